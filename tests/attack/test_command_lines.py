@@ -29,7 +29,7 @@ RIGHT = (
     "submit qwen3_8b tp=2,4 cluster=h100 slurm.time=5 --verify --dry-run",
     "show qwen3_8b tp=4 optimizer.lr=1e-3",
     "show --from run --diff --json",
-    "models --families",
+    "models --family",
     "check run --step 1 --module decoder",
     "export run out --step 2",
     "data prepare a.txt --output out --tokenizer byte",

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -242,8 +244,95 @@ def test_what_is_not_covered_is_said_before_ranks_start(cli, base, monkeypatch, 
     assert not (base / "wrong").exists()
 
 
-def test_adapters_are_not_exported(verified, cli, base, monkeypatch):
+def test_what_cannot_be_exported_is_said(verified, cli, base, monkeypatch):
     monkeypatch.chdir(base)
-    ended = cli("export", "tree/tp1", "exported")
-    assert ended.status == 2
-    assert "its checkpoints have LoRA adapters alone" in ended.err
+    for run, option, said in (("tree/tp1", "--masters", "whose base has no master weights"),
+                              ("base", "--merge", "has no adapters to merge")):  # fmt: skip
+        ended = cli("export", run, "exported", option)
+        assert ended.status == 2
+        assert said in ended.err
+    assert not (base / "exported").exists()
+
+
+# --- Exports ---
+
+PERIOD = (4, 9, 5, 30, 7, 11, 6, 20)  # token ids of tests/examples.py
+FP32 = 2e-6  # of the loss: another order of its sums
+
+
+# What a process without Megatron prints: the loss of a folder, with the adapters of another if there is one, for the
+# sequence that each sample of `exports` holds.
+LOSS = """
+import sys, torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+tokens = torch.tensor([[*map(int, sys.argv[1].split(","))]])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[2])
+for adapters in sys.argv[3:]:
+    model = PeftModel.from_pretrained(model, adapters)
+with torch.no_grad():
+    logits = model.eval()(tokens[:, :-1]).logits
+print(float(torch.nn.functional.cross_entropy(logits[0].double(), tokens[0, 1:])))
+"""
+
+
+def _loss(*folders) -> float:
+    tokens = ",".join(map(str, [*PERIOD * 4, PERIOD[0]]))
+    done = subprocess.run([sys.executable, "-c", LOSS, tokens, *folders], capture_output=True, text=True, check=True)
+    return float(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def exports(shared):
+    """Adapters after a step, exported twice, their base, and the loss that Megatron has with them at the next step.
+
+    Each window of 32 tokens of the text is the same one.
+    """
+    folder = shared.folder
+    hf_folders.make(folder / "hf32", hf_folders.of("qwen3_toy"), dtype="F32")
+    (folder / "words").mkdir()
+    examples.write(folder / "words")
+    words = [str(id_ - 4) for id_ in PERIOD]  # the tokenizer has four other words before its numbers
+    (folder / "words" / "text.txt").write_text(" ".join(words * 2000))
+    train(
+        shared, "periodic", "qwen3_toy weights=hf32 precision=fp32 seq=32 gbs=1 iters=2 save=1 lr=1e-2 peft=lora",
+        "peft.dim=8 peft.lora_B_init_method=normal data=text data.path=words/text.txt data.tokenizer=words/tokenizer",
+    )  # fmt: skip
+    shared("export", "periodic", "for-peft", "--step", "1", status=0)
+    shared("export", "periodic", "merged", "--step", "1", "--merge", status=0)
+    return folder, bits_float(shared.ledger("periodic")[1].loss)
+
+
+@pytest.mark.release
+def test_an_export_has_the_loss_of_megatron_in_transformers(exports):
+    """Merged, and as adapters that peft loads. The control is the base."""
+    folder, loss = exports
+    assert abs(_loss(folder / "hf32") - loss) > 1000 * FP32 * loss
+    assert abs(_loss(folder / "merged") - loss) < FP32 * loss
+    assert abs(_loss(folder / "hf32", folder / "for-peft") - loss) < FP32 * loss
+
+
+@pytest.mark.release
+def test_changed_base_weights_are_not_merged(exports, shared):
+    folder, _ = exports
+    hf_folders.make(folder / "other", hf_folders.of("qwen3_toy"), dtype="F32", seed=1)
+    shutil.move(folder / "hf32", folder / "kept")
+    shutil.move(folder / "other", folder / "hf32")
+    said = shared("export", "periodic", "again", "--merge", status=2).stderr
+    assert "does not hold the weights that the run has adapted" in said
+    assert not (folder / "again").exists()
+
+
+@pytest.mark.release
+def test_adapters_of_a_checkpoint_are_merged(base, tpi):
+    """The base is a checkpoint of a run; its export differs from the merged one in the adapted weights alone."""
+    for name in ("mine.py", "examples", "tokenizer", "base"):
+        (tpi.folder / name).symlink_to(base / name)
+    train(tpi, "adapted", ADAPTED, "iters=1 save=1 peft.lora_B_init_method=normal peft.target_modules=[linear_proj]")
+    assert "LoRA" not in tpi("export", "adapted", "merged", "--merge", status=0).stdout
+    from safetensors.torch import load_file
+
+    tpi("export", "base", "whole", status=0)
+    merged, whole = (load_file(tpi.folder / name / "model.safetensors") for name in ("merged", "whole"))
+    changed = {name for name in whole if not whole[name].equal(merged[name])}
+    assert changed == {name for name in whole if name.endswith("o_proj.weight")}

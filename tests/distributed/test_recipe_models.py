@@ -12,9 +12,12 @@ import pytest
 
 from tests.recipe_files import MODEL
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.settings import schema
 from tp_invariant_recipes.sources import recipe_layer, recipe_source
+from tp_invariant_recipes.workflows import recipe_list
 
 pytestmark = pytest.mark.usefixtures("families")
 
@@ -24,6 +27,7 @@ MINE = (
     MODEL
     + """
 from megatron.bridge.recipes.common import _pretrain_common
+from megatron.bridge.training.mixed_precision import bf16_mixed
 
 
 def small():
@@ -78,6 +82,23 @@ def peft():
     return cfg
 
 
+def unknown():
+    cfg = small()
+    cfg.model.hidden_sise = 64
+    cfg.modle = cfg.model
+    cfg.optimizer.lr_ = 1e-4
+    return cfg
+
+
+def in_bf16():
+    cfg = small()
+    cfg.ddp.grad_reduce_in_fp32 = False
+    cfg.mixed_precision = bf16_mixed()
+    cfg.mixed_precision.grad_reduce_in_fp32 = False
+    cfg.env_vars = {"NVTE_FWD_LAYERNORM_SM_MARGIN": 16}
+    return cfg
+
+
 def raises():
     raise ValueError("no such thing")
 
@@ -121,19 +142,18 @@ SIZES = {
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "tie_word_embeddings": False}
 SHORT = (
     "seq=64 gbs=2 iters=2 scheduler.lr_warmup_iters=0 dataset.num_workers=0 validation.eval_iters=0 "
-    "validation.eval_interval=null ddp.grad_reduce_in_fp32=true"
-)
-_NO_FLEX = (
-    "precision=bf16 ep=1 model.moe_token_dispatcher_type=alltoall model.moe_router_fusion=false cuda_graph=off "
-    "optimizer.use_precision_aware_optimizer=false comm_overlap.tp_comm_overlap=false model.use_te_rng_tracker=false "
-    "rng.te_rng_tracker=false scheduler.lr_decay_iters=null"
+    "validation.eval_interval=null"
 )
 # A family: the recipe of Bridge, what its config.json has beside sizes, and the overrides that tree asks for.
 FAMILIES = {
     "llama": ("llama32_1b_pretrain_config", {}, ""),
     "qwen2": ("qwen25_500m_pretrain_config", {}, ""),
     "qwen3": ("qwen3_600m_pretrain_config", {"head_dim": 16}, ""),
-    "qwen3_moe": ("qwen3_30b_a3b_pretrain_config", {"head_dim": 16} | _EXPERTS, _NO_FLEX),
+    "qwen3_moe": (
+        "qwen3_30b_a3b_pretrain_config",
+        {"head_dim": 16} | _EXPERTS,
+        "precision=bf16 ep=1 scheduler.lr_decay_iters=null",
+    ),
 }
 _CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
 
@@ -170,8 +190,9 @@ def test_the_page_counts_the_recipes_of_bridge(bridge):
     rows, _, absent = table.strip().partition("\n\n")
     cells = [[cell.strip() for cell in line.split("|")] for line in rows.splitlines()[2:]]
     counted = Counter({family: sum(int(number or 0) for number in numbers) for _, family, *numbers, _, _ in cells})
-    counted += Counter({family: int(number) for family, number in re.findall(r"(\w+)\s(\d+)", absent)})
-    assert counted == Counter(map(recipe_source.family, recipe_source.installed_names())), "scripts/recipe-table"
+    counted += Counter({family: int(number) for family, number in re.findall(r"([\w/]+)\s(\d+)", absent)})
+    there = Counter(recipe_source.family(names[0]) for names in recipe_list.groups())
+    assert counted == there, "scripts/recipe-table"
 
 
 @pytest.mark.release
@@ -186,6 +207,9 @@ def test_a_users_recipe_has_one_result_in_every_layout(mine, shared):
     assert "identical: tp=1, 2 computed the same bits over 2 steps" in done.stdout
     run = json.loads((shared.folder / "tree" / "tp1" / "run.json").read_text())
     assert run["model"] == f"recipe={mine}:small"
+    line = "ddp.average_in_collective: true -> false: each rank divides its gradient by dp before the sum"
+    assert line in read(shared.folder / "tree" / "tp1").header.notes["adjusted"]
+    assert run["identity"]["ddp.grad_reduce_in_fp32"] is True
 
 
 def test_with_stock_numerics_it_has_not(mine, shared):
@@ -201,17 +225,51 @@ def test_what_is_no_recipe_is_said_before_anything_starts(bridge, mine, function
     assert WRONG[function] in str(caught.value)
 
 
+@pytest.mark.parametrize("numerics", ("tree", "stock"))
+def test_a_field_that_is_none_is_named_with_the_nearest(bridge, mine, numerics):
+    with pytest.raises(ConfigError) as caught:
+        compose(f"recipe={mine}:unknown", device="cpu", numerics=numerics)
+    assert [problem.partition(":unknown: ")[2] for problem in caught.value.problems] == [
+        "model.hidden_sise: no such field of GPTModelProvider; did you mean 'hidden_size'?",
+        "optimizer.lr_: no such field of OptimizerConfig; did you mean 'lr'?",
+        "modle: no such field of ConfigContainer; did you mean 'model'?",
+    ]
+
+
+def test_what_costs_nothing_is_set_right_and_reported(bridge, mine):
+    config = compose(f"recipe={mine}:in_bf16", device="gpu").config
+    usual = compose(f"recipe={mine}:small", device="gpu").config
+    assert config.mixed_precision == "bf16_mixed"
+    said = {line.partition(":")[0] for line in config.recipe.adjusted}
+    assert said - {line.partition(":")[0] for line in usual.recipe.adjusted} == {
+        "ddp.grad_reduce_in_fp32",
+        "mixed_precision.grad_reduce_in_fp32",
+        "cluster.environment.NVTE_FWD_LAYERNORM_SM_MARGIN",
+    }
+    assert identity(config, None) == identity(usual, None)
+    typed = "ddp.grad_reduce_in_fp32=false"
+    for words, said in ((["numerics.adjust=false"], 8), ([typed], 1)):
+        with pytest.raises(ConfigError, match=r"ddp\.grad_reduce_in_fp32=false: gradients are accumulated") as caught:
+            compose(f"recipe={mine}:in_bf16", words, device="gpu")
+        assert (len(caught.value.problems) > 2) == (said > 1), caught.value.problems
+    margin = "cluster.environment.NVTE_FWD_LAYERNORM_SM_MARGIN=0"  # under stock, too, another one is refused
+    stock = compose(f"recipe={mine}:in_bf16", [margin], device="gpu", numerics="stock").config
+    assert stock.recipe.adjusted == []
+    assert stock.section("ddp")["grad_reduce_in_fp32"] is False
+
+
 def test_an_object_is_kept_for_stock_numerics(bridge, mine):
     tree = compose(f"recipe={mine}:layers", device="gpu", numerics="stock").config.sections
     assert tree["recipe"]["kept"] == ["model.transformer_layer_spec"]
 
 
 def test_what_bridges_recipes_set_beside_their_fields(bridge, mine):
-    """An attribute that nothing reads, a zero for no validation, an object that an override replaces."""
+    """An attribute that nothing reads, a zero for no validation, an object that an override or tpi replaces."""
     with pytest.raises(ConfigError, match=r"model\.attention_backend to an object, .*; model\.attention_backend=auto"):
-        compose(f"recipe={mine}:habits", device="cpu")
+        compose(f"recipe={mine}:habits", ["numerics.adjust=false"], device="cpu")
     tree = compose(f"recipe={mine}:habits", ["model.attention_backend=auto"], device="cpu").config.sections
     assert tree["recipe"]["kept"] == []
+    assert tree["model"] == compose(f"recipe={mine}:habits", device="cpu").config.model
     assert tree["validation"]["eval_interval"] is None
     assert "max_lr" not in tree["scheduler"]
     fields = schema.fields(schema.bridge_class(schema.BRIDGE_SECTIONS["scheduler"]))
@@ -239,7 +297,10 @@ def test_a_command_ends_with_one_message(mine, shared):
 def test_what_the_run_changes_of_a_recipe(mine, shared):
     done = shared("show", "recipe=mine.py:small", "tp=2", "--diff", status=1)
     assert "  model.tensor_model_parallel_size: 1 -> 2\n" in done.stdout
-    assert "  ddp.average_in_collective: true -> false\n" in done.stdout
+    assert (
+        "  ddp.average_in_collective: true -> false: each rank divides its gradient by dp before the sum\n"
+        in done.stdout
+    )
     assert "optimizer.lr" not in done.stdout
 
 
@@ -254,7 +315,7 @@ MOST_KEYS = "qwen3_moe"  # stands for all in `make test`
 def test_the_command_with_every_key_is_accepted(hugging_face, shared, family):
     """It is refused without these keys. The pages count the recipes of these families as covered, mostly with keys."""
     recipe, folder, *_ = of_family(family, hugging_face)
-    given = [recipe, folder, *GIVEN.split(), *(["ep=1"] if family == "qwen3_moe" else [])]
+    given = [recipe, folder, *GIVEN.split(), *(["ep=1"] if family == "qwen3_moe" else []), "numerics.adjust=false"]
     shared("train", *given, "--dry-run", status=2)
     command = shlex.split(shared("show", *given, "--fix", status=0).stdout)
     assert command[: 2 + len(given)] == ["tpi", "train", *given]

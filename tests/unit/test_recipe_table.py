@@ -1,20 +1,39 @@
-"""The table of `tpi models --bridge --families`, and what the messages of refusals come to in it."""
+"""The lines of `tpi models --bridge`, and what the messages of refusals come to in it."""
 
 import pytest
 
+from tp_invariant_recipes.sources import recipe_source
 from tp_invariant_recipes.workflows import recipe_list
 
 ROWS = [
-    {"recipe": "a", "family": "one", "tree": "covered", "why": [], "keys": []},
+    {"recipe": "a", "family": "one", "tree": "covered", "why": [], "keys": [], "open": ["dp=4"], "names": ["a"]},
     {
         "recipe": "b",
         "family": "one",
         "tree": "refused",
         "why": ["recipe=b: it fine-tunes with LoRA: the …; c"],
         "keys": [],
+        "open": [],
+        "names": ["b"],
     },
-    {"recipe": "c", "family": "two", "tree": "not here", "why": ["recipe=c: needs the …"], "keys": []},
-    {"recipe": "d", "family": "one", "tree": "covered with", "why": ["x; a.b=1"], "keys": ["a.b=1"]},
+    {
+        "recipe": "c",
+        "family": "two",
+        "tree": "not here",
+        "why": [f"recipe=c: {recipe_source.NEEDS} a/C-3, which …"],
+        "keys": [],
+        "open": [],
+        "names": ["c"],
+    },
+    {
+        "recipe": "d",
+        "family": "one",
+        "tree": "covered with",
+        "why": ["x; a.b=1"],
+        "keys": ["a.b=1"],
+        "open": [],
+        "names": ["d", "e"],
+    },
 ]
 REASONS = {
     "numerics=tree: FP8 and FP4 scales depend on how a tensor is cut; precision=bf16": "FP8 and FP4 scales depend on "
@@ -36,17 +55,46 @@ KEYS = {
     "model.a: the invariant numerics do not know this field; leave it unset": [],
     "etp * ep * pp = 8 does not divide the 2 ranks (tp * pp * cp * dp); raise dp or tp, or lower ep=8": [
         "dp=4",
-        "gbs=64",
     ],
 }
 
 
-def test_a_row_a_family():
-    assert recipe_list.markdown(ROWS).splitlines() == [
-        "| family | covered | covered with | refused | not here | refused because |",
-        "| --- | --- | --- | --- | --- | --- |",
-        "| one | 1 | 1 | 1 |  | it fine-tunes with LoRA (1) |",
-        "| two |  |  |  | 1 |  |",
+def test_a_line_a_family():
+    assert [recipe_list.summary(one) for one in recipe_list.families(ROWS)] == [
+        "one: 1 covered, 1 covered with, 1 refused: it fine-tunes with LoRA",
+        "two: 1 not here",
+    ]
+
+
+def test_the_recipes_of_a_family_and_what_the_states_mean():
+    assert list(recipe_list.details(ROWS)) == [
+        "a: covered dp=4",
+        "b: refused",
+        "    it fine-tunes with LoRA: the …; c",
+        "c: not here",
+        "d: covered with a.b=1",
+    ]
+    first, _, absent = recipe_list.legend(ROWS)
+    assert first == "4 recipes of 5 names: 1 covered, 1 covered with, 1 refused, 1 not here"
+    assert absent.endswith("as for a/C-3, or recipe.hf_folder=FOLDER")
+    assert len(recipe_list.legend(ROWS[:1])) == 2
+
+
+def test_names_of_one_recipe_are_one(monkeypatch):
+    """Aliases of one function, and names that differ by the number of GPUs alone."""
+    functions = {
+        "a_config": "a_4gpu_h100_config", "a_4gpu_h100_config": "a_4gpu_h100_config", "a_16gpu_h100_config":
+        "a_16gpu_h100_config", "a_8gpu_gb200_config": "a_8gpu_gb200_config",
+    }  # fmt: skip
+    monkeypatch.setattr(recipe_source, "installed_names", lambda: tuple(functions))
+    monkeypatch.setattr(recipe_source, "benchmark_names", lambda: ("m:a_4gpu_h100_config",))
+    place = {name: ("megatron.bridge.recipes.a", function) for name, function in functions.items()}
+    place["m:a_4gpu_h100_config"] = ("megatron.bridge.perf_recipes.a", "a_4gpu_h100_config")
+    monkeypatch.setattr(recipe_source, "function", place.__getitem__)
+    assert recipe_list.groups() == [
+        ("a_config", "a_4gpu_h100_config", "a_16gpu_h100_config"),
+        ("a_8gpu_gb200_config",),
+        ("m:a_4gpu_h100_config",),
     ]
 
 
@@ -57,7 +105,7 @@ def test_the_reason_without_recipe_values_and_keys(problem):
 
 def test_more_data_parallel_ranks_than_before():
     said = "etp * ep * pp = 8 does not divide the 4 ranks (tp * pp * cp * dp); raise dp or tp, or lower ep=8"
-    assert recipe_list._keys([said], ["dp=2"]) == ["dp=4", "gbs=64"]
+    assert recipe_list._keys([said], ["dp=2"]) == ["dp=4"]
 
 
 @pytest.mark.parametrize("problem", KEYS)

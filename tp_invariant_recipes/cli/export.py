@@ -22,29 +22,32 @@ def export(
     masters: Annotated[
         bool, typer.Option("--masters", help="Write the optimizer's fp32 master weights, not the bf16 weights.")
     ] = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Of a run with adapters: write the weights with the adapters added.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint of a run as a Hugging Face folder.
 
     The folder holds config.json and *.safetensors, and the tokenizer of the folder that the run has started from.
-    Transformers loads it, and weights=FOLDER starts another run from it. Exit status: 0 written, 2 otherwise; then
-    FOLDER is as it was.
+    Transformers loads it, and weights=FOLDER starts another run from it. Of a run with LoRA adapters it holds what the
+    library peft loads, and with --merge whole weights. Exit status: 0 written, 2 otherwise; then FOLDER is as it was.
 
     \b
     tpi export runs/qwen3_8b-tp4-… ~/models/mine
     tpi export runs/qwen3_8b-tp4-… ~/models/mine --step 500 --masters
+    tpi export runs/my-adapters ~/models/merged --merge
     """
     needed.check("tpi export", needed.TRAINING)
     from tp_invariant_recipes.workflows.export import export as write
 
-    found = write(run, folder, step, masters=masters)
+    found = write(run, folder, step, masters=masters, merge=merge)
     if as_json:
         terminal.print_json(asdict(found) | {"folder": str(found.folder)})
         return
-    terminal.print_text(
-        f"{found.folder}: {found.architecture} after step {found.step}, {counted(found.tensors, 'tensor')}, "
-        f"{found.dtype}"
-    )
+    what = f"{counted(found.tensors, 'tensor')}, {found.dtype}" if found.tensors else "its adapters, for peft"
+    terminal.print_text(f"{found.folder}: {found.architecture} after step {found.step}, {what}")
     if found.copied:
         terminal.print_text(f"copied: {', '.join(found.copied)}")
-    terminal.print_text(f"weights digest {found.digest}")
+    if found.digest:
+        terminal.print_text(f"weights digest {found.digest}")

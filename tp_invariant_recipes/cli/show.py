@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,6 @@ from tp_invariant_recipes.cli.arguments import Json, Overrides, of_model, option
 from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.host import needed, terminal
-from tp_invariant_recipes.numerics.mode import DEFAULT
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.config.overrides import Override
@@ -183,6 +181,7 @@ def _diff(pair: list[str], overrides: "list[Override]", key: str | None, *, as_j
         both = [_sections_of(text, overrides) for text in pair]
     else:
         raise ConfigError("--diff takes two: run directories, models, or a model with overrides in quotes")
+    adjusted = both[1].get("recipe", {}).get("adjusted", ()) if pair[1] == "the run" else ()
     with _config_errors():
         changed = lookup.differences(*both)
     if key is not None:
@@ -193,7 +192,9 @@ def _diff(pair: list[str], overrides: "list[Override]", key: str | None, *, as_j
     else:
         for one in changed:
             mark = " " if one.comparable else "*"
-            terminal.print_text(f"{mark} {one_line(f'{one.key}: {_value(one.a)} -> {_value(one.b)}')}")
+            line = f"{one.key}: {_value(one.a)} -> {_value(one.b)}"
+            why = next((f": {said.rpartition(': ')[2]}" for said in adjusted if said.startswith(f"{one.key}: ")), "")
+            terminal.print_text(f"{mark} {one_line(line + why)}")
         if not changed:
             terminal.print_text("no key differs")
         if not all(one.comparable for one in changed):
@@ -250,18 +251,25 @@ def models(
         bool,
         typer.Option("--bridge", help="List the recipes of Megatron-Bridge, and what numerics=tree says of each."),
     ] = False,
-    families: Annotated[
-        bool, typer.Option("--families", help="With --bridge: a table of Markdown, a row a family of models.")
-    ] = False,
+    family: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="With --bridge: every recipe of a family, with its keys and problems."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the models: sizes, degrees of tp that fit, memory."""
+    """List the models: sizes, degrees of tp that fit, memory.
+
+    \b
+    tpi models
+    tpi models --bridge
+    tpi models --bridge --family qwen3
+    """
     from tp_invariant_recipes.settings import conf_files, kept
 
-    if families and not bridge:
-        raise ConfigError("--families goes with --bridge: tpi models --bridge --families")
+    if family and not bridge:
+        raise ConfigError("--family goes with --bridge: tpi models --bridge --family NAME")
     if bridge:
-        _recipes(families=families, as_json=as_json)
+        _recipes(family, as_json=as_json)
         return
 
     def made() -> list[dict]:
@@ -288,7 +296,7 @@ def models(
     )
 
 
-def _recipes(*, families: bool, as_json: bool) -> None:
+def _recipes(family: str | None, *, as_json: bool) -> None:
     """The recipes of Bridge, each called and composed."""
     from tp_invariant_recipes.workflows import recipe_list
 
@@ -296,24 +304,15 @@ def _recipes(*, families: bool, as_json: bool) -> None:
     console = terminal.console_of_its_own()
     console.print("importing Megatron-Bridge …")
     rows, told = [], time.monotonic()
-    for done, of, row in recipe_list.rows():
+    for done, of, row in recipe_list.rows(family):
         rows.append(row)
         if time.monotonic() - told > 10:
             told = time.monotonic()
             console.print(f"{done} of {of} recipes")
-    if families:
-        found = recipe_list.families(rows)
-        terminal.print_json(found, indent=2) if as_json else terminal.print_text(recipe_list.markdown(rows))
-        return
+    found = recipe_list.families(rows)
     if as_json:
-        terminal.print_json(rows, indent=2)
+        terminal.print_json(found if family is None else rows, indent=2)
         return
-    for row in rows:
-        terminal.print_text(one_line(" ".join([f"{row['recipe']}: {row['tree']}", *row["keys"]])))
-        for why in row["why"] if row[DEFAULT] != recipe_list.WITH else ():
-            terminal.print_text(one_line(f"    {why.removeprefix('recipe=' + row['recipe'] + ': ')}"))
-    states = Counter(row[DEFAULT] for row in rows)
-    terminal.print_text(
-        ", ".join(f"{count} {state}" for state, count in states.items())
-        + "; covered with: tpi train recipe=NAME with these keys; refused: as the recipe is, and each line says why"
-    )
+    for line in recipe_list.details(rows) if family else map(recipe_list.summary, found):
+        terminal.print_text(one_line(line))
+    terminal.print_text("\n".join(recipe_list.legend(rows)))

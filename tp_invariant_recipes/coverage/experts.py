@@ -6,7 +6,7 @@ from tp_invariant_recipes.coverage.limit import Limit, is_set, lacks
 from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers import expert_placement
-from tp_invariant_recipes.settings import schema
+from tp_invariant_recipes.numerics.megatron.spec import layers_alike
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 BALANCING = ("aux_loss", "seq_aux_loss", "none")
@@ -31,13 +31,12 @@ OFF = (
     "overlap_moe_expert_parallel_comm",
     "overlap_dispatch_backward_with_experts_wgrad",
     "use_te_activation_func",
-    "activation_func_clamp_value",
-    "glu_linear_offset",
 )
 
-# Those of OFF that say how the experts are computed and not what: a model without them is the same.
+# Those of OFF that say how the experts are computed and not what, or that benchmarks have: false is the model itself.
 HOW = frozenset(
     (
+        "moe_router_force_load_balancing",
         "moe_router_fusion",
         "moe_router_padding_for_quantization",
         "moe_router_padding_for_fp8",
@@ -76,18 +75,16 @@ def _routed(config: RunConfig) -> int:
     return model["seq_length"] // (shards * contexts) * model["num_moe_experts"]
 
 
-def _mixed(config: RunConfig) -> bool:
-    """Whether some layers shall be dense, of a provider that makes all layers alike."""
-    frequency = config.model.get("moe_layer_freq") or 1
-    alike = all(frequency) if isinstance(frequency, list) else frequency == 1
-    return config.model.get("_target_") == schema.PROVIDERS[0] and not alike
+def mixed(config: RunConfig) -> bool:
+    """Whether some layers of a model with experts are dense."""
+    return bool(config.model.get("num_moe_experts")) and not layers_alike(config.model.get("moe_layer_freq"))
 
 
 def _of_experts(config: RunConfig) -> str | None:
     """The activation's name in numerics/layers/experts.py. `activation_func`: a name, in a plain program a function."""
     function = config.model.get("activation_func")
     name = function if isinstance(function, str) else getattr(function, "__name__", "")
-    kinds = {("silu", True): "swiglu", ("squared_relu", False): "squared_relu"}
+    kinds = {("silu", True): "swiglu", ("quick_gelu", True): "swiglu", ("squared_relu", False): "squared_relu"}
     return kinds.get((name.rpartition(".")[2], bool(config.model.get("gated_linear_unit"))))
 
 
@@ -118,12 +115,8 @@ LIMITS = (
     ),
     _row(
         lambda t: _of_experts(t) is None,
-        "of the experts' activations only SwiGLU and squared ReLU are covered, not clamped; "
+        "of the experts' activations only SwiGLU, quick GELU with a gate and squared ReLU are covered; "
         "model.activation_func=torch.nn.functional.silu",
-    ),
-    _row(
-        _mixed,
-        "Bridge's GPTModelProvider makes every layer one of experts; leave model.moe_layer_freq unset",
     ),
     _row(
         lambda t: t.model.get("moe_router_load_balancing_type", "aux_loss") not in BALANCING,
@@ -136,10 +129,6 @@ LIMITS = (
     _row(
         lambda t: t.model.get("moe_token_dispatcher_type", "allgather") == "flex",
         "the flex dispatcher has no invariant version; model.moe_token_dispatcher_type=alltoall",
-    ),
-    _row(
-        lambda t: bool(t.model.get("add_bias_linear")),
-        "experts with biases are not covered; model.add_bias_linear=false",
     ),
     *(_row(is_set(field), f"model.{field} is not covered; {_without(field)}") for field in OFF),
 )

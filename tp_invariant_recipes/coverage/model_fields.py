@@ -24,6 +24,7 @@ SIZES = (
     "seq_length",
     "is_hybrid_model",
     "hybrid_layer_pattern",
+    "mamba_chunk_size",
     "mamba_head_dim",
     "mamba_num_groups",
     "mamba_num_heads",
@@ -35,12 +36,14 @@ SIZES = (
 )
 MATHEMATICS = (
     "activation_func",
+    "activation_func_clamp_value",
     "add_bias_linear",
     "add_qkv_bias",
     "attention_dropout",
     "attention_softmax_in_fp32",
     "calculate_per_token_loss",
     "gated_linear_unit",
+    "glu_linear_offset",
     "hidden_dropout",
     "layernorm_epsilon",
     "layernorm_zero_centered_gamma",
@@ -116,8 +119,11 @@ PRECISION = (
     "fp8_amax_compute_algo",
     "fp8_amax_history_len",
     "fp8_margin",
+    "disable_parameter_transpose_cache",
+    "fp8_output_proj",
     "fp8_recipe",
     "fp8_wgrad",
+    "tp_only_amax_red",
     "num_layers_at_end_in_bf16",
     "num_layers_at_start_in_bf16",
 )
@@ -158,9 +164,17 @@ CODE = (
     "gradient_accumulation_fusion",
     "hybrid_stack_spec",
     "masked_softmax_fusion",
-    "moe_flex_dispatcher_backend",  # the flex dispatcher alone reads these three
+    "moe_flex_dispatcher_backend",  # the flex dispatcher alone reads these
+    "moe_deepep_num_sms",
     "moe_flex_dispatcher_num_sms",
     "moe_hybridep_num_sms",
+    "moe_hybridep_num_sms_preprocessing",
+    "moe_permute_fusion_into_hybridep",
+    "cpu_offloading_num_layers",  # read with cpu_offloading alone
+    "delay_offload_until_cuda_graph",  # with fine_grained_activation_offloading alone
+    "fine_grained_offloading_max_inflight_offloads",
+    "min_offloaded_tensor_size",
+    "offload_modules",
     "high_priority_a2a_comm_stream",  # read with overlap_moe_expert_parallel_comm alone
     "moe_grouped_gemm",
     "moe_permute_fusion",
@@ -177,7 +191,11 @@ CODE = (
     "use_mamba_mem_eff_path",
     "use_te_rng_tracker",
 )
-INFERENCE = ("inference_cuda_graph_scope", "inference_grouped_gemm_backend")
+INFERENCE = (
+    "inference_cuda_graph_scope",
+    "inference_grouped_gemm_backend",
+    "moe_pad_experts_for_cuda_graph_inference",
+)
 # What training loops set, and what says where weights come from.
 LOOP = (
     "config_logger_dir",

@@ -48,13 +48,14 @@ def write(plan: Plan, *, attempt: bool = True, job: AttemptJob | None = None) ->
 
 
 def _notes(config: RunConfig) -> dict[str, Any]:
-    """The tokenizer's facts in the ledger's header."""
+    """What the ledger's header says beside the parts: what was adjusted of a recipe, and the tokenizer's facts."""
+    found: dict[str, Any] = {"adjusted": config.recipe.adjusted} if config.recipe.adjusted else {}
     tokenizer = config.section("tokenizer")
     if tokenizer["tokenizer_type"] != "NullTokenizer":
-        return {}
+        return found
     includes, size = tokenizer["vocab_includes_eod"], tokenizer["vocab_size"]
     eod = tokenizer.get("null_tokenizer_eod_id")
-    return {
+    return found | {
         "tokenizer.vocab_includes_eod": includes,
         "tokenizer.vocab_size": size,
         "tokenizer.eod": eod if eod is not None else eod_id(size, includes_eod=includes),

@@ -17,6 +17,8 @@ class NumericsSettings:
     grad_norm:       the invariant modes' gradient norm: exact, or a plain fp64 sum as in the published scheme.
     clip_rounding:   pow2 rounds the clipping coefficient down to a power of two, as in the published scheme.
     initial_weights: invariant: a function of seed, name and place alone; megatron: drawn by Megatron's own generators.
+    adjust:          whether the invariant modes set right what a recipe sets of how a model is computed
+                     (coverage/adjusted.py), and say so; False: they refuse it.
     overlap_exchange: on GPUs, where the mode has it: whether a row-parallel layer exchanges its sums in blocks of
                      tokens, each under the product of the next. Changes no bit.
     """
@@ -28,6 +30,7 @@ class NumericsSettings:
     grad_norm: Literal["exact", "fp64"] = "exact"
     clip_rounding: Literal["none", "pow2"] = "none"
     initial_weights: Literal["invariant", "megatron"] = "invariant"
+    adjust: bool = True
     overlap_exchange: bool = False
 
     @property

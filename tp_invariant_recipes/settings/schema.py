@@ -113,7 +113,7 @@ def fields(cls: type) -> dict[str, Any]:
     """Field name -> type hint of everything that can be set on `cls`."""
     try:
         hints = typing.get_type_hints(cls)
-    except NameError:  # a hint that only a type checker can resolve
+    except (NameError, TypeError):  # a hint that only a type checker can resolve
         hints = {f.name: (f.type if not isinstance(f.type, str) else Any) for f in dataclasses.fields(cls)}
     hints |= {name: hint for name, hint in WIDER.items() if name in hints}
     return {f.name: hints.get(f.name, Any) for f in dataclasses.fields(cls) if f.init and f.name[0] != "_"}

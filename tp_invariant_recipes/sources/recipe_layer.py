@@ -36,7 +36,6 @@ OURS = {
     "checkpoint.dist_ckpt_optim_fully_reshardable": "a checkpoint can be read in every layout",
     "dataset.path_to_cache": "the index of the data goes to run.dir",
     **{f"dataset.{name}": "tpi downloads no examples; dataset.dataset_root" for name in sft.DOWNLOADS},
-    "dataset.offline_packing_specs": "packed sequences are not covered",
     "logger.tensorboard_dir": "logging= decides where curves are drawn",
     "logger.wandb_project": "logging= decides where curves are drawn",
     "logger.wandb_exp_name": "logging= decides where curves are drawn",
@@ -83,11 +82,37 @@ IDLE = {
 }
 # Attributes that recipes set and that are no field: Bridge's scheduler takes both from `optimizer`.
 UNREAD = {"scheduler.max_lr", "scheduler.min_lr"}
+# A class of Bridge -> attributes that its recipes and models set beside its fields.
+_OF_QWEN = {f"model.{name}" for name in ("head_dim", "hf_text_config", "audio_token_id", "moe_a2a_overlap")}
+OF_BRIDGE = {
+    "SchedulerConfig": UNREAD,
+    "OptimizerConfig": {"optimizer.offload_optimizer_states"},
+    "GPTModelProvider": {"model.moe_a2a_overlap", "model.bos_token_id", "model.eos_token_id"},
+    "MLAModelProvider": {
+        f"model.{name}"
+        for name in (
+            *("actual_vocab_size", "apply_dsa_kernel_fusion", "cp_partition_mode", "csa_compress_ratios"),
+            *("csa_compress_rotary_base", "csa_window_size", "enable_hyper_connections", "fp8_param_gather"),
+            *("mhc_sinkhorn_iterations", "moe_a2a_overlap", "moe_n_hash_layers", "mtp_eval_in_bf16", "norm_topk_prob"),
+            *("num_residual_streams", "o_groups", "o_lora_rank", "use_fused_mhc"),
+        )
+    },
+    **dict.fromkeys(
+        ("Qwen3VLModelProvider", "Qwen3VLMoEModelProvider", "Qwen35VLModelProvider", "Qwen35VLMoEModelProvider"),
+        _OF_QWEN,
+    ),
+}
 # Fields that say how a model is computed, and not what: the value that invariant numerics know.
 HOW = {
     "comm_overlap.tp_comm_overlap_cfg": "null",
     "model.attention_backend": "auto",
     "model.cuda_graph_modules": "[attn]",
+}
+# Classes that Bridge has in a section's place, and why tpi takes none of them.
+NOT_HERE = {
+    "DoRA": ": DoRA divides by norms of W + BA, sums over features that tp cuts",
+    "CanonicalLoRA": ": its adapters of queries, keys and values are none of the layers that tpi knows",
+    "DirectHFSFTDatasetConfig": ": it downloads its examples; a GPTSFTDatasetConfig with dataset.dataset_root",
 }
 # What a checked ConfigContainer has besides sections.
 APART = {"env_vars", "mixed_precision", "optimizer_config_override_provider", "_checkpoint_load_required"}
@@ -101,12 +126,16 @@ class Said:
     own:      what the recipe sets, section by section, before tpi changes anything.
     defaults: field -> default of the class of its model, as a file holds it.
     examples: the fields of its dataset, where that is one of examples; empty otherwise.
+    variables: those of the environment that it sets.
+    preset:   the name of its precision once gradients are added in fp32; None: it has none then.
     """
 
     text: str
     own: dict[str, Any]
     defaults: dict[str, Any]
     examples: list[str]
+    variables: dict[str, str]
+    preset: str | None
 
 
 @functools.cache
@@ -134,6 +163,8 @@ def _said(model: str, hf_folder: str | None, *, text_data: bool) -> Said:
         own,
         _defaults(provider),
         sorted(schema.fields(schema.bridge_class(schema.SFT_DATASET))) if sft.is_sft(layer["dataset"]) else [],
+        layer.get("cluster", {}).get("environment", {}),
+        recipe_fields.preset(layer["mixed_precision"]),
     )
 
 
@@ -167,6 +198,7 @@ def _layer(model: str, hf_folder: str | None, untouched: dict[str, Any], *, text
         "hf_folder": hf_folder,
         "source": recipe_source.digest(model),
         "kept": [path for path in kept if path not in OURS],
+        "adjusted": [],
     }
     return layer
 
@@ -204,7 +236,11 @@ def _foreign(container: ConfigContainer) -> Iterator[str]:
         wanted = [schema.bridge_class(one) for one in (path, *([schema.SFT_DATASET] if name == "dataset" else []))]
         if not any(issubclass(one, type(part)) for one in wanted):
             known = " and ".join(one.__name__ for one in wanted)
-            yield f"its {name} is a {type(part).__name__}, and tpi trains with {known} only"
+            why = NOT_HERE.get(type(part).__name__, "")
+            yield f"its {name} is a {type(part).__name__}, and tpi trains with {known} only{why}"
+    for path, why in recipe_fields.unknown(container):
+        if path not in OF_BRIDGE.get(why.partition(";")[0].rpartition(" ")[2], ()):
+            yield f"{path}: {why}"
     for field in dataclasses.fields(container):
         if field.name not in (*schema.BRIDGE_SECTIONS, *APART) and getattr(container, field.name) is not None:
             yield f"{field.name}: tpi has no such section"
@@ -243,8 +279,9 @@ def _stated(section: str, values: Mapping[str, Any]) -> set[str]:
 
 
 def _ours(part: Any, spec: Any) -> bool:
-    """Whether numerics/megatron/latent_spec.py builds a provider's layers: Bridge's DeepSeek, Moonlight, Kimi."""
-    if not isinstance(spec, functools.partial) or f"{type(part).__module__}.{type(part).__qualname__}" != schema.LATENT:
+    """Whether latent_spec.py or spec.py of numerics/megatron builds a provider's layers: DeepSeek, Moonlight, GLM."""
+    provider = f"{type(part).__module__}.{type(part).__qualname__}"
+    if not isinstance(spec, functools.partial) or provider not in (schema.LATENT, schema.PROVIDERS[0]):
         return False
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
@@ -347,6 +384,8 @@ def without_ours(dataset: dict[str, Any], said: Said, requested: Collection[str]
     if not sft.is_sft(dataset):
         return dataset
     ours = {n for n in _conf()["dataset"] if n not in said.examples and f"dataset.{n}" not in requested}
+    if not dataset.get("enable_offline_packing") and f"dataset.{sft.PACKING}" not in requested:
+        ours.add(sft.PACKING)
     return {name: value for name, value in dataset.items() if name not in ours}
 
 

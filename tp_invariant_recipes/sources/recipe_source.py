@@ -16,6 +16,7 @@ import importlib.util
 import inspect
 import json
 import os
+import pkgutil
 import re
 import sys
 import traceback
@@ -37,6 +38,7 @@ from tp_invariant_recipes.sources import recipe_names
 
 PREFIX = "recipe="
 BRIDGE = "megatron.bridge.recipes"
+BENCHMARKS = "megatron.bridge.perf_recipes"
 FORMS = f"recipe=NAME of {BRIDGE} (tpi models --bridge lists them), recipe=MODULE:FUNCTION or recipe=FILE.py:FUNCTION"
 
 LISTED = "; tpi models --bridge lists those of Bridge"
@@ -46,6 +48,7 @@ FILES = "tpi_recipe_"  # of the names that the files of recipes have as modules
 # What calls Hugging Face for a model's configuration. Bridge would try four times, seven seconds in all.
 _LOADER = "megatron.bridge.models.conversion.auto_bridge:safe_load_config_with_retry"
 _FOLDER = "megatron.bridge.models.conversion.auto_bridge:AutoBridge.from_hf_pretrained"
+_CONFIG = "transformers.models.auto.configuration_auto:AutoConfig.from_pretrained"
 _OFFLINE = "huggingface_hub.constants:HF_HUB_OFFLINE"
 
 # Top-level names of the modules of recipes that this process has imported, and the folders of their files.
@@ -119,14 +122,39 @@ def names() -> tuple[str, ...]:
 def installed_names() -> tuple[str, ...]:
     """The recipes of the installed Bridge: its functions that end in `_config`. Imports Bridge."""
     bridge.load()
-    recipes = importlib.import_module(BRIDGE)
-    return tuple(sorted(n for n, f in vars(recipes).items() if n.endswith("_config") and inspect.isfunction(f)))
+    return tuple(sorted(_recipes(importlib.import_module(BRIDGE))))
+
+
+def benchmark_names() -> tuple[str, ...]:
+    """Bridge's recipes of benchmarks, as MODULE:FUNCTION; empty where the installed one has none. Imports Bridge."""
+    bridge.load()
+    if importlib.util.find_spec(BENCHMARKS) is None:
+        return ()
+    modules = [
+        name for _, name, package in pkgutil.iter_modules(importlib.import_module(BENCHMARKS).__path__) if package
+    ]
+    found = {f"{BENCHMARKS}.{one}": _recipes(importlib.import_module(f"{BENCHMARKS}.{one}")) for one in modules}
+    # The packages have the recipes that they build on, too.
+    return tuple(
+        sorted(f"{m}:{n}" for m, own in found.items() for n, f in own.items() if f.__module__.startswith(BENCHMARKS))
+    )
+
+
+def _recipes(module: ModuleType) -> dict[str, Callable[..., Any]]:
+    return {n: inspect.unwrap(f) for n, f in vars(module).items() if n.endswith("_config") and inspect.isfunction(f)}
+
+
+def function(name: str) -> tuple[str, str]:
+    """The module and the name of the function behind a name of `installed_names` or `benchmark_names`."""
+    module, _, attribute = name.rpartition(":")
+    found = inspect.unwrap(getattr(importlib.import_module(module or BRIDGE), attribute))
+    return found.__module__, found.__qualname__
 
 
 def family(name: str) -> str:
-    """The name of the file of Bridge that defines one of its recipes. Imports Bridge."""
-    bridge.load()
-    return inspect.unwrap(getattr(importlib.import_module(BRIDGE), name)).__module__.rpartition(".")[2]
+    """The name of the file of Bridge that defines one of its recipes, `perf/` before those of benchmarks."""
+    module, _ = function(name)
+    return f"{'perf/' if module.startswith(BENCHMARKS) else ''}{module.rpartition('.')[2]}"
 
 
 def preload(model: str) -> None:
@@ -338,12 +366,23 @@ def offline(hf_folder: str | None, requested: list[str]) -> Iterator[None]:
 
         return classmethod(from_hf_pretrained)
 
+    def of_transformers(original: Callable[..., Any]) -> Any:
+        def from_pretrained(cls: type, path: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return original.__func__(cls, hf_folder or path, *args, **kwargs)  # type: ignore[attr-defined]
+            except Exception:
+                requested.append(str(path))
+                raise
+
+        return classmethod(from_pretrained)
+
     why = "a recipe resolves without a network, or says what to fetch"
     with applied(
         [
             Replacement(_OFFLINE, lambda _: True, why),
             Replacement(_LOADER, one_try, why),
             Replacement(_FOLDER, from_folder, why),
+            Replacement(_CONFIG, of_transformers, why),
         ]
     ):
         yield

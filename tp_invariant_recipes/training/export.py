@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -16,24 +17,41 @@ from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.host import auto_bridge, bridge
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.sources import hf_models
-from tp_invariant_recipes.sources.weights import CONFIG, INDEX
+from tp_invariant_recipes.sources.weights import CONFIG, INDEX, read
 
 # Before the name of a weight in a checkpoint, its master weight: of Megatron's optimizers, and of the distributed one.
 MASTERS = ("optimizer.state.fp32_param.", "optimizer.state.param.")
+ADAPTER = ".adapter."  # in the name of an adapter's weight
 SHARD = 5 * 10**9  # bytes of one file, as Hugging Face writes them
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """What a checkpoint of LoRA adapters belongs to.
+
+    fields: the section `peft` of the run. base: the folder of the weights that they adapt: a checkpoint of
+    Megatron-Bridge, or of Hugging Face if `hugging_face`. merge: add them to these weights, in fp32.
+    """
+
+    fields: dict[str, Any]
+    base: Path
+    hugging_face: bool
+    merge: bool
 
 
 @dataclass(frozen=True)
 class Export:
     """What a rank does: write the tensors of `checkpoint` into `folder`, which has a config.json.
 
-    model: the section of a run's configuration. masters: write the master weights, in fp32.
+    model: the section of a run's configuration. masters: write the master weights, in fp32. adapters: None: the
+    checkpoint has all weights.
     """
 
     checkpoint: Path
     folder: Path
     model: dict[str, Any]
     masters: bool
+    adapters: Adapters | None = None
 
     def __call__(self, run_dir: RunDir, rank_info: Any) -> None:
         """Raises RunError: the checkpoint has no such weights."""
@@ -46,16 +64,46 @@ class Export:
             stack.enter_context(cpu.installed())
             stack.enter_context(torch.no_grad())
             stack.enter_context(temporary_distributed_context("gloo"))
-            write(self.folder, self._tensors(), self._names())
+            if self.adapters is None:
+                self._write(self._chunks())
+            else:
+                self._write_adapted(self.adapters)
 
     def _names(self) -> set[str]:
         family = hf_models.family_of(self.model)
         assert not isinstance(family, str)
         return {name for name, _ in family.tensors(hf_models.sizes_of(family, self.model))}
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def _chunks(self) -> list[Any]:
+        """The model with the weights of the checkpoint."""
         chunks = _model(self.model, torch.float32 if self.masters else _dtype(self.checkpoint))
         _load(chunks, self.checkpoint, _masters(self.checkpoint) if self.masters else "")
+        return chunks
+
+    def _write_adapted(self, adapters: Adapters) -> None:
+        """Write the base weights with the adapters added, or what the library peft reads beside them."""
+        from megatron.bridge.peft.lora import LoRA
+
+        chunks = _model(self.model, _base_dtype(adapters))
+        if adapters.hugging_face:
+            auto_bridge.from_folder(adapters.base).load_hf_weights(chunks)
+        else:
+            _load(chunks, adapters.base, "")
+        lora = LoRA(**adapters.fields)
+        _load(lora(chunks, training=False), self.checkpoint, "", part=ADAPTER)
+        if adapters.merge:
+            self._write(chunks)
+            return
+        name = str(adapters.base) if adapters.hugging_face else ""
+        auto_bridge.from_config(self.folder).save_hf_adapter(
+            chunks, self.folder, lora, base_model_name_or_path=name, show_progress=False
+        )
+        (self.folder / CONFIG).unlink()
+
+    def _write(self, chunks: list[Any]) -> None:
+        write(self.folder, self._tensors(chunks), self._names())
+
+    def _tensors(self, chunks: list[Any]) -> Iterator[tuple[str, Tensor]]:
         of_folder = auto_bridge.from_config(self.folder)
         tied = of_folder.hf_pretrained.tie_word_embeddings
         for name, tensor in of_folder.export_hf_weights(chunks, cpu=True, show_progress=False):
@@ -74,6 +122,13 @@ def _dtype(checkpoint: Path) -> torch.dtype:
     return _metadata(checkpoint)["embedding.word_embeddings.weight"].properties.dtype
 
 
+def _base_dtype(adapters: Adapters) -> torch.dtype:
+    """The type of the weights that are adapted. The folder has been checked: its tensors have one type."""
+    if not adapters.hugging_face:
+        return _dtype(adapters.base)
+    return torch.float32 if {one.dtype for one in read(adapters.base).tensors.values()} == {"F32"} else torch.bfloat16
+
+
 def _masters(checkpoint: Path) -> str:
     """What stands before the names of a checkpoint's master weights."""
     there = _metadata(checkpoint)
@@ -84,14 +139,14 @@ def _model(model: dict[str, Any], dtype: torch.dtype) -> list[Any]:
     """Megatron-Core's own layers with the sizes of a run's model, whole and without values."""
     from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
 
-    fields = {name: model[name] for name, _ in hf_models.FIELDS.values() if model.get(name) is not None}
-    fields |= {name: value for name, (value, _) in hf_models.SHARED.items() if name != "activation_func"}
+    family = hf_models.family_of(model)
+    assert not isinstance(family, str)
+    traits = {name: bool(model.get(name)) for name in ("add_qkv_bias", "qk_layernorm", "rope_scaling")}
+    fields = traits | {name: value for name, (value, _) in family.shared.items()}
+    fields |= {name: model[name] for name, _ in family.fields.values() if model.get(name) is not None}
+    fields["activation_func"] = resolve_name(fields["activation_func"])
     provider = GPTModelProvider(
         **fields,
-        activation_func=torch.nn.functional.silu,
-        add_qkv_bias=bool(model.get("add_qkv_bias")),
-        qk_layernorm=bool(model.get("qk_layernorm")),
-        rope_scaling=bool(model.get("rope_scaling")),
         seq_length=model["seq_length"],
         transformer_layer_spec=local_layer_spec,
         transformer_impl="local",
@@ -111,8 +166,11 @@ def _model(model: dict[str, Any], dtype: torch.dtype) -> list[Any]:
     return provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
 
 
-def _load(chunks: list[Any], checkpoint: Path, prefix: str) -> None:
-    """Load weights, or what a checkpoint keeps of them under names with a prefix. RunError: it lacks one."""
+def _load(chunks: list[Any], checkpoint: Path, prefix: str, part: str = "") -> None:
+    """Load weights, or what a checkpoint keeps of them under names with a prefix. RunError: it lacks one.
+
+    part: of the names of those to load.
+    """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -122,7 +180,7 @@ def _load(chunks: list[Any], checkpoint: Path, prefix: str) -> None:
     sharded = {
         name: value
         for name, value in chunk.sharded_state_dict(metadata=metadata).items()
-        if not name.endswith("_extra_state")
+        if not name.endswith("_extra_state") and part in name
     }
     there = _metadata(checkpoint)
     for tensor in nested_values(sharded):
@@ -133,7 +191,7 @@ def _load(chunks: list[Any], checkpoint: Path, prefix: str) -> None:
                 raise RunError(f"{checkpoint} holds no {kind} {tensor.key.removeprefix(prefix)}")
     loaded = dist_checkpointing.load({"model": sharded}, str(checkpoint))["model"]
     left = chunk.load_state_dict(loaded, strict=False)
-    missing = [name for name in left.missing_keys if not name.endswith("_extra_state")]
+    missing = [name for name in left.missing_keys if not name.endswith("_extra_state") and part in name]
     if missing:
         raise RunError(f"{checkpoint} holds no weight {missing[0]}")
 

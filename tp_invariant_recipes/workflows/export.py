@@ -4,10 +4,12 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from tp_invariant_recipes.config.identity import WEIGHTS_DIGEST
 from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError
 from tp_invariant_recipes.files import whole_folder
 from tp_invariant_recipes.host.quiet import quiet
@@ -20,6 +22,9 @@ from tp_invariant_recipes.settings import environment, peft
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sources import hf_models, weights
 
+if TYPE_CHECKING:
+    from tp_invariant_recipes.training.export import Adapters
+
 # Files copied from the Hugging Face folder that a run started from.
 COPIED_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
@@ -29,7 +34,9 @@ COPIED_FILES = (
 
 @dataclass(frozen=True)
 class Exported:
-    """A written folder. step: completed steps. tensors, digest: as `weights.Checkpoint` has them."""
+    """A written folder. step: completed steps. tensors, digest: as `weights.Checkpoint` has them; of adapters alone 0
+    and empty: their files are those of the library peft.
+    """
 
     folder: Path
     step: int
@@ -40,21 +47,21 @@ class Exported:
     copied: tuple[str, ...]
 
 
-def export(run: Path, folder: Path, step: int | None = None, *, masters: bool = False) -> Exported:
+def export(run: Path, folder: Path, step: int | None = None, *, masters: bool = False, merge: bool = False) -> Exported:
     """Write the newest checkpoint of a run, or the one of `step`, into a new folder.
 
-    masters: the fp32 master weights instead of the weights that the model computes with.
+    masters: the fp32 master weights instead of the weights that the model computes with. merge: of a run with
+    adapters, the weights with the adapters added; without, what the library peft loads.
     Raises a TpiError: there is no checkpoint, it is damaged, the model has no architecture that is known, or the folder
     holds something. Then the folder is as it was.
     """
     run_dir = RunDir(run)
     before = run_dir.read_run(RunFile)
     config = run_dir.read_run_config()
-    if peft.adapts(config):
-        raise ConfigError(
-            f"{run} cannot be exported: its checkpoints have LoRA adapters alone, and tpi does not add them to the "
-            f"weights that they adapt"
-        )
+    if merge and not peft.adapts(config):
+        raise ConfigError(f"{run} has no adapters to merge: leave out --merge")
+    if masters and peft.adapts(config):
+        raise ConfigError(f"{run} has adapters, whose base has no master weights: leave out --masters")
     family = hf_models.family_of(config.model)
     if isinstance(family, str):
         raise ConfigError(f"{run} cannot be exported: {family}")
@@ -68,7 +75,10 @@ def export(run: Path, folder: Path, step: int | None = None, *, masters: bool = 
         folder.parent.mkdir(parents=True, exist_ok=True)
         with whole_folder(folder) as temporary:
             copied = _describe(temporary, config, family, masters=masters)
-            _convert(found, temporary, config.model, masters=masters)
+            adapters = _adapters(config, before.identity, merge=merge) if peft.adapts(config) else None
+            _convert(found, temporary, config.model, adapters, masters=masters)
+            if adapters and not merge:
+                return Exported(folder, found.step, family.architecture, "adapters", 0, "", copied)
             written = weights.read(temporary)
             if wrong := hf_models.problems(config.model, written):
                 raise RunError(f"this is a defect of tpi: it would not import what it exports: {wrong[0]}")
@@ -117,7 +127,28 @@ def _same_model(folder: Path, model: dict[str, Any]) -> bool:
         return False
 
 
-def _convert(found: RunCheckpoint, folder: Path, model: dict[str, Any], *, masters: bool) -> None:
+def _adapters(config: RunConfig, identity: Mapping[str, Any], *, merge: bool) -> "Adapters":
+    """The adapters of a run, and where the weights are that they adapt. Raises a TpiError: they are not there."""
+    from tp_invariant_recipes.training.export import Adapters
+
+    fields = dict(peft.section(config) or {})
+    if config.weights.folder is not None:
+        base = Path(config.weights.folder)
+        if weights.read(base).digest() != identity.get(WEIGHTS_DIGEST):
+            raise ConfigError(f"{base} does not hold the weights that the run has adapted")
+        return Adapters(fields, base, hugging_face=True, merge=merge)
+    base = Path(config.section("checkpoint")["pretrained_checkpoint"])
+    if not (base / ".metadata").exists():
+        chosen = checkpoints.select(base)
+        if chosen is None:
+            raise CheckpointError(f"{base} holds no checkpoint: the weights that the run has adapted are gone")
+        base = chosen.path
+    return Adapters(fields, base.absolute(), hugging_face=False, merge=merge)
+
+
+def _convert(
+    found: RunCheckpoint, folder: Path, model: dict[str, Any], adapters: "Adapters | None", *, masters: bool
+) -> None:
     """Write the tensors in a new process, which is the only rank of a world of one."""
     from tp_invariant_recipes.host import bridge
     from tp_invariant_recipes.training.rank import RankInfo
@@ -129,7 +160,7 @@ def _convert(found: RunCheckpoint, folder: Path, model: dict[str, Any], *, maste
         from tp_invariant_recipes.training.export import Export
 
         store = local.store()
-        do = Export(found.path.absolute(), folder, model, masters)
+        do = Export(found.path.absolute(), folder, model, masters, adapters)
         with ranks.stopping() as stop:
             outcome = ranks.run(
                 RunDir(Path(scratch)), "cpu", [RankInfo(0, 0, 1, 1, "127.0.0.1", (store.port,))], lambda: None, stop,

@@ -16,7 +16,7 @@ COVERED, WITH, REFUSED, ABSENT = "covered", "covered with", "refused", "not here
 STATES = (COVERED, WITH, REFUSED, ABSENT)
 
 # Part of a message -> the override that solves it. Recipes leave these settings to the run: the folder of examples,
-# their tokenizer, the weights that LoRA adapts, the size of its vocabulary.
+# their tokenizer, the weights that LoRA adapts, the size of its vocabulary. So they leave dp, the number of GPUs.
 PLACEHOLDERS = {
     "model.vocab_size=0: ": "model.vocab_size=131072",
     "tokenizer.vocab_size=0: ": "tokenizer.vocab_size=131072",
@@ -28,38 +28,66 @@ PLACEHOLDERS = {
 OTHER_RUNS = ("numerics=stock", "device=gpu")
 # Rounds of taking the keys that the messages name: one refusal may hide another one.
 ROUNDS = 3
+NEEDED = re.compile(rf"{recipe_source.NEEDS} ([\w./-]+),")
+_GPUS = re.compile(r"_\d+gpu(?=_)")
 _KEY = re.compile(r"(?<![\w.])([a-z_]+(?:\.\w+)*=[\w.\[\]-]+)")
 _RANKS = re.compile(r"etp \* ep \* pp = (\d+) does not divide the (\d+) ranks")
 
 
-def rows() -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield for each recipe the number done, the number of all, and its row. Imports Bridge.
+def groups(of_family: str | None = None) -> list[tuple[str, ...]]:
+    """The recipes of the installed Bridge, and of its benchmarks, each with all of its names. Imports Bridge.
 
-    recipe: its name. family: the name of its file in Bridge. tree: one of STATES; ABSENT where the recipe needs files
-    of Hugging Face that are not on this machine. why: the problems, with the keys that solve them. keys: of WITH, the
-    overrides that those messages name.
+    Names of one function are one recipe, and so are names that differ by the number of GPUs alone. The shortest comes
+    first. of_family: as `recipe_source.family` has it; None: of all.
     """
-    names = recipe_source.installed_names()
+    found: dict[tuple[str, str], list[str]] = {}
+    for name in (*recipe_source.installed_names(), *recipe_source.benchmark_names()):
+        module, function = recipe_source.function(name)
+        if of_family in (None, recipe_source.family(name)):
+            found.setdefault((module.partition(".recipes")[0], _GPUS.sub("", function)), []).append(name)
+    return [tuple(sorted(names, key=lambda name: (len(name), name))) for names in found.values()]
+
+
+def rows(of_family: str | None = None) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yield for each of `groups` the number done, the number of all, and its row.
+
+    recipe, names: its shortest name, and all. family: the name of its file in Bridge. tree: one of STATES; ABSENT
+    where the recipe needs files of Hugging Face that are not on this machine. why: the problems, with the keys that
+    solve them. keys: of WITH, the overrides that those messages name. open: overrides of OPEN that it needs. Names with
+    other results have the worst of them.
+    """
+    names = groups(of_family)
     # The processes share the modules imported so far.
     with ProcessPoolExecutor(mp_context=get_context("fork"), initializer=recipe_process.be_one) as pool:
         for done, row in enumerate(pool.map(row_of, names), 1):
             yield done, len(names), row
 
 
-def row_of(name: str, hf_folder: str | None = None) -> dict[str, Any]:
+def row_of(names: Sequence[str], hf_folder: str | None = None) -> dict[str, Any]:
     """One recipe's row, of a run on GPUs as the recipe has it. hf_folder: as `recipe.hf_folder`."""
+    functions = {recipe_source.function(name): name for name in reversed(names)}
+    found = [_judged(name, hf_folder) for name in functions.values()]
+    worst = max(found, key=lambda one: STATES.index(one[DEFAULT]))
+    return {"recipe": names[0], "names": [*names], "family": recipe_source.family(names[0])} | worst
+
+
+def _judged(name: str, hf_folder: str | None) -> dict[str, Any]:
     model = f"{recipe_source.PREFIX}{name}"
     folder = [f"recipe.hf_folder={hf_folder}"] if hf_folder else []
     given, left, why = fixed(model, folder, "gpu")
-    keys, absent = given[len(folder) :], any(recipe_source.NEEDS in problem for problem in why)
+    keys = [key for key in given[len(folder) :] if not _is_open(key)]
+    absent = any(recipe_source.NEEDS in problem for problem in why)
     state = ABSENT if absent else REFUSED if left else WITH if keys else COVERED
     return {
-        "recipe": name,
-        "family": recipe_source.family(name),
         DEFAULT: state,
         "why": left if state == REFUSED else why,
         "keys": keys if state == WITH else [],
+        "open": [key for key in given[len(folder) :] if _is_open(key)] if state in (COVERED, WITH) else [],
     }
+
+
+def _is_open(key: str) -> bool:
+    return key in PLACEHOLDERS.values() or key.startswith("dp=")
 
 
 def fixed(model: str, overrides: Sequence[str], device: str) -> tuple[list[str], list[str], list[str]]:
@@ -97,7 +125,7 @@ def _keys(problems: Iterable[str], before: Sequence[str]) -> list[str]:
 def _named(problem: str, dp: int = 1) -> list[str]:
     """The overrides at the end of a message; of alternatives the first. dp: of the run that it is about."""
     if ranks := _RANKS.search(problem):
-        return [f"dp={dp * max(1, int(ranks[1]) // int(ranks[2]))}", f"gbs={8 * int(ranks[1])}"]
+        return [f"dp={dp * max(1, int(ranks[1]) // int(ranks[2]))}"]
     for phrase, override in PLACEHOLDERS.items():
         if phrase in problem:
             return [override]
@@ -140,12 +168,36 @@ def families(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def markdown(found: Iterable[dict[str, Any]], most: int = 3) -> str:
-    """The families as a table of Markdown. most: reasons of a family."""
-    lines = [f"| family | {' | '.join(STATES)} | refused because |", f"| --- |{' --- |' * len(STATES)} --- |"]
-    for one in families(found):
-        counts = " | ".join(str(one[state] or "") for state in STATES)
-        frequent = sorted(one["why"].items(), key=lambda pair: (-pair[1], pair[0]))[:most]
-        why = "; ".join(f"{text} ({count})" for text, count in frequent)
-        lines.append(f"| {one['family']} | {counts} | {why.replace('|', '/')} |")
-    return "\n".join(lines)
+def summary(one: dict[str, Any]) -> str:
+    """A row of `families` in a line: how many recipes are in each state, and the most frequent reason."""
+    counts = ", ".join(f"{one[state]} {state}" for state in STATES if one[state])
+    return f"{one['family']}: {counts}{f': {why}' if (why := most_frequent(one)) else ''}"
+
+
+def most_frequent(one: dict[str, Any]) -> str:
+    """The most frequent reason of a row of `families`; empty: it has none."""
+    return min(one["why"].items(), key=lambda said: (-said[1], said[0]), default=("", 0))[0].partition(", and ")[0]
+
+
+def details(found: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """For each recipe its state and the keys that it needs, and its problems below it."""
+    for row in found:
+        yield f"{row['recipe']}: {row[DEFAULT]} {' '.join([*row['keys'], *row['open']])}".rstrip()
+        if row[DEFAULT] == REFUSED:
+            yield from (f"    {why.removeprefix('recipe=' + row['recipe'] + ': ')}" for why in row["why"])
+
+
+def legend(found: Sequence[dict[str, Any]]) -> list[str]:
+    """What the states mean, and how many recipes are in each."""
+    names = sum(len(row["names"]) for row in found)
+    counts = Counter(row[DEFAULT] for row in found)
+    absent = next((NEEDED.search(why) for row in found if row[DEFAULT] == ABSENT for why in row["why"]), None)
+    return [
+        f"{len(found)} recipes of {names} names: {', '.join(f'{counts[state]} {state}' for state in STATES)}",
+        f"{COVERED}: as the recipe is, but for folders, vocabulary and dp; {WITH}: with the keys of --family NAME",
+        *(
+            [f"{ABSENT}: hf download NAME config.json, as for {absent[1]}, or recipe.hf_folder=FOLDER"]
+            if absent
+            else []
+        ),
+    ]

@@ -1,0 +1,123 @@
+"""What `numerics.adjust` sets right of a recipe: every row of the table, and that nothing else is touched."""
+
+import pytest
+
+from tests.trees import with_fields
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.identity import identity
+from tp_invariant_recipes.coverage import adjusted, invariance
+from tp_invariant_recipes.coverage.adjusted import ROWS, adjust
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.settings import environment
+
+TREE = compose("qwen3_moe_toy", device="gpu").config
+WRONG = (True, False, "flex", "flash", "p2p", "optim_grads_params", "bfloat16", 2, "file")
+# What a row needs beside its field.
+BESIDE = {
+    "model.apply_rope_fusion": {"model__multi_latent_attention": True},
+    "model.batch_p2p_comm": {"model__overlap_p2p_comm": True},
+    "model.overlap_p2p_comm": {"model__virtual_pipeline_model_parallel_size": 2},
+    "model.vocab_size": {"model__should_pad_vocab": True, "model__vocab_size": 1000},
+    "model.cuda_graph_modules": {"model__cuda_graph_impl": "transformer_engine"},
+    "model.use_te_rng_tracker": {"device__kind": "cpu"},
+    "rng.te_rng_tracker": {"device__kind": "cpu"},
+    "optimizer.use_precision_aware_optimizer": {"optimizer__use_distributed_optimizer": False},
+    "dataset.dataset_kwargs": {"dataset___target_": "megatron.bridge.data.builders.gpt_sft.GPTSFTDatasetConfig"},
+    "model.use_mamba_mem_eff_path": {"model__use_mamba_mem_eff_path": False},
+}
+VALUES = {
+    "ddp.num_distributed_optimizer_instances": (2,),
+    "model.vocab_size": (1000,),
+    "model.cuda_graph_modules": (["attn", "moe_preprocess"],),
+    "model.cuda_graph_impl": ("full_iteration",),
+    "dataset.dataset_kwargs": ({"get_attention_mask_from_fusion": False}, {"get_attention_mask_from_fusion": True}),
+    "mixed_precision.grad_reduce_in_fp32": (False,),
+    "optimizer.main_params_dtype": ("bfloat16",),
+    "model.moe_mlp_glu_interleave_size": (32,),
+    "cluster.environment.NCCL_ALGO": ("NVLS",),
+}
+OF_CPUS = [one.name for one in environment.VARIABLES if one.devices == ("cpu",)]
+PATHS = [(row, path) for row in ROWS for path in row.paths]
+
+
+def _with(path, value):
+    """A run that has a value there, and what the row needs."""
+    config = with_fields(TREE, **BESIDE.get(path, {}))
+    if path.startswith(f"{adjusted.PRECISION}."):
+        config = adjusted._set(config, [adjusted.PRECISION], {"bf16": True})
+    if path.rpartition(".")[2] in OF_CPUS:
+        config = with_fields(config, device__kind="cpu")
+    return adjusted._set(config, path.split("."), value)
+
+
+def _wrong(row, path):
+    """A value that the row sets right; the run that has it."""
+    for value in VALUES.get(path, WRONG):
+        config = _with(path, value if "environment" not in path or path in VALUES else str(value))
+        if row.wrong(config, adjusted._at(config.sections, path.split("."))):
+            return config
+    raise AssertionError(f"no value is wrong for {path}")
+
+
+def _of(config):
+    return config.section("cluster").get("environment", {})
+
+
+@pytest.mark.parametrize("row, path", PATHS, ids=[path for _, path in PATHS])
+def test_a_row_sets_its_field_right_and_says_so(row, path):
+    config = _wrong(row, path)
+    done, lines = adjust(config, (), _of(config), None)
+    now = adjusted._at(done.sections, path.split("."))
+    assert not row.wrong(done, now) or now is adjusted.NOT_SET
+    said = [line for line in lines if line.startswith(f"{path}: ")]
+    assert said, lines
+    assert all(" -> " in line and line.rpartition(": ")[2] for line in said)
+    assert not [problem for problem in invariance.limits(done) if f" {path}=" in problem]
+
+
+@pytest.mark.parametrize("row, path", PATHS, ids=[path for _, path in PATHS])
+def test_what_the_command_line_sets_is_left(row, path):
+    config = _wrong(row, path)
+    for typed in (path, path.rpartition(".")[0]):
+        done, _ = adjust(config, (typed,), _of(config), None)
+        assert adjusted._at(done.sections, path.split(".")) == adjusted._at(config.sections, path.split("."))
+
+
+def test_a_run_that_is_covered_is_left_as_it_is():
+    assert adjust(TREE, (), {}, None) == (TREE, [])
+
+
+def test_a_variable_of_the_cluster_is_none_of_the_recipe():
+    config = _with("cluster.environment.NVTE_FWD_LAYERNORM_SM_MARGIN", "16")
+    assert adjust(config, (), {"NVTE_FWD_LAYERNORM_SM_MARGIN": "20"}, None) == (config, [])
+
+
+def test_an_object_is_replaced_and_no_longer_kept():
+    kept = ["model.attention_backend", "model.transformer_layer_spec"]
+    config = adjusted._set(TREE, ["recipe", "kept"], kept)
+    done, lines = adjust(config, (), {}, None)
+    assert done.recipe.kept == ["model.transformer_layer_spec"]
+    assert lines == ["model.attention_backend: an object -> auto: it has no invariant version"]
+
+
+def test_a_precision_with_fp32_sums_has_its_name():
+    config = _with("mixed_precision", {"bf16": True, "grad_reduce_in_fp32": False})
+    assert adjust(config, (), {}, "bf16_mixed")[0].mixed_precision == "bf16_mixed"
+    assert adjust(config, (), {}, None)[0].mixed_precision == {"bf16": True, "grad_reduce_in_fp32": True}
+
+
+def test_the_identity_has_what_is_trained():
+    done, _ = adjust(_with("ddp.grad_reduce_in_fp32", False), (), {}, None)
+    assert identity(done, None) == identity(TREE, None)
+
+
+def test_stock_adjusts_nothing():
+    stock = with_fields(compose("qwen3_toy", ["numerics=stock"]).config, numerics__adjust=False)
+    assert invariance.problems(stock) == ["numerics.adjust=false: numerics=stock adjusts nothing; leave it out"]
+
+
+def test_only_recipes_are_adjusted():
+    with pytest.raises(ConfigError, match="qwen3_toy is no recipe"):
+        compose("qwen3_toy", ["numerics.adjust=false"])
+    with pytest.raises(ConfigError, match="gradients are accumulated in fp32"):
+        compose("qwen3_toy", ["ddp.grad_reduce_in_fp32=false"])

@@ -1,0 +1,235 @@
+"""What a recipe says of how a model is computed and the invariant numerics compute otherwise: one row a field.
+
+A row costs no part of the result: the model, the data and the optimizer stay what they are. `numerics.adjust=true` sets
+these fields right and says so; `false` refuses them. A field that the command line sets is refused in any case.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tp_invariant_recipes.coverage import allowed_fields, graphs, latent
+from tp_invariant_recipes.coverage.allowed_values import as_text
+from tp_invariant_recipes.settings import cuda_graphs, environment, peft, sft
+from tp_invariant_recipes.settings.run_config import RunConfig
+
+NOT_SET = object()
+KEY = "numerics.adjust"
+PRECISION = "mixed_precision"
+_VARIABLES = "cluster.environment"
+
+_ROUTER = "the invariant router has no fused version"
+_DISPATCH = "tokens go through all-to-all, which adds nothing"
+_OVERLAP = "the invariant sums have an exchange of their own"
+_KERNEL = "the invariant layers stand in its place"
+_MASK = "attention is causal, and nobody reads the data's mask"
+_GRAPHS = "the invariant layers cannot be captured so"
+_PADDED = "the vocabulary is padded as at tp=1, in every layout"
+_CPU = "it needs a GPU"
+
+
+@dataclass(frozen=True)
+class Adjustment:
+    """paths: of fields. value: what they become, or a function of the run. why: the reason; None: the one that
+    `allowed_fields.py` has. wrong: of the run and a field's value, whether it is to be adjusted.
+    """
+
+    value: Any
+    why: str | None
+    paths: tuple[str, ...]
+    wrong: Callable[[RunConfig, Any], Any]
+
+    def reason(self, path: str) -> str:
+        """Why a field of this row becomes what it becomes."""
+        section, _, name = path.partition(".")
+        return self.why or allowed_fields.SECTIONS[section][name][1]
+
+
+def _row(value: Any, why: str | None, paths: str, wrong: Callable[[RunConfig, Any], Any] | None = None) -> Adjustment:
+    """A row of fields whose other values are refused. Without a reason `allowed_fields.py` says which are."""
+    return Adjustment(value, why, tuple(paths.split()), wrong or (lambda t, was: (was or None) != (value or None)))
+
+
+def _listed(value: Any, paths: str) -> tuple[Adjustment, ...]:
+    """Rows of fields whose values `allowed_fields.py` lists."""
+
+    def row(path: str) -> Adjustment:
+        section, _, name = path.partition(".")
+        return Adjustment(
+            value, None, (path,), lambda t, was: not allowed_fields.SECTIONS[section][name][0].accepts(was)
+        )
+
+    return tuple(map(row, paths.split()))
+
+
+def _variable(variable: environment.Variable) -> Adjustment:
+    value = next((one for one in (variable.value, *variable.accepted) if one is not None), NOT_SET)
+    accepted = (variable.value, *variable.accepted)
+    return Adjustment(
+        value,
+        variable.why,
+        (f"{_VARIABLES}.{variable.name}",),
+        lambda t, was: t.device.kind in variable.devices and was not in accepted,
+    )
+
+
+def _examples(key: str, refused: Callable[[Any], bool]) -> Callable[[RunConfig, Any], bool]:
+    """Whether an option of a dataset of examples has a refused value, or none."""
+    return lambda t, was: sft.is_sft(t.section("dataset")) and refused((was or {}).get(key))
+
+
+def _with(key: str) -> Callable[[RunConfig], dict[str, Any]]:
+    return lambda t: {**(t.section("dataset").get("dataset_kwargs") or {}), key: True}
+
+
+def _capturable(config: RunConfig) -> list[str]:
+    """The modules that a recipe captures and the invariant numerics can; all that they can where it names objects."""
+    modules = config.model.get("cuda_graph_modules") or cuda_graphs.graphed_modules(config.model, invariant=True)
+    return [module for module in modules if module not in cuda_graphs.NOT_INVARIANT]
+
+
+def _captures_others(config: RunConfig, was: Any) -> bool:
+    return config.model.get("cuda_graph_impl") == cuda_graphs.TE and _capturable(config) not in (was, [])
+
+
+def _cannot_capture(config: RunConfig, was: Any) -> bool:
+    return cuda_graphs.requested(config.model) and bool(
+        peft.adapts(config) or cuda_graphs.problems(config) or any(limit.wrong(config) for limit in graphs.LIMITS)
+    )
+
+
+def _padded_size(config: RunConfig) -> int:
+    multiple = config.model.get("make_vocab_size_divisible_by") or 128  # Megatron's default
+    return -(-config.model["vocab_size"] // multiple) * multiple
+
+
+def _alone(config: RunConfig, was: Any) -> bool:
+    """Whether an optimizer that has to be distributed and on GPUs is not."""
+    distributed = config.section("optimizer").get("use_distributed_optimizer")
+    return bool(was) and (config.device.kind == "cpu" or not distributed)
+
+
+ROWS: tuple[Adjustment, ...] = (
+    *_listed(True, "ddp.grad_reduce_in_fp32"),
+    *_listed(1, "ddp.num_distributed_optimizer_instances"),
+    *_listed("no_shard", "ddp.data_parallel_sharding_strategy ddp.outer_dp_sharding_strategy"),
+    *_listed(
+        False, "ddp.reduce_scatter_with_fp32_accumulation ddp.average_in_collective ddp.align_param_gather ddp.nccl_ub "
+        "ddp.disable_symmetric_registration ddp.delay_wgrad_compute",
+    ),
+    *_listed("float32", "optimizer.main_grads_dtype optimizer.main_params_dtype"),
+    *_listed(False, "optimizer.overlap_param_gather_with_optimizer_step optimizer.optimizer_cuda_graph"),
+    *_listed(
+        False, "dist.enable_megatron_core_experimental dist.use_sharp dist.use_tp_pp_dp_mapping "
+        "dist.use_decentralized_pg dist.lazy_mpu_init",
+    ),
+    *_listed(None, "dist.sharp_enabled_group dist.nccl_communicator_config_path"),
+    *_listed(False, "comm_overlap.tp_comm_overlap"),
+    *_listed(
+        None, "comm_overlap.tp_comm_overlap_cfg comm_overlap.overlap_p2p_comm comm_overlap.batch_p2p_comm "
+        "comm_overlap.overlap_grad_reduce comm_overlap.overlap_param_gather "
+        "comm_overlap.overlap_param_gather_with_optimizer_step comm_overlap.align_param_gather "
+        "comm_overlap.bucket_size "
+        "comm_overlap.defer_embedding_wgrad_compute comm_overlap.wgrad_deferral_limit "
+        "comm_overlap.overlap_moe_expert_parallel_comm comm_overlap.delay_wgrad_compute",
+    ),
+    *_listed(False, "checkpoint.async_save checkpoint.also_save_hf_checkpoint"),
+    *_listed(None, "train.eval_iters train.eval_interval"),
+    *_listed(False, "dataset.fast_cache_load dataset.defer_npy_index_mmap"),
+    _row(False, "it is Transformer Engine's distributed Adam", "optimizer.use_precision_aware_optimizer", _alone),
+    _row(False, _MASK, "dataset.create_attention_mask dataset.reset_attention_mask"),
+    _row(_with("get_attention_mask_from_fusion"), _MASK, "dataset.dataset_kwargs",
+         _examples("get_attention_mask_from_fusion", lambda was: was is False)),
+    _row(_with("pad_to_max_length"), "how far an example is padded depends on no other one", "dataset.dataset_kwargs",
+         _examples("pad_to_max_length", lambda was: not was)),
+    _row(True, "a sum of gradients is fp32", f"{PRECISION}.grad_reduce_in_fp32"),
+    _row(False, _ROUTER, "model.moe_router_fusion"),
+    _row("alltoall", _DISPATCH, "model.moe_token_dispatcher_type", lambda t, was: was == "flex"),
+    _row(
+        False, _OVERLAP, "model.tp_comm_overlap model.delay_wgrad_compute model.overlap_moe_expert_parallel_comm "
+        "model.overlap_dispatch_backward_with_experts_wgrad model.moe_shared_expert_overlap "
+        "model.defer_embedding_wgrad_compute",
+    ),
+    _row(
+        False, _KERNEL, "model.cross_entropy_loss_fusion model.use_grouped_gemm_for_shared_expert "
+        "model.moe_single_grouped_weight model.use_te_activation_func model.use_transformer_engine_op_fuser "
+        "model.fused_residual_rmsnorm model.moe_router_padding_for_quantization model.moe_router_padding_for_fp8 "
+        "model.use_transformer_engine_full_layer_spec model.mla_down_proj_fusion model.fused_single_qkv_rope",
+    ),
+    _row(None, "gate and up stay one after the other", "model.moe_mlp_glu_interleave_size"),
+    _row(False, "it changes the sums' order", "model.apply_rope_fusion", lambda t, was: was and latent.has_it(t)),
+    _row(True, "cuBLAS may otherwise add in bf16", "model.disable_bf16_reduced_precision_matmul"),
+    _row(True, "the other path has no invariant version", "model.use_mamba_mem_eff_path", lambda t, was: was is False),
+    _row("auto", "it has no invariant version", "model.attention_backend",
+         lambda t, was: was not in (None, "auto", "fused", "unfused", "local")),
+    _row(True, "two interleaved stages would take each other's messages", "model.overlap_p2p_comm",
+         lambda t, was: not was and (t.model.get("virtual_pipeline_model_parallel_size") or 1) > 1),
+    _row(False, "messages that overlap are not in a batch", "model.batch_p2p_comm",
+         lambda t, was: was and t.model.get("overlap_p2p_comm")),
+    _row("a2a", "only the exchange of heads keeps attention whole", "model.cp_comm_type",
+         lambda t, was: was not in (None, "a2a")),
+    _row(_padded_size, _PADDED, "model.vocab_size", lambda t, was: t.model.get("should_pad_vocab")),
+    _row(False, _PADDED, "model.should_pad_vocab"),
+    _row(_capturable, _GRAPHS, "model.cuda_graph_modules", _captures_others),
+    _row("none", _GRAPHS, "model.cuda_graph_impl", _cannot_capture),
+    _row(False, _CPU, "model.use_te_rng_tracker rng.te_rng_tracker", lambda t, was: was and t.device.kind == "cpu"),
+    *map(_variable, environment.VARIABLES),
+)  # fmt: skip
+
+
+def adjust(
+    config: RunConfig, typed: Collection[str], variables: Mapping[str, str], preset: str | None
+) -> tuple[RunConfig, list[str]]:
+    """The run of a recipe with the fields of ROWS set right, and a line for each: field, before, after, why.
+
+    typed: the paths that the command line sets. variables: those of the environment that the recipe sets; another
+    value is not the recipe's. preset: the name of the recipe's precision once its gradients are added in fp32.
+    """
+    lines: list[str] = []
+    for row, path in ((one, path) for one in ROWS for path in one.paths):
+        kept, was = path in config.recipe.kept, _at(config.sections, path.split("."))
+        name = path.removeprefix(f"{_VARIABLES}.")
+        others = name != path and (was is NOT_SET or was != variables.get(name))
+        if others or _is_typed(path, typed) or not (kept or (was is not NOT_SET and row.wrong(config, was))):
+            continue
+        now = row.value(config) if callable(row.value) else row.value
+        if now == was and not kept:
+            continue
+        config = _set(config, path.split("."), now)
+        if path == f"{PRECISION}.grad_reduce_in_fp32" and preset is not None:
+            config = RunConfig({**config.sections, PRECISION: preset})
+        lines.append(f"{path}: {'an object' if kept else _text(was)} -> {_text(now)}: {row.reason(path)}")
+    return config, lines
+
+
+def _is_typed(path: str, typed: Iterable[str]) -> bool:
+    return any(f"{path}.".startswith(f"{one}.") or one.startswith(f"{path}.") for one in typed)
+
+
+def _text(value: Any) -> str:
+    return "not set" if value is NOT_SET else as_text(value)
+
+
+def _at(tree: Any, names: list[str]) -> Any:
+    for name in names:
+        if not isinstance(tree, Mapping) or name not in tree:
+            return NOT_SET
+        tree = tree[name]
+    return tree
+
+
+def _set(config: RunConfig, names: list[str], value: Any) -> RunConfig:
+    sections = _changed(config.sections, names, value)
+    path = ".".join(names)
+    if path in config.recipe.kept:
+        kept = [one for one in config.recipe.kept if one != path]
+        sections = {**sections, "recipe": {**sections["recipe"], "kept": kept}}
+    return RunConfig(sections)
+
+
+def _changed(tree: Mapping[str, Any], names: list[str], value: Any) -> dict[str, Any]:
+    name, *rest = names
+    if rest:
+        return {**tree, name: _changed(tree.get(name) or {}, rest, value)}
+    left = {key: one for key, one in tree.items() if key != name}
+    return left if value is NOT_SET else {**tree, name: value}
