@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from tests import hf_folders
-from tp_invariant_recipes.sources import hf_models, weights
+from tp_invariant_recipes.sources import hf_family, hf_models, weights
 
 pytestmark = pytest.mark.usefixtures("modelopt")
 
@@ -17,11 +17,12 @@ FROZEN = ("lr=0", "optimizer.min_lr=0", "scheduler.lr_decay_iters=9")  # the ste
 # Class of transformers -> what its configuration has beside sizes.
 CLASSES = {
     "Llama": {
-        "rope_parameters": {"rope_theta": 500000.0, "rope_type": "llama3", "factor": 32.0} | hf_models.LLAMA3_ROPE
+        "rope_parameters": {"rope_theta": 500000.0, "rope_type": "llama3", "factor": 32.0} | hf_family.LLAMA3_ROPE
     },
     "Qwen2": {},
     "Qwen3": {"head_dim": 16},
     "Qwen3Moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "GptOss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 _SIZES = {
     "hidden_size": 64,
@@ -249,3 +250,22 @@ def test_every_model_in_every_layout(tpi, row):
         tpi("export", f"run-{number}", f"out-{number}", status=0)
         assert bits(tpi.folder / f"out-{number}") == bits(tpi.folder / "hf"), layout
     assert all(one == ledgers[0] for one in ledgers), ROWS[row]
+
+
+GPT_OSS = ["model.window_size=[7,0]", "model.hidden_size=64", "model.moe_ffn_hidden_size=128", "model.kv_channels=16"]
+
+
+@pytest.mark.release
+def test_gpt_oss_goes_in_and_out(shared):
+    """Sinks, experts of one tensor a layer, gate and up row by row: the same bits in two layouts, and back."""
+    sizes = (*GPT_OSS, "model.vocab_size=512")
+    made(shared, "oss", "gpt_oss_toy", *sizes)
+    made(shared, "oss-other", "gpt_oss_toy", *sizes, seed=1)
+    words = ("iters=1", "save=1", *FROZEN, *sizes)
+    train(shared, "oss-tp1", "oss", *words, model="gpt_oss_toy")
+    train(shared, "oss-tp2", "oss", *words, "tp=2", "ep=2", model="gpt_oss_toy")
+    train(shared, "oss-of-other", "oss-other", *words, model="gpt_oss_toy")
+    assert shared.ledger("oss-tp1") == shared.ledger("oss-tp2")
+    assert shared.ledger("oss-tp1")[0].loss != shared.ledger("oss-of-other")[0].loss
+    shared("export", "oss-tp2", "oss-out", status=0)
+    assert bits(shared.folder / "oss-out") == bits(shared.folder / "oss")

@@ -9,6 +9,7 @@ from tp_invariant_recipes.kernels.grouped_product import Groups, grouped_product
 from tp_invariant_recipes.kernels.row_sum import _row_sum_torch, row_sum
 from tp_invariant_recipes.kernels.weighted_activation import (
     KINDS,
+    Clamped,
     _backward_torch,
     _forward_torch,
     weighted_activation,
@@ -80,9 +81,9 @@ def test_row_sums_have_the_bits_of_the_cpu(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("weights", DTYPES, ids=str)
 @pytest.mark.parametrize("features", (768, 1856, 64))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", (*KINDS, Clamped(1.702, 0.7, 1.0), Clamped(1.0, float("inf"), 0.5)), ids=str)
 def test_activations(kind, features, weights, dtype):
-    width = features * (2 if kind == "swiglu" else 1)
+    width = features * (1 if kind == "squared_relu" else 2)
     x, dy = normal_on_gpu(700, width, dtype=dtype), normal_on_gpu(700, features, dtype=dtype)
     p = torch.rand(700, device="cuda").to(weights)
     y, (dx, dp) = weighted_activation(x, p, kind), weighted_activation_backward(dy, x, p, kind)

@@ -36,9 +36,11 @@ def test_the_weights_of_its_projections():
     assert found.split == 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168
 
 
-@pytest.mark.parametrize("frequency, refused", ((2, True), ([0, 1, 1, 1], True), ([1, 1, 1, 1], False), (1, False)))
-def test_dense_layers_are_refused_where_bridge_would_make_none(frequency, refused):
-    tree = with_fields(compose("qwen3_moe_toy", device="cpu").config, model__moe_layer_freq=frequency)
-    says = "numerics=tree: Bridge's GPTModelProvider makes every layer one of experts"
-    assert [problem.startswith(says) for problem in invariance.limits(tree)] == [True] * refused
+@pytest.mark.parametrize("frequency, mixed", ((2, True), ([0, 1, 1, 1], True), ([1, 1, 1, 1], False), (1, False)))
+def test_dense_layers_beside_experts_are_covered_by_tree_alone(frequency, mixed):
+    given = compose("qwen3_moe_toy", device="cpu").config
+    assert invariance.limits(with_fields(given, model__moe_layer_freq=frequency)) == []
+    portable = with_fields(given, model__moe_layer_freq=frequency, numerics__mode="portable")
+    says = "numerics=portable: dense layers beside layers of experts"
+    assert any(problem.startswith(says) for problem in invariance.limits(portable)) == mixed
     assert invariance.limits(with_fields(TREE, model__moe_layer_freq=[0, 1, 1, 1])) == []

@@ -5,10 +5,21 @@ import torch
 from torch.nn.functional import silu
 
 from tests.operands import same_bits
-from tp_invariant_recipes.kernels.weighted_activation import KINDS, weighted_activation, weighted_activation_backward
+from tp_invariant_recipes.kernels.weighted_activation import (
+    KINDS,
+    Clamped,
+    weighted_activation,
+    weighted_activation_backward,
+)
+
+ALL = (*KINDS, Clamped(1.702, 0.7, 1.0), Clamped(1.0, float("inf"), 0.5))
 
 
 def _reference(x, p, kind):
+    if isinstance(kind, Clamped):
+        gate, up = x.chunk(2, -1)
+        gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
+        return gate * torch.sigmoid(kind.alpha * gate) * (up + kind.offset) * p.unsqueeze(1)
     if kind == "swiglu":
         gate, up = x.chunk(2, -1)
         return silu(gate) * up * p.unsqueeze(1)
@@ -16,11 +27,11 @@ def _reference(x, p, kind):
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL, ids=str)
 class TestWeightedActivation:
     def test_it_and_its_gradients_are_those_of_autograd(self, kind, dtype):
         torch.manual_seed(0)
-        x, p, dy = torch.randn(9, 64).to(dtype), torch.rand(9), torch.randn(9, 32 if kind == "swiglu" else 64)
+        x, p, dy = torch.randn(9, 64).to(dtype), torch.rand(9), torch.randn(9, 64 if kind == "squared_relu" else 32)
         wide, weight = x.double().requires_grad_(), p.double().requires_grad_()
         expected = _reference(wide, weight, kind)
         expected.backward(dy.to(dtype).double())
@@ -34,7 +45,11 @@ class TestWeightedActivation:
 
     def test_a_row_does_not_know_its_neighbours(self, kind, dtype):
         torch.manual_seed(0)
-        x, p, dy = torch.randn(9, 64).to(dtype), torch.rand(9), torch.randn(9, 32 if kind == "swiglu" else 64).to(dtype)
+        x, p, dy = (
+            torch.randn(9, 64).to(dtype),
+            torch.rand(9),
+            torch.randn(9, 64 if kind == "squared_relu" else 32).to(dtype),
+        )
         y, (dx, dp) = weighted_activation(x, p, kind), weighted_activation_backward(dy, x, p, kind)
         some = slice(3, 8)
         assert same_bits(weighted_activation(x[some], p[some], kind), y[some])

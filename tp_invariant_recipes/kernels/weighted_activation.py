@@ -2,11 +2,14 @@
 
     swiglu:        y = silu(gate) · up · p        x is [gate | up]
     squared_relu:  y = relu(x)² · p
+    Clamped:       y = g · σ(α · g) · (u + offset) · p for g = min(gate, limit), u = up within ±limit (GPT-OSS)
 
 The gradient of p is a sum over a row's features. A library may split that sum by the number of rows; here one program
 computes one row. The computation is in fp32 and rounds once. CPU and GPU agree to rounding; each repeats its own
 results to the last bit.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,28 +22,39 @@ from tp_invariant_recipes.kernels.launch import Kernel
 KINDS = ("swiglu", "squared_relu")
 
 
-def weighted_activation(x: Tensor, p: Tensor, kind: str) -> Tensor:
-    """[rows, 2f] for swiglu, [rows, f] for squared_relu, contiguous, and p [rows] → [rows, f] of x's dtype."""
+class Clamped(NamedTuple):
+    """A gated activation with a factor in the sigmoid, a limit (inf: none) and an offset of the linear half."""
+
+    alpha: float
+    limit: float
+    offset: float
+
+
+Kind = str | Clamped
+
+
+def weighted_activation(x: Tensor, p: Tensor, kind: Kind) -> Tensor:
+    """[rows, 2f] for gated kinds, [rows, f] for squared_relu, contiguous, and p [rows] → [rows, f] of x's dtype."""
     return _forward_triton(x, p, kind) if x.is_cuda else _forward_torch(x, p, kind)
 
 
-def weighted_activation_backward(dy: Tensor, x: Tensor, p: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def weighted_activation_backward(dy: Tensor, x: Tensor, p: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     """The gradients of x and p, of their shapes and dtypes. dy: [rows, f] contiguous."""
     return _backward_triton(dy, x, p, kind) if x.is_cuda else _backward_torch(dy, x, p, kind)
 
 
-def _forward_torch(x: Tensor, p: Tensor, kind: str) -> Tensor:
+def _forward_torch(x: Tensor, p: Tensor, kind: Kind) -> Tensor:
     return (_parts(x.float(), kind)[0] * p.float().unsqueeze(1)).to(x.dtype)
 
 
-def _forward_triton(x: Tensor, p: Tensor, kind: str) -> Tensor:
-    y = x.new_empty(x.shape[0], x.shape[1] // (2 if kind == "swiglu" else 1))
+def _forward_triton(x: Tensor, p: Tensor, kind: Kind) -> Tensor:
+    y = x.new_empty(x.shape[0], x.shape[1] // (1 if kind == "squared_relu" else 2))
     if y.numel():
         FORWARD.launch((x.shape[0], 1), (x, p.contiguous(), y), (), _constants(y.shape[1], kind))
     return y
 
 
-def _backward_torch(dy: Tensor, x: Tensor, p: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def _backward_torch(dy: Tensor, x: Tensor, p: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     act, *slopes = _parts(x.float(), kind)
     wide = dy.float()
     dp = folding_sum(wide * act, -1).to(p.dtype)
@@ -48,7 +62,7 @@ def _backward_torch(dy: Tensor, x: Tensor, p: Tensor, kind: str) -> tuple[Tensor
     return torch.cat([weighted * slope for slope in slopes], -1).to(x.dtype), dp
 
 
-def _backward_triton(dy: Tensor, x: Tensor, p: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def _backward_triton(dy: Tensor, x: Tensor, p: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     dx, dp = torch.empty_like(x), torch.empty_like(p, memory_format=torch.contiguous_format)
     if dy.numel():
         tensors = (dy, x, p.contiguous(), dx, dp)
@@ -56,23 +70,57 @@ def _backward_triton(dy: Tensor, x: Tensor, p: Tensor, kind: str) -> tuple[Tenso
     return dx, dp
 
 
-def _parts(x: Tensor, kind: str) -> tuple[Tensor, ...]:
+def _parts(x: Tensor, kind: Kind) -> tuple[Tensor, ...]:
     """The activation, and its derivatives by the two halves of x, or its derivative by x."""
     if kind == "squared_relu":
         positive = x.relu()
         return positive * positive, positive * 2.0
     gate, up = x.chunk(2, -1)
+    if isinstance(kind, Clamped):
+        return _clamped(gate, up, kind)
     chance = 1.0 / (1.0 + torch.exp(-gate))
     silu = gate * chance
     return silu * up, (chance + silu * (1.0 - chance)) * up, silu
 
 
-def _constants(features: int, kind: str) -> tuple[int, int, bool]:
-    return features, max(128, triton.next_power_of_2(features)), kind == "swiglu"
+def _clamped(gate: Tensor, up: Tensor, kind: Clamped) -> tuple[Tensor, Tensor, Tensor]:
+    low, within = gate <= kind.limit, (up <= kind.limit) & (up >= -kind.limit)
+    g = torch.where(gate > kind.limit, kind.limit, gate)
+    u = torch.where(up > kind.limit, kind.limit, torch.where(up < -kind.limit, -kind.limit, up)) + kind.offset
+    chance = 1.0 / (1.0 + torch.exp(g * -kind.alpha))
+    act = g * chance
+    dgate = torch.where(low, (chance + act * (1.0 - chance) * kind.alpha) * u, 0.0)
+    return act * u, dgate, torch.where(within, act, 0.0)
+
+
+def _constants(features: int, kind: Kind) -> tuple[int, int, bool, bool, float, float, float]:
+    numbers = kind if isinstance(kind, Clamped) else Clamped(1.0, float("inf"), 0.0)
+    block = max(128, triton.next_power_of_2(features))
+    return features, block, kind != "squared_relu", isinstance(kind, Clamped), *numbers
 
 
 @triton.jit
-def _forward(x, p, y, F: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr):
+def _clamp(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
+    """What `_clamped` has: g · σ(α · g), u, and σ. where, not minimum: a NaN stays one."""
+    g = tl.where(gate > LIMIT, LIMIT, gate)
+    u = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + OFFSET
+    chance = 1.0 / (1.0 + tl.exp(g * -ALPHA))
+    return g * chance, u, chance
+
+
+@triton.jit
+def _forward(
+    x,
+    p,
+    y,
+    F: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < F
@@ -80,7 +128,11 @@ def _forward(x, p, y, F: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr)
     if GATED:
         gate = tl.load(x + row * 2 * F + column, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x + row * 2 * F + F + column, mask=inside, other=0.0).to(tl.float32)
-        act = gate / (1.0 + tl.exp(-gate)) * up
+        if CLAMPED:
+            act, u, _ = _clamp(gate, up, ALPHA, LIMIT, OFFSET)
+            act = act * u
+        else:
+            act = gate / (1.0 + tl.exp(-gate)) * up
     else:
         positive = tl.maximum(tl.load(x + row * F + column, mask=inside, other=0.0).to(tl.float32), 0.0)
         act = positive * positive
@@ -88,7 +140,20 @@ def _forward(x, p, y, F: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr)
 
 
 @triton.jit
-def _backward(dy, x, p, dx, dp, F: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr):
+def _backward(
+    dy,
+    x,
+    p,
+    dx,
+    dp,
+    F: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < F
@@ -97,11 +162,17 @@ def _backward(dy, x, p, dx, dp, F: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.
     if GATED:
         gate = tl.load(x + row * 2 * F + column, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x + row * 2 * F + F + column, mask=inside, other=0.0).to(tl.float32)
-        chance = 1.0 / (1.0 + tl.exp(-gate))
-        silu = gate * chance
-        act = silu * up
-        dgate = grad * weight * ((chance + silu * (1.0 - chance)) * up)
-        tl.store(dx + row * 2 * F + column, dgate.to(dx.dtype.element_ty), mask=inside)
+        if CLAMPED:
+            silu, u, chance = _clamp(gate, up, ALPHA, LIMIT, OFFSET)
+            act = silu * u
+            slope = tl.where(gate <= LIMIT, (chance + silu * (1.0 - chance) * ALPHA) * u, 0.0)
+            silu = tl.where((up <= LIMIT) & (up >= -LIMIT), silu, 0.0)
+        else:
+            chance = 1.0 / (1.0 + tl.exp(-gate))
+            silu = gate * chance
+            act = silu * up
+            slope = (chance + silu * (1.0 - chance)) * up
+        tl.store(dx + row * 2 * F + column, (grad * weight * slope).to(dx.dtype.element_ty), mask=inside)
         tl.store(dx + row * 2 * F + F + column, (grad * weight * silu).to(dx.dtype.element_ty), mask=inside)
     else:
         positive = tl.maximum(tl.load(x + row * F + column, mask=inside, other=0.0).to(tl.float32), 0.0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tp_invariant_recipes import replacement
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.patches import bridge_helpers, core_save, te_grouped_linear, te_grouped_wgrad
+from tp_invariant_recipes.patches import bridge_helpers, bridge_mtp, core_save, te_grouped_linear, te_grouped_wgrad
 from tp_invariant_recipes.patches.patch import Patch, PatchVerdict
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 PATCHES: tuple[Patch, ...] = (
     core_save.PATCH,
     bridge_helpers.PATCH,
+    bridge_mtp.PATCH,
     te_grouped_linear.PATCH,
     *te_grouped_wgrad.PATCHES,
 )

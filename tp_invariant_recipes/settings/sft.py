@@ -23,6 +23,8 @@ COLUMNS = ("input", "output")
 # Keys of dataset_kwargs by which Bridge's older recipes say what an example is.
 OLDER = ("prompt_template", "label_key", "chat")
 INDEX = "index_mapping_dir"
+PACKING = "offline_packing_specs"
+PACKED_FILES = ("packed_train_data_path", "packed_val_data_path", "packed_metadata_path")
 # Keys that say where files of a run on examples lie; a digest says what is in them.
 PLACES = ("tokenizer.tokenizer_model", f"dataset.dataset_kwargs.{INDEX}")
 
@@ -53,6 +55,12 @@ def is_chat(dataset: Mapping[str, Any]) -> bool:
 def files(config: RunConfig) -> list[str]:
     """The names of the files in `dataset.dataset_root` that a run reads."""
     return [TRAINING, *([VALIDATION] if config.section("validation").get("eval_iters") else [])]
+
+
+def packing(config: RunConfig) -> Mapping[str, Any] | None:
+    """How examples are packed into rows, Bridge's PackedSequenceSpecs; None: each has a row of its own."""
+    dataset = config.section("dataset")
+    return dataset.get(PACKING) or {} if is_sft(dataset) and dataset.get("enable_offline_packing") else None
 
 
 def with_index(config: RunConfig, folder: Path | str) -> RunConfig:

@@ -35,6 +35,8 @@ def convert(value: Any, hint: Any) -> Any:
         return _adapter(hint).validate_python(value)
     except ValidationError:
         raise WrongType(f"expected {describe(hint)}") from None
+    except OSError as error:  # of a class of Bridge that looks for a file which the value names
+        raise WrongType(str(error)) from None
     except (PydanticSchemaGenerationError, PydanticUserError):
         return value  # a hint that says nothing checkable; Bridge's own validation has the last word
 

@@ -139,6 +139,9 @@ def _stage(config: RunConfig, at: Layout, stage: int) -> dict[str, int]:
     if last:
         weights += Weights(whole=config.model["hidden_size"])  # the final norm
         weights += Weights() if tied and at.pp == 1 else size.embedding(config.model)
+        weights += size.ahead(config.model)
+        if config.model.get("mtp_num_layers") and at.pp > 1:
+            weights += size.embedding(config.model)  # its copy of the first stage's
     trained, fields = weights, peft.section(config)
     if fields is not None:
         trained = Weights()

@@ -168,8 +168,19 @@ def embedding(model: Model) -> Weights:
     return Weights(split=size, largest=size)
 
 
+def ahead(model: Model) -> Weights:
+    """The parameters of multi-token prediction: of each depth a layer like the last one, a projection, three norms."""
+    depths, hidden = model.get("mtp_num_layers") or 0, model["hidden_size"]
+    if not depths:
+        return Weights()
+    frequency = model.get("moe_layer_freq") or 1
+    sparse = bool(model.get("num_moe_experts")) and (bool(frequency[-1]) if isinstance(frequency, list) else True)
+    layer = weights(model, ATTENTION) + weights(model, EXPERTS if sparse else MLP)
+    return (layer + Weights(split=2 * hidden * hidden, whole=3 * hidden, largest=2 * hidden * hidden)) * depths
+
+
 def parameters(model: Model) -> int:
     """How many parameters a model section describes."""
     ends = embedding(model).total * (1 if model.get("share_embeddings_and_output_weights") else 2)
     inside = sum(count * weights(model, part).total for layer, count in layers(model).items() for part in layer)
-    return ends + model["hidden_size"] + inside
+    return ends + model["hidden_size"] + inside + ahead(model).total

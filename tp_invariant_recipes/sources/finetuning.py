@@ -31,13 +31,20 @@ def _source(config: RunConfig) -> str | None:
 
 
 def _packing(config: RunConfig) -> str | None:
-    requested = [name for name in ("enable_offline_packing", "offline_packing_specs") if sft.field(config, name)]
-    if not requested:
+    specs, section = sft.packing(config), f"dataset.{sft.PACKING}"
+    if specs is None:
         return None
-    return (
-        f"dataset.{requested[0]}: packed sequences need attention that ends with each example, which tpi does not "
-        f"cover; dataset.enable_offline_packing=false"
-    )
+    size, length = specs.get("packed_sequence_size"), config.model["seq_length"]
+    if size != length:
+        return (
+            f"{section}.packed_sequence_size={size}: a row has model.seq_length={length} tokens; seq={size}, or "
+            f"dataset.enable_offline_packing=false"
+        )
+    if places := [name for name in sft.PACKED_FILES if specs.get(name) is not None]:
+        return f"{section}.{places[0]}: tpi packs the examples of dataset.dataset_root; {section}.{places[0]}=null"
+    if config.device.kind == "cpu" and not config.numerics.invariant:
+        return "on a CPU Megatron-Core has no attention for packed sequences but with numerics=tree"
+    return None
 
 
 def _loader(config: RunConfig) -> str | None:

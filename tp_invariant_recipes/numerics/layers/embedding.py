@@ -17,6 +17,9 @@ each summed over all data shards before they are added.
            summed each over data-parallel ranks
 
 Megatron adds the two in turns at pp=1.
+
+Lookups of multi-token prediction have a third sum, `weight.ahead_gradient`, on the last stage, which Megatron tells the
+first. It is added to main_grad once complete, before the lookups of the main model.
 """
 
 from functools import partial
@@ -27,42 +30,50 @@ from torch import Tensor
 
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.row_add import add_rows
-from tp_invariant_recipes.numerics.sums.weight_gradient import is_leaf, weight_gradient
+from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad, is_leaf, weight_gradient
+
+# Attributes of a weight: sums of lookups apart from main_grad, [contexts, rows, h] fp32.
+LOOKUPS, AHEAD = "lookup_gradient", "ahead_gradient"
 
 
-def lookup(weight: Tensor, ids: Tensor, elsewhere: Tensor | None, contexts: int = 1) -> Tensor:
+def lookup(weight: Tensor, ids: Tensor, elsewhere: Tensor | None, contexts: int = 1, *, apart: bool = False) -> Tensor:
     """weight[ids], and zeros for the tokens whose rows other ranks have.
 
     weight: [rows, h]; ids: [b, s] int64, rows of `weight`; elsewhere: [b, s] bool, ids of no row here; None: none.
-    contexts: context shards that s consists of.
+    contexts: context shards that s consists of. apart: whether the lookup is one of multi-token prediction.
     returns: [b, s, h] of weight's dtype.
     """
-    return _Lookup.apply(weight, ids if elsewhere is None else ids.masked_fill(elsewhere, -1), elsewhere, contexts)
+    known = ids if elsewhere is None else ids.masked_fill(elsewhere, -1)
+    return _Lookup.apply(weight, known, elsewhere, contexts, apart)
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
     @outside_modes
-    def forward(ctx: Any, weight: Tensor, ids: Tensor, elsewhere: Tensor | None, contexts: int) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, elsewhere: Tensor | None, contexts: int, apart: bool) -> Tensor:
         ctx.save_for_backward(weight, ids)
-        ctx.contexts = contexts
+        ctx.contexts, ctx.apart = contexts, apart
         if elsewhere is None:
             return weight[ids]
         return weight[ids.clamp(min=0)].masked_fill_(elsewhere.unsqueeze(-1), 0.0)
 
     @staticmethod
     @outside_modes
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         weight, ids = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:
-            return None, None, None, None
+            return None, None, None, None, None
         parts = zip(gradients[0].chunk(ctx.contexts, 1), ids.chunk(ctx.contexts, 1), strict=True)
         looked_up = [(some.reshape(-1, weight.shape[1]).contiguous(), at.reshape(-1)) for some, at in parts]
-        if _shares_main_grad(weight):
-            for (rows, at), out in zip(looked_up, _lookup_gradient(weight, ctx.contexts), strict=True):
+        apart = ctx.apart and getattr(weight, "main_grad", None) is not None
+        if apart or _shares_main_grad(weight):
+            kept = _sum_of_its_own(weight, AHEAD if apart else LOOKUPS, ctx.contexts)
+            for (rows, at), out in zip(looked_up, kept, strict=True):
                 add_rows(rows, at, out, at_once=is_leaf(weight))
-            return None, None, None, None  # autograd has the output layer's stand-in for this weight
-        return weight_gradient(weight, *(partial(_add, weight, *some) for some in looked_up)), None, None, None
+            # Without `apart` autograd has another stand-in for this weight: the output layer's, or that of `apart`.
+            return (added_to_main_grad(weight) if apart else None), None, None, None, None
+        gradient = weight_gradient(weight, *(partial(_add, weight, *some) for some in looked_up))
+        return gradient, None, None, None, None
 
 
 def _add(weight: Tensor, rows: Tensor, at: Tensor, out: Tensor, add: bool) -> None:
@@ -74,8 +85,13 @@ def _shares_main_grad(weight: Any) -> bool:
     return getattr(weight, "zero_out_wgrad", False) and getattr(weight, "main_grad", None) is not None
 
 
-def _lookup_gradient(weight: Any, contexts: int) -> Tensor:
+def _sum_of_its_own(weight: Any, name: str, contexts: int) -> Tensor:
     """[contexts, rows, h] fp32."""
-    if getattr(weight, "lookup_gradient", None) is None:
-        weight.lookup_gradient = weight.main_grad.new_zeros(contexts, *weight.main_grad.shape)
-    return weight.lookup_gradient
+    if getattr(weight, name, None) is None:
+        setattr(weight, name, weight.main_grad.new_zeros(contexts, *weight.main_grad.shape))
+    return getattr(weight, name)
+
+
+def sums_of_their_own(weight: Any) -> list[Tensor]:
+    """What `lookup` has added apart from main_grad, in the order in which it is to be added there."""
+    return [kept for name in (AHEAD, LOOKUPS) if (kept := getattr(weight, name, None)) is not None]

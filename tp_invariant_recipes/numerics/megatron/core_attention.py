@@ -3,7 +3,8 @@
 import copy
 import os
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -17,10 +18,19 @@ from tp_invariant_recipes.numerics.layers.head_exchange import HeadExchange
 from tp_invariant_recipes.numerics.megatron.base import OnMesh
 
 # What selects a backend, or an algorithm of one, beside its operands and the module's own settings.
-FIELDS = ("attention_backend", "attention_softmax_in_fp32", "masked_softmax_fusion", "deterministic_mode")
+FIELDS = (
+    "attention_backend",
+    "attention_softmax_in_fp32",
+    "masked_softmax_fusion",
+    "deterministic_mode",
+    "softmax_type",
+)
 VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")
 # Fields that give attention another result than its context, or another softmax.
 OFF = ("qk_clip", "log_max_attention_logit")
+LEARNABLE = "learnable"  # each head has a sink, a parameter
+SOFTMAXES = ("vanilla", LEARNABLE)
+SINKS = "softmax_offset"  # attribute of both classes
 
 Mask = tuple[Tensor | None, Any]  # Megatron's attention_mask and attn_mask_type
 
@@ -32,7 +42,7 @@ class CoreAttention(OnMesh, Core):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         wrong = [f"model.{name}" for name in OFF if getattr(config, name, False)]
-        if config.softmax_type != "vanilla":
+        if config.softmax_type not in SOFTMAXES:
             wrong.append(f"model.softmax_type={config.softmax_type}")
         if wrong:
             raise ConfigError(f"{', '.join(wrong)}: attention has no invariant version with it; leave it unset")
@@ -41,6 +51,24 @@ class CoreAttention(OnMesh, Core):
             config = copy.copy(config)
             config.context_parallel_size = config.context_shards = 1
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        for weight in self._sinks():  # Megatron leaves it unmarked, and the gradient norm would lack other ranks' heads
+            weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 0, 1  # type: ignore[attr-defined]
+
+    def _sinks(self) -> tuple[Tensor, ...]:
+        """The sinks of this rank's heads, if there are any."""
+        return (getattr(self, SINKS),) if self.config.softmax_type == LEARNABLE else ()
+
+    @contextmanager
+    def with_sinks(self, sinks: Tensor | None) -> Iterator[None]:
+        """For a launch of some heads: their sinks stand before the parameter."""
+        if sinks is None:
+            yield
+            return
+        self.__dict__[SINKS] = sinks
+        try:
+            yield
+        finally:
+            del self.__dict__[SINKS]
 
     def forward(
         self,
@@ -61,7 +89,7 @@ class CoreAttention(OnMesh, Core):
             raise NotImplementedError("attention with a mask of its own has no invariant version with context shards")
         heads, shards = query.shape[2], self.mesh.local // self.exchange.cp
         query, key, value = map(self.exchange.to_heads, (query, key, value))
-        out = attention(self, query, key, value, (attention_mask, attn_mask_type), shards)
+        out = attention(self, query, key, value, (attention_mask, attn_mask_type), shards, *self._sinks())
         return self.exchange.to_tokens(out, heads)
 
     def kind(self, mask: Mask) -> tuple[Any, ...]:
@@ -90,7 +118,7 @@ class CoreAttention(OnMesh, Core):
             for count, width in ((heads, keys), (groups, keys), (groups, values))
         )
         with torch.no_grad():
-            self.launch(query, key, value, (None, AttnMaskType.causal))
+            self.launch(query, key, value, (None, AttnMaskType.causal), *(some[:heads] for some in self._sinks()))
         return self.backend()
 
     @abstractmethod

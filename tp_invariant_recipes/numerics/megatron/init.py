@@ -46,6 +46,7 @@ class InitRule:
     gated:  the rows are gate and up, each split separately, if config.gated_linear_unit.
     whole:  tensor parallelism does not split it: routers, experts, whose own tensor parallelism is 1, and projections
             that every rank holds whole.
+    unmarked: it is split, and Megatron does not say so on the parameter.
     """
 
     name: str
@@ -54,17 +55,19 @@ class InitRule:
     method: str = ""
     gated: bool = False
     whole: bool = False
+    unmarked: bool = False
 
 
-_LAYER = r"decoder\.layers\.\d+\."
+_AHEAD = r"mtp\.layers\.\d+\."  # a depth of multi-token prediction
+_LAYER = rf"(?:decoder\.layers\.\d+|{_AHEAD}mtp_model_layer)\."
 _NORM = (
     rf"({_LAYER}(norm|input_layernorm|pre_mlp_layernorm|self_attention\.(q|k|kv)_layernorm)|"
-    r"decoder\.final_(layer)?norm)\."
+    rf"{_AHEAD}(enorm|hnorm|final_layernorm)|decoder\.final_(layer)?norm)\."
 )
 # Transformer Engine's norm + linear
 _FUSED = rf"{_LAYER}(mixer\.in_proj|self_attention\.linear_(qkv|(q|kv)_up_proj)|mlp\.linear_fc1)\.layer_norm_"
 _MIXER = rf"{_LAYER}mixer\."  # Mamba-2
-_LINEAR = rf"{_LAYER}(self_attention\.linear_(qkv|proj)|mlp\.linear_fc[12])\."
+_LINEAR = rf"{_LAYER}(self_attention\.linear_(qkv|proj)|mlp\.(experts\.\d+\.|shared_experts\.)?linear_fc[12])\."
 
 RULES = (
     InitRule(r"embedding\.word_embeddings\.weight", "normal", 0, "embedding_init_method"),
@@ -74,11 +77,14 @@ RULES = (
     InitRule(_LAYER + r"self_attention\.linear_proj\.weight", "normal", 1, "output_layer_init_method"),
     InitRule(_LAYER + r"self_attention\.linear_(q|q_up|kv_up)_proj\.weight", "normal", 0, "init_method"),
     InitRule(_LAYER + r"self_attention\.linear_(q|kv)_down_proj\.weight", "normal", 0, "init_method", whole=True),
+    InitRule(_LAYER + r"self_attention\.core_attention\.softmax_offset", "normal", 0, "init_method", unmarked=True),
     InitRule(_LAYER + r"mlp\.linear_fc1\.weight", "normal", 0, "init_method", gated=True),
     InitRule(_LAYER + r"mlp\.linear_fc2\.weight", "normal", 1, "output_layer_init_method"),
     InitRule(_LAYER + r"mlp\.shared_experts\.linear_fc1\.weight", "normal", 0, "init_method", gated=True),
     InitRule(_LAYER + r"mlp\.shared_experts\.linear_fc2\.weight", "normal", 1, "output_layer_init_method"),
+    InitRule(_AHEAD + r"eh_proj\.weight", "normal", 0, "init_method"),
     InitRule(_LAYER + r"mlp\.router\.weight", "normal", 0, "init_method", whole=True),
+    InitRule(_LAYER + r"mlp\.router\.bias", "normal", 0, "init_method", whole=True),
     InitRule(_LAYER + r"mlp\.experts\.\d+\.linear_fc1\.weight", "normal", 0, "init_method", whole=True),
     InitRule(_LAYER + r"mlp\.experts\.\d+\.linear_fc2\.weight", "normal", 1, "output_layer_init_method", whole=True),
     InitRule(_MIXER + r"in_proj\.weight", "normal", 0, "init_method"),
@@ -130,7 +136,7 @@ def initialise(model_chunks: list[Any], *, seed: int) -> list[Any]:
                 problems.append(f"{name}: no rule says how it starts (megatron/init.py); use numerics=stock")
             elif parameter.is_meta:
                 problems.append(f"{name}: has no memory yet; set model.init_model_with_meta_device=false")
-            elif _is_drawn(rule) and size > 1 and not (rule.whole or _is_split(parameter, rule.dim)):
+            elif _is_drawn(rule) and size > 1 and not (rule.whole or rule.unmarked or _is_split(parameter, rule.dim)):
                 problems.append(f"{name}: not split over tensor-parallel ranks along dimension {rule.dim}")
             else:
                 plan.append((name, parameter, rule, chunk.config))
@@ -175,10 +181,9 @@ def canonical_parameters(chunk: Any) -> Iterator[tuple[str, Tensor]]:
         if found:
             number = chunk.decoder.layers[int(found[1])].layer_number - 1
             name = f"decoder.layers.{number}.{name[found.end() :]}"
-            name = _expert_numbered(name, chunk.config)
         elif name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
             name = "embedding.word_embeddings.weight"
-        yield name, parameter
+        yield _expert_numbered(name, chunk.config), parameter
 
 
 def _expert_numbered(name: str, config: Any) -> str:

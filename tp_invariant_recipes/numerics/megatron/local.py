@@ -48,7 +48,12 @@ class InvariantRowParallelLinear(RowForward, RowParallelLinear):
 
 
 class InvariantVocabParallelEmbedding(VocabParallelEmbedding):
-    """Embedding: across ranks it sums one value and zeros, which is exact but for the sign of zero."""
+    """Embedding: across ranks it sums one value and zeros, which is exact but for the sign of zero.
+
+    apart: whether a lookup is one of multi-token prediction (numerics/megatron/multi_token.py).
+    """
+
+    apart = False
 
     def forward(self, input_: Tensor) -> Tensor:
         """[b, s] → [b, s, h], or [s/t, b, h] with sequence parallelism."""
@@ -56,7 +61,7 @@ class InvariantVocabParallelEmbedding(VocabParallelEmbedding):
         if self.tp_group.size() > 1:
             elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
             ids = input_ - self.vocab_start_index
-        found = lookup(self.weight, ids, elsewhere, of_a_rank(self.config))
+        found = lookup(self.weight, ids, elsewhere, of_a_rank(self.config), apart=self.apart)
         if self.reduce_scatter_embeddings:
             found = found.transpose(0, 1).contiguous()
             return reduce_scatter_to_sequence_parallel_region(found, group=self.tp_group) + 0.0
@@ -84,12 +89,13 @@ class InvariantHeadNorm(HeadNormForward, InvariantRMSNorm):
 class InvariantDotProductAttention(CoreAttention, DotProductAttention):
     """Attention of torch's batched products."""
 
-    def launch(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+    def launch(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sinks: Tensor | None = None) -> Tensor:
         """Megatron's forward, for the heads given. It reads their number, and theirs alone, from its attributes."""
         heads, groups = query.shape[2], key.shape[2]
         self.num_attention_heads_per_partition, self.num_query_groups_per_partition = heads, groups
         self.hidden_size_per_partition = heads * value.shape[3]
-        return DotProductAttention.forward(self, query, key, value, *mask)
+        with self.with_sinks(sinks):
+            return DotProductAttention.forward(self, query, key, value, *mask)
 
     def selected(self, length: int, batch: int) -> str:
         """The only one."""

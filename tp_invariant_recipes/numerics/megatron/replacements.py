@@ -66,6 +66,7 @@ _BY_NAME = "GPTModel builds its embedding and output layer by name"
 _NORM = "a sum of squares depends on how parameters are sharded"
 _SHARD_ENDS = "a data shard ends with a backward pass"
 _ROUTER = "router statistics are sums too"
+_DEPTHS = "so are the losses of multi-token prediction"
 
 ROWS = (
     # --- Layers that Megatron builds by name ---
@@ -91,6 +92,11 @@ ROWS = (
         "megatron.core.models.hybrid.hybrid_block:TENorm",
         "numerics.megatron.hybrid_spec:final_norm",
         "HybridStack builds its final norm by name",
+    ),
+    Row(
+        "megatron.bridge.models.gpt_provider:mtp_block_spec",
+        "numerics.megatron.multi_token:invariant_block",
+        "Bridge builds the layers of multi-token prediction by name",
     ),
     # --- The norm of the gradient, and clipping ---
     *(
@@ -184,6 +190,31 @@ ROWS = (
         "numerics.sums.step_values:metrics_summed",
         _ROUTER,
         settings=("data_shards",),
+        when=_bridges_loop,
+    ),
+    Row(
+        "megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.save_metrics_to_tracker",
+        "numerics.megatron.multi_token:separate_losses",
+        _DEPTHS,
+        when=_bridges_loop,
+    ),
+    Row(
+        "megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.reduce_metrics_in_tracker",
+        "numerics.megatron.multi_token:losses_summed",
+        _DEPTHS,
+        settings=("data_shards",),
+        when=_bridges_loop,
+    ),
+    # --- Sequences that share a row ---
+    Row(
+        "megatron.core.models.gpt.gpt_model:GPTModel.forward",
+        "numerics.megatron.packed:one_by_one",
+        "weight gradients would be products over whatever a sequence is packed with",
+    ),
+    Row(
+        "megatron.bridge.training.gpt_step:masked_next_token_loss",
+        "numerics.megatron.packed:loss_of_each",
+        "so would the logged loss",
         when=_bridges_loop,
     ),
     # --- The part of a sequence that a rank has ---

@@ -17,6 +17,7 @@ from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.kernels.token_sum import token_sum
 from tp_invariant_recipes.kernels.tree_add import tree_add
+from tp_invariant_recipes.numerics.layers.bias import row_bias
 from tp_invariant_recipes.numerics.megatron.base import OnMesh
 from tp_invariant_recipes.numerics.products.product import product
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
@@ -46,7 +47,11 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
                 f"on a CPU seq / V / C * model.num_moe_experts must be a multiple of {VECTORS}, not {each}"
             )
         dtype = DTYPES[self.config.moe_router_dtype] or input.dtype
-        return _Gating.apply(input, self.weight, self.mesh, dtype, self.products)
+        logits = _Gating.apply(input, self.weight, self.mesh, dtype, self.products)
+        if self.bias is None:
+            return logits
+        # The ranks of a tensor-parallel group have the same tokens only where there is one rank.
+        return row_bias(logits, self.bias, self.mesh, True).to(dtype)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """[s/t, b, E] → probabilities and routing map, [n, E]."""

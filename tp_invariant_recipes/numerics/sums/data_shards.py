@@ -38,14 +38,15 @@ class ShardCounter:
     each:      how many micro-batches a shard has.
     gradients: the buffers that the backward passes add to, fp32 of any shape. It is called at the end of a node,
                since some appear with the first backward pass only.
+    once:      whether a backward pass adds to each number of a gradient once.
 
     pairs:     whether the backward pass of an odd shard adds to the gradient of the even one before.
     nodes:     what is counted: shards, or pairs of them.
     """
 
-    def __init__(self, shards: int, each: int, gradients: Callable[[], Iterable[Tensor]]) -> None:
+    def __init__(self, shards: int, each: int, gradients: Callable[[], Iterable[Tensor]], *, once: bool = True) -> None:
         self.shards, self.each, self._gradients = shards, each, gradients
-        self.pairs = shards > 1 and each == 1
+        self.pairs = once and shards > 1 and each == 1
         self.nodes = shards // 2 if self.pairs else shards
         self._passed = 0  # micro-batches
         self._levels: dict[Tensor, list[Tensor]] = {}

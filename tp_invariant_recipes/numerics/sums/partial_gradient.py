@@ -80,23 +80,43 @@ def forget() -> None:
 @torch.no_grad()
 @outside_modes
 def _finish(backward: int) -> None:
-    """One tree for the parameters whose leaves have one shape, then one all-gather for all that are alike."""
+    """Add up what waits."""
     waiting = _waiting.pop(backward, [])
     for kind in sorted({w.kind for w in waiting}):
-        alike = [w for w in waiting if w.kind == kind]
-        everywhere, by_heads, *_ = kind
-        alike.sort(key=lambda w: w.leaves.shape[1])  # stable: the order is the same on every rank
-        mesh = alike[0].mesh
-        counts = sorted({w.leaves.shape[1] for w in alike})
-        sums = torch.cat([_sums([w.leaves for w in alike if w.leaves.shape[1] == count]) for count in counts], 1)
-        totals = _total(sums, mesh, everywhere, by_heads)
-        if everywhere or mesh.rank == 0:
-            of_contexts = zip(*(gradients_of(w.weight) for w in alike), strict=True)
-            for total, gradients in zip(totals, of_contexts, strict=True):
-                parts = total.split([w.leaves.shape[2] for w in alike])
-                torch._foreach_add_(
-                    list(gradients), [part.view(g.shape) for part, g in zip(parts, gradients, strict=True)]
-                )
+        _add_up([w for w in waiting if w.kind == kind])
+
+
+def _add_up(alike: list[_Waiting]) -> None:
+    """One tree for the parameters whose leaves have one shape, then one all-gather for all, which are of one kind."""
+    everywhere, by_heads, *_ = alike[0].kind
+    mesh = alike[0].mesh
+    counts = sorted({w.leaves.shape[1] for w in alike})
+    # In another order than they came, which is the same on every rank.
+    places = [[place for place, w in enumerate(alike) if w.leaves.shape[1] == count] for count in counts]
+    sums = torch.cat([_sums([alike[place].leaves for place in some]) for some in places], 1)
+    totals = _total(sums, mesh, everywhere, by_heads)
+    if mesh.rank and not everywhere:
+        return
+    order = [place for some in places for place in some]
+    widths, rounds = [alike[place].leaves.shape[2] for place in order], _rounds(alike)
+    of_contexts = zip(*(gradients_of(w.weight) for w in alike), strict=True)
+    for total, gradients in zip(totals, of_contexts, strict=True):
+        parts = dict(zip(order, total.split(widths), strict=True))
+        for some in rounds:
+            added = [parts[place].view(gradients[place].shape) for place in some]
+            torch._foreach_add_([gradients[place] for place in some], added)
+
+
+def _rounds(waiting: list[_Waiting]) -> list[list[int]]:
+    """Places in `waiting` that may be added at once: of a weight used several times, one use a round, as they came."""
+    rounds: list[list[int]] = []
+    uses: dict[int, int] = {}
+    for place, one in enumerate(waiting):
+        use = uses[id(one.weight)] = uses.get(id(one.weight), -1) + 1
+        if use == len(rounds):
+            rounds.append([])
+        rounds[use].append(place)
+    return rounds
 
 
 def _sums(leaves: list[Tensor]) -> Tensor:

@@ -1,6 +1,7 @@
 """Values of a step that are logged (loss, token counts, router statistics): summed by the tree that sums gradients.
 
-Each micro-batch has a value, or one for each context shard (numerics/sums/context_shards.py). A data shard is the sum
+Each micro-batch has a value, or one for each context shard (numerics/sums/context_shards.py) or for each sequence of a
+packed row (numerics/megatron/packed.py). A data shard is the sum
 of its micro-batches' values in order; the D shards are a tree, and a data-parallel rank has D/dp consecutive ones. With
 context shards each has such a tree, and their sums are a tree over C.
 """
@@ -66,9 +67,25 @@ def losses_summed(original: Callable[..., Any], shards: int, contexts: int) -> C
 
 
 def _summed(found: Sequence[dict[str, Tensor]], shards: int, contexts: int) -> dict[str, Tensor]:
-    meshes = [data_mesh(shards), *([context_mesh(contexts)] if contexts > 1 else [])]
+    data = data_mesh(shards)
+    meshes = [data, *([context_mesh(contexts)] if contexts > 1 else [])]
     shape = (-1, 2) if contexts > 1 else (-1,)
-    return {name: summed(torch.stack([one[name].view(shape).float() for one in found]), *meshes) for name in found[0]}
+    return {
+        name: summed(_of_sequences([one[name] for one in found], data.local), data)
+        if value.dim() == 2  # of packed rows
+        else summed(torch.stack([one[name].view(shape).float() for one in found]), *meshes)
+        for name, value in found[0].items()
+    }
+
+
+def _of_sequences(found: list[Tensor], shards: int) -> Tensor:
+    """[sequences, n] of each micro-batch of a rank → [shards, n]: the sums of its data shards, whatever was packed."""
+    each = len(found) // shards
+    sums = []
+    for first in range(0, len(found), each):
+        leaves = token_sum(torch.cat(found[first : first + each]), 1)
+        sums.append(tree_add(leaves, leaves.new_empty(1, leaves.shape[2]), 1))
+    return torch.cat(sums)
 
 
 def separate_metrics(original: Callable[..., None]) -> Callable[..., None]:

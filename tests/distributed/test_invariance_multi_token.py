@@ -1,0 +1,84 @@
+"""Multi-token prediction under `numerics=tree`: one ledger for all layouts, the last stage with its layers."""
+
+import pytest
+
+from tests.distributed.scenario import agree, stock_differs, unequal
+from tests.distributed.small_models import small
+
+AHEAD = "model.mtp_num_layers=1 numerics.virtual_shards=4 iters=2"
+SHARDS = "gbs=4 numerics.data_shards=4"
+
+# Model, what is held fixed, the layouts that must agree.
+ROWS = (
+    (small("deepseek_v3_toy"), AHEAD, ("tp=1", "pp=2")),
+    pytest.param(small("deepseek_v3_toy"), AHEAD, ("tp=1", "tp=2 pp=2"), marks=pytest.mark.release),
+    pytest.param(
+        small("deepseek_v3_toy"),
+        f"{AHEAD} {SHARDS}",
+        ("dp=1", "dp=2 tp=2 ep=2", "pp=2 dp=2 optimizer.use_distributed_optimizer=true"),
+        marks=pytest.mark.release,
+    ),
+    pytest.param(
+        "qwen3_toy seq=32 gbs=4",  # the embedding is the output layer's weight, too
+        f"{AHEAD} model.mtp_num_layers=2 numerics.data_shards=2",
+        ("dp=1", "dp=2 tp=2"),
+        marks=pytest.mark.release,
+    ),
+    pytest.param(
+        "qwen3_toy seq=32 gbs=4 model.share_embeddings_and_output_weights=false",
+        f"{AHEAD} model.mtp_num_layers=2 numerics.data_shards=2 precision=fp32",
+        ("dp=1", "pp=2", "dp=2"),
+        marks=pytest.mark.release,
+    ),
+)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("model, fixed, layouts", ROWS)
+def test_one_ledger_for_all_layouts(scenario, model, fixed, layouts):
+    agree(scenario(model, fixed), layouts)
+
+
+@pytest.mark.release
+def test_the_loss_of_later_tokens_counts(scenario):
+    model = scenario(small("deepseek_v3_toy"), AHEAD, "tp=1")
+    assert model.ledger()[0].grad_norm != model("model.mtp_loss_scaling_factor=0.3").ledger()[0].grad_norm
+
+
+@pytest.mark.release
+def test_stock_does_not(scenario):
+    said = stock_differs(scenario(small("deepseek_v3_toy"), AHEAD, "iters=1"), ("tp=1", "tp=2"))
+    assert "different at step 1" in said
+
+
+def _in_one_sum() -> None:
+    from tp_invariant_recipes.numerics.megatron import local
+
+    local.InvariantVocabParallelEmbedding.apart = property(lambda self: False, lambda self, value: None)
+
+
+@pytest.mark.release
+def test_lookups_of_later_tokens_need_a_sum_of_their_own(scenario):
+    """At pp=2 the two sums are on two ranks; at pp=1 one buffer would get both in turns.
+
+    In fp32: the few tokens of a row of the vocabulary add up exactly in bf16.
+    """
+    untied = scenario("qwen3_toy seq=32 gbs=4 model.share_embeddings_and_output_weights=false precision=fp32", AHEAD)
+    one, two = (untied(at).planted(_in_one_sum).ledger() for at in ("pp=1", "pp=2"))
+    assert one[0].loss == two[0].loss
+    assert unequal(one, two)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    (
+        ("cp=2 numerics.context_shards=2", "multi-token prediction has no version with context shards"),
+        ("numerics=gather", "multi-token prediction is covered by numerics=tree only"),
+        ("pp=2", "cannot save a tied embedding beside multi-token prediction"),
+        ("peft=lora", "adapters of multi-token prediction have no invariant version"),
+    ),
+)
+def test_what_is_refused(cli, words, said):
+    ended = cli("train", "qwen3_toy", "seq=32", "model.mtp_num_layers=1", "device=cpu", "--dry-run", *words.split())
+    assert ended.status == 2
+    assert said in ended.err

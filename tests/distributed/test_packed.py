@@ -1,0 +1,198 @@
+"""Packed sequences: a step has the bits of the same examples in rows of their own, in every layout."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.examples import EXAMPLES, example, write
+from tests.recipe_files import TUNED
+
+pytestmark = pytest.mark.usefixtures("families")
+
+MINE = (
+    TUNED
+    + """
+def alone(common=_sft_common):
+    cfg = small(common())
+    cfg.model.calculate_per_token_loss = True
+    return cfg
+
+
+def packed(multiple=32, common=_sft_common):
+    from megatron.bridge.data.packing import PackedSequenceSpecs
+
+    cfg = alone(common)
+    cfg.model.seq_length = cfg.dataset.seq_length = 64
+    cfg.dataset.enable_offline_packing = True
+    cfg.dataset.offline_packing_specs = PackedSequenceSpecs(
+        packed_sequence_size=64, pad_seq_to_mult=multiple, max_single_sequence_length=32
+    )
+    return cfg
+
+
+def short():
+    return packed(8)
+
+
+def adapted():
+    cfg = packed(8, _peft_common)
+    cfg.peft.target_modules, cfg.peft.dropout = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], 0.0
+    cfg.ddp.grad_reduce_in_fp32 = True
+    return cfg
+
+
+def experts():
+    cfg = packed()
+    cfg.model.num_moe_experts, cfg.model.moe_router_topk, cfg.model.moe_ffn_hidden_size = 8, 2, 128
+    return cfg
+"""
+)
+FILES = ("dataset.dataset_root=examples", "tokenizer.tokenizer_model=tokenizer")
+SHORT = ("recipe=mine.py:short", *FILES, "gbs=4", "iters=2", "numerics.data_shards=4")
+PACKED = ("recipe=mine.py:packed", *FILES, "gbs=4", "iters=2")
+
+
+def _in_order() -> None:
+    """Let examples come as their file has them."""
+    from megatron.bridge.data import samplers
+
+    original = samplers.MegatronPretrainingBatchSampler.__init__
+
+    def begin(self, *args, **kwargs):
+        original(self, *args, **kwargs | {"shuffle": False})
+
+    samplers.MegatronPretrainingBatchSampler.__init__ = begin
+
+
+def _forwards() -> None:
+    """Let sequences be computed in their order, and so their gradients in the other."""
+    from tp_invariant_recipes.numerics.megatron import packed
+
+    packed.reversed = list
+
+
+def _of_rows() -> None:
+    """Log the loss of a row."""
+    from tp_invariant_recipes.numerics.megatron import packed
+
+    packed.loss_of_each = lambda original: original
+
+
+def _planted(*faults):
+    return lambda: [fault() for fault in faults]
+
+
+@pytest.fixture(scope="module")
+def mine(bridge, shared):
+    """The folder of the runs, with recipes, a tokenizer of 34 words and examples."""
+    write(shared.folder)
+    (shared.folder / "mine.py").write_text(MINE)
+    return shared.folder
+
+
+@pytest.fixture(scope="module")
+def row_by_row(mine, shared):
+    """A run of packed rows of two examples, and `unpacked` with the same examples in that order."""
+    shared("train", *PACKED, "tp=2", "run.dir=packed", before=_in_order, status=0)
+    lines = {_text(line): line for line in map(example, range(EXAMPLES))}
+    (mine / "unpacked").mkdir()
+    (mine / "unpacked" / "training.jsonl").write_text(
+        "".join(f"{lines[text]}\n" for text in _packed_texts(mine / "packed" / "index-cache" / "training.idx.parquet"))
+    )
+    alone = ("recipe=mine.py:alone", "dataset.dataset_root=unpacked", FILES[1], "gbs=8", "iters=2")
+    shared("train", *alone, "run.dir=alone", before=_in_order, status=0)
+    return shared.ledger("alone")
+
+
+def _text(line: str) -> str:
+    return " ".join(json.loads(line).values())
+
+
+def _packed_texts(file: Path) -> list[str]:
+    """The examples of all rows, in order."""
+    import pyarrow.parquet
+    from transformers import AutoTokenizer
+
+    words = AutoTokenizer.from_pretrained(file.parents[2] / "tokenizer").convert_ids_to_tokens
+    texts = []
+    for row in pyarrow.parquet.read_table(file).to_pylist():
+        starts = [*row["seq_start_id"], len(row["input_ids"])]
+        for start, stop in pairwise(starts):
+            texts.append(" ".join(word for word in words(row["input_ids"][start:stop]) if word != "<eos>"))
+    return texts
+
+
+def test_packing_changes_no_bit(row_by_row, shared):
+    found = shared.ledger("packed")
+    for packed, alone in zip(found, row_by_row, strict=True):
+        assert (packed.loss, packed.grad_norm) == (alone.loss, alone.grad_norm)
+        assert (packed.gradients, packed.masters) == (alone.gradients, alone.masters)
+    assert found[0].gradients
+
+
+# What is left out -> what then depends on packing.
+INGREDIENTS = {"order of backward passes": (_forwards, "gradients"), "loss of each": (_of_rows, "loss")}
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("left_out", INGREDIENTS)
+def test_each_ingredient_is_needed(row_by_row, shared, left_out):
+    fault, differs = INGREDIENTS[left_out]
+    name = f"without-{differs}"
+    shared("train", *PACKED, f"run.dir={name}", before=_planted(_in_order, fault), status=0)
+    first = shared.ledger(name)[0]
+    assert getattr(first, differs) != getattr(row_by_row[0], differs)
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("layouts", (("tp=1,2", "pp=1,2"), ("dp=1,2", "tp=1,2"), ("dp=2,4",)), ids=" ".join)
+def test_sequences_of_several_lengths_have_one_result_in_every_layout(mine, shared, layouts):
+    shared("verify", *SHORT, *layouts, "--dir", "-".join(layouts).replace("=", "").replace(",", ""), status=0)
+
+
+@pytest.mark.release
+def test_adapters_too(mine, shared):
+    adapted = ("recipe=mine.py:adapted", "checkpoint.pretrained_checkpoint=start/checkpoints", *SHORT[1:])
+    shared("train", "recipe=mine.py:alone", *FILES, "iters=1", "save=1", "run.dir=start", status=0)
+    shared("verify", *adapted, "tp=1,2", "dp=1,2", "--dir", "adapters", status=0)
+
+
+@pytest.mark.release
+def test_validation_too(mine, shared):
+    (mine / "both").mkdir()
+    for name, lines in {"training": range(EXAMPLES), "validation": range(60)}.items():
+        (mine / "both" / f"{name}.jsonl").write_text("".join(f"{example(number)}\n" for number in lines))
+    words = (*SHORT, "dataset.dataset_root=both", "validation.eval_iters=1", "validation.eval_interval=1")
+    for name, layout in {"one": "tp=1", "pair": "dp=2"}.items():
+        shared("train", *words, layout, f"run.dir=validated-{name}", status=0)
+    said = shared("compare", "validated-one", "validated-pair", status=0).stdout
+    assert "validation loss" in said
+
+
+# What is wrong with the settings of a run, before anything is read.
+SETTINGS = {
+    "packed dataset.offline_packing_specs.pad_seq_to_mult=1": "pad_seq_to_mult=8, or another multiple",
+    "packed numerics.virtual_shards=4 dataset.offline_packing_specs.pad_seq_to_mult=6": "pad_seq_to_mult=8, or another",
+    "packed seq=128": "packed_sequence_size=64: a row has model.seq_length=128 tokens; seq=64",
+    "packed numerics=gather": "packed sequences are covered by numerics=tree only",
+    "packed numerics=stock": "no attention for packed sequences but with numerics=tree",
+    "packed cp=2 numerics.context_shards=2": "fine-tuning with context parallelism is not covered",
+    "packed model.mtp_num_layers=1": "multi-token prediction of packed sequences is not covered",
+    "packed ledger.trace=1": "a trace has one place for the module of a row",
+    "packed dataset.offline_packing_specs.packed_metadata_path=a.json": "tpi packs the examples",
+    "packed dataset.offline_packing_specs.packed_train_data_path=a.parquet": "a.parquet",
+    "experts": "experts exchange tokens sequence by sequence",
+}
+
+
+@pytest.mark.parametrize("words", SETTINGS)
+def test_settings_that_are_refused(mine, words):
+    from tp_invariant_recipes.config.compose import compose
+    from tp_invariant_recipes.errors import ConfigError
+
+    function, *overrides = words.split()
+    with pytest.raises(ConfigError) as caught:
+        compose(f"recipe={mine}/mine.py:{function}", [*overrides, *FILES], device="cpu")
+    assert SETTINGS[words] in str(caught.value)

@@ -1,0 +1,52 @@
+"""What the invariant numerics cover of packed sequences (numerics/megatron/packed.py)."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tp_invariant_recipes.coverage.limit import Limit, lacks
+from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.settings import cuda_graphs, sft
+from tp_invariant_recipes.settings.run_config import RunConfig
+
+WITHOUT = "dataset.enable_offline_packing=false"
+
+
+def _row(wrong: Callable[[RunConfig, Mapping[str, Any]], Any], why: str) -> Limit:
+    """wrong: of a run with packed sequences, and of how they are packed."""
+    return Limit(lambda t: (specs := sft.packing(t)) is not None and bool(wrong(t, specs)), why)
+
+
+def _uneven(config: RunConfig, specs: Mapping[str, Any]) -> bool:
+    multiple, shards = specs.get("pad_seq_to_mult") or 1, config.numerics.virtual_shards
+    return multiple < 2 or (isinstance(shards, int) and shards > 0 and multiple % shards > 0)
+
+
+LIMITS = (
+    _row(lambda t, _: lacks(mode.PACKED)(t), f"{mode.only(mode.PACKED)}; {WITHOUT}"),
+    _row(
+        _uneven,
+        "virtual shards divide each packed sequence, and its padding is told apart; "
+        "dataset.offline_packing_specs.pad_seq_to_mult=8, or another multiple of numerics.virtual_shards",
+    ),
+    _row(
+        lambda t, specs: specs.get("pad_cu_seqlens") or cuda_graphs.requested(t.model),
+        "the number of sequences differs from row to row, and a captured step has one; cuda_graph=off, "
+        "dataset.offline_packing_specs.pad_cu_seqlens=false",
+    ),
+    _row(
+        lambda t, _: t.model.get("num_moe_experts"),
+        f"experts exchange tokens sequence by sequence, and rows of two ranks have other numbers of these; {WITHOUT}",
+    ),
+    _row(
+        lambda t, _: t.model.get("mtp_num_layers"),
+        f"multi-token prediction of packed sequences is not covered; {WITHOUT}",
+    ),
+    _row(
+        lambda t, _: "hybrid_layer_pattern" in t.model,
+        f"packed sequences of hybrid models were not shown to have the same bits; {WITHOUT}",
+    ),
+    _row(
+        lambda t, _: t.ledger.trace is not None,
+        "a trace has one place for the module of a row, which runs once for each sequence; leave ledger.trace out",
+    ),
+)

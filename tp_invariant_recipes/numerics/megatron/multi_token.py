@@ -1,0 +1,84 @@
+"""Multi-token prediction: Megatron's layers for the tokens after the next one, with invariant sums.
+
+The last pipeline stage has these layers, a copy of the embedding, and the output layer, which all depths use. So a
+backward pass has several gradients of these two weights: it adds them depth by depth, the last one first, and then the
+main model's, whatever the layout. The lookups of the copy have a sum of their own (numerics/layers/embedding.py), since
+at pp=1 one buffer would get them in turns with the main model's.
+
+The loss of each depth reaches the weights token by token. What is logged is a tree sum, as the main loss
+(numerics/sums/step_values.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper, MultiTokenPredictionLayer
+from torch import Tensor
+
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.numerics.megatron.spec import invariant
+from tp_invariant_recipes.numerics.sums.step_values import data_mesh, summed
+
+EACH = "micro_batches"  # key of Megatron's tracker: [depth] of lists of each micro-batch's values
+
+
+class InvariantMultiTokenPredictionLayer(MultiTokenPredictionLayer):
+    """One depth: two norms, a column-parallel projection, a layer like the model's last, a norm."""
+
+    def _get_embeddings(self, *args: Any, embedding: Any, **kwargs: Any) -> Any:
+        embedding.word_embeddings.apart = True
+        try:
+            return super()._get_embeddings(*args, embedding=embedding, **kwargs)
+        finally:
+            embedding.word_embeddings.apart = False
+
+
+def invariant_block(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A replacement for Bridge's mtp_block_spec, whose model layer is the last of our block already."""
+
+    def mtp_block_spec(config: Any, vp_stage: int | None = None) -> Any:
+        block = original(config, vp_stage=vp_stage)
+        if block is None:
+            return None
+        return replace(block, layer_specs=[_invariant(layer) for layer in block.layer_specs])
+
+    return mtp_block_spec
+
+
+def _invariant(layer: Any) -> Any:
+    parts = layer.submodules
+    model_layer = parts.mtp_model_layer
+    if not model_layer.submodules.self_attention.submodules.linear_proj.__module__.startswith("tp_invariant_recipes"):
+        raise ConfigError("the last pipeline stage has no layer that those of multi-token prediction could be like")
+    changed = invariant(replace(layer, submodules=replace(parts, mtp_model_layer=None)))
+    return replace(changed, submodules=replace(changed.submodules, mtp_model_layer=model_layer))
+
+
+def separate_losses(original: Callable[..., None]) -> Callable[..., None]:
+    """A replacement for MTPLossLoggingHelper.save_metrics_to_tracker, which adds to one sum a depth."""
+
+    def save(loss: Tensor, correct: Tensor, total: Tensor, layer_number: int | None, *args: Any, **more: Any) -> None:
+        original(loss, correct, total, layer_number, *args, **more)
+        if layer_number is not None:
+            each = MTPLossLoggingHelper.tracker.setdefault(EACH, {})
+            each.setdefault(layer_number, []).append(loss.detach().float())
+
+    return save
+
+
+def losses_summed(original: Callable[[], None], shards: int) -> Callable[[], None]:
+    """A replacement for MTPLossLoggingHelper.reduce_metrics_in_tracker, which averages over ranks. shards: D."""
+
+    def reduce() -> None:
+        tracker = MTPLossLoggingHelper.tracker
+        kept = tracker.pop(EACH, {})
+        if kept:
+            mesh = data_mesh(shards)
+            values = torch.stack([torch.stack(kept[depth]) for depth in sorted(kept)], 1)
+            # Megatron averages over the ranks; all but the first have zeros.
+            tracker["loss_values"] = summed(values, mesh)
+        original()
+
+    return reduce

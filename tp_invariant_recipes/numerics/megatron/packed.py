@@ -1,0 +1,110 @@
+"""Packed sequences: the sequences of a row are computed one by one, as if each were a micro-batch of its own.
+
+    row       [ sequence 0 | sequence 1 | padding ]      cu_seqlens 0, 32, 96, 128 (Megatron's PackedSeqParams, "thd")
+    forward     sequence 1, then sequence 0               attention, positions and router see one sequence
+    backward    sequence 0, then sequence 1               each adds its weight gradients as a micro-batch does
+
+So the bits of a sequence do not depend on what it is packed with: with `model.calculate_per_token_loss=true` a step has
+the bits of the same sequences in micro-batches of one, in the same order. autograd runs what was recorded last first:
+the forward passes go from the last sequence to the first.
+
+A row's padding, which has no token that counts, is not computed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BY_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask")  # [1, tokens]
+WITHOUT = ("decoder_input", "inference_context", "inference_params", "padding_mask", "output_processor")
+
+Sequences = list[tuple[int, bool]]  # of a row: the tokens of each, and whether any of them counts
+
+_latest: list[Sequences] = [[]]  # of the row that ran last; Megatron then asks for its loss
+
+
+def sequences_of(packed: Any, shards: int) -> Sequences:
+    """The sequences of a row as it lies in memory.
+
+    packed: Megatron's PackedSeqParams. shards: V, which must divide each length.
+    Raises ValueError where it does not.
+    """
+    logical = packed.cu_seqlens_q
+    physical = logical if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    sizes = [(ends[1:] - ends[:-1]).tolist() for ends in (physical, logical)]
+    found = [(length, bool(tokens)) for length, tokens in zip(*sizes, strict=True) if length]
+    uneven = [length for length, _ in found if length % shards]
+    if uneven:
+        raise ValueError(
+            f"{shards} virtual shards do not divide a packed sequence of {uneven[0]} tokens; "
+            f"dataset.offline_packing_specs.pad_seq_to_mult={shards}"
+        )
+    return found
+
+
+def one_by_one(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A replacement for the forward of Megatron's GPTModel.
+
+    Outputs: [tokens/t, 1, h] of a stage, [1, tokens] of the last one with labels, [1, tokens, n] without.
+    """
+
+    def forward(self: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Tensor:
+        if packed_seq_params is None:
+            return original(self, *args, **kwargs)
+        given = dict(zip(("input_ids", "position_ids", "attention_mask"), args, strict=False)) | kwargs
+        refused = [name for name in WITHOUT if given.get(name) is not None]
+        if refused or len(args) > 3:
+            raise NotImplementedError(f"packed sequences with {', '.join(refused) or 'other arguments by place'}")
+        given["attention_mask"] = None
+        _latest[0] = sequences = sequences_of(packed_seq_params, self.config.virtual_shards)
+        return _joined(self, original, given, sequences)
+
+    return forward
+
+
+def _joined(model: Any, original: Callable[..., Tensor], given: dict[str, Any], sequences: Sequences) -> Tensor:
+    sizes = [length for length, _ in sequences]
+    each = [dict(given) for _ in sizes]
+    for name in BY_TOKEN:
+        if given.get(name) is not None:
+            for one, part in zip(each, given[name].split(sizes, 1), strict=True):
+                one[name] = part
+    received = None if model.pre_process else model.decoder.input_tensor
+    if received is not None:
+        # split, not slices: its gradient is put together, and not added to zeros, which loses the sign of -0.0.
+        received = received.split([size * len(received) // sum(sizes) for size in sizes])
+    outputs: list[Tensor | None] = [None] * len(sizes)
+    for number in reversed([number for number, (_, counts) in enumerate(sequences) if counts]):
+        if received is not None:
+            model.decoder.set_input_tensor(received[number])
+        outputs[number] = original(model, **each[number])
+    number, computed = next((n, output) for n, output in enumerate(outputs) if output is not None)
+    dim = 1 if model.post_process else 0
+    for other, size in enumerate(sizes):
+        if outputs[other] is None:
+            shape = [*computed.shape]
+            shape[dim] = shape[dim] * size // sizes[number]
+            outputs[other] = computed.new_zeros(shape)
+    return torch.cat(outputs, dim)  # type: ignore[arg-type]
+
+
+def loss_of_each(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A replacement for Bridge's masked_next_token_loss, made from that function, which checks the loss.
+
+    What is logged of a packed row is [sequences, 2] fp32: of each the sum of losses, and its tokens.
+    """
+
+    def masked_next_token_loss(loss_mask: Tensor, output_tensor: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        loss, tokens, report = original(loss_mask, output_tensor, *args, **kwargs)
+        row, _latest[0] = _latest[0], []
+        if row:
+            sizes = [length for length, _ in row]
+            losses, mask = output_tensor.detach().view(-1).float(), loss_mask.view(-1).float()
+            parts = zip(losses.split(sizes), mask.split(sizes), row, strict=True)
+            sums = [torch.stack(((some * counted).sum(), counted.sum())) for some, counted, (_, any_) in parts if any_]
+            report = {"lm loss": torch.stack(sums)}
+        return loss, tokens, report
+
+    return masked_next_token_loss

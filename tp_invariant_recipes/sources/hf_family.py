@@ -1,0 +1,170 @@
+"""An architecture of Hugging Face: its sizes in config.json, what else it must have, its tensors' names and shapes."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+# In config.json -> the field of the model, and the default of Bridge's GPTModelProvider.
+FIELDS: dict[str, tuple[str, Any]] = {
+    "num_hidden_layers": ("num_layers", None),
+    "hidden_size": ("hidden_size", None),
+    "intermediate_size": ("ffn_hidden_size", None),
+    "num_attention_heads": ("num_attention_heads", None),
+    "num_key_value_heads": ("num_query_groups", None),
+    "head_dim": ("kv_channels", None),
+    "vocab_size": ("vocab_size", None),
+    "tie_word_embeddings": ("share_embeddings_and_output_weights", True),
+    "rms_norm_eps": ("layernorm_epsilon", 1e-5),
+    "rope_theta": ("rotary_base", 10000),
+    "rope_factor": ("rope_scaling_factor", 1.0),
+    "num_experts": ("num_moe_experts", None),
+    "num_experts_per_tok": ("moe_router_topk", 2),
+    "moe_intermediate_size": ("moe_ffn_hidden_size", None),
+    "norm_topk_prob": ("moe_router_pre_softmax", False),
+}
+EXPERTS_ONLY = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+DENSE_ONLY = ("intermediate_size",)
+
+# What all families have: the field of the model, the value that it must have, and the default of the provider.
+SHARED: dict[str, tuple[Any, Any]] = {
+    "normalization": ("RMSNorm", "LayerNorm"),
+    "layernorm_zero_centered_gamma": (False, False),
+    "gated_linear_unit": (True, False),
+    "activation_func": ("torch.nn.functional.silu", None),
+    "add_bias_linear": (False, True),
+    "position_embedding_type": ("rope", "learned_absolute"),
+    "rotary_percent": (1.0, 1.0),
+    "rotary_interleaved": (False, False),
+    "seq_len_interpolation_factor": (None, None),
+    "multi_latent_attention": (False, False),
+    "qk_l2_norm": (False, False),
+    "attention_output_gate": (False, False),
+    "softmax_type": ("vanilla", "vanilla"),
+    "window_size": (None, None),
+    "mtp_num_layers": (None, None),
+    "moe_layer_freq": (1, 1),
+    "moe_shared_expert_intermediate_size": (None, None),
+    "moe_router_enable_expert_bias": (False, False),
+    "moe_router_score_function": ("softmax", "softmax"),
+    "should_pad_vocab": (False, False),
+}
+# The same of config.json, where an architecture has the field.
+FIXED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+# Megatron-Core's constants of scaled frequencies (RotaryEmbedding._apply_scaling).
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA31_LENGTH = 131072  # tokens; what such models are published for
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture. qkv_bias, qk_norm, experts: what tells it from the others."""
+
+    architecture: str
+    model_type: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: bool = False
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of FIELDS that count for it."""
+        left_out = DENSE_ONLY if self.experts else EXPERTS_ONLY
+        return tuple(key for key in FIELDS if key not in left_out)
+
+    @property
+    def fields(self) -> Mapping[str, tuple[str, Any]]:
+        """Sizes in config.json -> field of the model, and the default of Bridge's provider."""
+        return {key: FIELDS[key] for key in self.keys}
+
+    @property
+    def shared(self) -> Mapping[str, tuple[Any, Any]]:
+        """Field of the model -> the value that it must have, and the default of the provider."""
+        return SHARED
+
+    @property
+    def fixed(self) -> Mapping[str, Any]:
+        """Key of config.json -> the value that it must have, where the architecture has the key."""
+        return FIXED
+
+    def of_model(self, key: str, value: Any) -> Any:
+        """A size as the field of the model has it."""
+        return not value if key == "norm_topk_prob" else value
+
+    def sizes(self, model: Mapping[str, Any]) -> dict[str, Any]:
+        """The sizes of a model, a section `model` of a tree."""
+        found = {key: model.get(name, default) for key, (name, default) in self.fields.items()}
+        heads = found["num_attention_heads"]
+        found["num_key_value_heads"] = found["num_key_value_heads"] or heads
+        found["head_dim"] = found["head_dim"] or found["hidden_size"] // heads
+        if self.experts:
+            found["norm_topk_prob"] = not found["norm_topk_prob"]
+            found["moe_intermediate_size"] = found["moe_intermediate_size"] or model.get("ffn_hidden_size")
+        else:
+            found["intermediate_size"] = found["intermediate_size"] or 4 * found["hidden_size"]
+        if not model.get("rope_scaling"):
+            found["rope_factor"] = None
+        return found
+
+    def rope(self, rope: Mapping[str, Any]) -> float | None:
+        """The factor in rope_parameters of config.json. Raises ValueError: Megatron-Core has other frequencies."""
+        kind = rope.get("rope_type", "default")
+        if kind == "llama3" and all(rope.get(key) == value for key, value in LLAMA3_ROPE.items()):
+            return float(rope["factor"])
+        if kind != "default":
+            raise ValueError(f"Megatron-Core scales no rotary frequencies by {dict(rope)}")
+        return None
+
+    def config(self, model: Mapping[str, Any]) -> dict[str, Any]:
+        """What config.json of a model holds beside the names of the architecture and the dtype."""
+        sizes = self.sizes(model)
+        theta, factor = sizes.pop("rope_theta"), sizes.pop("rope_factor")
+        rope: dict[str, Any] = {"rope_type": "default"} if factor is None else {"rope_type": "llama3", "factor": factor}
+        rope |= {} if factor is None else LLAMA3_ROPE
+        fixed = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0}
+        if self.experts:
+            fixed |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+        return {
+            **sizes,
+            **fixed,
+            "max_position_embeddings": max(model["seq_length"], LLAMA31_LENGTH if factor else 0),
+            "rope_parameters": {"rope_theta": theta, **rope},
+        }
+
+    def tensors(self, sizes: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Name and shape of every tensor. sizes: keys of FIELDS."""
+        hidden, vocabulary, head = (int(sizes[key]) for key in ("hidden_size", "vocab_size", "head_dim"))
+        yield "model.embed_tokens.weight", (vocabulary, hidden)
+        yield "model.norm.weight", (hidden,)
+        if not sizes["tie_word_embeddings"]:
+            yield OUTPUT, (vocabulary, hidden)
+        rows = {"q": sizes["num_attention_heads"] * head, **dict.fromkeys("kv", sizes["num_key_value_heads"] * head)}
+        for number in range(sizes["num_hidden_layers"]):
+            layer = f"model.layers.{number}"
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                yield f"{layer}.{norm}.weight", (hidden,)
+            for part, size in rows.items():
+                yield f"{layer}.self_attn.{part}_proj.weight", (size, hidden)
+                if self.qkv_bias:
+                    yield f"{layer}.self_attn.{part}_proj.bias", (size,)
+            yield f"{layer}.self_attn.o_proj.weight", (hidden, rows["q"])
+            for norm in ("q_norm", "k_norm") if self.qk_norm else ():
+                yield f"{layer}.self_attn.{norm}.weight", (head,)
+            yield from self._mlp(f"{layer}.mlp", sizes)
+
+    def _mlp(self, mlp: str, sizes: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+        hidden, size = sizes["hidden_size"], sizes["moe_intermediate_size" if self.experts else "intermediate_size"]
+        names = [f"{mlp}.experts.{n}" for n in range(sizes["num_experts"])] if self.experts else [mlp]
+        if self.experts:
+            yield f"{mlp}.gate.weight", (sizes["num_experts"], hidden)
+        for name in names:
+            yield f"{name}.gate_proj.weight", (size, hidden)
+            yield f"{name}.up_proj.weight", (size, hidden)
+            yield f"{name}.down_proj.weight", (hidden, size)
