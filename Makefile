@@ -28,7 +28,7 @@ lint: bootstrap ## ruff, rules and format; the order of imports; shellcheck
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports --no-logo --no-cache
-	$(BIN)/shellcheck $(shell grep -lsE '^#!.*sh$$' scripts/* .ci/*)
+	$(firstword $(wildcard $(BIN)/shellcheck) shellcheck) $(shell grep -lsE '^#!.*sh$$' scripts/* .ci/*)
 
 types: bootstrap ## mypy
 	$(BIN)/mypy

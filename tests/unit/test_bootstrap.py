@@ -1,6 +1,7 @@
 """scripts/bootstrap, with a Python and a uv that only write down how they are called."""
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+LOCK = ROOT / "scripts/lock" / platform.machine()
 
 # What the script calls. Nothing else is on its PATH: the machine's own Python and uv stay out of these tests.
 TOOLS = ("bash", "cat", "cp", "cut", "dirname", "flock", "grep", "ln", "mkdir", "paste")
@@ -69,6 +71,11 @@ class Machine:
     def stand_in(self, path: str, text: str, lacks: str, **values: object) -> Path:
         lacks = lacks and f'*"{lacks}"*) exit 1 ;;'
         return self.script(path, text.format(log=self.log, lacks=lacks, **values))
+
+    def architecture(self, system: str, machine: str) -> Path:
+        """What `uname` says from now on."""
+        case = f'case "$1" in -s) echo {system} ;; -m) echo {machine} ;; *) echo {system} {machine} ;; esac'
+        return self.script("bin/uname", f"#!/bin/bash\n{case}\n")
 
     def bootstrap(self, *options: str, **variables: str) -> subprocess.CompletedProcess:
         env = {"PATH": ":".join(map(str, self.path)), "HOME": str(self.folder / "home"), **variables}
@@ -141,7 +148,7 @@ def test_without_uv_the_pip_of_an_older_python_installs_the_locked_one(machine, 
     (fetch,) = (call for call in calls if "-m pip install" in call)
     assert {"--require-hashes", "--no-deps"} <= set(fetch.split())
     # The other tools need a newer Python than uv does.
-    (entry,) = re.findall(r"^uv==(?:.*\\\n)*.*\n", (ROOT / "scripts/lock/tools.txt").read_text(), re.MULTILINE)
+    (entry,) = re.findall(r"^uv==(?:.*\\\n)*.*\n", (LOCK / "tools.txt").read_text(), re.MULTILINE)
     assert (machine.folder / "log.lock").read_text() == entry
     assert venvs(calls) == [f"uv venv --quiet --allow-existing --python 3.12 {machine.venv}"]
     assert not list(machine.checkout.glob(".venv-*"))
@@ -153,7 +160,8 @@ REFUSED = {
     "no pip": (lambda machine: machine.python("bin/python3", "3.11", lacks="import"), (), {}, "install python3-venv"),
     "no 3.12": (lambda machine: machine.uv("home/.local/bin/uv", lacks="venv"), (), {}, "PYTHON=/path/to/python3.12 …"),
     "older": (lambda machine: machine.python("bin/old", "3.11"), (), {"PYTHON": "old"}, "not a Python 3.12 that runs"),
-    "arm": (lambda machine: machine.script("bin/uname", "#!/bin/bash\necho Linux aarch64"), (), {}, "is Linux aarch64"),
+    "riscv": (lambda machine: machine.architecture("Linux", "riscv64"), (), {}, "aarch64; this is Linux riscv64"),
+    "macOS": (lambda machine: machine.architecture("Darwin", "aarch64"), (), {}, "aarch64; this is Darwin aarch64"),
     "option": (lambda machine: None, ("--gpus",), {}, "unknown option --gpus; see the head of scripts/bootstrap"),
     "no GPU": (lambda machine: machine.python("bin/python3.12"), ("--gpu",), {}, "make TORCH_CUDA_ARCH_LIST=9.0 gpu"),
     "theirs": (lambda machine: (machine.folder / "bin").mkdir(), (), {"VENV": "../bin"}, "away, or set VENV=…"),
@@ -178,14 +186,27 @@ def test_first_call_installs_with_hashes_and_compiles_and_the_second_does_nothin
     calls = installed.calls()
     (sync,) = syncs(calls)
     assert {"--require-hashes", "--compile-bytecode", "--no-build-isolation"} <= set(sync.split())
-    assert re.findall(r"lock/(\w+)\.txt", sync) == ["tools", "base", "dev", "torch", "megatron"]
+    assert re.findall(r"lock/\w+/(\w+)\.txt", sync) == ["tools", "base", "dev", "torch", "megatron"]
     assert any("--editable ." in call for call in calls)
     assert any("schema.write_field_table(field_table.in_environment())" in call for call in calls[-2:])
     assert installed.bootstrap().returncode == 0
     assert installed.calls() == []
 
 
-@pytest.mark.parametrize("file", ("scripts/lock/base.txt", "pyproject.toml"))
+@pytest.mark.parametrize("machine_name", ("x86_64", "aarch64"))
+def test_an_architecture_has_its_own_locks_and_takes_no_other(machine, machine_name):
+    machine.architecture("Linux", machine_name)
+    machine.python("bin/python3.12")
+    machine.uv("bin/uv")
+    result = machine.bootstrap()
+    assert result.returncode == 0, result.stderr
+    calls = machine.calls()
+    (sync,) = syncs(calls)
+    assert set(re.findall(r"scripts/lock/(\w+)/", "\n".join(calls))) == {machine_name}
+    assert f"--python-platform {machine_name}-manylinux_2_40" in sync
+
+
+@pytest.mark.parametrize("file", (LOCK.relative_to(ROOT) / "base.txt", "pyproject.toml"), ids=str)
 def test_a_change_is_installed_into_the_same_venv(installed, file):
     installed.calls()
     with (installed.checkout / file).open("a") as stream:
@@ -221,8 +242,8 @@ def test_kernels_are_built_for_the_named_gpus_and_kept(installed):
     installed.calls()
     assert installed.bootstrap("--gpu", TORCH_CUDA_ARCH_LIST="9.0").returncode == 0
     calls = installed.calls()
-    assert "lock/gpu.txt" in syncs(calls)[0]
-    (build,) = (call for call in calls if "lock/kernels.txt" in call)
+    assert "/gpu.txt" in syncs(calls)[0]
+    (build,) = (call for call in calls if "/kernels.txt" in call)
     assert {"--require-hashes", "--no-build-isolation", "archs=9.0"} <= set(build.split())
     assert installed.bootstrap().returncode == 0
     assert installed.calls() == []

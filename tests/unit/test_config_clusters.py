@@ -28,6 +28,7 @@ gpu_problems = partial(problems_of, device="gpu")
 
 # Ours
 
+ARM = {"gb300": ((10, 3), 4), "gh200": ((9, 0), 1)}
 SHIPPED = {
     "h100": ((9, 0), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
     "h200": ((9, 0), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
@@ -36,7 +37,7 @@ SHIPPED = {
 
 
 def test_every_cluster_that_comes_with_tpi_is_in_the_table():
-    assert sorted([*SHIPPED, "local"]) == list(conf_files.groups()["cluster"])
+    assert sorted([*SHIPPED, *ARM, "local"]) == list(conf_files.groups()["cluster"])
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -46,6 +47,14 @@ def test_nodes_of_eight_gpus(name):
     assert found["environment"] == {"TORCH_NCCL_HIGH_PRIORITY": "1", **variables}
     assert found["container"] is None
     assert found["ranks_per_node"] is None
+
+
+@pytest.mark.parametrize("name", ARM)
+def test_nodes_of_grace_processors(name):
+    found, (capability, gpus) = cluster(f"cluster={name}"), ARM[name]
+    assert (found["name"], found["gpus_per_node"], tuple(found["compute_capability"])) == (name, gpus, capability)
+    assert found["architecture"] == "aarch64"
+    assert {cluster(f"cluster={other}")["architecture"] for other in SHIPPED} == {"x86_64"}
 
 
 def test_this_machine_is_whatever_it_is():
@@ -365,7 +374,7 @@ def test_the_users_own_options_are_offered_beside_ours(own_clusters, cli):
     (own_clusters / "mysite.yaml").write_text(MINE)
     (own_clusters / "_base.yaml").write_text("")
     (own_clusters / ".#mysite.yaml").write_text("[")
-    assert conf_files.groups()["cluster"] == ("b300", "h100", "h200", "local", "mysite")
+    assert conf_files.groups()["cluster"] == ("b300", "gb300", "gh200", "h100", "h200", "local", "mysite")
     assert conf_files.summary("cluster", "mysite") == "Ours."
     assert conf_files.summary("cluster", "h100") == "Nodes of eight H100 GPUs (Hopper)."
     assert "gpu_type: hopper" in cli("show", "qwen3_8b", "cluster=mysite", "device=gpu").out

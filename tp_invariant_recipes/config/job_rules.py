@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from tp_invariant_recipes.config import job_architecture
 from tp_invariant_recipes.settings import allocation, layout
 from tp_invariant_recipes.settings.environment import NAME
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -163,7 +164,7 @@ def _unknown_nodes(config: RunConfig, environ: Mapping[str, str]) -> Iterator[st
     if allocation.ranks_per_node(config) is None:
         yield (
             f"cluster={config.cluster.name} does not say how many ranks a node takes: cluster=h100 (or h200, "
-            f"b300), --cluster-file FILE, or cluster.ranks_per_node=N"
+            f"b300, gb300, gh200), --cluster-file FILE, or cluster.ranks_per_node=N"
         )
 
 
@@ -257,6 +258,7 @@ SUBMITTED: tuple[Callable[[RunConfig, Mapping[str, str]], Iterator[str]], ...] =
     _absent,
     _setup,
     _python,
+    job_architecture.problems,
     _forwarded,
 )
 
