@@ -1,4 +1,4 @@
-"""Recipes of Bridge whose models have multi-latent attention compose for `tree`; what is missing of others is named."""
+"""Recipes of Bridge with multi-latent attention or sinks compose for `tree`; what is missing is named."""
 
 import json
 
@@ -30,7 +30,7 @@ _GPT_OSS = {
     "model_type": "gpt_oss",
     "architectures": ["GptOssForCausalLM"],
     "hidden_size": 128,
-    "intermediate_size": 128,
+    "intermediate_size": 256,
     "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
@@ -61,16 +61,28 @@ _COVERED = (
     "comm_overlap.align_param_gather=null comm_overlap.delay_wgrad_compute=false "
     "comm_overlap.overlap_moe_expert_parallel_comm=false"
 )
-# Of recipes that tree refuses: words of the one message.
+# A family: what is chosen beside its recipe, and words of the one message that refuses this.
 MISSING = {
-    "deepseek": ("multi-token prediction is not covered yet; model.mtp_num_layers=null",),
+    "deepseek": (
+        _COVERED.split(),
+        (
+            "the layers of multi-token prediction are on the last stage, beside a layer of the model; "
+            "model.pipeline_model_parallel_layout=null",
+            "or numerics=stock",
+        ),
+    ),
     "gpt_oss": (
-        "experts with biases are not covered",
-        "attention sinks",
-        "of the experts' activations only SwiGLU and squared ReLU are covered, not clamped",
-        "model.activation_func_clamp_value is not covered",
-        "model.glu_linear_offset is not covered",
-        "or numerics=stock",
+        ["numerics=portable"],
+        (
+            "attention sinks have no portable version; model.softmax_type=vanilla",
+            "model.activation_func_clamp_value have no portable version",
+            "model.glu_linear_offset have no portable version",
+            "windows of attention have no portable version",
+            "YaRN has no portable version",
+            "of activations only SwiGLU has a portable version",
+            "biases of projections have no portable version",
+            "or numerics=stock",
+        ),
     ),
 }
 
@@ -92,7 +104,14 @@ def composed(family, folder, *more):
     ).config.sections
 
 
-@pytest.mark.parametrize("family, more", (("moonlight", ()), ("deepseek", ("model.mtp_num_layers=null",))))
+@pytest.mark.parametrize(
+    "family, more",
+    (
+        ("moonlight", ()),
+        ("deepseek", ("model.mtp_num_layers=null",)),
+        ("deepseek", ("model.pipeline_model_parallel_layout=null",)),
+    ),
+)
 def test_a_recipe_with_latent_attention_composes_for_tree(bridge, hugging_face, family, more):
     tree = composed(family, hugging_face, *_COVERED.split(), *more)
     assert tree["recipe"]["kept"] == []  # its layers are those of megatron/latent_spec.py
@@ -101,9 +120,17 @@ def test_a_recipe_with_latent_attention_composes_for_tree(bridge, hugging_face, 
     assert tree["model"].get("q_lora_rank") == FAMILIES[family][1]["q_lora_rank"]
 
 
+def test_a_recipe_with_sinks_composes_for_tree(bridge, hugging_face):
+    tree = composed("gpt_oss", hugging_face)
+    assert (tree["numerics"]["mode"], tree["recipe"]["kept"]) == ("tree", [])
+    assert tree["model"]["softmax_type"] == "learnable"
+    assert tree["model"]["activation_func_clamp_value"] == 7.0
+
+
 @pytest.mark.parametrize("family", MISSING)
 def test_what_is_missing_is_named_in_one_message(bridge, hugging_face, family):
+    chosen, message = MISSING[family]
     with pytest.raises(ConfigError) as caught:
-        composed(family, hugging_face, *(_COVERED.split() if family == "deepseek" else ()))
-    for words in MISSING[family]:
+        composed(family, hugging_face, *chosen)
+    for words in message:
         assert words in str(caught.value)

@@ -1,6 +1,8 @@
 """How many nodes a run takes, and why a job of it is not submitted."""
 
 import copy
+import platform
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -124,6 +126,10 @@ def test_what_does_not_fit_anywhere(fields, says):
 
 # And these are of the machine that submits, and of what sbatch is asked.
 SUBMITTING = (
+    (
+        {"cluster__architecture": "aarch64", "cluster__python": sys.executable},
+        f"cluster.python={sys.executable} is for {platform.machine()}, and the nodes of cluster=",
+    ),
     ({"cluster__gpus_per_node": None}, "cluster=local does not say how many ranks a node takes: cluster=h100"),
     ({"device": "cpu", "cluster__name": "h100"}, "cluster=h100 is of GPU nodes and device=cpu"),
     ({"cluster__gpus_per_node": 0, "cluster__ranks_per_node": 8}, "cluster=local has cluster.gpus_per_node=0 and"),

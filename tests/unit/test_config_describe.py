@@ -57,7 +57,23 @@ PUBLISHED = (
         True,
     ),
     ("deepseek_v3_toy", 64.0e6, [1, 2, 4, 8], True),
+    ("gpt_oss_20b", 20.91e9, [1, 2, 4, 8], True),
+    ("gpt_oss_120b", 116.83e9, [1, 2, 4, 8], True),
+    ("gpt_oss_toy", 2 * 4096 * 256 + 2 * (4 * 256 * 256 + 256 * 8 + 8 * 3 * 256 * 256), [1, 2, 4, 8], True),
+    # As published, less embeddings that the published file repeats for multi-token prediction.
+    ("glm45_air", 110.469e9 - 2 * 151552 * 4096, [1, 2, 4, 8], True),
+    # Embeddings; attention; the dense layer; two layers of experts and a third of multi-token prediction, which joins
+    # two inputs.
+    (
+        "glm45_toy",
+        2 * 4096 * 256 + 4 * 4 * 256 * 512 + 3 * 256 * 512 + 3 * (256 * 8 + 9 * 3 * 256 * 256) + 2 * 256 * 256,
+        [1, 2, 4, 8],
+        True,
+    ),
 )
+
+# Beginning of a model's name -> its activation function, where it is not SiLU.
+ACTIVATIONS = {"nemotron3": "squared_relu", "gpt_oss": "quick_gelu"}
 
 
 @pytest.fixture
@@ -103,7 +119,7 @@ def test_bridge_overrides_are_overrides_with_the_trees_values(model):
     sections = describe.BRIDGE_SECTIONS.keys() & tree.sections.keys()
     expected = {f"{s}.{field}": value for s in sections for field, value in tree.section(s).items()}
     expected["mixed_precision"] = tree.sections["mixed_precision"]
-    expected["model.activation_func"] = "squared_relu" if model.startswith("nemotron3") else "silu"
+    expected["model.activation_func"] = next((f for name, f in ACTIVATIONS.items() if model.startswith(name)), "silu")
     del expected["model._target_"], expected["tokenizer.vocab_includes_eod"]
     assert found == expected
 

@@ -39,7 +39,7 @@ def test_shared_experts_on_a_cpu_are_whole_vectors():
 )
 def test_v_where_none_is_given(sizes, others):
     model = dict.fromkeys(invariance.SHARDED, others) | dict(zip(invariance.SHARDED, sizes, strict=False))
-    shards = invariance.default_shards({name: None if size is True else size for name, size in model.items()})
+    shards = invariance.default_shards({n: None if size is True else size for n, size in model.items()}, None)
     assert shards in (1, 2, 4, 8)
     assert all(size % shards == 0 for size in sizes)
     assert shards == 8 or math.gcd(*sizes) % (2 * shards)

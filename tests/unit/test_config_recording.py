@@ -11,7 +11,7 @@ TREE = compose("qwen3_toy", [], device="cpu").config
 
 
 def test_digests_are_recorded_at_every_step_unless_told_otherwise():
-    assert TREE.section("ledger") == {"digests": 1, "state_digests": 10, "trace": None, "dump": []}
+    assert TREE.section("ledger") == {"digests": 1, "state_digests": 10, "experts": "auto", "trace": None, "dump": []}
     assert recording.problems(TREE) == []
 
 
@@ -43,7 +43,8 @@ def test_each_mistake_names_the_key(fields, words):
 
 def test_the_command_line_takes_them_and_lists_all_that_is_wrong():
     tree = compose("qwen3_toy", ["ledger.trace=1:3", "ledger.digests=10", "ledger.dump=[weights/a.b]"]).config
-    assert tree.section("ledger") == {"digests": 10, "state_digests": 10, "trace": "1:3", "dump": ["weights/a.b"]}
+    read = {"digests": 10, "state_digests": 10, "experts": "auto", "trace": "1:3", "dump": ["weights/a.b"]}
+    assert tree.section("ledger") == read
     with pytest.raises(ConfigError) as caught:
         compose("qwen3_toy", ["ledger.trace=3:1", "ledger.digests=-1", "ledger.digest=3", "tp=3"])
     assert len(caught.value.problems) >= 4

@@ -9,7 +9,7 @@ import torch
 
 from tests.operands import KINDS, same_bits, sample
 from tp_invariant_recipes.kernels import numba_loop, tensor_core_cpu
-from tp_invariant_recipes.kernels.tensor_core_sum import _fma as fma
+from tp_invariant_recipes.kernels.tensor_core_sum import fma
 from tp_invariant_recipes.portable import ieee_adam, ieee_cross_entropy, ieee_norm, ieee_rotary, ieee_swiglu
 from tp_invariant_recipes.portable.ieee_sums import folded, power_of_two
 from tp_invariant_recipes.portable.one_source import SMALL, numpy_version

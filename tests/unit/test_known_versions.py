@@ -12,7 +12,7 @@ from tp_invariant_recipes.host.known_versions import KNOWN, matching
 from tp_invariant_recipes.workflows import doctor
 
 ROOT = Path(__file__).parents[2]
-LOCKS = "\n".join(file.read_text() for file in (ROOT / "scripts" / "lock").glob("*.txt"))
+LOCKS = "\n".join(file.read_text() for file in (ROOT / "scripts" / "lock" / "x86_64").glob("*.txt"))
 LOCKED = dict(re.findall(r"^([\w.-]+)==(\S+)", LOCKS, re.MULTILINE))
 
 

@@ -16,6 +16,7 @@ from tp_invariant_recipes.kernels import (
     causal_conv,
     centred_rows,
     cross_entropy,
+    fp8_tiles,
     group_norm,
     grouped_product,
     rms_norm,
@@ -110,7 +111,7 @@ def test_a_grid_for_many_tokens_can_be_launched(grids, rows):
 
 
 def test_every_kernel_is_launched(grids):
-    """But for the experts' two, whose first grid dimension is all that grows."""
+    """But for the experts' four, whose first grid dimension is all that grows."""
     launches(70_000)
     every = {
         kernel
@@ -119,7 +120,9 @@ def test_every_kernel_is_launched(grids):
         for kernel in vars(importlib.import_module(f"{package.__name__}.{module.name}")).values()
         if isinstance(kernel, Kernel)
     }
-    assert every - grids.keys() == {grouped_product.PRODUCT, grouped_product.WEIGHT_GRADIENT}
+    assert every - grids.keys() == {
+        tiles for one in (grouped_product, fp8_tiles) for tiles in (one.PRODUCT, one.WEIGHT_GRADIENT)
+    }
 
 
 def test_what_cannot_be_launched_is_said_with_the_key():

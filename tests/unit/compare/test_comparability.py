@@ -123,7 +123,10 @@ def test_a_run_with_another_definition_goes_on_and_is_told(tmp_path):
 
     def planned(device, mode="tree"):
         config = SimpleNamespace(
-            numerics=SimpleNamespace(mode=mode), section={"checkpoint": {"save_interval": 1}}.__getitem__
+            numerics=SimpleNamespace(mode=mode, invariant=True),
+            recipe=SimpleNamespace(adjusted=[]),
+            mixed_precision="bf16_mixed",
+            section={"checkpoint": {"save_interval": 1}}.__getitem__,
         )
         return SimpleNamespace(device=device, config=config, run_dir=SimpleNamespace(ledger=file, path=tmp_path))
 

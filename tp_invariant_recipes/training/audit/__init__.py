@@ -1,0 +1,1 @@
+"""What a rank of `tpi audit` does: record what it computes, dither, and take another run's choices of experts."""
