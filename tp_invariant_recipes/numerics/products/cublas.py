@@ -108,17 +108,34 @@ def agree(
         for part in parts:
             cancelling(x[:, part], y[part], generator)
         residue(one, generator)
-        other.copy_(one)
-        try:
-            first(x, y, one, add)
-        except RuntimeError as error:
-            if not any(words in str(error) for words in LAYOUT_NOT_TAKEN):
-                raise
-            return False
-        defined(x, y, other, add)
-        if not same_bits(one, other):
+        if not agree_here(first, defined, x, y, one, other, add, LAYOUT_NOT_TAKEN):
             return False
     return True
+
+
+def agree_here(
+    first: Callable[..., object],
+    defined: Callable[..., object],
+    a: Any,
+    b: Any,
+    one: Tensor,
+    other: Tensor,
+    add: bool,
+    not_taken: Sequence[str],
+) -> bool:  # fmt: skip
+    """Whether two products have the same bits on these operands; False, too, where the first does not take them.
+
+    one, other: what the first and the second fill; both begin as `one`. not_taken: words of errors that say so.
+    """
+    other.copy_(one)
+    try:
+        first(a, b, one, add)
+    except RuntimeError as error:
+        if not any(words in str(error) for words in not_taken):
+            raise
+        return False
+    defined(a, b, other, add)
+    return same_bits(one, other)
 
 
 def checked(first: Product, defined: Product, a: Any, b: Any, out: Tensor, add: bool, what: str) -> Tensor:
