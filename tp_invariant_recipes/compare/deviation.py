@@ -11,20 +11,21 @@ ledger/dumps.py says what the rows and columns of a tensor are.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tp_invariant_recipes.compare.error_shape import rms, shape_of
 from tp_invariant_recipes.errors import LedgerError, RunError
-from tp_invariant_recipes.ledger.dumps import GRADIENT_NORM, LOSS_SHARE, Dumps, RankPiece
+from tp_invariant_recipes.ledger.dumps import GRADIENT_NORM, LOSS_SHARE, DumpedPart, Dumps, Table
 
 MARGIN = 4.0  # a factor beyond it is no rounding (docs/audit.md has the largest of right layouts)
 ROW = 4.0  # a single row may be so many times as far
 FEWEST_COLUMNS = 16  # of a row that is judged by itself
 FLOOR = 0.25  # of the spacing of the numbers that the modules return, relative to them
 LEAST_OF_NORM = 2.0**-13  # a norm adds millions of squares in fp32, which no dithering moves
+CACHED = 2**17  # elements that are read at a time
 FLIPS = 4.0  # so many units may an expert's score be below the score of the one left out
 # The spacing of numbers near 1.
 SPACING = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -109,63 +110,122 @@ def module_of(name: str) -> str:
 
 
 def _deviation(step: StepDumps, name: str, spacing: float) -> TensorDeviation:
-    reference = step.reference.values(name)
     exact = name.startswith("weights/")  # both trainings start from them
-    dithered = [] if exact else [one.values(name) - reference for one in step.dithered]
-    noise = _mean_square(dithered or [np.zeros_like(reference)])
-    pieces = step.run.pieces(name)
+    share = 1.0
     if name.startswith("backward/"):
         share = float(step.reference.values(LOSS_SHARE)[0, 0] / step.run.values(LOSS_SHARE)[0, 0])
-        pieces = [replace(piece, values=piece.values * share) for piece in pieces]
-    if not _covered(pieces, reference):
-        raise LedgerError(f"{name} has other places or another shape")
-    least = 0.0 if exact else FLOOR * spacing * rms(reference)
+    far = _distances(step, name, () if exact else step.dithered, share)
+    least = 0.0 if exact else FLOOR * spacing * far.size
     if name == GRADIENT_NORM:
-        least = max(least, LEAST_OF_NORM * rms(reference))
+        least = max(least, LEAST_OF_NORM * far.size)
     if name.startswith("updates/"):  # Adam's first updates are ±lr: one sign may turn
-        least = max(least, 2 * rms(reference) / math.sqrt(reference.size))
-    factors = _by_rank(pieces, reference, noise, least)
+        least = max(least, 2 * far.size / math.sqrt(far.elements))
+    factors = _by_rank(far.errors, least)
     if name == GRADIENT_NORM:
         own, right = _of_its_gradients(step.run), _of_its_gradients(step.reference)
-        far = abs(own / right - 1) / LEAST_OF_NORM if own and right else 0.0
-        factors = {rank: max(factor, far) for rank, factor in factors.items()}
-    worst = max(factors.values())
+        apart = abs(own / right - 1) / LEAST_OF_NORM if own and right else 0.0
+        factors = {rank: max(factor, apart) for rank, factor in factors.items()}
     ranks = tuple(rank for rank, factor in factors.items() if not factor <= MARGIN)
-    size = rms(reference)
-    far = max(rms(piece.values - piece.of(reference)) for piece in pieces)
+    shape = None
+    if ranks:
+        pieces = [replace(piece, values=piece.values * share) for piece in step.run.pieces(name)]
+        shape = shape_of(pieces, step.reference.values(name), far.noise, least * MARGIN, ranks)
+    largest = max(math.sqrt(one.squares.sum() / max(1, one.elements)) for one in far.errors)
     return TensorDeviation(
         step=step.step,
         name=name,
         kind=name.partition("/")[0],
         module=module_of(name),
-        factor=worst,
+        factor=max(factors.values()),
         ranks=ranks,
         of=len(factors),
-        shape=shape_of(pieces, reference, noise, least * MARGIN, ranks) if ranks else None,
-        size=far / size if size and math.isfinite(far) else None,
+        shape=shape,
+        size=largest / far.size if far.size and math.isfinite(largest) else None,
     )
 
 
-def _by_rank(pieces: Sequence[RankPiece], reference: np.ndarray, noise: np.ndarray, least: float) -> dict[int, float]:
+@dataclass(frozen=True)
+class _Error:
+    """Of a rank's piece, for each of its rows the sum of squares of its error, and of what rounding moves there."""
+
+    rank: int
+    columns: int
+    squares: np.ndarray
+    noise: np.ndarray
+
+    @property
+    def elements(self) -> int:
+        """Of the piece."""
+        return len(self.squares) * self.columns
+
+
+@dataclass(frozen=True)
+class _Distances:
+    """Of a whole tensor. size: RMS of the reference's. noise: the mean square of what rounding moves. errors: a piece
+    each."""
+
+    elements: int
+    size: float
+    noise: float
+    errors: list[_Error]
+
+
+def _distances(step: StepDumps, name: str, dithered: Sequence[Dumps], share: float) -> _Distances:
+    """Read the tensor once, some rows at a time, so that memory does not grow with it.
+
+    share: what the run's values are multiplied by. LedgerError: the run's pieces lie elsewhere.
+    """
+    reference, moved = step.reference.table(name), [one.table(name) for one in dithered]
+    pieces = step.run.rows(name)
+    (height, width), sizes = reference.shape, [table.shape for _, _, table in pieces]
+    if not _covered([part for _, part, _ in pieces], sizes, (height, width)):
+        raise LedgerError(f"{name} has other places or another shape")
+    errors = [_Error(rank, table.shape[1], *np.zeros((2, len(table)))) for rank, _, table in pieces]
+    square = noise = 0.0
+    for start in range(0, height, block := max(1, CACHED // max(1, width))):
+        rows = slice(start, min(height, start + block))
+        right = reference[rows]
+        near = np.zeros_like(right)
+        for one in moved:
+            near += np.square(one[rows] - right) / len(moved)
+        square, noise = square + float(np.square(right).sum()), noise + float(near.sum())
+        for (_, part, table), error in zip(pieces, errors, strict=True):
+            own, place = _overlap(part, len(table), rows)
+            if own.start < own.stop:
+                columns = slice(part.column, part.column + error.columns)
+                apart = table[own] * share - right[place, columns]
+                error.squares[own], error.noise[own] = np.square(apart).sum(1), near[place, columns].sum(1)
+    elements = height * width
+    return _Distances(elements, math.sqrt(square / max(1, elements)), noise / max(1, elements), errors)
+
+
+def _overlap(part: DumpedPart, length: int, rows: slice) -> tuple[slice, slice]:
+    """The rows of a piece that lie in these rows of the whole, and their places among them."""
+    first, last = (min(length, max(0, -(-(end - part.row) // part.step))) for end in (rows.start, rows.stop))
+    begin = part.row + part.step * first - rows.start
+    return slice(first, last), slice(begin, begin + part.step * (last - first), part.step)
+
+
+def _by_rank(errors: Sequence[_Error], least: float) -> dict[int, float]:
     """Rank -> the factor of all its pieces together, or of one of their rows."""
     factors: dict[int, float] = {}
-    for rank in dict.fromkeys(piece.rank for piece in pieces):
-        own = [piece for piece in pieces if piece.rank == rank]
-        error = np.concatenate([(piece.values - piece.of(reference)).ravel() for piece in own])
-        square = np.concatenate([piece.of(noise).ravel() for piece in own])
-        rows = [_rows(piece.values - piece.of(reference), piece.of(noise), least) / ROW for piece in own]
-        factors[rank] = max(_ratio(rms(error), max(math.sqrt(square.mean()), least)), *rows)
+    for rank in dict.fromkeys(one.rank for one in errors):
+        own = [one for one in errors if one.rank == rank]
+        elements = max(1, sum(one.elements for one in own))
+        error, noise = (math.sqrt(sum(getattr(one, of).sum() for one in own) / elements) for of in ("squares", "noise"))
+        factors[rank] = max(_ratio(error, max(noise, least)), *(_rows(one, least) / ROW for one in own))
     return factors
 
 
-def _rows(error: np.ndarray, noise: np.ndarray, least: float) -> float:
+def _rows(error: _Error, least: float) -> float:
     """The largest factor of a single row; 0 where rows are too short to have one."""
-    if error.shape[1] < FEWEST_COLUMNS or not error.size:
+    if error.columns < FEWEST_COLUMNS or not error.elements:
         return 0.0
-    unit = np.sqrt(np.maximum(noise.mean(1), max(noise.mean(), least**2)))
+    noise = error.noise / error.columns
+    unit = np.sqrt(np.maximum(noise, max(noise.mean(), least**2)))
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = np.sqrt(np.square(error).mean(1)) / unit
-    return float(np.nan_to_num(ratios, nan=0.0 if not error.any() else math.inf, posinf=math.inf).max())
+        ratios = np.sqrt(error.squares / error.columns) / unit
+    return float(np.nan_to_num(ratios, nan=math.inf if error.squares.any() else 0.0, posinf=math.inf).max())
 
 
 def _choice(step: StepDumps, name: str) -> TensorDeviation | None:
@@ -179,7 +239,7 @@ def _choice(step: StepDumps, name: str) -> TensorDeviation | None:
         chosen = step.run.values(name)
     except LedgerError:
         return None
-    unit = math.sqrt(_mean_square([one.values(scores) - values for one in step.dithered]).mean())
+    unit = math.sqrt(np.mean([np.square(one.values(scores) - values) for one in step.dithered]))
     worse = np.abs((values * (best - chosen)).sum(1))
     other = int((best != chosen).any(1).sum())
     factor = _ratio(float(worse.max()), FLIPS * max(unit, FLOOR * SPACING["bfloat16"] * rms(values)))
@@ -190,22 +250,28 @@ def _choice(step: StepDumps, name: str) -> TensorDeviation | None:
 def _of_its_gradients(run: Dumps) -> float | None:
     """The gradient norm that a run reports, divided by its gradients' norm; None: not all are whole, or all are 0."""
     try:
-        squares = [np.square(run.values(name)).sum() for name in run.parts if name.startswith("gradients/")]
+        squares = [_square(run.table(name)) for name in run.parts if name.startswith("gradients/")]
     except LedgerError:
         return None
     norm = math.sqrt(math.fsum(squares))
     return float(run.values(GRADIENT_NORM)[0, 0]) / norm if norm else None
 
 
-def _covered(pieces: Sequence[RankPiece], reference: np.ndarray) -> bool:
+def _square(table: Table) -> float:
+    height, width = table.shape
+    block = max(1, CACHED // max(1, width))
+    return math.fsum(float(np.square(table[slice(n, min(height, n + block))]).sum()) for n in range(0, height, block))
+
+
+def _covered(parts: Sequence[DumpedPart], sizes: Sequence[tuple[int, int]], whole: tuple[int, int]) -> bool:
     """Whether every piece lies in a whole of this size, and together they may be all of it."""
-    inside = all(piece.of(reference).shape == piece.values.shape for piece in pieces)
-    rows = {n for p in pieces for n in range(p.part.row, p.part.row + p.part.step * len(p.values), p.part.step)}
-    return inside and len(rows) == len(reference)
-
-
-def _mean_square(errors: Iterable[np.ndarray]) -> np.ndarray:
-    return np.mean([np.square(error) for error in errors], axis=0)
+    rows: set[int] = set()
+    for part, (height, width) in zip(parts, sizes, strict=True):
+        own = range(part.row, part.row + part.step * height, part.step)
+        if (own and own[-1] >= whole[0]) or part.column + width > whole[1]:
+            return False
+        rows.update(own)
+    return len(rows) == whole[0]
 
 
 def _ratio(error: float, unit: float) -> float:

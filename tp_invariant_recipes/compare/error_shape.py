@@ -12,18 +12,18 @@ NAMED = {2.0: "added twice", 0.5: "half is missing", -1.0: "the sign"}
 
 
 def shape_of(
-    pieces: Sequence[RankPiece], reference: np.ndarray, noise: np.ndarray, allowed: float, wrong: Sequence[int]
+    pieces: Sequence[RankPiece], reference: np.ndarray, noise: float, allowed: float, wrong: Sequence[int]
 ) -> str | None:
     """The shape of a tensor's error in words; None: none is known.
 
-    reference: the right tensor [rows, columns]. noise: what rounding does to it, squared, of the same shape.
+    reference: the right tensor [rows, columns]. noise: the mean square of what rounding does to it.
     allowed:   RMS that may be left. wrong: the ranks whose parts are wrong.
     """
     held = [piece for piece in pieces if piece.rank in wrong]
     right = sorted({piece.rank for piece in pieces} - set(wrong))
     values = np.concatenate([piece.values.ravel() for piece in held])
     expected = np.concatenate([piece.of(reference).ravel() for piece in held])
-    allowed = max(allowed, CLOSE * rms(expected), 4 * math.sqrt(float(noise.mean())))
+    allowed = max(allowed, CLOSE * rms(expected), 4 * math.sqrt(noise))
     where = f", right on ranks {', '.join(map(str, right))}" if right else ""
     if not np.isfinite(values).all():
         return f"not finite numbers{where}"

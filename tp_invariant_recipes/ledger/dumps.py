@@ -75,6 +75,23 @@ class Distance:
     first: tuple[int, ...] | None
 
 
+class DumpedRows:
+    """A table [rows, columns] in a file, whose rows are read when they are asked for: `rows[3:7]`, float64."""
+
+    def __init__(self, file: Path, key: str, dtype: str) -> None:
+        self._slice, self._dtype = _opened(file).get_slice(key), dtype
+        self.shape: tuple[int, int] = (*self._slice.get_shape(),)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        return _values(self._slice[rows.start : rows.stop], self._dtype)
+
+
+Table = np.ndarray | DumpedRows
+
+
 @dataclass(frozen=True)
 class RankPiece:
     """What a rank has of a tensor. values: float64 [rows, columns], at `part` of the whole."""
@@ -107,8 +124,21 @@ class Dumps:
         for file, key, part in self.parts[name]:
             with _opened(file) as stream:
                 values = _values(stream.get_tensor(key), part.dtype)
-            found.append(RankPiece(int(file.stem.removeprefix("rank-")), part, values))
+            found.append(RankPiece(_rank_of(file), part, values))
         return found
+
+    def rows(self, name: str) -> list[tuple[int, DumpedPart, DumpedRows]]:
+        """`pieces`, with the rank of each, that are read row by row."""
+        return [(_rank_of(file), part, DumpedRows(file, key, part.dtype)) for file, key, part in self.parts[name]]
+
+    def table(self, name: str) -> Table:
+        """`values`, read row by row if one piece is the whole tensor."""
+        if len(self.parts.get(name, ())) == 1:
+            [(file, key, part)] = self.parts[name]
+            rows = DumpedRows(file, key, part.dtype)
+            if math.prod(rows.shape) == math.prod(part.shape):
+                return rows
+        return self.values(name)
 
     def values(self, name: str) -> np.ndarray:
         """A whole tensor of floats as float64 [rows, columns]. LedgerError: as for `read`."""
@@ -143,6 +173,10 @@ def folder_of(run: Path, step: int) -> Path:
 def file_of(run: Path, step: int, rank: int) -> Path:
     """The file of a rank's dumps of a step."""
     return folder_of(run, step) / f"rank-{rank}.safetensors"
+
+
+def _rank_of(file: Path) -> int:
+    return int(file.stem.removeprefix("rank-"))
 
 
 def steps(run: Path) -> list[int]:
