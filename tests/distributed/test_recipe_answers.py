@@ -8,7 +8,7 @@ import pytest
 from tests.distributed.test_recipe_models import MINE
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.host import gpus
-from tp_invariant_recipes.settings import conf_files
+from tp_invariant_recipes.host.cache import cache_dir
 from tp_invariant_recipes.sources import recipe_answers, recipe_layer, recipe_reads
 
 pytestmark = pytest.mark.usefixtures("families")
@@ -124,7 +124,7 @@ def test_the_same_size_and_time_do_not_hide_a_change(calls, folder):
 
 
 def files():
-    return sorted((conf_files.cache_dir() / recipe_answers.FOLDER).glob("*.json"))
+    return sorted((cache_dir() / recipe_answers.FOLDER).glob("*.json"))
 
 
 @pytest.mark.release

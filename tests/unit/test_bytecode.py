@@ -1,5 +1,6 @@
 """Packages that Python compiles again at every start."""
 
+import importlib
 import os
 import py_compile
 import sys
@@ -19,7 +20,10 @@ def own_package(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(bytecode, "PACKAGES", (source.parent.name, "not_installed_anywhere", "not_installed.at_all"))
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    return source
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield source
+    sys.modules.pop(source.parent.name, None)
 
 
 def test_bytecode_that_will_be_written_is_not_missing(own_package):
@@ -30,9 +34,6 @@ def test_bytecode_that_will_be_written_is_not_missing(own_package):
 def test_bytecode_that_python_may_not_write(own_package, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     assert bytecode.packages_without_bytecode() == [own_package.parent.name]
-    finding = doctor._bytecode()
-    assert (finding.found, finding.state) == (None, "optional")
-    assert f"compiles {own_package.parent.name} again" in finding.advice
     py_compile.compile(str(own_package))
     assert bytecode.packages_without_bytecode() == []
 
@@ -50,6 +51,36 @@ def test_a_folder_for_all_bytecode_counts(own_package, tmp_path, monkeypatch):
     assert bytecode.packages_without_bytecode() == [own_package.parent.name]
     py_compile.compile(str(own_package))
     assert bytecode.packages_without_bytecode() == []
+
+
+def test_it_is_kept_in_a_folder_of_tpi(own_package, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    assert doctor._bytecode().found == f"kept in {bytecode.folder()}"
+    importlib.import_module(own_package.parent.name)
+    [kept] = bytecode.folder().rglob("*.pyc")
+    assert kept.is_relative_to(f"{bytecode.folder()}{own_package.parent}")
+    assert not list(own_package.parent.rglob("*.pyc"))
+    assert bytecode.packages_without_bytecode() == []
+
+
+def test_bytecode_that_python_keeps_stays_where_it_is(own_package):
+    assert bytecode.keep() is None
+    assert (sys.pycache_prefix, sys.dont_write_bytecode) == (None, False)
+
+
+def test_a_folder_that_the_user_has_chosen_stays(own_package, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(sys, "pycache_prefix", "chosen")
+    assert bytecode.keep() is None
+    assert sys.pycache_prefix == "chosen"
+
+
+def test_a_cache_that_cannot_be_written(own_package, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(os, "access", lambda folder, mode: False)
+    finding = doctor._bytecode()
+    assert (finding.found, finding.state) == (None, "optional")
+    assert f"compiles {own_package.parent.name} again" in finding.advice
 
 
 def test_nothing_is_imported(own_package):

@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from tp_invariant_recipes.host import gpus, lazy_imports, transformer_engine
+from tp_invariant_recipes.host import bytecode, gpus, lazy_imports, transformer_engine
 from tp_invariant_recipes.host.quiet import quiet
 from tp_invariant_recipes.host.start_clock import CLOCK, IMPORTS
 from tp_invariant_recipes.replacement import Replacement, applied
@@ -31,6 +31,7 @@ def load() -> None:
     """
     if BRIDGE in sys.modules:
         return
+    bytecode.keep()
     find_spec("megatron.bridge")  # where it is missing, that is said first, not that torch is
     with CLOCK.counted(IMPORTS), quiet(), _without_garbage_collection(), _nvml_only():
         if "transformers" in sys.modules:  # a tokenizer was opened: then Bridge's models do not wait either

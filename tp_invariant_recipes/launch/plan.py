@@ -16,11 +16,12 @@ from tp_invariant_recipes.data.prepare import ensure_prepared, find_prepared
 from tp_invariant_recipes.data.prepared import PreparedData
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import gpus
+from tp_invariant_recipes.host.cache import cache_dir
 from tp_invariant_recipes.launch import experiments, inputs, preflight
 from tp_invariant_recipes.ledger.schema import Header
 from tp_invariant_recipes.runs import attempts
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
-from tp_invariant_recipes.settings import conf_files, environment, layout, sft
+from tp_invariant_recipes.settings import environment, layout, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.sections import DataSettings
 from tp_invariant_recipes.sources import weights
@@ -183,7 +184,7 @@ def _prepare(
     """The run's data; None: generated. With `dry` the size of the vocabulary if the data is not yet prepared."""
     if data.kind != "text" or data.path is None or data.tokenizer is None:
         return None
-    cache = Path(data.cache or conf_files.cache_dir() / "data").expanduser()
+    cache = Path(data.cache or cache_dir() / "data").expanduser()
     path, tokenizer = Path(data.path).expanduser(), str(Path(data.tokenizer).expanduser())
     if dry:
         return find_prepared(path, cache, tokenizer=tokenizer, json_key=data.json_key)

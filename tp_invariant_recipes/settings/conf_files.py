@@ -20,12 +20,6 @@ def user_dir() -> Path:
     return Path(home) / "tpi"
 
 
-def cache_dir() -> Path:
-    """Where tpi keeps what it can make again."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(home) / "tpi"
-
-
 def sources() -> list[Path]:
     """Every file that decides what is composed without a recipe: of both trees, and of this package."""
     trees = ((conf_dir(), "*.yaml"), (user_dir(), "*.yaml"), (_PACKAGE, "*.py"))

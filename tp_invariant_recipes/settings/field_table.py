@@ -23,7 +23,7 @@ from typing import Any, Literal
 from tp_invariant_recipes import reading
 from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.host import needed
-from tp_invariant_recipes.settings.conf_files import cache_dir
+from tp_invariant_recipes.host.cache import cache_dir
 
 Fields = Mapping[str, Any]  # field -> type hint
 Hints = Mapping[str, Fields]  # dotted path of a class -> its fields
@@ -35,6 +35,7 @@ LIMIT = 4 * reading.MIB
 PLAIN = {"int": int, "float": float, "bool": bool, "str": str, "null": types.NoneType}
 _NAMES = {type_: name for name, type_ in PLAIN.items()}
 _TEXT = "="  # before each text that a Literal allows
+_BASE = ""  # in place of a field: the class of the table that a class derives from, whose fields it has, too
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class FieldTable:
     """The file. pydantic reads no `FieldTable`: a shell that completes a key would wait for its import.
 
     sources: "package/file" -> size in bytes, time of change in ns.
-    classes: dotted path -> field -> names of the types it takes; None: only Bridge can check it.
+    classes: dotted path -> field -> names of the types it takes; None: only Bridge can check it. Of a class derived
+             from one above it, only what that one lacks or has otherwise.
     """
 
     sources: dict[str, list[int]]
@@ -72,8 +74,18 @@ def _parsed(file: Path, changed: int) -> tuple[dict[str, list[int]], Hints]:
     Raises OSError, ValueError, KeyError.
     """
     table = _checked(reading.parse_json(reading.read_limited(file, LIMIT)))
-    classes = table.classes.items()
-    return table.sources, {path: {n: names and _hint(names) for n, names in f.items()} for path, f in classes}
+    classes = {path: _whole(row, table.classes) for path, row in table.classes.items()}
+    return table.sources, {path: {n: names and _hint(names) for n, names in f.items()} for path, f in classes.items()}
+
+
+type _Row = dict[str, list[str] | None]
+
+
+def _whole(row: _Row, classes: Mapping[str, _Row]) -> _Row:
+    """A row of the file with the fields of its base. Raises KeyError."""
+    (base,) = row.get(_BASE) or [""]
+    own = {name: names for name, names in row.items() if name != _BASE}
+    return classes[base.removeprefix(_TEXT)] | own if base else own
 
 
 def _checked(value: Any) -> FieldTable:
@@ -98,10 +110,15 @@ def _is(kind: type, value: Any) -> Any:
 def write(file: Path, classes: Mapping[str, tuple[type, Fields]]) -> None:
     """Make the file. classes: dotted path -> the class and its fields. Raises OSError."""
     sources = {source for cls, _ in classes.values() for source in _sources(cls)}
-    table = FieldTable(
-        {source: _stamp(source) for source in sorted(sources)},
-        {path: {n: _names(hint) for n, hint in fields.items()} for path, (_, fields) in classes.items()},
-    )
+    rows: dict[str, _Row] = {path: {n: _names(hint) for n, hint in f.items()} for path, (_, f) in classes.items()}
+    for path, (cls, _) in classes.items():
+        base = next(
+            (other for other, (of, _) in classes.items() if of in cls.__mro__[1:] and _BASE not in rows[other]), ""
+        )
+        if base:
+            own = {n: names for n, names in rows[path].items() if n not in rows[base] or names != rows[base][n]}
+            rows[path] = {_BASE: [f"{_TEXT}{base}"], **own}
+    table = FieldTable({source: _stamp(source) for source in sorted(sources)}, rows)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps(asdict(table)))
 

@@ -172,6 +172,8 @@ def _bytecode() -> Finding:
     lacking = bytecode.packages_without_bytecode()
     if not lacking:
         return Finding("bytecode", "kept", "ok", "")
+    if (folder := bytecode.keep()) is not None:
+        return Finding("bytecode", f"kept in {folder}", "ok", "")
     advice = (
         f"every start compiles {', '.join(lacking)} again, about 8 s: unset PYTHONDONTWRITEBYTECODE, and make their "
         "folders writable or run python -m compileall there once"
