@@ -42,30 +42,14 @@ def record(
                  to another expert, which counts as a difference.
     Raises RunError: Megatron does not say where a parameter lies in the whole model, or a file cannot be written.
     """
-    from megatron.core import parallel_state
-
     from tp_invariant_recipes.runs.audit_dir import AuditedRun
     from tp_invariant_recipes.training.audit.recording import AuditRecording
     from tp_invariant_recipes.training.optimizer_step import OptimizerStep
-    from tp_invariant_recipes.training.placement import Site
     from tp_invariant_recipes.training.shards import unwrapped
+    from tp_invariant_recipes.training.trace import site_here
 
     chunks = list(model) if isinstance(model, Sequence) else [model]
-    config = unwrapped(chunks[0]).config
-    site = Site(
-        config=config,
-        sequence=sequence,
-        batch=batch,
-        samples=micro_batch,
-        sampler=loader,
-        sequence_parallel=config.sequence_parallel,
-        tp=parallel_state.get_tensor_model_parallel_world_size(),
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        cp=parallel_state.get_context_parallel_world_size(),
-        cp_rank=parallel_state.get_context_parallel_rank(),
-        dp=parallel_state.get_data_parallel_world_size(),
-        dp_rank=parallel_state.get_data_parallel_rank(),
-    )
+    site = site_here(unwrapped(chunks[0]).config, sequence=sequence, batch=batch, samples=micro_batch, sampler=loader)
     run = AuditedRun(Path(folder))
     where = run.path if dither is None else run.dithered(dither).path
     state = SimpleNamespace(train_state=SimpleNamespace(step=step - 1))

@@ -17,6 +17,19 @@ def _wrapped(module: Any, name: str, make: Callable[[Any], Any]) -> None:
     setattr(module, name, make(getattr(module, name)))
 
 
+def _then(module: Any, name: str, change: Callable[..., Any]) -> None:
+    """What a method returns goes through a change, given the object and the result, on several ranks alone."""
+
+    def make(original):
+        def changed(self, *args, **more):
+            out = original(self, *args, **more)
+            return change(self, out) if _many() else out
+
+        return changed
+
+    _wrapped(module, name, make)
+
+
 def _finalizing() -> Any:
     return import_module("megatron.core.distributed.finalize_model_grads")  # a function of its package has this name
 
@@ -36,14 +49,7 @@ def router_gradients_not_summed() -> None:
     """A router's weight is not marked as one that sequence parallelism sums."""
     from megatron.core.transformer.moe.router import Router
 
-    def make(original):
-        def changed(self, *args, **more):
-            original(self, *args, **more)
-            self.weight.sequence_parallel = False
-
-        return changed
-
-    _wrapped(Router, "__init__", make)
+    _then(Router, "__init__", lambda router, _: setattr(router.weight, "sequence_parallel", False))
 
 
 def tied_embedding_not_summed() -> None:
@@ -55,13 +61,7 @@ def experts_left_out_of_the_norm() -> None:
     """NVIDIA/Megatron-LM#5916: the norm is that of the parameters that are no experts."""
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-    def make(original):
-        def changed(self):
-            return self.chained_optimizers[0].get_grad_norm() if _many() else original(self)
-
-        return changed
-
-    _wrapped(ChainedOptimizer, "get_grad_norm", make)
+    _then(ChainedOptimizer, "get_grad_norm", lambda chained, _: chained.chained_optimizers[0].get_grad_norm())
 
 
 def _gradients_changed(chosen: Callable[[str, Any], bool], change: Callable[[Any], Any]) -> None:
@@ -84,16 +84,11 @@ def expert_gradients_scaled_by_ep() -> None:
     """Gradients of experts are divided by ep once too often."""
     from megatron.core import distributed
 
-    def make(original):
-        def changed(self, config, ddp_config, module, *args, **more):
-            original(self, config, ddp_config, module, *args, **more)
-            for buffer in self.expert_parallel_buffers:
-                for bucket in buffer.buckets:
-                    bucket.gradient_scaling_factor *= 0.5
+    def change(wrapped, _):
+        for bucket in (bucket for buffer in wrapped.expert_parallel_buffers for bucket in buffer.buckets):
+            bucket.gradient_scaling_factor *= 0.5
 
-        return changed
-
-    _wrapped(distributed.DistributedDataParallel, "__init__", make)
+    _then(distributed.DistributedDataParallel, "__init__", change)
 
 
 def auxiliary_loss_counted_tp_times() -> None:
@@ -127,42 +122,25 @@ def heads_of_keys_duplicated() -> None:
     """All queries of a rank read its first head of keys."""
     from megatron.core.transformer.attention import SelfAttention
 
-    def make(original):
-        def changed(self, *args, **more):
-            query, key, *rest = original(self, *args, **more)
-            return query, (key[:, :, :1].expand_as(key) if _many() else key), *rest
+    def change(_, out):
+        query, key, *rest = out
+        return query, key[:, :, :1].expand_as(key), *rest
 
-        return changed
-
-    _wrapped(SelfAttention, "get_query_key_value_tensors", make)
+    _then(SelfAttention, "get_query_key_value_tensors", change)
 
 
 def bias_added_tp_times() -> None:
     """Every tensor-parallel rank adds the bias of the output projection."""
     from megatron.core.tensor_parallel.layers import RowParallelLinear
 
-    def make(original):
-        def changed(self, x):
-            out, bias = original(self, x)
-            return out, (bias * 2 if bias is not None and _many() else bias)
-
-        return changed
-
-    _wrapped(RowParallelLinear, "forward", make)
+    _then(RowParallelLinear, "forward", lambda _, out: (out[0], None if out[1] is None else out[1] * 2))
 
 
 def positions_off_by_one_on_a_rank() -> None:
-    """One rank's rotary embedding starts at position 1."""
+    """The second rank's rotary embedding starts at its position 1."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    def make(original):
-        def changed(self, *args, **more):
-            out = original(self, *args, **more)
-            return out.roll(-1, 0) if _tensor_parallel_rank() == 1 else out
-
-        return changed
-
-    _wrapped(RotaryEmbedding, "forward", make)
+    _then(RotaryEmbedding, "get_emb", lambda _, out: out.roll(-1, 0) if os.environ["RANK"] == "1" else out)
 
 
 FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
@@ -171,20 +149,15 @@ FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
 def _on_accumulation(change: Callable[[Any], None]) -> None:
     from tp_invariant_recipes.training.audit import recording
 
-    def make(original):
-        def changed(self, context):
-            original(self, context)
-            if _many():
-                parameter = dict(self._chunks[0].named_parameters())[FC2]
+    def hook(own, _):
+        parameter = dict(own._chunks[0].named_parameters())[FC2]
 
-                def accumulated(_: Any) -> None:
-                    change(parameter.main_grad)
+        def accumulated(_: Any) -> None:
+            change(parameter.main_grad)
 
-                parameter.register_hook(accumulated)
+        parameter.register_hook(accumulated)
 
-        return changed
-
-    _wrapped(recording.AuditRecording, "on_train_start", make)
+    _then(recording.AuditRecording, "on_train_start", hook)
 
 
 def micro_batches_lost() -> None:
@@ -218,15 +191,10 @@ def vocabulary_off_by_one() -> None:
     """The first part of the vocabulary starts one word late."""
     from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 
-    def make(original):
-        def changed(self, *args, **more):
-            original(self, *args, **more)
-            if _many() and _tensor_parallel_rank() == 0:
-                self.vocab_start_index += 1
+    def change(embedding, _):
+        embedding.vocab_start_index += _tensor_parallel_rank() == 0
 
-        return changed
-
-    _wrapped(VocabParallelEmbedding, "__init__", make)
+    _then(VocabParallelEmbedding, "__init__", change)
 
 
 def _outputs_reduced(name: str, otherwise: Callable[[Any, Any], Any]) -> None:
@@ -266,14 +234,7 @@ def input_gradients_not_summed() -> None:
 
     layers.copy_to_tensor_model_parallel_region = lambda x, *args, **more: x
 
-    def make(original):
-        def changed(self, *args, **more):
-            original(self, *args, **more)
-            self.allreduce_dgrad = False
-
-        return changed
-
-    _wrapped(layers.ColumnParallelLinear, "__init__", make)
+    _then(layers.ColumnParallelLinear, "__init__", lambda layer, _: setattr(layer, "allreduce_dgrad", False))
 
 
 def gradient_transposed() -> None:
@@ -287,30 +248,18 @@ def gathered_in_another_order() -> None:
     """Parts of sequences are joined in the order of the wrong ranks."""
     from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 
-    def make(original):
-        def changed(self, *args, **more):
-            out = original(self, *args, **more)
-            return out.roll(2, 0) if _many() else out
-
-        return changed
-
-    _wrapped(LanguageModelEmbedding, "forward", make)
+    _then(LanguageModelEmbedding, "forward", lambda _, out: out.roll(2, 0))
 
 
 def learning_rate_doubled_on_a_rank() -> None:
     """One rank updates its weights twice as far."""
     from tp_invariant_recipes.training.audit import recording
 
-    def make(original):
-        def changed(self, context):
-            original(self, context)
-            if _many() and _tensor_parallel_rank() == 1:
-                for group in context.optimizer.param_groups:
-                    group["lr"] *= 2
+    def change(own, _):
+        for group in own._context.optimizer.param_groups if _tensor_parallel_rank() == 1 else ():
+            group["lr"] *= 2
 
-        return changed
-
-    _wrapped(recording.AuditRecording, "on_train_step_start", make)
+    _then(recording.AuditRecording, "on_train_step_start", change)
 
 
 def gradients_not_averaged() -> None:

@@ -1,6 +1,6 @@
 """Trials of the guard and of Megatron's rerun machine on the same planted faults, as tables.
 
-    python -m tests.distributed.guard_trials shadow|products|state|rerun TRIALS FOLDER [ROW]
+    python -m tests.distributed.guard_trials shadow|products|state|late|rerun TRIALS FOLDER [ROW]
 
 A row is a kernel, once or always; a cell says how many of its trials a run has noticed, and how many named the rank.
 """
@@ -34,10 +34,13 @@ PASSES = ("product", "contraction", "attention", "norm", "activation", "experts"
 
 @dataclass(frozen=True)
 class Outcome:
-    """step: at which a run has noticed its fault; None: it has not. named: whether it named the faulty rank alone."""
+    """step: at which a run has noticed its fault; None: it has not. named: whether it named the faulty rank alone.
+    repeated: whether a repetition on the same processor had other bits, which is all that torchtitan's replay compares.
+    """
 
     step: int | None
     named: bool = False
+    repeated: bool = False
 
 
 def drawn(kernel: str, number: int, *, always: bool, step: int = 2) -> Planted:
@@ -64,7 +67,7 @@ def guarded(tpi: Tpi, fault: Planted, *words: str) -> Outcome:
     step = int(ended.stderr.partition("wrong bits at step ")[2].partition(":")[0])
     named = "one of these" not in ended.stderr and f"\nrank {fault.rank} on " in ended.stderr
     shutil.rmtree(tpi.folder / name, ignore_errors=True)
-    return Outcome(step, named)
+    return Outcome(step, named, "judged by its own repetition, " in ended.stderr)
 
 
 def rerun_machine(tpi: Tpi, fault: Planted, mode: str, *words: str) -> Outcome:
@@ -94,13 +97,14 @@ def row(label: str, outcomes: Sequence[Outcome]) -> str:
     """A line of a table."""
     found = [one.step for one in outcomes if one.step is not None]
     mean = f"{sum(found) / len(found):.1f}" if found else "–"
-    named = sum(one.named for one in outcomes)
-    return f"| {label} | {len(outcomes)} | {len(found)} | {named} | {mean} |"
+    named, repeated = (sum(getattr(one, name) for one in outcomes) for name in ("named", "repeated"))
+    return f"| {label} | {len(outcomes)} | {len(found)} | {named} | {repeated} | {mean} |"
 
 
 def table(title: str, rows: Sequence[tuple[str, Callable[[int], Outcome]]], trials: int) -> list[str]:
     """Its lines, printed as they come."""
-    lines = [f"### {title}", "| fault | trials | found | rank named | mean step |", "| --- | --- | --- | --- | --- |"]
+    heads = ("fault", "trials", "found", "rank named", "by repetition", "mean step")
+    lines = [f"### {title}", f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
     print("\n".join(lines), flush=True)
     for label, trial in rows:
         lines.append(row(label, [trial(number) for number in range(trials)]))
@@ -146,6 +150,15 @@ def state_rows(tpi: Tpi) -> list[tuple[str, Callable[[int], Outcome]]]:
     return [(f"{kernel}, always", trial(kernel)) for kernel in ("all-gather", "memory")]
 
 
+def late_rows(tpi: Tpi) -> list[tuple[str, Callable[[int], Outcome]]]:
+    """What no shadow step repeats, wrong once in step 2, which is one."""
+
+    def trial(kernel: str) -> Callable[[int], Outcome]:
+        return lambda n: guarded(tpi, drawn(kernel, n, always=False), *DENSE, "iters=5", *SHADOW)
+
+    return [(f"{kernel}, once", trial(kernel)) for kernel in ("adam", "moment", "all-gather", "memory")]
+
+
 def rerun_rows(tpi: Tpi) -> list[tuple[str, Callable[[int], Outcome]]]:
     """Megatron's machine on such faults of its own layers: the invariant numerics refuse it."""
 
@@ -169,6 +182,7 @@ TABLES: dict[str, tuple[str, Callable[[Tpi], list[tuple[str, Callable[[int], Out
     "shadow": ("Shadow steps: one wrong bit in step 2, which is one", shadow_rows),
     "products": ("Samples, 4 products a step: one wrong bit at every launch from step 2 on", product_rows),
     "state": ("Weights and the optimizer's state: one wrong bit in each step from step 2 on", state_rows),
+    "late": ("Shadow steps: one wrong bit of the optimizer's step or in memory, in step 2", late_rows),
     "rerun": ("Megatron's rerun machine, on the faults of the first table", rerun_rows),
 }
 

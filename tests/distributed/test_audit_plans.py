@@ -56,3 +56,13 @@ def test_the_smallest_reference_that_fits_is_taken(a_gpu, monkeypatch):
     )
     planned = audit.new("qwen3_toy", ["tp=8", "cuda_graph=off"])
     assert planned.reference.layout.tp == 4
+
+
+def test_a_disk_that_cannot_hold_the_recordings_is_refused_before_the_start(a_gpu, monkeypatch):
+    planned = audit.new("qwen3_toy", ["tp=2", "cuda_graph=off"])
+    assert planned.disk > 2 * sum(planned.recordings)  # three repetitions of the reference
+    monkeypatch.setattr(audit, "free_bytes", lambda path: planned.disk)
+    audit.new("qwen3_toy", ["tp=2", "cuda_graph=off"])
+    monkeypatch.setattr(audit, "free_bytes", lambda path: planned.disk - 1)
+    with pytest.raises(audit.ConfigError, match=r"records about .* GiB, and the disk of .* --dir PATH on another disk"):
+        audit.new("qwen3_toy", ["tp=2", "cuda_graph=off"])

@@ -16,6 +16,7 @@ def found(shared, directory: str) -> dict:
     return json.loads((shared.folder / directory / "audit.json").read_text())
 
 
+@pytest.mark.release
 def test_the_same_arithmetic_is_equal_and_leaves_two_files(shared):
     again = ("--against", "model.recompute_granularity=selective", "--steps", "2")
     done = shared("audit", *SMALL, *again, "--dir", "same", status=0)

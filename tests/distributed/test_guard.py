@@ -5,18 +5,22 @@ tests/distributed/guard_trials.py has the tables of many trials.
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from tests.distributed.guard_faults import Planted
 from tests.distributed.guard_trials import DENSE, EXPERTS
 from tests.distributed.scenario import unequal
+from tp_invariant_recipes.errors import HardwareFault
 from tp_invariant_recipes.ledger import evidence
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.runs import checkpoints, guard_files
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 EVERY_STEP = ("guard=shadow", "guard.every=1")
+# A run that several tests compare theirs with.
+SOUND = (*DENSE, "iters=5", "numerics.data_shards=2", "ledger.state_digests=1")
 
 
 def said(tpi, fault, *words, run="run"):
@@ -32,10 +36,10 @@ def files(tpi, run="run"):
     return sorted((tpi.folder / run / "guard").glob(f"*{evidence.SUFFIX}"))
 
 
-def test_a_broken_product_ends_the_run_with_one_message_and_evidence(tpi):
+def test_a_broken_product_ends_the_run_with_one_message_and_evidence(tpi, scenario):
     """Checkpoints of the last `guard.every` steps are set aside, and the run goes on from the one before."""
-    words = (*DENSE, "iters=12", "save=1", "guard=products", "guard.products=8", "guard.every=2")
-    message = said(tpi, Planted("product", always=True, step=6, rank=0), *words)
+    words = (*SOUND, "save=1", "guard=products", "guard.products=32", "guard.every=2")
+    message = said(tpi, Planted("product", always=True, step=4, rank=0), *words)
     found = re.match(r"wrong bits at step (\d+): (weight gradient|forward pass|input gradient) of ([\w.]+): ", message)
     assert found, message
     step = int(found[1])
@@ -52,30 +56,37 @@ def test_a_broken_product_ends_the_run_with_one_message_and_evidence(tpi):
     described = json.loads(tpi("check", file, "--json", status=1).stdout)["evidence"]
     assert (described["step"], described["trusted"], described["suspects"][0]["rank"]) == (step, last, 0)
     tpi("train", "--resume", "run", status=0)
-    tpi("train", *words, "run.dir=sound", status=0)
-    assert unequal(list(read(tpi.folder / "run").steps), list(read(tpi.folder / "sound").steps)) == []
+    assert unequal(list(read(tpi.folder / "run").steps), scenario(*SOUND).ledger()) == []
 
 
-@pytest.mark.parametrize(
-    "kernel, always",
-    (
-        ("attention", False),
-        *(
-            pytest.param(kernel, always, marks=pytest.mark.release)
-            for kernel in ("product", "contraction", "norm", "activation", "experts")
-            for always in (False, True)
-        ),
-        pytest.param("attention", True, marks=pytest.mark.release),
-    ),
-)
+@pytest.mark.release
+@pytest.mark.parametrize("always", (False, True))
+@pytest.mark.parametrize("kernel", ("product", "contraction", "attention", "norm", "activation", "experts"))
 def test_a_shadow_step_finds_a_fault_of_its_step(tpi, kernel, always):
     model = EXPERTS if kernel == "experts" else DENSE
     message = said(tpi, Planted(kernel, always=always), *model, "dp=2", "iters=3", *EVERY_STEP)
     assert message.startswith("wrong bits at step 2: ")
     assert re.search(r"^rank 1 on ", message, re.MULTILINE)
+    assert "one of these is wrong" not in message
     proven = kernel in ("product", "contraction", "attention")
-    assert ("one of these is wrong" in message) is (always and not proven)
+    assert ("at other places of the launches" in message) is (always and not proven)
     tpi("check", files(tpi)[0], status=1)
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("layout", ("tp=2", "pp=2 gbs=4 model.num_layers=2", "gbs=8 numerics.data_shards=4 mbs=2"))
+def test_a_place_that_always_fails_is_found_in_other_layouts(tpi, layout):
+    words = (*DENSE, "dp=2", "iters=2", *EVERY_STEP, *layout.split())
+    message = said(tpi, Planted("norm", always=True, rank=1), *words)
+    assert re.search(r"\nrank 1 on .*\njudged by its own repetition at other places", message)
+
+
+@pytest.mark.release
+def test_what_fails_at_every_place_names_both(tpi):
+    """The control: no other place of a launch is sound."""
+    message = said(tpi, Planted("norm", always=True, element=0, width=1 << 20), *DENSE, "dp=2", "iters=2", *EVERY_STEP)
+    assert "one of these is wrong:\nrank 0 on " in message
+    assert "\nrank 1 on " in message
 
 
 @pytest.mark.release
@@ -86,9 +97,48 @@ def test_a_third_replica_names_the_one_that_always_computes_wrong_bits(tpi):
     assert re.search(r"\nrank 2 on .*\njudged by a third replica", message)
 
 
-def test_a_fault_between_shadow_steps_is_not_seen(tpi):
-    """The control: the step counts, not the fault."""
-    assert said(tpi, Planted("norm"), *DENSE, "dp=2", "iters=3", "guard=shadow", "guard.every=3") is None
+def test_a_shadow_step_sees_faults_of_its_own_step_alone(tpi):
+    """A fault of step 2 is the control."""
+
+    class Both:
+        def plant(self) -> None:
+            for step in (2, 3):
+                Planted("attention", step=step).plant()
+
+    message = said(tpi, Both(), *DENSE, "dp=2", "iters=3", "guard=shadow", "guard.every=3")
+    assert message.startswith("wrong bits at step 3: ")
+    assert re.search(r"\nrank 1 on .*\njudged by its own repetition, ", message)
+    tpi("check", files(tpi)[0], status=1)
+
+
+def test_a_rank_that_cannot_tell_waits_once_for_one_that_can(bridge):
+    from tp_invariant_recipes.training.guard.callback import Guard
+    from tp_invariant_recipes.training.guard.fault import WrongBits
+
+    found: list[WrongBits] = []
+    guard = object.__new__(Guard)
+    guard._in_doubt, guard._judge = False, SimpleNamespace(found=lambda: found)
+    guard._fault = lambda finding: HardwareFault(f"suspects {finding.ranks}")
+    found.append(WrongBits(evidence.REPLICAS, 3, "weights", (0, 1)))
+    guard._raise_what_is_found()
+    with pytest.raises(HardwareFault, match=r"suspects \(0, 1\)"):
+        guard._raise_what_is_found()
+    found.append(WrongBits(evidence.MEMORY, 3, "memory", (1,)))
+    guard._in_doubt = False
+    with pytest.raises(HardwareFault, match=r"suspects \(1,\)"):
+        guard._raise_what_is_found()
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("every, noticed", ((3, True), (4, False)))
+def test_all_memory_is_looked_at_before_a_shadow_step(tpi, every, noticed):
+    """Once, after step 2."""
+    fault = Planted("memory", bit=3, width=4096)
+    message = said(tpi, fault, *DENSE, "dp=2", "iters=3", "guard=shadow", f"guard.every={every}")
+    assert (message is not None) is noticed
+    if noticed:
+        assert "wrong bits at step 2: " in message
+        assert "changed in memory" in message
 
 
 @pytest.mark.release
@@ -105,28 +155,30 @@ def test_weights_and_the_optimizers_state(tpi, portable_loops, kernel, numerics)
 
 
 QUIET = (
-    "dp=2",
-    *(
-        pytest.param(layout, marks=pytest.mark.release)
-        for layout in (
-            "dp=2 tp=2",
-            "dp=2 pp=2 gbs=4 model.num_layers=2",
-            "dp=2 cp=2",
-            "dp=2 gbs=8 numerics.data_shards=4",
-            "dp=2 gbs=4 numerics.data_shards=4 ddp.overlap_grad_reduce=true",
-            "dp=2 gbs=4 optimizer.use_distributed_optimizer=false",
-            "dp=4 gbs=4",
-        )
-    ),
+    "dp=2 tp=2",
+    "dp=2 pp=2 gbs=4 model.num_layers=2",
+    "dp=2 cp=2",
+    "dp=2 gbs=8 numerics.data_shards=4",
+    "dp=2 gbs=4 numerics.data_shards=4 ddp.overlap_grad_reduce=true",
+    "dp=2 gbs=4 optimizer.use_distributed_optimizer=false",
+    "dp=4 gbs=4",
 )
 
 
+def test_a_guard_of_two_replicas_changes_no_bit_and_finds_nothing(scenario):
+    one = scenario(*SOUND)
+    guarded = one("dp=2", *EVERY_STEP)
+    assert unequal(guarded.ledger(), one.ledger()) == []
+    assert guarded.header().identity_hash == one.header().identity_hash
+    assert checks(guarded.run) > 30
+
+
+@pytest.mark.release
 @pytest.mark.parametrize("layout", QUIET)
 def test_a_guard_changes_no_bit_and_finds_nothing(scenario, layout):
     one = scenario(*DENSE, "iters=3", layout)
     guarded = one(*EVERY_STEP)
     assert unequal(guarded.ledger(), one().ledger()) == []
-    assert guarded.header().identity_hash == one().header().identity_hash
     assert checks(guarded.run) > 20
 
 
@@ -171,13 +223,14 @@ def test_a_portable_product_is_judged_by_its_definition(tpi, portable_loops):
     assert "its definition, computed on this CPU" in judged.stdout
 
 
-def test_a_referee_says_which_run_is_right(tpi):
+@pytest.mark.release
+def test_a_referee_says_which_run_is_right(tpi, scenario):
     """A fault that no guard was there to see: the run with it does not repeat itself."""
-    words = (*DENSE, "iters=3")
-    tpi("train", *words, "run.dir=broken", before=Planted("norm", rank=0).plant, status=0)
-    tpi("train", *words, "run.dir=sound", status=0)
-    found = tpi("bisect", "broken", "sound", "--referee", "--dir", "bisect", status=1)
-    assert "referee: sound is right: it repeats its bits here, and broken does not" in found.stdout
+    sound = scenario(*SOUND)
+    sound.ledger()
+    tpi("train", *SOUND, "run.dir=broken", before=Planted("norm", rank=0).plant, status=0)
+    found = tpi("bisect", "broken", sound.run, "--referee", "--dir", "bisect", status=1)
+    assert f"referee: {sound.run} is right: it repeats its bits here, and broken does not" in found.stdout
     assert json.loads((tpi.folder / "bisect/bisect.json").read_text())["referee"]["right"] == ["b"]
 
 

@@ -10,6 +10,7 @@ import torch
 
 from tp_invariant_recipes.ledger import evidence
 from tp_invariant_recipes.numerics.products import defined, judge, sampling
+from tp_invariant_recipes.training.guard.judge import Judge
 
 pytestmark = pytest.mark.gpu
 
@@ -69,6 +70,21 @@ def test_a_broken_tile_is_found_and_judged_by_a_cpu(tmp_path, graphs):
     judged = tpi(tmp_path, "check", str(file))
     assert judged.returncode == 1, judged.stderr
     assert "computed on this CPU" in judged.stdout
+
+
+def test_the_judge_reads_what_another_stream_has_still_to_compute():
+    """Bridge trains with cuda_graph=te on a stream of its own; the judge's thread copies on the default one."""
+    thread, found = Judge(), []
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for number in range(1, 4):
+            result = torch.zeros(1024, device="cuda")
+            torch.cuda._sleep(200_000_000)  # cycles, a tenth of a second
+            result.fill_(number)
+            thread.submit(lambda result=result: found.append(set(result.cpu().tolist())))
+            thread.begin()
+    thread.wait()
+    thread.close()
+    assert found == [{1.0}, {2.0}, {3.0}]
 
 
 @pytest.mark.usefixtures("settings_of_a_run")

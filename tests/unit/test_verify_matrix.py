@@ -338,7 +338,7 @@ def test_stock_numerics_over_degrees_get_a_hint_and_others_do_not(here):
         run_cell(where, 2, mode=mode, loss="f32:40c80001")
         judged = judge(where.path)
         assert judged.exit_status == 1
-        assert any("numerics=tree is" in sentence for sentence in judged.remarks) is hinted
+        assert any("numerics=tree has equal ones" in sentence for sentence in judged.remarks) is hinted
 
 
 def test_stock_numerics_in_one_degree_get_no_hint(here):

@@ -89,7 +89,11 @@ def audit(
         )
     with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
         launch.check(planned)
-    console.print(Text(f"audit directory {planned.directory.path}"), soft_wrap=True)
+    disk, host = (f"{size / 2**30:.2g} GiB" for size in (planned.disk, planned.host))
+    console.print(
+        Text(f"audit directory {planned.directory.path}: about {disk} of recordings; they take {host} of host memory"),
+        soft_wrap=True,
+    )
     watch = progress.headed(
         console, lambda name, run: Text(name, style="bold") + Text(f", {counted(run.steps, 'step')}")
     )

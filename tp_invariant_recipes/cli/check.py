@@ -68,7 +68,8 @@ def _check_evidence(file: Path, *, as_json: bool) -> None:
 
     found = evidence.judge(file)
     if as_json:
-        described = found.evidence.as_json() | {"tensors": [asdict(one) for one in found.evidence.tensors]}
+        held = [{"name": name, "dtype": str(one.dtype), "shape": [*one.shape]} for name, one in found.tensors.items()]
+        described = found.evidence.as_json() | {"tensors": held}
         terminal.print_json({"exit_status": found.exit_status, "how": found.how, "evidence": described})
     else:
         terminal.print_text(found.text())

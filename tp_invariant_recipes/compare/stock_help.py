@@ -6,7 +6,7 @@ import shlex
 from tp_invariant_recipes.compare.compare import Comparison, Verdict
 from tp_invariant_recipes.errors import TpiError
 from tp_invariant_recipes.ledger.bits import bits_float
-from tp_invariant_recipes.ledger.layouts import words
+from tp_invariant_recipes.ledger.layouts import ranks, words
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.numerics import mode
@@ -29,7 +29,8 @@ def stock_help(comparison: Comparison) -> tuple[str, ...]:
         return ()
     where = " and ".join(layouts)
     found = [
-        f"numerics=stock adds in another order in every layout ({where}), so other bits are no defect by themselves."
+        f"numerics=stock adds in another order in every layout ({where}), so other bits are no defect by themselves; "
+        "numerics=tree has equal ones (docs/numerics.md)."
     ]
     drawn = weights_drawn(comparison)
     if drawn:
@@ -79,7 +80,7 @@ def _apart(a: str | None, b: str | None) -> float | None:
 
 def _command(comparison: Comparison) -> str:
     """`tpi audit` of the run with more ranks."""
-    run = max((comparison.a, comparison.b), key=_ranks)
+    run = max((comparison.a, comparison.b), key=lambda one: ranks(one.header.layout))
     described = _described(run)
     if described is None:
         return f"tpi audit MODEL {words(run.header.layout)}"
@@ -95,8 +96,3 @@ def _described(run: Ledger) -> RunFile | None:
         return checked(RunFile, parse_json(read_limited(directory / "run.json", _LARGEST)))
     except (OSError, ValueError, TpiError):
         return None
-
-
-def _ranks(run: Ledger) -> int:
-    degrees = dict(word.split("=") for word in words(run.header.layout).split())
-    return math.prod(int(degrees.get(name, 1)) for name in ("tp", "pp", "cp", "dp"))

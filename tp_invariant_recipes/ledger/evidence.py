@@ -1,11 +1,10 @@
 """The evidence of wrong bits: one file that `tpi check` judges on any machine, without the run (docs/guard.md).
 
-A line of JSON, an `Evidence`, then the bytes of its tensors, one after the other. Reading takes neither torch nor
-Megatron.
+A file of safetensors, with an `Evidence` as its metadata. Neither Megatron nor a GPU is needed to read it.
 """
 
 import json
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,8 +16,7 @@ from tp_invariant_recipes.reading import MIB, Count, Listed, Record, checked, pa
 
 SUFFIX = ".evidence"
 LARGEST = 4096 * MIB
-LONGEST_LINE = 16 * MIB
-BYTES = {"bfloat16": 2, "float32": 4, "float64": 8, "int64": 8}
+_METADATA = "evidence"
 
 # What has found the wrong bits.
 PRODUCT, ATTENTION, OPTIMIZER = "product", "attention", "optimizer"
@@ -38,20 +36,6 @@ class Suspect(Record):
     def __str__(self) -> str:
         ids = [f"{name} {value}" for name, value in (("UUID", self.uuid), ("serial number", self.serial)) if value]
         return f"rank {self.rank} on {self.host}, {', '.join([self.device, *ids])}"
-
-
-@dataclass(frozen=True)
-class StoredTensor(Record):
-    """A tensor of the file."""
-
-    name: str
-    dtype: Literal["bfloat16", "float32", "float64", "int64"]
-    shape: Listed[Count]
-
-    @property
-    def size(self) -> int:
-        """In bytes."""
-        return math.prod(self.shape) * BYTES[self.dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +63,6 @@ class Evidence(Record):
     numerics: str
     machine: dict[str, str] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
-    tensors: Listed[StoredTensor] = ()
 
     def text(self) -> str:
         """The findings as lines for people."""
@@ -91,26 +74,24 @@ class Evidence(Record):
         return f"wrong bits at step {self.step}: {self.where}: {wrong if self.of else 'digests differ'}\n{who}{judge}"
 
 
-def write(file: Path, evidence: Evidence, tensors: list[bytes]) -> None:
-    """Write the file, whole or not at all. tensors: the bytes of `evidence.tensors`. Raises OSError."""
+def write(file: Path, evidence: Evidence, tensors: Mapping[str, Any]) -> None:
+    """Write the file, whole or not at all. tensors: of torch, by name, on any device. Raises OSError."""
+    from safetensors.torch import save
+
     file.parent.mkdir(parents=True, exist_ok=True)
-    line = json.dumps(evidence.as_json(), allow_nan=False).encode()
-    write_atomically(file, b"\n".join([line, b"".join(tensors)]))
+    held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    write_atomically(file, save(held, {_METADATA: json.dumps(evidence.as_json(), allow_nan=False)}))
 
 
-def read(file: Path) -> tuple[Evidence, dict[str, tuple[StoredTensor, bytes]]]:
-    """The evidence, and its tensors by name. Raises LedgerError: this is no evidence, or not whole."""
+def read(file: Path) -> tuple[Evidence, dict[str, Any]]:
+    """The evidence, and torch's tensors by name. Raises LedgerError: this is no evidence, or not whole."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
     try:
-        line, _, rest = read_limited(file, LARGEST).partition(b"\n")
-        if len(line) > LONGEST_LINE:
-            raise ValueError("its first line is too long")
-        evidence = checked(Evidence, parse_json(line))
-        if sum(tensor.size for tensor in evidence.tensors) != len(rest):
-            raise ValueError("it is not whole, or has bytes that nobody describes")
-    except (OSError, ValueError) as error:
+        data = read_limited(file, LARGEST)
+        tensors = load(data)
+        header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        return checked(Evidence, parse_json(header["__metadata__"][_METADATA].encode())), tensors
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise LedgerError(f"{file} is no evidence of a guard: {error}") from error
-    found, start = {}, 0
-    for tensor in evidence.tensors:
-        found[tensor.name] = tensor, rest[start : start + tensor.size]
-        start += tensor.size
-    return evidence, found

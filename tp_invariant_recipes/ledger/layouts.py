@@ -1,5 +1,6 @@
 """The layouts that a run has had, by its ledger's header, in words."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,11 @@ def words(degrees: Mapping[str, Any]) -> str:
     """The degrees above 1 as they are typed: "tp=2 dp=4"; "tp=1" where there is none."""
     counts = ((name, degrees.get(name)) for name in _DEGREES)
     return " ".join(f"{name}={count}" for name, count in counts if isinstance(count, int) and count > 1) or "tp=1"
+
+
+def ranks(degrees: Mapping[str, Any]) -> int:
+    """How many ranks a layout has."""
+    return math.prod(int(degrees.get(name, 1)) for name in ("tp", "pp", "cp", "dp"))
 
 
 def changes(header: Header) -> list[tuple[int, str]]:

@@ -7,6 +7,7 @@ of a tensor is two numbers a part (module_hooks.py). The ranks put theirs togeth
 from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from typing import Any
 
 import torch.distributed as dist
 from megatron.bridge.training.callbacks import Callback, CallbackContext
@@ -84,24 +85,32 @@ def unmatched(patterns: Iterable[str], names: Collection[str]) -> str:
 
 
 def site_of(context: CallbackContext) -> Site:
-    """Where this rank stands."""
+    """Where this rank stands in the step that begins."""
     from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_micro_batch_size
 
     config = context.state.cfg
-    return Site(
-        config=unwrapped(context.model[0]).config,
+    return site_here(
+        unwrapped(context.model[0]).config,
         sequence=config.model.seq_length,
         batch=get_current_global_batch_size(),
         samples=get_micro_batch_size(),
         sampler=CONSECUTIVE if hasattr(config.model, "invariant_mode") else config.dataset.dataloader_type,
-        sequence_parallel=config.model.sequence_parallel,
+        context_shards=getattr(config.model, "context_shards", 1),
+    )
+
+
+def site_here(config: Any, **of_step: Any) -> Site:
+    """Where this rank stands. config: the model's. of_step: the fields of `Site` that a step decides."""
+    return Site(
+        config=config,
+        sequence_parallel=config.sequence_parallel,
         tp=parallel_state.get_tensor_model_parallel_world_size(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         cp=parallel_state.get_context_parallel_world_size(),
         cp_rank=parallel_state.get_context_parallel_rank(),
         dp=parallel_state.get_data_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
-        context_shards=getattr(config.model, "context_shards", 1),
+        **of_step,
     )
 
 

@@ -27,9 +27,11 @@ from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.runs import attempts
 from tp_invariant_recipes.runs.audit_dir import AuditDir, AuditedRun, AuditTask
 from tp_invariant_recipes.runs.lock import LockLost, locked, locked_empty
-from tp_invariant_recipes.runs.run_dir import choose_for_several
+from tp_invariant_recipes.runs.run_dir import choose_for_several, free_bytes
 from tp_invariant_recipes.settings import cuda_graphs, layout
 from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.sizing.memory import GIB
+from tp_invariant_recipes.sizing.recording import recorded as recorded_bytes
 from tp_invariant_recipes.training.audit import rank
 from tp_invariant_recipes.workflows import audit_reference
 
@@ -62,6 +64,23 @@ class Audit:
     def steps(self) -> range:
         """The judged steps."""
         return range(self.first, self.audited.steps + 1)
+
+    @property
+    def recordings(self) -> tuple[int, ...]:
+        """Bytes that are recorded of the audited run, and of the reference; they are kept on disk."""
+        count, weights = len(self.steps), self.first == 1
+        return tuple(recorded_bytes(run.config, count, weights=weights) for run in (self.audited, self.reference))
+
+    @property
+    def disk(self) -> int:
+        """Bytes of all recordings."""
+        repeated = recorded_bytes(self.reference.config, len(self.steps), weights=False)
+        return sum(self.recordings) + DITHERED * repeated
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory of all ranks, beside what a training needs: a step's tensors, and the file of them."""
+        return 2 * max(self.recordings) // len(self.steps)
 
 
 def new(
@@ -121,7 +140,13 @@ def new(
         for name, one in ((AUDITED, audited), (REFERENCE, made))
     }
     own = tuple(texts(differing)) if against else own
-    return Audit(where, own, planned[AUDITED], planned[REFERENCE], first)
+    audit = Audit(where, own, planned[AUDITED], planned[REFERENCE], first)
+    if (free := free_bytes(where.path)) < audit.disk:
+        raise ConfigError(
+            f"this audit records about {audit.disk / GIB:.1f} GiB, and the disk of {where.path} has "
+            f"{free / GIB:.1f} GiB free; --dir PATH on another disk, or a smaller seq, gbs or model.num_layers"
+        )
+    return audit
 
 
 def check(audit: Audit) -> None:
@@ -346,6 +371,8 @@ def _text(found: Sequence[TensorDeviation], first: TensorDeviation | None) -> st
             f"{largest.name}"
         )
     what = f"{_FLOW[first.kind]} of {first.module}" if first.kind in _FLOW else f"the {first.module}"
+    if first.name.endswith("/auxiliary"):
+        what = f"the gradient of the auxiliary losses in {first.module}"
     far = f"is {first.factor:.3g} × rounding" if first.factor < float("inf") else "differs where rounding moves nothing"
     parts = [f"{what} {far} at step {first.step}"]
     if first.ranks and len(first.ranks) < first.of:

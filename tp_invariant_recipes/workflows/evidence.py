@@ -8,7 +8,7 @@ from typing import Any
 from tp_invariant_recipes.compare.compare import EXIT_STATUS, Verdict
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.ledger import evidence
-from tp_invariant_recipes.ledger.evidence import Evidence, StoredTensor
+from tp_invariant_recipes.ledger.evidence import Evidence
 from tp_invariant_recipes.numerics.mode import find
 
 RECORDED = "the file holds digests or a repetition, and nothing that could be computed again here"
@@ -19,12 +19,13 @@ class JudgedEvidence:
     """The evidence, and what this machine says of it.
 
     verdict: DIFFERENT: the recorded results are wrong; IDENTICAL: they are what this machine computes.
-    how:     what was computed here.
+    how:     what was computed here. tensors: that the file holds, by name.
     """
 
     evidence: Evidence
     verdict: Verdict
     how: str
+    tensors: Mapping[str, Any]
 
     @property
     def exit_status(self) -> int:
@@ -42,17 +43,16 @@ class JudgedEvidence:
 
 def judge(file: Path) -> JudgedEvidence:
     """Compute again what the evidence holds. Raises LedgerError: it is none; RunError: not on this machine."""
-    found, stored = evidence.read(file)
+    found, tensors = evidence.read(file)
     if found.found_by not in (evidence.PRODUCT, evidence.OPTIMIZER):
-        return JudgedEvidence(found, Verdict.DIFFERENT, RECORDED)
+        return JudgedEvidence(found, Verdict.DIFFERENT, RECORDED, tensors)
     _check_machine(found)
     try:
-        tensors = {name: _tensor(*one) for name, one in stored.items()}
         wrong = _product(found, tensors) if found.found_by == evidence.PRODUCT else _update(found, tensors)
     except (KeyError, TypeError, ValueError, IndexError, RuntimeError, AssertionError) as error:
         raise RunError(f"{file}: the evidence cannot be computed again: {error!r}") from error
     how = "its definition, computed on this CPU" if not found.machine else "the same library, on this CPU"
-    return JudgedEvidence(found, Verdict.DIFFERENT if wrong else Verdict.IDENTICAL, how)
+    return JudgedEvidence(found, Verdict.DIFFERENT if wrong else Verdict.IDENTICAL, how, tensors)
 
 
 def _check_machine(found: Evidence) -> None:
@@ -74,15 +74,13 @@ def _check_machine(found: Evidence) -> None:
 
 def _product(found: Evidence, tensors: Mapping[str, Any]) -> bool:
     from tp_invariant_recipes.numerics.products.judge import difference, expected
-    from tp_invariant_recipes.numerics.products.sampling import DEFINED, LIBRARY, Sample, Where
+    from tp_invariant_recipes.numerics.products.sampling import DEFINED, LIBRARY, Sample
 
     kind, segments = found.details["kind"], tuple(found.details["segments"])
     if kind not in (DEFINED, LIBRARY) or sum(segments) != tensors["a"].shape[1]:
         raise ValueError(f"a product of kind {kind} with segments {segments}")
-    sample = Sample(
-        kind, tensors["a"], tensors["b"], tensors.get("before"), tensors["out"], int(found.details["shards"]), segments,
-        Where(0, 0, False),
-    )  # fmt: skip
+    a, b, before, out = tensors["a"], tensors["b"], tensors.get("before"), tensors["out"]
+    sample = Sample(kind, a, b, before, out, int(found.details["shards"]), segments)
     again = expected(sample)
     if again.shape != sample.out.shape:
         raise ValueError(f"results of shape {list(sample.out.shape)}, not {list(again.shape)}")
@@ -92,9 +90,8 @@ def _product(found: Evidence, tensors: Mapping[str, Any]) -> bool:
 def _update(found: Evidence, tensors: Mapping[str, Any]) -> bool:
     import torch
 
-    from tp_invariant_recipes.numerics.products.judge import difference
     from tp_invariant_recipes.portable.training import portable_adam
-    from tp_invariant_recipes.training.guard.optimizer import repeated
+    from tp_invariant_recipes.training.guard.optimizer import Update
 
     inputs, results = (
         {n.removeprefix(f"{at}."): t for n, t in tensors.items() if n.startswith(f"{at}.")}
@@ -105,13 +102,5 @@ def _update(found: Evidence, tensors: Mapping[str, Any]) -> bool:
     kind = portable_adam(torch.optim.AdamW) if stated else torch.optim.AdamW
     group = {k: tuple(v) if isinstance(v, list) else v for k, v in found.details["group"].items()}
     wrapped = kind([torch.nn.Parameter(torch.zeros(1))])
-    again = repeated(wrapped, {**wrapped.param_groups[0], **group}, inputs, float(found.details["updates"]))
-    return any(difference(results[name], again[name]) is not None for name in results)
-
-
-def _tensor(described: StoredTensor, data: bytes) -> Any:
-    import torch
-
-    dtype = getattr(torch, described.dtype)
-    flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    return flat.view(described.shape)
+    update = Update(wrapped, {**wrapped.param_groups[0], **group}, float(found.details["updates"]), inputs, results)
+    return update.unlike() is not None

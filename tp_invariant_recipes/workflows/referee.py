@@ -35,7 +35,7 @@ def judge(
         dumped = train((*wanted.operands, *wanted.results, wanted.weight), step - 1)
         right = [n for n, run in enumerate(dumped) if all(one.identical for one in check.check(run, step, module))]
     except TpiError as error:
-        return _said([], f"no referee: {error}")
+        return _said([], f"it cannot tell: {error}")
     how = f"by the definition of {module}, computed on this CPU"
     if len(right) == 1:
         return _said(right, f"{names[right[0]]} is right, and {names[1 - right[0]]} is wrong, {how}")

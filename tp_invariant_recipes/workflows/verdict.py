@@ -13,11 +13,11 @@ from tp_invariant_recipes.compare.stock_help import stock_help
 from tp_invariant_recipes.compare.text import compared_values, machine_remark, remarks, verdict_line
 from tp_invariant_recipes.errors import LedgerError, RunError
 from tp_invariant_recipes.ledger.bits import readable
+from tp_invariant_recipes.ledger.layouts import ranks
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.ledger.schema import canonical
-from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.runs import attempts
 from tp_invariant_recipes.runs.matrix_dir import Cell, Matrix, MatrixDir
@@ -234,12 +234,10 @@ def _reference(path: Path) -> CellResult:
         ledger = read(against)
     except LedgerError as error:
         raise LedgerError(f"{error}; name it again: --against FILE") from error
-    layout = ledger.header.layout
-    ranks = 1
-    for degree in ("tp", "pp", "cp", "dp"):
-        ranks *= layout.get(degree, 1)
     run = against if against.is_dir() else ledger.path
-    return CellResult(str(run_name(ledger)), run, ranks, len(ledger.steps), REFERENCE, None, ledger, None)
+    return CellResult(
+        str(run_name(ledger)), run, ranks(ledger.header.layout), len(ledger.steps), REFERENCE, None, ledger, None
+    )
 
 
 def _compared(row: CellResult, reference: CellResult) -> CellResult:
@@ -349,19 +347,7 @@ def _remarks(rows: tuple[CellResult, ...], compared: list[CellResult]) -> tuple[
         sentences.append(f"help: {' '.join(advice)}")
     elif any(one.initial for one in different):
         sentences.append("numerics.initial_weights=invariant starts all of them from the same weights.")
-    if any(_stock_over_degrees(one) for one in different):
-        sentences.append(
-            "numerics=stock adds in an order that depends on tp, so it is not made for this; numerics=tree is "
-            "(docs/numerics.md)."
-        )
     return tuple(sentences)
-
-
-def _stock_over_degrees(comparison: Comparison) -> bool:
-    headers = comparison.a.header, comparison.b.header
-    stock = all(header.numerics.get("mode") == mode.STOCK for header in headers)
-    degrees = {header.layout.get("tp") for header in headers}
-    return comparison.verdict is Verdict.DIFFERENT and stock and len(degrees) > 1
 
 
 def _next_command(reference: CellResult, different: CellResult) -> str:

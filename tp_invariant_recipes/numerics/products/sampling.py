@@ -14,8 +14,8 @@ While a CUDA graph is captured the gathers become part of it: every replay fills
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,16 @@ DEFINED, LIBRARY, REPEATED = "defined", "library", "repeated"
 
 
 @dataclass(frozen=True)
+class Where:
+    """Addresses of the operand b and of the result, and whether b lies transposed; layer: of attention, from 1."""
+
+    b: int = 0
+    out: int = 0
+    transposed: bool = False
+    layer: int | None = None
+
+
+@dataclass(frozen=True)
 class Sample:
     """Operands and results of a product.
 
@@ -38,7 +48,6 @@ class Sample:
     before:   [n, m], what the product was added to; None: it was not.
     out:      [nodes, n, m]: `nodes` neighbours in the tree over `shards` shards of k.
     segments: the parts of k, each of `shards` shards.
-    where:    of the whole tensors in memory: start and end of a, b and out; whether b is transposed.
     """
 
     kind: str
@@ -46,19 +55,20 @@ class Sample:
     b: Tensor | None
     before: Tensor | None
     out: Tensor
-    shards: int
-    segments: tuple[int, ...]
-    where: "Where"
+    shards: int = 1
+    segments: tuple[int, ...] = ()
+    where: Where = Where()
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that there are, by name."""
+        named = {"a": self.a, "b": self.b, "before": self.before, "out": self.out}
+        return {name: one for name, one in named.items() if one is not None}
 
-@dataclass(frozen=True)
-class Where:
-    """Addresses of the operand b and of the result, and whether b lies transposed; layer: of attention."""
-
-    b: int
-    out: int
-    transposed: bool
-    layer: int | None = None
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "Sample":
+        """The sample with changed tensors."""
+        changed: dict[str, Any] = {name: change(one) for name, one in self.tensors.items()}
+        return replace(self, **changed)
 
 
 class Sampler:
@@ -122,7 +132,7 @@ class _Started:
     def end(self, nodes: Tensor | None = None, shards: int = 1) -> None:
         """Take the sample. nodes: the result, [n, rows, columns], where it is not `out`."""
         out = self.out[None] if nodes is None else nodes
-        where = Where(self.b.data_ptr(), self.out.data_ptr(), self.b.stride(0) == 1 and self.b.stride(1) != 1)
+        where = Where(self.b.data_ptr(), self.out.data_ptr(), _transposed(self.b))
         a, b = self.a[self.rows], self.b[:, self.columns]
         a, b = (_copy(a), _copy(b)) if self.kind == DEFINED else (without_gaps(a).clone(), without_gaps(b).clone())
         out = _copy(out[:, self.rows, self.columns])
@@ -178,7 +188,7 @@ def take_partials(a: Tensor, b: Tensor, total: Tensor, segments: tuple[int, ...]
     if _sampler is None or not _sampler.wants(a):
         return
     a, b, shards = a.detach(), b.detach(), len(total)
-    where = Where(b.data_ptr(), 0, b.stride(0) == 1 and b.stride(1) != 1)
+    where = Where(b.data_ptr(), 0, _transposed(b))
     own = tuple(size // shards for size in segments)  # each is a product of its own, in the layout of its operands
     cuts = every_part(segments, shards)
     for number in _sampler.some(range(shards)):
@@ -196,12 +206,12 @@ def repeat(out: Tensor, again: Callable[[int], Tensor], parts: int, layer: int |
     """
     if _sampler is None or not out.requires_grad or capturing(out) or not _sampler.wants(out):
         return
-    where = Where(0, 0, False, layer)
+    where = Where(layer=layer)
     for number in _sampler.some(range(parts)):
         with torch.enable_grad():
             repeated = _copy(again(number).detach().flatten(0, -2))
         part = _copy(out.detach().chunk(parts, -1)[number].flatten(0, -2))[None]
-        _sampler.keep(Sample(REPEATED, repeated, None, None, part, 1, (), where))
+        _sampler.keep(Sample(REPEATED, repeated, None, None, part, where=where))
 
 
 def _spread(size: int, draw: random.Random) -> slice:
@@ -216,7 +226,11 @@ def _copy(x: Tensor) -> Tensor:
 
 def _laid_like(x: Tensor, like: Tensor) -> Tensor:
     """The matrix in the order of rows and columns in which `like` lies."""
-    return x.t().contiguous().t() if like.stride(0) == 1 and like.stride(1) != 1 else x.contiguous()
+    return x.t().contiguous().t() if _transposed(like) else x.contiguous()
+
+
+def _transposed(x: Tensor) -> bool:
+    return x.stride(0) == 1 and x.stride(1) != 1
 
 
 def every_part(segments: Sequence[int], shards: int) -> list[list[slice]]:

@@ -107,7 +107,7 @@ class AuditRecording(AroundOptimizerStep):
         if context.grad_norm is not None:
             self._number(GRADIENT_NORM, float(context.grad_norm))
         site = self._hooks.site
-        self._number(LOSS_SHARE, 1 if site.config.calculate_per_token_loss else site.dp * site.cp)
+        self._number(LOSS_SHARE, _share(context.model[0], site))
         self._writer.close_step(self._step)
 
     def close(self) -> None:
@@ -131,6 +131,15 @@ class AuditRecording(AroundOptimizerStep):
     def _add(self, kind: str, part: Held, values: Any = None) -> None:
         piece = part.piece if values is None else Piece(values, part.place.row, part.place.column, part.place.step)
         self._writer.add(self._step, f"{kind}/{part.name}", dtype_name(piece.values), part.shape, piece)
+
+
+def _share(model: Any, site: Site) -> float:
+    """Over how many ranks Megatron averages gradients. model: a chunk, wrapped by DDP."""
+    if site.config.calculate_per_token_loss:
+        return 1
+    if hasattr(model, "shard_counter"):  # of the invariant numerics, which may divide the loss instead
+        return 1 / model.buffers[0].buckets[0].gradient_scaling_factor
+    return site.dp * site.cp
 
 
 def _shards(model: Any) -> Shards:

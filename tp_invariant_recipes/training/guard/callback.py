@@ -12,12 +12,12 @@ What the judge finds ends the run when the next of these comes. No checkpoint co
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch.distributed as dist
 from megatron.bridge.training.callbacks import CallbackContext
+from megatron.core import parallel_state
 
 from tp_invariant_recipes.coverage.guard import SHADOW, ranks_apart
 from tp_invariant_recipes.errors import HardwareFault
@@ -30,18 +30,20 @@ from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import cuda_graphs
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.training.gathering import gathered
-from tp_invariant_recipes.training.guard import products
 from tp_invariant_recipes.training.guard.fault import Reporter, WrongBits, described
 from tp_invariant_recipes.training.guard.judge import Judge
-from tp_invariant_recipes.training.guard.optimizer import Adam, Memory
-from tp_invariant_recipes.training.guard.shadow import ReplicaPair, Shadow
-from tp_invariant_recipes.training.guard.weights import TURNS, Replicas
+from tp_invariant_recipes.training.guard.memory import TURNS, Memory, Replicas
+from tp_invariant_recipes.training.guard.optimizer import Adam
+from tp_invariant_recipes.training.guard.products import SampledProducts
+from tp_invariant_recipes.training.guard.shadow import Again, Shadow
+from tp_invariant_recipes.training.guard.suspects import ReplicaPair, earliest, narrowed, of_replicas
 from tp_invariant_recipes.training.optimizer_state import OptimizerState
 from tp_invariant_recipes.training.optimizer_step import AroundOptimizerStep
 from tp_invariant_recipes.training.shards import Shards, gather_weights
 from tp_invariant_recipes.training.trace import site_of
 
 PROOFS = (evidence.PRODUCT, evidence.ATTENTION)  # of one rank alone
+ELSEWHERE = "its own repetition at other places of the launches, which has other bits"
 
 
 class Guard(AroundOptimizerStep):
@@ -58,6 +60,7 @@ class Guard(AroundOptimizerStep):
             self._shadow = Shadow(ranks_apart(config), config.numerics.data_shards or 1)
         self._judge: Judge | None = None
         self._step = 0
+        self._in_doubt = False
         self._gathers_later = bool(config.section("ddp").get("overlap_param_gather"))
         self._captures = cuda_graphs.requested(config.model)
 
@@ -75,14 +78,15 @@ class Guard(AroundOptimizerStep):
         arithmetic = self.config.numerics.arithmetic
         stated = arithmetic is not None and arithmetic.any_machine
         self._reporter = Reporter(self.run_dir, self.rank, gathered(described(self.rank)), self.config.numerics)
-        self._products = products.SampledProducts(self._sampler, products.WeightNames(shards), self._judge, self.rank)
+        self._products = SampledProducts(self._sampler, shards, self._judge, self.rank)
         self._adam = Adam(state, names, self._judge, self.rank, stated)
         self._memory = Memory(state, names, self._judge, self.rank)
-        self._replicas = Replicas(names, self._judge, self.rank)
+        self._replicas = Replicas(names, self._judge)
         self._good = guard_files.read_good(self.run_dir, self._start)
         if self._shadow is not None:
             self._shadow.names, self._shadow.state = names, context.state
-            self._shadow.site, self._shadow.due = site_of(context), self._due
+            self._shadow.site = site_of(context)
+            self._shadow.due = lambda: self._in_full(self._step)
             self._shadow.judged = self._judge_pairs
         sampling.use(self._sampler)
 
@@ -91,6 +95,8 @@ class Guard(AroundOptimizerStep):
         self._raise_what_is_found()
         self._step = context.state.train_state.step + 1
         self._products.restart(self._step)
+        if self._judge is not None:
+            self._judge.begin()
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """While a graph is captured no thread may wait for the GPU."""
@@ -104,15 +110,13 @@ class Guard(AroundOptimizerStep):
         self._products.hand_over(self._step)
         self._memory.look()
         if self._step > self._start + 1:
-            every = self._shadow is not None and self._due()
-            self._replicas.compare(self._step - 1, range(TURNS) if every else None)
+            self._replicas.compare(self._step - 1, range(TURNS) if self._in_full(self._step) else None)
         self._raise_what_is_found()
         self._draw.seed(f"{self._sampler.seed} {self._step}")
-        before = self._adam.before(self._draw)
+        self._adam.before(self._draw)
         yield
-        if before is not None:
-            self._adam.after(before, self._step)
-        self._memory.leave(self._step, weights=not self._gathers_later)
+        self._adam.after(self._step)
+        self._memory.leave(self._step, weights=not self._gathers_later, whole=self._in_full(self._step + 1))
 
     def on_checkpoint_save(self, context: CallbackContext) -> None:
         """Have everything decided before the manifest is written, which makes the checkpoint count."""
@@ -139,8 +143,9 @@ class Guard(AroundOptimizerStep):
         """
         return min(self._good, step - 1) if self._shadow is not None else max(0, step - 1 - self.settings.every)
 
-    def _due(self) -> bool:
-        return self._step % self.settings.every == 0
+    def _in_full(self, step: int) -> bool:
+        """Whether a step is a shadow step, before which all memory is looked at."""
+        return self._shadow is not None and step % self.settings.every == 0
 
     def _settle(self) -> None:
         gather_weights(self._model)
@@ -148,67 +153,51 @@ class Guard(AroundOptimizerStep):
         if self._step > self._start:
             self._replicas.compare(self._step, range(TURNS))
         assert self._judge is not None
-        self._end_together(next(iter(self._judge.wait()), None))
+        self._end_together(_surest(self._judge.wait()))
 
     def _raise_what_is_found(self) -> None:
-        found = self._judge.found() if self._judge is not None else []
-        if found:
-            raise self._fault(found[0])
+        """A rank that cannot tell which of several is wrong waits once for one that can, which ends the run."""
+        found = _surest(self._judge.found()) if self._judge is not None else None
+        if found is not None and (self._in_doubt or len(found.ranks) == 1):
+            raise self._fault(found)
+        self._in_doubt = found is not None
 
     def _fault(self, finding: WrongBits) -> HardwareFault:
         return self._reporter.report(finding, self.trusted(finding.step))
 
-    def _judge_pairs(self, pairs: list[ReplicaPair], again: Callable[[], list[ReplicaPair]]) -> None:
+    def _judge_pairs(self, pairs: list[ReplicaPair], again: Again) -> None:
         """After the passes of a shadow step, on all ranks. Raises HardwareFault."""
-        unlike = [pair for pair in pairs if pair.first is not None]
-        group = dist.get_process_group_ranks(_replica_group())
-        if not any(gathered(bool(unlike))):
+        group = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
+        first = of_replicas(pairs, group, parallel_state.get_pipeline_model_parallel_rank())
+        if earliest(first) is None:
             self._good = self._step
             if self.rank == 0:
                 guard_files.write_good(self.run_dir, self._step)
             return
         self._products.hand_over(self._step)
         self._sampler.everything = True
-        unsteady = [pair for pair in again() if pair.first is not None]
+        first = narrowed(first, again(together=False), group, "its own repetition, which has other bits")
         self._products.hand_over(self._step)
         assert self._judge is not None
-        proofs = [one for one in self._judge.wait() if one.found_by in PROOFS]
-        self._end_together(proofs[0] if proofs else None)
-        self._end_together(self._from_digests(unlike, unsteady, group))
+        self._end_together(_surest([one for one in self._judge.wait() if one.found_by in PROOFS]))
+        found = earliest(first)
+        assert found is not None
+        if len(found.ranks) > 1:
+            self._sampler.everything = False
+            try:
+                moved = again(together=True)
+            except RuntimeError as error:  # such as too little memory; others may wait for this rank, and end with it
+                raise self._fault(found.wrong_bits(self._step)) from error
+            found = earliest(narrowed(first, moved, group, ELSEWHERE)) or found
+        self._end_together(found.wrong_bits(self._step) if self.rank == 0 else None)
 
     def _end_together(self, finding: WrongBits | None) -> None:
         """Raises HardwareFault on all ranks, with one message, if any has a finding."""
-        fault = None if finding is None else self._fault(finding)
-        texts = [text for text in gathered(None if fault is None else str(fault)) if text]
-        if texts:
-            raise HardwareFault(texts[0])
-
-    def _from_digests(
-        self, unlike: Sequence[ReplicaPair], unsteady: Sequence[ReplicaPair], group: Sequence[int]
-    ) -> WrongBits | None:
-        """Of two that differ, the one that does not repeat its own bits, or that differs from a third."""
-        if not unlike:
-            return None
-        first = min(unlike, key=lambda pair: pair.depth)
-        suspects = [pair.own for pair in unsteady]
-        judge = "its own repetition, which has other bits" if suspects else None
-        if not suspects:
-            suspects = _in_most(unlike)
-            judge = "a third replica" if len(suspects) == 1 else None
-        ranks = tuple(sorted(group[n] for n in suspects))
-        details = {"pairs": [{"own": group[p.own], "shadow": group[p.shadow], "first": p.first} for p in unlike]}
-        return WrongBits(evidence.SHADOW, self._step, str(first.first), ranks, judge=judge, details=details)
+        said = None if finding is None else (len(finding.ranks), str(self._fault(finding)))
+        if found := [one for one in gathered(said) if one]:
+            raise HardwareFault(min(found)[1])
 
 
-def _in_most(unlike: Sequence[ReplicaPair]) -> list[int]:
-    """Whoever is in more pairs than all others; else all."""
-    places = [n for pair in unlike for n in (pair.own, pair.shadow)]
-    most = max(places.count(n) for n in places)
-    chosen = sorted({n for n in places if places.count(n) == most})
-    return chosen if len(chosen) == 1 else sorted(set(places))
-
-
-def _replica_group() -> Any:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_data_parallel_group()
+def _surest(found: Sequence[WrongBits]) -> WrongBits | None:
+    """The first with the fewest suspects."""
+    return min(found, key=lambda one: len(one.ranks), default=None)

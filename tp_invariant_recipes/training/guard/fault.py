@@ -13,7 +13,7 @@ from torch import Tensor
 from tp_invariant_recipes.errors import HardwareFault
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.ledger import evidence
-from tp_invariant_recipes.ledger.evidence import Evidence, StoredTensor, Suspect
+from tp_invariant_recipes.ledger.evidence import Evidence, Suspect
 from tp_invariant_recipes.numerics.products.judge import UnlikeBits
 from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.runs import checkpoints, guard_files
@@ -72,7 +72,6 @@ class Reporter:
     def report(self, finding: WrongBits, trusted: int) -> HardwareFault:
         """The error to raise. Its files are written."""
         found = finding.difference or UnlikeBits(0, 0, 0)
-        stored = {name: tensor.detach().cpu().contiguous() for name, tensor in finding.tensors.items()}
         file = guard_files.evidence_file(self.run_dir, finding.step, self.rank)
         written = Evidence(
             found_by=finding.found_by,
@@ -87,12 +86,8 @@ class Reporter:
             numerics=self.numerics.mode,
             machine={} if finding.portable else machine(),
             details=dict(finding.details),
-            tensors=tuple(
-                StoredTensor(name, str(one.dtype).removeprefix("torch."), tuple(one.shape))  # type: ignore[arg-type]
-                for name, one in stored.items()
-            ),
         )
-        evidence.write(file, written, [bytes_of(one) for one in stored.values()])
+        evidence.write(file, written, finding.tensors)
         hosts = tuple(sorted({suspect.host for suspect in written.suspects}))
         guard_files.distrust(self.run_dir, self.rank, guard_files.Untrusted(trusted, hosts))
         return HardwareFault(f"{written.text()}\n{self._checkpoints(trusted)}\nevidence: tpi check {file}")
@@ -103,8 +98,3 @@ class Reporter:
         if last is None:
             return "no checkpoint is trusted: the run begins again from its start"
         return f"the last trusted checkpoint is of step {last}; tpi train --resume {self.run_dir.path} goes on from it"
-
-
-def bytes_of(tensor: Tensor) -> bytes:
-    """A contiguous tensor's memory."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()

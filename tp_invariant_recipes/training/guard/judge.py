@@ -1,8 +1,18 @@
-"""The thread that compares what nets have copied to the host, while the run goes on."""
+"""The thread that compares what nets have copied, while the run goes on.
 
-import queue
-import threading
+A case waits for the GPU's work that was launched before it was submitted, on whatever stream: Bridge trains with
+`cuda_graph=te` on a stream of its own, and the thread's copies to the host know only theirs.
+
+Cases of a step are decided during the next step's passes. Until then the rank's own thread launches the optimizer, and
+both would wait for Python's lock.
+"""
+
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
 
 from tp_invariant_recipes.training.guard.fault import WrongBits
 
@@ -11,42 +21,61 @@ WAITING = 256  # cases; a rank whose host is slower than its processor then wait
 
 
 class Judge:
-    """Decides cases in their order."""
+    """Decides cases in their order. decided: how many. findings: of these."""
 
     def __init__(self) -> None:
-        self._cases: queue.Queue[Case | None] = queue.Queue(WAITING)
+        self._executor = ThreadPoolExecutor(1, "guard")
+        self._of_step: list[tuple[Case, Any]] = []
+        self._cases: deque[Future[WrongBits | None]] = deque()
         self.findings: list[WrongBits] = []
-        self._failed: BaseException | None = None
-        self.decided = 0  # cases
-        threading.Thread(target=self._run, name="guard", daemon=True).start()
+        self.decided = 0
 
     def submit(self, case: Case) -> None:
-        """Have a case decided. It may wait for the GPU."""
-        self._cases.put(case)
+        """Have a case decided after the next `begin`. It may read what the current stream has still to compute."""
+        self._of_step.append((case, _launched()))
+
+    def begin(self) -> None:
+        """Have all cases decided that were submitted."""
+        for case, launched in self._of_step:
+            self._take(WAITING - 1)
+            self._cases.append(self._executor.submit(_decided, case, launched))
+        self._of_step = []
 
     def found(self) -> list[WrongBits]:
         """What is wrong, of the cases decided so far. Raises what a case has raised."""
-        if self._failed is not None:
-            raise self._failed
+        while self._cases and self._cases[0].done():
+            self._take(len(self._cases) - 1)
         return list(self.findings)
 
     def wait(self) -> list[WrongBits]:
         """Wait until all cases are decided, then return `found()`."""
-        self._cases.join()
+        self.begin()
+        self._take(0)
         return self.found()
 
     def close(self) -> None:
         """End the thread."""
-        self._cases.put(None)
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self) -> None:
-        while (case := self._cases.get()) is not None:
-            try:
-                finding = case()
-                if finding is not None:
-                    self.findings.append(finding)
-            except BaseException as error:  # which the rank's own thread raises
-                self._failed = self._failed or error
+    def _take(self, left: int) -> None:
+        """Wait for the first cases, until so many are left."""
+        while len(self._cases) > left:
+            finding = self._cases.popleft().result()
             self.decided += 1
-            self._cases.task_done()
-        self._cases.task_done()
+            if finding is not None:
+                self.findings.append(finding)
+
+
+def _launched() -> Any:
+    """An event after what the current stream was given; None: no GPU is in use."""
+    if not torch.cuda.is_initialized():
+        return None
+    event = torch.cuda.Event(blocking=True)
+    event.record()
+    return event
+
+
+def _decided(case: Case, launched: Any) -> WrongBits | None:
+    if launched is not None:
+        launched.synchronize()
+    return case()

@@ -1,40 +1,57 @@
-"""The optimizer: some elements of a step of Adam computed again, and its memory between two steps.
+"""The optimizer: some elements of a step of Adam computed again.
 
 A step of numerics=portable is stated to the last bit (portable/ieee_adam.py), so the host computes a GPU's. Otherwise
 the run's own optimizer computes the same elements again, in another launch on the device. They are blocks, spread over
 a parameter. A library takes the last elements, which fill no vector, another way; the blocks keep away from them.
-
-Between two steps nobody writes weights and state: their digests after a step and before the next are equal.
 """
 
 import random
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.digest import Lanes
 from tp_invariant_recipes.ledger import evidence
 from tp_invariant_recipes.numerics.products.judge import UnlikeBits, difference
 from tp_invariant_recipes.training.guard.fault import WrongBits
 from tp_invariant_recipes.training.guard.judge import Judge
-from tp_invariant_recipes.training.guard.weights import TURNS, tables
 from tp_invariant_recipes.training.optimizer_state import OptimizerState, Slot
 
 BLOCKS = 16  # of a step
 BLOCK = 64  # elements: a multiple of what any library takes at once
 STATE = ("exp_avg", "exp_avg_sq")
+DEFINED = "its definition, computed by the host's CPU"
 
 
-class _Before(NamedTuple):
-    """What a step began with: the slot, its blocks, copies of them, and how often it was updated."""
+@dataclass
+class Update:
+    """What a step makes of some elements of a parameter.
 
-    slot: Slot
-    part: slice
-    values: dict[str, Tensor]
+    wrapped: the optimizer of torch or Transformer Engine. group: of the parameter. updates: how often it was updated.
+    inputs:  "p", "g" and the moments, without these in its first step. results: "p" and the moments.
+    """
+
+    wrapped: Any
+    group: dict[str, Any]
     updates: float
+    inputs: dict[str, Tensor]
+    results: dict[str, Tensor] = field(default_factory=dict)
+
+    def again(self) -> dict[str, Tensor]:
+        """The results, computed again where the inputs are."""
+        return repeated(self.wrapped, self.group, self.inputs, self.updates)
+
+    def unlike(self, again: dict[str, Tensor] | None = None) -> UnlikeBits | None:
+        """How the results differ from others; None given: from those that the host computes. What lies on a GPU is
+        fetched."""
+        self.inputs, self.results = _on_host(self.inputs), _on_host(self.results)
+        computed = _on_host(self.again() if again is None else again)
+        found = (difference(self.results[name], computed[name]) for name in self.results)
+        wrong = [one for one in found if one is not None]
+        counts = (sum(getattr(one, name) for one in wrong) for name in ("outputs", "of", "bits"))
+        return UnlikeBits(*counts) if wrong else None
 
 
 class Adam:
@@ -44,53 +61,46 @@ class Adam:
         self, state: OptimizerState, names: dict[Tensor, str], judge: Judge, rank: int, portable: bool
     ) -> None:
         self.state, self.names, self.judge, self.rank, self.portable = state, names, judge, rank, portable
+        self._chosen: tuple[Slot, slice, Update] | None = None
 
-    def before(self, draw: random.Random) -> _Before | None:
-        """Copy what the step begins with. None: this rank's optimizer has nothing."""
+    def before(self, draw: random.Random) -> None:
+        """Copy what the step begins with, if this rank's optimizer has anything."""
         if not self.state.slots:
-            return None
+            return
         slot = draw.choice(self.state.slots)
         part = _blocks(slot.updated.numel(), draw)
-        values = {"p": _flat(slot.updated, part)}
-        values |= {name: _flat(slot.state[name], part) for name in STATE if name in slot.state}
-        return _Before(slot, part, values, float(slot.step or 0))
-
-    def after(self, before: _Before, step: int) -> None:
-        """Compute the elements again and have them compared. A step that the optimizer has skipped is not."""
-        slot, part = before.slot, before.part
-        gradient = slot.gradient
-        if gradient is None or float(slot.step or 0) == before.updates:
-            return
-        results = {"p": _flat(slot.updated, part)} | {name: _flat(slot.state[name], part) for name in STATE}
-        inputs = before.values | {"g": _flat(gradient, part)}
         group = {key: value for key, value in slot.group.items() if key != "params"}
-        again = None if self.portable else repeated(slot.wrapped, group, inputs, before.updates)
-        where = f"update of {self.names.get(slot.owner, 'a parameter')} by the optimizer"
-        self.judge.submit(
-            lambda: self._judged(slot.wrapped, group, inputs, before.updates, results, again, where, step)
-        )
+        self._chosen = slot, part, Update(slot.wrapped, group, float(slot.step or 0), _values(slot, part))
 
-    def _judged(
-        self,
-        wrapped: Any,
-        group: dict[str, Any],
-        inputs: dict[str, Tensor],
-        updates: float,
-        results: dict[str, Tensor],
-        again: dict[str, Tensor] | None,
-        where: str,
-        step: int,
-    ) -> WrongBits | None:
-        inputs, results = _on_host(inputs), _on_host(results)
-        computed = _on_host(repeated(wrapped, group, inputs, updates) if again is None else again)
-        found = _sum(difference(results[name], computed[name]) for name in results)
-        if found is None:
-            return None
-        judge = "its definition, computed by the host's CPU" if again is None else "the same elements, updated again"
-        numbers = {key: value for key, value in group.items() if isinstance(value, int | float | tuple)}
-        tensors = {f"before.{k}": v for k, v in inputs.items()} | {f"after.{k}": v for k, v in results.items()}
-        details = {"updates": updates, "group": {k: list(v) if isinstance(v, tuple) else v for k, v in numbers.items()}}
-        return WrongBits(evidence.OPTIMIZER, step, where, (self.rank,), found, judge, tensors, details, again is None)
+    def after(self, step: int) -> None:
+        """Compute the elements again and have them compared. A step that the optimizer has skipped is not."""
+        chosen, self._chosen = self._chosen, None
+        if chosen is None or (gradient := chosen[0].gradient) is None:
+            return
+        slot, part, update = chosen
+        if float(slot.step or 0) == update.updates:
+            return
+        update.results = _values(slot, part)
+        update.inputs["g"] = _flat(gradient, part)
+        again = None if self.portable else update.again()
+        where = f"update of {self.names.get(slot.owner, 'a parameter')} by the optimizer"
+
+        def case() -> WrongBits | None:
+            found = update.unlike(again)
+            if found is None:
+                return None
+            judge = (
+                "its definition, computed by the host's CPU" if again is None else "the same elements, updated again"
+            )
+            numbers = {k: v for k, v in update.group.items() if isinstance(v, int | float | tuple)}
+            tensors = {f"before.{k}": v for k, v in update.inputs.items()}
+            tensors |= {f"after.{k}": v for k, v in update.results.items()}
+            details = {"updates": update.updates, "group": numbers}
+            return WrongBits(
+                evidence.OPTIMIZER, step, where, (self.rank,), found, judge, tensors, details, again is None
+            )
+
+        self.judge.submit(case)
 
 
 def repeated(wrapped: Any, group: dict[str, Any], inputs: dict[str, Tensor], updates: float) -> dict[str, Tensor]:
@@ -114,50 +124,6 @@ def repeated(wrapped: Any, group: dict[str, Any], inputs: dict[str, Tensor], upd
     return {"p": parameter.detach(), **{name: again.state[parameter][name] for name in STATE}}
 
 
-class Memory:
-    """Digests of a part of the weights and of the optimizer's state after a step, and before the next."""
-
-    def __init__(self, state: OptimizerState, names: dict[Tensor, str], judge: Judge, rank: int) -> None:
-        self.state, self.names, self.judge, self.rank = state, names, judge, rank
-        self._left: tuple[int, list[str], Lanes, Tensor] | None = None
-        self._lanes: dict[int, tuple[tuple[int, ...], list[str], Lanes]] = {}
-
-    def leave(self, step: int, *, weights: bool) -> None:
-        """Take the digests after a step. weights: also of the model's, which are not still on their way."""
-        turn = step % TURNS
-        named = [
-            (f"{kind} of {self.names.get(slot.owner, 'a parameter')}", values)
-            for slot in self.state.slots[turn::TURNS]
-            for kind, values in (("master weights", slot.updated), *slot.state.items(), ("weights", slot.owner))
-            if kind != "weights" or (weights and slot.master)
-        ]
-        if not named:
-            return
-        where = tuple(values.data_ptr() for _, values in named)
-        if self._lanes.get(turn, ((), [], None))[0] != where:
-            pieces = [(name, piece) for name, values in named for piece in tables(values)]
-            self._lanes[turn] = where, [name for name, _ in pieces], Lanes([piece for _, piece in pieces])
-        _, names, lanes = self._lanes[turn]
-        self._left = step, names, lanes, lanes()
-
-    def look(self) -> None:
-        """Take them again before the next step, and have them compared."""
-        if self._left is None:
-            return
-        (step, names, lanes, then), self._left = self._left, None
-        now = lanes()
-        unequal = (now != then).any(1)
-
-        def case() -> WrongBits | None:
-            wrong = [name for name, one in zip(names, unequal.tolist(), strict=True) if one]
-            if not wrong:
-                return None
-            where = f"{', '.join(wrong[:4])} changed in memory after the step"
-            return WrongBits(evidence.MEMORY, step, where, (self.rank,), details={"tensors": wrong})
-
-        self.judge.submit(case)
-
-
 def _blocks(size: int, draw: random.Random) -> slice:
     """Which blocks of a flat tensor, evenly spread from a drawn start."""
     threads = torch.get_num_threads()  # each has a part of its own, with last elements of its own
@@ -174,16 +140,14 @@ def _flat(tensor: Tensor, part: slice) -> Tensor:
     return flat.clone() if not whole else flat[:whole].view(-1, BLOCK)[part].reshape(-1).clone()
 
 
+def _values(slot: Slot, part: slice) -> dict[str, Tensor]:
+    state = slot.state
+    return {"p": _flat(slot.updated, part)} | {name: _flat(state[name], part) for name in STATE if name in state}
+
+
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: one.detach().cpu() for name, one in tensors.items()}
 
 
 def _like(step: Any, updates: float) -> Any:
     return torch.full_like(step, updates) if isinstance(step, Tensor) else type(step)(updates)
-
-
-def _sum(found: Sequence[UnlikeBits | None] | Any) -> UnlikeBits | None:
-    wrong = [one for one in found if one is not None]
-    if not wrong:
-        return None
-    return UnlikeBits(*(sum(getattr(one, name) for one in wrong) for name in ("outputs", "of", "bits")))

@@ -1,7 +1,5 @@
 """Sampled products on their way from a device to the judge, and the names of their modules."""
 
-import bisect
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,45 +21,25 @@ JUDGES = {
 }
 
 
-class WeightNames:
-    """Finds the weight whose memory an operand or a result lies in."""
-
-    def __init__(self, shards: Shards) -> None:
-        found: dict[tuple[int, int], tuple[str, bool]] = {}
-        for part in shards.parts:
-            name = part.name.removesuffix(".weight")
-            found[_range(part.owner)] = name, False
-            if getattr(part.owner, "main_grad", None) is not None:
-                found[_range(part.owner.main_grad)] = name, True  # type: ignore[attr-defined]
-        self._ranges = sorted((start, end, *names) for (start, end), names in found.items())
-
-    def of(self, sample: Sample) -> str:
-        """The operation in words."""
-        where = sample.where
-        if where.layer is not None:
-            return f"forward pass of decoder.layers.{where.layer - 1}.self_attention.core_attention"
-        if (found := self._find(where.out)) and found[1]:
-            return f"weight gradient of {found[0]}"
-        if found := self._find(where.b):
-            return f"{'forward pass' if where.transposed else 'input gradient'} of {found[0]}"
-        return f"a product {[*sample.a.shape]} @ {[*sample.b.shape] if sample.b is not None else ''}"
-
-    def _find(self, address: int) -> tuple[str, bool] | None:
-        at = bisect.bisect_right(self._ranges, (address, float("inf"), "", False)) - 1
-        if at < 0 or address >= self._ranges[at][1]:
-            return None
-        return self._ranges[at][2:]
-
-
-def _range(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+def operation(sample: Sample, shards: Shards) -> str:
+    """A sample's operation in words, by the weight whose memory an operand or the result lies in."""
+    where = sample.where
+    if where.layer is not None:
+        return f"forward pass of decoder.layers.{where.layer - 1}.self_attention.core_attention"
+    which = "forward pass" if where.transposed else "input gradient"
+    gradients = ((getattr(part.owner, "main_grad", None), part, "weight gradient", where.out) for part in shards.parts)
+    weights = ((part.owner, part, which, where.b) for part in shards.parts)
+    for tensor, part, words, address in (*gradients, *weights):
+        if tensor is not None and 0 <= address - tensor.data_ptr() < tensor.nbytes:
+            return f"{words} of {part.name.removesuffix('.weight')}"
+    return f"a product {[*sample.a.shape]} @ {[*sample.b.shape] if sample.b is not None else ''}"
 
 
 class SampledProducts:
     """Hands samples of a step to the judge."""
 
-    def __init__(self, sampler: Sampler, names: WeightNames, judge: Judge, rank: int) -> None:
-        self.sampler, self.names, self.judge, self.rank = sampler, names, judge, rank
+    def __init__(self, sampler: Sampler, shards: Shards, judge: Judge, rank: int) -> None:
+        self.sampler, self.shards, self.judge, self.rank = sampler, shards, judge, rank
         self._stream: Any = None
         self._copied: Any = None  # the event after which graphs may fill the memory of their samples again
 
@@ -86,15 +64,14 @@ class SampledProducts:
         found = difference(sample.out, again)
         if found is None:
             return None
-        tensors = {name: one for name in ("a", "b", "before", "out") if (one := getattr(sample, name)) is not None}
         return WrongBits(
             evidence.ATTENTION if sample.kind == REPEATED else evidence.PRODUCT,
             step,
-            self.names.of(sample),
+            operation(sample, self.shards),
             (self.rank,),
             found,
             JUDGES[sample.kind],
-            tensors,
+            sample.tensors,
             {"kind": sample.kind, "shards": sample.shards, "segments": list(sample.segments)},
             portable=sample.kind == DEFINED,
         )
@@ -105,16 +82,7 @@ class SampledProducts:
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            moved = [
-                replace(
-                    one,
-                    a=_pinned(one.a),
-                    b=None if one.b is None else _pinned(one.b),
-                    before=None if one.before is None else _pinned(one.before),
-                    out=_pinned(one.out),
-                )
-                for one in samples
-            ]
+            moved = [sample.mapped(_pinned) for sample in samples]
             self._copied = self._stream.record_event()
         return moved, self._copied
 

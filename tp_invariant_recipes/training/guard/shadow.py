@@ -7,14 +7,14 @@
 
 Both have digests of every module's tensors, both ways, in the order of execution, and of every gradient. The first that
 differ name the operation. Then the ranks compute both data shards once more, with every product sampled: a rank whose
-product the host's CPU does not confirm is wrong, or one that does not repeat its own bits.
+product the host's CPU does not confirm is wrong, or one that does not repeat its own bits. A processor that always
+fails at one place of a launch does repeat them. So each rank computes both data shards once more side by side, as one
+micro-batch of both: what does not depend on the layout must have the same bits in other places of a launch.
 """
 
-import hashlib
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,105 +22,40 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.digest import Lanes
 from tp_invariant_recipes.numerics.megatron import data_parallel
 from tp_invariant_recipes.numerics.sums.data_shards import ShardCounter
-from tp_invariant_recipes.numerics.sums.weight_gradient import gradients_of
 from tp_invariant_recipes.replacement import Replacement, applied
-from tp_invariant_recipes.training.guard.weights import tables
-from tp_invariant_recipes.training.module_hooks import FORWARD, ModuleHooks
+from tp_invariant_recipes.training.gathering import gathered
+from tp_invariant_recipes.training.guard.shard_recording import (
+    Both,
+    Event,
+    ShardRecording,
+    added,
+    first_unlike,
+    hash_of,
+)
+from tp_invariant_recipes.training.guard.suspects import ReplicaPair
 from tp_invariant_recipes.training.shards import unwrapped
 
-Event = tuple[str, tuple[int, ...]]  # an operation in words, and the lanes of what it has made
+Again = Callable[..., list[ReplicaPair]]
 
 WHY = "a guard repeats a data shard of another replica before the step's own passes"
 LOSS = "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss"
 METRICS = "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.record"
 
 
-class _Hooks(ModuleHooks):
-    """Hooks of the first micro-batches alone."""
-
-    def __init__(self, site: Any, count: int) -> None:
-        super().__init__(site, 0, frozenset(), None)
-        self._count = count
-
-    def record(self, key: Any, x: Tensor, module: Any, rule: Any, micro_batch: int) -> None:
-        """As of ModuleHooks."""
-        if micro_batch < self._count:
-            super().record(key, x, module, rule, micro_batch)
-
-
-class ShardRecording:
-    """Digests of the first data shard that a rank computes. names: parameter → name."""
-
-    def __init__(self, model: list[Any], names: dict[Tensor, str], site: Any, count: int) -> None:
-        self._model, self._names, self._count = model, names, count
-        self._hooks = _Hooks(site, count)
-        self._ended: dict[int, int] = {}
-        self._gradients: list[tuple[str, Tensor]] = []
-
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        """Record within the block."""
-        for chunk in self._model:
-            self._hooks.hook(unwrapped(chunk))
-        data_parallel.micro_batch_listener = self._micro_batch_ended
-        try:
-            yield
-        finally:
-            data_parallel.micro_batch_listener = None
-            self._hooks.unhook()
-
-    def _micro_batch_ended(self, model: Any) -> None:
-        self._ended[id(model)] = ended = self._ended.get(id(model), 0) + 1
-        if ended != self._count:
-            return
-        owners = set(unwrapped(model).parameters())
-        pieces = [
-            (name, piece)
-            for owner, name in self._names.items()
-            if owner in owners
-            for gradient in (*gradients_of(owner), *getattr(owner, data_parallel.experts.LATER, ()))
-            for piece in tables(gradient)
-        ]
-        lanes = Lanes([piece for _, piece in pieces])()
-        self._gradients += [(name, lane) for (name, _), lane in zip(pieces, lanes, strict=True)]
-
-    def events(self) -> list[Event]:
-        """What was recorded, in order of execution; the host waits for it."""
-        found: list[Event] = []
-        for seen in self._hooks.seen():
-            _, direction, module, tensor = seen.key
-            which = "forward pass of" if direction == FORWARD else "backward pass at the"
-            end = "" if direction == FORWARD else ("input of " if tensor.startswith("output") else "output of ")
-            if not (direction == FORWARD and tensor.startswith("input")):
-                found.append((f"{which} {end}{module}", tuple(seen.lanes)))
-        return [*found, *((f"weight gradient of {name}", tuple(lane.tolist())) for name, lane in self._gradients)]
-
-
-@dataclass(frozen=True)
-class ReplicaPair:
-    """Two replicas that have computed the same data shard, by their places in the data-parallel group, and the first
-    operation that differs; None: none does."""
-
-    own: int
-    shadow: int
-    first: str | None
-    depth: int = 0
-
-
 class Shadow:
     """Runs the passes of a step. due: whether the step is a shadow step. apart: data-parallel ranks from a replica to
     the one whose data shard it repeats. site: where this rank stands, as a trace has it.
 
-    judged: called with the pairs of a shadow step, and with what computes both data shards once more.
+    judged: called with the pairs of a shadow step, and with what computes both data shards once more: as before, or
+    side by side. This gives pairs of each rank with itself.
     """
 
     def __init__(self, apart: int, shards: int) -> None:
         self.apart, self.shards = apart, shards
         self.due: Callable[[], bool] = lambda: False
-        self.judged: Callable[[list[ReplicaPair], Callable[[], list[ReplicaPair]]], None] = lambda pairs, again: None
+        self.judged: Callable[[list[ReplicaPair], Again], None] = lambda pairs, again: None
         self.site: Any = None
         self.names: dict[Tensor, str] = {}
         self.state: Any = None
@@ -154,11 +89,16 @@ class Shadow:
         first, second = own.events(), shadow.events()
         pairs = self._pairs(first, second, group)
 
-        def again() -> list[ReplicaPair]:
+        def again(*, together: bool) -> list[ReplicaPair]:
             """This rank's data shard and the shadow, against what it has computed itself before."""
-            mine = self._isolated(run, kwargs, ours, self.site, count).events()
-            other = self._isolated(run, kwargs, theirs, there, count).events()
-            unlike = [_first(a, b) for a, b in ((first, mine), (second, other))]
+            if together:
+                depth = max(pair.depth for pair in pairs) + 1
+                both = self._isolated(run, kwargs, _joined(ours, theirs), Both.of(self.site, there), count, parts=2)
+                unlike = [first_unlike(added(first, second, both.events())[:depth], both.events()[:depth])]
+            else:
+                mine = self._isolated(run, kwargs, ours, self.site, count).events()
+                other = self._isolated(run, kwargs, theirs, there, count).events()
+                unlike = [first_unlike(a, b) for a, b in ((first, mine), (second, other))]
             every = _gathered([min((one for one in unlike if one), key=lambda one: one[1], default=None)], group)
             return [ReplicaPair(n, n, *(found[0] or (None, 0))) for n, found in enumerate(every)]
 
@@ -170,53 +110,48 @@ class Shadow:
         size = group.size()
         every = _gathered([hash_of(own), hash_of(shadow)], group)
         unlike = [n for n in range(size) if every[n][0] != every[(n - self.apart) % size][1]]
-        everything = _gathered([own, shadow], group) if _anywhere(bool(unlike)) else []
+        everything = _gathered([own, shadow], group) if any(gathered(bool(unlike))) else []
         pairs = []
         for n in range(size):
             m = (n - self.apart) % size
-            found = _first(everything[n][0], everything[m][1]) if n in unlike else None
+            found = first_unlike(everything[n][0], everything[m][1]) if n in unlike else None
             pairs.append(ReplicaPair(n, m, *(found or (None, 0))))
         return pairs
 
     def _isolated(
-        self, run: Callable[..., Any], kwargs: dict[str, Any], batches: list[Any], site: Any, count: int
+        self, run: Callable[..., Any], kwargs: dict[str, Any], batches: list[Any], site: Any, count: int, parts: int = 1
     ) -> ShardRecording:
-        """Compute some micro-batches. Gradients are zero before and after; nothing else changes."""
-        model, total = kwargs["model"], kwargs["num_microbatches"]
+        """Compute some micro-batches. Gradients are zero before and after; nothing else changes.
+
+        parts: how many micro-batches of a step each of them consists of.
+        """
+        model, total = kwargs["model"], kwargs["num_microbatches"] / parts
+        size = kwargs["micro_batch_size"] * parts
         iterators = [None if one is None else iter(one) for one in batches]
         data = iterators if isinstance(kwargs["data_iterator"], list) else iterators[0]
         recording = ShardRecording(model, self.names, site, count)
         with _nothing_else(model, self.state, total), recording.on():
             _zero(model)
-            run(**kwargs | {"data_iterator": data, "num_microbatches": count})
+            run(**kwargs | {"data_iterator": data, "num_microbatches": count, "micro_batch_size": size})
             _zero(model)
         return recording
 
 
-def hash_of(events: list[Event]) -> str:
-    """A digest of digests."""
-    return hashlib.sha256(repr(events).encode()).hexdigest()
+def _joined(ours: list[Any], theirs: list[Any]) -> list[Any]:
+    """Micro-batches of two sizes: ours and theirs one after the other in each."""
 
+    def join(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+        return {k: None if x is None else torch.cat([x, other[k].to(x.device)]) for k, x in one.items()}
 
-def _first(one: list[Event], other: list[Event]) -> tuple[str, int] | None:
-    """The first operation that differs, and its place."""
-    for n, (a, b) in enumerate(itertools.zip_longest(one, other, fillvalue=("an operation that only one has", ()))):
-        if a != b:
-            return a[0], n
-    return None
+    return [
+        some and [join(*pair) for pair in zip(some, more, strict=True)] for some, more in zip(ours, theirs, strict=True)
+    ]
 
 
 def _gathered(ours: Any, group: Any) -> list[Any]:
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, ours, group=group)
     return everyone
-
-
-def _anywhere(found: bool) -> bool:
-    """Whether a rank of the world has found something: all then go on together."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    return any(everyone)
 
 
 def _taken(kwargs: dict[str, Any], count: int) -> tuple[list[Any], dict[str, Any]]:
@@ -260,10 +195,10 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _nothing_else(model: list[Any], state: Any, total: int) -> Iterator[None]:
+def _nothing_else(model: list[Any], state: Any, total: float) -> Iterator[None]:
     """Reduce no gradient, count no data shard, log nothing, and give back what a forward pass counts.
 
-    total: micro-batches of a step, by which a loss is divided.
+    total: micro-batches of a step, by which a loss is divided; half of one where two are joined.
     """
     from megatron.core.utils import get_model_config
 

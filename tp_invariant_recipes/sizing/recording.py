@@ -1,0 +1,26 @@
+"""How many bytes `tpi audit` records of a training (docs/audit.md)."""
+
+from tp_invariant_recipes.settings import layout
+from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.sizing import activations, size
+
+# Tensors of hidden size that modules return or send back, for each token and layer; counted on the toys.
+TENSORS = 35
+SCORES = 4  # of each head and pair of positions, where attention is not fused
+GRADIENT, UPDATE = 4, 4  # bytes of a parameter's
+
+
+def recorded(config: RunConfig, steps: int, *, weights: bool) -> int:
+    """Bytes of a recording of some steps. Every replica records what it holds.
+
+    weights: whether it has those before the first step.
+    """
+    model, element, at = config.model, activations.element(config), layout.of(config)
+    tokens = config.train["global_batch_size"] * model["seq_length"]
+    layers = sum(size.layers(model).values())
+    local = config.device.kind == "cpu" and not config.numerics.invariant
+    scores = SCORES * model["num_attention_heads"] * model["seq_length"] if local else 0
+    of_tokens = tokens * (layers * (TENSORS * model["hidden_size"] + scores) + 2 * model["vocab_size"])
+    held = size.parameters(model) * at.dp * at.cp
+    updated = held if not config.section("optimizer").get("use_distributed_optimizer") else size.parameters(model)
+    return steps * (of_tokens * element + updated * (GRADIENT + UPDATE)) + weights * held * element
