@@ -1,8 +1,8 @@
 """Composing in half the time, for a worker of pytest and all its forks.
 
-A worker asks Hydra for the tree of the same arguments once, and reads a file of conf/ or of Hydra's once; each test
-gets a copy. Where files are not the repository's own (a user's tree, a cluster's file, another conf/), Hydra reads them
-each time.
+A worker asks Hydra for the tree of the same arguments once, merges the same files once, and reads a file of conf/ or of
+Hydra's once; each test gets a copy. Where files are not the repository's own (a user's tree, a cluster's file, another
+conf/), Hydra reads them each time.
 The fixture `hydra_itself` is for a test of composing: there Hydra reads all files each time.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import omegaconf.base
 from hydra._internal import defaults_list
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra.core.object_type import ObjectType
 
@@ -24,9 +25,11 @@ CONF = conf_files.conf_dir()
 
 _compose = hydra_tree.composed
 _read_file = ConfigRepository.load_config
+_merge = ConfigLoaderImpl._compose_config_from_defaults_list
 _choices = defaults_list._create_interpolation_map
 _trees: dict[tuple[str, ...], bytes] = {}
 _files: dict[tuple[str, str, str], bytes] = {}
+_merges: dict[str, bytes] = {}
 
 
 def _tree(arguments: Sequence[str], cluster: Path | None, model: str | None = None) -> dict[str, Any]:
@@ -48,6 +51,15 @@ def _file(self: ConfigRepository, config_path: str) -> Any:
     return pickle.loads(_files[key])
 
 
+def _merged(self: ConfigLoaderImpl, defaults: list[Any], repo: Any) -> Any:
+    if any(source.scheme() == "file" and source.path != str(CONF) for source in repo.get_sources()):
+        return _merge(self, defaults, repo)
+    key = repr(defaults)  # every field of every file's place
+    if key not in _merges:
+        _merges[key] = pickle.dumps(_merge(self, defaults, repo))
+    return pickle.loads(_merges[key])
+
+
 def _for_interpolations(overrides: Any, defaults: list[Any], self_added: bool) -> Any:
     """Hydra makes a table of the choices so far for every file; only interpolations in a defaults list read it."""
     asked = any(default.is_interpolation() for default in defaults)
@@ -58,6 +70,7 @@ def _for_interpolations(overrides: Any, defaults: list[Any], self_added: bool) -
 STANDINS: dict[tuple[Any, str], tuple[Callable, Callable]] = {
     (hydra_tree, "composed"): (_compose, _tree),
     (ConfigRepository, "load_config"): (_read_file, _file),
+    (ConfigLoaderImpl, "_compose_config_from_defaults_list"): (_merge, _merged),
     (omegaconf.base, "parse"): (omegaconf.base.parse, functools.cache(omegaconf.base.parse)),
     (defaults_list, "_create_interpolation_map"): (_choices, _for_interpolations),
 }

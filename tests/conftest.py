@@ -1,6 +1,5 @@
 """What all tests share: an environment of their own, the command line here and in forks, GPU tests only with a GPU."""
 
-import gc
 import os
 import sys
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from hypothesis import HealthCheck, settings
 
 import tp_invariant_recipes
 from tests import composing
-from tests.forks import Tpi
+from tests.forks import Tpi, freeze
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.quiet import VERBOSE
 from tp_invariant_recipes.settings import environment
@@ -63,8 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Collect what importing left, then leave the modules out of later collections: they are most of the heap."""
-    gc.collect()
-    gc.freeze()
+    freeze()
 
 
 # What is imported only when a rank trains.
@@ -177,8 +175,7 @@ def bridge() -> None:
     MockGPTLowLevelDataset.size = MOCK_DOCUMENTS
 
     # Megatron collects garbage as it starts: every rank would go through all of Bridge, and copy what it visits.
-    gc.collect()
-    gc.freeze()
+    freeze()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ the same code from `main()` on, in a process of its own that can be killed.
 """
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -128,6 +129,25 @@ def main() -> None:
     from tp_invariant_recipes.cli.main import main
 
     main()
+
+
+def freeze() -> None:
+    """Make forks of this process cheap: what they inherit is left out of collections, and lies in pages of 2 MiB.
+
+    Of a gigabyte in pages of 4 KiB, the kernel copies 250,000 entries for each fork, which takes three times as long.
+    A kernel before 6.1, which has no MADV_COLLAPSE, leaves the pages as they are.
+    """
+    gc.collect()
+    gc.freeze()
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    madv_collapse, huge = 25, 2 << 20
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, rights, *_, inode = line.split()[:5]
+        if rights == "rw-p" and inode == "0":  # memory of its own
+            start, end = (int(at, 16) for at in place.split("-"))
+            for page in range(-(-start // huge) * huge, end - huge + 1, huge):
+                madvise(page, huge, madv_collapse)
 
 
 def end_with_parent() -> None:

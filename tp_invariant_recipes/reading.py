@@ -136,8 +136,7 @@ def parse_json(data: bytes, *, constants: bool = False) -> Any:
     if len(data) > NODES and sum(data.count(one) for one in b",[{") > NODES:
         raise ValueError(f"more than {NODES} values")
     try:
-        text = data.decode()
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=None if constants else _refuse_constant)
+        value = (_WITH_CONSTANTS if constants else _STRICT).decode(data.decode())
     except RecursionError:
         raise ValueError("nested too deeply") from None
     # Both walks are slow, and few lines of a ledger have so many brackets or an escape.
@@ -251,3 +250,8 @@ def _unique(pairs: list[tuple[str, object]]) -> dict:
 
 def _refuse_constant(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
+
+
+# Made once: `json.loads` with these arguments makes one a call, and a list reads tens of thousands of files.
+_STRICT = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant)
+_WITH_CONSTANTS = json.JSONDecoder(object_pairs_hook=_unique)

@@ -1,14 +1,13 @@
 """Real trainings on the CPU, ranks as processes."""
 
 import fcntl
-import gc
 import os
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.scenario import Scenario
-from tests.forks import Tpi
+from tests.forks import Tpi, freeze
 
 # One thread a rank, before any test module imports torch: eight ranks on two cores would wait for each other's threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -37,8 +36,7 @@ def families(bridge: None) -> None:
     """Bridge's families of models, which wait until somebody asks for them: once here, and not in every fork."""
     import megatron.bridge.recipes  # noqa: F401
 
-    gc.collect()
-    gc.freeze()
+    freeze()
 
 
 @pytest.fixture(scope="session")

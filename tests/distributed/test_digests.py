@@ -54,7 +54,6 @@ def digest_of(tensor):
 
 LAYOUTS = (
     "tp=2 pp=2 gbs=2 model.num_layers=2",
-    "tp=2 dp=2 gbs=2 model.share_embeddings_and_output_weights=false",
     *(
         pytest.param(layout, marks=pytest.mark.release)
         for layout in (
@@ -62,6 +61,7 @@ LAYOUTS = (
             "tp=4",
             "tp=2 sp=false",
             "tp=2 dp=2 gbs=2",
+            "tp=2 dp=2 gbs=2 model.share_embeddings_and_output_weights=false",
             "tp=2 model.share_embeddings_and_output_weights=false",
         )
     ),

@@ -156,7 +156,14 @@ def test_stock_numerics_differ_from_the_first_sum_across_ranks_on(scenario):
     assert "backward/embedding/input" in differs
 
 
-@pytest.mark.parametrize("layout", ("dp=2 tp=2 numerics.data_shards=2", "mbs=2"))
+@pytest.mark.parametrize(
+    "layout",
+    (
+        "dp=2 numerics.data_shards=2",
+        pytest.param("dp=2 tp=2 numerics.data_shards=2", marks=pytest.mark.release),
+        "mbs=2",
+    ),
+)
 def test_data_parallel_ranks_and_micro_batches_are_one_batch(runs, tree, layout):
     """The forward and the backward pass of a sequence are those of one rank that computes it alone."""
     one = by_name(runs["one"].ledger()[0].trace)

@@ -22,9 +22,10 @@ TEXT = ("model.num_layers=1", "seq=64", "gbs=1", "data=text", "numerics=stock")
 
 @pytest.fixture(scope="module")
 def runs(shared, text):
-    """One training at each of two tensor-parallel degrees, and the second again."""
-    for name, tp in (("tp1", 1), ("tp2", 2), ("tp2-again", 2)):
-        shared("train", "qwen3_toy", f"tp={tp}", "iters=30", *TEXT, f"data.path={text}", f"run.dir={name}", status=0)
+    """A training at tp=2, and the first steps of it again, and at tp=1."""
+    for name, tp, iters in (("tp2", 2, 30), ("tp2-again", 2, 3), ("tp1", 1, 3)):
+        words = (f"tp={tp}", f"iters={iters}", "scheduler.lr_decay_iters=30", *TEXT, f"data.path={text}")
+        shared("train", "qwen3_toy", *words, f"run.dir={name}", status=0)
     return shared
 
 
@@ -36,9 +37,9 @@ def test_the_loss_falls_from_about_ln_vocabulary(runs):
 
 
 def test_a_repeated_run_has_the_same_bits(runs):
-    runs("compare", "tp2", "tp2-again", status=0)
     lines = [(runs.folder / name / "ledger.jsonl").read_bytes().split(b"\n")[1:] for name in ("tp2", "tp2-again")]
-    assert lines[0] == lines[1]
+    assert len(lines[1]) == 4  # the last is empty, and the last step has more digests
+    assert lines[0][:2] == lines[1][:2]
 
 
 def test_stock_numerics_differ_between_tensor_parallel_degrees(runs):
@@ -56,10 +57,8 @@ def test_another_seed_or_model_or_text_is_not_comparable(runs, text, tmp_path):
         assert "not comparable" in compared.stdout
 
 
-def test_a_shorter_run_of_the_same_schedule_is_a_prefix(runs, text):
-    arguments = ("tp=1", "iters=3", "scheduler.lr_decay_iters=30", f"data.path={text}")
-    assert runs("train", "qwen3_toy", *TEXT, *arguments, "run.dir=short").status == 0
-    compared = runs("compare", "tp1", "short", status=0)
+def test_a_shorter_run_of_the_same_schedule_is_a_prefix(runs):
+    compared = runs("compare", "tp2", "tp2-again", status=0)
     assert "3 of 30 steps" in compared.stdout
 
 

@@ -1,12 +1,12 @@
 """`weights=FOLDER` and `tpi export`: the same bits in every layout, and back again."""
 
-import gc
 import json
 import shutil
 
 import pytest
 
 from tests import hf_folders
+from tests.forks import freeze
 from tp_invariant_recipes.sources import hf_family, hf_models, weights
 
 pytestmark = pytest.mark.usefixtures("modelopt")
@@ -23,6 +23,14 @@ CLASSES = {
     "Qwen3": {"head_dim": 16},
     "Qwen3Moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "GptOss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Olmoe": {"num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2},
+    "Exaone4": {"head_dim": 16, "layer_types": ["full_attention"] * 2, "sliding_window": None},
+    "Gemma2": {"head_dim": 16},
+    "Gemma3": {"head_dim": 16},
+    "Glm4Moe": {
+        **{"head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        **{"use_qk_norm": True, "attention_bias": True, "num_nextn_predict_layers": 0},
+    },
 }
 _SIZES = {
     "hidden_size": 64,
@@ -40,8 +48,7 @@ def modelopt(families):
     """What Bridge's conversion of weights imports: once here, and not in every fork."""
     import modelopt.torch.peft  # noqa: F401
 
-    gc.collect()
-    gc.freeze()
+    freeze()
 
 
 def made(shared, name, model="qwen3_toy", *overrides, **how):
@@ -191,7 +198,9 @@ def test_the_tensors_are_those_of_transformers(bridge, tmp_path, name):
     """The table of names and shapes, against what transformers writes of the same model."""
     import transformers
 
-    config = getattr(transformers, f"{name}Config")(**_SIZES, tie_word_embeddings=False, **CLASSES[name])
+    kind = {"Gemma3": "Gemma3TextConfig"}.get(name, f"{name}Config")
+    tied = name in ("Exaone4", "Gemma2", "Gemma3")  # Bridge has no other
+    config = getattr(transformers, kind)(**(_SIZES | {"tie_word_embeddings": tied} | CLASSES[name]))
     getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(tmp_path)
     found = weights.read(tmp_path)
     family = next(one for one in hf_models.FAMILIES if found.config["architectures"] == [one.architecture])

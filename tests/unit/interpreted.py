@@ -359,7 +359,15 @@ def portable_adam_has_the_bits_of_its_twin():
 
 
 def portable_routers_have_the_bits_of_their_twin():
-    for kind, dtype, (experts, topk) in product(("normal", "wide"), DTYPES, ((8, 2), (100, 8))):
+    _routers(("normal", torch.bfloat16, (8, 2)), ("wide", torch.float32, (100, 8)))
+
+
+def portable_routers_of_more_kinds_have_the_bits_of_their_twin():
+    _routers(*product(("normal", "wide"), DTYPES, ((8, 2), (100, 8))))
+
+
+def _routers(*cases):
+    for kind, dtype, (experts, topk) in cases:
         logits = sample(kind, 5, experts, dtype=dtype)
         logits[0], logits[1, ::2] = 1.5, 0.25
         dp, ds = sample(kind, 5, experts, dtype=dtype, seed=1), sample(kind, 5, experts, seed=2)
@@ -374,7 +382,15 @@ def portable_routers_have_the_bits_of_their_twin():
 
 
 def portable_experts_have_the_bits_of_their_twin():
-    for kind, dtype, width in product(FEW, DTYPES, (70, 1100)):
+    _experts(("wide", torch.bfloat16, 70), ("special", torch.float32, 70), ("wide", torch.float32, 1100))
+
+
+def portable_experts_of_more_kinds_have_the_bits_of_their_twin():
+    _experts(*product(FEW, DTYPES, (70, 1100)))
+
+
+def _experts(*cases):
+    for kind, dtype, width in cases:
         x, dy = sample(kind, 3, 2 * width, dtype=dtype), sample(kind, 3, width, dtype=dtype, seed=1)
         p = sample("normal", 3, dtype=dtype, seed=2)
         found = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(p)
@@ -433,7 +449,9 @@ KERNELS: dict[str, Callable[[], None]] = {
         portable_cross_entropy_has_the_bits_of_its_twin,
         portable_adam_has_the_bits_of_its_twin,
         portable_routers_have_the_bits_of_their_twin,
+        portable_routers_of_more_kinds_have_the_bits_of_their_twin,
         portable_experts_have_the_bits_of_their_twin,
+        portable_experts_of_more_kinds_have_the_bits_of_their_twin,
         portable_functions_have_the_bits_of_their_twin,
         portable_attention_has_the_bits_of_its_twin,
         portable_attention_of_more_shapes_has_the_bits_of_its_twin,

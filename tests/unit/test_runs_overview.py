@@ -159,14 +159,17 @@ def test_links_in_a_circle_end_and_names_control_no_terminal(cli):
 
 def test_a_folder_that_cannot_be_looked_into_is_a_row_and_no_run_beside_it_fails(monkeypatch):
     run, closed = a_run("a"), a_run("b")
-    is_file = Path.is_file
 
-    def denied(path: Path) -> bool:
-        if path.parent.name == closed.name:
-            raise PermissionError(13, "Permission denied", str(path))
-        return is_file(path)
+    def denied_by(call):
+        def denied(path, *arguments):
+            if Path(path).parent.name == closed.name:
+                raise PermissionError(13, "Permission denied", str(path))
+            return call(path, *arguments)
 
-    monkeypatch.setattr(Path, "is_file", denied)
+        return denied
+
+    monkeypatch.setattr(Path, "is_file", denied_by(Path.is_file))
+    monkeypatch.setattr(os, "open", denied_by(os.open))
     assert [(one.state, one.why) for one in overview.rows(Path("runs"))] == [
         ("damaged", "cannot be read: Permission denied"),
         ("completed", None),

@@ -7,12 +7,11 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.table import Column, Table
 from rich.text import Text
 
+from tp_invariant_recipes.cli import lines
 from tp_invariant_recipes.cli.arguments import Json
-from tp_invariant_recipes.foreign_text import one_line
+from tp_invariant_recipes.cli.lines import Line
 from tp_invariant_recipes.host import terminal
 
 if TYPE_CHECKING:
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 SCHEMA = 1  # of `tpi jobs --json`
 
 _COLOURS = {0: "green", 1: "red", 2: "yellow", None: ""}  # by exit status; None: it has not ended
+_HEAD = ("job", "run", "state", "layout", "step", "loss", "time left")
 
 
 _HELP = "Id of a job, name of a run (the last part of its directory), or run directory."
@@ -62,15 +62,15 @@ def jobs(
         return
     if found.unavailable:
         _print_status(f"warning: SLURM was not asked: {found.unavailable}")
-    console = terminal.console()
     if not rows:
         nothing = (
             "no job was submitted yet" if everything else "none in the queue or ended within a day; --all lists all"
         )
         terminal.print_text(nothing)
         return
-    console.print(_table(rows))
+    lines.show(_HEAD, list(map(_line, rows)), right=_HEAD[-3:], coloured="state")
     notes = [state for state in rows if state.note] if names else []
+    console = terminal.console()
     for state in notes:
         console.print(Text(f"{state.part.id} {state.part.name}: {state.note}", style="dim"), soft_wrap=True)
 
@@ -188,31 +188,17 @@ def _ending(state: "JobState") -> str:
     return f"{state.part.id} {state.part.name}: {state.word}{at}{note}"
 
 
-def _table(rows: "Sequence[JobState]") -> Table:
-    """Cells are Text, because a reason may contain characters that rich reads as markup."""
-    table = Table(
-        Column("job", no_wrap=True),
-        Column("run", overflow="fold"),
-        Column("state", overflow="fold"),
-        Column("layout", overflow="fold"),
-        Column("step", justify="right", no_wrap=True),
-        Column("loss", justify="right", no_wrap=True),
-        Column("time left", justify="right", no_wrap=True),
-        box=box.SIMPLE_HEAD,
-        collapse_padding=True,
+def _line(row: "JobState") -> Line:
+    cells = (
+        row.part.id,
+        row.part.name + (" (judge)" if row.part.role == "judge" else ""),
+        row.text,
+        _layouts(row),
+        _steps(row),
+        "" if row.loss is None else f"{row.loss:.4f}",
+        "" if row.seconds_left is None else _clock(row.seconds_left),
     )
-    for row in rows:
-        first = f": {row.note.splitlines()[0]}" if row.exit_status == 2 and row.note else ""
-        table.add_row(
-            Text(row.part.id),
-            Text(one_line(row.part.name) + (" (judge)" if row.part.role == "judge" else "")),
-            Text(one_line(row.text + first), style=_COLOURS[row.exit_status]),
-            Text(_layouts(row)),
-            Text(_steps(row)),
-            Text("" if row.loss is None else f"{row.loss:.4f}"),
-            Text("" if row.seconds_left is None else _clock(row.seconds_left)),
-        )
-    return table
+    return Line(cells, _COLOURS[row.exit_status], row.note.splitlines()[0] if row.exit_status == 2 and row.note else "")
 
 
 def _layouts(state: "JobState") -> str:

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.text import Text
 
+from tp_invariant_recipes.cli import lines
 from tp_invariant_recipes.cli.arguments import Json
+from tp_invariant_recipes.cli.lines import Line
 from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.host import terminal
 from tp_invariant_recipes.plural import counted
@@ -52,35 +53,22 @@ def runs(
     hidden = len(there) - len(found)
     names = overview.groups(found)
     if as_json:
-        listed = [one.as_dict() | {"same": names.get(one.identity_hash or "")} for one in found]
-        terminal.print_json({"schema": SCHEMA, "runs": listed, "hidden": hidden})
+        rows = [one.as_dict() | {"same": names.get(one.identity_hash or "")} for one in found]
+        terminal.print_json({"schema": SCHEMA, "runs": rows, "hidden": hidden})
         return
     if found:
-        _print(found, names)
+        listed = [Line(_cells(one, names), _COLOURS.get(one.state, ""), _reason(one.why or "")) for one in found]
+        lines.show(_HEAD, listed, right=("step", "loss"), coloured="state")
     else:
         terminal.print_text(f"no run below {one_line(str(where))}")
     if hidden:
         to_person.print(f"hidden: {counted(hidden, 'run')} of {', '.join(overview.MAKERS)}; tpi runs --all lists them")
 
 
-def _print(found: "list[RunRow]", names: dict[str, str]) -> None:
-    """Not a table of rich: paths are copied from here, so they are never folded; and rich is slow for thousands."""
-    cells = [tuple(map(one_line, _cells(one, names))) for one in found]
-    widths = [max(len(row[n]) for row in (_HEAD, *cells)) for n in range(len(_HEAD))]
-    console = terminal.console(soft_wrap=True)
-    console.print(Text(_line(_HEAD, widths), style="bold"))
-    for one, row in zip(found, cells, strict=True):
-        line = Text(_line(row, widths))
-        line.stylize(_COLOURS.get(one.state, ""), widths[0] + 2, widths[0] + 2 + len(one.state))
-        if one.why:
-            line.append(f"  {_reason(one.why)}", style="dim")
-        console.print(line)
-
-
 def _reason(why: str) -> str:
     """Its first line; with the second where the first only introduces it."""
     first, *more = list(filter(None, map(str.strip, why.splitlines()))) or [""]
-    return one_line(f"{first} {more[0]}" if first.endswith(":") and more else first)
+    return f"{first} {more[0]}" if first.endswith(":") and more else first
 
 
 def _cells(one: "RunRow", names: dict[str, str]) -> tuple[str, ...]:
@@ -90,8 +78,3 @@ def _cells(one: "RunRow", names: dict[str, str]) -> tuple[str, ...]:
     loss = "" if one.loss is None else str(readable(one.loss))
     same = names.get(one.identity_hash or "", "")
     return (str(one.run), one.state, step, loss, one.degrees, one.model or "", one.numerics or "", same)
-
-
-def _line(row: tuple[str, ...], widths: list[int]) -> str:
-    left = {0, 1, 4, 5, 6, 7}
-    return "  ".join(f"{cell:{'<' if n in left else '>'}{widths[n]}}" for n, cell in enumerate(row)).rstrip()

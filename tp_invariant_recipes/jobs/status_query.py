@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.jobs import slurm_client
@@ -20,11 +21,18 @@ class SlurmStatus:
 
     def queued_row(self, part: JobPart) -> Queued | None:
         """The controller's row for a part; None: the controller does not know it, or no longer knows it."""
-        rows = [row for row in self.queued if part.ours and row.job == part.job]
+        rows = self._by_job.get(part.job, ()) if part.ours else ()
         if part.task is None:
             return rows[0] if rows else None
         own = next((row for row in rows if row.task == part.task), None)
         return own or next((row for row in rows if row.task and _holds(row.task, int(part.task))), None)
+
+    @cached_property
+    def _by_job(self) -> Mapping[str, Sequence[Queued]]:
+        found: dict[str, list[Queued]] = {}
+        for row in self.queued:
+            found.setdefault(row.job, []).append(row)
+        return found
 
     def account(self, part: JobPart) -> Accounted | None:
         """The account of a part. Tasks that were cancelled while they waited share one: "12_[0-4]"."""

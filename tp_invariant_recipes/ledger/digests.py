@@ -19,6 +19,7 @@ LANES = 2
 _MASK = (1 << 64) - 1
 _TEXT = re.compile(r"[0-9a-f]{32}")
 _TEXTS = re.compile(r"[0-9a-f]*")
+_NUMBER = re.compile(r"[0-9]+")
 _EXPERT = re.compile(r"(?P<before>.*\.experts)\.(?P<number>\d+)\.(?P<after>.+)")
 MANY = 4096  # tensors of experts, from which on those of one matrix of a layer have one digest together
 _LAYER = re.compile(r"(?:.+\.)?layers\.\d+(?=\.)")
@@ -91,6 +92,11 @@ def digest_texts(sums: bytes) -> list[str]:
 
 def start_lanes(dtype: str, shape: Sequence[int]) -> tuple[int, int]:
     """The initial lanes of a whole tensor's digest."""
+    return _start_lanes(dtype, tuple(shape))
+
+
+@functools.lru_cache(maxsize=1 << 12)  # a model has thousands of tensors and a dozen shapes
+def _start_lanes(dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
     start = xxhash.xxh3_128_intdigest(f"{dtype}[{','.join(map(str, shape))}]".encode())
     return start >> 64, start & _MASK
 
@@ -186,7 +192,12 @@ def check_digests(texts: Collection[object]) -> None:
 
 def in_order(names: Iterable[str]) -> list[str]:
     """Names of parameters in the order of a forward pass: embedding, layers by number, the rest."""
-    return sorted(names, key=_place)
+    return list(_in_order(tuple(names)))
+
+
+@functools.lru_cache(maxsize=8)  # the same names for every kind of digest
+def _in_order(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(sorted(names, key=_place))
 
 
 # Prefixes or parts of a name, in the order within their level.
@@ -214,13 +225,29 @@ _PARTS = (
 )
 
 
-@functools.lru_cache(maxsize=1 << 17)  # the same names for every kind of digest
+@functools.lru_cache(maxsize=1 << 17)  # most names of two ledgers are the same
 def _place(name: str) -> tuple:
-    stage = next((n for n, prefix in enumerate(_STAGES) if name.startswith(prefix)), len(_STAGES))
-    part = next((n for n, text in enumerate(_PARTS) if text in name), len(_PARTS))
     layer = _LAYER.match(name)
+    stage, part = _stage_and_part(".".join(["0" if word.isdecimal() else word for word in name.split(".")]))
     return stage, int(layer[0].rpartition(".")[2]) if layer else 0, part, _numbers_by_value(name)
 
 
-def _numbers_by_value(name: str) -> list:
-    return [(0, int(word), "") if word.isdecimal() else (1, 0, word) for word in re.split(r"(\d+)", name)]
+@functools.lru_cache(maxsize=1 << 12)  # alike for all layers and experts
+def _stage_and_part(name: str) -> tuple[int, int]:
+    stage = next((n for n, prefix in enumerate(_STAGES) if name.startswith(prefix)), len(_STAGES))
+    return stage, next((n for n, text in enumerate(_PARTS) if text in name), len(_PARTS))
+
+
+def _numbers_by_value(name: str) -> str:
+    """Text that sorts as the name with its numbers by value: each as the count of its digits and the digits."""
+    return ".".join(map(_padded, name.split(".")))
+
+
+@functools.lru_cache(maxsize=1 << 12)  # names consist of few words
+def _padded(word: str) -> str:
+    return _NUMBER.sub(_with_length, word)
+
+
+def _with_length(number: re.Match[str]) -> str:
+    digits = number[0].lstrip("0")
+    return f"\0{len(digits):04}{digits}"

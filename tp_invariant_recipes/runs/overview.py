@@ -3,9 +3,10 @@
 A directory that is damaged is a row with the reason. Thousands of runs take seconds.
 """
 
+import functools
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -31,6 +32,7 @@ DAMAGED = "damaged"
 MAKERS = ("verify", "sweep", "bench", "bisect", "audit")
 
 RESUMABLE = (STOPPED, FAILED, KILLED)
+_OF_A_RUN = {file.name for file in (RunDir(Path()).run, RunDir(Path()).config, RunDir(Path()).ledger)}
 _DEGREES = ("tp", "pp", "dp", "cp", "ep", "etp")
 
 
@@ -102,7 +104,9 @@ def rows(folder: Path) -> list[RunRow]:
     """
     if not folder.is_dir():
         raise RunError(f"{folder}: there is no such folder")
-    return sorted(map(row, _directories(folder)), key=lambda one: (one.when, str(one.run)))
+    own = functools.cache(_of_a_command)
+    found = [row(run, own) for run in _directories(folder)]
+    return sorted(found, key=lambda one: (one.when, str(one.run)))
 
 
 def of_people(found: Iterable[RunRow], folder: Path) -> list[RunRow]:
@@ -110,31 +114,31 @@ def of_people(found: Iterable[RunRow], folder: Path) -> list[RunRow]:
     return [one for one in found if not one.own or folder in (one.run, one.run.parent)]
 
 
-def row(run: Path | tuple[Path, str]) -> RunRow:
+def _of_a_command(folder: Path) -> bool:
+    """Whether a command of `MAKERS` made the runs in this folder."""
+    return MatrixDir(folder).matrix.exists()
+
+
+def row(run: Path | tuple[Path, str], of_a_command: Callable[[Path], bool] = _of_a_command) -> RunRow:
     """The row of a run directory, or of a folder that cannot be looked into, with the reason."""
     if isinstance(run, tuple):
         return RunRow(run[0], DAMAGED, run[1])
     run_dir = RunDir(run)
-    own = MatrixDir(run.parent).matrix.exists()
+    own = of_a_command(run.parent)
     try:
-        if not run_dir.run.is_file():
-            raise RunError("run.json is missing" if not run_dir.run.exists() else "run.json is not a file")
         found = run_dir.read_run(ListedRun)
-    except OSError as error:  # of the folder: no permission to look into it
-        return RunRow(run, DAMAGED, f"cannot be read: {error.strerror or error}", own=own)
     except RunError as error:
-        return RunRow(run, DAMAGED, str(error).removeprefix(f"{run} is not a run directory: "), own=own)
+        return RunRow(run, DAMAGED, _damage(run_dir, error), own=own)
     last = found.attempts[-1] if found.attempts else Attempt()
     state, why = _state(run_dir, last if found.attempts else None)
     step: int | None = 0
     loss = None
     try:
-        if run_dir.ledger.exists():
-            step, loss = last_step(run_dir.ledger)
-        elif state == COMPLETED:
-            raise ValueError("it is missing")
+        step, loss = last_step(run_dir.ledger)
     except (OSError, ValueError) as error:
-        state, why, step = DAMAGED, f"{run_dir.ledger.name}: {getattr(error, 'strerror', None) or error}", None
+        if not isinstance(error, FileNotFoundError) or state == COMPLETED:
+            reason = "it is missing" if isinstance(error, FileNotFoundError) else getattr(error, "strerror", None)
+            state, why, step = DAMAGED, f"{run_dir.ledger.name}: {reason or error}", None
     return RunRow(
         run,
         state,
@@ -203,6 +207,16 @@ def _of_train(one: RunRow) -> bool:
     return one.command.split()[:2] == ["tpi", "train"]
 
 
+def _damage(run_dir: RunDir, error: RunError) -> str:
+    """Why `run.json` cannot be read."""
+    try:
+        if not run_dir.run.is_file():
+            return "run.json is not a file" if run_dir.run.exists() else "run.json is missing"
+    except OSError as denied:  # of the folder: no permission to look into it
+        return f"cannot be read: {denied.strerror or denied}"
+    return str(error).removeprefix(f"{run_dir.path} is not a run directory: ")
+
+
 def _state(run_dir: RunDir, last: Attempt | None) -> tuple[str, str | None]:
     if lock.holder(run_dir) is not None:
         return RUNNING, None
@@ -241,9 +255,7 @@ def _entries(folder: Path) -> list[Path]:
 
 def _is_run(path: Path) -> bool:
     """Whether a folder is a run directory, or was meant to be one. Raises OSError."""
-    run_dir = RunDir(path)
-    names = {entry.name for entry in os.scandir(path)}
-    return run_dir.run.name in names or {run_dir.config.name, run_dir.ledger.name} & names != set()
+    return not _OF_A_RUN.isdisjoint(os.listdir(path))
 
 
 def _name(number: int) -> str:

@@ -23,8 +23,8 @@ from tp_invariant_recipes.numerics.megatron import spec
 SHARDS = 4
 SEQUENCE, BATCH, HIDDEN, EXPERTS = 32, 2, 64, 8
 # tp, ep. In `make test` an expert is on all ranks, on one, and in between; test_invariance_experts.py trains more.
-SHORT = ((1, 1), (2, 1), (4, 2), (4, 4))
-LAYOUTS = (*SHORT, (2, 2), (4, 1))
+SHORT = ((1, 1), (2, 1), (4, 4))
+LAYOUTS = (*SHORT, (4, 2), (2, 2), (4, 1))
 
 # Qwen3's way and Nemotron-3's, without and with a limit to an expert's tokens.
 QWEN = {

@@ -1,0 +1,36 @@
+"""Lists of thousands of runs or jobs: a line each, in columns.
+
+Not a table of rich: paths are copied from here, so they are never folded; and rich takes seconds for thousands of rows.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from tp_invariant_recipes.foreign_text import one_line
+from tp_invariant_recipes.host import terminal
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row. colour: of its cell `coloured`. why: behind the cells; "" for nothing."""
+
+    cells: tuple[str, ...]
+    colour: str
+    why: str
+
+
+def show(head: Sequence[str], lines: Sequence[Line], *, right: Collection[str], coloured: str) -> None:
+    """Print them below their head. right: columns of numbers. coloured: the column that has a colour."""
+    rows = [tuple(map(one_line, line.cells)) for line in lines]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    form = "  ".join(f"{{:{'>' if name in right else '<'}{width}}}" for name, width in zip(head, widths, strict=True))
+    at = head.index(coloured)
+    start = sum(widths[:at]) + 2 * at
+    text = Text(no_wrap=True).append(f"{form.format(*head).rstrip()}\n", style="bold")
+    for line, row in zip(lines, rows, strict=True):
+        whole, end = form.format(*row).rstrip(), start + len(row[at])
+        text.append(whole[:start]).append(whole[start:end], style=line.colour).append(whole[end:])
+        text.append(f"  {one_line(line.why)}\n" if line.why else "\n", style="dim")
+    terminal.console(soft_wrap=True).print(text, end="")
