@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from tests.models import sparing
+from tests.models import degree, sparing
 from tp_invariant_recipes.cli import show, train
 from tp_invariant_recipes.config import container, describe, hydra_tree
 from tp_invariant_recipes.config.compose import compose
@@ -28,7 +28,10 @@ def _provider(model: str) -> str:
     return str(hydra_tree.unresolved("model", "_target_", [parse(f"model={model}")])).rpartition(".")[2]
 
 
-ON_CPU = [model for model in MODELS if _provider(model) in LOCAL_SPECS]
+# Layers that are neither the provider's own nor Bridge's local ones.
+OWN = "tp_invariant_recipes.numerics.megatron.families.block"
+FAMILIES = ("olmoe", "exaone4", "gemma2", "gemma3")
+ON_CPU = [model for model in MODELS if _provider(model) in LOCAL_SPECS or model.startswith(FAMILIES)]
 # Of dense layers and layers of experts in one model: Bridge's own function makes one layer for all.
 BOTH = "tp_invariant_recipes.numerics.megatron.spec.block_of_both"
 QWEN3 = ("qwen3_0p6b", "qwen3_8b", "qwen3_30b_a3b")
@@ -68,15 +71,17 @@ def test_bridge_accepts_every_model_that_a_cpu_can(model):
     assert made.model.transformer_impl == "local"
     assert made.dist.distributed_backend == "gloo"
     provider = type(made.model).__name__
-    layers = getattr(made.model, container.SPEC_FIELDS[provider])
-    expected = BOTH if model.startswith("glm45") else container.LOCAL_SPECS[provider]
+    layers = getattr(made.model, container.SPEC_FIELDS.get(provider, "transformer_layer_spec"))
+    expected = BOTH if model.startswith("glm45") else container.LOCAL_SPECS.get(provider)
+    if model.startswith(FAMILIES):
+        layers, expected = layers.func, OWN
     assert f"{layers.__module__}.{layers.__name__}" == expected
 
 
 @pytest.mark.parametrize("model", sparing(MODELS))
 def test_bridge_accepts_every_model_on_gpus(model):
-    made = validated(model, "tp=2", "dp=2", "gbs=2")
-    assert made.model.sequence_parallel is True
+    made = validated(model, f"tp={degree(model)}", "dp=2", "gbs=2")
+    assert made.model.sequence_parallel is (degree(model) > 1)
     assert made.dist.distributed_backend == "nccl"
     assert made.data_parallel_size == 2
     assert made.model.bf16 is True

@@ -5,7 +5,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.models import sparing
+from tests.models import degree, sparing
 from tp_invariant_recipes.config import describe
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.settings import conf_files
@@ -70,10 +70,19 @@ PUBLISHED = (
         [1, 2, 4, 8],
         True,
     ),
+    ("olmoe_1b_7b", 6.919e9, [1, 2, 4, 8], True),
+    ("olmoe_toy", 2 * 4096 * 256 + 2 * (4 * 256 * 256 + 256 * 8 + 8 * 3 * 256 * 256), [1, 2, 4, 8], True),
+    ("exaone4_1p2b", 1.279e9, [1, 2, 4, 8], True),
+    ("exaone4_toy", 512 * 128 + 2 * (4 * 128 * 128 + 3 * 128 * 256), [1, 2, 4, 8], True),
+    ("gemma2_2b", 2.614e9, [1, 2, 4], True),
+    ("gemma2_9b", 9.242e9, [1, 2, 4, 8], True),
+    ("gemma2_toy", 512 * 128 + 2 * (4 * 128 * 128 + 3 * 128 * 256), [1, 2, 4, 8], True),
+    ("gemma3_1b", 0.99989e9, [1], True),
+    ("gemma3_toy", 512 * 128 + 2 * (4 * 128 * 128 + 3 * 128 * 256), [1, 2, 4, 8], True),
 )
 
 # Beginning of a model's name -> its activation function, where it is not SiLU.
-ACTIVATIONS = {"nemotron3": "squared_relu", "gpt_oss": "quick_gelu"}
+ACTIVATIONS = {"nemotron3": "squared_relu", "gpt_oss": "quick_gelu", "gemma": "fast_gelu"}
 
 
 @pytest.fixture
@@ -109,7 +118,7 @@ def test_dimensions_left_to_megatron_are_counted_as_it_derives_them():
 
 @pytest.mark.parametrize("model", sparing(MODELS))
 def test_bridge_overrides_are_overrides_with_the_trees_values(model):
-    tree = compose(model, ["tp=2"], device="gpu").config
+    tree = compose(model, [f"tp={degree(model)}"], device="gpu").config
     tree = tree.with_fields("dataset", blend=[["/data/a b"], None])
     lines = describe.bridge_overrides(tree)
     found = {}

@@ -48,9 +48,13 @@ def test_shards_divide_the_model_and_ranks_divide_shards(dimensions, shards, tp)
 
 
 def test_a_cpu_wants_whole_vectors():
-    says = "model.ffn_hidden_size=192: on a CPU it must be a multiple of 256"
+    says = "model.ffn_hidden_size=192: on a CPU it must be a multiple of 256; numerics.virtual_shards=2 fits"
     assert invariance.limits(with_fields(TREE, model__ffn_hidden_size=192)) == [says]
     assert invariance.limits(with_fields(TREE, model__ffn_hidden_size=192, device__kind="gpu")) == []
+    fits = with_fields(TREE, model__ffn_hidden_size=192, numerics__virtual_shards=2)
+    assert invariance.limits(fits) == []
+    (problem,) = invariance.limits(with_fields(TREE, model__ffn_hidden_size=40))
+    assert problem.endswith("must be a multiple of 256")
 
 
 def test_invariant_numerics_are_the_default_and_stock_is_asked_for():

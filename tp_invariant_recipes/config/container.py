@@ -13,6 +13,7 @@ from tp_invariant_recipes.config.null_tokenizer import megatron_vocab_size
 from tp_invariant_recipes.coverage import allowed_fields, experts
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, listed
 from tp_invariant_recipes.host.versions import installed
+from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.settings import environment, low_precision, peft, schema, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -151,7 +152,11 @@ def _layers(config: RunConfig, model: dict[str, Any]) -> None:
     specs = INVARIANT_SPECS if config.numerics.invariant else stock
     if provider == "GPTModelProvider" and experts.mixed(config) and not config.numerics.invariant:
         specs = {provider: f"{_SPEC}.block_of_both"}
-    if provider in specs:
+    family = families.of(config.model)
+    if family is not None and (config.numerics.invariant or model["transformer_impl"] == "local"):
+        path = f"{_SPEC}.invariant_layer_spec" if config.numerics.invariant else families.BLOCK
+        model[families.FIELD] = partial(get_method(path), family=family)
+    elif provider in specs:
         model.setdefault(SPEC_FIELDS[provider], get_method(specs[provider]))
 
 

@@ -5,10 +5,9 @@ from multiprocessing import get_context
 from typing import Any
 
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.config.container import LOCAL_SPECS
 from tp_invariant_recipes.settings import conf_files, layout
 from tp_invariant_recipes.settings.run_config import RunConfig
-from tp_invariant_recipes.settings.schema import BRIDGE_SECTIONS
+from tp_invariant_recipes.settings.schema import BRIDGE_SECTIONS, PROVIDERS
 from tp_invariant_recipes.settings.sections import OWN_KEYS
 from tp_invariant_recipes.settings.values import value_text
 from tp_invariant_recipes.sizing import memory
@@ -50,7 +49,7 @@ def _model(name: str) -> dict[str, Any]:
         "hidden_size": model["hidden_size"],
         "tp": degrees,
         "memory": [memory.estimate(_split(config, tp)).rank for tp in degrees],
-        "cpu": model["_target_"].rpartition(".")[2] in LOCAL_SPECS,
+        "cpu": model["_target_"] in PROVIDERS,
     }
 
 

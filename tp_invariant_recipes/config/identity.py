@@ -6,6 +6,7 @@ from typing import Any
 
 from tp_invariant_recipes.coverage import allowed_fields
 from tp_invariant_recipes.ledger.schema import CONTEXT_SHARDS, DATA_SHARDS
+from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.settings import peft, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -87,6 +88,8 @@ def identity(config: RunConfig, data_digest: str | None, weights_digest: str | N
     if flat.get("scheduler.lr_decay_iters") is None:
         flat["scheduler.lr_decay_iters"] = config.train["train_iters"]
     flat["data.kind"] = config.data.kind
+    if family := families.of(config.model):
+        flat["model.layers"] = family
     if config.numerics.invariant and config.numerics.data_shards is not None:
         flat[DATA_SHARDS] = config.numerics.data_shards
     if config.numerics.invariant and config.numerics.context_shards is not None:

@@ -6,6 +6,7 @@ from typing import Any
 from tp_invariant_recipes.coverage import (
     allowed_fields,
     experts,
+    families,
     finetuning,
     fp8,
     graphs,
@@ -85,6 +86,7 @@ LIMITS = (
         f"of Bridge's models only {', '.join(_FIRST)} and {_LATEST} have invariant layers",
     ),
     *experts.LIMITS,
+    *families.LIMITS,
     *graphs.LIMITS,
     *latent.LIMITS,
     *multi_token.LIMITS,
@@ -107,8 +109,8 @@ LIMITS = (
     ),
     Limit(lambda t: t.model.get("normalization") != "RMSNorm", "only model.normalization=RMSNorm is covered"),
     Limit(
-        lambda t: bool(t.model.get("layernorm_zero_centered_gamma")),
-        "zero-centred norm weights have no invariant version; model.layernorm_zero_centered_gamma=false",
+        lambda t: bool(t.model.get("layernorm_zero_centered_gamma")) and not t.numerics.covers(mode.CENTRED),
+        f"{mode.only(mode.CENTRED)}; model.layernorm_zero_centered_gamma=false",
     ),
     Limit(
         lambda t: bool(
@@ -353,11 +355,26 @@ def _powers(sequences: int) -> str:
 
 
 def _ragged(config: RunConfig) -> list[str]:
-    width = VECTORS * (config.numerics.virtual_shards or 1)
-    ragged = [field for field in ACTIVATED if (config.model.get(field) or 0) % width]
-    # The last numbers of a row that fill no vector go through code that rounds differently.
-    return [
+    """What a CPU rounds in another way at the end of a row that fills no whole vector, with the V that avoids it."""
+    if config.device.kind != "cpu":
+        return []
+    shards, tp = config.numerics.virtual_shards or 1, config.model["tensor_model_parallel_size"]
+    found = _unfilled(config, shards)
+    fewer = (1 << power for power in reversed(range(shards.bit_length() - 1)))
+    fits = next((one for one in fewer if one % tp == 0 and not _unfilled(config, one)), None)
+    return found if fits is None else [f"{line}; numerics.virtual_shards={fits} fits" for line in found]
+
+
+def _unfilled(config: RunConfig, shards: int) -> list[str]:
+    width = VECTORS * shards
+    found = [
         f"model.{field}={config.model[field]}: on a CPU it must be a multiple of {width}"
-        for field in ragged
-        if config.device.kind == "cpu"
+        for field in ACTIVATED
+        if (config.model.get(field) or 0) % width
     ]
+    if experts.routed(config, shards) % VECTORS:
+        found.append(
+            f"numerics={config.numerics.mode}: on a CPU seq / numerics.virtual_shards / numerics.context_shards * "
+            f"model.num_moe_experts must be a multiple of {VECTORS}"
+        )
+    return found

@@ -22,5 +22,8 @@ def from_config(folder: Path) -> Any:
 def _class() -> Any:
     """Bridge is loaded (host/bridge.py)."""
     from megatron.bridge import AutoBridge
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping
 
+    # A local layer of numerics/megatron/family_layers.py, whose name would pass for a norm's.
+    AutoMapping.register_module_type("RowParallelLinearLayerNorm", "row")
     return AutoBridge

@@ -35,6 +35,7 @@ else:
 # What a mode may cover beyond dense models of attention and feed-forward layers in bf16.
 EXPERTS, HYBRID, LATENT = "experts", "Mamba layers", "multi-latent attention"
 MTP, PACKED = "multi-token prediction", "packed sequences"
+FAMILIES, CENTRED = "families with own layers", "zero-centred norm weights"
 LORA, FINETUNING, TOKEN_LOSS = "LoRA", "fine-tuning", "a loss divided by the tokens of a step"
 CONTEXT_SHARDS, OVERLAP = "context parallelism", "an exchange in blocks of tokens"
 FP8 = "FP8"

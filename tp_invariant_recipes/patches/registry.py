@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 
 from tp_invariant_recipes import replacement
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.patches import bridge_helpers, bridge_mtp, core_save, te_grouped_linear, te_grouped_wgrad
+from tp_invariant_recipes.patches import (
+    bridge_helpers,
+    bridge_local_names,
+    bridge_mtp,
+    core_save,
+    te_grouped_linear,
+    te_grouped_wgrad,
+)
 from tp_invariant_recipes.patches.patch import Patch, PatchVerdict
 
 if TYPE_CHECKING:
@@ -18,6 +25,7 @@ PATCHES: tuple[Patch, ...] = (
     core_save.PATCH,
     bridge_helpers.PATCH,
     bridge_mtp.PATCH,
+    bridge_local_names.PATCH,
     te_grouped_linear.PATCH,
     *te_grouped_wgrad.PATCHES,
 )

@@ -14,6 +14,7 @@ from typing import Any
 
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import bridge
+from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.settings import field_table
 from tp_invariant_recipes.settings.nearest import nearest
 from tp_invariant_recipes.settings.sections import OWN_KEYS, OWN_SECTIONS
@@ -25,10 +26,16 @@ PROVIDERS = (
     "megatron.bridge.models.gpt_provider.GPTModelProvider",
     "megatron.bridge.models.hybrid.hybrid_provider.HybridModelProvider",
     LATENT,
+    *families.PROVIDERS,
 )
 
 # Fields that take more than their class says.
-WIDER = {"q_lora_rank": int | None}  # None: queries have no latent
+WIDER: dict[str, Any] = {"q_lora_rank": int | None}  # None: queries have no latent
+# The same of one class, whose defaults are of other types than it says.
+WIDER_IN: dict[str, dict[str, Any]] = {
+    "Gemma3ModelProvider": {"window_size": int},
+    "OlMoEModelProvider": {"init_method_std": float},
+}
 # The field of `dataset` that names its class, too, where that is not the one of pretraining.
 SFT_DATASET = "megatron.bridge.data.builders.gpt_sft.GPTSFTDatasetConfig"
 
@@ -115,7 +122,8 @@ def fields(cls: type) -> dict[str, Any]:
         hints = typing.get_type_hints(cls)
     except (NameError, TypeError):  # a hint that only a type checker can resolve
         hints = {f.name: (f.type if not isinstance(f.type, str) else Any) for f in dataclasses.fields(cls)}
-    hints |= {name: hint for name, hint in WIDER.items() if name in hints}
+    wider = WIDER | WIDER_IN.get(cls.__name__, {})
+    hints |= {name: hint for name, hint in wider.items() if name in hints}
     return {f.name: hints.get(f.name, Any) for f in dataclasses.fields(cls) if f.init and f.name[0] != "_"}
 
 

@@ -5,6 +5,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from tp_invariant_recipes.numerics.megatron import families
+
 Model = dict[str, Any]  # the section `model` of a composed tree
 
 # One letter a part of a layer, as in Nemotron's pattern. A layer of a GPT model has two parts.
@@ -132,11 +134,12 @@ def weights(model: Model, part: str) -> Weights:
         return Weights(split=up_query + up + out, whole=down + norms, largest=max(up_query, up, out))
     if part == ATTENTION:
         qkv, out = w.hidden * (w.query + 2 * w.key), w.query * w.hidden
-        norms = 2 * w.query // model["num_attention_heads"] if model.get("qk_layernorm") else 0
+        norms = _head_norms(model, w) + _more_norms(model) * w.hidden
         biases = w.query + 2 * w.key if model.get("add_qkv_bias") or model.get("add_bias_linear") else 0
         return Weights(split=qkv + out + biases, whole=w.hidden + norms, largest=max(qkv, out))
     if part == MLP:
-        return Weights(split=(w.gates + 1) * w.hidden * w.ffn, whole=w.hidden, largest=w.gates * w.hidden * w.ffn)
+        norms, both = (1 + _more_norms(model)) * w.hidden, w.gates * w.hidden * w.ffn
+        return Weights(split=both + w.hidden * w.ffn, whole=norms, largest=both)
     if part == EXPERTS:
         count, shared = model["num_moe_experts"], (w.gates + 1) * w.hidden * w.shared
         each = (w.gates + 1) * w.hidden * w.moe_ffn
@@ -152,13 +155,39 @@ def weights(model: Model, part: str) -> Weights:
     return Weights(split=w.hidden * (rows + w.inner) + small, whole=w.hidden, largest=w.hidden * rows)
 
 
+def _head_norms(model: Model, w: Widths) -> int:
+    """Parameters of the norms of queries and keys."""
+    if not model.get("qk_layernorm"):
+        return 0
+    return (
+        w.query + w.key if families.of(model) == families.OF_ALL_HEADS else 2 * w.query // model["num_attention_heads"]
+    )
+
+
+def _more_norms(model: Model) -> int:
+    """Norms of a layer's part beside one."""
+    family = families.of(model)
+    return families.FAMILIES[family].norms - 1 if family else 0
+
+
 def adapters(model: Model, part: str, dim: int, targets: Collection[str]) -> Weights:
     """The parameters of the adapters of one part of a layer. targets: the linear layers that have one."""
     w = widths(model)
     shapes = {
-        ATTENTION: {"linear_qkv": w.hidden + w.query + 2 * w.key, "linear_proj": w.query + w.hidden},
+        ATTENTION: {"linear_qkv": w.hidden + w.query + 2 * w.key, "linear_proj": w.core + w.hidden},
         MLP: {"linear_fc1": w.hidden + w.gates * w.ffn, "linear_fc2": w.ffn + w.hidden},
+        MAMBA: {"in_proj": w.hidden + 2 * w.inner + w.states + w.mamba_heads, "out_proj": w.inner + w.hidden},
     }
+    if latent(model):
+        up = w.key - model["num_attention_heads"] * w.shared_key + w.value
+        shapes[ATTENTION] = {
+            "linear_q_proj": 0 if w.q_latent else w.hidden + w.query,
+            "linear_q_down_proj": w.hidden + w.q_latent if w.q_latent else 0,
+            "linear_q_up_proj": w.q_latent + w.query if w.q_latent else 0,
+            "linear_kv_down_proj": w.hidden + w.kv_latent + w.shared_key,
+            "linear_kv_up_proj": w.kv_latent + up,
+            "linear_proj": w.core + w.hidden,
+        }
     return Weights(split=dim * sum(size for name, size in shapes.get(part, {}).items() if name in targets))
 
 

@@ -1,7 +1,7 @@
 """An architecture of Hugging Face: its sizes in config.json, what else it must have, its tensors' names and shapes."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
@@ -65,13 +65,25 @@ LLAMA31_LENGTH = 131072  # tokens; what such models are published for
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture. qkv_bias, qk_norm, experts: what tells it from the others."""
+    """One architecture.
+
+    qkv_bias, qk_norm, experts: what tells it from the others.
+    norms:       of a layer. norm_of_all_heads: whether one norm has the queries of all heads, and one the keys.
+    expert_size: the key of an expert's features in config.json.
+    more:        fields that others lack, or other defaults. own: what `shared` has otherwise. said: as `fixed`.
+    """
 
     architecture: str
     model_type: str
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: bool = False
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    norm_of_all_heads: bool = False
+    expert_size: str = "moe_intermediate_size"
+    more: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    own: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    said: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -82,17 +94,25 @@ class Family:
     @property
     def fields(self) -> Mapping[str, tuple[str, Any]]:
         """Sizes in config.json -> field of the model, and the default of Bridge's provider."""
-        return {key: FIELDS[key] for key in self.keys}
+        found = {key: FIELDS[key] for key in self.keys}
+        if self.experts:
+            found[self.expert_size] = found.pop("moe_intermediate_size")
+        return found | {**self.more}
 
     @property
     def shared(self) -> Mapping[str, tuple[Any, Any]]:
         """Field of the model -> the value that it must have, and the default of the provider."""
-        return SHARED
+        sizes = {name for name, _ in self.fields.values()}
+        return {name: value for name, value in SHARED.items() if name not in sizes} | {**self.own}
 
     @property
     def fixed(self) -> Mapping[str, Any]:
         """Key of config.json -> the value that it must have, where the architecture has the key."""
-        return FIXED
+        return FIXED | {**self.said}
+
+    def layer_types(self, sizes: Mapping[str, Any]) -> list[str] | None:
+        """`layer_types` of config.json; None: the architecture has none."""
+        return None
 
     def of_model(self, key: str, value: Any) -> Any:
         """A size as the field of the model has it."""
@@ -106,12 +126,24 @@ class Family:
         found["head_dim"] = found["head_dim"] or found["hidden_size"] // heads
         if self.experts:
             found["norm_topk_prob"] = not found["norm_topk_prob"]
-            found["moe_intermediate_size"] = found["moe_intermediate_size"] or model.get("ffn_hidden_size")
+            found[self.expert_size] = found[self.expert_size] or model.get("ffn_hidden_size")
         else:
             found["intermediate_size"] = found["intermediate_size"] or 4 * found["hidden_size"]
         if not model.get("rope_scaling"):
             found["rope_factor"] = None
         return found
+
+    def absent(self, key: str) -> tuple[Any, ...]:
+        """What a key stands for where config.json lacks it, and a size that may be 0: (0,). Empty: it is needed."""
+        return ()
+
+    def spare(self, name: str, sizes: Mapping[str, Any]) -> bool:
+        """Whether published folders have a tensor that Bridge does not read."""
+        return False
+
+    def rotary(self, rope: Mapping[str, Any]) -> dict[str, Any]:
+        """The sizes in rope_parameters of config.json. Raises ValueError as `rope`, and KeyError."""
+        return {"rope_theta": rope["rope_theta"], "rope_factor": self.rope(rope)}
 
     def rope(self, rope: Mapping[str, Any]) -> float | None:
         """The factor in rope_parameters of config.json. Raises ValueError: Megatron-Core has other frequencies."""
@@ -131,9 +163,12 @@ class Family:
         fixed = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0}
         if self.experts:
             fixed |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+        kinds = self.layer_types(sizes)
         return {
             **sizes,
             **fixed,
+            **self.said,
+            **({} if kinds is None else {"layer_types": kinds}),
             "max_position_embeddings": max(model["seq_length"], LLAMA31_LENGTH if factor else 0),
             "rope_parameters": {"rope_theta": theta, **rope},
         }
@@ -148,19 +183,19 @@ class Family:
         rows = {"q": sizes["num_attention_heads"] * head, **dict.fromkeys("kv", sizes["num_key_value_heads"] * head)}
         for number in range(sizes["num_hidden_layers"]):
             layer = f"model.layers.{number}"
-            for norm in ("input_layernorm", "post_attention_layernorm"):
+            for norm in self.norms:
                 yield f"{layer}.{norm}.weight", (hidden,)
             for part, size in rows.items():
                 yield f"{layer}.self_attn.{part}_proj.weight", (size, hidden)
                 if self.qkv_bias:
                     yield f"{layer}.self_attn.{part}_proj.bias", (size,)
             yield f"{layer}.self_attn.o_proj.weight", (hidden, rows["q"])
-            for norm in ("q_norm", "k_norm") if self.qk_norm else ():
-                yield f"{layer}.self_attn.{norm}.weight", (head,)
+            for part in "qk" if self.qk_norm else "":
+                yield f"{layer}.self_attn.{part}_norm.weight", (rows[part] if self.norm_of_all_heads else head,)
             yield from self._mlp(f"{layer}.mlp", sizes)
 
     def _mlp(self, mlp: str, sizes: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-        hidden, size = sizes["hidden_size"], sizes["moe_intermediate_size" if self.experts else "intermediate_size"]
+        hidden, size = sizes["hidden_size"], sizes[self.expert_size if self.experts else "intermediate_size"]
         names = [f"{mlp}.experts.{n}" for n in range(sizes["num_experts"])] if self.experts else [mlp]
         if self.experts:
             yield f"{mlp}.gate.weight", (sizes["num_experts"], hidden)

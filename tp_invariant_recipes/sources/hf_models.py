@@ -5,12 +5,16 @@ are those of `config.json`, under their names there; Family.fields has the field
 with a run before anything starts, and without Bridge.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.settings.values import value_text
+from tp_invariant_recipes.sources import hf_families
 from tp_invariant_recipes.sources.hf_family import EMBEDDING, OUTPUT, Family
+from tp_invariant_recipes.sources.hf_glm import GLM_45, dense_first
 from tp_invariant_recipes.sources.hf_gpt_oss import GPT_OSS
 from tp_invariant_recipes.sources.weights import Checkpoint, some
 
@@ -20,7 +24,7 @@ PLAIN = (
     Family("Qwen3ForCausalLM", "qwen3", qk_norm=True),
     Family("Qwen3MoeForCausalLM", "qwen3_moe", qk_norm=True, experts=True),
 )
-FAMILIES: tuple[Family, ...] = (*PLAIN, GPT_OSS)
+FAMILIES: tuple[Family, ...] = (*PLAIN, GPT_OSS, GLM_45, *hf_families.FAMILIES.values())
 _NAMES = ", ".join(family.architecture for family in FAMILIES)
 
 
@@ -28,16 +32,20 @@ def family_of(model: Mapping[str, Any]) -> Family | str:
     """The architecture of a model, a section `model` of a tree; if it has none here, why."""
     if model.get("hybrid_layer_pattern"):
         return f"a hybrid model has no weights that tpi imports or exports; it knows {_NAMES}"
-    sinks = GPT_OSS if model.get("softmax_type") == "learnable" else None
+    own = _own(model)
     wrong = [
         f"model.{name}={value_text(model.get(name, default))}"
-        for name, (value, default) in (sinks or FAMILIES[0]).shared.items()
+        for name, (value, default) in (own or FAMILIES[0]).shared.items()
         if _plain(model.get(name, default)) != _plain(value)
     ]
     if wrong:
         return f"no architecture that tpi imports or exports has {', '.join(wrong)}; it knows {_NAMES}"
-    if sinks is not None:
-        return sinks
+    if own is GLM_45 and (shared := _shared_expert(model)):
+        return shared
+    if own is hf_families.FAMILIES["OLMoE"] and _head(model) * model["num_attention_heads"] != model["hidden_size"]:
+        return f"{own.architecture} has heads of hidden_size / num_attention_heads; model.kv_channels={_head(model)}"
+    if own is not None:
+        return own
     traits = (bool(model.get("add_qkv_bias")), bool(model.get("qk_layernorm")), bool(model.get("num_moe_experts")))
     found = next((one for one in PLAIN if (one.qkv_bias, one.qk_norm, one.experts) == traits), None)
     if found is None:
@@ -45,6 +53,31 @@ def family_of(model: Mapping[str, Any]) -> Family | str:
         said = ", ".join(f"model.{name}={value_text(model.get(name))}" for name in fields)
         return f"no architecture that tpi imports or exports has {said}; it knows {_NAMES}"
     return found
+
+
+def _own(model: Mapping[str, Any]) -> Family | None:
+    """The architecture of layers that no other has; None: it is one of PLAIN, or none."""
+    if (name := families.of(model)) is not None:
+        return hf_families.FAMILIES[name]
+    if model.get("softmax_type") == "learnable":
+        return GPT_OSS
+    sigmoid = model.get("moe_router_score_function") == "sigmoid" and not model.get("multi_latent_attention")
+    return GLM_45 if model.get("num_moe_experts") and sigmoid else None
+
+
+def _head(model: Mapping[str, Any]) -> int:
+    return model.get("kv_channels") or model["hidden_size"] // model["num_attention_heads"]
+
+
+def _shared_expert(model: Mapping[str, Any]) -> str | None:
+    """What of GLM's experts its config.json has no place for."""
+    if dense_first(model.get("moe_layer_freq"), model["num_layers"]) is None:
+        return f"{GLM_45.architecture} has its dense layers first; model.moe_layer_freq"
+    shared, routed = model.get("moe_shared_expert_intermediate_size"), model.get("moe_ffn_hidden_size")
+    if shared == routed:
+        return None
+    key = "model.moe_shared_expert_intermediate_size"
+    return f"{GLM_45.architecture} has a shared expert of the others' size; {key}={routed}"
 
 
 def sizes_of(family: Family, model: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,6 +111,8 @@ def problems(model: Mapping[str, Any], checkpoint: Checkpoint) -> list[str]:
     try:
         config = _config(checkpoint.folder)
         sizes, fixed = _sizes(family, config), _fixed(family, config)
+        if (kinds := family.layer_types(sizes)) not in (None, getattr(config, "layer_types", None)):
+            fixed.append(f"layer_types other than {value_text(kinds)}")
         wanted = dict(family.tensors(sizes))
     except ImportError:
         raise
@@ -88,13 +123,49 @@ def problems(model: Mapping[str, Any], checkpoint: Checkpoint) -> list[str]:
         if value != sizes[key]:
             wrong.append(f"{where}: its {key} is {value_text(sizes[key])}; {_fix(family, key, sizes[key])}, not "
                          f"{value_text(family.of_model(key, value))}")  # fmt: skip
-    return wrong + [f"{where}: {one}" for one in _tensors(checkpoint, wanted)]
+    return wrong + [f"{where}: {one}" for one in _tensors(checkpoint, wanted, lambda name: family.spare(name, sizes))]
 
 
-def _tensors(checkpoint: Checkpoint, wanted: dict[str, tuple[int, ...]]) -> Iterator[str]:
+# Architecture -> a model of conf/model/ with all that its family shares; the sizes are the folder's.
+LIKE = {
+    "LlamaForCausalLM": "llama32_toy",
+    "Qwen2ForCausalLM": "qwen25_toy",
+    "Qwen3ForCausalLM": "qwen3_toy",
+    "Qwen3MoeForCausalLM": "qwen3_moe_toy",
+    "GptOssForCausalLM": "gpt_oss_toy",
+    "Glm4MoeForCausalLM": "glm45_toy",
+    "OlmoeForCausalLM": "olmoe_toy",
+    "Exaone4ForCausalLM": "exaone4_toy",
+    "Gemma2ForCausalLM": "gemma2_toy",
+    "Gemma3ForCausalLM": "gemma3_toy",
+}
+
+
+def model_of(checkpoint: Checkpoint) -> tuple[str, list[str]]:
+    """The model of a folder: one of conf/model/, and the overrides that give it the folder's sizes.
+
+    Raises ConfigError: its architecture, or a part of its config.json, is not known here.
+    """
+    named = checkpoint.config.get("architectures")
+    family = next((one for one in FAMILIES if named == [one.architecture]), None)
+    if family is None:
+        said = f"is of {value_text(named)}" if named else "names no architecture"
+        raise ConfigError(f"{checkpoint.folder}: its config.json {said}; tpi imports {_NAMES}")
+    try:
+        sizes = _sizes(family, _config(checkpoint.folder))
+    except ImportError:
+        raise
+    except Exception as error:  # whatever transformers raises of a damaged file
+        why = str(error).splitlines()[0][:200]
+        raise ConfigError(f"{checkpoint.folder}: its config.json is none of {family.architecture}: {why}") from error
+    fixes = (_fix(family, key, value) for key, value in sizes.items())
+    return LIKE[family.architecture], [one for fix in fixes for one in fix.replace(" model.", "\nmodel.").splitlines()]
+
+
+def _tensors(checkpoint: Checkpoint, wanted: dict[str, tuple[int, ...]], spare: Callable[[str], bool]) -> Iterator[str]:
     there = checkpoint.tensors
     missing = [name for name in wanted if name not in there]
-    more = [name for name in sorted(there) if name not in wanted]
+    more = [name for name in sorted(there) if name not in wanted and not spare(name)]
     if OUTPUT in more and EMBEDDING in there:  # tied, and stored twice
         more.remove(OUTPUT)
         if checkpoint.bits(OUTPUT) != checkpoint.bits(EMBEDDING):
@@ -118,14 +189,15 @@ def _config(folder: Path) -> Any:
 
 def _sizes(family: Family, config: Any) -> dict[str, Any]:
     """Raises AttributeError, TypeError, ValueError: a size is missing or none."""
-    rope = config.rope_parameters
-    special = {"rope_theta": rope["rope_theta"], "rope_factor": family.rope(rope)}
+    special = family.rotary(config.rope_parameters)
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     special |= {"head_dim": head, "num_key_value_heads": groups}
-    found = {key: special[key] if key in special else getattr(config, key) for key in family.fields}
+    found = {
+        key: special[key] if key in special else getattr(config, key, *family.absent(key)) for key in family.fields
+    }
     for key, value in found.items():
-        if key not in ("rope_factor", "tie_word_embeddings", "norm_topk_prob") and not value > 0:
+        if type(value) in (int, float) and not (value > 0 or value in family.absent(key)):
             raise ValueError(f"{key} is {value}")
     return found
 
@@ -144,4 +216,5 @@ def _fix(family: Family, key: str, value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
+    value = [*value] if isinstance(value, tuple) else value
     return None if value in (None, False) else value

@@ -20,6 +20,7 @@ import yaml
 
 from tp_invariant_recipes.coverage import experts, invariance, latent, model_fields
 from tp_invariant_recipes.errors import ConfigError, listed
+from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.settings import conf_files, cuda_graphs, environment, peft, schema, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.sections import RecipeSettings
@@ -87,7 +88,11 @@ _OF_QWEN = {f"model.{name}" for name in ("head_dim", "hf_text_config", "audio_to
 OF_BRIDGE = {
     "SchedulerConfig": UNREAD,
     "OptimizerConfig": {"optimizer.offload_optimizer_states"},
-    "GPTModelProvider": {"model.moe_a2a_overlap", "model.bos_token_id", "model.eos_token_id"},
+    "GPTModelProvider": {
+        *("model.moe_a2a_overlap", "model.bos_token_id", "model.eos_token_id"),
+        *(f"model.rope_scaling_{name}" for name in ("low_freq_factor", "high_freq_factor")),  # of EXAONE 4; unread
+        "model.rope_scaling_original_max_position_embeddings",
+    },
     "MLAModelProvider": {
         f"model.{name}"
         for name in (
@@ -442,7 +447,8 @@ def problems(config: RunConfig) -> list[str]:
         return [f"device=cpu has no layers for Bridge's {provider.rpartition('.')[2]}; device=gpu"]
     if not config.numerics.invariant:
         return []
-    layers = [f"model.{name}" for name in SPECS if config.model.get(name) is not None]
+    own = families.of(config.model)
+    layers = [f"model.{name}" for name in SPECS if config.model.get(name) is not None and own is None]
     return [
         f"numerics={config.numerics.mode}: the recipe sets {path} to an object, and no rule says how that adds; "
         f"{f'{path}={HOW[path]}' if path in HOW else 'leave it out of the recipe'}, or numerics=stock"

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.host import auto_bridge, bridge
+from tp_invariant_recipes.numerics.megatron import families
+from tp_invariant_recipes.numerics.megatron.spec import block_of_both
+from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.sources import hf_models
 from tp_invariant_recipes.sources.weights import CONFIG, INDEX, read
@@ -62,6 +66,7 @@ class Export:
             from tp_invariant_recipes.host import cpu
 
             stack.enter_context(cpu.installed())
+            stack.enter_context(registry.applied())
             stack.enter_context(torch.no_grad())
             stack.enter_context(temporary_distributed_context("gloo"))
             if self.adapters is None:
@@ -77,7 +82,7 @@ class Export:
     def _chunks(self) -> list[Any]:
         """The model with the weights of the checkpoint."""
         chunks = _model(self.model, torch.float32 if self.masters else _dtype(self.checkpoint))
-        _load(chunks, self.checkpoint, _masters(self.checkpoint) if self.masters else "")
+        load_weights(chunks, self.checkpoint, _masters(self.checkpoint) if self.masters else "")
         return chunks
 
     def _write_adapted(self, adapters: Adapters) -> None:
@@ -88,9 +93,9 @@ class Export:
         if adapters.hugging_face:
             auto_bridge.from_folder(adapters.base).load_hf_weights(chunks)
         else:
-            _load(chunks, adapters.base, "")
+            load_weights(chunks, adapters.base, "")
         lora = LoRA(**adapters.fields)
-        _load(lora(chunks, training=False), self.checkpoint, "", part=ADAPTER)
+        load_weights(lora(chunks, training=False), self.checkpoint, "", part=ADAPTER)
         if adapters.merge:
             self._write(chunks)
             return
@@ -138,6 +143,7 @@ def _masters(checkpoint: Path) -> str:
 def _model(model: dict[str, Any], dtype: torch.dtype) -> list[Any]:
     """Megatron-Core's own layers with the sizes of a run's model, whole and without values."""
     from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
+    from megatron.core.transformer.enums import AttnBackend
 
     family = hf_models.family_of(model)
     assert not isinstance(family, str)
@@ -145,15 +151,23 @@ def _model(model: dict[str, Any], dtype: torch.dtype) -> list[Any]:
     fields = traits | {name: value for name, (value, _) in family.shared.items()}
     fields |= {name: model[name] for name, _ in family.fields.values() if model.get(name) is not None}
     fields["activation_func"] = resolve_name(fields["activation_func"])
-    provider = GPTModelProvider(
+    own = families.of(model)
+    cls, spec = GPTModelProvider, block_of_both if family is hf_models.GLM_45 else local_layer_spec
+    if own is not None:
+        cls, spec = resolve_name(model[families.PROVIDER]), partial(families.block, family=own)
+    if shared := model.get("moe_shared_expert_intermediate_size"):
+        fields["moe_shared_expert_intermediate_size"] = shared
+    provider = cls(
         **fields,
         seq_length=model["seq_length"],
-        transformer_layer_spec=local_layer_spec,
+        transformer_layer_spec=spec,
         transformer_impl="local",
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
+        attention_backend=AttnBackend.auto,
         moe_grouped_gemm=False,
+        moe_permute_fusion=False,
         perform_initialization=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
@@ -166,7 +180,7 @@ def _model(model: dict[str, Any], dtype: torch.dtype) -> list[Any]:
     return provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
 
 
-def _load(chunks: list[Any], checkpoint: Path, prefix: str, part: str = "") -> None:
+def load_weights(chunks: list[Any], checkpoint: Path, prefix: str, part: str = "") -> None:
     """Load weights, or what a checkpoint keeps of them under names with a prefix. RunError: it lacks one.
 
     part: of the names of those to load.

@@ -40,8 +40,9 @@ class ImportedWeights(Callback):
         for parameter in parameters:
             dtype = torch.float32 if wider and parameter.is_floating_point() else parameter.dtype
             parameter.data = torch.full_like(parameter, torch.nan, dtype=dtype)
+        of_folder = auto_bridge.from_folder(self.folder)
         with _our_layers_known():
-            auto_bridge.from_folder(self.folder).load_hf_weights(model_chunks)
+            of_folder.load_hf_weights(model_chunks)
         self._check(model_chunks)
         for parameter, dtype in dtypes.items():
             if parameter.dtype != dtype:

@@ -183,7 +183,8 @@ def sliced(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | Non
 
 def sections(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
     """[s, b, n/t] of sections of several widths, each split over the ranks: Mamba's z, x, B, C and dt."""
-    sizes = list(getattr(module.weight, "partition_sizes", ()))
+    rows = module.weight if hasattr(module, "weight") else module.linear_out.weight  # of an adapter
+    sizes = list(getattr(rows, "partition_sizes", ()))
     if x.dim() != 3 or x.shape[2] != sum(sizes):
         return None
     return _rows(x, micro_batch, site, slices=sizes)
@@ -304,13 +305,13 @@ _FFN = (_field("ffn_hidden_size"), _field("moe_shared_expert_intermediate_size")
 _ADAPTED, _BASE = "LoRALinear", ".to_wrap"
 _COLUMN_PARALLEL = ("ColumnParallelLinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear", _ADAPTED)
 _ROW_PARALLEL = ("RowParallelLinear", "TERowParallelLinear", _ADAPTED)
-_NORM = ("RMSNorm", "LayerNorm", "FusedLayerNorm", "InvariantRMSNorm")
+_NORM = ("RMSNorm", "LayerNorm", "FusedLayerNorm", "InvariantRMSNorm", "PlainRMSNorm")
 _QKV = (
     ("query", heads("num_attention_heads")),
     ("key", heads("num_query_groups")),
     ("value", heads("num_query_groups")),
 )
-_DUPLICATED = ("DuplicatedLinear", "TELinear")
+_DUPLICATED = ("DuplicatedLinear", "TELinear", _ADAPTED)
 _QUERY_NORM = latent("q_lora_rank", or_else=heads("num_attention_heads"))
 _EXPERTS = ("TEGroupedMLP", "GroupedMLP", "SequentialMLP")
 
@@ -321,6 +322,13 @@ _OF_ADAPTER = {
     "linear_fc1": (hidden, _FC1),
     "linear_proj": (columns(_queries), hidden),
     "linear_fc2": (columns(*_FFN), hidden),
+    "linear_q_proj": (hidden, sliced),
+    "linear_q_down_proj": (hidden, latent("q_lora_rank")),
+    "linear_q_up_proj": (latent("q_lora_rank"), sliced),
+    "linear_kv_down_proj": (hidden, latent("kv_lora_rank", "qk_pos_emb_head_dim")),
+    "linear_kv_up_proj": (latent("kv_lora_rank"), sliced),
+    "in_proj": (hidden, sections),
+    "out_proj": (sliced, hidden),
 }
 
 
@@ -365,7 +373,7 @@ ROWS = (
         _NORM,
         (("x", hidden),),
         (hidden,),
-        names=("input_layernorm", "pre_mlp_layernorm", "final_layernorm", "final_norm"),
+        names=("input_layernorm", "pre_mlp_layernorm", "post_layernorm", "final_layernorm", "final_norm"),
     ),
     ModuleRow(_COLUMN_PARALLEL, (("x", hidden),), (columns(_qkv),), names=("linear_qkv",)),
     ModuleRow(_COLUMN_PARALLEL, (("x", hidden),), (_FC1,), names=("linear_fc1",)),

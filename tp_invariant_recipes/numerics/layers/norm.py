@@ -40,18 +40,26 @@ LIBRARY = NormKernels(rms_norm_forward, rms_norm_backward)
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, mesh: VirtualMesh, shards_of: NormShards, kernels: NormKernels = LIBRARY
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    mesh: VirtualMesh,
+    shards_of: NormShards,
+    kernels: NormKernels = LIBRARY,
+    *,
+    centred: bool = False,
 ) -> Tensor:
     """`x / sqrt(mean(x²) + eps) * weight` over the last dimension, in fp32, rounded once.
 
     x:       as `shards_of` says; weight: its last dimension.
+    centred: the factor is 1 + weight, a sum in fp32 (`model.layernorm_zero_centered_gamma`).
     returns: x's shape and dtype; a row's bits, here and in its gradient, depend on that row alone.
 
     The weight gradient is the sum over the rows of all ranks, the same bits for every t dividing V;
     `partial_gradient.reduce_weight_gradient` returns it or adds it to `main_grad`.
     """
     check_rows(x, weight, mesh, shards_of)
-    return _RMSNorm.apply(x, weight, eps, Norm(mesh, shards_of, kernels))
+    return _RMSNorm.apply(x, weight, eps, Norm(mesh, shards_of, kernels, centred))
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, mesh: VirtualMesh, sliced: bool) -> Tensor:
@@ -105,28 +113,32 @@ class Norm(NamedTuple):
     mesh: VirtualMesh
     shards_of: NormShards
     kernels: NormKernels = LIBRARY
+    centred: bool = False
 
     def forward(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """The norm of x's shape, and the scale of each row that `backward` reads."""
-        y, scale = self.kernels.forward(_rows(x, self.shards_of), weight, eps)
+        y, scale = self.kernels.forward(_rows(x, self.shards_of), self._factor(weight), eps)
         return y.view_as(x), scale
 
     def backward(
         self, dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, wants_dx: bool, wants_dw: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of x and weight that are wanted. dy: of the norm."""
-        mesh, shards_of, kernels = self
+        mesh, shards_of, kernels, _ = self
         everywhere, by_heads = shards_of is NormShards.SEQUENCE_WHOLE, shards_of is NormShards.HEADS
-        dy, rows = _rows(dy, shards_of), _rows(x, shards_of)
+        dy, rows, factor = _rows(dy, shards_of), _rows(x, shards_of), self._factor(weight)
         if by_heads:
             parts = each_context(mesh, dy, rows, scale)
-            found = [kernels.backward(d, r, weight, s, mesh.local, True) for d, r, s in parts]
+            found = [kernels.backward(d, r, factor, s, mesh.local, True) for d, r, s in parts]
             dx, leaves = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
         else:
             chunks = mesh.chunks if everywhere else mesh.local_chunks
-            dx, leaves = kernels.backward(dy, rows, weight, scale, chunks, False)
+            dx, leaves = kernels.backward(dy, rows, factor, scale, chunks, False)
         dw = reduce_weight_gradient(weight, leaves, mesh, everywhere, by_heads) if wants_dw else None
         return dx.view_as(x) if wants_dx else None, dw
+
+    def _factor(self, weight: Tensor) -> Tensor:
+        return weight.float() + 1.0 if self.centred else weight
 
 
 class _RMSNorm(LayerFunction):

@@ -80,10 +80,16 @@ class ColumnForward(OnMesh):
         """`column` of x's RMSNorm. Of products that are the tree's, one function of autograd computes both."""
         rows = sequence_shards(self.config)
         if _linear(self.config.invariant_mode) is not tree_linear:
-            return self.column(rms_norm(x, norm_weight, eps, self.mesh, rows), weight, bias)
+            return self.column(self.normal(x, norm_weight, eps), weight, bias)
         layer = tree_linear.Column(self.mesh, self.segments, self.config.sequence_parallel)
-        y = norm_column_parallel(x, norm_weight, weight, eps, Norm(self.mesh, rows), layer)
+        norm = Norm(self.mesh, rows, centred=self.config.layernorm_zero_centered_gamma)
+        y = norm_column_parallel(x, norm_weight, weight, eps, norm, layer)
         return y if bias is None else column_bias(y, bias, self.mesh.contexts)
+
+    def normal(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x's RMSNorm."""
+        centred = self.config.layernorm_zero_centered_gamma
+        return rms_norm(x, weight, eps, self.mesh, sequence_shards(self.config), centred=centred)
 
 
 class RowForward(OnMesh):
@@ -133,7 +139,8 @@ class NormForward(OnMesh):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s/t or s, b, h] → the same."""
-        return rms_norm(x, self.weight, self.eps, self.mesh, self.shards_of(), _norm(self.config.invariant_mode))
+        kernels, centred = _norm(self.config.invariant_mode), self.config.layernorm_zero_centered_gamma
+        return rms_norm(x, self.weight, self.eps, self.mesh, self.shards_of(), kernels, centred=centred)
 
 
 class HeadNormForward(NormForward):

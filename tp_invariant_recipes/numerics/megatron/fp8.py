@@ -15,9 +15,8 @@ from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
 from tp_invariant_recipes.numerics.layers.experts import activation_kind, expert_mlp
 from tp_invariant_recipes.numerics.layers.fp8_experts import grouped_linear
 from tp_invariant_recipes.numerics.layers.fp8_linear import Scaling
-from tp_invariant_recipes.numerics.layers.norm import rms_norm
 from tp_invariant_recipes.numerics.layers.token_dispatcher import Batches
-from tp_invariant_recipes.numerics.megatron.base import ColumnForward, ExpertsForward, RowForward, sequence_shards
+from tp_invariant_recipes.numerics.megatron.base import ColumnForward, ExpertsForward, RowForward
 
 
 def scaling_of(config: Any) -> Scaling:
@@ -50,7 +49,7 @@ class Fp8ColumnForward(InFp8, ColumnForward):
 
     def norm_column(self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`column` of x's RMSNorm, two functions of autograd."""
-        return self.column(rms_norm(x, norm_weight, eps, self.mesh, sequence_shards(self.config)), weight, bias)
+        return self.column(self.normal(x, norm_weight, eps), weight, bias)
 
 
 class Fp8RowForward(InFp8, RowForward):

@@ -61,7 +61,8 @@ class InitRule:
 _AHEAD = r"mtp\.layers\.\d+\."  # a depth of multi-token prediction
 _LAYER = rf"(?:decoder\.layers\.\d+|{_AHEAD}mtp_model_layer)\."
 _NORM = (
-    rf"({_LAYER}(norm|input_layernorm|pre_mlp_layernorm|self_attention\.(q|k|kv)_layernorm)|"
+    rf"({_LAYER}(norm|input_layernorm|pre_mlp_layernorm|self_attention\.(q|k|kv)_layernorm|"
+    r"(self_attention\.linear_proj|mlp\.linear_fc2)\.post_layernorm)|"
     rf"{_AHEAD}(enorm|hnorm|final_layernorm)|decoder\.final_(layer)?norm)\."
 )
 # Transformer Engine's norm + linear

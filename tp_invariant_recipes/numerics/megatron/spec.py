@@ -8,6 +8,7 @@ from typing import Any
 
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.replacement import ours
 
 # Class in a stock specification -> its invariant replacement, as MODULE:CLASS of this package.
@@ -32,11 +33,20 @@ SUBSTITUTES = {
     "DuplicatedLinear": "numerics.megatron.latent_attention:InvariantDuplicatedLinear",
     "TELinear": "numerics.megatron.te:InvariantTEDuplicatedLinear",
     "MultiTokenPredictionLayer": "numerics.megatron.multi_token:InvariantMultiTokenPredictionLayer",
+    "OLMoESelfAttention": "numerics.megatron.family_layers:InvariantOLMoESelfAttention",
+    "Gemma2DotProductAttention": "numerics.megatron.gemma:InvariantGemma2DotProductAttention",
+    "Gemma2FlexDotProductAttention": "numerics.megatron.gemma:InvariantGemma2DotProductAttention",
+    "Gemma3DotProductAttention": "numerics.megatron.gemma:InvariantGemma3DotProductAttention",
+    "Gemma3TEDotProductAttention": "numerics.megatron.te:InvariantGemma3TEDotProductAttention",
+    "PlainRMSNorm": "numerics.megatron.local:InvariantRMSNorm",
+    "RowParallelLinearLayerNorm": "numerics.megatron.family_layers:InvariantRowParallelLinearLayerNorm",
+    "TERowParallelLinearLayerNorm": "numerics.megatron.te:InvariantTERowParallelLinearLayerNorm",
 }
 # Norms of queries or keys, which the specification's field tells from other norms.
 HEAD_NORMS = {
     "WrappedTorchNorm": "numerics.megatron.local:InvariantHeadNorm",
     "TENorm": "numerics.megatron.te:InvariantTEHeadNorm",
+    "PlainRMSNorm": "numerics.megatron.local:InvariantHeadNorm",
 }
 # Class in a stock specification -> what its invariant class derives from first where products are in FP8.
 FP8 = {
@@ -53,6 +63,7 @@ HEAD_NORM_FIELDS = ("q_layernorm", "k_layernorm")
 AS_THEY_ARE = (
     "TransformerLayer",
     "SelfAttention",
+    "Gemma3SelfAttention",
     "MLP",
     "HybridStack",
     "MambaLayer",
@@ -86,15 +97,20 @@ def block_of_both(config: Any, vp_stage: int | None = None) -> Any:
     return replace(block, layer_norm=WrappedTorchNorm) if local else block
 
 
-def invariant_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
-    """Bridge's transformer block with invariant layers. For `model.transformer_layer_spec`."""
+def invariant_layer_spec(config: Any, vp_stage: int | None = None, *, family: str | None = None) -> Any:
+    """Bridge's transformer block with invariant layers. For `model.transformer_layer_spec`.
+
+    family: a key of families.FAMILIES; None: the layers are those of Bridge's GPT models.
+    """
     from megatron.bridge.models import gpt_provider
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     own = mode.of(config).layers
     local = config.transformer_impl == "local"
-    if config.num_moe_experts and not layers_alike(config.moe_layer_freq):
+    if family is not None:
+        specs = families.block(config, vp_stage, family=family).layer_specs
+    elif config.num_moe_experts and not layers_alike(config.moe_layer_freq):
         specs = block_of_both(config, vp_stage).layer_specs
     else:
         stock = gpt_provider.local_layer_spec if local else gpt_provider.transformer_engine_layer_spec

@@ -22,7 +22,6 @@ from transformer_engine.pytorch.utils import get_cudnn_version
 
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.numerics.layers.experts import mark_separate
-from tp_invariant_recipes.numerics.layers.norm import rms_norm
 from tp_invariant_recipes.numerics.layers.token_dispatcher import Batches
 from tp_invariant_recipes.numerics.megatron.base import (
     ColumnForward,
@@ -31,9 +30,10 @@ from tp_invariant_recipes.numerics.megatron.base import (
     NormForward,
     RowForward,
     segments_of,
-    sequence_shards,
 )
 from tp_invariant_recipes.numerics.megatron.core_attention import CoreAttention, Mask
+from tp_invariant_recipes.numerics.megatron.family_layers import AfterRow
+from tp_invariant_recipes.numerics.megatron.gemma import Gemma3Windows
 from tp_invariant_recipes.numerics.megatron.latent_attention import DuplicatedForward
 
 
@@ -52,7 +52,7 @@ class InvariantTELayerNormColumnParallelLinear(ColumnForward, TELayerNormColumnP
         bias = self.bias if self.use_bias else None
         if not self.return_layernorm_output:
             return self.norm_column(x, self.layer_norm_weight, self.eps, self.weight, bias), None
-        normal = rms_norm(x, self.layer_norm_weight, self.eps, self.mesh, sequence_shards(self.config))
+        normal = self.normal(x, self.layer_norm_weight, self.eps)
         return (self.column(normal, self.weight, bias), normal), None
 
 
@@ -93,6 +93,7 @@ class InvariantTERMSNorm(NormForward, te.RMSNorm):
             normalized_shape=hidden_size,
             eps=eps,
             sequence_parallel=config.sequence_parallel,
+            zero_centered_gamma=config.layernorm_zero_centered_gamma,
             **_get_extra_te_kwargs(config),
         )
         self.config, self.eps = config, eps
@@ -100,6 +101,12 @@ class InvariantTERMSNorm(NormForward, te.RMSNorm):
 
 class InvariantTEHeadNorm(HeadNormForward, InvariantTERMSNorm):
     """RMSNorm of queries or keys."""
+
+
+class InvariantTERowParallelLinearLayerNorm(AfterRow, InvariantTERowParallelLinear):
+    """Row-parallel linear with a norm of its result."""
+
+    after = InvariantTERMSNorm
 
 
 class InvariantTEGroupedMLP(ExpertsForward, TEGroupedMLP):
@@ -161,3 +168,7 @@ class InvariantTEDotProductAttention(CoreAttention, TEDotProductAttention):
         """The factor of the scores, the window, whether sums repeat, and the layer where scores depend on it."""
         layer = self.layer_number if self.config.apply_query_key_layer_scaling else None
         return self.unfused_attention.softmax_scale, self.window_size, self.deterministic, layer
+
+
+class InvariantGemma3TEDotProductAttention(Gemma3Windows, InvariantTEDotProductAttention):
+    """Attention of the backend that Transformer Engine selects, with the windows of Gemma 3."""

@@ -28,6 +28,8 @@ class Tree:
             mode.HYBRID,
             mode.LATENT,
             mode.MTP,
+            mode.FAMILIES,
+            mode.CENTRED,
             mode.PACKED,
             mode.LORA,
             mode.FINETUNING,

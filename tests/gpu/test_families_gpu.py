@@ -1,0 +1,65 @@
+"""Families with layers of their own on one GPU: Transformer Engine's layers of Bridge's specifications, one ledger.
+
+Two ranks share a GPU, by Gloo, where there is one (side_by_side.py).
+"""
+
+import pytest
+import torch
+
+from tests.distributed.scenario import unequal
+from tests.gpu.side_by_side import Run, gpus_for, train
+from tp_invariant_recipes.ledger.bits import bits_float
+from tp_invariant_recipes.ledger.open import read
+
+GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 1, reason="needs an NVIDIA GPU"),
+    pytest.mark.timeout(900),
+]
+
+_SMALL = "gbs=2 iters=3 seq=128 numerics.virtual_shards=2 model.kv_channels=32"
+MODELS = {
+    "exaone4": f"exaone4_toy {_SMALL}",
+    "gemma2": f"gemma2_toy {_SMALL}",
+    "gemma3": f"gemma3_toy {_SMALL}",
+    "olmoe": f"olmoe_toy {_SMALL}",
+}
+LAYOUTS = ("tp=1", "tp=2", "dp=2")
+STOCK = "tp=1 numerics=stock numerics.initial_weights=invariant numerics.virtual_shards=null"
+
+
+def _run(family, layout):
+    words = f"{MODELS[family]} {layout}"
+    return Run(f"{family}-{layout.partition('=')[2].replace(' ', '-')[:12]}-{layout[:2]}", words, gpus_for(words))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The steps of a family's run in a layout. Runs that need more GPUs than there are left out."""
+    folder = tmp_path_factory.mktemp("families")
+    runs = [_run(family, layout) for family in MODELS for layout in (*LAYOUTS, STOCK)]
+    errors = train(folder, [one for one in runs if one.fits(GPUS)])
+
+    def steps(family, layout):
+        name = _run(family, layout).name
+        if name not in errors:
+            pytest.skip(f"needs more than {GPUS} GPUs")
+        assert errors[name] is None, errors[name]
+        return list(read(folder / name).steps)
+
+    return steps
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+@pytest.mark.parametrize("family", MODELS)
+def test_one_ledger_for_all_layouts(trained, family, layout):
+    assert unequal(trained(family, LAYOUTS[0]), trained(family, layout)) == []
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_the_model_is_bridges(trained, family):
+    """Stock's layers compute the same to rounding, and other bits."""
+    tree, stock = trained(family, LAYOUTS[0])[0], trained(family, STOCK)[0]
+    assert bits_float(tree.loss) == pytest.approx(bits_float(stock.loss), rel=2e-3)
+    assert tree.gradients != stock.gradients

@@ -1,0 +1,90 @@
+"""Families whose layers Bridge builds by a specification of their own: which run has which, and their local layers.
+
+A run has one where `model.transformer_layer_spec` names Bridge's function, or where its provider does by default.
+Bridge's functions are of Transformer Engine's layers; those of Megatron-Core's local ones are in family_layers.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tp_invariant_recipes.replacement import ours
+
+BLOCK = f"{__name__}.block"
+FIELD, PROVIDER = "transformer_layer_spec", "_target_"
+_MODELS = "megatron.bridge.models"
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers of one family.
+
+    spec:     Bridge's function. provider: Bridge's class that has it by default; "": none.
+    local:    MODULE:FUNCTION of this package, which makes a layer's specification of Megatron-Core's local layers.
+    norms:    of each of a layer's two parts: before it or after it, or both.
+    """
+
+    spec: str
+    provider: str
+    local: str
+    norms: int = 1
+
+
+FAMILIES = {
+    "OLMoE": Layers(
+        f"{_MODELS}.olmoe.olmoe_provider.olmoe_layer_spec",
+        f"{_MODELS}.olmoe.olmoe_provider.OlMoEModelProvider",
+        "numerics.megatron.family_layers:olmoe",
+    ),
+    "EXAONE 4": Layers(
+        f"{_MODELS}.exaone.exaone4.exaone4_provider.exaone4_layer_spec",
+        "",
+        "numerics.megatron.family_layers:exaone4",
+    ),
+    "Gemma 2": Layers(
+        f"{_MODELS}.gemma.gemma2_provider.gemma2_layer_spec",
+        f"{_MODELS}.gemma.gemma2_provider.Gemma2ModelProvider",
+        "numerics.megatron.family_layers:gemma2",
+        norms=2,
+    ),
+    "Gemma 3": Layers(
+        f"{_MODELS}.gemma.gemma3_provider.gemma3_layer_spec",
+        f"{_MODELS}.gemma.gemma3_provider.Gemma3ModelProvider",
+        "numerics.megatron.family_layers:gemma3",
+        norms=2,
+    ),
+}
+OF_ALL_HEADS = "OLMoE"  # one norm of the queries of all heads, and one of the keys
+PROVIDERS = tuple(one.provider for one in FAMILIES.values() if one.provider)
+
+
+def of(model: Mapping[str, Any]) -> str | None:
+    """The family, a key of FAMILIES, whose layers a model has. model: a section `model` of a tree."""
+    spec, provider = model.get(FIELD), model.get(PROVIDER)
+    return next(
+        (name for name, one in FAMILIES.items() if (one.spec == spec if spec else one.provider == provider)), None
+    )
+
+
+def block(config: Any, vp_stage: int | None = None, *, family: str) -> Any:
+    """The stock block of a family: of Megatron-Core's local layers, or Bridge's. For `model.transformer_layer_spec`.
+
+    family: a key of FAMILIES.
+    """
+    from pkgutil import resolve_name
+
+    from megatron.core.extensions.transformer_engine import TENorm
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+    from tp_invariant_recipes.numerics.megatron.family_layers import PlainRMSNorm
+
+    local = config.transformer_impl == "local"
+    one = FAMILIES[family]
+    spec = (ours(one.local) if local else resolve_name(one.spec))(config)
+    attention = spec.submodules.self_attention.submodules
+    if config.qk_layernorm and attention.q_layernorm is None:  # then SelfAttention builds this norm by name
+        attention.q_layernorm = attention.k_layernorm = TENorm
+    return TransformerBlockSubmodules(
+        layer_specs=[spec] * get_num_layers_to_build(config, vp_stage=vp_stage),
+        layer_norm=PlainRMSNorm if local else TENorm,
+    )
