@@ -12,6 +12,16 @@ SHARDS = "gbs=4 numerics.data_shards=4"
 ROWS = (
     (small("deepseek_v3_toy"), AHEAD, ("tp=1", "pp=2")),
     pytest.param(small("deepseek_v3_toy"), AHEAD, ("tp=1", "tp=2 pp=2"), marks=pytest.mark.release),
+    pytest.param(  # the last stage has no layer but those ahead
+        small("deepseek_v3_toy"),
+        AHEAD,
+        (
+            "tp=1",
+            "pp=2 model.pipeline_model_parallel_layout=Ett|mL",
+            "pp=2 model.pipeline_model_parallel_layout=Et|tmL",
+        ),
+        marks=pytest.mark.release,
+    ),
     pytest.param(
         small("deepseek_v3_toy"),
         f"{AHEAD} {SHARDS}",

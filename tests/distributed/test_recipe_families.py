@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from tests.distributed.test_recipe_models import SHORT, SIZES
+from tests.distributed.test_recipe_models import _CLASSES, SHORT, SIZES
+from tests.distributed.test_recipe_models import FAMILIES as OTHERS
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 
@@ -63,14 +64,6 @@ _COVERED = (
 )
 # A family: what is chosen beside its recipe, and words of the one message that refuses this.
 MISSING = {
-    "deepseek": (
-        _COVERED.split(),
-        (
-            "the layers of multi-token prediction are on the last stage, beside a layer of the model; "
-            "model.pipeline_model_parallel_layout=null",
-            "or numerics=stock",
-        ),
-    ),
     "gpt_oss": (
         ["numerics=portable"],
         (
@@ -108,8 +101,8 @@ def composed(family, folder, *more):
     "family, more",
     (
         ("moonlight", ()),
+        ("deepseek", ()),
         ("deepseek", ("model.mtp_num_layers=null",)),
-        ("deepseek", ("model.pipeline_model_parallel_layout=null",)),
     ),
 )
 def test_a_recipe_with_latent_attention_composes_for_tree(bridge, hugging_face, family, more):
@@ -134,3 +127,27 @@ def test_what_is_missing_is_named_in_one_message(bridge, hugging_face, family):
         composed(family, hugging_face, *chosen)
     for words in message:
         assert words in str(caught.value)
+
+
+# Families: their recipes are cut in size and in steps, and in nothing else.
+FIVE = ("llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss")
+CUT = "seq=64 gbs=2 iters=3 scheduler.lr_warmup_iters=0 tp=1 pp=1 ep=1 device=cpu"
+
+
+@pytest.mark.release
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("family", FIVE)
+def test_a_recipe_trains_without_another_key_than_size(shared, family):
+    if family in FAMILIES:
+        recipe, config = FAMILIES[family]
+    else:
+        recipe, own, _ = OTHERS[family]
+        config = SIZES | {"model_type": family, "architectures": [f"{_CLASSES[family]}ForCausalLM"]} | own
+    folder = shared.folder / "cut" / family
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    words = (f"recipe={recipe}", f"recipe.hf_folder={folder}", *CUT.split())
+    done = shared("train", *words, f"run.dir={family}-cut", status=0)
+    assert "adjusted, numerics.adjust=false refuses it:" in done.stderr
+    assert "3 steps, numerics=tree" in done.stderr
+    assert len(shared.ledger(f"{family}-cut")) == 3

@@ -12,6 +12,8 @@ from tp_invariant_recipes.settings import environment
 
 TREE = compose("qwen3_moe_toy", device="gpu").config
 WRONG = (True, False, "flex", "flash", "p2p", "optim_grads_params", "bfloat16", 2, "file")
+_SFT = "megatron.bridge.data.builders.gpt_sft.GPTSFTDatasetConfig"
+_PACKED = {"dataset___target_": _SFT, "dataset__enable_offline_packing": True}
 # What a row needs beside its field.
 BESIDE = {
     "model.apply_rope_fusion": {"model__multi_latent_attention": True},
@@ -22,7 +24,12 @@ BESIDE = {
     "model.use_te_rng_tracker": {"device__kind": "cpu"},
     "rng.te_rng_tracker": {"device__kind": "cpu"},
     "optimizer.use_precision_aware_optimizer": {"optimizer__use_distributed_optimizer": False},
-    "dataset.dataset_kwargs": {"dataset___target_": "megatron.bridge.data.builders.gpt_sft.GPTSFTDatasetConfig"},
+    "model.recompute_granularity": {"model__multi_latent_attention": True},
+    "model.context_parallel_size": {"numerics__virtual_shards": 8, "model__tensor_model_parallel_size": 4},
+    "numerics.context_shards": {"model__context_parallel_size": 8, "model__position_embedding_type": "yarn"},
+    "dataset.offline_packing_specs.pad_seq_to_mult": _PACKED,
+    "dataset.offline_packing_specs.pad_cu_seqlens": _PACKED,
+    "dataset.dataset_kwargs": {"dataset___target_": _SFT},
     "model.use_mamba_mem_eff_path": {"model__use_mamba_mem_eff_path": False},
 }
 VALUES = {
@@ -31,6 +38,10 @@ VALUES = {
     "model.cuda_graph_modules": (["attn", "moe_preprocess"],),
     "model.cuda_graph_impl": ("full_iteration",),
     "dataset.dataset_kwargs": ({"get_attention_mask_from_fusion": False}, {"get_attention_mask_from_fusion": True}),
+    "dataset.offline_packing_specs.pad_seq_to_mult": (1, 3, 64),
+    "model.recompute_granularity": ("selective",),
+    "model.context_parallel_size": (8,),
+    "numerics.context_shards": (8,),
     "mixed_precision.grad_reduce_in_fp32": (False,),
     "optimizer.main_params_dtype": ("bfloat16",),
     "model.moe_mlp_glu_interleave_size": (32,),
@@ -44,7 +55,7 @@ def _with(path, value):
     """A run that has a value there, and what the row needs."""
     config = with_fields(TREE, **BESIDE.get(path, {}))
     if path.startswith(f"{adjusted.PRECISION}."):
-        config = adjusted._set(config, [adjusted.PRECISION], {"bf16": True})
+        config = adjusted._set(config, [adjusted.PRECISION], {"bf16": True, "fp8": "hybrid" if "fp8" in path else None})
     if path.rpartition(".")[2] in OF_CPUS:
         config = with_fields(config, device__kind="cpu")
     return adjusted._set(config, path.split("."), value)
@@ -90,6 +101,29 @@ def test_a_run_that_is_covered_is_left_as_it_is():
 def test_a_variable_of_the_cluster_is_none_of_the_recipe():
     config = _with("cluster.environment.NVTE_FWD_LAYERNORM_SM_MARGIN", "16")
     assert adjust(config, (), {"NVTE_FWD_LAYERNORM_SM_MARGIN": "20"}, None) == (config, [])
+
+
+@pytest.mark.parametrize("shards, was, now", ((8, 1, 8), (8, 12, 24), (4, 16, 16), (1, 1, 2), (None, 1, 8)))
+def test_packed_sequences_are_padded_to_the_next_multiple(shards, was, now):
+    config = with_fields(_with("dataset.offline_packing_specs.pad_seq_to_mult", was), numerics__virtual_shards=shards)
+    specs = adjust(config, (), {}, None)[0].section("dataset")["offline_packing_specs"]
+    assert specs["pad_seq_to_mult"] == now
+
+
+@pytest.mark.parametrize("beside, cp", (({}, 2), ({"model__position_embedding_type": "yarn"}, 1)))
+def test_cp_is_as_large_as_it_is_covered_and_so_are_context_shards(beside, cp):
+    fields = BESIDE["model.context_parallel_size"] | {"numerics__context_shards": 8} | beside
+    config = with_fields(_with("model.context_parallel_size", 8), **fields)
+    done, _ = adjust(config, (), {}, None)
+    assert (done.model["context_parallel_size"], done.numerics.context_shards) == (cp, cp)
+    typed, _ = adjust(config, ("numerics.context_shards",), {}, None)
+    assert typed.numerics.context_shards == 8
+
+
+@pytest.mark.parametrize("beside", (_PACKED, {"model__mtp_num_layers": 1}))
+def test_what_no_graph_captures_runs_without(beside):
+    config = with_fields(_with("model.cuda_graph_impl", "transformer_engine"), **beside)
+    assert adjust(config, (), {}, None)[0].model["cuda_graph_impl"] == "none"
 
 
 def test_an_object_is_replaced_and_no_longer_kept():

@@ -5,6 +5,7 @@ import pytest
 from tests.trees import with_fields
 from tp_invariant_recipes.config import identity
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.coverage import invariance
 from tp_invariant_recipes.settings import peft
 from tp_invariant_recipes.sizing import memory
 from tp_invariant_recipes.sizing.size import ATTENTION, EXPERTS, MLP, adapters
@@ -12,6 +13,9 @@ from tp_invariant_recipes.sources import lora
 
 BASE = ("peft=lora", "checkpoint.pretrained_checkpoint=base")
 TREE = compose("qwen3_toy", [*BASE, "numerics=tree"], device="cpu").config
+MAMBA = ("nemotron3_nano_toy", ("linear_qkv", "linear_proj", "in_proj", "out_proj"))
+_LATENTS = ("linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj")
+LATENT = ("deepseek_v3_toy", _LATENTS)
 EXPERTS_TREE = compose("qwen3_moe_toy", [*BASE, "numerics=stock"], device="cpu").config
 
 
@@ -21,6 +25,42 @@ def test_dense_models_are_covered(model, device):
     tree = compose(model, [*BASE, "tp=2", "peft.dim=16"], device=device).config
     assert tree.numerics.mode == "tree"
     assert tree.section("peft")["dim"] == 16
+
+
+def _adapting(model, *targets, **fields):
+    tree = compose(model, [*BASE, "numerics=stock"], device="cpu").config
+    return with_fields(tree, numerics__mode="tree", peft__target_modules=[*targets], **fields)
+
+
+@pytest.mark.parametrize("model, targets", (MAMBA, LATENT, ("qwen3_moe_toy", ("linear_qkv", "linear_proj"))))
+def test_other_layers_than_experts_are_covered(model, targets):
+    assert [why for why in invariance.limits(_adapting(model, *targets)) if "adapter" in why] == []
+    refused = invariance.limits(_adapting(model, "linear_proj", "linear_fc2"))
+    assert len([why for why in refused if "adapters of experts have no invariant version" in why]) == 1
+
+
+def test_ranks_share_the_rows_of_an_adapter_of_a_latent():
+    at = {"model__tensor_model_parallel_size": 4, "model__sequence_parallel": True}
+    assert lora.problems(_adapting(LATENT[0], *LATENT[1], **at)) == []
+    found = lora.problems(_adapting(LATENT[0], *LATENT[1], model__qk_pos_emb_head_dim=30, **at))
+    assert found == [
+        "tp=4 does not divide the 542 rows of an adapter of linear_kv_down_proj; leave it out of peft.target_modules"
+    ]
+
+
+def test_the_parameters_of_adapters_of_mamba_and_latents():
+    model = compose(MAMBA[0], device="cpu").config.model
+    inner, groups = model["mamba_num_heads"] * model["mamba_head_dim"], model["mamba_num_groups"]
+    rows = 2 * inner + 2 * groups * model["mamba_state_dim"] + model["mamba_num_heads"]
+    found = adapters(model, "M", 8, peft.TARGETS)
+    assert found.total == 8 * (1024 + rows + inner + 1024)
+    latent = compose(LATENT[0], device="cpu").config.model
+    heads, kv, q = latent["num_attention_heads"], latent["kv_lora_rank"], latent["q_lora_rank"]
+    own, turned, value = (latent[name] for name in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"))
+    hidden = latent["hidden_size"]
+    queries = hidden + 2 * q + heads * (own + turned)
+    keys = hidden + kv + turned + kv + heads * (own + value)
+    assert adapters(latent, ATTENTION, 8, peft.TARGETS).total == 8 * (queries + keys + heads * value + hidden)
 
 
 def test_stock_weights_of_other_adapters_are_megatrons():

@@ -4,13 +4,14 @@ A row costs no part of the result: the model, the data and the optimizer stay wh
 these fields right and says so; `false` refuses them. A field that the command line sets is refused in any case.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tp_invariant_recipes.coverage import allowed_fields, graphs, latent
+from tp_invariant_recipes.coverage import allowed_fields, graphs, invariance, latent, multi_token, packed
 from tp_invariant_recipes.coverage.allowed_values import as_text
-from tp_invariant_recipes.settings import cuda_graphs, environment, peft, sft
+from tp_invariant_recipes.settings import cuda_graphs, environment, layout, low_precision, peft, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 NOT_SET = object()
@@ -26,6 +27,8 @@ _MASK = "attention is causal, and nobody reads the data's mask"
 _GRAPHS = "the invariant layers cannot be captured so"
 _PADDED = "the vocabulary is padded as at tp=1, in every layout"
 _CPU = "it needs a GPU"
+_CONTEXT = "so many ranks have whole heads, or whole sequences where nothing cuts them"
+_PACKING = f"dataset.{sft.PACKING}"
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,38 @@ def _captures_others(config: RunConfig, was: Any) -> bool:
 
 def _cannot_capture(config: RunConfig, was: Any) -> bool:
     return cuda_graphs.requested(config.model) and bool(
-        peft.adapts(config) or cuda_graphs.problems(config) or any(limit.wrong(config) for limit in graphs.LIMITS)
+        peft.adapts(config)
+        or sft.packing(config) is not None
+        or config.model.get(multi_token.FIELD)
+        or cuda_graphs.problems(config)
+        or any(limit.wrong(config) for limit in graphs.LIMITS)
     )
+
+
+def _packs(key: str, wrong: Callable[[RunConfig, Mapping[str, Any]], Any]) -> Callable[[RunConfig, Any], bool]:
+    """Whether a run packs examples, and one of its settings is wrong."""
+    return lambda t, was: sft.packing(t) is not None and bool(wrong(t, {key: was}))
+
+
+def _shared_padding(config: RunConfig) -> int:
+    """The next multiple of what a recipe pads packed sequences to that V shards divide; 8 where V is not known."""
+    shards, multiple = config.numerics.virtual_shards, (sft.packing(config) or {}).get("pad_seq_to_mult") or 1
+    found = math.lcm(multiple, shards if isinstance(shards, int) and shards > 0 else 8)
+    return found if found > 1 else 2
+
+
+def _largest_cp(config: RunConfig) -> int:
+    """The largest cp, up to the recipe's, for which V shards share the heads; 1 where a model has no context shards."""
+    cp, shards = config.model["context_parallel_size"], config.numerics.virtual_shards
+    whole = config.with_fields("model", context_parallel_size=1).with_fields("numerics", context_shards=1)
+    limits = (limit for limit in invariance.LIMITS if limit not in graphs.LIMITS)  # graphs are left out instead
+    if any(limit.wrong(config) and not limit.wrong(whole) for limit in limits):
+        return 1
+    return min(cp, max(1, shards // config.model["tensor_model_parallel_size"])) if isinstance(shards, int) else cp
+
+
+def _is_above(config: RunConfig, cp: Any) -> bool:
+    return cp not in (None, 1) and layout.countable(config) and cp > _largest_cp(config)
 
 
 def _padded_size(config: RunConfig) -> int:
@@ -142,8 +175,15 @@ ROWS: tuple[Adjustment, ...] = (
          _examples("get_attention_mask_from_fusion", lambda was: was is False)),
     _row(_with("pad_to_max_length"), "how far an example is padded depends on no other one", "dataset.dataset_kwargs",
          _examples("pad_to_max_length", lambda was: not was)),
+    _row(_shared_padding, "virtual shards divide each packed sequence", f"{_PACKING}.pad_seq_to_mult",
+         _packs("pad_seq_to_mult", packed.uneven)),
+    _row(False, "a row has the sequences that it holds", f"{_PACKING}.pad_cu_seqlens",
+         _packs("pad_cu_seqlens", lambda t, specs: specs["pad_cu_seqlens"])),
     _row(True, "a sum of gradients is fp32", f"{PRECISION}.grad_reduce_in_fp32"),
+    _row(False, "weights are kept in bf16, and quantized once a step", f"{PRECISION}.fp8_param "
+         f"{PRECISION}.fp8_param_gather", lambda t, was: was and low_precision.fp8_layers(t) is not None),
     _row(False, _ROUTER, "model.moe_router_fusion"),
+    _row(False, "it is a benchmark's: the model's own router decides", "model.moe_router_force_load_balancing"),
     _row("alltoall", _DISPATCH, "model.moe_token_dispatcher_type", lambda t, was: was == "flex"),
     _row(
         False, _OVERLAP, "model.tp_comm_overlap model.delay_wgrad_compute model.overlap_moe_expert_parallel_comm "
@@ -168,6 +208,13 @@ ROWS: tuple[Adjustment, ...] = (
          lambda t, was: was and t.model.get("overlap_p2p_comm")),
     _row("a2a", "only the exchange of heads keeps attention whole", "model.cp_comm_type",
          lambda t, was: was not in (None, "a2a")),
+    _row(None, "multi-latent attention keeps what it computed", "model.recompute_granularity",
+         lambda t, was: was and latent.has_it(t)),
+    # The result is the same for any cp. C first: it follows cp where nobody has typed it.
+    _row(_largest_cp, _CONTEXT, "numerics.context_shards",
+         lambda t, was: was == t.model["context_parallel_size"] and _is_above(t, was)),
+    _row(_largest_cp, _CONTEXT, "model.context_parallel_size", _is_above),
+    _row(False, "activations stay where they are", "model.cpu_offloading model.fine_grained_activation_offloading"),
     _row(_padded_size, _PADDED, "model.vocab_size", lambda t, was: t.model.get("should_pad_vocab")),
     _row(False, _PADDED, "model.should_pad_vocab"),
     _row(_capturable, _GRAPHS, "model.cuda_graph_modules", _captures_others),

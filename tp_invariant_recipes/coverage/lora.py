@@ -5,16 +5,16 @@ from typing import Any
 
 from tp_invariant_recipes.coverage.limit import Limit, cuts_sequences
 from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.settings import cuda_graphs, peft, schema
+from tp_invariant_recipes.settings import cuda_graphs, peft
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 # Fields that add other layers or sums.
 OFF = ("exclude_modules", "canonical_mapping", "a2a_experimental", "sequence_parallel_input_regather", "lora_dtype")
 
 
-def dense(config: RunConfig) -> bool:
-    """Whether a model consists of attention and feed-forward layers alone."""
-    return config.model.get("_target_") == schema.PROVIDERS[0] and not config.model.get("num_moe_experts")
+def of_experts(config: RunConfig, fields: Mapping[str, Any]) -> bool:
+    """Whether adapters would be of experts: feed-forward layers of a model with experts have all one name."""
+    return bool(config.model.get("num_moe_experts")) and bool({*peft.FEED_FORWARD} & {*peft.targets(fields)})
 
 
 def _row(wrong: Callable[[RunConfig, Mapping[str, Any]], Any], why: str) -> Limit:
@@ -29,9 +29,9 @@ def _off(name: str) -> Callable[[RunConfig, Mapping[str, Any]], bool]:
 LIMITS = (
     _row(lambda t, _: not t.numerics.covers(mode.LORA), mode.only(mode.LORA)),
     _row(
-        lambda t, _: not dense(t),
-        "LoRA is covered for dense models of attention and feed-forward layers: adapters of experts, Mamba layers and "
-        "multi-latent attention have no invariant version; a dense model, or a recipe that trains all weights",
+        of_experts,
+        "adapters of experts have no invariant version, and linear_fc1 and linear_fc2 are also theirs; "
+        "peft.target_modules=[linear_qkv,linear_proj]",
     ),
     _row(
         lambda t, fields: not peft.targets(fields) or {*peft.targets(fields)} - {*peft.TARGETS},

@@ -17,6 +17,13 @@ def _row(wrong: Callable[[RunConfig], Any], why: str) -> Limit:
     return Limit(lambda t: bool(t.model.get(FIELD)) and bool(wrong(t)), why)
 
 
+def _before_the_last(stages: str | list[list[str]] | None) -> bool:
+    """Whether a layout of stages has layers of multi-token prediction before the last stage. "Et|(tt|)*30mL": no."""
+    if isinstance(stages, str):
+        return "m" in stages.rpartition("|")[0]
+    return any("mtp" in stage for stage in (stages or ())[:-1])
+
+
 LIMITS = (
     _row(lacks(mode.MTP), f"{mode.only(mode.MTP)}; {WITHOUT}"),
     _row(
@@ -37,9 +44,14 @@ LIMITS = (
         "model.share_embeddings_and_output_weights=false",
     ),
     _row(
-        is_set("pipeline_model_parallel_layout"),
-        "the layers of multi-token prediction are on the last stage, beside a layer of the model; "
+        lambda t: _before_the_last(t.model.get("pipeline_model_parallel_layout")),
+        "the layers of multi-token prediction are on the last stage, beside the loss; "
         "model.pipeline_model_parallel_layout=null",
+    ),
+    _row(
+        lambda t: t.model.get("recompute_granularity") == "full",
+        "multi-token prediction was not shown to have the same bits where whole layers are recomputed; "
+        "model.recompute_granularity=selective",
     ),
     _row(peft.section, f"adapters of multi-token prediction have no invariant version; {WITHOUT}"),
     *(_row(is_set(field), f"model.{field} is not covered; leave it unset") for field in OFF),

@@ -16,7 +16,8 @@ def _row(wrong: Callable[[RunConfig, Mapping[str, Any]], Any], why: str) -> Limi
     return Limit(lambda t: (specs := sft.packing(t)) is not None and bool(wrong(t, specs)), why)
 
 
-def _uneven(config: RunConfig, specs: Mapping[str, Any]) -> bool:
+def uneven(config: RunConfig, specs: Mapping[str, Any]) -> bool:
+    """Whether V shards do not divide each packed sequence, or one is padded by less than two tokens."""
     multiple, shards = specs.get("pad_seq_to_mult") or 1, config.numerics.virtual_shards
     return multiple < 2 or (isinstance(shards, int) and shards > 0 and multiple % shards > 0)
 
@@ -24,7 +25,7 @@ def _uneven(config: RunConfig, specs: Mapping[str, Any]) -> bool:
 LIMITS = (
     _row(lambda t, _: lacks(mode.PACKED)(t), f"{mode.only(mode.PACKED)}; {WITHOUT}"),
     _row(
-        _uneven,
+        uneven,
         "virtual shards divide each packed sequence, and its padding is told apart; "
         "dataset.offline_packing_specs.pad_seq_to_mult=8, or another multiple of numerics.virtual_shards",
     ),

@@ -30,9 +30,24 @@ def _unknown(config: RunConfig, fields: Mapping[str, Any]) -> str | None:
 
 def _divided(config: RunConfig, fields: Mapping[str, Any]) -> str | None:
     tp, rank = config.model["tensor_model_parallel_size"], peft.dim(fields)
-    if rank % tp == 0 or not any(name.endswith(peft.COLUMN_PARALLEL) for name in peft.targets(fields)):
+    if rank % tp == 0 or not any(name.endswith((*peft.COLUMN_PARALLEL, *peft.WHOLE)) for name in peft.targets(fields)):
         return None
     return f"tp={tp} does not divide peft.dim={rank}, whose rows the ranks share; peft.dim={-(-rank // tp) * tp}"
+
+
+def _latents(config: RunConfig, fields: Mapping[str, Any]) -> str | None:
+    model, tp = config.model, config.model["tensor_model_parallel_size"]
+    widths = {
+        "linear_q_down_proj": model.get("q_lora_rank") or 0,
+        "linear_kv_down_proj": (model.get("kv_lora_rank") or 0) + (model.get("qk_pos_emb_head_dim") or 0),
+    }
+    wrong = [name for name in peft.WHOLE if name in peft.targets(fields) and widths[name] % tp]
+    if not wrong:
+        return None
+    return (
+        f"tp={tp} does not divide the {widths[wrong[0]]} rows of an adapter of {wrong[0]}; leave it out of "
+        "peft.target_modules"
+    )
 
 
 def _base(config: RunConfig, fields: Mapping[str, Any]) -> str | None:
@@ -52,10 +67,10 @@ def _methods(config: RunConfig, fields: Mapping[str, Any]) -> str | None:
 def _initial_adapters(config: RunConfig, fields: Mapping[str, Any]) -> str | None:
     if config.numerics.invariant or config.numerics.initial_weights != "invariant":
         return None
-    if lora.dense(config) and {*peft.targets(fields)} <= {*peft.TARGETS}:
+    if not lora.of_experts(config, fields) and {*peft.targets(fields)} <= {*peft.TARGETS}:
         return None
     return (
-        f"numerics.initial_weights=invariant draws adapters of {', '.join(peft.TARGETS)} in dense models only; "
+        f"numerics.initial_weights=invariant draws adapters of {', '.join(peft.TARGETS)} and of no experts; "
         f"numerics.initial_weights=megatron"
     )
 
@@ -63,6 +78,7 @@ def _initial_adapters(config: RunConfig, fields: Mapping[str, Any]) -> str | Non
 RULES: tuple[Callable[[RunConfig, Mapping[str, Any]], str | None], ...] = (
     _unknown,
     _divided,
+    _latents,
     _base,
     _methods,
     _initial_adapters,

@@ -30,7 +30,7 @@ OTHER_RUNS = ("numerics=stock", "device=gpu")
 ROUNDS = 3
 NEEDED = re.compile(rf"{recipe_source.NEEDS} ([\w./-]+),")
 _GPUS = re.compile(r"_\d+gpu(?=_)")
-_KEY = re.compile(r"(?<![\w.])([a-z_]+(?:\.\w+)*=[\w.\[\]-]+)")
+_KEY = re.compile(r"(?<![\w.])([a-z_]+(?:\.\w+)*=(?:\[[^\]]*\]|[\w.\[\]-]+))")
 _RANKS = re.compile(r"etp \* ep \* pp = (\d+) does not divide the (\d+) ranks")
 
 
@@ -132,7 +132,7 @@ def _named(problem: str, dp: int = 1) -> list[str]:
     _, semicolon, closing = problem.rpartition(";")
     if not semicolon:
         return []
-    parts = [_solving(part.partition(" or ")[0]) or _solving(part) for part in closing.split(",")]
+    parts = [_solving(part.partition(" or ")[0]) or _solving(part) for part in re.split(r",(?![^\[]*\])", closing)]
     return [keys[0] for keys in parts if keys]
 
 

@@ -7,8 +7,10 @@ is small:
     base             x @ A^T                                     a @ B^T
     column-parallel  gathered_linear: A [dim/t, k]               column-parallel: B [n/t, dim]
     row-parallel     row-parallel: A [dim, k/t]                  gathered_linear: B [n/t, dim]
+    whole            gathered_linear: A [dim/t, k]               gathered_linear: B [n/t, dim]
 
-Bridge gathers x where this gathers A, which is smaller. Parameters, their names and checkpoints are Bridge's.
+Every rank holds a down-projection of multi-latent attention whole, for its slice of the tokens. Bridge gathers x where
+this gathers A, which is smaller. Parameters, their names and checkpoints are Bridge's.
 """
 
 import math
@@ -18,7 +20,8 @@ from functools import wraps
 from typing import Any
 
 import torch
-from megatron.bridge.peft.utils import ParallelLinearAdapter
+from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
+from megatron.bridge.peft.utils import AdapterAttributes, ParallelLinearAdapter
 from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
@@ -26,22 +29,20 @@ from tp_invariant_recipes.numerics.layers import linear
 from tp_invariant_recipes.numerics.layers.partial_linear import gathered_linear
 from tp_invariant_recipes.numerics.megatron import init
 from tp_invariant_recipes.numerics.megatron.base import OnMesh
+from tp_invariant_recipes.numerics.megatron.latent_attention import DuplicatedLinear
 from tp_invariant_recipes.numerics.megatron.mamba_init import uniform
+from tp_invariant_recipes.numerics.products.operands import Parts
 from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.replacement import Replacement
 
 _SETUP = "megatron.bridge.training.setup"
+SIZES = "partition_sizes"  # attribute of a weight
 _GATED = "linear_fc1"  # whose rows are gate and up, each split over the ranks
 # A trained parameter by its name in the whole model: the layer that it adapts, and which of the two matrices it is.
 _NAME = re.compile(
-    r"decoder\.layers\.\d+\.(?:self_attention|mlp)\.(linear_\w+)\.adapter\.(linear_in|linear_out)\.weight"
+    r"decoder\.layers\.\d+\.(?:self_attention|mlp|mixer)\.(linear_\w+|in_proj|out_proj)\.adapter\.(linear_in|linear_out)\.weight"
 )
-# The same -> the dimension that tensor parallelism splits.
-_SPLIT = {
-    **{(base, "linear_in"): 0 for base in ("linear_qkv", "linear_fc1")},
-    **{(base, "linear_in"): 1 for base in ("linear_proj", "linear_fc2")},
-    **{(base, "linear_out"): 0 for base in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")},
-}
+_ROW_PARALLEL = ("linear_proj", "linear_fc2", "out_proj")
 
 
 class InvariantLinearAdapter(OnMesh, ParallelLinearAdapter):
@@ -51,6 +52,7 @@ class InvariantLinearAdapter(OnMesh, ParallelLinearAdapter):
         """What is added to the base layer's output.
 
         column-parallel base: [s/t or s, b, k] → [s, b, n/t]. row-parallel base: [s, b, k/t] → [s/t or s, b, n].
+        A base that is whole: [s/t, b, k] → [s/t, b, n].
         """
         first, second = self.linear_in.weight, self.linear_out.weight
         mesh, sequence_parallel = self.mesh, self.config.sequence_parallel
@@ -59,9 +61,34 @@ class InvariantLinearAdapter(OnMesh, ParallelLinearAdapter):
             y = gathered_linear(low, second, mesh, sequence_parallel)
         else:
             low = gathered_linear(x, first, mesh, sequence_parallel)
-            gated = _GATED in self.base_linear_name and self.config.gated_linear_unit
-            y = linear.column_parallel(low, second, mesh, 2 if gated else 1, sequence_parallel)
+            if self.base_linear_is_parallel:
+                segments = _segments(second, self.base_linear_name, self.config)
+                y = linear.column_parallel(low, second, mesh, segments, sequence_parallel)
+            else:
+                y = gathered_linear(low, second, mesh, sequence_parallel)
         return y * (self.alpha / self.dim)
+
+
+def _segments(rows: Any, base: str, config: Any) -> Parts:
+    """The parts of a layer's rows, each split over the ranks: their number, or their sizes on a rank."""
+    gated = base.endswith(_GATED) and config.gated_linear_unit
+    return tuple(getattr(rows, SIZES, ())) or (2 if gated else 1)
+
+
+def attributes(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Bridge's description of a base layer, which knows of whole layers only Transformer Engine's."""
+
+    @wraps(original)
+    def describe(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(layer, DuplicatedLinear):
+            return original(layer, *args, **kwargs)
+        features, inputs = layer.weight.shape
+        return AdapterAttributes(
+            input_is_parallel=False, in_features=inputs, out_features=features, disable_tensor_parallel_comm=False,
+            disable_sequence_parallel_comm=True, base_linear_is_parallel=False,
+        )  # fmt: skip
+
+    return describe
 
 
 # --- How training begins ---
@@ -69,21 +96,25 @@ class InvariantLinearAdapter(OnMesh, ParallelLinearAdapter):
 
 def replacements(numerics: NumericsSettings, seed: int, folder: str | None) -> tuple[Replacement, ...]:
     """What a run with LoRA replaces of Bridge. folder: of the Hugging Face weights to adapt; None: a checkpoint."""
-    rows = []
+    drawn = seed if numerics.initial_weights == "invariant" else None
+    rows = [
+        Replacement(
+            f"{_SETUP}:_apply_peft_transformation",
+            lambda original: _adapted(original, drawn),
+            "adapters would begin with other weights for every tp, and know no segments of a Mamba layer",
+        ),
+        Replacement(
+            "megatron.bridge.peft.lora:get_adapter_attributes_from_linear",
+            attributes,
+            "multi-latent attention has layers without tensor parallelism also where Transformer Engine is not",
+        ),
+    ]
     if numerics.invariant:
         rows.append(
             Replacement(
                 "megatron.bridge.peft.lora:ParallelLinearAdapter",
                 lambda _: InvariantLinearAdapter,
                 "an adapter's products sum over features that ranks share",
-            )
-        )
-    if numerics.initial_weights == "invariant":
-        rows.append(
-            Replacement(
-                f"{_SETUP}:_apply_peft_transformation",
-                lambda original: _initialised(original, seed),
-                "adapters would begin with other weights for every tp",
             )
         )
     if folder is not None:
@@ -97,17 +128,34 @@ def replacements(numerics: NumericsSettings, seed: int, folder: str | None) -> t
     return tuple(rows)
 
 
-def _initialised(original: Callable[..., list[Any]], seed: int) -> Callable[..., list[Any]]:
-    """A replacement for Bridge's function that puts adapters into a model."""
+def _adapted(original: Callable[..., list[Any]], seed: int | None) -> Callable[..., list[Any]]:
+    """A replacement for Bridge's function that puts adapters into a model. seed: None: they begin as Bridge's do."""
 
     @wraps(original)
     def apply(peft: Any, base_model: list[Any]) -> list[Any]:
         chunks = original(peft, base_model)
-        methods = {"linear_in": peft.lora_A_init_method, "linear_out": peft.lora_B_init_method}
-        initialise(chunks, seed=seed, methods=methods)
+        note_segments(chunks)
+        if seed is not None:
+            methods = {"linear_in": peft.lora_A_init_method, "linear_out": peft.lora_B_init_method}
+            initialise(chunks, seed=seed, methods=methods)
         return chunks
 
     return apply
+
+
+def note_segments(model_chunks: list[Any]) -> None:
+    """Tell the adapters of Mamba's `in_proj` what Megatron notes of the layer alone.
+
+    The sizes of z, x, B, C and dt on this rank; and the number of ranks, which Bridge reads of the layer for
+    checkpoints, and which only Transformer Engine's have.
+    """
+    for wrapper in (module for chunk in model_chunks for module in chunk.modules()):
+        if not isinstance(wrapper, AdapterWrapper) or not hasattr(wrapper.to_wrap, "weight"):
+            continue
+        base = wrapper.to_wrap
+        if hasattr(base.weight, SIZES):
+            setattr(wrapper.adapter.linear_out.weight, SIZES, getattr(base.weight, SIZES))
+            base.tp_size = wrapper.adapter.tp_group.size()
 
 
 def _adapting(cfg: Any, state: Any) -> Callable[[list[Any]], list[Any]]:
@@ -133,11 +181,11 @@ def initialise(model_chunks: list[Any], *, seed: int, methods: dict[str, str]) -
             if not parameter.requires_grad:
                 continue
             found = _NAME.fullmatch(name)
-            dim = _SPLIT.get((found[1], found[2])) if found else None
-            if found is None or dim is None:
+            if found is None:
                 raise ConfigError(f"{name}: no rule says how it starts (megatron/adapters.py); peft.target_modules")
-            gated = (found[1], found[2]) == (_GATED, "linear_out") and chunk.config.gated_linear_unit
-            shape, ranges = init.place(parameter.shape, dim, rank, size, 2 if gated else 1)
+            dim = 1 if found[1] in _ROW_PARALLEL and found[2] == "linear_in" else 0
+            segments = _segments(parameter, found[1], chunk.config) if found[2] == "linear_out" else 1
+            shape, ranges = init.place(parameter.shape, dim, rank, size, segments)
             values = _quantile(methods[found[2]], shape)
             parameter.copy_(
                 init.sample(shape, ranges, values, seed=seed, name=name, dtype=parameter.dtype, device=parameter.device)

@@ -25,6 +25,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MultiLatentAttention
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
@@ -197,6 +198,14 @@ class DuplicatedLinear(torch.nn.Module):
         if config.perform_initialization:
             init_method(self.weight)
         self.weight.__dict__["sequence_parallel"] = config.sequence_parallel
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        """As Megatron saves a module without this method; Bridge asks an adapted layer for it."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {}, sharded_offsets
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """[s/t, b, k] → [s/t, b, n], and None as bias."""

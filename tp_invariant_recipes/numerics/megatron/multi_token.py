@@ -10,14 +10,15 @@ The loss of each depth reaches the weights token by token. What is logged is a t
 """
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper, MultiTokenPredictionLayer
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.numerics.megatron.spec import invariant
 from tp_invariant_recipes.numerics.sums.step_values import data_mesh, summed
 
@@ -35,11 +36,27 @@ class InvariantMultiTokenPredictionLayer(MultiTokenPredictionLayer):
             embedding.word_embeddings.apart = False
 
 
+# Fields that split a model into pipeline stages.
+_STAGES = {
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "pipeline_model_parallel_layout": None,
+    "num_layers_in_first_pipeline_stage": None,
+    "num_layers_in_last_pipeline_stage": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+}
+
+
 def invariant_block(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A replacement for Bridge's mtp_block_spec, whose model layer is the last of our block already."""
+    """A replacement for Bridge's mtp_block_spec, with the last layer of the model, which another stage may have."""
 
     def mtp_block_spec(config: Any, vp_stage: int | None = None) -> Any:
-        block = original(config, vp_stage=vp_stage)
+        if not getattr(config, "mtp_num_layers", None):
+            return None
+        given, last = copy(config), TransformerBlockSubmodules(layer_specs=[_last_layer(config)])
+        given.transformer_layer_spec = lambda _: last
+        block = original(given, vp_stage=vp_stage)
         if block is None:
             return None
         return replace(block, layer_specs=[_invariant(layer) for layer in block.layer_specs])
@@ -47,13 +64,17 @@ def invariant_block(original: Callable[..., Any]) -> Callable[..., Any]:
     return mtp_block_spec
 
 
+def _last_layer(config: Any) -> Any:
+    whole = copy(config)
+    for name, value in _STAGES.items():
+        setattr(whole, name, value)
+    return whole.transformer_layer_spec(whole).layer_specs[-1]
+
+
 def _invariant(layer: Any) -> Any:
     parts = layer.submodules
-    model_layer = parts.mtp_model_layer
-    if not model_layer.submodules.self_attention.submodules.linear_proj.__module__.startswith("tp_invariant_recipes"):
-        raise ConfigError("the last pipeline stage has no layer that those of multi-token prediction could be like")
     changed = invariant(replace(layer, submodules=replace(parts, mtp_model_layer=None)))
-    return replace(changed, submodules=replace(changed.submodules, mtp_model_layer=model_layer))
+    return replace(changed, submodules=replace(changed.submodules, mtp_model_layer=parts.mtp_model_layer))
 
 
 def separate_losses(original: Callable[..., None]) -> Callable[..., None]:
