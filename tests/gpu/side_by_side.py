@@ -40,7 +40,7 @@ WITH_GLOO = (
 
 @dataclass(frozen=True)
 class Run:
-    """`tpi train WORDS run.dir=NAME`.
+    """`tpi train WORDS run.dir=NAME`; or `tpi score …` where the words begin so.
 
     after:   runs that must have ended well before. resumes: one of them, of whose directory this run takes a copy to go
              on with.
@@ -54,9 +54,16 @@ class Run:
 
     def arguments(self) -> list[str]:
         """The command line of tpi."""
+        if self.scores:
+            return self.words.split()
         if self.resumes is not None:
             return ["train", "--resume", self.name, *self.words.split()]
         return ["train", *self.words.split(), f"run.dir={self.name}"]
+
+    @property
+    def scores(self) -> bool:
+        """Whether it trains nothing."""
+        return self.words.startswith("score ")
 
     def fits(self, gpus: int) -> bool:
         """Whether it can be trained on that many. Gloo sends no tensors of GPUs between stages of a pipeline."""
@@ -107,7 +114,7 @@ def train_all(folder: Path, runs: list[Run], names: list[str], before: Callable[
                     free[name] -= 1
                 if run.resumes is not None:
                     shutil.copytree(folder / run.resumes, folder / run.name)
-                more = WITH_GLOO if len({*mine}) < len(mine) else ()
+                more = WITH_GLOO[: 1 if run.scores else None] if len({*mine}) < len(mine) else ()
                 process = tpi.start(*run.arguments(), *more, before=_on(mine, before))
                 going[run.name] = process, mine, time.monotonic()
         assert going or len(waiting) < before_this, f"{[run.name for run in waiting]} can never start"

@@ -27,7 +27,7 @@ def problems(config: RunConfig, *, here: bool = True, imported: bool = False) ->
     here: whether ranks will run on this machine. imported: whether the weights have been read already.
     """
     found = _checkpoint(config, here)
-    for check in (_text, examples) if imported else (_weights, _text, examples):
+    for check in (_text, examples) if imported else (check_weights, _text, examples):
         try:
             check(config)
         except ConfigError as error:
@@ -52,7 +52,7 @@ def _checkpoint(config: RunConfig, here: bool) -> list[str]:
     return [f"checkpoint.pretrained_checkpoint={folder}: {why}"]
 
 
-def _weights(config: RunConfig) -> None:
+def check_weights(config: RunConfig) -> None:
     """Raises ConfigError: there are no weights in the folder, or they are not the model's.
 
     Without transformers, as on a login node, sizes are compared where the ranks start.

@@ -40,10 +40,15 @@ def check(config: RunConfig, run_dir: RunDir, *, here: bool = True, imported: bo
     files = inputs.problems(config, here=here, imported=imported)
     of_machine: Iterable[str] = ()
     if here:
-        of_machine = (*_gpus(config), *registry.problems(config), *_flash(config), *experiments.problems(config))
+        of_machine = (*machine_problems(config), *experiments.problems(config))
     problems = [*of_machine, *memory.problems(config, here=here), *files, *_disk(config, run_dir)]
     if problems:
         raise ConfigError(listed(problems), problems)
+
+
+def machine_problems(config: RunConfig) -> list[str]:
+    """What this machine lacks of what the layers of a run need."""
+    return [*_gpus(config), *registry.problems(config), *_flash(config)]
 
 
 def _flash(config: RunConfig) -> list[str]:

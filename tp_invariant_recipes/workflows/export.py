@@ -67,7 +67,7 @@ def export(run: Path, folder: Path, step: int | None = None, *, masters: bool = 
         raise ConfigError(f"{run} cannot be exported: {family}")
     if masters and config.mixed_precision is None:
         raise ConfigError(f"{run} has no master weights: its weights are fp32; leave out --masters")
-    found = _checkpoint(run_dir, before.identity_hash, step)
+    found = checkpoint_of(run_dir, before.identity_hash, step)
     folder = folder.expanduser().absolute()
     if folder.is_symlink() or (folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))):
         raise ConfigError(f"{folder} is there and is no empty folder: nothing is overwritten, choose another")
@@ -89,7 +89,8 @@ def export(run: Path, folder: Path, step: int | None = None, *, masters: bool = 
     return Exported(folder, found.step, family.architecture, dtype, len(written.tensors), digest, copied)
 
 
-def _checkpoint(run_dir: RunDir, identity_hash: str, step: int | None) -> RunCheckpoint:
+def checkpoint_of(run_dir: RunDir, identity_hash: str, step: int | None) -> RunCheckpoint:
+    """The newest checkpoint of a run, or the one of `step`, verified. Raises CheckpointError."""
     found = checkpoints.select(run_dir.checkpoints, step)
     if found is None:
         raise CheckpointError(f"{run_dir.path} has no finished checkpoint; save=STEPS lets a run write some")

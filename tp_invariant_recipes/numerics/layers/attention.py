@@ -94,6 +94,29 @@ def attention(
     return out
 
 
+def attention_of_each(
+    core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, shards: int, sinks: Tensor | None = None
+) -> Tensor:
+    """`attention` of several sequences with the bits that each has by itself; a forward pass alone.
+
+    Arguments and result as of `attention`. One launch for all is taken only where a trial gives these bits.
+    """
+
+    def at_once(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attention(core, query, key, value, mask, shards, sinks)
+
+    def one_by_one(*operands: Tensor) -> Tensor:
+        return torch.cat([at_once(*parts) for parts in zip(*(one.split(1, 1) for one in operands), strict=True)], 1)
+
+    def trial() -> bool:
+        generator = torch.Generator(query.device).manual_seed(0)
+        operands = [torch.empty_like(one).normal_(generator=generator) for one in (query, key, value)]
+        return all(same((one_by_one(*some),), (at_once(*some),)) for some in (operands, [one * 4 for one in operands]))
+
+    case = ("of each", shards, query.shape, key.shape, value.shape, query.dtype, core.kind(mask), settings())
+    return (at_once if tried(_together_is_right, case, query, trial) else one_by_one)(query, key, value)
+
+
 def shown() -> dict[tuple[Any, ...], bool]:
     """For every kind of attention so far, whether it ran in one launch; for reports and tests."""
     return dict(_together_is_right)

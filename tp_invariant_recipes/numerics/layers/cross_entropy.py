@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.cross_entropy import softmax_gradient, sum_of_exponentials
+from tp_invariant_recipes.kernels.folding_sum import folding_sum
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import tree_all_reduce
 
@@ -43,6 +44,31 @@ def vocab_parallel_cross_entropy(
     if vocabulary % mesh.shards:
         raise ValueError(f"{mesh.shards} virtual shards do not divide a vocabulary of {vocabulary}")
     return _CrossEntropy.apply(logits, target, mesh, kernels)
+
+
+def entropy(logits: Tensor, mesh: VirtualMesh, kernels: LossKernels = LIBRARY) -> Tensor:
+    """`-sum(p log p)` of p = softmax(logits), without a gradient; of logits that are all finite.
+
+    logits:  [rows, vocab/t], this rank's slice of the vocabulary.
+    returns: [rows] fp32, the same bits on every rank and for every t dividing V: elementwise fp32, a folding sum over
+             each shard, and the tree over V shards. It holds three tensors of logits' shape in fp32.
+    """
+    rows, highest = logits.to(torch.float32, copy=True), _highest(logits, mesh)
+    total = tree_all_reduce(kernels.sum_of_exponentials(rows, highest, mesh.local), mesh, torch.float32)
+    nowhere, one = torch.full_like(highest, -1, dtype=torch.int64), torch.ones_like(highest)
+    softmax = kernels.softmax_gradient(rows, nowhere, highest, total, one, mesh.local)
+    logarithm = rows.sub_(highest.unsqueeze(-1)).sub_(kernels.logarithm(total).unsqueeze(-1))
+    terms = softmax.mul_(logarithm).view(len(rows), mesh.local, -1)
+    return -tree_all_reduce(folding_sum(terms, -1).t().contiguous(), mesh, torch.float32)
+
+
+def rank_of(logits: Tensor, target: Tensor, mesh: VirtualMesh) -> Tensor:
+    """[rows] int64: the target's place among the logits by size, from 1 on. Shapes as of `entropy`; target: [rows]."""
+    nothing = torch.zeros(len(logits), dtype=torch.float32, device=logits.device)
+    above = (logits > _picked(logits, target, nothing, mesh).unsqueeze(-1)).sum(-1)
+    if mesh.size > 1:
+        dist.all_reduce(above, group=mesh.group)
+    return above + 1
 
 
 def _highest(logits: Tensor, mesh: VirtualMesh) -> Tensor:

@@ -13,7 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.numerics.layers.attention import Core, attention
+from tp_invariant_recipes.numerics.layers.attention import Core, attention, attention_of_each
 from tp_invariant_recipes.numerics.layers.head_exchange import HeadExchange
 from tp_invariant_recipes.numerics.megatron.base import OnMesh
 
@@ -36,9 +36,13 @@ Mask = tuple[Tensor | None, Any]  # Megatron's attention_mask and attn_mask_type
 
 
 class CoreAttention(OnMesh, Core):
-    """Forward of a core attention, which has config and a group. Queries, keys and values have no sums across ranks."""
+    """Forward of a core attention, which has config and a group. Queries, keys and values have no sums across ranks.
+
+    by_sequence: whether each sequence of a micro-batch has the bits that it has alone; without gradients.
+    """
 
     training: bool
+    by_sequence = False
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         wrong = [f"model.{name}" for name in OFF if getattr(config, name, False)]
@@ -89,7 +93,8 @@ class CoreAttention(OnMesh, Core):
             raise NotImplementedError("attention with a mask of its own has no invariant version with context shards")
         heads, shards = query.shape[2], self.mesh.local // self.exchange.cp
         query, key, value = map(self.exchange.to_heads, (query, key, value))
-        out = attention(self, query, key, value, (attention_mask, attn_mask_type), shards, *self._sinks())
+        form = attention_of_each if self.by_sequence and query.shape[1] > 1 else attention
+        out = form(self, query, key, value, (attention_mask, attn_mask_type), shards, *self._sinks())
         return self.exchange.to_tokens(out, heads)
 
     def kind(self, mask: Mask) -> tuple[Any, ...]:

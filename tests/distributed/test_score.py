@@ -1,0 +1,176 @@
+"""`tpi score`: one file of scores for every layout, batch, order, padding and packing."""
+
+import gc
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from tests import hf_folders
+from tp_invariant_recipes.training.scoring import batches
+
+pytestmark = pytest.mark.usefixtures("modelopt")
+
+LENGTHS = (5, 30, 64, 100, 30, 64, 150, 9)
+MOE = (
+    *("model.num_layers=1", "model.hidden_size=128", "model.moe_ffn_hidden_size=64", "model.num_attention_heads=8"),
+    *("model.num_query_groups=8", "model.kv_channels=16", "model.vocab_size=512"),
+)
+FOLDERS = {
+    "qwen3": ("qwen3_toy", "BF16", ("model.num_layers=2",)),
+    "llama": ("llama32_toy", "F32", ("model.num_layers=1",)),
+    "moe": ("qwen3_moe_toy", "F32", MOE),
+}
+
+
+@pytest.fixture(scope="module")
+def modelopt(families):
+    """What Bridge's conversion of weights imports: once here, and not in every fork."""
+    import modelopt.torch.peft  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+
+
+def rows(seed=0, lengths=LENGTHS):
+    draw = random.Random(seed)
+    return [{"id": f"s{n}", "tokens": [draw.randrange(512) for _ in range(k)]} for n, k in enumerate(lengths)]
+
+
+def write(file: Path, found) -> Path:
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in found))
+    return file
+
+
+@pytest.fixture(scope="module")
+def folder(shared):
+    for name, (model, dtype, overrides) in FOLDERS.items():
+        hf_folders.make(shared.folder / name, hf_folders.of(model, *overrides), dtype=dtype)
+    write(shared.folder / "s.jsonl", rows())
+    return shared.folder
+
+
+@pytest.fixture(scope="module")
+def scored(shared, folder):
+    """The bytes of the scores of a command's words; each is scored once."""
+    found: dict[str, bytes] = {}
+
+    def score(words: str, status=0) -> bytes:
+        if words not in found:
+            out = f"{len(found)}.out"
+            shared("score", *words.split(), "--out", out, status=status)
+            found[words] = (folder / out).read_bytes()
+        return found[words]
+
+    return score
+
+
+def by_id(scores: bytes):
+    return {row["id"]: row["bits"] for row in map(json.loads, scores.splitlines())}
+
+
+def test_tp_has_no_effect(scored):
+    assert scored("qwen3 s.jsonl tp=2 --ranks --entropy") == scored("qwen3 s.jsonl --ranks --entropy")
+
+
+LAYOUTS = ("pp=2", "dp=2", "tp=2 sp=false", "tp=2 pp=2", "tp=4", "tp=8", "dp=2 tp=2")
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_have_one_file(scored, layout):
+    assert scored(f"qwen3 s.jsonl {layout} --ranks --entropy") == scored("qwen3 s.jsonl --ranks --entropy")
+
+
+def test_stock_layouts_do_not(scored):
+    stock = "qwen3 s.jsonl numerics=stock"
+    assert by_id(scored(f"{stock} tp=2")) != by_id(scored(stock))
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("layout", ("ep=2 dp=2", "tp=2", "tp=2 ep=2", "pp=1 dp=2"))
+def test_experts_have_one_file(scored, layout):
+    assert scored(f"moe s.jsonl {layout}") == scored("moe s.jsonl")
+
+
+@pytest.mark.release
+def test_context_parallel_ranks_have_one_file(scored):
+    shards = "qwen3 s.jsonl numerics.context_shards=2"
+    assert scored(f"{shards} cp=2") == scored(shards)
+
+
+# In fp32 nothing is rounded away.
+PLAIN = "llama s.jsonl precision=fp32"
+
+
+def test_order_padding_packing_and_batch_have_no_effect(folder, scored):
+    plain = rows()
+    padded = [
+        {
+            "id": row["id"],
+            "tokens": [0] * 7 + row["tokens"] + [3] * 40,
+            "attention_mask": [0] * 7 + [1] * len(row["tokens"]) + [0] * 40,
+        }
+        for row in plain
+    ]
+    write(folder / "moved.jsonl", reversed(padded))
+    moved = by_id(scored("llama moved.jsonl precision=fp32 --batch-tokens 100"))
+    ends = [sum(LENGTHS[:n]) for n in range(len(LENGTHS) + 1)]
+    packed = {"id": "row", "tokens": [token for row in plain for token in row["tokens"]], "cu_seqlens": ends}
+    write(folder / "packed.jsonl", [packed])
+    found = by_id(scored("llama packed.jsonl precision=fp32"))
+    assert moved == by_id(scored(PLAIN))
+    assert {f"s{name[4:-1]}": bits for name, bits in found.items()} == by_id(scored(PLAIN))
+
+
+@pytest.mark.release
+def test_a_response_has_the_bits_of_its_tokens_in_the_whole(folder, scored):
+    answers = [{"id": row["id"], "prompt": row["tokens"][:4], "response": row["tokens"][4:]} for row in rows()]
+    write(folder / "responses.jsonl", answers)
+    found = by_id(scored("llama responses.jsonl precision=fp32"))
+    assert found == {name: bits[3:] for name, bits in by_id(scored(PLAIN)).items()}
+
+
+def padded_as_the_longest():
+    """All sequences of a pass have one length."""
+    batches.padded = lambda length, multiple: 152
+
+
+def test_padding_without_a_mask_has_an_effect(folder, scored):
+    """The control of padding. Batches move no bit of a toy on a CPU; tests/gpu has their control."""
+    write(folder / "unmasked.jsonl", [row | {"tokens": [0] * 7 + row["tokens"]} for row in rows()])
+    found = by_id(scored("llama unmasked.jsonl precision=fp32"))
+    assert all(found[name][7:] != bits for name, bits in by_id(scored(PLAIN)).items())
+
+
+@pytest.mark.release
+def test_portable_computes_sequences_together(shared, folder, scored, portable_loops):
+    """In passes of any size, alone, and padded to another length: products that walk k in order have one result."""
+    portable = "qwen3 s.jsonl numerics=portable --entropy"
+    together = scored(portable)
+    assert scored(f"{portable} --batch-tokens 1") == together
+    assert scored(f"{portable} --batch-tokens 300 tp=2") == together
+    out = ("qwen3", "s.jsonl", "numerics=portable", "--entropy", "--out", "portable-longer")
+    shared("score", *out, before=padded_as_the_longest, status=0)
+    assert (folder / "portable-longer").read_bytes() == together
+
+
+REFUSED = (
+    ("qwen3 s.jsonl iters=5", "iters=5: tpi score trains nothing and does not read it"),
+    ("qwen3 s.jsonl seq=64", "seq=64: every sequence has its own length"),
+    ("qwen3 s.jsonl cuda_graph=te", "run without CUDA graphs"),
+    ("qwen3 s.jsonl --step 3", "--step 3: qwen3 is a Hugging Face folder"),
+    ("qwen3 s.jsonl tp=3", "tp=3 does not divide"),
+    ("qwen3 s.jsonl model.num_layers=3", "num_hidden_layers is 2"),
+    ("nowhere s.jsonl", "no such folder"),
+    ("qwen3 nothing.jsonl", "No such file"),
+    ("qwen3 s.jsonl --tolerance 0.1", "--page and --tolerance go with --against"),
+)
+
+
+@pytest.mark.parametrize("words, why", REFUSED)
+def test_mistakes_are_one_message(shared, folder, words, why):
+    said = shared("score", *words.split(), "--out", "never", status=2).stderr
+    assert why in said
+    assert not (folder / "never.partial").exists()

@@ -1,0 +1,86 @@
+"""`tpi score` on one GPU and more: one file for all layouts and batches, and with numerics=portable that of a CPU."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from tests.gpu.side_by_side import Run, gpus_for, train
+
+GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 1, reason="needs an NVIDIA GPU"),
+    pytest.mark.timeout(900),
+]
+
+SMALL = "iters=2 gbs=2 save=2 seq=128 model.kv_channels=32 numerics.virtual_shards=2"
+TRAINED = {
+    "dense": f"qwen3_toy {SMALL}",
+    "experts": (
+        f"qwen3_moe_toy {SMALL} model.num_layers=2 model.hidden_size=256 model.num_attention_heads=8 "
+        "model.num_query_groups=8 model.ffn_hidden_size=256 model.moe_ffn_hidden_size=128 model.vocab_size=512"
+    ),
+}
+LENGTHS = (40, 64, 64, 64, 130, 200, 200, 7, 64, 130)
+# Name -> words after the run and the sequences.
+SCORED = {
+    "tree": "--ranks --entropy",
+    "tree alone": "--ranks --entropy --batch-tokens 1",
+    "tree of a few": "--ranks --entropy --batch-tokens 300",
+    "tree tp=2": "--ranks --entropy tp=2",
+    "tree tp=2 sp=false": "--ranks --entropy tp=2 sp=false",
+    "tree dp=2": "--ranks --entropy dp=2",
+    "tree pp=2": "--ranks --entropy pp=2",
+    "portable": "--entropy numerics=portable",
+    "portable tp=2": "--entropy numerics=portable tp=2",
+    "portable on a CPU": "--entropy numerics=portable device=cpu",
+    "stock": "numerics=stock",
+    "stock alone": "numerics=stock --batch-tokens 1",
+}
+SAME = {name: name.split()[0] for name in SCORED if name.split()[0] != "stock"}
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory):
+    """What went wrong with each command; the folder of the files."""
+    folder = tmp_path_factory.mktemp("scores")
+    draw = random.Random(0)
+    rows = [{"id": n, "tokens": [draw.randrange(256) for _ in range(k)]} for n, k in enumerate(LENGTHS)]
+    (folder / "s.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    runs = [Run(name, words, 1) for name, words in TRAINED.items()]
+    for model in TRAINED:
+        for name, words in SCORED.items():
+            out = f"{model} {name}".replace(" ", "-")
+            command = f"score {model} s.jsonl {words} --out {out}"
+            one = Run(out, command, gpus_for(words), after=(model,))
+            if one.fits(GPUS):
+                runs.append(one)
+    return folder, train(folder, runs)
+
+
+def scores(scored, model, name):
+    folder, ended = scored
+    out = f"{model} {name}".replace(" ", "-")
+    if out not in ended:
+        pytest.skip("needs more GPUs")
+    assert ended[out] is None, ended[out]
+    return (folder / out).read_bytes()
+
+
+@pytest.mark.parametrize("model", TRAINED)
+@pytest.mark.parametrize("name", [name for name, first in SAME.items() if name != first])
+def test_layouts_batches_and_machines_have_one_file(scored, model, name):
+    assert scores(scored, model, name) == scores(scored, model, SAME[name])
+
+
+@pytest.mark.parametrize("model", TRAINED)
+def test_numerics_have_several(scored, model):
+    """The control: files are not equal whatever is computed."""
+    bits = {
+        name: [json.loads(line)["bits"] for line in scores(scored, model, name).splitlines()]
+        for name in ("tree", "portable", "stock", "stock alone")
+    }
+    assert bits["tree"] != bits["stock"]
+    assert bits["stock"] != bits["stock alone"]

@@ -1,0 +1,219 @@
+"""Rows of vLLM, SGLang, verl and NeMo-RL as their documents have them, and what differences are called."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from tp_invariant_recipes.compare import hidden_difference, score_difference
+from tp_invariant_recipes.compare.score_difference import Columns
+from tp_invariant_recipes.data import engine_scores
+from tp_invariant_recipes.errors import ConfigError
+
+
+@dataclasses.dataclass
+class Logprob:
+    """vllm.logprobs."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+def vllm(**more):
+    """asdict of a RequestOutput (vllm.outputs), of which JSON makes text of the keys."""
+    prompt = [None, {4: dataclasses.asdict(Logprob(-1.0, 1, " b")), 9: dataclasses.asdict(Logprob(-2.0, 2))}]
+    output = {"index": 0, "text": " c", "token_ids": [5], "logprobs": [{5: dataclasses.asdict(Logprob(-0.5, 1, " c"))}]}
+    return {"request_id": "r1", "prompt_token_ids": [3, 4], "prompt_logprobs": prompt, "outputs": [output], **more}
+
+
+# A row -> id, tokens, log-probabilities.
+READ = {
+    "vllm": (vllm(), ("r1", [3, 4, 5], [None, -1.0, -0.5])),
+    "vllm without a prompt's": (vllm(prompt_logprobs=None), ("r1", [3, 4, 5], [None, None, -0.5])),
+    "sglang": (
+        {"text": " c", "meta_info": {"id": "x", "output_token_logprobs": [[-0.5, 5, " c"], [-0.25, 6, None]]}},
+        (None, [5, 6], [-0.5, -0.25]),
+    ),
+    "sglang with its input": (
+        {
+            "id": 3,
+            "meta_info": {
+                "input_token_logprobs": [[None, 3, None], [-1.0, 4, None]],
+                "output_token_logprobs": [[-0.5, 5]],
+            },
+        },
+        (3, [3, 4, 5], [None, -1.0, -0.5]),
+    ),
+    "verl": (
+        {
+            "prompts": [0, 3],
+            "responses": [5, 6, 0],
+            "response_mask": [1, 1, 0],
+            "rollout_log_probs": [-0.5, -0.25, 0.0],
+        },
+        (None, [5, 6], [-0.5, -0.25]),
+    ),
+    "verl with a tool's tokens": (
+        {
+            "responses": [5, 6, 7, 0],
+            "response_mask": [1, 0, 1, 0],
+            "attention_mask": [0, 1, 1, 1, 1, 0],
+            "old_log_probs": [-0.5, 0.0, -0.25, 0.0],
+        },
+        (None, [5, 6, 7], [-0.5, None, -0.25]),
+    ),
+    "nemo-rl": (
+        {
+            "input_ids": [3, 4, 5, 0],
+            "input_lengths": 3,
+            "token_mask": [0, 0, 1, 0],
+            "generation_logprobs": [0, 0, -0.5, 0],
+        },
+        (None, [3, 4, 5], [None, None, -0.5]),
+    ),
+    "nemo-rl trainer's": (
+        {"input_ids": [3, 4], "prev_logprobs": [0.0, -1.0]},
+        (None, [3, 4], [None, -1.0]),
+    ),
+    "nemo-rl messages": (
+        {
+            "message_log": [
+                {"role": "user", "token_ids": [3, 4]},
+                {"role": "assistant", "token_ids": [5], "generation_logprobs": [-0.5]},
+            ]
+        },
+        (None, [3, 4, 5], [None, None, -0.5]),
+    ),
+    "plain without a probability": ({"token_ids": [5], "logprobs": [-float("inf")]}, (None, [5], [-10_000.0])),
+    "plain": ({"id": "a", "token_ids": [5, 6], "logprobs": [None, -1.5]}, ("a", [5, 6], [None, -1.5])),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_rows_of_engines(name):
+    row, expected = READ[name]
+    found = engine_scores.parse(json.loads(json.dumps(row)), 1)
+    assert (found.id, found.tokens, found.logprobs) == expected
+
+
+WRONG = (
+    ('{"texts": 1}', "no row of tpi score, vLLM, SGLang, verl or NeMo-RL"),
+    ('{"token_ids": [1, 2], "logprobs": [-1.0]}', "argument 2 is shorter"),
+    ('{"meta_info": {"output_token_logprobs": [[1]]}}', "a field is not as its program writes it"),
+    ('{"prompt_token_ids": [1], "outputs": [{"token_ids": [2], "logprobs": [{"3": {"logprob": 0}}]}]}', "KeyError"),
+    ('{"token_ids": [1], "logprobs": [NaN]}', "a log-probability is NaN"),
+    ("[1]", "a field is not as its program writes it"),
+    ("{", "Expecting property name"),
+)
+
+
+@pytest.mark.parametrize("line, why", WRONG)
+def test_rows_that_are_of_no_engine(tmp_path, line, why):
+    file = tmp_path / "rollout.jsonl"
+    file.write_text(f"\n{line}\n")
+    with pytest.raises(ConfigError, match=f"line 2: .*{why}"):
+        list(engine_scores.read(file))
+
+
+LENGTH = 400
+
+
+def columns(change=lambda one: one["reference"], seed=0):
+    """Tokens of two sequences, drawn from categories of 50 tokens; `change` is the engine."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, 2, (2 * LENGTH, 50))
+    drawn = rng.integers(0, 50, 2 * LENGTH)
+
+    def logprobs(temperature=1.0):
+        scaled = logits / temperature
+        scaled = scaled - np.log(np.exp(scaled).sum(1, keepdims=True))
+        return scaled
+
+    whole = logprobs()
+    one = {
+        "sequence": np.repeat([0, 1], LENGTH),
+        "position": np.tile(np.arange(1, LENGTH + 1), 2),
+        "token": drawn,
+        "reference": whole[np.arange(2 * LENGTH), drawn],
+        "entropy": -(np.exp(whole) * whole).sum(1),
+        "of": lambda temperature: logprobs(temperature)[np.arange(2 * LENGTH), drawn],
+    }
+    engine = change(one)
+    one.pop("of")
+    return Columns(**one, engine=engine)
+
+
+def moved(one, size):
+    return one["reference"] + np.random.default_rng(1).normal(0, 1, 2 * LENGTH) * size
+
+
+NAMED = {
+    "off by one: at a token's place stands the log-probability of the previous token": lambda one: np.roll(
+        one["reference"], 1
+    ),
+    "off by one: at a token's place stands the log-probability of the next token": lambda one: np.roll(
+        one["reference"], -1
+    ),
+    "a temperature of about 0.9": lambda one: one["of"](0.9),
+    "a temperature of about 1.19": lambda one: one["of"](1.2),
+    "differences grow with the position": lambda one: moved(one, one["position"] / 100),
+    "at all positions alike": lambda one: moved(one, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_faults_are_named_and_nothing_else(name):
+    found = score_difference.suspects(columns(NAMED[name]))
+    assert len(found) == 1
+    assert name in found[0]
+
+
+def test_rounding_is_no_fault():
+    assert score_difference.suspects(columns(lambda one: moved(one, 0.01))) == []
+
+
+def test_figures():
+    found = columns(lambda one: one["reference"] + np.where(np.arange(2 * LENGTH) == 7, 0.5, 0.0))
+    figures = score_difference.summary(found)
+    assert figures["equal"] == 2 * LENGTH - 1
+    assert figures["outside"] == 1
+    assert figures["largest"] == pytest.approx(0.5)
+    assert figures["k1"] == pytest.approx(0.5 / 800)
+    assert figures["k3"] == pytest.approx((np.exp(-0.5) - 0.5) / 800)
+    first = score_difference.worst(found)[0]
+    assert (first["sequence"], first["position"], first["token"]) == (0, 8, found.token[7])
+    assert score_difference.by_token(found)[0]["token"] == found.token[7]
+    assert sum(row["tokens"] for row in score_difference.by_position(found)) == 2 * LENGTH
+
+
+def reference():
+    rng = np.random.default_rng(0)
+    found = {}
+    for layer in range(3):
+        right = rng.normal(0, 1, (40, 64)).astype(np.float32)
+        found[f"0/layers.{layer}"] = right
+        found |= {f"{n}/layers.{layer}": right * (1 + rng.choice([-1, 1], right.shape) * 2.0**-9) for n in (1, 2)}
+        found[f"0/router.{layer}"] = np.eye(8, dtype=np.uint8)[rng.integers(0, 8, 40)]
+    return found
+
+
+def test_the_first_layer_beyond_rounding_is_named():
+    found = reference()
+    engine = {f"layers.{n}": found[f"1/layers.{n}"] for n in range(3)}
+    engine |= {f"router.{n}": found[f"0/router.{n}"].argmax(1)[:, None] for n in range(3)}
+    rows = hidden_difference.layers(engine, found, "bfloat16")
+    assert hidden_difference.sentence(rows) == "hidden states: within rounding, all 3 layers"
+    engine["layers.1"] = engine["layers.1"].copy()
+    # 20 units: of all tokens together it would be within 4.
+    unit = np.sqrt(np.mean([np.square(found[f"{n}/layers.1"] - found["0/layers.1"]) for n in (1, 2)]))
+    engine["layers.1"][17] += 20 * unit
+    engine["router.2"] = engine["router.2"].copy()
+    engine["router.2"][3] ^= 1
+    rows = hidden_difference.layers(engine, found, "bfloat16")
+    text = hidden_difference.sentence(rows)
+    assert [row["beyond"] for row in rows] == [False, True, False]
+    assert "layer 1 is the first beyond rounding" in text
+    assert "most at token 17" in text
+    assert "1 token goes to other experts from layer 2 on" in text

@@ -1,0 +1,150 @@
+"""`tpi score`."""
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from tp_invariant_recipes.cli.arguments import Json, Overrides
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.host import needed, terminal
+
+LINE_EVERY = 10.0  # seconds between plain lines, where there is no terminal
+
+
+def score(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="RUN|FOLDER", help="A run directory, or a Hugging Face folder.", show_default=False),
+    ],
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="SEQUENCES", help="JSONL: tokens, text, or prompt and response.", show_default=False),
+    ],
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Where to write; default SEQUENCES with .scores.jsonl at its end."),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="The run's checkpoint of this step; default: the newest.", min=0)
+    ] = None,
+    against: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="JSONL that an engine returned; twice: also which of both is nearer."),
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option(metavar="X", help="With --against: the largest difference that is none.", min=0.0)
+    ] = 0.0,
+    page: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="With --against: the page; default beside the scores.")
+    ] = None,
+    hidden: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Hidden states of an engine, safetensors: layers.N of the first sequence."),
+    ] = None,
+    ranks: Annotated[bool, typer.Option("--ranks", help="Write each token's place among all, by probability.")] = False,
+    entropy: Annotated[bool, typer.Option("--entropy", help="Write the entropy of each prediction.")] = False,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="For text: a Hugging Face tokenizer, or byte.")
+    ] = None,
+    batch_tokens: Annotated[
+        int, typer.Option(metavar="N", help="Tokens of a forward pass; they change no bit.")
+    ] = 16384,
+    as_json: Json = False,
+) -> None:
+    """Write log-probabilities that no layout and no batch changes.
+
+    They depend on weights and tokens alone: the same bytes for every tp, pp, cp, dp, ep, batch, order and padding, and
+    with numerics=portable on every machine.
+    --against compares what an engine returned (vLLM, SGLang, verl, NeMo-RL) and names what its differences look like;
+    --hidden names the first layer that is beyond rounding. After Ctrl-C the same command goes on. Exit status: 0
+    written, and equal or within the tolerance; 1 beyond it; 2 a mistake.
+
+    \b
+    tpi score runs/qwen3_8b-tp4-… sequences.jsonl tp=4
+    tpi score ~/models/mine sequences.jsonl --out scores.jsonl --ranks
+    tpi score ~/models/mine sequences.jsonl --against rollout.jsonl
+    """
+    needed.check("tpi score", needed.TRAINING)
+    if not against and (page is not None or tolerance):
+        raise ConfigError("--page and --tolerance go with --against FILE")
+    if len(against or []) > 2:
+        raise ConfigError("--against: one file or two")
+    from tp_invariant_recipes.launch import progress
+    from tp_invariant_recipes.workflows import score as workflow
+
+    console = terminal.console_of_its_own()
+    # What a temperature would change of a token depends on the entropy.
+    options = workflow.Options(step, tokenizer, batch_tokens, ranks, entropy or bool(against))
+    where = out or Path(f"{file.name.removesuffix('.jsonl')}.scores.jsonl")
+    with progress.busy(console, "reading weights and sequences"):
+        scoring = workflow.new(source, file, list(overrides or []), where, options)
+    found: dict[str, Any] = {"scores": str(scoring.out), "exit_status": 0}
+    if not workflow.finished(scoring):
+        with _Watched(scoring, console, progress.PLAIN) as tick:
+            found |= workflow.execute(scoring, tick)
+    speed = f", {found['tokens_per_second']:,} tokens/s" if found.get("tokens_per_second") else ""
+    console.print(Text(f"{scoring.out}: {scoring.count:,} sequences{speed}"), soft_wrap=True)
+    if against:
+        found |= _against(scoring, against, tolerance, page or where.with_suffix(".html"))
+    if hidden is not None:
+        from tp_invariant_recipes.workflows import score_hidden
+
+        with progress.busy(console, "computing the hidden states"):
+            layers = score_hidden.judge(scoring, hidden)
+        found |= {"hidden": layers, "exit_status": max(found["exit_status"], layers["exit_status"])}
+    if as_json:
+        terminal.print_json(found)
+    else:
+        for line in [one for key in ("text", "hidden") if (one := found.get(key))]:
+            terminal.print_text(line["text"] if isinstance(line, dict) else line)
+    raise typer.Exit(found["exit_status"])
+
+
+def _against(scoring: Any, against: list[Path], tolerance: float, page: Path) -> dict[str, Any]:
+    from tp_invariant_recipes.data import sequences
+    from tp_invariant_recipes.workflows import score_against
+
+    decode = sequences.tokenizer(scoring.tokenizer)[1] if scoring.tokenizer else None
+    result = score_against.judge(scoring.out, against, tolerance, decode)
+    score_against.write_page(result, page)
+    points = [{name: value for name, value in one.items() if name != "points"} for one in result["files"]]
+    return result | {"files": points, "page": str(page), "text": f"{result['text']}\npage: {page}"}
+
+
+class _Watched:
+    """The progress of a scoring: a bar on a terminal, elsewhere a line every LINE_EVERY seconds."""
+
+    def __init__(self, scoring: Any, console: Any, plain: dict[str, Any]) -> None:
+        self.scoring, self.console = scoring, console
+        self.done, self.position, self.printed = 0, 0, time.monotonic()
+        self.progress = Progress(
+            TextColumn("scoring"), BarColumn(), TextColumn("{task.completed:,.0f}/{task.total:,.0f} sequences"),
+            TimeRemainingColumn(), console=console, disable=not console.is_terminal, **plain,
+        )  # fmt: skip
+        self.task = self.progress.add_task("", total=scoring.count)
+
+    def __enter__(self) -> "_Watched":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def __call__(self) -> None:
+        """Show the lines that have been written since."""
+        if not self.scoring.lines.exists():
+            return
+        with self.scoring.lines.open("rb") as stream:
+            stream.seek(self.position)
+            while block := stream.read(1 << 20):
+                self.done += block.count(b"\n")
+            self.position = stream.tell()
+        self.progress.update(self.task, completed=self.done)
+        if not self.console.is_terminal and time.monotonic() - self.printed > LINE_EVERY:
+            self.printed = time.monotonic()
+            self.console.print(f"{self.done:,} of {self.scoring.count:,} sequences")

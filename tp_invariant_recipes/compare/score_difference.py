@@ -1,0 +1,165 @@
+"""How far an engine's log-probabilities are from the reference's, and what the differences look like.
+
+d = engine - reference, of a token that the engine drew. Mean KL of engine and reference, as Schulman estimates it
+(joschu.net/blog/kl-approx.html):
+
+    k1 = d        k3 = exp(-d) - 1 + d        ratio = exp(-d), the reference's probability over the engine's
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+LOW, HIGH = 0.8, 1.25  # of a probability ratio that leaves no clip range untouched
+WORST = 20
+ROUNDING = 0.05  # a mean |d| that bf16 alone may give; what is larger has another cause
+SHIFTED = 0.1  # of the mean |d|, where the values of a neighbouring token fit
+EXPLAINED = 0.9  # of the squares of d, by a temperature
+GROWS = 4.0  # times: the last quarter of positions over the first
+
+
+@dataclass
+class Tokens:
+    """Compared tokens, one entry each. sequence: index of its sequence. entropy: NaN: not known."""
+
+    sequence: list[np.ndarray] = field(default_factory=list)
+    position: list[np.ndarray] = field(default_factory=list)
+    token: list[np.ndarray] = field(default_factory=list)
+    reference: list[np.ndarray] = field(default_factory=list)
+    engine: list[np.ndarray] = field(default_factory=list)
+    entropy: list[np.ndarray] = field(default_factory=list)
+
+    def whole(self) -> "Columns":
+        """All of them."""
+        return Columns(*(np.concatenate(getattr(self, name)) for name in Columns.__dataclass_fields__))
+
+
+@dataclass(frozen=True)
+class Columns:
+    """As of Tokens, one array each."""
+
+    sequence: np.ndarray
+    position: np.ndarray
+    token: np.ndarray
+    reference: np.ndarray
+    engine: np.ndarray
+    entropy: np.ndarray
+
+    @property
+    def difference(self) -> np.ndarray:
+        """d of each token, fp64."""
+        return self.engine - self.reference
+
+
+def summary(found: Columns) -> dict[str, Any]:
+    """The figures of all tokens."""
+    d, size = found.difference, np.abs(found.difference)
+    ratio = np.exp(np.clip(-d, -50, 50))
+    outside = (ratio < LOW) | (ratio > HIGH)
+    return {
+        "tokens": len(d),
+        "equal": int((d == 0).sum()),
+        "k1": float(d.mean()),
+        "k3": float((np.expm1(np.clip(-d, -50, 50)) + d).mean()),
+        "mean": float(size.mean()),
+        "largest": float(size.max()),
+        "p999": float(np.quantile(size, 0.999)),
+        "outside": int(outside.sum()),
+        "outside_share": float(outside.mean()),
+    }
+
+
+def by_position(found: Columns) -> list[dict[str, Any]]:
+    """Mean, 99th percentile and largest |d| of positions 1, 2-3, 4-7, 8-15 …"""
+    size, bins = np.abs(found.difference), np.log2(found.position).astype(int)
+    return [
+        {"from": 1 << n, "to": (2 << n) - 1, "tokens": len(part), "mean": float(part.mean()),
+         "p99": float(np.quantile(part, 0.99)), "largest": float(part.max())}
+        for n in sorted(set(bins.tolist()))
+        if len(part := size[bins == n])
+    ]  # fmt: skip
+
+
+def by_token(found: Columns) -> list[dict[str, Any]]:
+    """The tokens that most of the sum of |d| comes from."""
+    size = np.abs(found.difference)
+    tokens, at = np.unique(found.token, return_inverse=True)
+    sums, counts = np.bincount(at, size), np.bincount(at)
+    order = np.argsort(-sums, kind="stable")[:WORST]
+    return [{"token": int(tokens[n]), "count": int(counts[n]), "mean": float(sums[n] / counts[n])} for n in order]
+
+
+def worst(found: Columns) -> list[dict[str, Any]]:
+    """The tokens with the largest |d|. sequence: index of it."""
+    order = np.argsort(-np.abs(found.difference), kind="stable")[:WORST]
+    return [
+        {"sequence": int(found.sequence[n]), "position": int(found.position[n]), "token": int(found.token[n]),
+         "reference": float(found.reference[n]), "engine": float(found.engine[n])}
+        for n in order
+    ]  # fmt: skip
+
+
+def suspects(found: Columns) -> list[str]:
+    """What the differences look like, in words; empty where they are as small as rounding."""
+    size = np.abs(found.difference).mean()
+    likely = [*_shifted(found), *_temperature(found)] if size else []
+    if likely or size <= ROUNDING:
+        return likely
+    return [*_growing(found)] or [
+        f"the mean difference is {size:.3g}, at all positions alike: other weights, a missing bias, exchanged experts "
+        "or another formula of a layer; --hidden FILE finds the first layer"
+    ]
+
+
+def _shifted(found: Columns) -> Iterator[str]:
+    """The values of the token before or after stand at a token's place."""
+    same = found.sequence[1:] == found.sequence[:-1]
+    same &= found.position[1:] == found.position[:-1] + 1
+    if not same.any():
+        return
+    for engine, reference, word in (
+        (found.engine[:-1], found.reference[1:], "next"),
+        (found.engine[1:], found.reference[:-1], "previous"),
+    ):
+        if np.abs(engine - reference)[same].mean() < SHIFTED * np.abs(found.difference).mean():
+            yield f"off by one: at a token's place stands the log-probability of the {word} token"
+
+
+def _temperature(found: Columns) -> Iterator[str]:
+    """log p at temperature T is, near 1, log p + (1/T - 1)(log p + entropy): the slope is known of every token."""
+    slope, d = found.reference + found.entropy, found.difference
+    if not np.isfinite(slope).all() or not slope.any():
+        return
+    beta = float((slope * d).sum() / (slope * slope).sum())
+    explained = 1 - float(np.square(d - beta * slope).sum() / np.square(d).sum())
+    if explained >= EXPLAINED and beta > -1:
+        yield (
+            f"a temperature of about {1 / (1 + beta):.2f} is applied to the engine's logits: it explains "
+            f"{explained:.0%} of the differences"
+        )
+
+
+def _growing(found: Columns) -> Iterator[str]:
+    size = np.abs(found.difference)
+    quarter = np.quantile(found.position, [0.25, 0.75])
+    first, last = size[found.position <= quarter[0]].mean(), size[found.position >= quarter[1]].mean()
+    if last > GROWS * first:
+        yield (
+            f"differences grow with the position, {last / first:.1f} times from the first quarter to the last: another "
+            "rotary base or scaling, or a fault of the cache"
+        )
+
+
+def nearer(first: dict[str, Any], second: dict[str, Any]) -> int | None:
+    """Which of two summaries is nearer to the reference: 0, 1; None: neither."""
+    if math.isclose(first["mean"], second["mean"]):
+        return None
+    return int(second["mean"] < first["mean"])
+
+
+def names(ids: Sequence[str | int], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows with a sequence's name instead of its index."""
+    return [row | {"sequence": ids[row["sequence"]]} for row in rows]

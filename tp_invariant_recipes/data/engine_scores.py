@@ -1,0 +1,145 @@
+"""Log-probabilities that an engine or trainer returned, as JSONL: one object a sequence, in the fields of its program.
+
+    tpi score   id, token_ids, logprobs                                            data of training/scoring/lines.py
+    vLLM        prompt_token_ids, prompt_logprobs, outputs[0].token_ids, .logprobs  vllm.outputs, vllm.logprobs:
+                a list of {token id: {"logprob": …}} or of numbers; the first of a prompt is null
+    SGLang      meta_info.input_token_logprobs, .output_token_logprobs             docs, native API ("return_logprob"):
+                lists of [logprob, token id, text]; the first of an input has null
+    verl        responses, rollout_log_probs or old_log_probs, response_mask       verl.trainer.ppo.ray_trainer,
+                docs "rollout correction": of the response, padded at its end
+    NeMo-RL     input_ids, generation_logprobs or prev_logprobs, token_mask        docs "Generation Interface":
+                as long as the sequence, at the place of the token; or message_log of messages with token_ids
+
+A row is a dataclass as `dataclasses.asdict` or a table's `to_json(orient="records", lines=True)` writes it. An `id`
+names its sequence; without one the rows are in the order of the sequences. Masked tokens have no log-probability.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.reading import open_file
+
+LEAST = -10_000.0  # what stands for -inf, of a token that a filter has left no probability
+Spans = tuple[list[int], list[float | None]]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The last tokens of a sequence, and their log-probabilities; None: none was returned.
+
+    id: None: the row has none. line: of the file.
+    """
+
+    id: str | int | None
+    line: int
+    tokens: list[int]
+    logprobs: list[float | None]
+
+
+def read(file: Path) -> Iterator[Rollout]:
+    """The rows of a file as they are read. Raises ConfigError that names the line."""
+    with open_file(file) as stream:
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            try:
+                yield parse(json.loads(line), number)
+            except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+                raise ConfigError(f"{file}, line {number}: {_why(error)}") from error
+
+
+def parse(row: Mapping[str, Any], number: int) -> Rollout:
+    """A row of any of FORMATS. Raises ValueError, TypeError, KeyError, IndexError, AttributeError: it is of none."""
+    for needed, spans in FORMATS:
+        if all(_has(row, one) for one in needed):
+            tokens, logprobs = spans(row)
+            break
+    else:
+        keys = ", ".join(map(repr, row)) or "none"
+        raise ValueError(f"no row of tpi score, vLLM, SGLang, verl or NeMo-RL (docs/scores.md); its keys: {keys}")
+    if len(tokens) != len(logprobs):
+        raise ValueError(f"{len(tokens)} tokens and {len(logprobs)} log-probabilities")
+    values = [None if x is None else max(float(x), LEAST) for x in logprobs]
+    if any(x != x for x in values):
+        raise ValueError("a log-probability is NaN")
+    return Rollout(row.get("id", row.get("request_id")), number, [int(token) for token in tokens], values)
+
+
+def _has(row: Mapping[str, Any], key: str) -> bool:
+    outer, _, inner = key.partition(".")
+    return row.get(outer) is not None and (not inner or inner in row[outer])
+
+
+def _plain(row: Mapping[str, Any]) -> Spans:
+    return row["token_ids"], [_of(one, token) for token, one in zip(row["token_ids"], row["logprobs"], strict=True)]
+
+
+def _vllm(row: Mapping[str, Any]) -> Spans:
+    prompt = row["prompt_token_ids"]
+    before = row.get("prompt_logprobs") or [None] * len(prompt)
+    output = row["outputs"][0] if row.get("outputs") else {"token_ids": [], "logprobs": []}
+    after = output.get("logprobs") or [None] * len(output["token_ids"])
+    tokens, values = [*prompt, *output["token_ids"]], [*before, *after]
+    return tokens, [_of(one, token) for token, one in zip(tokens, values, strict=True)]
+
+
+def _of(value: Any, token: int) -> float | None:
+    """A number, or the entry of the token among those that vLLM returned for its place."""
+    if not isinstance(value, Mapping):
+        return value
+    entry = value[str(token)] if str(token) in value else value[token]
+    return entry["logprob"] if isinstance(entry, Mapping) else entry
+
+
+def _sglang(row: Mapping[str, Any]) -> Spans:
+    meta = row["meta_info"]
+    entries = [*(meta.get("input_token_logprobs") or ()), *meta["output_token_logprobs"]]
+    return [entry[1] for entry in entries], [entry[0] for entry in entries]
+
+
+def _verl(row: Mapping[str, Any]) -> Spans:
+    tokens = row["responses"]
+    values = row["rollout_log_probs"] if row.get("rollout_log_probs") is not None else row["old_log_probs"]
+    mask = row.get("response_mask") or row.get("attention_mask", [1] * len(tokens))[-len(tokens) :]
+    kept = (row.get("attention_mask") or mask)[-len(tokens) :]  # a masked token of a tool is one of the sequence
+    end = max((n for n, one in enumerate(kept, 1) if one), default=0)
+    return tokens[:end], [value if one else None for value, one in zip(values[:end], mask[:end], strict=True)]
+
+
+def _nemo(row: Mapping[str, Any]) -> Spans:
+    length = row.get("input_lengths", len(row["input_ids"]))
+    values = row["generation_logprobs"] if row.get("generation_logprobs") is not None else row["prev_logprobs"]
+    mask = row.get("token_mask") or [n > 0 for n in range(length)]
+    tokens = row["input_ids"][:length]
+    return tokens, [x if one else None for x, one in zip(values[:length], mask[:length], strict=True)]
+
+
+def _messages(row: Mapping[str, Any]) -> Spans:
+    tokens: list[int] = []
+    values: list[float | None] = []
+    for message in row["message_log"]:
+        tokens += message["token_ids"]
+        values += message.get("generation_logprobs") or [None] * len(message["token_ids"])
+    return tokens, values
+
+
+# Keys that a row has -> its tokens and log-probabilities.
+FORMATS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Spans]], ...] = (
+    (("meta_info.output_token_logprobs",), _sglang),
+    (("prompt_token_ids", "outputs"), _vllm),
+    (("prompt_token_ids", "prompt_logprobs"), _vllm),
+    (("responses", "rollout_log_probs"), _verl),
+    (("responses", "old_log_probs"), _verl),
+    (("input_ids", "generation_logprobs"), _nemo),
+    (("input_ids", "prev_logprobs"), _nemo),
+    (("message_log",), _messages),
+    (("token_ids", "logprobs"), _plain),
+)
+
+
+def _why(error: Exception) -> str:
+    return str(error) if isinstance(error, ValueError) else f"a field is not as its program writes it: {error!r}"

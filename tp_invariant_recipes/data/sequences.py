@@ -1,0 +1,150 @@
+"""Sequences to score: JSONL, one object a line, read as a stream.
+
+    {"tokens": [1, 2, 3]}                     token ids; with "attention_mask", those where it is 0 are padding
+    {"tokens": […], "cu_seqlens": [0, 5, 9]}  sequences packed into one row, as Megatron's PackedSeqParams
+    {"text": "…"}                             tokenized, with the special tokens that the tokenizer adds
+    {"prompt": …, "response": …}              texts or token ids; only the response's tokens are scored
+
+"prompt_length": N beside tokens leaves the first N tokens unscored; "id" names a sequence, else its line does.
+"""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.data.tokenizer import BYTE, identify
+from tp_invariant_recipes.errors import ConfigError, DataError, listed
+from tp_invariant_recipes.reading import open_file
+
+SHOWN = 5  # problems that one message lists
+Encode = Callable[[str, bool], list[int]]  # a text, and whether special tokens are added to it
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Tokens to score. first: the position of the first scored one; at position 0 nothing predicts a token."""
+
+    id: str | int
+    tokens: list[int]
+    first: int
+
+
+@dataclass(frozen=True)
+class Surveyed:
+    """A file that was read once. sha256: hex, of its bytes. sequences, longest: their number, and tokens of one."""
+
+    sha256: str
+    sequences: int
+    longest: int
+
+
+def tokenizer(where: str) -> tuple[Encode, Callable[[list[int]], str], str]:
+    """Encode and decode by "byte" or a Hugging Face folder, and the tokenizer's digest. Raises DataError."""
+    identity = identify(where)
+    if identity.folder is None:
+        return lambda text, _: [*text.encode()], lambda ids: bytes(i % 256 for i in ids).decode(errors="replace"), BYTE
+    from transformers import AutoTokenizer  # seconds to import
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(identity.folder), local_files_only=True)
+    except Exception as error:  # the tokenizers library raises bare Exception for damaged files
+        raise DataError(f"tokenizer {identity.folder}: cannot load it: {error}") from error
+
+    def encode(text: str, special: bool) -> list[int]:
+        return loaded(text, add_special_tokens=special, verbose=False)["input_ids"]
+
+    return encode, loaded.decode, identity.sha256
+
+
+def survey(file: Path, vocabulary: int, encode: Encode | None) -> Surveyed:
+    """Read and check the whole file. Raises ConfigError that lists lines and what is wrong with them."""
+    digest, count, longest = hashlib.sha256(), 0, 0
+    problems: list[str] = []
+    try:
+        for number, line in enumerate(_lines(file), 1):
+            digest.update(line)
+            try:
+                for one in parse(line, number, vocabulary, encode):
+                    count, longest = count + 1, max(longest, len(one.tokens))
+            except ValueError as error:
+                problems.append(f"{file}, line {number}: {error}")
+                if len(problems) == SHOWN:
+                    break
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror or error}") from error
+    if problems or not count:
+        problems = problems or [f"{file}: no sequences in it"]
+        raise ConfigError(listed(problems), problems)
+    return Surveyed(digest.hexdigest(), count, longest)
+
+
+def sequences(file: Path, vocabulary: int, encode: Encode | None) -> Iterator[Sequence]:
+    """The sequences of a file that `survey` has passed."""
+    for number, line in enumerate(_lines(file), 1):
+        yield from parse(line, number, vocabulary, encode)
+
+
+def parse(line: bytes, number: int, vocabulary: int, encode: Encode | None) -> list[Sequence]:
+    """The sequences of a line; several where they are packed. Raises ValueError.
+
+    number: the line's, from 1 on. vocabulary: ids of the model. encode: None: there is no tokenizer.
+    """
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise ValueError("not an object in braces")
+    name = row.get("id", number)
+    if type(name) not in (str, int):
+        raise ValueError("id must be text or a number")
+    if "prompt" in row and "response" in row:
+        prompt = _ids(row["prompt"], "prompt", encode, special=True)
+        found = [Sequence(name, prompt + _ids(row["response"], "response", encode), max(1, len(prompt)))]
+    elif "text" in row:
+        found = [Sequence(name, _ids(row["text"], "text", encode, special=True), 1)]
+    elif "tokens" in row:
+        found = _of_tokens(row, name)
+    else:
+        keys = ", ".join(map(repr, row)) or "none"
+        raise ValueError(f"none of tokens, text, prompt with response; its keys: {keys}")
+    for one in found:
+        if one.first >= len(one.tokens):
+            raise ValueError("no token to score: a sequence has at least two, and one after its prompt")
+        if max(one.tokens) >= vocabulary or min(one.tokens) < 0:
+            raise ValueError(f"token {max(one.tokens, key=abs)} is outside the model's vocabulary of {vocabulary}")
+    return found
+
+
+def _of_tokens(row: dict[str, Any], name: str | int) -> list[Sequence]:
+    tokens = _ids(row["tokens"], "tokens", None)
+    if (mask := row.get("attention_mask")) is not None:
+        if not isinstance(mask, list) or len(mask) != len(tokens):
+            raise ValueError("attention_mask has another length than tokens")
+        tokens = [token for token, kept in zip(tokens, mask, strict=True) if kept]
+    if (ends := row.get("cu_seqlens")) is not None:
+        ends = _ids(ends, "cu_seqlens", None)
+        if ends[:1] != [0] or ends != sorted(ends) or ends[-1] > len(tokens):
+            raise ValueError("cu_seqlens must rise from 0 to at most the number of tokens")
+        pairs = itertools.pairwise(ends)
+        return [Sequence(f"{name}[{n}]", tokens[a:b], 1) for n, (a, b) in enumerate(pairs)]
+    first = row.get("prompt_length", 1)
+    if type(first) is not int or first < 0:
+        raise ValueError("prompt_length must be a number of tokens")
+    return [Sequence(name, tokens, max(1, first))]
+
+
+def _ids(value: Any, key: str, encode: Encode | None, *, special: bool = False) -> list[int]:
+    if isinstance(value, list) and all(type(one) is int for one in value):
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f"{key} must be a list of token ids{' or text' if encode else ''}")
+    if encode is None:
+        raise ValueError(f"{key} is text, and there is no tokenizer: --tokenizer FOLDER, or byte")
+    return encode(value, special)
+
+
+def _lines(file: Path) -> Iterator[bytes]:
+    with open_file(file) as stream:
+        yield from (line for line in stream if line.strip())

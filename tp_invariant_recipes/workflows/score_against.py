@@ -1,0 +1,159 @@
+"""`tpi score --against`: an engine's log-probabilities beside the scores, as figures, JSON and a page."""
+
+import json
+from collections.abc import Callable, Iterator
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tp_invariant_recipes.compare import score_difference
+from tp_invariant_recipes.compare.score_difference import Columns, Tokens
+from tp_invariant_recipes.data import engine_scores
+from tp_invariant_recipes.data.engine_scores import Rollout
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.reading import open_file
+from tp_invariant_recipes.report import files, score_page
+
+CONTEXT = 8  # tokens before one that is shown in its text
+
+
+def judge(
+    scores: Path, against: list[Path], tolerance: float, decode: Callable[[list[int]], str] | None
+) -> dict[str, Any]:
+    """The report of one or two files: figures of each and, of two, which is nearer. Raises ConfigError.
+
+    tolerance: the largest |d| that is no difference. decode: token ids to text; None: there is no tokenizer.
+    """
+    found = [_compared(scores, file, decode) for file in against]
+    largest = max(one["summary"]["largest"] for one in found)
+    result = {"schema": 1, "exit_status": int(largest > tolerance), "tolerance": tolerance, "scores": str(scores)}
+    nearer = score_difference.nearer(found[0]["summary"], found[1]["summary"]) if found[1:] else None
+    text = "\n".join(line for one in found for line in (_sentence(one, tolerance), *one["suspects"]))
+    if nearer is not None:
+        text += f"\n{against[nearer]} is nearer to the reference"
+    return {**result, "text": text, "nearer": nearer, "files": found}
+
+
+def write_page(result: dict[str, Any], page: Path) -> None:
+    """Write the HTML page. RunError."""
+    files.write(page, score_page.page(result).encode())
+
+
+def _compared(scores: Path, file: Path, decode: Callable[[list[int]], str] | None) -> dict[str, Any]:
+    tokens, ids, absent = Tokens(), [], 0
+    for reference, rollout in _pairs(scores, file):
+        if rollout is None:
+            absent += 1
+            continue
+        ids.append(reference["id"])
+        _add(tokens, len(ids) - 1, reference, rollout, file)
+    columns = tokens.whole() if ids else None
+    if columns is None or not len(columns.token):
+        raise ConfigError(f"{file} has no log-probability of a token that was scored")
+    rows = score_difference.names(ids, score_difference.worst(columns))
+    return {
+        "file": str(file),
+        "sequences": len(ids),
+        "not_in_file": absent,
+        "summary": score_difference.summary(columns),
+        "suspects": score_difference.suspects(columns),
+        "by_position": score_difference.by_position(columns),
+        "by_token": [
+            row | {"text": decode([row["token"]]) if decode else ""} for row in score_difference.by_token(columns)
+        ],
+        "worst": [row | {"text": text} for row, text in zip(rows, _texts(scores, rows, decode), strict=True)],
+        "points": _points(columns),
+    }
+
+
+def _pairs(scores: Path, file: Path) -> Iterator[tuple[dict[str, Any], Rollout | None]]:
+    """Each line of the scores with the row of its sequence: by id where rows have one, else in the order of both."""
+    rows = engine_scores.read(file)
+    first = next(rows, None)
+    if first is None:
+        raise ConfigError(f"{file}: no rows in it")
+    if first.id is None:
+        for reference, row in zip_longest(_scores(scores), _after(first, rows)):
+            if row is None or reference is None:
+                raise ConfigError(f"{file} and {scores} have not as many rows, and rows without an id are in one order")
+            yield reference, row
+        return
+    named = {first.id: first} | {row.id: row for row in rows}
+    for reference in _scores(scores):
+        yield reference, named.get(reference["id"])
+
+
+def _after(first: Rollout, rows: Iterator[Rollout]) -> Iterator[Rollout]:
+    yield first
+    yield from rows
+
+
+def _scores(file: Path) -> Iterator[dict[str, Any]]:
+    with open_file(file) as stream:
+        yield from map(json.loads, stream)
+
+
+def _add(tokens: Tokens, sequence: int, reference: dict[str, Any], rollout: Rollout, file: Path) -> None:
+    """Compare the last tokens of both, which are the same tokens. Raises ConfigError: they are not."""
+    count = min(len(reference["token_ids"]), len(rollout.tokens))
+    ids = np.array(reference["token_ids"][-count:], np.int64)
+    wrong = np.flatnonzero(ids != np.array(rollout.tokens[-count:], np.int64))
+    if len(wrong):
+        at = int(wrong[-1])
+        raise ConfigError(
+            f"{file}, line {rollout.line}: other tokens than sequence {reference['id']} has: "
+            f"{rollout.tokens[-count:][at]} instead of {ids[at]}, {count - at} before the end; the last must be equal"
+        )
+    # Engines have fp32, of which a short decimal is not exact in fp64.
+    given = np.array([np.nan if x is None else x for x in rollout.logprobs[-count:]], np.float32)
+    engine = given.astype(np.float64)
+    kept = ~np.isnan(engine)
+    end = reference["first"] + len(reference["token_ids"])
+    entropy = reference.get("entropies", [np.nan] * count)[-count:]
+    values: dict[str, np.ndarray] = {
+        "sequence": np.full(count, sequence, np.int32),
+        "position": np.arange(end - count, end, dtype=np.int32),
+        "token": ids,
+        "reference": np.array(reference["logprobs"][-count:], np.float32).astype(np.float64),
+        "engine": engine,
+        "entropy": np.array(entropy, np.float64),
+    }
+    for name, column in values.items():
+        getattr(tokens, name).append(column[kept])
+
+
+def _points(columns: Columns, most: int = 4000) -> list[tuple[int, float]]:
+    """(position, d) of tokens evenly spread over all, with the largest differences; for the figure."""
+    d = columns.difference
+    even = np.linspace(0, len(d) - 1, min(len(d), most)).astype(int)
+    chosen = np.union1d(even, np.argsort(-np.abs(d))[:200])
+    return [(int(columns.position[n]), float(d[n])) for n in chosen]
+
+
+def _texts(scores: Path, rows: list[dict[str, Any]], decode: Callable[[list[int]], str] | None) -> list[str]:
+    """The text that ends with the token of each row; without a tokenizer nothing."""
+    if decode is None:
+        return [""] * len(rows)
+    wanted = {row["sequence"] for row in rows}
+    lines = {one["id"]: one for one in _scores(scores) if one["id"] in wanted}
+    texts = []
+    for row in rows:
+        one = lines[row["sequence"]]
+        end = row["position"] - one["first"] + 1
+        texts.append(decode(one["token_ids"][max(0, end - CONTEXT) : end]))
+    return texts
+
+
+def _sentence(one: dict[str, Any], tolerance: float) -> str:
+    found = one["summary"]
+    if found["largest"] == 0:
+        return f"equal: {one['file']}: all {found['tokens']:,} log-probabilities"
+    verdict = "beyond" if found["largest"] > tolerance else "within"
+    ratio = f"[{score_difference.LOW:g}, {score_difference.HIGH:g}]"
+    return (
+        f"{verdict} {tolerance:g}: {one['file']}: mean KL {found['k3']:.3g} (k3; k1 {found['k1']:.3g}), largest "
+        f"difference {found['largest']:.3g}, 99.9 % below {found['p999']:.3g}; {found['outside']:,} of "
+        f"{found['tokens']:,} tokens leave the ratio {ratio}"
+    )
