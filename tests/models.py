@@ -33,3 +33,8 @@ OTHER_SIZES = frozenset(
 def sparing(models: Iterable[str]) -> list[Any]:
     """All of them as parameters; OTHER_SIZES are for a release."""
     return [pytest.param(model, marks=pytest.mark.release) if model in OTHER_SIZES else model for model in models]
+
+
+def degree(model: str) -> int:
+    """A tp, and a number of virtual shards, that divides every part of the model: 2, or 1 of one query group."""
+    return 1 if model == "gemma3_1b" else 2

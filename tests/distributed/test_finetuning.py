@@ -102,7 +102,7 @@ def test_with_stock_numerics_it_has_not(mine, shared):
 # What is wrong with the settings of a run, before anything is read.
 SETTINGS = {
     "tuned": "needs dataset.dataset_root=FOLDER, which has training.jsonl",
-    "packed": "its padding is told apart; dataset.offline_packing_specs.pad_seq_to_mult=8",
+    "packed numerics.adjust=false": "its padding is told apart; dataset.offline_packing_specs.pad_seq_to_mult=8",
     "tuned data=text data.path=.": "data=text: this recipe trains on examples",
     "tuned dataset.dataset_kwargs.pad_to_max_length=false": "pad_to_max_length=true",
     "tuned train.num_epochs=1": "tpi counts steps; leave it unset, iters=N",

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.distributed.ranks import on_ranks
-from tests.models import sparing
+from tests.models import degree, sparing
 from tp_invariant_recipes import recipes
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
@@ -41,13 +41,13 @@ def test_a_name_that_no_model_has_is_no_attribute():
 def test_a_function_gives_its_own_model_with_the_overrides(model):
     from megatron.bridge.training.config import ConfigContainer
 
-    made = RECIPES[f"tpi_{model}_pretrain_config"]("tp=2", "optimizer.adam_eps=1e-7", "iters=7")
+    made = RECIPES[f"tpi_{model}_pretrain_config"](f"tp={degree(model)}", "optimizer.adam_eps=1e-7", "iters=7")
     tree = compose(model, device="gpu").config.model
     assert isinstance(made, ConfigContainer)
     assert made.model.hidden_size == tree["hidden_size"]
     assert made.model.num_layers == tree.get("num_layers")
     assert made.model.num_moe_experts == tree.get("num_moe_experts")
-    assert made.model.tensor_model_parallel_size == 2
+    assert made.model.tensor_model_parallel_size == degree(model)
     assert made.optimizer.adam_eps == 1e-7
     assert made.train.train_iters == 7
     assert made.model.transformer_impl == "transformer_engine"

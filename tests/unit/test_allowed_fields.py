@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.models import sparing
+from tests.models import degree, sparing
 from tests.trees import with_fields
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.coverage import invariance
@@ -107,7 +107,7 @@ def test_a_field_without_bits_only_reads_or_moves_or_waits():
 @pytest.mark.parametrize("model", sparing(conf_files.groups()["model"]))
 @pytest.mark.parametrize("device", ("cpu", "gpu"))
 def test_every_run_of_conf_is_allowed(model, device):
-    tree = compose(model, ["numerics.virtual_shards=2"], device=device).config
+    tree = compose(model, [f"numerics.virtual_shards={degree(model)}"], device=device).config
     assert [line for section in SECTIONS for line in refused(section, tree.section(section))] == []
 
 

@@ -105,12 +105,20 @@ MODELS = {
     "deepseek_v3_toy": (("tp=2",), 2, "1 node with 2 gpu ranks"),
     "gpt_oss_toy": (("tp=2",), 2, "1 node with 2 gpu ranks"),
     "glm45_toy": (("tp=2",), 2, "1 node with 2 gpu ranks"),
+    "olmoe_toy": (("tp=2",), 2, "1 node with 2 gpu ranks"),
+    "exaone4_toy": (("tp=2",), 2, "1 node with 2 gpu ranks"),
+    "gemma2_toy": (("tp=2",), 2, "1 node with 2 gpu ranks"),
+    "gemma3_toy": (("tp=2",), 2, "1 node with 2 gpu ranks"),
+    "olmoe_1b_7b": (("tp=4", "ep=4"), 4, "1 node with 4 gpu ranks"),
+    "exaone4_1p2b": (("tp=2",), 2, "1 node with 2 gpu ranks"),
+    "gemma2_2b": (("tp=2",), 2, "1 node with 2 gpu ranks"),
+    "gemma3_1b": (("dp=2", "gbs=2"), 2, "1 node with 2 gpu ranks"),
     "nemotron3_nano": (("tp=2", "dp=4", "ep=8", "gbs=8", "numerics=stock", "save=500"), 8, "1 node with 8 gpu ranks"),
 }
 
 
 def test_every_model_has_a_layout():
-    larger = {"moonlight_16b_a3b", "deepseek_v3", "glm45_air", "gpt_oss_20b", "gpt_oss_120b"}
+    larger = {"moonlight_16b_a3b", "deepseek_v3", "glm45_air", "gpt_oss_20b", "gpt_oss_120b", "gemma2_9b"}
     assert set(MODELS) == set(conf_files.groups()["model"]) - OTHER_SIZES - larger
 
 

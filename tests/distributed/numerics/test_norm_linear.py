@@ -85,7 +85,10 @@ def test_a_layer_uses_it_where_products_are_the_tree_s(monkeypatch, name, fused)
     original = norm_linear.norm_column_parallel
     monkeypatch.setattr(base, "norm_column_parallel", lambda *operands: calls.append(1) or original(*operands))
     layer = base.ColumnForward()
-    layer.config, layer.segments = SimpleNamespace(invariant_mode=name, sequence_parallel=False), 2
+    layer.config, layer.segments = (
+        SimpleNamespace(invariant_mode=name, sequence_parallel=False, layernorm_zero_centered_gamma=False),
+        2,
+    )
     layer.mesh = mesh = VirtualMesh(SHARDS, 1, 0)
     x, gain, weight, bias = torch.randn(S, B, K), torch.randn(K), torch.randn(2 * N, K), torch.randn(2 * N)
     normal = rms_norm(x, gain, EPS, mesh, NormShards.SEQUENCE_WHOLE)
