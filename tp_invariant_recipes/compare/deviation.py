@@ -11,7 +11,7 @@ ledger/dumps.py says what the rows and columns of a tensor are.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -145,7 +145,7 @@ def _deviation(step: StepDumps, name: str, spacing: float) -> TensorDeviation:
 
 
 @dataclass(frozen=True)
-class _Error:
+class PieceError:
     """Of a rank's piece, for each of its rows the sum of squares of its error, and of what rounding moves there."""
 
     rank: int
@@ -158,6 +158,25 @@ class _Error:
         """Of the piece."""
         return len(self.squares) * self.columns
 
+    def of_rows(self, least: float) -> np.ndarray:
+        """The factor of each row by itself."""
+        noise = self.noise / self.columns
+        unit = np.sqrt(np.maximum(noise, max(noise.mean(), least**2)))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratios = np.sqrt(self.squares / self.columns) / unit
+        return np.nan_to_num(ratios, nan=math.inf if self.squares.any() else 0.0, posinf=math.inf)
+
+
+def factor_of(pieces: Sequence[PieceError], least: float) -> float:
+    """The factor of pieces together, or of one of their rows. least: RMS that is no error, whatever rounding moves.
+
+    Rows that are too short do not count by themselves.
+    """
+    elements = max(1, sum(one.elements for one in pieces))
+    error, noise = (math.sqrt(sum(getattr(one, of).sum() for one in pieces) / elements) for of in ("squares", "noise"))
+    judged = (one for one in pieces if one.columns >= FEWEST_COLUMNS and one.elements)
+    return max(_ratio(error, max(noise, least)), *(float(one.of_rows(least).max()) / ROW for one in judged), 0.0)
+
 
 @dataclass(frozen=True)
 class _Distances:
@@ -167,7 +186,7 @@ class _Distances:
     elements: int
     size: float
     noise: float
-    errors: list[_Error]
+    errors: list[PieceError]
 
 
 def _distances(step: StepDumps, name: str, dithered: Sequence[Dumps], share: float) -> _Distances:
@@ -180,10 +199,9 @@ def _distances(step: StepDumps, name: str, dithered: Sequence[Dumps], share: flo
     (height, width), sizes = reference.shape, [table.shape for _, _, table in pieces]
     if not _covered([part for _, part, _ in pieces], sizes, (height, width)):
         raise LedgerError(f"{name} has other places or another shape")
-    errors = [_Error(rank, table.shape[1], *np.zeros((2, len(table)))) for rank, _, table in pieces]
+    errors = [PieceError(rank, table.shape[1], *np.zeros((2, len(table)))) for rank, _, table in pieces]
     square = noise = 0.0
-    for start in range(0, height, block := max(1, CACHED // max(1, width))):
-        rows = slice(start, min(height, start + block))
+    for rows in _blocks(height, width):
         right = reference[rows]
         near = np.zeros_like(right)
         for one in moved:
@@ -206,26 +224,10 @@ def _overlap(part: DumpedPart, length: int, rows: slice) -> tuple[slice, slice]:
     return slice(first, last), slice(begin, begin + part.step * (last - first), part.step)
 
 
-def _by_rank(errors: Sequence[_Error], least: float) -> dict[int, float]:
-    """Rank -> the factor of all its pieces together, or of one of their rows."""
-    factors: dict[int, float] = {}
-    for rank in dict.fromkeys(one.rank for one in errors):
-        own = [one for one in errors if one.rank == rank]
-        elements = max(1, sum(one.elements for one in own))
-        error, noise = (math.sqrt(sum(getattr(one, of).sum() for one in own) / elements) for of in ("squares", "noise"))
-        factors[rank] = max(_ratio(error, max(noise, least)), *(_rows(one, least) / ROW for one in own))
-    return factors
-
-
-def _rows(error: _Error, least: float) -> float:
-    """The largest factor of a single row; 0 where rows are too short to have one."""
-    if error.columns < FEWEST_COLUMNS or not error.elements:
-        return 0.0
-    noise = error.noise / error.columns
-    unit = np.sqrt(np.maximum(noise, max(noise.mean(), least**2)))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = np.sqrt(error.squares / error.columns) / unit
-    return float(np.nan_to_num(ratios, nan=math.inf if error.squares.any() else 0.0, posinf=math.inf).max())
+def _by_rank(errors: Sequence[PieceError], least: float) -> dict[int, float]:
+    """Rank -> the factor of all its pieces."""
+    ranks = dict.fromkeys(one.rank for one in errors)
+    return {rank: factor_of([one for one in errors if one.rank == rank], least) for rank in ranks}
 
 
 def _choice(step: StepDumps, name: str) -> TensorDeviation | None:
@@ -258,9 +260,13 @@ def _of_its_gradients(run: Dumps) -> float | None:
 
 
 def _square(table: Table) -> float:
-    height, width = table.shape
+    return math.fsum(float(np.square(table[rows]).sum()) for rows in _blocks(*table.shape))
+
+
+def _blocks(height: int, width: int) -> Iterator[slice]:
+    """The rows of a table, as many at a time as a processor's cache holds."""
     block = max(1, CACHED // max(1, width))
-    return math.fsum(float(np.square(table[slice(n, min(height, n + block))]).sum()) for n in range(0, height, block))
+    return (slice(start, min(height, start + block)) for start in range(0, height, block))
 
 
 def _covered(parts: Sequence[DumpedPart], sizes: Sequence[tuple[int, int]], whole: tuple[int, int]) -> bool:

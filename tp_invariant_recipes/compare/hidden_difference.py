@@ -1,7 +1,6 @@
 """The first layer at which an engine's hidden states leave rounding, in the units of compare/deviation.py.
 
-unit    = RMS of (dithered reference - reference); at least FLOOR · spacing · RMS of the reference
-factor  = RMS of (engine - reference) / unit, of all tokens, or of one token divided by ROW
+A row is a token, and the least error is FLOOR · spacing · RMS of the reference.
 """
 
 from collections.abc import Mapping
@@ -9,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tp_invariant_recipes.compare.deviation import FLOOR, MARGIN, ROW, SPACING
+from tp_invariant_recipes.compare.deviation import FLOOR, MARGIN, SPACING, PieceError, factor_of
 from tp_invariant_recipes.compare.error_shape import rms
 from tp_invariant_recipes.plural import counted
 
@@ -21,16 +20,14 @@ def layers(engine: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]
     writes it. dtype: of the model's activations, of which a number's spacing follows.
     """
     found = []
+    repetitions = sorted({name.partition("/")[0] for name in reference} - {"0"})
     for name in sorted((one for one in engine if one.startswith("layers.")), key=_number):
         right = reference[f"0/{name}"].astype(np.float64)
-        dithered = [reference[f"{n}/{name}"] - right for n in (1, 2)]
-        square = np.mean([np.square(one) for one in dithered], axis=0)
-        error = engine[name].astype(np.float64) - right
+        noise = np.mean([np.square(reference[f"{n}/{name}"] - right).sum(1) for n in repetitions], axis=0)
+        error = PieceError(0, right.shape[1], np.square(engine[name].astype(np.float64) - right).sum(1), noise)
         least = FLOOR * SPACING[dtype] * rms(right)
-        unit = max(float(np.sqrt(square.mean())), least)
-        rows = np.sqrt(np.square(error).mean(1) / np.maximum(square.mean(1), unit**2))
-        factor = max(rms(error) / unit, float(rows.max()) / ROW)
-        row = {"layer": _number(name), "factor": factor, "beyond": not factor <= MARGIN, "token": int(rows.argmax())}
+        factor, token = factor_of([error], least), int(error.of_rows(least).argmax())
+        row = {"layer": _number(name), "factor": factor, "beyond": not factor <= MARGIN, "token": token}
         if (router := f"router.{row['layer']}") in engine and f"0/{router}" in reference:
             row["flips"] = _flips(engine[router], reference[f"0/{router}"])
         found.append(row)
