@@ -8,7 +8,7 @@ d = engine - reference, of a token that the engine drew. Mean KL of engine and r
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -21,25 +21,9 @@ EXPLAINED = 0.9  # of the squares of d, by a temperature
 GROWS = 4.0  # times: the last quarter of positions over the first
 
 
-@dataclass
-class Tokens:
-    """Compared tokens, one entry each. sequence: index of its sequence. entropy: NaN: not known."""
-
-    sequence: list[np.ndarray] = field(default_factory=list)
-    position: list[np.ndarray] = field(default_factory=list)
-    token: list[np.ndarray] = field(default_factory=list)
-    reference: list[np.ndarray] = field(default_factory=list)
-    engine: list[np.ndarray] = field(default_factory=list)
-    entropy: list[np.ndarray] = field(default_factory=list)
-
-    def whole(self) -> "Columns":
-        """All of them."""
-        return Columns(*(np.concatenate(getattr(self, name)) for name in Columns.__dataclass_fields__))
-
-
 @dataclass(frozen=True)
 class Columns:
-    """As of Tokens, one array each."""
+    """Compared tokens, an entry of each array for each. sequence: index of its sequence. entropy: NaN: not known."""
 
     sequence: np.ndarray
     position: np.ndarray
@@ -47,6 +31,11 @@ class Columns:
     reference: np.ndarray
     engine: np.ndarray
     entropy: np.ndarray
+
+    @classmethod
+    def joined(cls, parts: Sequence["Columns"]) -> "Columns":
+        """The tokens of all, one part after the other."""
+        return cls(*(np.concatenate([getattr(part, one.name) for part in parts]) for one in fields(cls)))
 
     @property
     def difference(self) -> np.ndarray:

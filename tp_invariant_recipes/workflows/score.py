@@ -195,7 +195,6 @@ def execute(scoring: Scoring, tick: Callable[[], None]) -> dict[str, Any]:
             scoring.options.tokens, wanted,
         )  # fmt: skip
         begun = time.monotonic()
-        goes_on = f"{done} of {scoring.count} sequences were scored: the same command goes on in {partial.path}"
         speed = None
         if done < scoring.count:
             scoring.lines.with_name(lines.TIMES).unlink(missing_ok=True)
@@ -210,7 +209,9 @@ def execute(scoring: Scoring, tick: Callable[[], None]) -> dict[str, Any]:
                 )
             speed = lines.tokens_per_second(scoring.lines)
         if (reached := lines.complete(scoring.lines)) != scoring.count:
-            raise RunError(f"{scoring.lines} has {reached} lines of {scoring.count}: {goes_on}")
+            raise RunError(
+                f"{scoring.lines} has {reached} lines of {scoring.count}: the same command goes on in {partial.path}"
+            )
         write_atomically(scoring.meta, json.dumps(scoring.identity, indent=2) + "\n")
         os.replace(scoring.lines, scoring.out)
         sync_folder(scoring.out.parent)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tp_invariant_recipes.compare import score_difference
-from tp_invariant_recipes.compare.score_difference import Columns, Tokens
+from tp_invariant_recipes.compare.score_difference import Columns
 from tp_invariant_recipes.data import engine_scores
 from tp_invariant_recipes.data.engine_scores import Rollout
 from tp_invariant_recipes.errors import ConfigError
@@ -42,16 +42,18 @@ def write_page(result: dict[str, Any], page: Path) -> None:
 
 
 def _compared(scores: Path, file: Path, decode: Callable[[list[int]], str] | None) -> dict[str, Any]:
-    tokens, ids, absent = Tokens(), [], 0
+    parts: list[Columns] = []
+    ids: list[str | int] = []
+    absent = 0
     for reference, rollout in _pairs(scores, file):
         if rollout is None:
             absent += 1
             continue
+        parts.append(_columns(len(ids), reference, rollout, file))
         ids.append(reference["id"])
-        _add(tokens, len(ids) - 1, reference, rollout, file)
-    columns = tokens.whole() if ids else None
-    if columns is None or not len(columns.token):
+    if not any(len(part.token) for part in parts):
         raise ConfigError(f"{file} has no log-probability of a token that was scored")
+    columns = Columns.joined(parts)
     rows = score_difference.names(ids, score_difference.worst(columns))
     return {
         "file": str(file),
@@ -95,8 +97,8 @@ def _scores(file: Path) -> Iterator[dict[str, Any]]:
         yield from map(json.loads, stream)
 
 
-def _add(tokens: Tokens, sequence: int, reference: dict[str, Any], rollout: Rollout, file: Path) -> None:
-    """Compare the last tokens of both, which are the same tokens. Raises ConfigError: they are not."""
+def _columns(sequence: int, reference: dict[str, Any], rollout: Rollout, file: Path) -> Columns:
+    """The last tokens of both, which are the same tokens. Raises ConfigError: they are not."""
     count = min(len(reference["token_ids"]), len(rollout.tokens))
     ids = np.array(reference["token_ids"][-count:], np.int64)
     wrong = np.flatnonzero(ids != np.array(rollout.tokens[-count:], np.int64))
@@ -112,16 +114,14 @@ def _add(tokens: Tokens, sequence: int, reference: dict[str, Any], rollout: Roll
     kept = ~np.isnan(engine)
     end = reference["first"] + len(reference["token_ids"])
     entropy = reference.get("entropies", [np.nan] * count)[-count:]
-    values: dict[str, np.ndarray] = {
-        "sequence": np.full(count, sequence, np.int32),
-        "position": np.arange(end - count, end, dtype=np.int32),
-        "token": ids,
-        "reference": np.array(reference["logprobs"][-count:], np.float32).astype(np.float64),
-        "engine": engine,
-        "entropy": np.array(entropy, np.float64),
-    }
-    for name, column in values.items():
-        getattr(tokens, name).append(column[kept])
+    return Columns(
+        sequence=np.full(count, sequence, np.int32)[kept],
+        position=np.arange(end - count, end, dtype=np.int32)[kept],
+        token=ids[kept],
+        reference=np.array(reference["logprobs"][-count:], np.float32).astype(np.float64)[kept],
+        engine=engine[kept],
+        entropy=np.array(entropy, np.float64)[kept],
+    )
 
 
 def _points(columns: Columns, most: int = 4000) -> list[tuple[int, float]]:

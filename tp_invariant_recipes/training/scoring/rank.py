@@ -141,9 +141,8 @@ class Forward:
         # In training mode kernels are those of a training step, without the dropout that planning has refused.
         model.train()
         inner = unwrap_model(model)
-        inner.config.variable_seq_lengths = (
-            True  # of stages; a provider refuses it beside some dispatchers, unused here
-        )
+        # Of stages. A provider would refuse it beside some dispatchers, which no pass uses here.
+        inner.config.variable_seq_lengths = True
         for module in inner.modules():
             if isinstance(module, CoreAttention):
                 module.by_sequence = True
