@@ -34,10 +34,8 @@ def judge(scoring: Scoring, file: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "reference.npz"
         do = Hidden(scoring.plan.config, scoring.checkpoint, scoring.file, scoring.tokenizer, out, 0, 1, Wanted(), name)
-        if (
-            local.run(replace(scoring.plan, run_dir=RunDir(Path(scratch))), lambda: None, rank_fn=do)
-            is not Outcome.COMPLETED
-        ):
+        planned = replace(scoring.plan, run_dir=RunDir(Path(scratch)))
+        if local.run(planned, lambda: None, rank_fn=do) is not Outcome.COMPLETED:
             raise KeyboardInterrupt
         reference = named(out)
     problems = [problem for key, values in engine.items() for problem in _unlike(file, key, values, reference)]

@@ -30,9 +30,9 @@ class Judge:
         self.findings: list[WrongBits] = []
         self.decided = 0
 
-    def submit(self, case: Case) -> None:
-        """Have a case decided after the next `begin`. It may read what the current stream has still to compute."""
-        self._of_step.append((case, _launched()))
+    def submit(self, case: Case, stream: Any = None) -> None:
+        """Have a case decided after the next `begin`. stream: whose work it may read; None: the current one."""
+        self._of_step.append((case, _launched(stream)))
 
     def begin(self) -> None:
         """Have all cases decided that were submitted."""
@@ -66,12 +66,12 @@ class Judge:
                 self.findings.append(finding)
 
 
-def _launched() -> Any:
-    """An event after what the current stream was given; None: no GPU is in use."""
+def _launched(stream: Any) -> Any:
+    """An event after what the stream was given; None: no GPU is in use."""
     if not torch.cuda.is_initialized():
         return None
     event = torch.cuda.Event(blocking=True)
-    event.record()
+    event.record(stream or torch.cuda.current_stream())
     return event
 
 

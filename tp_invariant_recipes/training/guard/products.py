@@ -40,7 +40,7 @@ class SampledProducts:
 
     def __init__(self, sampler: Sampler, shards: Shards, judge: Judge, rank: int) -> None:
         self.sampler, self.shards, self.judge, self.rank = sampler, shards, judge, rank
-        self._stream: Any = None
+        self._stream: Any = None  # of the copies, on a GPU
         self._copied: Any = None  # the event after which graphs may fill the memory of their samples again
 
     def restart(self, step: int) -> None:
@@ -52,14 +52,11 @@ class SampledProducts:
     def hand_over(self, step: int) -> None:
         """Copy what was sampled and have it judged; the host does not wait."""
         samples, self.sampler.samples = [*self.sampler.samples, *self.sampler.fixed], []
-        on_host, copied = self._on_host(samples)
-        for sample, held in zip(on_host, samples, strict=True):
-            self.judge.submit(partial(self._judged, sample, step, copied, held))
+        for sample, held in zip(self._on_host(samples), samples, strict=True):
+            self.judge.submit(partial(self._judged, sample, step, held), self._stream)
 
-    def _judged(self, sample: Sample, step: int, copied: Any, held: Sample) -> WrongBits | None:
+    def _judged(self, sample: Sample, step: int, held: Sample) -> WrongBits | None:
         """held: on the device: nobody may have its memory before it is copied."""
-        if copied is not None:
-            copied.synchronize()
         again = expected(sample)
         found = difference(sample.out, again)
         if found is None:
@@ -76,15 +73,15 @@ class SampledProducts:
             portable=sample.kind == DEFINED,
         )
 
-    def _on_host(self, samples: list[Sample]) -> tuple[list[Sample], Any]:
+    def _on_host(self, samples: list[Sample]) -> list[Sample]:
         if not any(sample.out.is_cuda for sample in samples):
-            return samples, None
+            return samples
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             moved = [sample.mapped(_pinned) for sample in samples]
             self._copied = self._stream.record_event()
-        return moved, self._copied
+        return moved
 
 
 def _pinned(tensor: Tensor) -> Tensor:
