@@ -100,7 +100,8 @@ def test_stock_sees_a_norm_whose_backward_pass_forgets_the_one(scenario):
 
 
 def _norm_of_own_heads() -> None:
-    from tp_invariant_recipes.numerics.megatron import family_layers, local
+    from tp_invariant_recipes.numerics.megatron import local
+    from tp_invariant_recipes.numerics.megatron.families import layers
 
     def forward(self, x):
         own = self.weight.view(-1, x.shape[-1])[: x.shape[2]].flatten()
@@ -108,7 +109,7 @@ def _norm_of_own_heads() -> None:
             *x.shape[:2], -1, x.shape[-1]
         )[:, :, : x.shape[2]]
 
-    family_layers.NormOfAllHeads.forward = forward
+    layers.NormOfAllHeads.forward = forward
 
 
 @pytest.mark.release

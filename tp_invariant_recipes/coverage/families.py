@@ -1,4 +1,4 @@
-"""What the invariant numerics cover of families with layers of their own (numerics/megatron/families.py)."""
+"""What the invariant numerics cover of families with layers of their own (numerics/megatron/families)."""
 
 from collections.abc import Callable
 from typing import Any

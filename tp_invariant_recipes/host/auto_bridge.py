@@ -24,6 +24,6 @@ def _class() -> Any:
     from megatron.bridge import AutoBridge
     from megatron.bridge.models.conversion.param_mapping import AutoMapping
 
-    # A local layer of numerics/megatron/family_layers.py, whose name would pass for a norm's.
+    # A local layer of numerics/megatron/families/layers.py, whose name would pass for a norm's.
     AutoMapping.register_module_type("RowParallelLinearLayerNorm", "row")
     return AutoBridge

@@ -1,4 +1,4 @@
-"""Architectures whose layers numerics/megatron/families.py names: norms in other places, windows, capped scores."""
+"""Architectures whose layers numerics/megatron/families names: norms in other places, windows, capped scores."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -33,13 +33,13 @@ SUBSTITUTES = {
     "DuplicatedLinear": "numerics.megatron.latent_attention:InvariantDuplicatedLinear",
     "TELinear": "numerics.megatron.te:InvariantTEDuplicatedLinear",
     "MultiTokenPredictionLayer": "numerics.megatron.multi_token:InvariantMultiTokenPredictionLayer",
-    "OLMoESelfAttention": "numerics.megatron.family_layers:InvariantOLMoESelfAttention",
-    "Gemma2DotProductAttention": "numerics.megatron.gemma:InvariantGemma2DotProductAttention",
-    "Gemma2FlexDotProductAttention": "numerics.megatron.gemma:InvariantGemma2DotProductAttention",
-    "Gemma3DotProductAttention": "numerics.megatron.gemma:InvariantGemma3DotProductAttention",
+    "OLMoESelfAttention": "numerics.megatron.families.layers:InvariantOLMoESelfAttention",
+    "Gemma2DotProductAttention": "numerics.megatron.families.gemma:InvariantGemma2DotProductAttention",
+    "Gemma2FlexDotProductAttention": "numerics.megatron.families.gemma:InvariantGemma2DotProductAttention",
+    "Gemma3DotProductAttention": "numerics.megatron.families.gemma:InvariantGemma3DotProductAttention",
     "Gemma3TEDotProductAttention": "numerics.megatron.te:InvariantGemma3TEDotProductAttention",
     "PlainRMSNorm": "numerics.megatron.local:InvariantRMSNorm",
-    "RowParallelLinearLayerNorm": "numerics.megatron.family_layers:InvariantRowParallelLinearLayerNorm",
+    "RowParallelLinearLayerNorm": "numerics.megatron.families.layers:InvariantRowParallelLinearLayerNorm",
     "TERowParallelLinearLayerNorm": "numerics.megatron.te:InvariantTERowParallelLinearLayerNorm",
 }
 # Norms of queries or keys, which the specification's field tells from other norms.

@@ -32,8 +32,8 @@ from tp_invariant_recipes.numerics.megatron.base import (
     segments_of,
 )
 from tp_invariant_recipes.numerics.megatron.core_attention import CoreAttention, Mask
-from tp_invariant_recipes.numerics.megatron.family_layers import AfterRow
-from tp_invariant_recipes.numerics.megatron.gemma import Gemma3Windows
+from tp_invariant_recipes.numerics.megatron.families.gemma import Gemma3Windows
+from tp_invariant_recipes.numerics.megatron.families.layers import AfterRow
 from tp_invariant_recipes.numerics.megatron.latent_attention import DuplicatedForward
 
 

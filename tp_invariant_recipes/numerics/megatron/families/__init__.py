@@ -1,7 +1,7 @@
 """Families whose layers Bridge builds by a specification of their own: which run has which, and their local layers.
 
 A run has one where `model.transformer_layer_spec` names Bridge's function, or where its provider does by default.
-Bridge's functions are of Transformer Engine's layers; those of Megatron-Core's local ones are in family_layers.py.
+Bridge's functions are of Transformer Engine's layers; those of Megatron-Core's local ones are in layers.py.
 """
 
 from collections.abc import Mapping
@@ -34,23 +34,23 @@ FAMILIES = {
     "OLMoE": Layers(
         f"{_MODELS}.olmoe.olmoe_provider.olmoe_layer_spec",
         f"{_MODELS}.olmoe.olmoe_provider.OlMoEModelProvider",
-        "numerics.megatron.family_layers:olmoe",
+        "numerics.megatron.families.layers:olmoe",
     ),
     "EXAONE 4": Layers(
         f"{_MODELS}.exaone.exaone4.exaone4_provider.exaone4_layer_spec",
         "",
-        "numerics.megatron.family_layers:exaone4",
+        "numerics.megatron.families.layers:exaone4",
     ),
     "Gemma 2": Layers(
         f"{_MODELS}.gemma.gemma2_provider.gemma2_layer_spec",
         f"{_MODELS}.gemma.gemma2_provider.Gemma2ModelProvider",
-        "numerics.megatron.family_layers:gemma2",
+        "numerics.megatron.families.layers:gemma2",
         norms=2,
     ),
     "Gemma 3": Layers(
         f"{_MODELS}.gemma.gemma3_provider.gemma3_layer_spec",
         f"{_MODELS}.gemma.gemma3_provider.Gemma3ModelProvider",
-        "numerics.megatron.family_layers:gemma3",
+        "numerics.megatron.families.layers:gemma3",
         norms=2,
     ),
 }
@@ -76,7 +76,7 @@ def block(config: Any, vp_stage: int | None = None, *, family: str) -> Any:
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
-    from tp_invariant_recipes.numerics.megatron.family_layers import PlainRMSNorm
+    from tp_invariant_recipes.numerics.megatron.families.layers import PlainRMSNorm
 
     local = config.transformer_impl == "local"
     one = FAMILIES[family]

@@ -130,7 +130,7 @@ def exaone4(config: Any) -> ModuleSpec:
 
 def gemma2(config: Any) -> ModuleSpec:
     """A layer of Gemma 2."""
-    from tp_invariant_recipes.numerics.megatron.gemma import Gemma2DotProductAttention
+    from tp_invariant_recipes.numerics.megatron.families.gemma import Gemma2DotProductAttention
 
     return _dense(config, before=PlainRMSNorm, core=Gemma2DotProductAttention)
 
@@ -139,7 +139,7 @@ def gemma3(config: Any) -> ModuleSpec:
     """A layer of Gemma 3."""
     from megatron.bridge.models.gemma.gemma3_provider import Gemma3SelfAttention
 
-    from tp_invariant_recipes.numerics.megatron.gemma import Gemma3DotProductAttention
+    from tp_invariant_recipes.numerics.megatron.families.gemma import Gemma3DotProductAttention
 
     return _dense(config, before=PlainRMSNorm, attention=Gemma3SelfAttention, core=Gemma3DotProductAttention)
 
