@@ -332,6 +332,12 @@ def test_a_models_config_round_trips(tmp_path):
     assert hf_models.sizes_of(family, model)["rope_factor"] == 32.0
 
 
+def test_a_folder_of_another_architecture_names_no_model(tmp_path):
+    folder = hf_folders.make(tmp_path / "a", TOY, change=lambda config, _: config.update(architectures=["Other"]))
+    with pytest.raises(ConfigError, match=r"its config.json is of .*Other.*; tpi imports LlamaForCausalLM, "):
+        hf_models.model_of(weights.read(folder))
+
+
 def test_large_exports_have_several_files_and_an_index(tmp_path, monkeypatch):
     from tp_invariant_recipes.training import export
 

@@ -36,10 +36,6 @@ class Exaone4(Family):
 class Gemma2(Family):
     """Windows in every other layer."""
 
-    def of_model(self, key: str, value: Any) -> Any:
-        """As of Family. A window of Megatron's counts the positions before a token, which Hugging Face's has in it."""
-        return [value - 1, 0] if key == "sliding_window" else value
-
     def sizes(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """As of Family."""
         window = model.get("window_size")
@@ -53,9 +49,9 @@ class Gemma2(Family):
 class Gemma3(Family):
     """Five layers with windows and angles of their own, then one without."""
 
-    def of_model(self, key: str, value: Any) -> Any:
-        """As of Family."""
-        return value**-0.5 if key == "query_pre_attn_scalar" else value
+    def of_model(self, key: str, sizes: Mapping[str, Any]) -> Any:
+        """As of Family. Bridge's class has the window as Hugging Face counts it."""
+        return sizes[key] ** -0.5 if key == "query_pre_attn_scalar" else sizes[key]
 
     def sizes(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """As of Family."""

@@ -114,8 +114,14 @@ class Family:
         """`layer_types` of config.json; None: the architecture has none."""
         return None
 
-    def of_model(self, key: str, value: Any) -> Any:
-        """A size as the field of the model has it."""
+    def of_model(self, key: str, sizes: Mapping[str, Any]) -> Any:
+        """A size as the field of the model has it.
+
+        A window of Megatron's counts the positions before a token, which Hugging Face's has in it.
+        """
+        value = sizes[key]
+        if key == "sliding_window":
+            return [value - 1, 0]
         return not value if key == "norm_topk_prob" else value
 
     def sizes(self, model: Mapping[str, Any]) -> dict[str, Any]:

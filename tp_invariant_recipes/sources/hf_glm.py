@@ -52,11 +52,12 @@ class Glm45(Family):
             "tie_word_embeddings": False,
         }
 
-    def of_model(self, key: str, value: Any) -> Any:
+    def of_model(self, key: str, sizes: Mapping[str, Any]) -> Any:
         """As of Family."""
         if key == "first_k_dense_replace":
-            return f"[{'0,' * value}1,…]"
-        return value or None if key == DEPTHS else value
+            dense = sizes[key]
+            return [0] * dense + [1] * (sizes["num_hidden_layers"] - dense)
+        return sizes[key] or None if key == DEPTHS else sizes[key]
 
     def absent(self, key: str) -> tuple[Any, ...]:
         """As of Family."""

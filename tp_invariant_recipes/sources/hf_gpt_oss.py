@@ -61,10 +61,6 @@ class GptOss(Family):
         """As of Family."""
         return {"hidden_act": "silu", "attention_bias": True, "tie_word_embeddings": False}
 
-    def of_model(self, key: str, value: Any) -> Any:
-        """As of Family. A window of Megatron's counts the positions before a token, which Hugging Face's has in it."""
-        return [value - 1, 0] if key == "sliding_window" else value
-
     def sizes(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """As of Family."""
         found = {key: model.get(name, default) for key, (name, default) in self.fields.items()}

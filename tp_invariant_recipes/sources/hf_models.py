@@ -6,6 +6,7 @@ with a run before anything starts, and without Bridge.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -98,31 +99,30 @@ def config_of(family: Family, model: Mapping[str, Any], dtype: str) -> dict[str,
 
 def problems(model: Mapping[str, Any], checkpoint: Checkpoint) -> list[str]:
     """Why the weights of a folder are not those of a model, each problem with the key that solves it."""
-    where, named = f"weights={checkpoint.folder}", checkpoint.config.get("architectures")
-    family = next((one for one in FAMILIES if named == [one.architecture]), None)
-    if family is None:
-        said = f"is of {value_text(named)}" if named else "names no architecture"
-        return [f"{where}: its config.json {said}; tpi imports {_NAMES}"]
-    own = family_of(model)
+    where, own = f"weights={checkpoint.folder}", family_of(model)
+    try:
+        family = _named(checkpoint)
+    except ValueError as error:
+        return [f"{where}: {error}"]
     if isinstance(own, str):
         return [f"{where}: {own}"]
     if own != family:
         return [f"{where} is of {family.architecture}, and this model is a {own.architecture}; choose another model"]
     try:
-        config = _config(checkpoint.folder)
-        sizes, fixed = _sizes(family, config), _fixed(family, config)
-        if (kinds := family.layer_types(sizes)) not in (None, getattr(config, "layer_types", None)):
-            fixed.append(f"layer_types other than {value_text(kinds)}")
-        wanted = dict(family.tensors(sizes))
-    except ImportError:
-        raise
-    except Exception as error:  # whatever transformers raises of a damaged file
-        return [f"{where}: its config.json is none of {family.architecture}: {str(error).splitlines()[0][:200]}"]
+        with _of(family):
+            config = _config(checkpoint.folder)
+            sizes, fixed = _sizes(family, config), _fixed(family, config)
+            if (kinds := family.layer_types(sizes)) not in (None, getattr(config, "layer_types", None)):
+                fixed.append(f"layer_types other than {value_text(kinds)}")
+            wanted = dict(family.tensors(sizes))
+    except ValueError as error:
+        return [f"{where}: {error}"]
     wrong = [f"{where}: its config.json has {one}, and tpi imports no such model" for one in fixed]
-    for key, value in sizes_of(family, model).items():
+    has = sizes_of(family, model)
+    for key, value in has.items():
         if value != sizes[key]:
-            wrong.append(f"{where}: its {key} is {value_text(sizes[key])}; {_fix(family, key, sizes[key])}, not "
-                         f"{value_text(family.of_model(key, value))}")  # fmt: skip
+            wrong.append(f"{where}: its {key} is {value_text(sizes[key])}; {_fix(family, key, sizes)}, not "
+                         f"{value_text(family.of_model(key, has))}")  # fmt: skip
     return wrong + [f"{where}: {one}" for one in _tensors(checkpoint, wanted, lambda name: family.spare(name, sizes))]
 
 
@@ -137,7 +137,7 @@ LIKE = {
     "OlmoeForCausalLM": "olmoe_toy",
     "Exaone4ForCausalLM": "exaone4_toy",
     "Gemma2ForCausalLM": "gemma2_toy",
-    "Gemma3ForCausalLM": "gemma3_toy",
+    "Gemma3ForCausalLM": "gemma3_1b",  # a toy has other windows than any folder
 }
 
 
@@ -146,20 +146,36 @@ def model_of(checkpoint: Checkpoint) -> tuple[str, list[str]]:
 
     Raises ConfigError: its architecture, or a part of its config.json, is not known here.
     """
-    named = checkpoint.config.get("architectures")
-    family = next((one for one in FAMILIES if named == [one.architecture]), None)
-    if family is None:
-        said = f"is of {value_text(named)}" if named else "names no architecture"
-        raise ConfigError(f"{checkpoint.folder}: its config.json {said}; tpi imports {_NAMES}")
     try:
-        sizes = _sizes(family, _config(checkpoint.folder))
+        family = _named(checkpoint)
+        with _of(family):
+            sizes = _sizes(family, _config(checkpoint.folder))
+    except ValueError as error:
+        raise ConfigError(f"{checkpoint.folder}: {error}") from error
+    fixes = (_fix(family, key, sizes) for key in sizes)
+    return LIKE[family.architecture], [one for fix in fixes for one in fix.replace(" model.", "\nmodel.").splitlines()]
+
+
+def _named(checkpoint: Checkpoint) -> Family:
+    """The architecture that config.json names. Raises ValueError: none, or one that is not known here."""
+    named = checkpoint.config.get("architectures")
+    for family in FAMILIES:
+        if named == [family.architecture]:
+            return family
+    said = f"is of {value_text(named)}" if named else "names no architecture"
+    raise ValueError(f"its config.json {said}; tpi imports {_NAMES}")
+
+
+@contextmanager
+def _of(family: Family) -> Iterator[None]:
+    """Read a config.json of the family. Raises ValueError for whatever transformers raises of a damaged one."""
+    try:
+        yield
     except ImportError:
         raise
-    except Exception as error:  # whatever transformers raises of a damaged file
+    except Exception as error:
         why = str(error).splitlines()[0][:200]
-        raise ConfigError(f"{checkpoint.folder}: its config.json is none of {family.architecture}: {why}") from error
-    fixes = (_fix(family, key, value) for key, value in sizes.items())
-    return LIKE[family.architecture], [one for fix in fixes for one in fix.replace(" model.", "\nmodel.").splitlines()]
+        raise ValueError(f"its config.json is none of {family.architecture}: {why}") from error
 
 
 def _tensors(checkpoint: Checkpoint, wanted: dict[str, tuple[int, ...]], spare: Callable[[str], bool]) -> Iterator[str]:
@@ -208,11 +224,11 @@ def _fixed(family: Family, config: Any) -> list[str]:
     return [f"{key}={value_text(value)}" for key, value in found.items() if (value or None) != (wanted[key] or None)]
 
 
-def _fix(family: Family, key: str, value: Any) -> str:
-    if key == "rope_factor" and value is None:
+def _fix(family: Family, key: str, sizes: Mapping[str, Any]) -> str:
+    if key == "rope_factor" and sizes[key] is None:
         return "model.rope_scaling=false"
     scaling = "model.rope_scaling=true " if family.fields[key][0] == "rope_scaling_factor" else ""
-    return f"{scaling}model.{family.fields[key][0]}={value_text(family.of_model(key, value))}"
+    return f"{scaling}model.{family.fields[key][0]}={value_text(family.of_model(key, sizes))}"
 
 
 def _plain(value: Any) -> Any:
