@@ -121,6 +121,41 @@ def test_the_wrong_ranks_are_named(judged):
     assert found.shape == "constant ratio 2 (added twice), right on ranks 0"
 
 
+@pytest.mark.parametrize("at_once", (1, 5 * COLUMNS, 2**17))
+def test_rows_that_are_read_some_at_a_time_are_those_of_the_whole(judged, tmp_path, monkeypatch, at_once):
+    """Of pieces in every other row and half of the columns, as tensor-parallel ranks have them."""
+    monkeypatch.setattr(deviation, "CACHED", at_once)
+    values = rounded(RIGHT[WEIGHT], 99)
+    values[1::2, 16:] *= 1.5
+    pieces = {  # rank -> rows, columns
+        0: [(slice(0, None, 2), slice(0, 16)), (slice(1, None, 2), slice(0, 16))],
+        1: [(slice(0, None, 2), slice(16, 32)), (slice(1, None, 2), slice(16, 32))],
+    }
+    parts = [
+        {WEIGHT: [Piece(values[rows, columns].contiguous(), rows.start, columns.start, 2) for rows, columns in own]}
+        for own in pieces.values()
+    ]
+    found = judged(*(whole({name: RIGHT[name] for name in (OUTPUT, TO_INPUT)}) | part for part in parts))[WEIGHT]
+    reference = tmp_path / "reference"
+    moved = [
+        dumps.read_step(AuditedRun(reference).dithered(n).path, 1).values(WEIGHT) - RIGHT[WEIGHT].numpy()
+        for n in (1, 2, 3)
+    ]
+    noise, error = np.square(moved).mean(0), np.square(values.numpy() - RIGHT[WEIGHT].numpy().astype(np.float64))
+    wrong = math.sqrt(error[:, 16:].mean() / noise[:, 16:].mean())
+    rows, columns = pieces[1][1]
+    unit = np.maximum(noise[rows, columns].mean(1), noise[rows, columns].mean())
+    wrong = max(wrong, np.sqrt(error[rows, columns].mean(1) / unit).max() / deviation.ROW)
+    assert found.ranks == (1,)
+    assert found.factor == pytest.approx(wrong, rel=1e-9)
+
+
+def test_a_norm_of_the_gradients_themselves_is_theirs(judged, tmp_path, monkeypatch):
+    monkeypatch.setattr(deviation, "CACHED", 5 * COLUMNS)
+    judged(whole(RIGHT))
+    assert deviation._of_its_gradients(dumps.read_step(tmp_path / "run", 1)) == pytest.approx(1, rel=1e-6)
+
+
 def test_parts_that_were_not_summed_are_known_as_such(judged):
     part = table(8)
     found = judged(changed(WEIGHT, part), changed(WEIGHT, RIGHT[WEIGHT] - part))[WEIGHT]
