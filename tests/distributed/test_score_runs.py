@@ -303,7 +303,7 @@ def test_transformers_agrees_with_latent_attention(shared, folder):
         "model.moe_shared_expert_intermediate_size=256",
     ]
     shared("train", *words, "seq=64", "gbs=2", "iters=1", "save=1", "precision=fp32", "run.dir=latent-run", status=0)
-    done = shared("score", "latent-run", "s.jsonl", "--out", "exported", before=exporting)
+    done = shared("score", "latent-run", "s.jsonl", "--out", "no.scores", before=exporting)
     assert (folder / "latent" / "model.safetensors").exists(), done.stderr
     shared("score", "latent-run", "s.jsonl", "--out", "latent.scores", status=0)
     theirs = drawn(logits_of(folder / "latent", rows()))
