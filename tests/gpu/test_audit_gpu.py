@@ -2,8 +2,10 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ from tp_invariant_recipes.patches import te_grouped_linear
 
 pytestmark = pytest.mark.gpu
 
+ROOT = Path(__file__).parents[2]
 TOY = ("qwen3_toy", "gbs=4", "seq=128")
 NEMOTRON = (
     "nemotron3_nano_toy",
@@ -30,6 +33,7 @@ def audit(folder, *arguments: str) -> tuple[int, dict, str]:
     done = subprocess.run(
         [sys.executable, "-m", "tp_invariant_recipes", "audit", *arguments, "--dir", "audit", "--json"],
         cwd=folder,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
     )

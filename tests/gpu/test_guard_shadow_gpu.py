@@ -1,4 +1,4 @@
-"""Shadow steps on GPUs, of two replicas: on one GPU they share it, by Gloo (side_by_side.py)."""
+"""Shadow steps of two replicas, each with a GPU: Gloo, by which two would share one, sends no tensor of a GPU."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from tp_invariant_recipes.ledger.open import read
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs an NVIDIA GPU"),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
     pytest.mark.timeout(600),
 ]
 

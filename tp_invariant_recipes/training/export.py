@@ -194,7 +194,7 @@ def load_weights(chunks: list[Any], checkpoint: Path, prefix: str, part: str = "
     sharded = {
         name: value
         for name, value in chunk.sharded_state_dict(metadata=metadata).items()
-        if not name.endswith("_extra_state") and part in name
+        if is_weight(name) and part in name
     }
     there = _metadata(checkpoint)
     for tensor in nested_values(sharded):
@@ -205,9 +205,14 @@ def load_weights(chunks: list[Any], checkpoint: Path, prefix: str, part: str = "
                 raise RunError(f"{checkpoint} holds no {kind} {tensor.key.removeprefix(prefix)}")
     loaded = dist_checkpointing.load({"model": sharded}, str(checkpoint))["model"]
     left = chunk.load_state_dict(loaded, strict=False)
-    missing = [name for name in left.missing_keys if not name.endswith("_extra_state") and part in name]
+    missing = [name for name in left.missing_keys if is_weight(name) and part in name]
     if missing:
         raise RunError(f"{checkpoint} holds no weight {missing[0]}")
+
+
+def is_weight(name: str) -> bool:
+    """Whether a name is no state of a layer of Transformer Engine: `_extra_state`, of experts also `_extra_state3`."""
+    return not name.rpartition(".")[2].startswith("_extra_state")
 
 
 def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], wanted: set[str]) -> None:
