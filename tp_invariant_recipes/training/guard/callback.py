@@ -3,8 +3,8 @@
     when                                  what
     a step begins                         which of its products are sampled
     its passes, of a shadow step          shadow.py
-    before the optimizer's step           samples go to the judge; weights of all replicas, and what lay in memory since
-                                          the last step, are compared
+    before the optimizer's step           the judge begins with what the last step left; samples are copied for it;
+                                          weights of all replicas, and what lay in memory since then, are compared
     after it                              elements of it are computed again; what lies in memory now is digested
     a checkpoint, the end of training     all that is undecided is waited for, on all ranks
 
@@ -95,8 +95,6 @@ class Guard(AroundOptimizerStep):
         self._raise_what_is_found()
         self._step = context.state.train_state.step + 1
         self._products.restart(self._step)
-        if self._judge is not None:
-            self._judge.begin()
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """While a graph is captured no thread may wait for the GPU."""
@@ -107,6 +105,8 @@ class Guard(AroundOptimizerStep):
     @contextmanager
     def around_optimizer_step(self) -> Iterator[None]:
         """Raises HardwareFault."""
+        if self._judge is not None:
+            self._judge.begin()
         self._products.hand_over(self._step)
         self._memory.look()
         if self._step > self._start + 1:

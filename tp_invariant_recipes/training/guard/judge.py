@@ -3,8 +3,8 @@
 A case waits for the GPU's work that was launched before it was submitted, on whatever stream: Bridge trains with
 `cuda_graph=te` on a stream of its own, and the thread's copies to the host know only theirs.
 
-Cases of a step are decided during the next step's passes. Until then the rank's own thread launches the optimizer, and
-both would wait for Python's lock.
+Cases of a step are decided once the next step's passes are launched. Until then the rank's own thread launches the
+optimizer and the passes, and would wait for Python's lock, up to sys.getswitchinterval() each time.
 """
 
 from collections import deque
