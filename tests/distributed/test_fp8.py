@@ -66,7 +66,7 @@ def _one_product_a_rank() -> None:
     from tp_invariant_recipes.numerics.products import fp8
 
     nodes = fp8.nodes
-    fp8.nodes = lambda a, b, mesh, segments: nodes(a, b, replace(mesh, shards=mesh.size), segments)
+    fp8.nodes = lambda a, b, mesh, segments, *dtype: nodes(a, b, replace(mesh, shards=mesh.size), segments, *dtype)
 
 
 def _fast_accumulation() -> None:

@@ -89,6 +89,27 @@ def test_blocks_of_128_by_128(kind):
     assert _unequal(columns, definition.transposed(expected)) == (0, 0)
 
 
+@pytest.mark.parametrize("blockwise", (False, True))
+def test_a_weight_is_quantized_again_into_its_memory(blockwise):
+    """In steps, and in replays of a CUDA graph, which allocates nothing for it."""
+    weights = [_operand(kind) for kind in KINDS]
+    (rows, columns), again = quantize.of_weight(weights[0], blockwise, None)
+    weight = weights[1].clone()
+    again(weight)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    before = torch.cuda.memory_allocated()
+    with torch.cuda.graph(graph):
+        again(weight)
+    assert torch.cuda.memory_allocated() - before < ROWS * K
+    for other in weights:
+        weight.copy_(other)
+        graph.replay()
+        amax = definition.largest_magnitude(other)
+        expected = definition.of_blocks(other, E4M3) if blockwise else definition.of_tensor(other, amax, E4M3)
+        assert _unequal(rows, expected) == _unequal(columns, definition.transposed(expected)) == (0, 0)
+
+
 def test_a_cast_that_cuts_is_seen():
     """The control: the comparison tells rounding from cutting, and a scale of one unit more."""
     x = _operand(_ties)

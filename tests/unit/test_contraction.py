@@ -3,24 +3,21 @@
 The kernel itself runs on GPUs only (tests/gpu/test_restarting_product.py). Here products of fixed tiles stand for it.
 """
 
-import itertools
-import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-import triton
-import triton.experimental.gluon.language as gl
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
 
+from tests.fp8_operands import operands as fp8_operands
 from tests.operands import same_bits
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels import restarting_product as kernel
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
+from tp_invariant_recipes.kernels.quantized import E4M3, E5M2, Quantized
 from tp_invariant_recipes.kernels.restarting_product import Cut
-from tp_invariant_recipes.numerics.products import contraction, cublas
+from tp_invariant_recipes.numerics.products import contraction, cublas, fp8
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.sums.tree import tree_sum
 
 PIECE = 16
 # shards of a rank, segments -> the shards of each launch, and the node that it adds to.
@@ -335,7 +332,7 @@ def test_a_batch_of_live_operands_is_checked_on_request(batch_stand_in, monkeypa
 
 
 def test_another_triton_is_not_tried(monkeypatch):
-    """The control: the version that is installed here compiles the kernel, as the last test shows."""
+    """The control: the version that is installed here compiles the kernel (test_restarting_compiled.py)."""
     contraction._compiles.cache_clear()
     monkeypatch.setattr(contraction, "installed", lambda name: "3.7.0")
     assert not contraction._compiles()
@@ -362,6 +359,13 @@ def matrix(rows, columns, *, transposed=False, dtype=torch.bfloat16, place=0, cu
     return like(shape)
 
 
+def fp8_matrix(rows, k, blocks="tensor", *, cuda=True):
+    scales = torch.empty(
+        {"tensor": (), "1x128": (rows, -(-k // 128)), "128x128": (-(-rows // 128), -(-k // 128))}[blocks]
+    )
+    return Quantized(matrix(rows, k, dtype=E4M3, cuda=cuda), scales, blocks)
+
+
 CUT = Cut(range(2), 2, 1)
 UNSUITABLE = {
     "a piece that is no multiple of a step": (matrix(64, 96), matrix(96, 64), CUT),
@@ -374,6 +378,10 @@ UNSUITABLE = {
     "one piece": (matrix(64, 128), matrix(128, 64), Cut(range(1), 1, 1)),
     "three segments": (matrix(64, 384), matrix(384, 64), Cut(range(1), 1, 3)),
     "four segments": (matrix(64, 256), matrix(256, 64), Cut(range(1), 1, 4)),
+    "FP8 scales of columns": (fp8_matrix(64, 256, "1x128"), fp8_matrix(64, 256, "1x128"), CUT),
+    "a piece of FP8 that is no block": (fp8_matrix(64, 128), fp8_matrix(64, 128), CUT),
+    "rows of a bf16 output of 8 bytes": (fp8_matrix(64, 256), fp8_matrix(4, 256), CUT),
+    "FP8 on a CPU": (fp8_matrix(64, 256, cuda=False), fp8_matrix(64, 256), CUT),
 }
 
 
@@ -388,65 +396,64 @@ def test_operands_that_it_takes(monkeypatch):
     taken = matrix(64, 128), matrix(128, 64), CUT
     assert kernel.suits(*taken)
     assert kernel.suits(matrix(64, 128), matrix(128, 64, transposed=True), CUT)
+    assert kernel.suits(fp8_matrix(64, 256), fp8_matrix(64, 256), CUT)
+    assert kernel.suits(fp8_matrix(64, 256, "1x128"), fp8_matrix(64, 256, "128x128"), CUT)
     monkeypatch.setattr(kernel, "_capability", lambda device: (10, 0))
     assert not kernel.suits(*taken)
 
 
-ARITHMETIC = re.compile(r"(wgmma\.mma_async|(?:fma|mul|add|sub)\S*\.f32)")
-NUMBERS = kernel.TILE * kernel.TILE // (32 * kernel.WARPS)  # of both halves of a tile that a thread of each holds
+# --- FP8 ---
 
 
-# Pieces, whether b lies by columns, whether the sum is added to the output.
-BINARIES = tuple(itertools.product(kernel.PIECES, (False, True), (False, True)))
-SHORT = ((2, True, False), (4, False, True))
+def fp8_by_definition(a, b, out, add):
+    fp8.CHOICES["cpu"](a, b, out, add)
 
 
-@pytest.mark.parametrize(
-    "pieces, transposed, add",
-    [one if one in SHORT else pytest.param(*one, marks=pytest.mark.release) for one in BINARIES],
-)
-def test_the_binary_adds_whole_pieces_and_nothing_else(pieces, transposed, add):
-    """Compiled for sm_90 without a GPU: products by tensor cores, and one addition a number between pieces."""
-    binary = compiled_binary(pieces, transposed, add)
-    found = ARITHMETIC.findall(binary.asm["ptx"])
-    products = found.count("wgmma.mma_async")
-    assert products == 2 * pieces * kernel.STEP // 16  # both halves of the rows
-    assert len(found) - products == found.count("add.f32") == (pieces - 1 + add) * NUMBERS
-    assert binary.metadata.shared <= 227 * 1024
-    granted = [int(n) for n in re.findall(r"setmaxnreg\.\S+\s+(\d+)", binary.asm["ptx"])]
-    assert max(granted) + kernel.SECOND_REGISTERS.value + kernel.COPYING_REGISTERS.value <= 3 * 168
+@pytest.fixture
+def fp8_stand_in(kernel_stand_in, monkeypatch):
+    monkeypatch.setattr(kernel.fp8_tiles, "product", fp8_by_definition)
+    return kernel_stand_in
 
 
-def compiled_binary(pieces, transposed, add):
-    def descriptor(rows, columns, name, dtype):
-        return f"tensordesc<{name}{[rows, columns]},{kernel._layout(rows, columns, dtype)!r}>"
+@pytest.mark.parametrize("kind", ("tensor", "128x128"))
+@pytest.mark.parametrize("shards, segments", ((2, 1), (1, 2), (2, 2), (8, 1)))
+def test_fp8_sums_of_a_rank_have_the_bits_of_one_by_one(fp8_stand_in, kind, shards, segments):
+    """The root is rounded once, by the launch if one makes it, as the tree rounds it elsewhere."""
+    sizes = (128 * shards,) * segments
+    a, b = fp8_operands(kind, 3, 16, sum(sizes), (E4M3, E4M3))
+    mesh = VirtualMesh(shards, 1, 0, graphs=True)
+    launches = fp8_stand_in(kernel.in_order)
+    root = fp8.nodes(a, b, mesh, sizes, torch.bfloat16)
+    assert root.dtype == (torch.bfloat16 if shards * segments <= 4 else torch.float32)
+    assert launches
+    assert set(contraction.shown().values()) == {True}
+    across = fp8.nodes(a, b, VirtualMesh(2 * shards, 2, 0, graphs=True), sizes, torch.bfloat16)
+    assert across.dtype == torch.float32  # a node of two ranks' tree
+    launches.clear()
+    separate = fp8.nodes(a, b, VirtualMesh(shards, 1, 0), sizes)  # small ones, without graphs
+    assert launches == []
+    assert same_bits(tree_sum(root, torch.bfloat16), tree_sum(separate, torch.bfloat16))
+    assert same_bits(tree_sum(across), tree_sum(separate))
 
-    step = (kernel.TILE, kernel.STEP)
-    types = {
-        "a": descriptor(*step, "bf16", gl.bfloat16),
-        "b": descriptor(*(step if transposed else reversed(step)), "bf16", gl.bfloat16),
-        "out": descriptor(kernel.ROWS, kernel.TILE, "fp32", gl.float32),
-        "out_at": "*fp32",
-        "taken": "*i32",
-        **dict.fromkeys(("m", "n", "row_size", "first", "segment"), "i32"),
-    }
-    constants = {
-        "PIECES": pieces,
-        "SEGMENTS": 1,
-        "SIZE": 512,
-        "TRANSPOSED": transposed,
-        "ADD": add,
-        "STAGES": kernel.STAGES,
-        "GROUP": kernel.GROUP,
-    }
-    names = [*types, *constants]
-    source = GluonASTSource(
-        kernel._restarting_product,
-        types | dict.fromkeys(constants, "constexpr"),
-        {(names.index(name),): value for name, value in constants.items()},
-        {
-            (names.index(name),): [["tt.divisibility", 16]]
-            for name in ("out_at", "taken", "n", "row_size", "first", "segment")
-        },
-    )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": kernel.WARPS})
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("kind", ("tensor", "128x128"))
+def test_a_wrong_fp8_kernel_is_refused(fp8_stand_in, kind, wrong):
+    a, b = fp8_operands(kind, 3, 16, 512, (E5M2, E4M3))
+
+    def compute(a, b, out, cut, add):
+        if wrong is without_borders:
+            fp8_by_definition(a, b, out, add)
+            return
+        first, second, *rest = [(k.start, k.stop - k.start) for k in cut.slices(512)]
+        moved = (first[0], first[1] + 128), (second[0] + 128, second[1] - 128)
+        for n, piece in enumerate((first, second, *rest) if wrong is added_in_turn else (*moved, *rest)):
+            if piece[1]:
+                fp8_by_definition(a.along_k(*piece), b.along_k(*piece), out, add or n > 0)
+
+    launches = fp8_stand_in(compute)
+    mesh = VirtualMesh(4 if wrong is added_in_turn else 2, 1, 0, graphs=True)
+    nodes = fp8.nodes(a, b, mesh, (512,))
+    assert launches
+    assert list(contraction.shown().values()) == [False]
+    assert same_bits(tree_sum(nodes), tree_sum(fp8.nodes(a, b, VirtualMesh(mesh.shards, 1, 0), (512,))))

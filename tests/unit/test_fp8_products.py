@@ -57,7 +57,6 @@ def test_a_sum_over_shards_is_the_tree_whatever_the_number_of_ranks(kind, segmen
             one = one_product(a.along_k(*piece), b.along_k(*piece))
             terms[shard] = one if number == 0 else terms[shard] + one
         before += segment
-    assert same_bits(fp8.partials(a, b, shards, segments), terms)
     whole = tree_sum(terms, FP32)
     assert same_bits(tree_sum(fp8.nodes(a, b, VirtualMesh(shards, 1, 0), segments), FP32), whole)
     found = []
@@ -68,10 +67,8 @@ def test_a_sum_over_shards_is_the_tree_whatever_the_number_of_ranks(kind, segmen
             start += segment
         k = torch.cat(k_of_rank)
         mine = [_of_k(x, k) for x in (a, b)]
-        only = torch.empty(5, 133)
         halves = tuple(segment // 2 for segment in segments)
-        nodes = fp8.nodes(*mine, VirtualMesh(shards, 2, rank), halves, only)
-        assert len(nodes) > 1 or nodes.data_ptr() == only.data_ptr()
+        nodes = fp8.nodes(*mine, VirtualMesh(shards, 2, rank), halves)
         found.append(tree_sum(nodes, FP32))
     assert same_bits(found[0] + found[1], whole)
     assert not same_bits(one_product(a, b), whole)  # the control: one product over all of k

@@ -9,45 +9,41 @@ reaches memory once. Products of a library, one a piece, write all of `out`, and
 A piece has the bits of fixed tiles (kernels/fixed_tile_product.py): a tensor core adds along k in order. Between pieces
 are IEEE additions in fp32. numerics/products/contraction.py tries both on the GPU at hand.
 
-This is Gluon, Triton's language for explicit layouts, since `tl.dot` leaves no room for sums in shared memory. One warp
-copies tiles of a and b there (TMA). Two groups of four warps multiply them (WGMMA), each half of the rows of a tile of
-`out`: the one adds up or writes while the other multiplies. There are as many programs as processors. Each takes the
-next tile from a counter, so that one which starts late, behind a collective, takes fewer. The kernel is for compute
-capability 9.0, and Triton's interpreter cannot run it; `in_order` is the same function by other kernels.
+FP8 operands have the bits of kernels/fp8_tiles.py. Their output may be bf16: the sum of all shards, rounded once.
+
+kernels/restarting_kernel.py is the kernel, of compute capability 9.0. `in_order` is the function by other kernels.
 """
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.experimental.gluon.language as gl
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_init,
-    warpgroup_mma_wait,
-)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tp_invariant_recipes.kernels import fp8_tiles
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
+from tp_invariant_recipes.kernels.fp8_sum import kind
+from tp_invariant_recipes.kernels.fp8_tiles import UNFUSED
+from tp_invariant_recipes.kernels.quantized import E4M3, E5M2, Quantized
+from tp_invariant_recipes.kernels.restarting_kernel import OF_BLOCKS, OF_TENSORS, UNSCALED, _restarting_product
 
 SEGMENTS = (1, 2)  # of three, the sum in order would not be the tree
 PIECES = (2, 4)  # how many one launch can add: at most one term waits in registers and one in shared memory
 TILE = 128  # rows and columns of a tile of `out`
-STEP = 64  # of k, a step of the pipeline
+STEP_BYTES = 128  # of a row in a step of the pipeline: 64 numbers of k in bf16, 128 in FP8
 ROWS = TILE // 2  # of a tile that one group of warps multiplies
-STAGES = 5  # steps in shared memory: with the tile that waits or leaves, 224 of 227 KiB
+ROOM = 224 * 1024  # bytes of shared memory, of 227 KiB: for steps, the tile that leaves, and in fp32 one that waits
 GROUP = 8  # rows of tiles computed together, so that b's tiles stay in the cache
 WARPS = 4  # of a group that multiplies
-# A thread's registers in the second group and in the warp that copies. The first group gets 256: together at most 504,
-# the 168 of the launch for three groups; a kernel that asked for more would wait for them for ever.
-SECOND_REGISTERS, COPYING_REGISTERS = gl.constexpr(216), gl.constexpr(24)
-COLUMNS = 4  # of `out`, a multiple of them: rows of 16 bytes
+NUMBERS = {
+    torch.float32: gl.float32, torch.bfloat16: gl.bfloat16, E4M3: gl.float8e4nv, E5M2: gl.float8e5,
+}  # fmt: skip
+
+Operand = Any  # a bf16 matrix, or Quantized
 
 
 @dataclass(frozen=True)
@@ -78,50 +74,83 @@ class Cut:
         return [slice(start, start + size) for start in starts]
 
 
-def suits(a: Tensor, b: Tensor, cut: Cut) -> bool:
+def suits(a: Operand, b: Operand, cut: Cut) -> bool:
     """Whether the kernel takes these operands, for an output without gaps."""
+    x, y = matrices(a, b)
+    fp8 = isinstance(b, Quantized)
     return (
         cut.pieces in PIECES
         and cut.segments in SEGMENTS
-        and cut.size(a.shape[1]) % STEP == 0
-        and a.dtype == b.dtype == torch.bfloat16
-        and a.is_cuda
-        and _capability(a.get_device()) == (9, 0)
-        and all(_rows_of_16_bytes(matrix) for matrix in (a, b if b.stride(1) == 1 else b.t()))
-        and b.shape[1] % COLUMNS == 0
+        and cut.size(x.shape[1]) % (STEP_BYTES // x.dtype.itemsize) == 0
+        and (b.blocks != "1x128" if fp8 else x.dtype == y.dtype == torch.bfloat16)
+        and x.is_cuda
+        and _capability(x.get_device()) == (9, 0)
+        and all(_rows_of_16_bytes(matrix) for matrix in (x, y if y.stride(1) == 1 else y.t()))
+        and y.shape[1] % (8 if fp8 else 4) == 0  # rows of 16 bytes in `out`, bf16 or fp32
     )
 
 
-def restarting_product(a: Tensor, b: Tensor, out: Tensor, cut: Cut, add: bool) -> None:
+def restarting_product(a: Operand, b: Operand, out: Tensor, cut: Cut, add: bool) -> None:
     """out = the tree sum of a[:, piece] @ b[piece, :] over the pieces of a cut, or out += that sum, added in fp32.
 
     a: [m, k] bf16; b: [k, n] bf16, which `suits` takes; out: [m, n] fp32 without gaps.
+    Or a: [m, k] and b: [n, k] in FP8, "tensor" by "tensor" or "1x128" by "128x128"; out: fp32, or bf16 without `add`.
     """
-    (m, n), transposed = out.shape, b.stride(1) != 1
-    size, tiles = cut.size(a.shape[1]), triton.cdiv(m, TILE) * triton.cdiv(n, TILE)
+    (m, n), (x, y) = out.shape, matrices(a, b)
+    transposed, step = y.stride(1) != 1, STEP_BYTES // x.dtype.itemsize
+    size, tiles = cut.size(x.shape[1]), triton.cdiv(m, TILE) * triton.cdiv(n, TILE)
     taken = torch.zeros(1, dtype=torch.int32, device=out.device)
     descriptors = (
-        TensorDescriptor.from_tensor(a, [TILE, STEP], _layout(TILE, STEP, gl.bfloat16)),
-        TensorDescriptor.from_tensor(b.t(), [TILE, STEP], _layout(TILE, STEP, gl.bfloat16))
-        if transposed
-        else TensorDescriptor.from_tensor(b, [STEP, TILE], _layout(STEP, TILE, gl.bfloat16)),
-        TensorDescriptor.from_tensor(out, [ROWS, TILE], _layout(ROWS, TILE, gl.float32)),
+        _descriptor(x, TILE, step),
+        _descriptor(y.t(), TILE, step) if transposed else _descriptor(y, step, TILE),
+        _descriptor(out, ROWS, TILE),
     )
+    scaled, *scales = _scales(a, b, out)
     _restarting_product[(min(tiles, _processors(out.get_device())),)](
-        *descriptors, out, taken, m, n, out.stride(0), cut.shards.start * size, a.shape[1] // cut.segments,
-        PIECES=cut.pieces, SEGMENTS=cut.segments, SIZE=size, TRANSPOSED=transposed, ADD=add,
-        STAGES=STAGES, GROUP=GROUP, num_warps=WARPS,
+        *descriptors, out, *scales, taken, m, n, out.stride(0), cut.shards.start * size, x.shape[1] // cut.segments,
+        PIECES=cut.pieces, SEGMENTS=cut.segments, SIZE=size, TRANSPOSED=transposed, SCALED=scaled, ADD=add,
+        STAGES=stages(cut.pieces, out.dtype), GROUP=GROUP, num_warps=WARPS, **UNFUSED,
     )  # fmt: skip
 
 
-def in_order(a: Tensor, b: Tensor, out: Tensor, cut: Cut, add: bool) -> None:
-    """The restarting product, from one product of fixed tiles for each piece: any operands, on a CPU too."""
-    slices = cut.slices(a.shape[1])
-    pairs = [torch.empty_like(out) for _ in slices[::2]]
+def in_order(a: Operand, b: Operand, out: Tensor, cut: Cut, add: bool) -> None:
+    """The restarting product, from one product of fixed tiles for each piece: any operands; of bf16 on a CPU too."""
+    slices = cut.slices(matrices(a, b)[0].shape[1])
+    pairs = [torch.empty_like(out, dtype=torch.float32) for _ in slices[::2]]
     for n, k in enumerate(slices):  # adding to the output rounds as a separate addition would
-        fixed_tile_product(a[:, k], b[k], pairs[n // 2], add=n % 2 > 0)
+        to, more = pairs[n // 2], n % 2 > 0
+        if isinstance(a, Quantized):
+            piece = k.start, k.stop - k.start
+            fp8_tiles.product(a.along_k(*piece), b.along_k(*piece), to, more)
+        else:
+            fixed_tile_product(a[:, k], b[k], to, add=more)
     total = pairs[0] if len(pairs) == 1 else pairs[0] + pairs[1]
     out.copy_(out + total if add else total)
+
+
+def stages(pieces: int, out: torch.dtype) -> int:
+    """How many steps of the pipeline shared memory has room for."""
+    leaving = TILE * TILE * out.itemsize
+    waiting = TILE * TILE * 4 if pieces == 4 and out != torch.float32 else 0
+    return (ROOM - leaving - waiting) // (2 * TILE * STEP_BYTES)
+
+
+def matrices(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
+    """[m, k] and [k, n], without scales."""
+    return (a.data, b.data.t()) if isinstance(a, Quantized) else (a, b)
+
+
+def _scales(a: Operand, b: Operand, out: Tensor) -> tuple[Any, ...]:
+    """What the scales are, and those of a and b with the strides of rows and blocks; of bf16 none is read."""
+    if not isinstance(a, Quantized):
+        return UNSCALED.value, out, out, 0, 0, 0, 0
+    if kind(a, b) == "tensor":
+        return OF_TENSORS.value, a.scale, b.scale, 0, 0, 0, 0
+    return OF_BLOCKS.value, a.scale, b.scale, *a.scale.stride(), *b.scale.stride()
+
+
+def _descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(matrix, [rows, columns], layout(rows, columns, matrix.dtype))
 
 
 @cache
@@ -135,184 +164,11 @@ def _processors(device: int) -> int:
 
 
 @cache
-def _layout(rows: int, columns: int, dtype: gl.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
+def layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """Of a tile in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], NUMBERS[dtype])
 
 
 def _rows_of_16_bytes(matrix: Tensor) -> bool:
-    """Whether TMA can copy tiles of a bf16 matrix."""
-    return matrix.stride(1) == 1 and matrix.data_ptr() % 16 == 0 and matrix.stride(0) % 8 == 0
-
-
-@gluon.jit
-def _place(tile, m_tiles, n_tiles, GROUP: gl.constexpr):
-    """Row and column of a tile among the tiles of `out`."""
-    of_group = GROUP * n_tiles
-    start = tile // of_group * GROUP
-    height = gl.minimum(m_tiles - start, GROUP)
-    return start + tile % of_group % height, tile % of_group // height
-
-
-@gluon.jit
-def _copy(
-    a, b, a_steps, b_steps, full, free, numbers, told, heard, taken, m_tiles, n_tiles, first, segment,
-    PIECES: gl.constexpr, SEGMENTS: gl.constexpr, SIZE: gl.constexpr, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
-):  # fmt: skip
-    """Take tiles and tell their numbers; fill the stages, in the order in which `_multiply` empties them."""
-    TILE_M: gl.constexpr = a.block_type.shape[0]
-    TILE_N: gl.constexpr = b.block_type.shape[0] if TRANSPOSED else b.block_type.shape[1]
-    STEP: gl.constexpr = a.block_type.shape[1]
-    tiles = m_tiles * n_tiles
-    count = 0
-    turn = 0
-    tile = gl.program_id(0)
-    while tile < tiles:
-        _tell(tile, turn, numbers, told, heard)
-        i, j = _place(tile, m_tiles, n_tiles, GROUP)
-        for step in range(PIECES * SIZE // STEP):
-            piece = step // (SIZE // STEP)
-            k = first + piece % SEGMENTS * segment + piece // SEGMENTS * SIZE + step % (SIZE // STEP) * STEP
-            stage = count % STAGES
-            mbarrier.wait(free.index(stage), count // STAGES & 1 ^ 1)
-            there = full.index(stage)
-            mbarrier.expect(there, a.block_type.nbytes + b.block_type.nbytes)
-            tma.async_copy_global_to_shared(a, [i * TILE_M, k], there, a_steps.index(stage))
-            if TRANSPOSED:
-                tma.async_copy_global_to_shared(b, [j * TILE_N, k], there, b_steps.index(stage))
-            else:
-                tma.async_copy_global_to_shared(b, [k, j * TILE_N], there, b_steps.index(stage))
-            count += 1
-        tile = gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")
-        turn += 1
-    _tell(tiles, turn, numbers, told, heard)  # the end
-
-
-@gluon.jit
-def _tell(tile, turn, numbers, told, heard):
-    """Give the next tile to the two groups that multiply; at most two are given and not yet heard."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    mbarrier.wait(heard.index(turn % 2), turn // 2 & 1 ^ 1)
-    numbers.index(turn % 2).store(gl.full([1], tile, gl.int32, one))
-    mbarrier.arrive(told.index(turn % 2))
-
-
-@gluon.jit
-def _hear(turn, numbers, told, heard):
-    """The next tile; their number or more at the end."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    mbarrier.wait(told.index(turn % 2), turn // 2 & 1)
-    tile = gl.max(numbers.index(turn % 2).load(one), 0)
-    mbarrier.arrive(heard.index(turn % 2))
-    return tile
-
-
-@gluon.jit
-def _piece(
-    total, count, a_steps, b_steps, full, free,
-    HALF: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr,
-):  # fmt: skip
-    """The product of a piece, which overwrites `total`. A stage is free once the product of the next one has begun."""
-    total = warpgroup_mma_init(total)
-    for step in range(STEPS):
-        stage = count % STAGES
-        mbarrier.wait(full.index(stage), count // STAGES & 1)
-        a = a_steps.index(stage).slice(HALF * ROWS, ROWS)
-        b = b_steps.index(stage)
-        if TRANSPOSED:
-            b = b.permute((1, 0))
-        total = warpgroup_mma(a, b, total, use_acc=step > 0, is_async=True)
-        total = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(total,)))
-        mbarrier.arrive(free.index((count + STAGES - 1) % STAGES), pred=step > 0)
-        count += 1
-    total = warpgroup_mma_wait(num_outstanding=0, deps=(total,))
-    mbarrier.arrive(free.index((count + STAGES - 1) % STAGES))
-    return total, count
-
-
-@gluon.jit
-def _multiply(
-    a_steps, b_steps, full, free, numbers, told, heard, out, out_at, waiting, m, n, row_size, m_tiles, n_tiles,
-    HALF: gl.constexpr, PIECES: gl.constexpr, STEPS: gl.constexpr, TRANSPOSED: gl.constexpr, ADD: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    """The upper (HALF = 0) or lower half of tiles of `out`.
-
-    waiting: shared memory, in turn for the sum of the first two of four pieces, and for a half that leaves.
-    """
-    ROWS: gl.constexpr = out.block_type.shape[0]
-    TILE_N: gl.constexpr = out.block_type.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, TILE_N, 16]
-    )
-    zeros = gl.zeros((ROWS, TILE_N), gl.float32, layout)
-    count = 0
-    turn = 0
-    tile = _hear(turn, numbers, told, heard)
-    while tile < m_tiles * n_tiles:
-        i, j = _place(tile, m_tiles, n_tiles, GROUP)
-        left, count = _piece(zeros, count, a_steps, b_steps, full, free, HALF, ROWS, STEPS, STAGES, TRANSPOSED)
-        right, count = _piece(zeros, count, a_steps, b_steps, full, free, HALF, ROWS, STEPS, STAGES, TRANSPOSED)
-        total = left + right
-        tma.store_wait(0)  # the half before has left
-        if PIECES == 4:
-            waiting.store(total)
-            left, count = _piece(zeros, count, a_steps, b_steps, full, free, HALF, ROWS, STEPS, STAGES, TRANSPOSED)
-            right, count = _piece(zeros, count, a_steps, b_steps, full, free, HALF, ROWS, STEPS, STAGES, TRANSPOSED)
-            total = waiting.load(layout) + (left + right)
-        top = i * (2 * ROWS) + HALF * ROWS
-        if ADD:
-            row = (top + gl.arange(0, ROWS, gl.SliceLayout(1, layout))).to(gl.int64)[:, None]
-            column = (j * TILE_N + gl.arange(0, TILE_N, gl.SliceLayout(0, layout)))[None, :]
-            total += gl.load(out_at + row * row_size + column, mask=(row < m) & (column < n), other=0.0)
-        waiting.store(total)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(out, [top, j * TILE_N], waiting)
-        turn += 1
-        tile = _hear(turn, numbers, told, heard)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def _restarting_product(
-    a, b, out, out_at, taken, m, n, row_size, first, segment,
-    PIECES: gl.constexpr, SEGMENTS: gl.constexpr, SIZE: gl.constexpr, TRANSPOSED: gl.constexpr, ADD: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    a_steps = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)  # noqa: RUF005 -- Gluon's lists
-    b_steps = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005
-    upper = gl.allocate_shared_memory(gl.float32, out.block_type.shape, out.layout)
-    lower = gl.allocate_shared_memory(gl.float32, out.block_type.shape, out.layout)
-    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    heard = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=2)  # both halves
-    for turn in gl.static_range(2):
-        mbarrier.init(told.index(turn), count=1)
-        mbarrier.init(heard.index(turn), count=2)
-    fence_async_shared()  # so that copies see the barriers
-    STEPS: gl.constexpr = SIZE // a.block_type.shape[1]
-    m_tiles = gl.cdiv(m, a.block_type.shape[0])
-    n_tiles = gl.cdiv(n, out.block_type.shape[1])
-    gl.warp_specialize(
-        [
-            (_multiply, (
-                a_steps, b_steps, full, free, numbers, told, heard, out, out_at, upper, m, n, row_size, m_tiles,
-                n_tiles, 0, PIECES, STEPS, TRANSPOSED, ADD, STAGES, GROUP,
-            )),
-            (_multiply, (
-                a_steps, b_steps, full, free, numbers, told, heard, out, out_at, lower, m, n, row_size, m_tiles,
-                n_tiles, 1, PIECES, STEPS, TRANSPOSED, ADD, STAGES, GROUP,
-            )),
-            (_copy, (
-                a, b, a_steps, b_steps, full, free, numbers, told, heard, taken, m_tiles, n_tiles, first, segment,
-                PIECES, SEGMENTS, SIZE, TRANSPOSED, STAGES, GROUP,
-            )),
-        ],
-        [4, 1],  # warps of the second group, and the one that copies
-        [SECOND_REGISTERS, COPYING_REGISTERS],
-    )  # fmt: skip
+    """Whether TMA can copy tiles of a matrix."""
+    return matrix.stride(1) == 1 and matrix.data_ptr() % 16 == matrix.stride(0) * matrix.dtype.itemsize % 16 == 0

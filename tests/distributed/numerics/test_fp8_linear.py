@@ -7,6 +7,7 @@ import torch
 
 from tests.distributed.ranks import joined, on_ranks, sliced
 from tests.operands import same_bits
+from tp_invariant_recipes.kernels import quantize as definition
 from tp_invariant_recipes.kernels.fp8_sum import fp8_product
 from tp_invariant_recipes.kernels.quantized import E4M3, E5M2
 from tp_invariant_recipes.numerics.layers import fp8_linear, fp8_weights
@@ -187,10 +188,12 @@ def test_a_weight_is_quantized_once_a_step(made):
         weight.mul_(-1)  # without a new step: the products of the step are those of the weight as it was
     assert forward() is first
     assert len(made) == 1
+    first.of_backward()
     fp8_weights.changed()
     assert torch.equal(forward().rows.data.float(), -before)
     assert torch.equal(forward().columns.data.float(), -before.t())
-    assert torch.equal(first.rows.data.float(), before)  # a backward pass that is still to come reads it
+    with pytest.raises(RuntimeError, match="quantized again before a backward pass"):
+        first.of_backward()
     with torch.no_grad():
         weight.mul_(-1)
         assert torch.equal(forward().rows.data.float(), before)  # an evaluation knows no steps
@@ -213,6 +216,27 @@ def test_layers_quantize_a_weight_once_a_step(made):
         y = fp8_linear.column_parallel(x, weight, VirtualMesh(SHARDS, 1, 0), 1, False, Scaling(False, E5M2))
         y.backward(dy)
     assert made.count(weight.shape) == 1
+
+
+@pytest.mark.parametrize("blockwise", (False, True))
+def test_a_weight_has_one_memory(monkeypatch, blockwise):
+    """For steps, evaluations and graphs: a graph's own would come beside it. All hold the numbers of the weight."""
+    weight = torch.randn(N, K).bfloat16().requires_grad_()
+    places = set()
+    for evaluates, captures in ((False, False), (True, False), (False, True), (False, False)):
+        monkeypatch.setattr(fp8_weights, "_capturing", lambda weight, captures=captures: captures)
+        fp8_weights.changed()
+        with torch.no_grad():
+            weight.copy_(torch.randn(N, K))
+        with torch.set_grad_enabled(not evaluates):
+            kept = fp8_weights.quantized(weight, blockwise, None)
+        both = kept.rows, kept.columns
+        places.add(tuple(x.data_ptr() for one in both for x in (one.data, one.scale)))
+        (expected, _), _ = quantize.of_weight(weight.detach(), blockwise, None)
+        for one, other in zip(both, (expected, definition.transposed(expected)), strict=True):
+            assert torch.equal(one.data.view(torch.uint8), other.data.view(torch.uint8))
+            assert torch.equal(one.scale, other.scale)
+    assert len(places) == 1
 
 
 def test_every_replay_of_a_graph_quantizes_and_nothing_else_reads_that(monkeypatch, made):

@@ -228,3 +228,20 @@ def test_shards_that_do_not_fit_are_named(shards_of):
 def test_folding_adds_each_value_once(n):
     values = torch.tensor([[float(i), 100.0 * i] for i in range(n)])
     assert folding_sum(values, 0).tolist() == [n * (n - 1) / 2, 100.0 * n * (n - 1) / 2]
+
+
+def test_a_norm_of_keys_keeps_keys_alone():
+    """They are a slice of what holds queries and values too. The bits are those of keys in memory of their own."""
+    whole, weight, dy = inputs(torch.bfloat16, (6, 1, 4, 8))
+    keys = whole.requires_grad_()[:, :, 1:3]
+    found = keys, keys.detach().clone().requires_grad_()
+    saved, ys = [], []
+    for x in found:
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
+            ys.append(rms_norm(x, weight, EPS, VirtualMesh(2, 1, 0), HEADS))
+        saved.append(max(t.untyped_storage().nbytes() for t in kept))
+        ys[-1].backward(dy[:, :, :2])
+    assert saved == [keys.numel() * 2] * 2
+    assert same_bits(*ys)
+    assert same_bits(whole.grad[:, :, 1:3].contiguous(), found[1].grad)

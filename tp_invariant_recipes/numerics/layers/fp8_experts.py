@@ -52,7 +52,7 @@ class _GroupedLinear(torch.autograd.Function):
         q = _rows(dy, batches.groups, scaling, scaling.gradients)
         dx = None
         if ctx.needs_input_grad[0]:
-            columns = [weight.columns for weight in ctx.fp8_weights]
+            columns = [weight.of_backward() for weight in ctx.fp8_weights]
             dx = dy.new_empty(len(dy), weights[0].shape[1])
             fp8.grouped_product(q, experts.of_batches(batches, columns), dx, batches.groups)
         if not any(ctx.needs_input_grad[4:]):

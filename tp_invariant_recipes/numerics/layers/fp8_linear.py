@@ -126,8 +126,9 @@ class _ColumnParallel(torch.autograd.Function):
         grad = _tokens(gradients[0])
         rows, columns = scaling.both(grad, scaling.gradients)
         gathering = _start_gathering(kept[0], mesh) if wants_dw and gathers else None
-        reducing = _start_contraction(rows, ctx.fp8_weight.columns, mesh, ctx.segments) if wants_dx else None
-        dx = dw = None
+        reducing = dx = dw = None
+        if wants_dx:
+            reducing = _start_contraction(rows, ctx.fp8_weight.of_backward(), mesh, ctx.segments, grad.dtype)
         if wants_dw:  # while the nodes of dx are on their way
             x = _along_tokens(gathering.arrived(), kept, scaling) if gathering else _columns(kept, scaling)
             dw = _weight_gradient(weight, columns, x, mesh)
@@ -145,7 +146,7 @@ class _RowParallel(torch.autograd.Function):
         q, columns = scaling.both(_tokens(x), E4M3)
         ctx.save_for_backward(weight, columns.data, columns.scale)
         ctx.fp8_weight, ctx.mesh, ctx.scatters, ctx.scaling, ctx.shape = fp8_weight, mesh, scatters, scaling, x.shape
-        y = _finished(_start_contraction(q, fp8_weight.rows, mesh, 1), x.dtype, mesh, scatters)
+        y = _finished(_start_contraction(q, fp8_weight.rows, mesh, 1, x.dtype), x.dtype, mesh, scatters)
         return y.view(-1, *x.shape[1:-1], weight.shape[0])
 
     @staticmethod
@@ -163,7 +164,7 @@ class _RowParallel(torch.autograd.Function):
         dx = dw = None
         if wants_dx:
             dx = torch.empty(rows.data.shape[0], weight.shape[1], dtype=grad.dtype, device=grad.device)
-            dx = fp8.product(rows, ctx.fp8_weight.columns, dx).view(ctx.shape)
+            dx = fp8.product(rows, ctx.fp8_weight.of_backward(), dx).view(ctx.shape)
         if wants_dw:
             dw = _weight_gradient(weight, columns, _columns(kept, scaling), mesh)
         return dx, dw, None, None, None, None
@@ -208,11 +209,16 @@ def _added(a: Quantized, b: Quantized, out: Tensor, add: bool) -> Tensor:
     return fp8.product(a, b, out, add=add)
 
 
-def _start_contraction(a: Quantized, b: Quantized, mesh: VirtualMesh, segments: Parts) -> Reducing:
-    """Start a @ b^T with the summed dimension divided among the ranks. a: [tokens, k/t]; b: [features, k/t]."""
+def _start_contraction(
+    a: Quantized, b: Quantized, mesh: VirtualMesh, segments: Parts, dtype: torch.dtype
+) -> Reducing:  # fmt: skip
+    """Start a @ b^T with the summed dimension divided among the ranks.
+
+    a: [tokens, k/t]; b: [features, k/t]; dtype: that `_finished` will ask for.
+    """
     if isinstance(segments, int):
         segments = (a.data.shape[1] // segments,) * segments
-    return start_reduce_scatter(fp8.nodes(a, b, mesh, segments), mesh)
+    return start_reduce_scatter(fp8.nodes(a, b, mesh, segments, dtype), mesh)
 
 
 def _finished(reducing: Reducing, dtype: torch.dtype, mesh: VirtualMesh, scatters: bool) -> Tensor:

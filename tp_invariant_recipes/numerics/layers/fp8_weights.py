@@ -1,18 +1,19 @@
 """A weight in FP8, for the products of forward passes and, transposed, of input gradients: quantized once a step.
 
-A weight keeps both with it. `changed`, which Megatron's buffers of gradients call as they are zeroed, has the next
-forward pass quantize again. So does every forward pass without gradients, and every one that a CUDA graph captures,
-whose replays know no steps. The backward pass of a forward pass reads what that has quantized.
+A weight keeps both with it, in one place of memory for the whole run, in which CUDA graphs find them too. `changed`,
+which Megatron's buffers of gradients call as they are zeroed, has the next forward pass quantize again. So does every
+forward pass without gradients, and every one that a CUDA graph captures, whose replays know no steps.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tp_invariant_recipes.host.function_modes import outside_modes
-from tp_invariant_recipes.kernels.quantized import E4M3, Quantized
+from tp_invariant_recipes.kernels.quantized import Quantized
 from tp_invariant_recipes.numerics.products import quantize
 
 KEPT = "fp8"  # attribute of a weight
@@ -27,11 +28,25 @@ def changed() -> None:
 
 @dataclass(frozen=True, eq=False)
 class Fp8Weight:
-    """rows: [n, k]; columns: [k, n], the same numbers. step: of which they are; None: of every replay of a graph."""
+    """rows: [n, k]; columns: [k, n], the same numbers. step: of which they are; None: of every replay of a graph.
+
+    again: quantizes a weight into the memory of both; in_memory: the step whose numbers it holds now.
+    """
 
     rows: Quantized
     columns: Quantized
+    again: Callable[[Tensor], object]
     step: int | None
+    in_memory: list[int | None]
+
+    def of_backward(self) -> Quantized:
+        """`columns`. Raises RuntimeError if a forward pass of another step came between."""
+        now = self.in_memory[0]
+        if now != self.step and None not in (now, self.step):
+            raise RuntimeError(
+                f"a weight {[*self.rows.data.shape]} was quantized again before a backward pass of the step before"
+            )
+        return self.columns
 
 
 @outside_modes
@@ -44,11 +59,16 @@ def quantized(weight: Tensor, blockwise: bool, group: Any) -> Fp8Weight:
     capturing = _capturing(weight)
     if kept is not None and kept.step == _steps[0] and torch.is_grad_enabled() and not capturing:
         return kept
-    numbers = weight.detach()
-    both = quantize.of_blocks_both_ways(numbers) if blockwise else quantize.of_tensor_both_ways(numbers, E4M3, group)
-    fresh = Fp8Weight(*both, None if capturing else _steps[0])
-    setattr(weight, KEPT, fresh)
-    return fresh
+    step = None if capturing else _steps[0]
+    if kept is None:
+        (rows, columns), again = quantize.of_weight(weight.detach(), blockwise, group)
+        kept = Fp8Weight(rows, columns, again, step, [step])
+    else:
+        kept.again(weight.detach())
+        kept = replace(kept, step=step)
+        kept.in_memory[0] = step
+    setattr(weight, KEPT, kept)
+    return kept
 
 
 def _capturing(weight: Tensor) -> bool:

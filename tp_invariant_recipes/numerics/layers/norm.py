@@ -145,6 +145,8 @@ class _RMSNorm(LayerFunction):
     @staticmethod
     @outside_modes
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, norm: Norm) -> Tensor:
+        if norm.shards_of is NormShards.HEADS:  # keys are a view, which would keep queries and values too
+            x = x.contiguous()
         y, scale = norm.forward(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
         ctx.norm = norm

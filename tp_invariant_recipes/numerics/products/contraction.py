@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.kernels.tree_add import tree_add
-from tp_invariant_recipes.numerics.products import cublas, sampling
+from tp_invariant_recipes.numerics.products import cublas, fp8_cublas, sampling
 from tp_invariant_recipes.numerics.products.defined import FIXED_TILES
 from tp_invariant_recipes.numerics.sums.context_shards import each_context
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
@@ -77,7 +77,7 @@ def nodes(
     raises RunError: TPI_CHECK_PRODUCTS=1, and the restarting product has other bits.
     """
     pays = mesh.graphs or a.shape[0] * a.shape[1] * b.shape[1] >= WORTH
-    how = _at_once if pays else _as_a_batch
+    how = at_once if pays else _as_a_batch
     found = how(a, b, mesh.local, segments, only)
     if found is not None and (taking := sampling.begin(a, b, found[0], False, segments)) is not None:
         taking.end(found, mesh.local)
@@ -157,10 +157,15 @@ def _parts(segments: Segments, shards: int) -> list[slice]:
     ]
 
 
-def _at_once(a: Tensor, b: Tensor, shards: int, segments: Segments, only: Tensor | None) -> Tensor | None:
+def at_once(
+    a: Any, b: Any, shards: int, segments: Segments, only: Tensor | None = None, dtype: torch.dtype = torch.float32
+) -> Tensor | None:
     """The nodes by the restarting product; None: it does not take the operands, or has not been found right.
 
     Its rows do not depend on each other, so tokens of several context shards share a launch.
+
+    a, b:  as of `nodes`, or in FP8 as of numerics/products/fp8.py's.
+    dtype: of a node that one launch makes; FP8 may have bf16.
     """
     if not _compiles() or len({*segments}) > 1:
         return None
@@ -172,7 +177,8 @@ def _at_once(a: Tensor, b: Tensor, shards: int, segments: Segments, only: Tensor
     cuts = [kernel.Cut(range(n * together, n * together + together), shards, len(segments)) for n in range(launches)]
     if not kernel.suits(a, b, cuts[0]):
         return None
-    nodes = _empty(launches // width, a, b, only)
+    x, y = kernel.matrices(a, b)
+    nodes = _empty(launches // width, x, y, only, dtype if launches == 1 else torch.float32)
     if not all(_right(a, b, nodes[0], cut, add=n > 0) for n, cut in enumerate(cuts[:width])):
         return None
     for n, cut in enumerate(cuts):
@@ -180,19 +186,23 @@ def _at_once(a: Tensor, b: Tensor, shards: int, segments: Segments, only: Tensor
     return nodes
 
 
-def _right(a: Tensor, b: Tensor, out: Tensor, cut: Any, *, add: bool) -> bool:
+def _right(a: Any, b: Any, out: Tensor, cut: Any, *, add: bool) -> bool:
     """Whether the restarting product may compute it. While a CUDA graph is captured: only a kind tried before."""
-    kind = (*cublas.kind(a, b, out, add), cut)
-    return cublas.tried(_restarting_is_right, kind, a, lambda: cublas.agree(*_forms(cut), a, b, out, add))
+    library: Any = cublas if isinstance(a, Tensor) else fp8_cublas
+    kind = (*library.kind(a, b, out, add), cut)
+    return cublas.tried(_restarting_is_right, kind, out, lambda: library.agree(*_forms(cut), a, b, out, add))
 
 
-def _compute(a: Tensor, b: Tensor, out: Tensor, cut: Any, *, add: bool) -> None:
+def _compute(a: Any, b: Any, out: Tensor, cut: Any, *, add: bool) -> None:
     restarting, defined = _forms(cut)
     if not cublas.checking():
         restarting(a, b, out, add)
         return
+    from tp_invariant_recipes.kernels.restarting_product import matrices
+
+    x, y = matrices(a, b)
     what = (
-        f"the sum of {cut.pieces} products {[*a.shape]} @ {[*b.shape]} in one launch has other bits than by fixed "
+        f"the sum of {cut.pieces} products {[*x.shape]} @ {[*y.shape]} in one launch has other bits than by fixed "
         f"tiles (add={add}): the trial of products/contraction.py did not see it"
     )
     cublas.checked(restarting, defined, a, b, out, add, what)
@@ -213,7 +223,9 @@ def _compiles() -> bool:
     return (installed("triton") or "").startswith(TRITON)
 
 
-def _empty(count: int, a: Tensor, b: Tensor, only: Tensor | None) -> Tensor:
+def _empty(
+    count: int, a: Tensor, b: Tensor, only: Tensor | None, dtype: torch.dtype = torch.float32
+) -> Tensor:  # fmt: skip
     if count == 1 and only is not None:
         return only.unsqueeze(0)
-    return torch.empty(count, a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
+    return torch.empty(count, a.shape[0], b.shape[1], dtype=dtype, device=a.device)

@@ -1,7 +1,8 @@
 """Products of FP8 matrices, `fp8 tiles 1` (kernels/fp8_sum.py), by whatever computes them on a device.
 
 A row's and a column's bits do not depend on how many lie beside it, so shards of rows and columns may share a call. A
-shard of k is a product of its own, and a multiple of 128: `along_k` cuts it, `partials` and `nodes` add in tree order.
+shard of k is a product of its own, and a multiple of 128: `along_k` cuts it, `nodes` adds in tree order: in one launch
+where contraction.py's trial agrees, else one by one.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.kernels.fp8_sum import kind
 from tp_invariant_recipes.kernels.grouped_product import Groups
 from tp_invariant_recipes.kernels.quantized import BLOCK, Quantized
-from tp_invariant_recipes.numerics.products import cublas, fp8_cublas
+from tp_invariant_recipes.numerics.products import contraction, cublas, fp8_cublas
 from tp_invariant_recipes.numerics.products.contraction import Segments
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
@@ -22,7 +23,7 @@ from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 # take twice a product's time on a GPU, and the host a third of the time of a launch through Transformer Engine.
 WORTH = 2**32
 
-__all__ = ["Quantized", "grouped_product", "grouped_weight_gradient", "nodes", "partials", "product"]
+__all__ = ["Quantized", "grouped_product", "grouped_weight_gradient", "nodes", "product"]
 
 
 def product(a: Quantized, b: Quantized, out: Tensor, *, add: bool = False) -> Tensor:
@@ -71,31 +72,28 @@ def _on_gpu(a: Quantized, b: Quantized, out: Tensor, add: bool) -> None:
 CHOICES = {"cpu": _on_cpu, "cuda": _on_gpu}  # what torch calls a device -> what computes a product there
 
 
-def partials(a: Quantized, b: Quantized, shards: int, segments: Segments) -> Tensor:
-    """a @ b^T for each shard of k.
-
-    a, b:     [m, k] and [n, k]; k consists of segments, each of `shards` shards; with blocks a shard is a multiple of
-              128, so that blocks stay where they are whatever the number of ranks.
-    segments: the size of each in k.
-    returns:  [shards, m, n] fp32: the sum over segments, in order, of the segment's product.
-    """
-    return _added(a, b, _pieces(shards, segments), None, small=False)
-
-
-def nodes(a: Quantized, b: Quantized, mesh: VirtualMesh, segments: Segments, only: Tensor | None = None) -> Tensor:
+def nodes(
+    a: Quantized, b: Quantized, mesh: VirtualMesh, segments: Segments, dtype: torch.dtype = torch.float32
+) -> Tensor:  # fmt: skip
     """As numerics/products/contraction.py's `nodes`: a @ b^T for this rank's part of k, as nodes of the tree.
 
-    a, b:     [tokens, k/t] and [features, k/t].
-    only:     where the node lies if n is 1: [tokens, features] fp32 without gaps.
+    a, b:     [tokens, k/t] and [features, k/t]; k/t consists of segments, each of this rank's V/t shards; with blocks a
+              shard is a multiple of 128, so that blocks stay where they are whatever the number of ranks.
+    segments: the size of each.
+    dtype:    of the root of the tree.
     returns:  [n, tokens, features] fp32, n a power of two that divides V/t: each the sum of (V/t)/n shards in tree
-              order, where a shard's term is the sum over segments, in order.
+              order, where a shard's term is the sum over segments, in order. Or the root of `dtype`, n = 1.
+    raises RunError: TPI_CHECK_PRODUCTS=1, and the restarting product has other bits.
     """
+    small = not mesh.graphs and a.data.shape[0] * b.data.shape[0] * a.data.shape[1] < WORTH
+    root = dtype if mesh.size == 1 else torch.float32
+    if not small and (found := contraction.at_once(a, b, mesh.local, segments, dtype=root)) is not None:
+        return found
     # A term of several segments is a sum itself and needs a place of its own.
     width = 1 if len(segments) > 1 else min(2, mesh.local)
     shards = _pieces(mesh.local, segments)
     together = [[*chain(*shards[first : first + width])] for first in range(0, mesh.local, width)]
-    small = not mesh.graphs and a.data.shape[0] * b.data.shape[0] * a.data.shape[1] < WORTH
-    return _added(a, b, together, only, small)
+    return _added(a, b, together, small)
 
 
 def _pieces(shards: int, segments: Segments) -> list[list[tuple[int, int]]]:
@@ -105,14 +103,9 @@ def _pieces(shards: int, segments: Segments) -> list[list[tuple[int, int]]]:
     return [[(start + n * size, size) for start, size in zip(starts, sizes, strict=False)] for n in range(shards)]
 
 
-def _added(
-    a: Quantized, b: Quantized, sums: list[list[tuple[int, int]]], only: Tensor | None, small: bool
-) -> Tensor:  # fmt: skip
+def _added(a: Quantized, b: Quantized, sums: list[list[tuple[int, int]]], small: bool) -> Tensor:
     """[sums, m, n]: of each, the products of its pieces of k, added in order. small: launches limit their speed."""
-    if len(sums) == 1 and only is not None:
-        total = only.unsqueeze(0)
-    else:
-        total = torch.empty(len(sums), a.data.shape[0], b.data.shape[0], device=a.data.device)
+    total = torch.empty(len(sums), a.data.shape[0], b.data.shape[0], device=a.data.device)
     for pieces, out in zip(sums, total, strict=True):
         (first, size), (second, other) = pieces[0], pieces[-1]
         if small and a.data.is_cuda and len(pieces) == 2 and size == other:

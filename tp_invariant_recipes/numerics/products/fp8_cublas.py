@@ -38,11 +38,15 @@ def right(a: Quantized, b: Quantized, out: Tensor, add: bool, defined: cublas.Pr
     """Whether cuBLAS may compute it. While a CUDA graph is captured: only a kind that was tried before."""
     if not suits(a, b, out, add):
         return False
-    kind = (
+    return cublas.tried(_is_right, kind(a, b, out, add), a.data, lambda: agree(launch, defined, a, b, out, add))
+
+
+def kind(a: Quantized, b: Quantized, out: Tensor, add: bool) -> tuple[Any, ...]:
+    """All that decides which kernel computes a product."""
+    return (
         *(part for x in (a, b) for part in (x.blocks, *_place(x.data), *_place(x.scale))), *_place(out), add,
         *cublas.settings(),
     )  # fmt: skip
-    return cublas.tried(_is_right, kind, a.data, lambda: agree(launch, defined, a, b, out, add))
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:
@@ -86,7 +90,8 @@ def _scale(x: Quantized) -> Tensor:
     """As cuBLAS reads it: [k/128, rows] of 1x128; [rows/128, k/128] of 128x128, with k/128 padded to 4. No gaps."""
     if x.blocks == "1x128":
         return x.scale.t().contiguous()
-    return torch.nn.functional.pad(x.scale, (0, -x.scale.shape[1] % 4)).contiguous()
+    missing = -x.scale.shape[1] % 4
+    return torch.nn.functional.pad(x.scale, (0, missing)) if missing else x.scale.contiguous()
 
 
 def _transformer_engine(a: Quantized, b: Quantized, out: Tensor, add: bool) -> None:

@@ -4,6 +4,7 @@ Both have the same bits (tests/gpu/test_quantize_gpu.py). Nothing here waits for
 and scales stay on the device.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -35,9 +36,7 @@ def of_tensor(x: Tensor, dtype: torch.dtype, group: Any) -> Quantized:
 def of_tensor_both_ways(x: Tensor, dtype: torch.dtype, group: Any) -> Pair:
     """`of_tensor`, and the same numbers transposed: in one launch on a GPU."""
     if _by_library(x):
-        made = _tensor_quantizer(dtype, group, True).quantize_impl(x.contiguous())
-        pair = made._data, made._transpose
-        return Quantized(pair[0].view(dtype), made._scale_inv), Quantized(pair[1].view(dtype), made._scale_inv)
+        return _pair(_tensor_quantizer(dtype, group, True).quantize_impl(x.contiguous()), dtype)
     q = of_tensor(x, dtype, group)
     return q, quantize.transposed(q)
 
@@ -65,13 +64,24 @@ def of_blocks_both_ways(x: Tensor) -> Pair:
     if not _by_library(x):
         q = quantize.of_blocks(x, E4M3)
         return q, quantize.transposed(q)
-    made = _block_quantizer(E4M3, 2, True, True).quantize_impl(x.contiguous())
-    height, width = (-(-size // BLOCK) for size in x.shape)
-    rows, columns = made._rowwise_scale_inv[:, :width], made._columnwise_scale_inv[:, :height]
-    return (
-        Quantized(made._rowwise_data.view(E4M3), rows, "128x128"),
-        Quantized(made._columnwise_data.view(E4M3), columns, "128x128"),
-    )
+    return _pair_of_blocks(_block_quantizer(E4M3, 2, True, True).quantize_impl(x.contiguous()))
+
+
+def of_weight(x: Tensor, blockwise: bool, group: Any) -> tuple[Pair, Callable[[Tensor], object]]:
+    """`of_blocks_both_ways` or `of_tensor_both_ways` in e4m3, and what quantizes another matrix into their memory."""
+    if not _by_library(x):
+
+        def form(x: Tensor) -> Pair:
+            return of_blocks_both_ways(x) if blockwise else of_tensor_both_ways(x, E4M3, group)
+
+        pair = form(x)
+        return pair, lambda other: _copy(form(other), pair)
+    import transformer_engine_torch as tex
+
+    quantizer = _block_quantizer(E4M3, 2, True, True) if blockwise else _tensor_quantizer(E4M3, group, True)
+    made = quantizer.quantize_impl(x.contiguous())
+    pair = _pair_of_blocks(made) if blockwise else _pair(made, E4M3)
+    return pair, lambda other: tex.quantize(other.contiguous(), quantizer, made, None)
 
 
 def transposed(q: Quantized) -> Quantized:
@@ -82,6 +92,26 @@ def transposed(q: Quantized) -> Quantized:
 
     data = tex.fp8_transpose(q.data.view(torch.uint8).contiguous(), _names()[q.data.dtype], out=None)
     return Quantized(data.view(q.data.dtype), q.scale)
+
+
+def _copy(source: Pair, to: Pair) -> None:
+    for one, other in zip(source, to, strict=True):
+        other.data.view(torch.uint8).copy_(one.data.view(torch.uint8))
+        other.scale.copy_(one.scale)
+
+
+def _pair(made: Any, dtype: torch.dtype) -> Pair:
+    return Quantized(made._data.view(dtype), made._scale_inv), Quantized(made._transpose.view(dtype), made._scale_inv)
+
+
+def _pair_of_blocks(made: Any) -> Pair:
+    data = made._rowwise_data, made._columnwise_data
+    scales = made._rowwise_scale_inv, made._columnwise_scale_inv  # padded
+    rows, columns = (
+        Quantized(one.view(E4M3), scale[:, : -(-one.shape[1] // BLOCK)], "128x128")
+        for one, scale in zip(data, scales, strict=True)
+    )
+    return rows, columns
 
 
 def _along(x: Tensor, dtype: torch.dtype, rowwise: bool, columnwise: bool) -> list[Any]:
