@@ -38,11 +38,11 @@ from transformers import AutoConfig
 seen["registered at transformers"] = [type(AutoConfig.for_model(one)).__module__ for one in ("step3p7", "qwen3")]
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.conversion.model_bridge import get_model_bridge
-import megatron.bridge.recipes, wandb
+import megatron.bridge.recipes, megatron.energon, multistorageclient, wandb
 seen["supported"] = sorted(AutoBridge.list_supported_models())
 seen["registered"] = sorted(str(key) for key in get_model_bridge._exact_types)
 seen["recipes"] = sorted(vars(megatron.bridge.recipes))
-mtd.convert, wandb.init
+mtd.convert, megatron.energon.Sample, multistorageclient.StorageClient, wandb.init
 seen["in the end"] = waiting()
 names = {name: sys.modules[name] for later in lazy_imports.LATER for name in later.modules}
 seen["names"] = {name: sorted(vars(module)) for name, module in names.items() if name != "transformers"}

@@ -28,11 +28,12 @@ def as_a_tensor_core(kept):
         assert a.data.dtype == b.data.dtype == np.uint16, "bits of bf16"
         assert a.data.shape[1] % tensor_core_cpu.STEP == 0, "whole steps"
         rows, panels = tensor_core_cpu.split_rows(a.data), tensor_core_cpu.split_panels(b.data)
+        panels[1][panels[0] == 0] = tensor_core_cpu.NO_EXPONENT  # also above a column's first number: it adds to a sum
         m, n = accumulator.data.shape
-        out = np.zeros((m, panels[0].shape[0] * tensor_core_cpu.WIDE), np.float32)
-        out[:, :n] = accumulator.data
-        tensor_core_cpu._add_bf16(out, *rows, *panels, np.int32(kept))
-        return TensorHandle(np.ascontiguousarray(out[:, :n]), accumulator.dtype.scalar)
+        out = np.zeros((1, m, panels[0].shape[0] * tensor_core_cpu.WIDE), np.float32)
+        out[0, :, :n] = accumulator.data
+        tensor_core_cpu._add_bf16(out, 0, m, *rows, *panels, n, np.int32(kept))
+        return TensorHandle(np.ascontiguousarray(out[0, :, :n]), accumulator.dtype.scalar)
 
     return create_dot
 

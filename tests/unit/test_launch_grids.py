@@ -30,6 +30,7 @@ from tp_invariant_recipes.kernels.launch import ALONG_Y, Kernel
 from tp_invariant_recipes.portable import (
     ieee_adam,
     ieee_attention,
+    ieee_attention_triton,
     ieee_cross_entropy,
     ieee_expert,
     ieee_norm,
@@ -127,5 +128,5 @@ def test_every_kernel_is_launched(grids):
 
 def test_what_cannot_be_launched_is_said_with_the_key():
     key = torch.empty(1, 8192, 8, 16, dtype=torch.bfloat16, device="meta")
-    with pytest.raises(RunError, match=r"_ieee_attention_forward: 65536 programs along y.*train.micro_batch_size"):
-        ieee_attention.forward_triton(key, key, key, key, key, key, 0.1)
+    with pytest.raises(RunError, match=r"_ieee_attention_sum_of_heads: 65536 programs along y.*train.micro_batch_size"):
+        ieee_attention_triton.SUM_OF_HEADS.launch((1, 65536), (key, key, key, key), (1, 8192, 0.1), ())

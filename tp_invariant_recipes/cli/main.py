@@ -37,7 +37,7 @@ from tp_invariant_recipes.cli import (
 from tp_invariant_recipes.cli.help_text import help_text
 from tp_invariant_recipes.errors import Interrupted, TpiError
 from tp_invariant_recipes.foreign_text import one_line, visible
-from tp_invariant_recipes.host import needed, terminal
+from tp_invariant_recipes.host import bytecode, needed, terminal
 
 app = typer.Typer(
     name="tpi",
@@ -101,6 +101,7 @@ def _root(
 def main() -> None:
     """Entry point: run a command; print a mistake on one screen and exit with status 2."""
     terminal.install()
+    bytecode.keep()  # of what commands import from here on
     if completion.requested():
         terminal.print_text(completion.answer(typer.main.get_command(app)), end="")
         sys.exit(0)

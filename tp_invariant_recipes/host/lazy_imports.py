@@ -184,6 +184,19 @@ LATER = (
     ),
     # Megatron-Core's timers import it to recognize its writer.
     Later({"wandb": None}, {"wandb": {}}, below="wandb"),
+    # Multimodal data. It imports the storage client, which Megatron-Core only asks whether it is there.
+    Later(
+        {"megatron-energon": "7.4.1", "megatron-bridge": "0.6.2"},
+        {
+            "megatron.energon": {
+                "WorkerConfig": partial(_Class, "megatron.energon", "WorkerConfig"),
+                "get_savable_loader": partial(_Function, "megatron.energon", "get_savable_loader", _never),
+                "get_train_dataset": partial(_Function, "megatron.energon", "get_train_dataset", _never),
+            }
+        },
+        below="megatron.energon",
+    ),
+    Later({"multi-storage-client": None}, {"multistorageclient": {}}, below="multistorageclient"),
 )
 
 

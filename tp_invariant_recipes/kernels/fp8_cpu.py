@@ -18,11 +18,12 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tp_invariant_recipes.kernels.cpu_threads import by_parts
 from tp_invariant_recipes.kernels.fp8_sum import KEPT, LEAST, PROMOTED, STEP, kind
 from tp_invariant_recipes.kernels.numba_fma import fma
 from tp_invariant_recipes.kernels.numba_loop import cpu_loop
 from tp_invariant_recipes.kernels.quantized import Quantized
-from tp_invariant_recipes.kernels.tensor_core_cpu import WIDE, by_rows
+from tp_invariant_recipes.kernels.tensor_core_cpu import SMALL, WIDE
 from tp_invariant_recipes.kernels.tensor_core_sum import NAN
 
 UNROLLED = 8  # terms of an inner loop
@@ -51,7 +52,7 @@ class Fp8Panels(NamedTuple):
 
 
 def product(a: Quantized, b: Quantized) -> Tensor:
-    """a @ b^T, the fp32 output, on as many threads as torch has.
+    """a @ b^T, the fp32 output, on the rank's processors.
 
     a, b:    [m, k] and [n, k] on the CPU.
     returns: [m, n] fp32.
@@ -62,10 +63,10 @@ def product(a: Quantized, b: Quantized) -> Tensor:
     rows, panels = _rows(a), _panels(b)
     main = np.zeros((len(rows.values), len(panels.values) * WIDE), np.float32)
 
-    def add(main: Any, *rows: Any) -> None:
-        _add_blocks(main, *rows, *panels, blocks == "1x128")
+    def add(first: int, last: int) -> None:
+        _add_blocks(*(array[first:last] for array in (main, *rows)), *panels, blocks == "1x128")
 
-    by_rows(add, len(main) * n * k, main, *rows)
+    by_parts(add, len(main), pays=len(main) * n * k > SMALL)
     total = torch.from_numpy(main)[:, :n]
     if blocks == "tensor":
         total = total * (a.scale.reshape(()) * b.scale.reshape(()))

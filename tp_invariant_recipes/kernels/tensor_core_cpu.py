@@ -3,20 +3,17 @@
 numba and not C: it installs as a wheel on machines without a compiler, and compiles for the vectors of the processor
 it finds. The compiled code is kept beside this file, or in the user's cache folder.
 
-WIDE columns of a row are done together, so every inner loop has a fixed length and no branch, and the compiler turns
-it into vector instructions. The product of two bf16 numbers is exact in fp32; times 2 ** (KEPT - top) it is exact
-again, and the conversion to an integer cuts it toward zero. Eight terms and the accumulator fit 32 bits, so a step has
-two partial sums. They are added in fp64, exactly; cut to 24 bits and scaled back they are the new accumulator.
+WIDE columns of a row are done together, LANES at a time, by `step` of kernels/tensor_core_vector.py. The loops go
+through the rows in blocks and through all steps for each block, so that a step's part of the right operand stays in the
+first cache while all rows of the block use it.
 
-That holds while fp32 and its scales reach: for exponents between LEAST_FAST and MOST_FAST. Every other step is
-computed by `_exact_step`, with integers, element by element: subnormal results, overflow, infinities and NaN.
+`step` computes what fp32 and its scales reach: where the exponents of a row and of a panel's step add up to MOST_FAST
+at most. It leaves out lanes whose exponents are below LEAST_FAST. What is left out is computed by `_exact_step`, with
+integers, element by element: subnormal results, overflow, infinities and NaN.
 
 Importing this module loads numba (a second); compiling takes ten, once a machine.
 """
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,18 +22,19 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tp_invariant_recipes.kernels.cpu_threads import by_parts
 from tp_invariant_recipes.kernels.numba_fma import fma
 from tp_invariant_recipes.kernels.numba_loop import cpu_loop
 from tp_invariant_recipes.kernels.tensor_core_sum import KEPT, LEAST_TOP, NAN, STEP
+from tp_invariant_recipes.kernels.tensor_core_vector import LANES, step
 
-HALF = STEP // 2
-WIDE = 128  # columns done together
-LEAST_FAST, MOST_FAST = -100, 60  # exponents for which fp32 and its scales reach
-MOST_BEFORE = 90  # of an accumulator
+WIDE = 128  # columns of a panel
+BLOCK = 16  # rows that use a step of a panel one after the other
+MOST_FAST = 60  # of the highest exponents of a row's and of a panel's step together
 # Exponents are of 16 bits, of which a vector compares twice as many as of fp32: sums of two fit as well.
 NOT_FINITE = 1000  # of infinities and NaN, beyond MOST_FAST
 NO_EXPONENT = -4096  # of a zero: with any other, below every sum of two
-SMALL = 2**20  # products of numbers that one thread computes faster than several could start
+SMALL = 2**20  # products of numbers that one thread computes faster than another could start
 BF16_NAN = 0x7FFF  # what cuBLAS rounds NAN to
 
 
@@ -57,7 +55,7 @@ class Panels(NamedTuple):
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b as a tensor core sums it, on as many threads as torch has.
+    """a @ b as a tensor core sums it, on the rank's processors.
 
     a, b:    [m, k] and [k, n] bf16, or both fp32, on the CPU, with any strides.
     returns: [m, n] fp32; `rounded` makes the bf16 output of it.
@@ -68,8 +66,13 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype == torch.float32:
         return torch.from_numpy(_fp32(_array(a), _array(b)))
     if b.shape[1] < WIDE and b.shape[1] < a.shape[0]:  # a product of numbers, and the sum of a step, commute
-        return torch.from_numpy(_bf16(bits_of(b.t()), bits_of(a.t()))).t().contiguous()
-    return torch.from_numpy(_bf16(bits_of(a), bits_of(b)))
+        return torch.from_numpy(_bf16(bits_of(b.t()), bits_of(a.t()), 1)[0]).t().contiguous()
+    return torch.from_numpy(_bf16(bits_of(a), bits_of(b), 1)[0])
+
+
+def partials(a: Tensor, b: Tensor, shards: int) -> Tensor:
+    """`product` for each of equal shards of k: [shards, m, n] fp32. a, b: [m, k] and [k, n] bf16."""
+    return torch.from_numpy(_bf16(bits_of(a), bits_of(b), shards))
 
 
 def rounded(total: Tensor) -> Tensor:
@@ -83,41 +86,24 @@ def bits_of(x: Tensor) -> NDArray[np.uint16]:
     return _array(x.detach().contiguous().view(torch.int16)).view(np.uint16)
 
 
-def _bf16(a: NDArray[np.uint16], b: NDArray[np.uint16]) -> NDArray[np.float32]:
-    n = b.shape[1]
+def _bf16(a: NDArray[np.uint16], b: NDArray[np.uint16], shards: int) -> NDArray[np.float32]:
+    """[shards, m, n]."""
+    (m, k), n = a.shape, b.shape[1]
+    if (k // shards) % STEP and shards > 1:  # each shard has steps of its own
+        padding = -(k // shards) % STEP
+        a = np.pad(a.reshape(m, shards, -1), ((0, 0), (0, 0), (0, padding))).reshape(m, -1)
+        b = np.pad(b.reshape(shards, -1, n), ((0, 0), (0, padding), (0, 0))).reshape(-1, n)
     rows, panels = Rows(*split_rows(a)), Panels(*split_panels(b))
-    out = np.zeros((a.shape[0], panels.values.shape[0] * WIDE), np.float32)
-    work = a.shape[0] * a.shape[1] * n
+    out = np.zeros((shards, m, len(panels.values) * WIDE), np.float32)
     kept = np.int32(KEPT)
-
-    def add(out: Any, a: Any, exponents: Any, highest: Any) -> None:
-        _add_bf16(out, a, exponents, highest, *panels, kept)
-
-    by_rows(add, work, out, *rows)
-    return np.ascontiguousarray(out[:, :n])
+    by_parts(lambda i, j: _add_bf16(out, i, j, *rows, *panels, n, kept), m, pays=m * k * n > SMALL)
+    return np.ascontiguousarray(out[:, :, :n])
 
 
 def _fp32(a: NDArray[np.float32], b: NDArray[np.float32]) -> NDArray[np.float32]:
     out = np.zeros((a.shape[0], b.shape[1]), np.float32)
-    by_rows(lambda out, a: _add_fp32(a, b, out), a.size * b.shape[1], out, a)
+    by_parts(lambda i, j: _add_fp32(a[i:j], b, out[i:j]), len(a), pays=a.size * b.shape[1] > SMALL)
     return out
-
-
-def by_rows(add: Callable[..., None], work: int, *arrays: NDArray[Any]) -> None:
-    """Call add(*parts) for parts of the first dimension of all arrays, side by side. Each row's result is independent
-    of the other rows. Threads of Python and not numba's own: those do not survive the fork that starts a CPU rank.
-
-    work: products of numbers in all.
-    """
-    m = arrays[0].shape[0]
-    threads = min(torch.get_num_threads(), m) if work > SMALL else 1
-    if threads == 1:
-        return add(*arrays)
-    borders = [m * part // threads for part in range(threads + 1)]
-    with ThreadPoolExecutor(threads) as pool:
-        parts = [slice(*ends) for ends in pairwise(borders)]
-        for done in [pool.submit(add, *(x[part] for x in arrays)) for part in parts]:
-            done.result()
 
 
 def _array(x: Tensor) -> NDArray[Any]:
@@ -126,13 +112,10 @@ def _array(x: Tensor) -> NDArray[Any]:
 
 @njit(inline="always")
 def _exponent(bits: Any) -> Any:
-    """Of the bits of a bf16 number."""
-    field = (bits >> 7) & 255
-    if field == 255:
-        return np.int16(NOT_FINITE)
-    if bits & 0x7FFF == 0:
-        return np.int16(NO_EXPONENT)
-    return np.int16(max(field, 1) - 127)
+    """Of the bits of a bf16 number, uint16."""
+    field = np.int16((bits >> np.uint16(7)) & np.uint16(255))
+    exponent = np.int16(NOT_FINITE) if field == 255 else np.int16(max(field, np.int16(1)) - np.int16(127))
+    return np.int16(NO_EXPONENT) if np.uint16(bits << np.uint16(1)) == 0 else exponent
 
 
 @cpu_loop
@@ -146,131 +129,112 @@ def split_rows(bits: Any) -> Any:
     highest = np.full((m, steps), NO_EXPONENT, np.int16)
     for i in range(m):
         for t in range(k):
-            word = np.int32(bits[i, t])
-            words[i, t] = np.uint32(word) << np.uint32(16)
-            exponents[i, t] = _exponent(word)
-            highest[i, t // STEP] = max(highest[i, t // STEP], exponents[i, t])
+            words[i, t] = np.uint32(bits[i, t]) << np.uint32(16)
+            exponents[i, t] = _exponent(bits[i, t])
+        for t in range(steps):
+            for one in exponents[i, t * STEP : (t + 1) * STEP]:
+                highest[i, t] = max(highest[i, t], one)
     return values, exponents, highest
 
 
 @cpu_loop
 def split_panels(bits: Any) -> Any:
-    """[k, n] bits of bf16 → `Panels`, with k and n padded to multiples of STEP and WIDE by zeros."""
+    """[k, n] bits of bf16 → `Panels`, with k and n padded to multiples of STEP and WIDE by zeros.
+
+    Zeros have the exponent of 1 in the steps before a column's first other number: there any top gives a zero, and
+    `step` leaves none of them out.
+    """
     k, n = bits.shape
     steps, panels = (k + STEP - 1) // STEP, (n + WIDE - 1) // WIDE
     values = np.zeros((panels, steps * STEP, WIDE), np.float32)
     words = values.view(np.uint32)
     exponents = np.full((panels, steps * STEP, WIDE), NO_EXPONENT, np.int16)
     highest = np.full((panels, steps), NO_EXPONENT, np.int16)
+    most, top = np.empty(WIDE, np.int16), np.empty(WIDE, np.int16)  # of a column so far, of a step
     for panel in range(panels):
         first, width = panel * WIDE, min(WIDE, n - panel * WIDE)
-        for t in range(k):
-            top = highest[panel, t // STEP]
-            for j in range(width):
-                word = np.int32(bits[t, first + j])
-                words[panel, t, j] = np.uint32(word) << np.uint32(16)
-                exponents[panel, t, j] = _exponent(word)
-                top = max(top, exponents[panel, t, j])
-            highest[panel, t // STEP] = top
+        most[:] = NO_EXPONENT
+        for start in range(0, k, STEP):
+            top[:] = NO_EXPONENT
+            for t in range(start, min(start + STEP, k)):
+                source, word, exponent = bits[t, first : first + width], words[panel, t], exponents[panel, t]
+                for j in range(width):
+                    word[j] = np.uint32(source[j]) << np.uint32(16)
+                for j in range(width):
+                    exponent[j] = _exponent(source[j])
+                for j in range(width):
+                    top[j] = max(top[j], exponent[j])
+            for j in range(WIDE):
+                most[j] = max(most[j], top[j])
+                highest[panel, start // STEP] = max(highest[panel, start // STEP], top[j])
+                if most[j] == NO_EXPONENT:
+                    exponents[panel, start : start + STEP, j] = 0
     return values, exponents, highest
 
 
 @cpu_loop
-def _add_bf16(out: Any, a: Any, ea: Any, ha: Any, b: Any, eb: Any, hb: Any, kept: Any) -> None:
-    """Add all steps of all rows. out: [m, panels · WIDE] fp32, the accumulators; then `Rows` and `Panels`."""
-    work = workspace()
-    for panel in range(b.shape[0]):
-        columns = slice(panel * WIDE, (panel + 1) * WIDE)
-        for i in range(a.shape[0]):
-            _add_all_steps(out[i, columns], a[i], ea[i], ha[i], b[panel], eb[panel], hb[panel], kept, work)
+def _add_bf16(
+    out: Any, first: Any, last: Any, a: Any, ea: Any, ha: Any, b: Any, eb: Any, hb: Any, columns: Any, kept: Any
+) -> None:
+    """Add all steps of rows first … last - 1. out: [shards, m, panels · WIDE] fp32, zeros; then `Rows` and `Panels`."""
+    shards, size = out.shape[0], b.shape[1] // out.shape[0]
+    for shard in range(shards):
+        k = slice(shard * size, (shard + 1) * size)
+        steps = slice(shard * size // STEP, (shard + 1) * size // STEP)
+        for panel in range(b.shape[0]):
+            lanes = 0, 0, 0, 0, columns - panel * WIDE
+            into = out[shard, first:last], panel * WIDE
+            left = a[first:last], ea[first:last], ha[first:last], shard * size
+            add_steps(*into, *left, b[panel, k], eb[panel, k], hb[panel, steps], lanes, kept)
 
 
-@njit(inline="always")
-def workspace() -> Any:
-    """Memory that `add_steps` needs; each thread has its own."""
-    total, scale, back, sums = (
-        np.empty(WIDE, np.float32), np.empty(WIDE, np.float32), np.empty(WIDE, np.float64), np.empty(WIDE, np.float64)
-    )  # fmt: skip
-    views = total.view(np.int32), scale.view(np.int32), back.view(np.int64), sums.view(np.int64)
-    top, low, high = np.empty(WIDE, np.int16), np.empty(WIDE, np.int32), np.empty(WIDE, np.int32)
-    return (total, scale, back, sums), views, (top, low, high)
+@cpu_loop
+def add_steps(
+    out: Any, column: Any, a: Any, ea: Any, ha: Any, at: Any, b: Any, eb: Any, hb: Any, lanes: Any, kept: Any
+) -> None:
+    """Add the products of all rows with one panel.
 
-
-@njit(inline="always")
-def _add_all_steps(out: Any, a: Any, ea: Any, ha: Any, b: Any, eb: Any, hb: Any, kept: Any, work: Any) -> None:
-    """Add some steps of one row and one panel to WIDE accumulators.
-
-    out: [WIDE] fp32; a, ea: [k]; ha: [k / STEP]; b, eb: [k, WIDE]; hb: [k / STEP]; kept: KEPT; work: of `workspace`.
+    out:       [m, columns] fp32, accumulators, zeros before: those of columns `column` … column + WIDE - 1.
+    a, ea, ha: `Rows`, from k = `at` on, a multiple of STEP; b, eb: [k, WIDE]; hb: [k / STEP].
+    lanes:     r, s, from, t, to: row i at step k needs the lanes r i + s k + from … t k + to - 1 at least; every other
+               product is zero.
     """
-    (total, scale, back, sums), (bits, scale_bits, back_bits, sum_bits), (top, low, high) = work
-    field, half = np.int32(0), np.int16(NO_EXPONENT // 2)
-    for j in range(WIDE):
-        total[j] = out[j]
-    for j in range(WIDE):
-        field = max(field, (bits[j] >> 23) & 255)
-    fast = field <= MOST_BEFORE + 127
-    for k in range(0, a.shape[0], STEP):
-        most_a, most_b = ha[k // STEP], hb[k // STEP]
-        # Each by itself too: an infinity times a zero is NaN, whose exponents add up to little.
-        fast = fast and most_a < NOT_FINITE and most_b < NOT_FINITE and most_a + most_b <= MOST_FAST
-        reached = fast
-        if fast:
-            for j in range(WIDE):
-                top[j] = np.int16(NO_EXPONENT if total[j] == 0 else ((bits[j] >> 23) & 255) - 127)
-            for j in range(WIDE):
-                highest = top[j]
-                for t in range(STEP):  # numba makes a sum of two an int64, and the compiler one of 16 bits again
-                    one = np.int16(ea[k + t] + eb[k + t, j])
-                    highest = one if one > highest else highest
-                top[j] = highest
-            for j in range(WIDE):
-                highest = top[j]
-                low[j] = np.int32(0) if highest >= LEAST_FAST or highest <= half else np.int32(1)  # or no term
-                high[j] = np.int32(max(highest, LEAST_FAST))
-            below = np.int32(0)
-            for j in range(WIDE):
-                below = np.int32(below | low[j])
-            for j in range(WIDE):
-                scale_bits[j] = np.int32((np.int32(127) + kept - high[j]) << 23)
-                back_bits[j] = np.int64(high[j] - kept + 1023) << 52
-            reached = below == 0
-        if not reached:
-            for j in range(WIDE):
-                bits[j] = _exact_step(a, b, j, k, bits[j], kept)
-            continue
-        for j in range(WIDE):
-            unit = scale[j]
-            term = np.int32(total[j] * unit)
-            for t in range(HALF):
-                term += np.int32(a[k + t] * b[k + t, j] * unit)
-            low[j] = term
-        for j in range(WIDE):
-            unit = scale[j]
-            term = np.int32(0)
-            for t in range(HALF, STEP):
-                term += np.int32(a[k + t] * b[k + t, j] * unit)
-            high[j] = term
-        for j in range(WIDE):
-            sums[j] = np.float64(low[j]) + np.float64(high[j])  # below 2 ** 32: exact
-        for j in range(WIDE):
-            sum_bits[j] = sum_bits[j] & np.int64(-(1 << 29))  # cut to 24 bits
-        for j in range(WIDE):
-            total[j] = np.float32(sums[j] * back[j])
-    for j in range(WIDE):
-        out[j] = total[j]
+    of_row, of_step, start, to_step, end = lanes
+    fast = np.empty(BLOCK, np.bool_)
+    for block in range(0, a.shape[0], BLOCK):
+        fast[:] = True
+        for k in range(0, b.shape[0], STEP):
+            high = min(to_step * k + end, WIDE)
+            for i in range(block, min(block + BLOCK, a.shape[0])):
+                most_a, most_b = ha[i, (at + k) // STEP], hb[k // STEP]
+                # Each by itself too: an infinity times a zero is NaN, whose exponents add up to little.
+                finite = most_a < NOT_FINITE and most_b < NOT_FINITE
+                fast[i - block] = fast[i - block] and finite and most_a + most_b <= MOST_FAST
+                if finite and (most_a == NO_EXPONENT or most_b == NO_EXPONENT):
+                    continue
+                row = out[i, column : column + WIDE]
+                for group in range(max(of_row * i + of_step * k + start, 0) // LANES * LANES, high, LANES):
+                    left = np.int64(-1)
+                    if fast[i - block]:
+                        left = step(row, a, ea, b, eb, i, at + k, k, group, kept)  # type: ignore[call-arg]
+                    if left != 0:
+                        _add_exactly(row, left, a[i], at + k, b, k, group, kept)
 
 
 @cpu_loop
-def add_steps(out: Any, a: Any, ea: Any, ha: Any, b: Any, eb: Any, hb: Any, kept: Any, work: Any) -> None:
-    """`_add_all_steps` as a call: its code is long, and the loops of attention have it in several places."""
-    _add_all_steps(out, a, ea, ha, b, eb, hb, kept, work)
+def _add_exactly(row: Any, left: Any, a: Any, at: Any, b: Any, k: Any, group: Any, kept: Any) -> None:
+    """A step of those of LANES accumulators whose bit is set in `left`."""
+    bits = row.view(np.int32)
+    for lane in range(LANES):
+        if (left >> lane) & 1:
+            bits[group + lane] = _exact_step(a, at, b, group + lane, k, bits[group + lane], kept)
 
 
 @cpu_loop
-def _exact_step(row: Any, rows: Any, j: Any, k: Any, before: Any, kept: Any) -> Any:
-    """One step of one element by the definition. row: [k], rows: [k, WIDE]; before: bits of the accumulator, as the
-    result."""
-    a, b = row[k : k + STEP].view(np.int32), rows[k : k + STEP].view(np.int32)
+def _exact_step(row: Any, at: Any, rows: Any, j: Any, k: Any, before: Any, kept: Any) -> Any:
+    """One step of one element by the definition. row: [k], from `at` on; rows: [k, WIDE]; before: bits of the
+    accumulator, as the result."""
+    a, b = row[at : at + STEP].view(np.int32), rows[k : k + STEP].view(np.int32)
     above = below = False
     nothing = np.int64(before) & 0x7FFFFFFF
     if nothing > 0x7F800000:

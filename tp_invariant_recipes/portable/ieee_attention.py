@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.kernels import tensor_core_cpu
 from tp_invariant_recipes.kernels.numba_loop import cpu_loop
-from tp_invariant_recipes.kernels.tensor_core_cpu import WIDE, add_steps, split_panels, split_rows, workspace
+from tp_invariant_recipes.kernels.tensor_core_cpu import WIDE, add_steps, split_panels, split_rows
 from tp_invariant_recipes.kernels.tensor_core_sum import STEP
 from tp_invariant_recipes.portable.ieee_attention_triton import LANES, backward_triton, exponential, forward_triton
 from tp_invariant_recipes.portable.ieee_math import bf16_bits, fp32_of_bf16
@@ -152,15 +152,27 @@ def _queries(words: Any, first: Any, last: Any) -> Any:
 
 
 @cpu_loop
-def _scores(k: Any, ek: Any, hk: Any, panel: Any, first: Any, keys: Any, kept: Any, work: Any, out: Any) -> None:
-    """out[j, i] = product of key j and query first + i; -inf where the key comes after the query."""
-    values, exponents, highest = panel
-    for j in range(keys):
-        row = out[j]
-        row[:] = np.float32(0)
-        add_steps(row, k[j], ek[j], hk[j], values, exponents, highest, kept, work)
-        for i in range(WIDE):
-            row[i] = row[i] if j <= first + i else np.float32(-np.inf)
+def _products(rows: Any, panel: Any, first: Any, last: Any, kept: Any, out: Any) -> None:
+    """out[j, i] = product of row j < last and query first + i; anything where the key comes after the query."""
+    (a, ea, ha), (b, eb, hb) = rows, panel
+    out[:last] = np.float32(0)
+    add_steps(out[:last], 0, a[:last], ea[:last], ha[:last], 0, b, eb, hb, (1, 0, -first, 0, WIDE), kept)
+
+
+@cpu_loop
+def _over_keys(rows: Any, words: Any, first: Any, kept: Any, out: Any) -> None:
+    """out[c, i] = sum over keys j of rows[c, j] words[j, i], bits of bf16, zeros where j comes after first + i."""
+    (a, ea, ha), (b, eb, hb) = rows, _panel(words)
+    out[:] = np.float32(0)
+    add_steps(out, 0, a, ea, ha, 0, b, eb, hb, (0, 1, -first, 0, WIDE), kept)
+
+
+@cpu_loop
+def _over_queries(rows: Any, words: Any, first: Any, kept: Any, out: Any) -> None:
+    """out[c, j] = sum over queries i of rows[c, first + i] words[i, j], zeros where the key j comes after i."""
+    (a, ea, ha), (b, eb, hb) = rows, _panel(words)
+    out[:] = np.float32(0)
+    add_steps(out, 0, a, ea, ha, first, b, eb, hb, (0, 0, 0, 1, STEP), kept)
 
 
 @cpu_loop
@@ -169,43 +181,53 @@ def _forward(q: Any, keys: Any, values: Any, out: Any, top: Any, inverse: Any, s
     heads, d, s = q.shape[1:]
     padded = (s + STEP - 1) // STEP * STEP
     scores, words = np.empty((padded, WIDE), np.float32), np.empty((padded, WIDE), np.uint16)
-    lanes, row = np.empty((LANES, WIDE), np.float32), np.empty(WIDE, np.float32)
+    lanes, sums = np.empty((LANES, WIDE), np.float32), np.empty((d, WIDE), np.float32)
     most, part = np.empty(WIDE, np.float32), np.empty(WIDE, np.float32)
-    work = workspace()
     for unit in range(q.shape[0]):
-        k, ek, hk = split_rows(keys[unit])
-        v, ev, hv = split_rows(values[unit])
+        k, v = split_rows(keys[unit]), split_rows(values[unit])
         for head in range(heads):
             for first in range(0, s, WIDE):
                 last = min(first + WIDE, s)
-                steps = (last + STEP - 1) // STEP
-                _scores(k, ek, hk, _queries(q[unit, head], first, last), first, last, kept, work, scores)
+                whole = (last + STEP - 1) // STEP * STEP
+                _products(k, _queries(q[unit, head], first, last), first, last, kept, scores)
                 most[:] = np.float32(-np.inf)
                 for j in range(last):
                     for i in range(WIDE):
-                        most[i] = scores[j, i] if scores[j, i] > most[i] else most[i]
+                        score = scores[j, i] if j <= first + i else np.float32(-np.inf)
+                        most[i] = score if score > most[i] else most[i]
                 for i in range(WIDE):
                     most[i] *= scale
                 lanes[:] = np.float32(0)
-                words[: steps * STEP] = 0
+                words[last:whole] = 0
                 for j in range(last):
-                    lane = lanes[j % LANES]
+                    lane, word = lanes[j % LANES], words[j]
                     for i in range(WIDE):
                         e = _exponential(scores[j, i], scale, most[i]) if j <= first + i else np.float32(0)
                         lane[i] += e
-                        words[j, i] = np.uint16(_bf16(e))
+                        word[i] = np.uint16(_bf16(e))
                 numba_fold_rows(lanes)
                 for i in range(WIDE):
                     part[i] = np.float32(1) / lanes[0, i]
-                p, ep, hp = _panel(words[: steps * STEP])
+                _over_keys(v, words[:whole], first, kept, sums)
                 for c in range(d):
-                    row[:] = np.float32(0)
-                    here = slice(0, steps * STEP)
-                    add_steps(row, v[c, here], ev[c, here], hv[c, :steps], p, ep, hp, kept, work)
                     for i in range(last - first):
-                        out[unit, head, c, first + i] = np.uint16(_bf16(row[i] * part[i]))
+                        out[unit, head, c, first + i] = np.uint16(_bf16(sums[c, i] * part[i]))
                 for i in range(last - first):
                     top[unit, head, first + i], inverse[unit, head, first + i] = most[i], part[i]
+
+
+@cpu_loop
+def _along(do: Any, o: Any, out: Any) -> None:
+    """out[i] = the fold of do_c o_c over the features c; do, o: [rows, d] bits of bf16."""
+    size = 1
+    while size < do.shape[1]:
+        size *= 2
+    terms = np.empty(size, np.float32)
+    for i in range(do.shape[0]):
+        terms[:] = np.float32(0)
+        for c in range(do.shape[1]):
+            terms[c] = _fp32(np.int32(do[i, c])) * _fp32(np.int32(o[i, c]))
+        out[i] = numba_fold(terms)
 
 
 @cpu_loop
@@ -216,67 +238,49 @@ def _backward(
     """q, do_t, dq: [u, r, d, s]; keys, values: [u, s, d]; keys_t, dk, dv: [u, d, s]; do, o: [u, r, s, d]."""
     heads, d, s = q.shape[1:]
     padded, panels = (s + STEP - 1) // STEP * STEP, (s + WIDE - 1) // WIDE
-    size = 1
-    while size < d:
-        size *= 2
-    scores = np.empty((padded, WIDE), np.float32)
-    words, row, along = np.empty((padded, WIDE), np.uint16), np.empty(WIDE, np.float32), np.empty(WIDE, np.float32)
-    terms = np.empty(size, np.float32)
-    # Of every panel of keys, all queries: bits of p and of ds.
-    all_p, all_ds = np.empty((panels, padded, WIDE), np.uint16), np.empty((panels, padded, WIDE), np.uint16)
-    sums_k, sums_v = np.empty((panels, d, WIDE), np.float32), np.empty((panels, d, WIDE), np.float32)
-    total_k, total_v = np.empty_like(sums_k), np.empty_like(sums_v)
-    work = workspace()
+    scores, slopes = np.empty((padded, WIDE), np.float32), np.empty((padded, WIDE), np.float32)
+    ps, gradients = np.empty((padded, WIDE), np.uint16), np.empty((padded, WIDE), np.uint16)  # bits of p and of ds
+    # Of every panel of keys, all queries: the same, transposed.
+    all_ps, all_gradients = (np.empty((panels, padded, WIDE), np.uint16), np.empty((panels, padded, WIDE), np.uint16))
+    most, part, along = np.zeros(WIDE, np.float32), np.zeros(WIDE, np.float32), np.zeros(WIDE, np.float32)
+    sums = np.empty((d, WIDE), np.float32)
+    total_k, total_v = np.empty((panels, d, WIDE), np.float32), np.empty((panels, d, WIDE), np.float32)
     for unit in range(q.shape[0]):
-        k, ek, hk = split_rows(keys[unit])
-        v, ev, hv = split_rows(values[unit])
-        kt, ekt, hkt = split_rows(keys_t[unit])
+        k, v, kt = split_rows(keys[unit]), split_rows(values[unit]), split_rows(keys_t[unit])
         total_k[:], total_v[:] = np.float32(0), np.float32(0)
         for head in range(heads):
-            sums_k[:], sums_v[:] = np.float32(0), np.float32(0)
-            all_p[:], all_ds[:] = np.uint16(0), np.uint16(0)
+            all_ps[:], all_gradients[:] = np.uint16(0), np.uint16(0)
             for first in range(0, s, WIDE):
                 last = min(first + WIDE, s)
-                steps = (last + STEP - 1) // STEP
-                for i in range(last - first):
-                    terms[:] = np.float32(0)
-                    for c in range(d):
-                        x, y = do[unit, head, first + i, c], o[unit, head, first + i, c]
-                        terms[c] = _fp32(np.int32(x)) * _fp32(np.int32(y))
-                    along[i] = numba_fold(terms)
-                _scores(k, ek, hk, _queries(q[unit, head], first, last), first, last, kept, work, scores)
-                values_p, exponents_p, highest_p = _queries(do_t[unit, head], first, last)
-                words[: steps * STEP] = 0
+                whole = (last + STEP - 1) // STEP * STEP
+                _along(do[unit, head, first:last], o[unit, head, first:last], along)
+                most[: last - first] = top[unit, head, first:last]
+                part[: last - first] = inverse[unit, head, first:last]
+                _products(k, _queries(q[unit, head], first, last), first, last, kept, scores)
+                _products(v, _queries(do_t[unit, head], first, last), first, last, kept, slopes)
+                gradients[last:whole] = 0
                 for j in range(last):
-                    row[:] = np.float32(0)
-                    add_steps(row, v[j], ev[j], hv[j], values_p, exponents_p, highest_p, kept, work)
+                    p_bits, ds_bits = ps[j], gradients[j]
+                    for i in range(WIDE):
+                        e = _exponential(scores[j, i], scale, most[i])
+                        p = e * part[i] if j <= first + i else np.float32(0)
+                        ds = (slopes[j, i] - along[i]) * p if j <= first + i else np.float32(0)
+                        p_bits[i], ds_bits[i] = np.uint16(_bf16(p)), np.uint16(_bf16(ds))
+                for j in range(last):
                     for i in range(last - first):
-                        if j <= first + i:
-                            e = _exponential(scores[j, i], scale, top[unit, head, first + i])
-                            p = e * inverse[unit, head, first + i]
-                            ds = np.uint16(_bf16((row[i] - along[i]) * p))
-                            words[j, i] = ds
-                            all_p[j // WIDE, first + i, j % WIDE] = np.uint16(_bf16(p))
-                            all_ds[j // WIDE, first + i, j % WIDE] = ds
-                g, eg, hg = _panel(words[: steps * STEP])
+                        all_ps[j // WIDE, first + i, j % WIDE] = ps[j, i]
+                        all_gradients[j // WIDE, first + i, j % WIDE] = gradients[j, i]
+                _over_keys(kt, gradients[:whole], first, kept, sums)
                 for c in range(d):
-                    row[:] = np.float32(0)
-                    here = slice(0, steps * STEP)
-                    add_steps(row, kt[c, here], ekt[c, here], hkt[c, :steps], g, eg, hg, kept, work)
                     for i in range(last - first):
-                        dq[unit, head, c, first + i] = np.uint16(_bf16(row[i] * scale_of_gradients))
-            x, ex, hx = split_rows(q[unit, head])
-            y, ey, hy = split_rows(do_t[unit, head])
+                        dq[unit, head, c, first + i] = np.uint16(_bf16(sums[c, i] * scale_of_gradients))
+            x, y = split_rows(q[unit, head]), split_rows(do_t[unit, head])
             for panel in range(panels):
                 start = panel * WIDE
-                rest, steps = slice(start, padded), slice(start // STEP, padded // STEP)
-                g, eg, hg = _panel(all_ds[panel, rest])
-                p, ep, hp = _panel(all_p[panel, rest])
-                for c in range(d):
-                    add_steps(sums_k[panel, c], x[c, rest], ex[c, rest], hx[c, steps], g, eg, hg, kept, work)
-                    add_steps(sums_v[panel, c], y[c, rest], ey[c, rest], hy[c, steps], p, ep, hp, kept, work)
-            total_k += sums_k  # of the first head 0 + x: sums are never -0
-            total_v += sums_v
+                _over_queries(x, all_gradients[panel, start:], start, kept, sums)
+                total_k[panel] += sums  # of the first head 0 + x: sums are never -0
+                _over_queries(y, all_ps[panel, start:], start, kept, sums)
+                total_v[panel] += sums
         for j in range(s):
             for c in range(d):
                 dk[unit, c, j] = np.uint16(_bf16(total_k[j // WIDE, c, j % WIDE] * scale_of_gradients))

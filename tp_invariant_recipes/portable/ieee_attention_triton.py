@@ -29,6 +29,7 @@ from tp_invariant_recipes.portable.one_source import UNFUSED, elementwise, fma
 LANES = 64  # of the sum of exponentials, and the keys of a tile of the forward pass; part of the definition
 LEAST = 16  # features of a tile at least: a step of a tensor core
 BLOCK = 1024  # numbers of a program that adds heads
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 class Tiles(NamedTuple):
@@ -57,7 +58,7 @@ def forward_triton(
     """
     s, b, h, _ = query.shape
     tiles, constants = _tiles(FORWARD_TILES, query), _constants(query, key)
-    grid, tensors = (triton.cdiv(s, tiles.queries), b * h), (query, key, value, out, top, inverse)
+    grid, tensors = (triton.cdiv(s, tiles.queries) * b * h, 1), (query, key, value, out, top, inverse)
     FORWARD.launch(grid, tensors, (s, b, scale), (*constants, *tiles[:2]), *tiles[2:])
 
 
@@ -74,11 +75,11 @@ def backward_triton(
     along, of_heads = top.new_empty(top.shape), top.new_empty(2, b * h, s, d)
     tensors, numbers = (gradient, query, key, value), (s, b, scale, scale_of_gradients)
     tiles = _tiles(QUERY_TILES, query)
-    grid = triton.cdiv(s, tiles.queries), b * h
+    grid = triton.cdiv(s, tiles.queries) * b * h, 1
     out_of = (*tensors, out, top, inverse, along, dq)
     BACKWARD_QUERY.launch(grid, out_of, numbers, (*constants, *tiles[:2]), *tiles[2:])
     tiles = _tiles(KEY_TILES, query)
-    grid = triton.cdiv(s, tiles.keys), b * h
+    grid = triton.cdiv(s, tiles.keys) * b * h, 1
     out_of = (*tensors, top, inverse, along, *of_heads)
     BACKWARD_KEY.launch(grid, out_of, numbers[:3], (*constants, *tiles[:2]), *tiles[2:])
     grid = triton.cdiv(s * d, BLOCK), b * groups
@@ -128,10 +129,19 @@ def _store_tile(x, value, start, step, size, WIDTH: tl.constexpr):
 
 @triton.jit
 def _head(batch, HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
-    """Of this program's head: its number; its first number in query and in key; the numbers between their rows."""
-    unit = tl.program_id(1).to(tl.int64)
+    """Of this program's head: its number; its first number in query and in key; the numbers between their rows.
+
+    Programs start in the order of their numbers. All heads' longest tiles come first, so that none is left for the end.
+    """
+    unit = (tl.program_id(0) % (batch * HEADS)).to(tl.int64)
     of_key = (unit // HEADS * GROUPS + unit % HEADS // (HEADS // GROUPS)) * WIDTH
     return unit, unit * WIDTH, of_key, batch * (HEADS * WIDTH), batch * (GROUPS * WIDTH)
+
+
+@triton.jit
+def _first_query(batch, HEADS: tl.constexpr, QUERIES: tl.constexpr):
+    """Of this program's tile of queries. The last tiles have the most keys: they start first."""
+    return (tl.num_programs(0) - 1 - tl.program_id(0)) // (batch * HEADS) * QUERIES
 
 
 @triton.jit
@@ -179,8 +189,7 @@ def _ieee_attention_forward(
 ):  # fmt: skip
     unit, of_query, of_key, step, step_of_key = _head(batch, HEADS, GROUPS, WIDTH)
     key, value = key + of_key, value + of_key
-    # The last tiles have the most keys: they start first.
-    begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
+    begin = _first_query(batch, HEADS, QUERIES)
     row, last, diagonal = begin + tl.arange(0, QUERIES), tl.minimum(begin + QUERIES, size), begin // KEYS * KEYS
     q = _tile(query + of_query, begin, step, size, QUERIES, WIDTH, FEATURES, True)
     most = tl.full((QUERIES,), float("-inf"), dtype=tl.float32)
@@ -230,7 +239,7 @@ def _ieee_attention_backward_query(
 ):  # fmt: skip
     unit, of_query, of_key, step, step_of_key = _head(batch, HEADS, GROUPS, WIDTH)
     key, value = key + of_key, value + of_key
-    begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
+    begin = _first_query(batch, HEADS, QUERIES)
     row, last, diagonal = begin + tl.arange(0, QUERIES), tl.minimum(begin + QUERIES, size), begin // KEYS * KEYS
     at = unit * size + row
     x = _tile(gradient + of_query, begin, step, size, QUERIES, WIDTH, FOLD, True)
@@ -269,7 +278,20 @@ def _added_to_key(
     if DIAGONAL:
         p = tl.where(column[:, None] <= row[None, :], p, ZERO)
     ds = (_products(v, do) - _numbers(along, row, size, RAGGED)[None, :]) * p
-    return tl.dot(ds.to(tl.bfloat16), q, sums_k), tl.dot(p.to(tl.bfloat16), do, sums_v)
+    sums_k = tl.dot(ds.to(tl.bfloat16), q, sums_k)
+    return sums_k, _finished(tl.dot(p.to(tl.bfloat16), do, sums_v))
+
+
+@triton.jit
+def _finished(sums):
+    """No instruction, but a use of the sums: a Hopper waits for them here.
+
+    Without it ptxas finds accumulators of the next products between these, and runs every product of the loop by
+    itself (its warning C7515).
+    """
+    if INTERPRETED:
+        return sums
+    return tl.inline_asm_elementwise("", "=f,0", [sums], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -289,7 +311,7 @@ def _ieee_attention_backward_key(
     unit, of_query, of_key, step, step_of_key = _head(batch, HEADS, GROUPS, WIDTH)
     query, gradient = query + of_query, gradient + of_query
     top, inverse, along = top + unit * size, inverse + unit * size, along + unit * size
-    first = tl.program_id(0) * KEYS
+    first = tl.program_id(0) // (batch * HEADS) * KEYS
     column = first + tl.arange(0, KEYS)
     k = _tile(key + of_key, first, step_of_key, size, KEYS, WIDTH, FEATURES, True)
     v = _tile(value + of_key, first, step_of_key, size, KEYS, WIDTH, FEATURES, True)

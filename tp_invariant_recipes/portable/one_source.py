@@ -17,9 +17,7 @@ number written there would be fp64 to numba, unless it is an integer.
 """
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import pairwise
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -32,6 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tp_invariant_recipes.kernels import numba_fma
+from tp_invariant_recipes.kernels.cpu_threads import by_parts
 from tp_invariant_recipes.kernels.numba_loop import OPTIONS
 
 UNFUSED = {"enable_fp_fusion": False}  # options of a launch
@@ -72,21 +71,12 @@ def numpy_version(name: str) -> Callable:
 
 
 def by_rows(loop: Callable[..., None], rows: tuple[NDArray, ...], *others: Any, work: int) -> None:
-    """Call loop(*rows, *others) for parts of the arrays `rows`, on as many threads as torch has.
+    """Call loop(*rows, *others) for parts of the arrays `rows`, on the rank's processors.
 
     rows:   arrays of one length; a row's result must not depend on the other rows.
     work:   the numbers that the whole call reads.
-    Threads of Python and not numba's own: those do not survive the fork that starts a CPU rank.
     """
-    count = len(rows[0])
-    threads = min(torch.get_num_threads(), count) if work > SMALL else 1
-    if threads <= 1:
-        return loop(*rows, *others)
-    borders = [count * part // threads for part in range(threads + 1)]
-    with ThreadPoolExecutor(threads) as pool:
-        parts = [slice(*ends) for ends in pairwise(borders)]
-        for done in [pool.submit(loop, *(array[part] for array in rows), *others) for part in parts]:
-            done.result()
+    by_parts(lambda i, j: loop(*(array[i:j] for array in rows), *others), len(rows[0]), pays=work > SMALL)
 
 
 def as_array(x: Tensor) -> NDArray:

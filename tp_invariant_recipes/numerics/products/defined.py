@@ -173,12 +173,17 @@ def _checked(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
 def partials(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Tensor:
     """a @ b for each shard of the dimension that is summed.
 
-    a, b:     [m, k] and [k, n] bf16; k consists of segments, each of `shards` shards.
+    a, b:     [m, k] and [k, n] bf16 on the CPU; k consists of segments, each of `shards` shards.
     segments: the size of each in k.
     returns:  [shards, m, n] fp32: the sum over segments, in order, of the segment's product.
     """
-    total = torch.empty(shards, a.shape[0], b.shape[1], device=a.device)
-    for segment, (x, y) in enumerate(zip(a.split(segments, 1), b.split(segments), strict=True)):
-        for part, left, right in zip(total, x.chunk(shards, 1), y.chunk(shards), strict=True):
-            product(left, right, part, add=segment > 0)
+    from tp_invariant_recipes.kernels import tensor_core_cpu  # loads numba
+
+    total = None
+    for x, y in zip(a.split(segments, 1), b.split(segments), strict=True):
+        part = tensor_core_cpu.partials(x, y, shards)
+        total = part if total is None else total.add_(part)
+    assert total is not None
+    if (taking := sampling.begin(a, b, total[0], False, segments)) is not None:
+        taking.end(total, shards)
     return total
