@@ -3,6 +3,7 @@
 import json
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,9 +44,23 @@ def adapted():
     return cfg
 
 
-def experts():
-    cfg = packed()
+def routed(cfg):
     cfg.model.num_moe_experts, cfg.model.moe_router_topk, cfg.model.moe_ffn_hidden_size = 8, 2, 128
+    cfg.model.moe_aux_loss_coeff = 0.01
+    return cfg
+
+
+def experts():
+    return routed(packed())
+
+
+def experts_alone():
+    return routed(alone())
+
+
+def experts_short():
+    cfg = routed(packed(8))
+    cfg.model.num_moe_experts = 16
     return cfg
 """
 )
@@ -70,7 +85,8 @@ def _forwards() -> None:
     """Let sequences be computed in their order, and so their gradients in the other."""
     from tp_invariant_recipes.numerics.megatron import packed
 
-    packed.reversed = list
+    passes = packed._passes
+    packed._passes = lambda *of_row: passes(*of_row)[::-1]
 
 
 def _of_rows() -> None:
@@ -92,18 +108,23 @@ def mine(bridge, shared):
     return shared.folder
 
 
+def _both(shared, name, packed, alone, *words):
+    """A run of packed rows of two examples, NAME, and NAME-alone with the same examples in that order: both ledgers."""
+    of_name = (f"recipe=mine.py:{packed}", *PACKED[1:], *words)
+    shared("train", *of_name, "tp=2", "etp=1", f"run.dir={name}", before=_in_order, status=0)
+    lines = {_text(line): line for line in map(example, range(EXAMPLES))}
+    unpacked = shared.folder / f"{name}-unpacked"
+    unpacked.mkdir()
+    rows = shared.folder / name / "index-cache" / "training.idx.parquet"
+    (unpacked / "training.jsonl").write_text("".join(f"{lines[text]}\n" for text in _packed_texts(rows)))
+    found = (f"recipe=mine.py:{alone}", f"dataset.dataset_root={unpacked.name}", FILES[1], "gbs=8", "iters=2", *words)
+    shared("train", *found, f"run.dir={name}-alone", before=_in_order, status=0)
+    return shared.ledger(name), shared.ledger(f"{name}-alone")
+
+
 @pytest.fixture(scope="module")
 def row_by_row(mine, shared):
-    """A run of packed rows of two examples, and `unpacked` with the same examples in that order."""
-    shared("train", *PACKED, "tp=2", "run.dir=packed", before=_in_order, status=0)
-    lines = {_text(line): line for line in map(example, range(EXAMPLES))}
-    (mine / "unpacked").mkdir()
-    (mine / "unpacked" / "training.jsonl").write_text(
-        "".join(f"{lines[text]}\n" for text in _packed_texts(mine / "packed" / "index-cache" / "training.idx.parquet"))
-    )
-    alone = ("recipe=mine.py:alone", "dataset.dataset_root=unpacked", FILES[1], "gbs=8", "iters=2")
-    shared("train", *alone, "run.dir=alone", before=_in_order, status=0)
-    return shared.ledger("alone")
+    return _both(shared, "packed", "packed", "alone")[1]
 
 
 def _text(line: str) -> str:
@@ -125,8 +146,11 @@ def _packed_texts(file: Path) -> list[str]:
 
 
 def test_packing_changes_no_bit(row_by_row, shared):
-    found = shared.ledger("packed")
-    for packed, alone in zip(found, row_by_row, strict=True):
+    _same(shared.ledger("packed"), row_by_row)
+
+
+def _same(found, expected):
+    for packed, alone in zip(found, expected, strict=True):
         assert (packed.loss, packed.grad_norm) == (alone.loss, alone.grad_norm)
         assert (packed.gradients, packed.masters) == (alone.gradients, alone.masters)
     assert found[0].gradients
@@ -150,6 +174,100 @@ def test_each_ingredient_is_needed(row_by_row, shared, left_out):
 @pytest.mark.parametrize("layouts", (("tp=1,2", "pp=1,2"), ("dp=1,2", "tp=1,2"), ("dp=2,4",)), ids=" ".join)
 def test_sequences_of_several_lengths_have_one_result_in_every_layout(mine, shared, layouts):
     shared("verify", *SHORT, *layouts, "--dir", "-".join(layouts).replace("=", "").replace(",", ""), status=0)
+
+
+# --- With experts, whose auxiliary loss counts ---
+
+ROUTED = (
+    *("recipe=mine.py:experts_short", *FILES),
+    "gbs=8",
+    "iters=1",
+    "numerics.data_shards=4",
+    "numerics.virtual_shards=4",
+)
+RECOMPUTED = (
+    *("model.recompute_granularity=full", "model.recompute_method=uniform", "model.recompute_num_layers=1"),
+    "dp=2",
+    "ep=2",
+)
+
+
+@pytest.fixture(scope="module")
+def routed(mine, shared):
+    """A run of rows whose numbers of sequences differ, on one rank."""
+    shared("train", *ROUTED, "run.dir=routed", status=0)
+    return shared.ledger("routed")
+
+
+@pytest.mark.release
+def test_packing_changes_no_bit_of_experts(mine, shared):
+    _same(*_both(shared, "experts", "experts", "experts_alone"))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    (
+        ("dp=2", "ep=2"),
+        *(
+            pytest.param(layout, marks=pytest.mark.release)
+            for layout in (
+                ("tp=2", "etp=1"),
+                ("tp=2", "ep=2", "etp=1"),
+                ("dp=2",),
+                ("dp=4", "ep=4"),
+                ("pp=2", "dp=2", "ep=2"),
+                RECOMPUTED,
+            )
+        ),
+    ),
+    ids=" ".join,
+)
+def test_experts_have_one_result_in_every_layout(routed, shared, layout):
+    name = f"routed-{len(list(shared.folder.iterdir()))}"
+    shared("train", *ROUTED, *layout, f"run.dir={name}", status=0)
+    _same(shared.ledger(name), routed)
+
+
+def _routing_idle_passes() -> None:
+    """Let passes that only take part route tokens."""
+    from tp_invariant_recipes.numerics.megatron import router
+
+    router.packed_rows = SimpleNamespace(current=lambda: None)
+
+
+def _without_marks() -> None:
+    """Let backward passes not know which sequence they are of."""
+    from tp_invariant_recipes.numerics.megatron import packed
+
+    packed._Marked = type("Unmarked", (), {"apply": staticmethod(lambda output, now: output)})
+
+
+# What is left out, and the layout that then has other bits.
+OF_EXPERTS = {
+    "idle passes": (_routing_idle_passes, ("dp=2", "ep=2")),
+    "marks": (_without_marks, RECOMPUTED),
+}
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("left_out", OF_EXPERTS)
+def test_each_ingredient_of_experts_is_needed(routed, shared, left_out):
+    fault, layout = OF_EXPERTS[left_out]
+    name = f"routed-without-{left_out.replace(' ', '-')}"
+    shared("train", *ROUTED, *layout, f"run.dir={name}", before=fault)  # its log may fail at the end
+    assert shared.ledger(name)[0].gradients != routed[0].gradients
+
+
+@pytest.mark.release
+@pytest.mark.parametrize(
+    "words", ("seq_aux_loss calculate_per_token_loss=false", "aux_loss calculate_per_token_loss=false")
+)
+def test_a_row_of_one_loss_has_parts_of_auxiliary_ones(mine, shared, words):
+    kind, mean = words.split()
+    said = (*ROUTED, f"model.moe_router_load_balancing_type={kind}", f"model.{mean}")
+    shared("train", *said, f"run.dir={kind}", status=0)
+    shared("train", *said, "dp=2", "ep=2", f"run.dir={kind}-two", status=0)
+    _same(shared.ledger(f"{kind}-two"), shared.ledger(kind))
 
 
 @pytest.mark.release
@@ -183,7 +301,7 @@ SETTINGS = {
     "packed ledger.trace=1": "a trace has one place for the module of a row",
     "packed dataset.offline_packing_specs.packed_metadata_path=a.json": "tpi packs the examples",
     "packed dataset.offline_packing_specs.packed_train_data_path=a.parquet": "a.parquet",
-    "experts": "experts exchange tokens sequence by sequence",
+    "experts dataset.offline_packing_specs.pad_seq_to_mult=8": "pad_seq_to_mult / numerics.virtual_shards",
 }
 
 

@@ -42,10 +42,4 @@ LIMITS = (
         and cuts_sequences(t),
         "context-parallel ranks would count a sequence's tokens several times; model.calculate_per_token_loss=false",
     ),
-    Limit(
-        lambda t: bool(t.model.get("calculate_per_token_loss") and t.model.get("num_moe_experts"))
-        and t.model.get("moe_router_load_balancing_type", "aux_loss") != "none",
-        "how an auxiliary loss of experts counts beside a loss a token is not covered; "
-        "model.calculate_per_token_loss=false",
-    ),
 )  # fmt: skip

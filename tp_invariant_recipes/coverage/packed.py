@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tp_invariant_recipes.coverage.limit import Limit, lacks
+from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.settings import cuda_graphs, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -22,6 +23,12 @@ def uneven(config: RunConfig, specs: Mapping[str, Any]) -> bool:
     return multiple < 2 or (isinstance(shards, int) and shards > 0 and multiple % shards > 0)
 
 
+def _routed(config: RunConfig, specs: Mapping[str, Any]) -> int:
+    """The number of router logits for a virtual shard of the shortest sequence; 0 without experts."""
+    each = specs["pad_seq_to_mult"] // (config.numerics.virtual_shards or 1)
+    return each * (config.model.get("num_moe_experts") or 0)
+
+
 LIMITS = (
     _row(lambda t, _: lacks(mode.PACKED)(t), f"{mode.only(mode.PACKED)}; {WITHOUT}"),
     _row(
@@ -35,8 +42,9 @@ LIMITS = (
         "dataset.offline_packing_specs.pad_cu_seqlens=false",
     ),
     _row(
-        lambda t, _: t.model.get("num_moe_experts"),
-        f"experts exchange tokens sequence by sequence, and rows of two ranks have other numbers of these; {WITHOUT}",
+        lambda t, specs: t.device.kind == "cpu" and not uneven(t, specs) and _routed(t, specs) % VECTORS,
+        f"on a CPU dataset.offline_packing_specs.pad_seq_to_mult / numerics.virtual_shards * model.num_moe_experts "
+        f"must be a multiple of {VECTORS}",
     ),
     _row(
         lambda t, _: t.model.get("mtp_num_layers"),

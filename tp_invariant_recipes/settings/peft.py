@@ -3,17 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
+from tp_invariant_recipes.numerics.megatron.adapted_layers import COLUMN_PARALLEL, ROW_PARALLEL, WHOLE
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 SECTION = "peft"
 # The layers that Bridge adapts where nothing is set.
 DEFAULT = ("linear_qkv", "linear_fc1", "linear_proj", "linear_fc2")
 FEED_FORWARD = ("linear_fc1", "linear_fc2")
-# The layers that the invariant numerics adapt, of multi-latent attention and Mamba, too: tensor parallelism splits
-# a layer's rows or its columns, or every rank holds it whole.
-COLUMN_PARALLEL = ("linear_qkv", "linear_fc1", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "in_proj")
-ROW_PARALLEL = ("linear_proj", "linear_fc2", "out_proj")
-WHOLE = ("linear_q_down_proj", "linear_kv_down_proj")
 TARGETS = (*COLUMN_PARALLEL, *ROW_PARALLEL, *WHOLE)
 OTHERS = ("router",)  # of Megatron's
 # How Bridge lets a matrix begin (megatron/bridge/peft/utils.py).

@@ -28,6 +28,7 @@ from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.numerics.layers import linear
 from tp_invariant_recipes.numerics.layers.partial_linear import gathered_linear
 from tp_invariant_recipes.numerics.megatron import init
+from tp_invariant_recipes.numerics.megatron.adapted_layers import ROW_PARALLEL
 from tp_invariant_recipes.numerics.megatron.base import OnMesh
 from tp_invariant_recipes.numerics.megatron.latent_attention import DuplicatedLinear
 from tp_invariant_recipes.numerics.megatron.mamba_init import uniform
@@ -42,7 +43,6 @@ _GATED = "linear_fc1"  # whose rows are gate and up, each split over the ranks
 _NAME = re.compile(
     r"decoder\.layers\.\d+\.(?:self_attention|mlp|mixer)\.(linear_\w+|in_proj|out_proj)\.adapter\.(linear_in|linear_out)\.weight"
 )
-_ROW_PARALLEL = ("linear_proj", "linear_fc2", "out_proj")
 
 
 class InvariantLinearAdapter(OnMesh, ParallelLinearAdapter):
@@ -183,7 +183,7 @@ def initialise(model_chunks: list[Any], *, seed: int, methods: dict[str, str]) -
             found = _NAME.fullmatch(name)
             if found is None:
                 raise ConfigError(f"{name}: no rule says how it starts (megatron/adapters.py); peft.target_modules")
-            dim = 1 if found[1] in _ROW_PARALLEL and found[2] == "linear_in" else 0
+            dim = 1 if found[1] in ROW_PARALLEL and found[2] == "linear_in" else 0
             segments = _segments(parameter, found[1], chunk.config) if found[2] == "linear_out" else 1
             shape, ranges = init.place(parameter.shape, dim, rank, size, segments)
             values = _quantile(methods[found[2]], shape)

@@ -9,19 +9,27 @@ the bits of the same sequences in micro-batches of one, in the same order. autog
 the forward passes go from the last sequence to the first.
 
 A row's padding, which has no token that counts, is not computed.
+
+With ep > tp the experts exchange tokens of several rows, whose numbers of sequences differ. A rank with fewer takes
+part with idle passes, of a sequence that it has: they route no token, and their gradients are zeros.
 """
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tp_invariant_recipes.numerics.sums import packed_rows
+from tp_invariant_recipes.numerics.sums.packed_rows import SequencePass
 
 BY_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask")  # [1, tokens]
 WITHOUT = ("decoder_input", "inference_context", "inference_params", "padding_mask", "output_processor")
 
 Sequences = list[tuple[int, bool]]  # of a row: the tokens of each, and whether any of them counts
 
+_rows = count()
 _latest: list[Sequences] = [[]]  # of the row that ran last; Megatron then asks for its loss
 
 
@@ -76,10 +84,19 @@ def _joined(model: Any, original: Callable[..., Tensor], given: dict[str, Any], 
         # split, not slices: its gradient is put together, and not added to zeros, which loses the sign of -0.0.
         received = received.split([size * len(received) // sum(sizes) for size in sizes])
     outputs: list[Tensor | None] = [None] * len(sizes)
-    for number in reversed([number for number, (_, counts) in enumerate(sequences) if counts]):
+    idle: list[Tensor] = []
+    for now in _passes(model.config, sequences):
         if received is not None:
-            model.decoder.set_input_tensor(received[number])
-        outputs[number] = original(model, **each[number])
+            part = received[now.number]
+            model.decoder.set_input_tensor(part.detach().requires_grad_() if now.idle else part)
+        packed_rows.enter(now)
+        output = original(model, **each[now.number])
+        output = _Marked.apply(output, now) if output.requires_grad else output
+        if now.idle:
+            idle.append(output)
+        else:
+            outputs[now.number] = output
+    packed_rows.enter(None)
     number, computed = next((n, output) for n, output in enumerate(outputs) if output is not None)
     dim = 1 if model.post_process else 0
     for other, size in enumerate(sizes):
@@ -87,7 +104,63 @@ def _joined(model: Any, original: Callable[..., Tensor], given: dict[str, Any], 
             shape = [*computed.shape]
             shape[dim] = shape[dim] * size // sizes[number]
             outputs[other] = computed.new_zeros(shape)
-    return torch.cat(outputs, dim)  # type: ignore[arg-type]
+    return _Joined.apply(dim, idle, *outputs, *idle) if idle else torch.cat(outputs, dim)  # type: ignore[arg-type]
+
+
+def _passes(config: Any, sequences: Sequences) -> list[SequencePass]:
+    """The forward passes over a row, in order: idle ones, then from the last sequence to the first."""
+    lengths = {number: length for number, (length, counts) in enumerate(sequences) if counts}
+    row, tokens, by_token = next(_rows), sum(lengths.values()), config.calculate_per_token_loss
+    shares = {number: length / tokens for number, length in lengths.items()}
+    real = [
+        SequencePass(row, number, False, 1.0 if by_token else share, share if by_token else 1.0)
+        for number, share in shares.items()
+    ]
+    shortest = min(lengths, key=lengths.__getitem__)
+    return [SequencePass(row, shortest, idle=True)] * (_most(config, len(real)) - len(real)) + real[::-1]
+
+
+def _most(config: Any, own: int) -> int:
+    """The largest number of sequences of the rows whose tokens go to the same experts now."""
+    if not config.num_moe_experts or config.expert_model_parallel_size <= config.tensor_model_parallel_size:
+        return own
+    from megatron.core import parallel_state
+
+    most = torch.tensor([own], device=torch.cuda.current_device())
+    torch.distributed.all_reduce(
+        most, torch.distributed.ReduceOp.MAX, group=parallel_state.get_expert_model_parallel_group()
+    )
+    return int(most.item())
+
+
+class _Marked(torch.autograd.Function):
+    """A pass' output; its gradient says that the backward pass begins, in which layers may be computed again."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, now: SequencePass) -> Tensor:
+        ctx.now = now
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        packed_rows.enter(ctx.now)
+        return gradients[0], None
+
+
+class _Joined(torch.autograd.Function):
+    """A row's output; the outputs of idle passes get zeros as gradients, so that these have a backward pass too."""
+
+    @staticmethod
+    def forward(ctx: Any, dim: int, idle: list[Tensor], *outputs: Tensor) -> Tensor:
+        real = outputs[: len(outputs) - len(idle)]
+        ctx.dim, ctx.sizes = dim, [one.shape[dim] for one in real]
+        ctx.idle = [(one.shape, one.dtype, one.device) for one in idle]
+        return torch.cat(real, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.idle]
+        return None, None, *gradients[0].split(ctx.sizes, ctx.dim), *zeros
 
 
 def loss_of_each(original: Callable[..., Any]) -> Callable[..., Any]:

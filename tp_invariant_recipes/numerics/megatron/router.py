@@ -20,6 +20,7 @@ from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.layers.bias import row_bias
 from tp_invariant_recipes.numerics.megatron.base import OnMesh
 from tp_invariant_recipes.numerics.products.product import product
+from tp_invariant_recipes.numerics.sums import packed_rows
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.partial_gradient import reduce_weight_gradient
 from tp_invariant_recipes.numerics.sums.tree import tree_all_reduce
@@ -58,6 +59,9 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
         if padding_mask is not None:
             raise NotImplementedError("a padding mask has no invariant version")
         probs, routing_map = super().routing(logits)
+        now = packed_rows.current()
+        if now is not None and now.idle:
+            return probs, torch.zeros_like(routing_map)
         factor, policy = self.capacity
         if factor is not None:
             parts = zip(probs.chunk(self.mesh.local_chunks), routing_map.chunk(self.mesh.local_chunks), strict=True)
@@ -99,13 +103,15 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
 
         scores, routing_map: [s/t, b · E] or [n, E].
         """
-        coefficient = self.get_aux_loss_coeff(kind)
-        if coefficient == 0:
+        coefficient, now = self.get_aux_loss_coeff(kind), packed_rows.current()
+        if coefficient == 0 or (now is not None and now.idle):
             return probs
         counts, here, tokens = moe_utils.get_tokens_per_expert_and_token_count(routing_map, self.tp_cp_group)
         factor = self.num_experts * coefficient / (self.topk * tokens * tokens)
         context = VirtualMesh.of(self.cp_group.size(), self.cp_group)
         loss = _LoadBalance.apply(scores, counts, factor, self.mesh, context) / sequences
+        if now is not None:
+            loss = loss * now.loss_share
         return self.attach_and_log_load_balancing_loss(
             probs, coefficient, loss, name, self.tp_cp_group, valid_token_count=here * sequences
         )

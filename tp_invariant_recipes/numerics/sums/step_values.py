@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.kernels.token_sum import token_sum
 from tp_invariant_recipes.kernels.tree_add import tree_add
+from tp_invariant_recipes.numerics.sums import packed_rows
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import tree_all_reduce
 
@@ -89,15 +90,27 @@ def _of_sequences(found: list[Tensor], shards: int) -> Tensor:
 
 
 def separate_metrics(original: Callable[..., None]) -> Callable[..., None]:
-    """A replacement for MoEMetricsTracker.record, which adds to one sum: it keeps each micro-batch's value as well."""
+    """A replacement for MoEMetricsTracker.record, which adds to one sum: it keeps each micro-batch's value as well.
+
+    Of a packed row it keeps each sequence's by its number: layers that are computed again come in another order.
+    """
 
     def record(self: Any, name: str, value: Tensor, layer_number: int | None, *args: Any, **kwargs: Any) -> None:
         original(self, name, value, layer_number, *args, **kwargs)
         if layer_number is not None:
             each = self.__dict__.setdefault("micro_batches", {}).setdefault(name, {})
-            each.setdefault(layer_number - 1, []).append(value.detach().float())
+            values, now = each.setdefault(layer_number - 1, {}), packed_rows.current()
+            row, number = (len(values), 0) if now is None else (now.row, now.number)
+            share = 1.0 if now is None else now.metric_share
+            values.setdefault(row, {})[number] = value.detach().float() * share
 
     return record
+
+
+def _of_row(values: dict[int, Tensor]) -> Tensor:
+    """The sum of a row's values, in the order of its sequences."""
+    first, *others = (values[number] for number in sorted(values))
+    return sum(others, first)
 
 
 def metrics_summed(original: Callable[..., None], shards: int) -> Callable[..., None]:
@@ -109,7 +122,8 @@ def metrics_summed(original: Callable[..., None], shards: int) -> Callable[..., 
         for name in metric_names:
             if name in kept:
                 layers = sorted(kept[name])
-                values = torch.stack([torch.stack(kept[name][layer]) for layer in layers], 1)
+                of_layers = ([_of_row(row) for row in kept[name][layer].values()] for layer in layers)
+                values = torch.stack([torch.stack(rows) for rows in of_layers], 1)
                 self._metrics[name].values[layers] = summed(values, mesh)
         original(self, metric_names, *args, **kwargs)
 

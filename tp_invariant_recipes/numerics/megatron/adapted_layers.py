@@ -1,0 +1,9 @@
+"""The layers that the invariant numerics adapt (adapters.py), by how tensor parallelism splits them.
+
+It splits a layer's rows or its columns, or every rank holds the layer whole. The check of a configuration reads the
+names too, without torch.
+"""
+
+COLUMN_PARALLEL = ("linear_qkv", "linear_fc1", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "in_proj")
+ROW_PARALLEL = ("linear_proj", "linear_fc2", "out_proj")
+WHOLE = ("linear_q_down_proj", "linear_kv_down_proj")
