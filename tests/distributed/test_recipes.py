@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.distributed.ranks import on_ranks
-from tests.models import degree, sparing
+from tests.models import degree
 from tp_invariant_recipes import recipes
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
@@ -37,7 +37,18 @@ def test_a_name_that_no_model_has_is_no_attribute():
         _ = recipes.tpi_qwen9_pretrain_config
 
 
-@pytest.mark.parametrize("model", sparing(MODELS))
+@pytest.mark.parametrize("model", MODELS)
+def test_a_function_asks_for_its_own_model(model, monkeypatch):
+    """That Bridge accepts every model, test_config_container.py shows."""
+    monkeypatch.setattr(recipes, "recipe", lambda *asked, **keys: (asked, keys))
+    assert RECIPES[f"tpi_{model}_pretrain_config"]("iters=7", tp=2) == ((model, "iters=7"), {"tp": 2})
+
+
+BUILT = ("qwen3_toy", "qwen3_moe_toy", "nemotron3_nano_toy", "gemma3_1b")
+OTHERS = [pytest.param(model, marks=pytest.mark.release) for model in MODELS if model not in BUILT]
+
+
+@pytest.mark.parametrize("model", (*BUILT, *OTHERS))
 def test_a_function_gives_its_own_model_with_the_overrides(model):
     from megatron.bridge.training.config import ConfigContainer
 

@@ -19,6 +19,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import pytest
+import torch
+
 from tests.forks import Process, Tpi, end_with_parent
 from tp_invariant_recipes.host import bridge, gpus
 from tp_invariant_recipes.host.forking import can_fork
@@ -92,6 +95,34 @@ def train(folder: Path, runs: Iterable[Run]) -> dict[str, str | None]:
     assert done.returncode == 0, done.stderr
     print(done.stderr.splitlines()[-1])
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Runs that have been trained in a folder, for the tests of a file. ended: of each what went wrong."""
+
+    folder: Path
+    ended: dict[str, str | None]
+
+    @classmethod
+    def of(cls, folder: Path, runs: Iterable[Run]) -> "Trained":
+        """Train those of the runs for which there are GPUs enough, as for the runs before them."""
+        runs, here = list(runs), torch.cuda.device_count()
+        fit = {one.name for one in runs if one.fits(here)}
+        return cls(folder, train(folder, [one for one in runs if fit.issuperset((one.name, *one.after))]))
+
+    def __call__(self, name: str) -> Path:
+        """What a run has written. It skips the test where it needs more GPUs, and fails it where the run has failed."""
+        if name not in self.ended:
+            pytest.skip(f"needs more than {torch.cuda.device_count()} GPUs")
+        assert self.ended[name] is None, self.ended[name]
+        return self.folder / name
+
+
+def marks() -> list[pytest.MarkDecorator]:
+    """Of a file whose runs are trained so."""
+    alone = pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs an NVIDIA GPU")
+    return [pytest.mark.gpu, alone, pytest.mark.timeout(900)]
 
 
 def train_all(folder: Path, runs: list[Run], names: list[str], before: Callable[[], None]) -> dict[str, str | None]:

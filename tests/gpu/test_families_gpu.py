@@ -4,19 +4,13 @@ Two ranks share a GPU, by Gloo, where there is one (side_by_side.py).
 """
 
 import pytest
-import torch
 
 from tests.distributed.scenario import unequal
-from tests.gpu.side_by_side import Run, gpus_for, train
+from tests.gpu.side_by_side import Run, Trained, gpus_for, marks
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.open import read
 
-GPUS = torch.cuda.device_count()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS < 1, reason="needs an NVIDIA GPU"),
-    pytest.mark.timeout(900),
-]
+pytestmark = marks()
 
 _SMALL = "gbs=2 iters=3 seq=128 numerics.virtual_shards=2 model.kv_channels=32"
 MODELS = {
@@ -36,19 +30,10 @@ def _run(family, layout):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The steps of a family's run in a layout. Runs that need more GPUs than there are left out."""
-    folder = tmp_path_factory.mktemp("families")
+    """The steps of a family's run in a layout."""
     runs = [_run(family, layout) for family in MODELS for layout in (*LAYOUTS, STOCK)]
-    errors = train(folder, [one for one in runs if one.fits(GPUS)])
-
-    def steps(family, layout):
-        name = _run(family, layout).name
-        if name not in errors:
-            pytest.skip(f"needs more than {GPUS} GPUs")
-        assert errors[name] is None, errors[name]
-        return list(read(folder / name).steps)
-
-    return steps
+    trained = Trained.of(tmp_path_factory.mktemp("families"), runs)
+    return lambda family, layout: list(read(trained(_run(family, layout).name)).steps)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])

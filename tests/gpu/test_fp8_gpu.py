@@ -9,16 +9,11 @@ import pytest
 import torch
 
 from tests.distributed.scenario import unequal
-from tests.gpu.side_by_side import Run, gpus_for, train
+from tests.gpu.side_by_side import Run, Trained, gpus_for, marks
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.numerics.precision import DEFINITION
 
-GPUS = torch.cuda.device_count()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS < 1, reason="needs an NVIDIA GPU"),
-    pytest.mark.timeout(900),
-]
+pytestmark = marks()
 
 TOY = "qwen3_toy seq=128 gbs=2 iters=8 model.kv_channels=32 numerics.virtual_shards=2"
 EXPERTS = (
@@ -52,7 +47,7 @@ GROUPS = {
 }
 CONTROLS = ("tensorwise", "blockwise")
 # Transformer Engine's scales of several ranks need NCCL, so two GPUs; on one, a micro-batch of two shares its scales.
-STOCK_LAYOUTS = ("tp=1", "tp=2" if GPUS > 1 else "mbs=2")
+STOCK_LAYOUTS = ("tp=1", "tp=2" if torch.cuda.device_count() > 1 else "mbs=2")
 
 
 def _folder(name):
@@ -73,17 +68,11 @@ def all_runs():
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Name -> what went wrong with a run; the folder of the runs."""
-    folder = tmp_path_factory.mktemp("fp8")
-    return folder, train(folder, [one for one in all_runs() if one.fits(GPUS)])
+    return Trained.of(tmp_path_factory.mktemp("fp8"), all_runs())
 
 
 def _ledger(trained, name):
-    folder, errors = trained
-    if _folder(name) not in errors:
-        pytest.skip(f"needs more than {GPUS} GPUs")
-    assert errors[_folder(name)] is None, errors[_folder(name)]
-    ledger = read(folder / _folder(name))
+    ledger = read(trained(_folder(name)))
     return ledger.header, list(ledger.steps)
 
 

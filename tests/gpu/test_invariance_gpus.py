@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.distributed.scenario import unequal
-from tests.gpu.side_by_side import Run, gpus_for, train
+from tests.gpu.side_by_side import Run, Trained, gpus_for
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.numerics.mode import definition
@@ -199,35 +199,21 @@ def _folder(name):
     return name.replace(" ", "-").replace("=", "")
 
 
-class Trained:
-    """The runs that this machine has the GPUs for, in one folder."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.gpus = {one.name: one.gpus for one in all_runs()}
-        there = {one.name for one in all_runs() if one.fits(GPUS)}
-        self.errors = train(folder, [one for one in all_runs() if there.issuperset((one.name, *one.after))])
-
-    def ledger(self, name):
-        """Its header and steps. Skips the test if the machine has too few GPUs for the run."""
-        folder = _folder(name)
-        if folder not in self.errors:
-            pytest.skip(f"needs {self.gpus[folder]} GPUs, here are {GPUS}")
-        assert self.errors[folder] is None, self.errors[folder]
-        ledger = read(self.folder / folder)
-        return ledger.header, list(ledger.steps)
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    return Trained(tmp_path_factory.mktemp("runs"))
+    return Trained.of(tmp_path_factory.mktemp("runs"), all_runs())
+
+
+def _ledger(trained, name):
+    ledger = read(trained(_folder(name)))
+    return ledger.header, list(ledger.steps)
 
 
 @pytest.mark.parametrize(
     "group, layout", [(group, layout) for group, (_, layouts) in GROUPS.items() for layout in layouts[1:]]
 )
 def test_one_ledger_for_all_layouts(trained, group, layout):
-    (header, steps), (other, its) = (trained.ledger(f"{group} {of}") for of in (GROUPS[group][1][0], layout))
+    (header, steps), (other, its) = (_ledger(trained, f"{group} {of}") for of in (GROUPS[group][1][0], layout))
     assert header.initial
     assert header.device.get("product") == definition(header.numerics["mode"], "gpu")
     assert header.initial == other.initial
@@ -237,9 +223,9 @@ def test_one_ledger_for_all_layouts(trained, group, layout):
 
 @pytest.mark.parametrize("group, layout", CONTROLS)
 def test_stock_has_several(trained, group, layout):
-    (header, steps), (other, its) = (trained.ledger(f"stock {group} {of}") for of in ("tp=1", layout))
+    (header, steps), (other, its) = (_ledger(trained, f"stock {group} {of}") for of in ("tp=1", layout))
     assert header.initial
-    assert header.initial == other.initial == trained.ledger(f"{group} tp=1")[0].initial
+    assert header.initial == other.initial == _ledger(trained, f"{group} tp=1")[0].initial
     assert steps[0].gradients != its[0].gradients
     assert steps[-1].masters
     assert steps[-1].masters != its[-1].masters
@@ -249,15 +235,15 @@ def test_stock_has_several(trained, group, layout):
 def test_a_run_goes_on_in_another_layout(trained, saved):
     """With its optimizer's state: the steps after the checkpoint are those of the run that was never interrupted."""
     resumed = f"{saved} to {RESUMED[saved]}"
-    steps = trained.ledger(resumed)[1]
+    steps = _ledger(trained, resumed)[1]
     assert (trained.folder / _folder(resumed) / "ledger.replaced-1.jsonl").exists()
-    assert unequal(steps, trained.ledger("dense tp=1")[1]) == []
+    assert unequal(steps, _ledger(trained, "dense tp=1")[1]) == []
 
 
 @pytest.mark.parametrize("saved", READ)
 def test_checkpoints_move_both_ways(trained, saved):
     """Weights saved under one numerics are read under the other: the first loss hardly moves."""
     names = (f"{saved} read by stock", f"{saved} read by tree", "dense tp=1")
-    stock, tree, drawn = (bits_float(trained.ledger(name)[1][0].loss) for name in names)
+    stock, tree, drawn = (bits_float(_ledger(trained, name)[1][0].loss) for name in names)
     assert stock == pytest.approx(tree, rel=1e-3)
     assert stock != pytest.approx(drawn, rel=1e-3)  # the loss of weights that were not read

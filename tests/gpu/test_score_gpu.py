@@ -4,16 +4,10 @@ import json
 import random
 
 import pytest
-import torch
 
-from tests.gpu.side_by_side import Run, gpus_for, train
+from tests.gpu.side_by_side import Run, Trained, gpus_for, marks
 
-GPUS = torch.cuda.device_count()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS < 1, reason="needs an NVIDIA GPU"),
-    pytest.mark.timeout(900),
-]
+pytestmark = marks()
 
 SMALL = "iters=2 gbs=2 save=2 seq=128 model.kv_channels=32 numerics.virtual_shards=2"
 TRAINED = {
@@ -37,14 +31,14 @@ SCORED = {
     "portable tp=2": "--entropy numerics=portable tp=2",
     "portable on a CPU": "--entropy numerics=portable device=cpu",
     "stock": "numerics=stock",
-    "stock alone": "numerics=stock --batch-tokens 1",
+    "stock tp=2": "numerics=stock tp=2",
 }
 SAME = {name: name.split()[0] for name in SCORED if name.split()[0] != "stock"}
 
 
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory):
-    """What went wrong with each command; the folder of the files."""
+    """The file of each command."""
     folder = tmp_path_factory.mktemp("scores")
     draw = random.Random(0)
     rows = [{"id": n, "tokens": [draw.randrange(256) for _ in range(k)]} for n, k in enumerate(LENGTHS)]
@@ -54,19 +48,12 @@ def scored(tmp_path_factory):
         for name, words in SCORED.items():
             out = f"{model} {name}".replace(" ", "-")
             command = f"score {model} s.jsonl {words} --out {out}"
-            one = Run(out, command, gpus_for(words), after=(model,))
-            if one.fits(GPUS):
-                runs.append(one)
-    return folder, train(folder, runs)
+            runs.append(Run(out, command, gpus_for(words), after=(model,)))
+    return Trained.of(folder, runs)
 
 
 def scores(scored, model, name):
-    folder, ended = scored
-    out = f"{model} {name}".replace(" ", "-")
-    if out not in ended:
-        pytest.skip("needs more GPUs")
-    assert ended[out] is None, ended[out]
-    return (folder / out).read_bytes()
+    return scored(f"{model} {name}".replace(" ", "-")).read_bytes()
 
 
 @pytest.mark.parametrize("model", TRAINED)
@@ -80,7 +67,7 @@ def test_numerics_have_several(scored, model):
     """The control: files are not equal whatever is computed."""
     bits = {
         name: [json.loads(line)["bits"] for line in scores(scored, model, name).splitlines()]
-        for name in ("tree", "portable", "stock", "stock alone")
+        for name in ("tree", "portable", "stock", "stock tp=2")
     }
     assert bits["tree"] != bits["stock"]
-    assert bits["stock"] != bits["stock alone"]
+    assert bits["stock"] != bits["stock tp=2"]

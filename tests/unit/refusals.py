@@ -139,6 +139,7 @@ NUMBERS = Family(
     ),
 )
 
+ASYNC_SAVE = "checkpoint.async_save=true checkpoint.async_strategy=mcore"
 RELATIONS = Family(
     "qwen3_toy numerics=stock",
     {
@@ -150,6 +151,11 @@ RELATIONS = Family(
         "tokenizer.vocab_size=513": "tokenizer.vocab_size=513 is more than model.vocab_size=512",
         "checkpoint.save=x": "checkpoint.save=x: checkpoints go to run.dir/checkpoints",
         "dataset.path_to_cache=x": "dataset.path_to_cache=x: the index of the data goes to run.dir",
+        "checkpoint.async_save=true": "checkpoint.async_save=true: Megatron-Core's persistent writer is the one that "
+        "sends the hashes of what it writes; checkpoint.async_strategy=mcore",
+        f"{ASYNC_SAVE} checkpoint.use_persistent_ckpt_worker=false": "checkpoint.async_save=true: Megatron-Core's "
+        "persistent writer is the one that sends the hashes of what it writes; "
+        "checkpoint.use_persistent_ckpt_worker=true",
         "dataset.reset_attention_mask=true": "dataset.reset_attention_mask=true: Megatron-Bridge trains wit",
         f"{PRECISION_AWARE}=true": f"{PRECISION_AWARE}=true: it is Transformer Engine's Adam; ",
         "model.num_attention_heads=6 model.num_query_groups=6 model.kv_channels=null": "model.hidden_size=128 is not "
@@ -266,7 +272,6 @@ SECTIONS = Family(
         "dataset.reset_position_ids=true": "dataset.reset_position_ids=true: rotary positions",
         "dataset.inter_document_masking=true": "dataset.inter_document_masking=true: packed sequences",
         "checkpoint.ckpt_format=torch": "checkpoint.ckpt_format=torch: a run could not be resumed",
-        "checkpoint.async_save=true": "checkpoint.async_save=true: its worker takes a GPU by number and dies where",
         "checkpoint.save_optim=false": "checkpoint.save_optim=false: a run could not be resumed",
         "checkpoint.dist_ckpt_strictness=ignore_all": "checkpoint.dist_ckpt_strictness=ignore_all: a run could",
         "validation.full_validation=true": "validation.full_validation=true: one set of sequences",
@@ -289,7 +294,7 @@ SECTIONS = Family(
         "model.perform_initialization=true",
         "train.exit_signal=SIGTERM",
         "train.empty_unused_memory_level=2 train.train_sync_interval=1",
-        "checkpoint.async_save=false checkpoint.dist_ckpt_strictness=log_all",
+        "checkpoint.async_save=true checkpoint.async_strategy=mcore checkpoint.dist_ckpt_strictness=log_all",
         "dataset.num_workers=2 dataset.pin_memory=false dataset.mmap_bin_files=false",
         "profiling.use_pytorch_profiler=true straggler.log_straggler=true logger.log_params_norm=true",
         "nvrx_straggler.enabled=false ft.enable_ft_package=false inprocess_restart.enabled=false",

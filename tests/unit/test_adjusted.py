@@ -3,8 +3,9 @@
 import pytest
 
 from tests.trees import with_fields
-from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.compose import _types, compose
 from tp_invariant_recipes.config.identity import identity
+from tp_invariant_recipes.config.overrides import parse
 from tp_invariant_recipes.coverage import adjusted, invariance
 from tp_invariant_recipes.coverage.adjusted import ROWS, adjust
 from tp_invariant_recipes.errors import ConfigError
@@ -30,6 +31,7 @@ BESIDE = {
     "dataset.offline_packing_specs.pad_seq_to_mult": _PACKED,
     "dataset.offline_packing_specs.pad_cu_seqlens": _PACKED,
     "dataset.dataset_kwargs": {"dataset___target_": _SFT},
+    "checkpoint.async_strategy": {"checkpoint__async_save": True},
     "model.use_mamba_mem_eff_path": {"model__use_mamba_mem_eff_path": False},
 }
 VALUES = {
@@ -45,7 +47,12 @@ VALUES = {
     "mixed_precision.grad_reduce_in_fp32": (False,),
     "optimizer.main_params_dtype": ("bfloat16",),
     "model.moe_mlp_glu_interleave_size": (32,),
+    "checkpoint.async_strategy": ("nvrx",),
     "cluster.environment.NCCL_ALGO": ("NVLS",),
+    "model.moe_router_dtype": ("float32",),
+    "ddp.suggested_communication_unit_size": (1,),
+    "ddp.fsdp_all_gather_in_start_param_sync": (False,),
+    "train.check_optimizer_step_success": (False,),
 }
 OF_CPUS = [one.name for one in environment.VARIABLES if one.devices == ("cpu",)]
 PATHS = [(row, path) for row in ROWS for path in row.paths]
@@ -98,6 +105,11 @@ def test_a_run_that_is_covered_is_left_as_it_is():
     assert adjust(TREE, (), {}, None) == (TREE, [])
 
 
+def test_the_name_of_numerics_types_neither_its_shards_nor_its_context_shards():
+    assert _types(parse("numerics=tree")) == ("numerics.mode",)
+    assert _types(parse("numerics.context_shards=2")) == ("numerics.context_shards",)
+
+
 def test_a_variable_of_the_cluster_is_none_of_the_recipe():
     config = _with("cluster.environment.NVTE_FWD_LAYERNORM_SM_MARGIN", "16")
     assert adjust(config, (), {"NVTE_FWD_LAYERNORM_SM_MARGIN": "20"}, None) == (config, [])
@@ -138,6 +150,13 @@ def test_a_precision_with_fp32_sums_has_its_name():
     config = _with("mixed_precision", {"bf16": True, "grad_reduce_in_fp32": False})
     assert adjust(config, (), {}, "bf16_mixed")[0].mixed_precision == "bf16_mixed"
     assert adjust(config, (), {}, None)[0].mixed_precision == {"bf16": True, "grad_reduce_in_fp32": True}
+
+
+@pytest.mark.parametrize("precision", ("mxfp8", "nvfp4", "fp8_delayed_scaling"))
+def test_products_without_a_definition_are_not_adjusted(precision):
+    """Another precision would train another model than the recipe's: it is refused by name (coverage/fp8.py)."""
+    config = adjusted._set(TREE, ["mixed_precision"], f"bf16_with_{precision}_mixed")
+    assert adjust(config, (), {}, None) == (config, [])
 
 
 def test_the_identity_has_what_is_trained():

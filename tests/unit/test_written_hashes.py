@@ -1,6 +1,8 @@
 """A stream that hashes what it passes on: the hash is that of the file, or there is none."""
 
 import io
+import pickle
+import queue
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from tp_invariant_recipes.runs.checkpoints import described
 from tp_invariant_recipes.training import written_hashes
-from tp_invariant_recipes.training.written_hashes import _Hashed, _hashing_writes
+from tp_invariant_recipes.training.written_hashes import _Hashed, _hashing_writes, _telling, _told
 
 
 @settings(max_examples=20)
@@ -54,3 +56,55 @@ def test_items_of_one_file_share_a_hash_and_a_file_written_again_has_a_new_one(t
                 write(stream, data)
     written = {Path(name).name: one.file for name, one in written_hashes._written.items() if name == str(path)}
     assert written == described(tmp_path)
+
+
+class Queue(queue.Queue):
+    """Of another process: only what can be pickled arrives."""
+
+    def put(self, one) -> None:
+        super().put(pickle.dumps(one))
+
+    def get_nowait(self):
+        return pickle.loads(super().get_nowait())
+
+
+class Writer:
+    """Megatron's, as far as hashes go: it returns a function that another process may call."""
+
+    def __init__(self, folder: Path) -> None:
+        self.checkpoint_dir, self.results_queue = str(folder), Queue()
+
+    def get_save_function_and_args(self):
+        buckets = [(str(Path(self.checkpoint_dir, name)), name, name.encode()) for name in ("a", "b")]
+        return _write, None, [0, buckets, self.results_queue]
+
+    def retrieve_write_results(self):
+        return self.results_queue.get_nowait()
+
+
+def _write(rank: int, buckets, results) -> None:
+    write = _hashing_writes(lambda stream, data: stream.write(data))
+    for path, _, data in buckets:
+        with Path(path).open("wb") as stream:
+            write(stream, data)
+    results.put(["Megatron's"])
+
+
+def test_a_process_that_writes_sends_the_hashes_behind_its_results(tmp_path, monkeypatch):
+    """Two saves are under way. Each is finalized with the hashes of its own files."""
+    saves = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        writer = Writer(tmp_path / name)
+        write, _, arguments = _telling(Writer.get_save_function_and_args)(writer)
+        write(*arguments)
+        saves.append(writer)
+    monkeypatch.setattr(written_hashes.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(written_hashes.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(written_hashes.dist, "gather_object", lambda one, everyone: everyone.__setitem__(0, one))
+    for writer in saves:
+        assert _told(Writer.retrieve_write_results)(writer) == ["Megatron's"]
+        folder = Path(writer.checkpoint_dir)
+        assert written_hashes.finalized() == folder
+        assert written_hashes.of_all_ranks(folder) == described(folder)
+        assert written_hashes.of_all_ranks(folder) == {}

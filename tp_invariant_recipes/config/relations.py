@@ -216,6 +216,16 @@ def _overlap_exchange(config: RunConfig) -> str | None:
     return None
 
 
+def _async_save(config: RunConfig) -> str | None:
+    saves = config.section("checkpoint")
+    if not saves.get("async_save"):
+        return None
+    wrong = [] if saves.get("async_strategy") == "mcore" else ["checkpoint.async_strategy=mcore"]
+    wrong += ["checkpoint.use_persistent_ckpt_worker=true"] if saves.get("use_persistent_ckpt_worker") is False else []
+    why = "Megatron-Core's persistent writer is the one that sends the hashes of what it writes"
+    return f"checkpoint.async_save=true: {why}; {' '.join(wrong)}" if wrong else None
+
+
 RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _sizes,
     _aligned,
@@ -235,6 +245,7 @@ RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _param_gather,
     _precision_aware,
     _overlap_exchange,
+    _async_save,
     _of_gpus("profiling.use_nsys_profiler"),
     _of_gpus("profiling.record_memory_history"),
     _of_gpus("logger.log_energy"),

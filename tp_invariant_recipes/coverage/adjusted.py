@@ -24,6 +24,7 @@ _DISPATCH = "tokens go through all-to-all, which adds nothing"
 _OVERLAP = "the invariant sums have an exchange of their own"
 _KERNEL = "the invariant layers stand in its place"
 _MASK = "attention is causal, and nobody reads the data's mask"
+_ROOM = "experts have room for all of their tokens"
 _GRAPHS = "the invariant layers cannot be captured so"
 _PADDED = "the vocabulary is padded as at tp=1, in every layout"
 _CPU = "it needs a GPU"
@@ -145,6 +146,18 @@ def _alone(config: RunConfig, was: Any) -> bool:
 ROWS: tuple[Adjustment, ...] = (
     *_listed(True, "ddp.grad_reduce_in_fp32"),
     *_listed(1, "ddp.num_distributed_optimizer_instances"),
+    # Without FSDP the optimizer is as sharded as the recipe says, and a model has memory from the beginning.
+    *_listed(
+        False, "ddp.use_megatron_fsdp ddp.fsdp_double_buffer ddp.fsdp_manual_registration "
+        "ddp.fsdp_db_use_persist_buf_on_alloc_fail ddp.megatron_fsdp_cuda_graph_mode ddp.keep_fp8_transpose_cache "
+        "ddp.megatron_fsdp_enable_fine_grained_param_gather ddp.megatron_fsdp_max_pool_double_buffer "
+        "ddp.megatron_fsdp_use_decoupled_grad dist.use_megatron_fsdp ddp.fp8_param_gather "
+        "ddp.reuse_grad_buf_for_mxfp8_param_ag optimizer.reuse_grad_buf_for_mxfp8_param_ag",
+    ),
+    *_listed(True, "ddp.fsdp_all_gather_in_start_param_sync"),
+    *_listed(None, "ddp.suggested_communication_unit_size ddp.megatron_fsdp_main_grads_dtype "
+             "ddp.megatron_fsdp_grad_comm_dtype"),
+    _row(False, "only FSDP gives it memory later", "model.init_model_with_meta_device"),
     *_listed("no_shard", "ddp.data_parallel_sharding_strategy ddp.outer_dp_sharding_strategy"),
     *_listed(
         False, "ddp.reduce_scatter_with_fp32_accumulation ddp.average_in_collective ddp.align_param_gather ddp.nccl_ub "
@@ -166,7 +179,12 @@ ROWS: tuple[Adjustment, ...] = (
         "comm_overlap.defer_embedding_wgrad_compute comm_overlap.wgrad_deferral_limit "
         "comm_overlap.overlap_moe_expert_parallel_comm comm_overlap.delay_wgrad_compute",
     ),
-    *_listed(False, "checkpoint.async_save checkpoint.also_save_hf_checkpoint"),
+    _row("mcore", "its writer sends the hashes of what it writes", "checkpoint.async_strategy",
+         lambda t, was: t.section("checkpoint").get("async_save") and was != "mcore"),
+    *_listed(False, "checkpoint.also_save_hf_checkpoint"),
+    *_listed("torch_dist", "checkpoint.ckpt_format"),
+    *_listed(True, "checkpoint.save_optim checkpoint.save_rng checkpoint.load_rng"),
+    *_listed(True, "train.check_optimizer_step_success"),
     *_listed(None, "train.eval_iters train.eval_interval"),
     *_listed(False, "dataset.fast_cache_load dataset.defer_npy_index_mmap"),
     _row(False, "it is Transformer Engine's distributed Adam", "optimizer.use_precision_aware_optimizer", _alone),
@@ -182,6 +200,7 @@ ROWS: tuple[Adjustment, ...] = (
     _row(True, "a sum of gradients is fp32", f"{PRECISION}.grad_reduce_in_fp32"),
     _row(False, "weights are kept in bf16, and quantized once a step", f"{PRECISION}.fp8_param "
          f"{PRECISION}.fp8_param_gather", lambda t, was: was and low_precision.fp8_layers(t) is not None),
+    _row("fp32", "Megatron-Core's name of it", "model.moe_router_dtype", lambda t, was: was == "float32"),
     _row(False, _ROUTER, "model.moe_router_fusion"),
     _row(False, "it is a benchmark's: the model's own router decides", "model.moe_router_force_load_balancing"),
     _row("alltoall", _DISPATCH, "model.moe_token_dispatcher_type", lambda t, was: was == "flex"),
@@ -196,6 +215,9 @@ ROWS: tuple[Adjustment, ...] = (
         "model.fused_residual_rmsnorm model.moe_router_padding_for_quantization model.moe_router_padding_for_fp8 "
         "model.use_transformer_engine_full_layer_spec model.mla_down_proj_fusion model.fused_single_qkv_rope",
     ),
+    # Where tokens exceed the room, Megatron's PagedStashRunner computes the step again without both: it drops none.
+    _row(None, _ROOM, "model.moe_expert_rank_capacity_factor"),
+    _row(False, _ROOM, "model.moe_paged_stash"),
     _row(None, "gate and up stay one after the other", "model.moe_mlp_glu_interleave_size"),
     _row(False, "it changes the sums' order", "model.apply_rope_fusion", lambda t, was: was and latent.has_it(t)),
     _row(True, "cuBLAS may otherwise add in bf16", "model.disable_bf16_reduced_precision_matmul"),

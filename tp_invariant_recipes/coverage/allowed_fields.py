@@ -62,7 +62,6 @@ _HYBRID = "hybrid context parallelism is not covered"
 _CACHE = "a new run has no index of its data yet"
 _PADDING = "Megatron pads the vocabulary to a multiple of tp, and model.vocab_size decides it"
 _RESUMED = "a run could not be resumed"
-_ASYNC = "its worker takes a GPU by number and dies where there is none, and the rank waits for it for ever"
 _LOCAL = "--resume knows the checkpoints in run.dir only"
 _EXPORT = "tpi export writes a Hugging Face checkpoint"
 _OVERLAP = "overlapped collectives add in an order of their own"
@@ -224,6 +223,7 @@ TOKENIZER = rows(
 
 CHECKPOINT = rows(
     (ANY, _RULED, "save load ckpt_step pretrained_checkpoint load_optim finetune dist_ckpt_optim_fully_reshardable"),
+    (BOOL, TIME, "async_save"),
     (ANY, TIME, "save_interval most_recent_k exit_on_missing_checkpoint async_strategy "
      "use_persistent_ckpt_worker async_ckpt_cpu_priority async_ckpt_io_priority async_write_results_mp_mode"),
     (ANY, BYTES, "fully_parallel_save fully_parallel_load ckpt_assume_constant_structure save_tokenizer_assets "
@@ -238,7 +238,6 @@ CHECKPOINT = rows(
     (only("fully_parallel"), _LOCAL, "non_persistent_local_ckpt_algo"),
     (OFF, _LOCAL, "replication"),
     (only(2), _LOCAL, "replication_factor"),
-    (OFF, _ASYNC, "async_save"),
     (OFF, _EXPORT, "also_save_hf_checkpoint hf_trust_remote_code hf_distributed_save"),
     (NULL, _EXPORT, "hf_source_path"),
     (only(1), _EXPORT, "hf_save_every_n_ranks"),

@@ -2,8 +2,11 @@
 
 import queue
 from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.managers import SyncManager
 from typing import Any
 
+from tp_invariant_recipes.host import parent
 from tp_invariant_recipes.patches import code
 from tp_invariant_recipes.patches.patch import Looks, Patch
 from tp_invariant_recipes.replacement import Replacement
@@ -15,14 +18,18 @@ WHY = (
 
 
 def queue_in_this_process(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A queue for a save within this process; asynchronous saves have already made Megatron's shared queue."""
+    """A queue for a save within this process, or Megatron's shared one, whose manager ends with this process."""
 
     def get_write_results_queue(mp_mode: str | None = None) -> Any:
         from megatron.core.dist_checkpointing.strategies import filesystem_async
 
         if mp_mode is None and filesystem_async._results_queue is None:
             return queue.Queue()
-        return original(mp_mode or "spawn")
+        if filesystem_async._results_queue is None:
+            manager = SyncManager(ctx=get_context(mp_mode))
+            manager.start(parent.serve_it)
+            filesystem_async._results_queue = manager.Queue()
+        return filesystem_async._results_queue
 
     return get_write_results_queue
 

@@ -101,6 +101,14 @@ def iteration_dir(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"iter_{step:07d}"
 
 
+def step_of(folder: Path) -> int:
+    """The step of a folder that `iteration_dir` has named. Raises ValueError where it has not."""
+    match = _ITERATION.fullmatch(folder.name)
+    if match is None:
+        raise ValueError(f"{folder} is not a checkpoint of a step")
+    return int(match[1])
+
+
 def finished(checkpoints: Path) -> list[RunCheckpoint]:
     """The checkpoints that were written to the end, oldest first."""
     return [RunCheckpoint(p, step) for p, step in _iterations(checkpoints) if (p / MANIFEST).is_file()]

@@ -3,7 +3,6 @@
 It returns plain values. The ranks of a run import its recipe again (`recipe_layer.enter`), each for itself.
 """
 
-import ctypes
 import os
 import pickle
 import signal
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from tp_invariant_recipes.errors import ConfigError, TpiError
+from tp_invariant_recipes.host import parent
 from tp_invariant_recipes.sources import recipe_source
 
 _exit = os._exit
@@ -65,7 +65,7 @@ def _answer(model: str, function: Callable[[], Any], report: Any) -> NoReturn:
     status = 1
     try:
         be_one()
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its parent
+        parent.end_with_it()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent: KeyboardInterrupt is the recipe's own
         os._exit = _say_where
         outcome: Any = None

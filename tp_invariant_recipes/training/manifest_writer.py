@@ -6,7 +6,7 @@ from typing import Any
 from megatron.bridge.training.callbacks import Callback
 
 from tp_invariant_recipes.runs import index_cache
-from tp_invariant_recipes.runs.checkpoints import iteration_dir, write_manifest
+from tp_invariant_recipes.runs.checkpoints import step_of, write_manifest
 from tp_invariant_recipes.training import written_hashes
 
 
@@ -26,13 +26,12 @@ class ManifestWriter(Callback):
         self.first = first
 
     def on_checkpoint_save(self, context: Any) -> None:
-        """Bridge calls this on every rank once all have written."""
-        step = context.state.train_state.step
-        path = iteration_dir(Path(context.state.cfg.checkpoint.save), step)
+        """Bridge calls this on every rank once all have written; with `checkpoint.async_save` some steps later."""
+        path = written_hashes.finalized()
         known = written_hashes.of_all_ranks(path)
         if self.first:
             parts = self.identity_hash, self.layout, self.optimizer_state
-            write_manifest(path, step, *parts, experts_apart=self.experts_apart, known=known)
+            write_manifest(path, step_of(path), *parts, experts_apart=self.experts_apart, known=known)
 
 
 class IndexRecorder(Callback):

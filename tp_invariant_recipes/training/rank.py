@@ -1,6 +1,5 @@
 """One rank of a run: open its log, set its environment, build its configuration, run Bridge's pretrain()."""
 
-import ctypes
 import json
 import multiprocessing
 import os
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tp_invariant_recipes.errors import TpiError
-from tp_invariant_recipes.host import bridge
+from tp_invariant_recipes.host import bridge, parent
 from tp_invariant_recipes.host.start_clock import CLOCK, count_kernels
 from tp_invariant_recipes.ledger.run_files import Reason, RunFile
 from tp_invariant_recipes.replacement import Replacement, applied
@@ -132,7 +131,7 @@ def pretrain(config: RunConfig, callbacks: list) -> None:
         from tp_invariant_recipes.host import cpu
         from tp_invariant_recipes.numerics.megatron import adapters, replacements
         from tp_invariant_recipes.patches import registry
-        from tp_invariant_recipes.training import written_hashes
+        from tp_invariant_recipes.training import async_writer, written_hashes
         from tp_invariant_recipes.training.optimizer_step import OptimizerStep
 
         optimizer_step = OptimizerStep(callbacks)
@@ -157,10 +156,12 @@ def pretrain(config: RunConfig, callbacks: list) -> None:
         stack.enter_context(registry.applied(config))
         # A guard's come first: what is replaced next adds up the passes of a step, and not those that a guard repeats.
         rows = [row for one in callbacks for row in getattr(one, "replacements", tuple)()]
-        rows += [*replacements.replacements(config.numerics), FAILURE_TIME, written_hashes.WRITES]
+        rows += [*replacements.replacements(config.numerics), FAILURE_TIME, *written_hashes.REPLACEMENTS]
         if peft.adapts(config):
             rows += adapters.replacements(config.numerics, config.section("rng")["seed"], config.weights.folder)
         stack.enter_context(applied(rows))
+        if config.section("checkpoint").get("async_save"):
+            stack.enter_context(async_writer.installed(callbacks))
         from megatron.bridge.training.gpt_step import forward_step
         from megatron.bridge.training.pretrain import pretrain as bridge_pretrain
 
@@ -245,11 +246,8 @@ def _die_with_launcher() -> None:
     """Die when the launcher dies, even by SIGKILL. Ignore Ctrl-C, which a terminal sends to every process, and SIGUSR1,
     which SLURM sends to every process of a job's step: both are for the launcher.
     """
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     launcher = multiprocessing.parent_process()
-    if launcher is not None and launcher.pid != os.getppid():
-        os._exit(1)  # it was killed before the call above
+    parent.end_with_it(None if launcher is None else launcher.pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until Bridge takes it over to save first

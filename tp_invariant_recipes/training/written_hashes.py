@@ -1,4 +1,8 @@
-"""Hashes of the checkpoint files that this rank writes, made of the bytes in memory, so that nothing is read back."""
+"""Hashes of the checkpoint files that a rank writes, made of the bytes in memory, so that nothing is read back.
+
+The rank writes them itself, or with `checkpoint.async_save` a process of its own (async_writer.py), which sends it the
+hashes through Megatron's queue of results.
+"""
 
 import functools
 from collections.abc import Callable
@@ -15,6 +19,8 @@ from tp_invariant_recipes.runs.checkpoints import CheckpointFile
 AT_ONCE = 1 << 20  # bytes: from here on a second thread hashes while this one writes; neither holds the GIL
 
 _written: dict[str, "_Hashed"] = {}  # by the path of a file that this process has written
+_hashes: dict[str, dict[str, Any]] = {}  # by the path of a file of this rank: a CheckpointFile as JSON
+_finalized: list[Path] = []  # at most one
 
 
 class _Hashed:
@@ -65,11 +71,47 @@ def _hashing_writes(original: Callable[..., Any]) -> Callable[..., Any]:
     return write_item
 
 
-WRITES = Replacement(
-    "megatron.core.dist_checkpointing.strategies.filesystem_async:_write_item",
-    _hashing_writes,
-    "the first rank alone would read every file of a checkpoint back, while all others wait",
+def _tell(write: Callable[..., None], rank: int, buckets: Any, results: Any) -> None:
+    """Write the files, and send the hashes after Megatron's results: another process may have written."""
+    write(rank, buckets, results)
+    written = {path: found for path, *_ in buckets if (found := _written.pop(str(path), None)) is not None}
+    results.put({str(path): one.file.as_json() for path, one in written.items() if one.ended >= 0})
+
+
+def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_save_function_and_args(writer: Any) -> Any:
+        write, copy_to_host, arguments = original(writer)
+        if write is None:
+            return write, copy_to_host, arguments
+        return functools.partial(_tell, write), copy_to_host, arguments
+
+    return get_save_function_and_args
+
+
+def _told(original: Callable[..., Any]) -> Callable[..., Any]:
+    def retrieve_write_results(writer: Any) -> Any:
+        found = original(writer)
+        _finalized[:] = [Path(writer.checkpoint_dir)]
+        if writer.results_queue is not None and isinstance(found, list):
+            _hashes.update(writer.results_queue.get_nowait())
+        return found
+
+    return retrieve_write_results
+
+
+_MODULE = "megatron.core.dist_checkpointing.strategies.filesystem_async"
+_WHY = "the first rank alone would read every file of a checkpoint back, while all others wait"
+WRITES = Replacement(f"{_MODULE}:_write_item", _hashing_writes, _WHY)
+REPLACEMENTS = (
+    WRITES,
+    Replacement(f"{_MODULE}:FileSystemWriterAsync.get_save_function_and_args", _telling, _WHY),
+    Replacement(f"{_MODULE}:FileSystemWriterAsync.retrieve_write_results", _told, _WHY),
 )
+
+
+def finalized() -> Path:
+    """The folder of the checkpoint whose files all ranks have written last. A save beside the steps ends later ones."""
+    return _finalized[0]
 
 
 def of_all_ranks(folder: Path) -> dict[str, CheckpointFile]:
@@ -77,9 +119,8 @@ def of_all_ranks(folder: Path) -> dict[str, CheckpointFile]:
 
     A collective of the whole world. What a rank has told it forgets.
     """
-    mine = [path for path in _written if Path(path).is_relative_to(folder)]
-    found = {path: _written.pop(path) for path in mine}
-    ours = {str(Path(path).relative_to(folder)): one.file.as_json() for path, one in found.items() if one.ended >= 0}
+    mine = [path for path in _hashes if Path(path).is_relative_to(folder)]
+    ours = {str(Path(path).relative_to(folder)): _hashes.pop(path) for path in mine}
     first = dist.get_rank() == 0
     everyone: list[Any] | None = [None] * dist.get_world_size() if first else None
     dist.gather_object(ours, everyone)

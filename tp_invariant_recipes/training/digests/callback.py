@@ -150,6 +150,11 @@ class Digests(AroundOptimizerStep):
         self._ended = self._running
 
     def on_checkpoint_save(self, context: CallbackContext) -> None:
+        """Bridge has written a checkpoint, and with `checkpoint.async_save` has trained more steps since."""
+        if not context.state.cfg.checkpoint.async_save:
+            self.on_checkpoint_scheduled()
+
+    def on_checkpoint_scheduled(self) -> None:
         """Have the step in the ledger before the manifest is written, which makes the checkpoint count."""
         self.finish()
         dist.barrier()

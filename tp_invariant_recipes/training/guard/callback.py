@@ -4,7 +4,7 @@
     a step begins                         which of its products are sampled
     its passes, of a shadow step          shadow.py
     before the optimizer's step           the judge begins with what the last step left; samples are copied for it;
-                                          weights of all replicas, and what lay in memory since then, are compared
+                                          weights of all replicas, and memory between the two steps, are compared
     after it                              elements of it are computed again; what lies in memory now is digested
     a checkpoint, the end of training     all that is undecided is waited for, on all ranks
 
@@ -119,6 +119,11 @@ class Guard(AroundOptimizerStep):
         self._memory.leave(self._step, weights=not self._gathers_later, whole=self._in_full(self._step + 1))
 
     def on_checkpoint_save(self, context: CallbackContext) -> None:
+        """Bridge has written a checkpoint, and with `checkpoint.async_save` has trained more steps since."""
+        if not context.state.cfg.checkpoint.async_save:
+            self.on_checkpoint_scheduled()
+
+    def on_checkpoint_scheduled(self) -> None:
         """Have everything decided before the manifest is written, which makes the checkpoint count."""
         self._settle()
 
