@@ -77,8 +77,11 @@ def attention(
     """
     query, key, value = dense(query), dense(key), dense(value)
     more = () if sinks is None else (sinks,)
-    case = (shards, query.shape, key.shape, value.shape, query.dtype, core.kind(mask), settings())
-    trial = partial(trial_passes, core, query, key, value, mask, shards, *more)
+    # Without gradients a forward pass is tried by itself: `tpi score` has a shape for every length, and a backend plans
+    # each kernel of each for up to a second.
+    graded = torch.is_grad_enabled()
+    case = (shards, query.shape, key.shape, value.shape, query.dtype, core.kind(mask), settings(), graded)
+    trial = partial(trial_passes, core, query, key, value, mask, shards, *more, graded=graded)
     together = tried(_together_is_right, case, query, trial)
     if together and shards > 1 and checking():
         return _Checked.apply(core, mask, shards, query, key, value, *more)
@@ -140,8 +143,10 @@ def _with_dense_gradient(out: Tensor) -> Tensor:
     return out
 
 
-def trial_passes(core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, shards: int, *sinks: Tensor) -> bool:
-    """Try both forms on operands of these shapes."""
+def trial_passes(
+    core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, shards: int, *sinks: Tensor, graded: bool = True
+) -> bool:
+    """Try both forms on operands of these shapes. graded: also their backward passes."""
     generator = torch.Generator(query.device).manual_seed(0)
     for trial in range(TRIALS + 1):
         gradient = query.new_empty(*query.shape[:-1], value.shape[-1])
@@ -152,11 +157,12 @@ def trial_passes(core: Core, query: Tensor, key: Tensor, value: Tensor, mask: An
         else:
             for tensor in operands:
                 tensor.normal_(generator=generator)
-        expected = outcome(_defined, core, operands, mask, shards, *scores)
+        found = partial(outcome, core=core, operands=operands, mask=mask, shards=shards, sinks=scores, graded=graded)
+        expected = found(_defined)
         _admitted(core.backend())
-        if not same(expected, outcome(_defined, core, operands, mask, shards, *scores)):
+        if not same(expected, found(_defined)):
             raise RunError(f"attention by {core.backend()} does not repeat its own bits")
-        if shards > 1 and not same(expected, outcome(_together, core, operands, mask, shards, *scores)):
+        if shards > 1 and not same(expected, found(_together)):
             return False
     return True
 
@@ -170,9 +176,19 @@ def _admitted(backend: str) -> None:
 
 
 def outcome(
-    form: Callable[..., Tensor], core: Core, operands: Operands, mask: Any, shards: int, *sinks: Tensor
+    form: Form,
+    core: Core,
+    operands: Operands,
+    mask: Any,
+    shards: int,
+    sinks: Sequence[Tensor] = (),
+    *,
+    graded: bool = True,
 ) -> tuple[Tensor, ...]:
-    """Output and gradients (TENSORS, and of sinks) of `_together` or `_defined`."""
+    """Output and gradients (TENSORS, and of sinks) of `_together` or `_defined`; without `graded` the output alone."""
+    if not graded:
+        with torch.no_grad():
+            return (form(core, *operands[:3], mask, shards, *sinks),)
     leaves, out = _recorded(form, core, (*operands[:3], *sinks), mask, shards)
     return out.detach(), *torch.autograd.grad(out, leaves, operands.gradient.reshape(out.shape))
 

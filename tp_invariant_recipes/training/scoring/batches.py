@@ -56,14 +56,19 @@ def plan(lengths: list[int], multiple: int, tokens: int, ranks: int, rank: int) 
         sized.setdefault(padded(length, multiple), []).append(place)
     batches = []
     for length, places in sorted(sized.items(), reverse=True):  # the longest first: memory runs out early or never
-        batches += [Batch(tuple(some), length) for some in _divided(places, max(1, tokens // length))]
+        batches += [Batch(tuple(some), length) for some in _divided(places, _power(max(1, tokens // length)))]
     rounds = -(-len(batches) // ranks)
     return [batches[min(n * ranks + rank, len(batches) - 1)] for n in range(rounds)]
 
 
 def _divided(places: list[int], most: int) -> Iterator[list[int]]:
-    """Parts of `most`, then of powers of two: each size is a shape, for which products are tried once."""
+    """Parts of `most`, then of smaller powers of two, so that few shapes occur: products are tried for each."""
     while places:
-        size = most if len(places) >= most else 1 << (len(places).bit_length() - 1)
+        size = min(most, _power(len(places)))
         yield places[:size]
         places = places[size:]
+
+
+def _power(most: int) -> int:
+    """The largest power of two that is not greater."""
+    return 1 << (most.bit_length() - 1)

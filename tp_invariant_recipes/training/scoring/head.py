@@ -17,6 +17,7 @@ from tp_invariant_recipes.numerics.mode import Mode
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 BLOCK = 1024  # tokens whose logits exist at a time
+STEP = 128  # tokens; blocks are filled up to a multiple, so that few shapes occur: products are tried for each
 LOGPROB, RANK, ENTROPY = "logprobs", "ranks", "entropies"
 
 
@@ -74,8 +75,10 @@ class Head:
         flat = targets.flatten()
         out = torch.full((len(self.wanted.columns), len(flat)), torch.nan, dtype=torch.float64, device=rows.device)
         for block in self._blocks(flat):  # of the host, which waits for no kernel
-            index, target = block.to(rows.device), flat[block].clamp(min=0).to(rows.device)
-            out[:, index] = self._values(rows[index].unsqueeze(1), target)
+            filled = block if self.alone else torch.cat([block, block[:1].expand(-len(block) % STEP)])
+            index, target = filled.to(rows.device), flat[filled].clamp(min=0).to(rows.device)
+            values = self._values(rows[index].unsqueeze(1), target)
+            out[:, index[: len(block)]] = values[:, : len(block)]
         return out.view(-1, *targets.shape)
 
     def _blocks(self, targets: Tensor) -> Iterator[Tensor]:
