@@ -8,6 +8,7 @@ from tests.distributed.test_recipe_models import _CLASSES, SHORT, SIZES
 from tests.distributed.test_recipe_models import FAMILIES as OTHERS
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.ledger.open import read
 
 pytestmark = pytest.mark.usefixtures("families")
 
@@ -50,6 +51,12 @@ FAMILIES = {
     "deepseek": (
         "deepseek_v3_pretrain_config",
         _LATENT | {"q_lora_rank": 32, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 1},
+    ),
+    "deepseek_v2": (
+        "deepseek_v2_lite_pretrain_config",
+        _LATENT
+        | {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}
+        | {"q_lora_rank": None, "num_experts_per_tok": 2, "routed_scaling_factor": 1.0},
     ),
     "gpt_oss": ("gpt_oss_20b_pretrain_config", _GPT_OSS),
 }
@@ -103,6 +110,7 @@ def composed(family, folder, *more):
         ("moonlight", ()),
         ("deepseek", ()),
         ("deepseek", ("model.mtp_num_layers=null",)),
+        ("deepseek_v2", ("etp=1",)),
     ),
 )
 def test_a_recipe_with_latent_attention_composes_for_tree(bridge, hugging_face, family, more):
@@ -130,13 +138,13 @@ def test_what_is_missing_is_named_in_one_message(bridge, hugging_face, family):
 
 
 # Families: their recipes are cut in size and in steps, and in nothing else.
-FIVE = ("llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss")
+SIX = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "gpt_oss")
 CUT = "seq=64 gbs=2 iters=3 scheduler.lr_warmup_iters=0 tp=1 pp=1 ep=1 device=cpu"
 
 
 @pytest.mark.release
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("family", FIVE)
+@pytest.mark.parametrize("family", SIX)
 def test_a_recipe_trains_without_another_key_than_size(shared, family):
     if family in FAMILIES:
         recipe, config = FAMILIES[family]
@@ -151,3 +159,42 @@ def test_a_recipe_trains_without_another_key_than_size(shared, family):
     assert "adjusted, numerics.adjust=false refuses it:" in done.stderr
     assert "3 steps, numerics=tree" in done.stderr
     assert len(shared.ledger(f"{family}-cut")) == 3
+
+
+# A benchmark of Bridge's: room for an expert rank's tokens, the flex dispatcher; MXFP8, which tree refuses.
+BENCHMARK = "megatron.bridge.perf_recipes.qwen:qwen3_30b_a3b_pretrain_8gpu_b200_fp8mx_config"
+CUT_BENCHMARK = (
+    "seq=64 gbs=4 mbs=1 iters=2 scheduler.lr_warmup_iters=0 pp=1 ep=1 device=cpu precision=bf16 dataset.num_workers=0"
+)
+# What stock numerics need of it on a CPU: the same, typed.
+AS_STOCK = (
+    "numerics=stock numerics.initial_weights=invariant cuda_graph=off "
+    "comm_overlap.overlap_moe_expert_parallel_comm=null comm_overlap.delay_wgrad_compute=null "
+    "model.overlap_moe_expert_parallel_comm=false model.delay_wgrad_compute=false "
+    "model.tp_comm_overlap=false comm_overlap.tp_comm_overlap=false "
+    "model.moe_paged_stash=false model.moe_expert_rank_capacity_factor=null model.moe_token_dispatcher_type=alltoall "
+    "model.use_transformer_engine_op_fuser=false model.moe_router_fusion=false model.use_te_rng_tracker=false "
+    "rng.te_rng_tracker=false model.moe_mlp_glu_interleave_size=null model.moe_router_padding_for_quantization=false"
+)
+SET_RIGHT = (
+    "model.moe_paged_stash: true -> false: ",
+    "model.moe_expert_rank_capacity_factor: 1.5 -> null: ",
+)
+
+
+@pytest.mark.release
+@pytest.mark.timeout(600)
+def test_a_benchmark_has_one_result_in_two_layouts_and_stock_has_not(shared):
+    _, own, _ = OTHERS["qwen3_moe"]
+    config = SIZES | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]} | own
+    folder = shared.folder / "cut" / "benchmark"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    words = (f"recipe={BENCHMARK}", f"recipe.hf_folder={folder}", *CUT_BENCHMARK.split(), "tp=1,2")
+    done = shared("verify", *words, "--dir", "benchmark", status=0)
+    assert "identical: tp=1, 2 computed the same bits over 2 steps" in done.stdout
+    adjusted = read(shared.folder / "benchmark" / "tp1").header.notes["adjusted"]
+    for line in SET_RIGHT:
+        assert any(said.startswith(line) for said in adjusted), adjusted
+    done = shared("verify", *words, *AS_STOCK.split(), "--dir", "benchmark-stock", status=1)
+    assert "different: tp=2 computed other bits than tp=1" in done.stdout

@@ -170,9 +170,16 @@ def _adjusted(model: str, sound: Sequence[Override], config: RunConfig) -> RunCo
     if not (recipe_source.is_recipe(model) and config.numerics.invariant and config.numerics.adjust):
         return config
     said = _said(model, sound)
-    typed = {path for one in sound for path in ((one.path, *_option_sets(one)) if one.group else (one.path,))}
+    typed = {path for one in sound for path in _types(one)}
     config, lines = adjusted.adjust(config, typed, said.variables, said.preset)
     return RunConfig({**config.sections, "recipe": {**config.section("recipe"), "adjusted": lines}})
+
+
+def _types(one: Override) -> tuple[str, ...]:
+    """The paths that an override sets. A numerics' name leaves its other fields, such as V and C, as they are."""
+    if one.group and one.path == "numerics":
+        return ("numerics.mode",)
+    return (one.path, *_option_sets(one)) if one.group else (one.path,)
 
 
 def _option_sets(chosen: Override) -> list[str]:

@@ -245,7 +245,9 @@ def limits(config: RunConfig) -> list[str]:
     if not config.numerics.invariant:
         return []
     beyond = [limit.why for limit in LIMITS if limit.wrong(config)]
-    beyond += model_fields.unknown(config.model, (*OFF, *experts.OFF, *latent.OFF, *multi_token.OFF))
+    beyond += model_fields.unknown(
+        config.model, (*OFF, *experts.OFF, *latent.OFF, *multi_token.OFF, multi_token.PATTERN)
+    )
     for section in allowed_fields.SECTIONS:
         beyond += allowed_fields.refused(section, config.section(section))
     return [

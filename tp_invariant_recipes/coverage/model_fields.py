@@ -130,6 +130,7 @@ PRECISION = (
     "fp8_recipe",
     "fp8_wgrad",
     "tp_only_amax_red",
+    "keep_mtp_spec_in_bf16",  # neither Bridge nor Megatron-Core reads it
     "num_layers_at_end_in_bf16",
     "num_layers_at_start_in_bf16",
 )
@@ -176,6 +177,9 @@ CODE = (
     "moe_hybridep_num_sms",
     "moe_hybridep_num_sms_preprocessing",
     "moe_permute_fusion_into_hybridep",
+    "moe_paged_stash_buffer_size_factor_cpu",  # read with moe_paged_stash alone
+    "moe_paged_stash_buffer_size_factor_cuda",
+    "moe_paged_stash_page_size",
     "cpu_offloading_num_layers",  # read with cpu_offloading alone
     "delay_offload_until_cuda_graph",  # with fine_grained_activation_offloading alone
     "fine_grained_offloading_max_inflight_offloads",

@@ -10,6 +10,7 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 
 FIELD = "mtp_num_layers"
 OFF = ("mtp_use_repeated_layer", "mtp_detach_heads")
+PATTERN = "mtp_hybrid_override_pattern"
 WITHOUT = f"model.{FIELD}=null"
 
 
@@ -29,6 +30,11 @@ LIMITS = (
     _row(
         lambda t: "hybrid_layer_pattern" in t.model,
         f"multi-token prediction of hybrid models has no invariant version; {WITHOUT}",
+    ),
+    # Bridge adds these layers to the pattern, whatever mtp_num_layers is.
+    Limit(
+        is_set(PATTERN),
+        f"model.{PATTERN} adds layers of multi-token prediction; model.{PATTERN}=null, {WITHOUT}",
     ),
     _row(
         cuts_sequences,

@@ -78,11 +78,11 @@ RULED = (model_fields.KNOWN | {*invariance.OFF, *invariance.SHARDED, *experts.OF
 IDLE = {
     "dataset.skip_getting_attention_mask_from_dataset": True,
     "model.attention_backend": None,
-    "model.moe_a2a_overlap": False,
     "model.moe_flex_dispatcher_backend": None,
 }
-# Attributes that recipes set and that are no field: Bridge's scheduler takes both from `optimizer`.
-UNREAD = {"scheduler.max_lr", "scheduler.min_lr"}
+# Attributes that recipes set and that are no field: Bridge's scheduler takes both from `optimizer`; nobody reads the
+# third one.
+UNREAD = {"scheduler.max_lr", "scheduler.min_lr", "model.moe_a2a_overlap"}
 # A class of Bridge -> attributes that its recipes and models set beside its fields.
 _OF_QWEN = {f"model.{name}" for name in ("head_dim", "hf_text_config", "audio_token_id", "moe_a2a_overlap")}
 OF_BRIDGE = {
@@ -107,6 +107,8 @@ OF_BRIDGE = {
         _OF_QWEN,
     ),
 }
+# A field of names that Bridge's recipes set to a dtype, which Megatron-Core reads as no name.
+NAMED = "moe_router_dtype"
 # Fields that say how a model is computed, and not what: the value that invariant numerics know.
 HOW = {
     "comm_overlap.tp_comm_overlap_cfg": "null",
@@ -273,7 +275,10 @@ def _values(section: str, part: Any) -> dict[str, Any]:
     """The fields of a section, but those that say nothing."""
     left_out = COPIES | UNREAD
     fields = {name: value for name, value in recipe_fields.values(part) if f"{section}.{name}" not in left_out}
-    return {n: v for n, v in fields.items() if f"{section}.{n}" not in IDLE or v is not IDLE[f"{section}.{n}"]}
+    left = {n: v for n, v in fields.items() if f"{section}.{n}" not in IDLE or v is not IDLE[f"{section}.{n}"]}
+    if type(left.get(NAMED)).__name__ == "dtype":
+        left[NAMED] = recipe_fields.serialize(left[NAMED])
+    return left
 
 
 def _stated(section: str, values: Mapping[str, Any]) -> set[str]:

@@ -27,7 +27,7 @@ PLACEHOLDERS = {
 # Keys of messages that no fix takes: they give up the numerics, or the machine.
 OTHER_RUNS = ("numerics=stock", "device=gpu")
 # Rounds of taking the keys that the messages name: one refusal may hide another one.
-ROUNDS = 3
+ROUNDS = 4
 NEEDED = re.compile(rf"{recipe_source.NEEDS} ([\w./-]+),")
 _GPUS = re.compile(r"_\d+gpu(?=_)")
 _KEY = re.compile(r"(?<![\w.])([a-z_]+(?:\.\w+)*=(?:\[[^\]]*\]|[\w.\[\]-]+))")
@@ -119,6 +119,9 @@ def _keys(problems: Iterable[str], before: Sequence[str]) -> list[str]:
     dp = found.get("dp", "dp=1").removeprefix("dp=")
     ranks = int(dp) if dp.isdecimal() else 1
     named = {key.partition("=")[0]: key for problem in problems for key in _named(problem, ranks)}
+    # What a run lacks comes first: without its number of ranks numerics.adjust cannot reckon with cp.
+    opens = {name: key for name, key in named.items() if _is_open(key) and found.get(name) != key}
+    named = opens or named
     return [*(found | named).values()] if named.items() - found.items() else []
 
 
