@@ -62,7 +62,8 @@ def of(model: Mapping[str, Any]) -> str | None:
     """The family, a key of FAMILIES, whose layers a model has. model: a section `model` of a tree."""
     spec, provider = model.get(FIELD), model.get(PROVIDER)
     return next(
-        (name for name, one in FAMILIES.items() if (one.spec == spec if spec else one.provider == provider)), None
+        (name for name, one in FAMILIES.items() if (one.spec == spec if spec else one.provider == (provider or None))),
+        None,
     )
 
 
