@@ -5,6 +5,7 @@ import torch
 
 from tests.fp8_operands import operands
 from tests.gpu.test_fp8_product_gpu import drawn, on_gpu
+from tests.gpu.test_restarting_product import CUTS, pytestmark  # noqa: F401 -- the marks hold here too
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels import restarting_product as kernel
 from tp_invariant_recipes.kernels.quantized import E4M3, E5M2
@@ -14,24 +15,10 @@ from tp_invariant_recipes.numerics.products.fp8_probe import DRAWS
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import tree_sum
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HOPPER, reason="needs an NVIDIA GPU of compute capability 9.0"),
-    pytest.mark.usefixtures("settings_of_a_run"),
-]
 BF16, FP32 = torch.bfloat16, torch.float32
 KINDS = ("tensor", "128x128")
 # m, n, size of a piece: layers of Qwen3-8B at tp=4, small and ragged ones.
 SHAPES = ((8192, 4096, 512), (2048, 4096, 1536), (128, 128, 128), (1000, 520, 384), (33, 8, 128), (1, 1032, 256))
-CUTS = (
-    Cut(range(2), 2, 1),
-    Cut(range(1), 1, 2),
-    Cut(range(4), 4, 1),
-    Cut(range(2), 2, 2),
-    Cut(range(4, 8), 8, 1),
-    Cut(range(2, 4), 4, 2),
-)
 
 
 @pytest.fixture(autouse=True)

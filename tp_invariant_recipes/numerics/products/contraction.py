@@ -223,9 +223,7 @@ def _compiles() -> bool:
     return (installed("triton") or "").startswith(TRITON)
 
 
-def _empty(
-    count: int, a: Tensor, b: Tensor, only: Tensor | None, dtype: torch.dtype = torch.float32
-) -> Tensor:  # fmt: skip
+def _empty(count: int, a: Tensor, b: Tensor, only: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
     if count == 1 and only is not None:
         return only.unsqueeze(0)
     return torch.empty(count, a.shape[0], b.shape[1], dtype=dtype, device=a.device)

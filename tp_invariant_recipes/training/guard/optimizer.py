@@ -89,9 +89,7 @@ class Adam:
             found = update.unlike(again)
             if found is None:
                 return None
-            judge = (
-                "its definition, computed by the host's CPU" if again is None else "the same elements, updated again"
-            )
+            judge = DEFINED if again is None else "the same elements, updated again"
             numbers = {k: v for k, v in update.group.items() if isinstance(v, int | float | tuple)}
             tensors = {f"before.{k}": v for k, v in update.inputs.items()}
             tensors |= {f"after.{k}": v for k, v in update.results.items()}
