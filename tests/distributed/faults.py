@@ -101,7 +101,7 @@ def one_product_a_rank() -> None:
 
 def one_kept_bit_less() -> None:
     """Let a product of numerics=portable keep a bit less of each sum."""
-    from tp_invariant_recipes.kernels import tensor_core_cpu
+    from tp_invariant_recipes.kernels.cpu import tensor_core_cpu
 
     tensor_core_cpu.KEPT -= 1
 

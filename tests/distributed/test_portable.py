@@ -83,7 +83,7 @@ def _steps_of_eight() -> None:
     """Zeros change no step: with eight between every eight numbers, a step of 16 adds eight products."""
     import torch
 
-    from tp_invariant_recipes.kernels import tensor_core_cpu
+    from tp_invariant_recipes.kernels.cpu import tensor_core_cpu
 
     original = tensor_core_cpu.product
 

@@ -6,7 +6,8 @@ import torch
 from tests.fp8_operands import KINDS, TYPES, operands
 from tests.fp8_recorded import SPLIT, recorded, same_as_recorded
 from tests.operands import same_bits
-from tp_invariant_recipes.kernels import fp8_cpu, fp8_tiles
+from tp_invariant_recipes.kernels import fp8_tiles
+from tp_invariant_recipes.kernels.cpu import fp8_cpu
 from tp_invariant_recipes.kernels.grouped_product import Groups
 from tp_invariant_recipes.kernels.quantized import BLOCK, E4M3, E5M2, Quantized
 from tp_invariant_recipes.numerics.products import fp8, fp8_cublas

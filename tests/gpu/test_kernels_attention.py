@@ -5,7 +5,7 @@ import pytest
 
 from tests.operands import same_bits
 from tests.unit.attention_interpreted import KINDS, NAMES, finite_operands
-from tp_invariant_recipes.kernels import tensor_core_cpu
+from tp_invariant_recipes.kernels.cpu import tensor_core_cpu
 from tp_invariant_recipes.portable.ieee_attention import attention_backward, attention_forward
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from tests.operands import same_bits, sample
-from tp_invariant_recipes.kernels import tensor_core_cpu
+from tp_invariant_recipes.kernels.cpu import tensor_core_cpu
 from tp_invariant_recipes.portable import ieee_attention_triton
 from tp_invariant_recipes.portable.ieee_attention import _of_powers_of_two, attention_backward, attention_forward
 from tp_invariant_recipes.portable.one_source import numpy_fma, numpy_version

@@ -203,7 +203,7 @@ JOB = (
 
 
 @pytest.mark.parametrize(
-    "file", sorted((ROOT / "tp_invariant_recipes" / "cli").glob("*.py")), ids=lambda file: file.stem
+    "file", sorted((ROOT / "tp_invariant_recipes" / "cli").rglob("*.py")), ids=lambda file: file.stem
 )
 def test_commands_print_through_one_module(file):
     """host/terminal.py, which makes text visible; logs write to its stream what jobs/follow.py has made visible."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.operands import same_bits
-from tp_invariant_recipes.kernels import tensor_core_cpu
+from tp_invariant_recipes.kernels.cpu import tensor_core_cpu
 from tp_invariant_recipes.kernels.tensor_core_sum import bf16_product
 from tp_invariant_recipes.portable.ieee_attention import attention_backward, attention_forward
 from tp_invariant_recipes.portable.ieee_attention_triton import LANES

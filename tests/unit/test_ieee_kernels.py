@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.operands import KINDS, same_bits, sample
-from tp_invariant_recipes.kernels import numba_loop, tensor_core_cpu
+from tp_invariant_recipes.kernels.cpu import numba_loop, tensor_core_cpu
 from tp_invariant_recipes.kernels.tensor_core_sum import fma
 from tp_invariant_recipes.portable import ieee_adam, ieee_cross_entropy, ieee_norm, ieee_rotary, ieee_swiglu
 from tp_invariant_recipes.portable.ieee_sums import folded, power_of_two
@@ -306,8 +306,9 @@ def test_threads_do_not_change_a_bit():
         assert all(same_bits(one, other) for other in others)
 
 
+@pytest.mark.parametrize("source", ("kernels/tensor_core_sum.py", "kernels/cpu/numba_fma.py"))
 @pytest.mark.parametrize("loop", (ieee_swiglu._forward_loop, tensor_core_cpu._add_bf16), ids=("portable", "kernels"))
-def test_a_kept_loop_follows_all_sources(monkeypatch, loop):
+def test_a_kept_loop_follows_all_sources(monkeypatch, loop, source):
     """Also the files of the functions and constants in it; numba itself would keep the old ones."""
 
     def stamp():
@@ -320,7 +321,7 @@ def test_a_kept_loop_follows_all_sources(monkeypatch, loop):
     try:
         with monkeypatch.context() as patched:
             patched.setattr(
-                numba_loop.Path, "read_bytes", lambda path: read(path) + b" " * (path.name == "tensor_core_sum.py")
+                numba_loop.Path, "read_bytes", lambda path: read(path) + b" " * path.as_posix().endswith(source)
             )
             assert stamp() != before
     finally:

@@ -10,7 +10,7 @@ import pytest
 from numba import njit
 
 from tests.operands import EVERY_BF16, SPECIAL, any_bits
-from tp_invariant_recipes.kernels import numba_fma
+from tp_invariant_recipes.kernels.cpu import numba_fma
 from tp_invariant_recipes.portable import ieee_math, ieee_rotary, one_source
 from tp_invariant_recipes.portable.one_source import numba_version, numpy_version
 

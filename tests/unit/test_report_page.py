@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from safetensors.numpy import save_file
 
-from tp_invariant_recipes.cli import progress
+from tp_invariant_recipes.cli.output import progress
 from tp_invariant_recipes.compare import compare
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger import dumps, reader

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tp_invariant_recipes.kernels.tensor_core_cpu import bits_of, product
+from tp_invariant_recipes.kernels.cpu.tensor_core_cpu import bits_of, product
 from tp_invariant_recipes.kernels.tensor_core_sum import NAN, bf16_product
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from tests.operands import EVERY_BF16, KINDS, sample
-from tp_invariant_recipes.kernels import fp8_cpu, fp8_sum, tensor_core_cpu, tensor_core_sum
+from tp_invariant_recipes.kernels import fp8_sum, tensor_core_sum
+from tp_invariant_recipes.kernels.cpu import fp8_cpu, tensor_core_cpu
 from tp_invariant_recipes.kernels.quantized import BLOCK, E4M3, E5M2, Quantized
 from tp_invariant_recipes.kernels.tensor_core_sum import STEP, bf16_product
 

@@ -8,7 +8,8 @@ import torch
 from safetensors.numpy import load_file
 
 from tests.operands import same_bits
-from tp_invariant_recipes.kernels import tensor_core_cpu, tensor_core_sum
+from tp_invariant_recipes.kernels import tensor_core_sum
+from tp_invariant_recipes.kernels.cpu import tensor_core_cpu
 from tp_invariant_recipes.kernels.tensor_core_sum import INFINITY, NAN, bf16_product, fp32_product
 from tp_invariant_recipes.portable import conformance
 

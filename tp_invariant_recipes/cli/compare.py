@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tp_invariant_recipes.cli import progress
+from tp_invariant_recipes.cli.output import progress
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.host import terminal

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tp_invariant_recipes.cli.help_text import help_text
+from tp_invariant_recipes.cli.output.help_text import help_text
 from tp_invariant_recipes.host import needed, terminal
 from tp_invariant_recipes.plural import counted
 

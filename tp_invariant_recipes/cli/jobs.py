@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from tp_invariant_recipes.cli import lines
 from tp_invariant_recipes.cli.arguments import Json
-from tp_invariant_recipes.cli.lines import Line
+from tp_invariant_recipes.cli.output import lines
+from tp_invariant_recipes.cli.output.lines import Line
 from tp_invariant_recipes.host import terminal
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tp_invariant_recipes.cli import progress
+from tp_invariant_recipes.cli.output import progress
 from tp_invariant_recipes.foreign_text import one_line, visible
 from tp_invariant_recipes.host import terminal
 

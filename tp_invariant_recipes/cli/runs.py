@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tp_invariant_recipes.cli import lines
 from tp_invariant_recipes.cli.arguments import Json
-from tp_invariant_recipes.cli.lines import Line
+from tp_invariant_recipes.cli.output import lines
+from tp_invariant_recipes.cli.output.lines import Line
 from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.host import terminal
 from tp_invariant_recipes.plural import counted

@@ -8,8 +8,8 @@ from rich import box
 from rich.table import Column, Table
 from rich.text import Text
 
-from tp_invariant_recipes.cli import matrix
 from tp_invariant_recipes.cli.arguments import Json, Overrides, Verbose, directory_option, optional_model
+from tp_invariant_recipes.cli.output import matrix
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.host import terminal

@@ -28,7 +28,7 @@ Operands: e4m3 by e4m3, e5m2 by e4m3, e4m3 by e5m2. No library multiplies e5m2 b
 Evidence: tests/data holds what cuBLAS gave on an H200 and an H100; tests/unit/test_fp8_sum.py compares every bit.
 cuBLAS also has "fast accumulation": one accumulator over all of k. No product of ours uses it.
 
-This module states the definition in numpy. kernels/fp8_cpu.py computes it fast.
+This module states the definition in numpy. kernels/cpu/fp8_cpu.py computes it fast.
 """
 
 import numpy as np

@@ -22,7 +22,7 @@ Evidence: tests/data holds operands and outputs that an H200 gave, of `mma.sync`
 warps, tiles of k of 16, 32 and 64) and of cuBLAS; tests/unit/test_tensor_core_sum.py compares every bit.
 docs/arithmetic.md says what is known of other GPUs. MMA-Sim (arXiv 2511.10909) models the same sum independently.
 
-This module states the definition in numpy, an element at a time. kernels/tensor_core_cpu.py computes it fast.
+This module states the definition in numpy, an element at a time. kernels/cpu/tensor_core_cpu.py computes it fast.
 """
 
 import numpy as np

@@ -123,7 +123,7 @@ def outputs(case: Case, product: Product) -> NDArray[np.uint32]:
 
 def by_definition(a: Operand, b: Operand) -> Tensor:
     """a @ b as kernels/tensor_core_sum.py defines it, or a @ b^T as kernels/fp8_sum.py does, on the CPU."""
-    from tp_invariant_recipes.kernels import fp8_cpu, tensor_core_cpu  # load numba
+    from tp_invariant_recipes.kernels.cpu import fp8_cpu, tensor_core_cpu  # load numba
 
     return fp8_cpu.product(a, b) if isinstance(a, Quantized) else tensor_core_cpu.product(a, b)  # type: ignore[arg-type]
 

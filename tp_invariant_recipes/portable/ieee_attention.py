@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.kernels import tensor_core_cpu
-from tp_invariant_recipes.kernels.numba_loop import cpu_loop
-from tp_invariant_recipes.kernels.tensor_core_cpu import WIDE, add_steps, split_panels, split_rows
+from tp_invariant_recipes.kernels.cpu import tensor_core_cpu
+from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop
+from tp_invariant_recipes.kernels.cpu.tensor_core_cpu import WIDE, add_steps, split_panels, split_rows
 from tp_invariant_recipes.kernels.tensor_core_sum import STEP
 from tp_invariant_recipes.portable.ieee_attention_triton import LANES, backward_triton, exponential, forward_triton
 from tp_invariant_recipes.portable.ieee_math import bf16_bits, fp32_of_bf16

@@ -19,8 +19,8 @@ import triton.language as tl
 from numba import njit
 from torch import Tensor
 
+from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop
 from tp_invariant_recipes.kernels.launch import Kernel
-from tp_invariant_recipes.kernels.numba_loop import cpu_loop
 from tp_invariant_recipes.portable.ieee_math import ZERO, exp
 from tp_invariant_recipes.portable.ieee_storage import load_fp32, store_rounded, stored, widened
 from tp_invariant_recipes.portable.ieee_sums import fold_columns, numba_fold, power_of_two

@@ -29,9 +29,9 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tp_invariant_recipes.kernels import numba_fma
-from tp_invariant_recipes.kernels.cpu_threads import by_parts
-from tp_invariant_recipes.kernels.numba_loop import OPTIONS
+from tp_invariant_recipes.kernels.cpu import numba_fma
+from tp_invariant_recipes.kernels.cpu.cpu_threads import by_parts
+from tp_invariant_recipes.kernels.cpu.numba_loop import OPTIONS
 
 UNFUSED = {"enable_fp_fusion": False}  # options of a launch
 SMALL = 2**15  # numbers that one thread computes faster than several could start

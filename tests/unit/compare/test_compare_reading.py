@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.compare.ledgers import HEADER, record
-from tp_invariant_recipes.cli import progress
+from tp_invariant_recipes.cli.output import progress
 from tp_invariant_recipes.compare import compare as compare_module
 from tp_invariant_recipes.compare import tally
 from tp_invariant_recipes.compare.compare import compare, compare_all

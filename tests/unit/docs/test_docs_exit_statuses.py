@@ -68,7 +68,7 @@ def ends(source: str) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    "file", sorted((ROOT / "tp_invariant_recipes" / "cli").glob("*.py")), ids=lambda file: file.stem
+    "file", sorted((ROOT / "tp_invariant_recipes" / "cli").rglob("*.py")), ids=lambda file: file.stem
 )
 def test_a_command_never_ends_with_1_by_itself(file):
     assert ends(file.read_text()) <= {0, 2, 130}  # 130: Ctrl-C

@@ -40,7 +40,7 @@ class Backend:
 
 
 def _by_numba(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
-    from tp_invariant_recipes.kernels import tensor_core_cpu  # loads numba
+    from tp_invariant_recipes.kernels.cpu import tensor_core_cpu  # loads numba
 
     total = tensor_core_cpu.product(a, b)
     out.copy_(total.add_(out) if add else total)
@@ -177,7 +177,7 @@ def partials(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Te
     segments: the size of each in k.
     returns:  [shards, m, n] fp32: the sum over segments, in order, of the segment's product.
     """
-    from tp_invariant_recipes.kernels import tensor_core_cpu  # loads numba
+    from tp_invariant_recipes.kernels.cpu import tensor_core_cpu  # loads numba
 
     total = None
     for x, y in zip(a.split(segments, 1), b.split(segments), strict=True):

@@ -45,7 +45,7 @@ def product(a: Quantized, b: Quantized, out: Tensor, *, add: bool = False) -> Te
 
 
 def _on_cpu(a: Quantized, b: Quantized, out: Tensor, add: bool) -> None:
-    from tp_invariant_recipes.kernels import fp8_cpu, tensor_core_cpu  # load numba
+    from tp_invariant_recipes.kernels.cpu import fp8_cpu, tensor_core_cpu  # load numba
 
     total = fp8_cpu.product(a, b)
     if add:

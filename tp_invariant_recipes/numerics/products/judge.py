@@ -78,7 +78,7 @@ def difference(one: Tensor, other: Tensor) -> UnlikeBits | None:
 
 
 def _defined(a: Tensor, b: Tensor) -> Tensor:
-    from tp_invariant_recipes.kernels import tensor_core_cpu  # loads numba
+    from tp_invariant_recipes.kernels.cpu import tensor_core_cpu  # loads numba
 
     return tensor_core_cpu.product(a, b)
 

@@ -15,7 +15,7 @@ def cpu_loop(function: Callable) -> Any:
     """Compile a loop. The result is kept beside the file or in the user's cache.
 
     numba compares a kept result with the file that has the loop. This function compares it with all files beside that
-    one, and with those of kernels/: the loop contains their functions and constants.
+    one, and with those of kernels/ and kernels/cpu/: the loop contains their functions and constants.
     """
     compiled = njit(cache=True, **OPTIONS)(function)
     file = compiled._cache._cache_file
@@ -26,5 +26,6 @@ def cpu_loop(function: Callable) -> Any:
 @cache
 def _stamp_of_sources(folder: Path) -> str:
     """A hash of the files that a loop in this folder can take functions and constants from."""
-    files = sorted({*folder.glob("*.py"), *Path(__file__).parent.glob("*.py")})
+    own = Path(__file__).parent
+    files = sorted(file for place in {folder, own, own.parent} for file in place.glob("*.py"))
     return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()

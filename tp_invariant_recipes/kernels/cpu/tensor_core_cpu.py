@@ -3,7 +3,7 @@
 numba and not C: it installs as a wheel on machines without a compiler, and compiles for the vectors of the processor
 it finds. The compiled code is kept beside this file, or in the user's cache folder.
 
-WIDE columns of a row are done together, LANES at a time, by `step` of kernels/tensor_core_vector.py. The loops go
+WIDE columns of a row are done together, LANES at a time, by `step` of kernels/cpu/tensor_core_vector.py. The loops go
 through the rows in blocks and through all steps for each block, so that a step's part of the right operand stays in the
 first cache while all rows of the block use it.
 
@@ -22,11 +22,11 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.cpu_threads import by_parts
-from tp_invariant_recipes.kernels.numba_fma import fma
-from tp_invariant_recipes.kernels.numba_loop import cpu_loop
+from tp_invariant_recipes.kernels.cpu.cpu_threads import by_parts
+from tp_invariant_recipes.kernels.cpu.numba_fma import fma
+from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop
+from tp_invariant_recipes.kernels.cpu.tensor_core_vector import LANES, step
 from tp_invariant_recipes.kernels.tensor_core_sum import KEPT, LEAST_TOP, NAN, STEP
-from tp_invariant_recipes.kernels.tensor_core_vector import LANES, step
 
 WIDE = 128  # columns of a panel
 BLOCK = 16  # rows that use a step of a panel one after the other

@@ -1,0 +1,1 @@
+"""How commands print: long lists, the progress of slow commands, help texts."""
