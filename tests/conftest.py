@@ -1,5 +1,6 @@
 """What all tests share: an environment of their own, the command line here and in forks, GPU tests only with a GPU."""
 
+import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -29,11 +30,22 @@ FOREIGN = {*(v.name for v in environment.VARIABLES), VERBOSE, "WANDB_API_KEY", "
 SLURM = ("SLURM_", "SBATCH_", "SALLOC_", "SRUN_", "SQUEUE_", "SINFO_", "SCANCEL_")  # of a job that runs the tests
 
 
+_numbers = itertools.count()
+
+
 @pytest.fixture(autouse=True)
-def _environment(tmp_path: Path):
-    """Nothing of the machine's that decides what a run does, a cache of one's own, and no traces."""
+def _environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """Nothing of the machine's that decides what a run does, a cache of one's own, and no traces.
+
+    The folders are in `tmp_path` where a test asks for that: making one for each of 8,000 tests, and removing it in a
+    later session, takes seconds.
+    """
+    if "tmp_path" in request.fixturenames:
+        home = request.getfixturevalue("tmp_path")
+    else:
+        home = tmp_path_factory.getbasetemp() / "homes" / str(next(_numbers))
     own = {name: value for name, value in os.environ.items() if name not in FOREIGN and not name.startswith(SLURM)}
-    folders = {f"XDG_{kind}_HOME": str(tmp_path / kind.lower()) for kind in ("CACHE", "CONFIG", "STATE")}
+    folders = {f"XDG_{kind}_HOME": str(home / kind.lower()) for kind in ("CACHE", "CONFIG", "STATE")}
     with mock.patch.dict(os.environ, own | folders, clear=True):
         yield
 
@@ -53,11 +65,16 @@ def hydra_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(holder, name, own)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a GPU, one test of each file of GPU tests is skipped, and the others are left out: they take 4 s."""
     needy = [item for item in items if item.get_closest_marker("gpu") or GPU_TESTS in item.path.parents]
     if needy and not gpus.visible():
-        for item in needy:
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        first = {item.path: item for item in reversed(needy)}
+        for item in first.values():
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, as all tests like it in this file"))
+        left = {*needy} - {*first.values()}
+        config.hook.pytest_deselected(items=[item for item in needy if item in left])
+        items[:] = [item for item in items if item not in left]
 
 
 def pytest_collection_finish() -> None:
@@ -155,9 +172,10 @@ def bridge() -> None:
     from hydra.core.plugins import Plugins
 
     from tp_invariant_recipes.config.compose import compose
-    from tp_invariant_recipes.host import bridge
+    from tp_invariant_recipes.host import bridge, versions
 
     bridge.load()
+    versions.versions()  # read once a process
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
     # And what a launcher or its ranks would import, each anew.

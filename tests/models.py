@@ -35,6 +35,11 @@ def sparing(models: Iterable[str]) -> list[Any]:
     return [pytest.param(model, marks=pytest.mark.release) if model in OTHER_SIZES else model for model in models]
 
 
+def small_ones(models: Iterable[str]) -> list[Any]:
+    """All of them as parameters; in `make test` those for a CPU, which have all fields of their family."""
+    return [model if model.endswith("_toy") else pytest.param(model, marks=pytest.mark.release) for model in models]
+
+
 def degree(model: str) -> int:
     """A tp, and a number of virtual shards, that divides every part of the model: 2, or 1 of one query group."""
     return 1 if model == "gemma3_1b" else 2

@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from tests.models import degree, sparing
+from tests.models import degree, small_ones, sparing
 from tp_invariant_recipes.cli import show, train
 from tp_invariant_recipes.config import container, describe, hydra_tree
 from tp_invariant_recipes.config.compose import compose
@@ -78,7 +78,7 @@ def test_bridge_accepts_every_model_that_a_cpu_can(model):
     assert f"{layers.__module__}.{layers.__name__}" == expected
 
 
-@pytest.mark.parametrize("model", sparing(MODELS))
+@pytest.mark.parametrize("model", small_ones(MODELS))
 def test_bridge_accepts_every_model_on_gpus(model):
     made = validated(model, f"tp={degree(model)}", "dp=2", "gbs=2")
     assert made.model.sequence_parallel is (degree(model) > 1)

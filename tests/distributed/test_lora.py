@@ -35,7 +35,7 @@ def adapted():
 DATA = "dataset.dataset_root=examples tokenizer.tokenizer_model=tokenizer"
 BASE = "checkpoint.pretrained_checkpoint=base/checkpoints"
 ADAPTED = f"recipe=mine.py:adapted {DATA} {BASE}"
-SHARDS = "iters=3 numerics.data_shards=2"
+SHARDS = "iters=2 numerics.data_shards=2"
 TOY = "qwen3_toy seq=32 gbs=1 iters=1"
 
 
@@ -67,7 +67,7 @@ def verified(base, shared):
 
 def test_adapters_have_one_result_in_every_layout(verified):
     assert verified.status == 0, verified.stdout + verified.stderr
-    assert "identical: tp=1, 2 computed the same bits over 3 steps" in verified.stdout
+    assert "identical: tp=1, 2 computed the same bits over 2 steps" in verified.stdout
     assert "master weights of 16 parameters" in verified.stdout
 
 
@@ -232,16 +232,16 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_what_is_not_covered_is_said_before_ranks_start(cli, base, monkeypatch, words):
+def test_what_is_not_covered_is_said_before_ranks_start(cli, base, monkeypatch):
     monkeypatch.chdir(base)
-    model, *more = words.split()
-    data = DATA.split() if "recipe" in model else ()
-    ended = cli("train", model, *data, BASE, *more, "device=cpu", "run.dir=wrong")
-    assert (ended.status, ended.out) == (2, "")
-    assert REFUSED[words] in ended.err
-    assert "Traceback" not in ended.err
-    assert not (base / "wrong").exists()
+    for words, says in REFUSED.items():
+        model, *more = words.split()
+        data = DATA.split() if "recipe" in model else ()
+        ended = cli("train", model, *data, BASE, *more, "device=cpu", "run.dir=wrong")
+        assert (ended.status, ended.out) == (2, ""), words
+        assert says in ended.err
+        assert "Traceback" not in ended.err
+        assert not (base / "wrong").exists()
 
 
 def test_what_cannot_be_exported_is_said(verified, cli, base, monkeypatch):

@@ -110,8 +110,10 @@ def test_killed_while_saving(whole, tpi, where):
     tpi("train", "--resume", "run", status=0)
     assert json.loads((tpi.folder / "run" / "run.json").read_text())["attempts"][1]["from_step"] == start
     assert steps(tpi.folder / "run") == steps(whole.folder / "whole")
+    assert (tpi.folder / "run" / "ledger.replaced-1.jsonl").exists()
 
 
+@pytest.mark.release  # in `make test`: one killed while it saves, which has as many steps to repeat
 def test_killed_between_saves(whole, tpi):
     process = tpi.start(*RUN, "run.dir=run", before=at_step(8, wait_for_ever))
     process.until(reached(tpi.folder, 8))

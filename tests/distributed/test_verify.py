@@ -82,12 +82,12 @@ def test_other_initial_weights_are_named_with_the_key_that_makes_them_equal(shar
 
 
 def test_a_run_agrees_with_a_certificate_of_another(tree, shared):
-    done = shared("verify", *SMALL, "tp=4", "numerics=tree", "--against", "tree.tpicert", "--dir", "against", "--json")
+    done = shared("verify", *SMALL, "tp=2", "numerics=tree", "--against", "tree.tpicert", "--dir", "against", "--json")
     assert done.status == 0, done.stderr
     found = json.loads(done.stdout)
-    assert [(row["ranks"], row["state"]) for row in found["rows"]] == [(1, "reference"), (4, "identical")]
-    assert "identical: tp=4 computed the same bits as " in found["text"]
-    assert (shared.folder / "against" / "tp4" / "ledger.jsonl").exists()
+    assert [(row["ranks"], row["state"]) for row in found["rows"]] == [(1, "reference"), (2, "identical")]
+    assert "identical: tp=2 computed the same bits as " in found["text"]
+    assert (shared.folder / "against" / "tp2" / "ledger.jsonl").exists()
 
 
 def test_a_certificate_of_another_seed_is_refused_before_anything_starts(tree, shared):

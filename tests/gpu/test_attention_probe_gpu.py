@@ -120,7 +120,7 @@ def test_one_result_for_every_tp(core, backend, model, length, values):
             torch.cat(parts, dim) for parts, dim in zip(zip(*ranks, strict=True), (-1, 2, 2, 2), strict=True)
         ]
         assert module.backend().split()[0] == backend
-    decided = [(case[0], right) for case, right in attentions.shown().items()]
+    decided = [(case[0], right) for case, right in attentions._together_is_right.items()]
     print(f"\n{backend} {model} {length} tokens, {values}: {decided} (shards, one launch)")
     for one, other in pairwise(DEGREES):
         differ = [name for name, a, b in zip(TENSORS, found[one], found[other], strict=True) if not same((a,), (b,))]

@@ -3,8 +3,12 @@
 A test that needs Bridge belongs in tests/distributed, where each worker imports it once.
 """
 
+import fcntl
 import functools
+import json
+import os
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -39,10 +43,18 @@ def _fields_of_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(field_table, "in_environment", field_table.of_the_locks)
 
 
-_models = functools.cache(describe.models)
+@functools.cache
+def _models(folder: Path) -> list[dict[str, Any]]:
+    with (folder / "models.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        kept = folder / "models.json"
+        if not kept.exists():
+            kept.write_text(json.dumps(describe.models()))
+        return json.loads(kept.read_text())
 
 
 @pytest.fixture
-def models_table() -> list[dict[str, Any]]:
-    """What `tpi models` shows, composed once a worker."""
-    return _models()
+def models_table(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What `tpi models` shows, composed once a session."""
+    own = tmp_path_factory.getbasetemp()
+    return _models(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)

@@ -81,24 +81,24 @@ def _of(config):
     return config.section("cluster").get("environment", {})
 
 
-@pytest.mark.parametrize("row, path", PATHS, ids=[path for _, path in PATHS])
-def test_a_row_sets_its_field_right_and_says_so(row, path):
-    config = _wrong(row, path)
-    done, lines = adjust(config, (), _of(config), None)
-    now = adjusted._at(done.sections, path.split("."))
-    assert not row.wrong(done, now) or now is adjusted.NOT_SET
-    said = [line for line in lines if line.startswith(f"{path}: ")]
-    assert said, lines
-    assert all(" -> " in line and line.rpartition(": ")[2] for line in said)
-    assert not [problem for problem in invariance.limits(done) if f" {path}=" in problem]
+def test_a_row_sets_its_field_right_and_says_so():
+    for row, path in PATHS:
+        config = _wrong(row, path)
+        done, lines = adjust(config, (), _of(config), None)
+        now = adjusted._at(done.sections, path.split("."))
+        assert not row.wrong(done, now) or now is adjusted.NOT_SET, path
+        said = [line for line in lines if line.startswith(f"{path}: ")]
+        assert said, (path, lines)
+        assert all(" -> " in line and line.rpartition(": ")[2] for line in said), said
+        assert not [problem for problem in invariance.limits(done) if f" {path}=" in problem]
 
 
-@pytest.mark.parametrize("row, path", PATHS, ids=[path for _, path in PATHS])
-def test_what_the_command_line_sets_is_left(row, path):
-    config = _wrong(row, path)
-    for typed in (path, path.rpartition(".")[0]):
-        done, _ = adjust(config, (typed,), _of(config), None)
-        assert adjusted._at(done.sections, path.split(".")) == adjusted._at(config.sections, path.split("."))
+def test_what_the_command_line_sets_is_left():
+    for row, path in PATHS:
+        config = _wrong(row, path)
+        for typed in (path, path.rpartition(".")[0]):
+            done, _ = adjust(config, (typed,), _of(config), None)
+            assert adjusted._at(done.sections, path.split(".")) == adjusted._at(config.sections, path.split(".")), path
 
 
 def test_a_run_that_is_covered_is_left_as_it_is():

@@ -141,7 +141,7 @@ def test_an_honest_backend_is_launched_once(dtype, shards):
     core, made = Core(), probe_operands(dtype)
     held = [tensor[:, :, : tensor.shape[2] * shards // SHARDS] for tensor in made[:3]]
     attention(core, *held, None, shards)
-    assert list(attentions.shown().values()) == [True]
+    assert list(attentions._together_is_right.values()) == [True]
     core.launches = 0
     attention(core, *held, None, shards)
     assert core.launches == 1
@@ -152,7 +152,7 @@ def test_a_capture_computes_as_defined_what_was_not_tried_before(monkeypatch):
     monkeypatch.setattr(cublas, "capturing", lambda operand: True)
     attention(core, *made[:3], None, SHARDS)
     assert core.launches == SHARDS
-    assert attentions.shown() == {}
+    assert attentions._together_is_right == {}
 
 
 @pytest.mark.parametrize("lie", TENSORS)
@@ -198,7 +198,7 @@ def test_a_backend_that_does_not_repeat_its_bits_is_an_error():
 def test_flash_attn_is_refused():
     with pytest.raises(RunError, match=r"attention ran flash 2\.8.*model\.attention_backend=fused or unfused"):
         attention(Core(name="flash 2.8"), *probe_operands(torch.float32)[:3], None, 1)
-    assert attentions.shown() == {}
+    assert attentions._together_is_right == {}
 
 
 def test_live_operands_are_checked_on_request(monkeypatch):

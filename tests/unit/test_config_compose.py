@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.models import sparing
+from tp_invariant_recipes.config import hydra_tree
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.config.overrides import texts
@@ -380,6 +381,7 @@ def test_plugins_of_hydra_that_others_install_are_neither_imported_nor_lost(hydr
     monkeypatch.delitem(sys.modules, "hydra_plugins", raising=False)
     theirs = object()
     monkeypatch.setitem(Singleton._instances, Plugins, theirs)
+    hydra_tree._hydras_plugins.cache_clear()
     compose("qwen3_toy", device="cpu")
     assert Singleton._instances[Plugins] is theirs
     monkeypatch.delitem(Singleton._instances, Plugins)

@@ -5,7 +5,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.models import degree, sparing
+from tests.models import degree, small_ones
 from tp_invariant_recipes.config import describe
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.settings import conf_files
@@ -116,7 +116,7 @@ def test_dimensions_left_to_megatron_are_counted_as_it_derives_them():
     assert parameters(unset) == parameters(spelt)
 
 
-@pytest.mark.parametrize("model", sparing(MODELS))
+@pytest.mark.parametrize("model", small_ones(MODELS))
 def test_bridge_overrides_are_overrides_with_the_trees_values(model):
     tree = compose(model, [f"tp={degree(model)}"], device="gpu").config
     tree = tree.with_fields("dataset", blend=[["/data/a b"], None])

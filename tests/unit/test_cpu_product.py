@@ -78,7 +78,7 @@ def test_the_layers_of_a_model_are_multiplied_in_one_call():
     a, b = operand(128, 128, dtype=torch.bfloat16), operand(128, 384, dtype=torch.bfloat16, transposed=True)
     cpu.product(a, b, 1, SHARDS)
     cpu.partials(a, b, SHARDS, (128,))
-    assert list(cpu.shown().values()) == [True, True]
+    assert list(cpu._together_is_right.values()) == [True, True]
 
 
 def _in_another_order(a, b):
@@ -112,7 +112,7 @@ def test_what_has_other_bits_is_seen(m, k, n, other):
 def test_small_products_are_not_tried():
     a, b = operand(5, 40), operand(40, 8)
     cpu.product(a, b, 1, 8)
-    assert list(cpu.shown().values()) == [False]
+    assert list(cpu._together_is_right.values()) == [False]
 
 
 def test_what_was_seen_holds_for_that_alignment_only():
@@ -120,4 +120,4 @@ def test_what_was_seen_holds_for_that_alignment_only():
     b = operand(64, 64)
     for start in (0, 1):
         cpu.product(memory[start : start + 128 * 64].view(128, 64), b, 8, 1)
-    assert len(cpu.shown()) == 2
+    assert len(cpu._together_is_right) == 2

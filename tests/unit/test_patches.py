@@ -14,6 +14,7 @@ import torch
 
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.host import versions
 from tp_invariant_recipes.patches import bridge_helpers, code, core_save, registry, te_grouped_linear
 from tp_invariant_recipes.patches.patch import Function, Patch, Versions, within
 from tp_invariant_recipes.patches.te_grouped_linear import place_of_flag
@@ -91,9 +92,11 @@ def installs(tmp_path, monkeypatch):
         metadata.parent.mkdir()
         metadata.write_text(f"Metadata-Version: 2.1\nName: transformer_engine\nVersion: {version}\n")
         importlib.invalidate_caches()
+        versions.installed.cache_clear()
         return folder
 
     yield install
+    versions.installed.cache_clear()
     for name in _loaded():
         del sys.modules[name]
 

@@ -7,9 +7,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from tests.wgrad_versions import DEVIATIONS, LAYERS, contract, upstream
 from tp_invariant_recipes.patches import registry, te_grouped_wgrad
 from tp_invariant_recipes.patches.patch import Versions
-from tp_invariant_recipes.patches.wgrad_contract import CONTRACT, DEVIATIONS, LAYERS, WgradMode, contract, upstream
+from tp_invariant_recipes.patches.wgrad_contract import CONTRACT, WgradMode
 
 GROUPS, SHAPE = 3, (2, 4)
 MODES = tuple(CONTRACT)

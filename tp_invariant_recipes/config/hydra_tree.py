@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -83,20 +84,28 @@ def _own_plugins() -> Iterator[None]:
 
     A program that uses Hydra itself has all of its plugins again afterwards.
     """
-    scan, instances = Plugins._scan_all_plugins, Singleton._instances
-    before = instances.pop(Plugins, None)
+    instances = Singleton._instances
+    before = instances.get(Plugins)
+    instances[Plugins] = _hydras_plugins()
+    try:
+        yield
+    finally:
+        del instances[Plugins]
+        if before is not None:
+            instances[Plugins] = before
+
+
+@cache
+def _hydras_plugins() -> Any:
+    scan = Plugins._scan_all_plugins
 
     def hydras(modules: Sequence[ModuleType]) -> Any:
         return scan([module for module in modules if module.__name__.startswith("hydra.")])
 
-    try:
-        with patch.object(Plugins, "_scan_all_plugins", staticmethod(hydras)):
-            Plugins.instance().register(_OtherTrees)
-        yield
-    finally:
-        instances.pop(Plugins, None)
-        if before is not None:
-            instances[Plugins] = before
+    with patch.object(Plugins, "_scan_all_plugins", staticmethod(hydras)):
+        found = type.__call__(Plugins)  # a call of the class would make this one everybody's
+    found.register(_OtherTrees)
+    return found
 
 
 def read(file: Path) -> dict[str, Any]:

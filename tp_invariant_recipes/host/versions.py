@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -27,6 +28,7 @@ PACKAGES = {
 }
 
 
+@cache
 def installed(distribution: str) -> str | None:
     """The version of an installed distribution, or None."""
     try:
@@ -46,6 +48,7 @@ def versions() -> dict[str, str | None]:
     }
 
 
+@cache
 def _git_commit() -> str | None:
     """The commit of this package's checkout, with "+dirty" for local changes; None: not a checkout."""
     checkout = Path(tp_invariant_recipes.__file__).parents[1]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 FORK = "TPI_FORK_GPU_RANKS"  # environment variable
 GRACE = 5.0  # seconds that the other ranks get to say why they failed, after the first has
 PATIENCE = 20.0  # seconds that ranks get to answer a request to stop before they have made a step
-POLL = 0.1  # seconds between looks at the ranks
+POLL = 0.1  # seconds between looks at the ranks, at most: the end of one is seen at once
 FULL = 64 * 1024  # bytes: a disk with less free is what stopped the ranks
 TAIL = 12  # lines of a dead rank's log to show
 
@@ -238,8 +239,8 @@ def _watch(
     passed_on, asked_at, failed_at, ended_here = 0, None, None, set()
     failed = failed or (lambda n: bool(processes[n].exitcode))
     try:
-        while any(p.is_alive() for p in processes):
-            time.sleep(POLL)
+        while alive := [p.sentinel for p in processes if p.is_alive()]:
+            wait(alive, POLL)
             tick()
             if stop.signals > passed_on:
                 passed_on = stop.signals

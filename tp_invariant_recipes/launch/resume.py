@@ -79,7 +79,6 @@ def rerun(
     *,
     last_step: int,
     record: Sequence[str] = (),
-    progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """Plan to repeat a run in a directory of its own, up to `last_step` at least, as it last was, without checkpoints.
 
@@ -94,7 +93,7 @@ def rerun(
     changes = [*record, "save=0", "logging=none", shorter, "train.exit_duration_in_mins=null"]
     composed = _compose_as(before, [*_recorded(before, NOT_REPEATED), *parse_all(changes)])
     imported = _imported(before, composed) if start else None
-    plan = resolve(composed, run_dir, progress, imported=imported)
+    plan = resolve(composed, run_dir, imported=imported)
     if changes := _changes(before.identity, plan.identity):
         raise RunError(f"{run} cannot be repeated: it would be another run now.\n{listed(changes)}")
     plan = replace(plan, config=plan.config.with_fields("checkpoint", save=None))

@@ -116,7 +116,7 @@ def training(report: Report) -> Drawing:
     return Drawing(
         "training",
         "Loss, gradient norm and learning rate",
-        " ".join(_in_words(run, "loss") for run in report.runs),
+        " ".join(_loss_in_words(run) for run in report.runs),
         _blocks(line for lines in shown.values() for line in lines),
         _CURVES,
         draw,
@@ -216,12 +216,11 @@ def _grid(
     rows: int = 1,
     columns: int = 1,
     left: float = 0.85,
-    right: float = 0.15,
     top: float = 0.32,
     **more: Any,
 ) -> GridSpec:
     """A grid of axes with margins in inches. The rounding of matplotlib's constrained layout is not reproducible."""
-    place = {"left": left / WIDTH, "right": 1 - right / WIDTH, "top": 1 - top / height, "bottom": 0.55 / height}
+    place = {"left": left / WIDTH, "right": 1 - 0.15 / WIDTH, "top": 1 - top / height, "bottom": 0.55 / height}
     return figure.add_gridspec(rows, columns, **place, **more)
 
 
@@ -266,12 +265,12 @@ def _power(value: float, _: int) -> str:
     return f"10{str(round(np.log10(value))).translate(str.maketrans('0123456789', '⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
 
 
-def _in_words(run: Run, field: str) -> str:
-    points = [(step, value) for step, value in recorded(run.ledger, field) if value is not None]
+def _loss_in_words(run: Run) -> str:
+    points = [(step, value) for step, value in recorded(run.ledger, "loss") if value is not None]
     if not points:
-        return f"{run.label}: no step has a {field}."
+        return f"{run.label}: no step has a loss."
     (first, start), (last, end) = points[0], points[-1]
-    return f"{run.label}: {field} {start:.4g} at step {first}, {end:.4g} at step {last}."
+    return f"{run.label}: loss {start:.4g} at step {first}, {end:.4g} at step {last}."
 
 
 def _blocks(curves: Iterable[Curve]) -> str:

@@ -23,12 +23,12 @@ def _sources(size, ranks):
     return [(x * (1 + 3.0 ** -(n + 1)) if size == "ordinary" else x) * SIZES[size] for n, x in enumerate(whole)]
 
 
-def _reduced(mesh, size, ep):
-    """What the optimizer gets for an expert's weight. ep=1: each rank has the gradient of its own tokens; else a rank
-    has those of ep ranks.
+def _reduced(mesh, ep):
+    """Size -> what the optimizer gets for an expert's weight.
+
+    ep=1: each rank has the gradient of its own tokens; else a rank has those of ep ranks.
     """
     from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer import TransformerConfig
 
     from tp_invariant_recipes.host import cpu
@@ -39,30 +39,35 @@ def _reduced(mesh, size, ep):
             num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=mesh.size,
             expert_model_parallel_size=ep,
         )  # fmt: skip
-        module = torch.nn.Linear(4, 64, bias=False)
-        module.weight.allreduce = ep == 1  # as Megatron marks the weights of experts
-        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-        model = DistributedDataParallel(config, settings, module)
-        sources = _sources(size, mesh.size)
-        first = mesh.rank // ep * ep
-        mine, *later = sources[first : first + ep] if ep > 1 else [sources[mesh.rank]]
-        module.weight.main_grad.copy_(mine)
-        if later:
-            setattr(module.weight, LATER, [one.clone() for one in later])
-        model.finish_grad_sync()
-        assert not any(one.count_nonzero() for one in getattr(module.weight, LATER, ()))
-        return module.weight.main_grad.clone()
+        return {size: _of_size(size, mesh, ep, config) for size in SIZES}
 
 
-@pytest.mark.parametrize("size", SIZES)
+def _of_size(size, mesh, ep, config):
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    module = torch.nn.Linear(4, 64, bias=False)
+    module.weight.allreduce = ep == 1  # as Megatron marks the weights of experts
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module)
+    sources = _sources(size, mesh.size)
+    first = mesh.rank // ep * ep
+    mine, *later = sources[first : first + ep] if ep > 1 else [sources[mesh.rank]]
+    module.weight.main_grad.copy_(mine)
+    if later:
+        setattr(module.weight, LATER, [one.clone() for one in later])
+    model.finish_grad_sync()
+    assert not any(one.count_nonzero() for one in getattr(module.weight, LATER, ()))
+    return module.weight.main_grad.clone()
+
+
 @pytest.mark.parametrize("ranks, ep", ((2, 2), (4, 2), (4, 4)))
-def test_every_layout_scales_before_it_adds_and_adds_by_one_tree(bridge, size, ranks, ep):
-    apart, together = (on_ranks(ranks, ranks, _reduced, size, degree)[0] for degree in (1, ep))
-    sums = [source / ranks for source in _sources(size, ranks)]
-    while len(sums) > 1:
-        sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
-    assert same_bits(apart, sums[0])
-    assert same_bits(together, apart)
+def test_every_layout_scales_before_it_adds_and_adds_by_one_tree(bridge, ranks, ep):
+    apart, together = (on_ranks(ranks, ranks, _reduced, degree)[0] for degree in (1, ep))
+    for size in SIZES:
+        sums = [source / ranks for source in _sources(size, ranks)]
+        while len(sums) > 1:
+            sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
+        assert same_bits(apart[size], sums[0]), size
+        assert same_bits(together[size], apart[size]), size
 
 
 @pytest.mark.parametrize("size", ("subnormal", "large"))

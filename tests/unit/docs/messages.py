@@ -1,6 +1,7 @@
 """The texts that code can print, as patterns: string constants and f-strings of Python, quoted strings of bash."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -97,11 +98,10 @@ def _missing(value: str, known: list[Template]) -> list[str]:
     return [value] if len(clauses) == 1 else [part for clause in clauses for part in _missing(clause, known)]
 
 
-def _beginnings(template: Template, *, anywhere: bool) -> Iterable[Template]:
+@functools.cache
+def _beginnings(template: Template, *, anywhere: bool) -> tuple[Template, ...]:
     """The template's text to the end of each clause, or to any place; those that have enough letters."""
     text = template.text.strip(EDGES)
     ends = range(len(text)) if anywhere else [place.start() for place in CLAUSE.finditer(text)]
-    for end in (*ends, len(text)):
-        short = Template(text[:end].rstrip())
-        if short.letters >= LETTERS:
-            yield short
+    beginnings = (Template(text[:end].rstrip()) for end in (*ends, len(text)))
+    return tuple(short for short in beginnings if short.letters >= LETTERS)

@@ -120,11 +120,6 @@ def attention_of_each(
     return (at_once if tried(_together_is_right, case, query, trial) else one_by_one)(query, key, value)
 
 
-def shown() -> dict[tuple[Any, ...], bool]:
-    """For every kind of attention so far, whether it ran in one launch; for reports and tests."""
-    return dict(_together_is_right)
-
-
 def _together(core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, shards: int, *sinks: Tensor) -> Tensor:
     return _with_dense_gradient(core.launch(query, key, value, mask, *sinks))
 

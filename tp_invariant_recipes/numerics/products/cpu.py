@@ -65,11 +65,6 @@ def partials(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Te
     return summed
 
 
-def shown() -> dict[tuple[Any, ...], bool]:
-    """For every kind of product so far, whether all its shards were multiplied in one call; for tests."""
-    return dict(_together_is_right)
-
-
 def is_right(together: Form, one_by_one: Form, a: Tensor, b: Tensor, *kind: Any) -> bool:
     """Whether `together` has the bits of `one_by_one` for operands that lie in memory as these do.
 

@@ -103,11 +103,6 @@ NUMBA, FIXED_TILES, GROUPED_TILES, CUBLAS = BACKENDS = (
 _cublas_is_right: dict[tuple[Any, ...], bool] = {}
 
 
-def shown() -> dict[tuple[Any, ...], bool]:
-    """For every kind of product on a GPU so far, whether cuBLAS computed it; for reports and tests."""
-    return dict(_cublas_is_right)
-
-
 def product(a: Tensor, b: Tensor, out: Tensor, *, rows: Parts = 1, columns: Parts = 1, add: bool = False) -> Tensor:
     """The product of numerics=portable: out = a @ b, rounded once to out's dtype; or out += a @ b, an addition in fp32.
 
