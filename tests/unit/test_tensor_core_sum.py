@@ -5,11 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba import njit
 from safetensors.numpy import load_file
 
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels import tensor_core_sum
-from tp_invariant_recipes.kernels.cpu import tensor_core_cpu
+from tp_invariant_recipes.kernels.cpu import numba_loop, tensor_core_cpu, tensor_core_vector
 from tp_invariant_recipes.kernels.tensor_core_sum import INFINITY, NAN, bf16_product, fp32_product
 from tp_invariant_recipes.portable import conformance
 
@@ -162,12 +165,69 @@ def test_the_compiled_sum_is_the_definition(shape, scale):
     assert (result_bits(tensor_core_cpu.product(a, b)) == bf16_product(*numbers)).all()
 
 
+# Fields of bf16 exponents: of zeros and subnormals, of the borders of the vectors' bytes and scales, up to NaN.
+MOST = tensor_core_vector.MOST_FAST + 127
+FIELDS = (0, 1, 2, 13, 14, 62, 63, 64, 76, 77, 78, 103, 126, 127, 128, MOST - 1, MOST, MOST + 1, 254, 255)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_the_compiled_sum_is_the_definition_for_all_exponents(data):
+    """Rows and columns draw their fields from few, so that sums of two meet every border; or all are almost 2."""
+    fields = [data.draw(st.lists(st.sampled_from(FIELDS), min_size=1, max_size=3)) for _ in "ab"]
+    fractions = data.draw(st.sampled_from((128, 1, 2)))  # all, none, the two largest
+    generator = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+
+    def drawn(of, *shape):
+        signs = generator.integers(0, 2, shape) if fractions == 128 else 0
+        low = generator.integers(128 - fractions if fractions == 2 else 0, 128 if fractions > 1 else 1, shape)
+        return (signs << 15 | generator.choice(of, shape) << 7 | low).astype(np.uint16)
+
+    k = data.draw(st.sampled_from((16, 33)))
+    a, b = drawn(fields[0], 5, k), drawn(fields[1], k, 70)
+    assert (result_bits(tensor_core_cpu.product(bf16(a), bf16(b))) == bf16_product(a, b)).all()
+
+
+NEARLY_2, NEARLY_1 = 2 - 2**-7, 1 + 2**-7
+BORDERS = {  # pairs of numbers whose products are added
+    "a zero beside 2^60, and products of 2^-80": [(0, 2.0**60), (NEARLY_1 * 2**-50, NEARLY_1 * 2**-30)],
+    "a sum beyond 32 bits": [(1, NEARLY_2), *[(0, 0)] * 15, *[(NEARLY_2, NEARLY_2)] * 16],
+    "a sum just within": [(1, 1), *[(0, 0)] * 15, *[(NEARLY_2, 1.9375)] * 16],
+}
+
+
+@pytest.mark.parametrize("pairs", BORDERS.values(), ids=BORDERS)
+def test_the_compiled_sum_is_the_definition_at_the_borders(pairs):
+    a, b = torch.tensor(pairs, dtype=torch.bfloat16).t()
+    numbers = [x.view(torch.int16).numpy().view(np.uint16) for x in (a.expand(3, -1).contiguous(), b[:, None])]
+    assert (result_bits(tensor_core_cpu.product(a.expand(3, -1), b[:, None])) == bf16_product(*numbers)).all()
+
+
+@pytest.mark.parametrize("any_processor", (True, False))
+def test_a_step_has_the_bits_of_the_definition_whatever_cuts_it(monkeypatch, any_processor):
+    """What AVX-512 does at once other processors do in turn; a vector's step is compiled for both here."""
+    if any_processor:
+        monkeypatch.setattr(tensor_core_vector, "_avx512", lambda context: False)
+
+    @njit(**numba_loop.OPTIONS)
+    def by_vectors(row, a, ea, b, eb, kept):
+        return [tensor_core_vector.step(row, a, ea, b, eb, 0, k, k, 0, kept) for k in range(0, a.shape[1], 16)]
+
+    a, b = NUMBERS["a_512_cancel"][:1], NUMBERS["b_512_cancel"][:, : tensor_core_vector.LANES]
+    row = np.zeros(tensor_core_cpu.WIDE, np.float32)
+    rows, panels = tensor_core_cpu.split_rows(a), tensor_core_cpu.split_panels(b)
+    left = by_vectors(row, *rows[:2], *(part[0] for part in panels[:2]), np.int32(tensor_core_sum.KEPT))
+    assert not any(left)
+    assert (row[: b.shape[1]].view(np.uint32) == bf16_product(a, b)[0]).all()
+    assert not (any_processor and "avx512" in by_vectors.inspect_llvm(by_vectors.signatures[0]))
+
+
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
 def test_neither_strides_nor_neighbours_nor_threads_change_a_bit(dtype):
     generator = torch.Generator().manual_seed(0)
-    a, b = torch.randn(130, 200, generator=generator).to(dtype), torch.randn(200, 96, generator=generator).to(dtype)
+    a, b = torch.randn(130, 200, generator=generator).to(dtype), torch.randn(200, 196, generator=generator).to(dtype)
     whole = tensor_core_cpu.product(a, b)
-    assert tensor_core_cpu.SMALL < 130 * 200 * 96
+    assert tensor_core_cpu.SMALL < 130 * 200 * 196
     before = torch.get_num_threads()
     try:
         for threads in (1, 3):

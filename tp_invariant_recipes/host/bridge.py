@@ -4,12 +4,12 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from tp_invariant_recipes.host import bytecode, gpus, lazy_imports, transformer_engine
+from tp_invariant_recipes.host import bytecode, gpus, lazy_compile, lazy_imports, transformer_engine
 from tp_invariant_recipes.host.quiet import quiet
 from tp_invariant_recipes.host.start_clock import CLOCK, IMPORTS
 from tp_invariant_recipes.replacement import Replacement, applied
@@ -36,13 +36,21 @@ def load() -> None:
     with CLOCK.counted(IMPORTS), quiet(), _without_garbage_collection(), _nvml_only():
         if "transformers" in sys.modules:  # a tokenizer was opened: then Bridge's models do not wait either
             transformer_engine.prepare_import()
-        with lazy_imports.put_off(_later):
+        with lazy_imports.put_off(_later), _compiled_later():
             transformer_engine.prepare_import()
             for name in (BRIDGE, *LATER_IN_RANKS):
                 import_module(name)
         # Autograd imports this at the first backward pass; otherwise each forked rank would import it again.
         import_module("torch.fx.experimental.symbolic_shapes")
     imported_with.update(os.environ)
+
+
+def _compiled_later() -> AbstractContextManager[None]:
+    """In the block torch.compile waits for the first call. Megatron keeps this version for what it decorates later."""
+    if os.environ.get(lazy_imports.EAGER) == "1":
+        return nullcontext()
+    why = "it would import torch's compiler for functions that most runs never call"
+    return applied([Replacement("torch:compile", lazy_compile.at_the_first_call, why)])
 
 
 @contextmanager

@@ -7,8 +7,8 @@ WIDE columns of a row are done together, LANES at a time, by `step` of kernels/c
 through the rows in blocks and through all steps for each block, so that a step's part of the right operand stays in the
 first cache while all rows of the block use it.
 
-`step` computes what fp32 and its scales reach: where the exponents of a row and of a panel's step add up to MOST_FAST
-at most. It leaves out lanes whose exponents are below LEAST_FAST. What is left out is computed by `_exact_step`, with
+`step` computes what fp32 and its scales reach: where the exponents of a row's and of a panel's step are MOST_FAST at
+most. It leaves out lanes whose exponents are below LEAST_FAST. What is left out is computed by `_exact_step`, with
 integers, element by element: subnormal results, overflow, infinities and NaN.
 
 Importing this module loads numba (a second); compiling takes ten, once a machine.
@@ -25,16 +25,14 @@ from torch import Tensor
 from tp_invariant_recipes.kernels.cpu.cpu_threads import by_parts
 from tp_invariant_recipes.kernels.cpu.numba_fma import fma
 from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop
-from tp_invariant_recipes.kernels.cpu.tensor_core_vector import LANES, step
+from tp_invariant_recipes.kernels.cpu.tensor_core_vector import LANES, MOST_FAST, step
 from tp_invariant_recipes.kernels.tensor_core_sum import KEPT, LEAST_TOP, NAN, STEP
 
 WIDE = 128  # columns of a panel
 BLOCK = 16  # rows that use a step of a panel one after the other
-MOST_FAST = 60  # of the highest exponents of a row's and of a panel's step together
-# Exponents are of 16 bits, of which a vector compares twice as many as of fp32: sums of two fit as well.
-NOT_FINITE = 1000  # of infinities and NaN, beyond MOST_FAST
-NO_EXPONENT = -4096  # of a zero: with any other, below every sum of two
-SMALL = 2**20  # products of numbers that one thread computes faster than another could start
+NOT_FINITE = 127  # exponent of infinities and NaN, and of the largest numbers
+NO_EXPONENT = -128  # of a zero
+SMALL = 2**22  # products of numbers that one thread computes faster than another could start
 BF16_NAN = 0x7FFF  # what cuBLAS rounds NAN to
 
 
@@ -42,16 +40,16 @@ class Rows(NamedTuple):
     """Left operand: values, exponents, [m, k]; the highest exponent of each step, [m, k / STEP]. k is padded."""
 
     values: NDArray[np.float32]
-    exponents: NDArray[np.int16]
-    highest: NDArray[np.int16]
+    exponents: NDArray[np.int8]
+    highest: NDArray[np.int8]
 
 
 class Panels(NamedTuple):
     """Right operand in panels of WIDE columns: values, exponents [n / WIDE, k, WIDE]; highest [n / WIDE, k / STEP]."""
 
     values: NDArray[np.float32]
-    exponents: NDArray[np.int16]
-    highest: NDArray[np.int16]
+    exponents: NDArray[np.int8]
+    highest: NDArray[np.int8]
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -82,8 +80,11 @@ def rounded(total: Tensor) -> Tensor:
 
 
 def bits_of(x: Tensor) -> NDArray[np.uint16]:
-    """The bits of a bf16 tensor, contiguous."""
-    return _array(x.detach().contiguous().view(torch.int16)).view(np.uint16)
+    """The bits of a bf16 tensor of two dimensions, one of which has no gaps."""
+    x = x.detach()
+    if not (x.is_contiguous() or x.t().is_contiguous()):
+        x = x.contiguous()
+    return x.view(torch.int16).numpy().view(np.uint16)
 
 
 def _bf16(a: NDArray[np.uint16], b: NDArray[np.uint16], shards: int) -> NDArray[np.float32]:
@@ -114,8 +115,23 @@ def _array(x: Tensor) -> NDArray[Any]:
 def _exponent(bits: Any) -> Any:
     """Of the bits of a bf16 number, uint16."""
     field = np.int16((bits >> np.uint16(7)) & np.uint16(255))
-    exponent = np.int16(NOT_FINITE) if field == 255 else np.int16(max(field, np.int16(1)) - np.int16(127))
-    return np.int16(NO_EXPONENT) if np.uint16(bits << np.uint16(1)) == 0 else exponent
+    exponent = np.int8(min(max(field, np.int16(1)), np.int16(NOT_FINITE + 127)) - np.int16(127))
+    return np.int8(NO_EXPONENT) if np.uint16(bits << np.uint16(1)) == 0 else exponent
+
+
+@cpu_loop
+def _copy(source: Any, first_i: Any, i_s: Any, first_j: Any, j_s: Any, to: Any) -> None:
+    """to[i, j] = source[first_i + i, first_j + j], along the dimension of `source` that has no gaps."""
+    if source.strides[0] >= source.strides[1]:
+        for i in range(i_s):
+            line, into = source[first_i + i][first_j : first_j + j_s], to[i]
+            for j in range(j_s):
+                into[j] = line[j]
+    else:
+        for j in range(j_s):
+            line = source.T[first_j + j][first_i : first_i + i_s]
+            for i in range(i_s):
+                to[i, j] = line[i]
 
 
 @cpu_loop
@@ -123,16 +139,21 @@ def split_rows(bits: Any) -> Any:
     """[m, k] bits of bf16 → `Rows`, with k padded to a multiple of STEP by zeros."""
     m, k = bits.shape
     steps = (k + STEP - 1) // STEP
-    values = np.zeros((m, steps * STEP), np.float32)
+    values = np.empty((m, steps * STEP), np.float32)
     words = values.view(np.uint32)
-    exponents = np.full((m, steps * STEP), NO_EXPONENT, np.int16)
-    highest = np.full((m, steps), NO_EXPONENT, np.int16)
+    exponents = np.empty((m, steps * STEP), np.int8)
+    highest = np.empty((m, steps), np.int8)
+    part = np.zeros((BLOCK, steps * STEP), np.uint16)
     for i in range(m):
-        for t in range(k):
-            words[i, t] = np.uint32(bits[i, t]) << np.uint32(16)
-            exponents[i, t] = _exponent(bits[i, t])
+        if i % BLOCK == 0:
+            _copy(bits, i, min(BLOCK, m - i), 0, k, part)
+        source, word, exponent = part[i % BLOCK], words[i], exponents[i]
+        for t in range(steps * STEP):
+            word[t] = np.uint32(source[t]) << np.uint32(16)
+            exponent[t] = _exponent(source[t])
         for t in range(steps):
-            for one in exponents[i, t * STEP : (t + 1) * STEP]:
+            highest[i, t] = NO_EXPONENT
+            for one in exponent[t * STEP : (t + 1) * STEP]:
                 highest[i, t] = max(highest[i, t], one)
     return values, exponents, highest
 
@@ -146,29 +167,37 @@ def split_panels(bits: Any) -> Any:
     """
     k, n = bits.shape
     steps, panels = (k + STEP - 1) // STEP, (n + WIDE - 1) // WIDE
-    values = np.zeros((panels, steps * STEP, WIDE), np.float32)
+    values = np.empty((panels, steps * STEP, WIDE), np.float32)
     words = values.view(np.uint32)
-    exponents = np.full((panels, steps * STEP, WIDE), NO_EXPONENT, np.int16)
-    highest = np.full((panels, steps), NO_EXPONENT, np.int16)
-    most, top = np.empty(WIDE, np.int16), np.empty(WIDE, np.int16)  # of a column so far, of a step
+    exponents = np.empty((panels, steps * STEP, WIDE), np.int8)
+    highest = np.empty((panels, steps), np.int8)
+    part = np.zeros((STEP, WIDE), np.uint16)
+    most, top = np.empty(WIDE, np.int8), np.empty(WIDE, np.int8)  # of a column so far, of a step
     for panel in range(panels):
         first, width = panel * WIDE, min(WIDE, n - panel * WIDE)
         most[:] = NO_EXPONENT
-        for start in range(0, k, STEP):
+        for start in range(0, steps * STEP, STEP):
+            if start + STEP > k or width < WIDE:
+                part[:] = np.uint16(0)
+            _copy(bits, start, min(STEP, k - start), first, width, part)
             top[:] = NO_EXPONENT
-            for t in range(start, min(start + STEP, k)):
-                source, word, exponent = bits[t, first : first + width], words[panel, t], exponents[panel, t]
-                for j in range(width):
+            for t in range(STEP):
+                source, word, exponent = part[t], words[panel, start + t], exponents[panel, start + t]
+                for j in range(WIDE):
                     word[j] = np.uint32(source[j]) << np.uint32(16)
-                for j in range(width):
+                for j in range(WIDE):
                     exponent[j] = _exponent(source[j])
-                for j in range(width):
+                for j in range(WIDE):
                     top[j] = max(top[j], exponent[j])
+            highest[panel, start // STEP] = top.max()
+            least = np.int8(NOT_FINITE)
             for j in range(WIDE):
                 most[j] = max(most[j], top[j])
-                highest[panel, start // STEP] = max(highest[panel, start // STEP], top[j])
-                if most[j] == NO_EXPONENT:
-                    exponents[panel, start : start + STEP, j] = 0
+                least = min(least, most[j])
+            if least == NO_EXPONENT:
+                for j in range(WIDE):
+                    if most[j] == NO_EXPONENT:
+                        exponents[panel, start : start + STEP, j] = 0
     return values, exponents, highest
 
 
@@ -209,7 +238,7 @@ def add_steps(
                 most_a, most_b = ha[i, (at + k) // STEP], hb[k // STEP]
                 # Each by itself too: an infinity times a zero is NaN, whose exponents add up to little.
                 finite = most_a < NOT_FINITE and most_b < NOT_FINITE
-                fast[i - block] = fast[i - block] and finite and most_a + most_b <= MOST_FAST
+                fast[i - block] = fast[i - block] and most_a <= MOST_FAST and most_b <= MOST_FAST
                 if finite and (most_a == NO_EXPONENT or most_b == NO_EXPONENT):
                     continue
                 row = out[i, column : column + WIDE]

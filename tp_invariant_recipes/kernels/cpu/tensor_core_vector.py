@@ -5,8 +5,10 @@ are stated; LLVM cuts the vectors into those of the processor.
 
 The product of two bf16 numbers is exact in fp32; times unit = 2 ** (KEPT - top) it is exact again, and the conversion
 to an integer cuts it toward zero. Sixteen terms fit 32 bits, and so does their sum with the accumulator, but for the
-very largest. That sum is cut to 24 bits: it is rounded to fp32, and where that went away from zero, one unit in the
-last place is taken back.
+very largest. That sum is cut to 24 bits: a processor with AVX-512 cuts where it converts. Others round to nearest, and
+where that went away from zero, one unit in the last place is taken back.
+
+Exponents are bytes, of which a vector has four times as many as of fp32. Their sums stop at -128 and 127.
 """
 
 from typing import Any
@@ -19,10 +21,14 @@ from tp_invariant_recipes.kernels.tensor_core_sum import STEP
 
 LANES = 64
 LEAST_FAST = -100  # the exponent of top down to which fp32 and its scales reach
+# Of an operand: so that products fit, and a zero's exponent, -128, stays below LEAST_FAST in every sum.
+MOST_FAST = LEAST_FAST + 127
 BIAS = 127
 MOST = 2**31 - 2**26 - 66  # a sum of terms to which any accumulator can be added, and the total rounded, in 32 bits
+ONE_VECTOR = 16  # fp32 numbers of AVX-512
+TOWARD_ZERO = 11  # how AVX-512 is told to convert
 
-_FP32, _INT32, _INT16 = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), ir.IntType(32), ir.IntType(16)))
+_FP32, _INT32, _INT8 = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), ir.IntType(32), ir.IntType(8)))
 
 
 @intrinsic
@@ -31,8 +37,8 @@ def step(
 ) -> Any:
     """row[first + lane] += the products a[i, at + t] b[k + t, first + lane] for t = 0 … STEP - 1, and for all LANES.
 
-    row:          [columns] fp32; a, ea: [m, k], b, eb: [k, columns]: values, fp32, and exponents, int16. Contiguous in
-                  the last dimension, a, ea, b and eb in both.
+    row:          [columns] fp32; a, ea: [m, k], b, eb: [k, columns]: values, fp32, and exponents, int8, at most
+                  MOST_FAST; -128 of a zero. Contiguous in the last dimension, a, ea, b and eb in both.
     i, at, k, first: int64; kept: KEPT, int32.
     returns:      int64, a bit for each lane that is left as it was: its top is below 2 ** LEAST_FAST, or zero, or its
                   sum beyond MOST.
@@ -43,13 +49,19 @@ def step(
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kinds = signature.args[:5]
         arrays = [context.make_array(kind)(context, builder, one) for kind, one in zip(kinds, arguments, strict=False)]
-        return _step(builder, *arrays, *arguments[5:])
+        return _step(builder, _avx512(context), *arrays, *arguments[5:])
 
     return signature, code
 
 
-def _all(value: int) -> Any:
-    return ir.Constant(_INT32, [value] * LANES)
+def _avx512(context: Any) -> bool:
+    """Whether numba compiles for a processor that has it."""
+    _, _, features = context.codegen().magic_tuple()
+    return "+avx512f" in features.split(",")
+
+
+def _all(value: int, kind: Any = _INT32) -> Any:
+    return ir.Constant(kind, [value] * LANES)
 
 
 def _spread(builder: Any, scalar: Any) -> Any:
@@ -65,7 +77,7 @@ def _at(builder: Any, array: Any, i: Any, j: Any) -> Any:
 
 
 def _load(builder: Any, address: Any, kind: Any) -> Any:
-    return builder.load(builder.bitcast(address, kind.as_pointer()), align=2 if kind == _INT16 else 4)
+    return builder.load(builder.bitcast(address, kind.as_pointer()), align=1 if kind == _INT8 else 4)
 
 
 def _larger(builder: Any, x: Any, y: Any) -> Any:
@@ -76,39 +88,98 @@ def _size(builder: Any, x: Any) -> Any:
     return _larger(builder, x, builder.neg(x))
 
 
+def _declared(builder: Any, name: str, returned: Any, *taken: Any) -> Any:
+    """A function of LLVM's own."""
+    return builder.module.globals.get(name) or ir.Function(builder.module, ir.FunctionType(returned, taken), name)
+
+
+def _mask(builder: Any, lanes: Any) -> Any:
+    return builder.bitcast(lanes, ir.IntType(LANES))
+
+
 def _step(
-    builder: Any, row: Any, a: Any, ea: Any, b: Any, eb: Any, i: Any, at: Any, k: Any, first: Any, kept: Any
+    builder: Any,
+    avx512: bool,
+    row: Any,
+    a: Any,
+    ea: Any,
+    b: Any,
+    eb: Any,
+    i: Any,
+    at: Any,
+    k: Any,
+    first: Any,
+    kept: Any,
 ) -> Any:
     address = builder.gep(row.data, [first])
     before = _load(builder, address, _FP32)
     places = [(builder.add(at, t), builder.add(k, t)) for t in map(ir.IntType(64), range(STEP))]
-    terms_top = total = None
+    added = _declared(builder, f"llvm.sadd.sat.v{LANES}i8", _INT8, _INT8, _INT8)
+    terms_top = None
     for left, right in places:
         exponent = _spread(builder, builder.load(_at(builder, ea, i, left)))
-        one = builder.add(exponent, _load(builder, _at(builder, eb, right, first), _INT16))
+        one = builder.call(added, [exponent, _load(builder, _at(builder, eb, right, first), _INT8)])
         terms_top = one if terms_top is None else _larger(builder, terms_top, one)
-    terms_top = builder.add(builder.sext(terms_top, _INT32), _all(BIAS))
-    bits = builder.bitcast(before, _INT32)
-    field = builder.and_(builder.lshr(bits, _all(23)), _all(255))
-    top = _larger(builder, field, terms_top)  # as the field of an fp32 number
-    left_out = builder.sub(top, _all(LEAST_FAST + BIAS))  # here and below by its sign
-    top = _larger(builder, top, _all(LEAST_FAST + BIAS))
-    kept_too = builder.add(kept, ir.IntType(32)(2 * BIAS))
-    unit = builder.bitcast(builder.shl(builder.sub(_spread(builder, kept_too), top), _all(23)), _FP32)
-    back = builder.bitcast(builder.shl(builder.sub(top, _spread(builder, kept)), _all(23)), _FP32)
+    low = _mask(builder, builder.icmp_signed("<", terms_top, _all(LEAST_FAST, _INT8)))
+    terms_top = _larger(builder, terms_top, _all(LEAST_FAST, _INT8))
+    terms_top = builder.zext(builder.add(terms_top, _all(BIAS, _INT8)), _INT32)
+    # From here on exponents are fields of fp32 numbers, in their place.
+    field = builder.and_(builder.bitcast(before, _INT32), _all(0x7F800000))
+    top = _larger(builder, field, builder.shl(terms_top, _all(23)))
+    moved = _spread(builder, builder.shl(kept, ir.IntType(32)(23)))
+    unit = builder.bitcast(builder.sub(builder.add(moved, _all(2 * BIAS << 23)), top), _FP32)
+    back = builder.bitcast(builder.sub(top, moved), _FP32)
+    total = None
     for left, right in places:
         number = _spread(builder, builder.load(_at(builder, a, i, left)))
         exact = builder.fmul(number, _load(builder, _at(builder, b, right, first), _FP32))
         term = builder.fptosi(builder.fmul(exact, unit), _INT32)
         total = term if total is None else builder.add(total, term)
-    left_out = builder.or_(left_out, builder.sub(_all(MOST), _size(builder, total)))
+    size = _size(builder, total)
     total = builder.add(total, builder.fptosi(builder.fmul(before, unit), _INT32))
+    after = builder.fmul((_cut_at_once if avx512 else _cut)(builder, total), back)
+    place = builder.bitcast(address, _FP32.as_pointer())
+    large = _mask(builder, builder.icmp_signed(">", size, _all(MOST)))
+    nothing = ir.IntType(LANES)(0)
+    with builder.if_else(builder.icmp_unsigned("!=", builder.or_(low, large), nothing), likely=False) as (some, none):
+        with some:
+            small = _mask(builder, builder.icmp_signed("<", field, _all(LEAST_FAST + BIAS << 23)))
+            left_out = builder.or_(builder.and_(low, small), large)
+            lanes = builder.bitcast(left_out, ir.VectorType(ir.IntType(1), LANES))
+            builder.store(builder.select(lanes, before, after), place, align=4)
+            with_some = builder.block
+        with none:
+            builder.store(after, place, align=4)
+            with_none = builder.block
+    result = builder.phi(ir.IntType(LANES))
+    result.add_incoming(left_out, with_some)
+    result.add_incoming(nothing, with_none)
+    return result
+
+
+def _cut(builder: Any, total: Any) -> Any:
+    """Integers as fp32, cut toward zero."""
     size = _size(builder, total)
     near = builder.sitofp(size, _FP32)
     away = builder.icmp_signed(">", builder.fptosi(near, _INT32), size)
     word = builder.add(builder.bitcast(near, _INT32), builder.sext(away, _INT32))
-    word = builder.or_(word, builder.and_(total, _all(-(2**31))))
-    after = builder.fmul(builder.bitcast(word, _FP32), back)
-    left_out = builder.icmp_signed("<", left_out, _all(0))
-    builder.store(builder.select(left_out, before, after), builder.bitcast(address, _FP32.as_pointer()), align=4)
-    return builder.bitcast(left_out, ir.IntType(LANES))
+    return builder.bitcast(builder.or_(word, builder.and_(total, _all(-(2**31)))), _FP32)
+
+
+def _cut_at_once(builder: Any, total: Any) -> Any:
+    """As `_cut`, in one instruction of AVX-512."""
+    whole, integers = (ir.VectorType(kind, ONE_VECTOR) for kind in (ir.FloatType(), ir.IntType(32)))
+    name = f"llvm.x86.avx512.sitofp.round.v{ONE_VECTOR}f32.v{ONE_VECTOR}i32"
+    convert = _declared(builder, name, whole, integers, ir.IntType(32))
+    parts = []
+    for first in range(0, LANES, ONE_VECTOR):
+        part = builder.shuffle_vector(total, total, _numbers(range(first, first + ONE_VECTOR)))
+        parts.append(builder.call(convert, [part, ir.IntType(32)(TOWARD_ZERO)]))
+    while len(parts) > 1:
+        places = _numbers(range(2 * parts[0].type.count))
+        parts = [builder.shuffle_vector(x, y, places) for x, y in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def _numbers(places: range) -> Any:
+    return ir.Constant(ir.VectorType(ir.IntType(32), len(places)), [*places])
