@@ -39,7 +39,6 @@ OVERLAP = (
     "ddp.overlap_grad_reduce=true ddp.bucket_size=100000 ddp.overlap_param_gather=true "
     "optimizer.overlap_param_gather=true"
 )
-IN_BLOCKS = "numerics.overlap_exchange=true"
 ADAPTERS = f"{TOY} iters=4 peft=lora peft.dim=8 checkpoint.pretrained_checkpoint=dense-tp1/checkpoints"
 
 # What is held fixed, and the layouts that must agree with the first, with digests of all gradients and weights.
@@ -127,25 +126,6 @@ GROUPS = {
     "portable-experts": (
         f"{EXPERTS} numerics=portable",
         ("tp=1", "tp=2 ep=2", "tp=4 ep=4"),
-    ),
-    "blocks": (  # tp=2 without the key exchanges in one piece
-        "qwen3_toy gbs=2 iters=8",
-        (
-            "tp=1",
-            "tp=2",
-            *(f"tp={tp} {IN_BLOCKS}" for tp in (1, 2, 4)),
-            f"tp=2 sp=false {IN_BLOCKS}",
-            *(f"tp=2 cuda_graph={kind} {IN_BLOCKS}" for kind in ("full", "te")),
-            f"tp=4 cuda_graph=full {IN_BLOCKS}",
-        ),
-    ),
-    "blocks-context": (
-        "qwen3_toy gbs=2 iters=4 numerics.context_shards=2",
-        ("tp=1", f"tp=2 {IN_BLOCKS}", f"tp=2 cp=2 {IN_BLOCKS}"),
-    ),
-    "blocks-portable": (
-        "qwen3_toy numerics=portable iters=4 gbs=2",
-        ("tp=1", f"tp=2 {IN_BLOCKS}", f"tp=4 {IN_BLOCKS}", f"tp=2 cuda_graph=full {IN_BLOCKS}"),
     ),
     "experts": (EXPERTS, ("tp=1", "tp=2 ep=2", "tp=4 ep=2", "tp=2 pp=2")),
     "experts-dp": (f"{EXPERTS} dp=2", ("tp=1", "ep=2", "tp=2 ep=2", "tp=2 ep=4")),

@@ -530,33 +530,6 @@ EXCHANGES = Family(
     taken_fields=("model.cp_comm_type=a2a",),
 )
 
-OVERLAP_EXCHANGE = "numerics.overlap_exchange=true"
-ON_GPUS = Family(
-    "qwen3_toy device=gpu",
-    {
-        **{
-            f"numerics={mode} tp={tp} {OVERLAP_EXCHANGE}": f"{OVERLAP_EXCHANGE}: numerics={mode} has no such exchange; "
-            "numerics.overlap_exchange=false, or numerics=tree or numerics=portable"
-            for mode in ("stock", "gather")
-            for tp in (1, 2)
-        },
-        "numerics.overlap_exchange=2": "numerics.overlap_exchange=2: expected bool",
-    },
-    taken=[f"numerics={mode} tp={tp} {OVERLAP_EXCHANGE}" for mode in ("tree", "portable") for tp in (1, 2)],
-    typed=True,
-)
-ON_CPUS = Family(
-    "qwen3_toy",
-    {
-        f"numerics={mode} tp={tp} {OVERLAP_EXCHANGE}": f"{OVERLAP_EXCHANGE}: on a CPU nothing is exchanged beside a "
-        "product; numerics.overlap_exchange=false, or device=gpu"
-        for mode in ("tree", "portable")
-        for tp in (1, 2)
-    },
-    taken=[f"numerics={mode} tp={tp} numerics.overlap_exchange=false" for mode in ("tree", "gather") for tp in (1, 2)],
-    typed=True,
-)
-
 PORTABLE_RUN = Family(
     "qwen3_toy numerics=portable",
     {
@@ -637,7 +610,6 @@ IN_FP8 = Family(
         "mixed_precision.fp8_multi_head_attention=true": "…mixed_precision.fp8_multi_head_attention=false",
         "mixed_precision.fp8_wgrad=false": "…mixed_precision.fp8_wgrad=true",
         "mixed_precision.bf16=false": "…mixed_precision.bf16=true",
-        "numerics.overlap_exchange=true device=gpu": "…numerics.overlap_exchange=false",
         "numerics=gather": "numerics=gather: FP8 is covered by numerics=tree and numerics=portable only",
         "numerics.virtual_shards=2": f"{BY_128}, which FP8 products add at a time (the heads' width",
         "numerics.virtual_shards=2 model.kv_channels=32 model.ffn_hidden_size=384 device=gpu": f"{BY_128}",

@@ -107,7 +107,7 @@ def test_several_at_once_have_the_bits_of_one_by_one(kernel_stand_in, shards, se
     assert [shards for shards, _, _ in launches] == cuts
     assert [to for _, to, _ in launches] == [nodes[place].data_ptr() for place in places]
     assert [add for _, _, add in launches] == [place in places[:n] for n, place in enumerate(places)]
-    separate = contraction._one_by_one(a, b, mesh, sizes, exact_product, None)
+    separate = contraction._one_by_one(a, b, mesh, sizes, exact_product)
     assert same_bits(folded_nodes(nodes), folded_nodes(separate))
     exact = a.double() @ b.double()
     torch.testing.assert_close(folded_nodes(nodes).double(), exact, rtol=1e-4, atol=1e-4)
@@ -144,21 +144,6 @@ def test_small_sums_go_one_by_one_unless_a_graph_launches_them(kernel_stand_in, 
     assert bool(launches) == at_once
 
 
-@pytest.mark.parametrize("shards, segments", LAUNCHES)
-@pytest.mark.parametrize("graphs", (False, True))
-def test_all_nodes_together_are_one(kernel_stand_in, shards, segments, graphs):
-    """At once or one by one; without a copy where there is one node."""
-    launches = kernel_stand_in(kernel.in_order)
-    a, b, sizes = segmented_operands(shards, segments)
-    mesh, out = VirtualMesh(shards, 1, 0, graphs=graphs), torch.full((24, 20), torch.nan)
-    assert contraction.node(a, b, mesh, sizes, exact_product, out) is out
-    found = contraction.nodes(a, b, mesh, sizes, exact_product)
-    assert same_bits(out, folded_nodes(found))
-    places = [to for _, to, _ in launches]
-    assert bool(places) == (graphs and shards * segments > 1)
-    assert not places or (out.data_ptr() in places) == (len(found) == 1)
-
-
 # Megatron's setting -> whether a layer's launches become part of a graph. Programs of others may lack it.
 GRAPHS = (({}, False), ({"cuda_graph_impl": "none"}, False), ({"cuda_graph_impl": "transformer_engine"}, True))
 
@@ -175,11 +160,6 @@ def mesh_of_a_layer(**setting):
 @pytest.mark.parametrize("setting, graphs", GRAPHS)
 def test_a_layer_knows_whether_graphs_launch_it(setting, graphs):
     assert mesh_of_a_layer(**setting).graphs == graphs
-
-
-@pytest.mark.parametrize("setting, in_blocks", (({}, False), ({"overlap_exchange": True}, True)))
-def test_a_layer_knows_whether_it_exchanges_in_blocks(setting, in_blocks):
-    assert mesh_of_a_layer(**setting).in_blocks == in_blocks
 
 
 def without_borders(a, b, out, cut, add):
@@ -211,7 +191,7 @@ def test_a_wrong_kernel_is_refused_and_changes_nothing(kernel_stand_in, wrong):
     nodes = contraction.nodes(a, b, mesh, sizes, exact_product)
     assert launches
     assert list(contraction.shown().values()) == [False]
-    assert same_bits(nodes, contraction._one_by_one(a, b, mesh, sizes, exact_product, None))
+    assert same_bits(nodes, contraction._one_by_one(a, b, mesh, sizes, exact_product))
     # The control: without the trial, the same kernel gives other bits.
     contraction._restarting_is_right = dict.fromkeys(contraction.shown(), True)
     assert not same_bits(folded_nodes(contraction.nodes(a, b, mesh, sizes, exact_product)), folded_nodes(nodes))
@@ -259,7 +239,7 @@ def test_a_batch_has_the_bits_of_one_by_one(batch_stand_in, shards, segments):
     launches.clear()
     again = contraction.nodes(a, b, mesh, sizes, exact_product)
     assert launches == [(shards, 24, PIECE, 20, n > 0) for n in range(segments)] * (shards > 1)
-    separate = contraction._one_by_one(a, b, mesh, sizes, exact_product, None)
+    separate = contraction._one_by_one(a, b, mesh, sizes, exact_product)
     assert same_bits(nodes, again)
     assert same_bits(folded_nodes(nodes), folded_nodes(separate))
 
@@ -273,7 +253,7 @@ def test_a_batch_reads_operands_where_they_lie(batch_stand_in):
     mesh, sizes = VirtualMesh(4, 1, 0), (32, 96)
     nodes = contraction.nodes(wide_a[1:129, 3:27].t(), wide_b[2:22, 4:132].t(), mesh, sizes, exact_product)
     assert list(contraction.batches().values()) == [True]
-    assert same_bits(folded_nodes(nodes), folded_nodes(contraction._one_by_one(a, b, mesh, sizes, exact_product, None)))
+    assert same_bits(folded_nodes(nodes), folded_nodes(contraction._one_by_one(a, b, mesh, sizes, exact_product)))
 
 
 def backwards(a, b, out, add):
@@ -301,7 +281,7 @@ def test_a_wrong_batch_is_refused_and_changes_nothing(batch_stand_in, wrong, seg
     nodes = contraction.nodes(a, b, mesh, sizes, exact_product)
     assert launches
     assert list(contraction.batches().values()) == [False]
-    assert same_bits(nodes, contraction._one_by_one(a, b, mesh, sizes, exact_product, None))
+    assert same_bits(nodes, contraction._one_by_one(a, b, mesh, sizes, exact_product))
     # The control: without the trial, the same batch gives other bits.
     contraction._batch_is_right = dict.fromkeys(contraction.batches(), True)
     assert not same_bits(folded_nodes(contraction.nodes(a, b, mesh, sizes, exact_product)), folded_nodes(nodes))

@@ -166,7 +166,6 @@ def _numerics(provider: Any, config: RunConfig) -> None:
     if numerics.invariant:
         provider.invariant_mode, provider.virtual_shards = numerics.mode, numerics.virtual_shards
         provider.context_shards = numerics.context_shards or provider.context_parallel_size
-        provider.overlap_exchange = numerics.overlap_exchange
         provider.fp8_layers = low_precision.fp8_layers(config)
     if numerics.initial_weights == "invariant" and config.weights.folder is None:
         from tp_invariant_recipes.numerics.megatron import init

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 # Services that keep the curves of many runs.
@@ -204,18 +203,6 @@ def _of_gpus(path: str) -> Callable[[RunConfig], str | None]:
     return rule
 
 
-def _overlap_exchange(config: RunConfig) -> str | None:
-    if not config.numerics.overlap_exchange:
-        return None
-    key = "numerics.overlap_exchange"
-    if not config.numerics.covers(mode.OVERLAP):
-        others = " or ".join(mode.named(lambda other: mode.OVERLAP in other.covers))
-        return f"{key}=true: numerics={config.numerics.mode} has no such exchange; {key}=false, or {others}"
-    if config.device.kind == "cpu":
-        return f"{key}=true: on a CPU nothing is exchanged beside a product; {key}=false, or device=gpu"
-    return None
-
-
 def _async_save(config: RunConfig) -> str | None:
     saves = config.section("checkpoint")
     if not saves.get("async_save"):
@@ -244,7 +231,6 @@ RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _mask,
     _param_gather,
     _precision_aware,
-    _overlap_exchange,
     _async_save,
     _of_gpus("profiling.use_nsys_profiler"),
     _of_gpus("profiling.record_memory_history"),

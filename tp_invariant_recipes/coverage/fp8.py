@@ -108,10 +108,6 @@ LIMITS = (
         lambda t: bool(t.model.get("multi_latent_attention")),
         "multi-latent attention has no invariant layers in FP8; precision=bf16",
     ),
-    _fp8(
-        lambda t: t.numerics.overlap_exchange,
-        "layers in FP8 exchange their sums in one piece; numerics.overlap_exchange=false",
-    ),
 )  # fmt: skip
 
 

@@ -19,8 +19,6 @@ class NumericsSettings:
     initial_weights: invariant: a function of seed, name and place alone; megatron: drawn by Megatron's own generators.
     adjust:          whether the invariant modes set right what a recipe sets of how a model is computed
                      (coverage/adjusted.py), and say so; False: they refuse it.
-    overlap_exchange: on GPUs, where the mode has it: whether a row-parallel layer exchanges its sums in blocks of
-                     tokens, each under the product of the next. Changes no bit.
     """
 
     mode: ModeName = DEFAULT
@@ -31,7 +29,6 @@ class NumericsSettings:
     clip_rounding: Literal["none", "pow2"] = "none"
     initial_weights: Literal["invariant", "megatron"] = "invariant"
     adjust: bool = True
-    overlap_exchange: bool = False
 
     @property
     def arithmetic(self) -> Mode | None:

@@ -39,7 +39,7 @@ class Portable(Tree):
     """Equal bits for every layout, and on every machine that passes `require_machine`."""
 
     name: str = "portable"
-    covers: frozenset[str] = frozenset({mode.EXPERTS, mode.CONTEXT_SHARDS, mode.OVERLAP, mode.FP8, mode.GUARD})
+    covers: frozenset[str] = frozenset({mode.EXPERTS, mode.CONTEXT_SHARDS, mode.FP8, mode.GUARD})
     graphs: frozenset[str] = frozenset({"full"})
     any_machine: bool = True
     layers: Mapping[str, str] = MappingProxyType(LAYERS)

@@ -36,7 +36,6 @@ INVARIANT = (
     "numerics.virtual_shards",
     "numerics.data_shards",
     "numerics.context_shards",
-    "numerics.overlap_exchange",
 )
 
 

@@ -56,7 +56,7 @@ OFF = ("cuda_graph=off", "guard=off", "logging=none", "save=0", "ledger.digests=
 KEPT = ("numerics.*", "model.*", "mixed_precision.*", "recipe.*", "tokenizer*", "precision")
 NOT_KEPT = (
     *("*_parallel_size", "*.sequence_parallel", "*pipeline*", "*.account_for_*", "*cuda_graph*", "*.recompute_*"),
-    *("numerics.mode", "numerics.data_shards", "numerics.overlap_exchange"),
+    *("numerics.mode", "numerics.data_shards"),
 )
 DEFAULT_TOKENS = 16384  # of a forward pass, where sequences share one
 

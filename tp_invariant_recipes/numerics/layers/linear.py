@@ -14,13 +14,10 @@ separate addition would.
 
 Where a rank holds the tokens of several context shards (numerics/sums/context_shards.py), each is a product of its own:
 sums over tokens are trees over these shards, and on a CPU a product's bits depend on the number of its rows.
-
-With `mesh.in_blocks` the forward pass of a row-parallel layer computes its tokens in t blocks, and sends each under the
-product of the next. That is for GPUs, where the rows of a product do not depend on each other.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,7 +35,6 @@ from tp_invariant_recipes.numerics.sums.tree import (
     all_gather,
     start_all_gather,
     start_reduce_scatter,
-    start_reduce_scatter_in_blocks,
 )
 from tp_invariant_recipes.numerics.sums.weight_gradient import weight_gradient
 
@@ -168,10 +164,7 @@ class _RowParallel(LayerFunction):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.mesh, ctx.sequence_parallel, ctx.products = mesh, sequence_parallel, products
-        if mesh.in_blocks and mesh.size > 1:
-            reducing = _start_in_blocks(_tokens(x), weight.t(), mesh, products)
-        else:
-            reducing = _start_contraction(_tokens(x), weight.t(), mesh, 1, products)
+        reducing = _start_contraction(_tokens(x), weight.t(), mesh, 1, products)
         y = _finished(reducing, x.dtype, mesh, sequence_parallel)
         return y.view(-1, *x.shape[1:-1], weight.shape[0])
 
@@ -219,16 +212,6 @@ def _start_contraction(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Parts,
         partials = [products.partials(some, b, mesh.local, segments) for (some,) in each_context(mesh, a)]
         return start_reduce_scatter(torch.cat(partials, 1) if len(partials) > 1 else partials[0], mesh)
     return start_reduce_scatter(contraction.nodes(a, b, mesh, segments, products.product), mesh)
-
-
-def _start_in_blocks(a: Tensor, b: Tensor, mesh: VirtualMesh, products: Products) -> Reducing:
-    """As `_start_contraction` with one segment on GPUs, one rank's slice of the tokens after the other."""
-    alone = replace(mesh, contexts=1)  # on a GPU a slice is one product, of whatever context shards its tokens are
-
-    def node(tokens: slice, out: Tensor) -> None:
-        contraction.node(a[tokens], b, alone, (a.shape[1],), products.product, out)
-
-    return start_reduce_scatter_in_blocks(node, a.shape[0], b.shape[1], mesh, a.device)
 
 
 def _shards(segments: Parts, mesh: VirtualMesh) -> Parts:

@@ -57,7 +57,6 @@ class OnMesh:
             self.mesh_group(),
             of_a_rank(self.config),
             graphs=getattr(self.config, "cuda_graph_impl", None) not in (None, "none"),
-            in_blocks=getattr(self.config, "overlap_exchange", False),
         )
 
     def mesh_group(self) -> Any:

@@ -35,7 +35,6 @@ class Tree:
             mode.FINETUNING,
             mode.TOKEN_LOSS,
             mode.CONTEXT_SHARDS,
-            mode.OVERLAP,
             mode.FP8,
             mode.GUARD,
         }

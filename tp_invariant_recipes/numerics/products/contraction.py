@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.host.versions import installed
-from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.products import cublas, fp8_cublas, sampling
 from tp_invariant_recipes.numerics.products.defined import FIXED_TILES
 from tp_invariant_recipes.numerics.sums.context_shards import each_context
@@ -50,46 +49,28 @@ def batches() -> dict[tuple[Any, ...], bool]:
     return dict(_batch_is_right)
 
 
-def node(
-    a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Segments, product: Callable[..., Tensor], out: Tensor
-) -> Tensor:
-    """The sum of all `nodes`, in tree order, in `out`: [tokens, features] fp32 without gaps."""
-    found = nodes(a, b, mesh, segments, product, out)
-    return out if len(found) == 1 else tree_add(found, out)
-
-
-def nodes(
-    a: Tensor,
-    b: Tensor,
-    mesh: VirtualMesh,
-    segments: Segments,
-    product: Callable[..., Tensor],
-    only: Tensor | None = None,
-) -> Tensor:
+def nodes(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Segments, product: Callable[..., Tensor]) -> Tensor:
     """a @ b for this rank's part of the summed dimension, as nodes of the tree over all shards.
 
     a, b:     [tokens, k/t] and [k/t, features]; k/t consists of segments, each of this rank's V/t shards.
     segments: the size of each.
     product:  as `numerics.product.product`.
-    only:     where the node lies if n is 1: [tokens, features] fp32 without gaps.
     returns:  [n, tokens, features] fp32, n a power of two that divides V/t: each the sum of (V/t)/n shards in tree
               order, where a shard's term is the sum over segments, in order.
     raises RunError: TPI_CHECK_PRODUCTS=1, and the restarting product has other bits.
     """
     pays = mesh.graphs or a.shape[0] * a.shape[1] * b.shape[1] >= WORTH
     how = at_once if pays else _as_a_batch
-    found = how(a, b, mesh.local, segments, only)
+    found = how(a, b, mesh.local, segments)
     if found is not None and (taking := sampling.begin(a, b, found[0], False, segments)) is not None:
         taking.end(found, mesh.local)
-    return found if found is not None else _one_by_one(a, b, mesh, segments, product, only)
+    return found if found is not None else _one_by_one(a, b, mesh, segments, product)
 
 
-def _one_by_one(
-    a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Segments, product: Callable[..., Tensor], only: Tensor | None
-) -> Tensor:
+def _one_by_one(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Segments, product: Callable[..., Tensor]) -> Tensor:
     # A term of several segments is a sum itself and needs a place of its own.
     width = 1 if len(segments) > 1 else min(2, mesh.local)
-    nodes = _empty(mesh.local // width, a, b, only)
+    nodes = _empty(mesh.local // width, a, b)
     for shard in range(mesh.local):
         node, add = nodes[shard // width], shard % width > 0
         before = 0
@@ -102,14 +83,14 @@ def _one_by_one(
     return nodes
 
 
-def _as_a_batch(a: Tensor, b: Tensor, shards: int, segments: Segments, only: Tensor | None) -> Tensor | None:
+def _as_a_batch(a: Tensor, b: Tensor, shards: int, segments: Segments) -> Tensor | None:
     """The terms of all shards, a launch for each segment; None: one by one is as few, or it has not been found right.
 
     Rows of products on a GPU do not depend on each other, so tokens of several context shards share a launch.
     """
     if shards == 1 or shards * a.shape[0] * b.shape[1] > ROOM:
         return None
-    terms = _empty(shards, a, b, only)
+    terms = _empty(shards, a, b)
     kind = (*cublas.kind(a, b, terms, False), shards, segments)
     compute, defined = partial(_batch, segments), partial(_terms, segments)
 
@@ -157,9 +138,7 @@ def _parts(segments: Segments, shards: int) -> list[slice]:
     ]
 
 
-def at_once(
-    a: Any, b: Any, shards: int, segments: Segments, only: Tensor | None = None, dtype: torch.dtype = torch.float32
-) -> Tensor | None:
+def at_once(a: Any, b: Any, shards: int, segments: Segments, dtype: torch.dtype = torch.float32) -> Tensor | None:
     """The nodes by the restarting product; None: it does not take the operands, or has not been found right.
 
     Its rows do not depend on each other, so tokens of several context shards share a launch.
@@ -178,7 +157,7 @@ def at_once(
     if not kernel.suits(a, b, cuts[0]):
         return None
     x, y = kernel.matrices(a, b)
-    nodes = _empty(launches // width, x, y, only, dtype if launches == 1 else torch.float32)
+    nodes = _empty(launches // width, x, y, dtype if launches == 1 else torch.float32)
     if not all(_right(a, b, nodes[0], cut, add=n > 0) for n, cut in enumerate(cuts[:width])):
         return None
     for n, cut in enumerate(cuts):
@@ -223,7 +202,5 @@ def _compiles() -> bool:
     return (installed("triton") or "").startswith(TRITON)
 
 
-def _empty(count: int, a: Tensor, b: Tensor, only: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
-    if count == 1 and only is not None:
-        return only.unsqueeze(0)
+def _empty(count: int, a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(count, a.shape[0], b.shape[1], dtype=dtype, device=a.device)

@@ -14,7 +14,6 @@ class VirtualMesh:
     contexts: C/cp, the context shards whose tokens the ranks hold, one after the other
               (numerics/sums/context_shards.py).
     graphs:   whether launches become part of CUDA graphs, so that they cost the host nothing later.
-    in_blocks: whether row-parallel layers exchange their nodes in blocks of tokens; on GPUs alone.
     """
 
     shards: int
@@ -23,7 +22,6 @@ class VirtualMesh:
     group: Any = None
     contexts: int = 1
     graphs: bool = False
-    in_blocks: bool = False
 
     def __post_init__(self) -> None:
         if self.shards < 1 or self.shards & (self.shards - 1):
@@ -34,12 +32,10 @@ class VirtualMesh:
             raise ValueError(f"rank {self.rank} is not one of {self.size}")
 
     @classmethod
-    def of(
-        cls, shards: int, group: Any, contexts: int = 1, *, graphs: bool = False, in_blocks: bool = False
-    ) -> "VirtualMesh":
+    def of(cls, shards: int, group: Any, contexts: int = 1, *, graphs: bool = False) -> "VirtualMesh":
         """The mesh of a tensor-parallel process group."""
         size = group.size()
-        return cls(shards, size, group.rank(), group if size > 1 else None, contexts, graphs, in_blocks)
+        return cls(shards, size, group.rank(), group if size > 1 else None, contexts, graphs)
 
     @cached_property
     def local(self) -> int:

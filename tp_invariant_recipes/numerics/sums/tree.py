@@ -4,7 +4,6 @@ A rank's shards are a subtree: it adds them, sends one node, and the receiver fi
 move bytes; every addition is in kernels/tree_add.py.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,18 +19,16 @@ class Moving:
     """Bytes in communication. `arrived` waits for them; on a GPU, the stream waits.
 
     buffer: their destination; works: the collectives; none: nothing moves.
-    sent:   what the collectives still read, kept until they are done.
     """
 
     buffer: Tensor
     works: tuple[dist.Work, ...] = ()
-    sent: Tensor | None = None
 
     def arrived(self) -> Tensor:
         """The buffer, complete."""
         for work in self.works:
             work.wait()
-        self.works, self.sent = (), None
+        self.works = ()
         return self.buffer
 
 
@@ -79,38 +76,6 @@ def start_reduce_scatter(partials: Tensor, mesh: VirtualMesh) -> Reducing:
     if mesh.size == 1:
         return Reducing(Moving(partials))
     return Reducing(start_all_to_all(tree_sum(partials), mesh))
-
-
-def start_reduce_scatter_in_blocks(
-    node: Callable[[slice, Tensor], object], tokens: int, features: int, mesh: VirtualMesh, device: torch.device
-) -> Reducing:
-    """`start_reduce_scatter` of nodes that are computed here: a slice of the tokens is sent while the next is computed.
-
-    node:             writes this rank's node of a slice of the tokens to a tensor, [tokens/t, features] fp32.
-    tokens, features: of the whole sum; t divides tokens.
-    returns:          as `start_reduce_scatter`: it adds the same nodes in the same order, so it has the same bits.
-
-    Rank r begins with the slice of rank r + 1 and ends with its own one. Of four ranks, rank 1:
-
-        computes     2    3    0    1
-        sends             2    3    0
-        from rank         0    3    2     receives slice 1
-    """
-    size, rank = mesh.size, mesh.rank
-    if tokens % size:
-        raise ValueError(f"{size} ranks do not divide {tokens} tokens")
-    rows = tokens // size
-    arriving, leaving = (
-        torch.empty(count, rows, features, dtype=torch.float32, device=device) for count in (size, size - 1)
-    )
-    works = []
-    for step, block in enumerate(leaving, 1):
-        to, source = (rank + step) % size, (rank - step) % size
-        node(slice(to * rows, to * rows + rows), block)
-        sent, received = ([rows if peer == other else 0 for other in range(size)] for peer in (to, source))
-        works.append(dist.all_to_all_single(arriving[source], block, received, sent, group=mesh.group, async_op=True))
-    node(slice(rank * rows, rank * rows + rows), arriving[rank])
-    return Reducing(Moving(arriving, tuple(works), leaving))
 
 
 def start_all_to_all(tokens: Tensor, mesh: VirtualMesh) -> Moving:
