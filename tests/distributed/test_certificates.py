@@ -18,9 +18,10 @@ pytestmark = pytest.mark.usefixtures("portable_loops")
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "tests" / "certificates").glob("*.tpicert"))
-H200 = [file for file in FILES if file.stem.endswith("nvidia-h200")]
-# Two steps of a real model. 7 minutes on two busy cores, most of it in one process.
-LARGE = ROOT / "tests" / "certificates" / "large" / "qwen3_0p6b-nvidia-h200.tpicert"
+OF_GPUS = [file for file in FILES if "-nvidia-" in file.stem]
+SHORT = ("qwen3_toy", "qwen3_toy_fp8")  # the cases that `make test` begins
+# Two steps of a real model, of seq=128. 7 minutes on two busy cores, most of it in one process.
+LARGE = sorted((ROOT / "tests" / "certificates" / "large").glob("*.tpicert"))
 STEPS = 20
 LARGEST = 512 * 1024  # bytes, so that the repository stays small
 KINDS = ("clipped", "gradients", "masters", "moments")
@@ -82,11 +83,11 @@ def test_this_cpu_computes_the_certificates_bits(shared, file):
 
 @pytest.mark.parametrize(
     "file",
-    [pytest.param(file, marks=[pytest.mark.release] * ("moe" in file.stem)) for file in H200],
-    ids=[file.stem for file in H200],
+    [pytest.param(file, marks=[pytest.mark.release] * (case(file) not in SHORT)) for file in OF_GPUS],
+    ids=[file.stem for file in OF_GPUS],
 )
 def test_the_first_steps_of_a_gpus_certificate(shared, file):
-    """In `make test`: two steps of what an H200 computed; the others, and all steps, before a release."""
+    """In `make test`: two steps of what a GPU computed; the others, and all steps, before a release."""
     done = verify(shared, file, "tp=2", "train.exit_interval=2", name=f"first-{file.stem}")
     assert done.status == 0, done.stdout + done.stderr
     assert f"identical: tp=2 computed the same bits as {file.name} over 2 of {STEPS} steps" in done.stdout
@@ -94,11 +95,13 @@ def test_the_first_steps_of_a_gpus_certificate(shared, file):
 
 @pytest.mark.release
 @pytest.mark.timeout(3600)
-def test_this_cpu_computes_two_steps_of_a_real_model(shared):
-    shutil.copy(LARGE, shared.folder)
-    words = ("qwen3_0p6b", "seq=128", "gbs=1", "iters=2", "device=cpu", "tp=1", "--dir", "large")
-    done = shared("verify", *words, *MAKE.ALWAYS, "--against", LARGE.name, before=all_documents, status=0)
-    assert f"identical: tp=1 computed the same bits as {LARGE.name} over 2 steps" in done.stdout
+@pytest.mark.parametrize("file", LARGE, ids=lambda file: file.stem)
+def test_this_cpu_computes_two_steps_of_a_real_model(shared, file):
+    shutil.copy(file, shared.folder)
+    precision = "precision=fp8_tensorwise" if "fp8" in file.stem else "precision=bf16"
+    words = ("qwen3_0p6b", "seq=128", "gbs=1", "iters=2", precision, "device=cpu", "tp=1", "--dir", file.stem)
+    done = shared("verify", *words, *MAKE.ALWAYS, "--against", file.name, before=all_documents, status=0)
+    assert f"identical: tp=1 computed the same bits as {file.name} over 2 steps" in done.stdout
 
 
 def test_one_kept_bit_less_differs(shared):
@@ -106,7 +109,7 @@ def test_one_kept_bit_less_differs(shared):
         all_documents()
         unchecked(one_kept_bit_less)()
 
-    file = H200[-1]
+    (file,) = (file for file in OF_GPUS if case(file) == "qwen3_toy")
     done = verify(shared, file, "tp=1", "train.exit_interval=2", before=plant, name="less")
     assert done.status == 1, done.stdout + done.stderr
     assert f"different: tp=1 computed other bits than {file.name} at step 1" in done.stdout

@@ -4,6 +4,7 @@ Two ranks share a GPU, by Gloo, where there is one (side_by_side.py).
 """
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,6 +46,9 @@ GROUPS = {
         ("tp=1", "tp=2"),
     ),
 }
+# Two steps of a real model, whose certificate a CPU or another GPU has made.
+REAL = "qwen3_0p6b tp=1 seq=128 gbs=1 iters=2 numerics=portable precision=fp8_tensorwise ledger.state_digests=1"
+CERTIFIED = sorted((Path(__file__).parents[1] / "certificates" / "large").glob("qwen3_0p6b_fp8-*.tpicert"))
 CONTROLS = ("tensorwise", "blockwise")
 # Transformer Engine's scales of several ranks need NCCL, so two GPUs; on one, a micro-batch of two shares its scales.
 STOCK_LAYOUTS = ("tp=1", "tp=2" if torch.cuda.device_count() > 1 else "mbs=2")
@@ -63,6 +67,7 @@ def all_runs():
         for tp in STOCK_LAYOUTS
     }
     words["bf16 tp=1"] = f"{TOY} precision=bf16 tp=1"
+    words["real"] = REAL
     return [Run(_folder(name), text, gpus_for(text)) for name, text in words.items()]
 
 
@@ -99,3 +104,13 @@ def test_stock_fp8_has_several(trained, group):
 def test_precisions_differ(trained):
     found = [_ledger(trained, name)[1][0].gradients for name in ("bf16 tp=1", "tensorwise tp=1", "blockwise tp=1")]
     assert found[0] != found[1] != found[2] != found[0]
+
+
+def test_a_real_model_has_the_bits_of_its_certificates(trained):
+    header, steps = _ledger(trained, "real")
+    assert CERTIFIED
+    for file in CERTIFIED:
+        certified = read(file)
+        assert certified.header.identity_hash == header.identity_hash
+        assert len(steps) == 2
+        assert unequal(steps, list(certified.steps)) == []

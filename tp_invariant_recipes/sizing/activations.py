@@ -119,12 +119,7 @@ def _attention(b: MicroBatch) -> Kept:
     query, key = b.widths.query // b.tp, b.widths.key // b.tp
     if b.widths.kv_latent:
         return _latent_attention(b)
-    joined = query + 2 * key  # what the one product makes of a token
-    copied = query if query > key else 0  # of several heads a group: they do not lie side by side in `joined`
-    before_norms = 0
-    if b.head_norms:
-        # The stock norm copies keys that do not lie side by side. Ours reads them where they are, so `joined` stays.
-        before_norms = copied + joined if b.tree else query + key
+    before_norms = query + key if b.head_norms else 0  # copies, so that what the one product makes does not stay
     after = query + 2 * key
     core = b.heads * b.tokens * FP32  # of the softmax, a number a row
     if not b.fused:

@@ -164,8 +164,20 @@ def test_two_sequences_at_once_would_share_a_scale():
     both = torch.cat((x, x * 16), 1)
     with pytest.raises(NotImplementedError, match="2 sequences at once"):
         fp8_linear.column_parallel(both, weight, VirtualMesh(SHARDS, 1, 0), 1, False, Scaling(False, E5M2))
-    alone, shared = (quantize.of_tensor(one.flatten(0, 1), E4M3, None) for one in (x, both))
-    assert alone.scale != shared.scale
+
+
+@pytest.mark.parametrize("blockwise", (False, True), ids=("tensorwise", "blockwise"))
+def test_a_scale_of_a_micro_batch_is_another_result(monkeypatch, blockwise):
+    """By blocks the outputs are those of a sequence alone: a token shares its scales with no other."""
+    monkeypatch.setattr(fp8_linear, "_alone", lambda x: x)
+    x, weight, _ = _tensors()
+
+    def first(x):
+        y = fp8_linear.column_parallel(x, weight, VirtualMesh(SHARDS, 1, 0), 1, False, Scaling(blockwise, E5M2))
+        return y[:, 0]
+
+    louder = x * 1.5  # not by a power of two, which would change exponents alone
+    assert same_bits(first(x), first(torch.cat((x, louder), 1))) is blockwise
 
 
 @pytest.fixture
