@@ -18,6 +18,21 @@ EXPERTS = (
     "model.moe_ffn_hidden_size=128 model.num_attention_heads=8 model.num_query_groups=4 model.kv_channels=32 "
     "model.vocab_size=512 model.ffn_hidden_size=256"
 )
+LATENT = (
+    "deepseek_v3_toy seq=128 gbs=1 iters=2 numerics.virtual_shards=2 model.num_layers=2 model.moe_layer_freq=[0,1] "
+    "model.hidden_size=128 model.num_attention_heads=8 model.q_lora_rank=128 model.kv_lora_rank=128 "
+    "model.qk_head_dim=32 model.qk_pos_emb_head_dim=32 model.v_head_dim=32 model.vocab_size=512 "
+    "model.ffn_hidden_size=256 model.moe_ffn_hidden_size=128 model.moe_shared_expert_intermediate_size=256 "
+    "model.num_moe_experts=8"
+)
+# Sides in steps of 16, and of dt 2 numbers a shard; the first and the last layer are in bf16.
+HYBRID = (
+    "nemotron3_nano_toy seq=128 gbs=1 iters=2 numerics.virtual_shards=2 model.hybrid_layer_pattern=ME*EM- "
+    "model.hidden_size=80 model.num_attention_heads=4 model.num_query_groups=2 model.kv_channels=16 "
+    "model.vocab_size=512 model.ffn_hidden_size=192 model.moe_ffn_hidden_size=96 model.num_moe_experts=8 "
+    "model.moe_shared_expert_intermediate_size=192 model.mamba_num_heads=4 model.mamba_num_groups=2 "
+    "model.mamba_head_dim=16 model.mamba_state_dim=16"
+)
 FOUR_SHARDS = "numerics.virtual_shards=4 model.kv_channels=64 model.ffn_hidden_size=512"  # two of each rank of tp=2
 RECOMPUTE = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
 TENSORWISE, BLOCKWISE = "precision=fp8_tensorwise", "precision=fp8_blockwise"
@@ -35,6 +50,15 @@ LONGER = {
     f"{CONTEXT} {BLOCKWISE}": ("cp=1", "cp=2"),
     f"{EXPERTS} {TENSORWISE}": ("tp=1", "tp=2 ep=2"),
     f"{EXPERTS} {BLOCKWISE}": ("tp=1", "tp=2 ep=2"),
+    f"{LATENT} {TENSORWISE}": ("tp=1", "tp=2 ep=2", "pp=2"),
+    f"{LATENT} {BLOCKWISE}": ("tp=1", "tp=2 ep=2"),
+    f"{LATENT} {TENSORWISE} model.mtp_num_layers=1 gbs=2 numerics.data_shards=2": ("dp=1", "dp=2 ep=2", "pp=2"),
+    f"{HYBRID} {NAMED}": ("tp=1", "tp=2 ep=2", "pp=2"),
+    f"{HYBRID} {NAMED} model.mtp_num_layers=1 model.mtp_hybrid_override_pattern=*M gbs=2 numerics.data_shards=2": (
+        "dp=1",
+        "dp=2",
+        "pp=2",
+    ),
     f"{ONE} {TENSORWISE} numerics=portable": ("tp=1", "tp=2"),
     f"{ONE} {BLOCKWISE} numerics=portable": ("tp=1", "tp=2"),
     f"{SMALL} {NAMED} model.num_layers=4": ("tp=1", "tp=2", "pp=2"),
@@ -107,6 +131,15 @@ def test_precisions_have_other_bits(scenario):
     assert len({str(one[0].gradients) for one in ledgers}) == 3
     named = scenario(f"{SMALL} {NAMED} iters=1 gbs=1").ledger()
     assert unequal(named, scenario(f"{SMALL} precision=bf16 iters=1 gbs=1").ledger()) == []
+
+
+@pytest.mark.release
+def test_layers_of_a_hybrid_model_are_in_fp8_by_their_number(scenario):
+    """Its specification has one class for all layers of a kind: two layers whose ends are in bf16 have none in FP8."""
+    short = f"{HYBRID} model.hybrid_layer_pattern=MM iters=1"
+    words = [f"{short} {NAMED}", f"{short} precision=bf16", f"{short} {TENSORWISE}"]
+    named, plain, fp8 = (scenario(one, "tp=1").ledger()[0].gradients for one in words)
+    assert named == plain != fp8
 
 
 @pytest.mark.release

@@ -6,6 +6,7 @@ from tests.distributed.faults import without
 from tests.distributed.scenario import agree, stock_differs
 from tests.distributed.small_models import small
 
+LATENT = "iters=2 model.moe_latent_size=32"  # of tokens that experts see
 CAPACITY = "model.moe_expert_capacity_factor=1.0 model.moe_pad_expert_input_to_capacity=true"
 
 # Model, what is held fixed, the layouts that must agree, with digests of all gradients and weights at every step.
@@ -20,6 +21,9 @@ LONGER = (
     ("qwen3_moe_toy", f"iters=2 mbs=2 gbs=4 precision=fp32 {CAPACITY}", ("tp=1", "tp=4 ep=4")),
     ("nemotron3_nano_toy", "iters=30", ("tp=1", "tp=2 ep=2", "tp=4")),
     ("nemotron3_nano_toy", f"iters=2 dp=2 gbs=4 {CAPACITY}", ("tp=1 ep=2", "tp=2")),
+    ("nemotron3_nano_toy", LATENT, ("tp=1", "tp=2 ep=2", "pp=2")),
+    ("nemotron3_nano_toy", f"{LATENT} gbs=4 numerics.data_shards=4", ("dp=1", "dp=2 ep=2", "dp=2 tp=2")),
+    ("qwen3_moe_toy", LATENT, ("tp=1", "tp=4 ep=2")),
 )
 ROWS = (*GROUPS, *(pytest.param(*row, marks=pytest.mark.release) for row in LONGER))
 
@@ -37,6 +41,11 @@ def test_stock_does_not(scenario, model, layout):
 
 
 @pytest.mark.release
+def test_stock_does_not_with_latents(scenario):
+    stock_differs(scenario(small("nemotron3_nano_toy"), LATENT, "iters=1"), ("tp=1", "tp=2"))
+
+
+@pytest.mark.release
 def test_the_norm_of_experts_and_all_else_is_one(scenario):
     """Left to Megatron it is put together of two rounded ones: those of experts, and of all else."""
     one = scenario(small("qwen3_moe_toy"), "iters=5 tp=1")
@@ -50,6 +59,7 @@ REFUSED = {
     "tp=2 sp=false": "experts under tensor parallelism need sequence parallelism; sp=true",
     "tp=2 etp=2": "experts split over ranks have no invariant version; etp=1",
     "model.moe_router_load_balancing_type=sinkhorn": "model.moe_router_load_balancing_type one of aux_loss",
+    "model.moe_latent_size=32 precision=fp8_tensorwise": "experts of latents have no invariant version in FP8",
     "model.moe_z_loss_coeff=0.001": "model.moe_z_loss_coeff is not covered; leave it unset",
     "model.moe_ffn_hidden_size=48": "on a CPU model.moe_ffn_hidden_size must be a multiple of 32",
     "seq=8": "seq / numerics.virtual_shards / numerics.context_shards * model.num_moe_experts must be a multiple of 32",

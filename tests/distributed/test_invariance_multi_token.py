@@ -7,6 +7,10 @@ from tests.distributed.small_models import small
 
 AHEAD = "model.mtp_num_layers=1 numerics.virtual_shards=4 iters=2"
 SHARDS = "gbs=4 numerics.data_shards=4"
+HYBRID = (
+    "model.mtp_num_layers=2 model.mtp_use_repeated_layer=true model.mtp_hybrid_override_pattern=*ME "
+    "numerics.virtual_shards=4 iters=2"
+)
 
 # Model, what is held fixed, the layouts that must agree.
 ROWS = (
@@ -40,6 +44,14 @@ ROWS = (
         ("dp=1", "pp=2", "dp=2"),
         marks=pytest.mark.release,
     ),
+    # A hybrid model repeats its layers ahead; at pp=1 a router of the model has the number of one of theirs.
+    pytest.param(small("nemotron3_nano_toy"), HYBRID, ("tp=1", "pp=2", "tp=2 ep=2"), marks=pytest.mark.release),
+    pytest.param(
+        small("nemotron3_nano_toy"),
+        f"{HYBRID} {SHARDS} model.mtp_use_repeated_layer=false",
+        ("dp=1", "dp=2 tp=2", "dp=2 pp=2 ep=2"),
+        marks=pytest.mark.release,
+    ),
 )
 
 
@@ -50,14 +62,16 @@ def test_one_ledger_for_all_layouts(scenario, model, fixed, layouts):
 
 
 @pytest.mark.release
-def test_the_loss_of_later_tokens_counts(scenario):
-    model = scenario(small("deepseek_v3_toy"), AHEAD, "tp=1")
+@pytest.mark.parametrize("words", ((small("deepseek_v3_toy"), AHEAD), (small("nemotron3_nano_toy"), HYBRID)))
+def test_the_loss_of_later_tokens_counts(scenario, words):
+    model = scenario(*words, "tp=1")
     assert model.ledger()[0].grad_norm != model("model.mtp_loss_scaling_factor=0.3").ledger()[0].grad_norm
 
 
 @pytest.mark.release
-def test_stock_does_not(scenario):
-    said = stock_differs(scenario(small("deepseek_v3_toy"), AHEAD, "iters=1"), ("tp=1", "tp=2"))
+@pytest.mark.parametrize("words", ((small("deepseek_v3_toy"), AHEAD), (small("nemotron3_nano_toy"), HYBRID)))
+def test_stock_does_not(scenario, words):
+    said = stock_differs(scenario(*words, "iters=1"), ("tp=1", "tp=2"))
     assert "different at step 1" in said
 
 

@@ -1,9 +1,12 @@
-"""LoRA of Mamba layers, of multi-latent attention and of attention beside experts: one ledger for all layouts."""
+"""LoRA of Mamba layers, of multi-latent attention, of families' own layers and in FP8: one ledger for all layouts."""
 
 import pytest
 
 from tests.distributed.scenario import Scenario, agree, stock_differs, unequal
 from tests.distributed.small_models import small
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.workflows import export
 
 FIXED = "numerics.virtual_shards=4 peft=lora peft.dim=8"
 MAMBA = f"{FIXED} peft.target_modules=[linear_qkv,linear_proj,in_proj,out_proj]"
@@ -45,6 +48,51 @@ def test_adapters_of_latent_attention_have_one_ledger(shared, model):
     agree(latent, ("tp=1", "tp=2 ep=2", "pp=2", "tp=4"))
 
 
+FP8 = "qwen3_toy seq=128 model.num_layers=1 model.kv_channels=32 numerics.virtual_shards=2 iters=2"
+OF_FAMILY = "numerics.virtual_shards=2 iters=2"
+
+
+def _first(tpi, model: str, words: str, more: str) -> Scenario:
+    """Trainings of adapters on the first weights of a model without experts."""
+    base = f"{model.partition(' ')[0]}-first"
+    if not (tpi.folder / base).exists():
+        start = f"{model} {words} iters=1 save=1 ledger.digests=0 lr=1e-6 optimizer.min_lr=0"
+        tpi("train", *start.split(), f"run.dir={base}", status=0)
+    adapters = "peft=lora peft.dim=8 peft.lora_B_init_method=normal"
+    return Scenario(tpi, tpi.folder / "runs")(
+        model, words, adapters, more, f"checkpoint.pretrained_checkpoint={base}/checkpoints"
+    )
+
+
+@pytest.mark.release
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("model", ("gemma2_toy", "gemma3_toy", "exaone4_toy"))
+def test_adapters_of_a_familys_own_layers_have_one_ledger(shared, model):
+    adapted = _first(shared, f"{model} seq=32", OF_FAMILY, "gbs=2")
+    agree(adapted, ("tp=1", "tp=2", "pp=2"))
+    agree(adapted("numerics.data_shards=2"), ("dp=1", "dp=2"))
+    stock_differs(adapted("iters=1"), ("tp=1", "tp=2"))
+
+
+def _scales_by_rank() -> None:
+    from tp_invariant_recipes.numerics.products import quantize
+
+    real = quantize.of_tensor_both_ways
+    quantize.of_tensor_both_ways = lambda x, dtype, group: real(x, dtype, None)
+
+
+@pytest.mark.release
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("precision", ("fp8_tensorwise", "fp8_blockwise"))
+def test_adapters_of_layers_in_fp8_have_one_ledger(shared, precision):
+    adapted = _first(shared, FP8, "", f"gbs=2 precision={precision}")
+    agree(adapted, ("tp=1", "tp=2"))
+    agree(adapted("numerics.data_shards=2"), ("dp=1", "dp=2"))
+    assert unequal(adapted("tp=1").ledger(), adapted("precision=bf16", "tp=1").ledger())
+    if precision == "fp8_tensorwise":
+        assert unequal(adapted("tp=2").planted(_scales_by_rank).ledger(), adapted("tp=1").ledger())
+
+
 @pytest.mark.release
 @pytest.mark.timeout(1200)
 def test_stock_adapters_of_mamba_have_not(shared):
@@ -75,3 +123,12 @@ def test_each_ingredient_is_needed(shared, model, words, left_out):
     adapted = _adapted(shared, model, f"{words} iters=1 peft.lora_B_init_method=normal")
     one, two = (adapted(at).planted(left_out).ledger() for at in ("tp=1", "tp=2"))
     assert unequal(one, two)
+
+
+def test_adapters_after_a_norm_are_not_exported(bridge):
+    adapted = ("peft=lora", "checkpoint.pretrained_checkpoint=base")
+    with pytest.raises(ConfigError, match="adapters of linear_fc2 and linear_proj after the norms that EXAONE 4 has"):
+        export._check_norms(compose("exaone4_toy", adapted, device="cpu").config)
+    before = [*adapted, "peft.target_modules=[linear_qkv,linear_fc1]"]
+    for model, words in (("exaone4_toy", before), ("qwen3_toy", adapted)):
+        export._check_norms(compose(model, words, device="cpu").config)

@@ -51,6 +51,34 @@ def routed(cfg):
     return cfg
 
 
+def hybrid(cfg):
+    from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider
+    from megatron.core.activations import squared_relu
+
+    cfg.model = HybridModelProvider(
+        hybrid_layer_pattern="M*", hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, num_query_groups=4,
+        kv_channels=16, mamba_num_heads=8, mamba_num_groups=4, mamba_head_dim=16, mamba_state_dim=16,
+        mtp_num_layers=2, mtp_hybrid_override_pattern="*ME", mtp_use_repeated_layer=True,
+        vocab_size=64, seq_length=cfg.model.seq_length, is_hybrid_model=True, calculate_per_token_loss=True,
+        activation_func=squared_relu, moe_shared_expert_intermediate_size=128,
+    )
+    cfg = routed(cfg)
+    cfg.model.num_moe_experts = 16
+    return cfg
+
+
+def hybrid_packed():
+    return hybrid(packed())
+
+
+def hybrid_alone():
+    return hybrid(alone())
+
+
+def hybrid_short():
+    return hybrid(packed(8))
+
+
 def experts():
     return routed(packed())
 
@@ -109,17 +137,17 @@ def mine(bridge, shared):
     return shared.folder
 
 
-def _both(shared, name, packed, alone, *words):
+def _both(shared, name, packed, alone, *words, fault=lambda: None):
     """A run of packed rows of two examples, NAME, and NAME-alone with the same examples in that order: both ledgers."""
     of_name = (f"recipe=mine.py:{packed}", *PACKED[1:], *words)
-    shared("train", *of_name, "tp=2", "etp=1", f"run.dir={name}", before=_in_order, status=0)
+    shared("train", *of_name, "tp=2", "etp=1", f"run.dir={name}", before=_planted(_in_order, fault), status=0)
     lines = {_text(line): line for line in map(example, range(EXAMPLES))}
     unpacked = shared.folder / f"{name}-unpacked"
     unpacked.mkdir()
     rows = shared.folder / name / "index-cache" / "training.idx.parquet"
     (unpacked / "training.jsonl").write_text("".join(f"{lines[text]}\n" for text in _packed_texts(rows)))
     found = (f"recipe=mine.py:{alone}", f"dataset.dataset_root={unpacked.name}", FILES[1], "gbs=8", "iters=2", *words)
-    shared("train", *found, f"run.dir={name}-alone", before=_in_order, status=0)
+    shared("train", *found, f"run.dir={name}-alone", before=_planted(_in_order, fault), status=0)
     return shared.ledger(name), shared.ledger(f"{name}-alone")
 
 
@@ -177,6 +205,22 @@ def test_sequences_of_several_lengths_have_one_result_in_every_layout(mine, shar
     shared("verify", *SHORT, *layouts, "--dir", "-".join(layouts).replace("=", "").replace(",", ""), status=0)
 
 
+# --- In FP8, whose sums are of 128 tokens ---
+
+LONG = (
+    "seq=256 dataset.seq_length=256 dataset.offline_packing_specs.packed_sequence_size=256 "
+    "dataset.offline_packing_specs.max_single_sequence_length=128"
+)
+IN_FP8 = f"precision=fp8_tensorwise {LONG} dataset.offline_packing_specs.pad_seq_to_mult=128"
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("precision", ("fp8_tensorwise", "fp8_blockwise"))
+def test_packed_rows_in_fp8_have_one_result_in_every_layout(mine, shared, precision):
+    words = (*SHORT, *IN_FP8.split(), "model.kv_channels=32", "numerics.virtual_shards=2", f"precision={precision}")
+    shared("verify", *words, "tp=1,2", "dp=1,2", "--dir", precision, status=0)
+
+
 # --- With experts, whose auxiliary loss counts ---
 
 ROUTED = (
@@ -227,6 +271,73 @@ def test_experts_have_one_result_in_every_layout(routed, shared, layout):
     name = f"routed-{len(list(shared.folder.iterdir()))}"
     shared("train", *ROUTED, *layout, f"run.dir={name}", status=0)
     _same(shared.ledger(name), routed)
+
+
+# --- Hybrid models, with multi-token prediction ---
+
+HYBRID = ("recipe=mine.py:hybrid_short", *FILES, "gbs=8", "iters=1", "numerics.data_shards=2")
+
+
+@pytest.mark.release
+def test_packing_changes_no_bit_of_hybrid_models(mine, shared):
+    _same(*_both(shared, "hybrid", "hybrid_packed", "hybrid_alone"))
+
+
+@pytest.fixture(scope="module")
+def hybrid(mine, shared):
+    shared("train", *HYBRID, "run.dir=short-hybrid", status=0)
+    return shared.ledger("short-hybrid")
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("layout", ("pp=2", "dp=2 ep=2", "tp=2 etp=1"))
+def test_hybrid_models_have_one_result_in_every_layout(hybrid, shared, layout):
+    name = f"hybrid-{layout.replace(' ', '-')}"
+    shared("train", *HYBRID, *layout.split(), f"run.dir={name}", status=0)
+    _same(shared.ledger(name), hybrid)
+
+
+def _tokens_of_idle_passes() -> None:
+    from tp_invariant_recipes.numerics.megatron import packed
+
+    packed._uncounted = lambda given: given
+
+
+@pytest.mark.release
+def test_tokens_of_idle_passes_must_not_count_ahead(hybrid, shared):
+    shared("train", *HYBRID, "dp=2", "ep=2", "run.dir=hybrid-idle", before=_tokens_of_idle_passes)
+    assert shared.ledger("hybrid-idle")[0].gradients != hybrid[0].gradients
+
+
+def _summed_by_autograd() -> None:
+    from tp_invariant_recipes.numerics.megatron import mamba
+
+    mamba.added_by_itself = lambda weight: weight
+
+
+@pytest.mark.release
+def test_gradients_of_mamba_are_added_sequence_by_sequence(mine, shared):
+    with pytest.raises(AssertionError):
+        _same(*_both(shared, "summed", "hybrid_packed", "hybrid_alone", fault=_summed_by_autograd))
+
+
+OVERLAPPED = (*ROUTED, "iters=6", *RECOMPUTED, "ddp.overlap_grad_reduce=true")
+
+
+def _ready_early() -> None:
+    from tp_invariant_recipes.numerics.megatron import packed
+
+    packed.ready_at_the_end = lambda original: original
+
+
+@pytest.mark.release
+def test_gradients_wait_for_all_sequences_of_a_row(mine, shared):
+    """Of layers that are computed again: Megatron would reduce them after as many additions as in the first step."""
+    shared("train", *OVERLAPPED, "run.dir=overlapped", status=0)
+    shared("train", *OVERLAPPED, "ddp.overlap_grad_reduce=false", "run.dir=one-after-the-other", status=0)
+    _same(shared.ledger("overlapped"), shared.ledger("one-after-the-other"))
+    early = shared("train", *OVERLAPPED, "run.dir=early", before=_ready_early)
+    assert "Communication call has not been issued" in early.stderr
 
 
 def _routing_idle_passes() -> None:
@@ -294,11 +405,12 @@ def test_validation_too(mine, shared):
 SETTINGS = {
     "packed dataset.offline_packing_specs.pad_seq_to_mult=1": "pad_seq_to_mult=8, or another multiple",
     "packed numerics.virtual_shards=4 dataset.offline_packing_specs.pad_seq_to_mult=6": "pad_seq_to_mult=8, or another",
+    f"packed precision=fp8_tensorwise {LONG} dataset.offline_packing_specs.pad_seq_to_mult=64": "in FP8 of 128",
     "packed seq=128": "packed_sequence_size=64: a row has model.seq_length=128 tokens; seq=64",
     "packed numerics=gather": "packed sequences are covered by numerics=tree only",
     "packed numerics=stock": "no attention for packed sequences but with numerics=tree",
     "packed cp=2 numerics.context_shards=2": "fine-tuning with context parallelism is not covered",
-    "packed model.mtp_num_layers=1": "multi-token prediction of packed sequences is not covered",
+    "packed model.mtp_num_layers=1 model.calculate_per_token_loss=false": "is covered where each token counts alike",
     "packed ledger.trace=1": "a trace has one place for the module of a row",
     "packed dataset.offline_packing_specs.packed_metadata_path=a.json": "tpi packs the examples",
     "packed dataset.offline_packing_specs.packed_train_data_path=a.parquet": "a.parquet",

@@ -42,6 +42,32 @@ _GPT_OSS = {
     "num_experts_per_tok": 2,
     "sliding_window": 16,
 }
+_SUPER = {  # experts of latents, and multi-token prediction
+    "model_type": "nemotron_h",
+    "architectures": ["NemotronHForCausalLM"],
+    "hybrid_override_pattern": "ME*E",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 4,
+    "ssm_state_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "moe_intermediate_size": 64,
+    "moe_shared_expert_intermediate_size": 128,
+    "moe_latent_size": 32,
+    "num_nextn_predict_layers": 1,
+    "mtp_hybrid_override_pattern": "*E",
+    "vocab_size": 512,
+}
 # A family: the recipe of Bridge and the config.json cut small.
 FAMILIES = {
     "moonlight": (
@@ -59,6 +85,7 @@ FAMILIES = {
         | {"q_lora_rank": None, "num_experts_per_tok": 2, "routed_scaling_factor": 1.0},
     ),
     "gpt_oss": ("gpt_oss_20b_pretrain_config", _GPT_OSS),
+    "nemotron_super": ("nemotron_3_super_pretrain_16gpu_h100_bf16_config", _SUPER),
 }
 LAYOUT = ("tp=2", "sp=true", "pp=1", "ep=2")
 _COVERED = (
@@ -138,13 +165,13 @@ def test_what_is_missing_is_named_in_one_message(bridge, hugging_face, family):
 
 
 # Families: their recipes are cut in size and in steps, and in nothing else.
-SIX = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "gpt_oss")
+CUT_SMALL = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "gpt_oss", "nemotron_super")
 CUT = "seq=64 gbs=2 iters=3 scheduler.lr_warmup_iters=0 tp=1 pp=1 ep=1 device=cpu"
 
 
 @pytest.mark.release
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("family", SIX)
+@pytest.mark.parametrize("family", CUT_SMALL)
 def test_a_recipe_trains_without_another_key_than_size(shared, family):
     if family in FAMILIES:
         recipe, config = FAMILIES[family]

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import make_dataclass
 from pathlib import Path
 
 import pytest
@@ -187,12 +188,22 @@ def test_the_table_names_the_recipes_of_bridge(bridge):
 def test_the_page_counts_the_recipes_of_bridge(bridge):
     """In docs/recipes.md, as `scripts/recipe-table` writes it."""
     table = PAGE.read_text().partition("<!-- scripts/recipe-table -->")[2].partition("<!-- end -->")[0]
-    rows, _, absent = table.strip().partition("\n\n")
+    counts, rows, absent, _ = table.strip().split("\n\n")
     cells = [[cell.strip() for cell in line.split("|")] for line in rows.splitlines()[2:]]
     counted = Counter({family: sum(int(number or 0) for number in numbers) for _, family, *numbers, _, _ in cells})
     counted += Counter({family: int(number) for family, number in re.findall(r"([\w/]+)\s(\d+)", absent)})
     there = Counter(recipe_source.family(names[0]) for names in recipe_list.groups())
     assert counted == there, "scripts/recipe-table"
+    covered, all_of_them, more, refused, not_here = map(int, re.findall(r"\d+", counts))
+    columns = [sum(int(row[place] or 0) for row in cells) for place in (2, 3, 4)]
+    assert [covered, more, refused] == columns
+    assert all_of_them == sum(there.values()) == covered + more + refused + not_here
+
+
+def test_a_model_of_images_or_sound_is_named():
+    text, both = ("hidden_size", "is_vision_language", "hf_model_revision"), ("freeze_vision_model", "audio_config")
+    models = [make_dataclass("Model", [(name, int, 0) for name in names])() for names in (text, both)]
+    assert [*map(recipe_layer._senses, models)] == ["", "images and audio"]
 
 
 @pytest.mark.release

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests import hf_folders
+from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.training.scoring import batches
+from tp_invariant_recipes.workflows import score
 
 pytestmark = pytest.mark.usefixtures("modelopt")
 
@@ -22,6 +24,12 @@ FOLDERS = {
     "llama": ("llama32_toy", "F32", ("model.num_layers=1",)),
     "moe": ("qwen3_moe_toy", "F32", MOE),
 }
+
+
+def test_layers_of_multi_token_prediction_score_nothing(bridge):
+    words = parse_all(["model.mtp_num_layers=1", "model.mtp_hybrid_override_pattern=*E", "device=cpu"])
+    model = score._composed("nemotron3_nano_toy", words, "tree").config.model
+    assert {name for name in model if name.startswith("mtp_") and model[name]} == set()
 
 
 @pytest.fixture(scope="module")

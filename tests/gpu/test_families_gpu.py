@@ -1,4 +1,4 @@
-"""Families with layers of their own on one GPU: Transformer Engine's layers of Bridge's specifications, one ledger.
+"""Families with layers of their own, and Nemotron-3-Super's parts, on one GPU: Transformer Engine's layers, one ledger.
 
 Two ranks share a GPU, by Gloo, where there is one (side_by_side.py).
 """
@@ -18,6 +18,9 @@ MODELS = {
     "gemma2": f"gemma2_toy {_SMALL}",
     "gemma3": f"gemma3_toy {_SMALL}",
     "olmoe": f"olmoe_toy {_SMALL}",
+    "super": "nemotron3_nano_toy gbs=2 iters=3 seq=128 numerics.virtual_shards=2 model.hybrid_layer_pattern=ME*E "
+    "model.moe_latent_size=128 model.mtp_num_layers=2 model.mtp_use_repeated_layer=true "
+    "model.mtp_hybrid_override_pattern=*E",
 }
 LAYOUTS = ("tp=1", "tp=2", "dp=2")
 STOCK = "tp=1 numerics=stock numerics.initial_weights=invariant numerics.virtual_shards=null"

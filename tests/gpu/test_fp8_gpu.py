@@ -22,6 +22,21 @@ EXPERTS = (
     "model.num_query_groups=8 model.kv_channels=32 model.ffn_hidden_size=256 model.moe_ffn_hidden_size=128 "
     "model.vocab_size=512 numerics.virtual_shards=2"
 )
+LATENT = (
+    "deepseek_v3_toy seq=128 gbs=1 iters=4 numerics.virtual_shards=2 model.num_layers=2 model.moe_layer_freq=[0,1] "
+    "model.hidden_size=128 model.num_attention_heads=8 model.q_lora_rank=128 model.kv_lora_rank=128 "
+    "model.qk_head_dim=32 model.qk_pos_emb_head_dim=32 model.v_head_dim=32 model.vocab_size=512 "
+    "model.ffn_hidden_size=256 model.moe_ffn_hidden_size=128 model.moe_shared_expert_intermediate_size=256 "
+    "model.num_moe_experts=8"
+)
+# Sides in steps of 16, and of dt 2 numbers a shard.
+HYBRID = (
+    "nemotron3_nano_toy seq=128 gbs=1 iters=4 numerics.virtual_shards=2 model.hybrid_layer_pattern=ME*EM- "
+    "model.hidden_size=208 model.num_attention_heads=4 model.num_query_groups=2 model.kv_channels=16 "
+    "model.vocab_size=512 model.ffn_hidden_size=192 model.moe_ffn_hidden_size=96 model.num_moe_experts=8 "
+    "model.moe_shared_expert_intermediate_size=192 model.mamba_num_heads=4 model.mamba_num_groups=2 "
+    "model.mamba_head_dim=64 model.mamba_state_dim=16"
+)
 STOCK = "numerics=stock numerics.initial_weights=invariant numerics.virtual_shards=null"
 # What is held fixed -> layouts that must agree.
 GROUPS = {
@@ -40,6 +55,13 @@ GROUPS = {
     "context-blockwise": (f"{TOY} seq=256 numerics.context_shards=2 precision=fp8_blockwise", ("cp=1", "cp=2")),
     "experts": (f"{EXPERTS} precision=fp8_tensorwise", ("tp=1", "tp=2 ep=2")),
     "experts-blockwise": (f"{EXPERTS} precision=fp8_blockwise", ("tp=1", "tp=2 ep=2")),
+    "latent": (f"{LATENT} precision=fp8_tensorwise", ("tp=1", "tp=2 ep=2")),
+    "latent-blockwise": (f"{LATENT} precision=fp8_blockwise", ("tp=1", "tp=2 ep=2")),
+    "hybrid": (f"{HYBRID} mixed_precision=bf16_with_fp8_current_scaling_mixed", ("tp=1", "tp=2 ep=2")),
+    "sides of 16": (
+        f"{TOY} model.hidden_size=208 model.ffn_hidden_size=416 precision=fp8_tensorwise",
+        ("tp=1", "tp=2"),
+    ),
     "portable": (f"{TOY} numerics=portable precision=fp8_tensorwise", ("tp=1", "tp=2")),
     "named": (
         f"{TOY} model.num_layers=4 mixed_precision=bf16_with_fp8_current_scaling_mixed",

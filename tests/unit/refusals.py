@@ -336,10 +336,24 @@ AHEAD = Family(
         "pp=2 gbs=4 model.share_embeddings_and_output_weights=true": "Megatron-Core cannot save a tied embedding",
         "model.pipeline_model_parallel_layout=Et*2|m|L pp=3 gbs=4": "the layers of multi-token prediction are on the",
         "model.recompute_granularity=full": "multi-token prediction was not shown to have the same bits where whole",
+        "model.mtp_use_repeated_layer=true": "one layer for all depths is covered for hybrid models alone",
         **each(paths_in("model", multi_token.OFF), "true", "{} is not covered"),
     },
     begins=TREE,
     taken=("tp=2 pp=2 gbs=4", "model.mtp_num_layers=2"),
+)
+
+_HYBRID_AHEAD = "model.mtp_num_layers=2 model.mtp_hybrid_override_pattern=*E"
+
+HYBRID_AHEAD = Family(
+    "nemotron3_nano_toy numerics=tree",
+    {
+        "model.mtp_num_layers=1": "multi-token prediction of a hybrid model has no layers",
+        "model.mtp_num_layers=1 model.mtp_hybrid_override_pattern=*G": "of hybrid layers only M * - E have",
+        "model.mtp_hybrid_override_pattern=*E": "model.mtp_hybrid_override_pattern adds layers",
+    },
+    begins=TREE,
+    taken=(_HYBRID_AHEAD, f"{_HYBRID_AHEAD} model.mtp_use_repeated_layer=true tp=2"),
 )
 
 SINKS = Family(
@@ -603,7 +617,6 @@ IN_FP8 = Family(
         "mixed_precision.fp8_recipe=delayed": f"{TREE}delayed scaling takes scales from what a rank",
         "mixed_precision.fp8_recipe=custom": f"{TREE}of FP8 only the recipes bf16_with_fp8_current_scaling_mixed",
         "mixed_precision=fp16_with_fp8_subchannel_scaling_mixed": f"{TREE}of FP8 only the recipes",
-        "mixed_precision=nemotron_h_bf16_with_fp8_current_scaling_mixed": f"{TREE}of FP8 only the recipes",
         "precision=bf16 model.fp8=hybrid": f"{TREE}the precision decides what is in FP8; model.fp8=null",
         "mixed_precision.fp8_param_gather=true": "…mixed_precision.fp8_param_gather=false",
         "mixed_precision.fp8_dot_product_attention=true": "…mixed_precision.fp8_dot_product_attention=false",
@@ -611,9 +624,12 @@ IN_FP8 = Family(
         "mixed_precision.fp8_wgrad=false": "…mixed_precision.fp8_wgrad=true",
         "mixed_precision.bf16=false": "…mixed_precision.bf16=true",
         "numerics=gather": "numerics=gather: FP8 is covered by numerics=tree and numerics=portable only",
-        "numerics.virtual_shards=2": f"{BY_128}, which FP8 products add at a time (the heads' width",
-        "numerics.virtual_shards=2 model.kv_channels=32 model.ffn_hidden_size=384 device=gpu": f"{BY_128}",
-        "model.hidden_size=192": "model.hidden_size is 192: FP8 products add 128 numbers at a time; the next is 256",
+        "precision=fp8_blockwise numerics.virtual_shards=2": f"{BY_128}: FP8 products add 128 numbers at a time (the",
+        "precision=fp8_blockwise numerics.virtual_shards=2 model.kv_channels=32 model.ffn_hidden_size=384": BY_128,
+        "precision=fp8_blockwise model.hidden_size=192": "model.hidden_size is 192: FP8 products add 128 numbers at a "
+        "time; the next is 256",
+        "model.hidden_size=200 device=gpu": "model.hidden_size is 200: FP8 matrices have sides in steps of 16; the "
+        "next is 208",
         "seq=64": "seq=64: weight gradients in FP8 add 128 tokens at a time; the next is seq=128",
         "numerics.context_shards=2": "seq=128: weight gradients in FP8 add 128 tokens at a time in each of 2 context",
     },
@@ -624,7 +640,9 @@ IN_FP8 = Family(
         "mixed_precision=bf16_with_fp8_current_scaling_mixed",
         "mixed_precision=bf16-with-fp8-current-scaling-mixed",
         "mixed_precision=bf16_with_fp8_subchannel_scaling_mixed",
-        "numerics.virtual_shards=2 model.kv_channels=32 tp=2",
+        "mixed_precision=nemotron_h_bf16_with_fp8_current_scaling_mixed",
+        "model.hidden_size=192",
+        "numerics.virtual_shards=2 tp=2",
         "seq=256 numerics.context_shards=2",
     ),
     typed=True,

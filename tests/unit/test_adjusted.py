@@ -25,6 +25,10 @@ BESIDE = {
     "model.use_te_rng_tracker": {"device__kind": "cpu"},
     "rng.te_rng_tracker": {"device__kind": "cpu"},
     "optimizer.use_precision_aware_optimizer": {"optimizer__use_distributed_optimizer": False},
+    "optimizer.exp_avg_dtype": {"optimizer__use_precision_aware_optimizer": False},
+    "optimizer.exp_avg_sq_dtype": {"optimizer__use_precision_aware_optimizer": False},
+    "ddp.overlap_param_gather": {"optimizer__use_distributed_optimizer": False},
+    "optimizer.overlap_param_gather": {"optimizer__use_distributed_optimizer": False},
     "model.recompute_granularity": {"model__multi_latent_attention": True},
     "model.context_parallel_size": {"numerics__virtual_shards": 8, "model__tensor_model_parallel_size": 4},
     "numerics.context_shards": {"model__context_parallel_size": 8, "model__position_embedding_type": "yarn"},
@@ -136,6 +140,16 @@ def test_cp_is_as_large_as_it_is_covered_and_so_are_context_shards(beside, cp):
 def test_what_no_graph_captures_runs_without(beside):
     config = with_fields(_with("model.cuda_graph_impl", "transformer_engine"), **beside)
     assert adjust(config, (), {}, None)[0].model["cuda_graph_impl"] == "none"
+
+
+def test_what_a_recipe_leaves_to_bridges_default_is_set_right():
+    examples = with_fields(TREE, dataset___target_=_SFT, dataset__dataset_kwargs=None, checkpoint__async_save=True)
+    done, lines = adjust(examples, (), {}, None)
+    assert done.section("dataset")["dataset_kwargs"] == {"pad_to_max_length": True}
+    assert done.section("checkpoint")["async_strategy"] == "mcore"
+    unset = adjusted._set(examples, ["dataset", "dataset_kwargs"], adjusted.NOT_SET)
+    assert adjust(unset, (), {}, None)[0].section("dataset")["dataset_kwargs"] == {"pad_to_max_length": True}
+    assert "dataset.dataset_kwargs" in "".join(lines)
 
 
 def test_an_object_is_replaced_and_no_longer_kept():

@@ -29,7 +29,7 @@ SAME = (
     ("qwen3_8b", ("cluster=h100", "logging=wandb", "save=10", "run.dir=x")),
     ("qwen3_moe_toy", ("tp=2", "ep=2", "dp=2", "gbs=4", "mbs=2", "numerics.data_shards=4")),
     ("qwen3_moe_toy", ("tp=4", "etp=4", "numerics=stock")),
-    ("nemotron3_nano_toy", ("tp=2", "pp=7")),
+    ("nemotron3_nano_toy", ("tp=2", "ep=2")),
     ("qwen3_8b", ("train.train_sync_interval=1", "train.manual_gc=false", "dataset.pin_memory=false")),
     ("qwen3_8b", ("optimizer.log_num_zeros_in_grad=true", "model.attention_softmax_in_fp32=false")),
 )

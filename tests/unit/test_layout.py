@@ -142,6 +142,10 @@ REFUSED = (
         "model.account_for_loss_in_pipeline_split=false",
     ),
     ({"pp": 3, **HYBRID, "num_layers": None}, "pp=3 does not divide the 8 layers of this model"),
+    (
+        {"pp": 4, **HYBRID, "num_layers": None, "hybrid_layer_pattern": "MEM*EMEM", "num_moe_experts": 8},
+        "pp=4: a stage M* has no experts, and Megatron-Bridge cannot log a step then; lower pp",
+    ),
     ({"ep": 2}, "ep=2: this model has no experts"),
     ({"ep": 2, "etp": 4}, "ep=2, etp=4: this model has no experts"),
     ({"ep": 3, "dp": 3, "gbs": 3, **MOE}, "ep=3 does not divide model.num_moe_experts=8"),

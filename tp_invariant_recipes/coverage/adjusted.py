@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tp_invariant_recipes.coverage import allowed_fields, graphs, invariance, latent, multi_token, packed
+from tp_invariant_recipes.coverage import allowed_fields, experts, graphs, invariance, latent, multi_token, packed
 from tp_invariant_recipes.coverage.allowed_values import as_text
 from tp_invariant_recipes.settings import cuda_graphs, environment, layout, low_precision, peft, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -35,13 +35,15 @@ _PACKING = f"dataset.{sft.PACKING}"
 @dataclass(frozen=True)
 class Adjustment:
     """paths: of fields. value: what they become, or a function of the run. why: the reason; None: the one that
-    `allowed_fields.py` has. wrong: of the run and a field's value, whether it is to be adjusted.
+    `allowed_fields.py` has. wrong: of the run and a field's value, whether it is to be adjusted. unset: whether a
+    field that the recipe does not set may be wrong, too.
     """
 
     value: Any
     why: str | None
     paths: tuple[str, ...]
     wrong: Callable[[RunConfig, Any], Any]
+    unset: bool = False
 
     def reason(self, path: str) -> str:
         """Why a field of this row becomes what it becomes."""
@@ -49,9 +51,17 @@ class Adjustment:
         return self.why or allowed_fields.SECTIONS[section][name][1]
 
 
-def _row(value: Any, why: str | None, paths: str, wrong: Callable[[RunConfig, Any], Any] | None = None) -> Adjustment:
+def _row(
+    value: Any,
+    why: str | None,
+    paths: str,
+    wrong: Callable[[RunConfig, Any], Any] | None = None,
+    *,
+    unset: bool = False,
+) -> Adjustment:
     """A row of fields whose other values are refused. Without a reason `allowed_fields.py` says which are."""
-    return Adjustment(value, why, tuple(paths.split()), wrong or (lambda t, was: (was or None) != (value or None)))
+    wrong = wrong or (lambda t, was: (was or None) != (value or None))
+    return Adjustment(value, why, tuple(paths.split()), wrong, unset)
 
 
 def _listed(value: Any, paths: str) -> tuple[Adjustment, ...]:
@@ -101,6 +111,7 @@ def _cannot_capture(config: RunConfig, was: Any) -> bool:
         peft.adapts(config)
         or sft.packing(config) is not None
         or config.model.get(multi_token.FIELD)
+        or config.model.get(experts.LATENT)
         or cuda_graphs.problems(config)
         or any(limit.wrong(config) for limit in graphs.LIMITS)
     )
@@ -112,9 +123,9 @@ def _packs(key: str, wrong: Callable[[RunConfig, Mapping[str, Any]], Any]) -> Ca
 
 
 def _shared_padding(config: RunConfig) -> int:
-    """The next multiple of what a recipe pads packed sequences to that V shards divide; 8 where V is not known."""
-    shards, multiple = config.numerics.virtual_shards, (sft.packing(config) or {}).get("pad_seq_to_mult") or 1
-    found = math.lcm(multiple, shards if isinstance(shards, int) and shards > 0 else 8)
+    """The next multiple of what a recipe pads packed sequences to that fits; 8 where nothing says what does."""
+    multiple = (sft.packing(config) or {}).get("pad_seq_to_mult") or 1
+    found = math.lcm(multiple, *(packed.divisors(config) or (8,)))
     return found if found > 1 else 2
 
 
@@ -180,7 +191,10 @@ ROWS: tuple[Adjustment, ...] = (
         "comm_overlap.overlap_moe_expert_parallel_comm comm_overlap.delay_wgrad_compute",
     ),
     _row("mcore", "its writer sends the hashes of what it writes", "checkpoint.async_strategy",
-         lambda t, was: t.section("checkpoint").get("async_save") and was != "mcore"),
+         lambda t, was: t.section("checkpoint").get("async_save") and was != "mcore", unset=True),
+    _row(False, "only a distributed optimizer gathers weights", "ddp.overlap_param_gather "
+         "optimizer.overlap_param_gather",
+         lambda t, was: was and not t.section("optimizer").get("use_distributed_optimizer")),
     *_listed(False, "checkpoint.also_save_hf_checkpoint"),
     *_listed("torch_dist", "checkpoint.ckpt_format"),
     *_listed(True, "checkpoint.save_optim checkpoint.save_rng checkpoint.load_rng"),
@@ -188,11 +202,14 @@ ROWS: tuple[Adjustment, ...] = (
     *_listed(None, "train.eval_iters train.eval_interval"),
     *_listed(False, "dataset.fast_cache_load dataset.defer_npy_index_mmap"),
     _row(False, "it is Transformer Engine's distributed Adam", "optimizer.use_precision_aware_optimizer", _alone),
+    _row("float32", "only that Adam has other moments", "optimizer.exp_avg_dtype optimizer.exp_avg_sq_dtype",
+         lambda t, was: (was or "float32") != "float32"
+         and not t.section("optimizer").get("use_precision_aware_optimizer")),
     _row(False, _MASK, "dataset.create_attention_mask dataset.reset_attention_mask"),
     _row(_with("get_attention_mask_from_fusion"), _MASK, "dataset.dataset_kwargs",
          _examples("get_attention_mask_from_fusion", lambda was: was is False)),
     _row(_with("pad_to_max_length"), "how far an example is padded depends on no other one", "dataset.dataset_kwargs",
-         _examples("pad_to_max_length", lambda was: not was)),
+         _examples("pad_to_max_length", lambda was: not was), unset=True),
     _row(_shared_padding, "virtual shards divide each packed sequence", f"{_PACKING}.pad_seq_to_mult",
          _packs("pad_seq_to_mult", packed.uneven)),
     _row(False, "a row has the sequences that it holds", f"{_PACKING}.pad_cu_seqlens",
@@ -259,7 +276,8 @@ def adjust(
         kept, was = path in config.recipe.kept, _at(config.sections, path.split("."))
         name = path.removeprefix(f"{_VARIABLES}.")
         others = name != path and (was is NOT_SET or was != variables.get(name))
-        if others or _is_typed(path, typed) or not (kept or (was is not NOT_SET and row.wrong(config, was))):
+        of = None if was is NOT_SET and row.unset else was
+        if others or _is_typed(path, typed) or not (kept or (of is not NOT_SET and row.wrong(config, of))):
             continue
         now = row.value(config) if callable(row.value) else row.value
         if now == was and not kept:

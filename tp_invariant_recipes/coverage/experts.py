@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 
-from tp_invariant_recipes.coverage.limit import Limit, is_set, lacks
+from tp_invariant_recipes.coverage.limit import Limit, cuts_sequences, is_set, lacks
 from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers import expert_placement
 from tp_invariant_recipes.numerics.megatron.spec import layers_alike
+from tp_invariant_recipes.settings import cuda_graphs, low_precision
 from tp_invariant_recipes.settings.run_config import RunConfig
+
+LATENT = "moe_latent_size"  # experts see so many features, projected from the hidden size
 
 BALANCING = ("aux_loss", "seq_aux_loss", "none")
 
@@ -24,7 +27,6 @@ OFF = (
     "moe_apply_probs_on_input",
     "moe_expert_rank_capacity_factor",
     "moe_paged_stash",
-    "moe_latent_size",
     "moe_shared_expert_gate",
     "moe_shared_expert_overlap",
     "moe_single_grouped_weight",
@@ -110,6 +112,22 @@ LIMITS = (
     _row(
         lambda t: t.device.kind == "cpu" and bool(_expert_width(t) % VECTORS),
         f"on a CPU model.moe_ffn_hidden_size must be a multiple of {VECTORS}",
+    ),
+    _row(
+        lambda t: bool(t.model.get(LATENT)) and cuts_sequences(t),
+        "experts of latents have no version with context shards; cp=1, and leave numerics.context_shards out",
+    ),
+    _row(
+        lambda t: bool(t.model.get(LATENT)) and bool(t.model.get("add_bias_linear")),
+        "experts of latents are covered without biases; model.add_bias_linear=false",
+    ),
+    _row(
+        lambda t: bool(t.model.get(LATENT)) and cuda_graphs.requested(t.model),
+        "experts of latents have not been captured in CUDA graphs; cuda_graph=off",
+    ),
+    _row(
+        lambda t: bool(t.model.get(LATENT)) and low_precision.enabled(t),
+        "experts of latents have no invariant version in FP8; precision=bf16",
     ),
     _row(
         lambda t: _of_experts(t) is None,

@@ -6,7 +6,7 @@ from typing import Any
 from tp_invariant_recipes.coverage.limit import Limit, cuts_sequences, is_set, lacks
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron import families
-from tp_invariant_recipes.settings import cuda_graphs, low_precision, peft
+from tp_invariant_recipes.settings import cuda_graphs, low_precision
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 CAPPED = (None, "auto", "local")  # backends of attention
@@ -30,7 +30,6 @@ LIMITS = (
         lambda t: cuda_graphs.requested(t.model),
         "has not been captured in CUDA graphs; cuda_graph=off",
     ),
-    _row(peft.section, "has no invariant adapters; peft=none, or a recipe that trains all weights"),
     _row(is_set("is_vision_language"), "sees no images; model.is_vision_language=false"),
     _row(
         lambda t: t.model.get("scatter_embedding_sequence_parallel") is False,

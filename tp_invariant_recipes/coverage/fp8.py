@@ -1,7 +1,8 @@
-"""The limits of FP8 products under invariant numerics: which recipes, which models, and borders of shards at 128.
+"""The limits of FP8 products under invariant numerics: which recipes, which models, and borders of shards.
 
-A product in FP8 adds 128 numbers at a time (kernels/fp8_sum.py), and a block of numbers that share a scale has 128. So
-every part of a sum that a layout may cut is a multiple of 128.
+A block of numbers that share a scale has 128, so blockwise every part of a sum that a layout may cut is a multiple of
+128. With one scale a tensor it is one of 16, as cuBLAS takes it: numbers beyond the end of a sum are zeros
+(kernels/fp8_sum.py). A sum over tokens has a multiple of 128 of them with either.
 """
 
 import math
@@ -10,7 +11,7 @@ from typing import Any
 
 from tp_invariant_recipes.coverage.limit import Limit
 from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.settings import low_precision, peft, sft
+from tp_invariant_recipes.settings import low_precision
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 _INSTEAD = "precision=fp8_tensorwise or precision=fp8_blockwise"
@@ -19,12 +20,23 @@ SIZES = (
     "hidden_size",
     "ffn_hidden_size",
     "kv_channels",
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
     "num_attention_heads",
     "num_query_groups",
+    "mamba_num_heads",
+    "mamba_head_dim",
+    "mamba_num_groups",
+    "mamba_state_dim",
     "num_moe_experts",
     "moe_layer_freq",
     "moe_shared_expert_intermediate_size",
 )
+BLOCKWISE = "blockwise"
 BLOCK = 128  # as of kernels/quantized.py, which imports torch
 
 
@@ -51,7 +63,7 @@ def _sets(*names: str) -> Callable[[RunConfig], bool]:
 LIMITS = (
     _row(
         lambda t: _named(t, "fp4") or _sets("fp4")(t),
-        f"FP4 products have no definition here; {_INSTEAD}",
+        "FP4 products have no definition here; precision=bf16",
     ),
     _row(
         lambda t: _named(t, "mxfp8"),
@@ -95,63 +107,84 @@ LIMITS = (
         lambda t: bool(low_precision.fields(t).get("fp16")) or not low_precision.fields(t).get("bf16", True),
         "what is not in FP8 is in bf16; mixed_precision.bf16=true",
     ),
-    _fp8(peft.adapts, "adapters of layers in FP8 have no invariant version; peft=none, or precision=bf16"),
-    _fp8(
-        lambda t: sft.is_sft(t.section("dataset")),
-        "examples have any length, and FP8 sums are of 128 tokens; data=text, or precision=bf16",
-    ),
-    _fp8(
-        lambda t: "hybrid_layer_pattern" in t.model,
-        "hybrid models have no invariant layers in FP8; precision=bf16",
-    ),
-    _fp8(
-        lambda t: bool(t.model.get("multi_latent_attention")),
-        "multi-latent attention has no invariant layers in FP8; precision=bf16",
-    ),
 )  # fmt: skip
 
 
-def summed(model: dict[str, Any]) -> dict[str, int]:
-    """What V shards divide in sums of FP8 products: how a message names it -> its size."""
+def summed(model: dict[str, Any], *, blockwise: bool) -> dict[str, int]:
+    """What V shards divide in sums of FP8 products: how a message names it -> its size.
+
+    Of Mamba's dt a shard has a few numbers: tensorwise any number of them.
+    """
     heads = model.get("num_attention_heads") or 1
     groups = model.get("num_query_groups") or heads
     width = model.get("kv_channels") or (model.get("hidden_size") or 0) // heads
-    found = {
-        "the heads' width (model.num_attention_heads * model.kv_channels)": heads * width,
-        "the width of queries, keys and values": (heads + 2 * groups) * width,
-    }
+    if model.get("multi_latent_attention"):
+        keys, values = model.get("qk_head_dim") or 0, model.get("v_head_dim") or 0
+        found = {
+            "the width of queries": heads * (keys + (model.get("qk_pos_emb_head_dim") or 0)),
+            "the width of keys and values": heads * (keys + values),
+            "the heads' width (model.num_attention_heads * model.v_head_dim)": heads * values,
+        }
+    else:
+        found = {
+            "the heads' width (model.num_attention_heads * model.kv_channels)": heads * width,
+            "the width of queries, keys and values": (heads + 2 * groups) * width,
+        }
     if not model.get("num_moe_experts") or (model.get("moe_layer_freq") or 1) != 1:
         found["model.ffn_hidden_size"] = model.get("ffn_hidden_size") or 0
     if shared := model.get("moe_shared_expert_intermediate_size"):
         found["model.moe_shared_expert_intermediate_size"] = shared
+    if heads := model.get("mamba_num_heads"):
+        found["the width of Mamba's x and z"] = heads * (model.get("mamba_head_dim") or 64)
+        found["the width of Mamba's B and C"] = (model.get("mamba_num_groups") or 8) * (
+            model.get("mamba_state_dim") or 128
+        )
+        if blockwise:
+            found["the width of Mamba's dt (model.mamba_num_heads)"] = heads
     return found
 
 
-def most_shards(model: dict[str, Any]) -> int:
-    """The largest V whose shards are multiples of 128, a power of two; at least 1."""
-    common = math.gcd(*summed(model).values()) // BLOCK
-    return max(1, common & -common)
+def most_shards(model: dict[str, Any], precision: Any) -> int:
+    """The largest V whose shards are multiples of 128, a power of two; where there is none, of 16; at least 1.
+
+    precision: the section mixed_precision. Mamba's dt does not count: `borders` says what to do about it.
+    """
+    common = math.gcd(*summed(model, blockwise=False).values())
+    blockwise = low_precision.named(precision).get("fp8_recipe") == BLOCKWISE
+    parts = common // (BLOCK if blockwise else math.gcd(common, BLOCK))
+    return max(1, parts & -parts)
 
 
 def borders(config: RunConfig) -> list[str]:
-    """What ends between two multiples of 128."""
-    if low_precision.fp8_layers(config) is None:
+    """What ends between two multiples of 128, or of 16."""
+    layers = low_precision.fp8_layers(config)
+    if layers is None:
         return []
+    blockwise = layers.recipe == BLOCKWISE
+    unit = BLOCK if blockwise else low_precision.MULTIPLE
+    say = f"FP8 products add {BLOCK} numbers at a time" if blockwise else f"FP8 matrices have sides in steps of {unit}"
     model, shards = config.model, config.numerics.virtual_shards or 1
     found = []
     alone = {"model.hidden_size": model["hidden_size"]}
+    if model.get("multi_latent_attention"):
+        alone |= {f"model.{name}": model[name] for name in ("q_lora_rank", "kv_lora_rank") if model.get(name)}
     if model.get("num_moe_experts"):
         alone["model.moe_ffn_hidden_size"] = model.get("moe_ffn_hidden_size") or model["ffn_hidden_size"]
-    for name, size in {**alone, **summed(model)}.items():
-        if size % BLOCK:
-            found.append(
-                f"{name} is {size}: FP8 products add {BLOCK} numbers at a time; the next is {_next(size, BLOCK)}"
-            )
-    cut = [f"{name} is {size}" for name, size in summed(model).items() if size % (BLOCK * shards)]
+    sums = summed(model, blockwise=blockwise)
+    for name, size in {**alone, **sums}.items():
+        if size % unit:
+            found.append(f"{name} is {size}: {say}; the next is {_next(size, unit)}")
+    cut = [f"{name} is {size}" for name, size in sums.items() if size % (unit * shards)]
     if cut and not found:
+        common = math.gcd(*sums.values()) // unit
+        fits, tp = common & -common, model["tensor_model_parallel_size"]
         found.append(
-            f"numerics.virtual_shards={shards} cuts sums between multiples of {BLOCK}, which FP8 products add at a "
-            f"time ({', '.join(cut)}); the largest that fits is numerics.virtual_shards={most_shards(model)}"
+            f"numerics.virtual_shards={shards} cuts sums between multiples of {unit}: {say} ({', '.join(cut)}); "
+            + (
+                "precision=fp8_tensorwise"
+                if blockwise and fits % tp
+                else f"the largest that fits is numerics.virtual_shards={fits}"
+            )
         )
     contexts = config.numerics.context_shards or model["context_parallel_size"]
     if model["seq_length"] % (BLOCK * contexts):

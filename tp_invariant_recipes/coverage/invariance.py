@@ -218,12 +218,12 @@ def _name(value: Any) -> str:
 def default_shards(model: dict[str, Any], precision: Any) -> int:
     """The default V in every layout: 8, or the largest smaller power of two that divides the model's sizes.
 
-    precision: the section mixed_precision; in FP8 shards are multiples of 128.
+    precision: the section mixed_precision; in FP8 shards are multiples of 128 if they can be.
     """
     sizes = [model.get(name) for name in SHARDED]
     shards = math.gcd(DEFAULT_SHARDS, *(size for size in sizes if isinstance(size, int)))
     in_fp8 = "fp8" in precision if isinstance(precision, str) else bool((precision or {}).get("fp8"))
-    return math.gcd(shards, fp8.most_shards(model)) if in_fp8 else shards
+    return math.gcd(shards, fp8.most_shards(model, precision)) if in_fp8 else shards
 
 
 def problems(config: RunConfig) -> list[str]:

@@ -31,6 +31,7 @@ SIZES = (
     "mamba_state_dim",
     "num_moe_experts",
     "moe_ffn_hidden_size",
+    "moe_latent_size",
     "moe_shared_expert_intermediate_size",
     "moe_layer_freq",
 )
@@ -53,6 +54,7 @@ MATHEMATICS = (
     "layernorm_zero_centered_gamma",
     "mtp_loss_scaling_factor",  # read with mtp_num_layers alone
     "mtp_num_layers",
+    "mtp_use_repeated_layer",
     "multi_latent_attention",
     "normalization",
     "position_embedding_type",

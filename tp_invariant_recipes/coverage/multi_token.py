@@ -5,17 +5,23 @@ from typing import Any
 
 from tp_invariant_recipes.coverage.limit import Limit, cuts_sequences, is_set, lacks
 from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.numerics.megatron import hybrid_spec
 from tp_invariant_recipes.settings import cuda_graphs, peft
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 FIELD = "mtp_num_layers"
-OFF = ("mtp_use_repeated_layer", "mtp_detach_heads")
+REPEATED = "mtp_use_repeated_layer"
+OFF = ("mtp_detach_heads",)
 PATTERN = "mtp_hybrid_override_pattern"
 WITHOUT = f"model.{FIELD}=null"
 
 
 def _row(wrong: Callable[[RunConfig], Any], why: str) -> Limit:
     return Limit(lambda t: bool(t.model.get(FIELD)) and bool(wrong(t)), why)
+
+
+def _hybrid(config: RunConfig) -> bool:
+    return "hybrid_layer_pattern" in config.model
 
 
 def _before_the_last(stages: str | list[list[str]] | None) -> bool:
@@ -28,12 +34,20 @@ def _before_the_last(stages: str | list[list[str]] | None) -> bool:
 LIMITS = (
     _row(lacks(mode.MTP), f"{mode.only(mode.MTP)}; {WITHOUT}"),
     _row(
-        lambda t: "hybrid_layer_pattern" in t.model,
-        f"multi-token prediction of hybrid models has no invariant version; {WITHOUT}",
+        lambda t: _hybrid(t) and not t.model.get(PATTERN),
+        f"multi-token prediction of a hybrid model has no layers; model.{PATTERN}='*E', or {WITHOUT}",
+    ),
+    _row(
+        lambda t: _hybrid(t) and bool(set(t.model.get(PATTERN) or "") - {*hybrid_spec.LAYERS}),
+        f"of hybrid layers only {' '.join(hybrid_spec.LAYERS)} have invariant versions; model.{PATTERN}",
+    ),
+    _row(
+        lambda t: not _hybrid(t) and bool(t.model.get(REPEATED)),
+        f"one layer for all depths is covered for hybrid models alone; model.{REPEATED}=false",
     ),
     # Bridge adds these layers to the pattern, whatever mtp_num_layers is.
     Limit(
-        is_set(PATTERN),
+        lambda t: bool(t.model.get(PATTERN)) and not t.model.get(FIELD),
         f"model.{PATTERN} adds layers of multi-token prediction; model.{PATTERN}=null, {WITHOUT}",
     ),
     _row(

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tp_invariant_recipes.coverage import fp8
 from tp_invariant_recipes.coverage.limit import Limit, lacks
 from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.settings import cuda_graphs, sft
+from tp_invariant_recipes.settings import cuda_graphs, low_precision, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 WITHOUT = "dataset.enable_offline_packing=false"
@@ -17,10 +18,17 @@ def _row(wrong: Callable[[RunConfig, Mapping[str, Any]], Any], why: str) -> Limi
     return Limit(lambda t: (specs := sft.packing(t)) is not None and bool(wrong(t, specs)), why)
 
 
+def divisors(config: RunConfig) -> tuple[int, ...]:
+    """What divides the length of each packed sequence: V where it is known, and the tokens of a sum in FP8."""
+    shards = config.numerics.virtual_shards
+    known = (shards,) if isinstance(shards, int) and shards > 0 else ()
+    return (*known, *((fp8.BLOCK,) if low_precision.fp8_layers(config) is not None else ()))
+
+
 def uneven(config: RunConfig, specs: Mapping[str, Any]) -> bool:
-    """Whether V shards do not divide each packed sequence, or one is padded by less than two tokens."""
-    multiple, shards = specs.get("pad_seq_to_mult") or 1, config.numerics.virtual_shards
-    return multiple < 2 or (isinstance(shards, int) and shards > 0 and multiple % shards > 0)
+    """Whether one of `divisors` does not divide each packed sequence, or one is padded by less than two tokens."""
+    multiple = specs.get("pad_seq_to_mult") or 1
+    return multiple < 2 or any(multiple % one for one in divisors(config))
 
 
 def _routed(config: RunConfig, specs: Mapping[str, Any]) -> int:
@@ -34,7 +42,8 @@ LIMITS = (
     _row(
         uneven,
         "virtual shards divide each packed sequence, and its padding is told apart; "
-        "dataset.offline_packing_specs.pad_seq_to_mult=8, or another multiple of numerics.virtual_shards",
+        f"dataset.offline_packing_specs.pad_seq_to_mult=8, or another multiple of numerics.virtual_shards, in FP8 of "
+        f"{fp8.BLOCK}",
     ),
     _row(
         lambda t, specs: specs.get("pad_cu_seqlens") or cuda_graphs.requested(t.model),
@@ -47,12 +56,9 @@ LIMITS = (
         f"must be a multiple of {VECTORS}",
     ),
     _row(
-        lambda t, _: t.model.get("mtp_num_layers"),
-        f"multi-token prediction of packed sequences is not covered; {WITHOUT}",
-    ),
-    _row(
-        lambda t, _: "hybrid_layer_pattern" in t.model,
-        f"packed sequences of hybrid models were not shown to have the same bits; {WITHOUT}",
+        lambda t, _: t.model.get("mtp_num_layers") and not t.model.get("calculate_per_token_loss"),
+        "multi-token prediction of packed sequences is covered where each token counts alike; "
+        "model.calculate_per_token_loss=true",
     ),
     _row(
         lambda t, _: t.ledger.trace is not None,

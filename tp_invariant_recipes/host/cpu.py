@@ -137,6 +137,12 @@ def _local_norm(original: Any) -> type:
     return WrappedTorchNorm
 
 
+def _duplicated_linear(original: Any) -> type:
+    from tp_invariant_recipes.host.duplicated_linear import DuplicatedLinear
+
+    return DuplicatedLinear
+
+
 def _cuda(name: str, make: Callable[[Any], Any], why: str) -> Replacement:
     return Replacement(f"torch.cuda:{name}", make, why)
 
@@ -194,6 +200,17 @@ MEGATRON = (
         "megatron.core.models.hybrid.hybrid_block:TENorm",
         _local_norm,
         "the final norm is otherwise Transformer Engine's",
+    ),
+    Replacement(
+        "megatron.core.transformer.moe.moe_layer:TELinear",
+        _duplicated_linear,
+        "projections between hidden size and experts' latents are otherwise Transformer Engine's",
+    ),
+    Replacement("megatron.core.transformer.moe.moe_layer:HAVE_TE", _always(True), "so are they where they are local"),
+    Replacement(
+        "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
+        lambda original: lambda self, fp8=None: original(self, fp8=None),
+        "norms that are computed again ask Transformer Engine whether they are in FP8",
     ),
     *mamba.REPLACEMENTS,
     Replacement(

@@ -190,6 +190,21 @@ def _pattern(config: RunConfig, layout: Layout) -> str | None:
     return None if length % layout.pp == 0 else f"pp={layout.pp} does not divide the {length} layers of this model"
 
 
+def _stages_without_experts(config: RunConfig, layout: Layout) -> str | None:
+    """Megatron-Bridge's log of the experts' losses has another length on such a stage, and its ranks wait for ever."""
+    pattern = (config.model.get("hybrid_layer_pattern") or "").partition("/")[0]
+    experts, ends = config.model.get("num_moe_experts"), any(config.model.get(name) for name in UNEVEN)
+    if layout.pp == 1 or not experts or ends or "E" not in pattern:
+        return None
+    each = -(-len(pattern) // layout.pp)
+    stages = pattern.split("|") if "|" in pattern else [pattern[n : n + each] for n in range(0, len(pattern), each)]
+    stages[-1] += config.model.get("mtp_hybrid_override_pattern") or ""
+    without = next((stage for stage in stages if "E" not in stage), None)
+    if without is None:
+        return None
+    return f"pp={layout.pp}: a stage {without} has no experts, and Megatron-Bridge cannot log a step then; lower pp"
+
+
 def _data(config: RunConfig, layout: Layout) -> str | None:
     kind, path = config.data.kind, config.data.path
     if kind == "mock" and path:
@@ -250,6 +265,7 @@ RULES: tuple[Callable[[RunConfig, Layout], str | None], ...] = (
     _interleaved,
     _layers,
     _pattern,
+    _stages_without_experts,
     _experts,
     _batch,
     _lr,

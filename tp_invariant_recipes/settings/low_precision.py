@@ -9,6 +9,8 @@ MULTIPLE = 16  # cuBLAS needs FP8 matrices with sides that are multiples of it; 
 WORDS = ("fp8", "fp4")  # parts of the names of Bridge's recipes for them, also of mxfp8 and nvfp4
 KEPT = ("fp8_param", "fp8_param_gather")  # whether weights stay in FP8 between steps
 
+_TWO_IN_BF16 = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 2}
+
 # Bridge's recipes that the invariant numerics have -> their fields of FP8, but for `fp8_param_gather` (`remark`).
 NAMED: dict[str, dict[str, Any]] = {
     "bf16_with_fp8_current_scaling_mixed": {
@@ -19,6 +21,8 @@ NAMED: dict[str, dict[str, Any]] = {
         "num_layers_at_end_in_bf16": 1,
     },
     "bf16_with_fp8_subchannel_scaling_mixed": {"fp8": "hybrid", "fp8_recipe": "blockwise"},
+    "nemotron_h_bf16_with_fp8_current_scaling_mixed": {"fp8": "hybrid", "fp8_recipe": "tensorwise", **_TWO_IN_BF16},
+    "nanov2_bf16_with_fp8_current_scaling_mixed": {"fp8": "hybrid", "fp8_recipe": "blockwise", **_TWO_IN_BF16},
 }
 # Fields of Bridge's MixedPrecisionConfig about FP8 alone.
 OF_FP8 = (
@@ -29,7 +33,7 @@ OF_FP8 = (
     "num_layers_at_end_in_bf16",
     *KEPT,
 )
-KEEPING = ("bf16_with_fp8_current_scaling_mixed",)  # those of them that set fp8_param_gather
+KEEPING = tuple(name for name in NAMED if "current_scaling" in name)  # those of them that set fp8_param_gather
 RECIPES = ("tensorwise", "blockwise")
 
 
@@ -43,7 +47,11 @@ def enabled(config: RunConfig) -> bool:
 
 def fields(config: RunConfig) -> dict[str, Any]:
     """The fields of Bridge's MixedPrecisionConfig that the run sets; of a named recipe those of FP8, if it is known."""
-    precision = config.mixed_precision
+    return named(config.mixed_precision)
+
+
+def named(precision: Any) -> dict[str, Any]:
+    """`fields` of a section mixed_precision."""
     if isinstance(precision, str):
         return NAMED.get(precision.replace("-", "_"), {})
     return precision or {}

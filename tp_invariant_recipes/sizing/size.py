@@ -142,10 +142,11 @@ def weights(model: Model, part: str) -> Weights:
         return Weights(split=both + w.hidden * w.ffn, whole=norms, largest=both)
     if part == EXPERTS:
         count, shared = model["num_moe_experts"], (w.gates + 1) * w.hidden * w.shared
-        each = (w.gates + 1) * w.hidden * w.moe_ffn
+        latent_size = model.get("moe_latent_size") or 0
+        each = (w.gates + 1) * (latent_size or w.hidden) * w.moe_ffn
         return Weights(
             split=shared,
-            whole=w.hidden + count * w.hidden,  # the norm and the router
+            whole=w.hidden * (1 + count + 2 * latent_size),  # the norm, the router, the projections to latents
             experts=count * each,
             largest=w.gates * w.hidden * w.shared,
         )
@@ -198,14 +199,21 @@ def embedding(model: Model) -> Weights:
 
 
 def ahead(model: Model) -> Weights:
-    """The parameters of multi-token prediction: of each depth a layer like the last one, a projection, three norms."""
+    """The parameters of multi-token prediction: of each depth its layers, a projection and three norms.
+
+    The layers are one like the model's last, or those of a hybrid model's pattern.
+    """
     depths, hidden = model.get("mtp_num_layers") or 0, model["hidden_size"]
     if not depths:
         return Weights()
-    frequency = model.get("moe_layer_freq") or 1
-    sparse = bool(model.get("num_moe_experts")) and (bool(frequency[-1]) if isinstance(frequency, list) else True)
-    layer = weights(model, ATTENTION) + weights(model, EXPERTS if sparse else MLP)
-    return (layer + Weights(split=2 * hidden * hidden, whole=3 * hidden, largest=2 * hidden * hidden)) * depths
+    pattern = model.get("mtp_hybrid_override_pattern")
+    if pattern is None:
+        frequency = model.get("moe_layer_freq") or 1
+        sparse = bool(model.get("num_moe_experts")) and (bool(frequency[-1]) if isinstance(frequency, list) else True)
+        pattern = ATTENTION + (EXPERTS if sparse else MLP)
+    layers = sum((weights(model, part) for part in pattern), Weights())
+    projection = Weights(split=2 * hidden * hidden, whole=3 * hidden, largest=2 * hidden * hidden)
+    return (layers + projection) * (1 if model.get("mtp_use_repeated_layer") else depths)
 
 
 def parameters(model: Model) -> int:

@@ -121,6 +121,8 @@ NOT_HERE = {
     "CanonicalLoRA": ": its adapters of queries, keys and values are none of the layers that tpi knows",
     "DirectHFSFTDatasetConfig": ": it downloads its examples; a GPTSFTDatasetConfig with dataset.dataset_root",
 }
+# A word in the name of a model's field -> what the model takes beside text.
+SENSES = {"vision": "images", "audio": "audio"}
 # What a checked ConfigContainer has besides sections.
 APART = {"env_vars", "mixed_precision", "optimizer_config_override_provider", "_checkpoint_load_required"}
 
@@ -243,14 +245,22 @@ def _foreign(container: ConfigContainer) -> Iterator[str]:
         wanted = [schema.bridge_class(one) for one in (path, *([schema.SFT_DATASET] if name == "dataset" else []))]
         if not any(issubclass(one, type(part)) for one in wanted):
             known = " and ".join(one.__name__ for one in wanted)
-            why = NOT_HERE.get(type(part).__name__, "")
-            yield f"its {name} is a {type(part).__name__}, and tpi trains with {known} only{why}"
+            senses, why = _senses(container.model), NOT_HERE.get(type(part).__name__, "")
+            said = f"its {name} is a {type(part).__name__}, and tpi trains with {known} only"
+            yield f"its model takes {senses}: {said}" if name == "dataset" and senses else f"{said}{why}"
     for path, why in recipe_fields.unknown(container):
         if path not in OF_BRIDGE.get(why.partition(";")[0].rpartition(" ")[2], ()):
             yield f"{path}: {why}"
     for field in dataclasses.fields(container):
         if field.name not in (*schema.BRIDGE_SECTIONS, *APART) and getattr(container, field.name) is not None:
             yield f"{field.name}: tpi has no such section"
+
+
+def _senses(model: Any) -> str:
+    """What a model takes beside text, by the names of its fields; empty: text alone."""
+    names = [one.name for one in dataclasses.fields(model)] if dataclasses.is_dataclass(model) else []
+    parts = [name for name in names if name != "is_vision_language"]  # a model's of text, too
+    return " and ".join(what for word, what in SENSES.items() if any(word in name.split("_") for name in parts))
 
 
 def _sections(container: ConfigContainer) -> Iterator[tuple[str, Any]]:

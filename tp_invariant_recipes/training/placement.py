@@ -365,6 +365,8 @@ ROWS = (
     ModuleRow(
         _DUPLICATED, (("x", hidden),), (latent("kv_lora_rank", "qk_pos_emb_head_dim"),), names=("linear_kv_down_proj",)
     ),
+    ModuleRow(_DUPLICATED, (("x", hidden),), (latent("moe_latent_size"),), names=("fc1_latent_proj",)),
+    ModuleRow(_DUPLICATED, (("x", latent("moe_latent_size")),), (hidden,), names=("fc2_latent_proj",)),
     ModuleRow(_COLUMN_PARALLEL, (("x", hidden),), (sliced,), names=("linear_q_proj",)),
     ModuleRow(_COLUMN_PARALLEL, (("x", latent("q_lora_rank")),), (sliced,), names=("linear_q_up_proj",)),
     ModuleRow(_COLUMN_PARALLEL, (("x", latent("kv_lora_rank")),), (sliced,), names=("linear_kv_up_proj",)),

@@ -15,6 +15,8 @@ from tp_invariant_recipes.files import whole_folder
 from tp_invariant_recipes.host.quiet import quiet
 from tp_invariant_recipes.launch import local, ranks
 from tp_invariant_recipes.ledger.run_files import RunFile
+from tp_invariant_recipes.numerics.megatron import families
+from tp_invariant_recipes.numerics.megatron.adapted_layers import ROW_PARALLEL
 from tp_invariant_recipes.runs import checkpoints
 from tp_invariant_recipes.runs.checkpoints import RunCheckpoint
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
@@ -128,8 +130,20 @@ def _same_model(folder: Path, model: dict[str, Any]) -> bool:
         return False
 
 
+def _check_norms(config: RunConfig) -> None:
+    """Raise ConfigError: adapters add to what a norm returns."""
+    family = families.of(config.model)
+    after = {*peft.targets(peft.section(config) or {})} & {*ROW_PARALLEL}
+    if family is not None and families.FAMILIES[family].after and after:
+        raise ConfigError(
+            f"Bridge adds adapters of {' and '.join(sorted(after))} after the norms that {family} has there, which "
+            "neither merged weights nor the library peft can; peft.target_modules=[linear_qkv,linear_fc1]"
+        )
+
+
 def _adapters(config: RunConfig, identity: Mapping[str, Any], *, merge: bool) -> "Adapters":
     """The adapters of a run, and where the weights are that they adapt. Raises a TpiError: they are not there."""
+    _check_norms(config)
     from tp_invariant_recipes.training.export import Adapters
 
     fields = dict(peft.section(config) or {})

@@ -274,7 +274,8 @@ def _composed(model: str, overrides: Sequence[Override], numerics: str) -> Compo
     # Multi-token prediction and load balancing are parts of a training's loss.
     device = plan.detect_device()
     first = compose(model, [*overrides, *off], device=device, numerics=numerics)
-    more = ["model.mtp_num_layers=null"] if first.config.model.get("mtp_num_layers") else []
+    ahead = [name for name in ("mtp_num_layers", "mtp_hybrid_override_pattern") if first.config.model.get(name)]
+    more = [f"model.{name}=null" for name in ahead]
     return compose(model, [*overrides, *off, *more], device=device, numerics=numerics) if more else first
 
 

@@ -11,6 +11,7 @@ from tp_invariant_recipes.replacement import ours
 # A layer's sign in model.hybrid_layer_pattern -> its field in Megatron's specification.
 LAYERS = {"M": "mamba_layer", "*": "attention_layer", "-": "mlp_layer", "E": "moe_layer"}
 SEPARATOR = "|"  # separates pipeline stages
+AHEAD = "/"  # before the layers of each depth of multi-token prediction, which Bridge puts after the model's
 
 
 def local_hybrid_spec(config: Any) -> Any:
@@ -83,7 +84,23 @@ def local_hybrid_spec(config: Any) -> Any:
                 mlp_bda=get_bias_dropout_add,
             ),
         )
+    if config.mtp_num_layers:
+        layers["mtp_block_spec"] = _local_ahead()
     return ModuleSpec(module=HybridStack, submodules=HybridStackSubmodules(**layers))
+
+
+def _local_ahead() -> Any:
+    """Multi-token prediction's norms and projection. Megatron builds its layers of the stack's own specification."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer import multi_token_prediction as ahead
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    norms = dict.fromkeys(("enorm", "hnorm", "layer_norm"), WrappedTorchNorm)
+    parts = ahead.MultiTokenPredictionLayerSubmodules(**norms, eh_proj=ColumnParallelLinear, mtp_model_layer=None)
+    layer = ModuleSpec(module=ahead.MultiTokenPredictionLayer, submodules=parts)
+    block = ahead.MultiTokenPredictionBlockSubmodules(layer_specs=[layer])
+    return ModuleSpec(module=ahead.MultiTokenPredictionBlock, submodules=block)
 
 
 def final_norm(original: Any) -> Any:
@@ -101,12 +118,16 @@ def invariant_hybrid_spec(config: Any) -> Any:
     from megatron.core.models.hybrid import hybrid_block, hybrid_layer_specs
 
     stock = local_hybrid_spec(config) if config.transformer_impl == "local" else hybrid_layer_specs.hybrid_stack_spec
-    signs = set(config.hybrid_layer_pattern) - {SEPARATOR}
+    signs = set(config.hybrid_layer_pattern) - {SEPARATOR, AHEAD}
     if unknown := sorted(signs - set(LAYERS)):
         raise ConfigError(
             f"model.hybrid_layer_pattern: {' '.join(unknown)} have no invariant version, only {' '.join(LAYERS)} have; "
             f"numerics=stock"
         )
     # Megatron's stack has every kind of layer; kinds that the model does not use need no invariant version.
-    used = {LAYERS[sign]: getattr(stock.submodules, LAYERS[sign]) for sign in signs}
-    return spec.invariant(replace(stock, submodules=hybrid_block.HybridStackSubmodules(**used)))
+    in_fp8 = getattr(config, "fp8_layers", None) is not None  # fp8.layers_of_stack says of each layer whether it is
+    names = [LAYERS[sign] for sign in signs]
+    used = {name: spec.invariant(getattr(stock.submodules, name), fp8=in_fp8) for name in names}
+    if config.mtp_num_layers:
+        used["mtp_block_spec"] = spec.invariant(stock.submodules.mtp_block_spec)
+    return replace(stock, submodules=hybrid_block.HybridStackSubmodules(**used))

@@ -59,7 +59,7 @@ class InitRule:
 
 
 _AHEAD = r"mtp\.layers\.\d+\."  # a depth of multi-token prediction
-_LAYER = rf"(?:decoder\.layers\.\d+|{_AHEAD}mtp_model_layer)\."
+_LAYER = rf"(?:decoder\.layers\.\d+|{_AHEAD}mtp_model_layer(?:\.layers\.\d+)?)\."  # hybrid models have several
 _NORM = (
     rf"({_LAYER}(norm|input_layernorm|pre_mlp_layernorm|self_attention\.(q|k|kv)_layernorm|"
     r"(self_attention\.linear_proj|mlp\.linear_fc2)\.post_layernorm)|"
@@ -83,6 +83,8 @@ RULES = (
     InitRule(_LAYER + r"mlp\.linear_fc2\.weight", "normal", 1, "output_layer_init_method"),
     InitRule(_LAYER + r"mlp\.shared_experts\.linear_fc1\.weight", "normal", 0, "init_method", gated=True),
     InitRule(_LAYER + r"mlp\.shared_experts\.linear_fc2\.weight", "normal", 1, "output_layer_init_method"),
+    InitRule(_LAYER + r"mlp\.fc1_latent_proj\.weight", "normal", 0, "init_method", whole=True),
+    InitRule(_LAYER + r"mlp\.fc2_latent_proj\.weight", "normal", 0, "output_layer_init_method", whole=True),
     InitRule(_AHEAD + r"eh_proj\.weight", "normal", 0, "init_method"),
     InitRule(_LAYER + r"mlp\.router\.weight", "normal", 0, "init_method", whole=True),
     InitRule(_LAYER + r"mlp\.router\.bias", "normal", 0, "init_method", whole=True),

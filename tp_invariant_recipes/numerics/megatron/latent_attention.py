@@ -25,10 +25,10 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MultiLatentAttention
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.host.duplicated_linear import DuplicatedLinear
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers.partial_linear import partial_linear
@@ -183,33 +183,6 @@ def _beyond(config: Any) -> list[str]:
 
 
 # --- Down-projections ---
-
-
-class DuplicatedLinear(torch.nn.Module):
-    """A linear layer that every rank holds whole, for its slice of the tokens. Transformer Engine's TELinear has this
-    mode, and Megatron-Core's local layers have not. Megatron sums the ranks' gradients (`sequence_parallel`)."""
-
-    def __init__(self, inputs: int, features: int, *, config: Any, init_method: Any, **_: Any) -> None:
-        super().__init__()
-        self.config = config
-        self.weight = torch.nn.Parameter(
-            torch.empty(features, inputs, dtype=config.params_dtype, device=torch.cuda.current_device())
-        )
-        if config.perform_initialization:
-            init_method(self.weight)
-        self.weight.__dict__["sequence_parallel"] = config.sequence_parallel
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
-    ) -> Any:
-        """As Megatron saves a module without this method; Bridge asks an adapted layer for it."""
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True), prefix, {}, sharded_offsets
-        )
-
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """[s/t, b, k] → [s/t, b, n], and None as bias."""
-        return torch.nn.functional.linear(x, self.weight), None
 
 
 class DuplicatedForward(OnMesh):

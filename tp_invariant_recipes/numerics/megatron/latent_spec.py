@@ -26,7 +26,9 @@ def latent_block_spec(config: Any, vp_stage: int | None = None) -> Any:
 
 def invariant_latent_block_spec(config: Any, vp_stage: int | None = None) -> Any:
     """`latent_block_spec` with invariant layers. Raises ConfigError for a layer that has no invariant version."""
-    return spec.invariant(latent_block_spec(config, vp_stage))
+    block = latent_block_spec(config, vp_stage)
+    layers = spec.invariant_layers(block.layer_specs, config, vp_stage)
+    return replace(block, layer_specs=layers, layer_norm=spec.invariant(block.layer_norm))
 
 
 def _with_own_attention(layer: Any, *, local: bool) -> Any:

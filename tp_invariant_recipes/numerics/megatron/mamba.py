@@ -19,6 +19,7 @@ from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers.mamba import by_shard, causal_conv, chunk_scan, group_norm, side_by_side
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.sums.weight_gradient import added_by_itself
 
 
 class InvariantMambaMixer(MambaMixer):
@@ -62,19 +63,21 @@ class InvariantMambaMixer(MambaMixer):
         z, *xBC, dt = zxBCdt.split(self.segments, -1)
         y = self._scanned(self._convolved(by_shard(xBC, shards), batch), by_shard([z], shards), by_shard([dt], shards))
         groups = y.view(shards, -1, self.ngroups // self.mesh.shards, self.d_inner // self.ngroups)
-        weight = self.norm.weight.view(shards, *groups.shape[2:])
+        weight = added_by_itself(self.norm.weight).view(shards, *groups.shape[2:])
         return side_by_side(group_norm(groups, weight, self.norm.eps).view(y.shape))
 
     def _convolved(self, xBC: Tensor, batch: int) -> Tensor:
         """[n, s, b, c] → [n, s, b, c]."""
         shards, sizes = xBC.shape[0], self.conv1d_weight.partition_sizes
-        weight, bias = (by_shard(p.split(sizes), shards, 0) for p in (self.conv1d_weight, self.conv1d_bias))
+        weight, bias = (
+            by_shard(added_by_itself(p).split(sizes), shards, 0) for p in (self.conv1d_weight, self.conv1d_bias)
+        )
         return causal_conv(xBC.flatten(1, 2), weight.squeeze(2), bias, batch).view(xBC.shape)
 
     def _scanned(self, xBC: Tensor, z: Tensor, dt: Tensor) -> Tensor:
         """[n, s, b, x | B | C], [n, s, b, x], [n, s, b, heads] → [n, s, b, x]."""
         inner, state = z.shape[-1], (xBC.shape[-1] - z.shape[-1]) // 2
-        per_head = [p.view(xBC.shape[0], -1).unbind() for p in (self.A_log, self.D, self.dt_bias)]
+        per_head = [added_by_itself(p).view(xBC.shape[0], -1).unbind() for p in (self.A_log, self.D, self.dt_bias)]
         shards = []
         for one, gate, steps, a, d, bias in zip(xBC.unbind(), z.unbind(), dt.unbind(), *per_head, strict=True):
             parts = [part.transpose(0, 1) for part in (*one.split((inner, state, state), -1), gate, steps)]

@@ -9,7 +9,14 @@ from torch import Tensor
 
 from tp_invariant_recipes.numerics.layers.experts import mark_separate
 from tp_invariant_recipes.numerics.layers.token_dispatcher import Batches, InvariantTokenDispatcher
+from tp_invariant_recipes.numerics.megatron import spec
 from tp_invariant_recipes.numerics.megatron.base import ExpertsForward
+from tp_invariant_recipes.replacement import ours
+
+
+def latent_projection(original: Any) -> Any:
+    """What projects tokens to the experts' latents and back (`moe_latent_size`): the invariant class for Megatron's."""
+    return original and ours(spec.SUBSTITUTES[original.__name__])
 
 
 class InvariantMoELayer(MoELayer):

@@ -15,18 +15,30 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper, MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
 from tp_invariant_recipes.numerics.megatron.spec import invariant
-from tp_invariant_recipes.numerics.sums.step_values import data_mesh, summed
+from tp_invariant_recipes.numerics.sums.step_values import data_mesh, keep, of_rows, summed
 
-EACH = "micro_batches"  # key of Megatron's tracker: [depth] of lists of each micro-batch's values
+EACH = "micro_batches"  # key of Megatron's tracker: [depth] of each micro-batch's values
 
 
 class InvariantMultiTokenPredictionLayer(MultiTokenPredictionLayer):
-    """One depth: two norms, a column-parallel projection, a layer like the model's last, a norm."""
+    """One depth: two norms, a column-parallel projection, layers, a norm.
+
+    The layer is like the model's last; a hybrid model has those of `mtp_hybrid_override_pattern`. With
+    `mtp_use_repeated_layer` all depths are this one.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.mtp_layer_pattern is not None:
+            # Megatron logs these routers' losses with those of the model's first layers, which another stage may have.
+            for router in (one for one in self.mtp_model_layer.modules() if isinstance(one, TopKRouter)):
+                router.set_layer_number(self.config.num_layers + self.layer_number)
 
     def _get_embeddings(self, *args: Any, embedding: Any, **kwargs: Any) -> Any:
         embedding.word_embeddings.apart = True
@@ -84,7 +96,7 @@ def separate_losses(original: Callable[..., None]) -> Callable[..., None]:
         original(loss, correct, total, layer_number, *args, **more)
         if layer_number is not None:
             each = MTPLossLoggingHelper.tracker.setdefault(EACH, {})
-            each.setdefault(layer_number, []).append(loss.detach().float())
+            keep(each.setdefault(layer_number, {}), loss)
 
     return save
 
@@ -97,7 +109,7 @@ def losses_summed(original: Callable[[], None], shards: int) -> Callable[[], Non
         kept = tracker.pop(EACH, {})
         if kept:
             mesh = data_mesh(shards)
-            values = torch.stack([torch.stack(kept[depth]) for depth in sorted(kept)], 1)
+            values = torch.stack([torch.stack(of_rows(kept[depth])) for depth in sorted(kept)], 1)
             # Megatron averages over the ranks; all but the first have zeros.
             tracker["loss_values"] = summed(values, mesh)
         original()

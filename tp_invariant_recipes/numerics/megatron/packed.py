@@ -8,10 +8,11 @@ So the bits of a sequence do not depend on what it is packed with: with `model.c
 the bits of the same sequences in micro-batches of one, in the same order. autograd runs what was recorded last first:
 the forward passes go from the last sequence to the first.
 
-A row's padding, which has no token that counts, is not computed.
+A row's padding, which has no token that counts, is not computed. Mamba layers begin each sequence with an empty state.
 
 With ep > tp the experts exchange tokens of several rows, whose numbers of sequences differ. A rank with fewer takes
-part with idle passes, of a sequence that it has: they route no token, and their gradients are zeros.
+part with idle passes, of a sequence that it has: they route no token, and their gradients are zeros. No token of theirs
+counts in multi-token prediction, whose losses no gradient of the output scales.
 """
 
 from collections.abc import Callable
@@ -29,6 +30,7 @@ WITHOUT = ("decoder_input", "inference_context", "inference_params", "padding_ma
 
 Sequences = list[tuple[int, bool]]  # of a row: the tokens of each, and whether any of them counts
 
+_again = [False]  # whether layers are computed again in a backward pass
 _rows = count()
 _latest: list[Sequences] = [[]]  # of the row that ran last; Megatron then asks for its loss
 
@@ -53,7 +55,7 @@ def sequences_of(packed: Any, shards: int) -> Sequences:
 
 
 def one_by_one(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A replacement for the forward of Megatron's GPTModel.
+    """A replacement for the forward of Megatron's GPTModel and HybridModel.
 
     Outputs: [tokens/t, 1, h] of a stage, [1, tokens] of the last one with labels, [1, tokens, n] without.
     """
@@ -67,6 +69,7 @@ def one_by_one(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             raise NotImplementedError(f"packed sequences with {', '.join(refused) or 'other arguments by place'}")
         given["attention_mask"] = None
         _latest[0] = sequences = sequences_of(packed_seq_params, self.config.virtual_shards)
+        _again[0] = self.config.recompute_granularity is not None
         return _joined(self, original, given, sequences)
 
     return forward
@@ -90,7 +93,7 @@ def _joined(model: Any, original: Callable[..., Tensor], given: dict[str, Any], 
             part = received[now.number]
             model.decoder.set_input_tensor(part.detach().requires_grad_() if now.idle else part)
         packed_rows.enter(now)
-        output = original(model, **each[now.number])
+        output = original(model, **(_uncounted(each[now.number]) if now.idle else each[now.number]))
         output = _Marked.apply(output, now) if output.requires_grad else output
         if now.idle:
             idle.append(output)
@@ -105,6 +108,12 @@ def _joined(model: Any, original: Callable[..., Tensor], given: dict[str, Any], 
             shape[dim] = shape[dim] * size // sizes[number]
             outputs[other] = computed.new_zeros(shape)
     return _Joined.apply(dim, idle, *outputs, *idle) if idle else torch.cat(outputs, dim)  # type: ignore[arg-type]
+
+
+def _uncounted(given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a pass in which no token counts. In the model only multi-token prediction reads the mask."""
+    labels = given.get("labels")
+    return given if labels is None else given | {"loss_mask": torch.zeros_like(labels)}
 
 
 def _passes(config: Any, sequences: Sequences) -> list[SequencePass]:
@@ -131,6 +140,20 @@ def _most(config: Any, own: int) -> int:
         most, torch.distributed.ReduceOp.MAX, group=parallel_state.get_expert_model_parallel_group()
     )
     return int(most.item())
+
+
+def ready_at_the_end(original: Callable[..., None]) -> Callable[..., None]:
+    """A replacement for register_grad_ready of Megatron's groups of buckets, for layers that are computed again.
+
+    Each has a backward pass of its own for each sequence, and Megatron takes a gradient for complete when it has been
+    added to as often as in the first step. Buckets are then reduced when all micro-batches are done.
+    """
+
+    def register_grad_ready(self: Any, *args: Any, **kwargs: Any) -> None:
+        if packed_rows.current() is None or not _again[0]:
+            original(self, *args, **kwargs)
+
+    return register_grad_ready
 
 
 class _Marked(torch.autograd.Function):

@@ -94,6 +94,16 @@ ROWS = (
         "HybridStack builds its final norm by name",
     ),
     Row(
+        "megatron.core.models.hybrid.hybrid_block:HybridStack.__init__",
+        "numerics.megatron.fp8:layers_of_stack",
+        "a specification has one class for all layers of a kind, and some of these are in FP8",
+    ),
+    Row(
+        "megatron.core.transformer.moe.moe_layer:TELinear",
+        "numerics.megatron.moe_layer:latent_projection",
+        "MoELayer builds the projections to experts' latents by name",
+    ),
+    Row(
         "megatron.bridge.models.gpt_provider:mtp_block_spec",
         "numerics.megatron.multi_token:invariant_block",
         "Bridge builds the layers of multi-token prediction by name",
@@ -206,10 +216,18 @@ ROWS = (
         when=_bridges_loop,
     ),
     # --- Sequences that share a row ---
+    *(
+        Row(
+            f"megatron.core.models.{model}.forward",
+            "numerics.megatron.packed:one_by_one",
+            "weight gradients would be products over whatever a sequence is packed with",
+        )
+        for model in ("gpt.gpt_model:GPTModel", "hybrid.hybrid_model:HybridModel")
+    ),
     Row(
-        "megatron.core.models.gpt.gpt_model:GPTModel.forward",
-        "numerics.megatron.packed:one_by_one",
-        "weight gradients would be products over whatever a sequence is packed with",
+        "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.register_grad_ready",
+        "numerics.megatron.packed:ready_at_the_end",
+        "rows have different numbers of sequences, and so of backward passes of layers that are computed again",
     ),
     Row(
         "megatron.bridge.training.gpt_step:masked_next_token_loss",

@@ -1,6 +1,6 @@
 """The invariant layer for each stock layer, and Bridge's block specification of them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import cache, partial
 from types import MappingProxyType
@@ -66,6 +66,7 @@ AS_THEY_ARE = (
     "Gemma3SelfAttention",
     "MLP",
     "HybridStack",
+    "MultiTokenPredictionBlock",
     "MambaLayer",
     "MLPLayer",
     "MoETransformerLayer",
@@ -104,9 +105,7 @@ def invariant_layer_spec(config: Any, vp_stage: int | None = None, *, family: st
     """
     from megatron.bridge.models import gpt_provider
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    own = mode.of(config).layers
     local = config.transformer_impl == "local"
     if family is not None:
         specs = families.block(config, vp_stage, family=family).layer_specs
@@ -116,13 +115,20 @@ def invariant_layer_spec(config: Any, vp_stage: int | None = None, *, family: st
         stock = gpt_provider.local_layer_spec if local else gpt_provider.transformer_engine_layer_spec
         specs = [stock(config)] * get_num_layers_to_build(config, vp_stage=vp_stage)
     final_norm = ours(SUBSTITUTES["WrappedTorchNorm" if local else "TENorm"])
-    fp8 = getattr(config, "fp8_layers", None)
-    start = get_transformer_layer_offset(config, vp_stage)
-    specs = [
+    return TransformerBlockSubmodules(layer_specs=invariant_layers(specs, config, vp_stage), layer_norm=final_norm)
+
+
+def invariant_layers(specs: Sequence[Any], config: Any, vp_stage: int | None) -> list[Any]:
+    """The layers of a stage with invariant parts, those in FP8 with products in FP8. specs: of stock layers."""
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    own, fp8, start = (
+        mode.of(config).layers, getattr(config, "fp8_layers", None), get_transformer_layer_offset(config, vp_stage)
+    )  # fmt: skip
+    return [
         invariant(spec, own=own, fp8=fp8 is not None and fp8.contains(start + n, config.num_layers))
         for n, spec in enumerate(specs)
     ]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=final_norm)
 
 
 def invariant(part: Any, field: str = "", own: Mapping[str, str] = MappingProxyType({}), *, fp8: bool = False) -> Any:

@@ -16,6 +16,8 @@ from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.kernels import quantize
 from tp_invariant_recipes.kernels.quantized import BLOCK, E4M3, E5M2, Quantized
 
+SIDES = 16  # Transformer Engine's layers quantize matrices with sides in such steps
+
 Pair = tuple[Quantized, Quantized]  # of a matrix [rows, k]: to be summed over k, and transposed, [k, rows], over rows
 
 
@@ -127,7 +129,7 @@ def _along(x: Tensor, dtype: torch.dtype, rowwise: bool, columnwise: bool) -> li
 
 
 def _by_library(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype == torch.bfloat16 and _has_library()
+    return x.is_cuda and x.dtype == torch.bfloat16 and not any(size % SIDES for size in x.shape) and _has_library()
 
 
 @cache

@@ -18,6 +18,8 @@ from tp_invariant_recipes.numerics.sums import packed_rows
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import tree_all_reduce
 
+Rows = dict[int, dict[int, Tensor]]  # micro-batch or packed row -> sequence of the row, else 0 -> value
+
 
 @torch.no_grad()
 def summed(values: Tensor, data: VirtualMesh, context: VirtualMesh | None = None) -> Tensor:
@@ -99,18 +101,25 @@ def separate_metrics(original: Callable[..., None]) -> Callable[..., None]:
         original(self, name, value, layer_number, *args, **kwargs)
         if layer_number is not None:
             each = self.__dict__.setdefault("micro_batches", {}).setdefault(name, {})
-            values, now = each.setdefault(layer_number - 1, {}), packed_rows.current()
-            row, number = (len(values), 0) if now is None else (now.row, now.number)
-            share = 1.0 if now is None else now.metric_share
-            values.setdefault(row, {})[number] = value.detach().float() * share
+            keep(each.setdefault(layer_number - 1, {}), value)
 
     return record
 
 
-def _of_row(values: dict[int, Tensor]) -> Tensor:
-    """The sum of a row's values, in the order of its sequences."""
-    first, *others = (values[number] for number in sorted(values))
-    return sum(others, first)
+def keep(rows: Rows, value: Tensor) -> None:
+    """Keep the value of the micro-batch that runs, or of the sequence of a packed row."""
+    now = packed_rows.current()
+    if now is not None and now.idle:
+        return
+    row, number = (len(rows), 0) if now is None else (now.row, now.number)
+    found = value.detach().float() * (1.0 if now is None else now.metric_share)
+    of_row = rows.setdefault(row, {})
+    of_row[number] = of_row[number] + found if number in of_row else found  # a layer may run several times
+
+
+def of_rows(rows: Rows) -> list[Tensor]:
+    """What was kept: the sum of each row's values, in the order of its sequences."""
+    return [sum((row[n] for n in sorted(row)[1:]), row[min(row)]) for row in rows.values()]
 
 
 def metrics_summed(original: Callable[..., None], shards: int) -> Callable[..., None]:
@@ -120,10 +129,11 @@ def metrics_summed(original: Callable[..., None], shards: int) -> Callable[..., 
         kept = self.__dict__.pop("micro_batches", {})
         mesh = data_mesh(shards)
         for name in metric_names:
-            if name in kept:
-                layers = sorted(kept[name])
-                of_layers = ([_of_row(row) for row in kept[name][layer].values()] for layer in layers)
-                values = torch.stack([torch.stack(rows) for rows in of_layers], 1)
+            of_layers = {layer: of_rows(rows) for layer, rows in kept.get(name, {}).items()}
+            # Multi-token prediction may compute a layer several times; how often others are does not matter to its sum.
+            for rows in sorted({len(values) for values in of_layers.values()}):
+                layers = sorted(layer for layer, values in of_layers.items() if len(values) == rows)
+                values = torch.stack([torch.stack(of_layers[layer]) for layer in layers], 1)
                 self._metrics[name].values[layers] = summed(values, mesh)
         original(self, metric_names, *args, **kwargs)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.numerics.sums.tree import tree_sum
 
 CONTEXTS = "context_gradients"  # attribute of a weight: gradients of the context shards after the first
@@ -50,6 +51,28 @@ def weight_gradient(weight: Tensor, *compute: Callable[[Tensor, bool], object]) 
     for add_to, gradient in zip(compute, gradients_of(weight), strict=True):
         add_to(gradient, True)
     return added_to_main_grad(weight)
+
+
+def added_by_itself(weight: Tensor) -> Tensor:
+    """The weight, whose gradient is added to `main_grad` as soon as it is known.
+
+    autograd would first add up, in the weight's dtype, what several uses of it in one backward pass give.
+    """
+    return _AddedByItself.apply(weight)
+
+
+class _AddedByItself(torch.autograd.Function):
+    @staticmethod
+    @outside_modes
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return weight.view_as(weight)
+
+    @staticmethod
+    @outside_modes
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (weight,) = ctx.saved_tensors
+        return weight_gradient(weight, lambda out, add: out.add_(gradients[0]) if add else out.copy_(gradients[0]))
 
 
 def gradients_of(weight: Any) -> list[Tensor]:

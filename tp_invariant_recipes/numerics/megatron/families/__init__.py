@@ -21,13 +21,14 @@ class Layers:
 
     spec:     Bridge's function. provider: Bridge's class that has it by default; "": none.
     local:    MODULE:FUNCTION of this package, which makes a layer's specification of Megatron-Core's local layers.
-    norms:    of each of a layer's two parts: before it or after it, or both.
+    norms:    of each of a layer's two parts: before it or after it, or both. after: whether one is after it.
     """
 
     spec: str
     provider: str
     local: str
     norms: int = 1
+    after: bool = True
 
 
 FAMILIES = {
@@ -35,6 +36,7 @@ FAMILIES = {
         f"{_MODELS}.olmoe.olmoe_provider.olmoe_layer_spec",
         f"{_MODELS}.olmoe.olmoe_provider.OlMoEModelProvider",
         "numerics.megatron.families.layers:olmoe",
+        after=False,
     ),
     "EXAONE 4": Layers(
         f"{_MODELS}.exaone.exaone4.exaone4_provider.exaone4_layer_spec",
