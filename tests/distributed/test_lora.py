@@ -228,7 +228,7 @@ REFUSED = {
     "recipe=mine.py:adapted peft.target_modules=[linear_qvk]": "no layer is named linear_qvk; did you mean",
     "recipe=mine.py:adapted peft.target_modules=linear_qkv": "peft.target_modules=linear_qkv: expected",
     "recipe=mine.py:adapted checkpoint.pretrained_checkpoint=examples": "holds no checkpoint of Megatron-Bridge; of",
-    "qwen3_moe_toy peft=lora": "adapters of experts have no invariant version",
+    "qwen3_moe_toy peft=lora peft.experts_shared_outer_loras=true": "peft.experts_shared_outer_loras",
 }
 
 
@@ -310,6 +310,24 @@ def test_an_export_has_the_loss_of_megatron_in_transformers(exports):
     assert abs(_loss(folder / "hf32") - loss) > 1000 * FP32 * loss
     assert abs(_loss(folder / "merged") - loss) < FP32 * loss
     assert abs(_loss(folder / "hf32", folder / "for-peft") - loss) < FP32 * loss
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("kind", ("true", "false"))
+def test_adapters_of_experts_are_merged(exports, shared, kind):
+    """One adapter for all experts of a layer, or one for each. The control is the base."""
+    folder, base, run, merged = exports[0], f"base-{kind}", f"experts-{kind}", f"merged-{kind}"
+    hf_folders.make(folder / base, hf_folders.of("qwen3_moe_toy"), dtype="F32")
+    train(
+        shared, run, f"qwen3_moe_toy weights={base} precision=fp32 seq=32 gbs=1 iters=2 save=1 lr=1e-2 peft=lora",
+        f"peft.share_expert_adapters={kind} peft.dim=8 peft.lora_B_init_method=normal",
+        "data=text data.path=words/text.txt data.tokenizer=words/tokenizer",
+    )  # fmt: skip
+    assert "add --merge" in shared("export", run, "refused", "--step", "1", status=2).stderr
+    shared("export", run, merged, "--step", "1", "--merge", status=0)
+    loss = bits_float(shared.ledger(run)[1].loss)
+    assert abs(_loss(folder / base) - loss) > 1000 * FP32 * loss
+    assert abs(_loss(folder / merged) - loss) < FP32 * loss
 
 
 @pytest.mark.release

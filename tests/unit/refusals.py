@@ -395,7 +395,8 @@ LATENT_SHARDS = Family(
 LORA = Family(
     "qwen3_toy numerics=tree peft=lora checkpoint.pretrained_checkpoint=base",
     {
-        "model.num_moe_experts=8": "adapters of experts have no invariant version, and linear_fc1 and linear_fc2 are",
+        "peft.normalize_moe_lora=true": "peft.normalize_moe_lora",
+        "peft.experts_shared_outer_loras=true": "peft.experts_shared_outer_loras",
         "peft.target_modules=[router]": "of layers only linear_qkv, linear_fc1, linear_q_proj",
         "peft.target_modules=['*.layers.0.*.linear_qkv']": "of layers only linear_qkv",
         "peft.target_modules=[]": "of layers only linear_qkv",

@@ -32,11 +32,20 @@ def _adapting(model, *targets, **fields):
     return with_fields(tree, numerics__mode="tree", peft__target_modules=[*targets], **fields)
 
 
-@pytest.mark.parametrize("model, targets", (MAMBA, LATENT, ("qwen3_moe_toy", ("linear_qkv", "linear_proj"))))
-def test_other_layers_than_experts_are_covered(model, targets):
-    assert [why for why in invariance.limits(_adapting(model, *targets)) if "adapter" in why] == []
-    refused = invariance.limits(_adapting(model, "linear_proj", "linear_fc2"))
-    assert len([why for why in refused if "adapters of experts have no invariant version" in why]) == 1
+@pytest.mark.parametrize("model, targets", (MAMBA, LATENT, ("qwen3_moe_toy", peft.DEFAULT)))
+def test_other_layers_are_covered(model, targets):
+    for shared in (True, False):
+        run = _adapting(model, *targets, peft__share_expert_adapters=shared)
+        assert [why for why in invariance.limits(run) if "adapter" in why] == []
+    refused = invariance.limits(_adapting(model, *targets, peft__experts_shared_outer_loras=True))
+    assert len([why for why in refused if "peft.experts_shared_outer_loras=false" in why]) == 1
+
+
+def test_ranks_share_the_rows_of_an_adapter_of_experts():
+    at = {"model__tensor_model_parallel_size": 4, "peft__dim": 6}
+    assert lora.problems(_adapting("qwen3_moe_toy", "linear_fc2", **at)) == [
+        "tp=4 does not divide peft.dim=6, whose rows the ranks share; peft.dim=8"
+    ]
 
 
 def test_ranks_share_the_rows_of_an_adapter_of_a_latent():
@@ -82,7 +91,10 @@ def test_the_parameters_of_adapters():
     model = compose("qwen3_8b", device="gpu").config.model
     assert adapters(model, ATTENTION, 8, peft.TARGETS).total == 8 * (4096 + 6144 + 4096 + 4096)
     assert adapters(model, MLP, 8, ("linear_fc1",)).total == 8 * (4096 + 2 * 12288)
-    assert adapters(model, EXPERTS, 8, peft.TARGETS).total == 0
+    model = compose("qwen3_30b_a3b", device="gpu").config.model
+    shared = 8 * (2048 + 2 * 768 + 768 + 2048)
+    assert adapters(model, EXPERTS, 8, peft.TARGETS).whole == shared
+    assert adapters(model, EXPERTS, 8, peft.TARGETS, shared=False).experts == 128 * shared
 
 
 def test_frozen_weights_have_neither_gradients_nor_moments():

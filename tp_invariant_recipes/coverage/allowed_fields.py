@@ -326,8 +326,9 @@ TENSOR_INSPECT = rows(
 PEFT = rows(
     (ANY, _RULED, "target_modules exclude_modules canonical_mapping dim alpha dropout dropout_position "
      "sequence_parallel_input_regather lora_A_init_method lora_B_init_method a2a_experimental lora_dtype"),
-    (OFF, "adapters of experts are not covered", "normalize_moe_lora experts_shared_outer_loras"),
-    (ON, "adapters of experts are not covered", "share_expert_adapters"),
+    (ANY, "each kind is covered (numerics/megatron/expert_adapters.py)", "share_expert_adapters"),
+    (OFF, "experts with fewer features than the other layers are not covered", "normalize_moe_lora"),
+    (OFF, "adapters with one matrix for all experts and one for each are not covered", "experts_shared_outer_loras"),
 )  # fmt: skip
 
 # Where the section is null, Bridge decides by the layout.

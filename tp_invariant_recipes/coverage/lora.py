@@ -13,8 +13,8 @@ OFF = ("exclude_modules", "canonical_mapping", "a2a_experimental", "sequence_par
 
 
 def of_experts(config: RunConfig, fields: Mapping[str, Any]) -> bool:
-    """Whether adapters would be of experts: feed-forward layers of a model with experts have all one name."""
-    return bool(config.model.get("num_moe_experts")) and bool({*peft.FEED_FORWARD} & {*peft.targets(fields)})
+    """Whether adapters are of experts: feed-forward layers of a model with experts have all one name."""
+    return bool(config.model.get("num_moe_experts")) and peft.of_feed_forward(fields)
 
 
 def _row(wrong: Callable[[RunConfig, Mapping[str, Any]], Any], why: str) -> Limit:
@@ -28,11 +28,6 @@ def _off(name: str) -> Callable[[RunConfig, Mapping[str, Any]], bool]:
 
 LIMITS = (
     _row(lambda t, _: not t.numerics.covers(mode.LORA), mode.only(mode.LORA)),
-    _row(
-        of_experts,
-        "adapters of experts have no invariant version, and linear_fc1 and linear_fc2 are also theirs; "
-        "peft.target_modules=[linear_qkv,linear_proj]",
-    ),
     _row(
         lambda t, fields: not peft.targets(fields) or {*peft.targets(fields)} - {*peft.TARGETS},
         f"of layers only {', '.join(peft.TARGETS)} have invariant adapters, in all layers alike; name these in "

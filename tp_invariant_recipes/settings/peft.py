@@ -34,6 +34,11 @@ def targets(fields: Mapping[str, Any]) -> list[str]:
     return list(fields.get("target_modules") or ()) if "target_modules" in fields else list(DEFAULT)
 
 
+def of_feed_forward(fields: Mapping[str, Any]) -> bool:
+    """Whether they are also of feed-forward layers, which have the names of experts' layers."""
+    return bool({*FEED_FORWARD} & {*targets(fields)})
+
+
 def dim(fields: Mapping[str, Any]) -> int:
     """Bridge's default where nothing is set."""
     return fields.get("dim", 32)

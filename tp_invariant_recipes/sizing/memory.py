@@ -144,10 +144,12 @@ def _stage(config: RunConfig, at: Layout, stage: int) -> dict[str, int]:
             weights += size.embedding(config.model)  # its copy of the first stage's
     trained, fields = weights, peft.section(config)
     if fields is not None:
-        trained = Weights()
+        trained, shared = Weights(), fields.get("share_expert_adapters", True)
         for layer, count in held.items():
             for part in layer:
-                trained += size.adapters(config.model, part, peft.dim(fields), peft.targets(fields)) * count
+                trained += (
+                    size.adapters(config.model, part, peft.dim(fields), peft.targets(fields), shared=shared) * count
+                )
         weights += trained
     batch = activations.micro_batch(config)
     kept = sum(count * _kept(config, batch, layer) for layer, count in held.items())

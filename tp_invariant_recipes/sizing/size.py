@@ -171,12 +171,22 @@ def _more_norms(model: Model) -> int:
     return families.FAMILIES[family].norms - 1 if family else 0
 
 
-def adapters(model: Model, part: str, dim: int, targets: Collection[str]) -> Weights:
-    """The parameters of the adapters of one part of a layer. targets: the linear layers that have one."""
+def adapters(model: Model, part: str, dim: int, targets: Collection[str], *, shared: bool = True) -> Weights:
+    """The parameters of the adapters of one part of a layer. targets: the linear layers that have one.
+
+    shared: the experts of a layer share theirs.
+    """
     w = widths(model)
+    if part == EXPERTS:
+        each, beside = (
+            dim * sum(size for name, size in _feed_forward(w, width).items() if name in targets)
+            for width in (w.moe_ffn, w.shared)
+        )
+        beside = beside if w.shared else 0
+        return Weights(split=beside, whole=each) if shared else Weights(beside, experts=model["num_moe_experts"] * each)
     shapes = {
         ATTENTION: {"linear_qkv": w.hidden + w.query + 2 * w.key, "linear_proj": w.core + w.hidden},
-        MLP: {"linear_fc1": w.hidden + w.gates * w.ffn, "linear_fc2": w.ffn + w.hidden},
+        MLP: _feed_forward(w, w.ffn),
         MAMBA: {"in_proj": w.hidden + 2 * w.inner + w.states + w.mamba_heads, "out_proj": w.inner + w.hidden},
     }
     if latent(model):
@@ -190,6 +200,10 @@ def adapters(model: Model, part: str, dim: int, targets: Collection[str]) -> Wei
             "linear_proj": w.core + w.hidden,
         }
     return Weights(split=dim * sum(size for name, size in shapes.get(part, {}).items() if name in targets))
+
+
+def _feed_forward(w: Widths, ffn: int) -> dict[str, int]:
+    return {"linear_fc1": w.hidden + w.gates * ffn, "linear_fc2": ffn + w.hidden}
 
 
 def embedding(model: Model) -> Weights:

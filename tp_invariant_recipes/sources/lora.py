@@ -30,7 +30,8 @@ def _unknown(config: RunConfig, fields: Mapping[str, Any]) -> str | None:
 
 def _divided(config: RunConfig, fields: Mapping[str, Any]) -> str | None:
     tp, rank = config.model["tensor_model_parallel_size"], peft.dim(fields)
-    if rank % tp == 0 or not any(name.endswith((*peft.COLUMN_PARALLEL, *peft.WHOLE)) for name in peft.targets(fields)):
+    shared = any(name.endswith((*peft.COLUMN_PARALLEL, *peft.WHOLE)) for name in peft.targets(fields))
+    if rank % tp == 0 or not (shared or lora.of_experts(config, fields)):
         return None
     return f"tp={tp} does not divide peft.dim={rank}, whose rows the ranks share; peft.dim={-(-rank // tp) * tp}"
 

@@ -2,10 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -26,6 +27,7 @@ from tp_invariant_recipes.sources.weights import CONFIG, INDEX, read
 # Before the name of a weight in a checkpoint, its master weight: of Megatron's optimizers, and of the distributed one.
 MASTERS = ("optimizer.state.fp32_param.", "optimizer.state.param.")
 ADAPTER = ".adapter."  # in the name of an adapter's weight
+OF_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 SHARD = 5 * 10**9  # bytes of one file, as Hugging Face writes them
 
 
@@ -95,7 +97,8 @@ class Export:
         else:
             load_weights(chunks, adapters.base, "")
         lora = LoRA(**adapters.fields)
-        load_weights(lora(chunks, training=False), self.checkpoint, "", part=ADAPTER)
+        shared = lora.share_expert_adapters
+        load_weights(lora(chunks, training=False), self.checkpoint, "", part=ADAPTER, shared=shared)
         if adapters.merge:
             self._write(chunks)
             return
@@ -180,10 +183,29 @@ def _model(model: dict[str, Any], dtype: torch.dtype) -> list[Any]:
     return provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
 
 
-def load_weights(chunks: list[Any], checkpoint: Path, prefix: str, part: str = "") -> None:
+def of_all_experts(value: Any) -> Any:
+    """An expert's adapter as the checkpoint has it that all experts share: without the dimension of experts.
+
+    value: a ShardedTensor, or the factory of several, of Megatron-Core.
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    if isinstance(value, ShardedTensor):
+        axis = value.prepend_axis_num - 1
+        fields = {
+            name: (*numbers[:axis], *numbers[axis + 1 :])
+            for name in ("global_shape", "global_offset", "axis_fragmentations")
+            if (numbers := getattr(value, name)) is not None
+        }
+        return replace(value, **fields, prepend_axis_num=axis)
+    build = value.build_fn
+    return replace(value, build_fn=lambda *given: [of_all_experts(one) for one in build(*given)])
+
+
+def load_weights(chunks: list[Any], checkpoint: Path, prefix: str, part: str = "", *, shared: bool = False) -> None:
     """Load weights, or what a checkpoint keeps of them under names with a prefix. RunError: it lacks one.
 
-    part: of the names of those to load.
+    part: of the names of those to load. shared: all experts of a layer have one adapter.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -196,6 +218,13 @@ def load_weights(chunks: list[Any], checkpoint: Path, prefix: str, part: str = "
         for name, value in chunk.sharded_state_dict(metadata=metadata).items()
         if is_weight(name) and part in name
     }
+    of_first = {name: OF_EXPERT.sub(r".local_experts.0.", name) for name in sharded} if shared else {}
+    copied = {name: first for name, first in of_first.items() if name != first}
+    sharded = {
+        name: of_all_experts(value) if shared and OF_EXPERT.search(name) else value
+        for name, value in sharded.items()
+        if name not in copied
+    }
     there = _metadata(checkpoint)
     for tensor in nested_values(sharded):
         if isinstance(tensor, ShardedTensor | ShardedTensorFactory):  # of gate and up there is a factory
@@ -204,6 +233,7 @@ def load_weights(chunks: list[Any], checkpoint: Path, prefix: str, part: str = "
                 kind = "master weight" if prefix else "weight"
                 raise RunError(f"{checkpoint} holds no {kind} {tensor.key.removeprefix(prefix)}")
     loaded = dist_checkpointing.load({"model": sharded}, str(checkpoint))["model"]
+    loaded |= {name: loaded[first] for name, first in copied.items()}
     left = chunk.load_state_dict(loaded, strict=False)
     missing = [name for name in left.missing_keys if is_weight(name) and part in name]
     if missing:

@@ -62,6 +62,11 @@ def export(run: Path, folder: Path, step: int | None = None, *, masters: bool = 
     config = run_dir.read_run_config()
     if merge and not peft.adapts(config):
         raise ConfigError(f"{run} has no adapters to merge: leave out --merge")
+    fields = peft.section(config)
+    if fields is not None and not merge and config.model.get("num_moe_experts") and peft.of_feed_forward(fields):
+        raise ConfigError(
+            f"{run} has adapters of experts, which the library peft reads in no layout that tpi writes; add --merge"
+        )
     if masters and peft.adapts(config):
         raise ConfigError(f"{run} has adapters, whose base has no master weights: leave out --masters")
     family = hf_models.family_of(config.model)

@@ -68,3 +68,7 @@ class Owners:
     def by_number(self, x: "Tensor") -> "Tensor":
         """The inverse of `by_owner`."""
         return x.view(-1, self.ep, self.each, *x.shape[1:]).transpose(0, 1).flatten(0, 2)
+
+    def in_order(self, x: "Tensor") -> "Tensor":
+        """[size, …] in order of owners → [size, …] in order of the experts that they own, contiguous."""
+        return x.view(-1, self.ep, *x.shape[1:]).transpose(0, 1).flatten(0, 1).contiguous()

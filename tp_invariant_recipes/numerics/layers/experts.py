@@ -31,6 +31,7 @@ from tp_invariant_recipes.numerics.sums.tree import tree_sum
 from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad, gradients_of
 
 Weights = Sequence[Tensor]
+Adapter = Callable[[Tensor, Batches], Tensor]
 
 
 def mark_separate(experts: torch.nn.Module) -> None:
@@ -86,12 +87,14 @@ def expert_mlp(
     arithmetic: Arithmetic = OF_TREE,
     linear: Callable[[Tensor, Batches, Weights], Tensor] | None = None,
     biases: tuple[Weights, Weights] | None = None,
+    adapters: tuple[Adapter | None, Adapter | None] = (None, None),
 ) -> Tensor:
     """fc2(activation(fc1(x)) · probs), each row with its expert's weights.
 
     x: [r, h], in order of batches; probs: [r]. fc1: [f or 2f, h] per local expert; fc2: [h, f] per local expert.
     linear: what multiplies; None: the products of the arithmetic.
     biases: [f or 2f] and [h] per local expert; the second is added times the row's probability.
+    adapters: of fc1 and fc2: what is added to a product of these rows and batches.
     returns: [r, h].
     """
     if kind is None:
@@ -101,11 +104,16 @@ def expert_mlp(
         def linear(x: Tensor, batches: Batches, weights: Weights) -> Tensor:
             return _GroupedLinear.apply(x, batches, arithmetic, *weights)
 
-    inner = linear(x, batches, fc1)
+    inner = _adapted(linear(x, batches, fc1), x, batches, adapters[0])
     if biases is not None:
         inner = _GroupedBias.apply(inner, None, batches, *biases[0])
-    y = linear(_WeightedActivation.apply(inner, probs, kind, arithmetic), batches, fc2)
+    weighted = _WeightedActivation.apply(inner, probs, kind, arithmetic)
+    y = _adapted(linear(weighted, batches, fc2), weighted, batches, adapters[1])
     return y if biases is None else _GroupedBias.apply(y, probs, batches, *biases[1])
+
+
+def _adapted(y: Tensor, x: Tensor, batches: Batches, adapter: Adapter | None) -> Tensor:
+    return y if adapter is None else y + adapter(x, batches)
 
 
 class _GroupedBias(torch.autograd.Function):
@@ -148,7 +156,7 @@ def _bias_gradients(dy: Tensor, biases: Weights, batches: Batches) -> list[Tenso
         expert, source = batches.expert(batch), batches.source(batch)
         if len(rows):
             total = tree_add(token_sum(rows, 1), dy.new_empty(1, dy.shape[1]), 1)[0]
-            (_place(biases[expert], source) if plain is None else plain[source, expert]).add_(total)
+            (place_of(biases[expert], source) if plain is None else plain[source, expert]).add_(total)
     if plain is not None:
         return list(tree_sum(plain, biases[0].dtype))
     return [added_to_main_grad(bias) for bias in biases]
@@ -177,7 +185,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         ctx.batches, ctx.arithmetic = batches, arithmetic
         out = x.new_empty(len(x), weights[0].shape[0])
-        return _rows(x, of_batches(batches, weights), out, batches.groups, arithmetic, transposed=True)
+        return rows_times(x, of_batches(batches, weights), out, batches.groups, arithmetic, transposed=True)
 
     @staticmethod
     @outside_modes
@@ -187,7 +195,7 @@ class _GroupedLinear(torch.autograd.Function):
         dy = gradients[0].contiguous()
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = _rows(
+            dx = rows_times(
                 dy, of_batches(batches, weights), torch.empty_like(x), batches.groups, ctx.arithmetic, transposed=False
             )
         wanted = [w for w, needed in zip(weights, ctx.needs_input_grad[3:], strict=True) if needed]
@@ -195,7 +203,7 @@ class _GroupedLinear(torch.autograd.Function):
             raise NotImplementedError("either all of a layer's experts are trained or none")
 
         def add(outs: list[Tensor]) -> None:
-            _add(dy, x, outs, batches.groups, ctx.arithmetic)
+            add_products(dy, x, outs, batches.groups, ctx.arithmetic)
 
         return (
             dx,
@@ -210,9 +218,10 @@ def of_batches[T](batches: Batches, tensors: Sequence[T]) -> list[T]:
     return [tensors[batches.expert(batch)] for batch in range(len(batches.groups.sizes))]
 
 
-def _rows(
+def rows_times(
     x: Tensor, weights: Weights, out: Tensor, groups: Groups, arithmetic: Arithmetic, *, transposed: bool
 ) -> Tensor:
+    """Each batch's rows times its weight, or the weight transposed, into `out`. weights: of each batch."""
     if x.is_cuda:
         started = sampling.begin_one(
             groups.sizes, lambda n, rows: (x[rows], _across(weights[n], transposed), out[rows])
@@ -243,11 +252,12 @@ def weight_gradients(
         plain = torch.zeros(batches.sources, len(weights), *weights[0].shape, dtype=torch.float32, device=device)
         add([plain[batches.source(b), batches.expert(b)] for b in count])
         return list(tree_sum(plain, weights[0].dtype))
-    add([_place(weights[batches.expert(b)], batches.source(b)) for b in count])
+    add([place_of(weights[batches.expert(b)], batches.source(b)) for b in count])
     return [added_to_main_grad(weight) for weight in weights]
 
 
-def _add(dy: Tensor, x: Tensor, outs: list[Tensor], groups: Groups, arithmetic: Arithmetic) -> None:
+def add_products(dy: Tensor, x: Tensor, outs: list[Tensor], groups: Groups, arithmetic: Arithmetic) -> None:
+    """Add to the fp32 tensor of each batch its dy^T x."""
     if x.is_cuda:
         started = sampling.begin_one(groups.sizes, lambda n, rows: (dy[rows].t(), x[rows], outs[n]), add=True)
         grouped_weight_gradient(dy, x, outs, groups)
@@ -259,7 +269,8 @@ def _add(dy: Tensor, x: Tensor, outs: list[Tensor], groups: Groups, arithmetic: 
             arithmetic.product(grad.t(), rows, out, add=True)
 
 
-def _place(weight: Any, source: int) -> Tensor:
+def place_of(weight: Any, source: int) -> Tensor:
+    """What has the gradient of a source's tokens; weight has `main_grad`."""
     first = gradients_of(weight)
     if source < len(first):
         return first[source]

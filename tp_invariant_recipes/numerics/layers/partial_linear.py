@@ -51,12 +51,19 @@ class _PartialLinear(torch.autograd.Function):
         dx = None
         if wants_dx:  # while the sums are on their way
             dx = product(grad, weight, torch.empty_like(rows), rows=mesh.local_chunks).view(x.shape)
-        return dx, None if reducing is None else _finished(weight, reducing, mesh), None
+        return (
+            dx,
+            None if reducing is None else add_slice(weight, reducing.finished(torch.float32).view(-1), mesh.rank),
+            None,
+        )
 
 
-def _finished(weight: Tensor, reducing: Reducing, mesh: VirtualMesh) -> Tensor:
-    mine = reducing.finished(torch.float32).view(-1)
-    start = mesh.rank * len(mine)
+def add_slice(weight: Tensor, mine: Tensor, rank: int) -> Tensor:
+    """The gradient of a weight that every rank holds whole: slice `rank` of the flat sum, [n] fp32, and zeros.
+
+    With `main_grad` it is added there, and the result is what a backward pass returns to autograd.
+    """
+    start = rank * len(mine)
     if getattr(weight, "main_grad", None) is None:
         total = torch.zeros(weight.numel(), dtype=torch.float32, device=weight.device)
         total[start : start + len(mine)] += mine  # 0.0 + -0.0 is 0.0, on one rank as on several

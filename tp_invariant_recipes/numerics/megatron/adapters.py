@@ -27,7 +27,7 @@ from torch import Tensor
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.numerics.layers import linear
 from tp_invariant_recipes.numerics.layers.partial_linear import gathered_linear
-from tp_invariant_recipes.numerics.megatron import init
+from tp_invariant_recipes.numerics.megatron import expert_adapters, init
 from tp_invariant_recipes.numerics.megatron.adapted_layers import ROW_PARALLEL
 from tp_invariant_recipes.numerics.megatron.base import OnMesh
 from tp_invariant_recipes.numerics.megatron.latent_attention import DuplicatedLinear
@@ -39,9 +39,11 @@ from tp_invariant_recipes.replacement import Replacement
 _SETUP = "megatron.bridge.training.setup"
 SIZES = "partition_sizes"  # attribute of a weight
 _GATED = "linear_fc1"  # whose rows are gate and up, each split over the ranks
-# A trained parameter by its name in the whole model: the layer that it adapts, and which of the two matrices it is.
+# A trained parameter by its name in the whole model: whether it is of experts, the layer that it adapts, and which of
+# the two matrices it is.
 _NAME = re.compile(
-    r"decoder\.layers\.\d+\.(?:self_attention|mlp|mixer)\.(linear_\w+|in_proj|out_proj)\.adapter\.(linear_in|linear_out)\.weight"
+    r"decoder\.layers\.\d+\.(?:self_attention|mlp|mlp\.shared_experts|mlp\.(experts)|mixer)\."
+    r"(linear_\w+|in_proj|out_proj)\.adapter\.(linear_in|linear_out)\.weight"
 )
 
 
@@ -69,6 +71,11 @@ class InvariantLinearAdapter(OnMesh, ParallelLinearAdapter):
         return y * (self.alpha / self.dim)
 
 
+def _linear_adapter(*args: Any, is_expert: bool = False, **kwargs: Any) -> Any:
+    kind = expert_adapters.InvariantSharedExpertAdapter if is_expert else InvariantLinearAdapter
+    return kind(*args, is_expert=is_expert, **kwargs)
+
+
 def _segments(rows: Any, base: str, config: Any) -> Parts:
     """The parts of a layer's rows, each split over the ranks: their number, or their sizes on a rank."""
     gated = base.endswith(_GATED) and config.gated_linear_unit
@@ -80,6 +87,8 @@ def attributes(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def describe(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(layer, expert_adapters.AllExperts):
+            return layer.attributes()
         if not isinstance(layer, DuplicatedLinear):
             return original(layer, *args, **kwargs)
         features, inputs = layer.weight.shape
@@ -110,13 +119,24 @@ def replacements(numerics: NumericsSettings, seed: int, folder: str | None) -> t
         ),
     ]
     if numerics.invariant:
-        rows.append(
+        lora = "megatron.bridge.peft.lora"
+        rows += [
             Replacement(
-                "megatron.bridge.peft.lora:ParallelLinearAdapter",
-                lambda _: InvariantLinearAdapter,
-                "an adapter's products sum over features that ranks share",
-            )
-        )
+                f"{lora}:ParallelLinearAdapter",
+                lambda _: _linear_adapter,
+                "an adapter's products sum over features that ranks share, or over experts",
+            ),
+            Replacement(
+                f"{lora}:GroupedExpertLinearAdapter",
+                lambda _: expert_adapters.InvariantGroupedExpertAdapter,
+                "products of experts' tokens depend on how many each rank has",
+            ),
+            Replacement(
+                f"{lora}:LoRA.transform",
+                expert_adapters.without_local_experts,
+                "without Transformer Engine, Bridge gives each expert adapters whatever peft.share_expert_adapters is",
+            ),
+        ]
     if folder is not None:
         rows.append(
             Replacement(
@@ -133,6 +153,7 @@ def _adapted(original: Callable[..., list[Any]], seed: int | None) -> Callable[.
 
     @wraps(original)
     def apply(peft: Any, base_model: list[Any]) -> list[Any]:
+        expert_adapters.stand_for_experts(base_model)
         chunks = original(peft, base_model)
         note_segments(chunks)
         if seed is not None:
@@ -176,6 +197,8 @@ def initialise(model_chunks: list[Any], *, seed: int, methods: dict[str, str]) -
 
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
+    ep_rank = parallel_state.get_expert_model_parallel_rank()
+    ep_size = parallel_state.get_expert_model_parallel_world_size()
     for chunk in model_chunks:
         for name, parameter in init.canonical_parameters(chunk):
             if not parameter.requires_grad:
@@ -183,10 +206,14 @@ def initialise(model_chunks: list[Any], *, seed: int, methods: dict[str, str]) -
             found = _NAME.fullmatch(name)
             if found is None:
                 raise ConfigError(f"{name}: no rule says how it starts (megatron/adapters.py); peft.target_modules")
-            dim = 1 if found[1] in ROW_PARALLEL and found[2] == "linear_in" else 0
-            segments = _segments(parameter, found[1], chunk.config) if found[2] == "linear_out" else 1
-            shape, ranges = init.place(parameter.shape, dim, rank, size, segments)
-            values = _quantile(methods[found[2]], shape)
+            experts, layer, matrix = found.groups()
+            dim = 1 if layer in ROW_PARALLEL and matrix == "linear_in" else 0
+            segments = _segments(parameter, layer, chunk.config) if matrix == "linear_out" else 1
+            at, of = (rank, size) if experts is None else (0, 1)
+            if parameter.dim() == 3:  # of each expert
+                dim, segments, at, of = 0, 1, ep_rank, ep_size
+            shape, ranges = init.place(parameter.shape, dim, at, of, segments)
+            values = _quantile(methods[matrix], shape[-2:])
             parameter.copy_(
                 init.sample(shape, ranges, values, seed=seed, name=name, dtype=parameter.dtype, device=parameter.device)
             )

@@ -117,7 +117,13 @@ class ExpertsForward:
         biases: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
     ) -> Tensor:
         """[r, h] → [r, h]."""
-        return expert_mlp(rows, probs, batches, fc1, fc2, activation_kind(self.config), self.arithmetic, biases=biases)
+        kind, adapters = activation_kind(self.config), (adapter_of(self, "linear_fc1"), adapter_of(self, "linear_fc2"))
+        return expert_mlp(rows, probs, batches, fc1, fc2, kind, self.arithmetic, biases=biases, adapters=adapters)
+
+
+def adapter_of(experts: Any, name: str) -> Any:
+    """The adapter of `name`, which Bridge wraps where it has one: all experts' first or second product. None: none."""
+    return getattr(getattr(experts, name, None), "adapter", None)
 
 
 class NormForward(OnMesh):

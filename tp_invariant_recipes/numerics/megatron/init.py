@@ -194,12 +194,14 @@ def _expert_numbered(name: str, config: Any) -> str:
     from megatron.core import parallel_state
 
     # One module for each expert, or one module with numbered weights for all experts.
-    found = re.fullmatch(rf"({_LAYER}mlp\.experts\.)(?:local_experts\.(\d+)\.(.+)|(linear_fc\d\.[a-z]+)(\d+))", name)
+    found = re.fullmatch(
+        rf"({_LAYER}mlp\.experts\.)(?:local_experts\.(\d+)\.(.+)|(linear_fc\d\.)(?:to_wrap\.)?([a-z]+)(\d+))", name
+    )
     if not found:
         return name
     local = config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
-    number = parallel_state.get_expert_model_parallel_rank() * local + int(found[2] or found[5])
-    return f"{found[1]}{number}.{found[3] or found[4]}"
+    number = parallel_state.get_expert_model_parallel_rank() * local + int(found[2] or found[6])
+    return f"{found[1]}{number}.{found[3] or found[4] + found[5]}"
 
 
 def _is_split(parameter: Tensor, dim: int) -> bool:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
@@ -10,7 +11,7 @@ from torch import Tensor
 from tp_invariant_recipes.numerics.layers.experts import mark_separate
 from tp_invariant_recipes.numerics.layers.token_dispatcher import Batches, InvariantTokenDispatcher
 from tp_invariant_recipes.numerics.megatron import spec
-from tp_invariant_recipes.numerics.megatron.base import ExpertsForward
+from tp_invariant_recipes.numerics.megatron.base import ExpertsForward, adapter_of
 from tp_invariant_recipes.replacement import ours
 
 
@@ -41,6 +42,18 @@ class InvariantSequentialMLP(ExpertsForward, SequentialMLP):
         fc2 = [expert.linear_fc2.weight for expert in self.local_experts]
         biases = (self._biases("linear_fc1"), self._biases("linear_fc2")) if self.config.add_bias_linear else None
         return self.experts(rows, probs, batches, fc1, fc2, biases), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Megatron's, and the adapters of all experts under the names that they have on a GPU (expert_adapters.py)."""
+        found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        for name in ("linear_fc1", "linear_fc2"):
+            if (adapter := adapter_of(self, name)) is not None:
+                some = adapter.sharded_state_dict(f"{name}.adapter.", sharded_offsets, metadata)
+                replace_prefix_for_sharding(some, "", f"{prefix}experts.")
+                found.update({f"{prefix}{key}": value for key, value in some.items()})
+        return found
 
     def _biases(self, name: str) -> list[Tensor]:
         return [getattr(expert, name).bias for expert in self.local_experts]

@@ -124,7 +124,7 @@ class InvariantTEGroupedMLP(ExpertsForward, TEGroupedMLP):
     def _both(self, name: str) -> tuple[list[Tensor], list[Tensor]]:
         first, second = (
             [getattr(linear, f"{name}{expert}") for expert in range(self.num_local_experts)]
-            for linear in (self.linear_fc1, self.linear_fc2)
+            for linear in (getattr(one, "to_wrap", one) for one in (self.linear_fc1, self.linear_fc2))
         )
         return first, second
 
