@@ -12,10 +12,11 @@ from types import ModuleType
 import pytest
 import torch
 
+from tp_invariant_recipes import replacement
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import versions
-from tp_invariant_recipes.patches import bridge_helpers, code, core_save, registry, te_grouped_linear
+from tp_invariant_recipes.patches import bridge_helpers, code, core_local_names, core_save, registry, te_grouped_linear
 from tp_invariant_recipes.patches.patch import Function, Patch, Versions, within
 from tp_invariant_recipes.patches.te_grouped_linear import place_of_flag
 from tp_invariant_recipes.replacement import applied
@@ -225,6 +226,23 @@ def test_the_key_can_be_set():
     assert compose("qwen3_toy", [f"patches.off=[{NAME}]"], device="cpu").config.section("patches") == {"off": [NAME]}
     with pytest.raises(ConfigError, match=r"patches\.off"):
         compose("qwen3_toy", ["patches.off=3"], device="cpu")
+
+
+@pytest.mark.parametrize("experts", (None, 8))
+@pytest.mark.parametrize("latent", (False, True))
+def test_local_layers_save_norms_as_transformer_engine_does(experts, latent):
+    """Its layers have a norm before experts, and one in each linear layer that follows a norm."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    before = gpt_layer_specs.get_gpt_layer_local_submodules
+    with replacement.applied(core_local_names.PATCH.replacements):
+        changed = gpt_layer_specs.get_gpt_layer_local_submodules
+        layer = changed(num_experts=experts, multi_latent_attention=latent, normalization="RMSNorm")
+    names = layer.sharded_state_dict_keys_map
+    assert ("pre_mlp_layernorm." in names) == (experts is None)
+    assert ("input_layernorm." in names) == ("self_attention.kv_layernorm." not in names) == (not latent)
+    stock = before(num_experts=experts, multi_latent_attention=latent, normalization="RMSNorm")
+    assert (stock.sharded_state_dict_keys_map == names) == (experts is None and not latent)  # the control
 
 
 def test_nothing_is_needed_where_there_is_no_package(patch, monkeypatch):

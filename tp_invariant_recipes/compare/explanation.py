@@ -26,6 +26,8 @@ from tp_invariant_recipes.plural import counted
 SAVED_AS = (
     (".input_layernorm", ".self_attention.linear_qkv.layer_norm_"),
     (".pre_mlp_layernorm", ".mlp.linear_fc1.layer_norm_"),
+    (".self_attention.q_layernorm", ".self_attention.linear_q_up_proj.layer_norm_"),
+    (".self_attention.kv_layernorm", ".self_attention.linear_kv_up_proj.layer_norm_"),
     ("output_layer", "embedding.word_embeddings."),
 )
 

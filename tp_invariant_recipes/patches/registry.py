@@ -12,6 +12,7 @@ from tp_invariant_recipes.patches import (
     bridge_helpers,
     bridge_local_names,
     bridge_mtp,
+    core_local_names,
     core_save,
     te_grouped_linear,
     te_grouped_wgrad,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 PATCHES: tuple[Patch, ...] = (
     core_save.PATCH,
+    core_local_names.PATCH,
     bridge_helpers.PATCH,
     bridge_mtp.PATCH,
     bridge_local_names.PATCH,
