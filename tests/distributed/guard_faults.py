@@ -173,7 +173,7 @@ KERNELS: dict[str, Callable[[_Now], None]] = {
     "attention": _function("tp_invariant_recipes.numerics.layers.attention", "_together"),
     "norm": _norm,
     "activation": _activation,
-    "experts": _function("tp_invariant_recipes.numerics.layers.experts", "_rows"),
+    "experts": _function("tp_invariant_recipes.numerics.layers.experts", "rows_times"),
     "adam": _after_the_update("master", "within"),
     "moment": _after_the_update("exp_avg", "within"),
     "all-gather": _after_the_update("weight", "within"),

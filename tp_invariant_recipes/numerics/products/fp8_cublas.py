@@ -117,7 +117,7 @@ def _storage(x: Quantized) -> Any:
 
 @cache
 def _installed() -> bool:
-    return importlib.util.find_spec("transformer_engine_torch") is not None
+    return importlib.util.find_spec("transformer_engine") is not None
 
 
 def agree(
