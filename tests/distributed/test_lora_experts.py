@@ -4,7 +4,7 @@ import pytest
 
 from tests.distributed.scenario import Scenario, agree, unequal
 from tests.distributed.small_models import small
-from tests.distributed.test_lora_kinds import FIXED, _adapted
+from tests.distributed.test_lora_kinds import FIXED, _adapted, _first
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -75,3 +75,16 @@ def test_a_run_goes_on_in_another_layout(shared, kind):
            status=0)  # fmt: skip
     shared("train", "--resume", run, "dp=1", "ep=1", "tp=2", status=0)
     assert shared.ledger(run)[-1] == whole.ledger()[-1]
+
+
+@pytest.mark.release
+def test_experts_in_fp8_have_adapters_too(shared):
+    """Both kinds differ, so that neither is left out of the products of experts in FP8."""
+    wide = (
+        "qwen3_moe_toy seq=128 gbs=1 iters=1 numerics.virtual_shards=2 model.num_layers=1 model.hidden_size=128 "
+        "model.num_attention_heads=4 model.num_query_groups=4 model.kv_channels=32 model.ffn_hidden_size=128 "
+        "model.moe_ffn_hidden_size=128 model.num_moe_experts=8 model.vocab_size=512"
+    )
+    one, other = (_first(shared, wide, "", f"{kind} precision=fp8_tensorwise") for kind in KINDS.values())
+    agree(one, ("tp=1", "tp=2 ep=2"))
+    assert one("tp=1").ledger()[0].loss != other("tp=1").ledger()[0].loss

@@ -53,7 +53,7 @@ OF_FAMILY = "numerics.virtual_shards=2 iters=2"
 
 
 def _first(tpi, model: str, words: str, more: str) -> Scenario:
-    """Trainings of adapters on the first weights of a model without experts."""
+    """Trainings of adapters on the first weights of a model."""
     base = f"{model.partition(' ')[0]}-first"
     if not (tpi.folder / base).exists():
         start = f"{model} {words} iters=1 save=1 ledger.digests=0 lr=1e-6 optimizer.min_lr=0"

@@ -4,7 +4,7 @@ A layer keeps the parameters, names and checkpoints of the class it replaces; on
 `config.virtual_shards`; `config.invariant_mode` names the mode (numerics/mode.py) that computes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from typing import Any
 
@@ -115,10 +115,11 @@ class ExpertsForward:
         fc1: Sequence[Tensor],
         fc2: Sequence[Tensor],
         biases: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
+        linear: Callable[[Tensor, Batches, Sequence[Tensor]], Tensor] | None = None,
     ) -> Tensor:
-        """[r, h] → [r, h]."""
+        """[r, h] → [r, h]. linear: as of `expert_mlp`."""
         kind, adapters = activation_kind(self.config), (adapter_of(self, "linear_fc1"), adapter_of(self, "linear_fc2"))
-        return expert_mlp(rows, probs, batches, fc1, fc2, kind, self.arithmetic, biases=biases, adapters=adapters)
+        return expert_mlp(rows, probs, batches, fc1, fc2, kind, self.arithmetic, linear, biases, adapters)
 
 
 def adapter_of(experts: Any, name: str) -> Any:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tp_invariant_recipes.numerics.layers import fp8_linear
 from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
-from tp_invariant_recipes.numerics.layers.experts import activation_kind, expert_mlp
 from tp_invariant_recipes.numerics.layers.fp8_experts import grouped_linear
 from tp_invariant_recipes.numerics.layers.fp8_linear import Scaling
 from tp_invariant_recipes.numerics.layers.token_dispatcher import Batches
@@ -90,21 +89,12 @@ class Fp8RowForward(InFp8, RowForward):
 class Fp8ExpertsForward(InFp8, ExpertsForward):
     """Forward of experts."""
 
-    def experts(
-        self,
-        rows: Tensor,
-        probs: Tensor,
-        batches: Batches,
-        fc1: Sequence[Tensor],
-        fc2: Sequence[Tensor],
-        biases: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
-    ) -> Tensor:
+    def experts(self, *args: Any, **more: Any) -> Tensor:
         """[r, h] → [r, h]."""
         if self.in_bf16:
-            return super().experts(rows, probs, batches, fc1, fc2, biases)
+            return super().experts(*args, **more)
 
         def linear(x: Tensor, batches: Batches, weights: Sequence[Tensor]) -> Tensor:
             return grouped_linear(x, batches, self.scaling, weights)
 
-        kind = activation_kind(self.config)
-        return expert_mlp(rows, probs, batches, fc1, fc2, kind, self.arithmetic, linear, biases)
+        return super().experts(*args, **more | {"linear": linear})
