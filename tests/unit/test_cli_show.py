@@ -77,7 +77,7 @@ def test_models(cli, composed_models):
     for model in conf_files.groups()["model"]:
         assert f" {model} " in ended.out
     assert "8.19 B" in ended.out
-    assert "157 80 41 21" in ended.out
+    assert "157 79 41 21" in ended.out
     assert "0.4 M" in ended.out
 
 

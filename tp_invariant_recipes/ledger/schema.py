@@ -145,21 +145,20 @@ class StepRecord:
     ValueError: a count is negative or not an integer, a float is not bits as text, or a step that was not skipped
     has no loss or gradient norm.
 
-    step: number of completed steps, with this one
-    samples: number of samples since the start of training, with this step's
-    tokens: number of tokens in this step
+    step: completed steps, with this one
+    samples: samples since the start of training, with this step's
+    tokens: tokens in this step
     loss: `bits`: width and IEEE 754 pattern in hexadecimal, the only part that is compared, so -0.0 is not 0.0;
-        `value`: for people. Null: a skipped step has none
+        `value`: for people. Null of a skipped step
     grad_norm: as `loss`; the norm of all gradients before clipping
-    learning_rate: as `loss`; every step has one
+    learning_rate: as `loss`
     skipped: whether the optimizer skipped the step
     gradients: digests of the reduced gradients before clipping: `parameters`, in the header's order; `groups`, one per
         layer and per module outside layers; `model`, one of all
-    clipped: digests of the clipped gradients, as the optimizer has read them; `"gradients"`: they equal `gradients`
-    moments: digests of the optimizer's `exp_avg`, `exp_avg_sq`, `step` after the step; null for a parameter that lacks
-        it
-    masters: digests of the fp32 master weights after the step
-    weights: digests of the weights after the step, except those that are their master weights rounded
+    clipped: of the gradients as the optimizer has read them; `"gradients"`: they equal `gradients`
+    moments: of the optimizer's `exp_avg`, `exp_avg_sq`, `step` after the step; null for a parameter that lacks it
+    masters: of the fp32 master weights after the step
+    weights: of the weights after the step, except those that are their master weights rounded
     diverged: replicas of one tensor with different bits: `of` (a key above, `"forward"`, `"backward"`; `"copies"`:
         weights that are not their master weights rounded), `parameter` (or `exp_avg/PARAMETER`, `MODULE/output`),
         `ranks` grouped by equal bits, as `[[0, 2], [1]]`
