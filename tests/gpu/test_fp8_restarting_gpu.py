@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.fp8_operands import operands
+from tests.gpu.operands import beside_another_stream
 from tests.gpu.test_fp8_product_gpu import drawn, on_gpu
 from tests.gpu.test_restarting_product import CUTS, pytestmark  # noqa: F401 -- the marks hold here too
 from tests.operands import same_bits
@@ -67,10 +68,7 @@ def test_it_repeats_beside_another_stream():
     a, b = drawn("tensor", 4096, 4096, 4 * 768, (E5M2, E4M3))
     out, expected = torch.empty(2, 4096, 4096, device="cuda", dtype=BF16)
     kernel.in_order(a, b, expected, cut, False)
-    beside = torch.cuda.Stream()
-    for _ in range(20):
-        with torch.cuda.stream(beside):
-            torch.sort(torch.randn(1 << 20, device="cuda"))
+    for _ in beside_another_stream():
         kernel.restarting_product(a, b, out, cut, False)
         assert same_bits(out, expected)
 

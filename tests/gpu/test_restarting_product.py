@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from tests.gpu.operands import normal_on_gpu
+from tests.gpu.operands import beside_another_stream, normal_on_gpu
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels import restarting_product as kernel
 from tp_invariant_recipes.kernels.restarting_product import Cut
@@ -62,14 +62,10 @@ def test_it_has_the_bits_of_fixed_tiles(shape, cut):
 
 
 def test_it_repeats_beside_another_stream():
-    """Programs that start late, since other kernels hold some of the processors, compute the same tiles."""
     cut = Cut(range(2), 2, 2)
     a, b, out = operands(4096, 4096, 768, cut, False)
     _, expected = both(a, b, out, cut, False)
-    beside = torch.cuda.Stream()
-    for _ in range(20):
-        with torch.cuda.stream(beside):
-            torch.sort(torch.randn(1 << 20, device="cuda"))
+    for _ in beside_another_stream():
         kernel.restarting_product(a, b, out, cut, False)
         assert same_bits(out, expected)
 
