@@ -4,6 +4,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tp_invariant_recipes import saved_names
 from tp_invariant_recipes.compare.step_order import (
     FIELDS,
     INITIAL,
@@ -21,13 +22,11 @@ from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.schema import EVALUATED, StepRecord
 from tp_invariant_recipes.plural import counted
 
-# A module's name -> the different name of its parameters in checkpoints. Local layers have separate norms but are saved
-# as the fused layers are; a tied output layer has the embedding's weight.
+_NORMS = saved_names.ATTENTION | saved_names.DENSE | saved_names.LATENT_ATTENTION
+# A module's name -> the different name of its parameters in checkpoints: norms, and a tied output layer, which has the
+# embedding's weight.
 SAVED_AS = (
-    (".input_layernorm", ".self_attention.linear_qkv.layer_norm_"),
-    (".pre_mlp_layernorm", ".mlp.linear_fc1.layer_norm_"),
-    (".self_attention.q_layernorm", ".self_attention.linear_q_up_proj.layer_norm_"),
-    (".self_attention.kv_layernorm", ".self_attention.linear_kv_up_proj.layer_norm_"),
+    *((f".{module.removesuffix('.')}", f".{name}") for module, name in _NORMS.items()),
     ("output_layer", "embedding.word_embeddings."),
 )
 

@@ -38,10 +38,7 @@ def of_the_models_kind(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def always_transformer_engine() -> bool:
     """Whether the installed function names Transformer Engine's layers alone."""
-    bridge = code.folder("megatron.bridge")
-    file = bridge / "models/gpt_provider.py" if bridge else None
-    source = file.read_text(encoding="utf-8") if file and file.is_file() else ""
-    function = source.partition("def mtp_block_spec")[2].partition("\ndef ")[0]
+    function = code.source("megatron.bridge", "models/gpt_provider.py", "mtp_block_spec")
     return "use_transformer_engine=True" in function and "transformer_impl" not in function
 
 

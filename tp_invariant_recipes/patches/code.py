@@ -26,6 +26,14 @@ def folder(package: str) -> Path | None:
     return Path(places[0]) if places else None
 
 
+def source(package: str, file: str, function: str) -> str:
+    """The text of a function at the top of a file of an installed package; "" where one of the three is absent."""
+    top = folder(package)
+    place = top / file if top else None
+    text = place.read_text(encoding="utf-8") if place and place.is_file() else ""
+    return text.partition(f"def {function}")[2].partition("\ndef ")[0]
+
+
 def fingerprint(file: Path, function: str) -> str | None:
     """16 hex digits of a function's syntax tree, without comments, layout and docstring.
 

@@ -36,10 +36,8 @@ def queue_in_this_process(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def manager_for_every_save() -> bool:
     """Whether the installed function starts a manager process."""
-    core = code.folder("megatron.core")
-    file = core / "dist_checkpointing/strategies/filesystem_async.py" if core else None
-    source = file.read_text(encoding="utf-8") if file and file.is_file() else ""
-    return "Manager()" in source.partition("def get_write_results_queue")[2].partition("\ndef ")[0]
+    file = "dist_checkpointing/strategies/filesystem_async.py"
+    return "Manager()" in code.source("megatron.core", file, "get_write_results_queue")
 
 
 PATCH = Patch(

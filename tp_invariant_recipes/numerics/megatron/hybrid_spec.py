@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from tp_invariant_recipes import saved_names
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.numerics.megatron import spec
@@ -51,7 +52,7 @@ def local_hybrid_spec(config: Any) -> Any:
                 norm=WrappedTorchNorm,
                 mixer=ModuleSpec(module=MambaMixer, submodules=mixer),
                 mamba_bda=get_bias_dropout_add,
-                sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
+                sharded_state_dict_keys_map=saved_names.MAMBA,
             ),
         ),
         "attention_layer": ModuleSpec(
@@ -62,7 +63,7 @@ def local_hybrid_spec(config: Any) -> Any:
                     module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
                 ),
                 self_attn_bda=get_bias_dropout_add,
-                sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+                sharded_state_dict_keys_map=saved_names.ATTENTION,
             ),
         ),
         "mlp_layer": ModuleSpec(
@@ -71,7 +72,7 @@ def local_hybrid_spec(config: Any) -> Any:
                 pre_mlp_layernorm=WrappedTorchNorm,
                 mlp=get_mlp_module_spec_for_backend(backend),
                 mlp_bda=get_bias_dropout_add,
-                sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+                sharded_state_dict_keys_map=saved_names.DENSE,
             ),
         ),
     }

@@ -23,6 +23,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch import Tensor
 
+from tp_invariant_recipes import saved_names
 from tp_invariant_recipes.numerics.layers.norm import NormShards
 from tp_invariant_recipes.numerics.megatron.local import InvariantRMSNorm, InvariantRowParallelLinear
 
@@ -169,9 +170,6 @@ def _dense(config: Any, *, before: type, attention: type = SelfAttention, core: 
                 submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinearLayerNorm),
             ),
             mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-            },
+            sharded_state_dict_keys_map=saved_names.ATTENTION | saved_names.DENSE,
         ),
     )
