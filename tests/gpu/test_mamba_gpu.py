@@ -7,7 +7,7 @@ import torch
 
 from tests.distributed.ranks import joined
 from tests.operands import same_bits
-from tp_invariant_recipes.host import mamba as twin
+from tp_invariant_recipes.host.stand_ins import mamba as twin
 from tp_invariant_recipes.kernels import causal_conv, group_norm
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.numerics.layers import mamba
@@ -238,7 +238,7 @@ def test_one_configuration_a_kernel(kinds):
 
 
 def test_the_whole_twin_is_megatrons_mixer(kinds):
-    """host/mamba.py's convolution, scan and gate against mamba_ssm's in one kernel launch each."""
+    """host/stand_ins/mamba.py's convolution, scan and gate against mamba_ssm's in one kernel launch each."""
     from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_combined
 
     batch, seq, heads, groups = 2, 300, 8, 2

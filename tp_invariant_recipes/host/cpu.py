@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tp_invariant_recipes.host import bridge, mamba, torch_adam
+from tp_invariant_recipes.host import bridge
+from tp_invariant_recipes.host.stand_ins import mamba, torch_adam
 from tp_invariant_recipes.host.versions import installed as installed_version
 from tp_invariant_recipes.replacement import Replacement, applied
 
@@ -138,7 +139,7 @@ def _local_norm(original: Any) -> type:
 
 
 def _duplicated_linear(original: Any) -> type:
-    from tp_invariant_recipes.host.duplicated_linear import DuplicatedLinear
+    from tp_invariant_recipes.host.stand_ins.duplicated_linear import DuplicatedLinear
 
     return DuplicatedLinear
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from tp_invariant_recipes.host import torch_adam
+from tp_invariant_recipes.host.stand_ins import torch_adam
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.modes.tree import Tree
 from tp_invariant_recipes.replacement import Replacement, instead, wrapped

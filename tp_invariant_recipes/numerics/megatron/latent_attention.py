@@ -28,8 +28,8 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.host.duplicated_linear import DuplicatedLinear
 from tp_invariant_recipes.host.function_modes import outside_modes
+from tp_invariant_recipes.host.stand_ins.duplicated_linear import DuplicatedLinear
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers.partial_linear import partial_linear
 from tp_invariant_recipes.numerics.megatron.base import OnMesh

@@ -1,0 +1,1 @@
+"""What a machine without Transformer Engine, mamba-ssm or Apex has in their place."""
