@@ -32,7 +32,12 @@ TAIL = 3000  # characters of a failed run's messages
 SLOTS = 4  # ranks to a GPU: these runs wait for the host
 SHARED = 2  # ranks of one run to a GPU
 LIMIT = 240  # seconds for one run
-SENDING = ("pp=", "guard=shadow")  # stages of a pipeline, and replicas in a shadow step
+NCCL = (
+    "pp=",
+    "guard=shadow",
+    "cuda_graph=full",
+    "cuda_graph=te",
+)  # Gloo cannot send nor be captured
 # A distributed optimizer's gathering of weights on GPUs by Gloo ends in a segmentation fault (torch 2.11).
 WITH_GLOO = (
     "dist.distributed_backend=gloo",
@@ -70,8 +75,8 @@ class Run:
         return self.words.startswith("score ")
 
     def fits(self, gpus: int) -> bool:
-        """Whether it can be trained on that many. Gloo sends no tensor of a GPU from one rank to another."""
-        return self.gpus <= gpus or (self.gpus <= SHARED * gpus and not any(word in self.words for word in SENDING))
+        """Whether it can be trained on that many."""
+        return self.gpus <= gpus or (self.gpus <= SHARED * gpus and not any(word in self.words for word in NCCL))
 
 
 def gpus_for(words: str) -> int:

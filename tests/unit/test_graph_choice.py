@@ -4,6 +4,7 @@ import pytest
 
 from tp_invariant_recipes.config import graph_choice
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.workflows import bench
 
 FULL, TE, OFF = "full_iteration", "transformer_engine", "none"
@@ -33,6 +34,7 @@ CHOSEN = {
     ),
     "qwen3_toy peft=lora numerics=stock checkpoint.pretrained_checkpoint=x": (OFF, "off: tpi captures adapters"),
     "qwen3_toy seq=64": (OFF, "off: cuda_graph=te: cuDNN's attention computes wrong numbers"),
+    "qwen3_toy tp=2 dist.distributed_backend=gloo": (OFF, "off: cuda_graph=te: Gloo sums on the host"),
     # Whoever names a kind gets it, or its problem.
     "qwen3_0p6b cuda_graph=off": (OFF, None),
     "qwen3_0p6b cuda_graph=te": (TE, None),
@@ -47,6 +49,12 @@ def test_the_first_kind_that_a_run_allows_is_chosen(command):
     composed = compose(model, overrides, device="gpu")
     assert composed.config.model["cuda_graph_impl"] == implementation
     assert composed.graphs == said or composed.graphs.startswith(said)
+
+
+@pytest.mark.parametrize("kind", ("full", "te"))
+def test_gloo_is_not_captured(kind):
+    with pytest.raises(ConfigError, match=rf"cuda_graph={kind}: Gloo sums on the host.*distributed_backend=nccl"):
+        compose("qwen3_toy", [f"cuda_graph={kind}", "tp=2", "dist.distributed_backend=gloo"], device="gpu")
 
 
 def test_a_cpu_has_none():

@@ -240,6 +240,10 @@ RULES = (
         f"seq= a multiple of {TOKENS}, model.attention_backend=unfused, or cuda_graph=off",
     ),
     Requirement(
+        lambda t: t.section("dist").get("distributed_backend") == "gloo",
+        "Gloo sums on the host, for which no captured step waits; dist.distributed_backend=nccl, or cuda_graph=off",
+    ),
+    Requirement(
         _expandable,
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets NCCL write to memory that has moved; "
         "set NCCL_GRAPH_REGISTER=0 too, there or as cluster.environment.NCCL_GRAPH_REGISTER=0",

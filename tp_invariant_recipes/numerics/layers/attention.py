@@ -8,7 +8,7 @@ all three gradients. The trial's operands cancel (numerics/products/probe.py).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,12 +19,13 @@ from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.numerics.products import sampling
 from tp_invariant_recipes.numerics.products.cublas import CHECK, checking, settings, tried
 from tp_invariant_recipes.numerics.products.operands import dense, same_bits
-from tp_invariant_recipes.numerics.products.probe import cancelling_attention
+from tp_invariant_recipes.numerics.products.probe import cancelling_attention, cancelling_scores
 
 Form = Callable[..., Tensor]  # `_together` or `_defined`
 TENSORS = ("output", "dQ", "dK", "dV")
 GRADIENTS = (*TENSORS[1:], "dSinks")
-TRIALS = 2  # of operands that cancel; one more has normal numbers
+# Of operands that cancel over positions twice, over features once; one more has normal numbers.
+TRIALS = (cancelling_attention, cancelling_attention, cancelling_scores, None)
 REFUSED = ("flash",)  # by source, its dQ depends on the number of heads of a launch
 
 # (backend's settings, shapes, dtype, shards, torch's settings) -> whether one launch has the bits of the definition.
@@ -112,9 +113,8 @@ def attention_of_each(
         return torch.cat([at_once(*parts) for parts in zip(*(one.split(1, 1) for one in operands), strict=True)], 1)
 
     def trial() -> bool:
-        generator = torch.Generator(query.device).manual_seed(0)
-        operands = [torch.empty_like(one).normal_(generator=generator) for one in (query, key, value)]
-        return all(same((one_by_one(*some),), (at_once(*some),)) for some in (operands, [one * 4 for one in operands]))
+        tried_on = (made[:3] for made, _ in trial_operands(query, key, value))
+        return all(same((one_by_one(*some),), (at_once(*some),)) for some in tried_on)
 
     case = ("of each", shards, query.shape, key.shape, value.shape, query.dtype, core.kind(mask), settings())
     return (at_once if tried(_together_is_right, case, query, trial) else one_by_one)(query, key, value)
@@ -138,20 +138,26 @@ def _with_dense_gradient(out: Tensor) -> Tensor:
     return out
 
 
+def trial_operands(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Operands, torch.Generator]]:
+    """The operands of each trial, of these shapes, and what draws more of them."""
+    generator = torch.Generator(query.device).manual_seed(0)
+    for fill in TRIALS:
+        gradient = query.new_empty(*query.shape[:-1], value.shape[-1])
+        operands = Operands(*(torch.empty_like(tensor) for tensor in (query, key, value, gradient)))
+        if fill:
+            fill(*operands, generator=generator)
+        else:
+            for tensor in operands:
+                tensor.normal_(generator=generator)
+        yield operands, generator
+
+
 def trial_passes(
     core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, shards: int, *sinks: Tensor, graded: bool = True
 ) -> bool:
     """Try both forms on operands of these shapes. graded: also their backward passes."""
-    generator = torch.Generator(query.device).manual_seed(0)
-    for trial in range(TRIALS + 1):
-        gradient = query.new_empty(*query.shape[:-1], value.shape[-1])
-        operands = Operands(*(torch.empty_like(tensor) for tensor in (query, key, value, gradient)))
+    for operands, generator in trial_operands(query, key, value):
         scores = [torch.empty_like(some).normal_(generator=generator) for some in sinks]
-        if trial < TRIALS:
-            cancelling_attention(*operands, generator=generator)
-        else:
-            for tensor in operands:
-                tensor.normal_(generator=generator)
         found = partial(outcome, core=core, operands=operands, mask=mask, shards=shards, sinks=scores, graded=graded)
         expected = found(_defined)
         _admitted(core.backend())

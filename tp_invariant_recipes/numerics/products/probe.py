@@ -65,3 +65,21 @@ def cancelling_attention(
             same[second] = same[first]
             opposite[second] = -opposite[first]
             opposite[order[2 * half :]] = 0
+
+
+def cancelling_scores(query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, generator: torch.Generator) -> None:
+    """Fill the operands of attention so that the sums over features are nothing but rounding: Q·K^T and dO·V^T.
+
+    Query and key are so large that this rounding is about 1, and changes the softmax. On H200s the scores of heads of
+    16 features depended on the number of heads, and neither normal numbers nor `cancelling_attention` showed it.
+
+    Shapes, dtype and generator as of `cancelling_attention`.
+    """
+    for first, second, scale in ((query, key, 2.0**12), (gradient, value, 1.0)):
+        width = first.shape[-1]
+        half = width // 2
+        order = torch.randperm(width, generator=generator, device=first.device)
+        for tensor, sign in ((first, 1), (second, -1)):
+            x = torch.randn((*tensor.shape[:-1], half), generator=generator, device=tensor.device) * scale
+            rest = x.new_zeros(*x.shape[:-1], width - 2 * half)
+            tensor[..., order] = torch.cat([x, sign * x, rest], -1).to(tensor.dtype)
