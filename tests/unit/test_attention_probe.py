@@ -4,6 +4,7 @@ It runs on a CPU here, with backends made for it; tests/gpu/test_attention_probe
 """
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -19,8 +20,13 @@ DTYPES = (torch.bfloat16, torch.float32)
 SHARDS, HEADS, GROUPS, WIDTH = 4, 8, 4, 16
 DEGREES = (1, 2, 4)
 DRAWS = 3
-# Whose sums a backend cuts -> the tensor that shows it, and the operands: sums over positions, and over features.
-LIES = {name: (name, cancelling_attention) for name in TENSORS} | {
+OVER_KEYS, OVER_QUERIES = (partial(cancelling_attention, late=late) for late in (True, False))
+# Whose sums a backend cuts -> the tensor that shows it, and the operands that cancel in these sums.
+LIES = {
+    "output": ("output", OVER_KEYS),
+    "dQ": ("dQ", OVER_KEYS),
+    "dK": ("dK", OVER_QUERIES),
+    "dV": ("dV", OVER_QUERIES),
     "scores": ("output", cancelling_scores),
     "dP": ("dQ", cancelling_scores),
 }
@@ -126,7 +132,7 @@ def other_bits(a, b):
 @pytest.mark.parametrize("lie", ("", *LIES))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_result_for_every_tp(dtype, lie):
-    made = probe_operands(dtype, fill=LIES.get(lie, ("", cancelling_attention))[1])
+    made = probe_operands(dtype, fill=LIES.get(lie, ("", OVER_KEYS))[1])
     results = [by_ranks(Core(lie), made, degree) for degree in DEGREES]
     assert all(other_bits(one, other) == set() for one, other in pairwise(results))
 
@@ -178,7 +184,23 @@ def test_operands_that_cancel_show_what_normal_numbers_hide(lie):
 
     shares = [(changed(seed, fill), changed(seed, None)) for seed in range(DRAWS)]
     print(lie, shares)
-    assert all(cancelling > 0.1 and cancelling > 20 * normal for cancelling, normal in shares)
+    assert all(cancelling > 0.05 and cancelling > 20 * normal for cancelling, normal in shares)
+
+
+@pytest.mark.parametrize("cut", (16, 64, 96))
+def test_a_cut_anywhere_shows(cut):
+    """With probabilities in bf16, as Transformer Engine's unfused attention has them. The control: normal numbers."""
+
+    def changed(fill):
+        query, key, value, _ = (t[:, 0, 0] for t in probe_operands(torch.bfloat16, length=128, fill=fill))
+        scores = (query.float() @ key.float().t()).tril().masked_fill(torch.ones(128, 128).triu(1) == 1, -torch.inf)
+        p = (scores / WIDTH**0.5).softmax(-1).bfloat16()
+        whole = product_in_parts(p, value)
+        parts = product_in_parts(p[:, :cut], value[:cut]) + product_in_parts(p[:, cut:], value[cut:])
+        return torch.ne(whole.bfloat16(), parts.bfloat16()).sum().item()
+
+    assert changed(OVER_KEYS) > 50
+    assert changed(None) < 3
 
 
 def test_a_gradient_of_minus_zero_stays_one():
@@ -231,16 +253,17 @@ def test_live_operands_are_checked_on_request(monkeypatch):
         by_ranks(Large(), large, 2)
 
 
+@pytest.mark.parametrize("fill, cut", ((OVER_KEYS, 56), (OVER_QUERIES, 8)), ids=("keys", "queries"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_exact_results_of_the_trial_are_zero(dtype):
-    """But for the first window, which sees itself, and what the last one's keys and values get, which none sees."""
-    made = probe_operands(dtype, length=64, fill=cancelling_attention)
+def test_exact_results_of_the_trial_are_zero(dtype, fill, cut):
+    """Of the second window, and what it gives to the first one's keys and values. None sees the second one's."""
+    made = probe_operands(dtype, length=64, fill=fill)
     wide = Operands(*(tensor.double() for tensor in made))
     query, key, value = (tensor.requires_grad_() for tensor in wide[:3])
     k, v = (tensor.repeat_interleave(HEADS // GROUPS, 2) for tensor in (key, value))
     scores = torch.einsum("ibhd,jbhd->bhij", query, k) / WIDTH**0.5
     scores = scores.masked_fill(torch.ones(64, 64, dtype=torch.bool).triu(1), -torch.inf)
     out = torch.einsum("bhij,jbhd->ibhd", scores.softmax(-1), v)
-    gradients = torch.autograd.grad(out[8:], (query, key, value), wide.gradient[8:])
-    assert out[8:].abs().max() < 1e-12
-    assert all(gradient.abs().max() < 1e-10 for gradient in gradients)
+    gradients = torch.autograd.grad(out[cut:], (query, key, value), wide.gradient[cut:])
+    assert out[cut:].abs().max() < 1e-10
+    assert all(gradient.abs().max() < 1e-7 for gradient in gradients)

@@ -24,8 +24,13 @@ from tp_invariant_recipes.numerics.products.probe import cancelling_attention, c
 Form = Callable[..., Tensor]  # `_together` or `_defined`
 TENSORS = ("output", "dQ", "dK", "dV")
 GRADIENTS = (*TENSORS[1:], "dSinks")
-# Of operands that cancel over positions twice, over features once; one more has normal numbers.
-TRIALS = (cancelling_attention, cancelling_attention, cancelling_scores, None)
+# What fills the operands of each: sums cancel over keys, over queries, over features; None: normal numbers.
+TRIALS = (
+    partial(cancelling_attention, late=True),
+    partial(cancelling_attention, late=False),
+    cancelling_scores,
+    None,
+)
 REFUSED = ("flash",)  # by source, its dQ depends on the number of heads of a launch
 
 # (backend's settings, shapes, dtype, shards, torch's settings) -> whether one launch has the bits of the definition.

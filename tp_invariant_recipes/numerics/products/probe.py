@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-WINDOWS = 8
+WIDE = 8  # powers of two, up and down, between positions
 
 
 def cancelling(a: Tensor, b: Tensor, generator: torch.Generator) -> None:
@@ -36,27 +36,33 @@ def residue(out: Tensor, generator: torch.Generator) -> None:
 
 
 def cancelling_attention(
-    query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, generator: torch.Generator
+    query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, generator: torch.Generator, *, late: bool
 ) -> None:
     """Fill the operands of causal attention so that the output and all gradients are nothing but rounding.
 
-    Positions are cut into windows. Within a window, keys come in pairs with equal keys and opposite values, and
-    queries in pairs with equal queries and opposite gradients, in random order. A query sees earlier windows, which
-    cancel, and not its own: there a feature of query and key makes the score so low that its exponential is 0. (The
-    first window sees itself.) So P·V and dS·K cancel over keys, and P^T·dO and dS^T·Q over queries.
+    Positions are cut in two windows. Within a window, keys come in pairs with equal keys and opposite values, and
+    queries in pairs with equal queries and opposite gradients, in random order. A query of the second window sees the
+    first one, which cancels, and not its own: there a feature of query and key makes the score so low that its
+    exponential is 0. (The first window sees itself, with gradients of 0.) So P·V and dS·K cancel over keys, and P^T·dO
+    and dS^T·Q over queries. Pairs have magnitudes of their own: sums of equally large products of bf16 numbers are
+    often exact.
 
     query: [s, b, h, d]; key: [s, b, g, d]; value: [s, b, g, v]; gradient: [s, b, h, v], all of one dtype and device.
-    generator: of their device.
+    generator: of their device. late: whether the second window is the last eighth of the positions, for sums over
+    many keys, or all but the first eighth, for sums over many queries. Several windows would hide where sums are cut
+    at a window's end.
     """
     length, width = query.shape[0], query.shape[-1]
-    count = max(1, min(WINDOWS, width // 2, length // 2))
+    cut = max(1, length * 7 // 8 if late else length // 8)
     low = 2.0 ** math.ceil(math.log2(256 * math.sqrt(width)) / 2)  # low² / sqrt(width) is at least 256
     for tensor in (query, key, value, gradient):
         tensor.copy_(torch.randn(tensor.shape, generator=generator, device=tensor.device))
+    for tensor in (value, gradient):
+        exponents = torch.randint(-WIDE, WIDE + 1, (length, 1, 1, 1), generator=generator, device=tensor.device)
+        tensor.mul_(exponents.exp2())
     for tensor in (query, key):
-        tensor[..., :count] = 0
-    for window in range(count):
-        start, stop = window * length // count, (window + 1) * length // count
+        tensor[..., :2] = 0
+    for window, (start, stop) in enumerate(((0, cut), (cut, length))):
         query[start:stop, ..., window], key[start:stop, ..., window] = -low, low
         for same, opposite in ((key, value), (query, gradient)):
             order = start + torch.randperm(stop - start, generator=generator, device=query.device)
@@ -65,6 +71,7 @@ def cancelling_attention(
             same[second] = same[first]
             opposite[second] = -opposite[first]
             opposite[order[2 * half :]] = 0
+    gradient[:cut] = 0
 
 
 def cancelling_scores(query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, generator: torch.Generator) -> None:
