@@ -317,9 +317,14 @@ def test_an_export_has_the_loss_of_megatron_in_transformers(exports):
 def test_adapters_of_experts_are_merged(exports, shared, kind):
     """One adapter for all experts of a layer, or one for each. The control is the base."""
     folder, base, run, merged = exports[0], f"base-{kind}", f"experts-{kind}", f"merged-{kind}"
-    hf_folders.make(folder / base, hf_folders.of("qwen3_moe_toy"), dtype="F32")
+    small = (
+        "model.num_layers=2 model.hidden_size=128 model.num_attention_heads=4 model.num_query_groups=4 "
+        "model.kv_channels=32 model.ffn_hidden_size=128 model.moe_ffn_hidden_size=64 model.num_moe_experts=8"
+    )
+    hf_folders.make(folder / base, hf_folders.of("qwen3_moe_toy", *small.split()), dtype="F32")
     train(
         shared, run, f"qwen3_moe_toy weights={base} precision=fp32 seq=32 gbs=1 iters=2 save=1 lr=1e-2 peft=lora",
+        small, "numerics.virtual_shards=2",
         f"peft.share_expert_adapters={kind} peft.dim=8 peft.lora_B_init_method=normal",
         "data=text data.path=words/text.txt data.tokenizer=words/tokenizer",
     )  # fmt: skip
