@@ -50,12 +50,10 @@ def _environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _composed_once():
-    with pytest.MonkeyPatch.context() as patch:
-        for (holder, name), (_, once) in composing.STANDINS.items():
-            patch.setattr(holder, name, once)
-        yield
+def pytest_configure() -> None:
+    """Compose once (composing.py), also what test modules compose when they are collected."""
+    for (holder, name), (_, once) in composing.STANDINS.items():
+        setattr(holder, name, once)
 
 
 @pytest.fixture
@@ -97,6 +95,8 @@ LATE = (
     "pydantic.type_adapter",
     "pydantic.types",
     "rich._emoji_codes",
+    "torch._inductor.compile_fx",
+    "torch._inductor.config",
     "tp_invariant_recipes.host.cpu",
     "typer._adapters",
     "typer._click.decorators",

@@ -8,11 +8,22 @@ import pytest
 
 from tests.distributed.scenario import Scenario
 from tests.forks import Tpi, freeze
+from tp_invariant_recipes.host import bridge
+from tp_invariant_recipes.settings import environment
 
 # One thread a rank, before any test module imports torch: eight ranks on two cores would wait for each other's threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 400
+
+
+def pytest_pycollect_makemodule() -> None:
+    """Load Bridge before a test module imports a part of Megatron alone, which would bring wandb: 3 s of each worker.
+
+    A hook of collecting, since the process that only distributes tests reads this file as well.
+    """
+    os.environ.update(environment.settings("cpu", {}))
+    bridge.load()
 
 
 @pytest.fixture(scope="session")

@@ -416,7 +416,10 @@ SETTINGS = {
     "packed dataset.offline_packing_specs.packed_train_data_path=a.parquet": "a.parquet",
     "experts dataset.offline_packing_specs.pad_seq_to_mult=8": "pad_seq_to_mult / numerics.virtual_shards",
 }
+# These set what another one sets, or are all that is said.
+APART = ("pad_seq_to_mult", "numerics=stock", "context_shards", "_path")
 
 
-def test_settings_that_are_refused(mine):
-    assert not_refused(mine, SETTINGS, FILES) == {}
+@pytest.mark.parametrize("apart", (APART, pytest.param(("",), marks=pytest.mark.release)), ids=("together", "each"))
+def test_settings_that_are_refused(mine, apart):
+    assert not_refused(mine, SETTINGS, apart, FILES) == {}
