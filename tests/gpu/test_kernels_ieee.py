@@ -32,7 +32,9 @@ def on_both(function, *arguments):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens, heads, width, by_heads", ((256, 1, 1000, False), (256, 16, 128, True)))
+@pytest.mark.parametrize(
+    "tokens, heads, width, by_heads", ((256, 1, 1000, False), (56, 1, 5000, False), (256, 16, 128, True))
+)
 def test_norm(tokens, heads, width, by_heads, dtype, kind):
     x, dy = (sample(kind, tokens, heads, width, dtype=dtype, seed=seed) for seed in (0, 1))
     weight = sample("normal", width, dtype=dtype, seed=2)

@@ -300,7 +300,7 @@ def _alike(found, twin, *case):
 
 
 def portable_norms_have_the_bits_of_their_twin():
-    shapes = ((24, 1, 96, 4, False), (16, 8, 24, 2, True), (4, 1, 5000, 2, False))
+    shapes = ((24, 1, 96, 4, False), (16, 8, 24, 2, True), (6, 1, 5000, 2, False))
     for (tokens, heads, width, shards, by_heads), kind, dtype in product(shapes, FEW, DTYPES):
         x, dy = sample(kind, tokens, heads, width, dtype=dtype), sample(kind, tokens, heads, width, dtype=dtype, seed=1)
         weight, centered = sample("normal", width, dtype=dtype, seed=2), kind == "wide"

@@ -42,7 +42,8 @@ KERNELS = {
     ieee_norm.BACKWARD: (
         {"dy": "*i16", "x": "*i16", "weight": "*i16", "scale": "*fp32", "dx": "*i16", "gradient": "*fp32"}
         | dict.fromkeys(("heads", "token_step", "head_step"), "i32"),
-        {"GROUP": 1, "ROWS_OF_LEAF": 4, "LEAVES": 8, "ZERO_CENTERED": False, "WIDTH": 128, "COLUMNS": 128, "ROWS": 4},
+        {"GROUP": 1, "ROWS_OF_LEAF": 4, "LEAVES": 8, "ZERO_CENTERED": False}
+        | {"WIDTH": 128, "COLUMNS": 128, "LANES": 4, "BLOCK": 32, "ROWS": 2},
     ),
     ieee_swiglu.FORWARD: ({"x": "*i16", "y": "*i16"}, {"WIDTH": 3072, "BLOCK": 1024}),
     ieee_swiglu.BACKWARD: ({"dy": "*i16", "x": "*i16", "dx": "*i16"}, {"WIDTH": 3072, "BLOCK": 1024}),

@@ -162,10 +162,9 @@ def forward_triton(x: Tensor, weight: Tensor, y: Tensor, scale: Tensor, eps: flo
     """Fill y and scale. All contiguous; Triton's interpreter takes CPU tensors."""
     rows, width = scale.numel(), x.shape[2]
     columns = power_of_two(width)
-    tile = max(1, TILE // columns)
-    tensors = (as_stored(x), as_stored(weight), as_stored(y), scale)
-    warps = 8 if columns >= TILE else 4
-    FORWARD.launch((triton.cdiv(rows, tile), 1), tensors, (rows, eps), (zero_centered, width, columns, tile), warps)
+    tile, warps = _tile(columns, TILE // 2)
+    tensors, constants = (as_stored(x), as_stored(weight), as_stored(y), scale), (zero_centered, width, columns, tile)
+    FORWARD.launch((triton.cdiv(rows, tile), 1), tensors, (rows, eps), constants, warps)
 
 
 def backward_triton(
@@ -174,10 +173,18 @@ def backward_triton(
     """Fill dx and leaves. All contiguous; Triton's interpreter takes CPU tensors."""
     heads, width = x.shape[1:]
     columns = power_of_two(width)
+    tile, warps = _tile(columns, TILE)
+    block = min(columns, max(1, 256 * warps // shape.lanes))  # eight numbers a thread
+    programs = triton.cdiv(width, block) + triton.cdiv(shape.rows, tile)
     tensors = (as_stored(dy), as_stored(x), as_stored(weight), scale, as_stored(dx), leaves)
     numbers = (heads, shape.token_step, shape.head_step)
-    constants = (shape.group, shape.rows, shape.leaves, zero_centered, width, columns, shape.lanes)
-    BACKWARD.launch((shape.leaves, len(leaves)), tensors, numbers, constants, 8 if columns >= TILE else 4)
+    constants = (shape.group, shape.rows, shape.leaves, zero_centered, width, columns, shape.lanes, block, tile)
+    BACKWARD.launch((shape.leaves * programs, len(leaves)), tensors, numbers, constants, warps)
+
+
+def _tile(columns: int, numbers: int) -> tuple[int, int]:
+    """Rows and warps of a program: a row lies in few warps, since each level of a fold across warps waits for all."""
+    return (max(1, numbers // columns), 4) if columns <= 256 else (1, max(1, columns // 2048))
 
 
 @triton.jit
@@ -202,32 +209,66 @@ def _ieee_norm_forward(
     store_rounded(y + at, (wide * s[:, None]) * w[None, :], inside)
 
 
+@triton.jit
+def _scaled_rows(
+    x, dy, scale, start, column, leaf, shard, heads, token_step, head_step,
+    GROUP: tl.constexpr, ROWS_OF_LEAF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Of ROWS rows of a leaf, from `start` on: x s, dy, s, where they lie, whether there, and which rows are known."""
+    i = start + tl.arange(0, ROWS)
+    known = i < ROWS_OF_LEAF
+    i = leaf * ROWS_OF_LEAF + i
+    row = (shard * token_step + i // GROUP) * heads + shard * head_step + i % GROUP
+    inside = known[:, None] & (column < WIDTH)[None, :]
+    at = (row * WIDTH)[:, None] + column[None, :]
+    s = tl.load(scale + row, mask=known, other=0.0)[:, None]
+    return load_fp32(x + at, inside) * s, load_fp32(dy + at, inside), s, at, inside, known[:, None]
+
+
+@triton.jit
+def _columns_of_leaf(
+    dy, x, scale, gradient, first, leaf, shard, heads, token_step, head_step,
+    GROUP: tl.constexpr, ROWS_OF_LEAF: tl.constexpr, LEAVES: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    column = first + tl.arange(0, BLOCK)
+    total = tl.zeros((LANES, BLOCK), dtype=tl.float32)
+    for start in tl.range(0, ROWS_OF_LEAF, LANES, loop_unroll_factor=8):  # so that loads wait side by side
+        normal, wide, _, _, _, known = _scaled_rows(
+            x, dy, scale, start, column, leaf, shard, heads, token_step, head_step, GROUP, ROWS_OF_LEAF, WIDTH, LANES
+        )
+        total = tl.where(known, total + wide * normal, total)
+    sums = fold_rows(total, LANES, BLOCK)
+    store_rounded(gradient + (shard * LEAVES + leaf) * WIDTH + column, sums, column < WIDTH)
+
+
 @triton.jit(do_not_specialize=["heads", "token_step", "head_step"])
 def _ieee_norm_backward(
     dy, x, weight, scale, dx, gradient, heads, token_step, head_step,
     GROUP: tl.constexpr, ROWS_OF_LEAF: tl.constexpr, LEAVES: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    leaf, shard = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    column = tl.arange(0, COLUMNS)
-    w = _load_weight(weight, column, ZERO_CENTERED, WIDTH)
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for start in range(0, ROWS_OF_LEAF, ROWS):
-        i = start + tl.arange(0, ROWS)
-        known = i < ROWS_OF_LEAF
-        i = leaf * ROWS_OF_LEAF + i
-        row = (shard * token_step + i // GROUP) * heads + shard * head_step + i % GROUP
-        inside = known[:, None] & (column < WIDTH)[None, :]
-        at = (row * WIDTH)[:, None] + column[None, :]
-        s = tl.load(scale + row, mask=known, other=0.0)[:, None]
-        normal = load_fp32(x + at, inside) * s
-        wide = load_fp32(dy + at, inside)
-        dnormal = wide * w[None, :]
+    """A leaf has programs for BLOCK columns of the weight's gradient each, then others for ROWS rows of dx each.
+
+    Both read x and dy, the second time from the cache. No row waits for another, and no column for the sum of a row.
+    """
+    BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    PROGRAMS: tl.constexpr = BLOCKS + (ROWS_OF_LEAF + ROWS - 1) // ROWS
+    leaf, number = (tl.program_id(0) // PROGRAMS).to(tl.int64), tl.program_id(0) % PROGRAMS
+    shard = tl.program_id(1).to(tl.int64)
+    if number < BLOCKS:
+        _columns_of_leaf(
+            dy, x, scale, gradient, number * BLOCK, leaf, shard, heads, token_step, head_step,
+            GROUP, ROWS_OF_LEAF, LEAVES, WIDTH, LANES, BLOCK,
+        )  # fmt: skip
+    else:
+        start, column = (number - BLOCKS) * ROWS, tl.arange(0, COLUMNS)
+        normal, wide, s, at, inside, _ = _scaled_rows(
+            x, dy, scale, start, column, leaf, shard, heads, token_step, head_step, GROUP, ROWS_OF_LEAF, WIDTH, ROWS
+        )
+        dnormal = wide * _load_weight(weight, column, ZERO_CENTERED, WIDTH)[None, :]
         along = tl.div_rn(fold_columns(dnormal * normal, ROWS, COLUMNS), WIDTH * 1.0)[:, None]
         store_rounded(dx + at, (dnormal - normal * along) * s, inside)
-        total = tl.where(known[:, None], total + wide * normal, total)
-    sums = fold_rows(total, ROWS, COLUMNS)
-    store_rounded(gradient + (shard * LEAVES + leaf) * WIDTH + column, sums, column < WIDTH)
 
 
 FORWARD, BACKWARD = Kernel(_ieee_norm_forward, **UNFUSED), Kernel(_ieee_norm_backward, **UNFUSED)

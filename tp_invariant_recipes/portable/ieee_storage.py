@@ -1,6 +1,7 @@
 """Numbers of tensors as the portable kernels read and write them: bf16 as bits in int16, or fp32.
 
-Rounding to bf16 is integer arithmetic here: Triton's interpreter, numba and every GPU do the same, NaN included.
+A GPU rounds to bf16 in one instruction, whose NaN is 7fff. In Triton's interpreter, which has another NaN, and in numba
+integer arithmetic gives the same bits.
 `one_source.as_array` and `one_source.as_stored` make the int16 view.
 """
 
@@ -12,7 +13,7 @@ from numba import types
 from numba.extending import overload
 
 from tp_invariant_recipes.portable.ieee_math import bf16_bits, canonical, fp32_of_bf16
-from tp_invariant_recipes.portable.one_source import numba_version
+from tp_invariant_recipes.portable.one_source import INTERPRETED, numba_version
 
 _from_bf16, _to_bf16, _canonical = (numba_version(name) for name in ("fp32_of_bf16", "bf16_bits", "canonical"))
 
@@ -30,7 +31,10 @@ def load_fp32(pointer, mask):
 def store_rounded(pointer, value, mask):
     """Store fp32 numbers in the type of `pointer`, rounded to nearest even, every NaN canonical."""
     if pointer.dtype.element_ty == tl.int16:
-        tl.store(pointer, bf16_bits(value).to(tl.int16), mask=mask)
+        if INTERPRETED:
+            tl.store(pointer, bf16_bits(value).to(tl.int16), mask=mask)
+        else:
+            tl.store(pointer, value.to(tl.bfloat16).to(tl.int16, bitcast=True), mask=mask)
     else:
         tl.store(pointer, canonical(value), mask=mask)
 

@@ -34,6 +34,7 @@ from tp_invariant_recipes.kernels.cpu.cpu_threads import by_parts
 from tp_invariant_recipes.kernels.cpu.numba_loop import OPTIONS
 
 UNFUSED = {"enable_fp_fusion": False}  # options of a launch
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))  # by Triton's interpreter, in a kernel
 SMALL = 2**15  # numbers that one thread computes faster than several could start
 
 

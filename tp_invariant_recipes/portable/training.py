@@ -73,7 +73,7 @@ def portable_adam(original: type) -> type:
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
             state["step"] += 1
             numbers = adam_numbers(
-                int(state["step"]), float(group["lr"]), group["betas"], group["eps"], group["weight_decay"]
+                int(state["step"]), float(group["lr"]), tuple(group["betas"]), group["eps"], group["weight_decay"]
             )
             moments = [state["exp_avg"]], [state["exp_avg_sq"]]
             decoupled = group.get("decoupled_weight_decay", original is torch.optim.AdamW)
