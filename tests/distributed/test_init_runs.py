@@ -42,5 +42,5 @@ def test_the_other_commands_end_well(commands, shared, kind):
 def test_a_mistake_in_it_is_refused(commands, shared):
     """The control of the dry runs."""
     file = shared.folder / "wrong.py"
-    file.write_text((shared.folder / "my_recipes.py").read_text().replace("RMSNorm", "LayerNorm"))
+    file.write_text((shared.folder / "my_recipes.py").read_text().replace("RMSNorm", "L2Norm"))
     shared("train", "recipe=wrong.py:small", "tp=2", "--dry-run", status=2)

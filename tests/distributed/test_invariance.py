@@ -114,7 +114,7 @@ def test_two_interleaved_stages_in_a_batch_take_each_others_messages(scenario):
 REFUSED = {
     f"pp=2 {FOUR} {INTERLEAVED} {IN_A_BATCH}": "two interleaved stages take each other's messages for their own",
     "model.hidden_dropout=0.1": "dropout draws other numbers in every layout",
-    "model.normalization=LayerNorm": "only model.normalization=RMSNorm is covered",
+    "model.normalization=L2Norm": "of norms only RMSNorm and LayerNorm are covered",
     "model.ffn_hidden_size=192": "on a CPU it must be a multiple of 256",
     "dp=3 gbs=6": "dp=3: the tree over data-parallel ranks needs a power of two; the largest that fits gbs=6 is dp=2",
     "gbs=12 numerics.data_shards=8": "the largest that fits is numerics.data_shards=4",

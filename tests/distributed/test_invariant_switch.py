@@ -132,12 +132,12 @@ def _refused(mesh, fields, positions):
 
 def test_all_that_is_not_covered_is_said_at_once(bridge):
     fields = {
-        "normalization": "LayerNorm", "hidden_dropout": 0.1, "num_query_groups": 2, "ffn_hidden_size": 96,
+        "normalization": "L2Norm", "hidden_dropout": 0.1, "num_query_groups": 2, "ffn_hidden_size": 96,
         "cross_entropy_loss_fusion": True,
     }  # fmt: skip
     (problems,) = on_ranks(1, V, switched, "1", _refused, fields, "learned_absolute")
     said = (
-        "only normalization=RMSNorm", "dropout", "fused cross entropy",
+        "of norms only RMSNorm and LayerNorm", "dropout", "fused cross entropy",
         "TPI_SHARDS=4 does not divide num_query_groups=2", "position_embedding_type=learned_absolute",
     )  # fmt: skip
     assert len(problems) == len(said)
@@ -296,7 +296,7 @@ def test_switched_on_before_anything_is_imported():
 import tp_invariant_recipes.invariant
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
-from tp_invariant_recipes.numerics import spec
+from tp_invariant_recipes.numerics.megatron import spec
 layer = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm").submodules.self_attention.submodules
 print(layer.linear_qkv.__name__, spec.invariant(layer).linear_qkv.__name__, TransformerConfig.virtual_shards)
 """

@@ -132,3 +132,44 @@ def test_adapters_after_a_norm_are_not_exported(bridge):
     before = [*adapted, "peft.target_modules=[linear_qkv,linear_fc1]"]
     for model, words in (("exaone4_toy", before), ("qwen3_toy", adapted)):
         export._check_norms(compose(model, words, device="cpu").config)
+
+
+_LAYERS = "linear_qkv,linear_proj,linear_fc1,linear_fc2"
+AHEAD = f"{FIXED} peft.lora_B_init_method=normal"
+# Model, its layers ahead, what is adapted.
+DEPTHS = {
+    "nemotron3_nano_toy": (
+        "model.mtp_num_layers=2 model.mtp_use_repeated_layer=true model.mtp_hybrid_override_pattern=*ME",
+        f"{_LAYERS},in_proj,out_proj",
+    ),
+    "deepseek_v3_toy": ("model.mtp_num_layers=1", f"{_PARTS},linear_fc1,linear_fc2"),
+}
+
+
+def _ahead(tpi, model: str) -> Scenario:
+    """Trainings of adapters on a model with multi-token prediction."""
+    depths, targets = DEPTHS[model]
+    words = f"{small(model)} numerics.virtual_shards=4 {depths}"
+    return _first(tpi, words, "", f"{AHEAD} peft.target_modules=[{targets}]")
+
+
+@pytest.mark.release
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("model", DEPTHS)
+def test_adapters_of_layers_ahead_have_one_ledger(shared, model):
+    adapted = _ahead(shared, model)("iters=2")
+    agree(adapted, ("tp=1", "tp=2 ep=2", "pp=2"))
+    agree(adapted("gbs=2 numerics.data_shards=2"), ("dp=1", "dp=2 ep=2"))
+    ahead = {name for name in adapted("tp=1").ledger()[1].gradients if name.startswith("mtp.")}
+    assert {name.rpartition(".adapter.")[0].rpartition(".")[2] for name in ahead} >= {"linear_proj", "linear_fc1"}
+
+
+@pytest.mark.release
+@pytest.mark.timeout(1200)
+def test_adapters_of_layers_ahead_count_and_stock_has_other_bits(shared):
+    adapted = _ahead(shared, "nemotron3_nano_toy")("iters=1 peft.target_modules=[linear_qkv,linear_proj,in_proj]")
+    stock_differs(adapted, ("tp=1", "tp=2"))  # stock weights of experts' adapters follow no seed of tpi
+    one, scaled = adapted("tp=1").ledger(), adapted("tp=1 model.mtp_loss_scaling_factor=0.3").ledger()
+    assert {name for name in one[0].gradients if one[0].gradients[name] != scaled[0].gradients[name]} >= {
+        name for name in one[0].gradients if name.startswith("mtp.")
+    }

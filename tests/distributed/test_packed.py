@@ -406,7 +406,8 @@ SETTINGS = {
     "packed dataset.offline_packing_specs.pad_seq_to_mult=1": "pad_seq_to_mult=8, or another multiple",
     "packed numerics.virtual_shards=4 dataset.offline_packing_specs.pad_seq_to_mult=6": "pad_seq_to_mult=8, or another",
     f"packed precision=fp8_tensorwise {LONG} dataset.offline_packing_specs.pad_seq_to_mult=64": "in FP8 of 128",
-    "packed seq=128": "packed_sequence_size=64: a row has model.seq_length=128 tokens; seq=64",
+    "packed seq=128": "packed_sequence_size=64: a row has model.seq_length=128 tokens; "
+    "dataset.offline_packing_specs.packed_sequence_size=128 or seq=64",
     "packed numerics=gather": "packed sequences are covered by numerics=tree only",
     "packed numerics=stock": "no attention for packed sequences but with numerics=tree",
     "packed cp=2 numerics.context_shards=2": "fine-tuning with context parallelism is not covered",

@@ -16,7 +16,7 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.ledger.open import read
-from tp_invariant_recipes.settings import schema
+from tp_invariant_recipes.settings import layout, schema
 from tp_invariant_recipes.sources import recipe_layer, recipe_source
 from tp_invariant_recipes.workflows import recipe_list
 
@@ -51,6 +51,7 @@ def dropout():
 def learned():
     cfg = small()
     cfg.model.position_embedding_type = "learned_absolute"  # the default of the class
+    cfg.model.mtp_num_layers = 1
     return cfg
 
 
@@ -126,7 +127,7 @@ WRONG = {
     "peft": "its peft is a DoRA, and tpi trains with LoRA only",
     "layers": "numerics=tree: the recipe sets model.transformer_layer_spec to an object",
     "dropout": "numerics=tree: dropout draws other numbers in every layout",
-    "learned": "numerics=tree: only rotary positions are covered",
+    "learned": "numerics=tree: learned positions are covered for GPT models",
 }
 
 SIZES = {
@@ -221,6 +222,20 @@ def test_a_users_recipe_has_one_result_in_every_layout(mine, shared):
     line = "ddp.average_in_collective: true -> false: each rank divides its gradient by dp before the sum"
     assert line in read(shared.folder / "tree" / "tp1").header.notes["adjusted"]
     assert run["identity"]["ddp.grad_reduce_in_fp32"] is True
+
+
+@pytest.mark.release
+def test_pp_need_not_divide_the_layers(mine, shared):
+    done = shared(
+        "verify", "recipe=mine.py:small", "pp=1,2", "model.num_layers=3", "numerics=tree", "--dir", "pp", status=0
+    )
+    assert "identical: pp=1, 2 computed the same bits over 2 steps" in done.stdout
+    said = read(shared.folder / "pp" / "pp2").header.notes["adjusted"]
+    assert [line.partition(":")[0] for line in said if "pipeline_stage" in line] == [
+        f"model.{name}" for name in layout.UNEVEN
+    ]
+    with pytest.raises(ConfigError, match=r"pp=2 does not divide model\.num_layers=3"):
+        compose(f"recipe={mine}:small", ["pp=2", "model.num_layers=3", "numerics=stock"], device="cpu")
 
 
 def test_with_stock_numerics_it_has_not(mine, shared):

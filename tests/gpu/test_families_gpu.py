@@ -17,7 +17,11 @@ MODELS = {
     "exaone4": f"exaone4_toy {_SMALL}",
     "gemma2": f"gemma2_toy {_SMALL}",
     "gemma3": f"gemma3_toy {_SMALL}",
+    "gpt": f"qwen3_toy {_SMALL} model.normalization=LayerNorm model.layernorm_zero_centered_gamma=true "
+    "model.qk_layernorm=false model.position_embedding_type=learned_absolute model.gated_linear_unit=false "
+    "model.activation_func=torch.nn.functional.gelu model.add_bias_linear=true model.bias_activation_fusion=false",
     "olmoe": f"olmoe_toy {_SMALL}",
+    "z-loss": f"qwen3_moe_toy {_SMALL} model.moe_z_loss_coeff=0.01",
     "super": "nemotron3_nano_toy gbs=2 iters=3 seq=128 numerics.virtual_shards=2 model.hybrid_layer_pattern=ME*E "
     "model.moe_latent_size=128 model.mtp_num_layers=2 model.mtp_use_repeated_layer=true "
     "model.mtp_hybrid_override_pattern=*E",

@@ -140,6 +140,7 @@ NUMBERS = Family(
 )
 
 ASYNC_SAVE = "checkpoint.async_save=true checkpoint.async_strategy=mcore"
+CENTRED = "model.layernorm_zero_centered_gamma"
 RELATIONS = Family(
     "qwen3_toy numerics=stock",
     {
@@ -162,6 +163,7 @@ RELATIONS = Family(
         "a multiple of model.num_attention_heads=6",
         "logger.tensorboard_dir=x logging.kind=tensorboard": "logger.tensorboard_dir=x",
         "logger.wandb_exp_name=x logging.kind=wandb": "logger.wandb_exp_name=x",
+        f"device.kind=cpu model.normalization=LayerNorm {CENTRED}=true": f"{CENTRED}=true: torch's LayerNorm has none",
     },
     taken=(
         "model.num_attention_heads=16",
@@ -216,7 +218,7 @@ INVARIANCE = Family(
     "qwen3_toy numerics=tree",
     {
         "model.use_mamba_mem_eff_path=false": "Megatron's other path through a Mamba layer",
-        "model.normalization=LayerNorm": "only model.normalization=RMSNorm",
+        "model.normalization=L2Norm": "of norms only RMSNorm and LayerNorm",
         "numerics.initial_weights=megatron": "Megatron draws other weights",
         "numerics.grad_norm=fp64": "an fp64 sum still depends on its order",
         "model.add_bias_linear=true model.bias_activation_fusion=true model.gated_linear_unit=false": "a bias fused "
@@ -226,7 +228,6 @@ INVARIANCE = Family(
         "optimizer.optimizer=muon": "optimizer.optimizer=muon: only adam and sgd",
         "dist.use_sharp=true": "dist.use_sharp=true: sums inside a switch",
         "model.gtp_weight_remat_size=2": "weights spread over more ranks",
-        "model.position_embedding_type=learned_absolute": "only rotary positions",
         **each(
             paths_in("model", invariance.OFF),
             "true",
@@ -351,6 +352,8 @@ HYBRID_AHEAD = Family(
         "model.mtp_num_layers=1": "multi-token prediction of a hybrid model has no layers",
         "model.mtp_num_layers=1 model.mtp_hybrid_override_pattern=*G": "of hybrid layers only M * - E have",
         "model.mtp_hybrid_override_pattern=*E": "model.mtp_hybrid_override_pattern adds layers",
+        f"{_HYBRID_AHEAD} model.mtp_use_repeated_layer=true model.moe_z_loss_coeff=0.1": "one layer for all depths of "
+        "multi-token prediction has no z-loss",
     },
     begins=TREE,
     taken=(_HYBRID_AHEAD, f"{_HYBRID_AHEAD} model.mtp_use_repeated_layer=true tp=2"),

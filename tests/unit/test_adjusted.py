@@ -9,12 +9,19 @@ from tp_invariant_recipes.config.overrides import parse
 from tp_invariant_recipes.coverage import adjusted, invariance
 from tp_invariant_recipes.coverage.adjusted import ROWS, adjust
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.settings import environment
+from tp_invariant_recipes.settings import environment, layout
 
 TREE = compose("qwen3_moe_toy", device="gpu").config
 WRONG = (True, False, "flex", "flash", "p2p", "optim_grads_params", "bfloat16", 2, "file")
 _SFT = "megatron.bridge.data.builders.gpt_sft.GPTSFTDatasetConfig"
 _PACKED = {"dataset___target_": _SFT, "dataset__enable_offline_packing": True}
+_BIASED = {
+    "model__add_bias_linear": True,
+    "model__gated_linear_unit": False,
+    "model__bias_activation_fusion": True,
+    "model__num_moe_experts": None,
+}
+_ODD = {"model__num_layers": 7, "model__pipeline_model_parallel_size": 2}
 # What a row needs beside its field.
 BESIDE = {
     "model.apply_rope_fusion": {"model__multi_latent_attention": True},
@@ -37,8 +44,18 @@ BESIDE = {
     "dataset.dataset_kwargs": {"dataset___target_": _SFT},
     "checkpoint.async_strategy": {"checkpoint__async_save": True},
     "model.use_mamba_mem_eff_path": {"model__use_mamba_mem_eff_path": False},
+    "model.activation_func": _BIASED,
+    "model.bias_activation_fusion": _BIASED,
+    "model.num_layers_in_first_pipeline_stage": _ODD,
+    "model.num_layers_in_last_pipeline_stage": _ODD,
+    "model.expert_model_parallel_size": {"model__expert_tensor_parallel_size": 2},
 }
 VALUES = {
+    "model.activation_func": ("torch.nn.functional.gelu",),
+    "model.num_layers_in_first_pipeline_stage": (None,),
+    "model.num_layers_in_last_pipeline_stage": (None,),
+    "model.expert_model_parallel_size": (1,),
+    "model.expert_tensor_parallel_size": (2,),
     "ddp.num_distributed_optimizer_instances": (2,),
     "model.vocab_size": (1000,),
     "model.cuda_graph_modules": (["attn", "moe_preprocess"],),
@@ -134,6 +151,40 @@ def test_cp_is_as_large_as_it_is_covered_and_so_are_context_shards(beside, cp):
     assert (done.model["context_parallel_size"], done.numerics.context_shards) == (cp, cp)
     typed, _ = adjust(config, ("numerics.context_shards",), {}, None)
     assert typed.numerics.context_shards == 8
+
+
+@pytest.mark.parametrize(
+    "layers, pp, said, ends",
+    (
+        (92, 8, {}, (10, 10)),
+        (46, 4, {}, (11, 11)),
+        (7, 2, {}, (4, 3)),
+        (9, 8, {}, (2, 1)),
+        (94, 4, {"virtual_pipeline_model_parallel_size": 2}, (24, 22)),
+        (8, 4, {}, (None, None)),
+        (7, 8, {}, (None, None)),
+        (7, 4, {"account_for_embedding_in_pipeline_split": True}, (None, None)),
+        (7, 2, {"pipeline_model_parallel_layout": "Etttt|tttL"}, (None, None)),
+        (7, 2, {"num_layers_in_first_pipeline_stage": 2}, (2, None)),
+    ),
+)
+def test_the_first_and_the_last_stage_have_other_layers_where_pp_does_not_divide_them(layers, pp, said, ends):
+    beside = {f"model__{name}": value for name, value in said.items()}
+    config = with_fields(TREE, model__num_layers=layers, model__pipeline_model_parallel_size=pp, **beside)
+    done, _ = adjust(config, (), {}, None)
+    assert tuple(done.model.get(name) for name in layout.UNEVEN) == ends
+    if ends[1]:
+        assert not [problem for problem in layout.problems(done) if "layers" in problem]
+
+
+@pytest.mark.parametrize("experts, tp, ep, etp, now", ((8, 2, 4, 2, 8), (12, 2, 4, 2, 4), (8, 4, 1, 4, 4)))
+def test_ranks_that_would_split_an_expert_share_whole_ones(experts, tp, ep, etp, now):
+    config = with_fields(
+        TREE, model__num_moe_experts=experts, model__tensor_model_parallel_size=tp,
+        model__expert_model_parallel_size=ep, model__expert_tensor_parallel_size=etp,
+    )  # fmt: skip
+    done, _ = adjust(config, (), {}, None)
+    assert (done.model["expert_model_parallel_size"], done.model["expert_tensor_parallel_size"]) == (now, 1)
 
 
 @pytest.mark.parametrize("beside", (_PACKED, {"model__mtp_num_layers": 1}))

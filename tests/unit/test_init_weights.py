@@ -304,10 +304,10 @@ def test_mup_starts_the_output_layer_like_the_embedding(as_rank):
 def test_parameters_without_a_rule_are_named_and_nothing_is_changed(as_rank):
     made = rank_model(1)
     made.decoder.layers[2].mlp.gate = Holder(weight=parameter(4, HIDDEN))
-    made.embedding.position_embeddings = Holder(weight=parameter(8, HIDDEN))
+    made.embedding.tokentype_embeddings = Holder(weight=parameter(8, HIDDEN))
     with pytest.raises(ConfigError) as refused:
         initialise([made], seed=5)
-    for name in ("decoder.layers.2.mlp.gate.weight", "embedding.position_embeddings.weight"):
+    for name in ("decoder.layers.2.mlp.gate.weight", "embedding.tokentype_embeddings.weight"):
         assert name in str(refused.value)
     assert all(p.isnan().all() for p in made.parameters())
 

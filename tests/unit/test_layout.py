@@ -154,7 +154,7 @@ REFUSED = (
         "etp * ep * pp = 4 does not divide the 2 ranks (tp * pp * cp * dp); raise dp or tp, or",
     ),
     ({"gbs": 6, "dp": 4}, "gbs=6 is not a multiple of mbs * dp = 1 * 4; the next that is: gbs=8"),
-    ({"lr": 1e-5}, "lr=1e-05 is below optimizer.min_lr=0.0001; set optimizer.min_lr too"),
+    ({"lr": 1e-5}, "lr=1e-05 is below optimizer.min_lr=0.0001; optimizer.min_lr=1e-05, or a higher lr"),
     ({"lr": -1.0, "min_lr": None}, "lr=-1.0 is below optimizer.min_lr=0.0"),
     ({"data": "text"}, "data=text needs data.path=FILE_OR_FOLDER"),
     ({"path": "books"}, "data.path is set but data=mock ignores it; add data=text"),

@@ -193,6 +193,13 @@ def _precision_aware(config: RunConfig) -> str | None:
     return f"{key}=true: it is a distributed optimizer; {key}=false, or optimizer.use_distributed_optimizer=true"
 
 
+def _centred(config: RunConfig) -> str | None:
+    key = "model.layernorm_zero_centered_gamma"
+    if config.device.kind != "cpu" or config.numerics.invariant or config.model.get("normalization") == "RMSNorm":
+        return None
+    return f"{key}=true: torch's LayerNorm has none; {key}=false, or device=gpu" if _at(config, key) else None
+
+
 def _of_gpus(path: str) -> Callable[[RunConfig], str | None]:
     """The rule that a field is for GPUs."""
 
@@ -232,6 +239,7 @@ RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _param_gather,
     _precision_aware,
     _async_save,
+    _centred,
     _of_gpus("profiling.use_nsys_profiler"),
     _of_gpus("profiling.record_memory_history"),
     _of_gpus("logger.log_energy"),

@@ -11,6 +11,7 @@ from typing import Any
 
 from tp_invariant_recipes.coverage import allowed_fields, experts, graphs, invariance, latent, multi_token, packed
 from tp_invariant_recipes.coverage.allowed_values import as_text
+from tp_invariant_recipes.numerics.layers import expert_placement
 from tp_invariant_recipes.settings import cuda_graphs, environment, layout, low_precision, peft, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -30,6 +31,8 @@ _PADDED = "the vocabulary is padded as at tp=1, in every layout"
 _CPU = "it needs a GPU"
 _CONTEXT = "so many ranks have whole heads, or whole sequences where nothing cuts them"
 _PACKING = f"dataset.{sft.PACKING}"
+_STAGES = "pp does not divide the layers"
+_WHOLE = "one rank computes an expert, and as many ranks share them all"
 
 
 @dataclass(frozen=True)
@@ -139,8 +142,37 @@ def _largest_cp(config: RunConfig) -> int:
     return min(cp, max(1, shards // config.model["tensor_model_parallel_size"])) if isinstance(shards, int) else cp
 
 
+def _of_stage(end: int) -> Callable[[RunConfig], int | None]:
+    """The layers of the first (0) or the last stage (1); None: the recipe says it, or pp divides the layers."""
+    return lambda t: (layout.uneven_ends(t) or (None, None))[end]
+
+
+def _is_unsaid(end: int) -> Callable[[RunConfig, Any], bool]:
+    return lambda t, was: was in (None, NOT_SET) and _of_stage(end)(t) is not None
+
+
+def _shared_by(config: RunConfig) -> int:
+    """ep * etp ranks, where they can share whole experts."""
+    model = config.model
+    ep, experts = model["expert_model_parallel_size"], model["num_moe_experts"]
+    more = ep * model["expert_tensor_parallel_size"]
+    return more if expert_placement.fits(experts, model["tensor_model_parallel_size"], more) else ep
+
+
+def _splits_experts(config: RunConfig, was: Any) -> bool:
+    found = layout.countable(config) and config.model.get("num_moe_experts")
+    return bool(found) and config.model["expert_tensor_parallel_size"] > 1
+
+
 def _is_above(config: RunConfig, cp: Any) -> bool:
     return cp not in (None, 1) and layout.countable(config) and cp > _largest_cp(config)
+
+
+def _fuses_bias(config: RunConfig) -> bool:
+    """Whether an ungated activation adds the bias of the layer before it."""
+    model = config.model
+    fused = model.get("add_bias_linear") and model.get("bias_activation_fusion")
+    return bool(fused) and not model.get("gated_linear_unit")
 
 
 def _padded_size(config: RunConfig) -> int:
@@ -220,6 +252,10 @@ ROWS: tuple[Adjustment, ...] = (
     _row("fp32", "Megatron-Core's name of it", "model.moe_router_dtype", lambda t, was: was == "float32"),
     _row(False, _ROUTER, "model.moe_router_fusion"),
     _row(False, "it is a benchmark's: the model's own router decides", "model.moe_router_force_load_balancing"),
+    # Megatron's fused bias and GELU has tanh in place of erf, and so has this function.
+    _row("megatron.core.activations.fast_gelu", "the bias' fused GELU is this one", "model.activation_func",
+         lambda t, was: _fuses_bias(t) and str(was).endswith(".gelu")),
+    _row(False, "the layer itself has added its bias", "model.bias_activation_fusion", lambda t, was: _fuses_bias(t)),
     _row("alltoall", _DISPATCH, "model.moe_token_dispatcher_type", lambda t, was: was == "flex"),
     _row(
         False, _OVERLAP, "model.tp_comm_overlap model.delay_wgrad_compute model.overlap_moe_expert_parallel_comm "
@@ -253,6 +289,11 @@ ROWS: tuple[Adjustment, ...] = (
     _row(_largest_cp, _CONTEXT, "numerics.context_shards",
          lambda t, was: was == t.model["context_parallel_size"] and _is_above(t, was)),
     _row(_largest_cp, _CONTEXT, "model.context_parallel_size", _is_above),
+    # So it is for any pp, ep and etp.
+    *(_row(_of_stage(end), _STAGES, f"model.{field}", _is_unsaid(end), unset=True)
+      for end, field in enumerate(layout.UNEVEN)),
+    _row(_shared_by, _WHOLE, "model.expert_model_parallel_size", _splits_experts),
+    _row(1, _WHOLE, "model.expert_tensor_parallel_size", _splits_experts),
     _row(False, "activations stay where they are", "model.cpu_offloading model.fine_grained_activation_offloading"),
     _row(_padded_size, _PADDED, "model.vocab_size", lambda t, was: t.model.get("should_pad_vocab")),
     _row(False, _PADDED, "model.should_pad_vocab"),

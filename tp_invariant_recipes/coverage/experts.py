@@ -12,11 +12,11 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 
 LATENT = "moe_latent_size"  # experts see so many features, projected from the hidden size
 
+Z_LOSS = "moe_z_loss_coeff"
 BALANCING = ("aux_loss", "seq_aux_loss", "none")
 
 # Fields that replace the invariant experts' sums, orders or modules by others.
 OFF = (
-    "moe_z_loss_coeff",
     "moe_input_jitter_eps",
     "moe_router_fusion",
     "moe_router_force_load_balancing",
@@ -145,6 +145,10 @@ LIMITS = (
     _row(
         lambda t: t.model.get("moe_token_dispatcher_type", "allgather") == "flex",
         "the flex dispatcher has no invariant version; model.moe_token_dispatcher_type=alltoall",
+    ),
+    _row(
+        lambda t: bool(t.model.get(Z_LOSS)) and bool(t.model.get("mtp_use_repeated_layer")),
+        f"one layer for all depths of multi-token prediction has no z-loss; model.{Z_LOSS}=null",
     ),
     *(_row(is_set(field), f"model.{field} is not covered; {_without(field)}") for field in OFF),
 )

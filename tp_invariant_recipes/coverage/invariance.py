@@ -14,6 +14,7 @@ from tp_invariant_recipes.coverage import (
     lora,
     model_fields,
     multi_token,
+    norms,
     packed,
     portable,
 )
@@ -46,6 +47,10 @@ HYBRID_SIGNS = {*hybrid_spec.LAYERS, hybrid_spec.SEPARATOR}
 ACTIVATED = ("ffn_hidden_size", "moe_shared_expert_intermediate_size")
 
 DEFAULT_SHARDS = 8
+
+# model.position_embedding_type: a vector for each position. A sequence has each once, and a rank computes one sequence
+# after the other, so that no gradient of them is a sum in bf16.
+LEARNED = "learned_absolute"
 
 # Fields of the model that replace the invariant layers or sums by others.
 OFF = (
@@ -107,11 +112,7 @@ LIMITS = (
         lambda t: t.model.get("use_mamba_mem_eff_path") is False,
         "Megatron's other path through a Mamba layer is not covered; model.use_mamba_mem_eff_path=true",
     ),
-    Limit(lambda t: t.model.get("normalization") != "RMSNorm", "only model.normalization=RMSNorm is covered"),
-    Limit(
-        lambda t: bool(t.model.get("layernorm_zero_centered_gamma")) and not t.numerics.covers(mode.CENTRED),
-        f"{mode.only(mode.CENTRED)}; model.layernorm_zero_centered_gamma=false",
-    ),
+    *norms.LIMITS,
     Limit(
         lambda t: bool(
             t.model.get("add_bias_linear")
@@ -154,8 +155,14 @@ LIMITS = (
         "which sequences a rank computes depends on dp; dataset.dataloader_type=single",
     ),
     Limit(
-        lambda t: t.model.get("position_embedding_type", "rope") not in ("rope", "yarn", "none"),
-        "only rotary positions are covered; model.position_embedding_type=rope or yarn",
+        lambda t: t.model.get("position_embedding_type", "rope") not in ("rope", "yarn", "none", LEARNED),
+        f"of positions rotary and learned ones are covered; model.position_embedding_type=rope, yarn or {LEARNED}",
+    ),
+    Limit(
+        lambda t: t.model.get("position_embedding_type") == LEARNED
+        and (not t.numerics.covers(mode.LEARNED) or norms.other_layers(t)),
+        "learned positions are covered for GPT models of numerics=tree, without multi-token prediction or layers of "
+        "their own; model.position_embedding_type=rope",
     ),
     Limit(
         lambda t: t.model.get("position_embedding_type") == "yarn" and cuts_sequences(t),

@@ -56,6 +56,7 @@ MATHEMATICS = (
     "mtp_num_layers",
     "mtp_use_repeated_layer",
     "multi_latent_attention",
+    "no_rope_freq",  # of each layer, by its number in the whole model
     "normalization",
     "position_embedding_type",
     "qk_layernorm",
@@ -92,6 +93,7 @@ MATHEMATICS = (
     "moe_expert_capacity_factor",
     "moe_pad_expert_input_to_capacity",
     "moe_token_drop_policy",
+    "moe_z_loss_coeff",
     "moe_router_bias_update_rate",
     "moe_router_dtype",
     "moe_router_enable_expert_bias",

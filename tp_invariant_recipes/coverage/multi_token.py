@@ -6,7 +6,7 @@ from typing import Any
 from tp_invariant_recipes.coverage.limit import Limit, cuts_sequences, is_set, lacks
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron import hybrid_spec
-from tp_invariant_recipes.settings import cuda_graphs, peft
+from tp_invariant_recipes.settings import cuda_graphs
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 FIELD = "mtp_num_layers"
@@ -73,6 +73,5 @@ LIMITS = (
         "multi-token prediction was not shown to have the same bits where whole layers are recomputed; "
         "model.recompute_granularity=selective",
     ),
-    _row(peft.section, f"adapters of multi-token prediction have no invariant version; {WITHOUT}"),
     *(_row(is_set(field), f"model.{field} is not covered; leave it unset") for field in OFF),
 )

@@ -40,6 +40,7 @@ ABSENT = (
     "moe_router_pre_softmax",
     "moe_router_topk_scaling_factor",
     "moe_router_dtype",
+    "moe_z_loss_coeff",
 )
 EXPERTS = (
     _experts(

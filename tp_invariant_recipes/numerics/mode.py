@@ -36,6 +36,7 @@ else:
 EXPERTS, HYBRID, LATENT = "experts", "Mamba layers", "multi-latent attention"
 MTP, PACKED = "multi-token prediction", "packed sequences"
 FAMILIES, CENTRED = "families with own layers", "zero-centred norm weights"
+LAYER_NORM, LEARNED = "LayerNorm", "learned positions"
 LORA, FINETUNING, TOKEN_LOSS = "LoRA", "fine-tuning", "a loss divided by the tokens of a step"
 CONTEXT_SHARDS = "context parallelism"
 FP8 = "FP8"

@@ -130,6 +130,24 @@ def _accounted(layers: int, stages: int, counted: list[str]) -> str | None:
     return f"pp={stages} does not divide {why}; pp can be {fits}"
 
 
+def uneven_ends(config: RunConfig) -> tuple[int, int] | None:
+    """The layers of the first and the last stage that let the stages between them have equally many.
+
+    None: pp divides the layers, a field says how they are split, or Megatron has no such split.
+    """
+    model, (pp, chunks) = config.model, (of(config).pp, config.model.get("virtual_pipeline_model_parallel_size") or 1)
+    layers, (first, last) = model.get("num_layers") or 0, (model.get(key) for key in UNEVEN)
+    said = any(model.get(key) for key in ("pipeline_model_parallel_layout", "hybrid_layer_pattern", *ACCOUNTED))
+    if said or last or layers < pp or layers % pp == 0 or layers % chunks:
+        return None
+    # Counted in chunks of a layer for each of a stage's virtual stages.
+    units = layers // chunks
+    each = next((n for n in (-(-units // pp), units // pp) if n and units - n * (pp - 2) >= 2), 0)
+    ends = units - each * (pp - 2)
+    found = (ends - ends // 2) * chunks, ends // 2 * chunks
+    return found if each and first in (None, found[0]) else None
+
+
 def _uneven(layers: int, stages: int, ends: dict[str, int]) -> str | None:
     between, left = layers - sum(ends.values()), stages - len(ends)
     if left >= 0 and (between == 0 if left == 0 else between > 0 and between % left == 0):
@@ -253,7 +271,9 @@ def _micro_batches(config: RunConfig, layout: Layout) -> int:
 
 def _lr(config: RunConfig, layout: Layout) -> str | None:
     lr, low = config.section("optimizer")["lr"], config.section("optimizer")["min_lr"] or 0.0
-    return None if lr >= low >= 0 else f"lr={lr} is below optimizer.min_lr={low}; set optimizer.min_lr too"
+    if lr >= low >= 0:
+        return None
+    return f"lr={lr} is below optimizer.min_lr={low}; {f'optimizer.min_lr={lr}, or ' if lr > 0 else ''}a higher lr"
 
 
 RULES: tuple[Callable[[RunConfig, Layout], str | None], ...] = (

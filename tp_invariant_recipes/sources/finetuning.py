@@ -37,8 +37,8 @@ def _packing(config: RunConfig) -> str | None:
     size, length = specs.get("packed_sequence_size"), config.model["seq_length"]
     if size != length:
         return (
-            f"{section}.packed_sequence_size={size}: a row has model.seq_length={length} tokens; seq={size}, or "
-            f"dataset.enable_offline_packing=false"
+            f"{section}.packed_sequence_size={size}: a row has model.seq_length={length} tokens; "
+            f"{section}.packed_sequence_size={length} or seq={size}"
         )
     if places := [name for name in sft.PACKED_FILES if specs.get(name) is not None]:
         return f"{section}.{places[0]}: tpi packs the examples of dataset.dataset_root; {section}.{places[0]}=null"

@@ -112,7 +112,7 @@ def hidden(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | Non
 
 def embedded(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
     """What Megatron's embedding gives: [b, s, hidden], or as `hidden` when it scatters the sequence itself."""
-    if module.reduce_scatter_embeddings:
+    if getattr(module, "reduce_scatter_embeddings", False):
         return hidden(x, module, micro_batch, site)
     if x.dim() != 3 or x.shape[2] != site.config.hidden_size:
         return None
@@ -356,6 +356,7 @@ ROWS = (
     ),
     ModuleRow(("LanguageModelEmbedding",), (("input_ids", tokens),), (hidden,)),
     ModuleRow(("VocabParallelEmbedding",), (("input_", tokens),), (embedded,), names=("word_embeddings",)),
+    ModuleRow(("Embedding",), (("input", tokens),), (embedded,), names=("position_embeddings",)),
     ModuleRow(("Dropout",), (("input", hidden),), (hidden,), names=("embedding_dropout",)),
     ModuleRow(("Dropout",), (("input", scores),), (scores,), names=("attention_dropout",)),
     ModuleRow(("RotaryEmbedding",), (), (constant,)),

@@ -67,6 +67,8 @@ def export(run: Path, folder: Path, step: int | None = None, *, masters: bool = 
         raise ConfigError(
             f"{run} has adapters of experts, which the library peft reads in no layout that tpi writes; add --merge"
         )
+    if peft.adapts(config) and config.model.get("mtp_num_layers"):
+        raise ConfigError(f"{run} has adapters of multi-token prediction, which tpi exports to no folder")
     if masters and peft.adapts(config):
         raise ConfigError(f"{run} has adapters, whose base has no master weights: leave out --masters")
     family = hf_models.family_of(config.model)

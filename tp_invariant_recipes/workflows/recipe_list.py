@@ -16,9 +16,17 @@ COVERED, WITH, REFUSED, ABSENT = "covered", "covered with", "refused", "not here
 STATES = (COVERED, WITH, REFUSED, ABSENT)
 
 # Part of a message -> the override that solves it. Recipes leave these settings to the run: the folder of examples,
-# their tokenizer, the weights that LoRA adapts, the size of its vocabulary. So they leave dp, the number of GPUs.
+# their tokenizer, the weights that LoRA adapts, the model's sizes. So they leave dp, the number of GPUs.
 PLACEHOLDERS = {
-    "model.vocab_size=0: ": "model.vocab_size=131072",
+    **{
+        f"model.{name}=0: ": f"model.{name}={size}"
+        for name, size in {
+            "vocab_size": 131072,
+            "num_layers": 2,
+            "hidden_size": 256,
+            "num_attention_heads": 8,
+        }.items()
+    },
     "tokenizer.vocab_size=0: ": "tokenizer.vocab_size=131072",
     "dataset.dataset_root=FOLDER": "dataset.dataset_root=examples",
     "tokenizer.tokenizer_model=FOLDER": "tokenizer.tokenizer_model=tokenizer",

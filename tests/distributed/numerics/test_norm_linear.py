@@ -8,7 +8,7 @@ import torch
 from tests.distributed.ranks import on_ranks, sliced
 from tests.operands import same_bits
 from tp_invariant_recipes.numerics.layers import gather, linear, norm_linear
-from tp_invariant_recipes.numerics.layers.norm import Norm, NormShards, rms_norm
+from tp_invariant_recipes.numerics.layers.norm import Norm, NormShards, layer_norm, rms_norm
 from tp_invariant_recipes.numerics.megatron import base
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
@@ -94,6 +94,10 @@ def test_a_layer_uses_it_where_products_are_the_tree_s(monkeypatch, name, fused)
     normal = rms_norm(x, gain, EPS, mesh, NormShards.SEQUENCE_WHOLE)
     of_mode = {"tree": linear, "gather": gather}[name]
     expected = of_mode.column_parallel(normal, weight, mesh, 2, False)
-    assert same_bits(layer.norm_column(x, gain, EPS, weight, None), expected)
-    assert same_bits(layer.norm_column(x, gain, EPS, weight, bias), expected + bias)
+    assert same_bits(layer.norm_column(x, (gain, None), EPS, weight, None), expected)
+    assert same_bits(layer.norm_column(x, (gain, None), EPS, weight, bias), expected + bias)
+    assert len(calls) == 2 * fused
+    shift = torch.randn(K)
+    shifted = of_mode.column_parallel(layer_norm(x, gain, shift, EPS, mesh, False), weight, mesh, 2, False)
+    assert same_bits(layer.norm_column(x, (gain, shift), EPS, weight, None), shifted)
     assert len(calls) == 2 * fused

@@ -62,16 +62,25 @@ def rms_norm(
     return _RMSNorm.apply(x, weight, eps, Norm(mesh, shards_of, kernels, centred))
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, mesh: VirtualMesh, sliced: bool) -> Tensor:
+def layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    mesh: VirtualMesh,
+    sliced: bool,
+    *,
+    centred: bool = False,
+) -> Tensor:
     """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last dimension, in fp32, rounded once.
 
     c = x - mean(x), whose gradient is dx = dc - mean(dc); then the RMSNorm of c, whose mean square is x's variance.
 
-    x:       [s, b, h], or [s/t, b, h] if `sliced`; weight, bias: [h].
+    x:       [s, b, h], or [s/t, b, h] if `sliced`; weight, bias: [h]. centred: as of `rms_norm`.
     returns: x's shape and dtype; rows and the gradients of weight and bias as of `rms_norm`.
     """
     shards_of = NormShards.SEQUENCE_SLICE if sliced else NormShards.SEQUENCE_WHOLE
-    normal = rms_norm(_CentredRows.apply(x), weight, eps, mesh, shards_of)
+    normal = rms_norm(_CentredRows.apply(x), weight, eps, mesh, shards_of, centred=centred)
     return row_bias(normal, bias, mesh, sliced).to(x.dtype)
 
 

@@ -42,7 +42,7 @@ _GATED = "linear_fc1"  # whose rows are gate and up, each split over the ranks
 # A trained parameter by its name in the whole model: whether it is of experts, the layer that it adapts, and which of
 # the two matrices it is.
 _NAME = re.compile(
-    r"decoder\.layers\.\d+\.(?:self_attention|mlp|mlp\.shared_experts|mlp\.(experts)|mixer)\."
+    rf"{init.LAYER}(?:self_attention|mlp|mlp\.shared_experts|mlp\.(experts)|mixer)\."
     r"(linear_\w+|in_proj|out_proj)\.adapter\.(linear_in|linear_out)\.weight"
 )
 

@@ -14,7 +14,7 @@ from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers import linear as tree_linear
 from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
 from tp_invariant_recipes.numerics.layers.experts import OF_TREE, Arithmetic, activation_kind, expert_mlp
-from tp_invariant_recipes.numerics.layers.norm import Norm, NormKernels, NormShards, rms_norm
+from tp_invariant_recipes.numerics.layers.norm import Norm, NormKernels, NormShards, layer_norm, rms_norm
 from tp_invariant_recipes.numerics.layers.norm_linear import norm_column_parallel
 from tp_invariant_recipes.numerics.layers.token_dispatcher import Batches
 from tp_invariant_recipes.numerics.products.operands import Parts
@@ -75,19 +75,26 @@ class ColumnForward(OnMesh):
         y = linear.column_parallel(x, weight, self.mesh, self.segments, self.config.sequence_parallel)
         return y if bias is None else column_bias(y, bias, self.mesh.contexts)
 
-    def norm_column(self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`column` of x's RMSNorm. Of products that are the tree's, one function of autograd computes both."""
-        rows = sequence_shards(self.config)
-        if _linear(self.config.invariant_mode) is not tree_linear:
-            return self.column(self.normal(x, norm_weight, eps), weight, bias)
+    def norm_column(
+        self, x: Tensor, norm: tuple[Tensor, Tensor | None], eps: float, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """`column` of x's norm. Of an RMSNorm and the tree's products, one function of autograd computes both.
+
+        norm: its weight and bias; without a bias it is an RMSNorm.
+        """
+        if norm[1] is not None or _linear(self.config.invariant_mode) is not tree_linear:
+            return self.column(self.normal(x, norm, eps), weight, bias)
         layer = tree_linear.Column(self.mesh, self.segments, self.config.sequence_parallel)
-        norm = Norm(self.mesh, rows, centred=self.config.layernorm_zero_centered_gamma)
-        y = norm_column_parallel(x, norm_weight, weight, eps, norm, layer)
+        centred = self.config.layernorm_zero_centered_gamma
+        passes = Norm(self.mesh, sequence_shards(self.config), centred=centred)
+        y = norm_column_parallel(x, norm[0], weight, eps, passes, layer)
         return y if bias is None else column_bias(y, bias, self.mesh.contexts)
 
-    def normal(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x's RMSNorm."""
-        centred = self.config.layernorm_zero_centered_gamma
+    def normal(self, x: Tensor, norm: tuple[Tensor, Tensor | None], eps: float) -> Tensor:
+        """x's norm. norm: as of `norm_column`."""
+        (weight, bias), centred = norm, self.config.layernorm_zero_centered_gamma
+        if bias is not None:
+            return layer_norm(x, weight, bias, eps, self.mesh, self.config.sequence_parallel, centred=centred)
         return rms_norm(x, weight, eps, self.mesh, sequence_shards(self.config), centred=centred)
 
 
@@ -128,7 +135,7 @@ def adapter_of(experts: Any, name: str) -> Any:
 
 
 class NormForward(OnMesh):
-    """Forward of an RMSNorm over the hidden size; rows are positions."""
+    """Forward of a norm over the hidden size; rows are positions. With a `bias` it is a LayerNorm, else an RMSNorm."""
 
     weight: Tensor
     eps: float
@@ -146,6 +153,9 @@ class NormForward(OnMesh):
     def forward(self, x: Tensor) -> Tensor:
         """[s/t or s, b, h] → the same."""
         kernels, centred = _norm(self.config.invariant_mode), self.config.layernorm_zero_centered_gamma
+        if (bias := getattr(self, "bias", None)) is not None:
+            sliced = self.config.sequence_parallel
+            return layer_norm(x, self.weight, bias, self.eps, self.mesh, sliced, centred=centred)
         return rms_norm(x, self.weight, self.eps, self.mesh, self.shards_of(), kernels, centred=centred)
 
 

@@ -68,11 +68,13 @@ class Fp8ColumnForward(InFp8, ColumnForward):
         y = fp8_linear.column_parallel(x, weight, self.mesh, self.segments, sequence_parallel, self.scaling)
         return y if bias is None else column_bias(y, bias, self.mesh.contexts)
 
-    def norm_column(self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`column` of x's RMSNorm, two functions of autograd."""
+    def norm_column(
+        self, x: Tensor, norm: tuple[Tensor, Tensor | None], eps: float, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """`column` of x's norm, two functions of autograd."""
         if self.in_bf16:
-            return super().norm_column(x, norm_weight, eps, weight, bias)
-        return self.column(self.normal(x, norm_weight, eps), weight, bias)
+            return super().norm_column(x, norm, eps, weight, bias)
+        return self.column(self.normal(x, norm, eps), weight, bias)
 
 
 class Fp8RowForward(InFp8, RowForward):

@@ -59,37 +59,38 @@ class InitRule:
 
 
 _AHEAD = r"mtp\.layers\.\d+\."  # a depth of multi-token prediction
-_LAYER = rf"(?:decoder\.layers\.\d+|{_AHEAD}mtp_model_layer(?:\.layers\.\d+)?)\."  # hybrid models have several
+LAYER = rf"(?:decoder\.layers\.\d+|{_AHEAD}mtp_model_layer(?:\.layers\.\d+)?)\."  # hybrid models have several
 _NORM = (
-    rf"({_LAYER}(norm|input_layernorm|pre_mlp_layernorm|self_attention\.(q|k|kv)_layernorm|"
+    rf"({LAYER}(norm|input_layernorm|pre_mlp_layernorm|self_attention\.(q|k|kv)_layernorm|"
     r"(self_attention\.linear_proj|mlp\.linear_fc2)\.post_layernorm)|"
     rf"{_AHEAD}(enorm|hnorm|final_layernorm)|decoder\.final_(layer)?norm)\."
 )
 # Transformer Engine's norm + linear
-_FUSED = rf"{_LAYER}(mixer\.in_proj|self_attention\.linear_(qkv|(q|kv)_up_proj)|mlp\.linear_fc1)\.layer_norm_"
-_MIXER = rf"{_LAYER}mixer\."  # Mamba-2
-_LINEAR = rf"{_LAYER}(self_attention\.linear_(qkv|proj)|mlp\.(experts\.\d+\.|shared_experts\.)?linear_fc[12])\."
+_FUSED = rf"{LAYER}(mixer\.in_proj|self_attention\.linear_(qkv|(q|kv)_up_proj)|mlp\.linear_fc1)\.layer_norm_"
+_MIXER = rf"{LAYER}mixer\."  # Mamba-2
+_LINEAR = rf"{LAYER}(self_attention\.linear_(qkv|proj)|mlp\.(experts\.\d+\.|shared_experts\.)?linear_fc[12])\."
 
 RULES = (
     InitRule(r"embedding\.word_embeddings\.weight", "normal", 0, "embedding_init_method"),
+    InitRule(r"embedding\.position_embeddings\.weight", "normal", 0, "embedding_init_method", whole=True),
     InitRule(r"output_layer\.weight", "normal", 0, "init_method"),
     # Rows are sorted by query group (q heads, k, v), so a rank's rows are consecutive in the whole tensor, too.
-    InitRule(_LAYER + r"self_attention\.linear_qkv\.weight", "normal", 0, "init_method"),
-    InitRule(_LAYER + r"self_attention\.linear_proj\.weight", "normal", 1, "output_layer_init_method"),
-    InitRule(_LAYER + r"self_attention\.linear_(q|q_up|kv_up)_proj\.weight", "normal", 0, "init_method"),
-    InitRule(_LAYER + r"self_attention\.linear_(q|kv)_down_proj\.weight", "normal", 0, "init_method", whole=True),
-    InitRule(_LAYER + r"self_attention\.core_attention\.softmax_offset", "normal", 0, "init_method", unmarked=True),
-    InitRule(_LAYER + r"mlp\.linear_fc1\.weight", "normal", 0, "init_method", gated=True),
-    InitRule(_LAYER + r"mlp\.linear_fc2\.weight", "normal", 1, "output_layer_init_method"),
-    InitRule(_LAYER + r"mlp\.shared_experts\.linear_fc1\.weight", "normal", 0, "init_method", gated=True),
-    InitRule(_LAYER + r"mlp\.shared_experts\.linear_fc2\.weight", "normal", 1, "output_layer_init_method"),
-    InitRule(_LAYER + r"mlp\.fc1_latent_proj\.weight", "normal", 0, "init_method", whole=True),
-    InitRule(_LAYER + r"mlp\.fc2_latent_proj\.weight", "normal", 0, "output_layer_init_method", whole=True),
+    InitRule(LAYER + r"self_attention\.linear_qkv\.weight", "normal", 0, "init_method"),
+    InitRule(LAYER + r"self_attention\.linear_proj\.weight", "normal", 1, "output_layer_init_method"),
+    InitRule(LAYER + r"self_attention\.linear_(q|q_up|kv_up)_proj\.weight", "normal", 0, "init_method"),
+    InitRule(LAYER + r"self_attention\.linear_(q|kv)_down_proj\.weight", "normal", 0, "init_method", whole=True),
+    InitRule(LAYER + r"self_attention\.core_attention\.softmax_offset", "normal", 0, "init_method", unmarked=True),
+    InitRule(LAYER + r"mlp\.linear_fc1\.weight", "normal", 0, "init_method", gated=True),
+    InitRule(LAYER + r"mlp\.linear_fc2\.weight", "normal", 1, "output_layer_init_method"),
+    InitRule(LAYER + r"mlp\.shared_experts\.linear_fc1\.weight", "normal", 0, "init_method", gated=True),
+    InitRule(LAYER + r"mlp\.shared_experts\.linear_fc2\.weight", "normal", 1, "output_layer_init_method"),
+    InitRule(LAYER + r"mlp\.fc1_latent_proj\.weight", "normal", 0, "init_method", whole=True),
+    InitRule(LAYER + r"mlp\.fc2_latent_proj\.weight", "normal", 0, "output_layer_init_method", whole=True),
     InitRule(_AHEAD + r"eh_proj\.weight", "normal", 0, "init_method"),
-    InitRule(_LAYER + r"mlp\.router\.weight", "normal", 0, "init_method", whole=True),
-    InitRule(_LAYER + r"mlp\.router\.bias", "normal", 0, "init_method", whole=True),
-    InitRule(_LAYER + r"mlp\.experts\.\d+\.linear_fc1\.weight", "normal", 0, "init_method", whole=True),
-    InitRule(_LAYER + r"mlp\.experts\.\d+\.linear_fc2\.weight", "normal", 1, "output_layer_init_method", whole=True),
+    InitRule(LAYER + r"mlp\.router\.weight", "normal", 0, "init_method", whole=True),
+    InitRule(LAYER + r"mlp\.router\.bias", "normal", 0, "init_method", whole=True),
+    InitRule(LAYER + r"mlp\.experts\.\d+\.linear_fc1\.weight", "normal", 0, "init_method", whole=True),
+    InitRule(LAYER + r"mlp\.experts\.\d+\.linear_fc2\.weight", "normal", 1, "output_layer_init_method", whole=True),
     InitRule(_MIXER + r"in_proj\.weight", "normal", 0, "init_method"),
     InitRule(_MIXER + r"out_proj\.weight", "normal", 1, "output_layer_init_method"),
     InitRule(_MIXER + r"conv1d_(weight|bias)", "mamba_init:conv"),
@@ -195,7 +196,7 @@ def _expert_numbered(name: str, config: Any) -> str:
 
     # One module for each expert, or one module with numbered weights for all experts.
     found = re.fullmatch(
-        rf"({_LAYER}mlp\.experts\.)(?:local_experts\.(\d+)\.(.+)|(linear_fc\d\.)(?:to_wrap\.)?([a-z]+)(\d+))", name
+        rf"({LAYER}mlp\.experts\.)(?:local_experts\.(\d+)\.(.+)|(linear_fc\d\.)(?:to_wrap\.)?([a-z]+)(\d+))", name
     )
     if not found:
         return name

@@ -82,6 +82,24 @@ class InvariantRMSNorm(NormForward, torch.nn.Module):
         self.weight.__dict__["sequence_parallel"] = config.sequence_parallel  # read by Megatron's gradient reduction
 
 
+class InvariantLayerNorm(InvariantRMSNorm):
+    """LayerNorm over the hidden size."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(config, hidden_size, eps)
+        self.bias = torch.nn.Parameter(torch.zeros_like(self.weight))
+        self.bias.__dict__["sequence_parallel"] = config.sequence_parallel
+
+
+class InvariantNorm:
+    """Makes the norm that `normalization` names, as Megatron-Core's WrappedTorchNorm does."""
+
+    def __new__(cls, config: Any, *args: Any, **kwargs: Any) -> Any:
+        """One of the two classes above."""
+        kind = InvariantLayerNorm if config.normalization == "LayerNorm" else InvariantRMSNorm
+        return kind(config, *args, **kwargs)
+
+
 class InvariantHeadNorm(HeadNormForward, InvariantRMSNorm):
     """RMSNorm of queries or keys."""
 

@@ -1,4 +1,4 @@
-"""Megatron's top-k router with invariant sums over tokens: the weight gradient and the load-balancing loss.
+"""Megatron's top-k router with invariant sums over tokens: the weight gradient, the load-balancing loss, the z-loss.
 
 Everything else is row by row. Expert capacity counts a virtual shard's tokens, as Megatron does on V ranks.
 """
@@ -15,6 +15,7 @@ from torch import Tensor
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.host.vectors import VECTORS
+from tp_invariant_recipes.kernels.folding_sum import folding_sum
 from tp_invariant_recipes.kernels.token_sum import token_sum
 from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.layers.bias import row_bias
@@ -78,6 +79,18 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
 
     def _apply_expert_bias(self, *_: Any, **__: Any) -> None:
         """Do nothing yet: `routing` counts the tokens that remain after dropping."""
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """[n, E] → the same, with ST-MoE's loss (arXiv 2202.08906): the mean over tokens of log(Σ exp(logits))²."""
+        coefficient, now = self.config.moe_z_loss_coeff, packed_rows.current()
+        counts = self.training and torch.is_grad_enabled() and not (now is not None and now.idle)
+        if not (coefficient and counts):
+            return logits
+        context = VirtualMesh.of(self.cp_group.size(), self.cp_group)
+        loss = _ZLoss.apply(logits, coefficient / (len(logits) * self.tp_cp_group.size()), self.mesh, context)
+        if now is not None:
+            loss = loss * now.loss_share
+        return self.attach_and_log_load_balancing_loss(logits, coefficient, loss, "z_loss", self.tp_cp_group)
 
     def _apply_aux_loss(
         self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False
@@ -151,6 +164,44 @@ class _Gating(torch.autograd.Function):
         return dx, dw, None, None, None
 
 
+def _over_tokens(values: Tensor, mesh: VirtualMesh, context: VirtualMesh) -> Tensor:
+    """[tokens of this rank, n] → [n] fp32, the tree sum over the micro-batch's tokens."""
+    leaves = token_sum(values, mesh.local_chunks).contiguous()
+    sums = tree_add(leaves, leaves.new_empty(mesh.local_chunks, values.shape[1]), mesh.local_chunks)
+    return tree_all_reduce(tree_all_reduce(sums, mesh, torch.float32).unsqueeze(0), context, torch.float32)
+
+
+class _ZLoss(torch.autograd.Function):
+    """factor · Σ z², z = log Σ exp(logits) of a token; of its gradient, 2 z · softmax, a row depends on that row alone.
+
+    As of `_LoadBalance`, the first rank has the loss of the whole micro-batch.
+    """
+
+    @staticmethod
+    @outside_modes
+    def forward(ctx: Any, logits: Tensor, factor: float, mesh: VirtualMesh, context: VirtualMesh) -> Tensor:
+        wide = logits.float()
+        top = wide.amax(1, keepdim=True)
+        powers = torch.exp(wide - top)
+        total = folding_sum(powers.clone(), 1)
+        z = top + _log(total).unsqueeze(1)
+        ctx.save_for_backward(powers * (2.0 * z / total.unsqueeze(1)))
+        ctx.factor, ctx.dtype = factor, logits.dtype
+        return _over_tokens(z * z, mesh, context).sum() * (0.0 if mesh.rank or context.rank else factor)
+
+    @staticmethod
+    @outside_modes
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (slope,) = ctx.saved_tensors
+        return (slope * (gradients[0] * ctx.factor)).to(ctx.dtype), None, None, None
+
+
+def _log(x: Tensor) -> Tensor:
+    """[n] → [n]. A CPU computes whole vectors, since the numbers after the last one may have other bits."""
+    rest = 0 if x.is_cuda else -len(x) % VECTORS
+    return torch.log(torch.nn.functional.pad(x, (0, rest), value=1.0))[: len(x)]
+
+
 class _LoadBalance(torch.autograd.Function):
     """The first rank has the loss of the whole micro-batch and the others have 0, since Megatron logs their sum."""
 
@@ -161,9 +212,7 @@ class _LoadBalance(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(counts)
         ctx.shape, ctx.factor = scores.shape, factor
-        leaves = token_sum(scores, mesh.local_chunks).contiguous()
-        sums = tree_add(leaves, leaves.new_empty(mesh.local_chunks, scores.shape[1]), mesh.local_chunks)
-        total = tree_all_reduce(tree_all_reduce(sums, mesh, torch.float32).unsqueeze(0), context, torch.float32)
+        total = _over_tokens(scores, mesh, context)
         return (total * counts).sum() * (0.0 if mesh.rank or context.rank else factor)
 
     @staticmethod

@@ -38,7 +38,7 @@ from tp_invariant_recipes.numerics.megatron.latent_attention import DuplicatedFo
 
 
 class InvariantTELayerNormColumnParallelLinear(ColumnForward, TELayerNormColumnParallelLinear):
-    """RMSNorm, then column-parallel linear."""
+    """RMSNorm or LayerNorm, then column-parallel linear."""
 
     def __init__(self, *args: Any, tp_comm_buffer_name: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, tp_comm_buffer_name=tp_comm_buffer_name, **kwargs)
@@ -49,10 +49,10 @@ class InvariantTELayerNormColumnParallelLinear(ColumnForward, TELayerNormColumnP
 
         An adapter reads the norm's result too, as Bridge has asked of the layer: then that comes beside the first.
         """
-        bias = self.bias if self.use_bias else None
+        bias, norm = self.bias if self.use_bias else None, (self.layer_norm_weight, self.layer_norm_bias)
         if not self.return_layernorm_output:
-            return self.norm_column(x, self.layer_norm_weight, self.eps, self.weight, bias), None
-        normal = self.normal(x, self.layer_norm_weight, self.eps)
+            return self.norm_column(x, norm, self.eps, self.weight, bias), None
+        normal = self.normal(x, norm, self.eps)
         return (self.column(normal, self.weight, bias), normal), None
 
 
@@ -85,11 +85,11 @@ class InvariantTEDuplicatedLinear(DuplicatedForward, TELinear):
         super().__init__(*args, parallel_mode=parallel_mode, bias=bias, **kwargs)
 
 
-class InvariantTERMSNorm(NormForward, te.RMSNorm):
-    """RMSNorm over the hidden size. It derives from te.RMSNorm, since Megatron-Core's TENorm only acts as a factory."""
+class OfTE(NormForward):
+    """A norm over the hidden size, for a class that derives from Transformer Engine's, since TENorm is none itself."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, has_residual: bool = False) -> None:
-        super().__init__(
+        super().__init__(  # type: ignore[call-arg]
             normalized_shape=hidden_size,
             eps=eps,
             sequence_parallel=config.sequence_parallel,
@@ -97,6 +97,23 @@ class InvariantTERMSNorm(NormForward, te.RMSNorm):
             **_get_extra_te_kwargs(config),
         )
         self.config, self.eps = config, eps
+
+
+class InvariantTERMSNorm(OfTE, te.RMSNorm):
+    """RMSNorm over the hidden size."""
+
+
+class InvariantTELayerNorm(OfTE, te.LayerNorm):
+    """LayerNorm over the hidden size."""
+
+
+class InvariantTENorm:
+    """Makes the norm that `normalization` names, as Megatron-Core's TENorm does."""
+
+    def __new__(cls, config: Any, *args: Any, **kwargs: Any) -> Any:
+        """One of the two classes above."""
+        kind = InvariantTELayerNorm if config.normalization == "LayerNorm" else InvariantTERMSNorm
+        return kind(config, *args, **kwargs)
 
 
 class InvariantTEHeadNorm(HeadNormForward, InvariantTERMSNorm):

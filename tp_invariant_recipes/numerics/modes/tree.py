@@ -30,6 +30,8 @@ class Tree:
             mode.MTP,
             mode.FAMILIES,
             mode.CENTRED,
+            mode.LAYER_NORM,
+            mode.LEARNED,
             mode.PACKED,
             mode.LORA,
             mode.FINETUNING,
