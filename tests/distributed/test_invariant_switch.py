@@ -149,7 +149,7 @@ NOT_COVERED_DDP = {
     "grad_reduce_in_fp32": (False, "true"), "average_in_collective": (True, "false"), "nccl_ub": (True, "false"),
 }  # fmt: skip
 NOT_COVERED_OPTIMIZER = {
-    "optimizer": ("muon", "adam or sgd"),
+    "optimizer": ("lion", "adam or sgd or muon"),
     "optimizer_cpu_offload": (True, "false"),
     "fp8_recipe": ("mxfp8", "null or tensorwise"),
 }

@@ -41,6 +41,9 @@ OVERLAP = (
 )
 ADAPTERS = f"{TOY} iters=4 peft=lora peft.dim=8 checkpoint.pretrained_checkpoint=dense-tp1/checkpoints"
 
+MUON = f"optimizer.optimizer=muon optimizer.muon_tp_mode=duplicated {PLAIN_OPTIMIZER} ledger.state_digests=1"
+LAYER_WISE = "optimizer.use_layer_wise_distributed_optimizer=true"
+
 # What is held fixed, and the layouts that must agree with the first, with digests of all gradients and weights.
 GROUPS = {
     "dense": (f"{TOY} {FOUR}", ("tp=1", "tp=2", "pp=2", "tp=2 pp=2", "tp=4", "tp=8")),
@@ -112,6 +115,14 @@ GROUPS = {
         ("tp=1", "tp=2", "tp=2 ep=2", "pp=2", "tp=1 cuda_graph=te"),
     ),
     "latent-v3": ("deepseek_v3_toy iters=4 gbs=2", ("tp=1", "tp=2 ep=2", "tp=4 ep=4")),
+    "muon": (
+        f"{TOY} iters=4 numerics.data_shards=2 {MUON}",
+        ("tp=1", "tp=2", "pp=2", f"dp=2 {LAYER_WISE}", f"tp=2 dp=2 {LAYER_WISE}", "tp=4"),
+    ),
+    "muon-latent": (
+        f"deepseek_v3_toy iters=4 gbs=2 numerics.data_shards=2 {MUON}",
+        ("tp=1", "tp=2 ep=2", f"dp=2 ep=2 {LAYER_WISE}", "tp=4 ep=4"),
+    ),
     "llama": ("llama32_toy iters=4 gbs=2", ("tp=1", "tp=2", "tp=4")),
     "llama-1b": ("llama32_1b seq=512 gbs=2 iters=20", ("tp=1", "tp=2", "tp=4")),
     "moonlight-cut": (

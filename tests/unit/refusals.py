@@ -225,7 +225,11 @@ INVARIANCE = Family(
         "into an ungated activation",
         "ddp.delay_wgrad_compute=true": "ddp.delay_wgrad_compute=true: norm weight gradients are complete only",
         "ddp.grad_reduce_in_fp32=false": "ddp.grad_reduce_in_fp32=false: gradients are accumulated in fp32",
-        "optimizer.optimizer=muon": "optimizer.optimizer=muon: only adam and sgd",
+        "optimizer.optimizer=adaptive_muon": "optimizer.optimizer=adaptive_muon: only Adam, SGD and Muon",
+        "optimizer.muon_nesterov=true": "optimizer.muon_nesterov: only Muon reads it; leave it unset",
+        "optimizer.muon_tp_mode=duplicated": "optimizer.muon_tp_mode: only Muon reads it",
+        "optimizer.use_layer_wise_distributed_optimizer=true": "optimizer.use_layer_wise_distributed_optimizer: only "
+        "Muon reads it",
         "dist.use_sharp=true": "dist.use_sharp=true: sums inside a switch",
         "model.gtp_weight_remat_size=2": "weights spread over more ranks",
         **each(
@@ -546,6 +550,45 @@ EXCHANGES = Family(
         for kind in ("p2p", "all_gather", "'a2a+p2p'", "[a2a,p2p]")
     },
     taken_fields=("model.cp_comm_type=a2a",),
+)
+
+_MUON = "optimizer.optimizer=muon optimizer.muon_tp_mode=duplicated"
+_LAYER_WISE = "optimizer.use_layer_wise_distributed_optimizer=true"
+
+MUON = Family(
+    f"qwen3_toy {_MUON}",
+    {
+        "optimizer.muon_tp_mode=blockwise": "…Muon would orthogonalise the part of a matrix that a rank has; "
+        "optimizer.muon_tp_mode=duplicated",
+        "optimizer.muon_tp_mode=distributed": "…optimizer.muon_tp_mode=distributed: Muon's matrices are whole in every "
+        "layout; optimizer.muon_tp_mode=blockwise or duplicated",
+        "optimizer.muon_scalar_optimizer=lion": "…optimizer.muon_scalar_optimizer=adam",
+        "optimizer.use_distributed_optimizer=true": "optimizer.optimizer=muon: a distributed optimizer's ranks have "
+        "parts of gradients, and it needs whole ones; optimizer.use_distributed_optimizer=false",
+        f"{_LAYER_WISE} precision=fp32": "…Megatron-Core's layer-wise optimizer is for bf16; precision=bf16",
+        "peft=lora checkpoint.pretrained_checkpoint=base": "…adapters have not been trained with Muon",
+        "guard=products": "…of optimizers only Adam is computed again",
+        "numerics=portable": "…of optimizers only Adam has a portable version; optimizer.optimizer=adam",
+    },
+    beside={
+        "optimizer.muon_tp_mode=distributed": "numerics=tree: Muon would orthogonalise",
+    },
+    taken=(
+        "tp=2 dp=2 gbs=2",
+        f"{_LAYER_WISE} dp=2 gbs=2",
+        "numerics=gather",
+        "numerics=stock optimizer.muon_tp_mode=blockwise",
+        "optimizer.muon_nesterov=true optimizer.muon_momentum=0.9 optimizer.muon_num_ns_steps=8",
+        "optimizer.muon_coefficient_type=polar_express optimizer.muon_fp32_matmul_prec=highest",
+    ),
+    typed=True,
+)
+
+MUON_OF_EXPERTS = Family(
+    f"qwen3_moe_toy gbs=2 {_MUON} {_LAYER_WISE}",
+    {"tp=2": "…Megatron-Core saves each copy of an expert as the only one"},
+    taken=("tp=2 ep=2", "tp=2 dp=2"),
+    typed=True,
 )
 
 PORTABLE_RUN = Family(

@@ -22,6 +22,7 @@ _BIASED = {
     "model__num_moe_experts": None,
 }
 _ODD = {"model__num_layers": 7, "model__pipeline_model_parallel_size": 2}
+_MUON = {"optimizer__optimizer": "muon", "optimizer__use_distributed_optimizer": False}
 # What a row needs beside its field.
 BESIDE = {
     "model.apply_rope_fusion": {"model__multi_latent_attention": True},
@@ -36,6 +37,9 @@ BESIDE = {
     "optimizer.exp_avg_sq_dtype": {"optimizer__use_precision_aware_optimizer": False},
     "ddp.overlap_param_gather": {"optimizer__use_distributed_optimizer": False},
     "optimizer.overlap_param_gather": {"optimizer__use_distributed_optimizer": False},
+    "optimizer.muon_tp_mode": _MUON,
+    "optimizer.use_layer_wise_distributed_optimizer": _MUON | {"optimizer__optimizer": "dist_muon"},
+    "optimizer.optimizer": _MUON,
     "model.recompute_granularity": {"model__multi_latent_attention": True},
     "model.context_parallel_size": {"numerics__virtual_shards": 8, "model__tensor_model_parallel_size": 4},
     "numerics.context_shards": {"model__context_parallel_size": 8, "model__position_embedding_type": "yarn"},
@@ -56,6 +60,9 @@ VALUES = {
     "model.num_layers_in_last_pipeline_stage": (None,),
     "model.expert_model_parallel_size": (1,),
     "model.expert_tensor_parallel_size": (2,),
+    "optimizer.muon_tp_mode": ("blockwise", "distributed"),
+    "optimizer.use_layer_wise_distributed_optimizer": (False,),
+    "optimizer.optimizer": ("dist_muon",),
     "ddp.num_distributed_optimizer_instances": (2,),
     "model.vocab_size": (1000,),
     "model.cuda_graph_modules": (["attn", "moe_preprocess"],),

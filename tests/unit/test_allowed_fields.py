@@ -62,10 +62,10 @@ def test_a_dtype_is_the_one_of_its_name():
 
 # What a user may try, and the end of the one line about it.
 TRIED = (
-    ("optimizer", "optimizer", "muon", "optimizer.optimizer=adam or sgd"),
+    ("optimizer", "optimizer", "soap", "optimizer.optimizer=adam or sgd or muon"),
     ("optimizer", "optimizer_cpu_offload", True, "optimizer.optimizer_cpu_offload=false"),
     ("optimizer", "exp_avg_sq_dtype", "uint8", "optimizer.exp_avg_sq_dtype=float32 or bfloat16"),
-    ("optimizer", "use_layer_wise_distributed_optimizer", True, "use_layer_wise_distributed_optimizer=false"),
+    ("optimizer", "soap_precondition_frequency", 2, "optimizer.soap_precondition_frequency=1"),
     ("ddp", "average_in_collective", True, "ddp.average_in_collective=false"),
     ("ddp", "grad_reduce_in_fp32", False, "ddp.grad_reduce_in_fp32=true"),
     ("ddp", "nccl_ub", True, "ddp.nccl_ub=false"),

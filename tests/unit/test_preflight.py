@@ -87,6 +87,16 @@ def test_missing_packages(machine_with, tmp_path, model, installed, missing):
         assert f"{name}, which is not installed: make gpu" in problem
 
 
+def test_muon_needs_its_package_on_a_cpu_too(machine_with, tmp_path):
+    machine_with(installed=())
+    assert preflight_problems(tmp_path, "qwen3_toy", "optimizer.optimizer=muon", device="cpu") == [
+        "optimizer.optimizer=muon needs emerging-optimizers, which is not installed: make, or pip install "
+        "emerging-optimizers in a container (tpi doctor)"
+    ]
+    machine_with(installed=("emerging-optimizers",))
+    preflight_check(tmp_path, "qwen3_toy", "optimizer.optimizer=muon", device="cpu")
+
+
 def test_a_cluster_of_other_gpus(machine_with, tmp_path):
     machine_with([B300, H200])
     assert preflight_problems(tmp_path, "qwen3_8b", "cluster=h200") == [

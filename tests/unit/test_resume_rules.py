@@ -6,6 +6,7 @@ from tp_invariant_recipes.config import resume_rules
 from tp_invariant_recipes.config.resume_rules import (
     BUCKETS,
     DISTRIBUTED,
+    LAYER_WISE,
     OF_EVERY_RANK,
     other_gradients,
     unreadable_state,
@@ -57,6 +58,7 @@ def test_another_gradient_tree_is_refused(before, now, dp):
     (
         ({}, {}, OF_EVERY_RANK),
         ({"use_distributed_optimizer": False}, {"dist_ckpt_optim_fully_reshardable": True}, OF_EVERY_RANK),
+        ({"optimizer": "muon", "use_layer_wise_distributed_optimizer": True}, {}, OF_EVERY_RANK),
         ({"use_distributed_optimizer": True}, {}, BUCKETS),
         ({"use_distributed_optimizer": True}, {"dist_ckpt_optim_fully_reshardable": True}, DISTRIBUTED),
     ),
@@ -65,9 +67,18 @@ def test_the_form_of_an_optimizers_state(optimizer, checkpoint, form):
     assert resume_rules.optimizer_state(RunConfig({"optimizer": optimizer, "checkpoint": checkpoint})) == form
 
 
+@pytest.mark.parametrize(
+    "optimizer", ({"optimizer": "muon", "use_layer_wise_distributed_optimizer": True}, {"optimizer": "dist_muon"})
+)
+def test_the_form_of_a_layer_wise_state_of_experts(optimizer):
+    config = RunConfig({"optimizer": optimizer, "checkpoint": {}, "model": {"num_moe_experts": 8}})
+    assert resume_rules.optimizer_state(config) == LAYER_WISE
+
+
 EVERYTHING = layout(tp=2, pp=2, dp=4, ep=2)
 READABLE = (
     (OF_EVERY_RANK, layout(), OF_EVERY_RANK, EVERYTHING),
+    (LAYER_WISE, layout(), LAYER_WISE, EVERYTHING),
     (DISTRIBUTED, layout(), DISTRIBUTED, EVERYTHING),
     (DISTRIBUTED, layout(), BUCKETS, EVERYTHING),
     (BUCKETS, layout(tp=2, dp=2), DISTRIBUTED, layout(tp=2, dp=1)),
@@ -82,6 +93,9 @@ def test_a_state_that_can_be_read(saved, before, wanted, now):
 UNREADABLE = (
     (OF_EVERY_RANK, layout(), DISTRIBUTED, layout(), (False, False), "optimizer.use_distributed_optimizer=false"),
     (BUCKETS, layout(), OF_EVERY_RANK, layout(), (False, False), "optimizer.use_distributed_optimizer=true"),
+    (LAYER_WISE, layout(), OF_EVERY_RANK, layout(), (False, False), "layer_wise_distributed_optimizer=true"),
+    (OF_EVERY_RANK, layout(), LAYER_WISE, layout(), (False, False), "layer_wise_distributed_optimizer=false"),
+    (LAYER_WISE, layout(), DISTRIBUTED, layout(), (False, False), "optimizer.use_distributed_optimizer=false"),
     (BUCKETS, layout(tp=2), DISTRIBUTED, layout(pp=2), (False, False), "tp was 2, pp was 1: keep tp=2 pp=1"),
     (DISTRIBUTED, layout(tp=2), DISTRIBUTED, layout(), (True, False), "continue with tp > 1 or ep > 1"),
     (OF_EVERY_RANK, layout(), OF_EVERY_RANK, layout(ep=2, dp=2), (False, True), "with numerics=stock alone"),

@@ -60,6 +60,7 @@ EXCLUDED = {
     ),
     "how state is spread over ranks": (
         "optimizer.use_distributed_optimizer",
+        "optimizer.use_layer_wise_distributed_optimizer",
         "ddp.use_distributed_optimizer",
         "ddp.average_in_collective",
         "ddp.data_parallel_sharding_strategy",

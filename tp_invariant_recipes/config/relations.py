@@ -200,6 +200,23 @@ def _centred(config: RunConfig) -> str | None:
     return f"{key}=true: torch's LayerNorm has none; {key}=false, or device=gpu" if _at(config, key) else None
 
 
+def _of_matrices(config: RunConfig) -> str | None:
+    """Megatron-Core's optimizers of whole matrices read whole gradients, whatever DDP has reduced."""
+    optimizer = config.section("optimizer")
+    name = optimizer.get("optimizer", "adam")
+    if name in ("adam", "sgd"):
+        return None
+    layer_wise = optimizer.get("use_layer_wise_distributed_optimizer") or name.startswith("dist_")
+    if optimizer.get("use_distributed_optimizer") or config.section("ddp").get("use_distributed_optimizer"):
+        spread = "" if layer_wise else "; optimizer.use_layer_wise_distributed_optimizer=true spreads its state over dp"
+        why = "a distributed optimizer's ranks have parts of gradients, and it needs whole ones"
+        return f"optimizer.optimizer={name}: {why}; optimizer.use_distributed_optimizer=false{spread}"
+    if layer_wise and not optimizer.get("bf16") and not config.mixed_precision:
+        why = "Megatron-Core's layer-wise optimizer is for bf16"
+        return f"optimizer.use_layer_wise_distributed_optimizer=true: {why}; precision=bf16, or set it to false"
+    return None
+
+
 def _of_gpus(path: str) -> Callable[[RunConfig], str | None]:
     """The rule that a field is for GPUs."""
 
@@ -238,6 +255,7 @@ RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _mask,
     _param_gather,
     _precision_aware,
+    _of_matrices,
     _async_save,
     _centred,
     _of_gpus("profiling.use_nsys_profiler"),

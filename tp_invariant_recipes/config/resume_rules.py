@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from tp_invariant_recipes.config.overrides import Override
+from tp_invariant_recipes.coverage import muon
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -16,8 +17,9 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 KEPT = ("data_shards", "context_shards")
 
 # How a checkpoint holds the moments and master weights: as tensors of the model, of either kind of optimizer, or as the
-# ranges of a distributed optimizer's buffers.
+# ranges of a distributed optimizer's buffers. A layer-wise optimizer has experts among all else, not apart.
 OF_EVERY_RANK, DISTRIBUTED, BUCKETS = "of every rank", "distributed", "distributed, in buckets"
+LAYER_WISE = "of every rank, layer by layer with experts"
 # Degrees that decide what lies in a buffer.
 _OF_BUCKETS = ("tp", "pp", "cp", "ep", "etp")
 
@@ -66,7 +68,8 @@ def kept(numerics: Mapping[str, Any]) -> list[str]:
 def optimizer_state(config: RunConfig) -> str:
     """The form in which a run writes its optimizer's state."""
     if not config.section("optimizer").get("use_distributed_optimizer"):
-        return OF_EVERY_RANK
+        experts = bool(config.section("model").get("num_moe_experts"))
+        return LAYER_WISE if experts and muon.is_layer_wise(config.section("optimizer")) else OF_EVERY_RANK
     return DISTRIBUTED if config.section("checkpoint").get("dist_ckpt_optim_fully_reshardable") else BUCKETS
 
 
@@ -98,10 +101,16 @@ def unreadable_state(
     saved, wanted: the forms. before, now: the layouts in which it was written and is to be read. separate:
     whether the experts' state was, and will be, separate from the other state (`experts_separate`).
     """
-    distributed = saved != OF_EVERY_RANK
-    if distributed != (wanted != OF_EVERY_RANK):
+    distributed = saved in (DISTRIBUTED, BUCKETS)
+    if distributed != (wanted in (DISTRIBUTED, BUCKETS)):
         kind = "a distributed optimizer" if distributed else "an optimizer that is not distributed"
         return f"it holds the state of {kind}: optimizer.use_distributed_optimizer={str(distributed).lower()}"
+    if (saved == LAYER_WISE) != (wanted == LAYER_WISE):
+        kind = "with" if saved == LAYER_WISE else "apart from"
+        return (
+            f"it holds the state of experts {kind} all other state: "
+            f"optimizer.{muon.LAYER_WISE}={str(saved == LAYER_WISE).lower()}"
+        )
     if separate == (True, False):
         return (
             f"it holds the optimizer state of experts apart from all other state, as Megatron does at "

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tp_invariant_recipes.coverage import allowed_fields, experts, graphs, invariance, latent, multi_token, packed
+from tp_invariant_recipes.coverage import allowed_fields, experts, graphs, invariance, latent, multi_token, muon, packed
 from tp_invariant_recipes.coverage.allowed_values import as_text
 from tp_invariant_recipes.numerics.layers import expert_placement
 from tp_invariant_recipes.settings import cuda_graphs, environment, layout, low_precision, peft, sft
@@ -186,6 +186,12 @@ def _alone(config: RunConfig, was: Any) -> bool:
     return bool(was) and (config.device.kind == "cpu" or not distributed)
 
 
+def _is_old_layer_wise(config: RunConfig, was: Any) -> bool:
+    """Whether the optimizer's old name alone says that it is layer-wise, and it can be."""
+    named = config.section("optimizer").get("optimizer") == muon.OLD_NAME
+    return named and not was and not muon.owns_copies(config)
+
+
 ROWS: tuple[Adjustment, ...] = (
     *_listed(True, "ddp.grad_reduce_in_fp32"),
     *_listed(1, "ddp.num_distributed_optimizer_instances"),
@@ -206,6 +212,11 @@ ROWS: tuple[Adjustment, ...] = (
         False, "ddp.reduce_scatter_with_fp32_accumulation ddp.average_in_collective ddp.align_param_gather ddp.nccl_ub "
         "ddp.disable_symmetric_registration ddp.delay_wgrad_compute",
     ),
+    # The flag first: the new name does not say it.
+    _row(True, "the old name has it", f"optimizer.{muon.LAYER_WISE}", _is_old_layer_wise, unset=True),
+    _row(muon.MUON, "Megatron-Core's new name", "optimizer.optimizer", lambda t, was: was == muon.OLD_NAME),
+    _row(muon.WHOLE, "Muon's matrices are whole", f"optimizer.{muon.TP_MODE}",
+         lambda t, was: muon.computes(t.section("optimizer")) and was != muon.WHOLE, unset=True),
     *_listed("float32", "optimizer.main_grads_dtype optimizer.main_params_dtype"),
     *_listed(False, "optimizer.overlap_param_gather_with_optimizer_step optimizer.optimizer_cuda_graph"),
     *_listed(

@@ -34,7 +34,8 @@ NULL = only(None)
 
 _ELEMENT = "the optimizer computes every element alone"
 _NORM = "the gradient norm is one number for all ranks"
-_ADAM = "only adam and sgd compute every element alone"
+_KNOWN = "only Adam, SGD and Muon have invariant versions"
+_MUON = "Muon's matrices are whole in every layout"
 _FP16 = "fp16 and its loss scale are not covered"
 _FP8 = "FP8 and FP4 scales depend on how a tensor is cut"
 _FP32 = "gradients are accumulated in fp32"
@@ -68,7 +69,7 @@ _OVERLAP = "overlapped collectives add in an order of their own"
 _OF_TPI = "tpi starts and watches the ranks itself"
 
 OPTIMIZER = rows(
-    (only("adam", "sgd"), _ADAM, "optimizer"),
+    (only("adam", "sgd", "muon"), _KNOWN, "optimizer"),
     (NUMBER, _ELEMENT, "lr min_lr decoupled_lr decoupled_min_lr weight_decay adam_beta1 adam_beta2 adam_eps "
      "sgd_momentum"),
     (BOOL, _ELEMENT, "apply_wd_to_qk_layernorm decoupled_weight_decay bf16 use_precision_aware_optimizer "
@@ -85,20 +86,20 @@ OPTIMIZER = rows(
     (only("float32"), _FP32, "main_grads_dtype"),
     (only("float32"), _STATES, "main_params_dtype"),
     (only("float32", "bfloat16"), _STATES, "exp_avg_dtype exp_avg_sq_dtype"),
-    (only(0.95), _ADAM, "muon_momentum lion_beta1 soap_shampoo_beta adaptive_muon_beta2"),
-    (ON, _ADAM, "muon_split_qkv soap_use_kl_shampoo"),
-    (OFF, _ADAM, "muon_nesterov use_layer_wise_distributed_optimizer"),
-    (only("spectral"), _ADAM, "muon_scale_mode"),
-    (only("medium"), _ADAM, "muon_fp32_matmul_prec"),
-    (only("quintic"), _ADAM, "muon_coefficient_type"),
-    (only(5), _ADAM, "muon_num_ns_steps"),
-    (only("blockwise"), _ADAM, "muon_tp_mode"),
-    (only(1.0), _ADAM, "muon_extra_scale_factor"),
-    (only("adam"), _ADAM, "muon_scalar_optimizer"),
-    (only(0.98), _ADAM, "lion_beta2"),
-    (only(1), _ADAM, "soap_precondition_frequency"),
-    (only("adamuon"), _ADAM, "adaptive_muon_moment2_method"),
-    (only(1e-08), _ADAM, "adaptive_muon_eps"),
+    # coverage/muon.py has what Muon must have of these, and what others must not set.
+    (NUMBER, _MUON, "muon_momentum muon_num_ns_steps muon_extra_scale_factor"),
+    (BOOL, _MUON, "muon_nesterov muon_split_qkv use_layer_wise_distributed_optimizer"),
+    (only("spectral", "shape_scaling", "unit_rms_norm"), _MUON, "muon_scale_mode"),
+    (only("highest", "high", "medium"), _MUON, "muon_fp32_matmul_prec"),
+    (only("quintic", "simple", "polar_express", "cans", "aol", "deepseekv4"), _MUON, "muon_coefficient_type"),
+    (only("blockwise", "duplicated"), _MUON, "muon_tp_mode"),
+    (only("adam"), _KNOWN, "muon_scalar_optimizer"),
+    (only(0.95), _KNOWN, "lion_beta1 soap_shampoo_beta adaptive_muon_beta2"),
+    (ON, _KNOWN, "soap_use_kl_shampoo"),
+    (only(0.98), _KNOWN, "lion_beta2"),
+    (only(1), _KNOWN, "soap_precondition_frequency"),
+    (only("adamuon"), _KNOWN, "adaptive_muon_moment2_method"),
+    (only(1e-08), _KNOWN, "adaptive_muon_eps"),
     (BOOL, _WAITS, "overlap_param_gather"),
     (OFF, _READ_EARLY, "overlap_param_gather_with_optimizer_step"),
     (OFF, _OFFLOAD, "optimizer_cpu_offload use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d"),

@@ -138,6 +138,12 @@ def _local_norm(original: Any) -> type:
     return WrappedTorchNorm
 
 
+def _owners_send(original: Any) -> Callable[[Any], None]:
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+
+    return LayerWiseDistributedOptimizer.broadcast_params
+
+
 def _duplicated_linear(original: Any) -> type:
     from tp_invariant_recipes.host.stand_ins.duplicated_linear import DuplicatedLinear
 
@@ -220,6 +226,11 @@ MEGATRON = (
         "Gloo's all-to-all takes split sizes as numbers, and here they are on the CPU from the start",
     ),
     Replacement("megatron.core.optimizer:Adam", _instead(torch.optim.AdamW), _NO_TE),
+    Replacement(
+        "megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer.allgather_params",
+        _owners_send,
+        "ranks own matrices of unlike sizes, and Gloo gathers equal ones only",
+    ),
     *torch_adam.REPLACEMENTS,
     *(
         Replacement(f"megatron.{module}:{name}", _local(twin), _NO_TE)

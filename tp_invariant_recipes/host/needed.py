@@ -20,6 +20,7 @@ DISTRIBUTIONS = {
     "transformer_engine": "transformer-engine",
     "mamba_ssm": "mamba-ssm",
     "causal_conv1d": "causal-conv1d",
+    "emerging_optimizers": "emerging-optimizers",
     "numba": "numba",
     "wandb": "wandb",
     "mlflow": "mlflow-skinny",

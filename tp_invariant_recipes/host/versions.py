@@ -22,6 +22,7 @@ PACKAGES = {
     "numpy": "numpy",
     "transformers": "transformers",
     "hydra": "hydra-core",
+    "emerging_optimizers": "emerging-optimizers",
     "causal_conv1d": "causal-conv1d",
     "mamba_ssm": "mamba-ssm",
     "wandb": "wandb",

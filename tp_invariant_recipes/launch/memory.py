@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from tp_invariant_recipes.coverage import muon
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host import memory as host
 from tp_invariant_recipes.plural import counted
@@ -124,8 +125,10 @@ def _ways(config: RunConfig, need: Estimate) -> list[str]:
         of_states = ["raise tp= or pp="]
         if model.get("num_moe_experts"):
             of_states[0] += " or ep="
-        if not config.section("optimizer").get("use_distributed_optimizer"):
-            of_states.append("optimizer.use_distributed_optimizer=true with dp=")
+        optimizer = config.section("optimizer")
+        if not (optimizer.get("use_distributed_optimizer") or muon.is_layer_wise(optimizer)):
+            spreading = muon.LAYER_WISE if muon.computes(optimizer) else "use_distributed_optimizer"
+            of_states.append(f"optimizer.{spreading}=true with dp=")
         elif at.dp == 1:
             of_states.append("raise dp= (its ranks share the optimizer's state)")
     if (config.numerics.data_shards or 1) > at.dp:

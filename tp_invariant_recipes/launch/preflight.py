@@ -48,7 +48,15 @@ def check(config: RunConfig, run_dir: RunDir, *, here: bool = True, imported: bo
 
 def machine_problems(config: RunConfig) -> list[str]:
     """What this machine lacks of what the layers of a run need."""
-    return [*_gpus(config), *registry.problems(config), *_flash(config)]
+    return [*_gpus(config), *_optimizer(config), *registry.problems(config), *_flash(config)]
+
+
+def _optimizer(config: RunConfig) -> list[str]:
+    name, package = config.section("optimizer").get("optimizer", "adam"), "emerging-optimizers"
+    if name in ("adam", "sgd") or installed(package) is not None:
+        return []
+    how = f"make, or pip install {package} in a container (tpi doctor)"
+    return [f"optimizer.optimizer={name} needs {package}, which is not installed: {how}"]
 
 
 def _flash(config: RunConfig) -> list[str]:

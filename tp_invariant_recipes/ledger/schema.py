@@ -156,7 +156,8 @@ class StepRecord:
     gradients: digests of the reduced gradients before clipping: `parameters`, in the header's order; `groups`, one per
         layer and per module outside layers; `model`, one of all
     clipped: of the gradients as the optimizer has read them; `"gradients"`: they equal `gradients`
-    moments: of the optimizer's `exp_avg`, `exp_avg_sq`, `step` after the step; null for a parameter that lacks it
+    moments: of the optimizer's `exp_avg`, `exp_avg_sq`, `momentum_buffer`, `step` after the step; null for a
+        parameter that lacks it
     masters: of the fp32 master weights after the step
     weights: of the weights after the step, except those that are their master weights rounded
     diverged: replicas of one tensor with different bits: `of` (a key above, `"forward"`, `"backward"`; `"copies"`:

@@ -7,6 +7,8 @@ there are any, and the model's own weights where not; with a distributed optimiz
     FP32Optimizer             the weight                         all
     Float16Optimizer…         a fp32 copy; a fp32 weight itself  all
     DistributedOptimizer      a fp32 copy; a fp32 weight itself  this rank's of the gradient buffer
+
+A LayerWiseDistributedOptimizer is a chain of the second kind that has some of the parameters on each rank, whole.
 """
 
 from collections.abc import Iterator
@@ -80,9 +82,12 @@ class OptimizerState:
         return {slot.owner: slot.stored(slot.updated) for slot in self.slots if slot.master}
 
     def gradients(self, otherwise: dict[Tensor, StoredRange]) -> dict[Tensor, StoredRange]:
-        """Parameter → the gradient that the step has read. otherwise: of those that it has not."""
-        read = {slot.owner: slot.stored(slot.gradient) for slot in self.slots if slot.gradient is not None}
-        return otherwise | read
+        """Parameter → the gradient that the step has read. otherwise: of those that it has not.
+
+        A layer-wise optimizer reads and clips those of its own parameters alone.
+        """
+        found = {slot.owner: otherwise[slot.owner] for slot in self.slots if slot.owner in otherwise}
+        return found | {slot.owner: slot.stored(slot.gradient) for slot in self.slots if slot.gradient is not None}
 
     def moments(self) -> dict[str, dict[Tensor, StoredRange]]:
         """Name of the state → parameter → values."""

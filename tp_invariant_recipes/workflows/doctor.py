@@ -46,11 +46,15 @@ class PatchFinding(Finding):
 
 @dataclass(frozen=True)
 class Needed:
-    """A distribution that training imports, whether only training on GPUs does, and how to get it."""
+    """A distribution that training imports, whether only training on GPUs does, and how to get it.
+
+    of_some: whether only some runs do.
+    """
 
     distribution: str
     gpu_only: bool
     advice: str
+    of_some: bool = False
 
 
 # What `make gpu` expects of the machine (docs/install.md). The CUDA compiler is not among it: scripts/lock has one.
@@ -66,6 +70,7 @@ NEEDED = (
     Needed("megatron-core", False, CPU_LOCK),
     Needed("transformers", False, CPU_LOCK),
     Needed("nvidia-resiliency-ext", False, CPU_LOCK),
+    Needed("emerging-optimizers", False, f"optimizer.optimizer=muon; {CPU_LOCK}", of_some=True),
     Needed("transformer-engine", True, GPU_LOCK),
     Needed("causal-conv1d", True, f"Nemotron's Mamba layers; {GPU_LOCK}"),
     Needed("mamba-ssm", True, f"Nemotron's Mamba layers; {GPU_LOCK}"),
@@ -113,7 +118,7 @@ def examine() -> list[Finding]:
 def _package(needed: Needed, pin: str | None, *, has_gpu: bool) -> Finding:
     version = installed(needed.distribution)
     if version is None:
-        state = "missing" if has_gpu or not needed.gpu_only else "optional"
+        state = "optional" if needed.of_some or (needed.gpu_only and not has_gpu) else "missing"
         return Finding(needed.distribution, None, state, needed.advice)
     if version.split("+")[0] == pin:
         return Finding(needed.distribution, version, "ok", "")

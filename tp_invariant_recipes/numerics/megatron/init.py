@@ -135,7 +135,7 @@ def initialise(model_chunks: list[Any], *, seed: int) -> list[Any]:
     plan, problems = [], []
     for chunk in model_chunks:
         for name, parameter in canonical_parameters(chunk):
-            rule = next((rule for rule in RULES if re.fullmatch(rule.name, name)), None)
+            rule = rule_of(name)
             if rule is None:
                 problems.append(f"{name}: no rule says how it starts (megatron/init.py); use numerics=stock")
             elif parameter.is_meta:
@@ -150,10 +150,8 @@ def initialise(model_chunks: list[Any], *, seed: int) -> list[Any]:
 
     for (name, parameter, rule, config), std in zip(plan, stds, strict=True):
         if _is_drawn(rule):
-            gated = rule.gated and config.gated_linear_unit
-            segments = getattr(parameter, "partition_sizes", 2 if gated else 1)
             at, of = (0, 1) if rule.whole else (rank, size)
-            shape, ranges = place(parameter.shape, rule.dim, at, of, segments)
+            shape, ranges = place(parameter.shape, rule.dim, at, of, segments(rule, parameter, config))
             parameter.copy_(
                 sample(shape, ranges, _quantile(rule, std), seed=seed, name=name,
                       dtype=parameter.dtype, device=parameter.device)
@@ -162,6 +160,16 @@ def initialise(model_chunks: list[Any], *, seed: int) -> list[Any]:
             centred = rule.value == "ones" and getattr(config, "layernorm_zero_centered_gamma", False)
             parameter.fill_(1.0 if rule.value != "zeros" and not centred else 0.0)
     return model_chunks
+
+
+def rule_of(name: str) -> InitRule | None:
+    """The rule of a parameter, by its canonical name."""
+    return next((rule for rule in RULES if re.fullmatch(rule.name, name)), None)
+
+
+def segments(rule: InitRule, parameter: Tensor, config: Any) -> int | Sequence[int]:
+    """What of a parameter's split dimension is split separately, as `place` takes it."""
+    return getattr(parameter, "partition_sizes", 2 if rule.gated and config.gated_linear_unit else 1)
 
 
 def _is_drawn(rule: InitRule) -> bool:
@@ -221,13 +229,19 @@ def place(
     """
     shape = [n * size if d == dim else n for d, n in enumerate(local)]
     ranges = [[(0, n)] for n in shape]
-    steps = [local[dim] // segments] * segments if isinstance(segments, int) else list(segments)
-    if sum(steps) != local[dim]:
-        what = f"{segments} equal segments" if isinstance(segments, int) else f"segments of {steps}"
-        raise ValueError(f"{local[dim]} rows are not {what}")
+    steps = segment_rows(local[dim], segments)
     starts = [size * sum(steps[:n]) + rank * step for n, step in enumerate(steps)]
     ranges[dim] = [(start, start + step) for start, step in zip(starts, steps, strict=True)]
     return shape, ranges
+
+
+def segment_rows(rows: int, segments: int | Sequence[int]) -> list[int]:
+    """The rows of each segment on a rank that has so many together. ValueError: they are not these segments."""
+    steps = [rows // segments] * segments if isinstance(segments, int) else list(segments)
+    if sum(steps) != rows:
+        what = f"{segments} equal segments" if isinstance(segments, int) else f"segments of {steps}"
+        raise ValueError(f"{rows} rows are not {what}")
+    return steps
 
 
 def normal(

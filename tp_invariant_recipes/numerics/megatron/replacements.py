@@ -129,6 +129,12 @@ ROWS = (
         "numerics.sums.pending_norm:reading_late",
         "the exact norm is a number, and the GPU would wait for it while the host collects the gradients to clip",
     ),
+    # --- An optimizer of matrices ---
+    Row(
+        "megatron.core.optimizer:_create_emerging_optimizer",
+        "numerics.megatron.muon:whole_matrices",
+        "Newton-Schulz steps add over whole rows, in the order in which ranks have them",
+    ),
     # --- Gradients over data-parallel and context-parallel ranks ---
     Row(
         "megatron.core.distributed:DistributedDataParallel.__init__",
