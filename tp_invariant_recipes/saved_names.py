@@ -10,4 +10,5 @@ LATENT_ATTENTION = {
     f"self_attention.{part}_layernorm.": f"self_attention.linear_{part}_up_proj.layer_norm_" for part in ("q", "kv")
 }
 DENSE = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}  # with experts the norm is a module of its own everywhere
+DELTA_NET = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
 MAMBA = {"norm.": "mixer.in_proj.layer_norm_"}

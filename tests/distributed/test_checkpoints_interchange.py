@@ -24,7 +24,7 @@ def saved(shared):
     return shared
 
 
-def _tensors(folder):
+def tensors_of(folder):
     """Name -> tensor, all that a checkpoint of Megatron's format holds."""
     metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     found = {
@@ -42,7 +42,7 @@ def _weights(tensors):
 
 def test_both_save_under_the_same_names(saved):
     (stock, stock_names), (tree, tree_names) = (
-        _tensors(saved.folder / mode / "checkpoints" / "iter_0000002") for mode in OTHER
+        tensors_of(saved.folder / mode / "checkpoints" / "iter_0000002") for mode in OTHER
     )
     assert stock_names == tree_names
     assert {n: (t.shape, t.dtype) for n, t in stock.items()} == {n: (t.shape, t.dtype) for n, t in tree.items()}
@@ -58,11 +58,11 @@ def test_the_other_loads_what_was_saved(saved, mode):
         saved, f"numerics={OTHER[mode]}", "tp=2", "iters=1", "save=1", *STILL, f"run.dir={name}",
         f"checkpoint.pretrained_checkpoint={start}",
     )  # fmt: skip
-    before = _weights(_tensors(start / "iter_0000002")[0])
-    after = _weights(_tensors(saved.folder / name / "checkpoints" / "iter_0000001")[0])
+    before = _weights(tensors_of(start / "iter_0000002")[0])
+    after = _weights(tensors_of(saved.folder / name / "checkpoints" / "iter_0000001")[0])
     assert before.keys() == after.keys()
     assert [n for n in before if not same_bits(before[n], after[n])] == []
-    fresh = _weights(_tensors(saved.folder / OTHER[mode] / "checkpoints" / "iter_0000002")[0])
+    fresh = _weights(tensors_of(saved.folder / OTHER[mode] / "checkpoints" / "iter_0000002")[0])
     assert [n for n in before if before[n].ndim > 1 and same_bits(before[n], fresh[n])] == []  # they did differ
 
 

@@ -33,6 +33,12 @@ HYBRID = (
     "model.moe_shared_expert_intermediate_size=192 model.mamba_num_heads=4 model.mamba_num_groups=2 "
     "model.mamba_head_dim=16 model.mamba_state_dim=16"
 )
+# Of alpha and beta 4 numbers a shard.
+DELTA = (
+    "qwen3_next_toy seq=128 gbs=1 iters=1 numerics.virtual_shards=2 model.hidden_size=128 model.num_attention_heads=4 "
+    "model.num_query_groups=4 model.kv_channels=32 model.vocab_size=512 model.moe_ffn_hidden_size=128 "
+    "model.moe_shared_expert_intermediate_size=128 model.linear_num_key_heads=4 model.linear_num_value_heads=8"
+)
 FOUR_SHARDS = "numerics.virtual_shards=4 model.kv_channels=64 model.ffn_hidden_size=512"  # two of each rank of tp=2
 RECOMPUTE = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
 TENSORWISE, BLOCKWISE = "precision=fp8_tensorwise", "precision=fp8_blockwise"
@@ -59,6 +65,7 @@ LONGER = {
         "dp=2",
         "pp=2",
     ),
+    f"{DELTA} {TENSORWISE}": ("tp=1", "tp=2 ep=2", "pp=2"),
     f"{ONE} {TENSORWISE} numerics=portable": ("tp=1", "tp=2"),
     f"{ONE} {BLOCKWISE} numerics=portable": ("tp=1", "tp=2"),
     f"{SMALL} {NAMED} model.num_layers=4": ("tp=1", "tp=2", "pp=2"),

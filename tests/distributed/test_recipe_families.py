@@ -68,6 +68,21 @@ _SUPER = {  # experts of latents, and multi-token prediction
     "mtp_hybrid_override_pattern": "*E",
     "vocab_size": 512,
 }
+_QWEN3_NEXT = SIZES | {
+    "model_type": "qwen3_next",
+    "architectures": ["Qwen3NextForCausalLM"],
+    "tie_word_embeddings": False,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 256,
+    "head_dim": 16,
+}
 # A family: the recipe of Bridge and the config.json cut small.
 FAMILIES = {
     "moonlight": (
@@ -85,6 +100,7 @@ FAMILIES = {
         | {"q_lora_rank": None, "num_experts_per_tok": 2, "routed_scaling_factor": 1.0},
     ),
     "gpt_oss": ("gpt_oss_20b_pretrain_config", _GPT_OSS),
+    "qwen3_next": ("qwen3_next_80b_a3b_pretrain_config", _QWEN3_NEXT),
     "nemotron_super": ("nemotron_3_super_pretrain_16gpu_h100_bf16_config", _SUPER),
 }
 LAYOUT = ("tp=2", "sp=true", "pp=1", "ep=2")
@@ -155,6 +171,13 @@ def test_a_recipe_with_sinks_composes_for_tree(bridge, hugging_face):
     assert tree["model"]["activation_func_clamp_value"] == 7.0
 
 
+def test_a_recipe_with_gated_delta_nets_composes_for_tree(bridge, hugging_face):
+    tree = composed("qwen3_next", hugging_face)
+    assert (tree["numerics"]["mode"], tree["recipe"]["kept"]) == ("tree", [])
+    assert tree["model"]["linear_attention_freq"] == [1, 0]
+    assert tree["model"]["moe_router_load_balancing_type"] == "global_aux_loss"
+
+
 @pytest.mark.parametrize("family", MISSING)
 def test_what_is_missing_is_named_in_one_message(bridge, hugging_face, family):
     chosen, message = MISSING[family]
@@ -165,7 +188,7 @@ def test_what_is_missing_is_named_in_one_message(bridge, hugging_face, family):
 
 
 # Families: their recipes are cut in size and in steps, and in nothing else.
-CUT_SMALL = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "gpt_oss", "nemotron_super")
+CUT_SMALL = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "gpt_oss", "nemotron_super", "qwen3_next")
 CUT = "seq=64 gbs=2 iters=3 scheduler.lr_warmup_iters=0 tp=1 pp=1 ep=1 device=cpu"
 
 

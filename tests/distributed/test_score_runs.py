@@ -308,3 +308,16 @@ def test_transformers_agrees_with_latent_attention(shared, folder):
     shared("score", "latent-run", "s.jsonl", "--out", "latent.scores", status=0)
     theirs = drawn(logits_of(folder / "latent", rows()))
     assert farthest(logprobs(folder / "latent.scores"), theirs) < 2e-5
+
+
+@pytest.mark.release
+def test_transformers_agrees_with_gated_delta_nets(shared, folder):
+    words = (
+        *("model.hidden_size=64", "model.moe_ffn_hidden_size=64", "model.kv_channels=16", "model.vocab_size=512"),
+        *("model.linear_key_head_dim=16", "model.linear_value_head_dim=16", "model.mtp_num_layers=null"),
+    )
+    hf_folders.make(folder / "delta", hf_folders.of("qwen3_next_toy", *words), dtype="F32")
+    for name, layout in (("delta.scores", ()), ("delta.two", ("tp=2", "ep=2"))):
+        shared("score", "delta", "s.jsonl", "precision=fp32", *layout, "--out", name, status=0)
+    assert by_id((folder / "delta.scores").read_bytes()) == by_id((folder / "delta.two").read_bytes())
+    assert farthest(logprobs(folder / "delta.scores"), drawn(logits_of(folder / "delta", rows()))) < 2e-5

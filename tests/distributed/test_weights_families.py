@@ -8,6 +8,7 @@ pytestmark = [pytest.mark.usefixtures("modelopt"), pytest.mark.release]
 
 _SMALL = "model.hidden_size=128 model.ffn_hidden_size=256 model.kv_channels=16 model.vocab_size=512"
 _GLM = f"{_SMALL} model.moe_ffn_hidden_size=256 model.moe_shared_expert_intermediate_size=256"
+_QWEN3_NEXT = f"{_GLM} model.linear_key_head_dim=16 model.linear_value_head_dim=16"
 # Model, overrides of all its runs -> the layout that must start from the same bits as tp=1.
 ROWS = {
     ("olmoe_toy", f"{_SMALL} model.moe_ffn_hidden_size=256"): "tp=2 ep=2",
@@ -16,6 +17,7 @@ ROWS = {
     ("gemma3_toy", "model.interleaved_attn_pattern=[5,1]"): "tp=2",
     ("glm45_toy", f"{_GLM} model.mtp_num_layers=null"): "tp=2 ep=2",
     ("glm45_toy", f"{_GLM} model.num_layers=2 model.moe_layer_freq=[0,1]"): "tp=2 pp=2",
+    ("qwen3_next_toy", f"{_QWEN3_NEXT} model.mtp_num_layers=null"): "tp=2 ep=2",
 }
 
 

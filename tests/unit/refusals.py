@@ -236,9 +236,9 @@ INVARIANCE = Family(
             paths_in("model", invariance.OFF),
             "true",
             "{} is not covered",
-            experimental_attention_variant="dsa",
             symmetric_ar_type="two_shot",
         ),
+        "model.experimental_attention_variant=dsa": "of attention's variants only gated delta nets",
         "model.attention_backend=flash": "of attention only auto, fused, unfused and local are covered",
         "model.softmax_type=off-by-one": "of attention sinks only those of each head",
         "mixed_precision=fp16_mixed": "…only bf16_mixed is covered",
@@ -381,7 +381,7 @@ LATENT = Family(
         "model.apply_rope_fusion=true": "the fused rotation of multi-latent attention",
         "model.recompute_granularity=selective": "recomputation of multi-latent attention was not shown",
         "model.moe_shared_expert_overlap=true": "model.moe_shared_expert_overlap is not covered",
-        "model.moe_shared_expert_gate=true": "model.moe_shared_expert_gate is not covered",
+        "model.attention_output_gate=true": "multi-latent attention has no gate",
         **each(paths_in("model", latent.OFF), "true", "{} is not covered"),
     },
     begins=TREE,
@@ -389,6 +389,30 @@ LATENT = Family(
         "model.num_query_groups=16": "model.num_attention_heads=8 is not a multiple of model.num_query_groups=16",
     },
     takes=("stock",),
+)
+
+DELTA_NET = Family(
+    "qwen3_next_toy numerics=tree model.mtp_num_layers=null",
+    {
+        "model.linear_conv_kernel_dim=3": "the convolution takes four tokens; model.linear_conv_kernel_dim=4",
+        "model.linear_attention_freq=null": "how often attention comes among gated delta nets is not said",
+        "model.recompute_granularity=selective model.recompute_modules=[gdn_norm_out]": "gated delta nets keep what",
+        "model.transformer_layer_spec=megatron.bridge.models.gpt_provider.local_layer_spec": "gated delta nets have "
+        "layers of tpi's; model.transformer_layer_spec=null",
+    },
+    begins=TREE,
+    taken=("tp=2 ep=2", "tp=2 pp=2 gbs=4 mbs=2"),
+    takes=("stock",),
+)
+
+DELTA_NET_TYPED = Family(
+    "qwen3_next_toy model.mtp_num_layers=null",
+    {
+        "tp=2 sp=false model.num_moe_experts=null": "gated delta nets under tensor parallelism need sequence",
+        "numerics.context_shards=2": "gated delta nets and gates have no version with context shards",
+    },
+    begins=TREE,
+    typed=True,
 )
 
 LATENT_SHARDS = Family(

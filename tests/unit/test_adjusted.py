@@ -70,6 +70,7 @@ VALUES = {
     "dataset.dataset_kwargs": ({"get_attention_mask_from_fusion": False}, {"get_attention_mask_from_fusion": True}),
     "dataset.offline_packing_specs.pad_seq_to_mult": (1, 3, 64),
     "model.recompute_granularity": ("selective",),
+    "model.recompute_modules": (["layernorm", "gdn_norm_out"],),
     "model.context_parallel_size": (8,),
     "numerics.context_shards": (8,),
     "mixed_precision.grad_reduce_in_fp32": (False,),

@@ -59,6 +59,14 @@ PUBLISHED = (
     ("deepseek_v3_toy", 64.0e6, [1, 2, 4, 8], True),
     ("gpt_oss_20b", 20.91e9, [1, 2, 4, 8], True),
     ("gpt_oss_120b", 116.83e9, [1, 2, 4, 8], True),
+    ("qwen3_next_80b_a3b", 81.32e9, [1, 2], True),  # with a layer of multi-token prediction
+    (
+        "qwen3_next_toy",
+        # embeddings; a gated delta net; attention, twice; experts, three times; a projection of two inputs
+        2 * 4096 * 256 + 256 * (2 * 784 + 512) + 2 * 256 * 1280 + 3 * 9 * 3 * 256 * 256 + 2 * 256 * 256,
+        [1, 2, 4, 8],
+        True,
+    ),
     ("gpt_oss_toy", 2 * 4096 * 256 + 2 * (4 * 256 * 256 + 256 * 8 + 8 * 3 * 256 * 256), [1, 2, 4, 8], True),
     # As published, less embeddings that the published file repeats for multi-token prediction.
     ("glm45_air", 110.469e9 - 2 * 151552 * 4096, [1, 2, 4, 8], True),

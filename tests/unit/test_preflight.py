@@ -97,6 +97,13 @@ def test_muon_needs_its_package_on_a_cpu_too(machine_with, tmp_path):
     preflight_check(tmp_path, "qwen3_toy", "optimizer.optimizer=muon", device="cpu")
 
 
+def test_stock_delta_nets_need_their_kernels(machine_with, tmp_path):
+    machine_with([H200])
+    (said,) = preflight_problems(tmp_path, "qwen3_next_toy")
+    assert "flash-linear-attention, which is not installed" in said
+    preflight_check(tmp_path, "qwen3_next_toy", "numerics=tree")
+
+
 def test_a_cluster_of_other_gpus(machine_with, tmp_path):
     machine_with([B300, H200])
     assert preflight_problems(tmp_path, "qwen3_8b", "cluster=h200") == [

@@ -22,11 +22,11 @@ from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.schema import EVALUATED, StepRecord
 from tp_invariant_recipes.plural import counted
 
-_NORMS = saved_names.ATTENTION | saved_names.DENSE | saved_names.LATENT_ATTENTION
+_NORMS = (saved_names.ATTENTION, saved_names.DENSE, saved_names.LATENT_ATTENTION, saved_names.DELTA_NET)
 # A module's name -> the different name of its parameters in checkpoints: norms, and a tied output layer, which has the
 # embedding's weight.
 SAVED_AS = (
-    *((f".{module.removesuffix('.')}", f".{name}") for module, name in _NORMS.items()),
+    *((f".{module.removesuffix('.')}", f".{name}") for names in _NORMS for module, name in names.items()),
     ("output_layer", "embedding.word_embeddings."),
 )
 

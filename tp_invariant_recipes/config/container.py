@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from tp_invariant_recipes.config.null_tokenizer import megatron_vocab_size
-from tp_invariant_recipes.coverage import allowed_fields, experts
+from tp_invariant_recipes.coverage import allowed_fields, delta_net, experts
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, listed
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.numerics.megatron import families
@@ -29,6 +29,7 @@ SPEC_FIELDS = {
     "MLAModelProvider": "transformer_layer_spec",
 }
 _SPEC = "tp_invariant_recipes.numerics.megatron.spec"
+_DELTA_BLOCK = f"tp_invariant_recipes.{families.DELTA_BLOCK.replace(':', '.')}"
 _LATENT = "tp_invariant_recipes.numerics.megatron.latent_spec"
 # What stands there under stock numerics, where it is not the provider's own: Bridge's default has no latent attention.
 STOCK_SPECS = {"MLAModelProvider": f"{_LATENT}.latent_block_spec"}
@@ -152,6 +153,9 @@ def _layers(config: RunConfig, model: dict[str, Any]) -> None:
     specs = INVARIANT_SPECS if config.numerics.invariant else stock
     if provider == "GPTModelProvider" and experts.mixed(config) and not config.numerics.invariant:
         specs = {provider: f"{_SPEC}.block_of_both"}
+    if delta_net.has_it(config.model) and config.model.get(families.FIELD) in (None, delta_net.SPEC):
+        model[families.FIELD] = get_method(INVARIANT_SPECS[provider] if config.numerics.invariant else _DELTA_BLOCK)
+        return
     family = families.of(config.model)
     if family is not None and (config.numerics.invariant or model["transformer_impl"] == "local"):
         path = f"{_SPEC}.invariant_layer_spec" if config.numerics.invariant else families.BLOCK
@@ -166,6 +170,7 @@ def _numerics(provider: Any, config: RunConfig) -> None:
     if numerics.invariant:
         provider.invariant_mode, provider.virtual_shards = numerics.mode, numerics.virtual_shards
         provider.context_shards = numerics.context_shards or provider.context_parallel_size
+        provider.data_shards = numerics.data_shards
         provider.fp8_layers = low_precision.fp8_layers(config)
     if numerics.initial_weights == "invariant" and config.weights.folder is None:
         from tp_invariant_recipes.numerics.megatron import init

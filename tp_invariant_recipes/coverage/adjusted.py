@@ -9,7 +9,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tp_invariant_recipes.coverage import allowed_fields, experts, graphs, invariance, latent, multi_token, muon, packed
+from tp_invariant_recipes.coverage import (
+    allowed_fields,
+    delta_net,
+    experts,
+    graphs,
+    invariance,
+    latent,
+    multi_token,
+    muon,
+    packed,
+)
 from tp_invariant_recipes.coverage.allowed_values import as_text
 from tp_invariant_recipes.numerics.layers import expert_placement
 from tp_invariant_recipes.settings import cuda_graphs, environment, layout, low_precision, peft, sft
@@ -99,6 +109,12 @@ def _with(key: str) -> Callable[[RunConfig], dict[str, Any]]:
     return lambda t: {**(t.section("dataset").get("dataset_kwargs") or {}), key: True}
 
 
+def _computed_again(config: RunConfig) -> list[str]:
+    """What is computed again of what a recipe names: not within a CPU's experts, nor in gated delta nets."""
+    kept = {delta_net.RECOMPUTED} | ({"moe_act"} if config.device.kind == "cpu" else set())
+    return [module for module in config.model.get("recompute_modules") or () if module not in kept]
+
+
 def _capturable(config: RunConfig) -> list[str]:
     """The modules that a recipe captures and the invariant numerics can; all that they can where it names objects."""
     modules = config.model.get("cuda_graph_modules") or cuda_graphs.graphed_modules(config.model, invariant=True)
@@ -115,6 +131,8 @@ def _cannot_capture(config: RunConfig, was: Any) -> bool:
         or sft.packing(config) is not None
         or config.model.get(multi_token.FIELD)
         or config.model.get(experts.LATENT)
+        or delta_net.has_it(config.model)
+        or config.model.get("moe_router_load_balancing_type") == experts.GLOBAL
         or cuda_graphs.problems(config)
         or any(limit.wrong(config) for limit in graphs.LIMITS)
     )
@@ -308,6 +326,8 @@ ROWS: tuple[Adjustment, ...] = (
     _row(False, "activations stay where they are", "model.cpu_offloading model.fine_grained_activation_offloading"),
     _row(_padded_size, _PADDED, "model.vocab_size", lambda t, was: t.model.get("should_pad_vocab")),
     _row(False, _PADDED, "model.should_pad_vocab"),
+    _row(_computed_again, "the layers of this run keep it", "model.recompute_modules",
+         lambda t, was: bool(was) and _computed_again(t) != [*was]),
     _row(_capturable, _GRAPHS, "model.cuda_graph_modules", _captures_others),
     _row("none", _GRAPHS, "model.cuda_graph_impl", _cannot_capture),
     _row(False, _CPU, "model.use_te_rng_tracker rng.te_rng_tracker", lambda t, was: was and t.device.kind == "cpu"),

@@ -7,13 +7,14 @@ from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers import expert_placement
 from tp_invariant_recipes.numerics.megatron.spec import layers_alike
-from tp_invariant_recipes.settings import cuda_graphs, low_precision
+from tp_invariant_recipes.settings import cuda_graphs, low_precision, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 LATENT = "moe_latent_size"  # experts see so many features, projected from the hidden size
 
 Z_LOSS = "moe_z_loss_coeff"
-BALANCING = ("aux_loss", "seq_aux_loss", "none")
+GLOBAL = "global_aux_loss"  # of a data shard's sequences so far
+BALANCING = ("aux_loss", "seq_aux_loss", GLOBAL, "none")
 
 # Fields that replace the invariant experts' sums, orders or modules by others.
 OFF = (
@@ -27,7 +28,6 @@ OFF = (
     "moe_apply_probs_on_input",
     "moe_expert_rank_capacity_factor",
     "moe_paged_stash",
-    "moe_shared_expert_gate",
     "moe_shared_expert_overlap",
     "moe_single_grouped_weight",
     "moe_mlp_glu_interleave_size",
@@ -137,6 +137,15 @@ LIMITS = (
     _row(
         lambda t: t.model.get("moe_router_load_balancing_type", "aux_loss") not in BALANCING,
         f"other sums stand in the router; model.moe_router_load_balancing_type one of {', '.join(BALANCING)}",
+    ),
+    _row(
+        lambda t: t.model.get("moe_router_load_balancing_type") == GLOBAL and sft.packing(t) is not None,
+        f"the sequences of a packed row come in another order than {GLOBAL} counts them; "
+        "model.moe_router_load_balancing_type=seq_aux_loss",
+    ),
+    _row(
+        lambda t: t.model.get("moe_router_load_balancing_type") == GLOBAL and cuda_graphs.requested(t.model),
+        f"{GLOBAL} counts sequences where a captured layer cannot; cuda_graph=off",
     ),
     _row(
         lambda t: t.model.get("moe_router_dtype") not in (None, "fp32"),

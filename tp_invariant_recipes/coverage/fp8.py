@@ -11,11 +11,12 @@ from typing import Any
 
 from tp_invariant_recipes.coverage.limit import Limit
 from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.settings import low_precision
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 _INSTEAD = "precision=fp8_tensorwise or precision=fp8_blockwise"
-# Fields that `summed` reads.
+# Fields that `summed` reads, and the sizes of gated delta nets, which V divides.
 SIZES = (
     "hidden_size",
     "ffn_hidden_size",
@@ -32,6 +33,9 @@ SIZES = (
     "mamba_head_dim",
     "mamba_num_groups",
     "mamba_state_dim",
+    "attention_output_gate",
+    families.VARIANT,
+    *families.DELTA_SIZES,
     "num_moe_experts",
     "moe_layer_freq",
     "moe_shared_expert_intermediate_size",
@@ -113,11 +117,12 @@ LIMITS = (
 def summed(model: dict[str, Any], *, blockwise: bool) -> dict[str, int]:
     """What V shards divide in sums of FP8 products: how a message names it -> its size.
 
-    Of Mamba's dt a shard has a few numbers: tensorwise any number of them.
+    Of Mamba's dt a shard has a few numbers: tensorwise any number of them. So it has of a gated delta net's α and β.
     """
     heads = model.get("num_attention_heads") or 1
     groups = model.get("num_query_groups") or heads
     width = model.get("kv_channels") or (model.get("hidden_size") or 0) // heads
+    gated = bool(model.get("attention_output_gate"))
     if model.get("multi_latent_attention"):
         keys, values = model.get("qk_head_dim") or 0, model.get("v_head_dim") or 0
         found = {
@@ -128,7 +133,7 @@ def summed(model: dict[str, Any], *, blockwise: bool) -> dict[str, int]:
     else:
         found = {
             "the heads' width (model.num_attention_heads * model.kv_channels)": heads * width,
-            "the width of queries, keys and values": (heads + 2 * groups) * width,
+            "the width of queries, keys and values": ((2 if gated else 1) * heads + 2 * groups) * width,
         }
     if not model.get("num_moe_experts") or (model.get("moe_layer_freq") or 1) != 1:
         found["model.ffn_hidden_size"] = model.get("ffn_hidden_size") or 0
@@ -141,6 +146,11 @@ def summed(model: dict[str, Any], *, blockwise: bool) -> dict[str, int]:
         )
         if blockwise:
             found["the width of Mamba's dt (model.mamba_num_heads)"] = heads
+    keys, values, heads = families.delta_widths(model)
+    if heads:
+        found |= {"the width of gated delta nets' keys": keys, "the width of gated delta nets' values": values}
+        if blockwise:
+            found["the width of gated delta nets' alpha (model.linear_num_value_heads)"] = heads
     return found
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from tp_invariant_recipes.coverage import (
     allowed_fields,
+    delta_net,
     experts,
     families,
     finetuning,
@@ -56,7 +57,6 @@ LEARNED = "learned_absolute"
 # Fields of the model that replace the invariant layers or sums by others.
 OFF = (
     "qk_l2_norm",
-    "experimental_attention_variant",
     "use_transformer_engine_op_fuser",
     "use_transformer_engine_full_layer_spec",
     "dense_grouped_gemm",
@@ -91,6 +91,7 @@ LIMITS = (
         lambda t: t.model.get("_target_") not in (None, *schema.PROVIDERS),
         f"of Bridge's models only {', '.join(_FIRST)} and {_LATEST} have invariant layers",
     ),
+    *delta_net.LIMITS,
     *experts.LIMITS,
     *families.LIMITS,
     *graphs.LIMITS,
@@ -229,7 +230,7 @@ def default_shards(model: dict[str, Any], precision: Any) -> int:
 
     precision: the section mixed_precision; in FP8 shards are multiples of 128 if they can be.
     """
-    sizes = [model.get(name) for name in SHARDED]
+    sizes = [*map(model.get, SHARDED), *delta_net.sharded(model).values()]
     shards = math.gcd(DEFAULT_SHARDS, *(size for size in sizes if isinstance(size, int)))
     in_fp8 = "fp8" in precision if isinstance(precision, str) else bool((precision or {}).get("fp8"))
     return math.gcd(shards, fp8.most_shards(model, precision)) if in_fp8 else shards
@@ -285,7 +286,8 @@ def _shards(config: RunConfig) -> list[str]:
     shards = config.numerics.virtual_shards
     if not isinstance(shards, int) or shards < 1 or shards & (shards - 1):
         return [f"numerics.virtual_shards={shards}: must be a power of two"]
-    totals = {f"model.{n}": config.model[n] for n in SHARDED if config.model.get(n) is not None}
+    sizes = {n: config.model[n] for n in SHARDED if config.model.get(n) is not None} | delta_net.sharded(config.model)
+    totals = {f"model.{name}": size for name, size in sizes.items()}
     wrong = [f"{field}={total}" for field, total in totals.items() if total % shards]
     if wrong:
         common = math.gcd(*totals.values())
@@ -383,6 +385,12 @@ def _unfilled(config: RunConfig, shards: int) -> list[str]:
         for field in ACTIVATED
         if (config.model.get(field) or 0) % width
     ]
+    gated = delta_net.gated_numbers(config.model) // (shards * (config.numerics.context_shards or 1))
+    if gated % VECTORS:
+        found.append(
+            f"model.{delta_net.ATTENTION_GATE}=true: on a CPU seq * model.num_attention_heads * model.kv_channels / "
+            f"numerics.virtual_shards must be a multiple of {VECTORS}"
+        )
     if experts.routed(config, shards) % VECTORS:
         found.append(
             f"numerics={config.numerics.mode}: on a CPU seq / numerics.virtual_shards / numerics.context_shards * "

@@ -34,6 +34,13 @@ SIZES = (
     "moe_latent_size",
     "moe_shared_expert_intermediate_size",
     "moe_layer_freq",
+    # Of gated delta nets:
+    "linear_attention_freq",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_value_head_dim",
 )
 MATHEMATICS = (
     "activation_func",
@@ -41,9 +48,11 @@ MATHEMATICS = (
     "add_bias_linear",
     "add_qkv_bias",
     "attention_dropout",
+    "attention_output_gate",
     "attention_softmax_in_fp32",
     "attn_logit_softcapping",
     "calculate_per_token_loss",
+    "experimental_attention_variant",
     "final_logit_softcapping",
     "gated_linear_unit",
     "glu_linear_offset",
@@ -104,6 +113,7 @@ MATHEMATICS = (
     "moe_router_score_function",
     "moe_router_topk",
     "moe_router_topk_scaling_factor",
+    "moe_shared_expert_gate",
 )
 WEIGHTS = (
     "init_method",
@@ -216,6 +226,7 @@ LOOP = (
     "finalize_model_grads_func",
     "grad_scale_func",
     "grad_sync_func",
+    "hetereogenous_dist_checkpoint",  # how checkpoints name layers
     "hf_model_id",
     "hf_model_revision",
     "no_sync_func",

@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tp_invariant_recipes.host import bridge
-from tp_invariant_recipes.host.stand_ins import mamba, torch_adam
+from tp_invariant_recipes.host.stand_ins import delta_net, mamba, torch_adam, torch_norm
 from tp_invariant_recipes.host.versions import installed as installed_version
 from tp_invariant_recipes.replacement import Replacement, applied
 
@@ -101,21 +101,6 @@ def _set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     torch.set_rng_state(state)
 
 
-def _torch_norm(original: Any) -> staticmethod:
-    """A local norm for sequence parallelism, which Megatron-Core's refuses. It marks the weight as the TE norm does."""
-
-    def build(
-        cls: type, config: Any, hidden_size: int, eps: float = 1e-5, *args: Any, **kwargs: Any
-    ) -> torch.nn.Module:
-        kind = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}[config.normalization]
-        norm = kind(hidden_size, eps=eps)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-        return norm
-
-    return staticmethod(build)
-
-
 def _splits_as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Turn the all-to-all's split sizes into arrays; Megatron does so only when it copies them from a GPU."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -193,11 +178,7 @@ TORCH = (
 
 MEGATRON = (
     Replacement("megatron.core.tensor_parallel.random:_set_cuda_rng_state", _instead(_set_rng_state), _RNG),
-    Replacement(
-        "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-        _torch_norm,
-        "the local norm refuses sequence parallelism and persist_layer_norm",
-    ),
+    *torch_norm.REPLACEMENTS,
     Replacement(
         "megatron.core.transformer.transformer_block:LayerNormImpl",
         _local_norm,
@@ -220,6 +201,7 @@ MEGATRON = (
         "norms that are computed again ask Transformer Engine whether they are in FP8",
     ),
     *mamba.REPLACEMENTS,
+    *delta_net.REPLACEMENTS,
     Replacement(
         "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
         _instead(_splits_as_numpy),

@@ -9,12 +9,15 @@ from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.launch import experiments, inputs, memory
 from tp_invariant_recipes.ledger.digests import MANY
+from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.runs.run_dir import RunDir, free_bytes
 from tp_invariant_recipes.settings import allocation, environment, layout
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing.size import parameters
+
+_FLA = "flash-linear-attention"  # tpi installs it nowhere
 
 # What a run writes besides checkpoints and sample indices: configuration, logs, ledger.
 SMALL_FILES = 8 * 2**20
@@ -83,6 +86,11 @@ def _gpus(config: RunConfig) -> list[str]:
         problems.append("device=gpu needs Transformer Engine, which is not installed: make gpu (tpi doctor)")
     if config.model.get("hybrid_layer_pattern") and installed("mamba-ssm") is None:
         problems.append("this model's Mamba layers need mamba-ssm, which is not installed: make gpu (tpi doctor)")
+    if families.delta_sizes(config.model) and not config.numerics.invariant and installed(_FLA) is None:
+        problems.append(
+            f"stock's gated delta nets need {_FLA}, which is not installed: pip install {_FLA}; those of numerics=tree "
+            "do not"
+        )
     wanted = cluster.compute_capability
     wrong = {g.name for g in found if wanted and list(g.capability) != list(wanted)}
     if wrong:

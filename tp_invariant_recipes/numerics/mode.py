@@ -34,6 +34,7 @@ else:
 
 # What a mode may cover beyond dense models of attention and feed-forward layers in bf16.
 EXPERTS, HYBRID, LATENT = "experts", "Mamba layers", "multi-latent attention"
+DELTA_NET, GATES = "gated delta nets", "gates of attention and of shared experts"
 MTP, PACKED = "multi-token prediction", "packed sequences"
 FAMILIES, CENTRED = "families with own layers", "zero-centred norm weights"
 LAYER_NORM, LEARNED = "LayerNorm", "learned positions"

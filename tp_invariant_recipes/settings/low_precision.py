@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.numerics.precision import Fp8Layers
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -113,4 +114,6 @@ def _sides(config: RunConfig) -> dict[str, float]:
         inner = model["mamba_num_heads"] * model["mamba_head_dim"]
         states = model["mamba_num_groups"] * model["mamba_state_dim"]
         sides["the width of Mamba's in_proj / tp"] = (2 * (inner + states) + model["mamba_num_heads"]) / tp
+    if families.delta_sizes(model):
+        sides["the width of a gated delta net's in_proj / tp"] = 2 * sum(families.delta_widths(model)) / tp
     return sides

@@ -15,7 +15,7 @@ from tp_invariant_recipes.sizing.size import Widths
 FP32 = 4
 
 # Rows of the tables below. A word of `model.recompute_modules` drops the rows of its name.
-INPUT, NORM, ATTENTION, CORE, MLP, EXPERTS, ACTIVATION, SHARED, MAMBA = (
+INPUT, NORM, ATTENTION, CORE, MLP, EXPERTS, ACTIVATION, SHARED, MAMBA, DELTA_NET = (
     "input",
     "layernorm",
     "attention",
@@ -25,6 +25,7 @@ INPUT, NORM, ATTENTION, CORE, MLP, EXPERTS, ACTIVATION, SHARED, MAMBA = (
     "moe_act",
     "shared_experts",
     "mamba",
+    "delta_net",
 )
 # What else a word drops: recomputing all of the experts' part recomputes these, too.
 ALSO_DROPS = {EXPERTS: (ACTIVATION, SHARED)}
@@ -120,7 +121,7 @@ def _attention(b: MicroBatch) -> Kept:
     if b.widths.kv_latent:
         return _latent_attention(b)
     before_norms = query + key if b.head_norms else 0  # copies, so that what the one product makes does not stay
-    after = query + 2 * key
+    after = query + 2 * key + b.widths.gate // b.tp
     core = b.heads * b.tokens * FP32  # of the softmax, a number a row
     if not b.fused:
         repeated = 2 * query if query > key else 0
@@ -188,9 +189,20 @@ def _mamba(b: MicroBatch) -> Kept:
     }
 
 
+def _delta_net(b: MicroBatch) -> Kept:
+    keys, values, heads = (size // b.tp for size in (b.widths.delta_key, b.widths.delta_value, b.widths.delta_heads))
+    # Before and after the convolution; z, beta and alpha; the rule's output, before and after its norm and its gate.
+    # Stock also keeps normed queries and keys, once for each head of values, in place of copies of y.
+    return {
+        **_input_and_norm(b),
+        DELTA_NET: b.tokens * b.element * (2 * (2 * keys + values) + values + 2 * heads + 4 * values),
+    }
+
+
 PARTS: dict[str, Callable[[MicroBatch], Kept]] = {
     size.ATTENTION: _attention,
     size.MLP: _mlp,
     size.EXPERTS: _experts,
     size.MAMBA: _mamba,
+    size.DELTA_NET: _delta_net,
 }

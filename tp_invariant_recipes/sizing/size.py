@@ -1,17 +1,19 @@
 """The size of a model: its layers and their parameters, from its dimensions."""
 
+import math
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from tp_invariant_recipes.coverage import delta_net
 from tp_invariant_recipes.numerics.megatron import families
 
 Model = dict[str, Any]  # the section `model` of a composed tree
 
 # One letter a part of a layer, as in Nemotron's pattern. A layer of a GPT model has two parts.
-ATTENTION, MLP, EXPERTS, MAMBA = "*", "-", "E", "M"
-TAPS = 4  # of Mamba's convolution
+ATTENTION, MLP, EXPERTS, MAMBA, DELTA_NET = "*", "-", "E", "M", "G"
+TAPS = 4  # of the convolution of Mamba and of gated delta nets
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Widths:
     q_latent:         of multi-latent attention: features of a query's latent; 0: it has none.
     kv_latent, shared_key: its latent of keys and values; the key that all heads share. 0: no such attention.
     inner, states:    of a Mamba layer: of x and z; of B and C together.
+    gate:             of attention's output; 0: it has none.
+    delta_key, delta_value: of a gated delta net: of its keys, and of its values, of all heads; delta_heads: of values.
     gates:            matrices that a feed-forward part has before its activation: 2 with a gate, else 1.
     """
 
@@ -70,6 +74,10 @@ class Widths:
     inner: int
     states: int
     mamba_heads: int
+    gate: int
+    delta_key: int
+    delta_value: int
+    delta_heads: int
 
 
 def widths(model: Model) -> Widths:
@@ -84,6 +92,7 @@ def widths(model: Model) -> Widths:
         query = heads * (model["qk_head_dim"] + shared)
         of_heads = [query, query, values, values, model.get("q_lora_rank") or 0, model["kv_lora_rank"], shared]
     query, key, value, core, q_latent, kv_latent, shared_key = of_heads
+    delta_key, delta_value, delta_heads = families.delta_widths(model)
     return Widths(
         hidden=hidden,
         query=query,
@@ -100,6 +109,10 @@ def widths(model: Model) -> Widths:
         inner=(model.get("mamba_num_heads") or 0) * (model.get("mamba_head_dim") or 0),
         states=2 * (model.get("mamba_num_groups") or 0) * (model.get("mamba_state_dim") or 0),
         mamba_heads=model.get("mamba_num_heads") or 0,
+        gate=query if model.get(delta_net.ATTENTION_GATE) else 0,
+        delta_key=delta_key,
+        delta_value=delta_value,
+        delta_heads=delta_heads,
     )
 
 
@@ -113,12 +126,19 @@ def layers(model: Model) -> Counter[str]:
     pattern = model.get("hybrid_layer_pattern")
     if pattern:
         return Counter(pattern.partition("/")[0].replace("|", ""))
-    count = model["num_layers"]
-    sparse = 0
-    if model.get("num_moe_experts"):
-        frequency = model.get("moe_layer_freq") or 1
-        sparse = sum(map(bool, frequency)) if isinstance(frequency, list) else -(-count // frequency)
-    return +Counter({ATTENTION + EXPERTS: sparse, ATTENTION + MLP: count - sparse})
+    count, net = model["num_layers"], delta_net.has_it(model)
+    sparse = (model.get("moe_layer_freq") or 1) if model.get("num_moe_experts") else [0]
+    linear = (model.get(delta_net.FREQUENCY) or 1) if net else [0]
+    period = math.lcm(*(len(one) if isinstance(one, list) else one for one in (sparse, linear)))
+
+    def kind(n: int) -> str:
+        of_experts = sparse[n % len(sparse)] if isinstance(sparse, list) else n % sparse == 0
+        of_net = linear[n % len(linear)] if isinstance(linear, list) else (n + 1) % linear != 0
+        return (DELTA_NET if of_net else ATTENTION) + (EXPERTS if of_experts else MLP)
+
+    turns, rest = divmod(count, period)
+    each = Counter(map(kind, range(period if turns else 0)))
+    return Counter({one: times * turns for one, times in each.items()}) + Counter(map(kind, range(rest)))
 
 
 def weights(model: Model, part: str) -> Weights:
@@ -133,10 +153,15 @@ def weights(model: Model, part: str) -> Weights:
         norms = w.hidden + ((w.q_latent + w.kv_latent) if model.get("qk_layernorm") else 0)
         return Weights(split=up_query + up + out, whole=down + norms, largest=max(up_query, up, out))
     if part == ATTENTION:
-        qkv, out = w.hidden * (w.query + 2 * w.key), w.query * w.hidden
+        qkv, out = w.hidden * (w.query + w.gate + 2 * w.key), w.query * w.hidden
         norms = _head_norms(model, w) + _more_norms(model) * w.hidden
-        biases = w.query + 2 * w.key if model.get("add_qkv_bias") or model.get("add_bias_linear") else 0
+        biases = w.query + w.gate + 2 * w.key if model.get("add_qkv_bias") or model.get("add_bias_linear") else 0
         return Weights(split=qkv + out + biases, whole=w.hidden + norms, largest=max(qkv, out))
+    if part == DELTA_NET:
+        rows = 2 * (w.delta_key + w.delta_value + w.delta_heads)
+        small = TAPS * (2 * w.delta_key + w.delta_value) + 2 * w.delta_heads  # the convolution; A and the bias of dt
+        norms = w.hidden + w.delta_value // w.delta_heads
+        return Weights(w.hidden * (rows + w.delta_value) + small, norms, largest=w.hidden * rows)
     if part == MLP:
         norms, both = (1 + _more_norms(model)) * w.hidden, w.gates * w.hidden * w.ffn
         return Weights(split=both + w.hidden * w.ffn, whole=norms, largest=both)
@@ -146,7 +171,8 @@ def weights(model: Model, part: str) -> Weights:
         each = (w.gates + 1) * (latent_size or w.hidden) * w.moe_ffn
         return Weights(
             split=shared,
-            whole=w.hidden * (1 + count + 2 * latent_size),  # the norm, the router, the projections to latents
+            # the norm, the router, the projections to latents, the gate of shared experts
+            whole=w.hidden * (1 + count + 2 * latent_size + bool(w.shared and model.get(delta_net.EXPERT_GATE))),
             experts=count * each,
             largest=w.gates * w.hidden * w.shared,
         )

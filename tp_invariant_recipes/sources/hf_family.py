@@ -40,6 +40,8 @@ SHARED: dict[str, tuple[Any, Any]] = {
     "multi_latent_attention": (False, False),
     "qk_l2_norm": (False, False),
     "attention_output_gate": (False, False),
+    "experimental_attention_variant": (None, None),
+    "moe_shared_expert_gate": (False, False),
     "softmax_type": ("vanilla", "vanilla"),
     "window_size": (None, None),
     "mtp_num_layers": (None, None),

@@ -17,6 +17,7 @@ from tp_invariant_recipes.sources import hf_families
 from tp_invariant_recipes.sources.hf_family import EMBEDDING, OUTPUT, Family
 from tp_invariant_recipes.sources.hf_glm import GLM_45, dense_first
 from tp_invariant_recipes.sources.hf_gpt_oss import GPT_OSS
+from tp_invariant_recipes.sources.hf_qwen3_next import QWEN3_NEXT
 from tp_invariant_recipes.sources.weights import Checkpoint, some
 
 PLAIN = (
@@ -25,7 +26,7 @@ PLAIN = (
     Family("Qwen3ForCausalLM", "qwen3", qk_norm=True),
     Family("Qwen3MoeForCausalLM", "qwen3_moe", qk_norm=True, experts=True),
 )
-FAMILIES: tuple[Family, ...] = (*PLAIN, GPT_OSS, GLM_45, *hf_families.FAMILIES.values())
+FAMILIES: tuple[Family, ...] = (*PLAIN, GPT_OSS, GLM_45, QWEN3_NEXT, *hf_families.FAMILIES.values())
 _NAMES = ", ".join(family.architecture for family in FAMILIES)
 
 
@@ -60,6 +61,8 @@ def _own(model: Mapping[str, Any]) -> Family | None:
     """The architecture of layers that no other has; None: it is one of PLAIN, or none."""
     if (name := families.of(model)) is not None:
         return hf_families.FAMILIES[name]
+    if families.delta_sizes(model):
+        return QWEN3_NEXT if model.get("num_moe_experts") else None
     if model.get("softmax_type") == "learnable":
         return GPT_OSS
     sigmoid = model.get("moe_router_score_function") == "sigmoid" and not model.get("multi_latent_attention")
@@ -134,6 +137,7 @@ LIKE = {
     "Qwen3MoeForCausalLM": "qwen3_moe_toy",
     "GptOssForCausalLM": "gpt_oss_toy",
     "Glm4MoeForCausalLM": "glm45_toy",
+    "Qwen3NextForCausalLM": "qwen3_next_toy",
     "OlmoeForCausalLM": "olmoe_toy",
     "Exaone4ForCausalLM": "exaone4_toy",
     "Gemma2ForCausalLM": "gemma2_toy",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from tp_invariant_recipes.coverage import experts, invariance, latent, model_fields
+from tp_invariant_recipes.coverage import delta_net, experts, invariance, latent, model_fields
 from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.settings import conf_files, cuda_graphs, environment, peft, schema, sft
@@ -80,16 +80,17 @@ IDLE = {
     "model.attention_backend": None,
     "model.moe_flex_dispatcher_backend": None,
 }
-# Attributes that recipes set and that are no field: Bridge's scheduler takes both from `optimizer`; nobody reads the
-# third one.
-UNREAD = {"scheduler.max_lr", "scheduler.min_lr", "model.moe_a2a_overlap"}
+_TOKENS = ("bos_token_id", "eos_token_id")
+# Attributes that recipes and models set and that are no field: Bridge's scheduler takes both from `optimizer`; nobody
+# reads the others.
+UNREAD = {"scheduler.max_lr", "scheduler.min_lr", *(f"model.{n}" for n in ("moe_a2a_overlap", *_TOKENS))}
 # A class of Bridge -> attributes that its recipes and models set beside its fields.
 _OF_QWEN = {f"model.{name}" for name in ("head_dim", "hf_text_config", "audio_token_id", "moe_a2a_overlap")}
 OF_BRIDGE = {
     "SchedulerConfig": UNREAD,
     "OptimizerConfig": {"optimizer.offload_optimizer_states"},
     "GPTModelProvider": {
-        *("model.moe_a2a_overlap", "model.bos_token_id", "model.eos_token_id"),
+        *(f"model.{name}" for name in ("moe_a2a_overlap", *_TOKENS)),
         *(f"model.rope_scaling_{name}" for name in ("low_freq_factor", "high_freq_factor")),  # of EXAONE 4; unread
         "model.rope_scaling_original_max_position_embeddings",
     },
@@ -286,6 +287,9 @@ def _values(section: str, part: Any) -> dict[str, Any]:
     left_out = COPIES | UNREAD
     fields = {name: value for name, value in recipe_fields.values(part) if f"{section}.{name}" not in left_out}
     left = {n: v for n, v in fields.items() if f"{section}.{n}" not in IDLE or v is not IDLE[f"{section}.{n}"]}
+    if section == "model" and left.get("cuda_graph_scope") == cuda_graphs.FULL:  # its earlier name
+        del left["cuda_graph_scope"]
+        left["cuda_graph_impl"] = cuda_graphs.FULL
     if type(left.get(NAMED)).__name__ == "dtype":
         left[NAMED] = recipe_fields.serialize(left[NAMED])
     return left
@@ -463,7 +467,7 @@ def problems(config: RunConfig) -> list[str]:
     if not config.numerics.invariant:
         return []
     own = families.of(config.model)
-    layers = [f"model.{name}" for name in SPECS if config.model.get(name) is not None and own is None]
+    layers = [f"model.{name}" for name in SPECS if config.model.get(name) not in (None, delta_net.SPEC) and own is None]
     return [
         f"numerics={config.numerics.mode}: the recipe sets {path} to an object, and no rule says how that adds; "
         f"{f'{path}={HOW[path]}' if path in HOW else 'leave it out of the recipe'}, or numerics=stock"

@@ -20,9 +20,11 @@ from tp_invariant_recipes.host import auto_bridge, bridge
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.numerics.megatron.spec import block_of_both
 from tp_invariant_recipes.patches import registry
+from tp_invariant_recipes.replacement import ours
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.sources import hf_models
 from tp_invariant_recipes.sources.weights import CONFIG, INDEX, read
+from tp_invariant_recipes.training.shards import sharded_tensors
 
 # Before the name of a weight in a checkpoint, its master weight: of Megatron's optimizers, and of the distributed one.
 MASTERS = ("optimizer.state.fp32_param.", "optimizer.state.param.")
@@ -156,6 +158,8 @@ def _model(model: dict[str, Any], dtype: torch.dtype) -> list[Any]:
     fields["activation_func"] = resolve_name(fields["activation_func"])
     own = families.of(model)
     cls, spec = GPTModelProvider, block_of_both if family is hf_models.GLM_45 else local_layer_spec
+    if families.delta_sizes(model):
+        spec = ours(families.DELTA_BLOCK)
     if own is not None:
         cls, spec = resolve_name(model[families.PROVIDER]), partial(families.block, family=own)
     if shared := model.get("moe_shared_expert_intermediate_size"):
@@ -227,11 +231,12 @@ def load_weights(chunks: list[Any], checkpoint: Path, prefix: str, part: str = "
     }
     there = _metadata(checkpoint)
     for tensor in nested_values(sharded):
-        if isinstance(tensor, ShardedTensor | ShardedTensorFactory):  # of gate and up there is a factory
+        if isinstance(tensor, ShardedTensor | ShardedTensorFactory):  # of gate and up, or of segments, a factory
             tensor.key = f"{prefix}{tensor.key}"
-            if tensor.key not in there:
+            lacking = next((one.key for one in sharded_tensors(tensor) if one.key not in there), None)
+            if lacking is not None:
                 kind = "master weight" if prefix else "weight"
-                raise RunError(f"{checkpoint} holds no {kind} {tensor.key.removeprefix(prefix)}")
+                raise RunError(f"{checkpoint} holds no {kind} {lacking.removeprefix(prefix)}")
     loaded = dist_checkpointing.load({"model": sharded}, str(checkpoint))["model"]
     loaded |= {name: loaded[first] for name, first in copied.items()}
     left = chunk.load_state_dict(loaded, strict=False)

@@ -315,6 +315,8 @@ _DUPLICATED = ("DuplicatedLinear", "TELinear", _ADAPTED)
 _QUERY_NORM = latent("q_lora_rank", or_else=heads("num_attention_heads"))
 _EXPERTS = ("TEGroupedMLP", "GroupedMLP", "SequentialMLP")
 
+_DELTA_HEADS = "linear_num_value_heads"
+
 _FC1 = columns(*map(_gated, _FFN), segments=_gates)
 # Adapted layer -> where its input and its output lie, which are those of the adapter.
 _OF_ADAPTER = {
@@ -350,7 +352,10 @@ ROWS = (
     ModuleRow(("GPTModel", "HybridModel", "MambaModel"), (("input_ids", tokens),), (tokens,), stages=True),
     ModuleRow(("TransformerBlock", "HybridStack", "MambaStack"), (("hidden_states", hidden),), (hidden,), stages=True),
     ModuleRow(
-        ("TransformerLayer", "SelfAttention", "MLASelfAttention", "MLP", "MoELayer", "MambaLayer", "MambaMixer"),
+        (
+            *("TransformerLayer", "SelfAttention", "MLASelfAttention", "GatedDeltaNet", "MLP", "MoELayer"),
+            *("MambaLayer", "MambaMixer"),
+        ),
         (("hidden_states", hidden),),
         (hidden,),
     ),
@@ -361,6 +366,7 @@ ROWS = (
     ModuleRow(("Dropout",), (("input", scores),), (scores,), names=("attention_dropout",)),
     ModuleRow(("RotaryEmbedding",), (), (constant,)),
     ModuleRow(_NORM, (("x", _QUERY_NORM),), (_QUERY_NORM,), names=("q_layernorm",)),
+    ModuleRow(_NORM, (("x", heads(_DELTA_HEADS)),), (heads(_DELTA_HEADS),), names=("out_norm",)),
     ModuleRow(_NORM, (("x", latent("kv_lora_rank")),), (latent("kv_lora_rank"),), names=("kv_layernorm",)),
     ModuleRow(_DUPLICATED, (("x", hidden),), (latent("q_lora_rank"),), names=("linear_q_down_proj",)),
     ModuleRow(

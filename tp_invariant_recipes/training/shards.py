@@ -149,7 +149,7 @@ class Shards:
         memory = _Memory(tensors.values())
         placed: dict[int, int] = {}
         seen: set[tuple[str, GlobalSlice, int]] = set()
-        for sharded in _sharded_tensors(module.sharded_state_dict()):
+        for sharded in sharded_tensors(module.sharded_state_dict()):
             found = memory.find(sharded.data)
             if found is None:
                 problems.append(f"{sharded.key}: not a view of any tensor of the model")
@@ -225,16 +225,17 @@ def gather_weights(model: Iterable[Any]) -> None:
                     group.start_param_sync(force_sync=True)
 
 
-def _sharded_tensors(state: Any) -> Iterator[Any]:
+def sharded_tensors(state: Any) -> Iterator[Any]:
+    """All of Megatron's ShardedTensors in what describes a model, those that factories make too."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     if isinstance(state, ShardedTensor):
         yield state
     elif isinstance(state, ShardedTensorFactory):
-        yield from _sharded_tensors(state.build())
+        yield from sharded_tensors(state.build())
     elif isinstance(state, dict | list | tuple):
         for part in state.values() if isinstance(state, dict) else state:
-            yield from _sharded_tensors(part)
+            yield from sharded_tensors(part)
 
 
 def _part(sharded: Any, owner: Tensor, offset: int) -> _Part:

@@ -25,7 +25,7 @@ from tp_invariant_recipes.numerics.sums.data_shards import ShardCounter
 from tp_invariant_recipes.numerics.sums.weight_gradient import CONTEXTS, LEAF
 
 # Classes that read the weights of modules below them, which then never run.
-READ_BELOW = ("SequentialMLP", "TEGroupedMLP", "MambaMixer", "ParallelLinearAdapter")
+READ_BELOW = ("SequentialMLP", "TEGroupedMLP", "MambaMixer", "GatedDeltaNet", "ParallelLinearAdapter")
 
 _touched: dict[int, Any] = {}  # models that a backward pass has gradients for
 # Called with a model when its micro-batch's backward pass has ended, before its gradients are put away.

@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.numerics.megatron import families
+from tp_invariant_recipes.replacement import ours
 
 CHUNK = 1 << 17  # elements at a time on a CPU, so that the temporaries stay in its cache
 CUDA_CHUNK = 1 << 24  # on a GPU, where launches and one wait per chunk then cost little: up to 2 GiB of temporaries
@@ -61,13 +63,16 @@ class InitRule:
 _AHEAD = r"mtp\.layers\.\d+\."  # a depth of multi-token prediction
 LAYER = rf"(?:decoder\.layers\.\d+|{_AHEAD}mtp_model_layer(?:\.layers\.\d+)?)\."  # hybrid models have several
 _NORM = (
-    rf"({LAYER}(norm|input_layernorm|pre_mlp_layernorm|self_attention\.(q|k|kv)_layernorm|"
+    rf"({LAYER}(norm|input_layernorm|pre_mlp_layernorm|self_attention\.((q|k|kv)_layernorm|out_norm)|"
     r"(self_attention\.linear_proj|mlp\.linear_fc2)\.post_layernorm)|"
     rf"{_AHEAD}(enorm|hnorm|final_layernorm)|decoder\.final_(layer)?norm)\."
 )
 # Transformer Engine's norm + linear
-_FUSED = rf"{LAYER}(mixer\.in_proj|self_attention\.linear_(qkv|(q|kv)_up_proj)|mlp\.linear_fc1)\.layer_norm_"
-_MIXER = rf"{LAYER}mixer\."  # Mamba-2
+_FUSED = (
+    rf"{LAYER}((mixer|self_attention)\.in_proj|self_attention\.linear_(qkv|(q|kv)_up_proj)|"
+    r"mlp\.linear_fc1)\.layer_norm_"
+)
+_MIXER = rf"{LAYER}(mixer|self_attention)\."  # Mamba-2, or a gated delta net
 _LINEAR = rf"{LAYER}(self_attention\.linear_(qkv|proj)|mlp\.(experts\.\d+\.|shared_experts\.)?linear_fc[12])\."
 
 RULES = (
@@ -84,6 +89,7 @@ RULES = (
     InitRule(LAYER + r"mlp\.linear_fc2\.weight", "normal", 1, "output_layer_init_method"),
     InitRule(LAYER + r"mlp\.shared_experts\.linear_fc1\.weight", "normal", 0, "init_method", gated=True),
     InitRule(LAYER + r"mlp\.shared_experts\.linear_fc2\.weight", "normal", 1, "output_layer_init_method"),
+    InitRule(LAYER + r"mlp\.shared_experts\.gate_weight", "normal", 0, "init_method", whole=True),
     InitRule(LAYER + r"mlp\.fc1_latent_proj\.weight", "normal", 0, "init_method", whole=True),
     InitRule(LAYER + r"mlp\.fc2_latent_proj\.weight", "normal", 0, "output_layer_init_method", whole=True),
     InitRule(_AHEAD + r"eh_proj\.weight", "normal", 0, "init_method"),
@@ -93,10 +99,10 @@ RULES = (
     InitRule(LAYER + r"mlp\.experts\.\d+\.linear_fc2\.weight", "normal", 1, "output_layer_init_method", whole=True),
     InitRule(_MIXER + r"in_proj\.weight", "normal", 0, "init_method"),
     InitRule(_MIXER + r"out_proj\.weight", "normal", 1, "output_layer_init_method"),
-    InitRule(_MIXER + r"conv1d_(weight|bias)", "mamba_init:conv"),
+    InitRule(_MIXER + r"conv1d(_weight|_bias|\.weight)", "mamba_init:conv"),
     InitRule(_MIXER + r"A_log", "mamba_init:a_log"),
-    InitRule(_MIXER + r"dt_bias", "mamba_init:dt_bias"),
-    InitRule(_MIXER + r"(D|norm\.weight)", "always ones"),
+    InitRule(LAYER + r"mixer\.dt_bias", "mamba_init:dt_bias"),
+    InitRule(LAYER + r"(mixer\.(D|norm\.weight)|self_attention\.dt_bias)", "always ones"),
     InitRule(_NORM + "weight", "ones"),
     InitRule(_FUSED + "weight", "ones"),
     InitRule(_NORM + "bias", "zeros"),
@@ -134,6 +140,7 @@ def initialise(model_chunks: list[Any], *, seed: int) -> list[Any]:
     size = parallel_state.get_tensor_model_parallel_world_size()
     plan, problems = [], []
     for chunk in model_chunks:
+        _mark_sections(chunk)
         for name, parameter in canonical_parameters(chunk):
             rule = rule_of(name)
             if rule is None:
@@ -170,6 +177,14 @@ def rule_of(name: str) -> InitRule | None:
 def segments(rule: InitRule, parameter: Tensor, config: Any) -> int | Sequence[int]:
     """What of a parameter's split dimension is split separately, as `place` takes it."""
     return getattr(parameter, "partition_sizes", 2 if rule.gated and config.gated_linear_unit else 1)
+
+
+def _mark_sections(chunk: Any) -> None:
+    """Note on gated delta nets' weights how they are split: Megatron leaves them unmarked."""
+    if getattr(chunk.config, families.VARIANT, None) == families.DELTA_NET:
+        nets = ours("numerics.megatron.families.delta_net:GatedDeltaNet")
+        for net in (module for module in chunk.modules() if isinstance(module, nets)):
+            ours("numerics.megatron.families.delta_net:mark_sections")(net)
 
 
 def _is_drawn(rule: InitRule) -> bool:

@@ -3,21 +3,35 @@
 from typing import Any
 
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
 from tp_invariant_recipes.numerics.layers.experts import mark_separate
 from tp_invariant_recipes.numerics.layers.token_dispatcher import Batches, InvariantTokenDispatcher
+from tp_invariant_recipes.numerics.layers.token_gate import token_gate
 from tp_invariant_recipes.numerics.megatron import spec
-from tp_invariant_recipes.numerics.megatron.base import ExpertsForward, adapter_of
+from tp_invariant_recipes.numerics.megatron.base import ExpertsForward, OnMesh, adapter_of
 from tp_invariant_recipes.replacement import ours
 
 
 def latent_projection(original: Any) -> Any:
     """What projects tokens to the experts' latents and back (`moe_latent_size`): the invariant class for Megatron's."""
     return original and ours(spec.SUBSTITUTES[original.__name__])
+
+
+class InvariantSharedExpertMLP(OnMesh, SharedExpertMLP):
+    """Experts that see every token, gated for each token or not."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[s/t, b, h] → the same."""
+        if not self.use_shared_expert_gate:
+            return super().forward(hidden_states)
+        output, _ = MLP.forward(self, hidden_states)
+        return token_gate(output, hidden_states, self.gate_weight, self.mesh)
 
 
 class InvariantMoELayer(MoELayer):

@@ -104,6 +104,12 @@ ROWS = (
         "MoELayer builds the projections to experts' latents by name",
     ),
     Row(
+        "megatron.core.models.gpt.moe_module_specs:SharedExpertMLP",
+        "numerics.megatron.moe_layer:InvariantSharedExpertMLP",
+        "a specification builds shared experts by name, and the gradient of their gate is a sum over tokens",
+        wraps=False,
+    ),
+    Row(
         "megatron.bridge.models.gpt_provider:mtp_block_spec",
         "numerics.megatron.multi_token:invariant_block",
         "Bridge builds the layers of multi-token prediction by name",

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
@@ -40,6 +42,7 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
         config = copy.copy(config)
         config.moe_expert_capacity_factor = None
         super().__init__(config, *args, **kwargs)
+        self.counted = 0  # sequences in `global_tokens_per_expert`
 
     def gating(self, input: Tensor) -> Tensor:
         """[s/t, b, h] → logits [s/t, b, E]. Raises ConfigError: on a CPU a shard's logits must be whole vectors."""
@@ -109,6 +112,30 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
         scores, routing_map = scores.reshape(seq_length, -1), routing_map.reshape(seq_length, -1)
         return self._balanced(probs, scores, routing_map, bsz, "seq_aux_loss", "seq_load_balancing_loss")
 
+    def _apply_global_aux_loss(
+        self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
+        return self._balanced(probs, scores, routing_map, 1, "global_aux_loss", "global_load_balancing_loss")
+
+    def _of_batch(self, counts: Tensor) -> Tensor:
+        """The mean tokens of each expert over the sequences of the data shard so far, this one included.
+
+        Megatron's is over those of all ranks so far. A rank that computes several data shards has them one after the
+        other, so it cannot know of the next one's; only this mean is the same for every dp.
+        """
+        shards = getattr(self.config, "data_shards", None)
+        ranks = parallel_state.get_data_parallel_world_size()
+        if shards is not None and self.counted == get_num_microbatches() // (shards // ranks):
+            self.reset_global_aux_loss_tracker()
+        self.global_tokens_per_expert += counts
+        self.counted += 1
+        return self.global_tokens_per_expert / self.counted
+
+    def reset_global_aux_loss_tracker(self) -> None:
+        """Forget the counts, as Megatron asks for when a step ends."""
+        super().reset_global_aux_loss_tracker()
+        self.counted = 0
+
     def _balanced(
         self, probs: Tensor, scores: Tensor, routing_map: Tensor, sequences: int, kind: str, name: str
     ) -> Tensor:
@@ -122,6 +149,8 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
         counts, here, tokens = moe_utils.get_tokens_per_expert_and_token_count(routing_map, self.tp_cp_group)
         factor = self.num_experts * coefficient / (self.topk * tokens * tokens)
         context = VirtualMesh.of(self.cp_group.size(), self.cp_group)
+        if kind == "global_aux_loss":
+            counts = self._of_batch(counts)
         loss = _LoadBalance.apply(scores, counts, factor, self.mesh, context) / sequences
         if now is not None:
             loss = loss * now.loss_share

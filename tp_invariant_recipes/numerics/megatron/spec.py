@@ -39,10 +39,11 @@ SUBSTITUTES = {
     "Gemma3DotProductAttention": "numerics.megatron.families.gemma:InvariantGemma3DotProductAttention",
     "Gemma3TEDotProductAttention": "numerics.megatron.te:InvariantGemma3TEDotProductAttention",
     "PlainRMSNorm": "numerics.megatron.local:InvariantRMSNorm",
+    "GatedDeltaNet": "numerics.megatron.families.delta_net:InvariantGatedDeltaNet",
     "RowParallelLinearLayerNorm": "numerics.megatron.families.layers:InvariantRowParallelLinearLayerNorm",
     "TERowParallelLinearLayerNorm": "numerics.megatron.te:InvariantTERowParallelLinearLayerNorm",
 }
-# Norms of queries or keys, which the specification's field tells from other norms.
+# Norms of queries or keys, or of a gated delta net's heads, which the specification's field tells from other norms.
 HEAD_NORMS = {
     "WrappedTorchNorm": "numerics.megatron.local:InvariantHeadNorm",
     "TENorm": "numerics.megatron.te:InvariantTEHeadNorm",
@@ -58,7 +59,7 @@ FP8 = {
     "SequentialMLP": "numerics.megatron.fp8:Fp8ExpertsForward",
     "TEGroupedMLP": "numerics.megatron.fp8:Fp8ExpertsForward",
 }
-HEAD_NORM_FIELDS = ("q_layernorm", "k_layernorm")
+HEAD_NORM_FIELDS = ("q_layernorm", "k_layernorm", "out_norm")
 # Classes that sum nothing across ranks themselves.
 AS_THEY_ARE = (
     "TransformerLayer",
@@ -109,6 +110,8 @@ def invariant_layer_spec(config: Any, vp_stage: int | None = None, *, family: st
     local = config.transformer_impl == "local"
     if family is not None:
         specs = families.block(config, vp_stage, family=family).layer_specs
+    elif config.experimental_attention_variant == families.DELTA_NET:
+        specs = ours(families.DELTA_BLOCK)(config, vp_stage).layer_specs
     elif config.num_moe_experts and not layers_alike(config.moe_layer_freq):
         specs = block_of_both(config, vp_stage).layer_specs
     else:

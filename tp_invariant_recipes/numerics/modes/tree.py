@@ -27,6 +27,8 @@ class Tree:
             mode.EXPERTS,
             mode.HYBRID,
             mode.LATENT,
+            mode.DELTA_NET,
+            mode.GATES,
             mode.MTP,
             mode.FAMILIES,
             mode.CENTRED,

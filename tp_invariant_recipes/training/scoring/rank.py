@@ -19,6 +19,7 @@ from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.host.deterministic_overhead import deterministic_mode_without_its_extras
+from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import low_precision
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -226,13 +227,14 @@ def depends_on_rows(config: RunConfig) -> bool:
 
     Rows of a product are independent where it walks k in order (numerics/products/defined.py): under the modes with
     such products on a GPU, and everywhere where a mode has the same bits on any machine. Scales of FP8 are of a whole
-    tensor. Stock promises nothing.
+    tensor, and Mamba's scan and the gated delta rule are a library's products. Stock promises nothing.
     """
     arithmetic = config.numerics.arithmetic
     if arithmetic is None:
         return False
     defined = arithmetic.any_machine or (config.device.kind == "gpu" and arithmetic.tries_products)
-    return not defined or low_precision.enabled(config) or "hybrid_layer_pattern" in config.model
+    by_shape = "hybrid_layer_pattern" in config.model or bool(families.delta_sizes(config.model))
+    return not defined or low_precision.enabled(config) or by_shape
 
 
 def _tensors(batch: Batch, window: Sequence[sequences.Sequence]) -> tuple[Tensor, Tensor]:

@@ -56,6 +56,11 @@ FAMILIES = {
         norms=2,
     ),
 }
+# No family by name: `model.experimental_attention_variant` puts gated delta nets among the layers of any GPT model.
+DELTA_NET, VARIANT = "gated_delta_net", "experimental_attention_variant"
+DELTA_BLOCK = "numerics.megatron.families.delta_net:block"
+DELTA_HEADS = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}  # with Megatron-Core's defaults
+DELTA_SIZES = DELTA_HEADS | {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 OF_ALL_HEADS = "OLMoE"  # one norm of the queries of all heads, and one of the keys
 PROVIDERS = tuple(one.provider for one in FAMILIES.values() if one.provider)
 
@@ -67,6 +72,21 @@ def of(model: Mapping[str, Any]) -> str | None:
         (name for name, one in FAMILIES.items() if (one.spec == spec if spec else one.provider == (provider or None))),
         None,
     )
+
+
+def delta_sizes(model: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes of a model's gated delta nets, with Megatron-Core's defaults; nothing: it has none."""
+    has_it = model.get(VARIANT) == DELTA_NET
+    return {name: model.get(name) or default for name, default in DELTA_SIZES.items()} if has_it else {}
+
+
+def delta_widths(model: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Of all heads of a gated delta net: features of its keys, and of its values, and heads of values; zeros: none."""
+    found = delta_sizes(model)
+    if not found:
+        return 0, 0, 0
+    keys, values, key, value = (found[name] for name in DELTA_SIZES)
+    return keys * key, values * value, values
 
 
 def block(config: Any, vp_stage: int | None = None, *, family: str) -> Any:

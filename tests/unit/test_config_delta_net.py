@@ -1,0 +1,65 @@
+"""Gated delta nets: the default V, and what is refused beside the rows of refusals.py."""
+
+import pytest
+
+from tests.trees import with_fields
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.coverage import invariance
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.settings import low_precision
+
+MODEL = "qwen3_next_toy"
+PACKED = {
+    "dataset___target_": "megatron.bridge.data.builders.gpt_sft.GPTSFTDatasetConfig",
+    "dataset__enable_offline_packing": True,
+    "dataset__offline_packing_specs": {"packed_sequence_size": 512, "pad_seq_to_mult": 8},
+}
+
+
+def of(*overrides, device="gpu"):
+    return compose(MODEL, ["model.mtp_num_layers=null", *overrides], device=device).config
+
+
+def refused(*overrides, device="gpu") -> str:
+    with pytest.raises(ConfigError) as error:
+        of(*overrides, device=device)
+    return "\n".join(error.value.problems)
+
+
+@pytest.mark.parametrize(
+    "overrides, shards",
+    (
+        ((), 8),
+        (("model.linear_num_key_heads=4",), 4),
+        (("model.linear_num_key_heads=2", "model.experimental_attention_variant=null"), 8),
+    ),
+)
+def test_shards_divide_the_heads_of_keys(overrides, shards):
+    assert of(*overrides).numerics.virtual_shards == shards
+
+
+def test_packed_sequences_are_refused():
+    said = "\n".join(invariance.limits(with_fields(of(), **PACKED)))
+    assert "packed sequences in gated delta nets have no invariant version" in said
+    assert "the sequences of a packed row come in another order than global_aux_loss counts them" in said
+
+
+def test_cuda_graphs_are_refused():
+    said = refused("cuda_graph=te")
+    assert "gated delta nets have not been captured in CUDA graphs; cuda_graph=off" in said
+    assert "global_aux_loss counts sequences where a captured layer cannot" in said
+
+
+def test_segments_in_fp8_are_whole_blocks():
+    assert of("precision=fp8_tensorwise").numerics.virtual_shards > 1
+    assert "the width of gated delta nets' alpha (model.linear_num_value_heads) is 16" in refused(
+        "precision=fp8_blockwise"
+    )
+    sides = low_precision._sides(of("numerics=stock"))
+    assert sides["the width of a gated delta net's in_proj / tp"] == 2 * (8 * 32 + 16 * 32 + 16)
+
+
+def test_a_cpu_multiplies_whole_vectors():
+    assert "on a CPU seq * model.num_attention_heads * model.kv_channels" in refused(
+        "seq=8", "model.kv_channels=10", "model.num_moe_experts=32", device="cpu"
+    )

@@ -1,0 +1,93 @@
+"""What the invariant numerics cover of gated delta nets (numerics/megatron/families/delta_net.py) and of gates."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tp_invariant_recipes.coverage import latent
+from tp_invariant_recipes.coverage.limit import Limit, cuts_sequences, is_set, lacks
+from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.numerics.megatron import families
+from tp_invariant_recipes.settings import cuda_graphs, peft, schema, sft
+from tp_invariant_recipes.settings.run_config import RunConfig
+
+FREQUENCY, TAPS, RECOMPUTED = "linear_attention_freq", "linear_conv_kernel_dim", "gdn_norm_out"
+ATTENTION_GATE, EXPERT_GATE = "attention_output_gate", "moe_shared_expert_gate"
+# Megatron-Core's layers, which recipes name; they are built here whatever names them.
+SPEC = (
+    "megatron.core.models.gpt.experimental_attention_variant_module_specs."
+    "get_transformer_block_with_experimental_attention_variant_spec"
+)
+
+
+def has_it(model: Mapping[str, Any]) -> bool:
+    """Whether layers of a model, a section of a tree, are gated delta nets."""
+    return bool(families.delta_sizes(model))
+
+
+def sharded(model: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes of gated delta nets that V shards divide."""
+    return {name: size for name, size in families.delta_sizes(model).items() if name in families.DELTA_HEADS}
+
+
+def gated_numbers(model: Mapping[str, Any]) -> int:
+    """The numbers of a sequence that attention's gate multiplies; 0: there is none."""
+    heads = model.get("num_attention_heads") or 0
+    width = model.get("kv_channels") or (model.get("hidden_size") or 0) // (heads or 1)
+    return model["seq_length"] * heads * width if model.get(ATTENTION_GATE) else 0
+
+
+def _row(wrong: Callable[[RunConfig], Any], why: str) -> Limit:
+    return Limit(lambda t: has_it(t.model) and bool(wrong(t)), why)
+
+
+def _gates(config: RunConfig) -> bool:
+    return bool(config.model.get(ATTENTION_GATE) or config.model.get(EXPERT_GATE))
+
+
+LIMITS = (
+    Limit(
+        lambda t: t.model.get(families.VARIANT) not in (None, families.DELTA_NET),
+        f"of attention's variants only gated delta nets are covered; leave model.{families.VARIANT} unset",
+    ),
+    _row(lacks(mode.DELTA_NET), f"{mode.only(mode.DELTA_NET)}; numerics=tree"),
+    Limit(lambda t: _gates(t) and lacks(mode.GATES)(t), f"{mode.only(mode.GATES)}; numerics=tree"),
+    Limit(
+        lambda t: bool(t.model.get(ATTENTION_GATE)) and latent.has_it(t),
+        f"multi-latent attention has no gate; model.{ATTENTION_GATE}=false",
+    ),
+    _row(
+        lambda t: t.model.get("_target_") != schema.PROVIDERS[0],
+        f"gated delta nets are covered for {schema.PROVIDERS[0].rpartition('.')[2]} alone",
+    ),
+    _row(
+        lambda t: t.model.get(families.FIELD) not in (None, SPEC),
+        f"gated delta nets have layers of tpi's; model.{families.FIELD}=null",
+    ),
+    _row(
+        lambda t: t.model.get(FREQUENCY) is None,
+        f"how often attention comes among gated delta nets is not said; model.{FREQUENCY}=4",
+    ),
+    _row(lambda t: t.model.get(TAPS, 4) != 4, f"the convolution takes four tokens; model.{TAPS}=4"),
+    _row(
+        lambda t: t.model["tensor_model_parallel_size"] > 1 and not t.model["sequence_parallel"],
+        "gated delta nets under tensor parallelism need sequence parallelism; sp=true",
+    ),
+    Limit(
+        lambda t: (has_it(t.model) or _gates(t)) and cuts_sequences(t),
+        "gated delta nets and gates have no version with context shards; cp=1, and leave numerics.context_shards out",
+    ),
+    _row(
+        lambda t: cuda_graphs.requested(t.model),
+        "gated delta nets have not been captured in CUDA graphs; cuda_graph=off",
+    ),
+    _row(
+        lambda t: sft.packing(t) is not None,
+        "packed sequences in gated delta nets have no invariant version; dataset.enable_offline_packing=false",
+    ),
+    _row(peft.section, "adapters of gated delta nets have no invariant version; peft=none"),
+    _row(
+        lambda t: RECOMPUTED in (t.model.get("recompute_modules") or ()),
+        f"gated delta nets keep what {RECOMPUTED} would compute again; leave it out of model.recompute_modules",
+    ),
+    _row(is_set("add_bias_linear"), "gated delta nets have no biases; model.add_bias_linear=false"),
+)
