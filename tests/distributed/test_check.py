@@ -37,7 +37,7 @@ def test_a_layer_is_computed_again_with_the_same_bits(shared, run, module):
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("precision", ("fp8_tensorwise", "fp8_blockwise"))
+@pytest.mark.parametrize("precision", ("fp8_tensorwise", "fp8_blockwise", "mxfp8"))
 def test_a_layer_in_fp8_is_computed_again_with_the_same_bits(shared, precision):
     fp8 = (f"precision={precision}", "seq=128", "model.kv_channels=32", "numerics.virtual_shards=2")
     shared("train", *SMALL, *fp8, "tp=2", *dump(*MODULES), f"run.dir={precision}", status=0)

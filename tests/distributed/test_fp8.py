@@ -7,7 +7,7 @@ equal weights without one ingredient.
 import pytest
 
 from tests.distributed.scenario import agree, unequal
-from tp_invariant_recipes.numerics.precision import DEFINITION
+from tp_invariant_recipes.numerics.precision import DEFINITION, MXFP8
 
 # Two shards whose parts of every sum are multiples of 128.
 SMALL = "qwen3_toy seq=128 gbs=2 iters=2 model.kv_channels=32 numerics.virtual_shards=2"
@@ -41,13 +41,30 @@ DELTA = (
 )
 FOUR_SHARDS = "numerics.virtual_shards=4 model.kv_channels=64 model.ffn_hidden_size=512"  # two of each rank of tp=2
 RECOMPUTE = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
-TENSORWISE, BLOCKWISE = "precision=fp8_tensorwise", "precision=fp8_blockwise"
+TENSORWISE, BLOCKWISE, BY_32 = "precision=fp8_tensorwise", "precision=fp8_blockwise", "precision=mxfp8"
 NAMED = "mixed_precision=bf16_with_fp8_current_scaling_mixed"
 
 ROWS = {
     f"{ONE} {TENSORWISE}": ("tp=1", "tp=2"),
+    f"{ONE} {BY_32} seq=96": ("tp=1", "tp=2"),
 }
+# Sizes of 32 and tokens of 32; Mamba's dt too.
+BY_32_ROWS = {
+    f"{SMALL} {BY_32} seq=32": ("tp=1", "tp=2 sp=false", "tp=2 pp=2", "mbs=2", f"tp=2 {RECOMPUTE}"),
+    f"{SMALL} {BY_32} mixed_precision.fp8=hybrid gbs=4 numerics.data_shards=2": ("dp=1", "dp=2", "dp=2 tp=2"),
+    f"{CONTEXT} {BY_32} seq=64": ("cp=1", "cp=2", "tp=2"),
+    f"{EXPERTS} {BY_32}": ("tp=1", "tp=2 ep=2", "pp=2"),
+    f"{LATENT} {BY_32}": ("tp=1", "tp=2 ep=2", "pp=2"),
+    f"{HYBRID} {BY_32} model.hidden_size=96 model.mamba_num_heads=64 model.mamba_num_groups=4 model.kv_channels=32": (
+        "tp=1", "tp=2 ep=2", "pp=2",
+    ),
+    f"{ONE} {BY_32} numerics=portable": ("tp=1", "tp=2"),
+    f"{ONE} mixed_precision=bf16_with_mxfp8_mixed": ("tp=1", "tp=2"),
+    f"{SMALL} {BY_32} model.num_layers=3 mixed_precision.first_last_layers_bf16=true "
+    "mixed_precision.num_layers_at_start_in_bf16=1 mixed_precision.num_layers_at_end_in_bf16=1": ("tp=1", "pp=3"),
+}  # fmt: skip
 LONGER = {
+    **BY_32_ROWS,
     f"{SMALL} {TENSORWISE}": ("tp=1", "tp=2 sp=false", "tp=2 pp=2", "mbs=2", f"tp=2 {RECOMPUTE}"),
     f"{SMALL} {TENSORWISE} gbs=4 numerics.data_shards=2": ("dp=1", "dp=2", "dp=2 tp=2", "mbs=2"),
     f"{SMALL} {BLOCKWISE}": ("tp=1", "tp=2", "tp=2 sp=false", "tp=2 pp=2"),
@@ -79,7 +96,8 @@ LONGER = {
 )
 def test_one_ledger_for_all_layouts(scenario, fixed, layouts):
     agree(scenario(fixed), layouts)
-    assert scenario(fixed, layouts[0]).header().device["fp8"] == DEFINITION
+    named = MXFP8 if "mxfp8" in fixed else DEFINITION
+    assert scenario(fixed, layouts[0]).header().device["fp8"] == named
 
 
 def _scales_by_rank() -> None:
@@ -122,6 +140,29 @@ def test_without_an_ingredient_layouts_differ(scenario, name):
     alone, two = fixed("tp=1"), fixed("tp=2").planted(WITHOUT[name])
     assert alone.header().initial == two.header().initial
     assert [step.gradients for step in alone.ledger()] != [step.gradients for step in two.ledger()]
+
+
+def _scales_of_64() -> None:
+    from tp_invariant_recipes.kernels import mxfp8
+
+    mxfp8.BLOCK = 64
+
+
+def _the_other_dimension() -> None:
+    from tp_invariant_recipes.kernels import mxfp8
+
+    real = mxfp8._by_torch
+    mxfp8._by_torch = lambda x, out, dtype, rows, columns, groups: real(x, out[::-1], dtype, columns, rows, groups)
+
+
+@pytest.mark.release
+def test_without_an_ingredient_mxfp8_differs(scenario):
+    """Tokens that a rank rounds by itself: tests/distributed/numerics/test_mxfp8_linear.py."""
+    fixed = scenario(f"{ONE} {BY_32}")
+    one = fixed("tp=1").ledger()[0]
+    found = [fixed("tp=1").planted(fault).ledger()[0] for fault in (_scales_of_64, _the_other_dimension)]
+    found += [fixed("tp=1", text).ledger()[0] for text in ("mixed_precision.fp8=hybrid", "precision=bf16")]
+    assert [other.gradients != one.gradients for other in found] == [True] * 4
 
 
 @pytest.mark.release

@@ -83,7 +83,7 @@ def _scales_by_rank() -> None:
 
 @pytest.mark.release
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("precision", ("fp8_tensorwise", "fp8_blockwise"))
+@pytest.mark.parametrize("precision", ("fp8_tensorwise", "fp8_blockwise", "mxfp8"))
 def test_adapters_of_layers_in_fp8_have_one_ledger(shared, precision):
     adapted = _first(shared, FP8, "", f"gbs=2 precision={precision}")
     agree(adapted, ("tp=1", "tp=2"))

@@ -215,7 +215,7 @@ IN_FP8 = f"precision=fp8_tensorwise {LONG} dataset.offline_packing_specs.pad_seq
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("precision", ("fp8_tensorwise", "fp8_blockwise"))
+@pytest.mark.parametrize("precision", ("fp8_tensorwise", "fp8_blockwise", "mxfp8"))
 def test_packed_rows_in_fp8_have_one_result_in_every_layout(mine, shared, precision):
     words = (*SHORT, *IN_FP8.split(), "model.kv_channels=32", "numerics.virtual_shards=2", f"precision={precision}")
     shared("verify", *words, "tp=1,2", "dp=1,2", "--dir", precision, status=0)

@@ -12,7 +12,7 @@ import torch
 from tests.distributed.scenario import unequal
 from tests.gpu.side_by_side import Run, Trained, gpus_for, marks
 from tp_invariant_recipes.ledger.open import read
-from tp_invariant_recipes.numerics.precision import DEFINITION
+from tp_invariant_recipes.numerics.precision import DEFINITION, MXFP8
 
 pytestmark = marks()
 
@@ -53,6 +53,14 @@ GROUPS = {
         ("cp=1", "cp=2", "cp=1 cuda_graph=full"),
     ),
     "context-blockwise": (f"{TOY} seq=256 numerics.context_shards=2 precision=fp8_blockwise", ("cp=1", "cp=2")),
+    "mxfp8": (
+        f"{TOY} precision=mxfp8",
+        ("tp=1", "tp=2", "tp=2 sp=false", "dp=2", "tp=1 cuda_graph=full", "tp=1 cuda_graph=te", "pp=2"),
+    ),
+    "context-mxfp8": (f"{TOY} numerics.context_shards=2 precision=mxfp8", ("cp=1", "cp=2", "cp=1 cuda_graph=full")),
+    "experts-mxfp8": (f"{EXPERTS} precision=mxfp8", ("tp=1", "tp=2 ep=2")),
+    "latent-mxfp8": (f"{LATENT} precision=mxfp8", ("tp=1", "tp=2 ep=2")),
+    "portable-mxfp8": (f"{TOY} numerics=portable precision=mxfp8", ("tp=1", "tp=2")),
     "experts": (f"{EXPERTS} precision=fp8_tensorwise", ("tp=1", "tp=2 ep=2")),
     "experts-blockwise": (f"{EXPERTS} precision=fp8_blockwise", ("tp=1", "tp=2 ep=2")),
     "latent": (f"{LATENT} precision=fp8_tensorwise", ("tp=1", "tp=2 ep=2")),
@@ -110,7 +118,7 @@ def test_one_ledger_for_all_layouts(trained, group, layout):
     (header, steps), (other, its) = (_ledger(trained, f"{group} {of}") for of in (GROUPS[group][1][0], layout))
     assert header.initial
     assert header.initial == other.initial
-    assert header.device["fp8"] == other.device["fp8"] == DEFINITION
+    assert header.device["fp8"] == other.device["fp8"] == (MXFP8 if "mxfp8" in group else DEFINITION)
     assert len(steps) == int(re.search(r"iters=(\d+)", GROUPS[group][0])[1])
     assert unequal(steps, its) == []
 
@@ -124,8 +132,8 @@ def test_stock_fp8_has_several(trained, group):
 
 
 def test_precisions_differ(trained):
-    found = [_ledger(trained, name)[1][0].gradients for name in ("bf16 tp=1", "tensorwise tp=1", "blockwise tp=1")]
-    assert found[0] != found[1] != found[2] != found[0]
+    kinds = ("bf16", "tensorwise", "blockwise", "mxfp8")
+    assert len({str(_ledger(trained, f"{kind} tp=1")[1][0].gradients) for kind in kinds}) == 4
 
 
 def test_a_real_model_has_the_bits_of_its_certificates(trained):

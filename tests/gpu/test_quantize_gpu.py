@@ -3,7 +3,11 @@
 import pytest
 import torch
 
+from tests.operands import same_bits
+from tests.unit.test_mxfp8 import operand
+from tp_invariant_recipes.kernels import mxfp8
 from tp_invariant_recipes.kernels import quantize as definition
+from tp_invariant_recipes.kernels.grouped_product import Groups
 from tp_invariant_recipes.kernels.quantized import E4M3, E5M2
 from tp_invariant_recipes.numerics.products import quantize
 
@@ -127,9 +131,50 @@ def test_a_definition_on_a_gpu_is_that_on_a_cpu():
             assert torch.equal(here.scale.cpu(), there.scale)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ("normal", "wide", "small", "large", "ties", "bits"))
+def test_mxfp8_has_the_bits_of_its_definition(kind, dtype):
+    sizes = (40, 0, 3, 300, 41)
+    x = operand(kind, rows=384, k=480)
+    here, groups, there = x.cuda(), *(Groups(sizes, torch.tensor(sizes, device=on)) for on in ("cuda", "cpu"))
+    for name, form in (
+        ("rows", lambda x, _: (mxfp8.along_rows(x, dtype),)),
+        ("columns", lambda x, _: (mxfp8.along_columns(x, dtype),)),
+        ("both", lambda x, _: mxfp8.both(x, dtype)),
+        ("groups", lambda x, groups: mxfp8.both(x, dtype, groups)),
+    ):
+        found, expected = form(here, groups), form(x, there)
+        assert all(same_bits(a.cpu(), b) for a, b in zip(found, expected, strict=True)), name
+    unaligned = torch.cat((here.new_zeros(1), here.flatten()))[1:].view(x.shape)
+    assert same_bits(mxfp8.along_rows(unaligned, dtype).cpu(), mxfp8.along_rows(x, dtype))
+
+
+def test_mxfp8_of_other_blocks_is_seen():
+    """The control."""
+    x = operand("wide", rows=64, k=64)
+    rows, columns = (one.cpu() for one in mxfp8.both(x.cuda(), E4M3))
+    assert not same_bits(rows, columns)
+    assert not same_bits(rows, mxfp8.along_rows(x, E5M2))
+
+
+def test_a_weight_is_rounded_again_into_its_memory():
+    weights = [operand("wide", ROWS, K, seed).cuda() for seed in range(3)]
+    pair, weight = mxfp8.both(weights[0], E4M3), weights[0].clone()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mxfp8.into(weight, pair)
+    for other in weights:
+        weight.copy_(other)
+        graph.replay()
+        assert all(map(same_bits, pair, mxfp8.both(other, E4M3)))
+
+
 def test_nothing_waits_for_the_gpu():
     x = _operand(_normal)
     quantize.of_tensor(x, E4M3, None)
+    groups = Groups((100, ROWS - 100), torch.tensor((100, ROWS - 100)).cuda())
+    mxfp8.both(x, E4M3, Groups((100, ROWS - 100), groups.counts))  # compiled
     torch.cuda.set_sync_debug_mode("error")
     try:
         quantize.transposed(quantize.of_tensor(x, E4M3, None))
@@ -138,5 +183,6 @@ def test_nothing_waits_for_the_gpu():
         quantize.along_both(x, E4M3)
         quantize.of_tensor_both_ways(x, E5M2, None)
         quantize.of_blocks_both_ways(x)
+        mxfp8.both(x, E4M3, groups)
     finally:
         torch.cuda.set_sync_debug_mode("default")

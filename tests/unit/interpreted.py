@@ -19,7 +19,7 @@ import torch
 from triton.runtime import interpreter
 
 from tests.operands import KINDS, same_bits, sample
-from tests.unit import attention_interpreted, fp8_interpreted
+from tests.unit import attention_interpreted, fp8_interpreted, test_mxfp8
 from tests.unit.test_fixed_tile_product import RAGGED, layouts, operands
 from tests.unit.test_grad_norm import kernel_cases
 from tests.unit.test_mamba_kernels import STEP, conv_inputs, norm_inputs, slices
@@ -31,6 +31,7 @@ from tp_invariant_recipes.kernels import (
     grad_norm,
     group_norm,
     grouped_product,
+    mxfp8,
     rms_norm,
     row_add,
     row_sum,
@@ -38,7 +39,8 @@ from tp_invariant_recipes.kernels import (
     tree_add,
     weighted_activation,
 )
-from tp_invariant_recipes.kernels.quantized import E4M3
+from tp_invariant_recipes.kernels.grouped_product import Groups
+from tp_invariant_recipes.kernels.quantized import E4M3, E5M2
 from tp_invariant_recipes.portable import (
     definition,
     ieee_adam,
@@ -426,6 +428,22 @@ def fp8_products_have_the_bits_of_the_definition():
     assert fp8_interpreted.differing(12, "1x128", (E4M3, E4M3), 5, 9, 128)
 
 
+def mxfp8_has_the_bits_of_its_twin():
+    sizes = (40, 0, 3, 32)
+    for kind in ("wide", "small", "large", "bits"):
+        x = test_mxfp8.operand(kind, rows=75, k=160)
+        for dtype, groups, rows, columns in (
+            (E4M3, Groups(sizes, torch.tensor(sizes)), True, True),
+            (E5M2, None, True, False),
+            (E4M3, None, False, True),
+        ):
+            of = x[: None if groups else 64].contiguous()
+            found, twin = ([torch.full_like(of, 7.0) for _ in range(2)] for _ in range(2))
+            mxfp8._by_triton(of, tuple(found), dtype, rows, columns, groups)
+            mxfp8._by_torch(of, tuple(twin), dtype, rows, columns, groups)
+            assert all(map(same_bits, found, twin)), (kind, dtype)
+
+
 KERNELS: dict[str, Callable[[], None]] = {
     function.__name__: function
     for function in (
@@ -456,6 +474,7 @@ KERNELS: dict[str, Callable[[], None]] = {
         portable_attention_has_the_bits_of_its_twin,
         portable_attention_of_more_shapes_has_the_bits_of_its_twin,
         fp8_products_have_the_bits_of_the_definition,
+        mxfp8_has_the_bits_of_its_twin,
     )
 }
 

@@ -681,8 +681,14 @@ BY_128 = "numerics.virtual_shards=2 cuts sums between multiples of 128"
 IN_FP8 = Family(
     "qwen3_toy numerics=tree precision=fp8_tensorwise",
     {
-        "mixed_precision=bf16_with_mxfp8_mixed": f"{TREE}MXFP8 has scales of 32 numbers",
-        "mixed_precision.fp8_recipe=mxfp8": f"{TREE}MXFP8 has scales of 32 numbers",
+        "mixed_precision=fp16_with_mxfp8_mixed": f"{TREE}of FP8 only the recipes",
+        "precision=mxfp8 numerics.virtual_shards=8": "numerics.virtual_shards=8 cuts sums between multiples of 32: in "
+        "MXFP8 32 numbers of a sum share a scale",
+        "precision=mxfp8 model.hidden_size=80": "model.hidden_size is 80: in MXFP8 32 "
+        "numbers of a sum share a scale; the next is 96",
+        "precision=mxfp8 seq=48": "seq=48: weight gradients in FP8 add 32 tokens at a time; the next is seq=64",
+        "precision=mxfp8 mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=true": f"{TREE}gradients' memory holds",
+        "precision=mxfp8 numerics=gather": "numerics=gather: FP8 is covered by numerics=tree and numerics=portable",
         "mixed_precision=bf16_with_nvfp4_mixed": f"{TREE}FP4 products have no definition here",
         "mixed_precision=bf16_with_fp8_delayed_scaling_mixed": f"{TREE}delayed scaling takes scales from what a rank",
         "mixed_precision.fp8_recipe=delayed": f"{TREE}delayed scaling takes scales from what a rank",

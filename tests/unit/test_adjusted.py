@@ -225,11 +225,23 @@ def test_a_precision_with_fp32_sums_has_its_name():
     assert adjust(config, (), {}, None)[0].mixed_precision == {"bf16": True, "grad_reduce_in_fp32": True}
 
 
-@pytest.mark.parametrize("precision", ("mxfp8", "nvfp4", "fp8_delayed_scaling"))
+@pytest.mark.parametrize("precision", ("nvfp4", "fp8_delayed_scaling"))
 def test_products_without_a_definition_are_not_adjusted(precision):
     """Another precision would train another model than the recipe's: it is refused by name (coverage/fp8.py)."""
     config = adjusted._set(TREE, ["mixed_precision"], f"bf16_with_{precision}_mixed")
     assert adjust(config, (), {}, None) == (config, [])
+
+
+def test_of_mxfp8_what_the_products_do_without_is_adjusted():
+    """A recipe's, not what is typed: that is refused (tests/unit/refusals.py)."""
+    plain = {"bf16": True, "grad_reduce_in_fp32": True, "fp8": "e4m3", "fp8_recipe": "mxfp8"}
+    others = ("fp8_param_gather", "fp8_dot_product_attention", "reuse_grad_buf_for_mxfp8_param_ag")
+    config = adjusted._set(TREE, ["mixed_precision"], plain | dict.fromkeys(others, True))
+    done, lines = adjust(config, (), {}, None)
+    assert done.mixed_precision == plain | dict.fromkeys(others, False)
+    assert [line.partition(":")[0].removeprefix("mixed_precision.") for line in lines] == [*others]
+    typed = f"mixed_precision.{others[1]}"
+    assert adjust(config, (typed,), {}, None)[0].mixed_precision[others[1]] is True
 
 
 def test_the_identity_has_what_is_trained():

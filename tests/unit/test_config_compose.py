@@ -124,7 +124,8 @@ def test_compositions_do_not_touch_each_other(hydra_itself):
 
 
 GPU_ONLY = ("cuda_graph", "precision")  # some of their options
-PRECISIONS = {"bf16": "bf16_mixed", "fp32": None, "fp8_tensorwise": "tensorwise", "fp8_blockwise": "blockwise"}
+FP8 = {"fp8_tensorwise": "tensorwise", "fp8_blockwise": "blockwise", "mxfp8": "mxfp8"}
+PRECISIONS = {"bf16": "bf16_mixed", "fp32": None, **FP8}
 GRAPHS = {"auto": "full_iteration", "off": "none", "te": "transformer_engine", "full": "full_iteration"}
 GROUPS = [(group, option) for group, options in conf_files.groups().items() for option in options if group != "model"]
 

@@ -71,7 +71,7 @@ def refused(*overrides: str, model: str = "qwen3_toy") -> str:
 
 
 @pytest.mark.parametrize("model", ("qwen3_toy", "qwen3_moe_toy", "nemotron3_nano_toy"))
-@pytest.mark.parametrize("override", ("mixed_precision=bf16_with_mxfp8_mixed", "model.delay_wgrad_compute=true"))
+@pytest.mark.parametrize("override", ("mixed_precision=bf16_with_nvfp4_mixed", "model.delay_wgrad_compute=true"))
 def test_what_is_not_covered_is_one_message_that_ends_with_stock(model, override):
     said = refused(override, model=model)
     assert said.startswith("numerics=tree: ") or said.splitlines()[1].startswith("  - numerics=tree: ")

@@ -5,7 +5,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tp_invariant_recipes.kernels import cross_entropy
+from tp_invariant_recipes.kernels import cross_entropy, mxfp8
 
 # kernel -> types of its tensors, its numbers, its constants
 KERNELS = {
@@ -32,3 +32,24 @@ def test_it_compiles(kernel, architecture):
     source = ASTSource(kernel.kernel, types, {(names.index(name),): value for name, value in constants.items()})
     binary = triton.compile(source, GPUTarget("cuda", architecture, 32), {"num_warps": 8})
     assert "ex2" in binary.asm["ptx"]  # the exponential
+
+
+@pytest.mark.parametrize("architecture", (90, pytest.param(100, marks=pytest.mark.release)))
+def test_rounding_to_mxfp8_keeps_subnormal_numbers(architecture):
+    """And reads and writes 16 bytes at once."""
+    kernel = mxfp8.KERNEL.kernel
+    names = kernel.arg_names
+    constants = dict(zip(names[7:], (True, True, True, *mxfp8.TYPES[mxfp8.E4M3], 4), strict=True))
+    types = dict.fromkeys(names[:3], "*bf16") | dict.fromkeys(names[3:5], "*i64") | dict.fromkeys(names[5:7], "i32")
+    source = ASTSource(
+        kernel,
+        types | dict.fromkeys(constants, "constexpr"),
+        {(names.index(name),): value for name, value in constants.items()},
+        {(n,): [["tt.divisibility", 16]] for n in range(5)},
+    )
+    ptx = triton.compile(source, GPUTarget("cuda", architecture, 32), mxfp8.KERNEL.options).asm["ptx"]
+    assert "mul.f32" in ptx
+    assert "ftz" not in ptx
+    assert "ld.global.v4.b32" in ptx
+    assert "st.global.v4.b32" in ptx
+    assert "st.global.b16" not in ptx

@@ -278,6 +278,10 @@ ROWS: tuple[Adjustment, ...] = (
     _row(True, "a sum of gradients is fp32", f"{PRECISION}.grad_reduce_in_fp32"),
     _row(False, "weights are kept in bf16, and quantized once a step", f"{PRECISION}.fp8_param "
          f"{PRECISION}.fp8_param_gather", lambda t, was: was and low_precision.fp8_layers(t) is not None),
+    _row(False, "attention is in bf16, which is more exact", f"{PRECISION}.fp8_dot_product_attention "
+         f"{PRECISION}.fp8_multi_head_attention", lambda t, was: was and low_precision.fp8_layers(t) is not None),
+    _row(False, "gradients' memory holds gradients alone", f"{PRECISION}.{low_precision.REUSED}",
+         lambda t, was: was and low_precision.fp8_layers(t) is not None),
     _row("fp32", "Megatron-Core's name of it", "model.moe_router_dtype", lambda t, was: was == "float32"),
     _row(False, _ROUTER, "model.moe_router_fusion"),
     _row(False, "it is a benchmark's: the model's own router decides", "model.moe_router_force_load_balancing"),

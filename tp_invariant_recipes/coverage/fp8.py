@@ -2,7 +2,7 @@
 
 A block of numbers that share a scale has 128, so blockwise every part of a sum that a layout may cut is a multiple of
 128. With one scale a tensor it is one of 16, as cuBLAS takes it: numbers beyond the end of a sum are zeros
-(kernels/fp8_sum.py). A sum over tokens has a multiple of 128 of them with either.
+(kernels/fp8_sum.py). A sum over tokens has a multiple of 128 of them with either. In MXFP8 each is one of 32.
 """
 
 import math
@@ -15,7 +15,7 @@ from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.settings import low_precision
 from tp_invariant_recipes.settings.run_config import RunConfig
 
-_INSTEAD = "precision=fp8_tensorwise or precision=fp8_blockwise"
+_INSTEAD = "precision=fp8_tensorwise, precision=fp8_blockwise or precision=mxfp8"
 # Fields that `summed` reads, and the sizes of gated delta nets, which V divides.
 SIZES = (
     "hidden_size",
@@ -40,8 +40,10 @@ SIZES = (
     "moe_layer_freq",
     "moe_shared_expert_intermediate_size",
 )
-BLOCKWISE = "blockwise"
+BLOCKWISE, MXFP8 = "blockwise", low_precision.MXFP8
 BLOCK = 128  # as of kernels/quantized.py, which imports torch
+# Recipe -> of what each part of a sum over features, and over tokens, is a multiple; as of kernels/mxfp8.py 32.
+UNITS = {"tensorwise": (low_precision.MULTIPLE, BLOCK), BLOCKWISE: (BLOCK, BLOCK), MXFP8: (32, 32)}
 
 
 def _row(wrong: Callable[[RunConfig], bool], why: str) -> Limit:
@@ -70,17 +72,13 @@ LIMITS = (
         "FP4 products have no definition here; precision=bf16",
     ),
     _row(
-        lambda t: _named(t, "mxfp8"),
-        f"MXFP8 has scales of 32 numbers that Blackwell multiplies, whose sums have no definition here; {_INSTEAD}",
-    ),
-    _row(
         lambda t: _named(t, "delayed"),
         f"delayed scaling takes scales from what a rank held in the steps before; {_INSTEAD}",
     ),
     _row(
         lambda t: (
             low_precision.fp8_layers(t) is None
-            and not (_named(t, "fp4", "mxfp8", "delayed") or _sets("fp4")(t))
+            and not (_named(t, "fp4", "delayed") or _sets("fp4")(t))
             and bool(t.mixed_precision)
             and not t.model.get("fp8")
         ),
@@ -99,6 +97,10 @@ LIMITS = (
         "weights kept in FP8 between steps have scales of Megatron's; mixed_precision.fp8_param_gather=false",
     ),
     _fp8(
+        _sets(low_precision.REUSED),
+        f"gradients' memory holds gradients alone; mixed_precision.{low_precision.REUSED}=false",
+    ),
+    _fp8(
         _sets("fp8_dot_product_attention", "fp8_multi_head_attention"),
         "attention in FP8 has no invariant version; mixed_precision.fp8_dot_product_attention=false, "
         "mixed_precision.fp8_multi_head_attention=false",
@@ -114,10 +116,16 @@ LIMITS = (
 )  # fmt: skip
 
 
-def summed(model: dict[str, Any], *, blockwise: bool) -> dict[str, int]:
+def tokens(config: RunConfig) -> int:
+    """Of what the tokens of a sum are a multiple; 1 where no product is in FP8."""
+    layers = low_precision.fp8_layers(config)
+    return 1 if layers is None else UNITS[layers.recipe][1]
+
+
+def summed(model: dict[str, Any], *, blocks: bool) -> dict[str, int]:
     """What V shards divide in sums of FP8 products: how a message names it -> its size.
 
-    Of Mamba's dt a shard has a few numbers: tensorwise any number of them. So it has of a gated delta net's α and β.
+    Of Mamba's dt a shard has a few numbers: without blocks any number of them. So it has of a delta net's α and β.
     """
     heads = model.get("num_attention_heads") or 1
     groups = model.get("num_query_groups") or heads
@@ -144,12 +152,12 @@ def summed(model: dict[str, Any], *, blockwise: bool) -> dict[str, int]:
         found["the width of Mamba's B and C"] = (model.get("mamba_num_groups") or 8) * (
             model.get("mamba_state_dim") or 128
         )
-        if blockwise:
+        if blocks:
             found["the width of Mamba's dt (model.mamba_num_heads)"] = heads
     keys, values, heads = families.delta_widths(model)
     if heads:
         found |= {"the width of gated delta nets' keys": keys, "the width of gated delta nets' values": values}
-        if blockwise:
+        if blocks:
             found["the width of gated delta nets' alpha (model.linear_num_value_heads)"] = heads
     return found
 
@@ -157,22 +165,25 @@ def summed(model: dict[str, Any], *, blockwise: bool) -> dict[str, int]:
 def most_shards(model: dict[str, Any], precision: Any) -> int:
     """The largest V whose shards are multiples of 128, a power of two; where there is none, of 16; at least 1.
 
-    precision: the section mixed_precision. Mamba's dt does not count: `borders` says what to do about it.
+    In MXFP8 shards are multiples of 32. Blockwise Mamba's dt does not count: `borders` says what to do about it.
+    precision: the section mixed_precision.
     """
-    common = math.gcd(*summed(model, blockwise=False).values())
-    blockwise = low_precision.named(precision).get("fp8_recipe") == BLOCKWISE
-    parts = common // (BLOCK if blockwise else math.gcd(common, BLOCK))
+    recipe = low_precision.named(precision).get("fp8_recipe")
+    common = math.gcd(*summed(model, blocks=recipe == MXFP8).values())
+    parts = common // (UNITS[recipe][0] if recipe in (BLOCKWISE, MXFP8) else math.gcd(common, BLOCK))
     return max(1, parts & -parts)
 
 
 def borders(config: RunConfig) -> list[str]:
-    """What ends between two multiples of 128, or of 16."""
+    """What ends between two multiples of what the recipe needs."""
     layers = low_precision.fp8_layers(config)
     if layers is None:
         return []
-    blockwise = layers.recipe == BLOCKWISE
-    unit = BLOCK if blockwise else low_precision.MULTIPLE
-    say = f"FP8 products add {BLOCK} numbers at a time" if blockwise else f"FP8 matrices have sides in steps of {unit}"
+    unit, of_tokens = UNITS[layers.recipe]
+    say = {
+        BLOCKWISE: f"FP8 products add {unit} numbers at a time",
+        MXFP8: f"in MXFP8 {unit} numbers of a sum share a scale",
+    }.get(layers.recipe, f"FP8 matrices have sides in steps of {unit}")
     model, shards = config.model, config.numerics.virtual_shards or 1
     found = []
     alone = {"model.hidden_size": model["hidden_size"]}
@@ -180,7 +191,7 @@ def borders(config: RunConfig) -> list[str]:
         alone |= {f"model.{name}": model[name] for name in ("q_lora_rank", "kv_lora_rank") if model.get(name)}
     if model.get("num_moe_experts"):
         alone["model.moe_ffn_hidden_size"] = model.get("moe_ffn_hidden_size") or model["ffn_hidden_size"]
-    sums = summed(model, blockwise=blockwise)
+    sums = summed(model, blocks=layers.recipe != "tensorwise")
     for name, size in {**alone, **sums}.items():
         if size % unit:
             found.append(f"{name} is {size}: {say}; the next is {_next(size, unit)}")
@@ -192,16 +203,16 @@ def borders(config: RunConfig) -> list[str]:
             f"numerics.virtual_shards={shards} cuts sums between multiples of {unit}: {say} ({', '.join(cut)}); "
             + (
                 "precision=fp8_tensorwise"
-                if blockwise and fits % tp
+                if layers.recipe != "tensorwise" and fits % tp
                 else f"the largest that fits is numerics.virtual_shards={fits}"
             )
         )
     contexts = config.numerics.context_shards or model["context_parallel_size"]
-    if model["seq_length"] % (BLOCK * contexts):
+    if model["seq_length"] % (of_tokens * contexts):
         each = f" in each of {contexts} context shards" if contexts > 1 else ""
         found.append(
-            f"seq={model['seq_length']}: weight gradients in FP8 add {BLOCK} tokens at a time{each}; the next is "
-            f"seq={_next(model['seq_length'], BLOCK * contexts)}"
+            f"seq={model['seq_length']}: weight gradients in FP8 add {of_tokens} tokens at a time{each}; the next is "
+            f"seq={_next(model['seq_length'], of_tokens * contexts)}"
         )
     return found
 

@@ -7,7 +7,7 @@ from tp_invariant_recipes.coverage import fp8
 from tp_invariant_recipes.coverage.limit import Limit, lacks
 from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.settings import cuda_graphs, low_precision, sft
+from tp_invariant_recipes.settings import cuda_graphs, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 WITHOUT = "dataset.enable_offline_packing=false"
@@ -22,7 +22,7 @@ def divisors(config: RunConfig) -> tuple[int, ...]:
     """What divides the length of each packed sequence: V where it is known, and the tokens of a sum in FP8."""
     shards = config.numerics.virtual_shards
     known = (shards,) if isinstance(shards, int) and shards > 0 else ()
-    return (*known, *((fp8.BLOCK,) if low_precision.fp8_layers(config) is not None else ()))
+    return (*known, *((each,) if (each := fp8.tokens(config)) > 1 else ()))
 
 
 def uneven(config: RunConfig, specs: Mapping[str, Any]) -> bool:
@@ -43,7 +43,7 @@ LIMITS = (
         uneven,
         "virtual shards divide each packed sequence, and its padding is told apart; "
         f"dataset.offline_packing_specs.pad_seq_to_mult=8, or another multiple of numerics.virtual_shards, in FP8 of "
-        f"{fp8.BLOCK}",
+        f"{fp8.BLOCK}, in MXFP8 of {fp8.UNITS[fp8.MXFP8][1]}",
     ),
     _row(
         lambda t, specs: specs.get("pad_cu_seqlens") or cuda_graphs.requested(t.model),

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tp_invariant_recipes.numerics.layers import cross_entropy, norm
+    from tp_invariant_recipes.numerics.layers.linear import Products
     from tp_invariant_recipes.numerics.products.operands import Parts
     from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
@@ -113,6 +114,10 @@ class Mode(Protocol):
 
     def linear(self) -> Linear:
         """Column- and row-parallel products."""
+        ...
+
+    def products(self) -> "Products":
+        """What multiplies bf16 matrices that hold other numbers than the layers' own: those of MXFP8."""
         ...
 
     def norm(self) -> "norm.NormKernels":

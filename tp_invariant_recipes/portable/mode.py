@@ -11,6 +11,7 @@ from tp_invariant_recipes.replacement import Replacement, instead, wrapped
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.numerics.layers import cross_entropy, norm
+    from tp_invariant_recipes.numerics.layers.linear import Products
 
 LAYERS = {
     "DotProductAttention": "portable.layers:PortableDotProductAttention",
@@ -59,6 +60,12 @@ class Portable(Tree):
         from tp_invariant_recipes.portable import linear
 
         return linear
+
+    def products(self) -> "Products":
+        """portable/linear.py."""
+        from tp_invariant_recipes.portable.linear import DEFINED
+
+        return DEFINED
 
     def norm(self) -> "norm.NormKernels":
         """portable/ieee_norm.py."""

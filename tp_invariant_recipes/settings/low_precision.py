@@ -8,7 +8,9 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 
 MULTIPLE = 16  # cuBLAS needs FP8 matrices with sides that are multiples of it; Transformer Engine refuses others
 WORDS = ("fp8", "fp4")  # parts of the names of Bridge's recipes for them, also of mxfp8 and nvfp4
+MXFP8 = "mxfp8"
 KEPT = ("fp8_param", "fp8_param_gather")  # whether weights stay in FP8 between steps
+REUSED = "reuse_grad_buf_for_mxfp8_param_ag"  # whether they are then gathered in the gradients' memory
 
 _TWO_IN_BF16 = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 2}
 
@@ -22,6 +24,7 @@ NAMED: dict[str, dict[str, Any]] = {
         "num_layers_at_end_in_bf16": 1,
     },
     "bf16_with_fp8_subchannel_scaling_mixed": {"fp8": "hybrid", "fp8_recipe": "blockwise"},
+    "bf16_with_mxfp8_mixed": {"fp8": "e4m3", "fp8_recipe": MXFP8},
     "nemotron_h_bf16_with_fp8_current_scaling_mixed": {"fp8": "hybrid", "fp8_recipe": "tensorwise", **_TWO_IN_BF16},
     "nanov2_bf16_with_fp8_current_scaling_mixed": {"fp8": "hybrid", "fp8_recipe": "blockwise", **_TWO_IN_BF16},
 }
@@ -33,9 +36,11 @@ OF_FP8 = (
     "num_layers_at_start_in_bf16",
     "num_layers_at_end_in_bf16",
     *KEPT,
+    REUSED,
 )
-KEEPING = tuple(name for name in NAMED if "current_scaling" in name)  # those of them that set fp8_param_gather
-RECIPES = ("tensorwise", "blockwise")
+# Those of them that set fp8_param_gather.
+KEEPING = tuple(name for name in NAMED if "current_scaling" in name or MXFP8 in name)
+RECIPES = ("tensorwise", "blockwise", MXFP8)
 
 
 def enabled(config: RunConfig) -> bool:
@@ -69,12 +74,21 @@ def fp8_layers(config: RunConfig) -> Fp8Layers | None:
     return Fp8Layers(recipe, "e5m2" if kind == "hybrid" else "e4m3", first, last)
 
 
+def adds_fp8(config: RunConfig) -> bool:
+    """Whether tensor cores multiply FP8 or FP4. Invariant numerics multiply the numbers of MXFP8 as bf16."""
+    layers = fp8_layers(config)
+    return enabled(config) and (layers is None or layers.recipe != MXFP8)
+
+
 def remark(config: RunConfig) -> str | None:
-    """What a run with invariant numerics does otherwise than the recipe of Bridge's that it names; None: nothing."""
-    name = config.mixed_precision
-    if not isinstance(name, str) or fp8_layers(config) is None or name.replace("-", "_") not in KEEPING:
-        return None
-    return f"mixed_precision={name}: weights are kept in bf16 and quantized once a step, as with fp8_param_gather=false"
+    """What a run with invariant numerics does otherwise than its precision says of itself; None: nothing."""
+    name, layers, found = config.mixed_precision, fp8_layers(config), []
+    if layers is not None and layers.recipe == MXFP8:
+        found.append("MXFP8's numbers are multiplied in bf16, on any GPU and at the speed of bf16")
+    if isinstance(name, str) and layers is not None and name.replace("-", "_") in KEEPING:
+        found.append("weights are kept in bf16 and quantized once a step, as with fp8_param_gather=false")
+    said = name if isinstance(name, str) else MXFP8
+    return f"{'mixed_' if isinstance(name, str) else ''}precision={said}: {'; '.join(found)}" if found else None
 
 
 def problems(config: RunConfig) -> list[str]:

@@ -140,7 +140,7 @@ def pretrain(config: RunConfig, callbacks: list) -> None:
         arithmetic = config.numerics.arithmetic
         if arithmetic is not None:
             gpu = None if config.device.kind == "cpu" else int(os.environ["LOCAL_RANK"])
-            arithmetic.require_machine(gpu, fp8=low_precision.enabled(config))
+            arithmetic.require_machine(gpu, fp8=low_precision.adds_fp8(config))
         if config.device.kind == "cpu":
             stack.enter_context(cpu.installed())
         else:

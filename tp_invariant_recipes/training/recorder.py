@@ -23,7 +23,6 @@ from tp_invariant_recipes.ledger.run_files import ProgressLine
 from tp_invariant_recipes.ledger.schema import FINAL_VALIDATION, TEST, VALIDATION
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron.core_attention import backend_in_force
-from tp_invariant_recipes.numerics.precision import DEFINITION
 from tp_invariant_recipes.runs.checkpoints import iteration_dir
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
 from tp_invariant_recipes.settings.environment import recorded
@@ -185,6 +184,6 @@ def _device(context: CallbackContext, numerics: str) -> dict[str, Any]:
         found["machine"] = platform.machine()
     attention = backend_in_force(context.model, config.model.seq_length, config.train.micro_batch_size)
     product = mode.definition(numerics, "cpu" if properties.name == "cpu" else "gpu")
-    fp8 = DEFINITION if getattr(config.model, "fp8_layers", None) is not None else None
-    defined = {"attention": attention, "product": product, "fp8": fp8}
+    layers = getattr(config.model, "fp8_layers", None)
+    defined = {"attention": attention, "product": product, "fp8": layers and layers.definition}
     return found | {name: value for name, value in defined.items() if value is not None}

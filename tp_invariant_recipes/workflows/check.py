@@ -102,9 +102,9 @@ def _linear(config: RunConfig, module: str) -> mode.Linear:
     """What computes a layer: in FP8, or as the run's mode has it."""
     layers = low_precision.fp8_layers(config)
     if layers is not None and layers.contains(int(module.split(".")[2]), config.model["num_layers"]):
-        from tp_invariant_recipes.numerics.layers.fp8_linear import Fp8Linear, Scaling
+        from tp_invariant_recipes.numerics.megatron.fp8 import linear_of
 
-        return Fp8Linear(Scaling.of(layers, None))
+        return linear_of(layers, mode.named_mode(config.numerics.mode), None)
     return mode.named_mode(config.numerics.mode).linear()
 
 

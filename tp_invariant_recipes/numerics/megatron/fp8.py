@@ -1,4 +1,4 @@
-"""Forward passes of invariant layers with products in FP8 (numerics/layers/fp8_linear.py).
+"""Forward passes of invariant layers with products in FP8 (numerics/layers/fp8_linear.py, mxfp8_linear.py).
 
 `config.fp8_layers` says how (numerics/precision.py). numerics/megatron/spec.py puts them before the layers' classes, in
 the layers of the model that are in FP8.
@@ -10,12 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
-from tp_invariant_recipes.numerics.layers import fp8_linear
+from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.numerics.layers import fp8_experts, mxfp8_experts
 from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
-from tp_invariant_recipes.numerics.layers.fp8_experts import grouped_linear
-from tp_invariant_recipes.numerics.layers.fp8_linear import Scaling
+from tp_invariant_recipes.numerics.layers.fp8_linear import Fp8Linear, Scaling
+from tp_invariant_recipes.numerics.layers.mxfp8_linear import Mxfp8Linear
 from tp_invariant_recipes.numerics.layers.token_dispatcher import Batches
 from tp_invariant_recipes.numerics.megatron.base import ColumnForward, ExpertsForward, RowForward
+from tp_invariant_recipes.numerics.precision import Fp8Layers
 
 
 def layers_of_stack(original: Callable[..., None]) -> Callable[..., None]:
@@ -37,12 +39,11 @@ def layers_of_stack(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def scaling_of(config: Any) -> Scaling:
-    """How the operands of a layer get their scales."""
-    from megatron.core.parallel_state import get_tensor_and_context_parallel_group
-
-    group = get_tensor_and_context_parallel_group()
-    return Scaling.of(config.fp8_layers, group if group.size() > 1 else None)
+def linear_of(layers: Fp8Layers, arithmetic: mode.Mode, group: Any) -> Fp8Linear | Mxfp8Linear:
+    """The products of layers in FP8. group: of the ranks that share a sequence; None: one rank has all."""
+    if layers.recipe == "mxfp8":
+        return Mxfp8Linear.of(layers, arithmetic.products())
+    return Fp8Linear(Scaling.of(layers, group))
 
 
 class InFp8:
@@ -52,9 +53,12 @@ class InFp8:
     in_bf16 = False
 
     @cached_property
-    def scaling(self) -> Scaling:
+    def linear(self) -> Fp8Linear | Mxfp8Linear:
         """Looked up once, when the layer first runs."""
-        return scaling_of(self.config)
+        from megatron.core.parallel_state import get_tensor_and_context_parallel_group
+
+        group = get_tensor_and_context_parallel_group()
+        return linear_of(self.config.fp8_layers, mode.of(self.config), group if group.size() > 1 else None)
 
 
 class Fp8ColumnForward(InFp8, ColumnForward):
@@ -64,8 +68,7 @@ class Fp8ColumnForward(InFp8, ColumnForward):
         """[s/t or s, 1, k] → [s, 1, n/t]."""
         if self.in_bf16:
             return super().column(x, weight, bias)
-        sequence_parallel = self.config.sequence_parallel
-        y = fp8_linear.column_parallel(x, weight, self.mesh, self.segments, sequence_parallel, self.scaling)
+        y = self.linear.column_parallel(x, weight, self.mesh, self.segments, self.config.sequence_parallel)
         return y if bias is None else column_bias(y, bias, self.mesh.contexts)
 
     def norm_column(
@@ -84,7 +87,7 @@ class Fp8RowForward(InFp8, RowForward):
         """[s, 1, k/t] → [s/t or s, 1, n]."""
         if self.in_bf16:
             return super().row(x, weight, bias)
-        y = fp8_linear.row_parallel(x, weight, self.mesh, self.config.sequence_parallel, self.scaling)
+        y = self.linear.row_parallel(x, weight, self.mesh, self.config.sequence_parallel)
         return y if bias is None else row_bias(y, bias, self.mesh, self.config.sequence_parallel)
 
 
@@ -96,7 +99,9 @@ class Fp8ExpertsForward(InFp8, ExpertsForward):
         if self.in_bf16:
             return super().experts(*args, **more)
 
-        def linear(x: Tensor, batches: Batches, weights: Sequence[Tensor]) -> Tensor:
-            return grouped_linear(x, batches, self.scaling, weights)
+        def grouped(x: Tensor, batches: Batches, weights: Sequence[Tensor]) -> Tensor:
+            if isinstance(self.linear, Mxfp8Linear):
+                return mxfp8_experts.grouped_linear(x, batches, self.linear.gradients, self.arithmetic, weights)
+            return fp8_experts.grouped_linear(x, batches, self.linear.scaling, weights)
 
-        return super().experts(*args, **more | {"linear": linear})
+        return super().experts(*args, **more | {"linear": grouped})

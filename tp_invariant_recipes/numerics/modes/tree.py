@@ -10,6 +10,7 @@ from tp_invariant_recipes.replacement import Replacement
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.numerics.layers import cross_entropy, norm
+    from tp_invariant_recipes.numerics.layers.linear import Products
 
 # On a GPU: what kernels/fixed_tile_product.py computes. Whoever changes what numerics/products/product.py computes so
 # that a bit changes on a GPU raises the number: runs of two versions need not be equal. On a CPU a product is what a
@@ -65,6 +66,12 @@ class Tree:
         from tp_invariant_recipes.numerics.layers import linear
 
         return linear
+
+    def products(self) -> "Products":
+        """numerics/layers/linear.py."""
+        from tp_invariant_recipes.numerics.layers.linear import LIBRARY
+
+        return LIBRARY
 
     def norm(self) -> "norm.NormKernels":
         """kernels/rms_norm.py."""

@@ -92,7 +92,7 @@ class Score:
         on_cpu = config.device.kind == "cpu"
         if (arithmetic := config.numerics.arithmetic) is not None:
             gpu = None if on_cpu else int(os.environ["LOCAL_RANK"])
-            arithmetic.require_machine(gpu, fp8=low_precision.enabled(config))
+            arithmetic.require_machine(gpu, fp8=low_precision.adds_fp8(config))
         if on_cpu:
             stack.enter_context(cpu.installed())
         stack.enter_context(registry.applied(config))

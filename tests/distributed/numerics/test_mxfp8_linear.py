@@ -1,0 +1,190 @@
+"""Linear layers in MXFP8: one result for every tensor-parallel degree, that of bf16 layers on rounded operands."""
+
+import pytest
+import torch
+
+from tests.distributed.ranks import joined, on_ranks, sliced
+from tests.operands import same_bits
+from tp_invariant_recipes.kernels import mxfp8
+from tp_invariant_recipes.kernels.grouped_product import Groups
+from tp_invariant_recipes.kernels.quantized import E4M3, E5M2
+from tp_invariant_recipes.numerics.layers import experts, fp8_weights, linear, mxfp8_linear
+from tp_invariant_recipes.numerics.layers.mxfp8_experts import grouped_linear
+from tp_invariant_recipes.numerics.layers.mxfp8_linear import Mxfp8Linear
+from tp_invariant_recipes.numerics.layers.token_dispatcher import Batches
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+
+SHARDS, DEGREES = 4, (1, 2, 4)
+S, K, N = 64, 64, 4 * 32  # a rank of four has half a block of tokens
+LAYERS = Mxfp8Linear(linear.LIBRARY, E5M2)
+
+
+def _tensors(segments=1):
+    """Of many magnitudes: a scale, a power of two, changes only what is 2^15 below the largest of its block."""
+    generator = torch.Generator().manual_seed(3)
+
+    sizes = ((S, K), (segments * N, K), (S, segments * N))
+    x, weight, dy = (_wide(*size, generator) for size in sizes)
+    return x[:, None], weight, dy[:, None]
+
+
+def _wide(rows, columns, generator):
+    grow = torch.exp2(torch.randint(-9, 9, (rows, columns), generator=generator))
+    return (torch.randn(rows, columns, generator=generator) * grow).bfloat16()
+
+
+def _column(mesh, segments, sequence_parallel):
+    x, weight, dy = _tensors(segments)
+    local = sliced(weight, 0, mesh, segments).requires_grad_()
+    local.main_grad = torch.ones(local.shape)
+    inputs = (x.chunk(mesh.size)[mesh.rank] if sequence_parallel else x).clone().requires_grad_()
+    y = LAYERS.column_parallel(inputs, local, mesh, segments, sequence_parallel)
+    y.backward(sliced(dy, 2, mesh, segments))
+    return y.detach(), inputs.grad, local.main_grad
+
+
+def _row(mesh, sequence_parallel):
+    dy, weight, x = _tensors()
+    local = sliced(weight.t().contiguous(), 1, mesh).requires_grad_()
+    local.main_grad = torch.ones(local.shape)
+    inputs = sliced(x, 2, mesh).requires_grad_()
+    y = LAYERS.row_parallel(inputs, local, mesh, sequence_parallel)
+    y.backward(dy.chunk(mesh.size)[mesh.rank] if sequence_parallel else dy)
+    return y.detach(), inputs.grad, local.main_grad
+
+
+CASES = [(segments, sp) for segments in (1, 2) for sp in (False, True)]
+
+
+def _everything(mesh):
+    found = {case: _column(mesh, *case) for case in CASES} | {sp: _row(mesh, sp) for sp in (False, True)}
+    of_rank, start = mxfp8.along_columns, mxfp8_linear.start_all_gather
+    if mesh.size == 4:  # the control: a rank rounds its tokens before they are gathered
+        alone = lambda x: of_rank(x, E4M3, Groups((len(x),), torch.tensor([len(x)])))  # noqa: E731
+        mxfp8_linear.start_all_gather = lambda x, mesh: start(alone(x), mesh)
+        mxfp8.along_columns = lambda x, dtype: x
+        found["rounded by rank"] = _column(mesh, 1, True)
+        mxfp8.along_columns, mxfp8_linear.start_all_gather = of_rank, start
+    return found
+
+
+@pytest.fixture(scope="module")
+def results():
+    """Degree -> what each of its ranks computed."""
+    return {t: on_ranks(t, SHARDS, _everything) for t in DEGREES}
+
+
+def _column_whole(ranks, segments, sequence_parallel):
+    ys, dxs, dws = zip(*ranks, strict=True)
+    return joined(ys, 2, segments), torch.cat(dxs) if sequence_parallel else dxs[0], joined(dws, 0, segments)
+
+
+def _row_whole(ranks, sequence_parallel):
+    ys, dxs, dws = zip(*ranks, strict=True)
+    return torch.cat(ys) if sequence_parallel else ys[0], torch.cat(dxs, 2), torch.cat(dws, 1)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_column_parallel_has_one_result(results, case):
+    one, *others = (_column_whole([r[case] for r in results[t]], *case) for t in DEGREES)
+    assert all(same_bits(a, b) for other in others for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("sp", (False, True))
+def test_row_parallel_has_one_result(results, sp):
+    one, *others = (_row_whole([r[sp] for r in results[t]], sp) for t in DEGREES)
+    assert all(same_bits(a, b) for other in others for a, b in zip(one, other, strict=True))
+
+
+def test_tokens_rounded_by_rank_are_another_result(results):
+    y, dx, dw = _column_whole([r["rounded by rank"] for r in results[4]], 1, True)
+    expected = _column_whole([r[1, True] for r in results[4]], 1, True)
+    assert same_bits(y, expected[0])
+    assert same_bits(dx, expected[1])
+    assert not same_bits(dw, expected[2])
+
+
+def _plain(form, weight, x, dy, which):
+    """An output or a gradient of a bf16 layer on these operands."""
+    weight, x = weight.clone().requires_grad_(), x.clone().requires_grad_()
+    weight.main_grad = torch.ones(weight.shape)
+    y = form(x, weight)
+    y.backward(dy)
+    return (y.detach(), x.grad, weight.main_grad)[which]
+
+
+@pytest.mark.parametrize("column", (True, False))
+def test_operands_are_rounded_along_what_is_summed(results, column):
+    """And left as they are, or rounded along the other dimension, they give other bits."""
+    mesh = VirtualMesh(SHARDS, 1, 0)
+    if column:
+        x, weight, dy = _tensors()
+        found = results[1][0][1, False]
+    else:
+        dy, weight, x = _tensors()
+        weight, found = weight.t().contiguous(), results[1][0][False]
+
+    def form(x, weight):
+        if column:
+            return linear.column_parallel(x, weight, mesh, 1, False)
+        return linear.row_parallel(x, weight, mesh, False)
+
+    (w, wt), (xr, xt), (g, gt) = (
+        [side.view_as(one) for side in mxfp8.both(one.flatten(0, -2), kind)]
+        for one, kind in ((weight, E4M3), (x, E4M3), (dy, E5M2))
+    )
+    assert same_bits(_plain(form, w, xr, dy, 0), found[0])
+    assert same_bits(_plain(form, wt, x, g, 1), found[1])
+    assert same_bits(_plain(form, weight, xt, gt, 2), found[2])
+    for which, operands in enumerate(((wt, xt, dy), (w, x, gt), (weight, xr, g))):
+        assert not same_bits(_plain(form, *operands, which), found[which])
+        assert not same_bits(_plain(form, weight, x, dy, which), found[which])
+
+
+def test_experts_are_rounded_as_their_batches():
+    sizes = (40, 0, 3, 32)  # two experts of two sources
+    groups = Groups(sizes, torch.tensor(sizes))
+    batches = Batches(groups, 0, 2)
+    generator = torch.Generator().manual_seed(1)
+    x, dy = (_wide(75, 64, generator) for _ in range(2))
+    weights = [torch.randn(64, 64, generator=generator).bfloat16().requires_grad_() for _ in range(2)]
+    inputs = x.clone().requires_grad_()
+    y = grouped_linear(inputs, batches, E4M3, experts.OF_TREE, weights)
+    y.backward(dy)
+    (xr, xt), (g, gt) = mxfp8.both(x, E4M3, groups), mxfp8.both(dy, E4M3, groups)
+    rounded = [mxfp8.both(weight.detach(), E4M3) for weight in weights]
+    for which, (rows, columns, left) in enumerate(((0, 0, xr), (1, 1, g))):
+        across = experts.of_batches(batches, [pair[rows] for pair in rounded])
+        out = torch.empty(75, 64, dtype=torch.bfloat16)
+        experts.rows_times(left, across, out, groups, experts.OF_TREE, transposed=not columns)
+        assert same_bits(out, (y.detach(), inputs.grad)[which])
+
+    def add(outs):
+        experts.add_products(gt, xt, outs, groups, experts.OF_TREE)
+
+    expected = experts.weight_gradients(add, [w.detach() for w in weights], batches, x.device)
+    assert all(same_bits(weight.grad, one) for weight, one in zip(weights, expected, strict=True))
+
+
+def test_a_weight_is_rounded_once_a_step_into_one_memory(monkeypatch):
+    made, real = [], mxfp8.both
+    monkeypatch.setattr(mxfp8, "both", lambda x, *rest: made.append(x.shape) or real(x, *rest))
+    weight = torch.randn(N, K).bfloat16().requires_grad_()
+    first = fp8_weights.rounded(weight)
+    with torch.no_grad():
+        weight.mul_(-1)
+    assert fp8_weights.rounded(weight) is first
+    before = first.rows.clone()
+    fp8_weights.changed()
+    again = fp8_weights.rounded(weight)
+    assert torch.equal(again.rows, -before)
+    assert (again.rows.data_ptr(), again.columns.data_ptr()) == (first.rows.data_ptr(), first.columns.data_ptr())
+    assert len(made) == 1
+    with pytest.raises(RuntimeError, match="quantized again before a backward pass"):
+        first.of_backward()
+
+
+def test_two_sequences_at_once_would_share_scales():
+    x, weight, _ = _tensors()
+    with pytest.raises(NotImplementedError, match="2 sequences at once"):
+        LAYERS.column_parallel(torch.cat((x, x), 1), weight, VirtualMesh(SHARDS, 1, 0), 1, False)

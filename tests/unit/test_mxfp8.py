@@ -1,0 +1,133 @@
+"""The definition of rounding to MXFP8 against exact arithmetic: rational numbers and the types' own codes."""
+
+from bisect import bisect_left
+from fractions import Fraction
+from math import inf
+
+import pytest
+import torch
+
+from tests.operands import same_bits
+from tp_invariant_recipes.kernels import mxfp8
+from tp_invariant_recipes.kernels.grouped_product import Groups
+from tp_invariant_recipes.kernels.quantized import E4M3, E5M2
+
+TYPES = (E4M3, E5M2)
+EVERY_CODE = torch.arange(256).to(torch.uint8)
+
+
+def _numbers(dtype):
+    """The finite numbers of a type that are not below 0, by their codes."""
+    return [Fraction(v) for v in EVERY_CODE[:128].view(dtype).double().tolist() if v < inf]
+
+
+def _exact(block, dtype):
+    """32 numbers of bf16 rounded by rational arithmetic."""
+    numbers = _numbers(dtype)
+    exact = [Fraction(v) for v in block]
+    amax, power = max(map(abs, exact)), -127
+    while numbers[-1] * Fraction(2) ** power < amax:
+        power += 1
+    found = []
+    for value in exact:
+        at = abs(value) / Fraction(2) ** power
+        above = bisect_left(numbers, at)
+        nearest = min((abs(numbers[n] - at), n % 2, n) for n in (above - 1, above) if n >= 0)[2]
+        rounded = numbers[nearest] * Fraction(2) ** power
+        found.append((-1 if value < 0 else 1) * (inf if rounded >= 2**128 else float(rounded)))
+    return found
+
+
+def operand(kind, rows=64, k=96, seed=0):
+    """[rows, k] bf16 of a magnitude, of every one, of those near one of the ends, or of every bit pattern."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, k, generator=generator)
+    if kind == "wide":
+        x *= torch.exp2(torch.randint(-120, 120, (rows, k // 32), generator=generator)).repeat_interleave(32, 1)
+    if kind in ("small", "large"):
+        x *= 2.0 ** (-126 if kind == "small" else 126)
+    if kind == "ties":
+        return torch.randint(0x3F00, 0x4300, (rows, k), generator=generator).to(torch.int16).view(torch.bfloat16)
+    if kind == "bits":
+        return torch.randint(-(2**15), 2**15, (rows, k), generator=generator).to(torch.int16).view(torch.bfloat16)
+    largest = torch.finfo(torch.bfloat16).max
+    return x.clamp(-largest, largest).bfloat16()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_codes_times_scales_are_numbers_of_bf16(dtype):
+    """All that are multiples of bf16's smallest number and below 2^128: nothing else can come from bf16."""
+    scales = EVERY_CODE[:255].view(torch.float8_e8m0fnu).double()
+    assert scales.log2().tolist() == list(range(-127, 128))
+    codes = EVERY_CODE.view(dtype).double()
+    values = (codes[codes.isfinite()][:, None] * scales).flatten()
+    inside = (values.abs() < 2.0**128) & ((values * 2.0**133) % 1 == 0)
+    assert torch.equal(values.bfloat16().double() == values, inside)
+    ordinary = (scales >= 2.0**-117) & (scales <= 2.0**112)
+    assert inside.view(-1, 255)[:, ordinary].all()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("kind", ("normal", "wide", "small", "large", "ties"))
+def test_rounding_is_that_of_rational_numbers(kind, dtype):
+    x = operand(kind, rows=32)
+    rows, columns = mxfp8.both(x, dtype)
+    assert [_exact(block, dtype) for block in x.view(-1, 32).tolist()] == rows.view(-1, 32).tolist()
+    assert [_exact(block, dtype) for block in x.t().tolist()] == columns.t().tolist()
+    assert same_bits(rows.signbit(), x.signbit())
+
+
+def test_scales_are_those_of_transformer_engine():
+    """amax · (1/448 in fp32), rounded up to a power of two: for every amax of bf16, the least that is not exceeded."""
+    amax = torch.arange(1, 0x7F80).to(torch.int16).view(torch.bfloat16)
+    for dtype, largest in ((E4M3, 448), (E5M2, 57344)):
+        theirs = torch.exp2(torch.ceil(torch.log2((amax.float() * torch.tensor(1 / largest)).double())).clamp(min=-127))
+        block = torch.zeros(len(amax), 32, dtype=torch.bfloat16)
+        block[:, 0] = amax
+        expected = ((amax.double() / theirs).float().to(dtype).double() * theirs).bfloat16()
+        assert same_bits(mxfp8.along_rows(block, dtype)[:, 0].contiguous(), expected)
+
+
+def test_the_ends():
+    x = torch.zeros(1, 32, dtype=torch.bfloat16)
+    x[0, :6] = torch.tensor([inf, -inf, torch.nan, 3.0e38, -0.0, 2.0**-133])
+    found = mxfp8.along_rows(x, E4M3)[0, :6]
+    assert found[:2].tolist() == [inf, -inf]
+    assert found[2].isnan()
+    assert found[3:].tolist() == [2.0**127 * 1.75, 0.0, 0.0]
+    assert found[4].signbit()
+    largest = torch.finfo(torch.bfloat16).max
+    assert mxfp8.along_rows(torch.full((1, 32), largest).bfloat16(), E4M3)[0].tolist() == [inf] * 32
+    one = torch.full((1, 32), torch.nan).bfloat16()
+    one[0, 7] = 1.0  # a NaN has no magnitude
+    assert mxfp8.along_rows(one, E4M3)[0, 7] == 1.0
+    least = torch.full((1, 32), 2.0**-133).bfloat16()
+    assert same_bits(mxfp8.along_rows(least, E4M3), least)
+
+
+def test_groups_begin_anew():
+    x = operand("wide", rows=75)
+    sizes = (40, 0, 3, 32)
+    found = mxfp8.along_columns(x, E4M3, Groups(sizes, torch.tensor(sizes)))
+    for part, its in zip(x.split(sizes), found.split(sizes), strict=True):
+        filled = torch.cat((part, torch.zeros(-len(part) % 32, 96, dtype=x.dtype)))  # zeros change nothing
+        assert same_bits(mxfp8.along_columns(filled, E4M3)[: len(part)], its.contiguous())
+
+
+def test_other_blocks_are_another_result(monkeypatch):
+    """Controls: scales of 64 numbers, of the other dimension, and of the other type."""
+    x = operand("wide", rows=64, k=64)
+    rows, columns = mxfp8.both(x, E4M3)
+    assert not same_bits(rows, columns)
+    assert not same_bits(rows, mxfp8.along_rows(x, E5M2))
+    monkeypatch.setattr(mxfp8, "BLOCK", 64)
+    assert not same_bits(rows, mxfp8.along_rows(x, E4M3))
+
+
+def test_what_blocks_do_not_divide_is_refused():
+    with pytest.raises(ValueError, match=r"blocks of 32 do not divide \[64, 40\]"):
+        mxfp8.along_rows(operand("normal")[:, :40], E4M3)
+    with pytest.raises(ValueError, match="blocks of 32 do not divide"):
+        mxfp8.along_columns(operand("normal", rows=33), E4M3)
+    with pytest.raises(TypeError, match="bf16"):
+        mxfp8.along_rows(operand("normal").float(), E4M3)
