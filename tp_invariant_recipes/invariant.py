@@ -17,7 +17,7 @@ from functools import wraps
 from inspect import signature
 from typing import Any
 
-from tp_invariant_recipes.coverage import allowed_fields, experts, invariance, model_fields, muon
+from tp_invariant_recipes.coverage import allowed_fields, experts, invariance, model_fields
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.vectors import VECTORS
@@ -178,8 +178,7 @@ def _checked_ddp(original: Callable[..., None], shards: int) -> Callable[..., No
 def _checked_optimizer(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def __init__(self: Any, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        fields = allowed_fields.values_of(config)
-        _refuse([_plain(line) for line in (*allowed_fields.refused("optimizer", fields), *muon.refused(fields))])
+        _refuse([_plain(line) for line in allowed_fields.refused("optimizer", allowed_fields.values_of(config))])
         original(self, optimizer, config, *args, **kwargs)
 
     return __init__

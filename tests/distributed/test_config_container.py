@@ -33,6 +33,7 @@ OWN = "tp_invariant_recipes.numerics.megatron.families.block"
 FAMILIES = ("olmoe", "exaone4", "gemma2", "gemma3")
 ON_CPU = [model for model in MODELS if _provider(model) in LOCAL_SPECS or model.startswith(FAMILIES)]
 # Of dense layers and layers of experts in one model: Bridge's own function makes one layer for all.
+DELTA_NETS = "tp_invariant_recipes.numerics.megatron.families.delta_net.block"
 BOTH = "tp_invariant_recipes.numerics.megatron.spec.block_of_both"
 QWEN3 = ("qwen3_0p6b", "qwen3_8b", "qwen3_30b_a3b")
 
@@ -75,6 +76,8 @@ def test_bridge_accepts_every_model_that_a_cpu_can(model):
     expected = BOTH if model.startswith("glm45") else container.LOCAL_SPECS.get(provider)
     if model.startswith(FAMILIES):
         layers, expected = layers.func, OWN
+    if model.startswith("qwen3_next"):
+        expected = DELTA_NETS
     assert f"{layers.__module__}.{layers.__name__}" == expected
 
 

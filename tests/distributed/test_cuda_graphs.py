@@ -108,6 +108,7 @@ TE = (
         {"cluster.environment.PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
         "cluster.environment.NCCL_GRAPH_REGISTER=0",
     ),
+    ("qwen3_toy", {"dist.distributed_backend": "gloo"}, "dist.distributed_backend=nccl, or cuda_graph=off"),
     ("qwen3_toy", {"model.seq_length": 64}, "128, model.attention_backend=unfused, or cuda_graph=off"),
     ("qwen3_toy", {"model.cuda_graph_impl": "local"}, "model.cuda_graph_impl=local: cuda_graph=off, cuda_graph=te"),
     ("qwen3_toy", {"model.cuda_graph_scope": "attn"}, "model.cuda_graph_scope=attn: cuda_graph=te"),

@@ -52,8 +52,10 @@ EXPERTS = {
     "moe_token_dispatcher_type": "alltoall", "expert_tensor_parallel_size": 1,
 }  # fmt: skip
 
+MUON = {"optimizer": "muon", "muon_tp_mode": "duplicated"}
 
-def program(mesh, bf16, fields):
+
+def program(mesh, bf16, fields, steps):
     """Train for four steps as one would without us; losses, gradient norms and this rank's weights."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -68,7 +70,8 @@ def program(mesh, bf16, fields):
     initialise([gpt], seed=torch.initial_seed())  # what the switch does too: without it, only sums can differ
     inner = Float16Module(settings, gpt) if bf16 else gpt
     ddp = DistributedDataParallel(settings, DistributedDataParallelConfig(grad_reduce_in_fp32=True), inner)
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, bf16=bf16, params_dtype=dtype, clip_grad=1.0), [ddp])
+    how = OptimizerConfig(lr=1e-2, bf16=bf16, params_dtype=dtype, clip_grad=1.0, **steps)
+    optimizer = get_megatron_optimizer(how, [ddp])
     generator = torch.Generator().manual_seed(2)
     mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
     seen = []
@@ -100,13 +103,20 @@ def switched(mesh, value, function, *arguments):
 
 
 PROGRAMS = pytest.mark.parametrize(
-    "bf16, fields", ((False, {}), (True, {}), (True, EXPERTS)), ids=("fp32", "bf16", "experts")
+    "bf16, fields, steps",
+    (
+        (False, {}, {}),
+        (True, {}, {}),
+        (True, EXPERTS, {}),
+        pytest.param(True, EXPERTS, MUON, marks=pytest.mark.release),
+    ),
+    ids=("fp32", "bf16", "experts", "muon"),
 )
 
 
 @PROGRAMS
-def test_a_plain_program_has_one_result(bridge, bf16, fields):
-    one, two = (on_ranks(t, V, switched, "1", program, bf16, fields) for t in (1, 2))
+def test_a_plain_program_has_one_result(bridge, bf16, fields, steps):
+    one, two = (on_ranks(t, V, switched, "1", program, bf16, fields, steps) for t in (1, 2))
     assert all(rank[0] == one[0][0] for rank in two)
     a, b = (put_together([weights for _, weights in ranks]) for ranks in (one, two))
     assert a.keys() == b.keys()
@@ -114,14 +124,14 @@ def test_a_plain_program_has_one_result(bridge, bf16, fields):
 
 
 @PROGRAMS
-def test_without_the_switch_it_has_several(bridge, bf16, fields):
-    one, two = (on_ranks(t, V, switched, "0", program, bf16, fields) for t in (1, 2))
+def test_without_the_switch_it_has_several(bridge, bf16, fields, steps):
+    one, two = (on_ranks(t, V, switched, "0", program, bf16, fields, steps) for t in (1, 2))
     assert one[0][0] != two[0][0]
 
 
 def test_a_sequence_that_fills_no_vectors_of_a_routers_is_refused(bridge):
     with pytest.raises(RuntimeError, match=r"ConfigError.*must be a multiple of 32, not 16"):
-        on_ranks(1, V, switched, "1", program, True, EXPERTS | {"num_moe_experts": 4})
+        on_ranks(1, V, switched, "1", program, True, EXPERTS | {"num_moe_experts": 4}, {})
 
 
 def _refused(mesh, fields, positions):
@@ -186,6 +196,12 @@ def test_a_way_to_reduce_or_to_step_that_is_not_covered_is_refused_by_name(bridg
     for name, (value, allowed) in fields.items():
         shown = str(value).lower()
         assert [p for p in problems if p.startswith(f"{name}={shown}: ") and p.endswith(f"; {name}={allowed}")], name
+
+
+def test_muon_of_parts_of_matrices_is_refused(bridge):
+    blockwise = MUON | {"muon_tp_mode": "blockwise"}
+    with pytest.raises(RuntimeError, match=r"optimizer=muon muon_tp_mode=blockwise .* has no invariant version"):
+        on_ranks(1, V, switched, "1", program, True, {}, blockwise)
 
 
 def _refused_fsdp(mesh):

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 import yaml
 
 from tests.distributed.small_models import small
-from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.ledger.bits import bits_float
 
 # What trains on a CPU besides one rank: each row a layout, as typed. Others train in test_digests.py.
@@ -168,10 +166,3 @@ def test_the_installed_command_trains(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "completed at step 2 of 2" in done.stderr
     assert "Warning" not in done.stderr
-
-
-@pytest.mark.usefixtures("bridge")
-def test_what_an_import_sets_does_not_keep_gpu_ranks_from_being_forked():
-    """torch's compiler sets a variable as it is imported. A forked rank has it too."""
-    name = "TORCHINDUCTOR_CACHE_DIR"
-    assert bridge.imported_with[name] == os.environ[name]

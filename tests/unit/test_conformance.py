@@ -274,7 +274,7 @@ def test_a_run_in_fp8_on_a_gpu_that_adds_fp8_otherwise_is_refused(gpu_0):
         "numerics=portable: GPU 0 (NVIDIA B300, sm_103) adds FP8 products otherwise (Blackwell is expected to)"
     )
     assert re.search(r": e4m3_e4m3_128x128/\w+: \d+ of \d+ outputs differ, .* recorded 0x\w{8}, computed 0x", message)
-    assert message.endswith(" more; precision=bf16, or numerics=tree")
+    assert message.endswith(" more; precision=bf16 or precision=mxfp8, or numerics=tree")
 
 
 def test_a_run_in_fp8_on_a_gpu_that_conforms_starts(gpu_0):

@@ -48,7 +48,7 @@ def test_rounding_to_mxfp8_keeps_subnormal_numbers(architecture):
         {(n,): [["tt.divisibility", 16]] for n in range(5)},
     )
     ptx = triton.compile(source, GPUTarget("cuda", architecture, 32), mxfp8.KERNEL.options).asm["ptx"]
-    assert "mul.f32" in ptx
+    assert "mul.rn.f32" in ptx
     assert "ftz" not in ptx
     assert "ld.global.v4.b32" in ptx
     assert "st.global.v4.b32" in ptx

@@ -19,6 +19,7 @@ from tp_invariant_recipes.kernels import (
     fp8_tiles,
     group_norm,
     grouped_product,
+    mxfp8,
     rms_norm,
     row_add,
     row_sum,
@@ -27,6 +28,7 @@ from tp_invariant_recipes.kernels import (
     weighted_activation,
 )
 from tp_invariant_recipes.kernels.launch import ALONG_Y, Kernel
+from tp_invariant_recipes.kernels.quantized import E4M3
 from tp_invariant_recipes.portable import (
     ieee_adam,
     ieee_attention,
@@ -90,6 +92,7 @@ def launches(rows):
     ieee_attention.attention_backward(q, q, key, key, attended, 0.1)
     ieee_adam.adam_step(*[[fp32(rows, HIDDEN)]] * 4, ieee_adam.adam_numbers(1, 1e-3, (0.9, 0.95), 1e-8, 0.1))
     ieee_samples.values(of_rows)
+    mxfp8.both(fake(rows // mxfp8.BLOCK * mxfp8.BLOCK, HIDDEN), E4M3)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """`recipe=…`: its three forms, and what is said of each that names nothing. Megatron-Bridge is not imported."""
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from tp_invariant_recipes.config import completion
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.runs.run_dir import choose
-from tp_invariant_recipes.sources import recipe_source
+from tp_invariant_recipes.sources import recipe_layer, recipe_source
 
 
 @pytest.fixture
@@ -100,3 +101,25 @@ def test_completion_takes_names_from_the_table(monkeypatch):
     offered = [word for word, _ in completion.models("recipe=llama32_1b_pre")]
     assert offered[0] == "recipe=llama32_1b_pretrain_1gpu_h100_bf16_config"
     assert [word for word, _ in completion.models("rec")] == ["recipe="]
+
+
+@dataclass
+class _Graphs:
+    cuda_graph_impl: str = "local"
+    cuda_graph_scope: str | list | None = None
+    external_cuda_graph: bool = False
+
+
+@pytest.mark.parametrize(
+    "said, kind",
+    (
+        ({"cuda_graph_scope": "full_iteration"}, "full_iteration"),
+        ({"external_cuda_graph": True}, "transformer_engine"),
+        ({"cuda_graph_scope": ["attn"]}, "local"),
+        ({}, "local"),
+    ),
+)
+def test_earlier_names_of_graphs(said, kind):
+    found = recipe_layer._values("model", _Graphs(**said))
+    assert found["cuda_graph_impl"] == kind
+    assert found.get("cuda_graph_scope") == (["attn"] if "attn" in str(said) else None)

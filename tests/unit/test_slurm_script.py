@@ -109,6 +109,7 @@ MODELS = {
     "exaone4_toy": (("tp=2",), 2, "1 node with 2 gpu ranks"),
     "gemma2_toy": (("tp=2",), 2, "1 node with 2 gpu ranks"),
     "gemma3_toy": (("tp=2",), 2, "1 node with 2 gpu ranks"),
+    "qwen3_next_toy": (("tp=2", "ep=2"), 2, "1 node with 2 gpu ranks"),
     "olmoe_1b_7b": (("tp=4", "ep=4"), 4, "1 node with 4 gpu ranks"),
     "exaone4_1p2b": (("tp=2",), 2, "1 node with 2 gpu ranks"),
     "gemma2_2b": (("tp=2",), 2, "1 node with 2 gpu ranks"),
@@ -119,6 +120,7 @@ MODELS = {
 
 def test_every_model_has_a_layout():
     larger = {"moonlight_16b_a3b", "deepseek_v3", "glm45_air", "gpt_oss_20b", "gpt_oss_120b", "gemma2_9b"}
+    larger.add("qwen3_next_80b_a3b")
     assert set(MODELS) == set(conf_files.groups()["model"]) - OTHER_SIZES - larger
 
 

@@ -75,8 +75,3 @@ LIMITS = (
         "adapters have not been trained with Muon; optimizer.optimizer=adam",
     ),
 )
-
-
-def refused(optimizer: Mapping[str, Any]) -> list[str]:
-    """Why fields of an OptimizerConfig are beyond what is covered."""
-    return [why for wrong, why in RULES if wrong(optimizer)]

@@ -11,8 +11,15 @@ from collections.abc import Callable, Mapping
 
 LIMIT = 60.0  # seconds that the forked process gets to use a GPU
 # Set after the import: the first two by the launcher, and a rank reads them by itself (training/rank.py), as Gloo does;
-# the others by scikit-learn, which transformers may import late. A forked rank has what they are for: OpenMP, loaded.
-SET_LATER = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
+# the next two by scikit-learn, which transformers may import late, the last by torch's compiler as it is imported. A
+# forked rank has what they are for.
+SET_LATER = (
+    "OMP_NUM_THREADS",
+    "GLOO_SOCKET_IFNAME",
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+    "TORCHINDUCTOR_CACHE_DIR",
+)
 
 
 def can_fork(imported_with: Mapping[str, str] | None, *, probe: Callable[[], bool] | None = None) -> bool:

@@ -46,7 +46,8 @@ def require_conformance(gpu: int | None = None, *, fp8: bool = False) -> None:
     if different:
         raise RunError(
             f"numerics=portable: {named(gpu)} adds FP8 products otherwise (Blackwell is expected to), so the run's "
-            f"ledger would hold for such machines only: {_some(different)}; precision=bf16, or numerics=tree"
+            f"ledger would hold for such machines only: {_some(different)}; precision=bf16 or precision=mxfp8, or "
+            "numerics=tree"
         )
 
 

@@ -143,6 +143,8 @@ LIKE = {
     "Gemma2ForCausalLM": "gemma2_toy",
     "Gemma3ForCausalLM": "gemma3_1b",  # a toy has other windows than any folder
 }
+# What takes from such a model the parts that no folder has.
+WITHOUT = {"Qwen3NextForCausalLM": ("model.mtp_num_layers=null",)}
 
 
 def model_of(checkpoint: Checkpoint) -> tuple[str, list[str]]:
@@ -157,7 +159,8 @@ def model_of(checkpoint: Checkpoint) -> tuple[str, list[str]]:
     except ValueError as error:
         raise ConfigError(f"{checkpoint.folder}: {error}") from error
     fixes = (_fix(family, key, sizes) for key in sizes)
-    return LIKE[family.architecture], [one for fix in fixes for one in fix.replace(" model.", "\nmodel.").splitlines()]
+    found = [one for fix in fixes for one in fix.replace(" model.", "\nmodel.").splitlines()]
+    return LIKE[family.architecture], [*WITHOUT.get(family.architecture, ()), *found]
 
 
 def _named(checkpoint: Checkpoint) -> Family:

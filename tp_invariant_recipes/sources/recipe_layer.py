@@ -108,6 +108,11 @@ OF_BRIDGE = {
         _OF_QWEN,
     ),
 }
+# Earlier names of kinds of CUDA graphs, which Megatron-Core still reads: field -> its value, the kind.
+EARLIER_GRAPHS = {
+    "cuda_graph_scope": (cuda_graphs.FULL, cuda_graphs.FULL),
+    "external_cuda_graph": (True, cuda_graphs.TE),
+}
 # A field of names that Bridge's recipes set to a dtype, which Megatron-Core reads as no name.
 NAMED = "moe_router_dtype"
 # Fields that say how a model is computed, and not what: the value that invariant numerics know.
@@ -287,9 +292,10 @@ def _values(section: str, part: Any) -> dict[str, Any]:
     left_out = COPIES | UNREAD
     fields = {name: value for name, value in recipe_fields.values(part) if f"{section}.{name}" not in left_out}
     left = {n: v for n, v in fields.items() if f"{section}.{n}" not in IDLE or v is not IDLE[f"{section}.{n}"]}
-    if section == "model" and left.get("cuda_graph_scope") == cuda_graphs.FULL:  # its earlier name
-        del left["cuda_graph_scope"]
-        left["cuda_graph_impl"] = cuda_graphs.FULL
+    for name, (value, kind) in EARLIER_GRAPHS.items():
+        if section == "model" and left.get(name) == value:
+            del left[name]
+            left["cuda_graph_impl"] = kind
     if type(left.get(NAMED)).__name__ == "dtype":
         left[NAMED] = recipe_fields.serialize(left[NAMED])
     return left

@@ -43,10 +43,11 @@ def whole_matrices(original: Callable[..., Any]) -> Callable[..., Any]:
     def _create_emerging_optimizer(
         config: Any, groups: Any, name: str, chunks: Any, processes: Any
     ) -> tuple[Any, Callable[..., None]]:
-        if name != "muon" or config.muon_tp_mode != DUPLICATED:
+        distributed = any(chunk.ddp_config.use_distributed_optimizer for chunk in chunks)
+        if name != "muon" or config.muon_tp_mode != DUPLICATED or distributed:
             raise ConfigError(
-                f"{name} with muon_tp_mode={config.muon_tp_mode} has no invariant version; optimizer=muon "
-                f"muon_tp_mode={DUPLICATED}"
+                f"optimizer={name} muon_tp_mode={config.muon_tp_mode} use_distributed_optimizer={distributed} has no "
+                f"invariant version; optimizer=muon muon_tp_mode={DUPLICATED} use_distributed_optimizer=False"
             )
         optimizer, init_state = original(config, groups, name, chunks, processes)
         _gather(optimizer, chunks, processes.tp)
