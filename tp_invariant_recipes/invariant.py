@@ -57,8 +57,13 @@ def install(shards: int) -> None:
     os.environ.update(variables)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     modules = te_modules.replacements(shards, _refuse) if installed("transformer-engine") is not None else ()
-    # Those of `replacements` come last: what Megatron-Core imports by name must be its own when it is imported here.
-    apply((*_rows(shards), *modules, *replacements.replacements(NumericsSettings(MODE, shards))))
+    of_core = (
+        row
+        for row in replacements.replacements(NumericsSettings(MODE, shards))
+        if not row.target.startswith("megatron.bridge.")  # a program without Bridge need not have it
+    )
+    # They come last: what Megatron-Core imports by name must be its own when it is imported here.
+    apply((*_rows(shards), *modules, *of_core))
 
 
 def _rows(shards: int) -> tuple[Replacement, ...]:

@@ -138,7 +138,7 @@ def _one_product_of_all_shards() -> None:
         first = lambda out, add: product(grad.t(), tokens, out, add=add, **shards)  # noqa: E731
         return linear.weight_gradient(weight, first, *[lambda out, add: None] * (mesh.contexts - 1))
 
-    linear._weight_gradient = one_product
+    linear.gradient_of_weight = one_product
 
 
 def _norms_of_all_shards() -> None:

@@ -169,7 +169,7 @@ def test_two_sequences_at_once_would_share_a_scale():
 @pytest.mark.parametrize("blockwise", (False, True), ids=("tensorwise", "blockwise"))
 def test_a_scale_of_a_micro_batch_is_another_result(monkeypatch, blockwise):
     """By blocks the outputs are those of a sequence alone: a token shares its scales with no other."""
-    monkeypatch.setattr(fp8_linear, "_alone", lambda x: x)
+    monkeypatch.setattr(fp8_linear, "one_sequence", lambda x: x)
     x, weight, _ = _tensors()
 
     def first(x):

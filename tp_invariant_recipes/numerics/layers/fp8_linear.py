@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.quantized import E4M3, E5M2, Quantized
-from tp_invariant_recipes.numerics.layers import fp8_weights
+from tp_invariant_recipes.numerics.layers import fp8_weights, linear
 from tp_invariant_recipes.numerics.layers.fp8_weights import Fp8Weight
 from tp_invariant_recipes.numerics.precision import Fp8Layers
 from tp_invariant_recipes.numerics.products import fp8, quantize
@@ -67,7 +67,7 @@ def column_parallel(
     """
     kept = fp8_weights.quantized(weight, scaling.blockwise, scaling.group)
     gathers = sequence_parallel and mesh.size > 1
-    return _ColumnParallel.apply(_alone(x), weight, kept, mesh, segments, gathers, scaling)
+    return _ColumnParallel.apply(one_sequence(x), weight, kept, mesh, segments, gathers, scaling)
 
 
 def row_parallel(x: Tensor, weight: Tensor, mesh: VirtualMesh, sequence_parallel: bool, scaling: Scaling) -> Tensor:
@@ -77,7 +77,7 @@ def row_parallel(x: Tensor, weight: Tensor, mesh: VirtualMesh, sequence_parallel
     """
     kept = fp8_weights.quantized(weight, scaling.blockwise, scaling.group)
     gathers = sequence_parallel and mesh.size > 1
-    return _RowParallel.apply(_alone(x), weight, kept, mesh, gathers, scaling)
+    return _RowParallel.apply(one_sequence(x), weight, kept, mesh, gathers, scaling)
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class _ColumnParallel(torch.autograd.Function):
             x = _along_tokens(gathering.arrived(), kept, scaling) if gathering else _columns(kept, scaling)
             dw = _weight_gradient(weight, columns, x, mesh)
         if reducing is not None:
-            dx = _finished(reducing, grad.dtype, mesh, gathers).view(ctx.shape)
+            dx = linear.finished(reducing, grad.dtype, mesh, gathers).view(ctx.shape)
         return dx, dw, None, None, None, None, None
 
 
@@ -146,7 +146,7 @@ class _RowParallel(torch.autograd.Function):
         q, columns = scaling.both(_tokens(x), E4M3)
         ctx.save_for_backward(weight, columns.data, columns.scale)
         ctx.fp8_weight, ctx.mesh, ctx.scatters, ctx.scaling, ctx.shape = fp8_weight, mesh, scatters, scaling, x.shape
-        y = _finished(_start_contraction(q, fp8_weight.rows, mesh, 1, x.dtype), x.dtype, mesh, scatters)
+        y = linear.finished(_start_contraction(q, fp8_weight.rows, mesh, 1, x.dtype), x.dtype, mesh, scatters)
         return y.view(-1, *x.shape[1:-1], weight.shape[0])
 
     @staticmethod
@@ -170,7 +170,8 @@ class _RowParallel(torch.autograd.Function):
         return dx, dw, None, None, None, None
 
 
-def _alone(x: Tensor) -> Tensor:
+def one_sequence(x: Tensor) -> Tensor:
+    """x of one sequence, [s, 1, k]. Raises NotImplementedError: there are several."""
     if x.shape[1] != 1:
         raise NotImplementedError(f"{x.shape[1]} sequences at once: their scales are a sequence's own; mbs=1")
     return x
@@ -214,16 +215,11 @@ def _start_contraction(
 ) -> Reducing:  # fmt: skip
     """Start a @ b^T with the summed dimension divided among the ranks.
 
-    a: [tokens, k/t]; b: [features, k/t]; dtype: that `_finished` will ask for.
+    a: [tokens, k/t]; b: [features, k/t]; dtype: that the result will have.
     """
     if isinstance(segments, int):
         segments = (a.data.shape[1] // segments,) * segments
     return start_reduce_scatter(fp8.nodes(a, b, mesh, segments, dtype), mesh)
-
-
-def _finished(reducing: Reducing, dtype: torch.dtype, mesh: VirtualMesh, scatters: bool) -> Tensor:
-    mine = reducing.finished(dtype)
-    return mine if scatters else all_gather(mine, mesh)
 
 
 def _tokens(x: Tensor) -> Tensor:

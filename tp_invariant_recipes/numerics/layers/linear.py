@@ -95,11 +95,11 @@ class Column(NamedTuple):
         """x @ weight^T, as `column_parallel`."""
         mesh = self.mesh
         whole = all_gather(x, mesh) if self.sequence_parallel else x
-        tokens = _tokens(whole)
+        tokens = by_token(whole)
         # Not a view: the logits are this layer's output, and some losses change them in place.
         y = tokens.new_empty(*whole.shape[:-1], weight.shape[0])
-        for some, out in each_context(mesh, tokens, _tokens(y)):
-            self.products.product(some, weight.t(), out, columns=_shards(self.segments, mesh))
+        for some, out in each_context(mesh, tokens, by_token(y)):
+            self.products.product(some, weight.t(), out, columns=shards_of(self.segments, mesh))
         return y
 
     def backward(
@@ -107,15 +107,15 @@ class Column(NamedTuple):
     ) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of x and weight that are wanted. dy: of the output."""
         mesh, segments, sequence_parallel, products = self
-        grad = _tokens(dy)
+        grad = by_token(dy)
         gathering = start_all_gather(x, mesh) if wants_dw and sequence_parallel else None
-        reducing = _start_contraction(grad, weight, mesh, segments, products) if wants_dx else None
+        reducing = start_contraction(grad, weight, mesh, segments, products) if wants_dx else None
         dx = dw = None
         if wants_dw:  # while the nodes of dx are on their way
-            tokens = _tokens(gathering.arrived() if gathering else x)
-            dw = _weight_gradient(weight, grad, tokens, mesh, products.product, rows=_shards(segments, mesh))
+            tokens = by_token(gathering.arrived() if gathering else x)
+            dw = gradient_of_weight(weight, grad, tokens, mesh, products.product, rows=shards_of(segments, mesh))
         if reducing is not None:
-            dx = _finished(reducing, x.dtype, mesh, sequence_parallel).view_as(x)
+            dx = finished(reducing, x.dtype, mesh, sequence_parallel).view_as(x)
         return dx, dw
 
 
@@ -147,8 +147,8 @@ class _Unsplit(LayerFunction):
     def forward(ctx: Any, x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: Parts) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.layer = Column(mesh, segments, False)
-        summed = _start_contraction(_tokens(x), weight.t(), mesh, 1, LIBRARY)
-        return _finished(summed, x.dtype, mesh, False).view(*x.shape[:-1], weight.shape[0])
+        summed = start_contraction(by_token(x), weight.t(), mesh, 1, LIBRARY)
+        return finished(summed, x.dtype, mesh, False).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @outside_modes
@@ -164,8 +164,8 @@ class _RowParallel(LayerFunction):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.mesh, ctx.sequence_parallel, ctx.products = mesh, sequence_parallel, products
-        reducing = _start_contraction(_tokens(x), weight.t(), mesh, 1, products)
-        y = _finished(reducing, x.dtype, mesh, sequence_parallel)
+        reducing = start_contraction(by_token(x), weight.t(), mesh, 1, products)
+        y = finished(reducing, x.dtype, mesh, sequence_parallel)
         return y.view(-1, *x.shape[1:-1], weight.shape[0])
 
     @staticmethod
@@ -173,8 +173,8 @@ class _RowParallel(LayerFunction):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         mesh, product = ctx.mesh, ctx.products.product
-        grad = _tokens(all_gather(dy, mesh) if ctx.sequence_parallel else dy)
-        tokens = _tokens(x)
+        grad = by_token(all_gather(dy, mesh) if ctx.sequence_parallel else dy)
+        tokens = by_token(x)
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         dx = dw = None
         if wants_dx:
@@ -183,11 +183,11 @@ class _RowParallel(LayerFunction):
                 product(some, weight, out, columns=mesh.local)
             dx = dx.view_as(x)
         if wants_dw:
-            dw = _weight_gradient(weight, grad, tokens, mesh, product, columns=mesh.local)
+            dw = gradient_of_weight(weight, grad, tokens, mesh, product, columns=mesh.local)
         return dx, dw, None, None, None
 
 
-def _weight_gradient(
+def gradient_of_weight(
     weight: Tensor, grad: Tensor, tokens: Tensor, mesh: VirtualMesh, product: Callable[..., Tensor], **shards: Parts
 ) -> Tensor:
     """grad^T @ tokens, of each context shard by itself. shards: the rows or columns of `product`."""
@@ -201,7 +201,7 @@ def _added(
     return product(a, b, out, add=add, **shards)
 
 
-def _start_contraction(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Parts, products: Products) -> Reducing:
+def start_contraction(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Parts, products: Products) -> Reducing:
     """Start a @ b with the summed dimension divided among the ranks.
 
     a: [tokens, k/t]; b: [k/t, features]: this rank's segments and shards of k.
@@ -214,18 +214,19 @@ def _start_contraction(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Parts,
     return start_reduce_scatter(contraction.nodes(a, b, mesh, segments, products.product), mesh)
 
 
-def _shards(segments: Parts, mesh: VirtualMesh) -> Parts:
+def shards_of(segments: Parts, mesh: VirtualMesh) -> Parts:
     """The shards of all segments, as `product` takes them."""
     if isinstance(segments, int):
         return segments * mesh.local
     return tuple(segment // mesh.local for segment in segments for _ in range(mesh.local))
 
 
-def _finished(reducing: Reducing, dtype: torch.dtype, mesh: VirtualMesh, sequence_parallel: bool) -> Tensor:
-    """[tokens/t, features] with sequence parallelism, [tokens, features] without."""
+def finished(reducing: Reducing, dtype: torch.dtype, mesh: VirtualMesh, sequence_parallel: bool) -> Tensor:
+    """A sum over ranks: [tokens/t, features] with sequence parallelism, [tokens, features] without."""
     mine = reducing.finished(dtype)
     return mine if sequence_parallel else all_gather(mine, mesh)
 
 
-def _tokens(x: Tensor) -> Tensor:
+def by_token(x: Tensor) -> Tensor:
+    """[…, features] → [tokens, features]."""
     return x.reshape(-1, x.shape[-1])

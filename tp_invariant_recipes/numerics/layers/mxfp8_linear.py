@@ -23,7 +23,7 @@ from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels import mxfp8
 from tp_invariant_recipes.kernels.quantized import E4M3, E5M2
 from tp_invariant_recipes.numerics.layers import fp8_weights, linear
-from tp_invariant_recipes.numerics.layers.fp8_linear import _alone
+from tp_invariant_recipes.numerics.layers.fp8_linear import one_sequence
 from tp_invariant_recipes.numerics.layers.fp8_weights import Fp8Weight
 from tp_invariant_recipes.numerics.layers.linear import Column, Products
 from tp_invariant_recipes.numerics.precision import Fp8Layers
@@ -53,12 +53,12 @@ class Mxfp8Linear:
     ) -> Tensor:
         """As linear.py's, x of one sequence."""
         layer = Column(mesh, segments, sequence_parallel and mesh.size > 1, self.products)
-        return _ColumnParallel.apply(_alone(x), weight, fp8_weights.rounded(weight), layer, self.gradients)
+        return _ColumnParallel.apply(one_sequence(x), weight, fp8_weights.rounded(weight), layer, self.gradients)
 
     def row_parallel(self, x: Tensor, weight: Tensor, mesh: VirtualMesh, sequence_parallel: bool) -> Tensor:
         """As linear.py's, x of one sequence."""
         layer = Column(mesh, 1, sequence_parallel and mesh.size > 1, self.products)
-        return _RowParallel.apply(_alone(x), weight, fp8_weights.rounded(weight), layer, self.gradients)
+        return _RowParallel.apply(one_sequence(x), weight, fp8_weights.rounded(weight), layer, self.gradients)
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -67,7 +67,7 @@ class _ColumnParallel(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, kept: Fp8Weight, layer: Column, gradients: torch.dtype
     ) -> Tensor:  # fmt: skip
-        tokens = linear._tokens(x)
+        tokens = linear.by_token(x)
         rows, saved = (mxfp8.along_rows(tokens, E4M3), tokens) if layer.sequence_parallel else mxfp8.both(tokens, E4M3)
         ctx.save_for_backward(weight, saved)
         ctx.kept, ctx.layer, ctx.gradients, ctx.shape = kept, layer, gradients, x.shape
@@ -79,17 +79,17 @@ class _ColumnParallel(torch.autograd.Function):
         weight, x = ctx.saved_tensors
         mesh, segments, gathers, products = ctx.layer
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
-        rows, columns = mxfp8.both(linear._tokens(gradients[0]), ctx.gradients)
+        rows, columns = mxfp8.both(linear.by_token(gradients[0]), ctx.gradients)
         gathering = start_all_gather(x, mesh) if wants_dw and gathers else None
         reducing = dx = dw = None
         if wants_dx:
-            reducing = linear._start_contraction(rows, ctx.kept.of_backward(), mesh, segments, products)
+            reducing = linear.start_contraction(rows, ctx.kept.of_backward(), mesh, segments, products)
         if wants_dw:  # while the nodes of dx are on their way
             tokens = mxfp8.along_columns(gathering.arrived(), E4M3) if gathering else x
-            shards = linear._shards(segments, mesh)
-            dw = linear._weight_gradient(weight, columns, tokens, mesh, products.product, rows=shards)
+            shards = linear.shards_of(segments, mesh)
+            dw = linear.gradient_of_weight(weight, columns, tokens, mesh, products.product, rows=shards)
         if reducing is not None:
-            dx = linear._finished(reducing, x.dtype, mesh, gathers).view(ctx.shape)
+            dx = linear.finished(reducing, x.dtype, mesh, gathers).view(ctx.shape)
         return dx, dw, None, None, None
 
 
@@ -100,11 +100,11 @@ class _RowParallel(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, kept: Fp8Weight, layer: Column, gradients: torch.dtype
     ) -> Tensor:  # fmt: skip
         mesh, _, scatters, products = layer
-        rows, columns = mxfp8.both(linear._tokens(x), E4M3)
+        rows, columns = mxfp8.both(linear.by_token(x), E4M3)
         ctx.save_for_backward(weight, columns)
         ctx.kept, ctx.layer, ctx.gradients, ctx.shape = kept, layer, gradients, x.shape
-        reducing = linear._start_contraction(rows, kept.rows.t(), mesh, 1, products)
-        y = linear._finished(reducing, x.dtype, mesh, scatters)
+        reducing = linear.start_contraction(rows, kept.rows.t(), mesh, 1, products)
+        y = linear.finished(reducing, x.dtype, mesh, scatters)
         return y.view(-1, *x.shape[1:-1], weight.shape[0])
 
     @staticmethod
@@ -114,7 +114,7 @@ class _RowParallel(torch.autograd.Function):
         mesh, _, scatters, products = ctx.layer
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         dy = all_gather(gradients[0], mesh) if scatters else gradients[0]
-        rows, columns = mxfp8.both(linear._tokens(dy), ctx.gradients)
+        rows, columns = mxfp8.both(linear.by_token(dy), ctx.gradients)
         dx = dw = None
         if wants_dx:
             dx = torch.empty_like(x)
@@ -122,5 +122,5 @@ class _RowParallel(torch.autograd.Function):
                 products.product(some, ctx.kept.of_backward(), out, columns=mesh.local)
             dx = dx.view(ctx.shape)
         if wants_dw:
-            dw = linear._weight_gradient(weight, columns, x, mesh, products.product, columns=mesh.local)
+            dw = linear.gradient_of_weight(weight, columns, x, mesh, products.product, columns=mesh.local)
         return dx, dw, None, None, None
