@@ -309,12 +309,14 @@ def test_switched_off_it_imports_nothing():
 def test_switched_on_before_anything_is_imported():
     """The layers a specification names must be Megatron's own, whatever was imported first."""
     code = """
+import sys
 import tp_invariant_recipes.invariant
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from tp_invariant_recipes.numerics.megatron import spec
 layer = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm").submodules.self_attention.submodules
 print(layer.linear_qkv.__name__, spec.invariant(layer).linear_qkv.__name__, TransformerConfig.virtual_shards)
+assert "megatron.bridge" not in sys.modules  # a program on Megatron-Core need not have it
 """
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -310,7 +310,7 @@ def test_tokens_of_idle_passes_must_not_count_ahead(hybrid, shared):
 
 
 def _summed_by_autograd() -> None:
-    from tp_invariant_recipes.numerics.megatron import mamba
+    from tp_invariant_recipes.numerics.megatron.families import mamba
 
     mamba.added_by_itself = lambda weight: weight
 

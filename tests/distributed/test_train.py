@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 from tests.distributed.small_models import small
+from tp_invariant_recipes.host.forking import can_fork
 from tp_invariant_recipes.ledger.bits import bits_float
 
 # What trains on a CPU besides one rank: each row a layout, as typed. Others train in test_digests.py.
@@ -166,3 +168,14 @@ def test_the_installed_command_trains(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "completed at step 2 of 2" in done.stderr
     assert "Warning" not in done.stderr
+
+
+@pytest.mark.usefixtures("bridge")
+def test_what_an_import_sets_does_not_keep_gpu_ranks_from_being_forked():
+    """torch's compiler sets a variable as it is imported, with Bridge or later. A forked rank has it too."""
+    import torch._inductor.config  # noqa: F401
+
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    before = {key: value for key, value in os.environ.items() if key != name}
+    assert name in os.environ
+    assert can_fork(before, probe=lambda: True)

@@ -172,7 +172,7 @@ def kinds():
     pytest.importorskip("mamba_ssm.ops.triton.ssd_combined")
     from megatron.core.ssm.mamba_mixer import MambaMixer
 
-    from tp_invariant_recipes.numerics.megatron.mamba import InvariantMambaMixer
+    from tp_invariant_recipes.numerics.megatron.families.mamba import InvariantMambaMixer
 
     return InvariantMambaMixer, MambaMixer
 

@@ -93,7 +93,7 @@ INGREDIENTS = {
 
 
 def _without(mesh, ingredient):
-    from tp_invariant_recipes.numerics.megatron import mamba
+    from tp_invariant_recipes.numerics.megatron.families import mamba
 
     def built(self, *args, original=mamba.InvariantMambaMixer.__init__, **kwargs):
         original(self, *args, **kwargs)

@@ -16,7 +16,7 @@ SUBSTITUTES = {
     "ColumnParallelLinear": "numerics.megatron.local:InvariantColumnParallelLinear",
     "RowParallelLinear": "numerics.megatron.local:InvariantRowParallelLinear",
     "WrappedTorchNorm": "numerics.megatron.local:InvariantNorm",
-    "MambaMixer": "numerics.megatron.mamba:InvariantMambaMixer",
+    "MambaMixer": "numerics.megatron.families.mamba:InvariantMambaMixer",
     "TEColumnParallelLinear": "numerics.megatron.te:InvariantTEColumnParallelLinear",
     "TELayerNormColumnParallelLinear": "numerics.megatron.te:InvariantTELayerNormColumnParallelLinear",
     "TERowParallelLinear": "numerics.megatron.te:InvariantTERowParallelLinear",

@@ -77,8 +77,7 @@ def cancelling_attention(
 def cancelling_scores(query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, generator: torch.Generator) -> None:
     """Fill the operands of attention so that the sums over features are nothing but rounding: Q·K^T and dO·V^T.
 
-    Query and key are so large that this rounding is about 1, and changes the softmax. On H200s the scores of heads of
-    16 features depended on the number of heads, and neither normal numbers nor `cancelling_attention` showed it.
+    Query and key are so large that this rounding is about 1, and changes the softmax.
 
     Shapes, dtype and generator as of `cancelling_attention`.
     """

@@ -2,6 +2,7 @@
 
 A run has one where `model.transformer_layer_spec` names Bridge's function, or where its provider does by default.
 Bridge's functions are of Transformer Engine's layers; those of Megatron-Core's local ones are in layers.py.
+mamba.py and delta_net.py have what stands in attention's place.
 """
 
 from collections.abc import Mapping
