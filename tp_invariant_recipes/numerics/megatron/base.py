@@ -64,6 +64,15 @@ class OnMesh:
         return self._tp_group if hasattr(self, "_tp_group") else self.tp_group  # type: ignore[attr-defined]
 
 
+def _normal(layer: OnMesh, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, shards_of: NormShards) -> Tensor:
+    """x's LayerNorm; without a bias its RMSNorm, of the mode's kernels."""
+    config = layer.config
+    centred = config.layernorm_zero_centered_gamma
+    if bias is not None:
+        return layer_norm(x, weight, bias, eps, layer.mesh, config.sequence_parallel, centred=centred)
+    return rms_norm(x, weight, eps, layer.mesh, shards_of, _norm(config.invariant_mode), centred=centred)
+
+
 class ColumnForward(OnMesh):
     """Forward of a column-parallel layer, which has config, weight, bias, segments and a group."""
 
@@ -92,10 +101,7 @@ class ColumnForward(OnMesh):
 
     def normal(self, x: Tensor, norm: tuple[Tensor, Tensor | None], eps: float) -> Tensor:
         """x's norm. norm: as of `norm_column`."""
-        (weight, bias), centred = norm, self.config.layernorm_zero_centered_gamma
-        if bias is not None:
-            return layer_norm(x, weight, bias, eps, self.mesh, self.config.sequence_parallel, centred=centred)
-        return rms_norm(x, weight, eps, self.mesh, sequence_shards(self.config), centred=centred)
+        return _normal(self, x, *norm, eps, sequence_shards(self.config))
 
 
 class RowForward(OnMesh):
@@ -152,11 +158,7 @@ class NormForward(OnMesh):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s/t or s, b, h] → the same."""
-        kernels, centred = _norm(self.config.invariant_mode), self.config.layernorm_zero_centered_gamma
-        if (bias := getattr(self, "bias", None)) is not None:
-            sliced = self.config.sequence_parallel
-            return layer_norm(x, self.weight, bias, self.eps, self.mesh, sliced, centred=centred)
-        return rms_norm(x, self.weight, self.eps, self.mesh, self.shards_of(), kernels, centred=centred)
+        return _normal(self, x, self.weight, getattr(self, "bias", None), self.eps, self.shards_of())
 
 
 class HeadNormForward(NormForward):
