@@ -78,9 +78,9 @@ def of_weight(x: Tensor, blockwise: bool, group: Any) -> tuple[Pair, Callable[[T
 
         pair = form(x)
         return pair, lambda other: _copy(form(other), pair)
-    import transformer_engine_torch as tex
-
     quantizer = _block_quantizer(E4M3, 2, True, True) if blockwise else _tensor_quantizer(E4M3, group, True)
+    import transformer_engine_torch as tex  # a module that Transformer Engine loads when it is imported
+
     made = quantizer.quantize_impl(x.contiguous())
     pair = _pair_of_blocks(made) if blockwise else _pair(made, E4M3)
     return pair, lambda other: tex.quantize(other.contiguous(), quantizer, made, None)
