@@ -121,7 +121,7 @@ def _one_product_a_rank() -> None:
 def _fast_accumulation() -> None:
     import torch
 
-    from tp_invariant_recipes.kernels.fp8_sum import fp8_product
+    from tests.definitions.fp8_sum import fp8_product
     from tp_invariant_recipes.numerics.products import fp8
 
     def product(a, b, out, add):

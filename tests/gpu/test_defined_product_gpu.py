@@ -5,8 +5,9 @@ import torch
 
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
+from tp_invariant_recipes.kernels.grouped_product import Groups, grouped_product
 from tp_invariant_recipes.numerics.products import cublas, defined
-from tp_invariant_recipes.numerics.products.defined import BACKENDS, FIXED_TILES
+from tp_invariant_recipes.numerics.products.defined import FIXED_TILES, Backend
 from tp_invariant_recipes.numerics.products.probe import cancelling
 from tp_invariant_recipes.numerics.products.product import product
 from tp_invariant_recipes.portable import conformance
@@ -17,7 +18,15 @@ pytestmark = [
 ]
 BF16, FP32 = torch.bfloat16, torch.float32
 CASES = conformance.read().cases
-TILES = [way for way in BACKENDS if way.device == "cuda" and "tiles" in way.name]
+
+
+def by_grouped_tiles(a, b, out, add):
+    assert not add
+    rows = Groups((len(a),), torch.tensor([len(a)], device="cuda"))
+    grouped_product(a.contiguous(), [b.contiguous()], out, rows, transposed=False)
+
+
+TILES = (FIXED_TILES, Backend("grouped tiles", by_grouped_tiles))
 
 
 @pytest.fixture(autouse=True)

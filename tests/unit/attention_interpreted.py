@@ -10,11 +10,12 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from tests.definitions.elementwise import numpy_version
+from tests.definitions.tensor_core_sum import fma
 from tests.operands import same_bits, sample
 from tp_invariant_recipes.kernels.cpu import tensor_core_cpu
 from tp_invariant_recipes.portable import ieee_attention_triton
 from tp_invariant_recipes.portable.ieee_attention import _of_powers_of_two, attention_backward, attention_forward
-from tp_invariant_recipes.portable.one_source import numpy_fma, numpy_version
 
 ROUND = numpy_version("bf16_bits")
 KINDS = ("normal", "wide", "cancelling", "special", "tiny", "zeros", "opposite")
@@ -39,7 +40,7 @@ def as_a_tensor_core(kept):
 
 
 def fused(self, a, b, c):
-    return TensorHandle(numpy_fma(a.data, b.data, c.data), c.dtype.scalar)
+    return TensorHandle(fma(a.data, b.data, c.data), c.dtype.scalar)
 
 
 def rounded_to_bf16(self, source, target):

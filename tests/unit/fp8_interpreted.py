@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from tests.definitions.fp8_sum import KEPT, _accumulated, _split
 from tests.fp8_operands import KINDS, TYPES, operands
 from tests.operands import same_bits
 from tests.unit.attention_interpreted import fused, rounded_to_bf16
 from tp_invariant_recipes.kernels import fp8_tiles
-from tp_invariant_recipes.kernels.fp8_sum import KEPT, _accumulated, _split
 from tp_invariant_recipes.kernels.grouped_product import Groups
 from tp_invariant_recipes.kernels.quantized import BLOCK, E4M3, E5M2, Quantized
 from tp_invariant_recipes.numerics.products import fp8

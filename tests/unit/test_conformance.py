@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from tests.definitions.fp8_sum import fp8_product
+from tests.definitions.tensor_core_sum import bf16_product
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.host.gpus import Gpu
-from tp_invariant_recipes.kernels.fp8_sum import fp8_product
 from tp_invariant_recipes.kernels.quantized import BLOCK, Quantized
-from tp_invariant_recipes.kernels.tensor_core_sum import bf16_product
 from tp_invariant_recipes.portable import conformance, definition
 from tp_invariant_recipes.portable.mode import MODE
 from tp_invariant_recipes.workflows import doctor

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.definitions.fp8_sum import fp8_product
 from tests.fp8_operands import KINDS, TYPES, operands
 from tests.operands import same_bits
 from tests.unit.test_fp8_sum import from_the_end, no_fma, wrong_scale_order
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.kernels.cpu.tensor_core_cpu import rounded
-from tp_invariant_recipes.kernels.fp8_sum import fp8_product
 from tp_invariant_recipes.kernels.grouped_product import Groups
 from tp_invariant_recipes.kernels.quantized import BLOCK, E4M3, E5M2, Quantized
 from tp_invariant_recipes.numerics.products import fp8, fp8_cublas

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
+from tests.definitions import fp8_sum
+from tests.definitions.fp8_sum import _accumulated, _split, fp8_product
+from tests.definitions.tensor_core_sum import NAN, fma
 from tests.fp8_operands import KINDS, TYPES, numbers, operands
 from tests.fp8_recorded import BLOCKS, CASES, SPLIT, bits, recorded, same_as_recorded
 from tests.operands import same_bits
-from tp_invariant_recipes.kernels import fp8_sum
 from tp_invariant_recipes.kernels.cpu import fp8_cpu
-from tp_invariant_recipes.kernels.fp8_sum import _accumulated, _split, fp8_product
 from tp_invariant_recipes.kernels.quantized import BLOCK, E4M3, E5M2, Quantized
-from tp_invariant_recipes.kernels.tensor_core_sum import NAN, fma
 from tp_invariant_recipes.numerics.products import fp8
 
 

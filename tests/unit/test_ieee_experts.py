@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.definitions.elementwise import folded, numpy_version
 from tests.operands import KINDS, same_bits, sample
 from tests.unit.test_ieee_kernels import in_lanes, one_after_the_other, rounded, wide
 from tp_invariant_recipes.portable import ieee_expert, ieee_router
-from tp_invariant_recipes.portable.ieee_sums import folded
-from tp_invariant_recipes.portable.one_source import numpy_version
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, about special numbers
 DTYPES = (torch.bfloat16, torch.float32)

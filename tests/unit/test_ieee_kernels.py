@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.definitions.elementwise import folded, numpy_version
+from tests.definitions.tensor_core_sum import fma
 from tests.operands import KINDS, same_bits, sample
 from tp_invariant_recipes.kernels.cpu import numba_loop, tensor_core_cpu
-from tp_invariant_recipes.kernels.tensor_core_sum import fma
 from tp_invariant_recipes.portable import ieee_adam, ieee_cross_entropy, ieee_norm, ieee_rotary, ieee_swiglu
-from tp_invariant_recipes.portable.ieee_sums import folded, power_of_two
-from tp_invariant_recipes.portable.one_source import SMALL, numpy_version
+from tp_invariant_recipes.portable.ieee_sums import power_of_two
+from tp_invariant_recipes.portable.one_source import SMALL
 
 DTYPES = (torch.bfloat16, torch.float32)
 ONE = np.float32(1)

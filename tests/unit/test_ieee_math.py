@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 from numba import njit
 
+from tests.definitions import elementwise
+from tests.definitions.elementwise import numpy_version
+from tests.definitions.tensor_core_sum import fma
 from tests.operands import EVERY_BF16, SPECIAL, any_bits
 from tp_invariant_recipes.kernels.cpu import numba_fma
 from tp_invariant_recipes.portable import ieee_math, ieee_rotary, one_source
-from tp_invariant_recipes.portable.one_source import numba_version, numpy_version
+from tp_invariant_recipes.portable.one_source import numba_version
 
 NAN = 0x7FFFFFFF
 EXACT = {
@@ -94,12 +97,12 @@ def test_the_error_is_below_one_ulp(name, points):
 
 def test_another_constant_has_a_larger_error(monkeypatch):
     monkeypatch.setattr(ieee_math, "E4", one_source.constant(0.041667))
-    one_source._version.cache_clear()
+    elementwise.version.cache_clear()
     try:
         x = numbers("exp", 4000)
         assert errors(numpy_version("exp")(x), x, mpmath.exp) > BOUND["exp"]
     finally:
-        one_source._version.cache_clear()
+        elementwise.version.cache_clear()
 
 
 # function -> an argument and its result, ...
@@ -160,7 +163,7 @@ def test_an_fma_rounds_once():
     found = np.empty_like(a)
     loop(a, b, c, found)
     assert (bits_of_array(found) == bits_of_array(expected)).all()
-    assert (bits_of_array(one_source.numpy_fma(a, b, c)) == bits_of_array(expected)).all()
+    assert (bits_of_array(fma(a, b, c)) == bits_of_array(expected)).all()
     assert (bits_of_array((a.astype(np.float64) * b + c).astype(np.float32)) != bits_of_array(expected)).any()
 
 
@@ -235,5 +238,5 @@ def test_each_constant_is_the_stated_one(monkeypatch, name, coefficient, less, o
     for step, number, result in ((-1, x[:1], of_less), (1, x[1:], of_more)):  # the control
         other = (stated.view(np.int32) + np.int32(step)).view(np.float32)
         monkeypatch.setattr(ieee_math, coefficient, one_source.constant(float(other)))
-        monkeypatch.setattr(one_source, "_version", cache(one_source._version.__wrapped__))
+        monkeypatch.setattr(elementwise, "version", cache(elementwise.version.__wrapped__))
         assert bits_of_array(numpy_version(name)(number)).tolist() != [result]

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.definitions.tensor_core_sum import NAN, bf16_product
 from tp_invariant_recipes.kernels.cpu.tensor_core_cpu import bits_of, product
-from tp_invariant_recipes.kernels.tensor_core_sum import NAN, bf16_product
 
 
 @pytest.mark.parametrize("special", (float("inf"), float("-inf"), float("nan")))

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from numba import njit
 from safetensors.numpy import load_file
 
+from tests.definitions import tensor_core_sum
+from tests.definitions.tensor_core_sum import INFINITY, NAN, bf16_product, fp32_product
 from tests.operands import same_bits
-from tp_invariant_recipes.kernels import tensor_core_sum
 from tp_invariant_recipes.kernels.cpu import numba_loop, tensor_core_cpu, tensor_core_vector
-from tp_invariant_recipes.kernels.tensor_core_sum import INFINITY, NAN, bf16_product, fp32_product
 from tp_invariant_recipes.portable import conformance
 
 DATA = Path(__file__).parents[1] / "data"

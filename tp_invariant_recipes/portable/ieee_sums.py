@@ -9,26 +9,14 @@ A fold adds vectors, so a CPU and a GPU both do it fast, and L lanes need no mor
 
 from typing import Any
 
-import numpy as np
 import triton
 import triton.language as tl
 from numba import njit
-from numpy.typing import NDArray
 
 
 def power_of_two(n: int) -> int:
     """The least power of two that is not below n > 0."""
     return 1 << (n - 1).bit_length()
-
-
-def folded(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The definition in numpy: [..., n] → [...], rows of any length."""
-    size = power_of_two(values.shape[-1])
-    values = np.concatenate([values, np.zeros((*values.shape[:-1], size - values.shape[-1]), np.float32)], -1)
-    while size > 1:
-        size //= 2
-        values = values[..., :size] + values[..., size:]
-    return values[..., 0]
 
 
 @triton.jit

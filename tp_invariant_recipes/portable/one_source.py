@@ -7,16 +7,16 @@
         return (a + b) * HALF
 
 `middle` is then a Triton function, for use in kernels. `numba_version("middle")` is the same source compiled by numba,
-for loops over arrays; `numpy_version("middle")` takes arrays and rounds every operation by itself, which tests take as
-the definition. Neither compiler may contract a product and a sum to an FMA: a kernel is launched with UNFUSED, and
-numba contracts only with fastmath. An FMA is written as `fma`.
+for loops over arrays. tests/definitions/elementwise.py rounds every operation by itself, in numpy: the definition.
+Neither compiler may contract a product and a sum to an FMA: a kernel is launched with UNFUSED, and numba contracts only
+with fastmath. An FMA is written as `fma`.
 
 The source of an elementwise function may have: + - * of fp32, `tl.div_rn`, `tl.sqrt_rn`, `tl.where`, comparisons,
 + - & | << >> of int32, `bits_of`, `fp32_of`, `fma`, `at_least`, other elementwise functions, and constants by name. A
 number written there would be fp64 to numba, unless it is an integer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import FunctionType, ModuleType
 from typing import Any
@@ -55,20 +55,33 @@ def elementwise(function: Callable) -> Any:
     return triton.jit(function)
 
 
+@cache
 def numba_version(name: str) -> Any:
     """What numba has compiled of an elementwise function: of scalars."""
-    return _version(name, "numba")
+    return njit(**OPTIONS)(renamed(name, _OF_NUMBA, numba_version))
 
 
-def numpy_version(name: str) -> Callable:
-    """An elementwise function on arrays of numpy; every operation is rounded by itself."""
-    function = _version(name, "numpy")
+def renamed(name: str, own: Mapping[str, Any], version: Callable[[str], Any]) -> Callable:
+    """An elementwise function in which names mean what they do to a compiler.
 
-    def quiet(*arguments: Any) -> Any:
-        with np.errstate(all="ignore"):
-            return function(*arguments)
+    own:     what stands for `tl`, `bits_of`, `fp32_of`, `fma` and `at_least`.
+    version: makes the other elementwise functions that this one calls, from their names.
+    """
+    source = _sources[name]
+    names: dict[str, Any] = {"__name__": source.__module__}
+    for used in source.__code__.co_names:
+        if used in own:
+            names[used] = own[used]
+        elif used in _sources:
+            names[used] = version(used)
+        elif used in source.__globals__:
+            names[used] = _typed(source.__globals__[used])
+    return FunctionType(source.__code__, names, name)
 
-    return quiet
+
+def _typed(value: Any) -> Any:
+    value = value.value if isinstance(value, tl.constexpr) else value
+    return np.float32(value) if isinstance(value, float) else np.int32(value)
 
 
 def by_rows(loop: Callable[..., None], rows: tuple[NDArray, ...], *others: Any, work: int) -> None:
@@ -123,19 +136,6 @@ def _numba_at_least(x: Any, least: Any) -> Any:
     return least if x < least else x
 
 
-def numpy_fma(a: Any, b: Any, c: Any) -> Any:
-    """In fp64 the product is exact. The sum is rounded to odd, after which rounding to fp32 is as if it were the first
-    (Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums", 2008)."""
-    product = np.float64(a) * np.float64(b)
-    total = product + np.float64(c)
-    part = total - product
-    lost = (product - (total - part)) + (np.float64(c) - part)
-    even = (total.view(np.int64) & 1) == 0
-    toward = np.where(lost > 0, np.inf, -np.inf)
-    inexact = np.isfinite(total) & (lost != 0) & even
-    return np.where(inexact, np.nextafter(total, toward), total).astype(np.float32)
-
-
 @njit(**OPTIONS)
 def _numba_bits_of(x: Any) -> Any:
     return np.float32(x).view(np.int32)
@@ -161,49 +161,13 @@ def _numba_sqrt_rn(a: Any) -> Any:
     return np.sqrt(np.float32(a))
 
 
-def _language(**functions: Any) -> ModuleType:
-    """What stands for `tl`."""
-    module = ModuleType("tl")
-    module.__dict__.update(functions)
-    return module
-
-
-_OWN: dict[str, dict[str, Any]] = {
-    "numba": {
-        "tl": _language(where=_numba_where, div_rn=_numba_div_rn, sqrt_rn=_numba_sqrt_rn),
-        "bits_of": _numba_bits_of,
-        "fp32_of": _numba_fp32_of,
-        "fma": numba_fma.fma,
-        "at_least": _numba_at_least,
-    },
-    "numpy": {
-        "tl": _language(where=np.where, div_rn=lambda a, b: np.float32(a) / b, sqrt_rn=lambda a: np.sqrt(a)),
-        "bits_of": lambda x: np.asarray(x, np.float32).view(np.int32),
-        "fp32_of": lambda bits: np.asarray(bits).astype(np.int32).view(np.float32),
-        "fma": numpy_fma,
-        "at_least": lambda x, least: np.where(x < least, least, x),
-    },
+_language = ModuleType("tl")
+vars(_language).update(where=_numba_where, div_rn=_numba_div_rn, sqrt_rn=_numba_sqrt_rn)
+_OF_NUMBA: dict[str, Any] = {
+    "tl": _language,
+    "bits_of": _numba_bits_of,
+    "fp32_of": _numba_fp32_of,
+    "fma": numba_fma.fma,
+    "at_least": _numba_at_least,
 }
 _sources: dict[str, Callable] = {}
-
-
-@cache
-def _version(name: str, compiler: str) -> Any:
-    """The function with this compiler's versions of all that it names."""
-    source = _sources[name]
-    own = _OWN[compiler]
-    names: dict[str, Any] = {"__name__": source.__module__}
-    for used in source.__code__.co_names:
-        if used in own:
-            names[used] = own[used]
-        elif used in _sources:
-            names[used] = _version(used, compiler)
-        elif used in source.__globals__:
-            names[used] = _typed(source.__globals__[used])
-    function = FunctionType(source.__code__, names, name)
-    return njit(**OPTIONS)(function) if compiler == "numba" else function
-
-
-def _typed(value: Any) -> Any:
-    value = value.value if isinstance(value, tl.constexpr) else value
-    return np.float32(value) if isinstance(value, float) else np.int32(value)

@@ -22,21 +22,13 @@ from tp_invariant_recipes.numerics.products.operands import Parts
 
 @dataclass(frozen=True)
 class Backend:
-    """A kernel or library that computes the defined product.
+    """What computes the defined product on a device; docs/arithmetic.md says why it is believed to.
 
-    device:   what torch calls its device.
-    operands: their dtypes.
-    compute:  fills or adds to `out`, bf16 or fp32.
-    used:     the numerics whose runs use it; "after a trial": on the GPU at hand, against fixed tiles.
-    evidence: why it is believed to compute the defined sum, and where it is known not to.
+    compute: fills or adds to `out`, bf16 or fp32.
     """
 
     name: str
-    device: str
-    operands: str
     compute: Product
-    used: str
-    evidence: str
 
 
 def _by_numba(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
@@ -52,52 +44,8 @@ def _by_fixed_tiles(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
     fixed_tile_product(a, b, out, add=add)
 
 
-def _by_grouped_tiles(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
-    from tp_invariant_recipes.kernels.grouped_product import Groups, grouped_product
-
-    total = torch.empty(out.shape, device=a.device)
-    rows = Groups((len(a),), torch.tensor([len(a)], device=a.device))
-    grouped_product(a.contiguous(), [b.contiguous()], total, rows, transposed=False)
-    out.copy_(total.add_(out) if add else total)
-
-
-# kernels/tensor_core_sum.py states the sum of bf16 products, and that of fp32 products: a chain of fused multiply-adds
-# over k. No other place does.
-NUMBA, FIXED_TILES, GROUPED_TILES, CUBLAS = BACKENDS = (
-    Backend(
-        "numba",
-        "cpu",
-        "bf16",
-        _by_numba,
-        "`portable`",
-        "all bits of the 40 recorded bf16 cases; the first rows of 39 of them before every run",
-    ),
-    Backend(
-        "fixed tiles",
-        "cuda",
-        "bf16, fp32",
-        _by_fixed_tiles,
-        "`tree`, `portable`",
-        "all bits of the 46 recorded cases on an H200; the first rows of 39 of them before every run of `portable`",
-    ),
-    Backend(
-        "grouped tiles",
-        "cuda",
-        "bf16, fp32",
-        _by_grouped_tiles,
-        "experts of `tree` and `portable`",
-        "all bits of the 40 recorded bf16 cases on an H200; the same tile and order of k as fixed tiles",
-    ),
-    Backend(
-        "cuBLAS",
-        "cuda",
-        "bf16, fp32",
-        cublas.launch,
-        "`tree`, `portable`, after a trial",
-        "42 shapes of Qwen3-8B in bf16 on an H200, all bits of fixed tiles; other bits where it splits k (64 × 32768 × "
-        "64), so only where a trial with operands that cancel agrees with fixed tiles",
-    ),
-)
+NUMBA, FIXED_TILES = Backend("numba", _by_numba), Backend("fixed tiles", _by_fixed_tiles)
+CUBLAS = Backend("cuBLAS", cublas.launch)
 
 # kind of product -> whether cuBLAS had the bits of fixed tiles.
 _cublas_is_right: dict[tuple[Any, ...], bool] = {}
@@ -118,9 +66,9 @@ def product(a: Tensor, b: Tensor, out: Tensor, *, rows: Parts = 1, columns: Part
 
 
 def compute(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
-    """out = a @ b or out += a @ b by one of BACKENDS, all of which give the same bits.
+    """out = a @ b or out += a @ b by a backend, all of which give the same bits.
 
-    a, b:    [m, k] and [k, n] of one of the dtypes of the device's backends, with any strides.
+    a, b:    [m, k] and [k, n], on a GPU both bf16 or both fp32, on a CPU bf16, with any strides.
     out:     [m, n] bf16 or fp32, with any strides.
     returns: out.
     raises TypeError: other dtypes; ConfigError: a device without a backend; RunError: TPI_CHECK_PRODUCTS=1, and
