@@ -284,11 +284,7 @@ def _alone(comparison: Comparison) -> str:
     return f"only {run_name(first.run)} has {name}{where}" + (f"; and {len(more)} more" if more else "")
 
 
-_LINES = {
-    Verdict.IDENTICAL: _identical,
-    Verdict.DIFFERENT: _different,
-    Verdict.NOT_COMPARABLE: _not_comparable,
-}
+_LINES = {Verdict.IDENTICAL: _identical, Verdict.DIFFERENT: _different, Verdict.NOT_COMPARABLE: _not_comparable}
 
 
 def _ending(comparison: Comparison) -> str:

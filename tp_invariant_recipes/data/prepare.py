@@ -66,12 +66,7 @@ def problems(path: Path, tokenizer: str) -> list[str]:
 
 
 def ensure_prepared(
-    path: Path,
-    cache: Path,
-    *,
-    tokenizer: str = BYTE,
-    json_key: str = "text",
-    progress: PartProgress | None = None,
+    path: Path, cache: Path, *, tokenizer: str = BYTE, json_key: str = "text", progress: PartProgress | None = None
 ) -> PreparedData:
     """The dataset at prefix `path` (or its .bin or .idx), or else the text at `path`, prepared in `cache`.
 

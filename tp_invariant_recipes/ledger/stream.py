@@ -14,14 +14,7 @@ from typing import BinaryIO, overload
 
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger.lines import decode_header
-from tp_invariant_recipes.ledger.reader import (
-    LARGEST,
-    Ledger,
-    Progress,
-    is_whole,
-    next_step,
-    no_header,
-)
+from tp_invariant_recipes.ledger.reader import LARGEST, Ledger, Progress, is_whole, next_step, no_header
 from tp_invariant_recipes.ledger.schema import Header, StepRecord
 from tp_invariant_recipes.reading import LONGEST_LINE, MIB, open_file
 

@@ -29,8 +29,7 @@ def of_the_models_kind(original: Callable[..., Any]) -> Callable[..., Any]:
             return None
         norms = dict.fromkeys(("enorm", "hnorm", "layer_norm"), WrappedTorchNorm)
         return replace(
-            block,
-            layer_specs=[replace(one, submodules=replace(one.submodules, **norms)) for one in block.layer_specs],
+            block, layer_specs=[replace(one, submodules=replace(one.submodules, **norms)) for one in block.layer_specs]
         )
 
     return mtp_block_spec

@@ -174,11 +174,7 @@ PATCHES = (
                 Function(
                     "pytorch/ops/basic/grouped_linear.py",
                     "GroupedLinear.fuser_backward",
-                    {
-                        "2.13.0": "20bc2c5449843b6d",
-                        "2.14.0, 2.14.1": "823005f9ee562d6d",
-                        "2.15.0": "1d7ae770ba5c4de4",
-                    },
+                    {"2.13.0": "20bc2c5449843b6d", "2.14.0, 2.14.1": "823005f9ee562d6d", "2.15.0": "1d7ae770ba5c4de4"},
                 ),
             ),
         ),

@@ -20,14 +20,7 @@ from tp_invariant_recipes.kernels.launch import Kernel
 from tp_invariant_recipes.portable.ieee_math import ONE, ZERO, exp, log
 from tp_invariant_recipes.portable.ieee_storage import load_fp32, store_rounded, stored, widened
 from tp_invariant_recipes.portable.ieee_sums import fold_columns, numba_fold, power_of_two
-from tp_invariant_recipes.portable.one_source import (
-    UNFUSED,
-    as_array,
-    as_stored,
-    by_rows,
-    elementwise,
-    numba_version,
-)
+from tp_invariant_recipes.portable.one_source import UNFUSED, as_array, as_stored, by_rows, elementwise, numba_version
 
 LANES = 4096
 BLOCK = 1024

@@ -26,14 +26,7 @@ from tp_invariant_recipes.kernels.launch import Kernel
 from tp_invariant_recipes.portable.ieee_math import ONE, rsqrt
 from tp_invariant_recipes.portable.ieee_storage import load_fp32, store_rounded, stored, widened
 from tp_invariant_recipes.portable.ieee_sums import fold_columns, fold_rows, numba_fold, numba_fold_rows, power_of_two
-from tp_invariant_recipes.portable.one_source import (
-    UNFUSED,
-    as_array,
-    as_stored,
-    by_rows,
-    elementwise,
-    numba_version,
-)
+from tp_invariant_recipes.portable.one_source import UNFUSED, as_array, as_stored, by_rows, elementwise, numba_version
 
 LEAVES = 64  # at most, of a shard
 TILE = 4096  # numbers that are added side by side

@@ -17,14 +17,7 @@ from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop
 from tp_invariant_recipes.kernels.launch import Kernel
 from tp_invariant_recipes.portable.ieee_math import ONE, sigmoid
 from tp_invariant_recipes.portable.ieee_storage import load_fp32, store_rounded, stored, widened
-from tp_invariant_recipes.portable.one_source import (
-    UNFUSED,
-    as_array,
-    as_stored,
-    by_rows,
-    elementwise,
-    numba_version,
-)
+from tp_invariant_recipes.portable.one_source import UNFUSED, as_array, as_stored, by_rows, elementwise, numba_version
 
 BLOCK = 1024
 

@@ -39,16 +39,6 @@ _restarting_is_right: dict[tuple[Any, ...], bool] = {}
 _batch_is_right: dict[tuple[Any, ...], bool] = {}
 
 
-def shown() -> dict[tuple[Any, ...], bool]:
-    """For every kind of sum that the kernel takes, so far, whether it computed it; for reports and tests."""
-    return dict(_restarting_is_right)
-
-
-def batches() -> dict[tuple[Any, ...], bool]:
-    """For every kind of sum that a batch was tried for, so far, whether it computed it; for reports and tests."""
-    return dict(_batch_is_right)
-
-
 def nodes(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Segments, product: Callable[..., Tensor]) -> Tensor:
     """a @ b for this rank's part of the summed dimension, as nodes of the tree over all shards.
 

@@ -29,11 +29,6 @@ RECIPES = {"tensor": 0, "1x128": 4, "128x128": 5}  # of torch.nn.functional.Scal
 _is_right: dict[tuple[Any, ...], bool] = {}
 
 
-def shown() -> dict[tuple[Any, ...], bool]:
-    """For every kind of FP8 product on a GPU so far, whether cuBLAS computed it; for reports and tests."""
-    return dict(_is_right)
-
-
 def right(a: Quantized, b: Quantized, out: Tensor, add: bool, defined: cublas.Product) -> bool:
     """Whether cuBLAS may compute it. While a CUDA graph is captured: only a kind that was tried before."""
     if not suits(a, b, out, add):

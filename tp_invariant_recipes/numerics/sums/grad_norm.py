@@ -38,9 +38,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def get_grad_norm_fp32(
-    grads_for_norm: list[Tensor] | Tensor,
-    norm_type: int | float = 2,
-    grad_stats_parallel_group: Any = None,
+    grads_for_norm: list[Tensor] | Tensor, norm_type: int | float = 2, grad_stats_parallel_group: Any = None
 ) -> float:
     """Replaces the function of this name in megatron.core.optimizer.clip_grads.
 
@@ -83,9 +81,7 @@ def largest_known(largest: Tensor) -> Iterator[None]:
 
 
 def fp64_grad_norm(
-    grads_for_norm: list[Tensor] | Tensor,
-    norm_type: int | float = 2,
-    grad_stats_parallel_group: Any = None,
+    grads_for_norm: list[Tensor] | Tensor, norm_type: int | float = 2, grad_stats_parallel_group: Any = None
 ) -> float:
     """Replaces the same function by the published scheme: a sum of squares in fp64, rounded once to fp32.
 

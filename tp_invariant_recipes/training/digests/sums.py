@@ -15,14 +15,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.digest import LANES, Lanes
-from tp_invariant_recipes.ledger.digests import (
-    digest_texts,
-    in_order,
-    stack_digest,
-    stacked_name,
-    stacks,
-    start_lanes,
-)
+from tp_invariant_recipes.ledger.digests import digest_texts, in_order, stack_digest, stacked_name, stacks, start_lanes
 from tp_invariant_recipes.training.digests.parts import EXTENT, coefficients, columns_of, extent, fits, is_whole
 from tp_invariant_recipes.training.shards import Held
 from tp_invariant_recipes.training.union import holders, keys_of, keys_of_all, summed, union
