@@ -45,13 +45,13 @@ from tp_invariant_recipes.portable import (
     definition,
     ieee_adam,
     ieee_cross_entropy,
-    ieee_expert,
     ieee_norm,
     ieee_rotary,
     ieee_router,
     ieee_samples,
     ieee_swiglu,
 )
+from tp_invariant_recipes.portable.ieee_sums import power_of_two
 
 DTYPES = (torch.bfloat16, torch.float32)
 FEW = ("wide", "special")  # kinds of operands: the interpreter is slow
@@ -321,9 +321,10 @@ def portable_swiglu_has_the_bits_of_its_twin():
     for kind, dtype in zip(FEW, DTYPES, strict=True):
         x, dy = sample(kind, 3, 2 * 1100, dtype=dtype), sample(kind, 3, 1100, dtype=dtype, seed=1)
         found = torch.empty_like(dy), torch.empty_like(x)
-        ieee_swiglu.forward_triton(x, found[0])
-        ieee_swiglu.backward_triton(dy, x, found[1])
-        _alike(found, (ieee_swiglu.swiglu(x), ieee_swiglu.swiglu_backward(dy, x)), kind, dtype)
+        unread = x.view(-1)[:3]
+        ieee_swiglu.forward_triton(x, unread, found[0], False)
+        ieee_swiglu.backward_triton(dy, x, unread, found[1], unread, False, 1024)
+        _alike(found, (ieee_swiglu.swiglu(x), ieee_swiglu.swiglu_backward(dy, x)[0]), kind, dtype)
 
 
 def portable_rotary_has_the_bits_of_its_twin():
@@ -341,7 +342,9 @@ def portable_cross_entropy_has_the_bits_of_its_twin():
         highest = logits.amax(-1).float().nan_to_num(nan=torch.inf)
         twin = ieee_cross_entropy.sum_of_exponentials(logits, highest, shards)
         sums = torch.empty(3, shards)
-        ieee_cross_entropy.sum_triton(logits, highest, sums)
+        ieee_cross_entropy.sum_triton(
+            logits.unflatten(1, (shards, -1)), highest, sums, min(4096, power_of_two(vocabulary // shards))
+        )
         total, index = twin[0], torch.tensor([vocabulary - 1, -1, 5])
         slopes, logarithm = torch.empty_like(logits), torch.empty_like(total)
         ieee_cross_entropy.gradient_triton(logits, index, highest, total, gradient, slopes)
@@ -375,7 +378,7 @@ def _routers(*cases):
         dp, ds = sample(kind, 5, experts, dtype=dtype, seed=1), sample(kind, 5, experts, seed=2)
         twin = ieee_router.route_tokens(logits, topk)
         found = tuple(map(torch.empty_like, twin))
-        ieee_router.forward_triton(logits, topk, *found)
+        ieee_router.forward_triton(logits, *found, topk)
         assert torch.equal(found[2], twin[2])
         slopes = torch.empty_like(logits)
         ieee_router.backward_triton(dp, ds, logits, twin[2], slopes)
@@ -396,9 +399,9 @@ def _experts(*cases):
         x, dy = sample(kind, 3, 2 * width, dtype=dtype), sample(kind, 3, width, dtype=dtype, seed=1)
         p = sample("normal", 3, dtype=dtype, seed=2)
         found = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(p)
-        ieee_expert.forward_triton(x, p, found[0])
-        ieee_expert.backward_triton(dy, x, p, *found[1:])
-        twins = ieee_expert.weighted_swiglu(x, p), *ieee_expert.weighted_swiglu_backward(dy, x, p)
+        ieee_swiglu.forward_triton(x, p, found[0], True)
+        ieee_swiglu.backward_triton(dy, x, p, *found[1:], True, min(1024, power_of_two(width)))
+        twins = ieee_swiglu.swiglu(x, p), *ieee_swiglu.swiglu_backward(dy, x, p)
         _alike(found, twins, kind, dtype, width)
 
 

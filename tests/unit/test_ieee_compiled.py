@@ -15,7 +15,6 @@ from tp_invariant_recipes.portable import (
     ieee_adam,
     ieee_attention_triton,
     ieee_cross_entropy,
-    ieee_expert,
     ieee_norm,
     ieee_rotary,
     ieee_router,
@@ -45,8 +44,11 @@ KERNELS = {
         {"GROUP": 1, "ROWS_OF_LEAF": 4, "LEAVES": 8, "ZERO_CENTERED": False}
         | {"WIDTH": 128, "COLUMNS": 128, "LANES": 4, "BLOCK": 32, "ROWS": 2},
     ),
-    ieee_swiglu.FORWARD: ({"x": "*i16", "y": "*i16"}, {"WIDTH": 3072, "BLOCK": 1024}),
-    ieee_swiglu.BACKWARD: ({"dy": "*i16", "x": "*i16", "dx": "*i16"}, {"WIDTH": 3072, "BLOCK": 1024}),
+    ieee_swiglu.FORWARD: ({"x": "*i16", "p": "*i16", "y": "*i16"}, {"WIDTH": 768, "WEIGHTED": True, "BLOCK": 1024}),
+    ieee_swiglu.BACKWARD: (
+        {"dy": "*i16", "x": "*i16", "p": "*i16", "dx": "*i16", "dp": "*i16"},
+        {"WIDTH": 768, "WEIGHTED": True, "LANES": 1024},
+    ),
     ieee_rotary.ROTATE: (
         {"x": "*i16", "cos": "*fp32", "sin": "*fp32", "y": "*i16", "rows": "i32", "rows_of_position": "i32"},
         {"HALF": 64, "WIDTH": 128, "COLUMNS": 64, "REST": 1, "ROWS": 16},
@@ -68,11 +70,6 @@ KERNELS = {
     ieee_router.BACKWARD: (
         {"dprobs": "*i16", "dscores": "*fp32", "logits": "*i16", "chosen": "*i8", "out": "*i16"},
         {"EXPERTS": 128, "COLUMNS": 128},
-    ),
-    ieee_expert.FORWARD: ({"x": "*i16", "p": "*i16", "y": "*i16"}, {"WIDTH": 768, "BLOCK": 1024}),
-    ieee_expert.BACKWARD: (
-        {"dy": "*i16", "x": "*i16", "p": "*i16", "dx": "*i16", "dp": "*i16"},
-        {"WIDTH": 768, "LANES": 1024},
     ),
     ieee_attention_triton.FORWARD: (
         dict.fromkeys(("query", "key", "value", "out"), "*bf16") | {"top": "*fp32", "inverse": "*fp32"} | ATTENTION,

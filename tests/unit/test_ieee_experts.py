@@ -10,7 +10,7 @@ import torch
 from tests.definitions.elementwise import folded, numpy_version
 from tests.operands import KINDS, same_bits, sample
 from tests.unit.test_ieee_kernels import in_lanes, one_after_the_other, rounded, wide
-from tp_invariant_recipes.portable import ieee_expert, ieee_router
+from tp_invariant_recipes.portable import ieee_router, ieee_swiglu
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, about special numbers
 DTYPES = (torch.bfloat16, torch.float32)
@@ -107,8 +107,8 @@ def test_expert(width, dtype, kind):
     x, dy = sample(kind, 9, 2 * width, dtype=dtype), sample(kind, 9, width, dtype=dtype, seed=1)
     p = sample("normal", 9, dtype=dtype, seed=2).abs()
     _, up, c, s, weight = activation(x, p)
-    assert same_bits(ieee_expert.weighted_swiglu(x, p), rounded((s * up) * weight, dtype))
-    dx, dp = ieee_expert.weighted_swiglu_backward(dy, x, p)
+    assert same_bits(ieee_swiglu.swiglu(x, p), rounded((s * up) * weight, dtype))
+    dx, dp = ieee_swiglu.swiglu_backward(dy, x, p)
     weighted = wide(dy) * weight
     expected = np.concatenate([(weighted * up) * (c + s * (ONE - c)), weighted * s], -1)
     assert same_bits(dx, rounded(expected, dtype))
@@ -118,15 +118,15 @@ def test_expert(width, dtype, kind):
 def test_expert_controls():
     x, dy, p = sample("normal", 9, 2 * 333), sample("normal", 9, 333, seed=1), sample("normal", 9, seed=2).abs()
     _, up, _, s, weight = activation(x, p)
-    assert not same_bits(ieee_expert.weighted_swiglu(x, p), rounded(s * (up * weight), torch.float32))
-    _, dp = ieee_expert.weighted_swiglu_backward(dy, x, p)
+    assert not same_bits(ieee_swiglu.swiglu(x, p), rounded(s * (up * weight), torch.float32))
+    _, dp = ieee_swiglu.swiglu_backward(dy, x, p)
     assert not same_bits(dp, rounded(one_after_the_other(dy.numpy() * (s * up)), torch.float32))
 
 
 def test_an_expert_without_tokens():
     x, p = torch.empty(0, 64).bfloat16(), torch.empty(0).bfloat16()
-    assert ieee_expert.weighted_swiglu(x, p).shape == (0, 32)
-    dx, dp = ieee_expert.weighted_swiglu_backward(torch.empty(0, 32).bfloat16(), x, p)
+    assert ieee_swiglu.swiglu(x, p).shape == (0, 32)
+    dx, dp = ieee_swiglu.swiglu_backward(torch.empty(0, 32).bfloat16(), x, p)
     assert (dx.shape, dp.shape) == ((0, 64), (0,))
 
 
@@ -139,7 +139,7 @@ def test_threads_do_not_change_a_bit():
             torch.set_num_threads(threads)
             probs, scores, chosen = ieee_router.route_tokens(logits, 8)
             slope = ieee_router.route_tokens_backward(probs, scores, logits, chosen)
-            found.append([scores, slope, *ieee_expert.weighted_swiglu_backward(dy, x, p)])
+            found.append([scores, slope, *ieee_swiglu.swiglu_backward(dy, x, p)])
     finally:
         torch.set_num_threads(before)
     assert all(same_bits(one, other) for one, other in zip(*found, strict=True))

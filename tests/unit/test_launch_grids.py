@@ -34,7 +34,6 @@ from tp_invariant_recipes.portable import (
     ieee_attention,
     ieee_attention_triton,
     ieee_cross_entropy,
-    ieee_expert,
     ieee_norm,
     ieee_rotary,
     ieee_router,
@@ -79,8 +78,8 @@ def launches(rows):
     both, one = fake(rows, 2 * WIDE), fake(rows, WIDE)
     weighted_activation.weighted_activation(both, of_rows, "swiglu")
     weighted_activation.weighted_activation_backward(one, both, of_rows, "swiglu")
-    ieee_expert.weighted_swiglu(both, of_rows)
-    ieee_expert.weighted_swiglu_backward(one, both, of_rows)
+    ieee_swiglu.swiglu(both, of_rows)
+    ieee_swiglu.swiglu_backward(one, both, of_rows)
     ieee_swiglu.swiglu(both)
     ieee_swiglu.swiglu_backward(one, both)
     ieee_router.route_tokens(scores := fake(rows, EXPERTS), 8)

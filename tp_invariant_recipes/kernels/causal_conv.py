@@ -14,11 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.folding_sum import folding_sum
+from tp_invariant_recipes.kernels.folding_sum import folding_sum, leaves_of
 from tp_invariant_recipes.kernels.launch import Kernel
 
 TAPS = 4  # Megatron's width of the convolution
-LEAVES = 64
 ROWS, CHANNELS = 16, 64
 
 
@@ -95,9 +94,7 @@ def _forward_triton(x: Tensor, weight: Tensor, bias: Tensor, step: int) -> Tenso
 
 def _backward_triton(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, step: int) -> tuple[Tensor, Tensor]:
     shards, rows, channels = x.shape
-    leaves = 1
-    while leaves < LEAVES and rows % (2 * leaves) == 0 and rows // leaves >= 2 * ROWS:
-        leaves *= 2
+    leaves = leaves_of(rows, ROWS)
     inner = torch.empty(x.shape, dtype=torch.float32, device=x.device)  # the gradient of the activation's input
     sums = torch.empty(shards, leaves, TAPS + 1, channels, dtype=torch.float32, device=x.device)
     blocks = triton.cdiv(channels, CHANNELS)

@@ -1,6 +1,16 @@
-"""A sum over one dimension by elementwise additions. A library's reduction may choose its order by other sizes."""
+"""Sums whose order depends on the number of terms alone. A library's reduction may choose its order by other sizes."""
 
 from torch import Tensor
+
+LEAVES = 64  # at most, of a shard: enough programs to fill a GPU when a rank has one or two shards
+
+
+def leaves_of(rows: int, least: int = 1) -> int:
+    """How many equal leaves the rows of a shard are cut into: the largest power of two that leaves `least` in each."""
+    leaves = 1
+    while leaves < LEAVES and rows % (2 * leaves) == 0 and rows // (2 * leaves) >= least:
+        leaves *= 2
+    return leaves
 
 
 def folding_sum(values: Tensor, dim: int) -> Tensor:

@@ -11,10 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.folding_sum import folding_sum
+from tp_invariant_recipes.kernels.folding_sum import folding_sum, leaves_of
 from tp_invariant_recipes.kernels.launch import Kernel
 
-LEAVES = 64
 TILE = 4096  # elements of x in one program at a time
 
 
@@ -78,9 +77,7 @@ def _forward_triton(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tens
 def _backward_triton(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     shards, rows, groups, width = x.shape
     tile, columns = _tile(width)
-    leaves = 1
-    while leaves < LEAVES and rows % (2 * leaves) == 0 and rows // leaves >= 2 * tile:
-        leaves *= 2
+    leaves = leaves_of(rows, tile)
     dx = torch.empty_like(x)
     sums = torch.empty(shards, leaves, groups, width, dtype=torch.float32, device=x.device)
     BACKWARD.launch(

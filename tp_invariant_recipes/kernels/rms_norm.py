@@ -19,10 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.folding_sum import folding_sum
+from tp_invariant_recipes.kernels.folding_sum import folding_sum, leaves_of
 from tp_invariant_recipes.kernels.launch import Kernel
 
-LEAVES = 64  # at most, of a shard: enough programs to fill a GPU when a rank has one or two shards
 TILE = 4096  # elements of x that a program holds at a time
 # Tiles of dy and x on their way: the 128 programs of two shards would not hide the latency of memory otherwise.
 AHEAD = tl.constexpr(4)
@@ -115,9 +114,7 @@ def _backward_plan(
     group = heads // shards if by_heads else heads  # heads of a token in a shard
     token_step, head_step = (0, group) if by_heads else (tokens // shards, 0)  # from one shard to the next
     rows = tokens * heads // shards
-    leaves = 1
-    while leaves < LEAVES and rows % (2 * leaves) == 0 and rows // leaves * width >= 2 * TILE:
-        leaves *= 2
+    leaves = leaves_of(rows, triton.cdiv(TILE, width))
     _, constants, warps = _tile(width, rows // leaves * triton.next_power_of_2(width))
     numbers = (heads, token_step, head_step, dy_strides[0], dy_strides[1], x_strides[0], x_strides[1])
     return (leaves, shards), numbers, (group, rows // leaves, leaves, *constants), warps

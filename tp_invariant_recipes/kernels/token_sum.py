@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tp_invariant_recipes.kernels.folding_sum import leaves_of
 from tp_invariant_recipes.kernels.launch import Kernel
 
-LEAVES = 64
 BLOCK = 256
 
 
@@ -25,7 +25,7 @@ def token_sum(values: Tensor, shards: int) -> Tensor:
 
 
 def _token_sum_torch(values: Tensor, shards: int) -> Tensor:
-    leaves = _leaves(len(values) // shards)
+    leaves = leaves_of(len(values) // shards)
     total = torch.zeros(shards, leaves, values.shape[1])
     for token in values.float().view(shards, leaves, -1, values.shape[1]).unbind(2):
         total += token
@@ -35,20 +35,12 @@ def _token_sum_torch(values: Tensor, shards: int) -> Tensor:
 def _token_sum_triton(values: Tensor, shards: int) -> Tensor:
     tokens, features = values.shape
     values = values.contiguous()
-    leaves = _leaves(tokens // shards)
+    leaves = leaves_of(tokens // shards)
     out = torch.empty(shards, leaves, features, dtype=torch.float32, device=values.device)
     grid = (triton.cdiv(features, BLOCK), shards * leaves)
     constants = (tokens // shards // leaves, features % 16 == 0, BLOCK)
     KERNEL.launch(grid, (values, out), (features,), constants)
     return out
-
-
-def _leaves(tokens: int) -> int:
-    """Of a shard with so many tokens."""
-    leaves = 1
-    while leaves < LEAVES and tokens % (2 * leaves) == 0:
-        leaves *= 2
-    return leaves
 
 
 @triton.jit(do_not_specialize=["features"])

@@ -59,33 +59,12 @@ def _tree_add_torch(partials: Tensor, out: Tensor, groups: int) -> Tensor:
 
 
 @triton.jit
-def _two(p, stride, mask):
-    return tl.load(p, mask=mask) + tl.load(p + stride, mask=mask)
-
-
-@triton.jit
-def _four(p, stride, mask):
-    return _two(p, stride, mask) + _two(p + 2 * stride, stride, mask)
-
-
-@triton.jit
-def _eight(p, stride, mask):
-    return _four(p, stride, mask) + _four(p + 4 * stride, stride, mask)
-
-
-@triton.jit
-def _sixteen(p, stride, mask):
-    return _eight(p, stride, mask) + _eight(p + 8 * stride, stride, mask)
-
-
-@triton.jit
-def _thirty_two(p, stride, mask):
-    return _sixteen(p, stride, mask) + _sixteen(p + 16 * stride, stride, mask)
-
-
-@triton.jit
-def _sixty_four(p, stride, mask):
-    return _thirty_two(p, stride, mask) + _thirty_two(p + 32 * stride, stride, mask)
+def _tree(p, stride, mask, R: tl.constexpr):
+    """The sum of R numbers in tree order, `stride` apart."""
+    if R == 1:
+        return tl.load(p, mask=mask)
+    else:
+        return _tree(p, stride, mask, R // 2) + _tree(p + R // 2 * stride, stride, mask, R // 2)
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -98,20 +77,7 @@ def _tree_add(partials, out, size, R: tl.constexpr, ALIGNED: tl.constexpr, NARRO
     at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < stride
     p = partials + row * R * stride + at
-    if R == 1:
-        root = tl.load(p, mask=mask)
-    elif R == 2:
-        root = _two(p, stride, mask)
-    elif R == 4:
-        root = _four(p, stride, mask)
-    elif R == 8:
-        root = _eight(p, stride, mask)
-    elif R == 16:
-        root = _sixteen(p, stride, mask)
-    elif R == 32:
-        root = _thirty_two(p, stride, mask)
-    else:
-        root = _sixty_four(p, stride, mask)
+    root = _tree(p, stride, mask, R)
     tl.store(out + row * stride + at, root.to(out.dtype.element_ty), mask=mask)
 
 

@@ -110,17 +110,9 @@ def _clamp(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.conste
 
 @triton.jit
 def _forward(
-    x,
-    p,
-    y,
-    F: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GATED: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    OFFSET: tl.constexpr,
-):
+    x, p, y, F: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < F
@@ -141,19 +133,9 @@ def _forward(
 
 @triton.jit
 def _backward(
-    dy,
-    x,
-    p,
-    dx,
-    dp,
-    F: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GATED: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    OFFSET: tl.constexpr,
-):
+    dy, x, p, dx, dp, F: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < F

@@ -14,18 +14,18 @@ from tp_invariant_recipes.numerics.layers.experts import Arithmetic
 from tp_invariant_recipes.numerics.megatron.moe_layer import InvariantSequentialMLP
 from tp_invariant_recipes.numerics.megatron.router import InvariantTopKRouter
 from tp_invariant_recipes.numerics.products.defined import product
-from tp_invariant_recipes.portable.ieee_expert import weighted_swiglu, weighted_swiglu_backward
 from tp_invariant_recipes.portable.ieee_router import route_tokens, route_tokens_backward
+from tp_invariant_recipes.portable.ieee_swiglu import swiglu, swiglu_backward
 
 
 def _activation(x: Tensor, probs: Tensor, kind: str) -> Tensor:
     _check(kind)
-    return weighted_swiglu(x, probs)
+    return swiglu(x, probs)
 
 
 def _activation_backward(dy: Tensor, x: Tensor, probs: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     _check(kind)
-    return weighted_swiglu_backward(dy, x, probs)
+    return swiglu_backward(dy, x, probs)
 
 
 def _check(kind: str) -> None:

@@ -20,7 +20,7 @@ from tp_invariant_recipes.kernels.launch import Kernel
 from tp_invariant_recipes.portable.ieee_math import ONE, ZERO, exp, log
 from tp_invariant_recipes.portable.ieee_storage import load_fp32, store_rounded, stored, widened
 from tp_invariant_recipes.portable.ieee_sums import fold_columns, numba_fold, power_of_two
-from tp_invariant_recipes.portable.one_source import UNFUSED, as_array, as_stored, by_rows, elementwise, numba_version
+from tp_invariant_recipes.portable.one_source import UNFUSED, as_stored, elementwise, fill, numba_version
 
 LANES = 4096
 BLOCK = 1024
@@ -32,13 +32,10 @@ def sum_of_exponentials(logits: Tensor, highest: Tensor, shards: int) -> Tensor:
     logits:  [rows, vocab/t], contiguous, bf16 or fp32; highest: [rows] fp32; shards: n, which divides vocab/t.
     returns: [n, rows] fp32.
     """
-    rows = logits.shape[0]
-    sums = torch.empty(rows, shards, dtype=torch.float32, device=logits.device)
-    if logits.is_cuda:
-        sum_triton(logits, highest, sums)
-    else:
-        arrays = as_array(logits).reshape(rows, shards, -1), as_array(highest), as_array(sums)
-        by_rows(_sum_loop, arrays, _lanes(logits.shape[1] // shards), work=logits.numel())
+    parts = logits.unflatten(1, (shards, -1))
+    sums = torch.empty(parts.shape[:2], dtype=torch.float32, device=logits.device)
+    lanes = min(LANES, power_of_two(parts.shape[2]))
+    fill(sum_triton, _sum_loop, (parts, highest, sums), lanes, work=logits.numel())
     return sums.t().contiguous()
 
 
@@ -53,25 +50,15 @@ def softmax_gradient(
     """
     out = torch.empty_like(logits)
     tensors = (logits, index, highest, total, gradient.contiguous(), out)
-    if logits.is_cuda:
-        gradient_triton(*tensors)
-    else:
-        by_rows(_gradient_loop, tuple(as_array(tensor) for tensor in tensors), work=logits.numel())
+    fill(gradient_triton, _gradient_loop, tensors, work=logits.numel())
     return out
 
 
 def logarithm(total: Tensor) -> Tensor:
     """log(total), element by element: fp32, of total's shape."""
     total, out = total.contiguous(), torch.empty(total.shape, dtype=torch.float32, device=total.device)
-    if total.is_cuda:
-        log_triton(total, out)
-    else:
-        by_rows(_log_loop, (as_array(total).reshape(-1), as_array(out).reshape(-1)), work=total.numel())
+    fill(log_triton, _log_loop, (total.view(-1), out.view(-1)), work=total.numel())
     return out
-
-
-def _lanes(size: int) -> int:
-    return min(LANES, power_of_two(size))
 
 
 @elementwise
@@ -115,11 +102,9 @@ def _log_loop(total: Any, out: Any) -> None:
         out[i] = stored(_log(total[i]), out)
 
 
-def sum_triton(logits: Tensor, highest: Tensor, sums: Tensor) -> None:
-    """Fill sums [rows, shards]. All contiguous; Triton's interpreter takes CPU tensors."""
-    rows, shards = sums.shape
-    size = logits.shape[1] // shards
-    lanes = _lanes(size)
+def sum_triton(logits: Tensor, highest: Tensor, sums: Tensor, lanes: int) -> None:
+    """Fill sums. logits: [rows, shards, size]. All contiguous; Triton's interpreter takes CPU tensors."""
+    rows, shards, size = logits.shape
     tensors = (as_stored(logits), highest, sums)
     SUM.launch((rows, shards), tensors, (shards,), (size, lanes), 8 if lanes == LANES else 4)
 

@@ -22,13 +22,13 @@ import triton.language as tl
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop
+from tp_invariant_recipes.kernels.folding_sum import leaves_of
 from tp_invariant_recipes.kernels.launch import Kernel
 from tp_invariant_recipes.portable.ieee_math import ONE, rsqrt
 from tp_invariant_recipes.portable.ieee_storage import load_fp32, store_rounded, stored, widened
 from tp_invariant_recipes.portable.ieee_sums import fold_columns, fold_rows, numba_fold, numba_fold_rows, power_of_two
 from tp_invariant_recipes.portable.one_source import UNFUSED, as_array, as_stored, by_rows, elementwise, numba_version
 
-LEAVES = 64  # at most, of a shard
 TILE = 4096  # numbers that are added side by side
 
 
@@ -80,9 +80,8 @@ class _Shape:
     def __init__(self, tokens: int, heads: int, width: int, shards: int, by_heads: bool) -> None:
         self.group = heads // shards if by_heads else heads
         self.token_step, self.head_step = (0, self.group) if by_heads else (tokens // shards, 0)
-        rows, self.leaves = tokens * heads // shards, 1
-        while self.leaves < LEAVES and rows % (2 * self.leaves) == 0 and rows // self.leaves * width >= 2 * TILE:
-            self.leaves *= 2
+        rows = tokens * heads // shards
+        self.leaves = leaves_of(rows, triton.cdiv(TILE, width))
         self.rows = rows // self.leaves
         self.lanes = min(max(1, TILE // power_of_two(width)), power_of_two(self.rows))
 

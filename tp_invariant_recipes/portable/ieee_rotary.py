@@ -30,7 +30,7 @@ from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop
 from tp_invariant_recipes.kernels.launch import Kernel
 from tp_invariant_recipes.portable.ieee_storage import load_fp32, store_rounded, stored, widened
 from tp_invariant_recipes.portable.ieee_sums import power_of_two
-from tp_invariant_recipes.portable.one_source import UNFUSED, as_array, as_stored, by_rows, elementwise, numba_version
+from tp_invariant_recipes.portable.one_source import UNFUSED, as_stored, elementwise, fill, numba_version
 
 TILE = 4096
 LARGEST_ANGLE = 2.0**20
@@ -115,12 +115,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> Tenso
     """
     x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     sin = -sin if backward else sin
-    if x.is_cuda:
-        rotate_triton(x, cos, sin, y)
-    else:
-        s, width = x.shape[0], x.shape[-1]
-        arrays = (as_array(x).reshape(s, -1, width), as_array(y).reshape(s, -1, width), as_array(cos)[:s])
-        by_rows(_rotate_loop, (*arrays, as_array(sin)[:s]), work=x.numel())
+    tensors = (x.flatten(1, -2), cos[: len(x)], sin[: len(x)], y.flatten(1, -2))
+    fill(rotate_triton, _rotate_loop, tensors, work=x.numel())
     return y
 
 
@@ -134,7 +130,7 @@ _turned = numba_version("turned")
 
 
 @cpu_loop
-def _rotate_loop(x: Any, y: Any, cos: Any, sin: Any) -> None:
+def _rotate_loop(x: Any, cos: Any, sin: Any, y: Any) -> None:
     half = cos.shape[1]
     for position in range(x.shape[0]):
         c, s = cos[position], sin[position]

@@ -24,7 +24,7 @@ from tp_invariant_recipes.kernels.launch import Kernel
 from tp_invariant_recipes.portable.ieee_math import ZERO, exp
 from tp_invariant_recipes.portable.ieee_storage import load_fp32, store_rounded, stored, widened
 from tp_invariant_recipes.portable.ieee_sums import fold_columns, numba_fold, power_of_two
-from tp_invariant_recipes.portable.one_source import UNFUSED, as_array, as_stored, by_rows, elementwise, numba_version
+from tp_invariant_recipes.portable.one_source import UNFUSED, as_stored, elementwise, fill, numba_version
 
 
 def route_tokens(logits: Tensor, topk: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,11 +36,8 @@ def route_tokens(logits: Tensor, topk: int) -> tuple[Tensor, Tensor, Tensor]:
     logits = logits.contiguous()
     probs, chosen = torch.empty_like(logits), torch.empty(logits.shape, dtype=torch.bool, device=logits.device)
     scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    if logits.is_cuda:
-        forward_triton(logits, topk, probs, scores, chosen)
-    else:
-        arrays = tuple(as_array(tensor) for tensor in (logits, probs, scores, chosen))
-        by_rows(_forward_loop, arrays, topk, work=logits.numel() * logits.shape[1])
+    work = logits.numel() * logits.shape[1]
+    fill(forward_triton, _forward_loop, (logits, probs, scores, chosen), topk, work=work)
     return probs, scores, chosen
 
 
@@ -51,11 +48,7 @@ def route_tokens_backward(dprobs: Tensor, dscores: Tensor, logits: Tensor, chose
     """
     dprobs, dscores, logits = dprobs.contiguous(), dscores.contiguous(), logits.contiguous()
     out = torch.empty_like(logits)
-    tensors = (dprobs, dscores, logits, chosen, out)
-    if logits.is_cuda:
-        backward_triton(*tensors)
-    else:
-        by_rows(_backward_loop, tuple(as_array(tensor) for tensor in tensors), work=logits.numel())
+    fill(backward_triton, _backward_loop, (dprobs, dscores, logits, chosen, out), work=logits.numel())
     return out
 
 
@@ -132,7 +125,7 @@ def _backward_loop(dprobs: Any, dscores: Any, logits: Any, chosen: Any, out: Any
             out[row, i] = stored(slope, out)
 
 
-def forward_triton(logits: Tensor, topk: int, probs: Tensor, scores: Tensor, chosen: Tensor) -> None:
+def forward_triton(logits: Tensor, probs: Tensor, scores: Tensor, chosen: Tensor, topk: int) -> None:
     """Fill probs, scores and chosen. All contiguous; Triton's interpreter takes CPU tensors."""
     rows, experts = logits.shape
     tensors = (as_stored(logits), as_stored(probs), scores, chosen.view(torch.int8))

@@ -96,7 +96,7 @@ class _SwiGLU(torch.autograd.Function):
     @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return ieee_swiglu.swiglu_backward(_rows(gradients[0]), _rows(x)).view(x.shape)
+        return ieee_swiglu.swiglu_backward(_rows(gradients[0]), _rows(x))[0].view(x.shape)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -93,6 +93,19 @@ def by_rows(loop: Callable[..., None], rows: tuple[NDArray, ...], *others: Any, 
     by_parts(lambda i, j: loop(*(array[i:j] for array in rows), *others), len(rows[0]), pays=work > SMALL)
 
 
+def fill(
+    launch: Callable[..., None], loop: Callable[..., None], tensors: tuple[Tensor, ...], *others: Any, work: int
+) -> None:
+    """Have the last of some contiguous tensors filled: on a GPU by a launch, on a CPU by a loop over their rows.
+
+    launch, loop: called with the tensors, which a loop gets as arrays, and the others. work: as of `by_rows`.
+    """
+    if tensors[0].is_cuda:
+        launch(*tensors, *others)
+    else:
+        by_rows(loop, tuple(map(as_array, tensors)), *others, work=work)
+
+
 def as_array(x: Tensor) -> NDArray:
     """A contiguous CPU tensor as numpy's array of its memory. bf16 numbers are their bits, int16."""
     x = x.detach()

@@ -98,19 +98,9 @@ def _mask(builder: Any, lanes: Any) -> Any:
 
 
 def _step(
-    builder: Any,
-    avx512: bool,
-    row: Any,
-    a: Any,
-    ea: Any,
-    b: Any,
-    eb: Any,
-    i: Any,
-    at: Any,
-    k: Any,
-    first: Any,
+    builder: Any, avx512: bool, row: Any, a: Any, ea: Any, b: Any, eb: Any, i: Any, at: Any, k: Any, first: Any,
     kept: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     address = builder.gep(row.data, [first])
     before = _load(builder, address, _FP32)
     places = [(builder.add(at, t), builder.add(k, t)) for t in map(ir.IntType(64), range(STEP))]
