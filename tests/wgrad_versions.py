@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from tp_invariant_recipes.patches.patch import within
-from tp_invariant_recipes.patches.wgrad_contract import (
+from tests.wgrad_contract import (
     ACCUMULATES,
     CONTRACT,
     DELAYED,
@@ -13,6 +12,7 @@ from tp_invariant_recipes.patches.wgrad_contract import (
     Returned,
     WgradMode,
 )
+from tp_invariant_recipes.patches.patch import within
 
 # Returned values that break the contract: main_grad or a view of it; a buffer not written yet; None for a dummy.
 Broken = Literal["main_grad", "unwritten", "none"]

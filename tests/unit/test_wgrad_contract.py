@@ -7,10 +7,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from tests.wgrad_contract import CONTRACT, WgradMode
 from tests.wgrad_versions import DEVIATIONS, LAYERS, contract, upstream
 from tp_invariant_recipes.patches import registry, te_grouped_wgrad
 from tp_invariant_recipes.patches.patch import Versions
-from tp_invariant_recipes.patches.wgrad_contract import CONTRACT, WgradMode
 
 GROUPS, SHAPE = 3, (2, 4)
 MODES = tuple(CONTRACT)
@@ -127,7 +127,7 @@ RETURNS = {
 def returned_by(what: str, mode: WgradMode, made: list) -> list:
     if what != "dummy":
         return [RETURNS[what](weight) for weight in made]
-    return [te_grouped_wgrad.settled(weight, None, mode) for weight in made]
+    return [te_grouped_wgrad.settled(weight, None, mode.delayed, mode.accumulates) for weight in made]
 
 
 @pytest.mark.parametrize("wrapper", ("op", "mlp"))

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.host.stand_ins import delta_net, mamba, torch_adam, torch_norm
 from tp_invariant_recipes.host.versions import installed as installed_version
-from tp_invariant_recipes.replacement import Replacement, applied
+from tp_invariant_recipes.replacement import Replacement, applied, instead
 
 CPU = torch.device("cpu")
 
@@ -89,10 +90,6 @@ def _instead(value: Any) -> Callable[[Any], Any]:
     return lambda original: value
 
 
-def _manual_seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-
-
 def _get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.get_rng_state()
 
@@ -106,33 +103,9 @@ def _splits_as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = 
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _local(name: str) -> Callable[[Any], Any]:
-    """The pure-PyTorch version of a function, from Megatron-Core's `megatron.core.utils`."""
-
-    def make(original: Any) -> Any:
-        import megatron.core.utils
-
-        return getattr(megatron.core.utils, name)
-
-    return make
-
-
-def _local_norm(original: Any) -> type:
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    return WrappedTorchNorm
-
-
-def _owners_send(original: Any) -> Callable[[Any], None]:
-    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
-
-    return LayerWiseDistributedOptimizer.broadcast_params
-
-
-def _duplicated_linear(original: Any) -> type:
-    from tp_invariant_recipes.host.stand_ins.duplicated_linear import DuplicatedLinear
-
-    return DuplicatedLinear
+def _from(path: str) -> Callable[[Any], Any]:
+    """What MODULE:NAME names, looked up when it is installed."""
+    return lambda original: resolve_name(path)
 
 
 def _cuda(name: str, make: Callable[[Any], Any], why: str) -> Replacement:
@@ -142,6 +115,7 @@ def _cuda(name: str, make: Callable[[Any], Any], why: str) -> Replacement:
 _NO_DEVICE = "there is no CUDA driver to ask"
 _NO_STREAM = "the CPU runs in program order: streams, events and synchronisation have nothing to do"
 _RNG = "Megatron's RNG tracker forks the CUDA generator; here it forks the CPU's"
+_LOCAL_NORM = "megatron.core.transformer.torch_norm:WrappedTorchNorm"
 _NO_TE = "the fused CUDA kernels of Transformer Engine or Apex may be installed but cannot run"
 
 TORCH = (
@@ -169,7 +143,7 @@ TORCH = (
     _cuda("memory_reserved", _always(0), _NO_DEVICE),
     _cuda("max_memory_reserved", _always(0), _NO_DEVICE),
     _cuda("reset_peak_memory_stats", _always(None), _NO_DEVICE),
-    _cuda("manual_seed", _instead(_manual_seed), _RNG),
+    _cuda("manual_seed", _instead(torch.default_generator.manual_seed), _RNG),
     _cuda("get_rng_state", _instead(_get_rng_state), _RNG),
     _cuda("set_rng_state", _instead(_set_rng_state), _RNG),
     Replacement("torch.cuda.random:get_rng_state", _instead(_get_rng_state), _RNG),
@@ -181,17 +155,17 @@ MEGATRON = (
     *torch_norm.REPLACEMENTS,
     Replacement(
         "megatron.core.transformer.transformer_block:LayerNormImpl",
-        _local_norm,
+        _from(_LOCAL_NORM),
         "the final norm is otherwise Apex's or Transformer Engine's",
     ),
     Replacement(
         "megatron.core.models.hybrid.hybrid_block:TENorm",
-        _local_norm,
+        _from(_LOCAL_NORM),
         "the final norm is otherwise Transformer Engine's",
     ),
-    Replacement(
+    instead(
         "megatron.core.transformer.moe.moe_layer:TELinear",
-        _duplicated_linear,
+        "host.stand_ins.duplicated_linear:DuplicatedLinear",
         "projections between hidden size and experts' latents are otherwise Transformer Engine's",
     ),
     Replacement("megatron.core.transformer.moe.moe_layer:HAVE_TE", _always(True), "so are they where they are local"),
@@ -210,12 +184,12 @@ MEGATRON = (
     Replacement("megatron.core.optimizer:Adam", _instead(torch.optim.AdamW), _NO_TE),
     Replacement(
         "megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer.allgather_params",
-        _owners_send,
+        _from("megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer.broadcast_params"),
         "ranks own matrices of unlike sizes, and Gloo gathers equal ones only",
     ),
     *torch_adam.REPLACEMENTS,
     *(
-        Replacement(f"megatron.{module}:{name}", _local(twin), _NO_TE)
+        Replacement(f"megatron.{module}:{name}", _from(f"megatron.core.utils:{twin}"), _NO_TE)
         for module, name, twin in (
             ("core.optimizer.clip_grads", "multi_tensor_applier", "local_multi_tensor_applier"),
             ("core.optimizer.clip_grads", "l2_norm_impl", "local_multi_tensor_l2_norm"),
@@ -229,7 +203,7 @@ MEGATRON = (
 
 BRIDGE = (
     *(
-        Replacement(f"megatron.bridge.training.utils.train_utils:{name}", _local(twin), _NO_TE)
+        Replacement(f"megatron.bridge.training.utils.train_utils:{name}", _from(f"megatron.core.utils:{twin}"), _NO_TE)
         for name, twin in (
             ("multi_tensor_applier", "local_multi_tensor_applier"),
             ("multi_tensor_l2norm", "local_multi_tensor_l2_norm"),

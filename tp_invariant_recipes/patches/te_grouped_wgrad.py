@@ -1,4 +1,11 @@
-"""Correct the values that grouped layers return to autograd against the contract (wgrad_contract.py).
+"""Correct the values that grouped layers return to autograd for their weights.
+
+Megatron gives each weight a `main_grad`, and its hook adds `weight.grad` to that unless the layer has set
+`weight.grad_added_to_main_grad` to say that it did so itself. So a layer that wrote into `main_grad` must return
+None, or, to Megatron, a dummy: a tensor of the right shape that nobody reads. Megatron's hook accepts no None when it
+overlaps the reduction of gradients. A layer must never return `main_grad` itself or a view of it: autograd would make
+it `weight.grad`, the hook would add that to `main_grad`, and the gradient would be doubled. This is the contract of
+NVIDIA/TransformerEngine#2871.
 
 The patches recompute nothing: the gradient stays in `main_grad` or in the queue of delayed gradients.
 `overwrite_main_grad` (Megatron-FSDP) changes the write to `main_grad`, not the value to return.
@@ -11,18 +18,19 @@ from typing import Any
 
 from tp_invariant_recipes.patches.patch import Function, Patch, Versions
 from tp_invariant_recipes.patches.transformer_engine import MODULE, PACKAGE, for_runs
-from tp_invariant_recipes.patches.wgrad_contract import CONTRACT, WgradMode
 from tp_invariant_recipes.replacement import Replacement
 
 DISCUSSED = "https://github.com/NVIDIA/TransformerEngine/pull/2871"
 
 
-def settled(weight: Any, returned: Any, mode: WgradMode) -> Any:
-    """The value that autograd gets for `weight` instead of the layer's returned value."""
-    wanted = CONTRACT[mode]
-    if wanted == "wgrad":
+def settled(weight: Any, returned: Any, delayed: bool, accumulated: bool) -> Any:
+    """The value that autograd gets for `weight` instead of the layer's returned value.
+
+    delayed: `backward_dw()` computes the gradient later. accumulated: the layer writes it into `main_grad`.
+    """
+    if not (delayed or accumulated):
         return returned
-    if wanted == "none":
+    if not (accumulated and hasattr(weight, "grad_added_to_main_grad")):
         return None
     weight.grad_added_to_main_grad = True
     return dummy(weight)
@@ -110,11 +118,8 @@ def settled_parameters(op: Any, returned: Sequence[Any], accumulates: Callable[[
     start = op.num_groups if single and op.has_bias and not op.single_grouped_bias else 0
     store = getattr(op, "wgrad_store", None)
     delayed = store is not None and store.delay_wgrad_compute()
-    settled_ones = []
-    for weight, gradient in zip(weights, returned[start : start + len(weights)], strict=True):
-        into = accumulates(weight, gradient)
-        mode = WgradMode(delayed, into, into and hasattr(weight, "grad_added_to_main_grad"))
-        settled_ones.append(settled(weight, gradient, mode))
+    pairs = zip(weights, returned[start : start + len(weights)], strict=True)
+    settled_ones = [settled(weight, gradient, delayed, accumulates(weight, gradient)) for weight, gradient in pairs]
     return [*returned[:start], *settled_ones, *returned[start + len(weights) :]]
 
 

@@ -1,11 +1,6 @@
-"""The value that a linear layer returns to autograd for its weight, by the way the gradient is kept.
+"""The value that a linear layer must return to autograd for its weight, by the way the gradient is kept.
 
-Megatron gives each weight a `main_grad`, and its hook adds `weight.grad` to that unless the layer has set
-`weight.grad_added_to_main_grad` to say that it did so itself. So a layer that wrote into `main_grad` must return
-None, or, to Megatron, a dummy: a tensor of the right shape that nobody reads. Megatron's hook accepts no None when it
-overlaps the reduction of gradients. A layer must never return `main_grad` itself or a view of it: autograd would make
-it `weight.grad`, the hook would add that to `main_grad`, and the gradient would be doubled. The table comes from
-NVIDIA/TransformerEngine#2871.
+The table comes from NVIDIA/TransformerEngine#2871.
 """
 
 from dataclasses import dataclass
