@@ -129,8 +129,5 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 def _sync(path: Path) -> None:
     """Wait until a file's content is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())

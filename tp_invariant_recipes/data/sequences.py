@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.data.tokenizer import BYTE, identify
-from tp_invariant_recipes.errors import ConfigError, DataError, listed
+from tp_invariant_recipes.data.tokenizer import BYTE, identify, of_folder
+from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.reading import open_file
 
 SHOWN = 5  # problems that one message lists
@@ -47,12 +47,7 @@ def tokenizer(where: str) -> tuple[Encode, Callable[[list[int]], str], str]:
     identity = identify(where)
     if identity.folder is None:
         return lambda text, _: [*text.encode()], lambda ids: bytes(i % 256 for i in ids).decode(errors="replace"), BYTE
-    from transformers import AutoTokenizer  # seconds to import
-
-    try:
-        loaded = AutoTokenizer.from_pretrained(str(identity.folder), local_files_only=True)
-    except Exception as error:  # the tokenizers library raises bare Exception for damaged files
-        raise DataError(f"tokenizer {identity.folder}: cannot load it: {error}") from error
+    loaded = of_folder(identity.folder)
 
     def encode(text: str, special: bool) -> list[int]:
         return loaded(text, add_special_tokens=special, verbose=False)["input_ids"]

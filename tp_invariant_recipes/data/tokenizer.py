@@ -83,12 +83,7 @@ def open_tokenizer(identity: Identity) -> Tokenizer:
     """Load the tokenizer. Raises DataError when the folder has no usable tokenizer with an eos token."""
     if identity.folder is None:
         return Tokenizer(vocab_size=BYTE_EOD + 1, eod=BYTE_EOD, encode=_encode_bytes)
-    from transformers import AutoTokenizer  # seconds to import, and only needed here
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(identity.folder), local_files_only=True)
-    except Exception as error:  # the tokenizers library raises bare Exception for damaged files
-        raise DataError(f"tokenizer {identity.folder}: cannot load it: {error}") from error
+    tokenizer = of_folder(identity.folder)
     if tokenizer.eos_token_id is None:
         raise DataError(f"tokenizer {identity.folder}: no eos token to end documents with; set eos_token")
     vocab_size, eod = len(tokenizer), tokenizer.eos_token_id
@@ -98,6 +93,16 @@ def open_tokenizer(identity: Identity) -> Tokenizer:
         lambda documents: _encode_hf(tokenizer, vocab_size, eod, documents),
         has_template=tokenizer.chat_template is not None,
     )
+
+
+def of_folder(folder: Path) -> Any:
+    """The tokenizer of a Hugging Face folder. Raises DataError."""
+    from transformers import AutoTokenizer  # seconds to import
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # the tokenizers library raises bare Exception for damaged files
+        raise DataError(f"tokenizer {folder}: cannot load it: {error}") from error
 
 
 def _encode_bytes(documents: Iterable[bytes]) -> Iterator[np.ndarray]:

@@ -116,7 +116,7 @@ def _pretrain_recorded(
     from tp_invariant_recipes.runs.run_dir import RunDir
     from tp_invariant_recipes.settings.sections import LedgerSettings
     from tp_invariant_recipes.training.optimizer_step import OptimizerStep
-    from tp_invariant_recipes.training.rank import RankInfo, recording
+    from tp_invariant_recipes.training.rank import RankInfo, closing, recording
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     run_dir = RunDir(Path(os.environ[LEDGER]))
@@ -128,16 +128,14 @@ def _pretrain_recorded(
     info = RankInfo(rank, int(os.environ.get("LOCAL_RANK", rank)), world, world, "", ())
     ours = recording(run_dir, info, run, LedgerSettings(state_digests=STATE_DIGESTS))
     step = OptimizerStep(ours)
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(closing(ours))
+        stack.callback(step.restore)
         if isinstance(callbacks, CallbackManager):
             callbacks.add([*ours, step])
             original(config, forward_step_func, callbacks=callbacks)
         else:
             original(config, forward_step_func, callbacks=[*(callbacks or []), *ours, step])
-    finally:
-        step.restore()
-        for callback in ours:
-            getattr(callback, "close", lambda: None)()
 
 
 # What the switch sets.

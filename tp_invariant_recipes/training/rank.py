@@ -110,12 +110,32 @@ def train(run_dir: RunDir, rank_info: RankInfo) -> None:
     from tp_invariant_recipes.training import experiment_report
 
     callbacks = _callbacks(run_dir, rank_info, run, config)
+    with closing(callbacks), experiment_report.offline(config, run_dir):
+        pretrain(config, callbacks)
+
+
+@contextmanager
+def closing(callbacks: list) -> Iterator[None]:
+    """At the end of the block, and of a failed one, close the callbacks that can be closed."""
     try:
-        with experiment_report.offline(config, run_dir):
-            pretrain(config, callbacks)
+        yield
     finally:
         for callback in callbacks:
             getattr(callback, "close", lambda: None)()
+
+
+def adapt(stack: ExitStack, config: RunConfig) -> None:
+    """Until `stack` ends, adapt this process to the run's machine. RunError: the numerics does not hold on it."""
+    from tp_invariant_recipes.host import cpu
+    from tp_invariant_recipes.patches import registry
+
+    on_cpu = config.device.kind == "cpu"
+    if (arithmetic := config.numerics.arithmetic) is not None:
+        gpu = None if on_cpu else int(os.environ["LOCAL_RANK"])
+        arithmetic.require_machine(gpu, fp8=low_precision.adds_fp8(config))
+    if on_cpu:
+        stack.enter_context(cpu.installed())
+    stack.enter_context(registry.applied(config))
 
 
 def pretrain(config: RunConfig, callbacks: list) -> None:
@@ -128,22 +148,15 @@ def pretrain(config: RunConfig, callbacks: list) -> None:
     recipe_layer.enter(config.recipe)
     with ExitStack() as stack:
         from tp_invariant_recipes.config import container, hang_timeout
-        from tp_invariant_recipes.host import cpu
         from tp_invariant_recipes.numerics.megatron import adapters, replacements
-        from tp_invariant_recipes.patches import registry
         from tp_invariant_recipes.training import async_writer, written_hashes
         from tp_invariant_recipes.training.optimizer_step import OptimizerStep
 
         optimizer_step = OptimizerStep(callbacks)
         stack.callback(optimizer_step.restore)
         callbacks = [*callbacks, optimizer_step]
-        arithmetic = config.numerics.arithmetic
-        if arithmetic is not None:
-            gpu = None if config.device.kind == "cpu" else int(os.environ["LOCAL_RANK"])
-            arithmetic.require_machine(gpu, fp8=low_precision.adds_fp8(config))
-        if config.device.kind == "cpu":
-            stack.enter_context(cpu.installed())
-        else:
+        adapt(stack, config)
+        if config.device.kind != "cpu":
             from tp_invariant_recipes.training.deterministic_overhead import DeterministicOverhead
 
             callbacks = [*callbacks, DeterministicOverhead()]
@@ -153,7 +166,6 @@ def pretrain(config: RunConfig, callbacks: list) -> None:
 
             callbacks = [*callbacks, Finite()]
         callbacks = [heartbeat.First(partial(hang_timeout.takes_long, config)), *callbacks, heartbeat.Last()]
-        stack.enter_context(registry.applied(config))
         # A guard's come first: what is replaced next adds up the passes of a step, and not those that a guard repeats.
         rows = [row for one in callbacks for row in getattr(one, "replacements", tuple)()]
         rows += [*replacements.replacements(config.numerics), FAILURE_TIME, *written_hashes.REPLACEMENTS]

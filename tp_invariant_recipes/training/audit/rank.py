@@ -24,9 +24,6 @@ def measure(run_dir: RunDir, rank_info: rank.RankInfo) -> None:
         follow = None if task.follow is None else run.path / task.follow
         recording = AuditRecording(own.path, range(task.first, task.last + 1), number or None, follow)
         callbacks = [*rank.recording(own, rank_info, described, config.ledger), recording]
-        try:
+        with rank.closing(callbacks):
             rank.pretrain(config, callbacks)
-        finally:
-            for callback in callbacks:
-                getattr(callback, "close", lambda: None)()
         settle()

@@ -1,6 +1,5 @@
 """A rank of `tpi score`: the model with a checkpoint's weights, forward passes, and rank 0 writes the lines."""
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +25,7 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sources import recipe_layer
 from tp_invariant_recipes.training import heartbeat
 from tp_invariant_recipes.training.heartbeat import Phase
+from tp_invariant_recipes.training.rank import adapt
 from tp_invariant_recipes.training.scoring import batches, lines
 from tp_invariant_recipes.training.scoring.batches import Batch
 from tp_invariant_recipes.training.scoring.head import Head, Wanted
@@ -82,20 +82,12 @@ class Score:
     def _model(self, stack: ExitStack) -> Any:
         """Megatron's model on this rank, with weights. What it replaces ends with `stack`."""
         from tp_invariant_recipes.config import container
-        from tp_invariant_recipes.host import cpu
         from tp_invariant_recipes.numerics.megatron import replacements
-        from tp_invariant_recipes.patches import registry
         from tp_invariant_recipes.replacement import applied
         from tp_invariant_recipes.training.export import load_weights
 
         config = self.config
-        on_cpu = config.device.kind == "cpu"
-        if (arithmetic := config.numerics.arithmetic) is not None:
-            gpu = None if on_cpu else int(os.environ["LOCAL_RANK"])
-            arithmetic.require_machine(gpu, fp8=low_precision.adds_fp8(config))
-        if on_cpu:
-            stack.enter_context(cpu.installed())
-        stack.enter_context(registry.applied(config))
+        adapt(stack, config)
         stack.enter_context(applied(replacements.replacements(config.numerics)))
         from megatron.bridge.training.config import runtime_config_update
         from megatron.bridge.training.setup import initialize_megatron  # as host/cpu.py has it
@@ -108,7 +100,7 @@ class Score:
             built.model.register_pre_wrap_hook(ImportedWeights(Path(str(config.weights.folder))).load)
         runtime_config_update(built)
         initialize_megatron(cfg=built)
-        if not on_cpu:
+        if config.device.kind != "cpu":
             deterministic_mode_without_its_extras()
         chunks = built.model.provide_distributed_model(wrap_with_ddp=False)
         if self.checkpoint is not None:
