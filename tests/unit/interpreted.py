@@ -305,15 +305,15 @@ def portable_norms_have_the_bits_of_their_twin():
     shapes = ((24, 1, 96, 4, False), (16, 8, 24, 2, True), (6, 1, 5000, 2, False))
     for (tokens, heads, width, shards, by_heads), kind, dtype in product(shapes, FEW, DTYPES):
         x, dy = sample(kind, tokens, heads, width, dtype=dtype), sample(kind, tokens, heads, width, dtype=dtype, seed=1)
-        weight, centered = sample("normal", width, dtype=dtype, seed=2), kind == "wide"
-        twin = ieee_norm.rms_norm_forward(x, weight, 1e-6, centered)
+        weight = sample("normal", width, dtype=dtype, seed=2)
+        twin = ieee_norm.rms_norm_forward(x, weight, 1e-6)
         found = torch.empty_like(twin[0]), torch.empty_like(twin[1])
-        ieee_norm.forward_triton(x, weight, *found, 1e-6, centered)
+        ieee_norm.forward_triton(x, weight, *found, 1e-6)
         _alike(found, twin, width, kind, dtype)
         scale = found[1]
-        twin = ieee_norm.rms_norm_backward(dy, x, weight, scale, shards, by_heads, centered)
+        twin = ieee_norm.rms_norm_backward(dy, x, weight, scale, shards, by_heads)
         shape, found = ieee_norm._shape_of_leaves(*x.shape, shards, by_heads), tuple(map(torch.empty_like, twin))
-        ieee_norm.backward_triton(dy, x, weight, scale, *found, shape, centered)
+        ieee_norm.backward_triton(dy, x, weight, scale, *found, shape)
         _alike(found, twin, width, kind, dtype)
 
 

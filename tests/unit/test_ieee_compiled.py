@@ -36,12 +36,12 @@ def of_attention(table):
 KERNELS = {
     ieee_norm.FORWARD: (
         {"x": "*i16", "weight": "*i16", "y": "*i16", "scale": "*fp32", "rows": "i32", "eps": "fp32"},
-        {"ZERO_CENTERED": True, "WIDTH": 1000, "COLUMNS": 1024, "ROWS": 4},
+        {"WIDTH": 1000, "COLUMNS": 1024, "ROWS": 4},
     ),
     ieee_norm.BACKWARD: (
         {"dy": "*i16", "x": "*i16", "weight": "*i16", "scale": "*fp32", "dx": "*i16", "gradient": "*fp32"}
         | dict.fromkeys(("heads", "token_step", "head_step"), "i32"),
-        {"GROUP": 1, "ROWS_OF_LEAF": 4, "LEAVES": 8, "ZERO_CENTERED": False}
+        {"GROUP": 1, "ROWS_OF_LEAF": 4, "LEAVES": 8}
         | {"WIDTH": 128, "COLUMNS": 128, "LANES": 4, "BLOCK": 32, "ROWS": 2},
     ),
     ieee_swiglu.FORWARD: ({"x": "*i16", "p": "*i16", "y": "*i16"}, {"WIDTH": 768, "WEIGHTED": True, "BLOCK": 1024}),

@@ -59,15 +59,13 @@ def one_after_the_other(rows):
 SHAPES = ((24, 1, 96, 4, False), (16, 8, 24, 2, True), (8, 1, 5000, 2, False), (512, 1, 260, 1, False))
 
 
-def norm_forward(x, weight, eps, zero_centered, dtype, add=folded):
-    w = weight + ONE if zero_centered else weight
+def norm_forward(x, weight, eps, dtype, add=folded):
     scale = numpy_version("rsqrt")(add(x * x) / np.float32(x.shape[-1]) + np.float32(eps))[..., None]
-    return rounded((x * scale) * w, dtype), rounded(scale, torch.float32)
+    return rounded((x * scale) * weight, dtype), rounded(scale, torch.float32)
 
 
-def norm_backward(dy, x, weight, scale, shards, by_heads, zero_centered, dtype, minus_product=None):
-    w = weight + ONE if zero_centered else weight
-    normal, dnormal = x * scale, dy * w
+def norm_backward(dy, x, weight, scale, shards, by_heads, dtype, minus_product=None):
+    normal, dnormal = x * scale, dy * weight
     along = (folded(dnormal * normal) / np.float32(x.shape[-1]))[..., None]
     inner = minus_product(normal, along, dnormal) if minus_product else dnormal - normal * along
     products = dy * normal
@@ -90,23 +88,22 @@ def norm_backward(dy, x, weight, scale, shards, by_heads, zero_centered, dtype, 
 def test_norm(tokens, heads, width, shards, by_heads, dtype, kind):
     x = sample(kind, tokens, heads, 2 * width, dtype=dtype)[..., :width]  # with gaps
     dy, weight = sample(kind, tokens, heads, width, dtype=dtype, seed=1), sample("normal", width, dtype=dtype, seed=2)
-    for centered in (False, True):
-        y, scale = ieee_norm.rms_norm_forward(x, weight, 1e-6, centered)
-        expected = norm_forward(wide(x), wide(weight), 1e-6, centered, dtype)
-        assert same_bits(y, expected[0])
-        assert same_bits(scale, expected[1])
-        found = ieee_norm.rms_norm_backward(dy, x, weight, scale, shards, by_heads, centered)
-        numbers = (wide(dy), wide(x), wide(weight), scale.numpy(), shards, by_heads, centered)
-        for mine, theirs in zip(found, norm_backward(*numbers, dtype), strict=True):
-            assert same_bits(mine, theirs)
+    y, scale = ieee_norm.rms_norm_forward(x, weight, 1e-6)
+    expected = norm_forward(wide(x), wide(weight), 1e-6, dtype)
+    assert same_bits(y, expected[0])
+    assert same_bits(scale, expected[1])
+    found = ieee_norm.rms_norm_backward(dy, x, weight, scale, shards, by_heads)
+    numbers = (wide(dy), wide(x), wide(weight), scale.numpy(), shards, by_heads)
+    for mine, theirs in zip(found, norm_backward(*numbers, dtype), strict=True):
+        assert same_bits(mine, theirs)
 
 
 def test_norm_controls():
     x, dy, weight = sample("wide", 24, 1, 96), sample("wide", 24, 1, 96, seed=1), sample("normal", 96, seed=2)
     y, scale = ieee_norm.rms_norm_forward(x, weight, 1e-6)
-    assert not same_bits(y, norm_forward(wide(x), wide(weight), 1e-6, False, torch.float32, one_after_the_other)[0])
+    assert not same_bits(y, norm_forward(wide(x), wide(weight), 1e-6, torch.float32, one_after_the_other)[0])
     dx, _ = ieee_norm.rms_norm_backward(dy, x, weight, scale, 4, False)
-    fused = norm_backward(wide(dy), wide(x), wide(weight), scale.numpy(), 4, False, False, torch.float32,
+    fused = norm_backward(wide(dy), wide(x), wide(weight), scale.numpy(), 4, False, torch.float32,
                           lambda normal, along, dnormal: fma(-normal, along, dnormal))  # fmt: skip
     assert not same_bits(dx, fused[0])
 

@@ -1,10 +1,9 @@
 """RMSNorm in stated IEEE fp32 arithmetic: a CPU and every GPU give the same bits. Interface and shards of rms_norm.py.
 
     s      = rsqrt(sum(x²) / d + eps)              every sum over d is a fold (ieee_sums.py)
-    w      = weight, or weight + 1 (zero-centred)
-    y      = (x s) w                               rounded once
-    a      = sum((dy w) (x s)) / d
-    dx     = ((dy w) - (x s) a) s                  rounded once
+    y      = (x s) weight                          rounded once
+    a      = sum((dy weight) (x s)) / d
+    dx     = ((dy weight) - (x s) a) s             rounded once
     dw     = sum over rows of dy (x s)
 
 The last sum: each of n shards has its rows in L leaves of equal size, the rows of a leaf are added in R lanes (row i of
@@ -24,7 +23,7 @@ from torch import Tensor
 from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop
 from tp_invariant_recipes.kernels.folding_sum import leaves_of
 from tp_invariant_recipes.kernels.launch import Kernel
-from tp_invariant_recipes.portable.ieee_math import ONE, rsqrt
+from tp_invariant_recipes.portable.ieee_math import rsqrt
 from tp_invariant_recipes.portable.ieee_storage import load_fp32, store_rounded, stored, widened
 from tp_invariant_recipes.portable.ieee_sums import fold_columns, fold_rows, numba_fold, numba_fold_rows, power_of_two
 from tp_invariant_recipes.portable.one_source import UNFUSED, as_array, as_stored, by_rows, elementwise, numba_version
@@ -32,7 +31,7 @@ from tp_invariant_recipes.portable.one_source import UNFUSED, as_array, as_store
 TILE = 4096  # numbers that are added side by side
 
 
-def rms_norm_forward(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> tuple[Tensor, Tensor]:
+def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x / sqrt(mean(x²) + eps) * weight, in fp32, rounded once.
 
     x:       [tokens, heads, d] bf16 or fp32; weight: [d] of either dtype.
@@ -42,15 +41,15 @@ def rms_norm_forward(x: Tensor, weight: Tensor, eps: float, zero_centered: bool 
     scale = torch.empty((*x.shape[:2], 1), dtype=torch.float32, device=x.device)
     rows, width = scale.numel(), x.shape[2]
     if x.is_cuda:
-        forward_triton(x, weight, y, scale, eps, zero_centered)
+        forward_triton(x, weight, y, scale, eps)
     else:
         arrays = as_array(x).reshape(rows, width), as_array(y).reshape(rows, width), as_array(scale).reshape(rows)
-        by_rows(_forward_loop, arrays, _weight(weight, zero_centered), np.float32(eps), work=x.numel())
+        by_rows(_forward_loop, arrays, as_array(weight.float()), np.float32(eps), work=x.numel())
     return y, scale
 
 
 def rms_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, shards: int, by_heads: bool, zero_centered: bool = False
+    dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, shards: int, by_heads: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradient of x, and the weight's in leaves.
 
@@ -64,12 +63,12 @@ def rms_norm_backward(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     leaves = torch.empty((shards, shape.leaves, width), dtype=torch.float32, device=x.device)
     if x.is_cuda:
-        backward_triton(dy, x, weight, scale, dx, leaves, shape, zero_centered)
+        backward_triton(dy, x, weight, scale, dx, leaves, shape)
         return dx, leaves
     flat = [as_array(array).reshape(-1, width) for array in (dy, x, dx)]
     out = as_array(leaves).reshape(-1, width)
     numbers = (shape.leaves, shape.rows, shape.group, heads, shape.token_step, shape.head_step, shape.lanes)
-    others = (*flat, _weight(weight, zero_centered), as_array(scale).reshape(-1), numbers)
+    others = (*flat, as_array(weight.float()), as_array(scale).reshape(-1), numbers)
     by_rows(_backward_loop, (np.arange(len(out)), out), *others, work=x.numel())
     return dx, leaves
 
@@ -87,11 +86,6 @@ class _Shape:
 
 
 _shape_of_leaves = cache(_Shape)
-
-
-def _weight(weight: Tensor, zero_centered: bool) -> Any:
-    wide = weight.detach().float()
-    return as_array(wide + 1.0 if zero_centered else wide)
 
 
 @elementwise
@@ -150,17 +144,17 @@ def _backward_loop(places: Any, out: Any, dy: Any, x: Any, dx: Any, weight: Any,
             out[n, j] = stored(sums[j], out)
 
 
-def forward_triton(x: Tensor, weight: Tensor, y: Tensor, scale: Tensor, eps: float, zero_centered: bool) -> None:
+def forward_triton(x: Tensor, weight: Tensor, y: Tensor, scale: Tensor, eps: float) -> None:
     """Fill y and scale. All contiguous; Triton's interpreter takes CPU tensors."""
     rows, width = scale.numel(), x.shape[2]
     columns = power_of_two(width)
     tile, warps = _tile(columns, TILE // 2)
-    tensors, constants = (as_stored(x), as_stored(weight), as_stored(y), scale), (zero_centered, width, columns, tile)
+    tensors, constants = (as_stored(x), as_stored(weight), as_stored(y), scale), (width, columns, tile)
     FORWARD.launch((triton.cdiv(rows, tile), 1), tensors, (rows, eps), constants, warps)
 
 
 def backward_triton(
-    dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, dx: Tensor, leaves: Tensor, shape: _Shape, zero_centered: bool
+    dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, dx: Tensor, leaves: Tensor, shape: _Shape
 ) -> None:
     """Fill dx and leaves. All contiguous; Triton's interpreter takes CPU tensors."""
     heads, width = x.shape[1:]
@@ -170,7 +164,7 @@ def backward_triton(
     programs = triton.cdiv(width, block) + triton.cdiv(shape.rows, tile)
     tensors = (as_stored(dy), as_stored(x), as_stored(weight), scale, as_stored(dx), leaves)
     numbers = (heads, shape.token_step, shape.head_step)
-    constants = (shape.group, shape.rows, shape.leaves, zero_centered, width, columns, shape.lanes, block, tile)
+    constants = (shape.group, shape.rows, shape.leaves, width, columns, shape.lanes, block, tile)
     BACKWARD.launch((shape.leaves * programs, len(leaves)), tensors, numbers, constants, warps)
 
 
@@ -179,16 +173,10 @@ def _tile(columns: int, numbers: int) -> tuple[int, int]:
     return (max(1, numbers // columns), 4) if columns <= 256 else (1, max(1, columns // 2048))
 
 
-@triton.jit
-def _load_weight(weight, column, ZERO_CENTERED: tl.constexpr, WIDTH: tl.constexpr):
-    w = load_fp32(weight + column, column < WIDTH)
-    return w + ONE if ZERO_CENTERED else w
-
-
 @triton.jit(do_not_specialize=["rows", "eps"])
 def _ieee_norm_forward(
     x, weight, y, scale, rows, eps,
-    ZERO_CENTERED: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
@@ -196,7 +184,7 @@ def _ieee_norm_forward(
     at = (row * WIDTH)[:, None] + column[None, :]
     wide = load_fp32(x + at, inside)
     s = norm_scale(fold_columns(wide * wide, ROWS, COLUMNS), WIDTH * 1.0, eps)
-    w = _load_weight(weight, column, ZERO_CENTERED, WIDTH)
+    w = load_fp32(weight + column, column < WIDTH)
     store_rounded(scale + row, s, row < rows)
     store_rounded(y + at, (wide * s[:, None]) * w[None, :], inside)
 
@@ -237,7 +225,7 @@ def _columns_of_leaf(
 @triton.jit(do_not_specialize=["heads", "token_step", "head_step"])
 def _ieee_norm_backward(
     dy, x, weight, scale, dx, gradient, heads, token_step, head_step,
-    GROUP: tl.constexpr, ROWS_OF_LEAF: tl.constexpr, LEAVES: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    GROUP: tl.constexpr, ROWS_OF_LEAF: tl.constexpr, LEAVES: tl.constexpr,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """A leaf has programs for BLOCK columns of the weight's gradient each, then others for ROWS rows of dx each.
@@ -258,7 +246,7 @@ def _ieee_norm_backward(
         normal, wide, s, at, inside, _ = _scaled_rows(
             x, dy, scale, start, column, leaf, shard, heads, token_step, head_step, GROUP, ROWS_OF_LEAF, WIDTH, ROWS
         )
-        dnormal = wide * _load_weight(weight, column, ZERO_CENTERED, WIDTH)[None, :]
+        dnormal = wide * load_fp32(weight + column, column < WIDTH)[None, :]
         along = tl.div_rn(fold_columns(dnormal * normal, ROWS, COLUMNS), WIDTH * 1.0)[:, None]
         store_rounded(dx + at, (dnormal - normal * along) * s, inside)
 
