@@ -80,7 +80,7 @@ class Traced:
 
 def tensor_digest(lanes: Sequence[int], dtype: str, shape: Sequence[int]) -> str:
     """The text of a whole tensor's digest. lanes: two sums modulo 2^64, signed or not, without the start."""
-    sums = ((start + lane) & _MASK for start, lane in zip(start_lanes(dtype, shape), lanes, strict=True))
+    sums = ((start + lane) & _MASK for start, lane in zip(start_lanes(dtype, tuple(shape)), lanes, strict=True))
     return digest_texts(b"".join(lane.to_bytes(8, "big") for lane in sums))[0]
 
 
@@ -90,13 +90,9 @@ def digest_texts(sums: bytes) -> list[str]:
     return [text[at : at + width] for at in range(0, len(text), width)]
 
 
-def start_lanes(dtype: str, shape: Sequence[int]) -> tuple[int, int]:
-    """The initial lanes of a whole tensor's digest."""
-    return _start_lanes(dtype, tuple(shape))
-
-
 @functools.lru_cache(maxsize=1 << 12)  # a model has thousands of tensors and a dozen shapes
-def _start_lanes(dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
+def start_lanes(dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """The initial lanes of a whole tensor's digest."""
     start = xxhash.xxh3_128_intdigest(f"{dtype}[{','.join(map(str, shape))}]".encode())
     return start >> 64, start & _MASK
 

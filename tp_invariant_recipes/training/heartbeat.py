@@ -108,6 +108,11 @@ def sign(phase: Phase, step: int | None = None) -> None:
         heartbeats.sign(index, phase, step)
 
 
+def _signs(phase: Phase) -> Callable[[Any, Any], None]:
+    """A callback's method that gives a sign."""
+    return lambda self, context: sign(phase)
+
+
 class First:
     """The callback that gives a sign where a step begins. Comes before all others, so that theirs are in the step.
 
@@ -119,9 +124,8 @@ class First:
         self.takes_long = takes_long
         self.start = 0
 
-    def on_data_init_start(self, context: Any) -> None:
-        """The model is there, with the checkpoint's weights."""
-        sign(Phase.OPENING_DATA)
+    on_data_init_start = _signs(Phase.OPENING_DATA)  # the model is there, with the checkpoint's weights
+    on_eval_step_start = on_test_step_start = _signs(Phase.EVALUATING)
 
     def on_train_start(self, context: Any) -> None:
         """All is there."""
@@ -133,26 +137,9 @@ class First:
         step = context.state.train_state.step + 1
         sign(Phase.LONG_STEP if self.takes_long(step, self.start) else Phase.STEP, step)
 
-    def on_eval_step_start(self, context: Any) -> None:
-        """One of the evaluation begins."""
-        sign(Phase.EVALUATING)
-
-    def on_test_step_start(self, context: Any) -> None:
-        """One of the test begins."""
-        sign(Phase.EVALUATING)
-
 
 class Last:
     """The callback that gives a sign where a step ends. Comes after all others."""
 
-    def on_train_step_end(self, context: Any) -> None:
-        """A step is done."""
-        sign(Phase.BETWEEN)
-
-    def on_eval_end(self, context: Any) -> None:
-        """The evaluation is done."""
-        sign(Phase.BETWEEN)
-
-    def on_train_end(self, context: Any) -> None:
-        """All steps are done."""
-        sign(Phase.ENDING)
+    on_train_step_end = on_eval_end = _signs(Phase.BETWEEN)
+    on_train_end = _signs(Phase.ENDING)

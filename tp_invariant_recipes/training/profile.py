@@ -151,8 +151,7 @@ def by_category(found: Iterable[KernelTime]) -> dict[str, KernelTime]:
     sums: dict[str, KernelTime] = {}
     for kernel in found:
         kind = kernel.category
-        before = sums.get(kind, KernelTime(kind, kind, 0.0, 0.0))
-        sums[kind] = _plus(before, kernel)
+        sums[kind] = _plus(sums.get(kind, KernelTime(kind, kind, 0.0, 0.0)), kernel)
     return sums
 
 

@@ -184,7 +184,7 @@ class Digests(AroundOptimizerStep):
     @contextmanager
     def around_optimizer_step(self) -> Iterator[None]:
         """Take the gradients' digests; tell the exact norm the largest gradient, which their kernel has found."""
-        due = self._is_due(self._running)
+        due = self._running % self.every == 0
         if due and self._addresses() != self._memory:
             raise RunError("parameters or gradients have moved in memory since training began: ledger.digests=0")
         self._start()
@@ -207,9 +207,6 @@ class Digests(AroundOptimizerStep):
         """Whether the experts of a layer have one digest a matrix. It follows from the model and ledger.experts."""
         experts = sum(digests.stacked_name(name) != name for name in names)
         return self._experts == "together" or (self._experts == "auto" and experts >= digests.MANY)
-
-    def _is_due(self, step: int) -> bool:
-        return step % self.every == 0
 
     def _is_state_due(self, step: int) -> bool:
         return bool(self.state_every and step % self.state_every == 0)
