@@ -1,4 +1,4 @@
-"""Which versions of Transformer Engine break the contract of weight gradients (patches/wgrad_contract.py), and how."""
+"""Which versions of Transformer Engine break the contract of weight gradients (tests/wgrad_contract.py), and how."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -7,7 +7,8 @@ import torch
 
 from tests.operands import same_bits
 from tp_invariant_recipes.numerics.products import cpu, defined, judge, product, sampling
-from tp_invariant_recipes.numerics.products.sampling import DEFINED, LIBRARY, Sample, Sampler, Where, every_part
+from tp_invariant_recipes.numerics.products.operands import every_part
+from tp_invariant_recipes.numerics.products.sampling import DEFINED, LIBRARY, Sample, Sampler, Where
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from triton.language.extra import libdevice
 
 from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.kernels.folding_sum import folding_sum
-from tp_invariant_recipes.kernels.launch import Kernel
+from tp_invariant_recipes.kernels.launch import Kernel, alignment
 
 BLOCK = 4096
 TOGETHER = 1 << 20  # numbers that the torch functions hold in fp32 at a time, unless one shard has more
@@ -30,7 +30,7 @@ def sum_of_exponentials(logits: Tensor, highest: Tensor, shards: int) -> Tensor:
     partials = torch.empty(shards, rows, dtype=torch.float32, device=logits.device)
     if logits.is_cuda:
         grid, shard = (rows, shards), size // shards
-        SUM.launch(grid, (logits, highest, partials), (rows, size), (shard, _alignment(shard), BLOCK), num_warps=8)
+        SUM.launch(grid, (logits, highest, partials), (rows, size), (shard, alignment(shard), BLOCK), num_warps=8)
     else:
         groups = partials.split(_together(logits, shards))
         for group, exponentials in zip(groups, _exponentials(logits, highest, shards), strict=True):
@@ -53,7 +53,7 @@ def softmax_gradient(
     if logits.is_cuda:
         grid = (rows, triton.cdiv(size, BLOCK))
         tensors = (logits, index, highest, total, gradient, out)
-        GRADIENT.launch(grid, tensors, (size,), (_alignment(size), BLOCK), num_warps=8)
+        GRADIENT.launch(grid, tensors, (size,), (alignment(size), BLOCK), num_warps=8)
         return out
     every_row = torch.arange(rows)
     parts = out.split(size // shards * _together(logits, shards), -1)
@@ -76,10 +76,6 @@ def _together(logits: Tensor, shards: int) -> int:
     """Shards of a group. exp has the bits that a shard has alone only where a shard is whole vectors."""
     alone = logits.numel() // shards
     return max(1, min(shards, TOGETHER // alone)) if alone % VECTORS == 0 else 1
-
-
-def _alignment(size: int) -> int:
-    return min(16, size & -size)
 
 
 @triton.jit(do_not_specialize=["rows", "size"])

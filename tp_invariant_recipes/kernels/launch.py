@@ -72,6 +72,11 @@ class Kernel:
             self._compiled[key] = _entry(compiled)
 
 
+def alignment(size: int) -> int:
+    """The power of two, at most 16, that a size is a multiple of: what a kernel may be told of rows of this size."""
+    return min(16, size & -size)
+
+
 def _entry(compiled: Any) -> tuple[Callable[..., object], tuple[Any, ...]]:
     """What launches a compiled kernel, and what stands between the stream and the arguments.
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.folding_sum import folding_sum, leaves_of
-from tp_invariant_recipes.kernels.launch import Kernel
+from tp_invariant_recipes.kernels.launch import Kernel, alignment
 
 TILE = 4096  # elements of x that a program holds at a time
 # Tiles of dy and x on their way: the 128 programs of two shards would not hide the latency of memory otherwise.
@@ -125,18 +125,14 @@ def _tile(width: int, elements: int) -> tuple[int, tuple[int, ...], int]:
     columns = triton.next_power_of_2(width)
     rows = max(1, min(elements, TILE) // columns)
     rows = 1 << (rows.bit_length() - 1)
-    return rows, (width, _alignment(width), columns, rows), 8 if rows * columns >= TILE else 4
+    return rows, (width, alignment(width), columns, rows), 8 if rows * columns >= TILE else 4
 
 
 @cache
 def _is_aligned(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether the strides are the multiples that the kernels are told; rows of one token or head have none."""
-    alignment = _alignment(shape[2])
-    return strides[2] == 1 and all(strides[d] % alignment == 0 for d in (0, 1) if shape[d] > 1)
-
-
-def _alignment(width: int) -> int:
-    return min(16, width & -width)
+    multiple = alignment(shape[2])
+    return strides[2] == 1 and all(strides[d] % multiple == 0 for d in (0, 1) if shape[d] > 1)
 
 
 @triton.jit(do_not_specialize=["rows", "heads", "token_stride", "head_stride", "eps"])

@@ -9,7 +9,6 @@ All have the same bits, the first two by a trial. Its operands cancel (numerics/
 TPI_CHECK_PRODUCTS=1 compares on those of the run, as for cuBLAS (numerics/products/cublas.py).
 """
 
-import itertools
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.numerics.products import cublas, fp8_cublas, sampling
 from tp_invariant_recipes.numerics.products.defined import FIXED_TILES
+from tp_invariant_recipes.numerics.products.operands import every_part
 from tp_invariant_recipes.numerics.sums.context_shards import each_context
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
@@ -120,12 +120,7 @@ def _terms(segments: Segments, a: Tensor, b: Tensor, terms: Tensor, _add: bool) 
 
 def _parts(segments: Segments, shards: int) -> list[slice]:
     """The summed dimension's part of every shard, segment after segment."""
-    starts = itertools.accumulate(segments, initial=0)
-    return [
-        slice(start + shard * size, start + (shard + 1) * size)
-        for start, size in zip(starts, (segment // shards for segment in segments), strict=False)
-        for shard in range(shards)
-    ]
+    return [part for of_segment in zip(*every_part(segments, shards), strict=True) for part in of_segment]
 
 
 def at_once(a: Any, b: Any, shards: int, segments: Segments, dtype: torch.dtype = torch.float32) -> Tensor | None:

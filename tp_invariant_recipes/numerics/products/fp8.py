@@ -6,7 +6,7 @@ where contraction.py's trial agrees, else one by one.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, chain
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from tp_invariant_recipes.kernels.grouped_product import Groups
 from tp_invariant_recipes.kernels.quantized import BLOCK, Quantized
 from tp_invariant_recipes.numerics.products import contraction, cublas, fp8_cublas
 from tp_invariant_recipes.numerics.products.contraction import Segments
+from tp_invariant_recipes.numerics.products.operands import every_part
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 # Multiplications of a sum of two products from which two launches of cuBLAS are faster than one of fixed tiles, which
@@ -91,22 +92,16 @@ def nodes(
         return found
     # A term of several segments is a sum itself and needs a place of its own.
     width = 1 if len(segments) > 1 else min(2, mesh.local)
-    shards = _pieces(mesh.local, segments)
+    shards = every_part(segments, mesh.local)
     together = [[*chain(*shards[first : first + width])] for first in range(0, mesh.local, width)]
     return _added(a, b, together, small)
 
 
-def _pieces(shards: int, segments: Segments) -> list[list[tuple[int, int]]]:
-    """Of every shard: where its part of each segment begins in k, and its size."""
-    starts = list(accumulate(segments, initial=0))
-    sizes = [segment // shards for segment in segments]
-    return [[(start + n * size, size) for start, size in zip(starts, sizes, strict=False)] for n in range(shards)]
-
-
-def _added(a: Quantized, b: Quantized, sums: list[list[tuple[int, int]]], small: bool) -> Tensor:
+def _added(a: Quantized, b: Quantized, sums: list[list[slice]], small: bool) -> Tensor:
     """[sums, m, n]: of each, the products of its pieces of k, added in order. small: launches limit their speed."""
     total = torch.empty(len(sums), a.data.shape[0], b.data.shape[0], device=a.data.device)
-    for pieces, out in zip(sums, total, strict=True):
+    for slices, out in zip(sums, total, strict=True):
+        pieces = [(k.start, k.stop - k.start) for k in slices]
         (first, size), (second, other) = pieces[0], pieces[-1]
         if small and a.data.is_cuda and len(pieces) == 2 and size == other:
             from tp_invariant_recipes.kernels import fp8_tiles

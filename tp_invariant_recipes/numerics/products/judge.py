@@ -7,11 +7,9 @@ from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.numerics.products.defined import FIXED_TILES
-from tp_invariant_recipes.numerics.products.operands import without_gaps
+from tp_invariant_recipes.numerics.products.operands import WORDS, every_part, without_gaps
 from tp_invariant_recipes.numerics.products.probe import cancelling
-from tp_invariant_recipes.numerics.products.sampling import DEFINED, REPEATED, Sample, every_part
-
-WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+from tp_invariant_recipes.numerics.products.sampling import DEFINED, REPEATED, Sample
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,27 @@
 """How the operands of a product are cut into shards, and laid out for a product of one shard."""
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element -> integers of as many
 Parts = int | tuple[int, ...]  # a number of equal parts, or the size of each
 
 
 def parts_of(matrix: Tensor, parts: Parts, dim: int) -> Sequence[Tensor]:
     """Views of the parts, in order."""
     return matrix.chunk(parts, dim) if isinstance(parts, int) else matrix.split(parts, dim)
+
+
+def every_part(segments: Sequence[int], shards: int) -> list[list[slice]]:
+    """For each shard its part of every segment of k, in order."""
+    starts = list(itertools.accumulate(segments, initial=0))
+    return [
+        [slice(s + size // shards * n, s + size // shards * (n + 1)) for s, size in zip(starts, segments, strict=False)]
+        for n in range(shards)
+    ]
 
 
 def without_gaps(matrix: Tensor) -> Tensor:
@@ -39,5 +50,5 @@ def like(tensor: Tensor, alignment: int) -> Tensor:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one shape and dtype hold the same bits."""
-    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    words = WORDS[a.element_size()]
     return torch.equal(a.view(words), b.view(words))

@@ -11,7 +11,6 @@ Which those are follows from a seed, the step and the rank alone, never from tor
 While a CUDA graph is captured the gathers become part of it: every replay fills the same memory.
 """
 
-import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.numerics.products.cublas import capturing
-from tp_invariant_recipes.numerics.products.operands import Parts, parts_of, without_gaps
+from tp_invariant_recipes.numerics.products.operands import Parts, every_part, parts_of, without_gaps
 
 T = TypeVar("T")
 
@@ -231,12 +230,3 @@ def _laid_like(x: Tensor, like: Tensor) -> Tensor:
 
 def _transposed(x: Tensor) -> bool:
     return x.stride(0) == 1 and x.stride(1) != 1
-
-
-def every_part(segments: Sequence[int], shards: int) -> list[list[slice]]:
-    """For each shard its part of every segment of k, in order."""
-    starts = list(itertools.accumulate(segments, initial=0))
-    return [
-        [slice(s + size // shards * n, s + size // shards * (n + 1)) for s, size in zip(starts, segments, strict=False)]
-        for n in range(shards)
-    ]

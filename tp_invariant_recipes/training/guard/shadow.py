@@ -99,7 +99,7 @@ class Shadow:
                 mine = self._isolated(run, kwargs, ours, self.site, count).events()
                 other = self._isolated(run, kwargs, theirs, there, count).events()
                 unlike = [first_unlike(a, b) for a, b in ((first, mine), (second, other))]
-            every = _gathered([min((one for one in unlike if one), key=lambda one: one[1], default=None)], group)
+            every = gathered([min((one for one in unlike if one), key=lambda one: one[1], default=None)], group)
             return [ReplicaPair(n, n, *(found[0] or (None, 0))) for n, found in enumerate(every)]
 
         self.judged(pairs, again)
@@ -108,9 +108,9 @@ class Shadow:
     def _pairs(self, own: list[Event], shadow: list[Event], group: Any) -> list[ReplicaPair]:
         """Of every replica's data shard, who has computed it."""
         size = group.size()
-        every = _gathered([hash_of(own), hash_of(shadow)], group)
+        every = gathered([hash_of(own), hash_of(shadow)], group)
         unlike = [n for n in range(size) if every[n][0] != every[(n - self.apart) % size][1]]
-        everything = _gathered([own, shadow], group) if any(gathered(bool(unlike))) else []
+        everything = gathered([own, shadow], group) if any(gathered(bool(unlike))) else []
         pairs = []
         for n in range(size):
             m = (n - self.apart) % size
@@ -146,12 +146,6 @@ def _joined(ours: list[Any], theirs: list[Any]) -> list[Any]:
     return [
         some and [join(*pair) for pair in zip(some, more, strict=True)] for some, more in zip(ours, theirs, strict=True)
     ]
-
-
-def _gathered(ours: Any, group: Any) -> list[Any]:
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, ours, group=group)
-    return everyone
 
 
 def _taken(kwargs: dict[str, Any], count: int) -> tuple[list[Any], dict[str, Any]]:
