@@ -119,14 +119,10 @@ def _initial(scene: Scene) -> InputsMatch:
 def _replicas(scene: Scene) -> InputsMatch:
     """The inputs matched if those of the tensor itself did: replicas that disagreed before would be found first."""
     kind, _, name = scene.found.name.partition("/")
-    clauses = [
-        f"{run_name(run)}: replicas of {LABELS.get(kind, kind)} {name} disagree: ranks {ranks}"
-        for run, ranks in ((scene.a, scene.found.a), (scene.b, scene.found.b))
-        if ranks is not None
-    ]
+    words = _of_runs(scene, f"replicas of {LABELS.get(kind, kind)} {name} disagree: ranks")
     listed = scene.found.name in scene.pairs(kind)
     tensor = replace(scene, found=replace(scene.found, kind=kind))
-    return _EXPLAINED[kind](tensor)[0] if listed else None, "; ".join(clauses)
+    return _EXPLAINED[kind](tensor)[0] if listed else None, words
 
 
 def _traced(scene: Scene) -> InputsMatch:
@@ -263,12 +259,13 @@ def _moment(scene: Scene) -> InputsMatch:
 
 def _copies(scene: Scene) -> InputsMatch:
     name = scene.found.name.partition("/")[2]
-    clauses = [
-        f"{run_name(run)}: weights of {name} are not its master weights rounded, on ranks {ranks}"
-        for run, ranks in ((scene.a, scene.found.a), (scene.b, scene.found.b))
-        if ranks is not None
-    ]
-    return None, "; ".join(clauses)
+    return None, _of_runs(scene, f"weights of {name} are not its master weights rounded, on ranks")
+
+
+def _of_runs(scene: Scene, what: str) -> str:
+    """A clause for each run in which ranks differ, with these ranks."""
+    both = ((scene.a, scene.found.a), (scene.b, scene.found.b))
+    return "; ".join(f"{run_name(run)}: {what} {ranks}" for run, ranks in both if ranks is not None)
 
 
 def _loss(scene: Scene) -> InputsMatch:

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, overload
+from typing import Any, BinaryIO, overload
 
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger.lines import decode_header
@@ -128,8 +128,10 @@ def abreast(ledgers: Sequence[Ledger]) -> Iterator[tuple[StepRecord | None, ...]
     """
     parameters = [ledger.header.parameters for ledger in ledgers]
     alike = [parameters.index(one) for one in parameters]  # the first ledger with the same parameters
-    sources = [one.steps.lines() if isinstance(one.steps, StepsInFile) else iter(one.steps) for one in ledgers]
-    for step, entries in enumerate(_together(sources), start=1):
+    sources: list[Iterator[Any]] = [
+        one.steps.lines() if isinstance(one.steps, StepsInFile) else iter(one.steps) for one in ledgers
+    ]
+    for step, entries in enumerate(itertools.zip_longest(*sources), start=1):
         decoded: dict[tuple[int, bytes], StepRecord] = {}
         records: list[StepRecord | None] = []
         for ledger, group, entry in zip(ledgers, alike, entries, strict=True):
@@ -140,13 +142,6 @@ def abreast(ledgers: Sequence[Ledger]) -> Iterator[tuple[StepRecord | None, ...]
             elif not isinstance(entry, bytes):
                 records.append(entry)
         yield tuple(records)
-
-
-def _together(
-    sources: Sequence[Iterator[bytes] | Iterator[StepRecord]],
-) -> Iterator[tuple[bytes | StepRecord | None, ...]]:
-    """The next of each, until all have ended; None: one that has."""
-    return itertools.zip_longest(*sources)
 
 
 def _ends(file: Path, stream: BinaryIO, progress: Progress | None) -> tuple[array, int]:
