@@ -19,13 +19,14 @@ import torch
 from triton.runtime import interpreter
 
 from tests.operands import KINDS, same_bits, sample
-from tests.unit import attention_interpreted, fp8_interpreted, test_mxfp8
+from tests.unit import attention_interpreted, fp8_interpreted, test_delta_rule, test_mxfp8
 from tests.unit.test_fixed_tile_product import RAGGED, layouts, operands
 from tests.unit.test_grad_norm import kernel_cases
 from tests.unit.test_mamba_kernels import STEP, conv_inputs, norm_inputs, slices
 from tp_invariant_recipes.kernels import (
     causal_conv,
     centred_rows,
+    delta_rule,
     digest,
     fixed_tile_product,
     grad_norm,
@@ -41,6 +42,7 @@ from tp_invariant_recipes.kernels import (
 )
 from tp_invariant_recipes.kernels.grouped_product import Groups
 from tp_invariant_recipes.kernels.quantized import E4M3, E5M2
+from tp_invariant_recipes.numerics.layers import delta_net
 from tp_invariant_recipes.portable import (
     definition,
     ieee_adam,
@@ -301,6 +303,22 @@ def _alike(found, twin, *case):
     assert all(same_bits(one, other) for one, other in zip(found, twin, strict=True)), case
 
 
+def the_gated_delta_rule_is_right_shard_by_shard():
+    """In the second chunk there are eight tokens; two heads share a group, whose features are fewer than a tile's."""
+    sizes = delta_rule.Heads(groups=1, heads=2, key=20, value=12)
+    inputs = test_delta_rule.operands(delta_rule.CHUNK + 8, sizes, shards=2, batch=1)
+    exact = test_delta_rule.both(test_delta_rule.token_by_token, inputs, torch.float64, sizes)
+
+    def of(*shards):
+        mine = [one[[*shards]] for one in inputs]
+        y = delta_net.with_kernels(sizes, *mine)
+        return [y, *delta_net.gradients_with_kernels(sizes, test_delta_rule.gradient_of(y), *mine)]
+
+    whole = of(0, 1)
+    assert max(errors := test_delta_rule.errors(whole, exact)) < 1e-5, errors
+    assert all(same_bits(a[1:], b) for a, b in zip(whole, of(1), strict=True))
+
+
 def portable_norms_have_the_bits_of_their_twin():
     shapes = ((24, 1, 96, 4, False), (16, 8, 24, 2, True), (6, 1, 5000, 2, False))
     for (tokens, heads, width, shards, by_heads), kind, dtype in product(shapes, FEW, DTYPES):
@@ -464,6 +482,7 @@ KERNELS: dict[str, Callable[[], None]] = {
         fixed_tile_products_are_right,
         mambas_convolution_is_right_and_slices_of_each_other,
         mambas_norm_is_right_and_slices_of_each_other,
+        the_gated_delta_rule_is_right_shard_by_shard,
         portable_norms_have_the_bits_of_their_twin,
         portable_swiglu_has_the_bits_of_its_twin,
         portable_rotary_has_the_bits_of_its_twin,

@@ -3,49 +3,60 @@
 import pytest
 import torch
 
-from tp_invariant_recipes.numerics.layers.delta_net import CHUNK, _Inverse, gated_delta_rule
+from tp_invariant_recipes.kernels.delta_rule import CHUNK, Heads
+from tp_invariant_recipes.numerics.layers.delta_net import gated_delta_rule
 
-BATCH, GROUPS, HEADS, KEY, VALUE = 2, 2, 4, 8, 12
+SHARDS, BATCH, SIZES = 2, 2, Heads(groups=2, heads=4, key=8, value=12)
 
 
-def _operands(tokens):
+def operands(tokens, sizes=SIZES, shards=SHARDS, batch=BATCH):
+    """Of gated_delta_rule, without the sizes."""
     generator = torch.Generator().manual_seed(tokens)
-    shapes = ((GROUPS, KEY), (GROUPS, KEY), (HEADS, VALUE), (HEADS,), (HEADS,))
-    of_tokens = [torch.randn(BATCH, tokens, *shape, generator=generator) for shape in shapes]
-    slow = torch.rand(HEADS, generator=generator) * 3.0 - 6.0  # the state outlives a chunk
-    return [*of_tokens, slow, torch.randn(HEADS, generator=generator)]
+    width = 2 * sizes.groups * sizes.key + sizes.heads * sizes.value
+    of_tokens = [torch.randn(shards, tokens, batch, f, generator=generator) for f in (width, sizes.heads, sizes.heads)]
+    slow = torch.rand(shards, sizes.heads, generator=generator) * 3.0 - 6.0  # the state outlives a chunk
+    return [*of_tokens, slow, torch.randn(shards, sizes.heads, generator=generator)]
 
 
-def _token_by_token(q, k, v, alpha, beta, log_a, dt_bias):
-    unit = [one / (one.square().sum(-1, keepdim=True) + 1e-6).sqrt() for one in (q, k)]
-    q, k = (one.repeat_interleave(HEADS // GROUPS, 2) for one in unit)
-    decay = (-log_a.exp() * torch.nn.functional.softplus(alpha + dt_bias)).exp()
-    state, found = torch.zeros(BATCH, HEADS, KEY, VALUE, dtype=v.dtype), []
+def token_by_token(x, alpha, beta, log_a, dt_bias, sizes):
+    """The rule's definition, of all shards."""
+    groups, heads, key, _ = sizes
+    q, k, v = x.split((groups * key, groups * key, x.shape[-1] - 2 * groups * key), -1)
+    unit = [one.unflatten(-1, (groups, key)) for one in (q, k)]
+    unit = [one / (one.square().sum(-1, keepdim=True) + 1e-6).sqrt() for one in unit]
+    q, k = (one.repeat_interleave(heads // groups, 3) for one in unit)
+    v = v.unflatten(-1, (heads, -1))
+    decay = (-log_a.exp()[:, None, None] * torch.nn.functional.softplus(alpha + dt_bias[:, None, None])).exp()
+    state, found = torch.zeros(len(x), x.shape[2], heads, key, v.shape[-1], dtype=v.dtype), []
     for t in range(v.shape[1]):
-        state = state * decay[:, t, :, None, None]
-        old = (state * k[:, t, :, :, None]).sum(2)
+        state = state * decay[:, t, ..., None, None]
+        old = (state * k[:, t, ..., None]).sum(3)
         new = beta[:, t].sigmoid().unsqueeze(-1) * (v[:, t] - old)
-        state = state + k[:, t, :, :, None] * new.unsqueeze(2)
-        found.append((state * q[:, t, :, :, None]).sum(2) * KEY**-0.5)
-    return torch.stack(found, 1)
+        state = state + k[:, t, ..., None] * new.unsqueeze(3)
+        found.append((state * q[:, t, ..., None]).sum(3) * key**-0.5)
+    return torch.stack(found, 1).flatten(3)
 
 
-def _both(rule, operands, dtype):
+def both(rule, operands, dtype, sizes=SIZES):
+    """The rule's output, and the gradients of its operands from `gradient_of` it."""
     inputs = [one.to(dtype).requires_grad_() for one in operands]
-    output = rule(*inputs)
-    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    return [output, *torch.autograd.grad(output, inputs, weights)]
+    output = rule(*inputs, sizes)
+    return [output.detach(), *torch.autograd.grad(output, inputs, gradient_of(output))]
+
+
+def gradient_of(output):
+    """The same for every shard."""
+    drawn = torch.randn(output.shape[1:], generator=torch.Generator().manual_seed(1))
+    return drawn.expand(output.shape).to(output)
+
+
+def errors(ours, exact):
+    """The relative error of every tensor."""
+    return [((a - b).norm() / b.norm()).item() for a, b in zip(ours, exact, strict=True)]
 
 
 @pytest.mark.parametrize("tokens", (CHUNK, 2 * CHUNK + 37))
 def test_it_is_the_rule(tokens):
-    ours = _both(gated_delta_rule, _operands(tokens), torch.float32)
-    exact = _both(_token_by_token, [one.double() for one in _operands(tokens)], torch.float64)
-    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(ours, exact, strict=True)]
-    assert max(errors) < 1e-4, errors
-
-
-def test_the_inverse_is_one():
-    a = torch.randn(3, CHUNK, CHUNK, generator=torch.Generator().manual_seed(0)).tril(-1) * 0.2
-    product = (torch.eye(CHUNK) + a) @ _Inverse.apply(a)
-    assert (product - torch.eye(CHUNK)).abs().max() < 1e-4
+    ours = both(gated_delta_rule, operands(tokens), torch.float32)
+    exact = both(token_by_token, operands(tokens), torch.float64)
+    assert max(errors(ours, exact)) < 1e-4

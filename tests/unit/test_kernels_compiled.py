@@ -5,7 +5,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tp_invariant_recipes.kernels import cross_entropy, mxfp8
+from tp_invariant_recipes.kernels import cross_entropy, delta_rule, mxfp8
+from tp_invariant_recipes.kernels.launch import Kernel
 
 # kernel -> types of its tensors, its numbers, its constants
 KERNELS = {
@@ -53,3 +54,19 @@ def test_rounding_to_mxfp8_keeps_subnormal_numbers(architecture):
     assert "ld.global.v4.b32" in ptx
     assert "st.global.v4.b32" in ptx
     assert "st.global.b16" not in ptx
+
+
+DELTA_RULE = [kernel for kernel in vars(delta_rule).values() if isinstance(kernel, Kernel)]
+
+
+@pytest.mark.parametrize("kernel", DELTA_RULE, ids=lambda kernel: kernel.kernel.__name__)
+def test_products_of_the_gated_delta_rule_are_fp32(kernel):
+    names = kernel.kernel.arg_names
+    sizes = (*delta_rule._constants(delta_rule.Heads(1, 2, 20, 12)), delta_rule.PASSED[0])
+    constants = dict(zip(filter(str.isupper, names), sizes, strict=False))
+    types = dict.fromkeys(names, "*fp32") | dict.fromkeys(constants, "constexpr") | {"size": "i32", "batch": "i32"}
+    types |= {name: "*bf16" for name in ("x", "y", "dx") if name in names}
+    source = ASTSource(kernel.kernel, types, {(names.index(name),): value for name, value in constants.items()})
+    ptx = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "num_stages": 2}).asm["ptx"]
+    assert "tf32" not in ptx
+    assert "ftz" not in ptx

@@ -16,6 +16,7 @@ from tp_invariant_recipes.kernels import (
     causal_conv,
     centred_rows,
     cross_entropy,
+    delta_rule,
     fp8_tiles,
     group_norm,
     grouped_product,
@@ -67,6 +68,9 @@ def launches(rows):
     causal_conv.causal_conv_backward(conv, conv, taps, fp32(SHARDS, 2048), 1)
     group_norm.group_norm_forward(groups := fake(SHARDS, rows, 8, 128), weights := fake(SHARDS, 8, 128), 1e-6)
     group_norm.group_norm_backward(groups, groups, weights, fp32(SHARDS, rows, 8, 1))
+    sizes = delta_rule.Heads(groups=2, heads=4, key=128, value=128)
+    mixed, numbers = fake(SHARDS, rows, 1, 1024), fp32(SHARDS, rows, 1, 4)
+    delta_rule.delta_rule_backward(fake(SHARDS, rows, 1, 512), mixed, numbers, numbers, sizes)
     centred_rows.centred_rows(fake(rows, HIDDEN), torch.float32)
     for norm in (rms_norm, ieee_norm):
         norm.rms_norm_forward(x, weight := fake(HIDDEN), 1e-6)

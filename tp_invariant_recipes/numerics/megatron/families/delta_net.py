@@ -8,7 +8,7 @@ The convolution, the rule and the gate take a shard's part of each segment, and 
 parameters are sharded and every rank has all tokens, so their gradients need no sum across ranks. The norm's weight is
 one for all heads: its gradient is a tree over V groups of heads, as those of the norms of queries and keys.
 
-Megatron-Core's own layer needs flash-linear-attention; this one is plain torch but for the convolution's kernel.
+Megatron-Core's own layer needs flash-linear-attention; this one has kernels of its own, and plain torch on a CPU.
 """
 
 from copy import copy
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from tp_invariant_recipes import saved_names
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.kernels.delta_rule import Heads
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers.delta_net import gated, gated_delta_rule
 from tp_invariant_recipes.numerics.layers.mamba import by_shard, causal_conv, side_by_side
@@ -96,9 +97,7 @@ class InvariantGatedDeltaNet(GatedDeltaNet):
         *qkv, z, beta, alpha = projected.split(self.in_proj_split_sections, -1)
         mixed = self._convolved(by_shard(qkv, shards), projected.shape[1])
         y = self._ruled(mixed, by_shard([alpha], shards), by_shard([beta], shards))
-        normal = self.out_norm(y).flatten(2)
-        parts = zip(by_shard([normal], shards).unbind(), by_shard([z], shards).unbind(), strict=True)
-        return self.out_proj(side_by_side(torch.stack([gated(*part) for part in parts])))
+        return self.out_proj(gated(self.out_norm(y).flatten(2), z, shards))
 
     def _convolved(self, x: Tensor, batch: int) -> Tensor:
         """[n, s, b, c] → [n, s, b, c]."""
@@ -108,15 +107,13 @@ class InvariantGatedDeltaNet(GatedDeltaNet):
 
     def _ruled(self, x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
         """[n, s, b, q | k | v], [n, s, b, heads] twice → [s, b, n · heads, value]."""
-        keys, values = (total // self.mesh.shards for total in (self.qk_dim, self.v_dim))
-        per_head = [added_by_itself(p).view(len(x), -1).unbind() for p in (self.A_log, self.dt_bias)]
-        found = []
-        for one, a, b, log_a, bias in zip(x.unbind(), alpha.unbind(), beta.unbind(), *per_head, strict=True):
-            q, k, v = one.transpose(0, 1).split((keys, keys, values), -1)
-            q, k = (part.unflatten(-1, (-1, self.key_head_dim)) for part in (q, k))
-            v = v.unflatten(-1, (-1, self.value_head_dim))
-            found.append(gated_delta_rule(q, k, v, a.transpose(0, 1), b.transpose(0, 1), log_a, bias).transpose(0, 1))
-        return torch.cat(found, 2)
+        shards = self.mesh.shards
+        sizes = Heads(
+            self.num_key_heads // shards, self.num_value_heads // shards, self.key_head_dim, self.value_head_dim
+        )
+        log_a, dt_bias = (added_by_itself(p).view(len(x), -1) for p in (self.A_log, self.dt_bias))
+        y = gated_delta_rule(x, alpha, beta, log_a, dt_bias, sizes)
+        return side_by_side(y).unflatten(-1, (-1, self.value_head_dim))
 
 
 def block(config: Any, vp_stage: int | None = None) -> Any:

@@ -1,0 +1,49 @@
+"""The kernels of the gated delta rule on one GPU: a shard's bits are its own, and the rule's to rounding."""
+
+import pytest
+import torch
+
+from tests.operands import same_bits
+from tests.unit.test_delta_rule import both, errors, gradient_of, operands, token_by_token
+from tp_invariant_recipes.kernels.delta_rule import CHUNK, Heads
+from tp_invariant_recipes.numerics.layers.delta_net import gated_delta_rule
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("settings_of_a_run"), pytest.mark.timeout(300)]
+SHARDS, TOKENS = 8, 3 * CHUNK + 37
+NAMES = ("output", "x", "alpha", "beta", "A_log", "dt_bias")
+ODD, LARGE = Heads(2, 4, 24, 40), Heads(2, 4, 128, 128)  # for each and its dtype Triton compiles the kernels
+
+
+def test_it_is_the_rule():
+    inputs = operands(TOKENS, ODD, SHARDS)
+    exact = both(token_by_token, inputs, torch.float64, ODD)
+    ours = both(gated_delta_rule, [one.cuda() for one in inputs], torch.float32, ODD)
+    assert max(errors([one.cpu() for one in ours], exact)) < 1e-5
+
+
+@pytest.mark.parametrize("sizes, dtype", ((ODD, torch.float32), (LARGE, torch.bfloat16)), ids=("odd", "large"))
+def test_a_rank_with_some_shards_has_their_bits(sizes, dtype):
+    inputs = [one.cuda() for one in operands(TOKENS, sizes, SHARDS)]
+    whole = both(gated_delta_rule, inputs, dtype, sizes)
+    for count in (1, 2, 4):
+        shards = zip(*(one.split(count) for one in inputs), strict=True)
+        parts = zip(*(both(gated_delta_rule, mine, dtype, sizes) for mine in shards), strict=True)
+        assert [n for n, a, b in zip(NAMES, whole, map(torch.cat, parts), strict=True) if not same_bits(a, b)] == []
+
+
+def test_a_graph_replays_them():
+    inputs = [one.cuda().requires_grad_() for one in operands(TOKENS, ODD, SHARDS)]
+
+    def run():
+        y = gated_delta_rule(*inputs, ODD)
+        return [y, *torch.autograd.grad(y, inputs, dy)]
+
+    dy = gradient_of(gated_delta_rule(*inputs, ODD))
+    expected = [one.clone() for one in run()]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    for one in found:
+        one.detach().zero_()
+    graph.replay()
+    assert [n for n, a, b in zip(NAMES, expected, found, strict=True) if not same_bits(a, b)] == []

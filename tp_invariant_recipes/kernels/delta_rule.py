@@ -1,0 +1,374 @@
+"""The gated delta rule of numerics/layers/delta_net.py on a GPU, forward and backward: kernels for all heads at once.
+
+Of one head and a chunk of 64 tokens, with unit keys k, unit queries q / sqrt(key), and p[i] = g[0] + … + g[i]:
+
+    M[i, j] = exp(p[i] - p[j]), j <= i      A = β (k kᵀ) M, j < i      B = (q kᵀ) M      T = (I + A)^-1
+    R = β (v - exp(p) k S)                  N = T R                    o = exp(p) q S + B N
+    S' = exp(p[63]) S + kᵀ exp(p[63] - p) N, the next chunk's state
+
+    dN = Bᵀ do + exp(p[63] - p) k dS'       dR = Tᵀ dN                 dA = -dR Nᵀ       dB = do Nᵀ
+    dS = exp(p[63]) dS' + qᵀ exp(p) do - kᵀ β exp(p) dR
+
+Only S and dS pass from chunk to chunk; their columns are independent, so a program takes some of them through all
+chunks. Every other program takes one chunk. A tile is computed by the same instructions over k in order, in fp32 and
+without atomics, and nothing is compiled for the number of heads that a launch has. So the bits of a head are its own.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tp_invariant_recipes.kernels.launch import Kernel
+
+CHUNK = 64  # as Megatron-Core's torch_chunk_gated_delta_rule
+EPSILON = 1e-6  # of the norms of queries and keys
+# Columns of a program, warps and stages; of programs with all columns the last two. They are part of the definition. Of
+# ten choices each, about the fastest on an H100 with 32 heads of 128 features and 4096 tokens.
+PASSED, OUTPUT, SYSTEM, WHOLE = (16, 4, 3), (64, 4, 2), (4, 2), (8, 2)
+
+
+class Heads(NamedTuple):
+    """Of one shard: groups of heads, which share keys and queries; heads; features of a key and of a value."""
+
+    groups: int
+    heads: int
+    key: int
+    value: int
+
+
+def delta_rule_forward(x: Tensor, decay: Tensor, strength: Tensor, sizes: Heads) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The rule with g = decay and β = strength.
+
+    x:       [n, s, b, q | k | v] of n shards, contiguous; q, k: [groups · key], v: [heads · value].
+    decay, strength: [n, s, b, heads] fp32, contiguous.
+    returns: [n, s, b, heads · value] of x's dtype, rounded once; and of chunks q, k, numbers, T, B, N, S, fp32, zeros
+             where tiles have no tokens and features. Numbers are p, β, exp(p), exp(p[63] - p) and β exp(p).
+    """
+    shards, size, batch, _ = x.shape
+    *_, features, width = constants = _constants(sizes)
+    groups, rows = (shards * batch * count * triton.cdiv(size, CHUNK) for count in (sizes.groups, sizes.heads))
+    empty = partial(torch.empty, dtype=torch.float32, device=x.device)
+    q, k = empty(2, groups, CHUNK, features)
+    solved, within = empty(2, rows, CHUNK, CHUNK)
+    numbers, new, states = empty(rows, 5, CHUNK), empty(rows, CHUNK, width), empty(rows, features, width)
+    y = x.new_empty(shards, size, batch, sizes.heads * sizes.value)
+    tensors: tuple[Tensor, ...] = (x, decay, strength, q, k, numbers, solved, within)
+    SYSTEMS.launch((groups, 1), tensors, (size, batch), constants, *SYSTEM)
+    columns, *how = PASSED
+    grid = shards * batch * sizes.heads, triton.cdiv(width, columns)
+    tensors = (x, k, numbers, solved, new, states)
+    STATES.launch(grid, tensors, (size, batch), (*constants, columns), *how)
+    columns, *how = OUTPUT
+    grid, tensors = (rows, triton.cdiv(width, columns)), (q, numbers, within, new, states, y)
+    OUTPUTS.launch(grid, tensors, (size, batch), (*constants, columns), *how)
+    return y, (q, k, numbers, solved, within, new, states)
+
+
+def delta_rule_backward(
+    dy: Tensor, x: Tensor, decay: Tensor, strength: Tensor, sizes: Heads
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, decay and strength. dy: of delta_rule_forward's result, of its shape."""
+    _, (q, k, numbers, solved, within, new, states) = delta_rule_forward(x, decay, strength, sizes)
+    shards, size, batch, _ = x.shape
+    constants, padding = _constants(sizes), (0, new.shape[-1] - sizes.value, 0, -size % CHUNK)
+    do = F.pad(dy.unflatten(-1, (sizes.heads, -1)).permute(0, 2, 3, 1, 4).float(), padding).contiguous()  # as new
+    dx, ddecay, dstrength, dr, dstates = map(torch.empty_like, (x, decay, strength, new, states))
+    columns, *how = PASSED
+    grid = shards * batch * sizes.heads, triton.cdiv(new.shape[-1], columns)
+    tensors: tuple[Tensor, ...] = (do, q, k, numbers, solved, within, dr, dstates, dx)
+    STATE_GRADIENTS.launch(grid, tensors, (size, batch), (*constants, columns), *how)
+    tensors = (x, do, q, k, numbers, solved, within, new, dr, states, dstates, dx, ddecay, dstrength)
+    GRADIENTS.launch((len(k), 1), tensors, (size, batch), constants, *WHOLE)
+    return dx, ddecay, dstrength
+
+
+def _constants(sizes: Heads) -> tuple[int, ...]:
+    """GROUPS, HEADS, KEY, VALUE, FEATURES, WIDTH: the last two are those of tiles."""
+    columns = max(PASSED[0], OUTPUT[0])
+    return *sizes, max(16, triton.next_power_of_2(sizes.key)), max(columns, triton.next_power_of_2(sizes.value))
+
+
+C: tl.constexpr = tl.constexpr(CHUNK)
+EPS: tl.constexpr = tl.constexpr(EPSILON)
+P, BETA, UP, DOWN, STRONGER = (tl.constexpr(row * CHUNK) for row in range(5))  # of the numbers of a chunk
+
+
+@triton.jit
+def _added(
+    total, a, b,
+    A_ROW: tl.constexpr, A_COLUMN: tl.constexpr, B_ROW: tl.constexpr, B_COLUMN: tl.constexpr, K: tl.constexpr,
+    scale=None,
+):  # fmt: skip
+    """total + a @ b, over k in order; row k of b is multiplied by scale[k] before. a, b: where they begin."""
+    step: tl.constexpr = 32 if K > 32 else K
+    row, column, i = tl.arange(0, total.shape[0]), tl.arange(0, total.shape[1]), tl.arange(0, step)
+    for done in range(0, K, step):
+        k = done + i
+        x = tl.load(a + (row[:, None] * A_ROW + k[None, :] * A_COLUMN))
+        y = tl.load(b + (k[:, None] * B_ROW + column[None, :] * B_COLUMN))
+        if scale is not None:
+            y *= tl.load(scale + k)[:, None]
+        total = tl.dot(x, y, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    return tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+
+
+@triton.jit
+def _at(ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr):
+    """The places of a tile of ROWS × COLUMNS in rows of STEP numbers."""
+    return tl.arange(0, ROWS)[:, None] * STEP + tl.arange(0, COLUMNS)[None, :]
+
+
+@triton.jit
+def _of_chunk(number, size, batch, PARTS: tl.constexpr):
+    """Of a chunk, counted over shards, samples and parts: part, tokens as rows of x, and which of them exist."""
+    chunks = tl.cdiv(size, C)
+    pair, part = number // chunks // PARTS, number // chunks % PARTS
+    token = number % chunks * C + tl.arange(0, C)
+    return part, (pair // batch * size + token) * batch + pair % batch, token < size
+
+
+@triton.jit
+def _of_x(token, exists, first, column, FEATURES: tl.constexpr, WIDTH: tl.constexpr):
+    """The places of a head's features in rows of WIDTH numbers, and which of them exist."""
+    return (token * WIDTH + first)[:, None] + column[None, :], exists[:, None] & (column < FEATURES)[None, :]
+
+
+@triton.jit
+def _group_of(number, size, SHARE: tl.constexpr):
+    """The chunk of a group with the queries and keys of a head's chunk."""
+    chunks = tl.cdiv(size, C)
+    return number // chunks // SHARE * chunks + number % chunks
+
+
+@triton.jit
+def _between(p):
+    """M."""
+    i = tl.arange(0, C)
+    return tl.exp(tl.where(i[:, None] >= i[None, :], p[:, None] - p[None, :], float("-inf")))
+
+
+@triton.jit
+def _inverse_of_norm(x):
+    return tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x, 1) + EPS))[:, None]
+
+
+@triton.jit
+def _through_norm(gradient, x):
+    scale = _inverse_of_norm(x)
+    return (gradient - x * scale * tl.sum(x * scale * gradient, 1)[:, None]) * scale
+
+
+@triton.jit(do_not_specialize=["size", "batch"])
+def _delta_systems(
+    x, decay, strength, q, k, numbers, solved, within, size, batch,
+    GROUPS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, FEATURES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """q and k; of each head of the group its numbers, T and B."""
+    number, i, tile = tl.program_id(0).to(tl.int64), tl.arange(0, C), _at(C, FEATURES, FEATURES)
+    group, token, exists = _of_chunk(number, size, batch, GROUPS)
+    at, inside = _of_x(token, exists, group * KEY, tl.arange(0, FEATURES), KEY, 2 * GROUPS * KEY + HEADS * VALUE)
+    q, k = q + number * C * FEATURES, k + number * C * FEATURES
+    raw = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(q + tile, raw * (_inverse_of_norm(raw) * KEY**-0.5))
+    raw = tl.load(x + at + GROUPS * KEY, mask=inside, other=0.0).to(tl.float32)
+    tl.store(k + tile, raw * _inverse_of_norm(raw))
+    tl.debug_barrier()
+    of_queries = _added(_zeros(C, C), q, k, FEATURES, 1, 1, FEATURES, FEATURES)
+    of_keys = _added(_zeros(C, C), k, k, FEATURES, 1, 1, FEATURES, FEATURES)
+    chunks = tl.cdiv(size, C)
+    share: tl.constexpr = HEADS // GROUPS
+    for one in range(share):
+        chunk = (number // chunks * share + one) * chunks + number % chunks
+        place = token * HEADS + group * share + one
+        beta = tl.load(strength + place, mask=exists, other=0.0)
+        p = tl.cumsum(tl.load(decay + place, mask=exists, other=0.0), 0)
+        last = tl.sum(tl.where(i == C - 1, p, 0.0), 0)
+        of_chunk = numbers + chunk * 5 * C + i
+        tl.store(of_chunk + P, p)
+        tl.store(of_chunk + BETA, beta)
+        tl.store(of_chunk + UP, tl.exp(p))
+        tl.store(of_chunk + DOWN, tl.exp(last - p))
+        tl.store(of_chunk + STRONGER, beta * tl.exp(p))
+        between, square = _between(p), chunk * C * C
+        tl.store(within + square + _at(C, C, C), of_queries * between)
+        a = tl.where(i[:, None] > i[None, :], beta[:, None] * of_keys * between, 0.0)
+        tl.store(solved + square + _at(C, C, C), a)
+        tl.debug_barrier()
+        found = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+        for row in range(1, C):  # T[row] = I[row] - A[row] T, of which A[row] reads the rows before
+            taken = tl.sum(tl.load(solved + square + row * C + i)[:, None] * found, 0)
+            found = tl.where((i == row)[:, None], found - taken[None, :], found)
+        tl.debug_barrier()
+        tl.store(solved + square + _at(C, C, C), found)
+
+
+@triton.jit(do_not_specialize=["size", "batch"])
+def _delta_states(
+    x, k, numbers, solved, new, states, size, batch,
+    GROUPS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, FEATURES: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """N and S of every chunk of a head, some columns."""
+    unit, first, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS, tl.cdiv(size, C)
+    i, column, tile = tl.arange(0, C), first + tl.arange(0, COLUMNS), _at(C, COLUMNS, WIDTH)
+    of_state = _at(FEATURES, COLUMNS, WIDTH)
+    state = states + unit * chunks * FEATURES * WIDTH + first
+    tl.store(state + of_state, _zeros(FEATURES, COLUMNS))
+    tl.debug_barrier()
+    for number in range(unit * chunks, (unit + 1) * chunks):
+        head, token, exists = _of_chunk(number, size, batch, HEADS)
+        values: tl.constexpr = 2 * GROUPS * KEY
+        at, inside = _of_x(token, exists, values + head * VALUE, column, VALUE, values + HEADS * VALUE)
+        v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        keys, of_chunk = k + _group_of(number, size, HEADS // GROUPS) * C * FEATURES, numbers + number * 5 * C
+        beta, up = tl.load(of_chunk + BETA + i), tl.load(of_chunk + UP + i)
+        old = _added(_zeros(C, COLUMNS), keys, state, FEATURES, 1, WIDTH, 1, FEATURES)
+        n = new + number * C * WIDTH + first
+        tl.store(n + tile, beta[:, None] * (v - up[:, None] * old))
+        tl.debug_barrier()
+        found = _added(_zeros(C, COLUMNS), solved + number * C * C, n, C, 1, WIDTH, 1, C)
+        tl.debug_barrier()
+        tl.store(n + tile, found)
+        tl.debug_barrier()
+        if number + 1 < (unit + 1) * chunks:
+            kept = tl.load(state + of_state) * tl.load(of_chunk + UP + C - 1)
+            state += FEATURES * WIDTH
+            added = _added(_zeros(FEATURES, COLUMNS), keys, n, 1, FEATURES, WIDTH, 1, C, of_chunk + DOWN)
+            tl.store(state + of_state, kept + added)
+            tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["size", "batch"])
+def _delta_outputs(
+    q, numbers, within, new, states, y, size, batch,
+    GROUPS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, FEATURES: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """o of a chunk of a head, some columns."""
+    number, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS
+    queries = q + _group_of(number, size, HEADS // GROUPS) * C * FEATURES
+    state, n = states + number * FEATURES * WIDTH + first, new + number * C * WIDTH + first
+    up = tl.load(numbers + number * 5 * C + UP + tl.arange(0, C))
+    found = up[:, None] * _added(_zeros(C, COLUMNS), queries, state, FEATURES, 1, WIDTH, 1, FEATURES)
+    found = _added(found, within + number * C * C, n, C, 1, WIDTH, 1, C)
+    head, token, exists = _of_chunk(number, size, batch, HEADS)
+    at, inside = _of_x(token, exists, head * VALUE, first + tl.arange(0, COLUMNS), VALUE, HEADS * VALUE)
+    tl.store(y + at, found.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["size", "batch"])
+def _delta_state_gradients(
+    do, q, k, numbers, solved, within, dr, dstates, dx, size, batch,
+    GROUPS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, FEATURES: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dR and dS' of every chunk of a head, and v's gradient in dx; some columns."""
+    unit, first, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS, tl.cdiv(size, C)
+    i, column, tile = tl.arange(0, C), first + tl.arange(0, COLUMNS), _at(C, COLUMNS, WIDTH)
+    of_state = _at(FEATURES, COLUMNS, WIDTH)
+    state = dstates + (unit * chunks + chunks - 1) * FEATURES * WIDTH + first
+    tl.store(state + of_state, _zeros(FEATURES, COLUMNS))
+    tl.debug_barrier()
+    for left in range(chunks, 0, -1):
+        number = unit * chunks + left - 1
+        of_group, of_chunk = _group_of(number, size, HEADS // GROUPS) * C * FEATURES, numbers + number * 5 * C
+        place, square = number * C * WIDTH + first, number * C * C
+        beta, down = tl.load(of_chunk + BETA + i), tl.load(of_chunk + DOWN + i)
+        found = down[:, None] * _added(_zeros(C, COLUMNS), k + of_group, state, FEATURES, 1, WIDTH, 1, FEATURES)
+        found = _added(found, within + square, do + place, 1, C, WIDTH, 1, C)
+        tl.store(dr + place + tile, found)
+        tl.debug_barrier()
+        found = _added(_zeros(C, COLUMNS), solved + square, dr + place, 1, C, WIDTH, 1, C)
+        tl.debug_barrier()
+        tl.store(dr + place + tile, found)
+        tl.debug_barrier()
+        head, token, exists = _of_chunk(number, size, batch, HEADS)
+        values: tl.constexpr = 2 * GROUPS * KEY
+        at, inside = _of_x(token, exists, values + head * VALUE, column, VALUE, values + HEADS * VALUE)
+        tl.store(dx + at, (beta[:, None] * found).to(dx.dtype.element_ty), mask=inside)
+        if left > 1:
+            kept = tl.load(state + of_state) * tl.load(of_chunk + UP + C - 1)
+            state -= FEATURES * WIDTH
+            kept = _added(kept, q + of_group, do + place, 1, FEATURES, WIDTH, 1, C, of_chunk + UP)
+            taken = _zeros(FEATURES, COLUMNS)
+            taken = _added(taken, k + of_group, dr + place, 1, FEATURES, WIDTH, 1, C, of_chunk + STRONGER)
+            tl.store(state + of_state, kept - taken)
+            tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["size", "batch"])
+def _delta_gradients(
+    x, do, q, k, numbers, solved, within, new, dr, states, dstates, dx, ddecay, dstrength, size, batch,
+    GROUPS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, FEATURES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a group's chunk: of q and k, over its heads in order, in dx; of each head's decay and β.
+
+    The gradients of k kᵀ and q kᵀ take the places of T and B.
+    """
+    number, i, tile = tl.program_id(0).to(tl.int64), tl.arange(0, C), _at(C, FEATURES, FEATURES)
+    group, token, exists = _of_chunk(number, size, batch, GROUPS)
+    q, k, chunks = q + number * C * FEATURES, k + number * C * FEATURES, tl.cdiv(size, C)
+    of_x: tl.constexpr = 2 * GROUPS * KEY + HEADS * VALUE
+    share: tl.constexpr = HEADS // GROUPS
+    dq, dk = _zeros(C, FEATURES), _zeros(C, FEATURES)
+    for one in range(share):
+        head, chunk = group * share + one, (number // chunks * share + one) * chunks + number % chunks
+        place, square, of_state = chunk * C * WIDTH, chunk * C * C, chunk * FEATURES * WIDTH
+        of_chunk = numbers + chunk * 5 * C + i
+        beta, up, between = tl.load(of_chunk + BETA), tl.load(of_chunk + UP), _between(tl.load(of_chunk + P))
+        db = _added(_zeros(C, C), do + place, new + place, WIDTH, 1, 1, WIDTH, WIDTH)
+        weights = db * tl.load(within + square + _at(C, C, C))
+        tl.store(within + square + _at(C, C, C), db * between)
+        da = -_added(_zeros(C, C), dr + place, new + place, WIDTH, 1, 1, WIDTH, WIDTH)
+        da = tl.where(i[:, None] > i[None, :], da * between, 0.0)
+        of_beta = da * _added(_zeros(C, C), k, k, FEATURES, 1, 1, FEATURES, FEATURES)
+        tl.store(solved + square + _at(C, C, C), beta[:, None] * da)
+        weights += beta[:, None] * of_beta
+        dp, dbeta = tl.sum(weights, 1) - tl.sum(weights, 0), tl.sum(of_beta, 1)
+        tl.debug_barrier()
+        found = up[:, None] * _added(_zeros(C, FEATURES), do + place, states + of_state, WIDTH, 1, 1, WIDTH, WIDTH)
+        dp += tl.sum(tl.load(q + tile) * found, 1)
+        dq = _added(dq + found, within + square, k, C, 1, FEATURES, 1, C)
+        found = _added(_zeros(C, FEATURES), dr + place, states + of_state, WIDTH, 1, 1, WIDTH, WIDTH)
+        erased, stronger = tl.sum(tl.load(k + tile) * found, 1), tl.load(of_chunk + STRONGER)
+        dk -= stronger[:, None] * found
+        found = _added(_zeros(C, FEATURES), new + place, dstates + of_state, WIDTH, 1, 1, WIDTH, WIDTH)
+        found *= tl.load(of_chunk + DOWN)[:, None]
+        added = tl.sum(tl.load(k + tile) * found, 1)
+        dk = _added(dk + found, within + square, q, 1, C, FEATURES, 1, C)
+        dk = _added(dk, solved + square, k, C, 1, FEATURES, 1, C)
+        dk = _added(dk, solved + square, k, 1, C, FEATURES, 1, C)
+        at, inside = _of_x(token, exists, 2 * GROUPS * KEY + head * VALUE, tl.arange(0, WIDTH), VALUE, of_x)
+        v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        dbeta += tl.sum(v * tl.load(dr + place + _at(C, WIDTH, WIDTH)), 1) - up * erased
+        tl.store(dstrength + token * HEADS + head, dbeta, mask=exists)
+        of_whole = _zeros(16, WIDTH)
+        for row in range(0, FEATURES, 16):
+            part = of_state + row * WIDTH + _at(16, WIDTH, WIDTH)
+            of_whole += tl.load(states + part) * tl.load(dstates + part)
+        of_last = tl.sum(added, 0) + tl.load(numbers + chunk * 5 * C + UP + C - 1) * tl.sum(tl.sum(of_whole, 1), 0)
+        dp += tl.where(i == C - 1, of_last, 0.0) - stronger * erased - added
+        tl.store(ddecay + token * HEADS + head, tl.cumsum(dp, 0, reverse=True), mask=exists)
+    at, inside = _of_x(token, exists, group * KEY, tl.arange(0, FEATURES), KEY, of_x)
+    found = _through_norm(dq * KEY**-0.5, tl.load(x + at, mask=inside, other=0.0).to(tl.float32))
+    tl.store(dx + at, found.to(dx.dtype.element_ty), mask=inside)
+    at += GROUPS * KEY
+    found = _through_norm(dk, tl.load(x + at, mask=inside, other=0.0).to(tl.float32))
+    tl.store(dx + at, found.to(dx.dtype.element_ty), mask=inside)
+
+
+SYSTEMS, STATES, OUTPUTS, STATE_GRADIENTS, GRADIENTS = map(
+    Kernel, (_delta_systems, _delta_states, _delta_outputs, _delta_state_gradients, _delta_gradients)
+)
