@@ -28,6 +28,13 @@ MODELS = {
     "model.mtp_hybrid_override_pattern=*E",
 }
 LAYOUTS = ("tp=1", "tp=2", "dp=2")
+# kind of CUDA graphs -> a model with gated delta nets
+_NEXT = f"qwen3_next_toy {_SMALL} iters=6 numerics.virtual_shards=4 model.mtp_num_layers=null"
+GRAPHS = {
+    "te": f"{_NEXT} model.moe_router_load_balancing_type=aux_loss",
+    "full": f"{_NEXT} model.num_moe_experts=null model.moe_ffn_hidden_size=null "
+    "model.moe_shared_expert_intermediate_size=null",
+}
 STOCK = "tp=1 numerics=stock numerics.initial_weights=invariant numerics.virtual_shards=null"
 
 
@@ -41,12 +48,30 @@ def _run(family, layout):
     return Run(f"{family}-{layout.partition('=')[2].replace(' ', '-')[:12]}-{layout[:2]}", words, gpus_for(words))
 
 
+def _graphed(model, kind):
+    return Run(f"graphs-{model}-{kind}", f"{GRAPHS[model]} tp=1 cuda_graph={kind}", 1)
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def runs(tmp_path_factory):
+    """The steps of a run."""
+    families = [_run(family, layout) for family in MODELS for layout in (*LAYOUTS, _control(family))]
+    graphed = [_graphed(model, kind) for model in GRAPHS for kind in ("off", model)]
+    trained = Trained.of(tmp_path_factory.mktemp("families"), [*families, *graphed])
+    return lambda run: list(read(trained(run.name)).steps)
+
+
+@pytest.fixture
+def trained(runs):
     """The steps of a family's run in a layout."""
-    runs = [_run(family, layout) for family in MODELS for layout in (*LAYOUTS, _control(family))]
-    trained = Trained.of(tmp_path_factory.mktemp("families"), runs)
-    return lambda family, layout: list(read(trained(_run(family, layout).name)).steps)
+    return lambda family, layout: runs(_run(family, layout))
+
+
+@pytest.mark.parametrize("kind", GRAPHS)
+def test_graphs_of_gated_delta_nets_are_the_eager_run(runs, kind):
+    eager, graphed = runs(_graphed(kind, "off")), runs(_graphed(kind, kind))
+    assert unequal(eager, graphed) == []
+    assert eager[0].loss != eager[-1].loss
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])

@@ -17,6 +17,7 @@ COVERED = (
     "nemotron3_nano_toy cuda_graph=te tp=2",
     "moonlight_toy cuda_graph=te",
     "qwen3_toy cuda_graph=full numerics=portable",
+    "qwen3_next_toy cuda_graph=full model.mtp_num_layers=null model.num_moe_experts=null",
 )
 
 

@@ -131,7 +131,6 @@ def _cannot_capture(config: RunConfig, was: Any) -> bool:
         or sft.packing(config) is not None
         or config.model.get(multi_token.FIELD)
         or config.model.get(experts.LATENT)
-        or delta_net.has_it(config.model)
         or config.model.get("moe_router_load_balancing_type") == experts.GLOBAL
         or cuda_graphs.problems(config)
         or any(limit.wrong(config) for limit in graphs.LIMITS)

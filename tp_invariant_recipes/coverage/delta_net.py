@@ -7,7 +7,7 @@ from tp_invariant_recipes.coverage import latent
 from tp_invariant_recipes.coverage.limit import Limit, cuts_sequences, is_set, lacks
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron import families
-from tp_invariant_recipes.settings import cuda_graphs, peft, schema, sft
+from tp_invariant_recipes.settings import peft, schema, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 FREQUENCY, TAPS, RECOMPUTED = "linear_attention_freq", "linear_conv_kernel_dim", "gdn_norm_out"
@@ -75,10 +75,6 @@ LIMITS = (
     Limit(
         lambda t: (has_it(t.model) or _gates(t)) and cuts_sequences(t),
         "gated delta nets and gates have no version with context shards; cp=1, and leave numerics.context_shards out",
-    ),
-    _row(
-        lambda t: cuda_graphs.requested(t.model),
-        "gated delta nets have not been captured in CUDA graphs; cuda_graph=off",
     ),
     _row(
         lambda t: sft.packing(t) is not None,

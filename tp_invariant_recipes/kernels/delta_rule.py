@@ -15,7 +15,7 @@ without atomics, and nothing is compiled for the number of heads that a launch h
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,7 @@ from tp_invariant_recipes.kernels.launch import Kernel
 
 CHUNK = 64  # as Megatron-Core's torch_chunk_gated_delta_rule
 EPSILON = 1e-6  # of the norms of queries and keys
-# Columns of a program, warps and stages; of programs with all columns the last two. They are part of the definition. Of
-# ten choices each, about the fastest on an H100 with 32 heads of 128 features and 4096 tokens.
+# [Columns of a program,] warps, stages: part of the definition; about the fastest of ten on an H100 with 128 features.
 PASSED, OUTPUT, SYSTEM, WHOLE = (16, 4, 3), (64, 4, 2), (4, 2), (8, 2)
 
 
@@ -49,6 +48,8 @@ def delta_rule_forward(x: Tensor, decay: Tensor, strength: Tensor, sizes: Heads)
     returns: [n, s, b, heads · value] of x's dtype, rounded once; and of chunks q, k, numbers, T, B, N, S, fp32, zeros
              where tiles have no tokens and features. Numbers are p, β, exp(p), exp(p[63] - p) and β exp(p).
     """
+    if not (x.is_contiguous() and decay.is_contiguous() and strength.is_contiguous()):
+        raise ValueError("the tokens of the gated delta rule lie one after the other")
     shards, size, batch, _ = x.shape
     *_, features, width = constants = _constants(sizes)
     groups, rows = (shards * batch * count * triton.cdiv(size, CHUNK) for count in (sizes.groups, sizes.heads))
@@ -57,15 +58,11 @@ def delta_rule_forward(x: Tensor, decay: Tensor, strength: Tensor, sizes: Heads)
     solved, within = empty(2, rows, CHUNK, CHUNK)
     numbers, new, states = empty(rows, 5, CHUNK), empty(rows, CHUNK, width), empty(rows, features, width)
     y = x.new_empty(shards, size, batch, sizes.heads * sizes.value)
-    tensors: tuple[Tensor, ...] = (x, decay, strength, q, k, numbers, solved, within)
-    SYSTEMS.launch((groups, 1), tensors, (size, batch), constants, *SYSTEM)
-    columns, *how = PASSED
-    grid = shards * batch * sizes.heads, triton.cdiv(width, columns)
-    tensors = (x, k, numbers, solved, new, states)
-    STATES.launch(grid, tensors, (size, batch), (*constants, columns), *how)
-    columns, *how = OUTPUT
-    grid, tensors = (rows, triton.cdiv(width, columns)), (q, numbers, within, new, states, y)
-    OUTPUTS.launch(grid, tensors, (size, batch), (*constants, columns), *how)
+    tensors, counts = (x, decay, strength, q, k, numbers, solved, within), (size, batch)
+    SYSTEMS.launch((groups, 1), tensors, counts, constants, *SYSTEM)
+    units = shards * batch * sizes.heads
+    _by_columns(STATES, units, (x, k, numbers, solved, new, states), counts, constants, *PASSED)
+    _by_columns(OUTPUTS, rows, (q, numbers, within, new, states, y), counts, constants, *OUTPUT)
     return y, (q, k, numbers, solved, within, new, states)
 
 
@@ -78,12 +75,10 @@ def delta_rule_backward(
     constants, padding = _constants(sizes), (0, new.shape[-1] - sizes.value, 0, -size % CHUNK)
     do = F.pad(dy.unflatten(-1, (sizes.heads, -1)).permute(0, 2, 3, 1, 4).float(), padding).contiguous()  # as new
     dx, ddecay, dstrength, dr, dstates = map(torch.empty_like, (x, decay, strength, new, states))
-    columns, *how = PASSED
-    grid = shards * batch * sizes.heads, triton.cdiv(new.shape[-1], columns)
-    tensors: tuple[Tensor, ...] = (do, q, k, numbers, solved, within, dr, dstates, dx)
-    STATE_GRADIENTS.launch(grid, tensors, (size, batch), (*constants, columns), *how)
-    tensors = (x, do, q, k, numbers, solved, within, new, dr, states, dstates, dx, ddecay, dstrength)
-    GRADIENTS.launch((len(k), 1), tensors, (size, batch), constants, *WHOLE)
+    tensors, units = (do, q, k, numbers, solved, within, dr, dstates, dx), shards * batch * sizes.heads
+    _by_columns(STATE_GRADIENTS, units, tensors, (size, batch), constants, *PASSED)
+    read = (x, do, q, k, numbers, solved, within, new, dr, states, dstates)
+    GRADIENTS.launch((len(k), 1), (*read, dx, ddecay, dstrength), (size, batch), constants, *WHOLE)
     return dx, ddecay, dstrength
 
 
@@ -93,8 +88,11 @@ def _constants(sizes: Heads) -> tuple[int, ...]:
     return *sizes, max(16, triton.next_power_of_2(sizes.key)), max(columns, triton.next_power_of_2(sizes.value))
 
 
-C: tl.constexpr = tl.constexpr(CHUNK)
-EPS: tl.constexpr = tl.constexpr(EPSILON)
+def _by_columns(kernel: Kernel, rows: int, tensors: Any, counts: Any, constants: Any, columns: int, *how: int) -> None:
+    kernel.launch((rows, constants[-1] // columns), tensors, counts, (*constants, columns), *how)
+
+
+C, EPS = tl.constexpr(CHUNK), tl.constexpr(EPSILON)
 P, BETA, UP, DOWN, STRONGER = (tl.constexpr(row * CHUNK) for row in range(5))  # of the numbers of a chunk
 
 
@@ -329,13 +327,13 @@ def _delta_gradients(
         of_chunk = numbers + chunk * 5 * C + i
         beta, up, between = tl.load(of_chunk + BETA), tl.load(of_chunk + UP), _between(tl.load(of_chunk + P))
         db = _added(_zeros(C, C), do + place, new + place, WIDTH, 1, 1, WIDTH, WIDTH)
-        weights = db * tl.load(within + square + _at(C, C, C))
-        tl.store(within + square + _at(C, C, C), db * between)
         da = -_added(_zeros(C, C), dr + place, new + place, WIDTH, 1, 1, WIDTH, WIDTH)
         da = tl.where(i[:, None] > i[None, :], da * between, 0.0)
         of_beta = da * _added(_zeros(C, C), k, k, FEATURES, 1, 1, FEATURES, FEATURES)
+        weights = db * tl.load(within + square + _at(C, C, C)) + beta[:, None] * of_beta
+        tl.debug_barrier()
+        tl.store(within + square + _at(C, C, C), db * between)
         tl.store(solved + square + _at(C, C, C), beta[:, None] * da)
-        weights += beta[:, None] * of_beta
         dp, dbeta = tl.sum(weights, 1) - tl.sum(weights, 0), tl.sum(of_beta, 1)
         tl.debug_barrier()
         found = up[:, None] * _added(_zeros(C, FEATURES), do + place, states + of_state, WIDTH, 1, 1, WIDTH, WIDTH)

@@ -33,10 +33,7 @@ def gated_delta_rule(x: Tensor, alpha: Tensor, beta: Tensor, log_a: Tensor, dt_b
 
 
 def gated(x: Tensor, z: Tensor, shards: int) -> Tensor:
-    """x · silu(z) in fp32, rounded once to x's dtype: the gate of the norm's output.
-
-    x, z: [..., shards · f]. A CPU takes a shard at a time, whose incomplete vectors are the same in every layout.
-    """
+    """x · silu(z) in fp32, rounded once; [..., shards · f]. On a CPU by shard: incomplete vectors are then the same."""
     if x.is_cuda:
         return _gated(x, z)
     parts = zip(by_shard([x], shards), by_shard([z], shards), strict=True)
@@ -73,16 +70,15 @@ class _Rule(LayerFunction):
 
 def with_kernels(sizes: Heads, x: Tensor, alpha: Tensor, beta: Tensor, log_a: Tensor, dt_bias: Tensor) -> Tensor:
     """The rule on a GPU, or in Triton's interpreter."""
-    _, rate, step = _rates(alpha, log_a, dt_bias)
-    return delta_rule_forward(x, rate * step, beta.float().sigmoid(), sizes)[0]
+    *_, decay, strength = _numbers(alpha, beta, log_a, dt_bias)
+    return delta_rule_forward(x, decay, strength, sizes)[0]
 
 
 def gradients_with_kernels(
     sizes: Heads, dy: Tensor, x: Tensor, alpha: Tensor, beta: Tensor, log_a: Tensor, dt_bias: Tensor
 ) -> tuple[Tensor, ...]:
     """Those of x, alpha, beta, log_a and dt_bias, of their dtypes."""
-    shifted, rate, step = _rates(alpha, log_a, dt_bias)
-    decay, strength = rate * step, beta.float().sigmoid()
+    shifted, rate, decay, strength = _numbers(alpha, beta, log_a, dt_bias)
     dx, ddecay, dstrength = delta_rule_backward(dy, x, decay, strength, sizes)
     dalpha, dbeta = ddecay * rate * shifted.sigmoid(), dstrength * strength * (1.0 - strength)
     dlog_a, ddt_bias = folding_sum(torch.stack((ddecay * decay, dalpha)).flatten(2, 3), 2)
@@ -90,10 +86,10 @@ def gradients_with_kernels(
     return dx, *(one.to(like.dtype) for one, like in zip(found, likes, strict=True))
 
 
-def _rates(alpha: Tensor, log_a: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """alpha + dt_bias, and the factors of g."""
-    shifted = alpha.float() + dt_bias.float()[:, None, None]
-    return shifted, -log_a.float().exp()[:, None, None], F.softplus(shifted)
+def _numbers(alpha: Tensor, beta: Tensor, log_a: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """alpha + dt_bias, -exp(log_a), g and β."""
+    shifted, rate = alpha.float() + dt_bias.float()[:, None, None], -log_a.float().exp()[:, None, None]
+    return shifted, rate, rate * F.softplus(shifted), beta.float().sigmoid()
 
 
 def _of_shard(sizes: Heads, x: Tensor, alpha: Tensor, beta: Tensor, log_a: Tensor, dt_bias: Tensor) -> Tensor:
