@@ -157,17 +157,16 @@ def test_mxfp8_of_other_blocks_is_seen():
     assert not same_bits(rows, mxfp8.along_rows(x, E5M2))
 
 
-def test_a_weight_is_rounded_again_into_its_memory():
-    weights = [operand("wide", ROWS, K, seed).cuda() for seed in range(3)]
-    pair, weight = mxfp8.both(weights[0], E4M3), weights[0].clone()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        mxfp8.into(weight, pair)
-    for other in weights:
-        weight.copy_(other)
-        graph.replay()
-        assert all(map(same_bits, pair, mxfp8.both(other, E4M3)))
+@pytest.mark.parametrize("rows", (True, False))
+def test_weights_anywhere_in_memory_are_rounded_in_one_launch(rows):
+    weights = [operand("wide", 64, K, seed) for seed in range(3)]
+    there = [weight.cuda() for weight in weights]
+    shifted = [torch.cat((one.new_zeros(n), one.flatten()))[n:].view(one.shape) for n, one in enumerate(there)]
+    for some in (there, shifted):
+        found = mxfp8.of_weights(some, rows=rows)
+        assert all(same_bits(a.cpu(), b) for a, b in zip(found, mxfp8.of_weights(weights, rows=rows), strict=True))
+    other = mxfp8.of_weights(there, rows=not rows)
+    assert not any(same_bits(a, b) for a, b in zip(found, other, strict=True))
 
 
 def test_nothing_waits_for_the_gpu():

@@ -463,6 +463,12 @@ def mxfp8_has_the_bits_of_its_twin():
             mxfp8._by_triton(of, tuple(found), dtype, rows, columns, groups)
             mxfp8._by_torch(of, tuple(twin), dtype, rows, columns, groups)
             assert all(map(same_bits, found, twin)), (kind, dtype)
+    memory = test_mxfp8.operand("wide", rows=200, k=160)
+    for starts in ((8, 0, 96), (1, 100, 37)):  # rows of 320 bytes; those of the second are in no order
+        weights = [memory[start : start + 64] for start in starts]
+        for rows in (True, False):
+            found = mxfp8._by_one_launch(weights, rows)
+            assert all(map(same_bits, found, mxfp8.of_weights(weights, rows=rows))), (starts, rows)
 
 
 KERNELS: dict[str, Callable[[], None]] = {

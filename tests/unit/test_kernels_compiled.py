@@ -36,11 +36,12 @@ def test_it_compiles(kernel, architecture):
 
 
 @pytest.mark.parametrize("architecture", (90, pytest.param(100, marks=pytest.mark.release)))
-def test_rounding_to_mxfp8_keeps_subnormal_numbers(architecture):
+@pytest.mark.parametrize("groups, separate", ((True, 0), (False, 0), (False, mxfp8.VECTOR)))
+def test_rounding_to_mxfp8_keeps_subnormal_numbers(architecture, groups, separate):
     """And reads and writes 16 bytes at once."""
     kernel = mxfp8.KERNEL.kernel
     names = kernel.arg_names
-    constants = dict(zip(names[7:], (True, True, True, *mxfp8.TYPES[mxfp8.E4M3], 4), strict=True))
+    constants = dict(zip(names[7:], (groups, separate, True, True, *mxfp8.TYPES[mxfp8.E4M3], 4), strict=True))
     types = dict.fromkeys(names[:3], "*bf16") | dict.fromkeys(names[3:5], "*i64") | dict.fromkeys(names[5:7], "i32")
     source = ASTSource(
         kernel,

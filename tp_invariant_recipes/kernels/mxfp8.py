@@ -16,17 +16,20 @@ Blocks lie along k for sums over k, and along rows for sums over rows. The Trito
 and has the bits of the torch functions beside it.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.grouped_product import Groups
+from tp_invariant_recipes.kernels.grouped_product import Groups, all_aligned, offsets_of
 from tp_invariant_recipes.kernels.launch import Kernel
 from tp_invariant_recipes.kernels.quantized import E4M3, E5M2
 
 BLOCK = 32
 WIDTH = 128  # of k, of a program of the kernel
+VECTOR = 8  # numbers of bf16 in 16 bytes
 # type -> what is taken from amax's exponent field, and from that of 1, for the exponents of the scale and of the
 # smallest normal number; its bits of the significand.
 TYPES = {E4M3: (8, 6, 3), E5M2: (15, 14, 2)}
@@ -38,7 +41,7 @@ Pair = tuple[Tensor, Tensor]
 
 def along_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x rounded in blocks of 32 along k. x: [rows, k] bf16, k a multiple of 32. dtype: of the codes."""
-    return _of(x, dtype, True, False, None)[0]
+    return sides(x, dtype, True, False)[0]
 
 
 def along_columns(x: Tensor, dtype: torch.dtype, groups: Groups | None = None) -> Tensor:
@@ -47,29 +50,40 @@ def along_columns(x: Tensor, dtype: torch.dtype, groups: Groups | None = None) -
     x:      [rows, k] bf16; k a multiple of 32, and without groups rows too.
     groups: of rows: blocks begin anew with each, and the last one of a group may be shorter.
     """
-    return _of(x, dtype, False, True, groups)[1]
+    return sides(x, dtype, False, True, groups)[1]
 
 
 def both(x: Tensor, dtype: torch.dtype, groups: Groups | None = None) -> Pair:
     """`along_rows` and `along_columns`, in one launch on a GPU."""
-    return _of(x, dtype, True, True, groups)
+    return sides(x, dtype, True, True, groups)
 
 
-def into(x: Tensor, out: Pair) -> None:
-    """`both` in e4m3, into memory that has x's shape."""
-    (_by_triton if x.is_cuda else _by_torch)(x.contiguous(), out, E4M3, True, True, None)
+def of_weights(weights: Sequence[Tensor], *, rows: bool) -> list[Tensor]:
+    """Weights rounded to e4m3 along their k, or along their rows; in one launch on a GPU.
+
+    weights: of one shape, contiguous, their rows and k multiples of 32, anywhere in memory.
+    """
+    if weights[0].is_cuda:
+        return [*_by_one_launch(weights, rows)]
+    return [(along_rows if rows else along_columns)(weight, E4M3) for weight in weights]
 
 
-def _of(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, groups: Groups | None) -> Pair:
-    if x.dtype != torch.bfloat16:
-        raise TypeError(f"MXFP8 of {x.dtype}; bf16")
-    if x.shape[1] % BLOCK or (columns and groups is None and len(x) % BLOCK):
-        raise ValueError(f"blocks of {BLOCK} do not divide {[*x.shape]}")
+def sides(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, groups: Groups | None = None) -> Pair:
+    """Those of `both` that are asked for, x itself for another."""
+    _check(x, columns and groups is None)
     x = x.contiguous()
-    out = torch.empty_like(x) if rows else x, torch.empty_like(x) if columns else x  # a side unasked for is x itself
+    out = torch.empty_like(x) if rows else x, torch.empty_like(x) if columns else x
     if x.numel():
         (_by_triton if x.is_cuda else _by_torch)(x, out, dtype, rows, columns, groups)
     return out
+
+
+def _check(x: Tensor, rows: bool) -> None:
+    """Raise unless x is bf16 and blocks divide k, and the rows too if asked for."""
+    if x.dtype != torch.bfloat16:
+        raise TypeError(f"MXFP8 of {x.dtype}; bf16")
+    if x.shape[1] % BLOCK or (rows and len(x) % BLOCK):
+        raise ValueError(f"blocks of {BLOCK} do not divide {[*x.shape]}")
 
 
 def _by_torch(x: Tensor, out: Pair, dtype: torch.dtype, rows: bool, columns: bool, groups: Groups | None) -> None:
@@ -107,8 +121,22 @@ def _by_triton(x: Tensor, out: Pair, dtype: torch.dtype, rows: bool, columns: bo
     # Blocks along y are of k, since tokens may be more than CUDA starts there.
     KERNEL.launch(
         (blocks, triton.cdiv(k, WIDTH)), (x, *out, starts, ends), (count, k // BLOCK),
-        (groups is not None, rows, columns, *TYPES[dtype], WIDTH // BLOCK),
+        (groups is not None, 0, rows, columns, *TYPES[dtype], WIDTH // BLOCK),
     )  # fmt: skip
+
+
+def _by_one_launch(weights: Sequence[Tensor], rows: bool) -> Tensor:
+    """[weights, n, k]: `of_weights`."""
+    first = weights[0]
+    _check(first, True)
+    out = first.new_empty(len(weights), *first.shape)
+    n, k = first.shape
+    KERNEL.launch(
+        (len(weights) * n // BLOCK, triton.cdiv(k, WIDTH)), (first, out, out, offsets_of(weights), first),
+        (n, k // BLOCK),
+        (False, VECTOR if all_aligned(weights) else 1, rows, not rows, *TYPES[E4M3], WIDTH // BLOCK),
+    )  # fmt: skip
+    return out
 
 
 @triton.jit
@@ -134,12 +162,16 @@ def _to_mx(x, along: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr, D
 @triton.jit(do_not_specialize=["count", "across"])
 def _mxfp8(
     x, by_rows, by_columns, starts, ends, count, across,
-    GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    GROUPED: tl.constexpr, SEPARATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     LARGEST: tl.constexpr, LEAST: tl.constexpr, DIGITS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     start, end = tl.program_id(0).to(tl.int64) * 32, count.to(tl.int64)
     if GROUPED:
         start, end = tl.load(starts + tl.program_id(0)), tl.load(ends + tl.program_id(0))
+    if SEPARATE:  # x is the first of matrices of `count` rows; starts: their offsets from it, multiples of SEPARATE
+        number = tl.program_id(0) // (count // 32)
+        x += tl.multiple_of(tl.load(starts + number), SEPARATE) - number.to(tl.int64) * count * (across * 32)
+        end = start + 32
     row = start + tl.arange(0, 32)[:, None, None]
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[None, :, None]
     column = block * 32 + tl.arange(0, 32)[None, None, :]

@@ -8,7 +8,7 @@ from tests.operands import same_bits
 from tp_invariant_recipes.kernels import mxfp8
 from tp_invariant_recipes.kernels.grouped_product import Groups
 from tp_invariant_recipes.kernels.quantized import E4M3, E5M2
-from tp_invariant_recipes.numerics.layers import experts, fp8_weights, linear, mxfp8_linear
+from tp_invariant_recipes.numerics.layers import experts, linear, mxfp8_linear
 from tp_invariant_recipes.numerics.layers.mxfp8_experts import grouped_linear
 from tp_invariant_recipes.numerics.layers.mxfp8_linear import Mxfp8Linear
 from tp_invariant_recipes.numerics.layers.token_dispatcher import Batches
@@ -62,7 +62,7 @@ def _everything(mesh):
     if mesh.size == 4:  # the control: a rank rounds its tokens before they are gathered
         alone = lambda x: of_rank(x, E4M3, Groups((len(x),), torch.tensor([len(x)])))  # noqa: E731
         mxfp8_linear.start_all_gather = lambda x, mesh: start(alone(x), mesh)
-        mxfp8.along_columns = lambda x, dtype: x
+        mxfp8.along_columns = lambda x, dtype: x if len(x) == S else of_rank(x, dtype)  # the weight has fewer rows
         found["rounded by rank"] = _column(mesh, 1, True)
         mxfp8.along_columns, mxfp8_linear.start_all_gather = of_rank, start
     return found
@@ -166,22 +166,60 @@ def test_experts_are_rounded_as_their_batches():
     assert all(same_bits(weight.grad, one) for weight, one in zip(weights, expected, strict=True))
 
 
-def test_a_weight_is_rounded_once_a_step_into_one_memory(monkeypatch):
-    made, real = [], mxfp8.both
-    monkeypatch.setattr(mxfp8, "both", lambda x, *rest: made.append(x.shape) or real(x, *rest))
-    weight = torch.randn(N, K).bfloat16().requires_grad_()
-    first = fp8_weights.rounded(weight)
+def _linear(form, x, weight, sequence_parallel=False):
+    if form == "column":
+        return LAYERS.column_parallel(x[:, None], weight, VirtualMesh(SHARDS, 1, 0), 1, sequence_parallel)
+    if form == "row":
+        return LAYERS.row_parallel(x[:, None], weight, VirtualMesh(SHARDS, 1, 0), sequence_parallel)
+    sizes = (len(x),)
+    return grouped_linear(x, Batches(Groups(sizes, torch.tensor(sizes)), 0, 1), E4M3, experts.OF_TREE, [weight])
+
+
+# Whether input and weight have gradients -> bytes a number of the input that stay for the backward pass; the sides,
+# along features and along tokens or rows, that input and weight, then gradient and weight are rounded along.
+ROWS, COLUMNS, BOTH = (True, False), (False, True), (True, True)
+READ = {
+    (True, True): (2, [BOTH, ROWS, BOTH, COLUMNS]),
+    (False, True): (2, [BOTH, ROWS, COLUMNS]),  # the first layer's input
+    (True, False): (0, [ROWS, ROWS, ROWS, COLUMNS]),  # LoRA's frozen weights
+    (False, False): (0, [ROWS, ROWS]),
+}
+
+
+@pytest.mark.parametrize("form", ("column", "row", "experts"))
+@pytest.mark.parametrize("graded, read", READ.items(), ids=str)
+def test_a_side_that_nobody_reads_is_neither_rounded_nor_kept(monkeypatch, form, graded, read):
+    made, real, kept = [], mxfp8._by_torch, {}
+    monkeypatch.setattr(
+        mxfp8, "_by_torch", lambda x, out, dtype, *sides: made.append(sides[:2]) or real(x, out, dtype, *sides)
+    )
+    x, weight = torch.randn(S, K).bfloat16(), torch.randn(N, K).bfloat16()
+    x.requires_grad, weight.requires_grad = graded
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = _linear(form, x, weight)
+    if any(graded):
+        y.sum().backward()
+    kept.pop(weight.untyped_storage().data_ptr(), None)
+    assert (sum(one.untyped_storage().nbytes() for one in kept.values()), made) == (read[0] * S * K, read[1])
+    made.clear()
+    with torch.no_grad():  # as the first forward pass of a layer that is computed again
+        assert same_bits(_linear(form, x, weight), y.detach())
+    assert made == [ROWS, ROWS]
+
+
+def test_weights_are_rounded_as_they_are_now():
+    """Nothing of a weight is kept beside it, so a step's update reaches the next forward pass without a word."""
+    x, weight = torch.randn(S, K).bfloat16(), torch.randn(N, K).bfloat16().requires_grad_()
+    before = _linear("column", x, weight).detach()
     with torch.no_grad():
         weight.mul_(-1)
-    assert fp8_weights.rounded(weight) is first
-    before = first.rows.clone()
-    fp8_weights.changed()
-    again = fp8_weights.rounded(weight)
-    assert torch.equal(again.rows, -before)
-    assert (again.rows.data_ptr(), again.columns.data_ptr()) == (first.rows.data_ptr(), first.columns.data_ptr())
-    assert len(made) == 1
-    with pytest.raises(RuntimeError, match="quantized again before a backward pass"):
-        first.of_backward()
+    assert same_bits(_linear("column", x, weight).detach(), -before)
+    assert vars(weight) == {}
 
 
 def test_two_sequences_at_once_would_share_scales():

@@ -1,4 +1,4 @@
-"""A weight in FP8, or rounded to MXFP8, for forward passes and, transposed, for input gradients: quantized once a step.
+"""A weight in FP8 for forward passes and, transposed, for input gradients: quantized once a step.
 
 A weight keeps both with it, in one place of memory for the whole run, in which CUDA graphs find them too. `changed`,
 which Megatron's buffers of gradients call as they are zeroed, has the next forward pass quantize again. So does every
@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.host.function_modes import outside_modes
-from tp_invariant_recipes.kernels import mxfp8
-from tp_invariant_recipes.kernels.quantized import E4M3
 from tp_invariant_recipes.numerics.products import quantize
 
 KEPT = "fp8"  # attribute of a weight
@@ -29,7 +27,7 @@ def changed() -> None:
 
 @dataclass(frozen=True, eq=False)
 class Fp8Weight:
-    """rows: [n, k]; columns: [k, n], the same numbers; Quantized. Of MXFP8 bf16, both [n, k]: rounded along k, along n.
+    """rows: [n, k]; columns: [k, n], the same numbers; Quantized.
 
     step: of which they are; None: of every replay of a graph.
     again: quantizes a weight into the memory of both; in_memory: the step whose numbers it holds now.
@@ -58,17 +56,6 @@ def quantized(weight: Tensor, blockwise: bool, group: Any) -> Fp8Weight:
     group: of the ranks that hold the others of its shards; None: none do.
     """
     return _kept(weight, lambda weight: quantize.of_weight(weight, blockwise, group))
-
-
-@outside_modes
-def rounded(weight: Tensor) -> Fp8Weight:
-    """`quantized` to MXFP8, whose scales no other shard shares."""
-    return _kept(weight, _mxfp8)
-
-
-def _mxfp8(weight: Tensor) -> tuple[mxfp8.Pair, Callable[[Tensor], object]]:
-    pair = mxfp8.both(weight, E4M3)
-    return pair, lambda other: mxfp8.into(other, pair)
 
 
 def _kept(weight: Tensor, of_weight: Callable[[Tensor], tuple[Any, Callable[[Tensor], object]]]) -> Fp8Weight:

@@ -9,8 +9,10 @@ numbers of bf16, so products, trees and ranks' exchanges are those of bf16, and 
 crosses a border of a shard (coverage/fp8.py): a rank rounds what it has. A rank with a part of the tokens keeps its
 input as it is, since blocks along tokens may lie on two ranks.
 
-A layer keeps of its input what the weight gradient takes, so activations need the memory of bf16; weights lie beside
-their two rounded copies (numerics/layers/fp8_weights.py).
+A side that no product reads is not rounded. A weight is rounded where a product needs it, along its features in a
+forward pass and along its rows in a backward pass, and not kept: rounding it again moves 8 bytes a number instead of
+6, and two rounded copies would take twice the weight's memory. Of its input a layer keeps what the weight gradient
+takes, in the memory of bf16, and nothing where the weight is frozen.
 """
 
 from dataclasses import dataclass
@@ -22,9 +24,8 @@ from torch import Tensor
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels import mxfp8
 from tp_invariant_recipes.kernels.quantized import E4M3, E5M2
-from tp_invariant_recipes.numerics.layers import fp8_weights, linear
+from tp_invariant_recipes.numerics.layers import linear
 from tp_invariant_recipes.numerics.layers.fp8_linear import one_sequence
-from tp_invariant_recipes.numerics.layers.fp8_weights import Fp8Weight
 from tp_invariant_recipes.numerics.layers.linear import Column, Products
 from tp_invariant_recipes.numerics.precision import Fp8Layers
 from tp_invariant_recipes.numerics.products.operands import Parts
@@ -53,43 +54,49 @@ class Mxfp8Linear:
     ) -> Tensor:
         """As linear.py's, x of one sequence."""
         layer = Column(mesh, segments, sequence_parallel and mesh.size > 1, self.products)
-        return _ColumnParallel.apply(one_sequence(x), weight, fp8_weights.rounded(weight), layer, self.gradients)
+        return _ColumnParallel.apply(one_sequence(x), weight, layer, self.gradients, keeps_input(weight))
 
     def row_parallel(self, x: Tensor, weight: Tensor, mesh: VirtualMesh, sequence_parallel: bool) -> Tensor:
         """As linear.py's, x of one sequence."""
         layer = Column(mesh, 1, sequence_parallel and mesh.size > 1, self.products)
-        return _RowParallel.apply(one_sequence(x), weight, fp8_weights.rounded(weight), layer, self.gradients)
+        return _RowParallel.apply(one_sequence(x), weight, layer, self.gradients, keeps_input(weight))
+
+
+def keeps_input(*weights: Tensor) -> bool:
+    """Whether a backward pass will need the input; to be asked before autograd's function, which hides it."""
+    return torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
 
 
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     @outside_modes
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, kept: Fp8Weight, layer: Column, gradients: torch.dtype
+        ctx: Any, x: Tensor, weight: Tensor, layer: Column, gradients: torch.dtype, keeps: bool
     ) -> Tensor:  # fmt: skip
         tokens = linear.by_token(x)
-        rows, saved = (mxfp8.along_rows(tokens, E4M3), tokens) if layer.sequence_parallel else mxfp8.both(tokens, E4M3)
-        ctx.save_for_backward(weight, saved)
-        ctx.kept, ctx.layer, ctx.gradients, ctx.shape = kept, layer, gradients, x.shape
-        return layer.forward(rows.view(x.shape), kept.rows)
+        rows, columns = mxfp8.sides(tokens, E4M3, True, keeps and not layer.sequence_parallel)
+        ctx.save_for_backward(weight, *((columns,) if keeps else ()))
+        ctx.layer, ctx.gradients, ctx.shape = layer, gradients, x.shape
+        return layer.forward(rows.view(x.shape), mxfp8.along_rows(weight, E4M3))
 
     @staticmethod
     @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        weight, x = ctx.saved_tensors
+        weight, *kept = ctx.saved_tensors
         mesh, segments, gathers, products = ctx.layer
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
-        rows, columns = mxfp8.both(linear.by_token(gradients[0]), ctx.gradients)
-        gathering = start_all_gather(x, mesh) if wants_dw and gathers else None
+        rows, columns = mxfp8.sides(linear.by_token(gradients[0]), ctx.gradients, wants_dx, wants_dw)
+        gathering = start_all_gather(kept[0], mesh) if wants_dw and gathers else None
         reducing = dx = dw = None
         if wants_dx:
-            reducing = linear.start_contraction(rows, ctx.kept.of_backward(), mesh, segments, products)
+            across = mxfp8.along_columns(weight, E4M3)
+            reducing = linear.start_contraction(rows, across, mesh, segments, products)
         if wants_dw:  # while the nodes of dx are on their way
-            tokens = mxfp8.along_columns(gathering.arrived(), E4M3) if gathering else x
+            tokens = mxfp8.along_columns(gathering.arrived(), E4M3) if gathering else kept[0]
             shards = linear.shards_of(segments, mesh)
             dw = linear.gradient_of_weight(weight, columns, tokens, mesh, products.product, rows=shards)
         if reducing is not None:
-            dx = linear.finished(reducing, x.dtype, mesh, gathers).view(ctx.shape)
+            dx = linear.finished(reducing, rows.dtype, mesh, gathers).view(ctx.shape)
         return dx, dw, None, None, None
 
 
@@ -97,30 +104,31 @@ class _RowParallel(torch.autograd.Function):
     @staticmethod
     @outside_modes
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, kept: Fp8Weight, layer: Column, gradients: torch.dtype
+        ctx: Any, x: Tensor, weight: Tensor, layer: Column, gradients: torch.dtype, keeps: bool
     ) -> Tensor:  # fmt: skip
         mesh, _, scatters, products = layer
-        rows, columns = mxfp8.both(linear.by_token(x), E4M3)
-        ctx.save_for_backward(weight, columns)
-        ctx.kept, ctx.layer, ctx.gradients, ctx.shape = kept, layer, gradients, x.shape
-        reducing = linear.start_contraction(rows, kept.rows.t(), mesh, 1, products)
+        rows, columns = mxfp8.sides(linear.by_token(x), E4M3, True, keeps)
+        ctx.save_for_backward(weight, *((columns,) if keeps else ()))
+        ctx.layer, ctx.gradients, ctx.shape = layer, gradients, x.shape
+        reducing = linear.start_contraction(rows, mxfp8.along_rows(weight, E4M3).t(), mesh, 1, products)
         y = linear.finished(reducing, x.dtype, mesh, scatters)
         return y.view(-1, *x.shape[1:-1], weight.shape[0])
 
     @staticmethod
     @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        weight, x = ctx.saved_tensors
+        weight, *kept = ctx.saved_tensors
         mesh, _, scatters, products = ctx.layer
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         dy = all_gather(gradients[0], mesh) if scatters else gradients[0]
-        rows, columns = mxfp8.both(linear.by_token(dy), ctx.gradients)
+        rows, columns = mxfp8.sides(linear.by_token(dy), ctx.gradients, wants_dx, wants_dw)
         dx = dw = None
         if wants_dx:
-            dx = torch.empty_like(x)
+            across = mxfp8.along_columns(weight, E4M3)
+            dx = rows.new_empty(len(rows), weight.shape[1])
             for some, out in each_context(mesh, rows, dx):
-                products.product(some, ctx.kept.of_backward(), out, columns=mesh.local)
+                products.product(some, across, out, columns=mesh.local)
             dx = dx.view(ctx.shape)
         if wants_dw:
-            dw = linear.gradient_of_weight(weight, columns, x, mesh, products.product, columns=mesh.local)
+            dw = linear.gradient_of_weight(weight, columns, kept[0], mesh, products.product, columns=mesh.local)
         return dx, dw, None, None, None
