@@ -84,9 +84,10 @@ def remark(config: RunConfig) -> str | None:
     """What a run with invariant numerics does otherwise than its precision says of itself; None: nothing."""
     name, layers, found = config.mixed_precision, fp8_layers(config), []
     if layers is not None and layers.recipe == MXFP8:
-        found.append("MXFP8's numbers are multiplied in bf16, on any GPU and at the speed of bf16")
+        found.append("MXFP8's numbers are multiplied in bf16 on any GPU, and rounding takes time beside that")
     if isinstance(name, str) and layers is not None and name.replace("-", "_") in KEEPING:
-        found.append("weights are kept in bf16 and quantized once a step, as with fp8_param_gather=false")
+        when = "in every pass" if layers.recipe == MXFP8 else "once a step"
+        found.append(f"weights are kept in bf16 and quantized {when}, as with fp8_param_gather=false")
     said = name if isinstance(name, str) else MXFP8
     return f"{'mixed_' if isinstance(name, str) else ''}precision={said}: {'; '.join(found)}" if found else None
 

@@ -7,7 +7,7 @@ tokens of a sequence, [s/t] those of a rank with sequence parallelism.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tp_invariant_recipes.settings import layout
+from tp_invariant_recipes.settings import layout, low_precision
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing import size
 from tp_invariant_recipes.sizing.size import Widths
@@ -44,7 +44,9 @@ class MicroBatch:
     tp, etp:  as in `Layout`.
     topk:     copies of each token for experts; experts: how many there are.
     tree:     whether layers are our own, not stock ones.
+    score:    bytes of one in unfused attention: of the softmax in fp32 and its copy, or of the softmax alone.
     fused:    whether attention and activation functions are fused kernels: Transformer Engine's layers, and `portable`.
+    rounds:   whether layers round their operands to MXFP8 in bf16.
     """
 
     tokens: int
@@ -57,9 +59,16 @@ class MicroBatch:
     topk: int
     experts: int
     tree: bool
+    score: int
     fused: bool
     head_norms: bool
+    rounds: bool
     widths: Widths
+
+    @property
+    def outputs(self) -> int:
+        """Copies of attention's output: of fused kernels, and of the projection after it where that rounds."""
+        return 2 if self.rounds and self.fused else 1
 
     @property
     def rows(self) -> int:
@@ -69,24 +78,27 @@ class MicroBatch:
 
 def micro_batch(config: RunConfig) -> MicroBatch:
     """The micro-batch of a run on one of its ranks."""
-    model, at = config.model, layout.of(config)
+    model, at, fp8 = config.model, layout.of(config), low_precision.fp8_layers(config)
     tokens = sequences(config) * model["seq_length"] // at.cp
     te = model.get("transformer_impl") != "local"
     arithmetic = config.numerics.arithmetic
+    of_element, half = element(config), not te and not model.get("attention_softmax_in_fp32")
     stated = arithmetic is not None and arithmetic.any_machine  # its attention keeps no scores
     return MicroBatch(
         tokens=tokens,
         slice=tokens // at.tp if at.sp else tokens,
         sequence=model["seq_length"],
-        element=element(config),
+        element=of_element,
         tp=at.tp,
         etp=at.etp,
         heads=model["num_attention_heads"] // at.tp,
         topk=model.get("moe_router_topk") or 2,
         experts=model.get("num_moe_experts") or 0,
         tree=config.numerics.invariant,
+        score=of_element if half or of_element == FP32 else FP32 + of_element,
         fused=stated or (te and model.get("attention_backend") not in ("unfused", "local")),
         head_norms=bool(model.get("qk_layernorm")),
+        rounds=fp8 is not None and fp8.recipe == low_precision.MXFP8,
         widths=size.widths(model),
     )
 
@@ -125,11 +137,11 @@ def _attention(b: MicroBatch) -> Kept:
     core = b.heads * b.tokens * FP32  # of the softmax, a number a row
     if not b.fused:
         repeated = 2 * query if query > key else 0
-        scores = b.heads * b.tokens * b.sequence * (FP32 + (b.element if b.element != FP32 else 0))
+        scores = b.heads * b.tokens * b.sequence * b.score
         core = scores + b.tokens * b.element * repeated
     return {
         **_input_and_norm(b),
-        ATTENTION: b.tokens * b.element * (before_norms + after + query),
+        ATTENTION: b.tokens * b.element * (before_norms + after + query * b.outputs),
         CORE: core,
     }
 
@@ -143,10 +155,10 @@ def _latent_attention(b: MicroBatch) -> Kept:
     made = query + (query - b.heads * w.shared_key + value)
     core = b.heads * b.tokens * FP32
     if not b.fused:
-        core = b.heads * b.tokens * b.sequence * (FP32 + (b.element if b.element != FP32 else 0))
+        core = b.heads * b.tokens * b.sequence * b.score
     return {
         **_input_and_norm(b),
-        ATTENTION: b.element * (b.slice * 2 * latents + b.tokens * (made + 2 * query + value + out)),
+        ATTENTION: b.element * (b.slice * 2 * latents + b.tokens * (made + 2 * query + value + out * b.outputs)),
         CORE: core,
     }
 
@@ -197,6 +209,22 @@ def _delta_net(b: MicroBatch) -> Kept:
         **_input_and_norm(b),
         DELTA_NET: b.tokens * b.element * (2 * (2 * keys + values) + values + 2 * heads + 4 * values),
     }
+
+
+def temporary(b: MicroBatch, part: str) -> int:
+    """Bytes that a part's backward pass needs for itself, where that is more than the gradients of its features.
+
+    A gated delta net's on a GPU: what kernels/delta_rule.py allocates. Of a token and a head in fp32, rows of two
+    matrices of 64 by 64, N, its gradient and the output's, and 1/64 of a state and its gradient; of a token and a
+    group, a query and a key. The gradient of x has the features' own dtype.
+    """
+    if part != size.DELTA_NET or not b.tree:
+        return 0
+    w = b.widths
+    value = w.delta_value // w.delta_heads
+    of_head = 2 * 64 + 16 + 3 * value + 2 * w.delta_key_head * value // 64  # 16: p, β, gates and their gradients
+    in_fp32 = w.delta_heads * of_head + 2 * w.delta_key
+    return b.tokens * (FP32 * in_fp32 + b.element * (2 * w.delta_key + w.delta_value)) // b.tp
 
 
 PARTS: dict[str, Callable[[MicroBatch], Kept]] = {

@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tp_invariant_recipes.coverage import muon
 from tp_invariant_recipes.numerics.mode import Mode
-from tp_invariant_recipes.settings import allocation, layout, peft
+from tp_invariant_recipes.settings import allocation, layout, low_precision, peft
 from tp_invariant_recipes.settings.layout import Layout
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing import activations, size
 from tp_invariant_recipes.sizing.activations import FP32, MicroBatch
-from tp_invariant_recipes.sizing.size import Weights
+from tp_invariant_recipes.sizing.size import Model, Weights
 
 MIB, GIB = 2**20, 2**30
 
@@ -43,7 +44,7 @@ OUTSIDE = 1536 * MIB
 RANK_ON_CPU = 150 * MIB
 IMPORTED = 800 * MIB
 
-MOMENTS = {"adam": 2, "sgd": 1}  # per parameter, by optimizer.optimizer; 1 for others
+MOMENTS = {"adam": 2, "sgd": 1}  # per parameter, by optimizer.optimizer; 1 for others, and for matrices of Muon
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "uint8": 1}
 
 # Keys that move or shrink something in a way that the estimate does not follow, and the parts that it then does not
@@ -120,28 +121,25 @@ def estimate(config: RunConfig) -> Estimate:
 
 def _set(config: RunConfig, key: str) -> bool:
     section, _, name = key.partition(".")
-    fields = config.sections.get(section)
-    if isinstance(fields, str):  # a precision by its name
-        return name == "fp8" and any(kind in fields for kind in ("fp8", "fp4"))
-    return bool((fields or {}).get(name))
+    if section == "mixed_precision":
+        return low_precision.adds_fp8(config)
+    return bool((config.sections.get(section) or {}).get(name))
 
 
 def _stage(config: RunConfig, at: Layout, stage: int) -> dict[str, int]:
     """Bytes of a rank of one pipeline stage, by part."""
-    held, weights = _layers(config, at, stage), Weights()
-    for layer, count in held.items():
-        for part in layer:
-            weights += size.weights(config.model, part) * count
+    held = _layers(config, at, stage)
+    weights, matrices = (_sum(config, held, of) for of in (size.weights, size.matrices))
     last = stage == at.pp - 1
     tied = config.model.get("share_embeddings_and_output_weights")
-    if stage == 0:
-        weights += size.embedding(config.model)
     if last:
-        weights += Weights(whole=config.model["hidden_size"])  # the final norm
+        weights += Weights(whole=size.norm(config.model))  # the final one
         weights += Weights() if tied and at.pp == 1 else size.embedding(config.model)
         weights += size.ahead(config.model)
-        if config.model.get("mtp_num_layers") and at.pp > 1:
-            weights += size.embedding(config.model)  # its copy of the first stage's
+        matrices += size.ahead(config.model, size.matrices)
+    if stage == 0 or (last and config.model.get("mtp_num_layers")):  # the latter has a copy of the first stage's
+        weights += size.embedding(config.model) + size.positions(config.model)
+        matrices += size.positions(config.model)  # of which Megatron-Core does not say that they are an embedding
     trained, fields = weights, peft.section(config)
     if fields is not None:
         trained, shared = Weights(), fields.get("share_expert_adapters", True)
@@ -154,11 +152,16 @@ def _stage(config: RunConfig, at: Layout, stage: int) -> dict[str, int]:
     batch = activations.micro_batch(config)
     kept = sum(count * _kept(config, batch, layer) for layer, count in held.items())
     ends = 2 * batch.slice * batch.element * batch.widths.hidden if last else 0  # the final norm's input and output
-    return {
-        **_states(config, at, weights, trained),
-        ACTIVATIONS: int(kept * _in_flight(config, at, stage)) + ends,
-        **_working(config, at, batch, held, weights.largest // at.tp, last=last),
-    }
+    standing = int(kept * _in_flight(config, at, stage)) + ends
+    working = _working(config, at, batch, held, weights.largest // at.tp, last=last)
+    working[LOSS] = max(working[LOSS], _of_step(config, at, matrices.largest) - standing)
+    return {**_states(config, at, weights, trained, matrices), ACTIVATIONS: standing, **working}
+
+
+def _sum(config: RunConfig, held: Counter[str], of: Callable[[Model, str], Weights]) -> Weights:
+    """What `of` counts of all parts of some layers."""
+    parts = (of(config.model, part) * count for layer, count in held.items() for part in layer)
+    return sum(parts, Weights())
 
 
 def _layers(config: RunConfig, at: Layout, stage: int) -> Counter[str]:
@@ -185,8 +188,13 @@ def _in_flight(config: RunConfig, at: Layout, stage: int) -> float:
     return min((at.pp - stage - 1) * 2 + (chunks - 1) * at.pp + 1, steps * chunks) / chunks
 
 
-def _states(config: RunConfig, at: Layout, weights: Weights, trained: Weights) -> dict[str, int]:
-    """Weights, gradients and the optimizer's state of a rank. trained: those that have gradients."""
+def _states(
+    config: RunConfig, at: Layout, weights: Weights, trained: Weights, matrices: Weights
+) -> dict[str, int]:  # fmt: skip
+    """Weights, gradients and the optimizer's state of a rank.
+
+    trained: those that have gradients. matrices: those of which Muon has one moment; all else has Adam's.
+    """
     dense, experts = _held(weights, at)
     half = activations.element(config)
     standing = half * (dense + experts)
@@ -195,11 +203,22 @@ def _states(config: RunConfig, at: Layout, weights: Weights, trained: Weights) -
         (at.dp * at.cp, max(1, at.world // (at.pp * at.etp * at.ep))) if _sharded(config) else (1, 1)
     )
     owned = dense // shards + experts // expert_shards
+    optimizer = config.section("optimizer")
+    one_moment = sum(_held(matrices, at)) if muon.computes(optimizer) else 0
     return {
         WEIGHTS: standing,
         GRADIENTS: _gradient(config, half) * _summed(config, at, dense, experts),
-        OPTIMIZER: _of_optimizer(config.section("optimizer"), half) * owned,
+        OPTIMIZER: _of_optimizer(optimizer, half) * owned - FP32 * one_moment,
     }
+
+
+def _of_step(config: RunConfig, at: Layout, largest: int) -> int:
+    """Bytes of Muon's step: of the largest matrix the whole, the iterate before and after, and two of its squares."""
+    optimizer = config.section("optimizer")
+    if not muon.computes(optimizer):
+        return 0
+    matrix = largest if optimizer.get(muon.TP_MODE) == muon.WHOLE else largest // at.tp
+    return FP32 * (3 * matrix + 2 * min(matrix, config.model["hidden_size"] ** 2))
 
 
 def _held(weights: Weights, at: Layout) -> tuple[int, int]:
@@ -238,7 +257,7 @@ def _gradient(config: RunConfig, half: int) -> int:
 
 def _of_optimizer(optimizer: Mapping[str, Any], half: int) -> int:
     """Bytes the optimizer keeps of a parameter: a master weight of 32 bits, and moments."""
-    moments = MOMENTS.get(optimizer["optimizer"], 1)
+    moments = MOMENTS.get("adam" if muon.computes(optimizer) else optimizer["optimizer"], 1)
     master = 0 if half == FP32 else FP32
     if not optimizer.get("use_precision_aware_optimizer"):
         return master + moments * FP32
@@ -280,7 +299,8 @@ def _working(
     largest: numbers of the rank's part of the largest matrix.
     """
     matrix, hidden = largest * batch.element, batch.tokens * batch.widths.hidden
-    moments = [max((_backward(config, batch, layer) for layer in held), default=0) + matrix]
+    layers = max((_backward(config, batch, layer) for layer in held), default=0)
+    moments = [layers + matrix * (2 if batch.rounds else 1)]  # with one rounded copy of a weight
     arithmetic = config.numerics.arithmetic
     tries = arithmetic is not None and arithmetic.tries_products and config.device.kind == "gpu"
     # numerics/products/contraction.py tries a sum over shards: two outputs, two sums of pairs, and what fills the
@@ -306,10 +326,15 @@ def _working(
 
 
 def _backward(config: RunConfig, batch: MicroBatch, layer: str) -> int:
-    """The gradients of a layer's widest part; after recomputation also all that the layer has computed again."""
+    """The gradients of a layer's widest part; after recomputation also all that the layer has computed again.
+
+    Gradients that are rounded are so along both sides.
+    """
     rows = [activations.kept(batch, part) for part in layer]
     again = config.model.get("recompute_granularity") == "full"
-    return max(max(part.values()) for part in rows) + again * sum(sum(part.values()) for part in rows)
+    widest = max(max(part.values()) * (2 if batch.rounds else 1) for part in rows)
+    widest = max(widest, *(activations.temporary(batch, part) for part in layer))
+    return widest + again * sum(sum(part.values()) for part in rows)
 
 
 def _stock_loss(b: MicroBatch, logits: int, largest: int, tp: int) -> tuple[int, ...]:

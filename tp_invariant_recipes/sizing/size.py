@@ -2,11 +2,12 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 from tp_invariant_recipes.coverage import delta_net
+from tp_invariant_recipes.coverage.invariance import LEARNED
 from tp_invariant_recipes.numerics.megatron import families
 
 Model = dict[str, Any]  # the section `model` of a composed tree
@@ -55,7 +56,8 @@ class Widths:
     kv_latent, shared_key: its latent of keys and values; the key that all heads share. 0: no such attention.
     inner, states:    of a Mamba layer: of x and z; of B and C together.
     gate:             of attention's output; 0: it has none.
-    delta_key, delta_value: of a gated delta net: of its keys, and of its values, of all heads; delta_heads: of values.
+    delta_key, delta_value: of a gated delta net: of its keys, and of its values, of all heads; delta_heads: of values;
+                      delta_key_head: features of one key.
     gates:            matrices that a feed-forward part has before its activation: 2 with a gate, else 1.
     """
 
@@ -78,6 +80,7 @@ class Widths:
     delta_key: int
     delta_value: int
     delta_heads: int
+    delta_key_head: int
 
 
 def widths(model: Model) -> Widths:
@@ -113,6 +116,7 @@ def widths(model: Model) -> Widths:
         delta_key=delta_key,
         delta_value=delta_value,
         delta_heads=delta_heads,
+        delta_key_head=families.delta_sizes(model).get("linear_key_head_dim", 0),
     )
 
 
@@ -143,6 +147,11 @@ def layers(model: Model) -> Counter[str]:
 
 def weights(model: Model, part: str) -> Weights:
     """The parameters of one part of a layer, with the norm before it."""
+    return matrices(model, part) + _others(model, part)
+
+
+def matrices(model: Model, part: str) -> Weights:
+    """The matrices of one part of a layer, which Muon updates."""
     w = widths(model)
     if part == ATTENTION and latent(model):
         heads = model["num_attention_heads"]
@@ -150,36 +159,62 @@ def weights(model: Model, part: str) -> Weights:
         up = w.kv_latent * (w.key - heads * w.shared_key + w.value)
         out = w.core * w.hidden
         down = w.hidden * (w.q_latent + w.kv_latent + w.shared_key)
-        norms = w.hidden + ((w.q_latent + w.kv_latent) if model.get("qk_layernorm") else 0)
-        return Weights(split=up_query + up + out, whole=down + norms, largest=max(up_query, up, out))
+        return Weights(split=up_query + up + out, whole=down, largest=max(up_query, up, out))
     if part == ATTENTION:
         qkv, out = w.hidden * (w.query + w.gate + 2 * w.key), w.query * w.hidden
-        norms = _head_norms(model, w) + _more_norms(model) * w.hidden
-        biases = w.query + w.gate + 2 * w.key if model.get("add_qkv_bias") or model.get("add_bias_linear") else 0
-        return Weights(split=qkv + out + biases, whole=w.hidden + norms, largest=max(qkv, out))
+        return Weights(split=qkv + out, largest=max(qkv, out))
     if part == DELTA_NET:
-        rows = 2 * (w.delta_key + w.delta_value + w.delta_heads)
-        small = TAPS * (2 * w.delta_key + w.delta_value) + 2 * w.delta_heads  # the convolution; A and the bias of dt
-        norms = w.hidden + w.delta_value // w.delta_heads
-        return Weights(w.hidden * (rows + w.delta_value) + small, norms, largest=w.hidden * rows)
+        rows = w.hidden * 2 * (w.delta_key + w.delta_value + w.delta_heads)
+        return Weights(split=rows + w.hidden * w.delta_value, largest=rows)
     if part == MLP:
-        norms, both = (1 + _more_norms(model)) * w.hidden, w.gates * w.hidden * w.ffn
-        return Weights(split=both + w.hidden * w.ffn, whole=norms, largest=both)
+        both = w.gates * w.hidden * w.ffn
+        return Weights(split=both + w.hidden * w.ffn, largest=both)
     if part == EXPERTS:
-        count, shared = model["num_moe_experts"], (w.gates + 1) * w.hidden * w.shared
+        count, shared = model["num_moe_experts"], w.hidden * w.shared
         latent_size = model.get("moe_latent_size") or 0
         each = (w.gates + 1) * (latent_size or w.hidden) * w.moe_ffn
         return Weights(
-            split=shared,
-            # the norm, the router, the projections to latents, the gate of shared experts
-            whole=w.hidden * (1 + count + 2 * latent_size + bool(w.shared and model.get(delta_net.EXPERT_GATE))),
+            split=(w.gates + 1) * shared,
+            # the router, the projections to latents, the gate of shared experts
+            whole=w.hidden * (count + 2 * latent_size + bool(w.shared and model.get(delta_net.EXPERT_GATE))),
             experts=count * each,
-            largest=w.gates * w.hidden * w.shared,
+            largest=w.gates * shared,
         )
-    rows = 2 * w.inner + w.states + w.mamba_heads
-    convolved = w.inner + w.states
-    small = convolved * (TAPS + 1) + 3 * w.mamba_heads + w.inner  # the convolution; A, D and the bias of dt; the norm
-    return Weights(split=w.hidden * (rows + w.inner) + small, whole=w.hidden, largest=w.hidden * rows)
+    rows = w.hidden * (2 * w.inner + w.states + w.mamba_heads)
+    return Weights(split=rows + w.hidden * w.inner, largest=rows)
+
+
+def _others(model: Model, part: str) -> Weights:
+    """The norms, biases, convolutions and numbers of heads of one part of a layer."""
+    w, biased = widths(model), bool(model.get("add_bias_linear"))
+    one, more = norm(model), _more_norms(model) * norm(model)
+    if part == ATTENTION and latent(model):
+        return Weights(whole=one + ((w.q_latent + w.kv_latent) if model.get("qk_layernorm") else 0))
+    if part == ATTENTION:
+        biases = w.query + w.gate + 2 * w.key if model.get("add_qkv_bias") or biased else 0
+        sinks = model["num_attention_heads"] if model.get("softmax_type") == "learnable" else 0
+        return Weights(split=biases + sinks, whole=one + more + _head_norms(model, w) + biased * w.hidden)
+    if part == DELTA_NET:
+        # The convolution; A and the bias of dt; the norm of all heads.
+        convolved = TAPS * (2 * w.delta_key + w.delta_value)
+        return Weights(split=convolved + 2 * w.delta_heads, whole=one + w.delta_value // w.delta_heads)
+    if part == MLP:
+        return Weights(split=biased * w.gates * w.ffn, whole=one + more + biased * w.hidden)
+    if part == EXPERTS:
+        count = model["num_moe_experts"] * biased
+        shared = biased * bool(w.shared)
+        return Weights(
+            split=shared * w.gates * w.shared,
+            whole=one + count + shared * w.hidden,  # count: the router's
+            experts=count * (w.gates * w.moe_ffn + w.hidden),
+        )
+    convolved = (TAPS + 1) * (w.inner + w.states)
+    return Weights(split=convolved + 3 * w.mamba_heads + w.inner, whole=one)  # A, D and the bias of dt; its own norm
+
+
+def norm(model: Model) -> int:
+    """Parameters of a norm over the hidden size."""
+    return model["hidden_size"] * (2 if model.get("normalization") == "LayerNorm" else 1)
 
 
 def _head_norms(model: Model, w: Widths) -> int:
@@ -238,10 +273,16 @@ def embedding(model: Model) -> Weights:
     return Weights(split=size, largest=size)
 
 
-def ahead(model: Model) -> Weights:
+def positions(model: Model) -> Weights:
+    """The parameters of learned positions, which every rank of tp has whole."""
+    learned = model.get("position_embedding_type") == LEARNED
+    return Weights(whole=model["seq_length"] * model["hidden_size"] if learned else 0)
+
+
+def ahead(model: Model, of: Callable[[Model, str], Weights] = weights) -> Weights:
     """The parameters of multi-token prediction: of each depth its layers, a projection and three norms.
 
-    The layers are one like the model's last, or those of a hybrid model's pattern.
+    The layers are one like the model's last, or those of a hybrid model's pattern. of: what counts; `matrices`: those.
     """
     depths, hidden = model.get("mtp_num_layers") or 0, model["hidden_size"]
     if not depths:
@@ -251,8 +292,9 @@ def ahead(model: Model) -> Weights:
         frequency = model.get("moe_layer_freq") or 1
         sparse = bool(model.get("num_moe_experts")) and (bool(frequency[-1]) if isinstance(frequency, list) else True)
         pattern = ATTENTION + (EXPERTS if sparse else MLP)
-    layers = sum((weights(model, part) for part in pattern), Weights())
-    projection = Weights(split=2 * hidden * hidden, whole=3 * hidden, largest=2 * hidden * hidden)
+    layers = sum((of(model, part) for part in pattern), Weights())
+    norms = 3 * norm(model) if of is weights else 0
+    projection = Weights(split=2 * hidden * hidden, whole=norms, largest=2 * hidden * hidden)
     return (layers + projection) * (1 if model.get("mtp_use_repeated_layer") else depths)
 
 
@@ -260,4 +302,4 @@ def parameters(model: Model) -> int:
     """How many parameters a model section describes."""
     ends = embedding(model).total * (1 if model.get("share_embeddings_and_output_weights") else 2)
     inside = sum(count * weights(model, part).total for layer, count in layers(model).items() for part in layer)
-    return ends + model["hidden_size"] + inside + ahead(model).total
+    return ends + positions(model).total + norm(model) + inside + ahead(model).total
