@@ -61,3 +61,14 @@ def test_a_cpu_multiplies_whole_vectors():
     assert "on a CPU seq * model.num_attention_heads * model.kv_channels" in refused(
         "seq=8", "model.kv_channels=10", "model.num_moe_experts=32", device="cpu"
     )
+
+
+@pytest.mark.parametrize(
+    "override, says",
+    (
+        ("model.normalization=LayerNorm", "LayerNorm is covered for GPT models without multi-token prediction or lay"),
+        ("model.position_embedding_type=learned_absolute", "learned positions are covered for GPT models"),
+    ),
+)
+def test_what_only_plain_layers_have_is_refused(override, says):
+    assert says in refused(override, "model.qk_layernorm=false")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tp_invariant_recipes.config import bounds
+from tests.trees import with_fields
+from tp_invariant_recipes.config import bounds, relations
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.data.prepared import PreparedData
@@ -21,6 +22,37 @@ def test_all_are_listed_at_once():
     with pytest.raises(ConfigError) as refused:
         compose("qwen3_toy", ["lr=nan", "model.num_layer=3", "model.num_attention_heads=3", "seq=0"], device="cpu")
     assert len(refused.value.problems) >= 4
+
+
+EACH = "model.num_layers=2 layers need a 0 or a 1 each"
+_NETS = {"experimental_attention_variant": "gated_delta_net"}
+# Fields of a model of two layers, what is said.
+PATTERNS = (
+    ({"no_rope_freq": [1]}, f"model.no_rope_freq=[1]: {EACH}"),
+    ({"no_rope_freq": [2, 0]}, f"model.no_rope_freq=[2, 0]: {EACH}"),
+    (
+        {"no_rope_freq": 2, "position_embedding_type": "learned_absolute"},
+        "model.no_rope_freq: model.position_embedding_type=learned_absolute has no rotary positions; leave it unset",
+    ),
+    ({"no_rope_freq": 2, "multi_latent_attention": True}, "model.no_rope_freq: multi-latent attention turns"),
+    ({"num_moe_experts": 8, "moe_layer_freq": [0, 1, 1]}, f"model.moe_layer_freq=[0, 1, 1]: {EACH}"),
+    ({"num_moe_experts": 8, "moe_layer_freq": 0}, "model.moe_layer_freq=0: must be at least 1"),
+    ({"window_size": [8, 0], "window_attn_skip_freq": 0}, "model.window_attn_skip_freq=0: must be at least 1"),
+    ({**_NETS, "linear_attention_freq": [1]}, f"model.linear_attention_freq=[1]: {EACH}"),
+    ({**_NETS, "linear_attention_freq": [0, 1], "mtp_num_layers": 1}, "model.mtp_num_layers=1: multi-token prediction"),
+    ({**_NETS, "linear_attention_freq": 4, "mtp_num_layers": 1}, "model.mtp_num_layers=1: multi-token prediction"),
+    ({"no_rope_freq": [0, 1]}, None),
+    ({"no_rope_freq": 0}, None),
+    ({"moe_layer_freq": [0, 1, 1]}, None),  # it has no experts
+    ({**_NETS, "linear_attention_freq": [1, 0], "mtp_num_layers": 1}, None),
+)
+
+
+@pytest.mark.parametrize("fields, says", PATTERNS)
+def test_a_pattern_says_something_of_each_layer(fields, says):
+    changed = {f"model__{name}": value for name, value in fields.items()}
+    found = relations.problems(with_fields(compose("qwen3_toy", device="cpu").config, **changed))
+    assert [line.startswith(str(says)) for line in found] == [True] * (says is not None)
 
 
 def test_a_number_of_a_file_is_refused_beside_one_that_is_typed(tmp_path):

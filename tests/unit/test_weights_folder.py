@@ -332,6 +332,27 @@ def test_a_models_config_round_trips(tmp_path):
     assert hf_models.sizes_of(family, model)["rope_factor"] == 32.0
 
 
+@pytest.mark.parametrize(
+    "model, field, value",
+    (
+        ("qwen3_toy", "no_rope_freq", [0, 1]),
+        ("qwen3_toy", "softmax_scale", 0.5),
+        ("qwen3_moe_toy", "moe_latent_size", 32),
+        ("qwen3_moe_toy", "moe_router_topk_scaling_factor", 2.5),
+        ("qwen3_moe_toy", "moe_router_group_topk", 1),
+        ("gpt_oss_toy", "no_rope_freq", [1, 0]),
+        ("olmoe_toy", "activation_func_clamp_value", 7.0),
+    ),
+)
+def test_a_model_with_what_no_config_json_says_has_no_architecture(model, field, value):
+    """transformers would compute another model from the same weights."""
+    like = hf_folders.of(model)
+    assert not isinstance(hf_models.family_of(like), str)
+    found = hf_models.family_of({**like, field: value})
+    assert isinstance(found, str)
+    assert f"no architecture that tpi imports or exports has model.{field}={value};" in found
+
+
 def test_a_folder_of_another_architecture_names_no_model(tmp_path):
     folder = hf_folders.make(tmp_path / "a", TOY, change=lambda config, _: config.update(architectures=["Other"]))
     with pytest.raises(ConfigError, match=r"its config.json is of .*Other.*; tpi imports LlamaForCausalLM, "):

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
+from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.settings.values import value_text
 
 # Services that keep the curves of many runs.
 EXPERIMENTS = ("wandb", "mlflow", "comet")
@@ -109,6 +111,45 @@ def _divides(of: str, by: str, unless: str | None = None) -> Callable[[RunConfig
         return f"model.{of}={total} is not a multiple of model.{by}={part}; change one of them{hint}"
 
     return rule
+
+
+# Which layers have what: a 0 or a 1 for each layer, or every how many. Field of the model -> what reads it.
+PER_LAYER: dict[str, Callable[[RunConfig], Any]] = {
+    "linear_attention_freq": lambda t: families.delta_sizes(t.model),
+    "moe_layer_freq": lambda t: t.model.get("num_moe_experts"),
+    "no_rope_freq": lambda t: True,
+    "window_attn_skip_freq": lambda t: t.model.get("window_size"),
+}
+
+
+def _per_layer(name: str) -> Callable[[RunConfig], str | None]:
+    """The rule that a field of PER_LAYER says something of each layer."""
+
+    def rule(config: RunConfig) -> str | None:
+        layers, value = config.model.get("num_layers"), config.model.get(name)
+        if layers is None or value is None or not PER_LAYER[name](config):
+            return None
+        if isinstance(value, list | tuple):
+            right = len(value) == layers and {*value} <= {0, 1}
+            need = f"model.num_layers={layers} layers need a 0 or a 1 each"
+        else:
+            right, need = value != 0 or name == "no_rope_freq", "must be at least 1"
+        return None if right else f"model.{name}={value_text(value)}: {need}"
+
+    return rule
+
+
+def _without_rotary(config: RunConfig) -> str | None:
+    """`no_rope_freq` where there is nothing to leave out, or where Megatron-Core leaves nothing out."""
+    model, key = config.model, "model.no_rope_freq"
+    positions = model.get("position_embedding_type", "rope")
+    if not model.get("no_rope_freq"):
+        return None
+    if model.get("multi_latent_attention"):
+        return f"{key}: multi-latent attention turns queries and keys in every layer; leave it unset"
+    if positions not in ("rope", "yarn"):
+        return f"{key}: model.position_embedding_type={positions} has no rotary positions; leave it unset"
+    return None
 
 
 def _at_most(low: str, high: str, of: str = "model") -> Callable[[RunConfig], str | None]:
@@ -244,6 +285,8 @@ RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _divides("num_attention_heads", "num_query_groups"),
     _divides("num_moe_experts", "moe_router_num_groups"),
     _divides("mamba_num_heads", "mamba_num_groups"),
+    *map(_per_layer, PER_LAYER),
+    _without_rotary,
     _at_most("moe_router_topk", "num_moe_experts"),
     _at_most("moe_router_group_topk", "moe_router_num_groups"),
     _at_most("tokenizer.vocab_size", "model.vocab_size"),

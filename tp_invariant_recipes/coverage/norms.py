@@ -14,8 +14,8 @@ RMS, LAYER = "RMSNorm", "LayerNorm"
 def other_layers(config: RunConfig) -> bool:
     """Whether a model has layers that no plain GPT model has."""
     model = config.model
-    hybrid = "hybrid_layer_pattern" in model
-    return bool(hybrid or latent.has_it(config) or families.of(model) or model.get("mtp_num_layers"))
+    own = "hybrid_layer_pattern" in model or families.of(model) or families.delta_sizes(model)
+    return bool(own or latent.has_it(config) or model.get("mtp_num_layers"))
 
 
 def _of_layer_norms(wrong: Callable[[RunConfig], bool]) -> Callable[[RunConfig], bool]:

@@ -50,6 +50,15 @@ SHARED: dict[str, tuple[Any, Any]] = {
     "moe_router_enable_expert_bias": (False, False),
     "moe_router_score_function": ("softmax", "softmax"),
     "should_pad_vocab": (False, False),
+    "no_rope_freq": (None, None),
+    "softmax_scale": (None, None),
+    "attn_logit_softcapping": (None, None),
+    "final_logit_softcapping": (None, None),
+    "activation_func_clamp_value": (None, None),
+    "glu_linear_offset": (0.0, 0.0),
+    "moe_latent_size": (None, None),
+    "moe_router_topk_scaling_factor": (None, None),
+    "moe_router_group_topk": (None, None),
 }
 # The same of config.json, where an architecture has the field.
 FIXED = {

@@ -16,6 +16,7 @@ from typing import Any
 
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, given, parse_all
+from tp_invariant_recipes.coverage.invariance import LEARNED
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, TpiError, listed
 from tp_invariant_recipes.files import sync_folder, write_atomically
@@ -140,6 +141,9 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
         encode, _, digest = sequences.tokenizer(tokenizer)
     file, out = file.expanduser().absolute(), out.expanduser().absolute()
     read = sequences.survey(file, config.model["vocab_size"], encode)
+    if config.model.get("position_embedding_type") == LEARNED and read.longest > config.model["seq_length"]:
+        positions = f"the model has learned {config.model['seq_length']} positions"
+        raise ConfigError(f"{file}: a sequence has {read.longest} tokens, and {positions}; leave longer ones out")
     numerics = {name: getattr(config.numerics, name) for name in ("mode", "virtual_shards", "context_shards")}
     identity = {
         "schema": 1,

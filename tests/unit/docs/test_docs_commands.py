@@ -112,6 +112,8 @@ def composable() -> list[tuple[str, str, bool]]:
                 words = ["numerics=stock", *words, *(given["against"] or ())]
             words += [f"ledger.trace={given['trace']}"] if given.get("trace") else []
             sized = not any(word.startswith("model.") and not _ours(word) for word in words)
+            if any(word.startswith("model.moe_layer_freq") for word in words):  # a number for each layer
+                words = [word for word in words if not word.startswith("model.num_layers")]
             found[given.get("model") or "qwen3_toy", " ".join(map(_here, filter(_ours, words))), sized] = None
     return list(found)
 
