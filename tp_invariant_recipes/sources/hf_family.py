@@ -52,8 +52,6 @@ SHARED: dict[str, tuple[Any, Any]] = {
     "should_pad_vocab": (False, False),
     "no_rope_freq": (None, None),
     "softmax_scale": (None, None),
-    "attn_logit_softcapping": (None, None),
-    "final_logit_softcapping": (None, None),
     "activation_func_clamp_value": (None, None),
     "glu_linear_offset": (0.0, 0.0),
     "moe_latent_size": (None, None),
