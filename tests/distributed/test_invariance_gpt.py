@@ -1,5 +1,7 @@
 """GPT as Megatron's defaults have it under `numerics=tree`: LayerNorm, learned positions, biases and GELU."""
 
+import json
+
 import pytest
 
 from tests.distributed.scenario import STOCK, agree, stock_differs, unequal
@@ -78,6 +80,21 @@ def test_a_norms_bias_needs_its_tree_sum(scenario):
     assert one[0].loss == two[0].loss
     assert one[0].gradients != two[0].gradients
     assert unequal(one, two)
+
+
+@pytest.mark.release
+def test_padded_sequences_are_scored_and_longer_ones_refused(tpi):
+    """Scoring pads to more tokens than there are learned positions."""
+    tpi("train", *MODEL.split(), "gbs=1", "iters=1", "save=1", "run.dir=run", status=0)
+    for name, length in (("fits", 32), ("longer", 33)):
+        rows = [{"tokens": [*range(count)]} for count in (5, length)]
+        (tpi.folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    for tp in (1, 2):
+        tpi("score", "run", "fits.jsonl", f"tp={tp}", "--out", f"tp{tp}.scores", status=0)
+    one, two = ((tpi.folder / f"tp{tp}.scores").read_bytes() for tp in (1, 2))
+    assert one == two
+    said = tpi("score", "run", "longer.jsonl", "--out", "longer.scores", status=2).stderr
+    assert "a sequence has 33 tokens, and the model has learned 32 positions; leave longer ones out" in said
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def _uneven(layers: int, stages: int, ends: dict[str, int]) -> str | None:
     said = " and ".join(f"model.{key}={count}" for key, count in ends.items())
     return (
         f"{said} of model.num_layers={layers} leaves {between} layers for the other {left} of pp={stages} stages; "
-        f"each of them needs the same number"
+        f"each of them needs the same number; change it, or {' '.join(f'model.{key}=null' for key in ends)}"
     )
 
 

@@ -131,6 +131,7 @@ class Forward:
         self.shards = config.numerics.context_shards or config.model["context_parallel_size"]
         self.multiple = max(CONTEXTS * self.shards, self.shards * (config.numerics.virtual_shards or 1))
         self.alone = depends_on_rows(config)
+        self.learned = config.model["seq_length"]  # positions, if any: padding, which no token sees, has the last one
         # In training mode kernels are those of a training step, without the dropout that planning has refused.
         model.train()
         inner = unwrap_model(model)
@@ -173,9 +174,8 @@ class Forward:
         heartbeat.sign(Phase.LONG_STEP, self.count)
         tokens, targets = _tensors(batch, window)
         held = self._held(batch.length)
-        hidden = model(
-            input_ids=tokens[:, held].cuda(), position_ids=held.expand(len(tokens), -1).cuda(), attention_mask=None
-        )
+        positions = held.clamp(max=self.learned - 1).expand(len(tokens), -1)
+        hidden = model(input_ids=tokens[:, held].cuda(), position_ids=positions.cuda(), attention_mask=None)
         if self.head is None:
             return hidden, None
         return self.head(hidden, targets[:, held]), None
