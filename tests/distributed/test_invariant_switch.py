@@ -204,6 +204,13 @@ def test_muon_of_parts_of_matrices_is_refused(bridge):
         on_ranks(1, V, switched, "1", program, True, {}, blockwise)
 
 
+@pytest.mark.release
+def test_copies_of_experts_without_data_parallel_ranks_are_refused_layer_by_layer(bridge):
+    layer_wise = MUON | {"use_layer_wise_distributed_optimizer": True}
+    with pytest.raises(RuntimeError, match=r"without data-parallel ranks each copy of an expert counts as one of its"):
+        on_ranks(2, V, switched, "1", program, True, EXPERTS, layer_wise)
+
+
 def _refused_fsdp(mesh):
     from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 

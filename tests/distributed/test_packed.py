@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.distributed.faults import without
 from tests.distributed.test_finetuning import not_refused
 from tests.examples import EXAMPLES, example, write
 from tests.recipe_files import TUNED
@@ -183,6 +184,30 @@ def _same(found, expected):
         assert (packed.loss, packed.grad_norm) == (alone.loss, alone.grad_norm)
         assert (packed.gradients, packed.masters) == (alone.gradients, alone.masters)
     assert found[0].gradients
+
+
+GPT = (
+    *("model.normalization=LayerNorm", "model.position_embedding_type=learned_absolute"),
+    *("model.add_bias_linear=true", "model.bias_activation_fusion=false"),
+)
+
+
+@pytest.mark.release
+def test_packing_changes_no_bit_of_learned_positions(mine, shared):
+    """Which all sequences of a row have. Rows are longer, so there are more positions: the norm has their gradients."""
+    for packed, alone in zip(*_both(shared, "learned", "packed", "alone", *GPT), strict=True):
+        assert (packed.loss, packed.grad_norm) == (alone.loss, alone.grad_norm)
+        assert {name for name in alone.gradients if packed.gradients[name] != alone.gradients[name]} == {
+            "embedding.position_embeddings.weight"
+        }
+
+
+@pytest.mark.release
+def test_torchs_own_sums_of_learned_positions_depend_on_packing(mine, shared):
+    fault = without("LanguageModelEmbedding.__init__")
+    packed, alone = _both(shared, "torchs", "packed", "alone", *GPT, fault=fault)
+    assert packed[0].loss == alone[0].loss
+    assert packed[0].grad_norm != alone[0].grad_norm
 
 
 # What is left out -> what then depends on packing.

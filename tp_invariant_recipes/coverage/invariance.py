@@ -50,8 +50,7 @@ ACTIVATED = ("ffn_hidden_size", "moe_shared_expert_intermediate_size")
 
 DEFAULT_SHARDS = 8
 
-# model.position_embedding_type: a vector for each position. A sequence has each once, and a rank computes one sequence
-# after the other, so that no gradient of them is a sum in bf16.
+# model.position_embedding_type: a vector for each position.
 LEARNED = "learned_absolute"
 
 # Fields of the model that replace the invariant layers or sums by others.

@@ -1,5 +1,6 @@
 """Megatron-Core's local layers with invariant sums."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,6 +69,28 @@ class InvariantVocabParallelEmbedding(VocabParallelEmbedding):
         if elsewhere is not None:
             found = reduce_from_tensor_model_parallel_region(found, group=self.tp_group)
         return found + 0.0
+
+
+class InvariantPositionEmbedding(torch.nn.Embedding):
+    """A vector for each position. The sequences of a packed row have the same ones."""
+
+    config: Any
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[b, s] → [b, s, h]."""
+        return lookup(self.weight, input, None, of_a_rank(self.config))
+
+
+def with_positions(original: Callable[..., None]) -> Callable[..., None]:
+    """A replacement for LanguageModelEmbedding.__init__."""
+
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, config, *args, **kwargs)
+        if self.add_position_embedding:
+            self.position_embeddings.__class__ = InvariantPositionEmbedding
+            self.position_embeddings.config = config
+
+    return __init__
 
 
 class InvariantRMSNorm(NormForward, torch.nn.Module):

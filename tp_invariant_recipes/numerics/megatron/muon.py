@@ -49,11 +49,22 @@ def whole_matrices(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"optimizer={name} muon_tp_mode={config.muon_tp_mode} use_distributed_optimizer={distributed} has no "
                 f"invariant version; optimizer=muon muon_tp_mode={DUPLICATED} use_distributed_optimizer=False"
             )
+        if config.use_layer_wise_distributed_optimizer and _owns_copies(chunks, processes):
+            raise ConfigError(
+                "use_layer_wise_distributed_optimizer=True: without data-parallel ranks each copy of an expert counts "
+                "as one of its own; use_layer_wise_distributed_optimizer=False"
+            )
         optimizer, init_state = original(config, groups, name, chunks, processes)
         _gather(optimizer, chunks, processes.tp)
         return optimizer, init_state
 
     return _create_emerging_optimizer
+
+
+def _owns_copies(chunks: Iterable[Any], processes: Any) -> bool:
+    """As coverage/muon.py has it of a recipe's run."""
+    experts = any(chunk.config.num_moe_experts for chunk in chunks)
+    return experts and processes.dp_cp.size() == 1 < processes.expt_dp.size()
 
 
 def _gather(optimizer: Any, chunks: Iterable[Any], group: Any) -> None:

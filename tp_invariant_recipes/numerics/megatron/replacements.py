@@ -83,6 +83,11 @@ ROWS = (
         wraps=False,
     ),
     Row(
+        "megatron.core.models.common.embeddings.language_model_embedding:LanguageModelEmbedding.__init__",
+        "numerics.megatron.local:with_positions",
+        "torch adds up in bf16 what several sequences of a row give to a position",
+    ),
+    Row(
         "megatron.core.tensor_parallel:vocab_parallel_cross_entropy",
         "numerics.megatron.loss:cross_entropy_of_mode",
         "sum(exp) over the vocabulary crosses ranks",
