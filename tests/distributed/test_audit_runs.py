@@ -30,6 +30,13 @@ def test_the_same_arithmetic_is_equal_and_leaves_two_files(shared):
 
 
 @pytest.mark.release
+def test_multi_token_prediction_is_within_rounding(shared):
+    """It runs the embedding and the output layer once more."""
+    ahead = ("model.mtp_num_layers=1", "model.share_embeddings_and_output_weights=false")
+    assert "within rounding" in shared("audit", *SMALL, *ahead, "tp=2", "--dir", "ahead", status=0).stdout
+
+
+@pytest.mark.release
 def test_another_model_is_beyond_rounding_and_its_runs_stay(shared):
     done = shared("audit", *SMALL, "--against", "model.rotary_base=100", "--dir", "other", status=1)
     assert "beyond rounding: the output of rotary_pos_emb" in done.stdout

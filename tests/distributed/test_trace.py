@@ -51,6 +51,13 @@ PATTERNS = (
 )
 
 
+# Its embedding looks up tokens a second time, on the last stage, and its output layer has several inputs.
+AHEAD = (
+    "qwen3_toy seq=32 gbs=2 iters=1 model.mtp_num_layers=1 model.share_embeddings_and_output_weights=false "
+    "ledger.trace=1:1"
+)
+
+
 def untraced(steps):
     return [dataclasses.replace(step, trace=None) for step in steps]
 
@@ -72,6 +79,13 @@ def runs(tree):
     """The run that layouts are compared with, and one of another layout with the same dumps."""
     dump = f"ledger.dump=[{','.join(PATTERNS)}]"
     return {"one": tree(dump), "two": tree("tp=2", dump)}
+
+
+@pytest.mark.release
+def test_a_module_that_runs_again_in_a_micro_batch_is_traced_once(scenario):
+    traces = [scenario(AHEAD, layout).ledger()[0].trace for layout in ("tp=1", "tp=2", "pp=2")]
+    assert traces[0] == traces[1] == traces[2]
+    assert by_name(traces[0])["forward/embedding.word_embeddings/output"].digest
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -20,6 +20,7 @@ from tp_invariant_recipes.training.placement import NOTHING, ModuleRow, Placemen
 from tp_invariant_recipes.training.shards import GlobalSlice
 
 ROOT = "model"  # the name of the whole model among its modules
+EMBEDDING = "embedding"
 FORWARD, BACKWARD = "forward", "backward"
 
 
@@ -63,7 +64,12 @@ class _Stage:
 
 
 class ModuleHooks:
-    """The hooks of a step, and what they have seen."""
+    """The hooks of a step, and what they have seen.
+
+    once: of modules that run several times in a micro-batch, only the first time, which has a place of its own.
+    """
+
+    once = True
 
     def __init__(self, site: Site, step: int, dump: frozenset[str], dumps: DumpWriter | None) -> None:
         self.site, self.step = site, step
@@ -77,6 +83,8 @@ class ModuleHooks:
         number = (getattr(model, "vp_stage", None) or 0) * pipeline + parallel_state.get_pipeline_model_parallel_rank()
         stage = _Stage(number, first=model.pre_process, last=model.post_process)
         for name, module, row in _modules(model):
+            if self.once and name.partition(".")[0] == EMBEDDING and not stage.first:
+                continue  # multi-token prediction has a copy of it
             watched = _HookedModule(self, stage, name, row)
             self._handles.append(module.register_forward_pre_hook(watched.before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(watched.after))
@@ -177,7 +185,8 @@ class _HookedModule:
         self.hooks, self.stage, self.name, self.row = hooks, stage, name, row
         ends = row is None or not row.stages
         self.has_input, self.has_output = ends or stage.first, ends or stage.last
-        self.calls: list[_Call] = []
+        self.calls: list[_Call | None] = []
+        self.latest: int | None = None  # micro-batch of a forward pass
 
     def before(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Record the inputs."""
@@ -185,6 +194,10 @@ class _HookedModule:
         if self.name == ROOT and not again:
             self.stage.forward += 1
         micro_batch = self.stage.backward if again else self.stage.forward
+        if self.hooks.once and not again and micro_batch == self.latest:  # of multi-token prediction
+            self.calls.append(None)
+            return
+        self.latest = self.latest if again else micro_batch
         inputs = _inputs(self.row, args, kwargs) if self.has_input else []
         call = _Call(torch.autograd._get_sequence_nr(), micro_batch, again, inputs)
         self.calls.append(call)
@@ -195,6 +208,8 @@ class _HookedModule:
     def after(self, module: Any, args: tuple, output: Any) -> None:
         """Record the outputs, and hook the gradients."""
         call = self.calls.pop()
+        if call is None:
+            return
         outputs = _outputs(self.row, output) if self.has_output else []
         if not call.again:
             for tensor, x, rule in outputs:
