@@ -139,6 +139,19 @@ def _per_layer(name: str) -> Callable[[RunConfig], str | None]:
     return rule
 
 
+def _ahead_of_delta_nets(config: RunConfig) -> str | None:
+    model, every = config.model, config.model.get("linear_attention_freq")
+    layers, ahead = model.get("num_layers"), model.get("mtp_num_layers")
+    if not (ahead and every and layers and families.delta_sizes(model)):
+        return None
+    if (not every[-1]) if isinstance(every, list) else layers % every == 0:
+        return None
+    return (
+        f"model.mtp_num_layers={ahead}: multi-token prediction repeats the last layer, and no gated delta net; "
+        f"a model.linear_attention_freq whose last layer is attention, or model.mtp_num_layers=null"
+    )
+
+
 def _without_rotary(config: RunConfig) -> str | None:
     """`no_rope_freq` where there is nothing to leave out, or where Megatron-Core leaves nothing out."""
     model, key = config.model, "model.no_rope_freq"
@@ -286,6 +299,7 @@ RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _divides("num_moe_experts", "moe_router_num_groups"),
     _divides("mamba_num_heads", "mamba_num_groups"),
     *map(_per_layer, PER_LAYER),
+    _ahead_of_delta_nets,
     _without_rotary,
     _at_most("moe_router_topk", "num_moe_experts"),
     _at_most("moe_router_group_topk", "moe_router_num_groups"),
