@@ -686,6 +686,8 @@ PORTABLE_EXPERTS = Family(
                 "moe_router_pre_softmax=true",
                 "moe_router_topk_scaling_factor=2.5",
                 "moe_router_dtype=fp32",
+                "moe_z_loss_coeff=0.1",
+                "moe_latent_size=32",
             )
         },
     },

@@ -41,6 +41,7 @@ ABSENT = (
     "moe_router_topk_scaling_factor",
     "moe_router_dtype",
     "moe_z_loss_coeff",
+    "moe_latent_size",
 )
 EXPERTS = (
     _experts(
