@@ -141,7 +141,6 @@ NUMBERS = Family(
 
 ASYNC_SAVE = "checkpoint.async_save=true checkpoint.async_strategy=mcore"
 CENTRED = "model.layernorm_zero_centered_gamma"
-_DELTA = "model.experimental_attention_variant=gated_delta_net"
 RELATIONS = Family(
     "qwen3_toy numerics=stock",
     {
@@ -165,19 +164,6 @@ RELATIONS = Family(
         "logger.tensorboard_dir=x logging.kind=tensorboard": "logger.tensorboard_dir=x",
         "logger.wandb_exp_name=x logging.kind=wandb": "logger.wandb_exp_name=x",
         f"device.kind=cpu model.normalization=LayerNorm {CENTRED}=true": f"{CENTRED}=true: torch's LayerNorm has none",
-        "model.no_rope_freq=[1]": "model.no_rope_freq=[1]: model.num_layers=2 layers need a 0 or a 1 each",
-        "model.no_rope_freq=[2,0]": "model.no_rope_freq=[2, 0]: model.num_layers=2 layers need a 0 or a 1 each",
-        "model.no_rope_freq=2 model.position_embedding_type=learned_absolute": "model.no_rope_freq: model.position_"
-        "embedding_type=learned_absolute has no rotary positions; leave it unset",
-        "model.no_rope_freq=2 model.multi_latent_attention=true": "model.no_rope_freq: multi-latent attention turns",
-        "model.num_moe_experts=8 model.moe_layer_freq=[0,1,1]": "model.moe_layer_freq=[0, 1, 1]: model.num_layers=2 "
-        "layers need a 0 or a 1 each",
-        "model.num_moe_experts=8 model.moe_layer_freq=0": "model.moe_layer_freq=0: must be at least 1",
-        "model.window_size=[8,0] model.window_attn_skip_freq=0": "model.window_attn_skip_freq=0: must be at least 1",
-        f"{_DELTA} model.linear_attention_freq=[0,1] model.mtp_num_layers=1": "model.mtp_num_layers=1: multi-token "
-        "prediction repeats the last layer, and no gated delta net; ",
-        f"{_DELTA} model.linear_attention_freq=[1]": "model.linear_attention_freq=[1]: model.num_layers=2 layers need a "
-        "0 or a 1 each",
     },
     taken=(
         "model.num_attention_heads=16",
@@ -187,9 +173,6 @@ RELATIONS = Family(
         "tokenizer.vocab_size=512",
         "model.num_attention_heads=6 model.num_query_groups=6 model.kv_channels=16",
         "logger.tensorboard_dir=x",
-        "model.no_rope_freq=[0,1]",
-        "model.no_rope_freq=0",
-        "model.moe_layer_freq=[0,1,1]",
     ),
 )
 

@@ -97,6 +97,12 @@ def test_muon_needs_its_package_on_a_cpu_too(machine_with, tmp_path):
     preflight_check(tmp_path, "qwen3_toy", "optimizer.optimizer=muon", device="cpu")
 
 
+def test_gradients_are_added_in_place_with_apex_only():
+    config = compose("qwen3_toy", ["model.gradient_accumulation_fusion=true"], device="cpu").config
+    (said,) = preflight.machine_problems(config)
+    assert said.startswith("model.gradient_accumulation_fusion=true: Megatron-Core's output layer needs Apex for it")
+
+
 def test_stock_delta_nets_need_their_kernels(machine_with, tmp_path):
     machine_with([H200])
     (said,) = preflight_problems(tmp_path, "qwen3_next_toy")

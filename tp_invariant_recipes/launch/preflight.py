@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 
 from tp_invariant_recipes.errors import ConfigError, listed
@@ -51,7 +52,7 @@ def check(config: RunConfig, run_dir: RunDir, *, here: bool = True, imported: bo
 
 def machine_problems(config: RunConfig) -> list[str]:
     """What this machine lacks of what the layers of a run need."""
-    return [*_gpus(config), *_optimizer(config), *registry.problems(config), *_flash(config)]
+    return [*_gpus(config), *_optimizer(config), *_apex(config), *registry.problems(config), *_flash(config)]
 
 
 def _optimizer(config: RunConfig) -> list[str]:
@@ -60,6 +61,13 @@ def _optimizer(config: RunConfig) -> list[str]:
         return []
     how = f"make, or pip install {package} in a container (tpi doctor)"
     return [f"optimizer.optimizer={name} needs {package}, which is not installed: {how}"]
+
+
+def _apex(config: RunConfig) -> list[str]:
+    key = "model.gradient_accumulation_fusion"
+    if not config.model.get("gradient_accumulation_fusion") or find_spec("fused_weight_gradient_mlp_cuda"):
+        return []
+    return [f"{key}=true: Megatron-Core's output layer needs Apex for it, which is on no registry; {key}=false"]
 
 
 def _flash(config: RunConfig) -> list[str]:
