@@ -36,6 +36,12 @@ def listed(problems: Sequence[str]) -> str:
     return "\n".join([*lines, f"for the invariant numerics: change these, {OR_STOCK}"] if closing else lines)
 
 
+def refuse(problems: Sequence[str]) -> None:
+    """Raise ConfigError that lists these problems, if there are any."""
+    if problems:
+        raise ConfigError(listed(problems), problems)
+
+
 class DataError(TpiError):
     """Training data is missing, unreadable, empty or not what it claims to be."""
 

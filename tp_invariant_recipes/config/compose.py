@@ -13,7 +13,7 @@ from tp_invariant_recipes.config import (
 )
 from tp_invariant_recipes.config.overrides import Override, given, parse, parse_all
 from tp_invariant_recipes.coverage import adjusted, guard, invariance
-from tp_invariant_recipes.errors import ConfigError, listed
+from tp_invariant_recipes.errors import ConfigError, listed, refuse
 from tp_invariant_recipes.settings import (
     conf_files,
     cuda_graphs,
@@ -121,8 +121,7 @@ def _compose(
             config = _adjusted(model, sound, RunConfig(sections))
             problems += _broken_rules(config)
             problems += also(config) if also else []
-    if problems:
-        raise ConfigError(listed(problems), problems)
+    refuse(problems)
     chosen = None
     if graph_choice.decides(sound, recipe=recipe_source.is_recipe(model)):
         config, chosen = _with_graphs(model, sound, config)

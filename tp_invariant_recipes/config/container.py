@@ -11,7 +11,7 @@ from packaging.version import Version
 
 from tp_invariant_recipes.config.null_tokenizer import megatron_vocab_size
 from tp_invariant_recipes.coverage import allowed_fields, delta_net, experts
-from tp_invariant_recipes.errors import OR_STOCK, ConfigError, listed
+from tp_invariant_recipes.errors import OR_STOCK, ConfigError, listed, refuse
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.replacement import Replacement, applied
@@ -126,8 +126,7 @@ def validate(container: ConfigContainer, world_size: int, *, here: bool = True) 
             runtime_config_update(container)
         except (AssertionError, ValueError, NotImplementedError) as error:
             raise ConfigError(f"Megatron-Bridge refuses this configuration: {str(error).strip() or error!r}") from error
-    if problems := _changed_by_bridge(container):
-        raise ConfigError(listed(problems), problems)
+    refuse(_changed_by_bridge(container))
 
 
 def _changed_by_bridge(container: ConfigContainer) -> list[str]:

@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationTyp
 
 from tp_invariant_recipes.config.overrides import Override, given
 from tp_invariant_recipes.coverage import fp8, invariance
-from tp_invariant_recipes.errors import ConfigError, listed
+from tp_invariant_recipes.errors import ConfigError, refuse
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.reading import MIB, parse_yaml, read_limited
 from tp_invariant_recipes.settings import conf_files, cuda_graphs
@@ -64,8 +64,7 @@ def composed(arguments: Sequence[str], cluster: Path | None, model: str | None =
             _resolvers(),
         ):
             composed = compose("config", overrides=[*arguments])
-            if calls := [*_calls("", OmegaConf.to_container(composed, resolve=False))]:
-                raise ConfigError(listed(calls), calls)
+            refuse([*_calls("", OmegaConf.to_container(composed, resolve=False))])
             tree: Any = OmegaConf.to_container(composed, resolve=True)
             return tree
     except (HydraException, OmegaConfBaseException) as error:

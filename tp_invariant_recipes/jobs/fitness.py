@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from tp_invariant_recipes.config import job_rules
-from tp_invariant_recipes.errors import ConfigError, RunError, listed
+from tp_invariant_recipes.errors import RunError, refuse
 from tp_invariant_recipes.jobs import slurm_client
 from tp_invariant_recipes.jobs.slurm_client import Partition
 from tp_invariant_recipes.launch import memory
@@ -32,8 +32,7 @@ def check(configs: Sequence[RunConfig], problems: list[str], *, dry: bool) -> No
             problems.append(str(error))
         else:
             problems += dict.fromkeys(problem for config in configs for problem in unfit(config, there))
-    if problems:
-        raise ConfigError(listed(problems), problems)
+    refuse(problems)
 
 
 def warnings(configs: Mapping[str, RunConfig]) -> tuple[str, ...]:

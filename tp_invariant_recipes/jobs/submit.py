@@ -8,7 +8,7 @@ from pathlib import Path
 from tp_invariant_recipes.config import elastic, job_rules, reserved
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, cluster_files, given, parse, parse_all
-from tp_invariant_recipes.errors import ConfigError, RunError, listed
+from tp_invariant_recipes.errors import ConfigError, RunError, listed, refuse
 from tp_invariant_recipes.jobs import fitness, registry, script, states
 from tp_invariant_recipes.jobs.planned import JobScript, PlannedSubmission
 from tp_invariant_recipes.jobs.script import CellStep
@@ -158,8 +158,7 @@ def several(
         for axis in axes
         if axis.key.partition(".")[0] in ARRAY_SECTIONS
     ]
-    if problems:
-        raise ConfigError(listed(problems), problems)
+    refuse(problems)
     path = choose_for_several(directory, f"{kind}-{model}").absolute()
 
     def on(device: str) -> verify.Verification:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
-from tp_invariant_recipes.errors import ConfigError, listed
+from tp_invariant_recipes.errors import refuse
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.launch import experiments, inputs, memory
@@ -46,8 +46,7 @@ def check(config: RunConfig, run_dir: RunDir, *, here: bool = True, imported: bo
     if here:
         of_machine = (*machine_problems(config), *experiments.problems(config))
     problems = [*of_machine, *memory.problems(config, here=here), *files, *_disk(config, run_dir)]
-    if problems:
-        raise ConfigError(listed(problems), problems)
+    refuse(problems)
 
 
 def machine_problems(config: RunConfig) -> list[str]:

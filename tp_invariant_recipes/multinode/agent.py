@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tp_invariant_recipes.config.hang_timeout import limits
-from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, listed
+from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, refuse
 from tp_invariant_recipes.host.network import address_towards, interface
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import local, ranks, record, resume, train
@@ -250,8 +250,7 @@ def _wait_for_arrivals(rendezvous: Rendezvous, patience: float) -> str | None:
             f"the job's log say why, if they started at all (slurm.rendezvous_timeout=SECONDS waits longer)"
         )
     problems = [problem for one in arrived for problem in one.problems]
-    if problems:
-        raise ConfigError(listed(problems), problems)
+    refuse(problems)
     return arrived[0].reached if arrived else None
 
 

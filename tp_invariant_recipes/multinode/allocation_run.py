@@ -12,7 +12,7 @@ from typing import NoReturn
 from tp_invariant_recipes.config import elastic, job_rules
 from tp_invariant_recipes.config.compose import Composed
 from tp_invariant_recipes.config.overrides import cluster_files, parse
-from tp_invariant_recipes.errors import ConfigError, RunError, listed
+from tp_invariant_recipes.errors import ConfigError, RunError, refuse
 from tp_invariant_recipes.launch.plan import Plan, for_nodes
 from tp_invariant_recipes.launch.request import Request
 from tp_invariant_recipes.multinode import srun_command
@@ -113,6 +113,5 @@ def _with_node_dp(request: Request, composed: Composed, nodes: int) -> tuple[Req
 def _checked_config(composed: Composed) -> RunConfig:
     """The composed configuration. Raises ConfigError when it does not fit the cluster's nodes."""
     problems = job_rules.misfits(composed.config)
-    if problems:
-        raise ConfigError(listed(problems), problems)
+    refuse(problems)
     return composed.config

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from tp_invariant_recipes.coverage import delta_net, experts, invariance, latent, model_fields
-from tp_invariant_recipes.errors import ConfigError, listed
+from tp_invariant_recipes.errors import ConfigError, refuse
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.settings import conf_files, cuda_graphs, environment, peft, schema, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -221,8 +221,7 @@ def _layer(model: str, hf_folder: str | None, untouched: dict[str, Any], *, text
 def _own(model: str, container: ConfigContainer, kept: list[str]) -> dict[str, Any]:
     """kept: receives the paths of what a tree cannot hold."""
     problems = [f"{model}: {problem}" for problem in _foreign(container)]
-    if problems:
-        raise ConfigError(listed(problems), problems)
+    refuse(problems)
     layer: dict[str, Any] = {}
     for name, part in _sections(container):
         cls = _class(name, part)

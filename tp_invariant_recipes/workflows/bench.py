@@ -13,7 +13,7 @@ from tp_invariant_recipes.config import graph_choice, reserved
 from tp_invariant_recipes.config.bounds import LARGEST
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, given, parse, parse_all, texts
-from tp_invariant_recipes.errors import OR_STOCK, ConfigError, Interrupted, RunError, listed
+from tp_invariant_recipes.errors import OR_STOCK, ConfigError, Interrupted, RunError, refuse
 from tp_invariant_recipes.host import gpus, python_speed
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import local, plan, record
@@ -194,8 +194,7 @@ def _composed(
             composed[mode] = compose(model, [*read, f"numerics={numerics}", *recorded], device=device)
         except ConfigError as error:
             problems += (problem for problem in error.problems if problem not in (*problems, OR_STOCK))
-    if problems:
-        raise ConfigError(listed(problems), problems)
+    refuse(problems)
     return composed
 
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, given, parse, texts
-from tp_invariant_recipes.errors import OR_STOCK, ConfigError, listed
+from tp_invariant_recipes.errors import OR_STOCK, ConfigError, listed, refuse
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.launch import inputs, memory, plan
 from tp_invariant_recipes.launch.plan import Plan
@@ -72,8 +72,7 @@ def compose_cells(
         labels = [choice.label for choice in choices if choice.label not in composed]
         return composed, tuple(LeftOut(label, found.why(label)) for label in labels)
     problems = [*problems, *found.lines()]
-    if problems:
-        raise ConfigError(listed(problems), problems)
+    refuse(problems)
     return composed, ()
 
 

@@ -18,7 +18,7 @@ from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, given, parse_all
 from tp_invariant_recipes.coverage.invariance import LEARNED
 from tp_invariant_recipes.data import sequences
-from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, TpiError, listed
+from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, TpiError, refuse
 from tp_invariant_recipes.files import sync_folder, write_atomically
 from tp_invariant_recipes.launch import inputs, local, plan, preflight, train
 from tp_invariant_recipes.launch.plan import Plan
@@ -121,8 +121,7 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
     of_run = RunDir(source).run.exists()
     if not of_run and options.step is not None:
         problems.append(f"--step {options.step}: {source} is a Hugging Face folder, which has no steps; leave it out")
-    if problems:
-        raise ConfigError(listed(problems), problems)
+    refuse(problems)
     composed, checkpoint, of_weights = (_of_run if of_run else _of_folder)(source, requested, options.step)
     config = composed.config
     if not config.numerics.invariant and options.entropies and layout.of(config).tp & (layout.of(config).tp - 1):
@@ -133,8 +132,7 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
         inputs.check_weights(config)
     except ConfigError as error:
         problems += error.problems
-    if problems:
-        raise ConfigError(listed(problems), problems)
+    refuse(problems)
     tokenizer = options.tokenizer or _tokenizer(config, source, of_run=of_run)
     encode, digest = None, None
     if tokenizer is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tp_invariant_recipes.compare import hidden_difference
-from tp_invariant_recipes.errors import ConfigError, RunError, listed
+from tp_invariant_recipes.errors import ConfigError, RunError, refuse
 from tp_invariant_recipes.launch import local, train
 from tp_invariant_recipes.launch.ranks import Outcome
 from tp_invariant_recipes.runs.run_dir import RunDir
@@ -39,8 +39,7 @@ def judge(scoring: Scoring, file: Path) -> dict[str, Any]:
             raise KeyboardInterrupt
         reference = named(out)
     problems = [problem for key, values in engine.items() for problem in _unlike(file, key, values, reference)]
-    if problems:
-        raise ConfigError(listed(problems), problems)
+    refuse(problems)
     dtype = "float32" if scoring.plan.config.mixed_precision is None else "bfloat16"
     rows = hidden_difference.layers(engine, reference, dtype)
     status = int(any(row["beyond"] for row in rows))

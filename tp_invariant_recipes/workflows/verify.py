@@ -10,7 +10,7 @@ from typing import Any
 from tp_invariant_recipes.config import reserved
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import Override, parse_all, texts
-from tp_invariant_recipes.errors import ConfigError, LedgerError, RunError, TpiError, listed
+from tp_invariant_recipes.errors import ConfigError, LedgerError, RunError, TpiError, refuse
 from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.launch.local import Outcome as Ended
 from tp_invariant_recipes.launch.local import Watch
@@ -105,8 +105,7 @@ def new(
     problems = [*lengths(plans), *identities(axes, choices, plans), *environments(plans)]
     if reference is not None and not problems:
         problems = _against(reference, next(iter(plans.values())))
-    if problems:
-        raise ConfigError(listed(problems), problems)
+    refuse(problems)
     cells = tuple(cell_of(one, plans[one.name]) for one in choices)
     path = None if against is None else str(against.expanduser().absolute())
     return Verification(where, Matrix(model, texts(requested), axes, cells, path, left_out), plans)
@@ -139,8 +138,7 @@ def again(
                 requested, cell, where, progress, None if cell.name not in anew else device
             )
     found.raise_any()
-    if problems := environments(plans):
-        raise ConfigError(listed(problems), problems)
+    refuse(environments(plans))
     return Verification(where, requested, plans, anew, again=True)
 
 
