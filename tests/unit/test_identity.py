@@ -169,7 +169,7 @@ TREE = {name: {"kept": 1} for name in table.SECTIONS} | {
     "scheduler": {"lr_decay_iters": 10},
     "data": {"kind": "mock"},
 }
-PATTERNS = [pattern for patterns in table.EXCLUDED.values() for pattern in patterns]
+PATTERNS = [pattern for patterns in table.EXCLUDED.values() for pattern in patterns.split()]
 FILL = st.text(string.ascii_lowercase + "_", max_size=12)
 
 

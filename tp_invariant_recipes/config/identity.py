@@ -20,60 +20,25 @@ OPTIONAL = (peft.SECTION,)
 
 # Fields of those sections that are not, and why; beside them fields that change no bits (coverage/allowed_values.py).
 EXCLUDED = {
-    "how the model is cut": (
-        "model.*_parallel_size",
-        "model.sequence_parallel",
-        "model.pipeline_model_parallel_layout",
-        "model.num_layers_in_*_pipeline_stage",
-        "model.account_for_*_in_pipeline_split",
-        "model.cp_comm_type",
-        "model.pipeline_dtype",
-        "train.micro_batch_size",
-    ),
-    "which code computes it": (
-        "model._target_",
-        "model.transformer_impl",
-        "model.transformer_layer_spec",
-        "model.hybrid_stack_spec",
-        "model.attention_backend",
-        "model.attention_softmax_in_fp32",  # torch adds up a softmax in fp32, Transformer Engine never reads it
-        "model.*fusion*",
-        "model.use_fused_*",
-        "model.*grouped_gemm*",
-        "model.*token_dispatcher*",
-        "model.*persist_layer_norm",
-        "model.cuda_graph_*",
-        "model.use_te_rng_tracker",
-        "rng.te_rng_tracker",
-        "model.deterministic_mode",
-        "model.batch_invariant_mode",
-        "model.disable_bf16_reduced_precision_matmul",
-    ),
-    "when it is computed": (
-        "model.recompute_*",
-        "model.*overlap*",
-        "model.batch_p2p_comm",
-        "model.microbatch_group_size_per_vp_stage",
-        "model.*offload*",
-        "optimizer.*overlap*",
-        "ddp.*overlap*",
-    ),
-    "how state is spread over ranks": (
-        "optimizer.use_distributed_optimizer",
-        "optimizer.use_layer_wise_distributed_optimizer",
-        "ddp.use_distributed_optimizer",
-        "ddp.average_in_collective",
-        "ddp.data_parallel_sharding_strategy",
-        "ddp.bucket_size",
-    ),
-    "where a resumed run takes its schedule from": ("scheduler.*_opt_param_scheduler",),
-    "where a recipe takes the model's sizes from": ("model.hf_model_id", "model.hf_model_revision"),
-    "how long it runs": ("train.train_iters",),
-    "whether the data brings a mask that nobody reads, since attention is causal": ("dataset.create_attention_mask",),
-    "where the data lies; its digest says what it is": (
-        "dataset.blend*",
-        "dataset.dataset_root",
-    ),
+    "how the model is cut": "model.*_parallel_size model.sequence_parallel model.pipeline_model_parallel_layout "
+    "model.num_layers_in_*_pipeline_stage model.account_for_*_in_pipeline_split model.cp_comm_type "
+    "model.pipeline_dtype train.micro_batch_size",
+    "which code computes it": "model._target_ model.transformer_impl model.transformer_layer_spec "
+    "model.hybrid_stack_spec model.attention_backend model.*fusion* model.use_fused_* model.*grouped_gemm* "
+    "model.*token_dispatcher* model.*persist_layer_norm model.cuda_graph_* model.use_te_rng_tracker "
+    "rng.te_rng_tracker model.deterministic_mode model.batch_invariant_mode "
+    "model.disable_bf16_reduced_precision_matmul",
+    "torch adds up a softmax in fp32, and Transformer Engine never reads it": "model.attention_softmax_in_fp32",
+    "when it is computed": "model.recompute_* model.*overlap* model.batch_p2p_comm "
+    "model.microbatch_group_size_per_vp_stage model.*offload* optimizer.*overlap* ddp.*overlap*",
+    "how state is spread over ranks": "optimizer.use_distributed_optimizer "
+    "optimizer.use_layer_wise_distributed_optimizer ddp.use_distributed_optimizer ddp.average_in_collective "
+    "ddp.data_parallel_sharding_strategy ddp.bucket_size",
+    "where a resumed run takes its schedule from": "scheduler.*_opt_param_scheduler",
+    "where a recipe takes the model's sizes from": "model.hf_model_id model.hf_model_revision",
+    "how long it runs": "train.train_iters",
+    "whether the data brings a mask that nobody reads, since attention is causal": "dataset.create_attention_mask",
+    "where the data lies; its digest says what it is": "dataset.blend* dataset.dataset_root",
 }
 
 
@@ -109,7 +74,7 @@ def of_sections(sections: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _excluded(key: str) -> bool:
-    listed = any(fnmatchcase(key, pattern) for patterns in EXCLUDED.values() for pattern in patterns)
+    listed = any(fnmatchcase(key, pattern) for patterns in EXCLUDED.values() for pattern in patterns.split())
     return listed or not allowed_fields.changes_bits(key)
 
 

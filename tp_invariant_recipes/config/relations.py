@@ -13,16 +13,8 @@ from tp_invariant_recipes.settings.values import value_text
 EXPERIMENTS = ("wandb", "mlflow", "comet")
 # What Bridge takes for a wish to log there, whatever `logging=` says.
 _LOGGER_FIELDS = (
-    "logger.wandb_project",
-    "logger.mlflow_experiment",
-    "logger.mlflow_run_name",
-    "logger.mlflow_tracking_uri",
-    "logger.mlflow_tags",
-    "logger.mlflow_description",
-    "logger.comet_project",
-    "logger.comet_experiment_name",
-    "logger.comet_workspace",
-    "logger.comet_tags",
+    *("wandb_project", "mlflow_experiment", "mlflow_run_name", "mlflow_tracking_uri", "mlflow_tags"),
+    *("mlflow_description", "comet_project", "comet_experiment_name", "comet_workspace", "comet_tags"),
 )
 
 # Kernels of GPUs read rows of 16 bytes, 8 numbers in bf16.
@@ -66,12 +58,12 @@ def problems(config: RunConfig) -> list[str]:
 
 def _loggers(config: RunConfig) -> list[str]:
     """Settings of services that `logging=` has not chosen, and secrets, whose values are not shown."""
-    of_service = {path for path in _LOGGER_FIELDS if _at(config, path) not in (None, [], {})}
+    of_service = {name for name in _LOGGER_FIELDS if _at(config, f"logger.{name}") not in (None, [], {})}
     found = []
     for service in EXPERIMENTS:
         if config.logging.kind != service:
-            idle = sorted(path for path in of_service if path.startswith(f"logger.{service}_"))
-            found += [f"{path}: without logging={service} nothing reads it; leave it out" for path in idle]
+            idle = sorted(name for name in of_service if name.startswith(f"{service}_"))
+            found += [f"logger.{name}: without logging={service} nothing reads it; leave it out" for name in idle]
     if config.logging.kind not in EXPERIMENTS:
         services = ", ".join(EXPERIMENTS)
         named = {"project": config.logging.project, "name": config.logging.name}

@@ -1,10 +1,11 @@
 """What the invariant numerics cover of gated delta nets (numerics/megatron/families/delta_net.py) and of gates."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from tp_invariant_recipes.coverage import latent
-from tp_invariant_recipes.coverage.limit import Limit, cuts_sequences, is_set, lacks
+from tp_invariant_recipes.coverage.limit import Limit, has, lacks, of, uncut, unsplit
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.settings import peft, schema, sft
@@ -36,13 +37,11 @@ def gated_numbers(model: Mapping[str, Any]) -> int:
     return model["seq_length"] * heads * width if model.get(ATTENTION_GATE) else 0
 
 
-def _row(wrong: Callable[[RunConfig], Any], why: str) -> Limit:
-    return Limit(lambda t: has_it(t.model) and bool(wrong(t)), why)
-
-
 def _gates(config: RunConfig) -> bool:
     return bool(config.model.get(ATTENTION_GATE) or config.model.get(EXPERT_GATE))
 
+
+_row = partial(of, lambda t: has_it(t.model))
 
 LIMITS = (
     Limit(
@@ -50,11 +49,8 @@ LIMITS = (
         f"of attention's variants only gated delta nets are covered; leave model.{families.VARIANT} unset",
     ),
     _row(lacks(mode.DELTA_NET), f"{mode.only(mode.DELTA_NET)}; numerics=tree"),
-    Limit(lambda t: _gates(t) and lacks(mode.GATES)(t), f"{mode.only(mode.GATES)}; numerics=tree"),
-    Limit(
-        lambda t: bool(t.model.get(ATTENTION_GATE)) and latent.has_it(t),
-        f"multi-latent attention has no gate; model.{ATTENTION_GATE}=false",
-    ),
+    of(_gates, lacks(mode.GATES), f"{mode.only(mode.GATES)}; numerics=tree"),
+    of(has(ATTENTION_GATE), latent.has_it, f"multi-latent attention has no gate; model.{ATTENTION_GATE}=false"),
     _row(
         lambda t: t.model.get("_target_") != schema.PROVIDERS[0],
         f"gated delta nets are covered for {schema.PROVIDERS[0].rpartition('.')[2]} alone",
@@ -68,14 +64,8 @@ LIMITS = (
         f"how often attention comes among gated delta nets is not said; model.{FREQUENCY}=4",
     ),
     _row(lambda t: t.model.get(TAPS, 4) != 4, f"the convolution takes four tokens; model.{TAPS}=4"),
-    _row(
-        lambda t: t.model["tensor_model_parallel_size"] > 1 and not t.model["sequence_parallel"],
-        "gated delta nets under tensor parallelism need sequence parallelism; sp=true",
-    ),
-    Limit(
-        lambda t: (has_it(t.model) or _gates(t)) and cuts_sequences(t),
-        "gated delta nets and gates have no version with context shards; cp=1, and leave numerics.context_shards out",
-    ),
+    _row(*unsplit("gated delta nets under tensor parallelism need")),
+    of(lambda t: has_it(t.model) or _gates(t), *uncut("gated delta nets and gates have")),
     _row(
         lambda t: sft.packing(t) is not None,
         "packed sequences in gated delta nets have no invariant version; dataset.enable_offline_packing=false",
@@ -85,5 +75,5 @@ LIMITS = (
         lambda t: RECOMPUTED in (t.model.get("recompute_modules") or ()),
         f"gated delta nets keep what {RECOMPUTED} would compute again; leave it out of model.recompute_modules",
     ),
-    _row(is_set("add_bias_linear"), "gated delta nets have no biases; model.add_bias_linear=false"),
+    _row(has("add_bias_linear"), "gated delta nets have no biases; model.add_bias_linear=false"),
 )

@@ -1,8 +1,8 @@
 """The limits of the invariant experts, for models with experts."""
 
-from collections.abc import Callable
+from functools import partial
 
-from tp_invariant_recipes.coverage.limit import Limit, cuts_sequences, is_set, lacks
+from tp_invariant_recipes.coverage.limit import has, lacks, of, uncaptured, uncut, unsplit
 from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers import expert_placement
@@ -16,50 +16,30 @@ Z_LOSS = "moe_z_loss_coeff"
 GLOBAL = "global_aux_loss"  # of a data shard's sequences so far
 BALANCING = ("aux_loss", "seq_aux_loss", GLOBAL, "none")
 
-# Fields that replace the invariant experts' sums, orders or modules by others.
-OFF = (
-    "moe_input_jitter_eps",
-    "moe_router_fusion",
-    "moe_router_force_load_balancing",
-    "moe_router_force_biased",
-    "moe_router_padding_for_quantization",
-    "moe_router_padding_for_fp8",
-    "moe_enable_routing_replay",
-    "moe_apply_probs_on_input",
-    "moe_expert_rank_capacity_factor",
-    "moe_paged_stash",
-    "moe_shared_expert_overlap",
-    "moe_single_grouped_weight",
-    "moe_mlp_glu_interleave_size",
-    "use_grouped_gemm_for_shared_expert",
-    "overlap_moe_expert_parallel_comm",
-    "overlap_dispatch_backward_with_experts_wgrad",
-    "use_te_activation_func",
-)
+# Fields that replace the invariant experts' sums, orders or modules by others -> whether they say how the experts are
+# computed and not what, or are of benchmarks: then false is the model itself.
+OFF = {
+    "moe_input_jitter_eps": False,
+    "moe_router_fusion": True,
+    "moe_router_force_load_balancing": True,
+    "moe_router_force_biased": False,
+    "moe_router_padding_for_quantization": True,
+    "moe_router_padding_for_fp8": True,
+    "moe_enable_routing_replay": False,
+    "moe_apply_probs_on_input": False,
+    "moe_expert_rank_capacity_factor": False,
+    "moe_paged_stash": True,
+    "moe_shared_expert_overlap": True,
+    "moe_single_grouped_weight": True,
+    "moe_mlp_glu_interleave_size": False,
+    "use_grouped_gemm_for_shared_expert": True,
+    "overlap_moe_expert_parallel_comm": True,
+    "overlap_dispatch_backward_with_experts_wgrad": False,
+    "use_te_activation_func": True,
+}
 
-# Those of OFF that say how the experts are computed and not what, or that benchmarks have: false is the model itself.
-HOW = frozenset(
-    (
-        "moe_router_force_load_balancing",
-        "moe_router_fusion",
-        "moe_router_padding_for_quantization",
-        "moe_router_padding_for_fp8",
-        "moe_shared_expert_overlap",
-        "moe_paged_stash",
-        "moe_single_grouped_weight",
-        "use_grouped_gemm_for_shared_expert",
-        "overlap_moe_expert_parallel_comm",
-        "use_te_activation_func",
-    )
-)
-
-
-def _row(wrong: Callable[[RunConfig], bool], why: str) -> Limit:
-    return Limit(lambda t: bool(t.model.get("num_moe_experts")) and wrong(t), why)
-
-
-def _without(field: str) -> str:
-    return f"model.{field}=false" if field in HOW else "leave it unset"
+_row = partial(of, has("num_moe_experts"))
+_of_latents = partial(of, lambda t: t.model.get("num_moe_experts") and t.model.get(LATENT))
 
 
 def _owned(config: RunConfig) -> bool:
@@ -100,35 +80,20 @@ LIMITS = (
         lambda t: t.model["expert_tensor_parallel_size"] > 1,
         "experts split over ranks have no invariant version; etp=1",
     ),
-    _row(
-        lambda t: t.model["tensor_model_parallel_size"] > 1 and not t.model["sequence_parallel"],
-        "experts under tensor parallelism need sequence parallelism; sp=true",
-    ),
+    _row(*unsplit("experts under tensor parallelism need")),
     _row(
         lambda t: not _owned(t),
         "each expert needs one rank that computes it: of tp and ep one must divide the other, and both "
         "model.num_moe_experts",
     ),
     _row(
-        lambda t: t.device.kind == "cpu" and bool(_expert_width(t) % VECTORS),
+        lambda t: t.device.kind == "cpu" and _expert_width(t) % VECTORS,
         f"on a CPU model.moe_ffn_hidden_size must be a multiple of {VECTORS}",
     ),
-    _row(
-        lambda t: bool(t.model.get(LATENT)) and cuts_sequences(t),
-        "experts of latents have no version with context shards; cp=1, and leave numerics.context_shards out",
-    ),
-    _row(
-        lambda t: bool(t.model.get(LATENT)) and bool(t.model.get("add_bias_linear")),
-        "experts of latents are covered without biases; model.add_bias_linear=false",
-    ),
-    _row(
-        lambda t: bool(t.model.get(LATENT)) and cuda_graphs.requested(t.model),
-        "experts of latents have not been captured in CUDA graphs; cuda_graph=off",
-    ),
-    _row(
-        lambda t: bool(t.model.get(LATENT)) and low_precision.enabled(t),
-        "experts of latents have no invariant version in FP8; precision=bf16",
-    ),
+    _of_latents(*uncut("experts of latents have")),
+    _of_latents(has("add_bias_linear"), "experts of latents are covered without biases; model.add_bias_linear=false"),
+    _of_latents(*uncaptured("experts of latents have")),
+    _of_latents(low_precision.enabled, "experts of latents have no invariant version in FP8; precision=bf16"),
     _row(
         lambda t: _of_experts(t) is None,
         "of the experts' activations only SwiGLU, quick GELU with a gate and squared ReLU are covered; "
@@ -156,8 +121,11 @@ LIMITS = (
         "the flex dispatcher has no invariant version; model.moe_token_dispatcher_type=alltoall",
     ),
     _row(
-        lambda t: bool(t.model.get(Z_LOSS)) and bool(t.model.get("mtp_use_repeated_layer")),
+        lambda t: t.model.get(Z_LOSS) and t.model.get("mtp_use_repeated_layer"),
         f"one layer for all depths of multi-token prediction has no z-loss; model.{Z_LOSS}=null",
     ),
-    *(_row(is_set(field), f"model.{field} is not covered; {_without(field)}") for field in OFF),
+    *(
+        _row(has(field), f"model.{field} is not covered; {f'model.{field}=false' if how else 'leave it unset'}")
+        for field, how in OFF.items()
+    ),
 )

@@ -6,10 +6,10 @@ A block of numbers that share a scale has 128, so blockwise every part of a sum 
 """
 
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from tp_invariant_recipes.coverage.limit import Limit
+from tp_invariant_recipes.coverage.limit import Test, lacks, of
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.settings import low_precision
@@ -18,27 +18,12 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 _INSTEAD = "precision=fp8_tensorwise, precision=fp8_blockwise or precision=mxfp8"
 # Fields that `summed` reads, and the sizes of gated delta nets, which V divides.
 SIZES = (
-    "hidden_size",
-    "ffn_hidden_size",
-    "kv_channels",
-    "multi_latent_attention",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-    "num_attention_heads",
-    "num_query_groups",
-    "mamba_num_heads",
-    "mamba_head_dim",
-    "mamba_num_groups",
-    "mamba_state_dim",
-    "attention_output_gate",
+    *("hidden_size", "ffn_hidden_size", "kv_channels", "multi_latent_attention", "q_lora_rank", "kv_lora_rank"),
+    *("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "num_attention_heads", "num_query_groups"),
+    *("attention_output_gate", "mamba_num_heads", "mamba_head_dim", "mamba_num_groups", "mamba_state_dim"),
+    *("num_moe_experts", "moe_layer_freq", "moe_shared_expert_intermediate_size"),
     families.VARIANT,
     *families.DELTA_SIZES,
-    "num_moe_experts",
-    "moe_layer_freq",
-    "moe_shared_expert_intermediate_size",
 )
 BLOCKWISE, MXFP8 = "blockwise", low_precision.MXFP8
 BLOCK = 128  # as of kernels/quantized.py, which imports torch
@@ -46,13 +31,8 @@ BLOCK = 128  # as of kernels/quantized.py, which imports torch
 UNITS = {"tensorwise": (low_precision.MULTIPLE, BLOCK), BLOCKWISE: (BLOCK, BLOCK), MXFP8: (32, 32)}
 
 
-def _row(wrong: Callable[[RunConfig], bool], why: str) -> Limit:
-    return Limit(lambda t: low_precision.enabled(t) and wrong(t), why)
-
-
-def _fp8(wrong: Callable[[RunConfig], bool], why: str) -> Limit:
-    """A row about recipes that there are."""
-    return Limit(lambda t: low_precision.fp8_layers(t) is not None and wrong(t), why)
+_row = partial(of, low_precision.enabled)
+_fp8 = partial(of, lambda t: low_precision.fp8_layers(t) is not None)  # of recipes that there are
 
 
 def _named(config: RunConfig, *words: str) -> bool:
@@ -62,15 +42,12 @@ def _named(config: RunConfig, *words: str) -> bool:
     return any(word in name for word in words)
 
 
-def _sets(*names: str) -> Callable[[RunConfig], bool]:
+def _sets(*names: str) -> Test:
     return lambda t: any(low_precision.fields(t).get(name) or t.model.get(name) for name in names)
 
 
 LIMITS = (
-    _row(
-        lambda t: _named(t, "fp4") or _sets("fp4")(t),
-        "FP4 products have no definition here; precision=bf16",
-    ),
+    _row(lambda t: _named(t, "fp4") or _sets("fp4")(t), "FP4 products have no definition here; precision=bf16"),
     _row(
         lambda t: _named(t, "delayed"),
         f"delayed scaling takes scales from what a rank held in the steps before; {_INSTEAD}",
@@ -79,19 +56,13 @@ LIMITS = (
         lambda t: (
             low_precision.fp8_layers(t) is None
             and not (_named(t, "fp4", "delayed") or _sets("fp4")(t))
-            and bool(t.mixed_precision)
+            and t.mixed_precision
             and not t.model.get("fp8")
         ),
         f"of FP8 only the recipes {', '.join(low_precision.NAMED)} and fields like theirs are covered; {_INSTEAD}",
     ),
-    _row(
-        lambda t: bool(t.model.get("fp8")),
-        f"the precision decides what is in FP8; model.fp8=null, {_INSTEAD}",
-    ),
-    _fp8(
-        lambda t: not t.numerics.covers(mode.FP8),
-        mode.only(mode.FP8),
-    ),
+    _row(lambda t: t.model.get("fp8"), f"the precision decides what is in FP8; model.fp8=null, {_INSTEAD}"),
+    _fp8(lacks(mode.FP8), mode.only(mode.FP8)),
     _fp8(
         _sets(*low_precision.KEPT),
         "weights kept in FP8 between steps have scales of Megatron's; mixed_precision.fp8_param_gather=false",
@@ -110,7 +81,7 @@ LIMITS = (
         "weight gradients are in FP8, too; mixed_precision.fp8_wgrad=true",
     ),
     _fp8(
-        lambda t: bool(low_precision.fields(t).get("fp16")) or not low_precision.fields(t).get("bf16", True),
+        lambda t: low_precision.fields(t).get("fp16") or not low_precision.fields(t).get("bf16", True),
         "what is not in FP8 is in bf16; mixed_precision.bf16=true",
     ),
 )  # fmt: skip

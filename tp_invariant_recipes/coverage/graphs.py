@@ -5,9 +5,8 @@ before a capture; a product that a capture meets first is one of fixed tiles, at
 """
 
 import os
-from collections.abc import Callable
 
-from tp_invariant_recipes.coverage.limit import Limit
+from tp_invariant_recipes.coverage.limit import Limit, Test, of
 from tp_invariant_recipes.settings.cuda_graphs import FULL, IMPLEMENTATIONS, NOT_INVARIANT, TE
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -19,9 +18,9 @@ def _captured_with(config: RunConfig) -> frozenset[str]:
     return config.numerics.arithmetic.graphs if config.numerics.arithmetic else frozenset()
 
 
-def _row(kinds: tuple[str, ...], wrong: Callable[[RunConfig], bool], why: str) -> Limit:
+def _row(kinds: tuple[str, ...], wrong: Test, why: str) -> Limit:
     """kinds: of graphs that the row is about."""
-    return Limit(lambda t: t.model.get("cuda_graph_impl") in kinds and wrong(t), why)
+    return of(lambda t: t.model.get("cuda_graph_impl") in kinds, wrong, why)
 
 
 LIMITS = (
@@ -42,7 +41,7 @@ LIMITS = (
     ),
     _row(
         (TE,),
-        lambda t: bool({*NOT_INVARIANT} & {*(t.model.get("cuda_graph_modules") or ())}),
+        lambda t: {*NOT_INVARIANT} & {*(t.model.get("cuda_graph_modules") or ())},
         f"{' and '.join(NOT_INVARIANT)} wait for numbers of tokens from the GPU; leave them out of "
         "model.cuda_graph_modules, or cuda_graph=off",
     ),

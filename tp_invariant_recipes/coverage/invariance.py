@@ -1,6 +1,7 @@
 """The limits of the invariant numerics: one row per rule, so that tpi refuses an unsupported run before it starts."""
 
 import math
+from functools import partial
 from typing import Any
 
 from tp_invariant_recipes.coverage import (
@@ -20,7 +21,7 @@ from tp_invariant_recipes.coverage import (
     packed,
     portable,
 )
-from tp_invariant_recipes.coverage.limit import Limit, cuts_sequences, is_set
+from tp_invariant_recipes.coverage.limit import Limit, cuts_sequences, has, lacks, of, uncut
 from tp_invariant_recipes.errors import OR_STOCK
 from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.numerics import mode
@@ -30,14 +31,8 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 
 # Numbers of the model that are split into V shards.
 SHARDED = (
-    "num_attention_heads",
-    "num_query_groups",
-    "ffn_hidden_size",
-    "moe_shared_expert_intermediate_size",
-    "mamba_num_heads",
-    "mamba_num_groups",
-    "vocab_size",
-    "seq_length",
+    *("num_attention_heads", "num_query_groups", "ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+    *("mamba_num_heads", "mamba_num_groups", "vocab_size", "seq_length"),
 )
 
 HYBRID_SIGNS = {*hybrid_spec.LAYERS, hybrid_spec.SEPARATOR}
@@ -55,35 +50,26 @@ LEARNED = "learned_absolute"
 
 # Fields of the model that replace the invariant layers or sums by others.
 OFF = (
-    "qk_l2_norm",
-    "use_transformer_engine_op_fuser",
-    "use_transformer_engine_full_layer_spec",
-    "dense_grouped_gemm",
-    "use_kitchen",
-    "heterogeneous_block_specs",
-    "fused_residual_rmsnorm",
-    "fp32_residual_connection",
-    "symmetric_ar_type",
-    "defer_embedding_wgrad_compute",
-    "inference_fuse_tp_communication",
-    "cpu_offloading",
-    "fine_grained_activation_offloading",
-    "fused_single_qkv_rope",
-    "fp16",
-    "qk_clip",
-    "log_max_attention_logit",
+    *("qk_l2_norm", "use_transformer_engine_op_fuser", "use_transformer_engine_full_layer_spec"),
+    *("dense_grouped_gemm", "use_kitchen", "heterogeneous_block_specs", "fused_residual_rmsnorm"),
+    *("fp32_residual_connection", "symmetric_ar_type", "defer_embedding_wgrad_compute"),
+    *("inference_fuse_tp_communication", "cpu_offloading", "fine_grained_activation_offloading"),
+    *("fused_single_qkv_rope", "fp16", "qk_clip", "log_max_attention_logit"),
 )
 
 # By source, flash-attn's backward groups sums by the number of heads on a rank.
 ATTENTION_BACKENDS = ("auto", "fused", "unfused", "local")
+
+_sinks = partial(of, lambda t: t.model.get("softmax_type", "vanilla") != "vanilla")
 
 LIMITS = (
     Limit(
         lambda t: t.numerics.initial_weights != "invariant",
         "Megatron draws other weights for every tp; numerics.initial_weights=invariant",
     ),
-    Limit(
-        lambda t: t.numerics.grad_norm != "exact" and not t.numerics.covers(mode.FP64_NORM),
+    of(
+        lacks(mode.FP64_NORM),
+        lambda t: t.numerics.grad_norm != "exact",
         "an fp64 sum still depends on its order; numerics.grad_norm=exact",
     ),
     Limit(
@@ -102,12 +88,9 @@ LIMITS = (
     *finetuning.LIMITS,
     *fp8.LIMITS,
     *lora.LIMITS,
+    of(lambda t: "hybrid_layer_pattern" in t.model, lacks(mode.HYBRID), mode.only(mode.HYBRID)),
     Limit(
-        lambda t: "hybrid_layer_pattern" in t.model and not t.numerics.covers(mode.HYBRID),
-        mode.only(mode.HYBRID),
-    ),
-    Limit(
-        lambda t: bool(set(t.model.get("hybrid_layer_pattern") or "") - HYBRID_SIGNS),
+        lambda t: set(t.model.get("hybrid_layer_pattern") or "") - HYBRID_SIGNS,
         f"of hybrid layers only {', '.join(_OTHERS)} and {_LAST} have invariant versions; model.hybrid_layer_pattern",
     ),
     Limit(
@@ -116,7 +99,7 @@ LIMITS = (
     ),
     *norms.LIMITS,
     Limit(
-        lambda t: bool(
+        lambda t: (
             t.model.get("add_bias_linear")
             and t.model.get("bias_activation_fusion")
             and not t.model.get("gated_linear_unit")
@@ -124,29 +107,26 @@ LIMITS = (
         "a bias fused into an ungated activation has no invariant version; model.bias_activation_fusion=false",
     ),
     Limit(
-        lambda t: bool(t.model.get("hidden_dropout") or t.model.get("attention_dropout")),
+        lambda t: t.model.get("hidden_dropout") or t.model.get("attention_dropout"),
         "dropout draws other numbers in every layout; model.hidden_dropout=0, model.attention_dropout=0",
     ),
-    Limit(
-        lambda t: cuts_sequences(t) and not t.numerics.covers(mode.CONTEXT_SHARDS),
+    of(
+        cuts_sequences,
+        lacks(mode.CONTEXT_SHARDS),
         f"{mode.only(mode.CONTEXT_SHARDS)}; cp=1, and leave numerics.context_shards out",
     ),
-    Limit(
-        lambda t: "hybrid_layer_pattern" in t.model and cuts_sequences(t),
-        "Mamba layers go through a sequence in order, and have no version with context shards; cp=1, and leave "
-        "numerics.context_shards out",
+    of(
+        lambda t: "hybrid_layer_pattern" in t.model,
+        *uncut("Mamba layers go through a sequence in order, and have"),
     ),
     Limit(
         lambda t: t.model.get("cp_comm_type") not in (None, "a2a"),
         "of context parallelism only the exchange of heads keeps attention whole; model.cp_comm_type=a2a",
     ),
-    Limit(
-        is_set("should_pad_vocab"),
-        "Megatron pads the vocabulary to a multiple of tp; model.should_pad_vocab=false",
-    ),
+    Limit(has("should_pad_vocab"), "Megatron pads the vocabulary to a multiple of tp; model.should_pad_vocab=false"),
     Limit(
         # A program of its own may load its weights.
-        lambda t: t.model.get("perform_initialization") is False and bool(t.train),
+        lambda t: t.model.get("perform_initialization") is False and t.train,
         "tpi draws the initial weights, whatever it says; model.perform_initialization=true",
     ),
     Limit(
@@ -166,10 +146,7 @@ LIMITS = (
         "learned positions are covered for GPT models of numerics=tree, without multi-token prediction or layers of "
         "their own; model.position_embedding_type=rope",
     ),
-    Limit(
-        lambda t: t.model.get("position_embedding_type") == "yarn" and cuts_sequences(t),
-        "YaRN has no version with context shards; cp=1, and leave numerics.context_shards out",
-    ),
+    of(lambda t: t.model.get("position_embedding_type") == "yarn", *uncut("YaRN has")),
     Limit(
         lambda t: t.mixed_precision not in (None, "bf16_mixed") and not low_precision.enabled(t),
         "of Bridge's precisions only bf16_mixed is covered; precision=bf16 or precision=fp32",
@@ -187,33 +164,27 @@ LIMITS = (
         lambda t: t.model.get("softmax_type", "vanilla") not in ("vanilla", "learnable"),
         "of attention sinks only those of each head are covered; model.softmax_type=learnable or vanilla",
     ),
-    Limit(
-        lambda t: t.model.get("softmax_type", "vanilla") != "vanilla" and cuts_sequences(t),
-        "attention sinks have no version with context shards; cp=1, and leave numerics.context_shards out",
-    ),
+    _sinks(*uncut("attention sinks have")),
     Limit(  # as seen on an H100: TE 2.20 and cuDNN 9.19 have none that is deterministic
         lambda t: t.model.get("softmax_type") == "learnable" and _name(t.model.get("attention_backend")) == "fused",
         "Transformer Engine has no deterministic fused attention with sinks; model.attention_backend=auto",
     ),
-    Limit(
-        lambda t: t.model.get("softmax_type", "vanilla") != "vanilla" and bool(t.model.get("multi_latent_attention")),
+    _sinks(
+        has("multi_latent_attention"),
         "multi-latent attention with sinks has no invariant version; model.softmax_type=vanilla",
     ),
-    *(Limit(is_set(field), f"model.{field} is not covered; leave it unset") for field in OFF),
+    *(Limit(has(field), f"model.{field} is not covered; leave it unset") for field in OFF),
     Limit(
-        lambda t: bool(t.model.get("tp_comm_overlap")),
+        has("tp_comm_overlap"),
         "overlapped collectives add in an order of their own; model.tp_comm_overlap=false",
     ),
     Limit(
         lambda t: not t.model.get("disable_bf16_reduced_precision_matmul"),
         "cuBLAS may add parts of a product in bf16; model.disable_bf16_reduced_precision_matmul=true",
     ),
+    Limit(has("delay_wgrad_compute"), "delayed weight gradients are not covered; model.delay_wgrad_compute=false"),
     Limit(
-        lambda t: bool(t.model.get("delay_wgrad_compute")),
-        "delayed weight gradients are not covered; model.delay_wgrad_compute=false",
-    ),
-    Limit(
-        lambda t: bool(t.model.get("cross_entropy_loss_fusion")),
+        has("cross_entropy_loss_fusion"),
         "the fused cross entropy would bypass the invariant one; model.cross_entropy_loss_fusion=false",
     ),
 )  # fmt: skip

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tp_invariant_recipes.coverage.limit import Limit, cuts_sequences
+from tp_invariant_recipes.coverage.limit import Limit, of, uncaptured, uncut
 from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.settings import cuda_graphs, peft
+from tp_invariant_recipes.settings import peft
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 # Fields that add other layers or sums.
@@ -19,11 +19,11 @@ def of_experts(config: RunConfig, fields: Mapping[str, Any]) -> bool:
 
 def _row(wrong: Callable[[RunConfig, Mapping[str, Any]], Any], why: str) -> Limit:
     """wrong: of a run with adapters, and of its section."""
-    return Limit(lambda t: (fields := peft.section(t)) is not None and bool(wrong(t, fields)), why)
+    return Limit(lambda t: (fields := peft.section(t)) is not None and wrong(t, fields), why)
 
 
-def _off(name: str) -> Callable[[RunConfig, Mapping[str, Any]], bool]:
-    return lambda t, fields: bool(fields.get(name))
+def _off(name: str) -> Callable[[RunConfig, Mapping[str, Any]], Any]:
+    return lambda t, fields: fields.get(name)
 
 
 LIMITS = (
@@ -38,14 +38,8 @@ LIMITS = (
         "dropout of adapters draws other numbers in every layout; peft.dropout=0",
     ),
     *(_row(_off(name), f"peft.{name} is not covered; leave it unset") for name in OFF),
-    _row(
-        lambda t, _: cuts_sequences(t),
-        "LoRA has no version with context shards; cp=1, and leave numerics.context_shards out",
-    ),
-    _row(
-        lambda t, _: cuda_graphs.requested(t.model),
-        "adapters have not been captured in CUDA graphs; cuda_graph=off",
-    ),
+    of(peft.adapts, *uncut("LoRA has")),
+    of(peft.adapts, *uncaptured("adapters have")),
     _row(
         lambda t, _: t.model.get("pipeline_model_parallel_layout"),
         "a stage without layers has no adapter to send a gradient to; model.pipeline_model_parallel_layout=null",

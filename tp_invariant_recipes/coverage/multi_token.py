@@ -1,12 +1,10 @@
 """What the invariant numerics cover of multi-token prediction (numerics/megatron/multi_token.py)."""
 
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
-from tp_invariant_recipes.coverage.limit import Limit, cuts_sequences, is_set, lacks
+from tp_invariant_recipes.coverage.limit import has, lacks, of, uncaptured, uncut
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron import hybrid_spec
-from tp_invariant_recipes.settings import cuda_graphs
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 FIELD = "mtp_num_layers"
@@ -14,10 +12,6 @@ REPEATED = "mtp_use_repeated_layer"
 OFF = ("mtp_detach_heads",)
 PATTERN = "mtp_hybrid_override_pattern"
 WITHOUT = f"model.{FIELD}=null"
-
-
-def _row(wrong: Callable[[RunConfig], Any], why: str) -> Limit:
-    return Limit(lambda t: bool(t.model.get(FIELD)) and bool(wrong(t)), why)
 
 
 def _hybrid(config: RunConfig) -> bool:
@@ -31,6 +25,8 @@ def _before_the_last(stages: str | list[list[str]] | None) -> bool:
     return any("mtp" in stage for stage in (stages or ())[:-1])
 
 
+_row = partial(of, has(FIELD))
+
 LIMITS = (
     _row(lacks(mode.MTP), f"{mode.only(mode.MTP)}; {WITHOUT}"),
     _row(
@@ -38,26 +34,21 @@ LIMITS = (
         f"multi-token prediction of a hybrid model has no layers; model.{PATTERN}='*E', or {WITHOUT}",
     ),
     _row(
-        lambda t: _hybrid(t) and bool(set(t.model.get(PATTERN) or "") - {*hybrid_spec.LAYERS}),
+        lambda t: _hybrid(t) and set(t.model.get(PATTERN) or "") - {*hybrid_spec.LAYERS},
         f"of hybrid layers only {' '.join(hybrid_spec.LAYERS)} have invariant versions; model.{PATTERN}",
     ),
     _row(
-        lambda t: not _hybrid(t) and bool(t.model.get(REPEATED)),
+        lambda t: not _hybrid(t) and t.model.get(REPEATED),
         f"one layer for all depths is covered for hybrid models alone; model.{REPEATED}=false",
     ),
     # Bridge adds these layers to the pattern, whatever mtp_num_layers is.
-    Limit(
-        lambda t: bool(t.model.get(PATTERN)) and not t.model.get(FIELD),
+    of(
+        has(PATTERN),
+        lambda t: not t.model.get(FIELD),
         f"model.{PATTERN} adds layers of multi-token prediction; model.{PATTERN}=null, {WITHOUT}",
     ),
-    _row(
-        cuts_sequences,
-        "multi-token prediction has no version with context shards; cp=1, and leave numerics.context_shards out",
-    ),
-    _row(
-        lambda t: cuda_graphs.requested(t.model),
-        f"multi-token prediction has not been captured in CUDA graphs; cuda_graph=off, or {WITHOUT}",
-    ),
+    _row(*uncut("multi-token prediction has")),
+    _row(*uncaptured("multi-token prediction has", f", or {WITHOUT}")),
     _row(
         lambda t: t.model.get("share_embeddings_and_output_weights") and t.model["pipeline_model_parallel_size"] > 1,
         "Megatron-Core cannot save a tied embedding beside multi-token prediction; pp=1, or "
@@ -73,5 +64,5 @@ LIMITS = (
         "multi-token prediction was not shown to have the same bits where whole layers are recomputed; "
         "model.recompute_granularity=selective",
     ),
-    *(_row(is_set(field), f"model.{field} is not covered; leave it unset") for field in OFF),
+    *(_row(has(field), f"model.{field} is not covered; leave it unset") for field in OFF),
 )

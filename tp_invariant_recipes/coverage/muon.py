@@ -50,8 +50,8 @@ def _unread(name: str) -> Wrong:
     return lambda fields: not computes(fields) and fields.get(name, READ[name]) != READ[name]
 
 
-def _of_run(wrong: Wrong) -> Callable[[RunConfig], bool]:
-    return lambda t: wrong(t.section("optimizer"))
+def _of_run(wrong: Wrong, why: str) -> Limit:
+    return Limit(lambda t: wrong(t.section("optimizer")), why)
 
 
 # Whether an optimizer is beyond what is covered, and why.
@@ -64,7 +64,7 @@ RULES: tuple[tuple[Wrong, str], ...] = (
 )
 
 LIMITS = (
-    *(Limit(_of_run(wrong), why) for wrong, why in RULES),
+    *(_of_run(*rule) for rule in RULES),
     Limit(
         lambda t: is_layer_wise(t.section("optimizer")) and owns_copies(t),
         f"without data-parallel ranks Megatron-Core saves each copy of an expert as the only one; "

@@ -1,9 +1,9 @@
 """What the invariant numerics cover of norms over the hidden size (numerics/megatron/base.py)."""
 
-from collections.abc import Callable
+from functools import partial
 
 from tp_invariant_recipes.coverage import latent
-from tp_invariant_recipes.coverage.limit import Limit
+from tp_invariant_recipes.coverage.limit import Limit, has, lacks, of
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -18,30 +18,26 @@ def other_layers(config: RunConfig) -> bool:
     return bool(own or latent.has_it(config) or model.get("mtp_num_layers"))
 
 
-def _of_layer_norms(wrong: Callable[[RunConfig], bool]) -> Callable[[RunConfig], bool]:
-    return lambda t: t.model.get("normalization") == LAYER and wrong(t)
-
+_of_layer_norms = partial(of, lambda t: t.model.get("normalization") == LAYER)
 
 LIMITS = (
     Limit(
         lambda t: t.model.get("normalization") not in (RMS, LAYER),
         f"of norms only {RMS} and {LAYER} are covered; model.normalization={RMS}",
     ),
-    Limit(
-        _of_layer_norms(lambda t: not t.numerics.covers(mode.LAYER_NORM)),
-        f"{mode.only(mode.LAYER_NORM)}; model.normalization={RMS}",
-    ),
-    Limit(
-        _of_layer_norms(other_layers),
+    _of_layer_norms(lacks(mode.LAYER_NORM), f"{mode.only(mode.LAYER_NORM)}; model.normalization={RMS}"),
+    _of_layer_norms(
+        other_layers,
         f"{LAYER} is covered for GPT models without multi-token prediction or layers of their own; "
         f"model.normalization={RMS}",
     ),
-    Limit(
-        _of_layer_norms(lambda t: bool(t.model.get("qk_layernorm"))),
+    _of_layer_norms(
+        has("qk_layernorm"),
         f"of norms of queries and keys only {RMS} is covered; model.qk_layernorm=false",
     ),
-    Limit(
-        lambda t: bool(t.model.get("layernorm_zero_centered_gamma")) and not t.numerics.covers(mode.CENTRED),
+    of(
+        has("layernorm_zero_centered_gamma"),
+        lacks(mode.CENTRED),
         f"{mode.only(mode.CENTRED)}; model.layernorm_zero_centered_gamma=false",
     ),
 )

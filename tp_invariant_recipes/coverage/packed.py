@@ -15,7 +15,7 @@ WITHOUT = "dataset.enable_offline_packing=false"
 
 def _row(wrong: Callable[[RunConfig, Mapping[str, Any]], Any], why: str) -> Limit:
     """wrong: of a run with packed sequences, and of how they are packed."""
-    return Limit(lambda t: (specs := sft.packing(t)) is not None and bool(wrong(t, specs)), why)
+    return Limit(lambda t: (specs := sft.packing(t)) is not None and wrong(t, specs), why)
 
 
 def divisors(config: RunConfig) -> tuple[int, ...]:

@@ -12,11 +12,7 @@ from tp_invariant_recipes.sources import hf_models, weights
 
 # One of these lies in a folder that Bridge takes for a checkpoint: of a run, of one step, of Hugging Face.
 CHECKPOINT_FILES = (
-    "latest_train_state.pt",
-    "latest_checkpointed_iteration.txt",
-    "run_config.yaml",
-    "metadata.json",
-    ".metadata",
+    *("latest_train_state.pt", "latest_checkpointed_iteration.txt", "run_config.yaml", "metadata.json", ".metadata"),
     "config.json",
 )
 

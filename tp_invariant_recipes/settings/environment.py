@@ -28,7 +28,6 @@ class Variable:
 
 _GPU = ("gpu",)
 _CPU = ("cpu",)
-_BOTH = ("cpu", "gpu")
 _WORKSPACE = "cuBLAS chooses its algorithm by the workspace that it has"
 _EMULATED = "cuBLAS would compute products from parts of their operands"
 _NVLS = "in-switch reduction (NVLS) adds in an order of its own"
@@ -65,13 +64,8 @@ VARIABLES = (
     Variable("NVTE_CUTEDSL_FUSED_GROUPED_MLP", None, _GPU, _KERNEL, ("0",)),
     Variable("TRITON_F32_DEFAULT", None, _GPU, "it decides how Triton's products round their fp32 inputs"),
     Variable("TRITON_DEFAULT_FP_FUSION", None, _GPU, "Triton would round products before it adds them", ("1",)),
-    Variable(
-        "NCCL_ALGO",
-        "^NVLS",
-        _BOTH,  # Bridge's deterministic mode requires it on a CPU, too
-        _NVLS,
-        ("Ring", "Tree", "CollnetDirect", "CollnetChain"),
-    ),
+    # Bridge's deterministic mode requires it on a CPU, too.
+    Variable("NCCL_ALGO", "^NVLS", ("cpu", "gpu"), _NVLS, ("Ring", "Tree", "CollnetDirect", "CollnetChain")),
     Variable("NCCL_NVLS_ENABLE", "0", _GPU, _NVLS),
     Variable("MAMBA_DETERMINISTIC", "1", _GPU, "mamba_ssm times its kernels in every process, and adds atomically"),
     Variable("CUDA_DEVICE_MAX_CONNECTIONS", "1", _GPU, "Megatron orders collectives by launch order", ("8", "32")),
@@ -86,22 +80,8 @@ FLASH = Variable("NVTE_FLASH_ATTN", "0", _GPU, "flash-attn's backward groups sum
 
 # Variables with these prefixes are recorded, too, if they are set.
 RECORDED_PREFIXES = (
-    "NCCL_",
-    "NVTE_",
-    "CUBLAS_",
-    "CUBLASLT_",
-    "CUDA_",
-    "CUDNN_",
-    "TORCH_",
-    "TORCHDYNAMO_",
-    "PYTORCH_",
-    "ATEN_",
-    "ONEDNN_",
-    "DNNL_",
-    "OMP_",
-    "MKL_",
-    "MAMBA_",
-    "NVIDIA_TF32",
+    *("NCCL_", "NVTE_", "CUBLAS_", "CUBLASLT_", "CUDA_", "CUDNN_", "TORCH_", "TORCHDYNAMO_", "PYTORCH_", "ATEN_"),
+    *("ONEDNN_", "DNNL_", "OMP_", "MKL_", "MAMBA_", "NVIDIA_TF32"),
 )
 
 # A name with one of these words is never recorded, with any prefix, and is not allowed for a cluster's variable.

@@ -11,11 +11,7 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 
 # Numbers of the model that tensor parallelism splits.
 SPLIT_BY_TP = (
-    "num_attention_heads",
-    "num_query_groups",
-    "ffn_hidden_size",
-    "vocab_size",
-    "mamba_num_groups",
+    *("num_attention_heads", "num_query_groups", "ffn_hidden_size", "vocab_size", "mamba_num_groups"),
     "mamba_num_heads",
 )
 

@@ -1,30 +1,14 @@
 """The configuration of a run: our own sections typed (`config.slurm.time`), Bridge's as mappings."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from tp_invariant_recipes.settings.sections import (
-    OWN_SECTIONS,
-    ClusterSettings,
-    DataSettings,
-    DeviceSettings,
-    GuardSettings,
-    LauncherSettings,
-    LedgerSettings,
-    LoggingSettings,
-    NumericsSettings,
-    ParallelSettings,
-    PatchesSettings,
-    RecipeSettings,
-    RunSettings,
-    SlurmSettings,
-    WeightsSettings,
-)
+from tp_invariant_recipes.settings.sections import OWN_SECTIONS, OwnSections
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(OwnSections):
     """What a run is made of. Every field has been checked.
 
     sections: section -> fields, as Hydra composes them and `config.yaml` holds them. A section or field of ours that
@@ -32,20 +16,6 @@ class RunConfig:
     """
 
     sections: Mapping[str, Any]
-    run: RunSettings = field(init=False)
-    numerics: NumericsSettings = field(init=False)
-    parallel: ParallelSettings = field(init=False)
-    data: DataSettings = field(init=False)
-    weights: WeightsSettings = field(init=False)
-    device: DeviceSettings = field(init=False)
-    ledger: LedgerSettings = field(init=False)
-    guard: GuardSettings = field(init=False)
-    patches: PatchesSettings = field(init=False)
-    cluster: ClusterSettings = field(init=False)
-    slurm: SlurmSettings = field(init=False)
-    launcher: LauncherSettings = field(init=False)
-    logging: LoggingSettings = field(init=False)
-    recipe: RecipeSettings = field(init=False)
 
     def __post_init__(self) -> None:
         for name, cls in OWN_SECTIONS.items():

@@ -1,6 +1,6 @@
 """Our own sections of the configuration, typed. Everything else in the tree is a field of Bridge's."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from tp_invariant_recipes.numerics.settings import NumericsSettings
@@ -215,35 +215,32 @@ class RecipeSettings:
     adjusted: list[str] = field(default_factory=list)
 
 
-OWN_SECTIONS: dict[str, type] = {
-    "run": RunSettings,
-    "numerics": NumericsSettings,
-    "parallel": ParallelSettings,
-    "data": DataSettings,
-    "weights": WeightsSettings,
-    "device": DeviceSettings,
-    "ledger": LedgerSettings,
-    "guard": GuardSettings,
-    "patches": PatchesSettings,
-    "cluster": ClusterSettings,
-    "slurm": SlurmSettings,
-    "launcher": LauncherSettings,
-    "logging": LoggingSettings,
-    "recipe": RecipeSettings,
-}
+@dataclass(frozen=True)
+class OwnSections:
+    """Our sections of a run's configuration."""
+
+    run: RunSettings = field(init=False)
+    numerics: NumericsSettings = field(init=False)
+    parallel: ParallelSettings = field(init=False)
+    data: DataSettings = field(init=False)
+    weights: WeightsSettings = field(init=False)
+    device: DeviceSettings = field(init=False)
+    ledger: LedgerSettings = field(init=False)
+    guard: GuardSettings = field(init=False)
+    patches: PatchesSettings = field(init=False)
+    cluster: ClusterSettings = field(init=False)
+    slurm: SlurmSettings = field(init=False)
+    launcher: LauncherSettings = field(init=False)
+    logging: LoggingSettings = field(init=False)
+    recipe: RecipeSettings = field(init=False)
+
+
+OWN_SECTIONS: dict[str, type] = {one.name: one.type for one in fields(OwnSections) if isinstance(one.type, type)}
 
 # Keys that hold a path.
 PATHS = (
-    "run.dir",
-    "data.path",
-    "data.cache",
-    "data.tokenizer",
-    "weights.folder",
-    "recipe.hf_folder",
-    "checkpoint.pretrained_checkpoint",
-    "dataset.dataset_root",
-    "tokenizer.tokenizer_model",
-    "cluster.container",
+    *("run.dir", "data.path", "data.cache", "data.tokenizer", "weights.folder", "recipe.hf_folder"),
+    *("checkpoint.pretrained_checkpoint", "dataset.dataset_root", "tokenizer.tokenizer_model", "cluster.container"),
     "cluster.python",
 )
 

@@ -9,11 +9,7 @@ from tp_invariant_recipes.settings.schema import PROVIDER, SFT_DATASET
 
 # Fields that name or make data of Hugging Face. tpi trains on the user's own files, and takes these from no recipe.
 DOWNLOADS = (
-    "hf_dataset",
-    "hf_validation_dataset",
-    "hf_test_dataset",
-    "hf_output_root",
-    "hf_validation_proportion",
+    *("hf_dataset", "hf_validation_dataset", "hf_test_dataset", "hf_output_root", "hf_validation_proportion"),
     "hf_rewrite",
 )
 # Bridge reads them from `dataset.dataset_root`.

@@ -6,15 +6,8 @@ from typing import Any
 from tp_invariant_recipes.sources.hf_family import EMBEDDING, FIELDS, OUTPUT, SHARED, Family
 
 SIZES = (
-    "num_hidden_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "rms_norm_eps",
-    "rope_theta",
-    "num_experts_per_tok",
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+    *("rms_norm_eps", "rope_theta", "num_experts_per_tok"),
 )
 # What Bridge's GPTOSSBridge sets whatever config.json says, and the defaults of its provider.
 OWN: dict[str, tuple[Any, Any]] = {

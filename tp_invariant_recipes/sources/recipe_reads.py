@@ -39,16 +39,7 @@ PLAIN: Mapping[str, set[str] | None] = {
     "torch": {"bfloat16", "dtype", "float16", "float32", "float64", "nn"},
 }
 _LEFT = {
-    "__import__",
-    "__builtins__",
-    "breakpoint",
-    "compile",
-    "eval",
-    "exec",
-    "getattr",
-    "globals",
-    "hash",
-    "id",
+    *("__import__", "__builtins__", "breakpoint", "compile", "eval", "exec", "getattr", "globals", "hash", "id"),
     "input",
 }
 # Modules that must not be reached as an attribute of another one: pathlib.os.
