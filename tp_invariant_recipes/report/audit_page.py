@@ -4,41 +4,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment
 from markupsafe import Markup
 from matplotlib.figure import FigureBase
 
 from tp_invariant_recipes.compare.deviation import KINDS, TensorDeviation
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.report.figures import Drawing
-from tp_invariant_recipes.report.palette import LINES, style_sheet
-from tp_invariant_recipes.report.render import svg
+from tp_invariant_recipes.report.palette import LINES
+from tp_invariant_recipes.report.render import html, svg
 
 _HEIGHT = 3.6  # inches
 _LEAST, _MOST = 1e-2, 1e9  # factors beyond these lie on the edge
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ title }}</title>
-<style>
-:root { {{ light }} } @media screen and (prefers-color-scheme: dark) { :root { {{ dark }} } }
-body { margin: 0 auto; padding: 1.5rem; max-width: 76rem; background: var(--paper); color: var(--ink);
-  font: 1rem/1.5 system-ui, "DejaVu Sans", sans-serif; }
-svg { display: block; width: 100%; height: auto; } table { border-collapse: collapse; font-size: .9rem; }
-td, th { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--rule); }
-td.number { text-align: right; } .beyond { font-weight: 700; } .note { color: var(--faint); }
-</style></head><body>
-<h1>{{ title }}</h1>
-<p>{{ facts }}</p>
-<figure>{{ figure }}<figcaption class="note">{{ note }}</figcaption></figure>
-<table><thead><tr><th>step</th><th>tensor</th><th>factor</th><th>ranks</th><th>error</th></tr></thead><tbody>
-{% for one in rows %}<tr{% if one.beyond %} class="beyond"{% endif %}><td>{{ one.step }}</td><td>{{ one.name }}</td>
-<td class="number">{{ "%.3g"|format(one.factor) }}</td><td>{{ one.ranks|join(", ") }}</td><td>{{ one.shape or "" }}</td>
-</tr>{% endfor %}
-</tbody></table>
-{% if left %}<p class="note">Not compared: {{ left|join(", ") }}.</p>{% endif %}
-</body></html>
-"""
 
 
 def page(result: dict[str, Any], found: Sequence[TensorDeviation]) -> str:
@@ -46,19 +22,14 @@ def page(result: dict[str, Any], found: Sequence[TensorDeviation]) -> str:
     drawing = factors(found, result["margin"])
     names = ("model", "overrides", "reference", "recorded", "device", "bytes", "seconds")
     facts = "; ".join(f"{name}: {_words(result[name])}" for name in names if result.get(name))
-    return (
-        Environment(autoescape=True)
-        .from_string(_PAGE)
-        .render(
-            title=result["text"],
-            light=style_sheet(0),
-            dark=style_sheet(1),
-            facts=facts,
-            figure=Markup(svg(drawing)),
-            note=drawing.note,
-            rows=found,
-            left=result["not_compared"],
-        )
+    return html(
+        "audit.html.j2",
+        title=result["text"],
+        facts=facts,
+        figure=Markup(svg(drawing)),
+        note=drawing.note,
+        rows=found,
+        left=result["not_compared"],
     )
 
 

@@ -95,7 +95,7 @@ def training(report: Report) -> Drawing:
     }
 
     def draw(figure: FigureBase) -> None:
-        grid = _grid(figure, _CURVES, 2, 2, height_ratios=(3, 1), hspace=0.42, wspace=0.16)
+        grid = axes_grid(figure, _CURVES, 2, 2, height_ratios=(3, 1), hspace=0.42, wspace=0.16)
         few = len(report.runs) <= _IN_AXES  # a legend of its own would leave a gap
         places = {"loss": grid[0, 0], "grad_norm": grid[:, 1] if few else grid[0, 1], "learning_rate": grid[1, 0]}
         axes = {name: figure.add_subplot(place) for name, place in places.items()}
@@ -135,7 +135,7 @@ def apart(report: Report) -> Drawing | None:
     numbers = [n for n, _ in pairs]
 
     def draw(figure: FigureBase) -> None:
-        grid = _grid(figure, _DISTANCES, 1, 2, wspace=0.16)
+        grid = axes_grid(figure, _DISTANCES, 1, 2, wspace=0.16)
         for column, (field, title) in enumerate(zip(fields, ("Loss", "Gradient norm"), strict=True)):
             axes = figure.add_subplot(grid[0, column])
             _lines(axes, shown[field], numbers)
@@ -179,7 +179,7 @@ def cost(report: Report) -> Drawing | None:
     numbers = [n for n, _ in timed]
 
     def draw(figure: FigureBase) -> None:
-        grid = _grid(figure, _COSTS, 1, 2, wspace=0.16)
+        grid = axes_grid(figure, _COSTS, 1, 2, wspace=0.16)
         first, second = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
         _lines(first, times, numbers)
         first.set_title("Step time")
@@ -210,7 +210,7 @@ def cost(report: Report) -> Drawing | None:
     )
 
 
-def _grid(
+def axes_grid(
     figure: FigureBase,
     height: float,
     rows: int = 1,
@@ -314,7 +314,7 @@ def parameters(report: Report, n: int, found: Map) -> Drawing:
 
     def draw(figure: FigureBase) -> None:
         left = 0.3 + max(TextPath((0, 0), label, size=_SMALL).get_extents().width for label in labels) / 72
-        axes = figure.add_subplot(_grid(figure, height, left=left, top=top)[0])
+        axes = figure.add_subplot(axes_grid(figure, height, left=left, top=top)[0])
         _cells(axes, found)
         axes.set_yticks(range(len(labels)), labels, fontsize=_SMALL)
         axes.set_title(f"{_WORDS[found.kind]}: {_short(run.label, 40)} against {_short(first.label, 40)}")

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from tp_invariant_recipes import __version__
@@ -21,8 +20,7 @@ from tp_invariant_recipes.report import figures
 from tp_invariant_recipes.report.figures import Drawing
 from tp_invariant_recipes.report.magnitudes import Measured, largest, measure
 from tp_invariant_recipes.report.maps import parameter_map
-from tp_invariant_recipes.report.palette import style_sheet
-from tp_invariant_recipes.report.render import svg
+from tp_invariant_recipes.report.render import html, svg
 from tp_invariant_recipes.report.runs import Report, Run, bisected
 
 _ROWS = 40  # at most, of the table of parameters
@@ -80,18 +78,9 @@ def sections(report: Report) -> tuple[Section, ...]:
 
 def page(report: Report, parts: tuple[Section, ...], progress: Progress | None = None) -> str:
     """The HTML. parts: the result of `sections`. progress: told (figures drawn, figures in all)."""
-    environment = Environment(
-        loader=PackageLoader(__name__.rpartition(".")[0], "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template("page.html.j2").render(
+    return html(
+        "page.html.j2",
         title=headline(report),
-        light=style_sheet(0),
-        dark=style_sheet(1),
         verdicts=_boxes(report),
         runs=[_summary(run) for run in report.runs],
         memory=any(timing.peak_memory for run in report.runs for timing in run.timings),

@@ -1,19 +1,34 @@
-"""Drawings as SVG for a page, and as one PNG. Equal drawings give equal bytes."""
+"""Pages out of templates; drawings as SVG for a page, and as one PNG. Equal drawings give equal bytes."""
 
 import io
 import re
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from tp_invariant_recipes.ledger.reader import Progress
 from tp_invariant_recipes.report.figures import WIDTH, Drawing, settings
-from tp_invariant_recipes.report.palette import LIGHT, named
+from tp_invariant_recipes.report.palette import LIGHT, named, style_sheet
 
 _DPI = 110
+
+
+def html(template: str, **values: Any) -> str:
+    """A page of a template beside this module, in colours for light and dark screens."""
+    environment = Environment(
+        loader=PackageLoader(__name__.rpartition(".")[0], "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template(template).render(light=style_sheet(0), dark=style_sheet(1), **values)
 
 
 def svg(drawing: Drawing) -> str:
