@@ -24,7 +24,7 @@ def tensors(model: Mapping[str, Any], seed: int = 0, dtype: str = "BF16") -> Ten
     family = hf_models.family_of(model)
     assert isinstance(family, hf_models.Family), family
     found = {}
-    for name, shape in family.tensors(hf_models.sizes_of(family, model)):
+    for name, shape in family.tensors(family.sizes(model)):
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
         values = rng.normal(1.0 if name.endswith("norm.weight") else 0.0, 0.02, shape).astype(np.float32)
         bits = values.view(np.uint32)

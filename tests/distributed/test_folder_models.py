@@ -22,7 +22,7 @@ def test_it_has_the_sizes_of_the_folder(tmp_path, family):
     name, sizes = hf_models.model_of(weights.read(tmp_path))
     found = hf_folders.of(name, *sizes)
     assert hf_models.family_of(found) == family
-    read = hf_models.sizes_of(family, found)
+    read = family.sizes(found)
     assert {key: read[key] for key in ("num_hidden_layers", "vocab_size")} == {
         key: changed[key] for key in ("num_hidden_layers", "vocab_size")
     }

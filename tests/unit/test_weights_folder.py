@@ -328,8 +328,8 @@ def test_a_models_config_round_trips(tmp_path):
     model = hf_folders.of("llama32_toy")
     family = hf_models.family_of(model)
     (tmp_path / "config.json").write_text(json.dumps(hf_models.config_of(family, model, "bfloat16")))
-    assert hf_models._sizes(family, hf_models._config(tmp_path)) == hf_models.sizes_of(family, model)
-    assert hf_models.sizes_of(family, model)["rope_factor"] == 32.0
+    assert hf_models._sizes(family, hf_models._config(tmp_path)) == family.sizes(model)
+    assert family.sizes(model)["rope_factor"] == 32.0
 
 
 @pytest.mark.parametrize(

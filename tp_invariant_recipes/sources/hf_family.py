@@ -135,10 +135,7 @@ class Family:
 
     def sizes(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """The sizes of a model, a section `model` of a tree."""
-        found = {key: model.get(name, default) for key, (name, default) in self.fields.items()}
-        heads = found["num_attention_heads"]
-        found["num_key_value_heads"] = found["num_key_value_heads"] or heads
-        found["head_dim"] = found["head_dim"] or found["hidden_size"] // heads
+        found = self._heads(model)
         if self.experts:
             found["norm_topk_prob"] = not found["norm_topk_prob"]
             found[self.expert_size] = found[self.expert_size] or model.get("ffn_hidden_size")
@@ -146,6 +143,14 @@ class Family:
             found["intermediate_size"] = found["intermediate_size"] or 4 * found["hidden_size"]
         if not model.get("rope_scaling"):
             found["rope_factor"] = None
+        return found
+
+    def _heads(self, model: Mapping[str, Any]) -> dict[str, Any]:
+        """The sizes as the model has them, and those of heads that it leaves to Megatron-Core."""
+        found = {key: model.get(name, default) for key, (name, default) in self.fields.items()}
+        heads = found["num_attention_heads"]
+        found["num_key_value_heads"] = found["num_key_value_heads"] or heads
+        found["head_dim"] = found["head_dim"] or found["hidden_size"] // heads
         return found
 
     def absent(self, key: str) -> tuple[Any, ...]:

@@ -65,12 +65,9 @@ class Glm45(Family):
 
     def sizes(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """As of Family. Raises ValueError: dense layers stand elsewhere than first."""
-        found = {key: model.get(name, default) for key, (name, default) in self.fields.items()}
-        heads, layers = found["num_attention_heads"], found["num_hidden_layers"]
-        found["num_key_value_heads"] = found["num_key_value_heads"] or heads
-        found["head_dim"] = found["head_dim"] or found["hidden_size"] // heads
+        found = self._heads(model)
         found["moe_intermediate_size"] = found["moe_intermediate_size"] or found["intermediate_size"]
-        found["first_k_dense_replace"] = dense_first(found["first_k_dense_replace"], layers)
+        found["first_k_dense_replace"] = dense_first(found["first_k_dense_replace"], found["num_hidden_layers"])
         found["routed_scaling_factor"] = float(found["routed_scaling_factor"] or 1.0)
         found |= {key: bool(found[key]) for key in ("use_qk_norm", "attention_bias")}
         return found | {"rope_factor": None, DEPTHS: found[DEPTHS] or 0}

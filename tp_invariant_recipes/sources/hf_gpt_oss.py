@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tp_invariant_recipes.sources.hf_family import EMBEDDING, FIELDS, OUTPUT, SHARED, Family
+from tp_invariant_recipes.sources.hf_family import FIELDS, SHARED, Family
 
 SIZES = (
     *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
@@ -56,9 +56,7 @@ class GptOss(Family):
 
     def sizes(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """As of Family."""
-        found = {key: model.get(name, default) for key, (name, default) in self.fields.items()}
-        found["num_key_value_heads"] = found["num_key_value_heads"] or found["num_attention_heads"]
-        found["head_dim"] = found["head_dim"] or found["hidden_size"] // found["num_attention_heads"]
+        found = self._heads(model)
         found["intermediate_size"] = found["intermediate_size"] or model.get("ffn_hidden_size")
         found["sliding_window"] = model["window_size"][0] + 1 if model.get("window_size") else None
         return found
@@ -84,22 +82,13 @@ class GptOss(Family):
 
     def tensors(self, sizes: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """As of Family."""
-        hidden, vocabulary, head = (int(sizes[key]) for key in ("hidden_size", "vocab_size", "head_dim"))
-        heads, experts, size = sizes["num_attention_heads"], sizes["num_local_experts"], sizes["intermediate_size"]
-        yield EMBEDDING, (vocabulary, hidden)
-        yield "model.norm.weight", (hidden,)
-        yield OUTPUT, (vocabulary, hidden)
-        rows = {"q": heads * head, **dict.fromkeys("kv", sizes["num_key_value_heads"] * head)}
+        hidden, experts, size = sizes["hidden_size"], sizes["num_local_experts"], sizes["intermediate_size"]
+        plain = Family(self.architecture, "", qkv_bias=True).tensors({**sizes, "tie_word_embeddings": False})
+        yield from ((name, shape) for name, shape in plain if ".mlp." not in name)
         for number in range(sizes["num_hidden_layers"]):
             layer = f"model.layers.{number}"
-            for norm in ("input_layernorm", "post_attention_layernorm"):
-                yield f"{layer}.{norm}.weight", (hidden,)
-            for part, count in rows.items():
-                yield f"{layer}.self_attn.{part}_proj.weight", (count, hidden)
-                yield f"{layer}.self_attn.{part}_proj.bias", (count,)
-            yield f"{layer}.self_attn.o_proj.weight", (hidden, rows["q"])
             yield f"{layer}.self_attn.o_proj.bias", (hidden,)
-            yield f"{layer}.self_attn.sinks", (heads,)
+            yield f"{layer}.self_attn.sinks", (sizes["num_attention_heads"],)
             yield f"{layer}.mlp.router.weight", (experts, hidden)
             yield f"{layer}.mlp.router.bias", (experts,)
             yield f"{layer}.mlp.experts.gate_up_proj", (experts, hidden, 2 * size)

@@ -84,11 +84,6 @@ def _shared_expert(model: Mapping[str, Any]) -> str | None:
     return f"{GLM_45.architecture} has a shared expert of the others' size; {key}={routed}"
 
 
-def sizes_of(family: Family, model: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes of a model, under their names in config.json."""
-    return family.sizes(model)
-
-
 def config_of(family: Family, model: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """What config.json of a model holds. dtype: of the weights, such as "bfloat16"."""
     return {
@@ -121,7 +116,7 @@ def problems(model: Mapping[str, Any], checkpoint: Checkpoint) -> list[str]:
     except ValueError as error:
         return [f"{where}: {error}"]
     wrong = [f"{where}: its config.json has {one}, and tpi imports no such model" for one in fixed]
-    has = sizes_of(family, model)
+    has = family.sizes(model)
     for key, value in has.items():
         if value != sizes[key]:
             wrong.append(f"{where}: its {key} is {value_text(sizes[key])}; {_fix(family, key, sizes)}, not "

@@ -29,6 +29,11 @@ from tp_invariant_recipes.sources import recipe_answers, recipe_fields, recipe_r
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 
+LOGGED = (
+    *("tensorboard_dir", "wandb_project", "wandb_exp_name", "wandb_save_dir", "wandb_entity", "mlflow_experiment"),
+    *("mlflow_run_name", "mlflow_tracking_uri", "mlflow_tags", "comet_project", "comet_workspace"),
+    *("comet_experiment_name", "comet_tags"),
+)
 # Fields that tpi decides, and why. What a recipe says there does not count.
 OURS = {
     "checkpoint.save": "checkpoints go to run.dir",
@@ -37,20 +42,8 @@ OURS = {
     "checkpoint.dist_ckpt_optim_fully_reshardable": "a checkpoint can be read in every layout",
     "dataset.path_to_cache": "the index of the data goes to run.dir",
     **{f"dataset.{name}": "tpi downloads no examples; dataset.dataset_root" for name in sft.DOWNLOADS},
-    "logger.tensorboard_dir": "logging= decides where curves are drawn",
-    "logger.wandb_project": "logging= decides where curves are drawn",
-    "logger.wandb_exp_name": "logging= decides where curves are drawn",
-    "logger.wandb_save_dir": "logging= decides where curves are drawn",
-    "logger.wandb_entity": "logging= decides where curves are drawn",
-    "logger.mlflow_experiment": "logging= decides where curves are drawn",
-    "logger.mlflow_run_name": "logging= decides where curves are drawn",
-    "logger.mlflow_tracking_uri": "logging= decides where curves are drawn",
-    "logger.mlflow_tags": "logging= decides where curves are drawn",
-    "logger.comet_project": "logging= decides where curves are drawn",
-    "logger.comet_workspace": "logging= decides where curves are drawn",
+    **{f"logger.{name}": "logging= decides where curves are drawn" for name in LOGGED},
     "logger.comet_api_key": "logging= decides where curves are drawn, and a key is never written down",
-    "logger.comet_experiment_name": "logging= decides where curves are drawn",
-    "logger.comet_tags": "logging= decides where curves are drawn",
     "model.gradient_accumulation_fusion": "it needs Apex, which is on no registry",
     "rerun_state_machine.rerun_mode": "the ledger says whether steps repeat",
     "scheduler.override_opt_param_scheduler": "a run that goes on takes its schedule from its checkpoint",

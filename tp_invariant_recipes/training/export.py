@@ -81,7 +81,7 @@ class Export:
     def _names(self) -> set[str]:
         family = hf_models.family_of(self.model)
         assert not isinstance(family, str)
-        return {name for name, _ in family.tensors(hf_models.sizes_of(family, self.model))}
+        return {name for name, _ in family.tensors(family.sizes(self.model))}
 
     def _chunks(self) -> list[Any]:
         """The model with the weights of the checkpoint."""
