@@ -116,24 +116,17 @@ def _against(scoring: Any, against: list[Path], tolerance: float, page: Path) ->
     return result | {"files": points, "page": str(page), "text": f"{result['text']}\npage: {page}"}
 
 
-class _Watched:
+class _Watched(Progress):
     """The progress of a scoring: a bar on a terminal, elsewhere a line every LINE_EVERY seconds."""
 
     def __init__(self, scoring: Any, console: Any, plain: dict[str, Any]) -> None:
-        self.scoring, self.console = scoring, console
+        self.scoring = scoring
         self.done, self.position, self.printed = 0, 0, time.monotonic()
-        self.progress = Progress(
+        super().__init__(
             TextColumn("scoring"), BarColumn(), TextColumn("{task.completed:,.0f}/{task.total:,.0f} sequences"),
             TimeRemainingColumn(), console=console, disable=not console.is_terminal, **plain,
         )  # fmt: skip
-        self.task = self.progress.add_task("", total=scoring.count)
-
-    def __enter__(self) -> "_Watched":
-        self.progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.progress.stop()
+        self.task = self.add_task("", total=scoring.count)
 
     def __call__(self) -> None:
         """Show the lines that have been written since."""
@@ -144,7 +137,7 @@ class _Watched:
             while block := stream.read(1 << 20):
                 self.done += block.count(b"\n")
             self.position = stream.tell()
-        self.progress.update(self.task, completed=self.done)
+        self.update(self.task, completed=self.done)
         if not self.console.is_terminal and time.monotonic() - self.printed > LINE_EVERY:
             self.printed = time.monotonic()
             self.console.print(f"{self.done:,} of {self.scoring.count:,} sequences")

@@ -4,8 +4,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.table import Column, Table
 from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json, Overrides, Verbose, directory_option, optional_model
@@ -72,23 +70,11 @@ def _print(swept: "Swept") -> None:
     from tp_invariant_recipes.workflows.sweep import COMPLETED, value
 
     console = terminal.console()
-    table = Table(
-        Column("run", overflow="fold"),
-        Column("ranks", justify="right", no_wrap=True),
-        Column("steps", justify="right", no_wrap=True),
-        Column("last loss", justify="right", no_wrap=True),
-        Column("gradient norm", justify="right", no_wrap=True),
-        Column("ended", overflow="fold"),
-        box=box.SIMPLE_HEAD,
-        collapse_padding=True,
-    )
+    table = matrix.table("run", "gradient norm", last="ended")
     for row in swept.rows:
         norm = value(row.ledger.steps[-1].grad_norm) if row.ledger and row.steps else None
         table.add_row(
-            Text(one_line(row.label), style="bold" if row is swept.lowest else ""),
-            Text(str(row.ranks)),
-            Text(str(row.steps) if row.steps == row.of else f"{row.steps} of {row.of}"),
-            Text(row.last_loss),
+            *matrix.cells(row, "bold" if row is swept.lowest else ""),
             Text("" if norm is None else f"{norm:.6g}"),
             Text(one_line(row.words), style="" if row.state == COMPLETED else "yellow"),
         )

@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.table import Column, Table
 from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json, Overrides, Verbose, directory_option, optional_model
@@ -18,7 +16,7 @@ from tp_invariant_recipes.host import needed, terminal
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tp_invariant_recipes.workflows.verdict import CellResult, MatrixVerdict
+    from tp_invariant_recipes.workflows.verdict import MatrixVerdict
     from tp_invariant_recipes.workflows.verify import Verification
 
 _COLOURS = {"identical": "green", "different": "red", "reference": "dim"}
@@ -131,7 +129,10 @@ def _train(planned: "Verification", console: "Console", *, verbose: bool, exitfi
 
 def _print(verdict: "MatrixVerdict") -> None:
     console = terminal.console()
-    console.print(_table(verdict.rows))
+    table = matrix.table("cell", last="verdict")
+    for row in verdict.rows:
+        table.add_row(*matrix.cells(row), Text(one_line(row.words), style=_COLOURS.get(row.state, "yellow")))
+    console.print(table)
     line = Text(one_line(verdict.line))
     line.stylize(f"bold {_COLOURS.get(verdict.verdict, 'yellow')}", 0, len(verdict.verdict))
     console.print(line, soft_wrap=True)
@@ -139,21 +140,3 @@ def _print(verdict: "MatrixVerdict") -> None:
         console.print(Text(sentence, style="dim"), soft_wrap=True)
     if verdict.advice:
         console.print(Text(f"continue with: {verdict.advice}"), soft_wrap=True)
-
-
-def _table(rows: "tuple[CellResult, ...]") -> Table:
-    """Cells are Text, because a reason may contain characters that rich reads as markup."""
-    table = Table(
-        Column("cell", overflow="fold"),
-        Column("ranks", justify="right", no_wrap=True),
-        Column("steps", justify="right", no_wrap=True),
-        Column("last loss", justify="right", no_wrap=True),
-        Column("verdict", overflow="fold"),
-        box=box.SIMPLE_HEAD,
-        collapse_padding=True,
-    )
-    for row in rows:
-        steps = str(row.steps) if row.steps == row.of else f"{row.steps} of {row.of}"
-        state = Text(one_line(row.words), style=_COLOURS.get(row.state, "yellow"))
-        table.add_row(Text(one_line(row.label)), Text(str(row.ranks)), Text(steps), Text(row.last_loss), state)
-    return table

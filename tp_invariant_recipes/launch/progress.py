@@ -88,12 +88,12 @@ class Tail:
         return (self.steps - self.events[-1].step) * sum(e.seconds for e in timed) / len(timed)
 
 
-class Bar:
+class Bar(Progress):
     """A live progress bar. Use as a context manager; call it to refresh."""
 
     def __init__(self, plan: Plan, console: Console) -> None:
         self.tail = Tail(plan.run_dir.progress, plan.steps)
-        self.progress = Progress(
+        super().__init__(
             TextColumn("{task.description}"),
             BarColumn(),
             TextColumn("{task.completed:>5.0f}/{task.total:.0f}"),
@@ -103,24 +103,15 @@ class Bar:
             refresh_per_second=4,
             **PLAIN,
         )
-        self.task = self.progress.add_task("starting", total=plan.steps, completed=plan.start, figures="")
-
-    def __enter__(self) -> "Bar":
-        self.progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.progress.stop()
+        self.task = self.add_task("starting", total=plan.steps, completed=plan.start, figures="")
 
     def __call__(self) -> None:
         """Show the steps that have been recorded since."""
         for event in self.tail.new():
             if event.start:
-                self.progress.console.print(Text(start_clock.text(event.start)), soft_wrap=True)
-            self.progress.update(
-                self.task, description="training", completed=event.step, figures=_figures(event, self.tail)
-            )
-        self.tail.report_strange(self.progress.console)
+                self.console.print(Text(start_clock.text(event.start)), soft_wrap=True)
+            self.update(self.task, description="training", completed=event.step, figures=_figures(event, self.tail))
+        self.tail.report_strange(self.console)
 
 
 class Lines:

@@ -7,16 +7,16 @@ from tp_invariant_recipes.launch.progress import PLAIN, Tail
 from tp_invariant_recipes.runs.bench_dir import BenchDir, Figures, Pass
 
 
-class Passes:
+class Passes(Progress):
     """Shows the running pass and the completed steps of all passes. Use it as a context manager; call it to refresh."""
 
     def __init__(self, bench_dir: BenchDir, passes: tuple[Pass, ...], console: Console) -> None:
-        self.passes, self.console = passes, console
+        self.passes = passes
         self.rounds = max(one.round for one in passes)
         self.current: int | None = None
         total = sum(one.steps for one in passes)
         self.tail = Tail(bench_dir.figures(0), total, Figures)
-        self.progress = Progress(
+        super().__init__(
             TextColumn("{task.description}"),
             BarColumn(),
             TextColumn("{task.completed:.0f}/{task.total:.0f} steps"),
@@ -26,14 +26,7 @@ class Passes:
             transient=True,
             **PLAIN,
         )
-        self.task = self.progress.add_task("starting", total=total)
-
-    def __enter__(self) -> "Passes":
-        self.progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.progress.stop()
+        self.task = self.add_task("starting", total=total)
 
     def __call__(self) -> None:
         """Show the steps since the last call."""
@@ -46,7 +39,7 @@ class Passes:
         if event.pass_ != self.current and not self.console.is_terminal:
             self.console.print(words)
         self.current = event.pass_
-        self.progress.update(self.task, description=words, advance=1)
+        self.update(self.task, description=words, advance=1)
 
     def _words(self, one: Pass) -> str:
         return f"profile, {one.mode}" if one.profile else f"round {one.round} of {self.rounds}, {one.mode}"

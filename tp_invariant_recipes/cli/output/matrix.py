@@ -3,8 +3,11 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from rich import box
+from rich.table import Column, Table
 from rich.text import Text
 
+from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.plural import counted
 
 if TYPE_CHECKING:
@@ -12,7 +15,21 @@ if TYPE_CHECKING:
 
     from tp_invariant_recipes.launch.local import Watch
     from tp_invariant_recipes.launch.plan import Plan
+    from tp_invariant_recipes.workflows.verdict import CellResult
     from tp_invariant_recipes.workflows.verify import Verification
+
+
+def table(first: str, *figures: str, last: str) -> Table:
+    """An empty table of runs, for rows that begin with `cells`. figures: titles of columns after the last loss."""
+    numbers = [Column(title, justify="right", no_wrap=True) for title in ("ranks", "steps", "last loss", *figures)]
+    ends = (Column(title, overflow="fold") for title in (first, last))
+    return Table(next(ends), *numbers, next(ends), box=box.SIMPLE_HEAD, collapse_padding=True)
+
+
+def cells(row: "CellResult", style: str = "") -> list[Text]:
+    """The first cells of a run. They are Text, because a name may contain characters that rich reads as markup."""
+    steps = str(row.steps) if row.steps == row.of else f"{row.steps} of {row.of}"
+    return [Text(one_line(row.label), style=style), Text(str(row.ranks)), Text(steps), Text(row.last_loss)]
 
 
 def train_matrix[T](
