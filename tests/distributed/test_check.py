@@ -6,7 +6,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.distributed.faults import one_kept_bit_less, unchecked
-from tp_invariant_recipes.workflows.check import LINEAR, Names
+from tp_invariant_recipes.workflows.check import LINEAR, names_of
 
 pytestmark = pytest.mark.usefixtures("portable_loops")
 
@@ -16,7 +16,7 @@ FC2 = MODULES[-1]
 
 
 def dump(*modules):
-    names = [name for one in map(Names, modules) for name in (one.weight, *one.operands, *one.results)]
+    names = [name for one in map(names_of, modules) for name in (one.weight, *one.operands, *one.results)]
     return ("--trace", "1:2", f"ledger.dump=[{','.join(names)}]")
 
 
@@ -31,7 +31,7 @@ def run(shared):
 def test_a_layer_is_computed_again_with_the_same_bits(shared, run, module):
     done = shared("check", "run", "--step", "2", "--module", module, status=0)
     lines = done.stdout.splitlines()
-    names = Names(module).results
+    names = names_of(module).results
     assert [line.partition(": identical, ")[0] for line in lines[:3]] == list(names)
     assert lines[3] == f"identical: step 2 of {module}, computed again on this CPU"
 

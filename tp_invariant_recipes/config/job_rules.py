@@ -272,33 +272,31 @@ _HOW_MANY = "how many is decided by the layout (tp, pp, cp, dp) and cluster.rank
 _WHICH_GPUS = "cluster.gpus_per_node and cluster.gpu_type"
 _WHAT_RANKS_SEE = "cluster.environment and cluster.forward"
 
-# Options of sbatch that the job's script has or that would undo what it relies on -> what to set instead.
-WRITTEN = {
+# Options that both the job's script and its step have or that would undo what they rely on -> what to set instead.
+_BOTH = {
+    **dict.fromkeys(("--ntasks", "--ntasks-per-node"), _HOW_MANY),
+    **dict.fromkeys(("--gres", "--gpus", "--gpus-per-node", "--gpus-per-task"), _WHICH_GPUS),
+    **dict.fromkeys(("--output", "--error"), _WHERE_LOGS_LIE),
+    **dict.fromkeys(("--export", "--export-file"), _WHAT_RANKS_SEE),
+    "--chdir": "relative paths are those of the folder in which you submit",
+    "--container-image": "cluster.container",
+    "--container-mounts": "cluster.mounts",
+    "--time": "slurm.time",
+}
+
+# The others of sbatch.
+WRITTEN = _BOTH | {
     "--account": "slurm.account",
     "--partition": "slurm.partition",
     "--qos": "slurm.qos",
-    "--time": "slurm.time",
     "--time-min": "slurm.time",
     "--signal": "slurm.save_before",
     "--exclusive": "slurm.exclusive=true",
     "--requeue": "slurm.tries",
     "--no-requeue": "slurm.tries=1",
     "--nodes": f"slurm.nodes=FEWEST-MOST; {_HOW_MANY}",
-    "--ntasks": _HOW_MANY,
-    "--ntasks-per-node": _HOW_MANY,
-    "--gres": _WHICH_GPUS,
-    "--gpus": _WHICH_GPUS,
-    "--gpus-per-node": _WHICH_GPUS,
-    "--gpus-per-task": _WHICH_GPUS,
-    "--container-image": "cluster.container",
-    "--container-mounts": "cluster.mounts",
     "--job-name": "it is the last part of run.dir",
-    "--output": _WHERE_LOGS_LIE,
-    "--error": _WHERE_LOGS_LIE,
     "--open-mode": _WHERE_LOGS_LIE,
-    "--chdir": "relative paths are those of the folder in which you submit",
-    "--export": _WHAT_RANKS_SEE,
-    "--export-file": _WHAT_RANKS_SEE,
     "--array": "tpi submit --verify and --sweep make arrays",
     "--dependency": "tpi submit --after JOB waits for a job",
     "--kill-on-invalid-dep": "tpi submit --after JOB waits for a job",
@@ -306,32 +304,15 @@ WRITTEN = {
     "--wrap": "the script is tpi's",
 }
 
-# The same of srun.
-STEPPED = {
+# The others of srun.
+STEPPED = _BOTH | {
     "--nodes": _HOW_MANY,
-    "--ntasks": _HOW_MANY,
-    "--ntasks-per-node": _HOW_MANY,
-    "--wait": "srun ends a step when one of its nodes has ended",
-    "--kill-on-bad-exit": "srun ends a step when one of its nodes has ended",
-    "--no-kill": "srun ends a step when one of its nodes has ended",
-    "--gres": _WHICH_GPUS,
-    "--gpus": _WHICH_GPUS,
-    "--gpus-per-node": _WHICH_GPUS,
-    "--gpus-per-task": _WHICH_GPUS,
-    "--gpu-bind": "all ranks of a node share its one task",
-    "--cpu-bind": "all ranks of a node share its one task",
+    **dict.fromkeys(("--wait", "--kill-on-bad-exit", "--no-kill"), "srun ends a step when one of its nodes has ended"),
+    **dict.fromkeys(("--gpu-bind", "--cpu-bind"), "all ranks of a node share its one task"),
     "--multi-prog": "one program runs on all nodes",
-    "--output": _WHERE_LOGS_LIE,
-    "--error": _WHERE_LOGS_LIE,
     "--input": "tpi reads no standard input",
-    "--chdir": "relative paths are those of the folder in which you submit",
-    "--export": _WHAT_RANKS_SEE,
-    "--export-file": _WHAT_RANKS_SEE,
-    "--container-image": "cluster.container",
-    "--container-mounts": "cluster.mounts",
     "--container-env": "cluster.forward",
     "--container": "cluster.container",
     "--bcast": "cluster.python",
-    "--time": "slurm.time",
     "--jobid": "the step belongs to its job",
 }

@@ -6,7 +6,7 @@ made of them. numerics=portable states every bit of that, so a CPU can tell whet
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tp_invariant_recipes.compare.compare import EXIT_STATUS, Verdict
 from tp_invariant_recipes.errors import LedgerError, RunError
@@ -49,31 +49,23 @@ class Checked:
         return f"{self.name}: different, {differing}{apart}, the first at {found.first}"
 
 
-@dataclass(frozen=True)
-class Names:
-    """The tensors of a module that a check reads."""
+class Names(NamedTuple):
+    """The tensors of a module that a check reads.
 
-    module: str
+    operands: the input, and the gradient of the output. results: the output, the gradients of input and weight.
+    weight:   after the step before.
+    """
 
-    @property
-    def parameter(self) -> str:
-        """Its weight."""
-        return f"{self.module}.weight"
+    operands: tuple[str, str]
+    results: tuple[str, str, str]
+    weight: str
 
-    @property
-    def operands(self) -> tuple[str, str]:
-        """The operands: the input, and the gradient of the output."""
-        return f"forward/{self.module}/input", f"backward/{self.module}/input"
 
-    @property
-    def results(self) -> tuple[str, str, str]:
-        """The results: the output, the gradient of the input, the gradient of the weight."""
-        return f"forward/{self.module}/output", f"backward/{self.module}/output", f"gradients/{self.parameter}"
-
-    @property
-    def weight(self) -> str:
-        """The weight after the step before."""
-        return f"weights/{self.parameter}"
+def names_of(module: str) -> Names:
+    """The tensors of a module by their names in a dump."""
+    forward, backward, weight = f"forward/{module}", f"backward/{module}", f"{module}.weight"
+    results = (f"{forward}/output", f"{backward}/output", f"gradients/{weight}")
+    return Names((f"{forward}/input", f"{backward}/input"), results, f"weights/{weight}")
 
 
 def check(run: Path, step: int, module: str) -> list[Checked]:
@@ -89,7 +81,7 @@ def check(run: Path, step: int, module: str) -> list[Checked]:
     if arithmetic is None or not arithmetic.any_machine:
         stated = " or ".join(mode.named(lambda one: one.any_machine))
         raise RunError(f"{run} is a run of numerics={named}, whose bits no CPU can compute; {stated} states them")
-    names = Names(module)
+    names = names_of(module)
     found = _dumped(run, step, names)
     results = _computed(found, names, kind, segments, numerics, _linear(config, module))
     return [

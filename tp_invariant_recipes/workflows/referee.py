@@ -30,7 +30,7 @@ def judge(
     if module is None or operation is None:
         return _said([], "no operation is known at which the runs part with equal operands: nothing to judge")
     try:
-        wanted = check.Names(module)
+        wanted = check.names_of(module)
         check.require_linear(module, step)
         dumped = train((*wanted.operands, *wanted.results, wanted.weight), step - 1)
         right = [n for n, run in enumerate(dumped) if all(one.identical for one in check.check(run, step, module))]
