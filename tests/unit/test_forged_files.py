@@ -291,11 +291,11 @@ STAND |= {"standing": "busy", "at": ["there"], "node": "n1"}
 MESSAGES: dict[str, Any] = {
     "orders": {"start": 0, "token": "x", "agreed": {"identity": {"a": 1}, "environment": {"A": "1"}, "versions": {}}},
     "arrived/1": {"name": "n1", "problems": ["p"], "reached": "10.0.0.1"},
-    "next": {"port": 1},
+    "next": 1,
     "failed/1": {"name": "n1", "cause": 1.5, "why": "w", "ours": False, "hardware": False, "rank_states": [STAND]},
-    "failing": {"hang": True},
+    "failing": True,
     "over": {"outcome": "completed", "requeued": False, "why": None},
-    "alive/1": {"round": 1},
+    "alive/1": 1,
 }
 
 

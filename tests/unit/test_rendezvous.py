@@ -184,10 +184,10 @@ def first():
 
 def test_values_are_read_together_once_all_are_there(first):
     keys = ["alive/1", "alive/2"]
-    first.set("alive/2", rendezvous.Alive(7))
+    first.set("alive/2", 7)
     assert first.get_all(keys) is None
-    first.set("alive/1", rendezvous.Alive(3))
-    assert first.get_all(keys) == [rendezvous.Alive(3), rendezvous.Alive(7)]
+    first.set("alive/1", 3)
+    assert first.get_all(keys) == [3, 7]
     assert first.get_all([]) == []
     first.send("alive/1", b"{}")
     with pytest.raises(RunError, match="sets alive/1 to what no node of it sets"):
@@ -202,8 +202,8 @@ def test_a_node_that_falls_silent_is_named_and_one_that_beats_is_not(first, monk
 
     def looks() -> None:
         for n in range(4):
-            first.set("alive/1", rendezvous.Alive(n))
-            first.set("alive/2", rendezvous.Alive(n if beating else 0))
+            first.set("alive/1", n)
+            first.set("alive/2", n if beating else 0)
             look()
             time.sleep(0.04)
 

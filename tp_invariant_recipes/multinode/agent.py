@@ -37,10 +37,7 @@ from tp_invariant_recipes.multinode.rendezvous import (
     Agreed,
     Arrived,
     Failed,
-    Failing,
-    Next,
     NodeInfo,
-    Nothing,
     Orders,
     Over,
     Rendezvous,
@@ -147,7 +144,7 @@ def _run_first_node(rendezvous: Rendezvous, task: NodeTask) -> Ended:
             ended = Ended(None, why=str(error))
         outcome: Any = ended.outcome and ended.outcome.value
         rendezvous.set("over", Over(outcome, ended.requeued, ended.why))
-        rendezvous.set("next", Next(None))
+        rendezvous.set("next", None)
         _wait_for_others(rendezvous, "joined", END_TIMEOUT)
         _wait_for_others(rendezvous, "left", END_TIMEOUT)
     return ended
@@ -259,11 +256,10 @@ def _train(rendezvous: Rendezvous, task: NodeTask, planned: Plan, reached: str |
     heartbeat = Heartbeat(rendezvous, planned, Receiver(rendezvous, planned.run_dir))
     through = interface(reached) if reached else "lo"
 
-    def started() -> None:
-        rendezvous.set("next", Next(store.port))
-
     with task.watch(planned) as heartbeat.show:
-        outcome = _run_ranks(rendezvous, planned, "127.0.0.1", store.port, through, heartbeat, started)
+        outcome = _run_ranks(
+            rendezvous, planned, "127.0.0.1", store.port, through, heartbeat, lambda: rendezvous.set("next", store.port)
+        )
         _wait_for_others(rendezvous, "ended", None, tick=heartbeat)
         heartbeat.look()  # the others' last files
         heartbeat.show()
@@ -291,12 +287,12 @@ def _first_cause(rendezvous: Rendezvous, run_dir: RunDir, error: Exception) -> R
 def _run_other_node(rendezvous: Rendezvous, task: NodeTask) -> Ended:
     """It holds the lock of its own run directory if it shares none with the first node."""
     with ExitStack() as locks:
-        rendezvous.set(f"joined/{rendezvous.node.number}", Nothing())
+        rendezvous.set(f"joined/{rendezvous.node.number}")
         try:
             planned, shared = _plan_as_ordered(rendezvous, task, locks)
             # One blocking wait, no polling: the first node forks its ranks now, and its store's thread must have no
             # work.
-            port = rendezvous.wait("next", START_TIMEOUT).port
+            port = rendezvous.wait("next", START_TIMEOUT)
             if port is None:
                 raise _RunOver
             if not shared:
@@ -307,7 +303,7 @@ def _run_other_node(rendezvous: Rendezvous, task: NodeTask) -> Ended:
             over = _wait_for_first_node(rendezvous, "over", tick=heartbeat)
         except (_RunOver, Stopped, PeerFailed, RankFailed):
             over = _wait_for_first_node(rendezvous, "over")
-        rendezvous.set(f"left/{rendezvous.node.number}", Nothing())
+        rendezvous.set(f"left/{rendezvous.node.number}")
         return _ended(over)
 
 
@@ -421,13 +417,13 @@ def _run_ranks(
     finally:
         if heartbeat.files:
             heartbeat.files()
-        rendezvous.set(f"ended/{node.number}", Nothing())
+        rendezvous.set(f"ended/{node.number}")
 
 
 def _set_failing(rendezvous: Rendezvous, *, hang: bool) -> None:
     """Have the other nodes end their ranks, unless a node has done so. hang: they first say where theirs stand."""
     if not rendezvous.has("failing"):
-        rendezvous.set("failing", Failing(hang))
+        rendezvous.set("failing", hang)
 
 
 def _wait_for_first_node(

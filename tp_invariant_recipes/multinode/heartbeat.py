@@ -8,7 +8,7 @@ from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import PeersHang
 from tp_invariant_recipes.multinode.forwarding import Receiver, Sender
-from tp_invariant_recipes.multinode.rendezvous import Alive, Rendezvous
+from tp_invariant_recipes.multinode.rendezvous import Rendezvous
 from tp_invariant_recipes.runs import lock
 
 ROUND = 1.0  # seconds between two heartbeats
@@ -48,11 +48,11 @@ class Heartbeat:
         """Look at the others now. Raises as a call does."""
         node = self.rendezvous.node
         self.rounds += 1
-        self.rendezvous.set(f"alive/{node.number}", Alive(self.rounds))
+        self.rendezvous.set(f"alive/{node.number}", self.rounds)
         if self.files:
             self.files()
         if (failing := self.rendezvous.get("failing")) is not None:
-            raise PeerHangs if failing.hang else PeerFailed
+            raise PeerHangs if failing else PeerFailed
         lock.check()
         if node.first:
             others = range(1, node.count)

@@ -1,6 +1,6 @@
 """The rendezvous of a job's nodes: a TCP store on the first node, and one process a node that joins it.
 
-Values are JSON objects under keys. Nodes have the numbers that SLURM gives the tasks of a step with one task a node.
+Values are JSON under keys. Nodes have the numbers that SLURM gives the tasks of a step with one task a node.
 """
 
 import json
@@ -52,13 +52,6 @@ class Arrived(Record):
 
 
 @dataclass(frozen=True)
-class Next(Record):
-    """Where ranks meet."""
-
-    port: Annotated[int, Bounds(gt=0, lt=2**16)] | None
-
-
-@dataclass(frozen=True)
 class Failed(Record):
     """A node whose ranks have failed."""
 
@@ -71,13 +64,6 @@ class Failed(Record):
 
 
 @dataclass(frozen=True)
-class Failing(Record):
-    """Ranks have failed on some node."""
-
-    hang: bool
-
-
-@dataclass(frozen=True)
 class Over(Record):
     """How the run ended."""
 
@@ -86,30 +72,18 @@ class Over(Record):
     why: str | None
 
 
-@dataclass(frozen=True)
-class Alive(Record):
-    """A heartbeat."""
-
-    round: Count
-
-
-@dataclass(frozen=True)
-class Nothing(Record):
-    """A key without a value."""
-
-
-# The first word of a key -> its value; multinode/agent.py says who sets it.
-VALUES: dict[str, type[Record]] = {
-    "joined": Nothing,
+# The first word of a key -> the type of its value; multinode/agent.py says who sets it.
+VALUES: dict[str, Any] = {
+    "joined": Literal[True],
     "orders": Orders,
     "arrived": Arrived,
-    "next": Next,
+    "next": Annotated[int, Bounds(gt=0, lt=2**16)] | None,  # the port
     "failed": Failed,
-    "failing": Failing,
-    "ended": Nothing,
+    "failing": bool,  # whether ranks hang
+    "ended": Literal[True],
     "over": Over,
-    "left": Nothing,
-    "alive": Alive,
+    "left": Literal[True],
+    "alive": Count,  # the number of the heartbeat
 }
 
 
@@ -224,9 +198,10 @@ class Rendezvous:
             f"(slurm.rendezvous_timeout=SECONDS waits longer)"
         )
 
-    def set(self, key: str, value: Record) -> None:
+    def set(self, key: str, value: Any = True) -> None:
         """Set a key, one of VALUES, that all nodes can read."""
-        self._ask(lambda: self.store.set(key, json.dumps(value.as_json())))
+        text = json.dumps(value.as_json() if isinstance(value, Record) else value)
+        self._ask(lambda: self.store.set(key, text))
 
     def has(self, key: str) -> bool:
         """Whether a key is set."""
