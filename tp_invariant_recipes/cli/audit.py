@@ -77,7 +77,7 @@ def audit(
 
     needed.check("tpi audit", needed.TRAINING)
     console = terminal.console_of_its_own()
-    with progress.preparing(console) as report:
+    with progress.preparing(console) as how:
         planned = launch.new(
             model,
             list(overrides or []),
@@ -85,7 +85,7 @@ def audit(
             against=against or (),
             steps=steps,
             directory=directory,
-            progress=report,
+            how=how,
         )
     with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
         launch.check(planned)

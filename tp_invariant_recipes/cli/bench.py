@@ -53,7 +53,7 @@ def bench(
 
     needed.check("tpi bench", needed.TRAINING)
     console = terminal.console_of_its_own()
-    with progress.preparing(console) as report:
+    with progress.preparing(console) as how:
         planned = launch.new(
             model,
             list(overrides or []),
@@ -63,7 +63,7 @@ def bench(
             steps=steps,
             traced=profile,
             directory=directory,
-            progress=report,
+            how=how,
         )
     with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
         for one in planned.plans.values():

@@ -11,6 +11,7 @@ from tp_invariant_recipes.host import terminal
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.jobs.planned import PlannedSubmission
+    from tp_invariant_recipes.launch.plan import Planning
 
 
 def submit(
@@ -76,9 +77,9 @@ def submit(
         model = None
     requested = with_cluster_file(requested, cluster_file)
     to_person = terminal.console_of_its_own()
-    with progress.preparing(to_person) as report:
+    with progress.preparing(to_person, dry=dry_run) as how:
         kind = {"--resume": resume is not None, "--verify": verify, "--sweep": sweep}
-        planned = _planned(kind, model, requested, resume, against, directory, after or [], dry_run, report)
+        planned = _planned(kind, model, requested, resume, against, directory, after or [], how)
     console = terminal.console(stderr=True, soft_wrap=True, markup=False)
     if planned.completed:
         console.print(planned.completed)
@@ -103,8 +104,7 @@ def _planned(
     against: Path | None,
     directory: Path | None,
     after: list[str],
-    dry: bool,
-    progress: Any,
+    how: "Planning",
 ) -> "PlannedSubmission":
     """Plan the submission. kind: whether each of these options is given. Raises a TpiError."""
     from tp_invariant_recipes.jobs import submit as launch
@@ -116,15 +116,15 @@ def _planned(
         raise ConfigError("--against belongs to --verify")
     if directory is not None and not (kind["--verify"] or kind["--sweep"]):
         raise ConfigError("--dir belongs to --verify and --sweep; the directory of a single run is run.dir=PATH")
+    settings: Any = {"after": after, "dry": how.dry, "progress": how.progress}
     if resume is not None:
-        return launch.resume(resume, requested, after=after, dry=dry, progress=progress)
+        return launch.resume(resume, requested, **settings)
     if model is None:
         raise ConfigError("name a model to train (tpi models lists them), or a run to continue: --resume RUN")
     if kind["--verify"] or kind["--sweep"]:
         command = "verify" if kind["--verify"] else "sweep"
-        settings: Any = {"directory": directory, "against": against, "after": after, "dry": dry, "progress": progress}
-        return launch.several(command, model, requested, **settings)
-    return launch.train(model, requested, after=after, dry=dry, progress=progress)
+        return launch.several(command, model, requested, directory=directory, against=against, **settings)
+    return launch.train(model, requested, **settings)
 
 
 def _submit(planned: "PlannedSubmission", to_person: Any, console: Any, *, as_json: bool) -> None:

@@ -61,8 +61,8 @@ def _run(model: str, overrides: list[str], directory: Path | None, verbose: bool
     from tp_invariant_recipes.workflows import sweep as launch
 
     console = terminal.console_of_its_own()
-    with progress.preparing(console) as report:
-        planned = launch.new(model, overrides, directory=directory, progress=report)
+    with progress.preparing(console) as how:
+        planned = launch.new(model, overrides, directory=directory, how=how)
     return matrix.train_matrix(planned, console, launch.execute, verbose=verbose)
 
 

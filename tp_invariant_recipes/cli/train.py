@@ -106,7 +106,7 @@ def train(
     requested = tuple(parse_all(arguments))
     if resume == LAST:
         resume = _latest(requested, console)
-    request = Request(model, requested, resume, go_on, dry_run)
+    request = Request(model, requested, resume, go_on)
     if dry_run or request.launcher != "slurm":  # in a job, another node may have begun there
         request.check_new_dir()
     if dry_run:
@@ -145,7 +145,7 @@ def _dry_run(request: "Request", console: "Console", *, as_json: bool) -> None:
     """Plan and check a run, write nothing, and print what would start."""
     from tp_invariant_recipes.launch import train as launch
 
-    planned = _checked(request, request.composed(), console)
+    planned = _checked(request, request.composed(), console, dry=True)
     if as_json:
         terminal.print_json(launch.as_json(planned))
     else:
@@ -170,13 +170,13 @@ def _train_here(request: "Request", console: "Console", *, verbose: bool) -> tup
         return launch.summary(planned, outcome), stop.interrupted
 
 
-def _checked(request: "Request", composed: "Composed", console: "Console") -> "Plan":
+def _checked(request: "Request", composed: "Composed", console: "Console", *, dry: bool = False) -> "Plan":
     """Plan a run and let Megatron-Bridge validate it."""
     from tp_invariant_recipes.launch import memory, progress
     from tp_invariant_recipes.launch import train as launch
 
-    with progress.preparing(console) as report:
-        planned = request.plan(composed, report)
+    with progress.preparing(console, dry=dry) as how:
+        planned = request.plan(composed, how)
     if planned.completed:
         return planned
     if tight := memory.warning(planned.config, here=planned.here):

@@ -99,8 +99,8 @@ def _new(
 
     needed.check("tpi verify", needed.TRAINING)
     console = terminal.console_of_its_own()
-    with progress.preparing(console) as report:
-        planned = launch.new(model, overrides, against=against, directory=directory, progress=report)
+    with progress.preparing(console) as how:
+        planned = launch.new(model, overrides, against=against, directory=directory, how=how)
     return _train(planned, console, verbose=verbose, exitfirst=exitfirst)
 
 
@@ -113,8 +113,8 @@ def _again(directory: Path | None, against: Path | None, *, verbose: bool, exitf
     needed.check("tpi verify --last-failed", needed.TRAINING)
     console = terminal.console_of_its_own()
     where = latest(Path("runs")) if directory is None else directory.expanduser()
-    with progress.preparing(console) as report:
-        planned = launch.again(where, against=against, progress=report)
+    with progress.preparing(console) as how:
+        planned = launch.again(where, against=against, how=how)
     if isinstance(planned, launch.Verification):
         return _train(planned, console, verbose=verbose, exitfirst=exitfirst)
     console.print(Text(f"every run in {where} has passed; nothing is trained again"), soft_wrap=True)

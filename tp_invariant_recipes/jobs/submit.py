@@ -13,6 +13,7 @@ from tp_invariant_recipes.jobs import fitness, registry, script, states
 from tp_invariant_recipes.jobs.planned import JobScript, PlannedSubmission
 from tp_invariant_recipes.jobs.script import CellStep
 from tp_invariant_recipes.launch import inputs, memory, plan, record
+from tp_invariant_recipes.launch.plan import Planning
 from tp_invariant_recipes.launch.request import Request
 from tp_invariant_recipes.launch.resume import completed_text, overrides_to_repeat, resume_run
 from tp_invariant_recipes.launch.train import check as train_check
@@ -54,7 +55,7 @@ def train(
     found = _single(composed, where, after)
     if dry:
         return found
-    planned = plan.resolve(_job_run(composed, where), where, progress, here=False)
+    planned = plan.resolve(_job_run(composed, where), where, Planning(progress, here=False))
     return replace(found, validate=partial(train_check, planned), write=partial(record.write, planned, attempt=False))
 
 
@@ -76,7 +77,7 @@ def resume(
         _check_no_live_job(where)
     found = _single(composed, where, after)
     in_the_job = _job_run(composed, where)
-    planned = resume_run(where.path, in_the_job, progress=progress, here=False, dry=dry)
+    planned = resume_run(where.path, in_the_job, Planning(progress, here=False, dry=dry))
     about = f"{found.about}, from step {planned.start}"
     done = completed_text(planned) if planned.completed else None
     return replace(found, about=about, validate=partial(train_check, planned), resumed=True, completed=done)
@@ -163,7 +164,7 @@ def several(
 
     def on(device: str) -> verify.Verification:
         requested = sound if given(sound, "device.kind") else [parse(f"device={device}"), *sound]
-        return plan_cells(model, requested, directory=path, progress=progress, here=False, dry=dry)
+        return plan_cells(model, requested, directory=path, how=Planning(progress, here=False, dry=dry))
 
     found = plan.for_nodes(on, lambda found: next(iter(found.plans.values())).config, sound)
     configs = {name: planned.composed.config for name, planned in found.plans.items()}

@@ -28,13 +28,30 @@ from tp_invariant_recipes.sources import weights
 
 
 @dataclass(frozen=True)
+class Planning:
+    """How runs are planned.
+
+    progress: told (bytes done, bytes in all) while text is prepared.
+    here:     whether ranks will run on this machine; False where their job is only submitted.
+    dry:      prepare no text.
+    """
+
+    progress: Callable[[int, int], None] | None = None
+    here: bool = True
+    dry: bool = False
+
+
+TO_TRAIN = Planning()
+
+
+@dataclass(frozen=True)
 class Plan:
     """A run, ready to start.
 
     config:      as composed, with data, tokenizer and checkpoint filled in.
     environment: variables to set before torch is imported.
     start:       completed steps to start from; 0 for a new run.
-    here:        whether ranks will run on this machine; False where their job is only submitted.
+    here:        as in Planning.
     completed:   whether all its steps are made, so that nothing is to be trained or written.
     data_missing: whether text has yet to be prepared; such a plan is for `tpi train --dry-run` alone.
     attempts:    recorded attempts when this was planned; None: there was no run.
@@ -102,31 +119,19 @@ def _nodes_device(gpus_per_node: int | None) -> str:
     return detect_device() if gpus_per_node is None else "gpu" if gpus_per_node else "cpu"
 
 
-def new(composed: Composed, *, progress: Callable[[int, int], None] | None = None, dry: bool = False) -> Plan:
-    """Plan a new run. Raises a TpiError that lists what is wrong; nothing but the data cache is written.
-
-    progress: told (bytes done, bytes in all) while text is prepared. dry: prepare none.
-    """
+def new(composed: Composed, how: Planning = TO_TRAIN) -> Plan:
+    """Plan a new run. Raises a TpiError that lists what is wrong; nothing but the data cache is written."""
     config = composed.config
     if (step := config.section("checkpoint").get("ckpt_step")) is not None:
         raise ConfigError(f"checkpoint.ckpt_step={step}: a new run begins at step 0; it goes with --resume RUN")
     where = choose(config.run.dir, f"{composed.model}-tp{layout.of(config).tp}")
-    return resolve(composed, where, progress, dry=dry)
+    return resolve(composed, where, how)
 
 
-def resolve(
-    composed: Composed,
-    run_dir: RunDir,
-    progress: Callable[[int, int], None] | None = None,
-    *,
-    here: bool = True,
-    dry: bool = False,
-    imported: str | None = None,
-) -> Plan:
+def resolve(composed: Composed, run_dir: RunDir, how: Planning = TO_TRAIN, *, imported: str | None = None) -> Plan:
     """Fill in what only this machine knows, and check that it can carry the run. Raises a TpiError.
 
-    here: as in Plan. dry: as for `new`. imported: the digest of the folder that the run's weights come from; None:
-    read the folder, if there is one.
+    imported: the digest of the folder that the run's weights come from; None: read the folder, if there is one.
     """
     config = composed.config
     so_far = attempts_so_far(run_dir)
@@ -136,10 +141,10 @@ def resolve(
     if config.weights.folder is not None:
         folder = Path(config.weights.folder).expanduser().absolute()
         config = config.with_fields("weights", folder=str(folder))
-    preflight.check(config, run_dir, here=here, imported=imported is not None)
+    preflight.check(config, run_dir, here=how.here, imported=imported is not None)
     if config.weights.folder is not None:
         imported = imported or weights.read(Path(config.weights.folder)).digest()
-    data = _prepare(config.data, progress, dry=dry)
+    data = _prepare(config.data, how)
     config, examples = _with_examples(config)
     config = config.with_fields("run", dir=str(run_dir.path))
     config = config.with_fields("checkpoint", save=str(run_dir.checkpoints))
@@ -158,17 +163,15 @@ def resolve(
         run_dir,
         identity(config, digest, imported),
         variables | experiments.variables(config),
-        here=here,
+        here=how.here,
         data_missing=isinstance(data, int),
         attempts=so_far,
     )
 
 
-def resolve_beside(
-    composed: Composed, run_dir: RunDir, index_cache: Path, progress: Callable[[int, int], None] | None = None
-) -> Plan:
+def resolve_beside(composed: Composed, run_dir: RunDir, index_cache: Path, how: Planning) -> Plan:
     """Resolve one of several runs to compare: they share the data's index, and a signal stops them at once."""
-    planned = resolve(composed, run_dir, progress)
+    planned = resolve(composed, run_dir, how)
     config = sft.with_index(planned.config, index_cache).with_fields("train", exit_signal_handler=False)
     return replace(planned, config=config)
 
@@ -178,17 +181,15 @@ def attempts_so_far(run_dir: RunDir) -> int | None:
     return len(attempts.read_attempts(run_dir)) if run_dir.run.exists() else None
 
 
-def _prepare(
-    data: DataSettings, progress: Callable[[int, int], None] | None, *, dry: bool
-) -> PreparedData | int | None:
-    """The run's data; None: generated. With `dry` the size of the vocabulary if the data is not yet prepared."""
+def _prepare(data: DataSettings, how: Planning) -> PreparedData | int | None:
+    """The run's data; None: generated. Of a dry planning the size of the vocabulary if the data is not yet prepared."""
     if data.kind != "text" or data.path is None or data.tokenizer is None:
         return None
     cache = Path(data.cache or cache_dir() / "data").expanduser()
     path, tokenizer = Path(data.path).expanduser(), str(Path(data.tokenizer).expanduser())
-    if dry:
+    if how.dry:
         return find_prepared(path, cache, tokenizer=tokenizer, json_key=data.json_key)
-    return ensure_prepared(path, cache, tokenizer=tokenizer, json_key=data.json_key, progress=progress)
+    return ensure_prepared(path, cache, tokenizer=tokenizer, json_key=data.json_key, progress=how.progress)
 
 
 def _with_examples(config: RunConfig) -> tuple[RunConfig, Examples | None]:

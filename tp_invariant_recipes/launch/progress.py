@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, Te
 from rich.text import Text
 
 from tp_invariant_recipes.host import start_clock
-from tp_invariant_recipes.launch.plan import Plan
+from tp_invariant_recipes.launch.plan import Plan, Planning
 from tp_invariant_recipes.ledger.run_files import ProgressLine
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.reading import Record, checked, parse_json
@@ -198,9 +198,9 @@ def busy(console: Console, words: str) -> Iterator[None]:
 
 
 @contextmanager
-def preparing(console: Console) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar for preparing text, shown from the first report on, elsewhere a line every LINE_EVERY seconds; yields the
-    function to report to.
+def preparing(console: Console, *, dry: bool = False) -> Iterator[Planning]:
+    """How to plan: with a bar for preparing text, shown from the first report on, elsewhere a line every LINE_EVERY
+    seconds.
     """
     progress = Progress(
         TextColumn("preparing text"), BarColumn(), DownloadColumn(), console=console, transient=True, **PLAIN
@@ -220,7 +220,7 @@ def preparing(console: Console) -> Iterator[Callable[[int, int], None] | None]:
         progress.update(task, completed=done)
 
     try:
-        yield report
+        yield Planning(report, dry=dry)
     finally:
         if task is not None:
             progress.stop()

@@ -1,6 +1,5 @@
 """A command of `tpi train`: start a run, or resume one."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +7,7 @@ from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, given, texts
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.launch import inputs, plan, resume
-from tp_invariant_recipes.launch.plan import Plan
+from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning
 from tp_invariant_recipes.runs.run_dir import RunDir, check_free
 
 
@@ -17,14 +16,12 @@ class Request:
     """A model to train, or a run to resume. Compose it once, then call `plan` or `follow`.
 
     continues: resume the run in run.dir if there is one.
-    dry: plan only; prepare no data.
     """
 
     model: str | None
     overrides: tuple[Override, ...]
     resume: Path | None = None
     continues: bool = False
-    dry: bool = False
 
     @property
     def launcher(self) -> str:
@@ -71,13 +68,13 @@ class Request:
         if requested and (where is None or Path(str(where)).expanduser().resolve() != run.resolve()):
             raise ConfigError(f"--resume {run} goes on in {run}: leave out {requested.text}")
 
-    def plan(self, composed: Composed, progress: Callable[[int, int], None] | None = None) -> Plan:
+    def plan(self, composed: Composed, how: Planning = TO_TRAIN) -> Plan:
         """Plan the run. Raises a TpiError."""
         if self.resume is not None:
-            return resume.resume_run(self.resume, composed, progress=progress, dry=self.dry)
+            return resume.resume_run(self.resume, composed, how)
         if self.continues:
-            return resume.resume_or_start(composed, progress=progress, dry=self.dry)
-        return plan.new(composed, progress=progress, dry=self.dry)
+            return resume.resume_or_start(composed, how)
+        return plan.new(composed, how)
 
     def follow(self, composed: Composed, start: int) -> Plan:
         """Plan a run that another machine has planned to start after step `start`. Raises a TpiError."""

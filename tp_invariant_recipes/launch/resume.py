@@ -1,7 +1,7 @@
 """Resume a run, or repeat a part of it: the overrides it was made of, and the checks before it continues."""
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.identity import WEIGHTS_DIGEST
 from tp_invariant_recipes.config.overrides import DECIDED_BY, Override, given, parse, parse_all
 from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError, listed
-from tp_invariant_recipes.launch.plan import Plan, resolve
+from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning, resolve
 from tp_invariant_recipes.launch.ranks import Outcome
 from tp_invariant_recipes.ledger.open import read, streamed
 from tp_invariant_recipes.ledger.run_files import RunFile
@@ -32,44 +32,28 @@ LR_DECAY = "scheduler.lr_decay_iters"
 NOT_REPEATED = (*OF_AN_ATTEMPT, "run.dir", "guard.kind", "guard.every", "guard.products", "guard.exclude")
 
 
-def resume_run(
-    run: Path,
-    composed: Composed,
-    *,
-    start: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    here: bool = True,
-    dry: bool = False,
-) -> Plan:
+def resume_run(run: Path, composed: Composed, how: Planning = TO_TRAIN, *, start: int | None = None) -> Plan:
     """Plan to resume a run from its newest finished checkpoint, or from the start if it has none.
 
     composed: layout and length may differ from the run so far; what makes runs comparable may not.
     start: the step to resume from, which another process has checked (0: from the beginning).
-    here: as in Plan. dry: as for `new`.
     Raises a TpiError that names the fields, or the damaged files.
     """
-    return _resume(f"--resume {run}", RunDir(run), composed, progress, start, here=here, dry=dry)
+    return _resume(f"--resume {run}", RunDir(run), composed, how, start)
 
 
-def resume_or_start(
-    composed: Composed,
-    *,
-    start: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    dry: bool = False,
-) -> Plan:
+def resume_or_start(composed: Composed, how: Planning = TO_TRAIN, *, start: int | None = None) -> Plan:
     """Plan to resume the run in `run.dir` if one is there, else to start it there.
 
-    For a command that a scheduler may repeat. start: as for `resume_run`. dry: as for `new`.
-    Raises a TpiError.
+    For a command that a scheduler may repeat. start: as for `resume_run`. Raises a TpiError.
     """
     where = composed.config.run.dir
     if where is None:
         raise ConfigError("--continue needs the directory to go on in, or to begin in: run.dir=PATH")
     run_dir = RunDir(Path(where).expanduser())
     if run_dir.run.exists():
-        return _resume(f"--continue run.dir={where}", run_dir, composed, progress, start, dry=dry)
-    return resolve(composed, choose(where, composed.model), progress, dry=dry)
+        return _resume(f"--continue run.dir={where}", run_dir, composed, how, start)
+    return resolve(composed, choose(where, composed.model), how)
 
 
 def rerun(
@@ -141,20 +125,11 @@ def _recorded(before: RunFile, without: Sequence[str]) -> list[Override]:
     return [override for override in parse_all(before.overrides) if override.field not in without]
 
 
-def _resume(
-    command: str,
-    run_dir: RunDir,
-    composed: Composed,
-    progress: Callable[[int, int], None] | None,
-    start: int | None = None,
-    *,
-    here: bool = True,
-    dry: bool = False,
-) -> Plan:
-    """command: its words, for messages. start, here: as for `resume_run`. dry: as for `new`."""
+def _resume(command: str, run_dir: RunDir, composed: Composed, how: Planning, start: int | None) -> Plan:
+    """command: its words, for messages. start: as for `resume_run`."""
     before = run_dir.read_run(RunFile)
     imported = _imported(before, composed) if start or _newest(run_dir) else None
-    plan = resolve(composed, run_dir, progress, here=here, dry=dry, imported=imported)
+    plan = resolve(composed, run_dir, how, imported=imported)
     if plan.data_missing:
         plan.identity["data.digest"] = before.identity.get("data.digest")  # not known before it is prepared
     if composed.model != before.model:

@@ -6,7 +6,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from tp_invariant_recipes.config.overrides import Override, given, parse_all, te
 from tp_invariant_recipes.errors import ConfigError, Interrupted, LedgerError, RunError, TpiError, listed
 from tp_invariant_recipes.launch import local, memory, plan, record
 from tp_invariant_recipes.launch.local import Watch
-from tp_invariant_recipes.launch.plan import Plan
+from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning
 from tp_invariant_recipes.ledger import dumps
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.runs import attempts
@@ -91,14 +91,13 @@ def new(
     against: Sequence[str] = (),
     steps: int | None = None,
     directory: Path | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    how: Planning = TO_TRAIN,
 ) -> Audit:
     """Plan an audit. It writes nothing. Raises a TpiError that lists all problems.
 
     reference: more overrides of the reference, after those in audit_reference.py.
     against:   overrides of the audited run alone; the reference is the model as given.
     steps:     of each training; None: the value of `iters`, or as many as the configuration needs.
-    progress:  as for `plan.new`.
     """
     requested, of_reference, differing = parse_all(overrides), parse_all(reference), parse_all(against)
     problems, sound = reserved.check("audit", requested)
@@ -136,7 +135,7 @@ def new(
         raise ConfigError(listed(problems), problems)
     where = AuditDir(choose_for_several(directory, f"audit-{model}-tp{layout.of(audited.config).tp}"))
     planned = {
-        name: plan.resolve_beside(one, where.training(name), where.index_cache, progress)
+        name: plan.resolve_beside(one, where.training(name), where.index_cache, how)
         for name, one in ((AUDITED, audited), (REFERENCE, made))
     }
     own = tuple(texts(differing)) if against else own

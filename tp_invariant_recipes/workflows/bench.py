@@ -17,7 +17,7 @@ from tp_invariant_recipes.errors import OR_STOCK, ConfigError, Interrupted, RunE
 from tp_invariant_recipes.host import gpus, python_speed
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import local, plan, record
-from tp_invariant_recipes.launch.plan import Plan
+from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning
 from tp_invariant_recipes.numerics.mode import STOCK
 from tp_invariant_recipes.runs.bench_dir import BenchDir, Figures, Pass
 from tp_invariant_recipes.runs.lock import locked_empty
@@ -67,11 +67,11 @@ def new(
     steps: int,
     traced: bool,
     directory: Path | None,
-    progress: Callable[[int, int], None] | None = None,
+    how: Planning = TO_TRAIN,
 ) -> Bench:
     """Plan a benchmark. It writes nothing. Raises a TpiError that lists the problems of all modes.
 
-    traced: whether a traced pass of each mode follows the rounds. progress: as for `plan.new`.
+    traced: whether a traced pass of each mode follows the rounds.
     """
     counts = (("--rounds", rounds, 1, MOST_ROUNDS), ("--warmup", warmup, 0, LARGEST), ("--steps", steps, 1, LARGEST))
     problems = [f"{option} {value}: must be at least {least}" for option, value, least, _ in counts if value < least]
@@ -86,7 +86,7 @@ def new(
         sound = [*(one for one in sound if one.path != graph_choice.GROUP), parse(_graphs_of_all(composed.values()))]
     composed = _composed(model, [*sound, f"iters={length}", "save=0"], modes, problems)
     where = BenchDir(choose_for_several(directory, f"bench-{model}-tp{layout.of(composed[modes[0]].config).tp}"))
-    plans = {mode: plan.resolve_beside(composed[mode], where.mode(mode), where.index_cache, progress) for mode in modes}
+    plans = {mode: plan.resolve_beside(composed[mode], where.mode(mode), where.index_cache, how) for mode in modes}
     if any(one.environment != plans[modes[0]].environment for one in plans.values()):
         raise ConfigError("these modes need different environment variables, which one process cannot have")
     turns = [Pass(mode, number, warmup, length) for number in range(1, rounds + 1) for mode in modes]

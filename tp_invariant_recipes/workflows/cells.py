@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,7 @@ from tp_invariant_recipes.config.overrides import Override, given, parse, texts
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, listed, refuse
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.launch import inputs, memory, plan
-from tp_invariant_recipes.launch.plan import Plan
+from tp_invariant_recipes.launch.plan import Plan, Planning
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.schema import SHARDS, Header, identity_differences
 from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, LeftOut, MatrixDir
@@ -171,15 +171,13 @@ def plan_cells(
     choices: Sequence[Choice],
     composed: Sequence[Composed],
     where: MatrixDir,
-    progress: Callable[[int, int], None] | None,
-    here: bool,
-    dry: bool,
+    how: Planning,
 ) -> dict[str, Plan]:
     """Plan each cell, by its name. Raises ConfigError with the problems of all; other TpiErrors as `plan.resolve`."""
     plans, found = {}, Problems()
     for choice, one in zip(choices, composed, strict=True):
         with found.of(choice.label):
-            plans[choice.name] = plan.resolve(one, where.cell(choice.name), progress, here=here, dry=dry)
+            plans[choice.name] = plan.resolve(one, where.cell(choice.name), how)
     found.raise_any()
     return plans
 

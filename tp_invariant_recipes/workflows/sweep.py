@@ -1,15 +1,16 @@
 """`tpi sweep`: train every combination of values, which may make other experiments, and list how each run ended."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.config import reserved
 from tp_invariant_recipes.config.overrides import Override, parse_all, texts
-from tp_invariant_recipes.errors import ConfigError, TpiError, listed
+from tp_invariant_recipes.errors import TpiError, refuse
 from tp_invariant_recipes.foreign_text import visible
 from tp_invariant_recipes.launch.local import Watch
+from tp_invariant_recipes.launch.plan import TO_TRAIN, Planning
 from tp_invariant_recipes.ledger.bits import readable
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.runs.lock import locked_empty
@@ -92,29 +93,22 @@ class Swept:
 
 
 def new(
-    model: str,
-    overrides: Sequence[str | Override],
-    *,
-    directory: Path | None,
-    progress: Callable[[int, int], None] | None = None,
-    here: bool = True,
-    dry: bool = False,
+    model: str, overrides: Sequence[str | Override], *, directory: Path | None, how: Planning = TO_TRAIN
 ) -> Verification:
     """Plan all runs. It writes only the data cache. Raises a TpiError that lists the problems of all.
 
-    The keys may be any; the values of one make other experiments or not. progress, here, dry: as for `plan.resolve`.
+    The keys may be any; the values of one make other experiments or not.
     """
     requested = parse_all(overrides)
     problems, sound = reserved.check("sweep", requested)
     axes, choices = matrix.spread(sound, problems)
     if not axes and not problems:
         problems.append(f"no key has several values: lr=1e-3,3e-4 gives two runs; one run is tpi train {model} …")
-    composed, left_out = compose_cells(model, axes, choices, problems, here)
+    composed, left_out = compose_cells(model, axes, choices, problems, how.here)
     choices = tuple(one for one in choices if one.label in composed)
     where = MatrixDir(choose_for_several(directory, f"sweep-{model}"))
-    plans = plan_cells(choices, list(composed.values()), where, progress, here, dry)
-    if here and (problems := environments(plans)):
-        raise ConfigError(listed(problems), problems)
+    plans = plan_cells(choices, list(composed.values()), where, how)
+    refuse(environments(plans) if how.here else [])
     cells = tuple(cell_of(one, plans[one.name]) for one in choices)
     return Verification(where, Matrix(model, texts(requested), axes, cells, None, left_out, "sweep"), plans)
 

@@ -1,7 +1,7 @@
 """`tpi verify`: plan the cells of a matrix, train them in turn, judge the ledgers."""
 
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from tp_invariant_recipes.errors import ConfigError, LedgerError, RunError, TpiE
 from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.launch.local import Outcome as Ended
 from tp_invariant_recipes.launch.local import Watch
-from tp_invariant_recipes.launch.plan import Plan
+from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning
 from tp_invariant_recipes.launch.ranks import Stop
 from tp_invariant_recipes.launch.request import Request
 from tp_invariant_recipes.ledger.open import read
@@ -72,14 +72,11 @@ def new(
     *,
     against: Path | None,
     directory: Path | None,
-    progress: Callable[[int, int], None] | None = None,
-    here: bool = True,
-    dry: bool = False,
+    how: Planning = TO_TRAIN,
 ) -> Verification:
     """Plan all cells. It writes only the data cache. Raises a TpiError that lists the problems of all cells.
 
     against: a run directory, ledger or certificate to compare all cells with, instead of the first cell.
-    progress: as for `plan.new`. here, dry: as for `plan.resolve`.
     """
     requested = parse_all(overrides)
     problems, sound = reserved.check("verify", requested)
@@ -90,18 +87,18 @@ def new(
             "one cell has nothing to be compared with: give a key several values, as in tp=1,2,4, "
             "or a ledger to compare it with: --against FILE"
         )
-    composed, left_out = compose_cells(model, axes, choices, problems, here)
+    composed, left_out = compose_cells(model, axes, choices, problems, how.here)
     before = [one for one in choices if one.label in composed]
     kept = with_equal_shards(before, composed, reference)
-    changed, found = compose_each(model, [one for one in kept if one not in before], here)
+    changed, found = compose_each(model, [one for one in kept if one not in before], how.here)
     found.raise_any()
     composed |= changed
-    kept, too_large = that_fit(model, requested, kept, composed, here)
+    kept, too_large = that_fit(model, requested, kept, composed, how.here)
     choices = tuple(named(one, composed[one.label]) for one in kept)
     composed = {one.label: composed[one.label] for one in kept}
     left_out += too_large
     where = MatrixDir(choose_for_several(directory, f"verify-{model}"))
-    plans = plan_cells(choices, list(composed.values()), where, progress, here, dry)
+    plans = plan_cells(choices, list(composed.values()), where, how)
     problems = [*lengths(plans), *identities(axes, choices, plans), *environments(plans)]
     if reference is not None and not problems:
         problems = _against(reference, next(iter(plans.values())))
@@ -111,15 +108,13 @@ def new(
     return Verification(where, Matrix(model, texts(requested), axes, cells, path, left_out), plans)
 
 
-def again(
-    directory: Path, *, against: Path | None = None, progress: Callable[[int, int], None] | None = None
-) -> Verification | MatrixVerdict:
+def again(directory: Path, *, against: Path | None = None, how: Planning = TO_TRAIN) -> Verification | MatrixVerdict:
     """Plan the cells of an earlier verify that did not pass: failed, stopped, not run, or with other bits.
 
     A stopped cell goes on from its checkpoint, the others begin anew. Returns the verdict where all cells have passed.
     Raises a TpiError: `directory` is not of `tpi verify`, or a cell would be another run now than planned.
 
-    against: as for `judge`. progress: as for `plan.new`.
+    against: as for `judge`.
     """
     where = MatrixDir(directory)
     requested = where.read_matrix()
@@ -134,9 +129,7 @@ def again(
     anew = frozenset(cell.name for cell in cells if states[where.cell(cell.name).path] != STOPPED)
     for cell in cells:
         with found.of(cell.label):
-            plans[cell.name] = _planned_again(
-                requested, cell, where, progress, None if cell.name not in anew else device
-            )
+            plans[cell.name] = _planned_again(requested, cell, where, how, device if cell.name in anew else None)
     found.raise_any()
     refuse(environments(plans))
     return Verification(where, requested, plans, anew, again=True)
@@ -150,17 +143,15 @@ def _device(where: MatrixDir, requested: Matrix) -> str:
     return plan.detect_device()
 
 
-def _planned_again(
-    requested: Matrix, cell: Cell, where: MatrixDir, progress: Callable[[int, int], None] | None, device: str | None
-) -> Plan:
+def _planned_again(requested: Matrix, cell: Cell, where: MatrixDir, how: Planning, device: str | None) -> Plan:
     """The plan of a cell that begins anew; device None: that goes on. Raises ConfigError: it would be another run."""
     run = where.cell(cell.name)
     if device is None:
         request = Request(None, (), run.path)
-        planned = request.plan(request.composed(), progress)
+        planned = request.plan(request.composed(), how)
     else:
         composed = compose(requested.model, cell.overrides, device=device)
-        planned = replace(plan.resolve(composed, run, progress), attempts=None)
+        planned = replace(plan.resolve(composed, run, how), attempts=None)
     now = cell_of(Choice(cell.name, cell.label, (), tuple(parse_all(cell.overrides))), planned)
     if changed := [
         name for name in ("identity_hash", "layout", "numerics", "steps") if _of(now, name) != _of(cell, name)
