@@ -25,6 +25,21 @@ def _show_output(verbose: bool) -> bool:
     return verbose
 
 
+def argument(metavar: str, help: str, *, show_default: bool = False) -> Any:
+    """A word of a command."""
+    return typer.Argument(metavar=metavar, help=help, show_default=show_default)
+
+
+def option(metavar: str | None, help: str, *names: str, **more: Any) -> Any:
+    """An option with a value, named after its parameter unless `names` name it. more: as for typer."""
+    return typer.Option(*names, metavar=metavar, help=help, **more)
+
+
+def flag(help: str, *names: str) -> Any:
+    """An option without a value."""
+    return typer.Option(*names, help=help)
+
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -41,7 +56,7 @@ def optional_model(unless: str) -> Any:
 
 def directory_option(default: str) -> Any:
     """--dir of a command that writes a directory. default: its name below runs."""
-    return typer.Option("--dir", metavar="DIR", help=f"Where to write; default runs/{default}.")
+    return option("DIR", f"Where to write; default runs/{default}.", "--dir")
 
 
 Overrides = Annotated[
@@ -54,10 +69,9 @@ Overrides = Annotated[
     ),
 ]
 Verbose = Annotated[
-    bool,
-    typer.Option("-v", "--verbose", help="Show the output of Megatron and the libraries.", callback=_show_output),
+    bool, typer.Option("-v", "--verbose", help="Show the output of Megatron and the libraries.", callback=_show_output)
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")]
+Json = Annotated[bool, flag("Print JSON to standard output.", "--json")]
 
 ClusterFile = Annotated[
     Path | None,

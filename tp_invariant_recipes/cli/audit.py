@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Column, Table
 from rich.text import Text
 
-from tp_invariant_recipes.cli.arguments import Json, Overrides, directory_option, optional_model
+from tp_invariant_recipes.cli.arguments import Json, Overrides, directory_option, flag, option, optional_model
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import needed, terminal
 from tp_invariant_recipes.plural import counted
@@ -30,24 +30,22 @@ def audit(
     model: Annotated[str | None, optional_model("with --recorded")] = None,
     overrides: Overrides = None,
     reference: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Change the reference too, as by tp=2. May be repeated."),
+        list[str] | None, option("KEY=VALUE", "Change the reference too, as by tp=2. May be repeated.")
     ] = None,
     against: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE",
-            help="Audit the model with this override; the reference is the model as given. May be repeated.",
+        option(
+            "KEY=VALUE", "Audit the model with this override; the reference is the model as given. May be repeated."
         ),
     ] = None,
     recorded: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(metavar="RUN REFERENCE", help="Judge two recordings of tp_invariant_recipes.audit.record()."),
+        option("RUN REFERENCE", "Judge two recordings of tp_invariant_recipes.audit.record()."),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Steps of each training; default as many as are needed. The same as iters=N.")
+        int | None, option(None, "Steps of each training; default as many as are needed. The same as iters=N.")
     ] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the run directories even within rounding.")] = False,
+    keep: Annotated[bool, flag("Keep the run directories even within rounding.", "--keep")] = False,
     directory: Annotated[Path | None, directory_option("audit-MODEL-tpN-DATE-TIME")] = None,
     as_json: Json = False,
 ) -> None:

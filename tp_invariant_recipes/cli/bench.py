@@ -4,12 +4,11 @@ import re
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich import box
 from rich.table import Column, Table
 from rich.text import Text
 
-from tp_invariant_recipes.cli.arguments import Json, Model, Overrides, directory_option
+from tp_invariant_recipes.cli.arguments import Json, Model, Overrides, directory_option, flag, option
 from tp_invariant_recipes.host import needed, terminal
 from tp_invariant_recipes.plural import counted
 
@@ -19,19 +18,17 @@ def bench(
     overrides: Overrides = None,
     modes: Annotated[
         str,
-        typer.Option(
-            help="Numerics modes, separated by commas; tpi compares the others with the first. MODE+digests adds "
-            "digests of all gradients and master weights, MODE+guard guard=products."
+        option(
+            None,
+            "Numerics modes, separated by commas; tpi compares the others with the first. MODE+digests adds "
+            "digests of all gradients and master weights, MODE+guard guard=products.",
         ),
     ] = "stock,tree",
-    rounds: Annotated[int, typer.Option(help="Rounds; every mode has one turn per round.")] = 2,
-    warmup: Annotated[int, typer.Option(help="Untimed warm-up steps per turn.")] = 5,
-    steps: Annotated[int, typer.Option(help="Timed steps per turn.")] = 15,
+    rounds: Annotated[int, option(None, "Rounds; every mode has one turn per round.")] = 2,
+    warmup: Annotated[int, option(None, "Untimed warm-up steps per turn.")] = 5,
+    steps: Annotated[int, option(None, "Timed steps per turn.")] = 15,
     profile: Annotated[
-        bool,
-        typer.Option(
-            "--profile", help="Then trace two steps of each mode and list the kernels that take the extra time."
-        ),
+        bool, flag("Then trace two steps of each mode and list the kernels that take the extra time.", "--profile")
     ] = False,
     directory: Annotated[Path | None, directory_option("bench-MODEL-tpN-DATE-TIME")] = None,
     as_json: Json = False,

@@ -7,17 +7,15 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from tp_invariant_recipes.cli.arguments import Json, Verbose, directory_option
+from tp_invariant_recipes.cli.arguments import Json, Verbose, argument, directory_option, flag
 from tp_invariant_recipes.host import needed, terminal
 
 
 def bisect(
-    run_a: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run directory.", show_default=False)],
-    run_b: Annotated[
-        Path, typer.Argument(metavar="RUN_B", help="Another run directory, which differs.", show_default=False)
-    ],
+    run_a: Annotated[Path, argument("RUN_A", "A run directory.")],
+    run_b: Annotated[Path, argument("RUN_B", "Another run directory, which differs.")],
     directory: Annotated[Path | None, directory_option("bisect-DATE-TIME")] = None,
-    referee: Annotated[bool, typer.Option("--referee", help="Also say which run is right.")] = False,
+    referee: Annotated[bool, flag("Also say which run is right.", "--referee")] = False,
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:

@@ -4,9 +4,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from tp_invariant_recipes.cli.arguments import Json
+from tp_invariant_recipes.cli.arguments import Json, argument, option
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.host import terminal
@@ -19,22 +17,14 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 
 
 def certify(
-    run: Annotated[
-        Path | None, typer.Argument(metavar="RUN", help="The run directory to pack.", show_default=False)
-    ] = None,
+    run: Annotated[Path | None, argument("RUN", "The run directory to pack.")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Where to write; default NAME.tpicert in the current directory, after the run directory NAME.",
-        ),
+        option("FILE", "Where to write; default NAME.tpicert in the current directory, after the run directory NAME."),
     ] = None,
-    check: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Check this certificate instead of making one.")
-    ] = None,
+    check: Annotated[Path | None, option("FILE", "Check this certificate instead of making one.")] = None,
     expected: Annotated[
-        str | None,
-        typer.Option("--hash", metavar="HASH", help="With --check: the hash that you received from its maker."),
+        str | None, option("HASH", "With --check: the hash that you received from its maker.", "--hash")
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -6,23 +6,15 @@ from typing import Annotated
 
 import typer
 
-from tp_invariant_recipes.cli.arguments import Json
+from tp_invariant_recipes.cli.arguments import Json, argument, option
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import needed, terminal
 
 
 def check(
-    what: Annotated[
-        Path,
-        typer.Argument(metavar="EVIDENCE|RUN", help="A guard's evidence, or a run with dumps.", show_default=False),
-    ],
-    step: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Of a run: the step, counted from 1; 2 or later.", show_default=False),
-    ] = None,
-    module: Annotated[
-        str | None, typer.Option(metavar="MODULE", help="Of a run: a linear layer.", show_default=False)
-    ] = None,
+    what: Annotated[Path, argument("EVIDENCE|RUN", "A guard's evidence, or a run with dumps.")],
+    step: Annotated[int | None, option("N", "Of a run: the step, counted from 1; 2 or later.")] = None,
+    module: Annotated[str | None, option("MODULE", "Of a run: a linear layer.")] = None,
     as_json: Json = False,
 ) -> None:
     """Judge a guard's evidence, or compute a dumped layer again.

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tp_invariant_recipes.cli.arguments import argument, flag
 from tp_invariant_recipes.cli.output import progress
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.foreign_text import one_line
@@ -24,16 +25,13 @@ _ROWS = 12  # of parameters, without --all
 def compare(
     runs: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="RUN_A RUN_B [RUN_C ...]",
-            help="Run directories, ledger files, certificates, or training logs of Megatron-LM or Megatron-Bridge.",
-            show_default=False,
+        argument(
+            "RUN_A RUN_B [RUN_C ...]",
+            "Run directories, ledger files, certificates, or training logs of Megatron-LM or Megatron-Bridge.",
         ),
     ],
-    every: Annotated[
-        bool, typer.Option("--all", help="Print every parameter that differs, not only the first 12.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
+    every: Annotated[bool, flag("Print every parameter that differs, not only the first 12.", "--all")] = False,
+    as_json: Annotated[bool, flag("Print everything as one JSON object.", "--json")] = False,
 ) -> None:
     """Compare runs with the first one, bit for bit.
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tp_invariant_recipes.cli.arguments import Json
+from tp_invariant_recipes.cli.arguments import Json, option
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.host import gpus, needed, terminal
 
@@ -16,12 +16,10 @@ if TYPE_CHECKING:
 
 def conformance(
     record: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write what the first GPU gives, or this CPU, to send to others."),
+        Path | None, option("FILE", "Write what the first GPU gives, or this CPU, to send to others.")
     ] = None,
     check: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Compare a recorded file with the definition, on the CPU. Needs no GPU."),
+        Path | None, option("FILE", "Compare a recorded file with the definition, on the CPU. Needs no GPU.")
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from tp_invariant_recipes.cli.arguments import flag, option
 from tp_invariant_recipes.cli.output.help_text import help_text
 from tp_invariant_recipes.host import needed, terminal
 from tp_invariant_recipes.plural import counted
@@ -26,15 +27,13 @@ def prepare(
         typer.Argument(help="A file or a folder: text (one document a file) or JSONL (one document a line), also .gz."),
     ],
     output: Annotated[
-        Path | None,
-        typer.Option(metavar="PREFIX", help="Write PREFIX.bin, .idx and .json; default data/ and the name of SOURCE."),
+        Path | None, option("PREFIX", "Write PREFIX.bin, .idx and .json; default data/ and the name of SOURCE.")
     ] = None,
     tokenizer: Annotated[
-        str,
-        typer.Option(help="'byte' (ids are UTF-8 bytes, eod is 256), or a local folder with a Hugging Face tokenizer."),
+        str, option(None, "'byte' (ids are UTF-8 bytes, eod is 256), or a local folder with a Hugging Face tokenizer.")
     ] = "byte",
-    json_key: Annotated[str, typer.Option(help="The key of the text in a JSONL line.")] = "text",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    json_key: Annotated[str, option(None, "The key of the text in a JSONL line.")] = "text",
+    as_json: Annotated[bool, flag("Print the result as JSON.", "--json")] = False,
 ) -> None:
     """Turn SOURCE into an indexed dataset of Megatron.
 

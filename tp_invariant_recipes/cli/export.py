@@ -4,26 +4,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from tp_invariant_recipes.cli.arguments import Json
+from tp_invariant_recipes.cli.arguments import Json, argument, flag, option
 from tp_invariant_recipes.host import needed, terminal
 from tp_invariant_recipes.plural import counted
 
 
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.", show_default=False)],
-    folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="A folder that is not there yet, or empty.", show_default=False)
-    ],
-    step: Annotated[
-        int | None, typer.Option(metavar="N", help="The checkpoint of this step; default: the newest.", min=0)
-    ] = None,
+    run: Annotated[Path, argument("RUN", "The run directory.")],
+    folder: Annotated[Path, argument("FOLDER", "A folder that is not there yet, or empty.")],
+    step: Annotated[int | None, option("N", "The checkpoint of this step; default: the newest.", min=0)] = None,
     masters: Annotated[
-        bool, typer.Option("--masters", help="Write the optimizer's fp32 master weights, not the bf16 weights.")
+        bool, flag("Write the optimizer's fp32 master weights, not the bf16 weights.", "--masters")
     ] = False,
     merge: Annotated[
-        bool, typer.Option("--merge", help="Of a run with adapters: write the weights with the adapters added.")
+        bool, flag("Of a run with adapters: write the weights with the adapters added.", "--merge")
     ] = False,
     as_json: Json = False,
 ) -> None:

@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
+from tp_invariant_recipes.cli.arguments import argument
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import terminal
 from tp_invariant_recipes.settings.nearest import nearest
@@ -14,7 +13,7 @@ KINDS = ("recipe", "sft", "lora", "cluster")
 
 
 def init(
-    kind: Annotated[str, typer.Argument(metavar="WHAT", help=f"{', '.join(KINDS)}.", show_default=False)],
+    kind: Annotated[str, argument("WHAT", f"{', '.join(KINDS)}.")],
 ) -> None:
     """Write a commented recipe or cluster file to begin with.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from tp_invariant_recipes.cli.arguments import Json
+from tp_invariant_recipes.cli.arguments import Json, argument, flag, option
 from tp_invariant_recipes.cli.output import lines
 from tp_invariant_recipes.cli.output.lines import Line
 from tp_invariant_recipes.host import terminal
@@ -24,14 +24,14 @@ _HEAD = ("job", "run", "state", "layout", "step", "loss", "time left")
 
 
 _HELP = "Id of a job, name of a run (the last part of its directory), or run directory."
-Job = Annotated[str, typer.Argument(metavar="JOB", help=_HELP, show_default=False)]
-Jobs = Annotated[list[str], typer.Argument(metavar="JOB", help=_HELP, show_default=False)]
-MaybeJobs = Annotated[list[str] | None, typer.Argument(metavar="JOB", help=_HELP, show_default=False)]
+Job = Annotated[str, argument("JOB", _HELP)]
+Jobs = Annotated[list[str], argument("JOB", _HELP)]
+MaybeJobs = Annotated[list[str] | None, argument("JOB", _HELP)]
 
 
 def jobs(
     names: MaybeJobs = None,
-    everything: Annotated[bool, typer.Option("--all", help="Also list jobs that ended more than a day ago.")] = False,
+    everything: Annotated[bool, flag("Also list jobs that ended more than a day ago.", "--all")] = False,
     as_json: Json = False,
 ) -> None:
     """List the jobs of `tpi submit`: queued, or ended within a day.
@@ -77,13 +77,9 @@ def jobs(
 
 def logs(
     name: Job,
-    following: Annotated[bool, typer.Option("-f", "--follow", help="Follow the output until the job ends.")] = False,
-    rank: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Print this rank's log instead of the job's output.")
-    ] = None,
-    cell: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of a verify, print only this cell's output, such as tp2.")
-    ] = None,
+    following: Annotated[bool, flag("Follow the output until the job ends.", "-f", "--follow")] = False,
+    rank: Annotated[int | None, option("N", "Print this rank's log instead of the job's output.", min=0)] = None,
+    cell: Annotated[str | None, option("NAME", "Of a verify, print only this cell's output, such as tp2.")] = None,
 ) -> None:
     """Print a job's output: steps, losses, and reasons of failures.
 
@@ -143,7 +139,7 @@ def cancel(names: Jobs) -> None:
 def wait(
     names: Jobs,
     timeout: Annotated[
-        float | None, typer.Option(metavar="SECONDS", min=0, help="Stop waiting after this time, with exit status 2.")
+        float | None, option("SECONDS", "Stop waiting after this time, with exit status 2.", min=0)
     ] = None,
 ) -> None:
     """Wait until jobs have ended, and report how.

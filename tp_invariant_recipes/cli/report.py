@@ -5,23 +5,19 @@ from typing import Annotated
 
 import typer
 
+from tp_invariant_recipes.cli.arguments import argument, flag, option
 from tp_invariant_recipes.cli.output import progress
 from tp_invariant_recipes.foreign_text import one_line, visible
 from tp_invariant_recipes.host import terminal
 
 
 def report(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN", help="Run directories, ledger files or certificates.", show_default=False),
-    ],
-    out: Annotated[Path, typer.Option(help="Name of the page.", metavar="FILE.html")] = Path("report.html"),
-    png: Annotated[
-        Path | None, typer.Option(help="Name of the image; default: beside the page.", metavar="FILE.png")
-    ] = None,
-    no_png: Annotated[bool, typer.Option("--no-png", help="Write no image.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
-    open_: Annotated[bool, typer.Option("--open", help="Show the page in a browser afterwards.")] = False,
+    runs: Annotated[list[Path], argument("RUN", "Run directories, ledger files or certificates.")],
+    out: Annotated[Path, option("FILE.html", "Name of the page.")] = Path("report.html"),
+    png: Annotated[Path | None, option("FILE.png", "Name of the image; default: beside the page.")] = None,
+    no_png: Annotated[bool, flag("Write no image.", "--no-png")] = False,
+    force: Annotated[bool, flag("Overwrite existing files.", "--force")] = False,
+    open_: Annotated[bool, flag("Show the page in a browser afterwards.", "--open")] = False,
 ) -> None:
     """Write a page and an image that compare runs with the first.
 

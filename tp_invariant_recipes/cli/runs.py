@@ -4,9 +4,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from tp_invariant_recipes.cli.arguments import Json
+from tp_invariant_recipes.cli.arguments import Json, argument, flag
 from tp_invariant_recipes.cli.output import lines
 from tp_invariant_recipes.cli.output.lines import Line
 from tp_invariant_recipes.foreign_text import one_line
@@ -23,8 +21,8 @@ _HEAD = ("run", "state", "step", "loss", "layout", "model", "numerics", "same")
 
 
 def runs(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to look; default runs.")] = Path("runs"),
-    every: Annotated[bool, typer.Option("--all", help="Also the runs that commands made for themselves.")] = False,
+    folder: Annotated[Path, argument("FOLDER", "Where to look; default runs.", show_default=True)] = Path("runs"),
+    every: Annotated[bool, flag("Also the runs that commands made for themselves.", "--all")] = False,
     as_json: Json = False,
 ) -> None:
     """List the runs below a folder: state, step, loss, layout.

@@ -8,7 +8,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from tp_invariant_recipes.cli.arguments import Json, Overrides
+from tp_invariant_recipes.cli.arguments import Json, Overrides, argument, flag, option
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import needed, terminal
 
@@ -16,44 +16,25 @@ LINE_EVERY = 10.0  # seconds between plain lines, where there is no terminal
 
 
 def score(
-    source: Annotated[
-        Path,
-        typer.Argument(metavar="RUN|FOLDER", help="A run directory, or a Hugging Face folder.", show_default=False),
-    ],
-    file: Annotated[
-        Path,
-        typer.Argument(metavar="SEQUENCES", help="JSONL: tokens, text, or prompt and response.", show_default=False),
-    ],
+    source: Annotated[Path, argument("RUN|FOLDER", "A run directory, or a Hugging Face folder.")],
+    file: Annotated[Path, argument("SEQUENCES", "JSONL: tokens, text, or prompt and response.")],
     overrides: Overrides = None,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Where to write; default SEQUENCES with .scores.jsonl at its end."),
+        Path | None, option("FILE", "Where to write; default SEQUENCES with .scores.jsonl at its end.")
     ] = None,
-    step: Annotated[
-        int | None, typer.Option(metavar="N", help="The run's checkpoint of this step; default: the newest.", min=0)
-    ] = None,
+    step: Annotated[int | None, option("N", "The run's checkpoint of this step; default: the newest.", min=0)] = None,
     against: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="JSONL that an engine returned; twice: also which of both is nearer."),
+        list[Path] | None, option("FILE", "JSONL that an engine returned; twice: also which of both is nearer.")
     ] = None,
-    tolerance: Annotated[
-        float, typer.Option(metavar="X", help="With --against: the largest difference that is none.", min=0.0)
-    ] = 0.0,
-    page: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="With --against: the page; default beside the scores.")
-    ] = None,
+    tolerance: Annotated[float, option("X", "With --against: the largest difference that is none.", min=0.0)] = 0.0,
+    page: Annotated[Path | None, option("FILE.html", "With --against: the page; default beside the scores.")] = None,
     hidden: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Hidden states of an engine, safetensors: layers.N of the first sequence."),
+        Path | None, option("FILE", "Hidden states of an engine, safetensors: layers.N of the first sequence.")
     ] = None,
-    ranks: Annotated[bool, typer.Option("--ranks", help="Write each token's place among all, by probability.")] = False,
-    entropy: Annotated[bool, typer.Option("--entropy", help="Write the entropy of each prediction.")] = False,
-    tokenizer: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="For text: a Hugging Face tokenizer, or byte.")
-    ] = None,
-    batch_tokens: Annotated[
-        int, typer.Option(metavar="N", help="Tokens of a forward pass; they change no bit.")
-    ] = 16384,
+    ranks: Annotated[bool, flag("Write each token's place among all, by probability.", "--ranks")] = False,
+    entropy: Annotated[bool, flag("Write the entropy of each prediction.", "--entropy")] = False,
+    tokenizer: Annotated[str | None, option("FOLDER", "For text: a Hugging Face tokenizer, or byte.")] = None,
+    batch_tokens: Annotated[int, option("N", "Tokens of a forward pass; they change no bit.")] = 16384,
     as_json: Json = False,
 ) -> None:
     """Write log-probabilities that no layout and no batch changes.

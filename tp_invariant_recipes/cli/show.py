@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from tp_invariant_recipes.cli.arguments import Json, Overrides, of_model, optional_model
+from tp_invariant_recipes.cli.arguments import Json, Overrides, flag, of_model, option, optional_model
 from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.host import needed, terminal
@@ -24,29 +24,23 @@ if TYPE_CHECKING:
 def show(
     model: Annotated[str | None, optional_model("with --from")] = None,
     overrides: Overrides = None,
-    key: Annotated[
-        str | None,
-        typer.Option(metavar="KEY", help="Print one section or one key: model, optimizer.lr, tp."),
-    ] = None,
+    key: Annotated[str | None, option("KEY", "Print one section or one key: model, optimizer.lr, tp.")] = None,
     run: Annotated[
         Path | None,
-        typer.Option(
-            "--from",
-            metavar="RUN",
-            help="The configuration of this run directory; with overrides, what --resume RUN makes of them.",
+        option(
+            "RUN", "The configuration of this run directory; with overrides, what --resume RUN makes of them.", "--from"
         ),
     ] = None,
     diff: Annotated[
         bool,
-        typer.Option(
-            "--diff",
-            help="The keys that differ between two, A and B: run directories, models, or a model with overrides in "
+        flag(
+            "The keys that differ between two, A and B: run directories, models, or a model with overrides in "
             "quotes. With one recipe=NAME alone, what of the recipe the run changes.",
+            "--diff",
         ),
     ] = False,
     fix: Annotated[
-        bool,
-        typer.Option("--fix", help="Print the command of `tpi train` with every key that numerics=tree needs."),
+        bool, flag("Print the command of `tpi train` with every key that numerics=tree needs.", "--fix")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -248,12 +242,10 @@ def _print(sections: Mapping[str, Any], *, as_json: bool) -> None:
 
 def models(
     bridge: Annotated[
-        bool,
-        typer.Option("--bridge", help="List the recipes of Megatron-Bridge, and what numerics=tree says of each."),
+        bool, flag("List the recipes of Megatron-Bridge, and what numerics=tree says of each.", "--bridge")
     ] = False,
     family: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="With --bridge: every recipe of a family, with its keys and problems."),
+        str | None, option("NAME", "With --bridge: every recipe of a family, with its keys and problems.")
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -3,9 +3,15 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from tp_invariant_recipes.cli.arguments import ClusterFile, Json, Overrides, optional_model, with_cluster_file
+from tp_invariant_recipes.cli.arguments import (
+    ClusterFile,
+    Json,
+    Overrides,
+    flag,
+    option,
+    optional_model,
+    with_cluster_file,
+)
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import terminal
 
@@ -19,38 +25,26 @@ def submit(
     overrides: Overrides = None,
     cluster_file: ClusterFile = None,
     dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Print the script and write nothing; use neither SLURM nor Bridge."),
+        bool, flag("Print the script and write nothing; use neither SLURM nor Bridge.", "--dry-run")
     ] = False,
     resume: Annotated[
-        Path | None,
-        typer.Option(help="Continue this run in a job, from its newest finished checkpoint.", metavar="RUN"),
+        Path | None, option("RUN", "Continue this run in a job, from its newest finished checkpoint.")
     ] = None,
     after: Annotated[
-        list[str] | None,
-        typer.Option(help="Start when this job has ended well: an id, a run's name or its directory.", metavar="JOB"),
+        list[str] | None, option("JOB", "Start when this job has ended well: an id, a run's name or its directory.")
     ] = None,
     verify: Annotated[
         bool,
-        typer.Option(
-            "--verify", help="Train several layouts, as tpi verify does: one job for each, and one job that compares."
-        ),
+        flag("Train several layouts, as tpi verify does: one job for each, and one job that compares.", "--verify"),
     ] = False,
     sweep: Annotated[
-        bool,
-        typer.Option("--sweep", help="Train several runs, as tpi sweep does: a job for each, and one that lists them."),
+        bool, flag("Train several runs, as tpi sweep does: a job for each, and one that lists them.", "--sweep")
     ] = False,
     against: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="With --verify: compare all runs with this certificate, run directory or ledger."
-        ),
+        Path | None, option("FILE", "With --verify: compare all runs with this certificate, run directory or ledger.")
     ] = None,
     directory: Annotated[
-        Path | None,
-        typer.Option(
-            "--dir", metavar="DIR", help="With --verify and --sweep: where to write; default runs/verify-MODEL-…."
-        ),
+        Path | None, option("DIR", "With --verify and --sweep: where to write; default runs/verify-MODEL-….", "--dir")
     ] = None,
     as_json: Json = False,
 ) -> None:

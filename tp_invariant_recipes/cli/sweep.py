@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from tp_invariant_recipes.cli.arguments import Json, Overrides, Verbose, directory_option, optional_model
+from tp_invariant_recipes.cli.arguments import Json, Overrides, Verbose, directory_option, option, optional_model
 from tp_invariant_recipes.cli.output import matrix
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import one_line
@@ -21,8 +21,7 @@ def sweep(
     overrides: Overrides = None,
     directory: Annotated[Path | None, directory_option("sweep-MODEL-DATE-TIME")] = None,
     results: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Train nothing; list the runs in this directory of an earlier sweep."),
+        Path | None, option("DIR", "Train nothing; list the runs in this directory of an earlier sweep.")
     ] = None,
     verbose: Verbose = False,
     as_json: Json = False,

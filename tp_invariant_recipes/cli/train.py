@@ -16,6 +16,8 @@ from tp_invariant_recipes.cli.arguments import (
     Json,
     Overrides,
     Verbose,
+    flag,
+    option,
     optional_model,
     with_cluster_file,
     with_option,
@@ -40,31 +42,25 @@ def train(
     overrides: Overrides = None,
     resume: Annotated[
         Path | None,
-        typer.Option(
-            help="Continue this run from its newest finished checkpoint; last: the latest below runs that can go on.",
-            metavar="RUN",
+        option(
+            "RUN", "Continue this run from its newest finished checkpoint; last: the latest below runs that can go on."
         ),
     ] = None,
     trace: Annotated[
         str | None,
-        typer.Option(
-            help="Record digests of every module's inputs and outputs at these steps. The same as ledger.trace=…",
-            metavar="FIRST:LAST",
+        option(
+            "FIRST:LAST",
+            "Record digests of every module's inputs and outputs at these steps. The same as ledger.trace=…",
         ),
     ] = None,
-    go_on: Annotated[
-        bool, typer.Option("--continue", help="Continue the run in run.dir; start it if there is none.")
-    ] = False,
+    go_on: Annotated[bool, flag("Continue the run in run.dir; start it if there is none.", "--continue")] = False,
     launcher: Annotated[
         str | None,
-        typer.Option(
-            help="local, or slurm: use srun on every node of the current allocation. The same as launcher=…",
-            metavar="KIND",
-        ),
+        option("KIND", "local, or slurm: use srun on every node of the current allocation. The same as launcher=…"),
     ] = None,
     cluster_file: ClusterFile = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, print the plan and its memory, and write nothing.")
+        bool, flag("Check everything, print the plan and its memory, and write nothing.", "--dry-run")
     ] = False,
     verbose: Verbose = False,
     as_json: Json = False,

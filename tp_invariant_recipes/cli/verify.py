@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from tp_invariant_recipes.cli.arguments import Json, Overrides, Verbose, directory_option, optional_model
+from tp_invariant_recipes.cli.arguments import Json, Overrides, Verbose, directory_option, flag, option, optional_model
 from tp_invariant_recipes.cli.output import matrix
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import one_line
@@ -27,27 +27,21 @@ def verify(
     overrides: Overrides = None,
     against: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Compare all runs with this certificate, run directory or ledger instead of the first run.",
-        ),
+        option("FILE", "Compare all runs with this certificate, run directory or ledger instead of the first run."),
     ] = None,
     directory: Annotated[Path | None, directory_option("verify-MODEL-DATE-TIME")] = None,
-    exitfirst: Annotated[
-        bool, typer.Option("-x", "--exitfirst", help="Stop at the first run that fails or differs.")
-    ] = False,
+    exitfirst: Annotated[bool, flag("Stop at the first run that fails or differs.", "-x", "--exitfirst")] = False,
     last_failed: Annotated[
         bool,
-        typer.Option(
+        flag(
+            "Train again only the runs of an earlier verify that failed, differed, were stopped or did not run: "
+            "of --dir, or of the newest in runs.",
             "--lf",
             "--last-failed",
-            help="Train again only the runs of an earlier verify that failed, differed, were stopped or did not run: "
-            "of --dir, or of the newest in runs.",
         ),
     ] = False,
     recheck: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Train nothing; compare the runs in this directory of an earlier verify."),
+        Path | None, option("DIR", "Train nothing; compare the runs in this directory of an earlier verify.")
     ] = None,
     verbose: Verbose = False,
     as_json: Json = False,
