@@ -19,60 +19,7 @@ from tp_invariant_recipes.foreign_text import one_line
 
 SHELL, LINE, TEXT = "_TPI_COMPLETE", "_TPI_LINE", "_TPI_TEXT"
 
-BASH = """\
-_tpi_completion() {
-    local -a answer
-    mapfile -t answer < <(
-        _TPI_COMPLETE=bash _TPI_LINE="${COMP_LINE:0:COMP_POINT}" _TPI_TEXT="$2" "${1/#\\~/$HOME}" 2>/dev/null
-    )
-    COMPREPLY=("${answer[@]:1}")
-    [[ ${answer[0]-} == words ]] && compopt +o default
-    [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *[=.] ]] && compopt -o nospace
-    return 0
-}
-complete -o default -o nosort -F _tpi_completion tpi
-"""
-
-ZSH = """\
-#compdef tpi
-_tpi() {
-    local -a answer partial whole
-    local line value
-    answer=("${(@f)$(_TPI_COMPLETE=zsh _TPI_LINE="${words[1,CURRENT-1]} $PREFIX" $words[1] 2>/dev/null)}")
-    for line in "${(@)answer[2,-1]}"; do
-        value=${line%%$'\\t'*}
-        if [[ $value == *[=.] ]]; then
-            partial+=("${value//:/\\\\:}:${line#*$'\\t'}")
-        else
-            whole+=("${value//:/\\\\:}:${line#*$'\\t'}")
-        fi
-    done
-    (( ${#partial} )) && _describe -V key partial -S ''
-    (( ${#whole} )) && _describe -V value whole
-    if [[ $answer[1] == files ]]; then
-        compset -P '*='
-        _files
-    fi
-}
-if [[ $funcstack[1] == _tpi ]]; then _tpi "$@"; else compdef _tpi tpi; fi
-"""
-
-FISH = """\
-function __tpi_complete
-    set -l answer (_TPI_COMPLETE=fish _TPI_LINE=(commandline -cp | string collect) tpi 2>/dev/null)
-    printf '%s\\n' $answer[2..-1]
-    if test "$answer[1]" = files
-        set -l word (commandline -ct)
-        set -l key (string match -r '^[^=]*=' -- $word)
-        for file in (__fish_complete_path (string replace -r '^[^=]*=' '' -- $word))
-            printf '%s%s\\n' "$key" $file
-        end
-    end
-end
-complete --command tpi --no-files --keep-order --arguments '(__tpi_complete)'
-"""
-
-SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
+SHELLS = Path(__file__).with_name("shells")  # a script for each shell
 # Where each script is written below the home directory, and the file and the line that load it.
 INSTALL_PATHS: dict[str, tuple[str, tuple[str, str] | None]] = {
     "bash": (".bash_completions/tpi.sh", (".bashrc", "source '{file}'")),
@@ -88,7 +35,7 @@ def requested() -> bool:
 
 def answer(root: Any) -> str:
     """The answer to a shell; empty for an unknown shell. root: the command of all commands."""
-    if os.environ[SHELL] not in SCRIPTS:
+    if os.environ[SHELL] not in INSTALL_PATHS:
         return ""
     words, incomplete = split(os.environ.get(LINE, ""))
     files, offers = _offers(root, words[1:], incomplete)
@@ -123,7 +70,7 @@ def install() -> str:
     done = [f"wrote {file}"]
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, SCRIPTS[shell])
+        write_atomically(file, script())
         if loaded:
             start, line = Path.home() / loaded[0], loaded[1].format(file=file)
             before = start.read_text() if start.exists() else ""
@@ -138,13 +85,14 @@ def install() -> str:
 
 def script() -> str:
     """The script for the shell of $SHELL. Raises RunError."""
-    return SCRIPTS[_shell()]
+    return (SHELLS / f"tpi.{_shell()}").read_text(encoding="utf-8")
 
 
 def _shell() -> str:
-    name = Path(os.environ.get("SHELL", "")).name
-    if name not in SCRIPTS:
-        raise RunError(f"SHELL={os.environ.get('SHELL', '')}: completion is for {', '.join(SCRIPTS)}, as in SHELL=bash")
+    given = os.environ.get("SHELL", "")
+    name = Path(given).name
+    if name not in INSTALL_PATHS:
+        raise RunError(f"SHELL={given}: completion is for {', '.join(INSTALL_PATHS)}, as in SHELL=bash")
     return name
 
 
