@@ -168,7 +168,7 @@ def typed_in_bash(tmp_path_factory) -> Iterator[Callable[[str], str]]:
     (folder / "tpi").write_text(TPI)
     (folder / "tpi").chmod(0o755)
     (folder / "books.txt").touch()
-    (folder / "script").write_text(shells.SCRIPTS["bash"])
+    (folder / "script").write_text((shells.SHELLS / "tpi.bash").read_text())
     (folder / "rc").write_text(f"PS1='> ' PATH={folder}:$PATH\nsource script\nbind 'set bell-style none'\n")
     child, terminal = pty.fork()
     if child == 0:
@@ -202,7 +202,7 @@ def test_a_real_bash_completes(typed_in_bash, keys, line):
     assert typed_in_bash(keys) == line
 
 
-@pytest.mark.parametrize("shell", shells.SCRIPTS)
+@pytest.mark.parametrize("shell", shells.INSTALL_PATHS)
 def test_the_script_is_installed_where_the_shell_loads_it(cli, monkeypatch, tmp_path, shell):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("SHELL", f"/usr/bin/{shell}")
@@ -210,7 +210,11 @@ def test_the_script_is_installed_where_the_shell_loads_it(cli, monkeypatch, tmp_
     for _ in range(2):  # a second time changes nothing
         ended = cli("--install-completion")
         assert ended.status == 0, ended.err
-        assert (tmp_path / place).read_text() == shells.SCRIPTS[shell] == cli("--show-completion").out
+        assert (
+            (tmp_path / place).read_text()
+            == (shells.SHELLS / f"tpi.{shell}").read_text()
+            == cli("--show-completion").out
+        )
         if loaded:
             line = loaded[1].format(file=tmp_path / place)
             assert (tmp_path / loaded[0]).read_text() == f"{line}\n"

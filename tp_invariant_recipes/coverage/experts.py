@@ -16,27 +16,19 @@ Z_LOSS = "moe_z_loss_coeff"
 GLOBAL = "global_aux_loss"  # of a data shard's sequences so far
 BALANCING = ("aux_loss", "seq_aux_loss", GLOBAL, "none")
 
-# Fields that replace the invariant experts' sums, orders or modules by others -> whether they say how the experts are
-# computed and not what, or are of benchmarks: then false is the model itself.
-OFF = {
-    "moe_input_jitter_eps": False,
-    "moe_router_fusion": True,
-    "moe_router_force_load_balancing": True,
-    "moe_router_force_biased": False,
-    "moe_router_padding_for_quantization": True,
-    "moe_router_padding_for_fp8": True,
-    "moe_enable_routing_replay": False,
-    "moe_apply_probs_on_input": False,
-    "moe_expert_rank_capacity_factor": False,
-    "moe_paged_stash": True,
-    "moe_shared_expert_overlap": True,
-    "moe_single_grouped_weight": True,
-    "moe_mlp_glu_interleave_size": False,
-    "use_grouped_gemm_for_shared_expert": True,
-    "overlap_moe_expert_parallel_comm": True,
-    "overlap_dispatch_backward_with_experts_wgrad": False,
-    "use_te_activation_func": True,
-}
+# Fields that say how the experts are computed and not what, or that benchmarks have: false is the model itself.
+HOW = (
+    *("moe_router_force_load_balancing", "moe_router_fusion", "moe_router_padding_for_quantization"),
+    *("moe_router_padding_for_fp8", "moe_shared_expert_overlap", "moe_paged_stash", "moe_single_grouped_weight"),
+    *("use_grouped_gemm_for_shared_expert", "overlap_moe_expert_parallel_comm", "use_te_activation_func"),
+)
+# All fields that replace the invariant experts' sums, orders or modules by others.
+OFF = (
+    *HOW,
+    *("moe_input_jitter_eps", "moe_router_force_biased", "moe_enable_routing_replay", "moe_apply_probs_on_input"),
+    *("moe_expert_rank_capacity_factor", "moe_mlp_glu_interleave_size"),
+    "overlap_dispatch_backward_with_experts_wgrad",
+)
 
 _row = partial(of, has("num_moe_experts"))
 _of_latents = partial(of, lambda t: t.model.get("num_moe_experts") and t.model.get(LATENT))
@@ -125,7 +117,9 @@ LIMITS = (
         f"one layer for all depths of multi-token prediction has no z-loss; model.{Z_LOSS}=null",
     ),
     *(
-        _row(has(field), f"model.{field} is not covered; {f'model.{field}=false' if how else 'leave it unset'}")
-        for field, how in OFF.items()
+        _row(
+            has(field), f"model.{field} is not covered; {f'model.{field}=false' if field in HOW else 'leave it unset'}"
+        )
+        for field in OFF
     ),
 )

@@ -32,12 +32,11 @@ _FEW = 60  # at most so many points get marks, and so many columns get separatin
 _GIB = 2**30
 
 _SETTINGS: Any = {
-    "axes.edgecolor": LIGHT["faint"],
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), LIGHT["faint"]),
+    **dict.fromkeys(("axes.labelcolor", "text.color", "xtick.labelcolor", "ytick.labelcolor"), LIGHT["ink"]),
+    **dict.fromkeys(("axes.spines.right", "axes.spines.top"), False),
     "axes.facecolor": "none",
     "axes.grid": True,
-    "axes.labelcolor": LIGHT["ink"],
-    "axes.spines.right": False,
-    "axes.spines.top": False,
     "axes.titlelocation": "left",
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
@@ -47,12 +46,7 @@ _SETTINGS: Any = {
     "grid.linewidth": 0.7,
     "legend.frameon": False,
     "svg.fonttype": "none",  # text stays text, for search and screen readers
-    "text.color": LIGHT["ink"],
     "text.parse_math": False,  # a "$" in a name is a "$"
-    "xtick.color": LIGHT["faint"],
-    "ytick.color": LIGHT["faint"],
-    "xtick.labelcolor": LIGHT["ink"],
-    "ytick.labelcolor": LIGHT["ink"],
 }
 
 
@@ -99,13 +93,9 @@ def training(report: Report) -> Drawing:
         few = len(report.runs) <= _IN_AXES  # a legend of its own would leave a gap
         places = {"loss": grid[0, 0], "grad_norm": grid[:, 1] if few else grid[0, 1], "learning_rate": grid[1, 0]}
         axes = {name: figure.add_subplot(place) for name, place in places.items()}
-        for field, title in (("loss", "Loss"), ("grad_norm", "Gradient norm"), ("learning_rate", "Learning rate")):
-            _lines(axes[field], shown[field])
-            axes[field].set_title(title)
-            axes[field].set_xlabel("step")
-        axes["loss"].set_ylabel("lm loss")
-        axes["grad_norm"].set_ylabel("norm, before clipping")
-        axes["learning_rate"].set_ylabel("rate")
+        _lines(axes["loss"], "Loss", "lm loss", shown["loss"])
+        _lines(axes["grad_norm"], "Gradient norm", "norm, before clipping", shown["grad_norm"])
+        _lines(axes["learning_rate"], "Learning rate", "rate", shown["learning_rate"])
         axes["learning_rate"].yaxis.set_major_locator(MaxNLocator(3))
         axes["learning_rate"].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         if few:
@@ -138,17 +128,14 @@ def apart(report: Report) -> Drawing | None:
         grid = axes_grid(figure, _DISTANCES, 1, 2, wspace=0.16)
         for column, (field, title) in enumerate(zip(fields, ("Loss", "Gradient norm"), strict=True)):
             axes = figure.add_subplot(grid[0, column])
-            _lines(axes, shown[field], numbers)
+            name = f"{title}: distance from {report.runs[0].letter}"
+            _lines(axes, name, "ULP, 0: equal bits", shown[field], numbers)
             axes.set_yscale("symlog", linthresh=1, linscale=0.4)
             top = max([2.0, *(float(np.nanmax(line.high)) for line in shown[field] if not np.isnan(line.high).all())])
             axes.set_ylim(-0.15, top * 3)
             axes.yaxis.set_major_formatter(FuncFormatter(_power))
             axes.yaxis.set_minor_locator(NullLocator())
-            axes.set_title(f"{title}: distance from {report.runs[0].letter}")
-            axes.set_xlabel("step")
-            axes.set_ylabel("ULP, 0: equal bits")
-            handles = [_handle(n, report.runs[n]) for n in numbers]
-            axes.legend(handles=handles, loc="best")
+            axes.legend(handles=[_handle(n, report.runs[n]) for n in numbers], loc="best")
 
     words = " ".join(
         f"{run.label}: the loss differs at {sum(ulp != 0 for _, ulp in points)} of {counted(len(points), 'step')}, "
@@ -181,19 +168,16 @@ def cost(report: Report) -> Drawing | None:
     def draw(figure: FigureBase) -> None:
         grid = axes_grid(figure, _COSTS, 1, 2, wspace=0.16)
         first, second = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
-        _lines(first, times, numbers)
-        first.set_title("Step time")
-        first.set_ylabel("seconds")
+        _lines(first, "Step time", "seconds", times, numbers)
         first.set_yscale("log")
         first.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         first.yaxis.set_minor_locator(NullLocator())
         first.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        first.set_xlabel("step")
-        _lines(second, peaks if memory else speeds, numbers)
-        second.set_title("Peak memory, last rank" if memory else "Tokens per second")
-        second.set_ylabel("GiB" if memory else "tokens/s")
+        if memory:
+            _lines(second, "Peak memory, last rank", "GiB", peaks, numbers)
+        else:
+            _lines(second, "Tokens per second", "tokens/s", speeds, numbers)
         second.set_ylim(bottom=0)
-        second.set_xlabel("step")
         first.legend(handles=[_handle(n, report.runs[n]) for n in numbers], loc="best")
 
     words = [
@@ -224,8 +208,11 @@ def axes_grid(
     return figure.add_gridspec(rows, columns, **place, **more)
 
 
-def _lines(axes: Axes, curves: list[Curve], numbers: list[int] | None = None) -> None:
-    """numbers: the runs' numbers, which choose the style of their lines."""
+def _lines(axes: Axes, title: str, unit: str, curves: list[Curve], numbers: list[int] | None = None) -> None:
+    """Curves over steps. numbers: the runs' numbers, which choose the style of their lines."""
+    axes.set_title(title)
+    axes.set_xlabel("step")
+    axes.set_ylabel(unit)
     for n, line in zip(numbers or range(len(curves)), curves, strict=True):
         mark: dict[str, Any] = {"marker": "o", "markersize": 3} if len(line.x) <= _FEW else {}
         axes.plot(line.x, line.y, **_look(n), **mark)

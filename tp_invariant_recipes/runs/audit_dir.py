@@ -32,10 +32,6 @@ class AuditedRun(RunDir):
         """The directory of a dithered repetition, counted from 1."""
         return type(self)(self.path / f"dithered-{number}")
 
-    def write_task(self, task: AuditTask) -> None:
-        """Write the task. Raises RunError."""
-        self.write(self.task, task.as_json())
-
     def read_task(self) -> AuditTask:
         """The task. Raises RunError when this is no training of an audit."""
         return self._read(self.task, parse_json, AuditTask)

@@ -69,10 +69,6 @@ class BenchDir(RunDir):
         """The ledger of a pass."""
         return RunDir(self.path / "bench" / f"pass-{number}")
 
-    def write_passes(self, passes: tuple[Pass, ...]) -> None:
-        """Write the passes. Raises RunError."""
-        self.write(self.passes, [one.as_json() for one in passes])
-
     def read_passes(self) -> tuple[Pass, ...]:
         """The passes. Raises RunError when this is not a benchmark's directory."""
         return tuple(self._read(self.passes, parse_json, list[Pass]))

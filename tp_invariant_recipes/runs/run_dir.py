@@ -12,7 +12,7 @@ from typing import Any, overload
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.files import DISK_FULL, UNFINISHED, write_atomically
 from tp_invariant_recipes.ledger import run_files
-from tp_invariant_recipes.reading import checked, parse_json, parse_yaml, read_limited
+from tp_invariant_recipes.reading import Record, checked, parse_json, parse_yaml, read_limited
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 TAKEN = " is not empty: continue it (--resume {0}) or choose another run.dir"
@@ -103,7 +103,7 @@ class RunDir:
 
     def write(self, file: Path, data: Any) -> None:
         """Write one of the files above, whole or not at all. Raises RunError when it cannot be written."""
-        self.write_text(file, text_of(file, data))
+        self.write_text(file, text_of(file, data.as_json() if isinstance(data, Record) else data))
 
     def write_text(self, file: Path, text: str) -> None:
         """Write a file of text, whole or not at all. Raises RunError when it cannot be written."""

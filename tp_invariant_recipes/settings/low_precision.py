@@ -29,15 +29,7 @@ NAMED: dict[str, dict[str, Any]] = {
     "nanov2_bf16_with_fp8_current_scaling_mixed": {"fp8": "hybrid", "fp8_recipe": "blockwise", **_TWO_IN_BF16},
 }
 # Fields of Bridge's MixedPrecisionConfig about FP8 alone.
-OF_FP8 = (
-    "fp8",
-    "fp8_recipe",
-    "first_last_layers_bf16",
-    "num_layers_at_start_in_bf16",
-    "num_layers_at_end_in_bf16",
-    *KEPT,
-    REUSED,
-)
+OF_FP8 = ("fp8", "fp8_recipe", *_TWO_IN_BF16, *KEPT, REUSED)
 # Those of them that set fp8_param_gather.
 KEEPING = tuple(name for name in NAMED if "current_scaling" in name or MXFP8 in name)
 RECIPES = ("tensorwise", "blockwise", MXFP8)

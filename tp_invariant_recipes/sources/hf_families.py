@@ -17,12 +17,7 @@ _GEMMA = {
     "add_bias_linear": (False, False),
     "position_embedding_type": ("rope", "rope"),
 }
-_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
+_NORMS = (*("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),)
 
 
 class Exaone4(Family):

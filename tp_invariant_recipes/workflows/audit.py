@@ -335,7 +335,7 @@ def _train(audit: Audit, name: str, planned: Plan, watch: Watch) -> None:
     follow = None if name == AUDITED else f"../{AUDITED}"
     with locked(run):
         record.write(planned)
-        run.write_task(AuditTask(passes, audit.first, planned.steps, follow))
+        run.write(run.task, AuditTask(passes, audit.first, planned.steps, follow))
         try:
             with watch(name, planned) as tick:
                 outcome = local.run(planned, tick, rank_fn=rank.measure, process_groups=passes)

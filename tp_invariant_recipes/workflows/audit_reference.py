@@ -6,42 +6,26 @@ from tp_invariant_recipes.config.overrides import Override, given
 from tp_invariant_recipes.settings import layout
 from tp_invariant_recipes.settings.run_config import RunConfig
 
+_FUSED = (
+    *("gradient_accumulation", "bias_activation", "bias_dropout", "masked_softmax", "apply_rope"),
+    *("cross_entropy_loss", "moe_permute", "moe_router"),
+)
 # Field -> the value that needs no other rank, graph, overlap or fusion. A field that a configuration lacks stays unset.
 SIMPLEST: dict[str, Any] = {
-    "model.tensor_model_parallel_size": 1,
-    "model.pipeline_model_parallel_size": 1,
-    "model.virtual_pipeline_model_parallel_size": None,
-    "model.pipeline_model_parallel_layout": None,
-    "model.num_layers_in_first_pipeline_stage": None,
-    "model.num_layers_in_last_pipeline_stage": None,
+    **dict.fromkeys(("model.tensor_model_parallel_size", "model.pipeline_model_parallel_size"), 1),
+    **dict.fromkeys(("model.virtual_pipeline_model_parallel_size", "model.pipeline_model_parallel_layout")),
+    **dict.fromkeys(("model.num_layers_in_first_pipeline_stage", "model.num_layers_in_last_pipeline_stage")),
     "model.account_for_embedding_in_pipeline_split": False,
     "model.account_for_loss_in_pipeline_split": False,
-    "model.context_parallel_size": 1,
-    "model.expert_model_parallel_size": 1,
-    "model.expert_tensor_parallel_size": 1,
-    "parallel.data_parallel_size": 1,
-    "train.micro_batch_size": 1,
+    **dict.fromkeys(("model.context_parallel_size", "model.expert_model_parallel_size"), 1),
+    **dict.fromkeys(("model.expert_tensor_parallel_size", "parallel.data_parallel_size", "train.micro_batch_size"), 1),
     "model.cuda_graph_impl": "none",
-    "model.recompute_granularity": None,
-    "model.recompute_method": None,
-    "model.recompute_num_layers": None,
-    "model.recompute_modules": None,
-    "model.tp_comm_overlap": False,
-    "model.overlap_p2p_comm": False,
-    "model.overlap_moe_expert_parallel_comm": False,
-    "model.moe_shared_expert_overlap": False,
+    **dict.fromkeys(f"model.recompute_{name}" for name in ("granularity", "method", "num_layers", "modules")),
+    **dict.fromkeys(("model.tp_comm_overlap", "model.overlap_p2p_comm"), False),
+    **dict.fromkeys(("model.overlap_moe_expert_parallel_comm", "model.moe_shared_expert_overlap"), False),
     "model.delay_wgrad_compute": False,
-    "model.gradient_accumulation_fusion": False,
-    "model.bias_activation_fusion": False,
-    "model.bias_dropout_fusion": False,
-    "model.masked_softmax_fusion": False,
-    "model.apply_rope_fusion": False,
-    "model.cross_entropy_loss_fusion": False,
-    "model.moe_permute_fusion": False,
-    "model.moe_router_fusion": False,
-    "ddp.overlap_grad_reduce": False,
-    "ddp.overlap_param_gather": False,
-    "optimizer.overlap_param_gather": False,
+    **{f"model.{name}_fusion": False for name in _FUSED},
+    **dict.fromkeys(("ddp.overlap_grad_reduce", "ddp.overlap_param_gather", "optimizer.overlap_param_gather"), False),
 }
 
 

@@ -106,7 +106,7 @@ def execute(bench: Bench, watch: Callable[[], None]) -> dict[str, Any]:
         stopped = f"the benchmark was stopped before its end; the steps it took: {bench.directory.figures(0)}"
         for one in bench.plans.values():
             record.write(one)
-        bench.directory.write_passes(bench.passes)
+        bench.directory.write(bench.directory.passes, [one.as_json() for one in bench.passes])
         speed = python_speed.milliseconds()  # while nothing else runs
         try:
             outcome = local.run(job, watch, rank_fn=rank.measure, process_groups=len(bench.passes))

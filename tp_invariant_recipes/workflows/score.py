@@ -35,12 +35,8 @@ from tp_invariant_recipes.workflows.export import checkpoint_of
 # What a scoring may set: fields of these sections, and these groups and fields. All else belongs to a training.
 SECTIONS = ("numerics.", "model.", "parallel.", "mixed_precision.", "patches.")
 FIELDS = (
-    "numerics.mode",
-    "device.kind",
-    "precision",
-    "run.hang_timeout",
-    "dist.distributed_timeout_minutes",
-    "dist.distributed_backend",
+    *("numerics.mode", "device.kind", "precision", "run.hang_timeout"),
+    *("dist.distributed_timeout_minutes", "dist.distributed_backend"),
 )
 OTHERWISE = {
     "model.seq_length": "every sequence has its own length",
