@@ -192,14 +192,14 @@ def test_jobs_and_logs_control_nothing(cli, slurm, submitted):  # noqa: F811
 
 
 def test_a_comment_of_a_script_stays_one():
-    shown = script._render("_job", job={"about": f"a\nrm -rf b {EVIL}"} | dict.fromkeys(JOB, ""))
+    shown = script._render(
+        "_job", job={"about": f"a\nrm -rf b {EVIL}", "slurm": dict.fromkeys(SLURM, "")} | dict.fromkeys(JOB, "")
+    )
     assert shown.splitlines()[1].startswith("# a\\nrm -rf b \\x1b")
 
 
-JOB = (
-    *("name", "nodes", "gres", "cpus", "whole", "time", "account", "partition", "qos", "directory", "log", "options"),
-    "setup",
-)
+JOB = ("name", "nodes", "gres", "cpus", "whole", "time", "directory", "log")
+SLURM = ("account", "partition", "qos", "options", "setup")
 
 
 @pytest.mark.parametrize(

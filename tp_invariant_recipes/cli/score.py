@@ -88,11 +88,12 @@ def score(
 
 def _against(scoring: Any, against: list[Path], tolerance: float, page: Path) -> dict[str, Any]:
     from tp_invariant_recipes.data import sequences
+    from tp_invariant_recipes.report import files, score_page
     from tp_invariant_recipes.workflows import score_against
 
     decode = sequences.tokenizer(scoring.tokenizer)[1] if scoring.tokenizer else None
     result = score_against.judge(scoring.out, against, tolerance, decode)
-    score_against.write_page(result, page)
+    files.write(page, score_page.page(result).encode())
     points = [{name: value for name, value in one.items() if name != "points"} for one in result["files"]]
     return result | {"files": points, "page": str(page), "text": f"{result['text']}\npage: {page}"}
 

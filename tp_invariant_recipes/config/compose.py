@@ -178,12 +178,8 @@ def _types(one: Override) -> tuple[str, ...]:
     """The paths that an override sets. A numerics' name leaves its other fields, such as V and C, as they are."""
     if one.group and one.path == "numerics":
         return ("numerics.mode",)
-    return (one.path, *_option_sets(one)) if one.group else (one.path,)
-
-
-def _option_sets(chosen: Override) -> list[str]:
-    """The paths that a typed option of a group sets."""
-    return [*lookup.flat(hydra_tree.written(chosen.path, chosen.value))] if chosen.path in RECIPES_OWN else []
+    option = hydra_tree.written(one.path, one.value) if one.group and one.path in RECIPES_OWN else {}
+    return (one.path, *lookup.flat(option))
 
 
 @contextmanager
@@ -407,11 +403,10 @@ def _hydra(model: str, overrides: Sequence[Override], problems: list[str]) -> di
     if recipe_source.is_recipe(model):
         said = _said(model, overrides)
         sections["model"] = recipe_layer.without_defaults(sections["model"], said)
-        sections["dataset"] = recipe_layer.without_ours(sections["dataset"], said, [o.path for o in overrides])
+        typed = [one.path for one in overrides]
+        sections["dataset"] = recipe_layer.without_ours(sections["dataset"], said, typed)
         sections["recipe"]["hf_folder"] = _hf_folder(overrides)
-        sections["recipe"]["kept"] = recipe_layer.without_overridden(
-            sections["recipe"]["kept"], [o.path for o in overrides]
-        )
+        sections["recipe"]["kept"] = [path for path in sections["recipe"]["kept"] if path not in typed]
     return sections
 
 

@@ -2,7 +2,7 @@
 
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -244,15 +244,13 @@ def _trees(cluster: Path | None, model: str | None) -> Iterator[None]:
 
 def _unreadable() -> list[str]:
     """What is wrong with the user's files: the words of Hydra and YAML mostly do not name one."""
-    return list(_wrong(sorted(conf_files.user_dir().glob("*/*.yaml"))))
-
-
-def _wrong(files: Iterable[Path]) -> Iterator[str]:
-    for file in files:
+    found = []
+    for file in sorted(conf_files.user_dir().glob("*/*.yaml")):
         try:
             read(file)
         except ConfigError as error:
-            yield str(error)
+            found.append(str(error))
+    return found
 
 
 def _first_line(error: HydraException | OmegaConfBaseException) -> str:

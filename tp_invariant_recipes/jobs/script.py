@@ -15,6 +15,7 @@ from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.settings.allocation import Allocation, ranks_per_node
 from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.settings.sections import SlurmSettings
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _PLAIN = re.compile(r"[\w@%+=:,./\[\]*&|()-]+")  # needs no quotes on an #SBATCH line
@@ -31,8 +32,7 @@ class Job:
     save_before: seconds before the time limit at which SLURM signals the run; None: it does not.
     directory:   the job's working directory.
     log:         the file of its output, as for sbatch's --output.
-    options:     further options of sbatch, as typed.
-    setup:       lines of bash that come before all else.
+    slurm:       account, partition, qos, options and setup of all jobs.
     """
 
     name: str
@@ -42,14 +42,10 @@ class Job:
     cpus: int | None
     whole: bool
     time: str
-    account: str | None
-    partition: str | None
-    qos: str | None
     save_before: int | None
     directory: Path
     log: str
-    options: tuple[str, ...]
-    setup: tuple[str, ...]
+    slurm: SlurmSettings
 
 
 @dataclass(frozen=True)
@@ -75,14 +71,10 @@ def training(config: RunConfig, allocated: Allocation, *, name: str, about: str,
         # By default SLURM would give a node's only task one processor, and memory in proportion.
         whole=slurm.exclusive or allocated.ranks == ranks_per_node(config),
         time=slurm.time,
-        account=slurm.account,
-        partition=slurm.partition,
-        qos=slurm.qos,
         save_before=slurm.save_before,
         directory=Path.cwd(),
         log=log,
-        options=tuple(slurm.options),
-        setup=tuple(slurm.setup),
+        slurm=slurm,
     )
 
 

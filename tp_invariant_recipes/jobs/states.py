@@ -9,7 +9,6 @@ from typing import Any
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.jobs import slurm_client, status_query
 from tp_invariant_recipes.jobs.registry import JUDGE, JobPart, Submission, all_submissions, attempts
-from tp_invariant_recipes.jobs.slurm_client import Queued
 from tp_invariant_recipes.jobs.status_query import SlurmStatus
 from tp_invariant_recipes.ledger.layouts import words
 from tp_invariant_recipes.ledger.run_files import Attempt, ProgressLine
@@ -175,7 +174,8 @@ def _state(part: JobPart, status: SlurmStatus) -> JobState:
     }
     if queued is not None and not queued.over:
         note = None if last or queued.state == "PENDING" else _files_elsewhere(part, queued.nodes)
-        return JobState(**facts, word=queued.state, reason=_reason(queued), seconds_left=queued.seconds_left, note=note)
+        reason = queued.reason if queued.state == "PENDING" and queued.reason not in ("", "None") else None
+        return JobState(**facts, word=queued.state, reason=reason, seconds_left=queued.seconds_left, note=note)
     word = queued.state if queued else accounted.state if accounted else None
     if word not in slurm_client.OVER:
         word = None  # SLURM writes the accounts some time after the end
@@ -183,10 +183,6 @@ def _state(part: JobPart, status: SlurmStatus) -> JobState:
     if status.unavailable is not None and (not ended.settled or (last and last.requeued)):
         return JobState(**facts, word=UNKNOWN, alive=None)
     return JobState(**facts, word=ended.word, alive=False, end=ended, note=ended.note)
-
-
-def _reason(queued: Queued) -> str | None:
-    return queued.reason if queued.state == "PENDING" and queued.reason not in ("", "None") else None
 
 
 def _ended(part: JobPart, word: str | None, last: Attempt | None) -> End:

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import functools
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -448,11 +448,6 @@ def restore(container: ConfigContainer, recipe: RecipeSettings) -> None:
         section, _, name = path.rpartition(".")
         holder, of = (getattr(container, section), getattr(again, section)) if section else (container, again)
         setattr(holder, name, getattr(of, name))
-
-
-def without_overridden(kept: Sequence[str], requested: Collection[str]) -> list[str]:
-    """`recipe.kept` without the fields that the command line sets: its value counts. requested: its paths."""
-    return [path for path in kept if path not in requested]
 
 
 def problems(config: RunConfig) -> list[str]:

@@ -181,8 +181,9 @@ def _possible(model: str) -> Source:
     if source.module == BRIDGE:
         # A misspelt name is said at once. Another name that the table lacks may be one of a newer Bridge.
         locked = installed("megatron-bridge") == KNOWN[-1].versions["megatron-bridge"]
-        if source.function not in names() and (locked or _close(source.function)):
-            raise ConfigError(f"{model}: {BRIDGE} has no such recipe{nearest(source.function, names()) or LISTED}")
+        close = "" if source.function in names() else nearest(source.function, names()) or LISTED
+        if close and (locked or "did you mean" in close):
+            raise ConfigError(f"{model}: {BRIDGE} has no such recipe{close}")
     else:
         _check_source(model, source)
     return source
@@ -231,10 +232,6 @@ def find(model: str) -> Callable[..., Any]:
     if not callable(found):
         raise ConfigError(f"{model}: {source.function} is no function but {type(found).__name__}")
     return found
-
-
-def _close(name: str) -> bool:
-    return "did you mean" in nearest(name, names())
 
 
 def _module(model: str, source: Source) -> ModuleType:

@@ -25,7 +25,6 @@ from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger, contents
-from tp_invariant_recipes.ledger.schema import StepRecord
 from tp_invariant_recipes.runs import checkpoints
 from tp_invariant_recipes.runs.lock import locked_empty
 from tp_invariant_recipes.runs.run_dir import RunDir, choose_for_several
@@ -211,17 +210,8 @@ def _last_equal(originals: Sequence[Ledger], step: int) -> int:
     An equal loss or norm does not prove equal weights.
     """
     pairs = zip(*(ledger.steps[: step - 1] for ledger in originals), strict=True)
-    known = (
-        a.step
-        for a, b in pairs
-        if any(None not in (a_, b_) for a_, b_ in zip(_state_digests(a), _state_digests(b), strict=True))
-    )
-    return max(known, default=0)
-
-
-def _state_digests(record: StepRecord) -> tuple[Mapping[str, str] | None, ...]:
-    """The digests of the parameters after a step."""
-    return record.masters, record.weights
+    digests = ((a.step, ((a.masters, b.masters), (a.weights, b.weights))) for a, b in pairs)
+    return max((number for number, both in digests if any(None not in one for one in both)), default=0)
 
 
 def _start(original: RunDir, ledger: Ledger, last: int) -> checkpoints.RunCheckpoint | None:

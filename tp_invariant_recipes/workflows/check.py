@@ -109,10 +109,6 @@ def require_linear(module: str, step: int) -> tuple[str, int]:
     """How a module's weight is split, and the segments of its output features. RunError: it is not covered."""
     if step < 2:
         raise RunError("--step must be 2 or more: the weight is the one that the step before has left")
-    return _kind(module)
-
-
-def _kind(module: str) -> tuple[str, int]:
     for ending, kind in LINEAR.items():
         if module.startswith("decoder.layers.") and module.endswith(f".{ending}"):
             return kind

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from tp_invariant_recipes.data import engine_scores
 from tp_invariant_recipes.data.engine_scores import Rollout
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.reading import open_file
-from tp_invariant_recipes.report import files, score_page
 
 CONTEXT = 8  # tokens before one that is shown in its text
 
@@ -34,11 +33,6 @@ def judge(
     if nearer is not None:
         text += f"\n{against[nearer]} is nearer to the reference"
     return {**result, "text": text, "nearer": nearer, "files": found}
-
-
-def write_page(result: dict[str, Any], page: Path) -> None:
-    """Write the HTML page. RunError."""
-    files.write(page, score_page.page(result).encode())
 
 
 def _compared(scores: Path, file: Path, decode: Callable[[list[int]], str] | None) -> dict[str, Any]:
@@ -77,7 +71,7 @@ def _pairs(scores: Path, file: Path) -> Iterator[tuple[dict[str, Any], Rollout |
     if first is None:
         raise ConfigError(f"{file}: no rows in it")
     if first.id is None:
-        for reference, row in zip_longest(_scores(scores), _after(first, rows)):
+        for reference, row in zip_longest(_scores(scores), chain([first], rows)):
             if row is None or reference is None:
                 raise ConfigError(f"{file} and {scores} have not as many rows, and rows without an id are in one order")
             yield reference, row
@@ -85,11 +79,6 @@ def _pairs(scores: Path, file: Path) -> Iterator[tuple[dict[str, Any], Rollout |
     named = {first.id: first} | {row.id: row for row in rows}
     for reference in _scores(scores):
         yield reference, named.get(reference["id"])
-
-
-def _after(first: Rollout, rows: Iterator[Rollout]) -> Iterator[Rollout]:
-    yield first
-    yield from rows
 
 
 def _scores(file: Path) -> Iterator[dict[str, Any]]:
