@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tp_invariant_recipes.config import graph_choice, reserved
@@ -26,7 +27,6 @@ from tp_invariant_recipes.settings import environment, layout
 from tp_invariant_recipes.training import bench as rank
 from tp_invariant_recipes.training import profile
 from tp_invariant_recipes.training.profile import Trace
-from tp_invariant_recipes.workflows.timings import Spread, ratio, slowest, spread
 
 MOST_ROUNDS = 10_000
 # After a mode's name: with digests of all gradients and weights at every step; with a guard.
@@ -233,10 +233,11 @@ def _modes(bench: Bench) -> list[dict[str, Any]]:
 def _round(ranks: list[list[Figures]], number: int) -> dict[str, Any]:
     """The figures of one pass over all ranks."""
     lines = [[line for line in rank if line.pass_ == number and line.counts] for rank in ranks]
-    milliseconds = [1000 * s for s in slowest([[line.seconds for line in rank] for rank in lines])]
+    steps = zip(*([line.seconds for line in rank] for rank in lines), strict=True)
+    milliseconds = [1000 * max(step) for step in steps]  # a step takes as long as its slowest rank
     return {
         "pass": number,
-        "median_ms": spread(milliseconds).median,
+        "median_ms": median(milliseconds),
         "step_ms": milliseconds,
         "tokens": lines[0][0].tokens,
         "memory": lines[0][0].memory,
@@ -249,18 +250,24 @@ def _mode(mode: str, rounds: list[dict[str, Any]], base: list[dict[str, Any]]) -
     peak = max(one["peak_bytes"] for one in rounds)
     return {
         "mode": mode,
-        "step_ms": asdict(step),
-        "tokens_per_second": 1000 * rounds[0]["tokens"] / step.median,
+        "step_ms": step,
+        "tokens_per_second": 1000 * rounds[0]["tokens"] / step["median"],
         "memory": rounds[0]["memory"],
         "peak_gib": peak / 2**30 if peak else None,  # not measured on a CPU
-        "time_ratio": None if rounds is base else asdict(_ratio(base, rounds, "median_ms")),
-        "memory_ratio": None if rounds is base or not peak else asdict(_ratio(base, rounds, "peak_bytes")),
+        "time_ratio": None if rounds is base else _ratio(base, rounds, "median_ms"),
+        "memory_ratio": None if rounds is base or not peak else _ratio(base, rounds, "peak_bytes"),
         "rounds": rounds,
     }
 
 
-def _ratio(base: list[dict[str, Any]], rounds: list[dict[str, Any]], figure: str) -> Spread:
-    return ratio([one[figure] for one in base], [one[figure] for one in rounds])
+def _ratio(base: list[dict[str, Any]], rounds: list[dict[str, Any]], figure: str) -> dict[str, float]:
+    """One ratio per round, so that anything that slows a whole round down cancels out."""
+    return spread([one[figure] / first[figure] for first, one in zip(base, rounds, strict=True)])
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, smallest and largest. Raises StatisticsError when there are none."""
+    return {"median": median(values), "min": min(values), "max": max(values)}
 
 
 def _traced(bench: Bench, mode: str, trace: Trace, base: Trace) -> dict[str, Any]:
