@@ -119,15 +119,6 @@ NOT_INVARIANT = tuple(module.name for module in MODULES if not module.invariant)
 # --- Rules ---
 
 
-@dataclass(frozen=True)
-class Requirement:
-    """wrong: whether the configuration breaks the rule. why: the problem, and the key to change."""
-
-    wrong: Callable[[RunConfig], Any]
-    why: str
-    implementations: tuple[str, ...] = (TE, FULL)
-
-
 def _model(field: str) -> Callable[[RunConfig], Any]:
     return lambda config: config.model.get(field)
 
@@ -170,85 +161,45 @@ TOKENS = 128
 # Fields of earlier versions with the same meaning; Core would silently copy their values.
 REPLACED = ("cuda_graph_scope", "enable_cuda_graph", "external_cuda_graph")
 
-RULES = (
-    Requirement(
-        lambda t: not t.model.get("use_te_rng_tracker") or not t.section("rng").get("te_rng_tracker"),
-        "a graph cannot hold the state of other random numbers; model.use_te_rng_tracker=true rng.te_rng_tracker=true",
-    ),
-    Requirement(
-        lambda t: t.model.get("recompute_granularity") == "full",
-        "whole layers that are computed again can only be captured with the whole step; "
-        "model.recompute_granularity=null, or cuda_graph=full",
-        (TE,),
-    ),
-    Requirement(
-        lambda t: _recomputes(t, "moe") and _captures(t, "moe_router"),
-        "experts that are computed again cannot have a captured router; leave moe out of model.recompute_modules, or "
-        "moe_router and moe_preprocess out of model.cuda_graph_modules",
-        (TE,),
-    ),
-    Requirement(
-        _model("cpu_offloading"),
-        "activations that are moved to the host cannot be captured; model.cpu_offloading=false",
-        (TE,),
-    ),
-    Requirement(
-        lambda t: t.model.get("overlap_moe_expert_parallel_comm") and _captures(t, "moe", "mlp"),
-        "moe and mlp cannot be captured with overlapped expert communication; "
-        "model.overlap_moe_expert_parallel_comm=false, or other model.cuda_graph_modules",
-        (TE,),
-    ),
-    Requirement(
-        lambda t: _captures(t, "moe") and _captures(t, "moe_router", "moe_preprocess"),
-        "moe holds moe_router and moe_preprocess already; leave one or the others out of model.cuda_graph_modules",
-        (TE,),
-    ),
-    Requirement(
-        lambda t: _captures(t, "moe_preprocess") and not _captures(t, "moe_router", "moe"),
-        "moe_preprocess is captured with moe_router only; add it to model.cuda_graph_modules",
-        (TE,),
-    ),
-    Requirement(
-        lambda t: t.model.get("cuda_graph_modules"),
-        "the whole step is captured, so there are no modules to choose; model.cuda_graph_modules=[]",
-        (FULL,),
-    ),
-    Requirement(
-        lambda t: _experts(t.model) and not padded(t.model),
-        "experts get another number of tokens at every step; model.moe_expert_capacity_factor=1.0 "
-        "model.moe_pad_expert_input_to_capacity=true",
-        (FULL,),
-    ),
-    Requirement(
-        _checked("ddp", "check_for_nan_in_grad"),
-        "a captured step cannot wait for a check of the gradients; ddp.check_for_nan_in_grad=false",
-        (FULL,),
-    ),
-    Requirement(
-        _checked("rerun_state_machine", "check_for_nan_in_loss"),
-        "a captured step cannot wait for a check of the loss; rerun_state_machine.check_for_nan_in_loss=false",
-        (FULL,),
-    ),
-    Requirement(
-        lambda t: t.section("rerun_state_machine").get("check_for_spiky_loss"),
-        "a captured step cannot wait for a check of the loss; rerun_state_machine.check_for_spiky_loss=false",
-        (FULL,),
-    ),
-    Requirement(
-        _uneven_attention,
-        "cuDNN's attention computes wrong numbers when it is replayed on 32 or 64 tokens; "
-        f"seq= a multiple of {TOKENS}, model.attention_backend=unfused, or cuda_graph=off",
-    ),
-    Requirement(
-        lambda t: t.section("dist").get("distributed_backend") == "gloo",
-        "Gloo sums on the host, for which no captured step waits; dist.distributed_backend=nccl, or cuda_graph=off",
-    ),
-    Requirement(
-        _expandable,
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets NCCL write to memory that has moved; "
-        "set NCCL_GRAPH_REGISTER=0 too, there or as cluster.environment.NCCL_GRAPH_REGISTER=0",
-        (TE,),
-    ),
+BOTH = "both"
+# Implementation, whether the configuration breaks the rule, and the problem with the key to change.
+RULES: tuple[tuple[str, Callable[[RunConfig], Any], str], ...] = (
+    (BOTH, lambda t: not t.model.get("use_te_rng_tracker") or not t.section("rng").get("te_rng_tracker"),
+     "a graph cannot hold the state of other random numbers; model.use_te_rng_tracker=true rng.te_rng_tracker=true"),
+    (TE, lambda t: t.model.get("recompute_granularity") == "full",
+     "whole layers that are computed again can only be captured with the whole step; "
+     "model.recompute_granularity=null, or cuda_graph=full"),
+    (TE, lambda t: _recomputes(t, "moe") and _captures(t, "moe_router"),
+     "experts that are computed again cannot have a captured router; leave moe out of model.recompute_modules, or "
+     "moe_router and moe_preprocess out of model.cuda_graph_modules"),
+    (TE, _model("cpu_offloading"),
+     "activations that are moved to the host cannot be captured; model.cpu_offloading=false"),
+    (TE, lambda t: t.model.get("overlap_moe_expert_parallel_comm") and _captures(t, "moe", "mlp"),
+     "moe and mlp cannot be captured with overlapped expert communication; "
+     "model.overlap_moe_expert_parallel_comm=false, or other model.cuda_graph_modules"),
+    (TE, lambda t: _captures(t, "moe") and _captures(t, "moe_router", "moe_preprocess"),
+     "moe holds moe_router and moe_preprocess already; leave one or the others out of model.cuda_graph_modules"),
+    (TE, lambda t: _captures(t, "moe_preprocess") and not _captures(t, "moe_router", "moe"),
+     "moe_preprocess is captured with moe_router only; add it to model.cuda_graph_modules"),
+    (FULL, lambda t: t.model.get("cuda_graph_modules"),
+     "the whole step is captured, so there are no modules to choose; model.cuda_graph_modules=[]"),
+    (FULL, lambda t: _experts(t.model) and not padded(t.model),
+     "experts get another number of tokens at every step; model.moe_expert_capacity_factor=1.0 "
+     "model.moe_pad_expert_input_to_capacity=true"),
+    (FULL, _checked("ddp", "check_for_nan_in_grad"),
+     "a captured step cannot wait for a check of the gradients; ddp.check_for_nan_in_grad=false"),
+    (FULL, _checked("rerun_state_machine", "check_for_nan_in_loss"),
+     "a captured step cannot wait for a check of the loss; rerun_state_machine.check_for_nan_in_loss=false"),
+    (FULL, lambda t: t.section("rerun_state_machine").get("check_for_spiky_loss"),
+     "a captured step cannot wait for a check of the loss; rerun_state_machine.check_for_spiky_loss=false"),
+    (BOTH, _uneven_attention,
+     "cuDNN's attention computes wrong numbers when it is replayed on 32 or 64 tokens; "
+     f"seq= a multiple of {TOKENS}, model.attention_backend=unfused, or cuda_graph=off"),
+    (BOTH, lambda t: t.section("dist").get("distributed_backend") == "gloo",
+     "Gloo sums on the host, for which no captured step waits; dist.distributed_backend=nccl, or cuda_graph=off"),
+    (TE, _expandable,
+     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets NCCL write to memory that has moved; "
+     "set NCCL_GRAPH_REGISTER=0 too, there or as cluster.environment.NCCL_GRAPH_REGISTER=0"),
 )  # fmt: skip
 
 
@@ -265,21 +216,12 @@ def problems(config: RunConfig) -> list[str]:
     if config.device.kind != "gpu":
         return [*replaced, f"{requested}: CUDA graphs need a GPU; device=gpu, or cuda_graph=off"]
     warmup = model.get("cuda_graph_warmup_steps", 3)
-    steps = [] if type(warmup) is int and warmup >= 1 else [_of_warmup(warmup)]
-    rules = [
-        f"{requested}: {rule.why}" for rule in RULES if implementation in rule.implementations and rule.wrong(config)
-    ]
-    modules = (
-        [f"{requested}: {problem}" for problem in _modules(model, config.numerics.invariant)]
-        if implementation == TE
-        else []
-    )
-    return [*replaced, *steps, *modules, *rules]
-
-
-def _of_warmup(warmup: Any) -> str:
     # Without a preceding step, Transformer Engine captures layers before their lazy state exists.
-    return f"model.cuda_graph_warmup_steps={warmup}: must be a number of steps, at least 1"
+    whole = type(warmup) is int and warmup >= 1
+    steps = [] if whole else [f"model.cuda_graph_warmup_steps={warmup}: must be a number of steps, at least 1"]
+    modules = _modules(model, config.numerics.invariant) if implementation == TE else []
+    rules = [why for of, wrong, why in RULES if of in (implementation, BOTH) and wrong(config)]
+    return [*replaced, *steps, *(f"{requested}: {problem}" for problem in (*modules, *rules))]
 
 
 def _modules(model: Model, invariant: bool) -> list[str]:
