@@ -94,14 +94,15 @@ NOT_INSTALLED = (
 )
 
 
-def sbatch(script: Path, options: Sequence[str] = (), *, environment: Mapping[str, str] | None = None) -> str:
+def sbatch(script: Path, options: Sequence[str] = ()) -> str:
     """Submit a script; returns the id of its job.
 
-    options: in addition to the script's. environment: the submitter's, which the job gets; None: this process's.
+    options: in addition to the script's. The job gets this process's environment.
+
     Raises RunError. While the queue is full, sbatch tries again for PATIENCE seconds.
     """
-    given = _script_environment(script, os.environ if environment is None else environment)
-    return _run(["sbatch", "--parsable", *options, str(script)], given).strip().partition(";")[0]
+    environment = _script_environment(script)
+    return _run(["sbatch", "--parsable", *options, str(script)], environment).strip().partition(";")[0]
 
 
 def queue(jobs: Iterable[str] | None = None) -> list[Queued]:
@@ -223,18 +224,18 @@ _VARIABLES = {"time": "TIMELIMIT", "array": "ARRAY_INX"}
 _KEPT_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 
 
-def _script_environment(script: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without variables that would turn this script into another job.
+def _script_environment(script: Path) -> dict[str, str]:
+    """This process's environment without variables that would turn this script into another job.
 
     For sbatch a variable such as SBATCH_PARTITION overrides the script. Inside another job, variables like
     SLURM_MEM_PER_NODE would pass on to the new job.
     """
     options = re.findall(r"^#SBATCH --([a-z-]+)", script.read_text(encoding="utf-8"), re.MULTILINE)
     stated = {"SBATCH_" + _VARIABLES.get(name, name.upper().replace("-", "_")) for name in options}
-    outer = "SLURM_JOB_ID" in environment
+    outer = "SLURM_JOB_ID" in os.environ
     return {
         name: value
-        for name, value in environment.items()
+        for name, value in os.environ.items()
         if name not in stated
         and name not in ("SBATCH_WAIT", "SBATCH_TEST_ONLY")
         and not (outer and name.startswith("SLURM_") and name not in _KEPT_VARIABLES)
