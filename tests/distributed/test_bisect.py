@@ -49,7 +49,7 @@ def _wrong_order(faulty):
         if not faulty(module.config):
             return
         if not on:
-            linear._start_contraction = module.original
+            linear.start_contraction = module.original
             return
 
         def in_rank_order(partials, mesh):
@@ -57,7 +57,7 @@ def _wrong_order(faulty):
             dist.all_reduce(node, group=mesh.group)
             return tree.Reducing(tree.Moving(node.chunk(mesh.size)[mesh.rank].unsqueeze(0)))
 
-        original = module.original = linear._start_contraction
+        original = module.original = linear.start_contraction
 
         def start(a, b, *others):
             sound = linear.start_reduce_scatter
@@ -68,7 +68,7 @@ def _wrong_order(faulty):
             finally:
                 linear.start_reduce_scatter = sound
 
-        linear._start_contraction = start
+        linear.start_contraction = start
 
     return act
 
