@@ -6,10 +6,11 @@ import re
 import shutil
 import signal
 import socket
+import time
 
 import pytest
 
-from tests.distributed.faults import at_step, fail, reached, wait_for_ever, wait_for_sigterm
+from tests.distributed.faults import at_step, fail, lives, ranks_of, reached, wait_for_ever, wait_for_sigterm
 from tests.ledgers import agree, steps
 from tp_invariant_recipes.multinode import agent, heartbeat, rendezvous
 from tp_invariant_recipes.runs import checkpoints
@@ -34,6 +35,7 @@ class Nodes:
     def __init__(self, tpi, count: int) -> None:
         self.tpi, self.count, self.job = tpi, count, free_job()
         self.restart = 0
+        self.started = []
 
     def start(self, *arguments, absent=(), before=None, environment=None):
         """before: node number -> a fault to plant there. environment: node number -> variables to set there."""
@@ -46,6 +48,7 @@ class Nodes:
                     (before or {}).get(number, lambda: None)()
 
                 started[number] = self.tpi.start(*arguments, before=plant)
+        self.started += started.values()
         self.restart += 1
         return started
 
@@ -54,6 +57,16 @@ class Nodes:
         started = self.start(*arguments, **faults)
         statuses = {number: process.wait() for number, process in started.items()}
         return statuses, "\n".join(process.stderr for process in started.values())
+
+    def kill(self) -> None:
+        """Kill what still runs, and wait for its ranks: they hold the port where the next nodes meet."""
+        running = [process for process in self.started if process.poll() is None]
+        ranks = [rank for process in running for rank in ranks_of(process.pid)]
+        for process in running:
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+        while any(map(lives, ranks)):
+            time.sleep(0.02)
 
     def variables(self, number: int) -> dict[str, str]:
         return {
@@ -76,8 +89,10 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(tpi) -> Nodes:
-    return Nodes(tpi, 2)
+def nodes(tpi):
+    nodes = Nodes(tpi, 2)
+    yield nodes
+    nodes.kill()  # what a test that failed left would meet the nodes of the next, whose job has the same id
 
 
 @pytest.fixture(scope="module")
@@ -217,9 +232,7 @@ def test_tries_that_end_without_a_word_count_too(nodes):
         held = at_step(step, wait_for_ever)
         started = nodes.start(*arguments, before={0: held, 1: held})
         started[0].until(reached(nodes.tpi.folder, step))
-        for process in started.values():
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait()
+        nodes.kill()
     assert [a["outcome"] for a in nodes.attempts("run")] == [None, None]
     statuses, said = nodes(*arguments)
     assert statuses == {0: 2, 1: 2}
@@ -252,8 +265,6 @@ def test_a_node_that_falls_silent_ends_the_run(nodes):
     os.kill(started[1].pid, signal.SIGSTOP)
     assert started[0].wait() == 2
     assert "n1 of localhost[0-1] has given no sign of life for 3 s" in started[0].stderr
-    os.kill(started[1].pid, signal.SIGKILL)
-    started[1].wait()
 
 
 def _another_version() -> None:
