@@ -160,10 +160,12 @@ def _in_bridges_order() -> None:
 @pytest.mark.release
 @pytest.mark.parametrize("plant", (_in_bridges_order, without("eval:get_forward_backward_func")))
 def test_each_ingredient_of_validation_is_needed(scenario, plant):
-    """And nothing else shows it. Sums of 16 sequences: those of a few may round alike."""
-    dense = scenario(DENSE, "iters=1 gbs=16 numerics.data_shards=16", VALIDATED)
+    """And nothing else shows it. Sums of 16 sequences, in several evaluations: a few may round alike."""
+    dense = scenario(DENSE, "iters=4 gbs=16 numerics.data_shards=16", VALIDATED)
     one, several = (dense(at).planted(plant).ledger() for at in ("dp=1", "dp=4"))
-    assert unequal(one, several) == ["step 1: evaluations"]
+    found = unequal(one, several)
+    assert found
+    assert all(name.endswith(": evaluations") for name in found)
 
 
 def test_stock_validates_on_other_sequences(scenario):
