@@ -17,7 +17,8 @@ RECOMPUTED = "model.recompute_granularity=full model.recompute_method=uniform mo
 @pytest.mark.parametrize(
     "fixed, layouts",
     (
-        ("gbs=1 iters=2", ("tp=1", "tp=2 pp=2", f"tp=2 {RECOMPUTED}")),
+        ("gbs=1 iters=2", ("tp=1", "tp=2 pp=2")),
+        ("gbs=1 iters=2 model.mtp_num_layers=null", ("tp=1", f"tp=2 {RECOMPUTED}")),
         ("gbs=2 numerics.data_shards=2 iters=2", ("dp=1", "dp=2 ep=2")),
     ),
 )

@@ -99,6 +99,7 @@ def test_lookups_of_later_tokens_need_a_sum_of_their_own(scenario):
         ("cp=2 numerics.context_shards=2", "multi-token prediction has no version with context shards"),
         ("numerics=gather", "multi-token prediction is covered by numerics=tree only"),
         ("pp=2", "cannot save a tied embedding beside multi-token prediction"),
+        ("model.recompute_granularity=full", "not shown to have the same bits where whole layers are recomputed"),
     ),
 )
 def test_what_is_refused(cli, words, said):
