@@ -156,7 +156,7 @@ def test_commands_without_megatron_and_torch(two_runs, hiding_site):
     assert sorted(run.name for run in (two_runs / "runs").iterdir()) == ["a", "b"]
 
 
-def _pip(interpreter: Path | str, *words: str) -> None:
+def _pip(interpreter: Path, *words: str) -> None:
     """Run pip. A failure fails the test: without a package index this promise cannot be checked, and is not kept."""
     ended = subprocess.run([str(interpreter), "-m", "pip", *words], capture_output=True, text=True)
     if ended.returncode:
@@ -167,10 +167,10 @@ def _pip(interpreter: Path | str, *words: str) -> None:
 @pytest.mark.timeout(1200)
 def test_the_wheel_in_an_empty_environment(two_runs, tmp_path):
     """What `pip install` of the built wheel brings: conf/, the templates of slurm/, and no torch."""
-    _pip(sys.executable, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT))
-    (wheel,) = tmp_path.glob("*.whl")
-    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)  # with pip, which .venv lacks
     python = tmp_path / "venv" / "bin" / "python"
+    _pip(python, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT))
+    (wheel,) = tmp_path.glob("*.whl")
     _pip(python, "install", str(wheel))
     found = subprocess.run([python, "-m", "pip", "list", "--format=json"], capture_output=True, text=True, check=True)
     names = {package["name"].replace("-", "_") for package in json.loads(found.stdout)}

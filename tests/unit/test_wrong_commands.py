@@ -18,6 +18,7 @@ SEED = 14
 FEW, ALL = 20, 500  # 20: one of each class
 
 MESSAGE = re.compile(r"^(error|not comparable): |^╭─ Error ─", re.M)
+IN_JSON = re.compile(r'^  "error": "', re.M)  # of --json, on standard output
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 HEAVY = ("torch", "transformers", "megatron.core", "megatron.bridge")
 
@@ -49,8 +50,9 @@ def problem(status: int, out: str, err: str) -> str | None:
     """What is wrong with how a command ended."""
     if "Traceback" in err or "defect of tpi" in err:
         return "a traceback"
-    if (status, len(MESSAGE.findall(err))) != (2, 1):
-        return f"status {status}, {len(MESSAGE.findall(err))} messages"
+    messages = len(MESSAGE.findall(err)) + len(IN_JSON.findall(out))
+    if (status, messages) != (2, 1):
+        return f"status {status}, {messages} messages"
     return "control characters" if CONTROL.search(out + err) else None
 
 
@@ -96,3 +98,5 @@ def test_a_command_that_ends_otherwise_is_found(status, err):
     assert problem(status, "", err)
     assert problem(2, "", "Traceback (most recent call last):\nerror: a")
     assert not problem(2, "", "error: a\n")
+    assert not problem(2, '{\n  "error": "a"\n}\n', "")
+    assert problem(2, '{\n  "error": "a"\n}\n', "error: a\n")
