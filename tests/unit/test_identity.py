@@ -169,14 +169,13 @@ TREE = {name: {"kept": 1} for name in table.SECTIONS} | {
     "scheduler": {"lr_decay_iters": 10},
     "data": {"kind": "mock"},
 }
-PATTERNS = [pattern for patterns in table.EXCLUDED.values() for pattern in patterns.split()]
 FILL = st.text(string.ascii_lowercase + "_", max_size=12)
 
 
 @st.composite
 def left_out(draw) -> str:
     """A key that a pattern of the table describes."""
-    parts = draw(st.sampled_from(PATTERNS)).split("*")
+    parts = draw(st.sampled_from(table.PATTERNS)).split("*")
     return "".join(part + (draw(FILL) if n < len(parts) - 1 else "") for n, part in enumerate(parts))
 
 

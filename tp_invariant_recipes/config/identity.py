@@ -40,6 +40,7 @@ EXCLUDED = {
     "whether the data brings a mask that nobody reads, since attention is causal": "dataset.create_attention_mask",
     "where the data lies; its digest says what it is": "dataset.blend* dataset.dataset_root",
 }
+PATTERNS = tuple(pattern for patterns in EXCLUDED.values() for pattern in patterns.split())
 
 
 def identity(config: RunConfig, data_digest: str | None, weights_digest: str | None = None) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def of_sections(sections: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _excluded(key: str) -> bool:
-    listed = any(fnmatchcase(key, pattern) for patterns in EXCLUDED.values() for pattern in patterns.split())
+    listed = any(fnmatchcase(key, pattern) for pattern in PATTERNS)
     return listed or not allowed_fields.changes_bits(key)
 
 
