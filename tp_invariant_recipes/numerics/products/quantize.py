@@ -79,20 +79,16 @@ def of_weight(x: Tensor, blockwise: bool, group: Any) -> tuple[Pair, Callable[[T
         pair = form(x)
         return pair, lambda other: _copy(form(other), pair)
     quantizer = _block_quantizer(E4M3, 2, True, True) if blockwise else _tensor_quantizer(E4M3, group, True)
-    import transformer_engine_torch as tex  # a module that Transformer Engine loads when it is imported
-
     made = quantizer.quantize_impl(x.contiguous())
     pair = _pair_of_blocks(made) if blockwise else _pair(made, E4M3)
-    return pair, lambda other: tex.quantize(other.contiguous(), quantizer, made, None)
+    return pair, lambda other: _library().quantize(other.contiguous(), quantizer, made, None)
 
 
 def transposed(q: Quantized) -> Quantized:
     """[k, rows], with the same numbers. "tensor"."""
     if not q.data.is_cuda or not _has_library():
         return quantize.transposed(q)
-    import transformer_engine_torch as tex
-
-    data = tex.fp8_transpose(q.data.view(torch.uint8).contiguous(), _names()[q.data.dtype], out=None)
+    data = _library().fp8_transpose(q.data.view(torch.uint8).contiguous(), _names()[q.data.dtype], out=None)
     return Quantized(data.view(q.data.dtype), q.scale)
 
 
@@ -135,6 +131,15 @@ def _by_library(x: Tensor) -> bool:
 @cache
 def _has_library() -> bool:
     return installed("transformer-engine") is not None
+
+
+@cache
+def _library() -> Any:
+    """Transformer Engine's compiled module, which Python finds once the package has been imported."""
+    import transformer_engine.pytorch  # noqa: F401
+    import transformer_engine_torch
+
+    return transformer_engine_torch
 
 
 @cache
