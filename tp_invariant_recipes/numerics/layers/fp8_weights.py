@@ -55,17 +55,13 @@ def quantized(weight: Tensor, blockwise: bool, group: Any) -> Fp8Weight:
 
     group: of the ranks that hold the others of its shards; None: none do.
     """
-    return _kept(weight, lambda weight: quantize.of_weight(weight, blockwise, group))
-
-
-def _kept(weight: Tensor, of_weight: Callable[[Tensor], tuple[Any, Callable[[Tensor], object]]]) -> Fp8Weight:
     kept: Fp8Weight | None = getattr(weight, KEPT, None)
     capturing = _capturing(weight)
     if kept is not None and kept.step == _steps[0] and torch.is_grad_enabled() and not capturing:
         return kept
     step = None if capturing else _steps[0]
     if kept is None:
-        (rows, columns), again = of_weight(weight.detach())
+        (rows, columns), again = quantize.of_weight(weight.detach(), blockwise, group)
         kept = Fp8Weight(rows, columns, again, step, [step])
     else:
         kept.again(weight.detach())
