@@ -109,7 +109,7 @@ def _divides(of: str, by: str, unless: str | None = None) -> Callable[[RunConfig
 PER_LAYER: dict[str, Callable[[RunConfig], Any]] = {
     "linear_attention_freq": lambda t: families.delta_sizes(t.model),
     "moe_layer_freq": lambda t: t.model.get("num_moe_experts"),
-    "no_rope_freq": lambda t: True,
+    "no_rope_freq": lambda t: t.model["no_rope_freq"] != 0,  # 0: of no layer
     "window_attn_skip_freq": lambda t: t.model.get("window_size"),
 }
 
@@ -125,7 +125,7 @@ def _per_layer(name: str) -> Callable[[RunConfig], str | None]:
             right = len(value) == layers and {*value} <= {0, 1}
             need = f"model.num_layers={layers} layers need a 0 or a 1 each"
         else:
-            right, need = value != 0 or name == "no_rope_freq", "must be at least 1"
+            right, need = value != 0, "must be at least 1"
         return None if right else f"model.{name}={value_text(value)}: {need}"
 
     return rule
