@@ -142,6 +142,15 @@ def _of_x(token, exists, first, column, FEATURES: tl.constexpr, WIDTH: tl.conste
 
 
 @triton.jit
+def _of_values(
+    token, exists, head, column, GROUPS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr
+):  # fmt: skip
+    """`_of_x` of a head's values, which stand behind all queries and keys."""
+    first: tl.constexpr = 2 * GROUPS * KEY
+    return _of_x(token, exists, first + head * VALUE, column, VALUE, first + HEADS * VALUE)
+
+
+@triton.jit
 def _group_of(number, size, SHARE: tl.constexpr):
     """The chunk of a group with the queries and keys of a head's chunk."""
     chunks = tl.cdiv(size, C)
@@ -226,8 +235,7 @@ def _delta_states(
     tl.debug_barrier()
     for number in range(unit * chunks, (unit + 1) * chunks):
         head, token, exists = _of_chunk(number, size, batch, HEADS)
-        values: tl.constexpr = 2 * GROUPS * KEY
-        at, inside = _of_x(token, exists, values + head * VALUE, column, VALUE, values + HEADS * VALUE)
+        at, inside = _of_values(token, exists, head, column, GROUPS, HEADS, KEY, VALUE)
         v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         keys, of_chunk = k + _group_of(number, size, HEADS // GROUPS) * C * FEATURES, numbers + number * 5 * C
         beta, up = tl.load(of_chunk + BETA + i), tl.load(of_chunk + UP + i)
@@ -292,8 +300,7 @@ def _delta_state_gradients(
         tl.store(dr + place + tile, found)
         tl.debug_barrier()
         head, token, exists = _of_chunk(number, size, batch, HEADS)
-        values: tl.constexpr = 2 * GROUPS * KEY
-        at, inside = _of_x(token, exists, values + head * VALUE, column, VALUE, values + HEADS * VALUE)
+        at, inside = _of_values(token, exists, head, column, GROUPS, HEADS, KEY, VALUE)
         tl.store(dx + at, (beta[:, None] * found).to(dx.dtype.element_ty), mask=inside)
         if left > 1:
             kept = tl.load(state + of_state) * tl.load(of_chunk + UP + C - 1)
@@ -348,7 +355,7 @@ def _delta_gradients(
         dk = _added(dk + found, within + square, q, 1, C, FEATURES, 1, C)
         dk = _added(dk, solved + square, k, C, 1, FEATURES, 1, C)
         dk = _added(dk, solved + square, k, 1, C, FEATURES, 1, C)
-        at, inside = _of_x(token, exists, 2 * GROUPS * KEY + head * VALUE, tl.arange(0, WIDTH), VALUE, of_x)
+        at, inside = _of_values(token, exists, head, tl.arange(0, WIDTH), GROUPS, HEADS, KEY, VALUE)
         v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         dbeta += tl.sum(v * tl.load(dr + place + _at(C, WIDTH, WIDTH)), 1) - up * erased
         tl.store(dstrength + token * HEADS + head, dbeta, mask=exists)
