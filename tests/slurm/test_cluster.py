@@ -1,5 +1,7 @@
 """The throw-away cluster is what the other tests here take it for: separate hosts that fail as real ones do."""
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -29,6 +31,21 @@ def tries(folder: Path) -> dict[str, int]:
     """NODE.TRY of the processes of `stay` that run, and their ids."""
     found = {file.name: file.read_text().strip() for file in folder.glob("n*.*")}
     return {name: int(pid) for name, pid in found.items() if pid and Path(f"/proc/{pid}/exe").exists()}
+
+
+def interfaces(name: str) -> set[tuple[str, int]]:
+    """Names and indices, which no later interface has: another test's cluster may take a name as soon as it is free."""
+    links = json.loads(subprocess.run(["ip", "-json", "link"], capture_output=True, check=True).stdout)
+    return {(link["ifname"], link["ifindex"]) for link in links if link["ifname"].startswith(name)}
+
+
+def namespaces(name: str) -> set[tuple[str, int]]:
+    """Names and when they were made, for the same reason; a namespace's number may come again."""
+    found = set()
+    for file in Path("/run/netns").glob(f"{name}-*"):
+        with contextlib.suppress(FileNotFoundError):  # of the other cluster, which ends
+            found.add((file.name, file.stat().st_ctime_ns))
+    return found
 
 
 def test_nodes_are_hosts_of_their_own(cluster) -> None:
@@ -116,6 +133,8 @@ def test_stop_leaves_nothing(
             time.sleep(0.05)
         name = next(line for line in (folder / "slurm.conf").read_text().splitlines() if "ClusterName" in line)[12:]
         assert len(ours()) >= 5
+        made = interfaces(name), namespaces(name)
+        assert [len(each) for each in made] == [1 + 3, 3]  # the bridge, and of each node
         daemon = int((folder / "slurmctld.pid").read_text())
         os.kill(daemon, signal.SIGKILL)  # as a run of the tests that was killed may leave it
     finally:
@@ -123,7 +142,7 @@ def test_stop_leaves_nothing(
     assert said == ""
     assert tries(tmp_path) == {}
     assert ours() == []
-    assert list(Path("/sys/class/net").glob(f"{name}*")) == list(Path("/run/netns").glob(f"{name}-*")) == []
+    assert made[0] & interfaces(name) == made[1] & namespaces(name) == set()
     assert f"no cluster runs in {folder}" in script("stop", str(folder))
 
 
