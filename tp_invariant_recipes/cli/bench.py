@@ -46,7 +46,6 @@ def bench(
     from tp_invariant_recipes.launch import progress
     from tp_invariant_recipes.launch.train import check
     from tp_invariant_recipes.workflows import bench as launch
-    from tp_invariant_recipes.workflows.bench_progress import Passes
 
     needed.check("tpi bench", needed.TRAINING)
     console = terminal.console_of_its_own()
@@ -66,7 +65,7 @@ def bench(
         for one in planned.plans.values():
             check(one)
     console.print(Text(f"benchmark directory {planned.directory.path}"), soft_wrap=True)
-    with Passes(planned.directory, planned.passes, console) as watch:
+    with progress.Passes(planned.directory, planned.passes, console) as watch:
         found = launch.execute(planned, watch)
     if as_json:
         terminal.print_json(found)

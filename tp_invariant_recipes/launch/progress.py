@@ -1,4 +1,4 @@
-"""The progress of a run: a live bar on a terminal, plain lines elsewhere."""
+"""The progress of a run or a benchmark: a live bar on a terminal, plain lines elsewhere."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +16,7 @@ from tp_invariant_recipes.launch.plan import Plan, Planning
 from tp_invariant_recipes.ledger.run_files import ProgressLine
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.reading import Record, checked, parse_json
+from tp_invariant_recipes.runs.bench_dir import BenchDir, Figures, Pass
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.launch.local import Watch
@@ -161,6 +162,44 @@ class Echo(Lines):
         super().__call__()
 
 
+class Passes(Progress):
+    """The running pass of a benchmark, and the completed steps of all passes. Use as `Bar`."""
+
+    def __init__(self, bench_dir: BenchDir, passes: tuple[Pass, ...], console: Console) -> None:
+        self.passes = passes
+        self.rounds = max(one.round for one in passes)
+        self.current: int | None = None
+        total = sum(one.steps for one in passes)
+        self.tail = Tail(bench_dir.figures(0), total, Figures)
+        super().__init__(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f}/{task.total:.0f} steps"),
+            console=console,
+            refresh_per_second=4,
+            disable=not console.is_terminal,
+            transient=True,
+            **PLAIN,
+        )
+        self.task = self.add_task("starting", total=total)
+
+    def __call__(self) -> None:
+        """Show the steps since the last call."""
+        for event in self.tail.new():
+            self._show(event)
+        self.tail.report_strange(self.console)
+
+    def _show(self, event: Figures) -> None:
+        words = self._words(self.passes[event.pass_])
+        if event.pass_ != self.current and not self.console.is_terminal:
+            self.console.print(words)
+        self.current = event.pass_
+        self.update(self.task, description=words, advance=1)
+
+    def _words(self, one: Pass) -> str:
+        return f"profile, {one.mode}" if one.profile else f"round {one.round} of {self.rounds}, {one.mode}"
+
+
 def watcher(plan: Plan, console: Console, *, verbose: bool = False) -> Bar | Lines:
     """The bar on a terminal, lines elsewhere; with `verbose` also Bridge's log."""
     if verbose:
@@ -198,7 +237,7 @@ def busy(console: Console, words: str) -> Iterator[None]:
 
 
 @contextmanager
-def preparing(console: Console, *, dry: bool = False) -> Iterator[Planning]:
+def preparing(console: Console, *, here: bool = True, dry: bool = False) -> Iterator[Planning]:
     """How to plan: with a bar for preparing text, shown from the first report on, elsewhere a line every LINE_EVERY
     seconds.
     """
@@ -220,7 +259,7 @@ def preparing(console: Console, *, dry: bool = False) -> Iterator[Planning]:
         progress.update(task, completed=done)
 
     try:
-        yield Planning(report, dry=dry)
+        yield Planning(report, here, dry)
     finally:
         if task is not None:
             progress.stop()
