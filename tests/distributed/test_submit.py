@@ -12,8 +12,8 @@ import pytest
 
 from tp_invariant_recipes.config import container
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.jobs import fitness
 from tp_invariant_recipes.jobs.slurm_client import Partition
+from tp_invariant_recipes.jobs.submit import unfit
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -323,7 +323,7 @@ PLACES: tuple[tuple[dict, tuple[Partition, ...], tuple[str, ...]], ...] = (
 
 @pytest.mark.parametrize("settings, there, says", PLACES)
 def test_what_would_wait_for_ever_is_refused(settings: dict, there, says):
-    found = fitness.unfit(_tree(**settings), there)
+    found = unfit(_tree(**settings), there)
     assert len(found) == len(says)
     for problem, part in zip(found, says, strict=True):
         assert part in problem
@@ -331,4 +331,4 @@ def test_what_would_wait_for_ever_is_refused(settings: dict, there, says):
 
 def test_a_partition_of_the_environment_counts(monkeypatch):
     monkeypatch.setenv("SBATCH_PARTITION", "long")
-    assert fitness.unfit(_tree(time="2"), (CPU, LONG)) == []
+    assert unfit(_tree(time="2"), (CPU, LONG)) == []

@@ -6,8 +6,11 @@ from tp_invariant_recipes.config import elastic
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.jobs import submit
+from tp_invariant_recipes.launch.plan import Planning
 from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.settings.run_config import RunConfig
+
+DRY = Planning(here=False, dry=True)
 
 NODES = ("cluster.name=here", "cluster.gpus_per_node=0", "slurm.time=10", "device=cpu", "launcher=slurm")
 STOCK = ("qwen3_toy", "tp=2", "dp=4", "gbs=8", "numerics=stock", "cluster.ranks_per_node=2", "slurm.nodes=1-4")
@@ -36,7 +39,7 @@ def test_data_shards_are_those_of_the_most_nodes():
 
 
 def test_the_script_keeps_the_data_shards(tmp_path):
-    found = submit.train(STOCK[0], [*NODES[:4], *STOCK[1:], "numerics=tree", f"run.dir={tmp_path}/run"], dry=True)
+    found = submit.train(STOCK[0], [*NODES[:4], *STOCK[1:], "numerics=tree", f"run.dir={tmp_path}/run"], how=DRY)
     assert "numerics.data_shards=4" in found.scripts[0].text
 
 
@@ -54,12 +57,12 @@ def test_refused_with_one_line(change, says):
     (problem,) = elastic.problems(elastic_config(*STOCK, *change.split()))
     assert says in problem
     with pytest.raises(ConfigError) as refused:
-        submit.train(STOCK[0], [*NODES[:4], *STOCK[1:], *change.split()], dry=True)
+        submit.train(STOCK[0], [*NODES[:4], *STOCK[1:], *change.split()], how=DRY)
     assert says in str(refused.value)
 
 
 def test_the_script_asks_for_a_range_and_starts_on_what_there_is(tmp_path):
-    found = submit.train(STOCK[0], [*NODES[:4], *STOCK[1:], f"run.dir={tmp_path}/run"], dry=True)
+    found = submit.train(STOCK[0], [*NODES[:4], *STOCK[1:], f"run.dir={tmp_path}/run"], how=DRY)
     text = found.scripts[0].text
     assert "#SBATCH --nodes=1-4\n" in text
     assert "#SBATCH --ntasks" not in text  # SLURM would give no more nodes than tasks
@@ -70,7 +73,7 @@ def test_the_script_asks_for_a_range_and_starts_on_what_there_is(tmp_path):
 def test_a_matrix_has_no_range(tmp_path):
     words = [*NODES[:4], "tp=1,2", "cluster.ranks_per_node=2", "slurm.nodes=1-1"]
     with pytest.raises(ConfigError, match="each cell has a layout of its own; leave it out"):
-        submit.several("verify", "qwen3_toy", words, directory=tmp_path / "v", dry=True)
+        submit.several("verify", "qwen3_toy", words, directory=tmp_path / "v", how=DRY)
 
 
 def test_the_step_has_srun_options_whether_or_not_the_number_of_nodes_varies():

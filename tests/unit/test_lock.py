@@ -324,7 +324,7 @@ def test_a_directory_that_another_command_has_filled_since_is_refused(locked_run
 
 
 EXECUTED = {
-    "tp_invariant_recipes.jobs.execution": (),
+    "tp_invariant_recipes.jobs.planned": (),
     "tp_invariant_recipes.workflows.audit": (None,),
     "tp_invariant_recipes.workflows.bench": (None,),
     "tp_invariant_recipes.workflows.bisect": (None,),

@@ -19,8 +19,10 @@ import pytest
 from tests.models import OTHER_SIZES
 from tp_invariant_recipes.errors import ConfigError, RunError
 from tp_invariant_recipes.jobs import script, submit
+from tp_invariant_recipes.launch.plan import Planning
 from tp_invariant_recipes.settings import conf_files
 
+DRY = Planning(here=False, dry=True)
 EXPECTED = Path(__file__).parents[1] / "slurm" / "expected"
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 
@@ -57,9 +59,9 @@ KINDS: dict[str, tuple[str, tuple[str, ...], str | None, int]] = {
 def _scripts(model: str, overrides: tuple[str, ...], directory: str | None) -> tuple[str, ...]:
     """The scripts that `tpi submit` prints: one of a run, two of a verify."""
     if directory is None:
-        found = submit.train(model, list(overrides), dry=True)
+        found = submit.train(model, list(overrides), how=DRY)
     else:
-        found = submit.several("verify", model, list(overrides), directory=Path(directory), dry=True)
+        found = submit.several("verify", model, list(overrides), directory=Path(directory), how=DRY)
     return tuple(one.text for one in found.scripts)
 
 
@@ -270,7 +272,7 @@ def test_every_step_of_a_container_is_in_it():
 @pytest.mark.parametrize("path", ("/runs/a\nb", "/runs/a\\b"))
 def test_a_directory_that_sbatch_cannot_be_told_is_refused(path):
     with pytest.raises(ConfigError):
-        submit.train("qwen3_toy", [*THROWAWAY, "slurm.time=5", f"run.dir={path}"], dry=True)
+        submit.train("qwen3_toy", [*THROWAWAY, "slurm.time=5", f"run.dir={path}"], how=DRY)
 
 
 def test_the_templates_are_found_in_a_wheel(monkeypatch, tmp_path):
@@ -359,7 +361,7 @@ def test_each_try_begins_with_a_line_in_the_log(run_script, play):
 def test_every_word_reaches_the_run_as_typed(play, tmp_path):
     path = f"{tmp_path}/it's $(touch {tmp_path}/evil) `b` %j"
     asked = [*THROWAWAY, "slurm.time=5", "data=text", f"data.path={path}", f"run.dir={path}"]
-    play(submit.train("qwen3_toy", asked, dry=True).scripts[0].text, "")
+    play(submit.train("qwen3_toy", asked, how=DRY).scripts[0].text, "")
     said = (tmp_path / "said").read_text().splitlines()
     words = ["train", "qwen3_toy", *asked[:-1], "device=cpu", asked[-1], "launcher=slurm", "--continue"]
     assert said[said.index("train") :] == words
@@ -379,7 +381,7 @@ ENDING = (
 def _set_up(*lines: str) -> str:
     listed = ",".join(f'"{line}"' for line in lines)
     asked = [*THROWAWAY, "slurm.time=5", "run.dir=/runs/a", f"slurm.setup=[{listed}]"]
-    return submit.train("qwen3_toy", asked, dry=True).scripts[0].text
+    return submit.train("qwen3_toy", asked, how=DRY).scripts[0].text
 
 
 @pytest.mark.parametrize("line, says", ENDING, ids=[line for line, _ in ENDING])
@@ -401,7 +403,7 @@ def test_setup_is_there_for_srun(play, tmp_path):
 
 def test_a_sweep_is_an_array_and_a_job_that_lists_its_runs():
     asked = ["lr=1e-3,3e-4", "seed=1,2", *THROWAWAY, "slurm.time=5", 'slurm.setup=["module load a"]']
-    found = submit.several("sweep", "qwen3_toy", asked, directory=Path("/runs/s"), dry=True)
+    found = submit.several("sweep", "qwen3_toy", asked, directory=Path("/runs/s"), how=DRY)
     array, judge = (one.text for one in found.scripts)
     assert found.cells == ("lr-0.001-seed1", "lr-0.001-seed2", "lr-0.0003-seed1", "lr-0.0003-seed2")
     assert "#SBATCH --array=0-3" in array
@@ -412,13 +414,13 @@ def test_a_sweep_is_an_array_and_a_job_that_lists_its_runs():
 
 def test_a_job_that_waits_for_others_says_so_to_sbatch_and_not_in_its_script():
     asked = [*THROWAWAY, "slurm.time=5", "run.dir=/runs/a"]
-    found = submit.train("qwen3_toy", asked, after=["12", "13"], dry=True)
+    found = submit.train("qwen3_toy", asked, after=["12", "13"], how=DRY)
     assert found.commands() == [
         "sbatch --parsable --kill-on-invalid-dep=yes --dependency=afterok:12:13 /runs/a/job.sbatch"
     ]
-    assert found.scripts[0].text == submit.train("qwen3_toy", asked, dry=True).scripts[0].text
+    assert found.scripts[0].text == submit.train("qwen3_toy", asked, how=DRY).scripts[0].text
     with pytest.raises(RunError, match="no job nothing"):
-        submit.train("qwen3_toy", asked, after=["nothing"], dry=True)
+        submit.train("qwen3_toy", asked, after=["nothing"], how=DRY)
 
 
 def test_a_dry_run_as_json_has_the_plan_and_the_scripts(cli, monkeypatch):

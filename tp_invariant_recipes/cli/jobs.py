@@ -120,11 +120,11 @@ def cancel(names: Jobs) -> None:
     tpi cancel 12
     tpi cancel 12_1 qwen3_8b-tp4-20260101-120000
     """
-    from tp_invariant_recipes.jobs.cancel import cancel as launch
+    from tp_invariant_recipes.jobs import states
     from tp_invariant_recipes.jobs.registry import find
     from tp_invariant_recipes.runs.run_dir import RunDir
 
-    before = [state for one in launch(find(names)) for state in one]
+    before = [state for one in states.cancel(find(names)) for state in one]
     for state in before:
         words = f"cancelled (was {state.text})" if state.alive else f"has ended already: {state.text}"
         terminal.print_text(f"{state.part.id} {state.part.name}: {words}")
@@ -189,17 +189,12 @@ def _line(row: "JobState") -> Line:
         row.part.id,
         row.part.name + (" (judge)" if row.part.role == "judge" else ""),
         row.text,
-        _layouts(row),
+        " → ".join(layout for layout, _ in groupby(row.layouts)),  # those that its tries have had in turn
         _steps(row),
         "" if row.loss is None else f"{row.loss:.4f}",
         "" if row.seconds_left is None else _clock(row.seconds_left),
     )
     return Line(cells, _COLOURS[row.exit_status], row.note.splitlines()[0] if row.exit_status == 2 and row.note else "")
-
-
-def _layouts(state: "JobState") -> str:
-    """The layouts that its tries have had in turn."""
-    return " → ".join(layout for layout, _ in groupby(state.layouts))
 
 
 def _steps(state: "JobState") -> str:

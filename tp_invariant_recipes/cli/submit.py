@@ -71,7 +71,7 @@ def submit(
         model = None
     requested = with_cluster_file(requested, cluster_file)
     to_person = terminal.console_of_its_own()
-    with progress.preparing(to_person, dry=dry_run) as how:
+    with progress.preparing(to_person, here=False, dry=dry_run) as how:
         kind = {"--resume": resume is not None, "--verify": verify, "--sweep": sweep}
         planned = _planned(kind, model, requested, resume, against, directory, after or [], how)
     console = terminal.console(stderr=True, soft_wrap=True, markup=False)
@@ -85,7 +85,8 @@ def submit(
         return
     if dry_run:
         console.print(_plan_text(planned))
-        terminal.print_text(_scripts(planned), end="")
+        first, *others = planned.scripts
+        terminal.print_text(first.text + "".join(f"# ---- {one.file.name}\n{one.text}" for one in others), end="")
         return
     _submit(planned, to_person, console, as_json=as_json)
 
@@ -110,37 +111,30 @@ def _planned(
         raise ConfigError("--against belongs to --verify")
     if directory is not None and not (kind["--verify"] or kind["--sweep"]):
         raise ConfigError("--dir belongs to --verify and --sweep; the directory of a single run is run.dir=PATH")
-    settings: Any = {"after": after, "dry": how.dry, "progress": how.progress}
     if resume is not None:
-        return launch.resume(resume, requested, **settings)
+        return launch.resume(resume, requested, after=after, how=how)
     if model is None:
         raise ConfigError("name a model to train (tpi models lists them), or a run to continue: --resume RUN")
     if kind["--verify"] or kind["--sweep"]:
         command = "verify" if kind["--verify"] else "sweep"
-        return launch.several(command, model, requested, directory=directory, against=against, **settings)
-    return launch.train(model, requested, **settings)
+        return launch.several(command, model, requested, directory=directory, against=against, after=after, how=how)
+    return launch.train(model, requested, after=after, how=how)
 
 
 def _submit(planned: "PlannedSubmission", to_person: Any, console: Any, *, as_json: bool) -> None:
-    from tp_invariant_recipes.jobs import execution
+    from tp_invariant_recipes.jobs.planned import check, execute
     from tp_invariant_recipes.launch import progress
 
     with progress.busy(to_person, "importing Megatron-Bridge and checking the configuration"):
-        unvalidated = execution.check(planned)
+        unvalidated = check(planned)
     if unvalidated is not None:
         console.print(unvalidated)
-    submitted = execution.execute(planned)
+    submitted = execute(planned)
     console.print(_confirmation(planned, submitted))
     if as_json:
         terminal.print_json(submitted)
     else:
         terminal.print_text(submitted["jobs"][0]["id"])
-
-
-def _scripts(planned: "PlannedSubmission") -> str:
-    """All scripts; before each but the first a line with its name."""
-    first, *others = planned.scripts
-    return first.text + "".join(f"# ---- {one.file.name}\n{one.text}" for one in others)
 
 
 def _plan_text(planned: "PlannedSubmission") -> str:

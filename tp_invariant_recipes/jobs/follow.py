@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.foreign_text import one_line, visible
-from tp_invariant_recipes.jobs import states, status_query
+from tp_invariant_recipes.jobs import states
 from tp_invariant_recipes.jobs.registry import JUDGE, Submission
 from tp_invariant_recipes.jobs.states import JobState
 from tp_invariant_recipes.reading import open_file
@@ -42,11 +42,14 @@ class SubmissionWatch:
         if time.monotonic() >= self._next:
             self._ask()
             self._next = time.monotonic() + (LOOK if self._ended else self._pause)
-        return self._over()
+        if self._ended is None:
+            return False
+        settled = all(state.end and state.end.settled for one in self.states for state in one)
+        return settled or time.monotonic() - self._ended > SETTLE
 
     def _ask(self) -> None:
         try:
-            status = status_query.query([part for one in self.submissions for part in one.parts])
+            self.states = states.now(self.submissions)
         except RunError as error:
             if not self.states:
                 raise
@@ -55,7 +58,6 @@ class SubmissionWatch:
             self._unavailable = True
             return
         self._unavailable = False
-        self.states = [states.states(one, status) for one in self.submissions]
         self._report_changes([state for one in self.states for state in one if state.alive])
         if all(state.end for one in self.states for state in one):
             self._ended = self._ended or time.monotonic()
@@ -70,12 +72,6 @@ class SubmissionWatch:
             self.report(f"{state.part.id} {state.part.name}: {state.text}{on}")
         self._pause = FIRST_PAUSE if news != self._reported else min(LONGEST_PAUSE, self._pause * SLOWER)
         self._reported = news
-
-    def _over(self) -> bool:
-        if self._ended is None:
-            return False
-        settled = all(state.end and state.end.settled for one in self.states for state in one)
-        return settled or time.monotonic() - self._ended > SETTLE
 
 
 def wait(

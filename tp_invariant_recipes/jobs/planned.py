@@ -1,6 +1,7 @@
-"""A submission before it is made: its jobs' scripts, sbatch's options for them, and the report on it."""
+"""A submission: its jobs' scripts, sbatch's options for them and the report on it; and how it is made."""
 
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -8,7 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.jobs import registry
+from tp_invariant_recipes.errors import RunError, TpiError
+from tp_invariant_recipes.files import write_atomically
+from tp_invariant_recipes.jobs import registry, slurm_client
+from tp_invariant_recipes.runs.lock import locked, locked_empty
 from tp_invariant_recipes.runs.matrix_dir import LeftOut
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings.allocation import Allocation
@@ -110,3 +114,72 @@ class PlannedSubmission:
             "jobs": [{"id": job, "role": one.role} for one, job in done],
             **({"cells": list(self.cells)} if self.cells else {}),
         }
+
+
+def check(submission: PlannedSubmission) -> str | None:
+    """Let Bridge validate the runs. Imports it, 10 to 20 s. Raises ConfigError.
+
+    returns: why Bridge cannot validate on this machine, which may lack a driver or library of the nodes. They will.
+    """
+    try:
+        submission.validate()
+    except TpiError:
+        raise
+    except Exception as error:
+        return f"the nodes will ask Megatron-Bridge, which fails here: {type(error).__name__}: {error}"
+    return None
+
+
+def execute(submission: PlannedSubmission) -> dict[str, Any]:
+    """Write the directory and submit. Returns the contents of submission.json. Raises RunError.
+
+    If SLURM refuses, the directory is removed, so that the corrected command can be repeated.
+    """
+    where = submission.directory
+    new = not where.path.exists()
+    ids: list[str] = []
+    with locked(where) if submission.resumed else locked_empty(where):
+        earlier = {f: f.read_bytes() for f in (where.script, where.submission) if submission.resumed and f.exists()}
+        try:
+            submission.write()
+            where.logs.mkdir(parents=True, exist_ok=True)  # SLURM does not create it, and a job without its log fails
+            for one in submission.scripts:
+                where.write_text(one.file, one.text)
+            where.write(where.submission, submission.as_dict())
+            for number, one in enumerate(submission.scripts):
+                ids.append(slurm_client.sbatch(one.file, submission.options(number, *ids)))
+        except BaseException as error:
+            try:
+                slurm_client.cancel(ids)
+            except RunError as other:
+                raise RunError(
+                    f"{error}\nand job {ids[0]}, submitted before it, could not be ended: {other}"
+                ) from error
+            if submission.resumed:
+                for file in (where.script, where.submission):  # as they were
+                    if file in earlier:
+                        write_atomically(file, earlier[file])
+                    else:
+                        file.unlink(missing_ok=True)
+            else:
+                _remove(where.path, whole=new)
+            raise
+        found = submission.as_dict(ids)
+        try:
+            registry.remember(where.path, ids)
+            where.write(where.submission, found)
+        except RunError as error:
+            raise RunError(f"job {' and '.join(ids)} is submitted, but tpi jobs may not find it: {error}") from error
+        return found
+
+
+def _remove(path: Path, *, whole: bool) -> None:
+    """Remove the contents of a directory that was empty before; if `whole`, the directory itself."""
+    if whole:
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    for entry in path.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)

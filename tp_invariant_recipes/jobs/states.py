@@ -1,15 +1,17 @@
 """The state of a job: from SLURM as long as it knows the job, afterwards from its accounts and the run directory."""
 
+import re
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.jobs import slurm_client, status_query
+from tp_invariant_recipes.jobs import slurm_client
 from tp_invariant_recipes.jobs.registry import JUDGE, JobPart, Submission, all_submissions, attempts
-from tp_invariant_recipes.jobs.status_query import SlurmStatus
+from tp_invariant_recipes.jobs.slurm_client import Accounted, Queued
 from tp_invariant_recipes.ledger.layouts import words
 from tp_invariant_recipes.ledger.run_files import Attempt, ProgressLine
 from tp_invariant_recipes.reading import checked, open_file, parse_json
@@ -23,6 +25,57 @@ RECENT = 24 * 3600  # seconds
 _ENDED_BY_SCRIPT = ("COMPLETED", "FAILED")
 _ID_REUSED = "its id is another job's now"
 _LAST_BYTES = 4096  # of progress.jsonl: more than two lines
+
+
+@dataclass(frozen=True)
+class SlurmStatus:
+    """Rows of the controller and of the accounts. unavailable: why the query failed; None: it succeeded."""
+
+    queued: tuple[Queued, ...] = ()
+    accounted: Mapping[str, Accounted] = field(default_factory=dict)
+    unavailable: str | None = None
+
+    def queued_row(self, part: JobPart) -> Queued | None:
+        """The controller's row for a part; None: the controller does not know it, or no longer knows it."""
+        rows = self._by_job.get(part.job, ()) if part.ours else ()
+        if part.task is None:
+            return rows[0] if rows else None
+        own = next((row for row in rows if row.task == part.task), None)
+        return own or next((row for row in rows if row.task and _holds(row.task, int(part.task))), None)
+
+    @cached_property
+    def _by_job(self) -> Mapping[str, Sequence[Queued]]:
+        found: dict[str, list[Queued]] = {}
+        for row in self.queued:
+            found.setdefault(row.job, []).append(row)
+        return found
+
+    def account(self, part: JobPart) -> Accounted | None:
+        """The account of a part. Tasks that were cancelled while they waited share one: "12_[0-4]"."""
+        if not part.ours or part.task is None or part.id in self.accounted:
+            return self.accounted.get(part.id) if part.ours else None
+        several = [id for id in self.accounted if id.startswith(f"{part.job}_[")]
+        found = (id for id in several if _holds(id.partition("_")[2], int(part.task)))
+        return next((self.accounted[id] for id in found), None)
+
+
+def query(submissions: Sequence[Submission], queued: Iterable[Queued] | None = None) -> SlurmStatus:
+    """The status of their parts. Raises RunError when SLURM is not installed or does not answer.
+
+    queued: the controller's rows; None: query it.
+    """
+    parts = [part for one in submissions for part in one.parts]
+    if queued is None:
+        queued = slurm_client.queue(dict.fromkeys(part.job for part in parts if part.ours))
+    known = SlurmStatus(tuple(queued))
+    gone = [part.id for part in parts if part.ours and known.queued_row(part) is None]
+    return SlurmStatus(known.queued, slurm_client.accounting(gone))
+
+
+def _holds(listed: str, task: int) -> bool:
+    """Whether SLURM's list of tasks contains this one: "0-4", "[0,2-4%2]" or, truncated, "0,2,..."."""
+    spans = [span.split("-") for span in re.sub(r"[\[\]]|%.*|\.\.\.", "", listed).split(",") if span]
+    return "..." in listed or any(int(span[0]) <= task <= int(span[-1]) for span in spans)
 
 
 @dataclass(frozen=True)
@@ -116,9 +169,7 @@ def overview(submissions: Sequence[Submission], known: SlurmStatus | None = None
     status = known or SlurmStatus()
     if status.unavailable is None:
         try:
-            status = status_query.query(
-                [part for one in submissions for part in one.parts], known.queued if known else None
-            )
+            status = query(submissions, known.queued if known else None)
         except RunError as error:
             status = SlurmStatus(unavailable=str(error))
     return Overview(tuple(states(one, status) for one in submissions), status.unavailable)
@@ -129,7 +180,10 @@ def overview_of_recent(*, everything: bool = False) -> Overview:
 
     For submissions without their directories, only SLURM's information.
     """
-    known = status_query.query_all()
+    try:
+        known = SlurmStatus(tuple(slurm_client.queue()))  # of this user; no accounts
+    except RunError as error:
+        known = SlurmStatus(unavailable=str(error))
 
     def wanted(one: Submission) -> bool:
         queued = any(known.queued_row(part) for part in one.parts)
@@ -144,10 +198,27 @@ def _recent(submission: Submission) -> bool:
     return any(file.exists() and time.time() - file.stat().st_mtime < RECENT for file in files)
 
 
+def now(submissions: Sequence[Submission]) -> list[list[JobState]]:
+    """The states of the parts of each. Raises RunError when SLURM is not installed or does not answer."""
+    status = query(submissions)
+    return [states(one, status) for one in submissions]
+
+
 def states(submission: Submission, status: SlurmStatus) -> list[JobState]:
     """The states of a submission's parts."""
     found = [_state(part, status) for part in submission.parts]
     return [replace(state, note=submission.note) for state in found] if submission.note else found
+
+
+def cancel(submissions: Sequence[Submission]) -> list[list[JobState]]:
+    """Cancel all running and waiting jobs of these; returns their previous states. Raises RunError without SLURM."""
+    found = now(submissions)
+    alive = [(one, state.part) for one, of in zip(submissions, found, strict=True) for state in of if state.alive]
+    # Cancel the judge first: it waits for the end of the others, and would start. A whole array is cancelled by its
+    # own id.
+    alive.sort(key=lambda pair: pair[1].role != JUDGE)
+    slurm_client.cancel(dict.fromkeys(part.job if one.judge else part.id for one, part in alive))
+    return found
 
 
 def exit_status(found: Sequence[JobState]) -> int | None:

@@ -1,7 +1,9 @@
-"""`tpi submit` plans: compose for the cluster's nodes, check, render the scripts. `execution.py` submits them."""
+"""`tpi submit` plans: compose for the cluster's nodes, check, render the scripts. `planned.py` submits them."""
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -9,11 +11,12 @@ from tp_invariant_recipes.config import elastic, job_rules, reserved
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, cluster_files, given, parse, parse_all
 from tp_invariant_recipes.errors import ConfigError, RunError, listed, refuse
-from tp_invariant_recipes.jobs import fitness, registry, script, states
+from tp_invariant_recipes.jobs import registry, script, slurm_client, states
 from tp_invariant_recipes.jobs.planned import JobScript, PlannedSubmission
 from tp_invariant_recipes.jobs.script import CellStep
+from tp_invariant_recipes.jobs.slurm_client import Partition
 from tp_invariant_recipes.launch import inputs, memory, plan, record
-from tp_invariant_recipes.launch.plan import Planning
+from tp_invariant_recipes.launch.plan import TO_SUBMIT, Planning
 from tp_invariant_recipes.launch.request import Request
 from tp_invariant_recipes.launch.resume import completed_text, overrides_to_repeat, resume_run
 from tp_invariant_recipes.launch.train import check as train_check
@@ -22,6 +25,7 @@ from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.runs.run_dir import RunDir, choose, choose_for_several
 from tp_invariant_recipes.settings import allocation, layout
 from tp_invariant_recipes.settings.allocation import Allocation
+from tp_invariant_recipes.settings.nearest import nearest
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing.memory import estimate
 from tp_invariant_recipes.workflows import matrix, verify
@@ -34,37 +38,35 @@ ARRAY_SECTIONS = ("cluster", "slurm")
 JUDGE_TIME = "30:00"  # time limit of the comparison, or the cells' time limit if that is shorter
 ON_THE_NODE = Path("/tmp")  # folder of the logs if nodes do not share the run directory
 
-Progress = Callable[[int, int], None] | None
-
 
 def train(
-    model: str, overrides: Sequence[str], *, after: Sequence[str] = (), dry: bool = False, progress: Progress = None
+    model: str, overrides: Sequence[str], *, after: Sequence[str] = (), how: Planning = TO_SUBMIT
 ) -> PlannedSubmission:
     """Plan the job of one run. It writes only the data cache. Raises a TpiError that lists all problems.
 
     after: jobs to wait for, by any name that `registry.find` takes, or by SLURM's ids.
-    dry:   make only the script; neither query SLURM nor prepare data. progress: as for `plan.new`.
+    how:   if dry, make only the script; neither query SLURM nor prepare data.
     """
     problems, sound = reserved.check("submit", parse_all(overrides))
     Request(model, tuple(sound)).check_new_dir()
-    composed = _composed(model, sound, problems, also=None if dry else partial(inputs.problems, here=False))
+    composed = _composed(model, sound, problems, also=None if how.dry else partial(inputs.problems, here=False))
     composed, configs = _layouts(composed, problems)
-    fitness.check(configs, problems, dry=dry)
+    _check_fit(configs, problems, dry=how.dry)
     path = choose(composed.config.run.dir, f"{model}-tp{layout.of(composed.config).tp}").path
     where = RunDir(path.absolute())
     found = _single(composed, where, after)
-    if dry:
+    if how.dry:
         return found
-    planned = plan.resolve(_job_run(composed, where), where, Planning(progress, here=False))
+    planned = plan.resolve(_job_run(composed, where), where, how)
     return replace(found, validate=partial(train_check, planned), write=partial(record.write, planned, attempt=False))
 
 
 def resume(
-    run: Path, overrides: Sequence[str], *, after: Sequence[str] = (), dry: bool = False, progress: Progress = None
+    run: Path, overrides: Sequence[str], *, after: Sequence[str] = (), how: Planning = TO_SUBMIT
 ) -> PlannedSubmission:
     """Plan a job that continues a run, wherever it began. Raises a TpiError that lists all problems.
 
-    overrides: the changes, as for `tpi train --resume`. after, dry, progress: as for `train`.
+    overrides: the changes, as for `tpi train --resume`. after, how: as for `train`.
     """
     where = RunDir(run.expanduser().absolute())
     before = where.read_run(RunFile)
@@ -72,12 +74,11 @@ def resume(
     model = before.model
     composed = _composed(model, [*overrides_to_repeat(before), *sound], problems)
     composed, configs = _layouts(composed, problems)
-    fitness.check(configs, problems, dry=dry)
-    if not dry:
+    _check_fit(configs, problems, dry=how.dry)
+    if not how.dry:
         _check_no_live_job(where)
     found = _single(composed, where, after)
-    in_the_job = _job_run(composed, where)
-    planned = resume_run(where.path, in_the_job, Planning(progress, here=False, dry=dry))
+    planned = resume_run(where.path, _job_run(composed, where), how)
     about = f"{found.about}, from step {planned.start}"
     done = completed_text(planned) if planned.completed else None
     return replace(found, about=about, validate=partial(train_check, planned), resumed=True, completed=done)
@@ -117,7 +118,7 @@ def _single(composed: Composed, where: RunDir, after: Sequence[str]) -> PlannedS
         write=lambda: None,
         after=_ids(after),
         unseen=tuple(job_rules.unseen(config)),
-        warnings=fitness.warnings({"": config}),
+        warnings=_warnings({"": config}),
     )
 
 
@@ -142,13 +143,12 @@ def several(
     directory: Path | None,
     against: Path | None = None,
     after: Sequence[str] = (),
-    dry: bool = False,
-    progress: Progress = None,
+    how: Planning = TO_SUBMIT,
 ) -> PlannedSubmission:
     """Plan the jobs of a verify or sweep: an array of the runs, and one job that judges or lists them.
 
-    kind: a key of SUMMARY_COMMANDS. directory, against: as for `verify.new`; a sweep takes no `against`. after, dry,
-    progress: as for `train`. Raises as `train` does.
+    kind: a key of SUMMARY_COMMANDS. directory, against: as for `verify.new`; a sweep takes no `against`. after, how:
+    as for `train`. Raises as `train` does.
     """
     plan_cells = partial(verify.new, against=against) if kind == "verify" else sweeping.new
     problems, sound = reserved.check("submit", parse_all(overrides))
@@ -164,7 +164,7 @@ def several(
 
     def on(device: str) -> verify.Verification:
         requested = sound if given(sound, "device.kind") else [parse(f"device={device}"), *sound]
-        return plan_cells(model, requested, directory=path, how=Planning(progress, here=False, dry=dry))
+        return plan_cells(model, requested, directory=path, how=how)
 
     found = plan.for_nodes(on, lambda found: next(iter(found.plans.values())).config, sound)
     configs = {name: planned.composed.config for name, planned in found.plans.items()}
@@ -173,7 +173,7 @@ def several(
         problems.append(f"slurm.nodes={config.slurm.nodes}: each cell has a layout of its own; leave it out")
     if not config.cluster.shared_files:
         problems.append("cluster.shared_files=false: the job that compares the cells would not see their ledgers")
-    fitness.check(list(configs.values()), problems, dry=dry)
+    _check_fit(list(configs.values()), problems, dry=how.dry)
     cells = [allocation.of(one) for one in configs.values()]
     allocated = Allocation(max(c.nodes for c in cells), max(c.ranks for c in cells), max(c.gpus for c in cells))
     about = f"{model}: an array of {len(configs)} cells, {allocated} at most"
@@ -219,7 +219,7 @@ def several(
         after=_ids(after),
         unseen=tuple(dict.fromkeys(line for one in configs.values() for line in job_rules.unseen(one))),
         left_out=found.matrix.left_out,
-        warnings=fitness.warnings({cell.label: configs[cell.name] for cell in found.matrix.cells}),
+        warnings=_warnings({cell.label: configs[cell.name] for cell in found.matrix.cells}),
     )
 
 
@@ -241,6 +241,72 @@ def _composed(
     except ConfigError as error:
         found = [*problems, *error.problems]
         raise ConfigError(listed(found), found) from error
+
+
+def _check_fit(configs: Sequence[RunConfig], problems: list[str], *, dry: bool) -> None:
+    """Raises ConfigError that lists `problems` and the problems of a job of these runs.
+
+    dry: do not query SLURM.
+    """
+    wrong = dict.fromkeys(
+        problem
+        for config in configs
+        for problem in (*job_rules.problems(config, os.environ, dry=dry), *memory.problems(config, here=False))
+    )
+    problems = [*problems, *wrong]
+    if not dry:
+        try:
+            there = slurm_client.partitions()
+        except RunError as error:
+            problems.append(str(error))
+        else:
+            problems += dict.fromkeys(problem for config in configs for problem in unfit(config, there))
+    refuse(problems)
+
+
+def _warnings(configs: Mapping[str, RunConfig]) -> tuple[str, ...]:
+    """What may end these runs early, although nothing refuses them. configs: by label; "" of a single run."""
+    tight = {label: memory.warning(config, here=False) for label, config in configs.items()}
+    lines = [f"{label}: {line}" if label else line for label, line in tight.items() if line]
+    return (*lines, *dict.fromkeys(line for config in configs.values() for line in job_rules.warnings(config)))
+
+
+def unfit(config: RunConfig, there: Sequence[Partition]) -> list[str]:
+    """The reasons why a job of this tree would wait forever in its partitions, although SLURM accepts it."""
+    requested = config.slurm.partition or os.environ.get("SBATCH_PARTITION")
+    names = requested.split(",") if requested else [p.name for p in there if p.default]
+    known = {partition.name: partition for partition in there}
+    listing = ", ".join(f"{p.name}{' (default)' if p.default else ''}" for p in there)
+    if not names:
+        return [f"this cluster has no default partition; set slurm.partition to one of: {listing}"]
+    problems = [
+        f"slurm.partition={requested}: there is no {name}{nearest(name, known)}; there are: {listing}"
+        for name in names
+        if name not in known
+    ]
+    if not problems:
+        chosen = [known[name] for name in names]
+        problems = [problem for rule in (_too_long, _too_many) if (problem := rule(config, chosen, ",".join(names)))]
+    return problems
+
+
+def _too_long(config: RunConfig, chosen: Sequence[Partition], names: str) -> str | None:
+    limits = [partition.seconds for partition in chosen]
+    longest = None if None in limits else max(seconds for seconds in limits if seconds is not None)
+    try:
+        requested = job_rules.parse_time(config.slurm.time or "")
+    except ValueError:  # job_rules reports it
+        return None
+    if longest is None or requested <= longest:
+        return None
+    return f"slurm.time={config.slurm.time}: partition {names} allows {timedelta(seconds=longest)}"
+
+
+def _too_many(config: RunConfig, chosen: Sequence[Partition], names: str) -> str | None:
+    allocated, most = allocation.of(config), max(partition.nodes for partition in chosen)
+    if allocated.nodes <= most:
+        return None
+    return f"{allocated} are needed, and partition {names} has {most}; lower tp, pp, cp or dp"
 
 
 def _log(config: RunConfig, where: RunDir, name: str) -> str:

@@ -41,7 +41,7 @@ class Planning:
     dry: bool = False
 
 
-TO_TRAIN = Planning()
+TO_TRAIN, TO_SUBMIT = Planning(), Planning(here=False)
 
 
 @dataclass(frozen=True)
