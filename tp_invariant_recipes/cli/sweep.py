@@ -1,5 +1,6 @@
 """`tpi sweep`."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,22 +48,15 @@ def sweep(
     elif model is None:
         raise ConfigError("name a model to train (tpi models lists them), or a sweep to list: --results DIR")
     else:
-        swept = _run(model, list(overrides or []), directory, verbose)
+        from tp_invariant_recipes.workflows import sweep as launch
+
+        plan = partial(launch.new, model, list(overrides or []), directory=directory)
+        swept = matrix.train_matrix(plan, launch.execute, verbose=verbose)
     if as_json:
         terminal.print_json(swept.as_dict())
     else:
         _print(swept)
     raise typer.Exit(swept.exit_status)
-
-
-def _run(model: str, overrides: list[str], directory: Path | None, verbose: bool) -> "Swept":
-    from tp_invariant_recipes.launch import progress
-    from tp_invariant_recipes.workflows import sweep as launch
-
-    console = terminal.console_of_its_own()
-    with progress.preparing(console) as how:
-        planned = launch.new(model, overrides, directory=directory, how=how)
-    return matrix.train_matrix(planned, console, launch.execute, verbose=verbose)
 
 
 def _print(swept: "Swept") -> None:

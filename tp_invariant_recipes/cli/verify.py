@@ -14,10 +14,7 @@ from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.host import needed, terminal
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from tp_invariant_recipes.workflows.verdict import MatrixVerdict
-    from tp_invariant_recipes.workflows.verify import Verification
 
 _COLOURS = {"identical": "green", "different": "red", "reference": "dim"}
 
@@ -63,7 +60,13 @@ def verify(
             raise ConfigError(
                 "--last-failed takes its runs from a directory of tpi verify: leave MODEL, overrides and --recheck out"
             )
-        verdict = _again(directory, against, verbose=verbose, exitfirst=exitfirst)
+        needed.check("tpi verify --last-failed", needed.TRAINING)
+        from tp_invariant_recipes.runs.matrix_dir import latest
+        from tp_invariant_recipes.workflows import verify as launch
+
+        where = latest(Path("runs")) if directory is None else directory.expanduser()
+        execute = partial(launch.execute, exitfirst=exitfirst)
+        verdict = matrix.train_matrix(partial(launch.again, where, against=against), execute, verbose=verbose)
     elif recheck is not None:
         if model is not None or overrides or directory is not None or exitfirst:
             raise ConfigError(
@@ -77,48 +80,16 @@ def verify(
             "name a model to verify (tpi models lists them), or a directory to compare again: --recheck DIR"
         )
     else:
-        verdict = _new(model, list(overrides or []), against, directory, verbose=verbose, exitfirst=exitfirst)
+        needed.check("tpi verify", needed.TRAINING)
+        from tp_invariant_recipes.workflows import verify as launch
+
+        plan = partial(launch.new, model, list(overrides or []), against=against, directory=directory)
+        verdict = matrix.train_matrix(plan, partial(launch.execute, exitfirst=exitfirst), verbose=verbose)
     if as_json:
         terminal.print_json(verdict.as_dict())
     else:
         _print(verdict)
     raise typer.Exit(verdict.exit_status)
-
-
-def _new(
-    model: str, overrides: list[str], against: Path | None, directory: Path | None, *, verbose: bool, exitfirst: bool
-) -> "MatrixVerdict":
-    from tp_invariant_recipes.launch import progress
-    from tp_invariant_recipes.workflows import verify as launch
-
-    needed.check("tpi verify", needed.TRAINING)
-    console = terminal.console_of_its_own()
-    with progress.preparing(console) as how:
-        planned = launch.new(model, overrides, against=against, directory=directory, how=how)
-    return _train(planned, console, verbose=verbose, exitfirst=exitfirst)
-
-
-def _again(directory: Path | None, against: Path | None, *, verbose: bool, exitfirst: bool) -> "MatrixVerdict":
-    """Train the cells of an earlier verify that did not pass; where all have, the verdict."""
-    from tp_invariant_recipes.launch import progress
-    from tp_invariant_recipes.runs.matrix_dir import latest
-    from tp_invariant_recipes.workflows import verify as launch
-
-    needed.check("tpi verify --last-failed", needed.TRAINING)
-    console = terminal.console_of_its_own()
-    where = latest(Path("runs")) if directory is None else directory.expanduser()
-    with progress.preparing(console) as how:
-        planned = launch.again(where, against=against, how=how)
-    if isinstance(planned, launch.Verification):
-        return _train(planned, console, verbose=verbose, exitfirst=exitfirst)
-    console.print(Text(f"every run in {where} has passed; nothing is trained again"), soft_wrap=True)
-    return planned
-
-
-def _train(planned: "Verification", console: "Console", *, verbose: bool, exitfirst: bool) -> "MatrixVerdict":
-    from tp_invariant_recipes.workflows import verify as launch
-
-    return matrix.train_matrix(planned, console, partial(launch.execute, exitfirst=exitfirst), verbose=verbose)
 
 
 def _print(verdict: "MatrixVerdict") -> None:

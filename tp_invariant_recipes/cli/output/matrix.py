@@ -8,14 +8,14 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from tp_invariant_recipes.foreign_text import one_line
+from tp_invariant_recipes.host import terminal
 from tp_invariant_recipes.plural import counted
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from tp_invariant_recipes.launch.local import Watch
     from tp_invariant_recipes.launch.plan import Plan
-    from tp_invariant_recipes.workflows.verdict import CellResult
+    from tp_invariant_recipes.workflows.sweep import Swept
+    from tp_invariant_recipes.workflows.verdict import CellResult, MatrixVerdict
     from tp_invariant_recipes.workflows.verify import Verification
 
 
@@ -32,13 +32,22 @@ def cells(row: "CellResult", style: str = "") -> list[Text]:
     return [Text(one_line(row.label), style=style), Text(str(row.ranks)), Text(steps), Text(row.last_loss)]
 
 
-def train_matrix[T](
-    planned: "Verification", console: "Console", execute: "Callable[[Verification, Watch], T]", *, verbose: bool
+def train_matrix[T: "MatrixVerdict | Swept"](
+    plan: "Callable[..., Verification | T]", execute: "Callable[[Verification, Watch], T]", *, verbose: bool
 ) -> T:
-    """Check the runs, name those left out, and return what `execute` does. Raises a TpiError."""
+    """Plan and check the runs, name those left out, and return what `execute` does. Raises a TpiError.
+
+    plan: takes `how`. It returns the verdict instead where all runs of an earlier verify have passed.
+    """
     from tp_invariant_recipes.launch import memory, progress
     from tp_invariant_recipes.workflows import verify
 
+    console = terminal.console_of_its_own()
+    with progress.preparing(console) as how:
+        planned = plan(how=how)
+    if not isinstance(planned, verify.Verification):
+        console.print(Text(f"every run in {planned.directory} has passed; nothing is trained again"), soft_wrap=True)
+        return planned
     with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
         verify.check(planned)
     for one in planned.matrix.left_out:
