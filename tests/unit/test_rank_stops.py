@@ -42,7 +42,7 @@ def _short_waits(monkeypatch):
 @pytest.mark.timeout(30)
 def test_a_rank_that_does_not_answer_before_the_first_step_is_killed(deaf):
     began = time.monotonic()
-    ended = ranks._watch([deaf], Stop(requests=1), lambda: None, lambda: False)
+    ended = ranks._watch([deaf], Stop(requests=1), lambda: None, lambda: False, lambda n: False)
     assert ended == {0}
     assert time.monotonic() - began > 0.3
     deaf.join()
@@ -59,7 +59,7 @@ def test_one_that_may_be_saving_gets_the_time_it_needs(deaf, stepped):
         if time.monotonic() - began > 1.0:
             stop.requests = 2
 
-    assert ranks._watch([deaf], stop, tick, stepped) == {0}
+    assert ranks._watch([deaf], stop, tick, stepped, lambda n: False) == {0}
     assert time.monotonic() - began > 1.0
 
 

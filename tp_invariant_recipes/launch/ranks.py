@@ -163,23 +163,6 @@ def run(
     if started:
         started()
     heartbeats.release_ranks()
-    try:
-        return _supervise(run_dir, rank_infos, tick, stop, processes, heartbeats, stepped, limits)
-    finally:
-        CLOCK.restart()
-
-
-def _supervise(
-    run_dir: RunDir,
-    rank_infos: Sequence["RankInfo"],
-    tick: Callable[[], None],
-    stop: Stop,
-    processes: Sequence[Any],
-    heartbeats: Heartbeats,
-    stepped: Callable[[], bool] | None,
-    limits: Limits | None,
-) -> Outcome:
-    """Watch the ranks until all have ended. Arguments and errors as for `run`."""
     hangs = HangWatch(heartbeats, [info.rank for info in rank_infos], limits)
     logs = [run_dir.rank_log(info.rank) for info in rank_infos]
 
@@ -197,7 +180,10 @@ def _supervise(
         code = processes[n].exitcode
         return code is not None and (code != 0 or heartbeats[n].phase is not Phase.DONE)
 
-    ended_here = _watch(processes, stop, look, stepped, failed)
+    try:
+        ended_here = _watch(processes, stop, look, stepped, failed)
+    finally:
+        CLOCK.restart()
     dead = {rank_infos[n].rank: p.exitcode for n, p in enumerate(processes) if failed(n) and n not in ended_here}
     if stop.signals and all(code == -signal.SIGTERM for code in dead.values()):
         return Outcome.STOPPED  # before training began, SIGTERM just ends a rank
@@ -229,15 +215,14 @@ def _watch(
     stop: Stop,
     tick: Callable[[], None],
     stepped: Callable[[], bool] | None,
-    failed: Callable[[int], bool] | None = None,
+    failed: Callable[[int], bool],
 ) -> set[int]:
     """Wait for the end of all; pass a stop on to them; end the others soon after one has failed.
 
-    failed: whether the process at an index has. Default: it has ended with a status other than 0.
+    failed: whether the process at an index has.
     Returns the indices of the processes that were killed here: these did not fail by themselves.
     """
     passed_on, asked_at, failed_at, ended_here = 0, None, None, set()
-    failed = failed or (lambda n: bool(processes[n].exitcode))
     try:
         while alive := [p.sentinel for p in processes if p.is_alive()]:
             wait(alive, POLL)
@@ -292,7 +277,7 @@ def _failure(run_dir: RunDir, dead: dict[int, int]) -> RankFailed:
             return RankFailed(reasons[first].message, cause, ours=True, hardware=True)
         return RankFailed(f"{reasons[first].message}\n(rank {first}; its log: {log})", cause, ours=True)
     how = _exit_text(dead[first]) if first in silent else f"failed: {reasons[first].kind}: {reasons[first].message}"
-    lines = [f"rank {first} {how}", f"its log: {log}", *_tail(log, shown=first in silent)]
+    lines = [f"rank {first} {how}", f"its log: {log}", *(_tail(log) if first in silent else [])]
     return RankFailed("\n".join(lines), cause)
 
 
@@ -311,8 +296,8 @@ def _reason(file: Path) -> Reason | None:
         return None
 
 
-def _tail(log: Path, *, shown: bool) -> list[str]:
-    if not shown or not log.exists():
+def _tail(log: Path) -> list[str]:
+    if not log.exists():
         return []
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
     return ["its last lines:", *(f"  {line[:160]}" for line in lines)]
