@@ -95,12 +95,7 @@ def test_ranks_that_do_not_fill_nodes():
 
 # Fields of a job of one rank, and how the one problem begins. On a node, these still hold.
 MISFITS = (
-    ({"cluster__gpus_per_node": -1}, "cluster.gpus_per_node=-1: must be at least 0"),
-    ({"cluster__ranks_per_node": 0}, "cluster.ranks_per_node=0: must be at least 1"),
-    ({"cluster__ranks_per_node": -2}, "cluster.ranks_per_node=-2: must be at least 1"),
-    ({"slurm__tries": 0}, "slurm.tries=0: must be at least 1"),
-    ({"slurm__rendezvous_timeout": 0}, "slurm.rendezvous_timeout=0: must be at least 1"),
-    ({"slurm__save_before": 0}, "slurm.save_before=0: must be at least 1"),
+    ({"cluster__gpu_memory": 0}, "cluster.gpu_memory=0: must be at least 1"),
     ({"cluster__ranks_per_node": 9}, "cluster.ranks_per_node=9 is more than cluster.gpus_per_node=8, and each rank"),
     ({"cluster__srun_options": ["-w n1"]}, "cluster.srun_options: '-w n1' does not begin with an option's long name"),
     ({"cluster__srun_options": ["--mpi=a\nb"]}, "cluster.srun_options: '--mpi=a\\nb' does not fit one line"),
@@ -269,7 +264,6 @@ def test_everything_is_said_at_once():
         3,
         5,
         cluster__ranks_per_node=9,
-        slurm__tries=0,
         slurm__time=None,
         slurm__account="a b",
         slurm__options=["-x", "--time=3"],
@@ -277,7 +271,6 @@ def test_everything_is_said_at_once():
         cluster__forward=["A", "B"],
     )
     assert [problem.split()[0].split("=")[0] for problem in found] == [
-        "slurm.tries",
         "cluster.ranks_per_node",
         "tp",
         "slurm.time",

@@ -81,8 +81,6 @@ def test_accepted(changes):
 
 
 REFUSED = (
-    ({"tp": 0}, "tp=0: must be at least 1"),
-    ({"dp": -1}, "dp=-1: must be at least 1"),
     ({"tp": 16}, "tp=16 does not divide model.num_query_groups=8; tp can be 1, 2, 4, 8"),
     ({"tp": 3}, "tp=3 does not divide model.num_attention_heads=16, model.num_query_groups=8, model.vocab_size=512"),
     ({"tp": 2, "vocab_size": 511}, "tp=2 does not divide model.vocab_size=511; tp can be 1"),

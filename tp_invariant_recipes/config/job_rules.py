@@ -80,21 +80,10 @@ def parse_time(text: str) -> int:
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+)(?::(?P<third>\d+))?)?", re.ASCII)
 
 
-def _counts(config: RunConfig) -> Iterator[str]:
-    """At least so much of these."""
-    lowest = {
-        "cluster.gpus_per_node": 0,
-        "cluster.ranks_per_node": 1,
-        "cluster.gpu_memory": 1,
-        "slurm.save_before": 1,
-        "slurm.tries": 1,
-        "slurm.rendezvous_timeout": 1,
-    }
-    for key, low in lowest.items():
-        section, _, name = key.partition(".")
-        value = getattr(getattr(config, section), name)
-        if value is not None and value < low:
-            yield f"{key}={value}: must be at least {low}"
+def _gpu_memory(config: RunConfig) -> Iterator[str]:
+    value = config.cluster.gpu_memory
+    if value is not None and value < 1:
+        yield f"cluster.gpu_memory={value}: must be at least 1"
 
 
 def _more_ranks_than_gpus(config: RunConfig) -> Iterator[str]:
@@ -152,7 +141,7 @@ def _unfit_options(key: str, options: Sequence[str], what: str, allocated: Mappi
 
 
 FITTING: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
-    _counts,
+    _gpu_memory,
     _more_ranks_than_gpus,
     _part_of_a_node,
     _nothing_to_go_on_with,

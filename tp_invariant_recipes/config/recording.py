@@ -30,16 +30,7 @@ def problems(config: RunConfig) -> list[str]:
 
 def _digests(config: RunConfig) -> str | None:
     every = config.ledger.digests
-    if type(every) is int and every >= 0:
-        return None
-    return f"ledger.digests={every}: must be 0 (never) or a number of steps"
-
-
-def _state_digests(config: RunConfig) -> str | None:
-    every = config.ledger.state_digests
-    if type(every) is int and every >= 0:
-        return None
-    return f"ledger.state_digests={every}: must be a number of steps, or 0 (only at checkpoints and the last step)"
+    return None if every >= 0 else f"ledger.digests={every}: must be 0 (never) or a number of steps"
 
 
 def _trace(config: RunConfig) -> str | None:
@@ -80,7 +71,7 @@ def _may_match(pattern: str) -> bool:
     return any(kind.startswith(start) or start.startswith(kind) for kind in _KINDS)
 
 
-RULES: tuple[Callable[[RunConfig], str | None], ...] = (_digests, _state_digests, _trace, _graphs, _dump)
+RULES: tuple[Callable[[RunConfig], str | None], ...] = (_digests, _trace, _graphs, _dump)
 
 # Configurations without digests of gradients and weights, and the reason.
 UNDIGESTED: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (

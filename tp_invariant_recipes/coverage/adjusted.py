@@ -177,12 +177,11 @@ def _shared_by(config: RunConfig) -> int:
 
 
 def _splits_experts(config: RunConfig, was: Any) -> bool:
-    found = layout.countable(config) and config.model.get("num_moe_experts")
-    return bool(found) and config.model["expert_tensor_parallel_size"] > 1
+    return bool(config.model.get("num_moe_experts")) and config.model["expert_tensor_parallel_size"] > 1
 
 
 def _is_above(config: RunConfig, cp: Any) -> bool:
-    return cp not in (None, 1) and layout.countable(config) and cp > _largest_cp(config)
+    return cp not in (None, 1) and cp > _largest_cp(config)
 
 
 def _fuses_bias(config: RunConfig) -> bool:

@@ -209,10 +209,8 @@ def default_shards(model: dict[str, Any], precision: Any) -> int:
 def problems(config: RunConfig) -> list[str]:
     """The limits that a run exceeds, then OR_STOCK, which avoids them all; nothing where there is none.
 
-    A degree below 1, or a tp that does not divide the model either, is left to the rules of the layout.
+    A tp that does not divide the model either is left to the rules of the layout.
     """
-    if not layout.countable(config):
-        return []
     if not config.numerics.invariant:
         return _unread(config)
     layout_problems = _ranks(config) if layout.splits_unevenly(config) else []

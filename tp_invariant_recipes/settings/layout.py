@@ -65,11 +65,6 @@ def of(config: RunConfig) -> Layout:
     )
 
 
-def countable(config: RunConfig) -> bool:
-    """Whether every degree is at least 1, so that rules can divide by it."""
-    return all(value >= 1 for value in of(config).degrees.values())
-
-
 def splits_unevenly(config: RunConfig) -> bool:
     """Whether tp does not divide the model."""
     tp = of(config).tp
@@ -77,10 +72,8 @@ def splits_unevenly(config: RunConfig) -> bool:
 
 
 def problems(config: RunConfig) -> list[str]:
-    """All problems of the layout, in the order of the rules."""
+    """All problems of the layout, in the order of the rules. Every degree is at least 1 (config/bounds.py)."""
     layout = of(config)
-    if not countable(config):
-        return [f"{name}={value}: must be at least 1" for name, value in layout.degrees.items() if value < 1]
     found = (rule(config, layout) for rule in RULES)
     return [problem for problem in found if problem]
 
