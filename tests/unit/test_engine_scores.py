@@ -6,10 +6,11 @@ import json
 import numpy as np
 import pytest
 
-from tp_invariant_recipes.compare import hidden_difference, score_difference
+from tp_invariant_recipes.compare import score_difference
 from tp_invariant_recipes.compare.score_difference import Columns
 from tp_invariant_recipes.data import engine_scores
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.workflows import score_hidden
 
 
 @dataclasses.dataclass
@@ -203,16 +204,16 @@ def test_the_first_layer_beyond_rounding_is_named():
     found = reference()
     engine = {f"layers.{n}": found[f"1/layers.{n}"] for n in range(3)}
     engine |= {f"router.{n}": found[f"0/router.{n}"].argmax(1)[:, None] for n in range(3)}
-    rows = hidden_difference.layers(engine, found, "bfloat16")
-    assert hidden_difference.sentence(rows) == "hidden states: within rounding, all 3 layers"
+    rows = score_hidden.compared(engine, found, "bfloat16")
+    assert score_hidden.sentence(rows) == "hidden states: within rounding, all 3 layers"
     engine["layers.1"] = engine["layers.1"].copy()
     # 20 units: of all tokens together it would be within 4.
     unit = np.sqrt(np.mean([np.square(found[f"{n}/layers.1"] - found["0/layers.1"]) for n in (1, 2)]))
     engine["layers.1"][17] += 20 * unit
     engine["router.2"] = engine["router.2"].copy()
     engine["router.2"][3] ^= 1
-    rows = hidden_difference.layers(engine, found, "bfloat16")
-    text = hidden_difference.sentence(rows)
+    rows = score_hidden.compared(engine, found, "bfloat16")
+    text = score_hidden.sentence(rows)
     assert [row["beyond"] for row in rows] == [False, True, False]
     assert "layer 1 is the first beyond rounding" in text
     assert "most at token 17" in text

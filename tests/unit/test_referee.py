@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tp_invariant_recipes.errors import LedgerError
-from tp_invariant_recipes.workflows import check, referee
+from tp_invariant_recipes.workflows import check
 
 NAMES, MODULE, OPERATION = ("monday", "tuesday"), "decoder.layers.0.mlp.linear_fc2", "the forward pass of it"
 
@@ -14,7 +14,7 @@ def judged(repeats, right=(), module=MODULE, operation=OPERATION, step=3, monkey
     """right: the runs whose dumps a CPU confirms."""
     if monkeypatch is not None:
         monkeypatch.setattr(check, "check", lambda run, step, module: [SimpleNamespace(identical=run in right)])
-    return referee.judge(NAMES, repeats, module, operation, step, lambda names, since: NAMES)
+    return check.referee(NAMES, repeats, module, operation, step, lambda names, since: NAMES)
 
 
 def test_of_two_runs_the_one_that_repeats_its_bits_is_right():

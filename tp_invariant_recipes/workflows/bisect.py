@@ -29,7 +29,7 @@ from tp_invariant_recipes.runs import checkpoints
 from tp_invariant_recipes.runs.lock import locked_empty
 from tp_invariant_recipes.runs.run_dir import RunDir, choose_for_several
 from tp_invariant_recipes.settings import environment
-from tp_invariant_recipes.workflows import referee
+from tp_invariant_recipes.workflows import check
 from tp_invariant_recipes.workflows.first_divergence import distances, module_of, operation, worth_dumping
 
 SCHEMA = 1
@@ -152,10 +152,8 @@ def _bisected(found: Bisection, watch: Watch, equal_until: int, both: list[Rerun
         equal_until = step - 1
         both = plans(found, f"traced-step-{step}", step, equal_until)
     dump = worth_dumping(placed) if placed.first and placed.first.step == step else ()
-    if not dump:
-        return _result(found, step, both, repeats, placed, None, (), remarks)
-    again_dumped = plans(found, "dumped", step, equal_until, dump)
-    dumped = compare(*(_train(again, step, watch, remarks) for again in again_dumped))
+    again_dumped = plans(found, "dumped", step, equal_until, dump) if dump else []
+    dumped = compare(*(_train(again, step, watch, remarks) for again in again_dumped)) if dump else None
     return _result(found, step, both, repeats, placed, dumped, dump, remarks)
 
 
@@ -168,7 +166,7 @@ def _refereed(found: Bisection, watch: Watch, equal_until: int, result: dict[str
         return [_train(again, step, watch, result["remarks"]).path.parent for again in both]
 
     repeats, module, operation = (result[name] for name in ("repeats", "module", "operation"))
-    return referee.judge(result["runs"], repeats, module, operation, step, train_dumped)
+    return check.referee(result["runs"], repeats, module, operation, step, train_dumped)
 
 
 def _rerun(ledger: Ledger, run_dir: RunDir, steps: tuple[int, int], equal_until: int, dump: tuple[str, ...]) -> Rerun:

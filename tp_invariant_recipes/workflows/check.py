@@ -1,15 +1,16 @@
-"""Compute a traced and dumped step of one module again, on a CPU, for `tpi check`.
+"""Compute a traced and dumped step of one module again, on a CPU, for `tpi check` and `tpi bisect --referee`.
 
 The run has dumped the module's input, the gradient that arrives at its output, its weight before the step, and what it
 made of them. numerics=portable states every bit of that, so a CPU can tell whether a GPU computed it.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tp_invariant_recipes.compare.compare import EXIT_STATUS, Verdict
-from tp_invariant_recipes.errors import LedgerError, RunError
+from tp_invariant_recipes.errors import LedgerError, RunError, TpiError
 from tp_invariant_recipes.ledger import dumps
 from tp_invariant_recipes.ledger.dumps import Distance, Dumped
 from tp_invariant_recipes.numerics import mode
@@ -172,3 +173,39 @@ def _as_dumped(result: Any, like: Dumped) -> Dumped:
     word = {"bfloat16": (torch.int16, "uint16"), "float32": (torch.int32, "uint32")}[name]
     bits = result.detach().contiguous().view(word[0]).numpy().view(word[1])
     return Dumped(name, tuple(result.shape), bits.reshape(like.bits.shape))
+
+
+def referee(
+    names: Sequence[str],
+    repeats: Sequence[bool],
+    module: str | None,
+    operation: str | None,
+    step: int,
+    train: Callable[[tuple[str, ...], int], Sequence[Path]],
+) -> dict[str, Any]:
+    """Which of two runs is right, as `bisect.json` has it: right ("a", "b"; empty: not known, or neither), text.
+
+    names:   of both runs. repeats: whether each computed its recorded bits again: the first judge.
+    module, operation: where the runs first differ; None: not known. Where both runs repeat, a CPU computes it.
+    train:   trains both again, up to `step`, and dumps tensors from another step on; returns the run directories.
+    """
+    right: list[int] = []
+    if repeats[0] != repeats[1]:
+        right = [repeats.index(True)]
+        text = f"{names[right[0]]} is right: it repeats its bits here, and {names[1 - right[0]]} does not"
+    elif module is None or operation is None:
+        text = "no operation is known at which the runs part with equal operands: nothing to judge"
+    else:
+        try:
+            wanted = names_of(module)
+            require_linear(module, step)
+            dumped = train((*wanted.operands, *wanted.results, wanted.weight), step - 1)
+            right = [n for n, run in enumerate(dumped) if all(one.identical for one in check(run, step, module))]
+        except TpiError as error:
+            text = f"it cannot tell: {error}"
+        else:
+            who = "both runs are right" if right else "neither run is right"
+            if len(right) == 1:
+                who = f"{names[right[0]]} is right, and {names[1 - right[0]]} is wrong"
+            text = f"{who}, by the definition of {module}, computed on this CPU"
+    return {"right": ["ab"[n] for n in right], "text": f"referee: {text}"}
