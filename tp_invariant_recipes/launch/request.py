@@ -13,7 +13,7 @@ from tp_invariant_recipes.runs.run_dir import RunDir, check_free
 
 @dataclass(frozen=True)
 class Request:
-    """A model to train, or a run to resume. Compose it once, then call `plan` or `follow`.
+    """A model to train, or a run to resume. Compose it once, then call `plan`.
 
     continues: resume the run in run.dir if there is one.
     """
@@ -68,19 +68,13 @@ class Request:
         if requested and (where is None or Path(str(where)).expanduser().resolve() != run.resolve()):
             raise ConfigError(f"--resume {run} goes on in {run}: leave out {requested.text}")
 
-    def plan(self, composed: Composed, how: Planning = TO_TRAIN) -> Plan:
-        """Plan the run. Raises a TpiError."""
+    def plan(self, composed: Composed, how: Planning = TO_TRAIN, *, start: int | None = None) -> Plan:
+        """Plan the run. Raises a TpiError. start: the step after which another machine has planned to start it."""
         if self.resume is not None:
-            return resume.resume_run(self.resume, composed, how)
-        if self.continues:
-            return resume.resume_or_start(composed, how)
+            return resume.resume_run(self.resume, composed, how, start=start)
+        if self.continues or start is not None:
+            return resume.resume_or_start(composed, how, start=start)
         return plan.new(composed, how)
-
-    def follow(self, composed: Composed, start: int) -> Plan:
-        """Plan a run that another machine has planned to start after step `start`. Raises a TpiError."""
-        if self.resume is not None:
-            return resume.resume_run(self.resume, composed, start=start)
-        return resume.resume_or_start(composed, start=start)
 
     def words(self) -> list[str]:
         """The arguments of `tpi train` for this request."""

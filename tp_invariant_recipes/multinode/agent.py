@@ -33,6 +33,7 @@ from tp_invariant_recipes.ledger.run_files import AttemptJob
 from tp_invariant_recipes.multinode.forwarding import Receiver, Sender
 from tp_invariant_recipes.multinode.heartbeat import Heartbeat, PeerFailed
 from tp_invariant_recipes.multinode.rendezvous import (
+    FAILED,
     POLL,
     Agreed,
     Arrived,
@@ -51,10 +52,6 @@ from tp_invariant_recipes.settings import allocation, sft
 START_TIMEOUT = 600.0  # seconds that the first node may take to start its ranks once all nodes have arrived
 END_TIMEOUT = 10.0  # seconds for the other nodes to report their end after a failure, and to leave after "over"
 
-# The job's script reads one of these in `RunDir.ended`, or the value of an Outcome.
-FAILED = "failed"
-REQUEUE = "requeue"
-
 
 @dataclass(frozen=True)
 class NodeTask:
@@ -63,8 +60,7 @@ class NodeTask:
     run_dir:     of the run.
     nodes:       how many the run uses; spare nodes wait for its end.
     environment: variables to set before torch is imported.
-    lead:        plans the run, on the first node.
-    follow:      plans it on the others, from the step that the first has chosen.
+    plan:        plans the run; on the other nodes with `start`, the step that the first has chosen.
     rendezvous_timeout: seconds to wait for the others.
     tries:       how many attempts of one job may fail in a row without another checkpoint.
     watch:       on the first node, shows the progress.
@@ -74,33 +70,18 @@ class NodeTask:
     run_dir: RunDir
     nodes: int
     environment: dict[str, str]
-    lead: Callable[[], Plan]
-    follow: Callable[[int], Plan]
+    plan: Callable[..., Plan]
     rendezvous_timeout: int
     tries: int
     watch: Callable[[Plan], AbstractContextManager[Callable[[], None]]]
     remark: Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How the run ended, as the first node reports it. outcome: None: it failed, and `why` gives the reason."""
-
-    outcome: Outcome | None
-    requeued: bool = False
-    why: str | None = None
-
-    @property
-    def word(self) -> str:
-        """For the job's script."""
-        return REQUEUE if self.requeued else self.outcome.value if self.outcome else FAILED
-
-
 class _RunOver(Exception):
     """The first node ended the run while this node waited for another key."""
 
 
-def run(node: NodeInfo, task: NodeTask, stop: Stop) -> Ended:
+def run(node: NodeInfo, task: NodeTask, stop: Stop) -> Over:
     """Do this node's part of the run; returns when the run has ended on all nodes.
 
     stop: from `ranks.stopping`, which counts signals in it. Raises RunError when the first node cannot be reached.
@@ -116,23 +97,18 @@ def run(node: NodeInfo, task: NodeTask, stop: Stop) -> Ended:
     return _run_first_node(rendezvous, task) if node.first else _run_other_node(rendezvous, task)
 
 
-def _run_spare_node(rendezvous: Rendezvous) -> Ended:
+def _run_spare_node(rendezvous: Rendezvous) -> Over:
     """Wait for the end of a run that does without this node: srun would end the others if this one left."""
     try:
-        over = _wait_for_first_node(rendezvous, "over")
+        return _wait_for_first_node(rendezvous, "over")
     except (RunError, _RunOver):  # the first node does not wait for this one
-        return Ended(Outcome.STOPPED)
-    return _ended(over)
-
-
-def _ended(over: Over) -> Ended:
-    return Ended(Outcome(over.outcome) if over.outcome else None, over.requeued, over.why)
+        return Over("stopped")
 
 
 # The first node
 
 
-def _run_first_node(rendezvous: Rendezvous, task: NodeTask) -> Ended:
+def _run_first_node(rendezvous: Rendezvous, task: NodeTask) -> Over:
     """It holds the run directory's lock for all nodes, until they have left."""
     with ExitStack() as stack:
         try:
@@ -141,21 +117,20 @@ def _run_first_node(rendezvous: Rendezvous, task: NodeTask) -> Ended:
                 task.remark(lock.remark)
             ended = _plan_and_train(rendezvous, task)
         except TpiError as error:
-            ended = Ended(None, why=str(error))
-        outcome: Any = ended.outcome and ended.outcome.value
-        rendezvous.set("over", Over(outcome, ended.requeued, ended.why))
+            ended = Over(None, why=str(error))
+        rendezvous.set("over", ended)
         rendezvous.set("next", None)
         _wait_for_others(rendezvous, "joined", END_TIMEOUT)
         _wait_for_others(rendezvous, "left", END_TIMEOUT)
     return ended
 
 
-def _plan_and_train(rendezvous: Rendezvous, task: NodeTask) -> Ended:
+def _plan_and_train(rendezvous: Rendezvous, task: NodeTask) -> Over:
     """Raises a TpiError when another attempt would fail for the same reason."""
     run_dir, node = task.run_dir, rendezvous.node
     job = AttemptJob(node.job, node.restart, node.names)
     try:
-        planned = _without_shared_files(task.lead())
+        planned = _without_shared_files(task.plan())
         _check_node_count(planned, node)
     except TpiError as error:
         with suppress(TpiError):  # where there is no run directory yet, the reason is in the job's log only
@@ -164,7 +139,7 @@ def _plan_and_train(rendezvous: Rendezvous, task: NodeTask) -> Ended:
     if planned.completed:
         task.remark(resume.completed_text(planned))
         run_dir.write_text(run_dir.ended, f"{Outcome.COMPLETED.value}\n")
-        return Ended(Outcome.COMPLETED)
+        return Over("completed")
     mine = [attempt for attempt in attempts.read_attempts(run_dir) if attempt.job and attempt.job.id == node.job]
     run_dir.ended.unlink(missing_ok=True)
     record.write(planned, job=job)
@@ -173,15 +148,14 @@ def _plan_and_train(rendezvous: Rendezvous, task: NodeTask) -> Ended:
     except LockLost:
         raise
     except TpiError as error:
-        ended = Ended(None, why=str(error))
+        ended = Over(None, why=str(error))
     with suppress(TpiError):  # mostly a full disk, which the run's own error names
-        word = ended.outcome.value if ended.outcome else FAILED
-        attempts.end(run_dir, word, ended.why, requeued=ended.requeued)
+        attempts.end(run_dir, ended.outcome or FAILED, ended.why, requeued=ended.requeued)
         run_dir.write_text(run_dir.ended, f"{ended.word}\n")
     return ended
 
 
-def _attempt(rendezvous: Rendezvous, task: NodeTask, planned: Plan, number: int) -> Ended:
+def _attempt(rendezvous: Rendezvous, task: NodeTask, planned: Plan, number: int) -> Over:
     """Make one attempt. number: counts this job's attempts from the same step. Raises as `_plan_and_train`."""
     if number > task.tries:
         raise RunError(
@@ -205,8 +179,8 @@ def _attempt(rendezvous: Rendezvous, task: NodeTask, planned: Plan, number: int)
         again = number < task.tries and not rendezvous.stop.requests
         again &= _excluded(planned, cause) or not cause.ours
         more = "it is queued again" if again else "no more"
-        return Ended(None, again, f"{cause}\n(try {number} of {task.tries} from step {planned.start}; {more})")
-    return Ended(outcome, outcome is Outcome.STOPPED and rendezvous.stop.resumable)
+        return Over(None, again, f"{cause}\n(try {number} of {task.tries} from step {planned.start}; {more})")
+    return Over("completed") if outcome is Outcome.COMPLETED else Over("stopped", rendezvous.stop.resumable)
 
 
 def _excluded(planned: Plan, cause: RankFailed) -> bool:
@@ -284,7 +258,7 @@ def _first_cause(rendezvous: Rendezvous, run_dir: RunDir, error: Exception) -> R
 # The other nodes
 
 
-def _run_other_node(rendezvous: Rendezvous, task: NodeTask) -> Ended:
+def _run_other_node(rendezvous: Rendezvous, task: NodeTask) -> Over:
     """It holds the lock of its own run directory if it shares none with the first node."""
     with ExitStack() as locks:
         rendezvous.set(f"joined/{rendezvous.node.number}")
@@ -304,7 +278,7 @@ def _run_other_node(rendezvous: Rendezvous, task: NodeTask) -> Ended:
         except (_RunOver, Stopped, PeerFailed, RankFailed):
             over = _wait_for_first_node(rendezvous, "over")
         rendezvous.set(f"left/{rendezvous.node.number}")
-        return _ended(over)
+        return over
 
 
 def _plan_as_ordered(rendezvous: Rendezvous, task: NodeTask, locks: ExitStack) -> tuple[Plan, bool]:
@@ -316,7 +290,7 @@ def _plan_as_ordered(rendezvous: Rendezvous, task: NodeTask, locks: ExitStack) -
     node = rendezvous.node
     problems: list[str] = []
     try:
-        planned = _without_shared_files(task.follow(orders.start))
+        planned = _without_shared_files(task.plan(start=orders.start))
         token = planned.run_dir.token
         shared = token.exists() and token.read_text(encoding="utf-8") == orders.token
         if not shared and planned.config.cluster.shared_files:

@@ -22,6 +22,7 @@ LARGEST = 16 * MIB  # bytes of a value
 PORTS = range(20_000, 32_000)  # below Linux's ephemeral ports; the job's id chooses one
 POLL = 0.1  # seconds between two looks for a key
 ANSWER = 30  # seconds that the first node may take to answer
+FAILED = "failed"
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,16 @@ class Failed(Record):
 
 @dataclass(frozen=True)
 class Over(Record):
-    """How the run ended."""
+    """How the run ended, as the first node reports it. outcome: None: it failed, and `why` gives the reason."""
 
     outcome: Literal["completed", "stopped"] | None
-    requeued: bool
-    why: str | None
+    requeued: bool = False
+    why: str | None = None
+
+    @property
+    def word(self) -> str:
+        """For the job's script, which reads it in `RunDir.ended`."""
+        return "requeue" if self.requeued else self.outcome or FAILED
 
 
 # The first word of a key -> the type of its value; multinode/agent.py says who sets it.

@@ -55,7 +55,7 @@ class RunDir:
     # Nodes of a job read it to find out whether they share this directory; removed once all have arrived.
     token = File(".job.token")
     excluded = File("job.excluded")  # for the job's script: nodes that it is queued again without, one a line
-    ended = File("job.ended")  # for the job's script: how the last attempt ended (`Ended.word` in multinode/agent.py)
+    ended = File("job.ended")  # for the job's script: how the last attempt ended (`Over.word`)
 
     def is_empty(self) -> bool:
         """Whether a command may begin here: nothing is there, or what one left that was killed before `run.json`."""
