@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from tp_invariant_recipes.ledger.certificate import check
-from tp_invariant_recipes.ledger.digests import whole_digest
+from tp_invariant_recipes.ledger.digests import summaries
 from tp_invariant_recipes.ledger.open import read
 
 RUN = ("train", "qwen3_toy", "model.num_layers=1", "seq=32", "gbs=1", "iters=2", "numerics=stock")
@@ -100,11 +100,12 @@ def test_figures_tables_and_summary_are_those_of_the_ledger(run, shared):
     assert shared("certify", "run", "--out", "sent.cert").status == 0
     assert logger.files == [("run.tpicert", content(shared.folder / "sent.cert"))]
     assert logger.artifacts == [("run.tpicert", "certificate")]
+    last = {kind: getattr(ledger.steps[-1], kind) for kind in KINDS}
     assert logger.run.summary == {
         "ledger/identity_hash": ledger.header.identity_hash,
         "ledger/certificate_hash": check(shared.folder / "sent.cert").hash,
         **{f"ledger/{kind}_step": 2 for kind in KINDS},
-        **{f"ledger/{kind}_digest": whole_digest(getattr(ledger.steps[-1], kind)) for kind in KINDS},
+        **{f"ledger/{kind}_digest": summaries(tuple(of), tuple(of.values()))[0] for kind, of in last.items()},
     }
 
 

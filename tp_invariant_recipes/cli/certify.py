@@ -66,19 +66,13 @@ def _certify(run: Path, out: Path | None) -> "Certificate":
     data = certificate.certify(run)
     file = out.expanduser() if out is not None else Path(f"{run.resolve().name}{certificate.SUFFIX}")
     try:
-        _write(file, data)
+        if not file.exists():
+            write_atomically(file, data)
+        elif not (file.is_file() and file.read_bytes() == data):
+            raise LedgerError(f"{file} is there and is something else; --out FILE chooses another")
     except OSError as error:
         raise LedgerError(f"cannot write {file}: {error.strerror or error}; --out FILE chooses another") from error
     return certificate.check(file)
-
-
-def _write(file: Path, data: bytes) -> None:
-    """Write the whole file or nothing. Accept a file with the same bytes; never replace another."""
-    if file.exists():
-        if file.is_file() and file.read_bytes() == data:
-            return
-        raise LedgerError(f"{file} is there and is something else; --out FILE chooses another")
-    write_atomically(file, data)
 
 
 def _check(file: Path, expected: str | None) -> "Certificate":
@@ -93,8 +87,7 @@ def _check(file: Path, expected: str | None) -> "Certificate":
 
 
 def _report(found: "Certificate") -> dict[str, Any]:
-    from tp_invariant_recipes.ledger.bits import readable
+    from tp_invariant_recipes.ledger.bits import described
 
-    loss = found.summary["loss"]
-    value = None if loss is None else {"bits": loss, "value": readable(loss)}
-    return {"certificate": str(found.path), "hash": found.hash} | found.summary | {"loss": value}
+    loss = described(found.summary["loss"])
+    return {"certificate": str(found.path), "hash": found.hash} | found.summary | {"loss": loss}

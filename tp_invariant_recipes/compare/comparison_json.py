@@ -12,7 +12,7 @@ from tp_invariant_recipes.compare.log_compare import LogComparison
 from tp_invariant_recipes.compare.magnitude import magnitude_report
 from tp_invariant_recipes.compare.step_order import FIELDS, is_float
 from tp_invariant_recipes.compare.text import remarks, verdict_line
-from tp_invariant_recipes.ledger.bits import readable
+from tp_invariant_recipes.ledger.bits import described
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.schema import HeaderDifference
 
@@ -88,9 +88,7 @@ def _first(comparison: Comparison) -> dict:
 
 
 def _value(first: FirstDifference, value: Any) -> Any:
-    if is_float(first.kind, first.name) and value is not None:
-        return {"bits": value, "value": readable(value)}
-    return value
+    return described(value) if is_float(first.kind, first.name) else value
 
 
 def _difference(difference: HeaderDifference) -> dict:

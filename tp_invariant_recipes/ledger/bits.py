@@ -83,6 +83,11 @@ def readable(text: str) -> float | str:
     return next(number for number in shorter if rounded_to_f32(number) == value)
 
 
+def described(text: str | None) -> dict[str, Any] | None:
+    """As JSON has it: the bits, and the number for people. None: there is none."""
+    return None if text is None else {"bits": text, "value": readable(text)}
+
+
 def _parse(text: str) -> tuple[_Format, int]:
     match = _TEXT.fullmatch(text) if isinstance(text, str) else None
     if match is None:

@@ -135,6 +135,7 @@ def _summary(source: Path, members: dict[str, bytes], ledger: Ledger) -> dict[st
     if identity_hash != header.identity_hash:
         raise LedgerError(f"{source}: {FILE_NAME} and run.json are of different runs: their identities differ")
     last = ledger.steps[-1] if ledger.steps else None
+    digested = {kind: sum(getattr(step, kind) is not None for step in ledger.steps) for kind in DIGESTED}
     return {
         "model": model,
         "layout": header.layout,
@@ -145,14 +146,8 @@ def _summary(source: Path, members: dict[str, bytes], ledger: Ledger) -> dict[st
         "of": planned,
         "loss": last.loss if last else None,
         "parameters": len(header.parameters),
-        "digests": _digested(ledger),
+        "digests": {kind: count for kind, count in digested.items() if count},  # steps that have them
     }
-
-
-def _digested(ledger: Ledger) -> dict[str, int]:
-    """Kind of digest → the number of steps that have it."""
-    counts = {kind: sum(getattr(step, kind) is not None for step in ledger.steps) for kind in DIGESTED}
-    return {kind: count for kind, count in counts.items() if count}
 
 
 def _manifest(members: dict[str, bytes], summary: dict[str, Any]) -> bytes:

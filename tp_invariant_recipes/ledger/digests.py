@@ -7,7 +7,7 @@ A digest depends only on bits, positions, dtype and shape, and not on the name, 
 
 import functools
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -131,18 +131,8 @@ def stacked(parameters: Sequence["Parameter"]) -> tuple["Parameter", ...]:
     return tuple(found)
 
 
-def whole_digest(digests: Mapping[str, str]) -> str:
-    """One digest of many named digests, independent of their order."""
-    return summaries(tuple(digests), tuple(digests.values()))[0]
-
-
-def group_digests(digests: Mapping[str, str]) -> dict[str, str]:
-    """One digest per group, in the order of the groups' first parameters."""
-    return summaries(tuple(digests), tuple(digests.values()))[1]
-
-
 def summaries(names: tuple[str, ...], texts: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """The digest of all named digests, and one per group, as `whole_digest` and `group_digests` define them."""
+    """One digest of all named digests, independent of their order, and one per group, in the order of the groups."""
     order, groups = _summarized(names)
     lines = [f"{name} {text}\n" for name, text in zip(names, texts, strict=True)]
     whole = xxhash.xxh3_128_hexdigest("".join([lines[n] for n in order]).encode())

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from tp_invariant_recipes.ledger.bits import readable
-from tp_invariant_recipes.ledger.digests import NAME, Parameter, Traced, check_digests, summaries
+from tp_invariant_recipes.ledger.bits import described, readable
+from tp_invariant_recipes.ledger.digests import NAME, Traced, check_digests, summaries
 from tp_invariant_recipes.ledger.schema import (
     COPIES,
     COUNTS,
@@ -35,7 +35,8 @@ def encode_header(header: Header) -> bytes:
     """The first line of a ledger, with its newline."""
     parts = {name: getattr(header, name) for name in (IDENTITY, *INFORMATIVE)}
     start = {"kind": KIND, "schema": header.schema, "identity_hash": header.identity_hash}
-    end: dict[str, Any] = {"parameters": list(map(_encode_parameter, header.parameters)), "initial": None}
+    listed = [{n: v for n, v in p.as_json().items() if n != "master" or v is not None} for p in header.parameters]
+    end: dict[str, Any] = {"parameters": listed, "initial": None}
     if header.initial is not None:
         end["initial"] = _encode_digests(header.initial, header.names)
     return _line(start | parts | end)
@@ -67,9 +68,7 @@ def encode_step(record: StepRecord, header: Header) -> bytes:
     ValueError: its digests do not match the header's parameters.
     """
     raw: dict[str, Any] = {name: getattr(record, name) for name in (*COUNTS, *FLOATS, "skipped")}
-    for name in FLOATS:
-        if raw[name] is not None:
-            raw[name] = _encode_float(raw[name])
+    raw |= {name: described(raw[name]) for name in FLOATS}
     for kind in DIGESTED:
         if (digests := getattr(record, kind)) is not None:
             raw[kind] = _encode_kind(kind, digests, record, header)
@@ -78,7 +77,7 @@ def encode_step(record: StepRecord, header: Header) -> bytes:
     if record.trace is not None:
         raw["trace"] = [[t.direction, t.module, t.tensor, t.dtype, t.shape, t.digest] for t in record.trace]
     if record.evaluations:  # the last key: a later evaluation lengthens the line (`LedgerWriter.add`)
-        raw["evaluations"] = {name: _encode_float(bits) for name, bits in record.evaluations.items()}
+        raw["evaluations"] = {name: described(bits) for name, bits in record.evaluations.items()}
     return _line(raw)
 
 
@@ -121,7 +120,7 @@ def _encode_kind(kind: str, digests: Mapping[str, str], record: StepRecord, head
         return _SAME
     if kind == "moments":
         states = {name.partition("/")[0]: None for name in digests}
-        return {state: _encode_some(_of_state(digests, state), header.digested(kind)) for state in states}
+        return {state: _encode_state(digests, state, header.digested(kind)) for state in states}
     return _encode_digests(digests, header.digested(kind))
 
 
@@ -135,14 +134,11 @@ def _decode_kind(kind: str, raw: dict, record: dict[str, Any], header: Header) -
         if len(digests) > _STATES:
             raise ValueError(f"moments: {len(digests)} tensors of a parameter, and an optimizer has at most {_STATES}")
         names = header.digested(kind)
-        states = {_state(state): _decode_some(kind, _required(digests, state, dict), names) for state in digests}
+        states = {
+            _state(state): _decode_digests(kind, _required(digests, state, dict), names, some=True) for state in digests
+        }
         return {f"{state}/{name}": text for state, texts in states.items() for name, text in texts.items()}
     return _decode_digests(kind, digests, header.digested(kind))
-
-
-def _of_state(digests: Mapping[str, str], state: str) -> dict[str, str]:
-    start = f"{state}/"
-    return {name.removeprefix(start): digest for name, digest in digests.items() if name.startswith(start)}
 
 
 def _state(name: str) -> str:
@@ -159,40 +155,34 @@ def _encode_digests(digests: Mapping[str, str], names: Sequence[str]) -> dict:
     return {"model": model, "groups": groups, "parameters": texts}
 
 
-def _encode_some(digests: Mapping[str, str], names: Sequence[str]) -> dict:
-    """As `_encode_digests`, with null for the parameters that have none."""
-    some = _encode_digests(digests, [name for name in names if name in digests])
-    return some | {"parameters": [digests.get(name) for name in names]}
+def _encode_state(digests: Mapping[str, str], state: str, names: Sequence[str]) -> dict:
+    """As `_encode_digests`, of a state of the optimizer, with null for the parameters that have none."""
+    start = f"{state}/"
+    own = {name.removeprefix(start): digest for name, digest in digests.items() if name.startswith(start)}
+    some = _encode_digests(own, [name for name in names if name in own])
+    return some | {"parameters": [own.get(name) for name in names]}
 
 
-def _decode_some(kind: str, raw: dict, names: Sequence[str]) -> dict[str, str]:
-    texts = _required(raw, "parameters", list)
+def _decode_digests(kind: str, raw: dict, names: Sequence[str], *, some: bool = False) -> dict[str, str]:
+    """some: null stands for the parameters that have none."""
+    texts = listed = _required(raw, "parameters", list)
     if len(texts) != len(names):
         raise ValueError(f"{kind}: {len(texts)} digests of {len(names)} parameters")
-    there = [text is not None for text in texts]
-    some = raw | {"parameters": list(itertools.compress(texts, there))}
-    return _decode_digests(kind, some, list(itertools.compress(names, there)))
-
-
-def _decode_digests(kind: str, raw: dict, names: Sequence[str]) -> dict[str, str]:
-    texts = _required(raw, "parameters", list)
-    if len(texts) != len(names):
-        raise ValueError(f"{kind}: {len(texts)} digests of {len(names)} parameters")
+    if some:
+        there = [text is not None for text in listed]
+        texts, names = list(itertools.compress(listed, there)), list(itertools.compress(names, there))
     check_digests(texts)
     model, groups = summaries(tuple(names), texts)
-    if raw != {"model": model, "groups": groups, "parameters": texts}:
+    if raw != {"model": model, "groups": groups, "parameters": listed}:
         raise ValueError(f"{kind}: group or model do not belong to the parameters: the line was altered")
     return dict(zip(names, texts, strict=True))
-
-
-def _encode_parameter(parameter: Parameter) -> dict[str, Any]:
-    return {name: value for name, value in parameter.as_json().items() if name != "master" or value is not None}
 
 
 def _decode_diverged(raw: object) -> tuple[str, str, tuple[tuple[int, ...], ...]]:
     if not isinstance(raw, dict):
         raise ValueError("diverged: not an object")
-    ranks = tuple(map(_ranks, _required(raw, "ranks", list)))
+    wrong = "diverged: ranks are not lists of numbers of ranks"
+    ranks = tuple(_counts(one, wrong) for one in _required(raw, "ranks", list))
     if not all(ranks) or not ranks:
         raise ValueError("diverged: no ranks, so that nobody knows which replicas disagree")
     of = _required(raw, "of", str)
@@ -201,22 +191,17 @@ def _decode_diverged(raw: object) -> tuple[str, str, tuple[tuple[int, ...], ...]
     return of, _name(_required(raw, "parameter")), ranks
 
 
-def _ranks(raw: object) -> tuple[int, ...]:
-    if not isinstance(raw, list) or not all(type(rank) is int and 0 <= rank <= MOST for rank in raw):
-        raise ValueError("diverged: ranks are not lists of numbers of ranks")
-    return tuple(raw)
-
-
 def _decode_traced(raw: object) -> Traced:
     if not isinstance(raw, list) or len(raw) != len(fields(Traced)):
         raise ValueError("trace: an entry is not a list of direction, module, tensor, dtype, shape and digest")
     direction, module, tensor, dtype, shape, digest = raw
-    return Traced(_name(direction), _name(module), _name(tensor), _name(dtype), _shape(shape), digest)
+    sizes = _counts(shape, f"{shape!r} is not a shape")
+    return Traced(_name(direction), _name(module), _name(tensor), _name(dtype), sizes, digest)
 
 
-def _shape(raw: object) -> tuple[int, ...]:
-    if not isinstance(raw, list) or not all(type(size) is int and 0 <= size <= MOST for size in raw):
-        raise ValueError(f"{raw!r} is not a shape")
+def _counts(raw: object, wrong: str) -> tuple[int, ...]:
+    if not isinstance(raw, list) or not all(type(one) is int and 0 <= one <= MOST for one in raw):
+        raise ValueError(wrong)
     return tuple(raw)
 
 
@@ -226,10 +211,6 @@ def load(line: bytes) -> dict:
     if not isinstance(raw, dict):
         raise ValueError("not a JSON object")
     return raw
-
-
-def _encode_float(bits: str) -> dict[str, Any]:
-    return {"bits": bits, "value": readable(bits)}
 
 
 def _decode_float(name: str, raw: object) -> str:

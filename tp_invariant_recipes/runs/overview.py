@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.ledger.bits import readable
+from tp_invariant_recipes.ledger.bits import described
 from tp_invariant_recipes.ledger.run_files import Attempt
 from tp_invariant_recipes.ledger.tail import last_step
 from tp_invariant_recipes.reading import Hash, Layout, Listed, Record
@@ -91,8 +91,7 @@ class RunRow:
 
     def as_dict(self) -> dict[str, Any]:
         """The row as JSON; documented in docs/running.md."""
-        loss = None if self.loss is None else {"bits": self.loss, "value": readable(self.loss)}
-        found = asdict(self) | {"run": str(self.run), "loss": loss, "began": self.began or None}
+        found = asdict(self) | {"run": str(self.run), "loss": described(self.loss), "began": self.began or None}
         del found["command"]
         return found
 
@@ -107,11 +106,6 @@ def rows(folder: Path) -> list[RunRow]:
     own = functools.cache(_of_a_command)
     found = [row(run, own) for run in _directories(folder)]
     return sorted(found, key=lambda one: (one.when, str(one.run)))
-
-
-def of_people(found: Iterable[RunRow], folder: Path) -> list[RunRow]:
-    """The runs below `folder` without those that commands made for themselves, unless it is such a command's folder."""
-    return [one for one in found if not one.own or folder in (one.run, one.run.parent)]
 
 
 def _of_a_command(folder: Path) -> bool:
@@ -185,7 +179,8 @@ def latest_to_resume(folder: Path, iters: int | None = None) -> RunRow:
         raise RunError(
             f"--resume last looks for runs below {folder}, and there is no such folder; name one: --resume RUN"
         )
-    found = [one for one in rows(folder) if _of_train(one)]
+    # Other commands make runs of their own, and continue none.
+    found = [one for one in rows(folder) if one.command.split()[:2] == ["tpi", "train"]]
     able = [one for one in found if _goes_on(one, iters)]
     if able:
         return able[-1]
@@ -200,11 +195,6 @@ def latest_to_resume(folder: Path, iters: int | None = None) -> RunRow:
 def _goes_on(one: RunRow, iters: int | None) -> bool:
     longer = one.state == COMPLETED and iters is not None and one.step is not None and iters > one.step
     return one.state in RESUMABLE or longer
-
-
-def _of_train(one: RunRow) -> bool:
-    """Whether `tpi train` made its last attempt. Other commands make runs of their own, and continue none."""
-    return one.command.split()[:2] == ["tpi", "train"]
 
 
 def _damage(run_dir: RunDir, error: RunError) -> str:
@@ -239,7 +229,7 @@ def _directories(folder: Path) -> Iterator[Path | tuple[Path, str]]:
             if (status.st_dev, status.st_ino) in seen:  # through a link
                 continue
             seen.add((status.st_dev, status.st_ino))
-            if _is_run(path):
+            if not _OF_A_RUN.isdisjoint(os.listdir(path)):  # it is a run directory, or was meant to be one
                 yield path
             elif not (path / "passes.json").exists():  # of a benchmark: ledgers of turns, which are no runs
                 waiting += [entry for entry in _entries(path) if not entry.name.startswith(".")]
@@ -251,11 +241,6 @@ def _entries(folder: Path) -> list[Path]:
     """The folders in a folder. Raises OSError."""
     with os.scandir(folder) as entries:
         return [folder / entry.name for entry in entries if entry.is_dir()]
-
-
-def _is_run(path: Path) -> bool:
-    """Whether a folder is a run directory, or was meant to be one. Raises OSError."""
-    return not _OF_A_RUN.isdisjoint(os.listdir(path))
 
 
 def _name(number: int) -> str:

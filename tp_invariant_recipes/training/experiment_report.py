@@ -15,12 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 
 from tp_invariant_recipes.ledger import certificate
-from tp_invariant_recipes.ledger.digests import group_digests, whole_digest
+from tp_invariant_recipes.ledger.digests import summaries
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.schema import DIGESTED
 from tp_invariant_recipes.replacement import Replacement, applied
@@ -93,10 +94,12 @@ class ExperimentReport(Callback):
         report = gather([self.run_dir.path])
         ledger = report.runs[0].ledger
         drawings = [drawing for drawing in (figures.training(report), figures.cost(report)) if drawing is not None]
-        last = _last_digests(ledger)
+        tables: dict[str, list[list[str]]] = {}
         summary: dict[str, Any] = {"identity_hash": ledger.header.identity_hash}
-        for kind, (at, digests) in last.items():
-            summary |= {f"{kind}_step": at, f"{kind}_digest": whole_digest(digests)}
+        for kind, (at, digests) in _last_digests(ledger).items():
+            whole, groups = summaries(tuple(digests), tuple(digests.values()))
+            summary |= {f"{kind}_step": at, f"{kind}_digest": whole}
+            tables[kind] = [list(row) for row in groups.items()]
         file = None
         if self._done:
             file = folder / f"{self.run_dir.path.resolve().name}{certificate.SUFFIX}"
@@ -104,7 +107,7 @@ class ExperimentReport(Callback):
             summary["certificate_hash"] = certificate.check(file).hash
         return Sent(
             {drawing.name: (drawing.title, render.png([drawing])) for drawing in drawings},
-            {kind: [list(row) for row in group_digests(digests).items()] for kind, (_, digests) in last.items()},
+            tables,
             summary,
             file,
             step,
@@ -175,17 +178,11 @@ def offline(config: RunConfig, run_dir: RunDir) -> Iterator[None]:
     folder = str(run_dir.comet)
     row = Replacement(
         "comet_ml:Experiment",
-        lambda original: lambda **settings: _comet().OfflineExperiment(offline_directory=folder, **settings),
+        lambda original: partial(resolve_name("comet_ml:OfflineExperiment"), offline_directory=folder),
         "an Experiment needs a key",
     )
     with applied((row,)):
         yield
-
-
-def _comet() -> Any:
-    import comet_ml
-
-    return comet_ml
 
 
 def _quietly(title: str, end: Callable[[], Any]) -> None:

@@ -11,7 +11,7 @@ from tp_invariant_recipes.errors import TpiError, refuse
 from tp_invariant_recipes.foreign_text import visible
 from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.launch.plan import TO_TRAIN, Planning
-from tp_invariant_recipes.ledger.bits import readable
+from tp_invariant_recipes.ledger.bits import described, readable
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.runs.lock import locked_empty
 from tp_invariant_recipes.runs.matrix_dir import Matrix, MatrixDir
@@ -161,14 +161,14 @@ def _page(where: MatrixDir, rows: Sequence[CellResult]) -> tuple[Path | None, st
 
 def _row(row: CellResult) -> dict[str, Any]:
     last = row.ledger.steps[-1] if row.steps and row.ledger else None
-    floats = {"loss": last.loss if last else None, "grad_norm": last.grad_norm if last else None}
     return {
         "label": row.label,
         "run": str(row.run),
         "ranks": row.ranks,
         "steps": row.steps,
         "of": row.of,
-        **{name: None if bits is None else {"bits": bits, "value": readable(bits)} for name, bits in floats.items()},
+        "loss": described(last.loss) if last else None,
+        "grad_norm": described(last.grad_norm) if last else None,
         "state": row.state,
         "why": row.why,
     }

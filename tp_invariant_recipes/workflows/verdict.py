@@ -12,7 +12,7 @@ from tp_invariant_recipes.compare.explanation import run_name
 from tp_invariant_recipes.compare.stock_help import stock_help
 from tp_invariant_recipes.compare.text import compared_values, machine_remark, remarks, verdict_line
 from tp_invariant_recipes.errors import LedgerError, RunError
-from tp_invariant_recipes.ledger.bits import readable
+from tp_invariant_recipes.ledger.bits import described, readable
 from tp_invariant_recipes.ledger.layouts import ranks
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger
@@ -365,7 +365,7 @@ def _row(row: CellResult) -> dict[str, Any]:
         "ranks": row.ranks,
         "steps": row.steps,
         "of": row.of,
-        "loss": None if row.loss is None else {"bits": row.loss, "value": readable(row.loss)},
+        "loss": described(row.loss),
         "state": row.state,
         "text": row.words,
         "why": row.why,
