@@ -19,8 +19,7 @@ from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.record import Header, StepRecord
 from tp_invariant_recipes.report.curves import POINTS, curve, distances, recorded
 from tp_invariant_recipes.report.figures import _classes, in_words, rectangles
-from tp_invariant_recipes.report.magnitudes import Measured, largest
-from tp_invariant_recipes.report.maps import COLUMNS, ROWS, CellState, parameter_map
+from tp_invariant_recipes.report.maps import COLUMNS, ROWS, CellState, Measured, largest, parameter_map
 from tp_invariant_recipes.report.palette import COLOURS
 
 LAYERS = tuple(f"decoder.layers.{n}.mlp.linear_fc{k}.weight" for n in range(3) for k in (1, 2))

@@ -60,8 +60,7 @@ def distances(a: Ledger, b: Ledger, field: str) -> list[tuple[int, float | None]
     pairs = (
         (one.step, getattr(one, field), getattr(other, field)) for one, other in zip(a.steps, b.steps, strict=False)
     )
-    return [(step, 0 if left == right else _ulp(left, right)) for step, left, right in pairs]
-
-
-def _ulp(a: str | None, b: str | None) -> int | None:
-    return None if a is None or b is None else ulp_distance(a, b)
+    return [
+        (step, 0 if left == right else None if left is None or right is None else ulp_distance(left, right))
+        for step, left, right in pairs
+    ]

@@ -1,7 +1,7 @@
 """The figures of a report. They use matplotlib's objects without pyplot and leave its settings unchanged."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -98,10 +98,13 @@ def training(report: Report) -> Drawing:
         _lines(axes["learning_rate"], "Learning rate", "rate", shown["learning_rate"])
         axes["learning_rate"].yaxis.set_major_locator(MaxNLocator(3))
         axes["learning_rate"].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        handles = [_handle(n, run) for n, run in enumerate(report.runs)]
         if few:
-            axes["loss"].legend(handles=[_handle(n, run) for n, run in enumerate(report.runs)], loc="best")
+            axes["loss"].legend(handles=handles, loc="best")
         else:
-            _legend(figure.add_subplot(grid[1, 1]), report.runs)
+            beside = figure.add_subplot(grid[1, 1])
+            beside.axis("off")
+            beside.legend(handles=handles, loc="center left", ncols=1 + len(handles) // 6)
 
     return Drawing(
         "training",
@@ -234,12 +237,6 @@ def _look(n: int) -> dict[str, Any]:
 
 def _handle(n: int, run: Run) -> Line2D:
     return Line2D([], [], label=_short(run.label), **_look(n))
-
-
-def _legend(axes: Axes, runs: Sequence[Run]) -> None:
-    axes.axis("off")
-    handles = [_handle(n, run) for n, run in enumerate(runs)]
-    axes.legend(handles=handles, loc="center left", ncols=1 + len(runs) // 6)
 
 
 def _short(text: str, length: int = 44) -> str:

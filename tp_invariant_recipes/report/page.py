@@ -18,8 +18,7 @@ from tp_invariant_recipes.ledger.schema import DIGESTED, IDENTITY, INFORMATIVE, 
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.report import figures
 from tp_invariant_recipes.report.figures import Drawing
-from tp_invariant_recipes.report.magnitudes import Measured, largest, measure
-from tp_invariant_recipes.report.maps import parameter_map
+from tp_invariant_recipes.report.maps import Measured, largest, measure, parameter_map
 from tp_invariant_recipes.report.render import html, svg
 from tp_invariant_recipes.report.runs import Report, Run, bisected
 
@@ -70,9 +69,13 @@ def verdicts(report: Report) -> list[str]:
 def sections(report: Report) -> tuple[Section, ...]:
     """The sections after the runs and headers."""
     measured = [_measured(comparison) for comparison in report.comparisons]
+    steps = [step for run in report.runs for step in run.ledger.steps]
+    kinds = [kind for kind in DIGESTED if any(getattr(step, kind) for step in steps)] or ["gradients", "weights"]
     found = [Section("training", "Curves", drawings=(figures.training(report),)), *_apart(report)]
-    found += [section for kind in _kinds(report) for section in _map(report, kind, measured)]
-    found += [*_parameters(report), *_dumps(report, measured), *_cost(report)]
+    found += [section for kind in kinds for section in _map(report, kind, measured)]
+    found += [*_parameters(report), *_dumps(report, measured)]
+    if (cost := figures.cost(report)) is not None:
+        found.append(Section("cost", "Time and memory", drawings=(cost,)))
     return tuple(found)
 
 
@@ -188,13 +191,6 @@ def _map(report: Report, kind: str, measured: list[tuple[Measured, ...] | str]) 
         yield Section(kind, LABELS[kind].capitalize(), tuple(sentences), tuple(drawings))
 
 
-def _kinds(report: Report) -> list[str]:
-    """The kinds of digest that any run has; gradients and weights if there are none."""
-    steps = [step for run in report.runs for step in run.ledger.steps]
-    found = [kind for kind in DIGESTED if any(getattr(step, kind) for step in steps)]
-    return found or ["gradients", "weights"]
-
-
 def _parameters(report: Report) -> Iterable[Section]:
     tables = tuple(_table(run, report.runs[0], comparison) for run, comparison in report.pairs if comparison.parameters)
     if tables:
@@ -247,9 +243,3 @@ def _distances(run: Run, first: Run, measured: tuple[Measured, ...]) -> PageTabl
         ("tensor", "step", "elements that differ", "largest distance, ULP", "largest difference", "with a NaN"),
         tuple(rows[:_ROWS]),
     )
-
-
-def _cost(report: Report) -> Iterable[Section]:
-    drawing = figures.cost(report)
-    if drawing is not None:
-        yield Section("cost", "Time and memory", drawings=(drawing,))

@@ -9,9 +9,9 @@ from pathlib import Path
 from tp_invariant_recipes.compare.compare import Comparison, compare_all
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.foreign_text import one_line
-from tp_invariant_recipes.ledger import reader, run_files
+from tp_invariant_recipes.ledger import run_files
 from tp_invariant_recipes.ledger.open import read
-from tp_invariant_recipes.ledger.reader import Ledger, Progress
+from tp_invariant_recipes.ledger.reader import Ledger, Progress, contents
 from tp_invariant_recipes.ledger.run_files import ProgressLine
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.reading import Listed, Record, checked, parse_json, read_limited
@@ -151,7 +151,7 @@ def _names(ledgers: Iterable[Ledger]) -> list[str]:
 def _timings(file: Path) -> tuple[tuple[ProgressLine, ...], int]:
     """The timings by step. A step repeated after a resume counts with its last time."""
     found, unread = {}, 0
-    for line in _bytes(file).splitlines():
+    for line in contents(file).splitlines() if file.exists() else ():
         try:
             step = checked(ProgressLine, parse_json(line, constants=True))
         except ValueError:
@@ -163,19 +163,10 @@ def _timings(file: Path) -> tuple[tuple[ProgressLine, ...], int]:
 
 def _planned(file: Path) -> int | None:
     """The last step that the last attempt planned. None: unknown."""
+    if not file.exists():
+        return None
     try:
-        attempts = checked(run_files.Attempted, parse_json(_bytes(file, run_files.LARGEST))).attempts
+        attempts = checked(run_files.Attempted, parse_json(contents(file, run_files.LARGEST))).attempts
     except ValueError:
         return None
     return attempts[-1].to_step if attempts else None
-
-
-def _bytes(file: Path, limit: int = reader.LARGEST) -> bytes:
-    try:
-        return read_limited(file, limit)
-    except FileNotFoundError:
-        return b""
-    except OSError as error:
-        raise LedgerError(f"cannot read {file}: {error.strerror}") from error
-    except ValueError as error:
-        raise LedgerError(f"cannot read {file}: {error}") from error
