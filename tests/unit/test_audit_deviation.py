@@ -78,7 +78,7 @@ def test_what_rounding_does_is_within_it_and_the_order_is_that_of_data_flow(judg
     found = judged(whole({name: rounded(values, 99) for name, values in RIGHT.items()}))
     assert list(found) == [OUTPUT, TO_INPUT, WEIGHT, GRADIENT_NORM]
     assert all(0.5 < found[name].factor < 1.6 for name in RIGHT)
-    assert deviation.first_beyond(list(found.values())) is None
+    assert not any(one.beyond for one in found.values())
 
 
 # A wrong gradient, and the shape of its error.

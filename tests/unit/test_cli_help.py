@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from tp_invariant_recipes.cli import data, main
-from tp_invariant_recipes.cli.output.help_text import help_text
+from tp_invariant_recipes.cli.arguments import help_text
 
 WIDTH = 80
 FRAME = "╭╰│"

@@ -1,6 +1,8 @@
-"""Arguments that several commands share. cli/completion.py completes them by their metavars."""
+"""Arguments that several commands share, and their help. cli/completion.py completes them by their metavars."""
 
+import inspect
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -99,3 +101,13 @@ def with_cluster_file(arguments: list[str], file: Path | None) -> list[str]:
     """The overrides, and the one that `--cluster-file FILE` stands for. Raises ConfigError as `with_option`."""
     path = None if file is None else str(file.expanduser().absolute())
     return with_option(arguments, "--cluster-file", "cluster", path)
+
+
+def help_text(command: Callable[..., Any]) -> str:
+    """The docstring of a command with each paragraph on one line: typer would keep breaks that 80 columns break again.
+
+    A paragraph that begins with a line of `\\b` keeps its line breaks: examples.
+    """
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    # The mark alone on its line would be an empty line.
+    return "\n\n".join("\b" + p[2:] if p.startswith("\b\n") else " ".join(p.split()) for p in paragraphs)

@@ -66,8 +66,8 @@ def _verdict(checks: "list[tuple[str, Recording, Product]]", as_json: bool) -> N
     report: list[dict[str, Any]] = []
     for name, recording, product in checks:
         different = differences(recording, product)
-        report.append({"what": name, "cases": len(recording.cases), "different": []})
-        report[-1]["different"] = [difference.__dict__ for difference in different]
+        described = [difference.__dict__ for difference in different]
+        report.append({"what": name, "cases": len(recording.cases), "different": described})
         if as_json:
             continue
         if different:

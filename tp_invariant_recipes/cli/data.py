@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tp_invariant_recipes.cli.arguments import flag, option
-from tp_invariant_recipes.cli.output.help_text import help_text
+from tp_invariant_recipes.cli.arguments import flag, help_text, option
 from tp_invariant_recipes.host import needed, terminal
 from tp_invariant_recipes.plural import counted
 

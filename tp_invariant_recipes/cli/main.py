@@ -34,7 +34,7 @@ from tp_invariant_recipes.cli import (
     train,
     verify,
 )
-from tp_invariant_recipes.cli.output.help_text import help_text
+from tp_invariant_recipes.cli.arguments import help_text
 from tp_invariant_recipes.errors import Interrupted, TpiError
 from tp_invariant_recipes.foreign_text import one_line, visible
 from tp_invariant_recipes.host import bytecode, needed, terminal

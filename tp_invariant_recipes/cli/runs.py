@@ -47,7 +47,7 @@ def runs(
     to_person = terminal.console(stderr=True)
     with to_person.status(f"looking for runs below {where}") if to_person.is_terminal else nullcontext():
         there = overview.rows(where)
-    found = there if every else overview.of_people(there, where)
+    found = [one for one in there if every or not one.own or where in (one.run, one.run.parent)]
     hidden = len(there) - len(found)
     names = overview.groups(found)
     if as_json:

@@ -140,7 +140,7 @@ def compare_all(
     refused = [identity_differences(a.header, b.header) for b in others]
     tallies = [
         Tally(
-            _order(a, b),
+            in_order({p.name for ledger in (a, b) for p in ledger.header.parameters}),
             modules=all(getattr(a.header, name) == getattr(b.header, name) for name in MODULES),
             places=a.header.layout == b.header.layout and changes(a.header) == changes(b.header),
             repetition=repetition,
@@ -164,9 +164,11 @@ def _comparison(a: Ledger, b: Ledger, refused: tuple[HeaderDifference, ...], tal
     model = _model_differences(a.header, b.header) if comparable else ()
     initial = _initial_differences(a.header, b.header) if comparable else ()
     alone = _unmatched(a, b, tally) if comparable else ()
-    different = bool(model or initial or tally.first)
+    verdict = Verdict.DIFFERENT if model or initial or tally.first else Verdict.IDENTICAL
+    if not comparable or (alone and verdict is Verdict.IDENTICAL):
+        verdict = Verdict.NOT_COMPARABLE
     return Comparison(
-        verdict=_verdict(comparable and (different or not alone), different),
+        verdict=verdict,
         a=a,
         b=b,
         steps_compared=tally.compared,
@@ -187,17 +189,6 @@ def _comparison(a: Ledger, b: Ledger, refused: tuple[HeaderDifference, ...], tal
         later=(tally.later[0], tally.later[1]),
         traced=tally.first is not None and all(one.trace is not None for one in tally.around[tally.first[0]]),
     )
-
-
-def _order(a: Ledger, b: Ledger) -> list[str]:
-    """The parameters of both in forward order."""
-    return in_order({p.name for ledger in (a, b) for p in ledger.header.parameters})
-
-
-def _verdict(comparable: bool, different: bool) -> Verdict:
-    if not comparable:
-        return Verdict.NOT_COMPARABLE
-    return Verdict.DIFFERENT if different else Verdict.IDENTICAL
 
 
 def _model_differences(a: Header, b: Header) -> tuple[Found, ...]:

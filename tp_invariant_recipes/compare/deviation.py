@@ -294,11 +294,6 @@ def _spacing(reference: Dumps) -> float:
     return max((SPACING[dtype] for dtype in dtypes if dtype in SPACING), default=SPACING["float32"])
 
 
-def first_beyond(found: Sequence[TensorDeviation]) -> TensorDeviation | None:
-    """The first tensor in the order of data flow that is no rounding."""
-    return next((one for one in found if one.beyond), None)
-
-
 def by_module(found: Sequence[TensorDeviation]) -> Mapping[str, list[TensorDeviation]]:
     """Module -> its tensors, in the order of data flow."""
     modules: dict[str, list[TensorDeviation]] = {one.module: [] for one in found if one.kind == "forward"}

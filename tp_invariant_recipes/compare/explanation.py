@@ -112,10 +112,6 @@ def _model(scene: Scene) -> InputsMatch:
     return None, f"{name} has {a} and {str(b).removeprefix('shape ')}"
 
 
-def _initial(scene: Scene) -> InputsMatch:
-    return None, f"initial weight of {scene.found.name} differs"
-
-
 def _replicas(scene: Scene) -> InputsMatch:
     """The inputs matched if those of the tensor itself did: replicas that disagreed before would be found first."""
     kind, _, name = scene.found.name.partition("/")
@@ -282,10 +278,6 @@ def _norm(scene: Scene) -> InputsMatch:
     return True, f"{_values(scene)}, all {len(scene.pairs('gradients'))} gradients matched"
 
 
-def _field(scene: Scene) -> InputsMatch:
-    return None, _values(scene)
-
-
 def _evaluation(scene: Scene) -> InputsMatch:
     weights = [LABELS[kind] for kind in ("masters", "weights") if scene.recorded(kind)]
     return (True, f"{_values(scene)}, all {weights[0]} matched") if weights else (None, _values(scene))
@@ -312,7 +304,7 @@ def shown(value: Any, bits: bool) -> str:
 # Kind of difference, or name of a field -> its explanation.
 _EXPLAINED: dict[str, Callable[[Scene], InputsMatch]] = {
     MODEL: _model,
-    INITIAL: _initial,
+    INITIAL: lambda scene: (None, f"initial weight of {scene.found.name} differs"),
     REPLICAS: _replicas,
     "forward": _traced,
     "backward": _traced,
@@ -324,9 +316,6 @@ _EXPLAINED: dict[str, Callable[[Scene], InputsMatch]] = {
     "weights": _weight,
     "loss": _loss,
     "grad_norm": _norm,
-    "samples": _field,
-    "tokens": _field,
-    "skipped": _field,
-    "learning_rate": _field,
+    **dict.fromkeys(("samples", "tokens", "skipped", "learning_rate"), lambda scene: (None, _values(scene))),
     **dict.fromkeys(EVALUATED, _evaluation),
 }

@@ -51,7 +51,9 @@ def check(config: RunConfig, run_dir: RunDir, *, here: bool = True, imported: bo
 
 def machine_problems(config: RunConfig) -> list[str]:
     """What this machine lacks of what the layers of a run need."""
-    return [*_gpus(config), *_optimizer(config), *_apex(config), *registry.problems(config), *_flash(config)]
+    variables = {**config.cluster.environment, **os.environ}
+    flash = environment.flash_problems(config.device.kind, config.numerics.invariant, variables)
+    return [*_gpus(config), *_optimizer(config), *_apex(config), *registry.problems(config), *flash]
 
 
 def _optimizer(config: RunConfig) -> list[str]:
@@ -67,11 +69,6 @@ def _apex(config: RunConfig) -> list[str]:
     if not config.model.get("gradient_accumulation_fusion") or find_spec("fused_weight_gradient_mlp_cuda"):
         return []
     return [f"{key}=true: Megatron-Core's output layer needs Apex for it, which is on no registry; {key}=false"]
-
-
-def _flash(config: RunConfig) -> list[str]:
-    variables = {**config.cluster.environment, **os.environ}
-    return environment.flash_problems(config.device.kind, config.numerics.invariant, variables)
 
 
 def _gpus(config: RunConfig) -> list[str]:
@@ -105,13 +102,6 @@ def _gpus(config: RunConfig) -> list[str]:
     return problems
 
 
-def _samples(config: RunConfig) -> int:
-    """Samples that Megatron will index for the run."""
-    if config.data.kind == "mock":
-        return MOCK_TOKENS // config.model["seq_length"]
-    return config.train["train_iters"] * config.train["global_batch_size"]
-
-
 def _ledger_bytes(config: RunConfig) -> int:
     """The approximate size of the digests of all steps."""
     every, state, model = config.ledger.digests, config.ledger.state_digests, config.model
@@ -130,7 +120,10 @@ def _ledger_bytes(config: RunConfig) -> int:
 
 def _disk(config: RunConfig, run_dir: RunDir) -> list[str]:
     free = free_bytes(run_dir.path)
-    need = SMALL_FILES + INDEX_BYTES_PER_SAMPLE * _samples(config) + _ledger_bytes(config)
+    samples = config.train["train_iters"] * config.train["global_batch_size"]  # that Megatron will index
+    if config.data.kind == "mock":
+        samples = MOCK_TOKENS // config.model["seq_length"]
+    need = SMALL_FILES + INDEX_BYTES_PER_SAMPLE * samples + _ledger_bytes(config)
     if config.section("checkpoint")["save_interval"]:
         need += CHECKPOINT_BYTES_PER_PARAMETER * parameters(config.model)
     if free >= need:

@@ -19,13 +19,15 @@ def of(run_dir: RunDir) -> dict[str, Any]:
     nothing. next: commands.
     """
     folder = run_dir.path / "wandb"
+    shows = ["mlflow", "ui", "--backend-store-uri", str(run_dir.mlflow)]
     return {
         "ledger": _there(run_dir.ledger),
         "tensorboard": _there(run_dir.tensorboard),
         "wandb": _there(folder),
         "wandb_sync": _upload(["wandb", "sync"], folder, OFFLINE),
         "mlflow": _there(run_dir.mlflow),
-        "mlflow_ui": _mlflow_ui(run_dir.mlflow),
+        # MLflow shows a store of files only where this variable says so.
+        "mlflow_ui": f"MLFLOW_ALLOW_FILE_STORE=true {shlex.join(shows)}" if run_dir.mlflow.exists() else None,
         "comet": _there(run_dir.comet),
         "comet_upload": _upload(["comet", "upload"], run_dir.comet, ARCHIVES),
         "next": _next(run_dir) if run_dir.ledger.exists() else [],
@@ -54,12 +56,6 @@ def _upload(command: list[str], folder: Path, pattern: str) -> str | None:
     if len(kept) > 1:
         return f"{shlex.join(command)} {shlex.quote(str(folder))}/{pattern}"
     return shlex.join([*command, str(kept[0])]) if kept else None
-
-
-def _mlflow_ui(folder: Path) -> str | None:
-    """MLflow shows a store of files only where this variable says so."""
-    command = ["mlflow", "ui", "--backend-store-uri", str(folder)]
-    return f"MLFLOW_ALLOW_FILE_STORE=true {shlex.join(command)}" if folder.exists() else None
 
 
 def _next(run_dir: RunDir) -> list[str]:

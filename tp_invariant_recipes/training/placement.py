@@ -103,13 +103,6 @@ PlacementRule = Callable[[Tensor, Any, int, Site], Placed | None]
 # --- Kinds of place ---
 
 
-def hidden(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
-    """[s, b, hidden], or [s/t, b, hidden] with sequence parallelism."""
-    if x.dim() != 3 or x.shape[2] != site.config.hidden_size:
-        return None
-    return _rows(x, micro_batch, site, split=site.sequence_parallel)
-
-
 def embedded(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
     """What Megatron's embedding gives: [b, s, hidden], or as `hidden` when it scatters the sequence itself."""
     if getattr(module, "reduce_scatter_embeddings", False):
@@ -159,7 +152,7 @@ def columns(*widths: Callable[[Any], int | None], segments: Callable[[Any], int]
 
 
 def latent(*fields: str, or_else: PlacementRule | None = None) -> PlacementRule:
-    """[s, b, n], or [s/t, b, n] with sequence parallelism: as `hidden`, n the sum of `fields` of the configuration.
+    """[s, b, n], or [s/t, b, n] with sequence parallelism, n the sum of `fields` of the configuration.
 
     or_else: the rule of a configuration that lacks them: without multi-latent attention.
     """
@@ -172,6 +165,9 @@ def latent(*fields: str, or_else: PlacementRule | None = None) -> PlacementRule:
         return _rows(x, micro_batch, site, split=site.sequence_parallel)
 
     return rule
+
+
+hidden = latent("hidden_size")
 
 
 def sliced(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:

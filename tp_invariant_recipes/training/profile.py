@@ -148,25 +148,23 @@ def step(events: Iterable[dict[str, Any]]) -> Trace:
 
 def by_category(found: Iterable[KernelTime]) -> dict[str, KernelTime]:
     """Category -> the sum of its kernels, under the category's name."""
-    sums: dict[str, KernelTime] = {}
-    for kernel in found:
-        kind = kernel.category
-        sums[kind] = _plus(sums.get(kind, KernelTime(kind, kind, 0.0, 0.0)), kernel)
-    return sums
+    return _summed((kernel.category, kernel) for kernel in found)
 
 
 def difference(first: Iterable[KernelTime], other: Iterable[KernelTime]) -> tuple[KernelTime, ...]:
     """What `other` does more than `first`, by name, the most additional time first; less is negative."""
-    by_name = {k.name: KernelTime(k.name, k.category, -k.milliseconds, -k.launches) for k in first}
-    for kernel in other:
-        by_name[kernel.name] = _plus(
-            by_name.get(kernel.name, KernelTime(kernel.name, kernel.category, 0.0, 0.0)), kernel
-        )
+    less = (KernelTime(k.name, k.category, -k.milliseconds, -k.launches) for k in first)
+    by_name = _summed((kernel.name, kernel) for kernel in (*less, *other))
     return tuple(sorted(by_name.values(), key=lambda k: (-k.milliseconds, k.name)))
 
 
-def _plus(a: KernelTime, b: KernelTime) -> KernelTime:
-    return KernelTime(a.name, a.category, a.milliseconds + b.milliseconds, a.launches + b.launches)
+def _summed(named: Iterable[tuple[str, KernelTime]]) -> dict[str, KernelTime]:
+    sums: dict[str, KernelTime] = {}
+    for name, one in named:
+        so_far = sums.get(name, KernelTime(name, one.category, 0.0, 0.0))
+        milliseconds, launches = so_far.milliseconds + one.milliseconds, so_far.launches + one.launches
+        sums[name] = KernelTime(name, so_far.category, milliseconds, launches)
+    return sums
 
 
 def _covered(events: Iterable[dict[str, Any]]) -> float:

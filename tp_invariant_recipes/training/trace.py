@@ -68,14 +68,10 @@ class Tracing(Callback):
         hooks, self._hooks = self._hooks, None
         hooks.unhook()
         self.latest, self.diverged = merged(gathered(hooks.seen()))
-        self._check_dumps(self.latest)
+        if missing := unmatched(self.awaited, [one.name for one in self.latest if one.digest is not None]):
+            raise RunError(f"ledger.dump: not in the trace, or without a place in the whole model:{missing}")
         if self.dumps is not None:
             self.dumps.close_step(hooks.step)
-
-    def _check_dumps(self, trace: Iterable[Traced]) -> None:
-        placed = [t.name for t in trace if t.digest is not None]
-        if missing := unmatched(self.awaited, placed):
-            raise RunError(f"ledger.dump: not in the trace, or without a place in the whole model:{missing}")
 
 
 def unmatched(patterns: Iterable[str], names: Collection[str]) -> str:

@@ -43,7 +43,8 @@ WITHIN, BEYOND = "within rounding", "beyond rounding"
 # An audit compares values, so it records digests only on request.
 DEFAULTS = ("ledger.digests=0",)
 # An audit looks for defects of Megatron's and Transformer Engine's own layers, from the same weights in every layout.
-NUMERICS = ("numerics=stock", "numerics.initial_weights=invariant")
+STOCK = "numerics=stock"
+NUMERICS = {"numerics.mode": STOCK, "numerics.initial_weights": "numerics.initial_weights=invariant"}
 
 
 @dataclass(frozen=True)
@@ -108,29 +109,27 @@ def new(
         problems += [f"{flag} {o.text}: both train for as long" for o in both if o.path == "train.train_iters"]
     length_given = given(requested, "train.train_iters") is not None
     problems += _steps_problems(length_given, steps)
-    numerics = [text for text, path in zip(NUMERICS, _NUMERICS_PATHS, strict=True) if given(sound, path) is None]
+    numerics = [text for path, text in NUMERICS.items() if given(sound, path) is None]
     if given(sound, "numerics.mode") is not None or given(sound, "weights.folder") is not None:
-        numerics = [text for text in numerics if text == NUMERICS[0]]
+        numerics = [text for text in numerics if text == STOCK]
     common: list[str | Override] = [*DEFAULTS, *numerics, *sound, "save=0"]
-    device = plan.detect_device()
-    audited = _composed(model, [*common, *texts(differing)], device, problems)
+    audited = _composed(model, [*common, *texts(differing)], problems)
     if problems or audited is None:
         raise ConfigError(listed(problems), problems)
     wanted = audited.config.train["train_iters"] if length_given else steps or _steps(audited.config)
-    audited = _composed(model, [*common, *texts(differing), f"iters={wanted}"], device, problems)
+    length = f"iters={wanted}"
+    audited = _composed(model, [*common, *texts(differing), length], problems)
     first = _first(audited.config, wanted, problems) if audited else 1
-    made, own = None, tuple(texts(of_reference))
-    if audited is not None and not against:
-        own = (*audit_reference.overrides(audited.config, of_reference), *own)
-        if not own:
-            problems.append(
-                f"{model} is its own reference: it has one rank, no CUDA graphs, overlap or fusions; audit another "
-                "layout (tp=2), cuda_graph=te, or a pair of trainings: --against KEY=VALUE"
-            )
-    if audited is not None and not problems:
-        made, own = _reference(
-            model, [*common, f"iters={wanted}"], audited.config, of_reference, against, device, problems
+    made, own = None, tuple(texts(differing))
+    if audited and not (against or of_reference or audit_reference.overrides(audited.config, of_reference)):
+        problems.append(
+            f"{model} is its own reference: it has one rank, no CUDA graphs, overlap or fusions; audit another "
+            "layout (tp=2), cuda_graph=te, or a pair of trainings: --against KEY=VALUE"
         )
+    if against and not problems:
+        made = _composed(model, [*common, length], problems)
+    elif audited is not None and not problems:
+        made, own = _reference(model, [*common, length], audited.config, of_reference, problems)
     if problems or audited is None or made is None:
         raise ConfigError(listed(problems), problems)
     where = AuditDir(choose_for_several(directory, f"audit-{model}-tp{layout.of(audited.config).tp}"))
@@ -138,7 +137,6 @@ def new(
         name: plan.resolve_beside(one, where.training(name), where.index_cache, how)
         for name, one in ((AUDITED, audited), (REFERENCE, made))
     }
-    own = tuple(texts(differing)) if against else own
     audit = Audit(where, own, planned[AUDITED], planned[REFERENCE], first)
     if (free := free_bytes(where.path)) < audit.disk:
         raise ConfigError(
@@ -224,7 +222,7 @@ def report(
         logging.getLogger(name).setLevel(logging.WARNING)
     from tp_invariant_recipes.report import audit_page, files
 
-    first = deviation.first_beyond(found)
+    first = next((one for one in found if one.beyond), None)
     result = {
         "schema": 2,
         "exit_status": 1 if first else 0,
@@ -248,8 +246,6 @@ def report(
 
 
 # --- Planning ---
-
-_NUMERICS_PATHS = ("numerics.mode", "numerics.initial_weights")
 
 
 def _steps_problems(length_given: bool, steps: int | None) -> list[str]:
@@ -286,10 +282,10 @@ def _first(config: RunConfig, steps: int, problems: list[str]) -> int:
     return warmup + 2
 
 
-def _composed(model: str, overrides: Sequence[str | Override], device: str, problems: list[str]) -> Composed | None:
+def _composed(model: str, overrides: Sequence[str | Override], problems: list[str]) -> Composed | None:
     """Compose; add new problems. None: there were some."""
     try:
-        composed = compose(model, overrides, device=device)
+        composed = compose(model, overrides, device=plan.detect_device())
     except ConfigError as error:
         problems += (problem for problem in error.problems if problem not in problems)
         return None
@@ -302,22 +298,14 @@ def _composed(model: str, overrides: Sequence[str | Override], device: str, prob
 
 
 def _reference(
-    model: str,
-    common: list[str | Override],
-    audited: RunConfig,
-    own: list[Override],
-    against: Sequence[str],
-    device: str,
-    problems: list[str],
+    model: str, common: list[str | Override], audited: RunConfig, own: list[Override], problems: list[str]
 ) -> tuple[Composed | None, tuple[str, ...]]:
     """The first reference whose memory suffices, and its overrides."""
-    if against:
-        return _composed(model, common, device, problems), ()
     first: list[str] = []
     for degree in DEGREES:
         more = (*audit_reference.overrides(audited, own, degree), *texts(own))
         found: list[str] = []
-        composed = _composed(model, [*common, *more], device, found)
+        composed = _composed(model, [*common, *more], found)
         if composed is not None and not (found or memory.problems(composed.config, here=True)):
             return composed, more
         first = first or found or memory.problems(composed.config, here=True) if composed else first or found
@@ -357,7 +345,7 @@ def _train(audit: Audit, name: str, planned: Plan, watch: Watch) -> None:
 
 
 def _shown(composed: Composed) -> list[str]:
-    return [text for text in texts(composed.overrides) if text not in (*DEFAULTS, *NUMERICS)]
+    return [text for text in texts(composed.overrides) if text not in (*DEFAULTS, *NUMERICS.values())]
 
 
 def _text(found: Sequence[TensorDeviation], first: TensorDeviation | None) -> str:

@@ -92,21 +92,18 @@ def proven() -> dict[str, str]:
     return pins
 
 
-def cpu_models() -> list[str]:
-    """The models small enough to train on a CPU; the others could, in days."""
-    return [model for model in conf_files.groups()["model"] if model.endswith("_toy")]
-
-
 def examine() -> list[Finding]:
     """Examine this machine without heavy imports."""
     found = gpus.visible()
     pins = proven()
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    for_triton = "Triton builds its launcher with it on a GPU"
     return [
         Finding("Python", platform.python_version(), "ok" if sys.version_info[:2] == (3, 12) else "missing", "3.12"),
         *(_package(needed, pins.get(needed.distribution), has_gpu=bool(found)) for needed in NEEDED),
         *_known(),
         *_gpus(found),
-        _compiler(),
+        Finding("C compiler", compiler, "ok" if compiler else "optional", for_triton),
         _bytecode(),
         Finding(
             "free disk here", f"{free_bytes(Path.cwd()) / 2**30:.1f} GiB", "ok", "runs go to ./runs (run.dir=PATH)"
@@ -140,7 +137,8 @@ def _known() -> list[Finding]:
 
 def _gpus(found: list[gpus.Gpu]) -> list[Finding]:
     if not found:
-        advice = f"device=cpu trains {', '.join(cpu_models())}; if there are GPUs, nvidia-smi shows the fault"
+        small = [model for model in conf_files.groups()["model"] if model.endswith("_toy")]  # the others take days
+        advice = f"device=cpu trains {', '.join(small)}; if there are GPUs, nvidia-smi shows the fault"
         return [Finding("GPUs", None, "optional", advice)]
     names = sorted({f"{g.name} (sm_{g.capability[0]}{g.capability[1]}, {g.memory / 2**30:.0f} GiB)" for g in found})
     return [Finding("GPUs", f"{len(found)} × {', '.join(names)}", "ok", ""), *_arithmetic(len(found))]
@@ -166,11 +164,6 @@ def _arithmetic(gpu_count: int) -> list[Finding]:
     if other_fp8:
         found = f"as an H200 ({len(built_in.cases)} cases), but GPU {', '.join(map(str, other_fp8))} adds FP8 otherwise"
     return [Finding("arithmetic", found, "ok", "")]
-
-
-def _compiler() -> Finding:
-    path = shutil.which("cc") or shutil.which("gcc")
-    return Finding("C compiler", path, "ok" if path else "optional", "Triton builds its launcher with it on a GPU")
 
 
 def _bytecode() -> Finding:

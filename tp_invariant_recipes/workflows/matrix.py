@@ -53,7 +53,10 @@ def spread(overrides: Sequence[Override], problems: list[str]) -> tuple[tuple[Ax
             kept[place] = None
         else:
             places[place] = Axis(override.key, values)
-    problems += _given_twice(overrides, places)
+    # The later value of a key would win, and cells with different names would be equal.
+    fields = [override.field for override in overrides]
+    twice = [place for place in places if fields.count(fields[place]) > 1]
+    problems += [f"{overrides[place].key} has several values and is given twice" for place in twice]
     combinations = list(islice(product(*(axis.values for axis in places.values())), MOST + 1))
     if len(combinations) > MOST:
         problems.append(
@@ -82,13 +85,6 @@ def _values(parsed: HydrasOverride) -> tuple[str, ...]:
     return tuple(values)
 
 
-def _given_twice(overrides: Sequence[Override], places: Iterable[int]) -> list[str]:
-    """Keys given twice: the later value would win, and cells with different names would be equal."""
-    fields = [override.field for override in overrides]
-    twice = [place for place in places if fields.count(fields[place]) > 1]
-    return [f"{overrides[place].key} has several values and is given twice" for place in twice]
-
-
 def _choices(
     overrides: Sequence[Override | None], places: dict[int, Axis], combinations: Iterable[tuple[str, ...]]
 ) -> Iterable[Choice]:
@@ -97,7 +93,8 @@ def _choices(
         pairs = [(axis.key, value) for axis, value in zip(places.values(), values, strict=True)]
         chosen = dict(zip(places, values, strict=True))
         single = [one.with_value(chosen[n]) if one and n in chosen else one for n, one in enumerate(overrides)]
-        name = _unused("-".join(_word(key, value) for key, value in pairs), names)
+        name = "-".join(_word(key, value) for key, value in pairs)[:_LONGEST_NAME]
+        name = next(one for one in (name, *(f"{name}-{n}" for n in range(2, MOST + 2))) if one not in names)
         names.add(name)
         label = " ".join(f"{key}={value}" for key, value in pairs)
         yield Choice(name, label, values, tuple(one for one in single if one))
@@ -107,9 +104,3 @@ def _word(key: str, value: str) -> str:
     """Part of a name: tp=2 gives tp2, sp=false sp-false, model.attention_backend=unfused attention_backend-unfused."""
     last = key.rpartition(".")[2]
     return _NOT_IN_NAMES.sub("_", f"{last}{value}" if value.isdigit() else f"{last}-{value}")
-
-
-def _unused(name: str, names: set[str]) -> str:
-    name = name[:_LONGEST_NAME]
-    candidates = (name, *(f"{name}-{n}" for n in range(2, MOST + 2)))
-    return next(candidate for candidate in candidates if candidate not in names)
