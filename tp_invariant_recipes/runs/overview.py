@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from itertools import chain, count, product
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 from tp_invariant_recipes.errors import RunError
@@ -153,9 +155,10 @@ def row(run: Path | tuple[Path, str], of_a_command: Callable[[Path], bool] = _of
 
 def groups(found: Iterable[RunRow]) -> dict[str, str]:
     """Identity hash -> a short name, for the identities that several runs have: these runs are comparable."""
-    counts = Counter(one.identity_hash for one in found if one.identity_hash)
-    shared = [identity for identity, count in counts.items() if count > 1]
-    return {identity: _name(number) for number, identity in enumerate(shared)}
+    times = Counter(one.identity_hash for one in found if one.identity_hash)
+    shared = [identity for identity, runs in times.items() if runs > 1]
+    letters = (product(ascii_lowercase, repeat=length) for length in count(1))  # a, b, … z, aa, ab …
+    return dict(zip(shared, map("".join, chain.from_iterable(letters)), strict=False))
 
 
 def comparable(run: Path) -> Path | None:
@@ -241,13 +244,3 @@ def _entries(folder: Path) -> list[Path]:
     """The folders in a folder. Raises OSError."""
     with os.scandir(folder) as entries:
         return [folder / entry.name for entry in entries if entry.is_dir()]
-
-
-def _name(number: int) -> str:
-    """a, b, … z, aa, ab …"""
-    letters = ""
-    number += 1
-    while number:
-        number, digit = divmod(number - 1, 26)
-        letters = chr(ord("a") + digit) + letters
-    return letters
