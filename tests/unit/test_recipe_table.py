@@ -1,5 +1,8 @@
 """The lines of `tpi models --bridge`, and what the messages of refusals come to in it."""
 
+import runpy
+from pathlib import Path
+
 import pytest
 
 from tp_invariant_recipes.sources import recipe_source
@@ -64,6 +67,14 @@ def test_a_line_a_family():
         "one: 1 covered, 1 covered with, 1 refused: it fine-tunes with LoRA",
         "two: 1 not here",
     ]
+
+
+def test_the_table_of_the_documentation():
+    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "recipe-table"))
+    lines = script["page"](ROWS).splitlines()
+    assert lines[0] == "1 of 4 recipes are covered, 1 with keys; 1 are refused, and 1 are not here."
+    assert lines[2] == "| family | covered | covered with | refused | refused because |"
+    assert lines[4:] == ["| one | 1 | 1 | 1 | it fine-tunes with LoRA |", "", "Not here: two 1.", "", "Keys: `a.b` 1."]
 
 
 def test_the_recipes_of_a_family_and_what_the_states_mean():
