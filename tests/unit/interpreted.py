@@ -13,9 +13,11 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 
 import torch
+import triton.language as tl
 from triton.runtime import interpreter
 
 from tests.operands import KINDS, same_bits, sample
@@ -54,6 +56,22 @@ from tp_invariant_recipes.portable import (
     ieee_swiglu,
 )
 from tp_invariant_recipes.portable.ieee_sums import power_of_two
+
+# Each takes a third of the interpreter's time: looking for overflows in all sums of indices, which are small here, and
+# replacing Triton's language anew for each call of a function.
+interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+_patch_lang, _patched = interpreter._patch_lang, set()
+
+
+def _patched_once(fn):
+    languages = frozenset(name for name, value in fn.__globals__.items() if value is tl or value is tl.core)
+    if languages not in _patched:
+        _patch_lang(fn)
+        _patched.add(languages)
+    return interpreter._LangPatchScope()  # with nothing to restore
+
+
+interpreter._patch_lang = _patched_once
 
 DTYPES = (torch.bfloat16, torch.float32)
 FEW = ("wide", "special")  # kinds of operands: the interpreter is slow
