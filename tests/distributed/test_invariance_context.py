@@ -18,7 +18,7 @@ GATHER = f"{APART} {BUCKETS} ddp.overlap_param_gather=true optimizer.overlap_par
 UNTIED = "model.share_embeddings_and_output_weights=false"
 
 # Layouts that have one ledger; the first is one rank.
-LAYOUTS = ("", "tp=2 cp=2", f"dp=2 cp=2 {GATHER}")
+LAYOUTS = ("", f"dp=2 cp=2 {GATHER}")
 LONGER = (
     "",
     "cp=2",
@@ -26,6 +26,7 @@ LONGER = (
     "cp=4",
     f"cp=4 tp=2 {APART}",
     "tp=2",
+    "tp=2 cp=2",
     "tp=4 cp=2",
     "tp=2 cp=2 sp=false",
     f"dp=2 cp=2 {BUCKETS}",

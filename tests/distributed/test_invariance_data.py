@@ -24,7 +24,7 @@ ALONE = "mbs=4"
 VALIDATED = "validation.eval_iters=1 validation.eval_interval=1"
 FIXED = f"iters=2 gbs=4 numerics.data_shards=4 {VALIDATED}"
 GROUPS = {
-    "dense": (f"dp=4 {GATHER}", f"tp=2 sp=false dp=2 mbs=2 {BUCKETS}"),
+    "dense": (f"dp=4 {GATHER}",),
     "experts": (f"tp=2 dp=2 ep=4 mbs=2 {BUCKETS}",),
 }
 LONGER = {
@@ -34,6 +34,7 @@ LONGER = {
         "dp=2",
         "dp=4",
         "dp=4 pp=2",
+        f"tp=2 sp=false dp=2 mbs=2 {BUCKETS}",
         f"dp=2 pp=2 mbs=2 {GATHER}",
         f"tp=4 dp=2 {BUCKETS}",
         f"tp=2 dp=4 {GATHER}",

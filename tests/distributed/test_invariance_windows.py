@@ -2,7 +2,7 @@
 
 from tests.distributed.scenario import STOCK, agree, unequal
 
-PLAIN = "qwen3_toy seq=32 gbs=1 iters=2"
+PLAIN = "qwen3_toy seq=32 gbs=1 iters=1"
 WINDOWS = (
     "model.window_size=[7,0]",
     "model.window_attn_skip_freq=2",
