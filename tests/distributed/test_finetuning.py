@@ -43,6 +43,7 @@ def packed():
 """
 )
 RECIPE = ("recipe=mine.py:tuned", "dataset.dataset_root=examples", "tokenizer.tokenizer_model=tokenizer")
+SHORT = ("iters=2", "gbs=4", "numerics.data_shards=2")
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +57,12 @@ def mine(bridge, shared):
 @pytest.fixture(scope="module")
 def tuned(mine, shared):
     """Runs of the same model and examples in two layouts."""
-    return shared("verify", *RECIPE, "tp=1,2", "iters=3", "numerics.data_shards=2", "--dir", "tree")
+    return shared("verify", *RECIPE, "tp=1,2", *SHORT, "--dir", "tree")
 
 
 def test_tuning_has_one_result_in_every_layout(tuned):
     assert tuned.status == 0, tuned.stdout + tuned.stderr
-    assert "identical: tp=1, 2 computed the same bits over 3 steps" in tuned.stdout
+    assert "identical: tp=1, 2 computed the same bits over 2 steps" in tuned.stdout
 
 
 @pytest.mark.release
@@ -75,7 +76,7 @@ def test_tuning_lowers_the_loss(mine, shared):
 @pytest.mark.release
 def test_neither_ranks_nor_micro_batches_change_what_a_masked_token_counts(tuned, shared):
     """Each rank has other examples, of other numbers of tokens."""
-    shared("train", *RECIPE, "iters=3", "dp=2", "mbs=2", "numerics.data_shards=2", "run.dir=dp2", status=0)
+    shared("train", *RECIPE, *SHORT, "dp=2", "mbs=2", "run.dir=dp2", status=0)
     shared("compare", "tree/tp1", "dp2", status=0)
 
 
@@ -95,7 +96,7 @@ def test_neither_changes_the_loss_of_examples_to_validate(mine, shared):
 
 
 def test_with_stock_numerics_it_has_not(mine, shared):
-    stock = ("numerics=stock", "numerics.initial_weights=invariant", "iters=1")
+    stock = ("numerics=stock", "numerics.initial_weights=invariant", "iters=1", "gbs=1")
     done = shared("verify", *RECIPE, "tp=1,2", *stock, "--dir", "stock", status=1)
     assert "different: tp=2 computed other bits than tp=1 at step 1" in done.stdout
 
@@ -240,7 +241,7 @@ def test_tuning_with_experts(mine, shared):
 @pytest.mark.release
 def test_a_loss_divided_by_the_tokens_of_the_whole_step(tuned, shared):
     """calculate_per_token_loss: one division by the tokens of all ranks, in place of one a sequence."""
-    words = ("tp=1,2", "dp=1,2", "iters=2", "model.calculate_per_token_loss=true")
+    words = ("tp=1,2", "dp=1,2", "iters=2", "gbs=4", "model.calculate_per_token_loss=true")
     shared("verify", *RECIPE, *words, "--dir", "tokens", status=0)
     assert shared.ledger("tokens/tp1-dp1")[0].grad_norm != shared.ledger("tree/tp1")[0].grad_norm
 

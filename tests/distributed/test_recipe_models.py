@@ -239,7 +239,7 @@ def test_pp_need_not_divide_the_layers(mine, shared):
 
 
 def test_with_stock_numerics_it_has_not(mine, shared):
-    stock = ("numerics=stock", "numerics.initial_weights=invariant")
+    stock = ("numerics=stock", "numerics.initial_weights=invariant", "iters=1", "gbs=1")
     done = shared("verify", "recipe=mine.py:small", "tp=1,2", *stock, "--dir", "stock", status=1)
     assert "different: tp=2 computed other bits than tp=1 at step 1" in done.stdout
 
