@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.forks import freeze
 from tp_invariant_recipes.ledger.certificate import check
 from tp_invariant_recipes.ledger.digests import summaries
 from tp_invariant_recipes.ledger.open import read
@@ -69,6 +70,16 @@ def test_a_certificate_is_reported_like_the_run(run, shared):
     assert "B run: the median step took" in html
 
 
+@pytest.fixture(scope="module")
+def wandb(bridge):
+    """Imported once here, and not in every fork."""
+    import wandb
+
+    assert wandb.Image  # which imports it: it waits until somebody asks for it
+    freeze()
+
+
+@pytest.mark.usefixtures("wandb")
 def test_figures_reach_an_offline_run(tpi):
     """Offline, since there is no key: the environment of tests holds none."""
     done = tpi(*RUN, "tp=2", "logging=wandb", "run.dir=run", status=0)
@@ -116,6 +127,7 @@ def test_without_a_logger_nothing_is_read(tmp_path):
     ExperimentReport(RunDir(tmp_path / "none"), 2).on_train_end(_context(None))
 
 
+@pytest.mark.usefixtures("wandb")
 def test_what_goes_wrong_is_a_warning_in_the_log_of_the_rank(tpi):
     def plant() -> None:
         import wandb
@@ -123,7 +135,6 @@ def test_what_goes_wrong_is_a_warning_in_the_log_of_the_rank(tpi):
         def fail(*_, **__):
             raise OSError("no such service")
 
-        assert wandb.Image  # which imports wandb: it waits until somebody asks for it
         wandb.Image = fail
 
     tpi(*RUN, "logging=wandb", "run.dir=run", before=plant, status=0)
