@@ -147,7 +147,9 @@ def _panel(words: Any) -> Any:
 def _queries(words: Any, first: Any, last: Any) -> Any:
     """Columns first … last - 1 of [d, s] as a panel of WIDE."""
     part = np.zeros((words.shape[0], WIDE), np.uint16)
-    part[:, : last - first] = words[:, first:last]
+    for row in range(len(words)):  # numba takes seconds to compile an assignment of arrays
+        for i in range(first, last):
+            part[row, i - first] = words[row, i]
     return _panel(part)
 
 
@@ -254,8 +256,8 @@ def _backward(
                 last = min(first + WIDE, s)
                 whole = (last + STEP - 1) // STEP * STEP
                 _along(do[unit, head, first:last], o[unit, head, first:last], along)
-                most[: last - first] = top[unit, head, first:last]
-                part[: last - first] = inverse[unit, head, first:last]
+                for i in range(last - first):
+                    most[i], part[i] = top[unit, head, first + i], inverse[unit, head, first + i]
                 _products(k, _queries(q[unit, head], first, last), first, last, kept, scores)
                 _products(v, _queries(do_t[unit, head], first, last), first, last, kept, slopes)
                 gradients[last:whole] = 0

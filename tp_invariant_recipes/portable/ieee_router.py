@@ -77,9 +77,11 @@ def _softmaxes(logits: Any, chosen: Any, every: Any, some: Any, work: Any) -> No
     for i in range(experts):
         every[i] = _exp(widened(logits[i]) - highest)
         some[i] = every[i] if chosen[i] else np.float32(0.0)
-    work[:] = some
+    for i in range(work.size):  # numba takes seconds to compile an assignment of arrays
+        work[i] = some[i]
     total = numba_fold(work)
-    work[:] = every
+    for i in range(work.size):
+        work[i] = every[i]
     whole = numba_fold(work)
     for i in range(experts):
         some[i], every[i] = _share(some[i], total), _share(every[i], whole)
