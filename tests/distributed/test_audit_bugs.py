@@ -110,8 +110,8 @@ def test_a_planted_bug_is_named_at_its_module(tpi, bug, words, kind, module, sha
 
 # The largest factor of them is 1.8, that of fp32 (docs/audit.md).
 QUIET = (
-    f"{EXPERTS} tp=2 ep=2",
-    release(f"{TWO} tp=2"),
+    f"{TWO} tp=2",
+    release(f"{EXPERTS} tp=2 ep=2"),
     release(f"{TWO} tp=2 sp=false"),
     release(f"{TWO} tp=4"),
     release(f"{TWO} tp=2 pp=2 model.num_layers=2"),

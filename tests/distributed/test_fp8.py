@@ -11,7 +11,7 @@ from tp_invariant_recipes.numerics.precision import DEFINITION, MXFP8
 
 # Two shards whose parts of every sum are multiples of 128.
 SMALL = "qwen3_toy seq=128 gbs=2 iters=2 model.kv_channels=32 numerics.virtual_shards=2"
-ONE = f"{SMALL} gbs=1 model.num_layers=1"
+ONE = f"{SMALL} gbs=1 iters=1 model.num_layers=1"
 CONTEXT = f"{SMALL} seq=256 numerics.context_shards=2"
 EXPERTS = (
     "qwen3_moe_toy seq=128 gbs=1 iters=2 numerics.virtual_shards=2 model.num_layers=2 model.hidden_size=128 "

@@ -18,6 +18,7 @@ def _experts(tpi, words: str = "", model: str = "qwen3_moe_toy") -> Scenario:
     return _adapted(tpi, model, f"{WORDS} {words}")
 
 
+@pytest.mark.release  # in `make test`: test_lora_kinds.py
 def test_one_adapter_for_all_experts_has_one_ledger(shared):
     experts = _experts(shared, "iters=1")
     agree(experts, ("tp=1", "tp=2 ep=2"))

@@ -25,6 +25,18 @@ def _adapted(tpi, model: str, words: str) -> Scenario:
 
 
 @pytest.mark.timeout(1200)
+def test_adapters_of_mamba_and_of_experts_have_one_ledger(shared):
+    """In one model, with one adapter for all experts of a layer."""
+    words = MAMBA.replace("]", ",linear_fc1,linear_fc2] peft.lora_B_init_method=normal")
+    both = _adapted(shared, "nemotron3_nano_toy", f"{words} iters=1")
+    agree(both, ("tp=1", "tp=2 ep=2"))
+    adapted = {name.partition(".adapter.")[0].partition("layers.")[2] for name in both("tp=1").ledger()[0].gradients}
+    assert {"0.mixer.in_proj", "0.mixer.out_proj"} <= adapted
+    assert {f"1.mlp.experts.experts.linear_fc{n}" for n in (1, 2)} <= adapted
+
+
+@pytest.mark.release
+@pytest.mark.timeout(1200)
 def test_adapters_of_mamba_have_one_ledger(shared):
     mamba = _adapted(shared, "nemotron3_nano_toy", f"{MAMBA} iters=1")
     agree(mamba, ("tp=1", "tp=2 ep=2"))

@@ -55,7 +55,7 @@ def _config(words, degree):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("degree", (1, 2))
+@pytest.mark.parametrize("degree", (1, pytest.param(2, marks=pytest.mark.release)))
 def test_the_estimate_has_every_parameter(families, monkeypatch, degree):
     found, *_ = on_ranks(degree, 2, _built, MODELS)
     counted = lambda words: memory.estimate(_config(words, degree)).parts[WEIGHTS] // 2  # noqa: E731
@@ -129,7 +129,8 @@ ROWS = (
         pytest.param(row, marks=pytest.mark.release)
         for row in (f"{NET} {MUON}", f"{small('nemotron3_nano_toy')} {MUON}")
     ),
-    *DENSE_ROWS,
+    DENSE_ROWS[0],
+    pytest.param(DENSE_ROWS[1], marks=pytest.mark.release),
 )
 
 
