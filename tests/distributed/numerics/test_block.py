@@ -6,9 +6,9 @@ import torch
 from tests.distributed.numerics.module_runs import (
     FP64,
     OnAllDegrees,
+    OnDegrees,
     computed_in,
     inaccurate,
-    on_all_degrees,
     run,
     set_weights,
     split_of,
@@ -66,7 +66,7 @@ def _run(mesh, kind, dtype, sequence_parallel, main_grad):
 
 @pytest.fixture(scope="module")
 def results(bridge):
-    return on_all_degrees(SHARDS, _run)
+    return OnDegrees(SHARDS, _run)
 
 
 NAMES = {

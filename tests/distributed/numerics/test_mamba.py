@@ -5,8 +5,8 @@ import torch
 
 from tests.distributed.numerics.module_runs import (
     OnAllDegrees,
+    OnDegrees,
     computed_in,
-    on_all_degrees,
     run,
     set_weights,
     split_of,
@@ -61,7 +61,7 @@ def _run(mesh, kind, dtype, sequence_parallel, main_grad):
 
 @pytest.fixture(scope="module")
 def results(bridge):
-    return on_all_degrees(SHARDS, _run)
+    return OnDegrees(SHARDS, _run)
 
 
 OWN = {"A_log", "D", "dt_bias", "conv1d_weight", "conv1d_bias", "norm.weight"}
