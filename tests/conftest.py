@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 import tp_invariant_recipes
 from tests import composing
 from tests.forks import Tpi, freeze
+from tests.warm import warm
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.quiet import VERBOSE
 from tp_invariant_recipes.settings import environment
@@ -191,6 +192,7 @@ def bridge() -> None:
         compose(model, ["tp=2", "seq=32"], device="cpu")
 
     MockGPTLowLevelDataset.size = MOCK_DOCUMENTS
+    warm()
 
     # Megatron collects garbage as it starts: every rank would go through all of Bridge, and copy what it visits.
     freeze()
