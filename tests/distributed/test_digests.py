@@ -284,7 +284,8 @@ def test_every_nth_step_or_none(trained):
     assert [step.loss for step in none.steps] == [step.loss for step in some.steps]
 
 
-@pytest.mark.parametrize("mode", ("tree", pytest.param("stock", marks=pytest.mark.release)))
+@pytest.mark.release  # in `make test`: test_bench.py, a mode with digests
+@pytest.mark.parametrize("mode", ("tree", "stock"))
 def test_digests_change_nothing_that_is_trained(trained, mode):
     """They find the gradient norm's largest on the way; without them it is looked for."""
     with_, without = (trained(f"tp=2 iters=3 numerics={mode} ledger.digests={n}") for n in (1, 0))

@@ -5,6 +5,8 @@ import pytest
 from tests.distributed.scenario import STOCK, agree, stock_differs, unequal
 from tp_invariant_recipes.ledger.bits import bits_float
 
+pytestmark = pytest.mark.usefixtures("families")
+
 DENSE = (
     "seq=64 model.num_layers=2 model.hidden_size=64 model.ffn_hidden_size=256 model.kv_channels=16 model.vocab_size=512"
 )

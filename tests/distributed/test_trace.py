@@ -174,7 +174,7 @@ def test_stock_numerics_differ_from_the_first_sum_across_ranks_on(scenario):
     (
         "dp=2 numerics.data_shards=2",
         pytest.param("dp=2 tp=2 numerics.data_shards=2", marks=pytest.mark.release),
-        "mbs=2",
+        pytest.param("mbs=2", marks=pytest.mark.release),
     ),
 )
 def test_data_parallel_ranks_and_micro_batches_are_one_batch(runs, tree, layout):

@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit import interpreted
 
-# The interpreter takes 10 s for one of these; SwiGLU stands for them in `make test`.
+# The interpreter takes seconds for each of these; SwiGLU stands for them in `make test`.
 LONG = {
     "portable_norms_have_the_bits_of_their_twin",
     "portable_rotary_has_the_bits_of_its_twin",
