@@ -28,7 +28,6 @@ GROUPS = {
 }
 # More of the same, for a release: on two cores, a step of eight ranks takes a second.
 LONGER = {
-    "iters=3 gbs=1 model.num_layers=1": ("tp=1", "tp=8"),
     f"iters=2 precision=fp32 numerics.virtual_shards=4 {UNTIED} {RECOMPUTE}": ("tp=1", "tp=4 sp=false", "pp=2"),
     "iters=2 mbs=2 seq=64": ("tp=1", f"tp=2 sp=false {MASK}", "tp=4"),
     "iters=50 gbs=1": ("tp=1", "tp=2", "tp=4", "tp=8"),
@@ -170,13 +169,8 @@ INGREDIENTS = {
 }
 
 
-# The others have tests of their sums in numerics/.
-SHORT = "tree order across ranks"
-
-
-@pytest.mark.parametrize(
-    "ingredient", [pytest.param(name, marks=() if name == SHORT else pytest.mark.release) for name in INGREDIENTS]
-)
+@pytest.mark.release  # in `make test`: tests of their sums in numerics/
+@pytest.mark.parametrize("ingredient", INGREDIENTS)
 def test_each_ingredient_is_needed(scenario, ingredient):
     plant, layout = INGREDIENTS[ingredient]
     one, several = (scenario(SMALL, "seq=64 iters=2 model.num_layers=1", at).planted(plant) for at in ("tp=1", layout))

@@ -199,12 +199,8 @@ INGREDIENTS = {
 }
 
 
-FIRST = "tree over context shards"  # the others are for a release
-
-
-@pytest.mark.parametrize(
-    "ingredient", (FIRST, *(pytest.param(one, marks=pytest.mark.release) for one in INGREDIENTS if one != FIRST))
-)
+@pytest.mark.release
+@pytest.mark.parametrize("ingredient", INGREDIENTS)
 def test_each_ingredient_is_needed(scenario, ingredient):
     plant, layout = INGREDIENTS[ingredient]
     dense = scenario(DENSE, FIXED)

@@ -113,18 +113,6 @@ def test_killed_while_saving(whole, tpi, where):
     assert (tpi.folder / "run" / "ledger.replaced-1.jsonl").exists()
 
 
-@pytest.mark.release  # in `make test`: one killed while it saves, which has as many steps to repeat
-def test_killed_between_saves(whole, tpi):
-    process = tpi.start(*RUN, "run.dir=run", before=at_step(8, wait_for_ever))
-    process.until(reached(tpi.folder, 8))
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    tpi("train", "--resume", "run", status=0)
-    assert steps(tpi.folder / "run") == steps(whole.folder / "whole")
-    assert (tpi.folder / "run" / "ledger.replaced-1.jsonl").exists()
-    tpi("compare", "run", whole.folder / "whole", status=0)
-
-
 def _processes_with(mark: str) -> list[str]:
     found = []
     for environ in Path("/proc").glob("[0-9]*/environ"):

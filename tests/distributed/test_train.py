@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.distributed.small_models import small
 from tp_invariant_recipes.host.forking import can_fork
 from tp_invariant_recipes.ledger.bits import bits_float
 
@@ -109,16 +108,6 @@ def test_every_layout_trains(tpi, layout):
     assert math.isfinite(summary["loss"])
     assert (summary["ledger"], summary["tensorboard"], summary["wandb_sync"]) == ("run/ledger.jsonl", None, None)
     assert summary["next"] == ["tpi compare run RUN_B", "tpi report run"]
-
-
-@pytest.mark.release  # in `make test`: test_invariance_experts.py trains with stock numerics at tp=2 ep=2
-@pytest.mark.parametrize("layout", ("dp=2 ep=2 gbs=2", "tp=2"))
-def test_mixture_of_experts_trains(tpi, layout):
-    done = tpi(
-        "train", *small("qwen3_moe_toy").split(), "numerics=stock", "iters=2", *layout.split(), "run.dir=run", "--json"
-    )
-    assert done.status == 0, done.stderr
-    assert json.loads(done.stdout)["steps"] == 2
 
 
 def test_tensorboard_gets_bridges_curves(tpi):
