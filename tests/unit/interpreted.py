@@ -14,6 +14,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from inspect import isfunction
 from itertools import product
 
 import torch
@@ -276,11 +277,11 @@ def fixed_tile_products_are_right():
                 torch.testing.assert_close(out.double(), before + expected, rtol=1e-5, atol=2e-5)
 
 
-def near(found, expected):
+def _near(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def convolved(x, dy, weight, bias):
+def _convolved(x, dy, weight, bias):
     y = causal_conv._forward_triton(x, weight, bias, STEP)
     return (y, *causal_conv._backward_triton(dy, x, weight, bias, STEP))
 
@@ -288,17 +289,17 @@ def convolved(x, dy, weight, bias):
 def mambas_convolution_is_right_and_slices_of_each_other():
     causal_conv.CHANNELS = 16  # several blocks of them
     x, dy, weight, bias = inputs = tuple(tensor[:2] for tensor in conv_inputs())
-    whole = convolved(*inputs)
-    near(whole[0], causal_conv._forward_torch(x, weight, bias, STEP))
+    whole = _convolved(*inputs)
+    _near(whole[0], causal_conv._forward_torch(x, weight, bias, STEP))
     dx, sums = causal_conv._backward_torch(dy, x, weight, bias, STEP)
-    near(whole[1], dx)
-    near(whole[2].sum(1), sums.sum(1))
+    _near(whole[1], dx)
+    _near(whole[2].sum(1), sums.sum(1))
     assert whole[2].shape[1] > 1
-    parts = [convolved(*part) for part in slices(inputs, 2)]
+    parts = [_convolved(*part) for part in slices(inputs, 2)]
     assert all(same_bits(one, torch.cat(pieces)) for one, pieces in zip(whole, zip(*parts, strict=True), strict=True))
 
 
-def normed(x, dy, weight):
+def _normed(x, dy, weight):
     y, scale = group_norm._forward_triton(x, weight, 1e-5)
     return (y, scale, *group_norm._backward_triton(dy, x, weight, scale))
 
@@ -306,14 +307,14 @@ def normed(x, dy, weight):
 def mambas_norm_is_right_and_slices_of_each_other():
     group_norm.TILE = 512  # several tiles a leaf, several leaves
     x, dy, weight = norm_inputs()
-    whole = normed(x, dy, weight)
+    whole = _normed(x, dy, weight)
     y, scale = group_norm._forward_torch(x, weight, 1e-5)
     dx, sums = group_norm._backward_torch(dy, x, weight, scale)
     for found, expected in zip(whole[:3], (y, scale, dx), strict=True):
-        near(found, expected)
-    near(whole[3].sum(1), sums.sum(1))
+        _near(found, expected)
+    _near(whole[3].sum(1), sums.sum(1))
     assert whole[3].shape[1] > 1
-    parts = [normed(*part) for part in slices((x, dy, weight), 2)]
+    parts = [_normed(*part) for part in slices((x, dy, weight), 2)]
     assert all(same_bits(one, torch.cat(pieces)) for one, pieces in zip(whole, zip(*parts, strict=True), strict=True))
 
 
@@ -490,38 +491,7 @@ def mxfp8_has_the_bits_of_its_twin():
 
 
 KERNELS: dict[str, Callable[[], None]] = {
-    function.__name__: function
-    for function in (
-        tree_add_has_the_bits_of_its_twin,
-        norms_are_right_and_slices_of_each_other,
-        rows_lose_their_mean_one_by_one,
-        token_sums_are_right_and_slices_of_each_other,
-        digest_lanes_are_those_of_numpy,
-        digests_find_copies_that_do_not_follow,
-        experts_products_are_right_whoever_lies_beside,
-        row_sums_have_the_bits_of_their_twin,
-        rows_are_added_as_their_twin_adds_them,
-        activations_are_right_row_by_row,
-        gradient_norms_have_the_bits_of_plain_torch,
-        fixed_tile_products_are_right,
-        mambas_convolution_is_right_and_slices_of_each_other,
-        mambas_norm_is_right_and_slices_of_each_other,
-        the_gated_delta_rule_is_right_shard_by_shard,
-        portable_norms_have_the_bits_of_their_twin,
-        portable_swiglu_has_the_bits_of_its_twin,
-        portable_rotary_has_the_bits_of_its_twin,
-        portable_cross_entropy_has_the_bits_of_its_twin,
-        portable_adam_has_the_bits_of_its_twin,
-        portable_routers_have_the_bits_of_their_twin,
-        portable_routers_of_more_kinds_have_the_bits_of_their_twin,
-        portable_experts_have_the_bits_of_their_twin,
-        portable_experts_of_more_kinds_have_the_bits_of_their_twin,
-        portable_functions_have_the_bits_of_their_twin,
-        portable_attention_has_the_bits_of_its_twin,
-        portable_attention_of_more_shapes_has_the_bits_of_its_twin,
-        fp8_products_have_the_bits_of_the_definition,
-        mxfp8_has_the_bits_of_its_twin,
-    )
+    name: of for name, of in [*globals().items()] if isfunction(of) and of.__module__ == __name__ and name[0] != "_"
 }
 
 
