@@ -1,5 +1,7 @@
 """Column- and row-parallel products, by tree and by gather: one result for every tensor-parallel degree."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -72,16 +74,7 @@ def _everything(mesh, strategy):
 @pytest.fixture(scope="module", params=(linear, gather), ids=("tree", "gather"))
 def results(request):
     """Degree -> what each of its ranks computed, when a test asks for it."""
-    return Results(request.param)
-
-
-class Results(dict):
-    def __init__(self, strategy):
-        self.strategy = strategy
-
-    def __missing__(self, degree):
-        self[degree] = on_ranks(degree, SHARDS, _everything, self.strategy)
-        return self[degree]
+    return functools.cache(lambda degree: on_ranks(degree, SHARDS, _everything, request.param))
 
 
 def _column_whole(ranks, case):
@@ -107,19 +100,19 @@ def _same(a, b):
 @pytest.mark.parametrize("degree", DEGREES)
 @pytest.mark.parametrize("case", COLUMNS, ids=str)
 def test_column_parallel_has_one_result_for_all_degrees(results, case, degree):
-    assert _same(_column_whole(results[1], case), _column_whole(results[degree], case))
+    assert _same(_column_whole(results(1), case), _column_whole(results(degree), case))
 
 
 @pytest.mark.parametrize("degree", DEGREES)
 @pytest.mark.parametrize("case", ROWS, ids=str)
 def test_row_parallel_has_one_result_for_all_degrees(results, case, degree):
-    assert _same(_row_whole(results[1], case), _row_whole(results[degree], case))
+    assert _same(_row_whole(results(1), case), _row_whole(results(degree), case))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sequence_parallelism_changes_no_bit(results, dtype):
-    assert _same(_row_whole(results[4], (dtype, True, True)), _row_whole(results[4], (dtype, False, True)))
-    assert _same(_column_whole(results[4], (dtype, 2, True, True)), _column_whole(results[4], (dtype, 2, False, True)))
+    assert _same(_row_whole(results(4), (dtype, True, True)), _row_whole(results(4), (dtype, False, True)))
+    assert _same(_column_whole(results(4), (dtype, 2, True, True)), _column_whole(results(4), (dtype, 2, False, True)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -129,15 +122,15 @@ def test_both_agree_with_an_fp64_reference(results, dtype):
     column = (x @ weight.t(), dy @ weight, dy.flatten(0, 1).t() @ x.flatten(0, 1))
     row = (dy @ weight, x @ weight.t(), x.flatten(0, 1).t() @ dy.flatten(0, 1))
     for got, expected in (
-        *zip(_column_whole(results[2], (dtype, 1, True, False)), column, strict=True),
-        *zip(_row_whole(results[2], (dtype, True, False)), row, strict=True),
+        *zip(_column_whole(results(2), (dtype, 1, True, False)), column, strict=True),
+        *zip(_row_whole(results(2), (dtype, True, False)), row, strict=True),
     ):
         assert (got.double() - expected).norm() < tolerance * expected.norm()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_stock_row_parallel_does_not(results, dtype):
-    assert not same_bits(results[1][0][2][dtype], results[4][0][2][dtype])
+    assert not same_bits(results(1)[0][2][dtype], results(4)[0][2][dtype])
 
 
 def test_logits_may_be_changed_in_place():
