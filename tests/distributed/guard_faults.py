@@ -93,6 +93,19 @@ def _norm(now: _Now) -> None:
     norm.LIBRARY = library._replace(forward=lambda *args: now.spoil(library.forward(*args)))
 
 
+def _norm_of_heads(now: _Now) -> None:
+    """Spoil the gradient that a norm of queries or keys gives: it comes after the routers' of the same layer."""
+    from tp_invariant_recipes.numerics.layers import norm
+
+    library = norm.LIBRARY
+
+    def backward(*args: Any) -> Any:
+        found = library.backward(*args)
+        return now.spoil(found) if args[-1] else found
+
+    norm.LIBRARY = library._replace(backward=backward)
+
+
 def _activation(now: _Now) -> None:
     from megatron.core.transformer.mlp import MLP
 
@@ -172,6 +185,7 @@ KERNELS: dict[str, Callable[[_Now], None]] = {
     "contraction": _function("tp_invariant_recipes.numerics.products.cpu", "_batch"),
     "attention": _function("tp_invariant_recipes.numerics.layers.attention", "_together"),
     "norm": _norm,
+    "norm of heads": _norm_of_heads,
     "activation": _activation,
     "experts": _function("tp_invariant_recipes.numerics.layers.experts", "rows_times"),
     "adam": _after_the_update("master", "within"),

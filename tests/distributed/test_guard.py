@@ -12,6 +12,9 @@ import pytest
 from tests.distributed.guard_faults import Planted
 from tests.distributed.guard_trials import DENSE, EXPERTS
 from tests.distributed.scenario import unequal
+from tests.distributed.small_models import small
+from tests.distributed.test_invariance_delta_net import MODEL as NEXT
+from tests.distributed.test_invariance_glm import RECOMPUTED
 from tp_invariant_recipes.errors import HardwareFault
 from tp_invariant_recipes.ledger import evidence
 from tp_invariant_recipes.ledger.open import read
@@ -21,6 +24,8 @@ from tp_invariant_recipes.runs.run_dir import RunDir
 EVERY_STEP = ("guard=shadow", "guard.every=1")
 # A run that several tests compare theirs with.
 SOUND = (*DENSE, "iters=5", "numerics.data_shards=2", "ledger.state_digests=1")
+ROUTED = " ".join(EXPERTS)
+WIDE = "qwen3_toy seq=128 model.num_layers=1 model.vocab_size=512 numerics.virtual_shards=2"
 
 
 def said(tpi, fault, *words, run="run"):
@@ -187,6 +192,74 @@ def test_a_guard_changes_no_bit_and_finds_nothing(scenario, layout):
 def test_experts_have_other_replicas(scenario, layout):
     one = scenario(*EXPERTS, "iters=3", layout)
     assert unequal(one(*EVERY_STEP).ledger(), one().ledger()) == []
+
+
+# What a model keeps from one pass to the next, or counts by sequence -> a model that does.
+KEEPING = {
+    "aux_loss": f"{ROUTED} model.moe_z_loss_coeff=0.01",
+    "seq_aux_loss": f"{ROUTED} model.moe_router_load_balancing_type=seq_aux_loss",
+    "global_aux_loss": f"{ROUTED} model.moe_router_load_balancing_type=global_aux_loss",
+    "capacity": f"{ROUTED} model.moe_expert_capacity_factor=1.0 model.moe_pad_expert_input_to_capacity=true",
+    "experts' bias": f"{ROUTED} model.moe_router_enable_expert_bias=true model.moe_router_bias_update_rate=0.1 "
+    "model.moe_router_score_function=sigmoid model.moe_router_load_balancing_type=none",
+    "multi-token prediction": f"{' '.join(DENSE)} model.mtp_num_layers=2",
+    "gated delta nets": NEXT,
+    "mamba": small("nemotron3_nano_toy"),
+    "FP8": f"{WIDE} precision=fp8_tensorwise",
+    "MXFP8": f"{WIDE} precision=mxfp8",
+    "recomputation": f"{ROUTED} {RECOMPUTED} model.moe_router_load_balancing_type=global_aux_loss",
+}
+SEVERAL = ("dp=2", "gbs=4", "numerics.data_shards=2")  # sequences of each data shard
+LOGGED = re.compile(r"\| ([\w ]*loss): (\S+)")
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("kept", KEEPING)
+def test_what_a_model_keeps_is_as_without_a_guard(scenario, kept):
+    """Also what is logged, of which the ledger has the main loss alone."""
+    one = scenario(KEEPING[kept], *SEVERAL, "iters=3")
+    guarded = one(*EVERY_STEP)
+    assert unequal(guarded.ledger(), one.ledger()) == []
+    logs = [LOGGED.findall((run / "logs" / "rank-1.log").read_text()) for run in (guarded.run, one.run)]
+    assert logs[0] == logs[1]
+    assert {"lm loss"} < {name for name, _ in logs[0]} or kept in ("experts' bias", "FP8", "MXFP8")
+
+
+def _joined(fault):
+    """A fault, and routers that count what is computed side by side as one sequence."""
+
+    def plant() -> None:
+        from tp_invariant_recipes.numerics.megatron.router import InvariantTopKRouter
+
+        fault.plant()
+        InvariantTopKRouter.of_other_shards = lambda self, shards: {}
+
+    return SimpleNamespace(plant=plant)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    ("global_aux_loss", *(pytest.param(one, marks=pytest.mark.release) for one in ("aux_loss", "capacity"))),
+)
+def test_routers_count_each_data_shard_by_itself(tpi, kept):
+    """In the other layout of a place that always fails. The control has routers that count all together."""
+    fault = Planted("norm of heads", always=True, bit=6)
+    words = (*KEEPING[kept].split(), *SEVERAL, "iters=2", *EVERY_STEP)
+    message = said(tpi, fault, *words)
+    assert "wrong bits at step 2: backward pass at the " in message
+    assert re.search(r"\nrank 1 on .*\njudged by its own repetition at other places", message)
+    assert "one of these is wrong" in said(tpi, _joined(fault), *words, run="control")
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("always", (False, True))
+@pytest.mark.parametrize("kept", ("experts' bias", "seq_aux_loss", "multi-token prediction", "mamba"))
+def test_a_repetition_begins_as_the_step_did(tpi, kept, always):
+    """The passes of a step end with other biases of experts."""
+    words = (*KEEPING[kept].split(), *SEVERAL, "iters=2", *EVERY_STEP)
+    message = said(tpi, Planted("norm", always=always), *words)
+    assert re.search(r"\nrank 1 on .*\njudged by its own repetition", message)
+    assert ("at other places" in message) is always
 
 
 @pytest.mark.release

@@ -4,7 +4,7 @@ Everything else is row by row. Expert capacity counts a virtual shard's tokens, 
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
         config.moe_expert_capacity_factor = None
         super().__init__(config, *args, **kwargs)
         self.counted = 0  # sequences in `global_tokens_per_expert`
+        self.apart = 1  # data shards that the sequences of a micro-batch are of, one of each
 
     def gating(self, input: Tensor) -> Tensor:
         """[s/t, b, h] → logits [s/t, b, E]. Raises ConfigError: on a CPU a shard's logits must be whole vectors."""
@@ -66,13 +67,25 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
         now = packed_rows.current()
         if now is not None and now.idle:
             return probs, torch.zeros_like(routing_map)
-        factor, policy = self.capacity
-        if factor is not None:
-            parts = zip(probs.chunk(self.mesh.local_chunks), routing_map.chunk(self.mesh.local_chunks), strict=True)
-            kept = [moe_utils.apply_router_token_dropping(*part, self.topk, factor, policy) for part in parts]
-            probs, routing_map = (torch.cat(some) for some in zip(*kept, strict=True))
+        if self.capacity[0] is not None:
+            probs, routing_map = self._within_capacity(probs, routing_map)
         super()._apply_expert_bias(routing_map)
         return probs, routing_map
+
+    def _within_capacity(self, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
+        """[n, E] → the same without tokens beyond the experts' capacity for a virtual shard of each data shard."""
+        each = (
+            some.view(-1, self.apart, self.num_experts).chunk(self.mesh.local_chunks) for some in (probs, routing_map)
+        )
+        kept = [self._dropped(*shard) for shard in zip(*each, strict=True)]
+        probs, routing_map = (torch.cat(some).flatten(0, 1) for some in zip(*kept, strict=True))
+        return probs, routing_map
+
+    def _dropped(self, probs: Tensor, routing_map: Tensor) -> Iterator[Tensor]:
+        """Of one virtual shard, [n, data shards, E] → the same."""
+        each = zip(probs.unbind(1), routing_map.unbind(1), strict=True)
+        kept = [moe_utils.apply_router_token_dropping(*one, self.topk, *self.capacity) for one in each]
+        return (torch.stack(some, 1) for some in zip(*kept, strict=True))
 
     def _maintain_float32_expert_bias(self) -> None:
         """Keep the token counts in fp32 too: Megatron's bf16 counts of a rank are rounded above 256."""
@@ -98,7 +111,7 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
     def _apply_aux_loss(
         self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
-        return self._balanced(probs, scores, routing_map, 1, "aux_loss", "load_balancing_loss")
+        return self._balanced(probs, scores, routing_map, self.apart, "aux_loss", "load_balancing_loss")
 
     def _apply_seq_aux_loss(
         self,
@@ -109,13 +122,12 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
         bsz: int,
         with_padding_mask: bool = False,
     ) -> Tensor:
-        scores, routing_map = scores.reshape(seq_length, -1), routing_map.reshape(seq_length, -1)
         return self._balanced(probs, scores, routing_map, bsz, "seq_aux_loss", "seq_load_balancing_loss")
 
     def _apply_global_aux_loss(
         self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
-        return self._balanced(probs, scores, routing_map, 1, "global_aux_loss", "global_load_balancing_loss")
+        return self._balanced(probs, scores, routing_map, self.apart, "global_aux_loss", "global_load_balancing_loss")
 
     def _of_batch(self, counts: Tensor) -> Tensor:
         """The mean tokens of each expert over the sequences of the data shard so far, this one included.
@@ -136,16 +148,23 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
         super().reset_global_aux_loss_tracker()
         self.counted = 0
 
+    def of_other_shards(self, shards: int) -> dict[str, Any]:
+        """Attributes for passes over other data shards side by side: each counts by itself, from nothing."""
+        held = self.global_tokens_per_expert
+        counts = {} if held is None else {"global_tokens_per_expert": held.new_zeros(shards * len(held))}
+        return {"apart": shards, "counted": 0, **counts}
+
     def _balanced(
         self, probs: Tensor, scores: Tensor, routing_map: Tensor, sequences: int, kind: str, name: str
     ) -> Tensor:
         """Attach the loss of Switch Transformer (arXiv 2101.03961), for each sequence alone or for all together.
 
-        scores, routing_map: [s/t, b · E] or [n, E].
+        scores, routing_map: [n, E], the sequences side by side, token by token. sequences: 1 for all together.
         """
         coefficient, now = self.get_aux_loss_coeff(kind), packed_rows.current()
         if coefficient == 0 or (now is not None and now.idle):
             return probs
+        scores, routing_map = (values.reshape(-1, sequences * self.num_experts) for values in (scores, routing_map))
         counts, here, tokens = moe_utils.get_tokens_per_expert_and_token_count(routing_map, self.tp_cp_group)
         factor = self.num_experts * coefficient / (self.topk * tokens * tokens)
         context = VirtualMesh.of(self.cp_group.size(), self.cp_group)

@@ -23,6 +23,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from tp_invariant_recipes.numerics.megatron import data_parallel
+from tp_invariant_recipes.numerics.megatron.router import InvariantTopKRouter
 from tp_invariant_recipes.numerics.sums.data_shards import ShardCounter
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.training.gathering import gathered
@@ -41,7 +42,10 @@ Again = Callable[..., list[ReplicaPair]]
 
 WHY = "a guard repeats a data shard of another replica before the step's own passes"
 LOSS = "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss"
-METRICS = "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.record"
+METRICS = (
+    "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.record",
+    "megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.save_metrics_to_tracker",
+)
 
 
 class Shadow:
@@ -82,7 +86,8 @@ class Shadow:
         ours, kwargs = _taken(kwargs, count)
         theirs = _exchanged(ours, group, self.apart)
         there = replace(self.site, dp_rank=(group.rank() + self.apart) % group.size())
-        shadow = self._isolated(run, kwargs, theirs, there, count)
+        held = [buffer.clone() for buffer in _buffers(kwargs["model"])]
+        shadow = self._isolated(run, kwargs, theirs, there, count, held)
         own = ShardRecording(kwargs["model"], self.names, self.site, count)
         with own.on():
             result = run(**kwargs)
@@ -92,12 +97,12 @@ class Shadow:
         def again(*, together: bool) -> list[ReplicaPair]:
             """This rank's data shard and the shadow, against what it has computed itself before."""
             if together:
-                depth = max(pair.depth for pair in pairs) + 1
-                both = self._isolated(run, kwargs, _joined(ours, theirs), Both.of(self.site, there), count, parts=2)
+                depth, sites = max(pair.depth for pair in pairs) + 1, Both.of(self.site, there)
+                both = self._isolated(run, kwargs, _joined(ours, theirs), sites, count, held, parts=2)
                 unlike = [first_unlike(added(first, second, both.events())[:depth], both.events()[:depth])]
             else:
-                mine = self._isolated(run, kwargs, ours, self.site, count).events()
-                other = self._isolated(run, kwargs, theirs, there, count).events()
+                mine = self._isolated(run, kwargs, ours, self.site, count, held).events()
+                other = self._isolated(run, kwargs, theirs, there, count, held).events()
                 unlike = [first_unlike(a, b) for a, b in ((first, mine), (second, other))]
             every = gathered([min((one for one in unlike if one), key=lambda one: one[1], default=None)], group)
             return [ReplicaPair(n, n, *(found[0] or (None, 0))) for n, found in enumerate(every)]
@@ -119,18 +124,26 @@ class Shadow:
         return pairs
 
     def _isolated(
-        self, run: Callable[..., Any], kwargs: dict[str, Any], batches: list[Any], site: Any, count: int, parts: int = 1
+        self,
+        run: Callable[..., Any],
+        kwargs: dict[str, Any],
+        batches: list[Any],
+        site: Any,
+        count: int,
+        held: list[Tensor],
+        parts: int = 1,
     ) -> ShardRecording:
         """Compute some micro-batches. Gradients are zero before and after; nothing else changes.
 
-        parts: how many micro-batches of a step each of them consists of.
+        held: what the model's buffers held as the step began. parts: how many micro-batches of a step each of these
+        consists of.
         """
         model, total = kwargs["model"], kwargs["num_microbatches"] / parts
         size = kwargs["micro_batch_size"] * parts
         iterators = [None if one is None else iter(one) for one in batches]
         data = iterators if isinstance(kwargs["data_iterator"], list) else iterators[0]
         recording = ShardRecording(model, self.names, site, count)
-        with _nothing_else(model, self.state, total), recording.on():
+        with _nothing_else(model, self.state, total, held, parts), recording.on():
             _zero(model)
             run(**kwargs | {"data_iterator": data, "num_microbatches": count, "micro_batch_size": size})
             _zero(model)
@@ -188,11 +201,18 @@ def _words(tensor: Tensor) -> Tensor:
     return tensor.contiguous().cuda().view(-1).view(torch.uint8)
 
 
+def _buffers(model: list[Any]) -> list[Tensor]:
+    """What a model's modules keep beside weights."""
+    return [buffer for chunk in model for buffer in unwrapped(chunk).buffers()]
+
+
 @contextmanager
-def _nothing_else(model: list[Any], state: Any, total: float) -> Iterator[None]:
+def _nothing_else(model: list[Any], state: Any, total: float, held: list[Tensor], parts: int) -> Iterator[None]:
     """Reduce no gradient, count no data shard, log nothing, and give back what a forward pass counts.
 
     total: micro-batches of a step, by which a loss is divided; half of one where two are joined.
+    held: what buffers hold meanwhile: the end of a step's passes moves the biases of experts.
+    parts: data shards that are computed side by side. Routers balance each by itself.
     """
     from megatron.core.utils import get_model_config
 
@@ -211,9 +231,13 @@ def _nothing_else(model: list[Any], state: Any, total: float) -> Iterator[None]:
         _set(stack, config, finalize_model_grads_func=None, no_sync_func=None, grad_sync_func=None)
         counted = {name: value for name, value in vars(state).items() if name.startswith("_flops_")}
         stack.callback(vars(state).update, counted)
-        for buffer in (buffer for chunk in model for buffer in unwrapped(chunk).buffers()):
+        for buffer, then in zip(_buffers(model), held, strict=True):
             stack.callback(buffer.copy_, buffer.clone())
-        stack.enter_context(applied([Replacement(LOSS, of_a_step, WHY), Replacement(METRICS, unrecorded, WHY)]))
+            buffer.copy_(then)
+        for router in (one for chunk in model for one in chunk.modules() if isinstance(one, InvariantTopKRouter)):
+            _set(stack, router, **router.of_other_shards(parts))
+        metrics = [Replacement(target, unrecorded, WHY) for target in METRICS]
+        stack.enter_context(applied([Replacement(LOSS, of_a_step, WHY), *metrics]))
         yield
 
 
