@@ -75,6 +75,13 @@ LONGER = {
     f"{EXPERTS} {BLOCKWISE}": ("tp=1", "tp=2 ep=2"),
     f"{LATENT} {TENSORWISE}": ("tp=1", "tp=2 ep=2", "pp=2"),
     f"{LATENT} {BLOCKWISE}": ("tp=1", "tp=2 ep=2"),
+    f"{SMALL} {TENSORWISE} model.mtp_num_layers=2 gbs=4 numerics.data_shards=2": (
+        "dp=1",
+        f"dp=2 {RECOMPUTE}",
+        f"tp=2 {RECOMPUTE}",
+    ),
+    f"{SMALL} {BY_32} seq=32 model.mtp_num_layers=1": ("tp=1", f"tp=1 {RECOMPUTE}", f"tp=2 {RECOMPUTE}"),
+    f"{SMALL} {BLOCKWISE} model.mtp_num_layers=1": ("tp=1", f"tp=2 {RECOMPUTE}"),
     f"{LATENT} {TENSORWISE} model.mtp_num_layers=1 gbs=2 numerics.data_shards=2": ("dp=1", "dp=2 ep=2", "pp=2"),
     f"{HYBRID} {NAMED}": ("tp=1", "tp=2 ep=2", "pp=2"),
     f"{HYBRID} {NAMED} model.mtp_num_layers=1 model.mtp_hybrid_override_pattern=*M gbs=2 numerics.data_shards=2": (

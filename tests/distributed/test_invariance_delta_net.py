@@ -17,6 +17,7 @@ DENSE = (  # as Qwen3.5 9B is
 )
 SHARDS = "gbs=4 numerics.data_shards=2"  # two sequences in each
 RECOMPUTED = "model.recompute_granularity=selective model.recompute_modules=[layernorm,moe]"
+WHOLE = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(1200)]
 
@@ -27,7 +28,15 @@ pytestmark = [pytest.mark.release, pytest.mark.timeout(1200)]
         ("gbs=1 iters=2", ("tp=1", "tp=2", "tp=4 ep=2", "pp=2")),
         (
             f"{SHARDS} iters=2",
-            ("dp=1", "dp=2 ep=2 mbs=2", "pp=2 mbs=2", f"dp=1 {RECOMPUTED}", f"pp=2 {RECOMPUTED}"),
+            (
+                "dp=1",
+                "dp=2 ep=2 mbs=2",
+                "pp=2 mbs=2",
+                f"dp=1 {RECOMPUTED}",
+                f"pp=2 {RECOMPUTED}",
+                f"dp=1 {WHOLE}",
+                f"dp=2 ep=2 pp=2 {WHOLE}",
+            ),
         ),
         (f"gbs=1 iters=1 precision=fp32 {ALONE}", ("tp=1", "tp=2")),
         (f"gbs=1 iters=2 {DENSE}", ("tp=1", "tp=2", "pp=2")),

@@ -17,9 +17,12 @@ RECOMPUTED = "model.recompute_granularity=full model.recompute_method=uniform mo
 @pytest.mark.parametrize(
     "fixed, layouts",
     (
-        ("gbs=1 iters=2", ("tp=1", "tp=2 pp=2")),
+        (
+            "gbs=1 iters=2",
+            ("tp=1", "tp=2 pp=2", *(f"{layout} {RECOMPUTED}" for layout in ("tp=1", "tp=2 pp=2", "tp=4 ep=2"))),
+        ),
         ("gbs=1 iters=2 model.mtp_num_layers=null", ("tp=1", f"tp=2 {RECOMPUTED}")),
-        ("gbs=2 numerics.data_shards=2 iters=2", ("dp=1", "dp=2 ep=2")),
+        ("gbs=4 numerics.data_shards=2 iters=2", ("dp=1", "dp=2 ep=2", f"dp=2 ep=2 pp=2 {RECOMPUTED}")),
     ),
 )
 def test_one_ledger_for_all_layouts(scenario, fixed, layouts):
@@ -27,8 +30,9 @@ def test_one_ledger_for_all_layouts(scenario, fixed, layouts):
 
 
 @pytest.mark.release
-def test_stock_does_not(scenario):
-    said = stock_differs(scenario(MODEL, "gbs=1 iters=1"), ("tp=1", "tp=2"))
+@pytest.mark.parametrize("how", ("", RECOMPUTED), ids=("kept", "recomputed"))
+def test_stock_does_not(scenario, how):
+    said = stock_differs(scenario(MODEL, "gbs=1 iters=1", how), ("tp=1", "tp=2"))
     assert "different at step 1" in said
 
 

@@ -7,6 +7,7 @@ from tests.distributed.small_models import small
 
 AHEAD = "model.mtp_num_layers=1 numerics.virtual_shards=4 iters=2"
 SHARDS = "gbs=4 numerics.data_shards=4"
+RECOMPUTED = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
 HYBRID = (
     "model.mtp_num_layers=2 model.mtp_use_repeated_layer=true model.mtp_hybrid_override_pattern=*ME "
     "numerics.virtual_shards=4 iters=2"
@@ -44,6 +45,13 @@ ROWS = (
         ("dp=1", "pp=2", "dp=2"),
         marks=pytest.mark.release,
     ),
+    ("qwen3_toy seq=32 model.num_layers=1", AHEAD, ("tp=1", f"tp=2 {RECOMPUTED}")),
+    pytest.param(
+        "qwen3_toy seq=32 gbs=4 model.share_embeddings_and_output_weights=false",
+        f"{AHEAD} model.mtp_num_layers=2 numerics.data_shards=2",
+        ("dp=1", *(f"{layout} {RECOMPUTED}" for layout in ("dp=1", "dp=2", "pp=2 dp=2", "tp=2 sp=false pp=2", "tp=4"))),
+        marks=pytest.mark.release,
+    ),
     # A hybrid model repeats its layers ahead; at pp=1 a router of the model has the number of one of theirs.
     pytest.param(small("nemotron3_nano_toy"), HYBRID, ("tp=1", "pp=2", "tp=2 ep=2"), marks=pytest.mark.release),
     pytest.param(
@@ -62,6 +70,16 @@ def test_one_ledger_for_all_layouts(scenario, model, fixed, layouts):
 
 
 @pytest.mark.release
+def test_a_run_that_recomputes_resumes(scenario, tpi):
+    words = (
+        f"qwen3_toy seq=32 model.num_layers=1 {AHEAD} {RECOMPUTED} scheduler.lr_decay_iters=4 ledger.state_digests=1"
+    )
+    tpi("train", *words.split(), "tp=2", "save=2", "run.dir=run", status=0)
+    tpi("train", "--resume", "run", "iters=4", status=0)
+    assert unequal(tpi.ledger("run"), scenario(words, "iters=4").ledger()) == []
+
+
+@pytest.mark.release
 @pytest.mark.parametrize("words", ((small("deepseek_v3_toy"), AHEAD), (small("nemotron3_nano_toy"), HYBRID)))
 def test_the_loss_of_later_tokens_counts(scenario, words):
     model = scenario(*words, "tp=1")
@@ -69,7 +87,14 @@ def test_the_loss_of_later_tokens_counts(scenario, words):
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("words", ((small("deepseek_v3_toy"), AHEAD), (small("nemotron3_nano_toy"), HYBRID)))
+@pytest.mark.parametrize(
+    "words",
+    (
+        (small("deepseek_v3_toy"), AHEAD),
+        (small("nemotron3_nano_toy"), HYBRID),
+        ("qwen3_toy seq=32 model.num_layers=1", f"{AHEAD} {RECOMPUTED}"),
+    ),
+)
 def test_stock_does_not(scenario, words):
     said = stock_differs(scenario(*words, "iters=1"), ("tp=1", "tp=2"))
     assert "different at step 1" in said
@@ -99,7 +124,8 @@ def test_lookups_of_later_tokens_need_a_sum_of_their_own(scenario):
         ("cp=2 numerics.context_shards=2", "multi-token prediction has no version with context shards"),
         ("numerics=gather", "multi-token prediction is covered by numerics=tree only"),
         ("pp=2", "cannot save a tied embedding beside multi-token prediction"),
-        ("model.recompute_granularity=full", "not shown to have the same bits where whole layers are recomputed"),
+        (f"{RECOMPUTED} model.recompute_num_layers=2", "recomputes the layers of multi-token prediction one by one"),
+        (f"{RECOMPUTED} model.recompute_method=block", "recomputes the layers of multi-token prediction one by one"),
     ),
 )
 def test_what_is_refused(cli, words, said):

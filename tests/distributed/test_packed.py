@@ -294,6 +294,14 @@ def test_experts_have_one_result_in_every_layout(routed, shared, layout):
     _same(shared.ledger(name), routed)
 
 
+@pytest.mark.release
+def test_layers_ahead_are_recomputed_sequence_by_sequence(mine, shared):
+    words = (*ROUTED, "model.mtp_num_layers=1")
+    shared("train", *words, "run.dir=ahead", status=0)
+    shared("train", *words, *RECOMPUTED, "run.dir=ahead-again", status=0)
+    _same(shared.ledger("ahead-again"), shared.ledger("ahead"))
+
+
 # --- Hybrid models, with multi-token prediction ---
 
 HYBRID = ("recipe=mine.py:hybrid_short", *FILES, "gbs=8", "iters=1", "numerics.data_shards=2")

@@ -334,18 +334,21 @@ EXPERTS = Family(
     takes=("stock",),
 )
 
+_WHOLE_LAYERS = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers"
+
 AHEAD = Family(
     "qwen3_toy numerics=tree model.mtp_num_layers=1 model.share_embeddings_and_output_weights=false",
     {
         "numerics.context_shards=2": "multi-token prediction has no version with context shards",
         "pp=2 gbs=4 model.share_embeddings_and_output_weights=true": "Megatron-Core cannot save a tied embedding",
         "model.pipeline_model_parallel_layout=Et*2|m|L pp=3 gbs=4": "the layers of multi-token prediction are on the",
-        "model.recompute_granularity=full": "multi-token prediction was not shown to have the same bits where whole",
+        f"{_WHOLE_LAYERS}=2": "Megatron-Core recomputes the layers of multi-token prediction one by one",
+        f"{_WHOLE_LAYERS}=1 model.recompute_method=block": "Megatron-Core recomputes the layers of multi-token",
         "model.mtp_use_repeated_layer=true": "one layer for all depths is covered for hybrid models alone",
         **each(paths_in("model", multi_token.OFF), "true", "{} is not covered"),
     },
     begins=TREE,
-    taken=("tp=2 pp=2 gbs=4", "model.mtp_num_layers=2"),
+    taken=("tp=2 pp=2 gbs=4", "model.mtp_num_layers=2", f"{_WHOLE_LAYERS}=1"),
 )
 
 _HYBRID_AHEAD = "model.mtp_num_layers=2 model.mtp_hybrid_override_pattern=*E"
@@ -358,6 +361,7 @@ HYBRID_AHEAD = Family(
         "model.mtp_hybrid_override_pattern=*E": "model.mtp_hybrid_override_pattern adds layers",
         f"{_HYBRID_AHEAD} model.mtp_use_repeated_layer=true model.moe_z_loss_coeff=0.1": "one layer for all depths of "
         "multi-token prediction has no z-loss",
+        f"{_HYBRID_AHEAD} {_WHOLE_LAYERS}=1": "multi-token prediction of a hybrid model was not shown to have the same",
     },
     begins=TREE,
     taken=(_HYBRID_AHEAD, f"{_HYBRID_AHEAD} model.mtp_use_repeated_layer=true tp=2"),

@@ -60,9 +60,17 @@ LIMITS = (
         "model.pipeline_model_parallel_layout=null",
     ),
     _row(
-        lambda t: t.model.get("recompute_granularity") == "full",
-        "multi-token prediction was not shown to have the same bits where whole layers are recomputed; "
-        "model.recompute_granularity=selective",
+        lambda t: _hybrid(t) and t.model.get("recompute_granularity") == "full",
+        "multi-token prediction of a hybrid model was not shown to have the same bits where whole layers are "
+        "recomputed; model.recompute_granularity=selective",
+    ),
+    _row(
+        lambda t: (
+            t.model.get("recompute_granularity") == "full"
+            and (t.model.get("recompute_method"), t.model.get("recompute_num_layers")) != ("uniform", 1)
+        ),
+        "Megatron-Core recomputes the layers of multi-token prediction one by one; model.recompute_method=uniform, "
+        "model.recompute_num_layers=1",
     ),
     *(_row(has(field), f"model.{field} is not covered; leave it unset") for field in OFF),
 )
