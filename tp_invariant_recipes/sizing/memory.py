@@ -44,6 +44,7 @@ OUTSIDE = 1536 * MIB
 RANK_ON_CPU = 150 * MIB
 IMPORTED = 800 * MIB
 
+PIECE = 2**24  # numbers of gradients that are on their way together
 MOMENTS = {"adam": 2, "sgd": 1}  # per parameter, by optimizer.optimizer; 1 for others, and for matrices of Muon
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "uint8": 1}
 
@@ -56,6 +57,8 @@ UNFOLLOWED: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("optimizer.optimizer_cpu_offload", (OPTIMIZER,)),
     ("optimizer.use_layer_wise_distributed_optimizer", (OPTIMIZER,)),
     ("peft.dim", (ACTIVATIONS, LOSS, FIRST_STEP)),  # frozen weights need fewer activations and no gradient
+    # The sequences of a row are computed one by one, and how long they are is the data's.
+    ("dataset.enable_offline_packing", (ACTIVATIONS, LOSS, FIRST_STEP)),
     ("ddp.use_megatron_fsdp", (WEIGHTS, GRADIENTS, OPTIMIZER)),
     ("dist.use_torch_fsdp2", (WEIGHTS, GRADIENTS, OPTIMIZER)),
 )
@@ -131,18 +134,21 @@ def _stage(config: RunConfig, at: Layout, stage: int) -> dict[str, int]:
     held = _layers(config, at, stage)
     weights, matrices = (_sum(config, held, of) for of in (size.weights, size.matrices))
     last = stage == at.pp - 1
-    tied = config.model.get("share_embeddings_and_output_weights")
     if last:
         weights += Weights(whole=size.norm(config.model))  # the final one
-        weights += Weights() if tied and at.pp == 1 else size.embedding(config.model)
+        weights += Weights() if _tied(config, at) else size.embedding(config.model)
         weights += size.ahead(config.model)
         matrices += size.ahead(config.model, size.matrices)
     if stage == 0 or (last and config.model.get("mtp_num_layers")):  # the latter has a copy of the first stage's
         weights += size.embedding(config.model) + size.positions(config.model)
         matrices += size.positions(config.model)  # of which Megatron-Core does not say that they are an embedding
-    trained, fields = weights, peft.section(config)
+    trained, lookups, fields = weights, 0, peft.section(config)
+    if config.numerics.invariant:  # numerics/layers/embedding.py adds up apart what one buffer would mix
+        ahead = bool(size.depths_ahead(config.model))
+        apart = (_tied(config, at) or (ahead and at.pp == 1)) + (last and ahead)
+        lookups = apart * size.embedding(config.model).split // at.tp
     if fields is not None:
-        trained, shared = Weights(), fields.get("share_expert_adapters", True)
+        trained, lookups, shared = Weights(), 0, fields.get("share_expert_adapters", True)
         for layer, count in held.items():
             for part in layer:
                 trained += (
@@ -151,11 +157,21 @@ def _stage(config: RunConfig, at: Layout, stage: int) -> dict[str, int]:
         weights += trained
     batch = activations.micro_batch(config)
     kept = sum(count * _kept(config, batch, layer) for layer, count in held.items())
-    ends = 2 * batch.slice * batch.element * batch.widths.hidden if last else 0  # the final norm's input and output
-    standing = int(kept * _in_flight(config, at, stage)) + ends
+    if last:
+        row = batch.slice * batch.widths.hidden
+        # Of multi-token prediction also the embedding, it and the features side by side, and the last norm's two.
+        depth = _kept(config, batch, size.layers_ahead(config.model)) + 5 * row * batch.element
+        ends = row * (2 * batch.element + batch.wide)  # the final norm's input and output
+        kept += ends + size.depths_ahead(config.model) * depth
+    standing = int(kept * _in_flight(config, at, stage))
     working = _working(config, at, batch, held, weights.largest // at.tp, last=last)
-    working[LOSS] = max(working[LOSS], _of_step(config, at, matrices.largest) - standing)
-    return {**_states(config, at, weights, trained, matrices), ACTIVATIONS: standing, **working}
+    working[LOSS] = max(working[LOSS], _of_step(config, at, trained, matrices.largest) - standing)
+    return {**_states(config, at, weights, trained, lookups, matrices), ACTIVATIONS: standing, **working}
+
+
+def _tied(config: RunConfig, at: Layout) -> bool:
+    """Whether the output layer has the embedding's weight, on one rank."""
+    return at.pp == 1 and bool(config.model.get("share_embeddings_and_output_weights"))
 
 
 def _sum(config: RunConfig, held: Counter[str], of: Callable[[Model, str], Weights]) -> Weights:
@@ -189,11 +205,12 @@ def _in_flight(config: RunConfig, at: Layout, stage: int) -> float:
 
 
 def _states(
-    config: RunConfig, at: Layout, weights: Weights, trained: Weights, matrices: Weights
-) -> dict[str, int]:  # fmt: skip
+    config: RunConfig, at: Layout, weights: Weights, trained: Weights, lookups: int, matrices: Weights
+) -> dict[str, int]:
     """Weights, gradients and the optimizer's state of a rank.
 
-    trained: those that have gradients. matrices: those of which Muon has one moment; all else has Adam's.
+    trained: those that have gradients. lookups: numbers of the embedding's gradients beside. matrices: those of which
+    Muon has one moment; all else has Adam's.
     """
     dense, experts = _held(weights, at)
     half = activations.element(config)
@@ -207,18 +224,35 @@ def _states(
     one_moment = sum(_held(matrices, at)) if muon.computes(optimizer) else 0
     return {
         WEIGHTS: standing,
-        GRADIENTS: _gradient(config, half) * _summed(config, at, dense, experts),
+        GRADIENTS: _gradient(config, half) * _summed(config, at, dense + lookups, experts),
         OPTIMIZER: _of_optimizer(optimizer, half) * owned - FP32 * one_moment,
     }
 
 
-def _of_step(config: RunConfig, at: Layout, largest: int) -> int:
-    """Bytes of Muon's step: of the largest matrix the whole, the iterate before and after, and two of its squares."""
+def _of_step(config: RunConfig, at: Layout, trained: Weights, largest: int) -> int:
+    """Bytes after the last backward pass: of the sums over ranks, or of Muon's step.
+
+    Muon has of the largest matrix the whole, the iterate before and after, and two of its squares.
+    """
     optimizer = config.section("optimizer")
-    if not muon.computes(optimizer):
+    step = 0
+    if muon.computes(optimizer):
+        matrix = largest if optimizer.get(muon.TP_MODE) == muon.WHOLE else largest // at.tp
+        step = FP32 * (3 * matrix + 2 * min(matrix, config.model["hidden_size"] ** 2))
+    return max(step, _of_sums(config, at, sum(_held(trained, at))))
+
+
+def _of_sums(config: RunConfig, at: Layout, held: int) -> int:
+    """Bytes of what ranks send each other of gradients (numerics/sums/bucket_reduction.py).
+
+    Two pieces arrive at once, and a rank adds up its slice of one; with context shards two copies of a whole one put
+    the leaves of the tree into its order.
+    """
+    if not config.numerics.invariant or at.dp * at.cp == 1:
         return 0
-    matrix = largest if optimizer.get(muon.TP_MODE) == muon.WHOLE else largest // at.tp
-    return FP32 * (3 * matrix + 2 * min(matrix, config.model["hidden_size"] ** 2))
+    shards = config.numerics.context_shards or at.cp
+    whole = max(1, shards // at.cp) * held
+    return FP32 * (min(2 * PIECE, whole) + 2 * min(PIECE, whole) // (1 if shards > 1 else at.dp))
 
 
 def _held(weights: Weights, at: Layout) -> tuple[int, int]:
@@ -276,17 +310,23 @@ def _bytes(dtype: Any) -> int:
 def _kept(config: RunConfig, batch: MicroBatch, layer: str) -> float:
     """Bytes that a layer keeps of a micro-batch, after what is recomputed."""
     rows = [activations.kept(batch, part) for part in layer]
-    granularity = config.model.get("recompute_granularity")
-    if granularity == "full":
-        unit = 1
-        if config.model.get("recompute_method") != "block":
-            unit = config.model.get("recompute_num_layers") or 1
-        return rows[0][activations.INPUT] / unit
-    dropped = _dropped(config) if granularity == "selective" else set()
+    if config.model.get("recompute_granularity") == "full":
+        return rows[0][activations.INPUT] / _unit(config)
+    dropped = _dropped(config)
     return sum(amount for part in rows for row, amount in part.items() if row not in dropped)
 
 
+def _unit(config: RunConfig) -> int:
+    """Layers that are computed again together."""
+    model = config.model
+    if model.get("recompute_granularity") != "full" or model.get("recompute_method") == "block":
+        return 1
+    return model.get("recompute_num_layers") or 1
+
+
 def _dropped(config: RunConfig) -> set[str]:
+    if config.model.get("recompute_granularity") != "selective":
+        return set()
     words = config.model.get("recompute_modules") or [activations.CORE]
     return {row for word in words for row in (word, *activations.ALSO_DROPS.get(word, ()))}
 
@@ -299,42 +339,54 @@ def _working(
     largest: numbers of the rank's part of the largest matrix.
     """
     matrix, hidden = largest * batch.element, batch.tokens * batch.widths.hidden
-    layers = max((_backward(config, batch, layer) for layer in held), default=0)
-    moments = [layers + matrix * (2 if batch.rounds else 1)]  # with one rounded copy of a weight
+    layers = _in_turn(config, batch, held, last=last)
+    moments = [int(layers) + matrix * (2 if batch.rounds else 1)]  # with one rounded copy of a weight
     arithmetic = config.numerics.arithmetic
     tries = arithmetic is not None and arithmetic.tries_products and config.device.kind == "gpu"
     # numerics/products/contraction.py tries a sum over shards: two outputs, two sums of pairs, and what fills the
     # operands.
     trial = 6 * hidden * FP32 if tries else 0
+    others = 0  # logits of later tokens
     if last:
         logits = config.model["vocab_size"] // at.tp * batch.tokens
         moments += _loss_of(arithmetic)(batch, logits, largest, at.tp)
-        if batch.tree and config.device.kind == "cpu" and batch.element != FP32:
-            # numerics/products/cpu.py multiplies in fp32.
-            moments.append(largest * FP32 + logits * (FP32 + batch.element))
+        others = size.depths_ahead(config.model) * _logits(batch, logits)
         if tries:
             # numerics/products/cublas.py tries the output matrix's first gradient: three of it in fp32, and its
             # operand.
             trial = max(trial, 2 * logits * batch.element + 3 * largest * FP32)
     standing = 0
-    if batch.tree:
+    if batch.tree and _tied(config, at):
+        moments[0] += matrix  # zeros for autograd, until the embedding's backward pass has ended
+    elif batch.tree:
         standing = matrix  # numerics/sums/weight_gradient.py: what autograd sees, not the gradient in Megatron's buffer
     elif batch.slice < batch.tokens:
         standing = hidden * batch.element  # Megatron's output layer gathers its input into a buffer that stays
-    working = max(moments) + standing
+    working = max(moments) + standing + others
     return {LOSS: working, FIRST_STEP: max(0, trial - working)}
 
 
-def _backward(config: RunConfig, batch: MicroBatch, layer: str) -> int:
-    """The gradients of a layer's widest part; after recomputation also all that the layer has computed again.
+def _in_turn(config: RunConfig, batch: MicroBatch, held: Counter[str], *, last: bool) -> float:
+    """The most that the backward pass of a kind of layer has, without what a later layer of another kind kept."""
+    most, gone, final = 0.0, 0.0, size.final(config.model)
+    ahead = [size.layers_ahead(config.model)] if last and size.depths_ahead(config.model) else []
+    for layer in (*ahead, *sorted(held, key=lambda layer: layer != final)):
+        most = max(most, _backward(config, batch, layer) - gone)
+        if layer in (*ahead, final):
+            gone += _kept(config, batch, layer)
+    return most
 
-    Gradients that are rounded are so along both sides.
-    """
-    rows = [activations.kept(batch, part) for part in layer]
-    again = config.model.get("recompute_granularity") == "full"
-    widest = max(max(part.values()) * (2 if batch.rounds else 1) for part in rows)
-    widest = max(widest, *(activations.temporary(batch, part) for part in layer))
-    return widest + again * sum(sum(part.values()) for part in rows)
+
+def _backward(config: RunConfig, batch: MicroBatch, layer: str) -> float:
+    """What the backward pass of a layer has for itself and computes again, without what its later parts kept."""
+    rows = [sum(activations.kept(batch, part).values()) for part in layer]
+    again = _unit(config) * (sum(rows) - _kept(config, batch, layer))
+    return again + max(activations.backward(batch, part) - sum(rows[n + 1 :]) for n, part in enumerate(layer))
+
+
+def _logits(b: MicroBatch, logits: int) -> int:
+    """The bytes that stay of logits until their backward pass: stock's softmax in fp32 beside them."""
+    return logits * (b.element + (0 if b.tree or b.element == FP32 else FP32))
 
 
 def _stock_loss(b: MicroBatch, logits: int, largest: int, tp: int) -> tuple[int, ...]:
@@ -342,20 +394,31 @@ def _stock_loss(b: MicroBatch, logits: int, largest: int, tp: int) -> tuple[int,
 
     logits, largest: numbers of the rank's logits and of its output matrix.
     """
-    softmax = 0 if b.element == FP32 else logits * FP32
-    return logits * b.element + softmax, (logits + largest + b.tokens * b.widths.hidden) * b.element
+    return _logits(b, logits), (logits + largest + b.tokens * b.widths.hidden) * b.element
 
 
 def _tree_loss(b: MicroBatch, logits: int, largest: int, tp: int) -> tuple[int, ...]:
-    """The logits and their gradient; the gradient with nodes of the tree, leaving and arriving, and gathered tokens."""
+    """The logits and their gradient; the gradient with nodes of the tree, leaving and arriving, and gathered tokens.
+
+    On a CPU also the gradient as numerics/products/cpu.py multiplies it, in fp32: with the matrix's, the tokens and the
+    partial products of their gradient.
+    """
     hidden = b.tokens * b.widths.hidden
-    return 2 * logits * b.element, logits * b.element + hidden * (2 * FP32 + b.element)
+    found = 2 * logits * b.element, logits * b.element + hidden * (2 * FP32 + b.element)
+    if not b.plain:
+        return found
+    half = 0 if b.element == FP32 else FP32  # of operands
+    return *found, logits * (b.element + half) + largest * FP32 + hidden * (half + b.shards * FP32)
 
 
 def _gather_loss(b: MicroBatch, logits: int, largest: int, tp: int) -> tuple[int, ...]:
-    """The logits and their gradient; the gradient with the whole matrix, twice, and whole tokens."""
-    whole = 2 * tp * largest + 2 * b.tokens * b.widths.hidden
-    return 2 * logits * b.element, (2 * logits + whole) * b.element
+    """The logits and their gradient; the gradient with the whole matrix, twice, and whole tokens.
+
+    On a CPU the whole matrix and a sum in fp32 also, as kernels/fixed_tile_product.py multiplies them.
+    """
+    whole, hidden = tp * largest, b.tokens * b.widths.hidden
+    found = 2 * logits * b.element, (2 * logits + 2 * whole + 2 * hidden) * b.element
+    return (*found, (3 * logits + whole) * b.element + (2 * whole + hidden) * FP32) if b.plain else found
 
 
 def _loss_of(arithmetic: Mode | None) -> Callable[[MicroBatch, int, int, int], tuple[int, ...]]:

@@ -54,7 +54,7 @@ class Widths:
     core:             what attention makes of a token, all heads together.
     q_latent:         of multi-latent attention: features of a query's latent; 0: it has none.
     kv_latent, shared_key: its latent of keys and values; the key that all heads share. 0: no such attention.
-    inner, states:    of a Mamba layer: of x and z; of B and C together.
+    inner, states:    of a Mamba layer: of x and z; of B and C together; mamba_state: of a head's B.
     gate:             of attention's output; 0: it has none.
     delta_key, delta_value: of a gated delta net: of its keys, and of its values, of all heads; delta_heads: of values;
                       delta_key_head: features of one key.
@@ -76,6 +76,7 @@ class Widths:
     inner: int
     states: int
     mamba_heads: int
+    mamba_state: int
     gate: int
     delta_key: int
     delta_value: int
@@ -112,12 +113,21 @@ def widths(model: Model) -> Widths:
         inner=(model.get("mamba_num_heads") or 0) * (model.get("mamba_head_dim") or 0),
         states=2 * (model.get("mamba_num_groups") or 0) * (model.get("mamba_state_dim") or 0),
         mamba_heads=model.get("mamba_num_heads") or 0,
+        mamba_state=model.get("mamba_state_dim") or 0,
         gate=query if model.get(delta_net.ATTENTION_GATE) else 0,
         delta_key=delta_key,
         delta_value=delta_value,
         delta_heads=delta_heads,
         delta_key_head=families.delta_sizes(model).get("linear_key_head_dim", 0),
     )
+
+
+def turned(model: Model) -> int:
+    """Features of a head that positions turn."""
+    if latent(model):
+        return model["qk_pos_emb_head_dim"]
+    channels = model.get("kv_channels") or model["hidden_size"] // model["num_attention_heads"]
+    return int(channels * (model.get("rotary_percent") or 1))
 
 
 def latent(model: Model) -> bool:
@@ -129,20 +139,35 @@ def layers(model: Model) -> Counter[str]:
     """How many layers there are of each kind, by its parts: "*-" is attention and a feed-forward part."""
     pattern = model.get("hybrid_layer_pattern")
     if pattern:
-        return Counter(pattern.partition("/")[0].replace("|", ""))
-    count, net = model["num_layers"], delta_net.has_it(model)
+        return Counter(_of_pattern(pattern))
+    count, kind, period = model["num_layers"], *_kinds(model)
+    turns, rest = divmod(count, period)
+    each = Counter(map(kind, range(period if turns else 0)))
+    return Counter({one: times * turns for one, times in each.items()}) + Counter(map(kind, range(rest)))
+
+
+def final(model: Model) -> str:
+    """The kind of the last layer."""
+    pattern = model.get("hybrid_layer_pattern")
+    return _of_pattern(pattern)[-1] if pattern else _kinds(model)[0](model["num_layers"] - 1)
+
+
+def _of_pattern(pattern: str) -> str:
+    return pattern.partition("/")[0].replace("|", "")
+
+
+def _kinds(model: Model) -> tuple[Callable[[int], str], int]:
+    """The kind of a GPT model's layer by its number, and after how many layers kinds repeat."""
+    net = delta_net.has_it(model)
     sparse = (model.get("moe_layer_freq") or 1) if model.get("num_moe_experts") else [0]
     linear = (model.get(delta_net.FREQUENCY) or 1) if net else [0]
-    period = math.lcm(*(len(one) if isinstance(one, list) else one for one in (sparse, linear)))
 
     def kind(n: int) -> str:
         of_experts = sparse[n % len(sparse)] if isinstance(sparse, list) else n % sparse == 0
         of_net = linear[n % len(linear)] if isinstance(linear, list) else (n + 1) % linear != 0
         return (DELTA_NET if of_net else ATTENTION) + (EXPERTS if of_experts else MLP)
 
-    turns, rest = divmod(count, period)
-    each = Counter(map(kind, range(period if turns else 0)))
-    return Counter({one: times * turns for one, times in each.items()}) + Counter(map(kind, range(rest)))
+    return kind, math.lcm(*(len(one) if isinstance(one, list) else one for one in (sparse, linear)))
 
 
 def weights(model: Model, part: str) -> Weights:
@@ -187,7 +212,7 @@ def matrices(model: Model, part: str) -> Weights:
 def _others(model: Model, part: str) -> Weights:
     """The norms, biases, convolutions and numbers of heads of one part of a layer."""
     w, biased = widths(model), bool(model.get("add_bias_linear"))
-    one, more = norm(model), _more_norms(model) * norm(model)
+    one, more = norm(model), (norms(model) - 1) * norm(model)
     if part == ATTENTION and latent(model):
         return Weights(whole=one + ((w.q_latent + w.kv_latent) if model.get("qk_layernorm") else 0))
     if part == ATTENTION:
@@ -226,10 +251,10 @@ def _head_norms(model: Model, w: Widths) -> int:
     )
 
 
-def _more_norms(model: Model) -> int:
-    """Norms of a layer's part beside one."""
+def norms(model: Model) -> int:
+    """Norms of a layer's part."""
     family = families.of(model)
-    return families.FAMILIES[family].norms - 1 if family else 0
+    return families.FAMILIES[family].norms if family else 1
 
 
 def adapters(model: Model, part: str, dim: int, targets: Collection[str], *, shared: bool = True) -> Weights:
@@ -282,20 +307,30 @@ def positions(model: Model) -> Weights:
 def ahead(model: Model, of: Callable[[Model, str], Weights] = weights) -> Weights:
     """The parameters of multi-token prediction: of each depth its layers, a projection and three norms.
 
-    The layers are one like the model's last, or those of a hybrid model's pattern. of: what counts; `matrices`: those.
+    of: what counts; `matrices`: those.
     """
-    depths, hidden = model.get("mtp_num_layers") or 0, model["hidden_size"]
+    depths, hidden = depths_ahead(model), model["hidden_size"]
     if not depths:
         return Weights()
-    pattern = model.get("mtp_hybrid_override_pattern")
-    if pattern is None:
-        frequency = model.get("moe_layer_freq") or 1
-        sparse = bool(model.get("num_moe_experts")) and (bool(frequency[-1]) if isinstance(frequency, list) else True)
-        pattern = ATTENTION + (EXPERTS if sparse else MLP)
-    layers = sum((of(model, part) for part in pattern), Weights())
+    layers = sum((of(model, part) for part in layers_ahead(model)), Weights())
     norms = 3 * norm(model) if of is weights else 0
     projection = Weights(split=2 * hidden * hidden, whole=norms, largest=2 * hidden * hidden)
     return (layers + projection) * (1 if model.get("mtp_use_repeated_layer") else depths)
+
+
+def depths_ahead(model: Model) -> int:
+    """Depths of multi-token prediction."""
+    return model.get("mtp_num_layers") or 0
+
+
+def layers_ahead(model: Model) -> str:
+    """The parts of the layers of one depth: of one like the model's last, or of a hybrid model's pattern."""
+    pattern = model.get("mtp_hybrid_override_pattern")
+    if pattern is not None:
+        return str(pattern)
+    frequency = model.get("moe_layer_freq") or 1
+    sparse = bool(model.get("num_moe_experts")) and (bool(frequency[-1]) if isinstance(frequency, list) else True)
+    return ATTENTION + (EXPERTS if sparse else MLP)
 
 
 def parameters(model: Model) -> int:
