@@ -338,6 +338,24 @@ def the_gated_delta_rule_is_right_shard_by_shard():
     assert all(same_bits(a[1:], b) for a, b in zip(whole, of(1), strict=True))
 
 
+def samples_of_a_gated_delta_net_are_computed_as_if_alone():
+    """The convolution and the rule; sequences end within a chunk."""
+    sizes = delta_rule.Heads(groups=1, heads=2, key=20, value=12)
+    inputs = test_delta_rule.operands(delta_rule.CHUNK + 8, sizes, shards=1, batch=2)
+    x, *more = inputs[:3]
+    weight, bias = torch.randn(1, x.shape[-1], causal_conv.TAPS), torch.randn(1, x.shape[-1])
+
+    def of(*samples):
+        mine, alpha, beta = (one[:, :, [*samples]] for one in (x, *more))
+        mixed = causal_conv._forward_triton(mine.flatten(1, 2), weight, bias, len(samples)).view(mine.shape)
+        return mixed, delta_net.with_kernels(sizes, mixed, alpha, beta, *inputs[3:])
+
+    whole = of(0, 1)
+    for n in range(2):
+        assert all(same_bits(a[:, :, [n]], b) for a, b in zip(whole, of(n), strict=True)), n
+    assert not same_bits(whole[1][:, :, [0]], whole[1][:, :, [1]])  # the control
+
+
 def portable_norms_have_the_bits_of_their_twin():
     shapes = ((24, 1, 96, 4, False), (16, 8, 24, 2, True), (6, 1, 5000, 2, False))
     for (tokens, heads, width, shards, by_heads), kind, dtype in product(shapes, FEW, DTYPES):
