@@ -124,3 +124,24 @@ def test_experts_go_on_wherever_they_are(shared, tpi):
     before = steps(tpi.folder / "run")
     tpi("train", "--resume", "run", "tp=2", "pp=2", "ep=2", "checkpoint.ckpt_step=2", status=0)
     assert steps(tpi.folder / "run") == before
+
+
+SGD = ("train", "qwen3_toy", "iters=3", "save=1", "seq=32", "model.num_layers=1", "optimizer.optimizer=sgd", "tp=2")
+
+
+def test_momentum_of_sgd_goes_on_in_another_layout(tpi):
+    """The control goes on without it."""
+    tpi(*SGD, "run.dir=run", status=0)
+    whole = steps(tpi.folder / "run")
+    for layout in ("tp=2", "tp=1"):
+        tpi("train", "--resume", "run", layout, "checkpoint.ckpt_step=2", status=0)
+        assert steps(tpi.folder / "run") == whole
+    tpi(*SGD, "optimizer.sgd_momentum=0", "run.dir=control", status=0)
+    assert steps(tpi.folder / "control")[1:] != whole[1:]
+
+
+@pytest.mark.release
+def test_without_the_patch_sgd_does_not_go_on(tpi):
+    tpi(*SGD, "patches.off=[core-sgd-state]", "run.dir=run", status=0)
+    ended = tpi("train", "--resume", "run", "checkpoint.ckpt_step=2", status=2)
+    assert "TypeError: 'NoneType' object is not callable" in ended.stderr

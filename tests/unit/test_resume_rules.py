@@ -123,3 +123,18 @@ APART = (
 @pytest.mark.parametrize("mode, model, at, separate", APART)
 def test_whether_experts_have_an_optimizer_of_their_own(mode, model, at, separate):
     assert resume_rules.experts_separate(mode, model, at) is separate
+
+
+@pytest.mark.parametrize(
+    "before, now, same",
+    (
+        ({"dp": 4}, {"dp": 2, "cp": 2}, True),
+        ({"dp": 4, "ep": 2}, {"dp": 2, "cp": 2, "ep": 4}, True),
+        ({"dp": 4, "ep": 2}, {"dp": 2, "ep": 2}, False),
+        ({"dp": 2, "ep": 2}, {"dp": 2}, False),
+        ({"tp": 2}, {"pp": 2}, False),
+    ),
+)
+def test_random_states_are_those_of_ranks(before, now, same):
+    for one, other in ((before, now), (now, before)):
+        assert resume_rules.same_random_states(layout(**one), layout(**other)) is same

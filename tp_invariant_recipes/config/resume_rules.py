@@ -132,6 +132,16 @@ def unreadable_state(
     )
 
 
+def same_random_states(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint has the ranks' random states as ranks in another layout look for them.
+
+    Bridge has one for each rank of tp and pp and, with ep > 1, of dp and cp. It ignores them in another tp or pp; in
+    another ep or dp it would look for those that are not there. Nothing of an invariant run draws after the start.
+    """
+    saved, wanted = ((run["tp"], run["pp"], run["ep"] > 1 and run["dp"] * run["cp"]) for run in (before, now))
+    return saved == wanted
+
+
 def experts_separate(name: str, model: Mapping[str, Any], layout: Mapping[str, Any]) -> bool:
     """Whether a run's experts have their own optimizer: with invariant numerics always (numerics/layers/experts.py).
 

@@ -256,7 +256,7 @@ ROWS: tuple[Adjustment, ...] = (
          lambda t, was: was and not t.section("optimizer").get("use_distributed_optimizer")),
     *_listed(False, "checkpoint.also_save_hf_checkpoint"),
     *_listed("torch_dist", "checkpoint.ckpt_format"),
-    *_listed(True, "checkpoint.save_optim checkpoint.save_rng checkpoint.load_rng"),
+    *_listed(True, "checkpoint.save_optim checkpoint.save_rng"),
     *_listed(True, "train.check_optimizer_step_success"),
     *_listed(None, "train.eval_iters train.eval_interval"),
     *_listed(False, "dataset.fast_cache_load dataset.defer_npy_index_mmap"),

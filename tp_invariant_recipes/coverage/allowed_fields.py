@@ -223,7 +223,8 @@ TOKENIZER = rows(
 )  # fmt: skip
 
 CHECKPOINT = rows(
-    (ANY, _RULED, "save load ckpt_step pretrained_checkpoint load_optim finetune dist_ckpt_optim_fully_reshardable"),
+    (ANY, _RULED, "save load ckpt_step pretrained_checkpoint load_optim load_rng finetune "
+     "dist_ckpt_optim_fully_reshardable"),
     (BOOL, TIME, "async_save"),
     (ANY, TIME, "save_interval most_recent_k exit_on_missing_checkpoint async_strategy "
      "use_persistent_ckpt_worker async_ckpt_cpu_priority async_ckpt_io_priority async_write_results_mp_mode"),
@@ -232,7 +233,7 @@ CHECKPOINT = rows(
     (only("assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all"), _RESUMED,
      "dist_ckpt_strictness"),
     (only("torch_dist"), _RESUMED, "ckpt_format"),
-    (ON, _RESUMED, "save_optim save_rng load_rng"),
+    (ON, _RESUMED, "save_optim save_rng"),
     (OFF, _RESUMED, "load_main_params_from_ckpt strict_fsdp_dtensor_load"),
     (NULL, _LOCAL, "non_persistent_save_interval non_persistent_ckpt_type non_persistent_global_ckpt_dir "
      "non_persistent_local_ckpt_dir replication_jump custom_manager_class"),

@@ -257,5 +257,8 @@ def _starting_at(plan: Plan, found: RunCheckpoint) -> Plan:
     # number of steps alone.
     schedule = {"use_checkpoint_opt_param_scheduler": True, "override_opt_param_scheduler": False}
     config = plan.config.with_fields("scheduler", **schedule)
-    config = config.with_fields("checkpoint", ckpt_step=found.step, load=str(found.path.parent), **resume_rules.WHOLE)
+    state = resume_rules.WHOLE | {
+        "load_rng": resume_rules.same_random_states(found.read_manifest().layout, plan.layout.as_dict())
+    }
+    config = config.with_fields("checkpoint", ckpt_step=found.step, load=str(found.path.parent), **state)
     return replace(plan, config=config, start=found.step)

@@ -12,8 +12,10 @@ from tp_invariant_recipes.patches import (
     bridge_helpers,
     bridge_local_names,
     bridge_mtp,
+    core_empty_optimizer,
     core_local_names,
     core_save,
+    core_sgd,
     te_grouped_linear,
     te_grouped_wgrad,
 )
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 PATCHES: tuple[Patch, ...] = (
     core_save.PATCH,
+    core_empty_optimizer.PATCH,
+    core_sgd.PATCH,
     core_local_names.PATCH,
     bridge_helpers.PATCH,
     bridge_mtp.PATCH,

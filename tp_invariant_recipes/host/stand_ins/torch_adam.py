@@ -9,14 +9,19 @@ from tp_invariant_recipes.replacement import Replacement
 
 
 def _state_before_loading(original: Any) -> Callable[[Any], dict[str, Any]]:
-    """Megatron asks a distributed optimizer for its step before it loads a checkpoint. Transformer Engine's Adam has
-    none then; of torch's Megatron demands one.
+    """Megatron asks a distributed optimizer for its step before it loads a checkpoint, and where the rank has none of
+    its parameters. Transformer Engine's Adam has no step then; of torch's Megatron demands one.
     """
     import torch
 
     def state_dict(self: Any) -> dict[str, Any]:
+        parameters = [one for group in self.optimizer.param_groups for one in group["params"]]
+        if not parameters:
+            groups = self.optimizer.state_dict()["param_groups"]
+            kept = [{name: group[name] for name in group if name != "params"} | {"step": 0.0} for group in groups]
+            return {"optimizer": {"param_groups": kept}}
         if not self.optimizer.state:
-            for parameter in (one for group in self.optimizer.param_groups for one in group["params"]):
+            for parameter in parameters:
                 moments = {key: torch.zeros_like(parameter.data) for key in self.optimizer_state_keys}
                 self.optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
         return original(self)
