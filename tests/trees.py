@@ -11,5 +11,5 @@ def with_fields(config: RunConfig, **fields: Any) -> RunConfig:
     sections = copy.deepcopy(dict(config.sections))
     for name, value in fields.items():
         section, field = name.split("__")
-        sections[section][field] = value
+        sections.setdefault(section, {})[field] = value
     return RunConfig(sections)

@@ -5,11 +5,12 @@ import pytest
 from tests.distributed.scenario import Scenario, agree, stock_differs, unequal
 from tests.distributed.small_models import small
 from tests.distributed.test_invariance_multi_token import RECOMPUTED
+from tests.ledgers import steps
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.workflows import export
 
-FIXED = "numerics.virtual_shards=4 peft=lora peft.dim=8"
+FIXED = "numerics.virtual_shards=4 peft=lora peft.dim=8 model.moe_router_bias_update_rate=0"
 MAMBA = f"{FIXED} peft.target_modules=[linear_qkv,linear_proj,in_proj,out_proj]"
 _PARTS = "linear_q_down_proj,linear_q_up_proj,linear_kv_down_proj,linear_kv_up_proj,linear_proj"
 LATENT = f"{FIXED} peft.target_modules=[{_PARTS}]"
@@ -179,3 +180,23 @@ def test_adapters_of_layers_ahead_count_and_stock_has_other_bits(shared):
     assert {name for name in one[0].gradients if one[0].gradients[name] != scaled[0].gradients[name]} >= {
         name for name in one[0].gradients if name.startswith("mtp.")
     }
+
+
+@pytest.mark.parametrize("numerics", ("tree", "stock"))
+def test_experts_bias_stays(cli, numerics):
+    """A checkpoint of adapters lacks it."""
+    words = ("numerics.virtual_shards=4", "peft=lora", f"numerics={numerics}", "device=cpu", "--dry-run")
+    ended = cli("train", *small("deepseek_v3_toy").split(), *words)
+    assert ended.status == 2
+    assert "model.moe_router_bias_update_rate: checkpoints of adapters lack the experts' bias" in ended.err
+
+
+@pytest.mark.release
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("model, words", (("deepseek_v3_toy", LATENT), ("nemotron3_nano_toy", MAMBA)))
+def test_adapters_of_a_model_with_experts_bias_go_on_in_another_layout(shared, tpi, model, words):
+    start = _adapted(shared, model, f"{words} iters=2")("tp=2", "save=1").words
+    shared("train", *start, f"run.dir={tpi.folder}/run", status=0)
+    whole = steps(tpi.folder / "run")
+    shared("train", "--resume", f"{tpi.folder}/run", "dp=1", "tp=1", "checkpoint.ckpt_step=1", status=0)
+    assert steps(tpi.folder / "run") == whole

@@ -37,6 +37,7 @@ BESIDE = {
     "optimizer.exp_avg_sq_dtype": {"optimizer__use_precision_aware_optimizer": False},
     "ddp.overlap_param_gather": {"optimizer__use_distributed_optimizer": False},
     "optimizer.overlap_param_gather": {"optimizer__use_distributed_optimizer": False},
+    "model.moe_router_bias_update_rate": {"model__moe_router_enable_expert_bias": True, "peft__dim": 8},
     "optimizer.muon_tp_mode": _MUON,
     "optimizer.use_layer_wise_distributed_optimizer": _MUON | {"optimizer__optimizer": "dist_muon"},
     "optimizer.optimizer": _MUON,

@@ -6,7 +6,7 @@ from tests.trees import with_fields
 from tp_invariant_recipes.config import identity
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.coverage import invariance
-from tp_invariant_recipes.settings import peft
+from tp_invariant_recipes.settings import layout, peft
 from tp_invariant_recipes.sizing import memory
 from tp_invariant_recipes.sizing.size import ATTENTION, EXPERTS, MLP, adapters
 from tp_invariant_recipes.sources import lora
@@ -28,7 +28,8 @@ def test_dense_models_are_covered(model, device):
 
 
 def _adapting(model, *targets, **fields):
-    tree = compose(model, [*BASE, "numerics=stock"], device="cpu").config
+    stock = [*BASE, "numerics=stock", "model.moe_router_bias_update_rate=0"]
+    tree = compose(model, stock, device="cpu").config
     return with_fields(tree, numerics__mode="tree", peft__target_modules=[*targets], **fields)
 
 
@@ -55,6 +56,18 @@ def test_ranks_share_the_rows_of_an_adapter_of_a_latent():
     assert found == [
         "tp=4 does not divide the 542 rows of an adapter of linear_kv_down_proj; leave it out of peft.target_modules"
     ]
+
+
+@pytest.mark.parametrize(
+    "targets, without",
+    ((("linear_qkv",), "EMEM"), (("linear_qkv", "in_proj"), None), (("linear_fc1",), None), (peft.DEFAULT, None)),
+)
+def test_every_stage_of_a_pipeline_has_adapters(targets, without):
+    """Megatron-Core has no backward pass of a stage in which nothing is trained."""
+    fields = {"model__hybrid_layer_pattern": "MEM*EMEM", "model__pipeline_model_parallel_size": 2}
+    found = [line for line in layout.problems(_adapting(MAMBA[0], *targets, **fields)) if "no adapter" in line]
+    said = f"pp=2: a stage {without} has no adapter; lower pp, or name its layers in peft.target_modules"
+    assert found == ([said] if without else [])
 
 
 def test_the_parameters_of_adapters_of_mamba_and_latents():

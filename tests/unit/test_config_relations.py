@@ -55,6 +55,13 @@ def test_a_pattern_says_something_of_each_layer(fields, says):
     assert [line.startswith(str(says)) for line in found] == [True] * (says is not None)
 
 
+@pytest.mark.parametrize("section", ("optimizer", "ddp"))
+def test_a_distributed_optimizer_has_no_sgd(section):
+    fields = {"optimizer__optimizer": "sgd", f"{section}__use_distributed_optimizer": True}
+    (said,) = relations.problems(with_fields(compose("qwen3_toy", device="cpu").config, **fields))
+    assert said.startswith("optimizer.optimizer=sgd: Megatron-Core's distributed optimizer has no SGD; optimizer.use_")
+
+
 def test_a_number_of_a_file_is_refused_beside_one_that_is_typed(tmp_path):
     (tmp_path / "config" / "tpi" / "model").mkdir(parents=True)
     text = "# @package _global_\ndefaults:\n  - qwen3_toy\nmodel:\n  num_layers: 0\n"

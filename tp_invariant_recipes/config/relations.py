@@ -6,6 +6,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tp_invariant_recipes.numerics.megatron import families
+from tp_invariant_recipes.settings import peft
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.values import value_text
 
@@ -246,14 +247,18 @@ def _centred(config: RunConfig) -> str | None:
     return f"{key}=true: torch's LayerNorm has none; {key}=false, or device=gpu" if _at(config, key) else None
 
 
-def _of_matrices(config: RunConfig) -> str | None:
-    """Megatron-Core's optimizers of whole matrices read whole gradients, whatever DDP has reduced."""
+def _undistributed(config: RunConfig) -> str | None:
+    """Of Megatron-Core's optimizers those of whole matrices read whole gradients, whatever DDP has reduced."""
     optimizer = config.section("optimizer")
     name = optimizer.get("optimizer", "adam")
+    distributed = optimizer.get("use_distributed_optimizer") or config.section("ddp").get("use_distributed_optimizer")
+    if name == "sgd" and distributed:
+        why = "Megatron-Core's distributed optimizer has no SGD"
+        return f"optimizer.optimizer=sgd: {why}; optimizer.use_distributed_optimizer=false"
     if name in ("adam", "sgd"):
         return None
     layer_wise = optimizer.get("use_layer_wise_distributed_optimizer") or name.startswith("dist_")
-    if optimizer.get("use_distributed_optimizer") or config.section("ddp").get("use_distributed_optimizer"):
+    if distributed:
         spread = "" if layer_wise else "; optimizer.use_layer_wise_distributed_optimizer=true spreads its state over dp"
         why = "a distributed optimizer's ranks have parts of gradients, and it needs whole ones"
         return f"optimizer.optimizer={name}: {why}; optimizer.use_distributed_optimizer=false{spread}"
@@ -261,6 +266,14 @@ def _of_matrices(config: RunConfig) -> str | None:
         why = "Megatron-Core's layer-wise optimizer is for bf16"
         return f"optimizer.use_layer_wise_distributed_optimizer=true: {why}; precision=bf16, or set it to false"
     return None
+
+
+def _experts_bias(config: RunConfig) -> str | None:
+    """It is no weight: a step changes it whatever is frozen."""
+    key, model = "moe_router_bias_update_rate", config.model
+    if not peft.adapts(config) or not model.get("moe_router_enable_expert_bias") or model.get(key) == 0:
+        return None
+    return f"model.{key}: checkpoints of adapters lack the experts' bias, so it must stay; model.{key}=0"
 
 
 def _of_gpus(path: str) -> Callable[[RunConfig], str | None]:
@@ -304,9 +317,10 @@ RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _mask,
     _param_gather,
     _precision_aware,
-    _of_matrices,
+    _undistributed,
     _async_save,
     _centred,
+    _experts_bias,
     _of_gpus("profiling.use_nsys_profiler"),
     _of_gpus("profiling.record_memory_history"),
     _of_gpus("logger.log_energy"),

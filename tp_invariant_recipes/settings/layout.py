@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tp_invariant_recipes.settings import peft
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 # Numbers of the model that tensor parallelism splits.
@@ -197,19 +198,38 @@ def _pattern(config: RunConfig, layout: Layout) -> str | None:
     return None if length % layout.pp == 0 else f"pp={layout.pp} does not divide the {length} layers of this model"
 
 
-def _stages_without_experts(config: RunConfig, layout: Layout) -> str | None:
-    """Megatron-Bridge's log of the experts' losses has another length on such a stage, and its ranks wait for ever."""
+def _stages(config: RunConfig, layout: Layout) -> list[str]:
+    """The stages of a hybrid model, as the letters of their layers; none where they are not known, or one has all."""
     pattern = (config.model.get("hybrid_layer_pattern") or "").partition("/")[0]
-    experts, ends = config.model.get("num_moe_experts"), any(config.model.get(name) for name in UNEVEN)
-    if layout.pp == 1 or not experts or ends or "E" not in pattern:
-        return None
+    if layout.pp == 1 or not pattern or any(config.model.get(name) for name in UNEVEN):
+        return []
     each = -(-len(pattern) // layout.pp)
     stages = pattern.split("|") if "|" in pattern else [pattern[n : n + each] for n in range(0, len(pattern), each)]
     stages[-1] += config.model.get("mtp_hybrid_override_pattern") or ""
-    without = next((stage for stage in stages if "E" not in stage), None)
+    return stages
+
+
+def _stages_without_experts(config: RunConfig, layout: Layout) -> str | None:
+    """Megatron-Bridge's log of the experts' losses has another length on such a stage, and its ranks wait for ever."""
+    pattern = (config.model.get("hybrid_layer_pattern") or "").partition("/")[0]
+    if not config.model.get("num_moe_experts") or "E" not in pattern:
+        return None
+    without = next((stage for stage in _stages(config, layout) if "E" not in stage), None)
     if without is None:
         return None
     return f"pp={layout.pp}: a stage {without} has no experts, and Megatron-Bridge cannot log a step then; lower pp"
+
+
+def _stages_without_adapters(config: RunConfig, layout: Layout) -> str | None:
+    """Such a stage has no backward pass."""
+    fields = peft.section(config)
+    if fields is None:
+        return None
+    adapted = "".join(kinds for kinds, names in peft.OF_LAYERS.items() if {*names} & {*peft.targets(fields)})
+    without = next((stage for stage in _stages(config, layout) if not {*adapted} & {*stage}), None)
+    if without is None or not adapted:
+        return None
+    return f"pp={layout.pp}: a stage {without} has no adapter; lower pp, or name its layers in peft.target_modules"
 
 
 def _data(config: RunConfig, layout: Layout) -> str | None:
@@ -275,6 +295,7 @@ RULES: tuple[Callable[[RunConfig, Layout], str | None], ...] = (
     _layers,
     _pattern,
     _stages_without_experts,
+    _stages_without_adapters,
     _experts,
     _batch,
     _lr,

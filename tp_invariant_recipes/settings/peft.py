@@ -12,6 +12,8 @@ DEFAULT = ("linear_qkv", "linear_fc1", "linear_proj", "linear_fc2")
 FEED_FORWARD = ("linear_fc1", "linear_fc2")
 TARGETS = (*COLUMN_PARALLEL, *ROW_PARALLEL, *WHOLE)
 OTHERS = ("router",)  # of Megatron's
+# Letters of a hybrid model's layers, as in `hybrid_layer_pattern` -> what can be adapted of them.
+OF_LAYERS = {"M": ("in_proj", "out_proj"), "*": ("linear_qkv", "linear_proj"), "E-": FEED_FORWARD}
 # How Bridge lets a matrix begin (megatron/bridge/peft/utils.py).
 METHODS = ("xavier", "normal", "kaiming", "zero")
 METHOD_FIELDS = ("lora_A_init_method", "lora_B_init_method")
