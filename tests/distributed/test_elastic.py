@@ -133,9 +133,8 @@ def test_momentum_of_sgd_goes_on_in_another_layout(tpi):
     """The control goes on without it."""
     tpi(*SGD, "run.dir=run", status=0)
     whole = steps(tpi.folder / "run")
-    for layout in ("tp=2", "tp=1"):
-        tpi("train", "--resume", "run", layout, "checkpoint.ckpt_step=2", status=0)
-        assert steps(tpi.folder / "run") == whole
+    tpi("train", "--resume", "run", "tp=1", "checkpoint.ckpt_step=2", status=0)
+    assert steps(tpi.folder / "run") == whole
     tpi(*SGD, "optimizer.sgd_momentum=0", "run.dir=control", status=0)
     assert steps(tpi.folder / "control")[1:] != whole[1:]
 
