@@ -269,11 +269,10 @@ def _undistributed(config: RunConfig) -> str | None:
 
 
 def _experts_bias(config: RunConfig) -> str | None:
-    """It is no weight: a step changes it whatever is frozen."""
-    key, model = "moe_router_bias_update_rate", config.model
-    if not peft.adapts(config) or not model.get("moe_router_enable_expert_bias") or model.get(key) == 0:
+    if not peft.loses_bias(config):
         return None
-    return f"model.{key}: checkpoints of adapters lack the experts' bias, so it must stay; model.{key}=0"
+    key = "model.moe_router_bias_update_rate"
+    return f"{key}: checkpoints of adapters lack the experts' bias, so it must stay; {key}=0"
 
 
 def _of_gpus(path: str) -> Callable[[RunConfig], str | None]:

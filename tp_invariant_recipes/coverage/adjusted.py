@@ -283,7 +283,7 @@ ROWS: tuple[Adjustment, ...] = (
     _row("fp32", "Megatron-Core's name of it", "model.moe_router_dtype", lambda t, was: was == "float32"),
     _row(False, _ROUTER, "model.moe_router_fusion"),
     _row(0, "checkpoints of adapters lack the experts' bias", "model.moe_router_bias_update_rate",
-         lambda t, was: was != 0 and peft.adapts(t) and t.model.get("moe_router_enable_expert_bias"), unset=True),
+         lambda t, was: peft.loses_bias(t), unset=True),
     _row(False, "it is a benchmark's: the model's own router decides", "model.moe_router_force_load_balancing"),
     # Megatron's fused bias and GELU has tanh in place of erf, and so has this function.
     _row("megatron.core.activations.fast_gelu", "the bias' fused GELU is this one", "model.activation_func",

@@ -31,6 +31,12 @@ def adapts(config: RunConfig) -> bool:
     return section(config) is not None
 
 
+def loses_bias(config: RunConfig) -> bool:
+    """Whether steps move the bias of experts, which adapters' checkpoints lack: it is no weight, and never frozen."""
+    moves = config.model.get("moe_router_enable_expert_bias") and config.model.get("moe_router_bias_update_rate") != 0
+    return adapts(config) and bool(moves)
+
+
 def targets(fields: Mapping[str, Any]) -> list[str]:
     """Names or patterns of the layers to adapt."""
     return list(fields.get("target_modules") or ()) if "target_modules" in fields else list(DEFAULT)
