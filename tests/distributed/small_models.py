@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 
 DENSE = "qwen3_toy seq=32 model.num_layers=1"
+# What is added to a model: whole layers computed again; another optimizer.
+RECOMPUTED = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
+MUON = "optimizer.optimizer=muon optimizer.muon_tp_mode=duplicated"
 
 _EXPERTS = {
     "hidden_size": 64,
@@ -27,6 +30,7 @@ _LATENT = {
     "moe_ffn_hidden_size": 64,
     "moe_shared_expert_intermediate_size": 128,
 }
+
 _SIZES: Mapping[str, Mapping[str, object]] = {
     "qwen3_moe_toy": _EXPERTS | {"num_layers": 2, "ffn_hidden_size": 256},
     "nemotron3_nano_toy": _EXPERTS

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.distributed.small_models import small
+from tests.distributed.small_models import MUON, small
 from tests.ledgers import steps
 
 RUN = ("train", *small("qwen3_moe_toy").split(), "iters=6", "save=2")
@@ -48,7 +48,6 @@ def test_stocks_bits_change_with_the_number_of_ranks(tpi):
 # The first layer is dense, so that the first stage of two has no experts.
 DENSE_FIRST = ("train", *small("deepseek_v3_toy").split(), "numerics.virtual_shards=4", "iters=2", "save=1")
 DISTRIBUTED = "optimizer.use_distributed_optimizer=true"
-MUON = "optimizer.optimizer=muon optimizer.muon_tp_mode=duplicated"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ equal weights without one ingredient.
 import pytest
 
 from tests.distributed.scenario import agree, unequal
+from tests.distributed.small_models import RECOMPUTED
 from tp_invariant_recipes.numerics.precision import DEFINITION, MXFP8
 
 # Two shards whose parts of every sum are multiples of 128.
@@ -40,7 +41,6 @@ DELTA = (
     "model.moe_shared_expert_intermediate_size=128 model.linear_num_key_heads=4 model.linear_num_value_heads=8"
 )
 FOUR_SHARDS = "numerics.virtual_shards=4 model.kv_channels=64 model.ffn_hidden_size=512"  # two of each rank of tp=2
-RECOMPUTE = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
 TENSORWISE, BLOCKWISE, BY_32 = "precision=fp8_tensorwise", "precision=fp8_blockwise", "precision=mxfp8"
 NAMED = "mixed_precision=bf16_with_fp8_current_scaling_mixed"
 
@@ -50,7 +50,7 @@ ROWS = {
 }
 # Sizes of 32 and tokens of 32; Mamba's dt too.
 BY_32_ROWS = {
-    f"{SMALL} {BY_32} seq=32": ("tp=1", "tp=2 sp=false", "tp=2 pp=2", "mbs=2", f"tp=2 {RECOMPUTE}"),
+    f"{SMALL} {BY_32} seq=32": ("tp=1", "tp=2 sp=false", "tp=2 pp=2", "mbs=2", f"tp=2 {RECOMPUTED}"),
     f"{SMALL} {BY_32} mixed_precision.fp8=hybrid gbs=4 numerics.data_shards=2": ("dp=1", "dp=2", "dp=2 tp=2"),
     f"{CONTEXT} {BY_32} seq=64": ("cp=1", "cp=2", "tp=2"),
     f"{EXPERTS} {BY_32}": ("tp=1", "tp=2 ep=2", "pp=2"),
@@ -65,7 +65,7 @@ BY_32_ROWS = {
 }  # fmt: skip
 LONGER = {
     **BY_32_ROWS,
-    f"{SMALL} {TENSORWISE}": ("tp=1", "tp=2 sp=false", "tp=2 pp=2", "mbs=2", f"tp=2 {RECOMPUTE}"),
+    f"{SMALL} {TENSORWISE}": ("tp=1", "tp=2 sp=false", "tp=2 pp=2", "mbs=2", f"tp=2 {RECOMPUTED}"),
     f"{SMALL} {TENSORWISE} gbs=4 numerics.data_shards=2": ("dp=1", "dp=2", "dp=2 tp=2", "mbs=2"),
     f"{SMALL} {BLOCKWISE}": ("tp=1", "tp=2", "tp=2 sp=false", "tp=2 pp=2"),
     f"{SMALL} {BLOCKWISE} gbs=4 numerics.data_shards=2": ("dp=1", "dp=2"),
@@ -77,11 +77,11 @@ LONGER = {
     f"{LATENT} {BLOCKWISE}": ("tp=1", "tp=2 ep=2"),
     f"{SMALL} {TENSORWISE} model.mtp_num_layers=2 gbs=4 numerics.data_shards=2": (
         "dp=1",
-        f"dp=2 {RECOMPUTE}",
-        f"tp=2 {RECOMPUTE}",
+        f"dp=2 {RECOMPUTED}",
+        f"tp=2 {RECOMPUTED}",
     ),
-    f"{SMALL} {BY_32} seq=32 model.mtp_num_layers=1": ("tp=1", f"tp=1 {RECOMPUTE}", f"tp=2 {RECOMPUTE}"),
-    f"{SMALL} {BLOCKWISE} model.mtp_num_layers=1": ("tp=1", f"tp=2 {RECOMPUTE}"),
+    f"{SMALL} {BY_32} seq=32 model.mtp_num_layers=1": ("tp=1", f"tp=1 {RECOMPUTED}", f"tp=2 {RECOMPUTED}"),
+    f"{SMALL} {BLOCKWISE} model.mtp_num_layers=1": ("tp=1", f"tp=2 {RECOMPUTED}"),
     f"{LATENT} {TENSORWISE} model.mtp_num_layers=1 gbs=2 numerics.data_shards=2": ("dp=1", "dp=2 ep=2", "pp=2"),
     f"{HYBRID} {NAMED}": ("tp=1", "tp=2 ep=2", "pp=2"),
     f"{HYBRID} {NAMED} model.mtp_num_layers=1 model.mtp_hybrid_override_pattern=*M gbs=2 numerics.data_shards=2": (

@@ -12,9 +12,8 @@ import pytest
 from tests.distributed.guard_faults import Planted
 from tests.distributed.guard_trials import DENSE, EXPERTS
 from tests.distributed.scenario import unequal
-from tests.distributed.small_models import small
+from tests.distributed.small_models import RECOMPUTED, small
 from tests.distributed.test_invariance_delta_net import MODEL as NEXT
-from tests.distributed.test_invariance_glm import RECOMPUTED
 from tp_invariant_recipes.errors import HardwareFault
 from tp_invariant_recipes.ledger import evidence
 from tp_invariant_recipes.ledger.open import read

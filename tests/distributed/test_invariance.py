@@ -4,11 +4,11 @@ import pytest
 
 from tests.distributed.faults import without
 from tests.distributed.scenario import agree, stock_differs
+from tests.distributed.small_models import RECOMPUTED
 
 # Two micro-batches a step, so that gradients are added up over them, unless a row says otherwise.
 SMALL = "qwen3_toy seq=32 gbs=2"
 
-RECOMPUTE = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
 UNTIED = "model.share_embeddings_and_output_weights=false"
 
 FOUR = "model.num_layers=4"
@@ -28,7 +28,7 @@ GROUPS = {
 }
 # More of the same, for a release: on two cores, a step of eight ranks takes a second.
 LONGER = {
-    f"iters=2 precision=fp32 numerics.virtual_shards=4 {UNTIED} {RECOMPUTE}": ("tp=1", "tp=4 sp=false", "pp=2"),
+    f"iters=2 precision=fp32 numerics.virtual_shards=4 {UNTIED} {RECOMPUTED}": ("tp=1", "tp=4 sp=false", "pp=2"),
     "iters=2 mbs=2 seq=64": ("tp=1", f"tp=2 sp=false {MASK}", "tp=4"),
     "iters=50 gbs=1": ("tp=1", "tp=2", "tp=4", "tp=8"),
     "iters=2 gbs=4 mbs=4": ("tp=1", "tp=2", "tp=2 sp=false", "tp=4", "tp=4 sp=false", "tp=8"),
@@ -40,7 +40,7 @@ LONGER = {
     f"iters=2 gbs=8 {FOUR}": ("tp=1", "pp=4", f"pp=2 {LAST}", f"pp=3 {FIRST} {LAST}", f"pp=3 {ACCOUNTED}"),
     f"iters=2 gbs=8 {FOUR} {UNTIED}": ("tp=1", "pp=4", f"pp=2 {INTERLEAVED}", f"tp=2 pp=3 {FIRST} {LAST}"),
     "iters=2 gbs=8 model.num_layers=8": ("tp=1", f"pp=4 {INTERLEAVED}", f"pp=4 tp=2 {INTERLEAVED} {OVERLAPPING}"),
-    f"iters=2 {RECOMPUTE}": ("tp=1", "tp=2", "tp=4 sp=false"),
+    f"iters=2 {RECOMPUTED}": ("tp=1", "tp=2", "tp=4 sp=false"),
     "iters=2 precision=fp32": ("tp=1", "tp=4 sp=false"),
     f"iters=2 {UNTIED}": ("tp=1", "tp=4", "pp=2"),
     f"iters=2 gbs=4 {FOUR}": ("tp=1", f"tp=2 pp=2 {INTERLEAVED}", f"pp=2 {FIRST}"),

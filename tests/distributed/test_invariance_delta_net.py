@@ -3,6 +3,7 @@
 import pytest
 
 from tests.distributed.scenario import STOCK, agree, stock_differs, unequal
+from tests.distributed.small_models import RECOMPUTED
 from tests.distributed.test_checkpoints_interchange import tensors_of
 from tests.operands import same_bits
 from tp_invariant_recipes.ledger.bits import bits_float
@@ -16,8 +17,7 @@ DENSE = (  # as Qwen3.5 9B is
     f"{ALONE} model.num_moe_experts=null model.moe_ffn_hidden_size=null model.moe_shared_expert_intermediate_size=null"
 )
 SHARDS = "gbs=4 numerics.data_shards=2"  # two sequences in each
-RECOMPUTED = "model.recompute_granularity=selective model.recompute_modules=[layernorm,moe]"
-WHOLE = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
+SELECTIVE = "model.recompute_granularity=selective model.recompute_modules=[layernorm,moe]"
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(1200)]
 
@@ -32,10 +32,10 @@ pytestmark = [pytest.mark.release, pytest.mark.timeout(1200)]
                 "dp=1",
                 "dp=2 ep=2 mbs=2",
                 "pp=2 mbs=2",
+                f"dp=1 {SELECTIVE}",
+                f"pp=2 {SELECTIVE}",
                 f"dp=1 {RECOMPUTED}",
-                f"pp=2 {RECOMPUTED}",
-                f"dp=1 {WHOLE}",
-                f"dp=2 ep=2 pp=2 {WHOLE}",
+                f"dp=2 ep=2 pp=2 {RECOMPUTED}",
             ),
         ),
         (f"gbs=1 iters=1 precision=fp32 {ALONE}", ("tp=1", "tp=2")),

@@ -3,13 +3,13 @@
 import pytest
 
 from tests.distributed.scenario import agree, stock_differs
+from tests.distributed.small_models import RECOMPUTED
 
 MODEL = (
     "glm45_toy seq=32 model.hidden_size=64 model.ffn_hidden_size=256 model.moe_ffn_hidden_size=64 "
     "model.moe_shared_expert_intermediate_size=256 model.kv_channels=16 model.vocab_size=512 model.num_layers=2 "
     "model.moe_layer_freq=[0,1]"
 )
-RECOMPUTED = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
 
 
 @pytest.mark.release

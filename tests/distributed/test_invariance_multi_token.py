@@ -3,11 +3,10 @@
 import pytest
 
 from tests.distributed.scenario import agree, stock_differs, unequal
-from tests.distributed.small_models import small
+from tests.distributed.small_models import RECOMPUTED, small
 
 AHEAD = "model.mtp_num_layers=1 numerics.virtual_shards=4 iters=2"
 SHARDS = "gbs=4 numerics.data_shards=4"
-RECOMPUTED = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
 HYBRID = (
     "model.mtp_num_layers=2 model.mtp_use_repeated_layer=true model.mtp_hybrid_override_pattern=*ME "
     "numerics.virtual_shards=4 iters=2"

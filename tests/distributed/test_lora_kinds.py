@@ -3,8 +3,7 @@
 import pytest
 
 from tests.distributed.scenario import Scenario, agree, stock_differs, unequal
-from tests.distributed.small_models import small
-from tests.distributed.test_invariance_multi_token import RECOMPUTED
+from tests.distributed.small_models import RECOMPUTED, small
 from tests.ledgers import steps
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from tests.distributed.ranks import megatron, on_ranks
-from tests.distributed.small_models import DENSE, small
+from tests.distributed.small_models import DENSE, MUON, small
 from tests.unit.test_memory import WITHIN, estimate
 from tests.unit.test_memory_moments import Peak
 from tp_invariant_recipes.config.compose import compose
@@ -122,7 +122,6 @@ def _both(tpi, words):
 
 
 PEAK = "peak"  # of a step beside weights, gradients and optimizer
-MUON = "optimizer.optimizer=muon optimizer.muon_tp_mode=duplicated"
 LONGER = "seq=256 model.num_layers=2 model.kv_channels=32"
 SCAN = f"{small('nemotron3_nano_toy').replace('seq=32', 'seq=256')} model.hybrid_layer_pattern=ME*M"
 RULE = f"{NET.replace('seq=64', 'seq=256')} numerics.virtual_shards=2"

@@ -8,23 +8,22 @@ import torch
 
 from tests.distributed.ranks import on_ranks
 from tests.distributed.scenario import STOCK, unequal
-from tests.distributed.small_models import small
+from tests.distributed.small_models import RECOMPUTED, small
 from tp_invariant_recipes.kernels.digest import Piece, lanes
 from tp_invariant_recipes.ledger.digests import tensor_digest
 from tp_invariant_recipes.ledger.dumps import distance, read_step, steps
 from tp_invariant_recipes.training.placement import Site
 
 SMALL = "qwen3_toy seq=32 gbs=2 iters=3 numerics=stock ledger.trace=1:2"
-RECOMPUTE = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
 
 # Each must have the trace of tp=1, every bit of it, as "tp=2" of `runs` must. Sequence parallelism is on where tp > 1
 # unless said otherwise.
 LAYOUTS = (
-    f"tp=2 sp=false {RECOMPUTE}",
+    f"tp=2 sp=false {RECOMPUTED}",
     pytest.param("tp=2 pp=2", marks=pytest.mark.release),
     pytest.param("tp=4", marks=pytest.mark.release),
     pytest.param("tp=2 sp=false", marks=pytest.mark.release),
-    pytest.param(f"tp=2 {RECOMPUTE}", marks=pytest.mark.release),
+    pytest.param(f"tp=2 {RECOMPUTED}", marks=pytest.mark.release),
     pytest.param("tp=4 sp=false", marks=pytest.mark.release),
 )
 ONE_STEP = "iters=1 ledger.trace=1:1"
@@ -154,7 +153,7 @@ def test_a_trace_changes_no_bit(runs, tree):
 
 
 @pytest.mark.release  # in `make test`: a trace of tree
-@pytest.mark.parametrize("layout", ("tp=2", f"tp=2 sp=false {RECOMPUTE}"))
+@pytest.mark.parametrize("layout", ("tp=2", f"tp=2 sp=false {RECOMPUTED}"))
 def test_a_trace_changes_no_bit_of_stock_numerics(scenario, layout):
     traced, plain = (scenario(SMALL, layout, more).ledger() for more in ("", "ledger.trace=null"))
     assert unequal(untraced(traced), plain) == []

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.unit.test_memory import WITHIN, estimate
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.kernels import delta_rule
 from tp_invariant_recipes.kernels.delta_rule import Heads
 from tp_invariant_recipes.kernels.launch import Kernel
 from tp_invariant_recipes.numerics.layers import delta_net
@@ -74,8 +75,9 @@ def test_a_gated_delta_nets_backward_pass(key, value, device, monkeypatch):
     assert activations.backward(activations.micro_batch(config), size.DELTA_NET) < peak.most * (1 - WITHIN)
 
 
-def test_pieces_are_those_that_ranks_send():
+def test_sizes_are_those_of_the_code_that_the_estimate_may_not_import():
     assert memory.PIECE == bucket_reduction.PIECE
+    assert activations.DELTA_CHUNK == delta_rule.CHUNK
 
 
 def test_muons_step():
