@@ -24,9 +24,9 @@ def gradient_of_fc1(step, tp):
     """Another sign of the weight gradient of FC1, which no norm shows, at one step of one tensor-parallel degree."""
 
     def plant():
-        from tp_invariant_recipes.training import rank
+        from tp_invariant_recipes.training import train
 
-        original = rank.recording
+        original = train.recording
 
         def recording(*args):
             from tp_invariant_recipes.training.optimizer_step import AroundOptimizerStep
@@ -49,7 +49,7 @@ def gradient_of_fc1(step, tp):
 
             return [*original(*args), Fault()]
 
-        rank.recording = recording
+        train.recording = recording
 
     return plant
 

@@ -8,7 +8,7 @@ import zipfile
 import pytest
 
 from tests.distributed.faults import at_step, lives, ranks_of, reached, wait_for_sigterm
-from tp_invariant_recipes.training import rank
+from tp_invariant_recipes.training import train
 
 SMALL = ("qwen3_toy", "model.num_layers=1", "seq=64", "gbs=2", "iters=3")
 
@@ -98,7 +98,7 @@ def test_a_certificate_of_another_seed_is_refused_before_anything_starts(tree, s
     assert not (shared.folder / "seed").exists()
 
 
-_train = rank.train
+_train = train.train
 
 
 def _fail(run_dir, rank_info):
@@ -108,7 +108,7 @@ def _fail(run_dir, rank_info):
 
 
 def _kill_a_rank_of_tp_2() -> None:
-    rank.train = _fail
+    train.train = _fail
 
 
 @pytest.mark.release

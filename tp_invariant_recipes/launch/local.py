@@ -22,7 +22,7 @@ def run(
     plan: Plan,
     tick: Callable[[], None],
     *,
-    rank_fn: RankFn | None = None,
+    rank_fn: RankFn,
     process_groups: int = 1,
     stop: Stop | None = None,
 ) -> Outcome:
@@ -31,7 +31,7 @@ def run(
     Raises RunError naming the rank that died or hangs, its log and its last words; LockLost.
 
     tick:           called about ten times a second while ranks live.
-    rank_fn:        what each rank does, a function of a module. Default: train.
+    rank_fn:        what each rank does, a function of a module.
     process_groups: how many the ranks form in turn.
     stop:           of a caller that notes signals itself. Default: they are noted while the ranks live, and Ctrl-C is
                     raised as KeyboardInterrupt once all ranks have ended.

@@ -132,7 +132,7 @@ def run(
     tick: Callable[[], None],
     stop: Stop,
     *,
-    rank_fn: RankFn | None = None,
+    rank_fn: RankFn,
     started: Callable[[], None] | None = None,
     stepped: Callable[[], bool] | None = None,
     limits: Limits | None = None,
@@ -142,7 +142,7 @@ def run(
     Raises RankFailed: which one died, its log, its last lines; or which one hangs, and where.
 
     tick:    called about ten times a second while ranks live; if it raises, they are ended and the error passed on.
-    rank_fn: default: train.
+    rank_fn: what each rank does, a function of a module.
     started: called once all processes exist, before any of them does anything.
     stepped: whether the ranks have made a step. Until then there is nothing to save: ranks that do not answer a request
              to stop within PATIENCE are killed. None: not known here, so they get as long as they need.
@@ -156,7 +156,7 @@ def run(
         run_dir.failure(info.rank).unlink(missing_ok=True)
     method = start_method(device)
     heartbeats = Heartbeats(len(rank_infos), torch.multiprocessing.get_context(method))
-    arguments = (str(run_dir.path), rank_infos, rank_fn or rank.train, heartbeats, lock.Inherited())
+    arguments = (str(run_dir.path), rank_infos, rank_fn, heartbeats, lock.Inherited())
     processes = torch.multiprocessing.start_processes(
         rank.main, args=arguments, nprocs=len(rank_infos), join=False, start_method=method
     ).processes

@@ -114,6 +114,8 @@ def execute(planned: Plan, watch: Callable[[], None], stop: Stop | None = None) 
     watch: called while the ranks live, to show progress.
     stop:  as for `local.run`; without it Ctrl-C is raised.
     """
+    from tp_invariant_recipes.training import train
+
     if planned.completed:
         return local.Outcome.COMPLETED
     with locked(planned.run_dir):
@@ -123,7 +125,7 @@ def execute(planned: Plan, watch: Callable[[], None], stop: Stop | None = None) 
         guard_files.settle(planned.run_dir)
         record.write(planned)
         try:
-            outcome = check_completed(planned, local.run(planned, watch, stop=stop))
+            outcome = check_completed(planned, local.run(planned, watch, rank_fn=train.train, stop=stop))
         except LockLost:
             raise
         except TpiError as error:

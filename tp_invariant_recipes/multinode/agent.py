@@ -365,6 +365,7 @@ def _run_ranks(
 
     address, port: of the store where all ranks meet. interface: the one through which Gloo reaches the other nodes.
     """
+    from tp_invariant_recipes.training import train
     from tp_invariant_recipes.training.rank import RankInfo
 
     node, count = rendezvous.node, allocation.of(planned.config).ranks
@@ -379,6 +380,7 @@ def _run_ranks(
             rank_infos,
             heartbeat,
             rendezvous.stop,
+            rank_fn=train.train,
             started=started,
             limits=limits(planned.config),
         )

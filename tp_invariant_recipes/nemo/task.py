@@ -116,7 +116,8 @@ def _pretrain_recorded(
     from tp_invariant_recipes.runs.run_dir import RunDir
     from tp_invariant_recipes.settings.sections import LedgerSettings
     from tp_invariant_recipes.training.optimizer_step import OptimizerStep
-    from tp_invariant_recipes.training.rank import RankInfo, closing, recording
+    from tp_invariant_recipes.training.rank import RankInfo, closing
+    from tp_invariant_recipes.training.recording import recording
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     run_dir = RunDir(Path(os.environ[LEDGER]))

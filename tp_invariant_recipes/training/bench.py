@@ -7,7 +7,8 @@ from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.runs.bench_dir import BenchDir, Pass
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings.run_config import RunConfig
-from tp_invariant_recipes.training import rank
+from tp_invariant_recipes.training import rank, train
+from tp_invariant_recipes.training.recording import recording
 
 
 def measure(run_dir: RunDir, rank_info: rank.RankInfo) -> None:
@@ -30,9 +31,9 @@ def _callbacks(bench_dir: BenchDir, rank_info: rank.RankInfo, number: int, one: 
     run_dir = bench_dir.recorded(number)
     run_dir.path.mkdir(parents=True, exist_ok=True)
     start = Start()
-    recording = rank.recording(run_dir, rank_info, bench_dir.mode(one.mode).read_run(RunFile), config.ledger)
-    guard = rank.guarding(run_dir, rank_info, config)
-    callbacks = [start, *recording, *guard, Stopwatch(start, bench_dir.figures(rank_info.rank), number, one)]
+    recorded = recording(run_dir, rank_info, bench_dir.mode(one.mode).read_run(RunFile), config.ledger)
+    guard = train.guarding(run_dir, rank_info, config)
+    callbacks = [start, *recorded, *guard, Stopwatch(start, bench_dir.figures(rank_info.rank), number, one)]
     if one.profile and rank_info.rank == 0:
         callbacks.append(Tracer(bench_dir.trace(one.mode), one, gpu=config.device.kind == "gpu"))
     return callbacks

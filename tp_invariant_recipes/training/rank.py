@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tp_invariant_recipes.errors import TpiError
-from tp_invariant_recipes.host import bridge, parent
+from tp_invariant_recipes.host import parent
 from tp_invariant_recipes.host.start_clock import CLOCK, count_kernels
-from tp_invariant_recipes.ledger.run_files import Reason, RunFile
+from tp_invariant_recipes.ledger.run_files import Reason
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.settings import low_precision, peft, sft
+from tp_invariant_recipes.settings import low_precision, peft
 from tp_invariant_recipes.settings.cuda_graphs import FULL
 from tp_invariant_recipes.settings.run_config import RunConfig
-from tp_invariant_recipes.settings.sections import LedgerSettings
 from tp_invariant_recipes.sources import recipe_layer, recipe_source
 from tp_invariant_recipes.training import heartbeat
 from tp_invariant_recipes.training.heartbeat import Phase
@@ -72,7 +71,7 @@ def main(
     """Run one rank of the run in directory `run`; returns when it is done, or stopped by a signal after saving.
 
     index:       this rank's in `rank_infos`.
-    rank_fn:     what the rank does, such as `train`.
+    rank_fn:     what the rank does, a function of a module.
     heartbeats:  where the launcher reads what this rank does.
     locks:       the launcher's, of directories (runs/lock.py): the rank holds them too, until it ends.
     On failure the process ends with status 1 and leaves the reason in `RunDir.failure(rank)` for the launcher.
@@ -101,17 +100,6 @@ def _megatron_leaves(error: BaseException) -> bool:
     *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
     name = str(innermost.f_globals.get("__name__"))
     return isinstance(error, SystemExit) and not error.code and name.startswith("megatron.")
-
-
-def train(run_dir: RunDir, rank_info: RankInfo) -> None:
-    """Build the configuration that the run directory holds and train it."""
-    config, run = run_dir.read_run_config(), run_dir.read_run(RunFile)
-    bridge.load()
-    from tp_invariant_recipes.training import experiment_report
-
-    callbacks = _callbacks(run_dir, rank_info, run, config)
-    with closing(callbacks), experiment_report.offline(config, run_dir):
-        pretrain(config, callbacks)
 
 
 @contextmanager
@@ -202,56 +190,6 @@ FAILURE_TIME = Replacement(
     _record_failure_time,
     "it disconnects the other ranks, which may then note their failure before this rank does",
 )
-
-
-def _callbacks(run_dir: RunDir, rank_info: RankInfo, run: RunFile, config: RunConfig) -> list:
-    from tp_invariant_recipes.config.resume_rules import experts_separate, optimizer_state
-    from tp_invariant_recipes.training.experiment_report import ExperimentReport
-    from tp_invariant_recipes.training.manifest_writer import IndexRecorder, ManifestWriter
-
-    parts = run.identity_hash, run.layout, optimizer_state(config)
-    separate = experts_separate(config.numerics.mode, config.model, run.layout)
-    manifest: list = [ManifestWriter(*parts, experts_apart=separate, first=rank_info.rank == 0)]
-    builds_index = (rank_info.rank if config.cluster.shared_files else rank_info.local_rank) == 0
-    if builds_index and (folder := sft.index_folder(config)):
-        manifest.append(IndexRecorder(folder))
-    last = rank_info.rank == rank_info.world_size - 1
-    figures = [ExperimentReport(run_dir, config.train["train_iters"])] if last else []
-    recorded = recording(run_dir, rank_info, run, config.ledger)
-    return [*recorded, *guarding(run_dir, rank_info, config), *manifest, *figures]
-
-
-def guarding(run_dir: RunDir, rank_info: RankInfo, config: RunConfig) -> list:
-    """The callback that notices broken hardware, if the run has one. It comes after those of `recording`."""
-    from tp_invariant_recipes.coverage import guard
-
-    if config.guard.kind == guard.OFF:
-        return []
-    from tp_invariant_recipes.training.guard.callback import Guard
-
-    return [Guard(config, run_dir, rank_info.rank)]
-
-
-def recording(run_dir: RunDir, rank_info: RankInfo, run: RunFile, ledger: LedgerSettings) -> list:
-    """The callbacks that write the ledger of a run directory, on this rank. Bridge is loaded."""
-    from tp_invariant_recipes.config.recording import steps
-    from tp_invariant_recipes.training.digests.callback import Digests
-    from tp_invariant_recipes.training.dump_parameters import DumpParameters
-    from tp_invariant_recipes.training.recorder import Recorder
-    from tp_invariant_recipes.training.trace import Tracing
-
-    traced = steps(ledger.trace) if ledger.trace else ()
-    digests = Digests(ledger.digests, ledger.state_digests, traced, ledger.experts) if ledger.digests else None
-    tracing = Tracing(traced, ledger.dump, run_dir) if traced else None
-    callbacks: list = [digests] if digests else []
-    if tracing and ledger.dump:
-        callbacks.append(DumpParameters(tracing))
-    if tracing:
-        callbacks.append(tracing)
-    if rank_info.rank == rank_info.world_size - 1:
-        parts = {"numerics": run.numerics, "layout": run.layout, "notes": run.notes}
-        callbacks.append(Recorder(run_dir, run.identity, parts, digests, tracing))
-    return callbacks
 
 
 def _die_with_launcher() -> None:

@@ -7,6 +7,7 @@ from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.runs.audit_dir import AuditedRun
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.training import rank
+from tp_invariant_recipes.training.recording import recording
 
 
 def measure(run_dir: RunDir, rank_info: rank.RankInfo) -> None:
@@ -22,8 +23,8 @@ def measure(run_dir: RunDir, rank_info: rank.RankInfo) -> None:
         own = run.dithered(number) if number else run
         own.path.mkdir(parents=True, exist_ok=True)
         follow = None if task.follow is None else run.path / task.follow
-        recording = AuditRecording(own.path, range(task.first, task.last + 1), number or None, follow)
-        callbacks = [*rank.recording(own, rank_info, described, config.ledger), recording]
+        audited = AuditRecording(own.path, range(task.first, task.last + 1), number or None, follow)
+        callbacks = [*recording(own, rank_info, described, config.ledger), audited]
         with rank.closing(callbacks):
             rank.pretrain(config, callbacks)
         settle()
