@@ -488,7 +488,7 @@ def fp8_products_have_the_bits_of_the_definition():
 
 def mxfp8_has_the_bits_of_its_twin():
     sizes = (40, 0, 3, 32)
-    for kind in ("wide", "small", "large", "bits"):
+    for kind in ("wide", "small", "large", "bits", "ends"):
         x = test_mxfp8.operand(kind, rows=75, k=160)
         for dtype, groups, rows, columns in (
             (E4M3, Groups(sizes, torch.tensor(sizes)), True, True),

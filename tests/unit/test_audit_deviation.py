@@ -156,6 +156,32 @@ def test_a_norm_of_the_gradients_themselves_is_theirs(judged, tmp_path, monkeypa
     assert deviation._of_its_gradients(dumps.read_step(tmp_path / "run", 1)) == pytest.approx(1, rel=1e-6)
 
 
+def test_the_spacing_of_the_modules_numbers_is_the_least_that_rounding_moves(judged, tmp_path):
+    """Where no dithered repetition differs from the reference. A quarter of it, relative to the tensor's RMS."""
+    judged(whole(RIGHT))
+    reference = dumps.read_step(tmp_path / "reference", 1)
+    write(tmp_path / "off", [changed(OUTPUT, RIGHT[OUTPUT] * (1 + 2.0**-22))])
+    found, _ = deviation.judge(StepDumps(1, dumps.read_step(tmp_path / "off", 1), reference, (reference,)))
+    assert {one.name: one.factor for one in found}[OUTPUT] == pytest.approx(2.0**-22 / (2.0**-23 / 4), rel=0.2)
+
+
+@pytest.mark.parametrize("worse, beyond", ((3.5, False), (4.5, True)))
+def test_another_expert_may_be_chosen_whose_score_is_as_near_as_rounding_moves_scores(tmp_path, worse, beyond):
+    """Four times that far, times the margin. The first of two tokens goes to the second expert."""
+    router, moved = "decoder.layers.0.mlp.router", 2.0**-6
+    best, other = torch.tensor([[1.0, 0], [1, 0]]), torch.tensor([[0.0, 1], [1, 0]])
+    scores = torch.tensor([[0.75, 0.75 - worse * deviation.MARGIN * moved], [0.9, 0.1]])
+    for name, chosen, of in (("run", other, scores), ("reference", best, scores), ("dithered", best, scores + moved)):
+        writer = DumpWriter(tmp_path / name, 0, 1)
+        named = {f"forward/{router}/output.1": chosen, f"choices/{router}/scores": of, f"choices/{router}/own": chosen}
+        for key, values in named.items():
+            writer.add(1, key, "float32", (2, 2), Piece(values, 0, 0))
+        writer.close_step(1)
+    run, reference, dithered = (dumps.read_step(tmp_path / name, 1) for name in ("run", "reference", "dithered"))
+    found = {one.name: one for one in deviation.judge(StepDumps(1, run, reference, (dithered,)))[0]}
+    assert found[f"choices/{router}"].beyond is beyond
+
+
 def test_parts_that_were_not_summed_are_known_as_such(judged):
     part = table(8)
     found = judged(changed(WEIGHT, part), changed(WEIGHT, RIGHT[WEIGHT] - part))[WEIGHT]

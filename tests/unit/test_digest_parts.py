@@ -57,6 +57,12 @@ def test_a_number_and_a_row_are_tables(shape, place):
     assert is_whole(extent(place, place.columns), place.columns)
 
 
+def test_both_sums_must_be_those_of_the_whole():
+    """Either alone is equal for other parts once in 2^61 times."""
+    right, other = extent(GlobalSlice(0, 1, 1, 0, 6), 6), extent(GlobalSlice(0, 1, 1, 1, 6), 6)
+    assert [is_whole(sums, 6) for sums in (right, right[:2] + other[2:], other[:2] + right[2:])] == [True, False, False]
+
+
 @pytest.mark.parametrize("count", (2, 3, 4, 5, 64))
 @pytest.mark.parametrize("difference", (1, 2**32, 2**63, -1))
 def test_any_one_replica_that_differs_is_found(count, difference):

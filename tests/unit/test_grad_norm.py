@@ -156,6 +156,8 @@ def test_the_norm_of_many_is_within_an_ulp_of_fp64(seed, width):
         ([TINY] * 9, 3 * TINY),
         ([-(2.0**-126), TINY], 2.0**-126),
         ([1e-38, 0.0], fp32_of_bits(bits_of_float(1e-38))),
+        ([2.0**24, 2.0**12, 2.0**12, 1.0], 2.0**24),  # (2^24 + 1)^2: to even, which is down
+        ([2.0**24, *[2.0**12] * 6, 3.0], 2.0**24 + 4),  # and up
         ([MAX], MAX),
         ([MAX, MAX], math.inf),
         ([1.0] * 1000 + [1e-30] * 1000, fp32_of_bits(bits_of_float(math.sqrt(1000)))),

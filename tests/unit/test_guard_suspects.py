@@ -2,6 +2,7 @@
 
 import pytest
 
+from tp_invariant_recipes.training.guard.shard_recording import first_unlike
 from tp_invariant_recipes.training.guard.suspects import ReplicaPair, first_of, narrowed, of_replicas
 
 NORM, QKV = "forward pass of decoder.layers.0.input_layernorm", "forward pass of decoder.layers.0.linear_qkv"
@@ -12,6 +13,23 @@ def pairs(*unlike: tuple[int, int], of: int = 2, first: str = NORM, depth: int =
     """Of `of` replicas in a ring."""
     ring = [(n, (n - 1) % of) for n in range(of)]
     return [ReplicaPair(*pair, first if pair in unlike else None, depth if pair in unlike else 0) for pair in ring]
+
+
+A, B = ("forward pass of a", (1, 2)), ("forward pass of b", (3, 4))
+
+
+@pytest.mark.parametrize(
+    "other, unlike",
+    (
+        ([A, B], None),
+        ([A, (B[0], (3, 5))], (B[0], 1)),
+        ([("forward pass of c", A[1]), B], (A[0], 0)),
+        ([A], (B[0], 1)),
+        ([A, B, A], ("an operation that only one has", 2)),
+    ),
+)
+def test_the_first_operation_of_other_bits_another_name_or_one_replica_alone_is_named(other, unlike):
+    assert first_unlike([A, B], other) == unlike
 
 
 def test_replicas_that_agree_are_no_suspects():

@@ -12,7 +12,7 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.settings.run_config import RunConfig
 
-MODELS = ("qwen3_8b", "qwen3_moe_toy", "nemotron3_nano_toy")
+MODELS = ("qwen3_8b", "qwen3_moe_toy", "nemotron3_nano_toy", "glm45_toy", "qwen3_next_toy")
 
 
 def identity_of(model: str, *overrides: str, device: str = "gpu") -> dict:

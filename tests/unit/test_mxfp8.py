@@ -44,6 +44,10 @@ def operand(kind, rows=64, k=96, seed=0):
     x = torch.randn(rows, k, generator=generator)
     if kind == "wide":
         x *= torch.exp2(torch.randint(-120, 120, (rows, k // 32), generator=generator)).repeat_interleave(32, 1)
+    if kind == "ends":  # of each block, the largest number is the type's, and others are its smallest ones
+        x = torch.randint(-9, 10, (rows, k), generator=generator) * 2.0**-9
+        x[::32, ::32] = x[7::32, 3::32] = 448.0
+        return x.bfloat16()
     if kind in ("small", "large"):
         x *= 2.0 ** (-126 if kind == "small" else 126)
     if kind == "ties":
@@ -68,7 +72,7 @@ def test_codes_times_scales_are_numbers_of_bf16(dtype):
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("kind", ("normal", "wide", "small", "large", "ties"))
+@pytest.mark.parametrize("kind", ("normal", "wide", "small", "large", "ties", "ends"))
 def test_rounding_is_that_of_rational_numbers(kind, dtype):
     x = operand(kind, rows=32)
     rows, columns = mxfp8.both(x, dtype)

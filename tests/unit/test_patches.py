@@ -17,7 +17,7 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import versions
 from tp_invariant_recipes.patches import bridge_helpers, code, core_local_names, core_save, registry, te_grouped_linear
-from tp_invariant_recipes.patches.patch import Function, Patch, Versions, within
+from tp_invariant_recipes.patches.patch import Function, Patch, Versions, always, within
 from tp_invariant_recipes.patches.te_grouped_linear import place_of_flag
 from tp_invariant_recipes.replacement import applied
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -199,6 +199,26 @@ def test_of_an_unknown_run_every_installed_package_counts(installs, patch):
     installs("2.13.0")
     with registry.applied() as names:
         assert names == [NAME]
+
+
+@pytest.mark.parametrize(
+    "sections, names",
+    (
+        ({}, set()),
+        ({"optimizer": {"optimizer": "sgd"}}, {"core-sgd-state"}),
+        ({"model": {"num_moe_experts": 8}}, {"core-empty-optimizer"}),
+        (
+            {"model": {"num_moe_experts": 8, "add_bias_linear": True, "transformer_impl": "local"}},
+            {"core-empty-optimizer", "core-expert-bias"},
+        ),
+        ({"model": {"mtp_num_layers": 1}}, {"bridge-local-mtp"}),
+        ({"weights": {"folder": "x"}}, {"bridge-local-names"}),
+    ),
+)
+def test_a_patch_is_for_the_runs_that_reach_its_code(sections, names):
+    config = RunConfig({"device": {"kind": "cpu"}, "model": {}, "optimizer": {"optimizer": "adam"}} | sections)
+    some = [patch for patch in registry.PATCHES if patch.concerns is not always]
+    assert {patch.name for patch in some if patch.concerns(config)} == names
 
 
 def test_off(installs, patch):

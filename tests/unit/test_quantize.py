@@ -84,6 +84,15 @@ def test_a_tensor_has_the_scale_of_the_amax_it_is_given():
     assert shared.scale == 2 * alone.scale
 
 
+def test_each_group_of_rows_is_a_tensor_of_its_own():
+    x = torch.randn(9, 128, generator=torch.Generator().manual_seed(0)).bfloat16() * torch.arange(1, 10)[:, None]
+    counts = (4, 0, 2, 3)
+    found = quantize.of_groups(x, torch.tensor(counts), E4M3)
+    alone = [quantize.of_tensor(part, quantize.largest_magnitude(part), E4M3) for part in x.split(counts) if len(part)]
+    assert torch.equal(found.data.float(), torch.cat([q.data.float() for q in alone]))
+    assert found.scale.tolist() == [alone[0].scale, 1.0, alone[1].scale, alone[2].scale]
+
+
 RECORDED = np.load(Path(__file__).parents[1] / "data" / "quantize_h100.npz")
 CASES = sorted({key.rpartition("/")[0] for key in RECORDED.files})
 

@@ -109,6 +109,13 @@ def test_a_state_that_cannot_be_read_is_refused(saved, before, wanted, now, sepa
     assert says in problem
 
 
+@pytest.mark.parametrize("degree", ("tp", "pp", "cp", "ep", "etp"))
+def test_every_degree_but_dp_decides_what_lies_in_a_buffer(degree):
+    problem = unreadable_state(BUCKETS, layout(**{degree: 2}), DISTRIBUTED, layout(dp=2))
+    assert problem is not None
+    assert f"{degree} was 2: keep {degree}=2;" in problem
+
+
 MOE = {"num_moe_experts": 8}
 APART = (
     ("tree", MOE, layout(), True),

@@ -1,6 +1,7 @@
 """Megatron-Core's gated delta net with an invariant layer: one result for every degree; with its own, several."""
 
 import functools
+import inspect
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from tests.distributed.numerics.module_runs import DTYPES, run, set_weights, spl
 from tests.distributed.ranks import megatron, on_ranks
 from tests.operands import same_bits
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.kernels.delta_rule import CHUNK
 
 SHARDS = 4
 SEQUENCE, BATCH, HIDDEN = 40, 2, 64
@@ -89,6 +91,12 @@ class TestLayer:
         one, other = (results(t)[False, dtype, main_grad] for t in (1, size))
         assert not same_bits(one["output"], other["output"])
         assert not same_bits(one["input gradient"], other["input gradient"])
+
+
+def test_chunks_are_those_of_megatron(bridge):
+    from megatron.core.ssm.gated_delta_net import torch_chunk_gated_delta_rule as stock
+
+    assert inspect.signature(stock).parameters["chunk_size"].default == CHUNK
 
 
 @pytest.mark.parametrize("main_grad", (False, True))

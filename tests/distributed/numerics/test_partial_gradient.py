@@ -1,10 +1,12 @@
 """Gradients that wait for the end of a backward pass: which pass they belong to, and that none is lost or doubled."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.ranks import on_ranks
+from tests.distributed.ranks import on_ranks, terms
 from tests.operands import same_bits
 from tp_invariant_recipes.numerics.layers.bias import row_bias
 from tp_invariant_recipes.numerics.layers.norm import NormShards, rms_norm
@@ -105,6 +107,17 @@ def _tied(mesh):
     return found
 
 
+def _heads_of_contexts(mesh):
+    """The gradient of a norm of heads: a rank has its groups of heads of each of two context shards."""
+    leaves = terms(2 * SHARDS, 2, N).view(2, SHARDS, 2, N).chunk(mesh.size, 1)[mesh.rank].flatten(0, 1).contiguous()
+    found = []
+    for by_heads in (True, False):
+        weight = torch.zeros(N, requires_grad=True)
+        of = replace(mesh, contexts=2)
+        found.append(partial_gradient.reduce_weight_gradient(weight, leaves, of, False, by_heads))
+    return dict(zip(("right", "as tokens"), found, strict=True))
+
+
 def _everything(mesh):
     cases = [(everywhere, main_grad) for everywhere in (False, True) for main_grad in (False, True)]
     return {
@@ -113,6 +126,7 @@ def _everything(mesh):
         "after a failure": _after_a_failure(mesh),
         "two passes": _two_passes(mesh),
         "tied": _tied(mesh),
+        "heads of contexts": _heads_of_contexts(mesh),
     }
 
 
@@ -162,6 +176,12 @@ def test_the_gradients_are_right(results):
 
 class _Alone:
     rank, size, shards = 0, 1, SHARDS
+
+
+def test_groups_of_heads_are_summed_by_context_shard(results):
+    one, *others = (_whole([rank["heads of contexts"] for rank in results[t]]) for t in DEGREES)
+    assert all(same_bits(one["right"], other["right"]) for other in others)
+    assert not any(same_bits(one["right"], other["as tokens"]) for other in others)
 
 
 @pytest.mark.parametrize("degree, count", ((1, 0), (2, 1), (4, 1)))

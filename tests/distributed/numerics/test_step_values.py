@@ -6,7 +6,9 @@ import torch.distributed as dist
 
 from tests.distributed.ranks import on_ranks, terms
 from tests.operands import same_bits
+from tp_invariant_recipes.numerics.sums import packed_rows, step_values
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.sums.packed_rows import SequencePass
 from tp_invariant_recipes.numerics.sums.step_values import metrics_summed, separate_metrics, summed
 
 SHARDS, EACH = 4, 3
@@ -73,3 +75,25 @@ def test_router_statistics_have_one_sum(bridge):
         first, *others = on_ranks(size, size, _router_statistics)
         assert same_bits(first[0], alone)
         assert not any(other[0].count_nonzero() for other in others)
+
+
+def test_losses_of_sequences_have_one_sum_whatever_rows_they_are_packed_in(monkeypatch):
+    """Of two data shards, four sequences each. Packed otherwise across the shards, they have another."""
+    monkeypatch.setattr(step_values, "data_mesh", lambda shards: VirtualMesh(shards, 1, 0))
+
+    def packed(*lengths):
+        rows = [{"lm loss": row} for row in terms(8, 2).split(lengths)]
+        return step_values.losses_summed(lambda: lambda: rows, 2, 1)()()[0]["lm loss"]
+
+    assert same_bits(packed(2, 2, 2, 2), packed(3, 1, 1, 3))
+    assert not same_bits(packed(2, 2, 2, 2), packed(1, 2, 2, 3))
+
+
+def test_statistics_of_sequences_are_kept_by_their_numbers():
+    """A layer may run twice, sequences come in any order, one that only takes part counts nowhere."""
+    rows = {}
+    for row, number, value, idle in ((0, 1, 1.0, False), (0, 0, 2.0, False), (0, 1, 4.0, False), (1, 0, 8.0, True)):
+        packed_rows.enter(SequencePass(row, number, idle, metric_share=0.25))
+        step_values.keep(rows, torch.tensor(value))
+    packed_rows.enter(None)
+    assert [value.item() for value in step_values.of_rows(rows)] == [1.75]

@@ -13,7 +13,7 @@ def token_dispatcher(bridge):
     return token_dispatcher
 
 
-TOKENS, EXPERTS, TOPK, WIDTH = 11, 4, 2, 3
+TOKENS, EXPERTS, TOPK, WIDTH = 11, 5, 3, 3
 
 
 def _map(drop: bool):
