@@ -70,7 +70,7 @@ def megatron(mesh: VirtualMesh, **degrees: int) -> Iterator[None]:
     from tp_invariant_recipes.host import cpu
 
     with cpu.installed():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=mesh.size, **degrees)
+        parallel_state.initialize_model_parallel(**{"tensor_model_parallel_size": mesh.size} | degrees)
         model_parallel_cuda_manual_seed(1)
         yield
 

@@ -209,6 +209,19 @@ def test_nothing_hides_between_members(certificate_bytes):
     )
 
 
+@pytest.mark.parametrize("field", ("extra", "comment", "flag_bits"))
+def test_nothing_hides_in_headers(certificate_bytes, field):
+    """A field of the directory alone, as zipfile writes it, and a bit that a reader may take for a key's."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in members(certificate_bytes).items():
+            archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
+        last = archive.filelist[-1]
+        setattr(last, field, 0x0002 if field == "flag_bits" else b"\xfe\xca\x02\x00ab")
+        archive.comment = bytes(certificate._SEAL_SIZE)
+    assert "something stands beside" in why_not_opened(certificate._sealed(stream.getvalue()))
+
+
 def test_members_lie_in_the_order_of_the_directory(certificate_bytes):
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -213,8 +213,8 @@ def _unpack(data: bytes) -> dict[str, bytes]:
             raise ValueError(f"it holds {', '.join(names)} and not just {', '.join((MANIFEST, *MEMBERS))}")
         offset = 0
         for entry in entries:
-            # Refuse any data between the members and in their headers, since nobody would see it.
-            if entry.header_offset != offset or entry.extra or entry.comment or entry.flag_bits:
+            # Refuse any data between the members, since nobody would see it; the size shows what headers are longer.
+            if entry.header_offset != offset or entry.flag_bits:
                 raise ValueError(f"something stands beside {entry.filename}")
             if entry.compress_type != zipfile.ZIP_DEFLATED:
                 raise ValueError(f"{entry.filename} is not deflated")

@@ -1,29 +1,38 @@
-"""The invariant router: what it counts."""
+"""The invariant router: what it counts, and the auxiliary losses that it logs and attaches."""
 
 import pytest
 import torch
 
-from tests.distributed.ranks import megatron, on_ranks
+from tests.distributed.ranks import megatron, on_ranks, terms
+from tests.operands import same_bits
 
 TOKENS, HIDDEN, EXPERTS = 1032, 32, 4
+SHARDS, SEQUENCE, BATCH = 4, 64, 2
 
 
-def _counts(mesh, invariant):
-    """Tokens of each expert as the router counts them in two micro-batches, and as they are."""
+def _router(invariant=True, shards=1, **fields):
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
     from megatron.core.transformer.moe.router import TopKRouter
 
     from tp_invariant_recipes.numerics.megatron.router import InvariantTopKRouter
 
+    contexts = fields.pop("context_shards", 1)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=HIDDEN, num_attention_heads=4, num_moe_experts=EXPERTS, moe_router_topk=2,
+        add_bias_linear=False, **fields,
+    )  # fmt: skip
+    config.virtual_shards, config.context_shards = shards, contexts
+    return (InvariantTopKRouter if invariant else TopKRouter)(config, pg_collection=get_default_pg_collection())
+
+
+def _counts(mesh, invariant):
+    """Tokens of each expert as the router counts them in two micro-batches, and as they are."""
     with megatron(mesh, expert_model_parallel_size=1, expert_tensor_parallel_size=1):
-        config = TransformerConfig(
-            num_layers=1, hidden_size=HIDDEN, num_attention_heads=4, num_moe_experts=EXPERTS, moe_router_topk=2,
-            moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, add_bias_linear=False,
+        router = _router(
+            invariant, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
             moe_router_load_balancing_type="none", params_dtype=torch.bfloat16, bf16=True,
         )  # fmt: skip
-        config.virtual_shards = 1
-        router = (InvariantTopKRouter if invariant else TopKRouter)(config, pg_collection=get_default_pg_collection())
         router.bfloat16()  # as Megatron's Float16Module does, counts and all
         seen = torch.zeros(EXPERTS, dtype=torch.int64)
         for _ in range(2):
@@ -36,3 +45,48 @@ def test_counts_are_exact(bridge, invariant):
     """They decide which way an expert's bias goes; rounded, they would depend on how many a rank has."""
     ((counted, seen),) = on_ranks(1, 1, _counts, invariant)
     assert (counted == seen) is invariant
+
+
+def _losses(mesh, invariant, cp):
+    """What this rank adds to each logged loss, and to the gradient of its tokens from the losses alone."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    degrees = {"context_parallel_size": cp, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1}
+    tp = mesh.size // cp
+    with megatron(mesh, tensor_model_parallel_size=tp, **degrees):
+        router = _router(
+            invariant, SHARDS, context_shards=2, context_parallel_size=cp, tensor_model_parallel_size=tp,
+            sequence_parallel=tp > 1, moe_z_loss_coeff=0.1, moe_aux_loss_coeff=0.1,
+            moe_router_load_balancing_type="aux_loss",
+        )  # fmt: skip
+        router.set_layer_number(1)
+        router.weight.data = terms(EXPERTS, HIDDEN, seed=1) / 64
+        rank = parallel_state.get_context_parallel_rank() * tp + parallel_state.get_tensor_model_parallel_rank()
+        x = terms(SEQUENCE, BATCH, HIDDEN).chunk(mesh.size)[rank].clone().requires_grad_()
+        probs, _ = router(x)
+        probs.backward(torch.zeros_like(probs))
+        logged = {name: metric.values.clone() for name, metric in get_moe_metrics_tracker().metrics.items()}
+        return rank, logged, x.grad
+
+
+def _whole(size, invariant, cp):
+    """The sum of what ranks log, as Megatron adds it, and the gradients of all tokens."""
+    ranks = sorted(on_ranks(size, SHARDS, _losses, invariant, cp), key=lambda found: found[0])
+    logged = {name: sum(logged[name] for _, logged, _ in ranks) for name in ("z_loss", "load_balancing_loss")}
+    return logged | {"gradient": torch.cat([gradient for *_, gradient in ranks])}
+
+
+LAYOUTS = ((2, 1), (2, 2), (4, 2))  # ranks, cp
+
+
+def test_losses_are_the_same_for_every_tp_and_cp(bridge):
+    """Stock's have the same but for rounding, and not in one layout's bits."""
+    one, stock = _whole(1, True, 1), _whole(1, False, 1)
+    for name in one:
+        torch.testing.assert_close(one[name], stock[name], rtol=1e-4, atol=1e-7)
+    for layout in LAYOUTS:
+        other = _whole(layout[0], True, layout[1])
+        assert [name for name in one if not same_bits(one[name], other[name])] == [], layout
+    other = _whole(4, False, 2)
+    assert not same_bits(stock["z_loss"], other["z_loss"])
