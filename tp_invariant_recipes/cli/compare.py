@@ -16,7 +16,6 @@ from tp_invariant_recipes.host import terminal
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.compare.compare import Comparison
-    from tp_invariant_recipes.compare.log_compare import LogComparison
 
 _COLOURS = {0: "green", 1: "red", 2: "yellow"}  # by exit status
 _ROWS = 12  # of parameters, without --all
@@ -25,10 +24,7 @@ _ROWS = 12  # of parameters, without --all
 def compare(
     runs: Annotated[
         list[Path],
-        argument(
-            "RUN_A RUN_B [RUN_C ...]",
-            "Run directories, ledger files, certificates, or training logs of Megatron-LM or Megatron-Bridge.",
-        ),
+        argument("RUN_A RUN_B [RUN_C ...]", "Run directories, ledger files or certificates."),
     ],
     every: Annotated[bool, flag("Print every parameter that differs, not only the first 12.", "--all")] = False,
     as_json: Annotated[bool, flag("Print everything as one JSON object.", "--json")] = False,
@@ -37,9 +33,8 @@ def compare(
 
     Runs with the same model, data set and seed are comparable, whatever their layout. tpi compares everything that both
     ledgers hold of every common step: loss, gradient norm, learning rate, digests of gradients, master weights and
-    optimizer moments, traces. It names the first difference in the order of execution. Of two text logs it compares
-    the printed numbers, and equal digits do not prove equal bits. Exit status: 0 identical, 1 different, 2 not
-    comparable or unreadable.
+    optimizer moments, traces. It names the first difference in the order of execution. Exit status: 0 identical,
+    1 different, 2 not comparable or unreadable.
 
     \b
     tpi compare runs/a runs/b
@@ -63,58 +58,35 @@ def compare(
     raise typer.Exit(exit_status(comparisons))
 
 
-def _compare_all(runs: list[Path]) -> "tuple[Comparison, ...] | tuple[LogComparison, ...]":
+def _compare_all(runs: list[Path]) -> "tuple[Comparison, ...]":
     from tp_invariant_recipes.compare.compare import compare_all
-    from tp_invariant_recipes.compare.log_compare import compare_logs, read_log
     from tp_invariant_recipes.ledger.open import streamed
 
     if len(runs) < 2:
         raise LedgerError("a comparison needs two runs: tpi compare RUN_A RUN_B")
     with progress.slow_progress(terminal.console(stderr=True)) as slow:
-        read = {run: read_log(run) for run in runs}
-        logs = [log for run in runs if (log := read[run])]
-        if len(logs) == len(runs):
-            return tuple(compare_logs(logs[0], other) for other in logs[1:])
-        first, *others = [streamed(run, progress=slow.reading(run)) for run in runs if not read[run]]
-        if logs:
-            raise LedgerError(
-                f"{logs[0].path} is a text log, and {first.path} a ledger: compare logs with logs; a run of tpi has "
-                "its log in logs/bridge.log"
-            )
+        first, *others = [streamed(run, progress=slow.reading(run)) for run in runs]
         return compare_all(first, others, progress=slow.counting("comparing: step"))
 
 
-def _print(comparisons: "tuple[Comparison, ...] | tuple[LogComparison, ...]", every: bool) -> None:
-    from tp_invariant_recipes.compare.compare import Comparison
-    from tp_invariant_recipes.compare.text import header_rows
+def _print(comparisons: "tuple[Comparison, ...]", every: bool) -> None:
+    from tp_invariant_recipes.compare.text import header_rows, remarks, run_name, verdict_line
 
     console = terminal.console()
     printed = set()
     for one in comparisons:
-        name, verdict, words, sentences = _words(one)
-        line = Text(one_line(words))
-        line.stylize(f"bold {_COLOURS[one.exit_status]}", 0, len(verdict))
-        prefix = f"{one_line(name)}: " if len(comparisons) > 1 else ""
+        line = Text(one_line(verdict_line(one)))
+        line.stylize(f"bold {_COLOURS[one.exit_status]}", 0, len(one.verdict.value))
+        prefix = f"{one_line(run_name(one.b))}: " if len(comparisons) > 1 else ""
         console.print(Text(prefix) + line, soft_wrap=True)
-        if isinstance(one, Comparison):
-            _print_parameters(console, one, every)
-            rows = header_rows(one)
-            if rows:
-                console.print(_table(one, rows))
-        for sentence in sentences:
+        _print_parameters(console, one, every)
+        rows = header_rows(one)
+        if rows:
+            console.print(_table(one, rows))
+        for sentence in remarks(one):
             if sentence not in printed:
                 console.print(Text(one_line(sentence), style="dim"), soft_wrap=True)
             printed.add(sentence)
-
-
-def _words(one: "Comparison | LogComparison") -> tuple[str, str, str, tuple[str, ...]]:
-    """The name of the second run, the verdict, the line that starts with it, and the remarks below."""
-    from tp_invariant_recipes.compare import log_compare
-    from tp_invariant_recipes.compare.text import remarks, run_name, verdict_line
-
-    if isinstance(one, log_compare.LogComparison):
-        return str(one.b.path), one.verdict, log_compare.line(one), log_compare.remarks(one)
-    return run_name(one.b), one.verdict.value, verdict_line(one), remarks(one)
 
 
 def _print_parameters(console: Console, comparison: "Comparison", every: bool) -> None:

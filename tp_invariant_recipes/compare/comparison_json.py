@@ -5,10 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from tp_invariant_recipes.compare import log_compare
 from tp_invariant_recipes.compare.compare import UNREADABLE, Comparison, FirstDifference
 from tp_invariant_recipes.compare.explanation import run_name
-from tp_invariant_recipes.compare.log_compare import LogComparison
 from tp_invariant_recipes.compare.magnitude import magnitude_report
 from tp_invariant_recipes.compare.step_order import FIELDS, is_float
 from tp_invariant_recipes.compare.text import remarks, verdict_line
@@ -19,22 +17,19 @@ from tp_invariant_recipes.ledger.schema import HeaderDifference
 REPORT_SCHEMA = 2
 
 
-def exit_status(comparisons: Iterable[Comparison | LogComparison]) -> int:
+def exit_status(comparisons: Iterable[Comparison]) -> int:
     """The worst of several: one incomparable run outweighs a different one."""
     return max(comparison.exit_status for comparison in comparisons)
 
 
-def report(comparisons: Sequence[Comparison | LogComparison]) -> dict:
+def report(comparisons: Sequence[Comparison]) -> dict:
     """All comparisons with one first run, as JSON. Documented in docs/ledger.md."""
     return {
         "schema": REPORT_SCHEMA,
         "exit_status": exit_status(comparisons),
         "error": None,
         "compared_fields": [field.name for field in FIELDS],
-        "comparisons": [
-            comparison_json(found) if isinstance(found, Comparison) else log_compare.comparison_json(found)
-            for found in comparisons
-        ],
+        "comparisons": [comparison_json(comparison) for comparison in comparisons],
     }
 
 

@@ -7,13 +7,12 @@ import pytest
 
 from tests.unit.docs.markdown import DOCUMENTS, ROOT
 from tp_invariant_recipes.cli.main import app
-from tp_invariant_recipes.compare import compare, log_compare
+from tp_invariant_recipes.compare import compare
 from tp_invariant_recipes.workflows import verdict
 
 # Verdict -> exit status, of all that give a verdict. The last two are of `tpi audit`.
 STATUSES = {
     **{one.value: status for one, status in compare.EXIT_STATUS.items()},
-    **log_compare.EXIT_STATUS,
     **verdict.EXIT_STATUS,
     "within rounding": 0,
     "beyond rounding": 1,
