@@ -16,7 +16,8 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.settings import conf_files
-from tp_invariant_recipes.settings.environment import VARIABLES, is_secret, recorded, settings
+from tp_invariant_recipes.settings.environment import VARIABLES, recorded, settings
+from tp_invariant_recipes.settings.secrets import named
 from tp_invariant_recipes.settings.sections import AS_TYPED
 
 
@@ -150,7 +151,17 @@ def test_texts_are_taken_as_typed(time):
     assert {key: tree[key.split(".")[0]][key.split(".")[1]] for key in typed} == typed
 
 
-SECRETS = ("WANDB_API_KEY", "hf_token", "MY_SECRET", "DB_PASSWORD", "AWS_CREDENTIALS", "NCCL_TOKENS")
+SECRETS = (
+    "WANDB_API_KEY",
+    "hf_token",
+    "MY_SECRET",
+    "DB_PASSWORD",
+    "AWS_CREDENTIALS",
+    "NCCL_TOKENS",
+    "HF_AUTH",
+    "AWS_PASSWD",
+    "DB_PASS",
+)
 
 
 @pytest.mark.parametrize("value", ("hunter2", "'31337'", "31337"))
@@ -170,8 +181,8 @@ def test_a_secret_on_the_command_line_is_refused_and_never_shown():
 
 
 def test_what_only_sounds_like_a_secret_is_none():
-    assert not any(map(is_secret, ("TOKENIZERS_PARALLELISM", "NUM_OF_TOKENS_PER_CHUNK_COMBINE_API", "NCCL_DEBUG")))
-    assert is_secret("TOKENIZER_TOKEN")
+    assert not any(map(named, ("TOKENIZERS_PARALLELISM", "NUM_OF_TOKENS_PER_CHUNK_COMBINE_API", "NCCL_DEBUG")))
+    assert named("TOKENIZER_TOKEN")
 
 
 # One's own

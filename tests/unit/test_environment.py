@@ -137,10 +137,16 @@ def test_recorded_are_the_table_and_what_libraries_read_in_order():
         "CUDA_LICENSE_KEY",
         "NVTE_SECRET",
         "PYTORCH_CREDENTIALS",
+        "NCCL_AUTH",
+        "TORCH_DB_PASS",
     ),
 )
 def test_a_secret_is_never_recorded(name):
     assert recorded({name: "hunter2", "NCCL_DEBUG": "INFO"}) == {"NCCL_DEBUG": "INFO"}
+
+
+def test_an_address_with_a_password_is_never_recorded():
+    assert recorded({"NCCL_PROXY": "http://u:hunter2@proxy:1", "NCCL_DEBUG": "INFO"}) == {"NCCL_DEBUG": "INFO"}
 
 
 @given(st.dictionaries(st.sampled_from([v.name for v in VARIABLES]), st.sampled_from(("0", "1", "Ring", "8"))))

@@ -73,7 +73,10 @@ def test_a_command_ends_with_that_sentence(cli, tmp_path, monkeypatch, no_gpus):
 
 SECRETS = (
     ("logger.comet_api_key=hunter2", "logger.comet_api_key: a secret"),
-    ("logger.mlflow_tracking_uri='http://me:hunter2@mlflow.example.com'", "logger.mlflow_tracking_uri: holds a user"),
+    (
+        "logger.mlflow_tracking_uri='http://me:hunter2@mlflow.example.com'",
+        "logger.mlflow_tracking_uri: holds what looks like a secret",
+    ),
 )
 
 

@@ -38,6 +38,7 @@ from tp_invariant_recipes.cli.arguments import help_text
 from tp_invariant_recipes.errors import Interrupted, TpiError
 from tp_invariant_recipes.foreign_text import one_line, visible
 from tp_invariant_recipes.host import bytecode, needed, terminal
+from tp_invariant_recipes.settings.secrets import redacted
 
 app = typer.Typer(
     name="tpi",
@@ -145,7 +146,7 @@ def _command(words: Sequence[str]) -> str:
 
 def _fail_defect() -> NoReturn:
     """Show the exception. Python would exit with 1, which here means that two runs differ."""
-    sys.stderr.write(visible(traceback.format_exc()))
+    sys.stderr.write(redacted(visible(traceback.format_exc())))
     _fail(f"this is a defect of tpi {__version__}, not a mistake of yours; the lines above say where")
 
 
@@ -174,7 +175,7 @@ def _key_hint(option: str) -> str | None:
 
 def _fail_usage(error: Any) -> NoReturn:
     """Print a usage error as typer does, but with control characters as text."""
-    message = one_line(error.format_message())
+    message = redacted(one_line(error.format_message()))
     option = getattr(error, "option_name", None) or ""
     if hint := HYDRA_OPTIONS.get(option) or _key_hint(option):
         message = f"{re.split(r' Did you mean| .Possible options', message)[0].rstrip('.')}. {hint}."
@@ -188,5 +189,6 @@ def _fail_usage(error: Any) -> NoReturn:
 def _fail(message: str, status: int = 2) -> NoReturn:
     from rich.text import Text
 
+    message = redacted(message)  # it may repeat what was typed
     terminal.console(stderr=True, soft_wrap=True).print(Text.assemble(("error:", "bold red"), f" {message}"))
     sys.exit(status)

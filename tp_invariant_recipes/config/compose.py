@@ -24,6 +24,7 @@ from tp_invariant_recipes.settings import (
     low_precision,
     peft,
     schema,
+    secrets,
 )
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
 from tp_invariant_recipes.settings.nearest import nearest
@@ -139,6 +140,7 @@ def _broken_rules(config: RunConfig) -> list[str]:
         guard,
         hang_timeout,
         environment,
+        secrets,
         recipe_layer,
         finetuning,
         lora,

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
 
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.settings import peft
@@ -73,11 +72,6 @@ def _loggers(config: RunConfig) -> list[str]:
         found.append(
             "logger.comet_api_key: a secret, and what is configured is written down; set COMET_API_KEY where you start "
             "the run, and cluster.forward=[COMET_API_KEY] for a job"
-        )
-    if "@" in urlsplit(str(_at(config, "logger.mlflow_tracking_uri") or "")).netloc:
-        found.append(
-            "logger.mlflow_tracking_uri: holds a user or password, and what is configured is written down; set "
-            "MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_PASSWORD, where you start the run"
         )
     return found
 

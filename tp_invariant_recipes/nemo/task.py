@@ -190,8 +190,9 @@ def _write(run_dir: Any, config: Any, run: RunFile) -> None:
     """The files beside the ledger that make a certificate of it."""
     from tp_invariant_recipes.host.versions import versions
     from tp_invariant_recipes.settings.environment import recorded
+    from tp_invariant_recipes.settings.secrets import without
 
-    run_dir.write(run_dir.config, _plain(config))
+    run_dir.write(run_dir.config, without(_plain(config)))
     run_dir.write(run_dir.environment, recorded(os.environ))
     run_dir.write(run_dir.versions, versions())
     run_dir.write(run_dir.run, run.as_json())

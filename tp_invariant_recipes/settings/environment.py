@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.settings import secrets
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 
@@ -84,11 +85,6 @@ RECORDED_PREFIXES = (
     *("ONEDNN_", "DNNL_", "OMP_", "MKL_", "MAMBA_", "NVIDIA_TF32"),
 )
 
-# A name with one of these words is never recorded, with any prefix, and is not allowed for a cluster's variable.
-SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
-# Harmless words that contain one of them: TOKENIZERS_PARALLELISM, NUM_OF_TOKENS_PER_CHUNK_COMBINE_API.
-NOT_SECRET = ("TOKENIZER", "TOKENS_PER")
-
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
@@ -113,13 +109,13 @@ def problems(config: RunConfig) -> list[str]:
     """All problems of the cluster's variables. It never shows the value of a secret."""
     cluster = config.cluster.environment
     names = [f"cluster.environment: {name!r} is no name of a variable" for name in cluster if not NAME.fullmatch(name)]
-    secrets = [
+    refused = [
         f"cluster.environment.{name}: looks like a secret, and what is configured is written down; set it where you "
         f"start the run, and for a job name it in cluster.forward"
         for name in cluster
-        if is_secret(name)
+        if secrets.named(name)
     ]
-    return [*names, *secrets, *_changing_bits(config.device.kind, cluster)]
+    return [*names, *refused, *_changing_bits(config.device.kind, cluster)]
 
 
 def flash_problems(device: str, invariant: bool, environment: Mapping[str, str]) -> list[str]:
@@ -137,15 +133,7 @@ def recorded(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that a run directory and a ledger record. Only names listed here qualify, so never a secret."""
     names = {v.name for v in VARIABLES}
     kept = {k: v for k, v in environment.items() if k in names or k.startswith(RECORDED_PREFIXES)}
-    return dict(sorted((k, v) for k, v in kept.items() if not is_secret(k)))
-
-
-def is_secret(name: str) -> bool:
-    """Whether a variable of this name may hold a secret."""
-    rest = name.upper()
-    for word in NOT_SECRET:
-        rest = rest.replace(word, "")
-    return any(word in rest for word in SECRET_WORDS)
+    return dict(sorted((k, v) for k, v in kept.items() if not (secrets.named(k) or secrets.holds(v))))
 
 
 def _rows(device: str, environment: Mapping[str, str]) -> dict[str, str | None]:

@@ -1,0 +1,103 @@
+"""Secrets in what is configured, which tpi writes down: told by addresses, by the shapes of tokens, and by names.
+
+Entropy tells none: a wandb key has 40 hexadecimal digits, as a commit has.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tp_invariant_recipes.settings.run_config import RunConfig
+
+# A name with one of these words, or with one of WHOLE between underscores, is of a secret.
+WORDS = ("KEY", "TOKEN", "SECRET", "PASSW", "PASSPHRASE", "CREDENTIAL", "OAUTH")
+WHOLE = ("AUTH", "PASS", "PW", "PAT")
+# Harmless words that contain one of them: TOKENIZERS_PARALLELISM, NUM_OF_TOKENS_PER_CHUNK_COMBINE_API.
+NOT_SECRET = ("TOKENIZER", "TOKENS_PER")
+# What is assigned is cut: no reference to a variable, no path, number or word of YAML.
+_VALUE = r"\s*=\s*[\"']?(?![$~/.\"'\s]|(?:true|false|none|null|\d+)\b)"
+# Lower-case names of fields have key and token in them, too (json_key, eos_token): of these only what is surely one.
+_FIELD = (
+    r"\b(?:[\w-]*(?:api|access|secret|private|account|license)[_-]?key|(?:hf|hub|git\w*|api|auth|access|secret|session|"
+    r"bot|wandb|mlflow|vault)[\w-]*token|token|[\w-]*(?:secret|passwd|password|passphrase|credentials?)|"
+    r"(?:[\w-]*[_-])?(?:auth|pass|pw|pat))"
+)
+_VARIABLE = r"\b[A-Z][A-Z0-9_]*_(?:KEY|TOKEN)"
+# What hides a value: its first group is kept, and the rest is cut.
+_SHAPES = [
+    re.compile(pattern, flags)
+    for pattern, flags in (
+        (r"(\b[a-z][a-z0-9+.-]*://)[^/\s@:]*:[^/\s@]+(?=@)", re.IGNORECASE),  # user:password@
+        (r"(\b[a-z][a-z0-9+.-]*://)[^/\s@:]{20,}(?=@)", re.IGNORECASE),  # token@
+        (r"([?&](?:[\w-]*(?:token|key|secret|password|signature)|sig)=)[^&\s\"']{8,}", re.IGNORECASE),
+        (rf"({_FIELD}{_VALUE})[^\s\"',;)}}\]]+", re.IGNORECASE),
+        (rf"({_VARIABLE}{_VALUE})[^\s\"',;)}}\]]+", 0),
+        (r"(--[\w-]*(?:password|passwd|token|secret|api-key) )(?![$~/.\"'-])\S+", 0),
+        (r"(\bBearer )[\w.~+/-]{16,}=*", re.IGNORECASE),
+        (r"(\b)(?:hf_|gh[pousr]_|github_pat_|glpat-|nvapi-|npm_|pypi-|sk-|xox[abeoprs]-|wandb_v1_)[\w-]{16,}", 0),
+        (r"(\b)(?:AKIA|ASIA)[0-9A-Z]{16}\b|(\b)AIza[\w-]{35}|(\b)eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+", 0),
+        (r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)[\s\S]*", 0),
+    )
+]
+
+
+def named(name: str) -> bool:
+    """Whether a variable of this name may hold a secret."""
+    rest = name.upper()
+    for word in NOT_SECRET:
+        rest = rest.replace(word, "")
+    return any(word in rest for word in WORDS) or bool({*re.split(r"[^A-Z0-9]+", rest)} & {*WHOLE})
+
+
+def redacted(text: str) -> str:
+    """The text with "…" in the place of each secret."""
+    for shape in _SHAPES:
+        text = shape.sub(lambda match: f"{match[1] or ''}…", text)
+    return text
+
+
+def without(value: Any) -> Any:
+    """JSON with "…" in the place of each secret, by the names of fields too."""
+    if isinstance(value, dict):
+        fields = {
+            name: re.fullmatch(_FIELD, name, re.IGNORECASE) and isinstance(inner, str) for name, inner in value.items()
+        }
+        return {name: "…" if fields[name] else without(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [without(item) for item in value]
+    return redacted(value) if isinstance(value, str) else value
+
+
+def holds(text: str) -> bool:
+    """Whether a text has a secret in it."""
+    return any(shape.search(text) for shape in _SHAPES)
+
+
+def problems(config: "RunConfig") -> list[str]:
+    """Each configured value that holds a secret, by its key and never by its value."""
+    return list(dict.fromkeys(_problems(config.sections, "")))
+
+
+def _problems(sections: Any, path: str) -> Iterator[str]:
+    if isinstance(sections, dict):
+        for name, value in sections.items():
+            inner = f"{path}.{redacted(str(name))}".removeprefix(".")
+            if path == "cluster.environment" and named(str(name)):
+                continue  # settings/environment.py refuses it
+            if path.endswith("_tags") and named(str(name)):
+                yield _refusal(inner)
+            else:
+                yield from _problems(value, inner)
+    elif isinstance(sections, list | tuple):
+        for value in sections:
+            yield from _problems(value, path)
+    elif isinstance(sections, str) and holds(sections):
+        yield _refusal(path)
+
+
+def _refusal(path: str) -> str:
+    return (
+        f"{path}: holds what looks like a secret, and what is configured is written down; set it in a variable where "
+        "you start the run, and for a job name that in cluster.forward"
+    )
