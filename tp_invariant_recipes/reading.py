@@ -1,7 +1,9 @@
 """Files that come from elsewhere: read up to a limit, parsed strictly, and checked against a type.
 
     data = read_limited(file, MiB)              OSError, ValueError: more bytes than that
+    for number, line in read_lines(file):       OSError, ValueError: a line is too long
     value = parse_json(data)                    ValueError: not JSON, nested too deeply, half a character, …
+    row = parse_object(line)                    ValueError: as `parse_json`, or it is no object
     run = checked(RunFile, value)               ValueError: "attempts.0.from_step: Input should be a valid integer"
 
 A file's format is one frozen dataclass, a `Record`: `checked` reads it, and `as_json` is what is written.
@@ -18,6 +20,7 @@ import json
 import os
 import re
 import stat
+from collections.abc import Iterator
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, ClassVar, TypeVar, overload
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 DEPTH = 64  # of nested lists and objects; our own files have at most 10
 NODES = 1_000_000  # values in a file or a line, with those that an alias repeats; parsed, each takes up to 300 bytes
+TOKENS = 1 << 23  # values in a line of a sequence's tokens, each with some of an engine's choices
 LONGEST_LINE = 64 * MIB  # of a file of JSON lines; a step of 22,000 parameters has 7 MB
 _PROBLEMS = 3  # named in one message
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # an escaped surrogate: half a character, if the other half is missing
@@ -126,15 +130,32 @@ def read_limited(file: Path, limit: int) -> bytes:
     return b"".join([data, *rest]) if rest else data
 
 
-def parse_json(data: bytes, *, constants: bool = False) -> Any:
+def read_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file with their numbers, from 1 on. OSError: it cannot be read. ValueError: a line is too long."""
+    with open_file(file) as stream:
+        for number, line in enumerate(iter(lambda: stream.readline(LONGEST_LINE + 1), b""), 1):
+            if len(line) > LONGEST_LINE:
+                raise ValueError(f"line {number} has more than {LONGEST_LINE} bytes")
+            yield number, line
+
+
+def parse_object(data: bytes, *, constants: bool = False, most: int = NODES) -> dict[str, Any]:
+    """A JSON object. ValueError: as `parse_json`, or it is another value."""
+    value = parse_json(data, constants=constants, most=most)
+    if not isinstance(value, dict):
+        raise ValueError("not an object in braces")
+    return value
+
+
+def parse_json(data: bytes, *, constants: bool = False, most: int = NODES) -> Any:
     """A JSON value. ValueError: it is none, repeats a key, is nested deeper than DEPTH, or has half a character.
 
-    Nor may it have more than NODES values, which its commas and brackets bound before anything is parsed.
+    Nor may it have more than `most` values, which its commas and brackets bound before anything is parsed.
 
     constants: whether NaN and Infinity are allowed, which JSON lacks and Python writes.
     """
-    if len(data) > NODES and sum(data.count(one) for one in b",[{") > NODES:
-        raise ValueError(f"more than {NODES} values")
+    if len(data) > most and sum(data.count(one) for one in b",[{") > most:
+        raise ValueError(f"more than {most} values")
     try:
         value = (_WITH_CONSTANTS if constants else _STRICT).decode(data.decode())
     except RecursionError:

@@ -4,12 +4,14 @@ On different machines: equal ones under numerics=portable, else none. On one mac
 for one definition of a product; versions of tpi have others on GPUs (numerics/modes/tree.py).
 """
 
-from tp_invariant_recipes.ledger.schema import Header
+from collections.abc import Sequence
+
+from tp_invariant_recipes.ledger.schema import CAPABILITY, Header
 from tp_invariant_recipes.numerics import mode
 
 _PRODUCT = "product"  # field of a header's device
 # Fields of a header's device that tell architectures apart.
-FIELDS = ("name", "compute_capability", "machine")
+FIELDS = ("name", "compute_capability", "machine", CAPABILITY)
 
 
 def across_machines(a: Header, b: Header, different: bool) -> str | None:
@@ -17,12 +19,13 @@ def across_machines(a: Header, b: Header, different: bool) -> str | None:
 
     different: whether a compared bit differs.
     """
-    left, right = _architecture(a), _architecture(b)
+    recorded = all(CAPABILITY in header.device for header in (a, b))
+    left, right = (_architecture(header, FIELDS if recorded else FIELDS[:-1]) for header in (a, b))
     modes = {str(header.numerics.get("mode")) for header in (a, b)}
     if left == right:
         return None
     machines = f"The runs were made on different architectures ({left}; {right})"
-    if not all((one := mode.find(name)) and one.any_machine for name in modes):
+    if not all(map(all_machines, (a, b))):
         named = " and ".join(f"numerics={name}" for name in sorted(modes))
         found = "this difference is no defect" if different else "these bits are equal all the same"
         return f"{machines}. {named}: equal bits are not promised there, and {found}; numerics=portable promises them."
@@ -88,6 +91,28 @@ def _words(found: tuple[tuple[int, str], ...]) -> str:
     return ", ".join([first, *(f"from step {start} on {name}" for start, name in later)])
 
 
-def _architecture(header: Header) -> str:
+def changed_processor(before: Header, now: str, step: int) -> str | None:
+    """What a run on a CPU must be told that goes on after `step` with other instructions, if any.
+
+    before: of its ledger. now: as of `processor.capability`.
+    """
+    earlier = [before.device.get(CAPABILITY)]
+    for entry in before.notes.get("resumed", ()):
+        if entry["after_step"] < step:
+            earlier.append(entry["changed"].get(f"device.{CAPABILITY}", earlier[0]))
+    if earlier[-1] in (None, now) or all_machines(before):
+        return None
+    return (
+        f"processor: step {step} was computed with {earlier[-1]}, and step {step + 1} will be with {now}; the steps to "
+        f"come may have other bits than they would have had. The ledger notes it"
+    )
+
+
+def all_machines(header: Header) -> bool:
+    """Whether a run's numerics promise equal bits on all machines."""
+    return bool((found := mode.find(str(header.numerics.get("mode")))) and found.any_machine)
+
+
+def _architecture(header: Header, names: Sequence[str]) -> str:
     device = header.device
-    return " ".join(str(device[name]) for name in FIELDS if device.get(name) not in (None, "0.0"))
+    return " ".join(str(device[name]) for name in names if device.get(name) not in (None, "0.0"))

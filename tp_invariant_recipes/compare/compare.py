@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from typing import Any
 
 from tp_invariant_recipes.compare.explanation import Scene, explain
 from tp_invariant_recipes.compare.step_order import INITIAL, MODEL, Found, is_float
@@ -14,6 +15,7 @@ from tp_invariant_recipes.ledger.digests import Parameter, in_order
 from tp_invariant_recipes.ledger.layouts import changes
 from tp_invariant_recipes.ledger.reader import PROGRESS_EVERY, Ledger, Progress
 from tp_invariant_recipes.ledger.schema import (
+    CAPABILITY,
     DIGESTED,
     Header,
     HeaderDifference,
@@ -33,7 +35,6 @@ class Verdict(Enum):
 
 EXIT_STATUS = {Verdict.IDENTICAL: 0, Verdict.DIFFERENT: 1, Verdict.NOT_COMPARABLE: 2}
 UNREADABLE = 2  # the exit status when a ledger cannot be read
-MODULES = ("numerics", "versions", "device")  # fields of a header that decide which modules a model is made of
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def compare_all(
     tallies = [
         Tally(
             in_order({p.name for ledger in (a, b) for p in ledger.header.parameters}),
-            modules=all(getattr(a.header, name) == getattr(b.header, name) for name in MODULES),
+            modules=_modules(a.header) == _modules(b.header),
             places=a.header.layout == b.header.layout and changes(a.header) == changes(b.header),
             repetition=repetition,
         )
@@ -157,6 +158,11 @@ def compare_all(
         if progress and step % PROGRESS_EVERY == 0:
             progress(step, total)
     return tuple(itertools.starmap(partial(_comparison, a), zip(others, refused, tallies, strict=True)))
+
+
+def _modules(header: Header) -> tuple[Any, ...]:
+    """What decides which modules a model is made of."""
+    return header.numerics, header.versions, {**header.device, CAPABILITY: None}
 
 
 def _comparison(a: Ledger, b: Ledger, refused: tuple[HeaderDifference, ...], tally: Tally) -> Comparison:

@@ -179,7 +179,7 @@ def _inputs(scene: Scene, direction: str, module: str) -> InputsMatch:
 
 def _own_weights(scene: Scene, module: str) -> str | None:
     """ "matched", or the reason why that is unknown; None: the module has no weights."""
-    module = module.partition("#")[0]  # a later call has "#2"
+    module = module.partition(" #")[0]  # a later call has " #2"
     prefixes = [f"{module}.", *(module.removesuffix(end) + name for end, name in SAVED_AS if module.endswith(end))]
     own = {name for name in scene.order if name.startswith(tuple(prefixes))}
     if not own and scene.order:

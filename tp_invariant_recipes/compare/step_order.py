@@ -179,14 +179,17 @@ def tensors(record: StepRecord, kind: str, parameters: Sequence[str]) -> dict[st
 
 
 def traced(trace: Sequence[Traced], direction: str) -> dict[str, Traced]:
-    """The trace of one direction by name; a module's second call has "#2" after the name."""
+    """The trace of one direction by name; a module's second call has " #2" after the name.
+
+    No name has a space, so no module's name is that of another one's second call.
+    """
     seen: Counter[str] = Counter()
     entries = {}
     for entry in trace:
         if entry.direction == direction:
             key = f"{entry.module}/{entry.tensor}"
             seen[key] += 1
-            again = f"#{seen[key]}" if seen[key] > 1 else ""
+            again = f" #{seen[key]}" if seen[key] > 1 else ""
             entries[f"{direction}/{entry.module}{again}/{entry.tensor}"] = entry
     return entries
 

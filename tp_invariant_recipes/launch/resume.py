@@ -13,6 +13,7 @@ from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.identity import WEIGHTS_DIGEST
 from tp_invariant_recipes.config.overrides import DECIDED_BY, Override, given, parse, parse_all
 from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError, listed
+from tp_invariant_recipes.host import processor
 from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning, resolve
 from tp_invariant_recipes.launch.ranks import Outcome
 from tp_invariant_recipes.ledger.open import read, streamed
@@ -156,7 +157,7 @@ def _resume(command: str, run_dir: RunDir, composed: Composed, how: Planning, st
     if found is None:
         return plan
     _check_layout(command, before, plan, found)
-    return replace(_starting_at(plan, found), remark=_changed_products(plan, found.step))
+    return replace(_starting_at(plan, found), remark=_changed_arithmetic(plan, found.step))
 
 
 def completed_steps(run_dir: RunDir) -> int | None:
@@ -245,10 +246,14 @@ def _check_layout(command: str, before: RunFile, plan: Plan, found: RunCheckpoin
         raise ConfigError(f"{command} cannot go on at step {found.step} in this layout.\n{listed(wrong)}", wrong)
 
 
-def _changed_products(plan: Plan, step: int) -> str | None:
-    """A sentence if products have another definition after `step` than before."""
+def _changed_arithmetic(plan: Plan, step: int) -> str | None:
+    """A sentence if products have another definition after `step` than before, or a CPU has other instructions."""
     version = mode.definition(plan.config.numerics.mode, plan.device)
-    return comparability.changed_products(streamed(plan.run_dir.ledger).header, version, step) if version else None
+    header = streamed(plan.run_dir.ledger).header
+    changed = comparability.changed_products(header, version, step) if version else None
+    if plan.device == "cpu" and plan.here and changed is None:
+        return comparability.changed_processor(header, processor.capability(), step)
+    return changed
 
 
 def _starting_at(plan: Plan, found: RunCheckpoint) -> Plan:

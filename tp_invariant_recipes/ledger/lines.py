@@ -24,7 +24,7 @@ from tp_invariant_recipes.ledger.schema import (
     StepRecord,
     check_bits,
 )
-from tp_invariant_recipes.reading import checked, parse_json
+from tp_invariant_recipes.reading import checked, parse_object
 
 _SAME = "gradients"  # for the clipped gradients: as before clipping
 _OF = (*DIGESTED, COPIES, *DIRECTIONS)  # what may diverge
@@ -206,11 +206,8 @@ def _counts(raw: object, wrong: str) -> tuple[int, ...]:
 
 
 def load(line: bytes) -> dict:
-    """Read one line as a JSON object. ValueError: it is not an object, or not JSON (`reading.parse_json`)."""
-    raw = parse_json(line)
-    if not isinstance(raw, dict):
-        raise ValueError("not a JSON object")
-    return raw
+    """Read one line as a JSON object. ValueError: it is not an object, or not JSON (`reading.parse_object`)."""
+    return parse_object(line)
 
 
 def _decode_float(name: str, raw: object) -> str:

@@ -31,7 +31,9 @@ DIGESTED: dict[str, Callable[[Parameter], bool]] = {
 # The kinds of losses without training that a step may have, in the order of execution: its validation, and what follows
 # the end of training. "validation/8:16" is the name of the loss of the sequences 8 to 15.
 EVALUATED = VALIDATION, FINAL_VALIDATION, TEST = "validation", "final_validation", "test"
-_EVALUATION = re.compile(rf"({'|'.join(EVALUATED)})/\d{{1,18}}:\d{{1,18}}", re.ASCII)
+_COUNT = r"(0|[1-9]\d{0,17})"  # a number has one text, so that no two names mean the same sequences
+_EVALUATION = re.compile(rf"({'|'.join(EVALUATED)})/{_COUNT}:{_COUNT}", re.ASCII)
+CAPABILITY = "instructions"  # in `device` of a run on a CPU: with what its libraries compute (host/processor.py)
 COPIES = "copies"  # in `diverged`: weights that are not their master weights rounded
 DIRECTIONS = ("forward", "backward")
 MOST = 2**70  # of a count; the text and the sum of larger ones have no bound
@@ -84,7 +86,8 @@ class Header(Record):
     numerics: mode, virtual shards …
     layout: degrees of parallelism by their short names
     versions: versions of the packages that compute
-    device: name and compute capability, attention backend, [definition of a product](numerics.md#what-is-a-product)
+    device: name and compute capability, a CPU's `instructions`, attention backend,
+        [definition of a product](numerics.md#what-is-a-product)
     environment: the variables that numerics depend on
     notes: other facts, such as the tokenizer's convention; `resumed`: what each resume has changed
     parameters: the tensors that have digests, in the digests' order: `name` as in Megatron's distributed checkpoints,
@@ -206,6 +209,8 @@ class StepRecord:
         for traced in self.trace or ():
             if traced.direction not in DIRECTIONS:
                 raise ValueError(f"trace: {traced.direction!r} is not a direction: forward or backward")
+            if "/" in traced.tensor:  # it ends a name of direction, module and tensor
+                raise ValueError(f"trace: {traced.tensor!r:.100} is not a tensor of a module: input or output")
             if traced.digest is not None:
                 check_digest(traced.digest)
 

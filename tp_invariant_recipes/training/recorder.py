@@ -13,6 +13,7 @@ from megatron.bridge.training.callbacks import Callback, CallbackContext
 
 from tp_invariant_recipes.compare import loaded_state
 from tp_invariant_recipes.errors import CheckpointError
+from tp_invariant_recipes.host import processor
 from tp_invariant_recipes.host.start_clock import CLOCK
 from tp_invariant_recipes.host.start_clock import text as start_text
 from tp_invariant_recipes.host.versions import versions
@@ -20,7 +21,7 @@ from tp_invariant_recipes.ledger.bits import float_bits
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord, resume
 from tp_invariant_recipes.ledger.run_files import ProgressLine
-from tp_invariant_recipes.ledger.schema import FINAL_VALIDATION, TEST, VALIDATION
+from tp_invariant_recipes.ledger.schema import CAPABILITY, FINAL_VALIDATION, TEST, VALIDATION
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron.core_attention import backend_in_force
 from tp_invariant_recipes.runs.checkpoints import iteration_dir
@@ -181,7 +182,7 @@ def _device(context: CallbackContext, numerics: str) -> dict[str, Any]:
     found = {"name": properties.name, "compute_capability": f"{properties.major}.{properties.minor}"}
     config = context.state.cfg
     if properties.name == "cpu":
-        found["machine"] = platform.machine()
+        found |= {"machine": platform.machine(), CAPABILITY: processor.capability()}
     attention = backend_in_force(context.model, config.model.seq_length, config.train.micro_batch_size)
     product = mode.definition(numerics, "cpu" if properties.name == "cpu" else "gpu")
     layers = getattr(config.model, "fp8_layers", None)

@@ -27,7 +27,7 @@ OPERATIONS = {
 def worth_dumping(placed: Comparison) -> tuple[str, ...]:
     """The first differing tensor and its operands: a module's inputs; for a gradient, the inputs of both passes."""
     first = placed.first
-    if first is None or first.kind not in DUMPED or "#" in first.name:
+    if first is None or first.kind not in DUMPED or " #" in first.name:
         return ()
     if first.kind in ("masters", "weights"):
         return (first.name, first.name.replace(f"{first.kind}/", "gradients/", 1))

@@ -8,9 +8,10 @@ import pytest
 
 from tests.unit.compare.ledgers import ledger
 from tp_invariant_recipes.cli.train import _start_text
-from tp_invariant_recipes.compare.comparability import across_machines, other_products
+from tp_invariant_recipes.compare.comparability import across_machines, changed_processor, other_products
 from tp_invariant_recipes.compare.compare import compare
 from tp_invariant_recipes.compare.text import remarks
+from tp_invariant_recipes.host import processor
 from tp_invariant_recipes.launch import resume as launch_resume
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, resume
 from tp_invariant_recipes.numerics.mode import definition
@@ -54,6 +55,66 @@ def test_neither_do_two_versions_of_the_definition():
 @pytest.mark.parametrize("mode", ("portable", "tree"))
 def test_one_architecture_needs_no_word(mode):
     assert across_machines(header_of_mode(mode, CPU), header_of_mode(mode, CPU | {"attention": "local"}), True) is None
+
+
+# --- instructions of a CPU ---
+
+AVX2, AMX = (
+    CPU | {"instructions": f"torch {torch}, oneDNN {onednn}, MKL GenuineIntel"}
+    for torch, onednn in (("AVX2", "AVX2"), ("AVX512", "AVX512_CORE_AMX"))
+)
+
+
+@pytest.mark.parametrize("mode", ("tree", "stock"))
+def test_two_processors_of_one_architecture_are_two(mode):
+    a, b = header_of_mode(mode, AVX2), header_of_mode(mode, AMX)
+    said = across_machines(a, b, True)
+    assert (
+        "cpu x86_64 torch AVX2, oneDNN AVX2, MKL GenuineIntel; cpu x86_64 torch AVX512, oneDNN AVX512_CORE_AMX" in said
+    )
+    assert "equal bits are not promised there, and this difference is no defect" in said
+    assert across_machines(a, a, True) is None
+    assert across_machines(a, header_of_mode(mode, CPU), True) is None  # of a release that did not record it
+
+
+def test_portable_promises_equal_bits_on_two_processors():
+    said = across_machines(header_of_mode("portable", AVX2), header_of_mode("portable", AMX), True)
+    assert "numerics=portable promises equal bits there" in said
+
+
+def test_a_run_that_goes_on_with_other_instructions_is_told(tmp_path):
+    before, now = (header_of_mode("tree", device) for device in (AVX2, AMX))
+    file = tmp_path / "ledger.jsonl"
+    with LedgerWriter(file).create(before) as writer:
+        for one in ledger(header=before, digested=lambda step: False).steps:
+            writer.append(one)
+    said = changed_processor(before, AMX["instructions"], 3)
+    assert said.startswith("processor: step 3 was computed with torch AVX2, oneDNN AVX2, MKL GenuineIntel, and step 4 ")
+    assert changed_processor(before, AVX2["instructions"], 3) is None
+    assert changed_processor(header_of_mode("portable", AVX2), AMX["instructions"], 3) is None
+    assert changed_processor(header_of_mode("tree", CPU), AMX["instructions"], 3) is None
+    with resume(file, now, 3) as writer:
+        assert changed_processor(writer.header, AMX["instructions"], 4) is None
+        assert changed_processor(writer.header, AVX2["instructions"], 4) is not None
+
+
+FLAGS = "sse4_1 avx avx2 avx512f avx512bw avx512_vnni avx512_bf16 amx_tile"
+
+
+@pytest.mark.parametrize(
+    "flags, variables, kind",
+    (
+        (FLAGS, {}, "AVX512_CORE_AMX"),
+        (FLAGS, {"ONEDNN_MAX_CPU_ISA": "avx512_core"}, "AVX512_CORE"),
+        (FLAGS, {"DNNL_MAX_CPU_ISA": "AVX2"}, "AVX2"),
+        (FLAGS, {"ONEDNN_MAX_CPU_ISA": "AVX2_VNNI"}, "AVX2"),  # the processor has no such instructions
+        (FLAGS, {"ONEDNN_MAX_CPU_ISA": "ALL"}, "AVX512_CORE_AMX"),
+        ("sse4_1 avx avx2", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, "AVX2"),
+        ("", {}, "default"),
+    ),
+)
+def test_onednn_takes_the_best_that_is_there_and_allowed(flags, variables, kind):
+    assert processor.onednn({"flags": flags}, variables) == kind
 
 
 # --- products of tree on a GPU ---
@@ -128,15 +189,17 @@ def test_a_run_with_another_definition_goes_on_and_is_told(tmp_path):
             mixed_precision="bf16_mixed",
             section={"checkpoint": {"save_interval": 1}}.__getitem__,
         )
-        return SimpleNamespace(device=device, config=config, run_dir=SimpleNamespace(ledger=file, path=tmp_path))
+        return SimpleNamespace(
+            device=device, config=config, here=True, run_dir=SimpleNamespace(ledger=file, path=tmp_path)
+        )
 
-    said = launch_resume._changed_products(planned("gpu"), 3)
+    said = launch_resume._changed_arithmetic(planned("gpu"), 3)
     assert said.startswith(f"products: up to step 3 their definition is fixed tiles 0, from step 4 on {ON_GPU};")
-    assert launch_resume._changed_products(planned("cpu"), 3) is None
-    assert launch_resume._changed_products(planned("gpu", "portable"), 3) is None
+    assert launch_resume._changed_arithmetic(planned("cpu"), 3) is None
+    assert launch_resume._changed_arithmetic(planned("gpu", "portable"), 3) is None
     resume(file, OF_TODAY, 3).close()
-    assert launch_resume._changed_products(planned("gpu"), 4) is None
-    assert launch_resume._changed_products(planned("gpu"), 3) == said
+    assert launch_resume._changed_arithmetic(planned("gpu"), 4) is None
+    assert launch_resume._changed_arithmetic(planned("gpu"), 3) == said
     shown = vars(planned("gpu")) | {"layout": SimpleNamespace(world=1), "steps": 5, "start": 3, "completed": False}
     opening = _start_text(
         SimpleNamespace(**shown, composed=SimpleNamespace(model="qwen3_toy", graphs=None), remark=said)

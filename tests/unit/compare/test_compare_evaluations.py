@@ -3,6 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from tests.unit.compare.ledgers import HEADER, STEPS, record
 from tp_invariant_recipes.compare.compare import Verdict, compare
 from tp_invariant_recipes.compare.comparison_json import comparison_json
@@ -72,3 +74,8 @@ def test_bisect_trains_nothing_for_them(monkeypatch):
     monkeypatch.setattr(bisect, "_can_be_trained", lambda ledger: True)
     monkeypatch.setattr(bisect, "read", {"a": A, "b": ledger("b", {2: {"validation/0:8": OTHER}})}.get)
     assert bisect.new("a", "b", None).first.phase == "evaluation"
+
+
+def test_no_two_names_mean_the_same_sequences():
+    with pytest.raises(ValueError, match="'validation/00:8' is not a name"):
+        ledger("a", {2: {"validation/00:8": LOSS}})

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.compare.ledgers import FC1, FC2, HEADER, NAMES, NO_STATE, ledger, trace, value, with_trace
+from tests.unit.compare.ledgers import FC1, FC2, HEADER, NAMES, NO_STATE, ledger, record, trace, value, with_trace
 from tp_invariant_recipes.compare.compare import TraceCoverage, Verdict, compare
 from tp_invariant_recipes.compare.comparison_json import comparison_json
 from tp_invariant_recipes.compare.text import remarks, verdict_line
@@ -216,8 +216,23 @@ def test_a_module_that_is_called_twice_has_two_entries():
     twice = (*trace(3), *(e for e in trace(3) if e.module == FC2))
     other = (*twice[:-1], replace(twice[-1], digest="0" * 32))
     result = compare(ledger("a", traced=(3,), trace=twice), ledger(traced=(3,), trace=other))
-    assert result.first.name == f"backward/{FC2}#2/output"
+    assert result.first.name == f"backward/{FC2} #2/output"
     assert "its inputs and weights matched" in result.first.explanation
+
+
+def test_no_module_hides_the_second_call_of_another():
+    """x has a second call, and a module is named x#2: all three are compared."""
+    named = [replace(e, module=f"{FC2}#2") for e in trace(3) if e.module == FC2]
+    both = (*trace(3), *(e for e in trace(3) if e.module == FC2), *named)
+    place = len(trace(3))
+    other = (*both[:place], replace(both[place], digest="0" * 32), *both[place + 1 :])
+    result = compare(ledger("a", traced=(3,), trace=both), ledger(traced=(3,), trace=other))
+    assert result.verdict is Verdict.DIFFERENT
+
+
+def test_a_tensor_has_no_name_that_could_be_a_modules():
+    with pytest.raises(ValueError, match="'b/output' is not a tensor of a module"):
+        record(3, trace=(replace(trace(3)[0], module="a", tensor="b/output"),))
 
 
 def test_a_trace_of_one_run_alone():
