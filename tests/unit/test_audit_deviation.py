@@ -225,6 +225,19 @@ def test_recordings_are_judged_by_the_command(tmp_path, judged, cli):
     assert "constant ratio 2 (added twice)" in (tmp_path / "a/audit.html").read_text()
 
 
+def test_a_verdict_within_rounding_counts_what_was_not_compared(tmp_path, judged, cli):
+    judged(whole(RIGHT))
+    words = ("audit", "--recorded", str(tmp_path / "run"), str(tmp_path / "reference"), "--dir")
+    assert "not compared" not in cli(*words, str(tmp_path / "a")).out
+    for file in (tmp_path / "run").rglob("*.safetensors"):
+        file.unlink()
+    write(tmp_path / "run", [whole(RIGHT) | {WEIGHT: [Piece(RIGHT[WEIGHT][:32], 0, 0)]}])
+    ended = cli(*words, str(tmp_path / "b"))
+    assert ended.status == 0
+    assert "; 1 tensor not compared" in ended.out
+    assert "; 1 tensor not compared" in (tmp_path / "b/audit.html").read_text()
+
+
 def test_the_values_of_dumps_are_read_exactly(tmp_path):
     writer = DumpWriter(tmp_path, 0, 1)
     values = {"bfloat16": table(1).bfloat16(), "float32": table(2), "bool": table(3) > 0}

@@ -8,6 +8,8 @@ from tp_invariant_recipes.workflows import audit_reference
 
 pytestmark = pytest.mark.usefixtures("here")
 
+LORA = ("qwen3_moe_toy", "tp=2", "peft=lora", "checkpoint.pretrained_checkpoint=nowhere")
+
 # Arguments of `tpi audit` on a machine without a GPU, and what must stand in the message.
 MISTAKES = (
     (["qwen3_toi", "--against", "tp=2"], ["unknown model 'qwen3_toi'; did you mean 'qwen3_toy'?"]),
@@ -16,6 +18,14 @@ MISTAKES = (
     (["qwen3_toy", "tp=2", "--reference", "dp=2", "--against", "pp=2"], ["--reference and --against"]),
     (["qwen3_toy", "tp=2", "--reference", "iters=2"], ["--reference iters=2: both train for as long"]),
     (["qwen3_moe_toy", "tp=2", "etp=2"], ["etp=2: every layout would begin with other experts; etp=1"]),
+    (
+        [*LORA, "numerics.initial_weights=megatron"],
+        [
+            "adapters of experts begin with other weights",
+            "peft.target_modules=[linear_qkv,linear_proj], or numerics=tree",
+        ],
+    ),
+    ([*LORA, "numerics=tree"], ["error: checkpoint.pretrained_checkpoint=nowhere: "]),
     (["--recorded", "a", "b", "tp=2"], ["trains nothing; leave out tp=2"]),
     (["--recorded", "a", "b"], ["a and b have no step in common"]),
     ([], ["missing MODEL"]),

@@ -104,8 +104,38 @@ WRONG = (
     ('{"token_ids": [1, 2], "logprobs": [-1.0]}', "argument 2 is shorter"),
     ('{"meta_info": {"output_token_logprobs": [[1]]}}', "a field is not as its program writes it"),
     ('{"prompt_token_ids": [1], "outputs": [{"token_ids": [2], "logprobs": [{"3": {"logprob": 0}}]}]}', "KeyError"),
-    ('{"token_ids": [1], "logprobs": [NaN]}', "a log-probability is NaN"),
-    ("[1]", "a field is not as its program writes it"),
+    ('{"token_ids": [1], "logprobs": [NaN]}', "nan is not a log-probability"),
+    ('{"token_ids": [1], "logprobs": [Infinity]}', "inf is not a log-probability"),
+    ('{"token_ids": [1], "logprobs": [1e39]}', "1e[+]39 is not a log-probability"),
+    (
+        f'{{"token_ids": [1], "logprobs": [{"9" * 400}]}}',
+        "9999 is not a log-probability|9{40} is not a log-probability",
+    ),
+    ('{"token_ids": [1], "logprobs": ["-1"]}', "'-1' is not a log-probability"),
+    ('{"token_ids": [1], "logprobs": [true]}', "True is not a log-probability"),
+    *(
+        (f'{{"token_ids": [{token}], "logprobs": [-1]}}', f"{shown} is not the id of a token")
+        for token, shown in (
+            ("5.9", "5.9"),
+            ('"5"', "'5'"),
+            ("true", "True"),
+            ("1e400", "inf"),
+            (2**70, 2**70),
+            (-1, -1),
+        )
+    ),
+    *(
+        (f'{{"id": {name}, "token_ids": [1], "logprobs": [-1]}}', "id must be text or a whole number")
+        for name in ("[1]", "{}", "true", "1.5", 2**70)
+    ),
+    ('{"token_ids": [], "logprobs": []}', "no tokens in it"),
+    ('{"responses": [1, 2], "old_log_probs": [-1, -1], "response_mask": [0, 0]}', "no tokens in it"),
+    ('{"responses": [1, 2], "old_log_probs": [-1, -1], "response_mask": [0, 7]}', "a mask is not 0 or 1"),
+    ('{"input_ids": [1, 2], "prev_logprobs": [-1, -1], "token_mask": [1]}', "a mask is not 0 or 1"),
+    (json.dumps(vllm(outputs=[{"token_ids": [5], "logprobs": [-1]}] * 4)), "4 outputs .n > 1.: write a row"),
+    ('{"id": ' + "[" * 200_000 + "]" * 200_000 + "}", "nested too deeply"),
+    ('{"token_ids": [1], "token_ids": [2], "logprobs": [-1]}', "a key appears twice"),
+    ("[1]", "not an object in braces"),
     ("{", "Expecting property name"),
 )
 
@@ -205,7 +235,8 @@ def test_the_first_layer_beyond_rounding_is_named():
     engine = {f"layers.{n}": found[f"1/layers.{n}"] for n in range(3)}
     engine |= {f"router.{n}": found[f"0/router.{n}"].argmax(1)[:, None] for n in range(3)}
     rows = score_hidden.compared(engine, found, "bfloat16")
-    assert score_hidden.sentence(rows) == "hidden states: within rounding, all 3 layers"
+    assert score_hidden.sentence(rows, 3) == "hidden states: within rounding, all 3 layers"
+    assert score_hidden.sentence(rows[1:], 3) == "hidden states: within rounding, 2 of 3 layers"
     engine["layers.1"] = engine["layers.1"].copy()
     # 20 units: of all tokens together it would be within 4.
     unit = np.sqrt(np.mean([np.square(found[f"{n}/layers.1"] - found["0/layers.1"]) for n in (1, 2)]))
@@ -213,8 +244,9 @@ def test_the_first_layer_beyond_rounding_is_named():
     engine["router.2"] = engine["router.2"].copy()
     engine["router.2"][3] ^= 1
     rows = score_hidden.compared(engine, found, "bfloat16")
-    text = score_hidden.sentence(rows)
+    text = score_hidden.sentence(rows, 3)
     assert [row["beyond"] for row in rows] == [False, True, False]
     assert "layer 1 is the first beyond rounding" in text
-    assert "most at token 17" in text
+    assert "most at token 17; all layers before it are within" in text
+    assert "before it" not in score_hidden.sentence(rows[1:], 3)
     assert "1 token goes to other experts from layer 2 on" in text

@@ -11,30 +11,36 @@ import os
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from tests.unit.test_ledger_digests import HEADER, RECORD
 from tp_invariant_recipes.compare.compare import compare
 from tp_invariant_recipes.compare.comparison_json import report
 from tp_invariant_recipes.compare.text import remarks, verdict_line
-from tp_invariant_recipes.data import prepared
+from tp_invariant_recipes.data import prepared, sequences
+from tp_invariant_recipes.data.examples import read_examples
 from tp_invariant_recipes.errors import LedgerError, RunError, TpiError
 from tp_invariant_recipes.jobs import registry, states
 from tp_invariant_recipes.launch import ranks
 from tp_invariant_recipes.launch.ranks import Outcome
-from tp_invariant_recipes.ledger import certificate, dumps, stream, tail
-from tp_invariant_recipes.ledger.dumps import RANKS, distance, file_of, read_step
+from tp_invariant_recipes.ledger import certificate, dumps, evidence, stream, tail
+from tp_invariant_recipes.ledger.dumps import RANKS, Dumped, distance, file_of, read_step
+from tp_invariant_recipes.ledger.evidence import Evidence, Suspect
 from tp_invariant_recipes.ledger.lines import encode_header, encode_step
 from tp_invariant_recipes.ledger.open import streamed
 from tp_invariant_recipes.ledger.reader import parse
 from tp_invariant_recipes.ledger.record import Header
 from tp_invariant_recipes.multinode import agent, rendezvous
 from tp_invariant_recipes.multinode.forwarding import Receiver
+from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.reading import DEPTH, checked, parse_json, parse_yaml, read_limited
 from tp_invariant_recipes.report import runs as report_runs
 from tp_invariant_recipes.runs import attempts, checkpoints
@@ -42,6 +48,8 @@ from tp_invariant_recipes.runs.bench_dir import BenchDir
 from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, Matrix, MatrixDir
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.sources import weights
+from tp_invariant_recipes.workflows import check, score_against
+from tp_invariant_recipes.workflows import evidence as evidence_again
 from tp_invariant_recipes.workflows.verdict import judge
 
 DEEP = "DEEP"  # replaced in the text, since Python's own encoder refuses it
@@ -337,6 +345,78 @@ FIGURES |= {"tokens": 8, "memory": "allocated", "peak_bytes": 0}
 MANIFEST = {"schema": 1, "step": 1, "identity_hash": "x", "layout": {}, "optimizer_state": "x", "experts_apart": False}
 MANIFEST |= {"files": {"a": {"bytes": 1, "xxh3_128": "x"}}}
 
+ROWS = {
+    "tpi score": {"id": "s", "token_ids": [3, 4], "logprobs": [-1.5, -2.5]},
+    "vLLM": {
+        "request_id": "s",
+        "prompt_token_ids": [3],
+        "prompt_logprobs": [None],
+        "outputs": [{"token_ids": [4], "logprobs": [{"4": {"logprob": -2.5, "rank": 1}}]}],
+    },
+    "SGLang": {"id": "s", "meta_info": {"output_token_logprobs": [[-1.5, 3, "a"], [-2.5, 4, "b"]]}},
+    "verl": {
+        "id": "s",
+        "responses": [3, 4, 0],
+        "response_mask": [0, 1, 0],
+        "attention_mask": [1, 1, 1, 0],
+        "rollout_log_probs": [-1.5, -2.5, 0.0],
+    },
+    "NeMo-RL": {
+        "id": "s",
+        "input_ids": [3, 4, 0],
+        "input_lengths": 2,
+        "token_mask": [0, 1, 0],
+        "generation_logprobs": [0.0, -2.5, 0.0],
+    },
+    "NeMo-RL's messages": {"id": "s", "message_log": [{"token_ids": [3, 4], "generation_logprobs": [-1.5, -2.5]}]},
+}
+SCORED = {"id": "s", "first": 1, "token_ids": [3, 4], "logprobs": [-1.5, -2.5], "bits": ["", ""], "sum": -4.0}
+
+
+def engine_row(folder: Path, data: bytes) -> None:
+    """What an engine returned, beside the scores."""
+    scores, file = folder / "scores.jsonl", folder / "engine.jsonl"
+    scores.write_text(json.dumps(SCORED) + "\n")
+    file.write_bytes(data + b"\n")
+    json.dumps(score_against.judge(scores, [file], 0.0, str), allow_nan=False).encode()
+
+
+def sequence(folder: Path, data: bytes) -> None:
+    (folder / "s.jsonl").write_bytes(data + b"\n")
+    encode = lambda text, _: [*text.encode()]  # noqa: E731
+    sequences.survey(folder / "s.jsonl", 300, encode)
+    for one in sequences.sequences(folder / "s.jsonl", 300, encode):
+        json.dumps([one.id, one.tokens, one.first])
+
+
+def example(folder: Path, data: bytes) -> None:
+    (folder / "training.jsonl").write_bytes(data + b"\n")
+    read_examples(folder, ["training.jsonl"], None, ("input",), chat=False)
+
+
+FOUND = Evidence(
+    found_by=evidence.PRODUCT, step=1, where="w", suspects=(Suspect(0, "n", "a CPU"),), judge=None, outputs=1, of=6,
+    bits=1, trusted=0, numerics="tree", machine={"threads": "1"},
+    details={"kind": "library", "segments": [2, 2], "shards": 2},
+)  # fmt: skip
+GROUP = {"lr": 0.1, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.0}
+UPDATED = replace(FOUND, found_by=evidence.OPTIMIZER, details={"group": GROUP, "updates": 1.0})
+
+
+def evidence_of(tensors: dict[str, list[int]]) -> Callable[[Path, bytes], None]:
+    def read(folder: Path, data: bytes) -> None:
+        """Forged metadata of tensors that are sound."""
+        held = {name: np.ones(shape, np.float32) for name, shape in tensors.items()}
+        (folder / "x.evidence").write_bytes(save(held, {"evidence": data.decode(errors="replace")}))
+        str(evidence_again.judge(folder / "x.evidence").text()).encode()
+
+    return read
+
+
+OF_PRODUCT = {"a": [2, 4], "b": [4, 3], "out": [1, 2, 3]}
+OF_UPDATE = {f"{at}.{name}": [8] for at in ("before", "after") for name in ("p", "exp_avg", "exp_avg_sq")}
+OF_UPDATE |= {"before.g": [8]}
+
 # Kinds whose reader here passes over what is forged.
 TOLERANT = ("ledger's header", "verify.json", "progress.jsonl", "matrix.json", "rank-N.error.json", "dump's metadata")
 
@@ -357,6 +437,13 @@ KINDS: dict[str, tuple[Callable[[Path, bytes], None], Any]] = {
     "forwarded bytes": (forwarded, {"file": "progress.jsonl", "position": 0}),
     **{f"rendezvous {key}": (message_of(key), value) for key, value in MESSAGES.items()},
     "manifest": (manifest, MANIFEST),
+    **{f"row of {program}": (engine_row, row) for program, row in ROWS.items()},
+    "sequence": (sequence, {"id": "s", "tokens": [0, 3, 4], "attention_mask": [0, 1, 1], "prompt_length": 1}),
+    "packed sequences": (sequence, {"tokens": [3, 4, 5, 6], "cu_seqlens": [0, 2, 4]}),
+    "prompt and response": (sequence, {"prompt": "a", "response": [3, 4]}),
+    "example": (example, {"input": "a"}),
+    "evidence of a product": (evidence_of(OF_PRODUCT), FOUND.as_json()),
+    "evidence of an update": (evidence_of(OF_UPDATE), UPDATED.as_json()),
 }
 
 
@@ -392,6 +479,99 @@ def test_a_forged_file_is_read_or_refused_with_one_message(kind, tmp_path):
         assert kind == "manifest" or message is None or len(message.splitlines()) == 1, (what, message)
     assert tried > (60 if isinstance(whole, dict) else 20)
     assert refused or kind in TOLERANT
+
+
+ANYTHING = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**80), 2**80)
+    | st.sampled_from((0, 1, -1, 2**31, 2**62, 2**63, 10**400, 1e39, 1e308))
+    | st.floats()
+    | st.text(max_size=4)
+    | st.sampled_from(("/", "..", "a/b", "x#2", "inf", "0", "\x1b[0m", "~", "1e400", "s", "float32", "library")),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+OPERATIONS = ("replace", "remove", "repeat", "grow", "wrap")
+
+
+def mutated(value: Any, path: tuple, operation: str, other: Any) -> Any:
+    def change(inner: Any, key: Any) -> None:
+        if operation == "remove":
+            inner.pop(key)
+        elif operation == "repeat" and isinstance(inner, list):
+            inner.insert(key, inner[key])
+        elif operation == "grow" and isinstance(inner, dict):
+            inner[str(other)] = inner[key]
+        else:
+            inner[key] = [inner[key]] if operation == "wrap" else other
+
+    return changed_at(value, path, change)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_random_change_is_a_defect(kind, tmp_path):
+    """Up to three changes at once, which a table of single ones does not have."""
+    read, _ = KINDS[kind]
+    whole = valid(kind, tmp_path)
+
+    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def attacked(data):
+        value = whole
+        for _ in range(data.draw(st.integers(1, 3))):
+            if not (there := list(places(value))):
+                break
+            path, operation = data.draw(st.sampled_from(there)), data.draw(st.sampled_from(OPERATIONS))
+            value = mutated(value, path, operation, data.draw(ANYTHING))
+        refused_with(read, tmp_path, as_json(value), f"{kind}: {value!r:.2000}")
+
+    attacked()
+
+
+NESTED = b"[" * 200_000 + b"]" * 200_000
+
+
+@pytest.mark.parametrize("kind", ("row of tpi score", "row of vLLM", "sequence", "example", "evidence of a product"))
+def test_200_000_nested_lists_are_refused(kind, tmp_path):
+    assert "nested too deeply" in (refused_with(KINDS[kind][0], tmp_path, b'{"id": ' + NESTED + b"}", kind) or "")
+
+
+@pytest.mark.parametrize(
+    "change",
+    (
+        {"details": FOUND.details | {"shards": 2**62}},
+        {"details": FOUND.details | {"shards": True}},
+        {"details": FOUND.details | {"segments": [4, 0]}},
+        {"details": FOUND.details | {"segments": [2**61, -(2**61), 4]}},
+        {"machine": {"threads": "many"}},
+        {"machine": {"threads": "9" * 30}},
+        {"machine": {"threads": "0"}},
+    ),
+)
+def test_evidence_of_no_product_is_refused_at_once(change, tmp_path):
+    message = refused_with(evidence_of(OF_PRODUCT), tmp_path, as_json(FOUND.as_json() | change), str(change))
+    assert message is not None
+
+
+def test_the_sound_evidence_is_judged_and_what_holds_nothing_to_compute_is_not(tmp_path):
+    evidence_of(OF_PRODUCT)(tmp_path, as_json(FOUND.as_json()))
+    assert evidence_again.judge(tmp_path / "x.evidence").exit_status == 1  # 4, and not 1
+    evidence_of(OF_PRODUCT)(tmp_path, as_json(replace(FOUND, found_by=evidence.REPLICAS).as_json()))
+    found = evidence_again.judge(tmp_path / "x.evidence")
+    assert found.exit_status == 2
+    assert "not comparable: nothing was computed again" in found.text()
+
+
+@pytest.mark.parametrize("shape", ((), (4,), (2, 4), (0, 1, 4), (2, 1, 3)))
+def test_dumps_of_no_linear_layer_are_refused(shape):
+    names = check.names_of("decoder.layers.0.mlp.linear_fc2")
+    shapes = dict(zip((*names.operands, names.weight), (shape, (2, 1, 3), (3, 4)), strict=True))
+    found = {
+        name: Dumped("bfloat16", size, np.zeros((1, int(np.prod(size))), np.uint16)) for name, size in shapes.items()
+    }
+    with pytest.raises(LedgerError, match="the dumps are not of a linear layer: forward/"):
+        check._computed(found, names, "row", 1, NumericsSettings(), None)
 
 
 @pytest.mark.parametrize(

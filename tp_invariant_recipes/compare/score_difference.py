@@ -38,6 +38,11 @@ class Columns:
         return cls(*(np.concatenate([getattr(part, one.name) for part in parts]) for one in fields(cls)))
 
     @property
+    def places(self) -> bytes:
+        """Which tokens are compared: equal bytes, equal tokens of equal sequences."""
+        return self.sequence.tobytes() + self.position.tobytes()
+
+    @property
     def difference(self) -> np.ndarray:
         """d of each token, fp64."""
         return self.engine - self.reference
@@ -136,9 +141,10 @@ def _growing(found: Columns) -> Iterator[str]:
     quarter = np.quantile(found.position, [0.25, 0.75])
     first, last = size[found.position <= quarter[0]].mean(), size[found.position >= quarter[1]].mean()
     if last > GROWS * first:
+        times = f"{last / first:.1f} times from the first quarter" if first else "from none in the first quarter"
         yield (
-            f"differences grow with the position, {last / first:.1f} times from the first quarter to the last: another "
-            "rotary base or scaling, or a fault of the cache"
+            f"differences grow with the position, {times} to the last: another rotary base or "
+            "scaling, or a fault of the cache"
         )
 
 

@@ -2,14 +2,13 @@
 
 import functools
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tp_invariant_recipes.data.tokenizer import FOLDER, identify, open_tokenizer
 from tp_invariant_recipes.errors import ConfigError, DataError, listed
-from tp_invariant_recipes.reading import open_file
+from tp_invariant_recipes.reading import parse_object, read_lines
 from tp_invariant_recipes.settings.sft import VALIDATION
 
 # Problems that a message lists; a file that is no JSONL has one a line.
@@ -92,9 +91,9 @@ def _read(path: Path, columns: tuple[str, ...], chat: bool) -> _File:
     try:
         found = path.stat()
         return _checked(path, columns, chat, (found.st_size, found.st_mtime_ns))
-    except OSError as error:
+    except (OSError, ValueError) as error:
         absent = f"{path.parent}: no such folder" if not path.parent.is_dir() else f"{path}: no such file"
-        why = f"{path}: {error.strerror}" if path.exists() else absent
+        why = f"{path}: {getattr(error, 'strerror', None) or error}" if path.exists() else absent
         without = "; validation.eval_iters=0 needs none" if path.name == VALIDATION and path.parent.is_dir() else ""
         return _File("", 0, (f"dataset.dataset_root: {why}{without}",))
 
@@ -103,13 +102,12 @@ def _read(path: Path, columns: tuple[str, ...], chat: bool) -> _File:
 def _checked(path: Path, columns: tuple[str, ...], chat: bool, state: tuple[int, int]) -> _File:
     """state: size and time of change; the runs of one command have the same examples, which are read once."""
     digest, number, wrong, problems = hashlib.sha256(), 0, 0, []
-    with open_file(path) as stream:
-        for number, line in enumerate(stream, 1):
-            digest.update(line)
-            for problem in _wrong(line, columns, chat):
-                wrong += 1
-                if wrong <= SHOWN:
-                    problems.append(f"{path}, line {number}: {problem}")
+    for number, line in read_lines(path):
+        digest.update(line)
+        for problem in _wrong(line, columns, chat):
+            wrong += 1
+            if wrong <= SHOWN:
+                problems.append(f"{path}, line {number}: {problem}")
     if not number:
         problems.append(f"{path}: no examples in it")
     if wrong > SHOWN:
@@ -120,12 +118,9 @@ def _checked(path: Path, columns: tuple[str, ...], chat: bool, state: tuple[int,
 def _wrong(line: bytes, columns: Sequence[str], chat: bool) -> Iterator[str]:
     """What keeps a line from being an example."""
     try:
-        example = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        example = parse_object(line, constants=True)
+    except ValueError as error:
         yield "an empty line" if not line.strip() else f"not JSON ({error})"
-        return
-    if not isinstance(example, dict):
-        yield "not an object in braces"
         return
     keys = ", ".join(map(repr, example)) or "none"
     if chat and not any(isinstance(example.get(key), list) and example[key] for key in CONVERSATIONS):

@@ -10,7 +10,6 @@
 
 import hashlib
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 from tp_invariant_recipes.data.tokenizer import BYTE, identify, of_folder
 from tp_invariant_recipes.errors import ConfigError, listed
-from tp_invariant_recipes.reading import open_file
+from tp_invariant_recipes.reading import TOKENS, parse_object, read_lines
 
 SHOWN = 5  # problems that one message lists
 Encode = Callable[[str, bool], list[int]]  # a text, and whether special tokens are added to it
@@ -60,7 +59,7 @@ def survey(file: Path, vocabulary: int, encode: Encode | None) -> Surveyed:
     digest, count, longest = hashlib.sha256(), 0, 0
     problems: list[str] = []
     try:
-        for number, line in enumerate(_lines(file), 1):
+        for number, line in _lines(file):
             digest.update(line)
             try:
                 for one in parse(line, number, vocabulary, encode):
@@ -69,8 +68,8 @@ def survey(file: Path, vocabulary: int, encode: Encode | None) -> Surveyed:
                 problems.append(f"{file}, line {number}: {error}")
                 if len(problems) == SHOWN:
                     break
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
     if problems or not count:
         problems = problems or [f"{file}: no sequences in it"]
         raise ConfigError(listed(problems), problems)
@@ -79,7 +78,7 @@ def survey(file: Path, vocabulary: int, encode: Encode | None) -> Surveyed:
 
 def sequences(file: Path, vocabulary: int, encode: Encode | None) -> Iterator[Sequence]:
     """The sequences of a file that `survey` has passed."""
-    for number, line in enumerate(_lines(file), 1):
+    for number, line in _lines(file):
         yield from parse(line, number, vocabulary, encode)
 
 
@@ -88,12 +87,8 @@ def parse(line: bytes, number: int, vocabulary: int, encode: Encode | None) -> l
 
     number: the line's, from 1 on. vocabulary: ids of the model. encode: None: there is no tokenizer.
     """
-    row = json.loads(line)
-    if not isinstance(row, dict):
-        raise ValueError("not an object in braces")
-    name = row.get("id", number)
-    if type(name) not in (str, int):
-        raise ValueError("id must be text or a number")
+    row = parse_object(line, constants=True, most=TOKENS)
+    name = check_id(row.get("id", number))
     if "prompt" in row and "response" in row:
         prompt = _ids(row["prompt"], "prompt", encode, special=True)
         found = [Sequence(name, prompt + _ids(row["response"], "response", encode), max(1, len(prompt)))]
@@ -140,6 +135,13 @@ def _ids(value: Any, key: str, encode: Encode | None, *, special: bool = False) 
     return encode(value, special)
 
 
-def _lines(file: Path) -> Iterator[bytes]:
-    with open_file(file) as stream:
-        yield from (line for line in stream if line.strip())
+def check_id(name: Any) -> str | int:
+    """The unchanged id of a sequence. ValueError: it is neither text nor a number of 64 bits."""
+    if not isinstance(name, str) and (type(name) is not int or abs(name) >= 2**63):
+        raise ValueError("id must be text or a whole number")
+    return name
+
+
+def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file that hold something, numbered from 1 on."""
+    return enumerate((line for _, line in read_lines(file) if line.strip()), 1)

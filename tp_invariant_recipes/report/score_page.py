@@ -32,6 +32,7 @@ def _file(number: int, one: dict[str, Any]) -> dict[str, Any]:
     found = one["summary"]
     figures = (
         ("tokens", f"{found['tokens']:,}"),
+        ("of scored", f"{one['scored']:,}"),
         ("equal bits", f"{found['equal']:,}"),
         ("mean KL, k1", f"{found['k1']:.3g}"),
         ("mean KL, k3", f"{found['k3']:.3g}"),

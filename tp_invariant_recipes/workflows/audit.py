@@ -18,6 +18,7 @@ from tp_invariant_recipes.config import reserved
 from tp_invariant_recipes.config.bounds import LARGEST
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, given, parse_all, texts
+from tp_invariant_recipes.coverage import lora
 from tp_invariant_recipes.errors import ConfigError, Interrupted, LedgerError, RunError, TpiError, listed
 from tp_invariant_recipes.launch import local, memory, plan, record
 from tp_invariant_recipes.launch.local import Watch
@@ -28,7 +29,7 @@ from tp_invariant_recipes.runs import attempts
 from tp_invariant_recipes.runs.audit_dir import AuditDir, AuditedRun, AuditTask
 from tp_invariant_recipes.runs.lock import LockLost, locked, locked_empty
 from tp_invariant_recipes.runs.run_dir import choose_for_several, free_bytes
-from tp_invariant_recipes.settings import cuda_graphs, layout
+from tp_invariant_recipes.settings import cuda_graphs, layout, peft
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing.memory import GIB
 from tp_invariant_recipes.sizing.recording import recorded as recorded_bytes
@@ -227,7 +228,7 @@ def report(
         "schema": 2,
         "exit_status": 1 if first else 0,
         "verdict": BEYOND if first else WITHIN,
-        "text": _text(found, first),
+        "text": _text(found, first, left_out),
         "directory": str(where.path),
         **described,
         "host": os.uname().nodename,
@@ -292,6 +293,13 @@ def _composed(model: str, overrides: Sequence[str | Override], problems: list[st
     etp = layout.of(composed.config).etp
     if etp > 1 and composed.config.numerics.initial_weights == "invariant" and composed.config.weights.folder is None:
         problems.append(f"etp={etp}: every layout would begin with other experts; etp=1, or weights=FOLDER")
+    fields = peft.section(composed.config)
+    if fields is not None and lora.of_experts(composed.config, fields) and not composed.config.numerics.invariant:
+        targets = [name for name in peft.targets(fields) if name not in peft.FEED_FORWARD]
+        problems.append(
+            "adapters of experts begin with other weights in every layout, which is no rounding; "
+            f"peft.target_modules=[{','.join(targets) or 'linear_qkv'}], or numerics=tree"
+        )
     rates = [f"model.{name}=0" for name in ("hidden_dropout", "attention_dropout") if composed.config.model.get(name)]
     problems += [f"dropout draws other numbers in every layout: {rate}" for rate in rates if rate not in str(problems)]
     return composed
@@ -348,14 +356,14 @@ def _shown(composed: Composed) -> list[str]:
     return [text for text in texts(composed.overrides) if text not in (*DEFAULTS, *NUMERICS.values())]
 
 
-def _text(found: Sequence[TensorDeviation], first: TensorDeviation | None) -> str:
+def _text(found: Sequence[TensorDeviation], first: TensorDeviation | None, left_out: Sequence[str]) -> str:
     steps = sorted({one.step for one in found})
     if first is None:
         largest = max(found, key=lambda one: one.factor)
         over = f"steps {steps[0]} to {steps[-1]}" if steps[1:] else f"step {steps[0]}"
         return (
             f"{WITHIN}: {counted(len(found), 'tensor')} of {over}; the furthest is {largest.factor:.2g} × rounding, "
-            f"{largest.name}"
+            f"{largest.name}" + (f"; {counted(len(left_out), 'tensor')} not compared" if left_out else "")
         )
     what = f"{_FLOW[first.kind]} of {first.module}" if first.kind in _FLOW else f"the {first.module}"
     if first.name.endswith("/auxiliary"):

@@ -141,6 +141,12 @@ def _computed(
 
     x, dy = (_tensor(found[name]) for name in names.operands)
     weight: Any = _tensor(found[names.weight]).requires_grad_()
+    if not (
+        weight.dim() == 2 and all(weight.shape) and x.dim() == 3 and all(x.shape)
+        and x.shape[2] == weight.shape[1] and dy.shape == (*x.shape[:2], weight.shape[0])
+    ):  # fmt: skip
+        shapes = ", ".join(f"{name} {[*found[name].shape]}" for name in (*names.operands, names.weight))
+        raise LedgerError(f"the dumps are not of a linear layer: {shapes}")
     mesh = VirtualMesh(numerics.virtual_shards or 1, 1, 0)
     shards = numerics.data_shards or 1
     outputs, slopes = [], []

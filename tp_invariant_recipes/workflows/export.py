@@ -17,6 +17,7 @@ from tp_invariant_recipes.launch import local, ranks
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.numerics.megatron.adapted_layers import ROW_PARALLEL
+from tp_invariant_recipes.reading import parse_object, read_limited
 from tp_invariant_recipes.runs import checkpoints
 from tp_invariant_recipes.runs.checkpoints import RunCheckpoint
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
@@ -118,7 +119,7 @@ def _describe(folder: Path, config: RunConfig, family: hf_models.Family, *, mast
     written = hf_models.config_of(family, config.model, dtype)
     copied = []
     if source is not None and _same_model(Path(source), config.model):
-        before = json.loads((Path(source) / weights.CONFIG).read_bytes())
+        before = parse_object(read_limited(Path(source) / weights.CONFIG, weights.LARGEST_CONFIG))
         before.pop("torch_dtype", None)  # the earlier name
         written = before | {"dtype": dtype}
         for name in COPIED_FILES:

@@ -4,6 +4,7 @@ While it runs, OUT.partial is a directory with the lines so far, the ranks' logs
 same command goes on there after a stop. Then the lines become OUT, and what was scored OUT.meta.json.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -25,7 +26,8 @@ from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.resume import overrides_to_repeat
 from tp_invariant_recipes.ledger.run_files import LARGEST, RunFile
 from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.reading import parse_json, read_limited
+from tp_invariant_recipes.plural import counted
+from tp_invariant_recipes.reading import MIB, open_file, parse_json, read_limited
 from tp_invariant_recipes.runs.lock import locked
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
 from tp_invariant_recipes.settings import environment, layout, peft
@@ -55,6 +57,7 @@ NOT_KEPT = (
     *("*_parallel_size", "*.sequence_parallel", "*pipeline*", "*.account_for_*", "*cuda_graph*", "*.recompute_*"),
     *("numerics.mode", "numerics.data_shards"),
 )
+WRITTEN = "written"  # key of OUT.meta.json: hash and number of OUT's lines
 DEFAULT_TOKENS = 16384  # of a forward pass, where sequences share one
 
 
@@ -158,12 +161,31 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
 
 
 def finished(scoring: Scoring) -> bool:
-    """Whether OUT has these scores already. Raises RunError: it has others."""
+    """Whether OUT has these scores already. Raises RunError: it has others, or was changed since."""
     if not scoring.out.exists():
         return False
-    if _read(scoring.meta) != scoring.identity:
+    before = _read(scoring.meta)
+    if not isinstance(before, dict) or {**before, WRITTEN: None} != {**scoring.identity, WRITTEN: None}:
         raise RunError(f"{scoring.out} exists and holds other scores: choose another --out FILE, or remove it")
+    if before.get(WRITTEN) != (now := _described(scoring.out)):
+        raise RunError(
+            f"{scoring.out} was changed since tpi wrote it: it has {counted(now['lines'], 'line')} and another hash "
+            f"than {scoring.meta.name} says; remove it to score again, or choose another --out FILE"
+        )
     return True
+
+
+def _described(file: Path) -> dict[str, Any]:
+    """What tells a file of scores from a changed one. Raises RunError."""
+    digest, count = hashlib.sha256(), 0
+    try:
+        with open_file(file) as stream:
+            while block := stream.read(MIB):
+                digest.update(block)
+                count += block.count(b"\n")
+    except OSError as error:
+        raise RunError(f"{file}: {error.strerror or error}") from error
+    return {"sha256": digest.hexdigest(), "lines": count}
 
 
 def execute(scoring: Scoring, tick: Callable[[], None]) -> dict[str, Any]:
@@ -210,7 +232,8 @@ def execute(scoring: Scoring, tick: Callable[[], None]) -> dict[str, Any]:
             raise RunError(
                 f"{scoring.lines} has {reached} lines of {scoring.count}: the same command goes on in {partial.path}"
             )
-        write_atomically(scoring.meta, json.dumps(scoring.identity, indent=2) + "\n")
+        written = scoring.identity | {WRITTEN: _described(scoring.lines)}
+        write_atomically(scoring.meta, json.dumps(written, indent=2) + "\n")
         os.replace(scoring.lines, scoring.out)
         sync_folder(scoring.out.parent)
     shutil.rmtree(partial.path, ignore_errors=True)

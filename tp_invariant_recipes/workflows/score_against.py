@@ -1,6 +1,5 @@
 """`tpi score --against`: an engine's log-probabilities beside the scores, as figures, JSON and a page."""
 
-import json
 from collections.abc import Callable, Iterator
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -13,7 +12,8 @@ from tp_invariant_recipes.compare.score_difference import Columns
 from tp_invariant_recipes.data import engine_scores
 from tp_invariant_recipes.data.engine_scores import Rollout
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.reading import open_file
+from tp_invariant_recipes.plural import counted
+from tp_invariant_recipes.reading import TOKENS, parse_object, read_lines
 
 CONTEXT = 8  # tokens before one that is shown in its text
 
@@ -25,34 +25,45 @@ def judge(
 
     tolerance: the largest |d| that is no difference. decode: token ids to text; None: there is no tokenizer.
     """
-    found = [_compared(scores, file, decode) for file in against]
+    both = [_compared(scores, file, decode) for file in against]
+    found = [one for one, _ in both]
     largest = max(one["summary"]["largest"] for one in found)
     result = {"schema": 1, "exit_status": int(largest > tolerance), "tolerance": tolerance, "scores": str(scores)}
-    nearer = score_difference.nearer(found[0]["summary"], found[1]["summary"]) if found[1:] else None
+    alike = len({columns.places for _, columns in both}) == 1
+    nearer = score_difference.nearer(found[0]["summary"], found[1]["summary"]) if found[1:] and alike else None
     text = "\n".join(line for one in found for line in (_sentence(one, tolerance), *one["suspects"]))
     if nearer is not None:
         text += f"\n{against[nearer]} is nearer to the reference"
+    elif not alike:
+        text += "\nwhich is nearer is not known: the files have values of other tokens"
     return {**result, "text": text, "nearer": nearer, "files": found}
 
 
-def _compared(scores: Path, file: Path, decode: Callable[[list[int]], str] | None) -> dict[str, Any]:
+def _compared(scores: Path, file: Path, decode: Callable[[list[int]], str] | None) -> tuple[dict[str, Any], Columns]:
     parts: list[Columns] = []
     ids: list[str | int] = []
-    absent = 0
+    absent = scored = given = others = 0
     for reference, rollout in _pairs(scores, file):
-        if rollout is None:
-            absent += 1
+        if reference is None:
+            others += 1
             continue
-        parts.append(_columns(len(ids), reference, rollout, file))
+        scored += len(reference["token_ids"])
+        absent += rollout is None
+        if rollout is not None:
+            given += len(reference["token_ids"])
+            parts.append(_columns(len(ids), reference, rollout, file))
         ids.append(reference["id"])
     if not any(len(part.token) for part in parts):
         raise ConfigError(f"{file} has no log-probability of a token that was scored")
     columns = Columns.joined(parts)
     rows = score_difference.names(ids, score_difference.worst(columns))
-    return {
+    report = {
         "file": str(file),
-        "sequences": len(ids),
+        "sequences": len(ids) - absent,
         "not_in_file": absent,
+        "not_in_scores": others,
+        "scored": scored,
+        "without_value": given - len(columns.token),
         "summary": score_difference.summary(columns),
         "suspects": score_difference.suspects(columns),
         "by_position": score_difference.by_position(columns),
@@ -62,10 +73,11 @@ def _compared(scores: Path, file: Path, decode: Callable[[list[int]], str] | Non
         "worst": [row | {"text": text} for row, text in zip(rows, _texts(scores, rows, decode), strict=True)],
         "points": _points(columns),
     }
+    return report | {"not_compared": _uncompared(report)}, columns
 
 
-def _pairs(scores: Path, file: Path) -> Iterator[tuple[dict[str, Any], Rollout | None]]:
-    """Each line of the scores with the row of its sequence: by id where rows have one, else in the order of both."""
+def _pairs(scores: Path, file: Path) -> Iterator[tuple[dict[str, Any] | None, Rollout | None]]:
+    """Each line of the scores with its sequence's row, by id or else in order; then the other rows."""
     rows = engine_scores.read(file)
     first = next(rows, None)
     if first is None:
@@ -74,16 +86,27 @@ def _pairs(scores: Path, file: Path) -> Iterator[tuple[dict[str, Any], Rollout |
         for reference, row in zip_longest(_scores(scores), chain([first], rows)):
             if row is None or reference is None:
                 raise ConfigError(f"{file} and {scores} have not as many rows, and rows without an id are in one order")
+            if row.id is not None:
+                raise ConfigError(f"{file}, line {row.line}: the row has an id, and the first has none")
             yield reference, row
         return
-    named = {first.id: first} | {row.id: row for row in rows}
+    named: dict[str | int | None, Rollout] = {}
+    for row in chain([first], rows):
+        if row.id is None or row.id in named:
+            what = "it has no id, and the first row has one" if row.id is None else f"id {row.id!r} is there twice"
+            raise ConfigError(f"{file}, line {row.line}: {what}; each row needs the id of its sequence")
+        named[row.id] = row
+    seen = set()
     for reference in _scores(scores):
+        if reference["id"] in seen:
+            raise ConfigError(f"{scores} has the id {reference['id']!r} twice: which row of {file} belongs to it?")
+        seen.add(reference["id"])
         yield reference, named.get(reference["id"])
+    yield from ((None, row) for name, row in named.items() if name not in seen)
 
 
 def _scores(file: Path) -> Iterator[dict[str, Any]]:
-    with open_file(file) as stream:
-        yield from map(json.loads, stream)
+    yield from (parse_object(line, most=TOKENS) for _, line in read_lines(file))
 
 
 def _columns(sequence: int, reference: dict[str, Any], rollout: Rollout, file: Path) -> Columns:
@@ -138,11 +161,23 @@ def _texts(scores: Path, rows: list[dict[str, Any]], decode: Callable[[list[int]
 def _sentence(one: dict[str, Any], tolerance: float) -> str:
     found = one["summary"]
     if found["largest"] == 0:
-        return f"equal: {one['file']}: all {found['tokens']:,} log-probabilities"
+        all_ = "all " if one["scored"] == found["tokens"] else ""
+        return f"equal: {one['file']}: {all_}{found['tokens']:,} log-probabilities{one['not_compared']}"
     verdict = "beyond" if found["largest"] > tolerance else "within"
     ratio = f"[{score_difference.LOW:g}, {score_difference.HIGH:g}]"
     return (
         f"{verdict} {tolerance:g}: {one['file']}: mean KL {found['k3']:.3g} (k3; k1 {found['k1']:.3g}), largest "
         f"difference {found['largest']:.3g}, 99.9 % below {found['p999']:.3g}; {found['outside']:,} of "
-        f"{found['tokens']:,} tokens leave the ratio {ratio}"
+        f"{found['tokens']:,} tokens leave the ratio {ratio}{one['not_compared']}"
     )
+
+
+def _uncompared(one: dict[str, Any]) -> str:
+    """The end of a sentence: what was scored and not compared; empty: nothing."""
+    parts = [f"{counted(one['not_in_file'], 'sequence', ',')} that the file lacks"] if one["not_in_file"] else []
+    if one["without_value"]:
+        parts.append(f"{counted(one['without_value'], 'token', ',')} without a value")
+    text = f"; not compared, of {one['scored']:,} scored tokens: {' and '.join(parts)}" if parts else ""
+    if one["not_in_scores"]:
+        text += f"; {counted(one['not_in_scores'], 'row', ',')} of sequences that were not scored"
+    return text

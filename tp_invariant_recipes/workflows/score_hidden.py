@@ -49,7 +49,7 @@ def judge(scoring: Scoring, file: Path) -> dict[str, Any]:
     dtype = "float32" if scoring.plan.config.mixed_precision is None else "bfloat16"
     rows = compared(engine, reference, dtype)
     status = int(any(row["beyond"] for row in rows))
-    return {"exit_status": status, "text": sentence(rows), "layers": rows}
+    return {"exit_status": status, "text": sentence(rows, scoring.plan.config.model["num_layers"]), "layers": rows}
 
 
 def compared(engine: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray], dtype: str) -> list[dict[str, Any]]:
@@ -73,18 +73,20 @@ def compared(engine: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarra
     return found
 
 
-def sentence(found: list[dict[str, Any]]) -> str:
-    """The verdict in words."""
+def sentence(found: list[dict[str, Any]], layers: int) -> str:
+    """The verdict in words. layers: of the model."""
     first = next((row for row in found if row["beyond"]), None)
     flips = next((row for row in found if row.get("flips")), None)
-    text = f"hidden states: within rounding, all {len(found)} layers"
+    compared = f"all {layers}" if len(found) == layers else f"{len(found)} of {layers}"
+    text = f"hidden states: within rounding, {compared} layers"
     if first is not None:
         text = (
             f"hidden states: layer {first['layer']} is the first beyond rounding, {first['factor']:.3g} × what "
             f"rounding moves there, most at token {first['token']}"
         )
-        if first["layer"] != found[0]["layer"]:
-            text += "; all layers before it are within"
+        if before := found.index(first):
+            which = "all layers" if before == first["layer"] else f"{before} of the {first['layer']} layers"
+            text += f"; {which} before it are within"
     if flips is not None:
         go = "goes" if flips["flips"] == 1 else "go"
         text += f"; {counted(flips['flips'], 'token')} {go} to other experts from layer {flips['layer']} on"

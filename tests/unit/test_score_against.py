@@ -1,0 +1,150 @@
+"""`tpi score --against` says what it did not compare and refuses what it cannot assign; a changed OUT is refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tp_invariant_recipes.data.sequences import Sequence
+from tp_invariant_recipes.errors import ConfigError, RunError
+from tp_invariant_recipes.report import score_page
+from tp_invariant_recipes.training.scoring import lines
+from tp_invariant_recipes.workflows import score, score_against
+
+IDS, LENGTH = [f"s{n}" for n in range(5)], 6
+VALUES = np.random.default_rng(0).uniform(-3, -0.1, (len(IDS), LENGTH)).astype(np.float32)
+TOKENS = [list(range(n, n + LENGTH)) for n in range(len(IDS))]
+
+
+@pytest.fixture
+def scores(tmp_path) -> Path:
+    rows = [
+        lines.line(Sequence(name, [0, *tokens], 1), values[None].astype(np.float64), ("logprobs",))
+        for name, tokens, values in zip(IDS, TOKENS, VALUES, strict=True)
+    ]
+    (tmp_path / "out.jsonl").write_bytes(b"".join(rows))
+    return tmp_path / "out.jsonl"
+
+
+def engine_rows() -> list[dict]:
+    """What an engine returns that computes the reference's bits."""
+    return [
+        {"id": name, "token_ids": tokens, "logprobs": [float(str(x)) for x in values]}
+        for name, tokens, values in zip(IDS, TOKENS, VALUES, strict=True)
+    ]
+
+
+def judged(scores: Path, *files) -> dict:
+    paths = []
+    for number, rows in enumerate(files):
+        paths.append(scores.with_name(f"engine-{number}.jsonl"))
+        paths[-1].write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return score_against.judge(scores, paths, 0.0, None)
+
+
+def first_only(rows):
+    return rows[:1]
+
+
+def last_token(rows):
+    return [row | {"token_ids": row["token_ids"][-1:], "logprobs": row["logprobs"][-1:]} for row in rows]
+
+
+def one_value(rows):
+    return [row | {"logprobs": [None] * (LENGTH - 1) + row["logprobs"][-1:]} for row in rows]
+
+
+def one_more(rows):
+    return [*rows, rows[0] | {"id": "t"}]
+
+
+# What the file lacks -> the end of the verdict.
+PARTIAL = (
+    (first_only, "6 log-probabilities; not compared, of 30 scored tokens: 4 sequences that the file lacks"),
+    (last_token, "5 log-probabilities; not compared, of 30 scored tokens: 25 tokens without a value"),
+    (one_value, "5 log-probabilities; not compared, of 30 scored tokens: 25 tokens without a value"),
+    (
+        lambda rows: first_only(last_token(rows)),
+        "1 log-probabilities; not compared, of 30 scored tokens: 4 sequences that the file lacks and 5 tokens without "
+        "a value",
+    ),
+    (one_more, "all 30 log-probabilities; 1 row of sequences that were not scored"),
+)
+
+
+@pytest.mark.parametrize("change, end", PARTIAL)
+def test_a_verdict_says_what_was_not_compared(scores, change, end):
+    result = judged(scores, change(engine_rows()))
+    assert result["text"] == f"equal: {scores.with_name('engine-0.jsonl')}: {end}"
+    assert end.partition("; ")[2] in score_page.page(result)
+
+
+def test_a_whole_file_is_compared_whole(scores):
+    result = judged(scores, engine_rows())
+    assert result["text"].endswith(": all 30 log-probabilities")
+    assert [result["files"][0][key] for key in ("scored", "not_in_file", "without_value", "not_in_scores")] == [
+        *(30, 0, 0, 0)
+    ]
+
+
+def test_a_difference_also_says_what_was_not_compared(scores):
+    rows = first_only(engine_rows())
+    rows[0]["logprobs"][0] -= 1
+    result = judged(scores, rows)
+    assert result["exit_status"] == 1
+    assert (
+        result["text"].splitlines()[0].endswith("; not compared, of 30 scored tokens: 4 sequences that the file lacks")
+    )
+
+
+def test_of_two_files_with_values_of_other_tokens_none_is_nearer(scores):
+    near, far = engine_rows(), engine_rows()
+    for rows, size in ((near, 0.01), (far, 0.5)):
+        for row in rows:
+            row["logprobs"] = [x - size for x in row["logprobs"]]
+    assert judged(scores, far, near)["nearer"] == 1
+    result = judged(scores, far, near[:3])
+    assert result["nearer"] is None
+    assert result["text"].endswith("which is nearer is not known: the files have values of other tokens")
+
+
+def without(rows, key):
+    return [{k: v for k, v in row.items() if k != key} for row in rows]
+
+
+REFUSED = (
+    (lambda rows: [*rows, rows[1]], "line 6: id 's1' is there twice"),
+    (lambda rows: [*rows[:2], *without(rows[2:], "id")], "line 3: it has no id, and the first row has one"),
+    (lambda rows: [*without(rows[:2], "id"), *rows[2:]], "line 3: the row has an id, and the first has none"),
+    (lambda rows: without(rows[:2], "id"), "have not as many rows"),
+)
+
+
+@pytest.mark.parametrize("change, why", REFUSED)
+def test_rows_that_no_sequence_can_be_told_of_are_refused(scores, change, why):
+    with pytest.raises(ConfigError, match=why):
+        judged(scores, change(engine_rows()))
+
+
+def test_scores_with_an_id_twice_are_refused(scores):
+    scores.write_bytes(scores.read_bytes().replace(b'"s1"', b'"s0"'))
+    with pytest.raises(ConfigError, match="has the id 's0' twice"):
+        judged(scores, [row for row in engine_rows() if row["id"] != "s1"])
+
+
+CHANGED = (
+    lambda data: b"".join(data.splitlines(keepends=True)[:2]),
+    lambda data: data.replace(b'"logprobs": [-', b'"logprobs": [-9', 1),
+)
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_a_changed_out_is_not_taken_for_ones_own(scores, change):
+    identity = {"schema": 1, "sequences": {"count": 5}}
+    scoring = score.Scoring(None, None, scores, scores, None, score.Options(), identity)
+    scoring.meta.write_text(json.dumps(identity | {score.WRITTEN: score._described(scores)}))
+    assert score.finished(scoring)
+    scores.write_bytes(change(scores.read_bytes()))
+    with pytest.raises(RunError, match=r"was changed since tpi wrote it: it has [25] lines and another hash"):
+        score.finished(scoring)
