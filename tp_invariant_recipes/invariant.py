@@ -17,8 +17,10 @@ from functools import wraps
 from inspect import signature
 from typing import Any
 
-from tp_invariant_recipes.coverage import allowed_fields, experts, invariance, model_fields
+from tp_invariant_recipes.check.invariant import invariance
+from tp_invariant_recipes.check.rule import broken_rules
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.fields import catalogue, model
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.host.versions import installed
@@ -172,7 +174,7 @@ def _checked_ddp(original: Callable[..., None], shards: int) -> Callable[..., No
     def __init__(self: Any, config: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
         import torch
 
-        ddp = allowed_fields.values_of(ddp_config)
+        ddp = catalogue.values_of(ddp_config)
         ddp["grad_reduce_in_fp32"] |= config.params_dtype == torch.float32
         _refuse(_problems(config, shards, ddp=ddp))
         original(self, config, ddp_config, *args, **kwargs)
@@ -183,7 +185,7 @@ def _checked_ddp(original: Callable[..., None], shards: int) -> Callable[..., No
 def _checked_optimizer(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def __init__(self: Any, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        _refuse([_plain(line) for line in allowed_fields.refused("optimizer", allowed_fields.values_of(config))])
+        _refuse([_plain(line) for line in catalogue.refused("optimizer", catalogue.values_of(config))])
         original(self, optimizer, config, *args, **kwargs)
 
     return __init__
@@ -218,7 +220,7 @@ def _problems(config: Any, shards: int, vocab_size: int | None = None, ddp: dict
         "ddp": ddp or {},
         "device": {"kind": _device()},
     }
-    found = [_plain(line) for line in invariance.limits(RunConfig(sections))]
+    found = [_plain(str(problem)) for problem in broken_rules(RunConfig(sections), invariance.RULES)]
     if config.calculate_per_token_loss:
         found.append("calculate_per_token_loss: who counts the tokens is not known here; leave it unset")
     if _device() == "gpu" and not config.deterministic_mode:
@@ -229,7 +231,7 @@ def _problems(config: Any, shards: int, vocab_size: int | None = None, ddp: dict
 def _relevant_fields(config: Any) -> dict[str, Any]:
     """The fields of a TransformerConfig without those that no rule knows and that have their default."""
     defaults = {f.name: f.default_factory() if callable(f.default_factory) else f.default for f in fields(config)}
-    known = (*model_fields.KNOWN, *invariance.OFF, *experts.OFF)
+    known = (*model.KNOWN, *model.LAYERS_OFF, *model.EXPERTS_OFF)
     return {
         name: value
         for name, value in vars(config).items()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tp_invariant_recipes.launch import plan, preflight
+from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.workflows import audit
 
 pytestmark = pytest.mark.usefixtures("bridge", "here")
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("bridge", "here")
 def a_gpu(monkeypatch):
     """A machine that could carry any run on GPUs."""
     monkeypatch.setattr(plan, "detect_device", lambda: "gpu")
-    monkeypatch.setattr(preflight, "check", lambda *_, **__: None)
+    monkeypatch.setattr(plan, "check_start", lambda start: [])
 
 
 NEMOTRON = (

@@ -15,7 +15,7 @@ from tp_invariant_recipes.config.container import LOCAL_SPECS
 from tp_invariant_recipes.config.overrides import parse
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host.versions import installed
-from tp_invariant_recipes.settings import conf_files, environment, layout, schema
+from tp_invariant_recipes.settings import conf_files, environment, schema
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 pytestmark = pytest.mark.usefixtures("bridge")
@@ -46,7 +46,7 @@ def validated(model: str, *overrides: str, device: str = "gpu"):
     """As a rank sees it."""
     config = compose(model, overrides, device=device).config
     made = container.build(config)
-    container.validate(made, layout.of(config).world, here=device == "cpu")
+    container.validate(made, config.layout.world, here=device == "cpu")
     return made
 
 

@@ -6,9 +6,12 @@ import functools
 import pytest
 
 from tests.models import sparing
+from tests.rules import table_problems
+from tp_invariant_recipes.check import cuda_graphs as graph_rules
+from tp_invariant_recipes.check import precision
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.settings import conf_files, cuda_graphs, low_precision
+from tp_invariant_recipes.settings import conf_files, cuda_graphs
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 pytestmark = pytest.mark.usefixtures("bridge")  # which types the fields of `model`
@@ -131,7 +134,7 @@ ROWS = (*(("te", *row) for row in TE), *(("full", *row) for row in FULL))
 
 def wrong(kind: str, model: str, fields: dict) -> list[str]:
     padded = PADDED if kind == "full" and model == "nemotron3_nano" else ()
-    return cuda_graphs.problems(RunConfig(changed(composed(model, f"cuda_graph={kind}", *padded), fields)))
+    return table_problems(graph_rules, RunConfig(changed(composed(model, f"cuda_graph={kind}", *padded), fields)))
 
 
 @pytest.mark.parametrize("kind, model, fields, says", ROWS)
@@ -165,7 +168,7 @@ def test_other_attention_than_cudnns_is_replayed_on_any_number_of_tokens(kind, f
 def test_an_allocator_that_moves_nothing_is_let_through(monkeypatch):
     moving = {"cluster.environment.PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     assert wrong("te", "qwen3_toy", moving | {"cluster.environment.NCCL_GRAPH_REGISTER": "0"}) == []
-    assert cuda_graphs.problems(RunConfig(changed(composed("qwen3_toy"), moving))) == []
+    assert table_problems(graph_rules, RunConfig(changed(composed("qwen3_toy"), moving))) == []
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     assert len(wrong("te", "qwen3_toy", {})) == 1
 
@@ -209,7 +212,7 @@ def test_fp8_is_a_whole_class_of_which_fields_can_be_set():
 )
 def test_fp8_products_have_sides_that_can_be_multiplied(model, fields, says):
     tree = composed(model, "precision=fp8_tensorwise", "numerics=stock")
-    assert low_precision.problems(RunConfig(tree)) == []
-    (problem,) = low_precision.problems(RunConfig(changed(tree, fields)))
+    assert table_problems(precision, RunConfig(tree)) == []
+    (problem,) = table_problems(precision, RunConfig(changed(tree, fields)))
     assert says in problem
-    assert low_precision.problems(RunConfig(changed(composed(model), fields))) == []
+    assert table_problems(precision, RunConfig(changed(composed(model), fields))) == []

@@ -61,7 +61,7 @@ def _core(monkeypatch, backend, degree, kind):
 @pytest.mark.parametrize("length", (512, 2048))
 @pytest.mark.parametrize(
     "backend, kind",
-    # Transformer Engine 2.20 has no deterministic fused attention with sinks (coverage/invariance.py).
+    # Transformer Engine 2.20 has no deterministic fused attention with sinks (check/invariant/invariance.py).
     (("fused", "window"), *(("unfused", kind) for kind in KINDS)),
 )
 def test_one_result_for_every_tp(monkeypatch, backend, kind, length):

@@ -10,13 +10,12 @@ from unittest import mock
 
 import pytest
 
+from tp_invariant_recipes.check.invariant import lora as lora_coverage
 from tp_invariant_recipes.config import hydra_tree
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse
-from tp_invariant_recipes.coverage import experts, invariance, latent, multi_token
-from tp_invariant_recipes.coverage import lora as lora_coverage
-from tp_invariant_recipes.coverage.invariance import OR_STOCK
-from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.errors import OR_STOCK, ConfigError
+from tp_invariant_recipes.fields.model import EXPERTS_OFF, LATENT_OFF, LAYERS_OFF, MULTI_TOKEN_OFF
 
 ANYWHERE = "…"
 
@@ -233,7 +232,7 @@ INVARIANCE = Family(
         "dist.use_sharp=true": "dist.use_sharp=true: sums inside a switch",
         "model.gtp_weight_remat_size=2": "weights spread over more ranks",
         **each(
-            paths_in("model", invariance.OFF),
+            paths_in("model", LAYERS_OFF),
             "true",
             "{} is not covered",
             symmetric_ar_type="two_shot",
@@ -322,7 +321,7 @@ EXPERTS = Family(
         "model.moe_router_load_balancing_type=[aux_loss]": "other sums stand in the router",
         "model.moe_router_dtype=fp64": "only model.moe_router_dtype=fp32 or null",
         "model.moe_token_dispatcher_type=flex": "the flex dispatcher",
-        **each(paths_in("model", experts.OFF), "1", "{} is not covered", moe_input_jitter_eps="0.5"),
+        **each(paths_in("model", EXPERTS_OFF), "1", "{} is not covered", moe_input_jitter_eps="0.5"),
     },
     begins=TREE,
     beside={
@@ -345,7 +344,7 @@ AHEAD = Family(
         f"{_WHOLE_LAYERS}=2": "Megatron-Core recomputes the layers of multi-token prediction one by one",
         f"{_WHOLE_LAYERS}=1 model.recompute_method=block": "Megatron-Core recomputes the layers of multi-token",
         "model.mtp_use_repeated_layer=true": "one layer for all depths is covered for hybrid models alone",
-        **each(paths_in("model", multi_token.OFF), "true", "{} is not covered"),
+        **each(paths_in("model", MULTI_TOKEN_OFF), "true", "{} is not covered"),
     },
     begins=TREE,
     taken=("tp=2 pp=2 gbs=4", "model.mtp_num_layers=2", f"{_WHOLE_LAYERS}=1"),
@@ -386,7 +385,7 @@ LATENT = Family(
         "model.recompute_granularity=selective": "recomputation of multi-latent attention was not shown",
         "model.moe_shared_expert_overlap=true": "model.moe_shared_expert_overlap is not covered",
         "model.attention_output_gate=true": "multi-latent attention has no gate",
-        **each(paths_in("model", latent.OFF), "true", "{} is not covered"),
+        **each(paths_in("model", LATENT_OFF), "true", "{} is not covered"),
     },
     begins=TREE,
     beside={

@@ -2,12 +2,15 @@
 
 import pytest
 
+from tests.rules import limits_of, table_problems
 from tests.trees import with_fields
+from tp_invariant_recipes.check import layout as layout_rules
+from tp_invariant_recipes.check.invariant import invariance
+from tp_invariant_recipes.config import adjusted
+from tp_invariant_recipes.config.adjusted import ROWS, adjust
 from tp_invariant_recipes.config.compose import _types, compose
 from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.config.overrides import parse
-from tp_invariant_recipes.coverage import adjusted, invariance
-from tp_invariant_recipes.coverage.adjusted import ROWS, adjust
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.settings import environment, layout
 
@@ -120,7 +123,7 @@ def test_a_row_sets_its_field_right_and_says_so():
         said = [line for line in lines if line.startswith(f"{path}: ")]
         assert said, (path, lines)
         assert all(" -> " in line and line.rpartition(": ")[2] for line in said), said
-        assert not [problem for problem in invariance.limits(done) if f" {path}=" in problem]
+        assert not [problem for problem in limits_of(done) if f" {path}=" in problem]
 
 
 def test_what_the_command_line_sets_is_left():
@@ -183,7 +186,7 @@ def test_the_first_and_the_last_stage_have_other_layers_where_pp_does_not_divide
     done, _ = adjust(config, (), {}, None)
     assert tuple(done.model.get(name) for name in layout.UNEVEN) == ends
     if ends[1]:
-        assert not [problem for problem in layout.problems(done) if "layers" in problem]
+        assert not [problem for problem in table_problems(layout_rules, done) if "layers" in problem]
 
 
 @pytest.mark.parametrize("experts, tp, ep, etp, now", ((8, 2, 4, 2, 8), (12, 2, 4, 2, 4), (8, 4, 1, 4, 4)))
@@ -228,7 +231,7 @@ def test_a_precision_with_fp32_sums_has_its_name():
 
 @pytest.mark.parametrize("precision", ("nvfp4", "fp8_delayed_scaling"))
 def test_products_without_a_definition_are_not_adjusted(precision):
-    """Another precision would train another model than the recipe's: it is refused by name (coverage/fp8.py)."""
+    """Another precision would train another model than the recipe's: it is refused by name (check/invariant/fp8.py)."""
     config = adjusted._set(TREE, ["mixed_precision"], f"bf16_with_{precision}_mixed")
     assert adjust(config, (), {}, None) == (config, [])
 
@@ -252,7 +255,7 @@ def test_the_identity_has_what_is_trained():
 
 def test_stock_adjusts_nothing():
     stock = with_fields(compose("qwen3_toy", ["numerics=stock"]).config, numerics__adjust=False)
-    assert invariance.problems(stock) == ["numerics.adjust=false: numerics=stock adjusts nothing; leave it out"]
+    assert table_problems(invariance, stock) == ["numerics.adjust=false: numerics=stock adjusts nothing; leave it out"]
 
 
 def test_only_recipes_are_adjusted():

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tp_invariant_recipes.config import job_rules
+from tp_invariant_recipes.check import job as job_rules
+from tp_invariant_recipes.check.job import STEPPED, SUBMITTED, WRITTEN, PendingJob, check_job, misfits, parse_time
+from tp_invariant_recipes.check.rule import lines
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.config.job_rules import STEPPED, SUBMITTED, WRITTEN, misfits, parse_time
-from tp_invariant_recipes.settings import allocation, layout
+from tp_invariant_recipes.settings import allocation
 from tp_invariant_recipes.settings.allocation import Allocation
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -39,7 +40,7 @@ def job(tp: int = 1, dp: int = 1, *, device: str = "gpu", **fields) -> RunConfig
 
 
 def job_problems(*arguments, environ=None, **fields) -> list[str]:
-    return job_rules.problems(job(*arguments, **fields), environ or {})
+    return [str(problem) for problem in check_job(PendingJob(job(*arguments, **fields), environ or {}))]
 
 
 # tp, dp, fields, what is taken.
@@ -74,7 +75,7 @@ def test_a_run_without_problems_has_a_place_for_each_rank_and_no_other(tp, dp, m
 
 @given(st.integers(1, 8), st.integers(1, 64), st.integers(1, 16))
 def test_the_nearest_layouts_that_are_named_fit_and_none_between_does(tp, dp, most):
-    found = misfits(job(tp, dp, cluster__gpus_per_node=most))
+    found = lines(misfits(job(tp, dp, cluster__gpus_per_node=most)))
     if not found:
         return
     (problem,) = found
@@ -116,7 +117,7 @@ MISFITS = (
 def test_what_does_not_fit_anywhere(fields, says):
     (problem,) = job_problems(**fields)
     assert problem.startswith(says)
-    assert misfits(job(**fields)) == [problem]
+    assert lines(misfits(job(**fields))) == [problem]
 
 
 # And these are of the machine that submits, and of what sbatch is asked.
@@ -179,7 +180,7 @@ def test_what_keeps_a_job_from_being_submitted(fields, says):
 
 def test_every_rule_of_submitting_is_in_the_table():
     for rule in SUBMITTED:
-        assert any([*rule(job(**fields), {})] for fields, _ in SUBMITTING)
+        assert any(rule.problems(PendingJob(job(**fields), {})) for fields, _ in SUBMITTING)
 
 
 # The same without the mistake.
@@ -240,7 +241,7 @@ def test_what_this_host_lacks_is_left_to_the_nodes_and_named():
     there = {"cluster__container": "/lustre9/a.sqsh", "cluster__python": "p", "cluster__mounts": ["/usr/no:/a"]}
     (refused,) = job_problems(**there)
     assert refused.startswith("cluster.mounts: /usr/no:/a: ")
-    assert job_rules.problems(job(**there), {}, dry=True) == []
+    assert check_job(PendingJob(job(**there), {}, dry=True)) == []
     assert job_rules.unseen(job(**there)) == [
         "cluster.container=/lustre9/a.sqsh: /lustre9/a.sqsh is not on this host; the nodes must have it",
         "cluster.mounts: /usr/no:/a: /usr/no is not on this host; the nodes must have it",
@@ -332,6 +333,6 @@ def test_what_comes_of_the_command_line_is_what_the_rules_read():
         ["cluster=h100", "tp=8", "dp=2", "gbs=2", "slurm.time=90", "slurm.options=['--reservation=x']", "save=5"],
         device="gpu",
     ).config
-    assert job_rules.problems(tree, {}) == []
+    assert check_job(PendingJob(tree, {})) == []
     assert allocation.of(tree) == Allocation(2, 8, 8)
-    assert layout.of(tree).world == 16
+    assert tree.layout.world == 16

@@ -53,8 +53,18 @@ def test_a_submission_composes_once(compositions, cluster):
     assert len(compositions) == 1
 
 
-def test_graphs_of_a_gpu_are_tried_in_turn(compositions):
+def test_graphs_of_a_gpu_are_chosen_in_one_composition(compositions):
     submit.train("qwen3_toy", ["tp=2", "pp=2", "slurm.time=5", "cluster=h100"])
+    assert len(compositions) == 1
+
+
+def test_graphs_are_composed_again_where_a_file_may_set_their_fields(compositions, tmp_path):
+    (tmp_path / "site.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - h100\nddp:\n  check_for_nan_in_grad: true\n"
+    )
+    composed = compose("qwen3_0p6b", ["tp=2", f"cluster={tmp_path}/site.yaml"], device="gpu")
+    assert composed.config.section("ddp")["check_for_nan_in_grad"] is True
+    assert composed.graphs == "te"
     assert [next(word for word in asked if "cuda_graph" in word) for asked in compositions[1:]] == [
         "cuda_graph=full",
         "cuda_graph=te",

@@ -365,7 +365,7 @@ def test_whatever_is_typed_is_at_worst_a_configuration_error(text):
 
 def test_a_default_that_does_not_fit_ends_composing(monkeypatch):
     """It would be put in place of itself for ever."""
-    module = import_module("tp_invariant_recipes.config.compose")
+    module = import_module("tp_invariant_recipes.config.sections")
     monkeypatch.setattr(module, "_misfits", lambda *_: {"logging.project": "logging.project=1: not text"})
     with pytest.raises(ConfigError, match=r"logging\.project=1: not text"):
         compose("qwen3_toy")

@@ -7,9 +7,8 @@ from tp_invariant_recipes.compare.compare import compare
 from tp_invariant_recipes.compare.text import verdict_line
 from tp_invariant_recipes.config.compose import compose as composed
 from tp_invariant_recipes.config.identity import identity
-from tp_invariant_recipes.launch import memory as room
 from tp_invariant_recipes.ledger.schema import DATA_SHARDS, Header, identity_differences
-from tp_invariant_recipes.sizing import memory
+from tp_invariant_recipes.sizing import memory, room
 from tp_invariant_recipes.sizing.memory import ACTIVATIONS, GRADIENTS
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 
+from tests.rules import limits_of
 from tests.trees import with_fields
+from tp_invariant_recipes.check import precision
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.coverage import invariance
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.settings import low_precision
 
 MODEL = "qwen3_next_toy"
 PACKED = {
@@ -39,7 +39,7 @@ def test_shards_divide_the_heads_of_keys(overrides, shards):
 
 
 def test_packed_sequences_are_refused():
-    said = "\n".join(invariance.limits(with_fields(of(), **PACKED)))
+    said = "\n".join(limits_of(with_fields(of(), **PACKED)))
     assert "packed sequences in gated delta nets have no invariant version" in said
     assert "the sequences of a packed row come in another order than global_aux_loss counts them" in said
 
@@ -53,7 +53,7 @@ def test_segments_in_fp8_are_whole_blocks():
     assert "the width of gated delta nets' alpha (model.linear_num_value_heads) is 16" in refused(
         "precision=fp8_blockwise"
     )
-    sides = low_precision._sides(of("numerics=stock"))
+    sides = precision._sides(of("numerics=stock"))
     assert sides["the width of a gated delta net's in_proj / tp"] == 2 * (8 * 32 + 16 * 32 + 16)
 
 

@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.rules import limits_of
 from tests.trees import with_fields
+from tp_invariant_recipes.check.invariant import shards
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.coverage import experts, invariance
+from tp_invariant_recipes.fields.model import EXPERTS_HOW
 
 TREE = compose("qwen3_moe_toy", ["numerics=tree"], device="cpu").config
 
@@ -20,30 +22,30 @@ def test_the_recipes_are_covered(model, layout):
 
 
 def test_what_says_how_experts_are_computed_has_a_value_that_is_covered():
-    for field in experts.HOW:
-        (problem,) = invariance.limits(with_fields(TREE, **{f"model__{field}": True}))
+    for field in EXPERTS_HOW:
+        (problem,) = limits_of(with_fields(TREE, **{f"model__{field}": True}))
         assert problem.endswith(f"; model.{field}=false")
-        assert invariance.limits(with_fields(TREE, **{f"model__{field}": False})) == []
+        assert limits_of(with_fields(TREE, **{f"model__{field}": False})) == []
 
 
 def test_shared_experts_on_a_cpu_are_whole_vectors():
     """As every width that is divided among ranks and followed by an activation."""
-    (problem,) = invariance.limits(with_fields(TREE, model__moe_shared_expert_intermediate_size=64))
+    (problem,) = limits_of(with_fields(TREE, model__moe_shared_expert_intermediate_size=64))
     says = "model.moe_shared_expert_intermediate_size=64: on a CPU it must be a multiple of 128"
     assert problem == f"{says}; numerics.virtual_shards=2 fits"
-    assert invariance.limits(with_fields(TREE, model__moe_shared_expert_intermediate_size=128)) == []
+    assert limits_of(with_fields(TREE, model__moe_shared_expert_intermediate_size=128)) == []
 
 
 @given(
-    sizes=st.lists(st.integers(1, 4096), min_size=1, max_size=len(invariance.SHARDED)),
+    sizes=st.lists(st.integers(1, 4096), min_size=1, max_size=len(shards.SHARDED)),
     others=st.sampled_from(("abc", None, True)),
 )
 def test_v_where_none_is_given(sizes, others):
-    model = dict.fromkeys(invariance.SHARDED, others) | dict(zip(invariance.SHARDED, sizes, strict=False))
-    shards = invariance.default_shards({n: None if size is True else size for n, size in model.items()}, None)
-    assert shards in (1, 2, 4, 8)
-    assert all(size % shards == 0 for size in sizes)
-    assert shards == 8 or math.gcd(*sizes) % (2 * shards)
+    model = dict.fromkeys(shards.SHARDED, others) | dict(zip(shards.SHARDED, sizes, strict=False))
+    count = shards.default_shards({n: None if size is True else size for n, size in model.items()}, None)
+    assert count in (1, 2, 4, 8)
+    assert all(size % count == 0 for size in sizes)
+    assert count == 8 or math.gcd(*sizes) % (2 * count)
 
 
 @pytest.mark.parametrize("model, shards", (("qwen3_8b", 8), ("qwen3_30b_a3b", 4), ("nemotron3_nano", 2)))

@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.rules import limits_of
 from tests.trees import with_fields
+from tp_invariant_recipes.check.invariant import shards
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.coverage import invariance
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 TREE = compose("qwen3_toy", ["numerics=tree"], device="cpu").config
 
@@ -23,23 +25,28 @@ def test_composing_says_it_beside_the_rest():
 
 @pytest.mark.parametrize("shards", (None, 0, -2, 3, 6, 12, "8"))
 def test_the_number_of_shards_is_a_power_of_two(shards):
-    assert invariance.limits(with_fields(TREE, numerics__virtual_shards=shards)) == [
+    assert limits_of(with_fields(TREE, numerics__virtual_shards=shards)) == [
         f"numerics.virtual_shards={shards}: must be a power of two"
     ]
 
 
 NUMBERS = st.sampled_from((4, 6, 8, 12, 16, 24, 48))
-DIMENSIONS = st.fixed_dictionaries({f"model__{name}": NUMBERS for name in invariance.SHARDED})
+DIMENSIONS = st.fixed_dictionaries({f"model__{name}": NUMBERS for name in shards.SHARDED})
+
+
+def as_program(config: RunConfig) -> RunConfig:
+    """As a program of its own has it: without a section `train`, and asked no rules of the layout."""
+    return RunConfig({**config.sections, "train": {}})
 
 
 @given(DIMENSIONS, st.sampled_from((1, 2, 4, 8, 16)), st.sampled_from((1, 2, 3, 4, 8, 16)))
 def test_shards_divide_the_model_and_ranks_divide_shards(dimensions, shards, tp):
     fields = dimensions | {"model__tensor_model_parallel_size": tp, "device__kind": "gpu"}
-    found = invariance.limits(with_fields(TREE, **fields, numerics__virtual_shards=shards))
+    found = limits_of(as_program(with_fields(TREE, **fields, numerics__virtual_shards=shards)))
     fits = all((number / shards).is_integer() for number in dimensions.values())
     assert bool(found) == (not fits or not (shards / tp).is_integer())
     if match := re.search(r"the largest that fits is numerics\.virtual_shards=(\d+)$", "\n".join(found)):
-        again = invariance.limits(with_fields(TREE, **fields, numerics__virtual_shards=int(match[1])))
+        again = limits_of(as_program(with_fields(TREE, **fields, numerics__virtual_shards=int(match[1]))))
         assert not any(" does not divide model." in line or "power of two" in line for line in again)
     elif found:
         assert found == [
@@ -49,11 +56,11 @@ def test_shards_divide_the_model_and_ranks_divide_shards(dimensions, shards, tp)
 
 def test_a_cpu_wants_whole_vectors():
     says = "model.ffn_hidden_size=192: on a CPU it must be a multiple of 256; numerics.virtual_shards=2 fits"
-    assert invariance.limits(with_fields(TREE, model__ffn_hidden_size=192)) == [says]
-    assert invariance.limits(with_fields(TREE, model__ffn_hidden_size=192, device__kind="gpu")) == []
+    assert limits_of(with_fields(TREE, model__ffn_hidden_size=192)) == [says]
+    assert limits_of(with_fields(TREE, model__ffn_hidden_size=192, device__kind="gpu")) == []
     fits = with_fields(TREE, model__ffn_hidden_size=192, numerics__virtual_shards=2)
-    assert invariance.limits(fits) == []
-    (problem,) = invariance.limits(with_fields(TREE, model__ffn_hidden_size=40))
+    assert limits_of(fits) == []
+    (problem,) = limits_of(with_fields(TREE, model__ffn_hidden_size=40))
     assert problem.endswith("must be a multiple of 256")
 
 
@@ -96,8 +103,8 @@ def test_what_stock_numerics_would_refuse_too_does_not_end_with_stock(override):
 
 def test_a_field_of_the_model_that_no_rule_knows_is_refused_by_name():
     unknown = {"model__test_mode": True, "model__a_field_of_a_later_release": 1, "model__use_mup": None}
-    assert invariance.limits(with_fields(TREE, **unknown)) == [
+    assert limits_of(with_fields(TREE, **unknown)) == [
         f"numerics=tree: model.{name}: the invariant numerics do not know this field; leave it unset"
         for name in ("a_field_of_a_later_release", "test_mode", "use_mup")
     ]
-    assert invariance.limits(with_fields(TREE, **unknown, numerics__mode="stock")) == []
+    assert limits_of(with_fields(TREE, **unknown, numerics__mode="stock")) == []

@@ -2,9 +2,9 @@
 
 import pytest
 
+from tests.rules import limits_of
 from tests.trees import with_fields
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.coverage import invariance
 from tp_invariant_recipes.settings import schema
 from tp_invariant_recipes.sizing.size import ATTENTION, weights
 
@@ -25,7 +25,7 @@ def test_the_fused_rotation_is_for_other_attention():
 
 def test_the_field_alone_does_not_make_another_provider_have_it():
     of_gpt = {"model___target_": schema.PROVIDERS[0], "model__moe_layer_freq": 1}
-    (problem,) = invariance.limits(with_fields(TREE, **of_gpt))
+    (problem,) = limits_of(with_fields(TREE, **of_gpt))
     assert problem.startswith("numerics=tree: multi-latent attention is covered for MLAModelProvider")
 
 
@@ -39,8 +39,8 @@ def test_the_weights_of_its_projections():
 @pytest.mark.parametrize("frequency, mixed", ((2, True), ([0, 1, 1, 1], True), ([1, 1, 1, 1], False), (1, False)))
 def test_dense_layers_beside_experts_are_covered_by_tree_alone(frequency, mixed):
     given = compose("qwen3_moe_toy", device="cpu").config
-    assert invariance.limits(with_fields(given, model__moe_layer_freq=frequency)) == []
+    assert limits_of(with_fields(given, model__moe_layer_freq=frequency)) == []
     portable = with_fields(given, model__moe_layer_freq=frequency, numerics__mode="portable")
     says = "numerics=portable: dense layers beside layers of experts"
-    assert any(problem.startswith(says) for problem in invariance.limits(portable)) == mixed
-    assert invariance.limits(with_fields(TREE, model__moe_layer_freq=[0, 1, 1, 1])) == []
+    assert any(problem.startswith(says) for problem in limits_of(portable)) == mixed
+    assert limits_of(with_fields(TREE, model__moe_layer_freq=[0, 1, 1, 1])) == []

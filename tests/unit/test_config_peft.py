@@ -2,14 +2,15 @@
 
 import pytest
 
+from tests.rules import limits_of, table_problems
 from tests.trees import with_fields
+from tp_invariant_recipes.check import adapters as adapter_rules
+from tp_invariant_recipes.check import layout as layout_rules
 from tp_invariant_recipes.config import identity
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.coverage import invariance
-from tp_invariant_recipes.settings import layout, peft
+from tp_invariant_recipes.settings import peft
 from tp_invariant_recipes.sizing import memory
 from tp_invariant_recipes.sizing.size import ATTENTION, EXPERTS, MLP, adapters
-from tp_invariant_recipes.sources import lora
 
 BASE = ("peft=lora", "checkpoint.pretrained_checkpoint=base")
 TREE = compose("qwen3_toy", [*BASE, "numerics=tree"], device="cpu").config
@@ -37,22 +38,22 @@ def _adapting(model, *targets, **fields):
 def test_other_layers_are_covered(model, targets):
     for shared in (True, False):
         run = _adapting(model, *targets, peft__share_expert_adapters=shared)
-        assert [why for why in invariance.limits(run) if "adapter" in why] == []
-    refused = invariance.limits(_adapting(model, *targets, peft__experts_shared_outer_loras=True))
+        assert [why for why in limits_of(run) if "adapter" in why] == []
+    refused = limits_of(_adapting(model, *targets, peft__experts_shared_outer_loras=True))
     assert len([why for why in refused if "peft.experts_shared_outer_loras=false" in why]) == 1
 
 
 def test_ranks_share_the_rows_of_an_adapter_of_experts():
     at = {"model__tensor_model_parallel_size": 4, "peft__dim": 6}
-    assert lora.problems(_adapting("qwen3_moe_toy", "linear_fc2", **at)) == [
+    assert table_problems(adapter_rules, _adapting("qwen3_moe_toy", "linear_fc2", **at)) == [
         "tp=4 does not divide peft.dim=6, whose rows the ranks share; peft.dim=8"
     ]
 
 
 def test_ranks_share_the_rows_of_an_adapter_of_a_latent():
     at = {"model__tensor_model_parallel_size": 4, "model__sequence_parallel": True}
-    assert lora.problems(_adapting(LATENT[0], *LATENT[1], **at)) == []
-    found = lora.problems(_adapting(LATENT[0], *LATENT[1], model__qk_pos_emb_head_dim=30, **at))
+    assert table_problems(adapter_rules, _adapting(LATENT[0], *LATENT[1], **at)) == []
+    found = table_problems(adapter_rules, _adapting(LATENT[0], *LATENT[1], model__qk_pos_emb_head_dim=30, **at))
     assert found == [
         "tp=4 does not divide the 542 rows of an adapter of linear_kv_down_proj; leave it out of peft.target_modules"
     ]
@@ -65,7 +66,9 @@ def test_ranks_share_the_rows_of_an_adapter_of_a_latent():
 def test_every_stage_of_a_pipeline_has_adapters(targets, without):
     """Megatron-Core has no backward pass of a stage in which nothing is trained."""
     fields = {"model__hybrid_layer_pattern": "MEM*EMEM", "model__pipeline_model_parallel_size": 2}
-    found = [line for line in layout.problems(_adapting(MAMBA[0], *targets, **fields)) if "no adapter" in line]
+    found = [
+        line for line in table_problems(layout_rules, _adapting(MAMBA[0], *targets, **fields)) if "no adapter" in line
+    ]
     said = f"pp=2: a stage {without} has no adapter; lower pp, or name its layers in peft.target_modules"
     assert found == ([said] if without else [])
 
@@ -88,8 +91,8 @@ def test_the_parameters_of_adapters_of_mamba_and_latents():
 def test_stock_weights_of_other_adapters_are_megatrons():
     says = "numerics.initial_weights=invariant draws adapters of linear_qkv"
     drawn = with_fields(EXPERTS_TREE, numerics__initial_weights="invariant")
-    assert lora.problems(EXPERTS_TREE) == []
-    assert [problem[: len(says)] for problem in lora.problems(drawn)] == [says]
+    assert table_problems(adapter_rules, EXPERTS_TREE) == []
+    assert [problem[: len(says)] for problem in table_problems(adapter_rules, drawn)] == [says]
 
 
 def test_without_the_section_all_weights_are_trained():

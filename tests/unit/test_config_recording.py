@@ -2,8 +2,9 @@
 
 import pytest
 
+from tests.rules import table_problems
 from tests.trees import with_fields
-from tp_invariant_recipes.config import recording
+from tp_invariant_recipes.check import recording
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 
@@ -12,7 +13,7 @@ TREE = compose("qwen3_toy", [], device="cpu").config
 
 def test_digests_are_recorded_at_every_step_unless_told_otherwise():
     assert TREE.section("ledger") == {"digests": 1, "state_digests": 10, "experts": "auto", "trace": None, "dump": []}
-    assert recording.problems(TREE) == []
+    assert table_problems(recording, TREE) == []
 
 
 @pytest.mark.parametrize("text, first, last", (("1:1", 1, 1), ("3:12", 3, 12)))
@@ -34,7 +35,7 @@ def test_what_is_no_range_of_steps_is_refused(text):
     ),
 )
 def test_each_mistake_names_the_key(fields, words):
-    (problem,) = recording.problems(with_fields(TREE, **fields))
+    (problem,) = table_problems(recording, with_fields(TREE, **fields))
     assert words in problem
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.rules import table_problems
 from tests.trees import with_fields
-from tp_invariant_recipes.config import bounds, relations
+from tp_invariant_recipes.check import relations
+from tp_invariant_recipes.config import bounds
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.data.prepared import PreparedData
@@ -51,14 +53,14 @@ PATTERNS = (
 @pytest.mark.parametrize("fields, says", PATTERNS)
 def test_a_pattern_says_something_of_each_layer(fields, says):
     changed = {f"model__{name}": value for name, value in fields.items()}
-    found = relations.problems(with_fields(compose("qwen3_toy", device="cpu").config, **changed))
+    found = table_problems(relations, with_fields(compose("qwen3_toy", device="cpu").config, **changed))
     assert [line.startswith(str(says)) for line in found] == [True] * (says is not None)
 
 
 @pytest.mark.parametrize("section", ("optimizer", "ddp"))
 def test_a_distributed_optimizer_has_no_sgd(section):
     fields = {"optimizer__optimizer": "sgd", f"{section}__use_distributed_optimizer": True}
-    (said,) = relations.problems(with_fields(compose("qwen3_toy", device="cpu").config, **fields))
+    (said,) = table_problems(relations, with_fields(compose("qwen3_toy", device="cpu").config, **fields))
     assert said.startswith("optimizer.optimizer=sgd: Megatron-Core's distributed optimizer has no SGD; optimizer.use_")
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.settings import layout
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu"
 
@@ -44,7 +43,7 @@ def test_every_row_composes_and_fits_the_gpus_that_it_names(rows_script):
     for name, row in rows_script.ROWS.items():
         assert len(row.commands) == len(row.status), name
         found = [run for command in row.commands for run in runs(command)]
-        ranks = [layout.of(compose(model, overrides, device="gpu").config).world for model, overrides in found]
+        ranks = [compose(model, overrides, device="gpu").config.layout.world for model, overrides in found]
         assert max(ranks) == row.gpus, name
 
 

@@ -4,7 +4,10 @@ import pytest
 
 from tp_invariant_recipes.config import graph_choice
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.overrides import parse_all
+from tp_invariant_recipes.config.sections import checked_sections
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.workflows import bench
 
 FULL, TE, OFF = "full_iteration", "transformer_engine", "none"
@@ -63,11 +66,16 @@ def test_a_cpu_has_none():
     assert composed.config.model["cuda_graph_impl"] == OFF
 
 
-def test_a_chosen_kind_is_as_if_it_were_named():
-    for model in ("qwen3_0p6b", "qwen3_moe_toy"):
-        chosen = compose(model, device="gpu")
-        named = compose(model, [f"cuda_graph={chosen.graphs}"], device="gpu")
-        assert chosen.config.sections == named.config.sections
+@pytest.mark.parametrize("model", ("qwen3_0p6b", "qwen3_moe_toy", "nemotron3_nano_toy"))
+@pytest.mark.parametrize("override", ("seed=1", "numerics=stock", "rng.te_rng_tracker=false"))
+@pytest.mark.parametrize("option", graph_choice.OPTIONS)
+def test_a_chosen_kind_is_as_if_it_were_named(model, override, option):
+    """Hydra composes a named option, and not one that tpi chooses."""
+    auto = checked_sections(model, parse_all([override, "device=gpu", "cuda_graph=auto"]), [])
+    named = checked_sections(model, parse_all([override, "device=gpu", f"cuda_graph={option}"]), [])
+    typed = {path.path for path in parse_all([override])}
+    assert graph_choice.captured(RunConfig(auto), option, typed).sections == named
+    assert auto != named
 
 
 @pytest.mark.parametrize(
@@ -84,8 +92,6 @@ def test_all_modes_of_a_benchmark_have_the_same(model, modes, chosen):
 
 
 def test_a_recipe_decides_unless_auto_is_named():
-    from tp_invariant_recipes.config.overrides import parse_all
-
     assert not graph_choice.decides([], recipe=True)
     assert graph_choice.decides(parse_all(["cuda_graph=auto"]), recipe=True)
     assert not graph_choice.decides(parse_all(["cuda_graph=full"]), recipe=True)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from tests.rules import limits_of
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.coverage import invariance
 from tp_invariant_recipes.numerics.products import cublas, defined
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -36,7 +36,7 @@ def test_a_step_with_experts_is_not_captured_whole():
     tree = composed("qwen3_moe_toy")
     padded = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
     model = tree["model"] | padded | {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []}
-    (problem,) = invariance.limits(RunConfig(tree | {"model": model}))
+    (problem,) = limits_of(RunConfig(tree | {"model": model}))
     assert problem.startswith("numerics=tree: experts wait for numbers of tokens from the GPU")
 
 
@@ -47,7 +47,7 @@ def test_the_invariant_dispatcher_is_not_captured():
     assert stock["model"]["cuda_graph_modules"] == ["attn", "moe_router", "moe_preprocess"]
     (problem,) = (
         line
-        for line in invariance.limits(RunConfig(stock | composed("qwen3_moe_toy") | {"model": stock["model"]}))
+        for line in limits_of(RunConfig(stock | composed("qwen3_moe_toy") | {"model": stock["model"]}))
         if "moe_preprocess" in line
     )
     assert "leave them out of model.cuda_graph_modules" in problem

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.rules import table_problems
+from tp_invariant_recipes.check import layout as layout_rules
 from tp_invariant_recipes.settings import layout
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -77,7 +79,7 @@ GOOD = (
 
 @pytest.mark.parametrize("changes", GOOD, ids=str)
 def test_accepted(changes):
-    assert layout.problems(layout_config(**changes)) == []
+    assert table_problems(layout_rules, layout_config(**changes)) == []
 
 
 REFUSED = (
@@ -161,20 +163,20 @@ REFUSED = (
 
 @pytest.mark.parametrize("changes, says", REFUSED, ids=[str(changes) for changes, _ in REFUSED])
 def test_refused_with_one_line(changes, says):
-    (problem,) = layout.problems(layout_config(**changes))
+    (problem,) = table_problems(layout_rules, layout_config(**changes))
     assert problem.startswith(says)
 
 
 def test_every_rule_has_its_say():
     everything = {"tp": 5, "sp": True, "pp": 7, "cp": 3, "dp": 3, "ep": 5, "etp": 9, "device": "cpu", "data": "text"}
     everything |= {"virtual_pipeline_model_parallel_size": 2, "mode": "stock"}
-    found = layout.problems(layout_config(**everything, **MOE, lr=1e-9))
+    found = table_problems(layout_rules, layout_config(**everything, **MOE, lr=1e-9))
     keys = [re.match(r"data=text|model\.virtual|\w+", problem)[0] for problem in found]
     assert keys == ["tp", "etp", "seq", "cp", "model.virtual", "pp", "ep", "gbs", "lr", "data=text"]
 
 
 def test_a_layout_counts_its_ranks():
-    at = layout.of(layout_config(tp=2, pp=3, cp=5, dp=7, ep=2, etp=2, sp=True))
+    at = layout_config(tp=2, pp=3, cp=5, dp=7, ep=2, etp=2, sp=True).layout
     assert at.world == 2 * 3 * 5 * 7
     assert at.as_dict() == {"tp": 2, "pp": 3, "cp": 5, "dp": 7, "ep": 2, "etp": 2, "sp": True}
 
@@ -223,7 +225,7 @@ def divides(want: dict) -> dict[str, bool]:
 @given(asked())
 def test_exactly_what_divides_is_accepted(want):
     expected = divides(want)
-    found = layout.problems(layout_config(**want))
+    found = table_problems(layout_rules, layout_config(**want))
     assert len(found) == list(expected.values()).count(False)
     for key, fits in expected.items():
         starts = ("ep=", "etp=", "etp * ep * pp") if key == "experts" else (f"{key}=",)
@@ -234,12 +236,15 @@ def test_exactly_what_divides_is_accepted(want):
 @settings(max_examples=5 * settings.default.max_examples)
 @given(asked())
 def test_what_a_message_suggests_is_accepted(want):
-    for problem in layout.problems(layout_config(**want)):
+    for problem in table_problems(layout_rules, layout_config(**want)):
         if match := re.search(r"; (\w+) can be ([\d, ]+)$", problem):
             key, values = match[1], match[2].split(", ")
-            rest = [layout.problems(layout_config(**want | {key: int(value)})) for value in values]
+            rest = [table_problems(layout_rules, layout_config(**want | {key: int(value)})) for value in values]
             assert not any(line.startswith(f"{key}=") and " divide " in line for lines in rest for line in lines)
         elif match := re.search(r"the next that is: (\w+)=(\d+)$", problem):
             key, value = match[1], int(match[2])
             assert value > want[key]
-            assert not any(line.startswith(f"{key}=") for line in layout.problems(layout_config(**want | {key: value})))
+            assert not any(
+                line.startswith(f"{key}=")
+                for line in table_problems(layout_rules, layout_config(**want | {key: value}))
+            )

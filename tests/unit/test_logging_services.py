@@ -3,8 +3,9 @@
 import pytest
 
 from tests.unit.refusals import problems_of
+from tp_invariant_recipes.check.logging_services import SERVICES, missing_package
+from tp_invariant_recipes.check.relations import EXPERIMENTS
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.config.relations import EXPERIMENTS
 from tp_invariant_recipes.host import needed
 from tp_invariant_recipes.launch import experiments
 from tp_invariant_recipes.runs import places
@@ -28,7 +29,7 @@ def filled(tmp_path, *words: str) -> tuple[dict, dict[str, str]]:
 
 @pytest.mark.parametrize("kind", EXPERIMENTS)
 def test_project_and_name_go_where_bridge_reads_them(tmp_path, kind):
-    run_name = experiments.SERVICES[kind].run_name
+    run_name = SERVICES[kind].run_name
     logger, _ = filled(tmp_path, f"logging={kind}")
     assert (logger[PROJECT[kind]], logger[run_name]) == ("tp-invariant-recipes", "run")
     logger, _ = filled(tmp_path, f"logging={kind}", "project=ours", "name=first")
@@ -53,12 +54,12 @@ def test_without_a_server_all_stays_in_the_run_directory(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", EXPERIMENTS)
 def test_a_missing_package_is_one_sentence(monkeypatch, kind):
     config = compose("qwen3_toy", [f"logging={kind}"], device="cpu").config
-    assert experiments.problems(config) == []
-    monkeypatch.setattr(needed, "there", lambda module: module != experiments.SERVICES[kind].module)
-    (problem,) = experiments.problems(config)
-    assert problem.startswith(f"logging={kind} needs {needed.DISTRIBUTIONS[experiments.SERVICES[kind].module]}, which")
-    assert f"pip install 'tp-invariant-recipes[{experiments.SERVICES[kind].extra}]'" in problem
-    assert experiments.problems(compose("qwen3_toy", device="cpu").config) == []
+    assert missing_package(config) is None
+    monkeypatch.setattr(needed, "there", lambda module: module != SERVICES[kind].module)
+    problem = missing_package(config)
+    assert problem.startswith(f"logging={kind} needs {needed.DISTRIBUTIONS[SERVICES[kind].module]}, which")
+    assert f"pip install 'tp-invariant-recipes[{SERVICES[kind].extra}]'" in problem
+    assert missing_package(compose("qwen3_toy", device="cpu").config) is None
 
 
 def test_a_command_ends_with_that_sentence(cli, tmp_path, monkeypatch, no_gpus):

@@ -169,7 +169,7 @@ def test_a_stage_of_a_pipeline_has_its_layers_and_its_micro_batches():
 def test_a_stage_has_a_layer_less_for_the_embedding_or_the_loss():
     accounted = [f"model.{key}=true" for key in layout.ACCOUNTED]
     config = compose("qwen3_toy", ["model.num_layers=4", "pp=3", "gbs=4", *accounted], device="cpu").config
-    assert [memory._layers(config, layout.of(config), stage).total() for stage in range(3)] == [1, 2, 1]
+    assert [memory._layers(config, config.layout, stage).total() for stage in range(3)] == [1, 2, 1]
 
 
 def test_recomputing_keeps_a_layers_input_alone():
@@ -217,7 +217,7 @@ def test_a_slip_of_the_keyboard_is_estimated_at_once():
 
 def test_neither_torch_nor_megatron_is_imported():
     code = (
-        "import sys, tp_invariant_recipes.config.describe, tp_invariant_recipes.launch.memory; "
+        "import sys, tp_invariant_recipes.config.describe, tp_invariant_recipes.sizing.room; "
         "sys.exit(bool({'torch', 'megatron.core'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -16,7 +16,6 @@ from tp_invariant_recipes.kernels.launch import Kernel
 from tp_invariant_recipes.numerics.layers import delta_net
 from tp_invariant_recipes.numerics.megatron.muon import gathered
 from tp_invariant_recipes.numerics.sums import bucket_reduction
-from tp_invariant_recipes.settings import layout
 from tp_invariant_recipes.sizing import activations, memory, size
 
 
@@ -89,7 +88,7 @@ def test_muons_step():
     with Peak() as peak:
         whole = gathered(momentum, None, None)
         newton_schulz(whole, steps=5)
-    expected = memory._of_step(config, layout.of(config), size.Weights(), size.matrices(model, size.MLP).largest)
+    expected = memory._of_step(config, config.layout, size.Weights(), size.matrices(model, size.MLP).largest)
     assert expected == pytest.approx(peak.most, rel=0.02)
     # It counts where it is more than all that a forward pass keeps.
     muon = words.partition(" ")[2]

@@ -4,14 +4,15 @@ import json
 
 import pytest
 
+from tp_invariant_recipes.check import machine
+from tp_invariant_recipes.check.machine import PendingRun, check_start
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host import memory as host
 from tp_invariant_recipes.host.gpus import Gpu
-from tp_invariant_recipes.launch import memory, preflight
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.sizing import memory as estimates
+from tp_invariant_recipes.sizing import room
 from tp_invariant_recipes.sizing.memory import GIB
 
 
@@ -28,7 +29,7 @@ def machine_memory(monkeypatch):
 
 
 def memory_problems(model: str, overrides: str = "", device: str = "gpu", *, here: bool = True) -> list[str]:
-    return memory.problems(compose(model, overrides.split(), device=device).config, here=here)
+    return room.problems(compose(model, overrides.split(), device=device).config, here=here)
 
 
 # Model, overrides, whether an H200 can hold a rank of it: published sizes, 18 bytes a parameter beside activations.
@@ -171,12 +172,12 @@ def test_fewer_than_two_cells_that_fit_are_an_error_with_a_command_that_works(
 def test_a_run_near_the_limit_starts_with_a_warning(machine_memory):
     config = compose("qwen3_8b", ["tp=2"], device="gpu").config
     need = estimates.estimate(config).rank / GIB
-    for room, warned in ((need / 0.94, False), (need / 0.96, True), (need, True), (need / 1.5, False)):
-        machine_memory(gpu=room)
-        line = memory.warning(config, here=True)
+    for size, warned in ((need / 0.94, False), (need / 0.96, True), (need, True), (need / 1.5, False)):
+        machine_memory(gpu=size)
+        line = room.warning(config, here=True)
         assert (line is not None) is warned, room
         assert line is None or ("memory is tight: this run needs about 79.3 GiB" in line and "raise tp=" in line)
-    assert memory.problems(config, here=True) != []  # the last does not start at all
+    assert room.problems(config, here=True) != []  # the last does not start at all
 
 
 def test_a_submission_prints_what_may_end_it_early(cli, no_gpus, here):
@@ -206,30 +207,29 @@ def test_only_what_clearly_does_not_fit_is_refused(machine_memory):
     config = compose("qwen3_8b", ["tp=4", "seq=8192"], device="gpu").config
     need = estimates.estimate(config)
     counted = sum(need.parts[part] for part in estimates.COUNTED)
-    least = (counted + (need.rank - counted) * (1 - memory.ERROR)) / GIB
+    least = (counted + (need.rank - counted) * (1 - room.ERROR)) / GIB
     assert least < 0.97 * need.rank / GIB
     machine_memory(gpu=least + 0.1)
-    assert memory.problems(config, here=True) == []
+    assert room.problems(config, here=True) == []
     machine_memory(gpu=least - 0.1)
-    assert memory.problems(config, here=True) != []
+    assert room.problems(config, here=True) != []
 
 
 def test_parts_that_a_key_moves_elsewhere_do_not_count(machine_memory):
     machine_memory(gpu=80)
     config = compose("qwen3_8b", ["tp=1"], device="gpu").config
-    assert memory.problems(config, here=True) != []
+    assert room.problems(config, here=True) != []
     offloaded = config.with_fields("optimizer", optimizer_cpu_offload=True)
-    assert memory.problems(offloaded, here=True) == []
-    assert memory.table(estimates.estimate(offloaded))[-1].startswith("optimizer.optimizer_cpu_offload:")
+    assert room.problems(offloaded, here=True) == []
+    assert room.table(estimates.estimate(offloaded))[-1].startswith("optimizer.optimizer_cpu_offload:")
 
 
 def test_it_stands_in_the_one_list(machine_memory, tmp_path, monkeypatch):
     machine_memory(node=23)
-    monkeypatch.setattr(preflight, "free_bytes", lambda path: 0)
+    monkeypatch.setattr(machine, "free_bytes", lambda path: 0)
     composed = compose("qwen3_8b", ["tp=2"], device="cpu")
-    with pytest.raises(ConfigError) as error:
-        preflight.check(composed.config, RunDir(tmp_path / "run"))
-    assert [problem.split()[0] for problem in error.value.problems] == ["this", f"{tmp_path}/run"]
+    found = check_start(PendingRun(composed.config, run_dir=RunDir(tmp_path / "run")))
+    assert [str(problem).split()[0] for problem in found] == ["this", f"{tmp_path}/run"]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -4,11 +4,13 @@ import re
 
 import pytest
 
+from tp_invariant_recipes.check import machine
+from tp_invariant_recipes.check.machine import LAYERS, PendingRun, check_start
+from tp_invariant_recipes.check.rule import broken_rules, lines
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.errors import ConfigError, refuse
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.gpus import Gpu
-from tp_invariant_recipes.launch import preflight
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 ROOM = 2**50  # bytes: tests/unit/test_memory_room.py asks what does not fit
@@ -22,15 +24,15 @@ def machine_with(monkeypatch):
 
     def make(found=(), installed=("transformer-engine", "mamba-ssm"), free=2**60):
         monkeypatch.setattr(gpus, "visible", lambda: list(found))
-        monkeypatch.setattr(preflight, "installed", lambda name: "1.0" if name in installed else None)
-        monkeypatch.setattr(preflight, "free_bytes", lambda path: free)
+        monkeypatch.setattr(machine, "installed", lambda name: "1.0" if name in installed else None)
+        monkeypatch.setattr(machine, "free_bytes", lambda path: free)
 
     return make
 
 
 def preflight_check(folder, model, *overrides, device="gpu"):
     tree = compose(model, ["numerics=stock", *overrides], device=device).config
-    preflight.check(tree, RunDir(folder / "run"))
+    refuse(lines(check_start(PendingRun(tree, run_dir=RunDir(folder / "run")))))
 
 
 def preflight_problems(folder, model, *overrides, device="gpu") -> list[str]:
@@ -99,7 +101,7 @@ def test_muon_needs_its_package_on_a_cpu_too(machine_with, tmp_path):
 
 def test_gradients_are_added_in_place_with_apex_only():
     config = compose("qwen3_toy", ["model.gradient_accumulation_fusion=true"], device="cpu").config
-    (said,) = preflight.machine_problems(config)
+    (said,) = lines(broken_rules(PendingRun(config), LAYERS))
     assert said.startswith("model.gradient_accumulation_fusion=true: Megatron-Core's output layer needs Apex for it")
 
 

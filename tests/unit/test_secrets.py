@@ -4,7 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.rules import table_problems
 from tests.unit.refusals import problems_of
+from tp_invariant_recipes.check import secrets as rules
 from tp_invariant_recipes.settings import secrets
 
 PASSWORD = "hunter2x"
@@ -78,7 +80,7 @@ def test_what_is_configured_holds_none(override, says):
 )
 def test_tags_of_mlflow_hold_none(tags, key):
     sections = {"logger": {"mlflow_tags": tags | {"team": "ours"}}}
-    (problem,) = secrets.problems(SimpleNamespace(sections=sections))
+    (problem,) = table_problems(rules, SimpleNamespace(sections=sections))
     assert problem.startswith(f"logger.mlflow_tags.{key}: holds what looks like a secret")
     assert PASSWORD not in problem
 

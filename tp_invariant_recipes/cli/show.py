@@ -221,9 +221,9 @@ def _print(sections: Mapping[str, Any], *, as_json: bool) -> None:
     import yaml
 
     from tp_invariant_recipes.config import describe
-    from tp_invariant_recipes.launch.memory import as_dict, table
     from tp_invariant_recipes.settings.run_config import RunConfig
     from tp_invariant_recipes.sizing import memory
+    from tp_invariant_recipes.sizing.room import as_dict, table
 
     with _config_errors():
         config = RunConfig(sections)

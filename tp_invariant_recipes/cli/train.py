@@ -168,14 +168,15 @@ def _train_here(request: "Request", console: "Console", *, verbose: bool) -> tup
 
 def _checked(request: "Request", composed: "Composed", console: "Console", *, dry: bool = False) -> "Plan":
     """Plan a run and let Megatron-Bridge validate it."""
-    from tp_invariant_recipes.launch import memory, progress
+    from tp_invariant_recipes.launch import progress
     from tp_invariant_recipes.launch import train as launch
+    from tp_invariant_recipes.sizing import room
 
     with progress.preparing(console, dry=dry) as how:
         planned = request.plan(composed, how)
     if planned.completed:
         return planned
-    if tight := memory.warning(planned.config, here=planned.here):
+    if tight := room.warning(planned.config, here=planned.here):
         console.print(Text(f"warning: {tight}", style="yellow"), soft_wrap=True)
     with progress.busy(console, "importing Megatron-Bridge and checking the configuration"):
         launch.check(planned)
@@ -243,8 +244,8 @@ def _start_text(planned: "Plan") -> str:
 
 
 def _plan_text(planned: "Plan") -> str:
-    from tp_invariant_recipes.launch.memory import table
     from tp_invariant_recipes.sizing import memory
+    from tp_invariant_recipes.sizing.room import table
 
     if planned.completed:
         return _start_text(planned)

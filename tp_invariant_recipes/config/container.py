@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
+from tp_invariant_recipes.check.invariant import experts
 from tp_invariant_recipes.config.null_tokenizer import megatron_vocab_size
-from tp_invariant_recipes.coverage import allowed_fields, delta_net, experts
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, listed, refuse
+from tp_invariant_recipes.fields import catalogue
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.replacement import Replacement, applied
-from tp_invariant_recipes.settings import environment, low_precision, peft, schema, sft
+from tp_invariant_recipes.settings import delta_net, environment, low_precision, peft, schema, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sources import recipe_layer
 
@@ -136,9 +137,9 @@ def _changed_by_bridge(container: ConfigContainer) -> list[str]:
         return []
     found = [
         line
-        for section in allowed_fields.SECTIONS
+        for section in catalogue.SECTIONS
         if (part := getattr(container, section)) is not None
-        for line in allowed_fields.refused(section, allowed_fields.values_of(part))
+        for line in catalogue.refused(section, catalogue.values_of(part))
     ]
     return [*(f"numerics={name}: Megatron-Bridge sets {line}" for line in found), *([OR_STOCK] if found else [])]
 

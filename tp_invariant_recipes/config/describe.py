@@ -4,8 +4,10 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
+from tp_invariant_recipes.check import layout
+from tp_invariant_recipes.check.rule import broken_rules
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.settings import conf_files, layout
+from tp_invariant_recipes.settings import conf_files
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.schema import BRIDGE_SECTIONS, PROVIDERS
 from tp_invariant_recipes.settings.sections import OWN_KEYS
@@ -40,7 +42,7 @@ def models() -> list[dict[str, Any]]:
 def _model(name: str) -> dict[str, Any]:
     config = compose(name, device="gpu").config
     model = config.model
-    degrees = [tp for tp in TP_DEGREES if not layout.problems(_split(config, tp))]
+    degrees = [tp for tp in TP_DEGREES if not broken_rules(_split(config, tp), layout.RULES)]
     return {
         "model": name,
         "summary": conf_files.summary("model", name),

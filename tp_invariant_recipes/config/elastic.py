@@ -7,11 +7,14 @@ that has the same bits.
 import re
 from typing import Any
 
-from tp_invariant_recipes.config import job_rules, resume_rules
+from tp_invariant_recipes.check import layout as layout_rules
+from tp_invariant_recipes.check.invariant import invariance
+from tp_invariant_recipes.check.job import misfits
+from tp_invariant_recipes.check.rule import Rule, RulePhase, broken_rules, lines
+from tp_invariant_recipes.config import resume_rules
 from tp_invariant_recipes.config.overrides import Override, parse
-from tp_invariant_recipes.coverage import invariance
 from tp_invariant_recipes.ledger.layouts import words
-from tp_invariant_recipes.settings import allocation, layout
+from tp_invariant_recipes.settings import allocation
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 _SPAN = re.compile(r"([1-9]\d{0,5})(?:-([1-9]\d{0,5}))?", re.ASCII)
@@ -42,8 +45,8 @@ def data_parallel(config: RunConfig, nodes: int) -> int | None:
     return next((dp for dp in range(config.parallel.data_parallel_size, 0, -1) if _fits(config, dp, nodes)), None)
 
 
-def problems(config: RunConfig) -> list[str]:
-    """Everything that is wrong with slurm.nodes of a job of this run."""
+def _nodes(config: RunConfig) -> list[str]:
+    """What is wrong with slurm.nodes of a job of this run."""
     try:
         requested = span(config)
     except ValueError as error:
@@ -70,7 +73,7 @@ def _why(config: RunConfig, nodes: int) -> str:
     """Why the fewest nodes are too few."""
     smaller = [dp for dp in range(config.parallel.data_parallel_size, 0, -1) if _has_room(with_dp(config, dp), nodes)]
     if not smaller:
-        return f"{words(layout.of(with_dp(config, 1)).as_dict())} does not fit {nodes} of the nodes"
+        return f"{words(with_dp(config, 1).layout.as_dict())} does not fit {nodes} of the nodes"
     return next(iter(_wrong(config, smaller[0])))
 
 
@@ -79,14 +82,17 @@ def _fits(config: RunConfig, dp: int, nodes: int) -> bool:
 
 
 def _has_room(config: RunConfig, nodes: int) -> bool:
-    return allocation.of(config).nodes <= nodes and not job_rules.misfits(config)
+    return allocation.of(config).nodes <= nodes and not misfits(config)
 
 
 def _wrong(config: RunConfig, dp: int) -> list[str]:
     other = with_dp(config, dp)
     bits = resume_rules.other_gradients(_run(config), _run(other))
-    return [*([bits] if bits else []), *layout.problems(other), *invariance.problems(other)]
+    return [*([bits] if bits else []), *lines(broken_rules(other, (*layout_rules.RULES, *invariance.RULES)))]
 
 
 def _run(config: RunConfig) -> dict[str, Any]:
-    return {"numerics": config.section("numerics"), "layout": layout.of(config).as_dict()}
+    return {"numerics": config.section("numerics"), "layout": config.layout.as_dict()}
+
+
+RULES = (Rule(RulePhase.MACHINE, _nodes),)

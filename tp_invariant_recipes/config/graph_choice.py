@@ -3,12 +3,14 @@
 Graphs take the launches from the host, whose speed decides the time of a small model's step. They change no bits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-from tp_invariant_recipes.config.overrides import Override, given
-from tp_invariant_recipes.coverage import graphs, guard
+from tp_invariant_recipes.check import guard
+from tp_invariant_recipes.check.invariant import graphs
+from tp_invariant_recipes.config import hydra_tree, lookup
+from tp_invariant_recipes.config.overrides import Override, cluster_files, given
 from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.settings import low_precision, peft
+from tp_invariant_recipes.settings import conf_files, cuda_graphs, low_precision, peft
 from tp_invariant_recipes.settings.cuda_graphs import FULL
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -17,6 +19,11 @@ GROUP, AUTO, OFF = "cuda_graph", "auto", "off"
 # adds 0.16 s (full) or 3.9 s (te) and 0.06 GiB to 18.5; the steps after it take 0.25 or 0.28 s in place of 1.1.
 LEAST_STEPS = {"full": 6, "te": 10}
 OPTIONS = tuple(LEAST_STEPS)
+
+# In the file of an option: what can be captured of this model.
+_GRAPHED_MODULES = "${tpi.graphed_modules:}"
+# Parts of the names of all fields that the options set.
+_FIELDS_OF_GRAPHS = ("cuda_graph", "te_rng_tracker", "check_for_nan_in")
 
 # What is captured only when asked for: its graphs have not been compared with eager runs.
 EAGER: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
@@ -32,7 +39,7 @@ def decides(overrides: Sequence[Override], *, recipe: bool) -> bool:
     """Whether the choice is open. A recipe decides unless the command line says auto; a field typed decides, too."""
     if chosen := given(overrides, GROUP):
         return chosen.value == AUTO
-    return not recipe and not any(one.path.startswith("model.cuda_graph_") for one in overrides)
+    return not recipe and not any(override.path.startswith("model.cuda_graph_") for override in overrides)
 
 
 def why_eager(config: RunConfig) -> str | None:
@@ -50,7 +57,30 @@ def beyond(config: RunConfig, option: str) -> list[str]:
     if config.numerics.invariant or config.model.get("cuda_graph_impl") != FULL:
         return short
     judged = config.with_fields("numerics", mode=mode.DEFAULT)
-    return [*short, *(limit.why for limit in graphs.LIMITS if limit.wrong(judged))]
+    return [*short, *(limit.why for limit in graphs.LIMITS if limit.broken(judged))]
+
+
+def captured(config: RunConfig, option: str, typed: Collection[str]) -> RunConfig:
+    """The run with the fields that the file of an option sets, but for those that the command line sets.
+
+    config: as composed with `cuda_graph=auto`. It is what Hydra composes with the option, where no file of the groups
+    after this one sets the same fields: `files_may_set_graphs` says whether one may.
+    """
+    for path, value in lookup.flat(hydra_tree.written(GROUP, option)).items():
+        section, _, name = path.partition(".")
+        if value == _GRAPHED_MODULES:
+            value = cuda_graphs.graphed_modules(config.model, config.numerics.invariant)
+        if path not in typed:
+            config = config.with_fields(section, **{name: value})
+    return config
+
+
+def files_may_set_graphs(overrides: Sequence[Override]) -> bool:
+    """Whether a file beside the options themselves has a word that fields of CUDA graphs have in their names."""
+    options = [*conf_files.conf_dir().glob("*/*.yaml"), *conf_files.user_dir().glob("*/*.yaml")]
+    files = [*(file for file in options if file.parent.name != GROUP), *cluster_files(overrides)]
+    texts = (file.read_text(encoding="utf-8", errors="replace") for file in files)
+    return any(word in text for text in texts for word in _FIELDS_OF_GRAPHS)
 
 
 def _too_short(config: RunConfig, least: int) -> list[str]:

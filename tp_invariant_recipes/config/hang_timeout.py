@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tp_invariant_recipes.config import recording
+from tp_invariant_recipes.check import recording
 from tp_invariant_recipes.settings import cuda_graphs
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -67,11 +67,3 @@ def takes_long(config: RunConfig, step: int, start: int) -> bool:
     if not cuda_graphs.requested(model):
         return False
     return 0 <= done + 1 - (model.get("cuda_graph_warmup_steps") or 0) <= SETTLING
-
-
-def problems(config: RunConfig) -> list[str]:
-    """What is wrong with the key."""
-    requested = config.run.hang_timeout
-    if isinstance(requested, int) and requested < 1:
-        return [f"run.hang_timeout={requested}: must be at least 1 second, auto, or off"]
-    return []

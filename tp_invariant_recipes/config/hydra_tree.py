@@ -23,8 +23,8 @@ from omegaconf import OmegaConf
 from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationType
 
+from tp_invariant_recipes.check.invariant import fp8, shards
 from tp_invariant_recipes.config.overrides import Override, given
-from tp_invariant_recipes.coverage import fp8, invariance
 from tp_invariant_recipes.errors import ConfigError, refuse
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.reading import MIB, parse_yaml, read_limited
@@ -196,9 +196,9 @@ def _graphed_modules(*, _parent_: Any, _root_: Any) -> list[str]:
 
 
 def _shards(*, _root_: Any) -> int:
-    sizes = (*invariance.SHARDED, *fp8.SIZES)
+    sizes = (*shards.SHARDED, *fp8.SIZES)
     precision = OmegaConf.select(_root_, "mixed_precision")
-    return invariance.default_shards({name: OmegaConf.select(_root_, f"model.{name}") for name in sizes}, precision)
+    return shards.default_shards({name: OmegaConf.select(_root_, f"model.{name}") for name in sizes}, precision)
 
 
 def _fused_rotation(*, _root_: Any) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from tp_invariant_recipes.coverage import allowed_fields
+from tp_invariant_recipes.fields import catalogue
 from tp_invariant_recipes.ledger.schema import CONTEXT_SHARDS, DATA_SHARDS
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.settings import peft, sft
@@ -18,7 +18,7 @@ SECTIONS = ("model", "train", "optimizer", "scheduler", "ddp", "dataset", "token
 # The same of runs that have them.
 OPTIONAL = (peft.SECTION,)
 
-# Fields of those sections that are not, and why; beside them fields that change no bits (coverage/allowed_values.py).
+# Fields of those sections that are not, and why; beside them fields that change no bits (fields/field.py).
 EXCLUDED = {
     "how the model is cut": "model.*_parallel_size model.sequence_parallel model.pipeline_model_parallel_layout "
     "model.num_layers_in_*_pipeline_stage model.account_for_*_in_pipeline_split model.cp_comm_type "
@@ -76,7 +76,7 @@ def of_sections(sections: Mapping[str, Any]) -> dict[str, Any]:
 
 def _excluded(key: str) -> bool:
     listed = any(fnmatchcase(key, pattern) for pattern in PATTERNS)
-    return listed or not allowed_fields.changes_bits(key)
+    return listed or not catalogue.changes_bits(key)
 
 
 def _flat(prefix: str, value: Any) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from tp_invariant_recipes.config.overrides import Override
-from tp_invariant_recipes.coverage import muon
 from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.settings import muon
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 # Settings of `numerics` whose defaults follow the layout, and which make up the order of sums: a run keeps them.

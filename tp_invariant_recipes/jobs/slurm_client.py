@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config import job_rules
+from tp_invariant_recipes.check.job import parse_time
 from tp_invariant_recipes.errors import RunError
 
 TIMEOUT = 60.0  # seconds that a command may take
@@ -207,7 +207,7 @@ def _queued(columns: Sequence[str]) -> Queued:
 
 def _seconds(text: str) -> int | None:
     """The seconds of a duration as squeue and sinfo print it; None for UNLIMITED, infinite, INVALID, NOT_SET."""
-    return job_rules.parse_time(text) if text[:1].isdigit() else None
+    return parse_time(text) if text[:1].isdigit() else None
 
 
 @cache

@@ -7,7 +7,11 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-from tp_invariant_recipes.config import elastic, job_rules, reserved
+from tp_invariant_recipes.check import job as job_rules
+from tp_invariant_recipes.check.inputs import input_problems
+from tp_invariant_recipes.check.job import PendingJob
+from tp_invariant_recipes.check.rule import broken_rules, lines
+from tp_invariant_recipes.config import elastic, reserved
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, cluster_files, given, parse, parse_all
 from tp_invariant_recipes.errors import ConfigError, RunError, listed, refuse
@@ -15,7 +19,7 @@ from tp_invariant_recipes.jobs import registry, script, slurm_client, states
 from tp_invariant_recipes.jobs.planned import JobScript, PlannedSubmission
 from tp_invariant_recipes.jobs.script import CellStep
 from tp_invariant_recipes.jobs.slurm_client import Partition
-from tp_invariant_recipes.launch import inputs, memory, plan, record
+from tp_invariant_recipes.launch import plan, record
 from tp_invariant_recipes.launch.plan import TO_SUBMIT, Planning
 from tp_invariant_recipes.launch.request import Request
 from tp_invariant_recipes.launch.resume import completed_text, overrides_to_repeat, resume_run
@@ -23,10 +27,11 @@ from tp_invariant_recipes.launch.train import check as train_check
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.runs.run_dir import RunDir, choose, choose_for_several
-from tp_invariant_recipes.settings import allocation, layout
+from tp_invariant_recipes.settings import allocation
 from tp_invariant_recipes.settings.allocation import Allocation
 from tp_invariant_recipes.settings.nearest import nearest
 from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.sizing import room
 from tp_invariant_recipes.sizing.memory import estimate
 from tp_invariant_recipes.workflows import matrix, verify
 from tp_invariant_recipes.workflows import sweep as sweeping
@@ -49,10 +54,10 @@ def train(
     """
     problems, sound = reserved.check("submit", parse_all(overrides))
     Request(model, tuple(sound)).check_new_dir()
-    composed = _composed(model, sound, problems, also=None if how.dry else partial(inputs.problems, here=False))
+    composed = _composed(model, sound, problems, also=None if how.dry else partial(input_problems, here=False))
     composed, configs = _layouts(composed, problems)
     _check_fit(configs, problems, dry=how.dry)
-    path = choose(composed.config.run.dir, f"{model}-tp{layout.of(composed.config).tp}").path
+    path = choose(composed.config.run.dir, f"{model}-tp{composed.config.layout.tp}").path
     where = RunDir(path.absolute())
     found = _single(composed, where, after)
     if how.dry:
@@ -87,7 +92,7 @@ def resume(
 def _layouts(composed: Composed, problems: list[str]) -> tuple[Composed, list[RunConfig]]:
     """The run with the settings that every try keeps, and its configurations on the most nodes and the fewest."""
     configs = [composed.config]
-    if wrong := elastic.problems(composed.config):
+    if wrong := lines(broken_rules(composed.config, elastic.RULES)):
         problems += wrong
     elif nodes := elastic.span(composed.config):
         composed = replace(composed, overrides=(*composed.overrides, *elastic.kept(composed.config)))
@@ -110,7 +115,7 @@ def _single(composed: Composed, where: RunDir, after: Sequence[str]) -> PlannedS
         model=model,
         about=about,
         allocated=allocated,
-        memory=memory.summary(config, here=False),
+        memory=room.summary(config, here=False),
         directory=where,
         cells=(),
         scripts=(JobScript(registry.TRAIN, where.script, text),),
@@ -207,7 +212,7 @@ def several(
         model=model,
         about=about,
         allocated=allocated,
-        memory=memory.summary(fullest, here=False),
+        memory=room.summary(fullest, here=False),
         directory=where,
         cells=tuple(configs),
         scripts=(
@@ -251,7 +256,10 @@ def _check_fit(configs: Sequence[RunConfig], problems: list[str], *, dry: bool) 
     wrong = dict.fromkeys(
         problem
         for config in configs
-        for problem in (*job_rules.problems(config, os.environ, dry=dry), *memory.problems(config, here=False))
+        for problem in (
+            *lines(job_rules.check_job(PendingJob(config, os.environ, dry))),
+            *room.problems(config, here=False),
+        )
     )
     problems = [*problems, *wrong]
     if not dry:
@@ -266,7 +274,7 @@ def _check_fit(configs: Sequence[RunConfig], problems: list[str], *, dry: bool) 
 
 def _warnings(configs: Mapping[str, RunConfig]) -> tuple[str, ...]:
     """What may end these runs early, although nothing refuses them. configs: by label; "" of a single run."""
-    tight = {label: memory.warning(config, here=False) for label, config in configs.items()}
+    tight = {label: room.warning(config, here=False) for label, config in configs.items()}
     lines = [f"{label}: {line}" if label else line for label, line in tight.items() if line]
     return (*lines, *dict.fromkeys(line for config in configs.values() for line in job_rules.warnings(config)))
 

@@ -1,42 +1,10 @@
-"""Logging to Weights & Biases, MLflow or Comet: the packages, fields and variables that it needs."""
+"""Logging to Weights & Biases, MLflow or Comet: fields and variables."""
 
 import os
-from dataclasses import dataclass
 
-from tp_invariant_recipes.host import needed
+from tp_invariant_recipes.check.logging_services import SERVICES
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings.run_config import RunConfig
-
-
-@dataclass(frozen=True)
-class Service:
-    """One value of `logging=`.
-
-    module: what Bridge imports. extra: of this package, which brings it. run_name: Bridge's field for the run's name.
-    """
-
-    module: str
-    extra: str
-    run_name: str
-
-
-SERVICES = {
-    "wandb": Service("wandb", "wandb", "wandb_exp_name"),
-    "mlflow": Service("mlflow", "mlflow", "mlflow_run_name"),
-    "comet": Service("comet_ml", "comet", "comet_experiment_name"),
-}
-
-
-def problems(config: RunConfig) -> list[str]:
-    """The packages that logging needs and this machine lacks."""
-    kind = config.logging.kind
-    if kind not in SERVICES or needed.there(SERVICES[kind].module):
-        return []
-    service = SERVICES[kind]
-    return [
-        f"logging={kind} needs {needed.DISTRIBUTIONS[service.module]}, which is not installed here: pip install "
-        f"'tp-invariant-recipes[{service.extra}]' (docs/logging.md)"
-    ]
 
 
 def logger_fields(config: RunConfig, run_dir: RunDir) -> dict[str, str]:

@@ -7,22 +7,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config import hydra_tree, relations
+from tp_invariant_recipes.check import inputs, relations
+from tp_invariant_recipes.check.machine import PendingRun, check_start
+from tp_invariant_recipes.check.rule import lines
+from tp_invariant_recipes.config import hydra_tree
 from tp_invariant_recipes.config.compose import Composed
 from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.config.overrides import Override, given
 from tp_invariant_recipes.data.examples import Examples
 from tp_invariant_recipes.data.prepare import ensure_prepared, find_prepared
 from tp_invariant_recipes.data.prepared import PreparedData
-from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.errors import ConfigError, refuse
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.cache import cache_dir
-from tp_invariant_recipes.launch import experiments, inputs, preflight
+from tp_invariant_recipes.launch import experiments
 from tp_invariant_recipes.ledger.schema import Header
 from tp_invariant_recipes.runs import attempts
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
-from tp_invariant_recipes.settings import environment, layout, sft
-from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.settings import environment, sft
+from tp_invariant_recipes.settings.run_config import Layout, RunConfig
 from tp_invariant_recipes.settings.sections import DataSettings
 from tp_invariant_recipes.sources import weights
 
@@ -60,7 +63,7 @@ class Plan:
 
     composed: Composed
     config: RunConfig
-    layout: layout.Layout
+    layout: Layout
     run_dir: RunDir
     identity: dict[str, Any]
     environment: dict[str, str]
@@ -124,7 +127,7 @@ def new(composed: Composed, how: Planning = TO_TRAIN) -> Plan:
     config = composed.config
     if (step := config.section("checkpoint").get("ckpt_step")) is not None:
         raise ConfigError(f"checkpoint.ckpt_step={step}: a new run begins at step 0; it goes with --resume RUN")
-    where = choose(config.run.dir, f"{composed.model}-tp{layout.of(config).tp}")
+    where = choose(config.run.dir, f"{composed.model}-tp{config.layout.tp}")
     return resolve(composed, where, how)
 
 
@@ -141,7 +144,7 @@ def resolve(composed: Composed, run_dir: RunDir, how: Planning = TO_TRAIN, *, im
     if config.weights.folder is not None:
         folder = Path(config.weights.folder).expanduser().absolute()
         config = config.with_fields("weights", folder=str(folder))
-    preflight.check(config, run_dir, here=how.here, imported=imported is not None)
+    refuse(lines(check_start(PendingRun(config, how.here, imported is not None, run_dir))))
     if config.weights.folder is not None:
         imported = imported or weights.read(Path(config.weights.folder)).digest()
     data = _prepare(config.data, how)
@@ -159,7 +162,7 @@ def resolve(composed: Composed, run_dir: RunDir, how: Planning = TO_TRAIN, *, im
     return Plan(
         composed,
         config,
-        layout.of(config),
+        config.layout,
         run_dir,
         identity(config, digest, imported),
         variables | experiments.variables(config),

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from tp_invariant_recipes.check.inputs import input_problems
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, given, texts
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.launch import inputs, plan, resume
+from tp_invariant_recipes.launch import plan, resume
 from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning
 from tp_invariant_recipes.runs.run_dir import RunDir, check_free
 
@@ -40,7 +41,7 @@ class Request:
         if self.model is None:
             raise ConfigError("name a model to train (tpi models lists them), or a run to continue: --resume RUN")
         # Other machines may have other files, and a run that goes on has read its weights.
-        files = inputs.problems if self.launcher == "local" and not self._goes_on() else None
+        files = input_problems if self.launcher == "local" and not self._goes_on() else None
         composed = compose(self.model, self.overrides, device=device or plan.detect_device(), also=files)
         return resume.with_recorded_numerics(composed) if self.continues else composed
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tp_invariant_recipes.check import relations
 from tp_invariant_recipes.compare import comparability
-from tp_invariant_recipes.config import relations, resume_rules
+from tp_invariant_recipes.config import resume_rules
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.identity import WEIGHTS_DIGEST
 from tp_invariant_recipes.config.overrides import DECIDED_BY, Override, given, parse, parse_all

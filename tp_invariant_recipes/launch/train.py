@@ -11,7 +11,7 @@ from tp_invariant_recipes.config import container
 from tp_invariant_recipes.config.compose import Composed
 from tp_invariant_recipes.errors import RunError, TpiError
 from tp_invariant_recipes.host.quiet import quiet
-from tp_invariant_recipes.launch import local, memory, record, resume
+from tp_invariant_recipes.launch import local, record, resume
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Stop
 from tp_invariant_recipes.launch.request import Request
@@ -21,6 +21,7 @@ from tp_invariant_recipes.runs import attempts, checkpoints, guard_files, places
 from tp_invariant_recipes.runs.checkpoints import RunCheckpoint, iteration_dir
 from tp_invariant_recipes.runs.lock import Lock, LockLost, locked
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.sizing import room
 from tp_invariant_recipes.sizing.memory import estimate
 from tp_invariant_recipes.sources import recipe_answers, recipe_layer, recipe_process, recipe_source
 
@@ -91,7 +92,7 @@ def validate(planned: Plan) -> None:
 
 
 def as_json(planned: Plan) -> dict[str, Any]:
-    """A plan for machines. memory: as `launch.memory.as_dict` has it."""
+    """A plan for machines. memory: as `launch.room.as_dict` has it."""
     return {
         "model": planned.composed.model,
         "run": str(planned.run_dir.path),
@@ -102,7 +103,7 @@ def as_json(planned: Plan) -> dict[str, Any]:
         "start": planned.start,
         "of": planned.steps,
         "data_missing": planned.data_missing,
-        "memory": memory.as_dict(estimate(planned.composed.config)),
+        "memory": room.as_dict(estimate(planned.composed.config)),
     }
 
 

@@ -9,7 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from tp_invariant_recipes.config import elastic, job_rules
+from tp_invariant_recipes.check.job import misfits
+from tp_invariant_recipes.check.rule import lines
+from tp_invariant_recipes.config import elastic
 from tp_invariant_recipes.config.compose import Composed
 from tp_invariant_recipes.config.overrides import cluster_files, parse
 from tp_invariant_recipes.errors import ConfigError, RunError, refuse
@@ -19,7 +21,7 @@ from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.multinode.agent import NodeTask
 from tp_invariant_recipes.runs.lock import locked
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
-from tp_invariant_recipes.settings import allocation, environment, layout
+from tp_invariant_recipes.settings import allocation, environment
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 # srun would bind the one task of a node, and with it all its ranks, to one core.
@@ -49,7 +51,7 @@ def exec_srun(request: Request) -> NoReturn:
         found = (
             Path(requested)
             if requested and request.continues
-            else choose(requested, f"{request.model}-tp{layout.of(config).tp}").path
+            else choose(requested, f"{request.model}-tp{config.layout.tp}").path
         )
         path = found.expanduser().absolute()
         request = replace(request, overrides=(*request.overrides, parse(f"run.dir={path}")))
@@ -111,6 +113,6 @@ def _with_node_dp(request: Request, composed: Composed, nodes: int) -> tuple[Req
 
 def _checked_config(composed: Composed) -> RunConfig:
     """The composed configuration. Raises ConfigError when it does not fit the cluster's nodes."""
-    problems = job_rules.misfits(composed.config)
+    problems = lines(misfits(composed.config))
     refuse(problems)
     return composed.config

@@ -81,7 +81,7 @@ class Mode(Protocol):
     """An arithmetic whose bits do not depend on the layout.
 
     name:             the value of numerics.mode.
-    covers:           of EXPERTS … FP64_NORM, what it has invariant versions of; rows of coverage/ refuse the rest.
+    covers:           of EXPERTS … FP64_NORM, what it has invariant versions of; check/invariant/ refuses the rest.
     graphs:           options of cuda_graph= that its layers were captured with.
     any_machine:      whether every machine that computes it gives the same bits, not one architecture alone.
     tries_products:   whether cuBLAS computes its products after a trial (products/defined.py), which takes memory.

@@ -18,7 +18,7 @@ class NumericsSettings:
     clip_rounding:   pow2 rounds the clipping coefficient down to a power of two, as in the published scheme.
     initial_weights: invariant: a function of seed, name and place alone; megatron: drawn by Megatron's own generators.
     adjust:          whether the invariant modes set right what a recipe sets of how a model is computed
-                     (coverage/adjusted.py), and say so; False: they refuse it.
+                     (config/adjusted.py), and say so; False: they refuse it.
     """
 
     mode: ModeName = DEFAULT

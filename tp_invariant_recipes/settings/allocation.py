@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from tp_invariant_recipes.plural import counted
-from tp_invariant_recipes.settings import layout
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 
@@ -26,7 +25,7 @@ class Allocation:
 
 def of(config: RunConfig) -> Allocation:
     """The allocation a run needs. Whole nodes but for a run that fits one."""
-    world, most = layout.of(config).world, ranks_per_node(config)
+    world, most = config.layout.world, ranks_per_node(config)
     ranks = min(world, most or world)
     return Allocation(-(-world // ranks), ranks, ranks if config.device.kind == "gpu" else 0)
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.settings import secrets
-from tp_invariant_recipes.settings.run_config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -99,23 +98,10 @@ def settings(device: str, environment: Mapping[str, str], cluster: Mapping[str, 
         f"{v.name}={value} in the environment: {v.why}; unset it{_or_set(v)}"
         for v, value in _refused(device, environment)
     ]
-    if wrong := [*shell, *_changing_bits(device, cluster)]:
+    if wrong := [*shell, *changing_bits(device, cluster)]:
         raise ConfigError("\n".join(wrong), wrong)
     wanted = {name: value for name, value in _rows(device, environment).items() if value is not None} | dict(cluster)
     return {name: environment.get(name, value) for name, value in wanted.items()}
-
-
-def problems(config: RunConfig) -> list[str]:
-    """All problems of the cluster's variables. It never shows the value of a secret."""
-    cluster = config.cluster.environment
-    names = [f"cluster.environment: {name!r} is no name of a variable" for name in cluster if not NAME.fullmatch(name)]
-    refused = [
-        f"cluster.environment.{name}: looks like a secret, and what is configured is written down; set it where you "
-        f"start the run, and for a job name it in cluster.forward"
-        for name in cluster
-        if secrets.named(name)
-    ]
-    return [*names, *refused, *_changing_bits(config.device.kind, cluster)]
 
 
 def flash_problems(device: str, invariant: bool, environment: Mapping[str, str]) -> list[str]:
@@ -153,7 +139,8 @@ def _refused(device: str, environment: Mapping[str, str]) -> list[tuple[Variable
     return [(v, value) for v, value in found if value not in (v.value, *v.accepted)]
 
 
-def _changing_bits(device: str, cluster: Mapping[str, str]) -> list[str]:
+def changing_bits(device: str, cluster: Mapping[str, str]) -> list[str]:
+    """What is wrong with the variables of a cluster that numerics depend on."""
     return [
         f"cluster.environment.{v.name}={value}: {v.why}; leave it out{_or_set(v, 'cluster.environment.')}"
         for v, value in _refused(device, cluster)

@@ -1,13 +1,5 @@
-"""The rules of a parallel layout: the ranks, the model and the batch must divide evenly.
+"""The parallel layout of a run: degrees, and what they split. check/layout.py has its rules."""
 
-One row a rule. A rule looks at the configuration and returns what is wrong, or None.
-"""
-
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from tp_invariant_recipes.settings import peft
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 # Numbers of the model that tensor parallelism splits.
@@ -22,102 +14,11 @@ UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_sta
 # Whether the first stage has a layer less than the others, for the embedding, and the last one, for the loss.
 ACCOUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
-LARGEST_LISTED = 4096  # the largest degree that a message proposes
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Degrees of parallelism. `world` is the number of ranks they need."""
-
-    tp: int
-    pp: int
-    cp: int
-    dp: int
-    ep: int
-    etp: int
-    sp: bool
-
-    @property
-    def world(self) -> int:
-        """Ranks: tp * pp * cp * dp."""
-        return self.tp * self.pp * self.cp * self.dp
-
-    @property
-    def degrees(self) -> dict[str, int]:
-        """Short keys of the degrees of parallelism and their values."""
-        return {name: getattr(self, name) for name in ("tp", "pp", "cp", "dp", "ep", "etp")}
-
-    def as_dict(self) -> dict[str, int | bool]:
-        """Short keys and their values, for a ledger's header."""
-        return {**self.degrees, "sp": self.sp}
-
-
-def of(config: RunConfig) -> Layout:
-    """The layout of a run."""
-    model = config.model
-    return Layout(
-        tp=model["tensor_model_parallel_size"],
-        pp=model["pipeline_model_parallel_size"],
-        cp=model["context_parallel_size"],
-        dp=config.parallel.data_parallel_size,
-        ep=model["expert_model_parallel_size"],
-        etp=model["expert_tensor_parallel_size"],
-        sp=bool(model["sequence_parallel"]),
-    )
-
 
 def splits_unevenly(config: RunConfig) -> bool:
     """Whether tp does not divide the model."""
-    tp = of(config).tp
+    tp = config.layout.tp
     return any((config.model.get(number) or 0) % tp for number in SPLIT_BY_TP)
-
-
-def problems(config: RunConfig) -> list[str]:
-    """All problems of the layout, in the order of the rules. Every degree is at least 1 (config/bounds.py)."""
-    layout = of(config)
-    found = (rule(config, layout) for rule in RULES)
-    return [problem for problem in found if problem]
-
-
-def _divides(name: str, degree: Callable[[Layout], int], *numbers: str) -> Callable[[RunConfig, Layout], str | None]:
-    """The rule that a degree divides each of these numbers of the model, if the model has them."""
-
-    def rule(config: RunConfig, layout: Layout) -> str | None:
-        totals = {f"model.{n}": config.model[n] for n in numbers if config.model.get(n) is not None}
-        d = degree(layout)
-        wrong = [f"{field}={total}" for field, total in totals.items() if total % d]
-        if not wrong:
-            return None
-        common = math.gcd(*totals.values())
-        fits = ", ".join(str(n) for n in range(1, min(common, LARGEST_LISTED) + 1) if common % n == 0)
-        return f"{name}={d} does not divide {', '.join(wrong)}; {name} can be {fits}"
-
-    return rule
-
-
-def _layers(config: RunConfig, layout: Layout) -> str | None:
-    model = config.model
-    if model.get("pipeline_model_parallel_layout"):
-        return None  # a split that the user wrote; Bridge checks it
-    ends = {key: model[key] for key in UNEVEN if model.get(key)}
-    counted = [f"model.{key}" for key in ACCOUNTED if model.get(key)]
-    if ends and counted:
-        given, off = (", ".join(words) for words in ((f"model.{key}" for key in ends), (f"{c}=false" for c in counted)))
-        return f"{given}: Megatron counts no embedding or loss beside it; {off}"
-    if ends and model.get("num_layers"):
-        return _uneven(model["num_layers"], layout.pp, ends)
-    if counted and model.get("num_layers"):
-        return _accounted(model["num_layers"], layout.pp, counted)
-    return _divides("pp", lambda at: at.pp, "num_layers")(config, layout)
-
-
-def _accounted(layers: int, stages: int, counted: list[str]) -> str | None:
-    total = layers + len(counted)
-    if total % stages == 0:
-        return None
-    fits = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
-    why = f"model.num_layers={layers} + {len(counted)} ({', '.join(counted)})"
-    return f"pp={stages} does not divide {why}; pp can be {fits}"
 
 
 def uneven_ends(config: RunConfig) -> tuple[int, int] | None:
@@ -125,7 +26,8 @@ def uneven_ends(config: RunConfig) -> tuple[int, int] | None:
 
     None: pp divides the layers, a field says how they are split, or Megatron has no such split.
     """
-    model, (pp, chunks) = config.model, (of(config).pp, config.model.get("virtual_pipeline_model_parallel_size") or 1)
+    model, pp = config.model, config.layout.pp
+    chunks = model.get("virtual_pipeline_model_parallel_size") or 1
     layers, (first, last) = model.get("num_layers") or 0, (model.get(key) for key in UNEVEN)
     said = any(model.get(key) for key in ("pipeline_model_parallel_layout", "hybrid_layer_pattern", *ACCOUNTED))
     if said or last or layers < pp or layers % pp == 0 or layers % chunks:
@@ -136,168 +38,3 @@ def uneven_ends(config: RunConfig) -> tuple[int, int] | None:
     ends = units - each * (pp - 2)
     found = (ends - ends // 2) * chunks, ends // 2 * chunks
     return found if each and first in (None, found[0]) else None
-
-
-def _uneven(layers: int, stages: int, ends: dict[str, int]) -> str | None:
-    between, left = layers - sum(ends.values()), stages - len(ends)
-    if left >= 0 and (between == 0 if left == 0 else between > 0 and between % left == 0):
-        return None
-    said = " and ".join(f"model.{key}={count}" for key, count in ends.items())
-    return (
-        f"{said} of model.num_layers={layers} leaves {between} layers for the other {left} of pp={stages} stages; "
-        f"each of them needs the same number; change it, or {' '.join(f'model.{key}=null' for key in ends)}"
-    )
-
-
-def _sequence(config: RunConfig, layout: Layout) -> str | None:
-    seq = config.model["seq_length"]
-    per = layout.cp * (2 if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1)
-    if seq % per == 0:
-        return None
-    why = " * ".join(
-        words for words, on in ((f"2 * cp={layout.cp}", layout.cp > 1), (f"tp={layout.tp} (sp=true)", layout.sp)) if on
-    )
-    return f"seq={seq} is not a multiple of {why}; the next that is: seq={-(-seq // per) * per}"
-
-
-def _sequence_parallel(config: RunConfig, layout: Layout) -> str | None:
-    return "sp=true needs tp > 1; leave sp out or set tp" if layout.sp and layout.tp == 1 else None
-
-
-def _batch(config: RunConfig, layout: Layout) -> str | None:
-    mbs, gbs = config.train["micro_batch_size"], config.train["global_batch_size"]
-    if gbs % (mbs * layout.dp) == 0:
-        return None
-    return (
-        f"gbs={gbs} is not a multiple of mbs * dp = {mbs} * {layout.dp}; "
-        f"the next that is: gbs={-(-gbs // (mbs * layout.dp)) * mbs * layout.dp}"
-    )
-
-
-def _experts(config: RunConfig, layout: Layout) -> str | None:
-    experts = config.model.get("num_moe_experts")
-    if experts is None:
-        wrong = [f"{n}={v}" for n, v in (("ep", layout.ep), ("etp", layout.etp)) if v > 1]
-        return f"{', '.join(wrong)}: this model has no experts" if wrong else None
-    if experts % layout.ep:
-        return f"ep={layout.ep} does not divide model.num_moe_experts={experts}"
-    group = layout.etp * layout.ep * layout.pp
-    if layout.world % group:
-        return (
-            f"etp * ep * pp = {group} does not divide the {layout.world} ranks (tp * pp * cp * dp); "
-            f"raise dp or tp, or lower ep={layout.ep}"
-        )
-    return None
-
-
-def _pattern(config: RunConfig, layout: Layout) -> str | None:
-    pattern = config.model.get("hybrid_layer_pattern")
-    if pattern is None or layout.pp == 1 or "|" in pattern:
-        return None
-    length = len(pattern.partition("/")[0])
-    return None if length % layout.pp == 0 else f"pp={layout.pp} does not divide the {length} layers of this model"
-
-
-def _stages(config: RunConfig, layout: Layout) -> list[str]:
-    """The stages of a hybrid model, as the letters of their layers; none where they are not known, or one has all."""
-    pattern = (config.model.get("hybrid_layer_pattern") or "").partition("/")[0]
-    if layout.pp == 1 or not pattern or any(config.model.get(name) for name in UNEVEN):
-        return []
-    each = -(-len(pattern) // layout.pp)
-    stages = pattern.split("|") if "|" in pattern else [pattern[n : n + each] for n in range(0, len(pattern), each)]
-    stages[-1] += config.model.get("mtp_hybrid_override_pattern") or ""
-    return stages
-
-
-def _stages_without_experts(config: RunConfig, layout: Layout) -> str | None:
-    """Megatron-Bridge's log of the experts' losses has another length on such a stage, and its ranks wait for ever."""
-    pattern = (config.model.get("hybrid_layer_pattern") or "").partition("/")[0]
-    if not config.model.get("num_moe_experts") or "E" not in pattern:
-        return None
-    without = next((stage for stage in _stages(config, layout) if "E" not in stage), None)
-    if without is None:
-        return None
-    return f"pp={layout.pp}: a stage {without} has no experts, and Megatron-Bridge cannot log a step then; lower pp"
-
-
-def _stages_without_adapters(config: RunConfig, layout: Layout) -> str | None:
-    """Such a stage has no backward pass."""
-    fields = peft.section(config)
-    if fields is None:
-        return None
-    adapted = "".join(kinds for kinds, names in peft.OF_LAYERS.items() if {*names} & {*peft.targets(fields)})
-    without = next((stage for stage in _stages(config, layout) if not {*adapted} & {*stage}), None)
-    if without is None or not adapted:
-        return None
-    return f"pp={layout.pp}: a stage {without} has no adapter; lower pp, or name its layers in peft.target_modules"
-
-
-def _data(config: RunConfig, layout: Layout) -> str | None:
-    kind, path = config.data.kind, config.data.path
-    if kind == "mock" and path:
-        return "data.path is set but data=mock ignores it; add data=text"
-    return "data=text needs data.path=FILE_OR_FOLDER" if kind == "text" and not path else None
-
-
-def _context(config: RunConfig, layout: Layout) -> str | None:
-    if layout.cp == 1 or config.device.kind == "gpu" or config.numerics.invariant:
-        return None
-    return (
-        f"cp={layout.cp}: stock context parallelism needs Transformer Engine's attention; device=gpu or numerics=tree"
-    )
-
-
-def _interleaved(config: RunConfig, layout: Layout) -> str | None:
-    chunks = config.model.get("virtual_pipeline_model_parallel_size")
-    if not chunks or chunks == 1:
-        return None
-    if layout.pp == 1:
-        return f"model.virtual_pipeline_model_parallel_size={chunks}: interleaved stages need pp > 1"
-    batches, overlaps = (config.model.get(f"{name}_p2p_comm") for name in ("batch", "overlap"))
-    if batches and overlaps:
-        return "model.overlap_p2p_comm=true and model.batch_p2p_comm=true: messages that overlap are not in a batch"
-    # Megatron's batch has "to the previous" before "to the next", and "from the previous" before "from the next". Gloo
-    # and NCCL pair the messages of two ranks by their order. With two stages the next is also the previous: what goes
-    # to the previous arrives as what comes from the previous, gradients as activations. Without batches Megatron sends
-    # the two directions through different process groups.
-    if layout.pp == 2 and batches:
-        return (
-            f"model.virtual_pipeline_model_parallel_size={chunks}: in a batch two interleaved stages take each other's "
-            f"messages for their own; model.overlap_p2p_comm=true model.batch_p2p_comm=false, or pp > 2"
-        )
-    each, count = config.model.get("microbatch_group_size_per_vp_stage"), _micro_batches(config, layout)
-    if each is None and count % layout.pp:
-        return (
-            f"model.virtual_pipeline_model_parallel_size={chunks}: pp={layout.pp} does not divide the {count} "
-            f"micro-batches (gbs / (mbs * dp)) that interleaved stages take in turns; change gbs"
-        )
-    return None
-
-
-def _micro_batches(config: RunConfig, layout: Layout) -> int:
-    return config.train["global_batch_size"] // (config.train["micro_batch_size"] * layout.dp)
-
-
-def _lr(config: RunConfig, layout: Layout) -> str | None:
-    lr, low = config.section("optimizer")["lr"], config.section("optimizer")["min_lr"] or 0.0
-    if lr >= low >= 0:
-        return None
-    return f"lr={lr} is below optimizer.min_lr={low}; {f'optimizer.min_lr={lr}, or ' if lr > 0 else ''}a higher lr"
-
-
-RULES: tuple[Callable[[RunConfig, Layout], str | None], ...] = (
-    _divides("tp", lambda at: at.tp, *SPLIT_BY_TP),
-    _divides("etp", lambda at: at.etp, "moe_ffn_hidden_size"),
-    _sequence_parallel,
-    _sequence,
-    _context,
-    _interleaved,
-    _layers,
-    _pattern,
-    _stages_without_experts,
-    _stages_without_adapters,
-    _experts,
-    _batch,
-    _lr,
-    _data,
-)

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.numerics.precision import Fp8Layers
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -82,45 +81,3 @@ def remark(config: RunConfig) -> str | None:
         found.append(f"weights are kept in bf16 and quantized {when}, as with fp8_param_gather=false")
     said = name if isinstance(name, str) else MXFP8
     return f"{'mixed_' if isinstance(name, str) else ''}precision={said}: {'; '.join(found)}" if found else None
-
-
-def problems(config: RunConfig) -> list[str]:
-    """All reasons why stock numerics cannot compute such products. Of invariant numerics: coverage/fp8.py."""
-    if not enabled(config) or config.numerics.invariant:
-        return []
-    if config.device.kind != "gpu":
-        return ["FP8 and FP4 products need Transformer Engine on a GPU; precision=bf16, or device=gpu"]
-    return [
-        f"FP8 and FP4 products have sides that are multiples of {MULTIPLE}, and {words} is {side:g}; "
-        f"change it, or precision=bf16"
-        for words, side in _sides(config).items()
-        if side % MULTIPLE
-    ]
-
-
-def _sides(config: RunConfig) -> dict[str, float]:
-    """The sides of the products on one rank: name -> size."""
-    model = config.model
-    tp, etp = model["tensor_model_parallel_size"], model["expert_tensor_parallel_size"]
-    mbs = config.train["micro_batch_size"]
-    queries = model["num_attention_heads"]
-    heads = queries + 2 * (model.get("num_query_groups") or queries)
-    width = model.get("kv_channels") or model["hidden_size"] / queries
-    sides = {
-        "seq * mbs / cp": model["seq_length"] * mbs / model["context_parallel_size"],
-        "model.hidden_size": model["hidden_size"],
-        "the width of queries, keys and values / tp": heads * width / tp,
-    }
-    if model.get("num_moe_experts"):
-        sides["model.moe_ffn_hidden_size / etp"] = (model.get("moe_ffn_hidden_size") or model["ffn_hidden_size"]) / etp
-        if shared := model.get("moe_shared_expert_intermediate_size"):
-            sides["model.moe_shared_expert_intermediate_size / tp"] = shared / tp
-    else:
-        sides["model.ffn_hidden_size / tp"] = model["ffn_hidden_size"] / tp
-    if "M" in (model.get("hybrid_layer_pattern") or ""):
-        inner = model["mamba_num_heads"] * model["mamba_head_dim"]
-        states = model["mamba_num_groups"] * model["mamba_state_dim"]
-        sides["the width of Mamba's in_proj / tp"] = (2 * (inner + states) + model["mamba_num_heads"]) / tp
-    if families.delta_sizes(model):
-        sides["the width of a gated delta net's in_proj / tp"] = 2 * sum(families.delta_widths(model)) / tp
-    return sides

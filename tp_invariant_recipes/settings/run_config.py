@@ -1,10 +1,38 @@
-"""The configuration of a run: our own sections typed (`config.slurm.time`), Bridge's as mappings."""
+"""The configuration of a run: our own sections typed (`config.slurm.time`), its layout, Bridge's as mappings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from tp_invariant_recipes.settings.sections import OWN_SECTIONS, OwnSections
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of parallelism. `world` is the number of ranks they need."""
+
+    tp: int
+    pp: int
+    cp: int
+    dp: int
+    ep: int
+    etp: int
+    sp: bool
+
+    @property
+    def world(self) -> int:
+        """Ranks: tp * pp * cp * dp."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Short keys of the degrees of parallelism and their values."""
+        return {name: getattr(self, name) for name in ("tp", "pp", "cp", "dp", "ep", "etp")}
+
+    def as_dict(self) -> dict[str, int | bool]:
+        """Short keys and their values, for a ledger's header."""
+        return {**self.degrees, "sp": self.sp}
 
 
 @dataclass(frozen=True)
@@ -29,6 +57,20 @@ class RunConfig(OwnSections):
     def model(self) -> dict[str, Any]:
         """The fields of Bridge's provider."""
         return self.sections["model"]
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Degrees of parallelism; a field that is not set has Megatron's default."""
+        model = self.model
+        return Layout(
+            tp=model.get("tensor_model_parallel_size", 1),
+            pp=model.get("pipeline_model_parallel_size", 1),
+            cp=model.get("context_parallel_size", 1),
+            dp=self.parallel.data_parallel_size,
+            ep=model.get("expert_model_parallel_size", 1),
+            etp=model.get("expert_tensor_parallel_size", 1),
+            sp=bool(model.get("sequence_parallel")),
+        )
 
     @property
     def train(self) -> dict[str, Any]:

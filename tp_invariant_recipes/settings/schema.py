@@ -29,6 +29,9 @@ PROVIDERS = (
     *families.PROVIDERS,
 )
 
+# model.position_embedding_type: a vector for each position.
+LEARNED = "learned_absolute"
+
 # Fields that take more than their class says.
 WIDER: dict[str, Any] = {"q_lora_rank": int | None}  # None: queries have no latent
 # The same of one class, whose defaults are of other types than it says.

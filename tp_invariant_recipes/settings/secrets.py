@@ -4,11 +4,7 @@ Entropy tells none: a wandb key has 40 hexadecimal digits, as a commit has.
 """
 
 import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from tp_invariant_recipes.settings.run_config import RunConfig
+from typing import Any
 
 # A name with one of these words, or with one of WHOLE between underscores, is of a secret.
 WORDS = ("KEY", "TOKEN", "SECRET", "PASSW", "PASSPHRASE", "CREDENTIAL", "OAUTH")
@@ -51,14 +47,14 @@ def named(name: str) -> bool:
 
 
 def redacted(text: str) -> str:
-    """The text with "…" in the place of each secret."""
+    """The text with "…" instead of each secret."""
     for shape in _SHAPES:
         text = shape.sub(lambda match: f"{match[1] or ''}…", text)
     return text
 
 
 def without(value: Any) -> Any:
-    """JSON with "…" in the place of each secret, by the names of fields too."""
+    """JSON with "…" instead of each secret, by the names of fields too."""
     if isinstance(value, dict):
         fields = {
             name: re.fullmatch(_FIELD, name, re.IGNORECASE) and isinstance(inner, str) for name, inner in value.items()
@@ -72,32 +68,3 @@ def without(value: Any) -> Any:
 def holds(text: str) -> bool:
     """Whether a text has a secret in it."""
     return any(shape.search(text) for shape in _SHAPES)
-
-
-def problems(config: "RunConfig") -> list[str]:
-    """Each configured value that holds a secret, by its key and never by its value."""
-    return list(dict.fromkeys(_problems(config.sections, "")))
-
-
-def _problems(sections: Any, path: str) -> Iterator[str]:
-    if isinstance(sections, dict):
-        for name, value in sections.items():
-            inner = f"{path}.{redacted(str(name))}".removeprefix(".")
-            if path == "cluster.environment" and named(str(name)):
-                continue  # settings/environment.py refuses it
-            if path.endswith("_tags") and named(str(name)):
-                yield _refusal(inner)
-            else:
-                yield from _problems(value, inner)
-    elif isinstance(sections, list | tuple):
-        for value in sections:
-            yield from _problems(value, path)
-    elif isinstance(sections, str) and holds(sections):
-        yield _refusal(path)
-
-
-def _refusal(path: str) -> str:
-    return (
-        f"{path}: holds what looks like a secret, and what is configured is written down; set it in a variable where "
-        "you start the run, and for a job name that in cluster.forward"
-    )

@@ -6,8 +6,7 @@ Read from the code of Megatron-Core 0.19 and Transformer Engine 2.20, and from `
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tp_invariant_recipes.coverage import delta_net
-from tp_invariant_recipes.settings import layout, low_precision
+from tp_invariant_recipes.settings import delta_net, low_precision
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing import size
 from tp_invariant_recipes.sizing.size import Widths
@@ -108,7 +107,7 @@ class MicroBatch:
 
 def micro_batch(config: RunConfig) -> MicroBatch:
     """The micro-batch of a run on one of its ranks."""
-    model, at, fp8 = config.model, layout.of(config), low_precision.fp8_layers(config)
+    model, at, fp8 = config.model, config.layout, low_precision.fp8_layers(config)
     tokens = sequences(config) * model["seq_length"] // at.cp
     te = model.get("transformer_impl") != "local"
     arithmetic = config.numerics.arithmetic

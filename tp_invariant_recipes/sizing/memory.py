@@ -10,11 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tp_invariant_recipes.coverage import muon
 from tp_invariant_recipes.numerics.mode import Mode
-from tp_invariant_recipes.settings import allocation, layout, low_precision, peft
-from tp_invariant_recipes.settings.layout import Layout
-from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.settings import allocation, layout, low_precision, muon, peft
+from tp_invariant_recipes.settings.run_config import Layout, RunConfig
 from tp_invariant_recipes.sizing import activations, size
 from tp_invariant_recipes.sizing.activations import FP32, MicroBatch
 from tp_invariant_recipes.sizing.size import Model, Weights
@@ -107,7 +105,7 @@ class Estimate:
 
 def estimate(config: RunConfig) -> Estimate:
     """The memory of a run whose configuration has been checked. Imports neither torch nor Megatron."""
-    at = layout.of(config)
+    at = config.layout
     # The first stage has an embedding and the most micro-batches, the last one the logits; others are as the second.
     stages = [_stage(config, at, stage) for stage in sorted({0, min(1, at.pp - 1), at.pp - 1})]
     on_cpu = config.device.kind == "cpu"

@@ -1,6 +1,5 @@
 """How many bytes `tpi audit` records of a training (docs/audit.md)."""
 
-from tp_invariant_recipes.settings import layout
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing import activations, size
 
@@ -15,7 +14,7 @@ def recorded(config: RunConfig, steps: int, *, weights: bool) -> int:
 
     weights: whether it has those before the first step.
     """
-    model, element, at = config.model, activations.element(config), layout.of(config)
+    model, element, at = config.model, activations.element(config), config.layout
     tokens = config.train["global_batch_size"] * model["seq_length"]
     layers = sum(size.layers(model).values())
     local = config.device.kind == "cpu" and not config.numerics.invariant

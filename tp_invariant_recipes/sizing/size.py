@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from tp_invariant_recipes.coverage import delta_net
-from tp_invariant_recipes.coverage.invariance import LEARNED
 from tp_invariant_recipes.numerics.megatron import families
+from tp_invariant_recipes.settings import delta_net
+from tp_invariant_recipes.settings.schema import LEARNED
 
 Model = dict[str, Any]  # the section `model` of a composed tree
 

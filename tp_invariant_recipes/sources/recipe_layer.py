@@ -18,11 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from tp_invariant_recipes.coverage import delta_net, experts, invariance, latent, model_fields
 from tp_invariant_recipes.errors import ConfigError, refuse
-from tp_invariant_recipes.numerics.megatron import families
+from tp_invariant_recipes.fields.model import KNOWN, REFUSED
 from tp_invariant_recipes.settings import conf_files, cuda_graphs, environment, peft, schema, sft
-from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.sections import RecipeSettings
 from tp_invariant_recipes.sources import recipe_answers, recipe_fields, recipe_reads, recipe_source
 
@@ -65,8 +63,8 @@ _ETP = "${model.tensor_model_parallel_size}"
 COPIES = {"dataset.sequence_length"}
 # Fields of a provider that say which layers a model has.
 SPECS = ("transformer_layer_spec", "hybrid_stack_spec")
-# Fields that the rules of this package read: each is stated, whatever its value.
-RULED = (model_fields.KNOWN | {*invariance.OFF, *invariance.SHARDED, *experts.OFF, *latent.OFF}) - {*SPECS}
+# Fields that rules read: each is stated, whatever its value.
+RULED = (KNOWN | REFUSED) - {*SPECS}
 # Fields whose value says nothing, and attributes that nothing reads.
 IDLE = {
     "dataset.skip_getting_attention_mask_from_dataset": True,
@@ -108,12 +106,6 @@ EARLIER_GRAPHS = {
 }
 # A field of names that Bridge's recipes set to a dtype, which Megatron-Core reads as no name.
 NAMED = "moe_router_dtype"
-# Fields that say how a model is computed, and not what: the value that invariant numerics know.
-HOW = {
-    "comm_overlap.tp_comm_overlap_cfg": "null",
-    "model.attention_backend": "auto",
-    "model.cuda_graph_modules": "[attn]",
-}
 # Classes that Bridge has in a section's place, and why tpi takes none of them.
 NOT_HERE = {
     "DoRA": ": DoRA divides by norms of W + BA, sums over features that tp cuts",
@@ -448,21 +440,3 @@ def restore(container: ConfigContainer, recipe: RecipeSettings) -> None:
         section, _, name = path.rpartition(".")
         holder, of = (getattr(container, section), getattr(again, section)) if section else (container, again)
         setattr(holder, name, getattr(of, name))
-
-
-def problems(config: RunConfig) -> list[str]:
-    """What keeps a recipe from being trained on the run's device, or with its numerics, whatever its settings say."""
-    if config.recipe.name is None:
-        return []
-    provider = config.model["_target_"]
-    if config.device.kind == "cpu" and provider not in schema.PROVIDERS:
-        return [f"device=cpu has no layers for Bridge's {provider.rpartition('.')[2]}; device=gpu"]
-    if not config.numerics.invariant:
-        return []
-    own = families.of(config.model)
-    layers = [f"model.{name}" for name in SPECS if config.model.get(name) not in (None, delta_net.SPEC) and own is None]
-    return [
-        f"numerics={config.numerics.mode}: the recipe sets {path} to an object, and no rule says how that adds; "
-        f"{f'{path}={HOW[path]}' if path in HOW else 'leave it out of the recipe'}, or numerics=stock"
-        for path in dict.fromkeys((*config.recipe.kept, *layers))
-    ]

@@ -17,19 +17,10 @@ from typing import Any, TypeGuard
 
 from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.reading import MIB, open_file, parse_json, read_limited
-from tp_invariant_recipes.settings import peft
-from tp_invariant_recipes.settings.run_config import RunConfig
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 LARGEST_CONFIG, LARGEST_HEADER = MIB, 64 * MIB  # bytes; a header has about 100 for each tensor
 SHOWN = 5  # problems of one kind that one message names
-
-# What must be off.
-OFF = {
-    "model.init_model_with_meta_device": "the parameters have memory",
-    "ddp.use_megatron_fsdp": "they are sharded",
-    "dist.use_torch_fsdp2": "they are sharded",
-}
 
 # Name in a safetensors header -> bytes of an element. Others are quantised or no weights.
 DTYPES = {"BF16": 2, "F16": 2, "F32": 4}
@@ -66,29 +57,6 @@ class Checkpoint:
     def bits(self, name: str) -> str:
         """SHA-256, hex, of a tensor's bytes."""
         return _bits(self.tensors[name])
-
-
-def problems(config: RunConfig) -> list[str]:
-    """The settings that contradict weights from a folder."""
-    folder = config.weights.folder
-    if folder is None:
-        return []
-    found = []
-    if config.section("checkpoint").get("pretrained_checkpoint") is not None:
-        both = f"weights={folder} and checkpoint.pretrained_checkpoint"
-        found.append(f"{both} both say where weights come from; leave out one")
-    new = peft.adapts(config)  # adapters, which the folder does not have
-    if not config.numerics.invariant and config.numerics.initial_weights == "invariant" and not new:
-        found.append(f"numerics.initial_weights=invariant: weights={folder} has them; leave out one")
-    precision = config.mixed_precision
-    if isinstance(precision, dict) and (precision.get("fp8_param") or precision.get("fp8_param_gather")):
-        found.append(f"weights={folder}: weights are not imported into fp8; mixed_precision.fp8_param_gather=false")
-    found += [
-        f"weights={folder}: {path}=false; weights are imported before {why}"
-        for path, why in OFF.items()
-        if config.section(path.partition(".")[0]).get(path.partition(".")[2])
-    ]
-    return found
 
 
 def read(folder: Path) -> Checkpoint:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def recording(run_dir: RunDir, rank_info: "RankInfo", run: RunFile, ledger: LedgerSettings) -> list:
     """The callbacks that write the ledger of a run directory, on this rank. Bridge is loaded."""
-    from tp_invariant_recipes.config.recording import steps
+    from tp_invariant_recipes.check.recording import steps
     from tp_invariant_recipes.training.digests.callback import Digests
     from tp_invariant_recipes.training.dump_parameters import DumpParameters
     from tp_invariant_recipes.training.recorder import Recorder

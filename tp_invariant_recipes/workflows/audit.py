@@ -12,15 +12,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tp_invariant_recipes.check.invariant import lora
 from tp_invariant_recipes.compare import deviation
 from tp_invariant_recipes.compare.deviation import StepDumps, TensorDeviation
 from tp_invariant_recipes.config import reserved
 from tp_invariant_recipes.config.bounds import LARGEST
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, given, parse_all, texts
-from tp_invariant_recipes.coverage import lora
 from tp_invariant_recipes.errors import ConfigError, Interrupted, LedgerError, RunError, TpiError, listed
-from tp_invariant_recipes.launch import local, memory, plan, record
+from tp_invariant_recipes.launch import local, plan, record
 from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning
 from tp_invariant_recipes.ledger import dumps
@@ -29,8 +29,9 @@ from tp_invariant_recipes.runs import attempts
 from tp_invariant_recipes.runs.audit_dir import AuditDir, AuditedRun, AuditTask
 from tp_invariant_recipes.runs.lock import LockLost, locked, locked_empty
 from tp_invariant_recipes.runs.run_dir import choose_for_several, free_bytes
-from tp_invariant_recipes.settings import cuda_graphs, layout, peft
+from tp_invariant_recipes.settings import cuda_graphs, peft
 from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.sizing import room
 from tp_invariant_recipes.sizing.memory import GIB
 from tp_invariant_recipes.sizing.recording import recorded as recorded_bytes
 from tp_invariant_recipes.training.audit import rank
@@ -133,7 +134,7 @@ def new(
         made, own = _reference(model, [*common, length], audited.config, of_reference, problems)
     if problems or audited is None or made is None:
         raise ConfigError(listed(problems), problems)
-    where = AuditDir(choose_for_several(directory, f"audit-{model}-tp{layout.of(audited.config).tp}"))
+    where = AuditDir(choose_for_several(directory, f"audit-{model}-tp{audited.config.layout.tp}"))
     planned = {
         name: plan.resolve_beside(one, where.training(name), where.index_cache, how)
         for name, one in ((AUDITED, audited), (REFERENCE, made))
@@ -290,7 +291,7 @@ def _composed(model: str, overrides: Sequence[str | Override], problems: list[st
     except ConfigError as error:
         problems += (problem for problem in error.problems if problem not in problems)
         return None
-    etp = layout.of(composed.config).etp
+    etp = composed.config.layout.etp
     if etp > 1 and composed.config.numerics.initial_weights == "invariant" and composed.config.weights.folder is None:
         problems.append(f"etp={etp}: every layout would begin with other experts; etp=1, or weights=FOLDER")
     fields = peft.section(composed.config)
@@ -314,9 +315,9 @@ def _reference(
         more = (*audit_reference.overrides(audited, own, degree), *texts(own))
         found: list[str] = []
         composed = _composed(model, [*common, *more], found)
-        if composed is not None and not (found or memory.problems(composed.config, here=True)):
+        if composed is not None and not (found or room.problems(composed.config, here=True)):
             return composed, more
-        first = first or found or memory.problems(composed.config, here=True) if composed else first or found
+        first = first or found or room.problems(composed.config, here=True) if composed else first or found
     problems += [f"the reference: {one}" for one in first]
     return None, ()
 

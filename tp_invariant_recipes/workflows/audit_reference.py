@@ -3,7 +3,6 @@
 from typing import Any
 
 from tp_invariant_recipes.config.overrides import Override, given
-from tp_invariant_recipes.settings import layout
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 _FUSED = (
@@ -41,7 +40,7 @@ def overrides(config: RunConfig, own: list[Override], degree: int = 1) -> list[s
     found = []
     for path, value in (SIMPLEST | split).items():
         section, _, name = path.partition(".")
-        now = layout.of(config).dp if section == "parallel" else config.section(section).get(name)
+        now = config.layout.dp if section == "parallel" else config.section(section).get(name)
         if now in (value, None) or given(own, path) is not None:
             continue
         text = "null" if value is None else str(value).lower()

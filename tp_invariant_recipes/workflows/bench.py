@@ -23,7 +23,7 @@ from tp_invariant_recipes.numerics.mode import STOCK
 from tp_invariant_recipes.runs.bench_dir import BenchDir, Figures, Pass
 from tp_invariant_recipes.runs.lock import locked_empty
 from tp_invariant_recipes.runs.run_dir import choose_for_several
-from tp_invariant_recipes.settings import environment, layout
+from tp_invariant_recipes.settings import environment
 from tp_invariant_recipes.training import bench as rank
 from tp_invariant_recipes.training import profile
 from tp_invariant_recipes.training.profile import Trace
@@ -85,7 +85,7 @@ def new(
     if any(one.graphs is not None and one.config.device.kind == "gpu" for one in composed.values()):
         sound = [*(one for one in sound if one.path != graph_choice.GROUP), parse(_graphs_of_all(composed.values()))]
     composed = _composed(model, [*sound, f"iters={length}", "save=0"], modes, problems)
-    where = BenchDir(choose_for_several(directory, f"bench-{model}-tp{layout.of(composed[modes[0]].config).tp}"))
+    where = BenchDir(choose_for_several(directory, f"bench-{model}-tp{(composed[modes[0]].config).layout.tp}"))
     plans = {mode: plan.resolve_beside(composed[mode], where.mode(mode), where.index_cache, how) for mode in modes}
     if any(one.environment != plans[modes[0]].environment for one in plans.values()):
         raise ConfigError("these modes need different environment variables, which one process cannot have")

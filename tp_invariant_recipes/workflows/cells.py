@@ -7,16 +7,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
+from tp_invariant_recipes.check.inputs import input_problems
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, given, parse, texts
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, listed, refuse
 from tp_invariant_recipes.host import gpus
-from tp_invariant_recipes.launch import inputs, memory, plan
+from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.launch.plan import Plan, Planning
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.schema import SHARDS, Header, identity_differences
 from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, LeftOut, MatrixDir
-from tp_invariant_recipes.settings import layout
+from tp_invariant_recipes.sizing import room
 from tp_invariant_recipes.workflows.matrix import Choice
 
 
@@ -79,7 +80,7 @@ def compose_cells(
 def compose_each(model: str, choices: Sequence[Choice], here: bool) -> tuple[dict[str, Composed], Problems]:
     """Those that compose, by their label, and what is wrong with the others."""
     device = plan.detect_device()
-    composed, found, files = {}, Problems(), partial(inputs.problems, here=here)
+    composed, found, files = {}, Problems(), partial(input_problems, here=here)
     for choice in choices:
         with found.of(choice.label):
             composed[choice.label] = compose(model, choice.overrides, device=device, also=files)
@@ -108,22 +109,20 @@ def with_equal_shards(
 
 def named(choice: Choice, composed: Composed) -> Choice:
     """The choice with a name. If no key has several values, the only cell is named by its tensor-parallel degree."""
-    tp = layout.of(composed.config).tp
+    tp = composed.config.layout.tp
     return choice if choice.name else replace(choice, name=f"tp{tp}", label=f"tp={tp}")
 
 
 def that_fit(
     model: str, requested: Sequence[Override], choices: Sequence[Choice], composed: dict[str, Composed], here: bool
 ) -> tuple[tuple[Choice, ...], tuple[LeftOut, ...]]:
-    """The cells whose memory suffices, and those left out. here: as for `memory.room`.
+    """The cells whose memory suffices, and those left out. here: as for `room.room`.
 
     requested: the overrides as typed. composed: the choices by label.
     Raises ConfigError if no two of several cells fit, or the only one does not; it has a command that works.
     """
     large = {
-        one.label: problems[0]
-        for one in choices
-        if (problems := memory.problems(composed[one.label].config, here=here))
+        one.label: problems[0] for one in choices if (problems := room.problems(composed[one.label].config, here=here))
     }
     kept, least = tuple(one for one in choices if one.label not in large), min(2, len(choices))
     left_out = tuple(LeftOut(label, problem.partition(":\n")[0]) for label, problem in large.items())
@@ -149,8 +148,8 @@ def _command_that_fits(
         except ConfigError:
             return False
         found = gpus.visible() if here else []
-        enough = not found or layout.of(config).world <= len(found)
-        return enough and not memory.problems(config, here=here) and memory.warning(config, here=here) is None
+        enough = not found or config.layout.world <= len(found)
+        return enough and not room.problems(config, here=here) and room.warning(config, here=here) is None
 
     degrees = [str(tp) for tp in (1, 2, 4, 8, 16) if fits(choices[0], "tp", tp)]
     if len(degrees) >= least:

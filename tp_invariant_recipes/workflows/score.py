@@ -15,13 +15,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from tp_invariant_recipes.check import inputs
+from tp_invariant_recipes.check.machine import LAYERS, PendingRun
+from tp_invariant_recipes.check.rule import broken_rules, lines
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, given, parse_all
-from tp_invariant_recipes.coverage.invariance import LEARNED
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, TpiError, refuse
 from tp_invariant_recipes.files import sync_folder, write_atomically
-from tp_invariant_recipes.launch import inputs, local, plan, preflight, train
+from tp_invariant_recipes.launch import local, plan, train
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.resume import overrides_to_repeat
 from tp_invariant_recipes.ledger.run_files import LARGEST, RunFile
@@ -30,7 +32,8 @@ from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.reading import MIB, open_file, parse_json, read_limited
 from tp_invariant_recipes.runs.lock import locked
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
-from tp_invariant_recipes.settings import environment, layout, peft
+from tp_invariant_recipes.settings import environment, peft
+from tp_invariant_recipes.settings.schema import LEARNED
 from tp_invariant_recipes.sources import hf_models, weights
 from tp_invariant_recipes.workflows.export import checkpoint_of
 
@@ -123,10 +126,10 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
     refuse(problems)
     composed, checkpoint, of_weights = (_of_run if of_run else _of_folder)(source, requested, options.step)
     config = composed.config
-    if not config.numerics.invariant and options.entropies and layout.of(config).tp & (layout.of(config).tp - 1):
-        problems.append(f"--entropy: tp={layout.of(config).tp} under numerics=stock: entropies need a power of two")
+    if not config.numerics.invariant and options.entropies and config.layout.tp & (config.layout.tp - 1):
+        problems.append(f"--entropy: tp={config.layout.tp} under numerics=stock: entropies need a power of two")
     problems += [f"model.{name}=0" for name in ("hidden_dropout", "attention_dropout") if config.model.get(name)]
-    problems += preflight.machine_problems(config)
+    problems += lines(broken_rules(PendingRun(config), LAYERS))
     try:
         inputs.check_weights(config)
     except ConfigError as error:
@@ -153,10 +156,10 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
     if config.numerics.arithmetic is None or not config.numerics.arithmetic.any_machine:
         identity["device"] = config.device.kind  # other machines may have other bits
     if config.numerics.arithmetic is None:
-        identity["layout"] = layout.of(config).as_dict() | {"tokens": options.tokens}
+        identity["layout"] = config.layout.as_dict() | {"tokens": options.tokens}
     where = RunDir(out.with_name(f"{out.name}.partial"))
     variables = environment.settings(config.device.kind, os.environ, config.cluster.environment)
-    planned = Plan(composed, config, layout.of(config), where, {}, variables)
+    planned = Plan(composed, config, config.layout, where, {}, variables)
     return Scoring(planned, checkpoint, file, out, tokenizer, options, json.loads(json.dumps(identity, default=str)))
 
 

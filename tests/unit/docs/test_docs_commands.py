@@ -8,9 +8,9 @@ from tests.unit.docs.commands import names, options, parsed
 from tests.unit.docs.markdown import DOCUMENTS
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
-from tp_invariant_recipes.launch import memory
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
 from tp_invariant_recipes.settings.schema import BRIDGE_SECTIONS
+from tp_invariant_recipes.sizing import room
 from tp_invariant_recipes.workflows import matrix
 from tp_invariant_recipes.workflows.cells import Problems
 
@@ -144,8 +144,8 @@ def unfit(model: str, overrides: str) -> list[str]:
             configs.append(compose(model, one.overrides, device="gpu").config)
     if not configs:
         found.raise_any()
-    tight = [memory.warning(config, here=False) for config in configs]
-    return [*(line for config in configs for line in memory.problems(config, here=False)), *filter(None, tight)]
+    tight = [room.warning(config, here=False) for config in configs]
+    return [*(line for config in configs for line in room.problems(config, here=False)), *filter(None, tight)]
 
 
 @pytest.mark.parametrize("model, overrides, sized", composable())

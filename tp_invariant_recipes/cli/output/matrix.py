@@ -39,7 +39,8 @@ def train_matrix[T: "MatrixVerdict | Swept"](
 
     plan: takes `how`. It returns the verdict instead where all runs of an earlier verify have passed.
     """
-    from tp_invariant_recipes.launch import memory, progress
+    from tp_invariant_recipes.launch import progress
+    from tp_invariant_recipes.sizing import room
     from tp_invariant_recipes.workflows import verify
 
     console = terminal.console_of_its_own()
@@ -53,7 +54,7 @@ def train_matrix[T: "MatrixVerdict | Swept"](
     for one in planned.matrix.left_out:
         console.print(Text(f"left out: {one.label}: {one.why}"), soft_wrap=True)
     for cell in planned.cells:
-        if tight := memory.warning(planned.plans[cell.name].config, here=True):
+        if tight := room.warning(planned.plans[cell.name].config, here=True):
             console.print(Text(f"warning: {cell.label}: {tight}", style="yellow"), soft_wrap=True)
     runs = len(planned.plans)
     console.print(Text(f"{counted(runs, 'run')} in {planned.directory.path}"), soft_wrap=True)

@@ -37,7 +37,7 @@ def column_parallel(x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: Part
     weight:  [n/t, k], this rank's slice of each segment.
     returns: [s, b, n/t] of x's dtype.
 
-    ValueError: segments of unlike sizes; coverage/invariance.py refuses Mamba with numerics=gather before.
+    ValueError: segments of unlike sizes; check/invariant/invariance.py refuses Mamba with numerics=gather before.
     """
     if not isinstance(segments, int):
         raise ValueError(f"numerics=gather has no segments of unlike sizes: {segments}")

@@ -6,8 +6,8 @@
 
 kernels/mxfp8.py says how. Activations and weights are e4m3, gradients what the recipe says. Numbers of MXFP8 are
 numbers of bf16, so products, trees and ranks' exchanges are those of bf16, and so is their speed. No block of 32
-crosses a border of a shard (coverage/fp8.py): a rank rounds what it has. A rank with a part of the tokens keeps its
-input as it is, since blocks along tokens may lie on two ranks.
+crosses a border of a shard (check/invariant/fp8.py): a rank rounds what it has. A rank with a part of the tokens keeps
+its input as it is, since blocks along tokens may lie on two ranks.
 
 A side that no product reads is not rounded. A weight is rounded where a product needs it, along its features in a
 forward pass and along its rows in a backward pass, and not kept: rounding it again moves 8 bytes a number instead of

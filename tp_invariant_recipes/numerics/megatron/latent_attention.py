@@ -169,7 +169,7 @@ class InvariantLatentAttention(OnMesh, LatentAttention):
 
 
 def _beyond(config: Any) -> list[str]:
-    """What the layer does not cover, in the words of coverage/latent.py; for programs of their own, too."""
+    """What the layer does not cover, in the words of check/invariant/latent.py; for programs of their own, too."""
     split = config.tensor_model_parallel_size > 1 and not config.sequence_parallel
     found = {
         "sequence_parallel=False": split,

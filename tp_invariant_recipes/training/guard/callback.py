@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.bridge.training.callbacks import CallbackContext
 from megatron.core import parallel_state
 
-from tp_invariant_recipes.coverage.guard import SHADOW, ranks_apart
+from tp_invariant_recipes.check.guard import SHADOW, ranks_apart
 from tp_invariant_recipes.errors import HardwareFault
 from tp_invariant_recipes.ledger import evidence
 from tp_invariant_recipes.numerics.products import sampling

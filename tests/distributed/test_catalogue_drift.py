@@ -1,0 +1,71 @@
+"""The catalogue against the classes that are installed: an upgrade that adds a field fails here."""
+
+import dataclasses
+
+import pytest
+
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.fields.catalogue import SECTIONS, refused, values_of
+from tp_invariant_recipes.fields.field import ANY, NONE
+from tp_invariant_recipes.fields.model import KNOWN, REFUSED
+from tp_invariant_recipes.settings import schema
+from tp_invariant_recipes.sources import recipe_layer
+
+pytestmark = pytest.mark.usefixtures("bridge")
+
+# Defaults of Bridge's that are not allowed: conf/config.yaml sets these fields.
+SET_BY_CONF = {"ddp": {"grad_reduce_in_fp32"}, "dataset": {"reset_position_ids", "eod_mask_loss"}}
+# Fields without a default.
+REQUIRED = {"comm_overlap": {"tp_comm_overlap": False}, "dataset": {"random_seed": 1, "seq_length": 32}}
+# What else a container has. `mixed_precision` is one name, and a table has the fields of `model`.
+APART = {"model", "mixed_precision", *recipe_layer.APART}
+
+
+def classes(section: str) -> list[type]:
+    """The classes of a section: examples have another one."""
+    own = schema.section_class(section, {section: {}})
+    return [own, schema.bridge_class(schema.SFT_DATASET)] if section == "dataset" else [own]
+
+
+def defaults(section: str, cls: type) -> dict:
+    required = {name: value for name, value in REQUIRED.get(section, {}).items() if name in schema.fields(cls)}
+    return values_of(cls(**required))
+
+
+def test_every_section_of_a_container_has_a_table():
+    from megatron.bridge.training.config import ConfigContainer
+
+    assert {field.name for field in dataclasses.fields(ConfigContainer)} == SECTIONS.keys() | APART
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_table_has_a_row_for_every_field_of_the_installed_classes_and_no_other(section):
+    installed = {name for cls in classes(section) for name in schema.fields(cls)}
+    named = {name for name, field in SECTIONS[section].named.items() if field.allowed is not NONE}
+    assert named <= installed
+    assert named == installed or SECTIONS[section].otherwise.allowed is ANY
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_field_that_nobody_sets_is_allowed(section):
+    for cls in classes(section):
+        given = defaults(section, cls)
+        wrong = {line.partition("=")[0].partition(".")[2] for line in refused(section, given)}
+        assert wrong == SET_BY_CONF.get(section, set()) & given.keys()
+        assert wrong <= compose("qwen3_toy").config.sections.get(section, {}).keys()
+
+
+def test_what_the_one_precision_sets_in_a_model_is_known():
+    from megatron.bridge.training.mixed_precision import get_mixed_precision_config
+
+    mixed = get_mixed_precision_config("bf16_mixed")
+    of_a_model = {name for path in schema.PROVIDERS for name in schema.fields(schema.bridge_class(path))}
+    given = {name for name, value in values_of(mixed).items() if value}
+    assert given & of_a_model <= KNOWN
+
+
+def test_the_fields_of_a_model_that_are_known_are_fields_of_the_installed_providers():
+    trees = [{"model": {"_target_": name}} for name in schema.PROVIDERS]
+    installed = {name for tree in trees for name in schema.fields(schema.section_class("model", tree))}
+    listed = KNOWN | REFUSED
+    assert listed - installed == set()

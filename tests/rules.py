@@ -1,0 +1,17 @@
+"""What the rules of one table say of a configuration, as the lines of a message."""
+
+from types import ModuleType
+
+from tp_invariant_recipes.check.invariant import invariance
+from tp_invariant_recipes.check.rule import broken_rules, lines
+from tp_invariant_recipes.settings.run_config import RunConfig
+
+
+def table_problems(table: ModuleType, config: RunConfig) -> list[str]:
+    """table: a module with RULES."""
+    return lines(broken_rules(config, table.RULES))
+
+
+def limits_of(config: RunConfig) -> list[str]:
+    """What is beyond the invariant numerics, without the way to avoid all of it."""
+    return [str(problem) for problem in broken_rules(config, invariance.RULES)]

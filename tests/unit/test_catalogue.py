@@ -1,0 +1,152 @@
+"""The catalogue: every row accepts what it names and refuses the rest, with the key and its values."""
+
+import math
+
+import pytest
+import torch
+
+from tests.models import degree
+from tests.rules import limits_of, table_problems
+from tests.trees import with_fields
+from tp_invariant_recipes.check.invariant import invariance
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.fields import field as rows
+from tp_invariant_recipes.fields.catalogue import SECTIONS, adjustable, changes_bits, field_at, refused
+from tp_invariant_recipes.fields.field import ANY, BOOL, NONE, NUMBER, THRESHOLD
+from tp_invariant_recipes.settings import conf_files
+
+ROWS = [
+    (section, name)
+    for section, table in SECTIONS.items()
+    for name, field in table.named.items()
+    if field.allowed is not NONE
+]
+# Sections whose other fields may be anything.
+OPEN = [section for section, table in SECTIONS.items() if table.otherwise.allowed is ANY]
+TREE = compose("qwen3_toy", device="cpu").config
+# What a row of each kind accepts, and what it refuses.
+KINDS = {
+    NUMBER: ((0, 1, -0.5, 1e-8, None), (math.nan, math.inf, -math.inf, True, "1", [1])),
+    THRESHOLD: ((0.5, None, math.inf), (math.nan, -math.inf, False, "1")),
+    BOOL: ((True, False), (None, 0, 1, "true")),
+    ANY: ((None, 1, "text", [], print), ()),
+}
+
+
+def test_a_row_accepts_its_values_and_refuses_others_with_the_one_to_set():
+    for section, field in ROWS:
+        key = f"{section}.{field}"
+        values, why = field_at(key).allowed, field_at(key).why
+        accepted, wrong = KINDS.get(values, ((), (object(), "another", -7, [None])))
+        assert [value for value in accepted if refused(section, {field: value})] == [], key
+        for value in wrong:
+            (line,) = refused(section, {field: value}) or (key,)
+            assert line.startswith(f"{key}=")
+            assert line.endswith(f": {why}; {values.remedy.format(key=key)}")
+            assert key in line.rpartition(";")[2]
+
+
+TYPED = {"true": True, "false": False, "null": None, "[]": []}
+
+
+def test_a_row_of_named_values_accepts_exactly_these():
+    """False is not 0 here, so that a number where a switch belongs is refused, and the other way round."""
+    for section, field in ROWS:
+        values = field_at(f"{section}.{field}").allowed
+        for text in () if values in KINDS else values.remedy.removeprefix("{key}=").split(" or "):
+            value = TYPED[text] if text in TYPED else float(text) if text[0].isdigit() else text
+            assert refused(section, {field: value}) == [], (section, field, value)
+            assert isinstance(value, str) or refused(section, {field: text}), (section, field, text)
+            if isinstance(value, bool):
+                assert refused(section, {field: int(value)}), (section, field)
+                assert refused(section, {field: not value}), (section, field)
+
+
+def test_a_dtype_is_the_one_of_its_name():
+    for value in ("bfloat16", "torch.bfloat16", torch.bfloat16):
+        assert refused("optimizer", {"exp_avg_dtype": value}) == []
+    for value in ("float16", "uint8", torch.float16):
+        (line,) = refused("optimizer", {"exp_avg_dtype": value})
+        assert line.endswith("; optimizer.exp_avg_dtype=float32 or bfloat16")
+
+
+# What a user may try, and the end of the one line about it.
+TRIED = (
+    ("optimizer", "optimizer", "soap", "optimizer.optimizer=adam or sgd or muon"),
+    ("optimizer", "optimizer_cpu_offload", True, "optimizer.optimizer_cpu_offload=false"),
+    ("optimizer", "exp_avg_sq_dtype", "uint8", "optimizer.exp_avg_sq_dtype=float32 or bfloat16"),
+    ("optimizer", "soap_precondition_frequency", 2, "optimizer.soap_precondition_frequency=1"),
+    ("ddp", "average_in_collective", True, "ddp.average_in_collective=false"),
+    ("ddp", "grad_reduce_in_fp32", False, "ddp.grad_reduce_in_fp32=true"),
+    ("ddp", "nccl_ub", True, "ddp.nccl_ub=false"),
+    ("ddp", "use_megatron_fsdp", True, "ddp.use_megatron_fsdp=false"),
+    ("ddp", "fp8_param_gather", True, "ddp.fp8_param_gather=false"),
+    ("ddp", "align_param_gather", True, "ddp.align_param_gather=false"),
+    ("ddp", "a_field_of_a_later_release", 1, "leave ddp.a_field_of_a_later_release unset"),
+    ("optimizer", "a_field_of_a_later_release", None, "leave optimizer.a_field_of_a_later_release unset"),
+)
+
+
+@pytest.mark.parametrize("mode", ("tree", "gather"))
+def test_all_that_is_not_allowed_is_one_list(mode):
+    fields = {f"{section}__{field}": value for section, field, value, _ in TRIED}
+    problems = table_problems(invariance, with_fields(TREE, numerics__mode=mode, **fields))
+    assert len(problems) == len(TRIED) + 1
+    assert problems[-1] == "or numerics=stock"
+    for _, _, _, ends in TRIED:
+        assert [p for p in problems if p.startswith(f"numerics={mode}: ") and p.endswith(ends)], ends
+    assert table_problems(invariance, with_fields(TREE, numerics__mode="stock", **fields)) == []
+
+
+def test_what_a_recipe_is_adjusted_to_is_allowed():
+    paths = dict(adjustable())
+    assert paths["optimizer.main_grads_dtype"].adjust_to == "float32"
+    for path, field in paths.items():
+        assert field.allowed.accepts(field.adjust_to), path
+
+
+def test_a_field_has_one_row():
+    with pytest.raises(ValueError, match="two rows for"):
+        rows.section(rows.row(ANY, "lr", "a"), rows.row(BOOL, "lr bf16", "b"))
+
+
+def test_sections_that_only_read_or_are_off_take_any_other_field():
+    assert [
+        *("logger", "profiling", "straggler", "nvrx_straggler", "ft", "inprocess_restart", "tensor_inspect"),
+    ] == OPEN
+    for section in OPEN:
+        assert refused(section, {"a_field_of_a_later_release": 1}) == []
+    assert not changes_bits("logger.log_interval")
+    assert refused("nvrx_straggler", {"enabled": True}) != []
+
+
+@pytest.mark.parametrize("section", [name for name in SECTIONS if name not in OPEN])
+def test_a_field_of_a_later_release_is_refused(section):
+    name = "a_field_of_a_later_release"
+    given = TREE.with_fields(section, **{name: 1})
+    line = f"numerics=tree: {section}.{name}=1: the invariant numerics do not know this field; "
+    assert f"{line}leave {section}.{name} unset" in limits_of(given)
+    assert limits_of(with_fields(given, numerics__mode="stock")) == []
+
+
+def test_a_field_without_bits_only_reads_or_moves_or_waits():
+    assert not changes_bits("dataset.num_workers")
+    assert not changes_bits("optimizer.log_num_zeros_in_grad")
+    for key in ("optimizer.lr", "train.global_batch_size", "train.a_field_of_a_later_release", "model.hidden_size"):
+        assert changes_bits(key)
+    assert changes_bits("dataset.dataset_kwargs.pad_to_max_length")
+
+
+@pytest.mark.release  # in `make test`: each model of test_config_compose.py composes, which asks the same lists
+@pytest.mark.parametrize("model", conf_files.groups()["model"])
+@pytest.mark.parametrize("device", ("cpu", "gpu"))
+def test_every_run_of_conf_is_allowed(model, device):
+    tree = compose(model, [f"numerics.virtual_shards={degree(model)}"], device=device).config
+    assert [line for section in SECTIONS for line in refused(section, tree.section(section))] == []
+
+
+def test_overlapped_collectives_have_a_sectionof_their_own():
+    (problem,) = limits_of(TREE.with_fields("comm_overlap", tp_comm_overlap=True))
+    assert problem.endswith("; comm_overlap.tp_comm_overlap=false")
+    # Of a section that many of Bridge's recipes have. What it then overlaps by itself is of data-parallel ranks.
+    assert limits_of(TREE.with_fields("comm_overlap", tp_comm_overlap=False)) == []

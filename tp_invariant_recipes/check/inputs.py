@@ -1,0 +1,114 @@
+"""The files that a run reads: weights, a checkpoint, text, examples. All that is wrong with them, in one list."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tp_invariant_recipes.check.rule import Rule, RulePhase, broken_rules, lines
+from tp_invariant_recipes.data import prepare
+from tp_invariant_recipes.data.examples import Examples, read_examples
+from tp_invariant_recipes.errors import ConfigError, listed
+from tp_invariant_recipes.host.versions import installed
+from tp_invariant_recipes.settings import peft, sft
+from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.sources import hf_models, weights
+
+# One of these lies in a folder that Bridge takes for a checkpoint: of a run, of one step, of Hugging Face.
+CHECKPOINT_FILES = (
+    *("latest_train_state.pt", "latest_checkpointed_iteration.txt", "run_config.yaml", "metadata.json", ".metadata"),
+    "config.json",
+)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A run whose files are read before it starts.
+
+    here: whether ranks will run on this machine. imported: whether the weights have been read already.
+    """
+
+    config: RunConfig
+    here: bool = True
+    imported: bool = False
+
+
+def _checkpoint(reading: Reading) -> list[str]:
+    """Bridge begins with new weights where it finds no checkpoint."""
+    config = reading.config
+    folder = config.section("checkpoint").get("pretrained_checkpoint")
+    if folder is None or not (reading.here or (config.cluster.shared_files and config.cluster.container is None)):
+        return []
+    path = Path(folder).expanduser()
+    adapted = peft.adapts(config)  # whose base Bridge reads in its own format only
+    if any((path / file).exists() for file in CHECKPOINT_FILES if not (adapted and file == "config.json")):
+        return []
+    if path.is_dir():
+        others = "" if adapted else ", Megatron-LM or Hugging Face"
+        why = f"holds no checkpoint of Megatron-Bridge{others}; of a run: RUN/checkpoints"
+    else:
+        why = "is a file; name the folder of the checkpoint" if path.exists() else "there is no such folder"
+    return [f"checkpoint.pretrained_checkpoint={folder}: {why}"]
+
+
+def check_weights(config: RunConfig) -> None:
+    """Raises ConfigError: there are no weights in the folder, or they are not the model's.
+
+    Without transformers, as on a login node, sizes are compared where the ranks start.
+    """
+    if config.weights.folder is None:
+        return
+    checkpoint = weights.read(Path(config.weights.folder).expanduser().absolute())
+    if installed("transformers") and (wrong := hf_models.problems(config.model, checkpoint)):
+        raise ConfigError(listed(wrong), wrong)
+
+
+def _text(config: RunConfig) -> None:
+    """Raises ConfigError: there is no such text or tokenizer."""
+    data = config.data
+    if data.kind == "text" and data.path is not None and data.tokenizer is not None:
+        wrong = prepare.problems(Path(data.path).expanduser(), str(Path(data.tokenizer).expanduser()))
+        if wrong:
+            raise ConfigError("\n".join(wrong), wrong)
+
+
+def examples(config: RunConfig) -> Examples | None:
+    """The examples that a run fine-tunes on, read and checked; None: it does not. Raises ConfigError."""
+    dataset, tokenizer = config.section("dataset"), config.section("tokenizer").get("tokenizer_model")
+    if not sft.is_sft(dataset) or dataset["dataset_root"] is None:
+        return None
+    return read_examples(
+        Path(dataset["dataset_root"]).expanduser().absolute(),
+        sft.files(config),
+        tokenizer and str(Path(tokenizer).expanduser().absolute()),
+        sft.columns(dataset),
+        chat=sft.is_chat(dataset),
+        sequences=config.train["global_batch_size"],
+        vocabulary=config.model["vocab_size"],
+    )
+
+
+def _raised(read: Callable[[RunConfig], object]) -> Callable[[Reading], Sequence[str]]:
+    """What is wrong with the files that a function reads."""
+
+    def test(reading: Reading) -> Sequence[str]:
+        try:
+            read(reading.config)
+        except ConfigError as error:
+            return error.problems
+        return ()
+
+    return test
+
+
+# About the files that settings name; a rule of the configuration says which settings are missing.
+RULES = (
+    Rule(RulePhase.MACHINE, _checkpoint),
+    Rule(RulePhase.MACHINE, _raised(check_weights), needs=lambda reading: not reading.imported),
+    Rule(RulePhase.MACHINE, _raised(_text)),
+    Rule(RulePhase.MACHINE, _raised(examples)),
+)
+
+
+def input_problems(config: RunConfig, *, here: bool = True) -> list[str]:
+    """What is wrong with the files that a run reads, each with its key."""
+    return lines(broken_rules(Reading(config, here=here), RULES))

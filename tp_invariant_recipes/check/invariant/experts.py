@@ -1,0 +1,113 @@
+"""The limits of the invariant experts, for models with experts."""
+
+from functools import partial
+
+from tp_invariant_recipes.check.invariant.limit import has, lacks, limit_of, uncaptured, uncut, unsplit
+from tp_invariant_recipes.fields.model import EXPERTS_HOW, EXPERTS_OFF
+from tp_invariant_recipes.host.vectors import VECTORS
+from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.numerics.layers import expert_placement
+from tp_invariant_recipes.numerics.megatron.spec import layers_alike
+from tp_invariant_recipes.settings import cuda_graphs, low_precision, sft
+from tp_invariant_recipes.settings.run_config import RunConfig
+
+LATENT = "moe_latent_size"  # experts see so many features, projected from the hidden size
+
+Z_LOSS = "moe_z_loss_coeff"
+GLOBAL = "global_aux_loss"  # of a data shard's sequences so far
+BALANCING = ("aux_loss", "seq_aux_loss", GLOBAL, "none")
+
+_row = partial(limit_of, has("num_moe_experts"))
+_of_latents = partial(limit_of, lambda t: t.model.get("num_moe_experts") and t.model.get(LATENT))
+
+
+def _owned(config: RunConfig) -> bool:
+    model = config.model
+    degrees = config.layout.tp, config.layout.ep
+    return expert_placement.fits(model["num_moe_experts"], *degrees)
+
+
+def _expert_width(config: RunConfig) -> int:
+    return config.model.get("moe_ffn_hidden_size") or config.model["ffn_hidden_size"]
+
+
+def routed(config: RunConfig, shards: int) -> int:
+    """The number of router logits for a virtual shard of one context shard, or 0 if C is not valid."""
+    contexts, model = config.numerics.context_shards or 1, config.model
+    if not (isinstance(contexts, int) and contexts > 0):
+        return 0
+    return model["seq_length"] // (shards * contexts) * (model.get("num_moe_experts") or 0)
+
+
+def mixed(config: RunConfig) -> bool:
+    """Whether some layers of a model with experts are dense."""
+    return bool(config.model.get("num_moe_experts")) and not layers_alike(config.model.get("moe_layer_freq"))
+
+
+def _of_experts(config: RunConfig) -> str | None:
+    """The activation's name in numerics/layers/experts.py. `activation_func`: a name, in a plain program a function."""
+    function = config.model.get("activation_func")
+    name = function if isinstance(function, str) else getattr(function, "__name__", "")
+    kinds = {("silu", True): "swiglu", ("quick_gelu", True): "swiglu", ("squared_relu", False): "squared_relu"}
+    return kinds.get((name.rpartition(".")[2], bool(config.model.get("gated_linear_unit"))))
+
+
+# Settings that a model with experts must not have, and the reason.
+LIMITS = (
+    _row(lacks(mode.EXPERTS), mode.only(mode.EXPERTS)),
+    _row(
+        lambda t: t.layout.etp > 1,
+        "experts split over ranks have no invariant version; etp=1",
+    ),
+    _row(*unsplit("experts under tensor parallelism need")),
+    _row(
+        lambda t: not _owned(t),
+        "each expert needs one rank that computes it: of tp and ep one must divide the other, and both "
+        "model.num_moe_experts",
+    ),
+    _row(
+        lambda t: t.device.kind == "cpu" and _expert_width(t) % VECTORS,
+        f"on a CPU model.moe_ffn_hidden_size must be a multiple of {VECTORS}",
+    ),
+    _of_latents(*uncut("experts of latents have")),
+    _of_latents(has("add_bias_linear"), "experts of latents are covered without biases; model.add_bias_linear=false"),
+    _of_latents(*uncaptured("experts of latents have")),
+    _of_latents(low_precision.enabled, "experts of latents have no invariant version in FP8; precision=bf16"),
+    _row(
+        lambda t: _of_experts(t) is None,
+        "of the experts' activations only SwiGLU, quick GELU with a gate and squared ReLU are covered; "
+        "model.activation_func=torch.nn.functional.silu",
+    ),
+    _row(
+        lambda t: t.model.get("moe_router_load_balancing_type", "aux_loss") not in BALANCING,
+        f"other sums stand in the router; model.moe_router_load_balancing_type one of {', '.join(BALANCING)}",
+    ),
+    _row(
+        lambda t: t.model.get("moe_router_load_balancing_type") == GLOBAL and sft.packing(t) is not None,
+        f"the sequences of a packed row come in another order than {GLOBAL} counts them; "
+        "model.moe_router_load_balancing_type=seq_aux_loss",
+    ),
+    _row(
+        lambda t: t.model.get("moe_router_load_balancing_type") == GLOBAL and cuda_graphs.requested(t.model),
+        f"{GLOBAL} counts sequences where a captured layer cannot; cuda_graph=off",
+    ),
+    _row(
+        lambda t: t.model.get("moe_router_dtype") not in (None, "fp32"),
+        "only model.moe_router_dtype=fp32 or null is covered",
+    ),
+    _row(
+        lambda t: t.model.get("moe_token_dispatcher_type", "allgather") == "flex",
+        "the flex dispatcher has no invariant version; model.moe_token_dispatcher_type=alltoall",
+    ),
+    _row(
+        lambda t: t.model.get(Z_LOSS) and t.model.get("mtp_use_repeated_layer"),
+        f"one layer for all depths of multi-token prediction has no z-loss; model.{Z_LOSS}=null",
+    ),
+    *(
+        _row(
+            has(field),
+            f"model.{field} is not covered; {f'model.{field}=false' if field in EXPERTS_HOW else 'leave it unset'}",
+        )
+        for field in EXPERTS_OFF
+    ),
+)

@@ -1,0 +1,192 @@
+"""The limits of FP8 products under invariant numerics: which recipes, which models, and borders of shards.
+
+A block of numbers that share a scale has 128, so blockwise every part of a sum that a layout may cut is a multiple of
+128. With one scale a tensor it is one of 16, as cuBLAS takes it: numbers beyond the end of a sum are zeros
+(kernels/fp8_sum.py). A sum over tokens has a multiple of 128 of them with either. In MXFP8 each is one of 32.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+from tp_invariant_recipes.check.invariant.limit import Test, lacks, limit_of
+from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.numerics.megatron import families
+from tp_invariant_recipes.settings import low_precision
+from tp_invariant_recipes.settings.run_config import RunConfig
+
+_INSTEAD = "precision=fp8_tensorwise, precision=fp8_blockwise or precision=mxfp8"
+# Fields that `summed` reads, and the sizes of gated delta nets, which V divides.
+SIZES = (
+    *("hidden_size", "ffn_hidden_size", "kv_channels", "multi_latent_attention", "q_lora_rank", "kv_lora_rank"),
+    *("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "num_attention_heads", "num_query_groups"),
+    *("attention_output_gate", "mamba_num_heads", "mamba_head_dim", "mamba_num_groups", "mamba_state_dim"),
+    *("num_moe_experts", "moe_layer_freq", "moe_shared_expert_intermediate_size"),
+    families.VARIANT,
+    *families.DELTA_SIZES,
+)
+BLOCKWISE, MXFP8 = "blockwise", low_precision.MXFP8
+BLOCK = 128  # as of kernels/quantized.py, which imports torch
+# Recipe -> of what each part of a sum over features, and over tokens, is a multiple; as of kernels/mxfp8.py 32.
+UNITS = {"tensorwise": (low_precision.MULTIPLE, BLOCK), BLOCKWISE: (BLOCK, BLOCK), MXFP8: (32, 32)}
+
+
+_row = partial(limit_of, low_precision.enabled)
+_fp8 = partial(limit_of, lambda t: low_precision.fp8_layers(t) is not None)  # of recipes that there are
+
+
+def _named(config: RunConfig, *words: str) -> bool:
+    """Whether a recipe of Bridge's, or the recipe of FP8 that the fields name, has one of these words in its name."""
+    precision = config.mixed_precision
+    name = precision if isinstance(precision, str) else str((precision or {}).get("fp8_recipe") or "")
+    return any(word in name for word in words)
+
+
+def _sets(*names: str) -> Test:
+    return lambda t: any(low_precision.fields(t).get(name) or t.model.get(name) for name in names)
+
+
+LIMITS = (
+    _row(lambda t: _named(t, "fp4") or _sets("fp4")(t), "FP4 products have no definition here; precision=bf16"),
+    _row(
+        lambda t: _named(t, "delayed"),
+        f"delayed scaling takes scales from what a rank held in the steps before; {_INSTEAD}",
+    ),
+    _row(
+        lambda t: (
+            low_precision.fp8_layers(t) is None
+            and not (_named(t, "fp4", "delayed") or _sets("fp4")(t))
+            and t.mixed_precision
+            and not t.model.get("fp8")
+        ),
+        f"of FP8 only the recipes {', '.join(low_precision.NAMED)} and fields like theirs are covered; {_INSTEAD}",
+    ),
+    _row(lambda t: t.model.get("fp8"), f"the precision decides what is in FP8; model.fp8=null, {_INSTEAD}"),
+    _fp8(lacks(mode.FP8), mode.only(mode.FP8)),
+    _fp8(
+        _sets(*low_precision.KEPT),
+        "weights kept in FP8 between steps have scales of Megatron's; mixed_precision.fp8_param_gather=false",
+    ),
+    _fp8(
+        _sets(low_precision.REUSED),
+        f"gradients' memory holds gradients alone; mixed_precision.{low_precision.REUSED}=false",
+    ),
+    _fp8(
+        _sets("fp8_dot_product_attention", "fp8_multi_head_attention"),
+        "attention in FP8 has no invariant version; mixed_precision.fp8_dot_product_attention=false, "
+        "mixed_precision.fp8_multi_head_attention=false",
+    ),
+    _fp8(
+        lambda t: low_precision.fields(t).get("fp8_wgrad") is False,
+        "weight gradients are in FP8, too; mixed_precision.fp8_wgrad=true",
+    ),
+    _fp8(
+        lambda t: low_precision.fields(t).get("fp16") or not low_precision.fields(t).get("bf16", True),
+        "what is not in FP8 is in bf16; mixed_precision.bf16=true",
+    ),
+)  # fmt: skip
+
+
+def tokens(config: RunConfig) -> int:
+    """Of what the tokens of a sum are a multiple; 1 where no product is in FP8."""
+    layers = low_precision.fp8_layers(config)
+    return 1 if layers is None else UNITS[layers.recipe][1]
+
+
+def summed(model: dict[str, Any], *, blocks: bool) -> dict[str, int]:
+    """What V shards divide in sums of FP8 products: how a message names it -> its size.
+
+    Of Mamba's dt a shard has a few numbers: without blocks any number of them. So it has of a delta net's α and β.
+    """
+    heads = model.get("num_attention_heads") or 1
+    groups = model.get("num_query_groups") or heads
+    width = model.get("kv_channels") or (model.get("hidden_size") or 0) // heads
+    gated = bool(model.get("attention_output_gate"))
+    if model.get("multi_latent_attention"):
+        keys, values = model.get("qk_head_dim") or 0, model.get("v_head_dim") or 0
+        found = {
+            "the width of queries": heads * (keys + (model.get("qk_pos_emb_head_dim") or 0)),
+            "the width of keys and values": heads * (keys + values),
+            "the heads' width (model.num_attention_heads * model.v_head_dim)": heads * values,
+        }
+    else:
+        found = {
+            "the heads' width (model.num_attention_heads * model.kv_channels)": heads * width,
+            "the width of queries, keys and values": ((2 if gated else 1) * heads + 2 * groups) * width,
+        }
+    if not model.get("num_moe_experts") or (model.get("moe_layer_freq") or 1) != 1:
+        found["model.ffn_hidden_size"] = model.get("ffn_hidden_size") or 0
+    if shared := model.get("moe_shared_expert_intermediate_size"):
+        found["model.moe_shared_expert_intermediate_size"] = shared
+    if heads := model.get("mamba_num_heads"):
+        found["the width of Mamba's x and z"] = heads * (model.get("mamba_head_dim") or 64)
+        found["the width of Mamba's B and C"] = (model.get("mamba_num_groups") or 8) * (
+            model.get("mamba_state_dim") or 128
+        )
+        if blocks:
+            found["the width of Mamba's dt (model.mamba_num_heads)"] = heads
+    keys, values, heads = families.delta_widths(model)
+    if heads:
+        found |= {"the width of gated delta nets' keys": keys, "the width of gated delta nets' values": values}
+        if blocks:
+            found["the width of gated delta nets' alpha (model.linear_num_value_heads)"] = heads
+    return found
+
+
+def most_shards(model: dict[str, Any], precision: Any) -> int:
+    """The largest V whose shards are multiples of 128, a power of two; where there is none, of 16; at least 1.
+
+    In MXFP8 shards are multiples of 32. Blockwise Mamba's dt does not count: `borders` says what to do about it.
+    precision: the section mixed_precision.
+    """
+    recipe = low_precision.named(precision).get("fp8_recipe")
+    common = math.gcd(*summed(model, blocks=recipe == MXFP8).values())
+    parts = common // (UNITS[recipe][0] if recipe in (BLOCKWISE, MXFP8) else math.gcd(common, BLOCK))
+    return max(1, parts & -parts)
+
+
+def borders(config: RunConfig) -> list[str]:
+    """What ends between two multiples of what the recipe needs."""
+    layers = low_precision.fp8_layers(config)
+    if layers is None:
+        return []
+    unit, of_tokens = UNITS[layers.recipe]
+    say = {
+        BLOCKWISE: f"FP8 products add {unit} numbers at a time",
+        MXFP8: f"in MXFP8 {unit} numbers of a sum share a scale",
+    }.get(layers.recipe, f"FP8 matrices have sides in steps of {unit}")
+    model, shards = config.model, config.numerics.virtual_shards or 1
+    found = []
+    alone = {"model.hidden_size": model["hidden_size"]}
+    if model.get("multi_latent_attention"):
+        alone |= {f"model.{name}": model[name] for name in ("q_lora_rank", "kv_lora_rank") if model.get(name)}
+    if model.get("num_moe_experts"):
+        alone["model.moe_ffn_hidden_size"] = model.get("moe_ffn_hidden_size") or model["ffn_hidden_size"]
+    sums = summed(model, blocks=layers.recipe != "tensorwise")
+    for name, size in {**alone, **sums}.items():
+        if size % unit:
+            found.append(f"{name} is {size}: {say}; the next is {_next(size, unit)}")
+    cut = [f"{name} is {size}" for name, size in sums.items() if size % (unit * shards)]
+    if cut and not found:
+        common = math.gcd(*sums.values()) // unit
+        fits, tp = common & -common, config.layout.tp
+        found.append(
+            f"numerics.virtual_shards={shards} cuts sums between multiples of {unit}: {say} ({', '.join(cut)}); "
+            + (
+                "precision=fp8_tensorwise"
+                if layers.recipe != "tensorwise" and fits % tp
+                else f"the largest that fits is numerics.virtual_shards={fits}"
+            )
+        )
+    contexts = config.numerics.context_shards or config.layout.cp
+    if model["seq_length"] % (of_tokens * contexts):
+        each = f" in each of {contexts} context shards" if contexts > 1 else ""
+        found.append(
+            f"seq={model['seq_length']}: weight gradients in FP8 add {of_tokens} tokens at a time{each}; the next is "
+            f"seq={_next(model['seq_length'], of_tokens * contexts)}"
+        )
+    return found
+
+
+def _next(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

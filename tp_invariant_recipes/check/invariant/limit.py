@@ -1,0 +1,61 @@
+"""Limits of the invariant numerics: a rule that is broken is beyond what they cover, and numerics=stock avoids it."""
+
+from collections.abc import Callable
+from typing import Any
+
+from tp_invariant_recipes.check.rule import Rule, RulePhase
+from tp_invariant_recipes.settings import cuda_graphs
+from tp_invariant_recipes.settings.run_config import RunConfig
+
+Test = Callable[[RunConfig], Any]
+
+
+def limit(test: Test, why: str = "") -> Rule[RunConfig]:
+    """A limit of every run with invariant numerics."""
+    return limit_of(lambda t: True, test, why)
+
+
+def limit_of(needs: Test, test: Test, why: str) -> Rule[RunConfig]:
+    """A limit of those runs to which something applies."""
+    return Rule(
+        RulePhase.FEATURES,
+        test,
+        why,
+        needs=lambda t: t.numerics.invariant and needs(t),
+        head=lambda t: f"numerics={t.numerics.mode}",
+        stock=True,
+    )
+
+
+def lacks(feature: str) -> Test:
+    """Whether a run's mode has no invariant version of one of the features of numerics/mode.py."""
+    return lambda t: not t.numerics.covers(feature)
+
+
+def cuts_sequences(config: RunConfig) -> bool:
+    """Whether sequences are cut, on one rank or several."""
+    return config.layout.cp > 1 or (config.numerics.context_shards or 1) > 1
+
+
+def has(field: str) -> Test:
+    """Whether a field of the model is set to anything."""
+    return lambda t: t.model.get(field)
+
+
+def uncut(what: str) -> tuple[Test, str]:
+    """Of what takes whole sequences. what: with its verb, such as "LoRA has"."""
+    return cuts_sequences, f"{what} no version with context shards; cp=1, and leave numerics.context_shards out"
+
+
+def uncaptured(what: str, instead: str = "") -> tuple[Test, str]:
+    """Of what no CUDA graph holds. what: with its verb, such as "adapters have". instead: another key, or none."""
+    return lambda t: cuda_graphs.requested(t.model), f"{what} not been captured in CUDA graphs; cuda_graph=off{instead}"
+
+
+def unsplit(what: str) -> tuple[Test, str]:
+    """Of what takes part in tensor parallelism with sequence parallelism alone. what: with its verb."""
+
+    def split(config: RunConfig) -> bool:
+        return config.layout.tp > 1 and not config.layout.sp
+
+    return split, f"{what} sequence parallelism; sp=true"

@@ -1,0 +1,182 @@
+"""The shards of the invariant numerics: V of the model, D of the batch, C of a sequence; their defaults and rules."""
+
+import math
+from typing import Any
+
+from tp_invariant_recipes.check.invariant import experts, fp8
+from tp_invariant_recipes.check.rule import Rule, RulePhase
+from tp_invariant_recipes.host.vectors import VECTORS
+from tp_invariant_recipes.settings import delta_net, layout
+from tp_invariant_recipes.settings.run_config import RunConfig
+
+# Numbers of the model that are split into V shards.
+SHARDED = (
+    *("num_attention_heads", "num_query_groups", "ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+    *("mamba_num_heads", "mamba_num_groups", "vocab_size", "seq_length"),
+)
+
+# Those of SHARDED that an activation follows.
+ACTIVATED = ("ffn_hidden_size", "moe_shared_expert_intermediate_size")
+
+DEFAULT_SHARDS = 8
+
+DEFAULT_SHARDS = 8
+
+
+def default_shards(model: dict[str, Any], precision: Any) -> int:
+    """The default V in every layout: 8, or the largest smaller power of two that divides the model's sizes.
+
+    precision: the section mixed_precision; in FP8 shards are multiples of 128 if they can be.
+    """
+    sizes = [*map(model.get, SHARDED), *delta_net.sharded(model).values()]
+    shards = math.gcd(DEFAULT_SHARDS, *(size for size in sizes if isinstance(size, int)))
+    in_fp8 = "fp8" in precision if isinstance(precision, str) else bool((precision or {}).get("fp8"))
+    return math.gcd(shards, fp8.most_shards(model, precision)) if in_fp8 else shards
+
+
+def _unread(config: RunConfig) -> list[str]:
+    """What stock numerics would ignore."""
+    of_data, of_context = config.numerics.data_shards, config.numerics.context_shards
+    found = []
+    if not config.numerics.adjust:
+        found.append("numerics.adjust=false: numerics=stock adjusts nothing; leave it out")
+    if of_data not in (None, config.parallel.data_parallel_size):
+        found.append(f"numerics.data_shards={of_data}: numerics=stock has no data shards; leave it out")
+    if of_context not in (None, config.layout.cp):
+        found.append(f"numerics.context_shards={of_context}: numerics=stock has no context shards; leave it out")
+    return found
+
+
+def _shards(config: RunConfig) -> list[str]:
+    shards = config.numerics.virtual_shards
+    if not isinstance(shards, int) or shards < 1 or shards & (shards - 1):
+        return [f"numerics.virtual_shards={shards}: must be a power of two"]
+    sizes = {n: config.model[n] for n in SHARDED if config.model.get(n) is not None} | delta_net.sharded(config.model)
+    totals = {f"model.{name}": size for name, size in sizes.items()}
+    wrong = [f"{field}={total}" for field, total in totals.items() if total % shards]
+    if wrong:
+        common = math.gcd(*totals.values())
+        return [
+            f"numerics.virtual_shards={shards} does not divide {', '.join(wrong)}; "
+            f"the largest that fits is numerics.virtual_shards={common & -common}"
+        ]
+    return []
+
+
+def _ranks(config: RunConfig) -> list[str]:
+    shards, tp = config.numerics.virtual_shards or 1, config.layout.tp
+    if not isinstance(shards, int) or shards % tp == 0:
+        return []
+    return [f"tp={tp} does not divide numerics.virtual_shards={shards}; raise numerics.virtual_shards or change tp"]
+
+
+_EVALUATED = "validation.eval_global_batch_size"
+
+
+def _data_shards(config: RunConfig) -> list[str]:
+    """What is wrong with D and dp."""
+    shards, dp = config.numerics.data_shards, config.parallel.data_parallel_size
+    sequences = config.train.get("global_batch_size") or 0  # 0: a program of its own
+    if dp & (dp - 1):
+        return [f"dp={dp}: the tree over data-parallel ranks needs a power of two; {_powers(sequences)}"]
+    if shards is None:
+        return []
+    if not isinstance(shards, int) or shards < 1 or shards & (shards - 1):
+        return [f"numerics.data_shards={shards}: must be a power of two"]
+    found = []
+    if shards % dp:
+        found.append(f"dp={dp} does not divide numerics.data_shards={shards}; raise numerics.data_shards or lower dp")
+    batches = {"gbs": sequences, _EVALUATED: config.section("validation").get("eval_global_batch_size") or 0}
+    for name, size in batches.items():
+        if size % shards:
+            found.append(
+                f"numerics.data_shards={shards} does not divide {name}={size}; the largest that fits is "
+                f"numerics.data_shards={size & -size}"
+            )
+    return found
+
+
+def _context_shards(config: RunConfig) -> list[str]:
+    """What is wrong with C and cp."""
+    shards, cp, model = config.numerics.context_shards, config.layout.cp, config.model
+    virtual, tp = config.numerics.virtual_shards or 1, config.layout.tp
+    if shards is None:
+        return [] if config.numerics.data_shards is None else ["numerics.context_shards must be a number; leave it out"]
+    if not isinstance(shards, int) or shards < 1 or shards & (shards - 1):
+        return [f"numerics.context_shards={shards}: must be a power of two"]
+    if shards == cp == 1 or not isinstance(virtual, int) or virtual < 1:
+        return []
+    found = []
+    if shards % cp:
+        found.append(
+            f"cp={cp} does not divide numerics.context_shards={shards}; raise numerics.context_shards or lower cp"
+        )
+    if cp & (cp - 1) == 0 and virtual % tp == 0 and virtual % (tp * cp):
+        found.append(
+            f"tp={tp} * cp={cp} does not divide numerics.virtual_shards={virtual}, whose heads the ranks share; the "
+            f"largest that fits is cp={virtual // tp}"
+        )
+    # A shard is two chunks, and V chunks of the norms' gradients.
+    parts, length = max(2, virtual), model["seq_length"]
+    if length % (shards * parts):
+        largest = max(1, (length & -length) // parts)
+        found.append(
+            f"numerics.context_shards={shards} of {parts} parts each do not divide seq={length}; the largest that fits "
+            f"is numerics.context_shards={largest}"
+        )
+    return found
+
+
+def _powers(sequences: int) -> str:
+    largest = sequences & -sequences
+    return f"the largest that fits gbs={sequences} is dp={largest}" if sequences else "dp=1, 2, 4 …"
+
+
+def _virtual_shards(config: RunConfig) -> list[str]:
+    """What is wrong with V. The rules of the layout say that tp does not divide the model; a program has none."""
+    if wrong := _shards(config):
+        return wrong
+    if wrong := _ranks(config):
+        return [] if config.train and layout.splits_unevenly(config) else wrong
+    return _ragged(config)
+
+
+def _ragged(config: RunConfig) -> list[str]:
+    """What a CPU rounds in another way at the end of a row that fills no whole vector, with the V that avoids it."""
+    if config.device.kind != "cpu":
+        return []
+    shards, tp = config.numerics.virtual_shards or 1, config.layout.tp
+    found = _unfilled(config, shards)
+    fewer = (1 << power for power in reversed(range(shards.bit_length() - 1)))
+    fits = next((one for one in fewer if one % tp == 0 and not _unfilled(config, one)), None)
+    return found if fits is None else [f"{line}; numerics.virtual_shards={fits} fits" for line in found]
+
+
+def _unfilled(config: RunConfig, shards: int) -> list[str]:
+    width = VECTORS * shards
+    found = [
+        f"model.{field}={config.model[field]}: on a CPU it must be a multiple of {width}"
+        for field in ACTIVATED
+        if (config.model.get(field) or 0) % width
+    ]
+    gated = delta_net.gated_numbers(config.model) // (shards * (config.numerics.context_shards or 1))
+    if gated % VECTORS:
+        found.append(
+            f"model.{delta_net.ATTENTION_GATE}=true: on a CPU seq * model.num_attention_heads * model.kv_channels / "
+            f"numerics.virtual_shards must be a multiple of {VECTORS}"
+        )
+    if experts.routed(config, shards) % VECTORS:
+        found.append(
+            f"numerics={config.numerics.mode}: on a CPU seq / numerics.virtual_shards / numerics.context_shards * "
+            f"model.num_moe_experts must be a multiple of {VECTORS}"
+        )
+    return found
+
+
+RULES = (
+    *(
+        Rule(RulePhase.FEATURES, test, needs=lambda t: t.numerics.invariant, stock=True)
+        for test in (_virtual_shards, _data_shards, _context_shards)
+    ),
+    Rule(RulePhase.FEATURES, _unread, needs=lambda t: not t.numerics.invariant),
+)

@@ -1,0 +1,162 @@
+"""Checks, before anything is written, that this machine has what a run needs."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.check import inputs
+from tp_invariant_recipes.check.inputs import Reading
+from tp_invariant_recipes.check.logging_services import missing_package
+from tp_invariant_recipes.check.rule import Problem, Rule, RulePhase, broken_rules
+from tp_invariant_recipes.host import gpus
+from tp_invariant_recipes.host.versions import installed
+from tp_invariant_recipes.ledger.digests import MANY
+from tp_invariant_recipes.numerics.megatron import families
+from tp_invariant_recipes.patches import registry
+from tp_invariant_recipes.plural import counted
+from tp_invariant_recipes.runs.run_dir import RunDir, free_bytes
+from tp_invariant_recipes.settings import allocation, environment
+from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.sizing import room
+from tp_invariant_recipes.sizing.size import parameters
+
+_FLA = "flash-linear-attention"  # tpi installs it nowhere
+
+# What a run writes besides checkpoints and sample indices: configuration, logs, ledger.
+SMALL_FILES = 8 * 2**20
+
+# A digest in the ledger, and how many tensors of a model have two at every step: gradient and weight.
+DIGEST_BYTES = 36
+TENSORS_OF_LAYER, TENSORS_OF_EXPERT = 8, 2
+
+# Megatron's mock dataset indexes all its tokens, 100,000 documents of up to 4096, two 4-byte numbers a sample.
+MOCK_TOKENS = 100_000 * 4096 // 2
+INDEX_BYTES_PER_SAMPLE = 8
+
+# A checkpoint holds each parameter in the training dtype and three fp32 copies: master weight, both moments.
+CHECKPOINT_BYTES_PER_PARAMETER = 2 + 3 * 4
+
+
+@dataclass(frozen=True)
+class PendingRun(Reading):
+    """A run that is about to start.
+
+    run_dir: whose disk must do, wherever ranks will run; None: it writes none, as a score.
+    """
+
+    run_dir: RunDir | None = None
+
+
+def check_start(start: PendingRun) -> list[Problem]:
+    """Everything that this machine lacks, before anything is written."""
+    return broken_rules(start, RULES)
+
+
+def _flash(config: RunConfig) -> list[str]:
+    variables = {**config.cluster.environment, **os.environ}
+    return environment.flash_problems(config.device.kind, config.numerics.invariant, variables)
+
+
+def _optimizer(config: RunConfig) -> list[str]:
+    name, package = config.section("optimizer").get("optimizer", "adam"), "emerging-optimizers"
+    if name in ("adam", "sgd") or installed(package) is not None:
+        return []
+    how = f"make, or pip install {package} in a container (tpi doctor)"
+    return [f"optimizer.optimizer={name} needs {package}, which is not installed: {how}"]
+
+
+def _apex(config: RunConfig) -> list[str]:
+    key = "model.gradient_accumulation_fusion"
+    if not config.model.get("gradient_accumulation_fusion") or find_spec("fused_weight_gradient_mlp_cuda"):
+        return []
+    return [f"{key}=true: Megatron-Core's output layer needs Apex for it, which is on no registry; {key}=false"]
+
+
+def _gpus(config: RunConfig) -> list[str]:
+    cluster, at = config.cluster, config.layout
+    if config.device.kind == "cpu":
+        return [f"cluster={cluster.name} is of GPU nodes and device=cpu"] if cluster.gpus_per_node else []
+    visible = gpus.visible()
+    degrees = f"tp={at.tp} * pp={at.pp} * cp={at.cp} * dp={at.dp} = {at.world} ranks"
+    ranks = at.world
+    if config.launcher.kind == "slurm":
+        allocated = allocation.of(config)
+        ranks, degrees = allocated.ranks, f"{degrees} on {counted(allocated.nodes, 'node')}, {allocated.ranks} on each"
+    problems = []
+    if not visible:
+        problems.append("device=gpu, but this machine shows no GPU; device=cpu runs the toy models (tpi doctor)")
+    elif ranks > len(visible):
+        problems.append(f"{degrees}, but this machine has {counted(len(visible), 'GPU')}; lower one of them")
+    if installed("transformer-engine") is None:
+        problems.append("device=gpu needs Transformer Engine, which is not installed: make gpu (tpi doctor)")
+    if config.model.get("hybrid_layer_pattern") and installed("mamba-ssm") is None:
+        problems.append("this model's Mamba layers need mamba-ssm, which is not installed: make gpu (tpi doctor)")
+    if families.delta_sizes(config.model) and not config.numerics.invariant and installed(_FLA) is None:
+        problems.append(
+            f"stock's gated delta nets need {_FLA}, which is not installed: pip install {_FLA}; those of numerics=tree "
+            "do not"
+        )
+    wanted = cluster.compute_capability
+    wrong = {g.name for g in visible if wanted and list(g.capability) != list(wanted)}
+    if wrong:
+        problems.append(f"cluster={cluster.name} is of other GPUs than this machine's {', '.join(sorted(wrong))}")
+    return problems
+
+
+def _ledger_bytes(config: RunConfig) -> int:
+    """The approximate size of the digests of all steps."""
+    every, state, model = config.ledger.digests, config.ledger.state_digests, config.model
+    layers = model.get("num_layers") or len(model.get("hybrid_layer_pattern") or "")
+    experts = layers * TENSORS_OF_EXPERT * (model.get("num_moe_experts") or 0)
+    chosen = config.ledger.experts
+    if experts and (chosen == "together" or (chosen == "auto" and experts >= MANY)):
+        experts = layers * TENSORS_OF_EXPERT
+    tensors = layers * TENSORS_OF_LAYER + experts
+    if not every:
+        return 0
+    steps = config.train["train_iters"]
+    kinds = 2 * (steps // every) + 4 * (steps // state if state else 0)  # clipped gradients are with the three moments
+    return DIGEST_BYTES * tensors * kinds
+
+
+def _disk(start: PendingRun) -> list[str]:
+    config, run_dir = start.config, start.run_dir
+    if run_dir is None:
+        return []
+    free = free_bytes(run_dir.path)
+    samples = config.train["train_iters"] * config.train["global_batch_size"]  # that Megatron will index
+    if config.data.kind == "mock":
+        samples = MOCK_TOKENS // config.model["seq_length"]
+    need = SMALL_FILES + INDEX_BYTES_PER_SAMPLE * samples + _ledger_bytes(config)
+    if config.section("checkpoint")["save_interval"]:
+        need += CHECKPOINT_BYTES_PER_PARAMETER * parameters(config.model)
+    if free >= need:
+        return []
+    ways = ["free some", "set run.dir=PATH on another disk"]
+    if _ledger_bytes(config) > SMALL_FILES:
+        ways.append("record digests less often (ledger.digests=N ledger.state_digests=N)")
+    if config.section("checkpoint")["save_interval"]:
+        ways.append("or save=0")
+    where = Path(run_dir.path).absolute()
+    return [
+        f"{where} has {free / 2**20:.1f} MiB free and this run writes at least {need / 2**20:.0f} MiB; "
+        + ", ".join(ways)
+    ]
+
+
+def _here(test: Callable[[RunConfig], Any]) -> Rule[PendingRun]:
+    """A rule about the machine that ranks run on."""
+    return Rule(RulePhase.MACHINE, lambda start: test(start.config), needs=lambda start: start.here)
+
+
+LAYERS = tuple(map(_here, (_gpus, _optimizer, _apex, registry.problems, _flash)))
+RULES: tuple[Rule[PendingRun], ...] = (
+    *LAYERS,
+    _here(missing_package),
+    Rule(RulePhase.MACHINE, lambda start: room.problems(start.config, here=start.here)),
+    *inputs.RULES,
+    Rule(RulePhase.MACHINE, _disk),
+)

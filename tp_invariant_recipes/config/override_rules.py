@@ -1,0 +1,177 @@
+"""What may be typed: rules of one override, as far as they can be told without composing or importing Bridge."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tp_invariant_recipes.check.rule import Rule, RulePhase, broken_rules, lines
+from tp_invariant_recipes.config import adjusted, hydra_tree
+from tp_invariant_recipes.config.overrides import Override
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.settings import conf_files, field_table, keys, schema
+from tp_invariant_recipes.settings.keys import SHORT_KEYS
+from tp_invariant_recipes.settings.nearest import nearest
+from tp_invariant_recipes.settings.sections import PATHS
+from tp_invariant_recipes.settings.values import WrongType, convert
+from tp_invariant_recipes.sources import recipe_source
+
+
+@dataclass(frozen=True)
+class Typed:
+    """An override of a run. groups: Hydra's -> their options."""
+
+    override: Override
+    model: str
+    groups: Mapping[str, tuple[str, ...]]
+
+    @property
+    def parsed(self) -> Any:
+        """As Hydra reads it; None: it is no KEY=VALUE."""
+        return self.override.parsed
+
+    @property
+    def single(self) -> bool:
+        """Whether it sets one value."""
+        return self.parsed is not None and not self.override.sweep and not self.parsed.is_delete()
+
+
+def sound_overrides(model: str, overrides: Sequence[Override], problems: list[str]) -> list[Override]:
+    """The overrides that can be composed, values converted. What is wrong with the others is added to `problems`."""
+    groups = conf_files.groups()
+    problems += lines(
+        problem for override in overrides for problem in broken_rules(Typed(override, model, groups), OF_RECIPES)
+    )
+    sound = []
+    for override in _joined(overrides, problems):
+        broken = broken_rules(Typed(override, model, groups), RULES)
+        problems += lines(broken)
+        if not broken:
+            sound.append(_converted(override))
+    return sound
+
+
+def _joined(overrides: Sequence[Override], problems: list[str]) -> list[Override]:
+    """The overrides without pairs of words such as `tp 2`, which are added to `problems`."""
+    single = list(overrides)
+    for key, value in itertools.pairwise(overrides):
+        if key.parsed is None and "=" not in key.text + value.text and (names := _names(key.text)):
+            problems.append(f"{key.text} {value.text}: write {names[0]}={value.text}")
+            single = [override for override in single if override is not key and override is not value]
+    return single
+
+
+def _names(word: str) -> list[str]:
+    """The keys of one word that a word may mean: short keys, groups, and fields of Bridge."""
+    table = field_table.read()
+    classes = schema.BRIDGE_SECTIONS | {"model": schema.PROVIDERS[0]}
+    fields = [f"{section}.{word}" for section, path in classes.items() if word in table.get(path, ())]
+    groups = [name for name in conf_files.group_names() if name == word.lower()]
+    return [*(keys.meant(word) or groups or fields)]
+
+
+def _unread(typed: Typed) -> str:
+    text = typed.override.text
+    return f"'{text if len(text) <= 200 else f'{text[:30]}…'}' is not KEY=VALUE: {typed.override.wrong}"
+
+
+def _several(typed: Typed) -> str:
+    text, key = typed.override.text, typed.override.key
+    return f"{text}: one run takes one value for {key}; for several runs: tpi sweep, tpi verify"
+
+
+def _deletion(typed: Typed) -> str:
+    return f"{typed.override.text}: fields cannot be deleted; set {typed.override.key}=null"
+
+
+def _cluster_file(typed: Typed) -> str | None:
+    if (file := typed.override.given_file) is None:
+        return None
+    try:
+        hydra_tree.read(file)
+    except ConfigError as error:
+        return f"cluster={error}"
+    return None
+
+
+def _option(typed: Typed) -> str | None:
+    key, option = typed.override.key, typed.override.value
+    if key == "model":
+        return f"model={option}: the model is the first argument: tpi train {option} …"
+    if typed.override.given_file or option in typed.groups[key]:
+        return None
+    return f"{key}={option}: unknown {key} '{option}'{nearest(option, typed.groups[key])}"
+
+
+def _key(typed: Typed) -> str | None:
+    key = typed.override.key
+    if any(key in (short.name, short.path) for short in SHORT_KEYS.values()):
+        return None
+    problem = _key_problem(key, typed.groups)
+    return f"{typed.override.text}: {problem}" if problem else None
+
+
+def _key_problem(key: str, groups: Mapping[str, tuple[str, ...]]) -> str | None:
+    """What is wrong with a key that is not a short one, as far as it can be told without importing Bridge."""
+    section = key.partition(".")[0]
+    if key == "recipe":
+        return "recipe=NAME replaces the name of a model: tpi train recipe=NAME …"
+    if key == f"dataset.{schema.PROVIDER}":
+        return "a recipe decides what its dataset is; leave it out"
+    if section not in schema.SECTIONS:
+        known = (*SHORT_KEYS, *groups) if section == key else (f"{s}.{key.partition('.')[2]}" for s in schema.SECTIONS)
+        names = _names(key)
+        hint = f"; did you mean '{"' or '".join(names)}'?" if names else nearest(key, known)
+        return f"unknown key '{key}'{hint}"
+    if section == key and section != "mixed_precision":
+        return f"'{key}' is a section; set one of its fields, as in {key}.FIELD=VALUE"
+    return None
+
+
+def _value(typed: Typed) -> str | None:
+    try:
+        _converted(typed.override)
+    except WrongType as error:
+        return f"{typed.override.text}: {error}"
+    return None
+
+
+def _converted(override: Override) -> Override:
+    """Convert the value of a short key: interpolations and rules build on it, and sp=off is no string.
+
+    Raises WrongType.
+    """
+    short = next((key for key in SHORT_KEYS.values() if key.path == override.path), None)
+    if short is None or override.parsed is None or short.path in PATHS:
+        return override
+    try:
+        value = convert(override.parsed.value(), short.type)
+    except WrongType as error:
+        raise WrongType(f"{short.help}: {error}") from None
+    return replace(override, value=str(value)) if isinstance(value, bool | int | float) else override
+
+
+def _decided_by_recipe(typed: Typed) -> str | None:
+    """What only a recipe has, or what tpi fills in."""
+    text, path = typed.override.text, typed.override.path
+    if path == "data.kind" and typed.override.value == "recipe":
+        return f"{text}: a recipe with data of its own decides it; data=mock or data=text"
+    if not (path.startswith("recipe.") or path == adjusted.KEY):
+        return None
+    if not recipe_source.is_recipe(typed.model):
+        return f"{text}: {typed.model} is no recipe; recipe=NAME replaces the name of a model"
+    return None if path in ("recipe.hf_folder", adjusted.KEY) else f"{text}: tpi fills {path} in; leave it out"
+
+
+# About the model; the override can be composed.
+OF_RECIPES = (Rule(RulePhase.TYPED, _decided_by_recipe),)
+# An override that breaks one is left out, so that the same message has what is wrong beside it.
+RULES: tuple[Rule[Typed], ...] = (
+    Rule(RulePhase.TYPED, _unread, needs=lambda typed: typed.parsed is None),
+    Rule(RulePhase.TYPED, _several, needs=lambda typed: typed.override.sweep),
+    Rule(RulePhase.TYPED, _deletion, needs=lambda typed: typed.parsed is not None and typed.parsed.is_delete()),
+    Rule(RulePhase.TYPED, _cluster_file, needs=lambda typed: typed.single),
+    Rule(RulePhase.TYPED, _option, needs=lambda typed: typed.single and typed.override.group),
+    Rule(RulePhase.TYPED, _key, needs=lambda typed: typed.single and not typed.override.group),
+    Rule(RulePhase.TYPED, _value, needs=lambda typed: typed.single),
+)

@@ -1,0 +1,32 @@
+"""What a run asks of its recipe, and the answer."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tp_invariant_recipes.config.overrides import Override, given
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.sources import recipe_layer
+
+
+def read_recipe(model: str, overrides: Sequence[Override]) -> recipe_layer.Said:
+    """The lowest layer of the configuration, and more. Raises ConfigError."""
+    return recipe_layer.said(*question(model, overrides))
+
+
+def question(model: str, overrides: Sequence[Override]) -> tuple[str, str | None, bool]:
+    """The arguments of `recipe_layer.said`. Raises ConfigError."""
+    data = given(overrides, "data")
+    return model, hf_folder(overrides), data is not None and data.value == "text"
+
+
+def hf_folder(overrides: Sequence[Override]) -> str | None:
+    """The absolute path of `recipe.hf_folder`. Raises ConfigError: there is no configuration."""
+    requested = given(overrides, "recipe.hf_folder")
+    if requested is None or requested.parsed is None or requested.sweep or requested.parsed.value() is None:
+        return None
+    folder = Path(str(requested.parsed.value())).expanduser().absolute()
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{requested.text}: {'no config.json there' if folder.is_dir() else 'there is no such folder'}"
+        )
+    return str(folder)

@@ -1,0 +1,189 @@
+"""The sections of a run: composed by Hydra, numbers in their ranges, values of their types."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.config import bounds, hydra_tree
+from tp_invariant_recipes.config.overrides import Override, cluster_files, quoted
+from tp_invariant_recipes.config.recipe_question import hf_folder, read_recipe
+from tp_invariant_recipes.errors import ConfigError, listed
+from tp_invariant_recipes.settings import field_table, peft, schema
+from tp_invariant_recipes.settings.keys import SHORT_KEYS
+from tp_invariant_recipes.settings.nearest import nearest
+from tp_invariant_recipes.settings.sections import OWN_SECTIONS
+from tp_invariant_recipes.settings.values import WrongType, convert
+from tp_invariant_recipes.sources import recipe_layer, recipe_source
+
+OF_BRIDGE = schema.SECTIONS - OWN_SECTIONS.keys()
+
+# Groups that a recipe decides unless the command line names an option.
+RECIPES_OWN = ("precision", "data", "logging", "cuda_graph", "peft")
+
+# To YAML 4:00:00 is 14400 and 010 is 8, so that text made of the value need not be what was written.
+UNQUOTED = "expected text; in a file, write it in quotes"
+
+
+def checked_sections(model: str, sound: Sequence[Override], problems: list[str]) -> dict[str, Any]:
+    """The sections of those overrides whose numbers and types fit. What is wrong with others is added to `problems`.
+
+    Raises ConfigError where files put into a section of Bridge's what no rule can judge.
+    """
+    sections = _hydra(model, sound, problems)
+    by_default: set[str] = set()
+    while wrong := _misfits(model, sections, sound, problems):
+        problems += [problem for problem in wrong.values() if problem not in problems]
+        left = [o for o in sound if o.path not in wrong]
+        if len(left) < len(sound):
+            sound = left
+            sections = _hydra(model, sound, problems)
+        elif by_default & wrong.keys() or any(path.partition(".")[0] in OF_BRIDGE for path in wrong):
+            raise ConfigError(listed(problems), problems)
+        else:
+            _as_by_default(sections, wrong)
+            by_default |= wrong.keys()
+    return sections
+
+
+def _misfits(
+    model: str, sections: dict[str, Any], overrides: Sequence[Override], problems: list[str]
+) -> dict[str, str]:
+    """Path -> problem. Numbers first, which need no import, and again when texts have become numbers."""
+    return (
+        _out_of_range(sections, overrides)
+        or _check_fields(sections, overrides) | _lost_precision(model, overrides, problems)
+        or _out_of_range(sections, overrides)
+    )
+
+
+def _out_of_range(sections: dict[str, Any], overrides: Sequence[Override]) -> dict[str, str]:
+    """Path -> problem of numbers; those that the user has set, if any: others may follow from them."""
+    wrong = bounds.wrong(sections)
+    return {o.path: wrong[o.path] for o in overrides if o.path in wrong} or wrong
+
+
+def _hydra(model: str, overrides: Sequence[Override], problems: list[str]) -> dict[str, Any]:
+    """What Hydra composes, every section a mapping. Raises ConfigError, with `problems`, when there is none."""
+    file = next(iter(cluster_files(overrides)), None)
+    arguments = [
+        f"{'' if o.group else '++'}{o.path}={hydra_tree.GIVEN if o.given_file else o.value}" for o in overrides
+    ]
+    try:
+        named = _named(file) if file else []
+        if recipe_source.is_recipe(model):
+            chosen = {override.path for override in overrides}
+            base = [f"model={hydra_tree.GIVEN}", *(f"~{group}" for group in RECIPES_OWN if group not in chosen)]
+            sections = hydra_tree.composed([*base, *named, *arguments], file, read_recipe(model, overrides).text)
+        else:
+            sections = hydra_tree.composed([f"model={model}", *named, *arguments], file)
+    except ConfigError as error:
+        found = [*problems, *error.problems]
+        raise ConfigError(listed(found), found) from error
+    if sections.get(peft.SECTION, ()) is None:  # peft=none
+        del sections[peft.SECTION]
+    found = [f"{name}: a file puts a value where fields belong, as in {name}.FIELD" for name in _not_sections(sections)]
+    if found:
+        found = [*problems, *found]
+        raise ConfigError(listed(found), found)
+    if recipe_source.is_recipe(model):
+        answer = read_recipe(model, overrides)
+        sections["model"] = recipe_layer.without_defaults(sections["model"], answer)
+        typed = [one.path for one in overrides]
+        sections["dataset"] = recipe_layer.without_ours(sections["dataset"], answer, typed)
+        sections["recipe"]["hf_folder"] = hf_folder(overrides)
+        sections["recipe"]["kept"] = [path for path in sections["recipe"]["kept"] if path not in typed]
+    return sections
+
+
+def _not_sections(sections: dict[str, Any]) -> list[str]:
+    known = [name for name in sections if name in schema.SECTIONS and name != "mixed_precision"]
+    # An override makes a section again of what a file has put there, but `config.yaml` holds all fields of these.
+    whole = {name: schema.fields(OWN_SECTIONS[name]).keys() for name in ("cluster", "slurm")}
+    return [
+        name for name in known if not isinstance(sections[name], dict) or whole.get(name, set()) - sections[name].keys()
+    ]
+
+
+def _named(file: Path) -> list[str]:
+    """The argument that names a cluster after its file, unless the file names it: else it has the name of its base."""
+    written = hydra_tree.read(file)
+    section = written.get("cluster", written)  # a file without "# @package _global_" holds the section's fields alone
+    named = not isinstance(section, dict) or "name" in section
+    return [] if named else [f"++cluster.name={quoted(file.stem)}"]
+
+
+def _check_fields(sections: dict[str, Any], overrides: Iterable[Override]) -> dict[str, str]:
+    """Path -> problem, in our sections and in those of Bridge's whose fields are known without importing it, or where
+    the user set a field directly. Plain values get their type.
+
+    The other sections are as files have them; they are checked when the container is built.
+    """
+    short = {key.path for key in SHORT_KEYS.values()}
+    requested = [o.path.split(".") for o in overrides if not o.group and o.path not in short]
+    wrong = {
+        section: f"{section}: no such section{nearest(section, schema.SECTIONS)}"
+        for section in sections
+        if section not in schema.SECTIONS
+    }
+    wrong |= _wrong_short_keys(sections)
+    table = field_table.read()
+    for section in sorted(schema.SECTIONS & sections.keys()):
+        if isinstance(sections[section], dict):
+            names = [path[1] for path in requested if path[0] == section and len(path) > 1]
+            values, problems = schema.check_section(section, sections, names, table)
+            sections[section] |= {name: value for name, value in values.items() if type(value) in (bool, int, float)}
+            wrong |= problems
+    return _hinted(sections, wrong)
+
+
+def _wrong_short_keys(sections: dict[str, Any]) -> dict[str, str]:
+    """Path -> problem, where a file gives a field that has a short key a value of another type."""
+    wrong = {}
+    for key in SHORT_KEYS.values():
+        section, _, name = key.path.partition(".")
+        value = sections[section].get(name)
+        try:
+            convert(value, key.type)
+        except WrongType as error:
+            wrong[key.path] = f"{key.path}={value}: {error}"
+    return wrong
+
+
+def _hinted(sections: dict[str, Any], wrong: dict[str, str]) -> dict[str, str]:
+    """These problems, with the usual correction where files mostly go wrong."""
+    for path in [path for path in wrong if path.partition(".")[0] in OWN_SECTIONS]:
+        section, _, name = path.partition(".")
+        value = sections[section][name]
+        if name in schema.SECTIONS:
+            wrong[path] = f"{path}: a file with sections in it begins with the line '# @package _global_'"
+        elif path == "cluster.environment" and isinstance(value, dict):
+            # Without the values: one may be a secret.
+            each = {f"{path}.{key}": f"{path}.{key}: {UNQUOTED}" for key, v in value.items() if type(v) is not str}
+            wrong = {key: problem for key, problem in wrong.items() if key != path or not each} | each
+        elif "expected str" in wrong[path] and isinstance(value, bool | int | float):
+            wrong[path] = f"{path}={value}: {UNQUOTED}"
+    return wrong
+
+
+def _as_by_default(sections: dict[str, Any], wrong: Iterable[str]) -> None:
+    """Put defaults where files hold a refused value, so that a later check finds the other problems, too."""
+    for section, _, name in (path.partition(".") for path in wrong):
+        if section not in OWN_SECTIONS:
+            sections.pop(section)
+        else:
+            field, defaults = name.partition(".")[0], asdict(OWN_SECTIONS[section]())
+            sections[section].pop(field)
+            sections[section] |= {field: defaults[field]} if field in defaults else {}
+
+
+def _lost_precision(model: str, overrides: Sequence[Override], problems: list[str]) -> dict[str, str]:
+    """Path -> problem, where one field would replace the named recipe and all that its name stands for."""
+    fields = [o for o in overrides if o.path.startswith("mixed_precision.")]
+    name = _hydra(model, [o for o in overrides if o not in fields], problems)["mixed_precision"] if fields else None
+    if not isinstance(name, str):
+        return {}
+    hint = "name another recipe, or set mixed_precision=null and then every field that counts"
+    return {
+        o.path: f"{o.text}: mixed_precision={name} is a preset; setting one field discards it; {hint}" for o in fields
+    }

@@ -1,0 +1,1 @@
+"""The fields of Bridge: what each may be with invariant numerics, whether it changes bits, and why."""

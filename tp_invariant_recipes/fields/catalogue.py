@@ -1,0 +1,99 @@
+"""The catalogue: every field of Bridge that somebody has read, by its section and name."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from tp_invariant_recipes.fields.adapters import PEFT
+from tp_invariant_recipes.fields.checkpoint import CHECKPOINT
+from tp_invariant_recipes.fields.data import DATASET, TOKENIZER
+from tp_invariant_recipes.fields.field import UNKNOWN, BridgeField, BridgeSection, as_text
+from tp_invariant_recipes.fields.mixed_precision import MIXED_PRECISION
+from tp_invariant_recipes.fields.model import KNOWN, MODEL, MULTI_TOKEN_OFF, MULTI_TOKEN_PATTERN, REFUSED
+from tp_invariant_recipes.fields.optimizer import DDP, OPTIMIZER, SCHEDULER
+from tp_invariant_recipes.fields.ranks import COMM_OVERLAP, DIST
+from tp_invariant_recipes.fields.steps import RNG, TRAIN, VALIDATION
+from tp_invariant_recipes.fields.watching import (
+    FT,
+    INPROCESS_RESTART,
+    LOGGER,
+    NVRX_STRAGGLER,
+    PROFILING,
+    RERUN_STATE_MACHINE,
+    STRAGGLER,
+    TENSOR_INSPECT,
+)
+from tp_invariant_recipes.settings.schema import PROVIDER
+from tp_invariant_recipes.settings.sections import OWN_KEYS
+
+# Sections whose rows say all that is allowed, in the order of messages. Rules of check/invariant/ say it of the others.
+SECTIONS: dict[str, BridgeSection] = {
+    "optimizer": OPTIMIZER,
+    "ddp": DDP,
+    "dist": DIST,
+    "train": TRAIN,
+    "scheduler": SCHEDULER,
+    "dataset": DATASET,
+    "tokenizer": TOKENIZER,
+    "checkpoint": CHECKPOINT,
+    "validation": VALIDATION,
+    "logger": LOGGER,
+    "rng": RNG,
+    "rerun_state_machine": RERUN_STATE_MACHINE,
+    "profiling": PROFILING,
+    "straggler": STRAGGLER,
+    "nvrx_straggler": NVRX_STRAGGLER,
+    "ft": FT,
+    "inprocess_restart": INPROCESS_RESTART,
+    "tensor_inspect": TENSOR_INSPECT,
+    "peft": PEFT,
+    "comm_overlap": COMM_OVERLAP,
+}
+_ALL = SECTIONS | {"model": MODEL, "mixed_precision": MIXED_PRECISION}
+
+
+def field_at(path: str) -> BridgeField | None:
+    """The row of a field by its dotted path; None: its section has none."""
+    name, _, field = path.partition(".")
+    return _ALL[name].field(field) if name in _ALL else None
+
+
+def adjustable() -> Iterable[tuple[str, BridgeField]]:
+    """Paths of the fields that `numerics.adjust` sets right by their rows alone."""
+    for name, section in SECTIONS.items():
+        for field, row in section.named.items():
+            if row.adjusts:
+                yield f"{name}.{field}", row
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    """The fields of an object of Megatron's that can be set: name -> value."""
+    return {f.name: getattr(config, f.name) for f in fields(config) if f.init and f.name[0] != "_"}
+
+
+def refused(section: str, given: Mapping[str, Any]) -> list[str]:
+    """One line for every field whose value is not allowed: the reason, and the values that are.
+
+    section: one of SECTIONS. given: name -> value, as a composed tree or an object of Megatron's has it.
+    """
+    lines = []
+    for name, value in given.items():
+        key = f"{section}.{name}"
+        if name == PROVIDER or key in OWN_KEYS:
+            continue
+        field = SECTIONS[section].field(name)
+        if not field.allowed.accepts(value):
+            lines.append(f"{key}={as_text(value)}: {field.why}; {field.allowed.remedy.format(key=key)}")
+    return lines
+
+
+def unknown_of_model(given: Iterable[str]) -> list[str]:
+    """One line for every field of a model that nobody has read. given: the fields that a run sets."""
+    names = set(given) - KNOWN - REFUSED - {*MULTI_TOKEN_OFF, MULTI_TOKEN_PATTERN, PROVIDER}
+    return [f"model.{name}: {UNKNOWN}; leave it unset" for name in sorted(names)]
+
+
+def changes_bits(path: str) -> bool:
+    """Whether a field, by its dotted path, may change what a run computes. A field without a row may."""
+    name, _, field = path.partition(".")
+    return name not in SECTIONS or SECTIONS[name].field(field.partition(".")[0]).changes_bits

@@ -1,0 +1,145 @@
+"""Estimates before the start whether a run fits the memory of its GPUs or nodes."""
+
+from dataclasses import dataclass
+
+from tp_invariant_recipes.host import gpus
+from tp_invariant_recipes.host import memory as host
+from tp_invariant_recipes.plural import counted
+from tp_invariant_recipes.settings import muon
+from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.sizing import activations, memory
+from tp_invariant_recipes.sizing.memory import ACTIVATIONS, GIB, LOSS, MIB, Estimate
+
+# A run is refused only if it needs more even where all that the estimate does not count exactly is this part too high.
+# docs/memory.md says how near the measured peaks it is.
+ERROR = 0.15
+NEAR = 0.95  # a run that needs more of the memory than this starts with a warning
+
+
+@dataclass(frozen=True)
+class Room:
+    """Available memory. size: bytes. what: its owner, for messages. whole: a node's for all its ranks, not a GPU's."""
+
+    size: float
+    what: str
+    whole: bool = False
+
+
+def room(config: RunConfig, *, here: bool) -> Room | None:
+    """The memory of the run's GPUs or node. None: not known.
+
+    here: whether its ranks will run on this machine.
+    """
+    if config.device.kind == "gpu":
+        found = gpus.visible() if here else []
+        if found:
+            return Room(min(gpu.memory for gpu in found), "a GPU of this machine")
+        size = config.cluster.gpu_memory
+        return None if size is None else Room(size * GIB, f"a GPU of cluster={config.cluster.name}")
+    left = host.available() if here else None
+    return None if left is None else Room(left, "this machine", whole=True)
+
+
+def problems(config: RunConfig, *, here: bool) -> list[str]:
+    """The reason why the run cannot fit, with the figures and the overrides that lower them; empty if it may fit.
+
+    here: as for `room`.
+    """
+    there = room(config, here=here) if config.device.check_memory else None
+    if there is None:
+        return []
+    need = memory.estimate(config)
+    if not _too_large(need, there):
+        return []
+    lines = [
+        f"this run needs {_of(need, there)}:",
+        *(f"    {line}" for line in table(need)),
+        f"    lower it: {', '.join(_ways(config, need))}; device.check_memory=false starts it anyway",
+    ]
+    return ["\n".join(lines)]
+
+
+def warning(config: RunConfig, *, here: bool) -> str | None:
+    """Why a run that is not refused may run out of memory, with the overrides that lower it. here: as for `room`."""
+    there = room(config, here=here) if config.device.check_memory else None
+    if there is None:
+        return None
+    need = memory.estimate(config)
+    if (need.node if there.whole else need.rank) <= NEAR * there.size or _too_large(need, there):
+        return None
+    return f"memory is tight: this run needs {_of(need, there)}; lower it: {', '.join(_ways(config, need))}"
+
+
+def _too_large(need: Estimate, there: Room) -> bool:
+    least = need.least(ERROR)
+    return (need.ranks * least + need.together * (1 - ERROR) if there.whole else least) > there.size
+
+
+def _of(need: Estimate, there: Room) -> str:
+    wanted = f"{_gib(need.node)} on a node" if there.whole else f"{_gib(need.rank)} on a GPU"
+    return f"about {wanted}, and {there.what} has {_gib(there.size)}"
+
+
+def summary(config: RunConfig, *, here: bool) -> str:
+    """One line: the fullest rank's memory, and the available memory if known. here: as for `room`."""
+    there = room(config, here=here)
+    known = "" if there is None else f"; {there.what} has {_gib(there.size)}"
+    return f"the fullest rank needs about {_gib(memory.estimate(config).rank)}{known}"
+
+
+def table(need: Estimate) -> list[str]:
+    """The estimate for people: a line a part, then a rank, and the node where its ranks share the memory."""
+    rows = [*need.parts.items(), ("a rank", need.rank)]
+    if need.together:
+        rows += [
+            ("Python and Megatron-Bridge, once", need.together),
+            (f"a node, {counted(need.ranks, 'rank')}", need.node),
+        ]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:{width}}  {_aligned(size)}" for name, size in rows]
+    return [*lines, *(f"{key}: not followed in {', '.join(parts)}" for key, parts in need.unfollowed.items())]
+
+
+def as_dict(need: Estimate) -> dict[str, object]:
+    """The estimate for machines, in bytes."""
+    return {
+        "parts": dict(need.parts),
+        "rank": need.rank,
+        "ranks_per_node": need.ranks,
+        "node": need.node,
+        "not_followed": {key: list(parts) for key, parts in need.unfollowed.items()},
+    }
+
+
+def _ways(config: RunConfig, need: Estimate) -> list[str]:
+    """Overrides that lower the estimate, the larger parts' first."""
+    at, model = config.layout, config.model
+    tokens = need.parts[ACTIVATIONS] + need.parts[LOSS]
+    of_tokens = ["lower seq=" if activations.sequences(config) == 1 else "lower mbs= or seq="]
+    if model.get("recompute_granularity") != "full":
+        of_tokens.append("model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1")
+    if config.device.kind == "cpu":
+        of_states = ["a smaller model (tpi models)"]  # ranks of a node share its memory
+    else:
+        of_states = ["raise tp= or pp="]
+        if model.get("num_moe_experts"):
+            of_states[0] += " or ep="
+        optimizer = config.section("optimizer")
+        if not (optimizer.get("use_distributed_optimizer") or muon.is_layer_wise(optimizer)):
+            spreading = muon.LAYER_WISE if muon.computes(optimizer) else "use_distributed_optimizer"
+            of_states.append(f"optimizer.{spreading}=true with dp=")
+        elif at.dp == 1:
+            of_states.append("raise dp= (its ranks share the optimizer's state)")
+    if (config.numerics.data_shards or 1) > at.dp:
+        of_states.append(f"raise dp= towards numerics.data_shards={config.numerics.data_shards}")
+    if (config.numerics.context_shards or 1) > at.cp:
+        of_states.append(f"raise cp= towards numerics.context_shards={config.numerics.context_shards}")
+    return [*of_tokens, *of_states] if tokens > need.rank / 2 else [*of_states, *of_tokens]
+
+
+def _aligned(size: int) -> str:
+    return f"{size / GIB:8.2f} GiB" if size >= GIB / 10 else f"{size / MIB:8.2f} MiB"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"
