@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tp_invariant_recipes.kernels.delta_rule import CHUNK, Heads
 from tp_invariant_recipes.numerics.layers.delta_net import gated_delta_rule
@@ -60,3 +61,26 @@ def test_it_is_the_rule(tokens):
     ours = both(gated_delta_rule, operands(tokens), torch.float32)
     exact = both(token_by_token, operands(tokens), torch.float64)
     assert max(errors(ours, exact)) < 1e-4
+
+
+class _Products(TorchDispatchMode):
+    """Notes the shapes of all that a library multiplies or solves."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = set()
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        if function.__name__.partition(".")[0] in ("bmm", "linalg_solve_triangular"):
+            self.shapes.add((function.__name__, *(tuple(x.shape) for x in arguments[:2])))
+        return function(*arguments, **named or {})
+
+
+def test_the_shapes_of_products_do_not_depend_on_how_many_shards_a_rank_has():
+    """A library may choose its order of additions by the number of matrices."""
+    shapes = []
+    for shards in (1, 4):
+        with _Products() as products:
+            both(gated_delta_rule, operands(CHUNK + 8, shards=shards), torch.float32)
+        shapes.append(products.shapes)
+    assert shapes[0] == shapes[1] != set()
