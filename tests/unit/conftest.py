@@ -3,19 +3,13 @@
 A test that needs Bridge belongs in tests/distributed, where each worker imports it once.
 """
 
-import fcntl
-import functools
-import json
-import os
 import sys
-from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
-from tp_invariant_recipes.config import describe
 from tp_invariant_recipes.host import bridge as host_bridge
-from tp_invariant_recipes.settings import field_table
+from tp_invariant_recipes.settings import field_table, model_table
 
 BRIDGE = "megatron.bridge"
 
@@ -43,18 +37,7 @@ def _fields_of_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(field_table, "in_environment", field_table.of_the_locks)
 
 
-@functools.cache
-def _models(folder: Path) -> list[dict[str, Any]]:
-    with (folder / "models.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        kept = folder / "models.json"
-        if not kept.exists():
-            kept.write_text(json.dumps(describe.models()))
-        return json.loads(kept.read_text())
-
-
 @pytest.fixture
-def models_table(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What `tpi models` shows, composed once a session."""
-    own = tmp_path_factory.getbasetemp()
-    return _models(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
+def models_table() -> list[dict[str, Any]]:
+    """What `tpi models` shows; test_model_table.py holds it to the models as they compose."""
+    return model_table.rows()

@@ -1,6 +1,8 @@
 """`tpi show`, `tpi models`, `tpi doctor`: for people on a terminal and, with --json, for machines."""
 
 import json
+import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -8,7 +10,6 @@ import pytest
 import yaml
 
 from tp_invariant_recipes.cli.doctor import MARKS
-from tp_invariant_recipes.config import describe
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.gpus import Gpu
@@ -66,22 +67,43 @@ def test_show_of_a_mistake(cli, no_gpus):
     assert "unknown key 'sepp'" in ended.err
 
 
-@pytest.fixture
-def composed_models(models_table, monkeypatch):
-    monkeypatch.setattr(describe, "models", lambda: models_table)
-
-
-def test_models(cli, composed_models):
+def test_models(cli):
     ended = cli("models")
     assert ended.status == 0
     for model in conf_files.groups()["model"]:
-        assert f" {model} " in ended.out
-    assert "8.19 B" in ended.out
-    assert "157 79 41 21" in ended.out
+        assert f"\n{model} " in f"\n{ended.out}"
+    assert "qwen3_8b              8.19 B  Qwen3-8B: 36 layers, untied embeddings.\n" in ended.out
     assert "0.4 M" in ended.out
+    assert all(len(line) <= 80 for line in ended.out.splitlines())
 
 
-def test_models_as_json(cli, composed_models):
+def test_the_details_of_one_model(cli):
+    ended = cli("models", "deepseek_v3")
+    assert (ended.status, ended.err) == (0, "")
+    assert ended.out.startswith("deepseek_v3: DeepSeek-V3: 61 layers, 256 experts. 8 experts per token")
+    assert "as the published one does.\n" in ended.out
+    assert "tp=1 157, tp=2 79, tp=4 41, tp=8 21" in cli("models", "qwen3_8b").out
+    assert json.loads(cli("models", "qwen3_8b", "--json").out)["layers"] == 36
+    assert "did you mean 'qwen3_8b'?" in cli("models", "qwen3_8").err
+    assert cli("models", "qwen3_8b", "--bridge").status == 2
+
+
+def test_a_users_own_model_is_listed_beside_ours(cli, tmp_path, hydra_itself):
+    mine = tmp_path / "config/tpi/model"
+    mine.mkdir(parents=True)
+    text = "# Mine: 3 layers.\n# Of my own.\ndefaults:\n  - qwen3_toy\nmodel:\n  num_layers: 3\n"
+    (mine / "mine.yaml").write_text(f"# @package _global_\n{text}")
+    assert re.search(r"\nmine +0\.\d M  Mine: 3 layers\.\n", cli("models").out)
+    assert "mine: Mine: 3 layers. Of my own.\n" in cli("models", "mine").out
+
+
+def test_models_reads_a_table_and_composes_nothing(cli, monkeypatch):
+    monkeypatch.delitem(sys.modules, "tp_invariant_recipes.config.describe", raising=False)
+    assert cli("models").status == 0
+    assert "tp_invariant_recipes.config.describe" not in sys.modules
+
+
+def test_models_as_json(cli):
     ended = cli("models", "--json")
     assert (ended.status, ended.err) == (0, "")
     rows = json.loads(ended.out)

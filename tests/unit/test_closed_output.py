@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from rich.table import Table
 
 from tp_invariant_recipes.host import terminal
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
@@ -83,3 +84,14 @@ def test_another_error_of_a_write_is_an_error():
         with pytest.raises(OSError, match="No space left"):
             stream.write("one\n")
         os.dup2(broken_pipe(), full.fileno())  # or closing the stream would fail as well
+
+
+def test_a_table_that_a_program_reads_has_no_box_and_whole_rows(capsys):
+    table = Table("first", "second")
+    table.add_row("a", "word " * 40 + "end")
+    terminal.console().print(table)
+    _, row = capsys.readouterr().out.splitlines()
+    assert row.split()[0] == "a"
+    assert row.rstrip().endswith("word end")
+    terminal.console(force_terminal=True, width=40).print(Table("first"))
+    assert "━" in capsys.readouterr().out

@@ -25,6 +25,7 @@ from tp_invariant_recipes.cli import (
     export,
     init,
     jobs,
+    models,
     report,
     runs,
     score,
@@ -71,7 +72,7 @@ COMMANDS = (
     ("cancel", jobs.cancel),
     ("init", init.init),
     ("show", show.show),
-    ("models", show.models),
+    ("models", models.models),
     ("doctor", doctor.doctor),
     ("conformance", conformance.conformance),
 )

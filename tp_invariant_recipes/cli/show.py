@@ -1,21 +1,19 @@
-"""`tpi show` and `tpi models`."""
+"""`tpi show`."""
 
 import json
 import re
 import shlex
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Column, Table
 
 from tp_invariant_recipes.cli.arguments import Json, Overrides, flag, of_model, option, optional_model
 from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.foreign_text import one_line
-from tp_invariant_recipes.host import needed, terminal
+from tp_invariant_recipes.host import terminal
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.config.overrides import Override
@@ -238,73 +236,3 @@ def _print(sections: Mapping[str, Any], *, as_json: bool) -> None:
     terminal.print_text("\n".join(f"#   {line}" for line in table(need)))
     terminal.print_text("\n# Megatron-Bridge overrides")
     terminal.print_text("\n".join(lines))
-
-
-def models(
-    bridge: Annotated[
-        bool, flag("List the recipes of Megatron-Bridge, and what numerics=tree says of each.", "--bridge")
-    ] = False,
-    family: Annotated[
-        str | None, option("NAME", "With --bridge: every recipe of a family, with its keys and problems.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """List the models: sizes, degrees of tp that fit, memory.
-
-    \b
-    tpi models
-    tpi models --bridge
-    tpi models --bridge --family qwen3
-    """
-    from tp_invariant_recipes.settings import conf_files, kept
-
-    if family and not bridge:
-        raise ConfigError("--family goes with --bridge: tpi models --bridge --family NAME")
-    if bridge:
-        _recipes(family, as_json=as_json)
-        return
-
-    def made() -> list[dict]:
-        from tp_invariant_recipes.config import describe  # imports Hydra
-
-        return describe.models()
-
-    rows = kept.answer("models", conf_files.sources(), made)
-    if as_json:
-        terminal.print_json(rows, indent=2)
-        return
-    grid = Table(*(Column(name, no_wrap=True) for name in ("model", "parameters", "tp", "GiB a rank")), "what it is")
-    for row in rows:
-        grid.add_row(
-            row["model"],
-            f"{row['parameters'] / 1e9:.2f} B" if row["parameters"] >= 1e8 else f"{row['parameters'] / 1e6:.1f} M",
-            " ".join(map(str, row["tp"])),
-            " ".join(f"{size / 2**30:.0f}" for size in row["memory"]),
-            row["summary"] if row["cpu"] else f"{row['summary']} GPUs only.",
-        )
-    terminal.console().print(grid)
-    terminal.print_text(
-        "GiB a rank: on a GPU, for each tp, about; tpi show MODEL says of what. Train one: tpi train MODEL tp=2"
-    )
-
-
-def _recipes(family: str | None, *, as_json: bool) -> None:
-    """The recipes of Bridge, each called and composed."""
-    from tp_invariant_recipes.workflows import recipe_list
-
-    needed.check("tpi models --bridge", needed.TRAINING)
-    console = terminal.console_of_its_own()
-    console.print("importing Megatron-Bridge …")
-    rows, told = [], time.monotonic()
-    for done, of, row in recipe_list.rows(family):
-        rows.append(row)
-        if time.monotonic() - told > 10:
-            told = time.monotonic()
-            console.print(f"{done} of {of} recipes")
-    found = recipe_list.families(rows)
-    if as_json:
-        terminal.print_json(found if family is None else rows, indent=2)
-        return
-    for line in recipe_list.details(rows) if family else map(recipe_list.summary, found):
-        terminal.print_text(one_line(line))
-    terminal.print_text("\n".join(recipe_list.legend(rows)))

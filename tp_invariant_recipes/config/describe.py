@@ -1,5 +1,6 @@
 """Describe configurations and models for people and machines."""
 
+import json
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
@@ -29,29 +30,32 @@ def bridge_overrides(config: RunConfig) -> list[str]:
     return [*lines, f"mixed_precision={value_text(config.mixed_precision)}"]
 
 
-def models() -> list[dict[str, Any]]:
-    """A row per model: name, parameters, layers, hidden size, TP degrees that divide it, whether a CPU can.
+def table() -> str:
+    """The file of settings/model_table.py: a row for each model of `conf/model/`, in JSON."""
+    own = [name for name in conf_files.groups()["model"] if not conf_files.users_file("model", name)]
+    # Composing takes 0.2 s a model, and the processes share what is imported by now.
+    with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
+        rows = pool.map(model, own)
+        return f"[\n{',\n'.join(map(json.dumps, rows))}\n]\n"
+
+
+def model(name: str) -> dict[str, Any]:
+    """A row of the table: name, parameters, layers, hidden size, degrees of tp that divide it, whether a CPU can.
 
     memory: bytes that a rank on a GPU needs, about, for each of these degrees in order.
     """
-    # Composing takes 0.2 s a model, and the processes share what is imported by now.
-    with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
-        return list(pool.map(_model, conf_files.groups()["model"]))
-
-
-def _model(name: str) -> dict[str, Any]:
     config = compose(name, device="gpu").config
-    model = config.model
+    fields = config.model
     degrees = [tp for tp in TP_DEGREES if not broken_rules(_split(config, tp), layout.RULES)]
     return {
         "model": name,
         "summary": conf_files.summary("model", name),
-        "parameters": parameters(model),
-        "layers": model.get("num_layers") or len(model["hybrid_layer_pattern"]),
-        "hidden_size": model["hidden_size"],
+        "parameters": parameters(fields),
+        "layers": fields.get("num_layers") or len(fields["hybrid_layer_pattern"]),
+        "hidden_size": fields["hidden_size"],
         "tp": degrees,
         "memory": [memory.estimate(_split(config, tp)).rank for tp in degrees],
-        "cpu": model["_target_"] in PROVIDERS,
+        "cpu": fields["_target_"] in PROVIDERS,
     }
 
 

@@ -13,8 +13,11 @@ from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 
 from tp_invariant_recipes.foreign_text import visible
+
+PIPED = 10_000  # characters of a line of a table that no terminal shows
 
 
 class _Surviving(io.FileIO):
@@ -57,7 +60,21 @@ def reader_gone() -> bool:
 
 
 class _Console(Console):
-    """A console that styles what we print and shows foreign control characters as text."""
+    """A console that styles what we print and shows foreign control characters as text.
+
+    A table is for people: where a program reads, it has no lines around it, and each row is one line.
+    """
+
+    def print(self, *objects: Any, **settings: Any) -> None:
+        if self.is_terminal or not any(isinstance(value, Table) for value in objects):
+            super().print(*objects, **settings)
+            return
+        width, self.width = self.width, PIPED
+        for value in objects:
+            if isinstance(value, Table):
+                value.box = None
+        super().print(*objects, **settings)
+        self.width = width
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):

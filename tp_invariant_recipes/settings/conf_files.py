@@ -1,6 +1,8 @@
 """Where the Hydra trees lie: `conf/` (beside the package in a checkout, inside it in a wheel), and a user's own."""
 
+import itertools
 import os
+import re
 from pathlib import Path
 
 from tp_invariant_recipes.settings.nearest import nearest
@@ -40,11 +42,17 @@ def group_names() -> list[str]:
 
 
 def summary(group: str, option: str) -> str:
-    """The first comment of an option's file: one line that says what it is."""
+    """The first sentence of the comment that begins an option's file: what it is."""
+    return re.split(r"(?<=\.)\s", description(group, option), maxsplit=1)[0]
+
+
+def description(group: str, option: str) -> str:
+    """The comment that begins an option's file, on one line."""
     ours = conf_dir() / group / f"{option}.yaml"
     file = ours if ours.exists() else user_dir() / group / f"{option}.yaml"
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    return next((ln[1:].strip() for ln in lines if ln.startswith("#") and "@package" not in ln), "")
+    lines = [line for line in lines if "@package" not in line and line.strip()]
+    return " ".join(line[1:].strip() for line in itertools.takewhile(lambda line: line.startswith("#"), lines))
 
 
 def users_file(group: str, option: str) -> Path | None:

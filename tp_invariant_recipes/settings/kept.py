@@ -1,9 +1,9 @@
-"""Answers that take seconds to make, kept in the user's cache until a file that they come from changes."""
+"""Answers that take seconds to make, kept in the user's cache with a stamp of the files that they come from."""
 
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,22 +13,6 @@ from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.host.cache import cache_dir
 
 LIMIT = 16 * reading.MIB
-
-
-def answer(name: str, sources: Iterable[Path], make: Callable[[], Any]) -> Any:
-    """What `make` returns, a value of JSON; from the cache if every source is as it was.
-
-    name:    of the file in the cache.
-    sources: files, by whose places, sizes and times of change the answer is known.
-    """
-    now = stamp(sources)
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        kept = find(name)
-        if kept["stamp"] == now:
-            return kept["answer"]
-    made = make()
-    keep(name, {"stamp": now, "answer": made})
-    return made
 
 
 def find(name: str) -> Any:

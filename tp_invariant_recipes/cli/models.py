@@ -1,0 +1,115 @@
+"""`tpi models`."""
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from tp_invariant_recipes.cli.arguments import Json, flag, option
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.foreign_text import one_line
+from tp_invariant_recipes.host import needed, terminal
+from tp_invariant_recipes.settings import conf_files, model_table
+from tp_invariant_recipes.settings.nearest import nearest
+
+
+def models(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="What is known of this model.", show_default=False)
+    ] = None,
+    bridge: Annotated[
+        bool, flag("List the recipes of Megatron-Bridge, and what numerics=tree says of each.", "--bridge")
+    ] = False,
+    family: Annotated[
+        str | None, option("NAME", "With --bridge: every recipe of a family, with its keys and problems.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List the models; with a name, its degrees of tp and memory.
+
+    \b
+    tpi models
+    tpi models qwen3_8b
+    tpi models --bridge
+    tpi models --bridge --family qwen3
+    """
+    if family and not bridge:
+        raise ConfigError("--family goes with --bridge: tpi models --bridge --family NAME")
+    if name and bridge:
+        raise ConfigError(f"--bridge lists recipes, and {name} is a model: leave one out")
+    if bridge:
+        _recipes(family, as_json=as_json)
+        return
+    rows = {row["model"]: row for row in [*model_table.rows(), *_own()]}
+    if name is not None and name not in rows:
+        raise ConfigError(f"unknown model '{name}'{nearest(name, rows) or '; tpi models lists all'}")
+    if as_json:
+        terminal.print_json([*rows.values()] if name is None else rows[name], indent=2)
+    elif name is not None:
+        terminal.print_text(_details(rows[name]))
+    else:
+        _print_list([*rows.values()])
+
+
+def _own() -> list[dict[str, Any]]:
+    """The rows of the models in the user's own tree, each composed."""
+    own = [model for model in conf_files.groups()["model"] if conf_files.users_file("model", model)]
+    if not own:
+        return []
+    from tp_invariant_recipes.config import describe  # imports Hydra
+
+    return [describe.model(model) for model in own]
+
+
+def _print_list(rows: list[dict[str, Any]]) -> None:
+    """A line a model, whole unless a terminal is too narrow for it."""
+    console = terminal.console()
+    width = max(len(row["model"]) for row in rows)
+    for row in rows:
+        line = one_line(f"{row['model']:{width}}  {_count(row['parameters']):>8}  {row['summary']}")
+        too_long = console.is_terminal and len(line) > console.width
+        terminal.print_text(f"{line[: console.width - 1]}…" if too_long else line)
+    terminal.print_text("\nMore of one: tpi models NAME. Train one: tpi train NAME tp=2")
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} B" if parameters >= 1e8 else f"{parameters / 1e6:.1f} M"
+
+
+def _details(row: dict[str, Any]) -> str:
+    """One model: every figure that the table has, and the commands to go on with."""
+    name = row["model"]
+    sizes = (f"tp={tp} {size / 2**30:.0f}" for tp, size in zip(row["tp"], row["memory"], strict=True))
+    lines = {
+        "parameters": _count(row["parameters"]),
+        "layers": row["layers"],
+        "hidden size": row["hidden_size"],
+        "tp": " ".join(map(str, row["tp"])),
+        "GiB a rank": f"{', '.join(sizes)} (of a GPU, about; tpi show {name} says of what)",
+        "trains on": "CPUs and GPUs" if row["cpu"] else "GPUs",
+        "train it": f"tpi train {name} tp={row['tp'][-1]}",
+    }
+    about = one_line(conf_files.description("model", name))
+    return "\n".join([f"{name}: {about}", *(f"  {key:11}  {value}" for key, value in lines.items())])
+
+
+def _recipes(family: str | None, *, as_json: bool) -> None:
+    """The recipes of Bridge, each called and composed."""
+    from tp_invariant_recipes.workflows import recipe_list
+
+    needed.check("tpi models --bridge", needed.TRAINING)
+    console = terminal.console_of_its_own()
+    console.print("importing Megatron-Bridge …")
+    rows, told = [], time.monotonic()
+    for done, of, row in recipe_list.rows(family):
+        rows.append(row)
+        if time.monotonic() - told > 10:
+            told = time.monotonic()
+            console.print(f"{done} of {of} recipes")
+    families = recipe_list.families(rows)
+    if as_json:
+        terminal.print_json(families if family is None else rows, indent=2)
+        return
+    for line in recipe_list.details(rows) if family else map(recipe_list.summary, families):
+        terminal.print_text(one_line(line))
+    terminal.print_text("\n".join(recipe_list.legend(rows)))
