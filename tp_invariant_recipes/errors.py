@@ -1,5 +1,6 @@
 """The kinds of mistake a user can correct. The CLI prints the message on one screen and exits with status 2."""
 
+import json
 from collections.abc import Sequence
 
 
@@ -60,3 +61,10 @@ class CheckpointError(TpiError):
 
 class LedgerError(TpiError):
     """A ledger cannot be read or continued."""
+
+
+def reason(error: BaseException) -> str:
+    """Why something failed, without a number of an error, a path that the message names, or Python's words for JSON."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON, from character {error.colno} on"
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

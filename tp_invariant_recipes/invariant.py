@@ -11,6 +11,7 @@ nothing happens, and neither torch nor Megatron is imported.
 import os
 import pkgutil
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from functools import wraps
@@ -66,6 +67,8 @@ def install(shards: int) -> None:
     )
     # They come last: what Megatron-Core imports by name must be its own when it is imported here.
     apply((*_rows(shards), *modules, *of_core))
+    if os.environ.get("RANK", "0") == "0":
+        print(f"tp_invariant_recipes: {SWITCH}=1: numerics={MODE}, {SHARDS}={shards}", file=sys.stderr, flush=True)
 
 
 def _rows(shards: int) -> tuple[Replacement, ...]:

@@ -323,17 +323,17 @@ MISTAKES = (
         "optimizer.clipgrad=1",
         "optimizer.clipgrad: no such field of OptimizerConfig; did you mean 'optimizer.clip_grad'?",
     ),
-    ("optimizer.clip_grad=abc", "optimizer.clip_grad=abc: expected float"),
-    ("optimizer.clip_grad=true", "optimizer.clip_grad=True: expected float"),
+    ("optimizer.clip_grad=abc", "optimizer.clip_grad=abc: expected float, such as 1e-4"),
+    ("optimizer.clip_grad=true", "optimizer.clip_grad=True: expected float, such as 1e-4"),
     (
         "model.attention_backend=quick",
         "model.attention_backend=quick: expected one of flash, fused, unfused, local, auto",
     ),
-    ("model.params_dtype=float65", "model.params_dtype=float65: expected dtype"),
-    ("model.params_dtype=nn", "model.params_dtype=nn: expected dtype"),
+    ("model.params_dtype=float65", "model.params_dtype=float65: expected dtype, such as bfloat16 (or bf16)"),
+    ("model.params_dtype=nn", "model.params_dtype=nn: expected dtype, such as bfloat16 (or bf16)"),
     (
         "model.activation_func=torch.nn.silu",
-        "model.activation_func=torch.nn.silu: expected the dotted path of a function",
+        "model.activation_func=torch.nn.silu: expected the dotted path of a function, such as torch.nn.functional.silu",
     ),
     ("model.recompute_granularity=all", "model.recompute_granularity=all: expected one of 'full', 'selective' or null"),
     ("model._target_=no.such.Class", "no.such.Class is not one of Megatron-Bridge's classes of settings"),
@@ -371,7 +371,7 @@ def test_mistakes_in_conf_are_found_when_the_container_is_built():
     message = str(error.value)
     assert "3 problems" in message
     assert "optimizer.lrr: no such field of OptimizerConfig; did you mean 'optimizer.lr'?" in message
-    assert "ddp.overlap_grad_reduce=sometimes: expected bool" in message
+    assert "ddp.overlap_grad_reduce=sometimes: expected bool, such as true" in message
     assert "numerics.mode=magic" in message
 
 

@@ -103,6 +103,15 @@ def installed(machine):
     return machine
 
 
+def test_another_system_is_named_before_any_of_its_tools_is_used(machine):
+    """macOS has no `realpath -m`."""
+    machine.architecture("Darwin", "arm64")
+    machine.script("bin/realpath", "#!/bin/bash\necho realpath: illegal option -- m >&2; exit 1\n")
+    result = machine.bootstrap()
+    assert result.returncode == 2
+    assert result.stderr == "bootstrap: the locks are for Linux on x86-64 and aarch64; this is Darwin arm64\n"
+
+
 def venvs(calls: list[str]) -> list[str]:
     return [call for call in calls if call.startswith("uv venv")]
 

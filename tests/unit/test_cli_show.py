@@ -26,7 +26,7 @@ H200 = Gpu("NVIDIA H200", (9, 0), 139 * 2**30)
 
 
 def test_show_is_the_tree_and_the_same_as_overrides(cli, no_gpus):
-    ended = cli("show", "qwen3_8b", "tp=4", "seq=4096")
+    ended = cli("show", "qwen3_8b", "tp=4", "seq=4096", "--all")
     assert (ended.status, ended.err) == (0, "")
     tree, overrides = ended.out.split("\n# Megatron-Bridge overrides\n")
     assert yaml.safe_load(tree) == compose("qwen3_8b", ["tp=4", "seq=4096"], device="cpu").config.sections
@@ -36,9 +36,20 @@ def test_show_is_the_tree_and_the_same_as_overrides(cli, no_gpus):
 
 def test_show_says_the_memory_part_by_part(cli, no_gpus):
     """Weights of Qwen3-8B in bf16 at tp=4: 8.19e9 * 2 / 4 bytes."""
-    lines = [line.lstrip("# ").split() for line in cli("show", "qwen3_8b", "tp=4", "device=gpu").out.splitlines()]
+    lines = [
+        line.lstrip("# ").split() for line in cli("show", "qwen3_8b", "tp=4", "device=gpu", "--all").out.splitlines()
+    ]
     assert ["weights", "3.81", "GiB"] in lines
     assert any(line[:2] == ["a", "rank"] for line in lines)
+
+
+def test_show_is_brief(cli, no_gpus):
+    ended = cli("show", "qwen3_8b", "tp=4", "device=gpu")
+    assert (ended.status, ended.err) == (0, "")
+    assert len(ended.out.splitlines()) == 5
+    assert ended.out.startswith("tp=4 pp=1 dp=1 cp=1 ep=1 ")
+    assert " device=gpu " in ended.out.splitlines()[1]
+    assert "memory of the fullest rank, about: 4" in ended.out
 
 
 def test_show_as_json(cli, no_gpus):
@@ -285,7 +296,8 @@ def test_show_the_configuration_of_a_run(cli, here, no_gpus):
     assert yaml.safe_load(cli("show", "--from", "run", "--key", "checkpoint").out) == planned.config.section(
         "checkpoint"
     )
-    assert "a rank" in cli("show", "--from", "run").out
+    assert "a rank" in cli("show", "--from", "run", "--all").out
+    assert "numerics=tree" in cli("show", "--from", "run").out
     assert cli("show", "--from", "run", "tp=4", "--key", "tp").out == "4\n"
     changed = cli("show", "--diff", "run", "qwen3_toy tp=2 run.dir=run").out
     assert "checkpoint.save: run/checkpoints -> null" in changed

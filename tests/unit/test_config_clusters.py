@@ -269,18 +269,18 @@ HEAD = "# @package _global_\n"
 NO_HEAD = "a file with sections in it begins with the line '# @package _global_'"
 WRONG = (
     ("gpus_per_noed: 8\n", ["cluster.gpus_per_noed: no such field of ClusterSettings; did you mean 'cluster.gpus"]),
-    ("gpus_per_node: eight\n", ["cluster.gpus_per_node=eight: expected int or null"]),
+    ("gpus_per_node: eight\n", ["cluster.gpus_per_node=eight: expected int or null, such as 4"]),
     ("compute_capability: 9\n", ["cluster.compute_capability=9: expected tuple"]),
     ("environment: {A: 010, B: on, C: x}\n", ["cluster.environment.A: expected text", "cluster.environment.B: exp"]),
-    ("environment: {1: x}\n", ["cluster.environment={1: 'x'}: expected dict"]),
-    ("environment: A\n", ["cluster.environment=A: expected dict"]),
+    ("environment: {1: x}\n", ["cluster.environment={1: 'x'}: expected dict, such as '{KEY: 1}'"]),
+    ("environment: A\n", ["cluster.environment=A: expected dict, such as '{KEY: 1}'"]),
     ("environment: {a b: x}\n", ["cluster.environment: 'a b' is no name of a variable"]),
     ("cluster: {name: x}\n", [f"cluster.cluster: {NO_HEAD}"]),
     ("slurm: {time: x}\n", [f"cluster.slurm: {NO_HEAD}"]),
     (f"{HEAD}slurm: {{tires: 3}}\n", ["slurm.tires: no such field of SlurmSettings; did you mean 'slurm.tries"]),
     (f"{HEAD}slurm: {{time: 4:00:00}}\n", ["slurm.time=14400: expected text; in a file, write it in quotes"]),
     (f"{HEAD}clutser: {{name: x}}\n", ["clutser: no such section; did you mean 'cluster'?"]),
-    (f"{HEAD}ledger: {{trace: [1]}}\n", ["ledger.trace=[1]: expected str or null"]),
+    (f"{HEAD}ledger: {{trace: [1]}}\n", ["ledger.trace=[1]: expected str or null, such as text"]),
     ("just words\n", ["cluster.just words: no such field of ClusterSettings"]),
 )
 

@@ -99,8 +99,8 @@ TYPOS = (
     ),
     ("profiling.use_nsys=1", "profiling.use_nsys: no such field of ProfilingConfig"),
     ("mixed_precision.bf17=true", "mixed_precision.bf17=true: mixed_precision=bf16_mixed is a preset"),
-    ("model.num_layers=abc", "model.num_layers=abc: expected int"),
-    ("ddp.overlap_grad_reduce=2", "ddp.overlap_grad_reduce=2: expected bool"),
+    ("model.num_layers=abc", "model.num_layers=abc: expected int, such as 4"),
+    ("ddp.overlap_grad_reduce=2", "ddp.overlap_grad_reduce=2: expected bool, such as true"),
     ("model.transformer_impl=locl", "model.transformer_impl=locl: expected one of"),
     ('model.num_layers="-3"', "model.num_layers=-3: must be at least 1"),
 )

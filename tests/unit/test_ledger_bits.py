@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import struct
 
 import numpy
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tp_invariant_recipes.ledger.bits import bits_float, float_bits, readable, ulp_distance
+from tp_invariant_recipes.ledger.bits import bits_float, float_bits, readable, rounded_to_f32, ulp_distance
 
 QUIET, SIGNALLING, NEGATIVE_NAN = 0x7FC00000, 0x7F800001, 0xFFA12345
 F32_PATTERNS = st.one_of(
@@ -152,3 +153,14 @@ def test_readable_is_short():
     assert readable("f64:3f33a92a30553261") == 3e-4
     assert readable("f32:ff800000") == "-inf"
     assert readable(f32(NEGATIVE_NAN)) == "nan"
+
+
+def test_a_decimal_for_people_has_the_fewest_digits():
+    """Powers of two have fewer numbers that round to them from below: fewer digits may read back where six do not."""
+    draws = random.Random(3)
+    patterns = [draws.getrandbits(31) % 0x7F80_0000 for _ in range(2000)]
+    for pattern in [*patterns, *(n << 23 for n in range(1, 255)), *range(1, 200)]:
+        text = f"f32:{pattern:08x}"
+        value = bits_float(text)
+        tried = (float(f"{value:.{digits}g}") for digits in range(1, 10))
+        assert readable(text) == next(number for number in tried if rounded_to_f32(number) == value)

@@ -13,7 +13,9 @@ from tp_invariant_recipes.host.quiet import VERBOSE
 
 
 def of_model(model: str | None) -> str | None:
-    """A model as typed; `recipe=FILE.py:FUNCTION` with the whole path of the file."""
+    """A model as typed; `recipe=FILE.py:FUNCTION` with the whole path of the file. `weights=FOLDER` waits for
+    `with_model`.
+    """
     if model is None or not model.startswith("recipe="):
         return model
     from tp_invariant_recipes.sources import recipe_source
@@ -95,6 +97,22 @@ def with_option(arguments: list[str], option: str, key: str, value: str | None) 
     if other is not None and other.value != requested.value:
         raise ConfigError(f"{option} {value} and {other.text} contradict each other; give one of them")
     return [*arguments, requested.text]
+
+
+def with_model[M: str | None](model: M, arguments: list[str]) -> tuple[M | str, list[str]]:
+    """The model and the overrides; where `weights=FOLDER` stands in the model's place, the folder says which model.
+
+    What the command line sets comes last, so it counts. Raises ConfigError: the folder holds no model that tpi knows.
+    """
+    if model is None or not model.startswith("weights="):
+        return model, arguments
+    from tp_invariant_recipes.host import terminal
+    from tp_invariant_recipes.sources import hf_models, weights
+
+    folder = Path(model.removeprefix("weights=")).expanduser().absolute()
+    name, sizes = hf_models.model_of(weights.read(folder))
+    terminal.console(stderr=True).print(f"{folder}: tpi {name} {' '.join(sizes)}", markup=False, soft_wrap=True)
+    return name, [*sizes, f"weights={folder}", *arguments]
 
 
 def with_cluster_file(arguments: list[str], file: Path | None) -> list[str]:

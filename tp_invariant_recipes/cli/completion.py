@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.cli import init
-from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.errors import RunError, reason
 from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.foreign_text import one_line
 
@@ -79,7 +79,7 @@ def install() -> str:
                     stream.write(("" if not before or before.endswith("\n") else "\n") + line + "\n")
                 done.append(f"added to {start}: {line}")
     except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f"completion is not installed: {error}") from error
+        raise RunError(f"completion is not installed: {reason(error)}") from error
     return "\n".join([*done, f"a new {shell} has it"])
 
 

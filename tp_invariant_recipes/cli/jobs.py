@@ -174,14 +174,18 @@ def _closing(states: "Sequence[JobState]") -> str:
 
     failed = [state for state in states if state.exit_status == 2]
     shown = [state for state in states if state.part.role == JUDGE] or states
-    return "\n".join(_ending(state) for state in states if state in shown or state in failed)
+    number = states[0].part.job  # what tpi submit has printed; a judge has another id
+    return "\n".join(_ending(state, number) for state in states if state in shown or state in failed)
 
 
-def _ending(state: "JobState") -> str:
+def _ending(state: "JobState", number: str) -> str:
     figures = "" if state.loss is None else f", loss {state.loss:.4f}"
     at = "" if state.step is None else f" at step {_steps(state)}{figures}"
     note = f": {state.note}" if state.note else ""
-    return f"{state.part.id} {state.part.name}: {state.word}{at}{note}"
+    if state.note and state.note.startswith(f"{state.word}: "):  # a verdict begins with its word
+        at, note = "", state.note.removeprefix(state.word)
+    id_ = number if state.part.task is None else state.part.id
+    return f"{id_} {state.part.name}: {state.spelt}{at}{note}"
 
 
 def _line(row: "JobState") -> Line:

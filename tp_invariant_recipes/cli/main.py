@@ -171,7 +171,7 @@ def _key_hint(option: str) -> str | None:
         return None
     words = [part for word in sys.argv[1:] for part in (word.split("=", 1) if word.startswith("--") else [word])]
     value = "".join(words[words.index(option) + 1 :][:1]) if option in words else ""
-    return one_line(f"A key has no dashes: write {named[0]}={value or 'VALUE'}")
+    return one_line(f"A key has no dashes: write {named[0] if '=' in named[0] else f'{named[0]}={value or "VALUE"}'}")
 
 
 def _fail_usage(error: Any) -> NoReturn:

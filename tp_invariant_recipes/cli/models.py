@@ -77,7 +77,7 @@ def _count(parameters: int) -> str:
 
 
 def _details(row: dict[str, Any]) -> str:
-    """One model: every figure that the table has, and the commands to go on with."""
+    """One model: every figure that the table has, and how to train it."""
     name = row["model"]
     sizes = (f"tp={tp} {size / 2**30:.0f}" for tp, size in zip(row["tp"], row["memory"], strict=True))
     lines = {

@@ -55,13 +55,15 @@ def score(
         raise ConfigError("--page and --tolerance go with --against FILE")
     if len(against or []) > 2:
         raise ConfigError("--against: one file or two")
+    from tp_invariant_recipes.data import score_files
+
+    where = out or Path(f"{file.name.removesuffix('.jsonl')}.scores.jsonl")
+    score_files.check(file, against or (), hidden, [where, *([page] if page else [])])
     from tp_invariant_recipes.launch import progress
     from tp_invariant_recipes.workflows import score as workflow
 
     console = terminal.console_of_its_own()
-    # What a temperature would change of a token depends on the entropy.
-    options = workflow.Options(step, tokenizer, batch_tokens, ranks, entropy or bool(against))
-    where = out or Path(f"{file.name.removesuffix('.jsonl')}.scores.jsonl")
+    options = workflow.Options(step, tokenizer, batch_tokens, ranks, entropy, against=bool(against))
     with progress.busy(console, "reading weights and sequences"):
         scoring = workflow.new(source, file, list(overrides or []), where, options)
     found: dict[str, Any] = {"scores": str(scoring.out), "exit_status": 0}
@@ -89,13 +91,18 @@ def score(
 def _against(scoring: Any, against: list[Path], tolerance: float, page: Path) -> dict[str, Any]:
     from tp_invariant_recipes.data import sequences
     from tp_invariant_recipes.report import files, score_page
+    from tp_invariant_recipes.workflows import score as workflow
     from tp_invariant_recipes.workflows import score_against
 
     decode = sequences.tokenizer(scoring.tokenizer)[1] if scoring.tokenizer else None
     result = score_against.judge(scoring.out, against, tolerance, decode)
     files.write(page, score_page.page(result).encode())
     points = [{name: value for name, value in one.items() if name != "points"} for one in result["files"]]
-    return result | {"files": points, "page": str(page), "text": f"{result['text']}\npage: {page}"}
+    unseen = (
+        "" if workflow.has_entropies(scoring) else f"\nno temperature is looked for: {scoring.out} has no entropies; "
+    )
+    more = f"{unseen}--entropy with another --out FILE" if unseen else ""
+    return result | {"files": points, "page": str(page), "text": f"{result['text']}{more}\npage: {page}"}
 
 
 class _Watched(Progress):

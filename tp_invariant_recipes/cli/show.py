@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tp_invariant_recipes.cli.arguments import Json, Overrides, flag, of_model, option, optional_model
+from tp_invariant_recipes.cli.arguments import Json, Overrides, flag, of_model, option, optional_model, with_model
 from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.host import terminal
@@ -40,15 +40,19 @@ def show(
     fix: Annotated[
         bool, flag("Print the command of `tpi train` with every key that numerics=tree needs.", "--fix")
     ] = False,
+    everything: Annotated[
+        bool, flag("Print every key, the memory part by part, and the overrides for Megatron-Bridge.", "--all")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Print a run's configuration and memory, also for Bridge.
+    """Print what a run would be: layout, batch, numerics, memory.
 
-    The memory is an estimate for the fullest rank, part by part (docs/memory.md). With --diff, overrides apply to both.
+    The memory is an estimate for the fullest rank (docs/memory.md). With --diff, overrides apply to both.
     Exit status of --diff: 0 no key differs, 1 one does.
 
     \b
     tpi show qwen3_8b tp=4
+    tpi show qwen3_8b tp=4 --all
     tpi show qwen3_8b tp=4 --key optimizer
     tpi show --from runs/qwen3_8b-tp4-… --key lr
     tpi show --diff qwen3_8b "qwen3_8b tp=4 lr=1e-4"
@@ -72,11 +76,14 @@ def show(
         return
     if diff:
         raise typer.Exit(_diff(compared, requested, key, as_json=as_json))
+    if run is None:
+        model, arguments = with_model(model, arguments)
+        requested = parse_all(arguments)
     sections = _run_sections(run.expanduser(), requested) if run is not None else _composed(str(model), requested)
     if key is not None:
         _print_key(sections, key, as_json=as_json)
     else:
-        _print(sections, as_json=as_json)
+        _print(sections, as_json=as_json, everything=everything)
 
 
 def _print_fixed(model: str, overrides: list[str]) -> None:
@@ -215,9 +222,29 @@ def _print_key(sections: Mapping[str, Any], key: str, *, as_json: bool) -> None:
         terminal.print_text("null" if found is None else str(found).lower() if isinstance(found, bool) else str(found))
 
 
-def _print(sections: Mapping[str, Any], *, as_json: bool) -> None:
-    import yaml
+def _brief(config: Any, rank: int) -> str:
+    """The short keys and groups of a run, and its memory."""
+    from tp_invariant_recipes.config import lookup
+    from tp_invariant_recipes.config.overrides import DECIDED_BY
+    from tp_invariant_recipes.settings.keys import SHORT_KEYS
 
+    values = lookup.flat(config.sections)
+    keys = {name: values[key.path] for name, key in SHORT_KEYS.items() if values.get(key.path) is not None}
+    groups = {group: values.get(f"{group}.{field}") for group, field in DECIDED_BY.items()}
+    precision = config.mixed_precision
+    groups |= {"mixed_precision": precision if isinstance(precision, str | None) else "(fields)"}
+    rows = (keys, {name: value for name, value in groups.items() if value is not None})
+    return "\n".join(
+        [
+            *(" ".join(f"{name}={_value(value)}" for name, value in row.items()) for row in rows),
+            f"numerics.virtual_shards={_value(values.get('numerics.virtual_shards'))}",
+            f"memory of the fullest rank, about: {rank / 2**30:.1f} GiB",
+            "more: --all prints every key and the memory part by part, --key KEY one of them",
+        ]
+    )
+
+
+def _print(sections: Mapping[str, Any], *, as_json: bool, everything: bool) -> None:
     from tp_invariant_recipes.config import describe
     from tp_invariant_recipes.settings.run_config import RunConfig
     from tp_invariant_recipes.sizing import memory
@@ -231,6 +258,11 @@ def _print(sections: Mapping[str, Any], *, as_json: bool) -> None:
         shown = {"configuration": sections, "bridge_overrides": lines, "memory": as_dict(need)}
         terminal.print_json(shown, indent=2)
         return
+    if not everything:
+        terminal.print_text(_brief(config, need.rank))
+        return
+    import yaml
+
     terminal.print_text(yaml.safe_dump(dict(sections), sort_keys=False), end="")
     terminal.print_text("\n# Memory of the fullest rank, about (docs/memory.md)")
     terminal.print_text("\n".join(f"#   {line}" for line in table(need)))

@@ -11,6 +11,7 @@ from tp_invariant_recipes.cli.arguments import (
     option,
     optional_model,
     with_cluster_file,
+    with_model,
 )
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import terminal
@@ -69,6 +70,7 @@ def submit(
     if resume is not None and model is not None:  # typer gives the first word to MODEL
         requested.insert(0, model)
         model = None
+    model, requested = with_model(model, requested)
     requested = with_cluster_file(requested, cluster_file)
     to_person = terminal.console_of_its_own()
     with progress.preparing(to_person, here=False, dry=dry_run) as how:

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from tp_invariant_recipes.cli.arguments import Json, Overrides, Verbose, directory_option, option, optional_model
+from tp_invariant_recipes.cli.arguments import (
+    Json,
+    Overrides,
+    Verbose,
+    directory_option,
+    option,
+    optional_model,
+    with_model,
+)
 from tp_invariant_recipes.cli.output import matrix
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import one_line
@@ -50,7 +58,8 @@ def sweep(
     else:
         from tp_invariant_recipes.workflows import sweep as launch
 
-        plan = partial(launch.new, model, list(overrides or []), directory=directory)
+        named, arguments = with_model(model, list(overrides or []))
+        plan = partial(launch.new, named, arguments, directory=directory)
         swept = matrix.train_matrix(plan, launch.execute, verbose=verbose)
     if as_json:
         terminal.print_json(swept.as_dict())

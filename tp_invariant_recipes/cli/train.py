@@ -20,6 +20,7 @@ from tp_invariant_recipes.cli.arguments import (
     option,
     optional_model,
     with_cluster_file,
+    with_model,
     with_option,
 )
 from tp_invariant_recipes.errors import ConfigError, RunError
@@ -78,6 +79,7 @@ def train(
     tpi train --resume last
     tpi train qwen3_8b tp=4 model.attention_backend=unfused
     tpi train qwen3_8b tp=4 --trace 1:2
+    tpi train weights=~/models/mine tp=4
     tpi train qwen3_8b tp=4 numerics=stock
     tpi train qwen3_8b tp=4 seq=8192 --dry-run
     tpi train qwen3_8b tp=8 dp=2 gbs=2 cluster=h100 launcher=slurm
@@ -92,12 +94,13 @@ def train(
     if resume is not None and model is not None and "=" in model:  # typer gives the first word to MODEL
         arguments.insert(0, model)
         model = None
+    needed.check("tpi train", needed.TRAINING)
+    model, arguments = with_model(model, arguments)
     arguments = with_option(arguments, "--trace", "ledger.trace", trace)
     arguments = with_option(arguments, "--launcher", "launcher", launcher)
     arguments = with_cluster_file(arguments, cluster_file)
     if resume is not None and go_on:
         raise ConfigError("--resume RUN continues a run wherever it is, --continue with the one in run.dir: give one")
-    needed.check("tpi train", needed.TRAINING)
     console = terminal.console_of_its_own()
     requested = tuple(parse_all(arguments))
     if resume == LAST:
@@ -141,7 +144,13 @@ def _dry_run(request: "Request", console: "Console", *, as_json: bool) -> None:
     """Plan and check a run, write nothing, and print what would start."""
     from tp_invariant_recipes.launch import train as launch
 
-    planned = _checked(request, request.composed(), console, dry=True)
+    composed = request.composed()
+    try:
+        planned = _checked(request, composed, console, dry=True)
+    except ConfigError:  # such as on a login node, which has no GPUs
+        if not as_json:
+            terminal.print_text("\n".join(_memory_lines(composed)))
+        raise
     if as_json:
         terminal.print_json(launch.as_json(planned))
     else:
@@ -243,10 +252,15 @@ def _start_text(planned: "Plan") -> str:
     )
 
 
-def _plan_text(planned: "Plan") -> str:
+def _memory_lines(composed: "Composed") -> list[str]:
     from tp_invariant_recipes.sizing import memory
     from tp_invariant_recipes.sizing.room import table
 
+    lines = table(memory.estimate(composed.config))
+    return ["memory of the fullest rank, about:", *(f"  {line}" for line in lines)]
+
+
+def _plan_text(planned: "Plan") -> str:
     if planned.completed:
         return _start_text(planned)
     prepared = ["its text would be prepared first"] if planned.data_missing else []
@@ -254,8 +268,7 @@ def _plan_text(planned: "Plan") -> str:
         [
             _start_text(planned),
             *prepared,
-            "memory of the fullest rank, about:",
-            *(f"  {line}" for line in table(memory.estimate(planned.composed.config))),
+            *_memory_lines(planned.composed),
             "every check passed, those of Megatron-Bridge as well; nothing is written",
         ]
     )

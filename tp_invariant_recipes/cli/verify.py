@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from tp_invariant_recipes.cli.arguments import Json, Overrides, Verbose, directory_option, flag, option, optional_model
+from tp_invariant_recipes.cli.arguments import (
+    Json,
+    Overrides,
+    Verbose,
+    directory_option,
+    flag,
+    option,
+    optional_model,
+    with_model,
+)
 from tp_invariant_recipes.cli.output import matrix
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import one_line
@@ -83,7 +92,8 @@ def verify(
         needed.check("tpi verify", needed.TRAINING)
         from tp_invariant_recipes.workflows import verify as launch
 
-        plan = partial(launch.new, model, list(overrides or []), against=against, directory=directory)
+        named, arguments = with_model(model, list(overrides or []))
+        plan = partial(launch.new, named, arguments, against=against, directory=directory)
         verdict = matrix.train_matrix(plan, partial(launch.execute, exitfirst=exitfirst), verbose=verbose)
     if as_json:
         terminal.print_json(verdict.as_dict())

@@ -9,9 +9,9 @@ from tp_invariant_recipes.check.rule import Rule, RulePhase, broken_rules, lines
 from tp_invariant_recipes.config import adjusted, hydra_tree
 from tp_invariant_recipes.config.overrides import Override
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.settings import conf_files, field_table, keys, schema
+from tp_invariant_recipes.settings import schema
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
-from tp_invariant_recipes.settings.nearest import nearest
+from tp_invariant_recipes.settings.nearest import did_you_mean, nearest
 from tp_invariant_recipes.settings.sections import PATHS
 from tp_invariant_recipes.settings.values import WrongType, convert
 from tp_invariant_recipes.sources import recipe_source
@@ -55,19 +55,10 @@ def _joined(overrides: Sequence[Override], problems: list[str]) -> list[Override
     """The overrides without pairs of words such as `tp 2`, which are added to `problems`."""
     single = list(overrides)
     for key, value in itertools.pairwise(overrides):
-        if key.parsed is None and "=" not in key.text + value.text and (names := _names(key.text)):
-            problems.append(f"{key.text} {value.text}: write {names[0]}={value.text}")
+        if key.parsed is None and "=" not in key.text + value.text and (names := schema.keys_of(key.text)):
+            problems.append(f"{key.text} {value.text}: write {names[0].partition('=')[0]}={value.text}")
             single = [override for override in single if override is not key and override is not value]
     return single
-
-
-def _names(word: str) -> list[str]:
-    """The keys of one word that a word may mean: short keys, groups, and fields of Bridge."""
-    table = field_table.read()
-    classes = schema.BRIDGE_SECTIONS | {"model": schema.PROVIDERS[0]}
-    fields = [f"{section}.{word}" for section, path in classes.items() if word in table.get(path, ())]
-    groups = [name for name in conf_files.group_names() if name == word.lower()]
-    return [*(keys.meant(word) or groups or fields)]
 
 
 def _unread(typed: Typed) -> str:
@@ -120,8 +111,7 @@ def _key_problem(key: str, groups: Mapping[str, tuple[str, ...]]) -> str | None:
         return "a recipe decides what its dataset is; leave it out"
     if section not in schema.SECTIONS:
         known = (*SHORT_KEYS, *groups) if section == key else (f"{s}.{key.partition('.')[2]}" for s in schema.SECTIONS)
-        names = _names(key)
-        hint = f"; did you mean '{"' or '".join(names)}'?" if names else nearest(key, known)
+        hint = did_you_mean(schema.keys_of(key) or schema.keys_of(key.rpartition(".")[2])) or nearest(key, known)
         return f"unknown key '{key}'{hint}"
     if section == key and section != "mixed_precision":
         return f"'{key}' is a section; set one of its fields, as in {key}.FIELD=VALUE"

@@ -5,8 +5,8 @@ import json
 from collections.abc import Iterator
 from io import BufferedIOBase
 
-from tp_invariant_recipes.data.source import READ_ERRORS, Segment, SourceFile, TextBatch, reason
-from tp_invariant_recipes.errors import DataError
+from tp_invariant_recipes.data.source import READ_ERRORS, Segment, SourceFile, TextBatch
+from tp_invariant_recipes.errors import DataError, reason
 
 
 class SegmentReader:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.data.sequences import check_id
-from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.errors import ConfigError, reason
 from tp_invariant_recipes.reading import TOKENS, parse_object, read_lines
 
 LEAST = -10_000.0  # what stands for -inf, of a token that a filter has left no probability
@@ -162,4 +162,4 @@ FORMATS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Spans]], ...
 
 
 def _why(error: Exception) -> str:
-    return str(error) if isinstance(error, ValueError) else f"a field is not as its program writes it: {error!r}"
+    return reason(error) if isinstance(error, ValueError) else f"a field is not as its program writes it: {error!r}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tp_invariant_recipes.data.tokenizer import FOLDER, identify, open_tokenizer
-from tp_invariant_recipes.errors import ConfigError, DataError, listed
+from tp_invariant_recipes.errors import ConfigError, DataError, listed, reason
 from tp_invariant_recipes.reading import parse_object, read_lines
 from tp_invariant_recipes.settings.sft import VALIDATION
 
@@ -15,6 +15,12 @@ from tp_invariant_recipes.settings.sft import VALIDATION
 SHOWN = 5
 # The keys under which Bridge looks for a conversation (megatron/bridge/data/sft_processing.py).
 CONVERSATIONS = ("messages", "conversation", "conversations")
+
+
+FOR_CONVERSATIONS = (
+    "; for conversations: cfg.dataset.preprocessing = ChatSFTPreprocessingConfig() in the recipe, and a tokenizer with "
+    "a chat template (docs/finetuning.md)"
+)
 
 
 @dataclass(frozen=True)
@@ -120,11 +126,12 @@ def _wrong(line: bytes, columns: Sequence[str], chat: bool) -> Iterator[str]:
     try:
         example = parse_object(line, constants=True)
     except ValueError as error:
-        yield "an empty line" if not line.strip() else f"not JSON ({error})"
+        yield "an empty line" if not line.strip() else reason(error)
         return
     keys = ", ".join(map(repr, example)) or "none"
     if chat and not any(isinstance(example.get(key), list) and example[key] for key in CONVERSATIONS):
         yield f"no conversation under any of {', '.join(CONVERSATIONS)}; its keys: {keys}"
     for column in columns:
         if not isinstance(example.get(column), str):
-            yield f"{column!r} holds no text" if column in example else f"no key {column!r}; its keys: {keys}"
+            hint = FOR_CONVERSATIONS if any(key in example for key in CONVERSATIONS) else ""
+            yield f"{column!r} holds no text" if column in example else f"no key {column!r}; its keys: {keys}{hint}"

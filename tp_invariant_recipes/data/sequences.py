@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.data.tokenizer import BYTE, identify, of_folder
-from tp_invariant_recipes.errors import ConfigError, listed
+from tp_invariant_recipes.errors import ConfigError, listed, reason
 from tp_invariant_recipes.reading import TOKENS, parse_object, read_lines
 
+TALK = {"messages", "conversation", "conversations"}  # keys of conversations, which a chat template makes text
 SHOWN = 5  # problems that one message lists
 Encode = Callable[[str, bool], list[int]]  # a text, and whether special tokens are added to it
 
@@ -65,7 +66,7 @@ def survey(file: Path, vocabulary: int, encode: Encode | None) -> Surveyed:
                 for one in parse(line, number, vocabulary, encode):
                     count, longest = count + 1, max(longest, len(one.tokens))
             except ValueError as error:
-                problems.append(f"{file}, line {number}: {error}")
+                problems.append(f"{file}, line {number}: {reason(error)}")
                 if len(problems) == SHOWN:
                     break
     except (OSError, ValueError) as error:
@@ -98,7 +99,8 @@ def parse(line: bytes, number: int, vocabulary: int, encode: Encode | None) -> l
         found = _of_tokens(row, name)
     else:
         keys = ", ".join(map(repr, row)) or "none"
-        raise ValueError(f"none of tokens, text, prompt with response; its keys: {keys}")
+        talk = "; apply your chat template to a conversation: its text, or prompt and response" if TALK & {*row} else ""
+        raise ValueError(f"none of tokens, text, prompt with response; its keys: {keys}{talk}")
     for one in found:
         if one.first >= len(one.tokens):
             raise ValueError("no token to score: a sequence has at least two, and one after its prompt")

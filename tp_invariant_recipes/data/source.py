@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from io import BufferedIOBase
 from pathlib import Path
 
-from tp_invariant_recipes.errors import DataError
+from tp_invariant_recipes.errors import DataError, reason
 
 # Suffix -> kind of file: "text" is one document a file, "jsonl" one document a line. All also with .gz.
 KINDS = {
@@ -214,8 +214,3 @@ def _parts(segments: Iterable[Segment], part_bytes: int) -> Iterator[TextBatch]:
 
 def _suffixes() -> str:
     return f"{' '.join(KINDS)} (each also with {COMPRESSED} appended)"
-
-
-def reason(error: BaseException) -> str:
-    """The text of a system error without the path, which the caller already prints."""
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.errors import RunError, reason
 from tp_invariant_recipes.ledger.run_files import LARGEST, Attempt, Attempted
 from tp_invariant_recipes.reading import Listed, Record, checked, parse_json, read_limited
 from tp_invariant_recipes.runs.matrix_dir import Name
@@ -272,7 +272,7 @@ def _read(directory: Path, known: Registered) -> Submission:
         if not parts:
             raise ValueError("it names no job: tpi submit has not got as far")
     except (OSError, ValueError) as error:
-        raise RunError(f"{file} cannot be read: {error}") from error
+        raise RunError(f"{file} cannot be read: {reason(error)}") from error
     owners = known.owners
     ours = [replace(part, ours=owners.get(part.job, directory) == directory) for part in parts]
     return Submission(directory, tuple(ours))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.check.job import parse_time
-from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.errors import RunError, reason
 
 TIMEOUT = 60.0  # seconds that a command may take
 PATIENCE = 20.0  # seconds that sbatch waits for room in a full queue; by default it tries for minutes
@@ -162,7 +162,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str] | None = None, *
     except FileNotFoundError:
         raise RunError(NOT_INSTALLED.format(command=command[0])) from None
     except OSError as error:
-        raise RunError(f"{command[0]} cannot be started: {error}") from error
+        raise RunError(f"{command[0]} cannot be started: {reason(error)}") from error
     with process:
         try:
             out, stderr = _communicate(process)

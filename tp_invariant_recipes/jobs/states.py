@@ -128,10 +128,15 @@ class JobState:
         return self.end.exit_status if self.end else None
 
     @property
+    def spelt(self) -> str:
+        """The state for people: SLURM's words and tpi's in one spelling, lower case."""
+        return self.word.lower().replace("_", " ")
+
+    @property
     def text(self) -> str:
-        """The state in a few words, such as "RUNNING try 2" or "PENDING (Resources)"."""
+        """The state in a few words, such as "running try 2" or "pending (Resources)"."""
         reason = f" ({self.reason})" if self.reason else ""
-        return f"{self.word}{reason}" + (f" try {self.tries}" if self.alive and self.tries > 1 else "")
+        return f"{self.spelt}{reason}" + (f" try {self.tries}" if self.alive and self.tries > 1 else "")
 
     def as_dict(self) -> dict[str, Any]:
         """The state as JSON; documented in `tpi jobs --help`."""

@@ -27,6 +27,7 @@ _FORMATS = {
 }
 _TEXT = re.compile(r"f(?:32:([0-9a-f]{8})|64:([0-9a-f]{16}))")
 _F32_DIGITS = 9  # decimal digits that always distinguish two f32
+_OFTEN = 6  # digits that are too few for most f32 of a training
 _DROPPED = 52 - 23  # fraction bits of f64 that f32 lacks
 
 
@@ -79,7 +80,10 @@ def readable(text: str) -> float | str:
         return repr(value)
     if text.startswith("f64"):
         return value  # Python already prints the shortest decimal of an f64
-    shorter = (float(f"{value:.{digits}g}") for digits in range(1, _F32_DIGITS + 1))
+    # Where as many numbers round to it from above as from below, fewer digits than six do not read back if six do not.
+    even = math.frexp(value)[0] not in (0.5, -0.5)
+    first = _OFTEN + 1 if even and rounded_to_f32(float(f"{value:.{_OFTEN}g}")) != value else 1
+    shorter = (float(f"{value:.{digits}g}") for digits in range(first, _F32_DIGITS + 1))
     return next(number for number in shorter if rounded_to_f32(number) == value)
 
 

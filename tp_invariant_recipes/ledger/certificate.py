@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.errors import LedgerError, reason
 from tp_invariant_recipes.ledger import run_files, stream
 from tp_invariant_recipes.ledger.lines import load
 from tp_invariant_recipes.ledger.reader import CERTIFICATE_START, FILE_NAME, Ledger, contents, parse
@@ -100,7 +100,7 @@ def open_certificate(file: Path, data: bytes) -> Certificate:
         if canonical(summary) != canonical(_summary(file, members, ledger)):
             raise ValueError("its summary does not fit its members")
     except (ValueError, zipfile.BadZipFile) as error:
-        raise LedgerError(f"{file} is not a whole certificate: {error}") from error
+        raise LedgerError(f"{file} is not a whole certificate: {reason(error)}") from error
     return Certificate(file, hashlib.sha256(members[MANIFEST]).hexdigest(), summary, ledger)
 
 
@@ -128,7 +128,7 @@ def _summary(source: Path, members: dict[str, bytes], ledger: Ledger) -> dict[st
         for name, (read, kind) in _TYPES.items():
             typed[name] = checked(kind, read(members[name]))
     except ValueError as error:
-        raise LedgerError(f"{source}: not the files of a run: {name}: {error}") from error
+        raise LedgerError(f"{source}: not the files of a run: {name}: {reason(error)}") from error
     run, planned = typed["run.json"], typed["config.yaml"].train.train_iters
     model, identity_hash = run.model, run.identity_hash
     header = ledger.header

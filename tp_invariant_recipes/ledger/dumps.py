@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.errors import LedgerError, reason
 from tp_invariant_recipes.reading import Bounds, Record, checked, parse_json
 
 LARGEST_HEADER = 32 << 20  # bytes; some 300 for each piece
@@ -294,7 +294,7 @@ def _described(file: Path) -> tuple[int, dict[str, DumpedPart]]:
             raise ValueError("its metadata describes other tensors")
         parts = {key: _part(key, text, *held[key]) for key, text in metadata.items()}
     except (OSError, SafetensorError, ValueError) as error:
-        raise LedgerError(f"{file} is not a whole dump: {error}") from error
+        raise LedgerError(f"{file} is not a whole dump: {reason(error)}") from error
     # Restore the order of writing, which the metadata's dictionary does not keep.
     return ranks, {key: parts[key] for key in sorted(parts, key=int)}
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.errors import LedgerError, reason
 from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.reading import MIB, Count, Listed, Record, checked, parse_json, read_limited
@@ -94,4 +94,4 @@ def read(file: Path) -> tuple[Evidence, dict[str, Any]]:
         header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")])
         return checked(Evidence, parse_json(header["__metadata__"][_METADATA].encode())), tensors
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise LedgerError(f"{file} is no evidence of a guard: {error}") from error
+        raise LedgerError(f"{file} is no evidence of a guard: {reason(error)}") from error

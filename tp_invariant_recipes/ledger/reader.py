@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.errors import LedgerError, reason
 from tp_invariant_recipes.ledger.lines import decode_header, decode_step, load
 from tp_invariant_recipes.ledger.schema import Header, StepRecord
 from tp_invariant_recipes.reading import read_limited
@@ -58,7 +58,7 @@ def contents(file: Path, limit: int = LARGEST) -> bytes:
     except OSError as error:
         raise LedgerError(f"cannot read {file}: {error.strerror}") from error
     except ValueError as error:
-        raise LedgerError(f"cannot read {file}: {error}") from error
+        raise LedgerError(f"cannot read {file}: {reason(error)}") from error
 
 
 def parse(file: Path, data: bytes, *, progress: Progress | None = None) -> Ledger:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from torch import Tensor
 
-from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.errors import RunError, reason
 from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.kernels.quantized import E4M3, E5M2, Blocks, Quantized
@@ -98,7 +98,7 @@ def read(file: Path = BUILT_IN) -> Recording:
             raise ValueError("it holds no case")
         cases = tuple(_case(name, tensors) for name in names)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise RunError(f"{file} is no recording of tpi conformance: {error}") from error
+        raise RunError(f"{file} is no recording of tpi conformance: {reason(error)}") from error
     return Recording(f"{said.get('gpu', 'an unknown GPU')} (sm_{said.get('capability', '?').replace('.', '')})", cases)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.errors import RunError, reason
 from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.ledger.run_files import LARGEST
 from tp_invariant_recipes.reading import Record, checked, parse_json, read_limited
@@ -56,4 +56,4 @@ def _read(cache: Path) -> dict[str, CheckpointFile]:
     try:
         return checked(IndexManifest, parse_json(read_limited(file, LARGEST))).files if file.exists() else {}
     except (OSError, ValueError) as error:
-        raise RunError(f"{file}: {error}; remove {cache}, and the next attempt builds it again") from error
+        raise RunError(f"{file}: {reason(error)}; remove {cache}, and the next attempt builds it again") from error

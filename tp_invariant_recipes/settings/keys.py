@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from tp_invariant_recipes.settings.megatron_flags import FLAGS
+
 
 @dataclass(frozen=True)
 class ShortKey:
@@ -44,8 +46,13 @@ SHORT_KEYS = {
 
 
 def meant(name: str) -> list[str]:
-    """The short keys that a word of another program may mean: `learning_rate`, `--global-batch-size`, `TP`."""
+    """The keys that a word of another program may mean: `learning_rate`, `--global-batch-size`, `TP`, `--swiglu`.
+
+    Of a flag that stands for a value, with the value.
+    """
     plain = name.lstrip("-").lower().replace("-", "_")
+    if plain in FLAGS:
+        return [*FLAGS[plain]]
     words = plain.replace("_", " ")
     return [
         key.name

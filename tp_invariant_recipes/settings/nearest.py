@@ -3,10 +3,28 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+RECIPES = "_config"  # at the end of the name of a recipe
+_MODES = ("_pretrain", "_sft", "_peft")
+
+
+def did_you_mean(names: Iterable[str]) -> str:
+    """A hint that offers these names; nothing where there are none."""
+    shown = "' or '".join(names)
+    return f"; did you mean '{shown}'?" if shown else ""
+
+
+def _stem(recipe: str) -> str:
+    """What distinguishes a recipe from those of its kind."""
+    stem = recipe.removesuffix(RECIPES)
+    return next((stem.removesuffix(mode) for mode in _MODES if stem.endswith(mode)), stem)
+
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """A hint to append to an error: "; did you mean 'x'?", or the names when few, or nothing."""
     known = sorted(set(names))
+    if name.endswith(RECIPES):  # what most recipes end in says nothing about which is meant
+        stems = {_stem(one): one for one in known if one.endswith(RECIPES)}
+        return did_you_mean([stems[one] for one in get_close_matches(_stem(name), stems, n=1, cutoff=0.75)])
     close = get_close_matches(name, known, n=1, cutoff=0.6) or get_close_matches(name.lower(), known, n=1, cutoff=0.6)
     if not close and "." in name:
         # The section may be wrong while the field is right.

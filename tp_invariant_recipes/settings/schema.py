@@ -15,8 +15,8 @@ from typing import Any
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.numerics.megatron import families
-from tp_invariant_recipes.settings import field_table
-from tp_invariant_recipes.settings.nearest import nearest
+from tp_invariant_recipes.settings import conf_files, field_table, keys
+from tp_invariant_recipes.settings.nearest import did_you_mean, nearest
 from tp_invariant_recipes.settings.sections import OWN_KEYS, OWN_SECTIONS
 from tp_invariant_recipes.settings.values import WrongType, convert, named
 
@@ -85,6 +85,15 @@ def _path(section: str, sections: Mapping[str, Any]) -> str:
     if section == "dataset":
         return str(sections[section].get(PROVIDER, path))
     return str(sections[section][path]) if path == PROVIDER else path
+
+
+def keys_of(word: str) -> list[str]:
+    """The keys that a word may mean, in any section: short keys, flags of Megatron-LM, groups, and exact fields."""
+    table = field_table.read()
+    classes = BRIDGE_SECTIONS | {"model": PROVIDERS[0]}
+    found = [f"{section}.{word}" for section, path in classes.items() if word in table.get(path, ())]
+    found += [f"{section}.{word}" for section, own in OWN_SECTIONS.items() if word in fields(own)]
+    return [*(keys.meant(word) or [name for name in conf_files.group_names() if name == word.lower()] or found)]
 
 
 @functools.cache
@@ -165,7 +174,8 @@ def _converted(
             continue
         if path not in OWN_KEYS and name not in hints:
             known = (f"{section}.{name}" for name in hints)
-            problems[path] = f"{path}: no such field of {cls}{nearest(path, known)}"
+            offer = did_you_mean(keys_of(name)) or nearest(path, known)
+            problems[path] = f"{path}: no such field of {cls}{offer}"
             continue
         hint = OWN_KEYS.get(path, hints.get(name))
         try:

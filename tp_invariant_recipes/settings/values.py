@@ -14,6 +14,21 @@ if TYPE_CHECKING:
 _WORD = re.compile(r"(?!(true|false|null|nan|inf)$)[a-z_][\w./-]*", re.IGNORECASE | re.ASCII)
 
 
+# The short names of types, beside torch's own and those with "torch." before them.
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64", "fp8": "float8_e4m3fn"}
+# Type -> a value of it as one types it.
+EXAMPLES = {
+    "builtins.int": "4",
+    "builtins.float": "1e-4",
+    "builtins.bool": "true",
+    "builtins.str": "text",
+    "builtins.list": "[1,2]",
+    "builtins.tuple": "[1,2]",
+    "builtins.dict": "'{KEY: 1}'",
+    "torch.dtype": "bfloat16 (or bf16)",
+}
+
+
 class WrongType(ValueError):
     """The value does not fit; the message says what is expected."""
 
@@ -30,15 +45,21 @@ def convert(value: Any, hint: Any) -> Any:
     if isinstance(value, str):
         value = _named(value, hint)
     if isinstance(value, bool) and not _mentions(hint, bool) and _mentions(hint, int, float):
-        raise WrongType(f"expected {describe(hint)}")
+        raise WrongType(_expected(hint))
     try:
         return _adapter(hint).validate_python(value)
     except ValidationError:
-        raise WrongType(f"expected {describe(hint)}") from None
+        raise WrongType(_expected(hint)) from None
     except OSError as error:  # of a class of Bridge that looks for a file which the value names
         raise WrongType(str(error)) from None
     except (PydanticSchemaGenerationError, PydanticUserError):
         return value  # a hint that says nothing checkable; Bridge's own validation has the last word
+
+
+def _expected(hint: Any) -> str:
+    """What a hint takes, with an example that can be typed, unless its values are listed."""
+    example = next((EXAMPLES[name] for leaf in _leaves(hint) if (name := _qualified(leaf)) in EXAMPLES), None)
+    return f"expected {describe(hint)}{f', such as {example}' if example else ''}"
 
 
 def named(path: str) -> Any:
@@ -74,11 +95,13 @@ def _named(text: str, hint: Any) -> Any:
     if "torch.dtype" in map(_qualified, _leaves(hint)):
         import torch  # only here: a command that needs no tensor should not wait seconds for it
 
-        return getattr(torch, text, text)
+        name = text.removeprefix("torch.")
+        dtype = getattr(torch, DTYPES.get(name, name), None)
+        return dtype if isinstance(dtype, torch.dtype) else text
     if _mentions_callable(hint) and "." in text:
         function = named(text)
         if not callable(function):
-            raise WrongType("expected the dotted path of a function")
+            raise WrongType("expected the dotted path of a function, such as torch.nn.functional.silu")
         return function
     return text
 
@@ -89,6 +112,7 @@ def _leaves(hint: Any) -> list[Any]:
 
 
 def _qualified(leaf: Any) -> str:
+    leaf = typing.get_origin(leaf) or leaf
     return f"{getattr(leaf, '__module__', '')}.{getattr(leaf, '__name__', '')}"
 
 

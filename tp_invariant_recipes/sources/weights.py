@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from tp_invariant_recipes.errors import ConfigError, listed
+from tp_invariant_recipes.errors import ConfigError, listed, reason
 from tp_invariant_recipes.reading import MIB, open_file, parse_json, read_limited
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
@@ -91,7 +91,7 @@ def _config(folder: Path, problems: list[str]) -> dict[str, Any]:
             return config
         problems.append(f"{CONFIG} holds no fields")
     except (OSError, ValueError) as error:
-        problems.append(f"{CONFIG} cannot be read: {error}")
+        problems.append(f"{CONFIG} cannot be read: {reason(error)}")
     return {}
 
 
@@ -113,7 +113,7 @@ def _files(folder: Path, problems: list[str]) -> list[Path]:
     try:
         index = _index(folder)
     except (OSError, ValueError) as error:
-        problems.append(f"{INDEX}: {error}")
+        problems.append(f"{INDEX}: {reason(error)}")
         return []
     if index is None:
         files = sorted(folder.glob("*.safetensors"))

@@ -58,6 +58,9 @@ def export(run: Path, folder: Path, step: int | None = None, *, masters: bool = 
     Raises a TpiError: there is no checkpoint, it is damaged, the model has no architecture that is known, or the folder
     holds something. Then the folder is as it was.
     """
+    folder = folder.expanduser().absolute()
+    if folder.is_symlink() or (folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))):
+        raise ConfigError(f"{folder} is there and is no empty folder: nothing is overwritten, choose another")
     run_dir = RunDir(run)
     before = run_dir.read_run(RunFile)
     config = run_dir.read_run_config()
@@ -78,9 +81,6 @@ def export(run: Path, folder: Path, step: int | None = None, *, masters: bool = 
     if masters and config.mixed_precision is None:
         raise ConfigError(f"{run} has no master weights: its weights are fp32; leave out --masters")
     found = checkpoint_of(run_dir, before.identity_hash, step)
-    folder = folder.expanduser().absolute()
-    if folder.is_symlink() or (folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))):
-        raise ConfigError(f"{folder} is there and is no empty folder: nothing is overwritten, choose another")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with whole_folder(folder) as temporary:

@@ -21,7 +21,7 @@ from tp_invariant_recipes.check.rule import broken_rules, lines
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, given, parse_all
 from tp_invariant_recipes.data import sequences
-from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, TpiError, refuse
+from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, TpiError, reason, refuse
 from tp_invariant_recipes.files import sync_folder, write_atomically
 from tp_invariant_recipes.launch import local, plan, train
 from tp_invariant_recipes.launch.plan import Plan
@@ -66,13 +66,22 @@ DEFAULT_TOKENS = 16384  # of a forward pass, where sequences share one
 
 @dataclass(frozen=True)
 class Options:
-    """step: of a run's checkpoint; None: the newest. tokenizer: None: the folder's. tokens: of a forward pass."""
+    """step: of a run's checkpoint; None: the newest. tokenizer: None: the folder's. tokens: of a forward pass.
+
+    entropies: whether OUT must have them. against: whether it is compared with an engine's.
+    """
 
     step: int | None = None
     tokenizer: str | None = None
     tokens: int = DEFAULT_TOKENS
     ranks: bool = False
     entropies: bool = False
+    against: bool = False
+
+    @property
+    def columns(self) -> dict[str, bool]:
+        """What a new OUT has beside log-probabilities: what a temperature would change depends on the entropy."""
+        return {"ranks": self.ranks, "entropies": self.entropies or self.against}
 
 
 @dataclass(frozen=True)
@@ -126,7 +135,7 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
     refuse(problems)
     composed, checkpoint, of_weights = (_of_run if of_run else _of_folder)(source, requested, options.step)
     config = composed.config
-    if not config.numerics.invariant and options.entropies and config.layout.tp & (config.layout.tp - 1):
+    if not config.numerics.invariant and options.columns["entropies"] and config.layout.tp & (config.layout.tp - 1):
         problems.append(f"--entropy: tp={config.layout.tp} under numerics=stock: entropies need a power of two")
     problems += [f"model.{name}=0" for name in ("hidden_dropout", "attention_dropout") if config.model.get(name)]
     problems += lines(broken_rules(PendingRun(config), LAYERS))
@@ -151,7 +160,7 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
         "numerics": numerics | {"product": mode.definition(config.numerics.mode, config.device.kind)},
         "overrides": [one.text for one in composed.overrides if _kept(one)],
         "sequences": {"sha256": read.sha256, "count": read.sequences, "tokenizer": digest},
-        "columns": {"ranks": options.ranks, "entropies": options.entropies},
+        "columns": options.columns,
     }
     if config.numerics.arithmetic is None or not config.numerics.arithmetic.any_machine:
         identity["device"] = config.device.kind  # other machines may have other bits
@@ -164,11 +173,14 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
 
 
 def finished(scoring: Scoring) -> bool:
-    """Whether OUT has these scores already. Raises RunError: it has others, or was changed since."""
+    """Whether OUT has these scores, maybe with more columns. Raises RunError: it has others, or was changed since."""
     if not scoring.out.exists():
         return False
     before = _read(scoring.meta)
-    if not isinstance(before, dict) or {**before, WRITTEN: None} != {**scoring.identity, WRITTEN: None}:
+    wanted = {name for name in ("ranks", "entropies") if getattr(scoring.options, name)}
+    if not isinstance(before, dict) or not _serves(
+        {**before, WRITTEN: None}, {**scoring.identity, WRITTEN: None}, wanted
+    ):
         raise RunError(f"{scoring.out} exists and holds other scores: choose another --out FILE, or remove it")
     if before.get(WRITTEN) != (now := _described(scoring.out)):
         raise RunError(
@@ -189,6 +201,18 @@ def _described(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise RunError(f"{file}: {error.strerror or error}") from error
     return {"sha256": digest.hexdigest(), "lines": count}
+
+
+def has_entropies(scoring: Scoring) -> bool:
+    """Whether OUT, which is there, has entropies."""
+    return bool(_read(scoring.meta)["columns"]["entropies"])
+
+
+def _serves(there: Any, identity: dict[str, Any], wanted: set[str]) -> bool:
+    """Whether scores that are there are those of an identity, with the columns that are wanted or more."""
+    if not isinstance(there, dict) or not isinstance(columns := there.get("columns"), dict):
+        return False
+    return there | {"columns": None} == identity | {"columns": None} and all(columns.get(name) for name in wanted)
 
 
 def execute(scoring: Scoring, tick: Callable[[], None]) -> dict[str, Any]:
@@ -212,7 +236,7 @@ def execute(scoring: Scoring, tick: Callable[[], None]) -> dict[str, Any]:
         except OSError as error:
             raise RunError(cannot_write(described, error)) from error
         partial.logs.mkdir(exist_ok=True)
-        wanted = Wanted(scoring.options.ranks, scoring.options.entropies)
+        wanted = Wanted(**scoring.options.columns)
         do = Score(
             scoring.plan.config, scoring.checkpoint, scoring.file, scoring.tokenizer, scoring.lines, done,
             scoring.options.tokens, wanted,
@@ -321,4 +345,4 @@ def _read(file: Path) -> Any:
     try:
         return parse_json(read_limited(file, LARGEST)) if file.exists() else None
     except (OSError, ValueError) as error:
-        raise RunError(f"{file}: {error}") from error
+        raise RunError(f"{file}: {reason(error)}") from error

@@ -14,7 +14,7 @@ import numpy as np
 
 from tp_invariant_recipes.compare.deviation import FLOOR, MARGIN, SPACING, PieceError, factor_of
 from tp_invariant_recipes.compare.error_shape import rms
-from tp_invariant_recipes.errors import ConfigError, RunError, refuse
+from tp_invariant_recipes.errors import ConfigError, RunError, reason, refuse
 from tp_invariant_recipes.launch import local, train
 from tp_invariant_recipes.launch.ranks import Outcome
 from tp_invariant_recipes.plural import counted
@@ -124,7 +124,7 @@ def _read(file: Path) -> tuple[dict[str, np.ndarray], str | int | None]:
             tensors = {name: stored.get_tensor(name) for name in names}
             metadata = stored.metadata() or {}
     except (OSError, SafetensorError) as error:
-        raise RunError(f"{file}: {error}") from error
+        raise RunError(f"{file}: {reason(error)}") from error
     if not any(name.startswith(LAYERS) for name in tensors):
         raise ConfigError(f"{file} has no tensor layers.N")
     whole = {n: t.float() if t.is_floating_point() else t.to(torch.int64) for n, t in tensors.items()}

@@ -14,9 +14,9 @@ def test_cancel_ends_the_judge_before_the_array(cli, slurm, submitted):
     assert slurm.calls("scancel") == ["13", "12"]
     assert ended.out.splitlines() == [
         "12_0 v/tp1: has ended already: completed",
-        "12_1 v/tp2: cancelled (was RUNNING)",
-        "12_2 v/tp4: cancelled (was PENDING (Resources))",
-        "13 v: cancelled (was PENDING (Dependency))",
+        "12_1 v/tp2: cancelled (was running)",
+        "12_2 v/tp4: cancelled (was pending (Resources))",
+        "13 v: cancelled (was pending (Dependency))",
         "a run that can save in time does; continue it:",
         f"  sbatch --array=1 {made.directory}/job.sbatch",
     ]
@@ -25,7 +25,7 @@ def test_cancel_ends_the_judge_before_the_array(cli, slurm, submitted):
 def test_cancel_one_task_leaves_the_others(cli, slurm, submitted):
     submitted("v", cells=("tp1", "tp2"))
     slurm.scene(row("12_[0-1]", "PENDING"), row("13", "PENDING", "Dependency"))
-    assert cli("cancel", "12_1").out == "12_1 v/tp2: cancelled (was PENDING)\n"
+    assert cli("cancel", "12_1").out == "12_1 v/tp2: cancelled (was pending)\n"
     assert slurm.calls("scancel") == ["12_1"]
 
 

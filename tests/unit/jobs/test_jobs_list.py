@@ -24,8 +24,8 @@ def test_the_table_of_a_verify(cli, slurm, submitted):
     assert lines[0] == "job run state layout step loss time left"
     assert lines[1:] == [
         "12_0 v/tp1 completed 20 of 20 3.0000",
-        "12_1 v/tp2 RUNNING try 3 tp=2 dp=4 → tp=2 dp=2 7 of 20 4.3000 1-02:03:04",
-        "13 v (judge) PENDING (Dependency)",
+        "12_1 v/tp2 running try 3 tp=2 dp=4 → tp=2 dp=2 7 of 20 4.3000 1-02:03:04",
+        "13 v (judge) pending (Dependency)",
     ]
 
 

@@ -21,7 +21,7 @@ def test_logs_are_what_the_job_printed(cli, slurm, submitted):
     assert ended.err.splitlines() == [
         f"error: {made.directory}/logs/rank-7.log is not there yet; -f waits for it",
         "logs of ranks that are there: rank-1.log",
-        "12: RUNNING",
+        "12: running",
     ]
 
 
@@ -39,9 +39,9 @@ def test_logs_of_a_verify_are_those_of_its_cells_and_the_judge(cli, slurm, submi
     assert cli("logs", "v").err.splitlines() == [
         "error: no log of v is there yet; -f waits for it",
         "logs of ranks that are there: rank-0.log",
-        "12_0: PENDING",
-        "12_1: PENDING",
-        "13: PENDING (Dependency)",
+        "12_0: pending",
+        "12_1: pending",
+        "13: pending (Dependency)",
     ]
     assert "error: --rank 0 of which run? say --cell NAME: tp1, tp2" in cli("logs", "v", "--rank", "0").err
     assert "error: v has no cell tp3; did you mean 'tp2'?" in cli("logs", "v", "--cell", "tp3").err
@@ -59,7 +59,7 @@ def test_logs_of_a_job_that_waits_say_why(cli, slurm, submitted):
     assert (ended.status, ended.out) == (2, "")
     assert ended.err.splitlines() == [
         f"error: {made.directory}/logs/job-12.log is not there yet; -f waits for it",
-        "12: PENDING (Resources)",
+        "12: pending (Resources)",
     ]
 
 
@@ -75,10 +75,10 @@ def test_following_goes_on_over_a_requeue_and_ends_with_the_job(cli, slurm, subm
     ended = cli("logs", "-f", "12")
     assert (ended.status, ended.out) == (2, "one\ntwo\nthree\nlast")
     assert ended.err.splitlines() == [
-        "[12 a: PENDING (Resources)]",
-        "[12 a: RUNNING on n1]",
-        "[12 a: PENDING (BeginTime)]",
-        "[12 a: RUNNING on n1]",
+        "[12 a: pending (Resources)]",
+        "[12 a: running on n1]",
+        "[12 a: pending (BeginTime)]",
+        "[12 a: running on n1]",
         "12 a: failed: no room",
     ]
 

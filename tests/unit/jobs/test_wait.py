@@ -21,11 +21,11 @@ def test_wait_goes_on_over_a_requeue_and_says_what_changes(cli, slurm, submitted
     ended = cli("wait", "12")
     assert (ended.status, ended.out) == (0, "12 a: completed at step 20 of 20, loss 3.0000\n")
     assert ended.err.splitlines() == [
-        "12 a: PENDING (Resources)",
-        "12 a: RUNNING on n1",
-        "12 a: COMPLETING",
-        "12 a: PENDING (BeginTime)",
-        "12 a: RUNNING try 2 on n1",
+        "12 a: pending (Resources)",
+        "12 a: running on n1",
+        "12 a: completing",
+        "12 a: pending (BeginTime)",
+        "12 a: running try 2 on n1",
     ]
 
 
@@ -37,7 +37,7 @@ def test_wait_gives_the_files_time_to_be_seen(cli, slurm, submitted):
         slurm.scene(row("12", "COMPLETED"))
     slurm.scene(row("12", "COMPLETED"), before=made.end(outcome="completed"))
     ended = cli("wait", "a")
-    assert (ended.status, ended.out) == (0, "12 a: COMPLETED\n")
+    assert (ended.status, ended.out) == (0, "12 a: completed\n")
     assert len(slurm.calls("squeue")) == 7
 
 
@@ -82,7 +82,7 @@ def test_wait_prints_why_a_run_failed(cli, slurm, submitted):
     now(made.attempt(outcome="failed", why="rank 1 was killed by SIGKILL\nits log: [b]x[/b]"))
     slurm.scene(row("12", "FAILED"))
     ended = cli("wait", "12")
-    assert (ended.status, ended.out) == (2, "12 a: FAILED: rank 1 was killed by SIGKILL\nits log: [b]x[/b]\n")
+    assert (ended.status, ended.out) == (2, "12 a: failed: rank 1 was killed by SIGKILL\nits log: [b]x[/b]\n")
 
 
 VERDICTS = (
@@ -105,7 +105,7 @@ def test_wait_for_a_verify_ends_with_the_status_of_the_verdict(cli, slurm, submi
     slurm.scene(row("13", "COMPLETED"), before=made.put(made.directory / "verify.json", result))
     ended = cli("wait", "v")
     failed = ["12_1 v/tp2: failed: no room"] if outcome == "failed" else []
-    assert (ended.status, ended.out.splitlines()) == (status, [*failed, f"13 v: {verdict}: {verdict}: in a line"])
+    assert (ended.status, ended.out.splitlines()) == (status, [*failed, f"12 v: {verdict}: in a line"])
 
 
 def test_wait_for_several_ends_with_the_worst_status(cli, slurm, submitted):
@@ -118,7 +118,7 @@ def test_wait_for_several_ends_with_the_worst_status(cli, slurm, submitted):
     slurm.scene()
     ended = cli("wait", "a", "v")
     assert ended.status == 1
-    assert [line.split(":")[0] for line in ended.out.splitlines()] == ["12 a", "15 v"]
+    assert [line.split(":")[0] for line in ended.out.splitlines()] == ["12 a", "14 v"]
 
 
 def test_wait_no_longer_than_it_may(cli, slurm, submitted):
@@ -126,7 +126,7 @@ def test_wait_no_longer_than_it_may(cli, slurm, submitted):
     slurm.scene(row("12", "PENDING", "Priority"))
     ended = cli("wait", "12", "--timeout", "0.2")
     assert (ended.status, ended.out) == (2, "")
-    assert ended.err.endswith("error: not ended after 0.2 s:\n  12 a: PENDING (Priority)\n")
+    assert ended.err.endswith("error: not ended after 0.2 s:\n  12 a: pending (Priority)\n")
 
 
 def test_a_controller_that_is_away_for_a_while_does_not_end_a_wait(cli, slurm, submitted):

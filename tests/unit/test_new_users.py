@@ -1,0 +1,125 @@
+"""Dead ends of people who come from Megatron-LM or type a first command: each message says how to go on."""
+
+import json
+
+import pytest
+import torch
+
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.data import examples, sequences
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.settings import conf_files, field_table, schema
+from tp_invariant_recipes.settings.keys import SHORT_KEYS
+from tp_invariant_recipes.settings.megatron_flags import FLAGS
+from tp_invariant_recipes.settings.nearest import nearest
+from tp_invariant_recipes.settings.values import WrongType, convert
+from tp_invariant_recipes.workflows import score
+
+
+def problems(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        compose("qwen3_toy", overrides, device="cpu")
+    return caught.value.problems
+
+
+def test_every_flag_of_megatron_leads_to_a_key():
+    table = field_table.read()
+    classes = schema.BRIDGE_SECTIONS | {"model": schema.PROVIDERS[0]}
+    own = {f"{section}.{name}" for section, cls in schema.OWN_SECTIONS.items() for name in schema.fields(cls)}
+    known = own | {f"{section}.{name}" for section, path in classes.items() for name in table.get(path, ())}
+    options = {f"{group}={option}" for group, names in conf_files.groups().items() for option in names}
+    for flag, keys in FLAGS.items():
+        for key in keys:
+            assert key in options | SHORT_KEYS.keys() or key.partition("=")[0] in known, (flag, key)
+
+
+GUESSES = (
+    ("swiglu=true", "model.gated_linear_unit=true"),
+    ("apply_layernorm_1p=true", "model.layernorm_zero_centered_gamma=true"),
+    ("group_query_attention=true", "model.num_query_groups"),
+    ("decoder_first_pipeline_num_layers=3", "model.num_layers_in_first_pipeline_stage"),
+    ("log_interval=1", "logger.log_interval"),
+    ("train.log_interval=1", "logger.log_interval"),
+    ("train.lr=1", "lr"),
+    ("megatron.lr=1", "lr"),
+    ("trainer.max_steps=3", "iters"),
+    ("run.virtual_shards=3", "numerics.virtual_shards"),
+    ("model.num_layer=3", "model.num_layers"),
+)
+
+
+@pytest.mark.parametrize("typed, key", GUESSES, ids=[typed for typed, _ in GUESSES])
+def test_a_name_of_elsewhere_leads_to_its_key(typed, key):
+    (problem,) = problems(typed)
+    assert problem.endswith(f"; did you mean '{key}'?")
+
+
+def test_the_kind_of_a_recipe_makes_no_guess():
+    names = ["qwen3_8b_pretrain_config", "gpt_oss_20b_pretrain_config", "llama3_8b_sft_config"]
+    assert nearest("gpt3_175b_pretrain_config", names) == ""
+    assert nearest("qwen3_8bb_pretrain_config", names) == "; did you mean 'qwen3_8b_pretrain_config'?"
+
+
+@pytest.mark.parametrize("text", ("bfloat16", "torch.bfloat16", "bf16"))
+def test_a_dtype_has_the_names_that_people_type(text):
+    assert convert(text, torch.dtype) is torch.bfloat16
+
+
+@pytest.mark.parametrize("text", ("nn", "torch.nn", "float65", "b"))
+def test_another_name_is_no_dtype_and_an_example_follows(text):
+    with pytest.raises(WrongType, match=r"expected dtype, such as bfloat16 \(or bf16\)"):
+        convert(text, torch.dtype)
+
+
+def test_score_names_every_file_that_is_unfit_before_it_reads_weights(cli, tmp_path, monkeypatch):
+    monkeypatch.setattr(score, "new", lambda *_: pytest.fail("the weights were read"))
+    for name, text in (("bad.jsonl", "x"), ("talk.jsonl", json.dumps({"messages": []}))):
+        (tmp_path / name).write_text(text)
+    against = ["--against", tmp_path / "bad.jsonl", "--against", tmp_path / "none.jsonl"]
+    files = ["--hidden", tmp_path / "h", "--page", tmp_path, "--out", tmp_path / "no" / "out"]
+    ended = cli("score", *map(str, [tmp_path, tmp_path / "talk.jsonl", *against, *files]))
+    assert (ended.status, ended.out) == (2, "")
+    text = " ".join(ended.err.split())
+    for words in (
+        "talk.jsonl: its first line: none of tokens, text, prompt with response; its keys: 'messages'; apply your chat",
+        "bad.jsonl: its first line: not JSON",
+        "none.jsonl: No such file or directory",
+        "h: there is no such file",
+        "no is no folder",
+        "that is a folder; name a file",
+    ):
+        assert words in text
+    assert "[Errno" not in text
+
+
+COLUMNS = {"ranks": False, "entropies": False}
+
+
+@pytest.mark.parametrize(
+    "there, wanted, serves",
+    (
+        (COLUMNS, set(), True),
+        (COLUMNS | {"entropies": True}, set(), True),
+        (COLUMNS, {"entropies"}, False),
+        (COLUMNS | {"ranks": True}, {"ranks"}, True),
+        (None, set(), False),
+    ),
+)
+def test_scores_that_are_there_serve_if_they_have_what_is_wanted(there, wanted, serves):
+    identity = {"weights": 1, "columns": COLUMNS | {"entropies": True}}  # as --against asks for
+    assert score._serves({"weights": 1, "columns": there}, identity, wanted) is serves
+    assert not score._serves({"weights": 2, "columns": there}, identity, wanted)
+
+
+def test_a_conversation_without_preprocessing_names_the_setting(tmp_path):
+    (tmp_path / "training.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n")
+    with pytest.raises(ConfigError, match=r"cfg\.dataset\.preprocessing = ChatSFTPreprocessingConfig"):
+        examples.read_examples(tmp_path, ["training.jsonl"], None, ("input", "output"), chat=False)
+    with pytest.raises(ValueError, match="chat template"):
+        sequences.parse(b'{"messages": []}', 1, 10, None)
+
+
+def test_a_dry_run_that_a_machine_cannot_start_prints_the_memory(cli, no_gpus):
+    ended = cli("train", "qwen3_toy", "device=gpu", "--dry-run")
+    assert ended.status == 2
+    assert ended.out.startswith("memory of the fullest rank, about:\n  weights")
