@@ -211,7 +211,7 @@ def has_entropies(scoring: Scoring) -> bool:
 def _serves(there: Any, identity: dict[str, Any], wanted: set[str]) -> bool:
     """Whether scores that are there are those of an identity, with the columns that are wanted or more."""
     if not isinstance(there, dict) or not isinstance(columns := there.get("columns"), dict):
-        return False
+        return there == identity
     return there | {"columns": None} == identity | {"columns": None} and all(columns.get(name) for name in wanted)
 
 
