@@ -9,7 +9,7 @@ from tp_invariant_recipes.check.rule import Rule, RulePhase, broken_rules, lines
 from tp_invariant_recipes.config import adjusted, hydra_tree
 from tp_invariant_recipes.config.overrides import Override
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.settings import schema
+from tp_invariant_recipes.settings import conf_files, schema
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
 from tp_invariant_recipes.settings.nearest import did_you_mean, nearest
 from tp_invariant_recipes.settings.sections import PATHS
