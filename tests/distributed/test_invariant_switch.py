@@ -126,7 +126,8 @@ def test_a_plain_program_has_one_result(bridge, bf16, fields, steps):
 @PROGRAMS
 def test_without_the_switch_it_has_several(bridge, bf16, fields, steps):
     one, two = (on_ranks(t, V, switched, "0", program, bf16, fields, steps) for t in (1, 2))
-    assert one[0][0] != two[0][0]
+    a, b = (put_together([weights for _, weights in ranks]) for ranks in (one, two))
+    assert [name for name in a if not same_bits(a[name], b[name])]  # a loss is one number: a rounding may hide it
 
 
 def test_a_sequence_that_fills_no_vectors_of_a_routers_is_refused(bridge):

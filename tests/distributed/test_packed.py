@@ -207,7 +207,7 @@ def test_torchs_own_sums_of_learned_positions_depend_on_packing(mine, shared):
     fault = without("LanguageModelEmbedding.__init__")
     packed, alone = _both(shared, "torchs", "packed", "alone", *GPT, fault=fault)
     assert packed[0].loss == alone[0].loss
-    assert packed[0].grad_norm != alone[0].grad_norm
+    assert packed[0].gradients != alone[0].gradients
 
 
 # What is left out -> what then depends on packing.
@@ -220,8 +220,8 @@ def test_each_ingredient_is_needed(row_by_row, shared, left_out):
     fault, differs = INGREDIENTS[left_out]
     name = f"without-{differs}"
     shared("train", *PACKED, f"run.dir={name}", before=_planted(_in_order, fault), status=0)
-    first = shared.ledger(name)[0]
-    assert getattr(first, differs) != getattr(row_by_row[0], differs)
+    without, with_it = ([getattr(step, differs) for step in of] for of in (shared.ledger(name), row_by_row))
+    assert without != with_it  # in a step: of one number a rounding may hide it
 
 
 @pytest.mark.release

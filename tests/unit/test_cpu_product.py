@@ -73,12 +73,51 @@ def test_bf16_is_multiplied_in_fp32():
     assert same_bits(cpu.partials(a, b, SHARDS, (128,)), expected)
 
 
-def test_the_layers_of_a_model_are_multiplied_in_one_call():
-    """Else this would be right and as slow as before."""
+def _in_order(a, b):
+    """A product whose every number is summed from the first to the last, whatever the shapes and the processor."""
+    total = torch.zeros(*a.shape[:-1], b.shape[-1])
+    for n in range(a.shape[-1]):
+        total = total + a[..., n, None] * b[..., n, None, :]
+    return total
+
+
+def _by_width(a, b):
+    """One that sums from the last number where the result is wide, as a library may choose by the shape."""
+    return _in_order(a, b) if b.shape[-1] < 384 and a.ndim == 2 else _in_order(a.flip(-1), b.flip(-2))
+
+
+@pytest.mark.parametrize(
+    "library, in_one_call", ((_in_order, True), (_by_width, False)), ids=("of one order", "of two")
+)
+def test_layers_are_multiplied_in_one_call_where_a_library_keeps_the_bits(monkeypatch, library, in_one_call):
+    """Else this would be right and as slow as before. Which of these a library is depends on the processor."""
+    shapes = []
+
+    def counted(a, b):
+        shapes.append((a.shape, b.shape))
+        return library(a, b)
+
+    counted.__name__ = "counted"
+    monkeypatch.setattr(torch, "mm", counted)
+    monkeypatch.setattr(torch, "bmm", counted)
     a, b = operand(128, 128, dtype=torch.bfloat16), operand(128, 384, dtype=torch.bfloat16, transposed=True)
-    cpu.product(a, b, 1, SHARDS)
-    cpu.partials(a, b, SHARDS, (128,))
-    assert list(cpu._together_is_right.values()) == [True, True]
+    for call, expected in (
+        (
+            lambda: cpu.product(a, b, 1, SHARDS),
+            torch.cat([_in_order(a.float(), y.float()) for y in b.chunk(SHARDS, 1)], 1),
+        ),
+        (
+            lambda: cpu.partials(a, b, SHARDS, (128,)),
+            torch.stack(
+                [library(x.float(), y.float()) for x, y in zip(a.chunk(SHARDS, 1), b.chunk(SHARDS), strict=True)]
+            ),
+        ),
+    ):
+        call()  # tries
+        shapes.clear()
+        assert same_bits(call(), expected)
+        assert len(shapes) == (1 if in_one_call else SHARDS)
+    assert list(cpu._together_is_right.values()) == [in_one_call] * 2
 
 
 def _in_another_order(a, b):

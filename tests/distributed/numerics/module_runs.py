@@ -177,11 +177,12 @@ class OnAllDegrees:
 def inaccurate(found: dict[str, Tensor], stock: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, tuple]:
     """The tensors that are clearly further from an fp64 reference than stock's are: name → their error, stock's.
 
-    An error is the norm of the difference, as a part of the reference's. Stock's own is that of the dtype's roundings,
-    and depends a little on which; in fp32 it is so small that a sum of another order shows.
+    An error is the norm of the difference, as a part of the reference's. Stock's own is that of the dtype's roundings.
+    In fp32 the order of sums decides it, which the processor's instructions choose: under four sets of them
+    either had errors of 4e-7 to 3.5e-6, up to 2.6 times the other's. An operand rounded to TF32 has 2**-12.
     """
     errors = {name: [_error(of[name], exact[name]) for of in (found, stock)] for name in exact}
-    return {name: (ours, its) for name, (ours, its) in errors.items() if not ours <= 1.25 * its + 2.0**-20}
+    return {name: (ours, its) for name, (ours, its) in errors.items() if not ours <= 1.25 * its + 2.0**-18}
 
 
 def _error(found: Tensor, exact: Tensor) -> float:
