@@ -95,3 +95,15 @@ def test_a_table_that_a_program_reads_has_no_box_and_whole_rows(capsys):
     assert row.rstrip().endswith("word end")
     terminal.console(force_terminal=True, width=40).print(Table("first"))
     assert "━" in capsys.readouterr().out
+
+
+def test_output_to_a_terminal_that_hung_up_is_dropped():
+    """A write to it fails with EIO, which of a file means that its disk is broken."""
+    other, end = os.openpty()
+    os.close(other)
+    stream = terminal._stream(end, line_buffering=True)
+    print("a line", file=stream)
+    assert stream.buffer.raw.gone
+    print("another line", file=stream)
+    os.close(end)
+    assert not terminal._Surviving(os.open(os.devnull, os.O_WRONLY), "w")._reader_gone(OSError(28, "disk full"))

@@ -70,3 +70,23 @@ def test_a_step_of_an_earlier_attempt_is_none_of_this_one(tmp_path: Path):
     progress.write_text("{}\n")
     assert stepped()
     assert not local._stepped(progress)()
+
+
+def test_a_hangup_asks_once_to_save_and_stop():
+    with ranks.stopping() as stop:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert (stop.requests, stop.interrupted, stop.resumable) == (1, False, False)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requests == 2
+
+
+def test_nohup_stays_in_force():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ranks.stopping() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.signals == 0
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

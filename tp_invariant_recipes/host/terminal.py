@@ -4,9 +4,11 @@ Output whose reader has gone is dropped, so `tpi … | head -1` neither stops a 
 Control characters in text become visible, so a name or a log of a stranger cannot control the terminal.
 """
 
+import errno
 import io
 import json
 import os
+import stat
 import sys
 from collections.abc import Iterable
 from typing import Any, TextIO
@@ -28,12 +30,19 @@ class _Surviving(io.FileIO):
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
-        except ConnectionError:  # EPIPE of a pipe, ECONNRESET of a socket
+        except OSError as error:
+            if not self._reader_gone(error):
+                raise
             self.gone = True
             sink = os.open(os.devnull, os.O_WRONLY)
             os.dup2(sink, self.fileno(), os.get_inheritable(self.fileno()))  # also for what libraries in C++ write
             os.close(sink)
             return memoryview(data).nbytes
+
+    def _reader_gone(self, error: OSError) -> bool:
+        """Whether a pipe or a socket has no reader any more, or a terminal has hung up."""
+        hung_up = error.errno == errno.EIO and stat.S_ISCHR(os.fstat(self.fileno()).st_mode)
+        return isinstance(error, ConnectionError) or hung_up
 
 
 def install() -> None:

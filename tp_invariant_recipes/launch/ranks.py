@@ -85,7 +85,7 @@ class PeersHang(Exception):
 class Stop:
     """The signals that came, and what they ask for.
 
-    requests:    SIGTERM or Ctrl-C: once to save and stop, twice to stop now.
+    requests:    SIGTERM, SIGHUP or Ctrl-C: once to save and stop, twice to stop now.
     requeue:     SIGUSR1: save and stop, but only to go on in another job; never more than that.
     interrupted: whether one of the requests was Ctrl-C.
     """
@@ -107,17 +107,25 @@ class Stop:
 
 @contextmanager
 def stopping() -> Iterator[Stop]:
-    """SIGTERM, Ctrl-C and SIGUSR1 are noted instead of raised, so that ranks can save."""
+    """SIGTERM, SIGHUP, Ctrl-C and SIGUSR1 are noted instead of raised, so that ranks can save.
+
+    SIGHUP stays ignored under nohup. A terminal that closes sends it more than once, so it asks once.
+    """
     stop = Stop()
 
     def note(number: int, _: Any) -> None:
         if number == signal.SIGUSR1:
             stop.requeue = True
+        elif number == signal.SIGHUP:
+            stop.requests = max(stop.requests, 1)
         else:
             stop.requests += 1
             stop.interrupted |= number == signal.SIGINT
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield stop
     finally:

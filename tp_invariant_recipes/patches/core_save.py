@@ -27,7 +27,7 @@ def queue_in_this_process(original: Callable[..., Any]) -> Callable[..., Any]:
             return queue.Queue()
         if filesystem_async._results_queue is None:
             manager = SyncManager(ctx=get_context(mp_mode))
-            manager.start(parent.serve_it)
+            manager.start(parent.serve_starter)
             filesystem_async._results_queue = manager.Queue()
         return filesystem_async._results_queue
 

@@ -41,9 +41,10 @@ def run[T](model: str, function: Callable[[], T]) -> T:
     sys.stdout.flush()
     sys.stderr.flush()
     with tempfile.TemporaryFile() as report:
+        starter = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _answer(model, function, report)
+            _answer(model, function, report, starter)
         try:
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         except BaseException:  # Ctrl-C
@@ -60,12 +61,12 @@ def run[T](model: str, function: Callable[[], T]) -> T:
     return outcome
 
 
-def _answer(model: str, function: Callable[[], Any], report: Any) -> NoReturn:
+def _answer(model: str, function: Callable[[], Any], report: Any, starter: int) -> NoReturn:
     """Call the function, write what it returns and what it raises, and end this process."""
     status = 1
     try:
         be_one()
-        parent.end_with_it()
+        parent.end_with_it(starter)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent: KeyboardInterrupt is the recipe's own
         os._exit = _say_where
         outcome: Any = None

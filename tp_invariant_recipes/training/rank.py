@@ -1,7 +1,6 @@
 """One rank of a run: open its log, set its environment, build its configuration, run Bridge's pretrain()."""
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -156,7 +156,12 @@ def pretrain(config: RunConfig, callbacks: list) -> None:
         callbacks = [heartbeat.First(partial(hang_timeout.takes_long, config)), *callbacks, heartbeat.Last()]
         # A guard's come first: what is replaced next adds up the passes of a step, and not those that a guard repeats.
         rows = [row for one in callbacks for row in getattr(one, "replacements", tuple)()]
-        rows += [*replacements.replacements(config.numerics), FAILURE_TIME, *written_hashes.REPLACEMENTS]
+        rows += [
+            *replacements.replacements(config.numerics),
+            FAILURE_TIME,
+            SILENT_HANDLER,
+            *written_hashes.REPLACEMENTS,
+        ]
         if peft.adapts(config):
             rows += adapters.replacements(config.numerics, config.section("rng")["seed"], config.weights.folder)
         stack.enter_context(applied(rows))
@@ -191,15 +196,21 @@ FAILURE_TIME = Replacement(
     "it disconnects the other ranks, which may then note their failure before this rank does",
 )
 
+# Its one caller is the handler of SIGTERM. Bridge's loop logs later that it stops.
+SILENT_HANDLER = Replacement(
+    "megatron.bridge.training.utils.sig_utils:print_rank_0",
+    lambda original: lambda message: None,
+    "a handler that prints fails where it interrupts a print, and the checkpoint is lost",
+)
+
 
 def _die_with_launcher() -> None:
-    """Die when the launcher dies, even by SIGKILL. Ignore Ctrl-C, which a terminal sends to every process, and SIGUSR1,
-    which SLURM sends to every process of a job's step: both are for the launcher.
+    """Die when the launcher dies, even by SIGKILL. Ignore what is for the launcher: Ctrl-C and SIGHUP, which a terminal
+    sends to every process, and SIGUSR1, which SLURM sends to every process of a job's step.
     """
-    launcher = multiprocessing.parent_process()
-    parent.end_with_it(None if launcher is None else launcher.pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    parent.end_with_starter()
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until Bridge takes it over to save first
 
 
@@ -208,6 +219,14 @@ def _threads() -> None:
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if "torch" in sys.modules and threads.isdecimal() and int(threads) > 0:
         sys.modules["torch"].set_num_threads(int(threads))
+
+
+def _track_resources_here() -> None:
+    """Start a resource tracker of this rank's own when it is needed: what it says of a killed rank is for the rank's
+    log. The launcher's, which the rank has inherited, would warn on the user's terminal.
+    """
+    tracker: Any = resource_tracker._resource_tracker
+    tracker._fd = tracker._pid = None
 
 
 class _Tee:
@@ -231,6 +250,7 @@ def _logged(run_dir: RunDir, rank_info: RankInfo) -> Iterator[None]:
     log = os.open(run_dir.rank_log(rank_info.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
+    _track_resources_here()
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115 -- for the whole process
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
     if rank_info.rank in (0, rank_info.world_size - 1):
