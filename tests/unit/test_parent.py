@@ -6,8 +6,9 @@ import signal
 import time
 
 import pytest
+import torch
 
-from tp_invariant_recipes.host import parent
+from tp_invariant_recipes.host import forking, parent
 
 
 def _child(function, go, pipe):
@@ -67,3 +68,29 @@ def test_a_process_that_serves_ignores_what_is_for_its_starter():
     assert ours.poll(10)
     process.join()
     assert process.exitcode == 0
+
+
+def _probe(pipe):
+    """A launcher that asks whether a fork can use a GPU, whose driver never answers."""
+
+    def hang(*_, **__):
+        pipe.send(os.getpid())
+        time.sleep(60)
+
+    torch.ones = hang
+    forking._fork_uses_gpu()
+
+
+def test_a_probe_of_the_gpu_ends_with_its_launcher():
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    launcher = context.Process(target=_probe, args=(theirs,))
+    launcher.start()
+    theirs.close()
+    assert ours.poll(10)
+    ours.recv()
+    launcher.kill()
+    launcher.join()
+    assert ours.poll(10)
+    with pytest.raises(EOFError):
+        ours.recv()

@@ -9,6 +9,8 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 
+from tp_invariant_recipes.host import parent
+
 LIMIT = 60.0  # seconds that the forked process gets to use a GPU
 # Set after the import: the first two by the launcher, and a rank reads them by itself (training/rank.py), as Gloo does;
 # the next two by scikit-learn, which transformers may import late, the last by torch's compiler as it is imported. A
@@ -47,10 +49,12 @@ def _fork_uses_gpu() -> bool:
     """Whether a process forked now can make a tensor on a GPU, within LIMIT."""
     import torch
 
+    starter = os.getpid()
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
+            parent.end_with_it(starter)  # the driver may keep it for long
             status = int(torch.ones(1, device="cuda").item() != 1)
         finally:
             os._exit(status)
