@@ -110,7 +110,7 @@ def become(arguments: Sequence[str], streams: Sequence[int], main: Callable[[], 
             os.dup2(stream, number)
         sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 -- for the whole process
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         sys.argv = ["tpi", *arguments]
         main()

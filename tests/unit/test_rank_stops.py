@@ -72,7 +72,8 @@ def test_a_step_of_an_earlier_attempt_is_none_of_this_one(tmp_path: Path):
     assert not local._stepped(progress)()
 
 
-def test_a_hangup_asks_once_to_save_and_stop():
+def test_a_hangup_asks_once_to_save_and_stop(monkeypatch):
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_DFL)  # pytest may run under nohup
     with ranks.stopping() as stop:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGHUP)
