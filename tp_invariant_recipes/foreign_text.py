@@ -2,6 +2,8 @@
 
 import re
 
+LONGEST = 300  # characters of a foreign message
+
 # C0 but tab and newline, DEL, C1, bidirectional controls, and surrogates, which no encoding of a terminal can hold.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -14,6 +16,13 @@ def visible(text: str) -> str:
 def one_line(text: str) -> str:
     """The text on one line: newlines and tabs become escapes, too."""
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def first_line(text: str) -> str:
+    """The first line of another program's message: what follows may be a tensor, or thousands of names."""
+    lines = text.strip().splitlines() or [""]
+    cut = lines[0] if len(lines[0]) <= LONGEST else f"{lines[0][:LONGEST]} …"
+    return cut if len(lines) == 1 or cut.endswith("…") else f"{cut} …"
 
 
 def _escape(match: re.Match[str]) -> str:

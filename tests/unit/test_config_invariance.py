@@ -11,6 +11,7 @@ from tests.trees import with_fields
 from tp_invariant_recipes.check.invariant import shards
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.settings import schema
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 TREE = compose("qwen3_toy", ["numerics=tree"], device="cpu").config
@@ -101,7 +102,8 @@ def test_what_stock_numerics_would_refuse_too_does_not_end_with_stock(override):
     assert "numerics" not in refused(override)
 
 
-def test_a_field_of_the_model_that_no_rule_knows_is_refused_by_name():
+def test_a_field_of_the_model_that_no_rule_knows_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(schema, "is_default", lambda *field: False)  # asks Bridge
     unknown = {"model__test_mode": True, "model__a_field_of_a_later_release": 1, "model__use_mup": None}
     assert limits_of(with_fields(TREE, **unknown)) == [
         f"numerics=tree: model.{name}: the invariant numerics do not know this field; leave it unset"

@@ -69,9 +69,18 @@ def _initial_adapters(config: RunConfig, fields: Mapping[str, Any]) -> str | Non
     )
 
 
+def _shared_by_experts(config: RunConfig, fields: Mapping[str, Any]) -> str | None:
+    """Only grouped experts can share an adapter."""
+    grouped = config.numerics.invariant or config.model.get("moe_grouped_gemm")
+    if grouped or not fields.get("share_expert_adapters") or not lora.of_experts(config, fields):
+        return None
+    key = "peft.share_expert_adapters"
+    return f"{key}=true: experts that are not grouped have an adapter each; {key}=false, or numerics=tree"
+
+
 def _rule(test: Callable[[RunConfig, Mapping[str, Any]], str | None]) -> Rule[RunConfig]:
     """A rule of a run with adapters, and of its section."""
     return Rule(RulePhase.FEATURES, lambda t: test(t, peft.section(t) or {}), needs=peft.adapts)
 
 
-RULES = tuple(map(_rule, (_unknown, _divided, _latents, _base, _methods, _initial_adapters)))
+RULES = tuple(map(_rule, (_unknown, _divided, _latents, _base, _methods, _initial_adapters, _shared_by_experts)))

@@ -25,7 +25,9 @@ def _divides(name: str, degree: Callable[[Layout], int], *numbers: str) -> Calla
             return None
         common = math.gcd(*totals.values())
         fits = ", ".join(str(n) for n in range(1, min(common, LARGEST_LISTED) + 1) if common % n == 0)
-        return f"{name}={d} does not divide {', '.join(wrong)}; {name} can be {fits}"
+        size = totals.get("model.vocab_size", 0)
+        longer = f"; or model.vocab_size={-(-size // d) * d}" if size % d else ""
+        return f"{name}={d} does not divide {', '.join(wrong)}; {name} can be {fits}{longer}"
 
     return rule
 

@@ -1,10 +1,11 @@
 """Settings that must fit each other in any layout; and those that tpi decides itself."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from tp_invariant_recipes.check.rule import Rule, RulePhase
+from tp_invariant_recipes.fields.field import as_text
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.settings import peft
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -12,6 +13,8 @@ from tp_invariant_recipes.settings.values import value_text
 
 # Services that keep the curves of many runs.
 EXPERIMENTS = ("wandb", "mlflow", "comet")
+# The field of each that logging.project is.
+_PROJECTS = {"wandb": "wandb_project", "mlflow": "mlflow_experiment", "comet": "comet_project"}
 # What Bridge takes for a wish to log there, whatever `logging=` says.
 _LOGGER_FIELDS = (
     *("wandb_project", "mlflow_experiment", "mlflow_run_name", "mlflow_tracking_uri", "mlflow_tags"),
@@ -63,6 +66,11 @@ def _loggers(config: RunConfig) -> list[str]:
         if config.logging.kind != service:
             idle = sorted(name for name in of_service if name.startswith(f"{service}_"))
             found += [f"logger.{name}: without logging={service} nothing reads it; leave it out" for name in idle]
+    field, project = f"logger.{_PROJECTS.get(config.logging.kind)}", config.logging.project
+    if config.logging.kind in EXPERIMENTS and _at(config, field) != project:
+        found.append(
+            f"{field}={_at(config, field)} beside logging.project={project}; project={_at(config, field)} sets both"
+        )
     if config.logging.kind not in EXPERIMENTS:
         services = ", ".join(EXPERIMENTS)
         named = {"project": config.logging.project, "name": config.logging.name}
@@ -202,6 +210,19 @@ def _tokens(config: RunConfig) -> str | None:
     return None
 
 
+def unpadded(config: RunConfig, typed: Collection[str]) -> list[str]:
+    """What is wrong with padding a vocabulary whose size is set. typed: the paths that the command line sets."""
+    size, multiple = config.model["vocab_size"], config.model.get("make_vocab_size_divisible_by") or 128
+    padded = -(-size // multiple) * multiple
+    keys = ("model.make_vocab_size_divisible_by", "model.should_pad_vocab")
+    why = f"Megatron-Bridge pads no vocabulary whose size is set; model.vocab_size={padded}"
+    return [
+        f"{key}={as_text(_at(config, key))}: {why}"
+        for key in keys
+        if key in typed and _at(config, key) and size != padded
+    ]
+
+
 def _mask(config: RunConfig) -> str | None:
     if not _at(config, "dataset.reset_attention_mask"):
         return None
@@ -268,14 +289,34 @@ def _experts_bias(config: RunConfig) -> str | None:
     return f"{key}: checkpoints of adapters lack the experts' bias, so it must stay; {key}=0"
 
 
-def _of_gpus(path: str) -> Callable[[RunConfig], str | None]:
+def _of_gpus(path: str, why: str = "it reads a GPU") -> Callable[[RunConfig], str | None]:
     """The rule that a field is for GPUs."""
 
     def rule(config: RunConfig) -> str | None:
         wrong = config.device.kind == "cpu" and _at(config, path)
-        return f"{path}=true: it reads a GPU; {path}=false, or device=gpu" if wrong else None
+        return f"{path}=true: {why}; {path}=false, or device=gpu" if wrong else None
 
     return rule
+
+
+def _resumable(name: str) -> Callable[[RunConfig], str | None]:
+    """The rule that a checkpoint has what --resume reads."""
+    key = f"checkpoint.{name}"
+    why = f"{key}=false: a run could not be resumed; {key}=true"  # a row of coverage/ says it of invariant numerics
+    return lambda config: None if config.numerics.invariant or _at(config, key) is not False else why
+
+
+def _tied_ahead(config: RunConfig) -> str | None:
+    """SIGTERM saves a checkpoint of every run, and digests have its names."""
+    model = config.model
+    if not (model.get("mtp_num_layers") and model.get("share_embeddings_and_output_weights")):
+        return None
+    if model["pipeline_model_parallel_size"] == 1:
+        return None
+    return (
+        "Megatron-Core cannot save a tied embedding beside multi-token prediction; pp=1, or "
+        "model.share_embeddings_and_output_weights=false"
+    )
 
 
 def _async_save(config: RunConfig) -> str | None:
@@ -315,6 +356,10 @@ TESTS: tuple[Callable[[RunConfig], str | list[str] | None], ...] = (
     _async_save,
     _centred,
     _experts_bias,
+    _resumable("save_optim"),
+    _resumable("save_rng"),
+    _tied_ahead,
+    _of_gpus("optimizer.optimizer_cpu_offload", "the optimizer is on the CPU already"),
     _of_gpus("profiling.use_nsys_profiler"),
     _of_gpus("profiling.record_memory_history"),
     _of_gpus("logger.log_energy"),

@@ -1,17 +1,19 @@
 """Compose `conf/` and the command line's overrides into a RunConfig, with every mistake in one message."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from tp_invariant_recipes.check import relations
 from tp_invariant_recipes.check.configuration import check
 from tp_invariant_recipes.check.rule import lines
 from tp_invariant_recipes.config import adjusted, graph_choice, hydra_tree, lookup
 from tp_invariant_recipes.config.override_rules import sound_overrides
-from tp_invariant_recipes.config.overrides import Override, parse, parse_all
+from tp_invariant_recipes.config.overrides import Override, of_two_keys, parse, parse_all
 from tp_invariant_recipes.config.recipe_question import question, read_recipe
 from tp_invariant_recipes.config.sections import RECIPES_OWN, checked_sections
-from tp_invariant_recipes.errors import ConfigError, refuse
+from tp_invariant_recipes.errors import OR_STOCK, ConfigError, refuse
+from tp_invariant_recipes.numerics.mode import STOCK
 from tp_invariant_recipes.settings import conf_files
 from tp_invariant_recipes.settings.nearest import nearest
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -69,6 +71,7 @@ def _compose(
     problems = conf_files.problems()
     requested = parse_all(overrides)
     known = _is_known(model, requested, problems)
+    problems += of_two_keys(requested)
     sound = sound_overrides(model, requested, problems)
     defaults = {"device": device, "numerics": numerics}
     sound += [
@@ -81,12 +84,24 @@ def _compose(
         with _covered(model, problems):
             config = _adjusted(model, sound, composed)
             problems += lines(check(config))
+            problems += relations.unpadded(config, [override.path for override in requested])
             problems += also(config) if also else []
+    if OR_STOCK in problems and not _stock_takes(model, sound, problems):
+        problems.remove(OR_STOCK)
     refuse(problems)
     chosen = None
     if graph_choice.decides(sound, recipe=recipe_source.is_recipe(model)):
         config, chosen = _with_graphs(model, sound, composed, config)
     return Composed(model, tuple(requested), config, chosen)
+
+
+def _stock_takes(model: str, sound: Sequence[Override], problems: Collection[str]) -> bool:
+    """Whether numerics=stock meets no problem of its own: one that is not among these."""
+    others = [override for override in sound if override.path.partition(".")[0] != "numerics"]
+    wrong: list[str] = []
+    with suppress(ConfigError):  # which has its problems in `wrong` already
+        wrong += lines(check(RunConfig(checked_sections(model, [*others, parse(f"numerics={STOCK}")], wrong))))
+    return not {*wrong} - {*problems}
 
 
 def _is_known(model: str, overrides: Sequence[Override], problems: list[str]) -> bool:

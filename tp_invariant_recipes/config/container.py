@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Collection, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,8 @@ from tp_invariant_recipes.check.invariant import experts
 from tp_invariant_recipes.config.null_tokenizer import megatron_vocab_size
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, listed, refuse
 from tp_invariant_recipes.fields import catalogue
+from tp_invariant_recipes.fields.field import as_text
+from tp_invariant_recipes.foreign_text import first_line
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.replacement import Replacement, applied
@@ -106,11 +110,12 @@ def imported_folder(config: RunConfig) -> Path | None:
     return Path(folder) if folder is not None and begins else None
 
 
-def validate(container: ConfigContainer, world_size: int, *, here: bool = True) -> None:
+def validate(container: ConfigContainer, world_size: int, *, here: bool = True, typed: Collection[str] = ()) -> None:
     """Run Bridge's own validation as a rank would, for `world_size` ranks.
 
     here: whether they will run on this machine. If not, and Transformer Engine is missing here, what it takes is left
           for the nodes to find out.
+    typed: paths that the command line sets. What Bridge would replace of them is refused.
     It finalizes the container in place, so give it one that is not used afterwards. Raises ConfigError for what Bridge
     refuses, and for what Bridge sets and the invariant numerics do not allow.
     """
@@ -122,12 +127,46 @@ def validate(container: ConfigContainer, world_size: int, *, here: bool = True) 
     for field in NEED_TE if elsewhere else ():
         setattr(container.model, field, False)
     variables = {"WORLD_SIZE": str(world_size), "RANK": "0"}
+    before = _plain_values(container, typed)
     with patch.dict(os.environ, variables), applied([NEWEST_TE] if elsewhere else []):
         try:
             runtime_config_update(container)
-        except (AssertionError, ValueError, NotImplementedError) as error:
-            raise ConfigError(f"Megatron-Bridge refuses this configuration: {str(error).strip() or error!r}") from error
-    refuse(_changed_by_bridge(container))
+        except (AssertionError, ValueError, NotImplementedError, RuntimeError) as error:
+            message = first_line(str(error)) or repr(error)
+            message += _keys(container, message)
+            raise ConfigError(f"Megatron-Bridge refuses this configuration: {message}") from error
+    now = _plain_values(container, before)
+    replaced = [path for path, value in before.items() if now.get(path, value) != value]
+    refuse(
+        [
+            *(
+                f"{path}={before[path]}: Megatron-Bridge sets {now[path]} in its place; leave it out"
+                for path in replaced
+            ),
+            *_changed_by_bridge(container),
+        ]
+    )
+
+
+def _keys(container: ConfigContainer, message: str) -> str:
+    """The keys whose fields Bridge's message names, for its end."""
+    words = set(re.findall(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)+", message))
+    parts = {name: part for name in schema.BRIDGE_SECTIONS if (part := getattr(container, name)) is not None}
+    keys = {word: name for name, part in reversed(parts.items()) for word in words if hasattr(part, word)}
+    return f" (keys: {', '.join(f'{keys[word]}.{word}' for word in sorted(keys))})" if keys else ""
+
+
+def _plain_values(container: ConfigContainer, paths: Iterable[str]) -> dict[str, str]:
+    """Path -> value as text, of the fields among these that hold a number, a text, a truth value or a dtype."""
+    import torch
+
+    found = {}
+    for path in paths:
+        section, _, name = path.partition(".")
+        value = getattr(getattr(container, section, None), name, None)
+        if isinstance(value, bool | int | float | str | torch.dtype):
+            found[path] = as_text(value)
+    return found
 
 
 def _changed_by_bridge(container: ConfigContainer) -> list[str]:

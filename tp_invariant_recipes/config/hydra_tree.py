@@ -23,12 +23,14 @@ from omegaconf import OmegaConf
 from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationType
 
-from tp_invariant_recipes.check.invariant import fp8, shards
+from tp_invariant_recipes.check.invariant import shards
 from tp_invariant_recipes.config.overrides import Override, given
 from tp_invariant_recipes.errors import ConfigError, refuse
 from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.reading import MIB, parse_yaml, read_limited
 from tp_invariant_recipes.settings import conf_files, cuda_graphs
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 # The option that stands for a cluster's file, wherever it lies, and for the layer of a recipe. No file of a tree has
 # this name.
@@ -196,9 +198,14 @@ def _graphed_modules(*, _parent_: Any, _root_: Any) -> list[str]:
 
 
 def _shards(*, _root_: Any) -> int:
-    sizes = (*shards.SHARDED, *fp8.SIZES)
-    precision = OmegaConf.select(_root_, "mixed_precision")
-    return shards.default_shards({name: OmegaConf.select(_root_, f"model.{name}") for name in sizes}, precision)
+    model = {name: OmegaConf.select(_root_, f"model.{name}") for name in shards.SIZES}
+    sections = {
+        "model": {n: v for n, v in model.items() if not isinstance(v, str) or n == families.VARIANT},
+        "mixed_precision": OmegaConf.select(_root_, "mixed_precision"),
+        "numerics": {"context_shards": OmegaConf.select(_root_, "numerics.context_shards")},
+        "device": {"kind": OmegaConf.select(_root_, "device.kind")},
+    }
+    return shards.default_shards(RunConfig(sections))
 
 
 def _fused_rotation(*, _root_: Any) -> bool:
@@ -206,11 +213,27 @@ def _fused_rotation(*, _root_: Any) -> bool:
     return not OmegaConf.select(_root_, "model.multi_latent_attention")
 
 
+def _padded_vocabulary(size: int, *, _root_: Any) -> int:
+    """The vocabulary of a model that has its tokenizer's: as Bridge pads it under stock, and otherwise as at tp=1.
+
+    size: the recipe's, where tokenizer.vocab_size follows this one.
+    """
+    model: Any = OmegaConf.to_container(_root_["model"], resolve=False)
+    tokenizer: Any = OmegaConf.to_container(_root_["tokenizer"], resolve=False)
+    if not str(tokenizer["vocab_size"]).startswith("${tpi.at_most:"):
+        size = OmegaConf.select(_root_, "tokenizer.vocab_size")
+    tp = 1 if mode.find(_root_["numerics"]["mode"]) else OmegaConf.select(_root_, "model.tensor_model_parallel_size")
+    multiple = (model.get("make_vocab_size_divisible_by") or 1) * tp
+    return -(-size // multiple) * multiple if isinstance(multiple, int) and multiple > 0 else size
+
+
 # What interpolations may call: functions of the tree alone. Others read the environment, files or the clock.
 RESOLVERS: dict[str, Callable[..., Any]] = {
     "tpi.more_than_one": lambda n: isinstance(n, int) and n > 1,
     "tpi.at_most": lambda number, other: min(number, other) if isinstance(other, int) else number,
     "tpi.not": lambda value: not value,
+    "tpi.times": lambda number, other: number * other if other else None,
+    "tpi.padded_vocabulary": _padded_vocabulary,
     "tpi.graphed_modules": _graphed_modules,
     "tpi.or": lambda value, otherwise: otherwise if value is None else value,
     "tpi.shards": _shards,

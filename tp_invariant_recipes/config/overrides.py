@@ -110,6 +110,28 @@ def given(overrides: Iterable[Override], path: str) -> Override | None:
     return next((one for one in reversed([*overrides]) if path in (one.path, one.field)), None)
 
 
+def of_two_keys(overrides: Iterable[Override]) -> list[str]:
+    """One line for each field that two keys give two values, such as a short key and a path."""
+    first: dict[str, Override] = {}
+    twice = [
+        (before, override)
+        for override in overrides
+        if override.parsed and (before := first.setdefault(override.field, override)).key != override.key
+    ]
+    return [
+        f"{a.text} and {b.text} set the same field, {a.field}; leave one out"
+        for a, b in twice
+        if a.value != b.value and a.path != "cluster"
+    ]
+
+
+def latest(overrides: Iterable[Override]) -> list[Override]:
+    """Those that count: of several for a field the last."""
+    overrides = [*overrides]
+    last = {override.field: override for override in overrides}
+    return [override for override in overrides if last[override.field] is override]
+
+
 def cluster_files(overrides: Iterable[Override]) -> list[Path]:
     """The file that describes the cluster of these overrides, where it is not one of ours."""
     chosen = [override for override in overrides if override.path == "cluster"]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from tp_invariant_recipes.config.hang_timeout import Limits
 from tp_invariant_recipes.errors import HardwareFault, RunError
 from tp_invariant_recipes.files import DISK_FULL
+from tp_invariant_recipes.foreign_text import first_line
 from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.host.forking import can_fork
 from tp_invariant_recipes.host.start_clock import CLOCK
@@ -284,7 +285,11 @@ def _failure(run_dir: RunDir, dead: dict[int, int]) -> RankFailed:
         if reasons[first].kind == HardwareFault.__name__:  # which names the ranks itself
             return RankFailed(reasons[first].message, cause, ours=True, hardware=True)
         return RankFailed(f"{reasons[first].message}\n(rank {first}; its log: {log})", cause, ours=True)
-    how = _exit_text(dead[first]) if first in silent else f"failed: {reasons[first].kind}: {reasons[first].message}"
+    how = (
+        _exit_text(dead[first])
+        if first in silent
+        else f"failed: {reasons[first].kind}: {first_line(reasons[first].message)}"
+    )
     lines = [f"rank {first} {how}", f"its log: {log}", *(_tail(log) if first in silent else [])]
     return RankFailed("\n".join(lines), cause)
 

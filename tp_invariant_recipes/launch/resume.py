@@ -12,7 +12,7 @@ from tp_invariant_recipes.compare import comparability
 from tp_invariant_recipes.config import resume_rules
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.identity import WEIGHTS_DIGEST
-from tp_invariant_recipes.config.overrides import DECIDED_BY, Override, given, parse, parse_all
+from tp_invariant_recipes.config.overrides import DECIDED_BY, Override, given, latest, parse, parse_all
 from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError, listed
 from tp_invariant_recipes.host import processor
 from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning, resolve
@@ -109,7 +109,7 @@ def with_recorded_numerics(composed: Composed) -> Composed:
 
 def _compose_as(before: RunFile, overrides: Sequence[Override]) -> Composed:
     """Compose with the device and numerics of an earlier attempt, whatever the defaults are here and now."""
-    return compose(before.model, overrides, device=before.device, numerics=before.numerics["mode"])
+    return compose(before.model, latest(overrides), device=before.device, numerics=before.numerics["mode"])
 
 
 def overrides_to_repeat(before: RunFile) -> list[Override]:

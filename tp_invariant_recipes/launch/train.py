@@ -71,13 +71,14 @@ def validate(planned: Plan) -> None:
     Imports Bridge, 10 to 20 s, unless the same recipe has passed before.
     """
     model, config = planned.composed.model, planned.config
+    typed = tuple(sorted({override.path for override in planned.composed.overrides}))
     if planned.here:
         os.environ.update(planned.environment)
 
     def built() -> bool:
         with quiet():
             recipe_layer.enter(config.recipe)
-            container.validate(container.build(config), planned.layout.world, here=planned.here)
+            container.validate(container.build(config), planned.layout.world, here=planned.here, typed=typed)
         return True
 
     if not recipe_source.is_recipe(model):
@@ -85,7 +86,7 @@ def validate(planned: Plan) -> None:
         return
     run = planned.run_dir.path
     sections = json.dumps(config.sections, default=str).replace(str(run), "run.dir" if not run.exists() else str(run))
-    question = ("check", model, sections, planned.layout.world, planned.here)
+    question = ("check", model, sections, planned.layout.world, planned.here, typed)
     if recipe_process.forks():
         recipe_answers.prepare(model, *question)
     recipe_process.run(model, lambda: recipe_answers.answer(built, recipe_source.folder(model), *question))

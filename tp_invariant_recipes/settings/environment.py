@@ -107,8 +107,10 @@ def settings(device: str, environment: Mapping[str, str], cluster: Mapping[str, 
 def flash_problems(device: str, invariant: bool, environment: Mapping[str, str]) -> list[str]:
     """What is wrong with asking for flash-attn by the environment, with invariant numerics."""
     value = environment.get(FLASH.name, FLASH.value)
-    if device not in FLASH.devices or not invariant or value == FLASH.value:
+    if not invariant or value == FLASH.value:
         return []
+    if device not in FLASH.devices:
+        return [f"{FLASH.name}={value} in the environment: nothing reads it with device={device}; unset it"]
     return [
         f"{FLASH.name}={value} in the environment: {FLASH.why}; unset it or set {FLASH.name}={FLASH.value}, "
         f"or numerics=stock"

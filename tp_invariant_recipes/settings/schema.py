@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.errors import ConfigError, TpiError
 from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.settings import conf_files, field_table, keys
@@ -137,6 +137,15 @@ def fields(cls: type) -> dict[str, Any]:
     wider = WIDER | WIDER_IN.get(cls.__name__, {})
     hints |= {name: hint for name, hint in wider.items() if name in hints}
     return {f.name: hints.get(f.name, Any) for f in dataclasses.fields(cls) if f.init and f.name[0] != "_"}
+
+
+def is_default(section: str, sections: Mapping[str, Any], name: str, value: Any) -> bool:
+    """Whether a field has the default of its class. Imports Bridge; where it is not installed, nothing has."""
+    try:
+        defaults = {f.name: f.default for f in dataclasses.fields(section_class(section, sections))}
+    except (TpiError, KeyError):
+        return False
+    return name in defaults and type(defaults[name]) is type(value) and defaults[name] == value
 
 
 def convert_section(section: str, sections: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -337,10 +337,12 @@ def _sizes(layer: dict[str, Any]) -> None:
     model, tokenizer = layer["model"], layer["tokenizer"]
     if model.get("vocab_size") is None:
         model["vocab_size"] = tokenizer.get("vocab_size") or 0  # 0 is refused by the name of the key
+        if tokenizer.get("tokenizer_type") == "NullTokenizer":
+            tokenizer["use_tokenizer_vocab_size"] = True  # as Bridge does
     if layer["validation"].get("eval_interval") == 0:  # as Bridge reads it
         layer["validation"]["eval_interval"] = None
-    if model.get("ffn_hidden_size") is None and model["hidden_size"]:
-        model["ffn_hidden_size"] = 4 * model["hidden_size"]
+    if model.get("ffn_hidden_size") is None:
+        model["ffn_hidden_size"] = "${tpi.times:4,${model.hidden_size}}"
 
 
 def _graphs(model: dict[str, Any]) -> None:
@@ -373,9 +375,8 @@ def _tokenizer(layer: dict[str, Any], hf_folder: str | None, *, text_data: bool)
         del layer["tokenizer"]
     elif null and "vocab_size" in layer["tokenizer"] and layer["model"].get("vocab_size"):
         size = layer["tokenizer"]["vocab_size"]
-        if layer["tokenizer"].pop("use_tokenizer_vocab_size", False):  # Megatron would pad it to a multiple of tp, too
-            multiple = layer["model"].get("make_vocab_size_divisible_by") or 1
-            layer["model"]["vocab_size"] = -(-size // multiple) * multiple
+        if layer["tokenizer"].pop("use_tokenizer_vocab_size", False):
+            layer["model"]["vocab_size"] = f"${{tpi.padded_vocabulary:{size}}}"
         layer["tokenizer"]["vocab_size"] = f"${{tpi.at_most:{size},${{model.vocab_size}}}}"
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.host import auto_bridge
 from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.numerics.megatron.spec import SUBSTITUTES
+from tp_invariant_recipes.numerics.megatron.spec import FP8_PREFIX, SUBSTITUTES
 from tp_invariant_recipes.sources.weights import WIDER_THAN_BF16, read
 from tp_invariant_recipes.training.optimizer_state import OptimizerState
 
@@ -89,6 +89,7 @@ def _our_layers_known() -> Iterator[None]:
             for kind, names in before.items():
                 if name in names:
                     AutoMapping.register_module_type(ours, kind)
+                    AutoMapping.register_module_type(f"{FP8_PREFIX}{ours}", kind)
         yield
     finally:
         for kind, names in before.items():

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from tp_invariant_recipes.check.inputs import input_problems
+from tp_invariant_recipes.check.invariant.shards import DEFAULT_SHARDS
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, given, parse, texts
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, listed, refuse
@@ -17,6 +18,7 @@ from tp_invariant_recipes.launch.plan import Plan, Planning
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.schema import SHARDS, Header, identity_differences
 from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, LeftOut, MatrixDir
+from tp_invariant_recipes.settings.keys import SHORT_KEYS
 from tp_invariant_recipes.sizing import room
 from tp_invariant_recipes.workflows.matrix import Choice
 
@@ -85,6 +87,36 @@ def compose_each(model: str, choices: Sequence[Choice], here: bool) -> tuple[dic
         with found.of(choice.label):
             composed[choice.label] = compose(model, choice.overrides, device=device, also=files)
     return composed, found
+
+
+def with_enough_shards(choices: Sequence[Choice], reference: Ledger | None) -> tuple[Choice, ...]:
+    """The choices, with the reference's V, or as many virtual shards as the largest tp * cp, if the default has fewer.
+
+    A value that the user gives stays.
+    """
+    key = "numerics.virtual_shards"
+    wanted = reference.header.numerics.get("virtual_shards") if reference else None
+    if wanted is None:
+        wanted = max((_degree(one, "tp") * _degree(one, "cp") for one in choices), default=1)
+        if wanted <= DEFAULT_SHARDS or wanted & (wanted - 1):
+            return tuple(choices)
+    return tuple(
+        one
+        if given(one.overrides, key) or _is_stock(one)
+        else replace(one, overrides=(*one.overrides, parse(f"{key}={wanted}")))
+        for one in choices
+    )
+
+
+def _degree(choice: Choice, key: str) -> int:
+    """A degree of parallelism as typed; 1 where it is not, or is no number."""
+    typed = given(choice.overrides, SHORT_KEYS[key].path)
+    return int(typed.value) if typed and typed.value.isdecimal() else 1
+
+
+def _is_stock(choice: Choice) -> bool:
+    typed = given(choice.overrides, "numerics.mode")
+    return typed is not None and typed.value == "stock"
 
 
 def with_equal_shards(

@@ -19,7 +19,7 @@ from tp_invariant_recipes.check import inputs
 from tp_invariant_recipes.check.machine import LAYERS, PendingRun
 from tp_invariant_recipes.check.rule import broken_rules, lines
 from tp_invariant_recipes.config.compose import Composed, compose
-from tp_invariant_recipes.config.overrides import Override, given, parse_all
+from tp_invariant_recipes.config.overrides import Override, given, latest, parse_all
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, TpiError, reason, refuse
 from tp_invariant_recipes.files import sync_folder, write_atomically
@@ -321,10 +321,11 @@ def _composed(model: str, overrides: Sequence[Override], numerics: str) -> Compo
     off = [*OFF, *([f"gbs={dp.value}"] if dp and dp.value.isdecimal() else ["gbs=1"])]
     # Multi-token prediction and load balancing are parts of a training's loss.
     device = plan.detect_device()
-    first = compose(model, [*overrides, *off], device=device, numerics=numerics)
+    requested = latest(parse_all([*overrides, *off]))
+    first = compose(model, requested, device=device, numerics=numerics)
     ahead = [name for name in ("mtp_num_layers", "mtp_hybrid_override_pattern") if first.config.model.get(name)]
     more = [f"model.{name}=null" for name in ahead]
-    return compose(model, [*overrides, *off, *more], device=device, numerics=numerics) if more else first
+    return compose(model, [*requested, *more], device=device, numerics=numerics) if more else first
 
 
 def _tokenizer(config: Any, source: Path, *, of_run: bool) -> str | None:

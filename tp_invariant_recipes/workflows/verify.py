@@ -37,6 +37,7 @@ from tp_invariant_recipes.workflows.cells import (
     named,
     plan_cells,
     that_fit,
+    with_enough_shards,
     with_equal_shards,
 )
 from tp_invariant_recipes.workflows.matrix import Choice
@@ -87,6 +88,7 @@ def new(
             "one cell has nothing to be compared with: give a key several values, as in tp=1,2,4, "
             "or a ledger to compare it with: --against FILE"
         )
+    choices = with_enough_shards(choices, reference)
     composed, left_out = compose_cells(model, axes, choices, problems, how.here)
     before = [one for one in choices if one.label in composed]
     kept = with_equal_shards(before, composed, reference)

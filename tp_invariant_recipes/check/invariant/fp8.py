@@ -134,14 +134,14 @@ def summed(model: dict[str, Any], *, blocks: bool) -> dict[str, int]:
 
 
 def most_shards(model: dict[str, Any], precision: Any) -> int:
-    """The largest V whose shards are multiples of 128, a power of two; where there is none, of 16; at least 1.
+    """The largest V, a power of two, whose shards are multiples of what the recipe needs; at least 1.
 
-    In MXFP8 shards are multiples of 32. Blockwise Mamba's dt does not count: `borders` says what to do about it.
+    Blockwise Mamba's dt does not count: `borders` says what to do about it.
     precision: the section mixed_precision.
     """
     recipe = low_precision.named(precision).get("fp8_recipe")
     common = math.gcd(*summed(model, blocks=recipe == MXFP8).values())
-    parts = common // (UNITS[recipe][0] if recipe in (BLOCKWISE, MXFP8) else math.gcd(common, BLOCK))
+    parts = common // UNITS.get(recipe or "", UNITS["tensorwise"])[0]
     return max(1, parts & -parts)
 
 

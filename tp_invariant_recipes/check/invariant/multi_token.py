@@ -50,11 +50,6 @@ LIMITS = (
     _row(*uncut("multi-token prediction has")),
     _row(*uncaptured("multi-token prediction has", f", or {WITHOUT}")),
     _row(
-        lambda t: t.model.get("share_embeddings_and_output_weights") and t.layout.pp > 1,
-        "Megatron-Core cannot save a tied embedding beside multi-token prediction; pp=1, or "
-        "model.share_embeddings_and_output_weights=false",
-    ),
-    _row(
         lambda t: _before_the_last(t.model.get("pipeline_model_parallel_layout")),
         "the layers of multi-token prediction are on the last stage, beside the loss; "
         "model.pipeline_model_parallel_layout=null",

@@ -1,7 +1,6 @@
 """The shards of the invariant numerics: V of the model, D of the batch, C of a sequence; their defaults and rules."""
 
 import math
-from typing import Any
 
 from tp_invariant_recipes.check.invariant import experts, fp8
 from tp_invariant_recipes.check.rule import Rule, RulePhase
@@ -20,18 +19,24 @@ ACTIVATED = ("ffn_hidden_size", "moe_shared_expert_intermediate_size")
 
 DEFAULT_SHARDS = 8
 
-DEFAULT_SHARDS = 8
+# What `default_shards` reads of a model.
+SIZES = (*SHARDED, *fp8.SIZES, delta_net.ATTENTION_GATE)
 
 
-def default_shards(model: dict[str, Any], precision: Any) -> int:
-    """The default V in every layout: 8, or the largest smaller power of two that divides the model's sizes.
+def default_shards(config: RunConfig) -> int:
+    """The default V: the largest power of two up to 8 that the model's sizes, the precision, C and the device allow.
 
-    precision: the section mixed_precision; in FP8 shards are multiples of 128 if they can be.
+    config: the sections device, mixed_precision, numerics without V, and model, of which it reads SIZES.
     """
+    model, precision = config.model, config.mixed_precision
     sizes = [*map(model.get, SHARDED), *delta_net.sharded(model).values()]
     shards = math.gcd(DEFAULT_SHARDS, *(size for size in sizes if isinstance(size, int)))
     in_fp8 = "fp8" in precision if isinstance(precision, str) else bool((precision or {}).get("fp8"))
-    return math.gcd(shards, fp8.most_shards(model, precision)) if in_fp8 else shards
+    shards = math.gcd(shards, fp8.most_shards(model, precision)) if in_fp8 else shards
+    if not isinstance(model.get("seq_length"), int):  # a rule says so
+        return shards
+    on_cpu, fewer = config.device.kind == "cpu", (shards >> n for n in range(shards.bit_length()))
+    return next((n for n in fewer if not (_splits_parts(config, n) or (on_cpu and _unfilled(config, n)))), shards)
 
 
 def _unread(config: RunConfig) -> list[str]:
@@ -116,15 +121,22 @@ def _context_shards(config: RunConfig) -> list[str]:
             f"tp={tp} * cp={cp} does not divide numerics.virtual_shards={virtual}, whose heads the ranks share; the "
             f"largest that fits is cp={virtual // tp}"
         )
-    # A shard is two chunks, and V chunks of the norms' gradients.
-    parts, length = max(2, virtual), model["seq_length"]
-    if length % (shards * parts):
+    if _splits_parts(config, virtual):
+        parts, length = max(2, virtual), model["seq_length"]
         largest = max(1, (length & -length) // parts)
         found.append(
             f"numerics.context_shards={shards} of {parts} parts each do not divide seq={length}; the largest that fits "
             f"is numerics.context_shards={largest}"
         )
     return found
+
+
+def _splits_parts(config: RunConfig, virtual: int) -> bool:
+    """Whether C context shards end within chunks: each is two, and V of the norms' gradients. virtual: V."""
+    contexts = config.numerics.context_shards
+    if not isinstance(contexts, int) or contexts < 2:
+        return False
+    return config.model["seq_length"] % (contexts * max(2, virtual)) != 0
 
 
 def _powers(sequences: int) -> str:

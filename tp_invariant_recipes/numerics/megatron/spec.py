@@ -11,6 +11,8 @@ from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.replacement import ours
 
+FP8_PREFIX = "Fp8"  # before the name of a layer whose products are in FP8
+
 # Class in a stock specification -> its invariant replacement, as MODULE:CLASS of this package.
 SUBSTITUTES = {
     "ColumnParallelLinear": "numerics.megatron.local:InvariantColumnParallelLinear",
@@ -166,4 +168,4 @@ def invariant(part: Any, field: str = "", own: Mapping[str, str] = MappingProxyT
 @cache
 def _in_fp8(layer: type, forward: str) -> type:
     """A class of layers with another forward."""
-    return type(f"Fp8{layer.__name__}", (ours(forward), layer), {"__module__": layer.__module__})
+    return type(f"{FP8_PREFIX}{layer.__name__}", (ours(forward), layer), {"__module__": layer.__module__})
