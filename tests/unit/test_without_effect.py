@@ -18,6 +18,7 @@ REFUSED = {
     "model.vocab_size=768",
     "numerics=stock model.vocab_size=500 tokenizer.vocab_size=500 model.should_pad_vocab=true": "model.vocab_size=512",
     "tp=2 numerics=stock model.vocab_size=501 tokenizer.vocab_size=501": "or model.vocab_size=502",
+    "pp=2 gbs=2 model.virtual_pipeline_model_parallel_size=1": "one virtual stage a rank is not interleaved",
     "numerics=stock checkpoint.save_optim=false": "a run could not be resumed; checkpoint.save_optim=true",
     "numerics=stock optimizer.optimizer_cpu_offload=true": "the optimizer is on the CPU already",
     "numerics=stock pp=2 gbs=2 model.mtp_num_layers=1 model.share_embeddings_and_output_weights=true": "pp=1, or "

@@ -168,8 +168,11 @@ def _context(config: RunConfig, layout: Layout) -> str | None:
 
 def _interleaved(config: RunConfig, layout: Layout) -> str | None:
     chunks = config.model.get("virtual_pipeline_model_parallel_size")
-    if not chunks or chunks == 1:
+    key = "model.virtual_pipeline_model_parallel_size"
+    if not chunks or (chunks == 1 and layout.pp == 1):
         return None
+    if chunks == 1:  # Megatron-Core takes any number for interleaved, Bridge gives one chunk no list of data
+        return f"{key}=1: one virtual stage a rank is not interleaved; {key}=null"
     if layout.pp == 1:
         return f"model.virtual_pipeline_model_parallel_size={chunks}: interleaved stages need pp > 1"
     batches, overlaps = (config.model.get(f"{name}_p2p_comm") for name in ("batch", "overlap"))
