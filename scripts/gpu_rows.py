@@ -246,7 +246,7 @@ ROWS = {
         "tp=1",
         "tp=1 cuda_graph=off",
         "cp=2",
-        "tp=2 cuda_graph=te",
+        "tp=2 cuda_graph=full",
         "tp=4",
         "dp=4",
         "tp=2 dp=2",

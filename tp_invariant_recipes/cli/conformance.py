@@ -8,6 +8,7 @@ import typer
 
 from tp_invariant_recipes.cli.arguments import Json, option
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.host import gpus, needed, terminal
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ def conformance(
     check: Annotated[
         Path | None, option("FILE", "Compare a recorded file with the definition, on the CPU. Needs no GPU.")
     ] = None,
+    script: Annotated[
+        Path | None, option("FILE.py", "Write a script for machines that have torch alone; --check reads its JSON.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check that the GPUs here add products as an H200 does.
@@ -33,12 +37,19 @@ def conformance(
     tpi conformance
     tpi conformance --record b300.safetensors
     tpi conformance --check b300.safetensors
+    tpi conformance --script card.py                # elsewhere: python card.py; here: --check its JSON
     """
-    if record is not None and check is not None:
-        raise RunError("--record writes a file and --check reads one: give one of them")
+    if sum(file is not None for file in (record, check, script)) > 1:
+        raise RunError("--record and --script write a file, and --check reads one: give one of them")
     needed.check("tpi conformance", ("torch",))
     from tp_invariant_recipes.portable import conformance as cases  # torch: seconds
 
+    if script is not None:
+        from tp_invariant_recipes.portable import card_script
+
+        write_atomically(script, card_script.render(script.name).encode())
+        terminal.print_text(f"{script}: needs torch; run it where the GPU is: python {script.name}")
+        return
     if check is not None:
         recording = cases.read(check)
         _verdict([(f"{check} (recorded on {recording.gpu})", recording, cases.by_definition)], as_json)

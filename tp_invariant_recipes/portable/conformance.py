@@ -87,17 +87,22 @@ def built_in() -> Recording:
 
 
 def read(file: Path = BUILT_IN) -> Recording:
-    """Read a recording. RunError: it cannot be read, or is none."""
+    """Read a recording, or the JSON of card_script.py. RunError: it cannot be read, or is neither."""
     try:
         data = read_limited(file, LIMIT)
-        tensors = load(data)
-        length = int.from_bytes(data[:8], "little")
-        said = parse_json(data[8 : 8 + length]).get("__metadata__", {})
+        if data[:1] == b"{" and b"\0" not in data[:8]:  # JSON; a safetensors file begins with a length of 8 bytes
+            from tp_invariant_recipes.portable import card_script
+
+            said = parse_json(data)
+            tensors = card_script.tensors(said)
+        else:
+            tensors = load(data)
+            said = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
         names = sorted({name.rpartition("/")[0] for name in tensors})
         if not names:
             raise ValueError("it holds no case")
         cases = tuple(_case(name, tensors) for name in names)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise RunError(f"{file} is no recording of tpi conformance: {reason(error)}") from error
     return Recording(f"{said.get('gpu', 'an unknown GPU')} (sm_{said.get('capability', '?').replace('.', '')})", cases)
 
