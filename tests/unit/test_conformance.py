@@ -264,6 +264,30 @@ def test_a_run_on_a_gpu_that_adds_in_another_way_is_refused(gpu_0):
     assert message.endswith("; or numerics=tree")
 
 
+AMPERE = "it keeps 24 bits and adds 8 products at once, as Ampere and Ada cards do"
+
+
+def test_a_run_on_an_ampere_card_is_refused_with_what_it_computes(gpu_0):
+    gpu_0(other_bits_of(kept=24, step=8))
+    with pytest.raises(RunError, match=re.escape(f"other bits than the definition ({AMPERE}), so the run's ledger")):
+        definition.require_conformance(0)
+
+
+def test_a_sum_that_nobody_knows_is_not_named(gpu_0):
+    gpu_0(other_bits_of(kept=24))
+    with pytest.raises(RunError, match="other bits than the definition, so the run's ledger"):
+        definition.require_conformance(0)
+
+
+def test_a_file_of_an_ampere_card_is_named(tmp_path, cli):
+    file = tmp_path / "a100.safetensors"
+    metadata = {"gpu": "NVIDIA A100", "capability": "8.0", "torch": torch.__version__}
+    short = conformance.Recording("", tuple(c for c in conformance.read().cases if "64_" in c.name or "/sub" in c.name))
+    conformance.write(file, short, other_bits_of(kept=24, step=8), metadata)
+    done = cli("conformance", "--check", str(file))
+    assert (done.status, done.out.splitlines()[0].endswith(f"cases differ; {AMPERE}")) == (1, True)
+
+
 def test_a_run_in_fp8_on_a_gpu_that_adds_fp8_otherwise_is_refused(gpu_0):
     gpu_0(other_fp8)
     definition.require_conformance(0)  # in bf16 it may run

@@ -52,7 +52,7 @@ def conformance(
         return
     if check is not None:
         recording = cases.read(check)
-        _verdict([(f"{check} (recorded on {recording.gpu})", recording, cases.by_definition)], as_json)
+        _verdict([(f"{check} (recorded on {recording.gpu})", recording, cases.by_definition)], as_json, recorded=True)
         return
     found = gpus.visible()
     built_in = cases.built_in()
@@ -69,20 +69,23 @@ def conformance(
     _verdict([(f"GPU {i} ({gpu.name})", built_in, cases.on_gpu(i)) for i, gpu in enumerate(found)], as_json)
 
 
-def _verdict(checks: "list[tuple[str, Recording, Product]]", as_json: bool) -> None:
-    """Print the result of each check; exit with the status of a comparison."""
+def _verdict(checks: "list[tuple[str, Recording, Product]]", as_json: bool, recorded: bool = False) -> None:
+    """Print the result of each check; exit with the status of a comparison. recorded: the device is the recording."""
     from tp_invariant_recipes.compare.compare import EXIT_STATUS, Verdict
+    from tp_invariant_recipes.portable import other_sums
     from tp_invariant_recipes.portable.conformance import differences
 
     report: list[dict[str, Any]] = []
     for name, recording, product in checks:
         different = differences(recording, product)
         described = [difference.__dict__ for difference in different]
-        report.append({"what": name, "cases": len(recording.cases), "different": described})
+        known = other_sums.name(recording, None if recorded else product) if different else None
+        report.append({"what": name, "cases": len(recording.cases), "different": described, "known_sum": known})
         if as_json:
             continue
         if different:
-            terminal.print_text(f"{name} adds in another way: {len(different)} of {len(recording.cases)} cases differ")
+            count = f"{len(different)} of {len(recording.cases)} cases differ"
+            terminal.print_text(f"{name} adds in another way: {count}{f'; {known}' if known else ''}")
             for difference in different:
                 terminal.print_text(f"  {difference}")
         else:

@@ -39,8 +39,8 @@ def require_conformance(gpu: int | None = None, *, fp8: bool = False) -> None:
     different = differences(gpu)
     if different:
         raise RunError(
-            f"numerics=portable: {named(gpu)} computes other bits than the definition, so the run's ledger would hold "
-            f"for such machines only: {_some(different)}; or numerics=tree"
+            f"numerics=portable: {named(gpu)} computes other bits than the definition{_known_sum(gpu)}, so the run's "
+            f"ledger would hold for such machines only: {_some(different)}; or numerics=tree"
         )
     different = fp8_differences(gpu) if fp8 else []
     if different:
@@ -58,15 +58,7 @@ def _some(different: list[str]) -> str:
 
 def differences(gpu: int | None) -> list[str]:
     """What a device computes in another way: a line a recorded case, with its bits; empty: nothing."""
-    from tp_invariant_recipes.portable import conformance
-
-    recording = conformance.read()
-    cases = tuple(
-        replace(case, a=case.a[:ROWS], bits=case.bits[:ROWS])  # type: ignore[index]
-        for case in recording.cases
-        if case.name.startswith("bf16/") and case.a.shape[1] <= LONGEST  # type: ignore[union-attr]
-    )
-    found = _differences(conformance.Recording(recording.gpu, cases), gpu)
+    found = _differences(_bf16_rows(), gpu)
     if functions(gpu) != FUNCTIONS:
         found.append("exp, log, sigmoid, rsqrt or exp2: other bits than those of portable/ieee_math.py")
     return found
@@ -79,11 +71,36 @@ def fp8_differences(gpu: int | None) -> list[str]:
     return _differences(conformance.read(conformance.FP8), gpu)
 
 
+def _bf16_rows() -> "conformance.Recording":
+    from tp_invariant_recipes.portable import conformance
+
+    recording = conformance.read()
+    cases = tuple(
+        replace(case, a=case.a[:ROWS], bits=case.bits[:ROWS])  # type: ignore[index]
+        for case in recording.cases
+        if case.name.startswith("bf16/") and case.a.shape[1] <= LONGEST  # type: ignore[union-attr]
+    )
+    return conformance.Recording(recording.gpu, cases)
+
+
+def _known_sum(gpu: int | None) -> str:
+    """What the device computes instead, if it is known."""
+    from tp_invariant_recipes.portable import other_sums
+
+    text = other_sums.name(_bf16_rows(), _product(gpu))
+    return f" ({text})" if text else ""
+
+
 def _differences(recording: "conformance.Recording", gpu: int | None) -> list[str]:
     from tp_invariant_recipes.portable import conformance
 
-    product = conformance.by_definition if gpu is None else conformance.on_gpu(gpu)
-    return [str(one) for one in conformance.differences(recording, product)]
+    return [str(difference) for difference in conformance.differences(recording, _product(gpu))]
+
+
+def _product(gpu: int | None) -> "conformance.Product":
+    from tp_invariant_recipes.portable import conformance
+
+    return conformance.by_definition if gpu is None else conformance.on_gpu(gpu)
 
 
 def named(gpu: int | None) -> str:

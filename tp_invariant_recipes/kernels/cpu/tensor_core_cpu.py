@@ -52,10 +52,11 @@ class Panels(NamedTuple):
     highest: NDArray[np.int8]
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def product(a: Tensor, b: Tensor, *, kept: int = KEPT) -> Tensor:
     """a @ b as a tensor core sums it, on the rank's processors.
 
     a, b:    [m, k] and [k, n] bf16, or both fp32, on the CPU, with any strides.
+    kept:    of bf16; another number is the sum of another architecture (portable/other_sums.py).
     returns: [m, n] fp32; `rounded` makes the bf16 output of it.
     raises TypeError: other dtypes.
     """
@@ -64,13 +65,13 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype == torch.float32:
         return torch.from_numpy(_fp32(_array(a), _array(b)))
     if b.shape[1] < WIDE and b.shape[1] < a.shape[0]:  # a product of numbers, and the sum of a step, commute
-        return torch.from_numpy(_bf16(bits_of(b.t()), bits_of(a.t()), 1)[0]).t().contiguous()
-    return torch.from_numpy(_bf16(bits_of(a), bits_of(b), 1)[0])
+        return torch.from_numpy(_bf16(bits_of(b.t()), bits_of(a.t()), 1, kept)[0]).t().contiguous()
+    return torch.from_numpy(_bf16(bits_of(a), bits_of(b), 1, kept)[0])
 
 
 def partials(a: Tensor, b: Tensor, shards: int) -> Tensor:
     """`product` for each of equal shards of k: [shards, m, n] fp32. a, b: [m, k] and [k, n] bf16."""
-    return torch.from_numpy(_bf16(bits_of(a), bits_of(b), shards))
+    return torch.from_numpy(_bf16(bits_of(a), bits_of(b), shards, KEPT))
 
 
 def rounded(total: Tensor) -> Tensor:
@@ -87,7 +88,7 @@ def bits_of(x: Tensor) -> NDArray[np.uint16]:
     return x.view(torch.int16).numpy().view(np.uint16)
 
 
-def _bf16(a: NDArray[np.uint16], b: NDArray[np.uint16], shards: int) -> NDArray[np.float32]:
+def _bf16(a: NDArray[np.uint16], b: NDArray[np.uint16], shards: int, bits: int) -> NDArray[np.float32]:
     """[shards, m, n]."""
     (m, k), n = a.shape, b.shape[1]
     if (k // shards) % STEP and shards > 1:  # each shard has steps of its own
@@ -96,7 +97,7 @@ def _bf16(a: NDArray[np.uint16], b: NDArray[np.uint16], shards: int) -> NDArray[
         b = np.pad(b.reshape(shards, -1, n), ((0, 0), (0, padding), (0, 0))).reshape(-1, n)
     rows, panels = Rows(*split_rows(a)), Panels(*split_panels(b))
     out = np.zeros((shards, m, len(panels.values) * WIDE), np.float32)
-    kept = np.int32(KEPT)
+    kept = np.int32(bits)
     by_parts(lambda i, j: _add_bf16(out, i, j, *rows, *panels, n, kept), m, pays=m * k * n > SMALL)
     return np.ascontiguousarray(out[:, :, :n])
 
