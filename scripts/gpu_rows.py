@@ -37,7 +37,7 @@ class Command:
     @property
     def gpus(self) -> int:
         """How many GPUs it computes on: the ranks of its largest layout; 0 for commands that compute nothing."""
-        if self.words.split()[0] not in ("train", "verify", "bench", "audit", "score", "bisect"):
+        if self.words.split()[0] not in ("train", "verify", "bench", "audit", "score", "bisect", "export"):
             return 0
         degrees = dict(re.findall(r"(?:^|\s)(tp|dp|pp|cp)=([\d,]+)", self.words))
         return math.prod(max(map(int, degrees.get(name, "1").split(","))) for name in ("tp", "dp", "pp", "cp"))
