@@ -56,10 +56,10 @@ def each(product, a, b):
 def exactly(a, b, c, kept):
     """[cases] bits by the loop over integers, which takes what vectors leave out."""
     a, b = (np.pad(x, ((0, 0), (0, 16 - x.shape[1]))) for x in (a, b))
-    columns = np.ascontiguousarray(b.T)
-    return np.array(
-        [tensor_core_cpu._exact_step(a[i], 0, columns, i, 0, c[i], np.int32(kept)) for i in range(len(a))], np.uint32
-    )
+    a, columns, c = a.astype(np.uint32) << 16, np.ascontiguousarray(b.astype(np.uint32).T) << 16, c.view(np.int32)
+    step = tensor_core_cpu._exact_step
+    bits = [step(a[i], 0, columns, i, 0, c[i], np.int32(kept)) for i in range(len(a))]
+    return np.array(bits, np.int64).astype(np.uint32)
 
 
 @pytest.mark.parametrize("card", OURS)
@@ -126,5 +126,5 @@ def test_fp8_words_of_a_b200_are_correctly_rounded_sums_and_no_published_model()
     exact = (x * y).sum(1) + c.view(np.float32)  # fp64 holds it: operands near one
     assert (exact.astype(np.float32).view(np.uint32) == d).all()
     total = defined_fp8("B200", "e4m3", 25, 32)
-    assert (total != d).sum() >= 15
+    assert (total != d).sum() >= 10
     assert (defined_fp8("B200", "e4m3", 13, 32) != d).sum() >= 90

@@ -37,7 +37,7 @@ def conformance(
     tpi conformance
     tpi conformance --record b300.safetensors
     tpi conformance --check b300.safetensors
-    tpi conformance --script card.py                # elsewhere: python card.py; here: --check its JSON
+    tpi conformance --script card.py
     """
     if sum(file is not None for file in (record, check, script)) > 1:
         raise RunError("--record and --script write a file, and --check reads one: give one of them")
