@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.settings import layout
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -37,8 +36,7 @@ def test_every_row_composes_and_fits_the_gpus_that_it_names(monkeypatch):
         most = 0
         for command in row.commands:
             ranks = [
-                layout.of(compose(model, overrides, device="gpu").config).world
-                for model, overrides in runs(command.words)
+                compose(model, overrides, device="gpu").config.layout.world for model, overrides in runs(command.words)
             ]
             assert max(ranks, default=command.gpus) == command.gpus, (name, command)
             most = max(most, command.gpus)
