@@ -11,7 +11,6 @@ import pytest
 from tests.rules import table_problems
 from tests.trees import with_fields
 from tp_invariant_recipes.check import relations
-from tp_invariant_recipes.config import bounds
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.data.prepared import PreparedData
@@ -71,15 +70,6 @@ def test_a_number_of_a_file_is_refused_beside_one_that_is_typed(tmp_path):
     with pytest.raises(ConfigError) as refused:
         compose("mine", ["lr=nan"], device="cpu")
     assert list(refused.value.problems) == ["lr=nan: must be a finite number", "model.num_layers=0: must be at least 1"]
-
-
-def test_each_field_has_one_range():
-    rows = [path for sections in bounds.RANGES.values() for s, names in sections.items() for path in _paths(s, names)]
-    assert len(rows) == len({*rows})
-
-
-def _paths(section: str, names: str) -> list[str]:
-    return [f"{section}.{name}" for name in names.split()]
 
 
 # --- folders and runs ---------------------------------------------------------------------------------------
