@@ -90,9 +90,22 @@ def unequal(one: Sequence, other: Sequence) -> list[str]:
     ]
 
 
+def common_groups(scenario: Scenario, layouts: Sequence[str]) -> tuple[str, ...]:
+    """The expert groups that suit all layouts, as `tpi verify` chooses them: a word, or none without experts."""
+    if not any(name in layout for layout in layouts for name in ("dp=", "cp=", "ep=")):
+        return ()
+    from tp_invariant_recipes.config.compose import compose
+    from tp_invariant_recipes.config.overrides import parse_all
+
+    model, *_ = scenario.words
+    found = [compose(model, parse_all(scenario(layout).words[1:]), device="cpu") for layout in layouts]
+    wanted = {one.config.numerics.expert_groups for one in found}
+    return () if len(wanted) == 1 else (f"numerics.expert_groups={max(wanted)}",)
+
+
 def agree(scenario: Scenario, layouts: Sequence[str]) -> None:
     """Train in each layout: all ledgers have the same bits, with digests of gradients and master weights."""
-    first, *others = map(scenario, layouts)
+    first, *others = map(scenario(*common_groups(scenario, layouts)), layouts)
     ledger = first.ledger()
     for layout, other in zip(layouts[1:], others, strict=True):
         assert unequal(other.ledger(), ledger) == [], layout

@@ -103,8 +103,8 @@ def _one_after_the_other() -> None:
     from tp_invariant_recipes.numerics.sums import data_shards
 
     original = data_shards.ShardCounter.__init__
-    data_shards.ShardCounter.__init__ = lambda self, shards, each, gradients, once=True: original(
-        self, 1, shards * each, gradients, once=once
+    data_shards.ShardCounter.__init__ = lambda self, shards, each, gradients, **options: original(
+        self, 1, shards * each, gradients
     )
 
 

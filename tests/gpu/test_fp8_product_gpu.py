@@ -139,12 +139,13 @@ def test_weight_gradients_of_experts_are_those_of_a_cpu(kind, sizes):
     dy, x = operands(kind, 144, 272, sum(sizes), (E5M2, E4M3))
     if kind == "tensor":
         dy, x = (Quantized(one.data, torch.rand(len(sizes)) + 0.5) for one in (dy, x))
-    there = torch.randn(len(sizes), 144, 272)
-    expected, out = there.clone(), there.cuda()
-    fp8.grouped_weight_gradient(dy, x, list(expected), Groups(sizes, torch.tensor(sizes)))
     groups = Groups(sizes, torch.tensor(sizes, device="cuda"))
-    fp8.grouped_weight_gradient(on_gpu(dy), on_gpu(x), list(out), groups)
-    assert same_bits(out.cpu(), expected)
+    for chain in ((0,), (1, 0), (0, 2, 1, 3)):
+        there = torch.randn(len(sizes) // len(chain), 144, 272)
+        expected, out = there.clone(), there.cuda()
+        fp8.grouped_weight_gradient(dy, x, list(expected), Groups(sizes, torch.tensor(sizes)), chain)
+        fp8.grouped_weight_gradient(on_gpu(dy), on_gpu(x), list(out), groups, chain)
+        assert same_bits(out.cpu(), expected), chain
 
 
 # --- cuBLAS ---

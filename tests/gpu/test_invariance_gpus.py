@@ -85,7 +85,7 @@ GROUPS = {
         ("dp=1", "dp=2 ep=2", f"dp=4 ep=4 {OVERLAP}", "tp=2 dp=2 ep=4 mbs=2", f"tp=2 dp=4 ep=8 {OVERLAP}"),
     ),
     "data-hybrid": (
-        "nemotron3_nano_toy iters=4 gbs=4 seq=128 numerics.data_shards=4",
+        "nemotron3_nano_toy iters=4 gbs=4 seq=128 numerics.data_shards=4 numerics.expert_groups=4",
         ("dp=1", "dp=2 ep=2", f"dp=4 {OVERLAP}", "tp=2 dp=2 ep=4"),
     ),
     "graphs": (
@@ -139,7 +139,7 @@ GROUPS = {
         ("tp=1", "tp=2 ep=2", "tp=4 ep=4"),
     ),
     "experts": (EXPERTS, ("tp=1", "tp=2 ep=2", "tp=4 ep=2", "tp=2 pp=2")),
-    "experts-dp": (f"{EXPERTS} dp=2", ("tp=1", "ep=2", "tp=2 ep=2", "tp=2 ep=4")),
+    "experts-dp": (f"{EXPERTS} dp=2 numerics.expert_groups=2", ("tp=1", "ep=2", "tp=2 ep=2", "tp=2 ep=4")),
     "adapters": (ADAPTERS, ("tp=1", "tp=2", "tp=2 sp=false", "pp=2", "tp=4")),
     "adapters-data": (
         f"{ADAPTERS} numerics.data_shards=2",

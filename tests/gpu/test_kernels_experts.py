@@ -40,6 +40,27 @@ def _all(x, dy, weights, sizes):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("chain", ((0, 1), (0, 2, 1, 3)), ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_sources_of_an_expert_are_added_in_order(case, chain, dtype):
+    sizes, n, k = case
+    sizes = sizes[: len(sizes) // len(chain) * len(chain)] or (*sizes, *sizes)[: len(chain)]
+    groups = Groups(sizes, torch.tensor(sizes, device="cuda"))
+    x, dy = normal_on_gpu(sum(sizes), k, dtype=dtype), normal_on_gpu(sum(sizes), n, dtype=dtype)
+    each = [torch.zeros(n, k, device="cuda") for _ in sizes]
+    grouped_weight_gradient(dy, x, each, groups)
+    outs = [normal_on_gpu(n, k, dtype=torch.float32) for _ in range(len(sizes) // len(chain))]
+    expected, other = ([out.clone() for out in outs] for _ in range(2))
+    for number, out in enumerate(expected):
+        for link in chain:
+            out += each[number * len(chain) + link]
+            other[number] += each[number * len(chain) + chain[-1 - link]]
+    grouped_weight_gradient(dy, x, outs, groups, chain)
+    assert all(map(same_bits, outs, expected))
+    assert dtype != torch.bfloat16 or n < 100 or not all(map(same_bits, outs, other))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_experts_products(case, dtype):
     sizes, n, k = case

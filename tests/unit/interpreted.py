@@ -213,6 +213,16 @@ def experts_products_are_right_whoever_lies_beside():
         assert same_bits(alone[1], dx[rows])
         assert same_bits(alone[2][0], out)
         at += size
+    chained = [torch.randn(n, k) for _ in range(2)]
+    expected = [out.clone() for out in chained]
+    zeros = [torch.zeros(n, k) for _ in sizes]
+    groups = grouped_product.Groups(sizes, torch.tensor(sizes))
+    grouped_product.grouped_weight_gradient(dy, x, zeros, groups)
+    for number, out in enumerate(expected):
+        for link in (1, 0):
+            out += zeros[2 * number + link]
+    grouped_product.grouped_weight_gradient(dy, x, chained, groups, (1, 0))
+    assert all(map(same_bits, chained, expected))
 
 
 def row_sums_have_the_bits_of_their_twin():

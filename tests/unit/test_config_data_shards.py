@@ -67,13 +67,19 @@ def test_memory_grows_with_log2_of_the_shards_of_a_rank(sequences, less):
     assert (two, eight, four_ranks, two_ranks) == (2 * one, (4 - less) * one, (2 - less) * one, (3 - less) * one)
 
 
-def test_memory_of_sources_that_an_owner_of_experts_keeps_apart():
-    """ep=2 over two data-parallel ranks: half of the experts, each with two gradients."""
-    apart, over = (
-        memory.estimate(composed_config("dp=2", "gbs=2", f"ep={ep}", model="qwen3_moe_toy")).parts[GRADIENTS]
-        for ep in (1, 2)
-    )
-    assert over == apart
+def test_memory_of_expert_groups():
+    """ep=2 over two data-parallel ranks: half of the experts, each with a gradient for each group."""
+
+    def gradients(*words):
+        return memory.estimate(composed_config("dp=2", "gbs=4", *words, model="qwen3_moe_toy")).parts[GRADIENTS]
+
+    apart, one, two = gradients(), gradients("ep=2"), gradients("ep=2", "numerics.expert_groups=2")
+    assert two == apart
+    stock = gradients("ep=2", "numerics=stock")
+    assert one == stock < two
+    # Two data shards of a rank, of two sequences each, take turns: two buffers of all but the experts.
+    turns = gradients("ep=2", "gbs=8", "numerics.data_shards=4")
+    assert turns - one == one - (two - one)
 
 
 def test_a_micro_batch_of_several_takes_the_memory_of_one():

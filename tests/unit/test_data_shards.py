@@ -12,6 +12,7 @@ from tp_invariant_recipes.numerics.layers import embedding, linear
 from tp_invariant_recipes.numerics.megatron import data_parallel
 from tp_invariant_recipes.numerics.sums import data_shards
 from tp_invariant_recipes.numerics.sums.data_shards import ShardCounter
+from tp_invariant_recipes.numerics.sums.expert_groups import order_of_visits
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.weight_gradient import CONTEXTS, LEAF
 
@@ -58,7 +59,30 @@ def test_shards_are_added_as_a_tree(shards, each):
         assert not same_bits(values.flatten(0, 1).sum(0), _added_in_tree(values))
         assert not same_bits(_counted(counter, gradient, values, late=True), _added_in_tree(values))
     levels = shards.bit_length() - (2 if each == 1 else 1)
-    assert [len(some) for some in counter._levels.values()] == [levels] * (levels > 0)
+    assert [len(some) for some in counter._free.values()] == [levels] * (levels > 0)
+
+
+@pytest.mark.parametrize("each", (1, 2, EACH))
+@pytest.mark.parametrize("shards, turns", ((2, 2), (4, 2), (4, 4), (8, 4), (8, 8)))
+def test_shards_that_take_turns_are_added_as_a_tree(shards, turns, each):
+    gradient = torch.zeros(40)
+    counter = ShardCounter(shards, each, lambda: [gradient], turns=turns)
+    values = _micro_batches(shards, each)
+    visits = order_of_visits(shards, each, turns)
+    visited = values.flatten(0, 1)[visits].view(shards, each, 40)
+    for _ in range(2):
+        assert same_bits(_counted(counter, gradient, visited), _added_in_tree(values))
+    width = turns if each > 1 else turns // 2
+    (kept,) = counter._free.values() if counter.nodes > 1 else ([],)
+    assert len(kept) == width - 1 + (shards // turns).bit_length() - 1
+
+
+def test_an_exchange_goes_piece_by_piece(monkeypatch):
+    monkeypatch.setattr(data_shards, "PIECE", 16)
+    one, other = torch.arange(40.0), -torch.arange(40.0)
+    data_shards._exchange(one, other)
+    assert one.tolist() == (-torch.arange(40.0)).tolist()
+    assert other.tolist() == torch.arange(40.0).tolist()
 
 
 def test_a_rank_that_has_half_of_the_shards_has_half_of_the_tree():
@@ -98,7 +122,7 @@ def test_one_shard_keeps_nothing():
     counter.finish(gradient)
     counter.restart()
     assert gradient.unique().tolist() == [1]
-    assert not counter._levels
+    assert not counter._held
 
 
 def test_a_step_of_another_number_of_micro_batches_is_an_error():
@@ -112,6 +136,16 @@ def test_a_step_of_another_number_of_micro_batches_is_an_error():
     counter.end_micro_batch()
     with pytest.raises(RuntimeError, match="more than 2 shards of 1 micro-batches"):
         counter.end_micro_batch()
+
+
+@pytest.mark.parametrize("each", (1, 2))
+def test_a_counter_may_have_no_gradients(each):
+    """Of the experts of a dense model, or of a pipeline stage without any."""
+    counter = ShardCounter(4, each, list)
+    for _ in range(2):
+        for _ in range(4 * each):
+            counter.end_micro_batch()
+        counter.restart()
 
 
 PASSES = {"copy_": 2, "zero_": 1, "add_": 3, "add": 3}  # operation -> reads and writes of a tensor

@@ -1,5 +1,8 @@
 """Every expert has one rank that computes it, which holds its weights."""
 
+from types import SimpleNamespace
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given
@@ -19,7 +22,11 @@ class Group:
 def _ranks(tp, ep, experts):
     """The Owners of all ranks that share tokens, as Megatron numbers them."""
     size = max(tp, ep)
-    return [Owners.of(experts, Group(tp, rank % tp), Group(ep, rank % ep)) for rank in range(size)]
+    config = SimpleNamespace(
+        num_moe_experts=experts, tensor_model_parallel_size=tp, context_parallel_size=1, expert_model_parallel_size=ep
+    )
+    with patch("megatron.core.parallel_state.get_data_parallel_world_size", return_value=size // tp):
+        return [Owners.of(config, Group(tp, rank % tp), Group(ep, rank % ep)) for rank in range(size)]
 
 
 @given(tp=DEGREES, ep=DEGREES, each=st.integers(1, 3))
@@ -30,7 +37,7 @@ def test_experts_are_divided(tp, ep, each):
     assert torch.equal(ranks[0].by_number(order), torch.arange(experts))
     for number, owners in enumerate(ranks):
         assert owners.rank == number
-        assert owners.sources == max(1, ep // tp)
+        assert owners.sources == max(1, ep // tp) == len(owners.chain)
         first = number % ep * (experts // ep) + number // ep * each
         assert order[number * owners.each :][: owners.each].tolist() == list(range(first, first + owners.each))
         held = range(number % ep * (experts // ep), (number % ep + 1) * (experts // ep))
@@ -42,4 +49,4 @@ def test_experts_are_divided(tp, ep, each):
 @pytest.mark.parametrize("tp, ep, experts", ((2, 3, 12), (4, 4, 6), (3, 2, 12), (2, 4, 2)))
 def test_what_does_not_divide_is_refused(tp, ep, experts):
     with pytest.raises(ConfigError, match=f"tp={tp} and ep={ep}: one must divide the other, both {experts} experts"):
-        Owners.of(experts, Group(tp), Group(ep))
+        _ranks(tp, ep, experts)

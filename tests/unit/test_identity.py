@@ -27,7 +27,7 @@ SAME = (
     ("qwen3_8b", ("device=cpu",)),
     ("qwen3_toy", ("device=cpu", "numerics=tree", "tp=8")),
     ("qwen3_8b", ("cluster=h100", "logging=wandb", "save=10", "run.dir=x")),
-    ("qwen3_moe_toy", ("tp=2", "ep=2", "dp=2", "gbs=4", "mbs=2", "numerics.data_shards=4")),
+    ("qwen3_moe_toy", ("tp=2", "ep=2", "dp=2", "gbs=4", "mbs=2", "numerics.data_shards=4", "numerics.expert_groups=2")),
     ("qwen3_moe_toy", ("tp=4", "etp=4", "numerics=stock")),
     ("nemotron3_nano_toy", ("tp=2", "ep=2")),
     ("qwen3_8b", ("train.train_sync_interval=1", "train.manual_gc=false", "dataset.pin_memory=false")),

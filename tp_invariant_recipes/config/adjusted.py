@@ -22,7 +22,17 @@ from tp_invariant_recipes.check.rule import broken_rules
 from tp_invariant_recipes.fields.catalogue import adjustable
 from tp_invariant_recipes.fields.field import NOT_SET, BridgeField, as_text
 from tp_invariant_recipes.numerics.layers import expert_placement
-from tp_invariant_recipes.settings import cuda_graphs, delta_net, environment, layout, low_precision, muon, peft, sft
+from tp_invariant_recipes.settings import (
+    cuda_graphs,
+    delta_net,
+    environment,
+    expert_groups,
+    layout,
+    low_precision,
+    muon,
+    peft,
+    sft,
+)
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 KEY = "numerics.adjust"
@@ -276,6 +286,8 @@ ROWS: tuple[Adjustment, ...] = (
       for end, field in enumerate(layout.UNEVEN)),
     _row(_shared_by, _WHOLE, "model.expert_model_parallel_size", _splits_experts),
     _row(1, _WHOLE, "model.expert_tensor_parallel_size", _splits_experts),
+    _row(expert_groups.groups_of_run, "it follows the layout", "numerics.expert_groups",
+         lambda t, was: was not in (None, expert_groups.groups_of_run(t))),
     _row(False, "activations stay where they are", "model.cpu_offloading model.fine_grained_activation_offloading"),
     _row(_padded_size, _PADDED, "model.vocab_size", lambda t, was: t.model.get("should_pad_vocab")),
     _row(False, _PADDED, "model.should_pad_vocab"),

@@ -13,7 +13,8 @@ Tree = dict[str, Any]
 # Of our own sections.
 OWN_RANGES = {
     COUNT: "cluster.ranks_per_node slurm.save_before slurm.tries slurm.rendezvous_timeout guard.every guard.products",
-    SIGNED: "numerics.virtual_shards numerics.data_shards numerics.context_shards ledger.digests",  # have rules
+    SIGNED: "numerics.virtual_shards numerics.data_shards numerics.context_shards numerics.expert_groups "
+    "ledger.digests",  # have rules
 }
 # The short keys are counts, but for these.
 SHORT_RANGES = {"sp": SIGNED, "lr": NOT_NEGATIVE, "seed": SEED, "save": NOT_NEGATIVE}

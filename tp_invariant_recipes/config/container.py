@@ -209,7 +209,7 @@ def _numerics(provider: Any, config: RunConfig) -> None:
     if numerics.invariant:
         provider.invariant_mode, provider.virtual_shards = numerics.mode, numerics.virtual_shards
         provider.context_shards = numerics.context_shards or provider.context_parallel_size
-        provider.data_shards = numerics.data_shards
+        provider.data_shards, provider.expert_groups = numerics.data_shards, numerics.expert_groups
         provider.fp8_layers = low_precision.fp8_layers(config)
     if numerics.initial_weights == "invariant" and config.weights.folder is None:
         from tp_invariant_recipes.numerics.megatron import init

@@ -28,13 +28,22 @@ from tp_invariant_recipes.config.overrides import Override, given
 from tp_invariant_recipes.errors import ConfigError, refuse
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron import families
+from tp_invariant_recipes.numerics.sums.expert_groups import ExpertGroups
 from tp_invariant_recipes.reading import MIB, parse_yaml, read_limited
-from tp_invariant_recipes.settings import conf_files, cuda_graphs
+from tp_invariant_recipes.settings import conf_files, cuda_graphs, expert_groups
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 # The option that stands for a cluster's file, wherever it lies, and for the layer of a recipe. No file of a tree has
 # this name.
 GIVEN = "_given_file"
+
+# Of `ExpertGroups`, in its order.
+DEGREES = {
+    "tp": "model.tensor_model_parallel_size",
+    "cp": "model.context_parallel_size",
+    "dp": "parallel.data_parallel_size",
+    "ep": "model.expert_model_parallel_size",
+}
 
 _folders: ContextVar[tuple[Path, ...]] = ContextVar("folders", default=())
 
@@ -208,6 +217,15 @@ def _shards(*, _root_: Any) -> int:
     return shards.default_shards(RunConfig(sections))
 
 
+def _expert_groups(*, _root_: Any) -> int | None:
+    paths = ("numerics.data_shards", "numerics.context_shards", *DEGREES.values())
+    numbers = [OmegaConf.select(_root_, path) for path in paths]
+    if not all(isinstance(number, int) and number > 0 for number in numbers):
+        return None  # the bounds of each say so
+    named = {path: OmegaConf.select(_root_, path) for path in expert_groups.OF_GROUPS}
+    return expert_groups.default_groups(ExpertGroups(None, *numbers), named)
+
+
 def _fused_rotation(*, _root_: Any) -> bool:
     """Whether Megatron's fused rotary kernels suit the model: multi-latent attention has others."""
     return not OmegaConf.select(_root_, "model.multi_latent_attention")
@@ -237,6 +255,7 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
     "tpi.graphed_modules": _graphed_modules,
     "tpi.or": lambda value, otherwise: otherwise if value is None else value,
     "tpi.shards": _shards,
+    "tpi.expert_groups": _expert_groups,
     "tpi.fused_rotation": _fused_rotation,
 }
 NOT_READ = (

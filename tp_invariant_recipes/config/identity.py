@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from tp_invariant_recipes.fields import catalogue
-from tp_invariant_recipes.ledger.schema import CONTEXT_SHARDS, DATA_SHARDS
+from tp_invariant_recipes.ledger.schema import SHARDS
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.settings import peft, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -57,10 +57,9 @@ def identity(config: RunConfig, data_digest: str | None, weights_digest: str | N
     flat["data.kind"] = config.data.kind
     if family := families.of(config.model):
         flat["model.layers"] = family
-    if config.numerics.invariant and config.numerics.data_shards is not None:
-        flat[DATA_SHARDS] = config.numerics.data_shards
-    if config.numerics.invariant and config.numerics.context_shards is not None:
-        flat[CONTEXT_SHARDS] = config.numerics.context_shards
+    for key in SHARDS if config.numerics.invariant else ():
+        if (count := getattr(config.numerics, key.partition(".")[2])) is not None:
+            flat[key] = count
     flat["data.digest"] = data_digest
     if weights_digest is not None:
         flat[WEIGHTS_DIGEST] = weights_digest

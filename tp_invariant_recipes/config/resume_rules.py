@@ -14,7 +14,7 @@ from tp_invariant_recipes.settings import muon
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 # Settings of `numerics` whose defaults follow the layout, and which make up the order of sums: a run keeps them.
-KEPT = ("data_shards", "context_shards")
+KEPT = ("data_shards", "context_shards", "expert_groups")
 
 # How a checkpoint holds the moments and master weights: as tensors of the model, of either kind of optimizer, or as the
 # ranges of a distributed optimizer's buffers. A layer-wise optimizer has experts among all else, not apart.

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.fp8_sum import kind
-from tp_invariant_recipes.kernels.grouped_product import Groups, all_aligned, offsets_of
+from tp_invariant_recipes.kernels.grouped_product import Groups, all_aligned, offsets_of, on_device
 from tp_invariant_recipes.kernels.launch import Kernel
 from tp_invariant_recipes.kernels.quantized import BLOCK, Quantized
 
@@ -84,8 +84,10 @@ def grouped_product(x: Quantized, weights: Sequence[Quantized], out: Tensor, gro
     PRODUCT.launch((len(group) * triton.cdiv(n, TILE), 1), tensors, _strides(x), constants, WARPS, STAGES)
 
 
-def grouped_weight_gradient(dy: Quantized, x: Quantized, outs: Sequence[Tensor], groups: Groups) -> None:
-    """outs[g] += dy[:, rows of g] @ x[:, rows of g]^T: numerics/products/fp8.py, on a GPU.
+def grouped_weight_gradient(
+    dy: Quantized, x: Quantized, outs: Sequence[Tensor], groups: Groups, chain: Sequence[int] = (0,)
+) -> None:
+    """outs[i] += dy[:, rows of g] @ x[:, rows of g]^T, group by group: numerics/products/fp8.py, on a GPU.
 
     dy.data, x.data: rows of any stride; the kernel copies 16 bytes at once where it and the groups are multiples of 16.
     """
@@ -93,9 +95,10 @@ def grouped_weight_gradient(dy: Quantized, x: Quantized, outs: Sequence[Tensor],
     n, k = len(dy.data), len(x.data)
     rows = dy.data.stride(0), x.data.stride(0)
     even = all(size % 16 == 0 for size in (*rows, *groups.sizes)) and all_aligned([dy.data, x.data])
-    tensors = (dy.data, x.data, outs[0], dy.scale, x.scale, offsets_of(outs), groups.ends)
+    order = on_device(chain, dy.data.device)
+    tensors = (dy.data, x.data, outs[0], dy.scale, x.scale, offsets_of(outs), groups.ends, order)
     by_group = tuple(int(one.blocks == "tensor" and one.scale.numel() > 1) for one in (dy, x))
-    constants = (n, k, *by_group, code, even, all_aligned(outs), TILE, BLOCK)
+    constants = (n, k, len(chain), *by_group, code, even, all_aligned(outs), TILE, BLOCK)
     grid = (triton.cdiv(n, TILE) * triton.cdiv(k, TILE), len(outs))
     WEIGHT_GRADIENT.launch(grid, tensors, (*rows, *_strides(dy), *_strides(x)), constants, WARPS, STAGES)
 
@@ -199,34 +202,58 @@ def _grouped_product(
     tl.store(out + row * N + column, total.to(out.dtype.element_ty), mask=rows & columns)
 
 
-@triton.jit(do_not_specialize=["dy_row", "x_row", "sdy_row", "sdy_k", "sx_row", "sx_k"])
-def _grouped_weight_gradient(
-    dy, x, outs, sdy, sx, offsets, ends, dy_row, x_row, sdy_row, sdy_k, sx_row, sx_k,
+@triton.jit
+def _of_group(
+    dy, x, sdy, sx, ends, g, row, column, dy_row, x_row, sdy_row, sdy_k, sx_row, sx_k,
     N: tl.constexpr, K: tl.constexpr, SDY_GROUP: tl.constexpr, SX_GROUP: tl.constexpr, KIND: tl.constexpr,
-    EVEN: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    EVEN: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    across: tl.constexpr = (K + TILE - 1) // TILE
-    g = tl.program_id(1)
+    """A tile of dy @ x^T, of the rows of group g."""
     end = tl.load(ends + g)
     begin = tl.where(g > 0, tl.load(ends + tl.maximum(g, 1) - 1), 0)
-    offset = tl.load(offsets + g)
     if EVEN:
         begin, end = tl.multiple_of(begin, 16), tl.multiple_of(end, 16)
+    block = begin // BLOCK
+    total = _sum(
+        dy + row * dy_row + begin, x + column * x_row + begin, row < N, column < K,
+        sdy + row * sdy_row + block * sdy_k, sx + column * sx_row + block * sx_k, sdy_k, sx_k, end - begin,
+        KIND, TILE, BLOCK,
+    )  # fmt: skip
+    if KIND == 0:
+        total *= tl.load(sdy + g * SDY_GROUP) * tl.load(sx + g * SX_GROUP)
+    return total
+
+
+@triton.jit(do_not_specialize=["dy_row", "x_row", "sdy_row", "sdy_k", "sx_row", "sx_k"])
+def _grouped_weight_gradient(
+    dy, x, outs, sdy, sx, offsets, ends, chain, dy_row, x_row, sdy_row, sdy_k, sx_row, sx_k,
+    N: tl.constexpr, K: tl.constexpr, CHAIN: tl.constexpr, SDY_GROUP: tl.constexpr, SX_GROUP: tl.constexpr,
+    KIND: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    across: tl.constexpr = (K + TILE - 1) // TILE
+    offset = tl.load(offsets + tl.program_id(1))
+    if EVEN:
         dy_row, x_row = tl.multiple_of(dy_row, 16), tl.multiple_of(x_row, 16)
     if ALIGNED:
         offset = tl.multiple_of(offset, 4)
     row = (tl.program_id(0) // across * TILE + tl.arange(0, TILE)).to(tl.int64)[:, None]
     column = (tl.program_id(0) % across * TILE + tl.arange(0, TILE)).to(tl.int64)[None, :]
-    rows, columns = row < N, column < K
-    block = begin // BLOCK
-    total = _sum(
-        dy + row * dy_row + begin, x + column * x_row + begin, rows, columns, sdy + row * sdy_row + block * sdy_k,
-        sx + column * sx_row + block * sx_k, sdy_k, sx_k, end - begin, KIND, TILE, BLOCK,
-    )  # fmt: skip
-    if KIND == 0:
-        total *= tl.load(sdy + g * SDY_GROUP) * tl.load(sx + g * SX_GROUP)
+    inside = (row < N) & (column < K)
     out_at = outs + offset + row * K + column
-    tl.store(out_at, total + tl.load(out_at, mask=rows & columns), mask=rows & columns)
+    if CHAIN == 1:  # the output takes no registers before it is needed
+        out = _of_group(
+            dy, x, sdy, sx, ends, tl.program_id(1), row, column, dy_row, x_row, sdy_row, sdy_k, sx_row, sx_k,
+            N, K, SDY_GROUP, SX_GROUP, KIND, EVEN, TILE, BLOCK,
+        )  # fmt: skip
+        out += tl.load(out_at, mask=inside)
+    else:
+        out = tl.load(out_at, mask=inside)
+        for link in range(CHAIN):
+            out += _of_group(
+                dy, x, sdy, sx, ends, tl.program_id(1) * CHAIN + tl.load(chain + link), row, column, dy_row, x_row,
+                sdy_row, sdy_k, sx_row, sx_k, N, K, SDY_GROUP, SX_GROUP, KIND, EVEN, TILE, BLOCK,
+            )  # fmt: skip
+    tl.store(out_at, out, mask=inside)
 
 
 PRODUCT = Kernel(_grouped_product, **UNFUSED)

@@ -71,29 +71,40 @@ def grouped_product(x: Tensor, weights: Sequence[Tensor], out: Tensor, groups: G
         PRODUCT.launch((len(group) * across, 1), tensors, (), constants, warps)
 
 
-def grouped_weight_gradient(dy: Tensor, x: Tensor, outs: Sequence[Tensor], groups: Groups) -> None:
-    """outs[g] += dy[rows of g]^T @ x[rows of g]; it sums the rows in fp32 in order, then adds the sum.
+def grouped_weight_gradient(
+    dy: Tensor, x: Tensor, outs: Sequence[Tensor], groups: Groups, chain: Sequence[int] = (0,)
+) -> None:
+    """outs[i] += dy[rows of g]^T @ x[rows of g], for each of its groups g, one after the other.
 
-    dy:   [rows, n] contiguous, on a GPU; x: [rows, k] of dy's dtype.
-    outs: one [n, k] fp32 per group, contiguous.
+    The rows of a group are summed in fp32 in order, then the sum is added. An output is read and written once.
+
+    dy:    [rows, n] contiguous, on a GPU; x: [rows, k] of dy's dtype.
+    outs:  [n, k] fp32 each, contiguous; outs[i] has the groups from i · len(chain) on.
+    chain: the order of an output's groups.
     """
     tile_n, tile_k, step, warps = TILES[x.dtype]
     n, k = dy.shape[1], x.shape[1]
     grid = (triton.cdiv(n, tile_n) * triton.cdiv(k, tile_k), len(outs))
-    constants = (n, k, all_aligned(outs), tile_n, tile_k, step)
-    WEIGHT_GRADIENT.launch(grid, (dy, x, outs[0], offsets_of(outs), groups.ends), (), constants, warps)
+    constants = (n, k, len(chain), all_aligned(outs), tile_n, tile_k, step)
+    tensors = (dy, x, outs[0], offsets_of(outs), groups.ends, on_device(chain, dy.device))
+    WEIGHT_GRADIENT.launch(grid, tensors, (), constants, warps)
 
 
 _known: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
 
 
+def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """[n] int64, cached."""
+    key = device, tuple(numbers)
+    if key not in _known:
+        _known[key] = torch.tensor(key[1], device=device)
+    return _known[key]
+
+
 def offsets_of(tensors: Sequence[Tensor]) -> Tensor:
     """[groups] int64: each tensor's offset from the first, in elements. Tensors seldom move, so offsets are cached."""
     first, size = tensors[0].data_ptr(), tensors[0].element_size()
-    key = tensors[0].device, tuple((tensor.data_ptr() - first) // size for tensor in tensors)
-    if key not in _known:
-        _known[key] = torch.tensor(key[1], device=key[0])
-    return _known[key]
+    return on_device([(tensor.data_ptr() - first) // size for tensor in tensors], tensors[0].device)
 
 
 def all_aligned(tensors: Sequence[Tensor]) -> bool:
@@ -131,20 +142,13 @@ def _product(
 
 
 @triton.jit
-def _weight_gradient(
-    dy, x, outs, offsets, ends,
-    N: tl.constexpr, K: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE_N: tl.constexpr, TILE_K: tl.constexpr, STEP: tl.constexpr,
+def _of_group(
+    dy, x, ends, g, row, column,
+    N: tl.constexpr, K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    across: tl.constexpr = (K + TILE_K - 1) // TILE_K
-    g = tl.program_id(1)
+    """A tile of dy^T @ x, of the rows of group g."""
     end = tl.load(ends + g)
     begin = tl.where(g > 0, tl.load(ends + tl.maximum(g, 1) - 1), 0)
-    offset = tl.load(offsets + g)
-    if ALIGNED:
-        offset = tl.multiple_of(offset, 4)
-    row = (tl.program_id(0) // across * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
-    column = (tl.program_id(0) % across * TILE_K + tl.arange(0, TILE_K)).to(tl.int64)
     i = tl.arange(0, STEP).to(tl.int64)
     total = tl.zeros((TILE_N, TILE_K), dtype=tl.float32)
     for token in range(begin, end, STEP):
@@ -152,9 +156,32 @@ def _weight_gradient(
         a = tl.load(dy + at[None, :] * N + row[:, None], mask=(at < end)[None, :] & (row < N)[:, None], other=0.0)
         b = tl.load(x + at[:, None] * K + column[None, :], mask=(at < end)[:, None] & (column < K)[None, :], other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _weight_gradient(
+    dy, x, outs, offsets, ends, chain,
+    N: tl.constexpr, K: tl.constexpr, CHAIN: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_K: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    across: tl.constexpr = (K + TILE_K - 1) // TILE_K
+    offset = tl.load(offsets + tl.program_id(1))
+    if ALIGNED:
+        offset = tl.multiple_of(offset, 4)
+    row = (tl.program_id(0) // across * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
+    column = (tl.program_id(0) % across * TILE_K + tl.arange(0, TILE_K)).to(tl.int64)
     inside = (row < N)[:, None] & (column < K)[None, :]
     at_out = outs + offset + row[:, None] * K + column[None, :]
-    tl.store(at_out, total + tl.load(at_out, mask=inside), mask=inside)
+    if CHAIN == 1:  # the output takes no registers before it is needed
+        out = _of_group(dy, x, ends, tl.program_id(1), row, column, N, K, TILE_N, TILE_K, STEP)
+        out += tl.load(at_out, mask=inside)
+    else:
+        out = tl.load(at_out, mask=inside)
+        for link in range(CHAIN):
+            g = tl.program_id(1) * CHAIN + tl.load(chain + link)
+            out += _of_group(dy, x, ends, g, row, column, N, K, TILE_N, TILE_K, STEP)
+    tl.store(at_out, out, mask=inside)
 
 
 PRODUCT = Kernel(_product)

@@ -37,8 +37,13 @@ CAPABILITY = "instructions"  # in `device` of a run on a CPU: with what its libr
 COPIES = "copies"  # in `diverged`: weights that are not their master weights rounded
 DIRECTIONS = ("forward", "backward")
 MOST = 2**70  # of a count; the text and the sum of larger ones have no bound
-# Of the identity: D and C of the invariant numerics. Stock runs have none, and are comparable with runs of any.
-SHARDS = DATA_SHARDS, CONTEXT_SHARDS = "numerics.data_shards", "numerics.context_shards"
+# Of the identity: D, C and, of models with experts, X of the invariant numerics. Stock runs have none, and are
+# comparable with runs of any. A run with D alone, of an earlier version, added experts' gradients in another order.
+SHARDS = DATA_SHARDS, CONTEXT_SHARDS, EXPERT_GROUPS = (
+    "numerics.data_shards",
+    "numerics.context_shards",
+    "numerics.expert_groups",
+)
 
 Scalar = str | Integer | float | bool | None
 
@@ -227,10 +232,12 @@ class HeaderDifference:
 def identity_differences(a: Header, b: Header) -> tuple[HeaderDifference, ...]:
     """The fields that make two runs incomparable.
 
-    Equal identity hashes have none. Otherwise there are some, but for shards of which one run has none.
+    Equal identity hashes have none. Otherwise there are some, but for shards where one run has none.
     """
     found = _differences(a.identity, b.identity, prefix="")
-    return tuple(one for one in found if not (one.field in SHARDS and None in (one.a, one.b)))
+    if all(any(key in header.identity for key in SHARDS) for header in (a, b)):
+        return found
+    return tuple(one for one in found if one.field not in SHARDS)
 
 
 def informative_differences(a: Header, b: Header) -> tuple[HeaderDifference, ...]:

@@ -151,23 +151,30 @@ def described(config: Any, world: int) -> RunFile:
     from tp_invariant_recipes.config import identity as identities
     from tp_invariant_recipes.host import gpus
     from tp_invariant_recipes.ledger.record import Header
-    from tp_invariant_recipes.ledger.schema import CONTEXT_SHARDS, DATA_SHARDS
+    from tp_invariant_recipes.ledger.schema import SHARDS as COUNTS
+    from tp_invariant_recipes.numerics.sums.expert_groups import ExpertGroups
 
     model = config.model
     tp, pp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
     cp, ep = model.context_parallel_size, model.expert_model_parallel_size
     dp = world // (tp * pp * cp)
+    experts = bool(getattr(model, "num_moe_experts", None))
+    groups = ExpertGroups(None, dp, cp, tp, cp, dp, ep).least if experts else None
+    counts = {key: count for key, count in zip(COUNTS, (dp, cp, groups), strict=True) if count is not None}
     sections = _plain(config)
-    identity = identities.of_sections(sections) | {
-        "data.kind": type(config.dataset).__name__,
-        "data.digest": str((sections.get("dataset") or {}).get("blend")),
-        DATA_SHARDS: dp,
-        CONTEXT_SHARDS: cp,
-    }
+    identity = (
+        identities.of_sections(sections)
+        | {
+            "data.kind": type(config.dataset).__name__,
+            "data.digest": str((sections.get("dataset") or {}).get("blend")),
+        }
+        | counts
+    )
     identity = dict(sorted(identity.items()))
     etp = model.expert_tensor_parallel_size or tp
     layout = {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "ep": ep, "etp": etp, "sp": bool(model.sequence_parallel)}
-    shards = {"virtual_shards": int(os.environ[SHARDS]), "data_shards": dp, "context_shards": cp}
+    shards = {key.partition(".")[2]: count for key, count in counts.items()}
+    shards["virtual_shards"] = int(os.environ[SHARDS])
     return RunFile(
         model=type(model).__name__,
         overrides=(),

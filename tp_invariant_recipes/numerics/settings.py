@@ -14,6 +14,7 @@ class NumericsSettings:
     virtual_shards:  V, virtual shards of the invariant modes.
     data_shards:     D, their data shards; part of the identity.
     context_shards:  C, their context shards; part of the identity.
+    expert_groups:   X, their expert groups; part of the identity. None: the model has no experts.
     grad_norm:       the invariant modes' gradient norm: exact, or a plain fp64 sum as in the published scheme.
     clip_rounding:   pow2 rounds the clipping coefficient down to a power of two, as in the published scheme.
     initial_weights: invariant: a function of seed, name and place alone; megatron: drawn by Megatron's own generators.
@@ -25,6 +26,7 @@ class NumericsSettings:
     virtual_shards: int | None = None
     data_shards: int | None = None
     context_shards: int | None = None
+    expert_groups: int | None = None
     grad_norm: Literal["exact", "fp64"] = "exact"
     clip_rounding: Literal["none", "pow2"] = "none"
     initial_weights: Literal["invariant", "megatron"] = "invariant"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tp_invariant_recipes.numerics.mode import Mode
-from tp_invariant_recipes.settings import allocation, layout, low_precision, muon, peft
+from tp_invariant_recipes.settings import allocation, expert_groups, layout, low_precision, muon, peft
 from tp_invariant_recipes.settings.run_config import Layout, RunConfig
 from tp_invariant_recipes.sizing import activations, size
 from tp_invariant_recipes.sizing.activations import FP32, MicroBatch
@@ -262,16 +262,25 @@ def _summed(config: RunConfig, at: Layout, dense: int, experts: int) -> int:
     """Numbers of gradients of a rank: what backward passes add to.
 
     For each context shard that a rank has there are as many, and for each doubling from dp to D as many again, less the
-    first where a data shard is one sequence (numerics/sums/data_shards.py).
+    first where a data shard is one sequence (numerics/sums/data_shards.py). Data shards that take turns have one each.
+    Of experts there are as many as expert groups that a rank has in one pass (numerics/sums/expert_groups.py).
     """
     shards = config.numerics.data_shards
     if shards is None:
         return dense + experts
-    sources = max(1, at.ep // at.tp)  # data-parallel ranks whose tokens an expert's owner keeps apart
-    of_rank = max(1, shards // at.dp)
-    nodes = max(1, of_rank // 2) if config.train["global_batch_size"] == shards else of_rank
-    contexts = max(1, (config.numerics.context_shards or 1) // at.cp)
-    return nodes.bit_length() * contexts * (dense + sources * experts)
+    of_rank, alone = max(1, shards // at.dp), config.train["global_batch_size"] == shards
+    contexts, groups = max(1, (config.numerics.context_shards or 1) // at.cp), expert_groups.groups(config)
+    if groups is None:
+        return _counted(of_rank, 1, alone=alone) * contexts * dense
+    single = alone and groups.turns == len(groups.chain) == 1
+    buffers = groups.data_buffers * groups.context_buffers * _counted(groups.spans, 1, alone=single)
+    return _counted(of_rank, groups.turns, alone=alone) * contexts * dense + buffers * experts
+
+
+def _counted(shards: int, turns: int, *, alone: bool) -> int:
+    """Buffers of a tree over `shards`, of which `turns` take turns. alone: whether each is one sequence."""
+    nodes, turns = (max(1, number // (1 + alone)) for number in (shards, turns))
+    return turns + (nodes // turns).bit_length() - 1
 
 
 def _sharded(config: RunConfig) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host import memory as host
 from tp_invariant_recipes.plural import counted
-from tp_invariant_recipes.settings import muon
+from tp_invariant_recipes.settings import expert_groups, muon
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing import activations, memory
 from tp_invariant_recipes.sizing.memory import ACTIVATIONS, GIB, LOSS, MIB, Estimate
@@ -132,6 +132,9 @@ def _ways(config: RunConfig, need: Estimate) -> list[str]:
             of_states.append("raise dp= (its ranks share the optimizer's state)")
     if (config.numerics.data_shards or 1) > at.dp:
         of_states.append(f"raise dp= towards numerics.data_shards={config.numerics.data_shards}")
+    least = expert_groups.groups_of_run(config)
+    if least is not None and least != config.numerics.expert_groups:
+        of_states.append(f"numerics.expert_groups={least}")
     if (config.numerics.context_shards or 1) > at.cp:
         of_states.append(f"raise cp= towards numerics.context_shards={config.numerics.context_shards}")
     return [*of_tokens, *of_states] if tokens > need.rank / 2 else [*of_states, *of_tokens]

@@ -39,6 +39,7 @@ class Site:
     sampler:           dataset.dataloader_type, or CONSECUTIVE.
     sequence_parallel: positions are split over the tensor-parallel ranks between their products.
     context_shards:    C, into which sequences are cut; cp for stock numerics (numerics/sums/context_shards.py).
+    visits:            the rank's number of each micro-batch's sample; empty: they come in their order.
     """
 
     config: Any
@@ -54,11 +55,12 @@ class Site:
     dp: int = 1
     dp_rank: int = 0
     context_shards: int = 1
+    visits: tuple[int, ...] = ()
 
     def numbers(self, micro_batch: int) -> list[int] | None:
         """Which samples of the step a micro-batch holds; None: the data loader is not known."""
         number = SAMPLERS.get(self.sampler)
-        first = micro_batch * self.samples
+        first = (self.visits[micro_batch] if self.visits else micro_batch) * self.samples
         return None if number is None else [number(self, first + i) for i in range(self.samples)]
 
     def positions(self, split: bool) -> list[tuple[int, int]]:

@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.ledger.digests import Traced, tensor_digest
+from tp_invariant_recipes.numerics.sums.expert_groups import visits_of
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings.nearest import nearest
 from tp_invariant_recipes.training.dump_writer import DumpWriter
@@ -92,6 +93,7 @@ def site_of(context: CallbackContext) -> Site:
         samples=get_micro_batch_size(),
         sampler=CONSECUTIVE if hasattr(config.model, "invariant_mode") else config.dataset.dataloader_type,
         context_shards=getattr(config.model, "context_shards", 1),
+        visits=visits_of(unwrapped(context.model[0]).config),
     )
 
 

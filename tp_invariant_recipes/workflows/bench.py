@@ -36,6 +36,7 @@ INVARIANT = (
     "numerics.virtual_shards",
     "numerics.data_shards",
     "numerics.context_shards",
+    "numerics.expert_groups",
 )
 
 

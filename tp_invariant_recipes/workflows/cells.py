@@ -16,8 +16,9 @@ from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.launch.plan import Plan, Planning
 from tp_invariant_recipes.ledger.reader import Ledger
-from tp_invariant_recipes.ledger.schema import SHARDS, Header, identity_differences
+from tp_invariant_recipes.ledger.schema import EXPERT_GROUPS, SHARDS, Header, identity_differences
 from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, LeftOut, MatrixDir
+from tp_invariant_recipes.settings import expert_groups
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
 from tp_invariant_recipes.sizing import room
 from tp_invariant_recipes.workflows.matrix import Choice
@@ -124,10 +125,16 @@ def with_equal_shards(
 ) -> tuple[Choice, ...]:
     """The choices, with the shards in which cells would differ: the reference's, else those of the largest dp or cp.
 
-    A value that the user gives stays, and so do cells of stock numerics, which have none.
+    Of expert groups it is the number that suits every cell. A value that the user gives stays, and so do cells of stock
+    numerics, which have none.
     """
+    configs = {label: one.config for label, one in composed.items()}
     for key in SHARDS:
-        shards = {label: getattr(one.config.numerics, key.partition(".")[2]) for label, one in composed.items()}
+        name = key.partition(".")[2]
+        shards = {label: getattr(config.numerics, name) for label, config in configs.items()}
+        if key == EXPERT_GROUPS:  # with the D and C that the cells have by now
+            free = [one.label for one in choices if shards[one.label] and not given(one.overrides, key)]
+            shards |= {label: expert_groups.groups_of_run(configs[label]) for label in free}
         wanted = reference.header.identity.get(key) if reference else None
         wanted = wanted or max((each for each in shards.values() if each is not None), default=None)
         choices = [
@@ -136,6 +143,10 @@ def with_equal_shards(
             else replace(one, overrides=(*one.overrides, parse(f"{key}={wanted}")))
             for one in choices
         ]
+        configs = {
+            label: config.with_fields("numerics", **{name: wanted}) if shards[label] is not None else config
+            for label, config in configs.items()
+        }
     return tuple(choices)
 
 

@@ -89,7 +89,8 @@ def _product(found: Evidence, tensors: Mapping[str, Any]) -> bool:
     if kind not in (DEFINED, LIBRARY) or sum(segments) != tensors["a"].shape[1]:
         raise ValueError(f"a product of kind {kind!r:.40} with {len(segments)} segments")
     a, b, before, out = tensors["a"], tensors["b"], tensors.get("before"), tensors["out"]
-    sample = Sample(kind, a, b, before, out, shards, tuple(segments))
+    chained = bool(found.details.get("chained")) and before is not None
+    sample = Sample(kind, a, b, before, out, shards, tuple(segments), chained=chained)
     again = expected(sample)
     if again.shape != sample.out.shape:
         raise ValueError(f"results of shape {list(sample.out.shape)}, not {list(again.shape)}")

@@ -48,7 +48,8 @@ OTHERWISE = {
     "weights.folder": "name the folder instead of the run",
     "cuda_graph": "sequences of every length run without CUDA graphs",
     **dict.fromkeys(
-        ("numerics.data_shards", "numerics.grad_norm", "numerics.clip_rounding"), "a scoring has no gradients"
+        ("numerics.data_shards", "numerics.expert_groups", "numerics.grad_norm", "numerics.clip_rounding"),
+        "a scoring has no gradients",
     ),
     "numerics.initial_weights": "the weights are there already",
 }
@@ -58,7 +59,7 @@ OFF = ("cuda_graph=off", "guard=off", "logging=none", "save=0", "ledger.digests=
 KEPT = ("numerics.*", "model.*", "mixed_precision.*", "recipe.*", "tokenizer*", "precision")
 NOT_KEPT = (
     *("*_parallel_size", "*.sequence_parallel", "*pipeline*", "*.account_for_*", "*cuda_graph*", "*.recompute_*"),
-    *("numerics.mode", "numerics.data_shards"),
+    *("numerics.mode", "numerics.data_shards", "numerics.expert_groups"),
 )
 WRITTEN = "written"  # key of OUT.meta.json: hash and number of OUT's lines
 DEFAULT_TOKENS = 16384  # of a forward pass, where sequences share one

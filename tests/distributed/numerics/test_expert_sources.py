@@ -5,9 +5,9 @@ import torch
 
 from tests.distributed.ranks import on_ranks
 from tests.operands import same_bits
-from tp_invariant_recipes.numerics.layers.experts import LATER
 from tp_invariant_recipes.numerics.megatron import replacements
 from tp_invariant_recipes.numerics.settings import NumericsSettings
+from tp_invariant_recipes.numerics.sums.weight_gradient import gradients_of
 from tp_invariant_recipes.replacement import applied
 
 NUMERICS = NumericsSettings(virtual_shards=1)
@@ -39,6 +39,7 @@ def _reduced(mesh, ep):
             num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=mesh.size,
             expert_model_parallel_size=ep,
         )  # fmt: skip
+        config.expert_groups = mesh.size  # a buffer for each rank's tokens
         return {size: _of_size(size, mesh, ep, config) for size in SIZES}
 
 
@@ -50,13 +51,14 @@ def _of_size(size, mesh, ep, config):
     model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module)
     sources = _sources(size, mesh.size)
     first = mesh.rank // ep * ep
-    mine, *later = sources[first : first + ep] if ep > 1 else [sources[mesh.rank]]
-    module.weight.main_grad.copy_(mine)
-    if later:
-        setattr(module.weight, LATER, [one.clone() for one in later])
+    mine = sources[first : first + ep] if ep > 1 else [sources[mesh.rank]]
+    for buffer, source in zip(gradients_of(module.weight), mine, strict=True):
+        buffer.copy_(source)
     model.finish_grad_sync()
-    assert not any(one.count_nonzero() for one in getattr(module.weight, LATER, ()))
-    return module.weight.main_grad.clone()
+    found = module.weight.main_grad.clone()
+    model.zero_grad_buffer()
+    assert not any(buffer.count_nonzero() for buffer in gradients_of(module.weight))
+    return found
 
 
 @pytest.mark.parametrize("ranks, ep", ((2, 2), (4, 2), (4, 4)))

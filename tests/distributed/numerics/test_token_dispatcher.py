@@ -1,5 +1,7 @@
 """Tokens to experts and back on one rank: what arrives, what is added up, and the gradients."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -75,6 +77,12 @@ def test_batches_of_two_sources(token_dispatcher):
     groups = Groups((3, 1, 0, 2), torch.tensor((3, 1, 0, 2)))
     batches = token_dispatcher.Batches(groups, first=4, sources=2)
     assert [(batches.expert(b), batches.source(b)) for b in range(4)] == [(4, 0), (4, 1), (5, 0), (5, 1)]
+    assert [*batches.experts] == [4, 5]
+    assert batches.buffers == 2
+    assert [*batches.in_order("abcd")] == [("a", 0), ("b", 1), ("c", 2), ("d", 3)]
+    chained = replace(batches, chain=(1, 0))
+    assert chained.buffers == 1
+    assert [*chained.in_order("ab")] == [("a", 1), ("a", 0), ("b", 3), ("b", 2)]
 
 
 def test_rows_from_ranks_are_regrouped_by_expert_and_back(token_dispatcher):

@@ -1,11 +1,12 @@
-"""The shards of the invariant numerics: V of the model, D of the batch, C of a sequence; their defaults and rules."""
+"""The shards of the invariant numerics: V of the model, D of the batch, C of a sequence, X of experts' gradients."""
 
 import math
+from dataclasses import replace
 
 from tp_invariant_recipes.check.invariant import experts, fp8
 from tp_invariant_recipes.check.rule import Rule, RulePhase
 from tp_invariant_recipes.host.vectors import VECTORS
-from tp_invariant_recipes.settings import delta_net, layout
+from tp_invariant_recipes.settings import delta_net, expert_groups, layout
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 # Numbers of the model that are split into V shards.
@@ -47,6 +48,8 @@ def _unread(config: RunConfig) -> list[str]:
         found.append("numerics.adjust=false: numerics=stock adjusts nothing; leave it out")
     if of_data not in (None, config.parallel.data_parallel_size):
         found.append(f"numerics.data_shards={of_data}: numerics=stock has no data shards; leave it out")
+    if config.numerics.expert_groups is not None:
+        found.append("numerics.expert_groups: numerics=stock has no expert groups; leave it out")
     if of_context not in (None, config.layout.cp):
         found.append(f"numerics.context_shards={of_context}: numerics=stock has no context shards; leave it out")
     return found
@@ -139,6 +142,41 @@ def _splits_parts(config: RunConfig, virtual: int) -> bool:
     return config.model["seq_length"] % (contexts * max(2, virtual)) != 0
 
 
+def _expert_groups(config: RunConfig) -> list[str]:
+    """What is wrong with X, where D and C are right."""
+    if _data_shards(config) or _context_shards(config):
+        return []
+    key, found = "numerics.expert_groups", expert_groups.groups(config)
+    wanted = config.numerics.expert_groups
+    if found is None:
+        return [] if wanted is None else [f"{key}={wanted}: the model has no experts; leave it out"]
+    if wanted is None:
+        return [] if config.numerics.data_shards is None else [f"{key} must be a number; leave it out"]
+    most = found.data * found.contexts
+    if not isinstance(wanted, int) or wanted < 1 or wanted & (wanted - 1):
+        return [f"{key}={wanted}: must be a power of two"]
+    if wanted > most:
+        return [f"{key}={wanted}: numerics.data_shards * numerics.context_shards are {most}; {key}={most}"]
+    least = replace(found, groups=None).least
+    if not found.fits:
+        more = f", or ep={max(found.tp, found.ep) * least // wanted}" if found.places[1] == 1 else ""
+        return [
+            f"{key}={wanted}: at tp={found.tp} cp={found.cp} dp={found.dp} ep={found.ep} a run adds an expert's "
+            f"gradient in {math.prod(found.places)} places; {key}={least}{more}"
+        ]
+    several = [
+        name
+        for name, value in expert_groups.values_of_groups(config).items()
+        if name in expert_groups.SEVERAL and value
+    ]
+    if wanted < found.data and several:
+        return [
+            f"{key}={wanted}: with {several[0]} a backward pass adds to an expert's gradient several times; "
+            f"{key}={found.data}, or {several[0]}=false"
+        ]
+    return []
+
+
 def _powers(sequences: int) -> str:
     largest = sequences & -sequences
     return f"the largest that fits gbs={sequences} is dp={largest}" if sequences else "dp=1, 2, 4 …"
@@ -188,7 +226,7 @@ def _unfilled(config: RunConfig, shards: int) -> list[str]:
 RULES = (
     *(
         Rule(RulePhase.FEATURES, test, needs=lambda t: t.numerics.invariant, stock=True)
-        for test in (_virtual_shards, _data_shards, _context_shards)
+        for test in (_virtual_shards, _data_shards, _context_shards, _expert_groups)
     ),
     Rule(RulePhase.FEATURES, _unread, needs=lambda t: not t.numerics.invariant),
 )

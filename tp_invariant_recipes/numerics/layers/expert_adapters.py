@@ -12,6 +12,7 @@ An owner has P/size consecutive nodes of each source. It adds them and sends eac
 the rank's own tokens, a slice of the weight. So tp and ep decide only who adds which nodes.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,13 +25,12 @@ from tp_invariant_recipes.numerics.layers.experts import (
     OF_TREE,
     add_products,
     of_batches,
-    place_of,
     rows_times,
 )
 from tp_invariant_recipes.numerics.layers.partial_linear import add_slice
 from tp_invariant_recipes.numerics.layers.token_dispatcher import Batches
 from tp_invariant_recipes.numerics.sums.tree import tree_sum
-from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad
+from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad, gradients_of
 
 
 def adapter_linear(x: Tensor, weight: Tensor, batches: Batches, owners: Owners) -> Tensor:
@@ -81,14 +81,12 @@ def _each(weight: Tensor, batches: Batches) -> list[Tensor]:
 
 def _separate_gradient(dy: Tensor, x: Tensor, weight: Any, batches: Batches, owners: Owners) -> Tensor:
     """Of [e, n, k], as experts.weight_gradients."""
-    count = range(len(batches.groups.sizes))
+    plain = None
     if getattr(weight, "main_grad", None) is None:
-        plain = torch.zeros(batches.sources, *weight.shape, dtype=torch.float32, device=x.device)
-        add_products(dy, x, [plain[batches.source(b), batches.expert(b)] for b in count], batches.groups, OF_TREE)
-        return tree_sum(plain, weight.dtype)
-    outs = [place_of(weight, batches.source(b))[batches.expert(b)] for b in count]
-    add_products(dy, x, outs, batches.groups, OF_TREE)
-    return added_to_main_grad(weight)
+        plain = torch.zeros(batches.buffers, *weight.shape, dtype=torch.float32, device=x.device)
+    buffers = gradients_of(weight) if plain is None else plain.unbind(0)
+    add_products(dy, x, [buffer[expert] for expert in batches.experts for buffer in buffers], batches, OF_TREE)
+    return added_to_main_grad(weight) if plain is None else tree_sum(plain, weight.dtype)
 
 
 def _shared_gradient(dy: Tensor, x: Tensor, weight: Tensor, batches: Batches, owners: Owners) -> Tensor:
@@ -101,7 +99,7 @@ def _shared_gradient(dy: Tensor, x: Tensor, weight: Tensor, batches: Batches, ow
     for batch in range(len(batches.groups.sizes)):
         node, leaf = divmod(batches.expert(batch) - batches.first, within)
         outs.append(leaves[leaf, node, batches.source(batch)].view(weight.shape))
-    add_products(dy, x, outs, batches.groups, OF_TREE)
+    add_products(dy, x, outs, replace(batches, chain=(0,)), OF_TREE)
     nodes = leaves[0]
     for later in leaves[1:]:
         nodes.add_(later)

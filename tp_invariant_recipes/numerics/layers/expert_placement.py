@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.numerics.sums.expert_groups import ExpertGroups
 
 if TYPE_CHECKING:
     from torch import Tensor  # the configuration's rules use this module without torch
@@ -21,13 +22,14 @@ class Owners:
     Ranks of one tensor-parallel group hold slices of the same sequences. With ep < tp several of them hold an expert's
     weights; only one, the owner, computes with them, so that it sees the expert's tokens of the whole micro-batch. The
     others have zeros for its weight gradient, so Megatron's sum over expert-data-parallel ranks does not change it.
-    With ep > tp an owner also gets tokens of other context-parallel or data-parallel ranks. It keeps the tokens of each
-    context shard of each data-parallel rank separate: its sources.
+    With ep > tp an owner also gets tokens of other context-parallel or data-parallel ranks. The tokens of each context
+    shard of each data-parallel rank are one of its sources.
 
     experts: E, of the layer. size: ranks that share tokens, max(tp, ep). ep: ranks that share the layer's weights.
     rank:    this rank's place in `group`, which is None when size is 1.
     sources: parts of the tokens that an owner gets: context shards, of one data-parallel rank after the other.
     parts:   context shards, whole or in part, that the tokens of one rank belong to, an equal number to each.
+    chain:   sources whose gradients are added one after the other, as of `Batches`.
     """
 
     experts: int
@@ -37,19 +39,24 @@ class Owners:
     sources: int = 1
     group: Any = None
     parts: int = 1
+    chain: tuple[int, ...] = (0,)
 
     @classmethod
-    def of(cls, experts: int, tp: Any, ep: Any, contexts: int = 1) -> "Owners":
+    def of(cls, config: Any, tp: Any, ep: Any) -> "Owners":
         """Owners by Megatron's tensor-parallel and expert-parallel process groups; expert tensor parallelism is 1.
 
-        contexts: context shards of the tokens of a tensor-parallel group.
+        config: a TransformerConfig.
         """
-        size = max(tp.size(), ep.size())
+        from megatron.core import parallel_state
+
+        experts, size = config.num_moe_experts, max(tp.size(), ep.size())
         if not fits(experts, tp.size(), ep.size()):
             raise ConfigError(f"tp={tp.size()} and ep={ep.size()}: one must divide the other, both {experts} experts")
         group = tp if tp.size() >= ep.size() else ep
+        sums = ExpertGroups.of_ranks(config, parallel_state.get_data_parallel_world_size())
+        contexts = sums.contexts // sums.cp
         sources, parts = size // tp.size() * contexts, max(1, contexts // tp.size())
-        return cls(experts, size, ep.size(), group.rank(), sources, group if size > 1 else None, parts)
+        return cls(experts, size, ep.size(), group.rank(), sources, group if size > 1 else None, parts, sums.chain)
 
     @property
     def each(self) -> int:

@@ -2,9 +2,8 @@
 same shapes, in every layout (numerics/layers/token_dispatcher.py), so any deterministic product gives the same bits. On
 a GPU they are defined products like all others, by kernels/grouped_product.py.
 
-An owner has the tokens of several context shards, and with ep > tp of several data-parallel ranks: its sources. Each
-source has memory of its own for weight gradients, until all micro-batches are done. Then the trees add them that add
-data-parallel ranks and context shards elsewhere: the sources of an owner are consecutive ranks, a subtree.
+An owner has the tokens of several context shards, and with ep > tp of several data-parallel ranks: its sources. It
+adds the weight gradients of those of an expert group one after the other (numerics/sums/expert_groups.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -57,9 +56,6 @@ class Arithmetic(NamedTuple):
 
 
 OF_TREE = Arithmetic(product, weighted_activation, weighted_activation_backward)
-
-LATER = "later_sources"  # attribute of a weight: gradients of the sources after the first data-parallel rank's
-
 
 SIGMOID = {"silu": 1.0, "quick_gelu": 1.702}  # gated activations -> the factor in their sigmoid
 
@@ -148,18 +144,15 @@ def _of_rows(batches: Batches, biases: Weights, probs: Tensor | None) -> Tensor:
 
 
 def _bias_gradients(dy: Tensor, biases: Weights, batches: Batches) -> list[Tensor]:
-    """dy: [r, n] fp32. As `_weight_gradients`."""
-    plain = None
-    if all(getattr(bias, "main_grad", None) is None for bias in biases):
-        plain = torch.zeros(batches.sources, len(biases), *biases[0].shape, dtype=torch.float32, device=dy.device)
-    for batch, rows in enumerate(dy.split(batches.groups.sizes)):
-        expert, source = batches.expert(batch), batches.source(batch)
-        if len(rows):
-            total = tree_add(token_sum(rows, 1), dy.new_empty(1, dy.shape[1]), 1)[0]
-            (place_of(biases[expert], source) if plain is None else plain[source, expert]).add_(total)
-    if plain is not None:
-        return list(tree_sum(plain, biases[0].dtype))
-    return [added_to_main_grad(bias) for bias in biases]
+    """dy: [r, n] fp32. As `weight_gradients`."""
+    rows = dy.split(batches.groups.sizes)
+
+    def add(outs: list[Tensor]) -> None:
+        for out, batch in batches.in_order(outs):
+            if len(rows[batch]):
+                out.add_(tree_add(token_sum(rows[batch], 1), dy.new_empty(1, dy.shape[1]), 1)[0])
+
+    return weight_gradients(add, biases, batches, dy.device)
 
 
 class _WeightedActivation(torch.autograd.Function):
@@ -203,7 +196,7 @@ class _GroupedLinear(torch.autograd.Function):
             raise NotImplementedError("either all of a layer's experts are trained or none")
 
         def add(outs: list[Tensor]) -> None:
-            add_products(dy, x, outs, batches.groups, ctx.arithmetic)
+            add_products(dy, x, outs, batches, ctx.arithmetic)
 
         return (
             dx,
@@ -245,57 +238,26 @@ def weight_gradients(
 ) -> list[Tensor]:
     """The gradient that autograd gets for every local expert; zeros for experts that other ranks compute.
 
-    add: adds each batch's gradient to one of these fp32 tensors.
+    add: adds to these fp32 tensors, one for each expert and buffer, the gradients of their batches.
     """
-    count = range(len(batches.groups.sizes))
     if all(getattr(weight, "main_grad", None) is None for weight in weights):
-        plain = torch.zeros(batches.sources, len(weights), *weights[0].shape, dtype=torch.float32, device=device)
-        add([plain[batches.source(b), batches.expert(b)] for b in count])
+        plain = torch.zeros(batches.buffers, len(weights), *weights[0].shape, dtype=torch.float32, device=device)
+        add([plain[buffer, expert] for expert in batches.experts for buffer in range(batches.buffers)])
         return list(tree_sum(plain, weights[0].dtype))
-    add([place_of(weights[batches.expert(b)], batches.source(b)) for b in count])
+    add([gradient for expert in batches.experts for gradient in gradients_of(weights[expert])])
     return [added_to_main_grad(weight) for weight in weights]
 
 
-def add_products(dy: Tensor, x: Tensor, outs: list[Tensor], groups: Groups, arithmetic: Arithmetic) -> None:
-    """Add to the fp32 tensor of each batch its dy^T x."""
+def add_products(dy: Tensor, x: Tensor, outs: list[Tensor], batches: Batches, arithmetic: Arithmetic) -> None:
+    """Add to each fp32 tensor dy^T x of its batches, in order. outs: as of `weight_gradients`."""
+    sizes = batches.groups.sizes
     if x.is_cuda:
-        started = sampling.begin_one(groups.sizes, lambda n, rows: (dy[rows].t(), x[rows], outs[n]), add=True)
-        grouped_weight_gradient(dy, x, outs, groups)
+        started = sampling.begin_chain(sizes, batches.chain, dy, x, outs)
+        grouped_weight_gradient(dy, x, outs, batches.groups, batches.chain)
         if started is not None:
             started.end()
         return
-    for grad, rows, out in zip(dy.split(groups.sizes), x.split(groups.sizes), outs, strict=True):
-        if len(rows):
-            arithmetic.product(grad.t(), rows, out, add=True)
-
-
-def place_of(weight: Any, source: int) -> Tensor:
-    """What has the gradient of a source's tokens; weight has `main_grad`."""
-    first = gradients_of(weight)
-    if source < len(first):
-        return first[source]
-    later = getattr(weight, LATER, None)
-    if later is None:
-        later = []
-        setattr(weight, LATER, later)
-    while len(later) <= source - len(first):
-        later.append(torch.zeros_like(weight.main_grad))
-    return later[source - len(first)]
-
-
-@torch.no_grad()
-def add_later_sources(weight: Any, factor: float) -> None:
-    """Add the other data-parallel ranks' sources of a weight to the first's in tree order, and begin them anew.
-
-    factor: that the first's have been scaled by. Each source is scaled before it is added: (a + b) / 2 is not
-            a/2 + b/2 where a half is subnormal.
-    """
-    first, later = gradients_of(weight), getattr(weight, LATER)
-    if factor != 1.0:
-        torch._foreach_mul_(later, factor)
-    ranks = [first, *(later[start : start + len(first)] for start in range(0, len(later), len(first)))]
-    while len(ranks) > 1:
-        for left, right in zip(ranks[::2], ranks[1::2], strict=True):
-            torch._foreach_add_(left, right)
-        ranks = ranks[::2]
-    torch._foreach_zero_(later)
+    left, right = dy.split(sizes), x.split(sizes)
+    for out, batch in batches.in_order(outs):
+        if sizes[batch]:
+            arithmetic.product(left[batch].t(), right[batch], out, add=True)

@@ -68,7 +68,7 @@ class _GroupedLinear(torch.autograd.Function):
             left, right = quantize.transposed(q), quantize.transposed(Quantized(*inputs))
 
         def add(outs: list[Tensor]) -> None:
-            fp8.grouped_weight_gradient(left, right, outs, groups)
+            fp8.grouped_weight_gradient(left, right, outs, groups, batches.chain)
 
         return (dx, None, None, None, *experts.weight_gradients(add, weights, batches, dy.device))
 

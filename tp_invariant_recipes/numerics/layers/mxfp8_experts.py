@@ -54,7 +54,7 @@ class _GroupedLinear(torch.autograd.Function):
             experts.rows_times(rows, across, dx, batches.groups, arithmetic, transposed=False)
 
         def add(outs: list[Tensor]) -> None:
-            experts.add_products(columns, kept[0], outs, batches.groups, arithmetic)
+            experts.add_products(columns, kept[0], outs, batches, arithmetic)
 
         dw = experts.weight_gradients(add, weights, batches, rows.device) if any(wanted) else [None] * len(weights)
         return (dx, None, None, None, None, *dw)

@@ -7,6 +7,7 @@ layout it has the same tokens of an expert, from the whole micro-batch, in the s
 The sums over a token's copies, forward and backward, are in the order of the experts' numbers.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,6 @@ from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.grouped_product import Groups
 from tp_invariant_recipes.kernels.row_sum import row_sum
 from tp_invariant_recipes.numerics.layers.expert_placement import Owners
-from tp_invariant_recipes.numerics.sums.context_shards import of_a_rank
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,30 @@ class Batches:
     """The tokens that this rank computes with, one batch for each of its experts and each source.
 
     groups: tokens of each batch, by expert, then by source. first: the first expert's local number.
+    chain:  the sources of one buffer of gradients in the order in which they are added there; the next buffer has the
+            next sources (numerics/sums/expert_groups.py).
     """
 
     groups: Groups
     first: int
     sources: int
+    chain: tuple[int, ...] = (0,)
+
+    @property
+    def buffers(self) -> int:
+        """Buffers of an expert's gradient."""
+        return self.sources // len(self.chain)
+
+    @property
+    def experts(self) -> range:
+        """The local numbers of the experts."""
+        return range(self.first, self.first + len(self.groups.sizes) // self.sources)
+
+    def in_order[T](self, outs: Sequence[T]) -> Iterator[tuple[T, int]]:
+        """Each batch with what it is added to, in order. outs: one for each expert and buffer."""
+        for number, out in enumerate(outs):
+            for source in self.chain:
+                yield out, number * len(self.chain) + source
 
     def expert(self, batch: int) -> int:
         """The local number of a batch's expert."""
@@ -99,7 +118,7 @@ def route(routing_map: Tensor, topk: int, owners: Owners) -> Route:
     sizes = tuple(
         sum(of_expert[start : start + width]) for of_expert in parts for start in range(0, len(of_expert), width)
     )
-    batches = Batches(Groups(sizes, per_source), owners.first_local, owners.sources)
+    batches = Batches(Groups(sizes, per_source), owners.first_local, owners.sources, owners.chain)
     send, receive = [], []
     arriving = arrived = None
     if owners.group is not None:
@@ -195,7 +214,7 @@ class InvariantTokenDispatcher(MoETokenDispatcher):
 
     def __init__(self, config: Any, pg_collection: Any) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
-        self.owners = Owners.of(config.num_moe_experts, pg_collection.tp, pg_collection.ep, of_a_rank(config))
+        self.owners = Owners.of(config, pg_collection.tp, pg_collection.ep)
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """[s/t, b, h], [n, E], [n, E] → slots."""

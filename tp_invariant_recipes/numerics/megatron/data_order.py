@@ -3,16 +3,17 @@
 A step has B sequences, numbered as the data set has them. Data shard d of D has those from d · B/D on, and rank r of dp
 those from r · B/dp on: its shards, one after the other. The rank computes them one at a time. So neither dp nor the
 micro-batch size changes which shard a sequence belongs to, or the order in a shard. The same holds for validation and
-tests.
+tests. In training the shards of an expert group take turns (numerics/sums/expert_groups.py).
 
 Megatron's own samplers deal micro-batches, or examples for fine-tuning, to the ranks in turn. The one that Bridge has
 for validation draws them at random, in an order that depends on dp and micro-batch size.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from tp_invariant_recipes.numerics.sums import expert_groups
 from tp_invariant_recipes.replacement import Replacement, applied
 
 
@@ -113,3 +114,37 @@ def consecutive(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, global_batch_size=global_batch_size, **kwargs)
 
     return build_pretraining_data_loader
+
+
+def in_turns(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A replacement for the get_forward_backward_func of Bridge's train(). The results have the order of the data."""
+
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        run = original(*args, **kwargs)
+
+        def forward_backward(*args: Any, data_iterator: Any, model: Any, **kwargs: Any) -> Any:
+            from megatron.core.utils import get_model_config
+
+            visits = expert_groups.visits_of(get_model_config(model[0]))
+            if not visits:
+                return run(*args, data_iterator=data_iterator, model=model, **kwargs)
+            chunks = isinstance(data_iterator, list)
+            iterators = [_visiting(one, visits) for one in (data_iterator if chunks else [data_iterator])]
+            expert_groups.enter(visits)
+            try:
+                found = run(*args, data_iterator=iterators if chunks else iterators[0], model=model, **kwargs)
+            finally:
+                expert_groups.enter(())
+            return [found[visits.index(number)] for number in range(len(visits))] if found else found
+
+        return forward_backward
+
+    return get_forward_backward_func
+
+
+def _visiting(batches: Iterator[Any] | None, visits: Sequence[int]) -> Iterator[Any] | None:
+    """The micro-batches of a step in the order of the visits."""
+    if batches is None:
+        return None
+    step = [next(batches) for _ in visits]
+    return iter([step[number] for number in visits])

@@ -2,26 +2,29 @@
 
 A step's gradient is a tree over C context shards (numerics/sums/context_shards.py), and each of these a tree over D
 data shards (numerics/sums/data_shards.py). cp and dp decide only which rank computes which shards: a rank adds up its
-own, and the ranks' sums are added by the same tree (numerics/sums/bucket_reduction.py).
+own, and the ranks' sums are added by the same tree (numerics/sums/bucket_reduction.py). Of experts it is a tree over X
+groups, which have other buffers (numerics/sums/expert_groups.py).
 
     a micro-batch's backward pass ends    ShardCounter.end_micro_batch, beside the next forward pass
-    a bucket's gradients are complete     _complete: norm weights, then the rank's shards, then what experts have of
-                                          other ranks' tokens
+    a bucket's gradients are complete     _complete: norm weights, then the rank's shards, then the groups of data
+                                          shards that an owner of experts has in one pass
     then                                  reduce-scatter (distributed optimizer) or all-reduce, a tree over the ranks
 
 With `overlap_grad_reduce` a bucket is complete while the last backward pass still runs. What follows the norm weights
 then has a stream of its own.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.numerics.layers import embedding, experts, fp8_weights
+from tp_invariant_recipes.numerics.layers import embedding, fp8_weights
 from tp_invariant_recipes.numerics.sums import bucket_reduction, data_shards, partial_gradient
 from tp_invariant_recipes.numerics.sums.data_shards import ShardCounter
+from tp_invariant_recipes.numerics.sums.expert_groups import ExpertGroups
 from tp_invariant_recipes.numerics.sums.weight_gradient import CONTEXTS, LEAF
 
 # Classes that read the weights of modules below them, which then never run.
@@ -43,43 +46,46 @@ def prepared(original: Callable[..., None], shards: int | None, contexts: int | 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         ranks = self.dp_group.size()
-        self.shard_counter = counter = ShardCounter(1, 1, list)
+        sums = ExpertGroups.of_ranks(self.config, ranks)
+        dense = experts = ShardCounter(1, 1, list)
         if shards is not None:
             # The loss was divided by the sequences of all ranks (`divided_by_all_ranks`).
             for bucket in (bucket for buffer in _buffers(self) for bucket in buffer.buckets):
                 bucket.gradient_scaling_factor = 1.0
-            if shards > ranks:
-                each = _micro_batches() // (shards // ranks)
-                counter = ShardCounter(shards // ranks, each, lambda: gradients(self), once=_adds_once(self.config))
-                self.shard_counter = counter
-        for weight in self.params_with_grad:
-            setattr(weight, LEAF, counter.pairs)
-        for group in self.bucket_groups + self.expert_parallel_bucket_groups:
-            group.shard_counter = counter
-        degrees = ("tensor_model", "context", "expert_model")
-        tp, cp, ep = (getattr(self.config, f"{name}_parallel_size") for name in degrees)
-        exchanging = min(cp, max(1, ep // tp))  # context-parallel ranks whose tokens an expert's owner gets
-        self.context_ranks = cp
-        for group in self.bucket_groups:
-            group.context_ranks = (cp, 1)
-        for group in self.expert_parallel_bucket_groups:
-            group.context_ranks = (cp // exchanging, max(1, tp // ep))
-        for buffer in self.buffers:
-            _separate_contexts(buffer, (contexts or 1) // cp)
-        for buffer in self.expert_parallel_buffers:
-            _separate_contexts(buffer, (contexts or 1) // cp * exchanging)
+            of_rank, once = shards // ranks, _adds_once(self.config)
+            each = _micro_batches() // of_rank
+            turns = sums.turns if self.config.num_moe_experts else 1
+            dense = ShardCounter(of_rank, each, lambda: _of_dense(self), turns=turns, once=once)
+            once = once and len(sums.chain) == 1
+            experts = ShardCounter(of_rank // turns, turns * each, lambda: _of_experts(self), once=once)
+        self.shard_counters, self.context_ranks = (dense, experts), sums.cp
+        of_context = (contexts or 1) // sums.cp
+        _prepare(self.buffers, self.bucket_groups, dense, (1, of_context), (sums.cp, 1))
+        _prepare(
+            self.expert_parallel_buffers, self.expert_parallel_bucket_groups, experts,
+            (sums.data_buffers, sums.context_buffers), (sums.places[1], max(1, sums.tp // sums.ep)),
+        )  # fmt: skip
 
     return __init__
 
 
-def _separate_contexts(buffer: Any, contexts: int) -> None:
-    """Give a buffer of gradients others of its shape, for context shards after the first, and weights their parts."""
-    buffer.context_data = [torch.zeros_like(buffer.grad_data) for _ in range(contexts - 1)]
-    for weight, (start, end, *_) in buffer.param_index_map.items():
-        parts = [data[start:end].view(weight.main_grad.shape) for data in buffer.context_data]
-        setattr(weight, CONTEXTS, parts)
-    for bucket in buffer.buckets:
-        bucket.buffers = (buffer.grad_data, *buffer.context_data)
+def _prepare(
+    buffers: Sequence[Any], groups: Sequence[Any], counter: ShardCounter, sums: tuple[int, int], ranks: tuple[int, int]
+) -> None:
+    """Tell groups of buckets how their gradients are added up, and give buffers others of their shape.
+
+    sums: of data shards and of context shards, that a backward pass adds to. ranks: cp and copies as of
+          bucket_reduction.py.
+    """
+    for group in groups:
+        group.shard_counter, group.sums, group.context_ranks = counter, sums, ranks
+    for buffer in buffers:
+        buffer.context_data = [torch.zeros_like(buffer.grad_data) for _ in range(math.prod(sums) - 1)]
+        for weight, (start, end, *_) in buffer.param_index_map.items():
+            setattr(weight, LEAF, counter.pairs)
+            setattr(weight, CONTEXTS, [data[start:end].view(weight.main_grad.shape) for data in buffer.context_data])
+        for bucket in buffer.buckets:
+            bucket.buffers = (buffer.grad_data, *buffer.context_data)
 
 
 def _adds_once(config: Any) -> bool:
@@ -99,11 +105,16 @@ def _buffers(model: Any) -> list[Any]:
 
 def gradients(model: Any) -> list[Tensor]:
     """All that backward passes add to."""
-    found = [data for buffer in _buffers(model) for data in (buffer.grad_data, *buffer.context_data)]
-    for weight in model.params_with_grad:
-        found += getattr(weight, experts.LATER, ())
-        found += embedding.sums_of_their_own(weight)
-    return found
+    return _of_dense(model) + _of_experts(model)
+
+
+def _of_experts(model: Any) -> list[Tensor]:
+    return [data for buffer in model.expert_parallel_buffers for data in (buffer.grad_data, *buffer.context_data)]
+
+
+def _of_dense(model: Any) -> list[Tensor]:
+    found = [data for buffer in model.buffers for data in (buffer.grad_data, *buffer.context_data)]
+    return found + [kept for weight in model.params_with_grad for kept in embedding.sums_of_their_own(weight)]
 
 
 def recording_model(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,8 +143,9 @@ def ending_a_micro_batch(original: Callable[..., Any]) -> Callable[..., Any]:
             for model in _touched.values():
                 if micro_batch_listener is not None:
                     micro_batch_listener(model)
-                if model.shard_counter.shards > 1:
-                    model.shard_counter.end_micro_batch()
+                for counter in model.shard_counters:
+                    if counter.shards > 1:
+                        counter.end_micro_batch()
             return result
         except BaseException:
             partial_gradient.forget()
@@ -214,11 +226,16 @@ def _reduce(group: Any, force_all_reduce: bool | None) -> None:
     )
     reduce = bucket_reduction.reduce_scatter if scatter else bucket_reduction.all_reduce
     for bucket in group.buckets:
-        reduce(_of_contexts(bucket), over, *ranks)
+        reduce(_of_contexts(group, bucket), over, *ranks)
 
 
-def _of_contexts(bucket: Any) -> list[Tensor]:
-    """A bucket's gradients of each context shard of this rank; they begin with `bucket.grad_data`."""
+def _of_contexts(group: Any, bucket: Any) -> list[Tensor]:
+    """A bucket's complete gradients of each context shard, or group of some, of this rank."""
+    return _of_bucket(bucket)[: getattr(group, "sums", (1, 1))[1]]
+
+
+def _of_bucket(bucket: Any) -> list[Tensor]:
+    """All sums of a bucket's gradients, those of context shards side by side; they begin with `bucket.grad_data`."""
     start, stop = bucket.offset, bucket.offset + bucket.grad_data.numel()
     return [bucket.grad_data, *(data[start:stop] for data in getattr(bucket, "buffers", ())[1:])]
 
@@ -227,7 +244,7 @@ def _check(group: Any) -> None:
     """Megatron's check of a group's gradients, of each context shard."""
     config, kept = group.ddp_config, [bucket.grad_data for bucket in group.buckets]
     try:
-        for some in zip(*map(_of_contexts, group.buckets), strict=True):
+        for some in zip(*(_of_contexts(group, bucket) for bucket in group.buckets), strict=True):
             for bucket, gradients in zip(group.buckets, some, strict=True):
                 bucket.grad_data = gradients
             group.check_grads(
@@ -261,18 +278,19 @@ def _complete(group: Any) -> None:
     """Bring the gradients of a group of buckets to what this rank contributes to the sum over ranks."""
     counter = getattr(group, "shard_counter", None)
     for bucket in group.buckets:
-        later = [weight for weight in bucket.params_list if getattr(weight, experts.LATER, ())]
         if counter is not None and counter.shards > 1:
             part = slice(bucket.offset, bucket.offset + bucket.grad_data.numel())
             for data in bucket.buffers:
                 counter.finish(data, part)
-            for source in (source for weight in later for source in getattr(weight, experts.LATER)):
-                counter.finish(source)
-        factor = bucket.gradient_scaling_factor
-        if factor != 1.0:
-            torch._foreach_mul_(_of_contexts(bucket), factor)
-        for weight in later:
-            experts.add_later_sources(weight, factor)
+        gradients, factor = _of_bucket(bucket), bucket.gradient_scaling_factor
+        if factor != 1.0:  # before any sum: (a + b) / 2 is not a/2 + b/2 where a half is subnormal
+            torch._foreach_mul_(gradients, factor)
+        contexts = getattr(group, "sums", (1, 1))[1]
+        while len(gradients) > contexts:
+            pairs = [gradients[n : n + contexts] for n in range(0, len(gradients), contexts)]
+            for left, right in zip(pairs[::2], pairs[1::2], strict=True):
+                torch._foreach_add_(left, right)
+            gradients = [gradient for left in pairs[::2] for gradient in left]
 
 
 def restarting(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -283,7 +301,8 @@ def restarting(original: Callable[..., Any]) -> Callable[..., Any]:
         for weight in self.module.parameters():
             for kept in embedding.sums_of_their_own(weight):
                 _add_lookups(self, weight, kept)
-        self.shard_counter.restart()
+        for counter in self.shard_counters:
+            counter.restart()
         return result
 
     return finish_grad_sync
@@ -304,8 +323,9 @@ def zeroing_contexts(original: Callable[..., None]) -> Callable[..., None]:
 @torch.no_grad()
 def _add_lookups(model: Any, weight: Any, lookups: Tensor) -> None:
     """Add the sum of an embedding's lookups, complete, to what main_grad has, complete."""
-    if model.shard_counter.shards > 1:
-        model.shard_counter.finish(lookups)
+    counter = model.shard_counters[0]
+    if counter.shards > 1:
+        counter.finish(lookups)
     factor = model.buffers[0].buckets[0].gradient_scaling_factor
     if factor != 1.0:
         lookups.mul_(factor)

@@ -45,7 +45,7 @@ class _OfExperts:
         from megatron.core import parallel_state
 
         tp, ep = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_model_parallel_group()
-        return Owners.of(self.config.num_moe_experts, tp, ep)
+        return Owners.of(self.config, tp, ep)
 
     def forward(self, x: Tensor, batches: Batches) -> Tensor:
         """What is added to the product of all experts: [r, k] → [r, n]."""

@@ -190,6 +190,12 @@ ROWS = (
         "dp changes no rounding",
         when=_bridges_loop,
     ),
+    Row(
+        "megatron.bridge.training.train:get_forward_backward_func",
+        "numerics.megatron.data_order:in_turns",
+        "experts add the data shards of a group in turns",
+        when=lambda numerics: numerics.expert_groups is not None,
+    ),
     *(
         Row(
             f"megatron.bridge.training.{module}:get_forward_backward_func",

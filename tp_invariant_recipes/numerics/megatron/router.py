@@ -24,6 +24,7 @@ from tp_invariant_recipes.numerics.layers.bias import row_bias
 from tp_invariant_recipes.numerics.megatron.base import OnMesh
 from tp_invariant_recipes.numerics.products.product import product
 from tp_invariant_recipes.numerics.sums import packed_rows
+from tp_invariant_recipes.numerics.sums.expert_groups import visited
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.partial_gradient import reduce_weight_gradient
 from tp_invariant_recipes.numerics.sums.tree import tree_all_reduce
@@ -42,7 +43,8 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
         config = copy.copy(config)
         config.moe_expert_capacity_factor = None
         super().__init__(config, *args, **kwargs)
-        self.counted = 0  # sequences in `global_tokens_per_expert`
+        self.counted = 0  # sequences of the step
+        self.of_shards: dict[int, tuple[Tensor | float, int]] = {}  # data shard -> tokens of each expert, and sequences
         self.apart = 1  # data shards that the sequences of a micro-batch are of, one of each
 
     def gating(self, input: Tensor) -> Tensor:
@@ -132,27 +134,26 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
     def _of_batch(self, counts: Tensor) -> Tensor:
         """The mean tokens of each expert over the sequences of the data shard so far, this one included.
 
-        Megatron's is over those of all ranks so far. A rank that computes several data shards has them one after the
-        other, so it cannot know of the next one's; only this mean is the same for every dp.
+        Megatron's is over those of all ranks so far. A rank that computes several data shards does not know of the next
+        one's; only this mean is the same for every dp.
         """
         shards = getattr(self.config, "data_shards", None)
         ranks = parallel_state.get_data_parallel_world_size()
-        if shards is not None and self.counted == get_num_microbatches() // (shards // ranks):
-            self.reset_global_aux_loss_tracker()
-        self.global_tokens_per_expert += counts
+        each = get_num_microbatches() // (shards // ranks) if shards is not None else get_num_microbatches()
+        shard = visited(self.counted) // each
         self.counted += 1
-        return self.global_tokens_per_expert / self.counted
+        total, sequences = self.of_shards.get(shard, (0.0, 0))
+        self.of_shards[shard] = total, sequences = total + counts.float(), sequences + 1
+        return total / sequences
 
     def reset_global_aux_loss_tracker(self) -> None:
         """Forget the counts, as Megatron asks for when a step ends."""
         super().reset_global_aux_loss_tracker()
-        self.counted = 0
+        self.counted, self.of_shards = 0, {}
 
     def of_other_shards(self, shards: int) -> dict[str, Any]:
         """Attributes for passes over other data shards side by side: each counts by itself, from nothing."""
-        held = self.global_tokens_per_expert
-        counts = {} if held is None else {"global_tokens_per_expert": held.new_zeros(shards * len(held))}
-        return {"apart": shards, "counted": 0, **counts}
+        return {"apart": shards, "counted": 0, "of_shards": {}}
 
     def _balanced(
         self, probs: Tensor, scores: Tensor, routing_map: Tensor, sequences: int, kind: str, name: str

@@ -6,7 +6,7 @@ where contraction.py's trial agrees, else one by one.
 """
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -132,14 +132,17 @@ def grouped_product(x: Quantized, weights: Sequence[Quantized], out: Tensor, gro
         start += size
 
 
-def grouped_weight_gradient(dy: Quantized, x: Quantized, outs: Sequence[Tensor], groups: Groups) -> None:
-    """outs[g] += dy[:, rows of g] @ x[:, rows of g]^T, each a `product` with add: one partial a group.
+def grouped_weight_gradient(
+    dy: Quantized, x: Quantized, outs: Sequence[Tensor], groups: Groups, chain: Sequence[int] = (0,)
+) -> None:
+    """outs[i] += dy[:, rows of g] @ x[:, rows of g]^T, each a `product` with add, one group g after the other.
 
-    A group is the tokens of one expert from one source, so `outs` has an output for every expert and chunk of tokens.
+    A group is the tokens of one expert from one source.
 
     dy, x: [n, rows] and [k, rows]: transposed, so that rows, which are summed, are contiguous. "tensor" with a scale []
            or [groups]; or "1x128", where every group's rows are a multiple of 128 (zeros change nothing).
-    outs:  one [n, k] fp32 per group, contiguous.
+    outs:  [n, k] fp32 each, contiguous; outs[i] has the groups from i · len(chain) on.
+    chain: the order of an output's groups.
     raises ValueError: "1x128", and a group whose rows are no multiple of 128.
     """
     if dy.blocks != "tensor" and any(size % BLOCK for size in groups.sizes):
@@ -147,13 +150,13 @@ def grouped_weight_gradient(dy: Quantized, x: Quantized, outs: Sequence[Tensor],
     if dy.data.is_cuda:
         from tp_invariant_recipes.kernels import fp8_tiles
 
-        return fp8_tiles.grouped_weight_gradient(dy, x, outs, groups)
-    start = 0
-    for g, (size, out) in enumerate(zip(groups.sizes, outs, strict=True)):
-        if size:
-            left, right = (_of_group(one, g).along_k(start, size) for one in (dy, x))
-            product(left, right, out, add=True)
-        start += size
+        return fp8_tiles.grouped_weight_gradient(dy, x, outs, groups, chain)
+    starts = [0, *accumulate(groups.sizes)]
+    for i, out in enumerate(outs):
+        for g in (i * len(chain) + link for link in chain):
+            if groups.sizes[g]:
+                left, right = (_of_group(one, g).along_k(starts[g], groups.sizes[g]) for one in (dy, x))
+                product(left, right, out, add=True)
 
 
 def _of_group(x: Quantized, group: int) -> Quantized:

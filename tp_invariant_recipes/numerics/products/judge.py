@@ -30,6 +30,11 @@ def expected(sample: Sample) -> Tensor:
         return sample.a[None]
     assert sample.b is not None
     product = _defined if sample.kind == DEFINED else _library
+    total = sample.before
+    if sample.chained and total is not None:
+        for (part,) in every_part(sample.segments, 1):
+            total = total + product(sample.a[:, part], sample.b[part])
+        return total[None]
     terms: list[Tensor] = []
     for parts in every_part(sample.segments, sample.shards):
         term = None

@@ -14,6 +14,7 @@ While a CUDA graph is captured the gathers become part of it: every replay fills
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -47,6 +48,7 @@ class Sample:
     before:   [n, m], what the product was added to; None: it was not.
     out:      [nodes, n, m]: `nodes` neighbours in the tree over `shards` shards of k.
     segments: the parts of k, each of `shards` shards.
+    chained:  whether the segments' products are added to `before` one by one, not their sum.
     """
 
     kind: str
@@ -57,6 +59,7 @@ class Sample:
     shards: int = 1
     segments: tuple[int, ...] = ()
     where: Where = Where()
+    chained: bool = False
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -119,6 +122,8 @@ def use(sampler: Sampler | None) -> None:
 class _Started:
     """A chosen product before it computes."""
 
+    chained = False
+
     def __init__(self, kind: str, a: Tensor, b: Tensor, out: Tensor, add: bool, segments: tuple[int, ...]) -> None:
         assert _sampler is not None
         self.kind, self.sampler, self.segments = kind, _sampler, segments
@@ -135,7 +140,7 @@ class _Started:
         a, b = self.a[self.rows], self.b[:, self.columns]
         a, b = (_copy(a), _copy(b)) if self.kind == DEFINED else (without_gaps(a).clone(), without_gaps(b).clone())
         out = _copy(out[:, self.rows, self.columns])
-        self.sampler.keep(Sample(self.kind, a, b, self.before, out, shards, self.segments, where))
+        self.sampler.keep(Sample(self.kind, a, b, self.before, out, shards, self.segments, where, self.chained))
 
 
 def begin(a: Tensor, b: Tensor, out: Tensor, add: bool, segments: Sequence[int] | None = None) -> _Started | None:
@@ -145,9 +150,7 @@ def begin(a: Tensor, b: Tensor, out: Tensor, add: bool, segments: Sequence[int] 
     return _Started(DEFINED, a.detach(), b.detach(), out.detach(), add, tuple(segments or (a.shape[1],)))
 
 
-def begin_one(
-    sizes: Sequence[int], product: Callable[[int, slice], tuple[Tensor, Tensor, Tensor]], *, add: bool = False
-) -> _Started | None:
+def begin_one(sizes: Sequence[int], product: Callable[[int, slice], tuple[Tensor, Tensor, Tensor]]) -> _Started | None:
     """One of several products in a launch, if the launch is chosen. sizes: rows of each; product: a, b and out of one.
 
     Operands without rows have no product.
@@ -157,7 +160,23 @@ def begin_one(
         return None
     number = _sampler.draw.choice(groups)
     start = sum(sizes[:number])
-    return begin(*product(number, slice(start, start + sizes[number])), add)
+    return begin(*product(number, slice(start, start + sizes[number])), False)
+
+
+def begin_chain(
+    sizes: Sequence[int], chain: Sequence[int], dy: Tensor, x: Tensor, outs: Sequence[Tensor]
+) -> _Started | None:
+    """An output of `grouped_weight_gradient` (grouped_product.py), if the launch is chosen. sizes: of groups."""
+    links = [[n * len(chain) + link for link in chain if sizes[n * len(chain) + link]] for n in range(len(outs))]
+    if _sampler is None or not any(links) or not _sampler.wants(x):
+        return None
+    number = _sampler.draw.choice([n for n, some in enumerate(links) if some])
+    starts = [0, *accumulate(sizes)]
+    left, right = (torch.cat([m[starts[g] : starts[g + 1]] for g in links[number]]) for m in (dy, x))
+    segments = tuple(sizes[g] for g in links[number])
+    started = _Started(DEFINED, left.detach().t(), right.detach(), outs[number], True, segments)
+    started.chained = True
+    return started
 
 
 def begin_library(a: Tensor, b: Tensor, out: Tensor, rows: Parts, columns: Parts, add: bool) -> "_Shards | None":

@@ -9,15 +9,12 @@ counter counts, so that it keeps log2(D/dp) sums beside the one that grows:
     level 1  –         0+1            0+1       –
     result                                      (0+1) + (2+3)
 
-A shard of one micro-batch needs no level 0. Its gradient is a leaf of the tree, so that the backward pass of an odd
-shard may add it to the even one's. Then a pair is what the counter counts, with a level less:
+A shard of one micro-batch is a leaf of the tree, so that the backward pass of an odd shard may add its gradient to the
+even one's. Then a pair is what the counter counts, with a level less. This takes a backward pass that adds to each
+number of a gradient once, as numerics/sums/weight_gradient.py says.
 
-    shard    0, 1      2, 3           4, 5      6, 7
-    level 0  0+1       –              4+5       –
-    level 1  –         (0+1)+(2+3)    (0+1)+(2+3)
-    result                                      ((0+1)+(2+3)) + ((4+5)+(6+7))
-
-This takes a backward pass that adds to each number of a gradient once, as numerics/sums/weight_gradient.py says.
+Where shards take turns (numerics/sums/expert_groups.py), each keeps its sum until its next sequence. Then its buffer
+and the gradient's exchange their numbers.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -27,30 +24,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tp_invariant_recipes.numerics.sums.expert_groups import order_of_visits
+
+Node = tuple[int, int]  # of the tree over nodes: level and number
+
 _streams: dict[torch.device, Any] = {}  # device -> the stream of what runs beside a forward pass
 _running: list[Any] = []  # events: the ends of what runs there
+
+
+PIECE = 2**24  # numbers of two buffers that are exchanged at once
 
 
 class ShardCounter:
     """Adds up the shards of a rank. Without `shards` > 1 it does nothing and keeps nothing.
 
-    shards:    of this rank, D/dp, a power of two.
+    shards:    of this rank, a power of two.
     each:      how many micro-batches a shard has.
-    gradients: the buffers that the backward passes add to, fp32 of any shape. It is called at the end of a node,
+    gradients: the buffers that the backward passes add to, fp32 of any shape. It is called at the end of a shard,
                since some appear with the first backward pass only.
+    turns:     neighbours among the shards that take turns.
     once:      whether a backward pass adds to each number of a gradient once.
 
-    pairs:     whether the backward pass of an odd shard adds to the gradient of the even one before.
+    pairs:     whether the backward pass of an odd shard adds to the gradient of the even one.
     nodes:     what is counted: shards, or pairs of them.
     """
 
-    def __init__(self, shards: int, each: int, gradients: Callable[[], Iterable[Tensor]], *, once: bool = True) -> None:
+    def __init__(
+        self, shards: int, each: int, gradients: Callable[[], Iterable[Tensor]], *, turns: int = 1, once: bool = True
+    ) -> None:
         self.shards, self.each, self._gradients = shards, each, gradients
         self.pairs = once and shards > 1 and each == 1
-        self.nodes = shards // 2 if self.pairs else shards
+        width = 2 if self.pairs else 1
+        self.nodes = shards // width
+        self._order = [number // each // width for number in order_of_visits(shards, each, turns)]
+        self._last = {node: number for number, node in enumerate(self._order)}  # the micro-batch that completes it
         self._passed = 0  # micro-batches
-        self._levels: dict[Tensor, list[Tensor]] = {}
+        # gradient -> sum of complete or waiting nodes, by level and number; and memory that has none.
+        self._held: dict[Tensor, dict[Node, Tensor]] = {}
+        self._free: dict[Tensor, list[Tensor]] = {}
 
+    @torch.no_grad()
     def end_micro_batch(self) -> None:
         """To be called when a backward pass is complete. Raises RuntimeError if there are more than planned.
 
@@ -59,46 +72,72 @@ class ShardCounter:
         self._passed += 1
         if self._passed > self.shards * self.each:
             raise RuntimeError(f"a step has more than {self.shards} shards of {self.each} micro-batches")
-        node, within = divmod(self._passed, self.shards * self.each // self.nodes)
-        if within or node == self.nodes:
+        done, following = self._order[self._passed - 1], self._order[self._passed % len(self._order)]
+        if done == following or self._passed == len(self._order):
             return
-        complete = (node & -node).bit_length() - 1  # levels that this node completes
         gradients = list(self._gradients())
-        for gradient in gradients:
-            levels = self._levels.setdefault(gradient, [])
-            while len(levels) <= complete:  # also of a buffer that the nodes before had nothing for
-                levels.append(torch.zeros_like(gradient))
+        if not gradients:  # such as of experts, in a dense model or a pipeline stage without them
+            return
         with _beside_the_forward_pass(gradients[0].device):
             for gradient in gradients:
-                _put_away(gradient, self._levels[gradient][: complete + 1])
+                held, free = self._held.setdefault(gradient, {}), self._free.setdefault(gradient, [])
+                self._switch(gradient, held, free, (done, following))
+
+    def _switch(self, gradient: Tensor, held: dict[Node, Tensor], free: list[Tensor], nodes: tuple[int, int]) -> None:
+        """Keep the gradient of the first of two nodes, added to all that it completes, and continue with the second."""
+        level, number, full = 0, nodes[0], []
+        while self._complete(level, number) and self._complete(level, number ^ 1):
+            if (level, number ^ 1) in held:  # a buffer that appears late lacks the nodes before
+                full.append(held.pop((level, number ^ 1)))
+            level, number = level + 1, number // 2
+        waiting = held.pop((0, nodes[1]), None)
+        if full:
+            for node in full[:-1]:
+                gradient.add_(node)
+            free += full[:-1]
+            held[level, number] = full[-1].add_(gradient)
+        elif waiting is not None:
+            _exchange(gradient, waiting)
+            held[level, number] = waiting
+            return
+        else:
+            held[level, number] = (free.pop() if free else torch.empty_like(gradient)).copy_(gradient)
+        if waiting is None:
+            gradient.zero_()
+        else:
+            gradient.copy_(waiting)
+            free.append(waiting)
+
+    def _complete(self, level: int, number: int) -> bool:
+        """Whether all micro-batches of a node have ended. The root has no neighbour."""
+        nodes = range(number << level, (number + 1) << level)
+        return nodes.stop <= self.nodes and all(self._last[node] < self._passed for node in nodes)
 
     @torch.no_grad()
     def finish(self, gradient: Tensor, part: slice = slice(None)) -> None:
-        """Add to the last node's gradient what the levels hold. part: of the flat gradient. Call it once for each.
+        """Add to the last node's gradient all others. part: of the flat gradient. Call it once for each.
 
         The last backward pass may still run, if it has completed this part.
         """
-        for level in self._levels.get(gradient, []):
-            gradient.view(-1)[part].add_(level.view(-1)[part])
+        for _, node in sorted(self._held.get(gradient, {}).items(), key=lambda held: held[0][0]):
+            gradient.view(-1)[part].add_(node.view(-1)[part])
 
     def restart(self) -> None:
         """Begin the next step. Raises RuntimeError if this one lacked micro-batches."""
         if self.shards > 1 and self._passed != self.shards * self.each:
             raise RuntimeError(f"a step had {self._passed} micro-batches, not {self.shards} shards of {self.each}")
         self._passed = 0
+        for gradient, held in self._held.items():
+            self._free[gradient] += held.values()
+            held.clear()
 
 
-@torch.no_grad()
-def _put_away(gradient: Tensor, levels: list[Tensor]) -> None:
-    """Add the full levels to the gradient, lowest first; the last level, empty, gets the sum. Zero the gradient."""
-    *full, empty = levels
-    if full:
-        for level in full[:-1]:
-            gradient.add_(level)
-        torch.add(gradient, full[-1], out=empty)
-    else:
-        empty.copy_(gradient)
-    gradient.zero_()
+def _exchange(one: Tensor, other: Tensor) -> None:
+    """Exchange what two tensors of one shape hold, piece by piece."""
+    for a, b in zip(one.view(-1).split(PIECE), other.view(-1).split(PIECE), strict=True):
+        kept = a.clone()
+        a.copy_(b)
+        b.copy_(kept)
 
 
 @contextmanager

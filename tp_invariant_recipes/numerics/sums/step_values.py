@@ -15,6 +15,7 @@ from torch import Tensor
 from tp_invariant_recipes.kernels.token_sum import token_sum
 from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.sums import packed_rows
+from tp_invariant_recipes.numerics.sums.expert_groups import visited
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import tree_all_reduce
 
@@ -111,7 +112,7 @@ def keep(rows: Rows, value: Tensor) -> None:
     now = packed_rows.current()
     if now is not None and now.idle:
         return
-    row, number = (len(rows), 0) if now is None else (now.row, now.number)
+    row, number = (visited(len(rows)), 0) if now is None else (now.row, now.number)
     found = value.detach().float() * (1.0 if now is None else now.metric_share)
     of_row = rows.setdefault(row, {})
     of_row[number] = of_row[number] + found if number in of_row else found  # a layer may run several times
@@ -119,7 +120,7 @@ def keep(rows: Rows, value: Tensor) -> None:
 
 def of_rows(rows: Rows) -> list[Tensor]:
     """What was kept: the sum of each row's values, in the order of its sequences."""
-    return [sum((row[n] for n in sorted(row)[1:]), row[min(row)]) for row in rows.values()]
+    return [sum((row[n] for n in sorted(row)[1:]), row[min(row)]) for _, row in sorted(rows.items())]
 
 
 def metrics_summed(original: Callable[..., None], shards: int) -> Callable[..., None]:

@@ -137,7 +137,7 @@ def _share(model: Any, site: Site) -> float:
     """Over how many ranks Megatron averages gradients. model: a chunk, wrapped by DDP."""
     if site.config.calculate_per_token_loss:
         return 1
-    if hasattr(model, "shard_counter"):  # of the invariant numerics, which may divide the loss instead
+    if hasattr(model, "shard_counters"):  # of the invariant numerics, which may divide the loss instead
         return 1 / model.buffers[0].buckets[0].gradient_scaling_factor
     return site.dp * site.cp
 

@@ -69,7 +69,12 @@ class SampledProducts:
             found,
             JUDGES[sample.kind],
             sample.tensors,
-            {"kind": sample.kind, "shards": sample.shards, "segments": list(sample.segments)},
+            {
+                "kind": sample.kind,
+                "shards": sample.shards,
+                "segments": list(sample.segments),
+                "chained": sample.chained,
+            },
             portable=sample.kind == DEFINED,
         )
 

@@ -2,6 +2,7 @@
 
     replica 0                   replica 1
     data shard of replica 1     data shard of replica 0      the shadow: nothing is reduced, logged or counted
+                                                             (its first sequence, where data shards take turns)
     zero the gradients          zero the gradients
     its own step                its own step                 its first data shard is digested on the way
 
@@ -24,7 +25,6 @@ from torch import Tensor
 
 from tp_invariant_recipes.numerics.megatron import data_parallel
 from tp_invariant_recipes.numerics.megatron.router import InvariantTopKRouter
-from tp_invariant_recipes.numerics.sums.data_shards import ShardCounter
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.training.gathering import gathered
 from tp_invariant_recipes.training.guard.shard_recording import (
@@ -83,6 +83,8 @@ class Shadow:
     def _step(self, run: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         group = parallel_state.get_data_parallel_group()
         count = kwargs["num_microbatches"] // max(1, self.shards // group.size())
+        if self.site.visits:  # the shards take turns: buffers have one's gradient alone after its first sequence
+            count = 1
         ours, kwargs = _taken(kwargs, count)
         theirs = _exchanged(ours, group, self.apart)
         there = replace(self.site, dp_rank=(group.rank() + self.apart) % group.size())
@@ -216,7 +218,7 @@ def _nothing_else(model: list[Any], state: Any, total: float, held: list[Tensor]
     """
     from megatron.core.utils import get_model_config
 
-    config, inert = get_model_config(model[0]), ShardCounter(1, 1, list)
+    config = get_model_config(model[0])
 
     def of_a_step(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: original(*args[:6], total, *args[7:], **kwargs)
@@ -227,7 +229,7 @@ def _nothing_else(model: list[Any], state: Any, total: float, held: list[Tensor]
     with ExitStack() as stack:
         for chunk in model:
             stack.enter_context(chunk.no_sync())
-            _set(stack, chunk, shard_counter=inert)
+            _set(stack, chunk, shard_counters=())
         _set(stack, config, finalize_model_grads_func=None, no_sync_func=None, grad_sync_func=None)
         counted = {name: value for name, value in vars(state).items() if name.startswith("_flops_")}
         stack.callback(vars(state).update, counted)

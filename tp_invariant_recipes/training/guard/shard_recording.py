@@ -84,7 +84,7 @@ class ShardRecording:
             (name, piece)
             for owner, name in self._names.items()
             if owner in owners
-            for gradient in (*gradients_of(owner), *getattr(owner, data_parallel.experts.LATER, ()))
+            for gradient in gradients_of(owner)
             for piece in tables(gradient)
         ]
         lanes = Lanes([piece for _, piece in pieces])()
