@@ -173,7 +173,7 @@ def _each_with_its_own_tokens():
     from tp_invariant_recipes.numerics.layers import token_dispatcher
     from tp_invariant_recipes.numerics.layers.expert_placement import Owners
 
-    alone = classmethod(lambda cls, experts, tp, ep, contexts: cls(experts, 1, 1))
+    alone = classmethod(lambda cls, config, tp, ep: cls(config.num_moe_experts, 1, 1))
     token_dispatcher.Owners = type("Alone", (Owners,), {"of": alone})
 
 

@@ -160,7 +160,7 @@ def test_experts_are_rounded_as_their_batches():
         assert same_bits(out, (y.detach(), inputs.grad)[which])
 
     def add(outs):
-        experts.add_products(gt, xt, outs, groups, experts.OF_TREE)
+        experts.add_products(gt, xt, outs, batches, experts.OF_TREE)
 
     expected = experts.weight_gradients(add, [w.detach() for w in weights], batches, x.device)
     assert all(same_bits(weight.grad, one) for weight, one in zip(weights, expected, strict=True))
