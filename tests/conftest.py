@@ -16,9 +16,9 @@ import tp_invariant_recipes
 from tests import composing
 from tests.forks import Tpi, freeze
 from tests.warm import warm
-from tp_invariant_recipes.host import gpus
-from tp_invariant_recipes.host.quiet import VERBOSE
+from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.settings import environment
+from tp_invariant_recipes.start.quiet import VERBOSE
 
 # How long an example takes says how busy the machine is, and nothing else.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -98,7 +98,7 @@ LATE = (
     "rich._emoji_codes",
     "torch._inductor.compile_fx",
     "torch._inductor.config",
-    "tp_invariant_recipes.host.cpu",
+    "tp_invariant_recipes.cpu_host.cpu",
     "typer._adapters",
     "typer._click.decorators",
 )
@@ -173,7 +173,8 @@ def bridge() -> None:
     from hydra.core.plugins import Plugins
 
     from tp_invariant_recipes.config.compose import compose
-    from tp_invariant_recipes.host import bridge, versions
+    from tp_invariant_recipes.machine import versions
+    from tp_invariant_recipes.start import bridge
 
     bridge.load()
     versions.versions()  # read once a process

@@ -3,7 +3,7 @@
 import torch
 
 from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.numerics.layers import linear
+from tp_invariant_recipes.numerics.layers.linear import linear
 from tp_invariant_recipes.numerics.modes.tree import Tree
 
 

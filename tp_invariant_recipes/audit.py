@@ -42,11 +42,11 @@ def record(
                  to another expert, which counts as a difference.
     Raises RunError: Megatron does not say where a parameter lies in the whole model, or a file cannot be written.
     """
+    from tp_invariant_recipes.features.audit.recording import AuditRecording
+    from tp_invariant_recipes.observe.optimizer_step import OptimizerStep
+    from tp_invariant_recipes.observe.shards import unwrapped
+    from tp_invariant_recipes.observe.trace import site_here
     from tp_invariant_recipes.runs.audit_dir import AuditedRun
-    from tp_invariant_recipes.training.audit.recording import AuditRecording
-    from tp_invariant_recipes.training.optimizer_step import OptimizerStep
-    from tp_invariant_recipes.training.shards import unwrapped
-    from tp_invariant_recipes.training.trace import site_here
 
     chunks = list(model) if isinstance(model, Sequence) else [model]
     site = site_here(unwrapped(chunks[0]).config, sequence=sequence, batch=batch, samples=micro_batch, sampler=loader)

@@ -20,11 +20,11 @@ from typing import Any
 
 from tp_invariant_recipes.check.invariant import invariance
 from tp_invariant_recipes.check.rule import broken_rules
+from tp_invariant_recipes.cpu_host.vectors import VECTORS
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.fields import catalogue, model
-from tp_invariant_recipes.host import gpus
-from tp_invariant_recipes.host.vectors import VECTORS
-from tp_invariant_recipes.host.versions import installed
+from tp_invariant_recipes.machine import gpus
+from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.replacement import Replacement, apply
 from tp_invariant_recipes.settings import environment
@@ -52,7 +52,8 @@ def install(shards: int) -> None:
     import torch
     from megatron.core.transformer import TransformerConfig
 
-    from tp_invariant_recipes.numerics.megatron import replacements, te_modules
+    from tp_invariant_recipes.numerics.megatron import replacements
+    from tp_invariant_recipes.numerics.megatron.te import modules as te_modules
 
     variables = _variables()  # before anything is changed
     # What the layers read. A recipe sets both on its own configuration; a plain one has these.

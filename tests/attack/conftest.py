@@ -17,10 +17,10 @@ from tests.unit.test_ledger_digests import HEADER, RECORD
 from tests.unit.test_wrong_commands import CONTROL, MESSAGE
 from tp_invariant_recipes.config import resume_rules
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.host import gpus
+from tp_invariant_recipes.features.train import workflow as launch
 from tp_invariant_recipes.launch import plan, ranks, record
-from tp_invariant_recipes.launch import train as launch
 from tp_invariant_recipes.ledger.record import LedgerWriter
+from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.runs import checkpoints
 
 SECONDS = 100  # a command takes at most on a busy machine; most take 0.1 s

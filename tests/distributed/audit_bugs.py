@@ -147,7 +147,7 @@ FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
 
 
 def _on_accumulation(change: Callable[[Any], None]) -> None:
-    from tp_invariant_recipes.training.audit import recording
+    from tp_invariant_recipes.features.audit import recording
 
     def hook(own, _):
         parameter = dict(own._chunks[0].named_parameters())[FC2]
@@ -172,12 +172,12 @@ def accumulation_doubled() -> None:
 
 def weights_of_another_seed() -> None:
     """A tensor-parallel rank begins with other norm weights than the rest."""
-    from tp_invariant_recipes.training.audit import recording
+    from tp_invariant_recipes.features.audit import recording
 
     def make(original):
         def changed(self, context):
             if _many() and _tensor_parallel_rank() == 1:
-                from tp_invariant_recipes.training.shards import unwrapped
+                from tp_invariant_recipes.observe.shards import unwrapped
 
                 dict(unwrapped(context.model[0]).named_parameters())["decoder.final_layernorm.weight"].data.mul_(1.5)
             original(self, context)
@@ -253,7 +253,7 @@ def gathered_in_another_order() -> None:
 
 def learning_rate_doubled_on_a_rank() -> None:
     """One rank updates its weights twice as far."""
-    from tp_invariant_recipes.training.audit import recording
+    from tp_invariant_recipes.features.audit import recording
 
     def change(own, _):
         for group in own._context.optimizer.param_groups if _tensor_parallel_rank() == 1 else ():

@@ -8,8 +8,8 @@ import pytest
 
 from tests.distributed.scenario import Scenario
 from tests.forks import Tpi, freeze
-from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.settings import environment
+from tp_invariant_recipes.start import bridge
 
 # One thread a rank, before any test module imports torch: eight ranks on two cores would wait for each other's threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

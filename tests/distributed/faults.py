@@ -22,7 +22,7 @@ def at_step(
     """
 
     def plant() -> None:
-        from tp_invariant_recipes.training.digests.callback import Digests
+        from tp_invariant_recipes.observe.digests.callback import Digests
 
         original = Digests.on_train_step_start
 
@@ -90,7 +90,7 @@ def without(*targets: str) -> Callable[[], None]:
 
 def one_product_a_rank() -> None:
     """Let a weight gradient of gathered matrices be one product, not one for each chunk of tokens."""
-    from tp_invariant_recipes.numerics.layers import partial_linear
+    from tp_invariant_recipes.numerics.layers.linear import partial_linear
 
     def one(grad, rows, mesh):
         node = partial_linear._subtree((grad,), (rows,), 0, 1)

@@ -61,7 +61,7 @@ class _Now:
 
 
 def _count_steps(now: _Now) -> None:
-    from tp_invariant_recipes.training.optimizer_step import OptimizerStep
+    from tp_invariant_recipes.observe.optimizer_step import OptimizerStep
 
     original = getattr(OptimizerStep, "on_train_step_start", lambda self, context: None)
 
@@ -126,14 +126,14 @@ def _after_the_update(kind: str, when: str) -> Callable[[_Now], None]:
     """Spoil what a rank keeps of the first parameter: within the optimizer's step, or as the step ends."""
 
     def spoil(now: _Now, optimizer: Any) -> None:
-        from tp_invariant_recipes.training.optimizer_state import OptimizerState
+        from tp_invariant_recipes.observe.optimizer_state import OptimizerState
 
         slot = OptimizerState(optimizer).slots[0]
         tensor = {"master": slot.updated, "weight": slot.owner}.get(kind)
         now.spoil(slot.state[kind] if tensor is None else tensor)
 
     def plant(now: _Now) -> None:
-        from tp_invariant_recipes.training.optimizer_step import OptimizerStep
+        from tp_invariant_recipes.observe.optimizer_step import OptimizerStep
 
         start = OptimizerStep.on_train_start
 
@@ -187,7 +187,7 @@ KERNELS: dict[str, Callable[[_Now], None]] = {
     "norm": _norm,
     "norm of heads": _norm_of_heads,
     "activation": _activation,
-    "experts": _function("tp_invariant_recipes.numerics.layers.experts", "rows_times"),
+    "experts": _function("tp_invariant_recipes.numerics.layers.experts.experts", "rows_times"),
     "adam": _after_the_update("master", "within"),
     "moment": _after_the_update("exp_avg", "within"),
     "all-gather": _after_the_update("weight", "within"),

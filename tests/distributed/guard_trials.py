@@ -195,7 +195,7 @@ def main(name: str, trials: int, folder: Path, row: str = "") -> None:
 
 
 if __name__ == "__main__":
-    from tp_invariant_recipes.host import bridge
+    from tp_invariant_recipes.start import bridge
 
     bridge.load()
     main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])

@@ -67,7 +67,7 @@ def megatron(mesh: VirtualMesh, **degrees: int) -> Iterator[None]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from tp_invariant_recipes.host import cpu
+    from tp_invariant_recipes.cpu_host import cpu
 
     with cpu.installed():
         parallel_state.initialize_model_parallel(**{"tensor_model_parallel_size": mesh.size} | degrees)

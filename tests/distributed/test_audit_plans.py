@@ -2,8 +2,8 @@
 
 import pytest
 
+from tp_invariant_recipes.features.audit import workflow as audit
 from tp_invariant_recipes.launch import plan
-from tp_invariant_recipes.workflows import audit
 
 pytestmark = pytest.mark.usefixtures("bridge", "here")
 

@@ -46,7 +46,7 @@ def test_another_model_is_beyond_rounding_and_its_runs_stay(shared):
 @pytest.mark.release
 def test_a_training_that_fails_is_no_answer(shared):
     def plant() -> None:
-        from tp_invariant_recipes.training.audit import recording
+        from tp_invariant_recipes.features.audit import recording
 
         def missing(model):
             raise RuntimeError("planted")

@@ -11,10 +11,10 @@ import torch
 
 from tests.distributed.faults import lives, ranks_of
 from tp_invariant_recipes.cli.bench import _figures
+from tp_invariant_recipes.features.bench import profile
+from tp_invariant_recipes.features.bench.workflow import _mode, _round
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.runs.bench_dir import BenchDir, Pass
-from tp_invariant_recipes.training import profile
-from tp_invariant_recipes.workflows.bench import _mode, _round
 
 SMALL = ("qwen3_toy", "tp=2", "seq=32", "gbs=2", "device=cpu", "model.num_layers=1")
 TURNS = ["stock", "tree", "stock", "tree"]
@@ -150,7 +150,7 @@ MEASURED = ((None, "allocated", 3), ("none", "allocated", 3), ("full_iteration",
 
 @pytest.mark.parametrize("graphs, memory, peak", MEASURED)
 def test_memory_that_a_graph_keeps_counts(tmp_path, monkeypatch, graphs, memory, peak):
-    from tp_invariant_recipes.training import stopwatch  # needs Bridge
+    from tp_invariant_recipes.features.bench import stopwatch  # needs Bridge
 
     monkeypatch.setattr(stopwatch, "PEAKS", {"allocated": lambda: 3 * 2**30, "reserved": lambda: 5 * 2**30})
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

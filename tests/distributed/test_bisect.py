@@ -18,8 +18,8 @@ def _at(step, module, act):
     """Call act(module, on) as step `step` of training begins (on=True) and ends, on every rank."""
 
     def plant():
-        from tp_invariant_recipes.training.digests.callback import Digests
-        from tp_invariant_recipes.training.shards import unwrapped
+        from tp_invariant_recipes.observe.digests.callback import Digests
+        from tp_invariant_recipes.observe.shards import unwrapped
 
         def around(name, now, on):
             original = getattr(Digests, name)
@@ -43,7 +43,7 @@ def _wrong_order(faulty):
     def act(module, on):
         import torch.distributed as dist
 
-        from tp_invariant_recipes.numerics.layers import linear
+        from tp_invariant_recipes.numerics.layers.linear import linear
         from tp_invariant_recipes.numerics.sums import tree
 
         if not faulty(module.config):

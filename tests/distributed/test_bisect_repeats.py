@@ -24,13 +24,13 @@ def gradient_of_fc1(step, tp):
     """Another sign of the weight gradient of FC1, which no norm shows, at one step of one tensor-parallel degree."""
 
     def plant():
-        from tp_invariant_recipes.training import train
+        from tp_invariant_recipes.features.train import rank as train
 
         original = train.recording
 
         def recording(*args):
-            from tp_invariant_recipes.training.optimizer_step import AroundOptimizerStep
-            from tp_invariant_recipes.training.shards import unwrapped
+            from tp_invariant_recipes.observe.optimizer_step import AroundOptimizerStep
+            from tp_invariant_recipes.observe.shards import unwrapped
 
             class Fault(AroundOptimizerStep):
                 """Comes last of the callbacks, so that it changes the gradient before its digest is taken."""
@@ -126,7 +126,7 @@ def test_what_fails_after_the_step_does_not_matter(runs):
     plant = gradient_of_fc1(step=2, tp=2)
 
     def failing():
-        from tp_invariant_recipes.training.recorder import Recorder
+        from tp_invariant_recipes.observe.recorder import Recorder
 
         plant()
         start = Recorder.on_train_step_start

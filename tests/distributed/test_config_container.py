@@ -14,7 +14,7 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.container import LOCAL_SPECS
 from tp_invariant_recipes.config.overrides import parse
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.host.versions import installed
+from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.settings import conf_files, environment, schema
 from tp_invariant_recipes.settings.run_config import RunConfig
 

@@ -120,7 +120,7 @@ def _at_step(step, rank, change):
     def plant():
         import torch.distributed as dist
 
-        from tp_invariant_recipes.training.digests.callback import Digests
+        from tp_invariant_recipes.observe.digests.callback import Digests
 
         original = Digests.on_train_step_end
 
@@ -199,7 +199,7 @@ def _noting(folder):
         from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
         from tp_invariant_recipes.kernels.digest import Lanes
-        from tp_invariant_recipes.training.digests import callback, merge
+        from tp_invariant_recipes.observe.digests import callback, merge
 
         def noted(holder, name, event, *, after=False):
             original = getattr(holder, name)
@@ -243,7 +243,7 @@ def test_a_step_whose_forward_python_does_not_see_has_the_same_digests(trained):
     """As with a CUDA graph of the whole step: the kernels start before the update."""
 
     def plant():
-        from tp_invariant_recipes.training.digests.callback import Digests
+        from tp_invariant_recipes.observe.digests.callback import Digests
 
         Digests._on_forward = lambda *_: None
 
@@ -256,7 +256,7 @@ def test_a_lost_shard_is_refused(tpi):
     def lose():
         import torch.distributed as dist
 
-        from tp_invariant_recipes.training.shards import Shards
+        from tp_invariant_recipes.observe.shards import Shards
 
         original = Shards.held
         Shards.held = lambda self, stored, **kind: original(self, stored, **kind)[dist.get_rank() == 1 :]

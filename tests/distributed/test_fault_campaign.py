@@ -246,8 +246,8 @@ def planted(fault: Fault) -> Callable[[], None]:
 
         from megatron.core.optimizer.optimizer import FP32Optimizer, MixedPrecisionOptimizer
 
-        from tp_invariant_recipes.training.digests.callback import Digests
-        from tp_invariant_recipes.training.optimizer_state import OptimizerState
+        from tp_invariant_recipes.observe.digests.callback import Digests
+        from tp_invariant_recipes.observe.optimizer_state import OptimizerState
 
         seen: dict[str, Any] = {}
 

@@ -150,13 +150,13 @@ def test_without_an_ingredient_layouts_differ(scenario, name):
 
 
 def _scales_of_64() -> None:
-    from tp_invariant_recipes.kernels import mxfp8
+    from tp_invariant_recipes.kernels.products import mxfp8
 
     mxfp8.BLOCK = 64
 
 
 def _the_other_dimension() -> None:
-    from tp_invariant_recipes.kernels import mxfp8
+    from tp_invariant_recipes.kernels.products import mxfp8
 
     real = mxfp8._by_torch
     mxfp8._by_torch = lambda x, out, dtype, rows, columns, groups: real(x, out[::-1], dtype, columns, rows, groups)

@@ -116,8 +116,8 @@ def test_a_shadow_step_sees_faults_of_its_own_step_alone(tpi):
 
 
 def test_a_rank_that_cannot_tell_waits_once_for_one_that_can(bridge):
-    from tp_invariant_recipes.training.guard.callback import Guard
-    from tp_invariant_recipes.training.guard.fault import WrongBits
+    from tp_invariant_recipes.features.guard.callback import Guard
+    from tp_invariant_recipes.features.guard.fault import WrongBits
 
     found: list[WrongBits] = []
     guard = object.__new__(Guard)
@@ -228,7 +228,7 @@ def _joined(fault):
     """A fault, and routers that count what is computed side by side as one sequence."""
 
     def plant() -> None:
-        from tp_invariant_recipes.numerics.megatron.router import InvariantTopKRouter
+        from tp_invariant_recipes.numerics.megatron.moe.router import InvariantTopKRouter
 
         fault.plant()
         InvariantTopKRouter.of_other_shards = lambda self, shards: {}

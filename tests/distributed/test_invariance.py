@@ -146,7 +146,7 @@ def _stock_weights() -> None:
 def _adding_in_rank_order() -> None:
     import torch.distributed as dist
 
-    from tp_invariant_recipes.numerics.layers import linear
+    from tp_invariant_recipes.numerics.layers.linear import linear
     from tp_invariant_recipes.numerics.sums import tree
 
     def start(partials, mesh):

@@ -133,7 +133,7 @@ def _added_by_the_library() -> None:
 
 def _one_product_of_all_shards() -> None:
     """Let a weight gradient be one product of all tokens that a rank has."""
-    from tp_invariant_recipes.numerics.layers import linear
+    from tp_invariant_recipes.numerics.layers.linear import linear
 
     def one_product(weight, grad, tokens, mesh, product, **shards):
         first = lambda out, add: product(grad.t(), tokens, out, add=add, **shards)  # noqa: E731
@@ -159,7 +159,7 @@ def _norms_of_all_shards() -> None:
 
 def _positions_as_they_lie() -> None:
     """Let a rank's tokens have the rotary positions that follow each other."""
-    from tp_invariant_recipes.numerics.megatron import context_parallel
+    from tp_invariant_recipes.numerics.megatron.attention import context_parallel
 
     held = context_parallel._held
 
@@ -209,7 +209,7 @@ def test_each_ingredient_is_needed(scenario, ingredient):
 
 def _tokens_of_an_expert_together() -> None:
     """Let an owner have one product of an expert's tokens of all context shards."""
-    from tp_invariant_recipes.numerics.layers import token_dispatcher
+    from tp_invariant_recipes.numerics.layers.experts import token_dispatcher
 
     token_dispatcher.of_a_rank = lambda config: 1
 

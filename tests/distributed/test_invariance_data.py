@@ -194,7 +194,7 @@ def test_a_resumed_run_validates_where_it_was(scenario, tpi):
 
 def _fail_after_the_test() -> None:
     """With the final validation in the ledger, and not the test."""
-    from tp_invariant_recipes.training.recorder import Recorder
+    from tp_invariant_recipes.observe.recorder import Recorder
 
     def failing(self, context):
         raise ValueError("planted")

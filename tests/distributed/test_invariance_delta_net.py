@@ -87,13 +87,13 @@ def test_the_loss_of_a_batch_counts_the_sequences_before(scenario):
 def _stocks_gate() -> None:
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
-    from tp_invariant_recipes.numerics.megatron import moe_layer
+    from tp_invariant_recipes.numerics.megatron.moe import moe_layer
 
     moe_layer.InvariantSharedExpertMLP.forward = SharedExpertMLP.forward
 
 
 def _counts_of_all_shards() -> None:
-    from tp_invariant_recipes.numerics.megatron.router import InvariantTopKRouter
+    from tp_invariant_recipes.numerics.megatron.moe.router import InvariantTopKRouter
 
     reset = InvariantTopKRouter.reset_global_aux_loss_tracker
 

@@ -62,8 +62,8 @@ def test_every_part_counts(scenario, part):
 
 
 def _biases_of_all_ranks() -> None:
-    from tp_invariant_recipes.numerics.layers import experts
-    from tp_invariant_recipes.numerics.megatron import moe_layer
+    from tp_invariant_recipes.numerics.layers.experts import experts
+    from tp_invariant_recipes.numerics.megatron.moe import moe_layer
 
     def mark(module):
         for weight in module.parameters():
@@ -73,7 +73,7 @@ def _biases_of_all_ranks() -> None:
 
 
 def _unmarked_sinks() -> None:
-    from tp_invariant_recipes.numerics.megatron import core_attention
+    from tp_invariant_recipes.numerics.megatron.attention import core_attention
 
     original = core_attention.CoreAttention.__init__
 

@@ -37,7 +37,7 @@ def test_stock_does_not(scenario):
 def _heads_of_a_rank() -> None:
     import torch
 
-    from tp_invariant_recipes.numerics.megatron import latent_attention
+    from tp_invariant_recipes.numerics.megatron.attention import latent_attention
 
     def backward(ctx, *gradients):
         total = gradients[0].sum(2, keepdim=True)

@@ -6,7 +6,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.distributed.faults import one_kept_bit_less, unchecked
-from tp_invariant_recipes.workflows.check import LINEAR, names_of
+from tp_invariant_recipes.features.check import LINEAR, names_of
 
 pytestmark = pytest.mark.usefixtures("portable_loops")
 

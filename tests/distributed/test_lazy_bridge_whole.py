@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from tp_invariant_recipes.host.lazy_imports import EAGER, LATER, reason_against
-from tp_invariant_recipes.host.versions import installed
+from tp_invariant_recipes.machine.versions import installed
+from tp_invariant_recipes.start.lazy_imports import EAGER, LATER, reason_against
 
 # What a process sees of Bridge while packages wait, and after each of them has been asked for something.
 PROGRAM = """
 import json, sys
 import torch
-from tp_invariant_recipes.host import bridge, lazy_imports
+from tp_invariant_recipes.start import bridge, lazy_imports
 
 def waiting():
     return sorted(next(iter(w.later.modules)) for w in sys.meta_path if isinstance(w, lazy_imports.Waiting))
@@ -99,6 +99,6 @@ def test_the_rows_are_about_the_installed_versions(later):
 @pytest.mark.release
 def test_bridge_can_be_imported_after_transformers():
     """As `weights=FOLDER` does it; where Transformer Engine is missing, its placeholder must be there by then."""
-    program = "import transformers\nfrom tp_invariant_recipes.host import bridge\nbridge.load()\nprint('imported')"
+    program = "import transformers\nfrom tp_invariant_recipes.start import bridge\nbridge.load()\nprint('imported')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "imported\n", done.stderr

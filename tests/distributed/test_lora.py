@@ -103,7 +103,7 @@ def _bridges_weights() -> None:
 
 
 def _without(target: str) -> None:
-    from tp_invariant_recipes.numerics.megatron import adapters
+    from tp_invariant_recipes.numerics.megatron.adapters import lora as adapters
 
     rows = adapters.replacements
     adapters.replacements = lambda *run: tuple(row for row in rows(*run) if not row.target.endswith(target))

@@ -44,7 +44,7 @@ def test_adapters_of_shared_experts_are_trained_too(shared):
 
 def _plain_sum_over_ranks() -> None:
     """What a rank has of all experts, one after the other, then the ranks' sums: as Bridge's all-reduce adds."""
-    from tp_invariant_recipes.numerics.layers import expert_adapters
+    from tp_invariant_recipes.numerics.layers.experts import expert_adapters
 
     expert_adapters.tree_sum = lambda partials, *_: sum(partials[1:], start=partials[0])
 

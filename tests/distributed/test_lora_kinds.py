@@ -7,7 +7,7 @@ from tests.distributed.small_models import RECOMPUTED, small
 from tests.ledgers import steps
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.workflows import export
+from tp_invariant_recipes.features.export import workflow as export
 
 FIXED = "numerics.virtual_shards=4 peft=lora peft.dim=8 model.moe_router_bias_update_rate=0"
 MAMBA = f"{FIXED} peft.target_modules=[linear_qkv,linear_proj,in_proj,out_proj]"
@@ -106,13 +106,13 @@ def test_stock_adapters_of_mamba_have_not(shared):
 
 
 def _split_where_whole() -> None:
-    from tp_invariant_recipes.numerics.megatron import adapters
+    from tp_invariant_recipes.numerics.megatron.adapters import lora as adapters
 
     adapters.InvariantLinearAdapter.forward = adapters.ParallelLinearAdapter.forward
 
 
 def _without_segments() -> None:
-    from tp_invariant_recipes.numerics.megatron import adapters
+    from tp_invariant_recipes.numerics.megatron.adapters import lora as adapters
 
     adapters._segments = lambda *_: 1
 

@@ -268,7 +268,7 @@ def test_a_node_that_falls_silent_ends_the_run(nodes):
 
 
 def _another_version() -> None:
-    from tp_invariant_recipes.host import versions
+    from tp_invariant_recipes.machine import versions
 
     found = versions.versions()
     agent.versions = lambda: found | {"megatron-core": "0.19.3"}

@@ -113,7 +113,7 @@ def _in_order() -> None:
 
 def _forwards() -> None:
     """Let sequences be computed in their order, and so their gradients in the other."""
-    from tp_invariant_recipes.numerics.megatron import packed
+    from tp_invariant_recipes.numerics.megatron.attention import packed
 
     passes = packed._passes
     packed._passes = lambda *of_row: passes(*of_row)[::-1]
@@ -121,7 +121,7 @@ def _forwards() -> None:
 
 def _of_rows() -> None:
     """Log the loss of a row."""
-    from tp_invariant_recipes.numerics.megatron import packed
+    from tp_invariant_recipes.numerics.megatron.attention import packed
 
     packed.loss_of_each = lambda original: original
 
@@ -327,7 +327,7 @@ def test_hybrid_models_have_one_result_in_every_layout(hybrid, shared, layout):
 
 
 def _tokens_of_idle_passes() -> None:
-    from tp_invariant_recipes.numerics.megatron import packed
+    from tp_invariant_recipes.numerics.megatron.attention import packed
 
     packed._uncounted = lambda given: given
 
@@ -354,7 +354,7 @@ OVERLAPPED = (*ROUTED, "iters=6", *RECOMPUTED, "ddp.overlap_grad_reduce=true")
 
 
 def _ready_early() -> None:
-    from tp_invariant_recipes.numerics.megatron import packed
+    from tp_invariant_recipes.numerics.megatron.attention import packed
 
     packed.ready_at_the_end = lambda original: original
 
@@ -371,14 +371,14 @@ def test_gradients_wait_for_all_sequences_of_a_row(mine, shared):
 
 def _routing_idle_passes() -> None:
     """Let passes that only take part route tokens."""
-    from tp_invariant_recipes.numerics.megatron import router
+    from tp_invariant_recipes.numerics.megatron.moe import router
 
     router.packed_rows = SimpleNamespace(current=lambda: None)
 
 
 def _without_marks() -> None:
     """Let backward passes not know which sequence they are of."""
-    from tp_invariant_recipes.numerics.megatron import packed
+    from tp_invariant_recipes.numerics.megatron.attention import packed
 
     packed._Marked = type("Unmarked", (), {"apply": staticmethod(lambda output, now: output)})
 

@@ -61,7 +61,7 @@ def test_scaled_frequencies_are_those_of_megatron(bridge):
     """To what fp32 rounds away: Megatron computes them in fp32."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    from tp_invariant_recipes.portable import ieee_rotary
+    from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
 
     theirs = RotaryEmbedding(
         128, 1.0, rotary_base=500000, rope_scaling=True, rope_scaling_factor=8.0, use_cpu_initialization=True
@@ -122,7 +122,7 @@ def _copies_rounded_one_by_one() -> None:
     """A token's copies added in bf16, as Megatron's own dispatcher adds them."""
     import torch
 
-    from tp_invariant_recipes.numerics.layers import token_dispatcher
+    from tp_invariant_recipes.numerics.layers.experts import token_dispatcher
 
     def row_sum(rows, at):
         total = rows.new_zeros(len(at), rows.shape[1])
@@ -138,7 +138,7 @@ def _beside_large_copies(reverse: bool) -> None:
     whatever the order, so the order of plain copies shows in few trainings."""
     import torch
 
-    from tp_invariant_recipes.numerics.layers import token_dispatcher
+    from tp_invariant_recipes.numerics.layers.experts import token_dispatcher
 
     original = token_dispatcher.row_sum
 
@@ -205,7 +205,7 @@ ELSEWHERE = {
     ("allreduce_", "megatron/core/transformer/moe/moe_logging.py"): "a router's statistics, which are logged only",
     ("normal_", "megatron/core/transformer/moe/router.py"): "weights that megatron/init.py replaces",
     ("sum", "megatron/core/transformer/moe/moe_logging.py"): "a router's statistics, which are logged only",
-    ("sum", "tp_invariant_recipes/numerics/megatron/router.py"): "the balancing loss's value, which is logged only",
+    ("sum", "tp_invariant_recipes/numerics/megatron/moe/router.py"): "the balancing loss's value, which is logged only",
     ("sum", "megatron/bridge/training/losses.py"): "of loss masks, which are whole numbers",
     ("sum", "tp_invariant_recipes/portable/training.py"): "of loss masks, which are whole numbers",
 }

@@ -7,9 +7,9 @@ import pytest
 
 from tests.distributed.test_recipe_models import MINE
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.host import gpus
-from tp_invariant_recipes.host.cache import cache_dir
+from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.sources import recipe_answers, recipe_layer, recipe_reads
+from tp_invariant_recipes.start.cache import cache_dir
 
 pytestmark = pytest.mark.usefixtures("families")
 

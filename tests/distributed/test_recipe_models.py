@@ -15,10 +15,10 @@ from tests.recipe_files import MODEL
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.features import recipe_list
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.settings import layout, schema
 from tp_invariant_recipes.sources import recipe_layer, recipe_source
-from tp_invariant_recipes.workflows import recipe_list
 
 pytestmark = pytest.mark.usefixtures("families")
 

@@ -10,8 +10,8 @@ from tests.distributed.ranks import on_ranks
 from tests.models import degree
 from tp_invariant_recipes import recipes
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.cpu_host import cpu
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.host import cpu
 from tp_invariant_recipes.patches import bridge_helpers, registry
 from tp_invariant_recipes.recipes import named, recipe
 from tp_invariant_recipes.recipes.__main__ import main, publish

@@ -93,8 +93,8 @@ def test_figures_reach_an_offline_run(tpi):
 
 
 def test_figures_tables_and_summary_are_those_of_the_ledger(run, shared):
+    from tp_invariant_recipes.features.train.experiment_report import ExperimentReport
     from tp_invariant_recipes.runs.run_dir import RunDir
-    from tp_invariant_recipes.training.experiment_report import ExperimentReport
 
     logger = Logger()
     ExperimentReport(RunDir(run), 2).on_train_end(_context(logger))
@@ -121,8 +121,8 @@ def test_figures_tables_and_summary_are_those_of_the_ledger(run, shared):
 
 
 def test_without_a_logger_nothing_is_read(tmp_path):
+    from tp_invariant_recipes.features.train.experiment_report import ExperimentReport
     from tp_invariant_recipes.runs.run_dir import RunDir
-    from tp_invariant_recipes.training.experiment_report import ExperimentReport
 
     ExperimentReport(RunDir(tmp_path / "none"), 2).on_train_end(_context(None))
 
@@ -145,8 +145,8 @@ def test_what_goes_wrong_is_a_warning_in_the_log_of_the_rank(tpi):
 
 
 def test_a_run_before_its_last_step_has_no_certificate(run):
+    from tp_invariant_recipes.features.train.experiment_report import ExperimentReport
     from tp_invariant_recipes.runs.run_dir import RunDir
-    from tp_invariant_recipes.training.experiment_report import ExperimentReport
 
     logger = Logger()
     ExperimentReport(RunDir(run), 3).on_train_end(_context(logger))

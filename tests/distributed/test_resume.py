@@ -294,8 +294,8 @@ def _flip_as_loaded(kind: str):
     def plant() -> None:
         import torch
 
-        from tp_invariant_recipes.training.digests.callback import Digests
-        from tp_invariant_recipes.training.optimizer_state import OptimizerState
+        from tp_invariant_recipes.observe.digests.callback import Digests
+        from tp_invariant_recipes.observe.optimizer_state import OptimizerState
 
         original = Digests.on_train_start
 

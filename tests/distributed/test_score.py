@@ -9,8 +9,8 @@ import pytest
 
 from tests import hf_folders
 from tp_invariant_recipes.config.overrides import parse_all
-from tp_invariant_recipes.training.scoring import batches
-from tp_invariant_recipes.workflows import score
+from tp_invariant_recipes.features.score import batches
+from tp_invariant_recipes.features.score import workflow as score
 
 pytestmark = pytest.mark.usefixtures("modelopt")
 

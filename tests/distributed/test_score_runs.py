@@ -12,7 +12,7 @@ import pytest
 from tests import hf_folders
 from tests.distributed.small_models import small
 from tests.distributed.test_score import FOLDERS, by_id, rows, write
-from tp_invariant_recipes.training.scoring import batches
+from tp_invariant_recipes.features.score import batches
 
 pytestmark = pytest.mark.usefixtures("modelopt")
 
@@ -267,9 +267,9 @@ def exporting():
 
     from safetensors.torch import save_file
 
-    from tp_invariant_recipes.host import auto_bridge
+    from tp_invariant_recipes.features.score.rank import Forward, Score
+    from tp_invariant_recipes.sources import auto_bridge
     from tp_invariant_recipes.training.imported_weights import _our_layers_known
-    from tp_invariant_recipes.training.scoring.rank import Forward, Score
 
     def score(self, model, forward, encode):
         from megatron.bridge.models.conversion.param_mapping import AutoMapping

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.digest import Piece, lanes
-from tp_invariant_recipes.training.shards import Shards, covers, whole_name
+from tp_invariant_recipes.observe.shards import Shards, covers, whole_name
 
 pytestmark = pytest.mark.usefixtures("bridge")
 

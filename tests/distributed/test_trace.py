@@ -12,7 +12,7 @@ from tests.distributed.small_models import RECOMPUTED, small
 from tp_invariant_recipes.kernels.digest import Piece, lanes
 from tp_invariant_recipes.ledger.digests import tensor_digest
 from tp_invariant_recipes.ledger.dumps import distance, read_step, steps
-from tp_invariant_recipes.training.placement import Site
+from tp_invariant_recipes.observe.placement import Site
 
 SMALL = "qwen3_toy seq=32 gbs=2 iters=3 numerics=stock ledger.trace=1:2"
 
@@ -249,7 +249,7 @@ def test_tokens_within_experts_have_no_place(scenario):
 
 def _wrong_on_one_rank():
     """A norm whose second rank adds a bit at step 2, where both should hold the same."""
-    from tp_invariant_recipes.training import trace
+    from tp_invariant_recipes.observe import trace
 
     original = trace.Tracing.on_train_step_start
 
@@ -275,7 +275,7 @@ def test_replicas_that_disagree_are_named(tpi):
 def _megatrons_positions(mesh) -> list[int]:
     from megatron.core.utils import get_batch_on_this_cp_rank
 
-    from tp_invariant_recipes.host import cpu
+    from tp_invariant_recipes.cpu_host import cpu
 
     with cpu.installed():
         batch = {"tokens": torch.arange(32).view(1, 32), "cu_seqlens": None}
@@ -292,7 +292,7 @@ def test_hooks_are_gone_after_the_traced_steps(tpi):
     """Counted at the last step, by the modules themselves."""
 
     def look() -> None:
-        from tp_invariant_recipes.training import trace
+        from tp_invariant_recipes.observe import trace
 
         original = trace.Tracing.on_train_step_end
 

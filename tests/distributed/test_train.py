@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tp_invariant_recipes.host.forking import can_fork
 from tp_invariant_recipes.ledger.bits import bits_float
+from tp_invariant_recipes.start.forking import can_fork
 
 # What trains on a CPU besides one rank: each row a layout, as typed. Others train in test_digests.py.
 LAYOUTS = ("tp=2 dp=2 mbs=2 precision=fp32", pytest.param("tp=8", marks=pytest.mark.release))

@@ -8,7 +8,7 @@ import zipfile
 import pytest
 
 from tests.distributed.faults import at_step, lives, ranks_of, reached, wait_for_sigterm
-from tp_invariant_recipes.training import train
+from tp_invariant_recipes.features.train import rank as train
 
 SMALL = ("qwen3_toy", "model.num_layers=1", "seq=64", "gbs=2", "iters=3")
 

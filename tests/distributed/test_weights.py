@@ -132,7 +132,7 @@ def test_an_export_that_fails_leaves_nothing(shared, runs):
     before = {path.name for path in runs.iterdir()}
 
     def full():
-        from tp_invariant_recipes.training import export
+        from tp_invariant_recipes.features.export import rank as export
 
         def fail(*_):
             raise OSError(28, "No space left on device")

@@ -1,6 +1,6 @@
 """`python -m tests.gpu.guard_planted ARGUMENTS`: `tpi ARGUMENTS` on a GPU one tile of whose products has a wrong bit.
 
-Ranks are forked from this process and inherit the fault (host/forking.py).
+Ranks are forked from this process and inherit the fault (start/forking.py).
 """
 
 import dataclasses

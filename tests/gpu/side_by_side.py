@@ -23,10 +23,11 @@ import pytest
 import torch
 
 from tests.forks import Process, Tpi, end_with_parent
-from tp_invariant_recipes.host import bridge, gpus
-from tp_invariant_recipes.host.forking import can_fork
 from tp_invariant_recipes.launch import local, ranks
+from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.settings import environment
+from tp_invariant_recipes.start import bridge
+from tp_invariant_recipes.start.forking import can_fork
 
 TAIL = 3000  # characters of a failed run's messages
 SLOTS = 4  # ranks to a GPU: these runs wait for the host

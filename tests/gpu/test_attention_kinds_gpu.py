@@ -43,7 +43,7 @@ def _core(monkeypatch, backend, degree, kind):
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
-    from tp_invariant_recipes.numerics.megatron.te import InvariantTEDotProductAttention
+    from tp_invariant_recipes.numerics.megatron.te.wrappers import InvariantTEDotProductAttention
 
     for name, variable in SWITCHES.items():
         monkeypatch.setenv(variable, str(int(name == backend)))

@@ -17,7 +17,7 @@ from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.numerics.layers import attention as attentions
 from tp_invariant_recipes.numerics.layers.attention import TENSORS, Operands, attention, outcome, same
 from tp_invariant_recipes.numerics.megatron import replacements
-from tp_invariant_recipes.numerics.megatron.core_attention import backend_in_force
+from tp_invariant_recipes.numerics.megatron.attention.core_attention import backend_in_force
 from tp_invariant_recipes.numerics.products.probe import cancelling_attention
 from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
@@ -55,7 +55,7 @@ def core(monkeypatch):
         from megatron.core.transformer import TransformerConfig
         from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
-        from tp_invariant_recipes.numerics.megatron.te import InvariantTEDotProductAttention
+        from tp_invariant_recipes.numerics.megatron.te.wrappers import InvariantTEDotProductAttention
 
         for name, variable in SWITCHES.items():
             monkeypatch.setenv(variable, str(int(name == backend)))

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.operands import same_bits
-from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
-from tp_invariant_recipes.kernels.grouped_product import Groups, grouped_product
+from tp_invariant_recipes.kernels.products.fixed_tile_product import fixed_tile_product
+from tp_invariant_recipes.kernels.products.grouped_product import Groups, grouped_product
 from tp_invariant_recipes.numerics.products import cublas, defined
 from tp_invariant_recipes.numerics.products.defined import FIXED_TILES, Backend
 from tp_invariant_recipes.numerics.products.probe import cancelling

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tp_invariant_recipes.features.guard.judge import Judge
 from tp_invariant_recipes.ledger import evidence
 from tp_invariant_recipes.numerics.products import defined, judge, sampling
-from tp_invariant_recipes.training.guard.judge import Judge
 
 pytestmark = pytest.mark.gpu
 

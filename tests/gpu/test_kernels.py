@@ -8,10 +8,10 @@ import torch
 from tests.gpu.operands import normal_on_gpu
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels import causal_conv, cross_entropy, rms_norm, row_add, row_sum, token_sum, tree_add
-from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
+from tp_invariant_recipes.kernels.products.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.numerics.products import defined
 from tp_invariant_recipes.numerics.products.product import product
-from tp_invariant_recipes.portable import ieee_attention_triton
+from tp_invariant_recipes.portable.ieee import attention_triton as ieee_attention_triton
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("settings_of_a_run")]
 DTYPES = (torch.float32, torch.bfloat16)

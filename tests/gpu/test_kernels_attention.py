@@ -6,7 +6,7 @@ import pytest
 from tests.operands import same_bits
 from tests.unit.attention_interpreted import KINDS, NAMES, finite_operands
 from tp_invariant_recipes.kernels.cpu import tensor_core_cpu
-from tp_invariant_recipes.portable.ieee_attention import attention_backward, attention_forward
+from tp_invariant_recipes.portable.ieee.attention import attention_backward, attention_forward
 
 pytestmark = pytest.mark.gpu
 SHAPES = ((5, 2, 4, 2, 16), (130, 1, 3, 1, 20), (200, 2, 8, 2, 64), (1000, 1, 4, 2, 128), (256, 1, 2, 2, 256))

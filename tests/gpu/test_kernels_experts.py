@@ -5,7 +5,7 @@ import torch
 
 from tests.gpu.operands import normal_on_gpu
 from tests.operands import same_bits
-from tp_invariant_recipes.kernels.grouped_product import Groups, grouped_product, grouped_weight_gradient
+from tp_invariant_recipes.kernels.products.grouped_product import Groups, grouped_product, grouped_weight_gradient
 from tp_invariant_recipes.kernels.row_sum import _row_sum_torch, row_sum
 from tp_invariant_recipes.kernels.weighted_activation import (
     KINDS,

@@ -4,15 +4,13 @@ import pytest
 import torch
 
 from tests.operands import KINDS, any_bits, same_bits, sample
-from tp_invariant_recipes.portable import (
-    ieee_adam,
-    ieee_cross_entropy,
-    ieee_norm,
-    ieee_rotary,
-    ieee_router,
-    ieee_samples,
-    ieee_swiglu,
-)
+from tp_invariant_recipes.portable.ieee import adam as ieee_adam
+from tp_invariant_recipes.portable.ieee import cross_entropy as ieee_cross_entropy
+from tp_invariant_recipes.portable.ieee import norm as ieee_norm
+from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
+from tp_invariant_recipes.portable.ieee import router as ieee_router
+from tp_invariant_recipes.portable.ieee import samples as ieee_samples
+from tp_invariant_recipes.portable.ieee import swiglu as ieee_swiglu
 
 pytestmark = [
     pytest.mark.gpu,

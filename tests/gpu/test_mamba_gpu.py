@@ -7,9 +7,9 @@ import torch
 
 from tests.distributed.ranks import joined
 from tests.operands import same_bits
-from tp_invariant_recipes.host.stand_ins import mamba as twin
+from tp_invariant_recipes.cpu_host.stand_ins import mamba as twin
 from tp_invariant_recipes.kernels import causal_conv, group_norm
-from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
+from tp_invariant_recipes.kernels.products.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.numerics.layers import mamba
 from tp_invariant_recipes.numerics.megatron.init import place
 from tp_invariant_recipes.numerics.products.product import product
@@ -238,7 +238,7 @@ def test_one_configuration_a_kernel(kinds):
 
 
 def test_the_whole_twin_is_megatrons_mixer(kinds):
-    """host/stand_ins/mamba.py's convolution, scan and gate against mamba_ssm's in one kernel launch each."""
+    """cpu_host/stand_ins/mamba.py's convolution, scan and gate against mamba_ssm's in one kernel launch each."""
     from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_combined
 
     batch, seq, heads, groups = 2, 300, 8, 2

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.gpu.operands import normal_on_gpu
-from tp_invariant_recipes.numerics.layers.linear import column_parallel, row_parallel
+from tp_invariant_recipes.numerics.layers.linear.linear import column_parallel, row_parallel
 from tp_invariant_recipes.numerics.products import cublas, defined
 from tp_invariant_recipes.numerics.products.probe import cancelling
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh

@@ -1,14 +1,14 @@
-"""Operands of FP8 products by Transformer Engine's kernels: all bits of the definition in kernels/quantize.py."""
+"""Operands of FP8 products by Transformer Engine's kernels: all bits of the definition in kernels/products/quantize.py."""
 
 import pytest
 import torch
 
 from tests.operands import same_bits
 from tests.unit.test_mxfp8 import operand
-from tp_invariant_recipes.kernels import mxfp8
-from tp_invariant_recipes.kernels import quantize as definition
-from tp_invariant_recipes.kernels.grouped_product import Groups
-from tp_invariant_recipes.kernels.quantized import E4M3, E5M2
+from tp_invariant_recipes.kernels.products import mxfp8
+from tp_invariant_recipes.kernels.products import quantize as definition
+from tp_invariant_recipes.kernels.products.grouped_product import Groups
+from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2
 from tp_invariant_recipes.numerics.products import quantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

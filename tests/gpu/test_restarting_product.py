@@ -7,8 +7,8 @@ import torch
 
 from tests.gpu.operands import beside_another_stream, normal_on_gpu
 from tests.operands import same_bits
-from tp_invariant_recipes.kernels import restarting_product as kernel
-from tp_invariant_recipes.kernels.restarting_product import Cut
+from tp_invariant_recipes.kernels.products import restarting_product as kernel
+from tp_invariant_recipes.kernels.products.restarting_product import Cut
 from tp_invariant_recipes.numerics.products import contraction
 from tp_invariant_recipes.numerics.products import product as products
 from tp_invariant_recipes.numerics.products.probe import cancelling

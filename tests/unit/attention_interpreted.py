@@ -1,6 +1,6 @@
 """The attention for GPUs on CPU tensors against its form for a CPU: for a process that Triton's interpreter runs in.
 
-The interpreter cannot multiply bf16. Here its `tl.dot` is the sum of kernels/tensor_core_sum.py, which goes on from the
+The interpreter cannot multiply bf16. Here its `tl.dot` is the sum of kernels/products/tensor_core_sum.py, which goes on from the
 accumulator it is given: what an H200's `tl.dot` was seen to do (tests/data). The interpreter's FMA rounds twice and
 its conversion to bf16 cuts: both are replaced by what a GPU's instructions do.
 """
@@ -14,8 +14,8 @@ from tests.definitions.elementwise import numpy_version
 from tests.definitions.tensor_core_sum import fma
 from tests.operands import same_bits, sample
 from tp_invariant_recipes.kernels.cpu import tensor_core_cpu
-from tp_invariant_recipes.portable import ieee_attention_triton
-from tp_invariant_recipes.portable.ieee_attention import _of_powers_of_two, attention_backward, attention_forward
+from tp_invariant_recipes.portable.ieee import attention_triton as ieee_attention_triton
+from tp_invariant_recipes.portable.ieee.attention import _of_powers_of_two, attention_backward, attention_forward
 
 ROUND = numpy_version("bf16_bits")
 KINDS = ("normal", "wide", "cancelling", "special", "tiny", "zeros", "opposite")

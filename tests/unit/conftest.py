@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from tp_invariant_recipes.host import bridge as host_bridge
 from tp_invariant_recipes.settings import field_table, model_table
+from tp_invariant_recipes.start import bridge as host_bridge
 
 BRIDGE = "megatron.bridge"
 

@@ -1,6 +1,6 @@
 """The kernels of FP8 products on CPU tensors, with every bit: for a process that Triton's interpreter runs in.
 
-Its `tl.dot` becomes the accumulator of kernels/fp8_sum.py. Where the kernel asks for that every 128 products, the
+Its `tl.dot` becomes the accumulator of kernels/products/fp8_sum.py. Where the kernel asks for that every 128 products, the
 accumulator is added in fp32 to the one given: what a Hopper `tl.dot` does (tests/gpu/test_fp8_product_gpu.py).
 """
 
@@ -12,9 +12,9 @@ from tests.definitions.fp8_sum import KEPT, _accumulated, _split
 from tests.fp8_operands import KINDS, TYPES, operands
 from tests.operands import same_bits
 from tests.unit.attention_interpreted import fused, rounded_to_bf16
-from tp_invariant_recipes.kernels import fp8_tiles
-from tp_invariant_recipes.kernels.grouped_product import Groups
-from tp_invariant_recipes.kernels.quantized import BLOCK, E4M3, E5M2, Quantized
+from tp_invariant_recipes.kernels.products import fp8_tiles
+from tp_invariant_recipes.kernels.products.grouped_product import Groups
+from tp_invariant_recipes.kernels.products.quantized import BLOCK, E4M3, E5M2, Quantized
 from tp_invariant_recipes.numerics.products import fp8
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 

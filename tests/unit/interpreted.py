@@ -31,11 +31,8 @@ from tp_invariant_recipes.kernels import (
     centred_rows,
     delta_rule,
     digest,
-    fixed_tile_product,
     grad_norm,
     group_norm,
-    grouped_product,
-    mxfp8,
     rms_norm,
     row_add,
     row_sum,
@@ -43,20 +40,19 @@ from tp_invariant_recipes.kernels import (
     tree_add,
     weighted_activation,
 )
-from tp_invariant_recipes.kernels.grouped_product import Groups
-from tp_invariant_recipes.kernels.quantized import E4M3, E5M2
+from tp_invariant_recipes.kernels.products import fixed_tile_product, grouped_product, mxfp8
+from tp_invariant_recipes.kernels.products.grouped_product import Groups
+from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2
 from tp_invariant_recipes.numerics.layers import delta_net
-from tp_invariant_recipes.portable import (
-    definition,
-    ieee_adam,
-    ieee_cross_entropy,
-    ieee_norm,
-    ieee_rotary,
-    ieee_router,
-    ieee_samples,
-    ieee_swiglu,
-)
-from tp_invariant_recipes.portable.ieee_sums import power_of_two
+from tp_invariant_recipes.portable import definition
+from tp_invariant_recipes.portable.ieee import adam as ieee_adam
+from tp_invariant_recipes.portable.ieee import cross_entropy as ieee_cross_entropy
+from tp_invariant_recipes.portable.ieee import norm as ieee_norm
+from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
+from tp_invariant_recipes.portable.ieee import router as ieee_router
+from tp_invariant_recipes.portable.ieee import samples as ieee_samples
+from tp_invariant_recipes.portable.ieee import swiglu as ieee_swiglu
+from tp_invariant_recipes.portable.ieee.sums import power_of_two
 
 # Each takes a third of the interpreter's time: looking for overflows in all sums of indices, which are small here, and
 # replacing Triton's language anew for each call of a function.

@@ -10,12 +10,12 @@ import torch
 from tp_invariant_recipes.compare import deviation
 from tp_invariant_recipes.compare.deviation import StepDumps, TensorDeviation
 from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.features.audit import workflow as audit
 from tp_invariant_recipes.kernels.digest import Piece
 from tp_invariant_recipes.ledger import dumps
 from tp_invariant_recipes.ledger.dumps import GRADIENT_NORM, LOSS_SHARE
+from tp_invariant_recipes.observe.dump_writer import DumpWriter
 from tp_invariant_recipes.runs.audit_dir import AuditedRun
-from tp_invariant_recipes.training.dump_writer import DumpWriter
-from tp_invariant_recipes.workflows import audit
 
 ROWS, COLUMNS = 64, 32
 OUTPUT = "forward/decoder.layers.0.mlp/output"

@@ -4,7 +4,7 @@ import pytest
 
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
-from tp_invariant_recipes.workflows import audit_reference
+from tp_invariant_recipes.features.audit import reference as audit_reference
 
 pytestmark = pytest.mark.usefixtures("here")
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.features.bench.workflow import _check_complete
 from tp_invariant_recipes.runs.bench_dir import BenchDir, Pass
-from tp_invariant_recipes.workflows.bench import _check_complete
 
 PASSES = (Pass("stock", 1, 1, 3), Pass("tree", 1, 1, 2))
 LINE = {

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tp_invariant_recipes.cli import bench
-from tp_invariant_recipes.training import profile
-from tp_invariant_recipes.training.profile import STEP, KernelTime, Trace
+from tp_invariant_recipes.features.bench import profile
+from tp_invariant_recipes.features.bench.profile import STEP, KernelTime, Trace
 
 # Names as traces have them, and the category each belongs to.
 NAMES = (

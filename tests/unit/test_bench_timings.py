@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tp_invariant_recipes.features.bench.workflow import _ratio, _round, spread
 from tp_invariant_recipes.runs.bench_dir import Figures
-from tp_invariant_recipes.workflows.bench import _ratio, _round, spread
 
 SECONDS = st.floats(min_value=1e-6, max_value=1e4)
 STEPS = st.lists(SECONDS, min_size=1, max_size=20)

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from tp_invariant_recipes.host import bytecode
-from tp_invariant_recipes.workflows import doctor
+from tp_invariant_recipes.features import doctor
+from tp_invariant_recipes.start import bytecode
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tp_invariant_recipes.workflows import bench
+from tp_invariant_recipes.features.bench import workflow as bench
 
 pytestmark = pytest.mark.usefixtures("here", "no_gpus")
 

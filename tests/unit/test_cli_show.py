@@ -11,15 +11,15 @@ import yaml
 
 from tp_invariant_recipes.cli.doctor import MARKS
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.host import gpus
-from tp_invariant_recipes.host.gpus import Gpu
+from tp_invariant_recipes.features import doctor
 from tp_invariant_recipes.launch import plan, record
+from tp_invariant_recipes.machine import gpus
+from tp_invariant_recipes.machine.gpus import Gpu
 from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.patches.patch import Patch, PatchVerdict
 from tp_invariant_recipes.portable import conformance
 from tp_invariant_recipes.replacement import Replacement
 from tp_invariant_recipes.settings import conf_files
-from tp_invariant_recipes.workflows import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
 H200 = Gpu("NVIDIA H200", (9, 0), 139 * 2**30)

@@ -5,8 +5,8 @@ import pytest
 from tp_invariant_recipes.config import resume_rules
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.launch import plan, record, resume
+from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.runs.lock import locked
 from tp_invariant_recipes.runs.run_dir import RunDir
 

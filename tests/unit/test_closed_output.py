@@ -7,8 +7,8 @@ import sys
 import pytest
 from rich.table import Table
 
-from tp_invariant_recipes.host import terminal
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
+from tp_invariant_recipes.machine import terminal
 
 
 @pytest.fixture

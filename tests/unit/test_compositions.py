@@ -5,10 +5,10 @@ import pytest
 from tp_invariant_recipes.config import hydra_tree
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
+from tp_invariant_recipes.features.verify import workflow as verify
 from tp_invariant_recipes.jobs import slurm_client, submit
 from tp_invariant_recipes.launch.request import Request
 from tp_invariant_recipes.multinode import allocation_run
-from tp_invariant_recipes.workflows import verify
 
 pytestmark = pytest.mark.usefixtures("here", "no_gpus")
 

@@ -11,9 +11,9 @@ from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.ledger.schema import CONTEXT_SHARDS, Header, identity_differences
 from tp_invariant_recipes.numerics.layers.head_exchange import HeadExchange
 from tp_invariant_recipes.numerics.sums import context_shards
+from tp_invariant_recipes.observe.placement import Site
 from tp_invariant_recipes.sizing import memory
 from tp_invariant_recipes.sizing.memory import GRADIENTS
-from tp_invariant_recipes.training.placement import Site
 
 
 def config_of(*overrides, model="qwen3_toy", device="cpu"):

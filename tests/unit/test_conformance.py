@@ -15,11 +15,11 @@ from safetensors.numpy import load_file, save_file
 from tests.definitions.fp8_sum import fp8_product
 from tests.definitions.tensor_core_sum import bf16_product
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.host.gpus import Gpu
-from tp_invariant_recipes.kernels.quantized import BLOCK, Quantized
+from tp_invariant_recipes.features import doctor
+from tp_invariant_recipes.kernels.products.quantized import BLOCK, Quantized
+from tp_invariant_recipes.machine.gpus import Gpu
 from tp_invariant_recipes.portable import conformance, definition
 from tp_invariant_recipes.portable.mode import MODE
-from tp_invariant_recipes.workflows import doctor
 
 by_definition = conformance.by_definition
 CASES = len(conformance.built_in().cases)
@@ -157,7 +157,7 @@ def test_a_file_that_is_no_recording(recording, damage):
 
 
 def test_without_a_gpu_it_checks_the_cpu(monkeypatch, cli):
-    monkeypatch.setattr("tp_invariant_recipes.host.gpus.visible", list)
+    monkeypatch.setattr("tp_invariant_recipes.machine.gpus.visible", list)
     done = cli("conformance")
     assert done.status == 0
     assert re.match(rf"this CPU \(\w+\) adds as an H200 does: all bits of {CASES} cases are equal", done.out)
@@ -169,7 +169,7 @@ def test_without_a_gpu_it_checks_the_cpu(monkeypatch, cli):
 
 @pytest.mark.parametrize("kept, status", ((None, 0), (24, 1)))
 def test_a_recording_of_a_cpu_is_written_and_checked(monkeypatch, cli, tmp_path, kept, status):
-    monkeypatch.setattr("tp_invariant_recipes.host.gpus.visible", list)
+    monkeypatch.setattr("tp_invariant_recipes.machine.gpus.visible", list)
     file = tmp_path / "here.safetensors"
     with monkeypatch.context() as patched:
         if kept is not None:
@@ -204,7 +204,7 @@ def a_gpu(monkeypatch):
     """(product) → this machine has a GPU that multiplies so."""
 
     def make(product):
-        monkeypatch.setattr("tp_invariant_recipes.host.gpus.visible", lambda: [Gpu("NVIDIA B300", (10, 3), 2**38)])
+        monkeypatch.setattr("tp_invariant_recipes.machine.gpus.visible", lambda: [Gpu("NVIDIA B300", (10, 3), 2**38)])
         monkeypatch.setattr(conformance, "on_gpu", lambda index: product)
 
     return make
@@ -322,7 +322,7 @@ def test_doctor_and_conformance_name_a_gpu_that_adds_fp8_otherwise(a_gpu, cli):
 def test_a_run_on_a_machine_with_other_functions_is_refused(monkeypatch):
     monkeypatch.setattr(definition, "samples", lambda: np.ones(3, np.float32))
     assert definition.differences(None) == [
-        "exp, log, sigmoid, rsqrt or exp2: other bits than those of portable/ieee_math.py"
+        "exp, log, sigmoid, rsqrt or exp2: other bits than those of portable/ieee/math.py"
     ]
 
 

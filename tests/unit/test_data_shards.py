@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels.tree_add import tree_add
-from tp_invariant_recipes.numerics.layers import embedding, linear
+from tp_invariant_recipes.numerics.layers import embedding
+from tp_invariant_recipes.numerics.layers.linear import linear
 from tp_invariant_recipes.numerics.megatron import data_parallel
 from tp_invariant_recipes.numerics.sums import data_shards
 from tp_invariant_recipes.numerics.sums.data_shards import ShardCounter

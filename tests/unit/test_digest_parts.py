@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tp_invariant_recipes.kernels.digest import LANES
-from tp_invariant_recipes.training import union
-from tp_invariant_recipes.training.digests.parts import coefficients, extent, fits, is_whole
-from tp_invariant_recipes.training.shards import GlobalSlice, covers
+from tp_invariant_recipes.observe import union
+from tp_invariant_recipes.observe.digests.parts import coefficients, extent, fits, is_whole
+from tp_invariant_recipes.observe.shards import GlobalSlice, covers
 
 WRONG = (
     lambda places, n: places[:n] + places[n + 1 :],

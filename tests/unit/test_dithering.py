@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tp_invariant_recipes.training.audit.dithering import Dither, dithered
+from tp_invariant_recipes.observe.dithering import Dither, dithered
 
 
 @pytest.mark.parametrize("dtype, integers", ((torch.bfloat16, torch.int16), (torch.float32, torch.int32)))

@@ -13,7 +13,7 @@ from tp_invariant_recipes.errors import LedgerError, RunError
 from tp_invariant_recipes.kernels.digest import Piece
 from tp_invariant_recipes.ledger.bits import ulp_distance
 from tp_invariant_recipes.ledger.dumps import Distance, Dumped, distance, file_of, read_step, steps
-from tp_invariant_recipes.training.dump_writer import DumpWriter
+from tp_invariant_recipes.observe.dump_writer import DumpWriter
 
 NAME = "forward/decoder.layers.0/output"
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

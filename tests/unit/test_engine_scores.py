@@ -6,11 +6,11 @@ import json
 import numpy as np
 import pytest
 
-from tp_invariant_recipes.compare import score_difference
-from tp_invariant_recipes.compare.score_difference import Columns
-from tp_invariant_recipes.data import engine_scores
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.workflows import score_hidden
+from tp_invariant_recipes.features.score import difference as score_difference
+from tp_invariant_recipes.features.score import engine_scores
+from tp_invariant_recipes.features.score import hidden_workflow as score_hidden
+from tp_invariant_recipes.features.score.difference import Columns
 
 
 @dataclasses.dataclass

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tp_invariant_recipes.kernels.grouped_product import Groups
-from tp_invariant_recipes.numerics.layers.expert_adapters import adapter_linear
-from tp_invariant_recipes.numerics.layers.expert_placement import Owners
-from tp_invariant_recipes.numerics.layers.token_dispatcher import Batches
+from tp_invariant_recipes.kernels.products.grouped_product import Groups
+from tp_invariant_recipes.numerics.layers.experts.expert_adapters import adapter_linear
+from tp_invariant_recipes.numerics.layers.experts.expert_placement import Owners
+from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches
 
 SIZES = (3, 0, 5, 2, 1, 4)  # tokens of six experts
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.numerics.layers.expert_placement import Owners
+from tp_invariant_recipes.numerics.layers.experts.expert_placement import Owners
 
 DEGREES = st.sampled_from((1, 2, 4, 8))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tp_invariant_recipes.training.export import is_weight
+from tp_invariant_recipes.features.export.rank import is_weight
 
 FC1 = "decoder.layers.0.mlp.experts.linear_fc1"
 

@@ -11,13 +11,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from tp_invariant_recipes.compare.compare import Comparison, Verdict, compare
+from tp_invariant_recipes.features.bisect import workflow as bisect
+from tp_invariant_recipes.features.bisect.first_divergence import distances, module_of, operation, worth_dumping
 from tp_invariant_recipes.ledger import dumps
 from tp_invariant_recipes.ledger.digests import Parameter, Traced
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.record import Header, StepRecord
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.workflows import bisect
-from tp_invariant_recipes.workflows.first_divergence import distances, module_of, operation, worth_dumping
 
 FC1 = "decoder.layers.0.mlp.linear_fc1"
 NORM = "decoder.layers.0.pre_mlp_layernorm"

@@ -9,7 +9,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tests.operands import same_bits
-from tp_invariant_recipes.kernels.fixed_tile_product import GROUP, TILES, _product, fixed_tile_product
+from tp_invariant_recipes.kernels.products.fixed_tile_product import GROUP, TILES, _product, fixed_tile_product
 
 DTYPES = (torch.float32, torch.bfloat16)
 RAGGED = ((1, 1, 1), (3, 5, 7), (130, 64, 96), (64, 33, 129), (128, 200, 64))  # m, k, n

@@ -206,7 +206,7 @@ SLURM = ("account", "partition", "qos", "options", "setup")
     "file", sorted((ROOT / "tp_invariant_recipes" / "cli").rglob("*.py")), ids=lambda file: file.stem
 )
 def test_commands_print_through_one_module(file):
-    """host/terminal.py, which makes text visible; logs write to its stream what jobs/follow.py has made visible."""
+    """machine/terminal.py, which makes text visible; logs write to its stream what jobs/follow.py has made visible."""
     assert other_prints(file.read_text()) == set()
 
 

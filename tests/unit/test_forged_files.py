@@ -28,6 +28,10 @@ from tp_invariant_recipes.compare.text import remarks, verdict_line
 from tp_invariant_recipes.data import prepared, sequences
 from tp_invariant_recipes.data.examples import read_examples
 from tp_invariant_recipes.errors import LedgerError, RunError, TpiError
+from tp_invariant_recipes.features import check
+from tp_invariant_recipes.features import evidence as evidence_again
+from tp_invariant_recipes.features.score import against as score_against
+from tp_invariant_recipes.features.verify.verdict import judge
 from tp_invariant_recipes.jobs import registry, states
 from tp_invariant_recipes.launch import ranks
 from tp_invariant_recipes.launch.ranks import Outcome
@@ -48,9 +52,6 @@ from tp_invariant_recipes.runs.bench_dir import BenchDir
 from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, Matrix, MatrixDir
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.sources import weights
-from tp_invariant_recipes.workflows import check, score_against
-from tp_invariant_recipes.workflows import evidence as evidence_again
-from tp_invariant_recipes.workflows.verdict import judge
 
 DEEP = "DEEP"  # replaced in the text, since Python's own encoder refuses it
 # What each value becomes in turn; the text of a forged file is that of json.dumps, lone surrogates and NaN included.

@@ -6,8 +6,9 @@ import signal
 import pytest
 import torch
 
-from tp_invariant_recipes.host import bridge, forking, gpus
 from tp_invariant_recipes.launch import ranks
+from tp_invariant_recipes.machine import gpus
+from tp_invariant_recipes.start import bridge, forking
 
 
 def yes() -> bool:

@@ -13,8 +13,8 @@ from tests.operands import same_bits
 from tests.unit.test_fp8_sum import from_the_end, no_fma, wrong_scale_order
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.kernels.cpu.tensor_core_cpu import rounded
-from tp_invariant_recipes.kernels.grouped_product import Groups
-from tp_invariant_recipes.kernels.quantized import BLOCK, E4M3, E5M2, Quantized
+from tp_invariant_recipes.kernels.products.grouped_product import Groups
+from tp_invariant_recipes.kernels.products.quantized import BLOCK, E4M3, E5M2, Quantized
 from tp_invariant_recipes.numerics.products import fp8, fp8_cublas
 from tp_invariant_recipes.numerics.products.fp8_probe import DRAWS, within
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh

@@ -7,8 +7,8 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.config.sections import checked_sections
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.features.bench import workflow as bench
 from tp_invariant_recipes.settings.run_config import RunConfig
-from tp_invariant_recipes.workflows import bench
 
 FULL, TE, OFF = "full_iteration", "transformer_engine", "none"
 

@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from tp_invariant_recipes.host import gpus
+from tp_invariant_recipes.machine import gpus
 
 NAMES = ("A", "B", "C", "D")
 

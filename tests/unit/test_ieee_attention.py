@@ -10,8 +10,8 @@ from tests.definitions.elementwise import folded, numpy_version
 from tests.definitions.tensor_core_sum import bf16_product
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels.cpu import tensor_core_cpu
-from tp_invariant_recipes.portable.ieee_attention import attention_backward, attention_forward
-from tp_invariant_recipes.portable.ieee_attention_triton import LANES
+from tp_invariant_recipes.portable.ieee.attention import attention_backward, attention_forward
+from tp_invariant_recipes.portable.ieee.attention_triton import LANES
 
 EXPONENTIAL, EXP2, ROUND = (numpy_version(name) for name in ("exponential", "exp2", "bf16_bits"))
 SHAPES = ((5, 1, 2, 1, 16), (70, 2, 4, 2, 24), (64, 1, 1, 1, 32), (130, 1, 3, 3, 16))  # s, b, heads, groups, d

@@ -10,7 +10,8 @@ import torch
 from tests.definitions.elementwise import folded, numpy_version
 from tests.operands import KINDS, same_bits, sample
 from tests.unit.test_ieee_kernels import in_lanes, one_after_the_other, rounded, wide
-from tp_invariant_recipes.portable import ieee_router, ieee_swiglu
+from tp_invariant_recipes.portable.ieee import router as ieee_router
+from tp_invariant_recipes.portable.ieee import swiglu as ieee_swiglu
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, about special numbers
 DTYPES = (torch.bfloat16, torch.float32)

@@ -11,8 +11,12 @@ from tests.definitions.elementwise import folded, numpy_version
 from tests.definitions.tensor_core_sum import fma
 from tests.operands import KINDS, same_bits, sample
 from tp_invariant_recipes.kernels.cpu import numba_loop, tensor_core_cpu
-from tp_invariant_recipes.portable import ieee_adam, ieee_cross_entropy, ieee_norm, ieee_rotary, ieee_swiglu
-from tp_invariant_recipes.portable.ieee_sums import power_of_two
+from tp_invariant_recipes.portable.ieee import adam as ieee_adam
+from tp_invariant_recipes.portable.ieee import cross_entropy as ieee_cross_entropy
+from tp_invariant_recipes.portable.ieee import norm as ieee_norm
+from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
+from tp_invariant_recipes.portable.ieee import swiglu as ieee_swiglu
+from tp_invariant_recipes.portable.ieee.sums import power_of_two
 from tp_invariant_recipes.portable.one_source import SMALL
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -304,7 +308,7 @@ def test_threads_do_not_change_a_bit():
         assert all(same_bits(one, other) for other in others)
 
 
-@pytest.mark.parametrize("source", ("kernels/tensor_core_sum.py", "kernels/cpu/numba_fma.py"))
+@pytest.mark.parametrize("source", ("kernels/products/tensor_core_sum.py", "kernels/cpu/numba_fma.py"))
 @pytest.mark.parametrize("loop", (ieee_swiglu._forward_loop, tensor_core_cpu._add_bf16), ids=("portable", "kernels"))
 def test_a_kept_loop_follows_all_sources(monkeypatch, loop, source):
     """Also the files of the functions and constants in it; numba itself would keep the old ones."""

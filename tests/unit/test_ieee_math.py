@@ -14,7 +14,9 @@ from tests.definitions.elementwise import numpy_version
 from tests.definitions.tensor_core_sum import fma
 from tests.operands import EVERY_BF16, SPECIAL, any_bits
 from tp_invariant_recipes.kernels.cpu import numba_fma
-from tp_invariant_recipes.portable import ieee_math, ieee_rotary, one_source
+from tp_invariant_recipes.portable import one_source
+from tp_invariant_recipes.portable.ieee import math as ieee_math
+from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
 from tp_invariant_recipes.portable.one_source import numba_version
 
 NAN = 0x7FFFFFFF

@@ -5,8 +5,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tp_invariant_recipes.kernels import cross_entropy, delta_rule, mxfp8
+from tp_invariant_recipes.kernels import cross_entropy, delta_rule
 from tp_invariant_recipes.kernels.launch import Kernel
+from tp_invariant_recipes.kernels.products import mxfp8
 
 # kernel -> types of its tensors, its numbers, its constants
 KERNELS = {

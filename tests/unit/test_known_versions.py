@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tp_invariant_recipes.host.known_versions import KNOWN, matching
-from tp_invariant_recipes.workflows import doctor
+from tp_invariant_recipes.features import doctor
+from tp_invariant_recipes.machine.known_versions import KNOWN, matching
 
 ROOT = Path(__file__).parents[2]
 LOCKS = "\n".join(file.read_text() for file in (ROOT / "scripts" / "lock" / "x86_64").glob("*.txt"))

@@ -17,10 +17,7 @@ from tp_invariant_recipes.kernels import (
     centred_rows,
     cross_entropy,
     delta_rule,
-    fp8_tiles,
     group_norm,
-    grouped_product,
-    mxfp8,
     rms_norm,
     row_add,
     row_sum,
@@ -29,18 +26,17 @@ from tp_invariant_recipes.kernels import (
     weighted_activation,
 )
 from tp_invariant_recipes.kernels.launch import ALONG_Y, Kernel
-from tp_invariant_recipes.kernels.quantized import E4M3
-from tp_invariant_recipes.portable import (
-    ieee_adam,
-    ieee_attention,
-    ieee_attention_triton,
-    ieee_cross_entropy,
-    ieee_norm,
-    ieee_rotary,
-    ieee_router,
-    ieee_samples,
-    ieee_swiglu,
-)
+from tp_invariant_recipes.kernels.products import fp8_tiles, grouped_product, mxfp8
+from tp_invariant_recipes.kernels.products.quantized import E4M3
+from tp_invariant_recipes.portable.ieee import adam as ieee_adam
+from tp_invariant_recipes.portable.ieee import attention as ieee_attention
+from tp_invariant_recipes.portable.ieee import attention_triton as ieee_attention_triton
+from tp_invariant_recipes.portable.ieee import cross_entropy as ieee_cross_entropy
+from tp_invariant_recipes.portable.ieee import norm as ieee_norm
+from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
+from tp_invariant_recipes.portable.ieee import router as ieee_router
+from tp_invariant_recipes.portable.ieee import samples as ieee_samples
+from tp_invariant_recipes.portable.ieee import swiglu as ieee_swiglu
 
 ALONG_X = 2**31 - 1
 HIDDEN, WIDE, VOCABULARY, EXPERTS, SHARDS = 8192, 28672, 262144, 512, 8

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tp_invariant_recipes.host.function_modes import LayerFunction
+from tp_invariant_recipes.function_modes import LayerFunction
 
 
 class _Doubled(LayerFunction):

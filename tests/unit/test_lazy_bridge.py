@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from tp_invariant_recipes.host import lazy_imports
-from tp_invariant_recipes.host.lazy_imports import Later, Waiting
+from tp_invariant_recipes.start import lazy_imports
+from tp_invariant_recipes.start.lazy_imports import Later, Waiting
 
 FILES = {
     "zoo/__init__.py": "import zoo.cat\nfrom zoo.plain import Plain\nfrom zoo.dog import Dog\nname = 'zoo'\n",

@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from tp_invariant_recipes.host import lazy_imports
-from tp_invariant_recipes.host.lazy_compile import at_the_first_call
+from tp_invariant_recipes.start import lazy_imports
+from tp_invariant_recipes.start.lazy_compile import at_the_first_call
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_bridge_does_not_import_the_compiler(eager, monkeypatch):
     monkeypatch.setenv(lazy_imports.EAGER, eager)
     program = """
 import sys, torch
-from tp_invariant_recipes.host import bridge
+from tp_invariant_recipes.start import bridge
 compile = torch.compile
 bridge.load()
 assert torch.compile is compile

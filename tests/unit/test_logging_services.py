@@ -6,10 +6,10 @@ from tests.unit.refusals import problems_of
 from tp_invariant_recipes.check.logging_services import SERVICES, missing_package
 from tp_invariant_recipes.check.relations import EXPERIMENTS
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.host import needed
 from tp_invariant_recipes.launch import experiments
 from tp_invariant_recipes.runs import places
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.start import needed
 
 PROJECT = {"wandb": "wandb_project", "mlflow": "mlflow_experiment", "comet": "comet_project"}
 VARIABLES = ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE", "COMET_API_KEY")

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.operands import normal
-from tp_invariant_recipes.host.stand_ins import mamba
+from tp_invariant_recipes.cpu_host.stand_ins import mamba
 
 BATCH, SEQUENCE, HEADS, GROUPS, P, N = 2, 45, 4, 2, 8, 6
 

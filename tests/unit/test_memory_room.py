@@ -7,9 +7,9 @@ import pytest
 from tp_invariant_recipes.check import machine
 from tp_invariant_recipes.check.machine import PendingRun, check_start
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.host import gpus
-from tp_invariant_recipes.host import memory as host
-from tp_invariant_recipes.host.gpus import Gpu
+from tp_invariant_recipes.machine import gpus
+from tp_invariant_recipes.machine import memory as host
+from tp_invariant_recipes.machine.gpus import Gpu
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.sizing import memory as estimates
 from tp_invariant_recipes.sizing import room

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.operands import same_bits
-from tp_invariant_recipes.kernels import mxfp8
-from tp_invariant_recipes.kernels.grouped_product import Groups
-from tp_invariant_recipes.kernels.quantized import E4M3, E5M2
+from tp_invariant_recipes.kernels.products import mxfp8
+from tp_invariant_recipes.kernels.products.grouped_product import Groups
+from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2
 
 TYPES = (E4M3, E5M2)
 EVERY_CODE = torch.arange(256).to(torch.uint8)

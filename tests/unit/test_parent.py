@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from tp_invariant_recipes.host import forking, parent
+from tp_invariant_recipes.start import forking, parent
 
 
 def _child(function, go, pipe):

@@ -15,7 +15,7 @@ import torch
 from tp_invariant_recipes import replacement
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.host import versions
+from tp_invariant_recipes.machine import versions
 from tp_invariant_recipes.patches import bridge_helpers, code, core_local_names, core_save, registry, te_grouped_linear
 from tp_invariant_recipes.patches.patch import Function, Patch, Versions, always, within
 from tp_invariant_recipes.patches.te_grouped_linear import place_of_flag

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tp_invariant_recipes.kernels.digest import Piece, lanes
-from tp_invariant_recipes.training import placement
-from tp_invariant_recipes.training.placement import ModuleRow, Site, row_of
-from tp_invariant_recipes.training.shards import covers
+from tp_invariant_recipes.observe import placement
+from tp_invariant_recipes.observe.placement import ModuleRow, Site, row_of
+from tp_invariant_recipes.observe.shards import covers
 
 CONFIG = SimpleNamespace(
     hidden_size=8,

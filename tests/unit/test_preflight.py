@@ -9,8 +9,8 @@ from tp_invariant_recipes.check.machine import LAYERS, PendingRun, check_start
 from tp_invariant_recipes.check.rule import broken_rules, lines
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError, refuse
-from tp_invariant_recipes.host import gpus
-from tp_invariant_recipes.host.gpus import Gpu
+from tp_invariant_recipes.machine import gpus
+from tp_invariant_recipes.machine.gpus import Gpu
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 ROOM = 2**50  # bytes: tests/unit/test_memory_room.py asks what does not fit

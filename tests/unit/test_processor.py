@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import torch
-from tp_invariant_recipes.host import processor
+from tp_invariant_recipes.machine import processor
 print(processor.capability())
 with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
     torch.nn.functional.conv2d(torch.ones(4, 64, 32, 32), torch.ones(64, 64, 3, 3))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.kernels.fixed_tile_product import TILES, fixed_tile_product
+from tp_invariant_recipes.kernels.products.fixed_tile_product import TILES, fixed_tile_product
 from tp_invariant_recipes.numerics.modes.tree import MODE
 from tp_invariant_recipes.numerics.products import order
 

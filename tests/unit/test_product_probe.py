@@ -10,7 +10,7 @@ import torch
 
 from tests.operands import same_bits
 from tp_invariant_recipes.errors import ConfigError, RunError
-from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
+from tp_invariant_recipes.kernels.products.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.numerics.products import cublas as cublas_product
 from tp_invariant_recipes.numerics.products import defined
 from tp_invariant_recipes.numerics.products.probe import cancelling

@@ -1,4 +1,4 @@
-"""kernels/quantize.py against a search for the nearest number and exact fractions."""
+"""kernels/products/quantize.py against a search for the nearest number and exact fractions."""
 
 from fractions import Fraction
 from pathlib import Path
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tp_invariant_recipes.kernels import quantize
-from tp_invariant_recipes.kernels.quantized import E4M3, E5M2
+from tp_invariant_recipes.kernels.products import quantize
+from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2
 
 DTYPES = (E4M3, E5M2)
 

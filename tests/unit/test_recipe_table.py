@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tp_invariant_recipes.features import recipe_list
 from tp_invariant_recipes.sources import recipe_source
-from tp_invariant_recipes.workflows import recipe_list
 
 ROWS = [
     {"recipe": "a", "family": "one", "tree": "covered", "why": [], "keys": [], "open": ["dp=4"], "names": ["a"]},

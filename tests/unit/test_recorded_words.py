@@ -8,7 +8,7 @@ import torch
 
 from tests.definitions import fp8_sum, tensor_core_sum
 from tp_invariant_recipes.kernels.cpu import fp8_cpu, tensor_core_cpu
-from tp_invariant_recipes.kernels.quantized import E4M3, E5M2, Quantized
+from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2, Quantized
 from tp_invariant_recipes.portable import other_sums
 
 WORDS = np.load(Path(__file__).parents[1] / "data" / "words_of_seven_cards.npz")

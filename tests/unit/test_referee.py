@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tp_invariant_recipes.errors import LedgerError
-from tp_invariant_recipes.workflows import check
+from tp_invariant_recipes.features import check
 
 NAMES, MODULE, OPERATION = ("monday", "tuesday"), "decoder.layers.0.mlp.linear_fc2", "the forward pass of it"
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.host.network import address_towards, interface
 from tp_invariant_recipes.launch.ranks import Stop
 from tp_invariant_recipes.ledger.run_files import Attempt
+from tp_invariant_recipes.machine.network import address_towards, interface
 from tp_invariant_recipes.multinode import heartbeat, rendezvous
 from tp_invariant_recipes.multinode.forwarding import Receiver, Sender
 from tp_invariant_recipes.multinode.rendezvous import NodeInfo

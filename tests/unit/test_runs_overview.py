@@ -12,11 +12,11 @@ import pytest
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.host import terminal
 from tp_invariant_recipes.launch import plan, record
 from tp_invariant_recipes.launch.request import Request
 from tp_invariant_recipes.ledger import tail
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
+from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.runs import attempts, overview, places
 from tp_invariant_recipes.runs.lock import locked
 from tp_invariant_recipes.runs.run_dir import RunDir

@@ -8,9 +8,10 @@ import pytest
 
 from tp_invariant_recipes.data.sequences import Sequence
 from tp_invariant_recipes.errors import ConfigError, RunError
-from tp_invariant_recipes.report import score_page
-from tp_invariant_recipes.training.scoring import lines
-from tp_invariant_recipes.workflows import score, score_against
+from tp_invariant_recipes.features.score import against as score_against
+from tp_invariant_recipes.features.score import lines
+from tp_invariant_recipes.features.score import page as score_page
+from tp_invariant_recipes.features.score import workflow as score
 
 IDS, LENGTH = [f"s{n}" for n in range(5)], 6
 VALUES = np.random.default_rng(0).uniform(-3, -0.1, (len(IDS), LENGTH)).astype(np.float32)

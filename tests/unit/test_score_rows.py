@@ -3,7 +3,7 @@
 import pytest
 
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.training.scoring.rank import depends_on_rows
+from tp_invariant_recipes.features.score.rank import depends_on_rows
 
 CASES = (
     ("qwen3_next_toy", "gpu", True),  # in the interpreter its kernels take each sample by itself; no GPU has shown it

@@ -6,7 +6,7 @@ import pytest
 
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.training.scoring import batches
+from tp_invariant_recipes.features.score import batches
 
 
 def encode(text, special):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tp_invariant_recipes.training.shards import GlobalSlice, _Part, _table, _within, covers, whole_name
+from tp_invariant_recipes.observe.shards import GlobalSlice, _Part, _table, _within, covers, whole_name
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from tp_invariant_recipes.host import bridge, start_clock
-from tp_invariant_recipes.host.start_clock import IMPORTS, KERNELS, StartClock
 from tp_invariant_recipes.numerics.products import cublas
+from tp_invariant_recipes.start import bridge, start_clock
+from tp_invariant_recipes.start.start_clock import IMPORTS, KERNELS, StartClock
 
 
 @pytest.fixture

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.features.verify import sweep
+from tp_invariant_recipes.features.verify import workflow as verify
+from tp_invariant_recipes.features.verify.verdict import judge
 from tp_invariant_recipes.launch import record
 from tp_invariant_recipes.ledger.record import LedgerWriter, StepRecord
 from tp_invariant_recipes.runs.matrix_dir import MatrixDir
-from tp_invariant_recipes.workflows import sweep, verify
-from tp_invariant_recipes.workflows.verdict import judge
 
 pytestmark = pytest.mark.usefixtures("here", "no_gpus")
 

@@ -17,7 +17,7 @@ from tests.definitions import fp8_sum, tensor_core_sum
 from tests.definitions.tensor_core_sum import STEP, bf16_product
 from tests.operands import EVERY_BF16, KINDS, sample
 from tp_invariant_recipes.kernels.cpu import fp8_cpu, tensor_core_cpu
-from tp_invariant_recipes.kernels.quantized import BLOCK, E4M3, E5M2, Quantized
+from tp_invariant_recipes.kernels.products.quantized import BLOCK, E4M3, E5M2, Quantized
 
 DATA = Path(__file__).parents[1] / "data" / "tensor_core_h200.npz"
 RECORDED = ("64_cancel", "512_wide", "512_cancel")

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.features.verify import workflow as verify
+from tp_invariant_recipes.features.verify.verdict import MatrixVerdict, judge
 from tp_invariant_recipes.launch import local, record
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
 from tp_invariant_recipes.runs import attempts, matrix_dir
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.workflows import verify
-from tp_invariant_recipes.workflows.verdict import MatrixVerdict, judge
 
 pytestmark = pytest.mark.usefixtures("here", "no_gpus")
 

@@ -11,12 +11,13 @@ import pytest
 
 from tp_invariant_recipes.config.overrides import parse_all, texts
 from tp_invariant_recipes.errors import LedgerError, RunError
+from tp_invariant_recipes.features.verify import matrix, verdict
+from tp_invariant_recipes.features.verify import workflow as verify
+from tp_invariant_recipes.features.verify.verdict import judge
 from tp_invariant_recipes.ledger.digests import Parameter
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, Matrix, MatrixDir
-from tp_invariant_recipes.workflows import matrix, verdict, verify
-from tp_invariant_recipes.workflows.verdict import judge
 
 pytestmark = pytest.mark.usefixtures("here", "no_gpus")
 
@@ -584,9 +585,7 @@ def test_the_command_prints_a_table_a_line_and_json(cli, here):
 
 
 def test_judging_needs_neither_torch_nor_bridge(here):
-    script = (
-        "import sys, tp_invariant_recipes.workflows.verdict as j; print({'torch', 'megatron'} & sys.modules.keys())"
-    )
+    script = "import sys, tp_invariant_recipes.features.verify.verdict as j; print({'torch', 'megatron'} & sys.modules.keys())"
     command = [sys.executable, "-c", script]
     result = subprocess.run(command, env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True)
     assert result.stdout == "set()\n", result.stderr

@@ -360,7 +360,7 @@ def test_a_folder_of_another_architecture_names_no_model(tmp_path):
 
 
 def test_large_exports_have_several_files_and_an_index(tmp_path, monkeypatch):
-    from tp_invariant_recipes.training import export
+    from tp_invariant_recipes.features.export import rank as export
 
     monkeypatch.setattr(export, "SHARD", 100)
     (tmp_path / "config.json").write_text("{}")
@@ -375,7 +375,7 @@ def test_large_exports_have_several_files_and_an_index(tmp_path, monkeypatch):
 
 
 def test_an_export_of_other_tensors_is_a_defect(tmp_path):
-    from tp_invariant_recipes.training import export
+    from tp_invariant_recipes.features.export import rank as export
 
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(RunError, match="wrote other tensors than the architecture has: b"):

@@ -5,8 +5,8 @@ import pytest
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import latest, parse_all, texts
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.features.verify import workflow as verify
 from tp_invariant_recipes.settings import environment
-from tp_invariant_recipes.workflows import verify
 
 REFUSED = {
     "logging=wandb project=y logger.wandb_project=x": "beside logging.project=y; project=x sets both",

@@ -8,7 +8,7 @@ from tp_invariant_recipes.check.rule import Rule, RulePhase, broken_rules, lines
 from tp_invariant_recipes.data import prepare
 from tp_invariant_recipes.data.examples import Examples, read_examples
 from tp_invariant_recipes.errors import ConfigError, listed
-from tp_invariant_recipes.host.versions import installed
+from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.settings import peft, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sources import hf_models, weights

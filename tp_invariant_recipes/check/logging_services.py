@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from tp_invariant_recipes.host import needed
 from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.start import needed
 
 
 @dataclass(frozen=True)

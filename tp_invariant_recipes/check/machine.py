@@ -11,9 +11,9 @@ from tp_invariant_recipes.check import inputs
 from tp_invariant_recipes.check.inputs import Reading
 from tp_invariant_recipes.check.logging_services import missing_package
 from tp_invariant_recipes.check.rule import Problem, Rule, RulePhase, broken_rules
-from tp_invariant_recipes.host import gpus
-from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.ledger.digests import MANY
+from tp_invariant_recipes.machine import gpus
+from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.plural import counted

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.host.quiet import VERBOSE
+from tp_invariant_recipes.start.quiet import VERBOSE
 
 
 def of_model(model: str | None) -> str | None:
@@ -106,7 +106,7 @@ def with_model[M: str | None](model: M, arguments: list[str]) -> tuple[M | str, 
     """
     if model is None or not model.startswith("weights="):
         return model, arguments
-    from tp_invariant_recipes.host import terminal
+    from tp_invariant_recipes.machine import terminal
     from tp_invariant_recipes.sources import hf_models, weights
 
     folder = Path(model.removeprefix("weights=")).expanduser().absolute()

@@ -10,8 +10,9 @@ from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json, Overrides, directory_option, flag, option, optional_model
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.host import needed, terminal
+from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.plural import counted
+from tp_invariant_recipes.start import needed
 
 _COLOURS = {"within rounding": "green", "beyond rounding": "red"}
 # Kind of tensor -> its column.
@@ -63,7 +64,7 @@ def audit(
     tpi audit qwen3_toy seq=64 --against model.recompute_granularity=selective
     tpi audit --recorded recordings/tp4 recordings/tp1
     """
-    from tp_invariant_recipes.workflows import audit as launch
+    from tp_invariant_recipes.features.audit import workflow as launch
 
     if recorded is not None:
         if given := [*([model] if model else []), *(overrides or []), *(reference or []), *(against or [])]:

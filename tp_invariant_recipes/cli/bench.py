@@ -9,8 +9,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json, Model, Overrides, directory_option, flag, option
-from tp_invariant_recipes.host import needed, terminal
+from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.plural import counted
+from tp_invariant_recipes.start import needed
 
 
 def bench(
@@ -43,9 +44,9 @@ def bench(
     tpi bench qwen3_8b tp=4 --modes tree,tree+digests,tree+guard
     tpi bench qwen3_toy tp=2 seq=64 --rounds 3 --profile
     """
+    from tp_invariant_recipes.features.bench import workflow as launch
+    from tp_invariant_recipes.features.train.workflow import check
     from tp_invariant_recipes.launch import progress
-    from tp_invariant_recipes.launch.train import check
-    from tp_invariant_recipes.workflows import bench as launch
 
     needed.check("tpi bench", needed.TRAINING)
     console = terminal.console_of_its_own()

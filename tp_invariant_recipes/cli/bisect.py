@@ -8,7 +8,8 @@ import typer
 from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json, Verbose, argument, directory_option, flag
-from tp_invariant_recipes.host import needed, terminal
+from tp_invariant_recipes.machine import terminal
+from tp_invariant_recipes.start import needed
 
 
 def bisect(
@@ -37,8 +38,8 @@ def bisect(
     from tp_invariant_recipes.compare.comparison_json import comparison_json
     from tp_invariant_recipes.compare.stock_help import weights_drawn
     from tp_invariant_recipes.compare.text import verdict_line
+    from tp_invariant_recipes.features.bisect import workflow as launch
     from tp_invariant_recipes.launch import progress
-    from tp_invariant_recipes.workflows import bisect as launch
 
     found = launch.new(run_a.expanduser(), run_b.expanduser(), directory, referee=referee)
     if isinstance(found, Comparison):

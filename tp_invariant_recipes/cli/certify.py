@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tp_invariant_recipes.cli.arguments import Json, argument, option
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.files import write_atomically
-from tp_invariant_recipes.host import terminal
+from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.plural import counted
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ import typer
 
 from tp_invariant_recipes.cli.arguments import Json, argument, option
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.host import needed, terminal
+from tp_invariant_recipes.machine import terminal
+from tp_invariant_recipes.start import needed
 
 
 def check(
@@ -40,7 +41,7 @@ def check(
         raise ConfigError(
             f"{what}: which layer? --step N --module MODULE; without them tpi check takes a guard's evidence"
         )
-    from tp_invariant_recipes.workflows import check as again
+    from tp_invariant_recipes.features import check as again
 
     found = again.check(what, step, module)
     status = again.exit_status(found)
@@ -56,7 +57,7 @@ def check(
 
 
 def _check_evidence(file: Path, *, as_json: bool) -> None:
-    from tp_invariant_recipes.workflows import evidence
+    from tp_invariant_recipes.features import evidence
 
     found = evidence.judge(file)
     if as_json:

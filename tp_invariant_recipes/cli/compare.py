@@ -12,7 +12,7 @@ from tp_invariant_recipes.cli.arguments import argument, flag
 from tp_invariant_recipes.cli.output import progress
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.foreign_text import one_line
-from tp_invariant_recipes.host import terminal
+from tp_invariant_recipes.machine import terminal
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.compare.compare import Comparison

@@ -9,7 +9,8 @@ import typer
 from tp_invariant_recipes.cli.arguments import Json, option
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.files import write_atomically
-from tp_invariant_recipes.host import gpus, needed, terminal
+from tp_invariant_recipes.machine import gpus, terminal
+from tp_invariant_recipes.start import needed
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.portable.conformance import Product, Recording

@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from tp_invariant_recipes.cli.arguments import flag, help_text, option
-from tp_invariant_recipes.host import needed, terminal
+from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.plural import counted
+from tp_invariant_recipes.start import needed
 
 data_app = typer.Typer(help="Turn text into the indexed datasets that Megatron trains on.", no_args_is_help=True)
 

@@ -5,7 +5,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from tp_invariant_recipes.cli.arguments import Json
-from tp_invariant_recipes.host import terminal
+from tp_invariant_recipes.machine import terminal
 
 MARKS = {
     "ok": "[green]ok[/]",
@@ -23,7 +23,7 @@ def doctor(as_json: Json = False) -> None:
     (docs/patches.md). Exit status: 2 if a part is missing that training here needs. A refused patch does not count,
     because it stops only the runs that reach its code.
     """
-    from tp_invariant_recipes.workflows import doctor
+    from tp_invariant_recipes.features import doctor
 
     findings = doctor.examine()
     if as_json:

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Annotated
 
 from tp_invariant_recipes.cli.arguments import Json, argument, flag, option
-from tp_invariant_recipes.host import needed, terminal
+from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.plural import counted
+from tp_invariant_recipes.start import needed
 
 
 def export(
@@ -33,7 +34,7 @@ def export(
     tpi export runs/my-adapters ~/models/merged --merge
     """
     needed.check("tpi export", needed.TRAINING)
-    from tp_invariant_recipes.workflows.export import export as write
+    from tp_invariant_recipes.features.export.workflow import export as write
 
     found = write(run, folder, step, masters=masters, merge=merge)
     if as_json:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from tp_invariant_recipes.cli.arguments import argument
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.host import terminal
+from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.settings.nearest import nearest
 
 TEMPLATES = Path(__file__).with_name("templates")  # a folder a kind; each file ends in .txt, so that no tool reads it

@@ -12,7 +12,7 @@ from rich.text import Text
 from tp_invariant_recipes.cli.arguments import Json, argument, flag, option
 from tp_invariant_recipes.cli.output import lines
 from tp_invariant_recipes.cli.output.lines import Line
-from tp_invariant_recipes.host import terminal
+from tp_invariant_recipes.machine import terminal
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.jobs.states import JobState

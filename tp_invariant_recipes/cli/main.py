@@ -38,8 +38,9 @@ from tp_invariant_recipes.cli import (
 from tp_invariant_recipes.cli.arguments import help_text
 from tp_invariant_recipes.errors import Interrupted, TpiError
 from tp_invariant_recipes.foreign_text import one_line, visible
-from tp_invariant_recipes.host import bytecode, needed, terminal
+from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.settings.secrets import redacted
+from tp_invariant_recipes.start import bytecode, needed
 
 app = typer.Typer(
     name="tpi",

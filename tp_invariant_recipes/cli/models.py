@@ -8,9 +8,10 @@ import typer
 from tp_invariant_recipes.cli.arguments import Json, flag, option
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import one_line
-from tp_invariant_recipes.host import needed, terminal
+from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.settings import conf_files, model_table
 from tp_invariant_recipes.settings.nearest import nearest
+from tp_invariant_recipes.start import needed
 
 
 def models(
@@ -95,7 +96,7 @@ def _details(row: dict[str, Any]) -> str:
 
 def _recipes(family: str | None, *, as_json: bool) -> None:
     """The recipes of Bridge, each called and composed."""
-    from tp_invariant_recipes.workflows import recipe_list
+    from tp_invariant_recipes.features import recipe_list
 
     needed.check("tpi models --bridge", needed.TRAINING)
     console = terminal.console_of_its_own()

@@ -8,7 +8,7 @@ import typer
 from tp_invariant_recipes.cli.arguments import argument, flag, option
 from tp_invariant_recipes.cli.output import progress
 from tp_invariant_recipes.foreign_text import one_line, visible
-from tp_invariant_recipes.host import terminal
+from tp_invariant_recipes.machine import terminal
 
 
 def report(

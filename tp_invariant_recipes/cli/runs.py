@@ -8,7 +8,7 @@ from tp_invariant_recipes.cli.arguments import Json, argument, flag
 from tp_invariant_recipes.cli.output import lines
 from tp_invariant_recipes.cli.output.lines import Line
 from tp_invariant_recipes.foreign_text import one_line
-from tp_invariant_recipes.host import terminal
+from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.plural import counted
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json, Overrides, argument, flag, option
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.host import needed, terminal
+from tp_invariant_recipes.machine import terminal
+from tp_invariant_recipes.start import needed
 
 LINE_EVERY = 10.0  # seconds between plain lines, where there is no terminal
 
@@ -55,12 +56,12 @@ def score(
         raise ConfigError("--page and --tolerance go with --against FILE")
     if len(against or []) > 2:
         raise ConfigError("--against: one file or two")
-    from tp_invariant_recipes.data import score_files
+    from tp_invariant_recipes.features.score import score_files
 
     where = out or Path(f"{file.name.removesuffix('.jsonl')}.scores.jsonl")
     score_files.check(file, against or (), hidden, [where, *([page] if page else [])])
+    from tp_invariant_recipes.features.score import workflow
     from tp_invariant_recipes.launch import progress
-    from tp_invariant_recipes.workflows import score as workflow
 
     console = terminal.console_of_its_own()
     options = workflow.Options(step, tokenizer, batch_tokens, ranks, entropy, against=bool(against))
@@ -75,7 +76,7 @@ def score(
     if against:
         found |= _against(scoring, against, tolerance, page or where.with_suffix(".html"))
     if hidden is not None:
-        from tp_invariant_recipes.workflows import score_hidden
+        from tp_invariant_recipes.features.score import hidden_workflow as score_hidden
 
         with progress.busy(console, "computing the hidden states"):
             layers = score_hidden.judge(scoring, hidden)
@@ -90,9 +91,10 @@ def score(
 
 def _against(scoring: Any, against: list[Path], tolerance: float, page: Path) -> dict[str, Any]:
     from tp_invariant_recipes.data import sequences
-    from tp_invariant_recipes.report import files, score_page
-    from tp_invariant_recipes.workflows import score as workflow
-    from tp_invariant_recipes.workflows import score_against
+    from tp_invariant_recipes.features.score import against as score_against
+    from tp_invariant_recipes.features.score import page as score_page
+    from tp_invariant_recipes.features.score import workflow
+    from tp_invariant_recipes.report import files
 
     decode = sequences.tokenizer(scoring.tokenizer)[1] if scoring.tokenizer else None
     result = score_against.judge(scoring.out, against, tolerance, decode)

@@ -13,7 +13,7 @@ import typer
 from tp_invariant_recipes.cli.arguments import Json, Overrides, flag, of_model, option, optional_model, with_model
 from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.foreign_text import one_line
-from tp_invariant_recipes.host import terminal
+from tp_invariant_recipes.machine import terminal
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.config.overrides import Override
@@ -88,8 +88,8 @@ def show(
 
 def _print_fixed(model: str, overrides: list[str]) -> None:
     """Print the command that trains a model. Raises ConfigError: no key solves a problem."""
+    from tp_invariant_recipes.features import recipe_list
     from tp_invariant_recipes.launch.plan import detect_device
-    from tp_invariant_recipes.workflows import recipe_list
 
     given, left, _ = recipe_list.fixed(model, overrides, detect_device())
     if left:

@@ -14,7 +14,7 @@ from tp_invariant_recipes.cli.arguments import (
     with_model,
 )
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.host import terminal
+from tp_invariant_recipes.machine import terminal
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.jobs.planned import PlannedSubmission

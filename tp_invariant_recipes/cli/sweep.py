@@ -19,10 +19,10 @@ from tp_invariant_recipes.cli.arguments import (
 from tp_invariant_recipes.cli.output import matrix
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import one_line
-from tp_invariant_recipes.host import terminal
+from tp_invariant_recipes.machine import terminal
 
 if TYPE_CHECKING:
-    from tp_invariant_recipes.workflows.sweep import Swept
+    from tp_invariant_recipes.features.verify.sweep import Swept
 
 
 def sweep(
@@ -50,13 +50,13 @@ def sweep(
     if results is not None:
         if model is not None or overrides or directory is not None:
             raise ConfigError("--results DIR takes its runs from the directory: leave MODEL, overrides and --dir out")
-        from tp_invariant_recipes.workflows.sweep import results as results_of
+        from tp_invariant_recipes.features.verify.sweep import results as results_of
 
         swept = results_of(results.expanduser())
     elif model is None:
         raise ConfigError("name a model to train (tpi models lists them), or a sweep to list: --results DIR")
     else:
-        from tp_invariant_recipes.workflows import sweep as launch
+        from tp_invariant_recipes.features.verify import sweep as launch
 
         named, arguments = with_model(model, list(overrides or []))
         plan = partial(launch.new, named, arguments, directory=directory)
@@ -69,7 +69,7 @@ def sweep(
 
 
 def _print(swept: "Swept") -> None:
-    from tp_invariant_recipes.workflows.sweep import COMPLETED, value
+    from tp_invariant_recipes.features.verify.sweep import COMPLETED, value
 
     console = terminal.console()
     table = matrix.table("run", "gradient norm", last="ended")

@@ -24,8 +24,9 @@ from tp_invariant_recipes.cli.arguments import (
     with_option,
 )
 from tp_invariant_recipes.errors import ConfigError, RunError
-from tp_invariant_recipes.host import needed, terminal
+from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.plural import counted
+from tp_invariant_recipes.start import needed
 
 LAST = Path("last")  # of --resume
 
@@ -142,7 +143,7 @@ def _latest(requested: "tuple[Override, ...]", console: "Console") -> Path:
 
 def _dry_run(request: "Request", console: "Console", *, as_json: bool) -> None:
     """Plan and check a run, write nothing, and print what would start."""
-    from tp_invariant_recipes.launch import train as launch
+    from tp_invariant_recipes.features.train import workflow as launch
 
     composed = request.composed()
     try:
@@ -159,8 +160,8 @@ def _dry_run(request: "Request", console: "Console", *, as_json: bool) -> None:
 
 def _train_here(request: "Request", console: "Console", *, verbose: bool) -> tuple[dict[str, Any], bool]:
     """Train on this machine. Returns the summary, and whether Ctrl-C stopped the run."""
+    from tp_invariant_recipes.features.train import workflow as launch
     from tp_invariant_recipes.launch import progress, ranks
-    from tp_invariant_recipes.launch import train as launch
 
     composed = request.composed()
     with launch.locked_run(request, composed) as lock:
@@ -177,8 +178,8 @@ def _train_here(request: "Request", console: "Console", *, verbose: bool) -> tup
 
 def _checked(request: "Request", composed: "Composed", console: "Console", *, dry: bool = False) -> "Plan":
     """Plan a run and let Megatron-Bridge validate it."""
+    from tp_invariant_recipes.features.train import workflow as launch
     from tp_invariant_recipes.launch import progress
-    from tp_invariant_recipes.launch import train as launch
     from tp_invariant_recipes.sizing import room
 
     with progress.preparing(console, dry=dry) as how:

@@ -20,10 +20,11 @@ from tp_invariant_recipes.cli.arguments import (
 from tp_invariant_recipes.cli.output import matrix
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import one_line
-from tp_invariant_recipes.host import needed, terminal
+from tp_invariant_recipes.machine import terminal
+from tp_invariant_recipes.start import needed
 
 if TYPE_CHECKING:
-    from tp_invariant_recipes.workflows.verdict import MatrixVerdict
+    from tp_invariant_recipes.features.verify.verdict import MatrixVerdict
 
 _COLOURS = {"identical": "green", "different": "red", "reference": "dim"}
 
@@ -70,8 +71,8 @@ def verify(
                 "--last-failed takes its runs from a directory of tpi verify: leave MODEL, overrides and --recheck out"
             )
         needed.check("tpi verify --last-failed", needed.TRAINING)
+        from tp_invariant_recipes.features.verify import workflow as launch
         from tp_invariant_recipes.runs.matrix_dir import latest
-        from tp_invariant_recipes.workflows import verify as launch
 
         where = latest(Path("runs")) if directory is None else directory.expanduser()
         execute = partial(launch.execute, exitfirst=exitfirst)
@@ -81,7 +82,7 @@ def verify(
             raise ConfigError(
                 "--recheck DIR takes its runs from the directory: leave MODEL, overrides, --dir and --exitfirst out"
             )
-        from tp_invariant_recipes.workflows.verdict import judge as judge_directory
+        from tp_invariant_recipes.features.verify.verdict import judge as judge_directory
 
         verdict = judge_directory(recheck.expanduser(), against)
     elif model is None:
@@ -90,7 +91,7 @@ def verify(
         )
     else:
         needed.check("tpi verify", needed.TRAINING)
-        from tp_invariant_recipes.workflows import verify as launch
+        from tp_invariant_recipes.features.verify import workflow as launch
 
         named, arguments = with_model(model, list(overrides or []))
         plan = partial(launch.new, named, arguments, against=against, directory=directory)

@@ -21,7 +21,7 @@ from tp_invariant_recipes.check.invariant import (
 from tp_invariant_recipes.check.rule import broken_rules
 from tp_invariant_recipes.fields.catalogue import adjustable
 from tp_invariant_recipes.fields.field import NOT_SET, BridgeField, as_text
-from tp_invariant_recipes.numerics.layers import expert_placement
+from tp_invariant_recipes.numerics.layers.experts import expert_placement
 from tp_invariant_recipes.settings import (
     cuda_graphs,
     delta_net,

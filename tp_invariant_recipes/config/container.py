@@ -17,7 +17,7 @@ from tp_invariant_recipes.errors import OR_STOCK, ConfigError, listed, refuse
 from tp_invariant_recipes.fields import catalogue
 from tp_invariant_recipes.fields.field import as_text
 from tp_invariant_recipes.foreign_text import first_line
-from tp_invariant_recipes.host.versions import installed
+from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.settings import delta_net, environment, low_precision, peft, schema, sft
@@ -35,7 +35,7 @@ SPEC_FIELDS = {
 }
 _SPEC = "tp_invariant_recipes.numerics.megatron.spec"
 _DELTA_BLOCK = f"tp_invariant_recipes.{families.DELTA_BLOCK.replace(':', '.')}"
-_LATENT = "tp_invariant_recipes.numerics.megatron.latent_spec"
+_LATENT = "tp_invariant_recipes.numerics.megatron.attention.latent_spec"
 # What stands there under stock numerics, where it is not the provider's own: Bridge's default has no latent attention.
 STOCK_SPECS = {"MLAModelProvider": f"{_LATENT}.latent_block_spec"}
 # What stands there when `model.transformer_impl=local`: Megatron-Core's own layers.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from tp_invariant_recipes.errors import DataError
 from tp_invariant_recipes.files import DISK_FULL, sync_folder
-from tp_invariant_recipes.host.quiet import quiet
+from tp_invariant_recipes.start.quiet import quiet
 
 if TYPE_CHECKING:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder

@@ -10,7 +10,7 @@ PEFT = section(
         "sequence_parallel_input_regather lora_A_init_method lora_B_init_method a2a_experimental lora_dtype", _RULED),
     row(ANY, "dim", _RULED, COUNT),
     row(ANY, "dropout", _RULED, SHARE),
-    row(ANY, "share_expert_adapters", "each kind is covered (numerics/megatron/expert_adapters.py)"),
+    row(ANY, "share_expert_adapters", "each kind is covered (numerics/megatron/adapters/expert_lora.py)"),
     row(OFF, "normalize_moe_lora", "experts with fewer features than the other layers are not covered"),
     row(OFF, "experts_shared_outer_loras", "adapters with one matrix for all experts and one for each are not covered"),
 )  # fmt: skip

@@ -15,6 +15,10 @@ from tp_invariant_recipes.config import elastic, reserved
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, cluster_files, given, parse, parse_all
 from tp_invariant_recipes.errors import ConfigError, RunError, listed, refuse
+from tp_invariant_recipes.features.train.workflow import check as train_check
+from tp_invariant_recipes.features.verify import matrix
+from tp_invariant_recipes.features.verify import sweep as sweeping
+from tp_invariant_recipes.features.verify import workflow as verify
 from tp_invariant_recipes.jobs import registry, script, slurm_client, states
 from tp_invariant_recipes.jobs.planned import JobScript, PlannedSubmission
 from tp_invariant_recipes.jobs.script import CellStep
@@ -23,7 +27,6 @@ from tp_invariant_recipes.launch import plan, record
 from tp_invariant_recipes.launch.plan import TO_SUBMIT, Planning
 from tp_invariant_recipes.launch.request import Request
 from tp_invariant_recipes.launch.resume import completed_text, overrides_to_repeat, resume_run
-from tp_invariant_recipes.launch.train import check as train_check
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.runs.run_dir import RunDir, choose, choose_for_several
@@ -33,8 +36,6 @@ from tp_invariant_recipes.settings.nearest import nearest
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing import room
 from tp_invariant_recipes.sizing.memory import estimate
-from tp_invariant_recipes.workflows import matrix, verify
-from tp_invariant_recipes.workflows import sweep as sweeping
 
 IN_A_JOB = "launcher=slurm"
 # The cells of a matrix are tasks of one array, so all of them have the same values in these sections.

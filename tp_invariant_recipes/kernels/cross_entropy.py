@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from tp_invariant_recipes.host.vectors import VECTORS
+from tp_invariant_recipes.cpu_host.vectors import VECTORS
 from tp_invariant_recipes.kernels.folding_sum import folding_sum
 from tp_invariant_recipes.kernels.launch import Kernel, alignment
 

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tp_invariant_recipes.host.function_modes import outside_modes
+from tp_invariant_recipes.function_modes import outside_modes
 from tp_invariant_recipes.kernels.grad_norm import largest
 
 LANES = 2

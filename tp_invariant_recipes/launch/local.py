@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.config.hang_timeout import limits
-from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.launch import ranks
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, RankFn, Stop
 from tp_invariant_recipes.launch.stacks import size_of
 from tp_invariant_recipes.runs import lock
+from tp_invariant_recipes.start import bridge
 
 # Takes the name of a training and its plan, and shows its progress.
 Watch = Callable[[str, Plan], AbstractContextManager[Callable[[], None]]]

@@ -18,16 +18,16 @@ from tp_invariant_recipes.data.examples import Examples
 from tp_invariant_recipes.data.prepare import ensure_prepared, find_prepared
 from tp_invariant_recipes.data.prepared import PreparedData
 from tp_invariant_recipes.errors import ConfigError, refuse
-from tp_invariant_recipes.host import gpus
-from tp_invariant_recipes.host.cache import cache_dir
 from tp_invariant_recipes.launch import experiments
 from tp_invariant_recipes.ledger.schema import Header
+from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.runs import attempts
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
 from tp_invariant_recipes.settings import environment, sft
 from tp_invariant_recipes.settings.run_config import Layout, RunConfig
 from tp_invariant_recipes.settings.sections import DataSettings
 from tp_invariant_recipes.sources import weights
+from tp_invariant_recipes.start.cache import cache_dir
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from tp_invariant_recipes.host import start_clock
 from tp_invariant_recipes.launch.plan import Plan, Planning
 from tp_invariant_recipes.ledger.run_files import ProgressLine
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.reading import Record, checked, parse_json
 from tp_invariant_recipes.runs.bench_dir import BenchDir, Figures, Pass
+from tp_invariant_recipes.start import start_clock
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.launch.local import Watch

@@ -2,7 +2,7 @@
 
 Ranks are started as torchrun starts functions, through torch.multiprocessing. On a CPU they are forked from this
 process, which has imported Megatron-Bridge already: one import of 10 to 20 s for all ranks instead of one each. So are
-GPU ranks where `host/forking.py` proves that a fork of this process can use CUDA; elsewhere, and with
+GPU ranks where `start/forking.py` proves that a fork of this process can use CUDA; elsewhere, and with
 TPI_FORK_GPU_RANKS=0, they are spawned.
 """
 
@@ -21,15 +21,15 @@ from tp_invariant_recipes.config.hang_timeout import Limits
 from tp_invariant_recipes.errors import HardwareFault, RunError
 from tp_invariant_recipes.files import DISK_FULL
 from tp_invariant_recipes.foreign_text import first_line
-from tp_invariant_recipes.host import bridge
-from tp_invariant_recipes.host.forking import can_fork
-from tp_invariant_recipes.host.start_clock import CLOCK
 from tp_invariant_recipes.launch import stacks
 from tp_invariant_recipes.launch.hang import HangWatch, RankState, message, suspects
 from tp_invariant_recipes.ledger.run_files import LARGEST, Reason
 from tp_invariant_recipes.reading import checked, parse_json, read_limited
 from tp_invariant_recipes.runs import lock
 from tp_invariant_recipes.runs.run_dir import RunDir, free_bytes
+from tp_invariant_recipes.start import bridge
+from tp_invariant_recipes.start.forking import can_fork
+from tp_invariant_recipes.start.start_clock import CLOCK
 from tp_invariant_recipes.training.heartbeat import Heartbeats, Phase
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from typing import Any
 from tp_invariant_recipes.config.null_tokenizer import eod_id
 from tp_invariant_recipes.config.overrides import texts
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch.plan import Plan, attempts_so_far
 from tp_invariant_recipes.ledger.run_files import AttemptJob, RunFile
+from tp_invariant_recipes.machine.versions import versions
 from tp_invariant_recipes.runs import attempts
 from tp_invariant_recipes.settings import environment
 from tp_invariant_recipes.settings.run_config import RunConfig

@@ -14,12 +14,12 @@ from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.identity import WEIGHTS_DIGEST
 from tp_invariant_recipes.config.overrides import DECIDED_BY, Override, given, latest, parse, parse_all
 from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError, listed
-from tp_invariant_recipes.host import processor
 from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning, resolve
 from tp_invariant_recipes.launch.ranks import Outcome
 from tp_invariant_recipes.ledger.open import read, streamed
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.ledger.tail import last_step
+from tp_invariant_recipes.machine import processor
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.runs import attempts, checkpoints, guard_files
 from tp_invariant_recipes.runs.checkpoints import RunCheckpoint, iteration_dir

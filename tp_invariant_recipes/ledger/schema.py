@@ -33,7 +33,7 @@ DIGESTED: dict[str, Callable[[Parameter], bool]] = {
 EVALUATED = VALIDATION, FINAL_VALIDATION, TEST = "validation", "final_validation", "test"
 _COUNT = r"(0|[1-9]\d{0,17})"  # a number has one text, so that no two names mean the same sequences
 _EVALUATION = re.compile(rf"({'|'.join(EVALUATED)})/{_COUNT}:{_COUNT}", re.ASCII)
-CAPABILITY = "instructions"  # in `device` of a run on a CPU: with what its libraries compute (host/processor.py)
+CAPABILITY = "instructions"  # in `device` of a run on a CPU: with what its libraries compute (machine/processor.py)
 COPIES = "copies"  # in `diverged`: weights that are not their master weights rounded
 DIRECTIONS = ("forward", "backward")
 MOST = 2**70  # of a count; the text and the sum of larger ones have no bound

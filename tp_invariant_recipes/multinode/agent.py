@@ -24,12 +24,13 @@ from typing import Any
 
 from tp_invariant_recipes.config.hang_timeout import limits
 from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, refuse
-from tp_invariant_recipes.host.network import address_towards, interface
-from tp_invariant_recipes.host.versions import versions
-from tp_invariant_recipes.launch import local, ranks, record, resume, train
+from tp_invariant_recipes.features.train import workflow as train
+from tp_invariant_recipes.launch import local, ranks, record, resume
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, Stop
 from tp_invariant_recipes.ledger.run_files import AttemptJob
+from tp_invariant_recipes.machine.network import address_towards, interface
+from tp_invariant_recipes.machine.versions import versions
 from tp_invariant_recipes.multinode.forwarding import Receiver, Sender
 from tp_invariant_recipes.multinode.heartbeat import Heartbeat, PeerFailed
 from tp_invariant_recipes.multinode.rendezvous import (
@@ -86,7 +87,7 @@ def run(node: NodeInfo, task: NodeTask, stop: Stop) -> Over:
 
     stop: from `ranks.stopping`, which counts signals in it. Raises RunError when the first node cannot be reached.
     """
-    from tp_invariant_recipes.host import bridge
+    from tp_invariant_recipes.start import bridge
 
     os.environ.update(task.environment)
     if node.number >= task.nodes:
@@ -365,7 +366,7 @@ def _run_ranks(
 
     address, port: of the store where all ranks meet. interface: the one through which Gloo reaches the other nodes.
     """
-    from tp_invariant_recipes.training import train
+    from tp_invariant_recipes.features.train import rank as train
     from tp_invariant_recipes.training.rank import RankInfo
 
     node, count = rendezvous.node, allocation.of(planned.config).ranks

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.host.quiet import quiet
 from tp_invariant_recipes.launch.hang import RankState
 from tp_invariant_recipes.launch.ranks import Stop
 from tp_invariant_recipes.ledger.run_files import Environment, Versions
 from tp_invariant_recipes.reading import MIB, Bounds, Count, Listed, Record, Seconds, checked, parse_json
+from tp_invariant_recipes.start.quiet import quiet
 
 LARGEST = 16 * MIB  # bytes of a value
 

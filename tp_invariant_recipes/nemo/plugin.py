@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tp_invariant_recipes.errors import ConfigError, RunError, listed
-from tp_invariant_recipes.host import needed
 from tp_invariant_recipes.nemo import task as wrapped
+from tp_invariant_recipes.start import needed
 
 if not needed.there("nemo_run"):
     raise RunError("tp_invariant_recipes.nemo.plugin needs nemo-run, which is not installed here: pip install nemo-run")

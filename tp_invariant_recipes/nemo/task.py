@@ -87,7 +87,9 @@ def _environment() -> Iterator[Callable[..., None]]:
 
     yields: Bridge's pretrain().
     """
-    from tp_invariant_recipes.host import bridge, cpu, gpus
+    from tp_invariant_recipes.cpu_host import cpu
+    from tp_invariant_recipes.machine import gpus
+    from tp_invariant_recipes.start import bridge
 
     missing = [name for name in (SWITCH, SHARDS, LEDGER) if not os.environ.get(name)]
     if missing:
@@ -113,11 +115,11 @@ def _pretrain_recorded(
 ) -> None:
     from megatron.bridge.training.callbacks import CallbackManager
 
+    from tp_invariant_recipes.observe.optimizer_step import OptimizerStep
+    from tp_invariant_recipes.observe.recording import recording
     from tp_invariant_recipes.runs.run_dir import RunDir
     from tp_invariant_recipes.settings.sections import LedgerSettings
-    from tp_invariant_recipes.training.optimizer_step import OptimizerStep
     from tp_invariant_recipes.training.rank import RankInfo, closing
-    from tp_invariant_recipes.training.recording import recording
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     run_dir = RunDir(Path(os.environ[LEDGER]))
@@ -149,9 +151,9 @@ def described(config: Any, world: int) -> RunFile:
     Paths of data stand for the data, which has no digest here.
     """
     from tp_invariant_recipes.config import identity as identities
-    from tp_invariant_recipes.host import gpus
     from tp_invariant_recipes.ledger.record import Header
     from tp_invariant_recipes.ledger.schema import SHARDS as COUNTS
+    from tp_invariant_recipes.machine import gpus
     from tp_invariant_recipes.numerics.sums.expert_groups import ExpertGroups
 
     model = config.model
@@ -195,7 +197,7 @@ def _plain(config: Any) -> dict[str, Any]:
 
 def _write(run_dir: Any, config: Any, run: RunFile) -> None:
     """The files beside the ledger that make a certificate of it."""
-    from tp_invariant_recipes.host.versions import versions
+    from tp_invariant_recipes.machine.versions import versions
     from tp_invariant_recipes.settings.environment import recorded
     from tp_invariant_recipes.settings.secrets import without
 

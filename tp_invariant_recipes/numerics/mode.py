@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tp_invariant_recipes.numerics.layers import cross_entropy, norm
-    from tp_invariant_recipes.numerics.layers.linear import Products
+    from tp_invariant_recipes.numerics.layers.linear.linear import Products
     from tp_invariant_recipes.numerics.products.operands import Parts
     from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 

@@ -6,10 +6,10 @@ from multiprocessing import get_context
 from multiprocessing.managers import SyncManager
 from typing import Any
 
-from tp_invariant_recipes.host import parent
 from tp_invariant_recipes.patches import code
 from tp_invariant_recipes.patches.patch import Looks, Patch
 from tp_invariant_recipes.replacement import Replacement
+from tp_invariant_recipes.start import parent
 
 WHY = (
     "every save, even one within this process, starts a manager process; that takes seconds, "

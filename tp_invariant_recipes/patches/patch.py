@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from tp_invariant_recipes.host.versions import installed
+from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.patches import code
 from tp_invariant_recipes.replacement import Replacement
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from tp_invariant_recipes import __version__
-from tp_invariant_recipes.kernels.quantized import Quantized
+from tp_invariant_recipes.kernels.products.quantized import Quantized
 from tp_invariant_recipes.portable import conformance
 
 TEMPLATE = Path(__file__).with_name("card_script.py.txt")

@@ -1,6 +1,6 @@
 """numerics=portable: arithmetic that is stated to the last bit, so that every machine that computes it has one ledger.
 
-`DEFINITION` is the version of all statements together: kernels/tensor_core_sum.py (products), portable/ieee_*.py (all
+`DEFINITION` is the version of all statements together: kernels/products/tensor_core_sum.py (products), portable/ieee_*.py (all
 else), and the orders of sums across shards (numerics/sums/tree.py). Whoever changes one of them so that a bit changes
 raises it; ledgers of two versions are not promised to be equal.
 """
@@ -60,7 +60,7 @@ def differences(gpu: int | None) -> list[str]:
     """What a device computes in another way: a line a recorded case, with its bits; empty: nothing."""
     found = _differences(_bf16_rows(), gpu)
     if functions(gpu) != FUNCTIONS:
-        found.append("exp, log, sigmoid, rsqrt or exp2: other bits than those of portable/ieee_math.py")
+        found.append("exp, log, sigmoid, rsqrt or exp2: other bits than those of portable/ieee/math.py")
     return found
 
 
@@ -113,7 +113,7 @@ def named(gpu: int | None) -> str:
 
 def functions(gpu: int | None = None) -> str:
     """The hash that FUNCTIONS must be."""
-    from tp_invariant_recipes.portable import ieee_samples
+    from tp_invariant_recipes.portable.ieee import samples as ieee_samples
 
     numbers = torch.from_numpy(samples())
     values = ieee_samples.values(numbers if gpu is None else numbers.cuda(gpu)).cpu().numpy()

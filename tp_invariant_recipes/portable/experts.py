@@ -1,7 +1,7 @@
 """Router and experts of numerics=portable: where those of tree have a library's arithmetic. bf16, on a CPU.
 
 Routes, the exchange between ranks and the order in which a token's copies are added are those of tree
-(numerics/layers/token_dispatcher.py): they move bytes, and add in fp32 in the order of the experts' numbers.
+(numerics/layers/experts/token_dispatcher.py): they move bytes, and add in fp32 in the order of the experts' numbers.
 """
 
 from typing import Any
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.host.function_modes import outside_modes
-from tp_invariant_recipes.numerics.layers.experts import Arithmetic
-from tp_invariant_recipes.numerics.megatron.moe_layer import InvariantSequentialMLP
-from tp_invariant_recipes.numerics.megatron.router import InvariantTopKRouter
+from tp_invariant_recipes.function_modes import outside_modes
+from tp_invariant_recipes.numerics.layers.experts.experts import Arithmetic
+from tp_invariant_recipes.numerics.megatron.moe.moe_layer import InvariantSequentialMLP
+from tp_invariant_recipes.numerics.megatron.moe.router import InvariantTopKRouter
 from tp_invariant_recipes.numerics.products.defined import product
-from tp_invariant_recipes.portable.ieee_router import route_tokens, route_tokens_backward
-from tp_invariant_recipes.portable.ieee_swiglu import swiglu, swiglu_backward
+from tp_invariant_recipes.portable.ieee.router import route_tokens, route_tokens_backward
+from tp_invariant_recipes.portable.ieee.swiglu import swiglu, swiglu_backward
 
 
 def _activation(x: Tensor, probs: Tensor, kind: str) -> Tensor:
@@ -37,7 +37,7 @@ STATED = Arithmetic(product, _activation, _activation_backward)
 
 
 class PortableTopKRouter(InvariantTopKRouter):
-    """Chooses the experts of each token as portable/ieee_router.py defines it."""
+    """Chooses the experts of each token as portable/ieee/router.py defines it."""
 
     products = staticmethod(product)
 

@@ -6,16 +6,17 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from tp_invariant_recipes.host.function_modes import outside_modes
+from tp_invariant_recipes.function_modes import outside_modes
 from tp_invariant_recipes.numerics.megatron.local import InvariantDotProductAttention
 from tp_invariant_recipes.numerics.products import sampling
-from tp_invariant_recipes.portable import ieee_rotary, ieee_swiglu
 from tp_invariant_recipes.portable.definition import DEFINITION
-from tp_invariant_recipes.portable.ieee_attention import Attended, attention_backward, attention_forward
+from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
+from tp_invariant_recipes.portable.ieee import swiglu as ieee_swiglu
+from tp_invariant_recipes.portable.ieee.attention import Attended, attention_backward, attention_forward
 
 
 class PortableDotProductAttention(InvariantDotProductAttention):
-    """Causal attention as portable/ieee_attention.py defines it."""
+    """Causal attention as portable/ieee/attention.py defines it."""
 
     def forward(
         self,
@@ -78,7 +79,7 @@ class _Attention(torch.autograd.Function):
 
 
 def mlp_forward(self: Any, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any) -> Any:
-    """Replaces MLP.forward: [s, b, h] → [s, b, h], and None as bias. SwiGLU as portable/ieee_swiglu.py defines it."""
+    """Replaces MLP.forward: [s, b, h] → [s, b, h], and None as bias. SwiGLU as portable/ieee/swiglu.py defines it."""
     if per_token_scale is not None:
         raise NotImplementedError("an expert has no portable version")
     gate_and_up, _ = self.linear_fc1(hidden_states)
@@ -106,7 +107,7 @@ def _rows(x: Tensor) -> Tensor:
 def apply_rotary_pos_emb(
     t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None, mscale: float = 1.0, *_: Any, **__: Any
 ) -> Tensor:
-    """Replaces Megatron's function: the positions of portable/ieee_rotary.py. t: [s, b, heads, d]; of freqs, [s, 1, 1,
+    """Replaces Megatron's function: the positions of portable/ieee/rotary.py. t: [s, b, heads, d]; of freqs, [s, 1, 1,
     dim], only the shape counts."""
     if cu_seqlens is not None or mscale != 1.0 or freqs.shape[0] != t.shape[0]:
         raise NotImplementedError("only rotary positions of whole sequences have a portable version")

@@ -1,8 +1,8 @@
-"""Column- and row-parallel products of numerics=portable: defined products, summed as in numerics/layers/linear.py."""
+"""Column- and row-parallel products of numerics=portable: defined products, summed as in numerics/layers/linear/linear.py."""
 
 from torch import Tensor
 
-from tp_invariant_recipes.numerics.layers import linear
+from tp_invariant_recipes.numerics.layers.linear import linear
 from tp_invariant_recipes.numerics.products import defined
 from tp_invariant_recipes.numerics.products.operands import Parts
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh

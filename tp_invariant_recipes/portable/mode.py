@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from tp_invariant_recipes.host.stand_ins import torch_adam
+from tp_invariant_recipes.cpu_host.stand_ins import torch_adam
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.modes.tree import Tree
 from tp_invariant_recipes.replacement import Replacement, instead, wrapped
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.numerics.layers import cross_entropy, norm
-    from tp_invariant_recipes.numerics.layers.linear import Products
+    from tp_invariant_recipes.numerics.layers.linear.linear import Products
 
 LAYERS = {
     "DotProductAttention": "portable.layers:PortableDotProductAttention",
@@ -68,16 +68,16 @@ class Portable(Tree):
         return DEFINED
 
     def norm(self) -> "norm.NormKernels":
-        """portable/ieee_norm.py."""
+        """portable/ieee/norm.py."""
         from tp_invariant_recipes.numerics.layers import norm
-        from tp_invariant_recipes.portable import ieee_norm
+        from tp_invariant_recipes.portable.ieee import norm as ieee_norm
 
         return norm.NormKernels(ieee_norm.rms_norm_forward, ieee_norm.rms_norm_backward)
 
     def cross_entropy(self) -> "cross_entropy.LossKernels":
-        """portable/ieee_cross_entropy.py."""
+        """portable/ieee/cross_entropy.py."""
         from tp_invariant_recipes.numerics.layers import cross_entropy
-        from tp_invariant_recipes.portable import ieee_cross_entropy as ieee
+        from tp_invariant_recipes.portable.ieee import cross_entropy as ieee
 
         return cross_entropy.LossKernels(ieee.sum_of_exponentials, ieee.softmax_gradient, ieee.logarithm)
 

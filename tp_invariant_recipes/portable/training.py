@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.tree_add import tree_add
-from tp_invariant_recipes.portable.ieee_adam import adam_numbers, adam_step
+from tp_invariant_recipes.portable.ieee.adam import adam_numbers, adam_step
 
 REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")
 
@@ -51,7 +51,7 @@ class _Sum(torch.autograd.Function):
 
 
 def portable_adam(original: type) -> type:
-    """torch's Adam or AdamW with the step of portable/ieee_adam.py; its state has the same names and shapes."""
+    """torch's Adam or AdamW with the step of portable/ieee/adam.py; its state has the same names and shapes."""
 
     class PortableAdam(original):
         @torch.no_grad()

@@ -45,7 +45,7 @@ def recipe(model: str, *overrides: str, device: str = "gpu", **keys: Any) -> Con
     """The configuration of `model` that `tpi train MODEL numerics=stock OVERRIDES…` builds, for Bridge's pretrain().
 
     overrides: as on the command line: "tp=4", "optimizer.adam_eps=1e-8".
-    device:    "gpu", or "cpu" for code that runs inside `host.cpu.installed()`.
+    device:    "gpu", or "cpu" for code that runs inside `cpu_host.cpu.installed()`.
     keys:      the same as keywords: tp=4, sp=True, lr=3e-4, data="text".
     Raises ConfigError listing every problem.
     """

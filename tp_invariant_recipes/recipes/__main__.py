@@ -10,9 +10,9 @@ import runpy
 import sys
 
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.recipes import named
+from tp_invariant_recipes.start import bridge
 
 
 def publish() -> None:

@@ -22,8 +22,8 @@ from typing import Any, Literal
 
 from tp_invariant_recipes import reading
 from tp_invariant_recipes.files import write_atomically
-from tp_invariant_recipes.host import needed
-from tp_invariant_recipes.host.cache import cache_dir
+from tp_invariant_recipes.start import needed
+from tp_invariant_recipes.start.cache import cache_dir
 
 Fields = Mapping[str, Any]  # field -> type hint
 Hints = Mapping[str, Fields]  # dotted path of a class -> its fields

@@ -10,7 +10,7 @@ from typing import Any
 
 from tp_invariant_recipes import reading
 from tp_invariant_recipes.files import write_atomically
-from tp_invariant_recipes.host.cache import cache_dir
+from tp_invariant_recipes.start.cache import cache_dir
 
 LIMIT = 16 * reading.MIB
 

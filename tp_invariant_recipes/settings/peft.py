@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tp_invariant_recipes.numerics.megatron.adapted_layers import COLUMN_PARALLEL, ROW_PARALLEL, WHOLE
+from tp_invariant_recipes.numerics.megatron.adapters.adapted_layers import COLUMN_PARALLEL, ROW_PARALLEL, WHOLE
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 SECTION = "peft"

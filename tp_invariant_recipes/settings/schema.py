@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.errors import ConfigError, TpiError
-from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.settings import conf_files, field_table, keys
 from tp_invariant_recipes.settings.nearest import did_you_mean, nearest
 from tp_invariant_recipes.settings.sections import OWN_KEYS, OWN_SECTIONS
 from tp_invariant_recipes.settings.values import WrongType, convert, named
+from tp_invariant_recipes.start import bridge
 
 PROVIDER = "_target_"  # the field of `model` that names its class; of conf/model/ these:
 LATENT = "megatron.bridge.models.mla_provider.MLAModelProvider"  # of models with multi-latent attention

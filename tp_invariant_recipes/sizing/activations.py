@@ -262,7 +262,7 @@ def _mamba(b: MicroBatch) -> Kept:
 
 
 def _in_scan(inner: int, states: int, heads: int, state: int) -> int:
-    """Numbers that host/stand_ins/mamba.py's scan keeps of a token.
+    """Numbers that cpu_host/stand_ins/mamba.py's scan keeps of a token.
 
     Of a pair of a chunk: a decay and a weight of each head, and C Bᵀ of each group. B and C of each group and of each
     head; x eight times, at its steps and with its gate; two states of a chunk.

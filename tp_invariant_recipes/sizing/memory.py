@@ -421,7 +421,7 @@ def _tree_loss(b: MicroBatch, logits: int, largest: int, tp: int) -> tuple[int, 
 def _gather_loss(b: MicroBatch, logits: int, largest: int, tp: int) -> tuple[int, ...]:
     """The logits and their gradient; the gradient with the whole matrix, twice, and whole tokens.
 
-    On a CPU the whole matrix and a sum in fp32 also, as kernels/fixed_tile_product.py multiplies them.
+    On a CPU the whole matrix and a sum in fp32 also, as kernels/products/fixed_tile_product.py multiplies them.
     """
     whole, hidden = tp * largest, b.tokens * b.widths.hidden
     found = 2 * logits * b.element, (2 * logits + 2 * whole + 2 * hidden) * b.element

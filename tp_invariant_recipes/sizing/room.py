@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from tp_invariant_recipes.host import gpus
-from tp_invariant_recipes.host import memory as host
+from tp_invariant_recipes.machine import gpus
+from tp_invariant_recipes.machine import memory as host
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.settings import expert_groups, muon
 from tp_invariant_recipes.settings.run_config import RunConfig

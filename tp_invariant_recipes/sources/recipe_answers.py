@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.host import gpus
+from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.settings import conf_files, kept
 from tp_invariant_recipes.sources import recipe_reads, recipe_source
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from tp_invariant_recipes.errors import ConfigError, TpiError
-from tp_invariant_recipes.host import parent
 from tp_invariant_recipes.sources import recipe_source
+from tp_invariant_recipes.start import parent
 
 _exit = os._exit
 _processes: set[int] = set()  # this one's id, where it may call recipes

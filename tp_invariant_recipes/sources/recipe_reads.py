@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tp_invariant_recipes.host.start_clock import process_start
+from tp_invariant_recipes.start.start_clock import process_start
 
 # Events of Python's audit that say nothing of the world outside.
 SILENT = {

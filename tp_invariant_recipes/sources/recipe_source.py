@@ -28,13 +28,13 @@ from types import ModuleType
 from typing import Any
 
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.host import bridge, needed
-from tp_invariant_recipes.host.known_versions import KNOWN
-from tp_invariant_recipes.host.quiet import quiet
-from tp_invariant_recipes.host.versions import installed
+from tp_invariant_recipes.machine.known_versions import KNOWN
+from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.settings.nearest import nearest
 from tp_invariant_recipes.sources import recipe_names
+from tp_invariant_recipes.start import bridge, needed
+from tp_invariant_recipes.start.quiet import quiet
 
 PREFIX = "recipe="
 BRIDGE = "megatron.bridge.recipes"

@@ -11,8 +11,8 @@ from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
-from tp_invariant_recipes.host import parent
 from tp_invariant_recipes.replacement import Replacement, applied
+from tp_invariant_recipes.start import parent
 from tp_invariant_recipes.training import written_hashes
 
 _CALLER = "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller"

@@ -15,11 +15,11 @@ from megatron.bridge.training.callbacks import Callback, CallbackContext
 from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.host import auto_bridge
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron.spec import FP8_PREFIX, SUBSTITUTES
+from tp_invariant_recipes.observe.optimizer_state import OptimizerState
+from tp_invariant_recipes.sources import auto_bridge
 from tp_invariant_recipes.sources.weights import WIDER_THAN_BF16, read
-from tp_invariant_recipes.training.optimizer_state import OptimizerState
 
 SHOWN = 5  # parameters that one message names
 

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tp_invariant_recipes.errors import TpiError
-from tp_invariant_recipes.host import parent
-from tp_invariant_recipes.host.start_clock import CLOCK, count_kernels
 from tp_invariant_recipes.ledger.run_files import Reason
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.runs.run_dir import RunDir
@@ -24,6 +22,8 @@ from tp_invariant_recipes.settings import low_precision, peft
 from tp_invariant_recipes.settings.cuda_graphs import FULL
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sources import recipe_layer, recipe_source
+from tp_invariant_recipes.start import parent
+from tp_invariant_recipes.start.start_clock import CLOCK, count_kernels
 from tp_invariant_recipes.training import heartbeat
 from tp_invariant_recipes.training.heartbeat import Phase
 
@@ -114,7 +114,7 @@ def closing(callbacks: list) -> Iterator[None]:
 
 def adapt(stack: ExitStack, config: RunConfig) -> None:
     """Until `stack` ends, adapt this process to the run's machine. RunError: the numerics does not hold on it."""
-    from tp_invariant_recipes.host import cpu
+    from tp_invariant_recipes.cpu_host import cpu
     from tp_invariant_recipes.patches import registry
 
     on_cpu = config.device.kind == "cpu"
@@ -129,16 +129,17 @@ def adapt(stack: ExitStack, config: RunConfig) -> None:
 def pretrain(config: RunConfig, callbacks: list) -> None:
     """Adapt this process to the run's device and numerics, and run Bridge's pretrain(). Can be called repeatedly.
 
-    Bridge is loaded (host/bridge.py).
+    Bridge is loaded (start/bridge.py).
     """
     heartbeat.sign(Phase.SETTING_UP)
     CLOCK.setting_up = time.time()
     recipe_layer.enter(config.recipe)
     with ExitStack() as stack:
         from tp_invariant_recipes.config import container, hang_timeout
-        from tp_invariant_recipes.numerics.megatron import adapters, replacements
+        from tp_invariant_recipes.numerics.megatron import replacements
+        from tp_invariant_recipes.numerics.megatron.adapters import lora as adapters
+        from tp_invariant_recipes.observe.optimizer_step import OptimizerStep
         from tp_invariant_recipes.training import async_writer, written_hashes
-        from tp_invariant_recipes.training.optimizer_step import OptimizerStep
 
         optimizer_step = OptimizerStep(callbacks)
         stack.callback(optimizer_step.restore)

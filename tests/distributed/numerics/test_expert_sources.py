@@ -31,7 +31,7 @@ def _reduced(mesh, ep):
     from megatron.core import parallel_state
     from megatron.core.transformer import TransformerConfig
 
-    from tp_invariant_recipes.host import cpu
+    from tp_invariant_recipes.cpu_host import cpu
 
     with cpu.installed(), applied(replacements.replacements(NUMERICS)):
         parallel_state.initialize_model_parallel(expert_model_parallel_size=ep)

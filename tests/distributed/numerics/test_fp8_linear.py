@@ -8,10 +8,10 @@ import torch
 from tests.definitions.fp8_sum import fp8_product
 from tests.distributed.ranks import joined, on_ranks, sliced
 from tests.operands import same_bits
-from tp_invariant_recipes.kernels import quantize as definition
-from tp_invariant_recipes.kernels.quantized import E4M3, E5M2
-from tp_invariant_recipes.numerics.layers import fp8_linear, fp8_weights
-from tp_invariant_recipes.numerics.layers.fp8_linear import Scaling
+from tp_invariant_recipes.kernels.products import quantize as definition
+from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2
+from tp_invariant_recipes.numerics.layers.linear import fp8_linear, fp8_weights
+from tp_invariant_recipes.numerics.layers.linear.fp8_linear import Scaling
 from tp_invariant_recipes.numerics.megatron.data_parallel import zeroing_contexts
 from tp_invariant_recipes.numerics.products import fp8, quantize
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh

@@ -5,8 +5,8 @@ import torch
 
 from tests.distributed.ranks import on_ranks, sliced
 from tests.operands import same_bits
-from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
-from tp_invariant_recipes.numerics.layers import gather
+from tp_invariant_recipes.kernels.products.fixed_tile_product import fixed_tile_product
+from tp_invariant_recipes.numerics.layers.linear import gather
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 TOKENS, K, N, SEGMENTS, DEGREE = 16, 40, 24, 2, 4

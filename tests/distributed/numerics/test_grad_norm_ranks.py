@@ -113,7 +113,7 @@ def test_dtensors_among_plain_tensors_are_refused():
 def test_megatrons_function_clips_by_powers_of_two(bridge, max_norm, factor, tensor):
     from megatron.core.optimizer import clip_grads
 
-    from tp_invariant_recipes.host import cpu
+    from tp_invariant_recipes.cpu_host import cpu
 
     parameter = torch.nn.Parameter(torch.zeros(3))
     parameter.grad = torch.tensor([3.0, -4.0, 0.1])

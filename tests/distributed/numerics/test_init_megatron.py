@@ -19,7 +19,7 @@ def biases(mesh: VirtualMesh) -> list[dict[str, float]]:
     """For each of BIASES the largest value of every bias of linear layers; all parameters are NaN before."""
     from megatron.core import parallel_state
 
-    from tp_invariant_recipes.host import cpu
+    from tp_invariant_recipes.cpu_host import cpu
 
     with cpu.installed():
         parallel_state.initialize_model_parallel()

@@ -170,15 +170,15 @@ class TestLayer:
 
 
 def _each_with_its_own_tokens():
-    from tp_invariant_recipes.numerics.layers import token_dispatcher
-    from tp_invariant_recipes.numerics.layers.expert_placement import Owners
+    from tp_invariant_recipes.numerics.layers.experts import token_dispatcher
+    from tp_invariant_recipes.numerics.layers.experts.expert_placement import Owners
 
     alone = classmethod(lambda cls, config, tp, ep: cls(config.num_moe_experts, 1, 1))
     token_dispatcher.Owners = type("Alone", (Owners,), {"of": alone})
 
 
 def _plain_router_gradient():
-    from tp_invariant_recipes.numerics.megatron import router
+    from tp_invariant_recipes.numerics.megatron.moe import router
     from tp_invariant_recipes.numerics.sums.weight_gradient import weight_gradient
 
     def plain(weight, leaves, mesh, everywhere):

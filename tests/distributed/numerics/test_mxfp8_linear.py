@@ -5,13 +5,14 @@ import torch
 
 from tests.distributed.ranks import joined, on_ranks, sliced
 from tests.operands import same_bits
-from tp_invariant_recipes.kernels import mxfp8
-from tp_invariant_recipes.kernels.grouped_product import Groups
-from tp_invariant_recipes.kernels.quantized import E4M3, E5M2
-from tp_invariant_recipes.numerics.layers import experts, linear, mxfp8_linear
-from tp_invariant_recipes.numerics.layers.mxfp8_experts import grouped_linear
-from tp_invariant_recipes.numerics.layers.mxfp8_linear import Mxfp8Linear
-from tp_invariant_recipes.numerics.layers.token_dispatcher import Batches
+from tp_invariant_recipes.kernels.products import mxfp8
+from tp_invariant_recipes.kernels.products.grouped_product import Groups
+from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2
+from tp_invariant_recipes.numerics.layers.experts import experts
+from tp_invariant_recipes.numerics.layers.experts.mxfp8_experts import grouped_linear
+from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches
+from tp_invariant_recipes.numerics.layers.linear import linear, mxfp8_linear
+from tp_invariant_recipes.numerics.layers.linear.mxfp8_linear import Mxfp8Linear
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 SHARDS, DEGREES = 4, (1, 2, 4)

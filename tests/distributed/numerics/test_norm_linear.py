@@ -7,7 +7,7 @@ import torch
 
 from tests.distributed.ranks import on_ranks, sliced
 from tests.operands import same_bits
-from tp_invariant_recipes.numerics.layers import gather, linear, norm_linear
+from tp_invariant_recipes.numerics.layers.linear import gather, linear, norm_linear
 from tp_invariant_recipes.numerics.layers.norm import Norm, NormShards, layer_norm, rms_norm
 from tp_invariant_recipes.numerics.megatron import base
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh

@@ -50,7 +50,7 @@ def _router_statistics(mesh):
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
 
-    from tp_invariant_recipes.host import cpu
+    from tp_invariant_recipes.cpu_host import cpu
 
     with cpu.installed():
         parallel_state.initialize_model_parallel()

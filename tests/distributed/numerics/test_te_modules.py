@@ -12,7 +12,7 @@ import torch
 from tests import te_cases, te_standin
 from tests.distributed.ranks import megatron, on_ranks
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.numerics.megatron import te_modules
+from tp_invariant_recipes.numerics.megatron.te import modules as te_modules
 from tp_invariant_recipes.replacement import apply
 
 V = te_cases.SHARDS

@@ -10,7 +10,7 @@ from tests.operands import same_bits
 
 @pytest.fixture
 def token_dispatcher(bridge):
-    from tp_invariant_recipes.numerics.layers import token_dispatcher
+    from tp_invariant_recipes.numerics.layers.experts import token_dispatcher
 
     return token_dispatcher
 
@@ -30,7 +30,7 @@ def _map(drop: bool):
 
 
 def _owners(**changes):
-    from tp_invariant_recipes.numerics.layers.expert_placement import Owners
+    from tp_invariant_recipes.numerics.layers.experts.expert_placement import Owners
 
     return Owners(**({"experts": EXPERTS, "size": 1, "ep": 1} | changes))
 
@@ -72,7 +72,7 @@ class TestOneRank:
 
 
 def test_batches_of_two_sources(token_dispatcher):
-    from tp_invariant_recipes.kernels.grouped_product import Groups
+    from tp_invariant_recipes.kernels.products.grouped_product import Groups
 
     groups = Groups((3, 1, 0, 2), torch.tensor((3, 1, 0, 2)))
     batches = token_dispatcher.Batches(groups, first=4, sources=2)

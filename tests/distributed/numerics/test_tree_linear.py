@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tests.distributed.ranks import joined, on_ranks, sliced
 from tests.operands import same_bits
-from tp_invariant_recipes.numerics.layers import gather, linear
+from tp_invariant_recipes.numerics.layers.linear import gather, linear
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 SHARDS = 8

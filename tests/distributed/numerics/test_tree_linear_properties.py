@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.distributed.ranks import joined, on_ranks, sliced
 from tests.operands import same_bits
 from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
-from tp_invariant_recipes.numerics.layers.linear import column_parallel, row_parallel
+from tp_invariant_recipes.numerics.layers.linear.linear import column_parallel, row_parallel
 
 SPECIAL = (math.nan, math.inf, -math.inf, -0.0, 1e-42, 3e38)
 

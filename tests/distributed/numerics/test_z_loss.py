@@ -5,7 +5,7 @@ from megatron.core.transformer.moe.moe_utils import z_loss_func
 
 from tests.distributed.ranks import on_ranks, sliced, terms
 from tests.operands import same_bits
-from tp_invariant_recipes.numerics.megatron.router import _ZLoss
+from tp_invariant_recipes.numerics.megatron.moe.router import _ZLoss
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 SHARDS, TOKENS, EXPERTS, COEFFICIENT = 8, 96, 8, 0.3

@@ -11,12 +11,12 @@ from tp_invariant_recipes.cli.train import _start_text
 from tp_invariant_recipes.compare.comparability import across_machines, changed_processor, other_products
 from tp_invariant_recipes.compare.compare import compare
 from tp_invariant_recipes.compare.text import remarks
-from tp_invariant_recipes.host import processor
+from tp_invariant_recipes.features.verify import verdict
 from tp_invariant_recipes.launch import resume as launch_resume
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, resume
+from tp_invariant_recipes.machine import processor
 from tp_invariant_recipes.numerics.mode import definition
 from tp_invariant_recipes.numerics.modes.tree import ON_GPU
-from tp_invariant_recipes.workflows import verdict
 
 CPU = {"name": "cpu", "compute_capability": "0.0", "machine": "x86_64", "attention": "portable 1"}
 ARM = CPU | {"machine": "aarch64"}

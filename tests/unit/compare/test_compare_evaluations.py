@@ -9,8 +9,8 @@ from tests.unit.compare.ledgers import HEADER, STEPS, record
 from tp_invariant_recipes.compare.compare import Verdict, compare
 from tp_invariant_recipes.compare.comparison_json import comparison_json
 from tp_invariant_recipes.compare.text import remarks, verdict_line
+from tp_invariant_recipes.features.bisect import workflow as bisect
 from tp_invariant_recipes.ledger.reader import Ledger
-from tp_invariant_recipes.workflows import bisect
 
 LOSS, OTHER = "f32:40c80000", "f32:40c80001"
 EVERY_SECOND = {

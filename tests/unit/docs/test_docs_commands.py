@@ -8,11 +8,11 @@ from tests.unit.docs.commands import names, options, parsed
 from tests.unit.docs.markdown import DOCUMENTS
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
+from tp_invariant_recipes.features.verify import matrix
+from tp_invariant_recipes.features.verify.cells import Problems
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
 from tp_invariant_recipes.settings.schema import BRIDGE_SECTIONS
 from tp_invariant_recipes.sizing import room
-from tp_invariant_recipes.workflows import matrix
-from tp_invariant_recipes.workflows.cells import Problems
 
 HELP_LINES = [
     (f"tpi {name} --help", part)

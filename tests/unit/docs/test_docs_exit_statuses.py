@@ -8,7 +8,7 @@ import pytest
 from tests.unit.docs.markdown import DOCUMENTS, ROOT
 from tp_invariant_recipes.cli.main import app
 from tp_invariant_recipes.compare import compare
-from tp_invariant_recipes.workflows import verdict
+from tp_invariant_recipes.features.verify import verdict
 
 # Verdict -> exit status, of all that give a verdict. The last two are of `tpi audit`.
 STATUSES = {

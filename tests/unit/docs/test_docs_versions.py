@@ -6,7 +6,7 @@ import tomllib
 import pytest
 
 from tests.unit.docs.markdown import DOCUMENTS, ROOT
-from tp_invariant_recipes.workflows.doctor import NEEDED
+from tp_invariant_recipes.features.doctor import NEEDED
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PINNED = {

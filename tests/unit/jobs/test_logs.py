@@ -3,9 +3,9 @@
 import io
 
 from tests.unit.jobs.fake_slurm import now, row
-from tp_invariant_recipes.host import terminal
 from tp_invariant_recipes.jobs import follow
 from tp_invariant_recipes.jobs.follow import LogSource, Tails
+from tp_invariant_recipes.machine import terminal
 
 
 def test_logs_are_what_the_job_printed(cli, slurm, submitted):

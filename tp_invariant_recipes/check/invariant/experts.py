@@ -3,10 +3,10 @@
 from functools import partial
 
 from tp_invariant_recipes.check.invariant.limit import has, lacks, limit_of, uncaptured, uncut, unsplit
+from tp_invariant_recipes.cpu_host.vectors import VECTORS
 from tp_invariant_recipes.fields.model import EXPERTS_HOW, EXPERTS_OFF
-from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.numerics.layers import expert_placement
+from tp_invariant_recipes.numerics.layers.experts import expert_placement
 from tp_invariant_recipes.numerics.megatron.spec import layers_alike
 from tp_invariant_recipes.settings import cuda_graphs, low_precision, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -45,7 +45,7 @@ def mixed(config: RunConfig) -> bool:
 
 
 def _of_experts(config: RunConfig) -> str | None:
-    """The activation's name in numerics/layers/experts.py. `activation_func`: a name, in a plain program a function."""
+    """The activation's name in numerics/layers/experts/experts.py. `activation_func`: a name, in a plain program a function."""
     function = config.model.get("activation_func")
     name = function if isinstance(function, str) else getattr(function, "__name__", "")
     kinds = {("silu", True): "swiglu", ("quick_gelu", True): "swiglu", ("squared_relu", False): "squared_relu"}

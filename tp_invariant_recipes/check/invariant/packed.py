@@ -1,4 +1,4 @@
-"""What the invariant numerics cover of packed sequences (numerics/megatron/packed.py)."""
+"""What the invariant numerics cover of packed sequences (numerics/megatron/attention/packed.py)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from tp_invariant_recipes.check.invariant import fp8
 from tp_invariant_recipes.check.invariant.limit import lacks, limit
 from tp_invariant_recipes.check.rule import Rule
-from tp_invariant_recipes.host.vectors import VECTORS
+from tp_invariant_recipes.cpu_host.vectors import VECTORS
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.settings import cuda_graphs, sft
 from tp_invariant_recipes.settings.run_config import RunConfig

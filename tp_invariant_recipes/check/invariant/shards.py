@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from tp_invariant_recipes.check.invariant import experts, fp8
 from tp_invariant_recipes.check.rule import Rule, RulePhase
-from tp_invariant_recipes.host.vectors import VECTORS
+from tp_invariant_recipes.cpu_host.vectors import VECTORS
 from tp_invariant_recipes.settings import delta_net, expert_groups, layout
 from tp_invariant_recipes.settings.run_config import RunConfig
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from tp_invariant_recipes.foreign_text import one_line
-from tp_invariant_recipes.host import terminal
+from tp_invariant_recipes.machine import terminal
 
 
 @dataclass(frozen=True)

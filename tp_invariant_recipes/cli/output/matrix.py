@@ -8,15 +8,15 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from tp_invariant_recipes.foreign_text import one_line
-from tp_invariant_recipes.host import terminal
+from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.plural import counted
 
 if TYPE_CHECKING:
+    from tp_invariant_recipes.features.verify.sweep import Swept
+    from tp_invariant_recipes.features.verify.verdict import CellResult, MatrixVerdict
+    from tp_invariant_recipes.features.verify.workflow import Verification
     from tp_invariant_recipes.launch.local import Watch
     from tp_invariant_recipes.launch.plan import Plan
-    from tp_invariant_recipes.workflows.sweep import Swept
-    from tp_invariant_recipes.workflows.verdict import CellResult, MatrixVerdict
-    from tp_invariant_recipes.workflows.verify import Verification
 
 
 def table(first: str, *figures: str, last: str) -> Table:
@@ -39,9 +39,9 @@ def train_matrix[T: "MatrixVerdict | Swept"](
 
     plan: takes `how`. It returns the verdict instead where all runs of an earlier verify have passed.
     """
+    from tp_invariant_recipes.features.verify import workflow as verify
     from tp_invariant_recipes.launch import progress
     from tp_invariant_recipes.sizing import room
-    from tp_invariant_recipes.workflows import verify
 
     console = terminal.console_of_its_own()
     with progress.preparing(console) as how:

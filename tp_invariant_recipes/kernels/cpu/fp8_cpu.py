@@ -1,4 +1,4 @@
-"""The products of kernels/fp8_sum.py on a CPU, compiled with numba as kernels/cpu/tensor_core_cpu.py is.
+"""The products of kernels/products/fp8_sum.py on a CPU, compiled with numba as kernels/cpu/tensor_core_cpu.py is.
 
 WIDE columns of a row are done together. An FP8 product is exact in fp32, and so is it times 2 ** (KEPT - top), which
 the conversion to an integer cuts toward zero. A step's 33 terms fit 32 bits. Their sum is exact in fp32 again, and its
@@ -22,9 +22,9 @@ from tp_invariant_recipes.kernels.cpu.cpu_threads import by_parts
 from tp_invariant_recipes.kernels.cpu.numba_fma import fma
 from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop
 from tp_invariant_recipes.kernels.cpu.tensor_core_cpu import SMALL, WIDE
-from tp_invariant_recipes.kernels.fp8_sum import KEPT, LEAST, PROMOTED, STEP, kind
-from tp_invariant_recipes.kernels.quantized import Quantized
-from tp_invariant_recipes.kernels.tensor_core_sum import NAN
+from tp_invariant_recipes.kernels.products.fp8_sum import KEPT, LEAST, PROMOTED, STEP, kind
+from tp_invariant_recipes.kernels.products.quantized import Quantized
+from tp_invariant_recipes.kernels.products.tensor_core_sum import NAN
 
 UNROLLED = 8  # terms of an inner loop
 NO_EXPONENT = -64  # of a zero: with any other below LEAST_TOP, and the sum of two fits 8 bits

@@ -1,4 +1,4 @@
-"""The sum of kernels/tensor_core_sum.py on a CPU, compiled with numba.
+"""The sum of kernels/products/tensor_core_sum.py on a CPU, compiled with numba.
 
 numba and not C: it installs as a wheel on machines without a compiler, and compiles for the vectors of the processor
 it finds. The compiled code is kept beside this file, or in the user's cache folder.
@@ -26,7 +26,7 @@ from tp_invariant_recipes.kernels.cpu.cpu_threads import by_parts
 from tp_invariant_recipes.kernels.cpu.numba_fma import fma
 from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop
 from tp_invariant_recipes.kernels.cpu.tensor_core_vector import LANES, MOST_FAST, step
-from tp_invariant_recipes.kernels.tensor_core_sum import KEPT, LEAST_TOP, NAN, STEP
+from tp_invariant_recipes.kernels.products.tensor_core_sum import KEPT, LEAST_TOP, NAN, STEP
 
 WIDE = 128  # columns of a panel
 BLOCK = 16  # rows that use a step of a panel one after the other

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.host.function_modes import outside_modes
+from tp_invariant_recipes.function_modes import outside_modes
 from tp_invariant_recipes.kernels.token_sum import token_sum
 from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tp_invariant_recipes.host.function_modes import outside_modes
+from tp_invariant_recipes.function_modes import outside_modes
 from tp_invariant_recipes.kernels.cross_entropy import softmax_gradient, sum_of_exponentials
 from tp_invariant_recipes.kernels.folding_sum import folding_sum
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh

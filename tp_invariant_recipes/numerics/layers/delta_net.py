@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tp_invariant_recipes.host.function_modes import LayerFunction, outside_modes
+from tp_invariant_recipes.function_modes import LayerFunction, outside_modes
 from tp_invariant_recipes.kernels.delta_rule import CHUNK, EPSILON, Heads, delta_rule_backward, delta_rule_forward
 from tp_invariant_recipes.kernels.folding_sum import folding_sum
 from tp_invariant_recipes.numerics.layers.mamba import by_shard, side_by_side

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.host.function_modes import outside_modes
+from tp_invariant_recipes.function_modes import outside_modes
 from tp_invariant_recipes.kernels.row_add import add_rows
 from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad, is_leaf, weight_gradient
 

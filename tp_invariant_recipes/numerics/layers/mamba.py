@@ -4,7 +4,7 @@ A shard consists of whole groups of heads. These parts are local to a shard, so 
 same shape at every t. A kernel that reduces over a group's heads, or is tuned by their number, then cannot depend on t.
 
 On a GPU the scan is mamba_ssm's. Its autotuner times kernels and may choose another one in every process, and its
-backward pass adds atomically; `repeatable` prevents both. On a CPU it is in host/stand_ins/mamba.py.
+backward pass adds atomically; `repeatable` prevents both. On a CPU it is in cpu_host/stand_ins/mamba.py.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.host.function_modes import outside_modes
-from tp_invariant_recipes.host.stand_ins import mamba as on_cpu
+from tp_invariant_recipes.cpu_host.stand_ins import mamba as on_cpu
+from tp_invariant_recipes.function_modes import outside_modes
 from tp_invariant_recipes.kernels.causal_conv import TAPS, causal_conv_backward, causal_conv_forward
 from tp_invariant_recipes.kernels.group_norm import group_norm_backward, group_norm_forward
 from tp_invariant_recipes.kernels.tree_add import tree_add

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.host.function_modes import LayerFunction, outside_modes
+from tp_invariant_recipes.function_modes import LayerFunction, outside_modes
 from tp_invariant_recipes.kernels.centred_rows import centred_rows
 from tp_invariant_recipes.kernels.rms_norm import rms_norm_backward, rms_norm_forward
 from tp_invariant_recipes.numerics.layers.bias import row_bias

@@ -11,12 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.numerics.layers import linear as tree_linear
 from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
-from tp_invariant_recipes.numerics.layers.experts import OF_TREE, Arithmetic, activation_kind, expert_mlp
+from tp_invariant_recipes.numerics.layers.experts.experts import OF_TREE, Arithmetic, activation_kind, expert_mlp
+from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches
+from tp_invariant_recipes.numerics.layers.linear import linear as tree_linear
+from tp_invariant_recipes.numerics.layers.linear.norm_linear import norm_column_parallel
 from tp_invariant_recipes.numerics.layers.norm import Norm, NormKernels, NormShards, layer_norm, rms_norm
-from tp_invariant_recipes.numerics.layers.norm_linear import norm_column_parallel
-from tp_invariant_recipes.numerics.layers.token_dispatcher import Batches
 from tp_invariant_recipes.numerics.products.operands import Parts
 from tp_invariant_recipes.numerics.sums.context_shards import of_a_rank
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh

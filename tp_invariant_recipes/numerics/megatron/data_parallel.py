@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.numerics.layers import embedding, fp8_weights
+from tp_invariant_recipes.numerics.layers import embedding
+from tp_invariant_recipes.numerics.layers.linear import fp8_weights
 from tp_invariant_recipes.numerics.sums import bucket_reduction, data_shards, partial_gradient
 from tp_invariant_recipes.numerics.sums.data_shards import ShardCounter
 from tp_invariant_recipes.numerics.sums.expert_groups import ExpertGroups
@@ -161,7 +162,7 @@ def divided_by_all_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
 
     Megatron divides a loss by this rank's micro-batches, and the gradients by the ranks. One division by the product
     has the same rounding for every dp, also where a gradient is subnormal. The ranks of a context-parallel group share
-    sequences, and their tokens were counted together (numerics/megatron/context_parallel.py).
+    sequences, and their tokens were counted together (numerics/megatron/attention/context_parallel.py).
     """
 
     def forward_step_calc_loss(

@@ -1,4 +1,4 @@
-"""Forward passes of invariant layers with products in FP8 (numerics/layers/fp8_linear.py, mxfp8_linear.py).
+"""Forward passes of invariant layers with products in FP8 (numerics/layers/linear/fp8_linear.py, mxfp8_linear.py).
 
 `config.fp8_layers` says how (numerics/precision.py). numerics/megatron/spec.py puts them before the layers' classes, in
 the layers of the model that are in FP8.
@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.numerics.layers import fp8_experts, mxfp8_experts
 from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
-from tp_invariant_recipes.numerics.layers.fp8_linear import Fp8Linear, Scaling
-from tp_invariant_recipes.numerics.layers.mxfp8_linear import Mxfp8Linear
-from tp_invariant_recipes.numerics.layers.token_dispatcher import Batches
+from tp_invariant_recipes.numerics.layers.experts import fp8_experts, mxfp8_experts
+from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches
+from tp_invariant_recipes.numerics.layers.linear.fp8_linear import Fp8Linear, Scaling
+from tp_invariant_recipes.numerics.layers.linear.mxfp8_linear import Mxfp8Linear
 from tp_invariant_recipes.numerics.megatron.base import ColumnForward, ExpertsForward, RowForward
 from tp_invariant_recipes.numerics.precision import Fp8Layers
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from tp_invariant_recipes import saved_names
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.host.versions import installed
+from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.numerics.megatron import spec
 from tp_invariant_recipes.replacement import ours
 

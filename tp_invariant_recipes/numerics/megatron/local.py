@@ -13,6 +13,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 
 from tp_invariant_recipes.numerics.layers.embedding import lookup
+from tp_invariant_recipes.numerics.megatron.attention.core_attention import CoreAttention, Mask
 from tp_invariant_recipes.numerics.megatron.base import (
     ColumnForward,
     HeadNormForward,
@@ -20,7 +21,6 @@ from tp_invariant_recipes.numerics.megatron.base import (
     RowForward,
     segments_of,
 )
-from tp_invariant_recipes.numerics.megatron.core_attention import CoreAttention, Mask
 from tp_invariant_recipes.numerics.sums.context_shards import of_a_rank
 
 

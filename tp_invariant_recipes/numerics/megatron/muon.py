@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.host.function_modes import outside_modes
+from tp_invariant_recipes.function_modes import outside_modes
 from tp_invariant_recipes.numerics.megatron import init
 
 DUPLICATED, BLOCKWISE = "duplicated", "blockwise"

@@ -7,7 +7,7 @@ Layers of a model's specification are no rows; numerics/megatron/spec.py has the
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tp_invariant_recipes.host.versions import installed
+from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.replacement import Replacement, instead, wrapped
 
@@ -105,12 +105,12 @@ ROWS = (
     ),
     Row(
         "megatron.core.transformer.moe.moe_layer:TELinear",
-        "numerics.megatron.moe_layer:latent_projection",
+        "numerics.megatron.moe.moe_layer:latent_projection",
         "MoELayer builds the projections to experts' latents by name",
     ),
     Row(
         "megatron.core.models.gpt.moe_module_specs:SharedExpertMLP",
-        "numerics.megatron.moe_layer:InvariantSharedExpertMLP",
+        "numerics.megatron.moe.moe_layer:InvariantSharedExpertMLP",
         "a specification builds shared experts by name, and the gradient of their gate is a sum over tokens",
         wraps=False,
     ),
@@ -242,40 +242,40 @@ ROWS = (
     *(
         Row(
             f"megatron.core.models.{model}.forward",
-            "numerics.megatron.packed:one_by_one",
+            "numerics.megatron.attention.packed:one_by_one",
             "weight gradients would be products over whatever a sequence is packed with",
         )
         for model in ("gpt.gpt_model:GPTModel", "hybrid.hybrid_model:HybridModel")
     ),
     Row(
         "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.register_grad_ready",
-        "numerics.megatron.packed:ready_at_the_end",
+        "numerics.megatron.attention.packed:ready_at_the_end",
         "rows have different numbers of sequences, and so of backward passes of layers that are computed again",
     ),
     Row(
         "megatron.bridge.training.gpt_step:masked_next_token_loss",
-        "numerics.megatron.packed:loss_of_each",
+        "numerics.megatron.attention.packed:loss_of_each",
         "so would the logged loss",
         when=_bridges_loop,
     ),
     # --- The part of a sequence that a rank has ---
     Row(
         "megatron.bridge.training.gpt_step:get_batch_on_this_cp_rank",
-        "numerics.megatron.context_parallel:batch_of_a_rank",
+        "numerics.megatron.attention.context_parallel:batch_of_a_rank",
         "tokens lie context shard by context shard, on one rank too",
         settings=("context_shards",),
         when=_cuts_sequences,
     ),
     Row(
         "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.forward",
-        "numerics.megatron.context_parallel:rotary_of_a_rank",
+        "numerics.megatron.attention.context_parallel:rotary_of_a_rank",
         "so do their positions",
         settings=("context_shards",),
         when=_cuts_sequences,
     ),
     Row(
         "megatron.bridge.training.gpt_step:masked_next_token_loss",
-        "numerics.megatron.context_parallel:loss_of_a_rank",
+        "numerics.megatron.attention.context_parallel:loss_of_a_rank",
         "a rank's tokens would count by their number on that rank",
         settings=("context_shards",),
         when=_cuts_sequences,
@@ -283,7 +283,7 @@ ROWS = (
     # --- What only some machines or settings have ---
     Row(
         "transformer_engine.pytorch.attention.dot_product_attention.utils:get_attention_backend",
-        "numerics.megatron.te:without_flash",
+        "numerics.megatron.te.wrappers:without_flash",
         "model.attention_backend=auto allows flash-attn, whose backward groups sums by the number of heads",
         when=_transformer_engine,
     ),

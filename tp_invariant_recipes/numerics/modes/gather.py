@@ -22,7 +22,7 @@ class Gather(Tree):
 
     def linear(self) -> mode.Linear:
         """Whole operands on every rank."""
-        from tp_invariant_recipes.numerics.layers import gather
+        from tp_invariant_recipes.numerics.layers.linear import gather
 
         return gather
 

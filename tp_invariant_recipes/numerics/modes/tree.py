@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from tp_invariant_recipes.host.versions import installed
+from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.replacement import Replacement
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.numerics.layers import cross_entropy, norm
-    from tp_invariant_recipes.numerics.layers.linear import Products
+    from tp_invariant_recipes.numerics.layers.linear.linear import Products
 
-# On a GPU: what kernels/fixed_tile_product.py computes. Whoever changes what numerics/products/product.py computes so
+# On a GPU: what kernels/products/fixed_tile_product.py computes. Whoever changes what numerics/products/product.py computes so
 # that a bit changes on a GPU raises the number: runs of two versions need not be equal. On a CPU a product is what a
 # library gives for one shard, on the shard's own shape; that has no name. Triton's version belongs to the name: it
 # compiles these tiles, and the sums over rows of norms and losses.
@@ -63,13 +63,13 @@ class Tree:
 
     def linear(self) -> mode.Linear:
         """A tree over shards of products."""
-        from tp_invariant_recipes.numerics.layers import linear
+        from tp_invariant_recipes.numerics.layers.linear import linear
 
         return linear
 
     def products(self) -> "Products":
-        """numerics/layers/linear.py."""
-        from tp_invariant_recipes.numerics.layers.linear import LIBRARY
+        """numerics/layers/linear/linear.py."""
+        from tp_invariant_recipes.numerics.layers.linear.linear import LIBRARY
 
         return LIBRARY
 

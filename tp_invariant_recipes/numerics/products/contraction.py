@@ -1,6 +1,6 @@
 """A rank's part of a sum over a sharded dimension, on a GPU: the nodes of the tree that its shards make.
 
-    restarting   kernels/restarting_product.py: up to four products and their sums in one launch, where that pays, the
+    restarting   kernels/products/restarting_product.py: up to four products and their sums in one launch, where that pays, the
                  kernel takes the operands, and a trial has found the bits of fixed tiles
     as a batch   the products of all shards in one launch of cuBLAS for each segment, where the host is the limit
     one by one   a product for each shard and segment; the second of two neighbours adds itself to the first
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.host.versions import installed
+from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.numerics.products import cublas, fp8_cublas, sampling
 from tp_invariant_recipes.numerics.products.defined import FIXED_TILES
 from tp_invariant_recipes.numerics.products.operands import every_part
@@ -133,7 +133,7 @@ def at_once(a: Any, b: Any, shards: int, segments: Segments, dtype: torch.dtype 
     """
     if not _compiles() or len({*segments}) > 1:
         return None
-    from tp_invariant_recipes.kernels import restarting_product as kernel
+    from tp_invariant_recipes.kernels.products import restarting_product as kernel
 
     together = max(1, min(shards, kernel.PIECES[-1] // len(segments)))
     launches = shards // together
@@ -162,7 +162,7 @@ def _compute(a: Any, b: Any, out: Tensor, cut: Any, *, add: bool) -> None:
     if not cublas.checking():
         restarting(a, b, out, add)
         return
-    from tp_invariant_recipes.kernels.restarting_product import matrices
+    from tp_invariant_recipes.kernels.products.restarting_product import matrices
 
     x, y = matrices(a, b)
     what = (
@@ -174,7 +174,7 @@ def _compute(a: Any, b: Any, out: Tensor, cut: Any, *, add: bool) -> None:
 
 def _forms(cut: Any) -> tuple[cublas.Product, cublas.Product]:
     """The sum over a cut by one launch, and by fixed tiles."""
-    from tp_invariant_recipes.kernels import restarting_product as kernel
+    from tp_invariant_recipes.kernels.products import restarting_product as kernel
 
     return (
         lambda a, b, out, add: kernel.restarting_product(a, b, out, cut, add),

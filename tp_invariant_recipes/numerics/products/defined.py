@@ -1,6 +1,6 @@
 """Products of matrices that walk k in order, by whatever computes that sum on a device.
 
-kernels/tensor_core_sum.py defines the sum of bf16 products, as a Hopper tensor core adds them. Rows and columns of such
+kernels/products/tensor_core_sum.py defines the sum of bf16 products, as a Hopper tensor core adds them. Rows and columns of such
 a product do not depend on how many lie beside them, so shards may share a call. The virtual shards decide the order of
 sums across them only: those are IEEE additions in fp32.
 
@@ -39,7 +39,7 @@ def _by_numba(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
 
 
 def _by_fixed_tiles(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
-    from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
+    from tp_invariant_recipes.kernels.products.fixed_tile_product import fixed_tile_product
 
     fixed_tile_product(a, b, out, add=add)
 

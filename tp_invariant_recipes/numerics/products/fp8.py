@@ -1,4 +1,4 @@
-"""Products of FP8 matrices, `fp8 tiles 1` (kernels/fp8_sum.py), by whatever computes them on a device.
+"""Products of FP8 matrices, `fp8 tiles 1` (kernels/products/fp8_sum.py), by whatever computes them on a device.
 
 A row's and a column's bits do not depend on how many lie beside it, so shards of rows and columns may share a call. A
 shard of k is a product of its own, and a multiple of 128: `along_k` cuts it, `nodes` adds in tree order: in one launch
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.kernels.fp8_sum import kind
-from tp_invariant_recipes.kernels.grouped_product import Groups
-from tp_invariant_recipes.kernels.quantized import BLOCK, Quantized
+from tp_invariant_recipes.kernels.products.fp8_sum import kind
+from tp_invariant_recipes.kernels.products.grouped_product import Groups
+from tp_invariant_recipes.kernels.products.quantized import BLOCK, Quantized
 from tp_invariant_recipes.numerics.products import contraction, cublas, fp8_cublas
 from tp_invariant_recipes.numerics.products.contraction import Segments
 from tp_invariant_recipes.numerics.products.operands import every_part
@@ -56,7 +56,7 @@ def _on_cpu(a: Quantized, b: Quantized, out: Tensor, add: bool) -> None:
 
 
 def _on_gpu(a: Quantized, b: Quantized, out: Tensor, add: bool) -> None:
-    from tp_invariant_recipes.kernels import fp8_tiles
+    from tp_invariant_recipes.kernels.products import fp8_tiles
 
     if not fp8_cublas.right(a, b, out, add, fp8_tiles.product):
         fp8_tiles.product(a, b, out, add)
@@ -104,7 +104,7 @@ def _added(a: Quantized, b: Quantized, sums: list[list[slice]], small: bool) -> 
         pieces = [(k.start, k.stop - k.start) for k in slices]
         (first, size), (second, other) = pieces[0], pieces[-1]
         if small and a.data.is_cuda and len(pieces) == 2 and size == other:
-            from tp_invariant_recipes.kernels import fp8_tiles
+            from tp_invariant_recipes.kernels.products import fp8_tiles
 
             fp8_tiles.pair_of_pieces(a, b, out, False, first, size, second)
         else:
@@ -121,7 +121,7 @@ def grouped_product(x: Quantized, weights: Sequence[Quantized], out: Tensor, gro
     out:     [rows, n] bf16 or fp32, contiguous.
     """
     if out.is_cuda:
-        from tp_invariant_recipes.kernels import fp8_tiles
+        from tp_invariant_recipes.kernels.products import fp8_tiles
 
         return fp8_tiles.grouped_product(x, weights, out, groups)
     start = 0
@@ -148,7 +148,7 @@ def grouped_weight_gradient(
     if dy.blocks != "tensor" and any(size % BLOCK for size in groups.sizes):
         raise ValueError(f"groups of {[*groups.sizes]} rows cut blocks of {BLOCK}; pad each with zeros")
     if dy.data.is_cuda:
-        from tp_invariant_recipes.kernels import fp8_tiles
+        from tp_invariant_recipes.kernels.products import fp8_tiles
 
         return fp8_tiles.grouped_weight_gradient(dy, x, outs, groups, chain)
     starts = [0, *accumulate(groups.sizes)]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.quantized import BLOCK, E4M3, Quantized
+from tp_invariant_recipes.kernels.products.quantized import BLOCK, E4M3, Quantized
 from tp_invariant_recipes.numerics.products import cublas
 from tp_invariant_recipes.numerics.products.fp8_probe import DRAWS
 from tp_invariant_recipes.numerics.products.operands import like

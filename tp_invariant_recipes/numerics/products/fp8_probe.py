@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.quantized import BLOCK, Quantized
+from tp_invariant_recipes.kernels.products.quantized import BLOCK, Quantized
 
 LARGE = 2.0**64  # a scale; its square is beyond fp32
 SMALL = 2.0**-6  # of operands, whose sums times LARGE twice are within fp32

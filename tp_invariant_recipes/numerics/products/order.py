@@ -10,8 +10,8 @@ from itertools import permutations
 import torch
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.host.versions import installed
-from tp_invariant_recipes.kernels.fixed_tile_product import TILES, fixed_tile_product
+from tp_invariant_recipes.kernels.products.fixed_tile_product import TILES, fixed_tile_product
+from tp_invariant_recipes.machine.versions import installed
 
 LARGE = 2.0**40
 PLACES = 4  # of k in a tile, each in a step of its own of a tensor core; two tiles

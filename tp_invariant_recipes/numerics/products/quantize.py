@@ -1,4 +1,4 @@
-"""Operands of FP8 products, by Transformer Engine's kernels on a GPU that has them, else as kernels/quantize.py states.
+"""Operands of FP8 products, by Transformer Engine's kernels on a GPU that has them, else as kernels/products/quantize.py states.
 
 Both have the same bits (tests/gpu/test_quantize_gpu.py). Nothing here waits for the GPU: amax, its maximum over ranks
 and scales stay on the device.
@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tp_invariant_recipes.host.versions import installed
-from tp_invariant_recipes.kernels import quantize
-from tp_invariant_recipes.kernels.quantized import BLOCK, E4M3, E5M2, Quantized
+from tp_invariant_recipes.kernels.products import quantize
+from tp_invariant_recipes.kernels.products.quantized import BLOCK, E4M3, E5M2, Quantized
+from tp_invariant_recipes.machine.versions import installed
 
 SIDES = 16  # Transformer Engine's layers quantize matrices with sides in such steps
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.host.function_modes import outside_modes
+from tp_invariant_recipes.function_modes import outside_modes
 from tp_invariant_recipes.kernels import grad_norm as kernels
 from tp_invariant_recipes.numerics.sums.pending_norm import PendingNorm, pending
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.host.function_modes import outside_modes
+from tp_invariant_recipes.function_modes import outside_modes
 from tp_invariant_recipes.numerics.sums.tree import tree_sum
 
 CONTEXTS = "context_gradients"  # attribute of a weight: gradients of the context shards after the first

@@ -1,0 +1,1 @@
+"""tpi audit: is a layout wrong, or only rounded otherwise?"""

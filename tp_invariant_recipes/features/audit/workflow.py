@@ -1,0 +1,405 @@
+"""`tpi audit`: train a configuration and a simple reference, and judge every tensor by what rounding does there."""
+
+import logging
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.check.invariant import lora
+from tp_invariant_recipes.compare import deviation
+from tp_invariant_recipes.compare.deviation import StepDumps, TensorDeviation
+from tp_invariant_recipes.config import reserved
+from tp_invariant_recipes.config.bounds import LARGEST
+from tp_invariant_recipes.config.compose import Composed, compose
+from tp_invariant_recipes.config.overrides import Override, given, parse_all, texts
+from tp_invariant_recipes.errors import ConfigError, Interrupted, LedgerError, RunError, TpiError, listed
+from tp_invariant_recipes.features.audit import rank
+from tp_invariant_recipes.features.audit import reference as audit_reference
+from tp_invariant_recipes.launch import local, plan, record
+from tp_invariant_recipes.launch.local import Watch
+from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning
+from tp_invariant_recipes.ledger import dumps
+from tp_invariant_recipes.plural import counted
+from tp_invariant_recipes.runs import attempts
+from tp_invariant_recipes.runs.audit_dir import AuditDir, AuditedRun, AuditTask
+from tp_invariant_recipes.runs.lock import LockLost, locked, locked_empty
+from tp_invariant_recipes.runs.run_dir import choose_for_several, free_bytes
+from tp_invariant_recipes.settings import cuda_graphs, peft
+from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.sizing import room
+from tp_invariant_recipes.sizing.memory import GIB
+from tp_invariant_recipes.sizing.recording import recorded as recorded_bytes
+
+AUDITED, REFERENCE = "audited", "reference"  # the two trainings
+DITHERED = 3  # repetitions of the reference
+DEGREES = (1, 2, 4, 8)  # of references, the first that fits
+WITHIN, BEYOND = "within rounding", "beyond rounding"
+
+# An audit compares values, so it records digests only on request.
+DEFAULTS = ("ledger.digests=0",)
+# An audit looks for defects of Megatron's and Transformer Engine's own layers, from the same weights in every layout.
+STOCK = "numerics=stock"
+NUMERICS = {"numerics.mode": STOCK, "numerics.initial_weights": "numerics.initial_weights=invariant"}
+
+
+@dataclass(frozen=True)
+class Audit:
+    """An audit, ready to start.
+
+    of_reference: what the reference has other than the audited configuration, as overrides.
+    first:        the first judged step; the last is the trainings' last.
+    """
+
+    directory: AuditDir
+    of_reference: tuple[str, ...]
+    audited: Plan
+    reference: Plan
+    first: int
+
+    @property
+    def steps(self) -> range:
+        """The judged steps."""
+        return range(self.first, self.audited.steps + 1)
+
+    @property
+    def recordings(self) -> tuple[int, ...]:
+        """Bytes that are recorded of the audited run, and of the reference; they are kept on disk."""
+        count, weights = len(self.steps), self.first == 1
+        return tuple(recorded_bytes(run.config, count, weights=weights) for run in (self.audited, self.reference))
+
+    @property
+    def disk(self) -> int:
+        """Bytes of all recordings."""
+        repeated = recorded_bytes(self.reference.config, len(self.steps), weights=False)
+        return sum(self.recordings) + DITHERED * repeated
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory of all ranks, beside what a training needs: a step's tensors, and the file of them."""
+        return 2 * max(self.recordings) // len(self.steps)
+
+
+def new(
+    model: str,
+    overrides: Sequence[str],
+    *,
+    reference: Sequence[str] = (),
+    against: Sequence[str] = (),
+    steps: int | None = None,
+    directory: Path | None = None,
+    how: Planning = TO_TRAIN,
+) -> Audit:
+    """Plan an audit. It writes nothing. Raises a TpiError that lists all problems.
+
+    reference: more overrides of the reference, after those in audit_reference.py.
+    against:   overrides of the audited run alone; the reference is the model as given.
+    steps:     of each training; None: the value of `iters`, or as many as the configuration needs.
+    """
+    requested, of_reference, differing = parse_all(overrides), parse_all(reference), parse_all(against)
+    problems, sound = reserved.check("audit", requested)
+    problems += reserved.check("audit", of_reference)[0] + reserved.check("audit", differing)[0]
+    if reference and against:
+        problems.append("--reference and --against: with --against the reference is the model as given; leave one out")
+    for flag, both in (("--against", differing), ("--reference", of_reference)):
+        problems += [f"{flag} {o.text}: both train for as long" for o in both if o.path == "train.train_iters"]
+    length_given = given(requested, "train.train_iters") is not None
+    problems += _steps_problems(length_given, steps)
+    numerics = [text for path, text in NUMERICS.items() if given(sound, path) is None]
+    if given(sound, "numerics.mode") is not None or given(sound, "weights.folder") is not None:
+        numerics = [text for text in numerics if text == STOCK]
+    common: list[str | Override] = [*DEFAULTS, *numerics, *sound, "save=0"]
+    audited = _composed(model, [*common, *texts(differing)], problems)
+    if problems or audited is None:
+        raise ConfigError(listed(problems), problems)
+    wanted = audited.config.train["train_iters"] if length_given else steps or _steps(audited.config)
+    length = f"iters={wanted}"
+    audited = _composed(model, [*common, *texts(differing), length], problems)
+    first = _first(audited.config, wanted, problems) if audited else 1
+    made, own = None, tuple(texts(differing))
+    if audited and not (against or of_reference or audit_reference.overrides(audited.config, of_reference)):
+        problems.append(
+            f"{model} is its own reference: it has one rank, no CUDA graphs, overlap or fusions; audit another "
+            "layout (tp=2), cuda_graph=te, or a pair of trainings: --against KEY=VALUE"
+        )
+    if against and not problems:
+        made = _composed(model, [*common, length], problems)
+    elif audited is not None and not problems:
+        made, own = _reference(model, [*common, length], audited.config, of_reference, problems)
+    if problems or audited is None or made is None:
+        raise ConfigError(listed(problems), problems)
+    where = AuditDir(choose_for_several(directory, f"audit-{model}-tp{audited.config.layout.tp}"))
+    planned = {
+        name: plan.resolve_beside(one, where.training(name), where.index_cache, how)
+        for name, one in ((AUDITED, audited), (REFERENCE, made))
+    }
+    audit = Audit(where, own, planned[AUDITED], planned[REFERENCE], first)
+    if (free := free_bytes(where.path)) < audit.disk:
+        raise ConfigError(
+            f"this audit records about {audit.disk / GIB:.1f} GiB, and the disk of {where.path} has "
+            f"{free / GIB:.1f} GiB free; --dir PATH on another disk, or a smaller seq, gbs or model.num_layers"
+        )
+    return audit
+
+
+def check(audit: Audit) -> None:
+    """Let Bridge validate both trainings. Imports Bridge, 10 to 20 s. Raises ConfigError."""
+    from tp_invariant_recipes.features.train import workflow as train
+
+    for one in (audit.audited, audit.reference):
+        train.check(one)
+
+
+def execute(audit: Audit, watch: Watch, *, keep: bool = False) -> dict[str, Any]:
+    """Train both, judge, and return the contents of `audit.json`. Raises RunError.
+
+    keep: keep the run directories even if nothing is beyond rounding.
+    """
+    begun = time.monotonic()
+    with locked_empty(audit.directory):
+        _train(audit, AUDITED, audit.audited, watch)
+        _train(audit, REFERENCE, audit.reference, watch)
+        runs = [audit.directory.training(name) for name in (AUDITED, REFERENCE)]
+        found, left_out = judged(runs[0], runs[1], audit.steps)
+        described = {
+            "model": audit.audited.composed.model,
+            "overrides": _shown(audit.audited.composed),
+            "reference": list(audit.of_reference),
+            "layout": audit.audited.layout.as_dict(),
+            "reference_layout": audit.reference.layout.as_dict(),
+            "device": audit.audited.device,
+            "bytes": sum(file.stat().st_size for run in runs for file in run.path.rglob("*.safetensors")),
+            "seconds": round(time.monotonic() - begun, 1),
+        }
+        result = report(audit.directory, found, left_out, described)
+        if not (result["exit_status"] or keep):
+            for run in runs:
+                shutil.rmtree(run.path, ignore_errors=True)
+        return result
+
+
+def recorded(run: Path, reference: Path, directory: Path | None = None) -> dict[str, Any]:
+    """Judge two recordings of `tp_invariant_recipes.audit.record`; return the contents of `audit.json`.
+
+    LedgerError: one is no recording, or the reference has no dithered repetitions.
+    """
+    runs = [AuditedRun(path.expanduser()) for path in (run, reference)]
+    steps = sorted(set(dumps.steps(runs[0].path)) & set(dumps.steps(runs[1].path)))
+    if not steps:
+        raise LedgerError(f"{run} and {reference} have no step in common that both recorded")
+    where = AuditDir(choose_for_several(directory, "audit-recorded"))
+    with locked_empty(where):
+        found, left_out = judged(runs[0], runs[1], steps)
+        return report(where, found, left_out, {"recorded": [str(one.path) for one in runs]})
+
+
+def judged(run: AuditedRun, reference: AuditedRun, steps: Sequence[int]) -> tuple[list[TensorDeviation], list[str]]:
+    """The deviations of all steps in order, and the names that are not compared. LedgerError, RunError."""
+    dithered = [one for n in range(1, DITHERED + 1) if (one := reference.dithered(n).path).is_dir()]
+    if not dithered:
+        raise LedgerError(
+            f"{reference.path} has no dithered repetition, which shows what rounding does: record(dither=1)"
+        )
+    found: list[TensorDeviation] = []
+    left_out: dict[str, None] = {}
+    for step in steps:
+        read = [dumps.read_step(path, step) for path in (run.path, reference.path, *dithered)]
+        of_step, missing = deviation.judge(StepDumps(step, read[0], read[1], tuple(read[2:])))
+        found += of_step
+        left_out |= dict.fromkeys(missing)
+    return found, list(left_out)
+
+
+def report(
+    where: AuditDir, found: Sequence[TensorDeviation], left_out: Sequence[str], described: dict[str, Any]
+) -> dict[str, Any]:
+    """Write `audit.json` and `audit.html`, and return what the first holds."""
+    for name in ("matplotlib", "matplotlib.font_manager"):  # Megatron has lowered the level of all
+        logging.getLogger(name).setLevel(logging.WARNING)
+    from tp_invariant_recipes.features.audit import page as audit_page
+    from tp_invariant_recipes.report import files
+
+    first = next((one for one in found if one.beyond), None)
+    result = {
+        "schema": 2,
+        "exit_status": 1 if first else 0,
+        "verdict": BEYOND if first else WITHIN,
+        "text": _text(found, first, left_out),
+        "directory": str(where.path),
+        **described,
+        "host": os.uname().nodename,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": shlex.join(["tpi", *sys.argv[1:]]),
+        "margin": deviation.MARGIN,
+        "dithered": DITHERED,
+        "first": _finite(first) if first else None,
+        "modules": [_module(name, tensors) for name, tensors in deviation.by_module(found).items()],
+        "tensors": [_finite(one) for one in found],
+        "not_compared": list(left_out),
+    }
+    where.write(where.result, result)
+    files.write(where.page, audit_page.page(result, found).encode())
+    return result
+
+
+# --- Planning ---
+
+
+def _steps_problems(length_given: bool, steps: int | None) -> list[str]:
+    if steps is None:
+        return []
+    if length_given:
+        return [f"--steps {steps} and iters say the same; leave one out"]
+    if steps > LARGEST:
+        return [f"--steps {steps}: must be at most {LARGEST}"]
+    return [f"--steps {steps}: must be at least 1"] if steps < 1 else []
+
+
+def _warmup(config: RunConfig) -> int:
+    return config.model.get("cuda_graph_warmup_steps", 3)  # Core's default
+
+
+def _steps(config: RunConfig) -> int:
+    """As many as show all: two where weights are gathered late; with graphs two that replay."""
+    if cuda_graphs.requested(config.model):
+        return _warmup(config) + 2
+    return 2 if config.section("ddp").get("overlap_param_gather") else 1
+
+
+def _first(config: RunConfig, steps: int, problems: list[str]) -> int:
+    """The first judged step. A step that captures graphs cannot be recorded, so it is the one after."""
+    if not cuda_graphs.requested(config.model):
+        return 1
+    warmup = _warmup(config)
+    if steps < warmup + 2:
+        problems.append(
+            f"graphs are captured after {counted(warmup, 'step')} and replayed from step {warmup + 2} on, and there "
+            f"are {steps}; --steps {warmup + 2}"
+        )
+    return warmup + 2
+
+
+def _composed(model: str, overrides: Sequence[str | Override], problems: list[str]) -> Composed | None:
+    """Compose; add new problems. None: there were some."""
+    try:
+        composed = compose(model, overrides, device=plan.detect_device())
+    except ConfigError as error:
+        problems += (problem for problem in error.problems if problem not in problems)
+        return None
+    etp = composed.config.layout.etp
+    if etp > 1 and composed.config.numerics.initial_weights == "invariant" and composed.config.weights.folder is None:
+        problems.append(f"etp={etp}: every layout would begin with other experts; etp=1, or weights=FOLDER")
+    fields = peft.section(composed.config)
+    if fields is not None and lora.of_experts(composed.config, fields) and not composed.config.numerics.invariant:
+        targets = [name for name in peft.targets(fields) if name not in peft.FEED_FORWARD]
+        problems.append(
+            "adapters of experts begin with other weights in every layout, which is no rounding; "
+            f"peft.target_modules=[{','.join(targets) or 'linear_qkv'}], or numerics=tree"
+        )
+    rates = [f"model.{name}=0" for name in ("hidden_dropout", "attention_dropout") if composed.config.model.get(name)]
+    problems += [f"dropout draws other numbers in every layout: {rate}" for rate in rates if rate not in str(problems)]
+    return composed
+
+
+def _reference(
+    model: str, common: list[str | Override], audited: RunConfig, own: list[Override], problems: list[str]
+) -> tuple[Composed | None, tuple[str, ...]]:
+    """The first reference whose memory suffices, and its overrides."""
+    first: list[str] = []
+    for degree in DEGREES:
+        more = (*audit_reference.overrides(audited, own, degree), *texts(own))
+        found: list[str] = []
+        composed = _composed(model, [*common, *more], found)
+        if composed is not None and not (found or room.problems(composed.config, here=True)):
+            return composed, more
+        first = first or found or room.problems(composed.config, here=True) if composed else first or found
+    problems += [f"the reference: {one}" for one in first]
+    return None, ()
+
+
+# --- Training ---
+
+
+def _train(audit: Audit, name: str, planned: Plan, watch: Watch) -> None:
+    run = audit.directory.training(name)
+    stopped = f"the audit was stopped before its end, in the training {name}: {run.path}"
+    passes = 1 if name == AUDITED else 1 + DITHERED
+    follow = None if name == AUDITED else f"../{AUDITED}"
+    with locked(run):
+        record.write(planned)
+        run.write(run.task, AuditTask(passes, audit.first, planned.steps, follow))
+        try:
+            with watch(name, planned) as tick:
+                outcome = local.run(planned, tick, rank_fn=rank.measure, process_groups=passes)
+        except LockLost:
+            raise
+        except TpiError as error:
+            with suppress(TpiError):  # usually a full disk, which the run's own error reports
+                attempts.end(run, "failed", str(error))
+            raise RunError(f"the training {name} failed, so that nothing can be compared\n{error}") from error
+        except KeyboardInterrupt:
+            attempts.end(run, local.Outcome.STOPPED.value)
+            raise Interrupted(stopped) from None
+        attempts.end(run, outcome.value)
+        if outcome is local.Outcome.STOPPED:
+            raise RunError(stopped)
+
+
+# --- Results ---
+
+
+def _shown(composed: Composed) -> list[str]:
+    return [text for text in texts(composed.overrides) if text not in (*DEFAULTS, *NUMERICS.values())]
+
+
+def _text(found: Sequence[TensorDeviation], first: TensorDeviation | None, left_out: Sequence[str]) -> str:
+    steps = sorted({one.step for one in found})
+    if first is None:
+        largest = max(found, key=lambda one: one.factor)
+        over = f"steps {steps[0]} to {steps[-1]}" if steps[1:] else f"step {steps[0]}"
+        return (
+            f"{WITHIN}: {counted(len(found), 'tensor')} of {over}; the furthest is {largest.factor:.2g} × rounding, "
+            f"{largest.name}" + (f"; {counted(len(left_out), 'tensor')} not compared" if left_out else "")
+        )
+    what = f"{_FLOW[first.kind]} of {first.module}" if first.kind in _FLOW else f"the {first.module}"
+    if first.name.endswith("/auxiliary"):
+        what = f"the gradient of the auxiliary losses in {first.module}"
+    far = f"is {first.factor:.3g} × rounding" if first.factor < float("inf") else "differs where rounding moves nothing"
+    parts = [f"{what} {far} at step {first.step}"]
+    if first.ranks and len(first.ranks) < first.of:
+        parts.append(f"on ranks {', '.join(map(str, first.ranks))} of {first.of}")
+    if first.shape:
+        parts.append(first.shape)
+    return f"{BEYOND}: {', '.join(parts)}"
+
+
+_FLOW = {
+    "weights": "the initial weight",
+    "forward": "the output",
+    "backward": "the input gradient",
+    "gradients": "the weight gradient",
+    "updates": "the update",
+}
+
+
+def _finite(one: TensorDeviation) -> dict[str, Any]:
+    """Without infinities, which JSON lacks: a factor is None then."""
+    return asdict(one) | {"factor": one.factor if one.factor < float("inf") else None, "beyond": one.beyond}
+
+
+def _module(name: str, tensors: Sequence[TensorDeviation]) -> dict[str, Any]:
+    """A row of the table: the largest factor of each kind that the module has; None: infinite."""
+    worst: dict[str, float] = {}
+    for one in tensors:
+        worst[one.kind] = max(worst.get(one.kind, 0.0), one.factor)
+    return {
+        "module": name,
+        **{kind: None if factor == float("inf") else factor for kind, factor in worst.items()},
+        "beyond": sorted({one.kind for one in tensors if one.beyond}, key=deviation.KINDS.index),
+    }

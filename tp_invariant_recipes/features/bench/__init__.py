@@ -1,0 +1,1 @@
+"""tpi bench: time and memory of a step, against stock."""

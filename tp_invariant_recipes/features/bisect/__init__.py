@@ -1,0 +1,1 @@
+"""tpi bisect: the step, the module and the tensor where two runs begin to differ."""

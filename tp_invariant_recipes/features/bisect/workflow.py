@@ -1,0 +1,343 @@
+"""`tpi bisect`: two runs differ at a step; train that step again with traces, and name the operation.
+
+Both runs train again from their last checkpoint before the step, or from the start, and stop after it. That step traces
+every module. A third pair of trainings dumps the first differing tensor and its operands.
+"""
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.compare.compare import Comparison, Verdict, compare
+from tp_invariant_recipes.compare.comparison_json import comparison_json, exit_status
+from tp_invariant_recipes.compare.explanation import run_name
+from tp_invariant_recipes.compare.magnitude import magnitude_line, magnitude_report
+from tp_invariant_recipes.compare.text import verdict_line
+from tp_invariant_recipes.errors import ConfigError, Interrupted, LedgerError, RunError, TpiError
+from tp_invariant_recipes.features import check
+from tp_invariant_recipes.features.bisect.first_divergence import distances, module_of, operation, worth_dumping
+from tp_invariant_recipes.features.train import workflow as train
+from tp_invariant_recipes.launch import local, resume
+from tp_invariant_recipes.launch.local import Watch
+from tp_invariant_recipes.launch.plan import Plan
+from tp_invariant_recipes.ledger.open import read
+from tp_invariant_recipes.ledger.reader import Ledger, contents
+from tp_invariant_recipes.machine.versions import versions
+from tp_invariant_recipes.runs import checkpoints
+from tp_invariant_recipes.runs.lock import locked_empty
+from tp_invariant_recipes.runs.run_dir import RunDir, choose_for_several
+from tp_invariant_recipes.settings import environment
+
+SCHEMA = 1
+SIDES = ("a", "b")
+# The variables of a run's recorded environment that belong to the machine; they keep this machine's values.
+MACHINE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "*_DIR")
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """A run to be trained again up to a step.
+
+    copied:      the lines of its ledger that the new ledger starts with.
+    environment: the environment variables of its training.
+    """
+
+    original: Ledger
+    plan: Plan
+    copied: bytes
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """Two runs that first differ at a step, and how to train it again. directory: holds all files written."""
+
+    first: Comparison
+    directory: RunDir
+    step: int
+    remarks: tuple[str, ...]
+    referee: bool = False
+
+
+def new(a: Path, b: Path, directory: Path | None, *, referee: bool = False) -> Bisection | Comparison:
+    """Compare two run directories. Returns the comparison if there is nothing to train again.
+
+    referee: whether to say which run is right.
+
+    Raises LedgerError or RunError: one is not a run directory, the experiments differ, or `directory` is not empty.
+    """
+    ledgers = [read(path) for path in (a, b)]
+    if lacking := [ledger.path for ledger in ledgers if not _can_be_trained(ledger)]:
+        named = ", ".join(map(str, lacking))
+        raise LedgerError(f"{named}: to train a step again takes the run directory, with run.json and config.yaml")
+    comparison = compare(*ledgers)
+    if comparison.verdict is Verdict.NOT_COMPARABLE:
+        raise LedgerError(verdict_line(comparison))
+    first = comparison.first
+    if first is None or first.step == 0 or first.phase in ("data", "evaluation"):  # no step shows these
+        return comparison
+    where = RunDir(choose_for_several(directory, "bisect"))
+    remarks = (*_other_versions(comparison), *_other_layouts(ledgers))
+    return Bisection(comparison, where, first.step, remarks, referee)
+
+
+def plans(
+    found: Bisection, name: str, step: int, equal_until: int, dump: tuple[str, ...] = (), since: int | None = None
+) -> list[Rerun]:
+    """Both runs again up to `step`, in `DIRECTORY/name-a` and `-b`. Raises RunError that lists why they cannot run.
+
+    since: the first step that is traced; None: `step`.
+    equal_until: the last step after which both are known to be in the same state; they start at it or before.
+    """
+    problems: list[str] = []
+    made = []
+    for side, ledger in zip(SIDES, (found.first.a, found.first.b), strict=True):
+        run_dir = RunDir(found.directory.path / f"{name}-{side}")
+        try:
+            made.append(_rerun(ledger, run_dir, (since or step, step), equal_until, dump))
+        except TpiError as error:
+            wrong = error.problems if isinstance(error, ConfigError) else (str(error),)
+            problems += (problem for problem in wrong if problem not in problems)
+    if problems:
+        raise RunError("\n".join(problems))
+    return made
+
+
+def execute(found: Bisection, watch: Watch) -> dict[str, Any]:
+    """Train, compare, and return the contents of `bisect.json`. Raises a TpiError when a run cannot be trained again.
+
+    watch: as for `tpi verify`.
+    """
+    try:
+        equal_until, both = _planned(found)
+        with locked_empty(found.directory):
+            result = _bisected(found, watch, equal_until, both)
+            if found.referee:
+                result["referee"] = _refereed(found, watch, equal_until, result)
+            found.directory.write(found.directory.path / "bisect.json", result)
+    except KeyboardInterrupt:
+        raise Interrupted(_stopped(found.directory.path)) from None
+    return result
+
+
+def _planned(found: Bisection) -> tuple[int, list[Rerun]]:
+    """The last step after which both runs are known to agree, and both again from there. It writes nothing."""
+    equal_until = min(found.step - 1, _last_equal((found.first.a, found.first.b), found.step))
+    both = plans(found, "traced", found.step, equal_until)
+    for again in both:
+        with _environment(again.environment):
+            train.check(again.plan)
+    return equal_until, both
+
+
+def _bisected(found: Bisection, watch: Watch, equal_until: int, both: list[Rerun]) -> dict[str, Any]:
+    originals = (found.first.a, found.first.b)
+    remarks = list(found.remarks)
+    step = found.step
+    if equal_until < step - 1:
+        remarks.append(f"not both recorded digests at every step: known to agree up to step {equal_until}")
+    while True:
+        traced = [_train(again, step, watch, remarks) for again in both]
+        repeats = [compare(*pair, repetition=True) for pair in zip(originals, traced, strict=True)]
+        repeating = all(repeated.verdict is Verdict.IDENTICAL for repeated in repeats)
+        placed = compare(*traced)
+        if not repeating or placed.first is None or not 0 < placed.first.step < step:
+            break
+        # They first differ at a step without recorded digests: trace that step.
+        step = placed.first.step
+        equal_until = step - 1
+        both = plans(found, f"traced-step-{step}", step, equal_until)
+    dump = worth_dumping(placed) if placed.first and placed.first.step == step else ()
+    again_dumped = plans(found, "dumped", step, equal_until, dump) if dump else []
+    dumped = compare(*(_train(again, step, watch, remarks) for again in again_dumped)) if dump else None
+    return _result(found, step, both, repeats, placed, dumped, dump, remarks)
+
+
+def _refereed(found: Bisection, watch: Watch, equal_until: int, result: dict[str, Any]) -> dict[str, Any]:
+    """What the referee says. It may train both runs once more, with dumps of a module's operands and results."""
+    step, before = result["step"], min(equal_until, result["step"] - 2)
+
+    def train_dumped(names: tuple[str, ...], since: int) -> list[Path]:
+        both = plans(found, "refereed", step, before, names, since)
+        return [_train(again, step, watch, result["remarks"]).path.parent for again in both]
+
+    repeats, module, operation = (result[name] for name in ("repeats", "module", "operation"))
+    return check.referee(result["runs"], repeats, module, operation, step, train_dumped)
+
+
+def _rerun(ledger: Ledger, run_dir: RunDir, steps: tuple[int, int], equal_until: int, dump: tuple[str, ...]) -> Rerun:
+    original = RunDir(ledger.path.parent)
+    variables = original.read_environment()
+    start = _start(original, ledger, equal_until)
+    record = [
+        "ledger.digests=1",
+        "ledger.state_digests=1",
+        f"ledger.trace={steps[0]}:{steps[1]}",
+        f"ledger.dump=[{','.join(dump)}]",
+    ]
+    with _environment(variables):
+        planned = resume.rerun(original.path, run_dir, start, last_step=steps[1], record=record)
+    return Rerun(ledger, planned, _lines(ledger, planned.start), variables)
+
+
+@contextmanager
+def _environment(recorded: dict[str, str]) -> Iterator[None]:
+    """Set the recorded environment variables of a run, except MACHINE_VARIABLES."""
+
+    def of_a_run(variables: Mapping[str, str]) -> dict[str, str]:
+        return {k: v for k, v in variables.items() if not any(fnmatchcase(k, pattern) for pattern in MACHINE_VARIABLES)}
+
+    before = dict(os.environ)
+    for name in of_a_run(environment.recorded(before)):
+        del os.environ[name]
+    os.environ.update(of_a_run(recorded))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _last_equal(originals: Sequence[Ledger], step: int) -> int:
+    """The last step before `step` after which both runs recorded weights, and equal ones; 0: the start.
+
+    An equal loss or norm does not prove equal weights.
+    """
+    pairs = zip(*(ledger.steps[: step - 1] for ledger in originals), strict=True)
+    digests = ((a.step, ((a.masters, b.masters), (a.weights, b.weights))) for a, b in pairs)
+    return max((number for number, both in digests if any(None not in one for one in both)), default=0)
+
+
+def _start(original: RunDir, ledger: Ledger, last: int) -> checkpoints.RunCheckpoint | None:
+    """The last complete checkpoint up to step `last`. None: there is none, or the ledger cannot continue from it.
+
+    Raises CheckpointError: it is damaged.
+    """
+    if not ledger.header.parameters:  # a ledger has digests from its start, and these lines have none
+        return None
+    own = ledger.header.identity_hash
+    for checkpoint in reversed(checkpoints.finished(original.checkpoints)):
+        if checkpoint.step <= last and checkpoint.read_manifest().identity_hash == own:
+            checkpoint.verify(hashes=False)  # `train.check` reads the files
+            return checkpoint
+    return None
+
+
+def _lines(ledger: Ledger, steps: int) -> bytes:
+    """The header and the first `steps` steps of a ledger, unchanged."""
+    if not steps:
+        return b""
+    return b"".join(line + b"\n" for line in contents(ledger.path).split(b"\n")[: steps + 1])
+
+
+def _train(again: Rerun, step: int, watch: Watch, remarks: list[str]) -> Ledger:
+    """The ledger of the run, up to `step`. Raises RunError: it failed before, or was stopped."""
+    planned = again.plan
+    run_dir = planned.run_dir
+    if again.copied:
+        run_dir.path.mkdir(parents=True)
+        run_dir.ledger.write_bytes(again.copied)
+    label = f"{run_dir.path.name}: {run_name(again.original)} from step {planned.start}"
+    try:
+        with _environment(again.environment), watch(label, planned) as tick:
+            outcome = train.execute(planned, tick)
+    except RunError as error:  # a diverging run may fail after the step, which does not matter
+        if not run_dir.ledger.exists() or len(read(run_dir.ledger).steps) < step:
+            raise
+        remarks.append(f"{run_dir.path} failed after step {step}: {str(error).splitlines()[0]}")
+        outcome = local.Outcome.COMPLETED
+    if outcome is local.Outcome.STOPPED:
+        raise RunError(_stopped(run_dir.path.parent))
+    ledger = read(run_dir.ledger)
+    return replace(ledger, steps=ledger.steps[:step])
+
+
+def _stopped(directory: Path) -> str:
+    return f"stopped; what was trained: {directory}"
+
+
+def _result(
+    found: Bisection,
+    step: int,
+    both: Sequence[Rerun],
+    repeats: Sequence[Comparison],
+    placed: Comparison,
+    dumped: Comparison | None,
+    dump: tuple[str, ...],
+    remarks: list[str],
+) -> dict[str, Any]:
+    first = placed.first
+    same = dumped is None or first is None or (dumped.first is not None and dumped.first.name == first.name)
+    if not same and dumped is not None:
+        remarks = [*remarks, f"trained once more for the values, they part elsewhere: {verdict_line(dumped)}"]
+    return {
+        "schema": SCHEMA,
+        "exit_status": exit_status([found.first]),
+        "directory": str(found.directory.path),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "runs": [run_name(ledger) for ledger in (found.first.a, found.first.b)],
+        "step": step,
+        "from_steps": [again.plan.start for again in both],
+        "traced": [str(again.plan.run_dir.path) for again in both],
+        "recorded": comparison_json(found.first),
+        "repeats": [repeated.verdict is Verdict.IDENTICAL for repeated in repeats],
+        "text": _text(repeats, placed),
+        "placed": comparison_json(placed),
+        "module": module_of(placed),
+        "operation": operation(placed),
+        "dumped": list(dump),
+        "apart": None if dumped is None or not same else magnitude_line(dumped),
+        "distance": None if dumped is None or not same else magnitude_report(dumped),
+        "distances": {} if dumped is None else distances(dumped, step, dump),
+        "same_place": same,
+        "remarks": remarks,
+    }
+
+
+def _text(repeats: Sequence[Comparison], placed: Comparison) -> str:
+    """The result in words: first the runs that do not repeat themselves, then the first difference."""
+    lines = [
+        f"{run_name(repeated.a)} does not repeat itself here: {verdict_line(repeated)}"
+        for repeated in repeats
+        if repeated.verdict is not Verdict.IDENTICAL
+    ]
+    if not lines:
+        return verdict_line(placed)
+    if placed.verdict is Verdict.IDENTICAL:
+        return "\n".join([*lines, "trained again, the two do not differ: their difference is not reproducible here"])
+    return "\n".join([*lines, f"trained again, the two are {verdict_line(placed)}"])
+
+
+def _can_be_trained(ledger: Ledger) -> bool:
+    where = ledger.run_directory
+    return where is not None and RunDir(where).run.is_file() and RunDir(where).config.is_file()
+
+
+def _other_versions(comparison: Comparison) -> list[str]:
+    """Runs recorded with other versions than those installed, which may compute other bits."""
+    lines = []
+    now = versions()
+    now.pop("git_commit", None)  # most commits do not change computations
+    for ledger in (comparison.a, comparison.b):
+        then = ledger.header.versions
+        other = [
+            f"{name} {then[name]} then and {now[name]} now" for name in now if name in then and then[name] != now[name]
+        ]
+        if other:
+            lines.append(f"{run_name(ledger)} was recorded with other versions: {', '.join(other)}")
+    return lines
+
+
+def _other_layouts(ledgers: Sequence[Ledger]) -> list[str]:
+    """Runs that were resumed with other settings than they began with: only the last are known completely."""
+    return [
+        f"{run_name(ledger)} went on after step {entry['after_step']} with other {', '.join(sorted(entry['changed']))}"
+        f": it is trained again as it was last"
+        for ledger in ledgers
+        for entry in ledger.header.notes.get("resumed", [])
+    ]

@@ -1,0 +1,1 @@
+"""tpi export: a checkpoint as a Hugging Face folder."""

@@ -1,0 +1,287 @@
+"""A process that turns a checkpoint of a run into the files of a Hugging Face folder, on the CPU."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.numerics.megatron import families
+from tp_invariant_recipes.numerics.megatron.spec import block_of_both
+from tp_invariant_recipes.observe.shards import sharded_tensors
+from tp_invariant_recipes.patches import registry
+from tp_invariant_recipes.replacement import ours
+from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.sources import auto_bridge, hf_models
+from tp_invariant_recipes.sources.weights import CONFIG, INDEX, read
+from tp_invariant_recipes.start import bridge
+
+# Before the name of a weight in a checkpoint, its master weight: of Megatron's optimizers, and of the distributed one.
+MASTERS = ("optimizer.state.fp32_param.", "optimizer.state.param.")
+ADAPTER = ".adapter."  # in the name of an adapter's weight
+OF_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+SHARD = 5 * 10**9  # bytes of one file, as Hugging Face writes them
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """What a checkpoint of LoRA adapters belongs to.
+
+    fields: the section `peft` of the run. base: the folder of the weights that they adapt: a checkpoint of
+    Megatron-Bridge, or of Hugging Face if `hugging_face`. merge: add them to these weights, in fp32.
+    """
+
+    fields: dict[str, Any]
+    base: Path
+    hugging_face: bool
+    merge: bool
+
+
+@dataclass(frozen=True)
+class Export:
+    """What a rank does: write the tensors of `checkpoint` into `folder`, which has a config.json.
+
+    model: the section of a run's configuration. masters: write the master weights, in fp32. adapters: None: the
+    checkpoint has all weights.
+    """
+
+    checkpoint: Path
+    folder: Path
+    model: dict[str, Any]
+    masters: bool
+    adapters: Adapters | None = None
+
+    def __call__(self, run_dir: RunDir, rank_info: Any) -> None:
+        """Raises RunError: the checkpoint has no such weights."""
+        bridge.load()
+        with ExitStack() as stack:
+            from megatron.bridge.training.model_load_save import temporary_distributed_context
+
+            from tp_invariant_recipes.cpu_host import cpu
+
+            stack.enter_context(cpu.installed())
+            stack.enter_context(registry.applied())
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(temporary_distributed_context("gloo"))
+            if self.adapters is None:
+                self._write(self._chunks())
+            else:
+                self._write_adapted(self.adapters)
+
+    def _names(self) -> set[str]:
+        family = hf_models.family_of(self.model)
+        assert not isinstance(family, str)
+        return {name for name, _ in family.tensors(family.sizes(self.model))}
+
+    def _chunks(self) -> list[Any]:
+        """The model with the weights of the checkpoint."""
+        chunks = _model(self.model, torch.float32 if self.masters else _dtype(self.checkpoint))
+        load_weights(chunks, self.checkpoint, _masters(self.checkpoint) if self.masters else "")
+        return chunks
+
+    def _write_adapted(self, adapters: Adapters) -> None:
+        """Write the base weights with the adapters added, or what the library peft reads beside them."""
+        from megatron.bridge.peft.lora import LoRA
+
+        chunks = _model(self.model, _base_dtype(adapters))
+        if adapters.hugging_face:
+            auto_bridge.from_folder(adapters.base).load_hf_weights(chunks)
+        else:
+            load_weights(chunks, adapters.base, "")
+        lora = LoRA(**adapters.fields)
+        shared = lora.share_expert_adapters
+        load_weights(lora(chunks, training=False), self.checkpoint, "", part=ADAPTER, shared=shared)
+        if adapters.merge:
+            self._write(chunks)
+            return
+        name = str(adapters.base) if adapters.hugging_face else ""
+        auto_bridge.from_config(self.folder).save_hf_adapter(
+            chunks, self.folder, lora, base_model_name_or_path=name, show_progress=False
+        )
+        (self.folder / CONFIG).unlink()
+
+    def _write(self, chunks: list[Any]) -> None:
+        write(self.folder, self._tensors(chunks), self._names())
+
+    def _tensors(self, chunks: list[Any]) -> Iterator[tuple[str, Tensor]]:
+        of_folder = auto_bridge.from_config(self.folder)
+        tied = of_folder.hf_pretrained.tie_word_embeddings
+        for name, tensor in of_folder.export_hf_weights(chunks, cpu=True, show_progress=False):
+            if not (tied and name == hf_models.OUTPUT):  # Hugging Face stores a tied tensor once
+                yield name, tensor.contiguous()
+
+
+def _metadata(checkpoint: Path) -> dict[str, Any]:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    return FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+
+
+def _dtype(checkpoint: Path) -> torch.dtype:
+    """The type of a checkpoint's weights."""
+    return _metadata(checkpoint)["embedding.word_embeddings.weight"].properties.dtype
+
+
+def _base_dtype(adapters: Adapters) -> torch.dtype:
+    """The type of the weights that are adapted. The folder has been checked: its tensors have one type."""
+    if not adapters.hugging_face:
+        return _dtype(adapters.base)
+    return torch.float32 if {one.dtype for one in read(adapters.base).tensors.values()} == {"F32"} else torch.bfloat16
+
+
+def _masters(checkpoint: Path) -> str:
+    """What stands before the names of a checkpoint's master weights."""
+    there = _metadata(checkpoint)
+    return next((one for one in MASTERS if any(name.startswith(one) for name in there)), MASTERS[0])
+
+
+def _model(model: dict[str, Any], dtype: torch.dtype) -> list[Any]:
+    """Megatron-Core's own layers with the sizes of a run's model, whole and without values."""
+    from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
+    from megatron.core.transformer.enums import AttnBackend
+
+    family = hf_models.family_of(model)
+    assert not isinstance(family, str)
+    traits = {name: bool(model.get(name)) for name in ("add_qkv_bias", "qk_layernorm", "rope_scaling")}
+    fields = traits | {name: value for name, (value, _) in family.shared.items()}
+    fields |= {name: model[name] for name, _ in family.fields.values() if model.get(name) is not None}
+    fields["activation_func"] = resolve_name(fields["activation_func"])
+    own = families.of(model)
+    cls, spec = GPTModelProvider, block_of_both if family is hf_models.GLM_45 else local_layer_spec
+    if families.delta_sizes(model):
+        spec = ours(families.DELTA_BLOCK)
+    if own is not None:
+        cls, spec = resolve_name(model[families.PROVIDER]), partial(families.block, family=own)
+    if shared := model.get("moe_shared_expert_intermediate_size"):
+        fields["moe_shared_expert_intermediate_size"] = shared
+    provider = cls(
+        **fields,
+        seq_length=model["seq_length"],
+        transformer_layer_spec=spec,
+        transformer_impl="local",
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        attention_backend=AttnBackend.auto,
+        moe_grouped_gemm=False,
+        moe_permute_fusion=False,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+    )
+    provider.finalize()
+    return provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
+
+
+def of_all_experts(value: Any) -> Any:
+    """An expert's adapter as the checkpoint has it that all experts share: without the dimension of experts.
+
+    value: a ShardedTensor, or the factory of several, of Megatron-Core.
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    if isinstance(value, ShardedTensor):
+        axis = value.prepend_axis_num - 1
+        fields = {
+            name: (*numbers[:axis], *numbers[axis + 1 :])
+            for name in ("global_shape", "global_offset", "axis_fragmentations")
+            if (numbers := getattr(value, name)) is not None
+        }
+        return replace(value, **fields, prepend_axis_num=axis)
+    build = value.build_fn
+    return replace(value, build_fn=lambda *given: [of_all_experts(one) for one in build(*given)])
+
+
+def load_weights(chunks: list[Any], checkpoint: Path, prefix: str, part: str = "", *, shared: bool = False) -> None:
+    """Load weights, or what a checkpoint keeps of them under names with a prefix. RunError: it lacks one.
+
+    part: of the names of those to load. shared: all experts of a layer have one adapter.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    chunk = chunks[0].module if hasattr(chunks[0], "module") else chunks[0]
+    metadata = dist_checkpointing.load_content_metadata(str(checkpoint))
+    sharded = {
+        name: value
+        for name, value in chunk.sharded_state_dict(metadata=metadata).items()
+        if is_weight(name) and part in name
+    }
+    of_first = {name: OF_EXPERT.sub(r".local_experts.0.", name) for name in sharded} if shared else {}
+    copied = {name: first for name, first in of_first.items() if name != first}
+    sharded = {
+        name: of_all_experts(value) if shared and OF_EXPERT.search(name) else value
+        for name, value in sharded.items()
+        if name not in copied
+    }
+    there = _metadata(checkpoint)
+    for tensor in nested_values(sharded):
+        if isinstance(tensor, ShardedTensor | ShardedTensorFactory):  # of gate and up, or of segments, a factory
+            tensor.key = f"{prefix}{tensor.key}"
+            lacking = next((one.key for one in sharded_tensors(tensor) if one.key not in there), None)
+            if lacking is not None:
+                kind = "master weight" if prefix else "weight"
+                raise RunError(f"{checkpoint} holds no {kind} {lacking.removeprefix(prefix)}")
+    loaded = dist_checkpointing.load({"model": sharded}, str(checkpoint))["model"]
+    loaded |= {name: loaded[first] for name, first in copied.items()}
+    left = chunk.load_state_dict(loaded, strict=False)
+    missing = [name for name in left.missing_keys if is_weight(name) and part in name]
+    if missing:
+        raise RunError(f"{checkpoint} holds no weight {missing[0]}")
+
+
+def is_weight(name: str) -> bool:
+    """Whether a name is no state of a layer of Transformer Engine: `_extra_state`, of experts also `_extra_state3`."""
+    return not name.rpartition(".")[2].startswith("_extra_state")
+
+
+def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], wanted: set[str]) -> None:
+    """Write tensors as they come, in files of about SHARD bytes, and an index if there are several.
+
+    Raises RunError: they are not those wanted.
+    """
+    held: dict[str, Tensor] = {}
+    index: dict[str, int] = {}  # tensor -> number of its file
+    written: list[Path] = []
+    for name, tensor in tensors:
+        if held and sum(one.nbytes for one in held.values()) + tensor.nbytes > SHARD:
+            written.append(_part(folder, len(written), held))
+            held = {}
+        held[name], index[name] = tensor, len(written)
+    written.append(_part(folder, len(written), held))
+    if wrong := sorted(wanted ^ index.keys()):
+        raise RunError(f"Megatron-Bridge wrote other tensors than the architecture has: {wrong[0]}")
+    names = [f"model-{n + 1:05}-of-{len(written):05}.safetensors" for n in range(len(written))]
+    if len(written) == 1:
+        names = ["model.safetensors"]
+    for part, name in zip(written, names, strict=True):
+        os.rename(part, folder / name)
+    if len(written) > 1:
+        total = sum((folder / name).stat().st_size for name in names)
+        map_ = {name: names[number] for name, number in sorted(index.items())}
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": map_}, indent=2) + "\n"
+        (folder / INDEX).write_text(text, encoding="utf-8")
+
+
+def _part(folder: Path, number: int, tensors: dict[str, Tensor]) -> Path:
+    from safetensors.torch import save_file
+
+    file = folder / f"part-{number}"
+    save_file(tensors, file, metadata={"format": "pt"})
+    shutil.copymode(folder / CONFIG, file)  # it is for its owner's eyes alone
+    return file

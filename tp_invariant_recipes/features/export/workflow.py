@@ -1,0 +1,193 @@
+"""`tpi export`: a checkpoint of a run as a Hugging Face folder."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tp_invariant_recipes.config.identity import WEIGHTS_DIGEST
+from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError
+from tp_invariant_recipes.files import whole_folder
+from tp_invariant_recipes.launch import local, ranks
+from tp_invariant_recipes.ledger.run_files import RunFile
+from tp_invariant_recipes.numerics.megatron import families
+from tp_invariant_recipes.numerics.megatron.adapters.adapted_layers import ROW_PARALLEL
+from tp_invariant_recipes.reading import parse_object, read_limited
+from tp_invariant_recipes.runs import checkpoints
+from tp_invariant_recipes.runs.checkpoints import RunCheckpoint
+from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
+from tp_invariant_recipes.settings import environment, peft
+from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.sources import hf_models, weights
+from tp_invariant_recipes.start.quiet import quiet
+
+if TYPE_CHECKING:
+    from tp_invariant_recipes.features.export.rank import Adapters
+
+# Files copied from the Hugging Face folder that a run started from.
+COPIED_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("vocab.txt", "merges.txt", "chat_template.jinja", "generation_config.json"),
+)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A written folder. step: completed steps. tensors, digest: as `weights.Checkpoint` has them; of adapters alone 0
+    and empty: their files are those of the library peft.
+    """
+
+    folder: Path
+    step: int
+    architecture: str
+    dtype: str
+    tensors: int
+    digest: str
+    copied: tuple[str, ...]
+
+
+def export(run: Path, folder: Path, step: int | None = None, *, masters: bool = False, merge: bool = False) -> Exported:
+    """Write the newest checkpoint of a run, or the one of `step`, into a new folder.
+
+    masters: the fp32 master weights instead of the weights that the model computes with. merge: of a run with
+    adapters, the weights with the adapters added; without, what the library peft loads.
+    Raises a TpiError: there is no checkpoint, it is damaged, the model has no architecture that is known, or the folder
+    holds something. Then the folder is as it was.
+    """
+    folder = folder.expanduser().absolute()
+    if folder.is_symlink() or (folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))):
+        raise ConfigError(f"{folder} is there and is no empty folder: nothing is overwritten, choose another")
+    run_dir = RunDir(run)
+    before = run_dir.read_run(RunFile)
+    config = run_dir.read_run_config()
+    if merge and not peft.adapts(config):
+        raise ConfigError(f"{run} has no adapters to merge: leave out --merge")
+    fields = peft.section(config)
+    if fields is not None and not merge and config.model.get("num_moe_experts") and peft.of_feed_forward(fields):
+        raise ConfigError(
+            f"{run} has adapters of experts, which the library peft reads in no layout that tpi writes; add --merge"
+        )
+    if peft.adapts(config) and config.model.get("mtp_num_layers"):
+        raise ConfigError(f"{run} has adapters of multi-token prediction, which tpi exports to no folder")
+    if masters and peft.adapts(config):
+        raise ConfigError(f"{run} has adapters, whose base has no master weights: leave out --masters")
+    family = hf_models.family_of(config.model)
+    if isinstance(family, str):
+        raise ConfigError(f"{run} cannot be exported: {family}")
+    if masters and config.mixed_precision is None:
+        raise ConfigError(f"{run} has no master weights: its weights are fp32; leave out --masters")
+    found = checkpoint_of(run_dir, before.identity_hash, step)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with whole_folder(folder) as temporary:
+            copied = _describe(temporary, config, family, masters=masters)
+            adapters = _adapters(config, before.identity, merge=merge) if peft.adapts(config) else None
+            _convert(found, temporary, config.model, adapters, masters=masters)
+            if adapters and not merge:
+                return Exported(folder, found.step, family.architecture, "adapters", 0, "", copied)
+            written = weights.read(temporary)
+            if wrong := hf_models.problems(config.model, written):
+                raise RunError(f"this is a defect of tpi: it would not import what it exports: {wrong[0]}")
+            digest = written.digest()
+    except OSError as error:
+        raise RunError(cannot_write(folder, error).replace("run.dir=PATH", "another FOLDER")) from error
+    dtype = "float32" if {one.dtype for one in written.tensors.values()} == {"F32"} else "bfloat16"
+    return Exported(folder, found.step, family.architecture, dtype, len(written.tensors), digest, copied)
+
+
+def checkpoint_of(run_dir: RunDir, identity_hash: str, step: int | None) -> RunCheckpoint:
+    """The newest checkpoint of a run, or the one of `step`, verified. Raises CheckpointError."""
+    found = checkpoints.select(run_dir.checkpoints, step)
+    if found is None:
+        raise CheckpointError(f"{run_dir.path} has no finished checkpoint; save=STEPS lets a run write some")
+    if found.read_manifest().identity_hash != identity_hash:
+        raise CheckpointError(f"{found.path} belongs to another run: its identity is not the one of {run_dir.path}")
+    return found
+
+
+def _describe(folder: Path, config: RunConfig, family: hf_models.Family, *, masters: bool) -> tuple[str, ...]:
+    """Write config.json, and copy the tokenizer of the folder that the run has started from, if it is still there.
+
+    Returns the names of the files that were copied.
+    """
+    source = config.weights.folder
+    dtype = "float32" if masters or config.mixed_precision is None else "bfloat16"
+    written = hf_models.config_of(family, config.model, dtype)
+    copied = []
+    if source is not None and _same_model(Path(source), config.model):
+        before = parse_object(read_limited(Path(source) / weights.CONFIG, weights.LARGEST_CONFIG))
+        before.pop("torch_dtype", None)  # the earlier name
+        written = before | {"dtype": dtype}
+        for name in COPIED_FILES:
+            if (Path(source) / name).is_file():
+                shutil.copyfile(Path(source) / name, folder / name)
+                copied.append(name)
+    (folder / weights.CONFIG).write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return tuple(copied)
+
+
+def _same_model(folder: Path, model: dict[str, Any]) -> bool:
+    """Whether a folder is still one of this model."""
+    try:
+        return not hf_models.problems(model, weights.read(folder))
+    except ConfigError:
+        return False
+
+
+def _check_norms(config: RunConfig) -> None:
+    """Raise ConfigError: adapters add to what a norm returns."""
+    family = families.of(config.model)
+    after = {*peft.targets(peft.section(config) or {})} & {*ROW_PARALLEL}
+    if family is not None and families.FAMILIES[family].after and after:
+        raise ConfigError(
+            f"Bridge adds adapters of {' and '.join(sorted(after))} after the norms that {family} has there, which "
+            "neither merged weights nor the library peft can; peft.target_modules=[linear_qkv,linear_fc1]"
+        )
+
+
+def _adapters(config: RunConfig, identity: Mapping[str, Any], *, merge: bool) -> "Adapters":
+    """The adapters of a run, and where the weights are that they adapt. Raises a TpiError: they are not there."""
+    _check_norms(config)
+    from tp_invariant_recipes.features.export.rank import Adapters
+
+    fields = dict(peft.section(config) or {})
+    if config.weights.folder is not None:
+        base = Path(config.weights.folder)
+        if weights.read(base).digest() != identity.get(WEIGHTS_DIGEST):
+            raise ConfigError(f"{base} does not hold the weights that the run has adapted")
+        return Adapters(fields, base, hugging_face=True, merge=merge)
+    base = Path(config.section("checkpoint")["pretrained_checkpoint"])
+    if not (base / ".metadata").exists():
+        chosen = checkpoints.select(base)
+        if chosen is None:
+            raise CheckpointError(f"{base} holds no checkpoint: the weights that the run has adapted are gone")
+        base = chosen.path
+    return Adapters(fields, base.absolute(), hugging_face=False, merge=merge)
+
+
+def _convert(
+    found: RunCheckpoint, folder: Path, model: dict[str, Any], adapters: "Adapters | None", *, masters: bool
+) -> None:
+    """Write the tensors in a new process, which is the only rank of a world of one."""
+    from tp_invariant_recipes.start import bridge
+    from tp_invariant_recipes.training.rank import RankInfo
+
+    os.environ.update(environment.settings("cpu", os.environ))
+    local.prepare_environment("lo")
+    with quiet(), tempfile.TemporaryDirectory() as scratch:
+        bridge.load()
+        from tp_invariant_recipes.features.export.rank import Export
+
+        store = local.store()
+        do = Export(found.path.absolute(), folder, model, masters, adapters)
+        with ranks.stopping() as stop:
+            outcome = ranks.run(
+                RunDir(Path(scratch)), "cpu", [RankInfo(0, 0, 1, 1, "127.0.0.1", (store.port,))], lambda: None, stop,
+                rank_fn=do, stepped=lambda: False,
+            )  # fmt: skip
+    if outcome is not ranks.Outcome.COMPLETED:
+        raise KeyboardInterrupt

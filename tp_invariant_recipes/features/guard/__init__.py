@@ -1,0 +1,1 @@
+"""guard=…: notice broken hardware while a run trains, and name the rank."""

@@ -1,0 +1,208 @@
+"""The callback of guard=products and guard=shadow: four nets around a step, and the end of a run that has a wrong bit.
+
+    when                                  what
+    a step begins                         which of its products are sampled
+    its passes, of a shadow step          shadow.py
+    before the optimizer's step           the judge begins with what the last step left; samples are copied for it;
+                                          weights of all replicas, and memory between the two steps, are compared
+    after it                              elements of it are computed again; what lies in memory now is digested
+    a checkpoint, the end of training     all that is undecided is waited for, on all ranks
+
+What the judge finds ends the run when the next of these comes. No checkpoint counts before.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from megatron.bridge.training.callbacks import CallbackContext
+from megatron.core import parallel_state
+
+from tp_invariant_recipes.check.guard import SHADOW, ranks_apart
+from tp_invariant_recipes.errors import HardwareFault
+from tp_invariant_recipes.features.guard.fault import Reporter, WrongBits, described
+from tp_invariant_recipes.features.guard.judge import Judge
+from tp_invariant_recipes.features.guard.memory import TURNS, Memory, Replicas
+from tp_invariant_recipes.features.guard.optimizer import Adam
+from tp_invariant_recipes.features.guard.products import SampledProducts
+from tp_invariant_recipes.features.guard.shadow import Again, Shadow
+from tp_invariant_recipes.features.guard.suspects import ReplicaPair, earliest, narrowed, of_replicas
+from tp_invariant_recipes.ledger import evidence
+from tp_invariant_recipes.numerics.products import sampling
+from tp_invariant_recipes.numerics.products.judge import require_definition
+from tp_invariant_recipes.observe.gathering import gathered
+from tp_invariant_recipes.observe.optimizer_state import OptimizerState
+from tp_invariant_recipes.observe.optimizer_step import AroundOptimizerStep
+from tp_invariant_recipes.observe.shards import Shards, gather_weights
+from tp_invariant_recipes.observe.trace import site_of
+from tp_invariant_recipes.replacement import Replacement
+from tp_invariant_recipes.runs import guard_files
+from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.settings import cuda_graphs
+from tp_invariant_recipes.settings.run_config import RunConfig
+
+PROOFS = (evidence.PRODUCT, evidence.ATTENTION)  # of one rank alone
+ELSEWHERE = "its own repetition at other places of the launches, which has other bits"
+
+
+class Guard(AroundOptimizerStep):
+    """For every rank, after the digests' callback, so that it comes before them around a step."""
+
+    def __init__(self, config: RunConfig, run_dir: RunDir, rank: int) -> None:
+        self.config, self.run_dir, self.rank = config, run_dir, rank
+        self.settings = config.guard
+        seed = f"{config.section('rng')['seed']} {rank}"
+        self._sampler = sampling.Sampler(self.settings.products, seed)
+        self._draw = random.Random(seed)
+        self._shadow: Shadow | None = None
+        if self.settings.kind == SHADOW:
+            self._shadow = Shadow(ranks_apart(config), config.numerics.data_shards or 1)
+        self._judge: Judge | None = None
+        self._step = 0
+        self._in_doubt = False
+        self._gathers_later = bool(config.section("ddp").get("overlap_param_gather"))
+        self._captures = cuda_graphs.requested(config.model)
+
+    def replacements(self) -> tuple[Replacement, ...]:
+        """What shadow steps replace, for the time of training."""
+        return () if self._shadow is None else (self._shadow.replacement(),)
+
+    def on_train_start(self, context: CallbackContext) -> None:
+        """Learn what this rank holds, and who the others are."""
+        self._model, self._start = context.model, context.state.train_state.step
+        self._judge = Judge()
+        require_definition(next(context.model[0].parameters()).device)
+        shards, state = Shards(context.model), OptimizerState(context.optimizer)
+        names = {part.owner: part.name for part in shards.parts if part.owner.requires_grad}
+        arithmetic = self.config.numerics.arithmetic
+        stated = arithmetic is not None and arithmetic.any_machine
+        self._reporter = Reporter(self.run_dir, self.rank, gathered(described(self.rank)), self.config.numerics)
+        self._products = SampledProducts(self._sampler, shards, self._judge, self.rank)
+        self._adam = Adam(state, names, self._judge, self.rank, stated)
+        self._memory = Memory(state, names, self._judge, self.rank)
+        self._replicas = Replicas(names, self._judge)
+        self._good = guard_files.read_good(self.run_dir, self._start)
+        if self._shadow is not None:
+            self._shadow.names, self._shadow.state = names, context.state
+            self._shadow.site = site_of(context)
+            self._shadow.due = lambda: self._in_full(self._step)
+            self._shadow.judged = self._judge_pairs
+        sampling.use(self._sampler)
+
+    def on_train_step_start(self, context: CallbackContext) -> None:
+        """Raises HardwareFault."""
+        self._raise_what_is_found()
+        self._step = context.state.train_state.step + 1
+        self._products.restart(self._step)
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        """While a graph is captured no thread may wait for the GPU."""
+        soon = self._step - self._start <= (context.state.cfg.model.cuda_graph_warmup_steps or 0) + 1
+        if self._captures and soon and self._judge is not None:
+            self._judge.wait()
+
+    @contextmanager
+    def around_optimizer_step(self) -> Iterator[None]:
+        """Raises HardwareFault."""
+        if self._judge is not None:
+            self._judge.begin()
+        self._products.hand_over(self._step)
+        self._memory.look()
+        if self._step > self._start + 1:
+            self._replicas.compare(self._step - 1, range(TURNS) if self._in_full(self._step) else None)
+        self._raise_what_is_found()
+        self._draw.seed(f"{self._sampler.seed} {self._step}")
+        self._adam.before(self._draw)
+        yield
+        self._adam.after(self._step)
+        self._memory.leave(self._step, weights=not self._gathers_later, whole=self._in_full(self._step + 1))
+
+    def on_checkpoint_save(self, context: CallbackContext) -> None:
+        """Bridge has written a checkpoint, and with `checkpoint.async_save` has trained more steps since."""
+        if not context.state.cfg.checkpoint.async_save:
+            self.on_checkpoint_scheduled()
+
+    def on_checkpoint_scheduled(self) -> None:
+        """Have everything decided before the manifest is written, which makes the checkpoint count."""
+        self._settle()
+
+    def on_train_end(self, context: CallbackContext) -> None:
+        """Have everything decided."""
+        self._settle()
+        self.close()
+
+    def close(self) -> None:
+        """Sample no more."""
+        sampling.use(None)
+        self._sampler.samples, self._sampler.fixed = [], []
+        if self._judge is not None:
+            print(f"guard: {self._judge.decided} checks, {len(self._judge.findings)} of them found wrong bits")
+            self._judge.close()
+            self._judge = None
+
+    def trusted(self, step: int) -> int:
+        """The last step whose checkpoint is trusted after a fault at a step.
+
+        A good shadow step vouches for all before it. Samples find a fault late, so that it may be older.
+        """
+        return min(self._good, step - 1) if self._shadow is not None else max(0, step - 1 - self.settings.every)
+
+    def _in_full(self, step: int) -> bool:
+        """Whether a step is a shadow step, before which all memory is looked at."""
+        return self._shadow is not None and step % self.settings.every == 0
+
+    def _settle(self) -> None:
+        gather_weights(self._model)
+        self._memory.look()
+        if self._step > self._start:
+            self._replicas.compare(self._step, range(TURNS))
+        assert self._judge is not None
+        self._end_together(_surest(self._judge.wait()))
+
+    def _raise_what_is_found(self) -> None:
+        """A rank that cannot tell which of several is wrong waits once for one that can, which ends the run."""
+        found = _surest(self._judge.found()) if self._judge is not None else None
+        if found is not None and (self._in_doubt or len(found.ranks) == 1):
+            raise self._fault(found)
+        self._in_doubt = found is not None
+
+    def _fault(self, finding: WrongBits) -> HardwareFault:
+        return self._reporter.report(finding, self.trusted(finding.step))
+
+    def _judge_pairs(self, pairs: list[ReplicaPair], again: Again) -> None:
+        """After the passes of a shadow step, on all ranks. Raises HardwareFault."""
+        group = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
+        first = of_replicas(pairs, group, parallel_state.get_pipeline_model_parallel_rank())
+        if earliest(first) is None:
+            self._good = self._step
+            if self.rank == 0:
+                guard_files.write_good(self.run_dir, self._step)
+            return
+        self._products.hand_over(self._step)
+        self._sampler.everything = True
+        first = narrowed(first, again(together=False), group, "its own repetition, which has other bits")
+        self._products.hand_over(self._step)
+        assert self._judge is not None
+        self._end_together(_surest([one for one in self._judge.wait() if one.found_by in PROOFS]))
+        found = earliest(first)
+        assert found is not None
+        if len(found.ranks) > 1:
+            self._sampler.everything = False
+            try:
+                moved = again(together=True)
+            except RuntimeError as error:  # such as too little memory; others may wait for this rank, and end with it
+                raise self._fault(found.wrong_bits(self._step)) from error
+            found = earliest(narrowed(first, moved, group, ELSEWHERE)) or found
+        self._end_together(found.wrong_bits(self._step) if self.rank == 0 else None)
+
+    def _end_together(self, finding: WrongBits | None) -> None:
+        """Raises HardwareFault on all ranks, with one message, if any has a finding."""
+        said = None if finding is None else (len(finding.ranks), str(self._fault(finding)))
+        if found := [one for one in gathered(said) if one]:
+            raise HardwareFault(min(found)[1])
+
+
+def _surest(found: Sequence[WrongBits]) -> WrongBits | None:
+    """The first with the fewest suspects."""
+    return min(found, key=lambda one: len(one.ranks), default=None)

@@ -1,0 +1,151 @@
+"""The optimizer: some elements of a step of Adam computed again.
+
+A step of numerics=portable is stated to the last bit (portable/ieee/adam.py), so the host computes a GPU's. Otherwise
+the run's own optimizer computes the same elements again, in another launch on the device. They are blocks, spread over
+a parameter. A library takes the last elements, which fill no vector, another way; the blocks keep away from them.
+"""
+
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_invariant_recipes.features.guard.fault import WrongBits
+from tp_invariant_recipes.features.guard.judge import Judge
+from tp_invariant_recipes.ledger import evidence
+from tp_invariant_recipes.numerics.products.judge import UnlikeBits, difference
+from tp_invariant_recipes.observe.optimizer_state import OptimizerState, Slot
+
+BLOCKS = 16  # of a step
+BLOCK = 64  # elements: a multiple of what any library takes at once
+STATE = ("exp_avg", "exp_avg_sq")
+DEFINED = "its definition, computed by the host's CPU"
+
+
+@dataclass
+class Update:
+    """What a step makes of some elements of a parameter.
+
+    wrapped: the optimizer of torch or Transformer Engine. group: of the parameter. updates: how often it was updated.
+    inputs:  "p", "g" and the moments, without these in its first step. results: "p" and the moments.
+    """
+
+    wrapped: Any
+    group: dict[str, Any]
+    updates: float
+    inputs: dict[str, Tensor]
+    results: dict[str, Tensor] = field(default_factory=dict)
+
+    def again(self) -> dict[str, Tensor]:
+        """The results, computed again where the inputs are."""
+        return repeated(self.wrapped, self.group, self.inputs, self.updates)
+
+    def unlike(self, again: dict[str, Tensor] | None = None) -> UnlikeBits | None:
+        """How the results differ from others; None given: from those that the host computes. What lies on a GPU is
+        fetched."""
+        self.inputs, self.results = _on_host(self.inputs), _on_host(self.results)
+        computed = _on_host(self.again() if again is None else again)
+        found = (difference(self.results[name], computed[name]) for name in self.results)
+        wrong = [one for one in found if one is not None]
+        counts = (sum(getattr(one, name) for one in wrong) for name in ("outputs", "of", "bits"))
+        return UnlikeBits(*counts) if wrong else None
+
+
+class Adam:
+    """A range of one parameter in every step. names: of parameters, by tensor. portable: whether the step is stated."""
+
+    def __init__(
+        self, state: OptimizerState, names: dict[Tensor, str], judge: Judge, rank: int, portable: bool
+    ) -> None:
+        self.state, self.names, self.judge, self.rank, self.portable = state, names, judge, rank, portable
+        self._chosen: tuple[Slot, slice, Update] | None = None
+
+    def before(self, draw: random.Random) -> None:
+        """Copy what the step begins with, if this rank's optimizer has anything."""
+        if not self.state.slots:
+            return
+        slot = draw.choice(self.state.slots)
+        part = _blocks(slot.updated.numel(), draw)
+        group = {key: value for key, value in slot.group.items() if key != "params"}
+        self._chosen = slot, part, Update(slot.wrapped, group, float(slot.step or 0), _values(slot, part))
+
+    def after(self, step: int) -> None:
+        """Compute the elements again and have them compared. A step that the optimizer has skipped is not."""
+        chosen, self._chosen = self._chosen, None
+        if chosen is None or (gradient := chosen[0].gradient) is None:
+            return
+        slot, part, update = chosen
+        if float(slot.step or 0) == update.updates:
+            return
+        update.results = _values(slot, part)
+        update.inputs["g"] = _flat(gradient, part)
+        again = None if self.portable else update.again()
+        where = f"update of {self.names.get(slot.owner, 'a parameter')} by the optimizer"
+
+        def case() -> WrongBits | None:
+            found = update.unlike(again)
+            if found is None:
+                return None
+            judge = DEFINED if again is None else "the same elements, updated again"
+            numbers = {k: v for k, v in update.group.items() if isinstance(v, int | float | tuple)}
+            tensors = {f"before.{k}": v for k, v in update.inputs.items()}
+            tensors |= {f"after.{k}": v for k, v in update.results.items()}
+            details = {"updates": update.updates, "group": numbers}
+            return WrongBits(
+                evidence.OPTIMIZER, step, where, (self.rank,), found, judge, tensors, details, again is None
+            )
+
+        self.judge.submit(case)
+
+
+def repeated(wrapped: Any, group: dict[str, Any], inputs: dict[str, Tensor], updates: float) -> dict[str, Tensor]:
+    """What an optimizer makes of some elements, by itself: "p" and the moments.
+
+    wrapped: the optimizer, of which nothing changes. inputs: "p", "g" and the moments; without these, its first step.
+    """
+    again = object.__new__(type(wrapped))
+    vars(again).update(vars(wrapped))
+    parameter = torch.nn.Parameter(inputs["p"].clone())
+    parameter.grad = inputs["g"].clone()
+    state = {name: inputs[name].clone() for name in STATE if name in inputs}
+    again.state = defaultdict(dict)
+    again.param_groups = [{**group, "params": [parameter]}]
+    if state:
+        counted = torch.tensor(updates, dtype=torch.float32)
+        again.state[parameter] = state | ({} if "step" in group else {"step": counted})
+    if "step" in group:
+        again.param_groups[0]["step"] = _like(group["step"], updates)
+    again.step()
+    return {"p": parameter.detach(), **{name: again.state[parameter][name] for name in STATE}}
+
+
+def _blocks(size: int, draw: random.Random) -> slice:
+    """Which blocks of a flat tensor, evenly spread from a drawn start."""
+    threads = torch.get_num_threads()  # each has a part of its own, with last elements of its own
+    count = (size // threads if threads > 1 else size) // BLOCK
+    step = max(1, count // BLOCKS)
+    start = draw.randrange(max(1, count - step * (BLOCKS - 1)))
+    return slice(start, min(count, start + step * (BLOCKS - 1) + 1), step)
+
+
+def _flat(tensor: Tensor, part: slice) -> Tensor:
+    """The blocks, one after the other; of a tensor smaller than a block, all of it."""
+    flat = tensor.detach().reshape(-1)
+    whole = flat.numel() // BLOCK * BLOCK
+    return flat.clone() if not whole else flat[:whole].view(-1, BLOCK)[part].reshape(-1).clone()
+
+
+def _values(slot: Slot, part: slice) -> dict[str, Tensor]:
+    state = slot.state
+    return {"p": _flat(slot.updated, part)} | {name: _flat(state[name], part) for name in STATE if name in state}
+
+
+def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: one.detach().cpu() for name, one in tensors.items()}
+
+
+def _like(step: Any, updates: float) -> Any:
+    return torch.full_like(step, updates) if isinstance(step, Tensor) else type(step)(updates)

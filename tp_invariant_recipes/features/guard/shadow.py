@@ -1,0 +1,256 @@
+"""Shadow steps: a replica computes a data shard of another one, rank by rank, before its own passes.
+
+    replica 0                   replica 1
+    data shard of replica 1     data shard of replica 0      the shadow: nothing is reduced, logged or counted
+                                                             (its first sequence, where data shards take turns)
+    zero the gradients          zero the gradients
+    its own step                its own step                 its first data shard is digested on the way
+
+Both have digests of every module's tensors, both ways, in the order of execution, and of every gradient. The first that
+differ name the operation. Then the ranks compute both data shards once more, with every product sampled: a rank whose
+product the host's CPU does not confirm is wrong, or one that does not repeat its own bits. A processor that always
+fails at one place of a launch does repeat them. So each rank computes both data shards once more side by side, as one
+micro-batch of both: what does not depend on the layout must have the same bits in other places of a launch.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from tp_invariant_recipes.features.guard.shard_recording import (
+    Both,
+    Event,
+    ShardRecording,
+    added,
+    first_unlike,
+    hash_of,
+)
+from tp_invariant_recipes.features.guard.suspects import ReplicaPair
+from tp_invariant_recipes.numerics.megatron import data_parallel
+from tp_invariant_recipes.numerics.megatron.moe.router import InvariantTopKRouter
+from tp_invariant_recipes.observe.gathering import gathered
+from tp_invariant_recipes.observe.shards import unwrapped
+from tp_invariant_recipes.replacement import Replacement, applied
+
+Again = Callable[..., list[ReplicaPair]]
+
+WHY = "a guard repeats a data shard of another replica before the step's own passes"
+LOSS = "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss"
+METRICS = (
+    "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.record",
+    "megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.save_metrics_to_tracker",
+)
+
+
+class Shadow:
+    """Runs the passes of a step. due: whether the step is a shadow step. apart: data-parallel ranks from a replica to
+    the one whose data shard it repeats. site: where this rank stands, as a trace has it.
+
+    judged: called with the pairs of a shadow step, and with what computes both data shards once more: as before, or
+    side by side. This gives pairs of each rank with itself.
+    """
+
+    def __init__(self, apart: int, shards: int) -> None:
+        self.apart, self.shards = apart, shards
+        self.due: Callable[[], bool] = lambda: False
+        self.judged: Callable[[list[ReplicaPair], Again], None] = lambda pairs, again: None
+        self.site: Any = None
+        self.names: dict[Tensor, str] = {}
+        self.state: Any = None
+
+    def replacement(self) -> Replacement:
+        """Of the function that gives Bridge the passes of a step."""
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args, **kwargs: self._running(original(*args, **kwargs))
+
+        return Replacement("megatron.bridge.training.train:get_forward_backward_func", make, WHY)
+
+    def _running(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def forward_backward(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("forward_only") or not self.due():
+                return run(*args, **kwargs)
+            return self._step(run, kwargs)
+
+        return forward_backward
+
+    def _step(self, run: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        group = parallel_state.get_data_parallel_group()
+        count = kwargs["num_microbatches"] // max(1, self.shards // group.size())
+        if self.site.visits:  # the shards take turns: buffers have one's gradient alone after its first sequence
+            count = 1
+        ours, kwargs = _taken(kwargs, count)
+        theirs = _exchanged(ours, group, self.apart)
+        there = replace(self.site, dp_rank=(group.rank() + self.apart) % group.size())
+        held = [buffer.clone() for buffer in _buffers(kwargs["model"])]
+        shadow = self._isolated(run, kwargs, theirs, there, count, held)
+        own = ShardRecording(kwargs["model"], self.names, self.site, count)
+        with own.on():
+            result = run(**kwargs)
+        first, second = own.events(), shadow.events()
+        pairs = self._pairs(first, second, group)
+
+        def again(*, together: bool) -> list[ReplicaPair]:
+            """This rank's data shard and the shadow, against what it has computed itself before."""
+            if together:
+                depth, sites = max(pair.depth for pair in pairs) + 1, Both.of(self.site, there)
+                both = self._isolated(run, kwargs, _joined(ours, theirs), sites, count, held, parts=2)
+                unlike = [first_unlike(added(first, second, both.events())[:depth], both.events()[:depth])]
+            else:
+                mine = self._isolated(run, kwargs, ours, self.site, count, held).events()
+                other = self._isolated(run, kwargs, theirs, there, count, held).events()
+                unlike = [first_unlike(a, b) for a, b in ((first, mine), (second, other))]
+            every = gathered([min((one for one in unlike if one), key=lambda one: one[1], default=None)], group)
+            return [ReplicaPair(n, n, *(found[0] or (None, 0))) for n, found in enumerate(every)]
+
+        self.judged(pairs, again)
+        return result
+
+    def _pairs(self, own: list[Event], shadow: list[Event], group: Any) -> list[ReplicaPair]:
+        """Of every replica's data shard, who has computed it."""
+        size = group.size()
+        every = gathered([hash_of(own), hash_of(shadow)], group)
+        unlike = [n for n in range(size) if every[n][0] != every[(n - self.apart) % size][1]]
+        everything = gathered([own, shadow], group) if any(gathered(bool(unlike))) else []
+        pairs = []
+        for n in range(size):
+            m = (n - self.apart) % size
+            found = first_unlike(everything[n][0], everything[m][1]) if n in unlike else None
+            pairs.append(ReplicaPair(n, m, *(found or (None, 0))))
+        return pairs
+
+    def _isolated(
+        self,
+        run: Callable[..., Any],
+        kwargs: dict[str, Any],
+        batches: list[Any],
+        site: Any,
+        count: int,
+        held: list[Tensor],
+        parts: int = 1,
+    ) -> ShardRecording:
+        """Compute some micro-batches. Gradients are zero before and after; nothing else changes.
+
+        held: what the model's buffers held as the step began. parts: how many micro-batches of a step each of these
+        consists of.
+        """
+        model, total = kwargs["model"], kwargs["num_microbatches"] / parts
+        size = kwargs["micro_batch_size"] * parts
+        iterators = [None if one is None else iter(one) for one in batches]
+        data = iterators if isinstance(kwargs["data_iterator"], list) else iterators[0]
+        recording = ShardRecording(model, self.names, site, count)
+        with _nothing_else(model, self.state, total, held, parts), recording.on():
+            _zero(model)
+            run(**kwargs | {"data_iterator": data, "num_microbatches": count, "micro_batch_size": size})
+            _zero(model)
+        return recording
+
+
+def _joined(ours: list[Any], theirs: list[Any]) -> list[Any]:
+    """Micro-batches of two sizes: ours and theirs one after the other in each."""
+
+    def join(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+        return {k: None if x is None else torch.cat([x, other[k].to(x.device)]) for k, x in one.items()}
+
+    return [
+        some and [join(*pair) for pair in zip(some, more, strict=True)] for some, more in zip(ours, theirs, strict=True)
+    ]
+
+
+def _taken(kwargs: dict[str, Any], count: int) -> tuple[list[Any], dict[str, Any]]:
+    """The first micro-batches of each model chunk's iterator, and the arguments with iterators that still have them."""
+    data = kwargs["data_iterator"]
+    iterators = data if isinstance(data, list) else [data]
+    taken = [None if one is None else [next(one) for _ in range(count)] for one in iterators]
+    whole = [None if some is None else _ahead(some, one) for some, one in zip(taken, iterators, strict=True)]
+    return taken, {**kwargs, "data_iterator": whole if isinstance(data, list) else whole[0]}
+
+
+def _ahead(taken: list[Any], rest: Any) -> Iterator[Any]:
+    """An iterator of which some has been taken already."""
+    yield from taken
+    while True:
+        yield next(rest)
+
+
+def _exchanged(ours: list[Any], group: Any, apart: int) -> list[Any]:
+    """The micro-batches of the replica `apart` ahead; ours go to the one that computes them."""
+    ranks, here = dist.get_process_group_ranks(group), group.rank()
+    source, target = ranks[(here + apart) % len(ranks)], ranks[(here - apart) % len(ranks)]
+    sending = [_words(one[key]) for some in ours if some for one in some for key in sorted(one) if one[key] is not None]
+    arriving = [torch.empty_like(one) for one in sending]
+    transfers = [dist.P2POp(dist.isend, one, target, group) for one in sending]
+    transfers += [dist.P2POp(dist.irecv, one, source, group) for one in arriving]
+    for transfer in dist.batch_isend_irecv(transfers) if transfers else ():
+        transfer.wait()
+    words = iter(arriving)
+
+    def theirs(batch: dict[str, Any]) -> dict[str, Any]:
+        there = {key: next(words) for key in sorted(batch) if batch[key] is not None}
+        return {k: None if one is None else there[k].view(one.dtype).view(one.shape) for k, one in batch.items()}
+
+    return [None if some is None else [theirs(one) for one in some] for some in ours]
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bytes, on the device that collectives take."""
+    return tensor.contiguous().cuda().view(-1).view(torch.uint8)
+
+
+def _buffers(model: list[Any]) -> list[Tensor]:
+    """What a model's modules keep beside weights."""
+    return [buffer for chunk in model for buffer in unwrapped(chunk).buffers()]
+
+
+@contextmanager
+def _nothing_else(model: list[Any], state: Any, total: float, held: list[Tensor], parts: int) -> Iterator[None]:
+    """Reduce no gradient, count no data shard, log nothing, and give back what a forward pass counts.
+
+    total: micro-batches of a step, by which a loss is divided; half of one where two are joined.
+    held: what buffers hold meanwhile: the end of a step's passes moves the biases of experts.
+    parts: data shards that are computed side by side. Routers balance each by itself.
+    """
+    from megatron.core.utils import get_model_config
+
+    config = get_model_config(model[0])
+
+    def of_a_step(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: original(*args[:6], total, *args[7:], **kwargs)
+
+    def unrecorded(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: None
+
+    with ExitStack() as stack:
+        for chunk in model:
+            stack.enter_context(chunk.no_sync())
+            _set(stack, chunk, shard_counters=())
+        _set(stack, config, finalize_model_grads_func=None, no_sync_func=None, grad_sync_func=None)
+        counted = {name: value for name, value in vars(state).items() if name.startswith("_flops_")}
+        stack.callback(vars(state).update, counted)
+        for buffer, then in zip(_buffers(model), held, strict=True):
+            stack.callback(buffer.copy_, buffer.clone())
+            buffer.copy_(then)
+        for router in (one for chunk in model for one in chunk.modules() if isinstance(one, InvariantTopKRouter)):
+            _set(stack, router, **router.of_other_shards(parts))
+        metrics = [Replacement(target, unrecorded, WHY) for target in METRICS]
+        stack.enter_context(applied([Replacement(LOSS, of_a_step, WHY), *metrics]))
+        yield
+
+
+def _set(stack: ExitStack, owner: Any, **values: Any) -> None:
+    for name, value in values.items():
+        stack.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
+
+
+@torch.no_grad()
+def _zero(model: list[Any]) -> None:
+    """Megatron's zero_grad_buffer would also have it reduce the gradients of the next backward pass."""
+    for gradient in (gradient for chunk in model for gradient in data_parallel.gradients(chunk)):
+        gradient.zero_()

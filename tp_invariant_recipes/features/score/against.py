@@ -1,0 +1,183 @@
+"""`tpi score --against`: an engine's log-probabilities beside the scores, as figures, JSON and a page."""
+
+from collections.abc import Callable, Iterator
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.features.score import difference as score_difference
+from tp_invariant_recipes.features.score import engine_scores
+from tp_invariant_recipes.features.score.difference import Columns
+from tp_invariant_recipes.features.score.engine_scores import Rollout
+from tp_invariant_recipes.plural import counted
+from tp_invariant_recipes.reading import TOKENS, parse_object, read_lines
+
+CONTEXT = 8  # tokens before one that is shown in its text
+
+
+def judge(
+    scores: Path, against: list[Path], tolerance: float, decode: Callable[[list[int]], str] | None
+) -> dict[str, Any]:
+    """The report of one or two files: figures of each and, of two, which is nearer. Raises ConfigError.
+
+    tolerance: the largest |d| that is no difference. decode: token ids to text; None: there is no tokenizer.
+    """
+    both = [_compared(scores, file, decode) for file in against]
+    found = [one for one, _ in both]
+    largest = max(one["summary"]["largest"] for one in found)
+    result = {"schema": 1, "exit_status": int(largest > tolerance), "tolerance": tolerance, "scores": str(scores)}
+    alike = len({columns.places for _, columns in both}) == 1
+    nearer = score_difference.nearer(found[0]["summary"], found[1]["summary"]) if found[1:] and alike else None
+    text = "\n".join(line for one in found for line in (_sentence(one, tolerance), *one["suspects"]))
+    if nearer is not None:
+        text += f"\n{against[nearer]} is nearer to the reference"
+    elif not alike:
+        text += "\nwhich is nearer is not known: the files have values of other tokens"
+    return {**result, "text": text, "nearer": nearer, "files": found}
+
+
+def _compared(scores: Path, file: Path, decode: Callable[[list[int]], str] | None) -> tuple[dict[str, Any], Columns]:
+    parts: list[Columns] = []
+    ids: list[str | int] = []
+    absent = scored = given = others = 0
+    for reference, rollout in _pairs(scores, file):
+        if reference is None:
+            others += 1
+            continue
+        scored += len(reference["token_ids"])
+        absent += rollout is None
+        if rollout is not None:
+            given += len(reference["token_ids"])
+            parts.append(_columns(len(ids), reference, rollout, file))
+        ids.append(reference["id"])
+    if not any(len(part.token) for part in parts):
+        raise ConfigError(f"{file} has no log-probability of a token that was scored")
+    columns = Columns.joined(parts)
+    rows = score_difference.names(ids, score_difference.worst(columns))
+    report = {
+        "file": str(file),
+        "sequences": len(ids) - absent,
+        "not_in_file": absent,
+        "not_in_scores": others,
+        "scored": scored,
+        "without_value": given - len(columns.token),
+        "summary": score_difference.summary(columns),
+        "suspects": score_difference.suspects(columns),
+        "by_position": score_difference.by_position(columns),
+        "by_token": [
+            row | {"text": decode([row["token"]]) if decode else ""} for row in score_difference.by_token(columns)
+        ],
+        "worst": [row | {"text": text} for row, text in zip(rows, _texts(scores, rows, decode), strict=True)],
+        "points": _points(columns),
+    }
+    return report | {"not_compared": _uncompared(report)}, columns
+
+
+def _pairs(scores: Path, file: Path) -> Iterator[tuple[dict[str, Any] | None, Rollout | None]]:
+    """Each line of the scores with its sequence's row, by id or else in order; then the other rows."""
+    rows = engine_scores.read(file)
+    first = next(rows, None)
+    if first is None:
+        raise ConfigError(f"{file}: no rows in it")
+    if first.id is None:
+        for reference, row in zip_longest(_scores(scores), chain([first], rows)):
+            if row is None or reference is None:
+                raise ConfigError(f"{file} and {scores} have not as many rows, and rows without an id are in one order")
+            if row.id is not None:
+                raise ConfigError(f"{file}, line {row.line}: the row has an id, and the first has none")
+            yield reference, row
+        return
+    named: dict[str | int | None, Rollout] = {}
+    for row in chain([first], rows):
+        if row.id is None or row.id in named:
+            what = "it has no id, and the first row has one" if row.id is None else f"id {row.id!r} is there twice"
+            raise ConfigError(f"{file}, line {row.line}: {what}; each row needs the id of its sequence")
+        named[row.id] = row
+    seen = set()
+    for reference in _scores(scores):
+        if reference["id"] in seen:
+            raise ConfigError(f"{scores} has the id {reference['id']!r} twice: which row of {file} belongs to it?")
+        seen.add(reference["id"])
+        yield reference, named.get(reference["id"])
+    yield from ((None, row) for name, row in named.items() if name not in seen)
+
+
+def _scores(file: Path) -> Iterator[dict[str, Any]]:
+    yield from (parse_object(line, most=TOKENS) for _, line in read_lines(file))
+
+
+def _columns(sequence: int, reference: dict[str, Any], rollout: Rollout, file: Path) -> Columns:
+    """The last tokens of both, which are the same tokens. Raises ConfigError: they are not."""
+    count = min(len(reference["token_ids"]), len(rollout.tokens))
+    ids = np.array(reference["token_ids"][-count:], np.int64)
+    wrong = np.flatnonzero(ids != np.array(rollout.tokens[-count:], np.int64))
+    if len(wrong):
+        at = int(wrong[-1])
+        raise ConfigError(
+            f"{file}, line {rollout.line}: other tokens than sequence {reference['id']} has: "
+            f"{rollout.tokens[-count:][at]} instead of {ids[at]}, {count - at} before the end; the last must be equal"
+        )
+    # Engines have fp32, of which a short decimal is not exact in fp64.
+    given = np.array([np.nan if x is None else x for x in rollout.logprobs[-count:]], np.float32)
+    engine = given.astype(np.float64)
+    kept = ~np.isnan(engine)
+    end = reference["first"] + len(reference["token_ids"])
+    entropy = reference.get("entropies", [np.nan] * count)[-count:]
+    return Columns(
+        sequence=np.full(count, sequence, np.int32)[kept],
+        position=np.arange(end - count, end, dtype=np.int32)[kept],
+        token=ids[kept],
+        reference=np.array(reference["logprobs"][-count:], np.float32).astype(np.float64)[kept],
+        engine=engine[kept],
+        entropy=np.array(entropy, np.float64)[kept],
+    )
+
+
+def _points(columns: Columns, most: int = 4000) -> list[tuple[int, float]]:
+    """(position, d) of tokens evenly spread over all, with the largest differences; for the figure."""
+    d = columns.difference
+    even = np.linspace(0, len(d) - 1, min(len(d), most)).astype(int)
+    chosen = np.union1d(even, np.argsort(-np.abs(d))[:200])
+    return [(int(columns.position[n]), float(d[n])) for n in chosen]
+
+
+def _texts(scores: Path, rows: list[dict[str, Any]], decode: Callable[[list[int]], str] | None) -> list[str]:
+    """The text that ends with the token of each row; without a tokenizer nothing."""
+    if decode is None:
+        return [""] * len(rows)
+    wanted = {row["sequence"] for row in rows}
+    lines = {one["id"]: one for one in _scores(scores) if one["id"] in wanted}
+    texts = []
+    for row in rows:
+        one = lines[row["sequence"]]
+        end = row["position"] - one["first"] + 1
+        texts.append(decode(one["token_ids"][max(0, end - CONTEXT) : end]))
+    return texts
+
+
+def _sentence(one: dict[str, Any], tolerance: float) -> str:
+    found = one["summary"]
+    if found["largest"] == 0:
+        all_ = "all " if one["scored"] == found["tokens"] else ""
+        return f"equal: {one['file']}: {all_}{found['tokens']:,} log-probabilities{one['not_compared']}"
+    verdict = "beyond" if found["largest"] > tolerance else "within"
+    ratio = f"[{score_difference.LOW:g}, {score_difference.HIGH:g}]"
+    return (
+        f"{verdict} {tolerance:g}: {one['file']}: mean KL {found['k3']:.3g} (k3; k1 {found['k1']:.3g}), largest "
+        f"difference {found['largest']:.3g}, 99.9 % below {found['p999']:.3g}; {found['outside']:,} of "
+        f"{found['tokens']:,} tokens leave the ratio {ratio}{one['not_compared']}"
+    )
+
+
+def _uncompared(one: dict[str, Any]) -> str:
+    """The end of a sentence: what was scored and not compared; empty: nothing."""
+    parts = [f"{counted(one['not_in_file'], 'sequence', ',')} that the file lacks"] if one["not_in_file"] else []
+    if one["without_value"]:
+        parts.append(f"{counted(one['without_value'], 'token', ',')} without a value")
+    text = f"; not compared, of {one['scored']:,} scored tokens: {' and '.join(parts)}" if parts else ""
+    if one["not_in_scores"]:
+        text += f"; {counted(one['not_in_scores'], 'row', ',')} of sequences that were not scored"
+    return text

@@ -1,0 +1,165 @@
+"""Log-probabilities that an engine or trainer returned, as JSONL: one object a sequence, in the fields of its program.
+
+    tpi score   id, token_ids, logprobs                                            data of features/score/lines.py
+    vLLM        prompt_token_ids, prompt_logprobs, outputs[0].token_ids, .logprobs  vllm.outputs, vllm.logprobs:
+                a list of {token id: {"logprob": …}} or of numbers; the first of a prompt is null; n = 1
+    SGLang      meta_info.input_token_logprobs, .output_token_logprobs             docs, native API ("return_logprob"):
+                lists of [logprob, token id, text]; the first of an input has null
+    verl        responses, rollout_log_probs or old_log_probs, response_mask       verl.trainer.ppo.ray_trainer,
+                docs "rollout correction": of the response, padded at its end
+    NeMo-RL     input_ids, generation_logprobs or prev_logprobs, token_mask        docs "Generation Interface":
+                as long as the sequence, at the place of the token; or message_log of messages with token_ids
+
+A row is a dataclass as `dataclasses.asdict` or a table's `to_json(orient="records", lines=True)` writes it. An `id`
+names its sequence; if no row has one, they are in the order of the sequences. Masked tokens have no log-probability.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.data.sequences import check_id
+from tp_invariant_recipes.errors import ConfigError, reason
+from tp_invariant_recipes.reading import TOKENS, parse_object, read_lines
+
+LEAST = -10_000.0  # what stands for -inf, of a token that a filter has left no probability
+LARGEST = 1 << 31  # of tokens, which no vocabulary has
+Spans = tuple[list[int], list[float | None]]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The last tokens of a sequence, and their log-probabilities; None: none was returned.
+
+    id: None: the row has none. line: of the file.
+    """
+
+    id: str | int | None
+    line: int
+    tokens: list[int]
+    logprobs: list[float | None]
+
+
+def read(file: Path) -> Iterator[Rollout]:
+    """The rows of a file as they are read. Raises ConfigError that names the line."""
+    number = 0
+    try:
+        for number, line in read_lines(file):
+            if line.strip():
+                yield parse(parse_object(line, constants=True, most=TOKENS), number)
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror or error}") from error
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise ConfigError(f"{file}, line {number}: {_why(error)}") from error
+
+
+def parse(row: Mapping[str, Any], number: int) -> Rollout:
+    """A row of any of FORMATS. Raises ValueError, TypeError, KeyError, IndexError, AttributeError: it is of none."""
+    for needed, spans in FORMATS:
+        if all(_has(row, one) for one in needed):
+            tokens, logprobs = spans(row)
+            break
+    else:
+        keys = ", ".join(map(repr, row)) or "none"
+        raise ValueError(f"no row of tpi score, vLLM, SGLang, verl or NeMo-RL (docs/scores.md); its keys: {keys}")
+    if len(tokens) != len(logprobs):
+        raise ValueError(f"{len(tokens)} tokens and {len(logprobs)} log-probabilities")
+    if not tokens:
+        raise ValueError("no tokens in it")
+    if wrong := [token for token in tokens if type(token) is not int or not 0 <= token < LARGEST]:
+        raise ValueError(f"{wrong[0]!r:.40} is not the id of a token")
+    if odd := [x for x in logprobs if x is not None and (type(x) not in (int, float) or not x <= -LEAST)]:
+        raise ValueError(f"{odd[0]!r:.40} is not a log-probability")
+    name = row.get("id", row.get("request_id"))
+    values = [None if x is None else float(max(x, LEAST)) for x in logprobs]
+    return Rollout(None if name is None else check_id(name), number, tokens, values)
+
+
+def _has(row: Mapping[str, Any], key: str) -> bool:
+    outer, _, inner = key.partition(".")
+    return row.get(outer) is not None and (not inner or inner in row[outer])
+
+
+def _plain(row: Mapping[str, Any]) -> Spans:
+    return row["token_ids"], [_of(one, token) for token, one in zip(row["token_ids"], row["logprobs"], strict=True)]
+
+
+def _vllm(row: Mapping[str, Any]) -> Spans:
+    prompt = row["prompt_token_ids"]
+    before = row.get("prompt_logprobs") or [None] * len(prompt)
+    if len(row.get("outputs") or ()) > 1:
+        raise ValueError(f"{len(row['outputs'])} outputs (n > 1): write a row with its own id for each")
+    output = row["outputs"][0] if row.get("outputs") else {"token_ids": [], "logprobs": []}
+    after = output.get("logprobs") or [None] * len(output["token_ids"])
+    tokens, values = [*prompt, *output["token_ids"]], [*before, *after]
+    return tokens, [_of(one, token) for token, one in zip(tokens, values, strict=True)]
+
+
+def _of(value: Any, token: int) -> float | None:
+    """A number, or the entry of the token among those that vLLM returned for its place."""
+    if not isinstance(value, Mapping):
+        return value
+    entry = value[str(token)] if str(token) in value else value[token]
+    return entry["logprob"] if isinstance(entry, Mapping) else entry
+
+
+def _sglang(row: Mapping[str, Any]) -> Spans:
+    meta = row["meta_info"]
+    entries = [*(meta.get("input_token_logprobs") or ()), *meta["output_token_logprobs"]]
+    return [entry[1] for entry in entries], [entry[0] for entry in entries]
+
+
+def _verl(row: Mapping[str, Any]) -> Spans:
+    tokens = row["responses"]
+    values = row["rollout_log_probs"] if row.get("rollout_log_probs") is not None else row["old_log_probs"]
+    # A token of a tool is one of the sequence: `response_mask` is 0 there, and `attention_mask` is 1.
+    attention, response = row.get("attention_mask"), row.get("response_mask")
+    mask = _mask(response if response is not None else (attention or ())[-len(tokens) :] or None, tokens)
+    kept = mask if attention is None else _mask(attention[-len(tokens) :], tokens)
+    end = max((n for n, one in enumerate(kept, 1) if one), default=0)
+    return tokens[:end], [value if one else None for value, one in zip(values[:end], mask[:end], strict=True)]
+
+
+def _nemo(row: Mapping[str, Any]) -> Spans:
+    length = row.get("input_lengths", len(row["input_ids"]))
+    values = row["generation_logprobs"] if row.get("generation_logprobs") is not None else row["prev_logprobs"]
+    mask = _mask(row.get("token_mask"), row["input_ids"], first=1)
+    tokens = row["input_ids"][:length]
+    return tokens, [x if one else None for x, one in zip(values[:length], mask[:length], strict=True)]
+
+
+def _mask(mask: Any, tokens: Any, first: int = 0) -> list[int]:
+    """The unchanged mask; without one all tokens from `first` on. ValueError: it is not 0 or 1 for each token."""
+    if mask is None:
+        return [int(n >= first) for n in range(len(tokens))]
+    if not isinstance(mask, list) or len(mask) != len(tokens) or any(one not in (0, 1) for one in mask):
+        raise ValueError("a mask is not 0 or 1 for each token")
+    return mask
+
+
+def _messages(row: Mapping[str, Any]) -> Spans:
+    tokens: list[int] = []
+    values: list[float | None] = []
+    for message in row["message_log"]:
+        tokens += message["token_ids"]
+        values += message.get("generation_logprobs") or [None] * len(message["token_ids"])
+    return tokens, values
+
+
+# Keys that a row has -> its tokens and log-probabilities.
+FORMATS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Spans]], ...] = (
+    (("meta_info.output_token_logprobs",), _sglang),
+    (("prompt_token_ids", "outputs"), _vllm),
+    (("prompt_token_ids", "prompt_logprobs"), _vllm),
+    (("responses", "rollout_log_probs"), _verl),
+    (("responses", "old_log_probs"), _verl),
+    (("input_ids", "generation_logprobs"), _nemo),
+    (("input_ids", "prev_logprobs"), _nemo),
+    (("message_log",), _messages),
+    (("token_ids", "logprobs"), _plain),
+)
+
+
+def _why(error: Exception) -> str:
+    return reason(error) if isinstance(error, ValueError) else f"a field is not as its program writes it: {error!r}"

@@ -1,0 +1,133 @@
+"""`tpi score --hidden`: an engine's hidden states beside the reference's, layer by layer.
+
+The first layer that leaves rounding, in the units of compare/deviation.py: a row is a token, and the least error is
+FLOOR · spacing · RMS of the reference.
+"""
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tp_invariant_recipes.compare.deviation import FLOOR, MARGIN, SPACING, PieceError, factor_of
+from tp_invariant_recipes.compare.error_shape import rms
+from tp_invariant_recipes.errors import ConfigError, RunError, reason, refuse
+from tp_invariant_recipes.features.score.workflow import Scoring
+from tp_invariant_recipes.features.train import workflow as train
+from tp_invariant_recipes.launch import local
+from tp_invariant_recipes.launch.ranks import Outcome
+from tp_invariant_recipes.plural import counted
+from tp_invariant_recipes.runs.run_dir import RunDir
+
+LAYERS, ROUTER = "layers.", "router."
+
+
+def judge(scoring: Scoring, file: Path) -> dict[str, Any]:
+    """A row for each layer, the verdict in words, and the exit status: 1: one is beyond rounding. Raises a TpiError.
+
+    file: safetensors with layers.N [tokens, h], the residual stream after decoder layer N, and router.N [tokens, topk],
+    the numbers of its experts; of the first sequence, or of the one that its metadata name: {"id": …}.
+    """
+    from tp_invariant_recipes.features.score.head import Wanted
+    from tp_invariant_recipes.features.score.hidden import Hidden, named
+
+    engine, name = _read(file)
+    if scoring.plan.layout.cp > 1:
+        raise ConfigError(f"--hidden: cp={scoring.plan.layout.cp} cuts sequences; leave it out")
+    train.validate(scoring.plan)
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "reference.npz"
+        do = Hidden(scoring.plan.config, scoring.checkpoint, scoring.file, scoring.tokenizer, out, 0, 1, Wanted(), name)
+        planned = replace(scoring.plan, run_dir=RunDir(Path(scratch)))
+        if local.run(planned, lambda: None, rank_fn=do) is not Outcome.COMPLETED:
+            raise KeyboardInterrupt
+        reference = named(out)
+    problems = [problem for key, values in engine.items() for problem in _unlike(file, key, values, reference)]
+    refuse(problems)
+    dtype = "float32" if scoring.plan.config.mixed_precision is None else "bfloat16"
+    rows = compared(engine, reference, dtype)
+    status = int(any(row["beyond"] for row in rows))
+    return {"exit_status": status, "text": sentence(rows, scoring.plan.config.model["num_layers"]), "layers": rows}
+
+
+def compared(engine: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray], dtype: str) -> list[dict[str, Any]]:
+    """A row for each layer that both have, in order.
+
+    engine: layers.N [tokens, h], router.N [tokens, topk] expert numbers. reference: as features/score/hidden.py
+    writes it. dtype: of the model's activations, of which a number's spacing follows.
+    """
+    found = []
+    repetitions = sorted({name.partition("/")[0] for name in reference} - {"0"})
+    for name in sorted((one for one in engine if one.startswith("layers.")), key=_number):
+        right = reference[f"0/{name}"].astype(np.float64)
+        noise = np.mean([np.square(reference[f"{n}/{name}"] - right).sum(1) for n in repetitions], axis=0)
+        error = PieceError(0, right.shape[1], np.square(engine[name].astype(np.float64) - right).sum(1), noise)
+        least = FLOOR * SPACING[dtype] * rms(right)
+        factor, token = factor_of([error], least), int(error.of_rows(least).argmax())
+        row = {"layer": _number(name), "factor": factor, "beyond": not factor <= MARGIN, "token": token}
+        if (router := f"router.{row['layer']}") in engine and f"0/{router}" in reference:
+            row["flips"] = _flips(engine[router], reference[f"0/{router}"])
+        found.append(row)
+    return found
+
+
+def sentence(found: list[dict[str, Any]], layers: int) -> str:
+    """The verdict in words. layers: of the model."""
+    first = next((row for row in found if row["beyond"]), None)
+    flips = next((row for row in found if row.get("flips")), None)
+    compared = f"all {layers}" if len(found) == layers else f"{len(found)} of {layers}"
+    text = f"hidden states: within rounding, {compared} layers"
+    if first is not None:
+        text = (
+            f"hidden states: layer {first['layer']} is the first beyond rounding, {first['factor']:.3g} × what "
+            f"rounding moves there, most at token {first['token']}"
+        )
+        if before := found.index(first):
+            which = "all layers" if before == first["layer"] else f"{before} of the {first['layer']} layers"
+            text += f"; {which} before it are within"
+    if flips is not None:
+        go = "goes" if flips["flips"] == 1 else "go"
+        text += f"; {counted(flips['flips'], 'token')} {go} to other experts from layer {flips['layer']} on"
+    return text
+
+
+def _flips(chosen: np.ndarray, own: np.ndarray) -> int:
+    """Tokens whose experts are others. chosen: [tokens, topk] numbers. own: [tokens, experts] bool."""
+    theirs = np.zeros(own.shape, bool)
+    np.put_along_axis(theirs, chosen.astype(np.int64), True, axis=1)
+    return int((theirs != own.astype(bool)).any(1).sum())
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition(".")[2])
+
+
+def _unlike(file: Path, key: str, values: np.ndarray, reference: dict[str, np.ndarray]) -> Iterator[str]:
+    """What is wrong with a tensor of the file."""
+    right = reference.get(f"0/{key}")
+    if right is None:
+        yield f"{file}: the model has no {key}"
+    elif values.shape[:1] != right.shape[:1] or (key.startswith(LAYERS) and values.shape != right.shape):
+        yield f"{file}: {key} has the shape {[*values.shape]}, and the reference {[*right.shape]}"
+
+
+def _read(file: Path) -> tuple[dict[str, np.ndarray], str | int | None]:
+    """The tensors as fp32 or integers, and the id of their sequence; None: the first."""
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(file), "pt") as stored:
+            names = [name for name in stored.keys() if name.startswith((LAYERS, ROUTER))]  # noqa: SIM118
+            tensors = {name: stored.get_tensor(name) for name in names}
+            metadata = stored.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{file}: {reason(error)}") from error
+    if not any(name.startswith(LAYERS) for name in tensors):
+        raise ConfigError(f"{file} has no tensor layers.N")
+    whole = {n: t.float() if t.is_floating_point() else t.to(torch.int64) for n, t in tensors.items()}
+    name = metadata.get("id")
+    return {n: t.numpy() for n, t in whole.items()}, int(name) if name and name.isdecimal() else name

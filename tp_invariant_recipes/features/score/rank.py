@@ -1,0 +1,239 @@
+"""A rank of `tpi score`: the model with a checkpoint's weights, forward passes, and rank 0 writes the lines."""
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tp_invariant_recipes.data import sequences
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.features.score import batches, lines
+from tp_invariant_recipes.features.score.batches import Batch
+from tp_invariant_recipes.features.score.head import Head, Wanted
+from tp_invariant_recipes.numerics.megatron import families
+from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.settings import low_precision
+from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.sources import recipe_layer
+from tp_invariant_recipes.start import bridge
+from tp_invariant_recipes.start.deterministic_overhead import deterministic_mode_without_its_extras
+from tp_invariant_recipes.training import heartbeat
+from tp_invariant_recipes.training.heartbeat import Phase
+from tp_invariant_recipes.training.rank import adapt
+
+CONTEXTS = 2  # chunks of a context shard
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a rank does: score the sequences of a file, and append a line for each to `out`.
+
+    checkpoint: of a run; None: `config.weights.folder` has the weights. tokenizer: as of `sequences.tokenizer`; None:
+    all sequences are token ids. done: sequences whose lines are there. tokens: of a forward pass.
+    """
+
+    config: RunConfig
+    checkpoint: Path | None
+    file: Path
+    tokenizer: str | None
+    out: Path
+    done: int
+    tokens: int
+    wanted: Wanted
+
+    def __call__(self, run_dir: RunDir, rank_info: Any) -> None:
+        """Raises RunError: a log-probability is no number."""
+        bridge.load()
+        heartbeat.sign(Phase.SETTING_UP)
+        recipe_layer.enter(self.config.recipe)
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            model = self._model(stack)
+            forward = Forward(model, self.config, self.wanted)
+            self.score(model, forward, sequences.tokenizer(self.tokenizer)[0] if self.tokenizer else None)
+            dist.barrier()
+            _leave()
+
+    def score(self, model: Any, forward: "Forward", encode: sequences.Encode | None) -> None:
+        """Score what is left of the file. Rank 0 writes a window while the ranks compute the next."""
+        left = islice(sequences.sequences(self.file, self.config.model["vocab_size"], encode), self.done, None)
+        with ThreadPoolExecutor(1) as pool:
+            writing: Future[None] | None = None
+            for window in batches.windows(left, batches.WINDOWS["cpu" if self.config.device.kind == "cpu" else "cuda"]):
+                begun = time.monotonic()
+                found = forward.window(window, self.tokens)
+                computed = sum(len(one.tokens) for one in window), time.monotonic() - begun
+                if writing is not None:
+                    writing.result()
+                if dist.get_rank() == 0:
+                    writing = pool.submit(lines.append, self.out, window, found, self.wanted.columns, computed)
+            if writing is not None:
+                writing.result()
+
+    def _model(self, stack: ExitStack) -> Any:
+        """Megatron's model on this rank, with weights. What it replaces ends with `stack`."""
+        from tp_invariant_recipes.config import container
+        from tp_invariant_recipes.features.export.rank import load_weights
+        from tp_invariant_recipes.numerics.megatron import replacements
+        from tp_invariant_recipes.replacement import applied
+
+        config = self.config
+        adapt(stack, config)
+        stack.enter_context(applied(replacements.replacements(config.numerics)))
+        from megatron.bridge.training.config import runtime_config_update
+        from megatron.bridge.training.setup import initialize_megatron  # as cpu_host/cpu.py has it
+
+        # Its own generators are the faster way to weights that are replaced.
+        built = container.build(config.with_fields("numerics", initial_weights="megatron"))
+        if self.checkpoint is None:
+            from tp_invariant_recipes.training.imported_weights import ImportedWeights
+
+            built.model.register_pre_wrap_hook(ImportedWeights(Path(str(config.weights.folder))).load)
+        runtime_config_update(built)
+        initialize_megatron(cfg=built)
+        if config.device.kind != "cpu":
+            deterministic_mode_without_its_extras()
+        chunks = built.model.provide_distributed_model(wrap_with_ddp=False)
+        if self.checkpoint is not None:
+            load_weights(chunks, self.checkpoint, "")
+        return chunks[0]
+
+
+def _leave() -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+class Forward:
+    """Forward passes of a model, in any layout. Every rank calls `window` with the same sequences.
+
+    model: a chunk of Megatron's, on this rank. config: of the run.
+    """
+
+    def __init__(self, model: Any, config: RunConfig, wanted: Wanted) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.utils import unwrap_model
+
+        from tp_invariant_recipes.numerics.megatron.attention.core_attention import CoreAttention
+
+        self.state, self.model, self.columns, self.count = parallel_state, model, len(wanted.columns), 0
+        self.shards = config.numerics.context_shards or config.model["context_parallel_size"]
+        self.multiple = max(CONTEXTS * self.shards, self.shards * (config.numerics.virtual_shards or 1))
+        self.alone = depends_on_rows(config)
+        self.learned = config.model["seq_length"]  # positions, if any: padding, which no token sees, has the last one
+        # In training mode kernels are those of a training step, without the dropout that planning has refused.
+        model.train()
+        inner = unwrap_model(model)
+        # Of stages. A provider would refuse it beside some dispatchers, which no pass uses here.
+        inner.config.variable_seq_lengths = True
+        for module in inner.modules():
+            if isinstance(module, CoreAttention):
+                module.by_sequence = True
+        self.last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        self.head = Head(inner, config.numerics.arithmetic, wanted, alone=self.alone) if self.last else None
+
+    def window(self, window: Sequence[sequences.Sequence], tokens: int) -> list[np.ndarray]:
+        """The values of the scored tokens of each sequence, [columns, scored] fp64; on rank 0, elsewhere nothing.
+
+        tokens: of a pass.
+        """
+        state = self.state
+        size, rank = state.get_data_parallel_world_size(), state.get_data_parallel_rank()
+        lengths = [len(one.tokens) for one in window]
+        passes = batches.plan(lengths, self.multiple, 0 if self.alone else tokens, size, rank)
+        return self._gathered(window, passes, self.passes(passes, window))
+
+    def passes(self, passes: Sequence[Batch], window: Sequence[sequences.Sequence]) -> list[Tensor]:
+        """Forward passes: on the last stage the values of each, [columns, b, s/cp], elsewhere nothing."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        return get_forward_backward_func()(
+            forward_step_func=self._step,
+            data_iterator=((batch, window) for batch in passes),
+            model=[self.model],
+            num_microbatches=len(passes),
+            seq_length=passes[0].length,
+            micro_batch_size=1,
+            forward_only=True,
+        )
+
+    def _step(self, data: Iterator, model: Any) -> tuple[Tensor, None]:
+        batch, window = next(data)
+        self.count += 1
+        heartbeat.sign(Phase.LONG_STEP, self.count)
+        tokens, targets = _tensors(batch, window)
+        held = self._held(batch.length)
+        positions = held.clamp(max=self.learned - 1).expand(len(tokens), -1)
+        hidden = model(input_ids=tokens[:, held].cuda(), position_ids=positions.cuda(), attention_mask=None)
+        if self.head is None:
+            return hidden, None
+        return self.head(hidden, targets[:, held]), None
+
+    def _held(self, length: int) -> Tensor:
+        """The positions that this rank has, on the host."""
+        from tp_invariant_recipes.numerics.sums.context_shards import positions
+
+        ranks, rank = self.state.get_context_parallel_world_size(), self.state.get_context_parallel_rank()
+        return positions(length, self.shards, ranks, rank) if self.shards > 1 else torch.arange(length)
+
+    def _gathered(
+        self, window: Sequence[sequences.Sequence], passes: Sequence[Batch], outputs: list[Tensor]
+    ) -> list[np.ndarray]:
+        """outputs: of the passes, [columns, b, s/cp], on the last stage. Ranks of a tensor-parallel group have equal
+        ones; those of a context-parallel group have other positions.
+        """
+        mine: list[tuple[int, np.ndarray, np.ndarray]] = []
+        if self.last and self.state.get_tensor_model_parallel_rank() == 0:
+            for batch, output in zip(passes, outputs, strict=True):
+                values, held = output.cpu().numpy(), self._held(batch.length).numpy()
+                for n, place in enumerate(batch.places):
+                    scored = (held + 1 >= window[place].first) & (held + 1 < len(window[place].tokens))
+                    mine.append((place, held[scored], values[:, n, scored]))
+        parts: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
+        dist.gather_object(mine, parts or None, dst=0)
+        found = [np.full((self.columns, len(one.tokens) - one.first), np.nan) for one in window] if parts else []
+        for place, positions, values in (entry for part in parts for entry in part):
+            found[place][:, positions + 1 - window[place].first] = values
+        for one, values in zip(window if parts else (), found, strict=True):
+            if not np.isfinite(values).all():
+                at = one.first + int(np.argmin(np.isfinite(values).all(0)))
+                raise RunError(
+                    f"sequence {one.id}: the score of token {at} is no finite number: {values[0, at - one.first]}"
+                )
+        return found
+
+
+def depends_on_rows(config: RunConfig) -> bool:
+    """Whether the bits of a token depend on how many tokens are computed with it.
+
+    Rows of a product are independent where it walks k in order (numerics/products/defined.py): under the modes with
+    such products on a GPU, and everywhere where a mode has the same bits on any machine. Scales of FP8 are of a whole
+    tensor, and Mamba's scan and the gated delta rule are a library's products. Stock promises nothing.
+    """
+    arithmetic = config.numerics.arithmetic
+    if arithmetic is None:
+        return False
+    defined = arithmetic.any_machine or (config.device.kind == "gpu" and arithmetic.tries_products)
+    by_shape = "hybrid_layer_pattern" in config.model or bool(families.delta_sizes(config.model))
+    return not defined or low_precision.enabled(config) or by_shape
+
+
+def _tensors(batch: Batch, window: Sequence[sequences.Sequence]) -> tuple[Tensor, Tensor]:
+    """Tokens and the next token of each, -1 where it is not scored: [b, s] int64, padded at the end."""
+    tokens = np.zeros((len(batch.places), batch.length), np.int64)
+    targets = np.full_like(tokens, -1)
+    for n, one in enumerate(window[place] for place in batch.places):
+        tokens[n, : len(one.tokens)] = one.tokens
+        targets[n, one.first - 1 : len(one.tokens) - 1] = one.tokens[one.first :]
+    return torch.from_numpy(tokens), torch.from_numpy(targets)

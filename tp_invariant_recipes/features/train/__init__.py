@@ -1,0 +1,1 @@
+"""Training: one run from its plan to its end, and the callbacks that a rank composes."""

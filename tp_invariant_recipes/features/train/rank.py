@@ -1,0 +1,48 @@
+"""One rank of a training: its callbacks, composed."""
+
+from tp_invariant_recipes.ledger.run_files import RunFile
+from tp_invariant_recipes.observe.recording import recording
+from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.settings import sft
+from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.start import bridge
+from tp_invariant_recipes.training import rank
+
+
+def train(run_dir: RunDir, rank_info: rank.RankInfo) -> None:
+    """Build the configuration that the run directory holds and train it."""
+    config, run = run_dir.read_run_config(), run_dir.read_run(RunFile)
+    bridge.load()
+    from tp_invariant_recipes.features.train import experiment_report
+
+    callbacks = _callbacks(run_dir, rank_info, run, config)
+    with rank.closing(callbacks), experiment_report.offline(config, run_dir):
+        rank.pretrain(config, callbacks)
+
+
+def _callbacks(run_dir: RunDir, rank_info: rank.RankInfo, run: RunFile, config: RunConfig) -> list:
+    from tp_invariant_recipes.config.resume_rules import experts_separate, optimizer_state
+    from tp_invariant_recipes.features.train.experiment_report import ExperimentReport
+    from tp_invariant_recipes.training.manifest_writer import IndexRecorder, ManifestWriter
+
+    parts = run.identity_hash, run.layout, optimizer_state(config)
+    separate = experts_separate(config.numerics.mode, config.model, run.layout)
+    manifest: list = [ManifestWriter(*parts, experts_apart=separate, first=rank_info.rank == 0)]
+    builds_index = (rank_info.rank if config.cluster.shared_files else rank_info.local_rank) == 0
+    if builds_index and (folder := sft.index_folder(config)):
+        manifest.append(IndexRecorder(folder))
+    last = rank_info.rank == rank_info.world_size - 1
+    figures = [ExperimentReport(run_dir, config.train["train_iters"])] if last else []
+    recorded = recording(run_dir, rank_info, run, config.ledger)
+    return [*recorded, *guarding(run_dir, rank_info, config), *manifest, *figures]
+
+
+def guarding(run_dir: RunDir, rank_info: rank.RankInfo, config: RunConfig) -> list:
+    """The callback that notices broken hardware, if the run has one. It comes after those of `recording`."""
+    from tp_invariant_recipes.check import guard
+
+    if config.guard.kind == guard.OFF:
+        return []
+    from tp_invariant_recipes.features.guard.callback import Guard
+
+    return [Guard(config, run_dir, rank_info.rank)]

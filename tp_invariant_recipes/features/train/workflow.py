@@ -1,0 +1,184 @@
+"""`tpi train`, once it is planned: check with Bridge, write the run directory, run the ranks."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.config import container
+from tp_invariant_recipes.config.compose import Composed
+from tp_invariant_recipes.errors import RunError, TpiError
+from tp_invariant_recipes.launch import local, record, resume
+from tp_invariant_recipes.launch.plan import Plan
+from tp_invariant_recipes.launch.ranks import Stop
+from tp_invariant_recipes.launch.request import Request
+from tp_invariant_recipes.ledger.bits import bits_float
+from tp_invariant_recipes.ledger.open import read
+from tp_invariant_recipes.runs import attempts, checkpoints, guard_files, places
+from tp_invariant_recipes.runs.checkpoints import RunCheckpoint, iteration_dir
+from tp_invariant_recipes.runs.lock import Lock, LockLost, locked
+from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.sizing import room
+from tp_invariant_recipes.sizing.memory import estimate
+from tp_invariant_recipes.sources import recipe_answers, recipe_layer, recipe_process, recipe_source
+from tp_invariant_recipes.start.quiet import quiet
+
+
+@contextmanager
+def locked_run(request: Request, composed: Composed) -> Iterator[Lock | None]:
+    """Hold the lock of the run to continue while it is planned and trained.
+
+    None: a new run, which `execute` locks, or a completed one, in which nothing is written.
+
+    Raises RunError when another process holds it.
+    """
+    where = request.resume or (composed.config.run.dir if request.continues else None)
+    run_dir = RunDir(Path(where).expanduser()) if where else None
+    if run_dir is None or not run_dir.run.exists() or _is_completed(run_dir, composed):
+        yield None
+        return
+    with locked(run_dir) as lock:
+        yield lock
+
+
+def _is_completed(run_dir: RunDir, composed: Composed) -> bool:
+    step = composed.config.section("checkpoint").get("ckpt_step")
+    return step is None and resume.completed_steps(run_dir) == composed.config.train["train_iters"]
+
+
+def check(planned: Plan) -> None:
+    """What can be checked before anything is written. Raises ConfigError, CheckpointError."""
+    check_checkpoint(planned)
+    validate(planned)
+
+
+def check_checkpoint(planned: Plan, node: int = 0, nodes: int = 1) -> None:
+    """Read the checkpoint that the run goes on from, whose sizes its plan has checked. Raises CheckpointError.
+
+    node, nodes: this one's number, and how many read it at once, each a part of its files.
+    """
+    config = planned.config
+    if planned.here and planned.start and config.run.verify == "hashes":
+        path = iteration_dir(Path(config.section("checkpoint")["load"]), planned.start)
+        RunCheckpoint(path, planned.start).verify(node=node, nodes=nodes)
+
+
+def validate(planned: Plan) -> None:
+    """Build the run's ConfigContainer and let Bridge validate it. Raises ConfigError.
+
+    Imports Bridge, 10 to 20 s, unless the same recipe has passed before.
+    """
+    model, config = planned.composed.model, planned.config
+    typed = tuple(sorted({override.path for override in planned.composed.overrides}))
+    if planned.here:
+        os.environ.update(planned.environment)
+
+    def built() -> bool:
+        with quiet():
+            recipe_layer.enter(config.recipe)
+            container.validate(container.build(config), planned.layout.world, here=planned.here, typed=typed)
+        return True
+
+    if not recipe_source.is_recipe(model):
+        built()
+        return
+    run = planned.run_dir.path
+    sections = json.dumps(config.sections, default=str).replace(str(run), "run.dir" if not run.exists() else str(run))
+    question = ("check", model, sections, planned.layout.world, planned.here, typed)
+    if recipe_process.forks():
+        recipe_answers.prepare(model, *question)
+    recipe_process.run(model, lambda: recipe_answers.answer(built, recipe_source.folder(model), *question))
+
+
+def as_json(planned: Plan) -> dict[str, Any]:
+    """A plan for machines. memory: as `launch.room.as_dict` has it."""
+    return {
+        "model": planned.composed.model,
+        "run": str(planned.run_dir.path),
+        "device": planned.device,
+        "layout": planned.layout.as_dict(),
+        "ranks": planned.layout.world,
+        "numerics": planned.config.numerics.mode,
+        "start": planned.start,
+        "of": planned.steps,
+        "data_missing": planned.data_missing,
+        "memory": room.as_dict(estimate(planned.composed.config)),
+    }
+
+
+def execute(planned: Plan, watch: Callable[[], None], stop: Stop | None = None) -> local.Outcome:
+    """Write the run directory and train.
+
+    Raises RunError when another process trains there, a rank dies or hangs, or the run ends before its last step.
+
+    watch: called while the ranks live, to show progress.
+    stop:  as for `local.run`; without it Ctrl-C is raised.
+    """
+    from tp_invariant_recipes.features.train import rank as train
+
+    if planned.completed:
+        return local.Outcome.COMPLETED
+    with locked(planned.run_dir):
+        record.check_current(planned)
+        if planned.run_dir.checkpoints.exists():
+            checkpoints.set_aside(planned.run_dir.checkpoints, after=planned.start)
+        guard_files.settle(planned.run_dir)
+        record.write(planned)
+        try:
+            outcome = check_completed(planned, local.run(planned, watch, rank_fn=train.train, stop=stop))
+        except LockLost:
+            raise
+        except TpiError as error:
+            with suppress(TpiError):  # a full disk, mostly: then the run's own error says so
+                guard_files.settle(planned.run_dir)
+                attempts.end(planned.run_dir, "failed", str(error))
+            raise
+        except KeyboardInterrupt:
+            attempts.end(planned.run_dir, local.Outcome.STOPPED.value)
+            raise
+        attempts.end(planned.run_dir, outcome.value)
+        return outcome
+
+
+def check_completed(planned: Plan, outcome: local.Outcome) -> local.Outcome:
+    """How a run ended whose ranks all ended well. Raises RunError: before its last step, and nobody asked for it.
+
+    Bridge leaves early with status 0 after train.exit_duration_in_mins, and on a signal that a rank got by itself.
+    """
+    if outcome is not local.Outcome.COMPLETED:
+        return outcome
+    run_dir, minutes = planned.run_dir, planned.config.train.get("exit_duration_in_mins")
+    steps = read(run_dir.ledger).steps if run_dir.ledger.exists() else ()
+    reached = steps[-1].step if steps else 0
+    if planned.last_recorded <= reached <= planned.steps:
+        return outcome
+    reason = f"; train.exit_duration_in_mins={minutes}" if minutes else f"; Bridge's log says why: {run_dir.bridge_log}"
+    raise RunError(
+        f"the ranks ended at step {reached} of {planned.steps}, and nothing had failed{reason}\n"
+        f"continue with: tpi train --resume {run_dir.path}"
+    )
+
+
+def summary(planned: Plan, outcome: local.Outcome) -> dict[str, Any]:
+    """The summary of a run: its directory, its outcome, the figures of its last step.
+
+    diverged: the first step at which replicas of a tensor did not hold the same bits; None: they always did.
+    ledger, tensorboard, wandb, wandb_sync, next: as `places.of` has them.
+    """
+    run_dir = planned.run_dir
+    steps = read(run_dir.ledger).steps if run_dir.ledger.exists() else ()
+    last = steps[-1] if steps else None
+    saved = checkpoints.finished(run_dir.checkpoints)
+    return {
+        "run": str(run_dir.path),
+        "outcome": outcome.value,
+        "steps": last.step if last else 0,
+        "of": planned.steps,
+        "loss": bits_float(last.loss) if last and last.loss else None,
+        "grad_norm": bits_float(last.grad_norm) if last and last.grad_norm else None,
+        "checkpoint": str(saved[-1].path) if saved else None,
+        "diverged": next((step.step for step in steps if step.diverged), None),
+        **places.of(run_dir),
+    }

@@ -1,0 +1,286 @@
+"""The cells of a matrix, composed and planned, and the problems of all of them in one list."""
+
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+from tp_invariant_recipes.check.inputs import input_problems
+from tp_invariant_recipes.check.invariant.shards import DEFAULT_SHARDS
+from tp_invariant_recipes.config.compose import Composed, compose
+from tp_invariant_recipes.config.overrides import Override, given, parse, texts
+from tp_invariant_recipes.errors import OR_STOCK, ConfigError, listed, refuse
+from tp_invariant_recipes.features.verify.matrix import Choice
+from tp_invariant_recipes.launch import plan
+from tp_invariant_recipes.launch.plan import Plan, Planning
+from tp_invariant_recipes.ledger.reader import Ledger
+from tp_invariant_recipes.ledger.schema import EXPERT_GROUPS, SHARDS, Header, identity_differences
+from tp_invariant_recipes.machine import gpus
+from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, LeftOut, MatrixDir
+from tp_invariant_recipes.settings import expert_groups
+from tp_invariant_recipes.settings.keys import SHORT_KEYS
+from tp_invariant_recipes.sizing import room
+
+
+class Problems:
+    """Problems of cells, each once. A problem of only some cells lists these cells."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[str]] = {}
+        self.cells = 0
+
+    @contextmanager
+    def of(self, label: str) -> Iterator[None]:
+        """Record the problems of a ConfigError of the block, for the cell with this label."""
+        self.cells += 1
+        try:
+            yield
+        except ConfigError as error:
+            for problem in error.problems:
+                self.found.setdefault(problem, []).append(label)
+
+    def why(self, label: str) -> str:
+        """The problems of one cell."""
+        return "; ".join(problem for problem, labels in self.found.items() if label in labels and problem != OR_STOCK)
+
+    def lines(self) -> list[str]:
+        """One line per problem."""
+        return [
+            problem if len(labels) == self.cells or problem == OR_STOCK else f"{'; '.join(labels)}: {problem}"
+            for problem, labels in self.found.items()
+        ]
+
+    def raise_any(self) -> None:
+        """Raise ConfigError if there is a problem."""
+        if self.found:
+            raise ConfigError(listed(self.lines()), self.lines())
+
+
+def compose_cells(
+    model: str, axes: Sequence[Axis], choices: Sequence[Choice], problems: list[str], here: bool
+) -> tuple[dict[str, Composed], tuple[LeftOut, ...]]:
+    """Compose each cell, by its label; the combinations that are impossible are left out. here: as in `Plan`.
+
+    Raises ConfigError that lists `problems` and the problems of all cells, also where a value fits no combination: that
+    is a mistake, and no matter of combining.
+    """
+    composed, found = compose_each(model, choices, here)
+    remaining = [choice.values for choice in choices if choice.label in composed]
+    if (
+        not problems
+        and remaining
+        and all(set(axis.values) == {values[n] for values in remaining} for n, axis in enumerate(axes))
+    ):
+        labels = [choice.label for choice in choices if choice.label not in composed]
+        return composed, tuple(LeftOut(label, found.why(label)) for label in labels)
+    problems = [*problems, *found.lines()]
+    refuse(problems)
+    return composed, ()
+
+
+def compose_each(model: str, choices: Sequence[Choice], here: bool) -> tuple[dict[str, Composed], Problems]:
+    """Those that compose, by their label, and what is wrong with the others."""
+    device = plan.detect_device()
+    composed, found, files = {}, Problems(), partial(input_problems, here=here)
+    for choice in choices:
+        with found.of(choice.label):
+            composed[choice.label] = compose(model, choice.overrides, device=device, also=files)
+    return composed, found
+
+
+def with_enough_shards(choices: Sequence[Choice], reference: Ledger | None) -> tuple[Choice, ...]:
+    """The choices, with the reference's V, or as many virtual shards as the largest tp * cp, if the default has fewer.
+
+    A value that the user gives stays.
+    """
+    key = "numerics.virtual_shards"
+    wanted = reference.header.numerics.get("virtual_shards") if reference else None
+    if wanted is None:
+        wanted = max((_degree(one, "tp") * _degree(one, "cp") for one in choices), default=1)
+        if wanted <= DEFAULT_SHARDS or wanted & (wanted - 1):
+            return tuple(choices)
+    return tuple(
+        one
+        if given(one.overrides, key) or _is_stock(one)
+        else replace(one, overrides=(*one.overrides, parse(f"{key}={wanted}")))
+        for one in choices
+    )
+
+
+def _degree(choice: Choice, key: str) -> int:
+    """A degree of parallelism as typed; 1 where it is not, or is no number."""
+    typed = given(choice.overrides, SHORT_KEYS[key].path)
+    return int(typed.value) if typed and typed.value.isdecimal() else 1
+
+
+def _is_stock(choice: Choice) -> bool:
+    typed = given(choice.overrides, "numerics.mode")
+    return typed is not None and typed.value == "stock"
+
+
+def with_equal_shards(
+    choices: Sequence[Choice], composed: dict[str, Composed], reference: Ledger | None
+) -> tuple[Choice, ...]:
+    """The choices, with the shards in which cells would differ: the reference's, else those of the largest dp or cp.
+
+    Of expert groups it is the number that suits every cell. A value that the user gives stays, and so do cells of stock
+    numerics, which have none.
+    """
+    configs = {label: one.config for label, one in composed.items()}
+    for key in SHARDS:
+        name = key.partition(".")[2]
+        shards = {label: getattr(config.numerics, name) for label, config in configs.items()}
+        if key == EXPERT_GROUPS:  # with the D and C that the cells have by now
+            free = [one.label for one in choices if shards[one.label] and not given(one.overrides, key)]
+            shards |= {label: expert_groups.groups_of_run(configs[label]) for label in free}
+        wanted = reference.header.identity.get(key) if reference else None
+        wanted = wanted or max((each for each in shards.values() if each is not None), default=None)
+        choices = [
+            one
+            if shards[one.label] in (None, wanted) or given(one.overrides, key)
+            else replace(one, overrides=(*one.overrides, parse(f"{key}={wanted}")))
+            for one in choices
+        ]
+        configs = {
+            label: config.with_fields("numerics", **{name: wanted}) if shards[label] is not None else config
+            for label, config in configs.items()
+        }
+    return tuple(choices)
+
+
+def named(choice: Choice, composed: Composed) -> Choice:
+    """The choice with a name. If no key has several values, the only cell is named by its tensor-parallel degree."""
+    tp = composed.config.layout.tp
+    return choice if choice.name else replace(choice, name=f"tp{tp}", label=f"tp={tp}")
+
+
+def that_fit(
+    model: str, requested: Sequence[Override], choices: Sequence[Choice], composed: dict[str, Composed], here: bool
+) -> tuple[tuple[Choice, ...], tuple[LeftOut, ...]]:
+    """The cells whose memory suffices, and those left out. here: as for `room.room`.
+
+    requested: the overrides as typed. composed: the choices by label.
+    Raises ConfigError if no two of several cells fit, or the only one does not; it has a command that works.
+    """
+    large = {
+        one.label: problems[0] for one in choices if (problems := room.problems(composed[one.label].config, here=here))
+    }
+    kept, least = tuple(one for one in choices if one.label not in large), min(2, len(choices))
+    left_out = tuple(LeftOut(label, problem.partition(":\n")[0]) for label, problem in large.items())
+    if len(kept) >= least:
+        return kept, left_out
+    command = _command_that_fits(model, requested, choices, least, here)
+    if command is None:
+        problems = [f"{label}: {problem}" for label, problem in large.items()]
+    else:
+        problems = [f"{one.label}: {one.why}" for one in left_out]
+        problems.append(f"{len(kept)} of {len(choices)} cells fit; this command works: {command}")
+    raise ConfigError("\n".join(problems), problems)
+
+
+def _command_that_fits(
+    model: str, requested: Sequence[Override], choices: Sequence[Choice], least: int, here: bool
+) -> str | None:
+    """This process's command with the change that lets `least` cells fit: larger degrees of tp, or fewer layers."""
+
+    def fits(one: Choice, key: str, value: int) -> bool:
+        try:
+            config = compose(model, [*one.overrides, f"{key}={value}"], device=plan.detect_device()).config
+        except ConfigError:
+            return False
+        found = gpus.visible() if here else []
+        enough = not found or config.layout.world <= len(found)
+        return enough and not room.problems(config, here=here) and room.warning(config, here=here) is None
+
+    degrees = [str(tp) for tp in (1, 2, 4, 8, 16) if fits(choices[0], "tp", tp)]
+    if len(degrees) >= least:
+        return _changed_command(requested, "tp", ",".join(degrees[:least]))
+    layers = (1 << power for power in range(6, -1, -1))
+    few = next((n for n in layers if all(fits(one, "model.num_layers", n) for one in choices)), None)
+    return None if few is None else _changed_command(requested, "model.num_layers", str(few))
+
+
+def _changed_command(requested: Sequence[Override], key: str, values: str) -> str:
+    """This process's command with other values of a key."""
+    typed = given(requested, parse(f"{key}=1").path)
+    words = [f"{key}={values}" if typed and word == typed.text else word for word in sys.argv[1:]]
+    return shlex.join(["tpi", *words, *([] if typed else [f"{key}={values}"])])
+
+
+def plan_cells(
+    choices: Sequence[Choice],
+    composed: Sequence[Composed],
+    where: MatrixDir,
+    how: Planning,
+) -> dict[str, Plan]:
+    """Plan each cell, by its name. Raises ConfigError with the problems of all; other TpiErrors as `plan.resolve`."""
+    plans, found = {}, Problems()
+    for choice, one in zip(choices, composed, strict=True):
+        with found.of(choice.label):
+            plans[choice.name] = plan.resolve(one, where.cell(choice.name), how)
+    found.raise_any()
+    return plans
+
+
+def cell_of(choice: Choice, planned: Plan) -> Cell:
+    """The cell as it stands in the matrix."""
+    return Cell(
+        name=choice.name,
+        label=choice.label,
+        overrides=texts(choice.overrides),
+        ranks=planned.layout.world,
+        steps=planned.steps,
+        identity_hash=planned.identity_hash,
+        layout=planned.layout.as_dict(),
+        numerics=planned.config.section("numerics"),
+    )
+
+
+def lengths(plans: dict[str, Plan]) -> list[str]:
+    """Why these cells have not one length."""
+    steps = sorted({planned.steps for planned in plans.values()})
+    if len(steps) == 1:
+        return []
+    return [f"cells of {' and '.join(map(str, steps))} steps: a matrix has one length; give iters one value"]
+
+
+def environments(plans: dict[str, Plan]) -> list[str]:
+    """Why these cells cannot run in one process."""
+    first, *others = (planned.environment for planned in plans.values())
+    if all(environment == first for environment in others):
+        return []
+    return [
+        "these cells need different environment variables, which one process cannot have: run one, then the others; "
+        "tpi verify --against RUN compares them with it"
+    ]
+
+
+def identities(axes: Sequence[Axis], choices: Sequence[Choice], plans: dict[str, Plan]) -> list[str]:
+    """The reasons why cells are different experiments: the keys whose values alone change the identity."""
+    first = choices[0]
+    problems = []
+    for number, axis in enumerate(axes):
+        beside = [c for c in choices if [n for n, v in enumerate(c.values) if v != first.values[n]] == [number]]
+        fields = dict.fromkeys(key for c in beside for key in _changed(plans[first.name], plans[c.name]))
+        if fields:
+            problems.append(f"{axis.key}={','.join(axis.values)} makes different runs: {_few(list(fields))}")
+    others = [c for c in choices if not problems and _changed(plans[first.name], plans[c.name])]
+    problems += [
+        f"{first.label} and {c.label} are different runs: {_few(_changed(plans[first.name], plans[c.name]))}"
+        for c in others
+    ]
+    return [
+        f"{problem}; their ledgers are not comparable; to train each, without comparing bits: tpi sweep"
+        for problem in problems
+    ]
+
+
+def _changed(a: Plan, b: Plan) -> list[str]:
+    return [one.field for one in identity_differences(Header(identity=a.identity), Header(identity=b.identity))]
+
+
+def _few(fields: list[str]) -> str:
+    shown = ", ".join(fields[:3]) + (f" and {len(fields) - 3} more" if len(fields) > 3 else "")
+    return f"{shown} {'differs' if len(fields) == 1 else 'differ'}"

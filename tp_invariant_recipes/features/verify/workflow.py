@@ -1,0 +1,286 @@
+"""`tpi verify`: plan the cells of a matrix, train them in turn, judge the ledgers."""
+
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.config import reserved
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.overrides import Override, parse_all, texts
+from tp_invariant_recipes.errors import ConfigError, LedgerError, RunError, TpiError, refuse
+from tp_invariant_recipes.features.verify import matrix
+from tp_invariant_recipes.features.verify.cells import (
+    Problems,
+    cell_of,
+    compose_cells,
+    compose_each,
+    environments,
+    identities,
+    lengths,
+    named,
+    plan_cells,
+    that_fit,
+    with_enough_shards,
+    with_equal_shards,
+)
+from tp_invariant_recipes.features.verify.matrix import Choice
+from tp_invariant_recipes.features.verify.verdict import PASSED, STOPPED, MatrixVerdict, judge, verdict_on
+from tp_invariant_recipes.launch import plan
+from tp_invariant_recipes.launch.local import Outcome as Ended
+from tp_invariant_recipes.launch.local import Watch
+from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning
+from tp_invariant_recipes.launch.ranks import Stop
+from tp_invariant_recipes.launch.request import Request
+from tp_invariant_recipes.ledger.open import read
+from tp_invariant_recipes.ledger.reader import Ledger
+from tp_invariant_recipes.ledger.run_files import RunFile
+from tp_invariant_recipes.ledger.schema import Header, canonical, identity_differences
+from tp_invariant_recipes.runs.checkpoints import ASIDE, move_aside
+from tp_invariant_recipes.runs.lock import locked, locked_empty
+from tp_invariant_recipes.runs.matrix_dir import Cell, Matrix, MatrixDir
+from tp_invariant_recipes.runs.run_dir import choose_for_several
+
+__all__ = ["MatrixVerdict", "Verification", "again", "check", "execute", "judge", "new"]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """A matrix, ready to start.
+
+    plans: name of a cell -> its run, in order. Cells that an earlier verify has done have none.
+    anew:  cells of an earlier verify that begin again: what it left of them is moved to `set-aside/`.
+    again: whether there was an earlier verify.
+    """
+
+    directory: MatrixDir
+    matrix: Matrix
+    plans: dict[str, Plan]
+    anew: frozenset[str] = frozenset()
+    again: bool = False
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """Those to train."""
+        return tuple(cell for cell in self.matrix.cells if cell.name in self.plans)
+
+
+def new(
+    model: str,
+    overrides: Sequence[str | Override],
+    *,
+    against: Path | None,
+    directory: Path | None,
+    how: Planning = TO_TRAIN,
+) -> Verification:
+    """Plan all cells. It writes only the data cache. Raises a TpiError that lists the problems of all cells.
+
+    against: a run directory, ledger or certificate to compare all cells with, instead of the first cell.
+    """
+    requested = parse_all(overrides)
+    problems, sound = reserved.check("verify", requested)
+    axes, choices = matrix.spread(sound, problems)
+    reference = _reference(against, problems)
+    if len(choices) == 1 and not problems and against is None:
+        problems.append(
+            "one cell has nothing to be compared with: give a key several values, as in tp=1,2,4, "
+            "or a ledger to compare it with: --against FILE"
+        )
+    choices = with_enough_shards(choices, reference)
+    composed, left_out = compose_cells(model, axes, choices, problems, how.here)
+    before = [one for one in choices if one.label in composed]
+    kept = with_equal_shards(before, composed, reference)
+    changed, found = compose_each(model, [one for one in kept if one not in before], how.here)
+    found.raise_any()
+    composed |= changed
+    kept, too_large = that_fit(model, requested, kept, composed, how.here)
+    choices = tuple(named(one, composed[one.label]) for one in kept)
+    composed = {one.label: composed[one.label] for one in kept}
+    left_out += too_large
+    where = MatrixDir(choose_for_several(directory, f"verify-{model}"))
+    plans = plan_cells(choices, list(composed.values()), where, how)
+    problems = [*lengths(plans), *identities(axes, choices, plans), *environments(plans)]
+    if reference is not None and not problems:
+        problems = _against(reference, next(iter(plans.values())))
+    refuse(problems)
+    cells = tuple(cell_of(one, plans[one.name]) for one in choices)
+    path = None if against is None else str(against.expanduser().absolute())
+    return Verification(where, Matrix(model, texts(requested), axes, cells, path, left_out), plans)
+
+
+def again(directory: Path, *, against: Path | None = None, how: Planning = TO_TRAIN) -> Verification | MatrixVerdict:
+    """Plan the cells of an earlier verify that did not pass: failed, stopped, not run, or with other bits.
+
+    A stopped cell goes on from its checkpoint, the others begin anew. Returns the verdict where all cells have passed.
+    Raises a TpiError: `directory` is not of `tpi verify`, or a cell would be another run now than planned.
+
+    against: as for `judge`.
+    """
+    where = MatrixDir(directory)
+    requested = where.read_matrix()
+    if against is not None:
+        requested = replace(requested, against=str(against.expanduser().absolute()))
+    verdict = judge(directory, _against_path(requested))
+    states = {row.run: row.state for row in verdict.rows}
+    cells = [cell for cell in requested.cells if states[where.cell(cell.name).path] not in PASSED]
+    if not cells:
+        return verdict
+    device, found, plans = _device(where, requested), Problems(), {}
+    anew = frozenset(cell.name for cell in cells if states[where.cell(cell.name).path] != STOPPED)
+    for cell in cells:
+        with found.of(cell.label):
+            plans[cell.name] = _planned_again(requested, cell, where, how, device if cell.name in anew else None)
+    found.raise_any()
+    refuse(environments(plans))
+    return Verification(where, requested, plans, anew, again=True)
+
+
+def _device(where: MatrixDir, requested: Matrix) -> str:
+    """The device of the cells that have run; where none has, what is here."""
+    for cell in requested.cells:
+        with suppress(RunError):
+            return where.cell(cell.name).read_run(RunFile).device
+    return plan.detect_device()
+
+
+def _planned_again(requested: Matrix, cell: Cell, where: MatrixDir, how: Planning, device: str | None) -> Plan:
+    """The plan of a cell that begins anew; device None: that goes on. Raises ConfigError: it would be another run."""
+    run = where.cell(cell.name)
+    if device is None:
+        request = Request(None, (), run.path)
+        planned = request.plan(request.composed(), how)
+    else:
+        composed = compose(requested.model, cell.overrides, device=device)
+        planned = replace(plan.resolve(composed, run, how), attempts=None)
+    now = cell_of(Choice(cell.name, cell.label, (), tuple(parse_all(cell.overrides))), planned)
+    if changed := [
+        name for name in ("identity_hash", "layout", "numerics", "steps") if _of(now, name) != _of(cell, name)
+    ]:
+        raise ConfigError(f"it would be another run now than the one planned ({', '.join(changed)}); verify anew")
+    return planned
+
+
+def _of(cell: Cell, name: str) -> str:
+    """A field as JSON, since one of the cells was read from a file."""
+    return canonical(getattr(cell, name))
+
+
+def check(verification: Verification) -> None:
+    """Let Bridge validate every cell. Imports Bridge, 10 to 20 s. Raises ConfigError with the problems of all."""
+    from tp_invariant_recipes.features.train import workflow as train
+
+    found = Problems()
+    for cell in verification.cells:
+        with found.of(cell.label):
+            train.check(verification.plans[cell.name])
+    found.raise_any()
+
+
+def execute(verification: Verification, watch: Watch, *, exitfirst: bool = False) -> MatrixVerdict:
+    """Write the directory, train the cells one after the other, and judge them. Raises RunError.
+
+    If a cell fails, the others still run, unless `exitfirst`, which ends with the first cell that fails or differs.
+    SIGTERM or Ctrl-C ends all. watch: takes a cell's label and plan, and shows its progress.
+    """
+    where = verification.directory
+    with (locked if verification.again else locked_empty)(where):
+        interrupted = train_cells(verification, watch, exitfirst=exitfirst)
+        verdict = judge(where.path, _against_path(verification.matrix), exitfirst=exitfirst)
+        return replace(verdict, interrupted=interrupted)
+
+
+def train_cells(verification: Verification, watch: Watch, *, exitfirst: bool = False) -> bool:
+    """Write the matrix and train its cells in turn; whether Ctrl-C ended it. The caller holds the directory's lock."""
+    where = verification.directory
+    with _interruptible() as stop:
+        if not verification.again:
+            where.write_matrix(verification.matrix)
+        try:
+            for cell in verification.cells:
+                if cell.name in verification.anew:
+                    _set_aside(where, cell)
+                if _train(cell, verification.plans[cell.name], watch) is Ended.STOPPED:
+                    break
+                if exitfirst and not _passes(verification, cell):
+                    break
+        except KeyboardInterrupt:  # the files of an unfinished cell count as they are
+            return not stop.requests
+    return False
+
+
+def _passes(verification: Verification, cell: Cell) -> bool:
+    """Whether a cell that has ended is the reference or identical with it."""
+    where = verification.directory
+    rows = verdict_on(where.path, _against_path(verification.matrix)).rows
+    return next(row.state for row in rows if row.run == where.cell(cell.name).path) in PASSED
+
+
+def _against_path(requested: Matrix) -> Path | None:
+    return None if requested.against is None else Path(requested.against)
+
+
+def _set_aside(where: MatrixDir, cell: Cell) -> None:
+    """Move what an earlier verify left of a cell to `set-aside/`. Raises RunError: somebody trains there."""
+    run = where.cell(cell.name)
+    if not run.path.exists():
+        return
+    aside = where.path / ASIDE
+    with locked(run):
+        try:
+            move_aside(run.path, aside)
+        except OSError as error:
+            raise RunError(f"cannot move {run.path} to {aside}: {error.strerror or error}") from error
+
+
+def _train(cell: Cell, planned: Plan, watch: Watch) -> Ended | None:
+    """The end of a cell's run; None: it failed, and its run directory has the reason."""
+    from tp_invariant_recipes.features.train import workflow as train
+
+    try:
+        with watch(cell.label, planned) as tick:
+            return train.execute(planned, tick)
+    except TpiError:
+        return None
+
+
+@contextmanager
+def _interruptible() -> Iterator[Stop]:
+    """Treat SIGTERM between two trainings as Ctrl-C. During a training the launcher of its ranks handles both.
+
+    Yields the count of the SIGTERMs between trainings.
+    """
+    stop = Stop()
+
+    def interrupt(*_: Any) -> None:
+        stop.requests += 1
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _reference(against: Path | None, problems: list[str]) -> Ledger | None:
+    if against is None:
+        return None
+    try:
+        ledger = read(against.expanduser())
+    except LedgerError as error:
+        problems.append(f"--against: {error}")
+        return None
+    if not ledger.steps:
+        problems.append(f"--against {against}: there is no step in this ledger")
+    return ledger
+
+
+def _against(reference: Ledger, planned: Plan) -> list[str]:
+    differences = identity_differences(reference.header, Header(identity=planned.identity))
+    return [
+        f"--against {reference.path} is of another experiment: {d.field} is {d.a or 'not set'} there and "
+        f"{d.b or 'not set'} here"
+        for d in differences
+    ]

@@ -1,0 +1,1 @@
+"""Products of matrices: definitions, tiles, and the formats of their operands."""

@@ -1,0 +1,1 @@
+"""This machine: GPUs, memory, network, the terminal, installed versions."""

@@ -1,0 +1,1 @@
+"""Experts: their placement, the exchange of tokens, their products in each precision."""

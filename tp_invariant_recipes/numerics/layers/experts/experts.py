@@ -1,0 +1,263 @@
+"""The experts: products of each expert's tokens with its weights. An expert's owner computes the same products, of the
+same shapes, in every layout (numerics/layers/experts/token_dispatcher.py), so any deterministic product gives the same bits. On
+a GPU they are defined products like all others, by kernels/products/grouped_product.py.
+
+An owner has the tokens of several context shards, and with ep > tp of several data-parallel ranks: its sources. It
+adds the weight gradients of those of an expert group one after the other (numerics/sums/expert_groups.py).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tp_invariant_recipes.function_modes import outside_modes
+from tp_invariant_recipes.kernels.folding_sum import folding_sum
+from tp_invariant_recipes.kernels.products.grouped_product import Groups, grouped_product, grouped_weight_gradient
+from tp_invariant_recipes.kernels.token_sum import token_sum
+from tp_invariant_recipes.kernels.tree_add import tree_add
+from tp_invariant_recipes.kernels.weighted_activation import (
+    Clamped,
+    Kind,
+    weighted_activation,
+    weighted_activation_backward,
+)
+from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches
+from tp_invariant_recipes.numerics.products import sampling
+from tp_invariant_recipes.numerics.products.product import product
+from tp_invariant_recipes.numerics.sums.tree import tree_sum
+from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad, gradients_of
+
+Weights = Sequence[Tensor]
+Adapter = Callable[[Tensor, Batches], Tensor]
+
+
+def mark_separate(experts: torch.nn.Module) -> None:
+    """Give these weights buffers and an optimizer apart from all else in every layout.
+
+    Megatron does so where tp > 1 or ep > 1. At tp=1 ep=1 it would write one optimizer's state into a checkpoint, which
+    no other layout reads (`ChainedOptimizer.sharded_state_dict` of Megatron-Core). The groups of ranks that
+    reduce both are the same there.
+    """
+    for weight in experts.parameters():
+        weight.allreduce = False  # type: ignore[attr-defined]
+        # Of a bias Megatron would add the tensor-parallel ranks' gradients twice: they are data-parallel ranks here.
+        weight.sequence_parallel = False  # type: ignore[attr-defined]
+
+
+class Arithmetic(NamedTuple):
+    """What computes on a CPU: product as of numerics/products/product.py; activation and its backward as of
+    kernels/weighted_activation.py, on every device."""
+
+    product: Callable[..., Tensor]
+    activation: Callable[[Tensor, Tensor, Any], Tensor]
+    activation_backward: Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor]]
+
+
+OF_TREE = Arithmetic(product, weighted_activation, weighted_activation_backward)
+
+SIGMOID = {"silu": 1.0, "quick_gelu": 1.702}  # gated activations -> the factor in their sigmoid
+
+
+def activation_kind(config: Any) -> Kind | None:
+    """The experts' activation in kernels/weighted_activation.py; None: that module lacks it."""
+    limit, offset = config.activation_func_clamp_value, config.glu_linear_offset
+    name, plain = config.activation_func.__name__, limit is None and not offset
+    if name == "squared_relu" and plain and not config.gated_linear_unit:
+        return "squared_relu"
+    if name not in SIGMOID or not config.gated_linear_unit:
+        return None
+    if name == "silu" and plain:
+        return "swiglu"
+    return Clamped(SIGMOID[name], float("inf") if limit is None else float(limit), float(offset))
+
+
+def expert_mlp(
+    x: Tensor,
+    probs: Tensor,
+    batches: Batches,
+    fc1: Weights,
+    fc2: Weights,
+    kind: Kind | None,
+    arithmetic: Arithmetic = OF_TREE,
+    linear: Callable[[Tensor, Batches, Weights], Tensor] | None = None,
+    biases: tuple[Weights, Weights] | None = None,
+    adapters: tuple[Adapter | None, Adapter | None] = (None, None),
+) -> Tensor:
+    """fc2(activation(fc1(x)) · probs), each row with its expert's weights.
+
+    x: [r, h], in order of batches; probs: [r]. fc1: [f or 2f, h] per local expert; fc2: [h, f] per local expert.
+    linear: what multiplies; None: the products of the arithmetic.
+    biases: [f or 2f] and [h] per local expert; the second is added times the row's probability.
+    adapters: of fc1 and fc2: what is added to a product of these rows and batches.
+    returns: [r, h].
+    """
+    if kind is None:
+        raise NotImplementedError("of activations only SwiGLU and squared ReLU have an invariant version for experts")
+    if linear is None:
+
+        def linear(x: Tensor, batches: Batches, weights: Weights) -> Tensor:
+            return _GroupedLinear.apply(x, batches, arithmetic, *weights)
+
+    inner = _adapted(linear(x, batches, fc1), x, batches, adapters[0])
+    if biases is not None:
+        inner = _GroupedBias.apply(inner, None, batches, *biases[0])
+    weighted = _WeightedActivation.apply(inner, probs, kind, arithmetic)
+    y = _adapted(linear(weighted, batches, fc2), weighted, batches, adapters[1])
+    return y if biases is None else _GroupedBias.apply(y, probs, batches, *biases[1])
+
+
+def _adapted(y: Tensor, x: Tensor, batches: Batches, adapter: Adapter | None) -> Tensor:
+    return y if adapter is None else y + adapter(x, batches)
+
+
+class _GroupedBias(torch.autograd.Function):
+    """y + bias · probs in fp32, rounded once; probs: None for 1. A bias' gradient is a tree over a batch's rows."""
+
+    @staticmethod
+    @outside_modes
+    def forward(ctx: Any, y: Tensor, probs: Tensor | None, batches: Batches, *biases: Tensor) -> Tensor:
+        ctx.save_for_backward(*((probs,) if probs is not None else ()), *biases)
+        ctx.weighted, ctx.batches = probs is not None, batches
+        return (y.float() + _of_rows(batches, biases, probs)).to(y.dtype)
+
+    @staticmethod
+    @outside_modes
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        probs, biases = (ctx.saved_tensors[0], ctx.saved_tensors[1:]) if ctx.weighted else (None, ctx.saved_tensors)
+        batches, dy, dp = ctx.batches, gradients[0].contiguous(), None
+        if probs is not None:
+            dp = folding_sum(dy.float() * _of_rows(batches, biases, None), -1).to(probs.dtype)
+        found: list[Tensor | None] = [None] * len(biases)
+        if all(ctx.needs_input_grad[3:]):
+            weighted = dy.float() if probs is None else dy.float() * probs.float().unsqueeze(1)
+            found = [*_bias_gradients(weighted, biases, batches)]
+        return dy, dp, None, *found
+
+
+def _of_rows(batches: Batches, biases: Weights, probs: Tensor | None) -> Tensor:
+    """[r, n] fp32: the bias of each row's expert, times its probability."""
+    sizes = torch.tensor(batches.groups.sizes, device=biases[0].device)
+    each = torch.stack([bias.float() for bias in of_batches(batches, biases)]).repeat_interleave(sizes, 0)
+    return each if probs is None else each * probs.float().unsqueeze(1)
+
+
+def _bias_gradients(dy: Tensor, biases: Weights, batches: Batches) -> list[Tensor]:
+    """dy: [r, n] fp32. As `weight_gradients`."""
+    rows = dy.split(batches.groups.sizes)
+
+    def add(outs: list[Tensor]) -> None:
+        for out, batch in batches.in_order(outs):
+            if len(rows[batch]):
+                out.add_(tree_add(token_sum(rows[batch], 1), dy.new_empty(1, dy.shape[1]), 1)[0])
+
+    return weight_gradients(add, biases, batches, dy.device)
+
+
+class _WeightedActivation(torch.autograd.Function):
+    @staticmethod
+    @outside_modes
+    def forward(ctx: Any, x: Tensor, probs: Tensor, kind: Kind, arithmetic: Arithmetic) -> Tensor:
+        ctx.save_for_backward(x, probs)
+        ctx.kind, ctx.arithmetic = kind, arithmetic
+        return arithmetic.activation(x, probs, kind)
+
+    @staticmethod
+    @outside_modes
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, probs = ctx.saved_tensors
+        return *ctx.arithmetic.activation_backward(gradients[0].contiguous(), x, probs, ctx.kind), None, None
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    @outside_modes
+    def forward(ctx: Any, x: Tensor, batches: Batches, arithmetic: Arithmetic, *weights: Tensor) -> Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x, *weights)
+        ctx.batches, ctx.arithmetic = batches, arithmetic
+        out = x.new_empty(len(x), weights[0].shape[0])
+        return rows_times(x, of_batches(batches, weights), out, batches.groups, arithmetic, transposed=True)
+
+    @staticmethod
+    @outside_modes
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        batches = ctx.batches
+        dy = gradients[0].contiguous()
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = rows_times(
+                dy, of_batches(batches, weights), torch.empty_like(x), batches.groups, ctx.arithmetic, transposed=False
+            )
+        wanted = [w for w, needed in zip(weights, ctx.needs_input_grad[3:], strict=True) if needed]
+        if wanted and len(wanted) < len(weights):
+            raise NotImplementedError("either all of a layer's experts are trained or none")
+
+        def add(outs: list[Tensor]) -> None:
+            add_products(dy, x, outs, batches, ctx.arithmetic)
+
+        return (
+            dx,
+            None,
+            None,
+            *(weight_gradients(add, weights, batches, x.device) if wanted else [None] * len(weights)),
+        )
+
+
+def of_batches[T](batches: Batches, tensors: Sequence[T]) -> list[T]:
+    """Of each batch what its expert has."""
+    return [tensors[batches.expert(batch)] for batch in range(len(batches.groups.sizes))]
+
+
+def rows_times(
+    x: Tensor, weights: Weights, out: Tensor, groups: Groups, arithmetic: Arithmetic, *, transposed: bool
+) -> Tensor:
+    """Each batch's rows times its weight, or the weight transposed, into `out`. weights: of each batch."""
+    if x.is_cuda:
+        started = sampling.begin_one(
+            groups.sizes, lambda n, rows: (x[rows], _across(weights[n], transposed), out[rows])
+        )
+        grouped_product(x, weights, out, groups, transposed=transposed)
+        if started is not None:
+            started.end()
+        return out
+    for rows, weight, part in zip(x.split(groups.sizes), weights, out.split(groups.sizes), strict=True):
+        if len(rows):
+            arithmetic.product(rows, weight.t() if transposed else weight, part)
+    return out
+
+
+def _across(weight: Tensor, transposed: bool) -> Tensor:
+    return weight.t() if transposed else weight
+
+
+def weight_gradients(
+    add: Callable[[list[Tensor]], None], weights: Weights, batches: Batches, device: torch.device
+) -> list[Tensor]:
+    """The gradient that autograd gets for every local expert; zeros for experts that other ranks compute.
+
+    add: adds to these fp32 tensors, one for each expert and buffer, the gradients of their batches.
+    """
+    if all(getattr(weight, "main_grad", None) is None for weight in weights):
+        plain = torch.zeros(batches.buffers, len(weights), *weights[0].shape, dtype=torch.float32, device=device)
+        add([plain[buffer, expert] for expert in batches.experts for buffer in range(batches.buffers)])
+        return list(tree_sum(plain, weights[0].dtype))
+    add([gradient for expert in batches.experts for gradient in gradients_of(weights[expert])])
+    return [added_to_main_grad(weight) for weight in weights]
+
+
+def add_products(dy: Tensor, x: Tensor, outs: list[Tensor], batches: Batches, arithmetic: Arithmetic) -> None:
+    """Add to each fp32 tensor dy^T x of its batches, in order. outs: as of `weight_gradients`."""
+    sizes = batches.groups.sizes
+    if x.is_cuda:
+        started = sampling.begin_chain(sizes, batches.chain, dy, x, outs)
+        grouped_weight_gradient(dy, x, outs, batches.groups, batches.chain)
+        if started is not None:
+            started.end()
+        return
+    left, right = dy.split(sizes), x.split(sizes)
+    for out, batch in batches.in_order(outs):
+        if sizes[batch]:
+            arithmetic.product(left[batch].t(), right[batch], out, add=True)

@@ -1,0 +1,243 @@
+"""Dispatch tokens to the experts' owners and back. The exchange only moves bytes; the only sums join a token's copies.
+
+On a rank, a copy of a token for an expert is a *slot*. Slots are sorted by owner, then expert, then token. An owner
+receives the slots of all ranks in rank order, which is the order of the sequence, and sorts them by expert. So in every
+layout it has the same tokens of an expert, from the whole micro-batch, in the same order.
+
+The sums over a token's copies, forward and backward, are in the order of the experts' numbers.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from torch import Tensor
+
+from tp_invariant_recipes.function_modes import outside_modes
+from tp_invariant_recipes.kernels.products.grouped_product import Groups
+from tp_invariant_recipes.kernels.row_sum import row_sum
+from tp_invariant_recipes.numerics.layers.experts.expert_placement import Owners
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The tokens that this rank computes with, one batch for each of its experts and each source.
+
+    groups: tokens of each batch, by expert, then by source. first: the first expert's local number.
+    chain:  the sources of one buffer of gradients in the order in which they are added there; the next buffer has the
+            next sources (numerics/sums/expert_groups.py).
+    """
+
+    groups: Groups
+    first: int
+    sources: int
+    chain: tuple[int, ...] = (0,)
+
+    @property
+    def buffers(self) -> int:
+        """Buffers of an expert's gradient."""
+        return self.sources // len(self.chain)
+
+    @property
+    def experts(self) -> range:
+        """The local numbers of the experts."""
+        return range(self.first, self.first + len(self.groups.sizes) // self.sources)
+
+    def in_order[T](self, outs: Sequence[T]) -> Iterator[tuple[T, int]]:
+        """Each batch with what it is added to, in order. outs: one for each expert and buffer."""
+        for number, out in enumerate(outs):
+            for source in self.chain:
+                yield out, number * len(self.chain) + source
+
+    def expert(self, batch: int) -> int:
+        """The local number of a batch's expert."""
+        return self.first + batch // self.sources
+
+    def source(self, batch: int) -> int:
+        """The part of the tokens that a batch comes from: context shards, of one data-parallel rank after the other."""
+        return batch % self.sources
+
+
+@dataclass(frozen=True)
+class Route:
+    """The routes of one layer and micro-batch. This rank has n tokens and m slots and receives r rows; E experts.
+
+    map:      [n, E] bool, the experts of each token; slot: [n, E] int64, the slot of its copy where map is true.
+    copies:   [n, topk] int64, a token's slots by expert, -1 for none.
+    token:    [m] int64, the token of each slot; place: [m] int64, its index in the flattened map.
+    send:     number of slots for each rank; receive: number of rows from each; empty if this rank is alone.
+    sorted:   [r] int64, the received rows in the order of the batches; arrived: [r], the inverse.
+    """
+
+    map: Tensor
+    slot: Tensor
+    copies: Tensor
+    token: Tensor
+    place: Tensor
+    send: list[int]
+    receive: list[int]
+    sorted: Tensor | None
+    arrived: Tensor | None
+    batches: Batches
+
+
+@torch.no_grad()
+def route(routing_map: Tensor, topk: int, owners: Owners) -> Route:
+    """Plan the routes of a micro-batch. routing_map: [n, E] bool. It costs one collective of counts and one wait.
+
+    A binary search over cumulative counts finds the entries. torch's deterministic scatter would sort, and would add
+    all entries without a destination at one index, one after the other.
+    """
+    n, experts = routing_map.shape
+    by_owner = owners.by_owner(routing_map.t())
+    counts = by_owner.view(experts, owners.parts, -1).sum(2)
+    everyone = counts
+    if owners.group is not None:
+        everyone = counts.new_empty(owners.size * counts.numel())
+        dist.all_gather_into_tensor(everyone, counts.view(-1), group=owners.group)
+    everyone = everyone.view(owners.size, owners.size, owners.each, owners.parts)
+    known: list[list[list[list[int]]]] = everyone.tolist()  # [from][to][expert][part]
+    slots = [[sum(map(sum, to)) for to in row] for row in known]  # [from][to]
+
+    before = by_owner.flatten().cumsum(0)
+    at = torch.searchsorted(before, _first(sum(slots[owners.rank]), before))
+    number = owners.by_owner(torch.arange(experts, device=at.device))
+    token, place = at % n, at % n * experts + number[at // n]
+    slot = owners.by_number((before - 1).view(experts, n)).t().contiguous()
+    nth = routing_map.cumsum(1)
+    expert = torch.searchsorted(nth, _first(topk, nth).expand(n, topk).contiguous())  # E: a token with fewer
+    copies = slot.gather(1, expert.clamp(max=experts - 1)).where(expert < experts, -1)
+
+    mine = everyone[:, owners.rank]  # [from, expert, part]
+    per_source = mine.transpose(0, 1).reshape(owners.each, owners.sources, -1).sum(2).flatten()
+    width = owners.size * owners.parts // owners.sources  # parts of a source
+    parts = [[part for row in known for part in row[owners.rank][e]] for e in range(owners.each)]
+    sizes = tuple(
+        sum(of_expert[start : start + width]) for of_expert in parts for start in range(0, len(of_expert), width)
+    )
+    batches = Batches(Groups(sizes, per_source), owners.first_local, owners.sources, owners.chain)
+    send, receive = [], []
+    arriving = arrived = None
+    if owners.group is not None:
+        send, receive = slots[owners.rank], [row[owners.rank] for row in slots]
+        rows = mine.sum(2)
+        arriving, arrived = _regrouped(rows, sum(sizes)), _regrouped(rows.t(), sum(sizes))
+    return Route(routing_map, slot, copies, token, place, send, receive, arriving, arrived, batches)
+
+
+def _first(count: int, like: Tensor) -> Tensor:
+    """1, 2, … count."""
+    return torch.arange(1, count + 1, device=like.device)
+
+
+def _regrouped(counts: Tensor, total: int) -> Tensor:
+    """[total] int64: the indices that reorder rows sorted by (i, j) to rows sorted by (j, i).
+
+    counts: [i, j], of rows; total: their sum. With transposed counts it is the inverse.
+    """
+    starts = (counts.flatten().cumsum(0) - counts.flatten()).view(counts.shape)
+    lengths = counts.t().flatten()
+    before = lengths.cumsum(0) - lengths
+    shift = torch.repeat_interleave(starts.t().flatten() - before, lengths, output_size=total)
+    return torch.arange(total, device=counts.device) + shift
+
+
+def to_slots(x: Tensor, probs: Tensor, plan: Route) -> tuple[Tensor, Tensor]:
+    """Copy tokens and their probabilities into slots. x: [n, h]; probs: [n, E] → [m, h], [m]."""
+    return _ToSlots.apply(x, probs, plan)
+
+
+def from_slots(y: Tensor, plan: Route) -> Tensor:
+    """Add up each token's copies, in the order of the experts. y: [m, h] → [n, h]."""
+    return _FromSlots.apply(y, plan)
+
+
+def exchange(rows: Tensor, plan: Route, owners: Owners, *, home: bool) -> Tensor:
+    """This rank's slots → rows of this rank's batches; with `home` the inverse. rows: [m or r, …]."""
+    return rows if owners.group is None else _Exchange.apply(rows, plan, owners, home)
+
+
+class _ToSlots(torch.autograd.Function):
+    @staticmethod
+    @outside_modes
+    def forward(ctx: Any, x: Tensor, probs: Tensor, plan: Route) -> tuple[Tensor, Tensor]:
+        ctx.plan = plan
+        return x[plan.token], probs.flatten()[plan.place]
+
+    @staticmethod
+    @outside_modes
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        plan, (dx, dp) = ctx.plan, gradients
+        dprobs = dp.new_zeros(plan.map.shape) if not len(dp) else dp[plan.slot.clamp(min=0)].where(plan.map, 0.0)
+        return row_sum(dx.contiguous(), plan.copies), dprobs, None
+
+
+class _FromSlots(torch.autograd.Function):
+    @staticmethod
+    @outside_modes
+    def forward(ctx: Any, y: Tensor, plan: Route) -> Tensor:
+        ctx.plan = plan
+        return row_sum(y.contiguous(), plan.copies)
+
+    @staticmethod
+    @outside_modes
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0][ctx.plan.token], None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    @outside_modes
+    def forward(ctx: Any, rows: Tensor, plan: Route, owners: Owners, home: bool) -> Tensor:
+        ctx.plan, ctx.owners, ctx.home = plan, owners, home
+        return _moved(rows, plan, owners, home)
+
+    @staticmethod
+    @outside_modes
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _moved(gradients[0], ctx.plan, ctx.owners, not ctx.home), None, None, None
+
+
+def _moved(rows: Tensor, plan: Route, owners: Owners, home: bool) -> Tensor:
+    send, receive = (plan.receive, plan.send) if home else (plan.send, plan.receive)
+    leaving = rows[plan.arrived] if home else rows.contiguous()
+    arriving = rows.new_empty(sum(receive), *rows.shape[1:])
+    dist.all_to_all_single(arriving, leaving, receive, send, group=owners.group)
+    return arriving if home else arriving[plan.sorted]
+
+
+class InvariantTokenDispatcher(MoETokenDispatcher):
+    """Replaces Megatron's dispatchers by the same six steps, which MoELayer calls in this order."""
+
+    def __init__(self, config: Any, pg_collection: Any) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.owners = Owners.of(config, pg_collection.tp, pg_collection.ep)
+
+    def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """[s/t, b, h], [n, E], [n, E] → slots."""
+        self.shape = tokens.shape
+        self.plan = route(routing_map, self.config.moe_router_topk, self.owners)
+        return to_slots(tokens.reshape(-1, self.shape[-1]), probs, self.plan)
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Slots → rows of the batches."""
+        return tuple(exchange(part, self.plan, self.owners, home=False) for part in (hidden_states, probs))  # type: ignore[return-value]
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Batches, Tensor]:
+        """The rows unchanged, and their batches instead of Megatron's number of tokens for each expert."""
+        return hidden_states, self.plan.batches, probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Return the rows: with expert tensor parallelism of 1 there is no sum."""
+        return hidden_states
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """Rows of the batches → slots."""
+        return exchange(hidden_states, self.plan, self.owners, home=True)
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """Slots → [s/t, b, h]."""
+        return from_slots(hidden_states, self.plan).view(self.shape)

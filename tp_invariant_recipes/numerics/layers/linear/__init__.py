@@ -1,0 +1,1 @@
+"""Linear layers: column- and row-parallel products in each precision."""

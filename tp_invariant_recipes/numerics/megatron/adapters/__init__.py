@@ -1,0 +1,1 @@
+"""LoRA on Megatron's layers and experts."""

@@ -1,0 +1,1 @@
+"""Megatron's attentions: core, latent, packed rows, context parallelism."""

@@ -1,0 +1,56 @@
+"""Layer specifications for models with multi-latent attention: DeepSeek-V3, Moonlight, Kimi-K2."""
+
+from dataclasses import replace
+from typing import Any
+
+from tp_invariant_recipes.numerics.megatron import spec
+
+
+def latent_block_spec(config: Any, vp_stage: int | None = None) -> Any:
+    """Megatron's block of dense layers and layers of experts (`model.moe_layer_freq`). For
+    `model.transformer_layer_spec`.
+
+    Its attention is in numerics/megatron/attention/latent_attention.py, of Transformer Engine's layers or of Megatron-Core's
+    local ones.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    local = config.transformer_impl == "local"
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=not local, normalization=config.normalization, vp_stage=vp_stage
+    )
+    layers = [_with_own_attention(layer, local=local) for layer in block.layer_specs]
+    return replace(block, layer_specs=layers, layer_norm=WrappedTorchNorm if local else block.layer_norm)
+
+
+def invariant_latent_block_spec(config: Any, vp_stage: int | None = None) -> Any:
+    """`latent_block_spec` with invariant layers. Raises ConfigError for a layer that has no invariant version."""
+    block = latent_block_spec(config, vp_stage)
+    layers = spec.invariant_layers(block.layer_specs, config, vp_stage)
+    return replace(block, layer_specs=layers, layer_norm=spec.invariant(block.layer_norm))
+
+
+def _with_own_attention(layer: Any, *, local: bool) -> Any:
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    from tp_invariant_recipes.numerics.megatron.attention import latent_attention as own
+
+    attention = layer.submodules.self_attention
+    if attention.module is not MLASelfAttention:  # fused down-projections; the invariant modes refuse them by name
+        return layer
+    parts = attention.submodules
+    down = own.DuplicatedLinear if local else parts.linear_kv_down_proj
+    submodules = own.LatentSubmodules(
+        linear_q_proj=parts.linear_q_proj,
+        linear_q_down_proj=down,
+        linear_q_up_proj=parts.linear_q_up_proj,
+        linear_kv_down_proj=down,
+        linear_kv_up_proj=parts.linear_kv_up_proj,
+        q_latent_norm=parts.q_layernorm,
+        kv_latent_norm=parts.kv_layernorm,
+        core_attention=own.LatentDotProductAttention if local else parts.core_attention,
+        linear_proj=parts.linear_proj,
+    )
+    changed = replace(attention, module=own.LatentAttention, submodules=submodules)
+    return replace(layer, submodules=replace(layer.submodules, self_attention=changed))

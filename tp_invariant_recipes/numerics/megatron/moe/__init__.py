@@ -1,0 +1,1 @@
+"""Megatron's mixture of experts: the layer and its router."""

@@ -1,0 +1,271 @@
+"""Megatron's top-k router with invariant sums over tokens: the weight gradient, the load-balancing loss, the z-loss.
+
+Everything else is row by row. Expert capacity counts a virtual shard's tokens, as Megatron does on V ranks.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from tp_invariant_recipes.cpu_host.vectors import VECTORS
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.function_modes import outside_modes
+from tp_invariant_recipes.kernels.folding_sum import folding_sum
+from tp_invariant_recipes.kernels.token_sum import token_sum
+from tp_invariant_recipes.kernels.tree_add import tree_add
+from tp_invariant_recipes.numerics.layers.bias import row_bias
+from tp_invariant_recipes.numerics.megatron.base import OnMesh
+from tp_invariant_recipes.numerics.products.product import product
+from tp_invariant_recipes.numerics.sums import packed_rows
+from tp_invariant_recipes.numerics.sums.expert_groups import visited
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.sums.partial_gradient import reduce_weight_gradient
+from tp_invariant_recipes.numerics.sums.tree import tree_all_reduce
+
+DTYPES = {None: None, "fp32": torch.float32}
+
+
+class InvariantTopKRouter(OnMesh, TopKRouter):
+    """Chooses the experts of each token. products: what multiplies, as numerics/products/product.py does."""
+
+    products = staticmethod(product)
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        self.capacity = config.moe_expert_capacity_factor, config.moe_token_drop_policy
+        # Megatron's capacity would count a rank's tokens; `routing` applies ours.
+        config = copy.copy(config)
+        config.moe_expert_capacity_factor = None
+        super().__init__(config, *args, **kwargs)
+        self.counted = 0  # sequences of the step
+        self.of_shards: dict[int, tuple[Tensor | float, int]] = {}  # data shard -> tokens of each expert, and sequences
+        self.apart = 1  # data shards that the sequences of a micro-batch are of, one of each
+
+    def gating(self, input: Tensor) -> Tensor:
+        """[s/t, b, h] → logits [s/t, b, E]. Raises ConfigError: on a CPU a shard's logits must be whole vectors."""
+        each = input.shape[0] // self.mesh.local_chunks * self.config.num_moe_experts
+        if not input.is_cuda and each % VECTORS:
+            raise ConfigError(
+                f"on a CPU seq / V / C * model.num_moe_experts must be a multiple of {VECTORS}, not {each}"
+            )
+        dtype = DTYPES[self.config.moe_router_dtype] or input.dtype
+        logits = _Gating.apply(input, self.weight, self.mesh, dtype, self.products)
+        if self.bias is None:
+            return logits
+        # The ranks of a tensor-parallel group have the same tokens only where there is one rank.
+        return row_bias(logits, self.bias, self.mesh, True).to(dtype)
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """[s/t, b, E] → probabilities and routing map, [n, E]."""
+        if padding_mask is not None:
+            raise NotImplementedError("a padding mask has no invariant version")
+        probs, routing_map = super().routing(logits)
+        now = packed_rows.current()
+        if now is not None and now.idle:
+            return probs, torch.zeros_like(routing_map)
+        if self.capacity[0] is not None:
+            probs, routing_map = self._within_capacity(probs, routing_map)
+        super()._apply_expert_bias(routing_map)
+        return probs, routing_map
+
+    def _within_capacity(self, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
+        """[n, E] → the same without tokens beyond the experts' capacity for a virtual shard of each data shard."""
+        each = (
+            some.view(-1, self.apart, self.num_experts).chunk(self.mesh.local_chunks) for some in (probs, routing_map)
+        )
+        kept = [self._dropped(*shard) for shard in zip(*each, strict=True)]
+        probs, routing_map = (torch.cat(some).flatten(0, 1) for some in zip(*kept, strict=True))
+        return probs, routing_map
+
+    def _dropped(self, probs: Tensor, routing_map: Tensor) -> Iterator[Tensor]:
+        """Of one virtual shard, [n, data shards, E] → the same."""
+        each = zip(probs.unbind(1), routing_map.unbind(1), strict=True)
+        kept = [moe_utils.apply_router_token_dropping(*one, self.topk, *self.capacity) for one in each]
+        return (torch.stack(some, 1) for some in zip(*kept, strict=True))
+
+    def _maintain_float32_expert_bias(self) -> None:
+        """Keep the token counts in fp32 too: Megatron's bf16 counts of a rank are rounded above 256."""
+        super()._maintain_float32_expert_bias()
+        if self.local_tokens_per_expert is not None:
+            self.local_tokens_per_expert.data = self.local_tokens_per_expert.data.float()
+
+    def _apply_expert_bias(self, *_: Any, **__: Any) -> None:
+        """Do nothing yet: `routing` counts the tokens that remain after dropping."""
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """[n, E] → the same, with ST-MoE's loss (arXiv 2202.08906): the mean over tokens of log(Σ exp(logits))²."""
+        coefficient, now = self.config.moe_z_loss_coeff, packed_rows.current()
+        counts = self.training and torch.is_grad_enabled() and not (now is not None and now.idle)
+        if not (coefficient and counts):
+            return logits
+        context = VirtualMesh.of(self.cp_group.size(), self.cp_group)
+        loss = _ZLoss.apply(logits, coefficient / (len(logits) * self.tp_cp_group.size()), self.mesh, context)
+        if now is not None:
+            loss = loss * now.loss_share
+        return self.attach_and_log_load_balancing_loss(logits, coefficient, loss, "z_loss", self.tp_cp_group)
+
+    def _apply_aux_loss(
+        self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
+        return self._balanced(probs, scores, routing_map, self.apart, "aux_loss", "load_balancing_loss")
+
+    def _apply_seq_aux_loss(
+        self,
+        probs: Tensor,
+        scores: Tensor,
+        routing_map: Tensor,
+        seq_length: int,
+        bsz: int,
+        with_padding_mask: bool = False,
+    ) -> Tensor:
+        return self._balanced(probs, scores, routing_map, bsz, "seq_aux_loss", "seq_load_balancing_loss")
+
+    def _apply_global_aux_loss(
+        self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
+        return self._balanced(probs, scores, routing_map, self.apart, "global_aux_loss", "global_load_balancing_loss")
+
+    def _of_batch(self, counts: Tensor) -> Tensor:
+        """The mean tokens of each expert over the sequences of the data shard so far, this one included.
+
+        Megatron's is over those of all ranks so far. A rank that computes several data shards does not know of the next
+        one's; only this mean is the same for every dp.
+        """
+        shards = getattr(self.config, "data_shards", None)
+        ranks = parallel_state.get_data_parallel_world_size()
+        each = get_num_microbatches() // (shards // ranks) if shards is not None else get_num_microbatches()
+        shard = visited(self.counted) // each
+        self.counted += 1
+        total, sequences = self.of_shards.get(shard, (0.0, 0))
+        self.of_shards[shard] = total, sequences = total + counts.float(), sequences + 1
+        return total / sequences
+
+    def reset_global_aux_loss_tracker(self) -> None:
+        """Forget the counts, as Megatron asks for when a step ends."""
+        super().reset_global_aux_loss_tracker()
+        self.counted, self.of_shards = 0, {}
+
+    def of_other_shards(self, shards: int) -> dict[str, Any]:
+        """Attributes for passes over other data shards side by side: each counts by itself, from nothing."""
+        return {"apart": shards, "counted": 0, "of_shards": {}}
+
+    def _balanced(
+        self, probs: Tensor, scores: Tensor, routing_map: Tensor, sequences: int, kind: str, name: str
+    ) -> Tensor:
+        """Attach the loss of Switch Transformer (arXiv 2101.03961), for each sequence alone or for all together.
+
+        scores, routing_map: [n, E], the sequences side by side, token by token. sequences: 1 for all together.
+        """
+        coefficient, now = self.get_aux_loss_coeff(kind), packed_rows.current()
+        if coefficient == 0 or (now is not None and now.idle):
+            return probs
+        scores, routing_map = (values.reshape(-1, sequences * self.num_experts) for values in (scores, routing_map))
+        counts, here, tokens = moe_utils.get_tokens_per_expert_and_token_count(routing_map, self.tp_cp_group)
+        factor = self.num_experts * coefficient / (self.topk * tokens * tokens)
+        context = VirtualMesh.of(self.cp_group.size(), self.cp_group)
+        if kind == "global_aux_loss":
+            counts = self._of_batch(counts)
+        loss = _LoadBalance.apply(scores, counts, factor, self.mesh, context) / sequences
+        if now is not None:
+            loss = loss * now.loss_share
+        return self.attach_and_log_load_balancing_loss(
+            probs, coefficient, loss, name, self.tp_cp_group, valid_token_count=here * sequences
+        )
+
+
+class _Gating(torch.autograd.Function):
+    @staticmethod
+    @outside_modes
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, mesh: VirtualMesh, dtype: torch.dtype, product: Callable[..., Tensor]
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.mesh, ctx.product = mesh, product
+        rows = x.reshape(-1, x.shape[-1]).to(dtype)
+        logits = rows.new_empty(len(rows), len(weight))
+        product(rows, weight.to(dtype).t(), logits, rows=mesh.local_chunks)
+        return logits.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @outside_modes
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        x, weight = ctx.saved_tensors
+        product = ctx.product
+        mesh, grad = ctx.mesh, gradients[0].reshape(-1, len(weight))
+        rows = x.reshape(-1, x.shape[-1]).to(grad.dtype)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = torch.empty_like(rows)
+            dx = product(grad, weight.to(grad.dtype), dx, rows=mesh.local_chunks).to(x.dtype).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            leaves = torch.empty(mesh.local_chunks, 1, *weight.shape, dtype=torch.float32, device=x.device)
+            for leaf, some, theirs in zip(
+                leaves, grad.chunk(mesh.local_chunks), rows.chunk(mesh.local_chunks), strict=True
+            ):
+                product(some.t(), theirs, leaf[0])
+            dw = reduce_weight_gradient(weight, leaves.view(mesh.local_chunks, 1, -1), mesh, everywhere=False)
+        return dx, dw, None, None, None
+
+
+def _over_tokens(values: Tensor, mesh: VirtualMesh, context: VirtualMesh) -> Tensor:
+    """[tokens of this rank, n] → [n] fp32, the tree sum over the micro-batch's tokens."""
+    leaves = token_sum(values, mesh.local_chunks).contiguous()
+    sums = tree_add(leaves, leaves.new_empty(mesh.local_chunks, values.shape[1]), mesh.local_chunks)
+    return tree_all_reduce(tree_all_reduce(sums, mesh, torch.float32).unsqueeze(0), context, torch.float32)
+
+
+class _ZLoss(torch.autograd.Function):
+    """factor · Σ z², z = log Σ exp(logits) of a token; of its gradient, 2 z · softmax, a row depends on that row alone.
+
+    As of `_LoadBalance`, the first rank has the loss of the whole micro-batch.
+    """
+
+    @staticmethod
+    @outside_modes
+    def forward(ctx: Any, logits: Tensor, factor: float, mesh: VirtualMesh, context: VirtualMesh) -> Tensor:
+        wide = logits.float()
+        top = wide.amax(1, keepdim=True)
+        powers = torch.exp(wide - top)
+        total = folding_sum(powers.clone(), 1)
+        z = top + _log(total).unsqueeze(1)
+        ctx.save_for_backward(powers * (2.0 * z / total.unsqueeze(1)))
+        ctx.factor, ctx.dtype = factor, logits.dtype
+        return _over_tokens(z * z, mesh, context).sum() * (0.0 if mesh.rank or context.rank else factor)
+
+    @staticmethod
+    @outside_modes
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (slope,) = ctx.saved_tensors
+        return (slope * (gradients[0] * ctx.factor)).to(ctx.dtype), None, None, None
+
+
+def _log(x: Tensor) -> Tensor:
+    """[n] → [n]. A CPU computes whole vectors, since the numbers after the last one may have other bits."""
+    rest = 0 if x.is_cuda else -len(x) % VECTORS
+    return torch.log(torch.nn.functional.pad(x, (0, rest), value=1.0))[: len(x)]
+
+
+class _LoadBalance(torch.autograd.Function):
+    """The first rank has the loss of the whole micro-batch and the others have 0, since Megatron logs their sum."""
+
+    @staticmethod
+    @outside_modes
+    def forward(
+        ctx: Any, scores: Tensor, counts: Tensor, factor: float, mesh: VirtualMesh, context: VirtualMesh
+    ) -> Tensor:
+        ctx.save_for_backward(counts)
+        ctx.shape, ctx.factor = scores.shape, factor
+        total = _over_tokens(scores, mesh, context)
+        return (total * counts).sum() * (0.0 if mesh.rank or context.rank else factor)
+
+    @staticmethod
+    @outside_modes
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (counts,) = ctx.saved_tensors
+        return (gradients[0] * ctx.factor * counts).expand(ctx.shape), None, None, None, None

@@ -1,0 +1,1 @@
+"""Transformer Engine: Megatron-Core's wrappers of it, and its own modules."""

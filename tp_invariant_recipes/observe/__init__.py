@@ -1,0 +1,1 @@
+"""What callbacks read of a training: tensors and their parts, digests, dumps, traces, the ledger's recorder."""

@@ -1,0 +1,131 @@
+"""Digests of all ranks from the sums of each: one all-reduce for several kinds of tensor together."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tp_invariant_recipes.kernels.digest import LANES
+from tp_invariant_recipes.ledger.schema import COPIES
+from tp_invariant_recipes.observe.digests.sums import Sums
+from tp_invariant_recipes.observe.gathering import Diverged, by_value, gathered
+from tp_invariant_recipes.observe.shards import GlobalSlice
+from tp_invariant_recipes.observe.union import summed
+
+CHECKS = LANES + 1  # of a tensor: the sums that compare replicas, and elements whose copy is unlike; mostly 0
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The digests of one step, as StepRecord has them; None: not taken."""
+
+    gradients: Mapping[str, str] | None = None
+    clipped: Mapping[str, str] | None = None
+    moments: Mapping[str, str] | None = None
+    masters: Mapping[str, str] | None = None
+    weights: Mapping[str, str] | None = None
+    diverged: Diverged = ()
+
+
+class Merging(NamedTuple):
+    """Digests on their way to the host.
+
+    sums:   what they are of. tensor: of each of this rank's parts, its tensor's number among all of `sums`.
+    lanes:  of this rank's parts, int64 [own parts, LANES]. unlike: likewise, elements whose copy is unlike.
+    merged: of all tensors, on the host, once `done`: lanes, then checks.
+    """
+
+    sums: tuple[Sums, ...]
+    tensor: list[int]
+    lanes: Tensor
+    unlike: Tensor
+    merged: Tensor
+    done: Any
+
+
+class Merge:
+    """What all ranks have, from what each has: one all-reduce for several kinds of tensor together.
+
+    tensor: of each of this rank's parts, its tensor's number among all, in the order of `sums`.
+    """
+
+    def __init__(self, sums: Sequence[Sums], device: torch.device) -> None:
+        self.sums = tuple(sums)
+        self.tensor: list[int] = []
+        tensors = 0
+        for one in sums:
+            self.tensor += [n + tensors for n in one.tensor]
+            tensors += len(one.names)
+        self._tensor = torch.tensor(self.tensor, dtype=torch.int64, device=device)
+        first = np.concatenate([one.first for one in sums]).astype(np.int64)
+        factors = [np.repeat(first[:, None], LANES, 1), np.concatenate([one.factors for one in sums])]
+        self._factors = torch.from_numpy(np.concatenate(factors, 1)).to(device)
+        self._sums = torch.empty(tensors * (LANES + CHECKS), dtype=torch.int64, device=device)
+        self._host = torch.empty(len(self._sums), dtype=torch.int64, pin_memory=device.type == "cuda")
+
+    def __call__(self, lanes: Tensor, unlike: Tensor) -> tuple[Tensor, Any]:
+        """Of every tensor, the sums over all ranks, and when they are there.
+
+        lanes:   int64 [own parts, LANES]. unlike: int64 [own parts].
+        returns: int64 [tensors · LANES + tensors · CHECKS] on the host, overwritten by the next call, and an event.
+        """
+        of_lanes, of_checks = split(self._sums.zero_())
+        of_lanes.index_add_(0, self._tensor, lanes * self._factors[:, :LANES])
+        of_checks.index_add_(0, self._tensor, torch.cat([lanes * self._factors[:, LANES:], unlike.view(-1, 1)], 1))
+        summed(self._sums)
+        self._host.copy_(self._sums, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return self._host, done
+
+
+def split(merged: Any) -> tuple[Any, Any]:
+    """[tensors, LANES] and [tensors, CHECKS] of what `Merge` returns, or of its sums, as views."""
+    lanes = len(merged) // (LANES + CHECKS) * LANES
+    return merged[:lanes].reshape(-1, LANES), merged[lanes:].reshape(-1, CHECKS)
+
+
+def read_digests(merging: Merging, *, texts: bool = True, alone: bool = False) -> Recorded:
+    """The digests, once the GPU has them. texts: make them; replicas are compared without.
+
+    alone: do not ask the other ranks which of them disagree.
+    """
+    merging.done.synchronize()
+    lanes, checks = split(merging.merged.numpy())
+    found: dict[str, dict[str, str] | None] = {}
+    at = 0
+    for one in merging.sums if texts else ():
+        found[one.kind] = one.texts(lanes[at : at + len(one.names)]) or None
+        at += len(one.names)
+    return Recorded(**found, diverged=_diverged(merging, checks, alone))
+
+
+def _diverged(merging: Merging, checks: np.ndarray, alone: bool) -> Diverged:
+    """The tensors of which replicas disagree, or that do not follow from master weights, and which ranks hold what.
+
+    checks: of every tensor, int64 [tensors, CHECKS]. alone: do not ask the others.
+    """
+    if not checks.any():
+        return ()
+    unequal, unlike = (checks[:, :LANES] != 0).any(axis=1), checks[:, LANES] > 0
+    named = [(one.kind, name) for one in merging.sums for name in one.names]
+    if alone:
+        ours = ((dist.get_rank(),),)
+        return tuple((*named[n], ours) for n in np.flatnonzero(unequal))
+    places = [place for one in merging.sums for place in one.places]
+    parts = zip(merging.tensor, places, merging.lanes.tolist(), merging.unlike.tolist(), strict=True)
+    requested = [part for part in parts if unequal[part[0]] or unlike[part[0]]]
+    held: dict[tuple[int, GlobalSlice], dict[int, list[int]]] = {}
+    copies: dict[str, set[int]] = {}
+    for rank, theirs in enumerate(gathered(requested)):
+        for n, place, lanes, count in theirs:
+            held.setdefault((n, place), {})[rank] = lanes
+            if count:
+                copies.setdefault(named[n][1], set()).add(rank)
+    groups = [(named[n], by_value(held[n, place])) for n, place in sorted(held)]
+    replicas = [(*name, ranks) for name, ranks in groups if len(ranks) > 1]
+    return (*replicas, *((COPIES, name, (tuple(sorted(ranks)),)) for name, ranks in copies.items()))

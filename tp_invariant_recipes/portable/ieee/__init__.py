@@ -1,0 +1,1 @@
+"""Functions and layers in stated IEEE arithmetic."""

@@ -1,0 +1,1 @@
+"""The start of a process: Bridge's first import, bytecode, lazy imports, forking, the clock of starts."""

@@ -1,0 +1,74 @@
+"""Whether a process that will use CUDA may be forked from this one: a new process would import Megatron-Bridge again.
+
+A fork of a process that has started CUDA cannot use it. torch notices only what torch started, and asking the driver
+for the number of GPUs starts it unnoticed. So the last of the checks forks a process and lets it use a GPU.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+
+from tp_invariant_recipes.start import parent
+
+LIMIT = 60.0  # seconds that the forked process gets to use a GPU
+# Set after the import: the first two by the launcher, and a rank reads them by itself (training/rank.py), as Gloo does;
+# the next two by scikit-learn, which transformers may import late, the last by torch's compiler as it is imported. A
+# forked rank has what they are for.
+SET_LATER = (
+    "OMP_NUM_THREADS",
+    "GLOO_SOCKET_IFNAME",
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+    "TORCHINDUCTOR_CACHE_DIR",
+)
+
+
+def can_fork(imported_with: Mapping[str, str] | None, *, probe: Callable[[], bool] | None = None) -> bool:
+    """Whether GPU ranks may be forked from this process.
+
+    imported_with: the environment variables at the import of Megatron-Bridge; None: it is not imported, so that a fork
+                   would save nothing. Libraries read variables when they are imported: a rank that needs others now
+                   must import them anew.
+    probe:         whether a forked process can use a GPU. Default: one tries.
+    """
+    import torch
+
+    if imported_with is None or _relevant(imported_with) != _relevant(os.environ):
+        return False
+    if torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork():
+        return False
+    return (probe or _fork_uses_gpu)()
+
+
+def _relevant(variables: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if name not in SET_LATER}
+
+
+def _fork_uses_gpu() -> bool:
+    """Whether a process forked now can make a tensor on a GPU, within LIMIT."""
+    import torch
+
+    starter = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            parent.end_with_it(starter)  # the driver may keep it for long
+            status = int(torch.ones(1, device="cuda").item() != 1)
+        finally:
+            os._exit(status)
+    return exits_cleanly(pid, LIMIT)
+
+
+def exits_cleanly(pid: int, limit: float) -> bool:
+    """Wait for a child; whether it ended with status 0 within `limit` seconds. It is killed after them."""
+    until = time.monotonic() + limit
+    while time.monotonic() < until:
+        done, raw = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(raw) == 0
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return False

@@ -1,1 +1,0 @@
-"""Commands that train several runs and judge them (verify, bisect, audit, bench), and doctor."""
