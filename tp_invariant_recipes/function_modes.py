@@ -1,6 +1,6 @@
 """Torch calls that no function mode sees, and functions of autograd that no transform of functorch sees.
 
-On the CPU host every torch call, even `x.shape`, passes through Python (cpu_host/cpu.py: CudaMeansCpu), which takes longer
+On the CPU host every torch call, even `x.shape`, passes through Python (cpu.py: CudaMeansCpu), which takes longer
 than a small operation itself. Code that asks for no CUDA device has no need of that.
 """
 

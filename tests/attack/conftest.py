@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_ledger_digests import HEADER, RECORD
-from tests.unit.test_wrong_commands import CONTROL, MESSAGE
+from tests.unit.cli.test_wrong_commands import CONTROL, MESSAGE
+from tests.unit.ledger.test_ledger_digests import HEADER, RECORD
 from tp_invariant_recipes.config import resume_rules
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.features.train import workflow as launch

@@ -1,4 +1,4 @@
-"""Right command lines with one or two slips: each ends with 0 or 2 (tests/unit/wrong_commands.py: with 2)."""
+"""Right command lines with one or two slips: each ends with 0 or 2 (tests/unit/cli/wrong_commands.py: with 2)."""
 
 import random
 from collections.abc import Callable

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_forged_files import forged, places
+from tests.unit.ledger.test_forged_files import forged, places
 
 SEED = 31
 FEW, ALL = 20, 500

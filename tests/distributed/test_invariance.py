@@ -127,7 +127,7 @@ REFUSED = {
 }
 
 
-# The rules, one by one: tests/unit/test_config_invariance.py.
+# The rules, one by one: tests/unit/config/test_config_invariance.py.
 @pytest.mark.parametrize(
     "override", [pytest.param(row, marks=[pytest.mark.release] * (n > 1)) for n, row in enumerate(REFUSED)]
 )

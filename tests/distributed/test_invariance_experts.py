@@ -79,7 +79,7 @@ REFUSED = {
 }
 
 
-# The rules, one by one: tests/unit/test_config_experts.py.
+# The rules, one by one: tests/unit/config/test_config_experts.py.
 @pytest.mark.parametrize(
     "override", [pytest.param(row, marks=[pytest.mark.release] * (n > 1)) for n, row in enumerate(REFUSED)]
 )

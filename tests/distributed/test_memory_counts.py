@@ -7,8 +7,8 @@ import pytest
 
 from tests.distributed.ranks import megatron, on_ranks
 from tests.distributed.small_models import DENSE, MUON, small
-from tests.unit.test_memory import WITHIN, estimate
-from tests.unit.test_memory_moments import Peak
+from tests.unit.sizing.test_memory import WITHIN, estimate
+from tests.unit.sizing.test_memory_moments import Peak
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.sizing import memory, size
 from tp_invariant_recipes.sizing.memory import ACTIVATIONS, GRADIENTS, LOSS, OPTIMIZER, WEIGHTS

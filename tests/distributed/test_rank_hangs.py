@@ -1,6 +1,6 @@
 """A rank of a real training that hangs is named, with its step and the line where it stands; a slow one is left alone.
 
-tests/unit/test_hang.py has the kinds of hanging, and ranks that are only slow.
+tests/unit/launch/test_hang.py has the kinds of hanging, and ranks that are only slow.
 """
 
 import time

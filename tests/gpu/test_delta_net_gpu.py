@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.operands import same_bits
-from tests.unit.test_delta_rule import both, errors, gradient_of, operands, token_by_token
+from tests.unit.kernels.test_delta_rule import both, errors, gradient_of, operands, token_by_token
 from tp_invariant_recipes.kernels.delta_rule import CHUNK, Heads
 from tp_invariant_recipes.numerics.layers.delta_net import gated_delta_rule
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.operands import same_bits
-from tests.unit.attention_interpreted import KINDS, NAMES, finite_operands
+from tests.unit.portable.attention_interpreted import KINDS, NAMES, finite_operands
 from tp_invariant_recipes.kernels.cpu import tensor_core_cpu
 from tp_invariant_recipes.portable.ieee.attention import attention_backward, attention_forward
 

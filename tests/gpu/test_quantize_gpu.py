@@ -1,10 +1,10 @@
-"""Operands of FP8 products by Transformer Engine's kernels: all bits of the definition in kernels/products/quantize.py."""
+"""Operands of FP8 products by Transformer Engine's kernels: all bits of the definition in products/quantize.py."""
 
 import pytest
 import torch
 
 from tests.operands import same_bits
-from tests.unit.test_mxfp8 import operand
+from tests.unit.kernels.test_mxfp8 import operand
 from tp_invariant_recipes.kernels.products import mxfp8
 from tp_invariant_recipes.kernels.products import quantize as definition
 from tp_invariant_recipes.kernels.products.grouped_product import Groups

@@ -188,7 +188,7 @@ def test_the_time_limit_saves_and_queues_again_and_cancel_ends_it(tpi, cluster, 
     assert (run / "job.ended").read_text() == "stopped\n"
 
 
-@pytest.mark.release  # in `make test`: tests/unit/test_verify_matrix.py, and SLURM takes the scripts in test_cluster.py
+@pytest.mark.release  # in `make test`: features/test_verify_matrix.py, and SLURM takes the scripts in test_cluster.py
 def test_a_matrix_is_judged_by_a_job_whose_exit_status_is_the_verdict(tpi, cluster, submit, site) -> None:
     matrix = ("qwen3_toy", "tp=1,2", "seq=32", "model.num_layers=1", "iters=20", "--verify")
     jobs = {mode: submit(*matrix, f"numerics={mode}", "--dir", mode) for mode in ("tree", "stock")}
@@ -245,7 +245,7 @@ def test_a_job_that_keeps_failing_gives_up_and_says_why(tpi, cluster, submit) ->
     cluster.until(lambda: cluster.state(job) == "FAILED")
 
 
-@pytest.mark.release  # in `make test`: tests/unit/test_rendezvous.py
+@pytest.mark.release  # in `make test`: tests/unit/multinode/test_rendezvous.py
 def test_nodes_that_share_no_files_bring_theirs_to_the_first(tpi, cluster, submit, shared) -> None:
     private = cluster.folder / "private" / "run"
     run = ("qwen3_toy", "tp=2", "seq=32", "model.num_layers=1", "iters=20")
@@ -291,7 +291,7 @@ def test_what_slurm_would_refuse_is_said_before_anything_is_written(tpi, cluster
     assert not (tpi.folder / "run").exists()
 
 
-@pytest.mark.release  # in `make test` tests/unit/test_slurm_client.py: a program that answers as sbatch does
+@pytest.mark.release  # in `make test` tests/unit/jobs/test_slurm_client.py: a program that answers as sbatch does
 def test_a_full_queue_a_controller_that_is_away_and_no_slurm_are_said(tpi, start_cluster, site) -> None:
     cluster = start_cluster(nodes=1, jobs=1)
     cluster.run("sbatch", "--hold", "--output=/dev/null", "--wrap=true")

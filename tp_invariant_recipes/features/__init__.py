@@ -1,1 +1,1 @@
-"""Commands as folders, each whole: workflow.py plans and judges, rank.py is what ranks do, page.py and the rest its own."""
+"""Commands as folders, each whole: workflow.py plans and judges, rank.py is what ranks do, page.py its page."""

@@ -9,7 +9,7 @@ first, as it would have been at the start:
     AutoBridge, a recipe, a family of models: all of Bridge's families are imported, with their registrations
 
 A row of LATER says what waits. A row is for the versions whose imports we have read and whose equivalence
-tests/unit/test_lazy_bridge.py shows. Other versions are imported at the start, as everything is with
+tests/unit/start/test_lazy_bridge.py shows. Other versions are imported at the start, as everything is with
 TPI_EAGER_IMPORTS=1.
 """
 

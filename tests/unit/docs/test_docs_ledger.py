@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_ledger_digests import HEADER, RECORD
+from tests.unit.ledger.test_ledger_digests import HEADER, RECORD
 from tp_invariant_recipes.ledger.lines import encode_step
 
 ROOT = Path(__file__).parents[3]

@@ -1,4 +1,4 @@
-"""The limits of invariant multi-latent attention (numerics/megatron/attention/latent_attention.py), for models that have it."""
+"""The limits of invariant multi-latent attention (megatron/attention/latent_attention.py), for models that have it."""
 
 from functools import partial
 

@@ -6,12 +6,12 @@ A tile of `out` walks k from the first piece to the last. At the end of a piece 
 It waits in registers or in shared memory for its neighbour, and the next piece begins with zeros. So a tile of `out`
 reaches memory once. Products of a library, one a piece, write all of `out`, and read and write it again for the next.
 
-A piece has the bits of fixed tiles (kernels/products/fixed_tile_product.py): a tensor core adds along k in order. Between pieces
+A piece has the bits of fixed tiles (fixed_tile_product.py): a tensor core adds along k in order. Between pieces
 are IEEE additions in fp32. numerics/products/contraction.py tries both on the GPU at hand.
 
-FP8 operands have the bits of kernels/products/fp8_tiles.py. Their output may be bf16: the sum of all shards, rounded once.
+FP8 operands have the bits of products/fp8_tiles.py. Their output may be bf16: the sum of all shards, rounded once.
 
-kernels/products/restarting_kernel.py is the kernel, of compute capability 9.0. `in_order` is the function by other kernels.
+products/restarting_kernel.py is the kernel, of compute capability 9.0. `in_order` is the function by other kernels.
 """
 
 from dataclasses import dataclass

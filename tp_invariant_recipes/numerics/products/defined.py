@@ -1,6 +1,6 @@
 """Products of matrices that walk k in order, by whatever computes that sum on a device.
 
-kernels/products/tensor_core_sum.py defines the sum of bf16 products, as a Hopper tensor core adds them. Rows and columns of such
+tensor_core_sum.py defines the sum of bf16 products, as a Hopper tensor core adds them. Rows and columns of such
 a product do not depend on how many lie beside them, so shards may share a call. The virtual shards decide the order of
 sums across them only: those are IEEE additions in fp32.
 

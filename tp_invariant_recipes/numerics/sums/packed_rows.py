@@ -1,4 +1,4 @@
-"""Which sequence of a packed row is computed now (numerics/megatron/attention/packed.py), for what counts by sequence."""
+"""Which sequence of a packed row is computed now (megatron/attention/packed.py), for what counts by sequence."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,7 @@
 """exp, exp2, log, sigmoid and rsqrt in IEEE fp32: every operation is rounded once, and only exp2 has fused ones.
 
 So a CPU, a Hopper and a Blackwell give the same bits, as no library's functions do. The largest errors found, in ULP of
-fp32 (tests/unit/test_ieee_math.py: every bf16 number, and 10^6 others against mpmath):
+fp32 (tests/unit/portable/test_ieee_math.py: every bf16 number, and 10^6 others against mpmath):
 
     exp 0.68    exp2 0.79    log 0.82    sigmoid 0.65    rsqrt 0.86        subnormal results of exp and sigmoid: 0.76
 

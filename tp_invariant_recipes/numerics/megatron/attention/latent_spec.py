@@ -10,7 +10,7 @@ def latent_block_spec(config: Any, vp_stage: int | None = None) -> Any:
     """Megatron's block of dense layers and layers of experts (`model.moe_layer_freq`). For
     `model.transformer_layer_spec`.
 
-    Its attention is in numerics/megatron/attention/latent_attention.py, of Transformer Engine's layers or of Megatron-Core's
+    Its attention is in megatron/attention/latent_attention.py, of Transformer Engine's layers or of Megatron-Core's
     local ones.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec

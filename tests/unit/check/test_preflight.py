@@ -1,0 +1,196 @@
+"""What this machine must have for a run: everything it lacks in one message, before anything is written."""
+
+import re
+
+import pytest
+
+from tp_invariant_recipes.check import machine
+from tp_invariant_recipes.check.machine import LAYERS, PendingRun, check_start
+from tp_invariant_recipes.check.rule import broken_rules, lines
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.errors import ConfigError, refuse
+from tp_invariant_recipes.machine import gpus
+from tp_invariant_recipes.machine.gpus import Gpu
+from tp_invariant_recipes.runs.run_dir import RunDir
+
+ROOM = 2**50  # bytes: tests/unit/sizing/test_memory_room.py asks what does not fit
+H200 = Gpu("NVIDIA H200", (9, 0), ROOM)
+B300 = Gpu("NVIDIA B300", (10, 3), ROOM)
+
+
+@pytest.fixture
+def machine_with(monkeypatch):
+    """Make this machine one with these GPUs, packages and bytes free."""
+
+    def make(found=(), installed=("transformer-engine", "mamba-ssm"), free=2**60):
+        monkeypatch.setattr(gpus, "visible", lambda: list(found))
+        monkeypatch.setattr(machine, "installed", lambda name: "1.0" if name in installed else None)
+        monkeypatch.setattr(machine, "free_bytes", lambda path: free)
+
+    return make
+
+
+def preflight_check(folder, model, *overrides, device="gpu"):
+    tree = compose(model, ["numerics=stock", *overrides], device=device).config
+    refuse(lines(check_start(PendingRun(tree, run_dir=RunDir(folder / "run")))))
+
+
+def preflight_problems(folder, model, *overrides, device="gpu") -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        preflight_check(folder, model, *overrides, device=device)
+    lines = str(error.value).splitlines()
+    return lines if len(lines) == 1 else [line.removeprefix("  - ") for line in lines[1:]]
+
+
+def test_a_machine_that_has_all(machine_with, tmp_path):
+    machine_with([H200] * 8)
+    preflight_check(tmp_path, "qwen3_8b", "tp=4", "dp=2", "gbs=2", "save=10")
+    preflight_check(tmp_path, "nemotron3_nano", "cluster=h200")
+    machine_with([H200] * 4, installed=("transformer-engine",))
+    preflight_check(tmp_path, "qwen3_8b", "tp=4")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cpu_needs_neither_gpus_nor_their_packages(machine_with, tmp_path):
+    machine_with(installed=())
+    preflight_check(tmp_path, "qwen3_toy", "tp=8", "dp=2", device="cpu")
+
+
+def test_too_few_gpus(machine_with, tmp_path):
+    machine_with([H200] * 4)
+    assert preflight_problems(tmp_path, "qwen3_8b", "tp=4", "dp=2", "gbs=2") == [
+        "tp=4 * pp=1 * cp=1 * dp=2 = 8 ranks, but this machine has 4 GPUs; lower one of them"
+    ]
+    assert preflight_problems(tmp_path, "qwen3_8b", "tp=2", "cp=2", "pp=2") == [
+        "tp=2 * pp=2 * cp=2 * dp=1 = 8 ranks, but this machine has 4 GPUs; lower one of them"
+    ]
+
+
+def test_no_gpu_at_all(machine_with, tmp_path):
+    machine_with()
+    assert preflight_problems(tmp_path, "qwen3_8b", "tp=4") == [
+        "device=gpu, but this machine shows no GPU; device=cpu runs the toy models (tpi doctor)"
+    ]
+
+
+@pytest.mark.parametrize(
+    "model, installed, missing",
+    (
+        ("qwen3_8b", (), ["Transformer Engine"]),
+        ("nemotron3_nano", ("transformer-engine",), ["mamba-ssm"]),
+        ("nemotron3_nano", (), ["Transformer Engine", "mamba-ssm"]),
+    ),
+)
+def test_missing_packages(machine_with, tmp_path, model, installed, missing):
+    machine_with([H200], installed=installed)
+    found = preflight_problems(tmp_path, model)
+    assert len(found) == len(missing)
+    for problem, name in zip(found, missing, strict=True):
+        assert f"{name}, which is not installed: make gpu" in problem
+
+
+def test_muon_needs_its_package_on_a_cpu_too(machine_with, tmp_path):
+    machine_with(installed=())
+    assert preflight_problems(tmp_path, "qwen3_toy", "optimizer.optimizer=muon", device="cpu") == [
+        "optimizer.optimizer=muon needs emerging-optimizers, which is not installed: make, or pip install "
+        "emerging-optimizers in a container (tpi doctor)"
+    ]
+    machine_with(installed=("emerging-optimizers",))
+    preflight_check(tmp_path, "qwen3_toy", "optimizer.optimizer=muon", device="cpu")
+
+
+def test_gradients_are_added_in_place_with_apex_only():
+    config = compose("qwen3_toy", ["model.gradient_accumulation_fusion=true"], device="cpu").config
+    (said,) = lines(broken_rules(PendingRun(config), LAYERS))
+    assert said.startswith("model.gradient_accumulation_fusion=true: Megatron-Core's output layer needs Apex for it")
+
+
+def test_stock_delta_nets_need_their_kernels(machine_with, tmp_path):
+    machine_with([H200])
+    (said,) = preflight_problems(tmp_path, "qwen3_next_toy")
+    assert "flash-linear-attention, which is not installed" in said
+    preflight_check(tmp_path, "qwen3_next_toy", "numerics=tree")
+
+
+def test_a_cluster_of_other_gpus(machine_with, tmp_path):
+    machine_with([B300, H200])
+    assert preflight_problems(tmp_path, "qwen3_8b", "cluster=h200") == [
+        "cluster=h200 is of other GPUs than this machine's NVIDIA B300"
+    ]
+    assert preflight_problems(tmp_path, "qwen3_8b", "cluster=b300") == [
+        "cluster=b300 is of other GPUs than this machine's NVIDIA H200"
+    ]
+    preflight_check(tmp_path, "qwen3_8b", "cluster=local")
+
+
+def test_a_cluster_has_gpus(machine_with, tmp_path):
+    machine_with()
+    assert preflight_problems(tmp_path, "qwen3_toy", "cluster=h100", device="cpu") == [
+        "cluster=h100 is of GPU nodes and device=cpu"
+    ]
+
+
+def needed(folder, machine, *command, device="gpu") -> int:
+    """MiB that a run says it needs, after checking that just as many are enough and fewer are not."""
+    machine([H200], free=0)
+    (problem,) = preflight_problems(folder, *command, device=device)
+    mib = int(re.search(r"at least (\d+) MiB", problem)[1])
+    machine([H200], free=(mib + 1) * 2**20)
+    preflight_check(folder, *command, device=device)
+    machine([H200], free=(mib - 1) * 2**20)
+    (problem,) = preflight_problems(folder, *command, device=device)
+    assert problem.startswith(f"{folder}/run has {mib - 1:.1f} MiB free and this run writes at least {mib} MiB; free")
+    assert problem.endswith(", set run.dir=PATH on another disk" + (", or save=0" if "save=10" in command else ""))
+    return mib
+
+
+def test_a_disk_that_is_too_small(machine_with, tmp_path):
+    assert 1 < needed(tmp_path, machine_with, "qwen3_toy", device="cpu") < 100
+
+
+def test_a_disk_too_small_for_a_checkpoint(machine_with, tmp_path):
+    without, with_ = (needed(tmp_path, machine_with, "qwen3_8b", *save) for save in ((), ("save=10",)))
+    weights = 8_190_735_360  # of Qwen3-8B; each in bf16, and in fp32 itself and its first and second moment
+    assert with_ - without == pytest.approx(weights * (2 + 4 + 4 + 4) / 2**20, abs=1)
+
+
+def test_everything_lacking_is_said_at_once(machine_with, tmp_path):
+    machine_with([B300], installed=(), free=0)
+    found = preflight_problems(tmp_path, "nemotron3_nano", "tp=2", "cluster=h100", "save=1")
+    assert [line.split()[0] for line in found] == ["tp=2", "device=gpu", "this", "cluster=h100", f"{tmp_path}/run"]
+
+
+def test_digests_of_many_experts_need_room(machine_with, tmp_path):
+    """1.5 MB a step, if each expert has digests: gradients before and after clipping and master weights of 48 layers of
+    128 experts, and moments at every tenth step.
+    """
+    machine_with([H200] * 8, free=2**30)
+    together = ("qwen3_30b_a3b", "tp=4", "iters=10000")
+    run = (*together, "ledger.experts=each")
+    (problem,) = preflight_problems(tmp_path, *run)
+    assert re.search(
+        r"writes at least 1[01]\d{3} MiB; free some, set run.dir=PATH on another disk, record digests less", problem
+    )
+    preflight_check(tmp_path, *together)
+    preflight_check(tmp_path, *run, "ledger.digests=100", "ledger.state_digests=0")
+    preflight_check(tmp_path, *run, "ledger.digests=0")
+
+
+def test_a_patch_that_cannot_be_applied_is_said_with_all_else(machine_with, tmp_path):
+    machine_with()
+    found = preflight_problems(tmp_path, "qwen3_8b", "patches.off=[core-save]")
+    assert found[0].startswith("device=gpu, but this machine shows no GPU")
+    assert any(line.startswith("patches.off=core-save: no such patch; the patches are core-save-") for line in found)
+
+
+def test_flash_attn_by_the_environment(machine_with, tmp_path, monkeypatch):
+    """Megatron sets the variable itself, so a rank cannot tell who asked."""
+    machine_with([H200])
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    preflight_check(tmp_path, "qwen3_0p6b", "numerics=tree")
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "1")
+    preflight_check(tmp_path, "qwen3_0p6b", "numerics=stock")
+    preflight_check(tmp_path, "qwen3_toy", "numerics=tree", device="cpu")
+    (problem,) = preflight_problems(tmp_path, "qwen3_0p6b", "numerics=tree")
+    assert problem.startswith("NVTE_FLASH_ATTN=1 in the environment: flash-attn's backward")
+    assert problem.endswith("unset it or set NVTE_FLASH_ATTN=0, or numerics=stock")

@@ -1,0 +1,108 @@
+"""Secrets are told by their values; a refusal names the key, and no message repeats the value."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests.rules import table_problems
+from tests.unit.config.refusals import problems_of
+from tp_invariant_recipes.check import secrets as rules
+from tp_invariant_recipes.settings import secrets
+
+PASSWORD = "hunter2x"
+TOKEN = "hf_" + "aB3" * 12
+
+# Text -> what is left of it.
+HOLD = {
+    f"http://u:{PASSWORD}@proxy:3128": "http://…@proxy:3128",
+    f"mlflow+https://me:{PASSWORD}@host/a": "mlflow+https://…@host/a",
+    f"https://{TOKEN}@github.com/a": "https://…@github.com/a",
+    f"https://hooks.example.com/x?a=1&token={PASSWORD}": "https://hooks.example.com/x?a=1&token=…",
+    f"export WANDB_API_KEY={PASSWORD}": "export WANDB_API_KEY=…",
+    f"export MY_TOKEN='{PASSWORD}'": "export MY_TOKEN='…'",
+    f"export HF_AUTH={PASSWORD}": "export HF_AUTH=…",
+    f"DB_PASS={PASSWORD} AWS_PASSWD={PASSWORD}": "DB_PASS=… AWS_PASSWD=…",
+    f"--comment --password {PASSWORD}": "--comment --password …",
+    f"curl -H 'Authorization: Bearer {TOKEN}'": "curl -H 'Authorization: Bearer …'",
+    f"logger.comet_api_key={PASSWORD}: unknown": "logger.comet_api_key=… unknown",
+    TOKEN: "…",
+    "AKIA" + "Z" * 16: "…",
+    "ghp_" + "a1" * 18: "…",
+    "sk-" + "a1" * 18: "…",
+    "-----BEGIN PRIVATE KEY-----\nabc": "-----BEGIN PRIVATE KEY-----…",
+}
+HARMLESS = (
+    *("export HF_TOKEN=$(cat ~/.token)", "export X_TOKEN=$TOKEN", "export HF_TOKEN=/run/token", "data.json_key=text"),
+    *(
+        "tokenizer.eos_token=<eos>",
+        "model.moe_token_dispatcher_type=alltoall",
+        "git@github.com:a/b",
+        "ssh://git@host/x",
+    ),
+    *("sqlite:////a/b", "['/a:/b:ro']", "--batch-tokens 0", "docker://nvcr.io#nvidia/pytorch:25.01", "--pass=1"),
+    *("module load cuda/13", "http://10.0.0.1:8080/p@th", "first pass: decoder", "cluster.forward=[WANDB_API_KEY]"),
+    *("/data/" + "0f" * 20, "0f" * 20),
+)
+
+
+@pytest.mark.parametrize("text", HOLD)
+def test_a_secret_is_cut(text):
+    assert secrets.holds(text)
+    assert secrets.redacted(text) == HOLD[text]
+
+
+@pytest.mark.parametrize("text", HARMLESS)
+def test_nothing_else_is(text):
+    assert not secrets.holds(text)
+    assert secrets.redacted(text) == text
+
+
+CONFIGURED = (
+    (f"cluster.environment.HTTPS_PROXY=http://u:{PASSWORD}@proxy:1", "cluster.environment.HTTPS_PROXY: holds"),
+    (f"cluster.environment.HF_AUTH={PASSWORD}", "cluster.environment.HF_AUTH: looks like a secret"),
+    (f"slurm.setup=['export WANDB_API_KEY={PASSWORD}']", "slurm.setup: holds"),
+    (f"slurm.options=['--comment=token={PASSWORD}']", "slurm.options: holds"),
+    (f"run.dir={TOKEN}", "run.dir: holds"),
+)
+
+
+@pytest.mark.parametrize("override, says", CONFIGURED)
+def test_what_is_configured_holds_none(override, says):
+    (problem,) = problems_of(override)
+    assert problem.startswith(says)
+    assert "cluster.forward" in problem
+    assert PASSWORD not in problem
+    assert TOKEN not in problem
+
+
+@pytest.mark.parametrize(
+    "tags, key", (({"db_password": PASSWORD}, "db_password"), ({"a": f"http://u:{PASSWORD}@h"}, "a"))
+)
+def test_tags_of_mlflow_hold_none(tags, key):
+    sections = {"logger": {"mlflow_tags": tags | {"team": "ours"}}}
+    (problem,) = table_problems(rules, SimpleNamespace(sections=sections))
+    assert problem.startswith(f"logger.mlflow_tags.{key}: holds what looks like a secret")
+    assert PASSWORD not in problem
+
+
+@pytest.mark.parametrize(
+    "override",
+    (f"loger.comet_api_key={PASSWORD}", f"tp=http://u:{PASSWORD}@h"),
+)
+def test_no_other_refusal_repeats_one(cli, tmp_path, monkeypatch, override):
+    monkeypatch.chdir(tmp_path)
+    ended = cli("train", "qwen3_toy", override)
+    assert ended.status == 2
+    assert "…" in ended.err
+    assert PASSWORD not in ended.out + ended.err
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_a_configuration_of_others_is_written_without_them():
+    given = {"logger": {"comet_api_key": PASSWORD, "tags": [f"http://u:{PASSWORD}@h"], "comet_project": "p"}, "n": [1]}
+    found = secrets.without(given | {"data": {"json_key": "text"}})
+    assert found == {
+        "logger": {"comet_api_key": "…", "tags": ["http://…@h"], "comet_project": "p"},
+        "n": [1],
+        "data": {"json_key": "text"},
+    }

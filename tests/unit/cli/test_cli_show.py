@@ -1,0 +1,325 @@
+"""`tpi show`, `tpi models`, `tpi doctor`: for people on a terminal and, with --json, for machines."""
+
+import json
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tp_invariant_recipes.cli.doctor import MARKS
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.features import doctor
+from tp_invariant_recipes.launch import plan, record
+from tp_invariant_recipes.machine import gpus
+from tp_invariant_recipes.machine.gpus import Gpu
+from tp_invariant_recipes.patches import registry
+from tp_invariant_recipes.patches.patch import Patch, PatchVerdict
+from tp_invariant_recipes.portable import conformance
+from tp_invariant_recipes.replacement import Replacement
+from tp_invariant_recipes.settings import conf_files
+
+ROOT = Path(__file__).resolve().parents[3]
+H200 = Gpu("NVIDIA H200", (9, 0), 139 * 2**30)
+
+
+def test_show_is_the_tree_and_the_same_as_overrides(cli, no_gpus):
+    ended = cli("show", "qwen3_8b", "tp=4", "seq=4096", "--all")
+    assert (ended.status, ended.err) == (0, "")
+    tree, overrides = ended.out.split("\n# Megatron-Bridge overrides\n")
+    assert yaml.safe_load(tree) == compose("qwen3_8b", ["tp=4", "seq=4096"], device="cpu").config.sections
+    assert "model.tensor_model_parallel_size=4" in overrides.splitlines()
+    assert 'dataset.split="1,0,0"' in overrides.splitlines()
+
+
+def test_show_says_the_memory_part_by_part(cli, no_gpus):
+    """Weights of Qwen3-8B in bf16 at tp=4: 8.19e9 * 2 / 4 bytes."""
+    lines = [
+        line.lstrip("# ").split() for line in cli("show", "qwen3_8b", "tp=4", "device=gpu", "--all").out.splitlines()
+    ]
+    assert ["weights", "3.81", "GiB"] in lines
+    assert any(line[:2] == ["a", "rank"] for line in lines)
+
+
+def test_show_is_brief(cli, no_gpus):
+    ended = cli("show", "qwen3_8b", "tp=4", "device=gpu")
+    assert (ended.status, ended.err) == (0, "")
+    assert len(ended.out.splitlines()) == 5
+    assert ended.out.startswith("tp=4 pp=1 dp=1 cp=1 ep=1 ")
+    assert " device=gpu " in ended.out.splitlines()[1]
+    assert "memory of the fullest rank, about: 4" in ended.out
+
+
+def test_show_as_json(cli, no_gpus):
+    ended = cli("show", "qwen3_8b", "tp=4", "--json")
+    assert (ended.status, ended.err) == (0, "")
+    shown = json.loads(ended.out)
+    assert shown.keys() == {"configuration", "bridge_overrides", "memory"}
+    assert shown["memory"].keys() == {"parts", "rank", "ranks_per_node", "node", "not_followed"}
+    assert shown["memory"]["rank"] == sum(shown["memory"]["parts"].values())
+    assert shown["memory"]["ranks_per_node"] == 4
+    assert shown["configuration"] == compose("qwen3_8b", ["tp=4"], device="cpu").config.sections
+    assert "optimizer.lr=0.0003" in shown["bridge_overrides"]
+    assert "mixed_precision=bf16_mixed" in shown["bridge_overrides"]
+
+
+def test_show_is_for_the_device_that_is_there(cli, monkeypatch):
+    monkeypatch.setattr(gpus, "visible", lambda: [H200])
+    assert json.loads(cli("show", "qwen3_8b", "--json").out)["configuration"]["device"]["kind"] == "gpu"
+    on_cpu = json.loads(cli("show", "qwen3_8b", "device=cpu", "--json").out)
+    assert on_cpu["configuration"]["device"]["kind"] == "cpu"
+
+
+def test_show_of_a_mistake(cli, no_gpus):
+    ended = cli("show", "qwen3_8b", "tp=3", "sepp=1")
+    assert (ended.status, ended.out) == (2, "")
+    assert "unknown key 'sepp'" in ended.err
+
+
+def test_models(cli):
+    ended = cli("models")
+    assert ended.status == 0
+    for model in conf_files.groups()["model"]:
+        assert f"\n{model} " in f"\n{ended.out}"
+    assert "qwen3_8b              8.19 B  Qwen3-8B: 36 layers, untied embeddings.\n" in ended.out
+    assert "0.4 M" in ended.out
+    assert all(len(line) <= 80 for line in ended.out.splitlines())
+
+
+def test_the_details_of_one_model(cli):
+    ended = cli("models", "deepseek_v3")
+    assert (ended.status, ended.err) == (0, "")
+    assert ended.out.startswith("deepseek_v3: DeepSeek-V3: 61 layers, 256 experts. 8 experts per token")
+    assert "as the published one does.\n" in ended.out
+    assert "tp=1 157, tp=2 79, tp=4 41, tp=8 21" in cli("models", "qwen3_8b").out
+    assert json.loads(cli("models", "qwen3_8b", "--json").out)["layers"] == 36
+    assert "did you mean 'qwen3_8b'?" in cli("models", "qwen3_8").err
+    assert cli("models", "qwen3_8b", "--bridge").status == 2
+
+
+def test_a_users_own_model_is_listed_beside_ours(cli, tmp_path, hydra_itself):
+    mine = tmp_path / "config/tpi/model"
+    mine.mkdir(parents=True)
+    text = "# Mine: 3 layers.\n# Of my own.\ndefaults:\n  - qwen3_toy\nmodel:\n  num_layers: 3\n"
+    (mine / "mine.yaml").write_text(f"# @package _global_\n{text}")
+    assert re.search(r"\nmine +0\.\d M  Mine: 3 layers\.\n", cli("models").out)
+    assert "mine: Mine: 3 layers. Of my own.\n" in cli("models", "mine").out
+
+
+def test_models_reads_a_table_and_composes_nothing(cli, monkeypatch):
+    monkeypatch.delitem(sys.modules, "tp_invariant_recipes.config.describe", raising=False)
+    assert cli("models").status == 0
+    assert "tp_invariant_recipes.config.describe" not in sys.modules
+
+
+def test_models_as_json(cli):
+    ended = cli("models", "--json")
+    assert (ended.status, ended.err) == (0, "")
+    rows = json.loads(ended.out)
+    assert [row["model"] for row in rows] == list(conf_files.groups()["model"])
+    types = dict(model=str, summary=str, parameters=int, layers=int, hidden_size=int, tp=list, cpu=bool)
+    types["memory"] = list
+    for row in rows:
+        assert len(row["memory"]) == len(row["tp"])
+        assert row["memory"] == sorted(row["memory"], reverse=True)
+        assert {key: type(value) for key, value in row.items()} == types
+
+
+@pytest.fixture
+def machine_shown(monkeypatch):
+    """Make this machine one with these GPUs and versions; with a patch of every kind."""
+
+    class Need:
+        versions = "<2"
+
+        def __init__(self, state):
+            self.state = state
+
+        def verdict(self, package):
+            return PatchVerdict(self.state, f"{package} 1.9")
+
+    here = (Replacement("os.path:join", str, "joins"),)
+    link = "https://github.com/NVIDIA/TransformerEngine/issues/3051"
+    patches = tuple(
+        Patch(state.replace(" ", "-"), "package", Need(state), here, "joins", link)
+        for state in ("applies", "not needed", "refused")
+    )
+
+    def make(found=(), versions=None):
+        proven = doctor.proven()
+        monkeypatch.setattr(registry, "PATCHES", patches)
+        monkeypatch.setattr(gpus, "visible", lambda: list(found))
+        monkeypatch.setattr(conformance, "differences", lambda recording, product: [])
+        monkeypatch.setattr(doctor, "installed", (proven | (versions or {})).get)
+
+    return make
+
+
+def states_shown(ended) -> dict[str, str]:
+    return {row["what"]: row["state"] for row in json.loads(ended.out)}
+
+
+def test_doctor_as_json(cli, machine_shown):
+    machine_shown([H200, H200])
+    ended = cli("doctor", "--json")
+    assert (ended.status, ended.err) == (0, "")
+    rows = json.loads(ended.out)
+    for row in rows:
+        more = {"reason", "versions", "upstream"} if row["what"].startswith("patch ") else set()
+        assert row.keys() == {"what", "found", "state", "advice"} | more
+        assert row["state"] in MARKS
+        assert isinstance(row["what"], str)
+        assert isinstance(row["advice"], str)
+        assert isinstance(row["found"], str | None)
+    found = {row["what"]: row["found"] for row in rows}
+    assert found["GPUs"] == "2 × NVIDIA H200 (sm_90, 139 GiB)"
+    for state in ("applies", "not needed", "refused"):
+        assert found[f"patch {state.replace(' ', '-')}"] == state
+    assert {"Python", "C compiler", "free disk here"} < found.keys()
+    assert {needed.distribution for needed in doctor.NEEDED} < found.keys()
+    assert {what for what, state in states_shown(ended).items() if state != "ok"} == {"patch refused"}
+    (applies,) = (row for row in rows if row["what"] == "patch applies")
+    assert (applies["reason"], applies["versions"], applies["advice"]) == ("package 1.9", "package <2", "joins")
+    assert applies["upstream"].endswith("/issues/3051")
+
+
+def test_doctor_shows_the_patches_with_whole_links(cli, machine_shown, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    machine_shown([H200])
+    lines = cli("doctor").out.splitlines()
+    assert "patch refused: refused (package 1.9)" in lines
+    assert "patch not-needed: not needed (package 1.9)" in lines
+    assert [line.strip() for line in lines].count("https://github.com/NVIDIA/TransformerEngine/issues/3051") == 3
+
+
+def test_doctor_of_a_machine_without_gpus_misses_nothing_that_needs_one(cli, machine_shown):
+    machine_shown(versions={"transformer-engine": None, "mamba-ssm": None, "causal-conv1d": None})
+    ended = cli("doctor", "--json")
+    assert ended.status == 0
+    optional = {what for what, state in states_shown(ended).items() if state == "optional"}
+    assert optional == {"GPUs", "transformer-engine", "mamba-ssm", "causal-conv1d"}
+
+
+def test_doctor_of_a_machine_with_gpus_does(cli, machine_shown):
+    machine_shown([H200], versions={"transformer-engine": None})
+    ended = cli("doctor", "--json")
+    assert ended.status == 2
+    assert states_shown(ended)["transformer-engine"] == "missing"
+
+
+def test_doctor_names_what_is_missing_and_how_to_get_it(cli, machine_shown):
+    machine_shown(versions={"torch": None})
+    ended = cli("doctor")
+    assert ended.status == 2
+    assert "missing" in ended.out
+    assert "scripts/lock" in ended.out
+
+
+def test_a_version_nobody_has_tried_is_said_so_and_no_reason_to_fail(cli, machine_shown):
+    machine_shown(versions={"megatron-core": "0.20.0", "torch": "2.11.0+cu130"})
+    ended = cli("doctor", "--json")
+    assert ended.status == 0
+    assert states_shown(ended)["megatron-core"] == "other"
+    assert states_shown(ended)["torch"] == "ok"
+
+
+def test_doctor_without_megatron_says_nothing_of_patches(cli, machine_shown):
+    machine_shown(versions={"megatron-core": None})
+    ended = cli("doctor", "--json")
+    assert ended.status == 2
+    assert not any(what.startswith("patch") for what in states_shown(ended))
+
+
+def test_doctor_knows_the_versions_of_pyproject():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    pins = {extra: dict(line.split("==") for line in extras[extra]) for extra in ("megatron", "gpu")}
+    assert doctor.proven() == pins["megatron"] | pins["gpu"]
+    for needed in doctor.NEEDED:
+        assert needed.distribution in pins["gpu" if needed.gpu_only else "megatron"]
+
+
+def test_doctor_without_its_own_metadata_takes_no_version_as_proven(cli, machine_shown, monkeypatch):
+    machine_shown()
+    monkeypatch.setattr(doctor, "proven", dict)
+    ended = cli("doctor", "--json")
+    assert ended.status == 0
+    assert states_shown(ended)["torch"] == "other"
+
+
+def test_doctor_and_the_docs_name_the_same_needs_and_models(cli, machine_shown, models_table):
+    machine_shown(versions={"transformer-engine": None})
+    advice = {row["what"]: row["advice"] for row in json.loads(cli("doctor", "--json").out)}
+    text = " ".join((ROOT / "docs/install.md").read_text().replace("`", "").split())
+    trained = [row["model"] for row in models_table if row["cpu"]]
+    toys = [model for model in conf_files.groups()["model"] if model.endswith("_toy")]
+    assert set(toys) <= set(trained)
+    for words in toys:
+        assert words in advice["GPUs"]
+        assert words in text
+    for words in doctor.GPU_NEEDS:
+        assert words in advice["transformer-engine"]
+        assert words in text
+
+
+def test_show_one_section_or_key(cli, no_gpus):
+    tree = compose("qwen3_8b", ["tp=4"], device="cpu").config.sections
+    assert yaml.safe_load(cli("show", "qwen3_8b", "tp=4", "--key", "optimizer").out) == tree["optimizer"]
+    assert json.loads(cli("show", "qwen3_8b", "tp=4", "--key", "model", "--json").out) == tree["model"]
+    for key, says in (("tp", "4"), ("model.sequence_parallel", "true"), ("run.dir", "null"), ("data.kind", "mock")):
+        assert cli("show", "qwen3_8b", "tp=4", "--key", key).out == f"{says}\n"
+    ended = cli("show", "qwen3_8b", "--key", "optimizer.lrr")
+    assert (ended.status, ended.out) == (2, "")
+    assert "--key optimizer.lrr: this configuration does not set it; did you mean 'optimizer.lr'?" in ended.err
+
+
+def test_show_the_keys_that_differ(cli, no_gpus):
+    ended = cli("show", "--diff", "qwen3_toy", "qwen3_toy tp=2 seed=3")
+    assert (ended.status, ended.err) == (1, "")
+    lines = ended.out.splitlines()
+    assert "  model.tensor_model_parallel_size: 1 -> 2" in lines
+    assert "* rng.seed: 1234 -> 3" in lines
+    assert lines[-1] == "* runs that differ there are not comparable"
+    same = cli("show", "--diff", "qwen3_toy", "qwen3_toy tp=2", "tp=2")  # the override is for both
+    assert (same.status, same.out) == (0, "no key differs\n")
+    layouts = cli("show", "--diff", "qwen3_toy", "qwen3_toy tp=2", "--key", "tp", "--json")
+    found = json.loads(layouts.out)["different"]
+    assert found == [{"key": "model.tensor_model_parallel_size", "a": 1, "b": 2, "comparable": True}]
+    assert "unknown model 'qwen3_toi'" in cli("show", "--diff", "qwen3_toy", "qwen3_toi").err
+    assert cli("show", "--diff", "qwen3_toy", "'").status == 2
+
+
+def test_show_the_configuration_of_a_run(cli, here, no_gpus):
+    planned = plan.new(compose("qwen3_toy", ["tp=2", "run.dir=run"], device="cpu"))
+    record.write(planned)
+    assert yaml.safe_load(cli("show", "--from", "run", "--key", "checkpoint").out) == planned.config.section(
+        "checkpoint"
+    )
+    assert "a rank" in cli("show", "--from", "run", "--all").out
+    assert "numerics=tree" in cli("show", "--from", "run").out
+    assert cli("show", "--from", "run", "tp=4", "--key", "tp").out == "4\n"
+    changed = cli("show", "--diff", "run", "qwen3_toy tp=2 run.dir=run").out
+    assert "checkpoint.save: run/checkpoints -> null" in changed
+    assert "tensor_model" not in changed
+    (here / "run" / "config.yaml").write_text("model: [2026-01-01]\n")
+    forged = cli("show", "--from", "run")
+    assert (forged.status, forged.out) == (2, "")
+    assert "is not one of this version of tpi" in forged.err
+    assert "Traceback" not in forged.err
+    assert cli("show", "--from", "taken").status == 2
+
+
+ONE = "name one: a model (tpi models lists them), --from RUN, or --diff A B"
+TWO = "--diff takes two: run directories, models, or a model with overrides in quotes"
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    (((), ONE), (("qwen3_toy", "--from", "run"), ONE), (("qwen3_toy", "--diff", "a", "b"), TWO)),
+    ids=("nothing", "model and run", "three to compare"),
+)
+def test_show_takes_one_thing(cli, words, message):
+    ended = cli("show", *words)
+    assert (ended.status, ended.out) == (2, "")
+    assert message in ended.err

@@ -1,0 +1,461 @@
+"""Clusters: what those that come with tpi say, a user's own tree, and a file that lies anywhere."""
+
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import hydra
+import pytest
+from hydra import initialize_config_dir
+from hydra.errors import HydraException
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.config.refusals import problems_of
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.launch import plan
+from tp_invariant_recipes.settings import conf_files
+from tp_invariant_recipes.settings.environment import VARIABLES, recorded, settings
+from tp_invariant_recipes.settings.secrets import named
+from tp_invariant_recipes.settings.sections import AS_TYPED
+
+
+def cluster(*overrides: str, device: str = "gpu") -> dict:
+    return compose("qwen3_toy", overrides, device=device).config.section("cluster")
+
+
+gpu_problems = partial(problems_of, device="gpu")
+
+# Ours
+
+ARM = {"gb300": ((10, 3), 4), "gh200": ((9, 0), 1)}
+SHIPPED = {
+    "h100": ((9, 0), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+    "h200": ((9, 0), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+    "b300": ((10, 3), {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_IGNORE_CPU_AFFINITY": "1"}),
+}
+
+
+def test_every_cluster_that_comes_with_tpi_is_in_the_table():
+    assert sorted([*SHIPPED, *ARM, "local"]) == list(conf_files.groups()["cluster"])
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_nodes_of_eight_gpus(name):
+    found, (capability, variables) = cluster(f"cluster={name}"), SHIPPED[name]
+    assert (found["name"], found["gpus_per_node"], tuple(found["compute_capability"])) == (name, 8, capability)
+    assert found["environment"] == {"TORCH_NCCL_HIGH_PRIORITY": "1", **variables}
+    assert found["container"] is None
+    assert found["ranks_per_node"] is None
+
+
+@pytest.mark.parametrize("name", ARM)
+def test_nodes_of_grace_processors(name):
+    found, (capability, gpus) = cluster(f"cluster={name}"), ARM[name]
+    assert (found["name"], found["gpus_per_node"], tuple(found["compute_capability"])) == (name, gpus, capability)
+    assert found["architecture"] == "aarch64"
+    assert {cluster(f"cluster={other}")["architecture"] for other in SHIPPED} == {"x86_64"}
+
+
+def test_this_machine_is_whatever_it_is():
+    found = cluster("cluster=local")
+    assert (found["gpus_per_node"], found["compute_capability"], found["environment"]) == (None, None, {})
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_clusters_variables_reach_the_ranks_and_are_recorded(name):
+    variables = cluster(f"cluster={name}")["environment"]
+    found = settings("gpu", {}, variables)
+    assert found == settings("gpu", {}) | variables
+    assert recorded(found).keys() >= variables.keys()
+
+
+@pytest.mark.parametrize("name", ("TORCH_NCCL_HIGH_PRIORITY", "CUDA_DEVICE_MAX_CONNECTIONS"))
+def test_what_is_set_in_the_shell_wins(name):
+    variables = cluster("cluster=b300")["environment"]
+    assert settings("gpu", {name: "8"}, variables) == settings("gpu", {}) | variables | {name: "8"}
+
+
+def test_a_plan_has_them(tmp_path, no_gpus, monkeypatch):
+    (tmp_path / "site.yaml").write_text("environment: {NCCL_DEBUG: WARN, TORCH_LOGS: x}\n")
+    monkeypatch.setenv("TORCH_LOGS", "mine")
+    planned = plan.new(compose("qwen3_toy", [f"cluster={tmp_path}/site.yaml", f"run.dir={tmp_path}/run"], device="cpu"))
+    assert planned.environment == settings("cpu", {}) | {"NCCL_DEBUG": "WARN", "TORCH_LOGS": "mine"}
+
+
+@pytest.mark.parametrize("device", ("cpu", "gpu"))
+def test_a_clusters_value_is_refused_where_the_shells_is(device):
+    rows = [v for v in VARIABLES if device in v.devices]
+    wrong = {v.name: "wrong" for v in VARIABLES}
+    with pytest.raises(ConfigError) as error:
+        settings(device, {}, wrong)
+    assert [p.partition("=")[0] for p in error.value.problems] == [f"cluster.environment.{v.name}" for v in rows]
+    for row, problem in zip(rows, error.value.problems, strict=True):
+        assert row.why in problem
+        harmless = [value for value in (row.value, *row.accepted) if value is not None]
+        remedy = f" or set cluster.environment.{row.name}={harmless[0]}" if harmless else ""
+        assert problem.endswith(f"; leave it out{remedy}")
+    right = {v.name: v.value for v in rows if v.value is not None}
+    with pytest.raises(ConfigError) as error:  # of no effect, and yet wrong
+        settings(device, right, wrong)
+    assert len(error.value.problems) == len(rows)
+    with pytest.raises(ConfigError) as error:
+        settings(device, wrong, right)
+    assert all(" in the environment: " in p for p in error.value.problems)
+
+
+def test_a_refused_value_is_a_problem_of_the_configuration():
+    (problem,) = gpu_problems("cluster.environment.NCCL_ALGO=NVLS")
+    assert problem.startswith("cluster.environment.NCCL_ALGO=NVLS: ")
+
+
+def test_variables_are_typed_as_they_are_meant():
+    typed = {"A": "010", "B": "on", "C": "a=b,c", "D": "[1]", "E": "1e3", "F": "null_", "G": "it's", "H": ""}
+    assert cluster(*(f"cluster.environment.{k}={v}" for k, v in typed.items()))["environment"] == typed
+    assert cluster("cluster=h100", "cluster.environment.NCCL_DEBUG=INFO")["environment"].keys() == {
+        "TORCH_NCCL_HIGH_PRIORITY",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "NCCL_DEBUG",
+    }
+
+
+@pytest.mark.parametrize("name", ("_target_", "_args_", "_partial_", "_recursive_", "_convert_"))
+def test_nothing_in_a_file_is_called(tmp_path, name):
+    (tmp_path / "site.yaml").write_text(f"{name}: builtins.print\n")
+    (problem,) = gpu_problems(f"cluster={tmp_path}/site.yaml")
+    assert problem.startswith(f"cluster.{name}: no such field of ClusterSettings")
+
+
+@pytest.mark.parametrize("section", ("ledger", "train", "slurm"))
+def test_no_section_but_model_and_data_names_a_class(section):
+    assert any(f"{section}._target_: no such field" in problem for problem in gpu_problems(f"{section}._target_=x.y"))
+
+
+TEXTS = {
+    "slurm.account": "12345",
+    "slurm.partition": "a,b",
+    "slurm.qos": "true",
+    "cluster.gpu_type": "100",
+    "cluster.container": "docker://images.example#nvidia/nemo:25.09",
+}
+
+
+@pytest.mark.parametrize("time", ("30", "4:00:00", "2-12", None))
+def test_texts_are_taken_as_typed(time):
+    typed = {"slurm.time": time} | (dict.fromkeys(TEXTS) if time is None else TEXTS)
+    assert typed.keys() <= set(AS_TYPED)
+    tree = compose(
+        "qwen3_toy", [f"{key}={'null' if value is None else value}" for key, value in typed.items()]
+    ).config.sections
+    assert {key: tree[key.split(".")[0]][key.split(".")[1]] for key in typed} == typed
+
+
+SECRETS = (
+    "WANDB_API_KEY",
+    "hf_token",
+    "MY_SECRET",
+    "DB_PASSWORD",
+    "AWS_CREDENTIALS",
+    "NCCL_TOKENS",
+    "HF_AUTH",
+    "AWS_PASSWD",
+    "DB_PASS",
+)
+
+
+@pytest.mark.parametrize("value", ("hunter2", "'31337'", "31337"))
+def test_a_secret_in_a_file_is_refused_and_never_shown(tmp_path, value):
+    file = tmp_path / "site.yaml"
+    file.write_text("environment:\n" + "".join(f"  {name}: {value}\n" for name in SECRETS))
+    found = gpu_problems(f"cluster={file}")
+    for name in SECRETS:
+        assert any(problem.startswith(f"cluster.environment.{name}: ") for problem in found), name
+    assert not any(value.strip("'") in problem for problem in found)
+
+
+def test_a_secret_on_the_command_line_is_refused_and_never_shown():
+    found = gpu_problems(*(f"cluster.environment.{name}=hunter2" for name in SECRETS))
+    assert [problem.split(": ")[0] for problem in found] == [f"cluster.environment.{name}" for name in SECRETS]
+    assert all("cluster.forward" in problem and "hunter2" not in problem for problem in found)
+
+
+def test_what_only_sounds_like_a_secret_is_none():
+    assert not any(map(named, ("TOKENIZERS_PARALLELISM", "NUM_OF_TOKENS_PER_CHUNK_COMBINE_API", "NCCL_DEBUG")))
+    assert named("TOKENIZER_TOKEN")
+
+
+# One's own
+
+
+@pytest.fixture
+def own_clusters() -> Path:
+    """The user's own tree, with a folder for clusters; the home of configuration has a space and more in its name."""
+    folder = conf_files.user_dir() / "cluster"
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture(params=("in the user's tree", "anywhere"))
+def site(request, own_clusters, tmp_path):
+    """Write a file; the override that chooses it."""
+
+    def write(text: str | bytes, name: str = "mysite") -> str:
+        anywhere = request.param == "anywhere"
+        file = (tmp_path / "it's, [a] = b" if anywhere else own_clusters) / f"{name}.yaml"
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(text.encode() if isinstance(text, str) else text)
+        return f"cluster={file}" if anywhere else f"cluster={name}"
+
+    return write
+
+
+# What is said of a file does not depend on where it lies; both places are tried where the difference could show.
+anywhere = pytest.mark.parametrize(
+    "site", ("anywhere", pytest.param("in the user's tree", marks=pytest.mark.release)), indirect=True
+)
+
+MINE = "# Ours.\ndefaults: [h100]\ngpu_type: hopper\nenvironment: {NCCL_DEBUG: WARN}\n"
+
+
+def test_a_file_builds_on_another(site):
+    mine = site(MINE)
+    assert cluster(mine) == cluster("cluster=h100") | {
+        "name": "mysite",
+        "gpu_type": "hopper",
+        "environment": {**cluster("cluster=h100")["environment"], "NCCL_DEBUG": "WARN"},
+    }
+
+
+def test_a_file_may_hold_other_sections(site):
+    mine = site(
+        "# @package _global_\ndefaults: [b300]\ncluster:\n  container: /a.sqsh\nslurm:\n  time: '4:00:00'\n"
+        "  account: our\n"
+    )
+    tree = compose("qwen3_toy", [mine, "slurm.account=mine"], device="gpu").config.sections
+    assert (tree["cluster"]["container"], tree["cluster"]["gpus_per_node"]) == ("/a.sqsh", 8)
+    assert (tree["slurm"]["time"], tree["slurm"]["account"]) == ("4:00:00", "mine")
+
+
+@pytest.mark.parametrize("text", ("name: own\n", "# @package _global_\ncluster: {name: own}\n"))
+def test_a_file_has_the_name_it_says(site, text):
+    assert cluster(site(text))["name"] == "own"
+
+
+def test_a_file_has_else_its_own(site):
+    assert cluster(site("gpus_per_node: 4\n"))["name"] == "mysite"
+    assert cluster(site(""))["name"] == "mysite"
+    assert cluster(site(MINE), "cluster.name=other")["name"] == "other"
+
+
+def test_the_last_of_several_counts(site):
+    mine = site("gpus_per_node: 4\n")
+    assert cluster(mine, "cluster=h200")["name"] == "h200"
+    assert cluster("cluster=h200", mine) == cluster(mine)
+    assert cluster(site("gpus_per_node: 2\n", "other"), mine) == cluster(mine)
+
+
+def test_composing_leaves_nothing_behind(site, hydra_itself):
+    before = cluster("cluster=h100")
+    mine = cluster(site(MINE))
+    assert cluster("cluster=h100") == before
+    assert cluster(site(MINE)) == mine
+    with initialize_config_dir(str(conf_files.conf_dir()), version_base="1.3"), pytest.raises(HydraException):
+        hydra.compose("config", overrides=["cluster=mysite"])
+
+
+# What a file holds, and what is said of it beside what is wrong with the command line.
+HEAD = "# @package _global_\n"
+NO_HEAD = "a file with sections in it begins with the line '# @package _global_'"
+WRONG = (
+    ("gpus_per_noed: 8\n", ["cluster.gpus_per_noed: no such field of ClusterSettings; did you mean 'cluster.gpus"]),
+    ("gpus_per_node: eight\n", ["cluster.gpus_per_node=eight: expected int or null, such as 4"]),
+    ("compute_capability: 9\n", ["cluster.compute_capability=9: expected tuple"]),
+    ("environment: {A: 010, B: on, C: x}\n", ["cluster.environment.A: expected text", "cluster.environment.B: exp"]),
+    ("environment: {1: x}\n", ["cluster.environment={1: 'x'}: expected dict, such as '{KEY: 1}'"]),
+    ("environment: A\n", ["cluster.environment=A: expected dict, such as '{KEY: 1}'"]),
+    ("environment: {a b: x}\n", ["cluster.environment: 'a b' is no name of a variable"]),
+    ("cluster: {name: x}\n", [f"cluster.cluster: {NO_HEAD}"]),
+    ("slurm: {time: x}\n", [f"cluster.slurm: {NO_HEAD}"]),
+    (f"{HEAD}slurm: {{tires: 3}}\n", ["slurm.tires: no such field of SlurmSettings; did you mean 'slurm.tries"]),
+    (f"{HEAD}slurm: {{time: 4:00:00}}\n", ["slurm.time=14400: expected text; in a file, write it in quotes"]),
+    (f"{HEAD}clutser: {{name: x}}\n", ["clutser: no such section; did you mean 'cluster'?"]),
+    (f"{HEAD}ledger: {{trace: [1]}}\n", ["ledger.trace=[1]: expected str or null, such as text"]),
+    ("just words\n", ["cluster.just words: no such field of ClusterSettings"]),
+)
+
+
+@anywhere
+@pytest.mark.parametrize("text, says", WRONG, ids=[repr(text) for text, _ in WRONG])
+def test_what_is_wrong_in_a_file_is_said_with_everything_else(site, text, says):
+    found = gpu_problems(site(text), "tp=3", "seq=126", "lr=fast", device="cpu")
+    for beginning in (*says, "tp=3 does not divide", "lr=fast: "):
+        assert sum(problem.startswith(beginning) for problem in found) == 1, beginning
+    assert len(found) == len(says) + 2
+
+
+# What cannot be read at all.
+UNREADABLE = (
+    ("a: [1\nb: 2\n", "not YAML: expected ',' or ']', but got ':', line 2"),
+    ("a: 1\na: 2\n", "not YAML: found duplicate key a, line 2"),
+    ("a: \t1\n\tb: 2\n", "not YAML: "),
+    ("- 1\n- 2\n", "not a mapping of keys to values"),
+    ("5\n", "Invalid loaded object type: int"),
+    (b"\xff\xfe\x00", "not YAML: 'utf-8' codec can't decode byte 0xff"),
+    ("gpu_type: ${\n", "gpu_type: no viable alternative at input '${'"),
+)
+
+
+@anywhere
+@pytest.mark.parametrize("text, says", UNREADABLE, ids=[repr(text) for text, _ in UNREADABLE])
+def test_a_file_that_cannot_be_read_is_named(site, text, says):
+    mine = site(text)
+    first, second, *_ = gpu_problems("lr=fast", mine)
+    assert first.startswith("lr=fast")
+    assert f"mysite.yaml: {says}" in second
+
+
+@pytest.mark.parametrize("text", ("# @package _global_\ncluster: 5\n", "# @package _global_\ncluster:\n"))
+def test_a_value_in_the_place_of_a_section(site, text):
+    for more in ((), ("cluster.ranks_per_node=8",)):
+        assert gpu_problems(site(text), *more) == [
+            "cluster: a file puts a value where fields belong, as in cluster.FIELD"
+        ]
+
+
+def test_a_base_that_is_not_there(site):
+    (problem,) = gpu_problems(site("defaults: [h10]\n"))
+    assert "mysite" in problem
+    assert problem.endswith("Could not load 'cluster/h10'.")
+
+
+def test_a_list_in_the_place_of_variables(site):
+    (problem,) = gpu_problems(site("environment: [A]\n"))
+    assert "mysite" in problem
+    assert problem.endswith("Cannot merge DictConfig with ListConfig")
+
+
+def test_a_reference_that_leads_nowhere(site):
+    assert gpu_problems(site("gpu_type: ${nope.x}\n")) == ["cluster.gpu_type: Interpolation key 'nope.x' not found"]
+
+
+@pytest.mark.parametrize("path", ("/no/such.yaml", "no/such", "such.yaml", "such.yml", "~nobody-of-this-name/x.yaml"))
+def test_a_file_that_is_not_there(path):
+    first, second = gpu_problems(f"cluster={path}", "tp=3", "seq=126")
+    assert first.startswith("cluster=/" if not path.startswith("~") else "cluster=")
+    assert first.endswith(f"{path}: No such file or directory")
+    assert second.startswith("tp=3")
+
+
+def test_a_folder_for_temporary_files_that_is_not_there(tmp_path, monkeypatch):
+    (tmp_path / "site.yaml").write_text("")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no"))
+    (problem,) = gpu_problems(f"cluster={tmp_path}/site.yaml")
+    assert problem.startswith(f"{tmp_path}/no/")
+    assert problem.endswith(": No such file or directory")
+
+
+def test_a_folder_is_no_file(tmp_path):
+    assert gpu_problems(f"cluster={tmp_path}/") == [f"cluster={tmp_path}: Is a directory"]
+
+
+def test_a_file_is_found_from_where_one_is_and_from_home(tmp_path, monkeypatch):
+    (tmp_path / "site.yaml").write_text("gpus_per_node: 4\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in ("site.yaml", "./site.yaml", "~/site.yaml", f"{tmp_path}/site.yaml", f"'{tmp_path}/site.yaml'"):
+        assert cluster(f"cluster={path}")["gpus_per_node"] == 4
+
+
+def test_a_file_with_the_name_of_one_of_ours_may_build_on_it(tmp_path):
+    (tmp_path / "h100.yaml").write_text("defaults: [h100]\nranks_per_node: 4\n")
+    assert cluster(f"cluster={tmp_path}/h100.yaml") == cluster("cluster=h100") | {"ranks_per_node": 4}
+
+
+@given(st.text())
+def test_whatever_file_is_typed_is_at_worst_a_configuration_error(text):
+    with pytest.raises(ConfigError, match="unknown model 'none'"):
+        compose("none", [f"cluster={text}/x"])
+
+
+# The user's tree
+
+
+def test_the_users_own_options_are_offered_beside_ours(own_clusters, cli):
+    (own_clusters / "mysite.yaml").write_text(MINE)
+    (own_clusters / "_base.yaml").write_text("")
+    (own_clusters / ".#mysite.yaml").write_text("[")
+    assert conf_files.groups()["cluster"] == ("b300", "gb300", "gh200", "h100", "h200", "local", "mysite")
+    assert conf_files.summary("cluster", "mysite") == "Ours."
+    assert conf_files.summary("cluster", "h100") == "Nodes of eight H100 GPUs (Hopper)."
+    assert "gpu_type: hopper" in cli("show", "qwen3_8b", "cluster=mysite", "device=gpu").out
+
+
+def test_other_groups_are_taken_from_it_as_well(own_clusters):
+    (own_clusters.parent / "model").mkdir()
+    (own_clusters.parent / "model" / "mine.yaml").write_text(
+        "# @package _global_\n# Three layers.\ndefaults:\n  - qwen3_toy\nmodel:\n  num_layers: 3\n"
+    )
+    tree = compose("mine", device="cpu").config.sections
+    assert (tree["model"]["num_layers"], tree["model"]["hidden_size"]) == (3, 128)
+    assert "mine" in conf_files.groups()["model"]
+    (own_clusters.parent / "model" / "mine.yaml").write_text("# @package _global_\ndefaults: [qwen3_toy]\nmodle: {}\n")
+    with pytest.raises(ConfigError, match="modle: no such section; did you mean 'model'"):
+        compose("mine", device="cpu")
+
+
+def test_without_a_tree_there_are_ours(monkeypatch, tmp_path):
+    assert conf_files.problems() == []
+    with_none = conf_files.groups()
+    conf_files.user_dir().mkdir(parents=True)
+    assert conf_files.groups() == with_none
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert conf_files.user_dir() == tmp_path / ".config" / "tpi"
+
+
+# What would be passed over in silence: where it lies, what is said.
+PASSED_OVER = (
+    ("cluster/h100.yaml", "cluster=h100 is one of tpi's own; give the file another name"),
+    ("model/_qwen3.yaml", "model=_qwen3 is one of tpi's own; give the file another name"),
+    ("clusters/mysite.yaml", "'clusters' is no group; did you mean 'cluster'?"),
+    ("cluster/mysite.yml", "the name must end in .yaml"),
+    ("mysite.yaml", "not in the folder of a group, such as cluster/mysite.yaml"),
+    ("config.yaml", "not in the folder of a group, such as cluster/mysite.yaml"),
+    ("cluster/more/mysite.yaml", "not in the folder of a group, such as cluster/mysite.yaml"),
+)
+
+
+@pytest.mark.parametrize("path, says", PASSED_OVER)
+def test_a_file_that_would_be_passed_over_is_said_so(path, says):
+    file = conf_files.user_dir() / path
+    file.parent.mkdir(parents=True)
+    file.write_text("gpus_per_node: 3\n")
+    assert conf_files.problems() == [f"{file}: {says}"]
+
+
+def test_files_that_would_be_passed_over_are_errors():
+    files = [conf_files.user_dir() / path for path, _ in PASSED_OVER]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("gpus_per_node: 3\n")
+    *found, last = gpu_problems("tp=3", "seq=126")
+    assert sorted(found) == sorted(f"{file}: {says}" for file, (_, says) in zip(files, PASSED_OVER, strict=True))
+    assert last.startswith("tp=3")
+    for file in files:
+        file.unlink()
+    assert compose("qwen3_toy").model == "qwen3_toy"
+
+
+def test_a_broken_file_that_nobody_asked_for_stands_in_nobodys_way(own_clusters):
+    (own_clusters / "broken.yaml").write_text("a: [")
+    assert cluster("cluster=h100")["name"] == "h100"
+    (problem,) = gpu_problems("cluster=broken")
+    assert problem.startswith(f"{own_clusters}/broken.yaml: not YAML")
+
+
+def test_a_broken_base_is_named(own_clusters):
+    (own_clusters / "_base.yaml").write_text("a: [")
+    (own_clusters / "mysite.yaml").write_text("defaults: [_base]\n")
+    (problem,) = gpu_problems("cluster=mysite")
+    assert problem.startswith(f"{own_clusters}/_base.yaml: not YAML")

@@ -1,0 +1,593 @@
+"""`tpi verify` without a training: which cells a command line means, what is refused, what finished runs say."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tp_invariant_recipes.config.overrides import parse_all, texts
+from tp_invariant_recipes.errors import LedgerError, RunError
+from tp_invariant_recipes.features.verify import matrix, verdict
+from tp_invariant_recipes.features.verify import workflow as verify
+from tp_invariant_recipes.features.verify.verdict import judge
+from tp_invariant_recipes.ledger.digests import Parameter
+from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
+from tp_invariant_recipes.ledger.run_files import RunFile
+from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, Matrix, MatrixDir
+
+pytestmark = pytest.mark.usefixtures("here", "no_gpus")
+
+
+def spread_cells(*overrides: str) -> tuple[list[tuple[str, str, tuple[str, ...]]], list[str]]:
+    problems: list[str] = []
+    _, choices = matrix.spread(parse_all(overrides), problems)
+    return [(one.name, one.label, texts(one.overrides)) for one in choices], problems
+
+
+def test_several_values_are_a_cell_each_in_the_order_given():
+    assert spread_cells("seq=64", "tp=1,4,2", "iters=3") == (
+        [(f"tp{tp}", f"tp={tp}", ("seq=64", f"tp={tp}", "iters=3")) for tp in (1, 4, 2)],
+        [],
+    )
+
+
+def test_several_keys_are_every_combination_and_the_last_changes_fastest():
+    cells, problems = spread_cells("tp=2,4", "sp=true,false")
+    assert problems == []
+    assert [(name, label) for name, label, _ in cells] == [
+        ("tp2-sp-true", "tp=2 sp=true"),
+        ("tp2-sp-false", "tp=2 sp=false"),
+        ("tp4-sp-true", "tp=4 sp=true"),
+        ("tp4-sp-false", "tp=4 sp=false"),
+    ]
+
+
+# An override, the values that it stands for, and the directories of its cells.
+SWEEPS = (
+    ("tp=range(1,4)", ["1", "2", "3"], ["tp1", "tp2", "tp3"]),
+    ("tp=choice(1,8)", ["1", "8"], ["tp1", "tp8"]),
+    ("++model.tensor_model_parallel_size=1,2", ["1", "2"], None),
+    (
+        "numerics=glob(*,exclude=stock)",
+        ["gather", "portable", "tree"],
+        ["numerics-gather", "numerics-portable", "numerics-tree"],
+    ),
+    ("model.attention_backend=unfused,local", ["unfused", "local"], None),
+    ("numerics.virtual_shards=8,null", ["8", "null"], ["virtual_shards8", "virtual_shards-null"]),
+    ("model.x='a,b','a/b'", ["'a,b'", "'a/b'"], ["x-_a_b_", "x-_a_b_-2"]),
+    ("model.x=[1,2],[3]", ["[1,2]", "[3]"], ["x-_1_2_", "x-_3_"]),
+)
+
+
+@pytest.mark.parametrize("text, values, names", SWEEPS, ids=[text for text, _, _ in SWEEPS])
+def test_hydras_ways_to_give_several_values(text, values, names):
+    cells, problems = spread_cells(text)
+    key = text.partition("=")[0]
+    assert problems == []
+    assert [overrides for _, _, overrides in cells] == [(f"{key}={value}",) for value in values]
+    assert names is None or [name for name, _, _ in cells] == names
+
+
+@pytest.mark.parametrize("text", ("data.path=a,b", "iters=3", "model.x=[1,2]", "model.x='1,2'", "no override", "~tp"))
+def test_one_value_is_no_axis(text):
+    assert spread_cells(text) == ([("", "", (text,))], [])
+
+
+# Arguments of `tpi verify`, and what must stand in the message.
+MISTAKES = (
+    ([], ["name a model to verify"]),
+    (["qwen3_toy", "tp=2"], ["one cell has nothing to be compared with", "as in tp=1,2,4", "--against FILE"]),
+    (["qwen3_toi", "tp=1,2"], ["unknown model 'qwen3_toi'; did you mean 'qwen3_toy'?"]),
+    (["qwen3_toy", "tp=1,3"], ["tp=3: tp=3 does not divide model.num_attention_heads=8"]),
+    (["qwen3_toy", "tp=1,2", "gbs=3", "mbs=2"], ["error: gbs=3 is not a multiple"]),
+    (["qwen3_toy", "tp=1,2", "run.dir=x"], ["run.dir=x: every cell has a run directory of its own", "--dir PATH"]),
+    (["qwen3_toy", "tp=1,2", "--dir", "taken"], ["--dir taken is there and is not an empty directory"]),
+    (["qwen3_toy", "tp=1,2,1"], ["tp=1,2,1: 1 is given twice"]),
+    (["qwen3_toy", "tp=1,2", "tp=4"], ["tp has several values and is given twice"]),
+    (
+        ["qwen3_toy", "tp=1,2", "model.tensor_model_parallel_size=4"],
+        ["tp has several values and is given twice"],
+    ),
+    (["qwen3_toy", "tp=range(3,1)"], ["tp=range(3,1): gives no value"]),
+    (["qwen3_toy", "tp=range(1,9,0)"], ["tp=range(1,9,0): ", "list the values, as in tp=1,2,4"]),
+    (["qwen3_toy", "lr=interval(0,1)"], ["lr=interval(0,1): ", "list the values"]),
+    (["qwen3_toy", "tp=range(1,100000000)"], ["more than 100 cells"]),
+    (["qwen3_toy", "tp=range(1,13)", "pp=range(1,13)"], ["tp=range(1,13) pp=range(1,13): more than 100 cells"]),
+    (["qwen3_toy", "tp=1,2", "seed=1,2"], ["seed=1,2 makes different runs: ", "rng.seed", "not comparable"]),
+    (["qwen3_toy", "tp=1,2", "gbs=4,8"], ["gbs=4,8 makes different runs: train.global_batch_size differs"]),
+    (["qwen3_toy", "precision=bf16,fp32"], ["precision=bf16,fp32 makes different runs: ", "not comparable"]),
+    (["qwen3_toy", "iters=3,4"], ["cells of 3 and 4 steps: a matrix has one length", "iters=3,4 makes different runs"]),
+    (["qwen3_toy", "device=cpu,gpu"], ["device=gpu: device=gpu, but this machine shows no GPU"]),
+    (["qwen3_toy", "tp=1", "--against", "none"], ["--against: none does not exist"]),
+    (["qwen3_toy", "tp=1", "--against", "taken/file"], ["--against: taken/file line 1: empty file"]),
+    (["--recheck", "taken"], ["taken is not a directory of tpi verify: matrix.json"]),
+    (["--recheck", "taken", "--dir", "x"], ["leave MODEL, overrides, --dir and --exitfirst out"]),
+    (["qwen3_toy", "--recheck", "taken"], ["leave MODEL, overrides, --dir and --exitfirst out"]),
+    (
+        ["qwen3_toy", "tp=1,3,5", "seed=1,2", "gbs=3", "mbs=2", "foo=3", "run.dir=x", "pp=2,2"],
+        [
+            "run.dir=x: every cell",
+            "pp=2,2: 2 is given twice",
+            "foo=3: unknown key 'foo'",
+            "  - gbs=3 is not a multiple",
+            "tp=3 seed=1; tp=3 seed=2: tp=3 does not divide",
+            "tp=5 seed=1; tp=5 seed=2: tp=5 does not divide",
+        ],
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments, says", MISTAKES, ids=[" ".join(a) or "nothing" for a, _ in MISTAKES])
+def test_a_mistake_is_one_screen_and_leaves_nothing(cli, here, arguments, says):
+    ended = cli("verify", *arguments)
+    assert (ended.status, ended.out) == (2, "")
+    assert ended.err.startswith("error: ")
+    assert "Traceback" not in ended.err
+    for part in says:
+        assert ended.err.count(part) == 1, ended.err
+    assert sorted(p.name for p in here.rglob("*")) == ["file", "taken"]
+
+
+def planned_matrix(*overrides: str, against: Path | None = None) -> verify.Verification:
+    return verify.new("qwen3_toy", overrides, against=against, directory=None)
+
+
+def test_each_cell_is_a_run_of_its_own_and_nothing_is_written_yet(here):
+    before = sorted(here.rglob("*"))
+    found = planned_matrix("tp=1,2", "dp=1,2", "iters=3", "numerics=tree")
+    assert found.directory.path.parent == Path("runs")
+    assert found.directory.path.name.startswith("verify-qwen3_toy-")
+    assert str(found.matrix) == "tp=1, 2 × dp=1, 2"
+    assert [(cell.name, cell.ranks, cell.steps) for cell in found.matrix.cells] == [
+        ("tp1-dp1", 1, 3),
+        ("tp1-dp2", 2, 3),
+        ("tp2-dp1", 2, 3),
+        ("tp2-dp2", 4, 3),
+    ]
+    for cell in found.matrix.cells:
+        assert found.plans[cell.name].run_dir.path == found.directory.path / cell.name
+        assert cell.layout == found.plans[cell.name].layout.as_dict()
+        assert cell.numerics["mode"] == "tree"
+    assert len({cell.identity_hash for cell in found.matrix.cells}) == 1
+    assert sorted(here.rglob("*")) == before
+
+
+def test_the_matrix_is_read_back_as_it_was_written(here):
+    found = planned_matrix("tp=1,2", "sp=false", "numerics=tree")
+    found.directory.write_matrix(found.matrix)
+    assert MatrixDir(found.directory.path).read_matrix() == found.matrix
+
+
+def test_an_impossible_combination_is_left_out_and_named(here):
+    found = planned_matrix("tp=1,2", "sp=true,false", "iters=3")
+    assert [cell.label for cell in found.matrix.cells] == ["tp=1 sp=false", "tp=2 sp=true", "tp=2 sp=false"]
+    assert [(one.label, one.why) for one in found.matrix.left_out] == [
+        ("tp=1 sp=true", "sp=true needs tp > 1; leave sp out or set tp")
+    ]
+    assert str(found.matrix) == "tp=1, 2 × sp=true, false (without tp=1 sp=true)"
+    found.directory.path.mkdir(parents=True)
+    found.directory.write_matrix(found.matrix)
+    assert found.directory.read_matrix() == found.matrix
+    judged = judge(found.directory.path)
+    assert judged.remarks[0] == "Left out: tp=1 sp=true: sp=true needs tp > 1; leave sp out or set tp."
+    assert judged.as_dict()["left_out"][0]["label"] == "tp=1 sp=true"
+
+
+def test_a_value_that_fits_no_combination_is_a_mistake(cli):
+    for values in (("tp=1,2", "sp=true"), ("tp=1,2,3", "sp=true,false"), ("tp=1", "sp=true,false")):
+        refused = cli("verify", "qwen3_toy", *values)
+        assert (refused.status, refused.out) == (2, "")
+        assert "sp=true needs tp > 1" in refused.err
+
+
+def test_one_cell_against_a_ledger_is_named_by_its_degree(here):
+    identity = planned_matrix("tp=1,2", "iters=3").plans["tp1"].identity
+    write_ledger(here / "ledger.jsonl", Header(identity=identity), 3)
+    found = planned_matrix("tp=2", "iters=3", against=Path("ledger.jsonl"))
+    assert [(cell.name, cell.label) for cell in found.matrix.cells] == [("tp2", "tp=2")]
+    assert found.matrix.against == str(here / "ledger.jsonl")
+
+
+def test_a_ledger_of_another_seed_or_without_steps_is_refused_before_anything_starts(cli, here):
+    identity = planned_matrix("tp=1,2", "iters=3").plans["tp1"].identity
+    write_ledger(here / "seed.jsonl", Header(identity=identity | {"rng.seed": 7}), 3)
+    write_ledger(here / "empty.jsonl", Header(identity=identity), 0)
+    refused = cli("verify", "qwen3_toy", "tp=2", "iters=3", "--against", "seed.jsonl")
+    assert refused.status == 2
+    assert "--against seed.jsonl is of another experiment: rng.seed is 7 there and 1234 here" in refused.err
+    refused = cli("verify", "qwen3_toy", "tp=2", "iters=3", "--against", "empty.jsonl")
+    assert refused.status == 2
+    assert "--against empty.jsonl: there is no step in this ledger" in refused.err
+    assert not (here / "runs").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Judging finished runs, written as their ranks would write them.
+
+PARAMETERS = (
+    Parameter("embedding.word_embeddings.weight", (8, 4), "float32", "bfloat16"),
+    Parameter("output_layer.weight", (8, 4), "float32", "bfloat16"),
+)
+HEADER = Header(
+    identity={"model.num_layers": 2, "rng.seed": 1234},
+    numerics={"mode": "tree"},
+    parameters=PARAMETERS,
+)
+
+
+def cell_step(step: int, *, digests: bool = True, **changes) -> StepRecord:
+    values = dict(samples=4 * step, tokens=256, loss="f32:40c80000", grad_norm="f32:3fa00000")
+    values |= dict(learning_rate="f64:3f33a92a30553261")
+    if digests:
+        values |= {kind: {p.name: f"{step:032x}" for p in PARAMETERS} for kind in ("gradients", "weights")}
+    return StepRecord(**{"step": step, **values, **changes})
+
+
+def write_ledger(file: Path, header: Header, steps: int, **changes) -> None:
+    """`changes` are those of step 2."""
+    digests = changes.pop("digests", True) and bool(header.parameters)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with LedgerWriter(file).create(header) as writer:
+        for step in range(1, steps + 1):
+            writer.append(cell_step(step, digests=digests, **(changes if step == 2 else {})))
+
+
+def cell_layout(tp: int) -> dict:
+    return {"tp": tp, "pp": 1, "dp": 1, "sp": tp > 1}
+
+
+def cell_header(tp: int, mode: str = "tree", **changes) -> Header:
+    return replace(HEADER, layout=cell_layout(tp), numerics={"mode": mode}, **changes)
+
+
+RUN_FILE = RunFile(
+    model="qwen3_toy",
+    overrides=(),
+    device="cpu",
+    layout={},
+    identity=HEADER.identity,
+    identity_hash=HEADER.identity_hash,
+    attempts=(),
+).as_json()
+
+
+def a_matrix(folder: Path, *degrees: int, mode: str = "tree", against: str | None = None) -> MatrixDir:
+    """A directory whose cells have not run."""
+    cells = tuple(
+        Cell(f"tp{tp}", f"tp={tp}", (f"tp={tp}",), tp, 3, HEADER.identity_hash, cell_layout(tp), {"mode": mode})
+        for tp in degrees
+    )
+    where = MatrixDir(folder)
+    axes = (Axis("tp", tuple(map(str, degrees))),)
+    where.write_matrix(Matrix("qwen3_toy", (f"tp={','.join(map(str, degrees))}",), axes, cells, against))
+    for cell in cells:  # as `tpi submit --verify` does
+        run = where.cell(cell.name)
+        run.write(run.run, RUN_FILE | {"overrides": [*cell.overrides, f"run.dir={run.path}", "launcher=slurm"]})
+    return where
+
+
+def run_cell(where: MatrixDir, tp: int, steps: int = 3, mode: str = "tree", **changes) -> None:
+    write_ledger(where.cell(f"tp{tp}").ledger, cell_header(tp, mode), steps, **changes)
+
+
+def states_of_rows(judged: verdict.MatrixVerdict) -> list[tuple[str, str]]:
+    return [(row.label, row.words) for row in judged.rows]
+
+
+def test_a_cell_that_went_on_elsewhere_is_its_own(here):
+    """The control of other overrides: keys that say where a run is, what it keeps, and its numerics."""
+    where = a_matrix(here / "m", 1, 2)
+    for tp in (1, 2):
+        run_cell(where, tp)
+    added = ["numerics.virtual_shards=8", "save=5", "checkpoint.ckpt_step=3", "slurm.time=1:00:00", "cluster=mine"]
+    run = where.cell("tp2")
+    run.write(run.run, RUN_FILE | {"overrides": ["tp=2", *added]})
+    assert judge(where.path).verdict == "identical"
+
+
+def test_equal_runs_are_identical(here):
+    where = a_matrix(here / "m", 1, 2, 4)
+    for tp in (1, 2, 4):
+        run_cell(where, tp)
+    judged = judge(where.path)
+    assert (judged.verdict, judged.exit_status, judged.advice) == ("identical", 0, None)
+    assert judged.remarks == (
+        "Not compared: clipped gradients and optimizer moments, of which neither run has digests at a common step.",
+    )
+    assert judged.line.startswith("identical: tp=1, 2, 4 computed the same bits over 3 steps (loss, gradient norm")
+    assert "2 parameters)" in judged.line
+    assert states_of_rows(judged) == [("tp=1", "reference"), ("tp=2", "identical"), ("tp=4", "identical")]
+    assert json.loads(where.result.read_text()) == judged.as_dict()
+
+
+def test_the_earliest_difference_is_named_with_the_next_command(here):
+    where = a_matrix(here / "m", 1, 2, 4)
+    run_cell(where, 1)
+    digests = {PARAMETERS[0].name: "0" * 32, PARAMETERS[1].name: f"{2:032x}"}
+    for tp in (2, 4):
+        run_cell(where, tp, weights=digests)
+    judged = judge(where.path)
+    assert (judged.verdict, judged.exit_status) == ("different", 1)
+    assert judged.line.startswith("different: tp=2 computed other bits than tp=1 at step 2: ")
+    assert "embedding.word_embeddings.weight" in judged.line
+    assert judged.advice == f"tpi bisect {where.path}/tp1 {where.path}/tp2"
+    assert states_of_rows(judged)[2] == ("tp=4", "different at step 2: weights/embedding.word_embeddings.weight")
+
+
+def test_of_several_that_differ_the_earliest_counts(here):
+    where = a_matrix(here / "m", 1, 2, 4)
+    for tp in (1, 2):
+        run_cell(where, tp)
+    write_ledger(where.cell("tp4").ledger, cell_header(4), 3, loss="f32:40c80001")
+    with LedgerWriter(where.path / "later").create(cell_header(2)) as writer:
+        for step in (1, 2, 3):
+            writer.append(cell_step(step, **({"loss": "f32:40c80001"} if step == 3 else {})))
+    (where.path / "later").replace(where.cell("tp2").ledger)
+    judged = judge(where.path)
+    assert judged.line.startswith("different: tp=4 computed other bits than tp=1 at step 2: loss ")
+    assert judged.advice.endswith("tp1 " + str(where.path / "tp4"))
+
+
+def test_stock_numerics_over_degrees_get_a_hint_and_others_do_not(here):
+    for mode, hinted in (("stock", True), ("tree", False)):
+        where = a_matrix(here / mode, 1, 2, mode=mode)
+        run_cell(where, 1, mode=mode)
+        run_cell(where, 2, mode=mode, loss="f32:40c80001")
+        judged = judge(where.path)
+        assert judged.exit_status == 1
+        assert any("numerics=tree has equal ones" in sentence for sentence in judged.remarks) is hinted
+
+
+def test_stock_numerics_in_one_degree_get_no_hint(here):
+    where = a_matrix(here / "m", 2, mode="stock", against=str(here / "other.jsonl"))
+    write_ledger(here / "other.jsonl", cell_header(2, "stock"), 3, loss="f32:40c80001")
+    run_cell(where, 2, mode="stock")
+    assert judge(where.path).exit_status == 1
+    assert judge(where.path).remarks == ()
+
+
+def test_without_digests_the_verdict_says_so(here):
+    where = a_matrix(here / "m", 1, 2)
+    run_cell(where, 1)
+    run_cell(where, 2, digests=False)
+    judged = judge(where.path)
+    assert judged.exit_status == 0
+    assert "; gradients and weights themselves were not compared)" in judged.line
+    assert any("ledger.digests=1" in sentence for sentence in judged.remarks)
+
+
+# How a cell fails -> what its row says, whatever the others found.
+def _short(where):
+    run_cell(where, 4, steps=2)
+
+
+def _torn(where):
+    run_cell(where, 4, steps=2)
+    with where.cell("tp4").ledger.open("ab") as stream:
+        stream.write(b'{"step": 3')
+
+
+def _altered(where):
+    run_cell(where, 4)
+    file = where.cell("tp4").ledger
+    file.write_text(file.read_text().replace("6.25", "6.26"))
+
+
+def _copied(where):
+    shutil.copy(where.cell("tp1").ledger, where.cell("tp4").ledger)
+
+
+def _resumed_elsewhere(where):
+    notes = {"resumed": [{"after_step": 1, "changed": {"layout.tp": 2}}]}
+    write_ledger(where.cell("tp4").ledger, replace(cell_header(4), notes=notes), 3)
+
+
+def _another_seed(where):
+    write_ledger(where.cell("tp4").ledger, replace(cell_header(4), identity={"rng.seed": 7}), 3)
+
+
+def attempted(run, *outcomes):
+    """Have `run.json` list attempts: each an outcome and why."""
+    attempts = [{"outcome": outcome, "why": why} for outcome, why in outcomes]
+    run.write(run.run, json.loads(run.run.read_text()) | {"attempts": attempts})
+
+
+def _failed_late(where):
+    run_cell(where, 4)
+    attempted(where.cell("tp4"), ("failed", "rank 1 was killed"))
+
+
+def _stopped(where):
+    run_cell(where, 4, steps=1)
+    attempted(where.cell("tp4"), ("stopped", None))
+
+
+def _overridden(*overrides):
+    def plant(where):
+        run_cell(where, 4)
+        run = where.cell("tp4")
+        run.write(run.run, RUN_FILE | {"overrides": overrides})
+
+    return plant
+
+
+def _true_for_one(where):
+    run_cell(where, 4)
+    raw = json.loads(where.matrix.read_text())
+    raw["cells"][2]["layout"] |= {"pp": True}
+    where.write(where.matrix, raw)
+
+
+FAULTS = {
+    "other overrides": (
+        _overridden("tp=2"),
+        "failed: it was trained with other overrides than planned: tp",
+        "tp=4 failed",
+    ),
+    "more overrides": (
+        _overridden("tp=4", "+model.attention_backend=flash", "mbs=2"),
+        "failed: it was trained with other overrides than planned: +model.attention_backend, mbs",
+        "tp=4 failed",
+    ),
+    "no run.json": (
+        lambda where: (run_cell(where, 4), where.cell("tp4").run.unlink()),
+        "is not a run directory: run.json:",
+        "tp=4 failed",
+    ),
+    "true for 1": (_true_for_one, "failed: its ledger is of another run than planned: layout", "tp=4 failed"),
+    "not run": (lambda where: None, "not run: its run directory has no ledger", "tp=4 did not run"),
+    "short": (_short, "failed: its ledger ends at step 2 of 3", "tp=4 failed"),
+    "torn": (_torn, "failed: its ledger ends at step 2 of 3; the last line is torn", "tp=4 failed"),
+    "altered": (_altered, "the line was altered", "tp=4 failed"),
+    "copied": (_copied, "failed: its ledger is of another run than planned: layout", "tp=4 failed"),
+    "resumed": (_resumed_elsewhere, "failed: after step 1 it continued with another layout.tp", "tp=4 failed"),
+    "seed": (_another_seed, "failed: its ledger is of another run than planned: identity", "tp=4 failed"),
+    "failed": (_failed_late, "failed: rank 1 was killed (at step 3 of 3)", "tp=4 failed"),
+    "stopped": (_stopped, "stopped: at step 1 of 3", "tp=4 was stopped"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("second", ("identical", "different"))
+def test_a_cell_that_is_not_whole_is_never_identical(here, fault, second):
+    plant, words, line = FAULTS[fault]
+    where = a_matrix(here / "m", 1, 2, 4)
+    run_cell(where, 1)
+    run_cell(where, 2, **({"loss": "f32:40c80001"} if second == "different" else {}))
+    plant(where)
+    judged = judge(where.path)
+    assert (judged.verdict, judged.exit_status) == ("incomplete", 2)
+    assert judged.line.startswith(f"incomplete: {line}; ")
+    said = "tp=1, tp=2 computed the same bits over 3 steps (" if second == "identical" else "different: tp=2 computed"
+    assert said in judged.line
+    assert states_of_rows(judged)[:2] == [
+        ("tp=1", "reference"),
+        ("tp=2", "identical" if second == "identical" else "different at step 2: loss"),
+    ]
+    assert words in states_of_rows(judged)[2][1]
+
+
+def test_where_the_first_cell_failed_the_others_are_compared_with_the_second(here):
+    where = a_matrix(here / "m", 1, 2, 4)
+    for tp in (2, 4):
+        run_cell(where, tp)
+    judged = judge(where.path)
+    assert judged.exit_status == 2
+    assert [row.state for row in judged.rows] == ["not run", "reference", "identical"]
+    assert "tp=2, tp=4 computed the same bits" in judged.line
+
+
+def test_where_all_failed_nothing_is_said_to_be_equal(here):
+    judged = judge(a_matrix(here / "m", 1, 2).path)
+    assert (judged.exit_status, judged.line) == (2, "incomplete: tp=1, tp=2 did not run")
+
+
+def test_a_failure_no_longer_counts_once_the_cell_was_resumed(here):
+    where = a_matrix(here / "m", 1, 2)
+    for tp in (1, 2):
+        run_cell(where, tp)
+        attempted(where.cell(f"tp{tp}"), ("completed", None))
+    attempted(where.cell("tp2"), ("stopped", None))
+    stopped = judge(where.path)
+    assert stopped.exit_status == 2
+    assert any(f"tpi train --resume {where.path}/tp2" in sentence for sentence in stopped.remarks)
+    attempted(where.cell("tp2"), ("stopped", None), ("completed", None))
+    assert judge(where.path).exit_status == 0
+
+
+def test_all_cells_are_compared_with_another_ledger(here):
+    write_ledger(here / "other.jsonl", replace(cell_header(8), device={"name": "another"}), 3)
+    where = a_matrix(here / "m", 1, 2, against=str(here / "other.jsonl"))
+    for tp in (1, 2):
+        run_cell(where, tp)
+    judged = judge(where.path)
+    assert judged.exit_status == 0
+    assert [(row.state, row.ranks) for row in judged.rows] == [("reference", 8), ("identical", 1), ("identical", 2)]
+    assert judged.line.startswith("identical: tp=1, 2 computed the same bits as other.jsonl over 3 steps (")
+
+
+def test_what_differs_from_another_ledger_is_compared_since_a_file_cannot_be_bisected(here):
+    write_ledger(here / "other.jsonl", cell_header(8), 3, loss="f32:40c80001")
+    where = a_matrix(here / "m", 1, 2, against=str(here / "other.jsonl"))
+    for tp in (1, 2):
+        run_cell(where, tp)
+    judged = judge(where.path)
+    assert (judged.exit_status, [row.state for row in judged.rows]) == (1, ["reference", "different", "different"])
+    assert judged.advice == f"tpi compare other.jsonl {where.path}/tp1"
+
+
+def test_a_shorter_ledger_to_compare_with_is_said_to_be_shorter(here):
+    write_ledger(here / "other.jsonl", cell_header(8), 2)
+    where = a_matrix(here / "m", 1, against=str(here / "other.jsonl"))
+    run_cell(where, 1)
+    judged = judge(where.path)
+    assert judged.exit_status == 0
+    assert "over 2 of 3 steps (" in judged.line
+    assert states_of_rows(judged)[1] == ("tp=1", "identical, 2 of 3 steps")
+
+
+def test_the_steps_in_the_line_are_those_that_every_cell_has(here):
+    write_ledger(here / "other.jsonl", cell_header(8), 5)
+    where = a_matrix(here / "m", 1, 2, against=str(here / "other.jsonl"))
+    run_cell(where, 1, steps=5)  # resumed beyond what was planned
+    run_cell(where, 2)
+    assert "over 3 of 5 steps (" in judge(where.path).line
+
+
+def test_a_ledger_of_another_experiment_is_not_comparable(here):
+    write_ledger(here / "other.jsonl", replace(cell_header(8), identity={"rng.seed": 7}), 3)
+    where = a_matrix(here / "m", 1, against=str(here / "other.jsonl"))
+    run_cell(where, 1)
+    judged = judge(where.path)
+    assert (judged.verdict, judged.exit_status) == ("not comparable", 2)
+    assert judged.line.startswith("not comparable: model.num_layers is not set and 2, rng.seed is 7 and 1234")
+
+
+def test_a_ledger_that_moved_can_be_named_again(here):
+    where = a_matrix(here / "m", 1, against=str(here / "gone.jsonl"))
+    run_cell(where, 1)
+    with pytest.raises(LedgerError, match=r"gone\.jsonl does not exist; name it again: --against FILE"):
+        judge(where.path)
+    write_ledger(here / "moved.jsonl", cell_header(8), 3)
+    judged = judge(where.path, here / "moved.jsonl")
+    assert judged.exit_status == 0
+    assert "the same bits as moved.jsonl over 3 steps" in judged.line
+    assert judged.as_dict()["against"] == str(here / "moved.jsonl")
+
+
+def test_a_damaged_matrix_is_an_error(here):
+    where = a_matrix(here / "m", 1, 2)
+    for text in ("{", "[]", "{}", where.matrix.read_text().replace('"schema": 1', '"schema": 2')):
+        where.matrix.write_text(text)
+        with pytest.raises(RunError, match=r"not a directory of tpi verify: matrix\.json"):
+            judge(where.path)
+
+
+def test_the_command_prints_a_table_a_line_and_json(cli, here):
+    where = a_matrix(here / "m", 1, 2)
+    run_cell(where, 1)
+    run_cell(where, 2, loss="f32:40c80001")
+    judged = cli("verify", "--recheck", "m")
+    assert (judged.status, judged.err) == (1, "")
+    head, _rule, *rows = judged.out.splitlines()[1:5]
+    assert head.split() == ["cell", "ranks", "steps", "last", "loss", "verdict"]
+    assert [row.split() for row in rows] == [
+        ["tp=1", "1", "3", "6.25", "reference"],
+        ["tp=2", "2", "3", "6.25", "different", "at", "step", "2:", "loss"],
+    ]
+    assert "different: tp=2 computed other bits than tp=1 at step 2: loss " in judged.out
+    assert "continue with: tpi bisect m/tp1 m/tp2" in judged.out
+    assert json.loads(cli("verify", "--recheck", "m", "--json").out) == json.loads(where.result.read_text())
+
+
+def test_judging_needs_neither_torch_nor_bridge(here):
+    script = (
+        "import sys, tp_invariant_recipes.features.verify.verdict\nprint({'torch', 'megatron'} & sys.modules.keys())"
+    )
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True)
+    assert result.stdout == "set()\n", result.stderr

@@ -1,0 +1,489 @@
+"""The scripts of jobs: their text byte by byte, and what they do when bash runs them.
+
+tests/slurm/expected holds one script of every kind. After a change that is meant, run this file to write them anew, and
+read the difference:
+
+    .venv/bin/python tests/unit/jobs/test_slurm_script.py
+"""
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.models import OTHER_SIZES
+from tp_invariant_recipes.errors import ConfigError, RunError
+from tp_invariant_recipes.jobs import script, submit
+from tp_invariant_recipes.launch.plan import Planning
+from tp_invariant_recipes.settings import conf_files
+
+DRY = Planning(here=False, dry=True)
+EXPECTED = Path(__file__).parents[2] / "slurm" / "expected"
+SHELLCHECK = Path(sys.executable).with_name("shellcheck")
+
+# Nodes without GPUs, as scripts/slurm-cluster has them.
+THROWAWAY = ("cluster.name=throwaway", "cluster.gpus_per_node=0", "cluster.ranks_per_node=4")
+TWO_NODES = ("tp=8", "dp=2", "gbs=16", "numerics=tree", "save=500")
+IN_PYTHON3 = ("slurm.time=4:00:00", "cluster.python=python3")
+IMAGE = (
+    "cluster.container=images.example#nvidia/nemo",
+    "cluster.mounts=[/tmp:/data:ro,/usr:/apps/it]",
+    'cluster.srun_options=["--container-writable"]',
+    'slurm.setup=["module load cuda/13"]',
+)
+
+
+def _on(cluster: str) -> tuple[str, ...]:
+    """Training of qwen3_8b on two nodes of a cluster."""
+    return (*TWO_NODES, f"cluster={cluster}", *IN_PYTHON3, f"run.dir=/runs/{cluster}-qwen3_8b")
+
+
+# Script -> model, what follows it, of a verify its directory, and which of its scripts it is.
+KINDS: dict[str, tuple[str, tuple[str, ...], str | None, int]] = {
+    "train": ("qwen3_8b", _on("h100"), None, 0),
+    "train-cpu": ("qwen3_toy", ("tp=2", *THROWAWAY, *IN_PYTHON3, "run.dir=/runs/cpu"), None, 0),
+    "train-container": ("qwen3_8b", (*_on("h100"), *IMAGE), None, 0),
+    "train-elsewhere": (
+        "qwen3_toy", (*THROWAWAY, *IN_PYTHON3, "cluster.shared_files=false", "run.dir=/runs/a"), None, 0
+    ),
+    "array": ("qwen3_toy", ("tp=1,2,8", *THROWAWAY, *IN_PYTHON3), "/runs/v", 0),
+    "judge": ("qwen3_toy", ("tp=1,2,8", *THROWAWAY, *IN_PYTHON3), "/runs/v", 1),
+}  # fmt: skip
+
+
+def _scripts(model: str, overrides: tuple[str, ...], directory: str | None) -> tuple[str, ...]:
+    """The scripts that `tpi submit` prints: one of a run, two of a verify."""
+    if directory is None:
+        found = submit.train(model, list(overrides), how=DRY)
+    else:
+        found = submit.several("verify", model, list(overrides), directory=Path(directory), how=DRY)
+    return tuple(one.text for one in found.scripts)
+
+
+def _expected(kind: str) -> str:
+    return (EXPECTED / f"{kind}.sbatch").read_text()
+
+
+def test_every_kind_has_an_expected_script():
+    assert sorted(file.stem for file in EXPECTED.iterdir()) == sorted(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_script_is_the_expected_one(monkeypatch, kind):
+    monkeypatch.chdir("/")
+    model, overrides, directory, number = KINDS[kind]
+    assert _scripts(model, overrides, directory)[number] == _expected(kind)
+
+
+def test_the_command_prints_the_expected_script(cli, monkeypatch):
+    monkeypatch.chdir("/")
+    model, overrides, *_ = KINDS["train"]
+    ended = cli("submit", model, *overrides, "--dry-run")
+    assert (ended.status, ended.out) == (0, _expected("train"))
+
+
+# Model -> a layout that one would train it in on nodes of eight GPUs, GPUs of each node, and the first line.
+MODELS = {
+    "qwen3_toy": (("tp=2",), 2, "1 node with 2 gpu ranks"),
+    "qwen3_0p6b": (("dp=8", "gbs=8", "numerics=stock"), 8, "1 node with 8 gpu ranks"),
+    "qwen3_8b": (TWO_NODES, 8, "2 nodes with 8 gpu ranks each"),
+    "qwen3_moe_toy": (("tp=2", "dp=2", "ep=2", "gbs=2"), 4, "1 node with 4 gpu ranks"),
+    "qwen3_30b_a3b": (
+        ("tp=4", "dp=4", "ep=8", "gbs=16", "numerics=stock", "save=500"),
+        8,
+        "2 nodes with 8 gpu ranks each",
+    ),
+    "nemotron3_nano_toy": (("tp=2",), 2, "1 node with 2 gpu ranks"),
+    "llama32_1b": (("tp=4",), 4, "1 node with 4 gpu ranks"),
+    "llama32_toy": (("tp=2",), 2, "1 node with 2 gpu ranks"),
+    "qwen25_0p5b": (("tp=2",), 2, "1 node with 2 gpu ranks"),
+    "qwen25_toy": (("tp=2",), 2, "1 node with 2 gpu ranks"),
+    "moonlight_toy": (("tp=2",), 2, "1 node with 2 gpu ranks"),
+    "deepseek_v3_toy": (("tp=2",), 2, "1 node with 2 gpu ranks"),
+    "gpt_oss_toy": (("tp=2",), 2, "1 node with 2 gpu ranks"),
+    "glm45_toy": (("tp=2",), 2, "1 node with 2 gpu ranks"),
+    "olmoe_toy": (("tp=2",), 2, "1 node with 2 gpu ranks"),
+    "exaone4_toy": (("tp=2",), 2, "1 node with 2 gpu ranks"),
+    "gemma2_toy": (("tp=2",), 2, "1 node with 2 gpu ranks"),
+    "gemma3_toy": (("tp=2",), 2, "1 node with 2 gpu ranks"),
+    "qwen3_next_toy": (("tp=2", "ep=2"), 2, "1 node with 2 gpu ranks"),
+    "olmoe_1b_7b": (("tp=4", "ep=4"), 4, "1 node with 4 gpu ranks"),
+    "exaone4_1p2b": (("tp=2",), 2, "1 node with 2 gpu ranks"),
+    "gemma2_2b": (("tp=2",), 2, "1 node with 2 gpu ranks"),
+    "gemma3_1b": (("dp=2", "gbs=2"), 2, "1 node with 2 gpu ranks"),
+    "nemotron3_nano": (("tp=2", "dp=4", "ep=8", "gbs=8", "numerics=stock", "save=500"), 8, "1 node with 8 gpu ranks"),
+}
+
+
+def test_every_model_has_a_layout():
+    larger = {"moonlight_16b_a3b", "deepseek_v3", "glm45_air", "gpt_oss_20b", "gpt_oss_120b", "gemma2_9b"}
+    larger.add("qwen3_next_80b_a3b")
+    assert set(MODELS) == set(conf_files.groups()["model"]) - OTHER_SIZES - larger
+
+
+# A part of a node, a whole one, and several with experts: nothing else of a model is in its script.
+SHORT = ("qwen3_moe_toy", "qwen3_0p6b", "qwen3_30b_a3b")
+
+
+@pytest.mark.parametrize(
+    "model", [pytest.param(model, marks=() if model in SHORT else pytest.mark.release) for model in MODELS]
+)
+def test_the_script_of_a_model_differs_by_its_layout_alone(monkeypatch, model):
+    monkeypatch.chdir("/")
+    layout, gpus, about = MODELS[model]
+    run = f"/runs/h100-{model}"
+    (text,) = _scripts(model, (*layout, "cluster=h100", *IN_PYTHON3, f"run.dir={run}"), None)
+    nodes = int(about[0])
+    ours = {
+        f"# {model}: {about}", f"#SBATCH --job-name=tpi-h100-{model}", f"#SBATCH --nodes={nodes}",
+        f"#SBATCH --gres=gpu:{gpus}", *(("#SBATCH --exclusive", "#SBATCH --mem=0") if gpus == 8 else ()),
+        f"#SBATCH --output={run}/logs/job-%j.log", f"run={run}",
+        f"srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --wait=60 \\",
+        f"    python3 -m tp_invariant_recipes train {model} \\", *(f"    {word} \\" for word in layout),
+    }  # fmt: skip
+    found, golden = text.splitlines(), _expected("train").splitlines()
+    assert ours <= set(found)
+    assert [line for line in found if line not in ours] == [line for line in golden if line not in _OF_THE_8B]
+
+
+_OF_THE_8B = {
+    "# qwen3_8b: 2 nodes with 8 gpu ranks each", "#SBATCH --job-name=tpi-h100-qwen3_8b", "#SBATCH --nodes=2",
+    "#SBATCH --gres=gpu:8", "#SBATCH --exclusive", "#SBATCH --mem=0",
+    "#SBATCH --output=/runs/h100-qwen3_8b/logs/job-%j.log", "run=/runs/h100-qwen3_8b",
+    "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --wait=60 \\",
+    "    python3 -m tp_invariant_recipes train qwen3_8b \\", *(f"    {word} \\" for word in TWO_NODES),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cluster", ("h200", "b300"))
+def test_the_script_of_another_cluster_differs_by_its_name_alone(monkeypatch, cluster):
+    monkeypatch.chdir("/")
+    (text,) = _scripts("qwen3_8b", _on(cluster), None)
+    assert text == _expected("train").replace("h100", cluster)
+    assert f"    cluster={cluster} \\\n" in text
+
+
+# What else a script may have to say: name -> what follows the model, and of a verify its directory.
+VARIANTS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
+    "plain": ("qwen3_toy", (*THROWAWAY, "slurm.time=5", "run.dir=/runs/a"), None),
+    "hostile": (
+        "qwen3_toy",
+        (*THROWAWAY, "slurm.time=5", "run.dir=/runs/a b'c%d", "cluster.python=/apps/my python",
+         'slurm.options=["--comment=it\'s a \\"b\\" #c","--hold"]'),
+        None,
+    ),
+    "everything": (
+        "qwen3_8b",
+        ("tp=8", "dp=2", "gbs=2", "cluster=h100", "cluster.gpu_type=h100", "slurm.time=2-00:00:00", "slurm.account=me",
+         "slurm.partition=gpu,long", "slurm.qos=high", "slurm.save_before=300", "run.dir=/runs/a"),
+        None,
+    ),
+    "apptainer": (
+        "qwen3_toy",
+        ("cluster=h100", "slurm.time=5", "cluster.container=/images/a b.sif", "cluster.container_runtime=apptainer",
+         "cluster.python=python3", "cluster.mounts=[/usr:/apps/it:ro]", "run.dir=/runs/a"),
+        None,
+    ),
+    "verify": ("qwen3_toy", ("tp=1,2,8", *THROWAWAY, "slurm.time=5"), "/runs/v"),
+    "verify-container": (
+        "qwen3_toy",
+        ("tp=1,2", "cluster=h100", "slurm.time=5", "cluster.container=/usr", "cluster.python=python3"),
+        "/runs/a b's",
+    ),
+}  # fmt: skip
+
+
+@functools.cache
+def scripts(name: str) -> tuple[str, ...]:
+    """The scripts of a variant."""
+    return _scripts(*VARIANTS[name])
+
+
+def _shellcheck(text: str) -> str:
+    ended = subprocess.run([SHELLCHECK, "--norc", "-"], input=text, text=True, capture_output=True)
+    return ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shellcheck_finds_nothing_in_the_expected(kind):
+    assert _shellcheck(_expected(kind)) == ""
+
+
+@pytest.mark.parametrize(
+    "name", ("hostile", "everything", "apptainer", "verify-container")
+)  # not those like the expected
+def test_shellcheck_finds_nothing_in_a_variant(name):
+    found = scripts(name)
+    assert len(found) == (2 if "verify" in name else 1)
+    assert [_shellcheck(text) for text in found] == [""] * len(found)
+
+
+def test_shellcheck_would_find_something():
+    assert "SC2086" in _shellcheck("#!/bin/bash\nrm $1\n")
+
+
+# Variant, which of its scripts, and lines that must stand in it.
+SAYS = (
+    ("hostile", 0, ['#SBATCH --job-name="tpi-a b\'c%d"',
+                    '#SBATCH --output="/runs/a b\'c%%d/logs/job-%j.log"',
+                    '#SBATCH --comment="it\'s a \\"b\\" #c"', "#SBATCH --hold", "#SBATCH --cpus-per-task=1",
+                    "    '/apps/my python' -m tp_invariant_recipes train qwen3_toy \\"]),
+    ("everything", 0, ["#SBATCH --gres=gpu:h100:8", "#SBATCH --time=2-00:00:00", "#SBATCH --account=me",
+                       "#SBATCH --partition=gpu,long", "#SBATCH --qos=high", "#SBATCH --signal=USR1@300",
+                       "#SBATCH --nodes=2", "#SBATCH --exclusive", "#SBATCH --mem=0", "    device=gpu \\",
+                       f"    {sys.executable} -m tp_invariant_recipes train qwen3_8b \\"]),
+    ("apptainer", 0, ["srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --wait=60 apptainer exec --nv "
+                      "--bind=/usr:/apps/it:ro --bind=/runs/a:/runs/a '/images/a b.sif' \\",
+                      "    python3 -m tp_invariant_recipes train qwen3_toy \\"]),
+    ("verify", 0, ["#SBATCH --array=0-2", "#SBATCH --nodes=2", "#SBATCH --cpus-per-task=4",
+                   "        srun=(srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --wait=60)",
+                   "        srun=(srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --wait=60)"]),
+    ("verify", 1, ["#SBATCH --nodes=1", "#SBATCH --time=5"]),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name, number, lines", SAYS, ids=[f"{name}-{number}" for name, number, _ in SAYS])
+def test_a_variant_says(name, number, lines):
+    text = scripts(name)[number]
+    assert [line for line in lines if line not in text.splitlines()] == []
+
+
+def test_the_judge_takes_one_processor():
+    judge = scripts("verify")[1]
+    assert [word for word in ("--exclusive", "--gres", "--cpus", "--array", "--signal") if word in judge] == []
+
+
+def test_a_job_whose_files_are_not_shared_has_its_log_on_the_node():
+    assert "#SBATCH --output=/tmp/tpi-%u-job-%j.log" in _expected("train-elsewhere").splitlines()
+
+
+def test_every_step_of_a_container_is_in_it():
+    train, cells, judge = _expected("train-container"), *scripts("verify-container")
+    assert "'--container-image=images.example#nvidia/nemo' --container-mounts=/tmp:/data:ro,/usr:/apps/it" in train
+    assert cells.count("--container-image=/usr") == 2
+    assert judge.count("--container-image=/usr") == 1
+
+
+@pytest.mark.parametrize("path", ("/runs/a\nb", "/runs/a\\b"))
+def test_a_directory_that_sbatch_cannot_be_told_is_refused(path):
+    with pytest.raises(ConfigError):
+        submit.train("qwen3_toy", [*THROWAWAY, "slurm.time=5", f"run.dir={path}"], how=DRY)
+
+
+def test_the_templates_are_found_in_a_wheel(monkeypatch, tmp_path):
+    monkeypatch.setattr(script, "_PACKAGE", tmp_path / "package")
+    assert script.templates() == tmp_path / "slurm"
+    (tmp_path / "package" / "slurm").mkdir(parents=True)
+    assert script.templates() == tmp_path / "package" / "slurm"
+
+
+# What bash does with a script, with commands in the place of SLURM's.
+
+
+@pytest.fixture
+def run_script(tmp_path) -> str:
+    """The script of a run in the folder `run`, which is there."""
+    (tmp_path / "run").mkdir()
+    return scripts("plain")[0].replace("/runs/a", f"{tmp_path}/run")
+
+
+@pytest.fixture
+def array_script(tmp_path) -> str:
+    """The script of the cells tp1, tp2 and tp8 in the folder `v`, which are there."""
+    for cell in ("tp1", "tp2", "tp8"):
+        (tmp_path / "v" / cell).mkdir(parents=True)
+    return scripts("verify")[0].replace("/runs/v", f"{tmp_path}/v")
+
+
+@pytest.fixture
+def play(tmp_path):
+    """Run a script as SLURM would: play(text, srun, scontrol=…, **variables).
+
+    srun, scontrol: bash that stands for them; the words that they are given come into the file `said`, a line each.
+    """
+    (tmp_path / "bin").mkdir()
+
+    def run(text: str, srun: str, scontrol: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+        for name, body in (("srun", srun), ("scontrol", scontrol)):
+            command = tmp_path / "bin" / name
+            command.write_text(f'#!/bin/bash\nprintf "%s\\n" {name} "$@" >>{tmp_path}/said\n{body}\n')
+            command.chmod(0o755)
+        environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n1"}
+        return subprocess.run(
+            ["bash", "-s"], input=text, env=environment | variables, cwd=tmp_path, capture_output=True, text=True
+        )
+
+    return run
+
+
+# What srun does in the run directory, what the script's exit status is then, and whether it asks to be queued again.
+ENDS = (
+    ("echo completed >job.ended", 0, False),
+    ("echo completed >job.ended; exit 3", 0, False),
+    ("echo requeue >job.ended; exit 1", 0, True),
+    ("echo stopped >job.ended", 1, False),
+    ("echo failed >job.ended; exit 2", 2, False),
+    ("exit 137", 137, False),
+    ("exit 0", 1, False),
+)
+
+
+@pytest.mark.parametrize("srun, status, requeued", ENDS, ids=[srun for srun, *_ in ENDS])
+def test_a_job_ends_as_the_first_node_said(run_script, play, tmp_path, srun, status, requeued):
+    assert play(run_script, f"cd run; {srun}").returncode == status
+    assert ("scontrol\nrequeue\n12\n" in (tmp_path / "said").read_text()) == requeued
+
+
+@pytest.mark.parametrize("word", ("completed", "requeue"))
+def test_the_word_of_an_earlier_try_does_not_count(run_script, play, tmp_path, word):
+    (tmp_path / "run" / "job.ended").write_text(f"{word}\n")
+    assert play(run_script, "exit 7").returncode == 7
+    assert "scontrol" not in (tmp_path / "said").read_text()
+
+
+def test_a_job_that_cannot_be_queued_again_says_how_to_go_on(run_script, play, tmp_path):
+    ended = play(run_script, "echo requeue >run/job.ended", scontrol="exit 1")
+    assert ended.returncode == 1
+    assert f"sbatch {tmp_path}/run/job.sbatch" in ended.stderr
+
+
+def test_each_try_begins_with_a_line_in_the_log(run_script, play):
+    first, third = play(run_script, "").stdout, play(run_script, "", SLURM_RESTART_COUNT="2").stdout
+    assert first.endswith(" job 12, try 1, on n1\n")
+    assert third.endswith(" job 12, try 3, on n1\n")
+
+
+def test_every_word_reaches_the_run_as_typed(play, tmp_path):
+    path = f"{tmp_path}/it's $(touch {tmp_path}/evil) `b` %j"
+    asked = [*THROWAWAY, "slurm.time=5", "data=text", f"data.path={path}", f"run.dir={path}"]
+    play(submit.train("qwen3_toy", asked, how=DRY).scripts[0].text, "")
+    said = (tmp_path / "said").read_text().splitlines()
+    words = ["train", "qwen3_toy", *asked[:-1], "device=cpu", asked[-1], "launcher=slurm", "--continue"]
+    assert said[said.index("train") :] == words
+    assert not (tmp_path / "evil").exists()
+
+
+# A line of slurm.setup, and what the script says then.
+ENDING = (
+    ("false", "slurm.setup: false\n"),
+    ("exit 0", "slurm.setup has ended the job\n"),
+    ("echo 'open", "slurm.setup: echo 'open\n"),
+    ("if true; then", "slurm.setup: if true; then\n"),
+    ("no_such_command a", "slurm.setup: no_such_command a\n"),
+)
+
+
+def _set_up(*lines: str) -> str:
+    listed = ",".join(f'"{line}"' for line in lines)
+    asked = [*THROWAWAY, "slurm.time=5", "run.dir=/runs/a", f"slurm.setup=[{listed}]"]
+    return submit.train("qwen3_toy", asked, how=DRY).scripts[0].text
+
+
+@pytest.mark.parametrize("line, says", ENDING, ids=[line for line, _ in ENDING])
+def test_a_line_of_setup_that_fails_ends_the_job_before_it_trains(play, tmp_path, line, says):
+    text = _set_up("true", line)
+    assert _shellcheck(text) == ""
+    ended = play(text, "")
+    assert ended.returncode == 2
+    assert says in ended.stderr
+    assert not (tmp_path / "said").exists()
+
+
+def test_setup_is_there_for_srun(play, tmp_path):
+    text = _set_up("export ASKED='a  b'", "unset NO_SUCH; test -z $NO_SUCH").replace("/runs/a", f"{tmp_path}/run")
+    (tmp_path / "run").mkdir()
+    assert play(text, f'echo "$ASKED" >{tmp_path}/asked; echo completed >run/job.ended').returncode == 0
+    assert (tmp_path / "asked").read_text() == "a  b\n"
+
+
+def test_a_sweep_is_an_array_and_a_job_that_lists_its_runs():
+    asked = ["lr=1e-3,3e-4", "seed=1,2", *THROWAWAY, "slurm.time=5", 'slurm.setup=["module load a"]']
+    found = submit.several("sweep", "qwen3_toy", asked, directory=Path("/runs/s"), how=DRY)
+    array, judge = (one.text for one in found.scripts)
+    assert found.cells == ("lr-0.001-seed1", "lr-0.001-seed2", "lr-0.0003-seed1", "lr-0.0003-seed2")
+    assert "#SBATCH --array=0-3" in array
+    assert f"    {sys.executable} -m tp_invariant_recipes sweep --results /runs/s\n" in judge
+    assert all("eval 'module load a'" in text for text in (array, judge))
+    assert _shellcheck(judge) == _shellcheck(array) == ""
+
+
+def test_a_job_that_waits_for_others_says_so_to_sbatch_and_not_in_its_script():
+    asked = [*THROWAWAY, "slurm.time=5", "run.dir=/runs/a"]
+    found = submit.train("qwen3_toy", asked, after=["12", "13"], how=DRY)
+    assert found.commands() == [
+        "sbatch --parsable --kill-on-invalid-dep=yes --dependency=afterok:12:13 /runs/a/job.sbatch"
+    ]
+    assert found.scripts[0].text == submit.train("qwen3_toy", asked, how=DRY).scripts[0].text
+    with pytest.raises(RunError, match="no job nothing"):
+        submit.train("qwen3_toy", asked, after=["nothing"], how=DRY)
+
+
+def test_a_dry_run_as_json_has_the_plan_and_the_scripts(cli, monkeypatch):
+    monkeypatch.chdir("/")
+    away = ("cluster.container=/lustre9/a.sqsh", "cluster.python=python3")
+    ended = cli("submit", "qwen3_8b", *_on("h100"), *away, "--dry-run", "--json")
+    found = json.loads(ended.out)
+    assert (ended.status, found["kind"], found["nodes"], found["ranks_per_node"]) == (0, "train", 2, 8)
+    assert found["directory"] == "/runs/h100-qwen3_8b"
+    image = "cluster.container=/lustre9/a.sqsh"
+    assert found["unseen"] == [f"{image}: /lustre9/a.sqsh is not on this host; the nodes must have it"]
+    (job,) = found["jobs"]
+    plain = cli("submit", "qwen3_8b", *_on("h100"), *away, "--dry-run")
+    assert job["script"] == plain.out
+    assert f"would run: {job['command']}\n" in plain.err
+    assert "not checked: cluster.container=/lustre9/a.sqsh" in plain.err
+
+
+def test_a_dry_run_of_a_matrix_writes_nothing_and_names_what_is_left_out(cli, monkeypatch, tmp_path):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    Path("a.txt").write_text("words " * 100)
+    text = ("data=text", "data.path=a.txt", "data.tokenizer=byte")
+    before = sorted(tmp_path.rglob("*"))
+    asked = ("qwen3_toy", "tp=1,2", "sp=true,false", *THROWAWAY, *text, "slurm.time=5", "--verify", "--dry-run")
+    ended = cli("submit", *asked)
+    assert ended.status == 0, ended.err
+    assert "left out: tp=1 sp=true: sp=true needs tp > 1" in ended.err
+    assert "#SBATCH --array=0-2" in ended.out
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def _task(number: int) -> dict[str, str]:
+    return {"SLURM_ARRAY_JOB_ID": "11", "SLURM_ARRAY_TASK_ID": str(number)}
+
+
+def test_each_task_of_an_array_trains_its_own_cell(array_script, play, tmp_path):
+    assert play(array_script, "echo completed >v/tp8/job.ended", **_task(2)).returncode == 0
+    said = (tmp_path / "said").read_text().splitlines()
+    assert {"--nodes=2", "tp=8", f"run.dir={tmp_path}/v/tp8"} <= set(said)
+    assert {"tp=1", "tp=2"} & set(said) == set()
+
+
+def test_a_task_of_an_array_is_queued_again_alone(array_script, play, tmp_path):
+    assert play(array_script, "echo requeue >v/tp1/job.ended", **_task(0)).returncode == 0
+    assert "scontrol\nrequeue\n11_0\n" in (tmp_path / "said").read_text()
+    ended = play(array_script, "echo requeue >v/tp1/job.ended", scontrol="exit 1", **_task(0))
+    assert ended.returncode == 1
+    assert f"sbatch --array=0 {tmp_path}/v/job.sbatch" in ended.stderr
+
+
+def test_a_task_that_is_no_cell_is_an_error(array_script, play):
+    ended = play(array_script, "", **_task(3))
+    assert (ended.returncode, ended.stderr) == (2, "there is no cell 3\n")
+
+
+def _write() -> None:
+    os.chdir("/")
+    shutil.rmtree(EXPECTED, ignore_errors=True)
+    EXPECTED.mkdir()
+    for kind, (model, overrides, directory, number) in KINDS.items():
+        (EXPECTED / f"{kind}.sbatch").write_text(_scripts(model, overrides, directory)[number])
+
+
+if __name__ == "__main__":
+    _write()

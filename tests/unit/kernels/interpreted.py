@@ -1,0 +1,543 @@
+"""The Triton kernels on CPU tensors: a process that Triton's interpreter runs in, which it decides at its import.
+
+    TRITON_INTERPRET=1 python -m tests.unit.kernels.interpreted KERNEL…
+
+runs each of these kernels in a fork of its own, and prints one line of JSON: what went wrong with each, or null.
+The interpreter rounds fp32 as IEEE 754 says, so what a kernel adds, and in which order, shows. It does not know bf16's
+rounding.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from inspect import isfunction
+from itertools import product
+
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+from tests.operands import KINDS, same_bits, sample
+from tests.unit.kernels import fp8_interpreted, test_delta_rule, test_mxfp8
+from tests.unit.kernels.test_fixed_tile_product import RAGGED, layouts, operands
+from tests.unit.numerics.test_grad_norm import kernel_cases
+from tests.unit.numerics.test_mamba_kernels import STEP, conv_inputs, norm_inputs, slices
+from tests.unit.portable import attention_interpreted
+from tp_invariant_recipes.kernels import (
+    causal_conv,
+    centred_rows,
+    delta_rule,
+    digest,
+    grad_norm,
+    group_norm,
+    rms_norm,
+    row_add,
+    row_sum,
+    token_sum,
+    tree_add,
+    weighted_activation,
+)
+from tp_invariant_recipes.kernels.products import fixed_tile_product, grouped_product, mxfp8
+from tp_invariant_recipes.kernels.products.grouped_product import Groups
+from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2
+from tp_invariant_recipes.numerics.layers import delta_net
+from tp_invariant_recipes.portable import definition
+from tp_invariant_recipes.portable.ieee import adam as ieee_adam
+from tp_invariant_recipes.portable.ieee import cross_entropy as ieee_cross_entropy
+from tp_invariant_recipes.portable.ieee import norm as ieee_norm
+from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
+from tp_invariant_recipes.portable.ieee import router as ieee_router
+from tp_invariant_recipes.portable.ieee import samples as ieee_samples
+from tp_invariant_recipes.portable.ieee import swiglu as ieee_swiglu
+from tp_invariant_recipes.portable.ieee.sums import power_of_two
+
+# Each takes a third of the interpreter's time: looking for overflows in all sums of indices, which are small here, and
+# replacing Triton's language anew for each call of a function.
+interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+_patch_lang, _patched = interpreter._patch_lang, set()
+
+
+def _patched_once(fn):
+    languages = frozenset(name for name, value in fn.__globals__.items() if value is tl or value is tl.core)
+    if languages not in _patched:
+        _patch_lang(fn)
+        _patched.add(languages)
+    return interpreter._LangPatchScope()  # with nothing to restore
+
+
+interpreter._patch_lang = _patched_once
+
+DTYPES = (torch.bfloat16, torch.float32)
+FEW = ("wide", "special")  # kinds of operands: the interpreter is slow
+
+
+def tree_add_has_the_bits_of_its_twin():
+    for width in (1, 2, 4, 8, 16, 32, 64):
+        # A part of a block beside whole ones: a block has 1024 elements, of more than 8 partials 128.
+        for groups, size in ((1, 1100 if width <= 8 else 150), (2, 1040), (3, 5)):
+            partials = torch.randn(groups, width, size)
+            out, twin = torch.empty(groups, size), torch.empty(groups, size)
+            tree_add._tree_add_triton(partials, out, groups, width)
+            assert same_bits(out, tree_add._tree_add_torch(partials, twin, groups)), (width, groups, size)
+
+
+def norms_are_right_and_slices_of_each_other():
+    cases = ((32, 1, 96, False), (16, 8, 24, True), (16, 8, 64, True), (8, 1, 5000, False))
+    for tokens, heads, width, by_heads in cases:
+        shards = 4
+        x = torch.randn(tokens, heads, 2 * width)[..., :width]
+        dy, weight = torch.randn(tokens, heads, width), torch.randn(width)
+        y, scale = rms_norm._forward_triton(x, weight, 1e-6)
+        dx, leaves = rms_norm._backward_triton(dy, x, weight, scale, shards, by_heads)
+        y2, scale2 = rms_norm._forward_torch(x, weight, 1e-6)
+        dx2, leaves2 = rms_norm._backward_torch(dy, x, weight, scale2, shards, by_heads)
+        torch.testing.assert_close(y, y2)
+        torch.testing.assert_close(dx, dx2)
+        torch.testing.assert_close(leaves.sum(1), leaves2.sum(1), rtol=1e-4, atol=1e-4)
+        dim = 1 if by_heads else 0
+        for degree in (2, 4):
+            parts = []
+            for rank in range(degree):
+                mine, theirs = x.chunk(degree, dim)[rank], dy.chunk(degree, dim)[rank]
+                part, s = rms_norm._forward_triton(mine, weight, 1e-6)
+                parts.append((part, *rms_norm._backward_triton(theirs, mine, weight, s, shards // degree, by_heads)))
+            for whole, pieces, along in zip((y, dx, leaves), zip(*parts, strict=True), (dim, dim, 0), strict=True):
+                assert same_bits(whole, torch.cat(pieces, along)), (tokens, heads, width, degree)
+
+
+def rows_lose_their_mean_one_by_one():
+    for width in (96, 100, 5000):
+        memory = torch.randn(1 + 70 * width)
+        for x in (memory[:-1].view(70, width), memory[1:].view(70, width)):  # and where no 16 bytes begin
+            y, twin = (f(x, torch.empty(x.shape)) for f in (centred_rows._centred_triton, centred_rows._centred_torch))
+            torch.testing.assert_close(y, twin)
+            torch.testing.assert_close(y, (x.double() - x.double().mean(1, keepdim=True)).float())
+            alone = centred_rows._centred_triton(x[42:47], torch.empty(5, width))
+            assert same_bits(alone, y[42:47].contiguous()), width
+
+
+def token_sums_are_right_and_slices_of_each_other():
+    values = torch.randn(24, 320)  # leaves of several tokens, two blocks of features
+    whole, chunks = token_sum._token_sum_triton(values, 1), token_sum._token_sum_triton(values, 4)
+    torch.testing.assert_close(whole.sum(1), values.sum(0, keepdim=True))
+    for tokens, shards in ((24, 1), (24, 4), (3, 1), (256, 2), (130, 1)):
+        some = torch.cat([values] * 11)[:tokens]  # fp32: bf16 numbers this few add exactly in any order
+        assert same_bits(token_sum._token_sum_triton(some, shards), token_sum._token_sum_torch(some, shards))
+    for degree in (2, 4):
+        columns = [token_sum._token_sum_triton(part.contiguous(), 1) for part in values.chunk(degree, 1)]
+        assert same_bits(whole, torch.cat(columns, 2))
+        rows = [token_sum._token_sum_triton(part, 4 // degree) for part in values.chunk(degree)]
+        assert same_bits(chunks, torch.cat(rows))
+
+
+def digest_lanes_are_those_of_numpy():
+    digest.ROWS, digest.COLUMNS = 8, 32
+    cpu = torch.device("cpu")
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.float64):
+        size = torch.empty((), dtype=dtype).element_size()
+        pieces = []
+        for rows, columns, step in ((1, 1, 1), (9, 33, 2), (21, 100, 3), (0, 8, 1)):
+            noise = torch.randint(0, 256, (rows * columns * size,), dtype=torch.uint8)
+            pieces.append(digest._as_words(digest.Piece(noise.view(dtype).view(rows, columns), 5, 7, step)))
+        table = [digest._row(n, piece) for n, piece in enumerate(pieces)]
+        out, most = torch.zeros(len(pieces), 2, dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+        keys = digest.keys(digest._length(pieces), cpu)
+        digest.launch(digest.programs(table, cpu), keys, out, pieces[0].values.element_size(), most)
+        assert torch.equal(out, torch.stack([digest._lanes_numpy(piece) for piece in pieces])), dtype
+        if dtype in digest.WITH_MAGNITUDE:
+            assert most == grad_norm.largest([piece.values.view(dtype) for piece in pieces])
+
+
+def digests_find_copies_that_do_not_follow():
+    """Among ties, NaNs, infinities and subnormals, in either loop of the kernel."""
+    digest.ROWS, digest.COLUMNS = 8, 32
+    cpu = torch.device("cpu")
+    pieces, wrong = [], []
+    for rows, columns in ((1, 1), (9, 33), (21, 100)):
+        noise = torch.randint(0, 256, (rows * columns * 4,), dtype=torch.uint8).view(torch.int32)
+        noise[::3] = noise[::3] & ~0xFFFF | 0x8000  # half-way between two bf16 numbers
+        noise[::5] = noise[::5] & ~0x7F800000 | torch.tensor([0, 0x7F800000])[torch.randint(0, 2, noise[::5].shape)]
+        values = noise.view(torch.float32).view(rows, columns)
+        copy = torch.empty(rows, columns + 3, dtype=torch.bfloat16)[:, :columns]
+        copy.copy_(values)
+        apart = min(rows * columns, 7)
+        for at in torch.randperm(rows * columns)[:apart].tolist():
+            row, column = divmod(at, columns)
+            if values[row, column].isnan():
+                copy[row, column] = 1.0
+            else:
+                copy.view(torch.int16)[row, column] ^= 1
+                if copy[row, column].isnan():
+                    copy[row, column] = 1.0
+        wrong.append(apart)
+        pieces.append(digest._as_words(digest.Piece(values, 0, 0, 1, copy)))
+    out, unlike = torch.zeros(len(pieces), 2, dtype=torch.int64), torch.zeros(len(pieces), dtype=torch.int64)
+    table = [digest._row(n, piece) for n, piece in enumerate(pieces)]
+    keys = digest.keys(digest._length(pieces), cpu)
+    digest.launch(digest.programs(table, cpu), keys, out, 4, None, unlike)
+    assert unlike.tolist() == wrong == [digest._unlike(piece) for piece in pieces]
+    assert torch.equal(out, torch.stack([digest._lanes_numpy(piece) for piece in pieces]))
+
+
+def experts_products_are_right_whoever_lies_beside():
+    sizes, n, k = (70, 0, 1, 130), 72, 80
+    memory = torch.randn(2 * len(sizes), n, k)
+    weights = [memory[i] for i in (5, 0, 3, 6)]
+    x, dy = torch.randn(sum(sizes), k), torch.randn(sum(sizes), n)
+
+    def all_of(x, dy, weights, sizes):
+        groups = grouped_product.Groups(sizes, torch.tensor(sizes))
+        y, dx = torch.full((len(x), n), 7.0), torch.full_like(x, 7.0)
+        grouped_product.grouped_product(x, weights, y, groups, transposed=True)
+        grouped_product.grouped_product(dy, weights, dx, groups, transposed=False)
+        outs = [torch.ones(n, k) for _ in sizes]
+        grouped_product.grouped_weight_gradient(dy, x, outs, groups)
+        return y, dx, outs
+
+    y, dx, outs = all_of(x, dy, weights, sizes)
+    at = 0
+    for size, weight, out in zip(sizes, weights, outs, strict=True):
+        rows = slice(at, at + size)
+        torch.testing.assert_close(y[rows], x[rows] @ weight.t(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(dx[rows], dy[rows] @ weight, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(out, 1 + dy[rows].t() @ x[rows], rtol=1e-4, atol=1e-4)
+        alone = all_of(x[rows].contiguous(), dy[rows].contiguous(), [weight.clone()], (size,))
+        assert same_bits(alone[0], y[rows])
+        assert same_bits(alone[1], dx[rows])
+        assert same_bits(alone[2][0], out)
+        at += size
+    chained = [torch.randn(n, k) for _ in range(2)]
+    expected = [out.clone() for out in chained]
+    zeros = [torch.zeros(n, k) for _ in sizes]
+    groups = grouped_product.Groups(sizes, torch.tensor(sizes))
+    grouped_product.grouped_weight_gradient(dy, x, zeros, groups)
+    for number, out in enumerate(expected):
+        for link in (1, 0):
+            out += zeros[2 * number + link]
+    grouped_product.grouped_weight_gradient(dy, x, chained, groups, (1, 0))
+    assert all(map(same_bits, chained, expected))
+
+
+def row_sums_have_the_bits_of_their_twin():
+    for features in (40, 1500):
+        rows, at = torch.randn(9, features), torch.randint(-1, 9, (13, 3))
+        twin = row_sum._row_sum_torch(rows, at, torch.empty(13, features))
+        assert same_bits(row_sum._row_sum_triton(rows, at, torch.empty(13, features)), twin)
+
+
+def rows_are_added_as_their_twin_adds_them():
+    for features, most in ((40, 3), (1500, 30), (8, 1)):
+        rows, at, out = torch.randn(60, features), torch.randint(-2, most, (60,)), torch.randn(most, features)
+        found = []
+        for at_once in (False, True):
+            added, twin = out.clone(), out.clone()
+            row_add._add_rows_triton(rows, at, added, at_once)
+            row_add._add_rows_torch(rows, at, twin, at_once)
+            assert same_bits(added, twin), (features, most, at_once)
+            found.append(added)
+        assert not same_bits(*found), (features, most)
+
+
+def activations_are_right_row_by_row():
+    clamped = weighted_activation.Clamped(1.702, 0.7, 1.0), weighted_activation.Clamped(1.0, float("inf"), 0.5)
+    for kind, width in (("swiglu", 400), ("squared_relu", 200), *((kind, 400) for kind in clamped)):
+        x, p, dy = torch.randn(11, width), torch.rand(11), torch.randn(11, 200)
+        y, twin = weighted_activation._forward_triton(x, p, kind), weighted_activation._forward_torch(x, p, kind)
+        torch.testing.assert_close(y, twin)
+        both = weighted_activation._backward_triton(dy, x, p, kind), weighted_activation._backward_torch(dy, x, p, kind)
+        for mine, other in zip(*both, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
+        for row in range(11):
+            one = slice(row, row + 1)
+            assert same_bits(weighted_activation._forward_triton(x[one], p[one], kind), y[one])
+            alone = weighted_activation._backward_triton(dy[one], x[one], p[one], kind)
+            assert all(same_bits(a, b[one]) for a, b in zip(alone, both[0], strict=True))
+
+
+def gradient_norms_have_the_bits_of_plain_torch():
+    grad_norm.CHUNK = 6 * grad_norm.SQUARES_BLOCK  # four blocks at once, and two alone
+    for grads in kernel_cases():
+        table = grad_norm._table(grad_norm._spans(grads), torch.device("cpu"))
+        largest, limbs = torch.zeros((), dtype=torch.int64), torch.zeros(grad_norm.LIMBS, dtype=torch.int64)
+        grad_norm.launch_largest(table, largest)
+        grad_norm.launch_square_limbs(table, largest, limbs)
+        assert torch.equal(largest, grad_norm.largest(grads)), grads
+        assert torch.equal(limbs, grad_norm.square_limbs(grads, largest)), grads
+
+
+def fixed_tile_products_are_right():
+    """The interpreter cannot multiply bf16, so the tile of bf16 multiplies fp32 here."""
+    tiles = fixed_tile_product.TILES
+    for tile in list(tiles.values()):
+        tiles[torch.float32] = tile
+        for shape in RAGGED:
+            a, b = operands(*shape, torch.float32)
+            expected = a.double() @ b.double()
+            there = torch.randn(expected.shape)
+            for x, y, out, add in zip(layouts(a), layouts(b), layouts(there), (False, True, True), strict=True):
+                before = out.double() * add
+                fixed_tile_product.launch(x, y, out, add)
+                torch.testing.assert_close(out.double(), before + expected, rtol=1e-5, atol=2e-5)
+
+
+def _near(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def _convolved(x, dy, weight, bias):
+    y = causal_conv._forward_triton(x, weight, bias, STEP)
+    return (y, *causal_conv._backward_triton(dy, x, weight, bias, STEP))
+
+
+def mambas_convolution_is_right_and_slices_of_each_other():
+    causal_conv.CHANNELS = 16  # several blocks of them
+    x, dy, weight, bias = inputs = tuple(tensor[:2] for tensor in conv_inputs())
+    whole = _convolved(*inputs)
+    _near(whole[0], causal_conv._forward_torch(x, weight, bias, STEP))
+    dx, sums = causal_conv._backward_torch(dy, x, weight, bias, STEP)
+    _near(whole[1], dx)
+    _near(whole[2].sum(1), sums.sum(1))
+    assert whole[2].shape[1] > 1
+    parts = [_convolved(*part) for part in slices(inputs, 2)]
+    assert all(same_bits(one, torch.cat(pieces)) for one, pieces in zip(whole, zip(*parts, strict=True), strict=True))
+
+
+def _normed(x, dy, weight):
+    y, scale = group_norm._forward_triton(x, weight, 1e-5)
+    return (y, scale, *group_norm._backward_triton(dy, x, weight, scale))
+
+
+def mambas_norm_is_right_and_slices_of_each_other():
+    group_norm.TILE = 512  # several tiles a leaf, several leaves
+    x, dy, weight = norm_inputs()
+    whole = _normed(x, dy, weight)
+    y, scale = group_norm._forward_torch(x, weight, 1e-5)
+    dx, sums = group_norm._backward_torch(dy, x, weight, scale)
+    for found, expected in zip(whole[:3], (y, scale, dx), strict=True):
+        _near(found, expected)
+    _near(whole[3].sum(1), sums.sum(1))
+    assert whole[3].shape[1] > 1
+    parts = [_normed(*part) for part in slices((x, dy, weight), 2)]
+    assert all(same_bits(one, torch.cat(pieces)) for one, pieces in zip(whole, zip(*parts, strict=True), strict=True))
+
+
+def _alike(found, twin, *case):
+    assert all(same_bits(one, other) for one, other in zip(found, twin, strict=True)), case
+
+
+def the_gated_delta_rule_is_right_shard_by_shard():
+    """In the second chunk there are eight tokens; two heads share a group, whose features are fewer than a tile's."""
+    sizes = delta_rule.Heads(groups=1, heads=2, key=20, value=12)
+    inputs = test_delta_rule.operands(delta_rule.CHUNK + 8, sizes, shards=2, batch=1)
+    exact = test_delta_rule.both(test_delta_rule.token_by_token, inputs, torch.float64, sizes)
+
+    def of(*shards):
+        mine = [one[[*shards]] for one in inputs]
+        y = delta_net.with_kernels(sizes, *mine)
+        return [y, *delta_net.gradients_with_kernels(sizes, test_delta_rule.gradient_of(y), *mine)]
+
+    whole = of(0, 1)
+    assert max(errors := test_delta_rule.errors(whole, exact)) < 1e-5, errors
+    assert all(same_bits(a[1:], b) for a, b in zip(whole, of(1), strict=True))
+
+
+def samples_of_a_gated_delta_net_are_computed_as_if_alone():
+    """The convolution and the rule; sequences end within a chunk."""
+    sizes = delta_rule.Heads(groups=1, heads=2, key=20, value=12)
+    inputs = test_delta_rule.operands(delta_rule.CHUNK + 8, sizes, shards=1, batch=2)
+    x, *more = inputs[:3]
+    weight, bias = torch.randn(1, x.shape[-1], causal_conv.TAPS), torch.randn(1, x.shape[-1])
+
+    def of(*samples):
+        mine, alpha, beta = (one[:, :, [*samples]] for one in (x, *more))
+        mixed = causal_conv._forward_triton(mine.flatten(1, 2), weight, bias, len(samples)).view(mine.shape)
+        return mixed, delta_net.with_kernels(sizes, mixed, alpha, beta, *inputs[3:])
+
+    whole = of(0, 1)
+    for n in range(2):
+        assert all(same_bits(a[:, :, [n]], b) for a, b in zip(whole, of(n), strict=True)), n
+    assert not same_bits(whole[1][:, :, [0]], whole[1][:, :, [1]])  # the control
+
+
+def portable_norms_have_the_bits_of_their_twin():
+    shapes = ((24, 1, 96, 4, False), (16, 8, 24, 2, True), (6, 1, 5000, 2, False))
+    for (tokens, heads, width, shards, by_heads), kind, dtype in product(shapes, FEW, DTYPES):
+        x, dy = sample(kind, tokens, heads, width, dtype=dtype), sample(kind, tokens, heads, width, dtype=dtype, seed=1)
+        weight = sample("normal", width, dtype=dtype, seed=2)
+        twin = ieee_norm.rms_norm_forward(x, weight, 1e-6)
+        found = torch.empty_like(twin[0]), torch.empty_like(twin[1])
+        ieee_norm.forward_triton(x, weight, *found, 1e-6)
+        _alike(found, twin, width, kind, dtype)
+        scale = found[1]
+        twin = ieee_norm.rms_norm_backward(dy, x, weight, scale, shards, by_heads)
+        shape, found = ieee_norm._shape_of_leaves(*x.shape, shards, by_heads), tuple(map(torch.empty_like, twin))
+        ieee_norm.backward_triton(dy, x, weight, scale, *found, shape)
+        _alike(found, twin, width, kind, dtype)
+
+
+def portable_swiglu_has_the_bits_of_its_twin():
+    for kind, dtype in zip(FEW, DTYPES, strict=True):
+        x, dy = sample(kind, 3, 2 * 1100, dtype=dtype), sample(kind, 3, 1100, dtype=dtype, seed=1)
+        found = torch.empty_like(dy), torch.empty_like(x)
+        unread = x.view(-1)[:3]
+        ieee_swiglu.forward_triton(x, unread, found[0], False)
+        ieee_swiglu.backward_triton(dy, x, unread, found[1], unread, False, 1024)
+        _alike(found, (ieee_swiglu.swiglu(x), ieee_swiglu.swiglu_backward(dy, x)[0]), kind, dtype)
+
+
+def portable_rotary_has_the_bits_of_its_twin():
+    cos, sin = ieee_rotary.tables(16, 32, 1e6)
+    for kind, dtype, width in product(KINDS, DTYPES, (32, 44)):
+        x = sample(kind, 10, 2, 30, width, dtype=dtype)
+        found = torch.empty_like(x)
+        ieee_rotary.rotate_triton(x, cos, sin, found)
+        _alike((found,), (ieee_rotary.rotate(x, cos, sin),), kind, dtype, width)
+
+
+def portable_cross_entropy_has_the_bits_of_its_twin():
+    for kind, dtype, (vocabulary, shards) in product(FEW, DTYPES, ((300, 2), (5000, 1))):
+        logits, gradient = sample(kind, 3, vocabulary, dtype=dtype), sample("normal", 3, seed=1)
+        highest = logits.amax(-1).float().nan_to_num(nan=torch.inf)
+        twin = ieee_cross_entropy.sum_of_exponentials(logits, highest, shards)
+        sums = torch.empty(3, shards)
+        ieee_cross_entropy.sum_triton(
+            logits.unflatten(1, (shards, -1)), highest, sums, min(4096, power_of_two(vocabulary // shards))
+        )
+        total, index = twin[0], torch.tensor([vocabulary - 1, -1, 5])
+        slopes, logarithm = torch.empty_like(logits), torch.empty_like(total)
+        ieee_cross_entropy.gradient_triton(logits, index, highest, total, gradient, slopes)
+        ieee_cross_entropy.log_triton(total, logarithm)
+        twins = ieee_cross_entropy.softmax_gradient(logits, index, highest, total, gradient, shards)
+        _alike((sums.t(), slopes, logarithm), (twin, twins, ieee_cross_entropy.logarithm(total)), kind, dtype, shards)
+
+
+def portable_adam_has_the_bits_of_its_twin():
+    for kind, decoupled in product(KINDS, (True, False)):
+        tensors = [sample(kind, 2500, seed=seed) for seed in range(4)]
+        twins = [tensor.clone() for tensor in tensors]
+        numbers = ieee_adam.adam_numbers(5, 1e-3, (0.9, 0.95), 1e-8, 0.1)
+        ieee_adam.adam_step(*([twin] for twin in twins), numbers, decoupled)
+        ieee_adam.step_triton(*tensors, numbers, decoupled)
+        _alike(tensors, twins, kind, decoupled)
+
+
+def portable_routers_have_the_bits_of_their_twin():
+    _routers(("normal", torch.bfloat16, (8, 2)), ("wide", torch.float32, (100, 8)))
+
+
+def portable_routers_of_more_kinds_have_the_bits_of_their_twin():
+    _routers(*product(("normal", "wide"), DTYPES, ((8, 2), (100, 8))))
+
+
+def _routers(*cases):
+    for kind, dtype, (experts, topk) in cases:
+        logits = sample(kind, 5, experts, dtype=dtype)
+        logits[0], logits[1, ::2] = 1.5, 0.25
+        dp, ds = sample(kind, 5, experts, dtype=dtype, seed=1), sample(kind, 5, experts, seed=2)
+        twin = ieee_router.route_tokens(logits, topk)
+        found = tuple(map(torch.empty_like, twin))
+        ieee_router.forward_triton(logits, *found, topk)
+        assert torch.equal(found[2], twin[2])
+        slopes = torch.empty_like(logits)
+        ieee_router.backward_triton(dp, ds, logits, twin[2], slopes)
+        twins = *twin[:2], ieee_router.route_tokens_backward(dp, ds, logits, twin[2])
+        _alike((*found[:2], slopes), twins, kind, dtype, experts)
+
+
+def portable_experts_have_the_bits_of_their_twin():
+    _experts(("wide", torch.bfloat16, 70), ("special", torch.float32, 70), ("wide", torch.float32, 1100))
+
+
+def portable_experts_of_more_kinds_have_the_bits_of_their_twin():
+    _experts(*product(FEW, DTYPES, (70, 1100)))
+
+
+def _experts(*cases):
+    for kind, dtype, width in cases:
+        x, dy = sample(kind, 3, 2 * width, dtype=dtype), sample(kind, 3, width, dtype=dtype, seed=1)
+        p = sample("normal", 3, dtype=dtype, seed=2)
+        found = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(p)
+        ieee_swiglu.forward_triton(x, p, found[0], True)
+        ieee_swiglu.backward_triton(dy, x, p, *found[1:], True, min(1024, power_of_two(width)))
+        twins = ieee_swiglu.swiglu(x, p), *ieee_swiglu.swiglu_backward(dy, x, p)
+        _alike(found, twins, kind, dtype, width)
+
+
+def portable_functions_have_the_bits_of_their_twin():
+    x = torch.from_numpy(definition.samples().copy())
+    found = torch.empty(5, x.numel())
+    interpreter.InterpreterBuilder.create_fma = attention_interpreted.fused
+    ieee_samples.values_triton(x, found)
+    _alike((found,), (ieee_samples.values(x),))
+
+
+def portable_attention_has_the_bits_of_its_twin():
+    """Tiles with a part beyond the end, four heads a group; with fewer bits, others."""
+    shape = 70, 1, 4, 1, 24
+    assert attention_interpreted.differing_from_twin(25, *shape, "opposite") == []
+    assert attention_interpreted.differing_from_twin(20, *shape, "opposite")
+
+
+def portable_attention_of_more_shapes_has_the_bits_of_its_twin():
+    for shape, kind in product(((5, 2, 4, 2, 16), (130, 1, 3, 1, 20), (128, 1, 2, 2, 64)), attention_interpreted.KINDS):
+        assert attention_interpreted.differing_from_twin(25, *shape, kind) == [], (shape, kind)
+
+
+def fp8_products_have_the_bits_of_the_definition():
+    """With fewer bits of a tensor core, others."""
+    assert fp8_interpreted.all_differing() == []
+    assert fp8_interpreted.differing(12, "1x128", (E4M3, E4M3), 5, 9, 128)
+
+
+def mxfp8_has_the_bits_of_its_twin():
+    sizes = (40, 0, 3, 32)
+    for kind in ("wide", "small", "large", "bits", "ends"):
+        x = test_mxfp8.operand(kind, rows=75, k=160)
+        for dtype, groups, rows, columns in (
+            (E4M3, Groups(sizes, torch.tensor(sizes)), True, True),
+            (E5M2, None, True, False),
+            (E4M3, None, False, True),
+        ):
+            of = x[: None if groups else 64].contiguous()
+            found, twin = ([torch.full_like(of, 7.0) for _ in range(2)] for _ in range(2))
+            mxfp8._by_triton(of, tuple(found), dtype, rows, columns, groups)
+            mxfp8._by_torch(of, tuple(twin), dtype, rows, columns, groups)
+            assert all(map(same_bits, found, twin)), (kind, dtype)
+    memory = test_mxfp8.operand("wide", rows=200, k=160)
+    for starts in ((8, 0, 96), (1, 100, 37)):  # rows of 320 bytes; those of the second are in no order
+        weights = [memory[start : start + 64] for start in starts]
+        for rows in (True, False):
+            found = mxfp8._by_one_launch(weights, rows)
+            assert all(map(same_bits, found, mxfp8.of_weights(weights, rows=rows))), (starts, rows)
+
+
+KERNELS: dict[str, Callable[[], None]] = {
+    name: of for name, of in [*globals().items()] if isfunction(of) and of.__module__ == __name__ and name[0] != "_"
+}
+
+
+def _in_a_fork(function: Callable[[], None]) -> str | None:
+    """What went wrong with a function, which leaves nothing behind here; null: nothing."""
+    with tempfile.TemporaryFile("w+") as said:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                torch.manual_seed(0)
+                function()
+                status = 0
+            except BaseException:
+                traceback.print_exc(file=said)
+                said.flush()
+                status = 1
+            os._exit(status)
+        ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        said.seek(0)
+        return None if ended == 0 else f"{said.read()}ended with {ended}"
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: _in_a_fork(KERNELS[name]) for name in sys.argv[1:]}))

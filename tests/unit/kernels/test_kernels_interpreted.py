@@ -1,0 +1,50 @@
+"""The Triton kernels without a GPU. One process runs all of `interpreted.py`, since importing Triton takes longest."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.kernels import interpreted
+
+# The interpreter takes seconds for each of these; SwiGLU stands for them in `make test`.
+LONG = {
+    "portable_norms_have_the_bits_of_their_twin",
+    "portable_rotary_has_the_bits_of_its_twin",
+    "portable_cross_entropy_has_the_bits_of_its_twin",
+    "portable_adam_has_the_bits_of_its_twin",
+    "portable_attention_of_more_shapes_has_the_bits_of_its_twin",
+    "portable_routers_of_more_kinds_have_the_bits_of_their_twin",
+    "portable_experts_of_more_kinds_have_the_bits_of_their_twin",
+}
+
+
+@functools.cache
+def _found(names: tuple[str, ...]) -> dict[str, str | None]:
+    """What went wrong with each kernel."""
+    done = subprocess.run(
+        [sys.executable, "-m", interpreted.__name__, *names],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.release) if n in LONG else n for n in interpreted.KERNELS]
+)
+def test_kernel(name):
+    alike = tuple(other for other in interpreted.KERNELS if (other in LONG) == (name in LONG))
+    assert _found(alike)[name] is None, _found(alike)[name]
+
+
+def test_the_long_ones_exist():
+    assert interpreted.KERNELS.keys() >= LONG

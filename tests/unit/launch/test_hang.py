@@ -1,0 +1,442 @@
+"""Ranks that hang, die without a word, or are only slow: real processes under the launcher, that train nothing."""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.hang_timeout import Limits, limits, takes_long
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.launch import ranks, stacks
+from tp_invariant_recipes.launch.hang import HangWatch, RankState, message, suspects
+from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.training.heartbeat import First, Heartbeats, Last, Phase, Sign, sign
+from tp_invariant_recipes.training.rank import RankInfo
+
+SHORT = Limits(step=1.0, long_step=60.0, alone=60.0)
+TOO_SLOW = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Callable[..., ranks.Outcome]:
+    """Ranks that are in step 4, of which each then does what its own function says."""
+    import torch.distributed  # noqa: F401 -- here, or each rank would import it while the clock runs
+
+    def launched(*functions: Callable[[], None], limits: Limits | None = SHORT, tick=lambda: None) -> ranks.Outcome:
+        run_dir = RunDir(tmp_path / "run")
+
+        def rank_fn(run_dir: RunDir, info: RankInfo) -> None:
+            sign(Phase.STEP, 4)
+            functions[info.rank]()
+
+        infos = [RankInfo(n, n, len(functions), len(functions), "127.0.0.1", (1,)) for n in range(len(functions))]
+        return ranks.run(run_dir, "cpu", infos, tick, ranks.Stop(), rank_fn=rank_fn, limits=limits)
+
+    return launched
+
+
+def sleep_for_ever() -> None:
+    while True:
+        time.sleep(60)
+
+
+def stop_oneself() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def wait_in_a_collective() -> None:
+    """As a rank does whose partner never comes."""
+    import torch.distributed as dist
+
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=2)
+
+
+def deaf_rank() -> None:
+    """As a rank in a system call that nothing interrupts."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+    sleep_for_ever()
+
+
+def slow() -> None:
+    """Steps that take longer than the limit together, and a checkpoint that does so alone."""
+    for step in (4, 5, 6):
+        sign(Phase.STEP, step)
+        time.sleep(0.35)
+        sign(Phase.BETWEEN)
+    time.sleep(1.2)
+
+
+def failure(launched, *functions) -> str:
+    with pytest.raises(ranks.RankFailed) as error:
+        launched(*functions)
+    return str(error.value)
+
+
+@TOO_SLOW
+def test_the_rank_that_sleeps_is_named_and_not_the_one_that_waits_for_it(launched, tmp_path):
+    said = failure(launched, wait_in_a_collective, sleep_for_ever)
+    lines = said.splitlines()
+    assert re.fullmatch(r"rank 1 hangs: it has not ended step 4 for \d+ s", lines[0])
+    assert lines[1].startswith("  rank 1 in step 4, at tests/unit/launch/test_hang.py:")
+    assert lines[1].endswith(" in sleep_for_ever: time.sleep(60)")
+    assert "  rank 0 in step 4, waiting for init_process_group called at " in said
+    assert f"{tmp_path}/run/logs/rank-1.log" in said
+    assert "in sleep_for_ever" in (tmp_path / "run" / "logs" / "rank-1.log").read_text()
+
+
+@TOO_SLOW
+def test_a_stopped_rank_cannot_say_where_it_stands(launched):
+    said = failure(launched, wait_in_a_collective, stop_oneself)
+    assert "rank 1 hangs: it has not ended step 4" in said
+    assert "  rank 1 in step 4, stopped by a signal (SIGSTOP), so it cannot say where" in said
+
+
+@TOO_SLOW
+def test_a_rank_that_is_stopped_between_two_steps_is_named(launched):
+    """As right after its last line of the ledger, or after a manifest: no step is late then."""
+
+    def stop_after_a_step() -> None:
+        sign(Phase.BETWEEN)
+        stop_oneself()
+
+    with pytest.raises(ranks.RankFailed) as error:
+        launched(wait_in_a_collective, stop_after_a_step, limits=Limits(60.0, 60.0, 60.0, stopped=1.0))
+    assert str(error.value).startswith("rank 1 hangs: it has ended step 4 and has not begun another for ")
+    assert "  rank 1 after step 4, stopped by a signal (SIGSTOP), so it cannot say where" in str(error.value)
+
+
+@TOO_SLOW
+def test_a_rank_that_does_not_answer_is_named(launched, monkeypatch):
+    monkeypatch.setattr(stacks, "ANSWER", 0.5)
+    said = failure(launched, wait_in_a_collective, deaf_rank)
+    assert "  rank 1 in step 4, it does not say where" in said
+
+
+@TOO_SLOW
+def test_where_all_wait_no_one_is_blamed(launched):
+    said = failure(launched, wait_in_a_collective, wait_in_a_collective)
+    assert said.startswith("all ranks hang: ranks 0 and 1, each waits: they have not ended step 4 for ")
+
+
+@TOO_SLOW
+@pytest.mark.parametrize("others", ((), (sleep_for_ever,)), ids=("alone", "with others"))
+def test_a_rank_that_dies_without_a_word_has_failed(launched, monkeypatch, others):
+    """Its status says that all is well, and those that wait for it would wait for ever."""
+    monkeypatch.setattr(ranks, "GRACE", 0.2)
+    assert "rank 0 ended with status 0 without a word" in failure(launched, lambda: os._exit(0), *others)
+
+
+def exits(module):
+    """A function of this module that ends the program with status 0."""
+    names = {"__name__": module}
+    exec("import sys\ndef leave(): sys.exit(0)\n", names)
+    return names["leave"]
+
+
+@TOO_SLOW
+@pytest.mark.parametrize("leave", (lambda: None, exits("megatron.bridge.training.train")), ids=("returns", "exits"))
+def test_a_rank_that_is_done_has_not(launched, leave):
+    assert launched(leave, leave) is ranks.Outcome.COMPLETED
+
+
+def test_only_megatron_may_end_the_program_in_a_rank(launched):
+    leave = exits("my_recipe")
+    assert "failed: SystemExit: 0" in failure(launched, leave, leave)
+
+
+@TOO_SLOW
+def test_a_slow_run_goes_on(launched):
+    assert launched(slow, slow) is ranks.Outcome.COMPLETED
+
+
+class _EnoughSeenError(Exception):
+    pass
+
+
+@TOO_SLOW
+def test_without_a_limit_nothing_is_said(launched, tmp_path):
+    """The same rank, for longer than the limit of the tests above."""
+    began = time.monotonic()
+
+    def tick() -> None:
+        if time.monotonic() - began > 1.6:
+            raise _EnoughSeenError
+
+    with pytest.raises(_EnoughSeenError):
+        launched(sleep_for_ever, limits=None, tick=tick)
+    assert (tmp_path / "run" / "logs" / "rank-0.log").read_text() == ""
+
+
+@TOO_SLOW
+def test_ranks_say_where_they_stand_when_those_of_another_machine_hang(launched):
+    began = time.monotonic()
+
+    def tick() -> None:
+        if time.monotonic() - began > 0.5:
+            raise ranks.PeersHang
+
+    with pytest.raises(ranks.RankFailed) as error:
+        launched(wait_in_a_collective, limits=None, tick=tick)
+    assert [(one.rank, one.standing) for one in error.value.rank_states] == [(0, "waits")]
+
+
+# What follows looks at no process.
+
+
+class Clock:
+    """Of the launcher: `pass_` lets time pass, as it looks ten times a second."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, watch: Callable[[], HangWatch]) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        self.watch = watch()
+
+    def pass_(self, seconds: float, step: float = 0.5, state: str = "S") -> bool:
+        """Whether a rank was overdue meanwhile. state: of the last rank's process."""
+        overdue = False
+        for _ in range(round(seconds / step)):
+            self.now += step
+            overdue |= self.watch.overdue(["S"] * (len(self.watch.ranks) - 1) + [state])
+        return overdue
+
+
+class Memory:
+    """Heartbeats of ranks in one process."""
+
+    def __init__(self, count: int) -> None:
+        self.signs = [Sign(0, Phase.STARTING, 0, 0)] * count
+
+    def __getitem__(self, index: int) -> Sign:
+        return self.signs[index]
+
+    def give(self, phase: Phase, step: int, *, ranks: tuple[int, ...] = (0, 1)) -> None:
+        for n in ranks:
+            self.signs[n] = Sign(self.signs[n].count + 1, phase, step, 0)
+
+
+@pytest.fixture
+def memory() -> Memory:
+    return Memory(2)
+
+
+def clock_of(monkeypatch, memory, limits) -> Clock:
+    return Clock(monkeypatch, lambda: HangWatch(memory, (0, 1), limits))
+
+
+AUTO = Limits(step=None, long_step=540.0, alone=1800.0)
+
+
+def test_the_limit_follows_the_steps_of_the_run(monkeypatch, memory):
+    clock = clock_of(monkeypatch, memory, AUTO)
+    for step, took in ((1, 300), (2, 50), (3, 40), (4, 40)):
+        memory.give(Phase.LONG_STEP if step < 3 else Phase.STEP, step)
+        assert not clock.pass_(took)
+        memory.give(Phase.BETWEEN, step)
+        assert not clock.pass_(1)
+    memory.give(Phase.STEP, 5)
+    assert not clock.pass_(249)
+    assert clock.pass_(3)
+
+
+def test_of_steps_that_take_nothing_one_may_take_two_minutes(monkeypatch, memory):
+    clock = clock_of(monkeypatch, memory, AUTO)
+    for step in range(1, 30):
+        memory.give(Phase.STEP, step)
+        memory.give(Phase.BETWEEN, step)
+        assert not clock.pass_(0.5)
+    memory.give(Phase.STEP, 30)
+    assert not clock.pass_(119)
+    assert clock.pass_(3)
+
+
+def test_a_checkpoint_may_take_longer_than_a_step(monkeypatch, memory):
+    clock = clock_of(monkeypatch, memory, Limits(1.0, 540.0, 1800.0))
+    memory.give(Phase.STEP, 1)
+    memory.give(Phase.BETWEEN, 1)
+    assert not clock.pass_(1799)
+    assert clock.pass_(3)
+
+
+@pytest.mark.parametrize("phase", (Phase.SETTING_UP, Phase.LONG_STEP, Phase.STEP, Phase.BETWEEN))
+def test_a_rank_that_was_stopped_is_overdue_after_a_minute_in_any_phase(monkeypatch, memory, phase):
+    """As right after a manifest or a line of the ledger, where a rank that runs may take up to half an hour."""
+    clock = clock_of(monkeypatch, memory, AUTO)
+    memory.give(phase, 1)
+    assert not clock.pass_(50)
+    assert not clock.pass_(55, state="T")
+    assert not clock.pass_(1)  # SIGCONT
+    assert not clock.pass_(1, state="T")
+    memory.give(phase, 2)
+    assert not clock.pass_(55, state="T")
+    assert clock.pass_(8, state="T")
+
+
+@pytest.mark.parametrize("state", ("S", "D", "t"))
+def test_a_rank_that_was_not_stopped_keeps_the_limit_of_its_phase(monkeypatch, memory, state):
+    clock = clock_of(monkeypatch, memory, AUTO)
+    memory.give(Phase.BETWEEN, 1)
+    assert not clock.pass_(1799, state=state)
+
+
+def test_a_stopped_rank_has_no_limit_where_there_is_none(monkeypatch, memory):
+    clock = clock_of(monkeypatch, memory, None)
+    assert not clock.pass_(4000, state="T")
+
+
+def test_one_rank_behind_is_enough(monkeypatch, memory):
+    clock = clock_of(monkeypatch, memory, Limits(5.0, 540.0, 1800.0))
+    memory.give(Phase.STEP, 1)
+    assert not clock.pass_(3)
+    memory.give(Phase.BETWEEN, 1, ranks=(0,))
+    assert clock.pass_(3)
+
+
+def test_time_in_which_the_launcher_was_stopped_too_does_not_count(monkeypatch, memory):
+    """As by Ctrl-Z, or `scontrol suspend`."""
+    clock = clock_of(monkeypatch, memory, Limits(5.0, 540.0, 1800.0))
+    memory.give(Phase.STEP, 1)
+    assert not clock.pass_(1)
+    assert not clock.pass_(3600, step=3600)
+    assert not clock.pass_(2)
+    assert clock.pass_(3)
+
+
+@pytest.mark.parametrize(
+    "longest, limit", ((0.1, 120), (30, 150), (100, 500), (200, 540), (400, 800), (None, 540)), ids=str
+)
+def test_the_limit_stays_below_that_of_collectives_where_it_can(longest, limit):
+    assert AUTO.of_step(longest) == limit
+
+
+def config(*overrides: str):
+    return compose("qwen3_toy", overrides, device="cpu").config
+
+
+def test_the_key():
+    assert limits(config()) == Limits(None, 540.0, 1800.0)
+    assert limits(config("run.hang_timeout=auto")) == limits(config())
+    assert limits(config("run.hang_timeout=30")) == Limits(30, 540.0, 1800.0, 30)
+    assert limits(config("run.hang_timeout=2000")) == Limits(2000, 2000, 2000, 2000)
+    assert limits(config("run.hang_timeout=off")) is None
+    patient = config()
+    patient = RunConfig({**patient.sections, "dist": {"distributed_timeout_minutes": 60}})
+    assert limits(patient) == Limits(None, 3240.0, 3240.0)
+
+
+@pytest.mark.parametrize("value", ("0", "-1", "never", "1.5", "null", "true"))
+def test_a_value_that_is_none_of_the_key(value):
+    with pytest.raises(
+        ConfigError, match=rf"run\.hang_timeout={value}".replace("null", "None").replace("true", "True")
+    ):
+        config(f"run.hang_timeout={value}")
+
+
+@pytest.mark.parametrize(
+    "overrides, model, start, long",
+    (
+        ((), {}, 0, {1, 2}),
+        ((), {}, 7, {8, 9}),
+        (("ledger.trace=5:6",), {}, 0, {1, 2, 5, 6}),
+        ((), {"cuda_graph_impl": "local", "cuda_graph_warmup_steps": 4}, 0, {1, 2, 4, 5, 6}),
+        ((), {"cuda_graph_impl": "local", "cuda_graph_warmup_steps": 1_000_000}, 0, {1, 2}),
+    ),
+    ids=str,
+)
+def test_steps_that_take_long(overrides, model, start, long):
+    tree = compose("qwen3_toy", ["cuda_graph=off", *overrides], device="gpu").config.sections
+    tree["model"] |= model
+    assert {step for step in range(start + 1, 12) if takes_long(RunConfig(tree), step, start)} == long
+
+
+def stand(rank: int, count: int, standing: str, place: str = "in step 4") -> RankState:
+    return RankState(rank, count, place, "has not ended step 4", 90.0, standing, (f"{standing} there",))
+
+
+def test_who_is_behind_is_named_before_all_others():
+    """Though it waits, too: a GPU that never ends looks like that."""
+    rank_states = [stand(0, 9, "waits"), stand(1, 8, "waits", "in step 3"), stand(2, 9, "busy")]
+    assert [one.rank for one in suspects(rank_states)] == [1]
+
+
+def test_a_stopped_rank_is_to_blame_wherever_it_was():
+    """One that waits for it before the end of a step is further behind."""
+    rank_states = [stand(0, 8, "waits", "in step 3"), stand(1, 9, "stopped", "after step 3")]
+    assert [one.rank for one in suspects(rank_states)] == [1]
+
+
+def test_of_those_that_are_equally_far_it_is_the_one_that_does_not_wait():
+    assert [one.rank for one in suspects([stand(0, 9, "waits"), stand(1, 9, "busy"), stand(2, 9, "silent")])] == [1, 2]
+
+
+def test_the_message_of_many_ranks_is_short():
+    rank_states = [stand(n, 9, "busy" if n == 7 else "waits") for n in range(512)]
+    assert message(rank_states).splitlines() == [
+        "rank 7 hangs: it has not ended step 4 for 90 s",
+        "  rank 7 in step 4, busy there",
+        "  ranks 0, 1, 2, 3, 4, 5, 6, 8, … (511 in all) in step 4, waits there",
+    ]
+
+
+DUMP = """Thread 0x00007f01 (most recent call first):
+  File "/x/torch/distributed/distributed_c10d.py", line 3 in all_gather
+  File "/x/torch/autograd/function.py", line 2 in apply
+
+Current thread 0x00007f02 (most recent call first):
+{}
+  File "/x/site-packages/megatron/core/tensor_parallel/mappings.py", line 30 in _reduce
+"""
+LOGGER, FUNCTIONAL = (f"torch/distributed/{name}.py" for name in ("c10d_logger", "_functional_collectives"))
+
+
+@pytest.mark.parametrize(
+    "frames, waits",
+    (
+        ((("torch/distributed/distributed_c10d.py", "all_reduce"), (LOGGER, "wrapper")), "all_reduce"),
+        ((("torch/_ops.py", "__call__"), (FUNCTIONAL, "wait_tensor")), "wait_tensor"),
+        ((("torch/autograd/graph.py", "_engine_run_backward"),), "all_gather"),
+        ((("torch/distributed/checkpoint/filesystem.py", "write"),), None),
+        ((("mine.py", "read"), ("torch/distributed/distributed_c10d.py", "all_gather_object")), None),
+        ((), None),
+    ),
+)
+def test_what_a_rank_waits_for(frames, waits):
+    lines = "\n".join(f'  File "/x/{file}", line 7 in {function}' for file, function in frames)
+    stack = stacks.parse("of an earlier time\n" + DUMP.format(lines), 0x7F02)
+    assert stack is not None
+    assert (stack.waits is None) == (waits is None)
+    assert waits is None or stack.waits.startswith(waits)
+    assert waits != "all_reduce" or stack.waits.endswith(" megatron/core/tensor_parallel/mappings.py:30 in _reduce")
+
+
+@pytest.mark.parametrize("line, waits", (("loss.item()", True), ("handle.wait()", True), ("time.sleep(9)", False)))
+def test_a_line_that_waits_for_a_gpu(tmp_path, line, waits):
+    (tmp_path / "mine.py").write_text(f"{line}\n")
+    stack = stacks.Stack((stacks.Frame(str(tmp_path / "mine.py"), 1, "f"),))
+    assert (stack.waits is not None) == waits
+
+
+def test_half_an_answer_is_none():
+    assert stacks.parse("Current thread 0x00007f02 (most rec", 0x7F02) is None
+
+
+def test_a_sign_takes_no_time_of_a_step():
+    """Three numbers in memory. Under 20 µs by far: what counts here is that there is no system call."""
+    import multiprocessing
+
+    heartbeats = Heartbeats(1, multiprocessing.get_context("fork"))
+    context = SimpleNamespace(state=SimpleNamespace(train_state=SimpleNamespace(step=3)))
+    assert heartbeats[0] == Sign(0, Phase.STARTING, 0, 0)
+    heartbeats.sign(0, Phase.STEP, 4)
+    heartbeats.sign(0, Phase.BETWEEN)
+    assert heartbeats[0] == Sign(2, Phase.BETWEEN, 4, 0)
+    First(lambda step, start: False).on_train_step_start(context)  # in no rank: nothing happens
+    Last().on_train_step_end(context)
+    assert heartbeats[0].count == 2

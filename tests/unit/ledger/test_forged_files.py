@@ -1,0 +1,714 @@
+"""Files that come from elsewhere, forged in every place: reading them succeeds or raises one TpiError, nothing else.
+
+The table of mutations is the same for every kind of file, and every value of a file is forged in turn.
+"""
+
+import copy
+import hashlib
+import io
+import json
+import os
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save
+
+from tests.unit.ledger.test_ledger_digests import HEADER, RECORD
+from tp_invariant_recipes.compare.compare import compare
+from tp_invariant_recipes.compare.comparison_json import report
+from tp_invariant_recipes.compare.text import remarks, verdict_line
+from tp_invariant_recipes.data import prepared, sequences
+from tp_invariant_recipes.data.examples import read_examples
+from tp_invariant_recipes.errors import LedgerError, RunError, TpiError
+from tp_invariant_recipes.features import check
+from tp_invariant_recipes.features import evidence as evidence_again
+from tp_invariant_recipes.features.score import against as score_against
+from tp_invariant_recipes.features.verify.verdict import judge
+from tp_invariant_recipes.jobs import registry, states
+from tp_invariant_recipes.launch import ranks
+from tp_invariant_recipes.launch.ranks import Outcome
+from tp_invariant_recipes.ledger import certificate, dumps, evidence, stream, tail
+from tp_invariant_recipes.ledger.dumps import RANKS, Dumped, distance, file_of, read_step
+from tp_invariant_recipes.ledger.evidence import Evidence, Suspect
+from tp_invariant_recipes.ledger.lines import encode_header, encode_step
+from tp_invariant_recipes.ledger.open import streamed
+from tp_invariant_recipes.ledger.reader import parse
+from tp_invariant_recipes.ledger.record import Header
+from tp_invariant_recipes.multinode import agent, rendezvous
+from tp_invariant_recipes.multinode.forwarding import Receiver
+from tp_invariant_recipes.numerics.settings import NumericsSettings
+from tp_invariant_recipes.reading import DEPTH, checked, parse_json, parse_yaml, read_limited
+from tp_invariant_recipes.report import runs as report_runs
+from tp_invariant_recipes.runs import attempts, checkpoints
+from tp_invariant_recipes.runs.bench_dir import BenchDir
+from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, Matrix, MatrixDir
+from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.sources import weights
+
+DEEP = "DEEP"  # replaced in the text, since Python's own encoder refuses it
+# What each value becomes in turn; the text of a forged file is that of json.dumps, lone surrogates and NaN included.
+MUTATIONS: dict[str, Any] = {
+    "null": None,
+    "true": True,
+    "a list": [],
+    "a list of lists": [[["x"]]],
+    "an object": {},
+    "an object of lists": {"x": [1]},
+    "text": "x",
+    "no text": "",
+    "half a character": "\ud800",
+    "a terminal's escape": "\x1b[31m",
+    "long digits": "9" * 5000,
+    "an unknown user": "~nobody-here/x",
+    "a zero byte": "a\0b",
+    "a superscript": "layers.²",
+    "zero": 0,
+    "negative": -1,
+    "a fraction": 0.5,
+    "huge": 10**300,
+    "endless": float("inf"),
+    "no number": float("nan"),
+    "deep": DEEP,
+}
+
+
+def places(value: Any, path: tuple = ()) -> Iterator[tuple]:
+    """The path of every value inside a value; of a list, those of its first two."""
+    items = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from places(inner, (*path, key))
+
+
+def forged(value: Any) -> Iterator[tuple[str, bytes]]:
+    """What was done, and the text: every value mutated or left out, every key renamed, and the text cut in places."""
+    whole = as_json(value)
+    for path in places(value):
+        for name, mutation in MUTATIONS.items():
+            yield (
+                f"{path} is {name}",
+                as_json(changed_at(value, path, lambda inner, key, to=mutation: inner.__setitem__(key, to))),
+            )
+        yield f"{path} is missing", as_json(changed_at(value, path, lambda inner, key: inner.pop(key)))
+        if isinstance(path[-1], str):
+            yield f"{path} is renamed", as_json(changed_at(value, path, rename))
+            yield (
+                f"{path} is there twice",
+                whole.replace(f'"{path[-1]}":'.encode(), f'"{path[-1]}": 1, "{path[-1]}":'.encode(), 1),
+            )
+    for at in range(0, len(whole), max(1, len(whole) // 12)):
+        yield f"cut after {at} bytes", whole[:at]
+        yield f"another byte at {at}", whole[:at] + b"\xff" + whole[at + 1 :]
+    for name, mutation in MUTATIONS.items():
+        yield f"all of it is {name}", as_json(mutation)
+
+
+def changed_at(value: Any, path: tuple, change: Callable[[Any, Any], Any]) -> Any:
+    value = copy.deepcopy(value)
+    inner = value
+    for key in path[:-1]:
+        inner = inner[key]
+    change(inner, path[-1])
+    return value
+
+
+def rename(inner: dict, key: str) -> None:
+    inner["\udfff"] = inner.pop(key)
+
+
+def as_json(value: Any) -> bytes:
+    return json.dumps(value).replace(f'"{DEEP}"', "[" * 50_000 + "]" * 50_000, 1).encode()
+
+
+NOTES = {"resumed": [{"after_step": 1, "changed": {"layout.tp": 2}}]}
+FULL = Header(
+    identity={"rng.seed": 1, "data.split": [1, 2]},
+    layout={"tp": 2, "sp": True},
+    numerics={"mode": "tree"},
+    versions={"torch": "2"},
+    device={"name": "cpu"},
+    notes=NOTES,
+    parameters=HEADER.parameters,
+    initial=HEADER.initial,
+)
+HEAD, STEP = encode_header(FULL), encode_step(RECORD, FULL)
+LEDGER = parse(Path("a/ledger.jsonl"), HEAD + STEP)
+RUN = {
+    "model": "qwen3_toy",
+    "overrides": ["tp=2"],
+    "device": "cpu",
+    "layout": {"tp": 2},
+    "identity": {"rng.seed": 1},
+    "identity_hash": FULL.identity_hash,
+    "attempts": [{"from_step": 0, "to_step": 1, "job": {"id": "12"}, "outcome": "completed", "why": None}],
+}
+CELLS = [
+    Cell(name, name, (name,), 2, 1, FULL.identity_hash, {"tp": 2, "sp": True}, {"mode": "tree"})
+    for name in ("tp1", "tp2")
+]
+MATRIX = Matrix("qwen3_toy", ("tp=1,2",), (Axis("tp", ("1", "2")),), tuple(CELLS), None)
+
+
+def use(ledger) -> None:
+    """All that a command does with a ledger."""
+    for pair in ((ledger, LEDGER), (LEDGER, ledger), (ledger, ledger)):
+        comparison = compare(*pair)
+        verdict_line(comparison), remarks(comparison), json.dumps(report((comparison,))).encode()
+
+
+def rehashed(data: bytes) -> bytes:
+    """A header with the hash of whatever its identity is now: what a forger can make."""
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
+        raw = json.loads(data)
+        identity = json.dumps(raw["identity"], sort_keys=True, separators=(",", ":"))
+        raw["identity_hash"] = hashlib.sha256(identity.encode()).hexdigest()
+        return json.dumps(raw).encode()
+    return data
+
+
+def header(folder: Path, data: bytes) -> None:
+    for line in (data, rehashed(data)):
+        with suppress(TpiError):
+            use(parse(folder / "ledger.jsonl", line + b"\n" + STEP))
+
+
+def step(folder: Path, data: bytes) -> None:
+    use(parse(folder / "ledger.jsonl", HEAD + data + b"\n"))
+
+
+def run_json(folder: Path, data: bytes) -> None:
+    run = RunDir(folder)
+    run.run.write_bytes(data)
+    registry.attempts(run)
+    report_runs._planned(run.run)
+    for attempt in attempts.read_attempts(run):
+        str(attempt.outcome), attempt.job and attempt.job.id
+
+
+def matrix_json(folder: Path, data: bytes) -> None:
+    where = MatrixDir(folder)
+    where.matrix.write_bytes(data)
+    try:
+        matrix = where.read_matrix()
+    except RunError:
+        return
+    assert all((folder / cell.name).resolve().parent == folder.resolve() for cell in matrix.cells)
+    str(judge(folder).line).encode()
+
+
+def verify_json(folder: Path, data: bytes) -> None:
+    MatrixDir(folder).result.write_bytes(data)
+    part = registry.JobPart("12", None, registry.JUDGE, RunDir(folder), folder)
+    states._judged(part, None)
+
+
+def submission_json(folder: Path, data: bytes) -> None:
+    RunDir(folder).submission.write_bytes(data)
+    for part in registry._read(folder, registry.Registered(())).parts:
+        assert part.run.path.resolve().is_relative_to(folder.resolve())
+        part.id.encode(), part.name.encode()
+
+
+def progress_jsonl(folder: Path, data: bytes) -> None:
+    file = folder / "progress.jsonl"
+    file.write_bytes(data + b"\n")
+    timings, _ = report_runs._timings(file)
+    assert all(isinstance(one.seconds, int | float) for one in timings)
+    states._last_step(file)
+
+
+def manifest(folder: Path, data: bytes) -> None:
+    (folder / checkpoints.MANIFEST).write_bytes(data)
+    checkpoints.RunCheckpoint(folder, 1).verify()
+
+
+REASON = {"rank": 0, "time": 1.5, "kind": "ValueError", "message": "planted", "ours": False, "errno": None}
+
+
+def reason(folder: Path, data: bytes) -> None:
+    """A forged reason is none: then the log is shown."""
+    run_dir = RunDir(folder)
+    run_dir.logs.mkdir(exist_ok=True)
+    for rank in (0, 1):
+        run_dir.failure(rank).write_bytes(data)
+    failure = ranks._failure(run_dir, {0: 1, 1: 1})
+    assert failure.cause < 2**63
+    str(failure).encode()
+
+
+def passes_json(folder: Path, data: bytes) -> None:
+    bench = BenchDir(folder)
+    bench.passes.parent.mkdir(exist_ok=True)
+    bench.passes.write_bytes(data)
+    for one in bench.read_passes():
+        one.steps - one.warmup + one.round, f"{one.mode} {one.profile}".encode()
+
+
+def figures_jsonl(folder: Path, data: bytes) -> None:
+    bench = BenchDir(folder)
+    bench.passes.parent.mkdir(exist_ok=True)
+    bench.figures(0).write_bytes(data + b"\n")
+    for line in bench.read_figures(0):
+        line.seconds / 2, line.peak_bytes / 2, line.pass_ + 1, line.mode.encode()
+
+
+PART = {"name": "weights/w", "dtype": "float32", "shape": [2, 3], "row": 0, "step": 1, "column": 0}
+
+
+def dumped(folder: Path, data: bytes) -> None:
+    """The description of a piece, and the number of ranks, in a file that is sound otherwise."""
+    described = data.decode(errors="replace")
+    for metadata in ({"0": described, RANKS: "1"}, {"0": json.dumps(PART), RANKS: described}):
+        file = file_of(folder, 1, 0)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(save({"0": np.zeros((2, 3), "u4")}, metadata=metadata))
+        with suppress(LedgerError):
+            dumps = read_step(folder, 1)
+            for name in dumps.names:
+                whole = dumps.read(name)
+                assert distance(whole, whole).total == 6
+
+
+DIGEST = "0" * 64
+PREPARED = {
+    "schema_version": 1,
+    "tokenizer": "byte",
+    **dict.fromkeys(("tokenizer_sha256", "bin_sha256", "idx_sha256"), DIGEST),
+    **dict.fromkeys(("vocab_size", "eod", "documents", "tokens", "bin_bytes", "idx_bytes"), 0),
+    "source": {"name": "a", "json_key": "", "sha256": DIGEST, "files": []},
+}
+
+
+def prepared_json(folder: Path, data: bytes) -> None:
+    for suffix in (".bin", ".idx"):
+        (folder / f"p{suffix}").touch()
+    (folder / "p.json").write_bytes(data)
+    found = prepared.load(folder / "p")
+    f"{found.tokenizer} {found.vocab_size + 1} {found.tokens + 1}".encode()
+
+
+STAND = {"rank": 1, "count": 9, "place": "in step 4", "late": "has not ended step 4", "seconds": 1.5}
+STAND |= {"standing": "busy", "at": ["there"], "node": "n1"}
+MESSAGES: dict[str, Any] = {
+    "orders": {"start": 0, "token": "x", "agreed": {"identity": {"a": 1}, "environment": {"A": "1"}, "versions": {}}},
+    "arrived/1": {"name": "n1", "problems": ["p"], "reached": "10.0.0.1"},
+    "next": 1,
+    "failed/1": {"name": "n1", "cause": 1.5, "why": "w", "ours": False, "hardware": False, "rank_states": [STAND]},
+    "failing": True,
+    "over": {"outcome": "completed", "requeued": False, "why": None},
+    "alive/1": 1,
+}
+
+
+def message_of(key: str) -> Callable[[Path, bytes], None]:
+    def read(folder: Path, data: bytes) -> None:
+        """What nodes do with what they are told."""
+        value = rendezvous.parse(key, data)
+        if key.startswith("failed"):
+            min(value.cause, 0.0), f"{value.why} {value.name}".encode()
+            assert not value.rank_states or str(ranks.hanging(value.rank_states, RunDir(folder)))
+        if key == "orders":
+            here = rendezvous.Agreed({"A": "2"}, {"A": "2"}, {"A": "2"})
+            "\n".join(agent._differences(value.agreed, here, NODE)).encode()
+            assert value.start + 1 > 0
+        if key == "over":
+            assert value.outcome is None or Outcome(value.outcome)
+        if key.startswith("arrived"):
+            "\n".join([*value.problems, value.name, value.reached]).encode()
+
+    return read
+
+
+NODE = rendezvous.NodeInfo("1", 0, 1, 2, "n1", "n[0-1]", "127.0.0.1")
+
+
+def forwarded(folder: Path, data: bytes) -> None:
+    """The head of what another node sends, before the bytes."""
+    before = set(folder.rglob("*"))
+    try:
+        Receiver(None, RunDir(folder))._write(data.replace(b"\n", b" ") + b"\nline\n")
+    except RunError:
+        assert set(folder.rglob("*")) == before
+        raise
+
+
+FIGURES = {"pass": 0, "mode": "tree", "round": 1, "profile": False, "step": 1, "counts": True, "seconds": 0.5}
+FIGURES |= {"tokens": 8, "memory": "allocated", "peak_bytes": 0}
+
+MANIFEST = {"schema": 1, "step": 1, "identity_hash": "x", "layout": {}, "optimizer_state": "x", "experts_apart": False}
+MANIFEST |= {"files": {"a": {"bytes": 1, "xxh3_128": "x"}}}
+
+ROWS = {
+    "tpi score": {"id": "s", "token_ids": [3, 4], "logprobs": [-1.5, -2.5]},
+    "vLLM": {
+        "request_id": "s",
+        "prompt_token_ids": [3],
+        "prompt_logprobs": [None],
+        "outputs": [{"token_ids": [4], "logprobs": [{"4": {"logprob": -2.5, "rank": 1}}]}],
+    },
+    "SGLang": {"id": "s", "meta_info": {"output_token_logprobs": [[-1.5, 3, "a"], [-2.5, 4, "b"]]}},
+    "verl": {
+        "id": "s",
+        "responses": [3, 4, 0],
+        "response_mask": [0, 1, 0],
+        "attention_mask": [1, 1, 1, 0],
+        "rollout_log_probs": [-1.5, -2.5, 0.0],
+    },
+    "NeMo-RL": {
+        "id": "s",
+        "input_ids": [3, 4, 0],
+        "input_lengths": 2,
+        "token_mask": [0, 1, 0],
+        "generation_logprobs": [0.0, -2.5, 0.0],
+    },
+    "NeMo-RL's messages": {"id": "s", "message_log": [{"token_ids": [3, 4], "generation_logprobs": [-1.5, -2.5]}]},
+}
+SCORED = {"id": "s", "first": 1, "token_ids": [3, 4], "logprobs": [-1.5, -2.5], "bits": ["", ""], "sum": -4.0}
+
+
+def engine_row(folder: Path, data: bytes) -> None:
+    """What an engine returned, beside the scores."""
+    scores, file = folder / "scores.jsonl", folder / "engine.jsonl"
+    scores.write_text(json.dumps(SCORED) + "\n")
+    file.write_bytes(data + b"\n")
+    json.dumps(score_against.judge(scores, [file], 0.0, str), allow_nan=False).encode()
+
+
+def sequence(folder: Path, data: bytes) -> None:
+    (folder / "s.jsonl").write_bytes(data + b"\n")
+    encode = lambda text, _: [*text.encode()]  # noqa: E731
+    sequences.survey(folder / "s.jsonl", 300, encode)
+    for one in sequences.sequences(folder / "s.jsonl", 300, encode):
+        json.dumps([one.id, one.tokens, one.first])
+
+
+def example(folder: Path, data: bytes) -> None:
+    (folder / "training.jsonl").write_bytes(data + b"\n")
+    read_examples(folder, ["training.jsonl"], None, ("input",), chat=False)
+
+
+FOUND = Evidence(
+    found_by=evidence.PRODUCT, step=1, where="w", suspects=(Suspect(0, "n", "a CPU"),), judge=None, outputs=1, of=6,
+    bits=1, trusted=0, numerics="tree", machine={"threads": "1"},
+    details={"kind": "library", "segments": [2, 2], "shards": 2},
+)  # fmt: skip
+GROUP = {"lr": 0.1, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.0}
+UPDATED = replace(FOUND, found_by=evidence.OPTIMIZER, details={"group": GROUP, "updates": 1.0})
+
+
+def evidence_of(tensors: dict[str, list[int]]) -> Callable[[Path, bytes], None]:
+    def read(folder: Path, data: bytes) -> None:
+        """Forged metadata of tensors that are sound."""
+        held = {name: np.ones(shape, np.float32) for name, shape in tensors.items()}
+        (folder / "x.evidence").write_bytes(save(held, {"evidence": data.decode(errors="replace")}))
+        str(evidence_again.judge(folder / "x.evidence").text()).encode()
+
+    return read
+
+
+OF_PRODUCT = {"a": [2, 4], "b": [4, 3], "out": [1, 2, 3]}
+OF_UPDATE = {f"{at}.{name}": [8] for at in ("before", "after") for name in ("p", "exp_avg", "exp_avg_sq")}
+OF_UPDATE |= {"before.g": [8]}
+
+# Kinds whose reader here passes over what is forged.
+TOLERANT = ("ledger's header", "verify.json", "progress.jsonl", "matrix.json", "rank-N.error.json", "dump's metadata")
+
+# Kind of file -> what reads it, and a valid one.
+KINDS: dict[str, tuple[Callable[[Path, bytes], None], Any]] = {
+    "ledger's header": (header, json.loads(HEAD)),
+    "ledger's step": (step, json.loads(STEP)),
+    "run.json": (run_json, RUN),
+    "matrix.json": (matrix_json, None),
+    "verify.json": (verify_json, {"verdict": "identical", "exit_status": 0, "text": "identical"}),
+    "submission.json": (submission_json, {"schema": 1, "jobs": [{"id": "1", "role": "cells"}], "cells": ["a", "b"]}),
+    "progress.jsonl": (progress_jsonl, {"step": 1, "loss": 1.5, "seconds": 0.5, "tokens": 8, "peak_memory": 0}),
+    "rank-N.error.json": (reason, REASON),
+    "passes.json": (passes_json, [{"mode": "tree", "round": 1, "warmup": 1, "steps": 3, "profile": False}]),
+    "rank-N.jsonl": (figures_jsonl, FIGURES),
+    "dump's metadata": (dumped, PART),
+    "prepared data": (prepared_json, PREPARED),
+    "forwarded bytes": (forwarded, {"file": "progress.jsonl", "position": 0}),
+    **{f"rendezvous {key}": (message_of(key), value) for key, value in MESSAGES.items()},
+    "manifest": (manifest, MANIFEST),
+    **{f"row of {program}": (engine_row, row) for program, row in ROWS.items()},
+    "sequence": (sequence, {"id": "s", "tokens": [0, 3, 4], "attention_mask": [0, 1, 1], "prompt_length": 1}),
+    "packed sequences": (sequence, {"tokens": [3, 4, 5, 6], "cu_seqlens": [0, 2, 4]}),
+    "prompt and response": (sequence, {"prompt": "a", "response": [3, 4]}),
+    "example": (example, {"input": "a"}),
+    "evidence of a product": (evidence_of(OF_PRODUCT), FOUND.as_json()),
+    "evidence of an update": (evidence_of(OF_UPDATE), UPDATED.as_json()),
+}
+
+
+def valid(kind: str, folder: Path) -> Any:
+    if kind != "matrix.json":
+        return KINDS[kind][1]
+    MatrixDir(folder).write_matrix(MATRIX)
+    return json.loads(MatrixDir(folder).matrix.read_bytes())
+
+
+def refused_with(read: Callable[[Path, bytes], None], folder: Path, data: bytes, what: str) -> str | None:
+    """The message of the TpiError with which a file is refused. None: it was read."""
+    try:
+        read(folder, data)
+    except TpiError as error:
+        return str(error)
+    except Exception as error:
+        pytest.fail(f"{what}: {type(error).__name__}: {error}")
+    return None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forged_file_is_read_or_refused_with_one_message(kind, tmp_path):
+    read, _ = KINDS[kind]
+    whole = valid(kind, tmp_path)
+    if kind != "manifest":  # its files are not there
+        read(tmp_path, as_json(whole))
+    refused = tried = 0
+    for what, data in forged(whole):
+        tried += 1
+        message = refused_with(read, tmp_path, data, f"{kind}: {what}")
+        refused += message is not None
+        assert kind == "manifest" or message is None or len(message.splitlines()) == 1, (what, message)
+    assert tried > (60 if isinstance(whole, dict) else 20)
+    assert refused or kind in TOLERANT
+
+
+ANYTHING = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**80), 2**80)
+    | st.sampled_from((0, 1, -1, 2**31, 2**62, 2**63, 10**400, 1e39, 1e308))
+    | st.floats()
+    | st.text(max_size=4)
+    | st.sampled_from(("/", "..", "a/b", "x#2", "inf", "0", "\x1b[0m", "~", "1e400", "s", "float32", "library")),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+OPERATIONS = ("replace", "remove", "repeat", "grow", "wrap")
+
+
+def mutated(value: Any, path: tuple, operation: str, other: Any) -> Any:
+    def change(inner: Any, key: Any) -> None:
+        if operation == "remove":
+            inner.pop(key)
+        elif operation == "repeat" and isinstance(inner, list):
+            inner.insert(key, inner[key])
+        elif operation == "grow" and isinstance(inner, dict):
+            inner[str(other)] = inner[key]
+        else:
+            inner[key] = [inner[key]] if operation == "wrap" else other
+
+    return changed_at(value, path, change)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_random_change_is_a_defect(kind, tmp_path):
+    """Up to three changes at once, which a table of single ones does not have."""
+    read, _ = KINDS[kind]
+    whole = valid(kind, tmp_path)
+
+    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def attacked(data):
+        value = whole
+        for _ in range(data.draw(st.integers(1, 3))):
+            if not (there := list(places(value))):
+                break
+            path, operation = data.draw(st.sampled_from(there)), data.draw(st.sampled_from(OPERATIONS))
+            value = mutated(value, path, operation, data.draw(ANYTHING))
+        refused_with(read, tmp_path, as_json(value), f"{kind}: {value!r:.2000}")
+
+    attacked()
+
+
+NESTED = b"[" * 200_000 + b"]" * 200_000
+
+
+@pytest.mark.parametrize("kind", ("row of tpi score", "row of vLLM", "sequence", "example", "evidence of a product"))
+def test_200_000_nested_lists_are_refused(kind, tmp_path):
+    assert "nested too deeply" in (refused_with(KINDS[kind][0], tmp_path, b'{"id": ' + NESTED + b"}", kind) or "")
+
+
+@pytest.mark.parametrize(
+    "change",
+    (
+        {"details": FOUND.details | {"shards": 2**62}},
+        {"details": FOUND.details | {"shards": True}},
+        {"details": FOUND.details | {"segments": [4, 0]}},
+        {"details": FOUND.details | {"segments": [2**61, -(2**61), 4]}},
+        {"machine": {"threads": "many"}},
+        {"machine": {"threads": "9" * 30}},
+        {"machine": {"threads": "0"}},
+    ),
+)
+def test_evidence_of_no_product_is_refused_at_once(change, tmp_path):
+    message = refused_with(evidence_of(OF_PRODUCT), tmp_path, as_json(FOUND.as_json() | change), str(change))
+    assert message is not None
+
+
+def test_the_sound_evidence_is_judged_and_what_holds_nothing_to_compute_is_not(tmp_path):
+    evidence_of(OF_PRODUCT)(tmp_path, as_json(FOUND.as_json()))
+    assert evidence_again.judge(tmp_path / "x.evidence").exit_status == 1  # 4, and not 1
+    evidence_of(OF_PRODUCT)(tmp_path, as_json(replace(FOUND, found_by=evidence.REPLICAS).as_json()))
+    found = evidence_again.judge(tmp_path / "x.evidence")
+    assert found.exit_status == 2
+    assert "not comparable: nothing was computed again" in found.text()
+
+
+@pytest.mark.parametrize("shape", ((), (4,), (2, 4), (0, 1, 4), (2, 1, 3)))
+def test_dumps_of_no_linear_layer_are_refused(shape):
+    names = check.names_of("decoder.layers.0.mlp.linear_fc2")
+    shapes = dict(zip((*names.operands, names.weight), (shape, (2, 1, 3), (3, 4)), strict=True))
+    found = {
+        name: Dumped("bfloat16", size, np.zeros((1, int(np.prod(size))), np.uint16)) for name, size in shapes.items()
+    }
+    with pytest.raises(LedgerError, match="the dumps are not of a linear layer: forward/"):
+        check._computed(found, names, "row", 1, NumericsSettings(), None)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    (
+        ({"name": "tp1"}, "cells.0 and cells.1 have one name"),
+        ({"label": "tp1"}, "cells.0 and cells.1 have one label"),
+        ({"overrides": ["tp1"]}, "cells.0 and cells.1 have one set of overrides"),
+        ({"name": "link"}, "cells.0 and cells.1 have one run directory"),
+        ({"name": "../tp1"}, "cells.1.name: "),
+        ({"name": "."}, "cells.1.name: "),
+        ({"ranks": "2"}, "cells.1.ranks: "),
+    ),
+)
+def test_a_matrix_that_compares_a_run_with_itself_is_refused(change, words, tmp_path):
+    (tmp_path / "tp1").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "tp1")
+    MatrixDir(tmp_path).write_matrix(MATRIX)
+    assert MatrixDir(tmp_path).read_matrix() == MATRIX
+    raw = json.loads(MatrixDir(tmp_path).matrix.read_bytes())
+    raw["cells"][1] |= change
+    MatrixDir(tmp_path).matrix.write_text(json.dumps(raw))
+    with pytest.raises(RunError, match=r"is not a directory of tpi verify: matrix\.json: ") as caught:
+        judge(tmp_path)
+    assert words in str(caught.value)
+
+
+def archive_of(files: dict[str, bytes]) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, data in files.items():
+            archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
+        archive.comment = bytes(certificate._SEAL_SIZE)
+    return certificate._sealed(stream.getvalue())
+
+
+CONFIG = b"train: {train_iters: 1}\n"
+MEMBERS = {"ledger.jsonl": HEAD + STEP, "config.yaml": CONFIG, "run.json": as_json(RUN), "versions.json": b"{}"}
+MEMBERS |= {"environment.json": b"{}"}
+CONFIGS = (
+    b"[" * 100_000,
+    b"train: {train_iters: '1'}",
+    b"train: [1]",
+    b"- train",
+    b"&a [*a]",
+    b"train: &a {train_iters: 1, x: *a}",
+    b"".join(b"a%d: &a%d [%s]\n" % (n, n, b"*a%d," % (n - 1) * 9 if n else b"1") for n in range(12)),
+    b"train: {train_iters: 1, x: 2001-99-99}",
+    b'train: {train_iters: 1, x: "\\ud800"}',
+    b"? [1]\n: 2",
+    b"\xff\xfe",
+    b"!!python/object:os.system x",
+    b"train: {train_iters: 1, x: !!int a}",
+    b"train: {train_iters: %s}" % (b"9" * 5000),
+    b"",
+)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=[repr(one[:24]) for one in CONFIGS])
+def test_a_certificate_with_a_forged_configuration_is_refused(config):
+    members = MEMBERS | {"config.yaml": config}
+    manifest = certificate._manifest(members, {})
+    with pytest.raises(LedgerError) as caught:
+        certificate.open_certificate(Path("a.tpicert"), archive_of({certificate.MANIFEST: manifest} | members))
+    assert str(caught.value).startswith("a.tpicert: not the files of a run: config.yaml: ")
+
+
+@pytest.mark.parametrize("name", ("ledger.jsonl", "run.json"))
+def test_a_certificate_that_would_swell_is_refused_before_it_is_decompressed(name, monkeypatch):
+    members = {certificate.MANIFEST: b"{}"} | MEMBERS | {name: b" " * (65 << 20)}
+    data = archive_of(members)
+    assert len(data) < 1 << 20
+    monkeypatch.setattr(certificate, "_content", lambda *_: pytest.fail("decompressed"))
+    with pytest.raises(LedgerError, match=f"{name} claims 68157440 bytes, too many"):
+        certificate.open_certificate(Path("a.tpicert"), data)
+
+
+def test_a_file_is_not_read_beyond_its_limit(tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes(b"12345")
+    assert read_limited(file, 5) == b"12345"
+    with pytest.raises(ValueError, match="more than 4 bytes"):
+        read_limited(file, 4)
+    reading, writing = os.pipe()  # its size is 0
+    os.write(writing, b"x" * 101)
+    os.close(writing)
+    with pytest.raises(ValueError, match="more than 100 bytes"):
+        read_limited(Path(f"/dev/fd/{reading}"), 100)
+    os.close(reading)
+
+
+LONG = b"[" + b"{}," * 1_000_000 + b"{}]"
+
+
+def test_what_would_take_much_memory_is_refused_before_it_is_parsed(tmp_path, monkeypatch):
+    """A line of 100 MB took 2.6 GiB, and a header of 2 million tensors 1.2 GiB."""
+    monkeypatch.setattr("json.loads", lambda *_, **__: pytest.fail("parsed"))
+    with pytest.raises(ValueError, match="more than 1000000 values"):
+        parse_json(LONG)
+    monkeypatch.undo()
+    assert len(parse_json(b"[" + b"0," * 999_998 + b"0]")) == 999_999  # the control
+    problems: list[str] = []
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(len(LONG).to_bytes(8, "little") + LONG)
+    assert weights._header(file, problems) == {}
+    assert problems == ["x.safetensors: more than 1000000 values"]
+    monkeypatch.setattr(dumps, "LARGEST_HEADER", 1 << 20)
+    file = file_of(tmp_path, 1, 0)
+    file.parent.mkdir(parents=True)
+    file.write_bytes(len(LONG).to_bytes(8, "little") + LONG)
+    with pytest.raises(LedgerError, match="its header is larger than a dump's"):
+        read_step(tmp_path, 1)
+
+
+def test_a_line_of_a_ledger_has_a_longest_length(tmp_path, monkeypatch):
+    file = tmp_path / "ledger.jsonl"
+    file.write_bytes(HEAD + STEP)
+    monkeypatch.setattr(stream, "LONGEST_LINE", max(len(HEAD), len(STEP)))
+    monkeypatch.setattr(tail, "LONGEST_LINE", len(STEP))
+    assert len(streamed(file).steps) == tail.last_step(file).step == 1  # the control
+    monkeypatch.setattr(stream, "LONGEST_LINE", len(STEP) - 1)
+    monkeypatch.setattr(tail, "LONGEST_LINE", 10)
+    number = 1 if len(HEAD) >= len(STEP) else 2
+    with pytest.raises(LedgerError, match=rf"ledger\.jsonl line {number}: more than {len(STEP) - 1} bytes"):
+        streamed(file)
+    monkeypatch.setattr(tail, "_BLOCK", 4)
+    with pytest.raises(ValueError, match="a line of more than 10 bytes"):
+        tail.last_step(file)
+
+
+def test_the_limits_of_json_and_yaml():
+    parse_json(b"[" * DEPTH + b"]" * DEPTH)
+    for data in (b"[" * (DEPTH + 1) + b"]" * (DEPTH + 1), b'{"a": 1, "a": 1}', b"NaN", b'"\\ud800"', b"\xff"):
+        with pytest.raises(ValueError):
+            parse_json(data)
+    assert parse_json(b'"\\ud83d\\ude00"') == "😀"
+    assert parse_yaml(b"a: &x [1]\nb: *x\n") == {"a": [1], "b": [1]}
+    with pytest.raises(ValueError, match="Input should be a valid integer"):
+        checked(int, "1")

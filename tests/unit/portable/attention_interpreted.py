@@ -1,0 +1,90 @@
+"""The attention for GPUs on CPU tensors against its form for a CPU: for a process that Triton's interpreter runs in.
+
+The interpreter cannot multiply bf16. Here its `tl.dot` is the sum of tensor_core_sum.py, which goes on from the
+accumulator it is given: what an H200's `tl.dot` was seen to do (tests/data). The interpreter's FMA rounds twice and
+its conversion to bf16 cuts: both are replaced by what a GPU's instructions do.
+"""
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from tests.definitions.elementwise import numpy_version
+from tests.definitions.tensor_core_sum import fma
+from tests.operands import same_bits, sample
+from tp_invariant_recipes.kernels.cpu import tensor_core_cpu
+from tp_invariant_recipes.portable.ieee import attention_triton as ieee_attention_triton
+from tp_invariant_recipes.portable.ieee.attention import _of_powers_of_two, attention_backward, attention_forward
+
+ROUND = numpy_version("bf16_bits")
+KINDS = ("normal", "wide", "cancelling", "special", "tiny", "zeros", "opposite")
+NAMES = ("out", "top", "inverse", "dq", "dk", "dv")
+
+
+def as_a_tensor_core(kept):
+    """A replacement for `create_dot`, that keeps so many bits."""
+
+    def create_dot(self, a, b, accumulator, input_precision, max_num_imprecise_acc):
+        assert a.data.dtype == b.data.dtype == np.uint16, "bits of bf16"
+        assert a.data.shape[1] % tensor_core_cpu.STEP == 0, "whole steps"
+        rows, panels = tensor_core_cpu.split_rows(a.data), tensor_core_cpu.split_panels(b.data)
+        panels[1][panels[0] == 0] = tensor_core_cpu.NO_EXPONENT  # also above a column's first number: it adds to a sum
+        m, n = accumulator.data.shape
+        out = np.zeros((1, m, panels[0].shape[0] * tensor_core_cpu.WIDE), np.float32)
+        out[0, :, :n] = accumulator.data
+        tensor_core_cpu._add_bf16(out, 0, m, *rows, *panels, n, np.int32(kept))
+        return TensorHandle(np.ascontiguousarray(out[0, :, :n]), accumulator.dtype.scalar)
+
+    return create_dot
+
+
+def fused(self, a, b, c):
+    return TensorHandle(fma(a.data, b.data, c.data), c.dtype.scalar)
+
+
+def rounded_to_bf16(self, source, target):
+    assert source.dtype.scalar == tl.float32
+    assert target.scalar == tl.bfloat16
+    return TensorHandle(ROUND(source.data).astype(np.uint16), tl.bfloat16)
+
+
+def finite_operands(s, b, h, g, d, kind):
+    """query, key, value and the gradient of the output, bf16 and finite."""
+    kinds = {"tiny": "normal", "zeros": "normal", "opposite": "wide"}.get(kind, kind)
+    shapes = (s, b, h, d), (s, b, g, d), (s, b, g, d), (s, b, h, d)
+    tensors = [sample(kinds, *shape, dtype=torch.bfloat16, seed=seed) for seed, shape in enumerate(shapes)]
+    tensors = [torch.where(x.isfinite() & (x.abs() < 2**40), x, torch.zeros_like(x)) for x in tensors]
+    if kind == "tiny":  # subnormal products
+        tensors = [x * 2.0**-70 for x in tensors]
+    if kind == "zeros":  # of both signs, whole heads of them too
+        tensors = [torch.where(x.abs() < 0.5, x * 0, x) for x in tensors]
+        tensors[0][..., 0, :] = -0.0
+        tensors[3][..., 0, :] = 0.0
+    if kind == "opposite":  # sums over keys, queries and heads of numbers that cancel: an order shows in bf16
+        query, key, value, gradient = tensors
+        half = s // 2
+        value[half : 2 * half] = -value[:half].flip(0)
+        gradient[half : 2 * half] = -gradient[:half].flip(0)
+        query, key = 0.01 * query.clamp(-4, 4), 0.01 * key.clamp(-4, 4)
+        if h // g > 2:
+            gradient[:, :, 0] *= 2.0**16
+            query[:, :, 2], gradient[:, :, 2] = query[:, :, 0], -gradient[:, :, 0]
+        tensors = [query, key, value, gradient]
+    return tensors
+
+
+def differing_from_twin(kept, s, b, h, g, d, kind):
+    """The names of the tensors with other bits."""
+    query, key, value, gradient = finite_operands(s, b, h, g, d, kind)
+    scale = float(np.float32(d**-0.5))
+    attended = attention_forward(query, key, value, scale)
+    twins = (*attended, *attention_backward(gradient, query, key, value, attended, scale))
+    assert all(x.isfinite().all() for x in twins)
+    found = tuple(torch.full_like(twin, 7) for twin in twins)
+    InterpreterBuilder.create_dot = as_a_tensor_core(kept)
+    InterpreterBuilder.create_fma, InterpreterBuilder.create_fp_trunc = fused, rounded_to_bf16
+    c = _of_powers_of_two(scale)
+    ieee_attention_triton.forward_triton(query, key, value, *found[:3], c)
+    ieee_attention_triton.backward_triton(gradient, query, key, value, *twins[:3], *found[3:], c, scale)
+    return [name for name, x, y in zip(NAMES, found, twins, strict=True) if not same_bits(x, y)]

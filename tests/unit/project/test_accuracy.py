@@ -1,0 +1,57 @@
+"""`scripts/accuracy`: a tree is as near to the fp64 reference as stock, and the script would say so if it were not."""
+
+import importlib.util
+import sys
+from dataclasses import replace
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "accuracy"
+
+
+@pytest.fixture(scope="module")
+def accuracy():
+    loader = SourceFileLoader("accuracy_script", str(SCRIPT))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
+    sys.modules[loader.name] = module  # where dataclasses look a class's module up
+    loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def accuracy_rows(accuracy):
+    return list(accuracy.measure("cpu"))
+
+
+def test_no_tree_is_worse_than_stock(accuracy, accuracy_rows):
+    assert len(accuracy_rows) == 2 * 5 * (3 + 3 + 2 + 3 + 2)
+    assert accuracy.worse(accuracy_rows) == []
+
+
+def test_sums_over_ranks_in_bf16_are_worse_than_a_tree(accuracy_rows):
+    found = {
+        row.way: row.rms
+        for row in accuracy_rows
+        if (row.operation, row.result, row.dtype) == ("row-parallel", "y", torch.bfloat16)
+    }
+    assert found["stock t=4"] > 1.5 * found["tree V=8"]
+
+
+def test_what_is_worse_is_named(accuracy, accuracy_rows):
+    bad = next(n for n, r in enumerate(accuracy_rows) if (r.dtype, r.way) == (torch.bfloat16, "tree V=4"))
+    for rms in (2 * accuracy_rows[bad].rms, float("nan")):
+        found = accuracy.worse([*accuracy_rows[:bad], replace(accuracy_rows[bad], rms=rms), *accuracy_rows[bad + 1 :]])
+        assert len(found) == 3
+        assert all(line.startswith("column-parallel y, torch.bfloat16: tree V=4") for line in found)
+
+
+def test_the_script_prints_a_table(accuracy, accuracy_rows, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["accuracy", "cpu"])
+    monkeypatch.setattr(accuracy, "measure", {"cpu": accuracy_rows}.__getitem__)  # measured once for all tests here
+    assert accuracy.main() == 0
+    said = capsys.readouterr().out
+    assert "tree V=8" in said
+    assert "cross entropy dlogits" in said

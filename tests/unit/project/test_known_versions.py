@@ -1,0 +1,70 @@
+"""The sets of versions that are known to work: those of the locks are one, and `tpi doctor` says which is here."""
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tp_invariant_recipes.features import doctor
+from tp_invariant_recipes.machine.known_versions import KNOWN, matching
+
+ROOT = Path(__file__).parents[3]
+LOCKS = "\n".join(file.read_text() for file in (ROOT / "scripts" / "lock" / "x86_64").glob("*.txt"))
+LOCKED = dict(re.findall(r"^([\w.-]+)==(\S+)", LOCKS, re.MULTILINE))
+
+
+def test_the_last_set_is_that_of_the_locks():
+    assert KNOWN[-1].versions == {name: LOCKED[name] for name in KNOWN[-1].versions}
+    assert all(one.evidence for one in KNOWN)
+
+
+@pytest.mark.parametrize(
+    "here, known",
+    (
+        (KNOWN[-1].versions, True),
+        ({"megatron-bridge": "0.6.2", "megatron-core": "0.19.2"}, True),
+        ({"megatron-bridge": "0.6.2", "megatron-core": "0.19.2+cu13"}, True),
+        ({"megatron-bridge": "0.6.2", "megatron-core": "0.19.0"}, False),
+        ({"megatron-bridge": "0.6.3", "megatron-core": "0.19.2"}, False),
+        ({}, False),
+    ),
+)
+def test_a_set_that_is_here(here, known):
+    assert (matching(here.get) is not None) is known
+
+
+def test_the_doctor_says_which(monkeypatch):
+    rows = {row.what: row for row in doctor._known()}
+    assert "megatron-bridge 0.6.2, megatron-core 0.19.2, transformer-engine 2.20.2" in rows["known to work"].found
+    assert "tests/gpu on up to four H200s" in rows["known to work"].advice
+    monkeypatch.setattr(doctor, "installed", {"megatron-bridge": "9.0.0"}.get)
+    assert [(row.what, row.state) for row in doctor._known()] == [
+        ("known to work", "optional"),
+        ("these together", "other"),
+    ]
+
+
+def test_the_script_names_tests_that_there_are():
+    script = runpy.run_path(str(ROOT / "scripts" / "try-versions"))
+    assert all((ROOT / test).is_file() for test in script["TESTS"])
+    for program in script["CHECKS"].values():
+        compile(program, "check", "exec")
+
+
+def test_a_check_that_fails_breaks_the_set(capsys):
+    script = runpy.run_path(str(ROOT / "scripts" / "try-versions"))
+    fine, wrong = (script["ended"]([sys.executable, "-S", "-c", text], 60) for text in ("print(1)", "print(2); 1/0"))
+    assert script["shown"]("one", fine)
+    assert not script["shown"]("two", wrong)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[:2]] == ["ok", "BREAKS"]
+
+
+@pytest.mark.release
+def test_the_versions_of_the_locks_break_nothing():
+    pins = [f"{name}=={LOCKED[name]}" for name in ("megatron-bridge", "megatron-core")]
+    command = [sys.executable, str(ROOT / "scripts" / "try-versions"), *pins, "--tests"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "nothing breaks"), done.stdout + done.stderr

@@ -1,0 +1,23 @@
+"""No public class of the package has the name of another: a name in an error or a trace means one thing."""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[3] / "tp_invariant_recipes"
+
+
+def classes() -> dict[str, list[str]]:
+    """Public class → the modules that define it, classes inside of others included."""
+    found = defaultdict(list)
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append(str(file.relative_to(PACKAGE)))
+    return found
+
+
+def test_no_public_class_has_the_name_of_another():
+    found = classes()
+    assert len(found) > 100
+    assert {name: files for name, files in found.items() if len(files) > 1} == {}

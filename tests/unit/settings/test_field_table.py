@@ -1,0 +1,152 @@
+"""The table of Bridge's fields: it answers without Bridge, counts only for the Bridge it came from, may be missing."""
+
+import dataclasses
+import json
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from tests.unit.config.refusals import problems_of
+from tp_invariant_recipes.config import compose as composing
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.settings import conf_files, field_table, schema
+
+SETTINGS = {"steps": int, "rate": float | None, "kind": Literal["a", "b"] | None, "on": bool, "name": str, "other": Any}
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch) -> Path:
+    """A package in Bridge's place with one class, Settings; the table's places are empty folders."""
+    folder = tmp_path / "bridge"
+    folder.mkdir()
+    (folder / "settings.py").write_text("class Settings: ...\n")
+    module = types.ModuleType("megatron.bridge.settings")
+    module.__file__ = str(folder / "settings.py")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(field_table, "_folder", lambda package: folder)
+    monkeypatch.setattr(field_table, "in_environment", lambda: tmp_path / "environment" / "table.json")
+    return folder
+
+
+def written_table(file: Path) -> dict[str, Any]:
+    cls = dataclasses.make_dataclass("Settings", SETTINGS, module="megatron.bridge.settings")
+    field_table.write(file, {"megatron.bridge.settings.Settings": (cls, SETTINGS)})
+    return dict(field_table.read())
+
+
+@pytest.mark.parametrize("place", (field_table.in_cache, lambda: field_table.in_environment()), ids=("cache", "venv"))
+def test_what_is_written_is_read(package, place):
+    found = written_table(place())
+    assert found == {"megatron.bridge.settings.Settings": SETTINGS | {"other": None}}
+
+
+def test_no_path_of_the_machine_is_in_it(package, tmp_path):
+    written_table(field_table.in_cache())
+    assert str(tmp_path) not in field_table.in_cache().read_text()
+
+
+def test_without_a_file_there_is_none(package):
+    assert field_table.read() == {}
+
+
+def test_it_does_not_count_when_bridge_has_changed(package):
+    assert written_table(field_table.in_cache())
+    (package / "settings.py").write_text("class Settings: steps: int\n")
+    assert field_table.read() == {}
+    assert written_table(field_table.in_cache())
+    os.utime(package / "settings.py", ns=(1, 1))
+    assert field_table.read() == {}
+    assert written_table(field_table.in_cache())
+    (package / "settings.py").unlink()
+    assert field_table.read() == {}
+
+
+def test_the_one_in_the_cache_counts_where_that_of_the_environment_does_not(package):
+    written_table(field_table.in_environment())
+    os.utime(package / "settings.py", ns=(1, 1))
+    assert written_table(field_table.in_cache())
+
+
+DAMAGED = ("", "{", "[]", '{"sources": {}}', '{"sources": {}, "classes": {"a": {"b": ["complex"]}}}', "\xff" * 10)
+DAMAGED += ('{"sources": {"etc/passwd": [1, 2]}, "classes": {}}', "[" * 100000, '{"sources": {"a": 1}, "classes": {}}')
+
+
+@pytest.mark.parametrize("text", DAMAGED, ids=range(len(DAMAGED)))
+def test_a_damaged_file_is_none(package, text):
+    file = field_table.in_cache()
+    file.parent.mkdir(parents=True)
+    file.write_bytes(text.encode("latin-1"))
+    assert field_table.read() == {}
+
+
+def test_every_provider_of_a_model_is_in_it():
+    files = [*(conf_files.conf_dir() / "model").glob("*.yaml")]
+    targets = {line.split()[-1] for f in files for line in f.read_text().splitlines() if "_target_:" in line}
+    assert targets == set(schema.PROVIDERS)
+    assert {*schema.BRIDGE_SECTIONS.values(), schema.MIXED_PRECISION} - {schema.PROVIDER} <= field_table.read().keys()
+
+
+# These compose in a folder of tests that lets nobody import Bridge.
+TYPOS = (
+    ("model.num_layer=3", "model.num_layer: no such field of GPTModelProvider; did you mean 'model.num_layers'?"),
+    (
+        "optimizer.clip_gard=1",
+        "optimizer.clip_gard: no such field of OptimizerConfig; did you mean 'optimizer.clip_grad'?",
+    ),
+    ("profiling.use_nsys=1", "profiling.use_nsys: no such field of ProfilingConfig"),
+    ("mixed_precision.bf17=true", "mixed_precision.bf17=true: mixed_precision=bf16_mixed is a preset"),
+    ("model.num_layers=abc", "model.num_layers=abc: expected int, such as 4"),
+    ("ddp.overlap_grad_reduce=2", "ddp.overlap_grad_reduce=2: expected bool, such as true"),
+    ("model.transformer_impl=locl", "model.transformer_impl=locl: expected one of"),
+    ('model.num_layers="-3"', "model.num_layers=-3: must be at least 1"),
+)
+
+
+@pytest.mark.parametrize("override, says", TYPOS, ids=[row[0] for row in TYPOS])
+def test_a_typo_needs_no_bridge(override, says):
+    (problem,) = problems_of(override)
+    assert problem.startswith(says)
+
+
+def test_values_get_their_types_without_bridge():
+    tree = composing.compose(
+        "qwen3_toy", ['model.num_layers="4"', "optimizer.clip_grad=2"], device="cpu"
+    ).config.sections
+    assert (tree["model"]["num_layers"], repr(tree["optimizer"]["clip_grad"])) == (4, "2.0")
+
+
+def test_a_users_file_is_checked_too(tmp_path):
+    (tmp_path / "config" / "tpi" / "model").mkdir(parents=True)
+    text = "# @package _global_\ndefaults:\n  - qwen3_toy\nmodel:\n  num_layer: 3\n  num_layers: two\n"
+    (tmp_path / "config" / "tpi" / "model" / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        composing.compose("mine", (), device="cpu")
+    found = list(refused.value.problems)
+    assert [problem.partition(":")[0] for problem in found] == ["model.num_layers=two", "model.num_layer"]
+
+
+@pytest.mark.parametrize("override", ("model.num_layer=3", "model.activation_func=nope", "model._target_=other.Model"))
+def test_what_the_table_cannot_answer_is_asked_of_bridge(monkeypatch, override):
+    def load() -> None:
+        raise ConfigError("Bridge was asked")
+
+    if override == "model.num_layer=3":
+        monkeypatch.setattr(field_table, "read", dict)
+    schema.bridge_class.cache_clear()
+    monkeypatch.setattr(schema.bridge, "load", load)
+    assert problems_of(override) == ["Bridge was asked"]
+
+
+def test_an_unwritable_cache_is_no_error(monkeypatch):
+    monkeypatch.setattr(field_table, "read", dict)
+    monkeypatch.setattr(schema.bridge, "load", lambda: None)
+    monkeypatch.setattr(schema, "_located", lambda path: int)
+    monkeypatch.setattr(schema, "fields", lambda cls: {})
+    monkeypatch.setattr(field_table, "write", lambda file, classes: json.loads("not written"))
+    schema._keep_fields.cache_clear()
+    schema._keep_fields()
+    schema._keep_fields.cache_clear()
