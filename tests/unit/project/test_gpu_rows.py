@@ -3,6 +3,7 @@
 import json
 import stat
 import sys
+import time
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -112,7 +113,10 @@ def test_a_command_is_killed_at_its_step(rows_script, monkeypatch, tmp_path, ste
     monkeypatch.setattr(rows_script, "TPI", [str(tpi)])
     command = rows_script.Command(f"train m run.dir={tmp_path}/run", rows_script.KILLED, kill_at=15)
     assert rows_script.execute(command, command.words.split(), ["0"], tmp_path / "log") == status
-    assert (rows_script.recorded_steps(command.words.split()) >= 15) is (status == rows_script.KILLED)
+    recorded = rows_script.recorded_steps(command.words.split())
+    time.sleep(1)  # as long as all steps take
+    assert rows_script.recorded_steps(command.words.split()) == recorded
+    assert (recorded >= 15) is (status == rows_script.KILLED)
 
 
 @pytest.mark.parametrize("option", ("--list", "--dry-run"))
