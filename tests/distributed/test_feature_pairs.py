@@ -14,7 +14,6 @@ from tests.forks import Tpi
 from tp_invariant_recipes.config import container
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError, TpiError
-from tp_invariant_recipes.settings import layout
 
 ALL = [*pairs()]
 FEW = ALL[::61]  # of `make test`
@@ -40,7 +39,7 @@ def refusal(pair: Pair, weights: str) -> str | None:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             made = container.build(composed.config.with_fields("checkpoint", save=weights))  # as a run has it
             typed = {override.path for override in composed.overrides}
-            container.validate(made, layout.of(composed.config).world, here=device == "cpu", typed=typed)
+            container.validate(made, composed.config.layout.world, here=device == "cpu", typed=typed)
     except ConfigError as error:
         return str(error)
     return None
