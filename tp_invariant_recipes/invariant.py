@@ -224,12 +224,12 @@ def _problems(config: Any, shards: int, vocab_size: int | None = None, ddp: dict
         "ddp": ddp or {},
         "device": {"kind": _device()},
     }
-    found = [_plain(str(problem)) for problem in broken_rules(RunConfig(sections), invariance.RULES)]
+    problems = [_plain(str(problem)) for problem in broken_rules(RunConfig(sections), invariance.RULES)]
     if config.calculate_per_token_loss:
-        found.append("calculate_per_token_loss: who counts the tokens is not known here; leave it unset")
+        problems.append("calculate_per_token_loss: who counts the tokens is not known here; leave it unset")
     if _device() == "gpu" and not config.deterministic_mode:
-        found.append("kernels that add in no fixed order repeat no bits; deterministic_mode=True")
-    return found
+        problems.append("kernels that add in no fixed order repeat no bits; deterministic_mode=True")
+    return problems
 
 
 def _relevant_fields(config: Any) -> dict[str, Any]:

@@ -153,7 +153,7 @@ def test_a_dead_ranks_log_and_reason_control_nothing(cli, tmp_path, monkeypatch)
     run.rank_log(1).write_text(f"last words {EVIL}\n")
     for dead in ({1: -9}, {0: 1}):
         run.failure(0).parent.mkdir(exist_ok=True)
-        facts = {"rank": 0, "time": 1.0, "kind": "ValueError", "message": EVIL, "ours": False, "errno": None}
+        facts = {"rank": 0, "time": 1.0, "kind": "ValueError", "message": EVIL, "user_error": False, "errno": None}
         run.failure(0).write_text(json.dumps(facts))
         failure = ranks._failure(run, dead)
         assert "\x1b" in str(failure)

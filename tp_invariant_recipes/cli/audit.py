@@ -99,32 +99,32 @@ def audit(
     _end(launch.execute(planned, watch, keep=keep), as_json)
 
 
-def _end(found: dict[str, Any], as_json: bool) -> None:
+def _end(result: dict[str, Any], as_json: bool) -> None:
     """Print what was found, and end with its status."""
     if as_json:
-        terminal.print_json(found)
+        terminal.print_json(result)
     else:
-        _print(found)
-    raise typer.Exit(found["exit_status"])
+        _print(result)
+    raise typer.Exit(result["exit_status"])
 
 
-def _print(found: dict[str, Any]) -> None:
+def _print(result: dict[str, Any]) -> None:
     console = terminal.console()
-    console.print(_table(found))
-    line = Text(found["text"])
-    line.stylize(f"bold {_COLOURS[found['verdict']]}", 0, len(found["verdict"]))
+    console.print(_table(result))
+    line = Text(result["text"])
+    line.stylize(f"bold {_COLOURS[result['verdict']]}", 0, len(result["verdict"]))
     console.print(line, soft_wrap=True)
-    if found["not_compared"]:
-        count, name = counted(len(found["not_compared"]), "tensor"), found["not_compared"][0]
+    if result["not_compared"]:
+        count, name = counted(len(result["not_compared"]), "tensor"), result["not_compared"][0]
         console.print(
             Text(f"not compared: {count} that one of the two lacks, such as {name}", style="dim"), soft_wrap=True
         )
-    console.print(Text(f"all tensors: {found['directory']}/audit.html", style="dim"), soft_wrap=True)
+    console.print(Text(f"all tensors: {result['directory']}/audit.html", style="dim"), soft_wrap=True)
 
 
-def _table(found: dict[str, Any]) -> Table:
+def _table(result: dict[str, Any]) -> Table:
     """The modules that are beyond rounding, then the furthest of the others."""
-    modules = sorted(found["modules"], key=lambda row: (not row["beyond"], -_furthest(row)))[:_ROWS]
+    modules = sorted(result["modules"], key=lambda row: (not row["beyond"], -_furthest(row)))[:_ROWS]
     kinds = [kind for kind in _KINDS if any(kind in row for row in modules)]
     table = Table(
         Column("module", overflow="fold"),
@@ -132,10 +132,10 @@ def _table(found: dict[str, Any]) -> Table:
         box=box.SIMPLE_HEAD,
         collapse_padding=True,
         pad_edge=False,
-        caption=f"error / what rounding moves there; beyond {found['margin']:g} it is none",
+        caption=f"error / what rounding moves there; beyond {result['margin']:g} it is none",
         caption_justify="left",
     )
-    order = [row["module"] for row in found["modules"]]
+    order = [row["module"] for row in result["modules"]]
     for row in sorted(modules, key=lambda row: order.index(row["module"])):
         cells = [_cell(row[kind], kind in row["beyond"]) if kind in row else Text("") for kind in kinds]
         table.add_row(row["module"].removeprefix("decoder."), *cells)

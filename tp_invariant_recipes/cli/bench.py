@@ -63,24 +63,24 @@ def bench(
             how=how,
         )
     with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
-        for one in planned.plans.values():
-            check(one)
+        for plan in planned.plans.values():
+            check(plan)
     console.print(Text(f"benchmark directory {planned.directory.path}"), soft_wrap=True)
     with progress.Passes(planned.directory, planned.passes, console) as watch:
-        found = launch.execute(planned, watch)
+        result = launch.execute(planned, watch)
     if as_json:
-        terminal.print_json(found)
+        terminal.print_json(result)
     else:
-        _print(found)
+        _print(result)
 
 
-def _print(found: dict[str, Any]) -> None:
+def _print(result: dict[str, Any]) -> None:
     console = terminal.console()
-    console.print(_title(found), soft_wrap=True)
-    console.print(_figures(found["modes"]))
-    console.print(f"host: {found['host_python_ms']:.0f} ms for a million additions in Python", highlight=False)
-    if "profile" in found:
-        traced = found["profile"]["modes"]
+    console.print(_title(result), soft_wrap=True)
+    console.print(_figures(result["modes"]))
+    console.print(f"host: {result['host_python_ms']:.0f} ms for a million additions in Python", highlight=False)
+    if "profile" in result:
+        traced = result["profile"]["modes"]
         console.print(_categories(traced))
         for line in _limits(traced):
             console.print(Text(line), soft_wrap=True)
@@ -90,12 +90,12 @@ def _print(found: dict[str, Any]) -> None:
             console.print(f"trace of {mode['mode']}: {mode['trace']}", soft_wrap=True)
 
 
-def _title(found: dict[str, Any]) -> str:
-    ranks = counted(found["ranks"], f"{found['device']['kind']} rank")
-    names = ", ".join(sorted(set(found["device"]["names"])))
+def _title(result: dict[str, Any]) -> str:
+    ranks = counted(result["ranks"], f"{result['device']['kind']} rank")
+    names = ", ".join(sorted(set(result["device"]["names"])))
     return (
-        f"{' '.join([found['model'], *found['overrides']])} on {ranks} ({names}): "
-        f"{counted(found['rounds'], 'round')} of {counted(found['steps'], 'step')} after {found['warmup']}"
+        f"{' '.join([result['model'], *result['overrides']])} on {ranks} ({names}): "
+        f"{counted(result['rounds'], 'round')} of {counted(result['steps'], 'step')} after {result['warmup']}"
     )
 
 
@@ -122,8 +122,8 @@ def _figures(modes: list[dict[str, Any]]) -> Table:
 
 def _spread(title: str, figures: list[dict[str, float] | None], digits: int) -> list[tuple[str, list[str]]]:
     """Two columns, each a title and its cells: the medians, and the ranges from smallest to largest."""
-    medians = ["1" if one is None else f"{one['median']:.{digits}f}" for one in figures]
-    ends = ["" if one is None else f"{one['min']:.{digits}f}–{one['max']:.{digits}f}" for one in figures]
+    medians = ["1" if figure is None else f"{figure['median']:.{digits}f}" for figure in figures]
+    ends = ["" if figure is None else f"{figure['min']:.{digits}f}–{figure['max']:.{digits}f}" for figure in figures]
     return [(title, medians), ("min–max", ends)]
 
 
@@ -142,7 +142,7 @@ def _categories(modes: list[dict[str, Any]]) -> Table:
     table = _table("a step on rank 0", *titles)
     names = {name: [mode["categories"].get(name) for mode in modes] for mode in modes for name in mode["categories"]}
     rows = {
-        name: [(one["milliseconds"], one["launches"]) if one else (0.0, 0.0) for one in categories]
+        name: [(category["milliseconds"], category["launches"]) if category else (0.0, 0.0) for category in categories]
         for name, categories in names.items()
     }
     for name in sorted(rows, key=lambda name: -max(rows[name])[0]):

@@ -41,20 +41,20 @@ def bisect(
     from tp_invariant_recipes.features.bisect import workflow as launch
     from tp_invariant_recipes.launch import progress
 
-    found = launch.new(run_a.expanduser(), run_b.expanduser(), directory, referee=referee)
-    if isinstance(found, Comparison):
+    planned = launch.new(run_a.expanduser(), run_b.expanduser(), directory, referee=referee)
+    if isinstance(planned, Comparison):
         if as_json:
-            terminal.print_json({"recorded": comparison_json(found)})
+            terminal.print_json({"recorded": comparison_json(planned)})
         else:
-            why = weights_drawn(found) or "there is no step to train again"
-            terminal.print_text(f"{verdict_line(found)}\n{why}")
-        raise typer.Exit(found.exit_status)
+            why = weights_drawn(planned) or "there is no step to train again"
+            terminal.print_text(f"{verdict_line(planned)}\n{why}")
+        raise typer.Exit(planned.exit_status)
     needed.check("tpi bisect", needed.TRAINING)
     console = terminal.console_of_its_own()
-    console.print(Text(f"recorded: {verdict_line(found.first)}"), soft_wrap=True)
-    console.print(Text(f"training step {found.step} again in {found.directory.path}"), soft_wrap=True)
+    console.print(Text(f"recorded: {verdict_line(planned.first)}"), soft_wrap=True)
+    console.print(Text(f"training step {planned.step} again in {planned.directory.path}"), soft_wrap=True)
     watch = progress.headed(console, lambda label, _: Text(label, style="bold"), verbose=verbose)
-    result = launch.execute(found, watch)
+    result = launch.execute(planned, watch)
     if as_json:
         terminal.print_json(result)
     else:
@@ -69,7 +69,7 @@ def _print(result: dict[str, Any]) -> None:
         lines.append(f"the operation: {result['operation']}")
     if result["apart"]:
         lines.append(f"{result['dumped'][0]}: {result['apart']}")
-        equal = [name for name, found in result["distances"].items() if found.get("differing") == 0]
+        equal = [name for name, distance in result["distances"].items() if distance.get("differing") == 0]
         if equal:
             lines.append(f"equal: {', '.join(equal)}")
         lines.append(f"values: {result['directory']}/dumped-a/dumps and dumped-b/dumps")

@@ -45,19 +45,19 @@ def certify(
     if check is not None:
         if out is not None:
             raise LedgerError("--out is where a new certificate goes; --check makes none")
-        found = _check(check, expected)
+        certified = _check(check, expected)
     else:
         if expected is not None:
             raise LedgerError("--hash is for checking a certificate: --check FILE --hash HASH")
-        found = _certify(Path(str(run)), out)
+        certified = _certify(Path(str(run)), out)
     if as_json:
-        terminal.print_json(_report(found))
+        terminal.print_json(_report(certified))
         return
-    summary = found.summary
-    terminal.print_text(f"{found.path}: {certificate.summary_words(summary)}")
+    summary = certified.summary
+    terminal.print_text(f"{certified.path}: {certificate.summary_words(summary)}")
     if summary["steps"] != summary["of"]:
         terminal.print_text(f"the run has {summary['steps']} of {counted(summary['of'], 'step')}: it was not finished")
-    terminal.print_text(f"certificate hash {found.hash}{', as expected' if expected else ''}")
+    terminal.print_text(f"certificate hash {certified.hash}{', as expected' if expected else ''}")
 
 
 def _certify(run: Path, out: Path | None) -> "Certificate":
@@ -80,14 +80,14 @@ def _check(file: Path, expected: str | None) -> "Certificate":
 
     if expected is not None and not _HASH.fullmatch(expected.strip().lower()):
         raise LedgerError(f"--hash {expected}: a hash has 64 hexadecimal digits")
-    found = certificate.check(file.expanduser())
-    if expected is not None and expected.strip().lower() != found.hash:
-        raise LedgerError(f"{file} is another certificate: its hash is {found.hash} and not {expected}")
-    return found
+    certified = certificate.check(file.expanduser())
+    if expected is not None and expected.strip().lower() != certified.hash:
+        raise LedgerError(f"{file} is another certificate: its hash is {certified.hash} and not {expected}")
+    return certified
 
 
-def _report(found: "Certificate") -> dict[str, Any]:
+def _report(certified: "Certificate") -> dict[str, Any]:
     from tp_invariant_recipes.ledger.bits import described
 
-    loss = described(found.summary["loss"])
-    return {"certificate": str(found.path), "hash": found.hash} | found.summary | {"loss": loss}
+    loss = described(certified.summary["loss"])
+    return {"certificate": str(certified.path), "hash": certified.hash} | certified.summary | {"loss": loss}

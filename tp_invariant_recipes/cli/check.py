@@ -43,14 +43,16 @@ def check(
         )
     from tp_invariant_recipes.features import check as again
 
-    found = again.check(what, step, module)
-    status = again.exit_status(found)
+    checked = again.check(what, step, module)
+    status = again.exit_status(checked)
     if as_json:
-        tensors = [{"name": one.name, "identical": one.identical, **asdict(one.distance)} for one in found]
+        tensors = [
+            {"name": tensor.name, "identical": tensor.identical, **asdict(tensor.distance)} for tensor in checked
+        ]
         terminal.print_json({"exit_status": status, "tensors": tensors})
     else:
-        for one in found:
-            terminal.print_text(str(one))
+        for tensor in checked:
+            terminal.print_text(str(tensor))
         verdict = "different" if status else "identical"
         terminal.print_text(f"{verdict}: step {step} of {module}, computed again on this CPU")
     raise typer.Exit(status)
@@ -59,11 +61,14 @@ def check(
 def _check_evidence(file: Path, *, as_json: bool) -> None:
     from tp_invariant_recipes.features import evidence
 
-    found = evidence.judge(file)
+    judgement = evidence.judge(file)
     if as_json:
-        held = [{"name": name, "dtype": str(one.dtype), "shape": [*one.shape]} for name, one in found.tensors.items()]
-        described = found.evidence.as_json() | {"tensors": held}
-        terminal.print_json({"exit_status": found.exit_status, "how": found.how, "evidence": described})
+        held = [
+            {"name": name, "dtype": str(tensor.dtype), "shape": [*tensor.shape]}
+            for name, tensor in judgement.tensors.items()
+        ]
+        described = judgement.evidence.as_json() | {"tensors": held}
+        terminal.print_json({"exit_status": judgement.exit_status, "how": judgement.how, "evidence": described})
     else:
-        terminal.print_text(found.text())
-    raise typer.Exit(found.exit_status)
+        terminal.print_text(judgement.text())
+    raise typer.Exit(judgement.exit_status)

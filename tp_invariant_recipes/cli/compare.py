@@ -74,16 +74,16 @@ def _print(comparisons: "tuple[Comparison, ...]", every: bool) -> None:
 
     console = terminal.console()
     printed = set()
-    for one in comparisons:
-        line = Text(one_line(verdict_line(one)))
-        line.stylize(f"bold {_COLOURS[one.exit_status]}", 0, len(one.verdict.value))
-        prefix = f"{one_line(run_name(one.b))}: " if len(comparisons) > 1 else ""
+    for comparison in comparisons:
+        line = Text(one_line(verdict_line(comparison)))
+        line.stylize(f"bold {_COLOURS[comparison.exit_status]}", 0, len(comparison.verdict.value))
+        prefix = f"{one_line(run_name(comparison.b))}: " if len(comparisons) > 1 else ""
         console.print(Text(prefix) + line, soft_wrap=True)
-        _print_parameters(console, one, every)
-        rows = header_rows(one)
+        _print_parameters(console, comparison, every)
+        rows = header_rows(comparison)
         if rows:
-            console.print(_table(one, rows))
-        for sentence in remarks(one):
+            console.print(_table(comparison, rows))
+        for sentence in remarks(comparison):
             if sentence not in printed:
                 console.print(Text(one_line(sentence), style="dim"), soft_wrap=True)
             printed.add(sentence)

@@ -108,7 +108,7 @@ def _offers(root: Any, words: list[str], incomplete: str) -> tuple[bool, list[tu
         return False, [(name, about) for name, about in there if name.startswith(incomplete)]
     if rest and (option := options.get(rest[-1])) is not None and not option.is_flag:
         return _value(option, command.name, rest, incomplete)
-    arguments = [one for one in command.params if one.param_type_name == "argument"]
+    arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
     number = len(_positional(rest, options))
     if not arguments or (number >= len(arguments) and arguments[-1].nargs == 1):
         return False, []
@@ -152,15 +152,15 @@ def _command(root: Any, words: list[str]) -> tuple[Any, list[str]]:
 
 def _positional(words: list[str], options: dict[str, Any]) -> list[str]:
     """The words that are neither options nor values of options."""
-    found, value = [], False
+    positional, value = [], False
     for word in words:
         if value:
             value = False
         elif word.startswith("-"):
             value = "=" not in word and word in options and not options[word].is_flag
         else:
-            found.append(word)
-    return found
+            positional.append(word)
+    return positional
 
 
 def _launcher(command: str, words: list[str], incomplete: str) -> tuple[bool, list[tuple[str, str]]]:

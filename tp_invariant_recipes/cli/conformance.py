@@ -55,19 +55,21 @@ def conformance(
         recording = cases.read(check)
         _verdict([(f"{check} (recorded on {recording.gpu})", recording, cases.by_definition)], as_json, recorded=True)
         return
-    found = gpus.visible()
+    visible = gpus.visible()
     built_in = cases.built_in()
     if record is not None:
         import torch
 
-        name, capability = (found[0].name, found[0].capability) if found else (f"a CPU, {platform.machine()}", (0, 0))
+        name, capability = (
+            (visible[0].name, visible[0].capability) if visible else (f"a CPU, {platform.machine()}", (0, 0))
+        )
         metadata = {"gpu": name, "capability": ".".join(map(str, capability)), "torch": torch.__version__}
-        cases.write(record, built_in, cases.on_gpu(0) if found else cases.by_definition, metadata)
+        cases.write(record, built_in, cases.on_gpu(0) if visible else cases.by_definition, metadata)
         terminal.print_text(f"{record}: {len(built_in.cases)} cases of {name}")
-    if not found:
+    if not visible:
         _verdict([(f"this CPU ({platform.machine()})", built_in, cases.by_definition)], as_json)
         return
-    _verdict([(f"GPU {i} ({gpu.name})", built_in, cases.on_gpu(i)) for i, gpu in enumerate(found)], as_json)
+    _verdict([(f"GPU {i} ({gpu.name})", built_in, cases.on_gpu(i)) for i, gpu in enumerate(visible)], as_json)
 
 
 def _verdict(checks: "list[tuple[str, Recording, Product]]", as_json: bool, recorded: bool = False) -> None:
@@ -93,5 +95,5 @@ def _verdict(checks: "list[tuple[str, Recording, Product]]", as_json: bool, reco
             terminal.print_text(f"{name} adds as an H200 does: all bits of {len(recording.cases)} cases are equal")
     if as_json:
         terminal.print_json(report, indent=2)
-    differ = any(one["different"] for one in report)
+    differ = any(case["different"] for case in report)
     raise typer.Exit(EXIT_STATUS[Verdict.DIFFERENT if differ else Verdict.IDENTICAL])

@@ -36,13 +36,13 @@ def export(
     needed.check("tpi export", needed.TRAINING)
     from tp_invariant_recipes.features.export.workflow import export as write
 
-    found = write(run, folder, step, masters=masters, merge=merge)
+    exported = write(run, folder, step, masters=masters, merge=merge)
     if as_json:
-        terminal.print_json(asdict(found) | {"folder": str(found.folder)})
+        terminal.print_json(asdict(exported) | {"folder": str(exported.folder)})
         return
-    what = f"{counted(found.tensors, 'tensor')}, {found.dtype}" if found.tensors else "its adapters, for peft"
-    terminal.print_text(f"{found.folder}: {found.architecture} after step {found.step}, {what}")
-    if found.copied:
-        terminal.print_text(f"copied: {', '.join(found.copied)}")
-    if found.digest:
-        terminal.print_text(f"weights digest {found.digest}")
+    what = f"{counted(exported.tensors, 'tensor')}, {exported.dtype}" if exported.tensors else "its adapters, for peft"
+    terminal.print_text(f"{exported.folder}: {exported.architecture} after step {exported.step}, {what}")
+    if exported.copied:
+        terminal.print_text(f"copied: {', '.join(exported.copied)}")
+    if exported.digest:
+        terminal.print_text(f"weights digest {exported.digest}")

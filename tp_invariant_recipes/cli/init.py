@@ -28,7 +28,7 @@ def init(
     if kind not in KINDS:
         raise ConfigError(f"tpi init {kind}: WHAT is one of {', '.join(KINDS)}{nearest(kind, KINDS)}")
     folder = TEMPLATES / kind
-    templates = {one.relative_to(folder).with_suffix(""): one for one in sorted(folder.rglob("*.txt"))}
+    templates = {template.relative_to(folder).with_suffix(""): template for template in sorted(folder.rglob("*.txt"))}
     top = next(iter(templates)).parts[0]
     if (there := Path(top)).exists() or there.is_symlink():
         raise ConfigError(f"{top} exists, and tpi init overwrites nothing: rename it, or work in another folder")
@@ -41,4 +41,6 @@ def init(
         raise ConfigError(f"{error.filename}: {error.strerror}") from None
     written = [template.read_text(encoding="utf-8").splitlines() for template in templates.values()]
     commands = [line.strip("# ") for lines in written for line in lines if line.strip("# ").startswith("tpi ")]
-    terminal.print_text("\n".join([f"wrote {', '.join(map(str, templates))}", *(f"  {one}" for one in commands)]))
+    terminal.print_text(
+        "\n".join([f"wrote {', '.join(map(str, templates))}", *(f"  {command}" for command in commands)])
+    )

@@ -53,22 +53,22 @@ def jobs(
     from tp_invariant_recipes.jobs import states
     from tp_invariant_recipes.jobs.registry import find
 
-    found = states.overview(find(names)) if names else states.overview_of_recent(everything=everything)
-    rows = [state for one in found.states for state in one]
+    overview = states.overview(find(names)) if names else states.overview_of_recent(everything=everything)
+    rows = [state for submission in overview.states for state in submission]
     if as_json:
         terminal.print_json(
-            {"schema": SCHEMA, "warning": found.unavailable, "jobs": [state.as_dict() for state in rows]}
+            {"schema": SCHEMA, "warning": overview.unavailable, "jobs": [state.as_dict() for state in rows]}
         )
         return
-    if found.unavailable:
-        _print_status(f"warning: SLURM was not asked: {found.unavailable}")
+    if overview.unavailable:
+        _print_status(f"warning: SLURM was not asked: {overview.unavailable}")
     if not rows:
         nothing = (
             "no job was submitted yet" if everything else "none in the queue or ended within a day; --all lists all"
         )
         terminal.print_text(nothing)
         return
-    lines.show(_HEAD, list(map(_line, rows)), right=_HEAD[-3:], coloured="state")
+    lines.show(_HEAD, list(map(_line, rows)), numeric=_HEAD[-3:], coloured="state")
     notes = [state for state in rows if state.note] if names else []
     console = terminal.console()
     for state in notes:
@@ -124,7 +124,7 @@ def cancel(names: Jobs) -> None:
     from tp_invariant_recipes.jobs.registry import find
     from tp_invariant_recipes.runs.run_dir import RunDir
 
-    before = [state for one in states.cancel(find(names)) for state in one]
+    before = [state for submission in states.cancel(find(names)) for state in submission]
     for state in before:
         words = f"cancelled (was {state.text})" if state.alive else f"has ended already: {state.text}"
         terminal.print_text(f"{state.part.id} {state.part.name}: {words}")
@@ -156,16 +156,16 @@ def wait(
     from tp_invariant_recipes.jobs import follow
     from tp_invariant_recipes.jobs.registry import find
 
-    found = follow.wait(find(names), _print_status, timeout)
-    for states in found:
+    ended = follow.wait(find(names), _print_status, timeout)
+    for states in ended:
         terminal.print_text(_closing(states))
-    _exit(found)
+    _exit(ended)
 
 
-def _exit(found: "Iterable[Sequence[JobState]]") -> None:
+def _exit(submissions: "Iterable[Sequence[JobState]]") -> None:
     from tp_invariant_recipes.jobs.states import exit_status
 
-    raise typer.Exit(max(exit_status(states) or 0 for states in found))
+    raise typer.Exit(max(exit_status(states) or 0 for states in submissions))
 
 
 def _closing(states: "Sequence[JobState]") -> str:

@@ -47,16 +47,16 @@ def runs(
     to_person = terminal.console(stderr=True)
     with to_person.status(f"looking for runs below {where}") if to_person.is_terminal else nullcontext():
         there = overview.rows(where)
-    found = [one for one in there if every or not one.own or where in (one.run, one.run.parent)]
-    hidden = len(there) - len(found)
-    names = overview.groups(found)
+    shown = [row for row in there if every or not row.own or where in (row.run, row.run.parent)]
+    hidden = len(there) - len(shown)
+    names = overview.groups(shown)
     if as_json:
-        rows = [one.as_dict() | {"same": names.get(one.identity_hash or "")} for one in found]
+        rows = [row.as_dict() | {"same": names.get(row.identity_hash or "")} for row in shown]
         terminal.print_json({"schema": SCHEMA, "runs": rows, "hidden": hidden})
         return
-    if found:
-        listed = [Line(_cells(one, names), _COLOURS.get(one.state, ""), _reason(one.why or "")) for one in found]
-        lines.show(_HEAD, listed, right=("step", "loss"), coloured="state")
+    if shown:
+        listed = [Line(_cells(row, names), _COLOURS.get(row.state, ""), _reason(row.why or "")) for row in shown]
+        lines.show(_HEAD, listed, numeric=("step", "loss"), coloured="state")
     else:
         terminal.print_text(f"no run below {one_line(str(where))}")
     if hidden:
@@ -69,10 +69,10 @@ def _reason(why: str) -> str:
     return f"{first} {more[0]}" if first.endswith(":") and more else first
 
 
-def _cells(one: "RunRow", names: dict[str, str]) -> tuple[str, ...]:
+def _cells(row: "RunRow", names: dict[str, str]) -> tuple[str, ...]:
     from tp_invariant_recipes.ledger.bits import readable
 
-    step = "" if one.step is None or one.model is None else f"{one.step}" + ("" if one.of is None else f"/{one.of}")
-    loss = "" if one.loss is None else str(readable(one.loss))
-    same = names.get(one.identity_hash or "", "")
-    return (str(one.run), one.state, step, loss, one.degrees, one.model or "", one.numerics or "", same)
+    step = "" if row.step is None or row.model is None else f"{row.step}" + ("" if row.of is None else f"/{row.of}")
+    loss = "" if row.loss is None else str(readable(row.loss))
+    same = names.get(row.identity_hash or "", "")
+    return (str(row.run), row.state, step, loss, row.degrees, row.model or "", row.numerics or "", same)

@@ -67,26 +67,26 @@ def score(
     options = workflow.Options(step, tokenizer, batch_tokens, ranks, entropy, against=bool(against))
     with progress.busy(console, "reading weights and sequences"):
         scoring = workflow.new(source, file, list(overrides or []), where, options)
-    found: dict[str, Any] = {"scores": str(scoring.out), "exit_status": 0}
+    result: dict[str, Any] = {"scores": str(scoring.out), "exit_status": 0}
     if not workflow.finished(scoring):
         with _Watched(scoring, console, progress.PLAIN) as tick:
-            found |= workflow.execute(scoring, tick)
-    speed = f", {found['tokens_per_second']:,} tokens/s" if found.get("tokens_per_second") else ""
+            result |= workflow.execute(scoring, tick)
+    speed = f", {result['tokens_per_second']:,} tokens/s" if result.get("tokens_per_second") else ""
     console.print(Text(f"{scoring.out}: {scoring.count:,} sequences{speed}"), soft_wrap=True)
     if against:
-        found |= _against(scoring, against, tolerance, page or where.with_suffix(".html"))
+        result |= _against(scoring, against, tolerance, page or where.with_suffix(".html"))
     if hidden is not None:
         from tp_invariant_recipes.features.score import hidden_workflow as score_hidden
 
         with progress.busy(console, "computing the hidden states"):
             layers = score_hidden.judge(scoring, hidden)
-        found |= {"hidden": layers, "exit_status": max(found["exit_status"], layers["exit_status"])}
+        result |= {"hidden": layers, "exit_status": max(result["exit_status"], layers["exit_status"])}
     if as_json:
-        terminal.print_json(found)
+        terminal.print_json(result)
     else:
-        for line in [one for key in ("text", "hidden") if (one := found.get(key))]:
+        for line in [text for key in ("text", "hidden") if (text := result.get(key))]:
             terminal.print_text(line["text"] if isinstance(line, dict) else line)
-    raise typer.Exit(found["exit_status"])
+    raise typer.Exit(result["exit_status"])
 
 
 def _against(scoring: Any, against: list[Path], tolerance: float, page: Path) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def _against(scoring: Any, against: list[Path], tolerance: float, page: Path) ->
     decode = sequences.tokenizer(scoring.tokenizer)[1] if scoring.tokenizer else None
     result = score_against.judge(scoring.out, against, tolerance, decode)
     files.write(page, score_page.page(result).encode())
-    points = [{name: value for name, value in one.items() if name != "points"} for one in result["files"]]
+    points = [{name: value for name, value in file.items() if name != "points"} for file in result["files"]]
     unseen = (
         "" if workflow.has_entropies(scoring) else f"\nno temperature is looked for: {scoring.out} has no entropies; "
     )

@@ -91,9 +91,11 @@ def _print_fixed(model: str, overrides: list[str]) -> None:
     from tp_invariant_recipes.features import recipe_list
     from tp_invariant_recipes.launch.plan import detect_device
 
-    given, left, _ = recipe_list.fixed(model, overrides, detect_device())
-    if left:
-        raise ConfigError(f"{listed(left)}\n--fix knows no key for {'this' if len(left) == 1 else 'these'}", left)
+    given, unsolved, _ = recipe_list.fixed(model, overrides, detect_device())
+    if unsolved:
+        raise ConfigError(
+            f"{listed(unsolved)}\n--fix knows no key for {'this' if len(unsolved) == 1 else 'these'}", unsolved
+        )
     terminal.print_text(shlex.join(["tpi", "train", model, *given]))
     if examples := [key for key in given if key in recipe_list.PLACEHOLDERS.values()]:
         terminal.console_of_its_own().print(f"replace by your own: {' '.join(examples)}", markup=False)
@@ -164,8 +166,8 @@ def _recipe_and_run(recipe: str, overrides: "list[Override]") -> list[Mapping[st
     question = (named, folder, run["data"]["kind"] == "text")
     recipe_answers.prepare(named, *question)
     sections = recipe_process.run(named, lambda: recipe_layer.said(*question).own)
-    ours = {path.partition(".")[2]: run["tokenizer"][path.partition(".")[2]] for path in OWN_KEYS}
-    return [{**run, **sections, "tokenizer": ours | sections["tokenizer"]}, run]
+    own = {path.partition(".")[2]: run["tokenizer"][path.partition(".")[2]] for path in OWN_KEYS}
+    return [{**run, **sections, "tokenizer": own | sections["tokenizer"]}, run]
 
 
 def _diff(pair: list[str], overrides: "list[Override]", key: str | None, *, as_json: bool) -> int:
@@ -185,18 +187,24 @@ def _diff(pair: list[str], overrides: "list[Override]", key: str | None, *, as_j
         changed = lookup.differences(*both)
     if key is not None:
         path = SHORT_KEYS[key].path if key in SHORT_KEYS else key
-        changed = [one for one in changed if one.key == path or one.key.startswith(f"{path}.")]
+        changed = [
+            difference for difference in changed if difference.key == path or difference.key.startswith(f"{path}.")
+        ]
     if as_json:
-        terminal.print_json({"a": pair[0], "b": pair[1], "different": [one._asdict() for one in changed]}, indent=2)
+        terminal.print_json(
+            {"a": pair[0], "b": pair[1], "different": [difference._asdict() for difference in changed]}, indent=2
+        )
     else:
-        for one in changed:
-            mark = " " if one.comparable else "*"
-            line = f"{one.key}: {_value(one.a)} -> {_value(one.b)}"
-            why = next((f": {said.rpartition(': ')[2]}" for said in adjusted if said.startswith(f"{one.key}: ")), "")
+        for difference in changed:
+            mark = " " if difference.comparable else "*"
+            line = f"{difference.key}: {_value(difference.a)} -> {_value(difference.b)}"
+            why = next(
+                (f": {note.rpartition(': ')[2]}" for note in adjusted if note.startswith(f"{difference.key}: ")), ""
+            )
             terminal.print_text(f"{mark} {one_line(line + why)}")
         if not changed:
             terminal.print_text("no key differs")
-        if not all(one.comparable for one in changed):
+        if not all(difference.comparable for difference in changed):
             terminal.print_text("* runs that differ there are not comparable")
     return 1 if changed else 0
 
@@ -213,13 +221,13 @@ def _print_key(sections: Mapping[str, Any], key: str, *, as_json: bool) -> None:
 
     from tp_invariant_recipes.config import lookup
 
-    found = lookup.at(sections, key)
+    value = lookup.at(sections, key)
     if as_json:
-        terminal.print_json(found, indent=2)
-    elif isinstance(found, dict | list):
-        terminal.print_text(yaml.safe_dump(found, sort_keys=False), end="")
+        terminal.print_json(value, indent=2)
+    elif isinstance(value, dict | list):
+        terminal.print_text(yaml.safe_dump(value, sort_keys=False), end="")
     else:
-        terminal.print_text("null" if found is None else str(found).lower() if isinstance(found, bool) else str(found))
+        terminal.print_text("null" if value is None else str(value).lower() if isinstance(value, bool) else str(value))
 
 
 def _brief(config: Any, rank: int) -> str:

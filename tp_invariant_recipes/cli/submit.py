@@ -88,7 +88,9 @@ def submit(
     if dry_run:
         console.print(_plan_text(planned))
         first, *others = planned.scripts
-        terminal.print_text(first.text + "".join(f"# ---- {one.file.name}\n{one.text}" for one in others), end="")
+        terminal.print_text(
+            first.text + "".join(f"# ---- {script.file.name}\n{script.text}" for script in others), end=""
+        )
         return
     _submit(planned, to_person, console, as_json=as_json)
 
@@ -154,7 +156,7 @@ def _plan_text(planned: "PlannedSubmission") -> str:
 def _remarks(planned: "PlannedSubmission") -> list[str]:
     """The jobs that it waits for, the combinations left out, what this host cannot check, and warnings."""
     waits = [f"waits until job {' and '.join(planned.after)} has ended well"] if planned.after else []
-    left_out = [f"left out: {one.label}: {one.why}" for one in planned.left_out]
+    left_out = [f"left out: {combination.label}: {combination.why}" for combination in planned.left_out]
     warnings = [f"warning: {line}" for line in planned.warnings]
     return [*waits, *left_out, *(f"not checked: {line}" for line in planned.unseen), *warnings]
 

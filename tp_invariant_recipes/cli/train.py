@@ -136,9 +136,9 @@ def _latest(requested: "tuple[Override, ...]", console: "Console") -> Path:
             f"--resume {LAST}: there is such a directory here, too; for that one: --resume {LAST.absolute()}"
         )
     iters = given(requested, "train.train_iters")
-    found = overview.latest_to_resume(Path("runs"), int(iters.value) if iters and iters.value.isdigit() else None)
-    console.print(Text(f"--resume last: {found.run}, {found.state} at step {found.step}"), soft_wrap=True)
-    return found.run
+    latest = overview.latest_to_resume(Path("runs"), int(iters.value) if iters and iters.value.isdigit() else None)
+    console.print(Text(f"--resume last: {latest.run}, {latest.state} at step {latest.step}"), soft_wrap=True)
+    return latest.run
 
 
 def _dry_run(request: "Request", console: "Console", *, as_json: bool) -> None:

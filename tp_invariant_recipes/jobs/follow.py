@@ -44,7 +44,7 @@ class SubmissionWatch:
             self._next = time.monotonic() + (LOOK if self._ended else self._pause)
         if self._ended is None:
             return False
-        settled = all(state.end and state.end.settled for one in self.states for state in one)
+        settled = all(state.end and state.end.settled for submission in self.states for state in submission)
         return settled or time.monotonic() - self._ended > SETTLE
 
     def _ask(self) -> None:
@@ -58,8 +58,8 @@ class SubmissionWatch:
             self._unavailable = True
             return
         self._unavailable = False
-        self._report_changes([state for one in self.states for state in one if state.alive])
-        if all(state.end for one in self.states for state in one):
+        self._report_changes([state for submission in self.states for state in submission if state.alive])
+        if all(state.end for submission in self.states for state in submission):
             self._ended = self._ended or time.monotonic()
         else:
             self._ended = None
@@ -84,7 +84,7 @@ def wait(
     watch, until = SubmissionWatch(submissions, report), None if timeout is None else time.monotonic() + timeout
     while not watch():
         if until is not None and time.monotonic() >= until:
-            alive = [state for one in watch.states for state in one if not state.end]
+            alive = [state for submission in watch.states for state in submission if not state.end]
             going = "\n".join(f"  {state.part.id} {state.part.name}: {state.text}" for state in alive)
             raise RunError(f"not ended after {timeout:g} s:\n{going}" if going else f"not ended after {timeout:g} s")
         time.sleep(LOOK)
@@ -116,8 +116,8 @@ class Tails:
         inode, position = self._positions.get(source.file, (0, 0))
         try:
             with open_file(source.file) as stream:
-                found = os.fstat(stream.fileno())
-                if found.st_ino != inode or found.st_size < position:
+                status = os.fstat(stream.fileno())
+                if status.st_ino != inode or status.st_size < position:
                     position = 0
                 stream.seek(position)
                 data = stream.read()
@@ -126,7 +126,7 @@ class Tails:
         except OSError as error:
             raise RunError(f"cannot read {source.file}: {error.strerror}") from error
         whole = data if last else data[: data.rfind(b"\n") + 1]
-        self._positions[source.file] = (found.st_ino, position + len(whole))
+        self._positions[source.file] = (status.st_ino, position + len(whole))
         if whole and len(self.sources) > 1 and self._shown is not source:
             heading = f"==> {one_line(source.label)} <==\n"
             self.out.write(f"{'' if self._shown is None else chr(10)}{heading}".encode())
@@ -162,14 +162,18 @@ def show(submission: Submission, shown: Sequence[LogSource], out: BinaryIO) -> N
     if any(source.file.exists() for source in shown):
         Tails(shown, out)(last=True)
         return
-    found = states.overview([submission])
+    overview = states.overview([submission])
     ranks = sorted({log.name for part in submission.parts for log in part.run.logs.glob("rank-*.log")})
     missing = f"{shown[0].file} is not there" if len(shown) == 1 else f"no log of {submission.name} is there"
     lines = [
         f"{missing} yet; -f waits for it",
         *(["logs of ranks that are there: " + ", ".join(ranks)] if ranks else []),
-        *(f"{s.part.id}: {s.text}" + (f": {s.note}" if s.note else "") for one in found.states for s in one),
-        *([found.unavailable] if found.unavailable else []),
+        *(
+            f"{s.part.id}: {s.text}" + (f": {s.note}" if s.note else "")
+            for submission in overview.states
+            for s in submission
+        ),
+        *([overview.unavailable] if overview.unavailable else []),
     ]
     raise RunError("\n".join(lines))
 

@@ -32,7 +32,7 @@ class PlannedSubmission:
     """A submission before it is made.
 
     kind:     "train", "verify" or "sweep".
-    about:    a few words about the nodes and ranks that it needs. taken: the same as numbers.
+    about:    a few words about the nodes and ranks that it needs. allocated: the same as numbers.
     memory:   a line about the fullest rank of its largest run.
     cells:    of a verify or sweep, by name, in the order of the array's tasks; empty for a single run.
     scripts:  in the order of submission; the second waits for the end of the first.
@@ -92,12 +92,12 @@ class PlannedSubmission:
             "memory": self.memory,
             "after": list(self.after),
             "cells": list(self.cells),
-            "left_out": [asdict(one) for one in self.left_out],
+            "left_out": [asdict(combination) for combination in self.left_out],
             "unseen": list(self.unseen),
             "warnings": list(self.warnings),
             "jobs": [
-                {"role": one.role, "file": str(one.file), "command": command, "script": one.text}
-                for one, command in zip(self.scripts, self.commands(), strict=True)
+                {"role": script.role, "file": str(script.file), "command": command, "script": script.text}
+                for script, command in zip(self.scripts, self.commands(), strict=True)
             ],
         }
 
@@ -111,7 +111,7 @@ class PlannedSubmission:
             "command": shlex.join(["tpi", *sys.argv[1:]]),
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "directory": str(self.directory.path),
-            "jobs": [{"id": job, "role": one.role} for one, job in done],
+            "jobs": [{"id": job, "role": script.role} for script, job in done],
             **({"cells": list(self.cells)} if self.cells else {}),
         }
 
@@ -143,11 +143,11 @@ def execute(submission: PlannedSubmission) -> dict[str, Any]:
         try:
             submission.write()
             where.logs.mkdir(parents=True, exist_ok=True)  # SLURM does not create it, and a job without its log fails
-            for one in submission.scripts:
-                where.write_text(one.file, one.text)
+            for script in submission.scripts:
+                where.write_text(script.file, script.text)
             where.write(where.submission, submission.as_dict())
-            for number, one in enumerate(submission.scripts):
-                ids.append(slurm_client.sbatch(one.file, submission.options(number, *ids)))
+            for number, script in enumerate(submission.scripts):
+                ids.append(slurm_client.sbatch(script.file, submission.options(number, *ids)))
         except BaseException as error:
             try:
                 slurm_client.cancel(ids)
@@ -164,13 +164,13 @@ def execute(submission: PlannedSubmission) -> dict[str, Any]:
             else:
                 _remove(where.path, whole=new)
             raise
-        found = submission.as_dict(ids)
+        contents = submission.as_dict(ids)
         try:
             registry.remember(where.path, ids)
-            where.write(where.submission, found)
+            where.write(where.submission, contents)
         except RunError as error:
             raise RunError(f"job {' and '.join(ids)} is submitted, but tpi jobs may not find it: {error}") from error
-        return found
+        return contents
 
 
 def _remove(path: Path, *, whole: bool) -> None:

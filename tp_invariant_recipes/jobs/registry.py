@@ -54,7 +54,7 @@ class JobPart:
     role:      "train", "cell" (of a verify) or "judge".
     run:       the run that it trains; for a judge, the directory of its cells.
     directory: the submission's directory.
-    ours:      whether the id still means this job to SLURM. False if a later submission got the same id: on another
+    current:   whether the id still means this job to SLURM. False if a later submission got the same id: on another
                cluster, or on one that was set up anew.
     """
 
@@ -63,7 +63,7 @@ class JobPart:
     role: str
     run: RunDir
     directory: Path
-    ours: bool = True
+    current: bool = True
 
     @property
     def id(self) -> str:
@@ -152,11 +152,11 @@ def registered() -> Registered:
         return Registered(())
     except (OSError, ValueError) as error:
         raise RunError(f"cannot read {registry()}: {getattr(error, 'strerror', None) or error}") from error
-    found = []
+    entries = []
     for line in lines:
         with suppress(ValueError):  # a torn line: the disk was full
-            found.append(_entry(parse_json(line)))
-    return Registered(tuple(found))
+            entries.append(_entry(parse_json(line)))
+    return Registered(tuple(entries))
 
 
 def _entry(line: Any) -> tuple[str, Path]:
@@ -180,19 +180,19 @@ def find(names: Sequence[str]) -> list[Submission]:
     directory that holds a `submission.json`. Digits are an id; a directory of that name is "./12".
     """
     known = registered()
-    found: list[Submission] = []
+    submissions: list[Submission] = []
     problems = []
     for name in names:
         try:
-            submission = _found(name, known)
+            submission = _named_submission(name, known)
         except RunError as error:
             problems.append(str(error))
         else:
-            if submission not in found:
-                found.append(submission)
+            if submission not in submissions:
+                submissions.append(submission)
     if problems:
         raise RunError("\n".join(problems))
-    return found
+    return submissions
 
 
 def of_cell(submission: Submission, cell: str) -> Submission:
@@ -209,12 +209,12 @@ def completions(incomplete: str) -> list[tuple[str, str]]:
     """Ids and names with this beginning, newest first, each with its description; only of existing run directories."""
     known = registered()
     there = [directory for directory in reversed(known.directories) if directory.is_dir()]
-    ids = [(job, of.name) for directory in there for job, of in known.owners.items() if of == directory]
+    ids = [(job, owner.name) for directory in there for job, owner in known.owners.items() if owner == directory]
     names = [(directory.name, str(directory)) for directory in there]
     return [pair for pair in (*ids, *names) if pair[0].startswith(incomplete)]
 
 
-def _found(name: str, known: Registered) -> Submission:
+def _named_submission(name: str, known: Registered) -> Submission:
     """Raises RunError."""
     by_id = _ID.fullmatch(name)
     if by_id:
@@ -224,9 +224,9 @@ def _found(name: str, known: Registered) -> Submission:
     directory = Path(name).expanduser().resolve()
     if RunDir(directory).submission.exists():
         return _read(directory, known)
-    named = [found for found in known.directories if found.name == name]
+    named = [directory for directory in known.directories if directory.name == name]
     if len(named) > 1:
-        lines = [f"{name} is the name of {len(named)} runs; say which:", *(f"  {found}" for found in named)]
+        lines = [f"{name} is the name of {len(named)} runs; say which:", *(f"  {directory}" for directory in named)]
         raise RunError("\n".join(lines))
     if named:
         return _submission(named[0], known)
@@ -265,17 +265,17 @@ def _read(directory: Path, known: Registered) -> Submission:
     """Raises RunError."""
     file = RunDir(directory).submission
     try:
-        found = checked(SubmissionFile, parse_json(read_limited(file, LARGEST)))
-        if found.schema != SCHEMA:
-            raise ValueError(f"its schema is {found.schema}, and this version reads {SCHEMA}")
-        parts = [part for job in found.jobs for part in _ROLES[job.role](directory, job.id, found.cells)]
+        contents = checked(SubmissionFile, parse_json(read_limited(file, LARGEST)))
+        if contents.schema != SCHEMA:
+            raise ValueError(f"its schema is {contents.schema}, and this version reads {SCHEMA}")
+        parts = [part for job in contents.jobs for part in _ROLES[job.role](directory, job.id, contents.cells)]
         if not parts:
             raise ValueError("it names no job: tpi submit has not got as far")
     except (OSError, ValueError) as error:
         raise RunError(f"{file} cannot be read: {reason(error)}") from error
     owners = known.owners
-    ours = [replace(part, ours=owners.get(part.job, directory) == directory) for part in parts]
-    return Submission(directory, tuple(ours))
+    parts = [replace(part, current=owners.get(part.job, directory) == directory) for part in parts]
+    return Submission(directory, tuple(parts))
 
 
 def _train(directory: Path, job: str, cells: Sequence[str]) -> list[JobPart]:

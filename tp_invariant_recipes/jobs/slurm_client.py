@@ -128,11 +128,11 @@ def accounting(jobs: Iterable[str]) -> dict[str, Accounted]:
         lines = _run(["sacct", *options]).splitlines()
     except RunError:  # without accounts, the run directory still shows how a run ended
         return {}
-    found = {}
+    accounts = {}
     for job, state, code in (line.split("|") for line in lines):
         status, signal = map(int, code.split(":"))
-        found[job] = Accounted(state.split()[0], 128 + signal if signal else status)  # "CANCELLED by 1000"
-    return found
+        accounts[job] = Accounted(state.split()[0], 128 + signal if signal else status)  # "CANCELLED by 1000"
+    return accounts
 
 
 def cancel(jobs: Iterable[str]) -> None:
@@ -144,11 +144,11 @@ def cancel(jobs: Iterable[str]) -> None:
 def partitions() -> list[Partition]:
     """All partitions. Raises RunError when SLURM is not installed or does not answer."""
     lines = _run(["sinfo", "--noheader", "--summarize", "--format=%P|%F|%l"]).splitlines()
-    found = []
+    rows = []
     for name, nodes, limit in (line.rsplit("|", 2) for line in lines):
         of_all = int(nodes.rpartition("/")[2])  # allocated/idle/other/total
-        found.append(Partition(name.removesuffix("*"), name.endswith("*"), of_all, _seconds(limit)))
-    return found
+        rows.append(Partition(name.removesuffix("*"), name.endswith("*"), of_all, _seconds(limit)))
+    return rows
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str] | None = None, *, forgotten: bool = False) -> str:
@@ -200,8 +200,8 @@ def _error_message(command: str, stderr: str, status: int | None) -> str:
 
 
 def _queued(columns: Sequence[str]) -> Queued:
-    job, task, state, reason, left, nodes, name = columns
-    seconds = _seconds(left) if state == "RUNNING" else None
+    job, task, state, reason, remaining, nodes, name = columns
+    seconds = _seconds(remaining) if state == "RUNNING" else None
     return Queued(job, None if task == "N/A" else task, name, state, reason, seconds, _hosts(nodes))
 
 

@@ -37,7 +37,7 @@ class SlurmStatus:
 
     def queued_row(self, part: JobPart) -> Queued | None:
         """The controller's row for a part; None: the controller does not know it, or no longer knows it."""
-        rows = self._by_job.get(part.job, ()) if part.ours else ()
+        rows = self._by_job.get(part.job, ()) if part.current else ()
         if part.task is None:
             return rows[0] if rows else None
         own = next((row for row in rows if row.task == part.task), None)
@@ -45,18 +45,18 @@ class SlurmStatus:
 
     @cached_property
     def _by_job(self) -> Mapping[str, Sequence[Queued]]:
-        found: dict[str, list[Queued]] = {}
+        rows: dict[str, list[Queued]] = {}
         for row in self.queued:
-            found.setdefault(row.job, []).append(row)
-        return found
+            rows.setdefault(row.job, []).append(row)
+        return rows
 
     def account(self, part: JobPart) -> Accounted | None:
         """The account of a part. Tasks that were cancelled while they waited share one: "12_[0-4]"."""
-        if not part.ours or part.task is None or part.id in self.accounted:
-            return self.accounted.get(part.id) if part.ours else None
+        if not part.current or part.task is None or part.id in self.accounted:
+            return self.accounted.get(part.id) if part.current else None
         several = [id for id in self.accounted if id.startswith(f"{part.job}_[")]
-        found = (id for id in several if _holds(id.partition("_")[2], int(part.task)))
-        return next((self.accounted[id] for id in found), None)
+        matches = (id for id in several if _holds(id.partition("_")[2], int(part.task)))
+        return next((self.accounted[id] for id in matches), None)
 
 
 def query(submissions: Sequence[Submission], queued: Iterable[Queued] | None = None) -> SlurmStatus:
@@ -64,11 +64,11 @@ def query(submissions: Sequence[Submission], queued: Iterable[Queued] | None = N
 
     queued: the controller's rows; None: query it.
     """
-    parts = [part for one in submissions for part in one.parts]
+    parts = [part for submission in submissions for part in submission.parts]
     if queued is None:
-        queued = slurm_client.queue(dict.fromkeys(part.job for part in parts if part.ours))
+        queued = slurm_client.queue(dict.fromkeys(part.job for part in parts if part.current))
     known = SlurmStatus(tuple(queued))
-    gone = [part.id for part in parts if part.ours and known.queued_row(part) is None]
+    gone = [part.id for part in parts if part.current and known.queued_row(part) is None]
     return SlurmStatus(known.queued, slurm_client.accounting(gone))
 
 
@@ -177,7 +177,7 @@ def overview(submissions: Sequence[Submission], known: SlurmStatus | None = None
             status = query(submissions, known.queued if known else None)
         except RunError as error:
             status = SlurmStatus(unavailable=str(error))
-    return Overview(tuple(states(one, status) for one in submissions), status.unavailable)
+    return Overview(tuple(states(submission, status) for submission in submissions), status.unavailable)
 
 
 def overview_of_recent(*, everything: bool = False) -> Overview:
@@ -190,11 +190,11 @@ def overview_of_recent(*, everything: bool = False) -> Overview:
     except RunError as error:
         known = SlurmStatus(unavailable=str(error))
 
-    def wanted(one: Submission) -> bool:
-        queued = any(known.queued_row(part) for part in one.parts)
-        return queued or (one.note is None and (everything or _recent(one)))
+    def wanted(submission: Submission) -> bool:
+        queued = any(known.queued_row(part) for part in submission.parts)
+        return queued or (submission.note is None and (everything or _recent(submission)))
 
-    return overview([one for one in all_submissions() if wanted(one)], known)
+    return overview([submission for submission in all_submissions() if wanted(submission)], known)
 
 
 def _recent(submission: Submission) -> bool:
@@ -206,32 +206,37 @@ def _recent(submission: Submission) -> bool:
 def now(submissions: Sequence[Submission]) -> list[list[JobState]]:
     """The states of the parts of each. Raises RunError when SLURM is not installed or does not answer."""
     status = query(submissions)
-    return [states(one, status) for one in submissions]
+    return [states(submission, status) for submission in submissions]
 
 
 def states(submission: Submission, status: SlurmStatus) -> list[JobState]:
     """The states of a submission's parts."""
-    found = [_state(part, status) for part in submission.parts]
-    return [replace(state, note=submission.note) for state in found] if submission.note else found
+    part_states = [_state(part, status) for part in submission.parts]
+    return [replace(state, note=submission.note) for state in part_states] if submission.note else part_states
 
 
 def cancel(submissions: Sequence[Submission]) -> list[list[JobState]]:
     """Cancel all running and waiting jobs of these; returns their previous states. Raises RunError without SLURM."""
-    found = now(submissions)
-    alive = [(one, state.part) for one, of in zip(submissions, found, strict=True) for state in of if state.alive]
+    before = now(submissions)
+    alive = [
+        (submission, state.part)
+        for submission, part_states in zip(submissions, before, strict=True)
+        for state in part_states
+        if state.alive
+    ]
     # Cancel the judge first: it waits for the end of the others, and would start. A whole array is cancelled by its
     # own id.
     alive.sort(key=lambda pair: pair[1].role != JUDGE)
-    slurm_client.cancel(dict.fromkeys(part.job if one.judge else part.id for one, part in alive))
-    return found
+    slurm_client.cancel(dict.fromkeys(part.job if submission.judge else part.id for submission, part in alive))
+    return before
 
 
-def exit_status(found: Sequence[JobState]) -> int | None:
+def exit_status(part_states: Sequence[JobState]) -> int | None:
     """A submission's exit status from its parts': the judge's, or the worst; None: it has not ended."""
-    if any(one.exit_status is None for one in found):
+    if any(state.exit_status is None for state in part_states):
         return None
-    judged = [one for one in found if one.part.role == JUDGE]
-    return max(one.exit_status or 0 for one in judged or found)
+    judged = [state for state in part_states if state.part.role == JUDGE]
+    return max(state.exit_status or 0 for state in judged or part_states)
 
 
 def _state(part: JobPart, status: SlurmStatus) -> JobState:
@@ -242,7 +247,7 @@ def _state(part: JobPart, status: SlurmStatus) -> JobState:
     facts: dict[str, Any] = {
         "part": part,
         "tries": 1 + last.job.restart if last and last.job else 1,
-        "layouts": tuple(words(one.layout) for one in tried if one.layout),
+        "layouts": tuple(words(attempt.layout) for attempt in tried if attempt.layout),
         "step": step,
         "of": last.to_step if last else None,
         "loss": loss,
@@ -269,7 +274,7 @@ def _ended(part: JobPart, word: str | None, last: Attempt | None) -> End:
         text = elsewhere or _with_log(part, silent)
         settled = elsewhere is not None or word not in (None, *_ENDED_BY_SCRIPT)
         return End(
-            word or UNKNOWN, 0 if word == "COMPLETED" else 2, settled, text if part.ours else f"{_ID_REUSED}; {text}"
+            word or UNKNOWN, 0 if word == "COMPLETED" else 2, settled, text if part.current else f"{_ID_REUSED}; {text}"
         )
     settled, note = True, last.why
     if last.requeued:  # unless it was cancelled, SLURM has started another try, whose end is still to come
@@ -281,8 +286,8 @@ def _ended(part: JobPart, word: str | None, last: Attempt | None) -> End:
 def _judged(part: JobPart, word: str | None) -> End:
     """The end of a judge whose job SLURM no longer knows, from the files that it wrote."""
     try:
-        found = MatrixDir(part.directory).read_result()
-        return End(found.verdict, found.exit_status, True, found.text)
+        result = MatrixDir(part.directory).read_result()
+        return End(result.verdict, result.exit_status, True, result.text)
     except RunError:
         settled = word not in (None, *_ENDED_BY_SCRIPT)
         return End(word or UNKNOWN, 2, settled, _with_log(part, "it left no verdict"))

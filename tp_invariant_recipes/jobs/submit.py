@@ -60,11 +60,13 @@ def train(
     _check_fit(configs, problems, dry=how.dry)
     path = choose(composed.config.run.dir, f"{model}-tp{composed.config.layout.tp}").path
     where = RunDir(path.absolute())
-    found = _single(composed, where, after)
+    submission = _single(composed, where, after)
     if how.dry:
-        return found
+        return submission
     planned = plan.resolve(_job_run(composed, where), where, how)
-    return replace(found, validate=partial(train_check, planned), write=partial(record.write, planned, attempt=False))
+    return replace(
+        submission, validate=partial(train_check, planned), write=partial(record.write, planned, attempt=False)
+    )
 
 
 def resume(
@@ -83,11 +85,11 @@ def resume(
     _check_fit(configs, problems, dry=how.dry)
     if not how.dry:
         _check_no_live_job(where)
-    found = _single(composed, where, after)
+    submission = _single(composed, where, after)
     planned = resume_run(where.path, _job_run(composed, where), how)
-    about = f"{found.about}, from step {planned.start}"
+    about = f"{submission.about}, from step {planned.start}"
     done = completed_text(planned) if planned.completed else None
-    return replace(found, about=about, validate=partial(train_check, planned), resumed=True, completed=done)
+    return replace(submission, about=about, validate=partial(train_check, planned), resumed=True, completed=done)
 
 
 def _layouts(composed: Composed, problems: list[str]) -> tuple[Composed, list[RunConfig]]:
@@ -129,7 +131,7 @@ def _single(composed: Composed, where: RunDir, after: Sequence[str]) -> PlannedS
 
 
 def _run_overrides(composed: Composed) -> list[Override]:
-    return [one for one in composed.overrides if one.field not in ("run.dir", "launcher.kind")]
+    return [override for override in composed.overrides if override.field not in ("run.dir", "launcher.kind")]
 
 
 def _job_run(composed: Composed, where: RunDir) -> Composed:
@@ -172,25 +174,25 @@ def several(
         requested = sound if given(sound, "device.kind") else [parse(f"device={device}"), *sound]
         return plan_cells(model, requested, directory=path, how=how)
 
-    found = plan.for_nodes(on, lambda found: next(iter(found.plans.values())).config, sound)
-    configs = {name: planned.composed.config for name, planned in found.plans.items()}
+    verification = plan.for_nodes(on, lambda verification: next(iter(verification.plans.values())).config, sound)
+    configs = {name: planned.composed.config for name, planned in verification.plans.items()}
     config = next(iter(configs.values()))
     if config.slurm.nodes is not None:
         problems.append(f"slurm.nodes={config.slurm.nodes}: each cell has a layout of its own; leave it out")
     if not config.cluster.shared_files:
         problems.append("cluster.shared_files=false: the job that compares the cells would not see their ledgers")
     _check_fit(list(configs.values()), problems, dry=how.dry)
-    cells = [allocation.of(one) for one in configs.values()]
+    cells = [allocation.of(config) for config in configs.values()]
     allocated = Allocation(max(c.nodes for c in cells), max(c.ranks for c in cells), max(c.gpus for c in cells))
     about = f"{model}: an array of {len(configs)} cells, {allocated} at most"
     name = f"tpi-{path.name}"
-    where = found.directory
+    where = verification.directory
     job = script.training(config, allocated, name=name, about=about, log=_log(config, where, "job-%A_%a.log"))
-    reference = [] if found.matrix.against is None else [Path(found.matrix.against)]
+    reference = [] if verification.matrix.against is None else [Path(verification.matrix.against)]
     needed = [path, *cluster_files(sound)]
     steps = [
         CellStep(cell.name, ("srun", *srun_command.arguments(configs[cell.name], needed)), cell.overrides)
-        for cell in found.matrix.cells
+        for cell in verification.matrix.cells
     ]
     does = "compares" if kind == "verify" else "lists"
     shorter = job_rules.parse_time(job.time) < job_rules.parse_time(JUDGE_TIME)
@@ -207,7 +209,7 @@ def several(
         log=_log(config, where, "job-%j.log"),
     )
     judge_script = script.judge(judge, config, SUMMARY_COMMANDS[kind], path, [path, *reference])
-    fullest = max(configs.values(), key=lambda one: estimate(one).rank)
+    fullest = max(configs.values(), key=lambda config: estimate(config).rank)
     return PlannedSubmission(
         kind=kind,
         model=model,
@@ -220,12 +222,12 @@ def several(
             JobScript(registry.CELLS, where.script, script.array(job, config, model, steps, path)),
             JobScript(registry.JUDGE, path / "judge.sbatch", judge_script),
         ),
-        validate=partial(verify.check, found),
-        write=partial(_write_cells, found),
+        validate=partial(verify.check, verification),
+        write=partial(_write_cells, verification),
         after=_ids(after),
-        unseen=tuple(dict.fromkeys(line for one in configs.values() for line in job_rules.unseen(one))),
-        left_out=found.matrix.left_out,
-        warnings=_warnings({cell.label: configs[cell.name] for cell in found.matrix.cells}),
+        unseen=tuple(dict.fromkeys(line for config in configs.values() for line in job_rules.unseen(config))),
+        left_out=verification.matrix.left_out,
+        warnings=_warnings({cell.label: configs[cell.name] for cell in verification.matrix.cells}),
     )
 
 
@@ -245,8 +247,8 @@ def _composed(
     try:
         return plan.for_nodes(composing, lambda composed: composed.config, overrides)
     except ConfigError as error:
-        found = [*problems, *error.problems]
-        raise ConfigError(listed(found), found) from error
+        all_problems = [*problems, *error.problems]
+        raise ConfigError(listed(all_problems), all_problems) from error
 
 
 def _check_fit(configs: Sequence[RunConfig], problems: list[str], *, dry: bool) -> None:
@@ -334,16 +336,16 @@ def _ids(names: Sequence[str]) -> tuple[str, ...]:
         return ()
     known = registry.registered().owners
     foreign = [name for name in names if name.isascii() and name.isdigit() and name not in known]
-    ours = registry.find([name for name in names if name not in foreign])
-    return (*foreign, *(one.parts[-1].id for one in ours))
+    registered = registry.find([name for name in names if name not in foreign])
+    return (*foreign, *(submission.parts[-1].id for submission in registered))
 
 
 def _check_no_live_job(where: RunDir) -> None:
     """Raises RunError if a job of this run waits or runs: two jobs would train in one directory."""
     if not where.submission.exists():
         return
-    found = states.overview(registry.find([str(where.path)]))
-    alive = [state for one in found.states for state in one if state.alive]
+    overview = states.overview(registry.find([str(where.path)]))
+    alive = [state for submission in overview.states for state in submission if state.alive]
     if alive:
         job = alive[0].part.id
         raise RunError(
@@ -351,7 +353,7 @@ def _check_no_live_job(where: RunDir) -> None:
         )
 
 
-def _write_cells(found: verify.Verification) -> None:
-    found.directory.write_matrix(found.matrix)
-    for planned in found.plans.values():
+def _write_cells(verification: verify.Verification) -> None:
+    verification.directory.write_matrix(verification.matrix)
+    for planned in verification.plans.values():
         record.write(planned, attempt=False)

@@ -135,8 +135,8 @@ class HangWatch:
         for n in requested:
             with suppress(ProcessLookupError):
                 os.kill(processes[n].pid, WRITE_FRAMES)
-        found = stacks.answers(before, {n: self.signs[n].thread for n in requested})
-        return [self._rank_state(n, states[n], found.get(n)) for n in alive]
+        answers = stacks.answers(before, {n: self.signs[n].thread for n in requested})
+        return [self._rank_state(n, states[n], answers.get(n)) for n in alive]
 
     def _rank_state(self, n: int, state: str, stack: stacks.Stack | None) -> RankState:
         sign = self.signs[n]
@@ -161,38 +161,38 @@ def suspects(states: Sequence[RankState]) -> list[RankState]:
 
     Empty: all are equally far and wait, so no one is to blame alone.
     """
-    stopped = [one for one in states if one.standing == "stopped"]
+    stopped = [state for state in states if state.standing == "stopped"]
     if stopped:
         return stopped
-    fewest = min(one.count for one in states)
-    behind = [one for one in states if one.count == fewest]
-    busy = [one for one in behind if one.standing != "waits"]
+    fewest = min(state.count for state in states)
+    behind = [state for state in states if state.count == fewest]
+    busy = [state for state in behind if state.standing != "waits"]
     return busy or (behind if len(behind) < len(states) else [])
 
 
 def message(states: Sequence[RankState]) -> str:
     """Which ranks hang, at which step, where they stand; then those that wait for them."""
-    found = suspects(states)
-    if found:
-        worst = max(found, key=lambda one: one.seconds)
-        numbers = [one.rank for one in found]
-        more = "s" if len(found) > 1 else ""
-        lines = [f"{stacks.listed(numbers)} hang{'' if more else 's'}: {_late(worst, len(found))}"]
+    hanging = suspects(states)
+    if hanging:
+        worst = max(hanging, key=lambda state: state.seconds)
+        numbers = [state.rank for state in hanging]
+        more = "s" if len(hanging) > 1 else ""
+        lines = [f"{stacks.listed(numbers)} hang{'' if more else 's'}: {_late(worst, len(hanging))}"]
     else:
-        worst = max(states, key=lambda one: one.seconds)
+        worst = max(states, key=lambda state: state.seconds)
         lines = [f"all ranks hang: {stacks.listed(o.rank for o in states)}, each waits: {_late(worst, len(states))}"]
-    shown = (found or list(states))[:NAMED]
-    for one in shown:
-        first, *callers = one.at
-        lines += [f"  {one.name} {one.place}, {first}", *(f"    called at {frame}" for frame in callers)]
+    shown = (hanging or list(states))[:NAMED]
+    for state in shown:
+        first, *callers = state.at
+        lines += [f"  {state.name} {state.place}, {first}", *(f"    called at {frame}" for frame in callers)]
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for one in states:
-        if one not in shown:
-            groups[one.place, one.at[0]].append(one.rank)
+    for state in states:
+        if state not in shown:
+            groups[state.place, state.at[0]].append(state.rank)
     lines += [f"  {stacks.listed(ranks)} {place}, {at}" for (place, at), ranks in list(groups.items())[:NAMED]]
     return "\n".join(lines)
 
 
-def _late(one: RankState, several: int) -> str:
-    words = one.late if several == 1 else one.late.replace("has ", "have ", 1).replace("is ", "are ", 1)
-    return f"{'it' if several == 1 else 'they'} {words} for {one.seconds:.0f} s"
+def _late(state: RankState, several: int) -> str:
+    words = state.late if several == 1 else state.late.replace("has ", "have ", 1).replace("is ", "are ", 1)
+    return f"{'it' if several == 1 else 'they'} {words} for {state.seconds:.0f} s"

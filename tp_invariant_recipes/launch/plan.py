@@ -113,9 +113,9 @@ def for_nodes[T](planning: Callable[[str], T], config_of: Callable[[T], RunConfi
     config_of: the configuration of what it returns.
     """
     device = _nodes_device(hydra_tree.unresolved("cluster", "gpus_per_node", overrides))
-    found = planning(device)
-    right = _nodes_device(config_of(found).cluster.gpus_per_node)
-    return found if right == device or given(overrides, "device.kind") else planning(right)
+    planned = planning(device)
+    nodes_device = _nodes_device(config_of(planned).cluster.gpus_per_node)
+    return planned if nodes_device == device or given(overrides, "device.kind") else planning(nodes_device)
 
 
 def _nodes_device(gpus_per_node: int | None) -> str:
@@ -199,11 +199,11 @@ def _with_examples(config: RunConfig) -> tuple[RunConfig, Examples | None]:
     """The configuration with absolute paths of the examples that a run fine-tunes on, and the examples; None: it does
     not. Raises ConfigError.
     """
-    found = inputs.examples(config)
-    for section, name in (("dataset", "dataset_root"), ("tokenizer", "tokenizer_model")) if found else ():
+    examples = inputs.examples(config)
+    for section, name in (("dataset", "dataset_root"), ("tokenizer", "tokenizer_model")) if examples else ():
         path = Path(config.section(section)[name]).expanduser().absolute()
         config = config.with_fields(section, **{name: str(path)})
-    return config, found
+    return config, examples
 
 
 def _check_vocabulary(where: str, size: int, config: RunConfig) -> None:

@@ -137,9 +137,9 @@ class Lines:
             first = event.step - self.plan.start <= 3
             if first or event.step == self.plan.steps or time.monotonic() - self.printed > LINE_EVERY:
                 self.printed = time.monotonic()
-                left = time.strftime("%H:%M:%S", time.gmtime(self.tail.seconds_left()))
+                remaining = time.strftime("%H:%M:%S", time.gmtime(self.tail.seconds_left()))
                 step = f"step {event.step:>5}/{self.plan.steps}"
-                self.console.print(f"{step}  {_figures(event, self.tail)}  {left} left", highlight=False)
+                self.console.print(f"{step}  {_figures(event, self.tail)}  {remaining} left", highlight=False)
             if event.start:
                 self.console.print(Text(start_clock.text(event.start)), soft_wrap=True)
         self.tail.report_strange(self.console)
@@ -167,9 +167,9 @@ class Passes(Progress):
 
     def __init__(self, bench_dir: BenchDir, passes: tuple[Pass, ...], console: Console) -> None:
         self.passes = passes
-        self.rounds = max(one.round for one in passes)
+        self.rounds = max(pass_.round for pass_ in passes)
         self.current: int | None = None
-        total = sum(one.steps for one in passes)
+        total = sum(pass_.steps for pass_ in passes)
         self.tail = Tail(bench_dir.figures(0), total, Figures)
         super().__init__(
             TextColumn("{task.description}"),
@@ -196,8 +196,8 @@ class Passes(Progress):
         self.current = event.pass_
         self.update(self.task, description=words, advance=1)
 
-    def _words(self, one: Pass) -> str:
-        return f"profile, {one.mode}" if one.profile else f"round {one.round} of {self.rounds}, {one.mode}"
+    def _words(self, pass_: Pass) -> str:
+        return f"profile, {pass_.mode}" if pass_.profile else f"round {pass_.round} of {self.rounds}, {pass_.mode}"
 
 
 def watcher(plan: Plan, console: Console, *, verbose: bool = False) -> Bar | Lines:

@@ -57,7 +57,7 @@ class RankFailed(RunError):
     """A rank died, or hangs.
 
     cause:  seconds since 1970 of the failure that began it; 0 where nothing but a signal ended the rank.
-    ours:   it said itself what is wrong with the configuration, and would say so again.
+    user_error: it said itself what is wrong with the configuration, and would say so again.
     hardware: it said that a processor has computed wrong bits; on others it would not.
     rank_states: of the ranks that hang, and of those that wait for them.
     """
@@ -67,13 +67,13 @@ class RankFailed(RunError):
         message: str,
         cause: float,
         *,
-        ours: bool = False,
+        user_error: bool = False,
         hardware: bool = False,
         rank_states: Sequence[RankState] = (),
     ) -> None:
         super().__init__(message)
         self.cause = cause
-        self.ours = ours
+        self.user_error = user_error
         self.hardware = hardware
         self.rank_states = tuple(rank_states)
 
@@ -281,10 +281,10 @@ def _failure(run_dir: RunDir, dead: dict[int, int]) -> RankFailed:
         )
         return RankFailed(message, cause)
     log = run_dir.rank_log(first)
-    if first in reasons and reasons[first].ours:
+    if first in reasons and reasons[first].user_error:
         if reasons[first].kind == HardwareFault.__name__:  # which names the ranks itself
-            return RankFailed(reasons[first].message, cause, ours=True, hardware=True)
-        return RankFailed(f"{reasons[first].message}\n(rank {first}; its log: {log})", cause, ours=True)
+            return RankFailed(reasons[first].message, cause, user_error=True, hardware=True)
+        return RankFailed(f"{reasons[first].message}\n(rank {first}; its log: {log})", cause, user_error=True)
     how = (
         _exit_text(dead[first])
         if first in silent

@@ -49,13 +49,13 @@ def write(plan: Plan, *, attempt: bool = True, job: AttemptJob | None = None) ->
 
 def _notes(config: RunConfig) -> dict[str, Any]:
     """What the ledger's header says beside the parts: what was adjusted of a recipe, and the tokenizer's facts."""
-    found: dict[str, Any] = {"adjusted": config.recipe.adjusted} if config.recipe.adjusted else {}
+    notes: dict[str, Any] = {"adjusted": config.recipe.adjusted} if config.recipe.adjusted else {}
     tokenizer = config.section("tokenizer")
     if tokenizer["tokenizer_type"] != "NullTokenizer":
-        return found
+        return notes
     includes, size = tokenizer["vocab_includes_eod"], tokenizer["vocab_size"]
     eod = tokenizer.get("null_tokenizer_eod_id")
-    return found | {
+    return notes | {
         "tokenizer.vocab_includes_eod": includes,
         "tokenizer.vocab_size": size,
         "tokenizer.eod": eod if eod is not None else eod_id(size, includes_eod=includes),

@@ -152,13 +152,15 @@ def _resume(command: str, run_dir: RunDir, composed: Composed, how: Planning, st
     untrusted, within = guard_files.unsettled(run_dir), _steps_in_ledger(run_dir)
     if untrusted is not None:  # whoever noted it was killed before the checkpoints were moved
         within = min(within, untrusted.trusted)
-    found = checkpoints.select(run_dir.checkpoints, step, within=within, hashes=False)
-    if found and found.read_manifest().identity_hash != plan.identity_hash:
-        raise CheckpointError(f"{found.path} belongs to another run: its identity is not the one of {run_dir.path}")
-    if found is None:
+    checkpoint = checkpoints.select(run_dir.checkpoints, step, within=within, hashes=False)
+    if checkpoint and checkpoint.read_manifest().identity_hash != plan.identity_hash:
+        raise CheckpointError(
+            f"{checkpoint.path} belongs to another run: its identity is not the one of {run_dir.path}"
+        )
+    if checkpoint is None:
         return plan
-    _check_layout(command, before, plan, found)
-    return replace(_starting_at(plan, found), remark=_changed_arithmetic(plan, found.step))
+    _check_layout(command, before, plan, checkpoint)
+    return replace(_starting_at(plan, checkpoint), remark=_changed_arithmetic(plan, checkpoint.step))
 
 
 def completed_steps(run_dir: RunDir) -> int | None:
@@ -215,7 +217,9 @@ def _changes(before: dict[str, Any], now: dict[str, Any], overrides: Sequence[Ov
 
 def _remedy(key: str, value: Any, overrides: Sequence[Override]) -> str:
     """The override that gives a field of the identity its earlier value."""
-    override = given(overrides, key) or next((one for one in overrides if key.startswith(f"{one.path}.")), None)
+    override = given(overrides, key) or next(
+        (override for override in overrides if key.startswith(f"{override.path}.")), None
+    )
     if key == "data.digest":
         return "data.path, data.tokenizer and data.json_key (dataset.dataset_root, tokenizer) must give the same tokens"
     if key == WEIGHTS_DIGEST:
@@ -227,9 +231,9 @@ def _remedy(key: str, value: Any, overrides: Sequence[Override]) -> str:
     return f"set {key}={value_text(value)}"
 
 
-def _check_layout(command: str, before: RunFile, plan: Plan, found: RunCheckpoint) -> None:
+def _check_layout(command: str, before: RunFile, plan: Plan, checkpoint: RunCheckpoint) -> None:
     """Raises ConfigError: in this layout later steps would have other bits, or the checkpoint cannot be read."""
-    degrees, manifest = plan.layout.as_dict(), found.read_manifest()
+    degrees, manifest = plan.layout.as_dict(), checkpoint.read_manifest()
     separate = resume_rules.experts_separate(plan.config.numerics.mode, plan.config.model, degrees)
     state = resume_rules.unreadable_state(
         manifest.optimizer_state,
@@ -240,11 +244,11 @@ def _check_layout(command: str, before: RunFile, plan: Plan, found: RunCheckpoin
     )
     problems = [
         resume_rules.other_gradients(vars(before), {"numerics": plan.config.section("numerics"), "layout": degrees}),
-        state and f"{found.path}: {state}",
+        state and f"{checkpoint.path}: {state}",
     ]
     wrong = [problem for problem in problems if problem]
     if wrong:
-        raise ConfigError(f"{command} cannot go on at step {found.step} in this layout.\n{listed(wrong)}", wrong)
+        raise ConfigError(f"{command} cannot go on at step {checkpoint.step} in this layout.\n{listed(wrong)}", wrong)
 
 
 def _changed_arithmetic(plan: Plan, step: int) -> str | None:
@@ -257,14 +261,14 @@ def _changed_arithmetic(plan: Plan, step: int) -> str | None:
     return changed
 
 
-def _starting_at(plan: Plan, found: RunCheckpoint) -> Plan:
+def _starting_at(plan: Plan, checkpoint: RunCheckpoint) -> Plan:
     """The plan, starting at a checkpoint of a run with the same identity."""
     # The identity is the same, so the checkpoint's schedule is this run's: Megatron would refuse a longer run over the
     # number of steps alone.
     schedule = {"use_checkpoint_opt_param_scheduler": True, "override_opt_param_scheduler": False}
     config = plan.config.with_fields("scheduler", **schedule)
     state = resume_rules.WHOLE | {
-        "load_rng": resume_rules.same_random_states(found.read_manifest().layout, plan.layout.as_dict())
+        "load_rng": resume_rules.same_random_states(checkpoint.read_manifest().layout, plan.layout.as_dict())
     }
-    config = config.with_fields("checkpoint", ckpt_step=found.step, load=str(found.path.parent), **state)
-    return replace(plan, config=config, start=found.step)
+    config = config.with_fields("checkpoint", ckpt_step=checkpoint.step, load=str(checkpoint.path.parent), **state)
+    return replace(plan, config=config, start=checkpoint.step)

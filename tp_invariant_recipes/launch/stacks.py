@@ -95,17 +95,17 @@ def answers(logs: dict[int, tuple[Path, int]], main: dict[int, int]) -> dict[int
     logs: rank -> its log, and the size that it had before. main: rank -> the identity of its main thread.
     """
     sizes: dict[int, int] = {}
-    found: dict[int, Stack] = {}
+    stacks: dict[int, Stack] = {}
     deadline = time.monotonic() + ANSWER
-    while time.monotonic() < deadline and (waited := logs.keys() - found.keys()):
+    while time.monotonic() < deadline and (waited := logs.keys() - stacks.keys()):
         time.sleep(POLL)
         for rank in waited:
             log, before = logs[rank]
             size = size_of(log)
             if size > before and size == sizes.get(rank) and (stack := parse(_read(log, before), main[rank])):
-                found[rank] = stack
+                stacks[rank] = stack
             sizes[rank] = size
-    return found
+    return stacks
 
 
 def size_of(log: Path) -> int:

@@ -113,13 +113,13 @@ class ProgressLine(Record):
 
 @dataclass(frozen=True)
 class Reason(Record):
-    """`rank-N.error.json`: why a rank failed. time: seconds since 1970. ours: it raised a TpiError."""
+    """`rank-N.error.json`: why a rank failed. time: seconds since 1970. user_error: it raised a TpiError."""
 
     rank: Count
     time: Seconds
     kind: str
     message: str
-    ours: bool
+    user_error: bool
     errno: Integer | None
 
 

@@ -177,10 +177,10 @@ def _attempt(rendezvous: Rendezvous, task: NodeTask, planned: Plan, number: int)
     except (RunError, PeerFailed) as error:
         cause = _first_cause(rendezvous, planned.run_dir, error)
         # A rank may fail because of the signal that stops it; then the run must not restart by itself.
-        again = number < task.tries and not rendezvous.stop.requests
-        again &= _excluded(planned, cause) or not cause.ours
-        more = "it is queued again" if again else "no more"
-        return Over(None, again, f"{cause}\n(try {number} of {task.tries} from step {planned.start}; {more})")
+        retry = number < task.tries and not rendezvous.stop.requests
+        retry &= _excluded(planned, cause) or not cause.user_error
+        more = "it is queued again" if retry else "no more"
+        return Over(None, retry, f"{cause}\n(try {number} of {task.tries} from step {planned.start}; {more})")
     return Over("completed") if outcome is Outcome.COMPLETED else Over("stopped", rendezvous.stop.resumable)
 
 
@@ -216,12 +216,12 @@ def _wait_for_arrivals(rendezvous: Rendezvous, patience: float) -> str | None:
     arrived = _wait_for_others(rendezvous, "arrived", patience, stoppable=True)
     missing = node.count - 1 - len(arrived)
     if missing:
-        here = ", ".join([node.name, *(one.name for one in arrived)])
+        here = ", ".join([node.name, *(arrival.name for arrival in arrived)])
         raise RunError(
             f"{missing} of the nodes {node.names} did not come within {patience:.0f} s; here: {here}. Their lines in "
             f"the job's log say why, if they started at all (slurm.rendezvous_timeout=SECONDS waits longer)"
         )
-    problems = [problem for one in arrived for problem in one.problems]
+    problems = [problem for arrival in arrived for problem in arrival.problems]
     refuse(problems)
     return arrived[0].reached if arrived else None
 
@@ -245,15 +245,17 @@ def _first_cause(rendezvous: Rendezvous, run_dir: RunDir, error: Exception) -> R
     """The earliest failure of a rank on any node; if none failed, which ranks of all nodes hang; else `error`."""
     _set_failing(rendezvous, hang=False)
     _wait_for_others(rendezvous, "ended", END_TIMEOUT)
-    found = [rendezvous.get(f"failed/{number}") for number in range(rendezvous.node.count)]
-    failures: list[Failed] = [one for one in found if one]
-    first = min((one for one in failures if not one.rank_states), key=lambda one: one.cause, default=None)
+    records = [rendezvous.get(f"failed/{number}") for number in range(rendezvous.node.count)]
+    failures: list[Failed] = [record for record in records if record]
+    first = min(
+        (failure for failure in failures if not failure.rank_states), key=lambda failure: failure.cause, default=None
+    )
     if first is None and failures:
-        return ranks.hanging([state for one in failures for state in one.rank_states], run_dir)
+        return ranks.hanging([state for failure in failures for state in failure.rank_states], run_dir)
     if first is None:
         return RankFailed(str(error), time.time())
     where = f"\n(on {first.name})" if rendezvous.node.count > 1 else ""
-    return RankFailed(f"{first.why}{where}", first.cause, ours=first.ours, hardware=first.hardware)
+    return RankFailed(f"{first.why}{where}", first.cause, user_error=first.user_error, hardware=first.hardware)
 
 
 # The other nodes
@@ -316,11 +318,11 @@ def _must_agree(planned: Plan) -> Agreed:
     return Agreed(planned.identity, planned.environment, versions())
 
 
-def _differences(theirs: Agreed, ours: Agreed, node: NodeInfo) -> list[str]:
+def _differences(first_node: Agreed, this_node: Agreed, node: NodeInfo) -> list[str]:
     return [
         f"{node.name} has another {part}: {key} is {here.get(key)}, and {there.get(key)} on the first of {node.names}"
-        for part, here in vars(ours).items()
-        for there in (getattr(theirs, part),)
+        for part, here in vars(this_node).items()
+        for there in (getattr(first_node, part),)
         for key in sorted({*there, *here})
         if there.get(key) != here.get(key)
     ]
@@ -386,8 +388,8 @@ def _run_ranks(
             limits=limits(planned.config),
         )
     except RankFailed as error:
-        rank_states = tuple(replace(one, node=node.name) for one in error.rank_states)
-        failed = Failed(node.name, error.cause, str(error), error.ours, error.hardware, rank_states)
+        rank_states = tuple(replace(state, node=node.name) for state in error.rank_states)
+        failed = Failed(node.name, error.cause, str(error), error.user_error, error.hardware, rank_states)
         rendezvous.set(f"failed/{node.number}", failed)
         _set_failing(rendezvous, hang=bool(rank_states))
         raise
@@ -407,7 +409,7 @@ def _wait_for_first_node(
     rendezvous: Rendezvous, key: str, *, tick: Callable[[], None] | None = None, stoppable: bool = False
 ) -> Any:
     """Wait for a key of the first node. Raises _RunOver when it ends the run instead, Stopped when a signal comes."""
-    while (found := rendezvous.get(key)) is None:
+    while (value := rendezvous.get(key)) is None:
         if rendezvous.has("over"):
             raise _RunOver
         if stoppable and rendezvous.stop.signals:
@@ -415,7 +417,7 @@ def _wait_for_first_node(
         if tick:
             tick()
         time.sleep(POLL)
-    return found
+    return value
 
 
 def _wait_for_others(
@@ -437,10 +439,10 @@ def _wait_for_others(
         numbers = [number for number in numbers if rendezvous.has(f"joined/{number}")]
     keys = [f"{key}/{number}" for number in numbers]
     while True:
-        if (found := rendezvous.get_all(keys)) is not None:
-            return found
+        if (values := rendezvous.get_all(keys)) is not None:
+            return values
         if deadline is not None and time.monotonic() > deadline:
-            return [value for one in keys if (value := rendezvous.get(one)) is not None]
+            return [value for node_key in keys if (value := rendezvous.get(node_key)) is not None]
         if stoppable and rendezvous.stop.signals:
             raise Stopped
         if tick:

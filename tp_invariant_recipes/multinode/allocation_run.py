@@ -48,12 +48,12 @@ def exec_srun(request: Request) -> NoReturn:
         )
     if request.resume is None:
         requested = config.run.dir
-        found = (
+        directory = (
             Path(requested)
             if requested and request.continues
             else choose(requested, f"{request.model}-tp{config.layout.tp}").path
         )
-        path = found.expanduser().absolute()
+        path = directory.expanduser().absolute()
         request = replace(request, overrides=(*request.overrides, parse(f"run.dir={path}")))
     else:
         path = request.resume.absolute()

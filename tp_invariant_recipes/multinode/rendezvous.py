@@ -59,7 +59,7 @@ class Failed(Record):
     name: str
     cause: Seconds
     why: str
-    ours: bool
+    user_error: bool
     hardware: bool
     rank_states: Listed[RankState]
 
@@ -153,8 +153,8 @@ def node_info(environment: Mapping[str, str]) -> NodeInfo | None:
 
 def _first(names: str) -> str:
     """The first name of a list as SLURM writes it: n[03-05,7],m1 is n03."""
-    found = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", names)
-    return "".join(part or "" for part in found.groups()) if found else names
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", names)
+    return "".join(part or "" for part in match.groups()) if match else names
 
 
 def _address(name: str, launcher: str) -> str:

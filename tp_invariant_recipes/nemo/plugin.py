@@ -64,8 +64,8 @@ def _problems(task: Any) -> list[str]:
 
 def _contradicting(variables: dict[str, str], task: Any, executor: Any) -> list[str]:
     """Variables that the task or its executor sets to something else."""
-    found = []
+    problems = []
     for where, given in (("the executor", executor.env_vars), ("the task", getattr(task, "env", None) or {})):
         wrong = [name for name, value in variables.items() if given.get(name, value) != value]
-        found += [f"{where} sets {name}={given[name]}, and the plugin {name}={variables[name]}" for name in wrong]
-    return found
+        problems += [f"{where} sets {name}={given[name]}, and the plugin {name}={variables[name]}" for name in wrong]
+    return problems

@@ -129,16 +129,16 @@ def _pretrain_recorded(
     if rank == world - 1:
         _write(run_dir, config, run)
     info = RankInfo(rank, int(os.environ.get("LOCAL_RANK", rank)), world, world, "", ())
-    ours = recording(run_dir, info, run, LedgerSettings(state_digests=STATE_DIGESTS))
-    step = OptimizerStep(ours)
+    ledger_callbacks = recording(run_dir, info, run, LedgerSettings(state_digests=STATE_DIGESTS))
+    step = OptimizerStep(ledger_callbacks)
     with ExitStack() as stack:
-        stack.enter_context(closing(ours))
+        stack.enter_context(closing(ledger_callbacks))
         stack.callback(step.restore)
         if isinstance(callbacks, CallbackManager):
-            callbacks.add([*ours, step])
+            callbacks.add([*ledger_callbacks, step])
             original(config, forward_step_func, callbacks=callbacks)
         else:
-            original(config, forward_step_func, callbacks=[*(callbacks or []), *ours, step])
+            original(config, forward_step_func, callbacks=[*(callbacks or []), *ledger_callbacks, step])
 
 
 # What the switch sets.

@@ -75,7 +75,7 @@ def _keyword_overrides(texts: Sequence[Override], keys: Mapping[str, Any], probl
     from tp_invariant_recipes.config.overrides import given, parse
     from tp_invariant_recipes.settings.values import value_text
 
-    found = []
+    overrides = []
     for key, value in keys.items():
         if not _plain(value):
             problems.append(f"{key}: {value!r:.80} is no number, text, bool, None, or a list or dict of these")
@@ -84,8 +84,8 @@ def _keyword_overrides(texts: Sequence[Override], keys: Mapping[str, Any], probl
         other = given(texts, override.field)
         if other is not None and other.value != override.value:
             problems.append(f"{other.text} and the keyword {key}={value!r} contradict each other; give one of them")
-        found.append(override)
-    return found
+        overrides.append(override)
+    return overrides
 
 
 def _plain(value: Any) -> bool:

@@ -279,7 +279,7 @@ def _write_failure(run_dir: RunDir, rank: int, error: BaseException) -> None:
         time=getattr(error, "failed_at", time.time()),
         kind=type(error).__name__,
         message=text.encode(errors="replace").decode(),  # half a character is no text
-        ours=isinstance(error, TpiError),
+        user_error=isinstance(error, TpiError),
         errno=_errno(error),
     )
     try:

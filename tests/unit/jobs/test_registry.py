@@ -78,7 +78,7 @@ def test_a_job_is_found_by_its_id_its_name_and_its_directory(submitted, tmp_path
     submitted("b", "14")
     (found,) = registry.find([name])
     assert found.directory == made.directory
-    assert [(part.id, part.role, part.run.path, part.ours) for part in found.parts] == [
+    assert [(part.id, part.role, part.run.path, part.current) for part in found.parts] == [
         ("12", "train", made.directory, True)
     ]
 

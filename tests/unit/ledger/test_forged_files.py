@@ -230,7 +230,7 @@ def manifest(folder: Path, data: bytes) -> None:
     checkpoints.RunCheckpoint(folder, 1).verify()
 
 
-REASON = {"rank": 0, "time": 1.5, "kind": "ValueError", "message": "planted", "ours": False, "errno": None}
+REASON = {"rank": 0, "time": 1.5, "kind": "ValueError", "message": "planted", "user_error": False, "errno": None}
 
 
 def reason(folder: Path, data: bytes) -> None:
@@ -301,7 +301,14 @@ MESSAGES: dict[str, Any] = {
     "orders": {"start": 0, "token": "x", "agreed": {"identity": {"a": 1}, "environment": {"A": "1"}, "versions": {}}},
     "arrived/1": {"name": "n1", "problems": ["p"], "reached": "10.0.0.1"},
     "next": 1,
-    "failed/1": {"name": "n1", "cause": 1.5, "why": "w", "ours": False, "hardware": False, "rank_states": [STAND]},
+    "failed/1": {
+        "name": "n1",
+        "cause": 1.5,
+        "why": "w",
+        "user_error": False,
+        "hardware": False,
+        "rank_states": [STAND],
+    },
     "failing": True,
     "over": {"outcome": "completed", "requeued": False, "why": None},
     "alive/1": 1,

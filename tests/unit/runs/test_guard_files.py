@@ -106,5 +106,5 @@ def test_a_job_goes_on_without_the_nodes_only_where_asked(tmp_path, exclude, har
     run_dir.excluded.write_text("n7\n")
     guard_files.distrust(run_dir, 1, Untrusted(0, ("n2",)))
     planned = SimpleNamespace(run_dir=run_dir, config=SimpleNamespace(guard=SimpleNamespace(exclude=exclude)))
-    assert agent._excluded(planned, RankFailed("x", 0.0, ours=True, hardware=hardware)) is again
+    assert agent._excluded(planned, RankFailed("x", 0.0, user_error=True, hardware=hardware)) is again
     assert run_dir.excluded.read_text() == ("n7\nn2\n" if again else "n7\n")

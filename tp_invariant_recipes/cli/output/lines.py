@@ -21,11 +21,11 @@ class Line:
     why: str
 
 
-def show(head: Sequence[str], lines: Sequence[Line], *, right: Collection[str], coloured: str) -> None:
-    """Print them below their head. right: columns of numbers. coloured: the column that has a colour."""
+def show(head: Sequence[str], lines: Sequence[Line], *, numeric: Collection[str], coloured: str) -> None:
+    """Print them below their head. numeric: columns of numbers, flush right. coloured: the column that has a colour."""
     rows = [tuple(map(one_line, line.cells)) for line in lines]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    form = "  ".join(f"{{:{'>' if name in right else '<'}{width}}}" for name, width in zip(head, widths, strict=True))
+    form = "  ".join(f"{{:{'>' if name in numeric else '<'}{width}}}" for name, width in zip(head, widths, strict=True))
     at = head.index(coloured)
     start = sum(widths[:at]) + 2 * at
     text = Text(no_wrap=True).append(f"{form.format(*head).rstrip()}\n", style="bold")

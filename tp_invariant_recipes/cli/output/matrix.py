@@ -51,8 +51,8 @@ def train_matrix[T: "MatrixVerdict | Swept"](
         return planned
     with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
         verify.check(planned)
-    for one in planned.matrix.left_out:
-        console.print(Text(f"left out: {one.label}: {one.why}"), soft_wrap=True)
+    for combination in planned.matrix.left_out:
+        console.print(Text(f"left out: {combination.label}: {combination.why}"), soft_wrap=True)
     for cell in planned.cells:
         if tight := room.warning(planned.plans[cell.name].config, here=True):
             console.print(Text(f"warning: {cell.label}: {tight}", style="yellow"), soft_wrap=True)
