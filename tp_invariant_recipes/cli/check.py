@@ -41,10 +41,10 @@ def check(
         raise ConfigError(
             f"{what}: which layer? --step N --module MODULE; without them tpi check takes a guard's evidence"
         )
-    from tp_invariant_recipes.features import check as again
+    from tp_invariant_recipes.features import check as recompute
 
-    checked = again.check(what, step, module)
-    status = again.exit_status(checked)
+    checked = recompute.check(what, step, module)
+    status = recompute.exit_status(checked)
     if as_json:
         tensors = [
             {"name": tensor.name, "identical": tensor.identical, **asdict(tensor.distance)} for tensor in checked

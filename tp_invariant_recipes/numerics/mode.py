@@ -50,8 +50,8 @@ ALL_GRAPHS = frozenset({"te", "full"})  # options of cuda_graph=
 class Linear(Protocol):
     """How a tensor-parallel product gets the same bits for every t: a module with these two functions.
 
-    Each is x @ weight^T with a backward pass of its own. s: sequence, b: micro-batch, k: input features, n: output
-    features, t: tensor-parallel size, which divides `mesh.shards`.
+    Each is x @ weight^T with a backward pass of its own. In shapes s is the sequence, b the micro-batch, k the input
+    features, n the output features, and t the tensor-parallel size, which divides `mesh.shards`.
     """
 
     def column_parallel(

@@ -26,10 +26,10 @@ COMPARISONS = {">=": operator.ge, "<": operator.lt}
 class PatchVerdict:
     """The state of a patch on this machine, and the reason.
 
-    applies:    the installed code is known to need it.
-    not needed: the package is absent, or its version does not need it.
-    refused:    the version needs it, but the installed code differs from the code that the patch knows.
-    off:        the user has switched it off.
+    state: "applies": the installed code is known to need it.
+           "not needed": the package is absent, or its version does not need it.
+           "refused": the version needs it, but the installed code differs from the code that the patch knows.
+           "off": the user has switched it off.
     """
 
     state: State

@@ -316,8 +316,8 @@ def _of_rule(b: MicroBatch) -> int:
 
     On a GPU what kernels/delta_rule.py allocates. Of a token and a head in fp32, rows of two matrices of 64 by 64, N,
     its gradient and the output's, and 1/64 of a state and its gradient; of a token and a group, a query and a key. The
-    gradient of x has the features' own dtype. On a CPU of one shard what autograd keeps and the first gradients, as
-    counted: six numbers of a pair of a chunk, ten keys, thirteen values and a state.
+    gradient of x has the features' own dtype. On a CPU of one shard what autograd keeps and the first gradients:
+    six numbers of a pair of a chunk, ten keys, thirteen values and a state.
     """
     w, chunk = b.widths, DELTA_CHUNK
     key, value = w.delta_key_head, w.delta_value // max(1, w.delta_heads)

@@ -354,7 +354,7 @@ def _graphs(model: dict[str, Any]) -> None:
 
 
 def _data(layer: dict[str, Any]) -> str:
-    """mock: Megatron generates it; recipe: the recipe names it, or says what examples are."""
+    """The kind of data: "mock" is what Megatron generates, "recipe" what the recipe names or describes as examples."""
     dataset = layer["dataset"]
     if sft.is_sft(dataset):
         return "recipe"

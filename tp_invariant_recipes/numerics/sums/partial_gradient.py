@@ -41,7 +41,8 @@ def reduce_weight_gradient(
     """The tensor that a backward pass returns to autograd for `weight`.
 
     leaves:     [n · V/t, L, size] fp32, of each of this rank's chunks of tokens L parts in order; [n · V, L, size] if
-                `everywhere`. n: the context shards that the ranks hold, each of V chunks (`mesh.contexts`).
+                `everywhere`; n is the number of context shards that the ranks hold, each of V chunks
+                (`mesh.contexts`).
     everywhere: every rank has the partials of all shards, and Megatron does not sum the ranks' gradients. Otherwise
                 Megatron sums them, so rank 0 has the sum and the others zeros.
     by_heads:   the shards are groups of heads instead: [n · V/t, L, size] has V/t groups for each context shard.

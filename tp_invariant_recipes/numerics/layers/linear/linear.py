@@ -41,7 +41,7 @@ from tp_invariant_recipes.numerics.sums.weight_gradient import weight_gradient
 
 @dataclass(frozen=True)
 class Products:
-    """What multiplies. product: as `numerics.product.product`; partials, on CPUs alone: as `cpu_product.partials`."""
+    """What multiplies. product: as `products.product.product`; partials, on CPUs alone: as `products.cpu.partials`."""
 
     product: Callable[..., Tensor]
     partials: Callable[..., Tensor]

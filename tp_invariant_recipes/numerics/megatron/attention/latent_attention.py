@@ -134,7 +134,7 @@ class InvariantLatentAttention(OnMesh, LatentAttention):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """[s/t, b, h] → query and key [s, b, heads/t, qk], value [s, b, heads/t, v], and both latents.
 
-        qk: qk_head_dim + qk_pos_emb_head_dim, whose last part carries the position; v: v_head_dim.
+        Here qk is qk_head_dim + qk_pos_emb_head_dim, whose last part carries the position, and v is v_head_dim.
         """
         if packed_seq_params is not None or inference_context is not None or inference_params is not None:
             raise NotImplementedError("packed sequences and inference have no invariant version")

@@ -1,0 +1,156 @@
+"""Identifiers are nouns and verbs of the field, and a docstring explains parameters and fields that exist."""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[3] / "tp_invariant_recipes"
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+# Pronouns, participles and sides that tell a reader nothing: write what it is (override, problems, rank, match).
+WORDS = {"one", "found", "said", "left", "some", "ours", "theirs", "again", "apart", "meant", "right", "together"}
+# Folders and files of the package that still have such words.
+ROOMS_LEFT: set[str] = {
+    "check",
+    "compare",
+    "config",
+    "cpu_host",
+    "data",
+    "features",
+    "kernels",
+    "ledger",
+    "machine",
+    "numerics",
+    "observe",
+    "patches",
+    "portable",
+    "reading.py",
+    "replacement.py",
+    "report",
+    "runs",
+    "settings",
+    "sizing",
+    "sources",
+    "start",
+    "training",
+}
+# A line or a sentence "name: …" or "name, name: …", and what such a line explains other than parameters.
+ENTRY = re.compile(r"(?:^|(?<=\. ))([a-z_]\w*(?:, [a-z_]\w*)*):(?=\s)", re.MULTILINE)
+NO_PARAMETERS = {"returns", "raises", "yields"}
+
+
+def identifiers(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    """The name of everything that is bound: variables, fields, attributes, parameters, functions, classes, imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node, node.id
+        elif isinstance(node, ast.arg):
+            yield node, node.arg
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node, node.attr
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler | ast.MatchAs):
+            yield node, node.name or ""
+        elif isinstance(node, ast.alias):
+            yield node, node.asname or ""
+
+
+def vague(tree: ast.AST) -> list[str]:
+    """Identifiers that are a word of the list, with or without underscores around it; and functions called `of`."""
+    return [
+        f"{node.lineno}: {name}"
+        for node, name in identifiers(tree)
+        if name.strip("_").lower() in WORDS or (name == "of" and isinstance(node, FUNCTIONS))
+    ]
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    return {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}
+
+
+def members(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> set[str]:
+    """Fields, methods, their parameters and the attributes that they read or set, of the class and its bases."""
+    names = {name for _, name in identifiers(node)}
+    names |= {child.attr for child in ast.walk(node) if isinstance(child, ast.Attribute)}
+    for base in node.bases:
+        if isinstance(base, ast.Name) and base.id in classes:
+            names |= members(classes[base.id], classes)
+    return names
+
+
+def missing(tree: ast.AST, classes: dict[str, ast.ClassDef]) -> list[str]:
+    """Entries of docstrings for names that do not exist. What returns a dict may explain its keys."""
+    lines = []
+    for node in ast.walk(tree):
+        if not isinstance(node, FUNCTIONS | ast.ClassDef):
+            continue
+        entries = {name for entry in ENTRY.findall(ast.get_docstring(node) or "") for name in entry.split(", ")}
+        if not entries or (isinstance(node, FUNCTIONS) and node.returns and "dict" in ast.unparse(node.returns)):
+            continue
+        known = members(node, classes) if isinstance(node, ast.ClassDef) else parameters(node)
+        lines += [f"{node.lineno}: {node.name} has no {name}" for name in entries - known - NO_PARAMETERS]
+    return lines
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    return {file.relative_to(PACKAGE): ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
+
+
+@pytest.mark.parametrize(
+    "planted",
+    (
+        "found = []",
+        "_said = 1",
+        "OURS = ()",
+        "for one in range(3): pass",
+        "[left for left, _ in pairs]",
+        "def f(*, theirs): ...",
+        "def of(config): ...",
+        "class Apart: ...",
+        "class C:\n    some: int = 1",
+        "self.again = True",
+        "import numpy as right",
+        "try: pass\nexcept OSError as one: pass",
+        "if (one := f()): pass",
+    ),
+)
+def test_a_word_of_the_list_is_seen_wherever_it_is_bound(planted):
+    assert len(vague(ast.parse(planted))) == 1
+
+
+def test_uses_strings_and_longer_names_are_no_bindings():
+    assert vague(ast.parse("x = one.found('said')\nleft_out, offset, of = 1, 2, 3\nf(right=x)")) == []
+
+
+def test_no_identifier_is_a_word_of_the_list():
+    lines = [f"{file}:{line}" for file in trees() if file.parts[0] not in ROOMS_LEFT for line in vague(trees()[file])]
+    assert not lines, "\n".join(lines)
+
+
+def test_a_room_of_the_table_has_such_a_word():
+    assert {file.parts[0] for file in trees() if file.parts[0] in ROOMS_LEFT and vague(trees()[file])} == ROOMS_LEFT
+
+
+@pytest.mark.parametrize(
+    "text, name",
+    (
+        ('def f(given):\n    """A sum. taken: what is added."""', "taken"),
+        ('def f(a, b):\n    """A sum.\n\n    a, c: what is added.\n    returns: it.\n    """', "c"),
+        ('class C:\n    """A value.\n\n    size: bytes.\n    """\n    count: int', "size"),
+    ),
+)
+def test_an_entry_for_a_parameter_or_field_that_does_not_exist_is_seen(text, name):
+    (line,) = missing(ast.parse(text), {})
+    assert line.endswith(f"has no {name}")
+    assert missing(ast.parse(text.replace(f"{name}:", "returns:")), {}) == []
+
+
+def test_docstrings_explain_parameters_and_fields_that_exist():
+    """Without cli/, whose docstrings are the text of --help."""
+    parsed = {file: tree for file, tree in trees().items() if file.parts[0] != "cli"}
+    classes = {node.name: node for tree in parsed.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    lines = [f"{file}:{line}" for file, tree in parsed.items() for line in missing(tree, classes)]
+    assert not lines, "\n".join(lines)
