@@ -154,7 +154,7 @@ def parse_json(data: bytes, *, constants: bool = False, most: int = NODES) -> An
 
     constants: whether NaN and Infinity are allowed, which JSON lacks and Python writes.
     """
-    if len(data) > most and sum(data.count(one) for one in b",[{") > most:
+    if len(data) > most and sum(data.count(mark) for mark in b",[{") > most:
         raise ValueError(f"more than {most} values")
     try:
         value = (_WITH_CONSTANTS if constants else _STRICT).decode(data.decode())
@@ -199,7 +199,7 @@ def checked(kind: Any, value: Any) -> Any:
         return _adapter(kind).validate_python(value)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False, include_context=False)
-        named = [_words(_place(one["loc"]), one["type"], one["msg"]) for one in problems[:_PROBLEMS]]
+        named = [_words(_place(problem["loc"]), problem["type"], problem["msg"]) for problem in problems[:_PROBLEMS]]
         more = f"; and {len(problems) - _PROBLEMS} more" if len(problems) > _PROBLEMS else ""
         raise ValueError("; ".join(named) + more) from None
 
@@ -263,10 +263,10 @@ def _is_text(text: str) -> bool:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
         raise ValueError("a key appears twice")
-    return found
+    return unique
 
 
 def _refuse_constant(name: str) -> object:

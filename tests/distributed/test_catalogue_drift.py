@@ -18,7 +18,7 @@ SET_BY_CONF = {"ddp": {"grad_reduce_in_fp32"}, "dataset": {"reset_position_ids",
 # Fields without a default.
 REQUIRED = {"comm_overlap": {"tp_comm_overlap": False}, "dataset": {"random_seed": 1, "seq_length": 32}}
 # What else a container has. `mixed_precision` is one name, and a table has the fields of `model`.
-APART = {"model", "mixed_precision", *recipe_layer.APART}
+APART = {"model", "mixed_precision", *recipe_layer.OTHER_FIELDS}
 
 
 def classes(section: str) -> list[type]:

@@ -220,7 +220,7 @@ def test_a_recipe_whose_precision_is_one_of_bridges_has_its_name(bridge):
         assert recipe_fields.precision(precision) == name
         assert {key: getattr(precision, key) for key in fields} == fields
         changed = {key for key, value in vars(precision).items() if value != getattr(plain, key)}
-        kept = set(low_precision.KEPT) if name in low_precision.KEEPING else set()
+        kept = set(low_precision.FP8_WEIGHTS) if name in low_precision.KEEPING else set()
         kept |= {low_precision.REUSED} if "mxfp8" in name else set()
         assert changed <= fields.keys() | kept  # nothing else that a run with invariant numerics would lose
         assert bool(changed & kept) == bool(kept)

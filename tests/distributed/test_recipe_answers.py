@@ -56,7 +56,7 @@ def calls(bridge, folder, monkeypatch):
         said = {"seed": config.section("rng")["seed"], "rate": optimizer["lr"], "least": optimizer["min_lr"]}
         return said | {"steps": train["train_iters"], "batch": train["global_batch_size"]}, called.exists()
 
-    monkeypatch.setattr(recipe_layer, "_said", _noting(recipe_layer._said, called))
+    monkeypatch.setattr(recipe_layer, "_read_recipe", _noting(recipe_layer._read_recipe, called))
     return ask
 
 

@@ -204,7 +204,7 @@ def test_the_page_counts_the_recipes_of_bridge(bridge):
 def test_a_model_of_images_or_sound_is_named():
     text, both = ("hidden_size", "is_vision_language", "hf_model_revision"), ("freeze_vision_model", "audio_config")
     models = [make_dataclass("Model", [(name, int, 0) for name in names])() for names in (text, both)]
-    assert [*map(recipe_layer._senses, models)] == ["", "images and audio"]
+    assert [*map(recipe_layer._extra_modalities, models)] == ["", "images and audio"]
 
 
 @pytest.mark.release

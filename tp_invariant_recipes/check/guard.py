@@ -14,7 +14,7 @@ from tp_invariant_recipes.settings.sections import GuardSettings
 OFF, PRODUCTS, SHADOW = "off", "products", "shadow"
 
 
-def ranks_apart(config: RunConfig) -> int:
+def rank_distance(config: RunConfig) -> int:
     """How many data-parallel ranks on another replica is that holds the same experts: an expert's rank serves several.
 
     It is 1 without experts.
@@ -64,7 +64,7 @@ RULES: tuple[Rule[RunConfig], ...] = (
      "the first node must read another's evidence; guard.exclude=false, or cluster.shared_files=true"),
     _shadow(lambda t: t.parallel.data_parallel_size == 1,
      "dp=1 has no other replica to repeat a data shard; guard=products, or dp=2"),
-    _shadow(lambda t: 1 < t.parallel.data_parallel_size < 2 * ranks_apart(t),
+    _shadow(lambda t: 1 < t.parallel.data_parallel_size < 2 * rank_distance(t),
      "the experts are spread over all replicas, so that no other rank holds the same; raise dp, lower ep, or "
      "guard=products"),
     _shadow(lambda t: cuda_graphs.requested(t.model),

@@ -24,13 +24,13 @@ def other_processors(config: RunConfig) -> Iterator[str]:
         return
     nodes = f"the nodes of cluster={cluster.name} are {cluster.architecture}"
     if cluster.container is not None:
-        found = of_image(Path(cluster.container))
-        if found not in (None, cluster.architecture):
-            yield f"cluster.container={cluster.container} is for {found}, and {nodes}"
+        processor = of_image(Path(cluster.container))
+        if processor not in (None, cluster.architecture):
+            yield f"cluster.container={cluster.container} is for {processor}, and {nodes}"
     elif cluster.python is not None:
-        found = of_program(Path(cluster.python))
-        if found not in (None, cluster.architecture):
-            yield f"cluster.python={cluster.python} is for {found}, and {nodes}"
+        processor = of_program(Path(cluster.python))
+        if processor not in (None, cluster.architecture):
+            yield f"cluster.python={cluster.python} is for {processor}, and {nodes}"
     elif platform.machine() != cluster.architecture:
         yield (
             f"this environment ({sys.prefix}) is for {platform.machine()}, and {nodes}; cluster.container=IMAGE, or "

@@ -58,12 +58,12 @@ def _accounted(layers: int, stages: int, counted: list[str]) -> str | None:
 
 
 def _uneven(layers: int, stages: int, ends: dict[str, int]) -> str | None:
-    between, left = layers - sum(ends.values()), stages - len(ends)
-    if left >= 0 and (between == 0 if left == 0 else between > 0 and between % left == 0):
+    between, others = layers - sum(ends.values()), stages - len(ends)
+    if others >= 0 and (between == 0 if others == 0 else between > 0 and between % others == 0):
         return None
-    said = " and ".join(f"model.{key}={count}" for key, count in ends.items())
+    stated = " and ".join(f"model.{key}={count}" for key, count in ends.items())
     return (
-        f"{said} of model.num_layers={layers} leaves {between} layers for the other {left} of pp={stages} stages; "
+        f"{stated} of model.num_layers={layers} leaves {between} layers for the other {others} of pp={stages} stages; "
         f"each of them needs the same number; change it, or {' '.join(f'model.{key}=null' for key in ends)}"
     )
 

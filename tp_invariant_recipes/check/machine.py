@@ -83,7 +83,7 @@ def _gpus(config: RunConfig) -> list[str]:
     degrees = f"tp={at.tp} * pp={at.pp} * cp={at.cp} * dp={at.dp} = {at.world} ranks"
     ranks = at.world
     if config.launcher.kind == "slurm":
-        allocated = allocation.of(config)
+        allocated = allocation.from_config(config)
         ranks, degrees = allocated.ranks, f"{degrees} on {counted(allocated.nodes, 'node')}, {allocated.ranks} on each"
     problems = []
     if not visible:

@@ -61,26 +61,26 @@ def _replaced(config: RunConfig) -> list[str]:
 def _loggers(config: RunConfig) -> list[str]:
     """Settings of services that `logging=` has not chosen, and secrets, whose values are not shown."""
     of_service = {name for name in _LOGGER_FIELDS if _at(config, f"logger.{name}") not in (None, [], {})}
-    found = []
+    problems = []
     for service in EXPERIMENTS:
         if config.logging.kind != service:
             idle = sorted(name for name in of_service if name.startswith(f"{service}_"))
-            found += [f"logger.{name}: without logging={service} nothing reads it; leave it out" for name in idle]
+            problems += [f"logger.{name}: without logging={service} nothing reads it; leave it out" for name in idle]
     field, project = f"logger.{_PROJECTS.get(config.logging.kind)}", config.logging.project
     if config.logging.kind in EXPERIMENTS and _at(config, field) != project:
-        found.append(
+        problems.append(
             f"{field}={_at(config, field)} beside logging.project={project}; project={_at(config, field)} sets both"
         )
     if config.logging.kind not in EXPERIMENTS:
         services = ", ".join(EXPERIMENTS)
         named = {"project": config.logging.project, "name": config.logging.name}
-        found += [f"{key}={value}: is for logging={services}" for key, value in named.items() if value is not None]
+        problems += [f"{key}={value}: is for logging={services}" for key, value in named.items() if value is not None]
     if _at(config, "logger.comet_api_key"):
-        found.append(
+        problems.append(
             "logger.comet_api_key: a secret, and what is configured is written down; set COMET_API_KEY where you start "
             "the run, and cluster.forward=[COMET_API_KEY] for a job"
         )
-    return found
+    return problems
 
 
 def _at(config: RunConfig, path: str) -> Any:
@@ -124,11 +124,11 @@ def _per_layer(name: str) -> Callable[[RunConfig], str | None]:
         if layers is None or value is None or not PER_LAYER[name](config):
             return None
         if isinstance(value, list | tuple):
-            right = len(value) == layers and {*value} <= {0, 1}
+            valid = len(value) == layers and {*value} <= {0, 1}
             need = f"model.num_layers={layers} layers need a 0 or a 1 each"
         else:
-            right, need = value != 0, "must be at least 1"
-        return None if right else f"model.{name}={value_text(value)}: {need}"
+            valid, need = value != 0, "must be at least 1"
+        return None if valid else f"model.{name}={value_text(value)}: {need}"
 
     return rule
 

@@ -165,9 +165,9 @@ HYDRA_OPTIONS = {
 def _key_hint(option: str) -> str | None:
     """How to write a key that was typed as an option, with its value: `--tp 2`."""
     from tp_invariant_recipes.settings import conf_files
-    from tp_invariant_recipes.settings.keys import meant
+    from tp_invariant_recipes.settings.keys import suggestions
 
-    named = [*meant(option), *(name for name in conf_files.group_names() if f"--{name}" == option)]
+    named = [*suggestions(option), *(name for name in conf_files.group_names() if f"--{name}" == option)]
     if not named:
         return None
     words = [part for word in sys.argv[1:] for part in (word.split("=", 1) if word.startswith("--") else [word])]

@@ -165,7 +165,7 @@ def _recipe_and_run(recipe: str, overrides: "list[Override]") -> list[Mapping[st
     named, folder = f"recipe={name}", run["recipe"]["hf_folder"]
     question = (named, folder, run["data"]["kind"] == "text")
     recipe_answers.prepare(named, *question)
-    sections = recipe_process.run(named, lambda: recipe_layer.said(*question).own)
+    sections = recipe_process.run(named, lambda: recipe_layer.read_recipe(*question).own)
     own = {path.partition(".")[2]: run["tokenizer"][path.partition(".")[2]] for path in OWN_KEYS}
     return [{**run, **sections, "tokenizer": own | sections["tokenizer"]}, run]
 

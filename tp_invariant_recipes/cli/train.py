@@ -221,7 +221,7 @@ def _train_on_nodes(request: "Request", console: "Console", *, verbose: bool) ->
         raise typer.Exit(2)  # the first node prints the reason
     if place.first:
         console.print(result.word)
-        for line in [] if result.requeued else places.lines(places.of(task.run_dir)):
+        for line in [] if result.requeued else places.lines(places.as_json(task.run_dir)):
             remark(line)
     if stop.interrupted:
         raise typer.Exit(130)

@@ -27,8 +27,8 @@ def across_machines(a: Header, b: Header, different: bool) -> str | None:
     machines = f"The runs were made on different architectures ({left}; {right})"
     if not all(map(all_machines, (a, b))):
         named = " and ".join(f"numerics={name}" for name in sorted(modes))
-        found = "this difference is no defect" if different else "these bits are equal all the same"
-        return f"{machines}. {named}: equal bits are not promised there, and {found}; numerics=portable promises them."
+        remark = "this difference is no defect" if different else "these bits are equal all the same"
+        return f"{machines}. {named}: equal bits are not promised there, and {remark}; numerics=portable promises them."
     definitions = [header.device.get("attention") for header in (a, b)]
     if definitions[0] != definitions[1]:
         return f"{machines}, by two versions of numerics=portable ({definitions[0]}; {definitions[1]}): not promised."
@@ -45,12 +45,12 @@ def products(header: Header) -> tuple[tuple[int, str], ...]:
     first = header.device.get(_PRODUCT)
     if first is None or not mode.definition(str(header.numerics.get("mode")), "gpu"):
         return ()
-    found = [(1, first)]
+    spans = [(1, first)]
     for entry in header.notes.get("resumed", ()):
         now = str(entry["changed"].get(f"device.{_PRODUCT}", first))
-        if now != found[-1][1]:
-            found.append((entry["after_step"] + 1, now))
-    return tuple(found)
+        if now != spans[-1][1]:
+            spans.append((entry["after_step"] + 1, now))
+    return tuple(spans)
 
 
 def changed_products(before: Header, version: str | None, step: int) -> str | None:
@@ -78,16 +78,16 @@ def other_products(a: Header, b: Header, step: int | None) -> str | None:
     parted = min(start for start, _ in {*left} ^ {*right})
     if step is not None and step < parted:
         return None
-    found = "these bits are equal all the same" if step is None else "this difference is no defect"
+    remark = "these bits are equal all the same" if step is None else "this difference is no defect"
     since = "" if parted == 1 else f" from step {parted} on"
     return (
         f"Products have other definitions{since} ({_words(left)}; {_words(right)}): equal bits are not promised, and "
-        f"{found}."
+        f"{remark}."
     )
 
 
-def _words(found: tuple[tuple[int, str], ...]) -> str:
-    (_, first), *later = found
+def _words(spans: tuple[tuple[int, str], ...]) -> str:
+    (_, first), *later = spans
     return ", ".join([first, *(f"from step {start} on {name}" for start, name in later)])
 
 
@@ -110,7 +110,7 @@ def changed_processor(before: Header, now: str, step: int) -> str | None:
 
 def all_machines(header: Header) -> bool:
     """Whether a run's numerics promise equal bits on all machines."""
-    return bool((found := mode.find(str(header.numerics.get("mode")))) and found.any_machine)
+    return bool((arithmetic := mode.find(str(header.numerics.get("mode")))) and arithmetic.any_machine)
 
 
 def _architecture(header: Header, names: Sequence[str]) -> str:

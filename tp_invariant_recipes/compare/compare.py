@@ -193,7 +193,7 @@ def _comparison(a: Ledger, b: Ledger, refused: tuple[HeaderDifference, ...], tal
         listed={name: tuple(steps) for name, steps in tally.listed.items()},
         digested=(tally.digested[0], tally.digested[1]),
         later=(tally.later[0], tally.later[1]),
-        traced=tally.first is not None and all(one.trace is not None for one in tally.around[tally.first[0]]),
+        traced=tally.first is not None and all(record.trace is not None for record in tally.around[tally.first[0]]),
     )
 
 
@@ -202,16 +202,21 @@ def _model_differences(a: Header, b: Header) -> tuple[Found, ...]:
     if not a.parameters or not b.parameters:
         return ()
     left, right = ({p.name: _described(p) for p in header.parameters} for header in (a, b))
-    found = []
+    differences = []
     for name in in_order(left | right):
         if name not in left or name not in right:
-            found.append(
-                Found(MODEL, MODEL, name, *(", ".join(one[name]) if name in one else None for one in (left, right)))
+            differences.append(
+                Found(
+                    MODEL,
+                    MODEL,
+                    name,
+                    *(", ".join(run[name]) if name in run else None for run in (left, right)),
+                )
             )
         else:
             pairs = zip(left[name], right[name], strict=True)
-            found += [Found(MODEL, MODEL, name, one, other) for one, other in pairs if one != other]
-    return tuple(found)
+            differences += [Found(MODEL, MODEL, name, value, other) for value, other in pairs if value != other]
+    return tuple(differences)
 
 
 def _initial_differences(a: Header, b: Header) -> tuple[Found, ...]:
@@ -225,8 +230,8 @@ def _unmatched(a: Ledger, b: Ledger, tally: Tally) -> tuple[Unmatched, ...]:
     before = []
     if (a.header.initial is None) != (b.header.initial is None) and a.header.parameters and b.header.parameters:
         before = [Unmatched(INITIAL, 0, b if a.header.initial is None else a)]
-    found = (Unmatched(name, step, a if left else b) for (name, left), step in tally.unmatched.items())
-    return (*before, *found)
+    partial = (Unmatched(name, step, a if left else b) for (name, left), step in tally.unmatched.items())
+    return (*before, *partial)
 
 
 def _described(parameter: Parameter) -> tuple[str, str, str, str]:

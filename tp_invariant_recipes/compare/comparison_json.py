@@ -52,14 +52,18 @@ def comparison_json(comparison: Comparison) -> dict:
         "steps_differing": comparison.steps_differing,
         "steps_skipped": comparison.steps_skipped,
         "first_difference": _first(comparison) if comparison.first else None,
-        "model": [{"parameter": found.name, "a": found.a, "b": found.b} for found in comparison.model],
-        "initial": [found.name for found in comparison.initial],
+        "model": [
+            {"parameter": difference.name, "a": difference.a, "b": difference.b} for difference in comparison.model
+        ],
+        "initial": [difference.name for difference in comparison.initial],
         "parameters": [
             {"name": parameter.name, "kind": parameter.kind, "steps": list(parameter.steps)}
             for parameter in comparison.parameters
         ],
         "coverage": {name: asdict(coverage) for name, coverage in comparison.coverage.items()},
-        "unmatched": [{"name": one.name, "step": one.step, "run": run_name(one.run)} for one in comparison.unmatched],
+        "unmatched": [
+            {"name": tensor.name, "step": tensor.step, "run": run_name(tensor.run)} for tensor in comparison.unmatched
+        ],
         "trace": asdict(comparison.trace),
         "refused": [_difference(difference) for difference in comparison.refused],
         "informed": [_difference(difference) for difference in comparison.informed],

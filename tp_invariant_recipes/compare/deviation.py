@@ -77,18 +77,18 @@ def judge(step: StepDumps) -> tuple[list[TensorDeviation], list[str]]:
     RunError: nothing can be compared.
     """
     spacing = _spacing(step.reference)
-    found, left_out = [], []
+    deviations, left_out = [], []
     for name in in_order(step.reference):
         try:
-            found.append(_deviation(step, name, spacing))
+            deviations.append(_deviation(step, name, spacing))
         except (LedgerError, KeyError):
             left_out.append(name)
         if (choice := _choice(step, name)) is not None:
-            found.append(choice)
+            deviations.append(choice)
     left_out += [name for name in in_order(step.run) if name not in step.reference.parts]
-    if not found:
+    if not deviations:
         raise RunError("the run and its reference have no tensor in common")
-    return found, left_out
+    return deviations, left_out
 
 
 def in_order(dumps: Dumps) -> list[str]:
@@ -122,15 +122,15 @@ def _deviation(step: StepDumps, name: str, spacing: float) -> TensorDeviation:
         least = max(least, 2 * far.size / math.sqrt(far.elements))
     factors = _by_rank(far.errors, least)
     if name == GRADIENT_NORM:
-        own, right = _of_its_gradients(step.run), _of_its_gradients(step.reference)
-        apart = abs(own / right - 1) / LEAST_OF_NORM if own and right else 0.0
-        factors = {rank: max(factor, apart) for rank, factor in factors.items()}
+        own, reference = _of_its_gradients(step.run), _of_its_gradients(step.reference)
+        distance = abs(own / reference - 1) / LEAST_OF_NORM if own and reference else 0.0
+        factors = {rank: max(factor, distance) for rank, factor in factors.items()}
     ranks = tuple(rank for rank, factor in factors.items() if not factor <= MARGIN)
     shape = None
     if ranks:
         pieces = [replace(piece, values=piece.values * share) for piece in step.run.pieces(name)]
         shape = shape_of(pieces, step.reference.values(name), far.noise, least * MARGIN, ranks)
-    largest = max(math.sqrt(one.squares.sum() / max(1, one.elements)) for one in far.errors)
+    largest = max(math.sqrt(error.squares.sum() / max(1, error.elements)) for error in far.errors)
     return TensorDeviation(
         step=step.step,
         name=name,
@@ -172,10 +172,12 @@ def factor_of(pieces: Sequence[PieceError], least: float) -> float:
 
     Rows that are too short do not count by themselves.
     """
-    elements = max(1, sum(one.elements for one in pieces))
-    error, noise = (math.sqrt(sum(getattr(one, of).sum() for one in pieces) / elements) for of in ("squares", "noise"))
-    judged = (one for one in pieces if one.columns >= FEWEST_COLUMNS and one.elements)
-    return max(_ratio(error, max(noise, least)), *(float(one.of_rows(least).max()) / ROW for one in judged), 0.0)
+    elements = max(1, sum(piece.elements for piece in pieces))
+    error, noise = (
+        math.sqrt(sum(getattr(piece, of).sum() for piece in pieces) / elements) for of in ("squares", "noise")
+    )
+    judged = (piece for piece in pieces if piece.columns >= FEWEST_COLUMNS and piece.elements)
+    return max(_ratio(error, max(noise, least)), *(float(piece.of_rows(least).max()) / ROW for piece in judged), 0.0)
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ def _distances(step: StepDumps, name: str, dithered: Sequence[Dumps], share: flo
 
     share: what the run's values are multiplied by. LedgerError: the run's pieces lie elsewhere.
     """
-    reference, moved = step.reference.table(name), [one.table(name) for one in dithered]
+    reference, moved = step.reference.table(name), [dumps.table(name) for dumps in dithered]
     pieces = step.run.rows(name)
     (height, width), sizes = reference.shape, [table.shape for _, _, table in pieces]
     if not _covered([part for _, part, _ in pieces], sizes, (height, width)):
@@ -202,17 +204,17 @@ def _distances(step: StepDumps, name: str, dithered: Sequence[Dumps], share: flo
     errors = [PieceError(rank, table.shape[1], *np.zeros((2, len(table)))) for rank, _, table in pieces]
     square = noise = 0.0
     for rows in _blocks(height, width):
-        right = reference[rows]
-        near = np.zeros_like(right)
-        for one in moved:
-            near += np.square(one[rows] - right) / len(moved)
-        square, noise = square + float(np.square(right).sum()), noise + float(near.sum())
+        exact = reference[rows]
+        near = np.zeros_like(exact)
+        for dither in moved:
+            near += np.square(dither[rows] - exact) / len(moved)
+        square, noise = square + float(np.square(exact).sum()), noise + float(near.sum())
         for (_, part, table), error in zip(pieces, errors, strict=True):
             own, place = _overlap(part, len(table), rows)
             if own.start < own.stop:
                 columns = slice(part.column, part.column + error.columns)
-                apart = table[own] * share - right[place, columns]
-                error.squares[own], error.noise[own] = np.square(apart).sum(1), near[place, columns].sum(1)
+                difference = table[own] * share - exact[place, columns]
+                error.squares[own], error.noise[own] = np.square(difference).sum(1), near[place, columns].sum(1)
     elements = height * width
     return _Distances(elements, math.sqrt(square / max(1, elements)), noise / max(1, elements), errors)
 
@@ -226,8 +228,8 @@ def _overlap(part: DumpedPart, length: int, rows: slice) -> tuple[slice, slice]:
 
 def _by_rank(errors: Sequence[PieceError], least: float) -> dict[int, float]:
     """Rank -> the factor of all its pieces."""
-    ranks = dict.fromkeys(one.rank for one in errors)
-    return {rank: factor_of([one for one in errors if one.rank == rank], least) for rank in ranks}
+    ranks = dict.fromkeys(error.rank for error in errors)
+    return {rank: factor_of([error for error in errors if error.rank == rank], least) for rank in ranks}
 
 
 def _choice(step: StepDumps, name: str) -> TensorDeviation | None:
@@ -241,7 +243,7 @@ def _choice(step: StepDumps, name: str) -> TensorDeviation | None:
         chosen = step.run.values(name)
     except LedgerError:
         return None
-    unit = math.sqrt(np.mean([np.square(one.values(scores) - values) for one in step.dithered]))
+    unit = math.sqrt(np.mean([np.square(dumps.values(scores) - values) for dumps in step.dithered]))
     worse = np.abs((values * (best - chosen)).sum(1))
     other = int((best != chosen).any(1).sum())
     factor = _ratio(float(worse.max()), FLIPS * max(unit, FLOOR * SPACING["bfloat16"] * rms(values)))
@@ -294,9 +296,11 @@ def _spacing(reference: Dumps) -> float:
     return max((SPACING[dtype] for dtype in dtypes if dtype in SPACING), default=SPACING["float32"])
 
 
-def by_module(found: Sequence[TensorDeviation]) -> Mapping[str, list[TensorDeviation]]:
+def by_module(deviations: Sequence[TensorDeviation]) -> Mapping[str, list[TensorDeviation]]:
     """Module -> its tensors, in the order of data flow."""
-    modules: dict[str, list[TensorDeviation]] = {one.module: [] for one in found if one.kind == "forward"}
-    for one in found:
-        modules.setdefault(one.module, []).append(one)
+    modules: dict[str, list[TensorDeviation]] = {
+        deviation.module: [] for deviation in deviations if deviation.kind == "forward"
+    }
+    for tensor in deviations:
+        modules.setdefault(tensor.module, []).append(tensor)
     return modules

@@ -20,11 +20,11 @@ def shape_of(
     allowed:   RMS that may be left. wrong: the ranks whose parts are wrong.
     """
     held = [piece for piece in pieces if piece.rank in wrong]
-    right = sorted({piece.rank for piece in pieces} - set(wrong))
+    others = sorted({piece.rank for piece in pieces} - set(wrong))
     values = np.concatenate([piece.values.ravel() for piece in held])
-    expected = np.concatenate([piece.of(reference).ravel() for piece in held])
+    expected = np.concatenate([piece.slice_of(reference).ravel() for piece in held])
     allowed = max(allowed, CLOSE * rms(expected), 4 * math.sqrt(noise))
-    where = f", right on ranks {', '.join(map(str, right))}" if right else ""
+    where = f", right on ranks {', '.join(map(str, others))}" if others else ""
     if not np.isfinite(values).all():
         return f"not finite numbers{where}"
     if not values.any():
@@ -53,10 +53,10 @@ def _parts(pieces: Sequence[RankPiece], reference: np.ndarray, allowed: float) -
     ranks = len(groups[0])
     if ranks < 2 or any(len(group) != ranks for group in groups):
         return None
-    right = np.concatenate([group[0].of(reference).ravel() for group in groups])
+    expected = np.concatenate([group[0].slice_of(reference).ravel() for group in groups])
     total = np.concatenate([np.sum([piece.values for piece in group], axis=0).ravel() for group in groups])
     for whole, words in ((total, "sum"), (total / ranks, "mean")):
-        if rms(whole - right) <= allowed:
+        if rms(whole - expected) <= allowed:
             return f"each rank has a part: the {words} over {ranks} ranks is right"
     return None
 
@@ -85,7 +85,7 @@ def _moved(held: Sequence[RankPiece], reference: np.ndarray, allowed: float) -> 
 def _zero_rows(held: Sequence[RankPiece], reference: np.ndarray, where: str) -> str | None:
     """Rows that are missing, or the only ones that are wrong."""
     rows = sum(len(piece.values) for piece in held)
-    zero = sum(int((~piece.values.any(1) & piece.of(reference).any(1)).sum()) for piece in held)
+    zero = sum(int((~piece.values.any(1) & piece.slice_of(reference).any(1)).sum()) for piece in held)
     if zero:
         return f"{zero} of {rows} rows are zero{where}"
     return f"wrong on some ranks alone{where}" if where else None

@@ -42,7 +42,7 @@ class Scene:
     order:   the parameters in forward order.
     """
 
-    found: Found
+    difference: Found
     step: int
     a: Ledger
     b: Ledger
@@ -60,8 +60,8 @@ class Scene:
     def tensors(self, kind: str, step: int) -> tuple[Mapping[str, Traced | str], Mapping[str, Traced | str]]:
         """Name -> entry of the trace, or digest, of either run; step 0: as for `pairs`."""
         if step:
-            one, other = self.records[step]
-            return tensors(one, kind, self.order), tensors(other, kind, self.order)
+            record, other = self.records[step]
+            return tensors(record, kind, self.order), tensors(other, kind, self.order)
         # Master weights are made of the initial weights.
         initial = (run.header.initial or {} for run in (self.a, self.b))
         left, right = ({f"{kind}/{name}": text for name, text in texts.items()} for texts in initial)
@@ -95,8 +95,8 @@ def explain(scene: Scene) -> InputsMatch:
 
     Everything before it in the order of execution matches or was not recorded.
     """
-    found = scene.found
-    return _EXPLAINED[found.kind if found.kind in _EXPLAINED else found.name](scene)
+    difference = scene.difference
+    return _EXPLAINED[difference.kind if difference.kind in _EXPLAINED else difference.name](scene)
 
 
 def run_name(ledger: Ledger) -> str:
@@ -105,7 +105,7 @@ def run_name(ledger: Ledger) -> str:
 
 
 def _model(scene: Scene) -> InputsMatch:
-    name, a, b = scene.found.name, scene.found.a, scene.found.b
+    name, a, b = scene.difference.name, scene.difference.a, scene.difference.b
     if a is None or b is None:
         has, lacks = (scene.a, scene.b) if b is None else (scene.b, scene.a)
         return None, f"{name} is in {run_name(has)} and not in {run_name(lacks)}"
@@ -114,15 +114,15 @@ def _model(scene: Scene) -> InputsMatch:
 
 def _replicas(scene: Scene) -> InputsMatch:
     """The inputs matched if those of the tensor itself did: replicas that disagreed before would be found first."""
-    kind, _, name = scene.found.name.partition("/")
+    kind, _, name = scene.difference.name.partition("/")
     words = _of_runs(scene, f"replicas of {LABELS.get(kind, kind)} {name} disagree: ranks")
-    listed = scene.found.name in scene.pairs(kind)
-    tensor = replace(scene, found=replace(scene.found, kind=kind))
+    listed = scene.difference.name in scene.pairs(kind)
+    tensor = replace(scene, difference=replace(scene.difference, kind=kind))
     return _EXPLAINED[kind](tensor)[0] if listed else None, words
 
 
 def _traced(scene: Scene) -> InputsMatch:
-    direction, module, tensor = _split(scene.found.name)
+    direction, module, tensor = _split(scene.difference.name)
     start = f"{direction} of {module}: {tensor} differs{_other_shape(scene)}"
     if tensor.startswith("input"):
         return None, start + _since(scene, direction, module)
@@ -144,10 +144,10 @@ def _split(name: str) -> tuple[str, str, str]:
 
 
 def _other_shape(scene: Scene) -> str:
-    direction = scene.found.kind
+    direction = scene.difference.kind
     both = []
     for there in scene.tensors(direction, scene.step):
-        entry = there[scene.found.name]
+        entry = there[scene.difference.name]
         assert isinstance(entry, Traced)  # for a direction, `tensors` returns entries of the trace
         both.append(f"{entry.dtype} {list(entry.shape)}")
     return "" if both[0] == both[1] else f" ({both[0]} and {both[1]})"
@@ -157,7 +157,7 @@ def _since(scene: Scene, direction: str, module: str) -> str:
     """The tensor after which an input's difference must have arisen: the last one before it of another module."""
     names = list(scene.pairs(direction))
     matched = set(scene.matched(direction))
-    before = [name for name in names[: names.index(scene.found.name)] if name in matched]
+    before = [name for name in names[: names.index(scene.difference.name)] if name in matched]
     others = [name for name in before if _split(name)[1] != module]
     if not others:
         return ", and nothing was compared before it: the difference is in what enters the model"
@@ -195,7 +195,7 @@ def _weights_before(scene: Scene) -> str:
 
 
 def _gradient(scene: Scene) -> InputsMatch:
-    name = scene.found.name.partition("/")[2]
+    name = scene.difference.name.partition("/")[2]
     start = f"gradient of {name} differs"
     matched = {direction: scene.matched(direction) for direction in ("forward", "backward")}
     traced = {_split(name)[1] for name in scene.pairs("forward")}
@@ -217,13 +217,13 @@ def modules_of(parameter: str, traced: Container[str]) -> list[str]:
 
 
 def _weight(scene: Scene) -> InputsMatch:
-    kind, _, name = scene.found.name.partition("/")
+    kind, _, name = scene.difference.name.partition("/")
     start = f"{'master weight' if kind == 'masters' else 'weight'} of {name} differs after the step"
     if not _read(scene, name):
         return None, f"{start} (digests of its gradient are not recorded by both)"
-    if scene.found.name not in scene.matched(kind, scene.step - 1):
+    if scene.difference.name not in scene.matched(kind, scene.step - 1):
         return None, f"{start}, its gradient matched ({_weights_before(scene)} are not recorded by both)"
-    moments = [one for one in scene.matched("moments") if one.endswith(f"/{name}")]
+    moments = [moment for moment in scene.matched("moments") if moment.endswith(f"/{name}")]
     if moments:
         return True, f"{start}, its gradient, its moments and its value before matched: the update differs"
     return True, f"{start}, its gradient and its value before matched: the update or the optimizer's state differs"
@@ -236,7 +236,7 @@ def _read(scene: Scene, name: str) -> bool:
 
 
 def _clipped(scene: Scene) -> InputsMatch:
-    name = scene.found.name.partition("/")[2]
+    name = scene.difference.name.partition("/")[2]
     start = f"gradient of {name} differs as the optimizer reads it"
     if not scene.recorded("gradients"):
         return None, f"{start} (digests before clipping are not recorded by both)"
@@ -244,23 +244,23 @@ def _clipped(scene: Scene) -> InputsMatch:
 
 
 def _moment(scene: Scene) -> InputsMatch:
-    _, state, name = scene.found.name.split("/", 2)
+    _, state, name = scene.difference.name.split("/", 2)
     start = f"{state} of {name} in the optimizer differs after the step"
     if not _read(scene, name):
         return None, f"{start} (digests of its gradient are not recorded by both)"
-    if scene.step == 1 or scene.found.name in scene.matched("moments", scene.step - 1):
+    if scene.step == 1 or scene.difference.name in scene.matched("moments", scene.step - 1):
         return True, f"{start}, its gradient and its value before matched: the update differs"
     return None, f"{start}, its gradient matched (moments after step {scene.step - 1} are not recorded by both)"
 
 
 def _copies(scene: Scene) -> InputsMatch:
-    name = scene.found.name.partition("/")[2]
+    name = scene.difference.name.partition("/")[2]
     return None, _of_runs(scene, f"weights of {name} are not its master weights rounded, on ranks")
 
 
 def _of_runs(scene: Scene, what: str) -> str:
     """A clause for each run in which ranks differ, with these ranks."""
-    both = ((scene.a, scene.found.a), (scene.b, scene.found.b))
+    both = ((scene.a, scene.difference.a), (scene.b, scene.difference.b))
     return "; ".join(f"{run_name(run)}: {what} {ranks}" for run, ranks in both if ranks is not None)
 
 
@@ -285,9 +285,9 @@ def _evaluation(scene: Scene) -> InputsMatch:
 
 def _values(scene: Scene) -> str:
     """Such as "gradient norm (norm) f32:3fa00000 1.25 vs f32:3fa00001 1.2500001, 1 ULP"."""
-    a, b, name = scene.found.a, scene.found.b, scene.found.name
-    bits = is_float(scene.found.kind, name)
-    field = next((field for field in FIELDS if field.name == name), Field(name, LABELS.get(scene.found.kind, ""), name))
+    a, b, name, kind = scene.difference.a, scene.difference.b, scene.difference.name, scene.difference.kind
+    bits = is_float(kind, name)
+    field = next((field for field in FIELDS if field.name == name), Field(name, LABELS.get(kind, ""), name))
     label = field.label if field.label == field.phase else f"{field.label} ({field.phase})"
     words = f"{label} {shown(a, bits)} vs {shown(b, bits)}"
     ulp = ulp_distance(str(a), str(b)) if bits and a is not None and b is not None else None
@@ -304,7 +304,7 @@ def shown(value: Any, bits: bool) -> str:
 # Kind of difference, or name of a field -> its explanation.
 _EXPLAINED: dict[str, Callable[[Scene], InputsMatch]] = {
     MODEL: _model,
-    INITIAL: lambda scene: (None, f"initial weight of {scene.found.name} differs"),
+    INITIAL: lambda scene: (None, f"initial weight of {scene.difference.name} differs"),
     REPLICAS: _replicas,
     "forward": _traced,
     "backward": _traced,

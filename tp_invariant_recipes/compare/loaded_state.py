@@ -34,6 +34,6 @@ def remark(line: StepRecord, loaded: StepRecord) -> str:
     follow = ("weights",) if line.masters else ()  # from master weights
     absent = (kind for kind in _KINDS if getattr(loaded, kind) and not getattr(line, kind))
     lacking = [LABELS[kind] for kind in absent if kind not in follow]
-    said = f"step {line.step} as loaded: {', '.join(compared)} equal to the ledger" if compared else ""
+    equal = f"step {line.step} as loaded: {', '.join(compared)} equal to the ledger" if compared else ""
     missing = f"not compared, since the ledger has no digests of them: {', '.join(lacking)}" if lacking else ""
-    return "; ".join(filter(None, (said, missing)))
+    return "; ".join(filter(None, (equal, missing)))

@@ -35,25 +35,25 @@ def magnitude(comparison: Comparison) -> "Distance | None":
 def magnitude_line(comparison: Comparison) -> str | None:
     """The distance in words, or the reason why the dumps do not show it. None: there are no dumps."""
     try:
-        found = magnitude(comparison)
+        distance = magnitude(comparison)
     except LedgerError as error:
         return f"the dumps do not show how far apart: {error}"
-    if found is None:
+    if distance is None:
         return None
-    parts = [f"{found.differing} of {counted(found.total, 'element')} differ"]
-    if found.max_ulp is not None:
-        parts.append(f"by at most {found.max_ulp} ULP and {found.max_difference:.3g}")
-    if found.nans:
-        parts.append(f"{found.nans} of them with a NaN")
-    if found.first is not None:
-        parts.append(f"the first at {list(found.first)}")
+    parts = [f"{distance.differing} of {counted(distance.total, 'element')} differ"]
+    if distance.max_ulp is not None:
+        parts.append(f"by at most {distance.max_ulp} ULP and {distance.max_difference:.3g}")
+    if distance.nans:
+        parts.append(f"{distance.nans} of them with a NaN")
+    if distance.first is not None:
+        parts.append(f"the first at {list(distance.first)}")
     return ", ".join(parts)
 
 
 def magnitude_report(comparison: Comparison) -> dict[str, Any] | None:
     """The distance as JSON: the fields of `dumps.Distance`, or `error`. None: there are no dumps of the tensor."""
     try:
-        found = magnitude(comparison)
+        distance = magnitude(comparison)
     except LedgerError as error:
         return {"error": str(error)}
-    return None if found is None else asdict(found)
+    return None if distance is None else asdict(distance)

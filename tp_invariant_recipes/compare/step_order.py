@@ -125,7 +125,7 @@ def unmatched(a: StepRecord, b: StepRecord) -> Iterator[tuple[str, bool]]:
                 yield from ((f"{kind}/{name}", name in left) for name in sorted(left.keys() ^ right.keys()))
         elif left is not right:
             lacking = a if left is None else b
-            if any(all(getattr(lacking, one) is not None for one in kinds) for kinds in BESIDE.get(kind, ())):
+            if any(all(getattr(lacking, field) is not None for field in kinds) for kinds in BESIDE.get(kind, ())):
                 yield kind, right is None
 
 
@@ -189,8 +189,8 @@ def traced(trace: Sequence[Traced], direction: str) -> dict[str, Traced]:
         if entry.direction == direction:
             key = f"{entry.module}/{entry.tensor}"
             seen[key] += 1
-            again = f" #{seen[key]}" if seen[key] > 1 else ""
-            entries[f"{direction}/{entry.module}{again}/{entry.tensor}"] = entry
+            call = f" #{seen[key]}" if seen[key] > 1 else ""
+            entries[f"{direction}/{entry.module}{call}/{entry.tensor}"] = entry
     return entries
 
 
@@ -219,18 +219,18 @@ def _tensors(
     compared = all(getattr(record, part.record) is not None for record in (a, b))
     # No ledger of ours has a diverged parameter that neither run lists, but such a parameter must be reported.
     for name in dict.fromkeys([*left, *right, *disagreeing[0], *disagreeing[1]]):
-        one, other = (ranks.get(name) for ranks in disagreeing)
-        if (compared and one != other) if repetition else (one or other):
-            yield Found(part.phase, COPIES if part.kind == COPIES else REPLICAS, name, one, other)
-        one, other = digest(left.get(name)), digest(right.get(name))
-        if _unlike(one, other) or _otherwise_unlike(left.get(name), right.get(name)):
-            yield Found(part.phase, part.kind, name, one, other)
+        value, other = (ranks.get(name) for ranks in disagreeing)
+        if (compared and value != other) if repetition else (value or other):
+            yield Found(part.phase, COPIES if part.kind == COPIES else REPLICAS, name, value, other)
+        value, other = digest(left.get(name)), digest(right.get(name))
+        if _unlike(value, other) or _otherwise_unlike(left.get(name), right.get(name)):
+            yield Found(part.phase, part.kind, name, value, other)
 
 
 def _diverged(record: StepRecord, kind: str) -> dict[str, str]:
     """Name of a tensor -> its ranks in groups of equal replicas, as text; of several parts or calls, all of them."""
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for of, name, ranks in record.diverged:
         if of == kind:
-            found.setdefault(f"{kind}/{name}", []).append(" | ".join(", ".join(map(str, group)) for group in ranks))
-    return {name: "; ".join(texts) for name, texts in found.items()}
+            groups.setdefault(f"{kind}/{name}", []).append(" | ".join(", ".join(map(str, group)) for group in ranks))
+    return {name: "; ".join(texts) for name, texts in groups.items()}

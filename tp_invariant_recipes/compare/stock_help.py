@@ -28,17 +28,17 @@ def stock_help(comparison: Comparison) -> tuple[str, ...]:
     if layouts[0] == layouts[1]:
         return ()
     where = " and ".join(layouts)
-    found = [
+    sentences = [
         f"numerics=stock adds in another order in every layout ({where}), so other bits are no defect by themselves; "
         "numerics=tree has equal ones (docs/numerics.md)."
     ]
     drawn = weights_drawn(comparison)
     if drawn:
-        found.append(drawn)
+        sentences.append(drawn)
     elif (size := _size(comparison)) is not None:
-        found.append(size)
-    found.append(f"Whether a layout is wrong or only rounds otherwise: {_command(comparison)}")
-    return tuple(found)
+        sentences.append(size)
+    sentences.append(f"Whether a layout is wrong or only rounds otherwise: {_command(comparison)}")
+    return tuple(sentences)
 
 
 def weights_drawn(comparison: Comparison) -> str | None:
@@ -60,7 +60,7 @@ def _size(comparison: Comparison) -> str | None:
     pair = next(iter(zip(comparison.a.steps, comparison.b.steps, strict=False)), None)
     if pair is None or pair[0].step != 1:
         return None
-    far = {name: _apart(getattr(pair[0], name), getattr(pair[1], name)) for name in ROUNDING}
+    far = {name: _relative_distance(getattr(pair[0], name), getattr(pair[1], name)) for name in ROUNDING}
     known = {name: value for name, value in far.items() if value is not None}
     if not known:
         return None
@@ -71,7 +71,7 @@ def _size(comparison: Comparison) -> str | None:
     return f"At step 1 they differ relatively in {named}: {verdict}."
 
 
-def _apart(a: str | None, b: str | None) -> float | None:
+def _relative_distance(a: str | None, b: str | None) -> float | None:
     if a is None or b is None:
         return None
     left, right = bits_float(a), bits_float(b)
@@ -80,7 +80,7 @@ def _apart(a: str | None, b: str | None) -> float | None:
 
 def _command(comparison: Comparison) -> str:
     """`tpi audit` of the run with more ranks."""
-    run = max((comparison.a, comparison.b), key=lambda one: ranks(one.header.layout))
+    run = max((comparison.a, comparison.b), key=lambda ledger: ranks(ledger.header.layout))
     described = _described(run)
     if described is None:
         return f"tpi audit MODEL {words(run.header.layout)}"

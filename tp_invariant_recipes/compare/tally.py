@@ -116,11 +116,11 @@ class Tally:
         self._cover_trace(left, right)
 
     def _differences(self, left: StepRecord, right: StepRecord) -> None:
-        found = next(differences(left, right, self.order, repetition=self._repetition), None)
-        if found is not None:
+        difference = next(differences(left, right, self.order, repetition=self._repetition), None)
+        if difference is not None:
             self.differing += 1
             if self.first is None:
-                self.first = left.step, found
+                self.first = left.step, difference
         for kind in DIGESTED:
             for name in differing(left, right, kind, self.order):
                 _extend(self._parameters.setdefault((name, kind), []), left.step)
@@ -128,8 +128,8 @@ class Tally:
     def _cover(self, left: StepRecord, right: StepRecord) -> None:
         for name in RECORDS:
             there = getattr(left, name), getattr(right, name)
-            one, other = (value is not None for value in there)
-            if one and other:
+            here, other = (value is not None for value in there)
+            if here and other:
                 self._counts[name][0] += 1
                 if name in DIGESTED:
                     known = self.tensors.setdefault(name, set(there[0]))
@@ -137,8 +137,8 @@ class Tally:
                         known &= there[0].keys() & there[1].keys()
                 if len(self.listed[name]) < LISTED:
                     self.listed[name].append(left.step)
-            elif one or other:
-                self._counts[name][1 if one else 2] += 1
+            elif here or other:
+                self._counts[name][1 if here else 2] += 1
         for data in EVALUATED if left.evaluations or right.evaluations else ():
             of_one, of_other = (tensors(record, data, ()).keys() for record in (left, right))
             for n, names in enumerate((of_one & of_other, of_one - of_other, of_other - of_one)):
@@ -151,11 +151,11 @@ class Tally:
             return
         compared, only_a, only_b, undigested = self._traced
         for direction in ("forward", "backward"):
-            one, other = traced(left.trace, direction), traced(right.trace, direction)
-            only_a |= one.keys() - other.keys()
-            only_b |= other.keys() - one.keys()
-            for name in one.keys() & other.keys():
-                (undigested if None in (one[name].digest, other[name].digest) else compared).add(name)
+            entries, other = traced(left.trace, direction), traced(right.trace, direction)
+            only_a |= entries.keys() - other.keys()
+            only_b |= other.keys() - entries.keys()
+            for name in entries.keys() & other.keys():
+                (undigested if None in (entries[name].digest, other[name].digest) else compared).add(name)
 
     @property
     def parameters(self) -> tuple[ParameterDifference, ...]:

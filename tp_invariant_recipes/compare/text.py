@@ -12,7 +12,7 @@ from tp_invariant_recipes.compare.step_order import FIELD, FIELDS, INITIAL, para
 from tp_invariant_recipes.compare.stock_help import stock_help
 from tp_invariant_recipes.compare.tally import LISTED, Coverage, ParameterDifference
 from tp_invariant_recipes.ledger.layouts import changes
-from tp_invariant_recipes.ledger.reader import Ledger, one_file
+from tp_invariant_recipes.ledger.reader import Ledger, same_file
 from tp_invariant_recipes.ledger.schema import DIGESTED, EVALUATED, FLOATS, SHARDS
 from tp_invariant_recipes.plural import counted
 
@@ -48,8 +48,8 @@ def verdict_line(comparison: Comparison) -> str:
 
 def compared_values(comparison: Comparison) -> str:
     """The compared values, such as "loss, gradient norm, learning rate and gradients and weights of 27 parameters"."""
-    there = (one for one in FIELDS if one.is_float and comparison.coverage[one.name].both)
-    items = [f"{one.label}{_at(comparison, one.name)}" for one in there]
+    there = (field for field in FIELDS if field.is_float and comparison.coverage[field.name].both)
+    items = [f"{field.label}{_at(comparison, field.name)}" for field in there]
     kinds: dict[str, list[str]] = {}
     for kind in DIGESTED:
         count = len({parameter_of(kind, name) for name in comparison.tensors[kind]})
@@ -71,7 +71,7 @@ def remarks(comparison: Comparison) -> tuple[str, ...]:
         if ledger.torn
     ]
     sentences += [f"{run_name(ledger)}: {_layouts(ledger)}." for ledger in (a, b) if changes(ledger.header)]
-    if one_file(a.path, b.path):
+    if same_file(a.path, b.path):
         sentences.append("Both are the same file, so this proves nothing.")
     distance = magnitude_line(comparison)
     if comparison.first and distance:
@@ -91,8 +91,8 @@ def machine_remark(comparison: Comparison) -> list[str]:
     """Why these two runs were not promised equal bits, or that they were although their machines differ."""
     a, b = comparison.a.header, comparison.b.header
     step = comparison.first.step if comparison.first else None
-    said = across_machines(a, b, comparison.verdict is Verdict.DIFFERENT) or other_products(a, b, step)
-    return [said] if said else []
+    remark = across_machines(a, b, comparison.verdict is Verdict.DIFFERENT) or other_products(a, b, step)
+    return [remark] if remark else []
 
 
 def _layouts(ledger: Ledger) -> str:
@@ -130,8 +130,8 @@ def _partly_compared(comparison: Comparison) -> list[str]:
     covered: dict[Coverage, list[str]] = {}
     for kind in DIGESTED:
         coverage = comparison.coverage[kind]
-        some = coverage.both and kind not in _OF_STATE
-        if coverage.both < comparison.steps_compared and (some or (coverage.only_a and coverage.only_b)):
+        partial = coverage.both and kind not in _OF_STATE
+        if coverage.both < comparison.steps_compared and (partial or (coverage.only_a and coverage.only_b)):
             covered.setdefault(coverage, []).append(LABELS[kind])
     return [
         f"Digests of {_series(labels)} are compared at {_both(comparison, coverage)}."
@@ -196,16 +196,18 @@ def _next_command(comparison: Comparison, dumped: bool) -> list[str]:
 
 def parameter_rows(comparison: Comparison) -> tuple[ParameterRow, ...]:
     """The differing parameters, by first step, then in the order of execution."""
-    found: dict[str, dict[str, ParameterDifference]] = {}
-    for one in comparison.parameters:
-        found.setdefault(one.name, {})[one.kind] = one
+    differences: dict[str, dict[str, ParameterDifference]] = {}
+    for difference in comparison.parameters:
+        differences.setdefault(difference.name, {})[difference.kind] = difference
     rows = []
-    for name, kinds in found.items():
+    for name, kinds in differences.items():
         gradient, moments, weight = (
             min((kinds[kind].first_step for kind in column if kind in kinds), default=None)
             for column in _COLUMNS.values()
         )
-        spans = {span for one in kinds.values() for span in one.spans}  # mostly those of all kinds are equal
+        spans = {
+            span for difference in kinds.values() for span in difference.spans
+        }  # mostly those of all kinds are equal
         rows.append(ParameterRow(name, gradient, moments, weight, len(set[int]().union(*spans))))
     return tuple(rows)
 

@@ -87,7 +87,7 @@ def _by_row(path: str, field: BridgeField) -> Adjustment:
 
 
 def _variable(variable: environment.Variable) -> Adjustment:
-    value = next((one for one in (variable.value, *variable.accepted) if one is not None), NOT_SET)
+    value = next((value for value in (variable.value, *variable.accepted) if value is not None), NOT_SET)
     accepted = (variable.value, *variable.accepted)
     return Adjustment(
         value,
@@ -142,8 +142,8 @@ def _packs(key: str, wrong: Callable[[RunConfig, Mapping[str, Any]], Any]) -> Ca
 def _shared_padding(config: RunConfig) -> int:
     """The next multiple of what a recipe pads packed sequences to that fits; 8 where nothing says what does."""
     multiple = (sft.packing(config) or {}).get("pad_seq_to_mult") or 1
-    found = math.lcm(multiple, *(packed.divisors(config) or (8,)))
-    return found if found > 1 else 2
+    padding = math.lcm(multiple, *(packed.divisors(config) or (8,)))
+    return padding if padding > 1 else 2
 
 
 def _largest_cp(config: RunConfig) -> int:
@@ -309,7 +309,7 @@ def adjust(
     value is not the recipe's. preset: the name of the recipe's precision once its gradients are added in fp32.
     """
     lines: list[str] = []
-    for row, path in ((one, path) for one in ROWS for path in one.paths):
+    for row, path in ((adjustment, path) for adjustment in ROWS for path in adjustment.paths):
         kept, was = path in config.recipe.kept, _at(config.sections, path.split("."))
         name = path.removeprefix(f"{_VARIABLES}.")
         others = name != path and (was is NOT_SET or was != variables.get(name))
@@ -327,7 +327,7 @@ def adjust(
 
 
 def _is_typed(path: str, typed: Iterable[str]) -> bool:
-    return any(f"{path}.".startswith(f"{one}.") or one.startswith(f"{path}.") for one in typed)
+    return any(f"{path}.".startswith(f"{prefix}.") or prefix.startswith(f"{path}.") for prefix in typed)
 
 
 def _text(value: Any) -> str:
@@ -346,7 +346,7 @@ def _set(config: RunConfig, names: list[str], value: Any) -> RunConfig:
     sections = _changed(config.sections, names, value)
     path = ".".join(names)
     if path in config.recipe.kept:
-        kept = [one for one in config.recipe.kept if one != path]
+        kept = [other for other in config.recipe.kept if other != path]
         sections = {**sections, "recipe": {**sections["recipe"], "kept": kept}}
     return RunConfig(sections)
 
@@ -355,5 +355,5 @@ def _changed(tree: Mapping[str, Any], names: list[str], value: Any) -> dict[str,
     name, *rest = names
     if rest:
         return {**tree, name: _changed(tree.get(name) or {}, rest, value)}
-    left = {key: one for key, one in tree.items() if key != name}
-    return left if value is NOT_SET else {**tree, name: value}
+    others = {key: value for key, value in tree.items() if key != name}
+    return others if value is NOT_SET else {**tree, name: value}

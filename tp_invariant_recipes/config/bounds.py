@@ -47,11 +47,11 @@ _NAMES = {key.path: key.name for key in SHORT_KEYS.values()}
 
 def wrong(tree: Tree) -> dict[str, str]:
     """Path -> problem, for every number that is none, is outside of its range, or is larger than its bound."""
-    found: dict[str, str] = {}
+    problems: dict[str, str] = {}
     for path, value in _numbers("", tree):
         if must := _must(path, value):
-            found.setdefault(path, f"{_NAMES.get(path, path)}={value}: must be {must}")
-    return found
+            problems.setdefault(path, f"{_NAMES.get(path, path)}={value}: must be {must}")
+    return problems
 
 
 def _must(path: str, value: float) -> str | None:

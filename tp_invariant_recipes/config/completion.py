@@ -26,7 +26,7 @@ def models(incomplete: str) -> Offers:
     """The models whose names begin so; after `recipe=` the recipes of Bridge, from a table."""
     key, is_, name = incomplete.partition("=")
     if is_:
-        recipes = [f"recipe={one}" for one in recipe_source.names() if one.startswith(name)]
+        recipes = [f"recipe={recipe}" for recipe in recipe_source.names() if recipe.startswith(name)]
         return [(word, "a recipe of Megatron-Bridge") for word in recipes] if key == "recipe" else []
     recipe = [("recipe=", "a recipe of Megatron-Bridge, or of a file")] if "recipe=".startswith(incomplete) else []
     return recipe + [
@@ -82,9 +82,9 @@ def _fields(section: str) -> dict[str, Any]:
     table = field_table.read()
     known = {"mixed_precision": schema.MIXED_PRECISION, **schema.BRIDGE_SECTIONS}.get(section)
     paths = schema.PROVIDERS if known == schema.PROVIDER else (known,)  # which of these a model has, its file says
-    found = {name: hint for path in paths for name, hint in table.get(str(path), {}).items()}
+    hints = {name: hint for path in paths for name, hint in table.get(str(path), {}).items()}
     own = {path.partition(".")[2]: hint for path, hint in OWN_KEYS.items() if path.startswith(f"{section}.")}
-    return {name: found[name] for name in sorted(found)} | own
+    return {name: hints[name] for name in sorted(hints)} | own
 
 
 def _values(key: str) -> Offers:
@@ -108,6 +108,6 @@ def _choices(hint: Any) -> list[str]:
         return list(typing.get_args(hint))
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         args = typing.get_args(hint)
-        found = [value for arg in args for value in _choices(arg)]
-        return [*found, "null"] if found and type(None) in args else found
+        choices = [value for arg in args for value in _choices(arg)]
+        return [*choices, "null"] if choices and type(None) in args else choices
     return []

@@ -160,13 +160,13 @@ def _plain_values(container: ConfigContainer, paths: Iterable[str]) -> dict[str,
     """Path -> value as text, of the fields among these that hold a number, a text, a truth value or a dtype."""
     import torch
 
-    found = {}
+    values = {}
     for path in paths:
         section, _, name = path.partition(".")
         value = getattr(getattr(container, section, None), name, None)
         if isinstance(value, bool | int | float | str | torch.dtype):
-            found[path] = as_text(value)
-    return found
+            values[path] = as_text(value)
+    return values
 
 
 def _changed_by_bridge(container: ConfigContainer) -> list[str]:
@@ -174,13 +174,13 @@ def _changed_by_bridge(container: ConfigContainer) -> list[str]:
     name = getattr(container.model, "invariant_mode", None)
     if name is None:
         return []
-    found = [
+    changed = [
         line
         for section in catalogue.SECTIONS
         if (part := getattr(container, section)) is not None
         for line in catalogue.refused(section, catalogue.values_of(part))
     ]
-    return [*(f"numerics={name}: Megatron-Bridge sets {line}" for line in found), *([OR_STOCK] if found else [])]
+    return [*(f"numerics={name}: Megatron-Bridge sets {line}" for line in changed), *([OR_STOCK] if changed else [])]
 
 
 def _layers(config: RunConfig, model: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ def _nodes(config: RunConfig) -> list[str]:
         return [str(error)]
     if requested is None:
         return []
-    (fewest, most), whole = requested, allocation.of(config)
+    (fewest, most), whole = requested, allocation.from_config(config)
     if most != whole.nodes or fewest > most:
         return [f"slurm.nodes={config.slurm.nodes}: with this layout the run takes {whole}, so that is the most"]
     if not config.cluster.shared_files:
@@ -82,7 +82,7 @@ def _fits(config: RunConfig, dp: int, nodes: int) -> bool:
 
 
 def _has_room(config: RunConfig, nodes: int) -> bool:
-    return allocation.of(config).nodes <= nodes and not misfits(config)
+    return allocation.from_config(config).nodes <= nodes and not misfits(config)
 
 
 def _wrong(config: RunConfig, dp: int) -> list[str]:

@@ -79,11 +79,11 @@ def composed(arguments: Sequence[str], cluster: Path | None, model: str | None =
             tree: Any = OmegaConf.to_container(composed, resolve=True)
             return tree
     except (HydraException, OmegaConfBaseException) as error:
-        found = [*_unreadable(), _first_line(error).replace(f"cluster/{GIVEN}", str(cluster))]
-        raise ConfigError("\n".join(found), found) from error
+        problems = [*_unreadable(), _first_line(error).replace(f"cluster/{GIVEN}", str(cluster))]
+        raise ConfigError("\n".join(problems), problems) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        found = _unreadable() or [_of_yaml(error, conf_files.conf_dir())]
-        raise ConfigError("\n".join(found), found) from error
+        problems = _unreadable() or [_of_yaml(error, conf_files.conf_dir())]
+        raise ConfigError("\n".join(problems), problems) from error
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror or error}") from error
 
@@ -113,25 +113,25 @@ def _hydras_plugins() -> Any:
         return scan([module for module in modules if module.__name__.startswith("hydra.")])
 
     with patch.object(Plugins, "_scan_all_plugins", staticmethod(hydras)):
-        found = type.__call__(Plugins)  # a call of the class would make this one everybody's
-    found.register(_OtherTrees)
-    return found
+        plugins = type.__call__(Plugins)  # a call of the class would make this one everybody's
+    plugins.register(_OtherTrees)
+    return plugins
 
 
 def read(file: Path) -> dict[str, Any]:
     """One file as written, neither composed nor resolved. Raises ConfigError naming the file, and the line."""
     try:
         _check_size(file)
-        found: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+        tree: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(_of_yaml(error, file)) from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{file}: {_first_line(error)}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(tree, dict):
         raise ConfigError(f"{file}: not a mapping of keys to values")
-    return found
+    return tree
 
 
 def _check_size(file: Path) -> None:
@@ -170,8 +170,8 @@ def _written(group: str, field: str, file: Path) -> Any:
     if isinstance(own, dict) and field in own:
         return own[field]
     bases = [base.rpartition("/")[2] for base in text.get("defaults", ()) if isinstance(base, str)]
-    found = (_written(group, field, _option(group, base)) for base in reversed(bases) if base != "_self_")
-    return next((value for value in found if value is not None), None)
+    levels = (_written(group, field, _option(group, base)) for base in reversed(bases) if base != "_self_")
+    return next((value for value in levels if value is not None), None)
 
 
 def _option(group: str, option: str) -> Path:
@@ -286,13 +286,13 @@ def _trees(cluster: Path | None, model: str | None) -> Iterator[None]:
 
 def _unreadable() -> list[str]:
     """What is wrong with the user's files: the words of Hydra and YAML mostly do not name one."""
-    found = []
+    problems = []
     for file in sorted(conf_files.user_dir().glob("*/*.yaml")):
         try:
             read(file)
         except ConfigError as error:
-            found.append(str(error))
-    return found
+            problems.append(str(error))
+    return problems
 
 
 def _first_line(error: HydraException | OmegaConfBaseException) -> str:

@@ -24,13 +24,13 @@ class Changed(NamedTuple):
 def at(sections: Mapping[str, Any], key: str) -> Any:
     """What a configuration has at a key: a section, the dotted path of a field, or a short key. Raises ConfigError."""
     path = SHORT_KEYS[key].path if key in SHORT_KEYS else key
-    found: Any = sections
+    value: Any = sections
     for name in path.split("."):
-        if not isinstance(found, Mapping) or name not in found:
+        if not isinstance(value, Mapping) or name not in value:
             known = (*sections, *flat(sections), *SHORT_KEYS)
             raise ConfigError(f"--key {key}: this configuration does not set it{nearest(key, known)}")
-        found = found[name]
-    return found
+        value = value[name]
+    return value
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Changed]:
@@ -39,9 +39,9 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Changed]:
     identities = identity(RunConfig(a), None), identity(RunConfig(b), None)
     kept = {key for key in (*identities[0], *identities[1]) if identities[0].get(key) != identities[1].get(key)}
     keys = dict.fromkeys((*flats[0], *flats[1]))
-    pairs = ((key, *(one.get(key, NOT_SET) for one in flats)) for key in keys)
+    pairs = ((key, *(values.get(key, NOT_SET) for values in flats)) for key in keys)
     return [
-        Changed(key, left, right, not any(key == one or one.startswith(f"{key}.") for one in kept))
+        Changed(key, left, right, not any(key == prefix or prefix.startswith(f"{key}.") for prefix in kept))
         for key, left, right in pairs
         if (left, type(left)) != (right, type(right))
     ]
@@ -49,8 +49,8 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Changed]:
 
 def flat(sections: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted key -> value of everything that is no mapping, or an empty one."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, value in sections.items():
         inner = isinstance(value, Mapping) and value
-        found |= flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
-    return found
+        fields |= flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+    return fields

@@ -107,7 +107,7 @@ def texts(overrides: Iterable[Override]) -> tuple[str, ...]:
 
 def given(overrides: Iterable[Override], path: str) -> Override | None:
     """The override that sets this field, or chooses the group that decides it; of several the last, which counts."""
-    return next((one for one in reversed([*overrides]) if path in (one.path, one.field)), None)
+    return next((override for override in reversed([*overrides]) if path in (override.path, override.field)), None)
 
 
 def of_two_keys(overrides: Iterable[Override]) -> list[str]:

@@ -8,13 +8,13 @@ from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.sources import recipe_layer
 
 
-def read_recipe(model: str, overrides: Sequence[Override]) -> recipe_layer.Said:
+def read_recipe(model: str, overrides: Sequence[Override]) -> recipe_layer.RecipeAnswer:
     """The lowest layer of the configuration, and more. Raises ConfigError."""
-    return recipe_layer.said(*question(model, overrides))
+    return recipe_layer.read_recipe(*question(model, overrides))
 
 
 def question(model: str, overrides: Sequence[Override]) -> tuple[str, str | None, bool]:
-    """The arguments of `recipe_layer.said`. Raises ConfigError."""
+    """The arguments of `recipe_layer.read_recipe`. Raises ConfigError."""
     data = given(overrides, "data")
     return model, hf_folder(overrides), data is not None and data.value == "text"
 

@@ -14,7 +14,7 @@ from tp_invariant_recipes.settings import muon
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 # Settings of `numerics` whose defaults follow the layout, and which make up the order of sums: a run keeps them.
-KEPT = ("data_shards", "context_shards", "expert_groups")
+KEPT_COUNTS = ("data_shards", "context_shards", "expert_groups")
 
 # How a checkpoint holds the moments and master weights: as tensors of the model, of either kind of optimizer, or as the
 # ranges of a distributed optimizer's buffers. A layer-wise optimizer has experts among all else, not apart.
@@ -39,12 +39,12 @@ def other_state(before: Sequence[Override], now: Sequence[Override], config: Run
 
     before: the overrides that the run has been made of so far. config: composed of those `now`.
     """
-    kept = {(one.field, one.value) for one in before}
+    kept = {(override.field, override.value) for override in before}
     return [
-        f"{one.text}: a run continues with the whole state of its checkpoint, read as it was written; leave it out"
-        for one in now
-        for section, _, name in [one.field.partition(".")]
-        if section == "checkpoint" and (one.field, one.value) not in kept
+        f"{override.text}: a run continues with the whole state of its checkpoint, read as it was written; leave it out"
+        for override in now
+        for section, _, name in [override.field.partition(".")]
+        if section == "checkpoint" and (override.field, override.value) not in kept
         if not any(fnmatchcase(name, pattern) for pattern in MAY_CHANGE)
         if name not in WHOLE or config.section(section).get(name) != WHOLE[name]
     ]
@@ -62,7 +62,7 @@ def kept(numerics: Mapping[str, Any]) -> list[str]:
     """What a run keeps of its numerics in other layouts, as overrides. Nothing for stock, which has no fixed order."""
     if mode.find(numerics["mode"]) is None:
         return []
-    return [f"numerics.{name}={numerics[name]}" for name in KEPT if numerics.get(name) is not None]
+    return [f"numerics.{name}={numerics[name]}" for name in KEPT_COUNTS if numerics.get(name) is not None]
 
 
 def optimizer_state(config: RunConfig) -> str:

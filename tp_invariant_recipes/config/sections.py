@@ -34,9 +34,9 @@ def checked_sections(model: str, sound: Sequence[Override], problems: list[str])
     by_default: set[str] = set()
     while wrong := _misfits(model, sections, sound, problems):
         problems += [problem for problem in wrong.values() if problem not in problems]
-        left = [o for o in sound if o.path not in wrong]
-        if len(left) < len(sound):
-            sound = left
+        accepted = [o for o in sound if o.path not in wrong]
+        if len(accepted) < len(sound):
+            sound = accepted
             sections = _hydra(model, sound, problems)
         elif by_default & wrong.keys() or any(path.partition(".")[0] in OF_BRIDGE for path in wrong):
             raise ConfigError(listed(problems), problems)
@@ -78,19 +78,21 @@ def _hydra(model: str, overrides: Sequence[Override], problems: list[str]) -> di
         else:
             sections = hydra_tree.composed([f"model={model}", *named, *arguments], file)
     except ConfigError as error:
-        found = [*problems, *error.problems]
-        raise ConfigError(listed(found), found) from error
+        messages = [*problems, *error.problems]
+        raise ConfigError(listed(messages), messages) from error
     if sections.get(peft.SECTION, ()) is None:  # peft=none
         del sections[peft.SECTION]
-    found = [f"{name}: a file puts a value where fields belong, as in {name}.FIELD" for name in _not_sections(sections)]
-    if found:
-        found = [*problems, *found]
-        raise ConfigError(listed(found), found)
+    messages = [
+        f"{name}: a file puts a value where fields belong, as in {name}.FIELD" for name in _not_sections(sections)
+    ]
+    if messages:
+        messages = [*problems, *messages]
+        raise ConfigError(listed(messages), messages)
     if recipe_source.is_recipe(model):
         answer = read_recipe(model, overrides)
         sections["model"] = recipe_layer.without_defaults(sections["model"], answer)
-        typed = [one.path for one in overrides]
-        sections["dataset"] = recipe_layer.without_ours(sections["dataset"], answer, typed)
+        typed = [override.path for override in overrides]
+        sections["dataset"] = recipe_layer.without_pretraining_fields(sections["dataset"], answer, typed)
         sections["recipe"]["hf_folder"] = hf_folder(overrides)
         sections["recipe"]["kept"] = [path for path in sections["recipe"]["kept"] if path not in typed]
     return sections

@@ -55,10 +55,10 @@ def read_examples(
     Raises ConfigError that lists what is wrong, with file and line.
     """
     read = [_read(folder / name, tuple(columns), chat) for name in files]
-    problems = [problem for one in read for problem in one.problems]
+    problems = [problem for part in read for problem in part.problems]
     digest, vocab_size = hashlib.sha256(), 0
-    for name, one in zip(files, read, strict=True):
-        digest.update(f"{name} {one.sha256}\n".encode())
+    for name, part in zip(files, read, strict=True):
+        digest.update(f"{name} {part.sha256}\n".encode())
     if 0 < read[0].count < sequences:
         problems.append(f"{folder / files[0]} has {read[0].count} examples, and a step takes {sequences}; lower gbs")
     try:
@@ -95,8 +95,8 @@ class _File:
 
 def _read(path: Path, columns: tuple[str, ...], chat: bool) -> _File:
     try:
-        found = path.stat()
-        return _checked(path, columns, chat, (found.st_size, found.st_mtime_ns))
+        status = path.stat()
+        return _checked(path, columns, chat, (status.st_size, status.st_mtime_ns))
     except (OSError, ValueError) as error:
         absent = f"{path.parent}: no such folder" if not path.parent.is_dir() else f"{path}: no such file"
         why = f"{path}: {getattr(error, 'strerror', None) or error}" if path.exists() else absent

@@ -53,16 +53,16 @@ def prepare(
 
 def problems(path: Path, tokenizer: str) -> list[str]:
     """Why `ensure_prepared` finds no text or tokenizer of these names, each with its key. It reads no text."""
-    found = []
+    problems = []
     prepared = path.suffix in INDEX_SUFFIXES or any(beside(as_prefix(path), suffix).exists() for suffix in SUFFIXES)
     if not path.exists() and not prepared:
-        found.append(f"data.path={path}: {_ABSENT}")
+        problems.append(f"data.path={path}: {_ABSENT}")
     try:
         if path.exists() or not prepared:
             identify(tokenizer, f"data.tokenizer={BYTE} or {FOLDER}")
     except DataError as error:
-        found.append(f"data.tokenizer: {error}")
-    return found
+        problems.append(f"data.tokenizer: {error}")
+    return problems
 
 
 def ensure_prepared(

@@ -127,8 +127,8 @@ def read_metadata(prefix: Path) -> Metadata:
         raise DataError(f"cannot read {path} ({error}); {_AGAIN}") from error
     version = metadata.get("schema_version") if isinstance(metadata, dict) else None
     if version != SCHEMA_VERSION:
-        said = version if isinstance(version, int) and abs(version) < 10**6 else None
-        raise DataError(f"{path} has schema version {said}, this tpi reads {SCHEMA_VERSION}; {_AGAIN}")
+        shown = version if isinstance(version, int) and abs(version) < 10**6 else None
+        raise DataError(f"{path} has schema version {shown}, this tpi reads {SCHEMA_VERSION}; {_AGAIN}")
     try:
         return checked(Metadata, metadata)
     except ValueError as error:

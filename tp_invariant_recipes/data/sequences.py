@@ -63,8 +63,8 @@ def survey(file: Path, vocabulary: int, encode: Encode | None) -> Surveyed:
         for number, line in _lines(file):
             digest.update(line)
             try:
-                for one in parse(line, number, vocabulary, encode):
-                    count, longest = count + 1, max(longest, len(one.tokens))
+                for sequence in parse(line, number, vocabulary, encode):
+                    count, longest = count + 1, max(longest, len(sequence.tokens))
             except ValueError as error:
                 problems.append(f"{file}, line {number}: {reason(error)}")
                 if len(problems) == SHOWN:
@@ -92,21 +92,21 @@ def parse(line: bytes, number: int, vocabulary: int, encode: Encode | None) -> l
     name = check_id(row.get("id", number))
     if "prompt" in row and "response" in row:
         prompt = _ids(row["prompt"], "prompt", encode, special=True)
-        found = [Sequence(name, prompt + _ids(row["response"], "response", encode), max(1, len(prompt)))]
+        sequences = [Sequence(name, prompt + _ids(row["response"], "response", encode), max(1, len(prompt)))]
     elif "text" in row:
-        found = [Sequence(name, _ids(row["text"], "text", encode, special=True), 1)]
+        sequences = [Sequence(name, _ids(row["text"], "text", encode, special=True), 1)]
     elif "tokens" in row:
-        found = _of_tokens(row, name)
+        sequences = _of_tokens(row, name)
     else:
         keys = ", ".join(map(repr, row)) or "none"
         talk = "; apply your chat template to a conversation: its text, or prompt and response" if TALK & {*row} else ""
         raise ValueError(f"none of tokens, text, prompt with response; its keys: {keys}{talk}")
-    for one in found:
-        if one.first >= len(one.tokens):
+    for sequence in sequences:
+        if sequence.first >= len(sequence.tokens):
             raise ValueError("no token to score: a sequence has at least two, and one after its prompt")
-        if max(one.tokens) >= vocabulary or min(one.tokens) < 0:
-            raise ValueError(f"token {max(one.tokens, key=abs)} is outside the model's vocabulary of {vocabulary}")
-    return found
+        if max(sequence.tokens) >= vocabulary or min(sequence.tokens) < 0:
+            raise ValueError(f"token {max(sequence.tokens, key=abs)} is outside the model's vocabulary of {vocabulary}")
+    return sequences
 
 
 def _of_tokens(row: dict[str, Any], name: str | int) -> list[Sequence]:
@@ -128,7 +128,7 @@ def _of_tokens(row: dict[str, Any], name: str | int) -> list[Sequence]:
 
 
 def _ids(value: Any, key: str, encode: Encode | None, *, special: bool = False) -> list[int]:
-    if isinstance(value, list) and all(type(one) is int for one in value):
+    if isinstance(value, list) and all(type(token) is int for token in value):
         return value
     if not isinstance(value, str):
         raise ValueError(f"{key} must be a list of token ids{' or text' if encode else ''}")

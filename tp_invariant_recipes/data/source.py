@@ -124,13 +124,13 @@ def scan(source: Path, part_bytes: int) -> Corpus:
     digests: list[tuple[str, int, str]] = []
     segments: list[Segment] = []
     for file in files:
-        whole, found = hashlib.sha256(), len(segments)
+        whole, scanned = hashlib.sha256(), len(segments)
         try:
             segments += _segments(file, part_bytes, whole)
         except (*READ_ERRORS, DataError) as error:
             problems.append(f"{file.path}: {reason(error)}")
             continue
-        digests.append((file.name, sum(segment.size for segment in segments[found:]), whole.hexdigest()))
+        digests.append((file.name, sum(segment.size for segment in segments[scanned:]), whole.hexdigest()))
     if problems:
         raise DataError("\n".join(["cannot read the source:", *problems]))
     if not files:

@@ -66,7 +66,7 @@ def rows(of_family: str | None = None) -> Iterator[tuple[int, int, dict[str, Any
     """
     names = groups(of_family)
     # The processes share the modules imported so far.
-    with ProcessPoolExecutor(mp_context=get_context("fork"), initializer=recipe_process.be_one) as pool:
+    with ProcessPoolExecutor(mp_context=get_context("fork"), initializer=recipe_process.serve) as pool:
         for done, row in enumerate(pool.map(row_of, names), 1):
             yield done, len(names), row
 

@@ -108,7 +108,7 @@ def _layouts(composed: Composed, problems: list[str]) -> tuple[Composed, list[Ru
 def _single(composed: Composed, where: RunDir, after: Sequence[str]) -> PlannedSubmission:
     """The job of one run; nothing validates or writes it yet."""
     config, model = composed.config, composed.model
-    allocated = allocation.of(config)
+    allocated = allocation.from_config(config)
     about = f"{model}: {allocated}" + (", or as many of them as there are" if config.slurm.nodes else "")
     log = _log(config, where, "job-%j.log")
     job = script.training(config, allocated, name=f"tpi-{where.path.name}", about=about, log=log)
@@ -182,7 +182,7 @@ def several(
     if not config.cluster.shared_files:
         problems.append("cluster.shared_files=false: the job that compares the cells would not see their ledgers")
     _check_fit(list(configs.values()), problems, dry=how.dry)
-    cells = [allocation.of(config) for config in configs.values()]
+    cells = [allocation.from_config(config) for config in configs.values()]
     allocated = Allocation(max(c.nodes for c in cells), max(c.ranks for c in cells), max(c.gpus for c in cells))
     about = f"{model}: an array of {len(configs)} cells, {allocated} at most"
     name = f"tpi-{path.name}"
@@ -314,7 +314,7 @@ def _too_long(config: RunConfig, chosen: Sequence[Partition], names: str) -> str
 
 
 def _too_many(config: RunConfig, chosen: Sequence[Partition], names: str) -> str | None:
-    allocated, most = allocation.of(config), max(partition.nodes for partition in chosen)
+    allocated, most = allocation.from_config(config), max(partition.nodes for partition in chosen)
     if allocated.nodes <= most:
         return None
     return f"{allocated} are needed, and partition {names} has {most}; lower tp, pp, cp or dp"

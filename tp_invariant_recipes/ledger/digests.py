@@ -104,10 +104,10 @@ def stacked_name(name: str) -> str:
 
 def stacks(names: Sequence[str]) -> dict[str, list[int]]:
     """Name of a stack → the places in `names` of its tensors, by number of expert; of another tensor, its place."""
-    found: dict[str, list[int]] = {}
+    places_of: dict[str, list[int]] = {}
     for at, name in enumerate(names):
-        found.setdefault(stacked_name(name), []).append(at)
-    return {name: sorted(places, key=lambda at: _numbers_by_value(names[at])) for name, places in found.items()}
+        places_of.setdefault(stacked_name(name), []).append(at)
+    return {name: sorted(places, key=lambda at: _numbers_by_value(names[at])) for name, places in places_of.items()}
 
 
 def stack_digest(sums: bytes) -> str:
@@ -120,15 +120,15 @@ def stacked(parameters: Sequence["Parameter"]) -> tuple["Parameter", ...]:
 
     ValueError: experts of one layer are not alike.
     """
-    found = []
+    merged = []
     for name, places in stacks([parameter.name for parameter in parameters]).items():
         of = [parameters[at] for at in places]
         if name != of[0].name:
-            if len({(one.shape, one.gradient, one.weight, one.master) for one in of}) > 1:
+            if len({(parameter.shape, parameter.gradient, parameter.weight, parameter.master) for parameter in of}) > 1:
                 raise ValueError(f"{name}: its experts have other shapes or dtypes: ledger.experts=each")
             of = [replace(of[0], name=name, shape=(len(of), *of[0].shape))]
-        found += of
-    return tuple(found)
+        merged += of
+    return tuple(merged)
 
 
 def summaries(names: tuple[str, ...], texts: Sequence[str]) -> tuple[str, dict[str, str]]:

@@ -100,7 +100,7 @@ class RankPiece:
     part: DumpedPart
     values: np.ndarray
 
-    def of(self, whole: np.ndarray) -> np.ndarray:
+    def slice_of(self, whole: np.ndarray) -> np.ndarray:
         """These elements of a whole table [rows, columns], a view."""
         part, (rows, columns) = self.part, self.values.shape
         return whole[part.row : part.row + part.step * rows : part.step, part.column : part.column + columns]
@@ -120,12 +120,12 @@ class Dumps:
 
     def pieces(self, name: str) -> list[RankPiece]:
         """Every rank's pieces of a tensor of floats, in the order of ranks, replicas as often as they are held."""
-        found = []
+        pieces = []
         for file, key, part in self.parts[name]:
             with _opened(file) as stream:
                 values = _values(stream.get_tensor(key), part.dtype)
-            found.append(RankPiece(_rank_of(file), part, values))
-        return found
+            pieces.append(RankPiece(_rank_of(file), part, values))
+        return pieces
 
     def rows(self, name: str) -> list[tuple[int, DumpedPart, DumpedRows]]:
         """`pieces`, with the rank of each, that are read row by row."""
@@ -199,7 +199,7 @@ def read_step(run: Path, step: int) -> Dumps:
     missing = [file for rank in range(ranks) if not (file := file_of(run, step, rank)).exists()]
     if missing:
         raise LedgerError(f"{missing[0]} is missing: {len(files)} of {ranks} ranks wrote their dumps of step {step}")
-    return Dumps(folder_of(run, step), {name: tuple(found) for name, found in parts.items()})
+    return Dumps(folder_of(run, step), {name: tuple(pieces) for name, pieces in parts.items()})
 
 
 def distance(a: Dumped, b: Dumped) -> Distance:
@@ -288,7 +288,7 @@ def _described(file: Path) -> tuple[int, dict[str, DumpedPart]]:
                 raise ValueError("its header is larger than a dump's")
         with _opened(file) as stream:
             metadata, keys = stream.metadata() or {}, set(stream.keys())
-            held = {key: (one.get_dtype(), one.get_shape()) for key in keys for one in (stream.get_slice(key),)}
+            held = {key: (view.get_dtype(), view.get_shape()) for key in keys for view in (stream.get_slice(key),)}
         ranks = checked(_Ranks, parse_json(metadata.pop(RANKS, "null").encode()))
         if set(metadata) != keys:
             raise ValueError("its metadata describes other tensors")

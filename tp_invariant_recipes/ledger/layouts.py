@@ -23,12 +23,12 @@ def ranks(degrees: Mapping[str, Any]) -> int:
 
 def changes(header: Header) -> list[tuple[int, str]]:
     """(first step, layout from there on) wherever the degrees changed; empty: they never did."""
-    found = [(1, words(header.layout))]
+    layouts = [(1, words(header.layout))]
     for entry in header.notes.get("resumed", ()):
         changed = {
             name.removeprefix(_FIELD): value for name, value in entry["changed"].items() if name.startswith(_FIELD)
         }
         later = words(header.layout | changed)
-        if later != found[-1][1]:
-            found.append((entry["after_step"] + 1, later))
-    return found if len(found) > 1 else []
+        if later != layouts[-1][1]:
+            layouts.append((entry["after_step"] + 1, later))
+    return layouts if len(layouts) > 1 else []

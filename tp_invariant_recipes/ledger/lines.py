@@ -135,7 +135,8 @@ def _decode_kind(kind: str, raw: dict, record: dict[str, Any], header: Header) -
             raise ValueError(f"moments: {len(digests)} tensors of a parameter, and an optimizer has at most {_STATES}")
         names = header.digested(kind)
         states = {
-            _state(state): _decode_digests(kind, _required(digests, state, dict), names, some=True) for state in digests
+            _state(state): _decode_digests(kind, _required(digests, state, dict), names, partial=True)
+            for state in digests
         }
         return {f"{state}/{name}": text for state, texts in states.items() for name, text in texts.items()}
     return _decode_digests(kind, digests, header.digested(kind))
@@ -159,16 +160,16 @@ def _encode_state(digests: Mapping[str, str], state: str, names: Sequence[str]) 
     """As `_encode_digests`, of a state of the optimizer, with null for the parameters that have none."""
     start = f"{state}/"
     own = {name.removeprefix(start): digest for name, digest in digests.items() if name.startswith(start)}
-    some = _encode_digests(own, [name for name in names if name in own])
-    return some | {"parameters": [own.get(name) for name in names]}
+    encoded = _encode_digests(own, [name for name in names if name in own])
+    return encoded | {"parameters": [own.get(name) for name in names]}
 
 
-def _decode_digests(kind: str, raw: dict, names: Sequence[str], *, some: bool = False) -> dict[str, str]:
-    """some: null stands for the parameters that have none."""
+def _decode_digests(kind: str, raw: dict, names: Sequence[str], *, partial: bool = False) -> dict[str, str]:
+    """partial: null stands for the parameters that have none."""
     texts = listed = _required(raw, "parameters", list)
     if len(texts) != len(names):
         raise ValueError(f"{kind}: {len(texts)} digests of {len(names)} parameters")
-    if some:
+    if partial:
         there = [text is not None for text in listed]
         texts, names = list(itertools.compress(listed, there)), list(itertools.compress(names, there))
     check_digests(texts)
@@ -182,7 +183,7 @@ def _decode_diverged(raw: object) -> tuple[str, str, tuple[tuple[int, ...], ...]
     if not isinstance(raw, dict):
         raise ValueError("diverged: not an object")
     wrong = "diverged: ranks are not lists of numbers of ranks"
-    ranks = tuple(_counts(one, wrong) for one in _required(raw, "ranks", list))
+    ranks = tuple(_counts(group, wrong) for group in _required(raw, "ranks", list))
     if not all(ranks) or not ranks:
         raise ValueError("diverged: no ranks, so that nobody knows which replicas disagree")
     of = _required(raw, "of", str)
@@ -200,7 +201,7 @@ def _decode_traced(raw: object) -> Traced:
 
 
 def _counts(raw: object, wrong: str) -> tuple[int, ...]:
-    if not isinstance(raw, list) or not all(type(one) is int and 0 <= one <= MOST for one in raw):
+    if not isinstance(raw, list) or not all(type(count) is int and 0 <= count <= MOST for count in raw):
         raise ValueError(wrong)
     return tuple(raw)
 

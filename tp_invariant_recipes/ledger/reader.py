@@ -32,7 +32,7 @@ class Ledger:
         return self.path.parent if self.path.name == FILE_NAME else None
 
 
-def one_file(a: Path, b: Path) -> bool:
+def same_file(a: Path, b: Path) -> bool:
     """Whether two paths name one file, also by links."""
     try:
         return os.path.samefile(a, b)

@@ -234,10 +234,10 @@ def identity_differences(a: Header, b: Header) -> tuple[HeaderDifference, ...]:
 
     Equal identity hashes have none. Otherwise there are some, but for shards where one run has none.
     """
-    found = _differences(a.identity, b.identity, prefix="")
+    differences = _differences(a.identity, b.identity, prefix="")
     if all(any(key in header.identity for key in SHARDS) for header in (a, b)):
-        return found
-    return tuple(one for one in found if one.field not in SHARDS)
+        return differences
+    return tuple(difference for difference in differences if difference.field not in SHARDS)
 
 
 def informative_differences(a: Header, b: Header) -> tuple[HeaderDifference, ...]:

@@ -127,9 +127,9 @@ def abreast(ledgers: Sequence[Ledger]) -> Iterator[tuple[StepRecord | None, ...]
     LedgerError: as `StepsInFile`.
     """
     parameters = [ledger.header.parameters for ledger in ledgers]
-    alike = [parameters.index(one) for one in parameters]  # the first ledger with the same parameters
+    alike = [parameters.index(listed) for listed in parameters]  # the first ledger with the same parameters
     sources: list[Iterator[Any]] = [
-        one.steps.lines() if isinstance(one.steps, StepsInFile) else iter(one.steps) for one in ledgers
+        ledger.steps.lines() if isinstance(ledger.steps, StepsInFile) else iter(ledger.steps) for ledger in ledgers
     ]
     for step, entries in enumerate(itertools.zip_longest(*sources), start=1):
         decoded: dict[tuple[int, bytes], StepRecord] = {}
@@ -167,5 +167,5 @@ def _ends(file: Path, stream: BinaryIO, progress: Progress | None) -> tuple[arra
 
 
 def _inode(stream: BinaryIO) -> tuple[int, int]:
-    found = os.fstat(stream.fileno())
-    return found.st_dev, found.st_ino
+    status = os.fstat(stream.fileno())
+    return status.st_dev, status.st_ino

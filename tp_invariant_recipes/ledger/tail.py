@@ -71,8 +71,8 @@ def _newline_before(stream: BinaryIO, end: int) -> int | None:
             raise ValueError(f"a line of more than {LONGEST_LINE} bytes")
         size = min(_BLOCK, position)
         stream.seek(position - size)
-        found = stream.read(size).rfind(b"\n")
-        if found >= 0:
-            return position - size + found
+        newline = stream.read(size).rfind(b"\n")
+        if newline >= 0:
+            return position - size + newline
         position -= size
     return None

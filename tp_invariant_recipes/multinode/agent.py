@@ -332,7 +332,7 @@ def _differences(first_node: Agreed, this_node: Agreed, node: NodeInfo) -> list[
 
 
 def _check_node_count(planned: Plan, node: NodeInfo) -> None:
-    allocated = allocation.of(planned.config)
+    allocated = allocation.from_config(planned.config)
     if allocated.nodes != node.count:
         raise ConfigError(
             f"this run takes {allocated}, and srun started it on "
@@ -371,7 +371,7 @@ def _run_ranks(
     from tp_invariant_recipes.features.train import rank as train
     from tp_invariant_recipes.training.rank import RankInfo
 
-    node, count = rendezvous.node, allocation.of(planned.config).ranks
+    node, count = rendezvous.node, allocation.from_config(planned.config).ranks
     os.environ.update(planned.environment)
     local.prepare_environment(interface)
     first = node.number * count

@@ -41,7 +41,7 @@ def exec_srun(request: Request) -> NoReturn:
     config = _checked_config(composed)
     given = int(os.environ["SLURM_JOB_NUM_NODES"])
     config = _with_node_dp(request, composed, given)[1].config
-    if (allocated := allocation.of(config)).nodes > given:
+    if (allocated := allocation.from_config(config)).nodes > given:
         raise ConfigError(
             f"this run takes {allocated}, and the allocation has {given}: "
             f"salloc --nodes={allocated.nodes}, or change the layout or cluster.ranks_per_node"
@@ -83,7 +83,7 @@ def node_task(
         raise ConfigError("launcher=slurm: each node would choose a run directory of its own; set run.dir=PATH")
     return NodeTask(
         run_dir=RunDir(Path(where).expanduser()),
-        nodes=allocation.of(config).nodes if config.slurm.nodes else nodes,
+        nodes=allocation.from_config(config).nodes if config.slurm.nodes else nodes,
         environment=environment.settings(config.device.kind, os.environ, config.cluster.environment),
         plan=partial(request.plan, composed),
         rendezvous_timeout=config.slurm.rendezvous_timeout,

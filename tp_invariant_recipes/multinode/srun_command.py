@@ -16,7 +16,7 @@ def arguments(config: RunConfig, needed: Sequence[Path] = ()) -> list[str]:
 
     needed: as for `container`.
     """
-    allocated = allocation.of(config)
+    allocated = allocation.from_config(config)
     if elastic.span(config):  # all nodes that the job has got this time
         options = ["--ntasks-per-node=1", f"--wait={WAIT}"]
     else:

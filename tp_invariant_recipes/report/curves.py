@@ -58,7 +58,8 @@ def recorded(ledger: Ledger, field: str) -> list[tuple[int, float | None]]:
 def distances(a: Ledger, b: Ledger, field: str) -> list[tuple[int, float | None]]:
     """(step, ULP) of every common step. None: the bits differ, and one value is a NaN or missing."""
     pairs = (
-        (one.step, getattr(one, field), getattr(other, field)) for one, other in zip(a.steps, b.steps, strict=False)
+        (record.step, getattr(record, field), getattr(other, field))
+        for record, other in zip(a.steps, b.steps, strict=False)
     )
     return [
         (step, 0 if left == right else None if left is None or right is None else ulp_distance(left, right))

@@ -117,14 +117,14 @@ def training(report: Report) -> Drawing:
     )
 
 
-def apart(report: Report) -> Drawing | None:
+def distance(report: Report) -> Drawing | None:
     """The distances between losses and between gradient norms. None: all are 0, or no step was compared."""
     pairs = [(n, run) for n, (run, comparison) in enumerate(report.pairs, 1) if comparison.steps_compared]
     fields = ("loss", "grad_norm")
-    found = {field: [distances(report.runs[0].ledger, run.ledger, field) for _, run in pairs] for field in fields}
-    if not any(ulp != 0 for runs in found.values() for points in runs for _, ulp in points):
+    ulps = {field: [distances(report.runs[0].ledger, run.ledger, field) for _, run in pairs] for field in fields}
+    if not any(ulp != 0 for runs in ulps.values() for points in runs for _, ulp in points):
         return None
-    shown = {field: [curve(points) for points in runs] for field, runs in found.items()}
+    shown = {field: [curve(points) for points in runs] for field, runs in ulps.items()}
     numbers = [n for n, _ in pairs]
 
     def draw(figure: FigureBase) -> None:
@@ -143,7 +143,7 @@ def apart(report: Report) -> Drawing | None:
     words = " ".join(
         f"{run.label}: the loss differs at {sum(ulp != 0 for _, ulp in points)} of {counted(len(points), 'step')}, "
         f"by at most {max((ulp for _, ulp in points if ulp is not None), default=0):,} ULP."
-        for (_, run), points in zip(pairs, found["loss"], strict=True)
+        for (_, run), points in zip(pairs, ulps["loss"], strict=True)
     )
     return Drawing(
         "apart",
@@ -288,21 +288,21 @@ _ULP = ((1, "1 ULP"), (100, "≤ 100"), (1e4, "≤ 10⁴"), (1e6, "≤ 10⁶"), 
 _WRITTEN = 16, 240  # at most so many columns, and cells, of a map that shows the distances as text, too
 
 
-def parameters(report: Report, n: int, found: Map) -> Drawing:
+def parameters(report: Report, n: int, heatmap: Map) -> Drawing:
     """The step × parameter map of run number `n` against the first."""
     run, first = report.runs[n], report.runs[0]
-    measured = not np.isnan(found.ulp).all()
+    measured = not np.isnan(heatmap.ulp).all()
     top = 0.82 if measured else 0.62
-    height = top + 0.58 + 0.185 * len(found.rows)
-    labels = [_short(row.label, _LABEL) for row in found.rows]
+    height = top + 0.58 + 0.185 * len(heatmap.rows)
+    labels = [_short(row.label, _LABEL) for row in heatmap.rows]
 
     def draw(figure: FigureBase) -> None:
         left = 0.3 + max(TextPath((0, 0), label, size=_SMALL).get_extents().width for label in labels) / 72
         axes = figure.add_subplot(axes_grid(figure, height, left=left, top=top)[0])
-        _cells(axes, found)
+        _cells(axes, heatmap)
         axes.set_yticks(range(len(labels)), labels, fontsize=_SMALL)
-        axes.set_title(f"{_WORDS[found.kind]}: {_short(run.label, 40)} against {_short(first.label, 40)}")
-        of_states, of_distances = _classes(found)
+        axes.set_title(f"{_WORDS[heatmap.kind]}: {_short(run.label, 40)} against {_short(first.label, 40)}")
+        of_states, of_distances = _classes(heatmap)
         shown = [row for row in of_states if row[0].any()], of_distances if measured else []
         for line, classes in enumerate(shown):
             handles = [Patch(facecolor=LIGHT[colour], edgecolor=LIGHT["faint"], lw=0.5) for _, colour, _ in classes]
@@ -311,56 +311,56 @@ def parameters(report: Report, n: int, found: Map) -> Drawing:
             figure.add_artist(Legend(axes, handles, [label for *_, label in classes], ncols=len(_ULP), **where))
 
     return Drawing(
-        f"{found.kind}-{run.letter}",
-        f"{_WORDS[found.kind]} of {run.label} against {first.label}",
-        in_words(found),
-        _reading(found),
+        f"{heatmap.kind}-{run.letter}",
+        f"{_WORDS[heatmap.kind]} of {run.label} against {first.label}",
+        in_words(heatmap),
+        _reading(heatmap),
         height,
         draw,
     )
 
 
-def in_words(found: Map) -> str:
+def in_words(heatmap: Map) -> str:
     """A sentence with the counts that a map shows."""
-    if not found.differing:
-        return f"All {found.compared:,} digests of {LABELS[found.kind]} that both runs recorded are identical."
+    if not heatmap.differing:
+        return f"All {heatmap.compared:,} digests of {LABELS[heatmap.kind]} that both runs recorded are identical."
     return (
-        f"{found.differing:,} of {found.compared:,} digests of {LABELS[found.kind]} differ. They belong to "
-        f"{found.parameters_differing:,} of {counted(found.parameters_compared, 'parameter', ',')} and "
-        f"{found.steps_differing:,} of {counted(found.steps_compared, 'step', ',')}, first step {found.first:,}."
+        f"{heatmap.differing:,} of {heatmap.compared:,} digests of {LABELS[heatmap.kind]} differ. They belong to "
+        f"{heatmap.parameters_differing:,} of {counted(heatmap.parameters_compared, 'parameter', ',')} and "
+        f"{heatmap.steps_differing:,} of {counted(heatmap.steps_compared, 'step', ',')}, first step {heatmap.first:,}."
     )
 
 
-def _classes(found: Map) -> tuple[list[tuple[np.ndarray, str, str]], list[tuple[np.ndarray, str, str]]]:
+def _classes(heatmap: Map) -> tuple[list[tuple[np.ndarray, str, str]], list[tuple[np.ndarray, str, str]]]:
     """(cells, name of their colour, word in the legend): of the states without a distance, and of the distances."""
-    unknown, limits = np.isnan(found.ulp), [0, *(limit for limit, _ in _ULP)]
-    of_states = [((found.states == state) & unknown, colour, label) for state, colour, label in _CELLS]
+    unknown, limits = np.isnan(heatmap.ulp), [0, *(limit for limit, _ in _ULP)]
+    of_states = [((heatmap.states == state) & unknown, colour, label) for state, colour, label in _CELLS]
     return of_states, [
-        ((found.ulp > limits[n]) & (found.ulp <= limit), f"ulp-{n}", label) for n, (limit, label) in enumerate(_ULP)
+        ((heatmap.ulp > limits[n]) & (heatmap.ulp <= limit), f"ulp-{n}", label) for n, (limit, label) in enumerate(_ULP)
     ]
 
 
-def _reading(found: Map) -> str:
+def _reading(heatmap: Map) -> str:
     words = ["Rows are in the order of a forward pass; columns are the steps at which both runs recorded digests."]
-    if found.steps_alone:
-        words.append(f"The map leaves out {found.steps_alone:,} steps at which only one run has digests.")
-    if any(len(row.parameters) > 1 for row in found.rows):
+    if heatmap.steps_alone:
+        words.append(f"The map leaves out {heatmap.steps_alone:,} steps at which only one run has digests.")
+    if any(len(row.parameters) > 1 for row in heatmap.rows):
         words.append("A row is a group of parameters; the number in brackets counts them.")
-    if found.block > 1:
-        words.append(f"A column covers up to {found.block} such steps.")
-    if not np.isnan(found.ulp).all():
+    if heatmap.block > 1:
+        words.append(f"A column covers up to {heatmap.block} such steps.")
+    if not np.isnan(heatmap.ulp).all():
         words.append(
             "The stronger the colour, the larger the largest distance in ULP: of numbers, and of dumped tensors."
         )
-    if (np.isnan(found.ulp) & (found.states >= CellState.SOME_DIFFER)).any():
+    if (np.isnan(heatmap.ulp) & (heatmap.states >= CellState.SOME_DIFFER)).any():
         words.append("Digests do not show how far apart other tensors are; ledger.dump with ledger.trace records it.")
     return " ".join(words)
 
 
-def _cells(axes: Axes, found: Map) -> None:
-    height, width = found.states.shape
+def _cells(axes: Axes, heatmap: Map) -> None:
+    height, width = heatmap.states.shape
     # Rectangles, unlike an image, follow the page from light to dark. One path per state keeps the page small.
-    for cells, colour, _ in itertools.chain(*_classes(found)):
+    for cells, colour, _ in itertools.chain(*_classes(heatmap)):
         corners = [
             [(left - 0.5, top - 0.5), (right - 0.5, top - 0.5), (right - 0.5, bottom - 0.5), (left - 0.5, bottom - 0.5)]
             for left, top, right, bottom in rectangles(cells)
@@ -371,8 +371,8 @@ def _cells(axes: Axes, found: Map) -> None:
     axes.set_xlim(-0.5, width - 0.5)
     axes.set_ylim(height - 0.5, -0.5)
     ticks = range(0, width, -(-width // 12))
-    axes.set_xticks(ticks, [f"{found.columns[tick][0]:,}" for tick in ticks])
-    axes.set_xlabel("step" if found.block == 1 else "first step of the column")
+    axes.set_xticks(ticks, [f"{heatmap.columns[tick][0]:,}" for tick in ticks])
+    axes.set_xlabel("step" if heatmap.block == 1 else "first step of the column")
     axes.tick_params(length=2)
     axes.grid(False)
     axes.hlines(np.arange(0.5, height - 1), -0.5, width - 0.5, color=LIGHT["paper"], linewidth=1)
@@ -380,10 +380,10 @@ def _cells(axes: Axes, found: Map) -> None:
         axes.vlines(np.arange(0.5, width - 1), -0.5, height - 0.5, color=LIGHT["paper"], linewidth=1)
     for side in axes.spines.values():
         side.set_visible(True)
-    if width <= _WRITTEN[0] and found.ulp.size <= _WRITTEN[1]:
-        for row, column in np.argwhere(np.isfinite(found.ulp)):
-            colour = LIGHT["ink" if found.ulp[row, column] <= _ULP[2][0] else "paper"]
-            text = _power(found.ulp[row, column], 0)
+    if width <= _WRITTEN[0] and heatmap.ulp.size <= _WRITTEN[1]:
+        for row, column in np.argwhere(np.isfinite(heatmap.ulp)):
+            colour = LIGHT["ink" if heatmap.ulp[row, column] <= _ULP[2][0] else "paper"]
+            text = _power(heatmap.ulp[row, column], 0)
             axes.text(column, row, text, color=colour, fontsize=6.5, ha="center", va="center_baseline")
 
 

@@ -84,11 +84,11 @@ def parameter_map(comparison: Comparison, kind: str, dumped: Mapping[tuple[int, 
     members = [sum(name in common for name in row.parameters) for row in rows]
     compared = np.outer(members, np.bincount(list(column_of.values())))
     differing = np.zeros_like(compared)
-    parted = [found for found in comparison.parameters if found.kind == kind]
-    for found in parted:
-        for step in found.steps:
-            differing[row_of[found.name], column_of[step]] += 1
-    at = {step for found in parted for step in found.steps}
+    parted = [difference for difference in comparison.parameters if difference.kind == kind]
+    for difference in parted:
+        for step in difference.steps:
+            differing[row_of[difference.name], column_of[step]] += 1
+    at = {step for difference in parted for step in difference.steps}
     numbers = _numbers(comparison, column_of, len(columns))
     ulp = np.vstack([*numbers.values(), _largest(dumped or {}, row_of, column_of, compared.shape)])
     states = _states(compared, differing)
@@ -114,21 +114,21 @@ def parameter_map(comparison: Comparison, kind: str, dumped: Mapping[tuple[int, 
 def _steps(comparison: Comparison, kind: str) -> tuple[list[int], int]:
     """The compared steps at which both runs have digests of `kind`, and the number of steps at which only one has."""
     pairs = list(zip(comparison.a.steps, comparison.b.steps, strict=False))[: comparison.steps_compared]
-    sides = {one.step: sum(getattr(record, kind) is not None for record in (one, other)) for one, other in pairs}
+    sides = {a.step: sum(getattr(record, kind) is not None for record in (a, b)) for a, b in pairs}
     return [step for step, has in sides.items() if has == 2], list(sides.values()).count(1)
 
 
 def _numbers(comparison: Comparison, column_of: Mapping[int, int], width: int) -> dict[str, np.ndarray]:
     """Label of a number that differs at one of the steps -> its largest distances; infinite: only one is a number."""
-    found = {}
-    for field in (one for one in FIELDS if one.is_float):
+    numbers = {}
+    for field in (field for field in FIELDS if field.is_float):
         ulp = np.full(width, np.nan)
         for step, distance in distances(comparison.a, comparison.b, field.name):
             if step in column_of and distance != 0:
                 ulp[column_of[step]] = np.fmax(ulp[column_of[step]], np.inf if distance is None else distance)
         if not np.isnan(ulp).all():
-            found[field.label] = ulp
-    return found
+            numbers[field.label] = ulp
+    return numbers
 
 
 def _states(compared: np.ndarray, differing: np.ndarray) -> np.ndarray:
@@ -160,9 +160,9 @@ def _rows(names: list[str]) -> tuple[MapRow, ...]:
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(group_of(name), []).append(name)
-    together = -(-len(groups) // ROWS)
+    size = -(-len(groups) // ROWS)
     labels = list(groups)
-    return tuple(_row(labels[n : n + together], groups) for n in range(0, len(labels), together))
+    return tuple(_row(labels[n : n + size], groups) for n in range(0, len(labels), size))
 
 
 def _row(labels: list[str], groups: Mapping[str, Iterable[str]]) -> MapRow:
@@ -187,16 +187,16 @@ def measure(comparison: Comparison) -> tuple[Measured, ...]:
     """
     folders = [ledger.run_directory for ledger in (comparison.a, comparison.b)]
     left, right = (set(dumps.steps(folder)) if folder else set[int]() for folder in folders)
-    found = []
+    tensors = []
     for step in sorted(left & right):
         if step > comparison.steps_compared:
             break
         a, b = (dumps.read_step(folder, step) for folder in folders if folder)
-        found += [Measured(step, n, dumps.distance(a.read(n), b.read(n))) for n in a.names if n in b.parts]
-    return tuple(found)
+        tensors += [Measured(step, n, dumps.distance(a.read(n), b.read(n))) for n in a.names if n in b.parts]
+    return tuple(tensors)
 
 
 def largest(measured: tuple[Measured, ...], kind: str) -> dict[tuple[int, str], int]:
     """(step, parameter) -> largest distance in ULP, of the tensors of `kind` that differ."""
-    own = ((one.step, one.name.partition("/"), one.distance.max_ulp) for one in measured)
+    own = ((tensor.step, tensor.name.partition("/"), tensor.distance.max_ulp) for tensor in measured)
     return {(step, name): ulp for step, (of, _, name), ulp in own if of == kind and ulp is not None}

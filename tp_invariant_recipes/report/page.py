@@ -71,12 +71,12 @@ def sections(report: Report) -> tuple[Section, ...]:
     measured = [_measured(comparison) for comparison in report.comparisons]
     steps = [step for run in report.runs for step in run.ledger.steps]
     kinds = [kind for kind in DIGESTED if any(getattr(step, kind) for step in steps)] or ["gradients", "weights"]
-    found = [Section("training", "Curves", drawings=(figures.training(report),)), *_apart(report)]
-    found += [section for kind in kinds for section in _map(report, kind, measured)]
-    found += [*_parameters(report), *_dumps(report, measured)]
+    parts = [Section("training", "Curves", drawings=(figures.training(report),)), *_distance(report)]
+    parts += [section for kind in kinds for section in _map(report, kind, measured)]
+    parts += [*_parameters(report), *_dumps(report, measured)]
     if (cost := figures.cost(report)) is not None:
-        found.append(Section("cost", "Time and memory", drawings=(cost,)))
-    return tuple(found)
+        parts.append(Section("cost", "Time and memory", drawings=(cost,)))
+    return tuple(parts)
 
 
 def page(report: Report, parts: tuple[Section, ...], progress: Progress | None = None) -> str:
@@ -99,9 +99,10 @@ def _rendered(parts: Sequence[Section], progress: Progress | None) -> Iterator[d
     total, done = sum(len(part.drawings) for part in parts), 0
     for part in parts:
         drawings = []
-        for one in part.drawings:
-            drawn = Markup(svg(one))
-            drawings.append({"name": one.name, "title": one.title, "alt": one.alt, "note": one.note, "svg": drawn})
+        for drawing in part.drawings:
+            drawn = Markup(svg(drawing))
+            texts = {name: getattr(drawing, name) for name in ("name", "title", "alt", "note")}
+            drawings.append(texts | {"svg": drawn})
             done += 1
             if progress:
                 progress(done, total)
@@ -113,14 +114,14 @@ def _boxes(report: Report) -> list[dict[str, Any]]:
         return [{"style": "alone", "run": "", "line": verdicts(report)[0], "remarks": ()}]
     answers, verdicts_ = [], []
     for run, comparison in report.pairs:
-        said, answer = remarks(comparison), bisected(report.runs[0], run)
+        sentences, answer = remarks(comparison), bisected(report.runs[0], run)
         if answer is not None:
             style = "different" if answer.text.startswith("different") else "not-comparable"
             box = {"style": style, "run": f"tpi bisect of {report.runs[0].label} and {run.label}", "line": answer.text}
             answers.append(box | {"remarks": answer.sentences})
-            said = tuple(one for one in said if "tpi bisect" not in one)
+            sentences = tuple(sentence for sentence in sentences if "tpi bisect" not in sentence)
         style = comparison.verdict.value.replace(" ", "-")
-        verdicts_.append({"style": style, "run": run.label, "line": verdict_line(comparison), "remarks": said})
+        verdicts_.append({"style": style, "run": run.label, "line": verdict_line(comparison), "remarks": sentences})
     return [*answers, *verdicts_]
 
 
@@ -145,24 +146,24 @@ def _headers(report: Report) -> dict[str, list[dict[str, Any]]]:
     """The fields of all headers side by side, as text; fields of the identity come first."""
     columns = [_fields(run) for run in report.runs]
     names = list(dict.fromkeys(name for column in columns for name in column))
-    found: dict[str, list[dict[str, Any]]] = {"differing": [], "equal": []}
+    rows: dict[str, list[dict[str, Any]]] = {"differing": [], "equal": []}
     for name in names:
         texts = [column.get(name, _NOT_SET) for column in columns]
         cells = [{"text": text, "differs": text != texts[0]} for text in texts]
-        found["differing" if len(set(texts)) > 1 else "equal"].append({"field": name, "cells": cells})
-    return found
+        rows["differing" if len(set(texts)) > 1 else "equal"].append({"field": name, "cells": cells})
+    return rows
 
 
 def _fields(run: Run) -> dict[str, str]:
     header = run.ledger.header
-    found = {name: canonical(value) for name, value in getattr(header, IDENTITY).items()}
+    fields = {name: canonical(value) for name, value in getattr(header, IDENTITY).items()}
     for part in INFORMATIVE:
-        found |= {f"{part}.{name}": canonical(value) for name, value in getattr(header, part).items()}
-    return found | {"parameters with digests": str(len(header.parameters))}
+        fields |= {f"{part}.{name}": canonical(value) for name, value in getattr(header, part).items()}
+    return fields | {"parameters with digests": str(len(header.parameters))}
 
 
-def _apart(report: Report) -> Iterable[Section]:
-    drawing = figures.apart(report)
+def _distance(report: Report) -> Iterable[Section]:
+    drawing = figures.distance(report)
     if drawing is not None:
         yield Section("apart", "Distance", drawings=(drawing,))
     elif any(comparison.steps_compared for comparison in report.comparisons):
@@ -182,9 +183,9 @@ def _map(report: Report, kind: str, measured: list[tuple[Measured, ...] | str]) 
     sentences, drawings = [], []
     for n, (run, comparison) in enumerate(report.pairs, 1):
         dumped = measured[n - 1]
-        found = parameter_map(comparison, kind, {} if isinstance(dumped, str) else largest(dumped, kind))
-        if found is not None:
-            drawings.append(figures.parameters(report, n, found))
+        heatmap = parameter_map(comparison, kind, {} if isinstance(dumped, str) else largest(dumped, kind))
+        if heatmap is not None:
+            drawings.append(figures.parameters(report, n, heatmap))
         elif comparison.steps_compared:
             sentences.append(f"{run.label}: at no step did both runs record digests of {LABELS[kind]}.")
     if sentences or drawings:
@@ -216,11 +217,11 @@ def _number(count: int | None) -> str:
 
 def _dumps(report: Report, measured: list[tuple[Measured, ...] | str]) -> Iterable[Section]:
     sentences, tables = [], []
-    for (run, _), found in zip(report.pairs, measured, strict=True):
-        if isinstance(found, str):
-            sentences.append(f"{run.label}: {found}")
-        elif found:
-            tables.append(_distances(run, report.runs[0], found))
+    for (run, _), tensors in zip(report.pairs, measured, strict=True):
+        if isinstance(tensors, str):
+            sentences.append(f"{run.label}: {tensors}")
+        elif tensors:
+            tables.append(_distances(run, report.runs[0], tensors))
     if sentences or tables:
         yield Section("dumps", "Dumped tensors", tuple(sentences), tables=tuple(tables))
 
@@ -228,14 +229,14 @@ def _dumps(report: Report, measured: list[tuple[Measured, ...] | str]) -> Iterab
 def _distances(run: Run, first: Run, measured: tuple[Measured, ...]) -> PageTable:
     rows = [
         (
-            one.name,
-            _number(one.step),
-            f"{one.distance.differing:,} of {one.distance.total:,}",
-            _number(one.distance.max_ulp),
-            "" if one.distance.max_difference is None else f"{one.distance.max_difference:.3g}",
-            _number(one.distance.nans or None),
+            tensor.name,
+            _number(tensor.step),
+            f"{tensor.distance.differing:,} of {tensor.distance.total:,}",
+            _number(tensor.distance.max_ulp),
+            "" if tensor.distance.max_difference is None else f"{tensor.distance.max_difference:.3g}",
+            _number(tensor.distance.nans or None),
         )
-        for one in measured
+        for tensor in measured
     ]
     more = f"; the first {_ROWS} of {len(rows):,}" if len(rows) > _ROWS else ""
     return PageTable(

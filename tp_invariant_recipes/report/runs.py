@@ -78,8 +78,8 @@ class Bisected(Record):
     def sentences(self) -> tuple[str, ...]:
         """What the answer says below its line."""
         operation = [f"The operation: {self.operation}."] if self.operation else []
-        apart = [f"{self.dumped[0]}: {self.apart}."] if self.apart and self.dumped else []
-        return (*operation, *apart, *self.remarks)
+        distance = [f"{self.dumped[0]}: {self.apart}."] if self.apart and self.dumped else []
+        return (*operation, *distance, *self.remarks)
 
 
 @dataclass(frozen=True)
@@ -124,10 +124,10 @@ def bisected(*runs: Run) -> Bisected | None:
     files = {file for above in around for file in (*above.glob(BISECT), *above.glob(f"*/{BISECT}"))}
     for file in sorted(files, key=os.path.getmtime, reverse=True):
         with suppress(OSError, ValueError):
-            found = checked(Bisected, parse_json(read_limited(file, run_files.LARGEST)))
+            answer = checked(Bisected, parse_json(read_limited(file, run_files.LARGEST)))
             own = len(folders) == len(runs) and all(folder.parent == file.parent for folder in folders)
-            if own or folders == {Path(run).resolve() for run in found.runs}:
-                return found
+            if own or folders == {Path(run).resolve() for run in answer.runs}:
+                return answer
     return None
 
 
@@ -143,22 +143,22 @@ def _names(ledgers: Iterable[Ledger]) -> list[str]:
     ends: dict[Path, str] = {}
     for path in whole:
         lengths = range(1, len(path.parts) + 1)
-        apart = (n for n in lengths if all(other.parts[-n:] != path.parts[-n:] for other in whole if other != path))
-        ends[path] = "/".join(path.parts[-next(apart, len(path.parts)) :])
+        distinct = (n for n in lengths if all(other.parts[-n:] != path.parts[-n:] for other in whole if other != path))
+        ends[path] = "/".join(path.parts[-next(distinct, len(path.parts)) :])
     return [one_line(ends[path]) for path in whole]
 
 
 def _timings(file: Path) -> tuple[tuple[ProgressLine, ...], int]:
     """The timings by step. A step repeated after a resume counts with its last time."""
-    found, unread = {}, 0
+    timings, unread = {}, 0
     for line in contents(file).splitlines() if file.exists() else ():
         try:
             step = checked(ProgressLine, parse_json(line, constants=True))
         except ValueError:
             unread += 1
         else:
-            found[step.step] = step
-    return tuple(found[step] for step in sorted(found)), unread
+            timings[step.step] = step
+    return tuple(timings[step] for step in sorted(timings)), unread
 
 
 def _planned(file: Path) -> int | None:

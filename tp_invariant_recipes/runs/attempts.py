@@ -59,7 +59,7 @@ def _ended(run_dir: RunDir, outcome: str, why: str | None, *, requeued: bool) ->
 
 def _with_attempts(run_dir: RunDir, attempts: Sequence[Attempt]) -> dict[str, Any]:
     """What `run.json` holds, with these attempts."""
-    return run_dir.read_run() | {"attempts": [one.as_json() for one in attempts]}
+    return run_dir.read_run() | {"attempts": [attempt.as_json() for attempt in attempts]}
 
 
 def refused(run_dir: RunDir, why: str, job: AttemptJob | None) -> None:

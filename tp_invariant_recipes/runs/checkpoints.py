@@ -123,16 +123,16 @@ def select(
 
     Raises CheckpointError when it is damaged or when `step` was never saved.
     """
-    found = finished(checkpoints)
+    saved = finished(checkpoints)
     if step is not None:
-        chosen = next((c for c in found if c.step == step), None)
+        chosen = next((c for c in saved if c.step == step), None)
         if chosen is None:
-            steps = ", ".join(str(c.step) for c in found) or "none"
+            steps = ", ".join(str(c.step) for c in saved) or "none"
             raise CheckpointError(
                 f"{checkpoints} holds no checkpoint of checkpoint.ckpt_step={step}; finished: {steps}"
             )
     else:
-        chosen = max((c for c in found if within is None or c.step <= within), key=lambda c: c.step, default=None)
+        chosen = max((c for c in saved if within is None or c.step <= within), key=lambda c: c.step, default=None)
     if chosen is not None:
         chosen.verify(hashes=hashes)
     return chosen
@@ -183,12 +183,12 @@ def write_manifest(
 
 def described(folder: Path, known: Mapping[str, CheckpointFile] | None = None) -> dict[str, CheckpointFile]:
     """Path in the folder → the file, of all files below it but its manifest. known: as for `write_manifest`."""
-    found = {str(f.relative_to(folder)): f for f in sorted(folder.rglob("*")) if f.is_file() and f.name != MANIFEST}
-    files = {name: file for name, file in (known or {}).items() if name in found}
-    unknown = [name for name in found if name not in files]
-    digests = _digests([found[name] for name in unknown])
-    files |= {n: CheckpointFile(found[n].stat().st_size, text) for n, text in zip(unknown, digests, strict=True)}
-    return {name: files[name] for name in found}
+    paths = {str(f.relative_to(folder)): f for f in sorted(folder.rglob("*")) if f.is_file() and f.name != MANIFEST}
+    files = {name: file for name, file in (known or {}).items() if name in paths}
+    unknown = [name for name in paths if name not in files]
+    digests = _digests([paths[name] for name in unknown])
+    files |= {n: CheckpointFile(paths[n].stat().st_size, text) for n, text in zip(unknown, digests, strict=True)}
+    return {name: files[name] for name in paths}
 
 
 def _iterations(checkpoints: Path) -> list[tuple[Path, int]]:

@@ -53,13 +53,13 @@ def unsettled(run_dir: RunDir) -> Untrusted | None:
     Raises CheckpointError: it cannot be read.
     """
     try:
-        found = [checked(Untrusted, parse_json(read_limited(file, MIB))) for file in _noted(run_dir)]
+        notes = [checked(Untrusted, parse_json(read_limited(file, MIB))) for file in _noted(run_dir)]
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{run_dir.guard}: which checkpoints are trusted cannot be read: {error}") from error
-    if not found:
+    if not notes:
         return None
-    hosts = {host for one in found for host in one.hosts}
-    return Untrusted(min(one.trusted for one in found), tuple(sorted(hosts)))
+    hosts = {host for note in notes for host in note.hosts}
+    return Untrusted(min(note.trusted for note in notes), tuple(sorted(hosts)))
 
 
 def settle(run_dir: RunDir) -> Untrusted | None:
@@ -67,12 +67,12 @@ def settle(run_dir: RunDir) -> Untrusted | None:
 
     Raises CheckpointError: it cannot be read.
     """
-    found = unsettled(run_dir)
-    if found is not None and run_dir.checkpoints.is_dir():
-        checkpoints.set_aside(run_dir.checkpoints, after=found.trusted)
+    untrusted = unsettled(run_dir)
+    if untrusted is not None and run_dir.checkpoints.is_dir():
+        checkpoints.set_aside(run_dir.checkpoints, after=untrusted.trusted)
     for file in _noted(run_dir):
         file.unlink()
-    return found
+    return untrusted
 
 
 def _noted(run_dir: RunDir) -> list[Path]:

@@ -31,7 +31,7 @@ def remove_unrecorded(cache: Path) -> list[str]:
     Returns their paths in the cache. Raises RunError: the manifest cannot be read.
     """
     recorded = _read(cache)
-    wrong = [name for name, found in described(cache).items() if recorded.get(name) != found]
+    wrong = [name for name, file in described(cache).items() if recorded.get(name) != file]
     for name in wrong:
         (cache / name).unlink()
     return wrong
@@ -39,15 +39,15 @@ def remove_unrecorded(cache: Path) -> list[str]:
 
 def record(cache: Path) -> None:
     """Write the manifest of a cache that is whole. Raises RunError: a rebuilt file is not the one recorded before."""
-    recorded, found = _read(cache), described(cache)
-    wrong = sorted(name for name, file in recorded.items() if name in found and found[name] != file)
+    recorded, files = _read(cache), described(cache)
+    wrong = sorted(name for name, file in recorded.items() if name in files and files[name] != file)
     if wrong:
         raise RunError(
             f"{cache}: Megatron builds {', '.join(wrong)} with other contents than this run has trained with so far, "
             f"so that its steps to come would read other samples; continue with the versions in versions.json"
         )
-    if found and found != recorded:
-        manifest = IndexManifest(recorded | found)
+    if files and files != recorded:
+        manifest = IndexManifest(recorded | files)
         write_atomically(cache / MANIFEST, json.dumps(manifest.as_json(), indent=1))
 
 

@@ -178,7 +178,7 @@ class Inherited:
 
 def _received(*sent: Any) -> Inherited:
     inherited = Inherited()
-    inherited.descriptors = [one.detach() for one in sent]
+    inherited.descriptors = [part.detach() for part in sent]
     for descriptor in inherited.descriptors:
         os.set_inheritable(descriptor, False)
     return inherited
@@ -248,12 +248,12 @@ def _judge(there: Holder | None, me: Holder, *, free: bool) -> _Verdict:
     """free: whether flock was free; it counts as free where there is none."""
     if there is None:  # the holder is about to write its name, or has ended and its ranks are about to
         return _Verdict(False, LEAVING)
-    ours = there.job is not None and there.job == me.job and there.restart < me.restart
+    requeued = there.job is not None and there.job == me.job and there.restart < me.restart
     dead = _here(there, me) and _started(there.pid) != there.started
     if not free:
         ending = "; it has ended, but ranks of it still run" if dead else ""
-        return _Verdict(False, LEAVING if ours or dead else 0.0, claim=ours, why=ending)
-    if ours:
+        return _Verdict(False, LEAVING if requeued or dead else 0.0, claim=requeued, why=ending)
+    if requeued:
         return _Verdict(True)
     if _here(there, me) and not (dead and there.nodes > 1):
         return _Verdict(dead or there.inode != me.inode)

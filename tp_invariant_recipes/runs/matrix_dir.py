@@ -81,11 +81,11 @@ class Matrix(Record):
             "model": self.model,
             "overrides": list(self.overrides),
             "axes": [{"key": axis.key, "values": list(axis.values)} for axis in self.axes],
-            "left_out": [one.as_json() for one in self.left_out],
+            "left_out": [cell.as_json() for cell in self.left_out],
         }
 
     def __str__(self) -> str:
-        without = f" (without {'; '.join(one.label for one in self.left_out)})" if self.left_out else ""
+        without = f" (without {'; '.join(cell.label for cell in self.left_out)})" if self.left_out else ""
         return (" × ".join(map(str, self.axes)) or self.cells[0].label) + without
 
 
@@ -133,21 +133,21 @@ class MatrixDir(RunDir):
         for number, cell in enumerate(cells):
             if cell.name in ("", ".", ".."):
                 raise ValueError(f"cells.{number}.name: {cell.name!r} is not the name of a run directory")
-        for what, found in (
+        for what, values in (
             ("name", [cell.name for cell in cells]),
             ("label", [cell.label for cell in cells]),
             ("set of overrides", [cell.overrides for cell in cells]),
             ("run directory", [str(self.cell(cell.name).path.resolve()) for cell in cells]),
         ):
             first: dict[Any, int] = {}
-            for number, value in enumerate(found):
+            for number, value in enumerate(values):
                 if (before := first.setdefault(value, number)) != number:
                     raise ValueError(f"cells.{before} and cells.{number} have one {what}, so that they prove nothing")
 
 
 def latest(folder: Path) -> Path:
     """The newest directory of `tpi verify` in a folder. Raises RunError when there is none."""
-    found = [(file.stat().st_mtime, file.parent) for file in folder.glob("*/matrix.json") if file.is_file()]
-    if not found:
+    folders = [(file.stat().st_mtime, file.parent) for file in folder.glob("*/matrix.json") if file.is_file()]
+    if not folders:
         raise RunError(f"there is no directory of tpi verify in {folder}; name one: --dir DIR")
-    return max(found)[1]
+    return max(folders)[1]

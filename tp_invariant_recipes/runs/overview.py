@@ -93,9 +93,9 @@ class RunRow:
 
     def as_dict(self) -> dict[str, Any]:
         """The row as JSON; documented in docs/running.md."""
-        found = asdict(self) | {"run": str(self.run), "loss": described(self.loss), "began": self.began or None}
-        del found["command"]
-        return found
+        fields = asdict(self) | {"run": str(self.run), "loss": described(self.loss), "began": self.began or None}
+        del fields["command"]
+        return fields
 
 
 def rows(folder: Path) -> list[RunRow]:
@@ -106,8 +106,8 @@ def rows(folder: Path) -> list[RunRow]:
     if not folder.is_dir():
         raise RunError(f"{folder}: there is no such folder")
     own = functools.cache(_of_a_command)
-    found = [row(run, own) for run in _directories(folder)]
-    return sorted(found, key=lambda one: (one.when, str(one.run)))
+    listed = [row(run, own) for run in _directories(folder)]
+    return sorted(listed, key=lambda row: (row.when, str(row.run)))
 
 
 def _of_a_command(folder: Path) -> bool:
@@ -122,11 +122,11 @@ def row(run: Path | tuple[Path, str], of_a_command: Callable[[Path], bool] = _of
     run_dir = RunDir(run)
     own = of_a_command(run.parent)
     try:
-        found = run_dir.read_run(ListedRun)
+        record = run_dir.read_run(ListedRun)
     except RunError as error:
         return RunRow(run, DAMAGED, _damage(run_dir, error), own=own)
-    last = found.attempts[-1] if found.attempts else Attempt()
-    state, why = _state(run_dir, last if found.attempts else None)
+    last = record.attempts[-1] if record.attempts else Attempt()
+    state, why = _state(run_dir, last if record.attempts else None)
     step: int | None = 0
     loss = None
     try:
@@ -142,20 +142,20 @@ def row(run: Path | tuple[Path, str], of_a_command: Callable[[Path], bool] = _of
         step,
         last.to_step,
         loss,
-        found.model,
-        str(found.numerics.get("mode", "")) or None,
-        found.device,
-        found.layout,
-        found.identity_hash,
+        record.model,
+        str(record.numerics.get("mode", "")) or None,
+        record.device,
+        record.layout,
+        record.identity_hash,
         last.time,
         last.command,
         own or last.command.startswith(tuple(f"tpi {maker} " for maker in MAKERS)),
     )
 
 
-def groups(found: Iterable[RunRow]) -> dict[str, str]:
+def groups(listed: Iterable[RunRow]) -> dict[str, str]:
     """Identity hash -> a short name, for the identities that several runs have: these runs are comparable."""
-    times = Counter(one.identity_hash for one in found if one.identity_hash)
+    times = Counter(run.identity_hash for run in listed if run.identity_hash)
     shared = [identity for identity, runs in times.items() if runs > 1]
     letters = (product(ascii_lowercase, repeat=length) for length in count(1))  # a, b, … z, aa, ab …
     return dict(zip(shared, map("".join, chain.from_iterable(letters)), strict=False))
@@ -167,9 +167,9 @@ def comparable(run: Path) -> Path | None:
     siblings = []
     with suppress(OSError):
         siblings = [path for path in _entries(run.absolute().parent) if path.name != run.absolute().name]
-    near = [one for one in map(row, siblings) if one.step]
-    same = [one for one in near if one.identity_hash == mine.identity_hash]
-    newest = max(same, key=lambda one: one.when, default=None)
+    near = [other for other in map(row, siblings) if other.step]
+    same = [other for other in near if other.identity_hash == mine.identity_hash]
+    newest = max(same, key=lambda other: other.when, default=None)
     return None if newest is None else run.parent / newest.run.name
 
 
@@ -183,11 +183,11 @@ def latest_to_resume(folder: Path, iters: int | None = None) -> RunRow:
             f"--resume last looks for runs below {folder}, and there is no such folder; name one: --resume RUN"
         )
     # Other commands make runs of their own, and continue none.
-    found = [one for one in rows(folder) if one.command.split()[:2] == ["tpi", "train"]]
-    able = [one for one in found if _goes_on(one, iters)]
+    trained = [run for run in rows(folder) if run.command.split()[:2] == ["tpi", "train"]]
+    able = [run for run in trained if _goes_on(run, iters)]
     if able:
         return able[-1]
-    states = Counter(one.state for one in found)
+    states = Counter(run.state for run in trained)
     there = ", ".join(f"{count} {state}" for state, count in states.items())
     raise RunError(
         f"--resume last: no run of tpi train below {folder} can go on ({there or 'there is none'}); "
@@ -195,9 +195,9 @@ def latest_to_resume(folder: Path, iters: int | None = None) -> RunRow:
     )
 
 
-def _goes_on(one: RunRow, iters: int | None) -> bool:
-    longer = one.state == COMPLETED and iters is not None and one.step is not None and iters > one.step
-    return one.state in RESUMABLE or longer
+def _goes_on(run: RunRow, iters: int | None) -> bool:
+    longer = run.state == COMPLETED and iters is not None and run.step is not None and iters > run.step
+    return run.state in RESUMABLE or longer
 
 
 def _damage(run_dir: RunDir, error: RunError) -> str:

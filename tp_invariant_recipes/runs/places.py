@@ -11,8 +11,8 @@ OFFLINE = "offline-run-*"  # of wandb: one folder for each attempt
 ARCHIVES = "*.zip"  # of Comet: one for each attempt
 
 
-def of(run_dir: RunDir) -> dict[str, Any]:
-    """The places as JSON.
+def as_json(run_dir: RunDir) -> dict[str, Any]:
+    """Return the places as JSON.
 
     ledger, tensorboard, wandb, mlflow, comet: paths; None: there is none. wandb_sync, comet_upload: the command that
     uploads what was kept offline; None: nothing was. mlflow_ui: the command that shows what MLflow kept here; None:
@@ -36,15 +36,15 @@ def of(run_dir: RunDir) -> dict[str, Any]:
 
 def lines(places: dict[str, Any]) -> list[str]:
     """The places as lines of text."""
-    found = [f"ledger: {places['ledger']}"] if places["ledger"] else []
+    sentences = [f"ledger: {places['ledger']}"] if places["ledger"] else []
     if places["tensorboard"]:
-        found.append(f"curves: {shlex.join(['tensorboard', '--logdir', places['tensorboard']])}")
+        sentences.append(f"curves: {shlex.join(['tensorboard', '--logdir', places['tensorboard']])}")
     for service, command in (("wandb", "wandb_sync"), ("mlflow", "mlflow_ui"), ("comet", "comet_upload")):
         if places[service]:
-            found.append(places[command] or f"{service}: {places[service]}")
+            sentences.append(places[command] or f"{service}: {places[service]}")
     if places["next"]:
-        found.append(f"next: {'   '.join(places['next'])}")
-    return found
+        sentences.append(f"next: {'   '.join(places['next'])}")
+    return sentences
 
 
 def _there(path: Path) -> str | None:

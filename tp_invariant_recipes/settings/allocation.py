@@ -23,7 +23,7 @@ class Allocation:
         return f"{self.nodes} nodes with {ranks} each" if self.nodes > 1 else f"1 node with {ranks}"
 
 
-def of(config: RunConfig) -> Allocation:
+def from_config(config: RunConfig) -> Allocation:
     """The allocation a run needs. Whole nodes but for a run that fits one."""
     world, most = config.layout.world, ranks_per_node(config)
     ranks = min(world, most or world)

@@ -48,8 +48,8 @@ def summary(group: str, option: str) -> str:
 
 def description(group: str, option: str) -> str:
     """The comment that begins an option's file, on one line."""
-    ours = conf_dir() / group / f"{option}.yaml"
-    file = ours if ours.exists() else user_dir() / group / f"{option}.yaml"
+    shipped = conf_dir() / group / f"{option}.yaml"
+    file = shipped if shipped.exists() else user_dir() / group / f"{option}.yaml"
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     lines = [line for line in lines if "@package" not in line and line.strip()]
     return " ".join(line[1:].strip() for line in itertools.takewhile(lambda line: line.startswith("#"), lines))
@@ -66,8 +66,8 @@ def problems() -> list[str]:
     mine = user_dir()
     if not mine.is_dir():
         return []
-    found = ((file, _passed_over(file.relative_to(mine))) for file in sorted(mine.glob("**/[!.]*.y*ml")))
-    return [f"{file}: {why}" for file, why in found if why]
+    files = ((file, _passed_over(file.relative_to(mine))) for file in sorted(mine.glob("**/[!.]*.y*ml")))
+    return [f"{file}: {why}" for file, why in files if why]
 
 
 def _passed_over(file: Path) -> str | None:

@@ -131,14 +131,14 @@ def _rows(device: str, environment: Mapping[str, str]) -> dict[str, str | None]:
 
 def _or_set(variable: Variable, prefix: str = "") -> str:
     """A value that does no harm. What a recipe sets cannot be left out, but can be set."""
-    value = next((one for one in (variable.value, *variable.accepted) if one is not None), None)
+    value = next((value for value in (variable.value, *variable.accepted) if value is not None), None)
     return "" if value is None else f" or set {prefix}{variable.name}={value}"
 
 
 def _refused(device: str, environment: Mapping[str, str]) -> list[tuple[Variable, str]]:
     """(row, value) for the rows of `device` whose variable has a value that would change the bits."""
-    found = ((v, environment[v.name]) for v in VARIABLES if device in v.devices and v.name in environment)
-    return [(v, value) for v, value in found if value not in (v.value, *v.accepted)]
+    settings = ((v, environment[v.name]) for v in VARIABLES if device in v.devices and v.name in environment)
+    return [(v, value) for v, value in settings if value not in (v.value, *v.accepted)]
 
 
 def changing_bits(device: str, cluster: Mapping[str, str]) -> list[str]:

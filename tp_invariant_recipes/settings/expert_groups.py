@@ -24,21 +24,23 @@ def groups(config: RunConfig) -> ExpertGroups | None:
     return ExpertGroups(numerics.expert_groups, numerics.data_shards or at.dp, contexts, at.tp, at.cp, at.dp, at.ep)
 
 
-def default_groups(found: ExpertGroups, named: Mapping[str, Any]) -> int | None:
+def default_groups(layout_groups: ExpertGroups, named: Mapping[str, Any]) -> int | None:
     """X of a run that names none: the least that its layout can have; None: it has no experts.
 
-    found: with any X. named: the values of the keys of OF_GROUPS.
+    layout_groups: with any X. named: the values of the keys of OF_GROUPS.
     """
     has_experts, *several = (named.get(key) for key in OF_GROUPS)
     if not has_experts:
         return None
-    return max(1, found.data * found.places[1] if any(several) else replace(found, groups=None).least)
+    if any(several):
+        return max(1, layout_groups.data * layout_groups.places[1])
+    return max(1, replace(layout_groups, groups=None).least)
 
 
 def groups_of_run(config: RunConfig) -> int | None:
     """`default_groups` of a run's layout, D and C."""
-    found = groups(config)
-    return None if found is None else default_groups(found, values_of_groups(config))
+    layout_groups = groups(config)
+    return None if layout_groups is None else default_groups(layout_groups, values_of_groups(config))
 
 
 def values_of_groups(config: RunConfig) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def _folder(package: str) -> Path:
 def _sources(cls: type) -> Iterator[str]:
     """The files that define a class and what it inherits."""
     for base in cls.__mro__:
-        package = next((one for one in PACKAGES if base.__module__.startswith(f"{one}.")), None)
+        package = next((name for name in PACKAGES if base.__module__.startswith(f"{name}.")), None)
         if package:
             file = Path(str(sys.modules[base.__module__].__file__))
             yield f"{package}/{file.relative_to(_folder(package))}"
@@ -172,7 +172,7 @@ def _names(hint: Any) -> list[str] | None:
     if origin is Literal:
         return [f"{_TEXT}{text}" for text in args] if all(isinstance(text, str) for text in args) else None
     if origin in (typing.Union, types.UnionType):
-        parts = [_names(one) for one in args]
+        parts = [_names(argument) for argument in args]
         return None if None in parts else [name for part in parts for name in part or ()]
     return [_NAMES[hint]] if isinstance(hint, type) and hint in _NAMES else None
 

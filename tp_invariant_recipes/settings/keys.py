@@ -45,7 +45,7 @@ SHORT_KEYS = {
 }
 
 
-def meant(name: str) -> list[str]:
+def suggestions(name: str) -> list[str]:
     """The keys that a word of another program may mean: `learning_rate`, `--global-batch-size`, `TP`, `--swiglu`.
 
     Of a flag that stands for a value, with the value.

@@ -29,12 +29,12 @@ def uneven_ends(config: RunConfig) -> tuple[int, int] | None:
     model, pp = config.model, config.layout.pp
     chunks = model.get("virtual_pipeline_model_parallel_size") or 1
     layers, (first, last) = model.get("num_layers") or 0, (model.get(key) for key in UNEVEN)
-    said = any(model.get(key) for key in ("pipeline_model_parallel_layout", "hybrid_layer_pattern", *ACCOUNTED))
-    if said or last or layers < pp or layers % pp == 0 or layers % chunks:
+    stated = any(model.get(key) for key in ("pipeline_model_parallel_layout", "hybrid_layer_pattern", *ACCOUNTED))
+    if stated or last or layers < pp or layers % pp == 0 or layers % chunks:
         return None
     # Counted in chunks of a layer for each of a stage's virtual stages.
     units = layers // chunks
     each = next((n for n in (-(-units // pp), units // pp) if n and units - n * (pp - 2) >= 2), 0)
     ends = units - each * (pp - 2)
-    found = (ends - ends // 2) * chunks, ends // 2 * chunks
-    return found if each and first in (None, found[0]) else None
+    sizes = (ends - ends // 2) * chunks, ends // 2 * chunks
+    return sizes if each and first in (None, sizes[0]) else None

@@ -8,7 +8,7 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 MULTIPLE = 16  # cuBLAS needs FP8 matrices with sides that are multiples of it; Transformer Engine refuses others
 WORDS = ("fp8", "fp4")  # parts of the names of Bridge's recipes for them, also of mxfp8 and nvfp4
 MXFP8 = "mxfp8"
-KEPT = ("fp8_param", "fp8_param_gather")  # whether weights stay in FP8 between steps
+FP8_WEIGHTS = ("fp8_param", "fp8_param_gather")  # whether weights stay in FP8 between steps
 REUSED = "reuse_grad_buf_for_mxfp8_param_ag"  # whether they are then gathered in the gradients' memory
 
 _TWO_IN_BF16 = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 2}
@@ -28,7 +28,7 @@ NAMED: dict[str, dict[str, Any]] = {
     "nanov2_bf16_with_fp8_current_scaling_mixed": {"fp8": "hybrid", "fp8_recipe": "blockwise", **_TWO_IN_BF16},
 }
 # Fields of Bridge's MixedPrecisionConfig about FP8 alone.
-OF_FP8 = ("fp8", "fp8_recipe", *_TWO_IN_BF16, *KEPT, REUSED)
+OF_FP8 = ("fp8", "fp8_recipe", *_TWO_IN_BF16, *FP8_WEIGHTS, REUSED)
 # Those of them that set fp8_param_gather.
 KEEPING = tuple(name for name in NAMED if "current_scaling" in name or MXFP8 in name)
 RECIPES = ("tensorwise", "blockwise", MXFP8)
@@ -56,12 +56,12 @@ def named(precision: Any) -> dict[str, Any]:
 
 def fp8_layers(config: RunConfig) -> Fp8Layers | None:
     """The FP8 products of a run with invariant numerics; None: it has none, or others than these have."""
-    found = fields(config)
-    recipe, kind = found.get("fp8_recipe", "tensorwise"), found.get("fp8")
+    values = fields(config)
+    recipe, kind = values.get("fp8_recipe", "tensorwise"), values.get("fp8")
     if not config.numerics.invariant or recipe not in RECIPES or kind not in ("hybrid", "e4m3"):
         return None
     ends = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-    first, last = (found.get(name) or 0 if found.get("first_last_layers_bf16") else 0 for name in ends)
+    first, last = (values.get(name) or 0 if values.get("first_last_layers_bf16") else 0 for name in ends)
     return Fp8Layers(recipe, "e5m2" if kind == "hybrid" else "e4m3", first, last)
 
 
@@ -73,11 +73,11 @@ def adds_fp8(config: RunConfig) -> bool:
 
 def remark(config: RunConfig) -> str | None:
     """What a run with invariant numerics does otherwise than its precision says of itself; None: nothing."""
-    name, layers, found = config.mixed_precision, fp8_layers(config), []
+    name, layers, remarks = config.mixed_precision, fp8_layers(config), []
     if layers is not None and layers.recipe == MXFP8:
-        found.append("MXFP8's numbers are multiplied in bf16 on any GPU, and rounding takes time beside that")
+        remarks.append("MXFP8's numbers are multiplied in bf16 on any GPU, and rounding takes time beside that")
     if isinstance(name, str) and layers is not None and name.replace("-", "_") in KEEPING:
         when = "in every pass" if layers.recipe == MXFP8 else "once a step"
-        found.append(f"weights are kept in bf16 and quantized {when}, as with fp8_param_gather=false")
-    said = name if isinstance(name, str) else MXFP8
-    return f"{'mixed_' if isinstance(name, str) else ''}precision={said}: {'; '.join(found)}" if found else None
+        remarks.append(f"weights are kept in bf16 and quantized {when}, as with fp8_param_gather=false")
+    label = name if isinstance(name, str) else MXFP8
+    return f"{'mixed_' if isinstance(name, str) else ''}precision={label}: {'; '.join(remarks)}" if remarks else None

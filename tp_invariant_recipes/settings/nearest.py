@@ -23,8 +23,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """A hint to append to an error: "; did you mean 'x'?", or the names when few, or nothing."""
     known = sorted(set(names))
     if name.endswith(RECIPES):  # what most recipes end in says nothing about which is meant
-        stems = {_stem(one): one for one in known if one.endswith(RECIPES)}
-        return did_you_mean([stems[one] for one in get_close_matches(_stem(name), stems, n=1, cutoff=0.75)])
+        stems = {_stem(known_name): known_name for known_name in known if known_name.endswith(RECIPES)}
+        return did_you_mean([stems[stem] for stem in get_close_matches(_stem(name), stems, n=1, cutoff=0.75)])
     close = get_close_matches(name, known, n=1, cutoff=0.6) or get_close_matches(name.lower(), known, n=1, cutoff=0.6)
     if not close and "." in name:
         # The section may be wrong while the field is right.

@@ -91,9 +91,9 @@ def keys_of(word: str) -> list[str]:
     """The keys that a word may mean, in any section: short keys, flags of Megatron-LM, groups, and exact fields."""
     table = field_table.read()
     classes = BRIDGE_SECTIONS | {"model": PROVIDERS[0]}
-    found = [f"{section}.{word}" for section, path in classes.items() if word in table.get(path, ())]
-    found += [f"{section}.{word}" for section, own in OWN_SECTIONS.items() if word in fields(own)]
-    return [*(keys.meant(word) or [name for name in conf_files.group_names() if name == word.lower()] or found)]
+    paths = [f"{section}.{word}" for section, path in classes.items() if word in table.get(path, ())]
+    paths += [f"{section}.{word}" for section, own in OWN_SECTIONS.items() if word in fields(own)]
+    return [*(keys.suggestions(word) or [name for name in conf_files.group_names() if name == word.lower()] or paths)]
 
 
 @functools.cache

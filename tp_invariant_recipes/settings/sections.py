@@ -235,7 +235,9 @@ class OwnSections:
     recipe: RecipeSettings = field(init=False)
 
 
-OWN_SECTIONS: dict[str, type] = {one.name: one.type for one in fields(OwnSections) if isinstance(one.type, type)}
+OWN_SECTIONS: dict[str, type] = {
+    section.name: section.type for section in fields(OwnSections) if isinstance(section.type, type)
+}
 
 # Keys that hold a path.
 PATHS = (

@@ -68,14 +68,14 @@ class Estimate:
 
     parts:      bytes of the rank, by part.
     outside:    bytes of the rank that torch's allocator does not count; part of `libraries`.
-    ranks:      on a node. together: bytes of a node that its ranks share; 0 on GPUs.
+    ranks:      on a node. shared: bytes of a node that its ranks share; 0 on GPUs.
     unfollowed: key -> parts that the key changes in a way that the estimate does not follow.
     """
 
     parts: Mapping[str, int]
     outside: int
     ranks: int
-    together: int
+    shared: int
     unfollowed: Mapping[str, tuple[str, ...]]
 
     @property
@@ -91,7 +91,7 @@ class Estimate:
     @property
     def node(self) -> int:
         """Bytes of a node with all its ranks as full as the fullest."""
-        return self.ranks * self.rank + self.together
+        return self.ranks * self.rank + self.shared
 
     def least(self, error: float) -> float:
         """Bytes that the rank needs even if all that is not counted exactly is estimated too high by this part of it.
@@ -114,8 +114,8 @@ def estimate(config: RunConfig) -> Estimate:
     return Estimate(
         parts={**fullest, LIBRARIES: outside + (0 if on_cpu else WORKSPACES)},
         outside=outside,
-        ranks=allocation.of(config).ranks,
-        together=IMPORTED if on_cpu else 0,
+        ranks=allocation.from_config(config).ranks,
+        shared=IMPORTED if on_cpu else 0,
         unfollowed={key: parts for key, parts in UNFOLLOWED if _set(config, key)},
     )
 
@@ -143,8 +143,8 @@ def _stage(config: RunConfig, at: Layout, stage: int) -> dict[str, int]:
     trained, lookups, fields = weights, 0, peft.section(config)
     if config.numerics.invariant:  # numerics/layers/embedding.py adds up apart what one buffer would mix
         ahead = bool(size.depths_ahead(config.model))
-        apart = (_tied(config, at) or (ahead and at.pp == 1)) + (last and ahead)
-        lookups = apart * size.embedding(config.model).split // at.tp
+        lookup_count = (_tied(config, at) or (ahead and at.pp == 1)) + (last and ahead)
+        lookups = lookup_count * size.embedding(config.model).split // at.tp
     if fields is not None:
         trained, lookups, shared = Weights(), 0, fields.get("share_expert_adapters", True)
         for layer, count in held.items():
@@ -387,8 +387,8 @@ def _in_turn(config: RunConfig, batch: MicroBatch, held: Counter[str], *, last: 
 def _backward(config: RunConfig, batch: MicroBatch, layer: str) -> float:
     """What the backward pass of a layer has for itself and computes again, without what its later parts kept."""
     rows = [sum(activations.kept(batch, part).values()) for part in layer]
-    again = _unit(config) * (sum(rows) - _kept(config, batch, layer))
-    return again + max(activations.backward(batch, part) - sum(rows[n + 1 :]) for n, part in enumerate(layer))
+    recomputed = _unit(config) * (sum(rows) - _kept(config, batch, layer))
+    return recomputed + max(activations.backward(batch, part) - sum(rows[n + 1 :]) for n, part in enumerate(layer))
 
 
 def _logits(b: MicroBatch, logits: int) -> int:
@@ -411,11 +411,11 @@ def _tree_loss(b: MicroBatch, logits: int, largest: int, tp: int) -> tuple[int, 
     partial products of their gradient.
     """
     hidden = b.tokens * b.widths.hidden
-    found = 2 * logits * b.element, logits * b.element + hidden * (2 * FP32 + b.element)
+    moments = 2 * logits * b.element, logits * b.element + hidden * (2 * FP32 + b.element)
     if not b.plain:
-        return found
+        return moments
     half = 0 if b.element == FP32 else FP32  # of operands
-    return *found, logits * (b.element + half) + largest * FP32 + hidden * (half + b.shards * FP32)
+    return *moments, logits * (b.element + half) + largest * FP32 + hidden * (half + b.shards * FP32)
 
 
 def _gather_loss(b: MicroBatch, logits: int, largest: int, tp: int) -> tuple[int, ...]:
@@ -424,8 +424,8 @@ def _gather_loss(b: MicroBatch, logits: int, largest: int, tp: int) -> tuple[int
     On a CPU the whole matrix and a sum in fp32 also, as kernels/products/fixed_tile_product.py multiplies them.
     """
     whole, hidden = tp * largest, b.tokens * b.widths.hidden
-    found = 2 * logits * b.element, (2 * logits + 2 * whole + 2 * hidden) * b.element
-    return (*found, (3 * logits + whole) * b.element + (2 * whole + hidden) * FP32) if b.plain else found
+    moments = 2 * logits * b.element, (2 * logits + 2 * whole + 2 * hidden) * b.element
+    return (*moments, (3 * logits + whole) * b.element + (2 * whole + hidden) * FP32) if b.plain else moments
 
 
 def _loss_of(arithmetic: Mode | None) -> Callable[[MicroBatch, int, int, int], tuple[int, ...]]:

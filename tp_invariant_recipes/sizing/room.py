@@ -31,13 +31,13 @@ def room(config: RunConfig, *, here: bool) -> Room | None:
     here: whether its ranks will run on this machine.
     """
     if config.device.kind == "gpu":
-        found = gpus.visible() if here else []
-        if found:
-            return Room(min(gpu.memory for gpu in found), "a GPU of this machine")
+        visible = gpus.visible() if here else []
+        if visible:
+            return Room(min(gpu.memory for gpu in visible), "a GPU of this machine")
         size = config.cluster.gpu_memory
         return None if size is None else Room(size * GIB, f"a GPU of cluster={config.cluster.name}")
-    left = host.available() if here else None
-    return None if left is None else Room(left, "this machine", whole=True)
+    available = host.available() if here else None
+    return None if available is None else Room(available, "this machine", whole=True)
 
 
 def problems(config: RunConfig, *, here: bool) -> list[str]:
@@ -72,7 +72,7 @@ def warning(config: RunConfig, *, here: bool) -> str | None:
 
 def _too_large(need: Estimate, there: Room) -> bool:
     least = need.least(ERROR)
-    return (need.ranks * least + need.together * (1 - ERROR) if there.whole else least) > there.size
+    return (need.ranks * least + need.shared * (1 - ERROR) if there.whole else least) > there.size
 
 
 def _of(need: Estimate, there: Room) -> str:
@@ -90,9 +90,9 @@ def summary(config: RunConfig, *, here: bool) -> str:
 def table(need: Estimate) -> list[str]:
     """The estimate for people: a line a part, then a rank, and the node where its ranks share the memory."""
     rows = [*need.parts.items(), ("a rank", need.rank)]
-    if need.together:
+    if need.shared:
         rows += [
-            ("Python and Megatron-Bridge, once", need.together),
+            ("Python and Megatron-Bridge, once", need.shared),
             (f"a node, {counted(need.ranks, 'rank')}", need.node),
         ]
     width = max(len(name) for name, _ in rows)

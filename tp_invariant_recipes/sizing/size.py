@@ -143,7 +143,7 @@ def layers(model: Model) -> Counter[str]:
     count, kind, period = model["num_layers"], *_kinds(model)
     turns, rest = divmod(count, period)
     each = Counter(map(kind, range(period if turns else 0)))
-    return Counter({one: times * turns for one, times in each.items()}) + Counter(map(kind, range(rest)))
+    return Counter({layer: times * turns for layer, times in each.items()}) + Counter(map(kind, range(rest)))
 
 
 def final(model: Model) -> str:
@@ -167,7 +167,7 @@ def _kinds(model: Model) -> tuple[Callable[[int], str], int]:
         of_net = linear[n % len(linear)] if isinstance(linear, list) else (n + 1) % linear != 0
         return (DELTA_NET if of_net else ATTENTION) + (EXPERTS if of_experts else MLP)
 
-    return kind, math.lcm(*(len(one) if isinstance(one, list) else one for one in (sparse, linear)))
+    return kind, math.lcm(*(len(pattern) if isinstance(pattern, list) else pattern for pattern in (sparse, linear)))
 
 
 def weights(model: Model, part: str) -> Weights:
@@ -212,29 +212,29 @@ def matrices(model: Model, part: str) -> Weights:
 def _others(model: Model, part: str) -> Weights:
     """The norms, biases, convolutions and numbers of heads of one part of a layer."""
     w, biased = widths(model), bool(model.get("add_bias_linear"))
-    one, more = norm(model), (norms(model) - 1) * norm(model)
+    own_norm, more = norm(model), (norms(model) - 1) * norm(model)
     if part == ATTENTION and latent(model):
-        return Weights(whole=one + ((w.q_latent + w.kv_latent) if model.get("qk_layernorm") else 0))
+        return Weights(whole=own_norm + ((w.q_latent + w.kv_latent) if model.get("qk_layernorm") else 0))
     if part == ATTENTION:
         biases = w.query + w.gate + 2 * w.key if model.get("add_qkv_bias") or biased else 0
         sinks = model["num_attention_heads"] if model.get("softmax_type") == "learnable" else 0
-        return Weights(split=biases + sinks, whole=one + more + _head_norms(model, w) + biased * w.hidden)
+        return Weights(split=biases + sinks, whole=own_norm + more + _head_norms(model, w) + biased * w.hidden)
     if part == DELTA_NET:
         # The convolution; A and the bias of dt; the norm of all heads.
         convolved = TAPS * (2 * w.delta_key + w.delta_value)
-        return Weights(split=convolved + 2 * w.delta_heads, whole=one + w.delta_value // w.delta_heads)
+        return Weights(split=convolved + 2 * w.delta_heads, whole=own_norm + w.delta_value // w.delta_heads)
     if part == MLP:
-        return Weights(split=biased * w.gates * w.ffn, whole=one + more + biased * w.hidden)
+        return Weights(split=biased * w.gates * w.ffn, whole=own_norm + more + biased * w.hidden)
     if part == EXPERTS:
         count = model["num_moe_experts"] * biased
         shared = biased * bool(w.shared)
         return Weights(
             split=shared * w.gates * w.shared,
-            whole=one + count + shared * w.hidden,  # count: the router's
+            whole=own_norm + count + shared * w.hidden,  # count: the router's
             experts=count * (w.gates * w.moe_ffn + w.hidden),
         )
     convolved = (TAPS + 1) * (w.inner + w.states)
-    return Weights(split=convolved + 3 * w.mamba_heads + w.inner, whole=one)  # A, D and the bias of dt; its own norm
+    return Weights(split=convolved + 3 * w.mamba_heads + w.inner, whole=own_norm)  # A, D, the bias of dt; its own norm
 
 
 def norm(model: Model) -> int:

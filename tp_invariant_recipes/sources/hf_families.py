@@ -51,8 +51,8 @@ class Gemma3(Family):
     def sizes(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """As of Family."""
         scalar = round((model.get("softmax_scale") or 1 / 16) ** -2, 6)
-        found = super().sizes(model) | {"query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar}
-        return found | {"rope_theta": [*found["rope_theta"]]}
+        sizes = super().sizes(model) | {"query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar}
+        return sizes | {"rope_theta": [*sizes["rope_theta"]]}
 
     def layer_types(self, sizes: Mapping[str, Any]) -> list[str]:
         """As of Family."""
@@ -61,15 +61,16 @@ class Gemma3(Family):
     def rotary(self, rope: Mapping[str, Any]) -> dict[str, Any]:
         """As of Family: the bases of layers with windows, and of the others."""
         local, others = rope[WINDOW], rope[WHOLE]
-        for one in (local, others):
-            self.rope(one)
+        for parameters in (local, others):
+            self.rope(parameters)
         return {"rope_theta": [local["rope_theta"], others["rope_theta"]], "rope_factor": None}
 
     def config(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """As of Family."""
-        found = super().config(model)
-        bases = zip((WINDOW, WHOLE), found["rope_parameters"]["rope_theta"], strict=True)
-        return found | {"rope_parameters": {kind: {"rope_theta": base, "rope_type": "default"} for kind, base in bases}}
+        settings = super().config(model)
+        bases = zip((WINDOW, WHOLE), settings["rope_parameters"]["rope_theta"], strict=True)
+        rope = {kind: {"rope_theta": base, "rope_type": "default"} for kind, base in bases}
+        return settings | {"rope_parameters": rope}
 
 
 # As families.FAMILIES names them.
@@ -82,7 +83,7 @@ FAMILIES: dict[str, Family] = {
         norm_of_all_heads=True,
         expert_size="intermediate_size",
         own={"share_embeddings_and_output_weights": (False, True), "qk_layernorm": (True, False)},
-        said={"clip_qkv": None},
+        stated={"clip_qkv": None},
     ),
     "EXAONE 4": Exaone4(
         "Exaone4ForCausalLM",
@@ -90,7 +91,7 @@ FAMILIES: dict[str, Family] = {
         qk_norm=True,
         norms=("post_attention_layernorm", "post_feedforward_layernorm"),
         own=TIED | {"qk_layernorm": (True, False)},
-        said={"sliding_window": None},
+        stated={"sliding_window": None},
     ),
     "Gemma 2": Gemma2(
         "Gemma2ForCausalLM",
@@ -104,7 +105,7 @@ FAMILIES: dict[str, Family] = {
             "final_logit_softcapping": ("final_logit_softcapping", 30.0),
         },
         own=_GEMMA,
-        said={"hidden_activation": "gelu_pytorch_tanh"},
+        stated={"hidden_activation": "gelu_pytorch_tanh"},
     ),
     "Gemma 3": Gemma3(
         "Gemma3ForCausalLM",
@@ -118,7 +119,7 @@ FAMILIES: dict[str, Family] = {
             "query_pre_attn_scalar": ("softmax_scale", 1 / 16),
         },
         own=_GEMMA | {"qk_layernorm": (True, True), "interleaved_attn_pattern": ((5, 1), (5, 1))},
-        said={
+        stated={
             "hidden_activation": "gelu_pytorch_tanh",
             "attn_logit_softcapping": None,
             "final_logit_softcapping": None,

@@ -79,7 +79,7 @@ class Family:
     qkv_bias, qk_norm, experts: what tells it from the others.
     norms:       of a layer. norm_of_all_heads: whether one norm has the queries of all heads, and one the keys.
     expert_size: the key of an expert's features in config.json.
-    more:        fields that others lack, or other defaults. own: what `shared` has otherwise. said: as `fixed`.
+    more:        fields that others lack, or other defaults. own: what `shared` has otherwise. stated: as `fixed`.
     """
 
     architecture: str
@@ -92,7 +92,7 @@ class Family:
     expert_size: str = "moe_intermediate_size"
     more: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     own: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
-    said: Mapping[str, Any] = field(default_factory=dict)
+    stated: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -103,10 +103,10 @@ class Family:
     @property
     def fields(self) -> Mapping[str, tuple[str, Any]]:
         """Sizes in config.json -> field of the model, and the default of Bridge's provider."""
-        found = {key: FIELDS[key] for key in self.keys}
+        fields = {key: FIELDS[key] for key in self.keys}
         if self.experts:
-            found[self.expert_size] = found.pop("moe_intermediate_size")
-        return found | {**self.more}
+            fields[self.expert_size] = fields.pop("moe_intermediate_size")
+        return fields | {**self.more}
 
     @property
     def shared(self) -> Mapping[str, tuple[Any, Any]]:
@@ -117,7 +117,7 @@ class Family:
     @property
     def fixed(self) -> Mapping[str, Any]:
         """Key of config.json -> the value that it must have, where the architecture has the key."""
-        return FIXED | {**self.said}
+        return FIXED | {**self.stated}
 
     def layer_types(self, sizes: Mapping[str, Any]) -> list[str] | None:
         """`layer_types` of config.json; None: the architecture has none."""
@@ -135,23 +135,23 @@ class Family:
 
     def sizes(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """The sizes of a model, a section `model` of a tree."""
-        found = self._heads(model)
+        sizes = self._heads(model)
         if self.experts:
-            found["norm_topk_prob"] = not found["norm_topk_prob"]
-            found[self.expert_size] = found[self.expert_size] or model.get("ffn_hidden_size")
+            sizes["norm_topk_prob"] = not sizes["norm_topk_prob"]
+            sizes[self.expert_size] = sizes[self.expert_size] or model.get("ffn_hidden_size")
         else:
-            found["intermediate_size"] = found["intermediate_size"] or 4 * found["hidden_size"]
+            sizes["intermediate_size"] = sizes["intermediate_size"] or 4 * sizes["hidden_size"]
         if not model.get("rope_scaling"):
-            found["rope_factor"] = None
-        return found
+            sizes["rope_factor"] = None
+        return sizes
 
     def _heads(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """The sizes as the model has them, and those of heads that it leaves to Megatron-Core."""
-        found = {key: model.get(name, default) for key, (name, default) in self.fields.items()}
-        heads = found["num_attention_heads"]
-        found["num_key_value_heads"] = found["num_key_value_heads"] or heads
-        found["head_dim"] = found["head_dim"] or found["hidden_size"] // heads
-        return found
+        sizes = {key: model.get(name, default) for key, (name, default) in self.fields.items()}
+        heads = sizes["num_attention_heads"]
+        sizes["num_key_value_heads"] = sizes["num_key_value_heads"] or heads
+        sizes["head_dim"] = sizes["head_dim"] or sizes["hidden_size"] // heads
+        return sizes
 
     def absent(self, key: str) -> tuple[Any, ...]:
         """What a key stands for where config.json lacks it, and a size that may be 0: (0,). Empty: it is needed."""
@@ -187,7 +187,7 @@ class Family:
         return {
             **sizes,
             **fixed,
-            **self.said,
+            **self.stated,
             **({} if kinds is None else {"layer_types": kinds}),
             "max_position_embeddings": max(model["seq_length"], LLAMA31_LENGTH if factor else 0),
             "rope_parameters": {"rope_theta": theta, **rope},

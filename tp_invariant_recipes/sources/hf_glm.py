@@ -26,7 +26,7 @@ class Glm45(Family):
     @property
     def fields(self) -> Mapping[str, tuple[str, Any]]:
         """As of Family."""
-        return {key: one for key, one in FIELDS.items() if key not in _ABSENT} | {
+        return {key: field for key, field in FIELDS.items() if key not in _ABSENT} | {
             "n_routed_experts": ("num_moe_experts", None),
             "routed_scaling_factor": ("moe_router_topk_scaling_factor", None),
             "first_k_dense_replace": ("moe_layer_freq", None),
@@ -38,7 +38,7 @@ class Glm45(Family):
     @property
     def shared(self) -> Mapping[str, tuple[Any, Any]]:
         """As of Family. The shared expert has the size of the others."""
-        return {n: one for n, one in super().shared.items() if n != "moe_shared_expert_intermediate_size"} | OWN
+        return {n: value for n, value in super().shared.items() if n != "moe_shared_expert_intermediate_size"} | OWN
 
     @property
     def fixed(self) -> Mapping[str, Any]:
@@ -65,12 +65,12 @@ class Glm45(Family):
 
     def sizes(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """As of Family. Raises ValueError: dense layers stand elsewhere than first."""
-        found = self._heads(model)
-        found["moe_intermediate_size"] = found["moe_intermediate_size"] or found["intermediate_size"]
-        found["first_k_dense_replace"] = dense_first(found["first_k_dense_replace"], found["num_hidden_layers"])
-        found["routed_scaling_factor"] = float(found["routed_scaling_factor"] or 1.0)
-        found |= {key: bool(found[key]) for key in ("use_qk_norm", "attention_bias")}
-        return found | {"rope_factor": None, DEPTHS: found[DEPTHS] or 0}
+        sizes = self._heads(model)
+        sizes["moe_intermediate_size"] = sizes["moe_intermediate_size"] or sizes["intermediate_size"]
+        sizes["first_k_dense_replace"] = dense_first(sizes["first_k_dense_replace"], sizes["num_hidden_layers"])
+        sizes["routed_scaling_factor"] = float(sizes["routed_scaling_factor"] or 1.0)
+        sizes |= {key: bool(sizes[key]) for key in ("use_qk_norm", "attention_bias")}
+        return sizes | {"rope_factor": None, DEPTHS: sizes[DEPTHS] or 0}
 
     def config(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """As of Family."""

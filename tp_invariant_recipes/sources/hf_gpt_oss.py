@@ -56,10 +56,10 @@ class GptOss(Family):
 
     def sizes(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """As of Family."""
-        found = self._heads(model)
-        found["intermediate_size"] = found["intermediate_size"] or model.get("ffn_hidden_size")
-        found["sliding_window"] = model["window_size"][0] + 1 if model.get("window_size") else None
-        return found
+        sizes = self._heads(model)
+        sizes["intermediate_size"] = sizes["intermediate_size"] or model.get("ffn_hidden_size")
+        sizes["sliding_window"] = model["window_size"][0] + 1 if model.get("window_size") else None
+        return sizes
 
     def rope(self, rope: Mapping[str, Any]) -> float | None:
         """As of Family."""

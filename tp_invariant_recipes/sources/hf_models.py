@@ -18,7 +18,7 @@ from tp_invariant_recipes.sources.hf_family import EMBEDDING, OUTPUT, Family
 from tp_invariant_recipes.sources.hf_glm import GLM_45, dense_first
 from tp_invariant_recipes.sources.hf_gpt_oss import GPT_OSS
 from tp_invariant_recipes.sources.hf_qwen3_next import QWEN3_NEXT
-from tp_invariant_recipes.sources.weights import Checkpoint, some
+from tp_invariant_recipes.sources.weights import Checkpoint, abbreviated
 
 PLAIN = (
     Family("LlamaForCausalLM", "llama"),
@@ -49,12 +49,12 @@ def family_of(model: Mapping[str, Any]) -> Family | str:
     if own is not None:
         return own
     traits = (bool(model.get("add_qkv_bias")), bool(model.get("qk_layernorm")), bool(model.get("num_moe_experts")))
-    found = next((one for one in PLAIN if (one.qkv_bias, one.qk_norm, one.experts) == traits), None)
-    if found is None:
+    family = next((plain for plain in PLAIN if (plain.qkv_bias, plain.qk_norm, plain.experts) == traits), None)
+    if family is None:
         fields = ("add_qkv_bias", "qk_layernorm", "num_moe_experts")
-        said = ", ".join(f"model.{name}={value_text(model.get(name))}" for name in fields)
-        return f"no architecture that tpi imports or exports has {said}; it knows {_NAMES}"
-    return found
+        traits_named = ", ".join(f"model.{name}={value_text(model.get(name))}" for name in fields)
+        return f"no architecture that tpi imports or exports has {traits_named}; it knows {_NAMES}"
+    return family
 
 
 def _own(model: Mapping[str, Any]) -> Family | None:
@@ -115,13 +115,14 @@ def problems(model: Mapping[str, Any], checkpoint: Checkpoint) -> list[str]:
             wanted = dict(family.tensors(sizes))
     except ValueError as error:
         return [f"{where}: {error}"]
-    wrong = [f"{where}: its config.json has {one}, and tpi imports no such model" for one in fixed]
+    wrong = [f"{where}: its config.json has {setting}, and tpi imports no such model" for setting in fixed]
     has = family.sizes(model)
     for key, value in has.items():
         if value != sizes[key]:
             wrong.append(f"{where}: its {key} is {value_text(sizes[key])}; {_fix(family, key, sizes)}, not "
                          f"{value_text(family.of_model(key, has))}")  # fmt: skip
-    return wrong + [f"{where}: {one}" for one in _tensors(checkpoint, wanted, lambda name: family.spare(name, sizes))]
+    tensors = _tensors(checkpoint, wanted, lambda name: family.spare(name, sizes))
+    return wrong + [f"{where}: {problem}" for problem in tensors]
 
 
 # Architecture -> a model of conf/model/ with all that its family shares; the sizes are the folder's.
@@ -154,8 +155,8 @@ def model_of(checkpoint: Checkpoint) -> tuple[str, list[str]]:
     except ValueError as error:
         raise ConfigError(f"{checkpoint.folder}: {error}") from error
     fixes = (_fix(family, key, sizes) for key in sizes)
-    found = [one for fix in fixes for one in fix.replace(" model.", "\nmodel.").splitlines()]
-    return LIKE[family.architecture], [*WITHOUT.get(family.architecture, ()), *found]
+    lines = [line for fix in fixes for line in fix.replace(" model.", "\nmodel.").splitlines()]
+    return LIKE[family.architecture], [*WITHOUT.get(family.architecture, ()), *lines]
 
 
 def _named(checkpoint: Checkpoint) -> Family:
@@ -164,8 +165,8 @@ def _named(checkpoint: Checkpoint) -> Family:
     for family in FAMILIES:
         if named == [family.architecture]:
             return family
-    said = f"is of {value_text(named)}" if named else "names no architecture"
-    raise ValueError(f"its config.json {said}; tpi imports {_NAMES}")
+    architecture = f"is of {value_text(named)}" if named else "names no architecture"
+    raise ValueError(f"its config.json {architecture}; tpi imports {_NAMES}")
 
 
 @contextmanager
@@ -189,13 +190,13 @@ def _tensors(checkpoint: Checkpoint, wanted: dict[str, tuple[int, ...]], spare: 
         if checkpoint.bits(OUTPUT) != checkpoint.bits(EMBEDDING):
             yield f"{OUTPUT} and {EMBEDDING} differ, and its config.json ties them"
     if missing:
-        yield f"there is no tensor {some(missing)}"
+        yield f"there is no tensor {abbreviated(missing)}"
     if more:
-        yield f"no place in the model for the tensor {some(more)}"
+        yield f"no place in the model for the tensor {abbreviated(more)}"
     shapes = [name for name in wanted if name in there and there[name].shape != wanted[name]]
     if shapes:
         each = [f"{name} {list(there[name].shape)} instead of {list(wanted[name])}" for name in shapes]
-        yield f"the shape of {some(each)}"
+        yield f"the shape of {abbreviated(each)}"
 
 
 def _config(folder: Path) -> Any:
@@ -211,19 +212,19 @@ def _sizes(family: Family, config: Any) -> dict[str, Any]:
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     special |= {"head_dim": head, "num_key_value_heads": groups}
-    found = {
+    sizes = {
         key: special[key] if key in special else getattr(config, key, *family.absent(key)) for key in family.fields
     }
-    for key, value in found.items():
+    for key, value in sizes.items():
         if type(value) in (int, float) and not (value > 0 or value in family.absent(key)):
             raise ValueError(f"{key} is {value}")
-    return found
+    return sizes
 
 
 def _fixed(family: Family, config: Any) -> list[str]:
-    found = {key: getattr(config, key) for key in family.fixed if hasattr(config, key)}
+    values = {key: getattr(config, key) for key in family.fixed if hasattr(config, key)}
     wanted = family.fixed
-    return [f"{key}={value_text(value)}" for key, value in found.items() if (value or None) != (wanted[key] or None)]
+    return [f"{key}={value_text(value)}" for key, value in values.items() if (value or None) != (wanted[key] or None)]
 
 
 def _fix(family: Family, key: str, sizes: Mapping[str, Any]) -> str:

@@ -28,14 +28,14 @@ class Qwen3Next(Family):
 
     def sizes(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """As of Family."""
-        found, every = super().sizes(model), model["linear_attention_freq"]
+        sizes, every = super().sizes(model), model["linear_attention_freq"]
         layers = every if isinstance(every, list) else [(n + 1) % every != 0 for n in range(model["num_layers"])]
-        return found | {_LAYERS: [KINDS[bool(linear)] for linear in layers]}
+        return sizes | {_LAYERS: [KINDS[bool(linear)] for linear in layers]}
 
     def config(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """As of Family."""
-        found = super().config(model)
-        return found | {"rope_parameters": found["rope_parameters"] | {_ROTARY: found[_ROTARY]}}
+        settings = super().config(model)
+        return settings | {"rope_parameters": settings["rope_parameters"] | {_ROTARY: settings[_ROTARY]}}
 
     def tensors(self, sizes: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """As of Family."""

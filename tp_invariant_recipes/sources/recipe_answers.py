@@ -54,9 +54,9 @@ def known(*question: Any) -> bool:
         return False
     _known.pop(key, None)
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        found = kept.find(f"{FOLDER}/{key}")
-        if found["key"] == key and recipe_reads.unchanged(found["files"], found["folders"]):
-            _known[key] = found["answer"]
+        stored = kept.find(f"{FOLDER}/{key}")
+        if stored["key"] == key and recipe_reads.unchanged(stored["files"], stored["folders"]):
+            _known[key] = stored["answer"]
     return key in _known
 
 

@@ -32,7 +32,7 @@ def plain_fields(values: Mapping[str, Any], cls: type, stated: Collection[str]) 
     """
     hints = schema.fields(cls)
     defaults = {field.name: default(field) for field in dataclasses.fields(cls)}
-    found: dict[str, Any] = {}
+    plain_values: dict[str, Any] = {}
     kept: list[str] = []
     for name, value in values.items():
         usual = defaults.get(name, MISSING)
@@ -41,10 +41,10 @@ def plain_fields(values: Mapping[str, Any], cls: type, stated: Collection[str]) 
             continue
         text = plain(value, hints[name]) if name in hints else MISSING
         if text is not MISSING:
-            found[name] = text
+            plain_values[name] = text
         elif not same:
             kept.append(name)
-    return found, kept
+    return plain_values, kept
 
 
 def values(part: Any) -> Iterator[tuple[str, Any]]:
@@ -116,10 +116,10 @@ def plain(value: Any, hint: Any) -> Any:
     if text_of_it is MISSING:
         return MISSING
     try:
-        again = convert(text_of_it, hint)
+        converted = convert(text_of_it, hint)
     except WrongType:
         return MISSING
-    return text_of_it if again is value or again == value or _listed(again) == _listed(value) else MISSING
+    return text_of_it if converted is value or converted == value or _listed(converted) == _listed(value) else MISSING
 
 
 def serialize(value: Any) -> Any:
@@ -131,10 +131,10 @@ def serialize(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
-        parts = [serialize(one) for one in value]
+        parts = [serialize(part) for part in value]
         return MISSING if MISSING in parts else parts
     if isinstance(value, Mapping):
-        parts_of = {key: serialize(one) for key, one in value.items()}
+        parts_of = {key: serialize(part) for key, part in value.items()}
         plain = all(isinstance(key, str) for key in parts_of) and MISSING not in parts_of.values()
         return parts_of if plain else MISSING
     if dataclasses.is_dataclass(value) and not isinstance(value, type):  # of examples: how they become tokens
@@ -148,7 +148,7 @@ def serialize(value: Any) -> Any:
 
 
 def _listed(value: Any) -> Any:
-    return [_listed(one) for one in value] if isinstance(value, list | tuple) else value
+    return [_listed(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def precision(value: Any) -> Any:
@@ -157,17 +157,17 @@ def precision(value: Any) -> Any:
         return value
     from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 
-    found = (name for name in _presets() if value == get_mixed_precision_config(name))
-    return next(found, None) or _precision_fields(value)
+    names = (name for name in _presets() if value == get_mixed_precision_config(name))
+    return next(names, None) or _precision_fields(value)
 
 
-def preset(said: Any) -> str | None:
+def preset(precision: Any) -> str | None:
     """The name of a precision, as `precision` has it, once its gradients are added in fp32; None: it has none then."""
     from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 
-    if not isinstance(said, dict):
+    if not isinstance(precision, dict):
         return None
-    wanted = {**said, "grad_reduce_in_fp32": True}
+    wanted = {**precision, "grad_reduce_in_fp32": True}
     named = ((name, _precision_fields(get_mixed_precision_config(name))) for name in _presets())
     return next((name for name, fields in named if fields == wanted), None)
 

@@ -33,7 +33,7 @@ LOGGED = (
     *("comet_experiment_name", "comet_tags"),
 )
 # Fields that tpi decides, and why. What a recipe says there does not count.
-OURS = {
+TPI_FIELDS = {
     "checkpoint.save": "checkpoints go to run.dir",
     "checkpoint.load": "tpi train --resume RUN continues a run",
     "checkpoint.ckpt_step": "tpi train --resume RUN continues a run",
@@ -64,9 +64,9 @@ COPIES = {"dataset.sequence_length"}
 # Fields of a provider that say which layers a model has.
 SPECS = ("transformer_layer_spec", "hybrid_stack_spec")
 # Fields that rules read: each is stated, whatever its value.
-RULED = (KNOWN | REFUSED) - {*SPECS}
+READ_BY_RULES = (KNOWN | REFUSED) - {*SPECS}
 # Fields whose value says nothing, and attributes that nothing reads.
-IDLE = {
+INERT_VALUES = {
     "dataset.skip_getting_attention_mask_from_dataset": True,
     "model.attention_backend": None,
     "model.moe_flex_dispatcher_backend": None,
@@ -113,13 +113,13 @@ NOT_HERE = {
     "DirectHFSFTDatasetConfig": ": it downloads its examples; a GPTSFTDatasetConfig with dataset.dataset_root",
 }
 # A word in the name of a model's field -> what the model takes beside text.
-SENSES = {"vision": "images", "audio": "audio"}
+MODALITIES = {"vision": "images", "audio": "audio"}
 # What a checked ConfigContainer has besides sections.
-APART = {"env_vars", "mixed_precision", "optimizer_config_override_provider", "_checkpoint_load_required"}
+OTHER_FIELDS = {"env_vars", "mixed_precision", "optimizer_config_override_provider", "_checkpoint_load_required"}
 
 
 @dataclass(frozen=True)
-class Said:
+class RecipeAnswer:
     """What composing needs to know of a recipe.
 
     text:     the layer as a YAML file of the group `model`.
@@ -139,7 +139,7 @@ class Said:
 
 
 @functools.cache
-def said(model: str, hf_folder: str | None, text_data: bool) -> Said:
+def read_recipe(model: str, hf_folder: str | None, text_data: bool) -> RecipeAnswer:
     """Ask a recipe, or the cache. The arguments are the question of `recipe_answers.prepare`.
 
     model: `recipe=…`. hf_folder: as for `recipe_source.call`. text_data: whether data=text decides the tokenizer.
@@ -147,18 +147,18 @@ def said(model: str, hf_folder: str | None, text_data: bool) -> Said:
     """
 
     def asked() -> dict[str, Any]:
-        return dataclasses.asdict(_said(model, hf_folder, text_data=text_data))
+        return dataclasses.asdict(_read_recipe(model, hf_folder, text_data=text_data))
 
-    return Said(**recipe_answers.answer(asked, recipe_source.folder(model), model, hf_folder, text_data))
+    return RecipeAnswer(**recipe_answers.answer(asked, recipe_source.folder(model), model, hf_folder, text_data))
 
 
-def _said(model: str, hf_folder: str | None, *, text_data: bool) -> Said:
+def _read_recipe(model: str, hf_folder: str | None, *, text_data: bool) -> RecipeAnswer:
     own: dict[str, Any] = {}
     layer = _layer(model, hf_folder, own, text_data=text_data)
     provider = layer["model"][schema.PROVIDER]
     if not provider.startswith("megatron."):
         recipe_reads.refuse(f"{provider} is there once the recipe is imported")
-    return Said(
+    return RecipeAnswer(
         "# @package _global_\n" + yaml.safe_dump(layer, sort_keys=False, allow_unicode=True),
         own,
         _defaults(provider),
@@ -181,8 +181,8 @@ def _layer(model: str, hf_folder: str | None, untouched: dict[str, Any], *, text
     kept: list[str] = []
     layer = _own(model, container, kept)
     untouched |= copy.deepcopy(layer)
-    _drop_ours(layer)
-    _follow(layer)
+    _drop_fields_tpi_sets(layer)
+    _apply_followers(layer)
     _tokenizer(layer, hf_folder, text_data=text_data)
     if text_data:  # of a split without documents Megatron looks for samples for ever
         layer["dataset"].pop("split", None)
@@ -197,7 +197,7 @@ def _layer(model: str, hf_folder: str | None, untouched: dict[str, Any], *, text
         "name": model.removeprefix(recipe_source.PREFIX),
         "hf_folder": hf_folder,
         "source": recipe_source.digest(model),
-        "kept": [path for path in kept if path not in OURS],
+        "kept": [path for path in kept if path not in TPI_FIELDS],
         "adjusted": [],
     }
     return layer
@@ -212,7 +212,7 @@ def _own(model: str, container: ConfigContainer, kept: list[str]) -> dict[str, A
         cls = _class(name, part)
         values = _values(name, part)
         fields, objects = recipe_fields.plain_fields(values, cls, _stated(name, values))
-        kept += [f"{name}.{field}" for field in objects if not (field in SPECS and _ours(part, values[field]))]
+        kept += [f"{name}.{field}" for field in objects if not (field in SPECS and _tpi_builds(part, values[field]))]
         if name in ("model", *_conf()) or fields or recipe_fields.required(cls):
             layer[name] = fields
     layer["model"][schema.PROVIDER] = f"{type(container.model).__module__}.{type(container.model).__qualname__}"
@@ -232,25 +232,27 @@ def _foreign(container: ConfigContainer) -> Iterator[str]:
         part = getattr(container, name)
         if path == schema.PROVIDER or part is None:
             continue
-        wanted = [schema.bridge_class(one) for one in (path, *([schema.SFT_DATASET] if name == "dataset" else []))]
-        if not any(issubclass(one, type(part)) for one in wanted):
-            known = " and ".join(one.__name__ for one in wanted)
-            senses, why = _senses(container.model), NOT_HERE.get(type(part).__name__, "")
-            said = f"its {name} is a {type(part).__name__}, and tpi trains with {known} only"
-            yield f"its model takes {senses}: {said}" if name == "dataset" and senses else f"{said}{why}"
+        class_paths = (path, *([schema.SFT_DATASET] if name == "dataset" else []))
+        wanted = [schema.bridge_class(class_path) for class_path in class_paths]
+        if not any(issubclass(cls, type(part)) for cls in wanted):
+            known = " and ".join(cls.__name__ for cls in wanted)
+            modalities, why = _extra_modalities(container.model), NOT_HERE.get(type(part).__name__, "")
+            mismatch = f"its {name} is a {type(part).__name__}, and tpi trains with {known} only"
+            more = name == "dataset" and modalities
+            yield f"its model takes {modalities}: {mismatch}" if more else f"{mismatch}{why}"
     for path, why in recipe_fields.unknown(container):
         if path not in OF_BRIDGE.get(why.partition(";")[0].rpartition(" ")[2], ()):
             yield f"{path}: {why}"
     for field in dataclasses.fields(container):
-        if field.name not in (*schema.BRIDGE_SECTIONS, *APART) and getattr(container, field.name) is not None:
+        if field.name not in (*schema.BRIDGE_SECTIONS, *OTHER_FIELDS) and getattr(container, field.name) is not None:
             yield f"{field.name}: tpi has no such section"
 
 
-def _senses(model: Any) -> str:
+def _extra_modalities(model: Any) -> str:
     """What a model takes beside text, by the names of its fields; empty: text alone."""
-    names = [one.name for one in dataclasses.fields(model)] if dataclasses.is_dataclass(model) else []
+    names = [field.name for field in dataclasses.fields(model)] if dataclasses.is_dataclass(model) else []
     parts = [name for name in names if name != "is_vision_language"]  # a model's of text, too
-    return " and ".join(what for word, what in SENSES.items() if any(word in name.split("_") for name in parts))
+    return " and ".join(what for word, what in MODALITIES.items() if any(word in name.split("_") for name in parts))
 
 
 def _sections(container: ConfigContainer) -> Iterator[tuple[str, Any]]:
@@ -275,24 +277,28 @@ def _values(section: str, part: Any) -> dict[str, Any]:
     """The fields of a section, but those that say nothing."""
     left_out = COPIES | UNREAD
     fields = {name: value for name, value in recipe_fields.values(part) if f"{section}.{name}" not in left_out}
-    left = {n: v for n, v in fields.items() if f"{section}.{n}" not in IDLE or v is not IDLE[f"{section}.{n}"]}
+    values = {
+        n: v
+        for n, v in fields.items()
+        if f"{section}.{n}" not in INERT_VALUES or v is not INERT_VALUES[f"{section}.{n}"]
+    }
     for name, (value, kind) in EARLIER_GRAPHS.items():
-        if section == "model" and left.get(name) == value:
-            del left[name]
-            left["cuda_graph_impl"] = kind
-    if type(left.get(NAMED)).__name__ == "dtype":
-        left[NAMED] = recipe_fields.serialize(left[NAMED])
-    return left
+        if section == "model" and values.get(name) == value:
+            del values[name]
+            values["cuda_graph_impl"] = kind
+    if type(values.get(NAMED)).__name__ == "dtype":
+        values[NAMED] = recipe_fields.serialize(values[NAMED])
+    return values
 
 
 def _stated(section: str, values: Mapping[str, Any]) -> set[str]:
     """The fields that are written down whatever their value: conf/config.yaml has others, or rules read them."""
-    ruled = {name for name in RULED if values.get(name) is not None} if section == "model" else set()
+    ruled = {name for name in READ_BY_RULES if values.get(name) is not None} if section == "model" else set()
     ruled |= {*peft.STATED} if section == peft.SECTION else set()
     return ruled | (_conf().get(section) or {}).keys()
 
 
-def _ours(part: Any, spec: Any) -> bool:
+def _tpi_builds(part: Any, spec: Any) -> bool:
     """Whether latent_spec.py or spec.py of numerics/megatron builds a provider's layers: DeepSeek, Moonlight, GLM."""
     provider = f"{type(part).__module__}.{type(part).__qualname__}"
     if not isinstance(spec, functools.partial) or provider not in (schema.LATENT, schema.PROVIDERS[0]):
@@ -310,13 +316,13 @@ def _stock_override_provider(container: ConfigContainer) -> bool:
     return type(given) is Stock and vars(given) == vars(Stock())
 
 
-def _drop_ours(layer: dict[str, Any]) -> None:
-    for path in OURS:
+def _drop_fields_tpi_sets(layer: dict[str, Any]) -> None:
+    for path in TPI_FIELDS:
         section, _, name = path.partition(".")
         layer.get(section, {}).pop(name, None)
 
 
-def _follow(layer: dict[str, Any]) -> None:
+def _apply_followers(layer: dict[str, Any]) -> None:
     """Let fields follow others that they equal; those that conf/config.yaml lets follow, too."""
     for path, leader in FOLLOWS.items():
         (section, _, name), (of, _, leads) = path.partition("."), leader.partition(".")
@@ -380,28 +386,30 @@ def _tokenizer(layer: dict[str, Any], hf_folder: str | None, *, text_data: bool)
         layer["tokenizer"]["vocab_size"] = f"${{tpi.at_most:{size},${{model.vocab_size}}}}"
 
 
-def without_defaults(model: dict[str, Any], said: Said) -> dict[str, Any]:
+def without_defaults(model: dict[str, Any], answer: RecipeAnswer) -> dict[str, Any]:
     """The fields of a model but those that no rule reads and that have the default of the model's class.
 
     An override can so take back what a recipe sets.
     """
-    same = model[schema.PROVIDER] == said.own["model"][schema.PROVIDER]
-    defaults = said.defaults if same else _defaults(model[schema.PROVIDER])
-    stated = RULED | (_conf()["model"]).keys()
+    same = model[schema.PROVIDER] == answer.own["model"][schema.PROVIDER]
+    defaults = answer.defaults if same else _defaults(model[schema.PROVIDER])
+    stated = READ_BY_RULES | (_conf()["model"]).keys()
     return {n: v for n, v in model.items() if n in stated or n not in defaults or v != defaults[n]}
 
 
-def without_ours(dataset: dict[str, Any], said: Said, requested: Collection[str]) -> dict[str, Any]:
+def without_pretraining_fields(
+    dataset: dict[str, Any], answer: RecipeAnswer, requested: Collection[str]
+) -> dict[str, Any]:
     """A section `dataset` without the fields of conf/config.yaml that are of pretraining, where it is of examples.
 
     requested: the paths that the command line sets.
     """
     if not sft.is_sft(dataset):
         return dataset
-    ours = {n for n in _conf()["dataset"] if n not in said.examples and f"dataset.{n}" not in requested}
+    pretraining = {n for n in _conf()["dataset"] if n not in answer.examples and f"dataset.{n}" not in requested}
     if not dataset.get("enable_offline_packing") and f"dataset.{sft.PACKING}" not in requested:
-        ours.add(sft.PACKING)
-    return {name: value for name, value in dataset.items() if name not in ours}
+        pretraining.add(sft.PACKING)
+    return {name: value for name, value in dataset.items() if name not in pretraining}
 
 
 def enter(recipe: RecipeSettings) -> None:
@@ -435,9 +443,9 @@ def restore(container: ConfigContainer, recipe: RecipeSettings) -> None:
     if not recipe.kept:
         return
     model = f"{recipe_source.PREFIX}{recipe.name}"
-    again = recipe_source.call(model, recipe.hf_folder)
+    called = recipe_source.call(model, recipe.hf_folder)
     _check_source(model, recipe.source)
     for path in recipe.kept:
         section, _, name = path.rpartition(".")
-        holder, of = (getattr(container, section), getattr(again, section)) if section else (container, again)
-        setattr(holder, name, getattr(of, name))
+        holder, source = (getattr(container, section), getattr(called, section)) if section else (container, called)
+        setattr(holder, name, getattr(source, name))

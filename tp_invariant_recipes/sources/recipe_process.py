@@ -20,7 +20,7 @@ _exit = os._exit
 _processes: set[int] = set()  # this one's id, where it may call recipes
 
 
-def be_one() -> None:
+def serve() -> None:
     """Let this process call recipes itself: it forks no ranks."""
     _processes.add(os.getpid())
 
@@ -65,7 +65,7 @@ def _answer(model: str, function: Callable[[], Any], report: Any, starter: int) 
     """Call the function, write what it returns and what it raises, and end this process."""
     status = 1
     try:
-        be_one()
+        serve()
         parent.end_with_it(starter)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent: KeyboardInterrupt is the recipe's own
         os._exit = _say_where

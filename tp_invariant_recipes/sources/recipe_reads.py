@@ -81,7 +81,7 @@ def recorded(own: Path | None) -> Iterator[Reads]:
     """Record what this process reads in the block. own: the folder of the recipe's own files; None: it is Bridge's."""
     if os.getpid() not in _hooked:
         _hooked.add(os.getpid())
-        sys.addaudithook(_hear)
+        sys.addaudithook(_on_audit_event)
     reads = Reads()
     _recording.append(reads)
     originals = {name: getattr(os, name) for name in _LOOKS}
@@ -109,7 +109,7 @@ def _looking(original: Callable[..., Any]) -> Callable[..., Any]:
     return look
 
 
-def _hear(event: str, args: tuple[Any, ...]) -> None:
+def _on_audit_event(event: str, args: tuple[Any, ...]) -> None:
     if not _recording or event in SILENT:
         return
     reads = _recording.pop()  # so that what follows is not heard
@@ -172,8 +172,8 @@ def _listing(folder: str) -> str | None:
 def modules_in(folder: str) -> str | None:
     """A digest of the names in a folder of Python's path that an import may find."""
     with suppress(OSError):
-        found = [n for n in os.listdir(folder or ".") if "." not in n or n.endswith((".py", ".so", ".pth", "-info"))]
-        return hashlib.sha256("\0".join(sorted(found)).encode(errors="surrogateescape")).hexdigest()
+        modules = [n for n in os.listdir(folder or ".") if "." not in n or n.endswith((".py", ".so", ".pth", "-info"))]
+        return hashlib.sha256("\0".join(sorted(modules)).encode(errors="surrogateescape")).hexdigest()
     return None
 
 

@@ -133,10 +133,11 @@ def benchmark_names() -> tuple[str, ...]:
     modules = [
         name for _, name, package in pkgutil.iter_modules(importlib.import_module(BENCHMARKS).__path__) if package
     ]
-    found = {f"{BENCHMARKS}.{one}": _recipes(importlib.import_module(f"{BENCHMARKS}.{one}")) for one in modules}
+    paths = [f"{BENCHMARKS}.{module}" for module in modules]
+    recipes = {path: _recipes(importlib.import_module(path)) for path in paths}
     # The packages have the recipes that they build on, too.
     return tuple(
-        sorted(f"{m}:{n}" for m, own in found.items() for n, f in own.items() if f.__module__.startswith(BENCHMARKS))
+        sorted(f"{m}:{n}" for m, own in recipes.items() for n, f in own.items() if f.__module__.startswith(BENCHMARKS))
     )
 
 
@@ -147,8 +148,8 @@ def _recipes(module: ModuleType) -> dict[str, Callable[..., Any]]:
 def function(name: str) -> tuple[str, str]:
     """The module and the name of the function behind a name of `installed_names` or `benchmark_names`."""
     module, _, attribute = name.rpartition(":")
-    found = inspect.unwrap(getattr(importlib.import_module(module or BRIDGE), attribute))
-    return found.__module__, found.__qualname__
+    recipe = inspect.unwrap(getattr(importlib.import_module(module or BRIDGE), attribute))
+    return recipe.__module__, recipe.__qualname__
 
 
 def family(name: str) -> str:
@@ -222,16 +223,16 @@ def find(model: str) -> Callable[..., Any]:
     source = _possible(model)
     bridge.load()
     module = _module(model, source)
-    found = getattr(module, source.function, None)
-    if found is None:
+    function = getattr(module, source.function, None)
+    if function is None:
         functions = [n for n, f in vars(module).items() if inspect.isfunction(f) and n[0] != "_"]
         known = installed_names() if source.module == BRIDGE else functions
         raise ConfigError(
             f"{model}: {source.file or source.module} has no such function{nearest(source.function, known) or LISTED}"
         )
-    if not callable(found):
-        raise ConfigError(f"{model}: {source.function} is no function but {type(found).__name__}")
-    return found
+    if not callable(function):
+        raise ConfigError(f"{model}: {source.function} is no function but {type(function).__name__}")
+    return function
 
 
 def _module(model: str, source: Source) -> ModuleType:
@@ -306,12 +307,12 @@ def raised(error: BaseException) -> str:
 
 def place(error: BaseException) -> str:
     """ " at FILE:LINE", the innermost call of the recipes' own code; empty: there is none."""
-    found = ""
+    position = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         package, file = str(frame.f_globals.get("__name__")).partition(".")[0], frame.f_code.co_filename
         if package in _OWN or os.path.dirname(file) in _OWN:
-            found = f" at {file}:{line}"
-    return found
+            position = f" at {file}:{line}"
+    return position
 
 
 def _kind(value: Any) -> str:

@@ -124,7 +124,7 @@ def _files(folder: Path, problems: list[str]) -> list[Path]:
     names = sorted(set(index.values()))
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        problems.append(f"{INDEX} names {some(missing)}, and there is no such file")
+        problems.append(f"{INDEX} names {abbreviated(missing)}, and there is no such file")
     return [folder / name for name in names if name not in missing]
 
 
@@ -134,7 +134,7 @@ def _indexed(folder: Path, tensors: dict[str, Stored]) -> list[str]:
     if index is None:
         return []
     wrong = [n for n in sorted({*index, *tensors}) if n not in tensors or tensors[n].file.name != index.get(n)]
-    return [f"{INDEX} and the files disagree on where {some(wrong)} is"] if wrong else []
+    return [f"{INDEX} and the files disagree on where {abbreviated(wrong)} is"] if wrong else []
 
 
 def _header(file: Path, problems: list[str]) -> dict[str, Stored]:
@@ -157,18 +157,18 @@ def _parsed(file: Path) -> dict[str, Stored]:
     if not isinstance(header, dict):
         raise ValueError("its header holds no tensors")
     header.pop("__metadata__", None)
-    begin, found, at = 8 + length, {}, 0
+    begin, tensors, at = 8 + length, {}, 0
     for name, entry in sorted(header.items(), key=lambda item: _offsets(*item)):
         dtype, shape, (first, last) = entry["dtype"], entry["shape"], _offsets(name, entry)
         if dtype not in DTYPES:
             raise ValueError(f"{name} is {dtype}, and tpi takes {', '.join(DTYPES)}")
         if first != at or last - first != DTYPES[dtype] * math.prod(shape):
             raise ValueError(f"the place of {name} does not fit its shape {shape}")
-        found[name] = Stored(file, dtype, tuple(shape), begin + first, last - first)
+        tensors[name] = Stored(file, dtype, tuple(shape), begin + first, last - first)
         at = last
     if size != begin + at:
         raise ValueError(f"it has {size} bytes instead of {begin + at}")
-    return found
+    return tensors
 
 
 def _offsets(name: str, entry: Any) -> tuple[int, int]:
@@ -184,7 +184,7 @@ def _sizes(numbers: Any) -> TypeGuard[list[int]]:
     return isinstance(numbers, list) and all(type(n) is int and 0 <= n < 2**63 for n in numbers)
 
 
-def some(names: list[str]) -> str:
+def abbreviated(names: list[str]) -> str:
     """The first of them, and how many more there are."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return f"{', '.join(names[:SHOWN])}{more}"
@@ -200,7 +200,7 @@ def _stamp(file: Path) -> tuple[str, int, int]:
 def _digest(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> str:
     """stamps: of the files, so that one that is written again is read again."""
     tensors = read(folder).tensors
-    lines = ([name, one.dtype, list(one.shape), _bits(one)] for name, one in sorted(tensors.items()))
+    lines = ([name, tensor.dtype, list(tensor.shape), _bits(tensor)] for name, tensor in sorted(tensors.items()))
     whole = hashlib.sha256()
     for line in lines:
         whole.update(f"{json.dumps(line)}\n".encode())
@@ -217,9 +217,9 @@ def _bits(tensor: Stored) -> str:
 def _blocks(tensor: Stored) -> Iterator[bytes]:
     with tensor.file.open("rb") as stream:
         stream.seek(tensor.start)
-        left = tensor.size
-        while left and (block := stream.read(min(left, 16 * MIB))):
-            left -= len(block)
+        remaining = tensor.size
+        while remaining and (block := stream.read(min(remaining, 16 * MIB))):
+            remaining -= len(block)
             yield block
-    if left:
+    if remaining:
         raise ConfigError(f"{tensor.file} has become shorter since it was looked at")

@@ -56,14 +56,14 @@ TAKEN = (
 
 @pytest.mark.parametrize("tp, dp, fields, taken", TAKEN)
 def test_what_a_run_takes(tp, dp, fields, taken):
-    assert allocation.of(job(tp, dp, **fields)) == taken
+    assert allocation.from_config(job(tp, dp, **fields)) == taken
     assert job_problems(tp, dp, **fields) == []
 
 
 @given(st.integers(1, 8), st.integers(1, 64), st.integers(1, 16))
 def test_a_run_without_problems_has_a_place_for_each_rank_and_no_other(tp, dp, most):
     tree = job(tp, dp, cluster__gpus_per_node=most)
-    taken = allocation.of(tree)
+    taken = allocation.from_config(tree)
     if not misfits(tree):
         assert taken.nodes * taken.ranks == tp * dp
         assert taken.ranks <= most
@@ -334,5 +334,5 @@ def test_what_comes_of_the_command_line_is_what_the_rules_read():
         device="gpu",
     ).config
     assert check_job(PendingJob(tree, {})) == []
-    assert allocation.of(tree) == Allocation(2, 8, 8)
+    assert allocation.from_config(tree) == Allocation(2, 8, 8)
     assert tree.layout.world == 16

@@ -107,14 +107,14 @@ def test_what_no_service_would_read_is_refused(words, says):
 def test_the_end_of_a_run_names_commands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = RunDir(places.Path("runs/a b"))
-    assert (places.of(run)["mlflow_ui"], places.of(run)["comet_upload"]) == (None, None)
+    assert (places.as_json(run)["mlflow_ui"], places.as_json(run)["comet_upload"]) == (None, None)
     run.mlflow.mkdir(parents=True)
     run.comet.mkdir()
-    assert places.of(run)["comet_upload"] is None
+    assert places.as_json(run)["comet_upload"] is None
     (run.comet / "1.zip").touch()
-    assert places.lines(places.of(run)) == [
+    assert places.lines(places.as_json(run)) == [
         "MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri 'runs/a b/mlflow'",
         "comet upload 'runs/a b/comet/1.zip'",
     ]
     (run.comet / "2.zip").touch()
-    assert places.of(run)["comet_upload"] == "comet upload 'runs/a b/comet'/*.zip"
+    assert places.as_json(run)["comet_upload"] == "comet upload 'runs/a b/comet'/*.zip"

@@ -174,7 +174,7 @@ def test_a_folder_that_cannot_be_looked_into_is_a_row_and_no_run_beside_it_fails
         ("damaged", "cannot be read: Permission denied"),
         ("completed", None),
     ]
-    assert places.of(RunDir(run))["next"][0] == "tpi compare runs/a RUN_B"
+    assert places.as_json(RunDir(run))["next"][0] == "tpi compare runs/a RUN_B"
 
 
 def made_by(run: Path, command: str) -> Path:
@@ -326,7 +326,7 @@ def test_a_longer_run_names_the_key_that_keeps_its_schedule(cli):
 
 def test_the_end_of_a_run_says_where_things_are():
     run = a_run("a b", minute=1)
-    found = places.of(RunDir(run))
+    found = places.as_json(RunDir(run))
     assert places.lines(found) == [
         "ledger: runs/a b/ledger.jsonl",
         "next: tpi compare 'runs/a b' RUN_B   tpi report 'runs/a b'",
@@ -336,7 +336,7 @@ def test_the_end_of_a_run_says_where_things_are():
     a_run("newer", "tp=4", minute=3)
     (run / "tensorboard").mkdir()
     (run / "wandb" / "offline-run-1-x").mkdir(parents=True)
-    found = places.of(RunDir(run))
+    found = places.as_json(RunDir(run))
     assert places.lines(found) == [
         "ledger: runs/a b/ledger.jsonl",
         "curves: tensorboard --logdir 'runs/a b/tensorboard'",
@@ -344,11 +344,11 @@ def test_the_end_of_a_run_says_where_things_are():
         "next: tpi compare 'runs/a b' runs/newer   tpi report 'runs/a b' runs/newer",
     ]
     (run / "wandb" / "offline-run-2-x").mkdir()
-    assert places.of(RunDir(run))["wandb_sync"] == "wandb sync 'runs/a b/wandb'/offline-run-*"
+    assert places.as_json(RunDir(run))["wandb_sync"] == "wandb sync 'runs/a b/wandb'/offline-run-*"
     shutil.rmtree(run / "wandb")
     (run / "wandb" / "run-1-x").mkdir(parents=True)
-    assert places.of(RunDir(run))["wandb_sync"] is None
-    assert "wandb: runs/a b/wandb" in places.lines(places.of(RunDir(run)))
+    assert places.as_json(RunDir(run))["wandb_sync"] is None
+    assert "wandb: runs/a b/wandb" in places.lines(places.as_json(RunDir(run)))
 
 
 def test_a_failure_recorded_on_two_lines_is_one_line_of_the_list(cli):

@@ -64,7 +64,7 @@ LIMITS = (
     _row(lambda t: t.model.get("fp8"), f"the precision decides what is in FP8; model.fp8=null, {_INSTEAD}"),
     _fp8(lacks(mode.FP8), mode.only(mode.FP8)),
     _fp8(
-        _sets(*low_precision.KEPT),
+        _sets(*low_precision.FP8_WEIGHTS),
         "weights kept in FP8 between steps have scales of Megatron's; mixed_precision.fp8_param_gather=false",
     ),
     _fp8(
@@ -104,33 +104,33 @@ def summed(model: dict[str, Any], *, blocks: bool) -> dict[str, int]:
     gated = bool(model.get("attention_output_gate"))
     if model.get("multi_latent_attention"):
         keys, values = model.get("qk_head_dim") or 0, model.get("v_head_dim") or 0
-        found = {
+        sizes = {
             "the width of queries": heads * (keys + (model.get("qk_pos_emb_head_dim") or 0)),
             "the width of keys and values": heads * (keys + values),
             "the heads' width (model.num_attention_heads * model.v_head_dim)": heads * values,
         }
     else:
-        found = {
+        sizes = {
             "the heads' width (model.num_attention_heads * model.kv_channels)": heads * width,
             "the width of queries, keys and values": ((2 if gated else 1) * heads + 2 * groups) * width,
         }
     if not model.get("num_moe_experts") or (model.get("moe_layer_freq") or 1) != 1:
-        found["model.ffn_hidden_size"] = model.get("ffn_hidden_size") or 0
+        sizes["model.ffn_hidden_size"] = model.get("ffn_hidden_size") or 0
     if shared := model.get("moe_shared_expert_intermediate_size"):
-        found["model.moe_shared_expert_intermediate_size"] = shared
+        sizes["model.moe_shared_expert_intermediate_size"] = shared
     if heads := model.get("mamba_num_heads"):
-        found["the width of Mamba's x and z"] = heads * (model.get("mamba_head_dim") or 64)
-        found["the width of Mamba's B and C"] = (model.get("mamba_num_groups") or 8) * (
+        sizes["the width of Mamba's x and z"] = heads * (model.get("mamba_head_dim") or 64)
+        sizes["the width of Mamba's B and C"] = (model.get("mamba_num_groups") or 8) * (
             model.get("mamba_state_dim") or 128
         )
         if blocks:
-            found["the width of Mamba's dt (model.mamba_num_heads)"] = heads
+            sizes["the width of Mamba's dt (model.mamba_num_heads)"] = heads
     keys, values, heads = families.delta_widths(model)
     if heads:
-        found |= {"the width of gated delta nets' keys": keys, "the width of gated delta nets' values": values}
+        sizes |= {"the width of gated delta nets' keys": keys, "the width of gated delta nets' values": values}
         if blocks:
-            found["the width of gated delta nets' alpha (model.linear_num_value_heads)"] = heads
-    return found
+            sizes["the width of gated delta nets' alpha (model.linear_num_value_heads)"] = heads
+    return sizes
 
 
 def most_shards(model: dict[str, Any], precision: Any) -> int:
@@ -156,7 +156,7 @@ def borders(config: RunConfig) -> list[str]:
         MXFP8: f"in MXFP8 {unit} numbers of a sum share a scale",
     }.get(layers.recipe, f"FP8 matrices have sides in steps of {unit}")
     model, shards = config.model, config.numerics.virtual_shards or 1
-    found = []
+    problems = []
     alone = {"model.hidden_size": model["hidden_size"]}
     if model.get("multi_latent_attention"):
         alone |= {f"model.{name}": model[name] for name in ("q_lora_rank", "kv_lora_rank") if model.get(name)}
@@ -165,12 +165,12 @@ def borders(config: RunConfig) -> list[str]:
     sums = summed(model, blocks=layers.recipe != "tensorwise")
     for name, size in {**alone, **sums}.items():
         if size % unit:
-            found.append(f"{name} is {size}: {say}; the next is {_next(size, unit)}")
+            problems.append(f"{name} is {size}: {say}; the next is {_next(size, unit)}")
     cut = [f"{name} is {size}" for name, size in sums.items() if size % (unit * shards)]
-    if cut and not found:
+    if cut and not problems:
         common = math.gcd(*sums.values()) // unit
         fits, tp = common & -common, config.layout.tp
-        found.append(
+        problems.append(
             f"numerics.virtual_shards={shards} cuts sums between multiples of {unit}: {say} ({', '.join(cut)}); "
             + (
                 "precision=fp8_tensorwise"
@@ -181,11 +181,11 @@ def borders(config: RunConfig) -> list[str]:
     contexts = config.numerics.context_shards or config.layout.cp
     if model["seq_length"] % (of_tokens * contexts):
         each = f" in each of {contexts} context shards" if contexts > 1 else ""
-        found.append(
+        problems.append(
             f"seq={model['seq_length']}: weight gradients in FP8 add {of_tokens} tokens at a time{each}; the next is "
             f"seq={_next(model['seq_length'], of_tokens * contexts)}"
         )
-    return found
+    return problems
 
 
 def _next(size: int, multiple: int) -> int:

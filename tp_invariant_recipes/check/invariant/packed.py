@@ -29,7 +29,7 @@ def divisors(config: RunConfig) -> tuple[int, ...]:
 def uneven(config: RunConfig, specs: Mapping[str, Any]) -> bool:
     """Whether one of `divisors` does not divide each packed sequence, or one is padded by less than two tokens."""
     multiple = specs.get("pad_seq_to_mult") or 1
-    return multiple < 2 or any(multiple % one for one in divisors(config))
+    return multiple < 2 or any(multiple % divisor for divisor in divisors(config))
 
 
 def _routed(config: RunConfig, specs: Mapping[str, Any]) -> int:

@@ -43,16 +43,16 @@ def default_shards(config: RunConfig) -> int:
 def _unread(config: RunConfig) -> list[str]:
     """What stock numerics would ignore."""
     of_data, of_context = config.numerics.data_shards, config.numerics.context_shards
-    found = []
+    problems = []
     if not config.numerics.adjust:
-        found.append("numerics.adjust=false: numerics=stock adjusts nothing; leave it out")
+        problems.append("numerics.adjust=false: numerics=stock adjusts nothing; leave it out")
     if of_data not in (None, config.parallel.data_parallel_size):
-        found.append(f"numerics.data_shards={of_data}: numerics=stock has no data shards; leave it out")
+        problems.append(f"numerics.data_shards={of_data}: numerics=stock has no data shards; leave it out")
     if config.numerics.expert_groups is not None:
-        found.append("numerics.expert_groups: numerics=stock has no expert groups; leave it out")
+        problems.append("numerics.expert_groups: numerics=stock has no expert groups; leave it out")
     if of_context not in (None, config.layout.cp):
-        found.append(f"numerics.context_shards={of_context}: numerics=stock has no context shards; leave it out")
-    return found
+        problems.append(f"numerics.context_shards={of_context}: numerics=stock has no context shards; leave it out")
+    return problems
 
 
 def _shards(config: RunConfig) -> list[str]:
@@ -91,17 +91,19 @@ def _data_shards(config: RunConfig) -> list[str]:
         return []
     if not isinstance(shards, int) or shards < 1 or shards & (shards - 1):
         return [f"numerics.data_shards={shards}: must be a power of two"]
-    found = []
+    problems = []
     if shards % dp:
-        found.append(f"dp={dp} does not divide numerics.data_shards={shards}; raise numerics.data_shards or lower dp")
+        problems.append(
+            f"dp={dp} does not divide numerics.data_shards={shards}; raise numerics.data_shards or lower dp"
+        )
     batches = {"gbs": sequences, _EVALUATED: config.section("validation").get("eval_global_batch_size") or 0}
     for name, size in batches.items():
         if size % shards:
-            found.append(
+            problems.append(
                 f"numerics.data_shards={shards} does not divide {name}={size}; the largest that fits is "
                 f"numerics.data_shards={size & -size}"
             )
-    return found
+    return problems
 
 
 def _context_shards(config: RunConfig) -> list[str]:
@@ -114,24 +116,24 @@ def _context_shards(config: RunConfig) -> list[str]:
         return [f"numerics.context_shards={shards}: must be a power of two"]
     if shards == cp == 1 or not isinstance(virtual, int) or virtual < 1:
         return []
-    found = []
+    problems = []
     if shards % cp:
-        found.append(
+        problems.append(
             f"cp={cp} does not divide numerics.context_shards={shards}; raise numerics.context_shards or lower cp"
         )
     if cp & (cp - 1) == 0 and virtual % tp == 0 and virtual % (tp * cp):
-        found.append(
+        problems.append(
             f"tp={tp} * cp={cp} does not divide numerics.virtual_shards={virtual}, whose heads the ranks share; the "
             f"largest that fits is cp={virtual // tp}"
         )
     if _splits_parts(config, virtual):
         parts, length = max(2, virtual), model["seq_length"]
         largest = max(1, (length & -length) // parts)
-        found.append(
+        problems.append(
             f"numerics.context_shards={shards} of {parts} parts each do not divide seq={length}; the largest that fits "
             f"is numerics.context_shards={largest}"
         )
-    return found
+    return problems
 
 
 def _splits_parts(config: RunConfig, virtual: int) -> bool:
@@ -146,33 +148,33 @@ def _expert_groups(config: RunConfig) -> list[str]:
     """What is wrong with X, where D and C are right."""
     if _data_shards(config) or _context_shards(config):
         return []
-    key, found = "numerics.expert_groups", expert_groups.groups(config)
+    key, groups = "numerics.expert_groups", expert_groups.groups(config)
     wanted = config.numerics.expert_groups
-    if found is None:
+    if groups is None:
         return [] if wanted is None else [f"{key}={wanted}: the model has no experts; leave it out"]
     if wanted is None:
         return [] if config.numerics.data_shards is None else [f"{key} must be a number; leave it out"]
-    most = found.data * found.contexts
+    most = groups.data * groups.contexts
     if not isinstance(wanted, int) or wanted < 1 or wanted & (wanted - 1):
         return [f"{key}={wanted}: must be a power of two"]
     if wanted > most:
         return [f"{key}={wanted}: numerics.data_shards * numerics.context_shards are {most}; {key}={most}"]
-    least = replace(found, groups=None).least
-    if not found.fits:
-        more = f", or ep={max(found.tp, found.ep) * least // wanted}" if found.places[1] == 1 else ""
+    least = replace(groups, groups=None).least
+    if not groups.fits:
+        more = f", or ep={max(groups.tp, groups.ep) * least // wanted}" if groups.places[1] == 1 else ""
         return [
-            f"{key}={wanted}: at tp={found.tp} cp={found.cp} dp={found.dp} ep={found.ep} a run adds an expert's "
-            f"gradient in {math.prod(found.places)} places; {key}={least}{more}"
+            f"{key}={wanted}: at tp={groups.tp} cp={groups.cp} dp={groups.dp} ep={groups.ep} a run adds an expert's "
+            f"gradient in {math.prod(groups.places)} places; {key}={least}{more}"
         ]
     several = [
         name
         for name, value in expert_groups.values_of_groups(config).items()
         if name in expert_groups.SEVERAL and value
     ]
-    if wanted < found.data and several:
+    if wanted < groups.data and several:
         return [
             f"{key}={wanted}: with {several[0]} a backward pass adds to an expert's gradient several times; "
-            f"{key}={found.data}, or {several[0]}=false"
+            f"{key}={groups.data}, or {several[0]}=false"
         ]
     return []
 
@@ -196,31 +198,31 @@ def _ragged(config: RunConfig) -> list[str]:
     if config.device.kind != "cpu":
         return []
     shards, tp = config.numerics.virtual_shards or 1, config.layout.tp
-    found = _unfilled(config, shards)
+    problems = _unfilled(config, shards)
     fewer = (1 << power for power in reversed(range(shards.bit_length() - 1)))
-    fits = next((one for one in fewer if one % tp == 0 and not _unfilled(config, one)), None)
-    return found if fits is None else [f"{line}; numerics.virtual_shards={fits} fits" for line in found]
+    fits = next((count for count in fewer if count % tp == 0 and not _unfilled(config, count)), None)
+    return problems if fits is None else [f"{line}; numerics.virtual_shards={fits} fits" for line in problems]
 
 
 def _unfilled(config: RunConfig, shards: int) -> list[str]:
     width = VECTORS * shards
-    found = [
+    problems = [
         f"model.{field}={config.model[field]}: on a CPU it must be a multiple of {width}"
         for field in ACTIVATED
         if (config.model.get(field) or 0) % width
     ]
     gated = delta_net.gated_numbers(config.model) // (shards * (config.numerics.context_shards or 1))
     if gated % VECTORS:
-        found.append(
+        problems.append(
             f"model.{delta_net.ATTENTION_GATE}=true: on a CPU seq * model.num_attention_heads * model.kv_channels / "
             f"numerics.virtual_shards must be a multiple of {VECTORS}"
         )
     if experts.routed(config, shards) % VECTORS:
-        found.append(
+        problems.append(
             f"numerics={config.numerics.mode}: on a CPU seq / numerics.virtual_shards / numerics.context_shards * "
             f"model.num_moe_experts must be a multiple of {VECTORS}"
         )
-    return found
+    return problems
 
 
 RULES = (

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.bridge.training.callbacks import CallbackContext
 from megatron.core import parallel_state
 
-from tp_invariant_recipes.check.guard import SHADOW, ranks_apart
+from tp_invariant_recipes.check.guard import SHADOW, rank_distance
 from tp_invariant_recipes.errors import HardwareFault
 from tp_invariant_recipes.features.guard.fault import Reporter, WrongBits, described
 from tp_invariant_recipes.features.guard.judge import Judge
@@ -57,7 +57,7 @@ class Guard(AroundOptimizerStep):
         self._draw = random.Random(seed)
         self._shadow: Shadow | None = None
         if self.settings.kind == SHADOW:
-            self._shadow = Shadow(ranks_apart(config), config.numerics.data_shards or 1)
+            self._shadow = Shadow(rank_distance(config), config.numerics.data_shards or 1)
         self._judge: Judge | None = None
         self._step = 0
         self._in_doubt = False

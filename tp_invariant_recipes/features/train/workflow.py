@@ -165,7 +165,7 @@ def summary(planned: Plan, outcome: local.Outcome) -> dict[str, Any]:
     """The summary of a run: its directory, its outcome, the figures of its last step.
 
     diverged: the first step at which replicas of a tensor did not hold the same bits; None: they always did.
-    ledger, tensorboard, wandb, wandb_sync, next: as `places.of` has them.
+    ledger, tensorboard, wandb, wandb_sync, next: as `places.as_json` has them.
     """
     run_dir = planned.run_dir
     steps = read(run_dir.ledger).steps if run_dir.ledger.exists() else ()
@@ -180,5 +180,5 @@ def summary(planned: Plan, outcome: local.Outcome) -> dict[str, Any]:
         "grad_norm": bits_float(last.grad_norm) if last and last.grad_norm else None,
         "checkpoint": str(saved[-1].path) if saved else None,
         "diverged": next((step.step for step in steps if step.diverged), None),
-        **places.of(run_dir),
+        **places.as_json(run_dir),
     }
