@@ -143,7 +143,7 @@ def same_random_states(before: Mapping[str, Any], now: Mapping[str, Any]) -> boo
 
 
 def experts_separate(name: str, model: Mapping[str, Any], layout: Mapping[str, Any]) -> bool:
-    """Whether a run's experts have their own optimizer: with invariant numerics always (layers/experts/experts.py).
+    """Whether a run's experts have an optimizer of their own: with invariant numerics always.
 
     name: of the mode.
     """

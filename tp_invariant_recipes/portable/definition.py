@@ -1,8 +1,8 @@
 """numerics=portable: arithmetic that is stated to the last bit, so that every machine that computes it has one ledger.
 
-`DEFINITION` is the version of all statements together: products/tensor_core_sum.py (products), portable/ieee_*.py (all
-else), and the orders of sums across shards (numerics/sums/tree.py). Whoever changes one of them so that a bit changes
-raises it; ledgers of two versions are not promised to be equal.
+`DEFINITION` is the version of all statements together: kernels/products/tensor_core_sum.py (products),
+portable/ieee/ (all else), and the orders of sums across shards (numerics/sums/tree.py). Whoever changes one of them
+so that a bit changes raises it; ledgers of two versions are not promised to be equal.
 """
 
 import hashlib

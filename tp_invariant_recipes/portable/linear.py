@@ -1,4 +1,4 @@
-"""Column- and row-parallel products of numerics=portable: defined products, summed as in layers/linear/linear.py."""
+"""Column- and row-parallel products of numerics=portable, added as numerics/layers/linear/linear.py does."""
 
 from torch import Tensor
 

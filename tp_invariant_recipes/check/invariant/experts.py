@@ -45,7 +45,10 @@ def mixed(config: RunConfig) -> bool:
 
 
 def _of_experts(config: RunConfig) -> str | None:
-    """The activation's name in layers/experts/experts.py. `activation_func`: a name, in a plain program a function."""
+    """The activation's name in numerics/layers/experts/experts.py.
+
+    `activation_func` is a name, in a plain program a function.
+    """
     function = config.model.get("activation_func")
     name = function if isinstance(function, str) else getattr(function, "__name__", "")
     kinds = {("silu", True): "swiglu", ("quick_gelu", True): "swiglu", ("squared_relu", False): "squared_relu"}

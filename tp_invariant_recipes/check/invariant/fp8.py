@@ -27,7 +27,8 @@ SIZES = (
 )
 BLOCKWISE, MXFP8 = "blockwise", low_precision.MXFP8
 BLOCK = 128  # as of kernels/products/quantized.py, which imports torch
-# Recipe -> of what each part of a sum over features, and over tokens, is a multiple; as of products/mxfp8.py 32.
+# Recipe -> of what each part of a sum over features, and over tokens, is a multiple; as of kernels/products/mxfp8.py
+# 32.
 UNITS = {"tensorwise": (low_precision.MULTIPLE, BLOCK), BLOCKWISE: (BLOCK, BLOCK), MXFP8: (32, 32)}
 
 

@@ -1,8 +1,9 @@
-"""The products of products/fp8_sum.py in Triton, by one fixed tile: of two matrices, and of the rows of many experts.
+"""The products of kernels/products/fp8_sum.py in Triton, by one fixed tile: of two matrices, and of experts' rows.
 
-As in products/fixed_tile_product.py a program computes one tile of `out`, always with the same instructions over k in
-order, so a row's and a column's bits depend on nothing beside them. On Hopper `tl.dot` is four instructions of 32 for
-the 128 of k of a step; it starts with zeros, or with `max_num_imprecise_acc` adds its sum to what it is given in fp32.
+As in kernels/products/fixed_tile_product.py a program computes one tile of `out`, always with the same instructions
+over k in order, so a row's and a column's bits depend on nothing beside them. On Hopper `tl.dot` is four instructions
+of 32 for the 128 of k of a step; it starts with zeros, or with `max_num_imprecise_acc` adds its sum to what it is given
+in fp32.
 
 k may consist of pieces, each a product of its own. A program adds two of them before it writes (`pair_of_pieces`), so
 that a sum across shards reaches memory once.

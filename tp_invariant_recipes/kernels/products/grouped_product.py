@@ -1,9 +1,9 @@
 """Products of the rows of many experts, each with its expert's weight, in one launch.
 
-As in products/fixed_tile_product.py one program computes one tile, always with the same instructions over k in order.
-So the bits of a row of `out` depend only on that row of the operand and on its expert's weight. The bits of a weight
-gradient depend only on the expert's own rows, in order. They are independent of the number of experts, the number of
-rows and the expert's position.
+As in kernels/products/fixed_tile_product.py one program computes one tile, always with the same instructions over k in
+order. So the bits of a row of `out` depend only on that row of the operand and on its expert's weight. The bits of a
+weight gradient depend only on the expert's own rows, in order. They are independent of the number of experts, the
+number of rows and the expert's position.
 
 The weights of a layer are separate tensors anywhere in memory: the kernels get the first one and the others' offsets.
 """

@@ -9,9 +9,11 @@ reaches memory once. Products of a library, one a piece, write all of `out`, and
 A piece has the bits of fixed tiles (fixed_tile_product.py): a tensor core adds along k in order. Between pieces
 are IEEE additions in fp32. numerics/products/contraction.py tries both on the GPU at hand.
 
-FP8 operands have the bits of products/fp8_tiles.py. Their output may be bf16: the sum of all shards, rounded once.
+FP8 operands have the bits of kernels/products/fp8_tiles.py. Their output may be bf16: the sum of all shards, rounded
+once.
 
-products/restarting_kernel.py is the kernel, of compute capability 9.0. `in_order` is the function by other kernels.
+kernels/products/restarting_kernel.py is the kernel, of compute capability 9.0. `in_order` is the function by other
+kernels.
 """
 
 from dataclasses import dataclass

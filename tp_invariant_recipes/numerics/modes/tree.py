@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from tp_invariant_recipes.numerics.layers import cross_entropy, norm
     from tp_invariant_recipes.numerics.layers.linear.linear import Products
 
-# On a GPU: what products/fixed_tile_product.py computes. Whoever changes what numerics/products/product.py computes so
-# that a bit changes on a GPU raises the number: runs of two versions need not be equal. On a CPU a product is what a
-# library gives for one shard, on the shard's own shape; that has no name. Triton's version belongs to the name: it
-# compiles these tiles, and the sums over rows of norms and losses.
+# On a GPU: what kernels/products/fixed_tile_product.py computes. Whoever changes what numerics/products/product.py
+# computes so that a bit changes on a GPU raises the number: runs of two versions need not be equal. On a CPU a product
+# is what a library gives for one shard, on the shard's own shape; that has no name. Triton's version belongs to the
+# name: it compiles these tiles, and the sums over rows of norms and losses.
 ON_GPU = f"fixed tiles 1 (Triton {installed('triton')})"
 
 

@@ -1,7 +1,7 @@
 """A rank's part of a sum over a sharded dimension, on a GPU: the nodes of the tree that its shards make.
 
-    restarting   products/restarting_product.py: up to four products and their sums in one launch, where that pays, the
-                 kernel takes the operands, and a trial has found the bits of fixed tiles
+    restarting   kernels/products/restarting_product.py: up to four products and their sums in one launch, where that
+                 pays, the kernel takes the operands, and a trial has found the bits of fixed tiles
     as a batch   the products of all shards in one launch of cuBLAS for each segment, where the host is the limit
     one by one   a product for each shard and segment; the second of two neighbours adds itself to the first
 

@@ -1,7 +1,7 @@
 """Causal attention in stated arithmetic, with the same bits on every machine; grouped queries; bf16.
 
-`product` is the sum of products/tensor_core_sum.py; everything else is IEEE fp32, one rounding an operation, and `fma`
-is one operation. c is fp32(scale · log2 of Euler's number). For the query i of a head, over its keys j <= i:
+`product` is the sum of kernels/products/tensor_core_sum.py; everything else is IEEE fp32, one rounding an operation,
+and `fma` is one operation. c is fp32(scale · log2 of Euler's number). For the query i of a head, over its keys j <= i:
 
     s_j     = product(q, k_j)                           p_j  = e_j inverse
     top     = (the largest s_j) c                       dp_j = product(dout, v_j)

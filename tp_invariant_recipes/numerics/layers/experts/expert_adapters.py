@@ -1,8 +1,8 @@
 """Products of adapters of experts (LoRA): one matrix for all experts of a layer, or one for each expert.
 
-An expert's owner has its tokens from the whole micro-batch, as in layers/experts/experts.py. A matrix of each expert
-is trained as the expert's own weight. One for all experts is a weight that every rank holds, as the router's; its
-gradient for a micro-batch is a sum over experts. With E experts and P, the largest power of two that divides E:
+An expert's owner has its tokens from the whole micro-batch, as in numerics/layers/experts/experts.py. A matrix of each
+expert is trained as the expert's own weight. One for all experts is a weight that every rank holds, as the router's;
+its gradient for a micro-batch is a sum over experts. With E experts and P, the largest power of two that divides E:
 
     leaf         the product of an expert's tokens, all of one source
     node         E/P experts, one after the other

@@ -1,4 +1,4 @@
-"""The experts' products in FP8: those of layers/experts/experts.py, with operands as in layers/linear/fp8_linear.py.
+"""Experts in FP8: numerics/layers/experts/experts.py with operands of numerics/layers/linear/fp8_linear.py.
 
 Batches are the tokens of one expert from one source, a context shard of a sequence, in every layout. So tensorwise each
 batch has a scale of its own, and blockwise its tokens are filled up to a multiple of 128 with zeros, which add nothing.

@@ -4,8 +4,8 @@
     input gradient   dy (e5m2, or e4m3) @ weight
     weight gradient  dy^T @ x, over the tokens of a context shard
 
-Each shard of a summed dimension is a product by the definition of products/fp8_sum.py, a multiple of 128 long, so
-accumulators are promoted at the same places for every t. Scales are those of a tensor, whoever holds its parts:
+Each shard of a summed dimension is a product by the definition of kernels/products/fp8_sum.py, a multiple of 128 long,
+so accumulators are promoted at the same places for every t. Scales are those of a tensor, whoever holds its parts:
 
     tensorwise  a maximum over the ranks that share the sequence, of a weight over those that share it
     blockwise   of 128 numbers along what is summed; no border of a shard cuts them

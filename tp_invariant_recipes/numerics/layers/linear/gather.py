@@ -1,19 +1,19 @@
 """The published scheme: gather the operands of a sum across ranks, and compute the whole sum in one product.
 
-Every product, also of weight gradients, is one launch of products/fixed_tile_product.py, in which each row's and each
-column's result is independent of the others. So dividing rows or columns among ranks changes no bit. When ranks have
-slices of the summed features, both operands are gathered first, in the order of the whole tensors:
+Every product, also of weight gradients, is one launch of kernels/products/fixed_tile_product.py, in which each row's
+and each column's result is independent of the others. So dividing rows or columns among ranks changes no bit. When
+ranks have slices of the summed features, both operands are gathered first, in the order of the whole tensors:
 
     of the weight:      all ranks' slices, by all-gather
     of the activation:  this rank's tokens with all features, by all-to-all, if the result is divided by tokens
                         (sequence parallelism); otherwise all tokens with all features, by all-gather
 
-A rank's rows of a column-parallel weight are segments (gate, up), drawn in layers/linear/linear.py. In the whole
-tensor each segment is contiguous, so the slices are put into that order.
+A rank's rows of a column-parallel weight are segments (gate, up), drawn in numerics/layers/linear/linear.py. In the
+whole tensor each segment is contiguous, so the slices are put into that order.
 
-Gathered operands are freed after their product. Unlike layers/linear/linear.py, this scheme moves and holds whole
-weights, and without sequence parallelism every rank computes the products over sharded features. Its products do not
-depend on virtual shards.
+Gathered operands are freed after their product. Unlike numerics/layers/linear/linear.py, this scheme moves and holds
+whole weights, and without sequence parallelism every rank computes the products over sharded features. Its products do
+not depend on virtual shards.
 """
 
 from dataclasses import dataclass

@@ -1,11 +1,11 @@
-"""Column- and row-parallel products in MXFP8: those of layers/linear/linear.py, on operands that are rounded before.
+"""Column- and row-parallel products in MXFP8: those of numerics/layers/linear/linear.py, on rounded operands.
 
     forward          x @ weight^T      both along the input features
     input gradient   dy @ weight       both along the output features
     weight gradient  dy^T @ x          both along the tokens of a sequence
 
-products/mxfp8.py says how. Activations and weights are e4m3, gradients what the recipe says. Numbers of MXFP8 are
-numbers of bf16, so products, trees and ranks' exchanges are those of bf16, and so is their speed. No block of 32
+kernels/products/mxfp8.py says how. Activations and weights are e4m3, gradients what the recipe says. Numbers of MXFP8
+are numbers of bf16, so products, trees and ranks' exchanges are those of bf16, and so is their speed. No block of 32
 crosses a border of a shard (check/invariant/fp8.py): a rank rounds what it has. A rank with a part of the tokens keeps
 its input as it is, since blocks along tokens may lie on two ranks.
 

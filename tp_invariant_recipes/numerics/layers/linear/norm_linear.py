@@ -1,6 +1,7 @@
 """RMSNorm and the column-parallel product after it as one function of autograd, which costs the host less than two.
 
-It launches what numerics/layers/norm.py and layers/linear/linear.py launch: the same kernels in the same order.
+It launches what numerics/layers/norm.py and numerics/layers/linear/linear.py launch: the same kernels in the same
+order.
 """
 
 from typing import Any
