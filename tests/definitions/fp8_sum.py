@@ -5,7 +5,7 @@ import torch
 from numpy.typing import NDArray
 
 from tests.definitions.tensor_core_sum import NO_EXPONENT, fma
-from tp_invariant_recipes.kernels.products.fp8_sum import KEPT, LEAST, PROMOTED, STEP, kind
+from tp_invariant_recipes.kernels.products.fp8_sum import KEPT_BITS, LEAST, PROMOTED, STEP, kind
 from tp_invariant_recipes.kernels.products.quantized import Quantized
 from tp_invariant_recipes.kernels.products.tensor_core_sum import NAN
 
@@ -13,7 +13,7 @@ F64 = NDArray[np.float64]
 F32 = NDArray[np.float32]
 
 
-def fp8_product(a: Quantized, b: Quantized, *, kept: int = KEPT, promoted: int = PROMOTED) -> F32:
+def fp8_product(a: Quantized, b: Quantized, *, kept: int = KEPT_BITS, promoted: int = PROMOTED) -> F32:
     """a @ b^T by the definition above.
 
     a, b:     [m, k] and [n, k] on the CPU, of scales that `kind` accepts.

@@ -3,13 +3,13 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from tp_invariant_recipes.kernels.products.tensor_core_sum import KEPT, LEAST_TOP, NAN, STEP
+from tp_invariant_recipes.kernels.products.tensor_core_sum import KEPT_BITS, LEAST_TOP, NAN, STEP
 
 INFINITY = 0x7F800000
 NO_EXPONENT = -(2**20)  # below every exponent: of a zero
 
 
-def bf16_product(a: NDArray[np.uint16], b: NDArray[np.uint16], *, kept: int = KEPT, step: int = STEP) -> NDArray:
+def bf16_product(a: NDArray[np.uint16], b: NDArray[np.uint16], *, kept: int = KEPT_BITS, step: int = STEP) -> NDArray:
     """a @ b by the definition above.
 
     a, b:       [m, k] and [k, n]: bits of bf16 numbers.

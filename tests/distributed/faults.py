@@ -103,7 +103,7 @@ def one_kept_bit_less() -> None:
     """Let a product of numerics=portable keep a bit less of each sum."""
     from tp_invariant_recipes.kernels.cpu import tensor_core_cpu
 
-    tensor_core_cpu.KEPT -= 1
+    tensor_core_cpu.KEPT_BITS -= 1
 
 
 def unchecked(arithmetic: Callable[[], None]) -> Callable[[], None]:

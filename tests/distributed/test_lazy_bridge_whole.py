@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tp_invariant_recipes.machine.versions import installed
-from tp_invariant_recipes.start.lazy_imports import EAGER, LATER, reason_against
+from tp_invariant_recipes.start.lazy_imports import DEFERRED, EAGER, reason_against
 
 # What a process sees of Bridge while packages wait, and after each of them has been asked for something.
 PROGRAM = """
@@ -44,7 +44,7 @@ seen["registered"] = sorted(str(key) for key in get_model_bridge._exact_types)
 seen["recipes"] = sorted(vars(megatron.bridge.recipes))
 mtd.convert, megatron.energon.Sample, multistorageclient.StorageClient, wandb.init
 seen["in the end"] = waiting()
-names = {name: sys.modules[name] for later in lazy_imports.LATER for name in later.modules}
+names = {name: sys.modules[name] for later in lazy_imports.DEFERRED for name in later.modules}
 seen["names"] = {name: sorted(vars(module)) for name, module in names.items() if name != "transformers"}
 seen["kinds"] = {name: str(type(module)) for name, module in names.items()}
 seen["modules"] = sorted(n for n in sys.modules if n.startswith(("megatron.", "modelopt.", "wandb.")))
@@ -69,7 +69,7 @@ def seen():
 @pytest.mark.release
 def test_everything_waits_until_somebody_asks(seen):
     waits, eager = seen
-    assert waits["at the start"] == waits["then"] == sorted(next(iter(later.modules)) for later in LATER)
+    assert waits["at the start"] == waits["then"] == sorted(next(iter(later.modules)) for later in DEFERRED)
     assert waits["in the end"] == eager["at the start"] == []
 
 
@@ -88,7 +88,7 @@ def test_no_module_is_lacking(seen):
     assert set(eager["modules"]) <= set(waits["modules"])
 
 
-@pytest.mark.parametrize("later", LATER, ids=lambda later: next(iter(later.modules)))
+@pytest.mark.parametrize("later", DEFERRED, ids=lambda later: next(iter(later.modules)))
 def test_the_rows_are_about_the_installed_versions(later):
     """Otherwise starts are slow, and nothing says so: read the imports of the new version, then change the row."""
     for distribution, version in later.versions.items():

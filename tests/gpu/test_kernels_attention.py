@@ -42,5 +42,5 @@ def test_it_repeats_its_bits_and_no_head_depends_on_another():
 
 
 def test_one_kept_bit_less_differs(monkeypatch):
-    monkeypatch.setattr(tensor_core_cpu, "KEPT", tensor_core_cpu.KEPT - 1)
+    monkeypatch.setattr(tensor_core_cpu, "KEPT_BITS", tensor_core_cpu.KEPT_BITS - 1)
     assert different(SHAPES[2], "wide")

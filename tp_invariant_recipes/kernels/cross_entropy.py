@@ -32,7 +32,7 @@ def sum_of_exponentials(logits: Tensor, highest: Tensor, shards: int) -> Tensor:
         grid, shard = (rows, shards), size // shards
         SUM.launch(grid, (logits, highest, partials), (rows, size), (shard, alignment(shard), BLOCK), num_warps=8)
     else:
-        groups = partials.split(_together(logits, shards))
+        groups = partials.split(_shards_at_once(logits, shards))
         for group, exponentials in zip(groups, _exponentials(logits, highest, shards), strict=True):
             group.copy_(folding_sum(exponentials.view(rows, len(group), -1), -1).t())
     return partials
@@ -56,7 +56,7 @@ def softmax_gradient(
         GRADIENT.launch(grid, tensors, (size,), (alignment(size), BLOCK), num_warps=8)
         return out
     every_row = torch.arange(rows)
-    parts = out.split(size // shards * _together(logits, shards), -1)
+    parts = out.split(size // shards * _shards_at_once(logits, shards), -1)
     for part, softmax in zip(parts, _exponentials(logits, highest, shards), strict=True):
         softmax /= total.unsqueeze(-1)
         mine = (index >= 0) & (index < part.shape[1])
@@ -68,11 +68,11 @@ def softmax_gradient(
 
 def _exponentials(logits: Tensor, highest: Tensor, shards: int) -> Iterator[Tensor]:
     """exp(logits - highest) of groups of shards in order, each [rows, vocab of a group] fp32, contiguous, yours."""
-    for group in logits.split(logits.shape[1] // shards * _together(logits, shards), -1):
+    for group in logits.split(logits.shape[1] // shards * _shards_at_once(logits, shards), -1):
         yield (group - highest.unsqueeze(-1)).contiguous().exp_()
 
 
-def _together(logits: Tensor, shards: int) -> int:
+def _shards_at_once(logits: Tensor, shards: int) -> int:
     """Shards of a group. exp has the bits that a shard has alone only where a shard is whole vectors."""
     alone = logits.numel() // shards
     return max(1, min(shards, TOGETHER // alone)) if alone % VECTORS == 0 else 1

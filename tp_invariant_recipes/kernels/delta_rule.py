@@ -195,9 +195,9 @@ def _delta_systems(
     of_keys = _added(_zeros(C, C), k, k, FEATURES, 1, 1, FEATURES, FEATURES)
     chunks = tl.cdiv(size, C)
     share: tl.constexpr = HEADS // GROUPS
-    for one in range(share):
-        chunk = (number // chunks * share + one) * chunks + number % chunks
-        place = token * HEADS + group * share + one
+    for member in range(share):
+        chunk = (number // chunks * share + member) * chunks + number % chunks
+        place = token * HEADS + group * share + member
         beta = tl.load(strength + place, mask=exists, other=0.0)
         p = tl.cumsum(tl.load(decay + place, mask=exists, other=0.0), 0)
         last = tl.sum(tl.where(i == C - 1, p, 0.0), 0)
@@ -212,12 +212,12 @@ def _delta_systems(
         a = tl.where(i[:, None] > i[None, :], beta[:, None] * of_keys * between, 0.0)
         tl.store(solved + square + _at(C, C, C), a)
         tl.debug_barrier()
-        found = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+        inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
         for row in range(1, C):  # T[row] = I[row] - A[row] T, of which A[row] reads the rows before
-            taken = tl.sum(tl.load(solved + square + row * C + i)[:, None] * found, 0)
-            found = tl.where((i == row)[:, None], found - taken[None, :], found)
+            taken = tl.sum(tl.load(solved + square + row * C + i)[:, None] * inverse, 0)
+            inverse = tl.where((i == row)[:, None], inverse - taken[None, :], inverse)
         tl.debug_barrier()
-        tl.store(solved + square + _at(C, C, C), found)
+        tl.store(solved + square + _at(C, C, C), inverse)
 
 
 @triton.jit(do_not_specialize=["size", "batch"])
@@ -243,9 +243,9 @@ def _delta_states(
         n = new + number * C * WIDTH + first
         tl.store(n + tile, beta[:, None] * (v - up[:, None] * old))
         tl.debug_barrier()
-        found = _added(_zeros(C, COLUMNS), solved + number * C * C, n, C, 1, WIDTH, 1, C)
+        solution = _added(_zeros(C, COLUMNS), solved + number * C * C, n, C, 1, WIDTH, 1, C)
         tl.debug_barrier()
-        tl.store(n + tile, found)
+        tl.store(n + tile, solution)
         tl.debug_barrier()
         if number + 1 < (unit + 1) * chunks:
             kept = tl.load(state + of_state) * tl.load(of_chunk + UP + C - 1)
@@ -266,11 +266,11 @@ def _delta_outputs(
     queries = q + _group_of(number, size, HEADS // GROUPS) * C * FEATURES
     state, n = states + number * FEATURES * WIDTH + first, new + number * C * WIDTH + first
     up = tl.load(numbers + number * 5 * C + UP + tl.arange(0, C))
-    found = up[:, None] * _added(_zeros(C, COLUMNS), queries, state, FEATURES, 1, WIDTH, 1, FEATURES)
-    found = _added(found, within + number * C * C, n, C, 1, WIDTH, 1, C)
+    output = up[:, None] * _added(_zeros(C, COLUMNS), queries, state, FEATURES, 1, WIDTH, 1, FEATURES)
+    output = _added(output, within + number * C * C, n, C, 1, WIDTH, 1, C)
     head, token, exists = _of_chunk(number, size, batch, HEADS)
     at, inside = _of_x(token, exists, head * VALUE, first + tl.arange(0, COLUMNS), VALUE, HEADS * VALUE)
-    tl.store(y + at, found.to(y.dtype.element_ty), mask=inside)
+    tl.store(y + at, output.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["size", "batch"])
@@ -286,23 +286,23 @@ def _delta_state_gradients(
     state = dstates + (unit * chunks + chunks - 1) * FEATURES * WIDTH + first
     tl.store(state + of_state, _zeros(FEATURES, COLUMNS))
     tl.debug_barrier()
-    for left in range(chunks, 0, -1):
-        number = unit * chunks + left - 1
+    for remaining in range(chunks, 0, -1):
+        number = unit * chunks + remaining - 1
         of_group, of_chunk = _group_of(number, size, HEADS // GROUPS) * C * FEATURES, numbers + number * 5 * C
         place, square = number * C * WIDTH + first, number * C * C
         beta, down = tl.load(of_chunk + BETA + i), tl.load(of_chunk + DOWN + i)
-        found = down[:, None] * _added(_zeros(C, COLUMNS), k + of_group, state, FEATURES, 1, WIDTH, 1, FEATURES)
-        found = _added(found, within + square, do + place, 1, C, WIDTH, 1, C)
-        tl.store(dr + place + tile, found)
+        gradient = down[:, None] * _added(_zeros(C, COLUMNS), k + of_group, state, FEATURES, 1, WIDTH, 1, FEATURES)
+        gradient = _added(gradient, within + square, do + place, 1, C, WIDTH, 1, C)
+        tl.store(dr + place + tile, gradient)
         tl.debug_barrier()
-        found = _added(_zeros(C, COLUMNS), solved + square, dr + place, 1, C, WIDTH, 1, C)
+        gradient = _added(_zeros(C, COLUMNS), solved + square, dr + place, 1, C, WIDTH, 1, C)
         tl.debug_barrier()
-        tl.store(dr + place + tile, found)
+        tl.store(dr + place + tile, gradient)
         tl.debug_barrier()
         head, token, exists = _of_chunk(number, size, batch, HEADS)
         at, inside = _of_values(token, exists, head, column, GROUPS, HEADS, KEY, VALUE)
-        tl.store(dx + at, (beta[:, None] * found).to(dx.dtype.element_ty), mask=inside)
-        if left > 1:
+        tl.store(dx + at, (beta[:, None] * gradient).to(dx.dtype.element_ty), mask=inside)
+        if remaining > 1:
             kept = tl.load(state + of_state) * tl.load(of_chunk + UP + C - 1)
             state -= FEATURES * WIDTH
             kept = _added(kept, q + of_group, do + place, 1, FEATURES, WIDTH, 1, C, of_chunk + UP)
@@ -328,8 +328,8 @@ def _delta_gradients(
     of_x: tl.constexpr = 2 * GROUPS * KEY + HEADS * VALUE
     share: tl.constexpr = HEADS // GROUPS
     dq, dk = _zeros(C, FEATURES), _zeros(C, FEATURES)
-    for one in range(share):
-        head, chunk = group * share + one, (number // chunks * share + one) * chunks + number % chunks
+    for member in range(share):
+        head, chunk = group * share + member, (number // chunks * share + member) * chunks + number % chunks
         place, square, of_state = chunk * C * WIDTH, chunk * C * C, chunk * FEATURES * WIDTH
         of_chunk = numbers + chunk * 5 * C + i
         beta, up, between = tl.load(of_chunk + BETA), tl.load(of_chunk + UP), _between(tl.load(of_chunk + P))
@@ -343,16 +343,16 @@ def _delta_gradients(
         tl.store(solved + square + _at(C, C, C), beta[:, None] * da)
         dp, dbeta = tl.sum(weights, 1) - tl.sum(weights, 0), tl.sum(of_beta, 1)
         tl.debug_barrier()
-        found = up[:, None] * _added(_zeros(C, FEATURES), do + place, states + of_state, WIDTH, 1, 1, WIDTH, WIDTH)
-        dp += tl.sum(tl.load(q + tile) * found, 1)
-        dq = _added(dq + found, within + square, k, C, 1, FEATURES, 1, C)
-        found = _added(_zeros(C, FEATURES), dr + place, states + of_state, WIDTH, 1, 1, WIDTH, WIDTH)
-        erased, stronger = tl.sum(tl.load(k + tile) * found, 1), tl.load(of_chunk + STRONGER)
-        dk -= stronger[:, None] * found
-        found = _added(_zeros(C, FEATURES), new + place, dstates + of_state, WIDTH, 1, 1, WIDTH, WIDTH)
-        found *= tl.load(of_chunk + DOWN)[:, None]
-        added = tl.sum(tl.load(k + tile) * found, 1)
-        dk = _added(dk + found, within + square, q, 1, C, FEATURES, 1, C)
+        gradient = up[:, None] * _added(_zeros(C, FEATURES), do + place, states + of_state, WIDTH, 1, 1, WIDTH, WIDTH)
+        dp += tl.sum(tl.load(q + tile) * gradient, 1)
+        dq = _added(dq + gradient, within + square, k, C, 1, FEATURES, 1, C)
+        gradient = _added(_zeros(C, FEATURES), dr + place, states + of_state, WIDTH, 1, 1, WIDTH, WIDTH)
+        erased, stronger = tl.sum(tl.load(k + tile) * gradient, 1), tl.load(of_chunk + STRONGER)
+        dk -= stronger[:, None] * gradient
+        gradient = _added(_zeros(C, FEATURES), new + place, dstates + of_state, WIDTH, 1, 1, WIDTH, WIDTH)
+        gradient *= tl.load(of_chunk + DOWN)[:, None]
+        added = tl.sum(tl.load(k + tile) * gradient, 1)
+        dk = _added(dk + gradient, within + square, q, 1, C, FEATURES, 1, C)
         dk = _added(dk, solved + square, k, C, 1, FEATURES, 1, C)
         dk = _added(dk, solved + square, k, 1, C, FEATURES, 1, C)
         at, inside = _of_values(token, exists, head, tl.arange(0, WIDTH), GROUPS, HEADS, KEY, VALUE)
@@ -367,11 +367,11 @@ def _delta_gradients(
         dp += tl.where(i == C - 1, of_last, 0.0) - stronger * erased - added
         tl.store(ddecay + token * HEADS + head, tl.cumsum(dp, 0, reverse=True), mask=exists)
     at, inside = _of_x(token, exists, group * KEY, tl.arange(0, FEATURES), KEY, of_x)
-    found = _through_norm(dq * KEY**-0.5, tl.load(x + at, mask=inside, other=0.0).to(tl.float32))
-    tl.store(dx + at, found.to(dx.dtype.element_ty), mask=inside)
+    gradient = _through_norm(dq * KEY**-0.5, tl.load(x + at, mask=inside, other=0.0).to(tl.float32))
+    tl.store(dx + at, gradient.to(dx.dtype.element_ty), mask=inside)
     at += GROUPS * KEY
-    found = _through_norm(dk, tl.load(x + at, mask=inside, other=0.0).to(tl.float32))
-    tl.store(dx + at, found.to(dx.dtype.element_ty), mask=inside)
+    gradient = _through_norm(dk, tl.load(x + at, mask=inside, other=0.0).to(tl.float32))
+    tl.store(dx + at, gradient.to(dx.dtype.element_ty), mask=inside)
 
 
 SYSTEMS, STATES, OUTPUTS, STATE_GRADIENTS, GRADIENTS = map(

@@ -100,9 +100,9 @@ class Lanes:
         result = torch.zeros(len(self.pieces), LANES, dtype=torch.int64, device=self.device)
         self.largest = torch.zeros((), dtype=torch.int64, device=self.device)
         self.unlike = torch.zeros(len(self.pieces), dtype=torch.int64, device=self.device)
-        for (size, copied), some in self.programs.items():
+        for (size, copied), program in self.programs.items():
             most, unlike = self.largest if self.magnitude else None, self.unlike if copied else None
-            launch(some, self.keys, result, size, most, unlike)
+            launch(program, self.keys, result, size, most, unlike)
         if self.device.type != "cuda":
             for n, piece in enumerate(self.pieces):
                 result[n] = _lanes_numpy(piece)
@@ -189,10 +189,10 @@ def _lanes_numpy(piece: Piece) -> Tensor:
     across = of_columns.numpy().view(np.uint64)[column : column + columns]
     words = values.numpy().view(f"u{values.element_size()}")
     sums = np.zeros((LANES, columns), np.uint64)
-    together = max(1, CHUNK // max(columns, 1))
-    for first in range(0, rows, together):
-        bits = words[first : first + together].astype(np.uint64)
-        sums += np.einsum("rl,rc->lc", factors[first : first + together], bits)
+    height = max(1, CHUNK // max(columns, 1))
+    for first in range(0, rows, height):
+        bits = words[first : first + height].astype(np.uint64)
+        sums += np.einsum("rl,rc->lc", factors[first : first + height], bits)
     return torch.from_numpy(np.einsum("lc,cl->l", sums, across).view(np.int64))
 
 
@@ -216,8 +216,8 @@ def programs(rows: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Ten
 
 
 def launch(
-    some: tuple[Tensor, Tensor],
-    of: DigestKeys,
+    program: tuple[Tensor, Tensor],
+    keys: DigestKeys,
     result: Tensor,
     size: int,
     largest: Tensor | None = None,
@@ -228,11 +228,11 @@ def launch(
     result: int64 [pieces, LANES], added to. largest: int64 scalar, raised to the largest magnitude's bits.
     unlike: int64 [pieces], raised by the elements that the copies of these pieces do not hold; None: they have none.
     """
-    pieces, blocks = some
+    pieces, blocks = program
     if len(blocks):
         with torch.cuda.device_of(result):  # of the tensors, which need not be the current one
             _lanes[(len(blocks),)](
-                pieces, blocks, of.rows, of.columns, result, largest, unlike,
+                pieces, blocks, keys.rows, keys.columns, result, largest, unlike,
                 size, ROWS, COLUMNS, TOGETHER, num_warps=WARPS,
             )  # fmt: skip
 
@@ -245,7 +245,7 @@ def _lanes(
     block = blocks + 3 * tl.program_id(0).to(tl.int64)
     piece = pieces + 10 * tl.load(block).to(tl.int64)
     first = tl.load(block + 1).to(tl.int64)
-    left = tl.load(block + 2).to(tl.int64)
+    before = tl.load(block + 2).to(tl.int64)
     stride, rows, columns = tl.load(piece + 1), tl.load(piece + 2), tl.load(piece + 3)
     row, step, column, number = tl.load(piece + 4), tl.load(piece + 5), tl.load(piece + 6), tl.load(piece + 7)
     if SIZE == 4:
@@ -254,14 +254,14 @@ def _lanes(
         p = tl.load(piece).to(tl.pointer_type(tl.uint16))
     else:
         p = tl.load(piece).to(tl.pointer_type(tl.uint8))
-    p += first * stride + left
+    p += first * stride + before
     if unlike is not None:
-        apart = tl.load(piece + 9)
-        q = tl.load(piece + 8).to(tl.pointer_type(tl.uint16)) + first * apart + left
+        copy_stride = tl.load(piece + 9)
+        q = tl.load(piece + 8).to(tl.pointer_type(tl.uint16)) + first * copy_stride + before
         wrong = tl.zeros([COLUMNS], tl.int32)
     j = tl.arange(0, COLUMNS)
     key = row_keys.to(tl.pointer_type(tl.uint32)) + 2 * (row + first * step)
-    there = j < columns - left
+    there = j < columns - before
     sum0 = tl.zeros([COLUMNS], tl.uint64)
     sum1 = tl.zeros([COLUMNS], tl.uint64)
     most = tl.zeros([COLUMNS], tl.uint32)
@@ -272,13 +272,13 @@ def _lanes(
             if largest is not None:
                 most = tl.maximum(most, _magnitude(bits, SIZE))
             if unlike is not None:
-                wrong += _is_unlike(bits, tl.load(q + i * apart + j, mask=there, other=0))
+                wrong += _is_unlike(bits, tl.load(q + i * copy_stride + j, mask=there, other=0))
             x = bits.to(tl.uint64)
             sum0 += x * tl.load(key + 2 * i * step).to(tl.uint64)
             sum1 += x * tl.load(key + 2 * i * step + 1).to(tl.uint64)
         p += TOGETHER * stride
         if unlike is not None:
-            q += TOGETHER * apart
+            q += TOGETHER * copy_stride
         key += 2 * TOGETHER * step
     for _ in range(count % TOGETHER):
         bits = tl.load(p + j, mask=there, other=0)
@@ -286,13 +286,13 @@ def _lanes(
             most = tl.maximum(most, _magnitude(bits, SIZE))
         if unlike is not None:
             wrong += _is_unlike(bits, tl.load(q + j, mask=there, other=0))
-            q += apart
+            q += copy_stride
         x = bits.to(tl.uint64)
         sum0 += x * tl.load(key).to(tl.uint64)
         sum1 += x * tl.load(key + 1).to(tl.uint64)
         p += stride
         key += 2 * step
-    across = column_keys.to(tl.pointer_type(tl.uint64)) + 2 * (column + left + j)
+    across = column_keys.to(tl.pointer_type(tl.uint64)) + 2 * (column + before + j)
     sum0 *= tl.load(across, mask=there, other=0)
     sum1 *= tl.load(across + 1, mask=there, other=0)
     tl.atomic_add(result + 2 * number, tl.sum(sum0, 0).to(tl.int64, bitcast=True), sem="relaxed")

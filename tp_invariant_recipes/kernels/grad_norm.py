@@ -93,15 +93,15 @@ def _pieces(grads: Sequence[Tensor]) -> list[Tensor]:
     pieces = [piece for grad in grads for piece in grad.split(PIECE if grad.is_cuda else CHUNK)]
     if not pieces or pieces[0].is_cuda:
         return pieces
-    together: list[list[Tensor]] = []
-    left = 0
+    groups: list[list[Tensor]] = []
+    room = 0
     for piece in pieces:
-        left -= len(piece)
-        if left < 0:
-            together.append([])
-            left = CHUNK - len(piece)
-        together[-1].append(piece)
-    return [some[0] if len(some) == 1 else torch.cat([piece.float() for piece in some]) for some in together]
+        room -= len(piece)
+        if room < 0:
+            groups.append([])
+            room = CHUNK - len(piece)
+        groups[-1].append(piece)
+    return [group[0] if len(group) == 1 else torch.cat([piece.float() for piece in group]) for group in groups]
 
 
 def _bits(piece: Tensor) -> Tensor:

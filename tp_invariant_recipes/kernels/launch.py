@@ -49,15 +49,15 @@ class Kernel:
             )
         device = tensors[0].get_device()
         key = (constants, num_warps, num_stages, device, *[tensor.dtype for tensor in tensors])
-        found = self._compiled.get(key)
+        compiled = self._compiled.get(key)
         aligned, addresses = 0, [tensor.data_ptr() for tensor in tensors]
         for address in addresses:
             aligned |= address
-        if found is None or aligned % 16 or max(numbers, default=0) >= _FITS:
+        if compiled is None or aligned % 16 or max(numbers, default=0) >= _FITS:
             options = self.options | {"num_warps": num_warps, "num_stages": num_stages}
             self._as_triton_does(grid, (*tensors, *numbers, *constants), options, None if aligned % 16 else key)
             return
-        entry, fixed = found
+        entry, fixed = compiled
         stream = torch._C._cuda_getCurrentRawStream(device)
         entry(*grid, 1, stream, *fixed, *addresses, *numbers, *constants)
 

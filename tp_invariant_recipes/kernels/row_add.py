@@ -58,10 +58,10 @@ def _add_rows(
         total = tl.zeros_like(earlier) if AT_ONCE else earlier
         for start in range(place, stop, AHEAD):
             for n in tl.static_range(AHEAD):
-                left = start + n < stop
-                row = tl.load(order + start + n, mask=left, other=0)
-                value = tl.load(rows + row * FEATURES + column, mask=left & (column < FEATURES), other=0.0)
-                total = tl.where(left, total + value.to(tl.float32), total)
+                valid = start + n < stop
+                row = tl.load(order + start + n, mask=valid, other=0)
+                value = tl.load(rows + row * FEATURES + column, mask=valid & (column < FEATURES), other=0.0)
+                total = tl.where(valid, total + value.to(tl.float32), total)
         if AT_ONCE:
             total = earlier + total
         tl.store(there, total, mask=column < FEATURES)

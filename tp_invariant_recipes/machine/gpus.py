@@ -26,21 +26,21 @@ def visible() -> list[Gpu]:
     except Exception:  # no module, no driver library, no permission: all mean that no GPU can be used
         return []
     try:
-        found = [_describe(pynvml, pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(pynvml.nvmlDeviceGetCount())]
+        gpus = [_describe(pynvml, pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(pynvml.nvmlDeviceGetCount())]
     finally:
         pynvml.nvmlShutdown()
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return found if chosen is None else _chosen(found, chosen)
+    return gpus if chosen is None else _chosen(gpus, chosen)
 
 
-def _chosen(found: list[Gpu], names: str) -> list[Gpu]:
+def _chosen(gpus: list[Gpu], names: str) -> list[Gpu]:
     """Read CUDA_VISIBLE_DEVICES as CUDA does: the first invalid entry, such as -1, ends the list."""
     chosen: list[Gpu] = []
     for name in names.split(","):
-        if name.strip().isdigit() and int(name) < len(found):
-            chosen.append(found[int(name)])
-        elif name.strip().startswith(("GPU-", "MIG-")) and len(chosen) < len(found):
-            chosen.append(found[len(chosen)])  # only the number of GPUs matters, not their identity
+        if name.strip().isdigit() and int(name) < len(gpus):
+            chosen.append(gpus[int(name)])
+        elif name.strip().startswith(("GPU-", "MIG-")) and len(chosen) < len(gpus):
+            chosen.append(gpus[len(chosen)])  # only the number of GPUs matters, not their identity
         else:
             break
     return chosen

@@ -31,4 +31,4 @@ def matching(installed: Callable[[str], str | None]) -> KnownSet | None:
     """
     here = {name: version for name in KNOWN[-1].versions if (version := installed(name)) is not None}
     plain = {name: version.split("+")[0] for name, version in here.items()}
-    return next((one for one in KNOWN if plain and plain.items() <= one.versions.items()), None)
+    return next((row for row in KNOWN if plain and plain.items() <= row.versions.items()), None)

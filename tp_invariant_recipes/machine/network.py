@@ -14,5 +14,5 @@ def interface(address: str) -> str | None:
     """The name of the network interface that has this address; None: no interface of this machine has it."""
     import psutil
 
-    found = psutil.net_if_addrs().items()
-    return next((name for name, entries in found if any(entry.address == address for entry in entries)), None)
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, entries in interfaces if any(entry.address == address for entry in entries)), None)

@@ -40,12 +40,12 @@ def installed(distribution: str) -> str | None:
 
 def versions() -> dict[str, str | None]:
     """Label -> version; None: not installed."""
-    found = {label: installed(distribution) for label, distribution in PACKAGES.items()}
+    packages = {label: installed(distribution) for label, distribution in PACKAGES.items()}
     return {
         "python": sys.version.split()[0],
         "tp_invariant_recipes": tp_invariant_recipes.__version__,
         "git_commit": _git_commit(),
-        **found,
+        **packages,
     }
 
 

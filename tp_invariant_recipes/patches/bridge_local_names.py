@@ -44,10 +44,10 @@ def with_local_experts(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         )
         ahead = {f"mtp.layers.{n}.mtp_model_layer": f"model.layers.{layers + n}" for n in range(depths)}
         for layer, name in ({"decoder.layers.*": "model.layers.*"} | ahead).items():
-            local, theirs = f"{layer}.mlp.experts.local_experts.*", f"{name}.mlp.experts.*"
-            gate, up = (f"{theirs}.{part}_proj.weight" for part in ("gate", "up"))
+            local, hf = f"{layer}.mlp.experts.local_experts.*", f"{name}.mlp.experts.*"
+            gate, up = (f"{hf}.{part}_proj.weight" for part in ("gate", "up"))
             yield GatedMLPMapping(megatron_param=f"{local}.linear_fc1.weight", gate=gate, up=up)
-            yield AutoMapping(f"{local}.linear_fc2.weight", f"{theirs}.down_proj.weight")
+            yield AutoMapping(f"{local}.linear_fc2.weight", f"{hf}.down_proj.weight")
 
     return _extended(original, more)
 

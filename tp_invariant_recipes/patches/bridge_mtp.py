@@ -29,7 +29,8 @@ def of_the_models_kind(original: Callable[..., Any]) -> Callable[..., Any]:
             return None
         norms = dict.fromkeys(("enorm", "hnorm", "layer_norm"), WrappedTorchNorm)
         return replace(
-            block, layer_specs=[replace(one, submodules=replace(one.submodules, **norms)) for one in block.layer_specs]
+            block,
+            layer_specs=[replace(spec, submodules=replace(spec.submodules, **norms)) for spec in block.layer_specs],
         )
 
     return mtp_block_spec

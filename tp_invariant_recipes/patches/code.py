@@ -54,13 +54,13 @@ def _fingerprints(file: Path, changed: int) -> dict[str, str]:
 
 
 def _functions(parent: ast.Module | ast.ClassDef, prefix: str) -> list[tuple[str, ast.FunctionDef]]:
-    found: list[tuple[str, ast.FunctionDef]] = []
+    functions: list[tuple[str, ast.FunctionDef]] = []
     for node in parent.body:
         if isinstance(node, ast.FunctionDef):
-            found.append((prefix + node.name, node))
+            functions.append((prefix + node.name, node))
         elif isinstance(node, ast.ClassDef):
-            found += _functions(node, f"{prefix}{node.name}.")
-    return found
+            functions += _functions(node, f"{prefix}{node.name}.")
+    return functions
 
 
 def _text(function: ast.FunctionDef) -> str:

@@ -26,7 +26,9 @@ def like_the_others(original: Callable[..., Any]) -> Callable[..., Any]:
         saved = original(self, model, is_loading, **kwargs)
         if len(self.chained_optimizers) == 1:
             return saved
-        single = [(one, saved[n]) for n, one in enumerate(self.chained_optimizers) if not _is_chain(one)]
+        single = [
+            (optimizer, saved[n]) for n, optimizer in enumerate(self.chained_optimizers) if not _is_chain(optimizer)
+        ]
         for optimizer, state in single:
             if any(group["params"] for group in optimizer.param_groups):
                 continue

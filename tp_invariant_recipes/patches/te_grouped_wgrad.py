@@ -98,8 +98,8 @@ def settled_mlp(original: Callable[..., list]) -> Callable[..., list]:
             if not (fc_op.single_grouped_weight and getattr(weight, "overwrite_main_grad", False)):
                 return fc_op._accumulate_into_main_grad
             # With overwrite_main_grad, 2.14 does not write into the main_grad of a single grouped weight.
-            said = getattr(weight, "grad_added_to_main_grad", False)
-            return said or (returned is not None and within_main_grad(returned, weight))
+            added = getattr(weight, "grad_added_to_main_grad", False)
+            return added or (returned is not None and within_main_grad(returned, weight))
 
         return settled_parameters(fc_op, parameters, accumulates)
 

@@ -93,32 +93,34 @@ def read(file: Path = BUILT_IN) -> Recording:
         if data[:1] == b"{" and b"\0" not in data[:8]:  # JSON; a safetensors file begins with a length of 8 bytes
             from tp_invariant_recipes.portable import card_script
 
-            said = parse_json(data)
-            tensors = card_script.tensors(said)
+            metadata = parse_json(data)
+            tensors = card_script.tensors(metadata)
         else:
             tensors = load(data)
-            said = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
+            metadata = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
         names = sorted({name.rpartition("/")[0] for name in tensors})
         if not names:
             raise ValueError("it holds no case")
         cases = tuple(_case(name, tensors) for name in names)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise RunError(f"{file} is no recording of tpi conformance: {reason(error)}") from error
-    return Recording(f"{said.get('gpu', 'an unknown GPU')} (sm_{said.get('capability', '?').replace('.', '')})", cases)
+    return Recording(
+        f"{metadata.get('gpu', 'an unknown GPU')} (sm_{metadata.get('capability', '?').replace('.', '')})", cases
+    )
 
 
 def differences(recording: Recording, product: Product) -> list[Difference]:
     """The cases of which `product`, on operands where a case has them, gives other bits. Every fp32 NaN counts as one:
     the units for fp32 keep a NaN's sign and payload, and the definition does not."""
-    found = []
+    mismatches = []
     for case in recording.cases:
         computed, recorded = outputs(case, product), _one_nan(case, case.bits)
         where = np.argwhere(computed != recorded)
         if where.size:
             row, column = map(int, where[0])
             bits = int(recorded[row, column]), int(computed[row, column])
-            found.append(Difference(case.name, row, column, *bits, len(where), recorded.size))
-    return found
+            mismatches.append(Difference(case.name, row, column, *bits, len(where), recorded.size))
+    return mismatches
 
 
 def outputs(case: Case, product: Product) -> NDArray[np.uint32]:

@@ -58,10 +58,10 @@ def _some(different: list[str]) -> str:
 
 def differences(gpu: int | None) -> list[str]:
     """What a device computes in another way: a line a recorded case, with its bits; empty: nothing."""
-    found = _differences(_bf16_rows(), gpu)
+    lines = _differences(_bf16_rows(), gpu)
     if functions(gpu) != FUNCTIONS:
-        found.append("exp, log, sigmoid, rsqrt or exp2: other bits than those of portable/ieee/math.py")
-    return found
+        lines.append("exp, log, sigmoid, rsqrt or exp2: other bits than those of portable/ieee/math.py")
+    return lines
 
 
 def fp8_differences(gpu: int | None) -> list[str]:

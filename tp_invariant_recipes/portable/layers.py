@@ -43,11 +43,11 @@ class PortableDotProductAttention(InvariantDotProductAttention):
         out = _Attention.apply(query, key, value, self.softmax_scale)
         groups = key.shape[2]
 
-        def again(number: int) -> Tensor:
-            q, k, v = (one.detach().chunk(groups, 2)[number] for one in (query, key, value))
+        def recompute(number: int) -> Tensor:
+            q, k, v = (operand.detach().chunk(groups, 2)[number] for operand in (query, key, value))
             return attention_forward(q, k, v, self.softmax_scale).out.flatten(2)
 
-        sampling.repeat(out, again, groups, self.layer_number)
+        sampling.repeat(out, recompute, groups, self.layer_number)
         return out
 
     def backend(self) -> str:

@@ -80,8 +80,8 @@ def _nvml_only() -> Iterator[None]:
 
 def _capability(original: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
     def ask(device: Any = None) -> tuple[int, int]:
-        found = gpus.visible()
-        return found[0].capability if device in (None, 0) and found else original(device)
+        visible = gpus.visible()
+        return visible[0].capability if device in (None, 0) and visible else original(device)
 
     return ask
 

@@ -8,7 +8,7 @@ first, as it would have been at the start:
     wandb.init(…)            # imports wandb; `wandb` is then the module that it would have been
     AutoBridge, a recipe, a family of models: all of Bridge's families are imported, with their registrations
 
-A row of LATER says what waits. A row is for the versions whose imports we have read and whose equivalence
+A row of DEFERRED says what waits. A row is for the versions whose imports we have read and whose equivalence
 tests/unit/start/test_lazy_bridge.py shows. Other versions are imported at the start, as everything is with
 TPI_EAGER_IMPORTS=1.
 """
@@ -35,7 +35,7 @@ Answer = Callable[["Waiting"], Any]  # makes what a stand-in has for a name
 
 
 @dataclass(frozen=True)
-class Later:
+class Deferred:
     """A package that waits, one row.
 
     versions:   distribution -> the version that the row is about; None: any. All must be installed.
@@ -134,9 +134,9 @@ _CLASSES = (
 )  # fmt: skip
 _CHAT = "transformers.utils.chat_template_utils"
 
-LATER = (
+DEFERRED = (
     # Tokenizers and processors of Hugging Face.
-    Later(
+    Deferred(
         {"transformers": "5.12.1"},
         {
             "transformers": {name: partial(_Class, "transformers", name) for name in _CLASSES},
@@ -147,7 +147,7 @@ LATER = (
     ),
     # Bridge's families of models register themselves for the conversion from and to Hugging Face; four of them also
     # register their configurations at transformers.
-    Later(
+    Deferred(
         {"megatron-bridge": "0.6.2"},
         {
             "megatron.bridge": {},
@@ -165,7 +165,7 @@ LATER = (
     ),
     # Quantization and distillation. The functions treat models otherwise that ModelOpt has made, and it makes none
     # before it is imported.
-    Later(
+    Deferred(
         {"nvidia-modelopt": "0.47.0", "megatron-bridge": "0.6.2"},
         {
             "modelopt.torch": {},
@@ -183,9 +183,9 @@ LATER = (
         below="modelopt.torch",
     ),
     # Megatron-Core's timers import it to recognize its writer.
-    Later({"wandb": None}, {"wandb": {}}, below="wandb"),
+    Deferred({"wandb": None}, {"wandb": {}}, below="wandb"),
     # Multimodal data. It imports the storage client, which Megatron-Core only asks whether it is there.
-    Later(
+    Deferred(
         {"megatron-energon": "7.4.1", "megatron-bridge": "0.6.2"},
         {
             "megatron.energon": {
@@ -196,7 +196,7 @@ LATER = (
         },
         below="megatron.energon",
     ),
-    Later({"multi-storage-client": None}, {"multistorageclient": {}}, below="multistorageclient"),
+    Deferred({"multi-storage-client": None}, {"multistorageclient": {}}, below="multistorageclient"),
 )
 
 
@@ -259,7 +259,7 @@ class Waiting(MetaPathFinder):
     around: holds while the package is imported.
     """
 
-    later: Later
+    later: Deferred
     around: Callable[[], AbstractContextManager[None]]
     waits: bool = True
     _modules: dict[str, ModuleType] = field(default_factory=dict)
@@ -321,7 +321,7 @@ class Waiting(MetaPathFinder):
         """While the package waits, import all of it before one more of its modules; meanwhile, the stand-ins' specs."""
         if self._ending:
             return self._in_place(self._modules[name], done=False) if name in self._modules else None
-        if not _is_below(name, self.later.below) or any(_is_below(name, one) for one in self.later.passes):
+        if not _is_below(name, self.later.below) or any(_is_below(name, package) for package in self.later.passes):
             return None
         self.end()
         module = sys.modules.pop(name, None)  # the import system would execute a module that it finds there now again
@@ -355,16 +355,16 @@ def _set_in_parent(name: str, module: ModuleType) -> None:
         setattr(sys.modules[parent], leaf, module)
 
 
-def reason_against(later: Later) -> str | None:
+def reason_against(later: Deferred) -> str | None:
     """Why a package is imported at the start; None: it waits."""
     if os.environ.get(EAGER) == "1":
         return f"{EAGER}=1"
     for distribution, version in later.versions.items():
-        found = installed(distribution)
-        if found is None:
+        present = installed(distribution)
+        if present is None:
             return f"{distribution} is not installed"
-        if version not in (None, found):
-            return f"{distribution} is {found}; its imports are known for {version}"
+        if version not in (None, present):
+            return f"{distribution} is {present}; its imports are known for {version}"
     there = [name for name in later.modules if name in sys.modules]
     if not _waits(later.while_waits):
         there.append(str(later.while_waits))
@@ -373,16 +373,16 @@ def reason_against(later: Later) -> str | None:
 
 @contextmanager
 def put_off(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Import Bridge in the block: afterwards the packages of LATER wait until somebody asks for them.
+    """Import Bridge in the block: afterwards the packages of DEFERRED wait until somebody asks for them.
 
     around: holds while one of them is imported, then.
     """
     waiting = []
-    for later in LATER:
+    for later in DEFERRED:
         if reason_against(later) is None:
             waiting.append(Waiting(later, around))
             waiting[-1].place()
     yield
-    for one in waiting:
-        if one.waits:
-            one.watch()
+    for finder in waiting:
+        if finder.waits:
+            finder.watch()

@@ -55,7 +55,7 @@ def message(command: str, distributions: Sequence[str]) -> str:
 def missing(error: ModuleNotFoundError) -> str | None:
     """The distribution whose absence an import has met; None: another module is missing, or this one is not."""
     name = error.name or ""
-    module = next((one for one in DISTRIBUTIONS if name == one or name.startswith(f"{one}.")), None)
+    module = next((package for package in DISTRIBUTIONS if name == package or name.startswith(f"{package}.")), None)
     if module is None or there(module):
         return None
     return DISTRIBUTIONS[module]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from tests.definitions.fp8_sum import KEPT, _accumulated, _split
+from tests.definitions.fp8_sum import KEPT_BITS, _accumulated, _split
 from tests.fp8_operands import KINDS, TYPES, operands
 from tests.operands import same_bits
 from tests.unit.portable.attention_interpreted import fused, rounded_to_bf16
@@ -43,7 +43,7 @@ def as_a_tensor_core(kept):
     return create_dot
 
 
-def as_a_gpu(kept=KEPT):
+def as_a_gpu(kept=KEPT_BITS):
     """Let the interpreter compute what a GPU's instructions do."""
     InterpreterBuilder.create_dot = as_a_tensor_core(kept)
     InterpreterBuilder.create_fma = fused
@@ -117,10 +117,10 @@ def all_differing():
     """All of the above that is short, as `interpreted.py` runs it: what differs."""
     found = []
     for kind, types in zip(KINDS, TYPES, strict=True):
-        if differing(KEPT, kind, types, 5, 130, 384):
+        if differing(KEPT_BITS, kind, types, 5, 130, 384):
             found.append((kind, types))
         if pairs_differing(kind) or experts_differing(kind):
             found.append(kind)
-    if differing(KEPT, "tensor", (E4M3, E4M3), 130, 5, 200):
+    if differing(KEPT_BITS, "tensor", (E4M3, E4M3), 130, 5, 200):
         found.append("a part of a block")
     return found

@@ -100,7 +100,7 @@ def _by_blocks(a, b, enter, end):
     with np.errstate(all="ignore"):
         for start in range(0, x.shape[1], BLOCK):
             part, q = slice(start, start + BLOCK), start // BLOCK
-            p = _accumulated(x[:, part], y[:, part], ex[:, part], ey[:, part], fp8_sum.KEPT)
+            p = _accumulated(x[:, part], y[:, part], ex[:, part], ey[:, part], fp8_sum.KEPT_BITS)
             if b.blocks == "tensor":
                 main = main + p
             else:

@@ -216,7 +216,7 @@ def test_a_step_has_the_bits_of_the_definition_whatever_cuts_it(monkeypatch, any
     a, b = NUMBERS["a_512_cancel"][:1], NUMBERS["b_512_cancel"][:, : tensor_core_vector.LANES]
     row = np.zeros(tensor_core_cpu.WIDE, np.float32)
     rows, panels = tensor_core_cpu.split_rows(a), tensor_core_cpu.split_panels(b)
-    left = by_vectors(row, *rows[:2], *(part[0] for part in panels[:2]), np.int32(tensor_core_sum.KEPT))
+    left = by_vectors(row, *rows[:2], *(part[0] for part in panels[:2]), np.int32(tensor_core_sum.KEPT_BITS))
     assert not any(left)
     assert (row[: b.shape[1]].view(np.uint32) == bf16_product(a, b)[0]).all()
     assert not (any_processor and "avx512" in by_vectors.inspect_llvm(by_vectors.signatures[0]))

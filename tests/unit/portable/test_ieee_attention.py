@@ -170,7 +170,7 @@ def test_other_arithmetic_gives_other_bits(kept, monkeypatch):
         return [*attended, *attention_backward(gradient, query, key, value, attended, 0.25)]
 
     before = outcome()
-    monkeypatch.setattr(tensor_core_cpu, "KEPT", kept)
+    monkeypatch.setattr(tensor_core_cpu, "KEPT_BITS", kept)
     assert not all(same_bits(x, y) for x, y in zip(before, outcome(), strict=True))
 
 

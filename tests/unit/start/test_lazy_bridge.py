@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from tp_invariant_recipes.start import lazy_imports
-from tp_invariant_recipes.start.lazy_imports import Later, Waiting
+from tp_invariant_recipes.start.lazy_imports import Deferred, Waiting
 
 FILES = {
     "zoo/__init__.py": "import zoo.cat\nfrom zoo.plain import Plain\nfrom zoo.dog import Dog\nname = 'zoo'\n",
@@ -36,7 +36,7 @@ def put(tmp_path, monkeypatch):
     def put(**settings) -> Waiting:
         answers = {"Plain": lazy_imports._alone("zoo.plain", "Plain")}
         row = {"versions": {}, "modules": {"zoo": answers}, "below": "zoo", "passes": ("zoo.tools",)}
-        waiting = Waiting(Later(**row | settings), nullcontext)
+        waiting = Waiting(Deferred(**row | settings), nullcontext)
         waiting.place()
         waiting.watch()
         return waiting
@@ -174,9 +174,9 @@ def test_a_class_has_no_instances_before_the_import_and_its_own_after(put):
 )
 def test_only_versions_that_are_known_wait(versions, eager, reason, monkeypatch):
     monkeypatch.setenv(lazy_imports.EAGER, eager)
-    found = lazy_imports.reason_against(Later(versions, {"zoo": {}}, below="zoo"))
+    found = lazy_imports.reason_against(Deferred(versions, {"zoo": {}}, below="zoo"))
     assert found is None if reason is None else reason in found
 
 
 def test_what_is_imported_already_does_not_wait():
-    assert "imported already" in lazy_imports.reason_against(Later({}, {"json": {}}, below="json"))
+    assert "imported already" in lazy_imports.reason_against(Deferred({}, {"json": {}}, below="json"))

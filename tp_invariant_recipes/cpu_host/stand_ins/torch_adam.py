@@ -15,7 +15,7 @@ def _state_before_loading(original: Any) -> Callable[[Any], dict[str, Any]]:
     import torch
 
     def state_dict(self: Any) -> dict[str, Any]:
-        parameters = [one for group in self.optimizer.param_groups for one in group["params"]]
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         if not parameters:
             groups = self.optimizer.state_dict()["param_groups"]
             kept = [{name: group[name] for name in group if name != "params"} | {"step": 0.0} for group in groups]

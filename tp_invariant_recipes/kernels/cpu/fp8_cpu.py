@@ -1,8 +1,8 @@
 """The products of kernels/products/fp8_sum.py on a CPU, compiled with numba as kernels/cpu/tensor_core_cpu.py is.
 
-WIDE columns of a row are done together. An FP8 product is exact in fp32, and so is it times 2 ** (KEPT - top), which
-the conversion to an integer cuts toward zero. A step's 33 terms fit 32 bits. Their sum is exact in fp32 again, and its
-bits are masked to KEPT bits after the leading one. Exponents are small: 8 bits hold the sum of two.
+WIDE columns of a row are done together. An FP8 product is exact in fp32, and so is it times 2 ** (KEPT_BITS - top),
+which the conversion to an integer cuts toward zero. A step's 33 terms fit 32 bits. Their sum is exact in fp32 again,
+and its bits are masked to KEPT_BITS bits after the leading one. Exponents are small: 8 bits hold the sum of two.
 
 The loops go through a panel of b block by block, and through all rows for each, so that a block stays in the cache.
 
@@ -22,14 +22,14 @@ from tp_invariant_recipes.kernels.cpu.cpu_threads import by_parts
 from tp_invariant_recipes.kernels.cpu.numba_fma import fma
 from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop
 from tp_invariant_recipes.kernels.cpu.tensor_core_cpu import SMALL, WIDE
-from tp_invariant_recipes.kernels.products.fp8_sum import KEPT, LEAST, PROMOTED, STEP, kind
+from tp_invariant_recipes.kernels.products.fp8_sum import KEPT_BITS, LEAST, PROMOTED, STEP, kind
 from tp_invariant_recipes.kernels.products.quantized import Quantized
 from tp_invariant_recipes.kernels.products.tensor_core_sum import NAN
 
 UNROLLED = 8  # terms of an inner loop
 NO_EXPONENT = -64  # of a zero: with any other below LEAST_TOP, and the sum of two fits 8 bits
-LEAST_TOP = -40  # below every accumulator's exponent: a multiple of 2 ** (-20 - KEPT)
-LOST = np.int32(-(1 << (23 - KEPT)))  # mask of an fp32 number's bits: KEPT after the leading one
+LEAST_TOP = -40  # below every accumulator's exponent: a multiple of 2 ** (-20 - KEPT_BITS)
+LOST = np.int32(-(1 << (23 - KEPT_BITS)))  # mask of an fp32 number's bits: KEPT_BITS after the leading one
 
 
 class Fp8Rows(NamedTuple):
@@ -146,7 +146,7 @@ def _add_blocks(
 
     rows_first: fma(p * sa, sb, main), and else fma(p, sa * sb, main), which with scales of 1 is main + p.
     """
-    total, scale, back, again = np.empty((4, WIDE), np.float32)
+    total, scale, back, specials = np.empty((4, WIDE), np.float32)
     work = scale, back, total.view(np.int32), scale.view(np.int32), back.view(np.int32)
     integers = np.empty(WIDE, np.int32), np.empty(WIDE, np.int8)
     for panel in range(b.shape[0]):
@@ -159,7 +159,7 @@ def _add_blocks(
                 for k in range(start, stop, STEP):
                     _add_step(a[i], ea[i], b[panel], eb[panel], k, total, work, integers)
                 if special_a[i, q] or special_b[panel, q]:
-                    _add_specials(a[i], b[panel], start, stop, total, again)
+                    _add_specials(a[i], b[panel], start, stop, total, specials)
                 s = sa[i, q]
                 if rows_first:
                     for j in range(WIDE):
@@ -179,13 +179,13 @@ def _add_step(a: Any, ea: Any, b: Any, eb: Any, k: Any, total: Any, work: Any, i
         for j in range(WIDE):
             highest = top[j]
             for t in range(UNROLLED):
-                one = np.int8(ea[first + t] + eb[first + t, j])
-                highest = one if one > highest else highest
+                exponent = np.int8(ea[first + t] + eb[first + t, j])
+                highest = exponent if exponent > highest else highest
             top[j] = highest
     for j in range(WIDE):
         high = max(np.int32(top[j]), np.int32(LEAST_TOP))
-        scale_bits[j] = np.int32((np.int32(127 + KEPT) - high) << 23)
-        back_bits[j] = np.int32((np.int32(127 - KEPT) + high) << 23)
+        scale_bits[j] = np.int32((np.int32(127 + KEPT_BITS) - high) << 23)
+        back_bits[j] = np.int32((np.int32(127 - KEPT_BITS) + high) << 23)
     for j in range(WIDE):
         sums[j] = np.int32(total[j] * scale[j])
     for first in range(k, k + STEP, UNROLLED):
@@ -204,12 +204,12 @@ def _add_step(a: Any, ea: Any, b: Any, eb: Any, k: Any, total: Any, work: Any, i
 
 
 @njit(inline="always")
-def _add_specials(a: Any, b: Any, start: Any, stop: Any, total: Any, again: Any) -> None:
+def _add_specials(a: Any, b: Any, start: Any, stop: Any, total: Any, specials: Any) -> None:
     for j in range(WIDE):
-        again[j] = 0
+        specials[j] = 0
     for k in range(start, stop):
         for j in range(WIDE):
-            again[j] += a[k] * b[k, j]
+            specials[j] += a[k] * b[k, j]
     for j in range(WIDE):
-        if not np.isfinite(again[j]):
-            total[j] = again[j]
+        if not np.isfinite(specials[j]):
+            total[j] = specials[j]

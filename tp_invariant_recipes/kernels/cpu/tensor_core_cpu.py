@@ -26,7 +26,7 @@ from tp_invariant_recipes.kernels.cpu.cpu_threads import by_parts
 from tp_invariant_recipes.kernels.cpu.numba_fma import fma
 from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop
 from tp_invariant_recipes.kernels.cpu.tensor_core_vector import LANES, MOST_FAST, step
-from tp_invariant_recipes.kernels.products.tensor_core_sum import KEPT, LEAST_TOP, NAN, STEP
+from tp_invariant_recipes.kernels.products.tensor_core_sum import KEPT_BITS, LEAST_TOP, NAN, STEP
 
 WIDE = 128  # columns of a panel
 BLOCK = 16  # rows that use a step of a panel one after the other
@@ -52,7 +52,7 @@ class Panels(NamedTuple):
     highest: NDArray[np.int8]
 
 
-def product(a: Tensor, b: Tensor, *, kept: int = KEPT) -> Tensor:
+def product(a: Tensor, b: Tensor, *, kept: int = KEPT_BITS) -> Tensor:
     """a @ b as a tensor core sums it, on the rank's processors.
 
     a, b:    [m, k] and [k, n] bf16, or both fp32, on the CPU, with any strides.
@@ -71,7 +71,7 @@ def product(a: Tensor, b: Tensor, *, kept: int = KEPT) -> Tensor:
 
 def partials(a: Tensor, b: Tensor, shards: int) -> Tensor:
     """`product` for each of equal shards of k: [shards, m, n] fp32. a, b: [m, k] and [k, n] bf16."""
-    return torch.from_numpy(_bf16(bits_of(a), bits_of(b), shards, KEPT))
+    return torch.from_numpy(_bf16(bits_of(a), bits_of(b), shards, KEPT_BITS))
 
 
 def rounded(total: Tensor) -> Tensor:
@@ -154,8 +154,8 @@ def split_rows(bits: Any) -> Any:
             exponent[t] = _exponent(source[t])
         for t in range(steps):
             highest[i, t] = NO_EXPONENT
-            for one in exponent[t * STEP : (t + 1) * STEP]:
-                highest[i, t] = max(highest[i, t], one)
+            for power in exponent[t * STEP : (t + 1) * STEP]:
+                highest[i, t] = max(highest[i, t], power)
     return values, exponents, highest
 
 
@@ -214,8 +214,8 @@ def _add_bf16(
         for panel in range(b.shape[0]):
             lanes = 0, 0, 0, 0, columns - panel * WIDE
             into = out[shard, first:last], panel * WIDE
-            left = a[first:last], ea[first:last], ha[first:last], shard * size
-            add_steps(*into, *left, b[panel, k], eb[panel, k], hb[panel, steps], lanes, kept)
+            operand = a[first:last], ea[first:last], ha[first:last], shard * size
+            add_steps(*into, *operand, b[panel, k], eb[panel, k], hb[panel, steps], lanes, kept)
 
 
 @cpu_loop
@@ -244,19 +244,19 @@ def add_steps(
                     continue
                 row = out[i, column : column + WIDE]
                 for group in range(max(of_row * i + of_step * k + start, 0) // LANES * LANES, high, LANES):
-                    left = np.int64(-1)
+                    pending = np.int64(-1)
                     if fast[i - block]:
-                        left = step(row, a, ea, b, eb, i, at + k, k, group, kept)  # type: ignore[call-arg]
-                    if left != 0:
-                        _add_exactly(row, left, a[i], at + k, b, k, group, kept)
+                        pending = step(row, a, ea, b, eb, i, at + k, k, group, kept)  # type: ignore[call-arg]
+                    if pending != 0:
+                        _add_exactly(row, pending, a[i], at + k, b, k, group, kept)
 
 
 @cpu_loop
-def _add_exactly(row: Any, left: Any, a: Any, at: Any, b: Any, k: Any, group: Any, kept: Any) -> None:
-    """A step of those of LANES accumulators whose bit is set in `left`."""
+def _add_exactly(row: Any, pending: Any, a: Any, at: Any, b: Any, k: Any, group: Any, kept: Any) -> None:
+    """A step of those of LANES accumulators whose bit is set in `pending`."""
     bits = row.view(np.int32)
     for lane in range(LANES):
-        if (left >> lane) & 1:
+        if (pending >> lane) & 1:
             bits[group + lane] = _exact_step(a, at, b, group + lane, k, bits[group + lane], kept)
 
 

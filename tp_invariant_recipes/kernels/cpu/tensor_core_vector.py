@@ -3,10 +3,10 @@
 A numba loop leaves it to LLVM how many columns a vector holds and how many vectors are computed side by side. Here both
 are stated; LLVM cuts the vectors into those of the processor.
 
-The product of two bf16 numbers is exact in fp32; times unit = 2 ** (KEPT - top) it is exact again, and the conversion
-to an integer cuts it toward zero. Sixteen terms fit 32 bits, and so does their sum with the accumulator, but for the
-very largest. That sum is cut to 24 bits: a processor with AVX-512 cuts where it converts. Others round to nearest, and
-where that went away from zero, one unit in the last place is taken back.
+The product of two bf16 numbers is exact in fp32; times unit = 2 ** (KEPT_BITS - top) it is exact again, and the
+conversion to an integer cuts it toward zero. Sixteen terms fit 32 bits, and so does their sum with the accumulator,
+but for the very largest. That sum is cut to 24 bits: a processor with AVX-512 cuts where it converts. Others round to
+nearest, and where that went away from zero, one unit in the last place is taken back.
 
 Exponents are bytes, of which a vector has four times as many as of fp32. Their sums stop at -128 and 127.
 """
@@ -39,7 +39,7 @@ def step(
 
     row:          [columns] fp32; a, ea: [m, k], b, eb: [k, columns]: values, fp32, and exponents, int8, at most
                   MOST_FAST; -128 of a zero. Contiguous in the last dimension, a, ea, b and eb in both.
-    i, at, k, first: int64; kept: KEPT, int32.
+    i, at, k, first: int64; kept: KEPT_BITS, int32.
     returns:      int64, a bit for each lane that is left as it was: its top is below 2 ** LEAST_FAST, or zero, or its
                   sum beyond MOST.
     """
@@ -48,7 +48,10 @@ def step(
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kinds = signature.args[:5]
-        arrays = [context.make_array(kind)(context, builder, one) for kind, one in zip(kinds, arguments, strict=False)]
+        arrays = [
+            context.make_array(kind)(context, builder, argument)
+            for kind, argument in zip(kinds, arguments, strict=False)
+        ]
         return _step(builder, _avx512(context), *arrays, *arguments[5:])
 
     return signature, code
@@ -66,8 +69,8 @@ def _all(value: int, kind: Any = _INT32) -> Any:
 
 def _spread(builder: Any, scalar: Any) -> Any:
     kind = ir.VectorType(scalar.type, LANES)
-    one = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.IntType(32)(0))
-    return builder.shuffle_vector(one, one, _all(0))
+    vector = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.IntType(32)(0))
+    return builder.shuffle_vector(vector, vector, _all(0))
 
 
 def _at(builder: Any, array: Any, i: Any, j: Any) -> Any:
@@ -106,10 +109,10 @@ def _step(
     places = [(builder.add(at, t), builder.add(k, t)) for t in map(ir.IntType(64), range(STEP))]
     added = _declared(builder, f"llvm.sadd.sat.v{LANES}i8", _INT8, _INT8, _INT8)
     terms_top = None
-    for left, right in places:
-        exponent = _spread(builder, builder.load(_at(builder, ea, i, left)))
-        one = builder.call(added, [exponent, _load(builder, _at(builder, eb, right, first), _INT8)])
-        terms_top = one if terms_top is None else _larger(builder, terms_top, one)
+    for in_a, in_b in places:
+        exponent = _spread(builder, builder.load(_at(builder, ea, i, in_a)))
+        power = builder.call(added, [exponent, _load(builder, _at(builder, eb, in_b, first), _INT8)])
+        terms_top = power if terms_top is None else _larger(builder, terms_top, power)
     low = _mask(builder, builder.icmp_signed("<", terms_top, _all(LEAST_FAST, _INT8)))
     terms_top = _larger(builder, terms_top, _all(LEAST_FAST, _INT8))
     terms_top = builder.zext(builder.add(terms_top, _all(BIAS, _INT8)), _INT32)
@@ -120,9 +123,9 @@ def _step(
     unit = builder.bitcast(builder.sub(builder.add(moved, _all(2 * BIAS << 23)), top), _FP32)
     back = builder.bitcast(builder.sub(top, moved), _FP32)
     total = None
-    for left, right in places:
-        number = _spread(builder, builder.load(_at(builder, a, i, left)))
-        exact = builder.fmul(number, _load(builder, _at(builder, b, right, first), _FP32))
+    for in_a, in_b in places:
+        number = _spread(builder, builder.load(_at(builder, a, i, in_a)))
+        exact = builder.fmul(number, _load(builder, _at(builder, b, in_b, first), _FP32))
         term = builder.fptosi(builder.fmul(exact, unit), _INT32)
         total = term if total is None else builder.add(total, term)
     size = _size(builder, total)
@@ -131,18 +134,18 @@ def _step(
     place = builder.bitcast(address, _FP32.as_pointer())
     large = _mask(builder, builder.icmp_signed(">", size, _all(MOST)))
     nothing = ir.IntType(LANES)(0)
-    with builder.if_else(builder.icmp_unsigned("!=", builder.or_(low, large), nothing), likely=False) as (some, none):
-        with some:
+    with builder.if_else(builder.icmp_unsigned("!=", builder.or_(low, large), nothing), likely=False) as (slow, none):
+        with slow:
             small = _mask(builder, builder.icmp_signed("<", field, _all(LEAST_FAST + BIAS << 23)))
             left_out = builder.or_(builder.and_(low, small), large)
             lanes = builder.bitcast(left_out, ir.VectorType(ir.IntType(1), LANES))
             builder.store(builder.select(lanes, before, after), place, align=4)
-            with_some = builder.block
+            with_slow = builder.block
         with none:
             builder.store(after, place, align=4)
             with_none = builder.block
     result = builder.phi(ir.IntType(LANES))
-    result.add_incoming(left_out, with_some)
+    result.add_incoming(left_out, with_slow)
     result.add_incoming(nothing, with_none)
     return result
 

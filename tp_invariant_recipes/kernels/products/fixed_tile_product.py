@@ -52,9 +52,9 @@ def launch(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
 
 
 def _in_order(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
-    total, one = torch.zeros(2, *out.shape)
+    total, term = torch.zeros(2, *out.shape)
     for x, y in zip(a.t().float().contiguous().unsqueeze(2), b.float(), strict=True):
-        total += torch.mul(x, y, out=one)
+        total += torch.mul(x, y, out=term)
     return out.copy_(total.add_(out) if add else total)
 
 
@@ -75,9 +75,9 @@ def _product(
     b_at = b + i[:, None] * b_row + column * b_column
     total = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
     for done in range(0, k, TILE_K):
-        left = i < k - done
-        x = tl.load(a_at, mask=(row < m) & left[None, :], other=0.0)
-        y = tl.load(b_at, mask=left[:, None] & (column < n), other=0.0)
+        in_k = i < k - done
+        x = tl.load(a_at, mask=(row < m) & in_k[None, :], other=0.0)
+        y = tl.load(b_at, mask=in_k[:, None] & (column < n), other=0.0)
         total = tl.dot(x, y, total, input_precision="ieee")
         a_at += step * a_column
         b_at += step * b_row

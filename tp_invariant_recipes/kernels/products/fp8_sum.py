@@ -34,7 +34,7 @@ tests/definitions/fp8_sum.py states the definition in numpy. kernels/cpu/fp8_cpu
 from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2, Quantized
 
 STEP = 32  # products added at once
-KEPT = 13  # bits kept below the largest exponent, and below the leading one of an accumulator
+KEPT_BITS = 13  # bits kept below the largest exponent, and below the leading one of an accumulator
 PROMOTED = 128  # products of an accumulator, before it enters `main`
 LEAST = {E4M3: -6, E5M2: -14}  # exponent of the smallest normal number, and of subnormal ones
 

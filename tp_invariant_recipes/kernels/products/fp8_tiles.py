@@ -98,7 +98,7 @@ def grouped_weight_gradient(
     even = all(size % 16 == 0 for size in (*rows, *groups.sizes)) and all_aligned([dy.data, x.data])
     order = on_device(chain, dy.data.device)
     tensors = (dy.data, x.data, outs[0], dy.scale, x.scale, offsets_of(outs), groups.ends, order)
-    by_group = tuple(int(one.blocks == "tensor" and one.scale.numel() > 1) for one in (dy, x))
+    by_group = tuple(int(operand.blocks == "tensor" and operand.scale.numel() > 1) for operand in (dy, x))
     constants = (n, k, len(chain), *by_group, code, even, all_aligned(outs), TILE, BLOCK)
     grid = (triton.cdiv(n, TILE) * triton.cdiv(k, TILE), len(outs))
     WEIGHT_GRADIENT.launch(grid, tensors, (*rows, *_strides(dy), *_strides(x)), constants, WARPS, STAGES)
@@ -118,9 +118,9 @@ def _sum(
     a_at = a + i[None, :]
     b_at = b + i[:, None]
     for done in range(0, k, BLOCK):
-        left = i < k - done
-        x = tl.load(a_at, mask=rows & left[None, :], other=0.0)
-        y = tl.load(b_at, mask=left[:, None] & columns, other=0.0)
+        in_k = i < k - done
+        x = tl.load(a_at, mask=rows & in_k[None, :], other=0.0)
+        y = tl.load(b_at, mask=in_k[:, None] & columns, other=0.0)
         if KIND == 0:
             total = tl.dot(x, y, total, max_num_imprecise_acc=BLOCK)
         else:
@@ -163,13 +163,13 @@ def _product(
         total *= scale
     if PIECES == 2:
         shift = second // BLOCK
-        one = _sum(
+        term = _sum(
             a_at + second, b_at + second, rows, columns, sa_at + shift * sa_k, sb_at + shift * sb_k, sa_k, sb_k, size,
             KIND, TILE, BLOCK,
         )  # fmt: skip
         if KIND == 0:
-            one *= scale
-        total += one
+            term *= scale
+        total += term
     out_at = out + row * out_row + column * out_column
     if ADD:
         total += tl.load(out_at, mask=rows & columns)

@@ -132,9 +132,9 @@ def _product(
     w_at = weights + offset + i[:, None] * W_ROW + column * W_COLUMN
     total = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
     for done in range(0, K, TILE_K):
-        left = i < K - done
-        a = tl.load(x_at, mask=inside & left[None, :], other=0.0)
-        b = tl.load(w_at, mask=left[:, None] & (column < N), other=0.0)
+        in_k = i < K - done
+        a = tl.load(x_at, mask=inside & in_k[None, :], other=0.0)
+        b = tl.load(w_at, mask=in_k[:, None] & (column < N), other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee")
         x_at += TILE_K
         w_at += TILE_K * W_ROW

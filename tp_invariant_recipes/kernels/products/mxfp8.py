@@ -155,8 +155,8 @@ def _to_mx(x, along: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr, D
     field = tl.maximum(y.to(tl.int32, bitcast=True) & 0x7F800000, (127 - LEAST) << 23)
     shift = (((field + ((23 - DIGITS) << 23)) & 0x7F800000) | 0x400000).to(tl.float32, bitcast=True)
     number = ((y + shift) - shift) * scale
-    found = (number.to(tl.int32, bitcast=True) >> 16) | (whole & -0x8000)  # zeros keep their sign, as codes do
-    return tl.where(bits >= 0x7F80, whole, found).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    rounded = (number.to(tl.int32, bitcast=True) >> 16) | (whole & -0x8000)  # zeros keep their sign, as codes do
+    return tl.where(bits >= 0x7F80, whole, rounded).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["count", "across"])

@@ -48,7 +48,7 @@ def _copy(
     turn = 0
     tile = gl.program_id(0)
     while tile < tiles:
-        _tell(tile, turn, numbers, told, heard)
+        _give_tile(tile, turn, numbers, told, heard)
         i, j = _place(tile, m_tiles, n_tiles, GROUP)
         for step in range(PIECES * SIZE // STEP):
             piece = step // (SIZE // STEP)
@@ -65,24 +65,24 @@ def _copy(
             count += 1
         tile = gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")
         turn += 1
-    _tell(tiles, turn, numbers, told, heard)  # the end
+    _give_tile(tiles, turn, numbers, told, heard)  # the end
 
 
 @gluon.jit
-def _tell(tile, turn, numbers, told, heard):
+def _give_tile(tile, turn, numbers, told, heard):
     """Give the next tile to the two groups that multiply; at most two are given and not yet heard."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     mbarrier.wait(heard.index(turn % 2), turn // 2 & 1 ^ 1)
-    numbers.index(turn % 2).store(gl.full([1], tile, gl.int32, one))
+    numbers.index(turn % 2).store(gl.full([1], tile, gl.int32, layout))
     mbarrier.arrive(told.index(turn % 2))
 
 
 @gluon.jit
-def _hear(turn, numbers, told, heard):
+def _take_tile(turn, numbers, told, heard):
     """The next tile; their number or more at the end."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     mbarrier.wait(told.index(turn % 2), turn // 2 & 1)
-    tile = gl.max(numbers.index(turn % 2).load(one), 0)
+    tile = gl.max(numbers.index(turn % 2).load(layout), 0)
     mbarrier.arrive(heard.index(turn % 2))
     return tile
 
@@ -187,7 +187,7 @@ def _multiply(
     zeros = gl.zeros((ROWS, TILE_N), gl.float32, layout)
     count = 0
     turn = 0
-    tile = _hear(turn, numbers, told, heard)
+    tile = _take_tile(turn, numbers, told, heard)
     while tile < m_tiles * n_tiles:
         i, j = _place(tile, m_tiles, n_tiles, GROUP)
         top = i * (2 * ROWS) + HALF * ROWS
@@ -216,7 +216,7 @@ def _multiply(
         fence_async_shared()
         tma.async_copy_shared_to_global(out, [top, j * TILE_N], leaving)
         turn += 1
-        tile = _hear(turn, numbers, told, heard)
+        tile = _take_tile(turn, numbers, told, heard)
     tma.store_wait(0)
 
 

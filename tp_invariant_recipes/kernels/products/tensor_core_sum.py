@@ -6,7 +6,7 @@ the accumulator, which starts at +0:
     exponent(x)  of a bf16 or fp32 number is its exponent field minus 127; a subnormal has -126
     top          the largest of: exponent(a) + exponent(b) of every product that is not zero, with the product itself
                  not normalised; the exponent of the accumulator, unless it is zero; LEAST_TOP
-    unit         2 ** (top - KEPT)
+    unit         2 ** (top - KEPT_BITS)
     each of the 17 terms is cut toward zero to a multiple of unit; the cut terms are added exactly
     the sum is cut toward zero to fp32, subnormals included: the new accumulator
 
@@ -26,6 +26,6 @@ tests/definitions/tensor_core_sum.py states the definition in numpy. kernels/cpu
 """
 
 STEP = 16  # products added at once
-KEPT = 25  # bits kept below the largest exponent
+KEPT_BITS = 25  # bits kept below the largest exponent
 LEAST_TOP = -133  # exponent of the smallest bf16 number
 NAN = 0x7FFFFFFF

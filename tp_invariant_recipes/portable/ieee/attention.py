@@ -37,7 +37,7 @@ from tp_invariant_recipes.portable.one_source import as_array, by_rows, numba_ve
 
 LOG2_E = math.log2(math.e)
 
-_exponential, _bf16, _fp32 = (numba_version(one.__name__) for one in (exponential, bf16_bits, fp32_of_bf16))
+_exponential, _bf16, _fp32 = (numba_version(function.__name__) for function in (exponential, bf16_bits, fp32_of_bf16))
 
 
 class Attended(NamedTuple):
@@ -69,7 +69,7 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -
     out = torch.zeros(units, heads, d, s, dtype=torch.bfloat16)
     top, inverse = torch.zeros(2, units, heads, s)
     arrays = (*map(_bits, (q.transpose(2, 3), k, v.transpose(1, 2), out)), as_array(top), as_array(inverse))
-    numbers = np.float32(_of_powers_of_two(scale)), np.int32(tensor_core_cpu.KEPT)
+    numbers = np.float32(_of_powers_of_two(scale)), np.int32(tensor_core_cpu.KEPT_BITS)
     by_rows(_forward, arrays, *numbers, work=2 * units * heads * s * s * d)
     return Attended(_by_position(out.transpose(2, 3), b), top, inverse)
 
@@ -99,7 +99,7 @@ def attention_backward(
         *map(_bits, (q.transpose(2, 3), k, v, k.transpose(1, 2), do, do.transpose(2, 3), o)),
         as_array(attended.top), as_array(attended.inverse), *map(_bits, (dq, dk, dv)),
     )  # fmt: skip
-    numbers = np.float32(_of_powers_of_two(scale)), np.float32(scale), np.int32(tensor_core_cpu.KEPT)
+    numbers = np.float32(_of_powers_of_two(scale)), np.float32(scale), np.int32(tensor_core_cpu.KEPT_BITS)
     by_rows(_backward, arrays, *numbers, work=5 * units * heads * s * s * d)
     return (
         _by_position(dq.transpose(2, 3), b),

@@ -134,8 +134,8 @@ def _ieee_cross_entropy_sum(logits, highest, sums, shards, SIZE: tl.constexpr, L
         inside = column < SIZE
         total = tl.where(inside, total + exp(load_fp32(values + column, inside) - top), total)
     whole = fold_columns(tl.reshape(total, [1, LANES]), 1, LANES)
-    one = tl.arange(0, 1)
-    store_rounded(sums + row * shards + shard + one, whole, one < 1)
+    lane = tl.arange(0, 1)
+    store_rounded(sums + row * shards + shard + lane, whole, lane < 1)
 
 
 @triton.jit(do_not_specialize=["size"])

@@ -172,8 +172,8 @@ def _ieee_rotary(
     if WIDTH > 2 * HALF:
         column = 2 * HALF + tl.arange(0, REST)
         at = (row * WIDTH)[:, None] + column[None, :]
-        left = (row < rows)[:, None] & (column < WIDTH)[None, :]
-        store_rounded(y + at, load_fp32(x + at, left), left)
+        rest = (row < rows)[:, None] & (column < WIDTH)[None, :]
+        store_rounded(y + at, load_fp32(x + at, rest), rest)
 
 
 ROTATE = Kernel(_ieee_rotary, **UNFUSED)

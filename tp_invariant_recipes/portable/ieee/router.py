@@ -68,23 +68,23 @@ _exp, _share, _share_gradient = (numba_version(name) for name in ("exp", "share"
 
 
 @njit(nogil=True, error_model="numpy")
-def _softmaxes(logits: Any, chosen: Any, every: Any, some: Any, work: Any) -> None:
-    """Of one row: s into `every`, p into `some`, both +0 beyond the experts. Each of the length of a fold."""
+def _softmaxes(logits: Any, chosen: Any, every: Any, picked: Any, work: Any) -> None:
+    """Of one row: s into `every`, p into `picked`, both +0 beyond the experts. Each of the length of a fold."""
     experts = logits.size
     highest = widened(logits[0])
     for i in range(experts):
         highest = max(highest, widened(logits[i]))
     for i in range(experts):
         every[i] = _exp(widened(logits[i]) - highest)
-        some[i] = every[i] if chosen[i] else np.float32(0.0)
+        picked[i] = every[i] if chosen[i] else np.float32(0.0)
     for i in range(work.size):  # numba takes seconds to compile an assignment of arrays
-        work[i] = some[i]
+        work[i] = picked[i]
     total = numba_fold(work)
     for i in range(work.size):
         work[i] = every[i]
     whole = numba_fold(work)
     for i in range(experts):
-        some[i], every[i] = _share(some[i], total), _share(every[i], whole)
+        picked[i], every[i] = _share(picked[i], total), _share(every[i], whole)
 
 
 @cpu_loop
@@ -93,7 +93,7 @@ def _forward_loop(logits: Any, probs: Any, scores: Any, chosen: Any, topk: int) 
     size = 1
     while size < experts:
         size *= 2
-    every, some, work = np.zeros(size, np.float32), np.zeros(size, np.float32), np.zeros(size, np.float32)
+    every, picked, work = np.zeros(size, np.float32), np.zeros(size, np.float32), np.zeros(size, np.float32)
     for row in range(rows):
         for i in range(experts):
             mine, before = widened(logits[row, i]), 0
@@ -102,9 +102,9 @@ def _forward_loop(logits: Any, probs: Any, scores: Any, chosen: Any, topk: int) 
                 if other > mine or (other == mine and j < i):
                     before += 1
             chosen[row, i] = before < topk
-        _softmaxes(logits[row], chosen[row], every, some, work)
+        _softmaxes(logits[row], chosen[row], every, picked, work)
         for i in range(experts):
-            probs[row, i], scores[row, i] = stored(some[i], probs), stored(every[i], scores)
+            probs[row, i], scores[row, i] = stored(picked[i], probs), stored(every[i], scores)
 
 
 @cpu_loop
@@ -113,17 +113,17 @@ def _backward_loop(dprobs: Any, dscores: Any, logits: Any, chosen: Any, out: Any
     size = 1
     while size < experts:
         size *= 2
-    every, some, work = np.zeros(size, np.float32), np.zeros(size, np.float32), np.zeros(size, np.float32)
+    every, picked, work = np.zeros(size, np.float32), np.zeros(size, np.float32), np.zeros(size, np.float32)
     for row in range(rows):
-        _softmaxes(logits[row], chosen[row], every, some, work)
+        _softmaxes(logits[row], chosen[row], every, picked, work)
         for i in range(size):
-            work[i] = some[i] * widened(dprobs[row, i]) if i < experts else np.float32(0.0)
+            work[i] = picked[i] * widened(dprobs[row, i]) if i < experts else np.float32(0.0)
         along_p = numba_fold(work)
         for i in range(size):
             work[i] = every[i] * dscores[row, i] if i < experts else np.float32(0.0)
         along_s = numba_fold(work)
         for i in range(experts):
-            slope = _share_gradient(some[i], widened(dprobs[row, i]), along_p, every[i], dscores[row, i], along_s)
+            slope = _share_gradient(picked[i], widened(dprobs[row, i]), along_p, every[i], dscores[row, i], along_s)
             out[row, i] = stored(slope, out)
 
 
@@ -170,9 +170,9 @@ def _ieee_router_forward(
     mine = logit[:, None]
     earlier = (other > mine) | ((other == mine) & (column[None, :] < column[:, None]))
     first = tl.sum(earlier.to(tl.int32), 1) < TOPK
-    some = tl.where(first, every, ZERO)
+    picked = tl.where(first, every, ZERO)
     at = row * EXPERTS + column
-    store_rounded(probs + at, share(some, _folded(some, COLUMNS)), inside)
+    store_rounded(probs + at, share(picked, _folded(picked, COLUMNS)), inside)
     store_rounded(scores + at, share(every, _folded(every, COLUMNS)), inside)
     tl.store(chosen + at, first.to(tl.int8), mask=inside)
 
@@ -185,12 +185,12 @@ def _ieee_router_backward(dprobs, dscores, logits, chosen, out, EXPERTS: tl.cons
     at = row * EXPERTS + column
     every, _ = _exponentials(logits, row, EXPERTS, COLUMNS)
     first = tl.load(chosen + at, mask=inside, other=0) != 0
-    some = tl.where(first, every, ZERO)
-    some = share(some, _folded(some, COLUMNS))
+    picked = tl.where(first, every, ZERO)
+    picked = share(picked, _folded(picked, COLUMNS))
     every = share(every, _folded(every, COLUMNS))
     dp, ds = load_fp32(dprobs + at, inside), load_fp32(dscores + at, inside)
-    along_p, along_s = _folded(some * dp, COLUMNS), _folded(every * ds, COLUMNS)
-    store_rounded(out + at, share_gradient(some, dp, along_p, every, ds, along_s), inside)
+    along_p, along_s = _folded(picked * dp, COLUMNS), _folded(every * ds, COLUMNS)
+    store_rounded(out + at, share_gradient(picked, dp, along_p, every, ds, along_s), inside)
 
 
 FORWARD, BACKWARD = Kernel(_ieee_router_forward, **UNFUSED), Kernel(_ieee_router_backward, **UNFUSED)

@@ -146,8 +146,8 @@ def _ieee_swiglu_backward(dy, x, p, dx, dp, WIDTH: tl.constexpr, WEIGHTED: tl.co
         store_rounded(dx + row * 2 * WIDTH + WIDTH + column, dup, inside)
     if WEIGHTED:
         whole = fold_columns(tl.reshape(total, [1, LANES]), 1, LANES)
-        one = tl.arange(0, 1)
-        store_rounded(dp + row + one, whole, one < 1)
+        lane = tl.arange(0, 1)
+        store_rounded(dp + row + lane, whole, lane < 1)
 
 
 FORWARD, BACKWARD = Kernel(_ieee_swiglu_forward, **UNFUSED), Kernel(_ieee_swiglu_backward, **UNFUSED)
