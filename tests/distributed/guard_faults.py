@@ -183,7 +183,7 @@ def _defined(now: _Now) -> None:
 KERNELS: dict[str, Callable[[_Now], None]] = {
     "product": _function("tp_invariant_recipes.numerics.products.cpu", "product"),
     "contraction": _function("tp_invariant_recipes.numerics.products.cpu", "_batch"),
-    "attention": _function("tp_invariant_recipes.numerics.layers.attention", "_together"),
+    "attention": _function("tp_invariant_recipes.numerics.layers.attention", "_batched"),
     "norm": _norm,
     "norm of heads": _norm_of_heads,
     "activation": _activation,

@@ -102,7 +102,7 @@ def test_stock_does_not(scenario, words):
 def _in_one_sum() -> None:
     from tp_invariant_recipes.numerics.megatron import local
 
-    local.InvariantVocabParallelEmbedding.apart = property(lambda self: False, lambda self, value: None)
+    local.InvariantVocabParallelEmbedding.ahead = property(lambda self: False, lambda self, value: None)
 
 
 @pytest.mark.release

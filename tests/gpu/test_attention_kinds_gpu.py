@@ -33,7 +33,7 @@ KINDS = {
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
-    monkeypatch.setattr(attentions, "_together_is_right", {})
+    monkeypatch.setattr(attentions, "_batched_is_exact", {})
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
 
@@ -84,7 +84,7 @@ def test_one_result_for_every_tp(monkeypatch, backend, kind, length):
             ranks.append((out.detach(), *torch.autograd.grad(out, leaves, gradient.reshape(out.shape))))
         dims = (-1, 2, 2, 2, 0)
         found[degree] = [torch.cat(parts, dim) for parts, dim in zip(zip(*ranks, strict=True), dims, strict=False)]
-    decided = [(case[0], right) for case, right in attentions._together_is_right.items()]
+    decided = [(case[0], right) for case, right in attentions._batched_is_exact.items()]
     print(f"\n{kind}, {length} tokens, {module.backend()}: {decided} (shards, one launch)")
     for one, other in pairwise(DEGREES):
         differ = [name for name, a, b in zip(TENSORS, found[one], found[other], strict=False) if not same((a,), (b,))]

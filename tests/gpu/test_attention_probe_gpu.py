@@ -43,7 +43,7 @@ BACKENDS = (
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
-    monkeypatch.setattr(attentions, "_together_is_right", {})
+    monkeypatch.setattr(attentions, "_batched_is_exact", {})
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 
 
@@ -121,7 +121,7 @@ def test_one_result_for_every_tp(core, backend, model, length, values):
             torch.cat(parts, dim) for parts, dim in zip(zip(*ranks, strict=True), (-1, 2, 2, 2), strict=True)
         ]
         assert module.backend().split()[0] == backend
-    decided = [(case[0], right) for case, right in attentions._together_is_right.items()]
+    decided = [(case[0], right) for case, right in attentions._batched_is_exact.items()]
     print(f"\n{backend} {model} {length} tokens, {values}: {decided} (shards, one launch)")
     for one, other in pairwise(DEGREES):
         differ = [name for name, a, b in zip(TENSORS, found[one], found[other], strict=True) if not same((a,), (b,))]
@@ -147,7 +147,7 @@ def test_the_probe_decides_as_live_operands_do(core, backend, model, length, val
         shards, (*inputs, gradient) = SHARDS // degree, [t.contiguous() for t in of_rank(made, degree, degree - 1)]
         first, second = (
             outcome(form, module, Operands(*inputs, gradient), mask(), shards)
-            for form in (attentions._together, attentions._defined)
+            for form in (attentions._batched, attentions._defined)
         )
         differ = [name for name, a, b in zip(TENSORS, first, second, strict=True) if not same((a,), (b,))]
         try:
@@ -206,7 +206,7 @@ def test_a_launch_with_another_order_of_sums_is_refused(core, backend, walk, see
     lying = Reversed(module, 4, walk)
     first, second = (
         outcome(form, lying, Operands(*inputs, gradient), no_mask, 4)
-        for form in (attentions._together, attentions._defined)
+        for form in (attentions._batched, attentions._defined)
     )
     differ = {name for name, a, b in zip(TENSORS, first, second, strict=True) if not same((a,), (b,))}
     print(f"\n{backend}, {walk} in another order: {differ} differ")

@@ -31,7 +31,7 @@ TILES = (FIXED_TILES, Backend("grouped tiles", by_grouped_tiles))
 
 @pytest.fixture(autouse=True)
 def _nothing_is_decided(monkeypatch):
-    monkeypatch.setattr(defined, "_cublas_is_right", {})
+    monkeypatch.setattr(defined, "_cublas_is_exact", {})
 
 
 def whole(way, a, b):
@@ -62,7 +62,7 @@ def split_operands(dtype, m, k, n):
 def test_a_product_whose_k_cublas_splits_is_that_of_fixed_tiles(dtype, m, k, n):
     a, b = split_operands(dtype, m, k, n)
     found = product(a, b, torch.empty(m, n, device="cuda"))
-    assert list(defined._cublas_is_right.values()) == [False]
+    assert list(defined._cublas_is_exact.values()) == [False]
     assert same_bits(found, whole(FIXED_TILES, a, b))
     assert not same_bits(found, whole(defined.CUBLAS, a, b))  # the control
 
@@ -112,7 +112,7 @@ def test_rows_and_columns_apart_have_the_bits_that_they_have_together(kind, dtyp
         in_place = there.clone()
         assert same_bits(product(x, y, in_place[where], add=add), together[where])
         assert same_bits(product(x.clone(), y.clone(), there[where].clone(), add=add), together[where])
-    decided = dict(defined._cublas_is_right)
+    decided = dict(defined._cublas_is_exact)
     print(f"\n{kind}, {dtype}: {sum(decided.values())} of {len(decided)} kinds of product by cuBLAS")
     # An H200's cuBLAS adds products of fp32 to the output in another way.
     assert any(decided.values()) == ((kind, dtype) != ("weight gradient", FP32))
@@ -145,7 +145,7 @@ def test_a_product_that_a_capture_meets_first_is_that_of_fixed_tiles(warm):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         product(a, b, out)
-    assert defined._cublas_is_right == {}
+    assert defined._cublas_is_exact == {}
     assert not out.any()
     graph.replay()
     torch.cuda.synchronize()

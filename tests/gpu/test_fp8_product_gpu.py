@@ -23,7 +23,7 @@ FORM_NAMES = ["fp32", "bf16", "added"]
 
 @pytest.fixture(autouse=True)
 def _nothing_is_decided(monkeypatch):
-    monkeypatch.setattr(fp8_cublas, "_is_right", {})
+    monkeypatch.setattr(fp8_cublas, "_is_exact", {})
 
 
 def on_gpu(x):
@@ -165,7 +165,7 @@ def test_cublas_computes_products_of_layers_with_the_bits_of_fixed_tiles(kind, t
         expected = there.clone()
         fp8_tiles.product(a, b, expected, add)
         assert same_bits(fp8.product(a, b, there, add=add), expected)
-    assert list(fp8_cublas._is_right.values()) == [True] * len(SHAPES)
+    assert list(fp8_cublas._is_exact.values()) == [True] * len(SHAPES)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -178,7 +178,7 @@ def test_cublas_computes_a_shard_of_k_in_its_place(kind):
             parts = a.along_k(start, size), b.along_k(start, size)
             fp8_tiles.product(*parts, expected, add)
             assert same_bits(fp8.product(*parts, there, add=add), expected)
-    assert all(fp8_cublas._is_right.values())
+    assert all(fp8_cublas._is_exact.values())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -206,7 +206,7 @@ def test_a_product_whose_k_cublas_splits_is_that_of_fixed_tiles():
         a, b = drawn("tensor", 64, 64, 24576, (E4M3, E4M3))
         draw(a, b, generator)
         found = fp8.product(a, b, torch.empty(64, 64, device="cuda"))
-        assert list(fp8_cublas._is_right.values()) == [False]
+        assert list(fp8_cublas._is_exact.values()) == [False]
         tiles, other = torch.empty(2, 64, 64, device="cuda")
         fp8_tiles.product(a, b, tiles, False)
         fp8_cublas.launch(a, b, other, False)
@@ -232,7 +232,7 @@ def test_rows_and_columns_apart_have_the_bits_that_they_have_together(kind):
                 columns = slice(n - width, n)
                 part = fp8.product(a, b.of_rows(n - width, width), there[:, columns].clone(), add=add)
                 assert same_bits(part, whole[:, columns])
-    print(f"\n{kind}: {sum(fp8_cublas._is_right.values())} of {len(fp8_cublas._is_right)} kinds of product by cuBLAS")
+    print(f"\n{kind}: {sum(fp8_cublas._is_exact.values())} of {len(fp8_cublas._is_exact)} kinds of product by cuBLAS")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -243,7 +243,7 @@ def test_a_product_that_a_capture_meets_first_is_that_of_fixed_tiles(kind):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         fp8.product(a, b, out)
-    assert fp8_cublas._is_right == {}
+    assert fp8_cublas._is_exact == {}
     graph.replay()
     torch.cuda.synchronize()
     assert same_bits(out, expected)

@@ -24,7 +24,7 @@ SHAPES = ((8192, 4096, 512), (2048, 4096, 1536), (128, 128, 128), (1000, 520, 38
 
 @pytest.fixture(autouse=True)
 def _nothing_is_decided(monkeypatch):
-    monkeypatch.setattr(contraction, "_restarting_is_right", {})
+    monkeypatch.setattr(contraction, "_restarting_is_exact", {})
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
@@ -59,8 +59,8 @@ def test_a_rank_has_the_sums_of_a_cpu(kind):
             captured = tree_sum(fp8.nodes(x, y, mesh, sizes, BF16), BF16)
         graph.replay()
         assert same_bits(captured.cpu(), expected), (shards, segments)
-    assert len(contraction._restarting_is_right) >= 8
-    assert set(contraction._restarting_is_right.values()) == {True}
+    assert len(contraction._restarting_is_exact) >= 8
+    assert set(contraction._restarting_is_exact.values()) == {True}
 
 
 def test_it_repeats_beside_another_stream():

@@ -170,7 +170,7 @@ SHAPES = (
 @pytest.mark.parametrize("degree", (1, 2, 4))
 def test_product_of_slices_is_that_of_copies(monkeypatch, shape, degree, dtype):
     """Slices of operands and outputs that hold 4/degree shards; adding in place."""
-    monkeypatch.setattr(defined, "_cublas_is_right", {})
+    monkeypatch.setattr(defined, "_cublas_is_exact", {})
     tokens, k, n = shape
     held = 4 // degree
     x, w = normal_on_gpu(tokens, held * k, dtype=dtype), normal_on_gpu(n, held * k, dtype=dtype)
@@ -185,19 +185,19 @@ def test_product_of_slices_is_that_of_copies(monkeypatch, shape, degree, dtype):
     product(x[:, first], w[:, first].t(), node)
     product(x[:, second], w[:, second].t(), node, add=True)
     assert same_bits(node, a + b)
-    decided = dict(defined._cublas_is_right)
+    decided = dict(defined._cublas_is_exact)
     print(sum(decided.values()), "of", len(decided), "kinds of product by cuBLAS")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_trial_takes_cublas(monkeypatch, dtype):
     """For shards of a model, without gaps and not added to anything: a trial that always refuses fails here."""
-    monkeypatch.setattr(defined, "_cublas_is_right", {})
+    monkeypatch.setattr(defined, "_cublas_is_exact", {})
     for tokens, k, n in SHAPES:
         x, w = normal_on_gpu(tokens, k, dtype=dtype), normal_on_gpu(n, k, dtype=dtype)
         for out in (torch.empty(tokens, n, dtype=dtype, device="cuda"), torch.empty(tokens, n, device="cuda")):
             product(x, w.t(), out)
-    decided = dict(defined._cublas_is_right)
+    decided = dict(defined._cublas_is_exact)
     print(sum(decided.values()), "of", len(decided), "kinds of product by cuBLAS")
     assert len(decided) == len(SHAPES) * (1 if dtype == torch.float32 else 2)
     assert any(decided.values())
@@ -207,7 +207,7 @@ def test_the_trial_takes_cublas(monkeypatch, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_trial_refuses_another_order(monkeypatch, dtype):
     """A trial that always agrees fails here: the library adds two halves of k."""
-    monkeypatch.setattr(defined, "_cublas_is_right", {})
+    monkeypatch.setattr(defined, "_cublas_is_exact", {})
     whole = defined.CUBLAS.compute
 
     def in_halves(a, b, out, add):
@@ -222,7 +222,7 @@ def test_the_trial_refuses_another_order(monkeypatch, dtype):
         torch.empty(128, 96, device="cuda"),
     )
     product(x, w.t(), out)
-    assert set(defined._cublas_is_right.values()) == {False}
+    assert set(defined._cublas_is_exact.values()) == {False}
     assert same_bits(out, fixed_tile_product(x, w.t(), torch.empty_like(out)))
 
 

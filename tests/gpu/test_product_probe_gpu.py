@@ -35,7 +35,7 @@ MODELS = {
 @pytest.mark.parametrize("model", MODELS)
 def test_every_product_of_a_layer_holds_on_live_operands(monkeypatch, model, degree, tokens):
     """Forward, input and weight gradient with TPI_CHECK_PRODUCTS=1: random, wide and cancelling operands."""
-    monkeypatch.setattr(defined, "_cublas_is_right", {})
+    monkeypatch.setattr(defined, "_cublas_is_exact", {})
     monkeypatch.setattr(cublas, "checking", lambda: True)
     shards, layers = MODELS[model]
     mesh = VirtualMesh(shards // degree, 1, 0)  # a rank of tp=degree, with nobody to talk to: only products count
@@ -49,7 +49,7 @@ def test_every_product_of_a_layer_holds_on_live_operands(monkeypatch, model, deg
             y = layer(x, weight, mesh, *((segments, False) if layer is COLUMN else (False,)))
             for _ in range(2):  # the second adds to the gradient of the first
                 y.backward(torch.randn_like(y), retain_graph=True)
-    decided = dict(defined._cublas_is_right)
+    decided = dict(defined._cublas_is_exact)
     print(
         f"\n{model} tp={degree} {tokens} tokens: {sum(decided.values())} of {len(decided)} kinds of product by cuBLAS"
     )
@@ -87,10 +87,10 @@ def test_a_product_with_k_in_another_order_is_refused(monkeypatch, dtype):
             cublas.launch(x.contiguous(), y.contiguous(), total, True)
         return out.copy_(total + out.float() if add else total)
 
-    monkeypatch.setattr(defined, "_cublas_is_right", {})
+    monkeypatch.setattr(defined, "_cublas_is_exact", {})
     monkeypatch.setattr(defined, "CUBLAS", replace(defined.CUBLAS, compute=in_halves))
     for shape in ((128, 16, 128), (2048, 1024, 384), (2048, 4096, 768)):
         m, k, n = shape
         a, b, out = torch.empty(m, k), torch.empty(k, n), torch.empty(m, n)
         a, b, out = (t.to("cuda", dtype) for t in (a, b, out))
-        assert not defined._right(a, b, out, False), shape
+        assert not defined._matches_definition(a, b, out, False), shape

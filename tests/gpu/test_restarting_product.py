@@ -90,10 +90,10 @@ def test_a_rank_has_the_same_sums(monkeypatch, shards, segments):
     mesh, sizes = VirtualMesh(shards, 1, 0, graphs=True), (256 * shards,) * segments
     a = normal_on_gpu(512, sum(sizes), dtype=torch.bfloat16)
     b = normal_on_gpu(sum(sizes), 384, dtype=torch.bfloat16)
-    monkeypatch.setattr(contraction, "_restarting_is_right", {})
+    monkeypatch.setattr(contraction, "_restarting_is_exact", {})
     sums = contraction.nodes(a, b, mesh, sizes, products.product)
-    assert list(contraction._restarting_is_right.values()) == [True] * len(contraction._restarting_is_right)
-    assert bool(contraction._restarting_is_right) == (shards * segments > 1)
+    assert list(contraction._restarting_is_exact.values()) == [True] * len(contraction._restarting_is_exact)
+    assert bool(contraction._restarting_is_exact) == (shards * segments > 1)
     separate = contraction._one_by_one(a, b, mesh, sizes, products.product)
     assert same_bits(products_sum(sums), products_sum(separate))
     graph = torch.cuda.CUDAGraph()
@@ -127,9 +127,9 @@ def test_a_wrong_kernel_is_refused(monkeypatch):
         out.copy_(out + total if add else total)
 
     for wrong in (without_borders, backwards):
-        monkeypatch.setattr(contraction, "_restarting_is_right", {})
+        monkeypatch.setattr(contraction, "_restarting_is_exact", {})
         monkeypatch.setattr(kernel, "restarting_product", wrong)
-        assert not contraction._right(a, b, out, cut, add=False)
+        assert not contraction._matches_definition(a, b, out, cut, add=False)
     monkeypatch.undo()
-    monkeypatch.setattr(contraction, "_restarting_is_right", {})
-    assert contraction._right(a, b, out, cut, add=False)
+    monkeypatch.setattr(contraction, "_restarting_is_exact", {})
+    assert contraction._matches_definition(a, b, out, cut, add=False)

@@ -27,7 +27,7 @@ def _device(config: RunConfig) -> str | None:
 def _objects(config: RunConfig) -> list[str]:
     if not config.numerics.invariant or _without_layers(config):
         return []
-    family = families.of(config.model)
+    family = families.family_of(config.model)
     specs = [name for name in SPECS if config.model.get(name) not in (None, delta_net.SPEC) and family is None]
     return [
         f"numerics={config.numerics.mode}: the recipe sets {path} to an object, and no rule says how that adds; "

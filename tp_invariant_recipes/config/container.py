@@ -195,7 +195,7 @@ def _layers(config: RunConfig, model: dict[str, Any]) -> None:
     if delta_net.has_it(config.model) and config.model.get(families.FIELD) in (None, delta_net.SPEC):
         model[families.FIELD] = get_method(INVARIANT_SPECS[provider] if config.numerics.invariant else _DELTA_BLOCK)
         return
-    family = families.of(config.model)
+    family = families.family_of(config.model)
     if family is not None and (config.numerics.invariant or model["transformer_impl"] == "local"):
         path = f"{_SPEC}.invariant_layer_spec" if config.numerics.invariant else families.BLOCK
         model[families.FIELD] = partial(get_method(path), family=family)

@@ -55,7 +55,7 @@ def identity(config: RunConfig, data_digest: str | None, weights_digest: str | N
     if flat.get("scheduler.lr_decay_iters") is None:
         flat["scheduler.lr_decay_iters"] = config.train["train_iters"]
     flat["data.kind"] = config.data.kind
-    if family := families.of(config.model):
+    if family := families.family_of(config.model):
         flat["model.layers"] = family
     for key in SHARDS if config.numerics.invariant else ():
         if (count := getattr(config.numerics, key.partition(".")[2])) is not None:

@@ -141,8 +141,8 @@ def find(name: str) -> Mode | None:
 
 def definition(name: str, device: str) -> str | None:
     """The version of a product of numerics=NAME, if it has one. device: "cpu" or "gpu"."""
-    found = find(name)
-    return found.definition(device) if found else None
+    mode = find(name)
+    return mode.definition(device) if mode else None
 
 
 def every() -> tuple[Mode, ...]:
@@ -157,7 +157,7 @@ def named_mode(name: str) -> Mode:
     return mode
 
 
-def of(config: Any) -> Mode:
+def mode_of(config: Any) -> Mode:
     """The mode of a Megatron configuration whose layers are invariant."""
     return named_mode(config.invariant_mode)
 

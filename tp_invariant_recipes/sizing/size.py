@@ -247,13 +247,15 @@ def _head_norms(model: Model, w: Widths) -> int:
     if not model.get("qk_layernorm"):
         return 0
     return (
-        w.query + w.key if families.of(model) == families.OF_ALL_HEADS else 2 * w.query // model["num_attention_heads"]
+        w.query + w.key
+        if families.family_of(model) == families.OF_ALL_HEADS
+        else 2 * w.query // model["num_attention_heads"]
     )
 
 
 def norms(model: Model) -> int:
     """Norms of a layer's part."""
-    family = families.of(model)
+    family = families.family_of(model)
     return families.FAMILIES[family].norms if family else 1
 
 

@@ -59,7 +59,7 @@ def family_of(model: Mapping[str, Any]) -> Family | str:
 
 def _own(model: Mapping[str, Any]) -> Family | None:
     """The architecture of layers that no other has; None: it is one of PLAIN, or none."""
-    if (name := families.of(model)) is not None:
+    if (name := families.family_of(model)) is not None:
         return hf_families.FAMILIES[name]
     if families.delta_sizes(model):
         return QWEN3_NEXT if model.get("num_moe_experts") else None

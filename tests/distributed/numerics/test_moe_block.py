@@ -174,7 +174,7 @@ def _each_with_its_own_tokens():
     from tp_invariant_recipes.numerics.layers.experts.expert_placement import Owners
 
     alone = classmethod(lambda cls, config, tp, ep: cls(config.num_moe_experts, 1, 1))
-    token_dispatcher.Owners = type("Alone", (Owners,), {"of": alone})
+    token_dispatcher.Owners = type("Alone", (Owners,), {"from_config": alone})
 
 
 def _plain_router_gradient():

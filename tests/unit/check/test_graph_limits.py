@@ -55,7 +55,7 @@ def test_the_invariant_dispatcher_is_not_captured():
 
 def test_a_capture_tries_nothing_and_remembers_nothing(monkeypatch):
     """Before it, a trial decides; while it lasts, what has been decided holds, and all else is computed as defined."""
-    monkeypatch.setattr(defined, "_cublas_is_right", {})
+    monkeypatch.setattr(defined, "_cublas_is_exact", {})
     trials = []
     monkeypatch.setattr(cublas, "agree", lambda *_: trials.append(1) or True)
     capturing = True
@@ -63,7 +63,7 @@ def test_a_capture_tries_nothing_and_remembers_nothing(monkeypatch):
     operands = torch.zeros(16, 32), torch.zeros(32, 8), torch.zeros(16, 8)
     assert defined.CHOICES["cuda"](*operands, False) is defined.FIXED_TILES
     assert trials == []
-    assert defined._cublas_is_right == {}
+    assert defined._cublas_is_exact == {}
     capturing = False
     assert defined.CHOICES["cuda"](*operands, False) is defined.CUBLAS
     assert len(trials) == 1

@@ -98,7 +98,7 @@ class Core(attentions.Core):
 
 @pytest.fixture(autouse=True)
 def _undecided(monkeypatch):
-    monkeypatch.setattr(attentions, "_together_is_right", {})
+    monkeypatch.setattr(attentions, "_batched_is_exact", {})
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # products this small only wait for other threads
     yield
@@ -143,7 +143,7 @@ def test_one_launch_of_a_backend_that_lies_depends_on_tp(dtype, lie):
     """The control: the same operands, without the trial."""
     shows, fill = LIES[lie]
     made = probe_operands(dtype, fill=fill)
-    one, _, four = (by_ranks(Core(lie), made, degree, attentions._together) for degree in DEGREES)
+    one, _, four = (by_ranks(Core(lie), made, degree, attentions._batched) for degree in DEGREES)
     # The gradients of queries and keys contain the output's rounding.
     assert shows in other_bits(one, four)
 
@@ -154,7 +154,7 @@ def test_an_honest_backend_is_launched_once(dtype, shards):
     core, made = Core(), probe_operands(dtype)
     held = [tensor[:, :, : tensor.shape[2] * shards // SHARDS] for tensor in made[:3]]
     attention(core, *held, None, shards)
-    assert list(attentions._together_is_right.values()) == [True]
+    assert list(attentions._batched_is_exact.values()) == [True]
     core.launches = 0
     attention(core, *held, None, shards)
     assert core.launches == 1
@@ -165,7 +165,7 @@ def test_a_capture_computes_as_defined_what_was_not_tried_before(monkeypatch):
     monkeypatch.setattr(cublas, "capturing", lambda operand: True)
     attention(core, *made[:3], None, SHARDS)
     assert core.launches == SHARDS
-    assert attentions._together_is_right == {}
+    assert attentions._batched_is_exact == {}
 
 
 @pytest.mark.parametrize("lie", LIES)
@@ -178,7 +178,7 @@ def test_operands_that_cancel_show_what_normal_numbers_hide(lie):
         made = probe_operands(torch.bfloat16, seed, fill=fill)
         pair = (
             attentions.outcome(form, Core(lie), made, None, SHARDS)[TENSORS.index(shows)]
-            for form in (attentions._together, attentions._defined)
+            for form in (attentions._batched, attentions._defined)
         )
         return torch.ne(*pair).float().mean().item()
 
@@ -229,7 +229,7 @@ def test_a_backend_that_does_not_repeat_its_bits_is_an_error():
 def test_flash_attn_is_refused():
     with pytest.raises(RunError, match=r"attention ran flash 2\.8.*model\.attention_backend=fused or unfused"):
         attention(Core(name="flash 2.8"), *probe_operands(torch.float32)[:3], None, 1)
-    assert attentions._together_is_right == {}
+    assert attentions._batched_is_exact == {}
 
 
 def test_live_operands_are_checked_on_request(monkeypatch):

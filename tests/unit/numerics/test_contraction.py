@@ -66,7 +66,7 @@ def batch_stand_in(monkeypatch):
             launches.append((*a.shape, b.shape[2], add))
             compute(a, b, out, add)
 
-        monkeypatch.setattr(contraction, "_batch_is_right", {})
+        monkeypatch.setattr(contraction, "_batch_is_exact", {})
         monkeypatch.setattr(cublas, "launch_batch", launch)
         return launches
 
@@ -84,8 +84,8 @@ def kernel_stand_in(monkeypatch):
             launches.append((cut.shards, out.data_ptr(), add))
             compute(a, b, out, cut, add)
 
-        monkeypatch.setattr(contraction, "_restarting_is_right", {})
-        monkeypatch.setattr(contraction, "_batch_is_right", {})
+        monkeypatch.setattr(contraction, "_restarting_is_exact", {})
+        monkeypatch.setattr(contraction, "_batch_is_exact", {})
         monkeypatch.setattr(cublas, "launch_batch", exact_batch)
         monkeypatch.setattr(contraction, "_compiles", lambda: True)
         monkeypatch.setattr(kernel, "suits", lambda a, b, cut: cut.pieces in kernel.PIECES)
@@ -190,10 +190,10 @@ def test_a_wrong_kernel_is_refused_and_changes_nothing(kernel_stand_in, wrong):
     launches = kernel_stand_in(wrong)
     nodes = contraction.nodes(a, b, mesh, sizes, exact_product)
     assert launches
-    assert list(contraction._restarting_is_right.values()) == [False]
+    assert list(contraction._restarting_is_exact.values()) == [False]
     assert same_bits(nodes, contraction._one_by_one(a, b, mesh, sizes, exact_product))
     # The control: without the trial, the same kernel gives other bits.
-    contraction._restarting_is_right = dict.fromkeys(contraction._restarting_is_right, True)
+    contraction._restarting_is_exact = dict.fromkeys(contraction._restarting_is_exact, True)
     assert not same_bits(folded_nodes(contraction.nodes(a, b, mesh, sizes, exact_product)), folded_nodes(nodes))
 
 
@@ -204,7 +204,7 @@ def test_a_capture_tries_nothing(kernel_stand_in, monkeypatch):
     monkeypatch.setattr(cublas, "capturing", lambda operand: capturing)
     contraction.nodes(a, b, mesh, sizes, exact_product)
     assert launches == []
-    assert contraction._restarting_is_right == {}
+    assert contraction._restarting_is_exact == {}
     capturing = False
     contraction.nodes(a, b, mesh, sizes, exact_product)
     capturing = True
@@ -235,7 +235,7 @@ def test_a_batch_has_the_bits_of_one_by_one(batch_stand_in, shards, segments):
     a, b, sizes = segmented_operands(shards, segments)
     mesh = VirtualMesh(shards, 1, 0)
     nodes = contraction.nodes(a, b, mesh, sizes, exact_product)
-    assert list(contraction._batch_is_right.values()) == [True] * (shards > 1)
+    assert list(contraction._batch_is_exact.values()) == [True] * (shards > 1)
     launches.clear()
     again = contraction.nodes(a, b, mesh, sizes, exact_product)
     assert launches == [(shards, 24, PIECE, 20, n > 0) for n in range(segments)] * (shards > 1)
@@ -252,7 +252,7 @@ def test_a_batch_reads_operands_where_they_lie(batch_stand_in):
     wide_a[1:129, 3:27], wide_b[2:22, 4:132] = a.t(), b.t()
     mesh, sizes = VirtualMesh(4, 1, 0), (32, 96)
     nodes = contraction.nodes(wide_a[1:129, 3:27].t(), wide_b[2:22, 4:132].t(), mesh, sizes, exact_product)
-    assert list(contraction._batch_is_right.values()) == [True]
+    assert list(contraction._batch_is_exact.values()) == [True]
     assert same_bits(folded_nodes(nodes), folded_nodes(contraction._one_by_one(a, b, mesh, sizes, exact_product)))
 
 
@@ -280,10 +280,10 @@ def test_a_wrong_batch_is_refused_and_changes_nothing(batch_stand_in, wrong, seg
     mesh = VirtualMesh(4, 1, 0)
     nodes = contraction.nodes(a, b, mesh, sizes, exact_product)
     assert launches
-    assert list(contraction._batch_is_right.values()) == [False]
+    assert list(contraction._batch_is_exact.values()) == [False]
     assert same_bits(nodes, contraction._one_by_one(a, b, mesh, sizes, exact_product))
     # The control: without the trial, the same batch gives other bits.
-    contraction._batch_is_right = dict.fromkeys(contraction._batch_is_right, True)
+    contraction._batch_is_exact = dict.fromkeys(contraction._batch_is_exact, True)
     assert not same_bits(folded_nodes(contraction.nodes(a, b, mesh, sizes, exact_product)), folded_nodes(nodes))
 
 
@@ -406,7 +406,7 @@ def test_fp8_sums_of_a_rank_have_the_bits_of_one_by_one(fp8_stand_in, kind, shar
     root = fp8.nodes(a, b, mesh, sizes, torch.bfloat16)
     assert root.dtype == (torch.bfloat16 if shards * segments <= 4 else torch.float32)
     assert launches
-    assert set(contraction._restarting_is_right.values()) == {True}
+    assert set(contraction._restarting_is_exact.values()) == {True}
     across = fp8.nodes(a, b, VirtualMesh(2 * shards, 2, 0, graphs=True), sizes, torch.bfloat16)
     assert across.dtype == torch.float32  # a node of two ranks' tree
     launches.clear()
@@ -435,5 +435,5 @@ def test_a_wrong_fp8_kernel_is_refused(fp8_stand_in, kind, wrong):
     mesh = VirtualMesh(4 if wrong is added_in_turn else 2, 1, 0, graphs=True)
     nodes = fp8.nodes(a, b, mesh, (512,))
     assert launches
-    assert list(contraction._restarting_is_right.values()) == [False]
+    assert list(contraction._restarting_is_exact.values()) == [False]
     assert same_bits(tree_sum(nodes), tree_sum(fp8.nodes(a, b, VirtualMesh(mesh.shards, 1, 0), (512,))))

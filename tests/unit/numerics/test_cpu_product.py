@@ -19,7 +19,7 @@ COUNTS = (1, 2, 8)
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
-    monkeypatch.setattr(cpu, "_together_is_right", {})
+    monkeypatch.setattr(cpu, "_batched_is_exact", {})
 
 
 def _alone(a, b):
@@ -115,7 +115,7 @@ def test_layers_are_multiplied_in_one_call_where_a_library_keeps_the_bits(monkey
         shapes.clear()
         assert same_bits(call(), expected)
         assert len(shapes) == (1 if in_one_call else SHARDS)
-    assert list(cpu._together_is_right.values()) == [in_one_call] * 2
+    assert list(cpu._batched_is_exact.values()) == [in_one_call] * 2
 
 
 def _in_another_order(a, b):
@@ -142,14 +142,14 @@ def _rounding_in_bf16(a, b):
 @pytest.mark.parametrize("m, k, n", ((16, 3, 16), (16, 16, 16), (128, 128, 384)))
 def test_what_has_other_bits_is_seen(m, k, n, other):
     a, b = operand(m, k), operand(k, n)
-    assert cpu.is_right(torch.mm, torch.mm, a, b)
-    assert not cpu.is_right(other, torch.mm, a, b)
+    assert cpu.is_exact(torch.mm, torch.mm, a, b)
+    assert not cpu.is_exact(other, torch.mm, a, b)
 
 
 def test_small_products_are_not_tried():
     a, b = operand(5, 40), operand(40, 8)
     cpu.product(a, b, 1, 8)
-    assert list(cpu._together_is_right.values()) == [False]
+    assert list(cpu._batched_is_exact.values()) == [False]
 
 
 def test_what_was_seen_holds_for_that_alignment_only():
@@ -157,4 +157,4 @@ def test_what_was_seen_holds_for_that_alignment_only():
     b = operand(64, 64)
     for start in (0, 1):
         cpu.product(memory[start : start + 128 * 64].view(128, 64), b, 8, 1)
-    assert len(cpu._together_is_right) == 2
+    assert len(cpu._batched_is_exact) == 2

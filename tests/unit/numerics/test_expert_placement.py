@@ -26,7 +26,7 @@ def _ranks(tp, ep, experts):
         num_moe_experts=experts, tensor_model_parallel_size=tp, context_parallel_size=1, expert_model_parallel_size=ep
     )
     with patch("megatron.core.parallel_state.get_data_parallel_world_size", return_value=size // tp):
-        return [Owners.of(config, Group(tp, rank % tp), Group(ep, rank % ep)) for rank in range(size)]
+        return [Owners.from_config(config, Group(tp, rank % tp), Group(ep, rank % ep)) for rank in range(size)]
 
 
 @given(tp=DEGREES, ep=DEGREES, each=st.integers(1, 3))

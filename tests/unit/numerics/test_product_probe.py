@@ -73,7 +73,7 @@ def library(monkeypatch):
         for name, compute in (("CUBLAS", cublas), ("FIXED_TILES", defined.FIXED_TILES.compute)):
             way = getattr(defined, name)
             monkeypatch.setattr(defined, name, replace(way, compute=noting(way.name, compute)))
-        monkeypatch.setattr(defined, "_cublas_is_right", {})
+        monkeypatch.setattr(defined, "_cublas_is_exact", {})
         monkeypatch.setitem(defined.CHOICES, "cpu", defined._on_gpu)
         return ran
 
@@ -93,7 +93,7 @@ def cancelling_operands(shape, dtype, out_dtype=None):
 
 
 def accepted(shape, dtype, *, add=False, out_dtype=None) -> bool:
-    return defined._right(*empty_operands(shape, dtype, out_dtype), add)
+    return defined._matches_definition(*empty_operands(shape, dtype, out_dtype), add)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -148,11 +148,11 @@ def test_what_computes_a_product(library, monkeypatch, cublas, way, dtype, add):
     monkeypatch.setattr(cublas_product, "capturing", lambda operand: capturing)
     assert same_bits(defined.compute(a, b, out.clone(), add), expected)
     assert ran == ["fixed tiles"]  # a capture waits for no trial
-    assert defined._cublas_is_right == {}
+    assert defined._cublas_is_exact == {}
     capturing = False
     assert same_bits(defined.compute(a, b, out.clone(), add), expected)
     assert ran[-1] == way
-    assert list(defined._cublas_is_right.values()) == [way == "cuBLAS"]
+    assert list(defined._cublas_is_exact.values()) == [way == "cuBLAS"]
     capturing = True
     assert same_bits(defined.compute(a, b, out.clone(), add), expected)
     assert ran[-1] == way
@@ -232,9 +232,9 @@ def test_each_layout_is_tried_by_itself(library, layout, number):
         return (split_in_half if place(operands[number]) == lied_about else in_order)(*operands)
 
     library(lies)
-    assert defined._right(*plain, False)
-    assert not defined._right(*other, False)
-    assert defined._right(*plain, False)
+    assert defined._matches_definition(*plain, False)
+    assert not defined._matches_definition(*other, False)
+    assert defined._matches_definition(*plain, False)
 
 
 def test_settings_of_torch_tell_products_apart():

@@ -11,7 +11,7 @@ CAPPED = (None, "auto", "local")  # backends of attention
 
 
 def _is_one(config: RunConfig) -> bool:
-    return families.of(config.model) is not None
+    return families.family_of(config.model) is not None
 
 
 def _row(wrong: Test, why: str) -> Rule[RunConfig]:

@@ -14,7 +14,7 @@ RMS, LAYER = "RMSNorm", "LayerNorm"
 def other_layers(config: RunConfig) -> bool:
     """Whether a model has layers that no plain GPT model has."""
     model = config.model
-    own = "hybrid_layer_pattern" in model or families.of(model) or families.delta_sizes(model)
+    own = "hybrid_layer_pattern" in model or families.family_of(model) or families.delta_sizes(model)
     return bool(own or latent.has_it(config) or model.get("mtp_num_layers"))
 
 

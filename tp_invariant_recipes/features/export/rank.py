@@ -156,7 +156,7 @@ def _model(model: dict[str, Any], dtype: torch.dtype) -> list[Any]:
     fields = traits | {name: value for name, (value, _) in family.shared.items()}
     fields |= {name: model[name] for name, _ in family.fields.values() if model.get(name) is not None}
     fields["activation_func"] = resolve_name(fields["activation_func"])
-    own = families.of(model)
+    own = families.family_of(model)
     cls, spec = GPTModelProvider, block_of_both if family is hf_models.GLM_45 else local_layer_spec
     if families.delta_sizes(model):
         spec = ours(families.DELTA_BLOCK)

@@ -140,7 +140,7 @@ def _same_model(folder: Path, model: dict[str, Any]) -> bool:
 
 def _check_norms(config: RunConfig) -> None:
     """Raise ConfigError: adapters add to what a norm returns."""
-    family = families.of(config.model)
+    family = families.family_of(config.model)
     after = {*peft.targets(peft.section(config) or {})} & {*ROW_PARALLEL}
     if family is not None and families.FAMILIES[family].after and after:
         raise ConfigError(

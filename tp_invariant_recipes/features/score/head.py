@@ -58,7 +58,7 @@ class Head:
         config.sequence_parallel = self.layer.sequence_parallel = False
         config.context_parallel_size = config.context_shards = 1
         shards = config.virtual_shards if mode else self.group.size()
-        self.mesh = VirtualMesh.of(shards, self.group) if wanted.columns[1:] else VirtualMesh(1, 1, 0)
+        self.mesh = VirtualMesh.from_group(shards, self.group) if wanted.columns[1:] else VirtualMesh(1, 1, 0)
         self.kernels = mode.cross_entropy() if mode else cross_entropy.LIBRARY
 
     @torch.no_grad()

@@ -21,7 +21,7 @@ from tp_invariant_recipes.numerics.products.cublas import CHECK, checking, setti
 from tp_invariant_recipes.numerics.products.operands import dense, same_bits
 from tp_invariant_recipes.numerics.products.probe import cancelling_attention, cancelling_scores
 
-Form = Callable[..., Tensor]  # `_together` or `_defined`
+Form = Callable[..., Tensor]  # `_batched` or `_defined`
 TENSORS = ("output", "dQ", "dK", "dV")
 GRADIENTS = (*TENSORS[1:], "dSinks")
 # What fills the operands of each: sums cancel over keys, over queries, over features; None: normal numbers.
@@ -34,7 +34,7 @@ TRIALS = (
 REFUSED = ("flash",)  # by source, its dQ depends on the number of heads of a launch
 
 # (backend's settings, shapes, dtype, shards, torch's settings) -> whether one launch has the bits of the definition.
-_together_is_right: dict[tuple[Any, ...], bool] = {}
+_batched_is_exact: dict[tuple[Any, ...], bool] = {}
 
 
 class Operands(NamedTuple):
@@ -88,18 +88,18 @@ def attention(
     graded = torch.is_grad_enabled()
     case = (shards, query.shape, key.shape, value.shape, query.dtype, core.kind(mask), settings(), graded)
     trial = partial(trial_passes, core, query, key, value, mask, shards, *more, graded=graded)
-    together = tried(_together_is_right, case, query, trial)
-    if together and shards > 1 and checking():
+    batched = tried(_batched_is_exact, case, query, trial)
+    if batched and shards > 1 and checking():
         return _Checked.apply(core, mask, shards, query, key, value, *more)
-    out = (_together if together else _defined)(core, query, key, value, mask, shards, *more)
+    out = (_batched if batched else _defined)(core, query, key, value, mask, shards, *more)
 
-    def again(number: int) -> Tensor:
-        q, k, v = (dense(one.chunk(shards, 2)[number]).detach().requires_grad_() for one in (query, key, value))
-        part = (one.chunk(shards)[number].detach() for one in more)
+    def recompute(number: int) -> Tensor:
+        q, k, v = (dense(operand.chunk(shards, 2)[number]).detach().requires_grad_() for operand in (query, key, value))
+        part = (sink.chunk(shards)[number].detach() for sink in more)
         # With its backward pass, for which a backend may launch another kernel.
         return core.launch(q, k, v, mask, *part)
 
-    sampling.repeat(out, again, shards, getattr(core, "layer_number", None))
+    sampling.repeat(out, recompute, shards, getattr(core, "layer_number", None))
     return out
 
 
@@ -111,29 +111,31 @@ def attention_of_each(
     Arguments and result as of `attention`. One launch for all is taken only where a trial gives these bits.
     """
 
-    def at_once(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def in_one_launch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return attention(core, query, key, value, mask, shards, sinks)
 
     def one_by_one(*operands: Tensor) -> Tensor:
-        return torch.cat([at_once(*parts) for parts in zip(*(one.split(1, 1) for one in operands), strict=True)], 1)
+        return torch.cat(
+            [in_one_launch(*parts) for parts in zip(*(operand.split(1, 1) for operand in operands), strict=True)], 1
+        )
 
     def trial() -> bool:
         tried_on = (made[:3] for made, _ in trial_operands(query, key, value))
-        return all(same((one_by_one(*some),), (at_once(*some),)) for some in tried_on)
+        return all(same((one_by_one(*trial_inputs),), (in_one_launch(*trial_inputs),)) for trial_inputs in tried_on)
 
     case = ("of each", shards, query.shape, key.shape, value.shape, query.dtype, core.kind(mask), settings())
-    return (at_once if tried(_together_is_right, case, query, trial) else one_by_one)(query, key, value)
+    return (in_one_launch if tried(_batched_is_exact, case, query, trial) else one_by_one)(query, key, value)
 
 
-def _together(core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, shards: int, *sinks: Tensor) -> Tensor:
+def _batched(core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, shards: int, *sinks: Tensor) -> Tensor:
     return _with_dense_gradient(core.launch(query, key, value, mask, *sinks))
 
 
 def _defined(core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, shards: int, *sinks: Tensor) -> Tensor:
     # split, not narrow: its gradient is put together, and not added to zeros, which loses the sign of -0.0.
     heads = (tensor.split(tensor.shape[2] // shards, 2) for tensor in (query, key, value))
-    parts = zip(*heads, *(some.split(len(some) // shards) for some in sinks), strict=True)
-    return torch.cat([_together(core, dense(q), dense(k), dense(v), mask, 1, *s) for q, k, v, *s in parts], -1)
+    parts = zip(*heads, *(sink.split(len(sink) // shards) for sink in sinks), strict=True)
+    return torch.cat([_batched(core, dense(q), dense(k), dense(v), mask, 1, *s) for q, k, v, *s in parts], -1)
 
 
 def _with_dense_gradient(out: Tensor) -> Tensor:
@@ -162,13 +164,15 @@ def trial_passes(
 ) -> bool:
     """Try both forms on operands of these shapes. graded: also their backward passes."""
     for operands, generator in trial_operands(query, key, value):
-        scores = [torch.empty_like(some).normal_(generator=generator) for some in sinks]
-        found = partial(outcome, core=core, operands=operands, mask=mask, shards=shards, sinks=scores, graded=graded)
-        expected = found(_defined)
+        scores = [torch.empty_like(sink).normal_(generator=generator) for sink in sinks]
+        outcome_of = partial(
+            outcome, core=core, operands=operands, mask=mask, shards=shards, sinks=scores, graded=graded
+        )
+        expected = outcome_of(_defined)
         _admitted(core.backend())
-        if not same(expected, found(_defined)):
+        if not same(expected, outcome_of(_defined)):
             raise RunError(f"attention by {core.backend()} does not repeat its own bits")
-        if shards > 1 and not same(expected, found(_together)):
+        if shards > 1 and not same(expected, outcome_of(_batched)):
             return False
     return True
 
@@ -191,7 +195,7 @@ def outcome(
     *,
     graded: bool = True,
 ) -> tuple[Tensor, ...]:
-    """Output and gradients (TENSORS, and of sinks) of `_together` or `_defined`; without `graded` the output alone."""
+    """Output and gradients (TENSORS, and of sinks) of `_batched` or `_defined`; without `graded` the output alone."""
     if not graded:
         with torch.no_grad():
             return (form(core, *operands[:3], mask, shards, *sinks),)
@@ -219,7 +223,7 @@ class _Checked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, core: Any, mask: Tensor | None, shards: Any, *inputs: Tensor) -> Tensor:
         ctx.core, ctx.shards = core, shards
-        ctx.recorded = [_recorded(form, core, inputs, mask, shards) for form in (_together, _defined)]
+        ctx.recorded = [_recorded(form, core, inputs, mask, shards) for form in (_batched, _defined)]
         (_, first), (_, second) = ctx.recorded
         _compare(core, inputs, shards, (first,), (second,), TENSORS[:1])
         return first.detach().clone()

@@ -45,7 +45,7 @@ class _ColumnBias(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return gradients[0], None, None
         leaves = token_sum(gradients[0].reshape(-1, bias.shape[0]), ctx.contexts)
-        return gradients[0], weight_gradient(bias, *(partial(_total, some) for some in leaves)), None
+        return gradients[0], weight_gradient(bias, *(partial(_total, leaf) for leaf in leaves)), None
 
 
 def _total(leaves: Tensor, out: Tensor, add: bool) -> None:

@@ -55,8 +55,8 @@ def entropy(logits: Tensor, mesh: VirtualMesh, kernels: LossKernels = LIBRARY) -
     """
     rows, highest = logits.to(torch.float32, copy=True), _highest(logits, mesh)
     total = tree_all_reduce(kernels.sum_of_exponentials(rows, highest, mesh.local), mesh, torch.float32)
-    nowhere, one = torch.full_like(highest, -1, dtype=torch.int64), torch.ones_like(highest)
-    softmax = kernels.softmax_gradient(rows, nowhere, highest, total, one, mesh.local)
+    nowhere, ones = torch.full_like(highest, -1, dtype=torch.int64), torch.ones_like(highest)
+    softmax = kernels.softmax_gradient(rows, nowhere, highest, total, ones, mesh.local)
     logarithm = rows.sub_(highest.unsqueeze(-1)).sub_(kernels.logarithm(total).unsqueeze(-1))
     terms = softmax.mul_(logarithm).view(len(rows), mesh.local, -1)
     return -tree_all_reduce(folding_sum(terms, -1).t().contiguous(), mesh, torch.float32)

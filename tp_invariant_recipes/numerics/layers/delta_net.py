@@ -52,20 +52,20 @@ class _Rule(LayerFunction):
         ctx.sizes = sizes
         if inputs[0].is_cuda:
             return with_kernels(sizes, *inputs)
-        return torch.stack([_of_shard(sizes, *one) for one in zip(*inputs, strict=True)])
+        return torch.stack([_of_shard(sizes, *shard) for shard in zip(*inputs, strict=True)])
 
     @staticmethod
     @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, found = ctx.saved_tensors, []
+        inputs, by_shard = ctx.saved_tensors, []
         if inputs[0].is_cuda:
             return None, *gradients_with_kernels(ctx.sizes, gradients[0], *inputs)
-        for dy, *one in zip(gradients[0], *inputs, strict=True):
+        for dy, *shard in zip(gradients[0], *inputs, strict=True):
             with torch.enable_grad():
-                leaves = [part.detach().requires_grad_() for part in one]
+                leaves = [part.detach().requires_grad_() for part in shard]
                 y = _of_shard(ctx.sizes, *leaves)
-            found.append(torch.autograd.grad(y, leaves, dy))
-        return None, *map(torch.stack, zip(*found, strict=True))
+            by_shard.append(torch.autograd.grad(y, leaves, dy))
+        return None, *map(torch.stack, zip(*by_shard, strict=True))
 
 
 def with_kernels(sizes: Heads, x: Tensor, alpha: Tensor, beta: Tensor, log_a: Tensor, dt_bias: Tensor) -> Tensor:
@@ -82,8 +82,8 @@ def gradients_with_kernels(
     dx, ddecay, dstrength = delta_rule_backward(dy, x, decay, strength, sizes)
     dalpha, dbeta = ddecay * rate * shifted.sigmoid(), dstrength * strength * (1.0 - strength)
     dlog_a, ddt_bias = folding_sum(torch.stack((ddecay * decay, dalpha)).flatten(2, 3), 2)
-    found, likes = (dalpha, dbeta, dlog_a, ddt_bias), (alpha, beta, log_a, dt_bias)
-    return dx, *(one.to(like.dtype) for one, like in zip(found, likes, strict=True))
+    gradients, likes = (dalpha, dbeta, dlog_a, ddt_bias), (alpha, beta, log_a, dt_bias)
+    return dx, *(gradient.to(like.dtype) for gradient, like in zip(gradients, likes, strict=True))
 
 
 def _numbers(alpha: Tensor, beta: Tensor, log_a: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -96,7 +96,7 @@ def _of_shard(sizes: Heads, x: Tensor, alpha: Tensor, beta: Tensor, log_a: Tenso
     """The rule of one shard as kernels/delta_rule.py writes it, in plain torch. x: [s, b, q | k | v]."""
     groups, heads, key, value = sizes
     q, k, v = x.float().split((groups * key, groups * key, heads * value), -1)
-    q, k = (_unit(one.unflatten(-1, (groups, key))).repeat_interleave(heads // groups, 2) for one in (q, k))
+    q, k = (_unit(tensor.unflatten(-1, (groups, key))).repeat_interleave(heads // groups, 2) for tensor in (q, k))
     decay = -log_a.float().exp() * F.softplus(alpha.float() + dt_bias.float())
     parts = q * key**-0.5, k, v.unflatten(-1, (heads, value)), beta.float().sigmoid().unsqueeze(-1), decay.unsqueeze(-1)
     q, k, v, strength, decay = map(_in_chunks, parts)
@@ -107,7 +107,7 @@ def _of_shard(sizes: Heads, x: Tensor, alpha: Tensor, beta: Tensor, log_a: Tenso
     systems, within = strength * (k @ across) * between, q @ across * between
     state, outputs = torch.zeros(x.shape[1], heads, key, value, device=x.device), []
     for q_, k_, v_, beta_, up_, down_, system, near in zip(
-        *(one.unbind(2) for one in (q, k, v, strength, up, down, systems, within)), strict=True
+        *(tensor.unbind(2) for tensor in (q, k, v, strength, up, down, systems, within)), strict=True
     ):
         new = beta_ * (v_ - up_ * (k_ @ state))
         new = torch.linalg.solve_triangular(system, new, upper=False, unitriangular=True)  # reads A below its diagonal

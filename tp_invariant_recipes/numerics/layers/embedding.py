@@ -36,23 +36,23 @@ from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_gra
 LOOKUPS, AHEAD = "lookup_gradient", "ahead_gradient"
 
 
-def lookup(weight: Tensor, ids: Tensor, elsewhere: Tensor | None, contexts: int = 1, *, apart: bool = False) -> Tensor:
+def lookup(weight: Tensor, ids: Tensor, elsewhere: Tensor | None, contexts: int = 1, *, ahead: bool = False) -> Tensor:
     """weight[ids], and zeros for the tokens whose rows other ranks have.
 
     weight: [rows, h]; ids: [b, s] int64, rows of `weight`; elsewhere: [b, s] bool, ids of no row here; None: none.
-    contexts: context shards that s consists of. apart: whether the lookup is one of multi-token prediction.
+    contexts: context shards that s consists of. ahead: whether the lookup is one of multi-token prediction.
     returns: [b, s, h] of weight's dtype.
     """
     known = ids if elsewhere is None else ids.masked_fill(elsewhere, -1)
-    return _Lookup.apply(weight, known, elsewhere, contexts, apart)
+    return _Lookup.apply(weight, known, elsewhere, contexts, ahead)
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
     @outside_modes
-    def forward(ctx: Any, weight: Tensor, ids: Tensor, elsewhere: Tensor | None, contexts: int, apart: bool) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, elsewhere: Tensor | None, contexts: int, ahead: bool) -> Tensor:
         ctx.save_for_backward(weight, ids)
-        ctx.contexts, ctx.apart = contexts, apart
+        ctx.contexts, ctx.ahead = contexts, ahead
         if elsewhere is None:
             return weight[ids]
         return weight[ids.clamp(min=0)].masked_fill_(elsewhere.unsqueeze(-1), 0.0)
@@ -64,15 +64,15 @@ class _Lookup(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, None, None, None, None
         parts = zip(gradients[0].chunk(ctx.contexts, 1), ids.chunk(ctx.contexts, 1), strict=True)
-        looked_up = [(some.reshape(-1, weight.shape[1]).contiguous(), at.reshape(-1)) for some, at in parts]
-        apart = ctx.apart and getattr(weight, "main_grad", None) is not None
-        if apart or _shares_main_grad(weight):
-            kept = _sum_of_its_own(weight, AHEAD if apart else LOOKUPS, ctx.contexts)
+        looked_up = [(rows.reshape(-1, weight.shape[1]).contiguous(), at.reshape(-1)) for rows, at in parts]
+        ahead = ctx.ahead and getattr(weight, "main_grad", None) is not None
+        if ahead or _shares_main_grad(weight):
+            kept = _sum_of_its_own(weight, AHEAD if ahead else LOOKUPS, ctx.contexts)
             for (rows, at), out in zip(looked_up, kept, strict=True):
                 add_rows(rows, at, out, at_once=is_leaf(weight))
-            # Without `apart` autograd has another stand-in for this weight: the output layer's, or that of `apart`.
-            return (added_to_main_grad(weight) if apart else None), None, None, None, None
-        gradient = weight_gradient(weight, *(partial(_add, weight, *some) for some in looked_up))
+            # Without `ahead` autograd has another stand-in for this weight: the output layer's, or that of `ahead`.
+            return (added_to_main_grad(weight) if ahead else None), None, None, None, None
+        gradient = weight_gradient(weight, *(partial(_add, weight, *lookups) for lookups in looked_up))
         return gradient, None, None, None, None
 
 

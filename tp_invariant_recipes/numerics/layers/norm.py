@@ -138,8 +138,8 @@ class Norm(NamedTuple):
         dy, rows, factor = _rows(dy, shards_of), _rows(x, shards_of), self._factor(weight)
         if by_heads:
             parts = each_context(mesh, dy, rows, scale)
-            found = [kernels.backward(d, r, factor, s, mesh.local, True) for d, r, s in parts]
-            dx, leaves = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
+            by_context = [kernels.backward(d, r, factor, s, mesh.local, True) for d, r, s in parts]
+            dx, leaves = by_context[0] if len(by_context) == 1 else map(torch.cat, zip(*by_context, strict=True))
         else:
             chunks = mesh.chunks if everywhere else mesh.local_chunks
             dx, leaves = kernels.backward(dy, rows, factor, scale, chunks, False)

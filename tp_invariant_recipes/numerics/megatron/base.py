@@ -52,7 +52,7 @@ class OnMesh:
     @cached_property
     def mesh(self) -> VirtualMesh:
         """Looked up once, when the layer first runs."""
-        return VirtualMesh.of(
+        return VirtualMesh.from_group(
             self.config.virtual_shards,
             self.mesh_group(),
             of_a_rank(self.config),

@@ -129,13 +129,13 @@ def in_turns(original: Callable[..., Any]) -> Callable[..., Any]:
             if not visits:
                 return run(*args, data_iterator=data_iterator, model=model, **kwargs)
             chunks = isinstance(data_iterator, list)
-            iterators = [_visiting(one, visits) for one in (data_iterator if chunks else [data_iterator])]
+            iterators = [_visiting(iterator, visits) for iterator in (data_iterator if chunks else [data_iterator])]
             expert_groups.enter(visits)
             try:
-                found = run(*args, data_iterator=iterators if chunks else iterators[0], model=model, **kwargs)
+                losses = run(*args, data_iterator=iterators if chunks else iterators[0], model=model, **kwargs)
             finally:
                 expert_groups.enter(())
-            return [found[visits.index(number)] for number in range(len(visits))] if found else found
+            return [losses[visits.index(number)] for number in range(len(visits))] if losses else losses
 
         return forward_backward
 

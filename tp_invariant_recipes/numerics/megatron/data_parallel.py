@@ -114,8 +114,8 @@ def _of_experts(model: Any) -> list[Tensor]:
 
 
 def _of_dense(model: Any) -> list[Tensor]:
-    found = [data for buffer in model.buffers for data in (buffer.grad_data, *buffer.context_data)]
-    return found + [kept for weight in model.params_with_grad for kept in embedding.sums_of_their_own(weight)]
+    gradients = [data for buffer in model.buffers for data in (buffer.grad_data, *buffer.context_data)]
+    return gradients + [kept for weight in model.params_with_grad for kept in embedding.sums_of_their_own(weight)]
 
 
 def recording_model(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -245,8 +245,8 @@ def _check(group: Any) -> None:
     """Megatron's check of a group's gradients, of each context shard."""
     config, kept = group.ddp_config, [bucket.grad_data for bucket in group.buckets]
     try:
-        for some in zip(*(_of_contexts(group, bucket) for bucket in group.buckets), strict=True):
-            for bucket, gradients in zip(group.buckets, some, strict=True):
+        for of_context in zip(*(_of_contexts(group, bucket) for bucket in group.buckets), strict=True):
+            for bucket, gradients in zip(group.buckets, of_context, strict=True):
                 bucket.grad_data = gradients
             group.check_grads(
                 check_for_nan_or_inf=config.check_for_nan_in_grad, check_for_large=config.check_for_large_grads
@@ -291,7 +291,7 @@ def _complete(group: Any) -> None:
             pairs = [gradients[n : n + contexts] for n in range(0, len(gradients), contexts)]
             for left, right in zip(pairs[::2], pairs[1::2], strict=True):
                 torch._foreach_add_(left, right)
-            gradients = [gradient for left in pairs[::2] for gradient in left]
+            gradients = [gradient for pair in pairs[::2] for gradient in pair]
 
 
 def restarting(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -343,8 +343,8 @@ def reading_below(original: Callable[..., Any]) -> Callable[..., Any]:
 
         def waiting(module: Any, *unused: Any) -> None:
             names = {kind.__name__ for kind in type(module).__mro__}
-            for one in module.modules() if names.intersection(READ_BELOW) else (module,):
-                hook(one)
+            for submodule in module.modules() if names.intersection(READ_BELOW) else (module,):
+                hook(submodule)
 
         return waiting
 

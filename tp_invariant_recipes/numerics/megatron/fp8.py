@@ -28,12 +28,12 @@ def layers_of_stack(original: Callable[..., None]) -> Callable[..., None]:
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, config, *args, **kwargs)
-        found = getattr(config, "fp8_layers", None)
-        if found is None:
+        fp8_layers = getattr(config, "fp8_layers", None)
+        if fp8_layers is None:
             return
         for layer in self.layers:
-            if not found.contains(layer.layer_number - 1, config.num_layers):
-                for part in (one for one in layer.modules() if isinstance(one, InFp8)):
+            if not fp8_layers.contains(layer.layer_number - 1, config.num_layers):
+                for part in (module for module in layer.modules() if isinstance(module, Fp8Mixin)):
                     part.in_bf16 = True
 
     return __init__
@@ -42,11 +42,11 @@ def layers_of_stack(original: Callable[..., None]) -> Callable[..., None]:
 def linear_of(layers: Fp8Layers, arithmetic: mode.Mode, group: Any) -> Fp8Linear | Mxfp8Linear:
     """The products of layers in FP8. group: of the ranks that share a sequence; None: one rank has all."""
     if layers.recipe == "mxfp8":
-        return Mxfp8Linear.of(layers, arithmetic.products())
-    return Fp8Linear(Scaling.of(layers, group))
+        return Mxfp8Linear.from_layers(layers, arithmetic.products())
+    return Fp8Linear(Scaling.from_layers(layers, group))
 
 
-class InFp8:
+class Fp8Mixin:
     """A layer whose products are in FP8. in_bf16: they are not, since a hybrid model's stack says so."""
 
     config: Any
@@ -58,10 +58,10 @@ class InFp8:
         from megatron.core.parallel_state import get_tensor_and_context_parallel_group
 
         group = get_tensor_and_context_parallel_group()
-        return linear_of(self.config.fp8_layers, mode.of(self.config), group if group.size() > 1 else None)
+        return linear_of(self.config.fp8_layers, mode.mode_of(self.config), group if group.size() > 1 else None)
 
 
-class Fp8ColumnForward(InFp8, ColumnForward):
+class Fp8ColumnForward(Fp8Mixin, ColumnForward):
     """Forward of a column-parallel layer."""
 
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -80,7 +80,7 @@ class Fp8ColumnForward(InFp8, ColumnForward):
         return self.column(self.normal(x, norm, eps), weight, bias)
 
 
-class Fp8RowForward(InFp8, RowForward):
+class Fp8RowForward(Fp8Mixin, RowForward):
     """Forward of a row-parallel layer."""
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -91,7 +91,7 @@ class Fp8RowForward(InFp8, RowForward):
         return y if bias is None else row_bias(y, bias, self.mesh, self.config.sequence_parallel)
 
 
-class Fp8ExpertsForward(InFp8, ExpertsForward):
+class Fp8ExpertsForward(Fp8Mixin, ExpertsForward):
     """Forward of experts."""
 
     def experts(self, *args: Any, **more: Any) -> Tensor:

@@ -204,10 +204,10 @@ def canonical_parameters(chunk: Any) -> Iterator[tuple[str, Tensor]]:
     Layers get their number in the whole model. The last stage's copy of a tied embedding has the embedding's name.
     """
     for name, parameter in chunk.named_parameters():
-        found = re.match(r"decoder\.layers\.(\d+)\.", name)
-        if found:
-            number = chunk.decoder.layers[int(found[1])].layer_number - 1
-            name = f"decoder.layers.{number}.{name[found.end() :]}"
+        match = re.match(r"decoder\.layers\.(\d+)\.", name)
+        if match:
+            number = chunk.decoder.layers[int(match[1])].layer_number - 1
+            name = f"decoder.layers.{number}.{name[match.end() :]}"
         elif name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
             name = "embedding.word_embeddings.weight"
         yield _expert_numbered(name, chunk.config), parameter
@@ -218,14 +218,14 @@ def _expert_numbered(name: str, config: Any) -> str:
     from megatron.core import parallel_state
 
     # One module for each expert, or one module with numbered weights for all experts.
-    found = re.fullmatch(
+    match = re.fullmatch(
         rf"({LAYER}mlp\.experts\.)(?:local_experts\.(\d+)\.(.+)|(linear_fc\d\.)(?:to_wrap\.)?([a-z]+)(\d+))", name
     )
-    if not found:
+    if not match:
         return name
     local = config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
-    number = parallel_state.get_expert_model_parallel_rank() * local + int(found[2] or found[6])
-    return f"{found[1]}{number}.{found[3] or found[4] + found[5]}"
+    number = parallel_state.get_expert_model_parallel_rank() * local + int(match[2] or match[6])
+    return f"{match[1]}{number}.{match[3] or match[4] + match[5]}"
 
 
 def _is_split(parameter: Tensor, dim: int) -> bool:

@@ -51,10 +51,10 @@ class InvariantRowParallelLinear(RowForward, RowParallelLinear):
 class InvariantVocabParallelEmbedding(VocabParallelEmbedding):
     """Embedding: across ranks it sums one value and zeros, which is exact but for the sign of zero.
 
-    apart: whether a lookup is one of multi-token prediction (numerics/megatron/multi_token.py).
+    ahead: whether a lookup is one of multi-token prediction (numerics/megatron/multi_token.py).
     """
 
-    apart = False
+    ahead = False
 
     def forward(self, input_: Tensor) -> Tensor:
         """[b, s] → [b, s, h], or [s/t, b, h] with sequence parallelism."""
@@ -62,13 +62,13 @@ class InvariantVocabParallelEmbedding(VocabParallelEmbedding):
         if self.tp_group.size() > 1:
             elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
             ids = input_ - self.vocab_start_index
-        found = lookup(self.weight, ids, elsewhere, of_a_rank(self.config), apart=self.apart)
+        rows = lookup(self.weight, ids, elsewhere, of_a_rank(self.config), ahead=self.ahead)
         if self.reduce_scatter_embeddings:
-            found = found.transpose(0, 1).contiguous()
-            return reduce_scatter_to_sequence_parallel_region(found, group=self.tp_group) + 0.0
+            rows = rows.transpose(0, 1).contiguous()
+            return reduce_scatter_to_sequence_parallel_region(rows, group=self.tp_group) + 0.0
         if elsewhere is not None:
-            found = reduce_from_tensor_model_parallel_region(found, group=self.tp_group)
-        return found + 0.0
+            rows = reduce_from_tensor_model_parallel_region(rows, group=self.tp_group)
+        return rows + 0.0
 
 
 class InvariantPositionEmbedding(torch.nn.Embedding):

@@ -16,7 +16,7 @@ def cross_entropy_of_mode(original: Any, virtual_shards: int, name: str) -> Call
     def loss(logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: Any = None) -> Tensor:
         if label_smoothing:
             raise NotImplementedError("label smoothing has no invariant version")
-        mesh = VirtualMesh.of(virtual_shards, tp_group)
+        mesh = VirtualMesh.from_group(virtual_shards, tp_group)
         return cross_entropy.vocab_parallel_cross_entropy(logits, target, mesh, kernels)
 
     kernels = mode.named_mode(name).cross_entropy()

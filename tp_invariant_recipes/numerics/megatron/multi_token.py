@@ -37,15 +37,15 @@ class InvariantMultiTokenPredictionLayer(MultiTokenPredictionLayer):
         super().__init__(*args, **kwargs)
         if self.mtp_layer_pattern is not None:
             # Megatron logs these routers' losses with those of the model's first layers, which another stage may have.
-            for router in (one for one in self.mtp_model_layer.modules() if isinstance(one, TopKRouter)):
+            for router in (module for module in self.mtp_model_layer.modules() if isinstance(module, TopKRouter)):
                 router.set_layer_number(self.config.num_layers + self.layer_number)
 
     def _get_embeddings(self, *args: Any, embedding: Any, **kwargs: Any) -> Any:
-        embedding.word_embeddings.apart = True
+        embedding.word_embeddings.ahead = True
         try:
             return super()._get_embeddings(*args, embedding=embedding, **kwargs)
         finally:
-            embedding.word_embeddings.apart = False
+            embedding.word_embeddings.ahead = False
 
 
 # Fields that split a model into pipeline stages.

@@ -76,7 +76,9 @@ def _gather(optimizer: Any, chunks: Iterable[Any], group: Any) -> None:
     @outside_modes
     def of_whole(weight: Tensor, momentum: Tensor, /, **settings: Any) -> Tensor:
         if not cuts:  # by now the optimizer has its master weights
-            cuts.update((id(getattr(one, "main_param", one)), cut) for one, cut in _cuts(chunks, group.size()))
+            cuts.update(
+                (id(getattr(parameter, "main_param", parameter)), cut) for parameter, cut in _cuts(chunks, group.size())
+            )
         cut = cuts[id(weight)]
         whole = gathered(momentum, cut, group)
         return part_of(orthogonalize(weight, whole, **settings), cut, group)
@@ -111,7 +113,7 @@ def gathered(part: Tensor, cut: MatrixCut | None, group: Any) -> Tensor:
         return part.clone(memory_format=torch.contiguous_format)
     parts = [torch.empty_like(part) for _ in range(group.size())]
     dist.all_gather(parts, part.contiguous(), group=group)
-    pieces = [one.split(cut.sizes, cut.dim) for one in parts]
+    pieces = [part.split(cut.sizes, cut.dim) for part in parts]
     return torch.cat([piece for segment in zip(*pieces, strict=True) for piece in segment], cut.dim)
 
 

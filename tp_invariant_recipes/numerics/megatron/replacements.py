@@ -17,15 +17,15 @@ class Row:
     """One class or function of an installed package, and what stands in its place.
 
     target:   "package.module:attribute.path".
-    ours:     MODULE:NAME below this package.
+    path:     MODULE:NAME below this package.
     why:      what would depend on the layout without it.
-    wraps:    whether `ours` is called with the original and the settings, and returns what stands in its place.
+    wraps:    whether `path` is called with the original and the settings, and returns what stands in its place.
     settings: fields of `numerics` that it is called with after the original.
     when:     whether a run needs it.
     """
 
     target: str
-    ours: str
+    path: str
     why: str
     wraps: bool = True
     settings: tuple[str, ...] = ()
@@ -34,8 +34,8 @@ class Row:
     def replacement(self, numerics: NumericsSettings) -> Replacement:
         """The row with a run's settings."""
         if not self.wraps:
-            return instead(self.target, self.ours, self.why)
-        return wrapped(self.target, self.ours, self.why, *(getattr(numerics, name) for name in self.settings))
+            return instead(self.target, self.path, self.why)
+        return wrapped(self.target, self.path, self.why, *(getattr(numerics, name) for name in self.settings))
 
 
 def _exact_norm(numerics: NumericsSettings) -> bool:
@@ -121,9 +121,9 @@ ROWS = (
     ),
     # --- The norm of the gradient, and clipping ---
     *(
-        Row(f"megatron.core.optimizer.{module}:get_grad_norm_fp32", ours, _NORM, wraps=False, when=when)
+        Row(f"megatron.core.optimizer.{module}:get_grad_norm_fp32", path, _NORM, wraps=False, when=when)
         for module in ("optimizer", "layer_wise_optimizer")
-        for ours, when in (
+        for path, when in (
             ("numerics.sums.grad_norm:get_grad_norm_fp32", _exact_norm),
             ("numerics.sums.grad_norm:fp64_grad_norm", _fp64_norm),
         )

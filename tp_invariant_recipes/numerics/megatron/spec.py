@@ -128,7 +128,7 @@ def invariant_layers(specs: Sequence[Any], config: Any, vp_stage: int | None) ->
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     own, fp8, start = (
-        mode.of(config).layers, getattr(config, "fp8_layers", None), get_transformer_layer_offset(config, vp_stage)
+        mode.mode_of(config).layers, getattr(config, "fp8_layers", None), get_transformer_layer_offset(config, vp_stage)
     )  # fmt: skip
     return [
         invariant(spec, own=own, fp8=fp8 is not None and fp8.contains(start + n, config.num_layers))
@@ -149,8 +149,8 @@ def invariant(part: Any, field: str = "", own: Mapping[str, str] = MappingProxyT
     if isinstance(part, type):
         table = {**(HEAD_NORMS if field in HEAD_NORM_FIELDS else SUBSTITUTES), **own}
         if part.__name__ in table:
-            found = ours(table[part.__name__])
-            return _in_fp8(found, FP8[part.__name__]) if fp8 and part.__name__ in FP8 else found
+            layer = ours(table[part.__name__])
+            return _in_fp8(layer, FP8[part.__name__]) if fp8 and part.__name__ in FP8 else layer
         if part.__name__ in AS_THEY_ARE:
             return part
         raise ConfigError(f"{field or 'model'}: {part.__name__} has no invariant version; use numerics=stock")

@@ -35,8 +35,8 @@ Segments = tuple[int, ...]  # the size of each
 ROOM = 2**26
 
 # kind of sum -> whether the restarting product, or a batch, had the bits of fixed tiles.
-_restarting_is_right: dict[tuple[Any, ...], bool] = {}
-_batch_is_right: dict[tuple[Any, ...], bool] = {}
+_restarting_is_exact: dict[tuple[Any, ...], bool] = {}
+_batch_is_exact: dict[tuple[Any, ...], bool] = {}
 
 
 def nodes(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Segments, product: Callable[..., Tensor]) -> Tensor:
@@ -44,17 +44,17 @@ def nodes(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Segments, product: 
 
     a, b:     [tokens, k/t] and [k/t, features]; k/t consists of segments, each of this rank's V/t shards.
     segments: the size of each.
-    product:  as `products.product.product`.
+    product:  as `numerics.products.defined.product`.
     returns:  [n, tokens, features] fp32, n a power of two that divides V/t: each the sum of (V/t)/n shards in tree
               order, where a shard's term is the sum over segments, in order.
     raises RunError: TPI_CHECK_PRODUCTS=1, and the restarting product has other bits.
     """
     pays = mesh.graphs or a.shape[0] * a.shape[1] * b.shape[1] >= WORTH
-    how = at_once if pays else _as_a_batch
-    found = how(a, b, mesh.local, segments)
-    if found is not None and (taking := sampling.begin(a, b, found[0], False, segments)) is not None:
-        taking.end(found, mesh.local)
-    return found if found is not None else _one_by_one(a, b, mesh, segments, product)
+    how = in_one_launch if pays else _as_a_batch
+    nodes_at_once = how(a, b, mesh.local, segments)
+    if nodes_at_once is not None and (taking := sampling.begin(a, b, nodes_at_once[0], False, segments)) is not None:
+        taking.end(nodes_at_once, mesh.local)
+    return nodes_at_once if nodes_at_once is not None else _one_by_one(a, b, mesh, segments, product)
 
 
 def _one_by_one(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Segments, product: Callable[..., Tensor]) -> Tensor:
@@ -67,8 +67,8 @@ def _one_by_one(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Segments, pro
         for segment in segments:
             size = segment // mesh.local
             start = before + shard * size
-            for some, out in each_context(mesh, a.narrow(1, start, size), node):
-                product(some, b.narrow(0, start, size), out, add=add)
+            for rows, out in each_context(mesh, a.narrow(1, start, size), node):
+                product(rows, b.narrow(0, start, size), out, add=add)
             before, add = before + segment, True
     return nodes
 
@@ -87,7 +87,7 @@ def _as_a_batch(a: Tensor, b: Tensor, shards: int, segments: Segments) -> Tensor
     def trial() -> bool:
         return cublas.agree(compute, defined, a, b, terms, False, parts=_parts(segments, shards))
 
-    if not cublas.tried(_batch_is_right, kind, a, trial):
+    if not cublas.tried(_batch_is_exact, kind, a, trial):
         return None
     if cublas.checking():
         what = f"{shards} products of {[*a.shape]} @ {[*b.shape]} as a batch have other bits than by fixed tiles"
@@ -123,7 +123,7 @@ def _parts(segments: Segments, shards: int) -> list[slice]:
     return [part for of_segment in zip(*every_part(segments, shards), strict=True) for part in of_segment]
 
 
-def at_once(a: Any, b: Any, shards: int, segments: Segments, dtype: torch.dtype = torch.float32) -> Tensor | None:
+def in_one_launch(a: Any, b: Any, shards: int, segments: Segments, dtype: torch.dtype = torch.float32) -> Tensor | None:
     """The nodes by the restarting product; None: it does not take the operands, or has not been found right.
 
     Its rows do not depend on each other, so tokens of several context shards share a launch.
@@ -135,26 +135,26 @@ def at_once(a: Any, b: Any, shards: int, segments: Segments, dtype: torch.dtype 
         return None
     from tp_invariant_recipes.kernels.products import restarting_product as kernel
 
-    together = max(1, min(shards, kernel.PIECES[-1] // len(segments)))
-    launches = shards // together
+    batch = max(1, min(shards, kernel.PIECES[-1] // len(segments)))
+    launches = shards // batch
     width = min(2, launches)
-    cuts = [kernel.Cut(range(n * together, n * together + together), shards, len(segments)) for n in range(launches)]
+    cuts = [kernel.Cut(range(n * batch, n * batch + batch), shards, len(segments)) for n in range(launches)]
     if not kernel.suits(a, b, cuts[0]):
         return None
     x, y = kernel.matrices(a, b)
     nodes = _empty(launches // width, x, y, dtype if launches == 1 else torch.float32)
-    if not all(_right(a, b, nodes[0], cut, add=n > 0) for n, cut in enumerate(cuts[:width])):
+    if not all(_matches_definition(a, b, nodes[0], cut, add=n > 0) for n, cut in enumerate(cuts[:width])):
         return None
     for n, cut in enumerate(cuts):
         _compute(a, b, nodes[n // width], cut, add=n % width > 0)
     return nodes
 
 
-def _right(a: Any, b: Any, out: Tensor, cut: Any, *, add: bool) -> bool:
+def _matches_definition(a: Any, b: Any, out: Tensor, cut: Any, *, add: bool) -> bool:
     """Whether the restarting product may compute it. While a CUDA graph is captured: only a kind tried before."""
     library: Any = cublas if isinstance(a, Tensor) else fp8_cublas
     kind = (*library.kind(a, b, out, add), cut)
-    return cublas.tried(_restarting_is_right, kind, out, lambda: library.agree(*_forms(cut), a, b, out, add))
+    return cublas.tried(_restarting_is_exact, kind, out, lambda: library.agree(*_forms(cut), a, b, out, add))
 
 
 def _compute(a: Any, b: Any, out: Tensor, cut: Any, *, add: bool) -> None:

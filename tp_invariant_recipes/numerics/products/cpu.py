@@ -23,7 +23,7 @@ TRIALS = 4
 ALIGNMENT = 64  # bytes of a cache line, and of what torch allocates
 
 # (form, shapes, strides, dtype, alignment, threads, shards) -> whether all shards in one call have the right bits.
-_together_is_right: dict[tuple[Any, ...], bool] = {}
+_batched_is_exact: dict[tuple[Any, ...], bool] = {}
 
 Form = Callable[[Tensor, Tensor], Tensor]
 
@@ -44,7 +44,7 @@ def product(a: Tensor, b: Tensor, rows: Parts, columns: Parts) -> Tensor:
 
     if rows == columns == 1:
         return torch.mm(without_gaps(a), without_gaps(b))
-    return (torch.mm if is_right(torch.mm, shard_by_shard, a, b, rows, columns) else shard_by_shard)(a, b)
+    return (torch.mm if is_exact(torch.mm, shard_by_shard, a, b, rows, columns) else shard_by_shard)(a, b)
 
 
 def partials(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Tensor:
@@ -65,26 +65,26 @@ def partials(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Te
     return summed
 
 
-def is_right(together: Form, one_by_one: Form, a: Tensor, b: Tensor, *kind: Any) -> bool:
-    """Whether `together` has the bits of `one_by_one` for operands that lie in memory as these do.
+def is_exact(batched: Form, one_by_one: Form, a: Tensor, b: Tensor, *kind: Any) -> bool:
+    """Whether `batched` has the bits of `one_by_one` for operands that lie in memory as these do.
 
     kind: what else tells apart products of such operands.
     """
     key = (
-        together.__name__, a.shape, b.shape, a.stride(), b.stride(), a.dtype,
+        batched.__name__, a.shape, b.shape, a.stride(), b.stride(), a.dtype,
         a.data_ptr() % ALIGNMENT, b.data_ptr() % ALIGNMENT, torch.get_num_threads(), *kind,
     )  # fmt: skip
-    right = _together_is_right.get(key)
-    if right is None:
-        right = a.shape[:-1].numel() * b.shape[-1] >= LEAST
-        right = right and all(same_bits(together(x, y), one_by_one(x, y)) for x, y in _trials(a, b))
-        _together_is_right[key] = right
-    return right
+    exact = _batched_is_exact.get(key)
+    if exact is None:
+        exact = a.shape[:-1].numel() * b.shape[-1] >= LEAST
+        exact = exact and all(same_bits(batched(x, y), one_by_one(x, y)) for x, y in _trials(a, b))
+        _batched_is_exact[key] = exact
+    return exact
 
 
 def _batch(a: Tensor, b: Tensor) -> Tensor:
     """[n, m, k] @ [n, k, p] → [n, m, p]."""
-    return (torch.bmm if is_right(torch.bmm, _one_by_one, a, b) else _one_by_one)(a, b)
+    return (torch.bmm if is_exact(torch.bmm, _one_by_one, a, b) else _one_by_one)(a, b)
 
 
 def _one_by_one(a: Tensor, b: Tensor) -> Tensor:

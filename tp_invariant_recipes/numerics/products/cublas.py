@@ -56,16 +56,16 @@ def capturing(operand: Tensor) -> bool:
 
 
 def tried(
-    found: dict[tuple[Any, ...], bool], kind: tuple[Any, ...], operand: Tensor, trial: Callable[[], bool]
+    decided: dict[tuple[Any, ...], bool], kind: tuple[Any, ...], operand: Tensor, trial: Callable[[], bool]
 ) -> bool:
     """What a trial of this kind has found, once a process. While a CUDA graph is captured nothing is tried: False."""
-    right = found.get(kind)  # looked up once: kinds are compared number by number
-    if right is None:
+    exact = decided.get(kind)  # looked up once: kinds are compared number by number
+    if exact is None:
         if capturing(operand):
             return False
         with CLOCK.counted(KERNELS):
-            found[kind] = right = trial()
-    return right
+            decided[kind] = exact = trial()
+    return exact
 
 
 @cache
@@ -103,12 +103,12 @@ def agree(
     False, too, where cuBLAS does not take the operands' layout.
     """
     generator = torch.Generator(a.device).manual_seed(0)
-    x, y, one, other = (like(tensor, 16) for tensor in (a, b, out, out))
+    x, y, out_first, other = (like(tensor, 16) for tensor in (a, b, out, out))
     for _ in range(TRIALS):
         for part in parts:
             cancelling(x[:, part], y[part], generator)
-        residue(one, generator)
-        if not agree_here(first, defined, x, y, one, other, add, LAYOUT_NOT_TAKEN):
+        residue(out_first, generator)
+        if not agree_here(first, defined, x, y, out_first, other, add, LAYOUT_NOT_TAKEN):
             return False
     return True
 
@@ -118,24 +118,25 @@ def agree_here(
     defined: Callable[..., object],
     a: Any,
     b: Any,
-    one: Tensor,
+    out_first: Tensor,
     other: Tensor,
     add: bool,
     not_taken: Sequence[str],
 ) -> bool:  # fmt: skip
     """Whether two products have the same bits on these operands; False, too, where the first does not take them.
 
-    one, other: what the first and the second fill; both begin as `one`. not_taken: words of errors that say so.
+    out_first, other: what the first and the second fill; both begin as `out_first`.
+    not_taken: words of errors that say so.
     """
-    other.copy_(one)
+    other.copy_(out_first)
     try:
-        first(a, b, one, add)
+        first(a, b, out_first, add)
     except RuntimeError as error:
         if not any(words in str(error) for words in not_taken):
             raise
         return False
     defined(a, b, other, add)
-    return same_bits(one, other)
+    return same_bits(out_first, other)
 
 
 def checked(first: Product, defined: Product, a: Any, b: Any, out: Tensor, add: bool, what: str) -> Tensor:

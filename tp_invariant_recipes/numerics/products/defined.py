@@ -48,7 +48,7 @@ NUMBA, FIXED_TILES = Backend("numba", _by_numba), Backend("fixed tiles", _by_fix
 CUBLAS = Backend("cuBLAS", cublas.launch)
 
 # kind of product -> whether cuBLAS had the bits of fixed tiles.
-_cublas_is_right: dict[tuple[Any, ...], bool] = {}
+_cublas_is_exact: dict[tuple[Any, ...], bool] = {}
 
 
 def product(a: Tensor, b: Tensor, out: Tensor, *, rows: Parts = 1, columns: Parts = 1, add: bool = False) -> Tensor:
@@ -91,17 +91,17 @@ def _on_cpu(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Backend:
 
 
 def _on_gpu(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Backend:
-    return CUBLAS if _right(a, b, out, add) else FIXED_TILES
+    return CUBLAS if _matches_definition(a, b, out, add) else FIXED_TILES
 
 
 CHOICES = {"cpu": _on_cpu, "cuda": _on_gpu}  # what torch calls a device -> what chooses a way
 
 
-def _right(a: Tensor, b: Tensor, out: Tensor, add: bool) -> bool:
+def _matches_definition(a: Tensor, b: Tensor, out: Tensor, add: bool) -> bool:
     """Whether cuBLAS may compute it. While a CUDA graph is captured: only a kind that was tried before."""
     kind = cublas.kind(a, b, out, add)
     forms = CUBLAS.compute, FIXED_TILES.compute
-    return cublas.tried(_cublas_is_right, kind, a, lambda: cublas.agree(*forms, a, b, out, add))
+    return cublas.tried(_cublas_is_exact, kind, a, lambda: cublas.agree(*forms, a, b, out, add))
 
 
 def _checked(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:

@@ -58,7 +58,7 @@ def _on_cpu(a: Quantized, b: Quantized, out: Tensor, add: bool) -> None:
 def _on_gpu(a: Quantized, b: Quantized, out: Tensor, add: bool) -> None:
     from tp_invariant_recipes.kernels.products import fp8_tiles
 
-    if not fp8_cublas.right(a, b, out, add, fp8_tiles.product):
+    if not fp8_cublas.matches_definition(a, b, out, add, fp8_tiles.product):
         fp8_tiles.product(a, b, out, add)
     elif cublas.checking():
         what = (
@@ -88,13 +88,13 @@ def nodes(
     """
     small = not mesh.graphs and a.data.shape[0] * b.data.shape[0] * a.data.shape[1] < WORTH
     root = dtype if mesh.size == 1 else torch.float32
-    if not small and (found := contraction.at_once(a, b, mesh.local, segments, dtype=root)) is not None:
-        return found
+    if not small and (roots := contraction.in_one_launch(a, b, mesh.local, segments, dtype=root)) is not None:
+        return roots
     # A term of several segments is a sum itself and needs a place of its own.
     width = 1 if len(segments) > 1 else min(2, mesh.local)
     shards = every_part(segments, mesh.local)
-    together = [[*chain(*shards[first : first + width])] for first in range(0, mesh.local, width)]
-    return _added(a, b, together, small)
+    sums = [[*chain(*shards[first : first + width])] for first in range(0, mesh.local, width)]
+    return _added(a, b, sums, small)
 
 
 def _added(a: Quantized, b: Quantized, sums: list[list[slice]], small: bool) -> Tensor:
@@ -155,7 +155,7 @@ def grouped_weight_gradient(
     for i, out in enumerate(outs):
         for g in (i * len(chain) + link for link in chain):
             if groups.sizes[g]:
-                left, right = (_of_group(one, g).along_k(starts[g], groups.sizes[g]) for one in (dy, x))
+                left, right = (_of_group(operand, g).along_k(starts[g], groups.sizes[g]) for operand in (dy, x))
                 product(left, right, out, add=True)
 
 

@@ -26,14 +26,14 @@ NOT_TAKEN = (*cublas.LAYOUT_NOT_TAKEN, "Unable to find any suitable algorithms")
 RECIPES = {"tensor": 0, "1x128": 4, "128x128": 5}  # of torch.nn.functional.ScalingType
 
 # kind of product -> whether cuBLAS had the bits of fixed tiles.
-_is_right: dict[tuple[Any, ...], bool] = {}
+_is_exact: dict[tuple[Any, ...], bool] = {}
 
 
-def right(a: Quantized, b: Quantized, out: Tensor, add: bool, defined: cublas.Product) -> bool:
+def matches_definition(a: Quantized, b: Quantized, out: Tensor, add: bool, defined: cublas.Product) -> bool:
     """Whether cuBLAS may compute it. While a CUDA graph is captured: only a kind that was tried before."""
     if not suits(a, b, out, add):
         return False
-    return cublas.tried(_is_right, kind(a, b, out, add), a.data, lambda: agree(launch, defined, a, b, out, add))
+    return cublas.tried(_is_exact, kind(a, b, out, add), a.data, lambda: agree(launch, defined, a, b, out, add))
 
 
 def kind(a: Quantized, b: Quantized, out: Tensor, add: bool) -> tuple[Any, ...]:
@@ -123,11 +123,11 @@ def agree(
     False, too, where cuBLAS does not take the operands' layout.
     """
     generator = torch.Generator(out.device).manual_seed(0)
-    x, y = (Quantized(like(one.data, 16), like(one.scale, 16), one.blocks) for one in (a, b))
-    one, other = like(out, 16), like(out, 16)
+    x, y = (Quantized(like(operand.data, 16), like(operand.scale, 16), operand.blocks) for operand in (a, b))
+    out_first, other = like(out, 16), like(out, 16)
     for draw in DRAWS * TRIALS:
         draw(x, y, generator)
-        residue(one, generator)
-        if not cublas.agree_here(first, defined, x, y, one, other, add, NOT_TAKEN):
+        residue(out_first, generator)
+        if not cublas.agree_here(first, defined, x, y, out_first, other, add, NOT_TAKEN):
             return False
     return True

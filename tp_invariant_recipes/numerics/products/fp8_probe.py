@@ -39,12 +39,12 @@ def across(a: Quantized, b: Quantized, generator: torch.Generator) -> None:
     order = torch.randperm(blocks, generator=generator, device=x.device)
     pairs = blocks // 2
     powers = torch.linspace(-SPREAD, SPREAD, max(pairs, 1), device=x.device).round()
-    for one in (x, y):
-        whole = one[:, : blocks * BLOCK].view(len(one), blocks, BLOCK)
+    for operand in (x, y):
+        whole = operand[:, : blocks * BLOCK].view(len(operand), blocks, BLOCK)
         whole[:, order[:pairs]] *= torch.exp2(powers[:pairs])[:, None]
-        whole[:, order[pairs : 2 * pairs]] = whole[:, order[:pairs]] * (1 if one is x else -1)
+        whole[:, order[pairs : 2 * pairs]] = whole[:, order[:pairs]] * (1 if operand is x else -1)
         whole[:, order[2 * pairs :]] = 0
-        one[:, blocks * BLOCK :] = 0
+        operand[:, blocks * BLOCK :] = 0
     _fill(a, b, x, y, generator, lambda scale: _alike(scale, order, pairs))
 
 

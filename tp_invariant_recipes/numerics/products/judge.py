@@ -39,8 +39,8 @@ def expected(sample: Sample) -> Tensor:
     for parts in every_part(sample.segments, sample.shards):
         term = None
         for part in parts:
-            one = product(sample.a[:, part], sample.b[part])
-            term = one if term is None else term + one
+            summand = product(sample.a[:, part], sample.b[part])
+            term = summand if term is None else term + summand
         assert term is not None
         terms.append(term)
     while len(terms) > len(sample.out):
@@ -68,16 +68,16 @@ def require_definition(device: torch.device) -> None:
             )
 
 
-def difference(one: Tensor, other: Tensor) -> UnlikeBits | None:
+def difference(first: Tensor, other: Tensor) -> UnlikeBits | None:
     """How two tensors of one shape and dtype differ; None: in no bit. A NaN is like any other."""
-    word = WORDS[one.element_size()]
-    unlike = one.contiguous().view(word) ^ other.contiguous().view(word)
-    unlike = torch.where(one.isnan() & other.isnan(), torch.zeros_like(unlike), unlike)
+    word = WORDS[first.element_size()]
+    unlike = first.contiguous().view(word) ^ other.contiguous().view(word)
+    unlike = torch.where(first.isnan() & other.isnan(), torch.zeros_like(unlike), unlike)
     wrong = unlike[unlike != 0]
     if not len(wrong):
         return None
     bits = sum(byte.bit_count() for byte in wrong.view(torch.uint8).tolist())
-    return UnlikeBits(len(wrong), one.numel(), bits)
+    return UnlikeBits(len(wrong), first.numel(), bits)
 
 
 def _defined(a: Tensor, b: Tensor) -> Tensor:

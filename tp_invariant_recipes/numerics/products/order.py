@@ -25,8 +25,8 @@ def require_order(device: str) -> None:
         chosen = torch.tensor(list(permutations(range(2 * PLACES), 3)), device=device)
         values = torch.tensor((LARGE, -LARGE, 1.0), device=device).expand(chosen.shape)
         a = torch.zeros(len(chosen), 2 * PLACES * step, device=device).scatter_(1, chosen * step, values).to(dtype)
-        found = fixed_tile_product(a, a.new_ones(a.shape[1], 16), torch.empty(len(a), 16, device=device))
-        if (found != (chosen[:, 2:] == chosen.amax(1, keepdim=True))).any():
+        sums = fixed_tile_product(a, a.new_ones(a.shape[1], 16), torch.empty(len(a), 16, device=device))
+        if (sums != (chosen[:, 2:] == chosen.amax(1, keepdim=True))).any():
             raise RunError(
                 f"numerics=tree: fixed tiles of {dtype} do not add products in the order of k on {device}, as compiled "
                 f"by Triton {installed('triton')}; install the version of the lock file"

@@ -93,9 +93,9 @@ def transposed(q: Quantized) -> Quantized:
 
 
 def _copy(source: Pair, to: Pair) -> None:
-    for one, other in zip(source, to, strict=True):
-        other.data.view(torch.uint8).copy_(one.data.view(torch.uint8))
-        other.scale.copy_(one.scale)
+    for own, other in zip(source, to, strict=True):
+        other.data.view(torch.uint8).copy_(own.data.view(torch.uint8))
+        other.scale.copy_(own.scale)
 
 
 def _pair(made: Any, dtype: torch.dtype) -> Pair:
@@ -106,21 +106,21 @@ def _pair_of_blocks(made: Any) -> Pair:
     data = made._rowwise_data, made._columnwise_data
     scales = made._rowwise_scale_inv, made._columnwise_scale_inv  # padded
     rows, columns = (
-        Quantized(one.view(E4M3), scale[:, : -(-one.shape[1] // BLOCK)], "128x128")
-        for one, scale in zip(data, scales, strict=True)
+        Quantized(block.view(E4M3), scale[:, : -(-block.shape[1] // BLOCK)], "128x128")
+        for block, scale in zip(data, scales, strict=True)
     )
     return rows, columns
 
 
 def _along(x: Tensor, dtype: torch.dtype, rowwise: bool, columnwise: bool) -> list[Any]:
     made = _block_quantizer(dtype, 1, rowwise, columnwise).quantize_impl(x.contiguous())
-    found = (
+    operands = (
         (made._rowwise_data, made._rowwise_scale_inv, x.shape[0]),
         (made._columnwise_data, made._columnwise_scale_inv, x.shape[1]),
     )
     return [
         None if data is None else Quantized(data.view(dtype), scale[:, :size].t(), "1x128")
-        for data, scale, size in found
+        for data, scale, size in operands
     ]
 
 

@@ -65,11 +65,11 @@ class Sample:
     def tensors(self) -> dict[str, Tensor]:
         """Those that there are, by name."""
         named = {"a": self.a, "b": self.b, "before": self.before, "out": self.out}
-        return {name: one for name, one in named.items() if one is not None}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "Sample":
         """The sample with changed tensors."""
-        changed: dict[str, Any] = {name: change(one) for name, one in self.tensors.items()}
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.tensors.items()}
         return replace(self, **changed)
 
 
@@ -101,7 +101,7 @@ class Sampler:
         self._products += 1
         return self.everything or self._products - 1 in self._chosen
 
-    def some(self, shards: Sequence[T]) -> Sequence[T]:
+    def drawn(self, shards: Sequence[T]) -> Sequence[T]:
         """The shards of a chosen product that are sampled."""
         return shards if self.everything else [self.draw.choice(shards)]
 
@@ -170,7 +170,7 @@ def begin_chain(
     links = [[n * len(chain) + link for link in chain if sizes[n * len(chain) + link]] for n in range(len(outs))]
     if _sampler is None or not any(links) or not _sampler.wants(x):
         return None
-    number = _sampler.draw.choice([n for n, some in enumerate(links) if some])
+    number = _sampler.draw.choice([n for n, link in enumerate(links) if link])
     starts = [0, *accumulate(sizes)]
     left, right = (torch.cat([m[starts[g] : starts[g + 1]] for g in links[number]]) for m in (dy, x))
     segments = tuple(sizes[g] for g in links[number])
@@ -189,7 +189,7 @@ def begin_library(a: Tensor, b: Tensor, out: Tensor, rows: Parts, columns: Parts
         shards = [(x, b, y) for x, y in zip(parts_of(a, rows, 0), parts_of(out, rows, 0), strict=True)]
     elif columns != 1:
         shards = [(a, x, y) for x, y in zip(parts_of(b, columns, 1), parts_of(out, columns, 1), strict=True)]
-    return _Shards([_Started(LIBRARY, *one, add, (a.shape[1],)) for one in _sampler.some(shards)])
+    return _Shards([_Started(LIBRARY, *shard, add, (a.shape[1],)) for shard in _sampler.drawn(shards)])
 
 
 class _Shards(list[_Started]):
@@ -197,8 +197,8 @@ class _Shards(list[_Started]):
 
     def end(self) -> None:
         """Take the samples."""
-        for one in self:
-            one.end()
+        for started in self:
+            started.end()
 
 
 def take_partials(a: Tensor, b: Tensor, total: Tensor, segments: tuple[int, ...]) -> None:
@@ -209,25 +209,25 @@ def take_partials(a: Tensor, b: Tensor, total: Tensor, segments: tuple[int, ...]
     where = Where(b.data_ptr(), 0, _transposed(b))
     own = tuple(size // shards for size in segments)  # each is a product of its own, in the layout of its operands
     cuts = every_part(segments, shards)
-    for number in _sampler.some(range(shards)):
+    for number in _sampler.drawn(range(shards)):
         left = torch.cat([a[:, part] for part in cuts[number]], 1)
         right = torch.cat([b[part] for part in cuts[number]])
         out = _copy(total[number][None])
         _sampler.keep(Sample(LIBRARY, _laid_like(left, a), _laid_like(right, b), None, out, 1, own, where))
 
 
-def repeat(out: Tensor, again: Callable[[int], Tensor], parts: int, layer: int | None) -> None:
+def repeat(out: Tensor, recompute: Callable[[int], Tensor], parts: int, layer: int | None) -> None:
     """Of core attention's result [..., n], which consists of `parts` parts, have a drawn one computed again, if it is
     chosen.
 
-    again: computes part number n. layer: counted from 1.
+    recompute: computes part number n. layer: counted from 1.
     """
     if _sampler is None or not out.requires_grad or capturing(out) or not _sampler.wants(out):
         return
     where = Where(layer=layer)
-    for number in _sampler.some(range(parts)):
+    for number in _sampler.drawn(range(parts)):
         with torch.enable_grad():
-            repeated = _copy(again(number).detach().flatten(0, -2))
+            repeated = _copy(recompute(number).detach().flatten(0, -2))
         part = _copy(out.detach().chunk(parts, -1)[number].flatten(0, -2))[None]
         _sampler.keep(Sample(REPEATED, repeated, None, None, part, where=where))
 

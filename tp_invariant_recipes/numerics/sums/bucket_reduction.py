@@ -44,7 +44,7 @@ def reduce_scatter(partials: Sequence[Tensor], group: Any, cp: int = 1, copies: 
     slices = [partial.view(size, -1) for partial in partials]
     width = max(1, PIECE // size // len(partials))
     cuts = range(0, slices[0].shape[1], width)
-    pieces = ([one[:, cut : cut + width] for one in slices] for cut in cuts)
+    pieces = ([partial[:, cut : cut + width] for partial in slices] for cut in cuts)
     for number, arrived in enumerate(_exchanged(pieces, group)):
         tree_add(_by_context(arrived, cp, copies), slices[0][rank, number * width : (number + 1) * width])
 
@@ -62,16 +62,16 @@ def all_reduce(partials: Sequence[Tensor], group: Any, cp: int = 1, copies: int 
     whole = first.numel() // size * size
     width = max(1, PIECE // size // len(partials)) * size
     split = [partial[:whole].split(width) if whole else () for partial in partials]
-    pieces = [[*some] for some in zip(*split, strict=True)]
+    pieces = [[*parts] for parts in zip(*split, strict=True)]
     if whole < first.numel():
         rest = first.new_zeros(len(partials), size)
         for row, partial in zip(rest, partials, strict=True):
             row[: first.numel() - whole] = partial[whole:]
         pieces.append([*rest])
-    viewed = ([one.view(size, -1) for one in some] for some in pieces)
-    for some, arrived in zip(pieces, _exchanged(viewed, group), strict=True):
-        mine = tree_add(_by_context(arrived, cp, copies), some[0].new_empty(some[0].numel() // size))
-        dist.all_gather_into_tensor(some[0], mine, group=group)
+    viewed = ([row.view(size, -1) for row in rows] for rows in pieces)
+    for rows, arrived in zip(pieces, _exchanged(viewed, group), strict=True):
+        mine = tree_add(_by_context(arrived, cp, copies), rows[0].new_empty(rows[0].numel() // size))
+        dist.all_gather_into_tensor(rows[0], mine, group=group)
     if whole < first.numel():
         first[whole:] = pieces[-1][0][: first.numel() - whole]
 
@@ -93,20 +93,20 @@ def _by_context(arrived: Sequence[Tensor], cp: int, copies: int) -> Tensor:
     if cp == 1 and len(arrived) == 1:
         return arrived[0]
     width = arrived[0].shape[1]
-    shards = torch.stack([one.view(-1, cp, copies, width) for one in arrived])
+    shards = torch.stack([row.view(-1, cp, copies, width) for row in arrived])
     return shards.permute(2, 0, 1, 3, 4).reshape(-1, width)
 
 
 def _exchanged(pieces: Iterable[Sequence[Tensor]], group: Any) -> Iterator[list[Tensor]]:
     """Row `rank` of every rank's pieces: [size, c] for each [size, c] of this rank. One list is on its way ahead."""
     ahead: list[Moving] = []
-    for some in pieces:
-        following = [_start(piece, group) for piece in some]
+    for rows in pieces:
+        following = [_start(piece, group) for piece in rows]
         if ahead:
-            yield [one.arrived() for one in ahead]
+            yield [moving.arrived() for moving in ahead]
         ahead = following
     if ahead:
-        yield [one.arrived() for one in ahead]
+        yield [moving.arrived() for moving in ahead]
 
 
 def _start(piece: Tensor, group: Any) -> Moving:

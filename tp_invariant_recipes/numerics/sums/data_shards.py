@@ -132,9 +132,9 @@ class ShardCounter:
             held.clear()
 
 
-def _exchange(one: Tensor, other: Tensor) -> None:
+def _exchange(first: Tensor, other: Tensor) -> None:
     """Exchange what two tensors of one shape hold, piece by piece."""
-    for a, b in zip(one.view(-1).split(PIECE), other.view(-1).split(PIECE), strict=True):
+    for a, b in zip(first.view(-1).split(PIECE), other.view(-1).split(PIECE), strict=True):
         kept = a.clone()
         a.copy_(b)
         b.copy_(kept)

@@ -58,7 +58,8 @@ def chained_grad_norm(self: Any) -> PendingNorm | float:
     """
     chained = self.chained_optimizers
     parts = [
-        _as_megatron_means(one.get_grads_for_grad_norm(), 2, one.get_grad_stats_parallel_group()) for one in chained
+        _as_megatron_means(optimizer.get_grads_for_grad_norm(), 2, optimizer.get_grad_stats_parallel_group())
+        for optimizer in chained
     ]
     return pending(_exact_norm(parts, _known[-1] if len(chained) == 1 and _known else None))
 
@@ -153,9 +154,9 @@ def _exact_norm(
     device = _device([g for grads, _ in parts for g in grads], [group for _, groups in parts for group in groups])
 
     largest = torch.zeros((), dtype=torch.int64, device=device)
-    everything = [some for grads, _ in parts for some in _by_device(grads)]
-    for found in (known,) if known is not None else map(kernels.largest, everything):
-        largest = torch.maximum(largest, found.to(device))
+    everything = [tensors for grads, _ in parts for tensors in _by_device(grads)]
+    for bits in (known,) if known is not None else map(kernels.largest, everything):
+        largest = torch.maximum(largest, bits.to(device))
     # All parts need one scale, and the ranks of one part would find another than those of the next.
     for group in parts[0][1] if len(parts) == 1 else [dist.group.WORLD]:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
@@ -163,8 +164,8 @@ def _exact_norm(
     total = torch.zeros(kernels.LIMBS, dtype=torch.int64, device=device)
     for grads, groups in parts:
         limbs = torch.zeros_like(total)
-        for some in _by_device(grads):
-            limbs += kernels.square_limbs(some, largest.to(some[0].device)).to(device)
+        for tensors in _by_device(grads):
+            limbs += kernels.square_limbs(tensors, largest.to(tensors[0].device)).to(device)
         for group in groups:
             dist.all_reduce(limbs, op=dist.ReduceOp.SUM, group=group)
         total += limbs
@@ -173,9 +174,9 @@ def _exact_norm(
 
 
 @outside_modes
-def _read(found: Tensor) -> float:
-    """The norm. found: the bits of the largest magnitude, and the limbs of the sum."""
-    bits, *places = found.tolist()
+def _read(limbs: Tensor) -> float:
+    """Compute the norm. limbs: the bits of the largest magnitude, and the limbs of the sum."""
+    bits, *places = limbs.tolist()
     if bits >= INFINITE:
         return math.nan if bits > INFINITE else math.inf
     whole = sum(part << (kernels.LIMB * place) for place, part in enumerate(places))

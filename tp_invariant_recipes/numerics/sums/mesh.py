@@ -32,7 +32,7 @@ class VirtualMesh:
             raise ValueError(f"rank {self.rank} is not one of {self.size}")
 
     @classmethod
-    def of(cls, shards: int, group: Any, contexts: int = 1, *, graphs: bool = False) -> "VirtualMesh":
+    def from_group(cls, shards: int, group: Any, contexts: int = 1, *, graphs: bool = False) -> "VirtualMesh":
         """The mesh of a tensor-parallel process group."""
         size = group.size()
         return cls(shards, size, group.rank(), group if size > 1 else None, contexts, graphs)

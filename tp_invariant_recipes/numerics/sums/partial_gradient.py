@@ -94,26 +94,26 @@ def _add_up(alike: list[_Waiting]) -> None:
     counts = sorted({w.leaves.shape[1] for w in alike})
     # In another order than they came, which is the same on every rank.
     places = [[place for place, w in enumerate(alike) if w.leaves.shape[1] == count] for count in counts]
-    sums = torch.cat([_sums([alike[place].leaves for place in some]) for some in places], 1)
+    sums = torch.cat([_sums([alike[place].leaves for place in group]) for group in places], 1)
     totals = _total(sums, mesh, everywhere, by_heads)
     if mesh.rank and not everywhere:
         return
-    order = [place for some in places for place in some]
+    order = [place for group in places for place in group]
     widths, rounds = [alike[place].leaves.shape[2] for place in order], _rounds(alike)
     of_contexts = zip(*(gradients_of(w.weight) for w in alike), strict=True)
     for total, gradients in zip(totals, of_contexts, strict=True):
         parts = dict(zip(order, total.split(widths), strict=True))
-        for some in rounds:
-            added = [parts[place].view(gradients[place].shape) for place in some]
-            torch._foreach_add_([gradients[place] for place in some], added)
+        for places_of_round in rounds:
+            added = [parts[place].view(gradients[place].shape) for place in places_of_round]
+            torch._foreach_add_([gradients[place] for place in places_of_round], added)
 
 
 def _rounds(waiting: list[_Waiting]) -> list[list[int]]:
     """Places in `waiting` that may be added at once: of a weight used several times, one use a round, as they came."""
     rounds: list[list[int]] = []
     uses: dict[int, int] = {}
-    for place, one in enumerate(waiting):
-        use = uses[id(one.weight)] = uses.get(id(one.weight), -1) + 1
+    for place, gradient in enumerate(waiting):
+        use = uses[id(gradient.weight)] = uses.get(id(gradient.weight), -1) + 1
         if use == len(rounds):
             rounds.append([])
         rounds[use].append(place)
@@ -122,8 +122,8 @@ def _rounds(waiting: list[_Waiting]) -> list[list[int]]:
 
 def _sums(leaves: list[Tensor]) -> Tensor:
     """[n, L, size] each → [n, all sizes side by side]: of each shard, the tree sum of its leaves."""
-    together = torch.cat(leaves, 2)
-    return tree_add(together, together.new_empty(together.shape[0], together.shape[2]), together.shape[0])
+    joined = torch.cat(leaves, 2)
+    return tree_add(joined, joined.new_empty(joined.shape[0], joined.shape[2]), joined.shape[0])
 
 
 def _total(sums: Tensor, mesh: VirtualMesh, everywhere: bool, by_heads: bool) -> Tensor:

@@ -42,14 +42,14 @@ def data_mesh(shards: int) -> VirtualMesh:
     """D shards on this model's data-parallel ranks."""
     from megatron.core import parallel_state
 
-    return VirtualMesh.of(shards, parallel_state.get_data_parallel_group())
+    return VirtualMesh.from_group(shards, parallel_state.get_data_parallel_group())
 
 
 def context_mesh(shards: int) -> VirtualMesh:
     """C shards on this model's context-parallel ranks."""
     from megatron.core import parallel_state
 
-    return VirtualMesh.of(shards, parallel_state.get_context_parallel_group())
+    return VirtualMesh.from_group(shards, parallel_state.get_context_parallel_group())
 
 
 def losses_summed(original: Callable[..., Any], shards: int, contexts: int) -> Callable[..., Any]:
@@ -61,33 +61,33 @@ def losses_summed(original: Callable[..., Any], shards: int, contexts: int) -> C
         run = original(*args, **kwargs)
 
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
-            found = run(*args, **kwargs)
-            losses = found and not kwargs.get("collect_non_loss_data")
-            return [_summed(found, shards, contexts)] if losses else found
+            losses = run(*args, **kwargs)
+            reduces = losses and not kwargs.get("collect_non_loss_data")
+            return [_summed(losses, shards, contexts)] if reduces else losses
 
         return forward_backward
 
     return get_forward_backward_func
 
 
-def _summed(found: Sequence[dict[str, Tensor]], shards: int, contexts: int) -> dict[str, Tensor]:
+def _summed(losses: Sequence[dict[str, Tensor]], shards: int, contexts: int) -> dict[str, Tensor]:
     data = data_mesh(shards)
     meshes = [data, *([context_mesh(contexts)] if contexts > 1 else [])]
     shape = (-1, 2) if contexts > 1 else (-1,)
     return {
-        name: summed(_of_sequences([one[name] for one in found], data.local), data)
+        name: summed(_of_sequences([values[name] for values in losses], data.local), data)
         if value.dim() == 2  # of packed rows
-        else summed(torch.stack([one[name].view(shape).float() for one in found]), *meshes)
-        for name, value in found[0].items()
+        else summed(torch.stack([values[name].view(shape).float() for values in losses]), *meshes)
+        for name, value in losses[0].items()
     }
 
 
-def _of_sequences(found: list[Tensor], shards: int) -> Tensor:
+def _of_sequences(values: list[Tensor], shards: int) -> Tensor:
     """[sequences, n] of each micro-batch of a rank → [shards, n]: the sums of its data shards, whatever was packed."""
-    each = len(found) // shards
+    each = len(values) // shards
     sums = []
-    for first in range(0, len(found), each):
-        leaves = token_sum(torch.cat(found[first : first + each]), 1)
+    for first in range(0, len(values), each):
+        leaves = token_sum(torch.cat(values[first : first + each]), 1)
         sums.append(tree_add(leaves, leaves.new_empty(1, leaves.shape[2]), 1))
     return torch.cat(sums)
 
@@ -113,9 +113,9 @@ def keep(rows: Rows, value: Tensor) -> None:
     if now is not None and now.idle:
         return
     row, number = (visited(len(rows)), 0) if now is None else (now.row, now.number)
-    found = value.detach().float() * (1.0 if now is None else now.metric_share)
+    term = value.detach().float() * (1.0 if now is None else now.metric_share)
     of_row = rows.setdefault(row, {})
-    of_row[number] = of_row[number] + found if number in of_row else found  # a layer may run several times
+    of_row[number] = of_row[number] + term if number in of_row else term  # a layer may run several times
 
 
 def of_rows(rows: Rows) -> list[Tensor]:

@@ -42,7 +42,7 @@ class Owners:
     chain: tuple[int, ...] = (0,)
 
     @classmethod
-    def of(cls, config: Any, tp: Any, ep: Any) -> "Owners":
+    def from_config(cls, config: Any, tp: Any, ep: Any) -> "Owners":
         """Owners by Megatron's tensor-parallel and expert-parallel process groups; expert tensor parallelism is 1.
 
         config: a TransformerConfig.

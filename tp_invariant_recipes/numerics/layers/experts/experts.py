@@ -129,11 +129,11 @@ class _GroupedBias(torch.autograd.Function):
         batches, dy, dp = ctx.batches, gradients[0].contiguous(), None
         if probs is not None:
             dp = folding_sum(dy.float() * _of_rows(batches, biases, None), -1).to(probs.dtype)
-        found: list[Tensor | None] = [None] * len(biases)
+        bias_gradients: list[Tensor | None] = [None] * len(biases)
         if all(ctx.needs_input_grad[3:]):
             weighted = dy.float() if probs is None else dy.float() * probs.float().unsqueeze(1)
-            found = [*_bias_gradients(weighted, biases, batches)]
-        return dy, dp, None, *found
+            bias_gradients = [*_bias_gradients(weighted, biases, batches)]
+        return dy, dp, None, *bias_gradients
 
 
 def _of_rows(batches: Batches, biases: Weights, probs: Tensor | None) -> Tensor:

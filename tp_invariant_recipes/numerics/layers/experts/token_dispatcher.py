@@ -214,7 +214,7 @@ class InvariantTokenDispatcher(MoETokenDispatcher):
 
     def __init__(self, config: Any, pg_collection: Any) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
-        self.owners = Owners.of(config, pg_collection.tp, pg_collection.ep)
+        self.owners = Owners.from_config(config, pg_collection.tp, pg_collection.ep)
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """[s/t, b, h], [n, E], [n, E] → slots."""

@@ -45,8 +45,8 @@ class Scaling:
     group: Any = None
 
     @classmethod
-    def of(cls, layers: Fp8Layers, group: Any) -> "Scaling":
-        """What a configuration asks for. group: of this rank."""
+    def from_layers(cls, layers: Fp8Layers, group: Any) -> "Scaling":
+        """Read the scaling from a configuration's layers. group: of this rank."""
         return cls(layers.recipe == "blockwise", E5M2 if layers.gradients == "e5m2" else E4M3, group)
 
     def rows(self, x: Tensor, dtype: torch.dtype) -> Quantized:

@@ -15,7 +15,7 @@ from torch import Tensor
 from tp_invariant_recipes.function_modes import outside_modes
 from tp_invariant_recipes.numerics.products import quantize
 
-KEPT = "fp8"  # attribute of a weight
+ATTRIBUTE = "fp8"  # attribute of a weight
 
 _steps = [0]  # a count of `changed`
 
@@ -30,12 +30,12 @@ class Fp8Weight:
     """rows: [n, k]; columns: [k, n], the same numbers; Quantized.
 
     step: of which they are; None: of every replay of a graph.
-    again: quantizes a weight into the memory of both; in_memory: the step whose numbers it holds now.
+    requantize: quantizes a weight into the memory of both; in_memory: the step whose numbers it holds now.
     """
 
     rows: Any
     columns: Any
-    again: Callable[[Tensor], object]
+    requantize: Callable[[Tensor], object]
     step: int | None
     in_memory: list[int | None]
 
@@ -55,19 +55,19 @@ def quantized(weight: Tensor, blockwise: bool, group: Any) -> Fp8Weight:
 
     group: of the ranks that hold the others of its shards; None: none do.
     """
-    kept: Fp8Weight | None = getattr(weight, KEPT, None)
+    kept: Fp8Weight | None = getattr(weight, ATTRIBUTE, None)
     capturing = _capturing(weight)
     if kept is not None and kept.step == _steps[0] and torch.is_grad_enabled() and not capturing:
         return kept
     step = None if capturing else _steps[0]
     if kept is None:
-        (rows, columns), again = quantize.of_weight(weight.detach(), blockwise, group)
-        kept = Fp8Weight(rows, columns, again, step, [step])
+        (rows, columns), requantize = quantize.of_weight(weight.detach(), blockwise, group)
+        kept = Fp8Weight(rows, columns, requantize, step, [step])
     else:
-        kept.again(weight.detach())
+        kept.requantize(weight.detach())
         kept = replace(kept, step=step)
         kept.in_memory[0] = step
-    setattr(weight, KEPT, kept)
+    setattr(weight, ATTRIBUTE, kept)
     return kept
 
 

@@ -41,7 +41,10 @@ from tp_invariant_recipes.numerics.sums.weight_gradient import weight_gradient
 
 @dataclass(frozen=True)
 class Products:
-    """What multiplies. product: as `products.product.product`; partials, on CPUs alone: as `products.cpu.partials`."""
+    """Multiply matrices.
+
+    product: as `numerics.products.defined.product`. partials, on CPUs alone: as `numerics.products.cpu.partials`.
+    """
 
     product: Callable[..., Tensor]
     partials: Callable[..., Tensor]
@@ -98,8 +101,8 @@ class Column(NamedTuple):
         tokens = by_token(whole)
         # Not a view: the logits are this layer's output, and some losses change them in place.
         y = tokens.new_empty(*whole.shape[:-1], weight.shape[0])
-        for some, out in each_context(mesh, tokens, by_token(y)):
-            self.products.product(some, weight.t(), out, columns=shards_of(self.segments, mesh))
+        for rows, out in each_context(mesh, tokens, by_token(y)):
+            self.products.product(rows, weight.t(), out, columns=shards_of(self.segments, mesh))
         return y
 
     def backward(
@@ -179,8 +182,8 @@ class _RowParallel(LayerFunction):
         dx = dw = None
         if wants_dx:
             dx = torch.empty_like(tokens, memory_format=torch.contiguous_format)
-            for some, out in each_context(mesh, grad, dx):
-                product(some, weight, out, columns=mesh.local)
+            for rows, out in each_context(mesh, grad, dx):
+                product(rows, weight, out, columns=mesh.local)
             dx = dx.view_as(x)
         if wants_dw:
             dw = gradient_of_weight(weight, grad, tokens, mesh, product, columns=mesh.local)
@@ -209,7 +212,7 @@ def start_contraction(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Parts, 
     if isinstance(segments, int):
         segments = (a.shape[1] // segments,) * segments
     if not a.is_cuda:
-        partials = [products.partials(some, b, mesh.local, segments) for (some,) in each_context(mesh, a)]
+        partials = [products.partials(rows, b, mesh.local, segments) for (rows,) in each_context(mesh, a)]
         return start_reduce_scatter(torch.cat(partials, 1) if len(partials) > 1 else partials[0], mesh)
     return start_reduce_scatter(contraction.nodes(a, b, mesh, segments, products.product), mesh)
 

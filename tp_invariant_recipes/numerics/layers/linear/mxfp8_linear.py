@@ -45,8 +45,8 @@ class Mxfp8Linear:
     gradients: torch.dtype
 
     @classmethod
-    def of(cls, layers: Fp8Layers, products: Products) -> "Mxfp8Linear":
-        """What a configuration asks for."""
+    def from_layers(cls, layers: Fp8Layers, products: Products) -> "Mxfp8Linear":
+        """Read the arithmetic from a configuration's layers."""
         return cls(products, E5M2 if layers.gradients == "e5m2" else E4M3)
 
     def column_parallel(
@@ -126,8 +126,8 @@ class _RowParallel(torch.autograd.Function):
         if wants_dx:
             across = mxfp8.along_columns(weight, E4M3)
             dx = rows.new_empty(len(rows), weight.shape[1])
-            for some, out in each_context(mesh, rows, dx):
-                products.product(some, across, out, columns=mesh.local)
+            for part, out in each_context(mesh, rows, dx):
+                products.product(part, across, out, columns=mesh.local)
             dx = dx.view(ctx.shape)
         if wants_dw:
             dw = linear.gradient_of_weight(weight, columns, kept[0], mesh, products.product, columns=mesh.local)

@@ -132,8 +132,8 @@ def _start_weight_gradient(grad: Tensor, rows: Tensor, mesh: VirtualMesh) -> Red
 def _subtree(grads: tuple[Tensor, ...], rows: tuple[Tensor, ...], first: int, count: int) -> Tensor:
     """The sum of `count` chunks' products in tree order, with one buffer a level of the tree."""
     if count > 2:
-        left = _subtree(grads, rows, first, count // 2)
-        return left.add_(_subtree(grads, rows, first + count // 2, count // 2))
+        subtree = _subtree(grads, rows, first, count // 2)
+        return subtree.add_(_subtree(grads, rows, first + count // 2, count // 2))
     node = rows[0].new_empty(grads[0].shape[1], rows[0].shape[1], dtype=torch.float32)
     for chunk in range(count):  # adding to the output rounds as a separate addition would
         product(grads[first + chunk].t(), rows[first + chunk], node, add=chunk > 0)

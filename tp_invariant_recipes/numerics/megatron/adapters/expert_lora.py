@@ -45,7 +45,7 @@ class _OfExperts:
         from megatron.core import parallel_state
 
         tp, ep = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_model_parallel_group()
-        return Owners.of(self.config, tp, ep)
+        return Owners.from_config(self.config, tp, ep)
 
     def forward(self, x: Tensor, batches: Batches) -> Tensor:
         """What is added to the product of all experts: [r, k] → [r, n]."""
@@ -76,10 +76,10 @@ class InvariantSharedExpertAdapter(_OfExperts, ParallelLinearAdapter):
             parallel_state.get_tensor_model_parallel_rank(),
             parallel_state.get_data_parallel_rank(with_context_parallel=True),
         )
-        found = super().sharded_state_dict(*args, **kwargs)
-        for value in found.values():
+        state = super().sharded_state_dict(*args, **kwargs)
+        for value in state.values():
             value.replica_id = replica
-        return found
+        return state
 
 
 class InvariantGroupedExpertAdapter(_OfExperts, GroupedExpertLinearAdapter):

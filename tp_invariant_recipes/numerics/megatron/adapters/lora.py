@@ -204,10 +204,10 @@ def initialise(model_chunks: list[Any], *, seed: int, methods: dict[str, str]) -
         for name, parameter in init.canonical_parameters(chunk):
             if not parameter.requires_grad:
                 continue
-            found = _NAME.fullmatch(name)
-            if found is None:
+            match = _NAME.fullmatch(name)
+            if match is None:
                 raise ConfigError(f"{name}: no rule says how it starts (megatron/adapters.py); peft.target_modules")
-            experts, layer, matrix = found.groups()
+            experts, layer, matrix = match.groups()
             dim = 1 if layer in ROW_PARALLEL and matrix == "linear_in" else 0
             segments = _segments(parameter, layer, chunk.config) if matrix == "linear_out" else 1
             at, of = (rank, size) if experts is None else (0, 1)

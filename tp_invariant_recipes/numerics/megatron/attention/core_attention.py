@@ -123,7 +123,7 @@ class CoreAttention(OnMesh, Core):
             for count, width in ((heads, keys), (groups, keys), (groups, values))
         )
         with torch.no_grad():
-            self.launch(query, key, value, (None, AttnMaskType.causal), *(some[:heads] for some in self._sinks()))
+            self.launch(query, key, value, (None, AttnMaskType.causal), *(sink[:heads] for sink in self._sinks()))
         return self.backend()
 
     @abstractmethod

@@ -161,8 +161,8 @@ class InvariantLatentAttention(OnMesh, LatentAttention):
 
     def _rotation(self, length: int) -> Callable[[Tensor], Tensor]:
         """What turns [s, b, heads, d] by the positions; each element by itself."""
-        found = self.rotary_pos_emb(length)
-        angles, scale = found if isinstance(found, tuple) else (found, 1.0)
+        embedding = self.rotary_pos_emb(length)
+        angles, scale = embedding if isinstance(embedding, tuple) else (embedding, 1.0)
         return lambda x: apply_rotary_pos_emb(
             x, angles, config=self.config, mscale=scale, cp_group=self.pg_collection.cp, mla_rotary_interleaved=True
         )
@@ -171,15 +171,15 @@ class InvariantLatentAttention(OnMesh, LatentAttention):
 def _beyond(config: Any) -> list[str]:
     """What the layer does not cover, in the words of check/invariant/latent.py; for programs of their own, too."""
     split = config.tensor_model_parallel_size > 1 and not config.sequence_parallel
-    found = {
+    fields = {
         "sequence_parallel=False": split,
         "context_parallel_size": max(config.context_parallel_size, getattr(config, "context_shards", 1)) > 1,
         "apply_rope_fusion": config.apply_rope_fusion,
         "cache_mla_latents": config.cache_mla_latents,
         "recompute_granularity": config.recompute_granularity is not None,
-        f"numerics={config.invariant_mode}": mode.LATENT not in mode.of(config).covers,
+        f"numerics={config.invariant_mode}": mode.LATENT not in mode.mode_of(config).covers,
     }
-    return [f"multi-latent attention has no invariant version with {name}" for name, is_so in found.items() if is_so]
+    return [f"multi-latent attention has no invariant version with {name}" for name, is_so in fields.items() if is_so]
 
 
 # --- Down-projections ---
@@ -233,8 +233,8 @@ class _Spread(torch.autograd.Function):
         shards = gradients[0].unflatten(2, (ctx.mesh.local, -1)).float()
         first, *others = shards.unbind(3)
         total = first.clone()
-        for one in others:
-            total.add_(one)
+        for shard in others:
+            total.add_(shard)
         partials = total.permute(2, 0, 1, 3).contiguous()  # [V/t, s, b, d]
         return tree_all_reduce(partials, ctx.mesh, gradients[0].dtype).unsqueeze(2), None, None
 

@@ -30,7 +30,7 @@ WITHOUT = ("decoder_input", "inference_context", "inference_params", "padding_ma
 
 Sequences = list[tuple[int, bool]]  # of a row: the tokens of each, and whether any of them counts
 
-_again = [False]  # whether layers are computed again in a backward pass
+_recomputing = [False]  # whether layers are computed again in a backward pass
 _rows = count()
 _latest: list[Sequences] = [[]]  # of the row that ran last; Megatron then asks for its loss
 
@@ -44,14 +44,14 @@ def sequences_of(packed: Any, shards: int) -> Sequences:
     logical = packed.cu_seqlens_q
     physical = logical if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
     sizes = [(ends[1:] - ends[:-1]).tolist() for ends in (physical, logical)]
-    found = [(length, bool(tokens)) for length, tokens in zip(*sizes, strict=True) if length]
-    uneven = [length for length, _ in found if length % shards]
+    sequences = [(length, bool(tokens)) for length, tokens in zip(*sizes, strict=True) if length]
+    uneven = [length for length, _ in sequences if length % shards]
     if uneven:
         raise ValueError(
             f"{shards} virtual shards do not divide a packed sequence of {uneven[0]} tokens; "
             f"dataset.offline_packing_specs.pad_seq_to_mult={shards}"
         )
-    return found
+    return sequences
 
 
 def one_by_one(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -69,7 +69,7 @@ def one_by_one(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             raise NotImplementedError(f"packed sequences with {', '.join(refused) or 'other arguments by place'}")
         given["attention_mask"] = None
         _latest[0] = sequences = sequences_of(packed_seq_params, self.config.virtual_shards)
-        _again[0] = self.config.recompute_granularity is not None
+        _recomputing[0] = self.config.recompute_granularity is not None
         return _joined(self, original, given, sequences)
 
     return forward
@@ -80,8 +80,8 @@ def _joined(model: Any, original: Callable[..., Tensor], given: dict[str, Any], 
     each = [dict(given) for _ in sizes]
     for name in BY_TOKEN:
         if given.get(name) is not None:
-            for one, part in zip(each, given[name].split(sizes, 1), strict=True):
-                one[name] = part
+            for inputs, part in zip(each, given[name].split(sizes, 1), strict=True):
+                inputs[name] = part
     received = None if model.pre_process else model.decoder.input_tensor
     if received is not None:
         # split, not slices: its gradient is put together, and not added to zeros, which loses the sign of -0.0.
@@ -150,7 +150,7 @@ def ready_at_the_end(original: Callable[..., None]) -> Callable[..., None]:
     """
 
     def register_grad_ready(self: Any, *args: Any, **kwargs: Any) -> None:
-        if packed_rows.current() is None or not _again[0]:
+        if packed_rows.current() is None or not _recomputing[0]:
             original(self, *args, **kwargs)
 
     return register_grad_ready
@@ -176,8 +176,8 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dim: int, idle: list[Tensor], *outputs: Tensor) -> Tensor:
         real = outputs[: len(outputs) - len(idle)]
-        ctx.dim, ctx.sizes = dim, [one.shape[dim] for one in real]
-        ctx.idle = [(one.shape, one.dtype, one.device) for one in idle]
+        ctx.dim, ctx.sizes = dim, [output.shape[dim] for output in real]
+        ctx.idle = [(output.shape, output.dtype, output.device) for output in idle]
         return torch.cat(real, dim)
 
     @staticmethod
@@ -199,7 +199,7 @@ def loss_of_each(original: Callable[..., Any]) -> Callable[..., Any]:
             sizes = [length for length, _ in row]
             losses, mask = output_tensor.detach().view(-1).float(), loss_mask.view(-1).float()
             parts = zip(losses.split(sizes), mask.split(sizes), row, strict=True)
-            sums = [torch.stack(((some * counted).sum(), counted.sum())) for some, counted, (_, any_) in parts if any_]
+            sums = [torch.stack(((part * counted).sum(), counted.sum())) for part, counted, (_, any_) in parts if any_]
             report = {"lm loss": torch.stack(sums)}
         return loss, tokens, report
 

@@ -63,14 +63,18 @@ DELTA_BLOCK = "numerics.megatron.families.delta_net:block"
 DELTA_HEADS = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}  # with Megatron-Core's defaults
 DELTA_SIZES = DELTA_HEADS | {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 OF_ALL_HEADS = "OLMoE"  # one norm of the queries of all heads, and one of the keys
-PROVIDERS = tuple(one.provider for one in FAMILIES.values() if one.provider)
+PROVIDERS = tuple(family.provider for family in FAMILIES.values() if family.provider)
 
 
-def of(model: Mapping[str, Any]) -> str | None:
+def family_of(model: Mapping[str, Any]) -> str | None:
     """The family, a key of FAMILIES, whose layers a model has. model: a section `model` of a tree."""
     spec, provider = model.get(FIELD), model.get(PROVIDER)
     return next(
-        (name for name, one in FAMILIES.items() if (one.spec == spec if spec else one.provider == (provider or None))),
+        (
+            name
+            for name, family in FAMILIES.items()
+            if (family.spec == spec if spec else family.provider == (provider or None))
+        ),
         None,
     )
 
@@ -83,10 +87,10 @@ def delta_sizes(model: Mapping[str, Any]) -> dict[str, int]:
 
 def delta_widths(model: Mapping[str, Any]) -> tuple[int, int, int]:
     """Of all heads of a gated delta net: features of its keys, and of its values, and heads of values; zeros: none."""
-    found = delta_sizes(model)
-    if not found:
+    sizes = delta_sizes(model)
+    if not sizes:
         return 0, 0, 0
-    keys, values, key, value = (found[name] for name in DELTA_SIZES)
+    keys, values, key, value = (sizes[name] for name in DELTA_SIZES)
     return keys * key, values * value, values
 
 
@@ -103,8 +107,8 @@ def block(config: Any, vp_stage: int | None = None, *, family: str) -> Any:
     from tp_invariant_recipes.numerics.megatron.families.layers import PlainRMSNorm
 
     local = config.transformer_impl == "local"
-    one = FAMILIES[family]
-    spec = (ours(one.local) if local else resolve_name(one.spec))(config)
+    row = FAMILIES[family]
+    spec = (ours(row.local) if local else resolve_name(row.spec))(config)
     attention = spec.submodules.self_attention.submodules
     if config.qk_layernorm and attention.q_layernorm is None:  # then SelfAttention builds this norm by name
         attention.q_layernorm = attention.k_layernorm = TENorm

@@ -67,7 +67,7 @@ class InvariantGatedDeltaNet(GatedDeltaNet):
         problems = [
             problem
             for wrong, problem in (
-                (mode.DELTA_NET not in mode.of(config).covers, mode.only(mode.DELTA_NET)),
+                (mode.DELTA_NET not in mode.mode_of(config).covers, mode.only(mode.DELTA_NET)),
                 (
                     self.num_key_heads % shards,
                     f"numerics.virtual_shards={shards} must divide model.linear_num_key_heads={self.num_key_heads}",
@@ -84,7 +84,7 @@ class InvariantGatedDeltaNet(GatedDeltaNet):
     @cached_property
     def mesh(self) -> VirtualMesh:
         """The virtual mesh, built when the layer first runs."""
-        return VirtualMesh.of(self.config.virtual_shards, self.pg_collection.tp)
+        return VirtualMesh.from_group(self.config.virtual_shards, self.pg_collection.tp)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Any = None, *_: Any, packed_seq_params: Any = None, **__: Any
@@ -132,7 +132,7 @@ def block(config: Any, vp_stage: int | None = None) -> Any:
     )
     start = get_transformer_layer_offset(config, vp_stage)
     linear = get_linear_attention_pattern(config)[start : start + len(plain.layer_specs)]
-    layers = [_with_net(one) if net else one for one, net in zip(plain.layer_specs, linear, strict=True)]
+    layers = [_with_net(spec) if net else spec for spec, net in zip(plain.layer_specs, linear, strict=True)]
     return replace(plain, layer_specs=layers, layer_norm=WrappedTorchNorm)
 
 

@@ -36,7 +36,7 @@ class InvariantMambaMixer(MambaMixer):
         problems = [
             problem
             for wrong, problem in (
-                (mode.HYBRID not in mode.of(self.config).covers, mode.only(mode.HYBRID)),
+                (mode.HYBRID not in mode.mode_of(self.config).covers, mode.only(mode.HYBRID)),
                 (
                     self.ngroups % shards,
                     f"numerics.virtual_shards={shards} must divide model.mamba_num_groups={self.ngroups}",
@@ -53,7 +53,7 @@ class InvariantMambaMixer(MambaMixer):
     @cached_property
     def mesh(self) -> VirtualMesh:
         """The virtual mesh, built when the mixer first runs."""
-        return VirtualMesh.of(self.config.virtual_shards, self.pg_collection.tp)
+        return VirtualMesh.from_group(self.config.virtual_shards, self.pg_collection.tp)
 
     def _ssm_training(self, zxBCdt: Tensor, packed_seq_params: Any = None) -> Tensor:
         """in_proj's output → out_proj's input: [s, b, (z | x | B | C | dt)/t] → [s, b, d_inner/t]."""
@@ -79,8 +79,8 @@ class InvariantMambaMixer(MambaMixer):
         inner, state = z.shape[-1], (xBC.shape[-1] - z.shape[-1]) // 2
         per_head = [added_by_itself(p).view(xBC.shape[0], -1).unbind() for p in (self.A_log, self.D, self.dt_bias)]
         shards = []
-        for one, gate, steps, a, d, bias in zip(xBC.unbind(), z.unbind(), dt.unbind(), *per_head, strict=True):
-            parts = [part.transpose(0, 1) for part in (*one.split((inner, state, state), -1), gate, steps)]
+        for xbc, gate, steps, a, d, bias in zip(xBC.unbind(), z.unbind(), dt.unbind(), *per_head, strict=True):
+            parts = [part.transpose(0, 1) for part in (*xbc.split((inner, state, state), -1), gate, steps)]
             x, gate = (part.unflatten(-1, (-1, self.headdim)) for part in (parts[0], parts[3]))
             b, c = (part.unflatten(-1, (-1, self.d_state)) for part in parts[1:3])
             y = chunk_scan(x, parts[4], a, b, c, gate, d, bias, self.chunk_size)

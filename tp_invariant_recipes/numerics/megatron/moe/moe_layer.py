@@ -61,13 +61,13 @@ class InvariantSequentialMLP(ExpertsForward, SequentialMLP):
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Megatron's, and the adapters of all experts under the names that they have on a GPU (expert_adapters.py)."""
-        found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         for name in ("linear_fc1", "linear_fc2"):
             if (adapter := adapter_of(self, name)) is not None:
-                some = adapter.sharded_state_dict(f"{name}.adapter.", sharded_offsets, metadata)
-                replace_prefix_for_sharding(some, "", f"{prefix}experts.")
-                found.update({f"{prefix}{key}": value for key, value in some.items()})
-        return found
+                adapters = adapter.sharded_state_dict(f"{name}.adapter.", sharded_offsets, metadata)
+                replace_prefix_for_sharding(adapters, "", f"{prefix}experts.")
+                state.update({f"{prefix}{key}": value for key, value in adapters.items()})
+        return state
 
     def _biases(self, name: str) -> list[Tensor]:
         return [getattr(expert, name).bias for expert in self.local_experts]

@@ -45,7 +45,7 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
         super().__init__(config, *args, **kwargs)
         self.counted = 0  # sequences of the step
         self.of_shards: dict[int, tuple[Tensor | float, int]] = {}  # data shard -> tokens of each expert, and sequences
-        self.apart = 1  # data shards that the sequences of a micro-batch are of, one of each
+        self.shards_at_once = 1  # data shards that the sequences of a micro-batch are of, one of each
 
     def gating(self, input: Tensor) -> Tensor:
         """[s/t, b, h] → logits [s/t, b, E]. Raises ConfigError: on a CPU a shard's logits must be whole vectors."""
@@ -77,17 +77,18 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
     def _within_capacity(self, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
         """[n, E] → the same without tokens beyond the experts' capacity for a virtual shard of each data shard."""
         each = (
-            some.view(-1, self.apart, self.num_experts).chunk(self.mesh.local_chunks) for some in (probs, routing_map)
+            routed.view(-1, self.shards_at_once, self.num_experts).chunk(self.mesh.local_chunks)
+            for routed in (probs, routing_map)
         )
         kept = [self._dropped(*shard) for shard in zip(*each, strict=True)]
-        probs, routing_map = (torch.cat(some).flatten(0, 1) for some in zip(*kept, strict=True))
+        probs, routing_map = (torch.cat(parts).flatten(0, 1) for parts in zip(*kept, strict=True))
         return probs, routing_map
 
     def _dropped(self, probs: Tensor, routing_map: Tensor) -> Iterator[Tensor]:
         """Of one virtual shard, [n, data shards, E] → the same."""
         each = zip(probs.unbind(1), routing_map.unbind(1), strict=True)
-        kept = [moe_utils.apply_router_token_dropping(*one, self.topk, *self.capacity) for one in each]
-        return (torch.stack(some, 1) for some in zip(*kept, strict=True))
+        kept = [moe_utils.apply_router_token_dropping(*sequence, self.topk, *self.capacity) for sequence in each]
+        return (torch.stack(parts, 1) for parts in zip(*kept, strict=True))
 
     def _maintain_float32_expert_bias(self) -> None:
         """Keep the token counts in fp32 too: Megatron's bf16 counts of a rank are rounded above 256."""
@@ -104,7 +105,7 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
         counts = self.training and torch.is_grad_enabled() and not (now is not None and now.idle)
         if not (coefficient and counts):
             return logits
-        context = VirtualMesh.of(self.cp_group.size(), self.cp_group)
+        context = VirtualMesh.from_group(self.cp_group.size(), self.cp_group)
         loss = _ZLoss.apply(logits, coefficient / (len(logits) * self.tp_cp_group.size()), self.mesh, context)
         if now is not None:
             loss = loss * now.loss_share
@@ -113,7 +114,7 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
     def _apply_aux_loss(
         self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
-        return self._balanced(probs, scores, routing_map, self.apart, "aux_loss", "load_balancing_loss")
+        return self._balanced(probs, scores, routing_map, self.shards_at_once, "aux_loss", "load_balancing_loss")
 
     def _apply_seq_aux_loss(
         self,
@@ -129,7 +130,9 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
     def _apply_global_aux_loss(
         self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
-        return self._balanced(probs, scores, routing_map, self.apart, "global_aux_loss", "global_load_balancing_loss")
+        return self._balanced(
+            probs, scores, routing_map, self.shards_at_once, "global_aux_loss", "global_load_balancing_loss"
+        )
 
     def _of_batch(self, counts: Tensor) -> Tensor:
         """The mean tokens of each expert over the sequences of the data shard so far, this one included.
@@ -153,7 +156,7 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
 
     def of_other_shards(self, shards: int) -> dict[str, Any]:
         """Attributes for passes over other data shards side by side: each counts by itself, from nothing."""
-        return {"apart": shards, "counted": 0, "of_shards": {}}
+        return {"shards_at_once": shards, "counted": 0, "of_shards": {}}
 
     def _balanced(
         self, probs: Tensor, scores: Tensor, routing_map: Tensor, sequences: int, kind: str, name: str
@@ -168,7 +171,7 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
         scores, routing_map = (values.reshape(-1, sequences * self.num_experts) for values in (scores, routing_map))
         counts, here, tokens = moe_utils.get_tokens_per_expert_and_token_count(routing_map, self.tp_cp_group)
         factor = self.num_experts * coefficient / (self.topk * tokens * tokens)
-        context = VirtualMesh.of(self.cp_group.size(), self.cp_group)
+        context = VirtualMesh.from_group(self.cp_group.size(), self.cp_group)
         if kind == "global_aux_loss":
             counts = self._of_batch(counts)
         loss = _LoadBalance.apply(scores, counts, factor, self.mesh, context) / sequences
@@ -205,10 +208,10 @@ class _Gating(torch.autograd.Function):
             dx = product(grad, weight.to(grad.dtype), dx, rows=mesh.local_chunks).to(x.dtype).view(x.shape)
         if ctx.needs_input_grad[1]:
             leaves = torch.empty(mesh.local_chunks, 1, *weight.shape, dtype=torch.float32, device=x.device)
-            for leaf, some, theirs in zip(
+            for leaf, dy, tokens in zip(
                 leaves, grad.chunk(mesh.local_chunks), rows.chunk(mesh.local_chunks), strict=True
             ):
-                product(some.t(), theirs, leaf[0])
+                product(dy.t(), tokens, leaf[0])
             dw = reduce_weight_gradient(weight, leaves.view(mesh.local_chunks, 1, -1), mesh, everywhere=False)
         return dx, dw, None, None, None
 

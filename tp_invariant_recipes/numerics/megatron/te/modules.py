@@ -137,7 +137,7 @@ def _words(values: tuple[Any, ...]) -> str:
 
 def _one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
     """Whether it is one of them; 0 is not False here, and a tensor is equal to nothing."""
-    return any(value is one or (type(value) is type(one) and value == one) for one in allowed)
+    return any(value is known or (type(value) is type(known) and value == known) for known in allowed)
 
 
 def _split_sizes(given: dict[str, Any]) -> list[int]:
@@ -214,7 +214,7 @@ def _forward(kind: str, shards: int, refuse: Refuse) -> Callable[[Any], Any]:
                 return original(self, *args, **kwargs)
             refuse([f"transformer_engine {kind}: {problem}" for problem in problems])
             alone = unsplit or self.tp_size == 1
-            mesh = VirtualMesh(shards, 1, 0) if alone else VirtualMesh.of(shards, self.tp_group)
+            mesh = VirtualMesh(shards, 1, 0) if alone else VirtualMesh.from_group(shards, self.tp_group)
             x = normal = _normal(self, x, mesh) if kind == NORM_LINEAR else x
             weight = weights[0] if len(weights) == 1 else torch.cat(weights)
             bias = _bias(self)

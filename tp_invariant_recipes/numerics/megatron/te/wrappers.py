@@ -85,7 +85,7 @@ class InvariantTEDuplicatedLinear(DuplicatedForward, TELinear):
         super().__init__(*args, parallel_mode=parallel_mode, bias=bias, **kwargs)
 
 
-class OfTE(NormForward):
+class TENormMixin(NormForward):
     """A norm over the hidden size, for a class that derives from Transformer Engine's, since TENorm is none itself."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, has_residual: bool = False) -> None:
@@ -99,11 +99,11 @@ class OfTE(NormForward):
         self.config, self.eps = config, eps
 
 
-class InvariantTERMSNorm(OfTE, te.RMSNorm):
+class InvariantTERMSNorm(TENormMixin, te.RMSNorm):
     """RMSNorm over the hidden size."""
 
 
-class InvariantTELayerNorm(OfTE, te.LayerNorm):
+class InvariantTELayerNorm(TENormMixin, te.LayerNorm):
     """LayerNorm over the hidden size."""
 
 
@@ -141,7 +141,7 @@ class InvariantTEGroupedMLP(ExpertsForward, TEGroupedMLP):
     def _both(self, name: str) -> tuple[list[Tensor], list[Tensor]]:
         first, second = (
             [getattr(linear, f"{name}{expert}") for expert in range(self.num_local_experts)]
-            for linear in (getattr(one, "to_wrap", one) for one in (self.linear_fc1, self.linear_fc2))
+            for linear in (getattr(module, "to_wrap", module) for module in (self.linear_fc1, self.linear_fc2))
         )
         return first, second
 
