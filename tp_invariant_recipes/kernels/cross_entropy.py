@@ -17,7 +17,7 @@ from tp_invariant_recipes.kernels.folding_sum import folding_sum
 from tp_invariant_recipes.kernels.launch import Kernel, alignment
 
 BLOCK = 4096
-TOGETHER = 1 << 20  # numbers that the torch functions hold in fp32 at a time, unless one shard has more
+NUMBERS_AT_ONCE = 1 << 20  # numbers that the torch functions hold in fp32 at a time, unless one shard has more
 
 
 def sum_of_exponentials(logits: Tensor, highest: Tensor, shards: int) -> Tensor:
@@ -75,7 +75,7 @@ def _exponentials(logits: Tensor, highest: Tensor, shards: int) -> Iterator[Tens
 def _shards_at_once(logits: Tensor, shards: int) -> int:
     """Shards of a group. exp has the bits that a shard has alone only where a shard is whole vectors."""
     alone = logits.numel() // shards
-    return max(1, min(shards, TOGETHER // alone)) if alone % VECTORS == 0 else 1
+    return max(1, min(shards, NUMBERS_AT_ONCE // alone)) if alone % VECTORS == 0 else 1
 
 
 @triton.jit(do_not_specialize=["rows", "size"])

@@ -38,7 +38,7 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 KERNELS = ((1, False), (2, False), (4, False), (4, True))  # bytes of an element, and whether it has a copy
 ROWS = 64  # rows and columns that one program of the kernel reads
 COLUMNS = 512
-TOGETHER = 2
+ROWS_AT_ONCE = 2
 WARPS = 4
 CHUNK = 1 << 20  # elements at a time in NumPy
 
@@ -233,14 +233,14 @@ def launch(
         with torch.cuda.device_of(result):  # of the tensors, which need not be the current one
             _lanes[(len(blocks),)](
                 pieces, blocks, keys.rows, keys.columns, result, largest, unlike,
-                size, ROWS, COLUMNS, TOGETHER, num_warps=WARPS,
+                size, ROWS, COLUMNS, ROWS_AT_ONCE, num_warps=WARPS,
             )  # fmt: skip
 
 
 @triton.jit
 def _lanes(
     pieces, blocks, row_keys, column_keys, result, largest, unlike,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROWS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     block = blocks + 3 * tl.program_id(0).to(tl.int64)
     piece = pieces + 10 * tl.load(block).to(tl.int64)
@@ -266,8 +266,8 @@ def _lanes(
     sum1 = tl.zeros([COLUMNS], tl.uint64)
     most = tl.zeros([COLUMNS], tl.uint32)
     count = tl.minimum(ROWS, rows - first).to(tl.int32)
-    for _ in range(count // TOGETHER):  # several rows at a time, so that enough bytes are on their way
-        for i in tl.static_range(TOGETHER):
+    for _ in range(count // ROWS_AT_ONCE):  # several rows at a time, so that enough bytes are on their way
+        for i in tl.static_range(ROWS_AT_ONCE):
             bits = tl.load(p + i * stride + j, mask=there, other=0)
             if largest is not None:
                 most = tl.maximum(most, _magnitude(bits, SIZE))
@@ -276,11 +276,11 @@ def _lanes(
             x = bits.to(tl.uint64)
             sum0 += x * tl.load(key + 2 * i * step).to(tl.uint64)
             sum1 += x * tl.load(key + 2 * i * step + 1).to(tl.uint64)
-        p += TOGETHER * stride
+        p += ROWS_AT_ONCE * stride
         if unlike is not None:
-            q += TOGETHER * copy_stride
-        key += 2 * TOGETHER * step
-    for _ in range(count % TOGETHER):
+            q += ROWS_AT_ONCE * copy_stride
+        key += 2 * ROWS_AT_ONCE * step
+    for _ in range(count % ROWS_AT_ONCE):
         bits = tl.load(p + j, mask=there, other=0)
         if largest is not None:
             most = tl.maximum(most, _magnitude(bits, SIZE))

@@ -36,10 +36,10 @@ def _of_groups(proc: Path, cgroups: Path) -> Iterator[int]:
                 inside = root / path.lstrip("/")
                 for group in (inside, *inside.parents):
                     if group.is_relative_to(root):
-                        yield from _left(group, *FILES[version])
+                        yield from _free_bytes(group, *FILES[version])
 
 
-def _left(group: Path, limit: str, use: str, reclaimable: str) -> Iterator[int]:
+def _free_bytes(group: Path, limit: str, use: str, reclaimable: str) -> Iterator[int]:
     with suppress(OSError, ValueError):  # "max": no limit; a container shows its own group as the root
         allowed = int((group / limit).read_text(encoding="ascii"))
         used = int((group / use).read_text(encoding="ascii"))

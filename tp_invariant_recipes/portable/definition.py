@@ -40,18 +40,18 @@ def require_conformance(gpu: int | None = None, *, fp8: bool = False) -> None:
     if different:
         raise RunError(
             f"numerics=portable: {named(gpu)} computes other bits than the definition{_known_sum(gpu)}, so the run's "
-            f"ledger would hold for such machines only: {_some(different)}; or numerics=tree"
+            f"ledger would hold for such machines only: {_summary(different)}; or numerics=tree"
         )
     different = fp8_differences(gpu) if fp8 else []
     if different:
         raise RunError(
             f"numerics=portable: {named(gpu)} adds FP8 products otherwise (Blackwell is expected to), so the run's "
-            f"ledger would hold for such machines only: {_some(different)}; precision=bf16 or precision=mxfp8, or "
+            f"ledger would hold for such machines only: {_summary(different)}; precision=bf16 or precision=mxfp8, or "
             "numerics=tree"
         )
 
 
-def _some(different: list[str]) -> str:
+def _summary(different: list[str]) -> str:
     more = f"; and {len(different) - NAMED} more" if len(different) > NAMED else ""
     return f"{'; '.join(different[:NAMED])}{more}"
 

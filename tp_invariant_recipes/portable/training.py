@@ -62,9 +62,9 @@ def portable_adam(original: type) -> type:
             for group in self.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        self._one(parameter, parameter.grad.contiguous(), group)
+                        self._step_parameter(parameter, parameter.grad.contiguous(), group)
 
-        def _one(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        def _step_parameter(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
             if any(group.get(name) for name in REFUSED):
                 raise NotImplementedError(f"a portable optimizer has none of {', '.join(REFUSED)}")
             state = self.state[parameter]

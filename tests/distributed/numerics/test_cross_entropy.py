@@ -260,7 +260,7 @@ def test_no_more_is_held_in_fp32_than_fits(monkeypatch, limit, shards):
     """Small shards several at a time, large ones one by one. limit: in shards."""
     tensors = inputs(torch.bfloat16, (4, 2, 512))
     alone = 4 * 2 * 512 // 8
-    monkeypatch.setattr(kernel, "TOGETHER", limit * alone)
+    monkeypatch.setattr(kernel, "NUMBERS_AT_ONCE", limit * alone)
     assert on_ranks(1, 8, largest, *tensors) == [shards * alone]
 
 
@@ -269,7 +269,7 @@ def test_shards_taken_together_have_the_bits_that_each_has_alone(monkeypatch, ro
     logits, highest = torch.randn(rows, 8 * width) * 4, torch.randn(rows)
     together = list(kernel._exponentials(logits, highest, 8))
     assert len(together) == 1
-    monkeypatch.setattr(kernel, "TOGETHER", 0)
+    monkeypatch.setattr(kernel, "NUMBERS_AT_ONCE", 0)
     assert same_bits(together[0], torch.cat(list(kernel._exponentials(logits, highest, 8)), -1))
 
 

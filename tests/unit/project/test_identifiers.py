@@ -16,20 +16,13 @@ WORDS = {"one", "found", "said", "left", "some", "ours", "theirs", "again", "apa
 ROOMS_LEFT: set[str] = {
     "compare",
     "config",
-    "cpu_host",
     "data",
     "features",
-    "kernels",
     "ledger",
-    "machine",
-    "numerics",
     "observe",
-    "patches",
-    "portable",
     "replacement.py",
     "report",
     "sources",
-    "start",
     "training",
 }
 # A line or a sentence "name: …" or "name, name: …", and what such a line explains other than parameters.

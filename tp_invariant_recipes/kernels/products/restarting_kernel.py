@@ -154,18 +154,18 @@ def _pair(
     STEP: gl.constexpr = a_steps.shape[2]
     STEPS: gl.constexpr = SIZE // STEP
     if SCALED == UNSCALED:
-        left, count = _piece(zeros, count, a_steps, b_steps, full, free, HALF, ROWS, STEPS, STAGES, TRANSPOSED)
-        right, count = _piece(zeros, count, a_steps, b_steps, full, free, HALF, ROWS, STEPS, STAGES, TRANSPOSED)
+        first_half, count = _piece(zeros, count, a_steps, b_steps, full, free, HALF, ROWS, STEPS, STAGES, TRANSPOSED)
+        second_half, count = _piece(zeros, count, a_steps, b_steps, full, free, HALF, ROWS, STEPS, STAGES, TRANSPOSED)
     else:
         block = (start + first // SEGMENTS * SIZE) // STEP
-        left, count = _fp8_piece(
+        first_half, count = _fp8_piece(
             zeros, count, a_steps, b_steps, full, free, scales, rows, block, HALF, ROWS, STEPS, STAGES, SCALED
         )
         block += segment // STEP if SEGMENTS == 2 else STEPS
-        right, count = _fp8_piece(
+        second_half, count = _fp8_piece(
             zeros, count, a_steps, b_steps, full, free, scales, rows, block, HALF, ROWS, STEPS, STAGES, SCALED
         )
-    return left + right, count
+    return first_half + second_half, count
 
 
 @gluon.jit

@@ -289,8 +289,8 @@ def _complete(group: Any) -> None:
         contexts = getattr(group, "sums", (1, 1))[1]
         while len(gradients) > contexts:
             pairs = [gradients[n : n + contexts] for n in range(0, len(gradients), contexts)]
-            for left, right in zip(pairs[::2], pairs[1::2], strict=True):
-                torch._foreach_add_(left, right)
+            for total, addend in zip(pairs[::2], pairs[1::2], strict=True):
+                torch._foreach_add_(total, addend)
             gradients = [gradient for pair in pairs[::2] for gradient in pair]
 
 

@@ -102,13 +102,13 @@ def _batch(segments: Segments, a: Tensor, b: Tensor, terms: Tensor, _add: bool) 
     (rows, along), (across, columns) = a.stride(), b.stride()
     for segment in segments:
         size = segment // shards
-        left = a.as_strided(
+        a_shards = a.as_strided(
             (shards, a.shape[0], size), (size * along, rows, along), a.storage_offset() + before * along
         )
-        right = b.as_strided(
+        b_shards = b.as_strided(
             (shards, size, b.shape[1]), (size * across, across, columns), b.storage_offset() + before * across
         )
-        cublas.launch_batch(left, right, terms, before > 0)
+        cublas.launch_batch(a_shards, b_shards, terms, before > 0)
         before += segment
 
 

@@ -54,14 +54,14 @@ def partials(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Te
     segments: the size of each in k.
     returns:  [shards, m, n] fp32: the sum over segments, in order, of the segment's product.
     """
-    left, right = a, b
+    a_given, b_given = a, b
     a, b = _wide(a), _wide(b)
     total = None
     for x, y in zip(a.split(segments, 1), b.split(segments), strict=True):
         part = _batch(x.unflatten(1, (shards, -1)).transpose(0, 1), y.unflatten(0, (shards, -1)))
         total = part if total is None else total.add_(part)
     summed = total.float()  # type: ignore[union-attr]
-    sampling.take_partials(left, right, summed, segments)
+    sampling.take_partials(a_given, b_given, summed, segments)
     return summed
 
 

@@ -155,8 +155,8 @@ def grouped_weight_gradient(
     for i, out in enumerate(outs):
         for g in (i * len(chain) + link for link in chain):
             if groups.sizes[g]:
-                left, right = (_of_group(operand, g).along_k(starts[g], groups.sizes[g]) for operand in (dy, x))
-                product(left, right, out, add=True)
+                dy_group, x_group = (_of_group(operand, g).along_k(starts[g], groups.sizes[g]) for operand in (dy, x))
+                product(dy_group, x_group, out, add=True)
 
 
 def _of_group(x: Quantized, group: int) -> Quantized:

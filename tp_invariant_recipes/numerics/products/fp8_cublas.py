@@ -74,9 +74,9 @@ def launch(a: Quantized, b: Quantized, out: Tensor, add: bool) -> None:
         scales = a.scale.view(()), b.scale.view(())
         torch._scaled_mm(a.data, b.data.t(), *scales, out_dtype=out.dtype, use_fast_accum=False, out=out)
     else:
-        left, right = ([_scale(x).t()] for x in (a, b))
+        a_scale, b_scale = ([_scale(x).t()] for x in (a, b))
         torch._scaled_mm_v2(
-            a.data, b.data.t(), left, [RECIPES[a.blocks]], [], right, [RECIPES[b.blocks]], [], None, out.dtype, [],
+            a.data, b.data.t(), a_scale, [RECIPES[a.blocks]], [], b_scale, [RECIPES[b.blocks]], [], None, out.dtype, [],
             False, out=out,
         )  # fmt: skip
 

@@ -44,7 +44,7 @@ def expected(sample: Sample) -> Tensor:
         assert term is not None
         terms.append(term)
     while len(terms) > len(sample.out):
-        terms = [left + right for left, right in zip(terms[::2], terms[1::2], strict=True)]
+        terms = [x + y for x, y in zip(terms[::2], terms[1::2], strict=True)]
     total = torch.stack(terms)
     if sample.before is not None:
         total = total.to(sample.before.dtype) + sample.before

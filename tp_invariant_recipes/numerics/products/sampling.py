@@ -172,9 +172,9 @@ def begin_chain(
         return None
     number = _sampler.draw.choice([n for n, link in enumerate(links) if link])
     starts = [0, *accumulate(sizes)]
-    left, right = (torch.cat([m[starts[g] : starts[g + 1]] for g in links[number]]) for m in (dy, x))
+    dy_chain, x_chain = (torch.cat([m[starts[g] : starts[g + 1]] for g in links[number]]) for m in (dy, x))
     segments = tuple(sizes[g] for g in links[number])
-    started = _Started(DEFINED, left.detach().t(), right.detach(), outs[number], True, segments)
+    started = _Started(DEFINED, dy_chain.detach().t(), x_chain.detach(), outs[number], True, segments)
     started.chained = True
     return started
 
@@ -210,10 +210,10 @@ def take_partials(a: Tensor, b: Tensor, total: Tensor, segments: tuple[int, ...]
     own = tuple(size // shards for size in segments)  # each is a product of its own, in the layout of its operands
     cuts = every_part(segments, shards)
     for number in _sampler.drawn(range(shards)):
-        left = torch.cat([a[:, part] for part in cuts[number]], 1)
-        right = torch.cat([b[part] for part in cuts[number]])
+        a_shard = torch.cat([a[:, part] for part in cuts[number]], 1)
+        b_shard = torch.cat([b[part] for part in cuts[number]])
         out = _copy(total[number][None])
-        _sampler.keep(Sample(LIBRARY, _laid_like(left, a), _laid_like(right, b), None, out, 1, own, where))
+        _sampler.keep(Sample(LIBRARY, _laid_like(a_shard, a), _laid_like(b_shard, b), None, out, 1, own, where))
 
 
 def repeat(out: Tensor, recompute: Callable[[int], Tensor], parts: int, layer: int | None) -> None:

@@ -80,8 +80,8 @@ def _add_here(partials: Sequence[Tensor]) -> None:
     """The sum of a lone rank's context shards."""
     sums = list(partials)
     while len(sums) > 1:
-        for left, right in zip(sums[::2], sums[1::2], strict=True):
-            left.add_(right)
+        for total, addend in zip(sums[::2], sums[1::2], strict=True):
+            total.add_(addend)
         sums = sums[::2]
 
 

@@ -111,13 +111,13 @@ def clip_by_powers_of_two(original: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         coefficient = float(max_norm / (total_norm + 1.0e-6))  # as in the original
         if coefficient < 1.0:
-            max_norm, total_norm = rounded_down_to_power_of_two(coefficient), _ONE
+            max_norm, total_norm = rounded_down_to_power_of_two(coefficient), _UNIT_NORM
         original(parameters, max_norm, total_norm, use_decoupled_grad)
 
     return clip_grad_by_total_norm_fp32
 
 
-_ONE = 1.0 - 1.0e-6  # the original adds 1e-6 to it and gets exactly 1.0
+_UNIT_NORM = 1.0 - 1.0e-6  # the original adds 1e-6 to it and gets exactly 1.0
 
 
 def _as_megatron_means(

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.launch import Kernel
-from tp_invariant_recipes.portable.ieee.math import ONE, ZERO, exp2, fp32_of_bf16
+from tp_invariant_recipes.portable.ieee.math import ONE_FP32, ZERO, exp2, fp32_of_bf16
 from tp_invariant_recipes.portable.ieee.sums import fold_columns, power_of_two
 from tp_invariant_recipes.portable.one_source import INTERPRETED, UNFUSED, elementwise, fma
 
@@ -207,7 +207,7 @@ def _ieee_attention_forward(
         lanes, sums = _added(
             lanes, sums, q, key, value, most, start, row, step_of_key, size, scale, WIDTH, FEATURES, KEYS, True
         )  # fmt: skip
-    part = tl.div_rn(tl.full((QUERIES,), ONE, dtype=tl.float32), fold_columns(lanes, QUERIES, KEYS))
+    part = tl.div_rn(tl.full((QUERIES,), ONE_FP32, dtype=tl.float32), fold_columns(lanes, QUERIES, KEYS))
     result = (sums * part[:, None]).to(tl.bfloat16)
     _store_tile(out + of_query + step.to(tl.int64) * begin, result, begin, step, size, WIDTH)
     at = unit * size + row

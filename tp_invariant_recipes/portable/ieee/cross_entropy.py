@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop
 from tp_invariant_recipes.kernels.launch import Kernel
-from tp_invariant_recipes.portable.ieee.math import ONE, ZERO, exp, log
+from tp_invariant_recipes.portable.ieee.math import ONE_FP32, ZERO, exp, log
 from tp_invariant_recipes.portable.ieee.storage import load_fp32, store_rounded, stored, widened
 from tp_invariant_recipes.portable.ieee.sums import fold_columns, numba_fold, power_of_two
 from tp_invariant_recipes.portable.one_source import UNFUSED, as_stored, elementwise, fill, numba_version
@@ -65,7 +65,7 @@ def logarithm(total: Tensor) -> Tensor:
 def softmax_slope(logit, highest, total, is_target, gradient):
     """One element of the gradient."""
     softmax = tl.div_rn(exp(logit - highest), total)
-    return (softmax - tl.where(is_target, ONE, ZERO)) * gradient
+    return (softmax - tl.where(is_target, ONE_FP32, ZERO)) * gradient
 
 
 _exp, _log, _softmax_slope = (numba_version(name) for name in ("exp", "log", "softmax_slope"))

@@ -26,7 +26,7 @@ from tp_invariant_recipes.portable.one_source import at_least, bits_of, constant
 NAN_BITS, BF16_NAN = constant(0x7FFFFFFF), constant(0x7FFF)
 QUIET_NAN = constant(0x7FC00000)
 INFINITY, MINUS_INFINITY = (constant(float(name)) for name in ("inf", "-inf"))
-ZERO, HALF, ONE, TWO = (constant(value) for value in (0.0, 0.5, 1.0, 2.0))
+ZERO, HALF, ONE_FP32, TWO = (constant(value) for value in (0.0, 0.5, 1.0, 2.0))
 TWO_12, TWO_24, TWO_25 = (constant(2.0**n) for n in (12, 24, 25))
 TWO_M12, TWO_M24, TWO_M100 = (constant(2.0**-n) for n in (12, 24, 100))
 LEAST_NORMAL, LARGE = constant(2.0**-126), constant(2.0**125)
@@ -113,8 +113,8 @@ def exp_parts(x):
     r = without_high - cut
     lost = (without_high - r) - cut
     p = ((((r * E7 + E6) * r + E5) * r + E4) * r + E3) * r + HALF
-    high = r + ONE
-    low = (r - (high - ONE)) + (r * r * p + lost)
+    high = r + ONE_FP32
+    low = (r - (high - ONE_FP32)) + (r * r * p + lost)
     return high, low, bits_of(rounded) - ROUNDER_BITS
 
 
@@ -132,7 +132,7 @@ def exp2(x):
     rounded = x + ROUNDER
     f = x - (rounded - ROUNDER)
     p = fma(fma(fma(fma(fma(f, T6, T5), f, T4), f, T3), f, T2), f, T1)
-    return fma(f, p, ONE) * fp32_of((bits_of(rounded) << 23) + ONE_BITS)
+    return fma(f, p, ONE_FP32) * fp32_of((bits_of(rounded) << 23) + ONE_BITS)
 
 
 @elementwise
@@ -142,7 +142,7 @@ def log(x):
     normal = tl.where(small, x * TWO_25, x)
     bits = bits_of(normal)
     k = (bits - SQRT_HALF_BITS) >> 23
-    f = fp32_of(bits - (k << 23)) - ONE
+    f = fp32_of(bits - (k << 23)) - ONE_FP32
     scale = fp32_of_small(tl.where(small, k - 25, k))
     s = tl.div_rn(f, f + TWO)
     z = s * s
@@ -164,11 +164,11 @@ def sigmoid(x):
     e_low = scaled((high - e) + low, n)  # what rounding to e has lost
     e = scaled(e, n)
     e_low = tl.where(e < TWO_M100, ZERO, e_low)
-    divisor = e + ONE
+    divisor = e + ONE_FP32
     cut = fp32_of(bits_of(divisor) & UPPER_12)
-    divisor_low = ((ONE - cut) + e) + e_low
-    inverse = tl.div_rn(ONE, divisor)
-    top = tl.where(negative, e, ONE)
+    divisor_low = ((ONE_FP32 - cut) + e) + e_low
+    inverse = tl.div_rn(ONE_FP32, divisor)
+    top = tl.where(negative, e, ONE_FP32)
     top_low = tl.where(negative, e_low, ZERO)
     quotient = fp32_of(bits_of(top * inverse) & UPPER_12)
     return quotient + (((top - quotient * cut) + top_low) - quotient * divisor_low) * inverse
@@ -179,5 +179,5 @@ def rsqrt(x):
     """1 / sqrt(x): +inf of either zero, NaN of negative numbers."""
     up, down = x < LEAST_NORMAL, x > LARGE
     x = tl.where(up, x * TWO_24, tl.where(down, x * TWO_M24, x)) + ZERO
-    root = tl.sqrt_rn(tl.div_rn(ONE, x))
-    return tl.where(x >= ZERO, root * tl.where(up, TWO_12, tl.where(down, TWO_M12, ONE)), nan_beside(x))
+    root = tl.sqrt_rn(tl.div_rn(ONE_FP32, x))
+    return tl.where(x >= ZERO, root * tl.where(up, TWO_12, tl.where(down, TWO_M12, ONE_FP32)), nan_beside(x))

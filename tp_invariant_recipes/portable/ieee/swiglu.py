@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop
 from tp_invariant_recipes.kernels.launch import Kernel
-from tp_invariant_recipes.portable.ieee.math import ONE, sigmoid
+from tp_invariant_recipes.portable.ieee.math import ONE_FP32, sigmoid
 from tp_invariant_recipes.portable.ieee.storage import load_fp32, store_rounded, stored, widened
 from tp_invariant_recipes.portable.ieee.sums import fold_columns, numba_fold, power_of_two
 from tp_invariant_recipes.portable.one_source import UNFUSED, as_stored, elementwise, fill, numba_version
@@ -65,7 +65,7 @@ def gated_gradient(dy, gate, up):
     """The gradients of gate and up."""
     c = sigmoid(gate)
     s = gate * c
-    return (dy * up) * (c + s * (ONE - c)), dy * s
+    return (dy * up) * (c + s * (ONE_FP32 - c)), dy * s
 
 
 _gated, _gated_gradient = numba_version("gated"), numba_version("gated_gradient")

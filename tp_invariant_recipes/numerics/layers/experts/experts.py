@@ -257,7 +257,7 @@ def add_products(dy: Tensor, x: Tensor, outs: list[Tensor], batches: Batches, ar
         if started is not None:
             started.end()
         return
-    left, right = dy.split(sizes), x.split(sizes)
+    dy_parts, x_parts = dy.split(sizes), x.split(sizes)
     for out, batch in batches.in_order(outs):
         if sizes[batch]:
-            arithmetic.product(left[batch].t(), right[batch], out, add=True)
+            arithmetic.product(dy_parts[batch].t(), x_parts[batch], out, add=True)

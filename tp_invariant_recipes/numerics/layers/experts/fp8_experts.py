@@ -60,16 +60,16 @@ class _GroupedLinear(torch.autograd.Function):
             return (dx, *[None] * (3 + len(weights)))
         if scaling.blockwise:
             groups = _filled(batches.groups)
-            left, right = (
+            dy_columns, x_columns = (
                 quantize.along_columns(_spread(rows, batches.groups, groups), dtype)
                 for rows, dtype in ((dy, scaling.gradients), (inputs[0], E4M3))
             )
         else:
             groups = batches.groups
-            left, right = quantize.transposed(q), quantize.transposed(Quantized(*inputs))
+            dy_columns, x_columns = quantize.transposed(q), quantize.transposed(Quantized(*inputs))
 
         def add(outs: list[Tensor]) -> None:
-            fp8.grouped_weight_gradient(left, right, outs, groups, batches.chain)
+            fp8.grouped_weight_gradient(dy_columns, x_columns, outs, groups, batches.chain)
 
         return (dx, None, None, None, *experts.weight_gradients(add, weights, batches, dy.device))
 
