@@ -104,7 +104,7 @@ def _splits_as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = 
 
 
 def _from(path: str) -> Callable[[Any], Any]:
-    """What MODULE:NAME names, looked up when it is installed."""
+    """Return what MODULE:NAME names, looked up when it is installed."""
     return lambda original: resolve_name(path)
 
 

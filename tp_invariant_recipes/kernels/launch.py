@@ -78,7 +78,7 @@ def alignment(size: int) -> int:
 
 
 def _entry(compiled: Any) -> tuple[Callable[..., object], tuple[Any, ...]]:
-    """What launches a compiled kernel, and what stands between the stream and the arguments.
+    """Return what launches a compiled kernel, and what stands between the stream and the arguments.
 
     That is the kernel, whether its programs cooperate, whether a launch may begin before the one ahead ends, two
     addresses of scratch memory, metadata, and none of Triton's hooks (CudaLauncher of triton.backends.nvidia.driver).

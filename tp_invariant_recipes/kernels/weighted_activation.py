@@ -101,7 +101,7 @@ def _constants(features: int, kind: Kind) -> tuple[int, int, bool, bool, float, 
 
 @triton.jit
 def _clamp(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
-    """What `_clamped` has: g · σ(α · g), u, and σ. where, not minimum: a NaN stays one."""
+    """Return what `_clamped` has: g · σ(α · g), u, and σ. where, not minimum: a NaN stays one."""
     g = tl.where(gate > LIMIT, LIMIT, gate)
     u = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + OFFSET
     chance = 1.0 / (1.0 + tl.exp(g * -ALPHA))

@@ -57,7 +57,7 @@ def _summary(different: list[str]) -> str:
 
 
 def differences(gpu: int | None) -> list[str]:
-    """What a device computes in another way: a line a recorded case, with its bits; empty: nothing."""
+    """List what a device computes in another way: a line a recorded case, with its bits; empty: nothing."""
     lines = _differences(_bf16_rows(), gpu)
     if functions(gpu) != FUNCTIONS:
         lines.append("exp, log, sigmoid, rsqrt or exp2: other bits than those of portable/ieee/math.py")
@@ -84,7 +84,7 @@ def _bf16_rows() -> "conformance.Recording":
 
 
 def _known_sum(gpu: int | None) -> str:
-    """What the device computes instead, if it is known."""
+    """Describe what the device computes instead, if it is known."""
     from tp_invariant_recipes.portable import other_sums
 
     text = other_sums.name(_bf16_rows(), _product(gpu))

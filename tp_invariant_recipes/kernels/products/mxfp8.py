@@ -69,7 +69,7 @@ def of_weights(weights: Sequence[Tensor], *, rows: bool) -> list[Tensor]:
 
 
 def sides(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, groups: Groups | None = None) -> Pair:
-    """Those of `both` that are asked for, x itself for another."""
+    """Return those of `both` that are asked for, x itself for another."""
     _check(x, columns and groups is None)
     x = x.contiguous()
     out = torch.empty_like(x) if rows else x, torch.empty_like(x) if columns else x

@@ -143,7 +143,7 @@ def matrices(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
 
 
 def _scales(a: Operand, b: Operand, out: Tensor) -> tuple[Any, ...]:
-    """What the scales are, and those of a and b with the strides of rows and blocks; of bf16 none is read."""
+    """Return what the scales are, and those of a and b with the strides of rows and blocks; of bf16 none is read."""
     if not isinstance(a, Quantized):
         return UNSCALED.value, out, out, 0, 0, 0, 0
     if kind(a, b) == "tensor":

@@ -77,7 +77,7 @@ def with_kernels(sizes: Heads, x: Tensor, alpha: Tensor, beta: Tensor, log_a: Te
 def gradients_with_kernels(
     sizes: Heads, dy: Tensor, x: Tensor, alpha: Tensor, beta: Tensor, log_a: Tensor, dt_bias: Tensor
 ) -> tuple[Tensor, ...]:
-    """Those of x, alpha, beta, log_a and dt_bias, of their dtypes."""
+    """Return the gradients of x, alpha, beta, log_a and dt_bias, of their dtypes."""
     shifted, rate, decay, strength = _numbers(alpha, beta, log_a, dt_bias)
     dx, ddecay, dstrength = delta_rule_backward(dy, x, decay, strength, sizes)
     dalpha, dbeta = ddecay * rate * shifted.sigmoid(), dstrength * strength * (1.0 - strength)

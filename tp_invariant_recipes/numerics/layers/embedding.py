@@ -93,5 +93,5 @@ def _sum_of_its_own(weight: Any, name: str, contexts: int) -> Tensor:
 
 
 def sums_of_their_own(weight: Any) -> list[Tensor]:
-    """What `lookup` has added apart from main_grad, in the order in which it is to be added there."""
+    """Return what `lookup` has added apart from main_grad, in the order in which it is to be added there."""
     return [kept for name in (AHEAD, LOOKUPS) if (kept := getattr(weight, name, None)) is not None]

@@ -257,7 +257,7 @@ def _check(group: Any) -> None:
 
 
 class _Reduced:
-    """What Megatron waits for."""
+    """A handle as Megatron waits for."""
 
     def __init__(self, done: Any) -> None:
         self._done = done

@@ -175,7 +175,7 @@ def rule_of(name: str) -> InitRule | None:
 
 
 def segments(rule: InitRule, parameter: Tensor, config: Any) -> int | Sequence[int]:
-    """What of a parameter's split dimension is split separately, as `place` takes it."""
+    """Return what of a parameter's split dimension is split separately, as `place` takes it."""
     return getattr(parameter, "partition_sizes", 2 if rule.gated and config.gated_linear_unit else 1)
 
 

@@ -44,7 +44,7 @@ def nodes(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Segments, product: 
 
     a, b:     [tokens, k/t] and [k/t, features]; k/t consists of segments, each of this rank's V/t shards.
     segments: the size of each.
-    product:  as `numerics.products.defined.product`.
+    product:  as `numerics.products.product.product`.
     returns:  [n, tokens, features] fp32, n a power of two that divides V/t: each the sum of (V/t)/n shards in tree
               order, where a shard's term is the sum over segments, in order.
     raises RunError: TPI_CHECK_PRODUCTS=1, and the restarting product has other bits.

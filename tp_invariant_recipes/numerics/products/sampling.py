@@ -63,7 +63,7 @@ class Sample:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Those that there are, by name."""
+        """Return the tensors that the sample has, by name."""
         named = {"a": self.a, "b": self.b, "before": self.before, "out": self.out}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 

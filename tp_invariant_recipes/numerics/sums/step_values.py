@@ -119,7 +119,7 @@ def keep(rows: Rows, value: Tensor) -> None:
 
 
 def of_rows(rows: Rows) -> list[Tensor]:
-    """What was kept: the sum of each row's values, in the order of its sequences."""
+    """Return what was kept: the sum of each row's values, in the order of its sequences."""
     return [sum((row[n] for n in sorted(row)[1:]), row[min(row)]) for _, row in sorted(rows.items())]
 
 

@@ -29,7 +29,7 @@ def changed() -> None:
 class Fp8Weight:
     """rows: [n, k]; columns: [k, n], the same numbers; Quantized.
 
-    step: of which they are; None: of every replay of a graph.
+    step: the step these weights belong to; None: every replay of a graph reads them.
     requantize: quantizes a weight into the memory of both; in_memory: the step whose numbers it holds now.
     """
 

@@ -43,7 +43,7 @@ from tp_invariant_recipes.numerics.sums.weight_gradient import weight_gradient
 class Products:
     """Multiply matrices.
 
-    product: as `numerics.products.defined.product`. partials, on CPUs alone: as `numerics.products.cpu.partials`.
+    product: as `numerics.products.product.product`. partials, on CPUs alone: as `numerics.products.cpu.partials`.
     """
 
     product: Callable[..., Tensor]

@@ -52,7 +52,7 @@ class InvariantLinearAdapter(OnMesh, ParallelLinearAdapter):
     """The adapter of one linear layer. The modules in it hold the weights and never run."""
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        """What is added to the base layer's output.
+        """Compute what is added to the base layer's output.
 
         column-parallel base: [s/t or s, b, k] → [s, b, n/t]. row-parallel base: [s, b, k/t] → [s/t or s, b, n].
         A base that is whole: [s/t, b, k] → [s/t, b, n].

@@ -160,7 +160,7 @@ class InvariantLatentAttention(OnMesh, LatentAttention):
         return query, key, value.contiguous(), q_latent, kv_latent
 
     def _rotation(self, length: int) -> Callable[[Tensor], Tensor]:
-        """What turns [s, b, heads, d] by the positions; each element by itself."""
+        """Return a function that turns [s, b, heads, d] by the positions; each element by itself."""
         embedding = self.rotary_pos_emb(length)
         angles, scale = embedding if isinstance(embedding, tuple) else (embedding, 1.0)
         return lambda x: apply_rotary_pos_emb(
@@ -169,7 +169,7 @@ class InvariantLatentAttention(OnMesh, LatentAttention):
 
 
 def _beyond(config: Any) -> list[str]:
-    """What the layer does not cover, in the words of check/invariant/latent.py; for programs of their own, too."""
+    """List what the layer does not cover, in the words of check/invariant/latent.py; for programs of their own, too."""
     split = config.tensor_model_parallel_size > 1 and not config.sequence_parallel
     fields = {
         "sequence_parallel=False": split,

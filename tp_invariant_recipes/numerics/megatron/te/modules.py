@@ -104,7 +104,7 @@ def replacements(shards: int, refuse: Refuse) -> tuple[Replacement, ...]:
 
 
 def built_problems(kind: str, given: dict[str, Any], defaults: Signature, shards: int) -> list[str]:
-    """What of a module's arguments is not covered, each with what to change.
+    """List what of a module's arguments is not covered, each with what to change.
 
     given: all arguments by name. defaults: of the constructor.
     """
@@ -261,7 +261,7 @@ def _bias(module: Any) -> Tensor | None:
 
 
 def _run_problems(module: Any, given: dict[str, Any], weights: list[Tensor], shards: int) -> list[str]:
-    """What of a forward pass is not covered."""
+    """List what of a forward pass is not covered."""
     x = given["inp"]
     options = {name: value for name, value in given.items() if name not in ("self", "inp")}
     problems = []
