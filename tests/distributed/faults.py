@@ -104,6 +104,7 @@ def one_kept_bit_less() -> None:
     from tp_invariant_recipes.kernels.cpu import tensor_core_cpu
 
     tensor_core_cpu.KEPT_BITS -= 1
+    tensor_core_cpu.product.__kwdefaults__["kept"] -= 1  # taken from KEPT_BITS where `product` is defined
 
 
 def unchecked(arithmetic: Callable[[], None]) -> Callable[[], None]:

@@ -93,7 +93,7 @@ def _steps_of_eight() -> None:
         x = torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)).unflatten(-1, (-1, 8))
         return torch.nn.functional.pad(x, (0, 8)).flatten(-2).movedim(-1, dim)
 
-    tensor_core_cpu.product = lambda a, b: original(spread(a, 1), spread(b, 0))
+    tensor_core_cpu.product = lambda a, b, **kept: original(spread(a, 1), spread(b, 0), **kept)
 
 
 def _name(plant) -> str:

@@ -23,16 +23,18 @@ TESTS = (
     "tests/distributed/numerics",
     "tests/distributed/test_muon.py",
     *(
-        f"tests/unit/test_{name}.py"
-        for name in (
-            *("accuracy", "contraction", "cpu_product", "data_shards", "delta_rule", "fp8_products", "ieee_attention"),
-            *("ieee_experts", "ieee_kernels", "ieee_math", "mamba_twins", "mxfp8", "partial_gradient_uses", "quantize"),
-            *("product_order", "row_add", "row_sum", "shards", "weighted_activation"),
-        )
+        f"tests/unit/{folder}/test_{name}.py"
+        for folder, names in {
+            "cpu_host": ("mamba_twins",),
+            "kernels": ("delta_rule", "fp8_products", "mxfp8", "quantize", "row_add", "row_sum", "weighted_activation"),
+            "numerics": ("contraction", "cpu_product", "data_shards", "partial_gradient_uses", "product_order"),
+            "observe": ("shards",),
+            "portable": ("ieee_attention", "ieee_experts", "ieee_kernels", "ieee_math"),
+            "project": ("accuracy",),
+        }.items()
+        for name in names
     ),
 )
-
-pytestmark = pytest.mark.release
 
 
 def _instructions() -> set[str]:
@@ -41,6 +43,7 @@ def _instructions() -> set[str]:
     return {flag for name, _, value in lines if name.strip() == "flags" for flag in value.split()}
 
 
+@pytest.mark.release
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_numerics_tests_pass_with_these_instructions(name, tmp_path):

@@ -181,7 +181,7 @@ def tensors(record: StepRecord, kind: str, parameters: Sequence[str]) -> dict[st
 def traced(trace: Sequence[Traced], direction: str) -> dict[str, Traced]:
     """The trace of one direction by name; a module's second call has " #2" after the name.
 
-    No name has a space, so no module's name is that of another one's second call.
+    No name has a space, so no first call has the name of a second.
     """
     seen: Counter[str] = Counter()
     entries = {}

@@ -119,8 +119,8 @@ def test_every_kernel_is_launched(grids):
     every = {
         kernel
         for package in (kernels, portable)
-        for module in pkgutil.iter_modules(package.__path__)
-        for kernel in vars(importlib.import_module(f"{package.__name__}.{module.name}")).values()
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+        for kernel in vars(importlib.import_module(module.name)).values()
         if isinstance(kernel, Kernel)
     }
     assert every - grids.keys() == {

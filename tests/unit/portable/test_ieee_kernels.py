@@ -308,8 +308,14 @@ def test_threads_do_not_change_a_bit():
         assert all(same_bits(one, other) for other in others)
 
 
-@pytest.mark.parametrize("source", ("kernels/products/tensor_core_sum.py", "kernels/cpu/numba_fma.py"))
-@pytest.mark.parametrize("loop", (ieee_swiglu._forward_loop, tensor_core_cpu._add_bf16), ids=("portable", "kernels"))
+@pytest.mark.parametrize(
+    "loop, source",
+    (
+        *((ieee_swiglu._forward_loop, f"portable/{name}.py") for name in ("one_source", "ieee/math")),
+        *((ieee_swiglu._forward_loop, f"kernels/{name}.py") for name in ("products/tensor_core_sum", "cpu/numba_fma")),
+        *((tensor_core_cpu._add_bf16, f"kernels/{name}.py") for name in ("products/tensor_core_sum", "cpu/numba_fma")),
+    ),
+)
 def test_a_kept_loop_follows_all_sources(monkeypatch, loop, source):
     """Also the files of the functions and constants in it; numba itself would keep the old ones."""
 

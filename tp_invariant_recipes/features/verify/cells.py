@@ -18,6 +18,7 @@ from tp_invariant_recipes.launch.plan import Plan, Planning
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.schema import EXPERT_GROUPS, SHARDS, Header, identity_differences
 from tp_invariant_recipes.machine import gpus
+from tp_invariant_recipes.numerics.mode import STOCK
 from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, LeftOut, MatrixDir
 from tp_invariant_recipes.settings import expert_groups
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
@@ -117,7 +118,7 @@ def _degree(choice: Choice, key: str) -> int:
 
 def _is_stock(choice: Choice) -> bool:
     typed = given(choice.overrides, "numerics.mode")
-    return typed is not None and typed.value == "stock"
+    return typed is not None and typed.value == STOCK
 
 
 def with_equal_shards(

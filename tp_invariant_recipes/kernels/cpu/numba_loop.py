@@ -14,8 +14,8 @@ OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True}
 def cpu_loop(function: Callable) -> Any:
     """Compile a loop. The result is kept beside the file or in the user's cache.
 
-    numba compares a kept result with the file that has the loop. This function compares it with all files beside that
-    one, and with those of kernels/ and kernels/cpu/: the loop contains their functions and constants.
+    numba compares a kept result with the file that has the loop. This function compares it with all files of
+    the same room of the package, and with those of kernels/: the loop contains their functions and constants.
     """
     compiled = njit(cache=True, **OPTIONS)(function)
     file = compiled._cache._cache_file
@@ -26,6 +26,8 @@ def cpu_loop(function: Callable) -> Any:
 @cache
 def _stamp_of_sources(folder: Path) -> str:
     """A hash of the files that a loop in this folder can take functions and constants from."""
-    own = Path(__file__).parent
-    files = sorted(file for place in {folder, own, own.parent} for file in place.glob("*.py"))
+    kernels = Path(__file__).parents[1]
+    package = kernels.parent
+    room = package / folder.relative_to(package).parts[0] if folder.is_relative_to(package) else folder
+    files = sorted({*room.rglob("*.py"), *kernels.rglob("*.py")})
     return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()
