@@ -17,6 +17,8 @@ ANSWER = 3.0  # seconds that ranks get to answer
 POLL = 0.1
 LONGEST = 1 << 20  # bytes of an answer
 
+_BESIDE = Path(__file__).parents[2]  # the checkout, or site-packages
+
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)\b.*\(most recent call first\):")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
@@ -45,10 +47,12 @@ class Frame:
         return linecache.getline(self.file, self.line).strip()
 
     def __str__(self) -> str:
-        """File, line and function, and the text of the line."""
-        parts = Path(self.file).parts
-        below = max((n + 1 for n, part in enumerate(parts) if part == "site-packages"), default=len(parts) - 3)
-        where = f"{'/'.join(parts[max(below, 0) :])}:{self.line} in {self.function}"
+        """File, line and function, and the text of the line. Of a file elsewhere the last three names."""
+        file = Path(self.file)
+        parts = file.parts
+        above = len(_BESIDE.parts) if file.is_relative_to(_BESIDE) else max(len(parts) - 3, 0)
+        above = max((n + 1 for n, part in enumerate(parts) if part == "site-packages"), default=above)
+        where = f"{'/'.join(parts[above:])}:{self.line} in {self.function}"
         return f"{where}: {self.code[:100]}" if self.code else where
 
 

@@ -27,7 +27,7 @@ def accuracy_rows(accuracy):
 
 
 def test_no_tree_is_worse_than_stock(accuracy, accuracy_rows):
-    assert len(accuracy_rows) == 2 * 5 * (3 + 3 + 2 + 3 + 2)
+    assert len(accuracy_rows) == 2 * 6 * (3 + 3 + 2 + 3 + 2)
     assert accuracy.worse(accuracy_rows) == []
 
 
@@ -44,8 +44,17 @@ def test_what_is_worse_is_named(accuracy, accuracy_rows):
     bad = next(n for n, r in enumerate(accuracy_rows) if (r.dtype, r.way) == (torch.bfloat16, "tree V=4"))
     for rms in (2 * accuracy_rows[bad].rms, float("nan")):
         found = accuracy.worse([*accuracy_rows[:bad], replace(accuracy_rows[bad], rms=rms), *accuracy_rows[bad + 1 :]])
-        assert len(found) == 3
+        assert len(found) == 4
         assert all(line.startswith("column-parallel y, torch.bfloat16: tree V=4") for line in found)
+
+
+@pytest.mark.parametrize("worse, degrees", ((1.2, ["8"]), (1.6, ["1", "2", "4", "8"])))
+def test_of_fp32_inputs_equal_shapes_are_compared_strictly(accuracy, worse, degrees):
+    """Of other shapes and processors a library's blocks of k may be half or twice as long."""
+    row = accuracy.Row("column-parallel", "y", torch.float32, "", 2.4e-7, 2e-6)
+    rows = [replace(row, way=f"stock t={t}") for t in accuracy.DEGREES]
+    found = accuracy.worse([*rows, replace(row, way="tree V=8", rms=worse * row.rms)])
+    assert [line.partition("stock t=")[2][0] for line in found] == degrees
 
 
 def test_the_script_prints_a_table(accuracy, accuracy_rows, monkeypatch, capsys):
