@@ -121,16 +121,16 @@ def test_a_rank_that_cannot_tell_waits_once_for_one_that_can(bridge):
 
     found: list[WrongBits] = []
     guard = object.__new__(Guard)
-    guard._in_doubt, guard._judge = False, SimpleNamespace(found=lambda: found)
+    guard._in_doubt, guard._judge = False, SimpleNamespace(poll=lambda: found)
     guard._fault = lambda finding: HardwareFault(f"suspects {finding.ranks}")
     found.append(WrongBits(evidence.REPLICAS, 3, "weights", (0, 1)))
-    guard._raise_what_is_found()
+    guard._raise_finding()
     with pytest.raises(HardwareFault, match=r"suspects \(0, 1\)"):
-        guard._raise_what_is_found()
+        guard._raise_finding()
     found.append(WrongBits(evidence.MEMORY, 3, "memory", (1,)))
     guard._in_doubt = False
     with pytest.raises(HardwareFault, match=r"suspects \(1,\)"):
-        guard._raise_what_is_found()
+        guard._raise_finding()
 
 
 @pytest.mark.release

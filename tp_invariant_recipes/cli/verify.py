@@ -76,7 +76,7 @@ def verify(
 
         where = latest(Path("runs")) if directory is None else directory.expanduser()
         execute = partial(launch.execute, exitfirst=exitfirst)
-        verdict = matrix.train_matrix(partial(launch.again, where, against=against), execute, verbose=verbose)
+        verdict = matrix.train_matrix(partial(launch.plan_rerun, where, against=against), execute, verbose=verbose)
     elif recheck is not None:
         if model is not None or overrides or directory is not None or exitfirst:
             raise ConfigError(

@@ -42,12 +42,12 @@ class Checked:
         return self.distance.differing == 0
 
     def __str__(self) -> str:
-        found = self.distance
+        distance = self.distance
         if self.identical:
-            return f"{self.name}: identical, {counted(found.total, 'element')}"
-        apart = f", by at most {found.max_ulp} ULP" if found.max_ulp is not None else ""
-        differing = f"{found.differing} of {counted(found.total, 'element')}"
-        return f"{self.name}: different, {differing}{apart}, the first at {found.first}"
+            return f"{self.name}: identical, {counted(distance.total, 'element')}"
+        largest = f", by at most {distance.max_ulp} ULP" if distance.max_ulp is not None else ""
+        differing = f"{distance.differing} of {counted(distance.total, 'element')}"
+        return f"{self.name}: different, {differing}{largest}, the first at {distance.first}"
 
 
 class Names(NamedTuple):
@@ -80,13 +80,13 @@ def check(run: Path, step: int, module: str) -> list[Checked]:
     numerics = config.numerics
     named, arithmetic = numerics.mode, numerics.arithmetic
     if arithmetic is None or not arithmetic.any_machine:
-        stated = " or ".join(mode.named(lambda one: one.any_machine))
+        stated = " or ".join(mode.named(lambda candidate: candidate.any_machine))
         raise RunError(f"{run} is a run of numerics={named}, whose bits no CPU can compute; {stated} states them")
     names = names_of(module)
-    found = _dumped(run, step, names)
-    results = _computed(found, names, kind, segments, numerics, _linear(config, module))
+    dumped = _dumped(run, step, names)
+    results = _computed(dumped, names, kind, segments, numerics, _linear(config, module))
     return [
-        Checked(name, dumps.distance(found[name], _as_dumped(result, found[name])))
+        Checked(name, dumps.distance(dumped[name], _as_dumped(result, dumped[name])))
         for name, result in zip(names.results, results, strict=True)
     ]
 
@@ -101,9 +101,9 @@ def _linear(config: RunConfig, module: str) -> mode.Linear:
     return mode.named_mode(config.numerics.mode).linear()
 
 
-def exit_status(found: list[Checked]) -> int:
+def exit_status(checks: list[Checked]) -> int:
     """Of a comparison."""
-    return EXIT_STATUS[Verdict.IDENTICAL if all(one.identical for one in found) else Verdict.DIFFERENT]
+    return EXIT_STATUS[Verdict.IDENTICAL if all(tensor.identical for tensor in checks) else Verdict.DIFFERENT]
 
 
 def require_linear(module: str, step: int) -> tuple[str, int]:
@@ -131,7 +131,7 @@ def _dumped(run: Path, step: int, names: Names) -> dict[str, Dumped]:
 
 
 def _computed(
-    found: dict[str, Dumped], names: Names, kind: str, segments: int, numerics: NumericsSettings, linear: mode.Linear
+    dumped: dict[str, Dumped], names: Names, kind: str, segments: int, numerics: NumericsSettings, linear: mode.Linear
 ) -> Any:
     """Output and gradients, as the run of one rank computes them: sequence by sequence, data shard by data shard."""
     import torch
@@ -139,13 +139,13 @@ def _computed(
     from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
     from tp_invariant_recipes.numerics.sums.tree import tree_sum
 
-    x, dy = (_tensor(found[name]) for name in names.operands)
-    weight: Any = _tensor(found[names.weight]).requires_grad_()
+    x, dy = (_tensor(dumped[name]) for name in names.operands)
+    weight: Any = _tensor(dumped[names.weight]).requires_grad_()
     if not (
         weight.dim() == 2 and all(weight.shape) and x.dim() == 3 and all(x.shape)
         and x.shape[2] == weight.shape[1] and dy.shape == (*x.shape[:2], weight.shape[0])
     ):  # fmt: skip
-        shapes = ", ".join(f"{name} {[*found[name].shape]}" for name in (*names.operands, names.weight))
+        shapes = ", ".join(f"{name} {[*dumped[name].shape]}" for name in (*names.operands, names.weight))
         raise LedgerError(f"the dumps are not of a linear layer: {shapes}")
     mesh = VirtualMesh(numerics.virtual_shards or 1, 1, 0)
     shards = numerics.data_shards or 1
@@ -164,12 +164,12 @@ def _computed(
     return torch.cat(outputs, 1), torch.cat(slopes, 1), tree_sum(gradients)
 
 
-def _tensor(found: Dumped) -> Any:
+def _tensor(dumped: Dumped) -> Any:
     import torch
 
-    if found.dtype != "bfloat16":
-        raise LedgerError(f"a tensor of {found.dtype} was dumped where numerics=portable has bfloat16")
-    return torch.from_numpy(found.bits.view("int16").copy()).view(torch.bfloat16).view(found.shape)
+    if dumped.dtype != "bfloat16":
+        raise LedgerError(f"a tensor of {dumped.dtype} was dumped where numerics=portable has bfloat16")
+    return torch.from_numpy(dumped.bits.view("int16").copy()).view(torch.bfloat16).view(dumped.shape)
 
 
 def _as_dumped(result: Any, like: Dumped) -> Dumped:
@@ -195,10 +195,10 @@ def referee(
     module, operation: where the runs first differ; None: not known. Where both runs repeat, a CPU computes it.
     train:   trains both again, up to `step`, and dumps tensors from another step on; returns the run directories.
     """
-    right: list[int] = []
+    correct: list[int] = []
     if repeats[0] != repeats[1]:
-        right = [repeats.index(True)]
-        text = f"{names[right[0]]} is right: it repeats its bits here, and {names[1 - right[0]]} does not"
+        correct = [repeats.index(True)]
+        text = f"{names[correct[0]]} is right: it repeats its bits here, and {names[1 - correct[0]]} does not"
     elif module is None or operation is None:
         text = "no operation is known at which the runs part with equal operands: nothing to judge"
     else:
@@ -206,12 +206,14 @@ def referee(
             wanted = names_of(module)
             require_linear(module, step)
             dumped = train((*wanted.operands, *wanted.results, wanted.weight), step - 1)
-            right = [n for n, run in enumerate(dumped) if all(one.identical for one in check(run, step, module))]
+            correct = [
+                n for n, run in enumerate(dumped) if all(tensor.identical for tensor in check(run, step, module))
+            ]
         except TpiError as error:
             text = f"it cannot tell: {error}"
         else:
-            who = "both runs are right" if right else "neither run is right"
-            if len(right) == 1:
-                who = f"{names[right[0]]} is right, and {names[1 - right[0]]} is wrong"
+            who = "both runs are right" if correct else "neither run is right"
+            if len(correct) == 1:
+                who = f"{names[correct[0]]} is right, and {names[1 - correct[0]]} is wrong"
             text = f"{who}, by the definition of {module}, computed on this CPU"
-    return {"right": ["ab"[n] for n in right], "text": f"referee: {text}"}
+    return {"right": ["ab"[n] for n in correct], "text": f"referee: {text}"}

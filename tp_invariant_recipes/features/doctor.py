@@ -95,15 +95,15 @@ def proven() -> dict[str, str]:
 
 def examine() -> list[Finding]:
     """Examine this machine without heavy imports."""
-    found = gpus.visible()
+    visible = gpus.visible()
     pins = proven()
     compiler = shutil.which("cc") or shutil.which("gcc")
     for_triton = "Triton builds its launcher with it on a GPU"
     return [
         Finding("Python", platform.python_version(), "ok" if sys.version_info[:2] == (3, 12) else "missing", "3.12"),
-        *(_package(needed, pins.get(needed.distribution), has_gpu=bool(found)) for needed in NEEDED),
+        *(_package(needed, pins.get(needed.distribution), has_gpu=bool(visible)) for needed in NEEDED),
         *_known(),
-        *_gpus(found),
+        *_gpus(visible),
         Finding("C compiler", compiler, "ok" if compiler else "optional", for_triton),
         _bytecode(),
         Finding(
@@ -128,21 +128,21 @@ def _known() -> list[Finding]:
     """The sets that are known to work, each with its evidence, and whether one is here."""
     here = known_versions.matching(installed)
     rows = []
-    for one in known_versions.KNOWN:
-        words = ", ".join(f"{name} {version}" for name, version in one.versions.items())
-        rows.append(Finding("known to work", words, "ok" if one is here else "optional", one.evidence))
+    for known in known_versions.KNOWN:
+        words = ", ".join(f"{name} {version}" for name, version in known.versions.items())
+        rows.append(Finding("known to work", words, "ok" if known is here else "optional", known.evidence))
     if here is None and installed("megatron-bridge") is not None:
         rows.append(Finding("these together", "in no such set", "other", "scripts/try-versions shows what breaks"))
     return rows
 
 
-def _gpus(found: list[gpus.Gpu]) -> list[Finding]:
-    if not found:
+def _gpus(visible: list[gpus.Gpu]) -> list[Finding]:
+    if not visible:
         small = [model for model in conf_files.groups()["model"] if model.endswith("_toy")]  # the others take days
         advice = f"device=cpu trains {', '.join(small)}; if there are GPUs, nvidia-smi shows the fault"
         return [Finding("GPUs", None, "optional", advice)]
-    names = sorted({f"{g.name} (sm_{g.capability[0]}{g.capability[1]}, {g.memory / 2**30:.0f} GiB)" for g in found})
-    return [Finding("GPUs", f"{len(found)} × {', '.join(names)}", "ok", ""), *_arithmetic(len(found))]
+    names = sorted({f"{g.name} (sm_{g.capability[0]}{g.capability[1]}, {g.memory / 2**30:.0f} GiB)" for g in visible})
+    return [Finding("GPUs", f"{len(visible)} × {', '.join(names)}", "ok", ""), *_arithmetic(len(visible))]
 
 
 def _arithmetic(gpu_count: int) -> list[Finding]:
@@ -161,10 +161,12 @@ def _arithmetic(gpu_count: int) -> list[Finding]:
         return [Finding("arithmetic", None, "other", f"could not be checked: {one_line(str(error))}")]
     if wrong:
         return [Finding("arithmetic", f"GPU {', '.join(map(str, wrong))} adds in another way", "other", ARITHMETIC)]
-    found = f"as an H200 ({len(built_in.cases) + len(fp8.cases)} cases)"
+    detail = f"as an H200 ({len(built_in.cases) + len(fp8.cases)} cases)"
     if other_fp8:
-        found = f"as an H200 ({len(built_in.cases)} cases), but GPU {', '.join(map(str, other_fp8))} adds FP8 otherwise"
-    return [Finding("arithmetic", found, "ok", "")]
+        detail = (
+            f"as an H200 ({len(built_in.cases)} cases), but GPU {', '.join(map(str, other_fp8))} adds FP8 otherwise"
+        )
+    return [Finding("arithmetic", detail, "ok", "")]
 
 
 def _bytecode() -> Finding:

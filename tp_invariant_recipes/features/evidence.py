@@ -37,67 +37,69 @@ class JudgedEvidence:
 
     def text(self) -> str:
         """For people."""
-        said = {
+        texts = {
             Verdict.DIFFERENT: "different: the recorded bits are wrong",
             Verdict.IDENTICAL: "identical: the recorded bits are right, so that the host that judged them is not",
             Verdict.NOT_COMPARABLE: "not comparable: nothing was computed again",
         }
-        return f"{self.evidence.text()}\n{said[self.verdict]} ({self.how})"
+        return f"{self.evidence.text()}\n{texts[self.verdict]} ({self.how})"
 
 
 def judge(file: Path) -> JudgedEvidence:
     """Compute again what the evidence holds. Raises LedgerError: it is none; RunError: not on this machine."""
-    found, tensors = evidence.read(file)
-    if found.found_by not in (evidence.PRODUCT, evidence.OPTIMIZER):
-        return JudgedEvidence(found, Verdict.NOT_COMPARABLE, RECORDED, tensors)
-    _check_machine(found)
+    record, tensors = evidence.read(file)
+    if record.found_by not in (evidence.PRODUCT, evidence.OPTIMIZER):
+        return JudgedEvidence(record, Verdict.NOT_COMPARABLE, RECORDED, tensors)
+    _check_machine(record)
     try:
-        wrong = _product(found, tensors) if found.found_by == evidence.PRODUCT else _update(found, tensors)
+        wrong = _product(record, tensors) if record.found_by == evidence.PRODUCT else _update(record, tensors)
     except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, AssertionError) as error:
         raise RunError(f"{file}: the evidence cannot be computed again: {error!r}") from error
-    how = "its definition, computed on this CPU" if not found.machine else "the same library, on this CPU"
-    return JudgedEvidence(found, Verdict.DIFFERENT if wrong else Verdict.IDENTICAL, how, tensors)
+    how = "its definition, computed on this CPU" if not record.machine else "the same library, on this CPU"
+    return JudgedEvidence(record, Verdict.DIFFERENT if wrong else Verdict.IDENTICAL, how, tensors)
 
 
-def _check_machine(found: Evidence) -> None:
+def _check_machine(record: Evidence) -> None:
     """Raises RunError: this machine may have other bits without being wrong."""
-    if not found.machine:
+    if not record.machine:
         return
     import torch
 
     from tp_invariant_recipes.features.guard.fault import machine
 
-    if any(suspect.uuid for suspect in found.suspects):
+    if any(suspect.uuid for suspect in record.suspects):
         raise RunError("a library on a GPU has computed these bits, and only its own repetition could tell")
-    there, here = dict(found.machine), machine()
+    there, here = dict(record.machine), machine()
     threads = there.pop("threads", "1")
     if not (threads.isascii() and threads.isdecimal() and 1 <= int(threads[:5]) <= MOST_THREADS):
         raise RunError(f"the evidence names {threads!r:.40} threads, and a library has 1 to {MOST_THREADS}")
     torch.set_num_threads(int(threads))  # by which a library cuts its sums
-    unlike = [f"{name} {one} there and {here.get(name)} here" for name, one in there.items() if here.get(name) != one]
+    unlike = [
+        f"{name} {value} there and {here.get(name)} here" for name, value in there.items() if here.get(name) != value
+    ]
     if unlike:
         raise RunError(f"a library has computed these bits, and may have others here: {', '.join(unlike)}")
 
 
-def _product(found: Evidence, tensors: Mapping[str, Any]) -> bool:
+def _product(record: Evidence, tensors: Mapping[str, Any]) -> bool:
     from tp_invariant_recipes.numerics.products.judge import difference, expected
     from tp_invariant_recipes.numerics.products.sampling import DEFINED, LIBRARY, Sample
 
-    kind, segments, shards = (found.details[name] for name in ("kind", "segments", "shards"))
+    kind, segments, shards = (record.details[name] for name in ("kind", "segments", "shards"))
     checked(list[Annotated[int, Bounds(ge=1, le=tensors["a"].shape[1])]], segments)
     checked(Annotated[int, Bounds(ge=1, le=min(segments))], shards)
     if kind not in (DEFINED, LIBRARY) or sum(segments) != tensors["a"].shape[1]:
         raise ValueError(f"a product of kind {kind!r:.40} with {len(segments)} segments")
     a, b, before, out = tensors["a"], tensors["b"], tensors.get("before"), tensors["out"]
-    chained = bool(found.details.get("chained")) and before is not None
+    chained = bool(record.details.get("chained")) and before is not None
     sample = Sample(kind, a, b, before, out, shards, tuple(segments), chained=chained)
-    again = expected(sample)
-    if again.shape != sample.out.shape:
-        raise ValueError(f"results of shape {list(sample.out.shape)}, not {list(again.shape)}")
-    return difference(sample.out, again) is not None
+    recomputed = expected(sample)
+    if recomputed.shape != sample.out.shape:
+        raise ValueError(f"results of shape {list(sample.out.shape)}, not {list(recomputed.shape)}")
+    return difference(sample.out, recomputed) is not None
 
 
-def _update(found: Evidence, tensors: Mapping[str, Any]) -> bool:
+def _update(record: Evidence, tensors: Mapping[str, Any]) -> bool:
     import torch
 
     from tp_invariant_recipes.features.guard.optimizer import Update
@@ -107,12 +109,12 @@ def _update(found: Evidence, tensors: Mapping[str, Any]) -> bool:
         {n.removeprefix(f"{at}."): t for n, t in tensors.items() if n.startswith(f"{at}.")}
         for at in ("before", "after")
     )
-    arithmetic = find(found.numerics)
+    arithmetic = find(record.numerics)
     stated = arithmetic is not None and arithmetic.any_machine
     kind = portable_adam(torch.optim.AdamW) if stated else torch.optim.AdamW
-    group = checked(dict[str, Any], found.details["group"])
+    group = checked(dict[str, Any], record.details["group"])
     group = {k: tuple(v) if isinstance(v, list) else v for k, v in group.items()}
-    updates = checked(Annotated[float, Bounds(ge=0, lt=2**53)], found.details["updates"])
+    updates = checked(Annotated[float, Bounds(ge=0, lt=2**53)], record.details["updates"])
     wrapped = kind([torch.nn.Parameter(torch.zeros(1))])
     update = Update(wrapped, {**wrapped.param_groups[0], **group}, updates, inputs, results)
     return update.unlike() is not None

@@ -48,12 +48,12 @@ def groups(of_family: str | None = None) -> list[tuple[str, ...]]:
     Names of one function are one recipe, and so are names that differ by the number of GPUs alone. The shortest comes
     first. of_family: as `recipe_source.family` has it; None: of all.
     """
-    found: dict[tuple[str, str], list[str]] = {}
+    recipes: dict[tuple[str, str], list[str]] = {}
     for name in (*recipe_source.installed_names(), *recipe_source.benchmark_names()):
         module, function = recipe_source.function(name)
         if of_family in (None, recipe_source.family(name)):
-            found.setdefault((module.partition(".recipes")[0], _GPUS.sub("", function)), []).append(name)
-    return [tuple(sorted(names, key=lambda name: (len(name), name))) for names in found.values()]
+            recipes.setdefault((module.partition(".recipes")[0], _GPUS.sub("", function)), []).append(name)
+    return [tuple(sorted(names, key=lambda name: (len(name), name))) for names in recipes.values()]
 
 
 def rows(of_family: str | None = None) -> Iterator[tuple[int, int, dict[str, Any]]]:
@@ -74,21 +74,21 @@ def rows(of_family: str | None = None) -> Iterator[tuple[int, int, dict[str, Any
 def row_of(names: Sequence[str], hf_folder: str | None = None) -> dict[str, Any]:
     """One recipe's row, of a run on GPUs as the recipe has it. hf_folder: as `recipe.hf_folder`."""
     functions = {recipe_source.function(name): name for name in reversed(names)}
-    found = [_judged(name, hf_folder) for name in functions.values()]
-    worst = max(found, key=lambda one: STATES.index(one[DEFAULT]))
+    judged = [_judged(name, hf_folder) for name in functions.values()]
+    worst = max(judged, key=lambda row: STATES.index(row[DEFAULT]))
     return {"recipe": names[0], "names": [*names], "family": recipe_source.family(names[0])} | worst
 
 
 def _judged(name: str, hf_folder: str | None) -> dict[str, Any]:
     model = f"{recipe_source.PREFIX}{name}"
     folder = [f"recipe.hf_folder={hf_folder}"] if hf_folder else []
-    given, left, why = fixed(model, folder, "gpu")
+    given, unsolved, why = fixed(model, folder, "gpu")
     keys = [key for key in given[len(folder) :] if not _is_open(key)]
     absent = any(recipe_source.NEEDS in problem for problem in why)
-    state = ABSENT if absent else REFUSED if left else WITH if keys else COVERED
+    state = ABSENT if absent else REFUSED if unsolved else WITH if keys else COVERED
     return {
         DEFAULT: state,
-        "why": left if state == REFUSED else why,
+        "why": unsolved if state == REFUSED else why,
         "keys": keys if state == WITH else [],
         "open": [key for key in given[len(folder) :] if _is_open(key)] if state in (COVERED, WITH) else [],
     }
@@ -104,13 +104,13 @@ def fixed(model: str, overrides: Sequence[str], device: str) -> tuple[list[str],
     device: as for `compose`.
     """
     given, why = [*overrides], _problems(model, overrides, device)
-    left = why
+    unsolved = why
     for _ in range(ROUNDS):
-        if any(recipe_source.NEEDS in problem for problem in left) or not (more := _keys(left, given)):
+        if any(recipe_source.NEEDS in problem for problem in unsolved) or not (more := _keys(unsolved, given)):
             break
         given = more
-        left = _problems(model, given, device)
-    return given, left, why
+        unsolved = _problems(model, given, device)
+    return given, unsolved, why
 
 
 def _problems(model: str, overrides: Sequence[str], device: str) -> list[str]:
@@ -123,14 +123,14 @@ def _problems(model: str, overrides: Sequence[str], device: str) -> list[str]:
 
 def _keys(problems: Iterable[str], before: Sequence[str]) -> list[str]:
     """The overrides that messages name, beside those of `before`; nothing where there is no new one."""
-    found = {key.partition("=")[0]: key for key in before}
-    dp = found.get("dp", "dp=1").removeprefix("dp=")
+    given = {key.partition("=")[0]: key for key in before}
+    dp = given.get("dp", "dp=1").removeprefix("dp=")
     ranks = int(dp) if dp.isdecimal() else 1
     named = {key.partition("=")[0]: key for problem in problems for key in _named(problem, ranks)}
     # What a run lacks comes first: without its number of ranks numerics.adjust cannot reckon with cp.
-    opens = {name: key for name, key in named.items() if _is_open(key) and found.get(name) != key}
+    opens = {name: key for name, key in named.items() if _is_open(key) and given.get(name) != key}
     named = opens or named
-    return [*(found | named).values()] if named.items() - found.items() else []
+    return [*(given | named).values()] if named.items() - given.items() else []
 
 
 def _named(problem: str, dp: int = 1) -> list[str]:
@@ -164,10 +164,10 @@ def reason(problem: str) -> str:
     return text.partition(": ")[0]
 
 
-def families(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def families(recipe_rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of each family in one: how many recipes in each of STATES, and why, with counts, most frequent first."""
     grouped: dict[str, list[dict[str, Any]]] = {}
-    for row in found:
+    for row in recipe_rows:
         grouped.setdefault(row["family"], []).append(row)
     return [
         {
@@ -179,32 +179,34 @@ def families(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def summary(one: dict[str, Any]) -> str:
+def summary(family_row: dict[str, Any]) -> str:
     """A row of `families` in a line: how many recipes are in each state, and the most frequent reason."""
-    counts = ", ".join(f"{one[state]} {state}" for state in STATES if one[state])
-    return f"{one['family']}: {counts}{f': {why}' if (why := most_frequent(one)) else ''}"
+    counts = ", ".join(f"{family_row[state]} {state}" for state in STATES if family_row[state])
+    return f"{family_row['family']}: {counts}{f': {why}' if (why := most_frequent(family_row)) else ''}"
 
 
-def most_frequent(one: dict[str, Any]) -> str:
+def most_frequent(family_row: dict[str, Any]) -> str:
     """The most frequent reason of a row of `families`; empty: it has none."""
-    return min(one["why"].items(), key=lambda said: (-said[1], said[0]), default=("", 0))[0].partition(", and ")[0]
+    return min(family_row["why"].items(), key=lambda count: (-count[1], count[0]), default=("", 0))[0].partition(
+        ", and "
+    )[0]
 
 
-def details(found: Iterable[dict[str, Any]]) -> Iterator[str]:
+def details(recipe_rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     """For each recipe its state and the keys that it needs, and its problems below it."""
-    for row in found:
+    for row in recipe_rows:
         yield f"{row['recipe']}: {row[DEFAULT]} {' '.join([*row['keys'], *row['open']])}".rstrip()
         if row[DEFAULT] == REFUSED:
             yield from (f"    {why.removeprefix('recipe=' + row['recipe'] + ': ')}" for why in row["why"])
 
 
-def legend(found: Sequence[dict[str, Any]]) -> list[str]:
+def legend(recipe_rows: Sequence[dict[str, Any]]) -> list[str]:
     """What the states mean, and how many recipes are in each."""
-    names = sum(len(row["names"]) for row in found)
-    counts = Counter(row[DEFAULT] for row in found)
-    absent = next((NEEDED.search(why) for row in found if row[DEFAULT] == ABSENT for why in row["why"]), None)
+    names = sum(len(row["names"]) for row in recipe_rows)
+    counts = Counter(row[DEFAULT] for row in recipe_rows)
+    absent = next((NEEDED.search(why) for row in recipe_rows if row[DEFAULT] == ABSENT for why in row["why"]), None)
     return [
-        f"{len(found)} recipes of {names} names: {', '.join(f'{counts[state]} {state}' for state in STATES)}",
+        f"{len(recipe_rows)} recipes of {names} names: {', '.join(f'{counts[state]} {state}' for state in STATES)}",
         f"{COVERED}: as the recipe is, but for folders, vocabulary and dp; {WITH}: with the keys of --family NAME",
         *(
             [f"{ABSENT}: hf download NAME config.json, as for {absent[1]}, or recipe.hf_folder=FOLDER"]

@@ -39,8 +39,10 @@ class DumpParameters(AroundOptimizerStep):
         patterns = self.tracing.patterns
         if missing := unmatched(patterns, parameters | traced):
             raise RunError(f"ledger.dump: the model has no such tensor:{missing}")
-        self.tracing.dump = frozenset(n for n in here | modules if any(fnmatchcase(n, one) for one in patterns))
-        self.tracing.awaited = tuple(one for one in patterns if not any(fnmatchcase(n, one) for n in parameters))
+        self.tracing.dump = frozenset(n for n in here | modules if any(fnmatchcase(n, pattern) for pattern in patterns))
+        self.tracing.awaited = tuple(
+            pattern for pattern in patterns if not any(fnmatchcase(n, pattern) for n in parameters)
+        )
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Note the number of the step."""

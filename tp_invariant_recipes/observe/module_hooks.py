@@ -125,12 +125,12 @@ class ModuleHooks:
 
 def tensor_names(model: Any) -> set[str]:
     """The names of the tensors of a chunk that may have a digest in a trace."""
-    found = set()
+    names = set()
     for name, _, row in _modules(model):
         for end, tensors in (("input", row.inputs), ("output", row.outputs)) if row else ():
             for tensor in (_numbered(end, n) for n in range(len(tensors))):
-                found |= {f"{FORWARD}/{name}/{tensor}", f"{BACKWARD}/{name}/{_other_end(tensor)}"}
-    return found
+                names |= {f"{FORWARD}/{name}/{tensor}", f"{BACKWARD}/{name}/{_other_end(tensor)}"}
+    return names
 
 
 def named_modules(model: Any) -> list[tuple[str, Any]]:
@@ -140,7 +140,7 @@ def named_modules(model: Any) -> list[tuple[str, Any]]:
 
 def _modules(model: Any) -> list[tuple[str, Any, ModuleRow | None]]:
     """The modules to hook, under their names in the whole model, each with its row."""
-    found: list[tuple[str, Any, ModuleRow | None]] = []
+    hooked: list[tuple[str, Any, ModuleRow | None]] = []
     met = set()
 
     def visit(module: Any, path: tuple[str, ...], unplaced: bool) -> None:
@@ -149,7 +149,7 @@ def _modules(model: Any) -> list[tuple[str, Any, ModuleRow | None]]:
         met.add(id(module))
         name = ".".join(path) or ROOT
         row = None if unplaced else row_of(module, name)
-        found.append((name, module, row))
+        hooked.append((name, module, row))
         if row is not None and row.below == "skipped":
             return
         for child, inner in module.named_children():
@@ -157,7 +157,7 @@ def _modules(model: Any) -> list[tuple[str, Any, ModuleRow | None]]:
             visit(inner, (*path, _number(path, child, inner, module)), below)
 
     visit(model, (), False)
-    return found
+    return hooked
 
 
 def _number(path: tuple[str, ...], child: str, module: Any, siblings: Any) -> str:
@@ -174,7 +174,7 @@ class _Call(NamedTuple):
 
     since: int
     micro_batch: int
-    again: bool  # activation recomputation: recorded the first time
+    recompute: bool  # activation recomputation: recorded the first time
     inputs: list[tuple[str, Tensor, PlacementRule | None]]
 
 
@@ -190,18 +190,18 @@ class _HookedModule:
 
     def before(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Record the inputs."""
-        again = torch._C._current_graph_task_id() != -1
-        if self.name == ROOT and not again:
+        recompute = torch._C._current_graph_task_id() != -1
+        if self.name == ROOT and not recompute:
             self.stage.forward += 1
-        micro_batch = self.stage.backward if again else self.stage.forward
-        if self.hooks.once and not again and micro_batch == self.latest:  # of multi-token prediction
+        micro_batch = self.stage.backward if recompute else self.stage.forward
+        if self.hooks.once and not recompute and micro_batch == self.latest:  # of multi-token prediction
             self.calls.append(None)
             return
-        self.latest = self.latest if again else micro_batch
+        self.latest = self.latest if recompute else micro_batch
         inputs = _inputs(self.row, args, kwargs) if self.has_input else []
-        call = _Call(torch.autograd._get_sequence_nr(), micro_batch, again, inputs)
+        call = _Call(torch.autograd._get_sequence_nr(), micro_batch, recompute, inputs)
         self.calls.append(call)
-        if not again:
+        if not recompute:
             for tensor, x, rule in inputs:
                 self._record(FORWARD, tensor, rule, module, micro_batch, x)
 
@@ -211,7 +211,7 @@ class _HookedModule:
         if call is None:
             return
         outputs = _outputs(self.row, output) if self.has_output else []
-        if not call.again:
+        if not call.recompute:
             for tensor, x, rule in outputs:
                 self._record(FORWARD, tensor, rule, module, call.micro_batch, x)
         if not torch.is_grad_enabled():
@@ -245,12 +245,12 @@ def _inputs(
     if row is None:
         given = [x for x in _tensors((args, tuple(kwargs.values()))) if x.is_floating_point()]
         return [(_numbered("input", n), x, None) for n, x in enumerate(given)]
-    found: list[tuple[str, Tensor, PlacementRule | None]] = []
+    tensors: list[tuple[str, Tensor, PlacementRule | None]] = []
     for n, (name, rule) in enumerate(row.inputs):
         x = args[n] if n < len(args) else kwargs.get(name)
         if torch.is_tensor(x):
-            found.append((_numbered("input", n), x, rule))
-    return found
+            tensors.append((_numbered("input", n), x, rule))
+    return tensors
 
 
 def _outputs(row: ModuleRow | None, output: Any) -> list[tuple[str, Tensor, PlacementRule | None]]:
@@ -306,7 +306,7 @@ class _Leaving:
     """The gradient that a module sends to an input: the sum of what its nodes send, as autograd adds it up."""
 
     def __init__(self, senders: int, record: Callable[[Tensor], None]) -> None:
-        self.left, self.record = senders, record
+        self.remaining, self.record = senders, record
         self.total: Tensor | None = None
 
     def sent(self, slots: Sequence[int], gradients: Sequence[Tensor | None], _: Any) -> None:
@@ -314,7 +314,7 @@ class _Leaving:
         for slot in slots:
             if (gradient := gradients[slot]) is not None:
                 self.total = gradient if self.total is None else self.total + gradient
-        self.left -= 1
-        if self.left == 0 and self.total is not None:
+        self.remaining -= 1
+        if self.remaining == 0 and self.total is not None:
             total, self.total = self.total, None
             self.record(total)

@@ -86,26 +86,26 @@ class OptimizerState:
 
         A layer-wise optimizer reads and clips those of its own parameters alone.
         """
-        found = {slot.owner: otherwise[slot.owner] for slot in self.slots if slot.owner in otherwise}
-        return found | {slot.owner: slot.stored(slot.gradient) for slot in self.slots if slot.gradient is not None}
+        gradients = {slot.owner: otherwise[slot.owner] for slot in self.slots if slot.owner in otherwise}
+        return gradients | {slot.owner: slot.stored(slot.gradient) for slot in self.slots if slot.gradient is not None}
 
     def moments(self) -> dict[str, dict[Tensor, StoredRange]]:
         """Name of the state → parameter → values."""
-        found: dict[str, dict[Tensor, StoredRange]] = {}
+        moments: dict[str, dict[Tensor, StoredRange]] = {}
         for slot in self.slots:
             for name, value in slot.state.items():
-                found.setdefault(name, {})[slot.owner] = slot.stored(value)
-        return found
+                moments.setdefault(name, {})[slot.owner] = slot.stored(value)
+        return moments
 
     def count(self) -> None:
         """Note how often every parameter was updated, for `counts`."""
         counted = [slot for slot in self.slots if slot.step is not None]
         if counted:
             numbers = [torch.as_tensor(slot.step).detach().to(torch.float64).view(1, 1) for slot in counted]
-            together = torch.cat([number.to(numbers[0].device) for number in numbers])
+            counts = torch.cat([number.to(numbers[0].device) for number in numbers])
             if self._counts is None or len(self._counts) != len(counted):
-                self._counts = torch.empty_like(together, device=counted[0].owner.device)
-            self._counts.copy_(together)
+                self._counts = torch.empty_like(counts, device=counted[0].owner.device)
+            self._counts.copy_(counts)
 
     def counts(self) -> dict[Tensor, Tensor]:
         """Parameter → how often it was updated, fp64 [1, 1]: views of one tensor."""
@@ -133,8 +133,8 @@ def _parts(optimizer: Any) -> Iterator[Any]:
     """The optimizers of a chain, which may hold chains; without those that have no parameters here."""
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is not None:
-        for one in chained:
-            yield from _parts(one)
+        for optimizer_part in chained:
+            yield from _parts(optimizer_part)
     elif not getattr(optimizer, "is_stub_optimizer", False):
         yield optimizer
 

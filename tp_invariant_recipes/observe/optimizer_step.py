@@ -30,7 +30,7 @@ class OptimizerStep(Callback):
     """
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
-        self._subscribers = [one for one in reversed(callbacks) if isinstance(one, AroundOptimizerStep)]
+        self._subscribers = [callback for callback in reversed(callbacks) if isinstance(callback, AroundOptimizerStep)]
         self._wrapped: Any = None  # the optimizer
         self.result: Any = None
 
@@ -42,8 +42,8 @@ class OptimizerStep(Callback):
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             with ExitStack() as around:
-                for one in self._subscribers:
-                    around.enter_context(one.around_optimizer_step())
+                for subscriber in self._subscribers:
+                    around.enter_context(subscriber.around_optimizer_step())
                 self.result = step(*args, **kwargs)
             return self.result
 

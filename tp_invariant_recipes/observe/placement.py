@@ -76,13 +76,13 @@ class Site:
         if not split:
             return parts
         size = self.sequence // (self.cp * self.tp)
-        low, found, before = self.tp_rank * size, [], 0
+        low, positions, before = self.tp_rank * size, [], 0
         for first, count in parts:
             start, stop = max(low, before), min(low + size, before + count)
             if start < stop:
-                found.append((first + start - before, stop - start))
+                positions.append((first + start - before, stop - start))
             before += count
-        return found
+        return positions
 
 
 @dataclass(frozen=True)

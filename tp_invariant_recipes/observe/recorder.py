@@ -145,11 +145,11 @@ class Recorder(Callback):
         settings = context.state.cfg.validation
         samples = settings.eval_iters * settings.eval_global_batch_size
         end = samples if kind == TEST else context.state.train_state.consumed_valid_samples
-        found = {f"{kind}/{end - samples}:{end}": float_bits(context.total_loss_dict[LOSS].item(), 32)}
+        losses = {f"{kind}/{end - samples}:{end}": float_bits(context.total_loss_dict[LOSS].item(), 32)}
         if self.pending:
-            self.pending = replace(self.pending, evaluations={**self.pending.evaluations, **found})
+            self.pending = replace(self.pending, evaluations={**self.pending.evaluations, **losses})
         else:
-            self.writer.add(found)
+            self.writer.add(losses)
 
     def _append_with_digests(self, recorded: Recorded) -> None:
         """Append the step that waits for these digests; none waits if another callback failed in between."""
@@ -179,12 +179,12 @@ class Recorder(Callback):
 
 def _device(context: CallbackContext, numerics: str) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    found = {"name": properties.name, "compute_capability": f"{properties.major}.{properties.minor}"}
+    described = {"name": properties.name, "compute_capability": f"{properties.major}.{properties.minor}"}
     config = context.state.cfg
     if properties.name == "cpu":
-        found |= {"machine": platform.machine(), CAPABILITY: processor.capability()}
+        described |= {"machine": platform.machine(), CAPABILITY: processor.capability()}
     attention = backend_in_force(context.model, config.model.seq_length, config.train.micro_batch_size)
     product = mode.definition(numerics, "cpu" if properties.name == "cpu" else "gpu")
     layers = getattr(config.model, "fp8_layers", None)
     defined = {"attention": attention, "product": product, "fp8": layers and layers.definition}
-    return found | {name: value for name, value in defined.items() if value is not None}
+    return described | {name: value for name, value in defined.items() if value is not None}

@@ -105,13 +105,13 @@ class Shards:
     def stored_gradients(self, optimizer: Any) -> dict[Tensor, StoredRange]:
         """Parameter → the same."""
         owned = _owned(optimizer)
-        found = {}
+        gradients = {}
         for owner in self._owners:
             gradient = getattr(owner, "main_grad", None)
             if gradient is not None:
                 start, end = (0, gradient.numel()) if owned is None else owned.get(owner, (0, 0))
-                found[owner] = StoredRange(gradient.detach().view(-1)[start:end], start)
-        return found
+                gradients[owner] = StoredRange(gradient.detach().view(-1)[start:end], start)
+        return gradients
 
     def held(self, stored: Mapping[Tensor, StoredRange], *, copies: bool = False) -> list[Held]:
         """The parts of these values. copies: beside the weights that follow from them."""
@@ -129,7 +129,7 @@ class Shards:
         return {
             part.name
             for part in self.parts
-            if (one := stored.get(part.owner)) is None or one.values.numel() != part.owner.numel()
+            if (values := stored.get(part.owner)) is None or values.values.numel() != part.owner.numel()
         }
 
     def named(self, of: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:
@@ -150,11 +150,11 @@ class Shards:
         placed: dict[int, int] = {}
         seen: set[tuple[str, GlobalSlice, int]] = set()
         for sharded in sharded_tensors(module.sharded_state_dict()):
-            found = memory.find(sharded.data)
-            if found is None:
+            location = memory.find(sharded.data)
+            if location is None:
                 problems.append(f"{sharded.key}: not a view of any tensor of the model")
                 continue
-            owner, offset = found
+            owner, offset = location
             try:
                 part = _part(sharded, owner, offset)
             except ValueError as error:

@@ -69,7 +69,7 @@ class Tracing(Callback):
         hooks, self._hooks = self._hooks, None
         hooks.unhook()
         self.latest, self.diverged = merged(gathered(hooks.seen()))
-        if missing := unmatched(self.awaited, [one.name for one in self.latest if one.digest is not None]):
+        if missing := unmatched(self.awaited, [tensor.name for tensor in self.latest if tensor.digest is not None]):
             raise RunError(f"ledger.dump: not in the trace, or without a place in the whole model:{missing}")
         if self.dumps is not None:
             self.dumps.close_step(hooks.step)
@@ -77,8 +77,8 @@ class Tracing(Callback):
 
 def unmatched(patterns: Iterable[str], names: Collection[str]) -> str:
     """A line for each pattern that no name matches, with the nearest name."""
-    missing = [one for one in sorted(patterns) if not any(fnmatchcase(name, one) for name in names)]
-    return "".join(f"\n  {one}{nearest(one, names)}" for one in missing)
+    missing = [pattern for pattern in sorted(patterns) if not any(fnmatchcase(name, pattern) for name in names)]
+    return "".join(f"\n  {pattern}{nearest(pattern, names)}" for pattern in missing)
 
 
 def site_of(context: CallbackContext) -> Site:

@@ -25,11 +25,11 @@ def keys_of_all(keys: np.ndarray, device: torch.device) -> np.ndarray:
     """The keys of all ranks: int64 [ranks, most keys of a rank], filled with 0. A collective of the whole world."""
     width = torch.tensor([len(keys)], device=device)
     dist.all_reduce(width, op=dist.ReduceOp.MAX)
-    ours = torch.zeros(max(1, int(width.item())), dtype=torch.int64, device=device)
-    ours[: len(keys)] = torch.from_numpy(keys)
-    table = torch.empty(dist.get_world_size() * len(ours), dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(table, ours)
-    return table.cpu().numpy().reshape(-1, len(ours))
+    padded = torch.zeros(max(1, int(width.item())), dtype=torch.int64, device=device)
+    padded[: len(keys)] = torch.from_numpy(keys)
+    table = torch.empty(dist.get_world_size() * len(padded), dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(table, padded)
+    return table.cpu().numpy().reshape(-1, len(padded))
 
 
 def holders(table: np.ndarray, keys: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
@@ -50,9 +50,9 @@ def holders(table: np.ndarray, keys: np.ndarray, rank: int) -> tuple[np.ndarray,
     return count, before
 
 
-def union(ours: Sequence[str], device: torch.device) -> list[tuple[int, str]]:
+def union(texts: Sequence[str], device: torch.device) -> list[tuple[int, str]]:
     """Every text that any rank has, once, with the first rank that has it, by rank. A collective of the whole world."""
-    mine = list(dict.fromkeys(ours))
+    mine = list(dict.fromkeys(texts))
     keys = keys_of(mine)
     _, before = holders(keys_of_all(keys, device), keys, dist.get_rank())
     told = [text for text, others in zip(mine, before, strict=True) if not others]

@@ -40,7 +40,7 @@ def _copied(original: Callable[..., None]) -> Callable[..., None]:
     def prepare_write_data(writer: Any, plan: Any, planner: Any) -> None:
         original(writer, plan, planner)
         writer.write_buckets = [
-            (path, name, (data, [(item, one.clone() if one.is_cpu else one) for item, one in tensors]))
+            (path, name, (data, [(item, tensor.clone() if tensor.is_cpu else tensor) for item, tensor in tensors]))
             for path, name, (data, tensors) in writer.write_buckets
         ]
 
@@ -86,8 +86,8 @@ REPLACEMENTS = (
 def _announced(original: Callable[..., None], callbacks: Sequence[Any]) -> Callable[..., None]:
     def schedule_async_save(*arguments: Any, **options: Any) -> None:
         original(*arguments, **options)
-        for one in callbacks:
-            getattr(one, "on_checkpoint_scheduled", lambda: None)()
+        for callback in callbacks:
+            getattr(callback, "on_checkpoint_scheduled", lambda: None)()
 
     return schedule_async_save
 

@@ -81,15 +81,15 @@ def _our_layers_known() -> Iterator[None]:
 
     kinds = AutoMapping._MODULE_TYPE_REGISTRY
     before = {kind: set(names) for kind, names in kinds.items()}
-    tables = (SUBSTITUTES, *(one.layers for one in mode.every()))
+    tables = (SUBSTITUTES, *(numerics.layers for numerics in mode.every()))
     stock = {path.rpartition(":")[2]: name for table in tables for name, path in table.items()}
     stock["InvariantVocabParallelEmbedding"] = "VocabParallelEmbedding"
     try:
-        for ours, name in stock.items():
+        for layer, name in stock.items():
             for kind, names in before.items():
                 if name in names:
-                    AutoMapping.register_module_type(ours, kind)
-                    AutoMapping.register_module_type(f"{FP8_PREFIX}{ours}", kind)
+                    AutoMapping.register_module_type(layer, kind)
+                    AutoMapping.register_module_type(f"{FP8_PREFIX}{layer}", kind)
         yield
     finally:
         for kind, names in before.items():

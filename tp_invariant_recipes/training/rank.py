@@ -156,7 +156,7 @@ def pretrain(config: RunConfig, callbacks: list) -> None:
             callbacks = [*callbacks, Finite()]
         callbacks = [heartbeat.First(partial(hang_timeout.takes_long, config)), *callbacks, heartbeat.Last()]
         # A guard's come first: what is replaced next adds up the passes of a step, and not those that a guard repeats.
-        rows = [row for one in callbacks for row in getattr(one, "replacements", tuple)()]
+        rows = [row for callback in callbacks for row in getattr(callback, "replacements", tuple)()]
         rows += [
             *replacements.replacements(config.numerics),
             FAILURE_TIME,

@@ -36,5 +36,5 @@ def _forget_probabilities() -> None:
     collector cannot look, so that one with experts would stay beside the next pass's."""
     from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
-    for one in [one for one in gc.get_objects() if isinstance(one, MoETokenDispatcher)]:
-        vars(one).pop("probs", None)
+    for dispatcher in [dispatcher for dispatcher in gc.get_objects() if isinstance(dispatcher, MoETokenDispatcher)]:
+        vars(dispatcher).pop("probs", None)

@@ -62,7 +62,7 @@ def _hashing_writes(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)  # Megatron asks for the names of its arguments
     def write_item(*arguments: Any, **options: Any) -> Any:
         # (transforms, stream, …), or (stream, …) of a torch without transforms
-        at = next(n for n, one in enumerate(arguments) if hasattr(one, "fileno"))
+        at = next(n for n, argument in enumerate(arguments) if hasattr(argument, "fileno"))
         stream = arguments[at]
         if stream.tell() == 0:
             _written[stream.name] = _Hashed(stream)
@@ -74,8 +74,8 @@ def _hashing_writes(original: Callable[..., Any]) -> Callable[..., Any]:
 def _tell(write: Callable[..., None], rank: int, buckets: Any, results: Any) -> None:
     """Write the files, and send the hashes after Megatron's results: another process may have written."""
     write(rank, buckets, results)
-    written = {path: found for path, *_ in buckets if (found := _written.pop(str(path), None)) is not None}
-    results.put({str(path): one.file.as_json() for path, one in written.items() if one.ended >= 0})
+    written = {path: hashed for path, *_ in buckets if (hashed := _written.pop(str(path), None)) is not None}
+    results.put({str(path): hashed.file.as_json() for path, hashed in written.items() if hashed.ended >= 0})
 
 
 def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,11 +90,11 @@ def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _told(original: Callable[..., Any]) -> Callable[..., Any]:
     def retrieve_write_results(writer: Any) -> Any:
-        found = original(writer)
+        results = original(writer)
         _finalized[:] = [Path(writer.checkpoint_dir)]
-        if writer.results_queue is not None and isinstance(found, list):
+        if writer.results_queue is not None and isinstance(results, list):
             _hashes.update(writer.results_queue.get_nowait())
-        return found
+        return results
 
     return retrieve_write_results
 
@@ -120,8 +120,8 @@ def of_all_ranks(folder: Path) -> dict[str, CheckpointFile]:
     A collective of the whole world. What a rank has told it forgets.
     """
     mine = [path for path in _hashes if Path(path).is_relative_to(folder)]
-    ours = {str(Path(path).relative_to(folder)): _hashes.pop(path) for path in mine}
+    local_files = {str(Path(path).relative_to(folder)): _hashes.pop(path) for path in mine}
     first = dist.get_rank() == 0
     everyone: list[Any] | None = [None] * dist.get_world_size() if first else None
-    dist.gather_object(ours, everyone)
+    dist.gather_object(local_files, everyone)
     return {name: CheckpointFile(**file) for files in everyone or () for name, file in files.items()}

@@ -138,12 +138,12 @@ def unfit(model: str, overrides: str) -> list[str]:
     words = overrides.split()
     words = words if "cluster=" in overrides else ["cluster=h200", *words]
     _, choices = matrix.spread(parse_all(words), [])
-    configs, found = [], Problems()
-    for one in choices:
-        with found.of(one.label):
-            configs.append(compose(model, one.overrides, device="gpu").config)
+    configs, problems = [], Problems()
+    for choice in choices:
+        with problems.recording(choice.label):
+            configs.append(compose(model, choice.overrides, device="gpu").config)
     if not configs:
-        found.raise_any()
+        problems.raise_any()
     tight = [room.warning(config, here=False) for config in configs]
     return [*(line for config in configs for line in room.problems(config, here=False)), *filter(None, tight)]
 

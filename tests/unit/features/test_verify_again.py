@@ -84,7 +84,7 @@ def test_what_has_not_passed_is_planned_again_and_the_rest_is_kept(monkeypatch):
     trains(monkeypatch, tp2=OTHER, tp4="stopped")
     verified()
     kept = Path("m/tp1/ledger.jsonl").stat().st_mtime_ns
-    again = verify.again(Path("m"))
+    again = verify.plan_rerun(Path("m"))
     assert isinstance(again, verify.Verification)
     assert (list(again.plans), again.anew) == (["tp2", "tp4"], {"tp2"})
     Path("m/tp4/ledger.jsonl").unlink()  # what stands for going on is a ledger of all steps
@@ -96,7 +96,7 @@ def test_what_has_not_passed_is_planned_again_and_the_rest_is_kept(monkeypatch):
     assert len(attempts.read_attempts(RunDir(Path("m/tp2")))) == 1
     assert len(attempts.read_attempts(RunDir(Path("m/tp4")))) == 2
     assert OTHER in Path("m/set-aside/tp2/ledger.jsonl").read_text()
-    passed = verify.again(Path("m"))
+    passed = verify.plan_rerun(Path("m"))
     assert isinstance(passed, MatrixVerdict)
     assert passed.exit_status == 0
 
@@ -105,7 +105,7 @@ def test_nothing_set_aside_is_overwritten(monkeypatch):
     trains(monkeypatch, tp4=OTHER)
     verified()
     for _ in range(2):
-        again = verify.again(Path("m"))
+        again = verify.plan_rerun(Path("m"))
         assert isinstance(again, verify.Verification)
         assert verify.execute(again, lambda *_: nullcontext()).exit_status == 1
     assert sorted(path.name for path in Path("m/set-aside").iterdir()) == ["tp4", "tp4-2"]
@@ -119,7 +119,7 @@ def test_a_cell_that_would_be_another_run_is_not_trained(monkeypatch, change):
     found["cells"][1][change] = {"identity_hash": "0" * 64, "layout": {"tp": 4}, "steps": 7}[change]
     Path("m/matrix.json").write_text(json.dumps(found))
     with pytest.raises(ConfigError, match=rf"would be another run now than the one planned \({change}\)"):
-        verify.again(Path("m"))
+        verify.plan_rerun(Path("m"))
 
 
 def test_the_newest_is_taken_where_none_is_named(cli, monkeypatch):

@@ -335,7 +335,7 @@ EXECUTED = {
 @pytest.mark.parametrize("module", EXECUTED)
 def test_commands_that_make_several_runs_take_the_lock_of_their_directory(locked_run, other, module, monkeypatch):
     """Before they write, so that a plan of nothing but a directory is enough to be refused, or to be taken."""
-    execute, planned = import_module(module).execute, SimpleNamespace(directory=locked_run, resumed=False, again=False)
+    execute, planned = import_module(module).execute, SimpleNamespace(directory=locked_run, resumed=False, rerun=False)
     monkeypatch.setattr(f"{module}._planned", lambda _: (0, []), raising=False)  # of bisect
     with pytest.raises(RunError, match=f"is being trained by pid {other.pid} on "):
         execute(planned, *EXECUTED[module])

@@ -17,9 +17,9 @@ _HEIGHT = 3.6  # inches
 _LEAST, _MOST = 1e-2, 1e9  # factors beyond these lie on the edge
 
 
-def page(result: dict[str, Any], found: Sequence[TensorDeviation]) -> str:
+def page(result: dict[str, Any], deviations: Sequence[TensorDeviation]) -> str:
     """The HTML. result: the contents of `audit.json`."""
-    drawing = factors(found, result["margin"])
+    drawing = factors(deviations, result["margin"])
     names = ("model", "overrides", "reference", "recorded", "device", "bytes", "seconds")
     facts = "; ".join(f"{name}: {_words(result[name])}" for name in names if result.get(name))
     return html(
@@ -28,19 +28,19 @@ def page(result: dict[str, Any], found: Sequence[TensorDeviation]) -> str:
         facts=facts,
         figure=Markup(svg(drawing)),
         note=drawing.note,
-        rows=found,
-        left=result["not_compared"],
+        rows=deviations,
+        not_compared=result["not_compared"],
     )
 
 
-def factors(found: Sequence[TensorDeviation], margin: float) -> Drawing:
+def factors(deviations: Sequence[TensorDeviation], margin: float) -> Drawing:
     """Every tensor's factor, in the order of data flow."""
 
     def draw(figure: FigureBase) -> None:
         axes = figure.add_subplot(111)
         for n, kind in enumerate(KINDS):
-            at = [place for place, one in enumerate(found) if one.kind == kind]
-            heights = np.clip([found[place].factor for place in at], _LEAST, _MOST)
+            at = [place for place, deviation in enumerate(deviations) if deviation.kind == kind]
+            heights = np.clip([deviations[place].factor for place in at], _LEAST, _MOST)
             if at:
                 axes.plot(at, heights, linestyle="", marker="o", markersize=3, color=LINES[n % len(LINES)], label=kind)
         axes.axhline(margin, color=LINES[1], linewidth=1, linestyle="--")
@@ -49,8 +49,8 @@ def factors(found: Sequence[TensorDeviation], margin: float) -> Drawing:
         axes.set_ylabel("error / rounding")
         axes.legend(loc="best", ncols=len(KINDS))
 
-    beyond = sum(one.beyond for one in found)
-    words = f"{beyond} of {counted(len(found), 'tensor')} are beyond rounding."
+    beyond = sum(deviation.beyond for deviation in deviations)
+    words = f"{beyond} of {counted(len(deviations), 'tensor')} are beyond rounding."
     note = f"{words} The line is {margin:g} times what rounding moves; an exact tensor lies at the bottom."
     return Drawing("factors", "Error of every tensor", words, note, _HEIGHT, draw)
 

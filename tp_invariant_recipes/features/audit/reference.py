@@ -37,14 +37,14 @@ def overrides(config: RunConfig, own: list[Override], degree: int = 1) -> list[s
     split = {"model.tensor_model_parallel_size": degree}
     if config.model.get("num_moe_experts"):
         split["model.expert_model_parallel_size"] = degree
-    found = []
+    needed = []
     for path, value in (SIMPLEST | split).items():
         section, _, name = path.partition(".")
         now = config.layout.dp if section == "parallel" else config.section(section).get(name)
         if now in (value, None) or given(own, path) is not None:
             continue
         text = "null" if value is None else str(value).lower()
-        found.append("cuda_graph=off" if name == "cuda_graph_impl" else f"{path}={text}")
+        needed.append("cuda_graph=off" if name == "cuda_graph_impl" else f"{path}={text}")
     if degree == 1 and config.model.get("sequence_parallel") and given(own, "model.sequence_parallel") is None:
-        found.append("sp=false")
-    return found
+        needed.append("sp=false")
+    return needed

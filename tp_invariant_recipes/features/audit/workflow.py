@@ -136,8 +136,8 @@ def new(
         raise ConfigError(listed(problems), problems)
     where = AuditDir(choose_for_several(directory, f"audit-{model}-tp{audited.config.layout.tp}"))
     planned = {
-        name: plan.resolve_beside(one, where.training(name), where.index_cache, how)
-        for name, one in ((AUDITED, audited), (REFERENCE, made))
+        name: plan.resolve_beside(run, where.training(name), where.index_cache, how)
+        for name, run in ((AUDITED, audited), (REFERENCE, made))
     }
     audit = Audit(where, own, planned[AUDITED], planned[REFERENCE], first)
     if (free := free_bytes(where.path)) < audit.disk:
@@ -152,8 +152,8 @@ def check(audit: Audit) -> None:
     """Let Bridge validate both trainings. Imports Bridge, 10 to 20 s. Raises ConfigError."""
     from tp_invariant_recipes.features.train import workflow as train
 
-    for one in (audit.audited, audit.reference):
-        train.check(one)
+    for planned in (audit.audited, audit.reference):
+        train.check(planned)
 
 
 def execute(audit: Audit, watch: Watch, *, keep: bool = False) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def execute(audit: Audit, watch: Watch, *, keep: bool = False) -> dict[str, Any]
         _train(audit, AUDITED, audit.audited, watch)
         _train(audit, REFERENCE, audit.reference, watch)
         runs = [audit.directory.training(name) for name in (AUDITED, REFERENCE)]
-        found, left_out = judged(runs[0], runs[1], audit.steps)
+        deviations, left_out = judged(runs[0], runs[1], audit.steps)
         described = {
             "model": audit.audited.composed.model,
             "overrides": _shown(audit.audited.composed),
@@ -177,7 +177,7 @@ def execute(audit: Audit, watch: Watch, *, keep: bool = False) -> dict[str, Any]
             "bytes": sum(file.stat().st_size for run in runs for file in run.path.rglob("*.safetensors")),
             "seconds": round(time.monotonic() - begun, 1),
         }
-        result = report(audit.directory, found, left_out, described)
+        result = report(audit.directory, deviations, left_out, described)
         if not (result["exit_status"] or keep):
             for run in runs:
                 shutil.rmtree(run.path, ignore_errors=True)
@@ -195,29 +195,29 @@ def recorded(run: Path, reference: Path, directory: Path | None = None) -> dict[
         raise LedgerError(f"{run} and {reference} have no step in common that both recorded")
     where = AuditDir(choose_for_several(directory, "audit-recorded"))
     with locked_empty(where):
-        found, left_out = judged(runs[0], runs[1], steps)
-        return report(where, found, left_out, {"recorded": [str(one.path) for one in runs]})
+        deviations, left_out = judged(runs[0], runs[1], steps)
+        return report(where, deviations, left_out, {"recorded": [str(audited_run.path) for audited_run in runs]})
 
 
 def judged(run: AuditedRun, reference: AuditedRun, steps: Sequence[int]) -> tuple[list[TensorDeviation], list[str]]:
     """The deviations of all steps in order, and the names that are not compared. LedgerError, RunError."""
-    dithered = [one for n in range(1, DITHERED + 1) if (one := reference.dithered(n).path).is_dir()]
+    dithered = [dithered_path for n in range(1, DITHERED + 1) if (dithered_path := reference.dithered(n).path).is_dir()]
     if not dithered:
         raise LedgerError(
             f"{reference.path} has no dithered repetition, which shows what rounding does: record(dither=1)"
         )
-    found: list[TensorDeviation] = []
+    deviations: list[TensorDeviation] = []
     left_out: dict[str, None] = {}
     for step in steps:
         read = [dumps.read_step(path, step) for path in (run.path, reference.path, *dithered)]
         of_step, missing = deviation.judge(StepDumps(step, read[0], read[1], tuple(read[2:])))
-        found += of_step
+        deviations += of_step
         left_out |= dict.fromkeys(missing)
-    return found, list(left_out)
+    return deviations, list(left_out)
 
 
 def report(
-    where: AuditDir, found: Sequence[TensorDeviation], left_out: Sequence[str], described: dict[str, Any]
+    where: AuditDir, deviations: Sequence[TensorDeviation], left_out: Sequence[str], described: dict[str, Any]
 ) -> dict[str, Any]:
     """Write `audit.json` and `audit.html`, and return what the first holds."""
     for name in ("matplotlib", "matplotlib.font_manager"):  # Megatron has lowered the level of all
@@ -225,12 +225,12 @@ def report(
     from tp_invariant_recipes.features.audit import page as audit_page
     from tp_invariant_recipes.report import files
 
-    first = next((one for one in found if one.beyond), None)
+    first = next((tensor for tensor in deviations if tensor.beyond), None)
     result = {
         "schema": 2,
         "exit_status": 1 if first else 0,
         "verdict": BEYOND if first else WITHIN,
-        "text": _text(found, first, left_out),
+        "text": _text(deviations, first, left_out),
         "directory": str(where.path),
         **described,
         "host": os.uname().nodename,
@@ -239,12 +239,12 @@ def report(
         "margin": deviation.MARGIN,
         "dithered": DITHERED,
         "first": _finite(first) if first else None,
-        "modules": [_module(name, tensors) for name, tensors in deviation.by_module(found).items()],
-        "tensors": [_finite(one) for one in found],
+        "modules": [_module(name, tensors) for name, tensors in deviation.by_module(deviations).items()],
+        "tensors": [_finite(tensor) for tensor in deviations],
         "not_compared": list(left_out),
     }
     where.write(where.result, result)
-    files.write(where.page, audit_page.page(result, found).encode())
+    files.write(where.page, audit_page.page(result, deviations).encode())
     return result
 
 
@@ -314,12 +314,12 @@ def _reference(
     first: list[str] = []
     for degree in DEGREES:
         more = (*audit_reference.overrides(audited, own, degree), *texts(own))
-        found: list[str] = []
-        composed = _composed(model, [*common, *more], found)
-        if composed is not None and not (found or room.problems(composed.config, here=True)):
+        refusals: list[str] = []
+        composed = _composed(model, [*common, *more], refusals)
+        if composed is not None and not (refusals or room.problems(composed.config, here=True)):
             return composed, more
-        first = first or found or room.problems(composed.config, here=True) if composed else first or found
-    problems += [f"the reference: {one}" for one in first]
+        first = first or refusals or room.problems(composed.config, here=True) if composed else first or refusals
+    problems += [f"the reference: {problem}" for problem in first]
     return None, ()
 
 
@@ -358,14 +358,14 @@ def _shown(composed: Composed) -> list[str]:
     return [text for text in texts(composed.overrides) if text not in (*DEFAULTS, *NUMERICS.values())]
 
 
-def _text(found: Sequence[TensorDeviation], first: TensorDeviation | None, left_out: Sequence[str]) -> str:
-    steps = sorted({one.step for one in found})
+def _text(deviations: Sequence[TensorDeviation], first: TensorDeviation | None, left_out: Sequence[str]) -> str:
+    steps = sorted({tensor.step for tensor in deviations})
     if first is None:
-        largest = max(found, key=lambda one: one.factor)
+        largest = max(deviations, key=lambda tensor: tensor.factor)
         over = f"steps {steps[0]} to {steps[-1]}" if steps[1:] else f"step {steps[0]}"
         return (
-            f"{WITHIN}: {counted(len(found), 'tensor')} of {over}; the furthest is {largest.factor:.2g} × rounding, "
-            f"{largest.name}" + (f"; {counted(len(left_out), 'tensor')} not compared" if left_out else "")
+            f"{WITHIN}: {counted(len(deviations), 'tensor')} of {over}; the furthest is {largest.factor:.2g} × "
+            f"rounding, {largest.name}" + (f"; {counted(len(left_out), 'tensor')} not compared" if left_out else "")
         )
     what = f"{_FLOW[first.kind]} of {first.module}" if first.kind in _FLOW else f"the {first.module}"
     if first.name.endswith("/auxiliary"):
@@ -388,18 +388,18 @@ _FLOW = {
 }
 
 
-def _finite(one: TensorDeviation) -> dict[str, Any]:
+def _finite(tensor: TensorDeviation) -> dict[str, Any]:
     """Without infinities, which JSON lacks: a factor is None then."""
-    return asdict(one) | {"factor": one.factor if one.factor < float("inf") else None, "beyond": one.beyond}
+    return asdict(tensor) | {"factor": tensor.factor if tensor.factor < float("inf") else None, "beyond": tensor.beyond}
 
 
 def _module(name: str, tensors: Sequence[TensorDeviation]) -> dict[str, Any]:
     """A row of the table: the largest factor of each kind that the module has; None: infinite."""
     worst: dict[str, float] = {}
-    for one in tensors:
-        worst[one.kind] = max(worst.get(one.kind, 0.0), one.factor)
+    for tensor in tensors:
+        worst[tensor.kind] = max(worst.get(tensor.kind, 0.0), tensor.factor)
     return {
         "module": name,
         **{kind: None if factor == float("inf") else factor for kind, factor in worst.items()},
-        "beyond": sorted({one.kind for one in tensors if one.beyond}, key=deviation.KINDS.index),
+        "beyond": sorted({tensor.kind for tensor in tensors if tensor.beyond}, key=deviation.KINDS.index),
     }

@@ -131,7 +131,7 @@ def step(events: Iterable[dict[str, Any]]) -> Trace:
     for name, duration in times:
         microseconds[name] += duration
         launches[name] += 1
-    found = (
+    kernels = (
         KernelTime(name, category(name), microseconds[name] / 1000 / len(steps), launches[name] / len(steps))
         for name in launches
     )
@@ -141,14 +141,14 @@ def step(events: Iterable[dict[str, Any]]) -> Trace:
     return Trace(
         milliseconds=wall / 1000 / len(steps),
         idle=max(wall - busy, 0.0) / 1000 / len(steps),
-        kernels=tuple(sorted(found, key=lambda k: (-k.milliseconds, k.name))),
+        kernels=tuple(sorted(kernels, key=lambda k: (-k.milliseconds, k.name))),
         waiting=(busy - computing) / 1000 / len(steps) if on_gpu else None,
     )
 
 
-def by_category(found: Iterable[KernelTime]) -> dict[str, KernelTime]:
+def by_category(kernels: Iterable[KernelTime]) -> dict[str, KernelTime]:
     """Category -> the sum of its kernels, under the category's name."""
-    return _summed((kernel.category, kernel) for kernel in found)
+    return _summed((kernel.category, kernel) for kernel in kernels)
 
 
 def difference(first: Iterable[KernelTime], other: Iterable[KernelTime]) -> tuple[KernelTime, ...]:
@@ -160,9 +160,9 @@ def difference(first: Iterable[KernelTime], other: Iterable[KernelTime]) -> tupl
 
 def _summed(named: Iterable[tuple[str, KernelTime]]) -> dict[str, KernelTime]:
     sums: dict[str, KernelTime] = {}
-    for name, one in named:
-        so_far = sums.get(name, KernelTime(name, one.category, 0.0, 0.0))
-        milliseconds, launches = so_far.milliseconds + one.milliseconds, so_far.launches + one.launches
+    for name, kernel in named:
+        so_far = sums.get(name, KernelTime(name, kernel.category, 0.0, 0.0))
+        milliseconds, launches = so_far.milliseconds + kernel.milliseconds, so_far.launches + kernel.launches
         sums[name] = KernelTime(name, so_far.category, milliseconds, launches)
     return sums
 

@@ -32,8 +32,8 @@ class Stopwatch(Callback):
     What Bridge logs between steps is outside. The device is idle at both readings of the clock.
     """
 
-    def __init__(self, start: Start, file: Path, number: int, one: Pass) -> None:
-        self.start, self.file, self.number, self.one = start, file, number, one
+    def __init__(self, start: Start, file: Path, number: int, bench_pass: Pass) -> None:
+        self.start, self.file, self.number, self.bench_pass = start, file, number, bench_pass
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Read the clock, then write."""
@@ -45,11 +45,11 @@ class Stopwatch(Callback):
         )
         line = Figures(
             pass_=self.number,
-            mode=self.one.mode,
-            round=self.one.round,
-            profile=self.one.profile,
+            mode=self.bench_pass.mode,
+            round=self.bench_pass.round,
+            profile=self.bench_pass.profile,
             step=step,
-            counts=step > self.one.warmup and not self.one.profile,
+            counts=step > self.bench_pass.warmup and not self.bench_pass.profile,
             seconds=seconds,
             tokens=config.train.global_batch_size * config.model.seq_length,
             memory=memory,
@@ -62,14 +62,14 @@ class Stopwatch(Callback):
 class Tracer(Callback):
     """Traces the last steps of a pass. The step before them is traced too and thrown away: it starts the tracing."""
 
-    def __init__(self, file: Path, one: Pass, *, gpu: bool) -> None:
+    def __init__(self, file: Path, bench_pass: Pass, *, gpu: bool) -> None:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if gpu:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self.profiler = torch.profiler.profile(
             activities=activities,
             schedule=torch.profiler.schedule(
-                skip_first=one.steps - TRACED - 1, wait=0, warmup=1, active=TRACED, repeat=1
+                skip_first=bench_pass.steps - TRACED - 1, wait=0, warmup=1, active=TRACED, repeat=1
             ),
             on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(file)),
         )

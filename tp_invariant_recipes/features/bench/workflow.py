@@ -82,12 +82,15 @@ def new(
     length = min(max(warmup + steps, 1), LARGEST)
     long = max(length, *graph_choice.LEAST_STEPS.values())
     composed = _composed(model, [*sound, f"iters={long}", "save=0"], modes, problems)
-    if any(one.graphs is not None and one.config.device.kind == "gpu" for one in composed.values()):
-        sound = [*(one for one in sound if one.path != graph_choice.GROUP), parse(_graphs_of_all(composed.values()))]
+    if any(run.graphs is not None and run.config.device.kind == "gpu" for run in composed.values()):
+        sound = [
+            *(override for override in sound if override.path != graph_choice.GROUP),
+            parse(_graphs_of_all(composed.values())),
+        ]
     composed = _composed(model, [*sound, f"iters={length}", "save=0"], modes, problems)
     where = BenchDir(choose_for_several(directory, f"bench-{model}-tp{(composed[modes[0]].config).layout.tp}"))
     plans = {mode: plan.resolve_beside(composed[mode], where.mode(mode), where.index_cache, how) for mode in modes}
-    if any(one.environment != plans[modes[0]].environment for one in plans.values()):
+    if any(planned.environment != plans[modes[0]].environment for planned in plans.values()):
         raise ConfigError("these modes need different environment variables, which one process cannot have")
     turns = [Pass(mode, number, warmup, length) for number in range(1, rounds + 1) for mode in modes]
     if traced:
@@ -104,9 +107,9 @@ def execute(bench: Bench, watch: Callable[[], None]) -> dict[str, Any]:
     with locked_empty(bench.directory):
         job = replace(bench.first, run_dir=bench.directory)
         stopped = f"the benchmark was stopped before its end; the steps it took: {bench.directory.figures(0)}"
-        for one in bench.plans.values():
-            record.write(one)
-        bench.directory.write(bench.directory.passes, [one.as_json() for one in bench.passes])
+        for planned in bench.plans.values():
+            record.write(planned)
+        bench.directory.write(bench.directory.passes, [bench_pass.as_json() for bench_pass in bench.passes])
         speed = python_speed.milliseconds()  # while nothing else runs
         try:
             outcome = local.run(job, watch, rank_fn=rank.measure, process_groups=len(bench.passes))
@@ -115,9 +118,9 @@ def execute(bench: Bench, watch: Callable[[], None]) -> dict[str, Any]:
         if outcome is local.Outcome.STOPPED:
             raise RunError(stopped)
         _check_complete(bench)
-        found = result(bench, speed)
-        bench.directory.write(bench.directory.result, found)
-        return found
+        report = result(bench, speed)
+        bench.directory.write(bench.directory.result, report)
+        return report
 
 
 def _check_complete(bench: Bench) -> None:
@@ -125,10 +128,10 @@ def _check_complete(bench: Bench) -> None:
     for rank_number in range(bench.first.layout.world):
         file = bench.directory.figures(rank_number)
         lines = bench.directory.read_figures(rank_number) if file.exists() else []
-        for number, one in enumerate(bench.passes):
-            if (taken := sum(line.pass_ == number for line in lines)) != one.steps:
+        for number, bench_pass in enumerate(bench.passes):
+            if (taken := sum(line.pass_ == number for line in lines)) != bench_pass.steps:
                 raise RunError(
-                    f"the ranks ended at step {taken} of {one.steps} of {one.mode}, pass {number + 1} of "
+                    f"the ranks ended at step {taken} of {bench_pass.steps} of {bench_pass.mode}, pass {number + 1} of "
                     f"{len(bench.passes)}, and nothing had failed: {bench.directory.bridge_log}"
                 )
 
@@ -136,7 +139,7 @@ def _check_complete(bench: Bench) -> None:
 def result(bench: Bench, host_python_ms: float) -> dict[str, Any]:
     """The result of a finished benchmark, as JSON. host_python_ms: as of machine/python_speed.py."""
     first = bench.first
-    found = {
+    report = {
         "directory": str(bench.directory.path),
         "model": first.composed.model,
         "overrides": list(texts(reserved.check("bench", first.composed.overrides)[1])),
@@ -149,18 +152,22 @@ def result(bench: Bench, host_python_ms: float) -> dict[str, Any]:
         "command": shlex.join(["tpi", *sys.argv[1:]]),
         "versions": versions(),
         "environment": environment.recorded(os.environ | first.environment),
-        "rounds": max(one.round for one in bench.passes),
+        "rounds": max(bench_pass.round for bench_pass in bench.passes),
         "warmup": bench.passes[0].warmup,
         "steps": bench.passes[0].steps - bench.passes[0].warmup,
-        "order": [one.mode for one in bench.passes if not one.profile],
+        "order": [bench_pass.mode for bench_pass in bench.passes if not bench_pass.profile],
         "modes": _modes(bench),
     }
-    traces = {one.mode: profile.read(bench.directory.trace(one.mode)) for one in bench.passes if one.profile}
+    traces = {
+        bench_pass.mode: profile.read(bench.directory.trace(bench_pass.mode))
+        for bench_pass in bench.passes
+        if bench_pass.profile
+    }
     if not traces:
-        return found
+        return report
     base = next(iter(traces.values()))
     modes = [_traced(bench, mode, trace, base) for mode, trace in traces.items()]
-    return found | {"profile": {"rank": 0, "steps": profile.TRACED, "modes": modes}}
+    return report | {"profile": {"rank": 0, "steps": profile.TRACED, "modes": modes}}
 
 
 def _modes_problems(modes: Sequence[str]) -> list[str]:
@@ -171,7 +178,7 @@ def _modes_problems(modes: Sequence[str]) -> list[str]:
 
 def _graphs_of_all(composed: Iterable[Composed]) -> str:
     """The CUDA graphs that cuda_graph=auto has chosen for long runs of every mode: off where the choices differ."""
-    chosen = {one.graphs for one in composed}
+    chosen = {run.graphs for run in composed}
     option = str(chosen.pop()) if len(chosen) == 1 else graph_choice.OFF
     return f"{graph_choice.GROUP}={option.partition(':')[0]}"
 
@@ -186,9 +193,11 @@ def _composed(
         try:
             numerics, extras = _named(mode)
             recorded = [f"ledger.digests={int(DIGESTS in extras)}"]
-            read = [one for one in parse_all(overrides) if numerics != STOCK or one.path not in INVARIANT]
+            read = [
+                override for override in parse_all(overrides) if numerics != STOCK or override.path not in INVARIANT
+            ]
             if GUARD not in extras:
-                read = [one for one in read if not one.field.startswith("guard.")]
+                read = [override for override in read if not override.field.startswith("guard.")]
             elif not given(read, "guard.kind"):
                 recorded.append("guard=products")
             composed[mode] = compose(model, [*read, f"numerics={numerics}", *recorded], device=device)
@@ -201,7 +210,7 @@ def _composed(
 def _named(mode: str) -> tuple[str, set[str]]:
     """The numerics that a mode of --modes has, and what is added to it."""
     extras: set[str] = set()
-    while extra := next((one for one in (DIGESTS, GUARD) if mode.endswith(one)), None):
+    while extra := next((suffix for suffix in (DIGESTS, GUARD) if mode.endswith(suffix)), None):
         mode = mode.removesuffix(extra)
         extras.add(extra)
     return mode, extras
@@ -223,9 +232,9 @@ def _modes(bench: Bench) -> list[dict[str, Any]]:
     """One entry per mode, with its rounds and its costs relative to the first mode."""
     ranks = [bench.directory.read_figures(rank) for rank in range(bench.first.layout.world)]
     measured: dict[str, list[dict[str, Any]]] = {mode: [] for mode in bench.plans}
-    for number, one in enumerate(bench.passes):
-        if not one.profile:
-            measured[one.mode].append(_round(ranks, number))
+    for number, bench_pass in enumerate(bench.passes):
+        if not bench_pass.profile:
+            measured[bench_pass.mode].append(_round(ranks, number))
     base = next(iter(measured.values()))
     return [_mode(mode, rounds, base) for mode, rounds in measured.items()]
 
@@ -246,8 +255,8 @@ def _round(ranks: list[list[Figures]], number: int) -> dict[str, Any]:
 
 
 def _mode(mode: str, rounds: list[dict[str, Any]], base: list[dict[str, Any]]) -> dict[str, Any]:
-    step = spread([ms for one in rounds for ms in one["step_ms"]])
-    peak = max(one["peak_bytes"] for one in rounds)
+    step = spread([ms for figures in rounds for ms in figures["step_ms"]])
+    peak = max(figures["peak_bytes"] for figures in rounds)
     return {
         "mode": mode,
         "step_ms": step,
@@ -262,7 +271,7 @@ def _mode(mode: str, rounds: list[dict[str, Any]], base: list[dict[str, Any]]) -
 
 def _ratio(base: list[dict[str, Any]], rounds: list[dict[str, Any]], figure: str) -> dict[str, float]:
     """One ratio per round, so that anything that slows a whole round down cancels out."""
-    return spread([one[figure] / first[figure] for first, one in zip(base, rounds, strict=True)])
+    return spread([other[figure] / first[figure] for first, other in zip(base, rounds, strict=True)])
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

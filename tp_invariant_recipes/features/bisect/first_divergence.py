@@ -72,14 +72,14 @@ def distances(dumped: Comparison, step: int, names: Sequence[str]) -> dict[str, 
     """Tensor -> the fields of `dumps.Distance`, or `error`, for every dumped tensor."""
     from tp_invariant_recipes.ledger import dumps
 
-    found: dict[str, Any] = {}
+    by_tensor: dict[str, Any] = {}
     try:
-        left, right = (dumps.read_step(ledger.path.parent, step) for ledger in (dumped.a, dumped.b))
+        dump_a, dump_b = (dumps.read_step(ledger.path.parent, step) for ledger in (dumped.a, dumped.b))
     except LedgerError as error:
         return {name: {"error": str(error)} for name in names}
     for name in names:
         try:
-            found[name] = asdict(dumps.distance(left.read(name), right.read(name)))
+            by_tensor[name] = asdict(dumps.distance(dump_a.read(name), dump_b.read(name)))
         except LedgerError as error:
-            found[name] = {"error": str(error)}
-    return found
+            by_tensor[name] = {"error": str(error)}
+    return by_tensor

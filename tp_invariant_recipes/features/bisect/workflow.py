@@ -87,7 +87,7 @@ def new(a: Path, b: Path, directory: Path | None, *, referee: bool = False) -> B
 
 
 def plans(
-    found: Bisection, name: str, step: int, equal_until: int, dump: tuple[str, ...] = (), since: int | None = None
+    bisection: Bisection, name: str, step: int, equal_until: int, dump: tuple[str, ...] = (), since: int | None = None
 ) -> list[Rerun]:
     """Both runs again up to `step`, in `DIRECTORY/name-a` and `-b`. Raises RunError that lists why they cannot run.
 
@@ -96,8 +96,8 @@ def plans(
     """
     problems: list[str] = []
     made = []
-    for side, ledger in zip(SIDES, (found.first.a, found.first.b), strict=True):
-        run_dir = RunDir(found.directory.path / f"{name}-{side}")
+    for side, ledger in zip(SIDES, (bisection.first.a, bisection.first.b), strict=True):
+        run_dir = RunDir(bisection.directory.path / f"{name}-{side}")
         try:
             made.append(_rerun(ledger, run_dir, (since or step, step), equal_until, dump))
         except TpiError as error:
@@ -108,41 +108,41 @@ def plans(
     return made
 
 
-def execute(found: Bisection, watch: Watch) -> dict[str, Any]:
+def execute(bisection: Bisection, watch: Watch) -> dict[str, Any]:
     """Train, compare, and return the contents of `bisect.json`. Raises a TpiError when a run cannot be trained again.
 
     watch: as for `tpi verify`.
     """
     try:
-        equal_until, both = _planned(found)
-        with locked_empty(found.directory):
-            result = _bisected(found, watch, equal_until, both)
-            if found.referee:
-                result["referee"] = _refereed(found, watch, equal_until, result)
-            found.directory.write(found.directory.path / "bisect.json", result)
+        equal_until, both = _planned(bisection)
+        with locked_empty(bisection.directory):
+            result = _bisected(bisection, watch, equal_until, both)
+            if bisection.referee:
+                result["referee"] = _refereed(bisection, watch, equal_until, result)
+            bisection.directory.write(bisection.directory.path / "bisect.json", result)
     except KeyboardInterrupt:
-        raise Interrupted(_stopped(found.directory.path)) from None
+        raise Interrupted(_stopped(bisection.directory.path)) from None
     return result
 
 
-def _planned(found: Bisection) -> tuple[int, list[Rerun]]:
+def _planned(bisection: Bisection) -> tuple[int, list[Rerun]]:
     """The last step after which both runs are known to agree, and both again from there. It writes nothing."""
-    equal_until = min(found.step - 1, _last_equal((found.first.a, found.first.b), found.step))
-    both = plans(found, "traced", found.step, equal_until)
-    for again in both:
-        with _environment(again.environment):
-            train.check(again.plan)
+    equal_until = min(bisection.step - 1, _last_equal((bisection.first.a, bisection.first.b), bisection.step))
+    both = plans(bisection, "traced", bisection.step, equal_until)
+    for rerun in both:
+        with _environment(rerun.environment):
+            train.check(rerun.plan)
     return equal_until, both
 
 
-def _bisected(found: Bisection, watch: Watch, equal_until: int, both: list[Rerun]) -> dict[str, Any]:
-    originals = (found.first.a, found.first.b)
-    remarks = list(found.remarks)
-    step = found.step
+def _bisected(bisection: Bisection, watch: Watch, equal_until: int, both: list[Rerun]) -> dict[str, Any]:
+    originals = (bisection.first.a, bisection.first.b)
+    remarks = list(bisection.remarks)
+    step = bisection.step
     if equal_until < step - 1:
         remarks.append(f"not both recorded digests at every step: known to agree up to step {equal_until}")
     while True:
-        traced = [_train(again, step, watch, remarks) for again in both]
+        traced = [_train(rerun, step, watch, remarks) for rerun in both]
         repeats = [compare(*pair, repetition=True) for pair in zip(originals, traced, strict=True)]
         repeating = all(repeated.verdict is Verdict.IDENTICAL for repeated in repeats)
         placed = compare(*traced)
@@ -151,20 +151,20 @@ def _bisected(found: Bisection, watch: Watch, equal_until: int, both: list[Rerun
         # They first differ at a step without recorded digests: trace that step.
         step = placed.first.step
         equal_until = step - 1
-        both = plans(found, f"traced-step-{step}", step, equal_until)
+        both = plans(bisection, f"traced-step-{step}", step, equal_until)
     dump = worth_dumping(placed) if placed.first and placed.first.step == step else ()
-    again_dumped = plans(found, "dumped", step, equal_until, dump) if dump else []
-    dumped = compare(*(_train(again, step, watch, remarks) for again in again_dumped)) if dump else None
-    return _result(found, step, both, repeats, placed, dumped, dump, remarks)
+    dumped_reruns = plans(bisection, "dumped", step, equal_until, dump) if dump else []
+    dumped = compare(*(_train(rerun, step, watch, remarks) for rerun in dumped_reruns)) if dump else None
+    return _result(bisection, step, both, repeats, placed, dumped, dump, remarks)
 
 
-def _refereed(found: Bisection, watch: Watch, equal_until: int, result: dict[str, Any]) -> dict[str, Any]:
+def _refereed(bisection: Bisection, watch: Watch, equal_until: int, result: dict[str, Any]) -> dict[str, Any]:
     """What the referee says. It may train both runs once more, with dumps of a module's operands and results."""
     step, before = result["step"], min(equal_until, result["step"] - 2)
 
     def train_dumped(names: tuple[str, ...], since: int) -> list[Path]:
-        both = plans(found, "refereed", step, before, names, since)
-        return [_train(again, step, watch, result["remarks"]).path.parent for again in both]
+        both = plans(bisection, "refereed", step, before, names, since)
+        return [_train(rerun, step, watch, result["remarks"]).path.parent for rerun in both]
 
     repeats, module, operation = (result[name] for name in ("repeats", "module", "operation"))
     return check.referee(result["runs"], repeats, module, operation, step, train_dumped)
@@ -210,7 +210,7 @@ def _last_equal(originals: Sequence[Ledger], step: int) -> int:
     """
     pairs = zip(*(ledger.steps[: step - 1] for ledger in originals), strict=True)
     digests = ((a.step, ((a.masters, b.masters), (a.weights, b.weights))) for a, b in pairs)
-    return max((number for number, both in digests if any(None not in one for one in both)), default=0)
+    return max((number for number, both in digests if any(None not in pair for pair in both)), default=0)
 
 
 def _start(original: RunDir, ledger: Ledger, last: int) -> checkpoints.RunCheckpoint | None:
@@ -235,16 +235,16 @@ def _lines(ledger: Ledger, steps: int) -> bytes:
     return b"".join(line + b"\n" for line in contents(ledger.path).split(b"\n")[: steps + 1])
 
 
-def _train(again: Rerun, step: int, watch: Watch, remarks: list[str]) -> Ledger:
+def _train(rerun: Rerun, step: int, watch: Watch, remarks: list[str]) -> Ledger:
     """The ledger of the run, up to `step`. Raises RunError: it failed before, or was stopped."""
-    planned = again.plan
+    planned = rerun.plan
     run_dir = planned.run_dir
-    if again.copied:
+    if rerun.copied:
         run_dir.path.mkdir(parents=True)
-        run_dir.ledger.write_bytes(again.copied)
-    label = f"{run_dir.path.name}: {run_name(again.original)} from step {planned.start}"
+        run_dir.ledger.write_bytes(rerun.copied)
+    label = f"{run_dir.path.name}: {run_name(rerun.original)} from step {planned.start}"
     try:
-        with _environment(again.environment), watch(label, planned) as tick:
+        with _environment(rerun.environment), watch(label, planned) as tick:
             outcome = train.execute(planned, tick)
     except RunError as error:  # a diverging run may fail after the step, which does not matter
         if not run_dir.ledger.exists() or len(read(run_dir.ledger).steps) < step:
@@ -262,7 +262,7 @@ def _stopped(directory: Path) -> str:
 
 
 def _result(
-    found: Bisection,
+    bisection: Bisection,
     step: int,
     both: Sequence[Rerun],
     repeats: Sequence[Comparison],
@@ -277,14 +277,14 @@ def _result(
         remarks = [*remarks, f"trained once more for the values, they part elsewhere: {verdict_line(dumped)}"]
     return {
         "schema": SCHEMA,
-        "exit_status": exit_status([found.first]),
-        "directory": str(found.directory.path),
+        "exit_status": exit_status([bisection.first]),
+        "directory": str(bisection.directory.path),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "runs": [run_name(ledger) for ledger in (found.first.a, found.first.b)],
+        "runs": [run_name(ledger) for ledger in (bisection.first.a, bisection.first.b)],
         "step": step,
-        "from_steps": [again.plan.start for again in both],
-        "traced": [str(again.plan.run_dir.path) for again in both],
-        "recorded": comparison_json(found.first),
+        "from_steps": [rerun.plan.start for rerun in both],
+        "traced": [str(rerun.plan.run_dir.path) for rerun in both],
+        "recorded": comparison_json(bisection.first),
         "repeats": [repeated.verdict is Verdict.IDENTICAL for repeated in repeats],
         "text": _text(repeats, placed),
         "placed": comparison_json(placed),

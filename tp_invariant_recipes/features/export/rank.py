@@ -136,13 +136,17 @@ def _base_dtype(adapters: Adapters) -> torch.dtype:
     """The type of the weights that are adapted. The folder has been checked: its tensors have one type."""
     if not adapters.hugging_face:
         return _dtype(adapters.base)
-    return torch.float32 if {one.dtype for one in read(adapters.base).tensors.values()} == {"F32"} else torch.bfloat16
+    return (
+        torch.float32
+        if {tensor.dtype for tensor in read(adapters.base).tensors.values()} == {"F32"}
+        else torch.bfloat16
+    )
 
 
 def _masters(checkpoint: Path) -> str:
     """What stands before the names of a checkpoint's master weights."""
     there = _metadata(checkpoint)
-    return next((one for one in MASTERS if any(name.startswith(one) for name in there)), MASTERS[0])
+    return next((prefix for prefix in MASTERS if any(name.startswith(prefix) for name in there)), MASTERS[0])
 
 
 def _model(model: dict[str, Any], dtype: torch.dtype) -> list[Any]:
@@ -203,7 +207,7 @@ def of_all_experts(value: Any) -> Any:
         }
         return replace(value, **fields, prepend_axis_num=axis)
     build = value.build_fn
-    return replace(value, build_fn=lambda *given: [of_all_experts(one) for one in build(*given)])
+    return replace(value, build_fn=lambda *given: [of_all_experts(shard) for shard in build(*given)])
 
 
 def load_weights(chunks: list[Any], checkpoint: Path, prefix: str, part: str = "", *, shared: bool = False) -> None:
@@ -233,14 +237,14 @@ def load_weights(chunks: list[Any], checkpoint: Path, prefix: str, part: str = "
     for tensor in nested_values(sharded):
         if isinstance(tensor, ShardedTensor | ShardedTensorFactory):  # of gate and up, or of segments, a factory
             tensor.key = f"{prefix}{tensor.key}"
-            lacking = next((one.key for one in sharded_tensors(tensor) if one.key not in there), None)
+            lacking = next((shard.key for shard in sharded_tensors(tensor) if shard.key not in there), None)
             if lacking is not None:
                 kind = "master weight" if prefix else "weight"
                 raise RunError(f"{checkpoint} holds no {kind} {lacking.removeprefix(prefix)}")
     loaded = dist_checkpointing.load({"model": sharded}, str(checkpoint))["model"]
     loaded |= {name: loaded[first] for name, first in copied.items()}
-    left = chunk.load_state_dict(loaded, strict=False)
-    missing = [name for name in left.missing_keys if is_weight(name) and part in name]
+    incompatible_keys = chunk.load_state_dict(loaded, strict=False)
+    missing = [name for name in incompatible_keys.missing_keys if is_weight(name) and part in name]
     if missing:
         raise RunError(f"{checkpoint} holds no weight {missing[0]}")
 
@@ -259,7 +263,7 @@ def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], wanted: set[str])
     index: dict[str, int] = {}  # tensor -> number of its file
     written: list[Path] = []
     for name, tensor in tensors:
-        if held and sum(one.nbytes for one in held.values()) + tensor.nbytes > SHARD:
+        if held and sum(held_tensor.nbytes for held_tensor in held.values()) + tensor.nbytes > SHARD:
             written.append(_part(folder, len(written), held))
             held = {}
         held[name], index[name] = tensor, len(written)

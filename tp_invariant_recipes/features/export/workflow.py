@@ -80,33 +80,35 @@ def export(run: Path, folder: Path, step: int | None = None, *, masters: bool = 
         raise ConfigError(f"{run} cannot be exported: {family}")
     if masters and config.mixed_precision is None:
         raise ConfigError(f"{run} has no master weights: its weights are fp32; leave out --masters")
-    found = checkpoint_of(run_dir, before.identity_hash, step)
+    checkpoint = checkpoint_of(run_dir, before.identity_hash, step)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with whole_folder(folder) as temporary:
             copied = _describe(temporary, config, family, masters=masters)
             adapters = _adapters(config, before.identity, merge=merge) if peft.adapts(config) else None
-            _convert(found, temporary, config.model, adapters, masters=masters)
+            _convert(checkpoint, temporary, config.model, adapters, masters=masters)
             if adapters and not merge:
-                return Exported(folder, found.step, family.architecture, "adapters", 0, "", copied)
+                return Exported(folder, checkpoint.step, family.architecture, "adapters", 0, "", copied)
             written = weights.read(temporary)
             if wrong := hf_models.problems(config.model, written):
                 raise RunError(f"this is a defect of tpi: it would not import what it exports: {wrong[0]}")
             digest = written.digest()
     except OSError as error:
         raise RunError(cannot_write(folder, error).replace("run.dir=PATH", "another FOLDER")) from error
-    dtype = "float32" if {one.dtype for one in written.tensors.values()} == {"F32"} else "bfloat16"
-    return Exported(folder, found.step, family.architecture, dtype, len(written.tensors), digest, copied)
+    dtype = "float32" if {tensor.dtype for tensor in written.tensors.values()} == {"F32"} else "bfloat16"
+    return Exported(folder, checkpoint.step, family.architecture, dtype, len(written.tensors), digest, copied)
 
 
 def checkpoint_of(run_dir: RunDir, identity_hash: str, step: int | None) -> RunCheckpoint:
     """The newest checkpoint of a run, or the one of `step`, verified. Raises CheckpointError."""
-    found = checkpoints.select(run_dir.checkpoints, step)
-    if found is None:
+    checkpoint = checkpoints.select(run_dir.checkpoints, step)
+    if checkpoint is None:
         raise CheckpointError(f"{run_dir.path} has no finished checkpoint; save=STEPS lets a run write some")
-    if found.read_manifest().identity_hash != identity_hash:
-        raise CheckpointError(f"{found.path} belongs to another run: its identity is not the one of {run_dir.path}")
-    return found
+    if checkpoint.read_manifest().identity_hash != identity_hash:
+        raise CheckpointError(
+            f"{checkpoint.path} belongs to another run: its identity is not the one of {run_dir.path}"
+        )
+    return checkpoint
 
 
 def _describe(folder: Path, config: RunConfig, family: hf_models.Family, *, masters: bool) -> tuple[str, ...]:
@@ -170,7 +172,7 @@ def _adapters(config: RunConfig, identity: Mapping[str, Any], *, merge: bool) ->
 
 
 def _convert(
-    found: RunCheckpoint, folder: Path, model: dict[str, Any], adapters: "Adapters | None", *, masters: bool
+    checkpoint: RunCheckpoint, folder: Path, model: dict[str, Any], adapters: "Adapters | None", *, masters: bool
 ) -> None:
     """Write the tensors in a new process, which is the only rank of a world of one."""
     from tp_invariant_recipes.start import bridge
@@ -183,7 +185,7 @@ def _convert(
         from tp_invariant_recipes.features.export.rank import Export
 
         store = local.store()
-        do = Export(found.path.absolute(), folder, model, masters, adapters)
+        do = Export(checkpoint.path.absolute(), folder, model, masters, adapters)
         with ranks.stopping() as stop:
             outcome = ranks.run(
                 RunDir(Path(scratch)), "cpu", [RankInfo(0, 0, 1, 1, "127.0.0.1", (store.port,))], lambda: None, stop,

@@ -26,7 +26,7 @@ from tp_invariant_recipes.features.guard.judge import Judge
 from tp_invariant_recipes.features.guard.memory import TURNS, Memory, Replicas
 from tp_invariant_recipes.features.guard.optimizer import Adam
 from tp_invariant_recipes.features.guard.products import SampledProducts
-from tp_invariant_recipes.features.guard.shadow import Again, Shadow
+from tp_invariant_recipes.features.guard.shadow import Recompute, Shadow
 from tp_invariant_recipes.features.guard.suspects import ReplicaPair, earliest, narrowed, of_replicas
 from tp_invariant_recipes.ledger import evidence
 from tp_invariant_recipes.numerics.products import sampling
@@ -92,7 +92,7 @@ class Guard(AroundOptimizerStep):
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Raises HardwareFault."""
-        self._raise_what_is_found()
+        self._raise_finding()
         self._step = context.state.train_state.step + 1
         self._products.restart(self._step)
 
@@ -111,7 +111,7 @@ class Guard(AroundOptimizerStep):
         self._memory.look()
         if self._step > self._start + 1:
             self._replicas.compare(self._step - 1, range(TURNS) if self._in_full(self._step) else None)
-        self._raise_what_is_found()
+        self._raise_finding()
         self._draw.seed(f"{self._sampler.seed} {self._step}")
         self._adam.before(self._draw)
         yield
@@ -160,17 +160,17 @@ class Guard(AroundOptimizerStep):
         assert self._judge is not None
         self._end_together(_surest(self._judge.wait()))
 
-    def _raise_what_is_found(self) -> None:
+    def _raise_finding(self) -> None:
         """A rank that cannot tell which of several is wrong waits once for one that can, which ends the run."""
-        found = _surest(self._judge.found()) if self._judge is not None else None
-        if found is not None and (self._in_doubt or len(found.ranks) == 1):
-            raise self._fault(found)
-        self._in_doubt = found is not None
+        finding = _surest(self._judge.poll()) if self._judge is not None else None
+        if finding is not None and (self._in_doubt or len(finding.ranks) == 1):
+            raise self._fault(finding)
+        self._in_doubt = finding is not None
 
     def _fault(self, finding: WrongBits) -> HardwareFault:
         return self._reporter.report(finding, self.trusted(finding.step))
 
-    def _judge_pairs(self, pairs: list[ReplicaPair], again: Again) -> None:
+    def _judge_pairs(self, pairs: list[ReplicaPair], recompute: Recompute) -> None:
         """After the passes of a shadow step, on all ranks. Raises HardwareFault."""
         group = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
         first = of_replicas(pairs, group, parallel_state.get_pipeline_model_parallel_rank())
@@ -181,28 +181,28 @@ class Guard(AroundOptimizerStep):
             return
         self._products.hand_over(self._step)
         self._sampler.everything = True
-        first = narrowed(first, again(together=False), group, "its own repetition, which has other bits")
+        first = narrowed(first, recompute(side_by_side=False), group, "its own repetition, which has other bits")
         self._products.hand_over(self._step)
         assert self._judge is not None
-        self._end_together(_surest([one for one in self._judge.wait() if one.found_by in PROOFS]))
-        found = earliest(first)
-        assert found is not None
-        if len(found.ranks) > 1:
+        self._end_together(_surest([finding for finding in self._judge.wait() if finding.found_by in PROOFS]))
+        suspicion = earliest(first)
+        assert suspicion is not None
+        if len(suspicion.ranks) > 1:
             self._sampler.everything = False
             try:
-                moved = again(together=True)
+                moved = recompute(side_by_side=True)
             except RuntimeError as error:  # such as too little memory; others may wait for this rank, and end with it
-                raise self._fault(found.wrong_bits(self._step)) from error
-            found = earliest(narrowed(first, moved, group, ELSEWHERE)) or found
-        self._end_together(found.wrong_bits(self._step) if self.rank == 0 else None)
+                raise self._fault(suspicion.wrong_bits(self._step)) from error
+            suspicion = earliest(narrowed(first, moved, group, ELSEWHERE)) or suspicion
+        self._end_together(suspicion.wrong_bits(self._step) if self.rank == 0 else None)
 
     def _end_together(self, finding: WrongBits | None) -> None:
         """Raises HardwareFault on all ranks, with one message, if any has a finding."""
-        said = None if finding is None else (len(finding.ranks), str(self._fault(finding)))
-        if found := [one for one in gathered(said) if one]:
-            raise HardwareFault(min(found)[1])
+        ranked_message = None if finding is None else (len(finding.ranks), str(self._fault(finding)))
+        if messages := [message for message in gathered(ranked_message) if message]:
+            raise HardwareFault(min(messages)[1])
 
 
-def _surest(found: Sequence[WrongBits]) -> WrongBits | None:
+def _surest(findings: Sequence[WrongBits]) -> WrongBits | None:
     """The first with the fewest suspects."""
-    return min(found, key=lambda one: len(one.ranks), default=None)
+    return min(findings, key=lambda finding: len(finding.ranks), default=None)

@@ -71,7 +71,7 @@ class Reporter:
 
     def report(self, finding: WrongBits, trusted: int) -> HardwareFault:
         """The error to raise. Its files are written."""
-        found = finding.difference or UnlikeBits(0, 0, 0)
+        unlike = finding.difference or UnlikeBits(0, 0, 0)
         file = guard_files.evidence_file(self.run_dir, finding.step, self.rank)
         written = Evidence(
             found_by=finding.found_by,
@@ -79,9 +79,9 @@ class Reporter:
             where=finding.where,
             suspects=tuple(self.everyone[rank] for rank in finding.ranks),
             judge=finding.judge,
-            outputs=found.outputs,
-            of=found.of,
-            bits=found.bits,
+            outputs=unlike.outputs,
+            of=unlike.of,
+            bits=unlike.bits,
             trusted=trusted,
             numerics=self.numerics.mode,
             machine={} if finding.portable else machine(),
@@ -93,7 +93,7 @@ class Reporter:
         return HardwareFault(f"{written.text()}\n{self._checkpoints(trusted)}\nevidence: tpi check {file}")
 
     def _checkpoints(self, trusted: int) -> str:
-        steps = [one.step for one in checkpoints.finished(self.run_dir.checkpoints)]
+        steps = [checkpoint.step for checkpoint in checkpoints.finished(self.run_dir.checkpoints)]
         last = max((step for step in steps if step <= trusted), default=None)
         if last is None:
             return "no checkpoint is trusted: the run begins again from its start"

@@ -41,25 +41,25 @@ class Judge:
             self._cases.append(self._executor.submit(_decided, case, launched))
         self._of_step = []
 
-    def found(self) -> list[WrongBits]:
+    def poll(self) -> list[WrongBits]:
         """What is wrong, of the cases decided so far. Raises what a case has raised."""
         while self._cases and self._cases[0].done():
             self._take(len(self._cases) - 1)
         return list(self.findings)
 
     def wait(self) -> list[WrongBits]:
-        """Wait until all cases are decided, then return `found()`."""
+        """Wait until all cases are decided, then return what `poll` does."""
         self.begin()
         self._take(0)
-        return self.found()
+        return self.poll()
 
     def close(self) -> None:
         """End the thread."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _take(self, left: int) -> None:
-        """Wait for the first cases, until so many are left."""
-        while len(self._cases) > left:
+    def _take(self, most: int) -> None:
+        """Wait for the first cases, until at most so many are waiting."""
+        while len(self._cases) > most:
             finding = self._cases.popleft().result()
             self.decided += 1
             if finding is not None:

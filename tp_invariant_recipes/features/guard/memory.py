@@ -35,7 +35,7 @@ class NamedLanes:
     def __init__(self) -> None:
         self._prepared: dict[Any, tuple[tuple[int, ...], list[str], Lanes]] = {}
 
-    def of(self, key: Any, named: Iterable[tuple[str, Tensor]]) -> tuple[list[str], Lanes]:
+    def prepare(self, key: Any, named: Iterable[tuple[str, Tensor]]) -> tuple[list[str], Lanes]:
         """Names, and what takes the lanes. key: of this set of tensors."""
         named = list(named)
         where = tuple(values.data_ptr() for _, values in named)
@@ -70,13 +70,13 @@ class Replicas:
         for turn in turns or range(step % TURNS, step % TURNS + 1):
             for number, (group, named) in enumerate(self._groups):
                 if named[turn::TURNS] and group.size() > 1:
-                    self._compare(step, group, *self._lanes.of((number, turn), named[turn::TURNS]))
+                    self._compare(step, group, *self._lanes.prepare((number, turn), named[turn::TURNS]))
 
     def _compare(self, step: int, group: Any, names: list[str], lanes: Lanes) -> None:
-        ours = lanes()
-        theirs = [torch.empty_like(ours) for _ in range(group.size())]
-        dist.all_gather(theirs, ours, group=group)
-        every = torch.stack(theirs)
+        own = lanes()
+        of_ranks = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(of_ranks, own, group=group)
+        every = torch.stack(of_ranks)
         ranks = dist.get_process_group_ranks(group)
 
         def case() -> WrongBits | None:
@@ -106,7 +106,7 @@ class Memory:
     def __init__(self, state: OptimizerState, names: dict[Tensor, str], judge: Judge, rank: int) -> None:
         self.state, self.names, self.judge, self.rank = state, names, judge, rank
         self._lanes, self._ready = NamedLanes(), False
-        self._left: tuple[int, list[str], Lanes, Tensor] | None = None
+        self._taken: tuple[int, list[str], Lanes, Tensor] | None = None
 
     def leave(self, step: int, *, weights: bool, whole: bool) -> None:
         """Take the digests after a step.
@@ -118,7 +118,7 @@ class Memory:
         self._ready = True
         named, lanes = self._of(None if whole else step % TURNS, weights=weights)
         if named:
-            self._left = step, named, lanes, lanes()
+            self._taken = step, named, lanes, lanes()
 
     def _of(self, turn: int | None, *, weights: bool) -> tuple[list[str], Lanes]:
         """Names and lanes of a turn's tensors; of all, for None."""
@@ -128,17 +128,17 @@ class Memory:
             for kind, values in (("master weights", slot.updated), *slot.state.items(), ("weights", slot.owner))
             if kind != "weights" or (weights and slot.master)
         ]
-        return self._lanes.of(turn, named)
+        return self._lanes.prepare(turn, named)
 
     def look(self) -> None:
         """Take them again before the next step, and have them compared."""
-        if self._left is None:
+        if self._taken is None:
             return
-        (step, names, lanes, then), self._left = self._left, None
+        (step, names, lanes, then), self._taken = self._taken, None
         unequal = (lanes() != then).any(1)
 
         def case() -> WrongBits | None:
-            wrong = [name for name, one in zip(names, unequal.tolist(), strict=True) if one]
+            wrong = [name for name, changed in zip(names, unequal.tolist(), strict=True) if changed]
             if not wrong:
                 return None
             where = f"{', '.join(wrong[:4])} changed in memory after the step"

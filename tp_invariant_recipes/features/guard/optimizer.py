@@ -39,18 +39,18 @@ class Update:
     inputs: dict[str, Tensor]
     results: dict[str, Tensor] = field(default_factory=dict)
 
-    def again(self) -> dict[str, Tensor]:
+    def recompute(self) -> dict[str, Tensor]:
         """The results, computed again where the inputs are."""
         return repeated(self.wrapped, self.group, self.inputs, self.updates)
 
-    def unlike(self, again: dict[str, Tensor] | None = None) -> UnlikeBits | None:
+    def unlike(self, recomputed: dict[str, Tensor] | None = None) -> UnlikeBits | None:
         """How the results differ from others; None given: from those that the host computes. What lies on a GPU is
         fetched."""
         self.inputs, self.results = _on_host(self.inputs), _on_host(self.results)
-        computed = _on_host(self.again() if again is None else again)
-        found = (difference(self.results[name], computed[name]) for name in self.results)
-        wrong = [one for one in found if one is not None]
-        counts = (sum(getattr(one, name) for one in wrong) for name in ("outputs", "of", "bits"))
+        computed = _on_host(self.recompute() if recomputed is None else recomputed)
+        differences = (difference(self.results[name], computed[name]) for name in self.results)
+        wrong = [unlike_bits for unlike_bits in differences if unlike_bits is not None]
+        counts = (sum(getattr(unlike_bits, name) for unlike_bits in wrong) for name in ("outputs", "of", "bits"))
         return UnlikeBits(*counts) if wrong else None
 
 
@@ -82,20 +82,20 @@ class Adam:
             return
         update.results = _values(slot, part)
         update.inputs["g"] = _flat(gradient, part)
-        again = None if self.portable else update.again()
+        recomputed = None if self.portable else update.recompute()
         where = f"update of {self.names.get(slot.owner, 'a parameter')} by the optimizer"
 
         def case() -> WrongBits | None:
-            found = update.unlike(again)
-            if found is None:
+            unlike_bits = update.unlike(recomputed)
+            if unlike_bits is None:
                 return None
-            judge = DEFINED if again is None else "the same elements, updated again"
+            judge = DEFINED if recomputed is None else "the same elements, updated again"
             numbers = {k: v for k, v in update.group.items() if isinstance(v, int | float | tuple)}
             tensors = {f"before.{k}": v for k, v in update.inputs.items()}
             tensors |= {f"after.{k}": v for k, v in update.results.items()}
             details = {"updates": update.updates, "group": numbers}
             return WrongBits(
-                evidence.OPTIMIZER, step, where, (self.rank,), found, judge, tensors, details, again is None
+                evidence.OPTIMIZER, step, where, (self.rank,), unlike_bits, judge, tensors, details, recomputed is None
             )
 
         self.judge.submit(case)
@@ -106,20 +106,20 @@ def repeated(wrapped: Any, group: dict[str, Any], inputs: dict[str, Tensor], upd
 
     wrapped: the optimizer, of which nothing changes. inputs: "p", "g" and the moments; without these, its first step.
     """
-    again = object.__new__(type(wrapped))
-    vars(again).update(vars(wrapped))
+    optimizer = object.__new__(type(wrapped))
+    vars(optimizer).update(vars(wrapped))
     parameter = torch.nn.Parameter(inputs["p"].clone())
     parameter.grad = inputs["g"].clone()
     state = {name: inputs[name].clone() for name in STATE if name in inputs}
-    again.state = defaultdict(dict)
-    again.param_groups = [{**group, "params": [parameter]}]
+    optimizer.state = defaultdict(dict)
+    optimizer.param_groups = [{**group, "params": [parameter]}]
     if state:
         counted = torch.tensor(updates, dtype=torch.float32)
-        again.state[parameter] = state | ({} if "step" in group else {"step": counted})
+        optimizer.state[parameter] = state | ({} if "step" in group else {"step": counted})
     if "step" in group:
-        again.param_groups[0]["step"] = _like(group["step"], updates)
-    again.step()
-    return {"p": parameter.detach(), **{name: again.state[parameter][name] for name in STATE}}
+        optimizer.param_groups[0]["step"] = _like(group["step"], updates)
+    optimizer.step()
+    return {"p": parameter.detach(), **{name: optimizer.state[parameter][name] for name in STATE}}
 
 
 def _blocks(size: int, draw: random.Random) -> slice:
@@ -144,7 +144,7 @@ def _values(slot: Slot, part: slice) -> dict[str, Tensor]:
 
 
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: one.detach().cpu() for name, one in tensors.items()}
+    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
 
 
 def _like(step: Any, updates: float) -> Any:

@@ -57,16 +57,16 @@ class SampledProducts:
 
     def _judged(self, sample: Sample, step: int, held: Sample) -> WrongBits | None:
         """held: on the device: nobody may have its memory before it is copied."""
-        again = expected(sample)
-        found = difference(sample.out, again)
-        if found is None:
+        recomputed = expected(sample)
+        unlike_bits = difference(sample.out, recomputed)
+        if unlike_bits is None:
             return None
         return WrongBits(
             evidence.ATTENTION if sample.kind == REPEATED else evidence.PRODUCT,
             step,
             operation(sample, self.shards),
             (self.rank,),
-            found,
+            unlike_bits,
             JUDGES[sample.kind],
             sample.tensors,
             {

@@ -24,7 +24,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from tp_invariant_recipes.features.guard.shard_recording import (
-    Both,
+    BatchedSite,
     Event,
     ShardRecording,
     added,
@@ -38,7 +38,7 @@ from tp_invariant_recipes.observe.gathering import gathered
 from tp_invariant_recipes.observe.shards import unwrapped
 from tp_invariant_recipes.replacement import Replacement, applied
 
-Again = Callable[..., list[ReplicaPair]]
+Recompute = Callable[..., list[ReplicaPair]]
 
 WHY = "a guard repeats a data shard of another replica before the step's own passes"
 LOSS = "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss"
@@ -49,17 +49,18 @@ METRICS = (
 
 
 class Shadow:
-    """Runs the passes of a step. due: whether the step is a shadow step. apart: data-parallel ranks from a replica to
-    the one whose data shard it repeats. site: where this rank stands, as a trace has it.
+    """Runs the passes of a step. due: whether the step is a shadow step. site: where this rank stands, as a trace has it.
+
+    rank_distance: data-parallel ranks from a replica to the one whose data shard it repeats.
 
     judged: called with the pairs of a shadow step, and with what computes both data shards once more: as before, or
     side by side. This gives pairs of each rank with itself.
     """
 
-    def __init__(self, apart: int, shards: int) -> None:
-        self.apart, self.shards = apart, shards
+    def __init__(self, rank_distance: int, shards: int) -> None:
+        self.rank_distance, self.shards = rank_distance, shards
         self.due: Callable[[], bool] = lambda: False
-        self.judged: Callable[[list[ReplicaPair], Again], None] = lambda pairs, again: None
+        self.judged: Callable[[list[ReplicaPair], Recompute], None] = lambda pairs, recompute: None
         self.site: Any = None
         self.names: dict[Tensor, str] = {}
         self.state: Any = None
@@ -85,44 +86,46 @@ class Shadow:
         count = kwargs["num_microbatches"] // max(1, self.shards // group.size())
         if self.site.visits:  # the shards take turns: buffers have one's gradient alone after its first sequence
             count = 1
-        ours, kwargs = _taken(kwargs, count)
-        theirs = _exchanged(ours, group, self.apart)
-        there = replace(self.site, dp_rank=(group.rank() + self.apart) % group.size())
+        own_batches, kwargs = _taken(kwargs, count)
+        shadow_batches = _exchanged(own_batches, group, self.rank_distance)
+        there = replace(self.site, dp_rank=(group.rank() + self.rank_distance) % group.size())
         held = [buffer.clone() for buffer in _buffers(kwargs["model"])]
-        shadow = self._isolated(run, kwargs, theirs, there, count, held)
+        shadow = self._isolated(run, kwargs, shadow_batches, there, count, held)
         own = ShardRecording(kwargs["model"], self.names, self.site, count)
         with own.on():
             result = run(**kwargs)
         first, second = own.events(), shadow.events()
         pairs = self._pairs(first, second, group)
 
-        def again(*, together: bool) -> list[ReplicaPair]:
+        def recompute(*, side_by_side: bool) -> list[ReplicaPair]:
             """This rank's data shard and the shadow, against what it has computed itself before."""
-            if together:
-                depth, sites = max(pair.depth for pair in pairs) + 1, Both.of(self.site, there)
-                both = self._isolated(run, kwargs, _joined(ours, theirs), sites, count, held, parts=2)
+            if side_by_side:
+                depth, sites = max(pair.depth for pair in pairs) + 1, BatchedSite.from_sites(self.site, there)
+                both = self._isolated(run, kwargs, _joined(own_batches, shadow_batches), sites, count, held, parts=2)
                 unlike = [first_unlike(added(first, second, both.events())[:depth], both.events()[:depth])]
             else:
-                mine = self._isolated(run, kwargs, ours, self.site, count, held).events()
-                other = self._isolated(run, kwargs, theirs, there, count, held).events()
+                mine = self._isolated(run, kwargs, own_batches, self.site, count, held).events()
+                other = self._isolated(run, kwargs, shadow_batches, there, count, held).events()
                 unlike = [first_unlike(a, b) for a, b in ((first, mine), (second, other))]
-            every = gathered([min((one for one in unlike if one), key=lambda one: one[1], default=None)], group)
-            return [ReplicaPair(n, n, *(found[0] or (None, 0))) for n, found in enumerate(every)]
+            every = gathered(
+                [min((event for event in unlike if event), key=lambda event: event[1], default=None)], group
+            )
+            return [ReplicaPair(n, n, *(answer[0] or (None, 0))) for n, answer in enumerate(every)]
 
-        self.judged(pairs, again)
+        self.judged(pairs, recompute)
         return result
 
     def _pairs(self, own: list[Event], shadow: list[Event], group: Any) -> list[ReplicaPair]:
         """Of every replica's data shard, who has computed it."""
         size = group.size()
         every = gathered([hash_of(own), hash_of(shadow)], group)
-        unlike = [n for n in range(size) if every[n][0] != every[(n - self.apart) % size][1]]
+        unlike = [n for n in range(size) if every[n][0] != every[(n - self.rank_distance) % size][1]]
         everything = gathered([own, shadow], group) if any(gathered(bool(unlike))) else []
         pairs = []
         for n in range(size):
-            m = (n - self.apart) % size
-            found = first_unlike(everything[n][0], everything[m][1]) if n in unlike else None
-            pairs.append(ReplicaPair(n, m, *(found or (None, 0))))
+            m = (n - self.rank_distance) % size
+            event = first_unlike(everything[n][0], everything[m][1]) if n in unlike else None
+            pairs.append(ReplicaPair(n, m, *(event or (None, 0))))
         return pairs
 
     def _isolated(
@@ -142,24 +145,25 @@ class Shadow:
         """
         model, total = kwargs["model"], kwargs["num_microbatches"] / parts
         size = kwargs["micro_batch_size"] * parts
-        iterators = [None if one is None else iter(one) for one in batches]
+        iterators = [None if chunk_batches is None else iter(chunk_batches) for chunk_batches in batches]
         data = iterators if isinstance(kwargs["data_iterator"], list) else iterators[0]
         recording = ShardRecording(model, self.names, site, count)
-        with _nothing_else(model, self.state, total, held, parts), recording.on():
+        with _restoring_state(model, self.state, total, held, parts), recording.on():
             _zero(model)
             run(**kwargs | {"data_iterator": data, "num_microbatches": count, "micro_batch_size": size})
             _zero(model)
         return recording
 
 
-def _joined(ours: list[Any], theirs: list[Any]) -> list[Any]:
-    """Micro-batches of two sizes: ours and theirs one after the other in each."""
+def _joined(own: list[Any], shadow: list[Any]) -> list[Any]:
+    """Micro-batches of two sizes: own and shadow one after the other in each."""
 
-    def join(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-        return {k: None if x is None else torch.cat([x, other[k].to(x.device)]) for k, x in one.items()}
+    def join(batch: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+        return {k: None if x is None else torch.cat([x, other[k].to(x.device)]) for k, x in batch.items()}
 
     return [
-        some and [join(*pair) for pair in zip(some, more, strict=True)] for some, more in zip(ours, theirs, strict=True)
+        batches and [join(*pair) for pair in zip(batches, more, strict=True)]
+        for batches, more in zip(own, shadow, strict=True)
     ]
 
 
@@ -167,8 +171,11 @@ def _taken(kwargs: dict[str, Any], count: int) -> tuple[list[Any], dict[str, Any
     """The first micro-batches of each model chunk's iterator, and the arguments with iterators that still have them."""
     data = kwargs["data_iterator"]
     iterators = data if isinstance(data, list) else [data]
-    taken = [None if one is None else [next(one) for _ in range(count)] for one in iterators]
-    whole = [None if some is None else _ahead(some, one) for some, one in zip(taken, iterators, strict=True)]
+    taken = [None if iterator is None else [next(iterator) for _ in range(count)] for iterator in iterators]
+    whole = [
+        None if batches is None else _ahead(batches, iterator)
+        for batches, iterator in zip(taken, iterators, strict=True)
+    ]
     return taken, {**kwargs, "data_iterator": whole if isinstance(data, list) else whole[0]}
 
 
@@ -179,23 +186,32 @@ def _ahead(taken: list[Any], rest: Any) -> Iterator[Any]:
         yield next(rest)
 
 
-def _exchanged(ours: list[Any], group: Any, apart: int) -> list[Any]:
-    """The micro-batches of the replica `apart` ahead; ours go to the one that computes them."""
+def _exchanged(chunks: list[Any], group: Any, rank_distance: int) -> list[Any]:
+    """The micro-batches of the replica `rank_distance` ahead; own ones go to the one that computes them."""
     ranks, here = dist.get_process_group_ranks(group), group.rank()
-    source, target = ranks[(here + apart) % len(ranks)], ranks[(here - apart) % len(ranks)]
-    sending = [_words(one[key]) for some in ours if some for one in some for key in sorted(one) if one[key] is not None]
-    arriving = [torch.empty_like(one) for one in sending]
-    transfers = [dist.P2POp(dist.isend, one, target, group) for one in sending]
-    transfers += [dist.P2POp(dist.irecv, one, source, group) for one in arriving]
+    source, target = ranks[(here + rank_distance) % len(ranks)], ranks[(here - rank_distance) % len(ranks)]
+    sending = [
+        _words(batch[key])
+        for batches in chunks
+        if batches
+        for batch in batches
+        for key in sorted(batch)
+        if batch[key] is not None
+    ]
+    arriving = [torch.empty_like(tensor) for tensor in sending]
+    transfers = [dist.P2POp(dist.isend, tensor, target, group) for tensor in sending]
+    transfers += [dist.P2POp(dist.irecv, tensor, source, group) for tensor in arriving]
     for transfer in dist.batch_isend_irecv(transfers) if transfers else ():
         transfer.wait()
     words = iter(arriving)
 
-    def theirs(batch: dict[str, Any]) -> dict[str, Any]:
+    def received(batch: dict[str, Any]) -> dict[str, Any]:
         there = {key: next(words) for key in sorted(batch) if batch[key] is not None}
-        return {k: None if one is None else there[k].view(one.dtype).view(one.shape) for k, one in batch.items()}
+        return {
+            k: None if tensor is None else there[k].view(tensor.dtype).view(tensor.shape) for k, tensor in batch.items()
+        }
 
-    return [None if some is None else [theirs(one) for one in some] for some in ours]
+    return [None if batches is None else [received(batch) for batch in batches] for batches in chunks]
 
 
 def _words(tensor: Tensor) -> Tensor:
@@ -209,7 +225,7 @@ def _buffers(model: list[Any]) -> list[Tensor]:
 
 
 @contextmanager
-def _nothing_else(model: list[Any], state: Any, total: float, held: list[Tensor], parts: int) -> Iterator[None]:
+def _restoring_state(model: list[Any], state: Any, total: float, held: list[Tensor], parts: int) -> Iterator[None]:
     """Reduce no gradient, count no data shard, log nothing, and give back what a forward pass counts.
 
     total: micro-batches of a step, by which a loss is divided; half of one where two are joined.
@@ -236,7 +252,9 @@ def _nothing_else(model: list[Any], state: Any, total: float, held: list[Tensor]
         for buffer, then in zip(_buffers(model), held, strict=True):
             stack.callback(buffer.copy_, buffer.clone())
             buffer.copy_(then)
-        for router in (one for chunk in model for one in chunk.modules() if isinstance(one, InvariantTopKRouter)):
+        for router in (
+            module for chunk in model for module in chunk.modules() if isinstance(module, InvariantTopKRouter)
+        ):
             _set(stack, router, **router.of_other_shards(parts))
         metrics = [Replacement(target, unrecorded, WHY) for target in METRICS]
         stack.enter_context(applied([Replacement(LOSS, of_a_step, WHY), *metrics]))

@@ -39,13 +39,13 @@ class _Hooks(ModuleHooks):
 
 
 @dataclass(frozen=True)
-class Both(Site):
+class BatchedSite(Site):
     """Where a rank stands that computes two data shards side by side. sites: where those stand that compute one."""
 
     sites: tuple[Site, ...] = ()
 
     @classmethod
-    def of(cls, *sites: Site) -> "Both":
+    def from_sites(cls, *sites: Site) -> "BatchedSite":
         """Of some sites with micro-batches of one size."""
         return cls(**vars(sites[0]) | {"samples": len(sites) * sites[0].samples, "sites": sites})
 
@@ -92,15 +92,15 @@ class ShardRecording:
 
     def events(self) -> list[Event]:
         """What was recorded, in order of execution; the host waits for it."""
-        found: list[Event] = []
+        events: list[Event] = []
         for seen in self._hooks.seen():
             _, direction, module, tensor = seen.key
             if direction == module_hooks.BACKWARD:
                 end = "input" if tensor.startswith("output") else "output"
-                found.append((f"{BACKWARD} {end} of {module}", tuple(seen.lanes)))
+                events.append((f"{BACKWARD} {end} of {module}", tuple(seen.lanes)))
             elif tensor.startswith("output"):
-                found.append((f"{FORWARD} {module}", tuple(seen.lanes)))
-        return [*found, *((f"weight gradient of {name}", tuple(lane.tolist())) for name, lane in self._gradients)]
+                events.append((f"{FORWARD} {module}", tuple(seen.lanes)))
+        return [*events, *((f"weight gradient of {name}", tuple(lane.tolist())) for name, lane in self._gradients)]
 
 
 def hash_of(events: list[Event]) -> str:
@@ -108,18 +108,18 @@ def hash_of(events: list[Event]) -> str:
     return hashlib.sha256(repr(events).encode()).hexdigest()
 
 
-def first_unlike(one: list[Event], other: list[Event]) -> tuple[str, int] | None:
+def first_unlike(own: list[Event], other: list[Event]) -> tuple[str, int] | None:
     """The first operation that differs, and its place."""
-    for n, (a, b) in enumerate(itertools.zip_longest(one, other, fillvalue=("an operation that only one has", ()))):
+    for n, (a, b) in enumerate(itertools.zip_longest(own, other, fillvalue=("an operation that only one has", ()))):
         if a != b:
             return a[0], n
     return None
 
 
-def added(one: list[Event], other: list[Event], both: list[Event]) -> list[Event]:
+def added(own: list[Event], other: list[Event], both: list[Event]) -> list[Event]:
     """The events of two data shards side by side, by the events of each. A tensor may belong to no data shard."""
-    found = []
-    for (name, a), (_, b), (_, seen) in zip(one, other, both, strict=False):
+    events = []
+    for (name, a), (_, b), (_, seen) in zip(own, other, both, strict=False):
         total = tuple((x + y + 2**63) % 2**64 - 2**63 for x, y in zip(a, b, strict=True))
-        found.append((name, a if a == b == seen else total))
-    return found
+        events.append((name, a if a == b == seen else total))
+    return events

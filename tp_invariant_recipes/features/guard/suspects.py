@@ -57,23 +57,23 @@ def of_replicas(pairs: Iterable[ReplicaPair], group: Sequence[int], stage: int) 
 
 
 def narrowed(
-    found: Suspicion | None, repeated: Iterable[ReplicaPair], group: Sequence[int], judge: str
+    suspicion: Suspicion | None, repeated: Iterable[ReplicaPair], group: Sequence[int], judge: str
 ) -> Suspicion | None:
     """The ranks that do not repeat their own bits, if there are any. judge: what has told one from the others."""
     unsteady = tuple(sorted(group[pair.own] for pair in repeated if pair.first is not None))
-    if found is None or not unsteady:
-        return found
-    return replace(found, ranks=unsteady, judge=judge if len(unsteady) == 1 else None)
+    if suspicion is None or not unsteady:
+        return suspicion
+    return replace(suspicion, ranks=unsteady, judge=judge if len(unsteady) == 1 else None)
 
 
-def earliest(ours: Suspicion | None) -> Suspicion | None:
+def earliest(suspicion: Suspicion | None) -> Suspicion | None:
     """Of all ranks' suspicions the first in the order of execution. A collective."""
-    return first_of(gathered(ours))
+    return first_of(gathered(suspicion))
 
 
 def first_of(every: Iterable[Suspicion | None]) -> Suspicion | None:
     """The first in the order of execution; of several there, one of them that suspects the ranks of all."""
-    found = [one for one in every if one is not None]
-    first = [one for one in found if one.order == min(each.order for each in found)]
-    ranks = tuple(sorted({rank for one in first for rank in one.ranks}))
+    suspicions = [suspicion for suspicion in every if suspicion is not None]
+    first = [suspicion for suspicion in suspicions if suspicion.order == min(each.order for each in suspicions)]
+    ranks = tuple(sorted({rank for suspicion in first for rank in suspicion.ranks}))
     return replace(first[0], ranks=ranks, judge=first[0].judge if ranks == first[0].ranks else None) if first else None

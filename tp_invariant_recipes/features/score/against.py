@@ -26,17 +26,17 @@ def judge(
     tolerance: the largest |d| that is no difference. decode: token ids to text; None: there is no tokenizer.
     """
     both = [_compared(scores, file, decode) for file in against]
-    found = [one for one, _ in both]
-    largest = max(one["summary"]["largest"] for one in found)
+    reports = [report for report, _ in both]
+    largest = max(report["summary"]["largest"] for report in reports)
     result = {"schema": 1, "exit_status": int(largest > tolerance), "tolerance": tolerance, "scores": str(scores)}
     alike = len({columns.places for _, columns in both}) == 1
-    nearer = score_difference.nearer(found[0]["summary"], found[1]["summary"]) if found[1:] and alike else None
-    text = "\n".join(line for one in found for line in (_sentence(one, tolerance), *one["suspects"]))
+    nearer = score_difference.nearer(reports[0]["summary"], reports[1]["summary"]) if reports[1:] and alike else None
+    text = "\n".join(line for report in reports for line in (_sentence(report, tolerance), *report["suspects"]))
     if nearer is not None:
         text += f"\n{against[nearer]} is nearer to the reference"
     elif not alike:
         text += "\nwhich is nearer is not known: the files have values of other tokens"
-    return {**result, "text": text, "nearer": nearer, "files": found}
+    return {**result, "text": text, "nearer": nearer, "files": reports}
 
 
 def _compared(scores: Path, file: Path, decode: Callable[[list[int]], str] | None) -> tuple[dict[str, Any], Columns]:
@@ -149,35 +149,35 @@ def _texts(scores: Path, rows: list[dict[str, Any]], decode: Callable[[list[int]
     if decode is None:
         return [""] * len(rows)
     wanted = {row["sequence"] for row in rows}
-    lines = {one["id"]: one for one in _scores(scores) if one["id"] in wanted}
+    lines = {score["id"]: score for score in _scores(scores) if score["id"] in wanted}
     texts = []
     for row in rows:
-        one = lines[row["sequence"]]
-        end = row["position"] - one["first"] + 1
-        texts.append(decode(one["token_ids"][max(0, end - CONTEXT) : end]))
+        score = lines[row["sequence"]]
+        end = row["position"] - score["first"] + 1
+        texts.append(decode(score["token_ids"][max(0, end - CONTEXT) : end]))
     return texts
 
 
-def _sentence(one: dict[str, Any], tolerance: float) -> str:
-    found = one["summary"]
-    if found["largest"] == 0:
-        all_ = "all " if one["scored"] == found["tokens"] else ""
-        return f"equal: {one['file']}: {all_}{found['tokens']:,} log-probabilities{one['not_compared']}"
-    verdict = "beyond" if found["largest"] > tolerance else "within"
+def _sentence(report: dict[str, Any], tolerance: float) -> str:
+    figures = report["summary"]
+    if figures["largest"] == 0:
+        all_ = "all " if report["scored"] == figures["tokens"] else ""
+        return f"equal: {report['file']}: {all_}{figures['tokens']:,} log-probabilities{report['not_compared']}"
+    verdict = "beyond" if figures["largest"] > tolerance else "within"
     ratio = f"[{score_difference.LOW:g}, {score_difference.HIGH:g}]"
     return (
-        f"{verdict} {tolerance:g}: {one['file']}: mean KL {found['k3']:.3g} (k3; k1 {found['k1']:.3g}), largest "
-        f"difference {found['largest']:.3g}, 99.9 % below {found['p999']:.3g}; {found['outside']:,} of "
-        f"{found['tokens']:,} tokens leave the ratio {ratio}{one['not_compared']}"
+        f"{verdict} {tolerance:g}: {report['file']}: mean KL {figures['k3']:.3g} (k3; k1 {figures['k1']:.3g}), largest "
+        f"difference {figures['largest']:.3g}, 99.9 % below {figures['p999']:.3g}; {figures['outside']:,} of "
+        f"{figures['tokens']:,} tokens leave the ratio {ratio}{report['not_compared']}"
     )
 
 
-def _uncompared(one: dict[str, Any]) -> str:
+def _uncompared(report: dict[str, Any]) -> str:
     """The end of a sentence: what was scored and not compared; empty: nothing."""
-    parts = [f"{counted(one['not_in_file'], 'sequence', ',')} that the file lacks"] if one["not_in_file"] else []
-    if one["without_value"]:
-        parts.append(f"{counted(one['without_value'], 'token', ',')} without a value")
-    text = f"; not compared, of {one['scored']:,} scored tokens: {' and '.join(parts)}" if parts else ""
-    if one["not_in_scores"]:
-        text += f"; {counted(one['not_in_scores'], 'row', ',')} of sequences that were not scored"
+    parts = [f"{counted(report['not_in_file'], 'sequence', ',')} that the file lacks"] if report["not_in_file"] else []
+    if report["without_value"]:
+        parts.append(f"{counted(report['without_value'], 'token', ',')} without a value")
+    text = f"; not compared, of {report['scored']:,} scored tokens: {' and '.join(parts)}" if parts else ""
+    if report["not_in_scores"]:
+        text += f"; {counted(report['not_in_scores'], 'row', ',')} of sequences that were not scored"
     return text

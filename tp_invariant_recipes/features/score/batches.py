@@ -35,9 +35,9 @@ def windows(sequences: Iterable[Sequence], most: int) -> Iterator[list[Sequence]
     """The sequences in parts of about `most` tokens, so that memory does not grow with the file."""
     window: list[Sequence] = []
     tokens = 0
-    for one in sequences:
-        window.append(one)
-        tokens += len(one.tokens)
+    for sequence in sequences:
+        window.append(sequence)
+        tokens += len(sequence.tokens)
         if tokens >= most or len(window) == MOST:
             yield window
             window, tokens = [], 0
@@ -56,7 +56,7 @@ def plan(lengths: list[int], multiple: int, tokens: int, ranks: int, rank: int) 
         sized.setdefault(padded(length, multiple), []).append(place)
     batches = []
     for length, places in sorted(sized.items(), reverse=True):  # the longest first: memory runs out early or never
-        batches += [Batch(tuple(some), length) for some in _divided(places, _power(max(1, tokens // length)))]
+        batches += [Batch(tuple(part), length) for part in _divided(places, _power(max(1, tokens // length)))]
     rounds = -(-len(batches) // ranks)
     return [batches[min(n * ranks + rank, len(batches) - 1)] for n in range(rounds)]
 

@@ -35,7 +35,7 @@ class Columns:
     @classmethod
     def joined(cls, parts: Sequence["Columns"]) -> "Columns":
         """The tokens of all, one part after the other."""
-        return cls(*(np.concatenate([getattr(part, one.name) for part in parts]) for one in fields(cls)))
+        return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
     @property
     def places(self) -> bytes:
@@ -48,9 +48,9 @@ class Columns:
         return self.engine - self.reference
 
 
-def summary(found: Columns) -> dict[str, Any]:
+def summary(columns: Columns) -> dict[str, Any]:
     """The figures of all tokens."""
-    d, size = found.difference, np.abs(found.difference)
+    d, size = columns.difference, np.abs(columns.difference)
     ratio = np.exp(np.clip(-d, -50, 50))
     outside = (ratio < LOW) | (ratio > HIGH)
     return {
@@ -66,9 +66,9 @@ def summary(found: Columns) -> dict[str, Any]:
     }
 
 
-def by_position(found: Columns) -> list[dict[str, Any]]:
+def by_position(columns: Columns) -> list[dict[str, Any]]:
     """Mean, 99th percentile and largest |d| of positions 1, 2-3, 4-7, 8-15 …"""
-    size, bins = np.abs(found.difference), np.log2(found.position).astype(int)
+    size, bins = np.abs(columns.difference), np.log2(columns.position).astype(int)
     return [
         {"from": 1 << n, "to": (2 << n) - 1, "tokens": len(part), "mean": float(part.mean()),
          "p99": float(np.quantile(part, 0.99)), "largest": float(part.max())}
@@ -77,54 +77,54 @@ def by_position(found: Columns) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def by_token(found: Columns) -> list[dict[str, Any]]:
+def by_token(columns: Columns) -> list[dict[str, Any]]:
     """The tokens that most of the sum of |d| comes from."""
-    size = np.abs(found.difference)
-    tokens, at = np.unique(found.token, return_inverse=True)
+    size = np.abs(columns.difference)
+    tokens, at = np.unique(columns.token, return_inverse=True)
     sums, counts = np.bincount(at, size), np.bincount(at)
     order = np.argsort(-sums, kind="stable")[:WORST]
     return [{"token": int(tokens[n]), "count": int(counts[n]), "mean": float(sums[n] / counts[n])} for n in order]
 
 
-def worst(found: Columns) -> list[dict[str, Any]]:
+def worst(columns: Columns) -> list[dict[str, Any]]:
     """The tokens with the largest |d|. sequence: index of it."""
-    order = np.argsort(-np.abs(found.difference), kind="stable")[:WORST]
+    order = np.argsort(-np.abs(columns.difference), kind="stable")[:WORST]
     return [
-        {"sequence": int(found.sequence[n]), "position": int(found.position[n]), "token": int(found.token[n]),
-         "reference": float(found.reference[n]), "engine": float(found.engine[n])}
+        {"sequence": int(columns.sequence[n]), "position": int(columns.position[n]), "token": int(columns.token[n]),
+         "reference": float(columns.reference[n]), "engine": float(columns.engine[n])}
         for n in order
     ]  # fmt: skip
 
 
-def suspects(found: Columns) -> list[str]:
+def suspects(columns: Columns) -> list[str]:
     """What the differences look like, in words; empty where they are as small as rounding."""
-    size = np.abs(found.difference).mean()
-    likely = [*_shifted(found), *_temperature(found)] if size else []
+    size = np.abs(columns.difference).mean()
+    likely = [*_shifted(columns), *_temperature(columns)] if size else []
     if likely or size <= ROUNDING:
         return likely
-    return [*_growing(found)] or [
+    return [*_growing(columns)] or [
         f"the mean difference is {size:.3g}, at all positions alike: other weights, a missing bias, exchanged experts "
         "or another formula of a layer; --hidden FILE finds the first layer"
     ]
 
 
-def _shifted(found: Columns) -> Iterator[str]:
+def _shifted(columns: Columns) -> Iterator[str]:
     """The values of the token before or after stand at a token's place."""
-    same = found.sequence[1:] == found.sequence[:-1]
-    same &= found.position[1:] == found.position[:-1] + 1
+    same = columns.sequence[1:] == columns.sequence[:-1]
+    same &= columns.position[1:] == columns.position[:-1] + 1
     if not same.any():
         return
     for engine, reference, word in (
-        (found.engine[:-1], found.reference[1:], "next"),
-        (found.engine[1:], found.reference[:-1], "previous"),
+        (columns.engine[:-1], columns.reference[1:], "next"),
+        (columns.engine[1:], columns.reference[:-1], "previous"),
     ):
-        if np.abs(engine - reference)[same].mean() < SHIFTED * np.abs(found.difference).mean():
+        if np.abs(engine - reference)[same].mean() < SHIFTED * np.abs(columns.difference).mean():
             yield f"off by one: at a token's place stands the log-probability of the {word} token"
 
 
-def _temperature(found: Columns) -> Iterator[str]:
+def _temperature(columns: Columns) -> Iterator[str]:
     """log p at temperature T is, near 1, log p + (1/T - 1)(log p + entropy): the slope is known of every token."""
-    slope, d = found.reference + found.entropy, found.difference
+    slope, d = columns.reference + columns.entropy, columns.difference
     if not np.isfinite(slope).all() or not slope.any():
         return
     beta = float((slope * d).sum() / (slope * slope).sum())
@@ -136,10 +136,10 @@ def _temperature(found: Columns) -> Iterator[str]:
         )
 
 
-def _growing(found: Columns) -> Iterator[str]:
-    size = np.abs(found.difference)
-    quarter = np.quantile(found.position, [0.25, 0.75])
-    first, last = size[found.position <= quarter[0]].mean(), size[found.position >= quarter[1]].mean()
+def _growing(columns: Columns) -> Iterator[str]:
+    size = np.abs(columns.difference)
+    quarter = np.quantile(columns.position, [0.25, 0.75])
+    first, last = size[columns.position <= quarter[0]].mean(), size[columns.position >= quarter[1]].mean()
     if last > GROWS * first:
         times = f"{last / first:.1f} times from the first quarter" if first else "from none in the first quarter"
         yield (

@@ -57,7 +57,7 @@ def read(file: Path) -> Iterator[Rollout]:
 def parse(row: Mapping[str, Any], number: int) -> Rollout:
     """A row of any of FORMATS. Raises ValueError, TypeError, KeyError, IndexError, AttributeError: it is of none."""
     for needed, spans in FORMATS:
-        if all(_has(row, one) for one in needed):
+        if all(_has(row, key) for key in needed):
             tokens, logprobs = spans(row)
             break
     else:
@@ -82,7 +82,7 @@ def _has(row: Mapping[str, Any], key: str) -> bool:
 
 
 def _plain(row: Mapping[str, Any]) -> Spans:
-    return row["token_ids"], [_of(one, token) for token, one in zip(row["token_ids"], row["logprobs"], strict=True)]
+    return row["token_ids"], [_of(value, token) for token, value in zip(row["token_ids"], row["logprobs"], strict=True)]
 
 
 def _vllm(row: Mapping[str, Any]) -> Spans:
@@ -93,7 +93,7 @@ def _vllm(row: Mapping[str, Any]) -> Spans:
     output = row["outputs"][0] if row.get("outputs") else {"token_ids": [], "logprobs": []}
     after = output.get("logprobs") or [None] * len(output["token_ids"])
     tokens, values = [*prompt, *output["token_ids"]], [*before, *after]
-    return tokens, [_of(one, token) for token, one in zip(tokens, values, strict=True)]
+    return tokens, [_of(value, token) for token, value in zip(tokens, values, strict=True)]
 
 
 def _of(value: Any, token: int) -> float | None:
@@ -117,8 +117,8 @@ def _verl(row: Mapping[str, Any]) -> Spans:
     attention, response = row.get("attention_mask"), row.get("response_mask")
     mask = _mask(response if response is not None else (attention or ())[-len(tokens) :] or None, tokens)
     kept = mask if attention is None else _mask(attention[-len(tokens) :], tokens)
-    end = max((n for n, one in enumerate(kept, 1) if one), default=0)
-    return tokens[:end], [value if one else None for value, one in zip(values[:end], mask[:end], strict=True)]
+    end = max((n for n, bit in enumerate(kept, 1) if bit), default=0)
+    return tokens[:end], [value if bit else None for value, bit in zip(values[:end], mask[:end], strict=True)]
 
 
 def _nemo(row: Mapping[str, Any]) -> Spans:
@@ -126,14 +126,14 @@ def _nemo(row: Mapping[str, Any]) -> Spans:
     values = row["generation_logprobs"] if row.get("generation_logprobs") is not None else row["prev_logprobs"]
     mask = _mask(row.get("token_mask"), row["input_ids"], first=1)
     tokens = row["input_ids"][:length]
-    return tokens, [x if one else None for x, one in zip(values[:length], mask[:length], strict=True)]
+    return tokens, [x if bit else None for x, bit in zip(values[:length], mask[:length], strict=True)]
 
 
 def _mask(mask: Any, tokens: Any, first: int = 0) -> list[int]:
     """The unchanged mask; without one all tokens from `first` on. ValueError: it is not 0 or 1 for each token."""
     if mask is None:
         return [int(n >= first) for n in range(len(tokens))]
-    if not isinstance(mask, list) or len(mask) != len(tokens) or any(one not in (0, 1) for one in mask):
+    if not isinstance(mask, list) or len(mask) != len(tokens) or any(bit not in (0, 1) for bit in mask):
         raise ValueError("a mask is not 0 or 1 for each token")
     return mask
 

@@ -100,4 +100,4 @@ class Head:
         if self.wanted.entropies:
             values.append(cross_entropy.entropy(logits.squeeze(1), self.mesh, self.kernels))
         losses = tensor_parallel.vocab_parallel_cross_entropy(logits, targets.unsqueeze(1), tp_group=self.group)
-        return torch.stack([one.double() for one in (0.0 - losses.squeeze(1), *values)])
+        return torch.stack([column.double() for column in (0.0 - losses.squeeze(1), *values)])

@@ -32,19 +32,19 @@ class Hidden(Score):
         from tp_invariant_recipes.observe.dithering import Dither
 
         every = sequences.sequences(self.file, self.config.model["vocab_size"], encode)
-        one = next(row for row in every if self.sequence is None or row.id == self.sequence)
-        batch = Batch((0,), padded(len(one.tokens), forward.multiple))
-        found: dict[str, np.ndarray] = {}
+        sequence = next(row for row in every if self.sequence is None or row.id == self.sequence)
+        batch = Batch((0,), padded(len(sequence.tokens), forward.multiple))
+        outputs: dict[str, np.ndarray] = {}
         for number in range(1 + DITHERED):
             dither = Dither([model], number) if number else None
             hooks = LayerOutputs(model, f"{number}/", forward.state.get_tensor_model_parallel_group())
-            forward.passes([batch], [one])
+            forward.passes([batch], [sequence])
             hooks.remove()
             if dither:
                 dither.unhook()
-            found |= {name: values[: len(one.tokens)] for name, values in hooks.found.items()}
+            outputs |= {name: values[: len(sequence.tokens)] for name, values in hooks.outputs.items()}
         parts: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
-        dist.gather_object(found, parts or None, dst=0)
+        dist.gather_object(outputs, parts or None, dst=0)
         if parts:
             whole = {name: values for part in reversed(parts) for name, values in part.items()}
             np.savez(self.out, **whole)
@@ -55,7 +55,7 @@ class LayerOutputs:
 
     def __init__(self, model: nn.Module, prefix: str, group: Any) -> None:
         self.prefix, self.group = prefix, group
-        self.found: dict[str, np.ndarray] = {}
+        self.outputs: dict[str, np.ndarray] = {}
         self.layer = 0
         self.handles = []
         for module in model.modules():
@@ -89,7 +89,7 @@ class LayerOutputs:
             whole = rows.new_empty(len(rows) * self.group.size(), rows.shape[1])
             dist.all_gather_into_tensor(whole, rows.contiguous(), group=self.group)
             rows = whole
-        self.found[f"{self.prefix}{kind}.{self.layer}"] = rows.cpu().numpy()
+        self.outputs[f"{self.prefix}{kind}.{self.layer}"] = rows.cpu().numpy()
 
 
 def named(file: Path) -> dict[str, np.ndarray]:

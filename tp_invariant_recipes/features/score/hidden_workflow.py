@@ -59,33 +59,33 @@ def compared(engine: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarra
     engine: layers.N [tokens, h], router.N [tokens, topk] expert numbers. reference: as features/score/hidden.py
     writes it. dtype: of the model's activations, of which a number's spacing follows.
     """
-    found = []
+    rows = []
     repetitions = sorted({name.partition("/")[0] for name in reference} - {"0"})
-    for name in sorted((one for one in engine if one.startswith("layers.")), key=_number):
-        right = reference[f"0/{name}"].astype(np.float64)
-        noise = np.mean([np.square(reference[f"{n}/{name}"] - right).sum(1) for n in repetitions], axis=0)
-        error = PieceError(0, right.shape[1], np.square(engine[name].astype(np.float64) - right).sum(1), noise)
-        least = FLOOR * SPACING[dtype] * rms(right)
+    for name in sorted((layer for layer in engine if layer.startswith("layers.")), key=_number):
+        expected = reference[f"0/{name}"].astype(np.float64)
+        noise = np.mean([np.square(reference[f"{n}/{name}"] - expected).sum(1) for n in repetitions], axis=0)
+        error = PieceError(0, expected.shape[1], np.square(engine[name].astype(np.float64) - expected).sum(1), noise)
+        least = FLOOR * SPACING[dtype] * rms(expected)
         factor, token = factor_of([error], least), int(error.of_rows(least).argmax())
         row = {"layer": _number(name), "factor": factor, "beyond": not factor <= MARGIN, "token": token}
         if (router := f"router.{row['layer']}") in engine and f"0/{router}" in reference:
             row["flips"] = _flips(engine[router], reference[f"0/{router}"])
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
-def sentence(found: list[dict[str, Any]], layers: int) -> str:
+def sentence(rows: list[dict[str, Any]], layers: int) -> str:
     """The verdict in words. layers: of the model."""
-    first = next((row for row in found if row["beyond"]), None)
-    flips = next((row for row in found if row.get("flips")), None)
-    compared = f"all {layers}" if len(found) == layers else f"{len(found)} of {layers}"
+    first = next((row for row in rows if row["beyond"]), None)
+    flips = next((row for row in rows if row.get("flips")), None)
+    compared = f"all {layers}" if len(rows) == layers else f"{len(rows)} of {layers}"
     text = f"hidden states: within rounding, {compared} layers"
     if first is not None:
         text = (
             f"hidden states: layer {first['layer']} is the first beyond rounding, {first['factor']:.3g} × what "
             f"rounding moves there, most at token {first['token']}"
         )
-        if before := found.index(first):
+        if before := rows.index(first):
             which = "all layers" if before == first["layer"] else f"{before} of the {first['layer']} layers"
             text += f"; {which} before it are within"
     if flips is not None:
@@ -96,9 +96,9 @@ def sentence(found: list[dict[str, Any]], layers: int) -> str:
 
 def _flips(chosen: np.ndarray, own: np.ndarray) -> int:
     """Tokens whose experts are others. chosen: [tokens, topk] numbers. own: [tokens, experts] bool."""
-    theirs = np.zeros(own.shape, bool)
-    np.put_along_axis(theirs, chosen.astype(np.int64), True, axis=1)
-    return int((theirs != own.astype(bool)).any(1).sum())
+    routed = np.zeros(own.shape, bool)
+    np.put_along_axis(routed, chosen.astype(np.int64), True, axis=1)
+    return int((routed != own.astype(bool)).any(1).sum())
 
 
 def _number(name: str) -> int:
@@ -107,11 +107,11 @@ def _number(name: str) -> int:
 
 def _unlike(file: Path, key: str, values: np.ndarray, reference: dict[str, np.ndarray]) -> Iterator[str]:
     """What is wrong with a tensor of the file."""
-    right = reference.get(f"0/{key}")
-    if right is None:
+    expected = reference.get(f"0/{key}")
+    if expected is None:
         yield f"{file}: the model has no {key}"
-    elif values.shape[:1] != right.shape[:1] or (key.startswith(LAYERS) and values.shape != right.shape):
-        yield f"{file}: {key} has the shape {[*values.shape]}, and the reference {[*right.shape]}"
+    elif values.shape[:1] != expected.shape[:1] or (key.startswith(LAYERS) and values.shape != expected.shape):
+        yield f"{file}: {key} has the shape {[*values.shape]}, and the reference {[*expected.shape]}"
 
 
 def _read(file: Path) -> tuple[dict[str, np.ndarray], str | int | None]:

@@ -23,17 +23,17 @@ WHOLE = ("ranks",)  # columns of whole numbers
 def append(
     file: Path,
     window: Sequence[sequences.Sequence],
-    found: Sequence[np.ndarray],
+    scores: Sequence[np.ndarray],
     columns: Sequence[str],
     computed: tuple[int, float],
 ) -> None:
     """Write the lines of a window and wait until they are on the disk; then what it took, beside them.
 
-    found: [columns, scored] fp64 of each. computed: tokens, and seconds of their forward passes.
+    scores: [columns, scored] fp64 of each. computed: tokens, and seconds of their forward passes.
     """
     with file.open("ab") as stream:
-        for one, values in zip(window, found, strict=True):
-            stream.write(line(one, values, columns))
+        for sequence, values in zip(window, scores, strict=True):
+            stream.write(line(sequence, values, columns))
         stream.flush()
         os.fsync(stream.fileno())
     with file.with_name(TIMES).open("a") as stream:
@@ -46,12 +46,16 @@ def tokens_per_second(file: Path) -> float | None:
     return sum(tokens for tokens, _ in times) / sum(seconds for _, seconds in times) if times else None
 
 
-def line(one: sequences.Sequence, values: np.ndarray, columns: Sequence[str]) -> bytes:
+def line(sequence: sequences.Sequence, values: np.ndarray, columns: Sequence[str]) -> bytes:
     """One line. values: [columns, scored] fp64."""
     logprobs = values[0].astype(np.float32)
     fields = {name: _decimals(column, name) for name, column in zip(columns, values, strict=True)}
     bits = '","'.join(f"{bits:08x}" for bits in logprobs.view(np.uint32).tolist())
-    texts = {"id": json.dumps(one.id), "first": str(one.first), "token_ids": json.dumps(one.tokens[one.first :])}
+    texts = {
+        "id": json.dumps(sequence.id),
+        "first": str(sequence.first),
+        "token_ids": json.dumps(sequence.tokens[sequence.first :]),
+    }
     texts |= fields | {"bits": f'["{bits}"]', "sum": repr(math.fsum(logprobs.tolist()))}
     return ("{" + ", ".join(f'"{name}": {text}' for name, text in texts.items()) + "}\n").encode()
 

@@ -21,39 +21,39 @@ _EMPTY = 0.7  # where a bar of no tokens ends
 
 def page(result: dict[str, Any]) -> str:
     """The HTML. result: as `features.score.against.judge` returns it."""
-    files = [_file(number, one) for number, one in enumerate(result["files"])]
+    files = [_file(number, report) for number, report in enumerate(result["files"])]
     verdict = "Beyond" if result["exit_status"] else "Within"
     title = f"{verdict} the tolerance of {result['tolerance']:g}"
     return html("score.html.j2", title=title, result=result, files=files)
 
 
-def _file(number: int, one: dict[str, Any]) -> dict[str, Any]:
-    drawing = differences(one, number)
-    found = one["summary"]
+def _file(number: int, report: dict[str, Any]) -> dict[str, Any]:
+    drawing = differences(report, number)
+    summary = report["summary"]
     figures = (
-        ("tokens", f"{found['tokens']:,}"),
-        ("of scored", f"{one['scored']:,}"),
-        ("equal bits", f"{found['equal']:,}"),
-        ("mean KL, k1", f"{found['k1']:.3g}"),
-        ("mean KL, k3", f"{found['k3']:.3g}"),
-        ("mean |d|", f"{found['mean']:.3g}"),
-        ("99.9 % below", f"{found['p999']:.3g}"),
-        ("largest |d|", f"{found['largest']:.3g}"),
-        ("ratio outside [0.8, 1.25]", f"{found['outside']:,} ({found['outside_share']:.2%})"),
+        ("tokens", f"{summary['tokens']:,}"),
+        ("of scored", f"{report['scored']:,}"),
+        ("equal bits", f"{summary['equal']:,}"),
+        ("mean KL, k1", f"{summary['k1']:.3g}"),
+        ("mean KL, k3", f"{summary['k3']:.3g}"),
+        ("mean |d|", f"{summary['mean']:.3g}"),
+        ("99.9 % below", f"{summary['p999']:.3g}"),
+        ("largest |d|", f"{summary['largest']:.3g}"),
+        ("ratio outside [0.8, 1.25]", f"{summary['outside']:,} ({summary['outside_share']:.2%})"),
     )
-    texts = {name: [row | {"text": one_line(row["text"])} for row in one[name]] for name in ("worst", "by_token")}
-    return one | texts | {"figures": figures, "figure": Markup(svg(drawing)), "note": drawing.note}
+    texts = {name: [row | {"text": one_line(row["text"])} for row in report[name]] for name in ("worst", "by_token")}
+    return report | texts | {"figures": figures, "figure": Markup(svg(drawing)), "note": drawing.note}
 
 
-def differences(one: dict[str, Any], number: int = 0) -> Drawing:
+def differences(report: dict[str, Any], number: int = 0) -> Drawing:
     """|d| by position: tokens as points, mean and 99th percentile as lines; beside it d, signed, as a histogram."""
 
     def draw(figure: FigureBase) -> None:
         grid = axes_grid(figure, _HEIGHT, 1, 2, wspace=0.2)
         axes, beside = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
-        places, values = zip(*one["points"], strict=True)
+        places, values = zip(*report["points"], strict=True)
         axes.plot(places, [max(abs(v), _LEAST) for v in values], ".", markersize=2, color=LINES[0], alpha=0.4)
-        _steps(axes, one["by_position"])
+        _steps(axes, report["by_position"])
         axes.set_yscale("log")
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
@@ -71,9 +71,8 @@ def differences(one: dict[str, Any], number: int = 0) -> Drawing:
         beside.set_xlabel("difference of log-probabilities")
         beside.set_ylabel("tokens")
 
-    words = (
-        f"{counted(one['summary']['tokens'], 'token', ',')}; the largest difference is {one['summary']['largest']:.3g}."
-    )
+    summary = report["summary"]
+    words = f"{counted(summary['tokens'], 'token', ',')}; the largest difference is {summary['largest']:.3g}."
     note = (
         f"{words} A point is a token; of many, some evenly chosen ones and the largest. Differences below {_LEAST:g}, "
         "also of equal bits, lie at the bottom."

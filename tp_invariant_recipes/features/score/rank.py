@@ -65,17 +65,19 @@ class Score:
 
     def score(self, model: Any, forward: "Forward", encode: sequences.Encode | None) -> None:
         """Score what is left of the file. Rank 0 writes a window while the ranks compute the next."""
-        left = islice(sequences.sequences(self.file, self.config.model["vocab_size"], encode), self.done, None)
+        remaining = islice(sequences.sequences(self.file, self.config.model["vocab_size"], encode), self.done, None)
         with ThreadPoolExecutor(1) as pool:
             writing: Future[None] | None = None
-            for window in batches.windows(left, batches.WINDOWS["cpu" if self.config.device.kind == "cpu" else "cuda"]):
+            for window in batches.windows(
+                remaining, batches.WINDOWS["cpu" if self.config.device.kind == "cpu" else "cuda"]
+            ):
                 begun = time.monotonic()
-                found = forward.window(window, self.tokens)
-                computed = sum(len(one.tokens) for one in window), time.monotonic() - begun
+                scores = forward.window(window, self.tokens)
+                computed = sum(len(sequence.tokens) for sequence in window), time.monotonic() - begun
                 if writing is not None:
                     writing.result()
                 if dist.get_rank() == 0:
-                    writing = pool.submit(lines.append, self.out, window, found, self.wanted.columns, computed)
+                    writing = pool.submit(lines.append, self.out, window, scores, self.wanted.columns, computed)
             if writing is not None:
                 writing.result()
 
@@ -150,7 +152,7 @@ class Forward:
         """
         state = self.state
         size, rank = state.get_data_parallel_world_size(), state.get_data_parallel_rank()
-        lengths = [len(one.tokens) for one in window]
+        lengths = [len(sequence.tokens) for sequence in window]
         passes = batches.plan(lengths, self.multiple, 0 if self.alone else tokens, size, rank)
         return self._gathered(window, passes, self.passes(passes, window))
 
@@ -202,16 +204,21 @@ class Forward:
                     mine.append((place, held[scored], values[:, n, scored]))
         parts: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
         dist.gather_object(mine, parts or None, dst=0)
-        found = [np.full((self.columns, len(one.tokens) - one.first), np.nan) for one in window] if parts else []
+        scores = (
+            [np.full((self.columns, len(sequence.tokens) - sequence.first), np.nan) for sequence in window]
+            if parts
+            else []
+        )
         for place, positions, values in (entry for part in parts for entry in part):
-            found[place][:, positions + 1 - window[place].first] = values
-        for one, values in zip(window if parts else (), found, strict=True):
+            scores[place][:, positions + 1 - window[place].first] = values
+        for sequence, values in zip(window if parts else (), scores, strict=True):
             if not np.isfinite(values).all():
-                at = one.first + int(np.argmin(np.isfinite(values).all(0)))
+                at = sequence.first + int(np.argmin(np.isfinite(values).all(0)))
                 raise RunError(
-                    f"sequence {one.id}: the score of token {at} is no finite number: {values[0, at - one.first]}"
+                    f"sequence {sequence.id}: the score of token {at} is no finite number: "
+                    f"{values[0, at - sequence.first]}"
                 )
-        return found
+        return scores
 
 
 def depends_on_rows(config: RunConfig) -> bool:
@@ -233,7 +240,7 @@ def _tensors(batch: Batch, window: Sequence[sequences.Sequence]) -> tuple[Tensor
     """Tokens and the next token of each, -1 where it is not scored: [b, s] int64, padded at the end."""
     tokens = np.zeros((len(batch.places), batch.length), np.int64)
     targets = np.full_like(tokens, -1)
-    for n, one in enumerate(window[place] for place in batch.places):
-        tokens[n, : len(one.tokens)] = one.tokens
-        targets[n, one.first - 1 : len(one.tokens) - 1] = one.tokens[one.first :]
+    for n, sequence in enumerate(window[place] for place in batch.places):
+        tokens[n, : len(sequence.tokens)] = sequence.tokens
+        targets[n, sequence.first - 1 : len(sequence.tokens) - 1] = sequence.tokens[sequence.first :]
     return torch.from_numpy(tokens), torch.from_numpy(targets)

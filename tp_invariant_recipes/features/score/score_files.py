@@ -19,7 +19,7 @@ def _unfit(
     file: Path, against: Sequence[Path], hidden: Path | None, written: Sequence[Path]
 ) -> Iterator[tuple[Path, str]]:
     """What is wrong with each, the first line of those that are read included."""
-    for read, parse in ((file, _is_sequence), *((one, _is_rollout) for one in against)):
+    for read, parse in ((file, _is_sequence), *((rollouts, _is_rollout) for rollouts in against)):
         read = read.expanduser()
         try:
             with open_file(read) as stream:

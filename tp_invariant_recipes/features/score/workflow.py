@@ -57,8 +57,8 @@ OTHERWISE = {
 # What a training has and a scoring has not.
 OFF = ("cuda_graph=off", "guard=off", "logging=none", "save=0", "ledger.digests=0", "validation.eval_iters=0")
 # What a scoring takes from a run: these, but for what belongs to its layout and its batches.
-KEPT = ("numerics.*", "model.*", "mixed_precision.*", "recipe.*", "tokenizer*", "precision")
-NOT_KEPT = (
+REPEATED_FIELDS = ("numerics.*", "model.*", "mixed_precision.*", "recipe.*", "tokenizer*", "precision")
+OMITTED_FIELDS = (
     *("*_parallel_size", "*.sequence_parallel", "*pipeline*", "*.account_for_*", "*cuda_graph*", "*.recompute_*"),
     *("numerics.mode", "numerics.data_shards", "numerics.expert_groups"),
 )
@@ -128,7 +128,7 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
     source: a run directory or a Hugging Face folder. file: of sequences. overrides: as typed.
     """
     requested = parse_all(overrides)
-    problems = [f"{one.text}: {why}" for one in requested if (why := _refused(one))]
+    problems = [f"{override.text}: {why}" for override in requested if (why := _refused(override))]
     if options.tokens < 1:
         problems.append(f"--batch-tokens {options.tokens}: must be at least 1")
     of_run = RunDir(source).run.exists()
@@ -160,7 +160,7 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
         "schema": 1,
         "weights": of_weights,
         "numerics": numerics | {"product": mode.definition(config.numerics.mode, config.device.kind)},
-        "overrides": [one.text for one in composed.overrides if _kept(one)],
+        "overrides": [override.text for override in composed.overrides if _kept(override)],
         "sequences": {"sha256": read.sha256, "count": read.sequences, "tokenizer": digest},
         "columns": options.columns,
     }
@@ -270,30 +270,35 @@ def execute(scoring: Scoring, tick: Callable[[], None]) -> dict[str, Any]:
     return {"sequences": scoring.count - done, "seconds": seconds, "tokens_per_second": speed and round(speed)}
 
 
-def _refused(one: Override) -> str | None:
-    if one.field in OTHERWISE:
-        return f"{OTHERWISE[one.field]}; leave it out"
-    if one.field.startswith(SECTIONS) or one.field in FIELDS or one.path in FIELDS or one.parsed is None:
+def _refused(override: Override) -> str | None:
+    if override.field in OTHERWISE:
+        return f"{OTHERWISE[override.field]}; leave it out"
+    if (
+        override.field.startswith(SECTIONS)
+        or override.field in FIELDS
+        or override.path in FIELDS
+        or override.parsed is None
+    ):
         return None
     return "tpi score trains nothing and does not read it; leave it out"
 
 
-def _kept(one: Override) -> bool:
+def _kept(override: Override) -> bool:
     """Whether an override belongs to a model and its arithmetic, and to no layout."""
-    return any(fnmatchcase(one.field, pattern) for pattern in KEPT) and not any(
-        fnmatchcase(one.field, pattern) for pattern in NOT_KEPT
+    return any(fnmatchcase(override.field, pattern) for pattern in REPEATED_FIELDS) and not any(
+        fnmatchcase(override.field, pattern) for pattern in OMITTED_FIELDS
     )
 
 
 def _of_run(source: Path, requested: Sequence[Override], step: int | None) -> tuple[Composed, Path, dict[str, Any]]:
     run_dir = RunDir(source)
     before = run_dir.read_run(RunFile)
-    found = checkpoint_of(run_dir, before.identity_hash, step)
+    checkpoint = checkpoint_of(run_dir, before.identity_hash, step)
     invariant = mode.find(before.numerics["mode"]) is not None
     kept = [
-        one
-        for one in overrides_to_repeat(before)
-        if _kept(one) and (invariant or not one.field.startswith("numerics."))
+        override
+        for override in overrides_to_repeat(before)
+        if _kept(override) and (invariant or not override.field.startswith("numerics."))
     ]
     shards = ("virtual_shards", "context_shards") if invariant else ()
     kept += parse_all(f"numerics.{name}={before.numerics[name]}" for name in shards if before.numerics.get(name))
@@ -301,9 +306,9 @@ def _of_run(source: Path, requested: Sequence[Override], step: int | None) -> tu
     composed = _composed(before.model, [*kept, *requested], numerics)
     if peft.adapts(composed.config):
         raise ConfigError(f"{source} has adapters: tpi export {source} FOLDER --merge, then tpi score FOLDER")
-    manifest = found.read_manifest()
+    manifest = checkpoint.read_manifest()
     files = {name: file.xxh3_128 for name, file in sorted(manifest.files.items())}
-    return composed, found.path.absolute(), {"run": before.identity_hash, "step": found.step, "files": files}
+    return composed, checkpoint.path.absolute(), {"run": before.identity_hash, "step": checkpoint.step, "files": files}
 
 
 def _of_folder(source: Path, requested: Sequence[Override], step: int | None) -> tuple[Composed, None, dict[str, Any]]:
@@ -334,10 +339,10 @@ def _tokenizer(config: Any, source: Path, *, of_run: bool) -> str | None:
     """The tokenizer of the folder, or of the text that the run was trained on; None: it has none."""
     candidates = [source, config.weights.folder] if not of_run else [config.weights.folder, config.data.tokenizer]
     candidates.append(config.section("tokenizer").get("tokenizer_model"))
-    for one in filter(None, candidates):
+    for candidate in filter(None, candidates):
         try:
-            sequences.identify(str(one))
-            return str(one)
+            sequences.identify(str(candidate))
+            return str(candidate)
         except TpiError:
             continue
     return None

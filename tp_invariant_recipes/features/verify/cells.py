@@ -29,33 +29,33 @@ class Problems:
     """Problems of cells, each once. A problem of only some cells lists these cells."""
 
     def __init__(self) -> None:
-        self.found: dict[str, list[str]] = {}
+        self.labels: dict[str, list[str]] = {}
         self.cells = 0
 
     @contextmanager
-    def of(self, label: str) -> Iterator[None]:
+    def recording(self, label: str) -> Iterator[None]:
         """Record the problems of a ConfigError of the block, for the cell with this label."""
         self.cells += 1
         try:
             yield
         except ConfigError as error:
             for problem in error.problems:
-                self.found.setdefault(problem, []).append(label)
+                self.labels.setdefault(problem, []).append(label)
 
     def why(self, label: str) -> str:
         """The problems of one cell."""
-        return "; ".join(problem for problem, labels in self.found.items() if label in labels and problem != OR_STOCK)
+        return "; ".join(problem for problem, labels in self.labels.items() if label in labels and problem != OR_STOCK)
 
     def lines(self) -> list[str]:
         """One line per problem."""
         return [
             problem if len(labels) == self.cells or problem == OR_STOCK else f"{'; '.join(labels)}: {problem}"
-            for problem, labels in self.found.items()
+            for problem, labels in self.labels.items()
         ]
 
     def raise_any(self) -> None:
         """Raise ConfigError if there is a problem."""
-        if self.found:
+        if self.labels:
             raise ConfigError(listed(self.lines()), self.lines())
 
 
@@ -67,7 +67,7 @@ def compose_cells(
     Raises ConfigError that lists `problems` and the problems of all cells, also where a value fits no combination: that
     is a mistake, and no matter of combining.
     """
-    composed, found = compose_each(model, choices, here)
+    composed, cell_problems = compose_each(model, choices, here)
     remaining = [choice.values for choice in choices if choice.label in composed]
     if (
         not problems
@@ -75,8 +75,8 @@ def compose_cells(
         and all(set(axis.values) == {values[n] for values in remaining} for n, axis in enumerate(axes))
     ):
         labels = [choice.label for choice in choices if choice.label not in composed]
-        return composed, tuple(LeftOut(label, found.why(label)) for label in labels)
-    problems = [*problems, *found.lines()]
+        return composed, tuple(LeftOut(label, cell_problems.why(label)) for label in labels)
+    problems = [*problems, *cell_problems.lines()]
     refuse(problems)
     return composed, ()
 
@@ -84,11 +84,11 @@ def compose_cells(
 def compose_each(model: str, choices: Sequence[Choice], here: bool) -> tuple[dict[str, Composed], Problems]:
     """Those that compose, by their label, and what is wrong with the others."""
     device = plan.detect_device()
-    composed, found, files = {}, Problems(), partial(input_problems, here=here)
+    composed, cell_problems, files = {}, Problems(), partial(input_problems, here=here)
     for choice in choices:
-        with found.of(choice.label):
+        with cell_problems.recording(choice.label):
             composed[choice.label] = compose(model, choice.overrides, device=device, also=files)
-    return composed, found
+    return composed, cell_problems
 
 
 def with_enough_shards(choices: Sequence[Choice], reference: Ledger | None) -> tuple[Choice, ...]:
@@ -99,14 +99,14 @@ def with_enough_shards(choices: Sequence[Choice], reference: Ledger | None) -> t
     key = "numerics.virtual_shards"
     wanted = reference.header.numerics.get("virtual_shards") if reference else None
     if wanted is None:
-        wanted = max((_degree(one, "tp") * _degree(one, "cp") for one in choices), default=1)
+        wanted = max((_degree(choice, "tp") * _degree(choice, "cp") for choice in choices), default=1)
         if wanted <= DEFAULT_SHARDS or wanted & (wanted - 1):
             return tuple(choices)
     return tuple(
-        one
-        if given(one.overrides, key) or _is_stock(one)
-        else replace(one, overrides=(*one.overrides, parse(f"{key}={wanted}")))
-        for one in choices
+        choice
+        if given(choice.overrides, key) or _is_stock(choice)
+        else replace(choice, overrides=(*choice.overrides, parse(f"{key}={wanted}")))
+        for choice in choices
     )
 
 
@@ -129,20 +129,20 @@ def with_equal_shards(
     Of expert groups it is the number that suits every cell. A value that the user gives stays, and so do cells of stock
     numerics, which have none.
     """
-    configs = {label: one.config for label, one in composed.items()}
+    configs = {label: cell.config for label, cell in composed.items()}
     for key in SHARDS:
         name = key.partition(".")[2]
         shards = {label: getattr(config.numerics, name) for label, config in configs.items()}
         if key == EXPERT_GROUPS:  # with the D and C that the cells have by now
-            free = [one.label for one in choices if shards[one.label] and not given(one.overrides, key)]
+            free = [choice.label for choice in choices if shards[choice.label] and not given(choice.overrides, key)]
             shards |= {label: expert_groups.groups_of_run(configs[label]) for label in free}
         wanted = reference.header.identity.get(key) if reference else None
         wanted = wanted or max((each for each in shards.values() if each is not None), default=None)
         choices = [
-            one
-            if shards[one.label] in (None, wanted) or given(one.overrides, key)
-            else replace(one, overrides=(*one.overrides, parse(f"{key}={wanted}")))
-            for one in choices
+            choice
+            if shards[choice.label] in (None, wanted) or given(choice.overrides, key)
+            else replace(choice, overrides=(*choice.overrides, parse(f"{key}={wanted}")))
+            for choice in choices
         ]
         configs = {
             label: config.with_fields("numerics", **{name: wanted}) if shards[label] is not None else config
@@ -166,9 +166,11 @@ def that_fit(
     Raises ConfigError if no two of several cells fit, or the only one does not; it has a command that works.
     """
     large = {
-        one.label: problems[0] for one in choices if (problems := room.problems(composed[one.label].config, here=here))
+        choice.label: problems[0]
+        for choice in choices
+        if (problems := room.problems(composed[choice.label].config, here=here))
     }
-    kept, least = tuple(one for one in choices if one.label not in large), min(2, len(choices))
+    kept, least = tuple(choice for choice in choices if choice.label not in large), min(2, len(choices))
     left_out = tuple(LeftOut(label, problem.partition(":\n")[0]) for label, problem in large.items())
     if len(kept) >= least:
         return kept, left_out
@@ -176,7 +178,7 @@ def that_fit(
     if command is None:
         problems = [f"{label}: {problem}" for label, problem in large.items()]
     else:
-        problems = [f"{one.label}: {one.why}" for one in left_out]
+        problems = [f"{cell.label}: {cell.why}" for cell in left_out]
         problems.append(f"{len(kept)} of {len(choices)} cells fit; this command works: {command}")
     raise ConfigError("\n".join(problems), problems)
 
@@ -186,20 +188,20 @@ def _command_that_fits(
 ) -> str | None:
     """This process's command with the change that lets `least` cells fit: larger degrees of tp, or fewer layers."""
 
-    def fits(one: Choice, key: str, value: int) -> bool:
+    def fits(choice: Choice, key: str, value: int) -> bool:
         try:
-            config = compose(model, [*one.overrides, f"{key}={value}"], device=plan.detect_device()).config
+            config = compose(model, [*choice.overrides, f"{key}={value}"], device=plan.detect_device()).config
         except ConfigError:
             return False
-        found = gpus.visible() if here else []
-        enough = not found or config.layout.world <= len(found)
+        visible = gpus.visible() if here else []
+        enough = not visible or config.layout.world <= len(visible)
         return enough and not room.problems(config, here=here) and room.warning(config, here=here) is None
 
     degrees = [str(tp) for tp in (1, 2, 4, 8, 16) if fits(choices[0], "tp", tp)]
     if len(degrees) >= least:
         return _changed_command(requested, "tp", ",".join(degrees[:least]))
     layers = (1 << power for power in range(6, -1, -1))
-    few = next((n for n in layers if all(fits(one, "model.num_layers", n) for one in choices)), None)
+    few = next((n for n in layers if all(fits(choice, "model.num_layers", n) for choice in choices)), None)
     return None if few is None else _changed_command(requested, "model.num_layers", str(few))
 
 
@@ -217,11 +219,11 @@ def plan_cells(
     how: Planning,
 ) -> dict[str, Plan]:
     """Plan each cell, by its name. Raises ConfigError with the problems of all; other TpiErrors as `plan.resolve`."""
-    plans, found = {}, Problems()
-    for choice, one in zip(choices, composed, strict=True):
-        with found.of(choice.label):
-            plans[choice.name] = plan.resolve(one, where.cell(choice.name), how)
-    found.raise_any()
+    plans, cell_problems = {}, Problems()
+    for choice, composed_cell in zip(choices, composed, strict=True):
+        with cell_problems.recording(choice.label):
+            plans[choice.name] = plan.resolve(composed_cell, where.cell(choice.name), how)
+    cell_problems.raise_any()
     return plans
 
 
@@ -279,7 +281,10 @@ def identities(axes: Sequence[Axis], choices: Sequence[Choice], plans: dict[str,
 
 
 def _changed(a: Plan, b: Plan) -> list[str]:
-    return [one.field for one in identity_differences(Header(identity=a.identity), Header(identity=b.identity))]
+    return [
+        difference.field
+        for difference in identity_differences(Header(identity=a.identity), Header(identity=b.identity))
+    ]
 
 
 def _few(fields: list[str]) -> str:

@@ -92,12 +92,17 @@ def _choices(
     for values in combinations:
         pairs = [(axis.key, value) for axis, value in zip(places.values(), values, strict=True)]
         chosen = dict(zip(places, values, strict=True))
-        single = [one.with_value(chosen[n]) if one and n in chosen else one for n, one in enumerate(overrides)]
+        single = [
+            override.with_value(chosen[n]) if override and n in chosen else override
+            for n, override in enumerate(overrides)
+        ]
         name = "-".join(_word(key, value) for key, value in pairs)[:_LONGEST_NAME]
-        name = next(one for one in (name, *(f"{name}-{n}" for n in range(2, MOST + 2))) if one not in names)
+        name = next(
+            candidate for candidate in (name, *(f"{name}-{n}" for n in range(2, MOST + 2))) if candidate not in names
+        )
         names.add(name)
         label = " ".join(f"{key}={value}" for key, value in pairs)
-        yield Choice(name, label, values, tuple(one for one in single if one))
+        yield Choice(name, label, values, tuple(override for override in single if override))
 
 
 def _word(key: str, value: str) -> str:

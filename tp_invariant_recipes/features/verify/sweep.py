@@ -75,7 +75,7 @@ class Swept:
     @property
     def remarks(self) -> tuple[str, ...]:
         """Facts beside the table, one sentence each."""
-        left_out = [f"Left out: {one.label}: {one.why}." for one in self.matrix.left_out]
+        left_out = [f"Left out: {cell.label}: {cell.why}." for cell in self.matrix.left_out]
         return (*left_out, *([f"No page: {self.no_page}."] if self.no_page else []))
 
     def as_dict(self) -> dict[str, Any]:
@@ -105,11 +105,11 @@ def new(
     if not axes and not problems:
         problems.append(f"no key has several values: lr=1e-3,3e-4 gives two runs; one run is tpi train {model} …")
     composed, left_out = compose_cells(model, axes, choices, problems, how.here)
-    choices = tuple(one for one in choices if one.label in composed)
+    choices = tuple(choice for choice in choices if choice.label in composed)
     where = MatrixDir(choose_for_several(directory, f"sweep-{model}"))
     plans = plan_cells(choices, list(composed.values()), where, how)
     refuse(environments(plans) if how.here else [])
-    cells = tuple(cell_of(one, plans[one.name]) for one in choices)
+    cells = tuple(cell_of(choice, plans[choice.name]) for choice in choices)
     return Verification(where, Matrix(model, texts(requested), axes, cells, None, left_out, "sweep"), plans)
 
 
@@ -126,11 +126,11 @@ def execute(planned: Verification, watch: Watch) -> Swept:
 def results(directory: Path) -> Swept:
     """How the runs in a directory of `tpi sweep` ended; writes `sweep.json` and the page. Raises RunError."""
     where = MatrixDir(directory)
-    found = where.read_matrix("sweep")
-    rows = [examine(where, one) for one in found.cells]
+    planned = where.read_matrix("sweep")
+    rows = [examine(where, cell) for cell in planned.cells]
     rows = [replace(row, state=COMPLETED) if row.state == REFERENCE else row for row in rows]
     page, why = _page(where, rows)
-    swept = Swept(directory, found, tuple(rows), page, why)
+    swept = Swept(directory, planned, tuple(rows), page, why)
     where.write(where.sweep, swept.as_dict())
     return swept
 

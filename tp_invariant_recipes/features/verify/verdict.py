@@ -197,8 +197,8 @@ def _another_run(cell: Cell, ledger: Ledger) -> str | None:
     """Why a complete ledger is not the cell's own: a copy of another cell's ledger would prove nothing."""
     header = ledger.header
     planned = {"identity": cell.identity_hash, "layout": cell.layout, "numerics": cell.numerics}
-    found = {"identity": header.identity_hash, "layout": header.layout, "numerics": header.numerics}
-    wrong = [name for name in planned if canonical(found[name]) != canonical(planned[name])]  # True is not 1
+    recorded = {"identity": header.identity_hash, "layout": header.layout, "numerics": header.numerics}
+    wrong = [name for name in planned if canonical(recorded[name]) != canonical(planned[name])]  # True is not 1
     if wrong:
         return f"its ledger is of another run than planned: {', '.join(wrong)}"
     for resumed in header.notes.get("resumed", ()):
@@ -218,10 +218,10 @@ def _other_overrides(run: RunDir, cell: Cell) -> str | None:
         trained = run.read_run(RunFile).overrides
     except RunError as error:
         return str(error)
-    found, wanted = (
+    own, wanted = (
         {key: value for key, _, value in (text.partition("=") for text in texts)} for texts in (trained, cell.overrides)
     )
-    other = [key for key in sorted(found | wanted) if found.get(key) != wanted.get(key)]
+    other = [key for key in sorted(own | wanted) if own.get(key) != wanted.get(key)]
     named = ", ".join(key for key in other if key.lstrip("+~").partition(".")[0] not in _OF_A_PLACE)
     return f"it was trained with other overrides than planned: {named}" if named else None
 
@@ -262,13 +262,13 @@ def _judged(directory: Path, matrix: Matrix, rows: tuple[CellResult, ...], exitf
         verdict, line = Verdict.DIFFERENT.value, _different(different, reference)
     else:
         verdict, line = Verdict.IDENTICAL.value, _identical(matrix, compared, reference)
-    again = shlex.join(["tpi", "verify", "--last-failed", "--dir", os.fspath(directory)])
-    advice = _next_command(reference, different) if different else again if faulty else None
-    facts = (*(f"Left out: {one.label}: {one.why}." for one in matrix.left_out), *_remarks(rows, compared))
+    retry = shlex.join(["tpi", "verify", "--last-failed", "--dir", os.fspath(directory)])
+    advice = _next_command(reference, different) if different else retry if faulty else None
+    facts = (*(f"Left out: {cell.label}: {cell.why}." for cell in matrix.left_out), *_remarks(rows, compared))
     if not_run:
         facts = (
             *facts,
-            f"--exitfirst: {', '.join(row.label for row in not_run)} did not run; {again} trains the rest.",
+            f"--exitfirst: {', '.join(row.label for row in not_run)} did not run; {retry} trains the rest.",
         )
     return MatrixVerdict(directory, matrix, rows, verdict, line, facts, advice)
 
@@ -289,9 +289,14 @@ def _identical(matrix: Matrix, compared: list[CellResult], reference: CellResult
 def _extent(compared: list[CellResult]) -> str:
     """The extent of the smallest of these comparisons, as "100 steps (loss, …)"."""
     comparisons = [row.comparison for row in compared if row.comparison is not None]
-    shortest = min(comparisons, key=lambda one: one.steps_compared)
+    shortest = min(comparisons, key=lambda comparison: comparison.steps_compared)
     least = min(
-        comparisons, key=lambda one: (one.steps_digested, one.coverage["moments"].both, one.coverage["trace"].both)
+        comparisons,
+        key=lambda comparison: (
+            comparison.steps_digested,
+            comparison.coverage["moments"].both,
+            comparison.coverage["trace"].both,
+        ),
     )
     steps, total = shortest.steps_compared, shortest.steps_total
     extent = counted(steps, "step") if steps == total else f"{steps} of {counted(total, 'step')}"
@@ -343,9 +348,9 @@ def _remarks(rows: tuple[CellResult, ...], compared: list[CellResult]) -> tuple[
     sentences += dict.fromkeys(sentence for comparison in identical for sentence in remarks(comparison))
     different = [row.comparison for row in compared if row.comparison and row.comparison.first]
     sentences += dict.fromkeys(sentence for comparison in different for sentence in machine_remark(comparison))
-    if advice := next((found for one in different if (found := stock_help(one))), ()):
+    if advice := next((words for comparison in different if (words := stock_help(comparison))), ()):
         sentences.append(f"help: {' '.join(advice)}")
-    elif any(one.initial for one in different):
+    elif any(comparison.initial for comparison in different):
         sentences.append("numerics.initial_weights=invariant starts all of them from the same weights.")
     return tuple(sentences)
 

@@ -43,7 +43,7 @@ from tp_invariant_recipes.runs.lock import locked, locked_empty
 from tp_invariant_recipes.runs.matrix_dir import Cell, Matrix, MatrixDir
 from tp_invariant_recipes.runs.run_dir import choose_for_several
 
-__all__ = ["MatrixVerdict", "Verification", "again", "check", "execute", "judge", "new"]
+__all__ = ["MatrixVerdict", "Verification", "check", "execute", "judge", "new", "plan_rerun"]
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class Verification:
 
     plans: name of a cell -> its run, in order. Cells that an earlier verify has done have none.
     anew:  cells of an earlier verify that begin again: what it left of them is moved to `set-aside/`.
-    again: whether there was an earlier verify.
+    rerun: whether there was an earlier verify.
     """
 
     directory: MatrixDir
     matrix: Matrix
     plans: dict[str, Plan]
     anew: frozenset[str] = frozenset()
-    again: bool = False
+    rerun: bool = False
 
     @property
     def cells(self) -> tuple[Cell, ...]:
@@ -90,14 +90,14 @@ def new(
         )
     choices = with_enough_shards(choices, reference)
     composed, left_out = compose_cells(model, axes, choices, problems, how.here)
-    before = [one for one in choices if one.label in composed]
+    before = [choice for choice in choices if choice.label in composed]
     kept = with_equal_shards(before, composed, reference)
-    changed, found = compose_each(model, [one for one in kept if one not in before], how.here)
-    found.raise_any()
+    changed, cell_problems = compose_each(model, [choice for choice in kept if choice not in before], how.here)
+    cell_problems.raise_any()
     composed |= changed
     kept, too_large = that_fit(model, requested, kept, composed, how.here)
-    choices = tuple(named(one, composed[one.label]) for one in kept)
-    composed = {one.label: composed[one.label] for one in kept}
+    choices = tuple(named(choice, composed[choice.label]) for choice in kept)
+    composed = {choice.label: composed[choice.label] for choice in kept}
     left_out += too_large
     where = MatrixDir(choose_for_several(directory, f"verify-{model}"))
     plans = plan_cells(choices, list(composed.values()), where, how)
@@ -105,12 +105,14 @@ def new(
     if reference is not None and not problems:
         problems = _against(reference, next(iter(plans.values())))
     refuse(problems)
-    cells = tuple(cell_of(one, plans[one.name]) for one in choices)
+    cells = tuple(cell_of(choice, plans[choice.name]) for choice in choices)
     path = None if against is None else str(against.expanduser().absolute())
     return Verification(where, Matrix(model, texts(requested), axes, cells, path, left_out), plans)
 
 
-def again(directory: Path, *, against: Path | None = None, how: Planning = TO_TRAIN) -> Verification | MatrixVerdict:
+def plan_rerun(
+    directory: Path, *, against: Path | None = None, how: Planning = TO_TRAIN
+) -> Verification | MatrixVerdict:
     """Plan the cells of an earlier verify that did not pass: failed, stopped, not run, or with other bits.
 
     A stopped cell goes on from its checkpoint, the others begin anew. Returns the verdict where all cells have passed.
@@ -127,14 +129,14 @@ def again(directory: Path, *, against: Path | None = None, how: Planning = TO_TR
     cells = [cell for cell in requested.cells if states[where.cell(cell.name).path] not in PASSED]
     if not cells:
         return verdict
-    device, found, plans = _device(where, requested), Problems(), {}
+    device, cell_problems, plans = _device(where, requested), Problems(), {}
     anew = frozenset(cell.name for cell in cells if states[where.cell(cell.name).path] != STOPPED)
     for cell in cells:
-        with found.of(cell.label):
+        with cell_problems.recording(cell.label):
             plans[cell.name] = _planned_again(requested, cell, where, how, device if cell.name in anew else None)
-    found.raise_any()
+    cell_problems.raise_any()
     refuse(environments(plans))
-    return Verification(where, requested, plans, anew, again=True)
+    return Verification(where, requested, plans, anew, rerun=True)
 
 
 def _device(where: MatrixDir, requested: Matrix) -> str:
@@ -171,11 +173,11 @@ def check(verification: Verification) -> None:
     """Let Bridge validate every cell. Imports Bridge, 10 to 20 s. Raises ConfigError with the problems of all."""
     from tp_invariant_recipes.features.train import workflow as train
 
-    found = Problems()
+    cell_problems = Problems()
     for cell in verification.cells:
-        with found.of(cell.label):
+        with cell_problems.recording(cell.label):
             train.check(verification.plans[cell.name])
-    found.raise_any()
+    cell_problems.raise_any()
 
 
 def execute(verification: Verification, watch: Watch, *, exitfirst: bool = False) -> MatrixVerdict:
@@ -185,7 +187,7 @@ def execute(verification: Verification, watch: Watch, *, exitfirst: bool = False
     SIGTERM or Ctrl-C ends all. watch: takes a cell's label and plan, and shows its progress.
     """
     where = verification.directory
-    with (locked if verification.again else locked_empty)(where):
+    with (locked if verification.rerun else locked_empty)(where):
         interrupted = train_cells(verification, watch, exitfirst=exitfirst)
         verdict = judge(where.path, _against_path(verification.matrix), exitfirst=exitfirst)
         return replace(verdict, interrupted=interrupted)
@@ -195,7 +197,7 @@ def train_cells(verification: Verification, watch: Watch, *, exitfirst: bool = F
     """Write the matrix and train its cells in turn; whether Ctrl-C ended it. The caller holds the directory's lock."""
     where = verification.directory
     with _interruptible() as stop:
-        if not verification.again:
+        if not verification.rerun:
             where.write_matrix(verification.matrix)
         try:
             for cell in verification.cells:

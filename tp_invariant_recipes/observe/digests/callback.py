@@ -50,7 +50,7 @@ class Digests(AroundOptimizerStep):
     """Takes the digests of every `every`th step, and of the optimizer's state at every `state_every`th. For every rank.
 
     experts:    "each", "together" or "auto", as ledger.experts.
-    at_once:    steps whose digests are reported before the next one begins, which may fail: `tpi bisect` trains such.
+    awaited:    steps whose digests are reported before the next one begins, which may fail: `tpi bisect` trains such.
     parameters: what they are of, known once training has started.
     initial:    of the weights before the first step, parameter → digest; None: training begins at a later one.
     check:      called with the step and the digests of what a run goes on from (all weights, master weights, moments)
@@ -60,8 +60,8 @@ class Digests(AroundOptimizerStep):
                 them. No checkpoint counts, and no training ends, before that.
     """
 
-    def __init__(self, every: int, state_every: int = 0, at_once: Collection[int] = (), experts: str = "auto") -> None:
-        self.every, self.state_every, self.at_once, self._experts = every, state_every, at_once, experts
+    def __init__(self, every: int, state_every: int = 0, awaited: Collection[int] = (), experts: str = "auto") -> None:
+        self.every, self.state_every, self.awaited, self._experts = every, state_every, awaited, experts
         self.parameters: tuple[Parameter, ...] = ()
         self.initial: Mapping[str, str] | None = None
         self.check: Callable[[int, Recorded], str | None] | None = None
@@ -69,7 +69,7 @@ class Digests(AroundOptimizerStep):
         self._running = 0  # the step
         self._ended: int | None = None  # the step of which the listener has not been told
         self._taken: list[StartedSums] = []  # gradients of the running step, then of the one that has ended
-        self._left: list[StartedSums] = []  # all of the step that has ended
+        self._unmerged: list[StartedSums] = []  # all of the step that has ended
         self._forward: Any = None  # the hook that waits for the next forward
         self._stream: Any = None  # of the training step
         self._merging: Merging | None = None
@@ -100,8 +100,8 @@ class Digests(AroundOptimizerStep):
             self._optimizer.addresses_of_moments,
             lambda held: Sums("moments", held, self._device, stacked=stacked),
         )
-        rounded = {owner: one for owner, one in masters.items() if (one.values.dtype, owner.dtype) == COPIED}
-        others = {owner: one for owner, one in masters.items() if owner not in rounded}
+        rounded = {owner: stored for owner, stored in masters.items() if (stored.values.dtype, owner.dtype) == COPIED}
+        others = {owner: stored for owner, stored in masters.items() if owner not in rounded}
         held = [*self._shards.held(rounded, copies=True), *self._shards.held(others)]
         self._masters = Sums("masters", held, self._device, stacked=stacked)
         parameters = tuple(
@@ -134,7 +134,7 @@ class Digests(AroundOptimizerStep):
         if step is not None and not self._taken and not self._is_state_due(step):
             self._ended = None
             self._tell(Recorded())
-        elif step in self.at_once:
+        elif step in self.awaited:
             self._start()
             self._merge()
             self._report()
@@ -165,7 +165,7 @@ class Digests(AroundOptimizerStep):
 
     def finish(self) -> None:
         """Report the last step's, with the optimizer's state and with all other ranks."""
-        if self._ended is not None and [one.sums.kind for one in self._taken] == ["gradients"]:
+        if self._ended is not None and [started.sums.kind for started in self._taken] == ["gradients"]:
             self._taken.append(self._read.sums().started())
         self._start(state=True)
         self._merge()
@@ -178,7 +178,7 @@ class Digests(AroundOptimizerStep):
         """
         if self._merging and self._merging.done.query():
             self._report(alone=True)
-        if self._merging is None and (self._ended is not None or self._left):
+        if self._merging is None and (self._ended is not None or self._unmerged):
             self._tell(Recorded())
 
     @contextmanager
@@ -191,8 +191,8 @@ class Digests(AroundOptimizerStep):
         self._merge()
         if due:
             self._taken.append(self._gradients.started())
-        found = due and self._gradients.lanes.magnitude
-        with grad_norm.largest_known(self._gradients.lanes.largest) if found else nullcontext():
+        known = due and self._gradients.lanes.magnitude
+        with grad_norm.largest_known(self._gradients.lanes.largest) if known else nullcontext():
             yield
         if due and self._is_state_due(self._running):
             self._taken.append(self._read.sums().started())
@@ -233,7 +233,7 @@ class Digests(AroundOptimizerStep):
 
     def _now(self, sums: Sequence[Sums]) -> Recorded:
         """The digests of what is in memory, before training."""
-        return read_digests(self._merged([one.started() for one in sums]), texts=self._told)
+        return read_digests(self._merged([kind_sums.started() for kind_sums in sums]), texts=self._told)
 
     def _moments_now(self) -> Sums:
         self._optimizer.count()
@@ -251,23 +251,23 @@ class Digests(AroundOptimizerStep):
         if state or self._taken:
             gather_weights(self._model)
             after = [*([self._moments_now()] if state else ()), self._masters, self._weights]
-            self._left, self._taken = [*self._taken, *(one.started() for one in after)], []
+            self._unmerged, self._taken = [*self._taken, *(kind_sums.started() for kind_sums in after)], []
 
     def _merge(self) -> None:
         """Put together what all ranks have of what has been started."""
-        taken, self._left = self._left, []
+        taken, self._unmerged = self._unmerged, []
         if taken:
             self._merging = self._merged(taken)
 
     def _merged(self, taken: Sequence[StartedSums]) -> Merging:
-        sums = tuple(one.sums for one in taken)
-        key = tuple(one.kind for one in sums)
+        sums = tuple(started.sums for started in taken)
+        key = tuple(kind_sums.kind for kind_sums in sums)
         merge = self._merges.get(key)
         if merge is None or merge.sums != sums:
             merge = self._merges[key] = Merge(sums, self._device)
-        unlike = torch.cat([one.unlike for one in taken])
-        together = torch.cat([one.lanes for one in taken])
-        return Merging(merge.sums, merge.tensor, together, unlike, *merge(together, unlike))
+        unlike = torch.cat([started.unlike for started in taken])
+        lanes = torch.cat([started.lanes for started in taken])
+        return Merging(merge.sums, merge.tensor, lanes, unlike, *merge(lanes, unlike))
 
     @property
     def _told(self) -> bool:

@@ -57,12 +57,12 @@ class Merge:
         self.sums = tuple(sums)
         self.tensor: list[int] = []
         tensors = 0
-        for one in sums:
-            self.tensor += [n + tensors for n in one.tensor]
-            tensors += len(one.names)
+        for kind_sums in sums:
+            self.tensor += [n + tensors for n in kind_sums.tensor]
+            tensors += len(kind_sums.names)
         self._tensor = torch.tensor(self.tensor, dtype=torch.int64, device=device)
-        first = np.concatenate([one.first for one in sums]).astype(np.int64)
-        factors = [np.repeat(first[:, None], LANES, 1), np.concatenate([one.factors for one in sums])]
+        first = np.concatenate([kind_sums.first for kind_sums in sums]).astype(np.int64)
+        factors = [np.repeat(first[:, None], LANES, 1), np.concatenate([kind_sums.factors for kind_sums in sums])]
         self._factors = torch.from_numpy(np.concatenate(factors, 1)).to(device)
         self._sums = torch.empty(tensors * (LANES + CHECKS), dtype=torch.int64, device=device)
         self._host = torch.empty(len(self._sums), dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -96,12 +96,12 @@ def read_digests(merging: Merging, *, texts: bool = True, alone: bool = False) -
     """
     merging.done.synchronize()
     lanes, checks = split(merging.merged.numpy())
-    found: dict[str, dict[str, str] | None] = {}
+    recorded: dict[str, dict[str, str] | None] = {}
     at = 0
-    for one in merging.sums if texts else ():
-        found[one.kind] = one.texts(lanes[at : at + len(one.names)]) or None
-        at += len(one.names)
-    return Recorded(**found, diverged=_diverged(merging, checks, alone))
+    for kind_sums in merging.sums if texts else ():
+        recorded[kind_sums.kind] = kind_sums.texts(lanes[at : at + len(kind_sums.names)]) or None
+        at += len(kind_sums.names)
+    return Recorded(**recorded, diverged=_diverged(merging, checks, alone))
 
 
 def _diverged(merging: Merging, checks: np.ndarray, alone: bool) -> Diverged:
@@ -112,17 +112,17 @@ def _diverged(merging: Merging, checks: np.ndarray, alone: bool) -> Diverged:
     if not checks.any():
         return ()
     unequal, unlike = (checks[:, :LANES] != 0).any(axis=1), checks[:, LANES] > 0
-    named = [(one.kind, name) for one in merging.sums for name in one.names]
+    named = [(kind_sums.kind, name) for kind_sums in merging.sums for name in kind_sums.names]
     if alone:
-        ours = ((dist.get_rank(),),)
-        return tuple((*named[n], ours) for n in np.flatnonzero(unequal))
-    places = [place for one in merging.sums for place in one.places]
+        rank_groups = ((dist.get_rank(),),)
+        return tuple((*named[n], rank_groups) for n in np.flatnonzero(unequal))
+    places = [place for kind_sums in merging.sums for place in kind_sums.places]
     parts = zip(merging.tensor, places, merging.lanes.tolist(), merging.unlike.tolist(), strict=True)
     requested = [part for part in parts if unequal[part[0]] or unlike[part[0]]]
     held: dict[tuple[int, GlobalSlice], dict[int, list[int]]] = {}
     copies: dict[str, set[int]] = {}
-    for rank, theirs in enumerate(gathered(requested)):
-        for n, place, lanes, count in theirs:
+    for rank, rows in enumerate(gathered(requested)):
+        for n, place, lanes, count in rows:
             held.setdefault((n, place), {})[rank] = lanes
             if count:
                 copies.setdefault(named[n][1], set()).add(rank)

@@ -26,19 +26,19 @@ EXTENT = 2 * len(_POINTS)
 @functools.lru_cache(maxsize=1 << 14)  # ranks have many parts of one form
 def extent(place: GlobalSlice, columns: int) -> tuple[int, ...]:
     """EXTENT numbers that add up over parts. columns: of the whole tensor, seen as a table."""
-    found: list[int] = []
+    numbers: list[int] = []
     for x in _POINTS:
         start = pow(x, place.row * columns + place.column, _PRIME)
         rows = _geometric(pow(x, place.step * columns, _PRIME), place.rows)
         value = start * rows % _PRIME * _geometric(x, place.columns) % _PRIME
-        found += [value & ((1 << _LOW) - 1), value >> _LOW]
-    return tuple(found)
+        numbers += [value & ((1 << _LOW) - 1), value >> _LOW]
+    return tuple(numbers)
 
 
 def is_whole(extents: Sequence[int], elements: int) -> bool:
     """Whether parts whose extents have this sum hold each of so many elements exactly once."""
     sums = [extents[n] + (extents[n + 1] << _LOW) for n in range(0, EXTENT, 2)]
-    return all(one % _PRIME == _geometric(x, elements) for one, x in zip(sums, _POINTS, strict=True))
+    return all(total % _PRIME == _geometric(x, elements) for total, x in zip(sums, _POINTS, strict=True))
 
 
 def fits(place: GlobalSlice, shape: Sequence[int]) -> bool:
@@ -64,12 +64,12 @@ def coefficients(keys: np.ndarray, count: np.ndarray, before: np.ndarray) -> np.
     keys, count, before: of its parts, as `union.holders` has them. Of every part the factors of all holders add up to
     0 modulo 2^64. Each holder has an odd one in at least one lane: if it alone differs there, the sum is not 0.
     """
-    found = np.zeros((len(keys), LANES), dtype=np.uint64)
+    values = np.zeros((len(keys), LANES), dtype=np.uint64)
     for n in np.flatnonzero(count > 1):
         numbers = before[n : n + 1] if before[n] else np.arange(1, count[n])  # the first's: what the others' lack to 0
         factors = _factors(int(keys[n]), numbers.astype(np.uint64), odd=bool(count[n] % 2))
-        found[n] = factors[0] if before[n] else np.uint64(0) - factors.sum(0, dtype=np.uint64)
-    return found.view(np.int64)
+        values[n] = factors[0] if before[n] else np.uint64(0) - factors.sum(0, dtype=np.uint64)
+    return values.view(np.int64)
 
 
 def _factors(key: int, numbers: np.ndarray, *, odd: bool) -> np.ndarray:

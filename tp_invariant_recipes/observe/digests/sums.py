@@ -102,16 +102,16 @@ class Sums:
         """Parameter → digest. lanes: int64 [tensors, LANES], of all ranks together."""
         sums = (self._starts + lanes.astype(np.uint64)).astype(">u8")
         single, stacks = self._stacks
-        found = dict(zip(single, digest_texts(sums[list(single.values())].tobytes()), strict=True))
-        found |= {name: stack_digest(sums[at].tobytes()) for name, at in stacks.items()}
-        return {name: found[name] for name in self._written}
+        texts = dict(zip(single, digest_texts(sums[list(single.values())].tobytes()), strict=True))
+        texts |= {name: stack_digest(sums[at].tobytes()) for name, at in stacks.items()}
+        return {name: texts[name] for name in self._written}
 
     @functools.cached_property
     def _stacks(self) -> tuple[dict[str, int], dict[str, list[int]]]:
         """Name → number of the tensor, or the numbers of those of a stack."""
-        found = stacks(self.names) if self.stacked else {name: [n] for n, name in enumerate(self.names)}
-        numbers = {name: at for name, at in found.items() if name == self.names[at[0]]}
-        return {name: at[0] for name, at in numbers.items()}, {n: at for n, at in found.items() if n not in numbers}
+        indices = stacks(self.names) if self.stacked else {name: [n] for n, name in enumerate(self.names)}
+        numbers = {name: at for name, at in indices.items() if name == self.names[at[0]]}
+        return {name: at[0] for name, at in numbers.items()}, {n: at for n, at in indices.items() if n not in numbers}
 
     @functools.cached_property
     def _written(self) -> list[str]:
@@ -167,11 +167,11 @@ def _tensors(held: Sequence[Held], device: torch.device) -> tuple[dict[str, tupl
     problems = []
     told = union([*described, *map(json.dumps, wrong)], device)
     everything = json.loads(f"[{','.join(text for _, text in told)}]")  # at once: a call for each would take longer
-    for (rank, _), found in zip(told, everything, strict=True):
-        if isinstance(found, str):
-            problems.append(found)
+    for (rank, _), entry in zip(told, everything, strict=True):
+        if isinstance(entry, str):
+            problems.append(entry)
             continue
-        name, dtype, shape = found[0], found[1], tuple(found[2])
+        name, dtype, shape = entry[0], entry[1], tuple(entry[2])
         if (shapes.setdefault(name, shape), dtypes.setdefault(name, dtype)) != (shape, dtype):
             problems.append(f"{name}: {dtype} {shape} on rank {rank}, elsewhere {dtypes[name]} {shapes[name]}")
     return shapes, dtypes, problems
