@@ -38,7 +38,7 @@ class Checked:
 
     @property
     def identical(self) -> bool:
-        """Whether every bit is equal."""
+        """Return whether every bit is equal."""
         return self.distance.differing == 0
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ def check(run: Path, step: int, module: str) -> list[Checked]:
 
 
 def _linear(config: RunConfig, module: str) -> mode.Linear:
-    """What computes a layer: in FP8, or as the run's mode has it."""
+    """Return what computes a layer: in FP8, or as the run's mode has it."""
     layers = low_precision.fp8_layers(config)
     if layers is not None and layers.contains(int(module.split(".")[2]), config.model["num_layers"]):
         from tp_invariant_recipes.numerics.megatron.fp8 import linear_of
@@ -107,7 +107,7 @@ def exit_status(checks: list[Checked]) -> int:
 
 
 def require_linear(module: str, step: int) -> tuple[str, int]:
-    """How a module's weight is split, and the segments of its output features. RunError: it is not covered."""
+    """Return how a module's weight is split, and the segments of its output features. RunError: it is not covered."""
     if step < 2:
         raise RunError("--step must be 2 or more: the weight is the one that the step before has left")
     for ending, kind in LINEAR.items():
@@ -189,7 +189,7 @@ def referee(
     step: int,
     train: Callable[[tuple[str, ...], int], Sequence[Path]],
 ) -> dict[str, Any]:
-    """Which of two runs is right, as `bisect.json` has it: right ("a", "b"; empty: not known, or neither), text.
+    """Tell which of two runs is right, as `bisect.json` has it: right ("a", "b"; empty: not known, or neither), text.
 
     names:   of both runs. repeats: whether each computed its recorded bits again: the first judge.
     module, operation: where the runs first differ; None: not known. Where both runs repeat, a CPU computes it.

@@ -201,7 +201,7 @@ def details(recipe_rows: Iterable[dict[str, Any]]) -> Iterator[str]:
 
 
 def legend(recipe_rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What the states mean, and how many recipes are in each."""
+    """Explain the states, with the number of recipes in each."""
     names = sum(len(row["names"]) for row in recipe_rows)
     counts = Counter(row[DEFAULT] for row in recipe_rows)
     absent = next((NEEDED.search(why) for row in recipe_rows if row[DEFAULT] == ABSENT for why in row["why"]), None)

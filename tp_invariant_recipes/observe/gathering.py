@@ -10,7 +10,7 @@ Diverged = tuple[tuple[str, str, tuple[tuple[int, ...], ...]], ...]
 
 
 def gathered(value: Any, group: Any = None) -> list[Any]:
-    """What every rank has, in the order of ranks. A collective of a group; None: of the whole world."""
+    """Return what every rank has, in the order of ranks. A collective of a group; None: of the whole world."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, value, group=group)
     return everyone

@@ -124,7 +124,7 @@ class ModuleHooks:
 
 
 def tensor_names(model: Any) -> set[str]:
-    """The names of the tensors of a chunk that may have a digest in a trace."""
+    """Return the names of the tensors of a chunk that may have a digest in a trace."""
     names = set()
     for name, _, row in _modules(model):
         for end, tensors in (("input", row.inputs), ("output", row.outputs)) if row else ():

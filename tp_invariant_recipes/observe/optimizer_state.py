@@ -43,7 +43,7 @@ class Slot:
 
     @property
     def gradient(self) -> Tensor | None:
-        """What the last step read; None: there was no step, or it has been dropped."""
+        """Return what the last step read; None: there was no step, or it has been dropped."""
         decoupled = getattr(self.updated, "decoupled_grad", None)  # of a precision-aware optimizer
         return self.updated.grad if decoupled is None else decoupled
 

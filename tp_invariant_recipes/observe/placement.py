@@ -58,7 +58,7 @@ class Site:
     visits: tuple[int, ...] = ()
 
     def numbers(self, micro_batch: int) -> list[int] | None:
-        """Which samples of the step a micro-batch holds; None: the data loader is not known."""
+        """Return the samples of the step in a micro-batch; None: the data loader is not known."""
         number = SAMPLERS.get(self.sampler)
         first = (self.visits[micro_batch] if self.visits else micro_batch) * self.samples
         return None if number is None else [number(self, first + i) for i in range(self.samples)]

@@ -158,7 +158,7 @@ class Recorder(Callback):
             self.writer.append(replace(record, **vars(recorded) | {"diverged": record.diverged + recorded.diverged}))
 
     def _check_loaded(self, step: int, loaded: Recorded) -> str | None:
-        """What is wrong with what a run goes on from after a step, by its ledger; None: nothing, or no ledger."""
+        """Return what is wrong with the state a run goes on from, by its ledger; None: nothing, or no ledger."""
         ledger = read(self.run_dir.ledger) if self.run_dir.ledger.exists() else None
         if ledger is None or len(ledger.steps) < step:
             return None  # `resume` refuses a ledger that is too short

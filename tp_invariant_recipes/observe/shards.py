@@ -95,7 +95,7 @@ class Shards:
             )
 
     def weights(self) -> list[Held]:
-        """What this rank holds of the model's weights and saved buffers."""
+        """Return what this rank holds of the model's weights and saved buffers."""
         return [Held(p.name, p.shape, p.place, _table(p.owner, p.offset, p.stride, p.place)) for p in self.parts]
 
     def gradients(self, optimizer: Any) -> list[Held]:
@@ -172,7 +172,7 @@ class Shards:
 
 
 def covers(places: Iterable[GlobalSlice], shape: Sequence[int]) -> bool:
-    """Whether places hold every element of a tensor of this shape exactly once."""
+    """Return whether places hold every element of a tensor of this shape exactly once."""
     places = list(places)
     total = int(np.prod(shape))
     if not places or min(p.rows * p.columns for p in places) == 0:
@@ -263,7 +263,7 @@ def _part(sharded: Any, owner: Tensor, offset: int) -> _Part:
 
 
 def _regular(data: Tensor, stride: int) -> bool:
-    """Whether all dimensions but the last step through memory as one dimension of this stride."""
+    """Return whether all dimensions but the last step through memory as one dimension of this stride."""
     expected = stride
     for size, step in zip(reversed(data.shape[:-1]), reversed(data.stride()[:-1]), strict=True):
         if size > 1 and step != expected:

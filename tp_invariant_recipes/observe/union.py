@@ -33,7 +33,7 @@ def keys_of_all(keys: np.ndarray, device: torch.device) -> np.ndarray:
 
 
 def holders(table: np.ndarray, keys: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of this rank's keys, how many ranks have each, and how many of them come before this one.
+    """Count the ranks that have each of this rank's keys, and those of them that come before this one.
 
     table:   of all ranks, as `keys_of_all` gives it. keys: int64 [n], different from each other.
     returns: int64 [n], int64 [n].
@@ -51,7 +51,7 @@ def holders(table: np.ndarray, keys: np.ndarray, rank: int) -> tuple[np.ndarray,
 
 
 def union(texts: Sequence[str], device: torch.device) -> list[tuple[int, str]]:
-    """Every text that any rank has, once, with the first rank that has it, by rank. A collective of the whole world."""
+    """Return every text that any rank has, once, with its first rank, by rank. A collective of the whole world."""
     mine = list(dict.fromkeys(texts))
     keys = keys_of(mine)
     _, before = holders(keys_of_all(keys, device), keys, dist.get_rank())

@@ -96,7 +96,7 @@ def main(
 
 
 def _megatron_leaves(error: BaseException) -> bool:
-    """Whether Megatron itself has ended the program with status 0, as Bridge does after saving on SIGTERM."""
+    """Return whether Megatron itself has ended the program with status 0, as Bridge does after saving on SIGTERM."""
     *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
     name = str(innermost.f_globals.get("__name__"))
     return isinstance(error, SystemExit) and not error.code and name.startswith("megatron.")

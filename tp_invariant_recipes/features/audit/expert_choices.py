@@ -121,7 +121,7 @@ class ExpertChoices:
 
 
 def _scores(module: Any, logits: Tensor) -> Tensor:
-    """What the experts are chosen by, float32 [tokens, experts]."""
+    """Return the scores that experts are chosen by, float32 [tokens, experts]."""
     if module.score_function == "softmax":
         return logits.float()
     values = torch.sigmoid(logits.float())

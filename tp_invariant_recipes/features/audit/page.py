@@ -34,7 +34,7 @@ def page(result: dict[str, Any], deviations: Sequence[TensorDeviation]) -> str:
 
 
 def factors(deviations: Sequence[TensorDeviation], margin: float) -> Drawing:
-    """Every tensor's factor, in the order of data flow."""
+    """Draw every tensor's factor, in the order of data flow."""
 
     def draw(figure: FigureBase) -> None:
         axes = figure.add_subplot(111)

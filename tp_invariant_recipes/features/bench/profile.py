@@ -147,12 +147,12 @@ def step(events: Iterable[dict[str, Any]]) -> Trace:
 
 
 def by_category(kernels: Iterable[KernelTime]) -> dict[str, KernelTime]:
-    """Category -> the sum of its kernels, under the category's name."""
+    """Sum the kernels of each category, under the category's name."""
     return _summed((kernel.category, kernel) for kernel in kernels)
 
 
 def difference(first: Iterable[KernelTime], other: Iterable[KernelTime]) -> tuple[KernelTime, ...]:
-    """What `other` does more than `first`, by name, the most additional time first; less is negative."""
+    """Subtract the kernels of `first` from those of `other`, by name, the most additional time first."""
     less = (KernelTime(k.name, k.category, -k.milliseconds, -k.launches) for k in first)
     by_name = _summed((kernel.name, kernel) for kernel in (*less, *other))
     return tuple(sorted(by_name.values(), key=lambda k: (-k.milliseconds, k.name)))

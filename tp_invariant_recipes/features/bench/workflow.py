@@ -240,7 +240,7 @@ def _modes(bench: Bench) -> list[dict[str, Any]]:
 
 
 def _round(ranks: list[list[Figures]], number: int) -> dict[str, Any]:
-    """The figures of one pass over all ranks."""
+    """Return the figures of one pass over all ranks."""
     lines = [[line for line in rank if line.pass_ == number and line.counts] for rank in ranks]
     steps = zip(*([line.seconds for line in rank] for rank in lines), strict=True)
     milliseconds = [1000 * max(step) for step in steps]  # a step takes as long as its slowest rank

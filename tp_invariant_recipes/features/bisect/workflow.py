@@ -159,7 +159,7 @@ def _bisected(bisection: Bisection, watch: Watch, equal_until: int, both: list[R
 
 
 def _refereed(bisection: Bisection, watch: Watch, equal_until: int, result: dict[str, Any]) -> dict[str, Any]:
-    """What the referee says. It may train both runs once more, with dumps of a module's operands and results."""
+    """Ask the referee. It may train both runs once more, with dumps of a module's operands and results."""
     step, before = result["step"], min(equal_until, result["step"] - 2)
 
     def train_dumped(names: tuple[str, ...], since: int) -> list[Path]:

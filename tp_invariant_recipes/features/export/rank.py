@@ -144,7 +144,7 @@ def _base_dtype(adapters: Adapters) -> torch.dtype:
 
 
 def _masters(checkpoint: Path) -> str:
-    """What stands before the names of a checkpoint's master weights."""
+    """Return the prefix of a checkpoint's master weights."""
     there = _metadata(checkpoint)
     return next((prefix for prefix in MASTERS if any(name.startswith(prefix) for name in there)), MASTERS[0])
 

@@ -100,7 +100,7 @@ def export(run: Path, folder: Path, step: int | None = None, *, masters: bool = 
 
 
 def checkpoint_of(run_dir: RunDir, identity_hash: str, step: int | None) -> RunCheckpoint:
-    """The newest checkpoint of a run, or the one of `step`, verified. Raises CheckpointError."""
+    """Return the newest checkpoint of a run, or the one of `step`, verified. Raises CheckpointError."""
     checkpoint = checkpoints.select(run_dir.checkpoints, step)
     if checkpoint is None:
         raise CheckpointError(f"{run_dir.path} has no finished checkpoint; save=STEPS lets a run write some")
@@ -133,7 +133,7 @@ def _describe(folder: Path, config: RunConfig, family: hf_models.Family, *, mast
 
 
 def _same_model(folder: Path, model: dict[str, Any]) -> bool:
-    """Whether a folder is still one of this model."""
+    """Return whether a folder is still one of this model."""
     try:
         return not hf_models.problems(model, weights.read(folder))
     except ConfigError:

@@ -65,7 +65,7 @@ class Guard(AroundOptimizerStep):
         self._captures = cuda_graphs.requested(config.model)
 
     def replacements(self) -> tuple[Replacement, ...]:
-        """What shadow steps replace, for the time of training."""
+        """Return what shadow steps replace, for the time of training."""
         return () if self._shadow is None else (self._shadow.replacement(),)
 
     def on_train_start(self, context: CallbackContext) -> None:
@@ -149,7 +149,7 @@ class Guard(AroundOptimizerStep):
         return min(self._good, step - 1) if self._shadow is not None else max(0, step - 1 - self.settings.every)
 
     def _in_full(self, step: int) -> bool:
-        """Whether a step is a shadow step, before which all memory is looked at."""
+        """Return whether a step is a shadow step, before which all memory is looked at."""
         return self._shadow is not None and step % self.settings.every == 0
 
     def _settle(self) -> None:
@@ -204,5 +204,5 @@ class Guard(AroundOptimizerStep):
 
 
 def _surest(findings: Sequence[WrongBits]) -> WrongBits | None:
-    """The first with the fewest suspects."""
+    """Return the first with the fewest suspects."""
     return min(findings, key=lambda finding: len(finding.ranks), default=None)

@@ -58,7 +58,7 @@ def processor() -> str:
 
 
 def machine() -> dict[str, str]:
-    """What decides a library's bits on a CPU."""
+    """Return what decides a library's bits on a CPU."""
     return {"processor": processor(), "torch": torch.__version__, "threads": str(torch.get_num_threads())}
 
 

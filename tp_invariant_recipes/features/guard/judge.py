@@ -42,7 +42,7 @@ class Judge:
         self._of_step = []
 
     def poll(self) -> list[WrongBits]:
-        """What is wrong, of the cases decided so far. Raises what a case has raised."""
+        """Return the findings of the cases decided so far. Raises what a case has raised."""
         while self._cases and self._cases[0].done():
             self._take(len(self._cases) - 1)
         return list(self.findings)

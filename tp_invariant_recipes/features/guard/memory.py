@@ -36,7 +36,7 @@ class NamedLanes:
         self._prepared: dict[Any, tuple[tuple[int, ...], list[str], Lanes]] = {}
 
     def prepare(self, key: Any, named: Iterable[tuple[str, Tensor]]) -> tuple[list[str], Lanes]:
-        """Names, and what takes the lanes. key: of this set of tensors."""
+        """Return names, and what takes the lanes. key: of this set of tensors."""
         named = list(named)
         where = tuple(values.data_ptr() for _, values in named)
         if key not in self._prepared or self._prepared[key][0] != where:

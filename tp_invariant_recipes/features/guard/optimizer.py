@@ -40,7 +40,7 @@ class Update:
     results: dict[str, Tensor] = field(default_factory=dict)
 
     def recompute(self) -> dict[str, Tensor]:
-        """The results, computed again where the inputs are."""
+        """Compute the results again where the inputs are."""
         return repeated(self.wrapped, self.group, self.inputs, self.updates)
 
     def unlike(self, recomputed: dict[str, Tensor] | None = None) -> UnlikeBits | None:
@@ -102,7 +102,7 @@ class Adam:
 
 
 def repeated(wrapped: Any, group: dict[str, Any], inputs: dict[str, Tensor], updates: float) -> dict[str, Tensor]:
-    """What an optimizer makes of some elements, by itself: "p" and the moments.
+    """Update some elements as an optimizer does, by itself: "p" and the moments.
 
     wrapped: the optimizer, of which nothing changes. inputs: "p", "g" and the moments; without these, its first step.
     """
@@ -123,7 +123,7 @@ def repeated(wrapped: Any, group: dict[str, Any], inputs: dict[str, Tensor], upd
 
 
 def _blocks(size: int, draw: random.Random) -> slice:
-    """Which blocks of a flat tensor, evenly spread from a drawn start."""
+    """Choose blocks of a flat tensor, evenly spread from a drawn start."""
     threads = torch.get_num_threads()  # each has a part of its own, with last elements of its own
     count = (size // threads if threads > 1 else size) // BLOCK
     step = max(1, count // BLOCKS)

@@ -49,7 +49,7 @@ METRICS = (
 
 
 class Shadow:
-    """Runs the passes of a step. due: whether the step is a shadow step. site: where this rank stands, as a trace has it.
+    """Runs the passes of a step. due: whether the step is a shadow step. site: where this rank stands, as of a trace.
 
     rank_distance: data-parallel ranks from a replica to the one whose data shard it repeats.
 
@@ -66,7 +66,7 @@ class Shadow:
         self.state: Any = None
 
     def replacement(self) -> Replacement:
-        """Of the function that gives Bridge the passes of a step."""
+        """Replace the function that gives Bridge the passes of a step."""
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *args, **kwargs: self._running(original(*args, **kwargs))
@@ -116,7 +116,7 @@ class Shadow:
         return result
 
     def _pairs(self, own: list[Event], shadow: list[Event], group: Any) -> list[ReplicaPair]:
-        """Of every replica's data shard, who has computed it."""
+        """Pair the two ranks that have computed each replica's data shard."""
         size = group.size()
         every = gathered([hash_of(own), hash_of(shadow)], group)
         unlike = [n for n in range(size) if every[n][0] != every[(n - self.rank_distance) % size][1]]
@@ -220,7 +220,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _buffers(model: list[Any]) -> list[Tensor]:
-    """What a model's modules keep beside weights."""
+    """Return the buffers of a model's modules."""
     return [buffer for chunk in model for buffer in unwrapped(chunk).buffers()]
 
 

@@ -46,7 +46,7 @@ class BatchedSite(Site):
 
     @classmethod
     def from_sites(cls, *sites: Site) -> "BatchedSite":
-        """Of some sites with micro-batches of one size."""
+        """Join sites with micro-batches of one size."""
         return cls(**vars(sites[0]) | {"samples": len(sites) * sites[0].samples, "sites": sites})
 
     def numbers(self, micro_batch: int) -> list[int] | None:
@@ -91,7 +91,7 @@ class ShardRecording:
         self._gradients += [(name, lane) for (name, _), lane in zip(pieces, lanes, strict=True)]
 
     def events(self) -> list[Event]:
-        """What was recorded, in order of execution; the host waits for it."""
+        """Return what was recorded, in order of execution; the host waits for it."""
         events: list[Event] = []
         for seen in self._hooks.seen():
             _, direction, module, tensor = seen.key
@@ -109,7 +109,7 @@ def hash_of(events: list[Event]) -> str:
 
 
 def first_unlike(own: list[Event], other: list[Event]) -> tuple[str, int] | None:
-    """The first operation that differs, and its place."""
+    """Return the first operation that differs, and its place."""
     for n, (a, b) in enumerate(itertools.zip_longest(own, other, fillvalue=("an operation that only one has", ()))):
         if a != b:
             return a[0], n

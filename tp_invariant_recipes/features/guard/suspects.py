@@ -40,7 +40,7 @@ class Suspicion:
 
 
 def of_replicas(pairs: Iterable[ReplicaPair], group: Sequence[int], stage: int) -> Suspicion | None:
-    """Of the replicas of this rank; None: they agree. group: their ranks. stage: of the pipeline."""
+    """Suspect replicas of this rank; None: they agree. group: their ranks. stage: of the pipeline."""
     unlike = [pair for pair in pairs if pair.first is not None]
     if not unlike:
         return None
@@ -67,12 +67,12 @@ def narrowed(
 
 
 def earliest(suspicion: Suspicion | None) -> Suspicion | None:
-    """Of all ranks' suspicions the first in the order of execution. A collective."""
+    """Return the first of all ranks' suspicions in the order of execution. A collective."""
     return first_of(gathered(suspicion))
 
 
 def first_of(every: Iterable[Suspicion | None]) -> Suspicion | None:
-    """The first in the order of execution; of several there, one of them that suspects the ranks of all."""
+    """Return the first in the order of execution; of several there, one of them that suspects the ranks of all."""
     suspicions = [suspicion for suspicion in every if suspicion is not None]
     first = [suspicion for suspicion in suspicions if suspicion.order == min(each.order for each in suspicions)]
     ranks = tuple(sorted({rank for suspicion in first for rank in suspicion.ranks}))

@@ -39,7 +39,7 @@ class Columns:
 
     @property
     def places(self) -> bytes:
-        """Which tokens are compared: equal bytes, equal tokens of equal sequences."""
+        """Identify the tokens that are compared: equal bytes, equal tokens of equal sequences."""
         return self.sequence.tobytes() + self.position.tobytes()
 
     @property
@@ -49,7 +49,7 @@ class Columns:
 
 
 def summary(columns: Columns) -> dict[str, Any]:
-    """The figures of all tokens."""
+    """Return the figures of all tokens."""
     d, size = columns.difference, np.abs(columns.difference)
     ratio = np.exp(np.clip(-d, -50, 50))
     outside = (ratio < LOW) | (ratio > HIGH)
@@ -78,7 +78,7 @@ def by_position(columns: Columns) -> list[dict[str, Any]]:
 
 
 def by_token(columns: Columns) -> list[dict[str, Any]]:
-    """The tokens that most of the sum of |d| comes from."""
+    """Return the tokens that most of the sum of |d| comes from."""
     size = np.abs(columns.difference)
     tokens, at = np.unique(columns.token, return_inverse=True)
     sums, counts = np.bincount(at, size), np.bincount(at)
@@ -87,7 +87,7 @@ def by_token(columns: Columns) -> list[dict[str, Any]]:
 
 
 def worst(columns: Columns) -> list[dict[str, Any]]:
-    """The tokens with the largest |d|. sequence: index of it."""
+    """Return the tokens with the largest |d|. sequence: index of it."""
     order = np.argsort(-np.abs(columns.difference), kind="stable")[:WORST]
     return [
         {"sequence": int(columns.sequence[n]), "position": int(columns.position[n]), "token": int(columns.token[n]),
@@ -97,7 +97,7 @@ def worst(columns: Columns) -> list[dict[str, Any]]:
 
 
 def suspects(columns: Columns) -> list[str]:
-    """What the differences look like, in words; empty where they are as small as rounding."""
+    """Describe what the differences look like; empty where they are as small as rounding."""
     size = np.abs(columns.difference).mean()
     likely = [*_shifted(columns), *_temperature(columns)] if size else []
     if likely or size <= ROUNDING:
@@ -149,7 +149,7 @@ def _growing(columns: Columns) -> Iterator[str]:
 
 
 def nearer(first: dict[str, Any], second: dict[str, Any]) -> int | None:
-    """Which of two summaries is nearer to the reference: 0, 1; None: neither."""
+    """Tell which of two summaries is nearer to the reference: 0, 1; None: neither."""
     if math.isclose(first["mean"], second["mean"]):
         return None
     return int(second["mean"] < first["mean"])

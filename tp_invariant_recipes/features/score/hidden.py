@@ -93,6 +93,6 @@ class LayerOutputs:
 
 
 def named(file: Path) -> dict[str, np.ndarray]:
-    """What rank 0 has written."""
+    """Read what rank 0 has written."""
     with np.load(file) as stored:
         return dict(stored)

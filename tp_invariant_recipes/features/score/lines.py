@@ -41,13 +41,13 @@ def append(
 
 
 def tokens_per_second(file: Path) -> float | None:
-    """Of forward passes, without the first window, which compiles and tries products; None: there was no other."""
+    """Measure forward passes without the first window, which compiles and tries products; None: there was no other."""
     times = [json.loads(line) for line in file.with_name(TIMES).read_text().splitlines()][1:]
     return sum(tokens for tokens, _ in times) / sum(seconds for _, seconds in times) if times else None
 
 
 def line(sequence: sequences.Sequence, values: np.ndarray, columns: Sequence[str]) -> bytes:
-    """One line. values: [columns, scored] fp64."""
+    """Format one line. values: [columns, scored] fp64."""
     logprobs = values[0].astype(np.float32)
     fields = {name: _decimals(column, name) for name, column in zip(columns, values, strict=True)}
     bits = '","'.join(f"{bits:08x}" for bits in logprobs.view(np.uint32).tolist())

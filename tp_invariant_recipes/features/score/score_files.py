@@ -18,7 +18,7 @@ def check(file: Path, against: Sequence[Path], hidden: Path | None, written: Seq
 def _unfit(
     file: Path, against: Sequence[Path], hidden: Path | None, written: Sequence[Path]
 ) -> Iterator[tuple[Path, str]]:
-    """What is wrong with each, the first line of those that are read included."""
+    """Yield the problems of each file, the first line of those that are read included."""
     for read, parse in ((file, _is_sequence), *((rollouts, _is_rollout) for rollouts in against)):
         read = read.expanduser()
         try:

@@ -103,7 +103,7 @@ class Scoring:
 
     @property
     def meta(self) -> Path:
-        """What was scored, beside the scores."""
+        """Return what was scored, beside the scores."""
         return self.out.with_name(f"{self.out.name}.meta.json")
 
     @property
@@ -193,7 +193,7 @@ def finished(scoring: Scoring) -> bool:
 
 
 def _described(file: Path) -> dict[str, Any]:
-    """What tells a file of scores from a changed one. Raises RunError."""
+    """Return what tells a file of scores from a changed one. Raises RunError."""
     digest, count = hashlib.sha256(), 0
     try:
         with open_file(file) as stream:
@@ -206,12 +206,12 @@ def _described(file: Path) -> dict[str, Any]:
 
 
 def has_entropies(scoring: Scoring) -> bool:
-    """Whether OUT, which is there, has entropies."""
+    """Return whether OUT, which is there, has entropies."""
     return bool(_read(scoring.meta)["columns"]["entropies"])
 
 
 def _serves(there: Any, identity: dict[str, Any], wanted: set[str]) -> bool:
-    """Whether scores that are there are those of an identity, with the columns that are wanted or more."""
+    """Return whether scores that are there are those of an identity, with the columns that are wanted or more."""
     if not isinstance(there, dict) or not isinstance(columns := there.get("columns"), dict):
         return there == identity
     return there | {"columns": None} == identity | {"columns": None} and all(columns.get(name) for name in wanted)
@@ -284,7 +284,7 @@ def _refused(override: Override) -> str | None:
 
 
 def _kept(override: Override) -> bool:
-    """Whether an override belongs to a model and its arithmetic, and to no layout."""
+    """Return whether an override belongs to a model and its arithmetic, and to no layout."""
     return any(fnmatchcase(override.field, pattern) for pattern in REPEATED_FIELDS) and not any(
         fnmatchcase(override.field, pattern) for pattern in OMITTED_FIELDS
     )
@@ -349,7 +349,7 @@ def _tokenizer(config: Any, source: Path, *, of_run: bool) -> str | None:
 
 
 def _read(file: Path) -> Any:
-    """What a JSON file holds; None: it is not there. Raises RunError."""
+    """Read a JSON file; None: it is not there. Raises RunError."""
     try:
         return parse_json(read_limited(file, LARGEST)) if file.exists() else None
     except (OSError, ValueError) as error:

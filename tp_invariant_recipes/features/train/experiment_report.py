@@ -194,6 +194,6 @@ def _quietly(title: str, end: Callable[[], Any]) -> None:
 
 
 def _last_digests(ledger: Ledger) -> dict[str, tuple[int, Mapping[str, str]]]:
-    """Of gradients and weights: the last step that has digests, and these; a kind without any is not there."""
+    """Map gradients and weights to the last step with digests, and these; a kind without any is absent."""
     digested = {kind: [s for s in ledger.steps if getattr(s, kind) is not None] for kind in DIGESTED}
     return {kind: (steps[-1].step, getattr(steps[-1], kind)) for kind, steps in digested.items() if steps}

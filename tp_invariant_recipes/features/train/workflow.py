@@ -49,7 +49,7 @@ def _is_completed(run_dir: RunDir, composed: Composed) -> bool:
 
 
 def check(planned: Plan) -> None:
-    """What can be checked before anything is written. Raises ConfigError, CheckpointError."""
+    """Check what can be checked before anything is written. Raises ConfigError, CheckpointError."""
     check_checkpoint(planned)
     validate(planned)
 

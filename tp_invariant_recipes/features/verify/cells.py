@@ -82,7 +82,7 @@ def compose_cells(
 
 
 def compose_each(model: str, choices: Sequence[Choice], here: bool) -> tuple[dict[str, Composed], Problems]:
-    """Those that compose, by their label, and what is wrong with the others."""
+    """Return the cells that compose, by label, and the problems of the others."""
     device = plan.detect_device()
     composed, cell_problems, files = {}, Problems(), partial(input_problems, here=here)
     for choice in choices:

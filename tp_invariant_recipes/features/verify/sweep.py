@@ -79,7 +79,7 @@ class Swept:
         return (*left_out, *([f"No page: {self.no_page}."] if self.no_page else []))
 
     def as_dict(self) -> dict[str, Any]:
-        """What `sweep.json` holds; documented in docs/sweep.md."""
+        """Return the contents of `sweep.json`; documented in docs/sweep.md."""
         return {
             "schema": SCHEMA,
             "exit_status": 0 if self.verdict == COMPLETED else 2,

@@ -287,7 +287,7 @@ def _identical(matrix: Matrix, compared: list[CellResult], reference: CellResult
 
 
 def _extent(compared: list[CellResult]) -> str:
-    """The extent of the smallest of these comparisons, as "100 steps (loss, …)"."""
+    """Describe the extent of the smallest of these comparisons, as "100 steps (loss, …)"."""
     comparisons = [row.comparison for row in compared if row.comparison is not None]
     shortest = min(comparisons, key=lambda comparison: comparison.steps_compared)
     least = min(

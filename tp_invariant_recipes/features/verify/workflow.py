@@ -63,7 +63,7 @@ class Verification:
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """Those to train."""
+        """Return the cells to train."""
         return tuple(cell for cell in self.matrix.cells if cell.name in self.plans)
 
 
@@ -213,7 +213,7 @@ def train_cells(verification: Verification, watch: Watch, *, exitfirst: bool = F
 
 
 def _passes(verification: Verification, cell: Cell) -> bool:
-    """Whether a cell that has ended is the reference or identical with it."""
+    """Return whether a cell that has ended is the reference or identical with it."""
     where = verification.directory
     rows = verdict_on(where.path, _against_path(verification.matrix)).rows
     return next(row.state for row in rows if row.run == where.cell(cell.name).path) in PASSED

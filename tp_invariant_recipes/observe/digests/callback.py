@@ -271,7 +271,7 @@ class Digests(AroundOptimizerStep):
 
     @property
     def _told(self) -> bool:
-        """Whether somebody reads digests here: on the other ranks only replicas are compared."""
+        """Return whether somebody reads digests here: on the other ranks only replicas are compared."""
         return self.listener is not None or self.check is not None
 
     def _tell(self, recorded: Recorded) -> None:

@@ -68,7 +68,7 @@ class Merge:
         self._host = torch.empty(len(self._sums), dtype=torch.int64, pin_memory=device.type == "cuda")
 
     def __call__(self, lanes: Tensor, unlike: Tensor) -> tuple[Tensor, Any]:
-        """Of every tensor, the sums over all ranks, and when they are there.
+        """Sum every tensor's lanes over all ranks; return the sums and the event after which they are there.
 
         lanes:   int64 [own parts, LANES]. unlike: int64 [own parts].
         returns: int64 [tensors · LANES + tensors · CHECKS] on the host, overwritten by the next call, and an event.

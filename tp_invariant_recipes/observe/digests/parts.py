@@ -36,13 +36,13 @@ def extent(place: GlobalSlice, columns: int) -> tuple[int, ...]:
 
 
 def is_whole(extents: Sequence[int], elements: int) -> bool:
-    """Whether parts whose extents have this sum hold each of so many elements exactly once."""
+    """Return whether parts whose extents have this sum hold each of so many elements exactly once."""
     sums = [extents[n] + (extents[n + 1] << _LOW) for n in range(0, EXTENT, 2)]
     return all(total % _PRIME == _geometric(x, elements) for total, x in zip(sums, _POINTS, strict=True))
 
 
 def fits(place: GlobalSlice, shape: Sequence[int]) -> bool:
-    """Whether a place lies within a tensor of this shape."""
+    """Return whether a place lies within a tensor of this shape."""
     rows, columns = math.prod(shape[:-1]), columns_of(shape)
     if min(astuple(place)) < 0:
         return False

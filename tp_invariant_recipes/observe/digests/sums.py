@@ -138,7 +138,7 @@ class MovingSums:
 
     @property
     def known(self) -> bool:
-        """Whether all ranks have been asked for their parts."""
+        """Return whether all ranks have been asked for their parts."""
         return self._sums is not None
 
     def sums(self) -> Sums:
