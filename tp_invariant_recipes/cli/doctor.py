@@ -27,18 +27,18 @@ def doctor(as_json: Json = False) -> None:
 
     findings = doctor.examine()
     if as_json:
-        terminal.print_json([finding.__dict__ for finding in findings], indent=2)
+        terminal.print_json([finding.as_json() for finding in findings], indent=2)
     else:
         console = terminal.console()
         patches = [finding for finding in findings if isinstance(finding, doctor.PatchFinding)]
         table = Table("what", "found", "", "its purpose, and how to get it")
         for finding in findings:
             if finding not in patches:
-                table.add_row(finding.what, finding.found or "", MARKS[finding.state], finding.advice)
+                table.add_row(finding.what, finding.present or "", MARKS[finding.state], finding.advice)
         console.print(table)
         # A table of these columns would break names and links in a terminal of 80.
         for patch in patches:
-            state = MARKS["refused"] if patch.state == "refused" else patch.found
+            state = MARKS["refused"] if patch.state == "refused" else patch.present
             console.print(f"[bold]{patch.what}[/]: {state} ({patch.reason})")
             lines = (f"needed by {patch.versions}", f"without it: {patch.advice}", patch.upstream)
             console.print(Padding("\n".join(line for line in lines if line), (0, 0, 0, 2)))

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 
@@ -26,14 +27,18 @@ class Finding:
     """
 
     what: str
-    found: str | None
+    present: str | None
     state: str
     advice: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the row as `tpi doctor --json` prints it."""
+        return {"found" if name == "present" else name: value for name, value in vars(self).items()}
 
 
 @dataclass(frozen=True)
 class PatchFinding(Finding):
-    """A fix to an installed package. found: its state on this machine; advice: the defect without it.
+    """A fix to an installed package. present: its state on this machine; advice: the defect without it.
 
     reason:   the reason of that state.
     versions: the package's versions that need it.
@@ -190,7 +195,7 @@ def _patches() -> list[PatchFinding]:
     return [
         PatchFinding(
             what=f"patch {patch.name}",
-            found=verdict.state,
+            present=verdict.state,
             state="refused" if verdict.state == "refused" else "ok",
             advice=patch.why,
             reason=verdict.reason,

@@ -223,7 +223,7 @@ def test_doctor_and_conformance_pass_a_gpu_that_conforms(a_gpu, cli):
 def test_doctor_and_conformance_name_a_gpu_that_adds_in_another_way(a_gpu, cli):
     a_gpu(other_bits_of(kept=24))
     row = arithmetic_row()
-    assert (row.state, row.found) == ("other", "GPU 0 adds in another way")
+    assert (row.state, row.present) == ("other", "GPU 0 adds in another way")
     done = cli("conformance")
     assert done.status == 1
     assert "GPU 0 (NVIDIA B300) adds in another way" in done.out
@@ -312,7 +312,7 @@ def test_doctor_and_conformance_name_a_gpu_that_adds_fp8_otherwise(a_gpu, cli):
     a_gpu(other_fp8)
     row = arithmetic_row()
     assert row.state == "ok"
-    assert re.fullmatch(r"as an H200 \(\d+ cases\), but GPU 0 adds FP8 otherwise", row.found)
+    assert re.fullmatch(r"as an H200 \(\d+ cases\), but GPU 0 adds FP8 otherwise", row.present)
     done = cli("conformance")
     assert done.status == 1
     assert re.search(rf"adds in another way: \d+ of {CASES} cases differ\n  e\dm\d_", done.out)

@@ -17,13 +17,10 @@ ROOMS_LEFT: set[str] = {
     "compare",
     "config",
     "data",
-    "features",
     "ledger",
-    "observe",
     "replacement.py",
     "report",
     "sources",
-    "training",
 }
 # A line or a sentence "name: …" or "name, name: …", and what such a line explains other than parameters.
 ENTRY = re.compile(r"(?:^|(?<=\. ))([a-z_]\w*(?:, [a-z_]\w*)*):(?=\s)", re.MULTILINE)

@@ -38,7 +38,7 @@ def test_a_set_that_is_here(here, known):
 
 def test_the_doctor_says_which(monkeypatch):
     rows = {row.what: row for row in doctor._known()}
-    assert "megatron-bridge 0.6.2, megatron-core 0.19.2, transformer-engine 2.20.2" in rows["known to work"].found
+    assert "megatron-bridge 0.6.2, megatron-core 0.19.2, transformer-engine 2.20.2" in rows["known to work"].present
     assert "tests/gpu on up to four H200s" in rows["known to work"].advice
     monkeypatch.setattr(doctor, "installed", {"megatron-bridge": "9.0.0"}.get)
     assert [(row.what, row.state) for row in doctor._known()] == [

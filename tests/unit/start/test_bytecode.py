@@ -55,7 +55,7 @@ def test_a_folder_for_all_bytecode_counts(own_package, tmp_path, monkeypatch):
 
 def test_it_is_kept_in_a_folder_of_tpi(own_package, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    assert doctor._bytecode().found == f"kept in {bytecode.folder()}"
+    assert doctor._bytecode().present == f"kept in {bytecode.folder()}"
     importlib.import_module(own_package.parent.name)
     [kept] = bytecode.folder().rglob("*.pyc")
     assert kept.is_relative_to(f"{bytecode.folder()}{own_package.parent}")
@@ -79,7 +79,7 @@ def test_a_cache_that_cannot_be_written(own_package, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(os, "access", lambda folder, mode: False)
     finding = doctor._bytecode()
-    assert (finding.found, finding.state) == (None, "optional")
+    assert (finding.present, finding.state) == (None, "optional")
     assert f"compiles {own_package.parent.name} again" in finding.advice
 
 
