@@ -96,6 +96,20 @@ def test_stock_layouts_do_not(scored):
     assert by_id(scored(f"{stock} tp=2")) != by_id(scored(stock))
 
 
+IN_FP8 = ("mxfp8", *(pytest.param(f"fp8_{name}", marks=pytest.mark.release) for name in ("tensorwise", "blockwise")))
+
+
+@pytest.mark.parametrize("precision", IN_FP8)
+def test_products_in_fp8_have_one_file(scored, precision):
+    """From a Hugging Face folder. The control: in bf16 every sequence has other bits."""
+    fp8 = f"qwen3 s.jsonl precision={precision}"
+    whole = scored(fp8)
+    assert scored(f"{fp8} tp=2") == whole
+    plain, found = by_id(scored("qwen3 s.jsonl --ranks --entropy")), by_id(whole)
+    assert plain.keys() == found.keys()
+    assert all(found[name] != bits for name, bits in plain.items())
+
+
 @pytest.mark.release
 @pytest.mark.parametrize("layout", ("ep=2 dp=2", "tp=2", "tp=2 ep=2", "pp=1 dp=2"))
 def test_experts_have_one_file(scored, layout):

@@ -232,6 +232,35 @@ def test_a_recipe_of_bridge_starts_from_a_folder(tpi):
     assert json.loads((tpi.folder / "recipe/tp1/run.json").read_text())["identity"]["weights.digest"]
 
 
+def kinds():
+    """Class of a layer -> how Bridge splits its weights."""
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping
+
+    return {name: kind for kind, names in AutoMapping._MODULE_TYPE_REGISTRY.items() for name in names}
+
+
+def test_layers_in_fp8_are_split_as_the_stock_layers():
+    """Bridge judges by the name of a class, so each that stands for a stock layer has a name that it knows."""
+    from tp_invariant_recipes.numerics.megatron import spec
+    from tp_invariant_recipes.training.imported_weights import _our_layers_known
+
+    before = kinds()
+    stock = [name for name in spec.FP8 if name in before and not name.startswith("TE")]  # no CPU has these classes
+    assert {before[name] for name in stock} == {"column", "row"}
+    with _our_layers_known():
+        known = kinds()
+        assert {name: known.get(spec.invariant(layer(name), fp8=True).__name__) for name in stock} == {
+            name: before[name] for name in stock
+        }
+    assert kinds() == before
+
+
+def layer(name):
+    from megatron.core import tensor_parallel
+
+    return getattr(tensor_parallel, name)
+
+
 # Model, overrides of all its runs, layouts.
 _EXPERTS = "model.num_layers=2 model.hidden_size=128 model.num_attention_heads=8 model.num_query_groups=8 "
 _EXPERTS += "model.kv_channels=16 model.moe_ffn_hidden_size=256 model.ffn_hidden_size=256 model.vocab_size=512"
@@ -240,6 +269,7 @@ ROWS = {
     ("qwen25_toy", ""): ("tp=1", "tp=4"),
     ("qwen3_toy", "model.share_embeddings_and_output_weights=false"): ("tp=1", "pp=2", "tp=2 pp=2"),
     ("qwen3_toy", "precision=fp32"): ("tp=1", "tp=2"),
+    ("qwen3_toy", "precision=mxfp8"): ("tp=1", "tp=2"),
     ("qwen3_moe_toy", _EXPERTS): ("tp=1", "ep=2 dp=2 tp=2", "tp=2 pp=2"),
 }
 

@@ -159,6 +159,17 @@ def _without_rotary(config: RunConfig) -> str | None:
     return None
 
 
+def _own_positions(config: RunConfig) -> str | None:
+    """Gemma 3's attention reads the positions of two bases, which its model makes beside rotary ones alone."""
+    positions = config.model.get("position_embedding_type", "rope")
+    if positions == "rope" or families.of(config.model) != families.TWO_BASES:
+        return None
+    return (
+        f"model.position_embedding_type={positions}: {families.TWO_BASES} has rotary positions of two bases; "
+        "model.position_embedding_type=rope"
+    )
+
+
 def _at_most(low: str, high: str, of: str = "model") -> Callable[[RunConfig], str | None]:
     """The rule that one number is at most another one, where there are both. Short paths lie in the section `of`."""
     first, second = (path if "." in path else f"{of}.{path}" for path in (low, high))
@@ -341,6 +352,7 @@ TESTS: tuple[Callable[[RunConfig], str | list[str] | None], ...] = (
     *map(_per_layer, PER_LAYER),
     _ahead_of_delta_nets,
     _without_rotary,
+    _own_positions,
     _at_most("moe_router_topk", "num_moe_experts"),
     _at_most("moe_router_group_topk", "moe_router_num_groups"),
     _at_most("tokenizer.vocab_size", "model.vocab_size"),

@@ -56,6 +56,18 @@ def test_a_pattern_says_something_of_each_layer(fields, says):
     assert [line.startswith(str(says)) for line in found] == [True] * (says is not None)
 
 
+@pytest.mark.parametrize("positions", ("none", "yarn", "learned_absolute"))
+def test_gemma_3_has_rotary_positions_alone(positions):
+    """Its attention asserted in a rank. Gemma 2 reads what Megatron-Core makes."""
+    fields = {"model__position_embedding_type": positions}
+    (said,) = table_problems(relations, with_fields(compose("gemma3_toy", device="cpu").config, **fields))
+    assert said == (
+        f"model.position_embedding_type={positions}: Gemma 3 has rotary positions of two bases; "
+        "model.position_embedding_type=rope"
+    )
+    assert table_problems(relations, with_fields(compose("gemma2_toy", device="cpu").config, **fields)) == []
+
+
 @pytest.mark.parametrize("section", ("optimizer", "ddp"))
 def test_a_distributed_optimizer_has_no_sgd(section):
     fields = {"optimizer__optimizer": "sgd", f"{section}__use_distributed_optimizer": True}

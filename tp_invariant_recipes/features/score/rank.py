@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tp_invariant_recipes.check.invariant import fp8
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.features.score import batches, lines
@@ -131,7 +132,7 @@ class Forward:
 
         self.state, self.model, self.columns, self.count = parallel_state, model, len(wanted.columns), 0
         self.shards = config.numerics.context_shards or config.model["context_parallel_size"]
-        self.multiple = max(CONTEXTS * self.shards, self.shards * (config.numerics.virtual_shards or 1))
+        self.multiple = self.shards * max(CONTEXTS, config.numerics.virtual_shards or 1, fp8.tokens(config))
         self.alone = depends_on_rows(config)
         self.learned = config.model["seq_length"]  # positions, if any: padding, which no token sees, has the last one
         # In training mode kernels are those of a training step, without the dropout that planning has refused.

@@ -63,6 +63,7 @@ DELTA_BLOCK = "numerics.megatron.families.delta_net:block"
 DELTA_HEADS = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}  # with Megatron-Core's defaults
 DELTA_SIZES = DELTA_HEADS | {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 OF_ALL_HEADS = "OLMoE"  # one norm of the queries of all heads, and one of the keys
+TWO_BASES = "Gemma 3"  # rotary positions of local layers, and of global ones
 PROVIDERS = tuple(family.provider for family in FAMILIES.values() if family.provider)
 
 
