@@ -8,9 +8,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
+from tests.distributed.test_fp8 import EXPERTS, HYBRID, LATENT
+
 BASE = "seq=128 gbs=2 iters=1 scheduler.lr_decay_iters=4"
 MODEL = "MODEL="
 WEIGHTS = "{weights}"
+
+# Model -> sizes that let it train in seconds in every precision: qwen3_moe_toy has 849 million parameters.
+_MXFP8 = "model.hidden_size=96 model.mamba_num_heads=64 model.mamba_num_groups=4 model.kv_channels=32"
+SIZES = {
+    words.split()[0]: [word for word in words.split() if word.startswith("model.")]
+    for words in (EXPERTS, LATENT, f"{HYBRID} {_MXFP8}")
+}
 
 AXES: dict[str, tuple[str, ...]] = {
     "numerics": ("numerics=stock", "numerics=portable", "numerics=gather"),
@@ -89,7 +98,12 @@ class Pair:
     def overrides(self, weights: str) -> list[str]:
         """weights: the folder of the model's checkpoint."""
         rows = [word.replace(WEIGHTS, weights) for word in self._words if not word.startswith(MODEL)]
-        return [*BASE.split(), *dict.fromkeys(rows)]
+        return [*BASE.split(), *self.sizes, *dict.fromkeys(rows)]
+
+    @property
+    def sizes(self) -> list[str]:
+        """Overrides that cut the model."""
+        return SIZES.get(self.model, [])
 
     @property
     def needs_weights(self) -> bool:
