@@ -162,7 +162,7 @@ def _without_rotary(config: RunConfig) -> str | None:
 def _own_positions(config: RunConfig) -> str | None:
     """Gemma 3's attention reads the positions of two bases, which its model makes beside rotary ones alone."""
     positions = config.model.get("position_embedding_type", "rope")
-    if positions == "rope" or families.of(config.model) != families.TWO_BASES:
+    if positions == "rope" or families.family_of(config.model) != families.TWO_BASES:
         return None
     return (
         f"model.position_embedding_type={positions}: {families.TWO_BASES} has rotary positions of two bases; "
