@@ -25,6 +25,12 @@ def first_line(text: str) -> str:
     return cut if len(lines) == 1 or cut.endswith("…") else f"{cut} …"
 
 
+def shortened(text: str) -> str:
+    """Another program's message on one line, each run of white space a space, its end left out where it is long."""
+    line = " ".join(text.split())
+    return line if len(line) <= LONGEST else f"{line[:LONGEST]} …"
+
+
 def _escape(match: re.Match[str]) -> str:
     code = ord(match[0])
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

@@ -50,9 +50,20 @@ def test_weights_that_are_gathered_late_take_a_second_step(a_gpu):
     assert audit.new("qwen3_toy", ["tp=2", "cuda_graph=off"]).steps == range(1, 2)
 
 
+@pytest.mark.parametrize("words", ("tp=2", "model.tensor_model_parallel_size=2", "dp=2 gbs=2", "pp=2", "cp=2 seq=64"))
+def test_a_reference_has_one_rank_however_a_key_is_spelled(a_gpu, words):
+    planned = audit.new("qwen3_toy", [*words.split(), "cuda_graph=off"])
+    assert (planned.audited.layout.world, planned.reference.layout.world) == (2, 1)
+
+
+def test_what_is_wrong_with_a_reference_is_said_and_no_other_is_taken(a_gpu):
+    with pytest.raises(audit.ConfigError, match=r"the reference: sp=true needs tp > 1"):
+        audit.new("qwen3_toy", ["tp=2", "cuda_graph=off"], reference=["sp=true"])
+
+
 def test_the_smallest_reference_that_fits_is_taken(a_gpu, monkeypatch):
     monkeypatch.setattr(
-        audit.memory, "problems", lambda config, here: ["too large"] * (config.model["tensor_model_parallel_size"] < 4)
+        audit.room, "problems", lambda config, here: ["too large"] * (config.model["tensor_model_parallel_size"] < 4)
     )
     planned = audit.new("qwen3_toy", ["tp=8", "cuda_graph=off"])
     assert planned.reference.layout.tp == 4

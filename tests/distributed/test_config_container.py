@@ -7,8 +7,10 @@ import shlex
 
 import pytest
 
+from tests import hf_folders
 from tests.models import degree, small_ones, sparing
 from tp_invariant_recipes.cli import show, train
+from tp_invariant_recipes.cli.arguments import with_model
 from tp_invariant_recipes.config import container, describe, hydra_tree
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.container import LOCAL_SPECS
@@ -542,7 +544,10 @@ def test_there_are_examples():
 
 
 @pytest.mark.parametrize("words", examples(), ids=" ".join)
-def test_the_examples_in_the_help_are_right(words):
+def test_the_examples_in_the_help_are_right(words, tmp_path):
     words = " ".join(words).replace("--trace ", "ledger.trace=").partition(" --key ")[0].split()
     model, *overrides = [word for word in words if not word.startswith("--")]
+    if model == "weights=~/models/mine":
+        folder = hf_folders.make(tmp_path / "mine", hf_folders.of("qwen3_toy"))
+        model, overrides = with_model(f"weights={folder}", overrides)
     assert compose(model, overrides, device="gpu").model == model

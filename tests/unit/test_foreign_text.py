@@ -12,7 +12,7 @@ from tests.unit.compare.ledgers import HEADER, PARAMETERS, record, trace
 from tests.unit.docs.markdown import ROOT
 from tests.unit.jobs.conftest import _state, slurm, submitted  # noqa: F401 -- fixtures
 from tests.unit.jobs.fake_slurm import now, row
-from tp_invariant_recipes.foreign_text import one_line, visible
+from tp_invariant_recipes.foreign_text import LONGEST, one_line, shortened, visible
 from tp_invariant_recipes.jobs import script
 from tp_invariant_recipes.launch import plan, ranks
 from tp_invariant_recipes.ledger.record import LedgerWriter
@@ -218,3 +218,9 @@ def other_prints(source: str) -> set[str]:
 
 def test_another_way_is_seen():
     assert other_prints("print(1)\ntyper.echo(2)\nConsole().print(3)") == {"print", "typer.echo", "Console"}
+
+
+def test_a_shortened_message_keeps_what_comes_on_later_lines():
+    assert shortened(" must match.\n  model: 128,\tdataset: 64\n") == "must match. model: 128, dataset: 64"
+    assert shortened("x" * LONGEST) == "x" * LONGEST
+    assert shortened("x" * (LONGEST + 1)) == "x" * LONGEST + " …"

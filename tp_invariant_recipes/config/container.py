@@ -16,7 +16,7 @@ from tp_invariant_recipes.config.null_tokenizer import megatron_vocab_size
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, listed, refuse
 from tp_invariant_recipes.fields import catalogue
 from tp_invariant_recipes.fields.field import as_text
-from tp_invariant_recipes.foreign_text import first_line
+from tp_invariant_recipes.foreign_text import shortened
 from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.replacement import Replacement, applied
@@ -132,7 +132,7 @@ def validate(container: ConfigContainer, world_size: int, *, here: bool = True, 
         try:
             runtime_config_update(container)
         except (AssertionError, ValueError, NotImplementedError, RuntimeError) as error:
-            message = first_line(str(error)) or repr(error)
+            message = shortened(str(error)) or repr(error)
             message += _keys(container, message)
             raise ConfigError(f"Megatron-Bridge refuses this configuration: {message}") from error
     now = _plain_values(container, before)

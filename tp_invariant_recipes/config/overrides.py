@@ -132,6 +132,13 @@ def latest(overrides: Iterable[Override]) -> list[Override]:
     return [override for override in overrides if last[override.field] is override]
 
 
+def changed(overrides: Iterable[str | Override], changes: Iterable[str | Override]) -> list[Override]:
+    """The overrides with changes, which count: what sets a field of theirs by another key is left out."""
+    read = parse_all(changes)
+    fields = {override.field for override in read}
+    return [*(override for override in parse_all(overrides) if override.field not in fields), *read]
+
+
 def cluster_files(overrides: Iterable[Override]) -> list[Path]:
     """The file that describes the cluster of these overrides, where it is not one of ours."""
     chosen = [override for override in overrides if override.path == "cluster"]

@@ -13,7 +13,7 @@ from tp_invariant_recipes.check.job import PendingJob
 from tp_invariant_recipes.check.rule import broken_rules, lines
 from tp_invariant_recipes.config import elastic, reserved
 from tp_invariant_recipes.config.compose import Composed, compose
-from tp_invariant_recipes.config.overrides import Override, cluster_files, given, parse, parse_all
+from tp_invariant_recipes.config.overrides import Override, changed, cluster_files, given, parse, parse_all
 from tp_invariant_recipes.errors import ConfigError, RunError, listed, refuse
 from tp_invariant_recipes.features.train.workflow import check as train_check
 from tp_invariant_recipes.features.verify import matrix
@@ -80,7 +80,7 @@ def resume(
     before = where.read_run(RunFile)
     problems, sound = reserved.check("submit --resume", parse_all(overrides))
     model = before.model
-    composed = _composed(model, [*overrides_to_repeat(before), *sound], problems)
+    composed = _composed(model, changed(overrides_to_repeat(before), sound), problems)
     composed, configs = _layouts(composed, problems)
     _check_fit(configs, problems, dry=how.dry)
     if not how.dry:

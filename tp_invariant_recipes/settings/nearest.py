@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 RECIPES = "_config"  # at the end of the name of a recipe
-_MODES = ("_pretrain", "_sft", "_peft")
+_MODES = ("pretrain", "sft", "peft")
 
 
 def did_you_mean(names: Iterable[str]) -> str:
@@ -14,17 +14,20 @@ def did_you_mean(names: Iterable[str]) -> str:
 
 
 def _stem(recipe: str) -> str:
-    """What distinguishes a recipe from those of its kind."""
+    """What distinguishes a recipe from those of its kind, whose name may be misspelt."""
     stem = recipe.removesuffix(RECIPES)
-    return next((stem.removesuffix(mode) for mode in _MODES if stem.endswith(mode)), stem)
+    model, _, kind = stem.rpartition("_")
+    return model if model and get_close_matches(kind, _MODES, n=1, cutoff=0.75) else stem
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """A hint to append to an error: "; did you mean 'x'?", or the names when few, or nothing."""
     known = sorted(set(names))
     if name.endswith(RECIPES):  # what most recipes end in says nothing about which is meant
-        stems = {_stem(known_name): known_name for known_name in known if known_name.endswith(RECIPES)}
-        return did_you_mean([stems[stem] for stem in get_close_matches(_stem(name), stems, n=1, cutoff=0.75)])
+        stems = {recipe: _stem(recipe) for recipe in known if recipe.endswith(RECIPES)}
+        closest = get_close_matches(_stem(name), {*stems.values()}, n=1, cutoff=0.75)
+        kinds = [recipe for recipe, stem in stems.items() if stem in closest]
+        return did_you_mean(get_close_matches(name, kinds, n=1, cutoff=0.0))
     close = get_close_matches(name, known, n=1, cutoff=0.6) or get_close_matches(name.lower(), known, n=1, cutoff=0.6)
     if not close and "." in name:
         # The section may be wrong while the field is right.

@@ -375,7 +375,8 @@ LATENT = Family(
     "deepseek_v3_toy numerics=tree",
     {
         "model.multi_latent_attention=false": "multi-latent attention is covered for MLAModelProvider with",
-        "model.tensor_model_parallel_size=2 model.num_moe_experts=null": "multi-latent attention under tensor",
+        "model.tensor_model_parallel_size=2 model.num_moe_experts=null numerics.expert_groups=null": "multi-latent "
+        "attention under tensor",
         "model.num_query_groups=16": "multi-latent attention has keys and values for every head",
         "model.qk_layernorm=false": "multi-latent attention is covered with its norms",
         "model.add_qkv_bias=true": "multi-latent attention with biases",

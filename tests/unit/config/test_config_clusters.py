@@ -388,7 +388,7 @@ def test_the_users_own_options_are_offered_beside_ours(own_clusters, cli):
     assert conf_files.groups()["cluster"] == ("b300", "gb300", "gh200", "h100", "h200", "local", "mysite")
     assert conf_files.summary("cluster", "mysite") == "Ours."
     assert conf_files.summary("cluster", "h100") == "Nodes of eight H100 GPUs (Hopper)."
-    assert "gpu_type: hopper" in cli("show", "qwen3_8b", "cluster=mysite", "device=gpu").out
+    assert "gpu_type: hopper" in cli("show", "qwen3_8b", "cluster=mysite", "device=gpu", "--all").out
 
 
 def test_other_groups_are_taken_from_it_as_well(own_clusters):

@@ -3,7 +3,7 @@
 import pytest
 
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.config.overrides import latest, parse_all, texts
+from tp_invariant_recipes.config.overrides import changed, latest, parse_all, texts
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.features.verify import workflow as verify
 from tp_invariant_recipes.settings import environment
@@ -64,6 +64,15 @@ def test_no_kernel_of_a_cpu_reads_the_switch_of_flash_attention():
 def test_a_resumed_run_may_spell_a_key_in_another_way():
     kept = latest(parse_all(["parallel.data_parallel_size=2", "seq=32", "dp=4"]))
     assert texts(kept) == ("seq=32", "dp=4")
+
+
+def test_a_command_that_changes_a_run_counts_however_a_key_is_spelled():
+    words = ["dp=2", "seq=32", "model.tensor_model_parallel_size=4"]
+    assert texts(changed(words, ["tp=2", "parallel.data_parallel_size=1"])) == (
+        "seq=32",
+        "tp=2",
+        "parallel.data_parallel_size=1",
+    )
 
 
 @pytest.mark.parametrize(

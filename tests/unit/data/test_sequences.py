@@ -42,7 +42,7 @@ WRONG = (
     ({"tokens": [5, True]}, "tokens must be a list of token ids"),
     ({"tokens": [5, 6], "attention_mask": [1]}, "attention_mask has another length"),
     ({"tokens": [5, 6], "cu_seqlens": [1, 2]}, "cu_seqlens must rise from 0"),
-    ({"id": 1.5, "tokens": [5, 6]}, "id must be text or a number"),
+    ({"id": 1.5, "tokens": [5, 6]}, "id must be text or a whole number"),
     ({"token": [5, 6]}, "none of tokens, text, prompt with response; its keys: 'token'"),
     ([5, 6], "not an object"),
 )

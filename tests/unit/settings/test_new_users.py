@@ -60,6 +60,16 @@ def test_the_kind_of_a_recipe_makes_no_guess():
     assert nearest("qwen3_8bb_pretrain_config", names) == "; did you mean 'qwen3_8b_pretrain_config'?"
 
 
+@pytest.mark.parametrize("typed", ("qwen3_8b_pretrian_config", "qwen3_8bb_pretrain_config"))
+def test_a_misspelt_recipe_keeps_its_kind(typed):
+    names = [f"{model}_{kind}_config" for model in ("qwen3_8b", "qwen3_vl_8b") for kind in ("pretrain", "sft", "peft")]
+    names += ["qwen3_vl_8b_pretrain_mock_config", "qwen3_8b_sft_32k_config"]
+    assert nearest(typed, names) == "; did you mean 'qwen3_8b_pretrain_config'?"
+    assert nearest(typed.replace("pretrian", "sftt").replace("pretrain", "sft"), names) == (
+        "; did you mean 'qwen3_8b_sft_config'?"
+    )
+
+
 @pytest.mark.parametrize("text", ("bfloat16", "torch.bfloat16", "bf16"))
 def test_a_dtype_has_the_names_that_people_type(text):
     assert convert(text, torch.dtype) is torch.bfloat16

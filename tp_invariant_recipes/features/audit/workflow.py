@@ -18,7 +18,7 @@ from tp_invariant_recipes.compare.deviation import StepDumps, TensorDeviation
 from tp_invariant_recipes.config import reserved
 from tp_invariant_recipes.config.bounds import LARGEST
 from tp_invariant_recipes.config.compose import Composed, compose
-from tp_invariant_recipes.config.overrides import Override, given, parse_all, texts
+from tp_invariant_recipes.config.overrides import Override, changed, given, parse_all, texts
 from tp_invariant_recipes.errors import ConfigError, Interrupted, LedgerError, RunError, TpiError, listed
 from tp_invariant_recipes.features.audit import rank
 from tp_invariant_recipes.features.audit import reference as audit_reference
@@ -115,12 +115,12 @@ def new(
     if given(sound, "numerics.mode") is not None or given(sound, "weights.folder") is not None:
         numerics = [text for text in numerics if text == STOCK]
     common: list[str | Override] = [*DEFAULTS, *numerics, *sound, "save=0"]
-    audited = _composed(model, [*common, *texts(differing)], problems)
+    audited = _composed(model, changed(common, differing), problems)
     if problems or audited is None:
         raise ConfigError(listed(problems), problems)
     wanted = audited.config.train["train_iters"] if length_given else steps or _steps(audited.config)
     length = f"iters={wanted}"
-    audited = _composed(model, [*common, *texts(differing), length], problems)
+    audited = _composed(model, [*changed(common, differing), length], problems)
     first = _first(audited.config, wanted, problems) if audited else 1
     made, own = None, tuple(texts(differing))
     if audited and not (against or of_reference or audit_reference.overrides(audited.config, of_reference)):
@@ -315,10 +315,13 @@ def _reference(
     for degree in DEGREES:
         more = (*audit_reference.overrides(audited, own, degree), *texts(own))
         refusals: list[str] = []
-        composed = _composed(model, [*common, *more], refusals)
-        if composed is not None and not (refusals or room.problems(composed.config, here=True)):
+        composed = _composed(model, changed(common, more), refusals)
+        if composed is None or refusals:  # which more ranks would only hide
+            first = refusals
+            break
+        if not (large := room.problems(composed.config, here=True)):
             return composed, more
-        first = first or refusals or room.problems(composed.config, here=True) if composed else first or refusals
+        first = first or large
     problems += [f"the reference: {problem}" for problem in first]
     return None, ()
 

@@ -10,7 +10,7 @@ from functools import partial
 from tp_invariant_recipes.check.inputs import input_problems
 from tp_invariant_recipes.check.invariant.shards import DEFAULT_SHARDS
 from tp_invariant_recipes.config.compose import Composed, compose
-from tp_invariant_recipes.config.overrides import Override, given, parse, texts
+from tp_invariant_recipes.config.overrides import Override, changed, given, parse, texts
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, listed, refuse
 from tp_invariant_recipes.features.verify.matrix import Choice
 from tp_invariant_recipes.launch import plan
@@ -190,7 +190,7 @@ def _command_that_fits(
 
     def fits(choice: Choice, key: str, value: int) -> bool:
         try:
-            config = compose(model, [*choice.overrides, f"{key}={value}"], device=plan.detect_device()).config
+            config = compose(model, changed(choice.overrides, [f"{key}={value}"]), device=plan.detect_device()).config
         except ConfigError:
             return False
         visible = gpus.visible() if here else []
