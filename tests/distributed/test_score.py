@@ -96,15 +96,20 @@ def test_stock_layouts_do_not(scored):
     assert by_id(scored(f"{stock} tp=2")) != by_id(scored(stock))
 
 
-IN_FP8 = ("mxfp8", *(pytest.param(f"fp8_{name}", marks=pytest.mark.release) for name in ("tensorwise", "blockwise")))
+# By blocks no sum of this model can be cut, and a sequence's padded length of 192 was no multiple of 128.
+IN_FP8 = (
+    ("mxfp8", "tp=2"),
+    pytest.param("fp8_tensorwise", "tp=2", marks=pytest.mark.release),
+    pytest.param("fp8_blockwise", "pp=2", marks=pytest.mark.release),
+)
 
 
-@pytest.mark.parametrize("precision", IN_FP8)
-def test_products_in_fp8_have_one_file(scored, precision):
+@pytest.mark.parametrize("precision, layout", IN_FP8)
+def test_products_in_fp8_have_one_file(scored, precision, layout):
     """From a Hugging Face folder. The control: in bf16 every sequence has other bits."""
     fp8 = f"qwen3 s.jsonl precision={precision}"
     whole = scored(fp8)
-    assert scored(f"{fp8} tp=2") == whole
+    assert scored(f"{fp8} {layout}") == whole
     plain, found = by_id(scored("qwen3 s.jsonl --ranks --entropy")), by_id(whole)
     assert plain.keys() == found.keys()
     assert all(found[name] != bits for name, bits in plain.items())
