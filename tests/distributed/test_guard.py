@@ -74,7 +74,7 @@ def test_a_shadow_step_finds_a_fault_of_its_step(tpi, kernel, always):
     assert "one of these is wrong" not in message
     proven = kernel in ("product", "contraction", "attention")
     assert ("at other places of the launches" in message) is (always and not proven)
-    tpi("check", files(tpi)[0], status=1)
+    tpi("check", files(tpi)[0], status=1 if kernel in ("product", "contraction") else 2)
 
 
 @pytest.mark.release
@@ -112,7 +112,7 @@ def test_a_shadow_step_sees_faults_of_its_own_step_alone(tpi):
     message = said(tpi, Both(), *DENSE, "dp=2", "iters=3", "guard=shadow", "guard.every=3")
     assert message.startswith("wrong bits at step 3: ")
     assert re.search(r"\nrank 1 on .*\njudged by its own repetition, ", message)
-    tpi("check", files(tpi)[0], status=1)
+    assert "not comparable: nothing was computed again" in tpi("check", files(tpi)[0], status=2).stdout
 
 
 def test_a_rank_that_cannot_tell_waits_once_for_one_that_can(bridge):
