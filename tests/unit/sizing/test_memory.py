@@ -44,12 +44,19 @@ BENCHMARK = (
     ("qwen3_8b", "dp=2 gbs=8 numerics.data_shards=8 model.num_layers=8", 35.15, 1.316),
     ("qwen3_0p6b", "seq=4096 gbs=4", 18.42, 1.005),
     ("qwen3_8b", RANK_OF_FOUR, 38.96, 1.008),
+    ("qwen3_30b_a3b", "dp=4 ep=4 seq=4096 gbs=4 model.num_layers=8", 34.59, 0.991),
 )
 # Peaks of whole runs that docs/evidence.md names: they include how a run starts.
 NEMOTRON_21 = "model.hybrid_layer_pattern=MEMEM*EMEMEM*EMEMEM*E"
 WHOLE_RUNS = (
     ("qwen3_30b_a3b", "tp=2 ep=2 model.num_layers=20", 119),
     ("nemotron3_nano", f"tp=2 ep=2 {NEMOTRON_21}", 122),
+)
+
+# Where all data-parallel ranks share the tokens of experts: GiB of a rank, tree and stock, as docs/memory.md lists them.
+SHARED = (
+    ("qwen3_30b_a3b", "ep=8 dp=8 gbs=8 seq=4096", 100.39, 98.08),
+    ("nemotron3_nano", "ep=8 dp=8 gbs=16 seq=8192 mbs=2", 118.44, 149.92),
 )
 
 # Proportional set size in MiB of all processes of a run on a CPU: overrides, peak.
@@ -119,6 +126,16 @@ def test_the_peak_of_a_whole_run_is_met(model, overrides, peak):
 def test_a_measured_node_is_met(overrides, peak):
     found = estimate("qwen3_toy", f"{overrides} {WIDENED}", device="cpu")
     assert found.node / memory.MIB == pytest.approx(peak, rel=WITHIN)
+
+
+@pytest.mark.parametrize("model, overrides, tree, stock", SHARED)
+def test_experts_of_all_ranks_have_one_gradient_buffer(model, overrides, tree, stock):
+    found = {mode: estimate(model, f"{overrides} numerics={mode}") for mode in ("tree", "stock")}
+    assert [round(found[mode].rank / GIB, 2) for mode in ("tree", "stock")] == [tree, stock]
+    assert found["tree"].parts[GRADIENTS] == found["stock"].parts[GRADIENTS]
+    text = document("docs/memory.md").text
+    assert f"{tree} GiB a GPU for" in text or f"{tree} for" in text
+    assert f"(stock {stock})" in text
 
 
 @functools.cache
