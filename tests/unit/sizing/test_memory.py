@@ -53,7 +53,7 @@ WHOLE_RUNS = (
     ("nemotron3_nano", f"tp=2 ep=2 {NEMOTRON_21}", 122),
 )
 
-# Where all data-parallel ranks share the tokens of experts: GiB of a rank, tree and stock, as docs/memory.md lists them.
+# Experts at ep = dp: GiB of a rank, tree and stock, as docs/memory.md lists them.
 SHARED = (
     ("qwen3_30b_a3b", "ep=8 dp=8 gbs=8 seq=4096", 100.39, 98.08),
     ("nemotron3_nano", "ep=8 dp=8 gbs=16 seq=8192 mbs=2", 118.44, 149.92),
