@@ -85,7 +85,7 @@ def test_the_rank_that_sleeps_is_named_and_not_the_one_that_waits_for_it(launche
     said = failure(launched, wait_in_a_collective, sleep_for_ever)
     lines = said.splitlines()
     assert re.fullmatch(r"rank 1 hangs: it has not ended step 4 for \d+ s", lines[0])
-    assert lines[1].startswith("  rank 1 in step 4, at unit/launch/test_hang.py:")
+    assert lines[1].startswith("  rank 1 in step 4, at tests/unit/launch/test_hang.py:")
     assert lines[1].endswith(" in sleep_for_ever: time.sleep(60)")
     assert "  rank 0 in step 4, waiting for init_process_group called at " in said
     assert f"{tmp_path}/run/logs/rank-1.log" in said
