@@ -166,7 +166,9 @@ def test_the_installed_command_trains(tmp_path):
 @pytest.mark.usefixtures("bridge")
 def test_what_an_import_sets_does_not_keep_gpu_ranks_from_being_forked():
     """torch's compiler sets a variable as it is imported, with Bridge or later. A forked rank has it too."""
-    import torch._inductor.config  # noqa: F401
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    cache_dir()  # as the import does, which another test of this process may have made
 
     name = "TORCHINDUCTOR_CACHE_DIR"
     before = {key: value for key, value in os.environ.items() if key != name}

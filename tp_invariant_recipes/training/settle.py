@@ -36,5 +36,6 @@ def _forget_probabilities() -> None:
     collector cannot look, so that one with experts would stay beside the next pass's."""
     from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
-    for dispatcher in [dispatcher for dispatcher in gc.get_objects() if isinstance(dispatcher, MoETokenDispatcher)]:
+    # type(), since isinstance() asks a weak proxy for the class of an object that may be gone.
+    for dispatcher in [item for item in gc.get_objects() if issubclass(type(item), MoETokenDispatcher)]:
         vars(dispatcher).pop("probs", None)

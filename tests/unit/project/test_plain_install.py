@@ -61,7 +61,7 @@ WORK = (
     (["--help"], "bisect"),
     (["train", "--help"], "--resume"),
     (["--version"], "tpi "),
-    (["show", "qwen3_8b", "tp=4", "optimizer.adam_eps=1e-7"], "adam_eps: 1.0e-07"),
+    (["show", "--all", "qwen3_8b", "tp=4", "optimizer.adam_eps=1e-7"], "adam_eps: 1.0e-07"),
     (["show", "nemotron3_nano_toy", "--key", "tp"], "1"),
     (["show", "--diff", "qwen3_toy", "qwen3_toy seed=3"], "rng.seed: 1234 -> 3"),
     (["compare", "runs/a", "runs/b"], "identical"),

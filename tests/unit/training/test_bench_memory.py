@@ -31,10 +31,12 @@ def test_a_model_with_experts_is_gone_after_its_pass(collector):
     from tp_invariant_recipes.training.settle import settle
 
     model = weakref.ref(Model())
+    gone = weakref.proxy(torch.nn.Module())  # what it stood for is no more
     gc.collect()
     assert model() is not None  # the collector alone does not find it
     settle()
     assert model() is None
+    del gone
 
 
 def test_workspaces_of_products_are_freed_with_the_graph_that_they_lie_in(monkeypatch):
