@@ -32,19 +32,19 @@ class Replacement:
         return holder, name
 
 
-def ours(path: str) -> Any:
+def resolve_own(path: str) -> Any:
     """What MODULE:NAME names below this package, such as "numerics.sums.grad_norm:clip_by_powers_of_two"."""
     return resolve_name(f"tp_invariant_recipes.{path}")
 
 
 def instead(target: str, path: str, why: str) -> Replacement:
-    """The row that replaces a target by `ours(path)`. The lookup is late: most paths import torch."""
-    return Replacement(target, lambda original: ours(path), why)
+    """The row that replaces a target by `resolve_own(path)`. The lookup is late: most paths import torch."""
+    return Replacement(target, lambda original: resolve_own(path), why)
 
 
 def wrapped(target: str, path: str, why: str, *settings: Any) -> Replacement:
-    """The row that replaces a target by `ours(path)(original, *settings)`."""
-    return Replacement(target, lambda original: ours(path)(original, *settings), why)
+    """The row that replaces a target by `resolve_own(path)(original, *settings)`."""
+    return Replacement(target, lambda original: resolve_own(path)(original, *settings), why)
 
 
 def apply(replacements: Iterable[Replacement]) -> Callable[[], None]:

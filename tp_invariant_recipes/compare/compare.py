@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from tp_invariant_recipes.compare.explanation import Scene, explain
-from tp_invariant_recipes.compare.step_order import INITIAL, MODEL, Found, is_float
+from tp_invariant_recipes.compare.step_order import INITIAL, MODEL, ValueDifference, is_float
 from tp_invariant_recipes.compare.tally import Coverage, ParameterDifference, Tally, TraceCoverage
 from tp_invariant_recipes.ledger.bits import ulp_distance
 from tp_invariant_recipes.ledger.digests import Parameter, in_order
@@ -44,7 +44,7 @@ class FirstDifference:
     step:  0: the models or their initial weights differ, before any step.
     phase: "model", "initial", or a phase of the step: "data", "forward", "loss", "backward", "gradient", "norm",
            "update", "evaluation".
-    kind, name, a, b: as in `step_order.Found`.
+    kind, name, a, b: as in `step_order.ValueDifference`.
     ulp:   distance of two numbers. None: not two numbers of one width; `compare.magnitude` computes the distance of
            tensors.
     inputs_matched: whether all inputs of its computation were equal. None: unknown, or it is itself an input.
@@ -86,8 +86,10 @@ class Comparison:
     steps_differing: int
     steps_skipped: int  # compared steps that both runs skipped
     first: FirstDifference | None
-    model: tuple[Found, ...]  # parameters of another shape or dtype, or missing in one run, if both runs list any
-    initial: tuple[Found, ...]  # parameters whose weights differ before the first step, if both runs recorded them
+    # parameters of another shape or dtype, or missing in one run, if both runs list any
+    model: tuple[ValueDifference, ...]
+    # parameters whose weights differ before the first step, if both runs recorded them
+    initial: tuple[ValueDifference, ...]
     parameters: tuple[ParameterDifference, ...]  # by first step, then in the order of execution
     coverage: dict[str, Coverage]  # of COVERED: FLOATS, the keys of DIGESTED, "trace", and EVALUATED
     tensors: dict[str, frozenset[str]]  # of the keys of DIGESTED: those compared wherever both runs have the kind
@@ -197,7 +199,7 @@ def _comparison(a: Ledger, b: Ledger, refused: tuple[HeaderDifference, ...], tal
     )
 
 
-def _model_differences(a: Header, b: Header) -> tuple[Found, ...]:
+def _model_differences(a: Header, b: Header) -> tuple[ValueDifference, ...]:
     """The parameters that differ between the runs. A run that lists none made no digests; then the result is empty."""
     if not a.parameters or not b.parameters:
         return ()
@@ -206,7 +208,7 @@ def _model_differences(a: Header, b: Header) -> tuple[Found, ...]:
     for name in in_order(left | right):
         if name not in left or name not in right:
             differences.append(
-                Found(
+                ValueDifference(
                     MODEL,
                     MODEL,
                     name,
@@ -215,14 +217,16 @@ def _model_differences(a: Header, b: Header) -> tuple[Found, ...]:
             )
         else:
             pairs = zip(left[name], right[name], strict=True)
-            differences += [Found(MODEL, MODEL, name, value, other) for value, other in pairs if value != other]
+            differences += [
+                ValueDifference(MODEL, MODEL, name, value, other) for value, other in pairs if value != other
+            ]
     return tuple(differences)
 
 
-def _initial_differences(a: Header, b: Header) -> tuple[Found, ...]:
+def _initial_differences(a: Header, b: Header) -> tuple[ValueDifference, ...]:
     left, right = a.initial or {}, b.initial or {}
     common = in_order(left.keys() & right.keys())
-    return tuple(Found(INITIAL, INITIAL, n, left[n], right[n]) for n in common if left[n] != right[n])
+    return tuple(ValueDifference(INITIAL, INITIAL, n, left[n], right[n]) for n in common if left[n] != right[n])
 
 
 def _unmatched(a: Ledger, b: Ledger, tally: Tally) -> tuple[Unmatched, ...]:
@@ -240,7 +244,7 @@ def _described(parameter: Parameter) -> tuple[str, str, str, str]:
     return shape, f"{gradient} gradient", f"{parameter.weight} weight", f"{master} master weight"
 
 
-def _first(a: Ledger, b: Ledger, before: Sequence[Found], tally: Tally) -> FirstDifference | None:
+def _first(a: Ledger, b: Ledger, before: Sequence[ValueDifference], tally: Tally) -> FirstDifference | None:
     if before:
         step, first = 0, before[0]
     elif tally.first:

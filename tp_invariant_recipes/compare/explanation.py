@@ -11,7 +11,7 @@ from tp_invariant_recipes.compare.step_order import (
     MODEL,
     REPLICAS,
     Field,
-    Found,
+    ValueDifference,
     digest,
     is_float,
     tensors,
@@ -42,7 +42,7 @@ class Scene:
     order:   the parameters in forward order.
     """
 
-    difference: Found
+    difference: ValueDifference
     step: int
     a: Ledger
     b: Ledger

@@ -72,7 +72,7 @@ BACKWARD = ("gradients", "clipped")  # kinds of which the last parameter of the 
 
 
 @dataclass(frozen=True)
-class Found:
+class ValueDifference:
     """One value that differs.
 
     kind: "field", "forward", "backward", a key of DIGESTED, "replicas", "copies", "model", "initial" or of EVALUATED.
@@ -91,13 +91,13 @@ class Found:
 
 
 def is_float(kind: str, name: str) -> bool:
-    """Whether values of this kind and name (as in `Found`) are bits as text, or None."""
+    """Whether values of this kind and name (as in `ValueDifference`) are bits as text, or None."""
     return kind in EVALUATED or (kind == FIELD and name in FLOATS)
 
 
 def differences(
     a: StepRecord, b: StepRecord, parameters: Sequence[str], *, repetition: bool = False
-) -> Iterator[Found]:
+) -> Iterator[ValueDifference]:
     """All differences in a step, in the order of execution. parameters: the compared ones, in forward order.
 
     repetition: `b` repeats `a`. Replicas may disagree, if they do so alike wherever both runs compared them.
@@ -107,7 +107,7 @@ def differences(
             # Floats are compared as text: a NaN equals itself, and the two zeros differ.
             left, right = getattr(a, part.name), getattr(b, part.name)
             if left != right and not _alone(part, a, b):
-                yield Found(part.phase, FIELD, part.name, left, right)
+                yield ValueDifference(part.phase, FIELD, part.name, left, right)
         elif a.diverged or b.diverged or _unlike(getattr(a, part.record), getattr(b, part.record)):
             yield from _tensors(part, a, b, parameters, repetition)
 
@@ -212,7 +212,7 @@ def _otherwise_unlike(a: Traced | str | None, b: Traced | str | None) -> bool:
 
 def _tensors(
     part: Tensors, a: StepRecord, b: StepRecord, parameters: Sequence[str], repetition: bool
-) -> Iterator[Found]:
+) -> Iterator[ValueDifference]:
     left, right = (tensors(record, part.kind, parameters) for record in (a, b))
     disagreeing = [_diverged(record, part.kind) for record in (a, b)]
     # Ranks compare the replicas of tensors that they digest, and of no others.
@@ -221,10 +221,10 @@ def _tensors(
     for name in dict.fromkeys([*left, *right, *disagreeing[0], *disagreeing[1]]):
         value, other = (ranks.get(name) for ranks in disagreeing)
         if (compared and value != other) if repetition else (value or other):
-            yield Found(part.phase, COPIES if part.kind == COPIES else REPLICAS, name, value, other)
+            yield ValueDifference(part.phase, COPIES if part.kind == COPIES else REPLICAS, name, value, other)
         value, other = digest(left.get(name)), digest(right.get(name))
         if _unlike(value, other) or _otherwise_unlike(left.get(name), right.get(name)):
-            yield Found(part.phase, part.kind, name, value, other)
+            yield ValueDifference(part.phase, part.kind, name, value, other)
 
 
 def _diverged(record: StepRecord, kind: str) -> dict[str, str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tp_invariant_recipes.compare.step_order import (
     RECORDS,
-    Found,
+    ValueDifference,
     differences,
     differing,
     tensors,
@@ -80,7 +80,7 @@ class Tally:
         self.order, self._repetition = order, repetition
         self._modules, self._places = modules, modules and places
         self.compared = self.differing = self.skipped = 0
-        self.first: tuple[int, Found] | None = None
+        self.first: tuple[int, ValueDifference] | None = None
         self.around: dict[int, tuple[StepRecord, StepRecord]] = {}
         self.listed: dict[str, list[int]] = {name: [] for name in COVERED}
         self.tensors: dict[str, set[str]] = {}

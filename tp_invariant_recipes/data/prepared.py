@@ -16,7 +16,7 @@ LARGEST = 64 * MIB  # bytes of PREFIX.json, which lists the files of the source
 INDEX_SUFFIXES = (".bin", ".idx")
 SUFFIXES = (*INDEX_SUFFIXES, ".json")
 
-_AGAIN = "remove its .bin, .idx and .json and run tpi data prepare again"
+_HOW_TO_REMAKE = "remove its .bin, .idx and .json and run tpi data prepare again"
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def load(prefix: Path, *, verify: bool = False) -> PreparedData:
         elif verify and sha256_of_file(path) != digest:
             problems.append(f"{path} changed after it was prepared (sha256 differs)")
     if problems:
-        raise DataError("\n".join([f"{prefix} is damaged; {_AGAIN}:", *problems]))
+        raise DataError("\n".join([f"{prefix} is damaged; {_HOW_TO_REMAKE}:", *problems]))
     return PreparedData(
         prefix,
         metadata.tokenizer,
@@ -124,15 +124,15 @@ def read_metadata(prefix: Path) -> Metadata:
     try:
         metadata = parse_json(read_limited(path, LARGEST))
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot read {path} ({error}); {_AGAIN}") from error
+        raise DataError(f"cannot read {path} ({error}); {_HOW_TO_REMAKE}") from error
     version = metadata.get("schema_version") if isinstance(metadata, dict) else None
     if version != SCHEMA_VERSION:
         shown = version if isinstance(version, int) and abs(version) < 10**6 else None
-        raise DataError(f"{path} has schema version {shown}, this tpi reads {SCHEMA_VERSION}; {_AGAIN}")
+        raise DataError(f"{path} has schema version {shown}, this tpi reads {SCHEMA_VERSION}; {_HOW_TO_REMAKE}")
     try:
         return checked(Metadata, metadata)
     except ValueError as error:
-        raise DataError(f"{path} is not what tpi writes ({error}); {_AGAIN}") from error
+        raise DataError(f"{path} is not what tpi writes ({error}); {_HOW_TO_REMAKE}") from error
 
 
 def describe(corpus: Corpus, json_key: str) -> TextSource:

@@ -38,7 +38,7 @@ PLAIN: Mapping[str, set[str] | None] = {
     "sys": {"path", "version_info"},
     "torch": {"bfloat16", "dtype", "float16", "float32", "float64", "nn"},
 }
-_LEFT = {
+_EXCLUDED_BUILTINS = {
     *("__import__", "__builtins__", "breakpoint", "compile", "eval", "exec", "getattr", "globals", "hash", "id"),
     "input",
 }
@@ -239,7 +239,7 @@ def not_plain(source: bytes, own: set[str]) -> str | None:
             elif node.attr in _THROUGH - own:
                 return f"an attribute {node.attr}"
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and (node.id in _LEFT or (node.id in limited and node not in seen)):
+        if isinstance(node, ast.Name) and (node.id in _EXCLUDED_BUILTINS or (node.id in limited and node not in seen)):
             return node.id
     for root, part in parts:
         allowed = PLAIN.get(root, set())

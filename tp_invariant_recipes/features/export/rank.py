@@ -20,7 +20,7 @@ from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.numerics.megatron.spec import block_of_both
 from tp_invariant_recipes.observe.shards import sharded_tensors
 from tp_invariant_recipes.patches import registry
-from tp_invariant_recipes.replacement import ours
+from tp_invariant_recipes.replacement import resolve_own
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.sources import auto_bridge, hf_models
 from tp_invariant_recipes.sources.weights import CONFIG, INDEX, read
@@ -163,7 +163,7 @@ def _model(model: dict[str, Any], dtype: torch.dtype) -> list[Any]:
     own = families.family_of(model)
     cls, spec = GPTModelProvider, block_of_both if family is hf_models.GLM_45 else local_layer_spec
     if families.delta_sizes(model):
-        spec = ours(families.DELTA_BLOCK)
+        spec = resolve_own(families.DELTA_BLOCK)
     if own is not None:
         cls, spec = resolve_name(model[families.PROVIDER]), partial(families.block, family=own)
     if shared := model.get("moe_shared_expert_intermediate_size"):

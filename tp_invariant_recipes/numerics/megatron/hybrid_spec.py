@@ -7,7 +7,7 @@ from tp_invariant_recipes import saved_names
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.numerics.megatron import spec
-from tp_invariant_recipes.replacement import ours
+from tp_invariant_recipes.replacement import resolve_own
 
 # A layer's sign in model.hybrid_layer_pattern -> its field in Megatron's specification.
 LAYERS = {"M": "mamba_layer", "*": "attention_layer", "-": "mlp_layer", "E": "moe_layer"}
@@ -108,7 +108,7 @@ def final_norm(original: Any) -> Any:
     """The norm at the end of a HybridStack. It exists only with Transformer Engine or on our CPU host; hybrid models
     need one of them."""
     absent = original.__name__ == "TENorm" and installed("transformer-engine") is None  # or a placeholder of it
-    return original if absent else ours(spec.SUBSTITUTES[original.__name__])
+    return original if absent else resolve_own(spec.SUBSTITUTES[original.__name__])
 
 
 def invariant_hybrid_spec(config: Any) -> Any:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.numerics.megatron import families
-from tp_invariant_recipes.replacement import ours
+from tp_invariant_recipes.replacement import resolve_own
 
 CHUNK = 1 << 17  # elements at a time on a CPU, so that the temporaries stay in its cache
 CUDA_CHUNK = 1 << 24  # on a GPU, where launches and one wait per chunk then cost little: up to 2 GiB of temporaries
@@ -182,9 +182,9 @@ def segments(rule: InitRule, parameter: Tensor, config: Any) -> int | Sequence[i
 def _mark_sections(chunk: Any) -> None:
     """Note on gated delta nets' weights how they are split: Megatron leaves them unmarked."""
     if getattr(chunk.config, families.VARIANT, None) == families.DELTA_NET:
-        nets = ours("numerics.megatron.families.delta_net:GatedDeltaNet")
+        nets = resolve_own("numerics.megatron.families.delta_net:GatedDeltaNet")
         for net in (module for module in chunk.modules() if isinstance(module, nets)):
-            ours("numerics.megatron.families.delta_net:mark_sections")(net)
+            resolve_own("numerics.megatron.families.delta_net:mark_sections")(net)
 
 
 def _is_drawn(rule: InitRule) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron import families
-from tp_invariant_recipes.replacement import ours
+from tp_invariant_recipes.replacement import resolve_own
 
 FP8_PREFIX = "Fp8"  # before the name of a layer whose products are in FP8
 
@@ -113,13 +113,13 @@ def invariant_layer_spec(config: Any, vp_stage: int | None = None, *, family: st
     if family is not None:
         specs = families.block(config, vp_stage, family=family).layer_specs
     elif config.experimental_attention_variant == families.DELTA_NET:
-        specs = ours(families.DELTA_BLOCK)(config, vp_stage).layer_specs
+        specs = resolve_own(families.DELTA_BLOCK)(config, vp_stage).layer_specs
     elif config.num_moe_experts and not layers_alike(config.moe_layer_freq):
         specs = block_of_both(config, vp_stage).layer_specs
     else:
         stock = gpt_provider.local_layer_spec if local else gpt_provider.transformer_engine_layer_spec
         specs = [stock(config)] * get_num_layers_to_build(config, vp_stage=vp_stage)
-    final_norm = ours(SUBSTITUTES["WrappedTorchNorm" if local else "TENorm"])
+    final_norm = resolve_own(SUBSTITUTES["WrappedTorchNorm" if local else "TENorm"])
     return TransformerBlockSubmodules(layer_specs=invariant_layers(specs, config, vp_stage), layer_norm=final_norm)
 
 
@@ -149,7 +149,7 @@ def invariant(part: Any, field: str = "", own: Mapping[str, str] = MappingProxyT
     if isinstance(part, type):
         table = {**(HEAD_NORMS if field in HEAD_NORM_FIELDS else SUBSTITUTES), **own}
         if part.__name__ in table:
-            layer = ours(table[part.__name__])
+            layer = resolve_own(table[part.__name__])
             return _in_fp8(layer, FP8[part.__name__]) if fp8 and part.__name__ in FP8 else layer
         if part.__name__ in AS_THEY_ARE:
             return part
@@ -168,4 +168,4 @@ def invariant(part: Any, field: str = "", own: Mapping[str, str] = MappingProxyT
 @cache
 def _in_fp8(layer: type, forward: str) -> type:
     """A class of layers with another forward."""
-    return type(f"{FP8_PREFIX}{layer.__name__}", (ours(forward), layer), {"__module__": layer.__module__})
+    return type(f"{FP8_PREFIX}{layer.__name__}", (resolve_own(forward), layer), {"__module__": layer.__module__})

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tp_invariant_recipes.replacement import ours
+from tp_invariant_recipes.replacement import resolve_own
 
 BLOCK = f"{__name__}.block"
 FIELD, PROVIDER = "transformer_layer_spec", "_target_"
@@ -109,7 +109,7 @@ def block(config: Any, vp_stage: int | None = None, *, family: str) -> Any:
 
     local = config.transformer_impl == "local"
     row = FAMILIES[family]
-    spec = (ours(row.local) if local else resolve_name(row.spec))(config)
+    spec = (resolve_own(row.local) if local else resolve_name(row.spec))(config)
     attention = spec.submodules.self_attention.submodules
     if config.qk_layernorm and attention.q_layernorm is None:  # then SelfAttention builds this norm by name
         attention.q_layernorm = attention.k_layernorm = TENorm

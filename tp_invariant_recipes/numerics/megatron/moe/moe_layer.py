@@ -15,12 +15,12 @@ from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batche
 from tp_invariant_recipes.numerics.layers.experts.token_gate import token_gate
 from tp_invariant_recipes.numerics.megatron import spec
 from tp_invariant_recipes.numerics.megatron.base import ExpertsForward, OnMesh, adapter_of
-from tp_invariant_recipes.replacement import ours
+from tp_invariant_recipes.replacement import resolve_own
 
 
 def latent_projection(original: Any) -> Any:
     """What projects tokens to the experts' latents and back (`moe_latent_size`): the invariant class for Megatron's."""
-    return original and ours(spec.SUBSTITUTES[original.__name__])
+    return original and resolve_own(spec.SUBSTITUTES[original.__name__])
 
 
 class InvariantSharedExpertMLP(OnMesh, SharedExpertMLP):
