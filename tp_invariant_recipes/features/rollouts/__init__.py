@@ -1,0 +1,1 @@
+"""Rollouts: sequences sampled with the trainer's own bits, `tpi generate` and an engine for RL loops."""

@@ -1,0 +1,160 @@
+"""What rollouts are asked for and what they return. Names and defaults of `Sampling` are those of transformers'
+`generate`.
+
+A completion depends on the weights, the request's tokens and `Sampling`, and the request's id alone: on no layout,
+batch, order, chunk or machine.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from tp_invariant_recipes.errors import refuse
+
+STOP, LENGTH = "stop", "length"  # finish reasons
+SEEDS = 1 << 63
+SAMPLES = 1 << 31  # of a request; also the most new tokens
+SHOWN = 5  # problems of one message
+OF_DRAWS = ("temperature", "top_k", "top_p", "seed", "num_return_sequences")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the completions of a request are sampled. ConfigError: a value has no meaning, or no effect.
+
+    max_new_tokens: tokens of a completion, at most. do_sample: False: the most probable token, the least id of equals.
+    temperature:    divides the log-probabilities of draws. Those that are returned are the model's.
+    top_k, top_p:   of draws: only the most probable tokens; 0 and 1.0: all of them.
+    num_return_sequences: completions of a request, numbered from 0. seed: of all draws of a request.
+    eos_token_id, stop_strings: end a completion, and are its last tokens.
+    """
+
+    max_new_tokens: int = 20
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 50
+    top_p: float = 1.0
+    num_return_sequences: int = 1
+    seed: int = 0
+    eos_token_id: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Make tuples of a single id or string and of lists; check all."""
+        for name, kind in (("eos_token_id", int), ("stop_strings", str)):
+            value = getattr(self, name)
+            value = () if value is None else (value,) if isinstance(value, kind) else tuple(value)
+            object.__setattr__(self, name, value)
+        refuse([f"{name}={getattr(self, name)!r}: {why}" for name, why in self._problems()])
+
+    def _problems(self) -> Iterator[tuple[str, str]]:
+        for name, least, most in (
+            ("max_new_tokens", 1, SAMPLES), ("top_k", 0, SAMPLES), ("num_return_sequences", 1, SAMPLES),
+            ("seed", 0, SEEDS),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value < most:
+                yield name, f"must be a whole number, at least {least} and below {most}"
+        if type(self.do_sample) is not bool:
+            yield "do_sample", "must be true or false"
+        if not _number(self.temperature) or not 1e-6 <= self.temperature <= 1e6:
+            yield "temperature", "must be from 1e-6 to 1e6; do_sample=false takes the most probable token"
+        if not _number(self.top_p) or not 0 < self.top_p <= 1:
+            yield "top_p", "must be above 0 and at most 1"
+        if any(type(token) is not int or token < 0 for token in self.eos_token_id):
+            yield "eos_token_id", "must be token ids"
+        if any(not isinstance(text, str) or not text for text in self.stop_strings):
+            yield "stop_strings", "must be texts that are not empty"
+        if self.do_sample is False:
+            for field in fields(self):
+                if field.name in OF_DRAWS and getattr(self, field.name) != field.default:
+                    yield field.name, "has no effect without draws; do_sample=true, or leave it out"
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields as JSON has them."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to complete. id: names its draws, and no other request's. tokens: at least one."""
+
+    id: str
+    tokens: tuple[int, ...]
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A sample of a request. request: its id. sample: from 0 on. tokens: the new ones, with what ended it.
+
+    log_probabilities: fp32 numbers, of the model at temperature 1. ranks: each token's place among all by probability,
+    from 1 on. finish_reason: STOP or LENGTH.
+    digests: of all log-probabilities of the vocabulary, a number of 64 bits for each token; empty: not asked for.
+    """
+
+    request: str
+    sample: int
+    tokens: tuple[int, ...]
+    log_probabilities: tuple[float, ...]
+    ranks: tuple[int, ...]
+    finish_reason: str
+    digests: tuple[int, ...] = ()
+
+
+def finish_reason(tokens: Sequence[int], sampling: Sampling, decode: Callable[[list[int]], str] | None) -> str | None:
+    """Why a completion ends with the last of these tokens; None: it continues.
+
+    tokens: all of the completion so far, at least one. decode: token ids to text, which stop strings need.
+
+    A stop string counts where it ends in the text of the last tokens, as many as the longest one has bytes, and one.
+    """
+    if tokens[-1] in sampling.eos_token_id:
+        return STOP
+    if sampling.stop_strings:
+        assert decode is not None, "check() refuses stop strings without a tokenizer"
+        last = 1 + max(len(text.encode()) for text in sampling.stop_strings)
+        text = decode(list(tokens[-last:]))
+        if any(stop in text for stop in sampling.stop_strings):
+            return STOP
+    return LENGTH if len(tokens) == sampling.max_new_tokens else None
+
+
+def check(requests: Sequence[Request], vocabulary: int, longest: int | None, *, text: bool) -> None:
+    """ConfigError that lists what no engine can complete.
+
+    vocabulary: ids of the model. longest: tokens of a prompt with its completion; None: any number.
+    text: whether there is a tokenizer.
+    """
+    listed: list[str] = []
+    ids: set[str] = set()
+    for request in requests:
+        listed += [f"request {request.id}: {why}" for why in _unfit(request, vocabulary, longest, text)]
+        if request.id in ids:
+            listed.append(f"request {request.id}: its id is there twice, and would have the same draws")
+        ids.add(request.id)
+        if len(listed) >= SHOWN:
+            break
+    refuse(listed)
+
+
+def _unfit(request: Request, vocabulary: int, longest: int | None, text: bool) -> Iterator[str]:
+    sampling, tokens = request.sampling, request.tokens
+    if not tokens:
+        yield "an empty prompt, which predicts nothing"
+    elif max(tokens) >= vocabulary or min(tokens) < 0:
+        yield f"token {max(tokens, key=abs)} is outside the model's vocabulary of {vocabulary}"
+    if outside := [token for token in sampling.eos_token_id if token >= vocabulary]:
+        yield f"eos_token_id {outside[0]} is outside the model's vocabulary of {vocabulary}"
+    if longest is not None and len(tokens) + sampling.max_new_tokens > longest:
+        yield (
+            f"{len(tokens)} tokens and max_new_tokens={sampling.max_new_tokens} are more than the {longest} that fit; "
+            "a shorter prompt, or fewer"
+        )
+    if sampling.stop_strings and not text:
+        yield "stop_strings need a tokenizer: --tokenizer FOLDER, or byte"
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
