@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from tp_invariant_recipes.settings import field_table, model_table
+from tp_invariant_recipes.settings.tables import field_table, model_table
 from tp_invariant_recipes.start import bridge as host_bridge
 
 BRIDGE = "megatron.bridge"
@@ -32,7 +32,7 @@ def _no_bridge(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
 def _fields_of_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The table of Bridge's fields, as it is of the Bridge that the locks install.
 
-    tests/distributed/test_field_table_bridge.py compares it with Bridge.
+    tests/distributed/bridge/test_field_table_bridge.py compares it with Bridge.
     """
     monkeypatch.setattr(field_table, "in_environment", field_table.of_the_locks)
 

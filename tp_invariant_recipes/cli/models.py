@@ -9,8 +9,9 @@ from tp_invariant_recipes.cli.arguments import Json, flag, option
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.machine import terminal
-from tp_invariant_recipes.settings import conf_files, model_table
+from tp_invariant_recipes.settings import conf_files
 from tp_invariant_recipes.settings.nearest import nearest
+from tp_invariant_recipes.settings.tables import model_table
 from tp_invariant_recipes.start import needed
 
 

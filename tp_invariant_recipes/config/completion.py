@@ -1,16 +1,17 @@
 """What may follow on a command line: keys, sections, fields of sections, and the values of keys that have a list.
 
 A shell asks at every press of TAB, so nothing here imports Hydra, torch or Megatron. Fields of Bridge come from the
-table of settings/field_table.py; without the table a section of Bridge offers nothing.
+table of settings/tables/field_table.py; without the table a section of Bridge offers nothing.
 """
 
 import types
 import typing
 from typing import Any, Literal
 
-from tp_invariant_recipes.settings import conf_files, field_table, schema
+from tp_invariant_recipes.settings import conf_files, schema
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
 from tp_invariant_recipes.settings.sections import OWN_KEYS, OWN_SECTIONS, PATHS
+from tp_invariant_recipes.settings.tables import field_table
 from tp_invariant_recipes.settings.values import describe
 from tp_invariant_recipes.sources import recipe_source
 

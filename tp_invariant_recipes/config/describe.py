@@ -31,7 +31,7 @@ def bridge_overrides(config: RunConfig) -> list[str]:
 
 
 def table() -> str:
-    """The file of settings/model_table.py: a row for each model of `conf/model/`, in JSON."""
+    """The file of settings/tables/model_table.py: a row for each model of `conf/model/`, in JSON."""
     own = [name for name in conf_files.groups()["model"] if not conf_files.users_file("model", name)]
     # Composing takes 0.2 s a model, and the processes share what is imported by now.
     with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:

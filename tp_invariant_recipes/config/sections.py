@@ -9,10 +9,11 @@ from tp_invariant_recipes.config import bounds, hydra_tree
 from tp_invariant_recipes.config.overrides import Override, cluster_files, quoted
 from tp_invariant_recipes.config.recipe_question import hf_folder, read_recipe
 from tp_invariant_recipes.errors import ConfigError, listed
-from tp_invariant_recipes.settings import field_table, peft, schema
+from tp_invariant_recipes.settings import peft, schema
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
 from tp_invariant_recipes.settings.nearest import nearest
 from tp_invariant_recipes.settings.sections import OWN_SECTIONS
+from tp_invariant_recipes.settings.tables import field_table
 from tp_invariant_recipes.settings.values import WrongType, convert
 from tp_invariant_recipes.sources import recipe_layer, recipe_source
 

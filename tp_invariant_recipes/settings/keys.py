@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from tp_invariant_recipes.settings.megatron_flags import FLAGS
+from tp_invariant_recipes.settings.tables.megatron_flags import FLAGS
 
 
 @dataclass(frozen=True)

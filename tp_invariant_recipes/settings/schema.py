@@ -14,9 +14,10 @@ from typing import Any
 
 from tp_invariant_recipes.errors import ConfigError, TpiError
 from tp_invariant_recipes.numerics.megatron import families
-from tp_invariant_recipes.settings import conf_files, field_table, keys
+from tp_invariant_recipes.settings import conf_files, keys
 from tp_invariant_recipes.settings.nearest import did_you_mean, nearest
 from tp_invariant_recipes.settings.sections import OWN_KEYS, OWN_SECTIONS
+from tp_invariant_recipes.settings.tables import field_table
 from tp_invariant_recipes.settings.values import WrongType, convert, named
 from tp_invariant_recipes.start import bridge
 

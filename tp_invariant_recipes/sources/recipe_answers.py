@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.machine import gpus
-from tp_invariant_recipes.settings import conf_files, kept
+from tp_invariant_recipes.settings import conf_files
+from tp_invariant_recipes.settings.tables import kept
 from tp_invariant_recipes.sources import recipe_reads, recipe_source
 
 FOLDER = "recipes"  # in the user's cache

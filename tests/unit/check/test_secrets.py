@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.rules import table_problems
-from tests.unit.config.refusals import problems_of
+from tests.unit.check.refusals import problems_of
 from tp_invariant_recipes.check import secrets as rules
 from tp_invariant_recipes.settings import secrets
 

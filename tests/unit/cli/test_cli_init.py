@@ -1,4 +1,7 @@
-"""`tpi init` writes files to begin with, and overwrites none. tests/distributed/test_init_runs.py trains them."""
+"""`tpi init` writes files to begin with, and overwrites none.
+
+tests/distributed/features/test_init_runs.py trains them.
+"""
 
 import errno
 import os

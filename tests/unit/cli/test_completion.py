@@ -13,8 +13,9 @@ import pytest
 
 from tp_invariant_recipes.cli import completion as shells
 from tp_invariant_recipes.config import completion
-from tp_invariant_recipes.settings import conf_files, field_table, schema
+from tp_invariant_recipes.settings import conf_files, schema
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
+from tp_invariant_recipes.settings.tables import field_table
 
 TPI = f'#!/bin/sh\nexec {sys.executable} -m tp_invariant_recipes "$@"\n'
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli import wrong_commands
-from tp_invariant_recipes.settings import field_table
+from tp_invariant_recipes.settings.tables import field_table
 
 SEED = 14
 FEW, ALL = 20, 500  # 20: one of each class

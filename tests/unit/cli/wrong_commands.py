@@ -10,9 +10,10 @@ import random
 from collections.abc import Callable, Iterator
 
 from tp_invariant_recipes.config import bounds
-from tp_invariant_recipes.settings import conf_files, field_table
+from tp_invariant_recipes.settings import conf_files
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
 from tp_invariant_recipes.settings.schema import BRIDGE_SECTIONS, PROVIDERS
+from tp_invariant_recipes.settings.tables import field_table
 
 Words = list[str]
 

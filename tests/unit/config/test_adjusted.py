@@ -237,7 +237,7 @@ def test_products_without_a_definition_are_not_adjusted(precision):
 
 
 def test_of_mxfp8_what_the_products_do_without_is_adjusted():
-    """A recipe's, not what is typed: that is refused (tests/unit/config/refusals.py)."""
+    """A recipe's, not what is typed: that is refused (tests/unit/check/refusals.py)."""
     plain = {"bf16": True, "grad_reduce_in_fp32": True, "fp8": "e4m3", "fp8_recipe": "mxfp8"}
     others = ("fp8_param_gather", "fp8_dot_product_attention", "reuse_grad_buf_for_mxfp8_param_ag")
     config = adjusted._set(TREE, ["mixed_precision"], plain | dict.fromkeys(others, True))

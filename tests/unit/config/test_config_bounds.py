@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.unit.config.refusals import problems_of
+from tests.unit.check.refusals import problems_of
 from tp_invariant_recipes.config import bounds
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.settings.keys import SHORT_KEYS

@@ -11,7 +11,7 @@ from hydra.errors import HydraException
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.config.refusals import problems_of
+from tests.unit.check.refusals import problems_of
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.launch import plan

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.config.refusals import problems_of
+from tests.unit.check.refusals import problems_of
 from tp_invariant_recipes.config import hydra_tree
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import TpiError

@@ -27,7 +27,7 @@ def spellings(field: str) -> list[str]:
 
 
 def test_every_command_has_its_arguments():
-    """But one, which needs a run: tests/distributed/test_submit.py."""
+    """But one, which needs a run: tests/distributed/runs/test_submit.py."""
     assert COMMANDS.keys() == reserved.RESERVED.keys() - {"submit --resume"}
 
 

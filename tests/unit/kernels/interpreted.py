@@ -22,8 +22,9 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from tests.operands import KINDS, same_bits, sample
-from tests.unit.kernels import fp8_interpreted, test_delta_rule, test_mxfp8
-from tests.unit.kernels.test_fixed_tile_product import RAGGED, layouts, operands
+from tests.unit.kernels import fp8_interpreted, test_delta_rule
+from tests.unit.kernels.products import test_mxfp8
+from tests.unit.kernels.products.test_fixed_tile_product import RAGGED, layouts, operands
 from tests.unit.numerics.test_grad_norm import kernel_cases
 from tests.unit.numerics.test_mamba_kernels import STEP, conv_inputs, norm_inputs, slices
 from tests.unit.portable import attention_interpreted

@@ -1,6 +1,7 @@
 """The sum over a rank's shards: several products in one launch have the bits of one by one, or are refused.
 
-The kernel itself runs on GPUs only (tests/gpu/test_restarting_product.py). Here products of fixed tiles stand for it.
+The kernel itself runs on GPUs only (tests/gpu/kernels/test_restarting_product.py). Here products of fixed tiles stand
+for it.
 """
 
 from types import SimpleNamespace

@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from tp_invariant_recipes.settings import conf_files, kept
+from tp_invariant_recipes.settings import conf_files
+from tp_invariant_recipes.settings.tables import kept
 
 ROWS = {"rows": [1, "two", None]}
 

@@ -9,10 +9,11 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.data import examples, sequences
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.features.score import workflow as score
-from tp_invariant_recipes.settings import conf_files, field_table, schema
+from tp_invariant_recipes.settings import conf_files, schema
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
-from tp_invariant_recipes.settings.megatron_flags import FLAGS
 from tp_invariant_recipes.settings.nearest import nearest
+from tp_invariant_recipes.settings.tables import field_table
+from tp_invariant_recipes.settings.tables.megatron_flags import FLAGS
 from tp_invariant_recipes.settings.values import WrongType, convert
 
 

@@ -4,7 +4,7 @@ The Triton program of a tile of `out` always runs the same instructions on the s
 columns beyond the edge are zeros that it does not write. So the bits depend neither on m and n nor on the position in
 the tile. Triton compiles other binaries for other strides and alignments, which change how bytes reach the arithmetic:
 by 16-byte copies or single loads. The arithmetic follows from `tl.dot` on TILES and is the same in all these binaries
-(tests/unit/kernels/test_fixed_tile_product.py reads their instructions).
+(tests/unit/kernels/products/test_fixed_tile_product.py reads their instructions).
 
 On a GPU this kernel defines a product of numerics=tree; who changes a bit of it changes numerics/modes/tree.py.
 

@@ -25,8 +25,8 @@ output is the fp32 output and one IEEE addition. Every NaN is NAN, in bf16 BF16_
 
 Operands: e4m3 by e4m3, e5m2 by e4m3, e4m3 by e5m2. No library multiplies e5m2 by e5m2 on Hopper.
 
-Evidence: tests/data holds what cuBLAS gave on an H200 and an H100; tests/unit/kernels/test_fp8_sum.py compares every
-bit. cuBLAS also has "fast accumulation": one accumulator over all of k. No product of ours uses it.
+Evidence: tests/data holds what cuBLAS gave on an H200 and an H100; tests/unit/kernels/products/test_fp8_sum.py compares
+every bit. cuBLAS also has "fast accumulation": one accumulator over all of k. No product of ours uses it.
 
 tests/definitions/fp8_sum.py states the definition in numpy. kernels/cpu/fp8_cpu.py computes it fast.
 """

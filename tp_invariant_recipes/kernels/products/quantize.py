@@ -8,7 +8,7 @@
 
 `Quantized.scale` is 1 / scale, one IEEE division. Transformer Engine has the first three in C++
 (`compute_scale_from_amax` of common/recipe/recipe_common.cuh); its recipes Float8CurrentScaling and Float8BlockScaling
-set neither an epsilon nor, for a tensor, powers of two. tests/gpu/test_quantize_gpu.py compares every bit.
+set neither an epsilon nor, for a tensor, powers of two. tests/gpu/kernels/test_quantize_gpu.py compares every bit.
 """
 
 import torch

@@ -19,8 +19,8 @@ fp32 operands (TF32 is off): fma(a, b, accumulator) for every k in order, in IEE
 Within a step the sum is exact, so it has no order. A zero product changes nothing, so padding may be skipped.
 
 Evidence: tests/data holds operands and outputs that an H200 gave, of `mma.sync` and `wgmma` (Triton, one and four
-warps, tiles of k of 16, 32 and 64) and of cuBLAS; tests/unit/kernels/test_tensor_core_sum.py compares every bit.
-docs/arithmetic.md says what is known of other GPUs. MMA-Sim (arXiv 2511.10909) models the same sum independently.
+warps, tiles of k of 16, 32 and 64) and of cuBLAS; tests/unit/kernels/products/test_tensor_core_sum.py compares every
+bit. docs/arithmetic.md says what is known of other GPUs. MMA-Sim (arXiv 2511.10909) models the same sum independently.
 
 tests/definitions/tensor_core_sum.py states the definition in numpy. kernels/cpu/tensor_core_cpu.py computes it fast.
 """

@@ -4,7 +4,7 @@
     across    pairs of opposite blocks, of very different magnitudes, in any order: what `main` rounds remains
     order     the scales' product overflows, and a block's sum times one after the other does not
 
-tests/unit/kernels/test_fp8_products.py shows which other arithmetic each of them reveals.
+tests/unit/kernels/products/test_fp8_products.py shows which other arithmetic each of them reveals.
 """
 
 from collections.abc import Callable

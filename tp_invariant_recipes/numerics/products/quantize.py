@@ -1,7 +1,7 @@
 """Operands of FP8 products, by Transformer Engine's kernels on a GPU that has them, else as quantize.py states.
 
-Both have the same bits (tests/gpu/test_quantize_gpu.py). Nothing here waits for the GPU: amax, its maximum over ranks
-and scales stay on the device.
+Both have the same bits (tests/gpu/kernels/test_quantize_gpu.py). Nothing here waits for the GPU: amax, its maximum over
+ranks and scales stay on the device.
 """
 
 from collections.abc import Callable

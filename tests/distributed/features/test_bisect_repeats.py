@@ -1,0 +1,202 @@
+"""`tpi bisect` trains runs again as they were, and says what it found, and what not, in so many words."""
+
+import json
+import os
+import shutil
+import signal
+from contextlib import contextmanager
+
+import pytest
+
+from tests.distributed.faults import lives, ranks_of
+from tests.distributed.features import test_bisect
+from tests.distributed.features.test_bisect import files
+
+FC1 = "decoder.layers.0.mlp.linear_fc1"
+
+
+def train(tpi, run, *overrides, before):
+    """One layer is enough."""
+    test_bisect.train(tpi, run, "model.num_layers=1", *overrides, before=before)
+
+
+def gradient_of_fc1(step, tp):
+    """Another sign of the weight gradient of FC1, which no norm shows, at one step of one tensor-parallel degree."""
+
+    def plant():
+        from tp_invariant_recipes.features.train import rank as train
+
+        original = train.recording
+
+        def recording(*args):
+            from tp_invariant_recipes.observe.optimizer_step import AroundOptimizerStep
+            from tp_invariant_recipes.observe.shards import unwrapped
+
+            class Fault(AroundOptimizerStep):
+                """Comes last of the callbacks, so that it changes the gradient before its digest is taken."""
+
+                def on_train_start(self, context):
+                    self.context = context
+
+                @contextmanager
+                def around_optimizer_step(self):
+                    config = self.context.state.cfg.model
+                    now = self.context.state.train_state.step + 1
+                    if (now, config.tensor_model_parallel_size) == (step, tp):
+                        model = unwrapped(self.context.model[0])
+                        model.decoder.layers[0].mlp.linear_fc1.weight.main_grad.neg_()
+                    yield
+
+            return [*original(*args), Fault()]
+
+        train.recording = recording
+
+    return plant
+
+
+@pytest.fixture(scope="module")
+def runs(shared):
+    """Folders "tp1" and "tp2": three steps, of which the second has the fault at tp=2. No test changes them."""
+    for tp in (1, 2):
+        train(shared, f"tp{tp}", f"tp={tp}", "iters=3", before=gradient_of_fc1(step=2, tp=2))
+    return shared
+
+
+# What both runs record, the step of the fault, and the step from which they are trained again first.
+SPARSE = (
+    ("ledger.digests=2 save=2", 3, 2),
+    ("ledger.digests=3 save=4", 2, 0),
+    ("ledger.digests=0", 2, 0),
+)
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("recorded, step, start", SPARSE)
+def test_the_step_is_looked_for_where_digests_were_not_recorded_at_every_step(tpi, recorded, step, start):
+    """The loss shows it a step later; a checkpoint from after it would make an innocent module look guilty."""
+    plant = gradient_of_fc1(step=step, tp=2)
+    for tp in (1, 2):
+        train(tpi, f"tp{tp}", f"tp={tp}", "iters=5", *recorded.split(), before=plant)
+    assert f"different at step {step + 1}: loss" in tpi("compare", "tp1", "tp2").stdout
+    found = tpi("bisect", "tp1", "tp2", "--dir", "bisect", before=plant, status=1)
+    assert f"different at step {step}: gradient of {FC1}.weight differs, the inputs of {FC1} and" in found.stdout
+    assert f"the operation: the weight gradient of {FC1}: " in found.stdout
+    assert f"equal: forward/{FC1}/input, backward/{FC1}/input" in found.stdout
+    assert f"known to agree up to step {start}" in found.stdout
+    assert f"traced-a: tp1 from step {start}\n" in found.stderr
+    result = json.loads((tpi.folder / "bisect/bisect.json").read_text())
+    assert (result["step"], result["module"], result["repeats"]) == (step, FC1, [True, True])
+    assert result["traced"] == [f"bisect/traced-step-{step}-{side}" for side in "ab"]
+
+
+@pytest.mark.release
+def test_each_run_is_trained_again_in_its_own_environment(runs):
+    plant = gradient_of_fc1(step=2, tp=2)
+
+    def ring():
+        os.environ["NCCL_ALGO"] = "Ring"
+        plant()
+
+    train(runs, "ring", "tp=2", "iters=3", before=ring)
+    assert runs("bisect", "tp1", "ring", "--dir", "environment", before=plant).status == 1
+    for run, again in (("tp1", "traced-a"), ("ring", "traced-b"), ("ring", "dumped-b")):
+        then, now = (runs.folder / path / "environment.json" for path in (run, f"environment/{again}"))
+        assert now.read_text() == then.read_text()
+    assert json.loads(then.read_text())["NCCL_ALGO"] == "Ring"
+
+
+@pytest.mark.release  # in `make test`: the other repetitions of this file
+def test_text_that_is_read_several_times_keeps_its_order(tpi):
+    """Megatron shuffles as many passes through the text as the whole run needs, all together."""
+    words = tpi.folder / "words"
+    words.mkdir()
+    for n in range(5):  # the run goes through it almost three times, its first two steps not once
+        (words / f"{n}.txt").write_text(f"It was the best of times number {n}. " * (1 + n))
+    plant = gradient_of_fc1(step=2, tp=2)
+    for tp in (1, 2):
+        train(tpi, f"tp{tp}", f"tp={tp}", "iters=6", "gbs=4", "data=text", f"data.path={words}", before=plant)
+    found = tpi("bisect", "tp1", "tp2", "--dir", "bisect", before=plant, status=1)
+    assert "does not repeat" not in found.stdout
+    assert f"different at step 2: gradient of {FC1}.weight" in found.stdout
+
+
+@pytest.mark.release
+def test_what_fails_after_the_step_does_not_matter(runs):
+    """A run that diverges at a step may well fail at the next."""
+    plant = gradient_of_fc1(step=2, tp=2)
+
+    def failing():
+        from tp_invariant_recipes.observe.recorder import Recorder
+
+        plant()
+        start = Recorder.on_train_step_start
+
+        def fail(self, context):
+            if context.state.train_state.step == 2:
+                raise RuntimeError("planted")
+            start(self, context)
+
+        Recorder.on_train_step_start = fail
+
+    found = runs("bisect", "tp1", "tp2", "--dir", "failing", before=failing, status=1)
+    assert f"different at step 2: gradient of {FC1}.weight" in found.stdout
+    assert "failing/traced-a failed after step 2: rank 0 failed: RuntimeError: planted" in found.stdout
+
+
+def test_the_operation_is_named_from_runs_as_they_were(runs):
+    found = runs("bisect", "tp1", "tp2", "--dir", "named", before=gradient_of_fc1(step=2, tp=2), status=1)
+    assert f"different at step 2: gradient of {FC1}.weight differs, the inputs of {FC1} and" in found.stdout
+    assert f"the operation: the weight gradient of {FC1}: " in found.stdout
+    assert "does not repeat" not in found.stdout
+
+
+@pytest.mark.release
+def test_the_answer_about_a_run_that_does_not_repeat_itself_comes_first(runs):
+    found = runs("bisect", "tp1", "tp2", "--dir", "sound", status=1)
+    first, second = found.stdout.splitlines()[:2]
+    assert first.startswith("tp2 does not repeat itself here: different at step 2: gradient of ")
+    assert second == "trained again, the two do not differ: their difference is not reproducible here"
+    assert "tp1 does not repeat itself" not in found.stdout
+    result = json.loads((runs.folder / "sound/bisect.json").read_text())
+    assert (result["repeats"], result["module"], result["operation"]) == ([True, False], None, None)
+
+
+@pytest.mark.release
+def test_a_run_that_does_not_repeat_itself_may_still_differ(runs):
+    """At another step than it did."""
+    found = runs("bisect", "tp1", "tp2", "--dir", "earlier", before=gradient_of_fc1(step=1, tp=2), status=1)
+    first, second = found.stdout.splitlines()[:2]
+    assert first.startswith("tp2 does not repeat itself here: different at step 1: ")
+    assert second.startswith(f"trained again, the two are different at step 1: gradient of {FC1}.weight differs")
+
+
+@pytest.mark.release
+def test_ctrl_c_stops_with_its_own_status(runs):
+    before = [files(runs.folder / run) for run in ("tp1", "tp2")]
+    process = runs.start("bisect", "tp1", "tp2", "--dir", "stopped", before=gradient_of_fc1(step=2, tp=2))
+    process.until(lambda: any(runs.folder.glob("stopped/*/ledger.jsonl")))
+    ranks = ranks_of(process.pid)
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait() == 130
+    assert not any(map(lives, ranks))
+    assert "error: stopped; what was trained: stopped" in process.stderr
+    assert "Traceback" not in process.stderr
+    assert not (runs.folder / "stopped/bisect.json").exists()
+    assert [files(runs.folder / run) for run in ("tp1", "tp2")] == before
+
+
+def test_what_keeps_either_run_from_being_trained_again_is_one_message_and_nothing_is_written(runs, tpi):
+    taken = runs("bisect", "tp1", "tp2", "--dir", "tp1")
+    assert (taken.status, taken.stdout) == (2, "")
+    assert "--dir tp1 is there and is not an empty directory" in taken.stderr
+    for run in ("tp1", "tp2"):
+        shutil.copytree(runs.folder / run, tpi.folder / run)
+        file = tpi.folder / run / "run.json"
+        was = json.loads(file.read_text())
+        file.write_text(json.dumps(was | {"overrides": [*was["overrides"], "lr=1" if run == "tp1" else "nonsense=1"]}))
+    refused = tpi("bisect", "tp1", "tp2", "--dir", "bisect", before=gradient_of_fc1(step=2, tp=2))
+    assert (refused.status, refused.stdout) == (2, "")
+    assert "tp1 cannot be repeated: it would be another run now." in refused.stderr
+    assert "optimizer.lr was 0.003 and is 1.0 now" in refused.stderr
+    assert "nonsense=1: unknown key 'nonsense'" in refused.stderr
+    assert not (tpi.folder / "bisect").exists()

@@ -1,0 +1,115 @@
+"""The certificates of tests/certificates, checked on a CPU: `tpi verify … --against` says identical.
+
+scripts/make-certificates makes them, on any machine. They have losses, norms and all digests of 20 steps.
+"""
+
+import shutil
+import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.faults import one_kept_bit_less, unchecked
+from tp_invariant_recipes.ledger import certificate
+
+pytestmark = pytest.mark.usefixtures("portable_loops")
+
+ROOT = Path(__file__).parents[3]
+FILES = sorted((ROOT / "tests" / "certificates").glob("*.tpicert"))
+OF_GPUS = [file for file in FILES if "-nvidia-" in file.stem]
+SHORT = ("qwen3_toy", "qwen3_toy_fp8")  # the cases that `make test` begins
+# Two steps of a real model, of seq=128. 7 minutes on two busy cores, most of it in one process.
+LARGE = sorted((ROOT / "tests" / "certificates" / "large").glob("*.tpicert"))
+STEPS = 20
+LARGEST = 512 * 1024  # bytes, so that the repository stays small
+KINDS = ("clipped", "gradients", "masters", "moments")
+
+
+def script():
+    loader = SourceFileLoader("make_certificates", str(ROOT / "scripts" / "make-certificates"))
+    module = module_from_spec(spec_from_loader("make_certificates", loader))
+    sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
+    try:
+        loader.exec_module(module)
+    finally:
+        sys.dont_write_bytecode = before
+    return module
+
+
+MAKE = script()
+
+
+def case(file):
+    """The case that a certificate is of."""
+    (name,) = [name for name in MAKE.CASES if file.name.startswith(f"{name}-")]
+    return name
+
+
+def all_documents() -> None:
+    """Megatron's mock data as they are outside of tests: tests/conftest.py makes them fewer."""
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+
+    MockGPTLowLevelDataset.size = 100_000
+
+
+def verify(shared, file, *overrides, before=all_documents, name):
+    shutil.copy(file, shared.folder)
+    arguments = (*MAKE.overrides(case(file)), "device=cpu", *overrides, "--against", file.name, "--dir", name)
+    return shared("verify", *arguments, before=before)
+
+
+def test_every_case_has_a_certificate():
+    assert {case(file) for file in FILES} == set(MAKE.CASES)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_certificate_has_all_digests_of_enough_steps_and_is_small(file):
+    found = certificate.check(file)
+    assert found.summary["steps"] == found.summary["of"] >= STEPS
+    assert found.summary["digests"] == dict.fromkeys(KINDS, STEPS)
+    assert found.summary["numerics"]["mode"] == "portable"
+    assert file.stat().st_size < LARGEST
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_this_cpu_computes_the_certificates_bits(shared, file):
+    done = verify(shared, file, "tp=1,2", name=file.stem)
+    assert done.status == 0, done.stdout + done.stderr
+    assert f"identical: tp=1, 2 computed the same bits as {file.name} over {STEPS} steps" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "file",
+    [pytest.param(file, marks=[pytest.mark.release] * (case(file) not in SHORT)) for file in OF_GPUS],
+    ids=[file.stem for file in OF_GPUS],
+)
+def test_the_first_steps_of_a_gpus_certificate(shared, file):
+    """In `make test`: two steps of what a GPU computed; the others, and all steps, before a release."""
+    done = verify(shared, file, "tp=2", "train.exit_interval=2", name=f"first-{file.stem}")
+    assert done.status == 0, done.stdout + done.stderr
+    assert f"identical: tp=2 computed the same bits as {file.name} over 2 of {STEPS} steps" in done.stdout
+
+
+@pytest.mark.release
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("file", LARGE, ids=lambda file: file.stem)
+def test_this_cpu_computes_two_steps_of_a_real_model(shared, file):
+    shutil.copy(file, shared.folder)
+    precision = "precision=fp8_tensorwise" if "fp8" in file.stem else "precision=bf16"
+    words = ("qwen3_0p6b", "seq=128", "gbs=1", "iters=2", precision, "device=cpu", "tp=1", "--dir", file.stem)
+    done = shared("verify", *words, *MAKE.ALWAYS, "--against", file.name, before=all_documents, status=0)
+    assert f"identical: tp=1 computed the same bits as {file.name} over 2 steps" in done.stdout
+
+
+def test_one_kept_bit_less_differs(shared):
+    def plant():
+        all_documents()
+        unchecked(one_kept_bit_less)()
+
+    (file,) = (file for file in OF_GPUS if case(file) == "qwen3_toy")
+    done = verify(shared, file, "tp=1", "train.exit_interval=2", before=plant, name="less")
+    assert done.status == 1, done.stdout + done.stderr
+    assert f"different: tp=1 computed other bits than {file.name} at step 1" in done.stdout

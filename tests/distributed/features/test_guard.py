@@ -1,0 +1,317 @@
+"""Broken hardware, planted: a run notices it, names it, and leaves evidence that another machine judges.
+
+tests/distributed/guard_trials.py has the tables of many trials.
+"""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from tests.distributed.guard_faults import Planted
+from tests.distributed.guard_trials import DENSE, EXPERTS
+from tests.distributed.layouts.test_invariance_delta_net import MODEL as NEXT
+from tests.distributed.scenario import unequal
+from tests.distributed.small_models import RECOMPUTED, small
+from tp_invariant_recipes.errors import HardwareFault
+from tp_invariant_recipes.ledger import evidence
+from tp_invariant_recipes.ledger.open import read
+from tp_invariant_recipes.runs import checkpoints, guard_files
+from tp_invariant_recipes.runs.run_dir import RunDir
+
+EVERY_STEP = ("guard=shadow", "guard.every=1")
+# A run that several tests compare theirs with.
+SOUND = (*DENSE, "iters=5", "numerics.data_shards=2", "ledger.state_digests=1")
+ROUTED = " ".join(EXPERTS)
+WIDE = "qwen3_toy seq=128 model.num_layers=1 model.vocab_size=512 numerics.virtual_shards=2"
+
+
+def said(tpi, fault, *words, run="run"):
+    """The message of a run with a fault; None: it has not noticed."""
+    ended = tpi("train", *words, f"run.dir={run}", before=fault.plant if fault else None)
+    if ended.status == 0:
+        return None
+    assert ended.status == 2, ended.stderr
+    return ended.stderr.partition("error: ")[2]
+
+
+def files(tpi, run="run"):
+    return sorted((tpi.folder / run / "guard").glob(f"*{evidence.SUFFIX}"))
+
+
+def test_a_broken_product_ends_the_run_with_one_message_and_evidence(tpi, scenario):
+    """Checkpoints of the last `guard.every` steps are set aside, and the run goes on from the one before."""
+    words = (*SOUND, "save=1", "guard=products", "guard.products=32", "guard.every=2")
+    message = said(tpi, Planted("product", always=True, step=4, rank=0), *words)
+    found = re.match(r"wrong bits at step (\d+): (weight gradient|forward pass|input gradient) of ([\w.]+): ", message)
+    assert found, message
+    step = int(found[1])
+    assert "1 bit of 1 of " in message
+    assert re.search(r"\nrank 0 on \S+, a CPU ", message)
+    run = RunDir(tpi.folder / "run")
+    last = checkpoints.finished(run.checkpoints)[-1].step
+    assert last == step - 1 - 2
+    assert f"the last trusted checkpoint is of step {last}; tpi train --resume run goes on from it" in message
+    assert (run.checkpoints / "set-aside" / f"iter_{last + 1:07d}").is_dir()
+    assert guard_files.unsettled(run) is None
+    (file,) = files(tpi)
+    assert "different: the recorded bits are wrong" in tpi("check", file, status=1).stdout
+    described = json.loads(tpi("check", file, "--json", status=1).stdout)["evidence"]
+    assert (described["step"], described["trusted"], described["suspects"][0]["rank"]) == (step, last, 0)
+    tpi("train", "--resume", "run", status=0)
+    assert unequal(list(read(tpi.folder / "run").steps), scenario(*SOUND).ledger()) == []
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("always", (False, True))
+@pytest.mark.parametrize("kernel", ("product", "contraction", "attention", "norm", "activation", "experts"))
+def test_a_shadow_step_finds_a_fault_of_its_step(tpi, kernel, always):
+    model = EXPERTS if kernel == "experts" else DENSE
+    message = said(tpi, Planted(kernel, always=always), *model, "dp=2", "iters=3", *EVERY_STEP)
+    assert message.startswith("wrong bits at step 2: ")
+    assert re.search(r"^rank 1 on ", message, re.MULTILINE)
+    assert "one of these is wrong" not in message
+    proven = kernel in ("product", "contraction", "attention")
+    assert ("at other places of the launches" in message) is (always and not proven)
+    tpi("check", files(tpi)[0], status=1 if kernel in ("product", "contraction") else 2)
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("layout", ("tp=2", "pp=2 gbs=4 model.num_layers=2", "gbs=8 numerics.data_shards=4 mbs=2"))
+def test_a_place_that_always_fails_is_found_in_other_layouts(tpi, layout):
+    words = (*DENSE, "dp=2", "iters=2", *EVERY_STEP, *layout.split())
+    message = said(tpi, Planted("norm", always=True, rank=1), *words)
+    assert re.search(r"\nrank 1 on .*\njudged by its own repetition at other places", message)
+
+
+@pytest.mark.release
+def test_what_fails_at_every_place_names_both(tpi):
+    """The control: no other place of a launch is sound."""
+    message = said(tpi, Planted("norm", always=True, element=0, width=1 << 20), *DENSE, "dp=2", "iters=2", *EVERY_STEP)
+    assert "one of these is wrong:\nrank 0 on " in message
+    assert "\nrank 1 on " in message
+
+
+@pytest.mark.release
+def test_a_third_replica_names_the_one_that_always_computes_wrong_bits(tpi):
+    fault = Planted("norm", always=True, rank=2)
+    message = said(tpi, fault, *DENSE, "gbs=4", "dp=4", "iters=2", *EVERY_STEP)
+    assert "one of these" not in message
+    assert re.search(r"\nrank 2 on .*\njudged by a third replica", message)
+
+
+def test_a_shadow_step_sees_faults_of_its_own_step_alone(tpi):
+    """A fault of step 2 is the control."""
+
+    class Both:
+        def plant(self) -> None:
+            for step in (2, 3):
+                Planted("attention", step=step).plant()
+
+    message = said(tpi, Both(), *DENSE, "dp=2", "iters=3", "guard=shadow", "guard.every=3")
+    assert message.startswith("wrong bits at step 3: ")
+    assert re.search(r"\nrank 1 on .*\njudged by its own repetition, ", message)
+    assert "not comparable: nothing was computed again" in tpi("check", files(tpi)[0], status=2).stdout
+
+
+def test_a_rank_that_cannot_tell_waits_once_for_one_that_can(bridge):
+    from tp_invariant_recipes.features.guard.callback import Guard
+    from tp_invariant_recipes.features.guard.fault import WrongBits
+
+    found: list[WrongBits] = []
+    guard = object.__new__(Guard)
+    guard._in_doubt, guard._judge = False, SimpleNamespace(poll=lambda: found)
+    guard._fault = lambda finding: HardwareFault(f"suspects {finding.ranks}")
+    found.append(WrongBits(evidence.REPLICAS, 3, "weights", (0, 1)))
+    guard._raise_finding()
+    with pytest.raises(HardwareFault, match=r"suspects \(0, 1\)"):
+        guard._raise_finding()
+    found.append(WrongBits(evidence.MEMORY, 3, "memory", (1,)))
+    guard._in_doubt = False
+    with pytest.raises(HardwareFault, match=r"suspects \(1,\)"):
+        guard._raise_finding()
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("every, noticed", ((3, True), (4, False)))
+def test_all_memory_is_looked_at_before_a_shadow_step(tpi, every, noticed):
+    """Once, after step 2."""
+    fault = Planted("memory", bit=3, width=4096)
+    message = said(tpi, fault, *DENSE, "dp=2", "iters=3", "guard=shadow", f"guard.every={every}")
+    assert (message is not None) is noticed
+    if noticed:
+        assert "wrong bits at step 2: " in message
+        assert "changed in memory" in message
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("kernel", ("adam", "moment", "all-gather", "memory"))
+@pytest.mark.parametrize("numerics", ("tree", "portable"))
+def test_weights_and_the_optimizers_state(tpi, portable_loops, kernel, numerics):
+    words = (*DENSE, "seq=64", f"numerics={numerics}", "iters=60", "guard=products", "dp=2")
+    message = said(tpi, Planted(kernel, always=True, bit=3, width=4096), *words)
+    what = {"adam": "update of ", "moment": "update of ", "all-gather": "weights of ", "memory": "changed in memory"}
+    assert what[kernel] in message
+    assert re.search(r"^rank 1 on ", message, re.MULTILINE)
+    if kernel in ("adam", "moment"):
+        tpi("check", files(tpi)[0], status=1)
+
+
+QUIET = (
+    "dp=2 tp=2",
+    "dp=2 pp=2 gbs=4 model.num_layers=2",
+    "dp=2 cp=2",
+    "dp=2 gbs=8 numerics.data_shards=4",
+    "dp=2 gbs=4 numerics.data_shards=4 ddp.overlap_grad_reduce=true",
+    "dp=2 gbs=4 optimizer.use_distributed_optimizer=false",
+    "dp=4 gbs=4",
+)
+
+
+def test_a_guard_of_two_replicas_changes_no_bit_and_finds_nothing(scenario):
+    one = scenario(*SOUND)
+    guarded = one("dp=2", *EVERY_STEP)
+    assert unequal(guarded.ledger(), one.ledger()) == []
+    assert guarded.header().identity_hash == one.header().identity_hash
+    assert checks(guarded.run) > 30
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("layout", QUIET)
+def test_a_guard_changes_no_bit_and_finds_nothing(scenario, layout):
+    one = scenario(*DENSE, "iters=3", layout)
+    guarded = one(*EVERY_STEP)
+    assert unequal(guarded.ledger(), one().ledger()) == []
+    assert checks(guarded.run) > 20
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("layout", ("tp=2 ep=2 dp=2", "tp=1 ep=2 dp=4 gbs=4"))
+def test_experts_have_other_replicas(scenario, layout):
+    one = scenario(*EXPERTS, "iters=3", layout)
+    assert unequal(one(*EVERY_STEP).ledger(), one().ledger()) == []
+
+
+# What a model keeps from one pass to the next, or counts by sequence -> a model that does.
+KEEPING = {
+    "aux_loss": f"{ROUTED} model.moe_z_loss_coeff=0.01",
+    "seq_aux_loss": f"{ROUTED} model.moe_router_load_balancing_type=seq_aux_loss",
+    "global_aux_loss": f"{ROUTED} model.moe_router_load_balancing_type=global_aux_loss",
+    "capacity": f"{ROUTED} model.moe_expert_capacity_factor=1.0 model.moe_pad_expert_input_to_capacity=true",
+    "experts' bias": f"{ROUTED} model.moe_router_enable_expert_bias=true model.moe_router_bias_update_rate=0.1 "
+    "model.moe_router_score_function=sigmoid model.moe_router_load_balancing_type=none",
+    "multi-token prediction": f"{' '.join(DENSE)} model.mtp_num_layers=2",
+    "gated delta nets": NEXT,
+    "mamba": small("nemotron3_nano_toy"),
+    "FP8": f"{WIDE} precision=fp8_tensorwise",
+    "MXFP8": f"{WIDE} precision=mxfp8",
+    "recomputation": f"{ROUTED} {RECOMPUTED} model.moe_router_load_balancing_type=global_aux_loss",
+}
+SEVERAL = ("dp=2", "gbs=4", "numerics.data_shards=2")  # sequences of each data shard
+LOGGED = re.compile(r"\| ([\w ]*loss): (\S+)")
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("kept", KEEPING)
+def test_what_a_model_keeps_is_as_without_a_guard(scenario, kept):
+    """Also what is logged, of which the ledger has the main loss alone."""
+    one = scenario(KEEPING[kept], *SEVERAL, "iters=3")
+    guarded = one(*EVERY_STEP)
+    assert unequal(guarded.ledger(), one.ledger()) == []
+    logs = [LOGGED.findall((run / "logs" / "rank-1.log").read_text()) for run in (guarded.run, one.run)]
+    assert logs[0] == logs[1]
+    assert {"lm loss"} < {name for name, _ in logs[0]} or kept in ("experts' bias", "FP8", "MXFP8")
+
+
+def _joined(fault):
+    """A fault, and routers that count what is computed side by side as one sequence."""
+
+    def plant() -> None:
+        from tp_invariant_recipes.numerics.megatron.moe.router import InvariantTopKRouter
+
+        fault.plant()
+        InvariantTopKRouter.of_other_shards = lambda self, shards: {}
+
+    return SimpleNamespace(plant=plant)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    ("global_aux_loss", *(pytest.param(one, marks=pytest.mark.release) for one in ("aux_loss", "capacity"))),
+)
+def test_routers_count_each_data_shard_by_itself(tpi, kept):
+    """In the other layout of a place that always fails. The control has routers that count all together."""
+    fault = Planted("norm of heads", always=True, bit=6)
+    words = (*KEEPING[kept].split(), *SEVERAL, "iters=2", *EVERY_STEP)
+    message = said(tpi, fault, *words)
+    assert "wrong bits at step 2: backward pass at the " in message
+    assert re.search(r"\nrank 1 on .*\njudged by its own repetition at other places", message)
+    assert "one of these is wrong" in said(tpi, _joined(fault), *words, run="control")
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("always", (False, True))
+@pytest.mark.parametrize("kept", ("experts' bias", "seq_aux_loss", "multi-token prediction", "mamba"))
+def test_a_repetition_begins_as_the_step_did(tpi, kept, always):
+    """The passes of a step end with other biases of experts."""
+    words = (*KEEPING[kept].split(), *SEVERAL, "iters=2", *EVERY_STEP)
+    message = said(tpi, Planted("norm", always=always), *words)
+    assert re.search(r"\nrank 1 on .*\njudged by its own repetition", message)
+    assert ("at other places" in message) is always
+
+
+@pytest.mark.release
+def test_a_portable_run_is_guarded(scenario, portable_loops):
+    one = scenario(*DENSE, "seq=64", "iters=3", "dp=2", "numerics=portable")
+    guarded = one(*EVERY_STEP, "guard.products=16")
+    assert unequal(guarded.ledger(), one().ledger()) == []
+    assert checks(guarded.run) > 50
+
+
+@pytest.mark.release
+def test_a_thousand_quiet_steps(scenario):
+    one = scenario(*DENSE, "iters=1000", "numerics.data_shards=2", "ledger.digests=10")
+    guarded = one("dp=2", "guard=shadow", "guard.every=10")
+    assert unequal(guarded.ledger(), one("dp=1").ledger()) == []  # one rank takes half the time of two
+    assert checks(guarded.run) > 5000
+
+
+def checks(run):
+    """How many checks the last rank has made, without a finding."""
+    found = re.search(r"guard: (\d+) checks, 0 of them found wrong bits", (run / "logs" / "rank-1.log").read_text())
+    assert found
+    return int(found[1])
+
+
+@pytest.mark.release
+def test_a_portable_product_is_judged_by_its_definition(tpi, portable_loops):
+    """By one that keeps a bit less of each sum: the judge is in another process, and sound."""
+    fault = Planted("defined", always=True, rank=0)
+    words = (*DENSE, "seq=64", "numerics=portable", "iters=40", "guard=products", "guard.products=16")
+    message = said(tpi, fault, *words)
+    assert "judged by the product's definition, computed by the host's CPU" in message
+    judged = tpi("check", files(tpi)[0], status=1)
+    assert "its definition, computed on this CPU" in judged.stdout
+
+
+@pytest.mark.release
+def test_a_referee_says_which_run_is_right(tpi, scenario):
+    """A fault that no guard was there to see: the run with it does not repeat itself."""
+    sound = scenario(*SOUND)
+    sound.ledger()
+    tpi("train", *SOUND, "run.dir=broken", before=Planted("norm", rank=0).plant, status=0)
+    found = tpi("bisect", "broken", sound.run, "--referee", "--dir", "bisect", status=1)
+    assert f"referee: {sound.run} is right: it repeats its bits here, and broken does not" in found.stdout
+    assert json.loads((tpi.folder / "bisect/bisect.json").read_text())["referee"]["right"] == ["b"]
+
+
+@pytest.mark.release
+def test_a_referee_computes_what_both_runs_repeat(tpi, portable_loops):
+    """A fault of one layout, which training again repeats."""
+    words = ("qwen3_toy", "seq=64", "gbs=1", "model.num_layers=1", "numerics=portable", "iters=3")
+    plant = Planted("defined", always=True, step=3, rank=1).plant
+    for tp in (1, 2):
+        tpi("train", *words, f"tp={tp}", f"run.dir=tp{tp}", before=plant, status=0)
+    found = tpi("bisect", "tp1", "tp2", "--referee", "--dir", "bisect", before=plant, status=1)
+    assert "referee: tp1 is right, and tp2 is wrong, by the definition of decoder.layers.0" in found.stdout

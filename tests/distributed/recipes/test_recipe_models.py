@@ -1,0 +1,377 @@
+"""`recipe=…`: a recipe of a user's file and recipes of Bridge, composed and trained on the CPU."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import make_dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.recipe_files import MODEL
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.identity import identity
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.features import recipe_list
+from tp_invariant_recipes.ledger.open import read
+from tp_invariant_recipes.settings import layout, schema
+from tp_invariant_recipes.sources import recipe_layer, recipe_source
+
+pytestmark = pytest.mark.usefixtures("families")
+
+PAGE = Path(__file__).parents[3] / "docs" / "recipes.md"
+
+MINE = (
+    MODEL
+    + """
+from megatron.bridge.recipes.common import _pretrain_common
+from megatron.bridge.training.mixed_precision import bf16_mixed
+
+
+def small():
+    cfg = _pretrain_common()
+    cfg.model = model(vocab_size=512, seq_length=64)
+    cfg.dataset.seq_length, cfg.dataset.num_workers = 64, 0
+    cfg.train.train_iters, cfg.train.global_batch_size, cfg.train.micro_batch_size = 2, 2, 1
+    cfg.scheduler.lr_warmup_iters = 0
+    cfg.tokenizer.tokenizer_type, cfg.tokenizer.vocab_size = "NullTokenizer", 512
+    cfg.validation.eval_iters, cfg.validation.eval_interval = 0, None
+    return cfg
+
+
+def dropout():
+    cfg = small()
+    del cfg.model.__dict__["hidden_dropout"]  # the default of the class, 0.1
+    return cfg
+
+
+def learned():
+    cfg = small()
+    cfg.model.position_embedding_type = "learned_absolute"  # the default of the class
+    cfg.model.mtp_num_layers = 1
+    return cfg
+
+
+def layers():
+    cfg = small()
+    cfg.model.transformer_layer_spec = lambda config: None
+    return cfg
+
+
+def of_its_tokenizer():
+    cfg = small()
+    assert cfg.tokenizer.use_tokenizer_vocab_size  # Bridge's recipes have it
+    cfg.model.vocab_size, cfg.tokenizer.vocab_size = 1024, 500
+    return cfg
+
+
+def habits():
+    cfg = small()
+    cfg.scheduler.max_lr = 1e-6  # no field
+    cfg.validation.eval_interval = 0
+    cfg.model.attention_backend = "fused"  # the field takes an enumeration
+    return cfg
+
+
+def peft():
+    from megatron.bridge.peft.dora import DoRA
+
+    cfg = small()
+    cfg.peft = DoRA()
+    return cfg
+
+
+def unknown():
+    cfg = small()
+    cfg.model.hidden_sise = 64
+    cfg.modle = cfg.model
+    cfg.optimizer.lr_ = 1e-4
+    return cfg
+
+
+def in_bf16():
+    cfg = small()
+    cfg.ddp.grad_reduce_in_fp32 = False
+    cfg.mixed_precision = bf16_mixed()
+    cfg.mixed_precision.grad_reduce_in_fp32 = False
+    cfg.env_vars = {"NVTE_FWD_LAYERNORM_SM_MARGIN": 16}
+    return cfg
+
+
+def raises():
+    raise ValueError("no such thing")
+
+
+def other():
+    return {}
+
+
+def needs(size):
+    return small()
+
+
+constant = 3
+"""
+)
+
+# What is said of each function that is no recipe for tpi.
+WRONG = {
+    "raises": "the recipe raises ValueError: no such thing",
+    "other": "a recipe returns a ConfigContainer, and this one returns builtins.dict",
+    "needs": "a recipe is called without arguments, and this function needs size",
+    "constant": "constant is no function but int",
+    "smal": "has no such function; did you mean 'small'?",
+    "peft": "its peft is a DoRA, and tpi trains with LoRA only",
+    "layers": "numerics=tree: the recipe sets model.transformer_layer_spec to an object",
+    "dropout": "numerics=tree: dropout draws other numbers in every layout",
+    "learned": "numerics=tree: learned positions are covered for GPT models",
+}
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "tie_word_embeddings": False}
+SHORT = (
+    "seq=64 gbs=2 iters=2 scheduler.lr_warmup_iters=0 dataset.num_workers=0 validation.eval_iters=0 "
+    "validation.eval_interval=null"
+)
+# A family: the recipe of Bridge, what its config.json has beside sizes, and the overrides that tree asks for.
+FAMILIES = {
+    "llama": ("llama32_1b_pretrain_config", {}, ""),
+    "qwen2": ("qwen25_500m_pretrain_config", {}, ""),
+    "qwen3": ("qwen3_600m_pretrain_config", {"head_dim": 16}, ""),
+    "qwen3_moe": (
+        "qwen3_30b_a3b_pretrain_config",
+        {"head_dim": 16} | _EXPERTS,
+        "precision=bf16 ep=1 scheduler.lr_decay_iters=null",
+    ),
+}
+_CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
+
+
+@pytest.fixture(scope="module")
+def mine(shared):
+    (shared.folder / "mine.py").write_text(MINE)
+    return shared.folder / "mine.py"
+
+
+@pytest.fixture(scope="module")
+def hugging_face(shared):
+    """A folder for each family with a config.json cut small."""
+    for family, (_, own, _) in FAMILIES.items():
+        folder = shared.folder / "hf" / family
+        folder.mkdir(parents=True)
+        of_class = {"model_type": family, "architectures": [f"{_CLASSES[family]}ForCausalLM"]}
+        (folder / "config.json").write_text(json.dumps(SIZES | of_class | own))
+    return shared.folder / "hf"
+
+
+def of_family(family, folder):
+    recipe, _, more = FAMILIES[family]
+    return [f"recipe={recipe}", f"recipe.hf_folder={folder / family}", *SHORT.split(), *more.split()]
+
+
+def test_the_table_names_the_recipes_of_bridge(bridge):
+    assert recipe_source.names() == recipe_source.installed_names(), "write sources/bridge_recipes.json anew"
+
+
+def test_the_page_counts_the_recipes_of_bridge(bridge):
+    """In docs/recipes.md, as `scripts/recipe-table` writes it."""
+    table = PAGE.read_text().partition("<!-- scripts/recipe-table -->")[2].partition("<!-- end -->")[0]
+    counts, rows, absent, _ = table.strip().split("\n\n")
+    cells = [[cell.strip() for cell in line.split("|")] for line in rows.splitlines()[2:]]
+    counted = Counter({family: sum(int(number or 0) for number in numbers) for _, family, *numbers, _, _ in cells})
+    counted += Counter({family: int(number) for family, number in re.findall(r"([\w/]+)\s(\d+)", absent)})
+    there = Counter(recipe_source.family(names[0]) for names in recipe_list.groups())
+    assert counted == there, "scripts/recipe-table"
+    covered, all_of_them, more, refused, not_here = map(int, re.findall(r"\d+", counts))
+    columns = [sum(int(row[place] or 0) for row in cells) for place in (2, 3, 4)]
+    assert [covered, more, refused] == columns
+    assert all_of_them == sum(there.values()) == covered + more + refused + not_here
+
+
+def test_a_model_of_images_or_sound_is_named():
+    text, both = ("hidden_size", "is_vision_language", "hf_model_revision"), ("freeze_vision_model", "audio_config")
+    models = [make_dataclass("Model", [(name, int, 0) for name in names])() for names in (text, both)]
+    assert [*map(recipe_layer._extra_modalities, models)] == ["", "images and audio"]
+
+
+@pytest.mark.release
+def test_the_page_says_what_tree_says_of_them(tmp_path):
+    script = PAGE.parents[1] / "scripts" / "recipe-table"
+    done = subprocess.run([sys.executable, script, "--check"], cwd=tmp_path)
+    assert done.returncode == 0, "scripts/recipe-table"
+
+
+def test_a_users_recipe_has_one_result_in_every_layout(mine, shared):
+    done = shared("verify", "recipe=mine.py:small", "tp=1,2", "numerics=tree", "--dir", "tree", status=0)
+    assert "identical: tp=1, 2 computed the same bits over 2 steps" in done.stdout
+    run = json.loads((shared.folder / "tree" / "tp1" / "run.json").read_text())
+    assert run["model"] == f"recipe={mine}:small"
+    line = "ddp.average_in_collective: true -> false: each rank divides its gradient by dp before the sum"
+    assert line in read(shared.folder / "tree" / "tp1").header.notes["adjusted"]
+    assert run["identity"]["ddp.grad_reduce_in_fp32"] is True
+
+
+@pytest.mark.release
+def test_pp_need_not_divide_the_layers(mine, shared):
+    done = shared(
+        "verify", "recipe=mine.py:small", "pp=1,2", "model.num_layers=3", "numerics=tree", "--dir", "pp", status=0
+    )
+    assert "identical: pp=1, 2 computed the same bits over 2 steps" in done.stdout
+    said = read(shared.folder / "pp" / "pp2").header.notes["adjusted"]
+    assert [line.partition(":")[0] for line in said if "pipeline_stage" in line] == [
+        f"model.{name}" for name in layout.UNEVEN
+    ]
+    with pytest.raises(ConfigError, match=r"pp=2 does not divide model\.num_layers=3"):
+        compose(f"recipe={mine}:small", ["pp=2", "model.num_layers=3", "numerics=stock"], device="cpu")
+
+
+def test_with_stock_numerics_it_has_not(mine, shared):
+    stock = ("numerics=stock", "numerics.initial_weights=invariant", "iters=1", "gbs=1")
+    done = shared("verify", "recipe=mine.py:small", "tp=1,2", *stock, "--dir", "stock", status=1)
+    assert "different: tp=2 computed other bits than tp=1 at step 1" in done.stdout
+
+
+@pytest.mark.parametrize("function", WRONG)
+def test_what_is_no_recipe_is_said_before_anything_starts(bridge, mine, function):
+    with pytest.raises(ConfigError) as caught:
+        compose(f"recipe={mine}:{function}", device="cpu")
+    assert WRONG[function] in str(caught.value)
+
+
+@pytest.mark.parametrize("numerics", ("tree", "stock"))
+def test_a_field_that_is_none_is_named_with_the_nearest(bridge, mine, numerics):
+    with pytest.raises(ConfigError) as caught:
+        compose(f"recipe={mine}:unknown", device="cpu", numerics=numerics)
+    assert [problem.partition(":unknown: ")[2] for problem in caught.value.problems] == [
+        "model.hidden_sise: no such field of GPTModelProvider; did you mean 'hidden_size'?",
+        "optimizer.lr_: no such field of OptimizerConfig; did you mean 'lr'?",
+        "modle: no such field of ConfigContainer; did you mean 'model'?",
+    ]
+
+
+def test_what_costs_nothing_is_set_right_and_reported(bridge, mine):
+    config = compose(f"recipe={mine}:in_bf16", device="gpu").config
+    usual = compose(f"recipe={mine}:small", device="gpu").config
+    assert config.mixed_precision == "bf16_mixed"
+    said = {line.partition(":")[0] for line in config.recipe.adjusted}
+    assert said - {line.partition(":")[0] for line in usual.recipe.adjusted} == {
+        "ddp.grad_reduce_in_fp32",
+        "mixed_precision.grad_reduce_in_fp32",
+        "cluster.environment.NVTE_FWD_LAYERNORM_SM_MARGIN",
+    }
+    assert identity(config, None) == identity(usual, None)
+    typed = "ddp.grad_reduce_in_fp32=false"
+    for words, said in ((["numerics.adjust=false"], 8), ([typed], 1)):
+        with pytest.raises(ConfigError, match=r"ddp\.grad_reduce_in_fp32=false: gradients are accumulated") as caught:
+            compose(f"recipe={mine}:in_bf16", words, device="gpu")
+        assert (len(caught.value.problems) > 2) == (said > 1), caught.value.problems
+    margin = "cluster.environment.NVTE_FWD_LAYERNORM_SM_MARGIN=0"  # under stock, too, another one is refused
+    stock = compose(f"recipe={mine}:in_bf16", [margin], device="gpu", numerics="stock").config
+    assert stock.recipe.adjusted == []
+    assert stock.section("ddp")["grad_reduce_in_fp32"] is False
+
+
+def test_an_object_is_kept_for_stock_numerics(bridge, mine):
+    tree = compose(f"recipe={mine}:layers", device="gpu", numerics="stock").config.sections
+    assert tree["recipe"]["kept"] == ["model.transformer_layer_spec"]
+
+
+def test_what_bridges_recipes_set_beside_their_fields(bridge, mine):
+    """An attribute that nothing reads, a zero for no validation, an object that an override or tpi replaces."""
+    with pytest.raises(ConfigError, match=r"model\.attention_backend to an object, .*; model\.attention_backend=auto"):
+        compose(f"recipe={mine}:habits", ["numerics.adjust=false"], device="cpu")
+    tree = compose(f"recipe={mine}:habits", ["model.attention_backend=auto"], device="cpu").config.sections
+    assert tree["recipe"]["kept"] == []
+    assert tree["model"] == compose(f"recipe={mine}:habits", device="cpu").config.model
+    assert tree["validation"]["eval_interval"] is None
+    assert "max_lr" not in tree["scheduler"]
+    fields = schema.fields(schema.bridge_class(schema.BRIDGE_SECTIONS["scheduler"]))
+    assert not {path.partition(".")[2] for path in recipe_layer.UNREAD} & fields.keys()
+
+
+def test_the_vocabulary_of_a_recipes_tokenizer_has_one_size_in_every_layout(bridge, mine):
+    """500 ids, padded to a multiple of 128. Megatron would pad to one of 128 * tp: 1,024 at tp=8."""
+    for tp in (1, 2, 4):
+        overrides = [f"tp={tp}", "ddp.grad_reduce_in_fp32=true"]
+        config = compose(f"recipe={mine}:of_its_tokenizer", overrides, device="cpu").config
+        assert (config.model["vocab_size"], config.section("tokenizer")["vocab_size"]) == (512, 500)
+        assert "use_tokenizer_vocab_size" not in config.section("tokenizer")
+    with pytest.raises(ConfigError, match="pads the vocabulary to a multiple of tp"):
+        compose(f"recipe={mine}:small", ["tokenizer.use_tokenizer_vocab_size=true"], device="cpu")
+
+
+def test_a_command_ends_with_one_message(mine, shared):
+    done = shared("train", "recipe=mine.py:raises")
+    assert (done.status, done.stdout) == (2, "")
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_what_the_run_changes_of_a_recipe(mine, shared):
+    done = shared("show", "recipe=mine.py:small", "tp=2", "--diff", status=1)
+    assert "  model.tensor_model_parallel_size: 1 -> 2\n" in done.stdout
+    assert (
+        "  ddp.average_in_collective: true -> false: each rank divides its gradient by dp before the sum\n"
+        in done.stdout
+    )
+    assert "optimizer.lr" not in done.stdout
+
+
+# What a run of a family's recipe is given; `tpi show --fix` finds the other keys.
+GIVEN = "tp=2 seq=64 gbs=2 iters=2 dataset.num_workers=0"
+MOST_KEYS = "qwen3_moe"  # stands for all in `make test`
+
+
+@pytest.mark.parametrize(
+    "family", tuple(pytest.param(one, marks=() if one == MOST_KEYS else pytest.mark.release) for one in FAMILIES)
+)
+def test_the_command_with_every_key_is_accepted(hugging_face, shared, family):
+    """It is refused without these keys. The pages count the recipes of these families as covered, mostly with keys."""
+    recipe, folder, *_ = of_family(family, hugging_face)
+    given = [recipe, folder, *GIVEN.split(), *(["ep=1"] if family == "qwen3_moe" else []), "numerics.adjust=false"]
+    shared("train", *given, "--dry-run", status=2)
+    command = shlex.split(shared("show", *given, "--fix", status=0).stdout)
+    assert command[: 2 + len(given)] == ["tpi", "train", *given]
+    shared(*command[1:], "--dry-run", status=0)
+
+
+def test_what_no_key_solves_is_said(mine, shared):
+    done = shared("show", "recipe=mine.py:peft", "--fix", status=2)
+    assert "its peft is a DoRA" in done.stderr
+    assert "--fix knows no key for this" in done.stderr
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_recipe_of_each_family_composes(bridge, hugging_face, family):
+    recipe, *overrides = of_family(family, hugging_face)
+    tree = compose(recipe, [*overrides, "tp=2"], device="cpu").config.sections
+    assert tree["model"]["hidden_size"] == 128
+    assert tree["dataset"]["seq_length"] == 64
+    assert tree["optimizer"]["adam_eps"] == 1e-8  # the recipe's, and not that of conf/config.yaml
+    assert tree["numerics"]["mode"] == "tree"
+    assert tree["recipe"]["kept"] == []
+
+
+def test_without_the_configuration_it_says_what_to_fetch(bridge, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match="hf download Qwen/Qwen3-14B "):
+        compose("recipe=qwen3_14b_pretrain_config", device="gpu")
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_recipe_of_each_family_has_one_result(hugging_face, shared, family):
+    shared("verify", *of_family(family, hugging_face), "tp=1,2", "--dir", family, status=0)

@@ -1,0 +1,107 @@
+"""checkpoint.async_save: a process beside each rank writes, and what it writes is trusted like any checkpoint."""
+
+import json
+import os
+import shutil
+import signal
+import time
+
+import pytest
+
+from tests.distributed.runs.test_resume import TOY, _processes_with, _reads_no_shard_back
+from tests.ledgers import steps
+from tp_invariant_recipes.runs import checkpoints
+
+pytestmark = pytest.mark.release
+
+RUN = ("train", *TOY, "iters=6", "save=2")
+ASYNC = (*RUN, "checkpoint.async_save=true", "checkpoint.async_strategy=mcore", "checkpoint.fully_parallel_save=true")
+
+
+@pytest.fixture(scope="module")
+def both(shared):
+    """The same steps, saved by the ranks and beside them. No rank reads a shard back to hash it."""
+    shared(*RUN, "run.dir=sync", status=0)
+    shared(*ASYNC, "run.dir=async", before=_reads_no_shard_back, status=0)
+    return shared
+
+
+def test_the_ledger_is_that_of_a_run_whose_ranks_save(both):
+    """Digests of the optimizer's state too, which are those of the steps that are saved."""
+    assert steps(both.folder / "async") == steps(both.folder / "sync")
+
+
+def test_the_hashes_are_those_of_the_files(both):
+    saved = checkpoints.finished(both.folder / "async" / "checkpoints")
+    assert [one.step for one in saved] == [2, 4, 6]
+    for one in saved:
+        one.verify()
+        manifest = one.read_manifest()
+        assert manifest.step == one.step  # though the ranks are further when they write it
+        assert {"__0_0.distcp", "__1_0.distcp"} <= set(manifest.files)
+
+
+@pytest.mark.parametrize("step", (2, 4))
+def test_each_save_holds_the_state_of_its_own_step(both, tpi, step):
+    shutil.copytree(both.folder / "async", tpi.folder / "run")
+    tpi("train", "--resume", "run", f"checkpoint.ckpt_step={step}", status=0)
+    assert steps(tpi.folder / "run") == steps(both.folder / "sync")
+
+
+def test_a_flipped_byte_is_found(both, tpi):
+    run = shutil.copytree(both.folder / "async", tpi.folder / "run")
+    shard = run / "checkpoints" / "iter_0000004" / "__1_0.distcp"
+    damaged = bytearray(shard.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    shard.write_bytes(damaged)
+    refused = tpi("train", "--resume", "run", "checkpoint.ckpt_step=4", status=2)
+    assert "__1_0.distcp has changed since it was written" in refused.stderr
+
+
+def _once_scheduled(step: int, what):
+    """Call what(the writer's process) on rank 0 when its writer has been given the checkpoint of a step."""
+
+    def plant() -> None:
+        from megatron.bridge.training import checkpointing
+        from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+        original = checkpointing.schedule_async_save
+
+        def scheduling(state, request):
+            original(state, request)
+            if state.train_state.step == step and os.environ["RANK"] == "0":
+                what(PersistentAsyncCaller._persistent_process)
+
+        checkpointing.schedule_async_save = scheduling
+
+    return plant
+
+
+def _kill_launcher(_writer) -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    signal.pause()
+
+
+def test_a_killed_run_leaves_no_manifest_and_no_process(both, tpi):
+    mark = f"TPI_TEST_MARK={tpi.folder}"
+
+    def plant() -> None:
+        os.environ.update([mark.split("=", 1)])
+        _once_scheduled(4, _kill_launcher)()
+
+    assert tpi(*ASYNC, "run.dir=run", before=plant).status == -signal.SIGKILL
+    deadline = time.monotonic() + 30
+    while (left := _processes_with(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []
+    assert 4 not in [one.step for one in checkpoints.finished(tpi.folder / "run" / "checkpoints")]
+    tpi("train", "--resume", "run", status=0)
+    assert json.loads((tpi.folder / "run" / "run.json").read_text())["attempts"][1]["from_step"] in (0, 2)
+    assert steps(tpi.folder / "run") == steps(both.folder / "sync")
+
+
+def test_a_run_ends_with_its_writer(tpi):
+    """Megatron would wait for it for ever."""
+    failed = tpi(*ASYNC, "run.dir=run", before=_once_scheduled(2, lambda writer: writer.kill()), status=2)
+    assert "the process that writes checkpoints ended with status -9" in failed.stderr
+    assert 2 not in [one.step for one in checkpoints.finished(tpi.folder / "run" / "checkpoints")]

@@ -1,0 +1,187 @@
+"""Operands of FP8 products by Transformer Engine's kernels: all bits of the definition in products/quantize.py."""
+
+import pytest
+import torch
+
+from tests.operands import same_bits
+from tests.unit.kernels.products.test_mxfp8 import operand
+from tp_invariant_recipes.kernels.products import mxfp8
+from tp_invariant_recipes.kernels.products import quantize as definition
+from tp_invariant_recipes.kernels.products.grouped_product import Groups
+from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2
+from tp_invariant_recipes.numerics.products import quantize
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+ROWS, K = 384, 512
+DTYPES = (E4M3, E5M2)
+
+
+def _normal(generator):
+    return torch.randn(ROWS, K, generator=generator)
+
+
+def _wide(generator):
+    """Every block and row has a magnitude of its own, from 2**-100 to 2**100."""
+    exponents = torch.randint(-100, 100, (ROWS, K // 128), generator=generator).float()
+    return _normal(generator) * torch.exp2(exponents).repeat_interleave(128, 1)
+
+
+def _subnormal(generator):
+    """Scales overflow fp32, or are near it."""
+    return _normal(generator) * 2.0**-126
+
+
+def _sparse(generator):
+    """Blocks of zeros, of both signs."""
+    return _wide(generator) * (torch.rand(ROWS, K // 128, generator=generator) < 0.3).repeat_interleave(128, 1)
+
+
+def _ties(generator):
+    """Every bf16 number of a few exponents: many lie half-way between two of FP8."""
+    bits = torch.arange(0x3A00, 0x3A00 + ROWS * K // 64, dtype=torch.int32).repeat(64)[torch.randperm(ROWS * K)]
+    return bits.to(torch.int16).view(torch.bfloat16).view(ROWS, K).float()
+
+
+KINDS = (_normal, _wide, _subnormal, _sparse, _ties)
+
+
+def _operand(kind):
+    return kind(torch.Generator().manual_seed(0)).bfloat16().cuda()
+
+
+def _unequal(found, expected):
+    """How many numbers and scales differ."""
+    data = found.data.view(torch.uint8) != expected.data.view(torch.uint8)
+    scales = found.scale.reshape(-1).view(torch.int32) != expected.scale.reshape(-1).view(torch.int32)
+    return int(data.sum()), int(scales.sum())
+
+
+@pytest.fixture(autouse=True)
+def _library():
+    assert quantize._has_library()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_one_scale_a_tensor(kind, dtype):
+    x = _operand(kind)
+    found = quantize.of_tensor(x, dtype, None)
+    expected = definition.of_tensor(x, definition.largest_magnitude(x), dtype)
+    assert _unequal(found, expected) == (0, 0)
+    assert _unequal(quantize.transposed(found), definition.transposed(expected)) == (0, 0)
+    rows, columns = quantize.of_tensor_both_ways(x, dtype, None)
+    assert _unequal(rows, expected) == _unequal(columns, definition.transposed(expected)) == (0, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_blocks_of_128_along_rows_and_columns(kind, dtype):
+    x = _operand(kind)
+    assert _unequal(quantize.along_rows(x, dtype), definition.along_rows(x, dtype)) == (0, 0)
+    assert _unequal(quantize.along_columns(x, dtype), definition.along_rows(x.t(), dtype)) == (0, 0)
+    rows, columns = quantize.along_both(x, dtype)
+    assert _unequal(rows, definition.along_rows(x, dtype)) == (0, 0)
+    assert _unequal(columns, definition.along_rows(x.t(), dtype)) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_blocks_of_128_by_128(kind):
+    x = _operand(kind)
+    (rows, columns), expected = quantize.of_blocks_both_ways(x), definition.of_blocks(x, E4M3)
+    assert _unequal(rows, expected) == (0, 0)
+    assert _unequal(columns, definition.transposed(expected)) == (0, 0)
+
+
+@pytest.mark.parametrize("blockwise", (False, True))
+def test_a_weight_is_quantized_again_into_its_memory(blockwise):
+    """In steps, and in replays of a CUDA graph, which allocates nothing for it."""
+    weights = [_operand(kind) for kind in KINDS]
+    (rows, columns), again = quantize.of_weight(weights[0], blockwise, None)
+    weight = weights[1].clone()
+    again(weight)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    before = torch.cuda.memory_allocated()
+    with torch.cuda.graph(graph):
+        again(weight)
+    assert torch.cuda.memory_allocated() - before < ROWS * K
+    for other in weights:
+        weight.copy_(other)
+        graph.replay()
+        amax = definition.largest_magnitude(other)
+        expected = definition.of_blocks(other, E4M3) if blockwise else definition.of_tensor(other, amax, E4M3)
+        assert _unequal(rows, expected) == _unequal(columns, definition.transposed(expected)) == (0, 0)
+
+
+def test_a_cast_that_cuts_is_seen():
+    """The control: the comparison tells rounding from cutting, and a scale of one unit more."""
+    x = _operand(_ties)
+    expected = definition.along_rows(x, E4M3)
+    other = definition.along_rows(x * 1.01, E4M3)
+    assert _unequal(other, expected)[0] > 0
+
+
+def test_a_definition_on_a_gpu_is_that_on_a_cpu():
+    for kind in KINDS:
+        x = _operand(kind)
+        for form in (definition.along_rows, definition.of_blocks):
+            here, there = form(x, E4M3), form(x.cpu(), E4M3)
+            assert torch.equal(here.data.cpu().view(torch.uint8), there.data.view(torch.uint8))
+            assert torch.equal(here.scale.cpu(), there.scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ("normal", "wide", "small", "large", "ties", "bits"))
+def test_mxfp8_has_the_bits_of_its_definition(kind, dtype):
+    sizes = (40, 0, 3, 300, 41)
+    x = operand(kind, rows=384, k=480)
+    here, groups, there = x.cuda(), *(Groups(sizes, torch.tensor(sizes, device=on)) for on in ("cuda", "cpu"))
+    for name, form in (
+        ("rows", lambda x, _: (mxfp8.along_rows(x, dtype),)),
+        ("columns", lambda x, _: (mxfp8.along_columns(x, dtype),)),
+        ("both", lambda x, _: mxfp8.both(x, dtype)),
+        ("groups", lambda x, groups: mxfp8.both(x, dtype, groups)),
+    ):
+        found, expected = form(here, groups), form(x, there)
+        assert all(same_bits(a.cpu(), b) for a, b in zip(found, expected, strict=True)), name
+    unaligned = torch.cat((here.new_zeros(1), here.flatten()))[1:].view(x.shape)
+    assert same_bits(mxfp8.along_rows(unaligned, dtype).cpu(), mxfp8.along_rows(x, dtype))
+
+
+def test_mxfp8_of_other_blocks_is_seen():
+    """The control."""
+    x = operand("wide", rows=64, k=64)
+    rows, columns = (one.cpu() for one in mxfp8.both(x.cuda(), E4M3))
+    assert not same_bits(rows, columns)
+    assert not same_bits(rows, mxfp8.along_rows(x, E5M2))
+
+
+@pytest.mark.parametrize("rows", (True, False))
+def test_weights_anywhere_in_memory_are_rounded_in_one_launch(rows):
+    weights = [operand("wide", 64, K, seed) for seed in range(3)]
+    there = [weight.cuda() for weight in weights]
+    shifted = [torch.cat((one.new_zeros(n), one.flatten()))[n:].view(one.shape) for n, one in enumerate(there)]
+    for some in (there, shifted):
+        found = mxfp8.of_weights(some, rows=rows)
+        assert all(same_bits(a.cpu(), b) for a, b in zip(found, mxfp8.of_weights(weights, rows=rows), strict=True))
+    other = mxfp8.of_weights(there, rows=not rows)
+    assert not any(same_bits(a, b) for a, b in zip(found, other, strict=True))
+
+
+def test_nothing_waits_for_the_gpu():
+    x = _operand(_normal)
+    quantize.of_tensor(x, E4M3, None)
+    groups = Groups((100, ROWS - 100), torch.tensor((100, ROWS - 100)).cuda())
+    mxfp8.both(x, E4M3, Groups((100, ROWS - 100), groups.counts))  # compiled
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        quantize.transposed(quantize.of_tensor(x, E4M3, None))
+        quantize.along_rows(x, E4M3)
+        quantize.along_columns(x, E5M2)
+        quantize.along_both(x, E4M3)
+        quantize.of_tensor_both_ways(x, E5M2, None)
+        quantize.of_blocks_both_ways(x)
+        mxfp8.both(x, E4M3, groups)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,120 @@
+"""`logging=wandb`, `mlflow` and `comet`: what a run needs for them, fills in and refuses, and the lines at its end."""
+
+import pytest
+
+from tests.unit.check.refusals import problems_of
+from tp_invariant_recipes.check.logging_services import SERVICES, missing_package
+from tp_invariant_recipes.check.relations import EXPERIMENTS
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.launch import experiments
+from tp_invariant_recipes.runs import places
+from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.start import needed
+
+PROJECT = {"wandb": "wandb_project", "mlflow": "mlflow_experiment", "comet": "comet_project"}
+VARIABLES = ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE", "COMET_API_KEY")
+
+
+@pytest.fixture(autouse=True)
+def _no_servers(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def filled(tmp_path, *words: str) -> tuple[dict, dict[str, str]]:
+    composed = compose("qwen3_toy", words, device="cpu")
+    fields = experiments.logger_fields(composed.config, RunDir(tmp_path / "run"))
+    return composed.config.section("logger") | fields, experiments.variables(composed.config)
+
+
+@pytest.mark.parametrize("kind", EXPERIMENTS)
+def test_project_and_name_go_where_bridge_reads_them(tmp_path, kind):
+    run_name = SERVICES[kind].run_name
+    logger, _ = filled(tmp_path, f"logging={kind}")
+    assert (logger[PROJECT[kind]], logger[run_name]) == ("tp-invariant-recipes", "run")
+    logger, _ = filled(tmp_path, f"logging={kind}", "project=ours", "name=first")
+    assert (logger[PROJECT[kind]], logger[run_name]) == ("ours", "first")
+
+
+def test_without_a_server_all_stays_in_the_run_directory(tmp_path, monkeypatch):
+    logger, variables = filled(tmp_path, "logging=mlflow")
+    store = {"MLFLOW_ALLOW_FILE_STORE": "true"}
+    assert (logger["mlflow_tracking_uri"], variables) == (str(tmp_path / "run" / "mlflow"), store)
+    assert filled(tmp_path, "logging=wandb")[1] == {"WANDB_MODE": "offline"}
+    address = "logger.mlflow_tracking_uri=http://mlflow.example.com:5000"
+    logger, variables = filled(tmp_path, "logging=mlflow", address)
+    assert (logger["mlflow_tracking_uri"], variables) == ("http://mlflow.example.com:5000", store)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow.example.com")
+    monkeypatch.setenv("WANDB_API_KEY", "k")
+    logger, variables = filled(tmp_path, "logging=mlflow")
+    assert (logger.get("mlflow_tracking_uri"), variables) == (None, store)
+    assert filled(tmp_path, "logging=wandb")[1] == {}
+
+
+@pytest.mark.parametrize("kind", EXPERIMENTS)
+def test_a_missing_package_is_one_sentence(monkeypatch, kind):
+    config = compose("qwen3_toy", [f"logging={kind}"], device="cpu").config
+    assert missing_package(config) is None
+    monkeypatch.setattr(needed, "there", lambda module: module != SERVICES[kind].module)
+    problem = missing_package(config)
+    assert problem.startswith(f"logging={kind} needs {needed.DISTRIBUTIONS[SERVICES[kind].module]}, which")
+    assert f"pip install 'tp-invariant-recipes[{SERVICES[kind].extra}]'" in problem
+    assert missing_package(compose("qwen3_toy", device="cpu").config) is None
+
+
+def test_a_command_ends_with_that_sentence(cli, tmp_path, monkeypatch, no_gpus):
+    monkeypatch.chdir(tmp_path)
+    there = needed.there
+    monkeypatch.setattr(needed, "there", lambda module: module != "mlflow" and there(module))
+    ended = cli("train", "qwen3_toy", "logging=mlflow")
+    assert ended.status == 2
+    assert ended.err.startswith("error: logging=mlflow needs mlflow-skinny, which is not installed here: pip install")
+    assert not (tmp_path / "runs").exists()
+
+
+SECRETS = (
+    ("logger.comet_api_key=hunter2", "logger.comet_api_key: a secret"),
+    (
+        "logger.mlflow_tracking_uri='http://me:hunter2@mlflow.example.com'",
+        "logger.mlflow_tracking_uri: holds what looks like a secret",
+    ),
+)
+
+
+@pytest.mark.parametrize("override, says", SECRETS)
+def test_a_secret_is_refused_without_its_value(override, says):
+    kind = "comet" if "comet" in override else "mlflow"
+    (problem,) = problems_of(f"logging={kind}", override)
+    assert problem.startswith(says)
+    assert "hunter2" not in problem
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    (
+        (("project=ours",), "project=ours: is for logging=wandb, mlflow, comet"),
+        (("logging=tensorboard", "name=a"), "name=a: is for logging=wandb, mlflow, comet"),
+        (("logger.wandb_project=ours",), "logger.wandb_project: without logging=wandb nothing reads it"),
+        (("logging=mlflow", "logger.comet_project=a"), "logger.comet_project: without logging=comet"),
+        (("logging=comet", "logger.comet_experiment_name=a"), "logger.comet_experiment_name=a: the run has the name"),
+    ),
+)
+def test_what_no_service_would_read_is_refused(words, says):
+    (problem,) = problems_of(*words)
+    assert problem.startswith(says)
+
+
+def test_the_end_of_a_run_names_commands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = RunDir(places.Path("runs/a b"))
+    assert (places.as_json(run)["mlflow_ui"], places.as_json(run)["comet_upload"]) == (None, None)
+    run.mlflow.mkdir(parents=True)
+    run.comet.mkdir()
+    assert places.as_json(run)["comet_upload"] is None
+    (run.comet / "1.zip").touch()
+    assert places.lines(places.as_json(run)) == [
+        "MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri 'runs/a b/mlflow'",
+        "comet upload 'runs/a b/comet/1.zip'",
+    ]
+    (run.comet / "2.zip").touch()
+    assert places.as_json(run)["comet_upload"] == "comet upload 'runs/a b/comet'/*.zip"
