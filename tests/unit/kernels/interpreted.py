@@ -27,7 +27,7 @@ from tests.unit.kernels.products import test_mxfp8
 from tests.unit.kernels.products.test_fixed_tile_product import RAGGED, layouts, operands
 from tests.unit.numerics.test_grad_norm import kernel_cases
 from tests.unit.numerics.test_mamba_kernels import STEP, conv_inputs, norm_inputs, slices
-from tests.unit.portable import attention_interpreted
+from tests.unit.portable import attention_interpreted, test_draw
 from tp_invariant_recipes.kernels import (
     causal_conv,
     centred_rows,
@@ -49,6 +49,7 @@ from tp_invariant_recipes.numerics.layers import delta_net
 from tp_invariant_recipes.portable import definition
 from tp_invariant_recipes.portable.ieee import adam as ieee_adam
 from tp_invariant_recipes.portable.ieee import cross_entropy as ieee_cross_entropy
+from tp_invariant_recipes.portable.ieee import draw as ieee_draw
 from tp_invariant_recipes.portable.ieee import norm as ieee_norm
 from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
 from tp_invariant_recipes.portable.ieee import router as ieee_router
@@ -474,6 +475,19 @@ def portable_functions_have_the_bits_of_their_twin():
     interpreter.InterpreterBuilder.create_fma = attention_interpreted.fused
     ieee_samples.values_triton(x, found)
     _alike((found,), (ieee_samples.values(x),))
+
+
+def portable_draws_have_the_bits_of_their_twin():
+    """Of a group of words and a part of one; the greatest of several programs."""
+    scores, keys, (do_sample, temperature, top_k, top_p) = test_draw.inputs(8, 4200, "ties")
+    numbers = scores, scores.amax(-1), do_sample, temperature
+    limits, best = ieee_draw.kept(*numbers, top_k, top_p), torch.empty(8, 2, dtype=torch.int64)
+    found = torch.empty_like(limits)
+    ieee_draw.kept_triton(*numbers, top_k, top_p, found)
+    ieee_draw.race_triton(*numbers, keys, limits, best)
+    tokens = ieee_draw.MOST.value - (best.amax(1) & 0xFFFFFFFF)
+    assert torch.equal(found, limits)
+    assert torch.equal(tokens, ieee_draw.race(*numbers, keys, limits))
 
 
 def portable_attention_has_the_bits_of_its_twin():

@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 from tp_invariant_recipes.portable.ieee import adam as ieee_adam
 from tp_invariant_recipes.portable.ieee import attention_triton as ieee_attention_triton
 from tp_invariant_recipes.portable.ieee import cross_entropy as ieee_cross_entropy
+from tp_invariant_recipes.portable.ieee import draw as ieee_draw
 from tp_invariant_recipes.portable.ieee import norm as ieee_norm
 from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
 from tp_invariant_recipes.portable.ieee import router as ieee_router
@@ -92,6 +93,16 @@ KERNELS = {
         HEADS | {"BLOCK": ieee_attention_triton.BLOCK},
     ),
     ieee_samples.SAMPLES: ({"x": "*fp32", "out": "*fp32", "size": "i32"}, {"BLOCK": 128}),
+    ieee_draw.KEPT: (
+        {"scores": "*fp32", "highest": "*fp32", "do_sample": "*i32", "temperature": "*fp32", "top_k": "*i32"}
+        | {"top_p": "*fp64", "out": "*i32", "size": "i32"},
+        {"BLOCK": 4096},
+    ),
+    ieee_draw.RACE: (
+        {"scores": "*fp32", "highest": "*fp32", "do_sample": "*i32", "temperature": "*fp32", "keys": "*i64"}
+        | {"limits": "*i32", "out": "*i64", "size": "i32", "parts": "i32"},
+        {},
+    ),
     ieee_adam.STEP: (
         dict.fromkeys("pgmv", "*fp32") | {"size": "i32"} | dict.fromkeys(ieee_adam.AdamNumbers._fields, "fp32"),
         {"DECOUPLED": True, "BLOCK": 128},
@@ -99,6 +110,7 @@ KERNELS = {
 }
 OPERATION = re.compile(r"^\s+(?:@!?%p\d+ )?((?:add|sub|mul|fma|mad|div|sqrt|rcp|rsqrt|ex2|lg2|tanh)\.[\w.:]+);?", re.M)
 ROUNDED = {f"{name}.rn.f32" for name in ("add", "sub", "mul", "div", "sqrt")}
+ROUNDED |= {"mul.rn.f64"}  # of top-p
 TILES = {
     ieee_attention_triton.FORWARD: ieee_attention_triton.FORWARD_TILES,
     ieee_attention_triton.BACKWARD_QUERY: ieee_attention_triton.QUERY_TILES,

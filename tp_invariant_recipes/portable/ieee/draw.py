@@ -1,0 +1,372 @@
+"""Draw tokens by their log-probabilities in stated integer and IEEE fp32 arithmetic: every machine draws the same ones.
+
+    order    of tokens: by log-probability, the greatest first, then by token id
+    weight   exp((log-probability - highest) / temperature), fp32; 1 of the first token
+    top-k    the first k tokens
+    top-p    of these, the first ones that have at least p of their mass, which is the weight in whole units of 2^-40;
+             sums of whole numbers have no order. p times the mass is one fp64 product
+    race     every token waits for a time that is exponentially distributed: -log(1 - v), v = (word + 1/2) / 2^32; the
+             token of the greatest weight / time wins, of equals the least id
+    word     of token i, by Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): word
+             (i % 4096) // 1024 of the block with the key of the request and the counter (1024 (i // 4096) + i % 1024,
+             sample, position, 0)
+
+A race needs no sum over the vocabulary: the winner is token i with a probability of weight i over all weights.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numba import njit
+from torch import Tensor
+
+from tp_invariant_recipes.kernels.cpu.numba_loop import OPTIONS, cpu_loop
+from tp_invariant_recipes.kernels.launch import Kernel
+from tp_invariant_recipes.portable.ieee.math import HALF, ONE_FP32, ZERO, exp, fp32_of_small, log
+from tp_invariant_recipes.portable.one_source import (
+    UNFUSED,
+    bits_of,
+    constant,
+    elementwise,
+    fill,
+    fp32_of,
+    numba_version,
+)
+
+QUARTER, GROUP = tl.constexpr(1024), tl.constexpr(4096)  # tokens of one word of a block, and of all four
+BLOCK = 4096  # tokens that a program of `kept` reads at a time
+PROGRAMS = 264  # of a race, at least: two for each SM of an H100
+TWO_16, TWO_M32 = constant(2.0**16), constant(2.0**-32)
+BELOW_ONE = constant(1 - 2.0**-24)
+UNIT = tl.constexpr(2.0**40)
+LEAST, MOST = tl.constexpr(-(1 << 31)), tl.constexpr((1 << 31) - 1)
+NOBODY = tl.constexpr(-(1 << 63))
+
+
+def kept(
+    scores: Tensor, highest: Tensor, do_sample: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
+) -> Tensor:
+    """The last token in order that top-k and top-p leave: its `order_key`, and its id; int32 [rows, 2].
+
+    scores: [rows, vocab] fp32, contiguous. highest, temperature: [rows] fp32. do_sample, top_k: [rows] int32; without
+    draws, and with k = 0 and p = 1, all stay. top_p: [rows] fp64.
+    """
+    out = torch.empty(len(scores), 2, dtype=torch.int32, device=scores.device)
+    tensors = (scores, highest, do_sample, temperature, top_k, top_p, out)
+    fill(kept_triton, _kept_loop, tensors, work=scores.numel())
+    return out
+
+
+def race(
+    scores: Tensor, highest: Tensor, do_sample: Tensor, temperature: Tensor, keys: Tensor, limits: Tensor
+) -> Tensor:
+    """The winning token of each row, or without draws the first in order: int64 [rows].
+
+    keys: [rows, 3] int64: of the request, sample, position. limits: as of `kept`. All else: as `kept` has it.
+    """
+    groups = triton.cdiv(scores.shape[1], GROUP.value)
+    parts = min(groups, triton.cdiv(PROGRAMS, len(scores))) if scores.is_cuda else 1
+    best = torch.empty(len(scores), parts, dtype=torch.int64, device=scores.device)
+    tensors = (scores, highest, do_sample, temperature, keys.contiguous(), limits, best)
+    fill(race_triton, _race_loop, tensors, work=scores.numel())
+    return MOST.value - (best.amax(1) & 0xFFFFFFFF)
+
+
+@elementwise
+def order_key(x):
+    """int32, rising with x; both zeros have one."""
+    bits = bits_of(x + ZERO)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@elementwise
+def of_order_key(key):
+    """The fp32 number that has this order_key."""
+    return fp32_of(key ^ ((key >> 31) & 0x7FFFFFFF))
+
+
+@elementwise
+def weight(x, highest, temperature):
+    """At most 1."""
+    return exp(tl.div_rn(x - highest, temperature))
+
+
+@elementwise
+def waiting_time(word):
+    """-log(1 - v) for v = (word + 1/2) / 2^32, of 32 random bits; at least 2^-33, at most 16.7.
+
+    log(1 - v) is multiplied by v / (1 - rounded(1 - v)), which takes off what rounding 1 - v has added (Kahan).
+    """
+    v = (fp32_of_small((word >> 16) & 0xFFFF) * TWO_16 + (fp32_of_small(word & 0xFFFF) + HALF)) * TWO_M32
+    v = tl.where(v > BELOW_ONE, BELOW_ONE, v)
+    rest = ONE_FP32 - v
+    return tl.where(rest == ONE_FP32, v, tl.div_rn((ZERO - log(rest)) * v, ONE_FP32 - rest))
+
+
+@elementwise
+def result_bits(x, highest, temperature, word):
+    """The bits of weight / time, which rise with it."""
+    return bits_of(tl.div_rn(weight(x, highest, temperature), waiting_time(word)))
+
+
+_order_key, _of_order_key, _weight, _result_bits = (
+    numba_version(name) for name in ("order_key", "of_order_key", "weight", "result_bits")
+)
+
+
+# --- a CPU ---
+
+
+@njit(**OPTIONS)
+def _mass_numba(x: Any, highest: Any, temperature: Any) -> Any:
+    return np.int64(np.float64(_weight(x, highest, temperature)) * 1099511627776.0)
+
+
+@njit(**OPTIONS)
+def _kth(orders: Any, k: int) -> int:
+    """The greatest key that at least k tokens reach."""
+    key = np.int64(-2147483648)
+    for bit in range(31, -1, -1):
+        trial = key + (np.int64(1) << bit)
+        count = 0
+        for i in range(orders.size):
+            count += orders[i] >= trial
+        if count >= k:
+            key = trial
+    return key
+
+
+@njit(**OPTIONS)
+def _reaching(orders: Any, masses: Any, need: int) -> int:
+    """The greatest key from which on tokens have at least this mass."""
+    key = np.int64(-2147483648)
+    for bit in range(31, -1, -1):
+        trial, mass = key + (np.int64(1) << bit), np.int64(0)
+        for i in range(orders.size):
+            mass += masses[i] if orders[i] >= trial else 0
+        if mass >= need:
+            key = trial
+    return key
+
+
+@njit(**OPTIONS)
+def _last_of(orders: Any, key: int, count: int) -> int:
+    """The id of the token of this key after which `count` of them were."""
+    for i in range(orders.size):
+        count -= orders[i] == key
+        if count == 0:
+            return i
+    return orders.size
+
+
+@cpu_loop
+def _kept_loop(scores: Any, highest: Any, do_sample: Any, temperature: Any, top_k: Any, top_p: Any, out: Any) -> None:
+    size = scores.shape[1]
+    orders, masses = np.empty(size, np.int64), np.empty(size, np.int64)
+    for row in range(scores.shape[0]):
+        out[row, 0], out[row, 1] = -2147483648, 2147483647
+        by_k, by_p = 0 < top_k[row] < size, top_p[row] < 1
+        if not do_sample[row] or not (by_k or by_p):
+            continue
+        for i in range(size):
+            orders[i] = _order_key(scores[row, i])
+        key, last = np.int64(-2147483648), np.int64(size)
+        if by_k:
+            key = _kth(orders, top_k[row])
+            above = 0
+            for i in range(size):
+                above += orders[i] > key
+            last = _last_of(orders, key, top_k[row] - above)
+        if by_p:
+            total = np.int64(0)
+            for i in range(size):
+                inside = orders[i] > key or (orders[i] == key and i <= last)
+                masses[i] = _mass_numba(scores[row, i], highest[row], temperature[row]) if inside else 0
+                total += masses[i]
+            product = np.float64(total) * top_p[row]
+            need = np.int64(product)
+            need += np.float64(need) < product
+            key = _reaching(orders, masses, need)
+            each = _mass_numba(_of_order_key(key), highest[row], temperature[row])
+            for i in range(size):
+                need -= masses[i] if orders[i] > key else 0
+            last = _last_of(orders, key, (need + each - 1) // each)
+        out[row, 0], out[row, 1] = key, last
+
+
+@njit(**OPTIONS)
+def _philox_numba(key: Any, c0: Any, c1: Any, c2: Any, words: Any) -> None:
+    """Fill words [4] uint64 with one block of Philox4x32-10."""
+    mask = np.uint64(0xFFFFFFFF)
+    k0, k1 = key & mask, key >> np.uint64(32)
+    c3 = np.uint64(0)
+    for _ in range(10):
+        a, b = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
+        c0, c1, c2, c3 = (b >> np.uint64(32)) ^ c1 ^ k0, b & mask, (a >> np.uint64(32)) ^ c3 ^ k1, a & mask
+        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & mask, (k1 + np.uint64(0xBB67AE85)) & mask
+    words[0], words[1], words[2], words[3] = c0, c1, c2, c3
+
+
+@cpu_loop
+def _race_loop(scores: Any, highest: Any, do_sample: Any, temperature: Any, keys: Any, limits: Any, out: Any) -> None:
+    size = scores.shape[1]
+    words = np.empty((1024, 4), np.uint64)
+    for row in range(scores.shape[0]):
+        best = np.int64(-9223372036854775808)
+        key, c1, c2 = np.uint64(keys[row, 0]), np.uint64(keys[row, 1]), np.uint64(keys[row, 2])
+        for group in range((size + 4095) // 4096):
+            if do_sample[row]:
+                for i in range(min(1024, size - group * 4096)):
+                    _philox_numba(key, np.uint64(group * 1024 + i), c1, c2, words[i])
+            for token in range(group * 4096, min(size, group * 4096 + 4096)):
+                x = scores[row, token]
+                order = _order_key(x)
+                if order > limits[row, 0] or (order == limits[row, 0] and token <= limits[row, 1]):
+                    value = np.int64(order)
+                    if do_sample[row]:
+                        word = words[token % 1024, token % 4096 // 1024]
+                        value = np.int64(_result_bits(x, highest[row], temperature[row], np.int64(word)))
+                    best = max(best, (value << 32) | np.int64(2147483647 - token))
+        out[row, 0] = best
+
+
+# --- Triton ---
+
+
+def kept_triton(
+    scores: Tensor, highest: Tensor, do_sample: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, out: Tensor
+) -> None:
+    """Fill out. All contiguous; Triton's interpreter takes CPU tensors."""
+    rows, size = scores.shape
+    tensors = (scores, highest, do_sample, temperature, top_k, top_p, out)
+    KEPT.launch((rows, 1), tensors, (size,), (BLOCK,), 16)
+
+
+def race_triton(
+    scores: Tensor, highest: Tensor, do_sample: Tensor, temperature: Tensor, keys: Tensor, limits: Tensor, out: Tensor
+) -> None:
+    """Fill out, [rows, parts]. All contiguous; Triton's interpreter takes CPU tensors."""
+    rows, size = scores.shape
+    tensors = (scores, highest, do_sample, temperature, keys, limits, out)
+    RACE.launch((rows, out.shape[1]), tensors, (size, out.shape[1]), (), 8)
+
+
+@triton.jit
+def _count(scores, size, least, most, last, BLOCK: tl.constexpr):
+    """Tokens with a key from `least` to `most`, and an id of at most `last`."""
+    total = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, size, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        order = order_key(tl.load(scores + token, mask=token < size, other=0.0))
+        inside = (token < size) & (token <= last) & (order >= least) & (order <= most)
+        total += inside.to(tl.int32)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _mass(x, highest, temperature):
+    return (weight(x, highest, temperature).to(tl.float64) * UNIT).to(tl.int64)
+
+
+@triton.jit
+def _mass_from(scores, size, highest, temperature, least, key, last, BLOCK: tl.constexpr):
+    """The mass of tokens with a key of at least `least`, of those up to the token `last` of `key`."""
+    total = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, size, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        x = tl.load(scores + token, mask=token < size, other=0.0)
+        order = order_key(x)
+        inside = (token < size) & (order >= least) & ((order > key) | ((order == key) & (token <= last)))
+        total += tl.where(inside, _mass(x, highest, temperature), 0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _last_of_triton(scores, size, key, count, BLOCK: tl.constexpr):
+    """The id of the token of this key with which they are `count`."""
+    least = count * 0
+    most = size - 1 + least
+    while least < most:
+        middle = (least + most) // 2
+        enough = _count(scores, size, key, key, middle, BLOCK) >= count
+        most = tl.where(enough, middle, most)
+        least = tl.where(enough, least, middle + 1)
+    return least
+
+
+@triton.jit(do_not_specialize=["size"])
+def _ieee_kept(
+    scores, highest, do_sample, temperature, top_k, top_p, out,
+    size, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    scores += row.to(tl.int64) * size
+    top, heat = tl.load(highest + row), tl.load(temperature + row)
+    k, p, draws = tl.load(top_k + row), tl.load(top_p + row), tl.load(do_sample + row) != 0
+    key = k * 0 + LEAST
+    last = k * 0 + MOST
+    one_bit = k * 0 + 1
+    if draws & (k > 0) & (k < size):
+        for i in range(32):
+            trial = key ^ (one_bit << (31 - i))
+            enough = _count(scores, size, trial, MOST, MOST, BLOCK) >= k
+            key = tl.where(enough, trial, key)
+        above = _count(scores, size, key, MOST, MOST, BLOCK) - _count(scores, size, key, key, MOST, BLOCK)
+        last = _last_of_triton(scores, size, key, k - above, BLOCK)
+    if draws & (p < 1.0):
+        product = _mass_from(scores, size, top, heat, LEAST, key, last, BLOCK).to(tl.float64) * p
+        need = product.to(tl.int64)
+        need += (need.to(tl.float64) < product).to(tl.int64)
+        least = k * 0 + LEAST
+        for i in range(32):
+            trial = least ^ (one_bit << (31 - i))
+            enough = _mass_from(scores, size, top, heat, trial, key, last, BLOCK) >= need
+            least = tl.where(enough, trial, least)
+        each = _mass(of_order_key(least), top, heat)
+        if least < MOST:
+            need -= _mass_from(scores, size, top, heat, least + 1, key, last, BLOCK)
+        key = least
+        last = _last_of_triton(scores, size, key, ((need + each - 1) // each).to(tl.int32), BLOCK)
+    tl.store(out + 2 * row, key)
+    tl.store(out + 2 * row + 1, last)
+
+
+@triton.jit
+def _entry(scores, token, size, value, order, limit, last):
+    """Value and token in one number, of which the greatest wins. token ^ MOST is MOST - token."""
+    inside = (token < size) & ((order > limit) | ((order == limit) & (token <= last)))
+    return tl.where(inside, (value.to(tl.int64) << 32) | (token ^ MOST).to(tl.int64), NOBODY)
+
+
+@triton.jit(do_not_specialize=["size", "parts"])
+def _ieee_race(scores, highest, do_sample, temperature, keys, limits, out, size, parts):
+    row, part = tl.program_id(0), tl.program_id(1)
+    scores += row.to(tl.int64) * size
+    top, heat, draws = tl.load(highest + row), tl.load(temperature + row), tl.load(do_sample + row)
+    limit, last = tl.load(limits + 2 * row), tl.load(limits + 2 * row + 1)
+    key = tl.load(keys + 3 * row)
+    sample, position = tl.load(keys + 3 * row + 1).to(tl.int32), tl.load(keys + 3 * row + 2).to(tl.int32)
+    best = tl.full([QUARTER], NOBODY, tl.int64)
+    column = tl.arange(0, QUARTER)
+    for group in range(part, tl.cdiv(size, GROUP), parts):
+        first = group * GROUP + column
+        if draws != 0:
+            counter = group * QUARTER + column
+            words = tl.philox(key, counter, counter * 0 + sample, counter * 0 + position, counter * 0)
+            for lane in tl.static_range(4):
+                token = first + lane * QUARTER
+                x = tl.load(scores + token, mask=token < size, other=0.0)
+                value = result_bits(x, top, heat, words[lane].to(tl.int32, bitcast=True))
+                best = tl.maximum(best, _entry(scores, token, size, value, order_key(x), limit, last))
+        else:
+            for lane in tl.static_range(4):
+                token = first + lane * QUARTER
+                order = order_key(tl.load(scores + token, mask=token < size, other=0.0))
+                best = tl.maximum(best, _entry(scores, token, size, order, order, limit, last))
+    tl.store(out + row * parts + part, tl.max(best, 0))
+
+
+KEPT, RACE = Kernel(_ieee_kept, **UNFUSED), Kernel(_ieee_race, **UNFUSED)
