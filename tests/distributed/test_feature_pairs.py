@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import hf_folders
-from tests.distributed.feature_axes import AXES, Pair, pairs
+from tests.distributed.features import AXES, Pair, pairs
 from tests.forks import Tpi
 from tp_invariant_recipes.config import container
 from tp_invariant_recipes.config.compose import compose

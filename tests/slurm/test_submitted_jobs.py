@@ -90,7 +90,7 @@ def test_a_run_that_is_queued_again_and_loses_a_node_has_the_ledger_of_one_that_
     assert "completed" in json.dumps(listed).lower()
 
 
-@pytest.mark.release  # in `make test`: tests/distributed/features/test_guard.py, without a cluster
+@pytest.mark.release  # in `make test`: tests/distributed/commands/test_guard.py, without a cluster
 def test_a_job_goes_on_without_the_node_that_computes_wrong_bits(tpi, cluster, tmp_path, whole) -> None:
     """From step 25 on every product of n2 has a wrong bit."""
 
@@ -207,7 +207,7 @@ def test_a_matrix_is_judged_by_a_job_whose_exit_status_is_the_verdict(tpi, clust
     assert "as tree" in json.loads((tpi.folder / "there" / "verify.json").read_text())["text"]
 
 
-@pytest.mark.release  # in `make test`: tests/distributed/features/test_sweep_runs.py, and SLURM takes the scripts below
+@pytest.mark.release  # in `make test`: tests/distributed/commands/test_sweep_runs.py, and SLURM takes the scripts below
 def test_a_sweep_is_an_array_whose_last_job_lists_the_runs(tpi, cluster, submit) -> None:
     swept = ("qwen3_toy", "seed=1,2", "seq=32", "model.num_layers=1", "iters=3", "--sweep", "--dir", "rates")
     job = submit(*swept)

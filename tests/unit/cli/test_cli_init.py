@@ -1,6 +1,6 @@
 """`tpi init` writes files to begin with, and overwrites none.
 
-tests/distributed/features/test_init_runs.py trains them.
+tests/distributed/commands/test_init_runs.py trains them.
 """
 
 import errno

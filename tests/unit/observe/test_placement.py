@@ -58,7 +58,7 @@ SPLIT_BY_SEQUENCE_PARALLELISM = ("hidden", "embedded", "experts")
 
 
 def zigzag(x, dim, cp, rank):
-    """Megatron's get_batch_on_this_cp_rank: tests/distributed/features/test_trace.py compares it with the table."""
+    """Megatron's get_batch_on_this_cp_rank: tests/distributed/commands/test_trace.py compares it with the table."""
     chunks = x.chunk(2 * cp, dim)
     return x if cp == 1 else torch.cat([chunks[rank], chunks[2 * cp - 1 - rank]], dim)
 

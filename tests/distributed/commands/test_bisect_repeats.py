@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.distributed.commands import test_bisect
+from tests.distributed.commands.test_bisect import files
 from tests.distributed.faults import lives, ranks_of
-from tests.distributed.features import test_bisect
-from tests.distributed.features.test_bisect import files
 
 FC1 = "decoder.layers.0.mlp.linear_fc1"
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests import hf_folders
-from tests.distributed.features.test_score import FOLDERS, by_id, rows, write
+from tests.distributed.commands.test_score import FOLDERS, by_id, rows, write
 from tests.distributed.small_models import small
 from tp_invariant_recipes.features.score import batches
 
