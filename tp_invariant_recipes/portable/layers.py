@@ -9,6 +9,7 @@ from torch import Tensor
 from tp_invariant_recipes.function_modes import outside_modes
 from tp_invariant_recipes.numerics.megatron.local import InvariantDotProductAttention
 from tp_invariant_recipes.numerics.products import sampling
+from tp_invariant_recipes.portable import cached_pass
 from tp_invariant_recipes.portable.definition import DEFINITION
 from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
 from tp_invariant_recipes.portable.ieee import swiglu as ieee_swiglu
@@ -40,6 +41,8 @@ class PortableDotProductAttention(InvariantDotProductAttention):
             raise NotImplementedError("attention with a mask of its own has no portable version")
         if self.scale_mask_softmax.scale is not None:
             raise NotImplementedError("scores that are scaled twice have no portable version")
+        if (now := cached_pass.current()) is not None:
+            return now.attend(self.layer_number, query, key, value, self.softmax_scale)
         out = _Attention.apply(query, key, value, self.softmax_scale)
         groups = key.shape[2]
 
@@ -108,10 +111,12 @@ def apply_rotary_pos_emb(
     t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None, mscale: float = 1.0, *_: Any, **__: Any
 ) -> Tensor:
     """Replaces Megatron's function: the positions of portable/ieee/rotary.py. t: [s, b, heads, d]; of freqs, [s, 1, 1,
-    dim], only the shape counts."""
+    dim], only the shape counts. Of a cached pass each row has a position of its own."""
     if cu_seqlens is not None or mscale != 1.0 or freqs.shape[0] != t.shape[0]:
         raise NotImplementedError("only rotary positions of whole sequences have a portable version")
     factor = config.rope_scaling_factor if config.rope_scaling else None
+    if (now := cached_pass.current()) is not None:
+        return ieee_rotary.rotate(t, *now.turns(freqs.shape[-1], config.rotary_base, factor))
     cos, sin = ieee_rotary.tables(freqs.shape[0], freqs.shape[-1], config.rotary_base, factor, str(t.device))
     return _Rotated.apply(t, cos, sin)
 

@@ -46,6 +46,17 @@ def vocab_parallel_cross_entropy(
     return _CrossEntropy.apply(logits, target, mesh, kernels)
 
 
+def log_probabilities(logits: Tensor, mesh: VirtualMesh, kernels: LossKernels = LIBRARY) -> Tensor:
+    """`0.0 - vocab_parallel_cross_entropy` of every column as the target, bit for bit; shapes as of `entropy`.
+
+    returns: [rows, vocab/t] fp32.
+    """
+    highest = _highest(logits, mesh)
+    total = tree_all_reduce(kernels.sum_of_exponentials(logits, highest, mesh.local), mesh, torch.float32)
+    picked = logits.float().sub_(highest.unsqueeze(-1)).add_(0.0)
+    return 0.0 - (kernels.logarithm(total).unsqueeze(-1) - picked)
+
+
 def entropy(logits: Tensor, mesh: VirtualMesh, kernels: LossKernels = LIBRARY) -> Tensor:
     """`-sum(p log p)` of p = softmax(logits), without a gradient; of logits that are all finite.
 

@@ -51,11 +51,12 @@ class Attended(NamedTuple):
 def attention_forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
     """softmax(scale · query · key^T) · value, causal.
 
-    query:      [s, b, h, d] bf16; key, value: [s, b, g, d], g divides h.
+    query:      [s, b, h, d] bf16; key, value: [t, b, g, d], g divides h. The queries are the last s of t positions: on
+                a GPU s = t, and portable/ieee/cached_attention.py has fewer queries.
     scale:      of the scores, rounded to fp32.
     raises TypeError: other dtypes; ValueError: other shapes.
     """
-    _check(query, key, value)
+    _check(query, key, value, last=not query.is_cuda)
     s, b, h, d = query.shape
     groups = key.shape[2]
     if query.is_cuda:
@@ -70,7 +71,7 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -
     top, inverse = torch.zeros(2, units, heads, s)
     arrays = (*map(_bits, (q.transpose(2, 3), k, v.transpose(1, 2), out)), as_array(top), as_array(inverse))
     numbers = np.float32(_of_powers_of_two(scale)), np.int32(tensor_core_cpu.KEPT_BITS)
-    by_rows(_forward, arrays, *numbers, work=2 * units * heads * s * s * d)
+    by_rows(_forward, arrays, *numbers, work=2 * units * heads * s * len(key) * d)
     return Attended(_by_position(out.transpose(2, 3), b), top, inverse)
 
 
@@ -113,11 +114,12 @@ def _of_powers_of_two(scale: float) -> float:
     return float(np.float32(scale * LOG2_E))
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, *, last: bool = False) -> None:
+    """last: whether the queries may be the last positions alone."""
     if any(x.dtype != torch.bfloat16 for x in (query, key, value)):
         raise TypeError(f"attention of {query.dtype}, {key.dtype} and {value.dtype}; all must be bf16")
-    (s, b, h, d), g = query.shape, key.shape[2]
-    if key.shape != (s, b, g, d) or value.shape != key.shape or h % g:
+    (s, b, h, d), (t, _, g, _) = query.shape, key.shape
+    if key.shape != (t, b, g, d) or value.shape != key.shape or h % g or t < s or (t > s and not last):
         raise ValueError(f"attention of {[*query.shape]}, {[*key.shape]} and {[*value.shape]}")
 
 
@@ -158,15 +160,15 @@ def _products(rows: Any, panel: Any, first: Any, last: Any, kept: Any, out: Any)
     """out[j, i] = product of row j < last and query first + i; anything where the key comes after the query."""
     (a, ea, ha), (b, eb, hb) = rows, panel
     out[:last] = np.float32(0)
-    add_steps(out[:last], 0, a[:last], ea[:last], ha[:last], 0, b, eb, hb, (1, 0, -first, 0, WIDE), kept)
+    add_steps(out[:last], 0, a[:last], ea[:last], ha[:last], 0, b, eb, hb, (1, 0, -first, 0, last - first), kept)
 
 
 @cpu_loop
-def _over_keys(rows: Any, words: Any, first: Any, kept: Any, out: Any) -> None:
-    """out[c, i] = sum over keys j of rows[c, j] words[j, i], bits of bf16, zeros where j comes after first + i."""
+def _over_keys(rows: Any, words: Any, first: Any, last: Any, kept: Any, out: Any) -> None:
+    """out[c, i] = sum over keys j of rows[c, j] words[j, i], bits of bf16, zeros where j comes after first + i < last."""
     (a, ea, ha), (b, eb, hb) = rows, _panel(words)
     out[:] = np.float32(0)
-    add_steps(out, 0, a, ea, ha, 0, b, eb, hb, (0, 1, -first, 0, WIDE), kept)
+    add_steps(out, 0, a, ea, ha, 0, b, eb, hb, (0, 1, -first, 0, last - first), kept)
 
 
 @cpu_loop
@@ -179,19 +181,20 @@ def _over_queries(rows: Any, words: Any, first: Any, kept: Any, out: Any) -> Non
 
 @cpu_loop
 def _forward(q: Any, keys: Any, values: Any, out: Any, top: Any, inverse: Any, scale: Any, kept: Any) -> None:
-    """q: [u, r, d, s]; keys: [u, s, d]; values: [u, d, s]; out: [u, r, d, s]; top, inverse: [u, r, s]."""
+    """q: [u, r, d, s]; keys: [u, t, d]; values: [u, d, t]; out: [u, r, d, s]; top, inverse: [u, r, s]."""
     heads, d, s = q.shape[1:]
-    padded = (s + STEP - 1) // STEP * STEP
+    before = keys.shape[1] - s  # the first query's position
+    padded = (before + s + STEP - 1) // STEP * STEP
     scores, words = np.empty((padded, WIDE), np.float32), np.empty((padded, WIDE), np.uint16)
     lanes, sums = np.empty((LANES, WIDE), np.float32), np.empty((d, WIDE), np.float32)
     most, part = np.empty(WIDE, np.float32), np.empty(WIDE, np.float32)
     for unit in range(q.shape[0]):
         k, v = split_rows(keys[unit]), split_rows(values[unit])
         for head in range(heads):
-            for first in range(0, s, WIDE):
-                last = min(first + WIDE, s)
+            for number in range(0, s, WIDE):
+                first, last = before + number, before + min(number + WIDE, s)
                 whole = (last + STEP - 1) // STEP * STEP
-                _products(k, _queries(q[unit, head], first, last), first, last, kept, scores)
+                _products(k, _queries(q[unit, head], number, last - before), first, last, kept, scores)
                 most[:] = np.float32(-np.inf)
                 for j in range(last):
                     for i in range(WIDE):
@@ -210,12 +213,12 @@ def _forward(q: Any, keys: Any, values: Any, out: Any, top: Any, inverse: Any, s
                 numba_fold_rows(lanes)
                 for i in range(WIDE):
                     part[i] = np.float32(1) / lanes[0, i]
-                _over_keys(v, words[:whole], first, kept, sums)
+                _over_keys(v, words[:whole], first, last, kept, sums)
                 for c in range(d):
                     for i in range(last - first):
-                        out[unit, head, c, first + i] = np.uint16(_bf16(sums[c, i] * part[i]))
+                        out[unit, head, c, number + i] = np.uint16(_bf16(sums[c, i] * part[i]))
                 for i in range(last - first):
-                    top[unit, head, first + i], inverse[unit, head, first + i] = most[i], part[i]
+                    top[unit, head, number + i], inverse[unit, head, number + i] = most[i], part[i]
 
 
 @cpu_loop
@@ -272,7 +275,7 @@ def _backward(
                     for i in range(last - first):
                         all_ps[j // WIDE, first + i, j % WIDE] = ps[j, i]
                         all_gradients[j // WIDE, first + i, j % WIDE] = gradients[j, i]
-                _over_keys(kt, gradients[:whole], first, kept, sums)
+                _over_keys(kt, gradients[:whole], first, last, kept, sums)
                 for c in range(d):
                     for i in range(last - first):
                         dq[unit, head, c, first + i] = np.uint16(_bf16(sums[c, i] * scale_of_gradients))

@@ -1,0 +1,189 @@
+"""Causal attention of new rows to keys in a cache of blocks: the sums of portable/ieee/attention.py, row by row.
+
+A sequence's table names its blocks in the order of positions: the key of position j lies in slot
+table[j // size] · size + j % size. So keys are added in the order of positions, wherever they lie, and a row has the
+bits that it has in a pass over its whole sequence: e, its lanes and e · v begin at position 0 and end at the row's own.
+
+A span is up to ROWS consecutive rows of a sequence. On a GPU a program computes a span for the heads of one group:
+a row's heads lie side by side in a tile of scores. On a CPU a span's keys are gathered, and attention.py does the rest.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tp_invariant_recipes.kernels.launch import Kernel
+from tp_invariant_recipes.portable.ieee.attention import _of_powers_of_two, attention_forward
+from tp_invariant_recipes.portable.ieee.attention_triton import LANES, LEAST, Tiles, _products, exponential
+from tp_invariant_recipes.portable.ieee.math import ONE_FP32, ZERO
+from tp_invariant_recipes.portable.ieee.sums import fold_columns, power_of_two
+from tp_invariant_recipes.portable.one_source import UNFUSED
+
+# Scores of a tile: of a span of one row, as in decoding, and of longer ones. None of it changes a bit.
+ONE_ROW, ROWS = Tiles(16, LANES, 4, 3), Tiles(64, LANES, 4, 2)
+
+
+class Spans(NamedTuple):
+    """Which rows attend to which keys.
+
+    rows:      [n, 3] int32: a span's first row, number of rows (0: none), and line of `tables`.
+    positions: [R] int64, of the rows.
+    tables:    [sequences, blocks] int32: block numbers.
+    size:      tokens of a block, a power of two. longest: rows of the longest span.
+    """
+
+    rows: Tensor
+    positions: Tensor
+    tables: Tensor
+    size: int
+    longest: int
+
+
+def rows_of_tile(heads: int, longest: int) -> int:
+    """The most rows of a span on a GPU. heads: of a group; longest: rows of the longest span."""
+    return max(1, (ONE_ROW if longest == 1 else ROWS).queries // heads)
+
+
+def cached_attention(query: Tensor, keys: Tensor, values: Tensor, spans: Spans, scale: float) -> Tensor:
+    """The attention of each row to its sequence's keys up to its own: [R, h, d] bf16; 0 or anything where no span is.
+
+    query:  [R, h, d] bf16. keys, values: [slots, g, d] bf16, of one layer; those of the rows are there.
+    scale:  of the scores, rounded to fp32. h / g is at most 16.
+    """
+    out = torch.zeros_like(query)
+    if query.is_cuda:
+        cached_triton(query.contiguous(), keys, values, out, spans, _of_powers_of_two(scale))
+        return out
+    for first, count, line in spans.rows.tolist():
+        if count:
+            last = int(spans.positions[first + count - 1])
+            at = torch.arange(last + 1)
+            slots = spans.tables[line].long()[at // spans.size] * spans.size + at % spans.size
+            rows = query[first : first + count].unsqueeze(1)
+            of_span = keys[slots].unsqueeze(1), values[slots].unsqueeze(1)
+            out[first : first + count] = attention_forward(rows, *of_span, scale).out.squeeze(1)
+    return out
+
+
+def cached_triton(query: Tensor, keys: Tensor, values: Tensor, out: Tensor, spans: Spans, scale: float) -> None:
+    """Fill out, where spans are. All contiguous; Triton's interpreter takes CPU tensors. scale: as powers of two."""
+    (_, h, d), groups = query.shape, keys.shape[1]
+    tile = ONE_ROW if spans.longest == 1 else ROWS
+    grid = len(spans.rows) * groups, 1
+    tensors = (query, keys, values, out, spans.rows, spans.positions, spans.tables)
+    constants = (h, groups, d, max(LEAST, power_of_two(d)), spans.size, *tile[:2])
+    CACHED.launch(grid, tensors, (spans.tables.shape[1], scale), constants, *tile[2:])
+
+
+def store_keys(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    """Write rows of keys and values, [R, g, d], to their slots, int64 [R], of [slots, g, d]."""
+    if key.is_cuda:
+        store_triton(key.contiguous(), value.contiguous(), keys, values, slots)
+    else:
+        keys[slots], values[slots] = key, value
+
+
+def store_triton(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    """As `store_keys`. All contiguous; Triton's interpreter takes CPU tensors."""
+    width = key.shape[1] * key.shape[2]
+    STORE.launch((len(slots), 1), (key, value, keys, values, slots), (), (width, power_of_two(width)))
+
+
+@triton.jit
+def _slots(table, start, SIZE: tl.constexpr, KEYS: tl.constexpr):
+    """The slots of KEYS positions from `start`, a multiple of KEYS, on; positions beyond the table have block 0's."""
+    column = start + tl.arange(0, KEYS)
+    if SIZE >= KEYS:
+        return tl.load(table + start // SIZE).to(tl.int64) * SIZE + column % SIZE
+    return tl.load(table + column // SIZE).to(tl.int64) * SIZE + column % SIZE
+
+
+@triton.jit
+def _rows_at(x, slots, start, last, STEP: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr,
+             RAGGED: tl.constexpr):  # fmt: skip
+    """The keys or values of these slots: [KEYS, FEATURES]; RAGGED: zeros from position `last` on."""
+    column = tl.arange(0, FEATURES)
+    at = x + (slots * STEP)[:, None] + column[None, :]
+    if RAGGED:
+        inside = start + tl.arange(0, slots.shape[0]) < last
+        return tl.load(at, mask=inside[:, None] & (column < WIDTH)[None, :], other=0.0)
+    if WIDTH < FEATURES:
+        return tl.load(at, mask=(column < WIDTH)[None, :], other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def _ragged_slots(table, start, last, SIZE: tl.constexpr, KEYS: tl.constexpr):
+    """As `_slots`; it reads no block of a position from `last` on."""
+    column = start + tl.arange(0, KEYS)
+    block = tl.load(table + column // SIZE, mask=column < last, other=0)
+    return block.to(tl.int64) * SIZE + column % SIZE
+
+
+@triton.jit(do_not_specialize=["width", "scale"])
+def _ieee_cached_attention(
+    query, keys, values, out, spans, positions, tables, width, scale,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr, SIZE: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    EACH: tl.constexpr = HEADS // GROUPS
+    STEP: tl.constexpr = GROUPS * WIDTH
+    span, group = spans + tl.program_id(0) // GROUPS * 3, tl.program_id(0) % GROUPS
+    first, count = tl.load(span), tl.load(span + 1)
+    table = tables + tl.load(span + 2).to(tl.int64) * width
+    begin = tl.load(positions + first).to(tl.int32)
+    last = tl.where(count > 0, begin + count, 0)  # a program of no rows reads no keys
+    keys, values = keys + group * WIDTH, values + group * WIDTH
+    number = tl.arange(0, QUERIES)
+    row = begin + number // EACH
+    inside = number < count * EACH
+    column = tl.arange(0, FEATURES)
+    at = ((first + number // EACH).to(tl.int64) * HEADS + group * EACH + number % EACH) * WIDTH
+    mask = inside[:, None] & (column < WIDTH)[None, :]
+    q = tl.load(query + at[:, None] + column[None, :], mask=mask, other=0.0)
+    diagonal = tl.minimum(begin + 1, last) // KEYS * KEYS
+    most = tl.full((QUERIES,), float("-inf"), dtype=tl.float32)
+    for start in range(0, diagonal, KEYS):
+        k = _rows_at(keys, _slots(table, start, SIZE, KEYS), start, last, STEP, WIDTH, FEATURES, False)
+        most = tl.maximum(most, tl.max(_products(q, k), 1))
+    for start in range(diagonal, last, KEYS):
+        slots = _ragged_slots(table, start, last, SIZE, KEYS)
+        scores = _products(q, _rows_at(keys, slots, start, last, STEP, WIDTH, FEATURES, True))
+        seen = (start + tl.arange(0, KEYS))[None, :] <= row[:, None]
+        most = tl.maximum(most, tl.max(tl.where(seen, scores, float("-inf")), 1))
+    top = most * scale
+    lanes = tl.zeros((QUERIES, KEYS), dtype=tl.float32)
+    sums = tl.zeros((QUERIES, FEATURES), dtype=tl.float32)
+    for start in range(0, diagonal, KEYS):
+        slots = _slots(table, start, SIZE, KEYS)
+        k = _rows_at(keys, slots, start, last, STEP, WIDTH, FEATURES, False)
+        e = exponential(_products(q, k), scale, top[:, None])
+        lanes += e
+        v = _rows_at(values, slots, start, last, STEP, WIDTH, FEATURES, False)
+        sums = tl.dot(e.to(tl.bfloat16), v, sums)
+    for start in range(diagonal, last, KEYS):
+        slots = _ragged_slots(table, start, last, SIZE, KEYS)
+        k = _rows_at(keys, slots, start, last, STEP, WIDTH, FEATURES, True)
+        e = exponential(_products(q, k), scale, top[:, None])
+        seen = (start + tl.arange(0, KEYS))[None, :] <= row[:, None]
+        e = tl.where(seen, e, ZERO)
+        lanes += e
+        v = _rows_at(values, slots, start, last, STEP, WIDTH, FEATURES, True)
+        sums = tl.dot(e.to(tl.bfloat16), v, sums)
+    part = tl.div_rn(tl.full((QUERIES,), ONE_FP32, dtype=tl.float32), fold_columns(lanes, QUERIES, KEYS))
+    tl.store(out + at[:, None] + column[None, :], (sums * part[:, None]).to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
+def _store_keys(key, value, keys, values, slots, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
+    slot = tl.load(slots + row)
+    mask = column < WIDTH
+    tl.store(keys + slot * WIDTH + column, tl.load(key + row * WIDTH + column, mask=mask), mask=mask)
+    tl.store(values + slot * WIDTH + column, tl.load(value + row * WIDTH + column, mask=mask), mask=mask)
+
+
+CACHED, STORE = Kernel(_ieee_cached_attention, **UNFUSED), Kernel(_store_keys, **UNFUSED)
