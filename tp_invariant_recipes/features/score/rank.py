@@ -58,11 +58,11 @@ class Score:
         recipe_layer.enter(self.config.recipe)
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            model = self._model(stack)
+            model = loaded_model(stack, self.config, self.checkpoint)
             forward = Forward(model, self.config, self.wanted)
             self.score(model, forward, sequences.tokenizer(self.tokenizer)[0] if self.tokenizer else None)
             dist.barrier()
-            _leave()
+            leave()
 
     def score(self, model: Any, forward: "Forward", encode: sequences.Encode | None) -> None:
         """Score what is left of the file. Rank 0 writes a window while the ranks compute the next."""
@@ -82,36 +82,40 @@ class Score:
             if writing is not None:
                 writing.result()
 
-    def _model(self, stack: ExitStack) -> Any:
-        """Megatron's model on this rank, with weights. What it replaces ends with `stack`."""
-        from tp_invariant_recipes.config import container
-        from tp_invariant_recipes.features.export.rank import load_weights
-        from tp_invariant_recipes.numerics.megatron import replacements
-        from tp_invariant_recipes.replacement import applied
 
-        config = self.config
-        adapt(stack, config)
-        stack.enter_context(applied(replacements.replacements(config.numerics)))
-        from megatron.bridge.training.config import runtime_config_update
-        from megatron.bridge.training.setup import initialize_megatron  # as cpu_host/cpu.py has it
+def loaded_model(stack: ExitStack, config: RunConfig, checkpoint: Path | None) -> Any:
+    """Megatron's model on this rank, with weights. What it replaces ends with `stack`.
 
-        # Its own generators are the faster way to weights that are replaced.
-        built = container.build(config.with_fields("numerics", initial_weights="megatron"))
-        if self.checkpoint is None:
-            from tp_invariant_recipes.training.imported_weights import ImportedWeights
+    checkpoint: of a run; None: `config.weights.folder` has the weights.
+    """
+    from tp_invariant_recipes.config import container
+    from tp_invariant_recipes.features.export.rank import load_weights
+    from tp_invariant_recipes.numerics.megatron import replacements
+    from tp_invariant_recipes.replacement import applied
 
-            built.model.register_pre_wrap_hook(ImportedWeights(Path(str(config.weights.folder))).load)
-        runtime_config_update(built)
-        initialize_megatron(cfg=built)
-        if config.device.kind != "cpu":
-            deterministic_mode_without_its_extras()
-        chunks = built.model.provide_distributed_model(wrap_with_ddp=False)
-        if self.checkpoint is not None:
-            load_weights(chunks, self.checkpoint, "")
-        return chunks[0]
+    adapt(stack, config)
+    stack.enter_context(applied(replacements.replacements(config.numerics)))
+    from megatron.bridge.training.config import runtime_config_update
+    from megatron.bridge.training.setup import initialize_megatron  # as cpu_host/cpu.py has it
+
+    # Its own generators are the faster way to weights that are replaced.
+    built = container.build(config.with_fields("numerics", initial_weights="megatron"))
+    if checkpoint is None:
+        from tp_invariant_recipes.training.imported_weights import ImportedWeights
+
+        built.model.register_pre_wrap_hook(ImportedWeights(Path(str(config.weights.folder))).load)
+    runtime_config_update(built)
+    initialize_megatron(cfg=built)
+    if config.device.kind != "cpu":
+        deterministic_mode_without_its_extras()
+    chunks = built.model.provide_distributed_model(wrap_with_ddp=False)
+    if checkpoint is not None:
+        load_weights(chunks, checkpoint, "")
+    return chunks[0]
 
 
-def _leave() -> None:
+def leave() -> None:
+    """End the process groups."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()

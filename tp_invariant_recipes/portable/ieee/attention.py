@@ -165,7 +165,10 @@ def _products(rows: Any, panel: Any, first: Any, last: Any, kept: Any, out: Any)
 
 @cpu_loop
 def _over_keys(rows: Any, words: Any, first: Any, last: Any, kept: Any, out: Any) -> None:
-    """out[c, i] = sum over keys j of rows[c, j] words[j, i], bits of bf16, zeros where j comes after first + i < last."""
+    """out[c, i] = sum over keys j of rows[c, j] words[j, i], bits of bf16, zeros where j comes after first + i.
+
+    Of first + i < last: the others are not wanted.
+    """
     (a, ea, ha), (b, eb, hb) = rows, _panel(words)
     out[:] = np.float32(0)
     add_steps(out, 0, a, ea, ha, 0, b, eb, hb, (0, 1, -first, 0, last - first), kept)

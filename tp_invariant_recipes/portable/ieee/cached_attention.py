@@ -29,15 +29,13 @@ ONE_ROW, ROWS = Tiles(16, LANES, 4, 3), Tiles(64, LANES, 4, 2)
 class Spans(NamedTuple):
     """Which rows attend to which keys.
 
-    rows:      [n, 3] int32: a span's first row, number of rows (0: none), and line of `tables`.
+    tables:    [n, 2 + blocks] int32: a span's first row, its number of rows (0: none), and its sequence's blocks.
     positions: [R] int64, of the rows.
-    tables:    [sequences, blocks] int32: block numbers.
     size:      tokens of a block, a power of two. longest: rows of the longest span.
     """
 
-    rows: Tensor
-    positions: Tensor
     tables: Tensor
+    positions: Tensor
     size: int
     longest: int
 
@@ -57,11 +55,11 @@ def cached_attention(query: Tensor, keys: Tensor, values: Tensor, spans: Spans, 
     if query.is_cuda:
         cached_triton(query.contiguous(), keys, values, out, spans, _of_powers_of_two(scale))
         return out
-    for first, count, line in spans.rows.tolist():
+    for table in spans.tables:
+        first, count = table[:2].tolist()
         if count:
-            last = int(spans.positions[first + count - 1])
-            at = torch.arange(last + 1)
-            slots = spans.tables[line].long()[at // spans.size] * spans.size + at % spans.size
+            at = torch.arange(int(spans.positions[first + count - 1]) + 1)
+            slots = table[2:].long()[at // spans.size] * spans.size + at % spans.size
             rows = query[first : first + count].unsqueeze(1)
             of_span = keys[slots].unsqueeze(1), values[slots].unsqueeze(1)
             out[first : first + count] = attention_forward(rows, *of_span, scale).out.squeeze(1)
@@ -72,8 +70,8 @@ def cached_triton(query: Tensor, keys: Tensor, values: Tensor, out: Tensor, span
     """Fill out, where spans are. All contiguous; Triton's interpreter takes CPU tensors. scale: as powers of two."""
     (_, h, d), groups = query.shape, keys.shape[1]
     tile = ONE_ROW if spans.longest == 1 else ROWS
-    grid = len(spans.rows) * groups, 1
-    tensors = (query, keys, values, out, spans.rows, spans.positions, spans.tables)
+    grid = len(spans.tables) * groups, 1
+    tensors = (query, keys, values, out, spans.tables, spans.positions)
     constants = (h, groups, d, max(LEAST, power_of_two(d)), spans.size, *tile[:2])
     CACHED.launch(grid, tensors, (spans.tables.shape[1], scale), constants, *tile[2:])
 
@@ -125,15 +123,14 @@ def _ragged_slots(table, start, last, SIZE: tl.constexpr, KEYS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["width", "scale"])
 def _ieee_cached_attention(
-    query, keys, values, out, spans, positions, tables, width, scale,
+    query, keys, values, out, tables, positions, width, scale,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr, SIZE: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     EACH: tl.constexpr = HEADS // GROUPS
     STEP: tl.constexpr = GROUPS * WIDTH
-    span, group = spans + tl.program_id(0) // GROUPS * 3, tl.program_id(0) % GROUPS
-    first, count = tl.load(span), tl.load(span + 1)
-    table = tables + tl.load(span + 2).to(tl.int64) * width
+    table, group = tables + tl.program_id(0) // GROUPS * width, tl.program_id(0) % GROUPS
+    first, count, table = tl.load(table), tl.load(table + 1), table + 2
     begin = tl.load(positions + first).to(tl.int32)
     last = tl.where(count > 0, begin + count, 0)  # a program of no rows reads no keys
     keys, values = keys + group * WIDTH, values + group * WIDTH

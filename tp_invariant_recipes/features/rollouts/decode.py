@@ -1,0 +1,249 @@
+"""A pass: rows of tokens through the model, and the draws that follow from its last hidden states.
+
+The model's own layers compute it (portable/cached_pass.py). Rows of numerics=portable are independent of the rows
+beside them, so a pass is filled up to a size that occurs often: a CUDA graph has one size, and products are tried once
+for each. A graph is captured where a size of single rows occurs for the second time; experts wait for the host.
+"""
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tp_invariant_recipes.cpu_host.vectors import VECTORS
+from tp_invariant_recipes.features.rollouts.cache import SCRATCH
+from tp_invariant_recipes.features.rollouts.sampling import Parameters, draw, vocabulary_digest
+from tp_invariant_recipes.features.rollouts.schedule import Span
+from tp_invariant_recipes.features.score.batches import LEAST, padded
+from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.numerics.layers import cross_entropy
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.sums.tree import all_gather
+from tp_invariant_recipes.portable.cached_pass import CachedPass, cached
+from tp_invariant_recipes.portable.ieee.cached_attention import Spans, rows_of_tile
+
+
+class Drawn(NamedTuple):
+    """Of each drawn token, [n]: token and rank, int64; log-probability, fp32; digest of the vocabulary's, int64."""
+
+    tokens: np.ndarray
+    log_probabilities: np.ndarray
+    ranks: np.ndarray
+    digests: np.ndarray
+
+
+class Inputs(NamedTuple):
+    """What a pass reads.
+
+    rows:    [R, 3] int64: token, position, slot. tables: as of `Spans`.
+    draws:   [D, 4] int64: the row that predicts, and the draw's keys.
+    numbers: [D, 4] fp64: the fields of `Parameters`.
+    """
+
+    rows: Any
+    tables: Any
+    draws: Any
+    numbers: Any
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The keys and values of all layers, [layers, slots, groups/t, d] bf16, in blocks of `size` tokens.
+
+    longest: positions of the longest sequence that it is for. blocks: of a table.
+    """
+
+    keys: Tensor
+    values: Tensor
+    size: int
+    longest: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the longest sequence."""
+        return -(-self.longest // self.size)
+
+
+class Head:
+    """The output layer as a function of some rows of the last hidden states: log-probabilities, and draws from them."""
+
+    def __init__(self, model: Any, *, digests: bool) -> None:
+        self.model, self.digests, config = model, digests, model.config
+        self.layer = copy.copy(model.output_layer)  # its weights are the model's
+        self.layer.config = copy.copy(self.layer.config)
+        self.layer.config.sequence_parallel = self.layer.sequence_parallel = False  # it gets rows, and no slices
+        group = model.pg_collection.tp
+        self.mesh = VirtualMesh.from_group(config.virtual_shards, group)
+        self.gathers = config.sequence_parallel and group.size() > 1
+        self.kernels = mode.mode_of(config).cross_entropy()
+        self.vocabulary = model.vocab_size
+
+    def __call__(self, hidden: Tensor, draws: Tensor, numbers: Tensor) -> Tensor:
+        """hidden: [R/t or R, 1, h]; draws, numbers: of `Inputs`. returns: [D, 4] int64: the columns of `Drawn`."""
+        if self.gathers:
+            hidden = all_gather(hidden, self.mesh)
+        model = self.model
+        weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+        logits = model._scale_logits(self.layer(hidden[draws[:, 0]], weight=weight)[0]).squeeze(1)
+        mine = cross_entropy.log_probabilities(logits, self.mesh, self.kernels)
+        whole = mine
+        if self.mesh.size > 1:
+            whole = all_gather(mine.unsqueeze(0), self.mesh).transpose(0, 1).flatten(1)
+        whole = whole[:, : self.vocabulary].contiguous()
+        do_sample, temperature, top_k, top_p = numbers.unbind(1)
+        parameters = Parameters(do_sample.int(), temperature.float(), top_k.int(), top_p)
+        tokens = draw(whole, draws[:, 1:], parameters)
+        chosen = tokens.clamp(min=0)
+        picked = whole.gather(1, chosen.unsqueeze(1)).squeeze(1)
+        ranks = cross_entropy.rank_of(logits, chosen, self.mesh)
+        digests = vocabulary_digest(whole, 0, self.vocabulary) if self.digests else torch.zeros_like(tokens)
+        return torch.stack([tokens, picked.view(torch.int32).long(), ranks, digests], 1)
+
+
+class Passes:
+    """Passes of a model over a cache. model: unwrapped. graphs: whether rows are decoded in CUDA graphs."""
+
+    def __init__(self, model: Any, cache: Cache, *, graphs: bool, digests: bool) -> None:
+        self.model, self.cache, self.head = model, cache, Head(model, digests=digests)
+        self.device, config = cache.keys.device, model.config
+        experts = config.num_moe_experts
+        whole = VECTORS // math.gcd(experts, VECTORS) if experts and self.device.type == "cpu" else 1
+        self.multiple = config.virtual_shards * whole
+        self.heads = config.num_attention_heads // config.num_query_groups
+        self.graphs = graphs and self.device.type == "cuda" and not experts
+        self._graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Inputs, Tensor]] = {}
+        self._seen: dict[tuple[int, ...], Inputs] = {}
+
+    def __call__(self, spans: Sequence[Span]) -> Drawn:
+        """Compute the spans, and draw a token for each that predicts one. spans: none: a pass of no sequence."""
+        inputs = self._inputs(spans)
+        longest = max((span.count for span in spans), default=1)
+        if self.graphs and longest == 1:
+            out = self._replayed(inputs)
+        else:
+            out = self._computed(Inputs(*(torch.from_numpy(x).to(self.device) for x in inputs)), longest)
+        columns = out.cpu().numpy()[: sum(span.draws for span in spans)].T
+        bits = np.ascontiguousarray(columns[1]).astype(np.int32).view(np.float32)
+        return Drawn(columns[0], bits, columns[2], columns[3])
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """In the block the model is no training's: it returns hidden states, and recomputes no layer."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        before = self.model.post_process
+        self.model.eval()
+        self.model.post_process = False
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.model.post_process = before
+            for module, training in modes:
+                module.training = training
+
+    def _sized(self, rows: int) -> int:
+        """The rows of a pass, or of its draws, when it is filled up."""
+        if rows > LEAST:
+            return padded(rows, self.multiple)
+        least = max(rows, 1)
+        return -(-(1 << (least - 1).bit_length()) // self.multiple) * self.multiple
+
+    def _inputs(self, spans: Sequence[Span]) -> Inputs:
+        """On the host. Rows that only fill up are written to the scratch block, and no span has them."""
+        total, size = self._sized(sum(span.count for span in spans)), self.cache.size
+        rows = np.zeros((total, 3), np.int64)
+        rows[:, 2] = SCRATCH * size
+        single = all(span.count == 1 for span in spans)
+        tile = rows_of_tile(self.heads, 1 if single else 2) if self.device.type == "cuda" else total
+        tables: list[tuple[int, int, list[int]]] = []
+        draws: list[tuple[int, int, int, int]] = []
+        numbers: list[tuple[float, ...]] = []
+        first = 0
+        for sequence, count in ((span.sequence, span.count) for span in spans):
+            start = sequence.computed
+            positions = np.arange(start, start + count)
+            rows[first : first + count, 0] = sequence.tokens(start, start + count)
+            rows[first : first + count, 1] = positions
+            rows[first : first + count, 2] = np.array(sequence.blocks)[positions // size] * size + positions % size
+            tables += [(first + n, min(tile, count - n), sequence.blocks) for n in range(0, count, tile)]
+            if start + count == len(sequence):
+                draws.append((first + count - 1, sequence.key, sequence.sample, len(sequence.drawn)))
+                s = sequence.request.sampling
+                numbers.append((s.do_sample, s.temperature, s.top_k, s.top_p))
+            first += count
+        table = np.zeros((total if single else len(tables), 2 + self.cache.blocks), np.int32)
+        for n, (at, count, blocks) in enumerate(tables):
+            table[n, :2] = at, count
+            table[n, 2 : 2 + len(blocks)] = blocks
+        drawn = total if single else self._sized(len(draws)) if draws else 0
+        filler = drawn - len(draws)
+        return Inputs(
+            rows,
+            table,
+            np.array(draws + [(0, 0, 0, 0)] * filler, np.int64).reshape(-1, 4),
+            np.array(numbers + [(0, 1, 0, 1)] * filler, np.float64).reshape(-1, 4),
+        )
+
+    def _computed(self, inputs: Inputs, longest: int) -> Tensor:
+        """[D, 4], as of `Head`."""
+        rows, cache = inputs.rows, self.cache
+        spans = Spans(inputs.tables, rows[:, 1].contiguous(), cache.size, longest)
+        now = CachedPass(spans, rows[:, 2].contiguous(), cache.keys, cache.values, cache.longest)
+        with cached(now):
+            ids, positions = rows[:, 0].unsqueeze(0), rows[:, 1].unsqueeze(0)
+            hidden = self.model(input_ids=ids, position_ids=positions, attention_mask=None)
+        if not len(inputs.draws):
+            return rows.new_empty(0, 4)
+        return self.head(hidden, inputs.draws, inputs.numbers)
+
+    def _replayed(self, inputs: Inputs) -> Tensor:
+        """A pass of single rows: the first of a size as it is, then by a graph."""
+        size = inputs.rows.shape[0], inputs.draws.shape[0]
+        if size not in self._seen:
+            self._seen[size] = Inputs(*(torch.from_numpy(x).to(self.device) for x in inputs))
+            return self._computed(self._seen[size], 1)
+        held = self._seen[size]
+        for to, values in zip(held, inputs, strict=True):
+            to.copy_(torch.from_numpy(values))
+        if size not in self._graphs:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = self._computed(held, 1)
+            self._graphs[size] = graph, held, out
+        graph, _, out = self._graphs[size]
+        graph.replay()
+        return out
+
+
+def new_cache(model: Any, count: int, size: int, longest: int, device: Any) -> Cache:
+    """A cache of blocks 0 … count. longest: positions of the longest sequence."""
+    layers, heads, width = shape_of(model)
+    keys, values = (
+        torch.zeros(layers, (count + 1) * size, heads, width, dtype=torch.bfloat16, device=device) for _ in range(2)
+    )
+    return Cache(keys, values, size, longest)
+
+
+def shape_of(model: Any) -> tuple[int, int, int]:
+    """Layers, and this rank's query groups and their width."""
+    config = model.config
+    return config.num_layers, max(1, config.num_query_groups // model.pg_collection.tp.size()), config.kv_channels
+
+
+def positions_of(longest: int) -> int:
+    """Positions of a cache for sequences of so many tokens, so that few sizes occur."""
+    return 1 << (longest - 1).bit_length()
+
+
+def any_rank(mine: bool, group: Any, device: Any) -> bool:
+    """Whether it holds on a rank of the group."""
+    flag = torch.tensor([mine], dtype=torch.int32, device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+    return bool(flag.item())

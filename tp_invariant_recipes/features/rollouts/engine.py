@@ -1,0 +1,244 @@
+"""Sample completions with a model of Megatron's under numerics=portable, by its own layers and with its own bits.
+
+A completion's tokens, log-probabilities, ranks and digests depend on the weights and its request alone: not on the
+layout, the batch, the order of requests, chunks, blocks, preemption or the machine. The log-probabilities are those
+that `tpi score` and a training's forward pass compute.
+"""
+
+from collections import abc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tp_invariant_recipes.errors import RunError, refuse
+from tp_invariant_recipes.features.rollouts.cache import Blocks
+from tp_invariant_recipes.features.rollouts.decode import Passes, any_rank, new_cache, positions_of, shape_of
+from tp_invariant_recipes.features.rollouts.requests import Completion, Request, check, finish_reason
+from tp_invariant_recipes.features.rollouts.sampling import request_key
+from tp_invariant_recipes.features.rollouts.schedule import Schedule, Sequence, Span
+from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.portable.ieee.rotary import LARGEST_ANGLE
+from tp_invariant_recipes.portable.layers import PortableDotProductAttention
+from tp_invariant_recipes.training import heartbeat
+from tp_invariant_recipes.training.heartbeat import Phase
+
+SHARE = 0.8  # of a GPU's free memory, for the cache at most
+CPU_TOKENS = 1 << 18  # of the cache on a CPU, unless more are asked for
+
+
+class Engine:
+    """Generates completions; every rank of the model makes one and calls the same methods.
+
+    model:     Megatron's module, or a list of one, wrapped or not; its weights are read where they are.
+    sequences: decoded side by side, at most. chunk: tokens of prompts in one pass, at most.
+    block:     tokens of a block of the cache, a power of two.
+    tokens:    of the cache; None: what the requests need, at most what fits.
+    graphs:    whether a GPU decodes in CUDA graphs; experts never do.
+    digests:   whether completions have digests of the whole vocabulary.
+    decode:    token ids to text; None: there is no tokenizer.
+    raises ConfigError: what the model has that the engine does not cover, by name.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        sequences: int = 256,
+        chunk: int = 2048,
+        block: int = 64,
+        tokens: int | None = None,
+        graphs: bool = True,
+        digests: bool = False,
+        decode: Callable[[list[int]], str] | None = None,
+    ) -> None:
+        from megatron.core.utils import unwrap_model
+
+        chunks = model if isinstance(model, list) else [model]
+        refuse(_wrong_sizes(sequences=sequences, chunk=chunk, block=block, tokens=block if tokens is None else tokens))
+        refuse(_uncovered([unwrap_model(part) for part in chunks]))
+        self.model = unwrap_model(chunks[0])
+        self.sequences, self.chunk, self.block, self.tokens = sequences, chunk, block, tokens
+        self.graphs, self.digests, self.decode = graphs, digests, decode
+        self.preemptions = 0  # of the last `generate`
+        self.device = next(self.model.parameters()).device
+        self._passes: Passes | None = None
+        self._blocks = 0
+        self._addresses: list[int] = []
+
+    def generate(
+        self, requests: abc.Sequence[Request], finished: Callable[[Completion], None] | None = None
+    ) -> list[Completion]:
+        """All completions, in the order of requests and samples, on every rank.
+
+        requests: the same on every rank.
+        finished: called with each completion when it ends, on tensor-parallel rank 0 of the ranks that computed it.
+        raises ConfigError: requests that cannot be completed, all listed; RunError: a log-probability is no number.
+        """
+        from megatron.core import parallel_state as state
+
+        most = int(min(LARGEST_ANGLE, self._room() * self.block))
+        check(requests, self.model.vocab_size, most, text=self.decode is not None)
+        ranks = state.get_data_parallel_world_size()
+        mine = _shares(requests, ranks)[state.get_data_parallel_rank()]
+        sequences = [
+            Sequence(request, sample, request_key(request.sampling.seed, request.id))
+            for request in mine
+            for sample in range(request.sampling.num_return_sequences)
+        ]
+        passes = self._prepared(sequences)
+        told = finished if state.get_tensor_model_parallel_rank() == 0 else None
+        completions = self._run(passes, sequences, told)
+        if ranks > 1:
+            parts: list[Any] = [None] * ranks
+            dist.all_gather_object(parts, completions, group=state.get_data_parallel_group())
+            completions = [completion for part in parts for completion in part]
+        order = {request.id: number for number, request in enumerate(requests)}
+        return sorted(completions, key=lambda completion: (order[completion.request], completion.sample))
+
+    def refit(self) -> None:
+        """The weights have changed. They are read where they are; if they have moved, CUDA graphs are captured anew."""
+        if self._addresses != _addresses(self.model):
+            self.release()
+
+    def release(self) -> None:
+        """Give back the memory of the cache and of CUDA graphs; `generate` takes it again."""
+        self._passes = None
+
+    def _run(
+        self,
+        passes: Passes,
+        sequences: list[Sequence],
+        finished: Callable[[Completion], None] | None,
+    ) -> list[Completion]:
+        # Prefixes are of these weights: the next call shares none of this one's.
+        plan = Schedule(sequences, Blocks(self._blocks, self.block), self.sequences, self.chunk)
+        completions: list[Completion] = []
+        group, count = self._coupled(), 0
+        with passes.entered():
+            while True:
+                spans = plan.next()
+                if not (bool(spans) if group is None else any_rank(bool(spans), group, self.device)):
+                    break
+                count += 1
+                heartbeat.sign(Phase.LONG_STEP, count)
+                for completion in self._step(passes, plan, spans):
+                    completions.append(completion)
+                    if finished is not None:
+                        finished(completion)
+        self.preemptions = plan.preemptions
+        return completions
+
+    def _step(self, passes: Passes, plan: Schedule, spans: list[Span]) -> list[Completion]:
+        """Compute a pass. returns: the completions that end with it."""
+        drawing = [span.sequence for span in spans if span.draws]
+        drawn = passes(spans)
+        for span in spans:
+            plan.computed(span)
+        ended = []
+        columns = (column.tolist() for column in drawn)
+        for sequence, token, log_probability, rank, digest in zip(drawing, *columns, strict=True):
+            if token < 0:
+                place = f"request {sequence.request.id}, sample {sequence.sample}, token {len(sequence.drawn)}"
+                raise RunError(f"{place}: a log-probability is no finite number")
+            sequence.drawn.append(token)
+            sequence.log_probabilities.append(log_probability)
+            sequence.ranks.append(rank)
+            if self.digests:
+                sequence.digests.append(digest)
+            reason = finish_reason(sequence.drawn, sequence.request.sampling, self.decode)
+            if reason is not None:
+                plan.end(sequence)
+                ended.append(sequence.completion(reason))
+        return ended
+
+    def _coupled(self) -> Any:
+        """The ranks that compute every pass together though they have other sequences; None: there are none."""
+        from megatron.core import parallel_state as state
+
+        if not self.model.config.num_moe_experts:
+            return None
+        group = state.get_expert_model_parallel_group()
+        return group if group.size() > state.get_tensor_model_parallel_world_size() else None
+
+    def _room(self) -> int:
+        """Blocks that the cache may have."""
+        if self.tokens is not None:
+            return self.tokens // self.block
+        if self.device.type != "cuda":
+            return CPU_TOKENS // self.block
+        layers, heads, width = shape_of(self.model)
+        free = torch.cuda.mem_get_info(self.device)[0]
+        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        if self._passes is not None:
+            free += 2 * self._passes.cache.keys.nbytes
+        room = torch.tensor([SHARE * free // (4 * layers * heads * width * self.block)], device=self.device)
+        dist.all_reduce(room, op=dist.ReduceOp.MIN)  # one schedule for all
+        return int(room.item())
+
+    def _prepared(self, sequences: list[Sequence]) -> Passes:
+        """The passes over a cache that these sequences fit; that of the last call if it does."""
+        lengths = sorted((len(s) + s.request.sampling.max_new_tokens for s in sequences), reverse=True)
+        lengths = lengths or [1]
+        blocks = Blocks(0, self.block)
+        count = max(1, min(self._room(), sum(map(blocks.blocks_for, lengths[: self.sequences]))))
+        if self.tokens is not None:
+            count = self.tokens // self.block
+        longest = positions_of(lengths[0])
+        held = self._passes
+        if held is None or self._blocks < count or held.cache.longest < longest:
+            self._passes = held = None  # its memory comes first
+            cache = new_cache(self.model, count, self.block, longest, self.device)
+            held = self._passes = Passes(self.model, cache, graphs=self.graphs, digests=self.digests)
+            self._blocks, self._addresses = count, _addresses(self.model)
+        return held
+
+
+def _addresses(model: Any) -> list[int]:
+    return [weight.data_ptr() for weight in model.parameters()]
+
+
+def _wrong_sizes(**sizes: int) -> list[str]:
+    listed = [f"{name}={value}: must be at least 1" for name, value in sizes.items() if value < 1]
+    block = sizes["block"]
+    if block > 0 and block & (block - 1):
+        listed.append(f"block={block}: must be a power of two")
+    if 0 < sizes["tokens"] < block:
+        listed.append(f"tokens={sizes['tokens']}: must be at least a block, {block}")
+    return listed
+
+
+def _uncovered(chunks: list[Any]) -> list[str]:
+    """What these modules have that the engine does not cover."""
+    config = chunks[0].config
+    if len(chunks) > 1 or config.pipeline_model_parallel_size > 1:
+        return ["pp: rollouts compute all layers on each rank; pp=1"]
+    name = getattr(config, "invariant_mode", None)
+    if name is None or not mode.named_mode(name).any_machine:
+        return [f"numerics={name or 'stock'}: a cached row is not shown to be equal; numerics=portable"]
+    listed = []
+    if config.fp8:
+        listed.append("precision: scales of FP8 are of the tokens side by side; precision=bf16")
+    if getattr(chunks[0], "mtp_process", False):
+        listed.append("model.mtp_num_layers: layers of multi-token prediction have no cache; leave it unset")
+    layers = chunks[0].decoder.layers
+    kinds = {type(getattr(layer.self_attention, "core_attention", layer.self_attention)) for layer in layers}
+    listed += [
+        f"{kind.__name__} has no cache of its keys; a model with plain attention"
+        for kind in sorted(kinds, key=str)
+        if not issubclass(kind, PortableDotProductAttention)
+    ]
+    return listed
+
+
+def _shares(requests: abc.Sequence[Request], ranks: int) -> list[list[Request]]:
+    """The requests of each data-parallel rank: equal prompts on one, for their shared blocks; else balanced."""
+    loads = [0] * ranks
+    shares: list[list[Request]] = [[] for _ in range(ranks)]
+    homes: dict[tuple[int, ...], int] = {}
+    for request in requests:
+        home = homes.setdefault(request.tokens, min(range(ranks), key=loads.__getitem__))
+        shares[home].append(request)
+        loads[home] += request.sampling.num_return_sequences * request.sampling.max_new_tokens + len(request.tokens)
+    return shares
