@@ -42,14 +42,20 @@ class Spans(NamedTuple):
 
 def rows_of_tile(heads: int, longest: int) -> int:
     """The most rows of a span on a GPU. heads: of a group; longest: rows of the longest span."""
-    return max(1, (ONE_ROW if longest == 1 else ROWS).queries // heads)
+    return _tile(heads, longest).queries // heads
+
+
+def _tile(heads: int, longest: int) -> Tiles:
+    """A tile that has the heads of a group side by side."""
+    tile = ONE_ROW if longest == 1 else ROWS
+    return tile._replace(queries=max(tile.queries, power_of_two(heads)))
 
 
 def cached_attention(query: Tensor, keys: Tensor, values: Tensor, spans: Spans, scale: float) -> Tensor:
     """The attention of each row to its sequence's keys up to its own: [R, h, d] bf16; 0 or anything where no span is.
 
     query:  [R, h, d] bf16. keys, values: [slots, g, d] bf16, of one layer; those of the rows are there.
-    scale:  of the scores, rounded to fp32. h / g is at most 16.
+    scale:  of the scores, rounded to fp32.
     """
     out = torch.zeros_like(query)
     if query.is_cuda:
@@ -69,7 +75,7 @@ def cached_attention(query: Tensor, keys: Tensor, values: Tensor, spans: Spans, 
 def cached_triton(query: Tensor, keys: Tensor, values: Tensor, out: Tensor, spans: Spans, scale: float) -> None:
     """Fill out, where spans are. All contiguous; Triton's interpreter takes CPU tensors. scale: as powers of two."""
     (_, h, d), groups = query.shape, keys.shape[1]
-    tile = ONE_ROW if spans.longest == 1 else ROWS
+    tile = _tile(h // groups, spans.longest)
     grid = len(spans.tables) * groups, 1
     tensors = (query, keys, values, out, spans.tables, spans.positions)
     constants = (h, groups, d, max(LEAST, power_of_two(d)), spans.size, *tile[:2])
