@@ -14,7 +14,13 @@ pytestmark = pytest.mark.timeout(1200)
 WORDS = f"{FIXED} peft.lora_B_init_method=normal"
 KINDS = {"shared": "peft.share_expert_adapters=true", "each": "peft.share_expert_adapters=false"}
 DATA = "gbs=2 numerics.data_shards=2"
-LAYOUTS = (("tp=1", "tp=2", "tp=4 ep=2", "pp=2"), (DATA, f"{DATA} dp=2", f"{DATA} dp=2 ep=2", f"{DATA} dp=2 tp=2 ep=4"))
+# Two shards of a group take turns on a rank, or come from two ranks.
+GROUPS = "gbs=4 numerics.data_shards=4 numerics.expert_groups=2"
+LAYOUTS = (
+    ("tp=1", "tp=2", "tp=4 ep=2", "pp=2"),
+    (DATA, f"{DATA} dp=2", f"{DATA} dp=2 ep=2", f"{DATA} dp=2 tp=2 ep=4"),
+    (GROUPS, f"{GROUPS} dp=2", f"{GROUPS} dp=2 ep=2", f"{GROUPS} dp=4 ep=2"),
+)
 
 
 def _experts(tpi, words: str = "", model: str = "qwen3_moe_toy") -> Scenario:

@@ -41,7 +41,15 @@ def test_one_ledger_with_context_shards(scenario, groups):
     agree(scenario(MOE, CUT, f"numerics.expert_groups={groups}"), CONTEXTS[groups])
 
 
+IN_128 = """
+    qwen3_moe_toy seq=128 numerics.virtual_shards=1 model.num_layers=1 model.hidden_size=128 model.num_attention_heads=4
+    model.num_query_groups=4 model.kv_channels=32 model.ffn_hidden_size=128 model.moe_ffn_hidden_size=128
+    model.vocab_size=512
+"""
 KINDS = {
+    "fp8 by tensors": f"{IN_128} precision=fp8_tensorwise model.num_moe_experts=8",
+    # The sums of many tokens keep 13 bits and have scales that are powers of two, so fp32 adds them exactly.
+    "fp8 by blocks": f"{IN_128} precision=fp8_blockwise model.num_moe_experts=64",
     "portable": f"{MOE} numerics=portable",
     "hybrid with capacity": f"{small('nemotron3_nano_toy')} model.moe_expert_capacity_factor=1.0 "
     "model.moe_pad_expert_input_to_capacity=true",
@@ -55,6 +63,14 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_ledger_for_kinds_of_experts(scenario, kind):
     agree(scenario(KINDS[kind], FIXED, "numerics.expert_groups=1"), ("dp=1", "dp=2 ep=2", "dp=4 ep=4"))
+
+
+@pytest.mark.release
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_experts_need_the_order_too(scenario, kind):
+    owners = scenario(KINDS[kind], "iters=1 gbs=4 numerics.data_shards=4 numerics.expert_groups=1")("dp=2 ep=2")
+    assert "step 1: gradients" in unequal(owners.planted(_backwards).ledger(), owners.ledger())
 
 
 @pytest.mark.release
