@@ -144,9 +144,8 @@ def _library() -> Any:
 
 @cache
 def _names() -> dict[torch.dtype, Any]:
-    from transformer_engine.pytorch.constants import DType
-
-    return {E4M3: DType.kFloat8E4M3, E5M2: DType.kFloat8E5M2}
+    dtypes = _library().DType  # all versions take these; transformer_engine.pytorch.DType came later than 2.12
+    return {E4M3: dtypes.kFloat8E4M3, E5M2: dtypes.kFloat8E5M2}
 
 
 # `quantize_impl` is what a quantizer calls; around it Transformer Engine forgets the group after the first use.
