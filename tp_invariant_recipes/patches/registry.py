@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tp_invariant_recipes import replacement
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.patches import (
+    bridge_cpu_weights,
     bridge_helpers,
     bridge_local_names,
     bridge_mtp,
@@ -33,6 +34,7 @@ PATCHES: tuple[Patch, ...] = (
     core_local_names.PATCH,
     bridge_helpers.PATCH,
     bridge_mtp.PATCH,
+    bridge_cpu_weights.PATCH,
     bridge_local_names.PATCH,
     te_grouped_linear.PATCH,
     *te_grouped_wgrad.PATCHES,

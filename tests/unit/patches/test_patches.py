@@ -212,6 +212,7 @@ def test_of_an_unknown_run_every_installed_package_counts(installs, patch):
             {"core-empty-optimizer", "core-expert-bias"},
         ),
         ({"model": {"mtp_num_layers": 1}}, {"bridge-local-mtp"}),
+        ({"model": {"use_cpu_initialization": True}}, {"bridge-cpu-initialization"}),
         ({"weights": {"folder": "x"}}, {"bridge-local-names"}),
     ),
 )

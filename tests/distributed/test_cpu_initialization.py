@@ -1,0 +1,24 @@
+"""Weights drawn on the CPU are the same in every layout; Megatron-Bridge alone draws them on the device."""
+
+from tests.distributed.small_models import DENSE
+from tp_invariant_recipes.patches.bridge_cpu_weights import PATCH
+
+# The learning rate is zero, so that the master weights after the step are those before it.
+DRAWN = f"{DENSE} numerics=stock numerics.initial_weights=megatron lr=0 optimizer.min_lr=0 iters=1"
+ON_THE_CPU = "model.use_cpu_initialization=true"
+
+
+def masters(run) -> dict[str, str]:
+    (step,) = run.ledger()
+    return step.masters
+
+
+def test_weights_of_the_cpu_follow_no_layout(scenario):
+    drawn = scenario(DRAWN, ON_THE_CPU)
+    assert masters(drawn("tp=1")) == masters(drawn("tp=2"))
+
+
+def test_without_the_patch_the_field_is_forgotten(scenario):
+    off = scenario(DRAWN, ON_THE_CPU, f"patches.off=[{PATCH.name}]")
+    assert masters(off("tp=1")) != masters(off("tp=2"))
+    assert masters(off("tp=1")) == masters(scenario(DRAWN)("tp=1"))
