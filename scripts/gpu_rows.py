@@ -128,6 +128,43 @@ DRAWN = "numerics=stock numerics.initial_weights=megatron model.use_cpu_initiali
 
 SCORE = "score {}/run {}/sequences.jsonl"
 
+
+def published_losses(gpus: int) -> Row:
+    """Both layouts and stock train from the weights that Megatron draws on the CPU."""
+    trained = (("gather", 1, "1"), ("gather", gpus, str(gpus)), ("stock", 1, "stock"))
+    return Row(
+        gpus,
+        "numerics=gather at the settings of the published losses (scripts/published-losses compares them)",
+        (
+            (Command(f"train {AS_PUBLISHED} {DRAWN} lr=0 optimizer.min_lr=0 iters=1 save=1 run.dir={{}}/drawn"),),
+            (Command("export {}/drawn {}/weights"),),
+            tuple(
+                Command(
+                    f"train {AS_PUBLISHED} numerics={mode} weights={{}}/weights iters=100 tp={tp} run.dir={{}}/{name}"
+                )
+                for mode, tp, name in trained
+            ),
+            (Command(f"compare {{}}/1 {{}}/{gpus}"),),
+        ),
+    )
+
+
+def scored(gpus: int) -> Row:
+    """Scores of a run at tp=1 and on all GPUs."""
+    return Row(
+        gpus,
+        f"log-probabilities have the same bytes at tp=1 and tp={gpus}; stock's differ",
+        (
+            (Command("train qwen3_0p6b iters=2 save=2 run.dir={}/run"),),
+            (Command(f"{SCORE} tp=1 --out {{}}/one.jsonl"),),
+            (
+                Command(f"{SCORE} tp={gpus} --out {{}}/all.jsonl --against {{}}/one.jsonl"),
+                Command(f"{SCORE} tp={gpus} numerics=stock --out {{}}/stock.jsonl --against {{}}/one.jsonl", 1),
+            ),
+        ),
+    )
+
+
 ROWS = {
     "published": verified(
         8,
@@ -161,18 +198,7 @@ ROWS = {
         "dp=4 ep=4",
         "tp=2 dp=1 ep=2",
     ),
-    "score-4": Row(
-        4,
-        "log-probabilities have the same bytes at tp=1 and tp=4; stock's differ",
-        (
-            (Command("train qwen3_0p6b iters=2 save=2 run.dir={}/run"),),
-            (Command(f"{SCORE} tp=1 --out {{}}/one.jsonl"),),
-            (
-                Command(f"{SCORE} tp=4 --out {{}}/four.jsonl --against {{}}/one.jsonl"),
-                Command(f"{SCORE} tp=4 numerics=stock --out {{}}/stock.jsonl --against {{}}/one.jsonl", 1),
-            ),
-        ),
-    ),
+    "score-4": scored(4),
     "hybrid-4": one_ledger(
         4,
         "one ledger for a hybrid model: Mamba-2, attention and experts",
@@ -204,20 +230,7 @@ ROWS = {
         "tp=2 dp=2 ep=4",
         "dp=4 ep=4",
     ),
-    "published-losses-4": Row(
-        4,
-        "numerics=gather at the settings of the published losses (scripts/published-losses compares them)",
-        (
-            (Command(f"train {AS_PUBLISHED} {DRAWN} lr=0 optimizer.min_lr=0 iters=1 save=1 run.dir={{}}/drawn"),),
-            (Command("export {}/drawn {}/weights"),),
-            (
-                Command(f"train {AS_PUBLISHED} numerics=gather weights={{}}/weights iters=100 tp=1 run.dir={{}}/1"),
-                Command(f"train {AS_PUBLISHED} numerics=gather weights={{}}/weights iters=100 tp=4 run.dir={{}}/4"),
-                Command(f"train {AS_PUBLISHED} numerics=stock weights={{}}/weights iters=100 tp=1 run.dir={{}}/stock"),
-            ),
-            (Command("compare {}/1 {}/4"),),
-        ),
-    ),
+    "published-losses-4": published_losses(4),
     "experts-whole-4": one_ledger(
         4,
         "one ledger for a whole model with experts: OLMoE-1B-7B",
@@ -342,6 +355,75 @@ ROWS = {
         "tp=1 dp=2",
         "tp=1 pp=2",
         "cp=2",
+        "tp=1 cuda_graph=off",
+        "tp=2 cuda_graph=full",
+    ),
+    "published-losses-2": published_losses(2),
+    "resume-2": resumed(
+        2,
+        "a run that kill -9 ends on two GPUs continues on one, with the bits of a run in a third layout",
+        "qwen3_0p6b gbs=4 iters=40 save=10 numerics.data_shards=2",
+        "tp=2",
+        "dp=2",
+        "dp=1",
+    ),
+    "resume-experts-2": resumed(
+        2,
+        "the same with experts",
+        "qwen3_moe_toy seq=512 gbs=4 iters=30 save=10 numerics.data_shards=2",
+        "tp=2 ep=2",
+        "dp=2 ep=2",
+        "dp=1 ep=1",
+    ),
+    "score-2": scored(2),
+    "fp8-experts-2": one_ledger(
+        2,
+        "FP8 with experts at full width: one ledger",
+        "qwen3_30b_a3b model.num_layers=2 gbs=2 iters=8 seq=2048 precision=fp8_tensorwise numerics.data_shards=2",
+        "tp=2 ep=2",
+        "dp=2 ep=2",
+    ),
+    "fp8-layouts-2": one_ledger(
+        2,
+        "FP8 by blocks: one ledger for tp, dp, pp and cp",
+        "qwen3_0p6b gbs=2 iters=20 precision=fp8_blockwise numerics.data_shards=2 numerics.context_shards=2",
+        "tp=1",
+        "tp=2",
+        "dp=2",
+        "pp=2",
+        "cp=2",
+    ),
+    "delta-nets-2": one_ledger(
+        2,
+        "one ledger for gated delta nets with experts",
+        "qwen3_next_toy gbs=2 iters=20 numerics.data_shards=2",
+        "tp=1",
+        "tp=2 ep=2",
+        "dp=2 ep=2",
+    ),
+    "hybrid-2": one_ledger(
+        2,
+        "one ledger for a hybrid model: Mamba-2, attention and experts",
+        "nemotron3_nano_toy gbs=2 iters=10 numerics.virtual_shards=2 numerics.data_shards=2",
+        "dp=1",
+        "tp=2 ep=2",
+        "dp=2 ep=2",
+    ),
+    "nemotron-2": one_ledger(
+        2,
+        "one ledger for seven layers of Nemotron-3-Nano at full width",
+        "nemotron3_nano model.hybrid_layer_pattern=MEMEM*E numerics.virtual_shards=2 gbs=2 iters=10 "
+        "numerics.data_shards=2",
+        "dp=2 ep=2",
+        "tp=2 ep=2",
+    ),
+    "portable-experts-2": one_ledger(
+        2,
+        "numerics=portable with experts in MXFP8",
+        "qwen3_moe_toy numerics=portable precision=mxfp8 seq=96 gbs=2 iters=4 numerics.data_shards=2",
+        "tp=1",
+        "tp=2 ep=2",
+        "dp=2 ep=2",
     ),
     "bench-2": measured(
         2,
