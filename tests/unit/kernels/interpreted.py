@@ -497,6 +497,13 @@ def portable_attention_has_the_bits_of_its_twin():
     assert attention_interpreted.differing_from_twin(20, *shape, "opposite")
 
 
+def portable_attention_to_cached_keys_has_the_bits_of_its_twin():
+    """Tiles of one row and of several; blocks that are smaller than a tile, and larger; with fewer bits, others."""
+    assert attention_interpreted.cached_rows_are_their_twins(25, 16, (1, 1, 1, 1), 4, 2, 24)
+    assert attention_interpreted.cached_rows_are_their_twins(25, 128, (1, 9, 70, 65), 3, 1, 16)
+    assert not attention_interpreted.cached_rows_are_their_twins(20, 64, (1, 1, 9, 1), 4, 2, 16)
+
+
 def portable_attention_of_more_shapes_has_the_bits_of_its_twin():
     for shape, kind in product(((5, 2, 4, 2, 16), (130, 1, 3, 1, 20), (128, 1, 2, 2, 64)), attention_interpreted.KINDS):
         assert attention_interpreted.differing_from_twin(25, *shape, kind) == [], (shape, kind)

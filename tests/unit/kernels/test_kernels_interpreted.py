@@ -21,6 +21,7 @@ LONG = {
     "portable_routers_of_more_kinds_have_the_bits_of_their_twin",
     "portable_experts_of_more_kinds_have_the_bits_of_their_twin",
     "portable_draws_have_the_bits_of_their_twin",
+    "portable_attention_to_cached_keys_has_the_bits_of_its_twin",
 }
 
 

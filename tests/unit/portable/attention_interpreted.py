@@ -13,8 +13,10 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from tests.definitions.elementwise import numpy_version
 from tests.definitions.tensor_core_sum import fma
 from tests.operands import same_bits, sample
+from tests.unit.portable import test_cached_attention
 from tp_invariant_recipes.kernels.cpu import tensor_core_cpu
 from tp_invariant_recipes.portable.ieee import attention_triton as ieee_attention_triton
+from tp_invariant_recipes.portable.ieee import cached_attention
 from tp_invariant_recipes.portable.ieee.attention import _of_powers_of_two, attention_backward, attention_forward
 
 ROUND = numpy_version("bf16_bits")
@@ -74,6 +76,28 @@ def finite_operands(s, b, h, g, d, kind):
     return tensors
 
 
+def interpret_as_a_gpu(kept):
+    InterpreterBuilder.create_dot = as_a_tensor_core(kept)
+    InterpreterBuilder.create_fma, InterpreterBuilder.create_fp_trunc = fused, rounded_to_bf16
+
+
+def cached_rows_are_their_twins(kept, size, chunks, heads, groups, d):
+    """Whether the kernel for cached keys, and the one that stores them, have the bits of the form for a CPU."""
+    interpret_as_a_gpu(kept)
+    sequences = test_cached_attention.operands(heads, groups, d)
+    most = cached_attention.rows_of_tile(heads // groups, max(chunks))
+    query, keys, values, spans, _ = test_cached_attention.laid_out(sequences, size, chunks, longest=most)
+    twin = cached_attention.cached_attention(query, keys, values, spans, 0.25)
+    found = torch.full_like(twin, 7)
+    cached_attention.cached_triton(query, keys, values, found, spans, _of_powers_of_two(0.25))
+    key, slots = torch.randn(5, groups, d).bfloat16(), torch.tensor([3, 9, 0, 30, 2])
+    stored, expected = torch.zeros(2, 2, *keys.shape).bfloat16()
+    cached_attention.store_triton(key, -key, *stored, slots)
+    cached_attention.store_keys(key, -key, *expected, slots)
+    assert same_bits(stored, expected)
+    return same_bits(found, twin)
+
+
 def differing_from_twin(kept, s, b, h, g, d, kind):
     """The names of the tensors with other bits."""
     query, key, value, gradient = finite_operands(s, b, h, g, d, kind)
@@ -82,8 +106,7 @@ def differing_from_twin(kept, s, b, h, g, d, kind):
     twins = (*attended, *attention_backward(gradient, query, key, value, attended, scale))
     assert all(x.isfinite().all() for x in twins)
     found = tuple(torch.full_like(twin, 7) for twin in twins)
-    InterpreterBuilder.create_dot = as_a_tensor_core(kept)
-    InterpreterBuilder.create_fma, InterpreterBuilder.create_fp_trunc = fused, rounded_to_bf16
+    interpret_as_a_gpu(kept)
     c = _of_powers_of_two(scale)
     ieee_attention_triton.forward_triton(query, key, value, *found[:3], c)
     ieee_attention_triton.backward_triton(gradient, query, key, value, *twins[:3], *found[3:], c, scale)

@@ -98,7 +98,7 @@ class Head:
             whole = all_gather(mine.unsqueeze(0), self.mesh).transpose(0, 1).flatten(1)
         whole = whole[:, : self.vocabulary].contiguous()
         do_sample, temperature, top_k, top_p = numbers.unbind(1)
-        parameters = Parameters(do_sample.int(), temperature.float(), top_k.int(), top_p)
+        parameters = Parameters(do_sample.int(), temperature.float(), top_k.int(), top_p.contiguous())
         tokens = draw(whole, draws[:, 1:], parameters)
         chosen = tokens.clamp(min=0)
         picked = whole.gather(1, chosen.unsqueeze(1)).squeeze(1)
@@ -158,37 +158,36 @@ class Passes:
     def _inputs(self, spans: Sequence[Span]) -> Inputs:
         """On the host. Rows that only fill up are written to the scratch block, and no span has them."""
         total, size = self._sized(sum(span.count for span in spans)), self.cache.size
-        rows = np.zeros((total, 3), np.int64)
-        rows[:, 2] = SCRATCH * size
         single = all(span.count == 1 for span in spans)
         tile = rows_of_tile(self.heads, 1 if single else 2) if self.device.type == "cuda" else total
+        rows: list[tuple[int, int, int]] = []
         tables: list[tuple[int, int, list[int]]] = []
         draws: list[tuple[int, int, int, int]] = []
         numbers: list[tuple[float, ...]] = []
-        first = 0
         for sequence, count in ((span.sequence, span.count) for span in spans):
-            start = sequence.computed
-            positions = np.arange(start, start + count)
-            rows[first : first + count, 0] = sequence.tokens(start, start + count)
-            rows[first : first + count, 1] = positions
-            rows[first : first + count, 2] = np.array(sequence.blocks)[positions // size] * size + positions % size
-            tables += [(first + n, min(tile, count - n), sequence.blocks) for n in range(0, count, tile)]
+            first, start, blocks = len(rows), sequence.computed, sequence.blocks
+            places = ((p, blocks[p // size] * size + p % size) for p in range(start, start + count))
+            rows += [
+                (token, *place) for token, place in zip(sequence.tokens(start, start + count), places, strict=True)
+            ]
+            tables += [(first + n, min(tile, count - n), blocks) for n in range(0, count, tile)]
             if start + count == len(sequence):
-                draws.append((first + count - 1, sequence.key, sequence.sample, len(sequence.drawn)))
+                draws.append((len(rows) - 1, sequence.key, sequence.sample, len(sequence.drawn)))
                 s = sequence.request.sampling
                 numbers.append((s.do_sample, s.temperature, s.top_k, s.top_p))
-            first += count
+        rows += [(0, 0, SCRATCH * size)] * (total - len(rows))
         table = np.zeros((total if single else len(tables), 2 + self.cache.blocks), np.int32)
         for n, (at, count, blocks) in enumerate(tables):
-            table[n, :2] = at, count
-            table[n, 2 : 2 + len(blocks)] = blocks
+            table[n, : 2 + len(blocks)] = [at, count, *blocks]
         drawn = total if single else self._sized(len(draws)) if draws else 0
         filler = drawn - len(draws)
+        draws += [(0, 0, 0, 0)] * filler
+        numbers += [(0, 1, 0, 1)] * filler
         return Inputs(
-            rows,
+            np.array(rows, np.int64),
             table,
-            np.array(draws + [(0, 0, 0, 0)] * filler, np.int64).reshape(-1, 4),
-            np.array(numbers + [(0, 1, 0, 1)] * filler, np.float64).reshape(-1, 4),
+            np.array(draws, np.int64).reshape(-1, 4),
+            np.array(numbers, np.float64).reshape(-1, 4),
         )
 
     def _computed(self, inputs: Inputs, longest: int) -> Tensor:
@@ -214,7 +213,7 @@ class Passes:
             to.copy_(torch.from_numpy(values))
         if size not in self._graphs:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 out = self._computed(held, 1)
             self._graphs[size] = graph, held, out
         graph, _, out = self._graphs[size]

@@ -5,6 +5,7 @@ layout, the batch, the order of requests, chunks, blocks, preemption or the mach
 that `tpi score` and a training's forward pass compute.
 """
 
+import sys
 from collections import abc
 from collections.abc import Callable
 from typing import Any
@@ -18,14 +19,14 @@ from tp_invariant_recipes.features.rollouts.decode import Passes, any_rank, new_
 from tp_invariant_recipes.features.rollouts.requests import Completion, Request, check, finish_reason
 from tp_invariant_recipes.features.rollouts.sampling import request_key
 from tp_invariant_recipes.features.rollouts.schedule import Schedule, Sequence, Span
+from tp_invariant_recipes.machine import memory
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.portable.ieee.rotary import LARGEST_ANGLE
 from tp_invariant_recipes.portable.layers import PortableDotProductAttention
 from tp_invariant_recipes.training import heartbeat
 from tp_invariant_recipes.training.heartbeat import Phase
 
-SHARE = 0.8  # of a GPU's free memory, for the cache at most
-CPU_TOKENS = 1 << 18  # of the cache on a CPU, unless more are asked for
+SHARE = 0.8  # of the free memory, for the cache at most
 
 
 class Engine:
@@ -163,28 +164,30 @@ class Engine:
         return group if group.size() > state.get_tensor_model_parallel_world_size() else None
 
     def _room(self) -> int:
-        """Blocks that the cache may have."""
+        """Blocks that the cache may have: one number for all ranks, whose schedules are one."""
         if self.tokens is not None:
             return self.tokens // self.block
-        if self.device.type != "cuda":
-            return CPU_TOKENS // self.block
         layers, heads, width = shape_of(self.model)
-        free = torch.cuda.mem_get_info(self.device)[0]
-        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        if self._passes is not None:
-            free += 2 * self._passes.cache.keys.nbytes
-        room = torch.tensor([SHARE * free // (4 * layers * heads * width * self.block)], device=self.device)
-        dist.all_reduce(room, op=dist.ReduceOp.MIN)  # one schedule for all
-        return int(room.item())
+        room = int(SHARE * self._free()) // (4 * layers * heads * width * self.block)
+        smallest = torch.tensor([room], device=self.device)
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+        return int(smallest.item())
+
+    def _free(self) -> int:
+        """Bytes of memory that this rank may take, those of a cache that it has included."""
+        held = 2 * self._passes.cache.keys.nbytes if self._passes is not None else 0
+        if self.device.type != "cuda":
+            return held + (memory.available() or sys.maxsize) // dist.get_world_size()
+        reserved = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return held + reserved + torch.cuda.mem_get_info(self.device)[0]
 
     def _prepared(self, sequences: list[Sequence]) -> Passes:
         """The passes over a cache that these sequences fit; that of the last call if it does."""
         lengths = sorted((len(s) + s.request.sampling.max_new_tokens for s in sequences), reverse=True)
         lengths = lengths or [1]
         blocks = Blocks(0, self.block)
-        count = max(1, min(self._room(), sum(map(blocks.blocks_for, lengths[: self.sequences]))))
-        if self.tokens is not None:
-            count = self.tokens // self.block
+        needed = sum(map(blocks.blocks_for, lengths[: self.sequences]))
+        count = self._room() if self.tokens is not None else max(1, min(self._room(), needed))
         longest = positions_of(lengths[0])
         held = self._passes
         if held is None or self._blocks < count or held.cache.longest < longest:

@@ -1,0 +1,225 @@
+"""The engine of rollouts: one outcome for every layout, batch, order, chunk and block, with the bits of `tpi score`.
+
+A rank loads a model once and runs all variants on it.
+"""
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from tests import hf_folders
+from tp_invariant_recipes.features.rollouts.requests import Request, Sampling
+from tp_invariant_recipes.features.score import workflow as score
+from tp_invariant_recipes.launch import local
+
+pytestmark = pytest.mark.usefixtures("modelopt", "portable_loops")
+
+DENSE = ("model.num_layers=1", "model.num_query_groups=4", "model.vocab_size=512")
+MOE = (
+    *("model.num_layers=1", "model.hidden_size=64", "model.moe_ffn_hidden_size=64", "model.num_attention_heads=4"),
+    *("model.num_query_groups=4", "model.kv_channels=16", "model.vocab_size=512"),
+)
+FOLDERS = {"dense": ("qwen3_toy", DENSE), "experts": ("qwen3_moe_toy", MOE)}
+LENGTHS = (1, 17, 40, 70)
+# Name -> options of the engine, and the order of requests.
+VARIANTS = {
+    "first": ({}, 1),
+    "one at a time": ({"sequences": 1}, 1),
+    "chunks": ({"chunk": 7, "block": 16}, -1),
+    "a token a pass": ({"chunk": 1, "block": 8}, 1),
+    "preempted": ({"tokens": 104, "block": 8}, 1),
+    "digests": ({"digests": True, "block": 4}, -1),
+}
+
+
+def requests() -> list[Request]:
+    """Greedy and drawn, several samples, two prompts that begin alike and one that is there twice."""
+    draw = random.Random(0)
+    prompts = [tuple(draw.randrange(512) for _ in range(length)) for length in LENGTHS]
+    prompts += [prompts[3], (*prompts[3][:40], 5, 6)]
+    drawn = {"do_sample": True, "temperature": 0.5, "num_return_sequences": 2}
+    return [
+        Request(f"r{n}", tokens, Sampling(max_new_tokens=6, **(drawn | {"seed": n} if n % 2 else {})))
+        for n, tokens in enumerate(prompts)
+    ]
+
+
+@contextmanager
+def library_attention() -> Iterator[None]:
+    """The control: attention to the same cached keys by a library's softmax."""
+    from tp_invariant_recipes.portable import cached_pass
+
+    def attend(query, keys, values, spans, scale):
+        out = torch.zeros_like(query)
+        for first, count, *blocks in spans.tables.tolist():
+            for row in range(first, first + count):
+                at = torch.arange(int(spans.positions[row]) + 1)
+                slots = torch.tensor(blocks)[at // spans.size] * spans.size + at % spans.size
+                k, v = (x[slots].repeat_interleave(query.shape[1] // x.shape[1], 1).float() for x in (keys, values))
+                weights = (torch.einsum("hd,shd->hs", query[row].float(), k) * scale).softmax(-1)
+                out[row] = torch.einsum("hs,shd->hd", weights, v).bfloat16()
+        return out
+
+    with mock.patch.object(cached_pass, "cached_attention", attend):
+        yield
+
+
+def plain(completions) -> list:
+    return [
+        [c.request, c.sample, c.tokens, c.log_probabilities, c.ranks, c.finish_reason]
+        for c in sorted(completions, key=lambda c: (c.request, c.sample))
+    ]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a rank does; rank 0 writes what all variants gave."""
+
+    config: object
+    variants: tuple[str, ...]
+    out: Path
+
+    def __call__(self, run_dir, rank_info) -> None:
+        import torch.distributed as dist
+
+        from tp_invariant_recipes.features.rollouts.engine import Engine
+        from tp_invariant_recipes.features.score.rank import leave, loaded_model
+        from tp_invariant_recipes.start import bridge
+
+        bridge.load()
+        with ExitStack() as stack, torch.no_grad():
+            model = loaded_model(stack, self.config, None)
+            found, before = {}, self._state(model)
+            for name in self.variants:
+                options, order = VARIANTS[name]
+                engine, ended = Engine(model, **options), []
+                found[name] = plain(engine.generate(requests()[::order], ended.append))
+                found[f"{name}: preemptions"] = engine.preemptions
+                found[f"{name}: ended"] = len(ended)
+            assert self._state(model) == before
+            found["refit"], found["new"] = self._refitted(engine, model)
+            with library_attention():
+                found["library"] = plain(Engine(model).generate(requests()))
+            found["score"] = self._scores(model, found["first"])
+            if dist.get_rank() == 0:
+                self.out.write_text(json.dumps(found))
+            dist.barrier()
+            leave()
+
+    def _refitted(self, engine, model) -> tuple[list, list]:
+        """After the weights have changed in place: what this engine gives, and a new one. They are as before then."""
+        from tp_invariant_recipes.features.rollouts.engine import Engine
+
+        kept = [weight.clone() for weight in model.parameters()]
+        for weight in model.parameters():
+            weight.mul_(1.5)
+        engine.refit()
+        found = plain(engine.generate(requests())), plain(Engine(model).generate(requests()))
+        for weight, values in zip(model.parameters(), kept, strict=True):
+            weight.copy_(values)
+        return found
+
+    def _state(self, model) -> list:
+        """What a training reads of a model, and must find as it was."""
+        modules = [*model.modules()]
+        return [(module.training, getattr(module, "post_process", None), id(module)) for module in modules]
+
+    def _scores(self, model, completions) -> list:
+        from tp_invariant_recipes.data.sequences import Sequence
+        from tp_invariant_recipes.features.score.head import Wanted
+        from tp_invariant_recipes.features.score.rank import Forward
+
+        prompts = {request.id: request.tokens for request in requests()}
+        window = [
+            Sequence(id=f"{name}.{sample}", tokens=[*prompts[name], *tokens], first=len(prompts[name]))
+            for name, sample, tokens, *_ in completions
+        ]
+        scores = Forward(model, self.config, Wanted(ranks=True)).window(window, 4096)
+        return [[values[0].tolist(), values[1].tolist()] for values in scores]
+
+
+def run(model: str, words: tuple[str, ...], variants: tuple[str, ...], out: str) -> None:
+    """In the folder of the tests: launch the ranks of a layout, and end this process."""
+    scoring = score.new(
+        Path(model),
+        Path("s.jsonl"),
+        ["device=cpu", "numerics=portable", *words],
+        Path(f"{out}.scores"),
+        score.Options(),
+    )
+    scoring.plan.run_dir.logs.mkdir(parents=True)
+    outcome = local.run(scoring.plan, lambda: None, rank_fn=Trial(scoring.plan.config, variants, Path(out).absolute()))
+    sys.exit(outcome is not local.Outcome.COMPLETED)
+
+
+@pytest.fixture(scope="module")
+def modelopt(families):
+    """What Bridge's conversion of weights imports: once here, and not in every fork."""
+    import modelopt.torch.peft  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def outcomes(shared):
+    """What a model and a layout gave, by variant."""
+    for name, (model, overrides) in FOLDERS.items():
+        hf_folders.make(shared.folder / name, hf_folders.of(model, *overrides))
+    (shared.folder / "s.jsonl").write_text('{"id": "a", "tokens": [1, 2]}\n')
+    known = {}
+
+    def outcome(model: str, *words: str, variants: tuple[str, ...] = ("first",)):
+        key = model, words, variants
+        if key not in known:
+            out = f"{len(known)}.json"
+            shared("generate", before=partial(run, model, words, variants, out), status=0)
+            known[key] = json.loads((shared.folder / out).read_text())
+        return known[key]
+
+    return outcome
+
+
+@pytest.fixture(scope="module", params=("dense", pytest.param("experts", marks=pytest.mark.release)))
+def whole(request, outcomes):
+    return outcomes(request.param, variants=tuple(VARIANTS))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_batches_orders_chunks_blocks_and_preemption_change_nothing(whole, name):
+    assert whole[name] == whole["first"]
+    assert whole[f"{name}: ended"] == len(whole["first"]) == 9
+    assert (whole[f"{name}: preemptions"] > 0) == (name == "preempted")
+
+
+def test_log_probabilities_and_ranks_are_those_of_scores(whole):
+    assert [[row[3], row[4]] for row in whole["first"]] == whole["score"]
+
+
+def test_a_library_s_attention_has_others(whole):
+    """The control."""
+    first, other = ([row[3] for row in whole[name]] for name in ("first", "library"))
+    assert sum(a != b for a, b in zip(first, other, strict=True)) > len(first) // 2
+
+
+def test_changed_weights_are_seen(whole):
+    assert whole["refit"] == whole["new"] != whole["first"]
+
+
+DENSE_LAYOUTS = (("tp=2",), ("tp=2", "sp=false"), ("tp=4",), ("dp=2",), ("tp=2", "dp=2"))
+EXPERT_LAYOUTS = (("tp=2",), ("tp=2", "ep=2"), ("dp=2", "ep=2"), ("tp=2", "dp=2", "ep=4"))
+LAYOUTS = [("dense", words) for words in DENSE_LAYOUTS] + [("experts", words) for words in EXPERT_LAYOUTS]
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("model, words", LAYOUTS, ids=str)
+def test_layouts_change_nothing(outcomes, model, words):
+    found, expected = outcomes(model, *words), outcomes(model, variants=tuple(VARIANTS))
+    assert found["first"] == expected["first"]
+    assert found["score"] == expected["score"]
