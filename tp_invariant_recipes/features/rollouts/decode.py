@@ -29,14 +29,7 @@ from tp_invariant_recipes.numerics.sums.tree import all_gather
 from tp_invariant_recipes.portable.cached_pass import CachedPass, cached
 from tp_invariant_recipes.portable.ieee.cached_attention import Spans, rows_of_tile
 
-
-class Drawn(NamedTuple):
-    """Of each drawn token, [n]: token and rank, int64; log-probability, fp32; digest of the vocabulary's, int64."""
-
-    tokens: np.ndarray
-    log_probabilities: np.ndarray
-    ranks: np.ndarray
-    digests: np.ndarray
+Drawn = tuple[int, float, int, int]  # token, log-probability (fp32), rank, digest of the vocabulary's
 
 
 class Inputs(NamedTuple):
@@ -86,7 +79,7 @@ class Head:
         self.vocabulary = model.vocab_size
 
     def __call__(self, hidden: Tensor, draws: Tensor, numbers: Tensor) -> Tensor:
-        """hidden: [R/t or R, 1, h]; draws, numbers: of `Inputs`. returns: [D, 4] int64: the columns of `Drawn`."""
+        """hidden: [R/t or R, 1, h]; draws, numbers: of `Inputs`. returns: [D, 4] int64: `Drawn`, fp32 as bits."""
         if self.gathers:
             hidden = all_gather(hidden, self.mesh)
         model = self.model
@@ -121,17 +114,17 @@ class Passes:
         self._graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Inputs, Tensor]] = {}
         self._seen: dict[tuple[int, ...], Inputs] = {}
 
-    def __call__(self, spans: Sequence[Span]) -> Drawn:
-        """Compute the spans, and draw a token for each that predicts one. spans: none: a pass of no sequence."""
+    def __call__(self, spans: Sequence[Span]) -> list[Drawn]:
+        """Compute the spans, and draw a token for each that predicts one, in order. No spans: a pass of fillers."""
         inputs = self._inputs(spans)
         longest = max((span.count for span in spans), default=1)
         if self.graphs and longest == 1:
             out = self._replayed(inputs)
         else:
             out = self._computed(Inputs(*(torch.from_numpy(x).to(self.device) for x in inputs)), longest)
-        columns = out.cpu().numpy()[: sum(span.draws for span in spans)].T
-        bits = np.ascontiguousarray(columns[1]).astype(np.int32).view(np.float32)
-        return Drawn(columns[0], bits, columns[2], columns[3])
+        tokens, bits, ranks, digests = out.cpu().numpy()[: sum(span.draws for span in spans)].T
+        log_probabilities = bits.astype(np.int32).view(np.float32)
+        return list(zip(*(column.tolist() for column in (tokens, log_probabilities, ranks, digests)), strict=True))
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -234,11 +227,6 @@ def shape_of(model: Any) -> tuple[int, int, int]:
     """Layers, and this rank's query groups and their width."""
     config = model.config
     return config.num_layers, max(1, config.num_query_groups // model.pg_collection.tp.size()), config.kv_channels
-
-
-def positions_of(longest: int) -> int:
-    """Positions of a cache for sequences of so many tokens, so that few sizes occur."""
-    return 1 << (longest - 1).bit_length()
 
 
 def any_rank(mine: bool, group: Any, device: Any) -> bool:

@@ -15,13 +15,14 @@ import torch.distributed as dist
 
 from tp_invariant_recipes.errors import RunError, refuse
 from tp_invariant_recipes.features.rollouts.cache import Blocks
-from tp_invariant_recipes.features.rollouts.decode import Passes, any_rank, new_cache, positions_of, shape_of
+from tp_invariant_recipes.features.rollouts.decode import Passes, any_rank, new_cache, shape_of
 from tp_invariant_recipes.features.rollouts.requests import Completion, Request, check, finish_reason
 from tp_invariant_recipes.features.rollouts.sampling import request_key
 from tp_invariant_recipes.features.rollouts.schedule import Schedule, Sequence, Span
 from tp_invariant_recipes.machine import memory
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.portable.ieee.rotary import LARGEST_ANGLE
+from tp_invariant_recipes.portable.ieee.sums import power_of_two
 from tp_invariant_recipes.portable.layers import PortableDotProductAttention
 from tp_invariant_recipes.training import heartbeat
 from tp_invariant_recipes.training.heartbeat import Phase
@@ -138,8 +139,7 @@ class Engine:
         for span in spans:
             plan.computed(span)
         ended = []
-        columns = (column.tolist() for column in drawn)
-        for sequence, token, log_probability, rank, digest in zip(drawing, *columns, strict=True):
+        for sequence, (token, log_probability, rank, digest) in zip(drawing, drawn, strict=True):
             if token < 0:
                 place = f"request {sequence.request.id}, sample {sequence.sample}, token {len(sequence.drawn)}"
                 raise RunError(f"{place}: a log-probability is no finite number")
@@ -188,7 +188,7 @@ class Engine:
         blocks = Blocks(0, self.block)
         needed = sum(map(blocks.blocks_for, lengths[: self.sequences]))
         count = self._room() if self.tokens is not None else max(1, min(self._room(), needed))
-        longest = positions_of(lengths[0])
+        longest = power_of_two(lengths[0])  # few sizes occur
         held = self._passes
         if held is None or self._blocks < count or held.cache.longest < longest:
             self._passes = held = None  # its memory comes first

@@ -1,0 +1,92 @@
+"""What rollouts refuse, by name and with its key: configurations, models and sizes. How ranks share requests."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tp_invariant_recipes.check import rollouts
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.features.rollouts import engine
+from tp_invariant_recipes.features.rollouts.requests import Request, Sampling
+
+CONFIGURATIONS = (
+    ("numerics=portable", ()),
+    ("numerics=tree", ("numerics=tree: a cached row is not shown", "numerics=portable")),
+    ("numerics=stock", ("numerics=stock: a cached row is not shown", "numerics=portable")),
+    ("numerics=portable pp=2", ("pp=2: a rank of rollouts computes all layers", "pp=1")),
+    ("numerics=portable precision=mxfp8", ("precision: FP8 scales", "precision=bf16")),
+    ("numerics=tree pp=2 precision=mxfp8", ("numerics=portable", "pp=1", "precision=bf16")),
+)
+
+
+@pytest.mark.parametrize("words, parts", CONFIGURATIONS)
+def test_configurations_are_refused_by_name(bridge, words, parts):
+    config = compose("qwen3_toy", ["model.kv_channels=32", "seq=128", *words.split()], device="cpu").config
+    listed = "\n".join(rollouts.problems(config))
+    assert all(part in listed for part in parts)
+    assert bool(listed) == bool(parts)
+
+
+def model(attention=engine.PortableDotProductAttention, mtp=False, **fields):
+    config = {"pipeline_model_parallel_size": 1, "invariant_mode": "portable", "fp8": None}
+    core = attention.__new__(attention)
+    layer = SimpleNamespace(self_attention=SimpleNamespace(core_attention=core))
+    return SimpleNamespace(
+        config=SimpleNamespace(**(config | fields)), decoder=SimpleNamespace(layers=[layer]), mtp_process=mtp
+    )
+
+
+class OtherAttention:
+    pass
+
+
+MODELS = (
+    (model(), None),
+    (model(invariant_mode=None), "numerics=stock: a cached row is not shown to be equal; numerics=portable"),
+    (model(invariant_mode="tree"), "numerics=tree: a cached row"),
+    (model(pipeline_model_parallel_size=2), "pp=1"),
+    (model(fp8="e4m3"), "precision=bf16"),
+    (model(mtp=True), "model.mtp_num_layers"),
+    (model(attention=OtherAttention), "OtherAttention has no cache of its keys"),
+)
+
+
+@pytest.mark.parametrize("chunk, why", MODELS)
+def test_models_are_refused_by_name(chunk, why):
+    listed = engine._uncovered([chunk])
+    assert (listed == []) if why is None else (why in listed[0])
+
+
+def test_two_chunks_are_refused():
+    assert "pp=1" in engine._uncovered([model(), model()])[0]
+
+
+@pytest.mark.parametrize(
+    "sizes, wrong",
+    (
+        ({}, []),
+        ({"sequences": 0, "chunk": -1}, ["sequences=0", "chunk=-1"]),
+        ({"block": 48}, ["block=48: must be a power of two"]),
+        ({"block": 64, "tokens": 63}, ["tokens=63: must be at least a block, 64"]),
+    ),
+)
+def test_wrong_sizes_are_all_listed(sizes, wrong):
+    listed = engine._wrong_sizes(**({"sequences": 4, "chunk": 8, "block": 4, "tokens": 4} | sizes))
+    assert len(listed) == len(wrong)
+    assert all(line.startswith(part) for line, part in zip(listed, wrong, strict=True))
+
+
+def test_sizes_are_refused_before_a_model_is_read():
+    with pytest.raises(ConfigError, match=r"chunk=0(.|\n)*block=3"):
+        engine.Engine(None, chunk=0, block=3)
+
+
+def test_equal_prompts_have_one_rank_and_loads_are_balanced():
+    made = [Request(f"r{n}", (n % 5, 1), Sampling(max_new_tokens=8)) for n in range(20)]
+    shares = engine._shares(made, 3)
+    assert sorted(request.id for share in shares for request in share) == sorted(request.id for request in made)
+    homes = [{request.tokens for request in share} for share in shares]
+    assert not any(homes[a] & homes[b] for a, b in ((0, 1), (0, 2), (1, 2)))
+    assert all(homes)
+    assert max(map(len, shares)) <= 8
