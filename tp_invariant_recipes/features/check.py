@@ -7,7 +7,7 @@ made of them. numerics=portable states every bit of that, so a CPU can tell whet
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tp_invariant_recipes.compare.compare import EXIT_STATUS, Verdict
 from tp_invariant_recipes.errors import LedgerError, RunError, TpiError
@@ -19,6 +19,9 @@ from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import low_precision
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.sections import NumericsSettings
+
+if TYPE_CHECKING:
+    from tp_invariant_recipes.numerics.layers.formats import Format
 
 # Last parts of a module's name -> Megatron's name of how its weight is split, and the segments of its output features.
 LINEAR = {
@@ -84,21 +87,21 @@ def check(run: Path, step: int, module: str) -> list[Checked]:
         raise RunError(f"{run} is a run of numerics={named}, whose bits no CPU can compute; {stated} states them")
     names = names_of(module)
     dumped = _dumped(run, step, names)
-    results = _computed(dumped, names, kind, segments, numerics, _linear(config, module))
+    results = _computed(dumped, names, kind, segments, numerics, _operands(config, module))
     return [
         Checked(name, dumps.distance(dumped[name], _as_dumped(result, dumped[name])))
         for name, result in zip(names.results, results, strict=True)
     ]
 
 
-def _linear(config: RunConfig, module: str) -> mode.Linear:
-    """Return what computes a layer: in FP8, or as the run's mode has it."""
-    layers = low_precision.fp8_layers(config)
+def _operands(config: RunConfig, module: str) -> "Format":
+    """Return what a layer computes with: FP8, or what the run's mode has."""
+    layers, arithmetic = low_precision.fp8_layers(config), mode.named_mode(config.numerics.mode)
     if layers is not None and layers.contains(int(module.split(".")[2]), config.model["num_layers"]):
-        from tp_invariant_recipes.numerics.megatron.fp8 import linear_of
+        from tp_invariant_recipes.numerics.megatron.fp8 import operands_of
 
-        return linear_of(layers, mode.named_mode(config.numerics.mode), None)
-    return mode.named_mode(config.numerics.mode).linear()
+        return operands_of(layers, arithmetic, None)
+    return arithmetic.operands()
 
 
 def exit_status(checks: list[Checked]) -> int:
@@ -131,11 +134,13 @@ def _dumped(run: Path, step: int, names: Names) -> dict[str, Dumped]:
 
 
 def _computed(
-    dumped: dict[str, Dumped], names: Names, kind: str, segments: int, numerics: NumericsSettings, linear: mode.Linear
-) -> Any:
+    dumped: dict[str, Dumped], names: Names, kind: str, segments: int, numerics: NumericsSettings,
+    operands: "Format",
+) -> Any:  # fmt: skip
     """Output and gradients, as the run of one rank computes them: sequence by sequence, data shard by data shard."""
     import torch
 
+    from tp_invariant_recipes.numerics.layers.linear import linear
     from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
     from tp_invariant_recipes.numerics.sums.tree import tree_sum
 
@@ -155,9 +160,9 @@ def _computed(
         weight.main_grad = gradients[number * shards // x.shape[1]]
         mine = x[:, number : number + 1].contiguous().requires_grad_()
         if kind == "row":
-            out = linear.row_parallel(mine, weight, mesh, False)
+            out = linear.row_parallel(mine, weight, mesh, False, operands)
         else:
-            out = linear.column_parallel(mine, weight, mesh, segments, False)
+            out = linear.column_parallel(mine, weight, mesh, segments, False, operands)
         out.backward(dy[:, number : number + 1].contiguous())
         outputs.append(out.detach())
         slopes.append(mine.grad)

@@ -13,12 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from tp_invariant_recipes.replacement import Replacement
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from tp_invariant_recipes.numerics.layers import cross_entropy, norm
-    from tp_invariant_recipes.numerics.layers.linear.linear import Products
-    from tp_invariant_recipes.numerics.products.operands import Parts
-    from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+    from tp_invariant_recipes.numerics.layers.formats.plain import Plain
 
 # Name -> the module with the mode's value.
 MODES = {
@@ -45,36 +41,6 @@ FP8 = "FP8"
 GUARD = "a guard"  # products that a host, or a repetition, can judge
 FP64_NORM = "a gradient norm of plain fp64 sums"  # depends on the order of its sum
 ALL_GRAPHS = frozenset({"te", "full"})  # options of cuda_graph=
-
-
-class Linear(Protocol):
-    """How a tensor-parallel product gets the same bits for every t: a module with these two functions.
-
-    Each is x @ weight^T with a backward pass of its own. In shapes s is the sequence, b the micro-batch, k the input
-    features, n the output features, and t the tensor-parallel size, which divides `mesh.shards`.
-    """
-
-    def column_parallel(
-        self, x: "Tensor", weight: "Tensor", mesh: "VirtualMesh", segments: "Parts", sequence_parallel: bool
-    ) -> "Tensor":
-        """For a weight split along its output features.
-
-        x:        [s/t, b, k] with sequence parallelism, [s, b, k] without.
-        weight:   [n/t, k], this rank's shards of each segment.
-        segments: parts of the weight that are each split on their own, such as gate and up: a number of equal ones or,
-                  where they are of unlike sizes (Mamba), the rows of each on this rank.
-        returns:  [s, b, n/t] of x's dtype.
-        """
-        ...
-
-    def row_parallel(self, x: "Tensor", weight: "Tensor", mesh: "VirtualMesh", sequence_parallel: bool) -> "Tensor":
-        """For a weight split along its input features.
-
-        x:       [s, b, k/t].
-        weight:  [n, k/t], this rank's shards.
-        returns: [s/t, b, n] of x's dtype with sequence parallelism, [s, b, n] without.
-        """
-        ...
 
 
 class Mode(Protocol):
@@ -112,12 +78,8 @@ class Mode(Protocol):
         """
         ...
 
-    def linear(self) -> Linear:
-        """Column- and row-parallel products."""
-        ...
-
-    def products(self) -> "Products":
-        """What multiplies bf16 matrices that hold other numbers than the layers' own: those of MXFP8."""
+    def operands(self) -> "Plain":
+        """What the layers' products compute with, in bf16 or fp32 (numerics/layers/formats/)."""
         ...
 
     def norm(self) -> "norm.NormKernels":

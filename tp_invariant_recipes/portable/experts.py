@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.function_modes import outside_modes
-from tp_invariant_recipes.numerics.layers.experts.experts import Arithmetic
+from tp_invariant_recipes.numerics.layers.experts.experts import Activation
 from tp_invariant_recipes.numerics.megatron.moe.moe_layer import InvariantSequentialMLP
 from tp_invariant_recipes.numerics.megatron.moe.router import InvariantTopKRouter
 from tp_invariant_recipes.numerics.products.defined import product
@@ -33,7 +33,7 @@ def _check(kind: str) -> None:
         raise NotImplementedError(f"an expert's {kind} has no portable version")
 
 
-STATED = Arithmetic(product, _activation, _activation_backward)
+STATED = Activation(_activation, _activation_backward)
 
 
 class PortableTopKRouter(InvariantTopKRouter):
@@ -71,4 +71,4 @@ class _Routing(torch.autograd.Function):
 class PortableSequentialMLP(InvariantSequentialMLP):
     """Experts that are separate modules, by defined products."""
 
-    arithmetic = STATED
+    activation = STATED

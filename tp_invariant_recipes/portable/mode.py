@@ -11,7 +11,7 @@ from tp_invariant_recipes.replacement import Replacement, instead, wrapped
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.numerics.layers import cross_entropy, norm
-    from tp_invariant_recipes.numerics.layers.linear.linear import Products
+    from tp_invariant_recipes.numerics.layers.formats.plain import Plain
 
 LAYERS = {
     "DotProductAttention": "portable.layers:PortableDotProductAttention",
@@ -55,17 +55,12 @@ class Portable(Tree):
 
         require_conformance(gpu, fp8=fp8)
 
-    def linear(self) -> mode.Linear:
-        """A tree over shards of defined products."""
-        from tp_invariant_recipes.portable import linear
+    def operands(self) -> "Plain":
+        """Products by numerics/products/defined.py."""
+        from tp_invariant_recipes.numerics.layers.formats.plain import Plain, Products
+        from tp_invariant_recipes.numerics.products import defined
 
-        return linear
-
-    def products(self) -> "Products":
-        """portable/linear.py."""
-        from tp_invariant_recipes.portable.linear import DEFINED
-
-        return DEFINED
+        return Plain(Products(defined.product, defined.partials))
 
     def norm(self) -> "norm.NormKernels":
         """portable/ieee/norm.py."""

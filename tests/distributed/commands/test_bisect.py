@@ -43,13 +43,13 @@ def _wrong_order(faulty):
     def act(module, on):
         import torch.distributed as dist
 
-        from tp_invariant_recipes.numerics.layers.linear import linear
+        from tp_invariant_recipes.numerics.layers.formats import plain
         from tp_invariant_recipes.numerics.sums import tree
 
         if not faulty(module.config):
             return
         if not on:
-            linear.start_contraction = module.original
+            plain.start_contraction = module.original
             return
 
         def in_rank_order(partials, mesh):
@@ -57,18 +57,18 @@ def _wrong_order(faulty):
             dist.all_reduce(node, group=mesh.group)
             return tree.Reducing(tree.Moving(node.chunk(mesh.size)[mesh.rank].unsqueeze(0)))
 
-        original = module.original = linear.start_contraction
+        original = module.original = plain.start_contraction
 
         def start(a, b, *others):
-            sound = linear.start_reduce_scatter
+            sound = plain.start_reduce_scatter
             if b.data_ptr() == module.weight.data_ptr():
-                linear.start_reduce_scatter = in_rank_order
+                plain.start_reduce_scatter = in_rank_order
             try:
                 return original(a, b, *others)
             finally:
-                linear.start_reduce_scatter = sound
+                plain.start_reduce_scatter = sound
 
-        linear.start_contraction = start
+        plain.start_contraction = start
 
     return act
 

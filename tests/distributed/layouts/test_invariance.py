@@ -145,7 +145,7 @@ def _stock_weights() -> None:
 def _adding_in_rank_order() -> None:
     import torch.distributed as dist
 
-    from tp_invariant_recipes.numerics.layers.linear import linear
+    from tp_invariant_recipes.numerics.layers.formats import plain
     from tp_invariant_recipes.numerics.sums import tree
 
     def start(partials, mesh):
@@ -154,7 +154,7 @@ def _adding_in_rank_order() -> None:
             dist.all_reduce(node, group=mesh.group)
         return tree.Reducing(tree.Moving(node.chunk(mesh.size)[mesh.rank].unsqueeze(0)))
 
-    linear.start_reduce_scatter = start
+    plain.start_reduce_scatter = start
 
 
 # Each with the layout that shows it: two ranks add in one order only. What changes the last bits of a gradient and no

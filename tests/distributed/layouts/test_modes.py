@@ -9,6 +9,7 @@ import torch
 from tests.distributed.scenario import stock_differs, unequal
 from tests.operands import same_bits
 from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.numerics.layers.linear import linear
 from tp_invariant_recipes.numerics.megatron.base import ColumnForward, RowForward
 from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
@@ -57,10 +58,11 @@ def test_a_layer_multiplies_as_its_mode_does(name):
     column.segments = SEGMENTS
     for layer in (column, row):
         layer.config, layer.mesh = config, mesh
-    linears = {one: mode.find(one).linear() for one in mode.MODES}
-    assert same_bits(column.column(x, weight, None), linears[name].column_parallel(x, weight, mesh, SEGMENTS, False))
-    results = {one: linears[one].row_parallel(dy, weight.t(), mesh, False) for one in linears}
-    assert [one for one in linears if same_bits(row.row(dy, weight.t(), None), results[one])] == [name]
+    operands = {one: mode.find(one).operands() for one in mode.MODES}
+    expected = linear.column_parallel(x, weight, mesh, SEGMENTS, False, operands[name])
+    assert same_bits(column.column(x, weight, None), expected)
+    results = {one: linear.row_parallel(dy, weight.t(), mesh, False, operands[one]) for one in operands}
+    assert [one for one in operands if same_bits(row.row(dy, weight.t(), None), results[one])] == [name]
 
 
 def test_a_row_makes_a_mode_that_trains_in_every_layout(scenario):

@@ -4,7 +4,7 @@ A layer keeps the parameters, names and checkpoints of the class it replaces; on
 `config.virtual_shards`; `config.invariant_mode` names the mode (numerics/mode.py) that computes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, cached_property
 from typing import Any
 
@@ -12,9 +12,11 @@ from torch import Tensor
 
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
-from tp_invariant_recipes.numerics.layers.experts.experts import OF_TREE, Arithmetic, activation_kind, expert_mlp
+from tp_invariant_recipes.numerics.layers.experts.experts import ACTIVATION, Activation, activation_kind, expert_mlp
 from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches
-from tp_invariant_recipes.numerics.layers.linear import linear as tree_linear
+from tp_invariant_recipes.numerics.layers.formats import Format
+from tp_invariant_recipes.numerics.layers.formats.plain import PLAIN
+from tp_invariant_recipes.numerics.layers.linear import linear
 from tp_invariant_recipes.numerics.layers.linear.norm_linear import norm_column_parallel
 from tp_invariant_recipes.numerics.layers.norm import Norm, NormKernels, NormShards, layer_norm, rms_norm
 from tp_invariant_recipes.numerics.products.operands import Parts
@@ -23,9 +25,9 @@ from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 
 @cache
-def _linear(name: str) -> mode.Linear:
-    """The products of a mode, looked up once: layers ask for them in every forward pass."""
-    return mode.named_mode(name).linear()
+def _operands(name: str) -> Format:
+    """The operands of a mode, looked up once: layers ask for them in every forward pass."""
+    return mode.named_mode(name).operands()
 
 
 @cache
@@ -64,6 +66,17 @@ class OnMesh:
         return self._tp_group if hasattr(self, "_tp_group") else self.tp_group  # type: ignore[attr-defined]
 
 
+class WithProducts:
+    """A layer with products."""
+
+    config: Any
+
+    @property
+    def operands(self) -> Format:
+        """What its products compute with."""
+        return _operands(self.config.invariant_mode)
+
+
 def _normal(layer: OnMesh, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, shards_of: NormShards) -> Tensor:
     """x's LayerNorm; without a bias its RMSNorm, of the mode's kernels."""
     config = layer.config
@@ -73,27 +86,27 @@ def _normal(layer: OnMesh, x: Tensor, weight: Tensor, bias: Tensor | None, eps: 
     return rms_norm(x, weight, eps, layer.mesh, shards_of, _norm(config.invariant_mode), centred=centred)
 
 
-class ColumnForward(OnMesh):
+class ColumnForward(WithProducts, OnMesh):
     """Forward of a column-parallel layer, which has config, weight, bias, segments and a group."""
 
     segments: Parts
 
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[s/t or s, b, k] → [s, b, n/t]."""
-        linear = _linear(self.config.invariant_mode)
-        y = linear.column_parallel(x, weight, self.mesh, self.segments, self.config.sequence_parallel)
+        sliced = self.config.sequence_parallel
+        y = linear.column_parallel(x, weight, self.mesh, self.segments, sliced, self.operands)
         return y if bias is None else column_bias(y, bias, self.mesh.contexts)
 
     def norm_column(
         self, x: Tensor, norm: tuple[Tensor, Tensor | None], eps: float, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """`column` of x's norm. Of an RMSNorm and the tree's products, one function of autograd computes both.
+        """`column` of x's norm. Of an RMSNorm and plain operands, one function of autograd computes both.
 
         norm: its weight and bias; without a bias it is an RMSNorm.
         """
-        if norm[1] is not None or _linear(self.config.invariant_mode) is not tree_linear:
+        if norm[1] is not None or self.operands is not PLAIN:
             return self.column(self.normal(x, norm, eps), weight, bias)
-        layer = tree_linear.Column(self.mesh, self.segments, self.config.sequence_parallel)
+        layer = linear.Column(self.mesh, self.segments, self.config.sequence_parallel and self.mesh.size > 1)
         centred = self.config.layernorm_zero_centered_gamma
         passes = Norm(self.mesh, sequence_shards(self.config), centred=centred)
         y = norm_column_parallel(x, norm[0], weight, eps, passes, layer)
@@ -104,21 +117,19 @@ class ColumnForward(OnMesh):
         return _normal(self, x, *norm, eps, sequence_shards(self.config))
 
 
-class RowForward(OnMesh):
+class RowForward(WithProducts, OnMesh):
     """Forward of a row-parallel layer, which has config, weight, bias and a group."""
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[s, b, k/t] → [s/t or s, b, n]."""
-        linear = _linear(self.config.invariant_mode)
-        y = linear.row_parallel(x, weight, self.mesh, self.config.sequence_parallel)
+        y = linear.row_parallel(x, weight, self.mesh, self.config.sequence_parallel, self.operands)
         return y if bias is None else row_bias(y, bias, self.mesh, self.config.sequence_parallel)
 
 
-class ExpertsForward:
-    """Forward of experts, which has config. arithmetic: what computes."""
+class ExpertsForward(WithProducts):
+    """Forward of experts, which has config."""
 
-    config: Any
-    arithmetic: Arithmetic = OF_TREE
+    activation: Activation = ACTIVATION
 
     def experts(
         self,
@@ -128,11 +139,10 @@ class ExpertsForward:
         fc1: Sequence[Tensor],
         fc2: Sequence[Tensor],
         biases: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
-        linear: Callable[[Tensor, Batches, Sequence[Tensor]], Tensor] | None = None,
     ) -> Tensor:
-        """[r, h] → [r, h]. linear: as of `expert_mlp`."""
+        """[r, h] → [r, h]; arguments as of `expert_mlp`."""
         kind, adapters = activation_kind(self.config), (adapter_of(self, "linear_fc1"), adapter_of(self, "linear_fc2"))
-        return expert_mlp(rows, probs, batches, fc1, fc2, kind, self.arithmetic, linear, biases, adapters)
+        return expert_mlp(rows, probs, batches, fc1, fc2, kind, self.operands, self.activation, biases, adapters)
 
 
 def adapter_of(experts: Any, name: str) -> Any:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.numerics.layers import embedding
-from tp_invariant_recipes.numerics.layers.linear import fp8_weights
+from tp_invariant_recipes.numerics.layers.formats import fp8_weights
 from tp_invariant_recipes.numerics.sums import bucket_reduction, data_shards, partial_gradient
 from tp_invariant_recipes.numerics.sums.data_shards import ShardCounter
 from tp_invariant_recipes.numerics.sums.expert_groups import ExpertGroups

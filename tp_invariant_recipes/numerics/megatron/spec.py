@@ -51,16 +51,17 @@ HEAD_NORMS = {
     "TENorm": "numerics.megatron.te.wrappers:InvariantTEHeadNorm",
     "PlainRMSNorm": "numerics.megatron.local:InvariantHeadNorm",
 }
-# Class in a stock specification -> what its invariant class derives from first where products are in FP8.
-FP8 = {
-    "ColumnParallelLinear": "numerics.megatron.fp8:Fp8ColumnForward",
-    "RowParallelLinear": "numerics.megatron.fp8:Fp8RowForward",
-    "TEColumnParallelLinear": "numerics.megatron.fp8:Fp8ColumnForward",
-    "TELayerNormColumnParallelLinear": "numerics.megatron.fp8:Fp8ColumnForward",
-    "TERowParallelLinear": "numerics.megatron.fp8:Fp8RowForward",
-    "SequentialMLP": "numerics.megatron.fp8:Fp8ExpertsForward",
-    "TEGroupedMLP": "numerics.megatron.fp8:Fp8ExpertsForward",
-}
+# Classes in a stock specification whose invariant classes derive first from FP8_MIXIN where products are in FP8.
+FP8_MIXIN = "numerics.megatron.fp8:Fp8Mixin"
+FP8 = (
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "TEColumnParallelLinear",
+    "TELayerNormColumnParallelLinear",
+    "TERowParallelLinear",
+    "SequentialMLP",
+    "TEGroupedMLP",
+)
 HEAD_NORM_FIELDS = ("q_layernorm", "k_layernorm", "out_norm")
 # Classes that sum nothing across ranks themselves.
 AS_THEY_ARE = (
@@ -150,7 +151,7 @@ def invariant(part: Any, field: str = "", own: Mapping[str, str] = MappingProxyT
         table = {**(HEAD_NORMS if field in HEAD_NORM_FIELDS else SUBSTITUTES), **own}
         if part.__name__ in table:
             layer = resolve_own(table[part.__name__])
-            return _in_fp8(layer, FP8[part.__name__]) if fp8 and part.__name__ in FP8 else layer
+            return _in_fp8(layer) if fp8 and part.__name__ in FP8 else layer
         if part.__name__ in AS_THEY_ARE:
             return part
         raise ConfigError(f"{field or 'model'}: {part.__name__} has no invariant version; use numerics=stock")
@@ -166,6 +167,6 @@ def invariant(part: Any, field: str = "", own: Mapping[str, str] = MappingProxyT
 
 
 @cache
-def _in_fp8(layer: type, forward: str) -> type:
-    """A class of layers with another forward."""
-    return type(f"{FP8_PREFIX}{layer.__name__}", (resolve_own(forward), layer), {"__module__": layer.__module__})
+def _in_fp8(layer: type) -> type:
+    """A class of layers with operands in FP8."""
+    return type(f"{FP8_PREFIX}{layer.__name__}", (resolve_own(FP8_MIXIN), layer), {"__module__": layer.__module__})

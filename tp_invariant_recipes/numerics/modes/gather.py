@@ -3,8 +3,13 @@
 Transformer Engine's pull request 2977 and Megatron-LM's pull request 4740 describe it. Kept as a reference.
 """
 
+from typing import TYPE_CHECKING
+
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.modes.tree import Tree
+
+if TYPE_CHECKING:
+    from tp_invariant_recipes.numerics.layers.formats.plain import Plain
 
 
 class Gather(Tree):
@@ -20,11 +25,11 @@ class Gather(Tree):
         """None: its kernel of fixed tiles has no version."""
         return None
 
-    def linear(self) -> mode.Linear:
+    def operands(self) -> "Plain":
         """Whole operands on every rank."""
-        from tp_invariant_recipes.numerics.layers.linear import gather
+        from tp_invariant_recipes.numerics.layers.formats.gathered import GATHERED
 
-        return gather
+        return GATHERED
 
 
 MODE: mode.Mode = Gather()

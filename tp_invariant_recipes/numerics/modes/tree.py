@@ -10,7 +10,7 @@ from tp_invariant_recipes.replacement import Replacement
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.numerics.layers import cross_entropy, norm
-    from tp_invariant_recipes.numerics.layers.linear.linear import Products
+    from tp_invariant_recipes.numerics.layers.formats.plain import Plain
 
 # On a GPU: what kernels/products/fixed_tile_product.py computes. Whoever changes what numerics/products/product.py
 # computes so that a bit changes on a GPU raises the number: runs of two versions need not be equal. On a CPU a product
@@ -61,17 +61,11 @@ class Tree:
 
             require_order(f"cuda:{gpu}")
 
-    def linear(self) -> mode.Linear:
-        """A tree over shards of products."""
-        from tp_invariant_recipes.numerics.layers.linear import linear
+    def operands(self) -> "Plain":
+        """numerics/layers/formats/plain.py."""
+        from tp_invariant_recipes.numerics.layers.formats.plain import PLAIN
 
-        return linear
-
-    def products(self) -> "Products":
-        """numerics/layers/linear/linear.py."""
-        from tp_invariant_recipes.numerics.layers.linear.linear import LIBRARY
-
-        return LIBRARY
+        return PLAIN
 
     def norm(self) -> "norm.NormKernels":
         """kernels/rms_norm.py."""

@@ -10,8 +10,10 @@ from tests.distributed.ranks import joined, on_ranks, sliced
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels.products import quantize as definition
 from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2
-from tp_invariant_recipes.numerics.layers.linear import fp8_linear, fp8_weights
-from tp_invariant_recipes.numerics.layers.linear.fp8_linear import Scaling
+from tp_invariant_recipes.numerics.layers.formats import fp8 as fp8_format
+from tp_invariant_recipes.numerics.layers.formats import fp8_weights
+from tp_invariant_recipes.numerics.layers.formats.fp8 import Fp8
+from tp_invariant_recipes.numerics.layers.linear import linear
 from tp_invariant_recipes.numerics.megatron.data_parallel import zeroing_contexts
 from tp_invariant_recipes.numerics.products import fp8, quantize
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
@@ -37,7 +39,7 @@ def _column(mesh, scaling, segments, sequence_parallel):
     local = sliced(weight, 0, mesh, segments).requires_grad_()
     local.main_grad = torch.ones(local.shape)
     inputs = (x.chunk(mesh.size)[mesh.rank] if sequence_parallel else x).clone().requires_grad_()
-    y = fp8_linear.column_parallel(inputs, local, mesh, segments, sequence_parallel, scaling)
+    y = linear.column_parallel(inputs, local, mesh, segments, sequence_parallel, scaling)
     y.backward(sliced(dy, 2, mesh, segments))
     return y.detach(), inputs.grad, local.main_grad
 
@@ -47,7 +49,7 @@ def _row(mesh, scaling, sequence_parallel):
     local = sliced(weight.t().contiguous(), 1, mesh).requires_grad_()
     local.main_grad = torch.ones(local.shape)
     inputs = sliced(x, 2, mesh).requires_grad_()
-    y = fp8_linear.row_parallel(inputs, local, mesh, sequence_parallel, scaling)
+    y = linear.row_parallel(inputs, local, mesh, sequence_parallel, scaling)
     y.backward(dy.chunk(mesh.size)[mesh.rank] if sequence_parallel else dy)
     return y.detach(), inputs.grad, local.main_grad
 
@@ -57,8 +59,8 @@ ROWS = [(blockwise, sp) for blockwise in (False, True) for sp in (False, True)]
 
 
 def _everything(mesh):
-    scalings = [Scaling(blockwise, E5M2, mesh.group) for blockwise in (False, True)]
-    alone = Scaling(False, E5M2, None)
+    scalings = [Fp8(blockwise, E5M2, mesh.group) for blockwise in (False, True)]
+    alone = Fp8(False, E5M2, None)
     found = {
         "column": {case: _column(mesh, scalings[case[0]], *case[1:]) for case in CASES},
         "row": {case: _row(mesh, scalings[case[0]], case[1]) for case in ROWS},
@@ -80,8 +82,8 @@ def results():
 
 def fp8_product_is_compiled():
     """Here, once, and not in every fork."""
-    _row(VirtualMesh(SHARDS, 1, 0), Scaling(False, E5M2), False)
-    _row(VirtualMesh(SHARDS, 1, 0), Scaling(True, E5M2), False)
+    _row(VirtualMesh(SHARDS, 1, 0), Fp8(False, E5M2), False)
+    _row(VirtualMesh(SHARDS, 1, 0), Fp8(True, E5M2), False)
 
 
 def _column_whole(ranks, segments, sequence_parallel):
@@ -128,7 +130,7 @@ def test_a_scale_of_a_rank_is_another_result(results, t):
 
 
 def _whole(mesh=None, scaling=None):
-    return _row(mesh or VirtualMesh(SHARDS, 1, 0), scaling or Scaling(False, E5M2), False)
+    return _row(mesh or VirtualMesh(SHARDS, 1, 0), scaling or Fp8(False, E5M2), False)
 
 
 def test_sums_that_restart_elsewhere_are_another_result():
@@ -156,24 +158,24 @@ def test_accumulators_that_are_promoted_elsewhere_are_another_result(monkeypatch
 
 
 def test_gradients_have_the_type_of_the_recipe():
-    assert not same_bits(_whole()[1], _whole(scaling=Scaling(False, E4M3))[1])
+    assert not same_bits(_whole()[1], _whole(scaling=Fp8(False, E4M3))[1])
 
 
 def test_two_sequences_at_once_would_share_a_scale():
     x, weight, _ = _tensors()
     both = torch.cat((x, x * 16), 1)
     with pytest.raises(NotImplementedError, match="2 sequences at once"):
-        fp8_linear.column_parallel(both, weight, VirtualMesh(SHARDS, 1, 0), 1, False, Scaling(False, E5M2))
+        linear.column_parallel(both, weight, VirtualMesh(SHARDS, 1, 0), 1, False, Fp8(False, E5M2))
 
 
 @pytest.mark.parametrize("blockwise", (False, True), ids=("tensorwise", "blockwise"))
 def test_a_scale_of_a_micro_batch_is_another_result(monkeypatch, blockwise):
     """By blocks the outputs are those of a sequence alone: a token shares its scales with no other."""
-    monkeypatch.setattr(fp8_linear, "one_sequence", lambda x: x)
+    monkeypatch.setattr(fp8_format, "require_one_sequence", lambda x: None)
     x, weight, _ = _tensors()
 
     def first(x):
-        y = fp8_linear.column_parallel(x, weight, VirtualMesh(SHARDS, 1, 0), 1, False, Scaling(blockwise, E5M2))
+        y = linear.column_parallel(x, weight, VirtualMesh(SHARDS, 1, 0), 1, False, Fp8(blockwise, E5M2))
         return y[:, 0]
 
     louder = x * 1.5  # not by a power of two, which would change exponents alone
@@ -225,7 +227,7 @@ def test_layers_quantize_a_weight_once_a_step(made):
     x, weight, dy = _tensors()
     weight.requires_grad_()
     for _ in range(3):
-        y = fp8_linear.column_parallel(x, weight, VirtualMesh(SHARDS, 1, 0), 1, False, Scaling(False, E5M2))
+        y = linear.column_parallel(x, weight, VirtualMesh(SHARDS, 1, 0), 1, False, Fp8(False, E5M2))
         y.backward(dy)
     assert made.count(weight.shape) == 1
 

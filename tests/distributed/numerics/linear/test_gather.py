@@ -6,8 +6,8 @@ import torch
 from tests.distributed.ranks import on_ranks, sliced
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels.products.fixed_tile_product import fixed_tile_product
-from tp_invariant_recipes.numerics.layers.linear import gather
-from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.layers.formats.gathered import GATHERED
+from tp_invariant_recipes.numerics.layers.linear import linear
 
 TOKENS, K, N, SEGMENTS, DEGREE = 16, 40, 24, 2, 4
 DTYPES = (torch.float32, torch.bfloat16)
@@ -25,7 +25,7 @@ def _column_dgrad(mesh, dtype, segments):
     x, dy, weight = _tensors(dtype)
     x.requires_grad_()
     local = sliced(weight, 0, mesh, SEGMENTS)
-    y = gather.column_parallel(x, local, mesh, segments, False)
+    y = linear.column_parallel(x, local, mesh, segments, False, GATHERED)
     y.backward(sliced(dy, 2, mesh, SEGMENTS))
     return x.grad[:, 0]
 
@@ -34,7 +34,7 @@ def _row_forward(mesh, dtype):
     """A row-parallel layer's output, from activations [s, b, n] and the weight transposed."""
     _, dy, weight = _tensors(dtype)
     slices = (dy.chunk(mesh.size, 2)[mesh.rank], weight.t().chunk(mesh.size, 1)[mesh.rank])
-    return gather.row_parallel(*slices, mesh, False)[:, 0]
+    return linear.row_parallel(*slices, mesh, False, GATHERED)[:, 0]
 
 
 def _partial_sums(mesh, dtype):
@@ -86,12 +86,7 @@ def test_sums_of_ranks_products_are_not(results):
 def test_tokens_that_ranks_do_not_divide_are_refused():
     def uneven(mesh):
         x = torch.ones(3, 1, 4)
-        gather.row_parallel(x, torch.ones(4, 4), mesh, True)
+        linear.row_parallel(x, torch.ones(4, 4), mesh, True, GATHERED)
 
     with pytest.raises(RuntimeError, match="2 ranks do not divide 3 tokens"):
         on_ranks(2, 2, uneven)
-
-
-def test_segments_of_unlike_sizes_are_refused():
-    with pytest.raises(ValueError, match=r"numerics=gather has no segments of unlike sizes: \(2, 4\)"):
-        gather.column_parallel(torch.ones(1, 1, 4), torch.ones(6, 4), VirtualMesh(4, 1, 0), (2, 4), False)

@@ -9,15 +9,17 @@ from tp_invariant_recipes.kernels.products import mxfp8
 from tp_invariant_recipes.kernels.products.grouped_product import Groups
 from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2
 from tp_invariant_recipes.numerics.layers.experts import experts
-from tp_invariant_recipes.numerics.layers.experts.mxfp8_experts import grouped_linear
+from tp_invariant_recipes.numerics.layers.experts.experts import grouped_linear
 from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches
-from tp_invariant_recipes.numerics.layers.linear import linear, mxfp8_linear
-from tp_invariant_recipes.numerics.layers.linear.mxfp8_linear import Mxfp8Linear
+from tp_invariant_recipes.numerics.layers.formats import plain
+from tp_invariant_recipes.numerics.layers.formats.mxfp8 import Mxfp8
+from tp_invariant_recipes.numerics.layers.linear import linear
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 SHARDS, DEGREES = 4, (1, 2, 4)
 S, K, N = 64, 64, 4 * 32  # a rank of four has half a block of tokens
-LAYERS = Mxfp8Linear(linear.LIBRARY, E5M2)
+LAYERS = Mxfp8(plain.LIBRARY, E5M2)
+EXPERTS = Mxfp8(plain.LIBRARY, E4M3)
 
 
 def _tensors(segments=1):
@@ -39,7 +41,7 @@ def _column(mesh, segments, sequence_parallel):
     local = sliced(weight, 0, mesh, segments).requires_grad_()
     local.main_grad = torch.ones(local.shape)
     inputs = (x.chunk(mesh.size)[mesh.rank] if sequence_parallel else x).clone().requires_grad_()
-    y = LAYERS.column_parallel(inputs, local, mesh, segments, sequence_parallel)
+    y = linear.column_parallel(inputs, local, mesh, segments, sequence_parallel, LAYERS)
     y.backward(sliced(dy, 2, mesh, segments))
     return y.detach(), inputs.grad, local.main_grad
 
@@ -49,7 +51,7 @@ def _row(mesh, sequence_parallel):
     local = sliced(weight.t().contiguous(), 1, mesh).requires_grad_()
     local.main_grad = torch.ones(local.shape)
     inputs = sliced(x, 2, mesh).requires_grad_()
-    y = LAYERS.row_parallel(inputs, local, mesh, sequence_parallel)
+    y = linear.row_parallel(inputs, local, mesh, sequence_parallel, LAYERS)
     y.backward(dy.chunk(mesh.size)[mesh.rank] if sequence_parallel else dy)
     return y.detach(), inputs.grad, local.main_grad
 
@@ -59,13 +61,13 @@ CASES = [(segments, sp) for segments in (1, 2) for sp in (False, True)]
 
 def _everything(mesh):
     found = {case: _column(mesh, *case) for case in CASES} | {sp: _row(mesh, sp) for sp in (False, True)}
-    of_rank, start = mxfp8.along_columns, mxfp8_linear.start_all_gather
+    of_rank, start = mxfp8.along_columns, plain.start_all_gather
     if mesh.size == 4:  # the control: a rank rounds its tokens before they are gathered
         alone = lambda x: of_rank(x, E4M3, Groups((len(x),), torch.tensor([len(x)])))  # noqa: E731
-        mxfp8_linear.start_all_gather = lambda x, mesh: start(alone(x), mesh)
+        plain.start_all_gather = lambda x, mesh: start(alone(x), mesh)
         mxfp8.along_columns = lambda x, dtype: x if len(x) == S else of_rank(x, dtype)  # the weight has fewer rows
         found["rounded by rank"] = _column(mesh, 1, True)
-        mxfp8.along_columns, mxfp8_linear.start_all_gather = of_rank, start
+        mxfp8.along_columns, plain.start_all_gather = of_rank, start
     return found
 
 
@@ -150,18 +152,18 @@ def test_experts_are_rounded_as_their_batches():
     x, dy = (_wide(75, 64, generator) for _ in range(2))
     weights = [torch.randn(64, 64, generator=generator).bfloat16().requires_grad_() for _ in range(2)]
     inputs = x.clone().requires_grad_()
-    y = grouped_linear(inputs, batches, E4M3, experts.OF_TREE, weights)
+    y = grouped_linear(inputs, batches, weights, EXPERTS)
     y.backward(dy)
     (xr, xt), (g, gt) = mxfp8.both(x, E4M3, groups), mxfp8.both(dy, E4M3, groups)
     rounded = [mxfp8.both(weight.detach(), E4M3) for weight in weights]
     for which, (rows, columns, left) in enumerate(((0, 0, xr), (1, 1, g))):
         across = experts.of_batches(batches, [pair[rows] for pair in rounded])
         out = torch.empty(75, 64, dtype=torch.bfloat16)
-        experts.rows_times(left, across, out, groups, experts.OF_TREE, transposed=not columns)
+        plain.rows_times(left, across, out, groups, plain.LIBRARY.product, transposed=not columns)
         assert same_bits(out, (y.detach(), inputs.grad)[which])
 
     def add(outs):
-        experts.add_products(gt, xt, outs, batches, experts.OF_TREE)
+        plain.add_products(gt, xt, outs, batches, plain.LIBRARY.product)
 
     expected = experts.weight_gradients(add, [w.detach() for w in weights], batches, x.device)
     assert all(same_bits(weight.grad, one) for weight, one in zip(weights, expected, strict=True))
@@ -169,11 +171,11 @@ def test_experts_are_rounded_as_their_batches():
 
 def _linear(form, x, weight, sequence_parallel=False):
     if form == "column":
-        return LAYERS.column_parallel(x[:, None], weight, VirtualMesh(SHARDS, 1, 0), 1, sequence_parallel)
+        return linear.column_parallel(x[:, None], weight, VirtualMesh(SHARDS, 1, 0), 1, sequence_parallel, LAYERS)
     if form == "row":
-        return LAYERS.row_parallel(x[:, None], weight, VirtualMesh(SHARDS, 1, 0), sequence_parallel)
+        return linear.row_parallel(x[:, None], weight, VirtualMesh(SHARDS, 1, 0), sequence_parallel, LAYERS)
     sizes = (len(x),)
-    return grouped_linear(x, Batches(Groups(sizes, torch.tensor(sizes)), 0, 1), E4M3, experts.OF_TREE, [weight])
+    return grouped_linear(x, Batches(Groups(sizes, torch.tensor(sizes)), 0, 1), [weight], EXPERTS)
 
 
 # Whether input and weight have gradients -> bytes a number of the input that stay for the backward pass; the sides,
@@ -226,4 +228,4 @@ def test_weights_are_rounded_as_they_are_now():
 def test_two_sequences_at_once_would_share_scales():
     x, weight, _ = _tensors()
     with pytest.raises(NotImplementedError, match="2 sequences at once"):
-        LAYERS.column_parallel(torch.cat((x, x), 1), weight, VirtualMesh(SHARDS, 1, 0), 1, False)
+        linear.column_parallel(torch.cat((x, x), 1), weight, VirtualMesh(SHARDS, 1, 0), 1, False, LAYERS)

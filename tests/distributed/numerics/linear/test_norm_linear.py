@@ -7,7 +7,8 @@ import torch
 
 from tests.distributed.ranks import on_ranks, sliced
 from tests.operands import same_bits
-from tp_invariant_recipes.numerics.layers.linear import gather, linear, norm_linear
+from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.numerics.layers.linear import linear, norm_linear
 from tp_invariant_recipes.numerics.layers.norm import Norm, NormShards, layer_norm, rms_norm
 from tp_invariant_recipes.numerics.megatron import base
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
@@ -17,7 +18,7 @@ WANTED = ((True, True, True), (True, False, False), (False, True, False), (False
 
 
 def together(x, gain, weight, mesh, segments, slices, shards_of):
-    layer = linear.Column(mesh, segments, slices)
+    layer = linear.Column(mesh, segments, slices and mesh.size > 1)
     return norm_linear.norm_column_parallel(x, gain, weight, EPS, Norm(mesh, shards_of), layer)
 
 
@@ -92,12 +93,14 @@ def test_a_layer_uses_it_where_products_are_the_tree_s(monkeypatch, name, fused)
     layer.mesh = mesh = VirtualMesh(SHARDS, 1, 0)
     x, gain, weight, bias = torch.randn(S, B, K), torch.randn(K), torch.randn(2 * N, K), torch.randn(2 * N)
     normal = rms_norm(x, gain, EPS, mesh, NormShards.SEQUENCE_WHOLE)
-    of_mode = {"tree": linear, "gather": gather}[name]
-    expected = of_mode.column_parallel(normal, weight, mesh, 2, False)
+    operands = mode.named_mode(name).operands()
+    expected = linear.column_parallel(normal, weight, mesh, 2, False, operands)
     assert same_bits(layer.norm_column(x, (gain, None), EPS, weight, None), expected)
     assert same_bits(layer.norm_column(x, (gain, None), EPS, weight, bias), expected + bias)
     assert len(calls) == 2 * fused
     shift = torch.randn(K)
-    shifted = of_mode.column_parallel(layer_norm(x, gain, shift, EPS, mesh, False), weight, mesh, 2, False)
+    shifted = linear.column_parallel(
+        layer_norm(x, gain, shift, EPS, mesh, False), weight, mesh, 2, False, operands
+    )
     assert same_bits(layer.norm_column(x, (gain, shift), EPS, weight, None), shifted)
     assert len(calls) == 2 * fused

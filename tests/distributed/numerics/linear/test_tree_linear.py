@@ -8,7 +8,9 @@ import torch.distributed as dist
 
 from tests.distributed.ranks import joined, on_ranks, sliced
 from tests.operands import same_bits
-from tp_invariant_recipes.numerics.layers.linear import gather, linear
+from tp_invariant_recipes.numerics.layers.formats.gathered import GATHERED
+from tp_invariant_recipes.numerics.layers.formats.plain import PLAIN
+from tp_invariant_recipes.numerics.layers.linear import linear
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 SHARDS = 8
@@ -23,19 +25,19 @@ def _tensors(dtype, segments=1):
     return x, column, torch.randn(S, B, column.shape[0], generator=generator).to(dtype)
 
 
-def _column(strategy, mesh, dtype, segments, sequence_parallel, accumulate):
+def _column(operands, mesh, dtype, segments, sequence_parallel, accumulate):
     x, weight, dy = _tensors(dtype, segments)
     local = sliced(weight, 0, mesh, segments).requires_grad_()
     if accumulate:
         local.main_grad = torch.zeros(local.shape)
     inputs = (x.chunk(mesh.size)[mesh.rank] if sequence_parallel else x).clone().requires_grad_()
     for _ in range(2 if accumulate else 1):
-        y = strategy.column_parallel(inputs, local, mesh, segments, sequence_parallel)
+        y = linear.column_parallel(inputs, local, mesh, segments, sequence_parallel, operands)
         y.backward(sliced(dy, 2, mesh, segments))
     return y.detach(), inputs.grad, local.main_grad if accumulate else local.grad
 
 
-def _row(strategy, mesh, dtype, sequence_parallel, accumulate):
+def _row(operands, mesh, dtype, sequence_parallel, accumulate):
     dy, weight, x = _tensors(dtype)
     weight = weight.t().contiguous()
     local = sliced(weight, 1, mesh).requires_grad_()
@@ -43,7 +45,7 @@ def _row(strategy, mesh, dtype, sequence_parallel, accumulate):
         local.main_grad = torch.zeros(local.shape)
     inputs = sliced(x, 2, mesh).requires_grad_()
     for _ in range(2 if accumulate else 1):
-        y = strategy.row_parallel(inputs, local, mesh, sequence_parallel)
+        y = linear.row_parallel(inputs, local, mesh, sequence_parallel, operands)
         y.backward(dy.chunk(mesh.size)[mesh.rank] if sequence_parallel else dy)
     return y.detach(), inputs.grad, local.main_grad if accumulate else local.grad
 
@@ -63,15 +65,15 @@ COLUMNS = [(d, n, sp, acc) for d in DTYPES for n in (1, 2, 3) for sp in (False, 
 ROWS = [(d, sp, acc) for d in DTYPES for sp in (False, True) for acc in (False, True)]
 
 
-def _everything(mesh, strategy):
+def _everything(mesh, operands):
     return (
-        {case: _column(strategy, mesh, *case) for case in COLUMNS},
-        {case: _row(strategy, mesh, *case) for case in ROWS},
+        {case: _column(operands, mesh, *case) for case in COLUMNS},
+        {case: _row(operands, mesh, *case) for case in ROWS},
         {dtype: _stock_row(mesh, dtype) for dtype in DTYPES},
     )
 
 
-@pytest.fixture(scope="module", params=(linear, gather), ids=("tree", "gather"))
+@pytest.fixture(scope="module", params=(PLAIN, GATHERED), ids=("tree", "gather"))
 def results(request):
     """Degree -> what each of its ranks computed, when a test asks for it."""
     return functools.cache(lambda degree: on_ranks(degree, SHARDS, _everything, request.param))

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from tp_invariant_recipes.function_modes import outside_modes
 from tp_invariant_recipes.numerics.layers.experts.expert_placement import Owners
-from tp_invariant_recipes.numerics.layers.experts.experts import OF_TREE, add_products, of_batches, rows_times
+from tp_invariant_recipes.numerics.layers.experts.experts import of_batches
 from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches
+from tp_invariant_recipes.numerics.layers.formats.plain import PLAIN
 from tp_invariant_recipes.numerics.layers.linear.partial_linear import add_slice
 from tp_invariant_recipes.numerics.sums.tree import tree_sum
 from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad, gradients_of
@@ -50,7 +51,7 @@ class _AdapterLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.batches, ctx.owners = batches, owners
         out = x.new_empty(len(x), weight.shape[-2])
-        return rows_times(x, _each(weight, batches), out, batches.groups, OF_TREE, transposed=True)
+        return PLAIN.multiply_groups(x, _each(weight, batches), out, batches.groups, forward=True)
 
     @staticmethod
     @outside_modes
@@ -60,7 +61,7 @@ class _AdapterLinear(torch.autograd.Function):
         dx = dw = None
         if ctx.needs_input_grad[0]:
             dx = torch.empty_like(x)
-            rows_times(dy, _each(weight, batches), dx, batches.groups, OF_TREE, transposed=False)
+            dx = PLAIN.multiply_groups(dy, _each(weight, batches), dx, batches.groups, forward=False)
         if ctx.needs_input_grad[1]:
             of_kind = _shared_gradient if weight.dim() == 2 else _separate_gradient
             dw = of_kind(dy, x, weight, batches, ctx.owners)
@@ -80,7 +81,7 @@ def _separate_gradient(dy: Tensor, x: Tensor, weight: Any, batches: Batches, own
     if getattr(weight, "main_grad", None) is None:
         plain = torch.zeros(batches.buffers, *weight.shape, dtype=torch.float32, device=x.device)
     buffers = gradients_of(weight) if plain is None else plain.unbind(0)
-    add_products(dy, x, [buffer[expert] for expert in batches.experts for buffer in buffers], batches, OF_TREE)
+    PLAIN.add_gradients(dy, (x,), [buffer[expert] for expert in batches.experts for buffer in buffers], batches)
     return added_to_main_grad(weight) if plain is None else tree_sum(plain, weight.dtype)
 
 
@@ -94,7 +95,7 @@ def _shared_gradient(dy: Tensor, x: Tensor, weight: Tensor, batches: Batches, ow
     for batch in range(len(batches.groups.sizes)):
         node, leaf = divmod(batches.expert(batch) - batches.first, within)
         outs.append(leaves[leaf, node, batches.source(batch)].view(weight.shape))
-    add_products(dy, x, outs, replace(batches, chain=(0,)), OF_TREE)
+    PLAIN.add_gradients(dy, (x,), outs, replace(batches, chain=(0,)))
     nodes = leaves[0]
     for later in leaves[1:]:
         nodes.add_(later)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tp_invariant_recipes.function_modes import outside_modes
 from tp_invariant_recipes.kernels.folding_sum import folding_sum
-from tp_invariant_recipes.kernels.products.grouped_product import Groups, grouped_product, grouped_weight_gradient
 from tp_invariant_recipes.kernels.token_sum import token_sum
 from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.kernels.weighted_activation import (
@@ -24,8 +23,8 @@ from tp_invariant_recipes.kernels.weighted_activation import (
     weighted_activation_backward,
 )
 from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches
-from tp_invariant_recipes.numerics.products import sampling
-from tp_invariant_recipes.numerics.products.product import product
+from tp_invariant_recipes.numerics.layers.formats import Format
+from tp_invariant_recipes.numerics.layers.formats.plain import PLAIN
 from tp_invariant_recipes.numerics.sums.tree import tree_sum
 from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad, gradients_of
 
@@ -46,16 +45,14 @@ def mark_separate(experts: torch.nn.Module) -> None:
         weight.sequence_parallel = False  # type: ignore[attr-defined]
 
 
-class Arithmetic(NamedTuple):
-    """What computes on a CPU: product as of numerics/products/product.py; activation and its backward as of
-    kernels/weighted_activation.py, on every device."""
+class Activation(NamedTuple):
+    """Forward and backward pass of the experts' activation, as of kernels/weighted_activation.py."""
 
-    product: Callable[..., Tensor]
-    activation: Callable[[Tensor, Tensor, Any], Tensor]
-    activation_backward: Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor]]
+    forward: Callable[[Tensor, Tensor, Any], Tensor]
+    backward: Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor]]
 
 
-OF_TREE = Arithmetic(product, weighted_activation, weighted_activation_backward)
+ACTIVATION = Activation(weighted_activation, weighted_activation_backward)
 
 SIGMOID = {"silu": 1.0, "quick_gelu": 1.702}  # gated activations -> the factor in their sigmoid
 
@@ -80,31 +77,26 @@ def expert_mlp(
     fc1: Weights,
     fc2: Weights,
     kind: Kind | None,
-    arithmetic: Arithmetic = OF_TREE,
-    linear: Callable[[Tensor, Batches, Weights], Tensor] | None = None,
+    operands: Format = PLAIN,
+    activation: Activation = ACTIVATION,
     biases: tuple[Weights, Weights] | None = None,
     adapters: tuple[Adapter | None, Adapter | None] = (None, None),
 ) -> Tensor:
     """fc2(activation(fc1(x)) · probs), each row with its expert's weights.
 
     x: [r, h], in order of batches; probs: [r]. fc1: [f or 2f, h] per local expert; fc2: [h, f] per local expert.
-    linear: what multiplies; None: the products of the arithmetic.
+    operands: what multiplies.
     biases: [f or 2f] and [h] per local expert; the second is added times the row's probability.
     adapters: of fc1 and fc2: what is added to a product of these rows and batches.
     returns: [r, h].
     """
     if kind is None:
         raise NotImplementedError("of activations only SwiGLU and squared ReLU have an invariant version for experts")
-    if linear is None:
-
-        def linear(x: Tensor, batches: Batches, weights: Weights) -> Tensor:
-            return _GroupedLinear.apply(x, batches, arithmetic, *weights)
-
-    inner = _adapted(linear(x, batches, fc1), x, batches, adapters[0])
+    inner = _adapted(grouped_linear(x, batches, fc1, operands), x, batches, adapters[0])
     if biases is not None:
         inner = _GroupedBias.apply(inner, None, batches, *biases[0])
-    weighted = _WeightedActivation.apply(inner, probs, kind, arithmetic)
-    y = _adapted(linear(weighted, batches, fc2), weighted, batches, adapters[1])
+    weighted = _WeightedActivation.apply(inner, probs, kind, activation)
+    y = _adapted(grouped_linear(weighted, batches, fc2, operands), weighted, batches, adapters[1])
     return y if biases is None else _GroupedBias.apply(y, probs, batches, *biases[1])
 
 
@@ -158,79 +150,59 @@ def _bias_gradients(dy: Tensor, biases: Weights, batches: Batches) -> list[Tenso
 class _WeightedActivation(torch.autograd.Function):
     @staticmethod
     @outside_modes
-    def forward(ctx: Any, x: Tensor, probs: Tensor, kind: Kind, arithmetic: Arithmetic) -> Tensor:
+    def forward(ctx: Any, x: Tensor, probs: Tensor, kind: Kind, activation: Activation) -> Tensor:
         ctx.save_for_backward(x, probs)
-        ctx.kind, ctx.arithmetic = kind, arithmetic
-        return arithmetic.activation(x, probs, kind)
+        ctx.kind, ctx.activation = kind, activation
+        return activation.forward(x, probs, kind)
 
     @staticmethod
     @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, probs = ctx.saved_tensors
-        return *ctx.arithmetic.activation_backward(gradients[0].contiguous(), x, probs, ctx.kind), None, None
+        return *ctx.activation.backward(gradients[0].contiguous(), x, probs, ctx.kind), None, None
+
+
+def grouped_linear(x: Tensor, batches: Batches, weights: Weights, operands: Format = PLAIN) -> Tensor:
+    """x @ weight^T, each row with its expert's weight. x: [r, k] in order of batches; weights: [n, k] per expert."""
+    return _GroupedLinear.apply(x, batches, operands.for_experts(*weights), *weights)
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     @outside_modes
-    def forward(ctx: Any, x: Tensor, batches: Batches, arithmetic: Arithmetic, *weights: Tensor) -> Tensor:
-        x = x.contiguous()
-        ctx.save_for_backward(x, *weights)
-        ctx.batches, ctx.arithmetic = batches, arithmetic
+    def forward(ctx: Any, x: Tensor, batches: Batches, operands: Format, *weights: Tensor) -> Tensor:
+        rows, kept = operands.from_input(x.contiguous(), groups=batches.groups)
+        ctx.save_for_backward(*weights, *kept)
+        ctx.batches, ctx.operands = batches, operands
+        across = of_batches(batches, operands.across(weights, forward=True))
         out = x.new_empty(len(x), weights[0].shape[0])
-        return rows_times(x, of_batches(batches, weights), out, batches.groups, arithmetic, transposed=True)
+        return operands.multiply_groups(rows, across, out, batches.groups, forward=True)
 
     @staticmethod
     @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        batches = ctx.batches
-        dy = gradients[0].contiguous()
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = rows_times(
-                dy, of_batches(batches, weights), torch.empty_like(x), batches.groups, ctx.arithmetic, transposed=False
-            )
-        wanted = [w for w, needed in zip(weights, ctx.needs_input_grad[3:], strict=True) if needed]
-        if wanted and len(wanted) < len(weights):
+        wants_dx, wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
+        if any(wanted) and not all(wanted):
             raise NotImplementedError("either all of a layer's experts are trained or none")
+        weights, kept = ctx.saved_tensors[: len(wanted)], ctx.saved_tensors[len(wanted) :]
+        batches, operands, dy = ctx.batches, ctx.operands, gradients[0].contiguous()
+        rows, columns = operands.from_gradient(dy, None, wants_dx, any(wanted), batches.groups)
+        dx = None
+        if wants_dx:
+            across = of_batches(batches, operands.across(weights, forward=False))
+            dx = dy.new_empty(len(dy), weights[0].shape[1])
+            dx = operands.multiply_groups(rows, across, dx, batches.groups, forward=False)
 
         def add(outs: list[Tensor]) -> None:
-            add_products(dy, x, outs, batches, ctx.arithmetic)
+            operands.add_gradients(columns, kept, outs, batches)
 
-        return (
-            dx,
-            None,
-            None,
-            *(weight_gradients(add, weights, batches, x.device) if wanted else [None] * len(weights)),
-        )
+        dw = weight_gradients(add, weights, batches, dy.device) if any(wanted) else [None] * len(weights)
+        return (dx, None, None, *dw)
 
 
 def of_batches[T](batches: Batches, tensors: Sequence[T]) -> list[T]:
     """Of each batch what its expert has."""
     return [tensors[batches.expert(batch)] for batch in range(len(batches.groups.sizes))]
-
-
-def rows_times(
-    x: Tensor, weights: Weights, out: Tensor, groups: Groups, arithmetic: Arithmetic, *, transposed: bool
-) -> Tensor:
-    """Each batch's rows times its weight, or the weight transposed, into `out`. weights: of each batch."""
-    if x.is_cuda:
-        started = sampling.begin_one(
-            groups.sizes, lambda n, rows: (x[rows], _across(weights[n], transposed), out[rows])
-        )
-        grouped_product(x, weights, out, groups, transposed=transposed)
-        if started is not None:
-            started.end()
-        return out
-    for rows, weight, part in zip(x.split(groups.sizes), weights, out.split(groups.sizes), strict=True):
-        if len(rows):
-            arithmetic.product(rows, weight.t() if transposed else weight, part)
-    return out
-
-
-def _across(weight: Tensor, transposed: bool) -> Tensor:
-    return weight.t() if transposed else weight
 
 
 def weight_gradients(
@@ -246,18 +218,3 @@ def weight_gradients(
         return list(tree_sum(plain, weights[0].dtype))
     add([gradient for expert in batches.experts for gradient in gradients_of(weights[expert])])
     return [added_to_main_grad(weight) for weight in weights]
-
-
-def add_products(dy: Tensor, x: Tensor, outs: list[Tensor], batches: Batches, arithmetic: Arithmetic) -> None:
-    """Add to each fp32 tensor dy^T x of its batches, in order. outs: as of `weight_gradients`."""
-    sizes = batches.groups.sizes
-    if x.is_cuda:
-        started = sampling.begin_chain(sizes, batches.chain, dy, x, outs)
-        grouped_weight_gradient(dy, x, outs, batches.groups, batches.chain)
-        if started is not None:
-            started.end()
-        return
-    dy_parts, x_parts = dy.split(sizes), x.split(sizes)
-    for out, batch in batches.in_order(outs):
-        if sizes[batch]:
-            arithmetic.product(dy_parts[batch].t(), x_parts[batch], out, add=True)

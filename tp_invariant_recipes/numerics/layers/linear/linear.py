@@ -8,53 +8,27 @@ so partial v of a sum over output features is the sum over segments, in order, o
 segment: Megatron interleaves its rows by query group, so a shard is whole groups. Segments are `segments` equal ones,
 or have the sizes that it lists (Mamba's z, x, B, C and dt).
 
-On a GPU the lowest levels of the tree cost little (numerics/products/contraction.py): one launch adds up to four
-products, or a product itself adds the product of a segment or of the right neighbour to the output, and rounds as a
-separate addition would.
+    forward          y  = x @ weight^T
+    input gradient   dx = dy @ weight
+    weight gradient  dw = dy^T @ x, a product for each context shard
 
-Where a rank holds the tokens of several context shards (numerics/sums/context_shards.py), each is a product of its own:
-sums over tokens are trees over these shards, and on a CPU a product's bits depend on the number of its rows.
+numerics/layers/formats/ says what the operands are and what multiplies them.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from tp_invariant_recipes.function_modes import LayerFunction, outside_modes
-from tp_invariant_recipes.numerics.products import contraction, cpu
+from tp_invariant_recipes.numerics.layers.formats import Format
+from tp_invariant_recipes.numerics.layers.formats.plain import PLAIN
 from tp_invariant_recipes.numerics.products.operands import Parts
-from tp_invariant_recipes.numerics.products.product import product
-from tp_invariant_recipes.numerics.sums.context_shards import each_context
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.sums.tree import (
-    Reducing,
-    all_gather,
-    start_all_gather,
-    start_reduce_scatter,
-)
-from tp_invariant_recipes.numerics.sums.weight_gradient import weight_gradient
-
-
-@dataclass(frozen=True)
-class Products:
-    """Multiply matrices.
-
-    product: as `numerics.products.product.product`. partials, on CPUs alone: as `numerics.products.cpu.partials`.
-    """
-
-    product: Callable[..., Tensor]
-    partials: Callable[..., Tensor]
-
-
-LIBRARY = Products(product, cpu.partials)
 
 
 def column_parallel(
-    x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: Parts, sequence_parallel: bool, products: Products = LIBRARY
+    x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: Parts, sequence_parallel: bool, operands: Format = PLAIN
 ) -> Tensor:
     """x @ weight^T for a weight split along its output features.
 
@@ -63,11 +37,12 @@ def column_parallel(
     segments: their number, or the rows of each in `weight`.
     returns:  [s, b, n/t] of x's dtype.
     """
-    return _ColumnParallel.apply(x, weight, mesh, segments, sequence_parallel, products)
+    layer = Column(mesh, segments, sequence_parallel and mesh.size > 1, operands.for_layer(x, weight))
+    return _Parallel.apply(x, weight, layer)
 
 
 def row_parallel(
-    x: Tensor, weight: Tensor, mesh: VirtualMesh, sequence_parallel: bool, products: Products = LIBRARY
+    x: Tensor, weight: Tensor, mesh: VirtualMesh, sequence_parallel: bool, operands: Format = PLAIN
 ) -> Tensor:
     """x @ weight^T for a weight split along its input features.
 
@@ -75,7 +50,7 @@ def row_parallel(
     weight:  [n, k/t], this rank's shards.
     returns: [s/t, b, n] of x's dtype with sequence parallelism, [s, b, n] without.
     """
-    return _RowParallel.apply(x, weight, mesh, sequence_parallel, products)
+    return _Parallel.apply(x, weight, Row(mesh, sequence_parallel and mesh.size > 1, operands.for_layer(x, weight)))
 
 
 def unsplit(x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: Parts) -> Tensor:
@@ -83,138 +58,110 @@ def unsplit(x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: Parts) -> Te
 
     x: [..., k]; weight: [n, k]; mesh: of one rank; segments: as of `column_parallel`. returns: [..., n] of x's dtype.
     """
-    return _Unsplit.apply(x, weight, mesh, segments)
+    return _Parallel.apply(x, weight, Unsplit(mesh, segments))
 
 
 class Column(NamedTuple):
-    """The two passes of a column-parallel product, for functions of autograd. Fields: as of `column_parallel`."""
+    """The two passes of a column-parallel product, for functions of autograd. Fields: as of `column_parallel`.
+
+    gathers: several ranks have slices of the tokens.
+    """
 
     mesh: VirtualMesh
     segments: Parts
-    sequence_parallel: bool
-    products: Products = LIBRARY
+    gathers: bool = False
+    operands: Format = PLAIN
 
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x @ weight^T, as `column_parallel`."""
-        mesh = self.mesh
-        whole = all_gather(x, mesh) if self.sequence_parallel else x
-        tokens = by_token(whole)
+    def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """x @ weight^T, as `column_parallel`, and what a backward pass needs of x."""
+        mesh, segments, gathers, operands = self
+        rows, kept = operands.from_input(by_token(x), gathers)
+        if gathers:
+            rows = operands.gathered(rows, mesh)
         # Not a view: the logits are this layer's output, and some losses change them in place.
-        y = tokens.new_empty(*whole.shape[:-1], weight.shape[0])
-        for rows, out in each_context(mesh, tokens, by_token(y)):
-            self.products.product(rows, weight.t(), out, columns=shards_of(self.segments, mesh))
-        return y
+        y = x.new_empty(x.shape[0] * (mesh.size if gathers else 1), *x.shape[1:-1], weight.shape[0])
+        (across,) = operands.across((weight,), forward=True)
+        operands.multiply(rows, across, by_token(y), mesh, shards_of(segments, mesh), forward=True)
+        return y, kept
 
     def backward(
-        self, dy: Tensor, x: Tensor, weight: Tensor, wants_dx: bool, wants_dw: bool
+        self, dy: Tensor, weight: Tensor, kept: Sequence[Tensor], wants_dx: bool, wants_dw: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of x and weight that are wanted. dy: of the output."""
-        mesh, segments, sequence_parallel, products = self
-        grad = by_token(dy)
-        gathering = start_all_gather(x, mesh) if wants_dw and sequence_parallel else None
-        reducing = start_contraction(grad, weight, mesh, segments, products) if wants_dx else None
-        dx = dw = None
-        if wants_dw:  # while the nodes of dx are on their way
-            tokens = by_token(gathering.arrived() if gathering else x)
-            dw = gradient_of_weight(weight, grad, tokens, mesh, products.product, rows=shards_of(segments, mesh))
-        if reducing is not None:
-            dx = finished(reducing, x.dtype, mesh, sequence_parallel).view_as(x)
+        """The gradients of x, [tokens, k], and weight that are wanted. dy: of the output."""
+        mesh, segments, gathers, operands = self
+        rows, columns = operands.from_gradient(by_token(dy), None, wants_dx, wants_dw)
+        gathering = operands.start_gathering(kept, mesh) if wants_dw and gathers else None
+        summed = dx = dw = None
+        if wants_dx:
+            (across,) = operands.across((weight,), forward=False)
+            summed = operands.start_contraction(
+                rows, across, mesh, segments, forward=False, scatters=gathers, dtype=dy.dtype
+            )
+        if wants_dw:  # while the operands of dx, or its nodes, are on their way
+            tokens = operands.columns(kept, gathering.arrived() if gathering else None)
+            dw = operands.weight_gradient(weight, columns, tokens, mesh, rows=shards_of(segments, mesh))
+        if summed is not None:
+            dx = summed.finished(dy.dtype)
         return dx, dw
 
 
-class _ColumnParallel(LayerFunction):
-    @staticmethod
-    @outside_modes
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        mesh: VirtualMesh,
-        segments: Parts,
-        sequence_parallel: bool,
-        products: Products,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.layer = layer = Column(mesh, segments, sequence_parallel, products)
-        return layer.forward(x, weight)
+class Row(NamedTuple):
+    """The two passes of a row-parallel product. scatters: the result is divided by tokens."""
 
-    @staticmethod
-    @outside_modes
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.layer.backward(dy, *ctx.saved_tensors, *ctx.needs_input_grad[:2]), None, None, None, None
+    mesh: VirtualMesh
+    scatters: bool
+    operands: Format = PLAIN
 
+    def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """x @ weight^T, as `row_parallel`, and what a backward pass needs of x."""
+        mesh, scatters, operands = self
+        rows, kept = operands.from_input(by_token(x))
+        (across,) = operands.across((weight,), forward=True)
+        summed = operands.start_contraction(rows, across, mesh, 1, forward=True, scatters=scatters, dtype=x.dtype)
+        return summed.finished(x.dtype).view(-1, *x.shape[1:-1], weight.shape[0]), kept
 
-class _Unsplit(LayerFunction):
-    @staticmethod
-    @outside_modes
-    def forward(ctx: Any, x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: Parts) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.layer = Column(mesh, segments, False)
-        summed = start_contraction(by_token(x), weight.t(), mesh, 1, LIBRARY)
-        return finished(summed, x.dtype, mesh, False).view(*x.shape[:-1], weight.shape[0])
-
-    @staticmethod
-    @outside_modes
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.layer.backward(dy, *ctx.saved_tensors, *ctx.needs_input_grad[:2]), None, None
-
-
-class _RowParallel(LayerFunction):
-    @staticmethod
-    @outside_modes
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, mesh: VirtualMesh, sequence_parallel: bool, products: Products
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.mesh, ctx.sequence_parallel, ctx.products = mesh, sequence_parallel, products
-        reducing = start_contraction(by_token(x), weight.t(), mesh, 1, products)
-        y = finished(reducing, x.dtype, mesh, sequence_parallel)
-        return y.view(-1, *x.shape[1:-1], weight.shape[0])
-
-    @staticmethod
-    @outside_modes
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        mesh, product = ctx.mesh, ctx.products.product
-        grad = by_token(all_gather(dy, mesh) if ctx.sequence_parallel else dy)
-        tokens = by_token(x)
-        wants_dx, wants_dw = ctx.needs_input_grad[:2]
+    def backward(
+        self, dy: Tensor, weight: Tensor, kept: Sequence[Tensor], wants_dx: bool, wants_dw: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """As Column's."""
+        mesh, scatters, operands = self
+        rows, columns = operands.from_gradient(by_token(dy), mesh if scatters else None, wants_dx, wants_dw)
         dx = dw = None
         if wants_dx:
-            dx = torch.empty_like(tokens, memory_format=torch.contiguous_format)
-            for rows, out in each_context(mesh, grad, dx):
-                product(rows, weight, out, columns=mesh.local)
-            dx = dx.view_as(x)
+            (across,) = operands.across((weight,), forward=False)
+            dx = dy.new_empty(dy.shape[:-1].numel() * (mesh.size if scatters else 1), weight.shape[1])
+            operands.multiply(rows, across, dx, mesh, mesh.local, forward=False)
         if wants_dw:
-            dw = gradient_of_weight(weight, grad, tokens, mesh, product, columns=mesh.local)
-        return dx, dw, None, None, None
+            dw = operands.weight_gradient(weight, columns, operands.columns(kept, None), mesh, columns=mesh.local)
+        return dx, dw
 
 
-def gradient_of_weight(
-    weight: Tensor, grad: Tensor, tokens: Tensor, mesh: VirtualMesh, product: Callable[..., Tensor], **shards: Parts
-) -> Tensor:
-    """grad^T @ tokens, of each context shard by itself. shards: the rows or columns of `product`."""
-    parts = each_context(mesh, grad, tokens)
-    return weight_gradient(weight, *(partial(_added, product, dy.t(), x, shards) for dy, x in parts))
+class Unsplit(Column):
+    """A Row's output and a Column's gradients."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """As `unsplit`."""
+        y, kept = Row(self.mesh, False).forward(by_token(x), weight)
+        return y.view(*x.shape[:-1], weight.shape[0]), kept
 
 
-def _added(
-    product: Callable[..., Tensor], a: Tensor, b: Tensor, shards: dict[str, Parts], out: Tensor, add: bool
-) -> Tensor:
-    return product(a, b, out, add=add, **shards)
+class _Parallel(LayerFunction):
+    """A layer's two passes. layer: Column, Row or Unsplit."""
 
+    @staticmethod
+    @outside_modes
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Column | Row) -> Tensor:
+        y, kept = layer.forward(x, weight)
+        ctx.save_for_backward(weight, *kept)
+        ctx.layer, ctx.shape = layer, x.shape
+        return y
 
-def start_contraction(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Parts, products: Products) -> Reducing:
-    """Start a @ b with the summed dimension divided among the ranks.
-
-    a: [tokens, k/t]; b: [k/t, features]: this rank's segments and shards of k.
-    """
-    if isinstance(segments, int):
-        segments = (a.shape[1] // segments,) * segments
-    if not a.is_cuda:
-        partials = [products.partials(rows, b, mesh.local, segments) for (rows,) in each_context(mesh, a)]
-        return start_reduce_scatter(torch.cat(partials, 1) if len(partials) > 1 else partials[0], mesh)
-    return start_reduce_scatter(contraction.nodes(a, b, mesh, segments, products.product), mesh)
+    @staticmethod
+    @outside_modes
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *kept = ctx.saved_tensors
+        dx, dw = ctx.layer.backward(dy, weight, kept, *ctx.needs_input_grad[:2])
+        return None if dx is None else dx.view(ctx.shape), dw, None
 
 
 def shards_of(segments: Parts, mesh: VirtualMesh) -> Parts:
@@ -222,12 +169,6 @@ def shards_of(segments: Parts, mesh: VirtualMesh) -> Parts:
     if isinstance(segments, int):
         return segments * mesh.local
     return tuple(segment // mesh.local for segment in segments for _ in range(mesh.local))
-
-
-def finished(reducing: Reducing, dtype: torch.dtype, mesh: VirtualMesh, sequence_parallel: bool) -> Tensor:
-    """A sum over ranks: [tokens/t, features] with sequence parallelism, [tokens, features] without."""
-    mine = reducing.finished(dtype)
-    return mine if sequence_parallel else all_gather(mine, mesh)
 
 
 def by_token(x: Tensor) -> Tensor:

@@ -32,17 +32,18 @@ class _NormColumnParallel(LayerFunction):
         ctx: Any, x: Tensor, norm_weight: Tensor, weight: Tensor, eps: float, norm: Norm, layer: Column
     ) -> Tensor:
         normal, scale = norm.forward(x, norm_weight, eps)
-        ctx.save_for_backward(x, norm_weight, scale, normal, weight)
+        y, kept = layer.forward(normal, weight)
+        ctx.save_for_backward(x, norm_weight, scale, weight, *kept)
         ctx.norm, ctx.layer = norm, layer
-        return layer.forward(normal, weight)
+        return y
 
     @staticmethod
     @outside_modes
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, norm_weight, scale, normal, weight = ctx.saved_tensors
+        x, norm_weight, scale, weight, *kept = ctx.saved_tensors
         wants_dx, wants_dg, wants_dw = ctx.needs_input_grad[:3]
-        dnormal, dw = ctx.layer.backward(dy, normal, weight, wants_dx or wants_dg, wants_dw)
+        dnormal, dw = ctx.layer.backward(dy, weight, kept, wants_dx or wants_dg, wants_dw)
         if dnormal is None:
             return None, None, dw, None, None, None
-        dx, dg = ctx.norm.backward(dnormal, x, norm_weight, scale, wants_dx, wants_dg)
+        dx, dg = ctx.norm.backward(dnormal.view(x.shape), x, norm_weight, scale, wants_dx, wants_dg)
         return dx, dg, dw, None, None, None

@@ -1,0 +1,192 @@
+"""Operands in FP8: codes, and scales that belong to a tensor or to blocks of 128.
+
+    forward          x (e4m3) @ weight^T (e4m3)
+    input gradient   dy (e5m2, or e4m3) @ weight
+    weight gradient  dy^T @ x, over the tokens of a context shard
+
+Each shard of a summed dimension is a product by the definition of kernels/products/fp8_sum.py, a multiple of 128 long,
+so accumulators are promoted at the same places for every t. Scales are those of a tensor, whoever holds its parts:
+
+    tensorwise  a maximum over the ranks that share the sequence, of a weight over those that share it
+    blockwise   of 128 numbers along what is summed; no border of a shard cuts them
+
+Every operand is quantized along its features and along its tokens. Tensorwise both are the same numbers, so what ranks
+exchange is in FP8. A layer keeps its input in FP8 along its tokens, for the weight gradient; blockwise in bf16 where a
+rank has a part of the tokens, since blocks of the whole may lie on two.
+
+Experts' batches are the tokens of one expert from one source, a context shard of a sequence, in every layout. So
+tensorwise each batch has a scale of its own, and blockwise its tokens are filled up to a multiple of 128 with zeros,
+which add nothing. An expert's weights lie whole with its owner.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+
+from tp_invariant_recipes.kernels.products.grouped_product import Groups
+from tp_invariant_recipes.kernels.products.quantize import of_groups
+from tp_invariant_recipes.kernels.products.quantized import BLOCK, E4M3, E5M2, Quantized
+from tp_invariant_recipes.numerics.layers.formats import fp8_weights
+from tp_invariant_recipes.numerics.layers.formats.fp8_weights import Fp8Weight
+from tp_invariant_recipes.numerics.layers.formats.plain import Reduced, require_one_sequence, sizes_of
+from tp_invariant_recipes.numerics.precision import Fp8Layers
+from tp_invariant_recipes.numerics.products import fp8, quantize
+from tp_invariant_recipes.numerics.products.operands import Parts
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.sums.tree import Moving, all_gather, start_all_gather, start_reduce_scatter
+from tp_invariant_recipes.numerics.sums.weight_gradient import weight_gradient
+
+if TYPE_CHECKING:
+    from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """The methods of Plain.
+
+    blockwise: or one scale a tensor. gradients: their FP8 type. group: of the ranks that share a sequence, whose
+    shards of weights are each other's too; None: one rank has all. weights: of the layer, for this pass.
+    """
+
+    blockwise: bool
+    gradients: torch.dtype
+    group: Any = None
+    weights: tuple[Fp8Weight, ...] = ()
+
+    @classmethod
+    def from_layers(cls, layers: Fp8Layers, group: Any) -> Self:
+        """Read the scaling from a configuration's layers. group: of this rank."""
+        return cls(layers.recipe == "blockwise", E5M2 if layers.gradients == "e5m2" else E4M3, group)
+
+    def for_layer(self, x: Tensor, *weights: Tensor) -> Self:
+        """As Plain's."""
+        require_one_sequence(x)
+        return self._with(weights, self.group)
+
+    def for_experts(self, *weights: Tensor) -> Self:
+        """As Plain's."""
+        return self._with(weights, None)
+
+    def _with(self, weights: Sequence[Tensor], group: Any) -> Self:
+        return replace(self, weights=tuple(fp8_weights.quantized(weight, self.blockwise, group) for weight in weights))
+
+    def from_input(
+        self, x: Tensor, gathers: bool = False, groups: Groups | None = None
+    ) -> tuple[Any, tuple[Tensor, ...]]:
+        """As Plain's."""
+        x = x.contiguous()
+        if gathers or groups is not None:
+            q = self._rows(x, E4M3, groups)
+            return q, (x,) if self.blockwise else (q.data, q.scale)
+        q, columns = self._both(x, E4M3)
+        return q, (columns.data, columns.scale)
+
+    def from_gradient(
+        self, dy: Tensor, mesh: VirtualMesh | None, wants_rows: bool, wants_columns: bool, groups: Groups | None = None
+    ) -> tuple[Any, Any]:
+        """As Plain's; of experts blockwise the columns are dy itself, since their groups are filled up later."""
+        dy = dy.contiguous()
+        if groups is not None:
+            rows = self._rows(dy, self.gradients, groups)
+            return rows, dy if self.blockwise else quantize.transposed(rows)
+        if mesh is None or self.blockwise:
+            return self._both(dy if mesh is None else all_gather(dy, mesh), self.gradients)
+        rows = self.gathered(self._rows(dy, self.gradients, None), mesh)
+        return rows, quantize.transposed(rows)
+
+    def gathered(self, rows: Any, mesh: VirtualMesh) -> Any:
+        """As Plain's."""
+        data = all_gather(rows.data.view(torch.uint8), mesh).view(rows.data.dtype)
+        scale = rows.scale if rows.blocks == "tensor" else all_gather(rows.scale.contiguous(), mesh)
+        return Quantized(data, scale, rows.blocks)
+
+    def start_gathering(self, kept: Sequence[Tensor], mesh: VirtualMesh) -> Moving:
+        """As Plain's."""
+        return start_all_gather(kept[0].view(torch.uint8) if kept[0].dtype == E4M3 else kept[0], mesh)
+
+    def columns(self, kept: Sequence[Tensor], tokens: Tensor | None) -> Any:
+        """As Plain's."""
+        if tokens is None:
+            return Quantized(kept[0], kept[1], "1x128" if self.blockwise else "tensor")
+        if self.blockwise:
+            return quantize.along_columns(tokens, E4M3)
+        return quantize.transposed(Quantized(tokens.view(E4M3), kept[1]))
+
+    def across(self, weights: Sequence[Tensor], *, forward: bool) -> Sequence[Any]:
+        """As Plain's."""
+        return [weight.rows if forward else weight.of_backward() for weight in self.weights]
+
+    def multiply(
+        self, rows: Any, across: Any, out: Tensor, mesh: VirtualMesh, columns: Parts, *, forward: bool
+    ) -> None:
+        """As Plain's, all in one product."""
+        fp8.product(rows, across, out)
+
+    def start_contraction(
+        self, rows: Any, across: Any, mesh: VirtualMesh, segments: Parts, *, forward: bool, scatters: bool,
+        dtype: torch.dtype,
+    ) -> Reduced:  # fmt: skip
+        """As Plain's."""
+        nodes = fp8.nodes(rows, across, mesh, sizes_of(segments, rows.data.shape[1]), dtype)
+        return Reduced(start_reduce_scatter(nodes, mesh), mesh, scatters)
+
+    def weight_gradient(self, weight: Tensor, dy: Any, x: Any, mesh: VirtualMesh, **shards: Parts) -> Tensor:
+        """As Plain's. dy: [n, tokens]; x: [k, tokens]."""
+        size = dy.data.shape[1] // mesh.contexts
+        starts = range(0, dy.data.shape[1], size)
+        return weight_gradient(weight, *(partial(_added, dy.along_k(n, size), x.along_k(n, size)) for n in starts))
+
+    def multiply_groups(
+        self, rows: Any, across: Sequence[Any], out: Tensor, groups: Groups, *, forward: bool
+    ) -> Tensor:  # fmt: skip
+        """As Plain's."""
+        fp8.grouped_product(rows, across, out, groups)
+        return out
+
+    def add_gradients(self, dy: Any, kept: Sequence[Tensor], outs: list[Tensor], batches: "Batches") -> None:
+        """As Plain's."""
+        groups = batches.groups
+        if self.blockwise:
+            filled = _filled(groups)
+            sides = ((dy, self.gradients), (kept[0], E4M3))
+            dy, x = (quantize.along_columns(_spread(rows, groups, filled), dtype) for rows, dtype in sides)
+            groups = filled
+        else:
+            data, scale = kept
+            x = quantize.transposed(Quantized(data, scale))
+        fp8.grouped_weight_gradient(dy, x, outs, groups, batches.chain)
+
+    def _rows(self, x: Tensor, dtype: torch.dtype, groups: Groups | None) -> Quantized:
+        """x [m, k] as an operand of a sum over k."""
+        if self.blockwise:
+            return quantize.along_rows(x, dtype)
+        return quantize.of_tensor(x, dtype, self.group) if groups is None else of_groups(x, groups.counts, dtype)
+
+    def _both(self, x: Tensor, dtype: torch.dtype) -> quantize.Pair:
+        """`_rows`, and x^T [k, m] as an operand of a sum over tokens."""
+        return quantize.along_both(x, dtype) if self.blockwise else quantize.of_tensor_both_ways(x, dtype, self.group)
+
+
+def _added(a: Quantized, b: Quantized, out: Tensor, add: bool) -> Tensor:
+    return fp8.product(a, b, out, add=add)
+
+
+def _filled(groups: Groups) -> Groups:
+    """The groups with a multiple of 128 rows each."""
+    return Groups(
+        tuple(-(-size // BLOCK) * BLOCK for size in groups.sizes),
+        torch.div(groups.counts + BLOCK - 1, BLOCK, rounding_mode="floor") * BLOCK,
+    )
+
+
+def _spread(x: Tensor, groups: Groups, filled: Groups) -> Tensor:
+    """x with rows of zeros at the end of every group."""
+    shift = (filled.ends - filled.counts) - (groups.ends - groups.counts)
+    places = torch.arange(len(x), device=x.device) + torch.repeat_interleave(shift, groups.counts, output_size=len(x))
+    spread = x.new_zeros(sum(filled.sizes), x.shape[1])
+    spread[places] = x
+    return spread

@@ -1,0 +1,243 @@
+"""Operands as they are, in bf16 or fp32. The other formats replace what they do otherwise.
+
+    format       an operand holds                    its products                     of a split sum travel
+    plain.py     the numbers                         the mode's                       nodes of the tree
+    mxfp8.py     numbers rounded in blocks of 32     the mode's                       nodes of the tree
+    fp8.py       codes and scales                    numerics/products/fp8.py         nodes of the tree
+    gathered.py  the numbers                         fixed tiles                      the operands
+
+numerics/layers/linear/linear.py and numerics/layers/experts/experts.py say which products a layer needs. A side is
+an operand of a sum over features (`rows`) or over tokens (`columns`).
+
+On a GPU the lowest levels of the tree cost little (numerics/products/contraction.py): one launch adds up to four
+products, or a product itself adds the product of a segment or of the right neighbour to the output, and rounds as a
+separate addition would.
+
+Where a rank holds the tokens of several context shards (numerics/sums/context_shards.py), each is a product of its own:
+sums over tokens are trees over these shards, and on a CPU a product's bits depend on the number of its rows.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from tp_invariant_recipes.kernels.products.grouped_product import Groups, grouped_product, grouped_weight_gradient
+from tp_invariant_recipes.numerics.products import contraction, cpu, sampling
+from tp_invariant_recipes.numerics.products.operands import Parts
+from tp_invariant_recipes.numerics.products.product import product
+from tp_invariant_recipes.numerics.sums.context_shards import each_context
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.sums.tree import Moving, Reducing, all_gather, start_all_gather, start_reduce_scatter
+from tp_invariant_recipes.numerics.sums.weight_gradient import weight_gradient
+
+if TYPE_CHECKING:
+    from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches
+
+
+@dataclass(frozen=True)
+class Products:
+    """Multiply matrices.
+
+    product: as `numerics.products.product.product`. partials, on CPUs alone: as `numerics.products.cpu.partials`.
+    """
+
+    product: Callable[..., Tensor]
+    partials: Callable[..., Tensor]
+
+
+LIBRARY = Products(product, cpu.partials)
+
+
+class Contraction(Protocol):
+    """A product whose summed dimension is divided among ranks, started."""
+
+    def finished(self, dtype: torch.dtype) -> Tensor:
+        """[tokens/t, features] where the result is divided by tokens, else [tokens, features]."""
+        ...
+
+
+@dataclass
+class Reduced:
+    """A contraction by nodes of the tree. scatters: its result is divided by tokens."""
+
+    sum: Reducing
+    mesh: VirtualMesh
+    scatters: bool
+
+    def finished(self, dtype: torch.dtype) -> Tensor:
+        """As Contraction's."""
+        mine = self.sum.finished(dtype)
+        return mine if self.scatters else all_gather(mine, self.mesh)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The format of a layer. Methods that take `groups` or batches serve experts, too."""
+
+    products: Products = LIBRARY
+
+    def for_layer(self, x: Tensor, *weights: Tensor) -> Self:
+        """The format for one forward and backward pass, made outside of autograd's function, which hides gradients.
+
+        x: [s, b, k]. Raises NotImplementedError: x is of several sequences, and the format knows one alone.
+        """
+        return self
+
+    def for_experts(self, *weights: Tensor) -> Self:
+        """As `for_layer`, for weights that the rank holds whole."""
+        return self
+
+    def from_input(
+        self, x: Tensor, gathers: bool = False, groups: Groups | None = None
+    ) -> tuple[Any, tuple[Tensor, ...]]:
+        """The rows of x, [tokens, k], and what a backward pass needs for its columns.
+
+        gathers: other ranks have the other tokens. groups: of the tokens, which share no blocks and scales.
+        """
+        return x, (x,)
+
+    def from_gradient(
+        self, dy: Tensor, mesh: VirtualMesh | None, wants_rows: bool, wants_columns: bool, groups: Groups | None = None
+    ) -> tuple[Any, Any]:
+        """The sides of dy, [tokens, n]. mesh: its ranks have the other tokens, which are gathered."""
+        whole = dy if mesh is None else all_gather(dy, mesh)
+        return whole, whole
+
+    def gathered(self, rows: Any, mesh: VirtualMesh) -> Any:
+        """The rows of all ranks."""
+        return all_gather(rows, mesh)
+
+    def start_gathering(self, kept: Sequence[Tensor], mesh: VirtualMesh) -> Moving:
+        """Start gathering all ranks' tokens of what `from_input` has kept."""
+        return start_all_gather(kept[0], mesh)
+
+    def columns(self, kept: Sequence[Tensor], tokens: Tensor | None) -> Any:
+        """The columns of an input. kept: as of `from_input`; tokens: of all ranks, where they were gathered."""
+        return kept[0] if tokens is None else tokens
+
+    def across(self, weights: Sequence[Tensor], *, forward: bool) -> Sequence[Any]:
+        """Weights as operands beside rows: of a forward pass, or of the input's gradient."""
+        return weights
+
+    def multiply(
+        self, rows: Any, across: Any, out: Tensor, mesh: VirtualMesh, columns: Parts, *, forward: bool
+    ) -> None:
+        """out = rows @ across, transposed in a forward pass; of each context shard by itself.
+
+        columns: the shards of the result's features.
+        """
+        across = across.t() if forward else across
+        for x, y in each_context(mesh, rows, out):
+            self.products.product(x, across, y, columns=columns)
+
+    def start_contraction(
+        self, rows: Any, across: Any, mesh: VirtualMesh, segments: Parts, *, forward: bool, scatters: bool,
+        dtype: torch.dtype,
+    ) -> Contraction:  # fmt: skip
+        """Start `multiply` with the summed dimension divided among the ranks.
+
+        rows: [tokens, k/t], of this rank's segments and shards of k. dtype: that the result will have.
+        """
+        summed = start_contraction(rows, across.t() if forward else across, mesh, segments, self.products)
+        return Reduced(summed, mesh, scatters)
+
+    def weight_gradient(self, weight: Tensor, dy: Any, x: Any, mesh: VirtualMesh, **shards: Parts) -> Tensor:
+        """dy^T @ x, both columns, of each context shard by itself. shards: the rows or columns of `product`."""
+        return gradient_of_weight(weight, dy, x, mesh, self.products.product, **shards)
+
+    def multiply_groups(
+        self, rows: Any, across: Sequence[Any], out: Tensor, groups: Groups, *, forward: bool
+    ) -> Tensor:  # fmt: skip
+        """Each group's rows times its operand of `across`, transposed in a forward pass, into `out`, which it returns."""
+        return rows_times(rows, across, out, groups, self.products.product, transposed=forward)
+
+    def add_gradients(self, dy: Any, kept: Sequence[Tensor], outs: list[Tensor], batches: "Batches") -> None:
+        """Add to each fp32 tensor dy^T x of its batches, in order. dy: columns; kept: as of `from_input`.
+
+        outs: one for each expert and buffer of gradients.
+        """
+        add_products(dy, kept[0], outs, batches, self.products.product)
+
+
+PLAIN = Plain()
+
+
+def require_one_sequence(x: Tensor) -> None:
+    """Raise NotImplementedError unless x, [s, b, k], is of one sequence: several would share scales."""
+    if x.shape[1] != 1:
+        raise NotImplementedError(f"{x.shape[1]} sequences at once: their scales are a sequence's own; mbs=1")
+
+
+def start_contraction(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Parts, products: Products) -> Reducing:
+    """Start a @ b with the summed dimension divided among the ranks.
+
+    a: [tokens, k/t]; b: [k/t, features]: this rank's segments and shards of k.
+    """
+    sizes = sizes_of(segments, a.shape[1])
+    if not a.is_cuda:
+        partials = [products.partials(rows, b, mesh.local, sizes) for (rows,) in each_context(mesh, a)]
+        return start_reduce_scatter(torch.cat(partials, 1) if len(partials) > 1 else partials[0], mesh)
+    return start_reduce_scatter(contraction.nodes(a, b, mesh, sizes, products.product), mesh)
+
+
+def sizes_of(segments: Parts, features: int) -> tuple[int, ...]:
+    """The size of each segment of so many features."""
+    return (features // segments,) * segments if isinstance(segments, int) else segments
+
+
+def gradient_of_weight(
+    weight: Tensor, grad: Tensor, tokens: Tensor, mesh: VirtualMesh, product: Callable[..., Tensor], **shards: Parts
+) -> Tensor:
+    """grad^T @ tokens, of each context shard by itself. shards: the rows or columns of `product`."""
+    parts = each_context(mesh, grad, tokens)
+    return weight_gradient(weight, *(partial(_added, product, dy.t(), x, shards) for dy, x in parts))
+
+
+def _added(
+    product: Callable[..., Tensor], a: Tensor, b: Tensor, shards: dict[str, Parts], out: Tensor, add: bool
+) -> Tensor:
+    return product(a, b, out, add=add, **shards)
+
+
+def rows_times(
+    x: Tensor, weights: Sequence[Tensor], out: Tensor, groups: Groups, product: Callable[..., Tensor], *,
+    transposed: bool,
+) -> Tensor:  # fmt: skip
+    """Each group's rows times its weight, or the weight transposed, into `out`. product: what computes on a CPU."""
+    if x.is_cuda:
+        started = sampling.begin_one(
+            groups.sizes, lambda n, rows: (x[rows], _transposed(weights[n], transposed), out[rows])
+        )
+        grouped_product(x, weights, out, groups, transposed=transposed)
+        if started is not None:
+            started.end()
+        return out
+    for rows, weight, part in zip(x.split(groups.sizes), weights, out.split(groups.sizes), strict=True):
+        if len(rows):
+            product(rows, _transposed(weight, transposed), part)
+    return out
+
+
+def _transposed(weight: Tensor, transposed: bool) -> Tensor:
+    return weight.t() if transposed else weight
+
+
+def add_products(
+    dy: Tensor, x: Tensor, outs: list[Tensor], batches: "Batches", product: Callable[..., Tensor]
+) -> None:  # fmt: skip
+    """Add to each fp32 tensor dy^T x of its batches, in order. outs: one for each expert and buffer of gradients."""
+    sizes = batches.groups.sizes
+    if x.is_cuda:
+        started = sampling.begin_chain(sizes, batches.chain, dy, x, outs)
+        grouped_weight_gradient(dy, x, outs, batches.groups, batches.chain)
+        if started is not None:
+            started.end()
+        return
+    dy_parts, x_parts = dy.split(sizes), x.split(sizes)
+    for out, batch in batches.in_order(outs):
+        if sizes[batch]:
+            product(dy_parts[batch].t(), x_parts[batch], out, add=True)
