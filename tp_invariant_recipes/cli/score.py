@@ -61,25 +61,13 @@ def score(
     where = out or Path(f"{file.name.removesuffix('.jsonl')}.scores.jsonl")
     score_files.check(file, against or (), hidden, [where, *([page] if page else [])])
     from tp_invariant_recipes.features.score import workflow
-    from tp_invariant_recipes.launch import progress
 
-    console = terminal.console_of_its_own()
     options = workflow.Options(step, tokenizer, batch_tokens, ranks, entropy, against=bool(against))
-    with progress.busy(console, "reading weights and sequences"):
-        scoring = workflow.new(source, file, list(overrides or []), where, options)
-    result: dict[str, Any] = {"scores": str(scoring.out), "exit_status": 0}
-    if not workflow.finished(scoring):
-        with _Watched(scoring, console, progress.PLAIN) as tick:
-            result |= workflow.execute(scoring, tick)
-    speed = f", {result['tokens_per_second']:,} tokens/s" if result.get("tokens_per_second") else ""
-    console.print(Text(f"{scoring.out}: {scoring.count:,} sequences{speed}"), soft_wrap=True)
+    scoring, result = _score(source, file, list(overrides or []), where, options)
     if against:
         result |= _against(scoring, against, tolerance, page or where.with_suffix(".html"))
     if hidden is not None:
-        from tp_invariant_recipes.features.score import hidden_workflow as score_hidden
-
-        with progress.busy(console, "computing the hidden states"):
-            layers = score_hidden.judge(scoring, hidden)
+        layers = _hidden(scoring, hidden)
         result |= {"hidden": layers, "exit_status": max(result["exit_status"], layers["exit_status"])}
     if as_json:
         terminal.print_json(result)
@@ -87,6 +75,32 @@ def score(
         for line in [text for key in ("text", "hidden") if (text := result.get(key))]:
             terminal.print_text(line["text"] if isinstance(line, dict) else line)
     raise typer.Exit(result["exit_status"])
+
+
+def _score(source: Path, file: Path, overrides: list[str], where: Path, options: Any) -> tuple[Any, dict[str, Any]]:
+    """Write what is missing of the scores, and print what was written. returns: the scoring, and its result."""
+    from tp_invariant_recipes.features.score import workflow
+    from tp_invariant_recipes.launch import progress
+
+    console = terminal.console_of_its_own()
+    with progress.busy(console, "reading weights and sequences"):
+        scoring = workflow.new(source, file, overrides, where, options)
+    result: dict[str, Any] = {"scores": str(scoring.out), "exit_status": 0}
+    if not workflow.finished(scoring):
+        with _Watched(scoring, console, progress.PLAIN) as tick:
+            result |= workflow.execute(scoring, tick)
+    speed = f", {result['tokens_per_second']:,} tokens/s" if result.get("tokens_per_second") else ""
+    console.print(Text(f"{scoring.out}: {scoring.count:,} sequences{speed}"), soft_wrap=True)
+    return scoring, result
+
+
+def _hidden(scoring: Any, hidden: Path) -> dict[str, Any]:
+    """Judge an engine's hidden states."""
+    from tp_invariant_recipes.features.score import hidden_workflow
+    from tp_invariant_recipes.launch import progress
+
+    with progress.busy(terminal.console_of_its_own(), "computing the hidden states"):
+        return hidden_workflow.judge(scoring, hidden)
 
 
 def _against(scoring: Any, against: list[Path], tolerance: float, page: Path) -> dict[str, Any]:

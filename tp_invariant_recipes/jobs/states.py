@@ -243,19 +243,11 @@ def _state(part: JobPart, status: SlurmStatus) -> JobState:
     queued, accounted = status.queued_row(part), status.account(part)
     tried = [attempt for attempt in attempts(part.run) if attempt.job]
     last = tried[-1] if tried else None
-    step, loss = _last_step(part.run.progress)
-    facts: dict[str, Any] = {
-        "part": part,
-        "tries": 1 + last.job.restart if last and last.job else 1,
-        "layouts": tuple(words(attempt.layout) for attempt in tried if attempt.layout),
-        "step": step,
-        "of": last.to_step if last else None,
-        "loss": loss,
-        "nodes": queued.nodes if queued else (),
-    }
+    facts = _facts(part, tried, queued.nodes if queued else ())
     if queued is not None and not queued.over:
-        note = None if last or queued.state == "PENDING" else _files_elsewhere(part, queued.nodes)
-        reason = queued.reason if queued.state == "PENDING" and queued.reason not in ("", "None") else None
+        pending = queued.state == "PENDING"
+        note = None if last or pending else _files_elsewhere(part, queued.nodes)
+        reason = queued.reason if pending and queued.reason not in ("", "None") else None
         return JobState(**facts, word=queued.state, reason=reason, seconds_left=queued.seconds_left, note=note)
     word = queued.state if queued else accounted.state if accounted else None
     if word not in slurm_client.OVER:
@@ -264,6 +256,21 @@ def _state(part: JobPart, status: SlurmStatus) -> JobState:
     if status.unavailable is not None and (not ended.settled or (last and last.requeued)):
         return JobState(**facts, word=UNKNOWN, alive=None)
     return JobState(**facts, word=ended.word, alive=False, end=ended, note=ended.note)
+
+
+def _facts(part: JobPart, tried: Sequence[Attempt], nodes: Sequence[str]) -> dict[str, Any]:
+    """The fields of a JobState that the run's own files tell. tried: its attempts by jobs, in order."""
+    last = tried[-1] if tried else None
+    step, loss = _last_step(part.run.progress)
+    return {
+        "part": part,
+        "tries": 1 + last.job.restart if last and last.job else 1,
+        "layouts": tuple(words(attempt.layout) for attempt in tried if attempt.layout),
+        "step": step,
+        "of": last.to_step if last else None,
+        "loss": loss,
+        "nodes": nodes,
+    }
 
 
 def _ended(part: JobPart, word: str | None, last: Attempt | None) -> End:

@@ -160,13 +160,7 @@ def several(
     """
     plan_cells = partial(verify.new, against=against) if kind == "verify" else sweeping.new
     problems, sound = reserved.check("submit", parse_all(overrides))
-    axes, _ = matrix.spread(sound, [])
-    problems += [
-        f"{axis}: the cells are one array of jobs, which has one {axis.key}; submit one {kind} for each"
-        + (", and compare them with --against" if kind == "verify" else "")
-        for axis in axes
-        if axis.key.partition(".")[0] in ARRAY_SECTIONS
-    ]
+    problems += _array_problems(kind, sound)
     refuse(problems)
     path = choose_for_several(directory, f"{kind}-{model}").absolute()
 
@@ -176,30 +170,67 @@ def several(
 
     verification = plan.for_nodes(on, lambda verification: next(iter(verification.plans.values())).config, sound)
     configs = {name: planned.composed.config for name, planned in verification.plans.items()}
-    config = next(iter(configs.values()))
+    _check_fit(list(configs.values()), _cells_problems(next(iter(configs.values()))), dry=how.dry)
+    cells = [allocation.from_config(config) for config in configs.values()]
+    allocated = Allocation(max(c.nodes for c in cells), max(c.ranks for c in cells), max(c.gpus for c in cells))
+    fullest = max(configs.values(), key=lambda config: estimate(config).rank)
+    about = f"{model}: an array of {len(configs)} cells, {allocated} at most"
+    return PlannedSubmission(
+        kind=kind,
+        model=model,
+        about=about,
+        allocated=allocated,
+        memory=room.summary(fullest, here=False),
+        directory=verification.directory,
+        cells=tuple(configs),
+        scripts=_array_scripts(kind, model, verification, allocated, about, cluster_files(sound)),
+        validate=partial(verify.check, verification),
+        write=partial(_write_cells, verification),
+        after=_ids(after),
+        unseen=tuple(dict.fromkeys(line for config in configs.values() for line in job_rules.unseen(config))),
+        left_out=verification.matrix.left_out,
+        warnings=_warnings({cell.label: configs[cell.name] for cell in verification.matrix.cells}),
+    )
+
+
+def _array_problems(kind: str, overrides: Sequence[Override]) -> list[str]:
+    """Axes of the matrix that one array of jobs cannot have."""
+    axes, _ = matrix.spread(overrides, [])
+    return [
+        f"{axis}: the cells are one array of jobs, which has one {axis.key}; submit one {kind} for each"
+        + (", and compare them with --against" if kind == "verify" else "")
+        for axis in axes
+        if axis.key.partition(".")[0] in ARRAY_SECTIONS
+    ]
+
+
+def _cells_problems(config: RunConfig) -> list[str]:
+    """Settings of a job, the same of all cells, that an array and its judge cannot have."""
+    problems = []
     if config.slurm.nodes is not None:
         problems.append(f"slurm.nodes={config.slurm.nodes}: each cell has a layout of its own; leave it out")
     if not config.cluster.shared_files:
         problems.append("cluster.shared_files=false: the job that compares the cells would not see their ledgers")
-    _check_fit(list(configs.values()), problems, dry=how.dry)
-    cells = [allocation.from_config(config) for config in configs.values()]
-    allocated = Allocation(max(c.nodes for c in cells), max(c.ranks for c in cells), max(c.gpus for c in cells))
-    about = f"{model}: an array of {len(configs)} cells, {allocated} at most"
-    name = f"tpi-{path.name}"
-    where = verification.directory
+    return problems
+
+
+def _array_scripts(
+    kind: str, model: str, verification: verify.Verification, allocated: Allocation, about: str, files: Sequence[Path]
+) -> tuple[JobScript, JobScript]:
+    """The script of the array, and the one of the job that judges or lists the cells. files: the cluster's own."""
+    configs = {name: planned.composed.config for name, planned in verification.plans.items()}
+    config, where = next(iter(configs.values())), verification.directory
+    path, name = where.path, f"tpi-{where.path.name}"
     job = script.training(config, allocated, name=name, about=about, log=_log(config, where, "job-%A_%a.log"))
-    reference = [] if verification.matrix.against is None else [Path(verification.matrix.against)]
-    needed = [path, *cluster_files(sound)]
     steps = [
-        CellStep(cell.name, ("srun", *srun_command.arguments(configs[cell.name], needed)), cell.overrides)
+        CellStep(cell.name, ("srun", *srun_command.arguments(configs[cell.name], [path, *files])), cell.overrides)
         for cell in verification.matrix.cells
     ]
-    does = "compares" if kind == "verify" else "lists"
     shorter = job_rules.parse_time(job.time) < job_rules.parse_time(JUDGE_TIME)
     judge = replace(
         job,
         name=f"{name}-judge",
-        about=f"{model}: {does} the cells",
+        about=f"{model}: {'compares' if kind == 'verify' else 'lists'} the cells",
         nodes=1,
         gres=None,
         cpus=None,
@@ -208,26 +239,11 @@ def several(
         save_before=None,
         log=_log(config, where, "job-%j.log"),
     )
+    reference = [] if verification.matrix.against is None else [Path(verification.matrix.against)]
     judge_script = script.judge(judge, config, SUMMARY_COMMANDS[kind], path, [path, *reference])
-    fullest = max(configs.values(), key=lambda config: estimate(config).rank)
-    return PlannedSubmission(
-        kind=kind,
-        model=model,
-        about=about,
-        allocated=allocated,
-        memory=room.summary(fullest, here=False),
-        directory=where,
-        cells=tuple(configs),
-        scripts=(
-            JobScript(registry.CELLS, where.script, script.array(job, config, model, steps, path)),
-            JobScript(registry.JUDGE, path / "judge.sbatch", judge_script),
-        ),
-        validate=partial(verify.check, verification),
-        write=partial(_write_cells, verification),
-        after=_ids(after),
-        unseen=tuple(dict.fromkeys(line for config in configs.values() for line in job_rules.unseen(config))),
-        left_out=verification.matrix.left_out,
-        warnings=_warnings({cell.label: configs[cell.name] for cell in verification.matrix.cells}),
+    return (
+        JobScript(registry.CELLS, where.script, script.array(job, config, model, steps, path)),
+        JobScript(registry.JUDGE, path / "judge.sbatch", judge_script),
     )
 
 

@@ -137,10 +137,11 @@ def _resume(command: str, run_dir: RunDir, composed: Composed, how: Planning, st
     if composed.model != before.model:
         raise ConfigError(f"{command} is a run of {before.model}, not of {composed.model}")
     step, iters = plan.config.section("checkpoint")["ckpt_step"], plan.config.train["train_iters"]
-    done = completed_steps(run_dir) if start is None and step is None else None
+    newest = start is None and step is None
+    done = completed_steps(run_dir) if newest else None
     problems = _changes(before.identity, plan.identity, composed.overrides)
     problems += resume_rules.other_state(parse_all(before.overrides), composed.overrides, plan.config)
-    reached = done or (_newest(run_dir) if start is None and step is None else step or 0)
+    reached = done or (_newest(run_dir) if newest else step or 0)
     if reached > iters:
         problems.append(f"iters={iters}: the run goes on at step {reached}; raise iters, or checkpoint.ckpt_step=STEP")
     if problems:
@@ -149,6 +150,16 @@ def _resume(command: str, run_dir: RunDir, composed: Composed, how: Planning, st
         return replace(plan, start=done, completed=True)
     if start is not None:
         return _starting_at(plan, RunCheckpoint(iteration_dir(run_dir.checkpoints, start), start)) if start else plan
+    checkpoint = _checkpoint(plan, step)
+    if checkpoint is None:
+        return plan
+    _check_layout(command, before, plan, checkpoint)
+    return replace(_starting_at(plan, checkpoint), remark=_changed_arithmetic(plan, checkpoint.step))
+
+
+def _checkpoint(plan: Plan, step: int | None) -> RunCheckpoint | None:
+    """The checkpoint of a step, or the newest that can be trusted. Raises CheckpointError: it is of another run."""
+    run_dir = plan.run_dir
     untrusted, within = guard_files.unsettled(run_dir), _steps_in_ledger(run_dir)
     if untrusted is not None:  # whoever noted it was killed before the checkpoints were moved
         within = min(within, untrusted.trusted)
@@ -157,10 +168,7 @@ def _resume(command: str, run_dir: RunDir, composed: Composed, how: Planning, st
         raise CheckpointError(
             f"{checkpoint.path} belongs to another run: its identity is not the one of {run_dir.path}"
         )
-    if checkpoint is None:
-        return plan
-    _check_layout(command, before, plan, checkpoint)
-    return replace(_starting_at(plan, checkpoint), remark=_changed_arithmetic(plan, checkpoint.step))
+    return checkpoint
 
 
 def completed_steps(run_dir: RunDir) -> int | None:

@@ -104,17 +104,10 @@ def new(
     """
     requested, of_reference, differing = parse_all(overrides), parse_all(reference), parse_all(against)
     problems, sound = reserved.check("audit", requested)
-    problems += reserved.check("audit", of_reference)[0] + reserved.check("audit", differing)[0]
-    if reference and against:
-        problems.append("--reference and --against: with --against the reference is the model as given; leave one out")
-    for flag, both in (("--against", differing), ("--reference", of_reference)):
-        problems += [f"{flag} {o.text}: both train for as long" for o in both if o.path == "train.train_iters"]
+    problems += _pair_problems(of_reference, differing)
     length_given = given(requested, "train.train_iters") is not None
     problems += _steps_problems(length_given, steps)
-    numerics = [text for path, text in NUMERICS.items() if given(sound, path) is None]
-    if given(sound, "numerics.mode") is not None or given(sound, "weights.folder") is not None:
-        numerics = [text for text in numerics if text == STOCK]
-    common: list[str | Override] = [*DEFAULTS, *numerics, *sound, "save=0"]
+    common: list[str | Override] = [*DEFAULTS, *_numerics(sound), *sound, "save=0"]
     audited = _composed(model, changed(common, differing), problems)
     if problems or audited is None:
         raise ConfigError(listed(problems), problems)
@@ -135,11 +128,34 @@ def new(
     if problems or audited is None or made is None:
         raise ConfigError(listed(problems), problems)
     where = AuditDir(choose_for_several(directory, f"audit-{model}-tp{audited.config.layout.tp}"))
-    planned = {
-        name: plan.resolve_beside(run, where.training(name), where.index_cache, how)
+    planned = [
+        plan.resolve_beside(run, where.training(name), where.index_cache, how)
         for name, run in ((AUDITED, audited), (REFERENCE, made))
-    }
-    audit = Audit(where, own, planned[AUDITED], planned[REFERENCE], first)
+    ]
+    return _fitting(Audit(where, own, *planned, first))
+
+
+def _pair_problems(of_reference: Sequence[Override], differing: Sequence[Override]) -> list[str]:
+    """Problems of the overrides of one training alone: those of --reference, and those of --against."""
+    problems = reserved.check("audit", of_reference)[0] + reserved.check("audit", differing)[0]
+    if of_reference and differing:
+        problems.append("--reference and --against: with --against the reference is the model as given; leave one out")
+    for flag, both in (("--against", differing), ("--reference", of_reference)):
+        problems += [f"{flag} {o.text}: both train for as long" for o in both if o.path == "train.train_iters"]
+    return problems
+
+
+def _numerics(requested: Sequence[Override]) -> list[str]:
+    """The overrides that a bare audit sets, where the user has not."""
+    numerics = [text for path, text in NUMERICS.items() if given(requested, path) is None]
+    if given(requested, "numerics.mode") is not None or given(requested, "weights.folder") is not None:
+        return [text for text in numerics if text == STOCK]
+    return numerics
+
+
+def _fitting(audit: Audit) -> Audit:
+    """An audit whose recordings the disk can hold. Raises ConfigError: it cannot."""
+    where = audit.directory
     if (free := free_bytes(where.path)) < audit.disk:
         raise ConfigError(
             f"this audit records about {audit.disk / GIB:.1f} GiB, and the disk of {where.path} has "

@@ -233,20 +233,25 @@ def load_weights(chunks: list[Any], checkpoint: Path, prefix: str, part: str = "
         for name, value in sharded.items()
         if name not in copied
     }
-    there = _metadata(checkpoint)
-    for tensor in nested_values(sharded):
-        if isinstance(tensor, ShardedTensor | ShardedTensorFactory):  # of gate and up, or of segments, a factory
-            tensor.key = f"{prefix}{tensor.key}"
-            lacking = next((shard.key for shard in sharded_tensors(tensor) if shard.key not in there), None)
-            if lacking is not None:
-                kind = "master weight" if prefix else "weight"
-                raise RunError(f"{checkpoint} holds no {kind} {lacking.removeprefix(prefix)}")
+    tensors = [value for value in nested_values(sharded) if isinstance(value, ShardedTensor | ShardedTensorFactory)]
+    _put_prefix(tensors, checkpoint, prefix)
     loaded = dist_checkpointing.load({"model": sharded}, str(checkpoint))["model"]
     loaded |= {name: loaded[first] for name, first in copied.items()}
     incompatible_keys = chunk.load_state_dict(loaded, strict=False)
     missing = [name for name in incompatible_keys.missing_keys if is_weight(name) and part in name]
     if missing:
         raise RunError(f"{checkpoint} holds no weight {missing[0]}")
+
+
+def _put_prefix(tensors: list[Any], checkpoint: Path, prefix: str) -> None:
+    """Give the tensors, or factories of gate and up or of segments, the checkpoint's names. RunError: it lacks one."""
+    there = _metadata(checkpoint)
+    for tensor in tensors:
+        tensor.key = f"{prefix}{tensor.key}"
+        lacking = next((shard.key for shard in sharded_tensors(tensor) if shard.key not in there), None)
+        if lacking is not None:
+            kind = "master weight" if prefix else "weight"
+            raise RunError(f"{checkpoint} holds no {kind} {lacking.removeprefix(prefix)}")
 
 
 def is_weight(name: str) -> bool:

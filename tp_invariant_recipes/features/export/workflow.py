@@ -64,17 +64,7 @@ def export(run: Path, folder: Path, step: int | None = None, *, masters: bool = 
     run_dir = RunDir(run)
     before = run_dir.read_run(RunFile)
     config = run_dir.read_run_config()
-    if merge and not peft.adapts(config):
-        raise ConfigError(f"{run} has no adapters to merge: leave out --merge")
-    fields = peft.section(config)
-    if fields is not None and not merge and config.model.get("num_moe_experts") and peft.of_feed_forward(fields):
-        raise ConfigError(
-            f"{run} has adapters of experts, which the library peft reads in no layout that tpi writes; add --merge"
-        )
-    if peft.adapts(config) and config.model.get("mtp_num_layers"):
-        raise ConfigError(f"{run} has adapters of multi-token prediction, which tpi exports to no folder")
-    if masters and peft.adapts(config):
-        raise ConfigError(f"{run} has adapters, whose base has no master weights: leave out --masters")
+    _check_adapters(run, config, masters=masters, merge=merge)
     family = hf_models.family_of(config.model)
     if isinstance(family, str):
         raise ConfigError(f"{run} cannot be exported: {family}")
@@ -97,6 +87,23 @@ def export(run: Path, folder: Path, step: int | None = None, *, masters: bool = 
         raise RunError(cannot_write(folder, error).replace("run.dir=PATH", "another FOLDER")) from error
     dtype = "float32" if {tensor.dtype for tensor in written.tensors.values()} == {"F32"} else "bfloat16"
     return Exported(folder, checkpoint.step, family.architecture, dtype, len(written.tensors), digest, copied)
+
+
+def _check_adapters(run: Path, config: RunConfig, *, masters: bool, merge: bool) -> None:
+    """Raise ConfigError where the run's adapters, or their absence, do not allow what is asked for."""
+    if not peft.adapts(config):
+        if merge:
+            raise ConfigError(f"{run} has no adapters to merge: leave out --merge")
+        return
+    fields = peft.section(config)
+    if fields is not None and not merge and config.model.get("num_moe_experts") and peft.of_feed_forward(fields):
+        raise ConfigError(
+            f"{run} has adapters of experts, which the library peft reads in no layout that tpi writes; add --merge"
+        )
+    if config.model.get("mtp_num_layers"):
+        raise ConfigError(f"{run} has adapters of multi-token prediction, which tpi exports to no folder")
+    if masters:
+        raise ConfigError(f"{run} has adapters, whose base has no master weights: leave out --masters")
 
 
 def checkpoint_of(run_dir: RunDir, identity_hash: str, step: int | None) -> RunCheckpoint:

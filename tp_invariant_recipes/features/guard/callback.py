@@ -26,7 +26,7 @@ from tp_invariant_recipes.features.guard.judge import Judge
 from tp_invariant_recipes.features.guard.memory import TURNS, Memory, Replicas
 from tp_invariant_recipes.features.guard.optimizer import Adam
 from tp_invariant_recipes.features.guard.products import SampledProducts
-from tp_invariant_recipes.features.guard.shadow import Recompute, Shadow
+from tp_invariant_recipes.features.guard.shadow import Recompute, Shadow, replacement
 from tp_invariant_recipes.features.guard.suspects import ReplicaPair, earliest, narrowed, of_replicas
 from tp_invariant_recipes.ledger import evidence
 from tp_invariant_recipes.numerics.products import sampling
@@ -55,9 +55,8 @@ class Guard(AroundOptimizerStep):
         seed = f"{config.section('rng')['seed']} {rank}"
         self._sampler = sampling.Sampler(self.settings.products, seed)
         self._draw = random.Random(seed)
+        self._shadows = self.settings.kind == SHADOW
         self._shadow: Shadow | None = None
-        if self.settings.kind == SHADOW:
-            self._shadow = Shadow(rank_distance(config), config.numerics.data_shards or 1)
         self._judge: Judge | None = None
         self._step = 0
         self._in_doubt = False
@@ -66,7 +65,7 @@ class Guard(AroundOptimizerStep):
 
     def replacements(self) -> tuple[Replacement, ...]:
         """Return what shadow steps replace, for the time of training."""
-        return () if self._shadow is None else (self._shadow.replacement(),)
+        return (replacement(self._due),) if self._shadows else ()
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Learn what this rank holds, and who the others are."""
@@ -83,11 +82,10 @@ class Guard(AroundOptimizerStep):
         self._memory = Memory(state, names, self._judge, self.rank)
         self._replicas = Replicas(names, self._judge)
         self._good = guard_files.read_good(self.run_dir, self._start)
-        if self._shadow is not None:
-            self._shadow.names, self._shadow.state = names, context.state
-            self._shadow.site = site_of(context)
-            self._shadow.due = lambda: self._in_full(self._step)
-            self._shadow.judged = self._judge_pairs
+        if self._shadows:
+            distance, data_shards = rank_distance(self.config), self.config.numerics.data_shards or 1
+            site = site_of(context)
+            self._shadow = Shadow(distance, data_shards, names, context.state, site, self._judge_pairs)
         sampling.use(self._sampler)
 
     def on_train_step_start(self, context: CallbackContext) -> None:
@@ -146,11 +144,15 @@ class Guard(AroundOptimizerStep):
 
         A good shadow step vouches for all before it. Samples find a fault late, so that it may be older.
         """
-        return min(self._good, step - 1) if self._shadow is not None else max(0, step - 1 - self.settings.every)
+        return min(self._good, step - 1) if self._shadows else max(0, step - 1 - self.settings.every)
+
+    def _due(self) -> Shadow | None:
+        """What runs the passes of a shadow step; None: the step is none."""
+        return self._shadow if self._in_full(self._step) else None
 
     def _in_full(self, step: int) -> bool:
         """Return whether a step is a shadow step, before which all memory is looked at."""
-        return self._shadow is not None and step % self.settings.every == 0
+        return self._shadows and step % self.settings.every == 0
 
     def _settle(self) -> None:
         gather_weights(self._model)

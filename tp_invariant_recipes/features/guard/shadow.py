@@ -15,7 +15,7 @@ micro-batch of both: what does not depend on the layout must have the same bits 
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,40 +48,44 @@ METRICS = (
 )
 
 
+def replacement(due: Callable[[], "Shadow | None"]) -> Replacement:
+    """Replace the function that gives Bridge the passes of a step. due: what runs them; None: it is no shadow step."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def get_forward_backward(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+            run = original(*args, **kwargs)
+
+            def forward_backward(*args: Any, **kwargs: Any) -> Any:
+                shadow = None if kwargs.get("forward_only") else due()
+                return run(*args, **kwargs) if shadow is None else shadow.step(run, kwargs)
+
+            return forward_backward
+
+        return get_forward_backward
+
+    return Replacement("megatron.bridge.training.train:get_forward_backward_func", make, WHY)
+
+
+@dataclass(frozen=True)
 class Shadow:
-    """Runs the passes of a step. due: whether the step is a shadow step. site: where this rank stands, as of a trace.
+    """The passes of shadow steps.
 
-    rank_distance: data-parallel ranks from a replica to the one whose data shard it repeats.
-
-    judged: called with the pairs of a shadow step, and with what computes both data shards once more: as before, or
-    side by side. This gives pairs of each rank with itself.
+    rank_distance: data-parallel ranks from a replica to the one whose data shard it repeats. shards: data shards.
+    names:         of the trained weights. state: Bridge's GlobalState.
+    site:          where this rank stands, as of a trace.
+    judged:        called with the pairs of a shadow step, and with what computes both data shards once more: as before,
+                   or side by side. This gives pairs of each rank with itself.
     """
 
-    def __init__(self, rank_distance: int, shards: int) -> None:
-        self.rank_distance, self.shards = rank_distance, shards
-        self.due: Callable[[], bool] = lambda: False
-        self.judged: Callable[[list[ReplicaPair], Recompute], None] = lambda pairs, recompute: None
-        self.site: Any = None
-        self.names: dict[Tensor, str] = {}
-        self.state: Any = None
+    rank_distance: int
+    shards: int
+    names: dict[Tensor, str]
+    state: Any
+    site: Any
+    judged: Callable[[list[ReplicaPair], Recompute], None]
 
-    def replacement(self) -> Replacement:
-        """Replace the function that gives Bridge the passes of a step."""
-
-        def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda *args, **kwargs: self._running(original(*args, **kwargs))
-
-        return Replacement("megatron.bridge.training.train:get_forward_backward_func", make, WHY)
-
-    def _running(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def forward_backward(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("forward_only") or not self.due():
-                return run(*args, **kwargs)
-            return self._step(run, kwargs)
-
-        return forward_backward
-
-    def _step(self, run: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    def step(self, run: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        """Run a step's passes, and judge them. run: Megatron's forward and backward pass; kwargs: its arguments."""
         group = parallel_state.get_data_parallel_group()
         count = kwargs["num_microbatches"] // max(1, self.shards // group.size())
         if self.site.visits:  # the shards take turns: buffers have one's gradient alone after its first sequence

@@ -88,8 +88,8 @@ def validate(planned: Plan) -> None:
     sections = json.dumps(config.sections, default=str).replace(str(run), "run.dir" if not run.exists() else str(run))
     question = ("check", model, sections, planned.layout.world, planned.here, typed)
     if recipe_process.forks():
-        recipe_answers.prepare(model, *question)
-    recipe_process.run(model, lambda: recipe_answers.answer(built, recipe_source.folder(model), *question))
+        recipe_answers.prepare(model, *question, hf_folder=config.recipe.hf_folder)
+    recipe_process.run(model, lambda: recipe_answers.answer(built, *question))
 
 
 def as_json(planned: Plan) -> dict[str, Any]:

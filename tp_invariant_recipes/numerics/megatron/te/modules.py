@@ -165,6 +165,8 @@ def _fp8() -> bool:
 
 
 def _checked(kind: str, shards: int, refuse: Refuse) -> Callable[[Any], Any]:
+    """A replacement of `__init__`."""
+
     def make(original: Any) -> Any:
         parameters = signature(original)
 
@@ -200,41 +202,50 @@ def _refused(target: str, own: str | None, refuse: Refuse) -> Callable[[Any], An
 
 
 def _forward(kind: str, shards: int, refuse: Refuse) -> Callable[[Any], Any]:
+    """A replacement of `forward`."""
+
     def make(original: Any) -> Any:
         parameters = signature(original)
 
         @wraps(original)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             call = parameters.bind(self, *args, **kwargs)
-            x = call.arguments["inp"]
             weights = [getattr(self, name) for name in self.weight_names]
             problems = _run_problems(self, call.arguments, weights, shards)
-            unsplit = self.parallel_mode is None
-            if unsplit and kind == LINEAR and (problems or self.in_features % shards):
+            sums_nothing = self.parallel_mode is None and kind == LINEAR
+            if sums_nothing and (problems or self.in_features % shards):
                 return original(self, *args, **kwargs)
             refuse([f"transformer_engine {kind}: {problem}" for problem in problems])
-            alone = unsplit or self.tp_size == 1
-            mesh = VirtualMesh(shards, 1, 0) if alone else VirtualMesh.from_group(shards, self.tp_group)
-            x = normal = _normal(self, x, mesh) if kind == NORM_LINEAR else x
-            weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-            bias = _bias(self)
-            if self.parallel_mode == "row":
-                y = linear.row_parallel(x, weight, mesh, self.sequence_parallel)
-                y = y if bias is None else row_bias(y, bias, mesh, self.sequence_parallel)
-            else:
-                segments = _segments(weights)
-                if unsplit and kind == LINEAR:
-                    y = linear.unsplit(x, weight, mesh, segments)
-                else:
-                    y = linear.column_parallel(x, weight, mesh, segments, self.sequence_parallel and not unsplit)
-                y = y if bias is None else column_bias(y, bias)
-            if y.requires_grad:
-                y.register_hook(Tensor.contiguous)  # that of a sum is one number, seen as many
-            return (y, normal) if kind == NORM_LINEAR and self.return_layernorm_output else y
+            return _computed(self, kind, call.arguments["inp"], weights, shards)
 
         return forward
 
     return make
+
+
+def _computed(module: Any, kind: str, x: Tensor, weights: list[Tensor], shards: int) -> Any:
+    """The output of a module of `kind`, and the norm's result beside it where the module returns that."""
+    alone = module.parallel_mode is None or module.tp_size == 1
+    mesh = VirtualMesh(shards, 1, 0) if alone else VirtualMesh.from_group(shards, module.tp_group)
+    normal = _normal(module, x, mesh) if kind == NORM_LINEAR else x
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    y = _product(module, kind, normal, weight, _segments(weights), mesh)
+    if y.requires_grad:
+        y.register_hook(Tensor.contiguous)  # that of a sum is one number, seen as many
+    return (y, normal) if kind == NORM_LINEAR and module.return_layernorm_output else y
+
+
+def _product(module: Any, kind: str, x: Tensor, weight: Tensor, segments: Parts, mesh: VirtualMesh) -> Tensor:
+    """x @ weight^T, and the module's bias."""
+    bias, sliced = _bias(module), module.sequence_parallel
+    if module.parallel_mode == "row":
+        y = linear.row_parallel(x, weight, mesh, sliced)
+        return y if bias is None else row_bias(y, bias, mesh, sliced)
+    if module.parallel_mode is None and kind == LINEAR:
+        y = linear.unsplit(x, weight, mesh, segments)
+    else:
+        y = linear.column_parallel(x, weight, mesh, segments, sliced and module.parallel_mode is not None)
+    return y if bias is None else column_bias(y, bias)
 
 
 def _normal(module: Any, x: Tensor, mesh: VirtualMesh) -> Tensor:
