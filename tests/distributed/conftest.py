@@ -44,15 +44,9 @@ def scenario(bridge: None, tmp_path_factory: pytest.TempPathFactory) -> Scenario
 
 @pytest.fixture(scope="session")
 def families(bridge: None) -> None:
-    """Bridge's families of models, which wait until somebody asks for them: once here, and not in every fork.
-
-    What a recipe says is kept although tests have written and imported modules since pytest began.
-    """
+    """Bridge's families of models, which wait until somebody asks for them: once here, and not in every fork."""
     import megatron.bridge.recipes  # noqa: F401
 
-    from tp_invariant_recipes.sources import recipe_reads
-
-    recipe_reads._BEGAN = 2.0**40
     freeze()
 
 

@@ -164,7 +164,7 @@ def _recipe_and_run(recipe: str, overrides: "list[Override]") -> list[Mapping[st
     name = run["recipe"]["name"]
     named, folder = f"recipe={name}", run["recipe"]["hf_folder"]
     question = (named, folder, run["data"]["kind"] == "text")
-    recipe_answers.prepare(named, *question)
+    recipe_answers.prepare(named, *question, hf_folder=folder)
     sections = recipe_process.run(named, lambda: recipe_layer.read_recipe(*question).own)
     own = {path.partition(".")[2]: run["tokenizer"][path.partition(".")[2]] for path in OWN_KEYS}
     return [{**run, **sections, "tokenizer": own | sections["tokenizer"]}, run]

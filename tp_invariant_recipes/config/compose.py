@@ -56,7 +56,8 @@ def compose(
         model = recipe_source.absolute(model) or model
         with suppress(ConfigError):  # `_compose` lists it with the other problems
             if recipe_process.forks():
-                recipe_answers.prepare(model, *question(model, parse_all(overrides)))
+                asked = question(model, parse_all(overrides))
+                recipe_answers.prepare(model, *asked, hf_folder=asked[1])
     return recipe_process.run(model, lambda: _compose(model, overrides, device, numerics, also))
 
 

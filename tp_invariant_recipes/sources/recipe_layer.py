@@ -22,7 +22,7 @@ from tp_invariant_recipes.errors import ConfigError, refuse
 from tp_invariant_recipes.fields.model import KNOWN, REFUSED
 from tp_invariant_recipes.settings import conf_files, cuda_graphs, environment, peft, schema, sft
 from tp_invariant_recipes.settings.sections import RecipeSettings
-from tp_invariant_recipes.sources import recipe_answers, recipe_fields, recipe_reads, recipe_source
+from tp_invariant_recipes.sources import recipe_answers, recipe_fields, recipe_source
 
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
@@ -149,15 +149,13 @@ def read_recipe(model: str, hf_folder: str | None, text_data: bool) -> RecipeAns
     def asked() -> dict[str, Any]:
         return dataclasses.asdict(_read_recipe(model, hf_folder, text_data=text_data))
 
-    return RecipeAnswer(**recipe_answers.answer(asked, recipe_source.folder(model), model, hf_folder, text_data))
+    return RecipeAnswer(**recipe_answers.answer(asked, model, hf_folder, text_data))
 
 
 def _read_recipe(model: str, hf_folder: str | None, *, text_data: bool) -> RecipeAnswer:
     own: dict[str, Any] = {}
     layer = _layer(model, hf_folder, own, text_data=text_data)
     provider = layer["model"][schema.PROVIDER]
-    if not provider.startswith("megatron."):
-        recipe_reads.refuse(f"{provider} is there once the recipe is imported")
     return RecipeAnswer(
         "# @package _global_\n" + yaml.safe_dump(layer, sort_keys=False, allow_unicode=True),
         own,

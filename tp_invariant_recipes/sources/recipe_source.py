@@ -208,14 +208,9 @@ def _check_source(model: str, source: Source) -> None:
         raise ConfigError(f"{model}: {where} has no such function{nearest(source.function, functions)}")
 
 
-def folder(model: str) -> Path | None:
-    """Where a recipe's own files lie; None: it is one of Bridge's. Raises ConfigError as `parse`."""
-    source = parse(model)
-    if source.file:
-        return source.file.parent
-    top = str(source.module).partition(".")[0]
-    spec = None if top == "megatron" else importlib.util.find_spec(top)
-    return Path(spec.origin).parent if spec and spec.origin else Path("/") if top != "megatron" else None
+def of_bridge(model: str) -> bool:
+    """Whether a recipe is one of Bridge's. Raises ConfigError as `parse`."""
+    return str(parse(model).module).partition(".")[0] == "megatron"
 
 
 def find(model: str) -> Callable[..., Any]:

@@ -99,8 +99,6 @@ def test_a_layer_uses_it_where_products_are_the_tree_s(monkeypatch, name, fused)
     assert same_bits(layer.norm_column(x, (gain, None), EPS, weight, bias), expected + bias)
     assert len(calls) == 2 * fused
     shift = torch.randn(K)
-    shifted = linear.column_parallel(
-        layer_norm(x, gain, shift, EPS, mesh, False), weight, mesh, 2, False, operands
-    )
+    shifted = linear.column_parallel(layer_norm(x, gain, shift, EPS, mesh, False), weight, mesh, 2, False, operands)
     assert same_bits(layer.norm_column(x, (gain, shift), EPS, weight, None), shifted)
     assert len(calls) == 2 * fused

@@ -152,7 +152,7 @@ class Plain:
     def multiply_groups(
         self, rows: Any, across: Sequence[Any], out: Tensor, groups: Groups, *, forward: bool
     ) -> Tensor:  # fmt: skip
-        """Each group's rows times its operand of `across`, transposed in a forward pass, into `out`, which it returns."""
+        """Each group's rows times its operand of `across`, transposed in a forward pass. returns: `out`."""
         return rows_times(rows, across, out, groups, self.products.product, transposed=forward)
 
     def add_gradients(self, dy: Any, kept: Sequence[Tensor], outs: list[Tensor], batches: "Batches") -> None:
