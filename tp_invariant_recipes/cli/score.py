@@ -52,10 +52,7 @@ def score(
     tpi score ~/models/mine sequences.jsonl --against rollout.jsonl
     """
     needed.check("tpi score", needed.TRAINING)
-    if not against and (page is not None or tolerance):
-        raise ConfigError("--page and --tolerance go with --against FILE")
-    if len(against or []) > 2:
-        raise ConfigError("--against: one file or two")
+    _check_options(against or [], page, tolerance)
     from tp_invariant_recipes.features.score import score_files
 
     where = out or Path(f"{file.name.removesuffix('.jsonl')}.scores.jsonl")
@@ -75,6 +72,14 @@ def score(
         for line in [text for key in ("text", "hidden") if (text := result.get(key))]:
             terminal.print_text(line["text"] if isinstance(line, dict) else line)
     raise typer.Exit(result["exit_status"])
+
+
+def _check_options(against: list[Path], page: Path | None, tolerance: float) -> None:
+    """Raise ConfigError: options of a comparison without one, or of more than two files."""
+    if not against and (page is not None or tolerance):
+        raise ConfigError("--page and --tolerance go with --against FILE")
+    if len(against) > 2:
+        raise ConfigError("--against: one file or two")
 
 
 def _score(source: Path, file: Path, overrides: list[str], where: Path, options: Any) -> tuple[Any, dict[str, Any]]:

@@ -245,10 +245,7 @@ def _state(part: JobPart, status: SlurmStatus) -> JobState:
     last = tried[-1] if tried else None
     facts = _facts(part, tried, queued.nodes if queued else ())
     if queued is not None and not queued.over:
-        pending = queued.state == "PENDING"
-        note = None if last or pending else _files_elsewhere(part, queued.nodes)
-        reason = queued.reason if pending and queued.reason not in ("", "None") else None
-        return JobState(**facts, word=queued.state, reason=reason, seconds_left=queued.seconds_left, note=note)
+        return _alive(part, facts, queued, started=last is not None)
     word = queued.state if queued else accounted.state if accounted else None
     if word not in slurm_client.OVER:
         word = None  # SLURM writes the accounts some time after the end
@@ -256,6 +253,14 @@ def _state(part: JobPart, status: SlurmStatus) -> JobState:
     if status.unavailable is not None and (not ended.settled or (last and last.requeued)):
         return JobState(**facts, word=UNKNOWN, alive=None)
     return JobState(**facts, word=ended.word, alive=False, end=ended, note=ended.note)
+
+
+def _alive(part: JobPart, facts: dict[str, Any], queued: Queued, *, started: bool) -> JobState:
+    """The state of a job in SLURM's queue. started: whether one of its attempts has begun."""
+    pending = queued.state == "PENDING"
+    note = None if started or pending else _files_elsewhere(part, queued.nodes)
+    reason = queued.reason if pending and queued.reason not in ("", "None") else None
+    return JobState(**facts, word=queued.state, reason=reason, seconds_left=queued.seconds_left, note=note)
 
 
 def _facts(part: JobPart, tried: Sequence[Attempt], nodes: Sequence[str]) -> dict[str, Any]:

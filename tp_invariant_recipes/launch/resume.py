@@ -146,7 +146,7 @@ def _resume(command: str, run_dir: RunDir, composed: Composed, how: Planning, st
         problems.append(f"iters={iters}: the run goes on at step {reached}; raise iters, or checkpoint.ckpt_step=STEP")
     if problems:
         raise RunError(f"{command} would continue another run.\n{listed(problems)}")
-    if done is not None and done == iters:
+    if done == iters:
         return replace(plan, start=done, completed=True)
     if start is not None:
         return _starting_at(plan, RunCheckpoint(iteration_dir(run_dir.checkpoints, start), start)) if start else plan

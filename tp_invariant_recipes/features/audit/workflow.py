@@ -115,17 +115,16 @@ def new(
     length = f"iters={wanted}"
     audited = _composed(model, [*changed(common, differing), length], problems)
     first = _first(audited.config, wanted, problems) if audited else 1
-    made, own = None, tuple(texts(differing))
-    if audited and not (against or of_reference or audit_reference.overrides(audited.config, of_reference)):
-        problems.append(
-            f"{model} is its own reference: it has one rank, no CUDA graphs, overlap or fusions; audit another "
-            "layout (tp=2), cuda_graph=te, or a pair of trainings: --against KEY=VALUE"
-        )
-    if against and not problems:
-        made = _composed(model, [*common, length], problems)
-    elif audited is not None and not problems:
+    if audited and not (against or of_reference):
+        problems += _own_reference(model, audited.config)
+    if problems or audited is None:
+        raise ConfigError(listed(problems), problems)
+    own: tuple[str, ...]
+    if against:
+        made, own = _composed(model, [*common, length], problems), tuple(texts(differing))
+    else:
         made, own = _reference(model, [*common, length], audited.config, of_reference, problems)
-    if problems or audited is None or made is None:
+    if problems or made is None:
         raise ConfigError(listed(problems), problems)
     where = AuditDir(choose_for_several(directory, f"audit-{model}-tp{audited.config.layout.tp}"))
     planned = [
@@ -143,6 +142,16 @@ def _pair_problems(of_reference: Sequence[Override], differing: Sequence[Overrid
     for flag, both in (("--against", differing), ("--reference", of_reference)):
         problems += [f"{flag} {o.text}: both train for as long" for o in both if o.path == "train.train_iters"]
     return problems
+
+
+def _own_reference(model: str, config: RunConfig) -> list[str]:
+    """The problem of a configuration that has nothing its reference has not."""
+    if audit_reference.overrides(config, []):
+        return []
+    return [
+        f"{model} is its own reference: it has one rank, no CUDA graphs, overlap or fusions; audit another "
+        "layout (tp=2), cuda_graph=te, or a pair of trainings: --against KEY=VALUE"
+    ]
 
 
 def _numerics(requested: Sequence[Override]) -> list[str]:
@@ -308,19 +317,25 @@ def _composed(model: str, overrides: Sequence[str | Override], problems: list[st
     except ConfigError as error:
         problems += (problem for problem in error.problems if problem not in problems)
         return None
-    etp = composed.config.layout.etp
-    if etp > 1 and composed.config.numerics.initial_weights == "invariant" and composed.config.weights.folder is None:
+    problems += _other_starts(composed.config)
+    rates = [f"model.{name}=0" for name in ("hidden_dropout", "attention_dropout") if composed.config.model.get(name)]
+    problems += [f"dropout draws other numbers in every layout: {rate}" for rate in rates if rate not in str(problems)]
+    return composed
+
+
+def _other_starts(config: RunConfig) -> list[str]:
+    """Problems of weights that begin otherwise in every layout."""
+    problems, etp = [], config.layout.etp
+    if etp > 1 and config.numerics.initial_weights == "invariant" and config.weights.folder is None:
         problems.append(f"etp={etp}: every layout would begin with other experts; etp=1, or weights=FOLDER")
-    fields = peft.section(composed.config)
-    if fields is not None and lora.of_experts(composed.config, fields) and not composed.config.numerics.invariant:
+    fields = peft.section(config)
+    if fields is not None and lora.of_experts(config, fields) and not config.numerics.invariant:
         targets = [name for name in peft.targets(fields) if name not in peft.FEED_FORWARD]
         problems.append(
             "adapters of experts begin with other weights in every layout, which is no rounding; "
             f"peft.target_modules=[{','.join(targets) or 'linear_qkv'}], or numerics=tree"
         )
-    rates = [f"model.{name}=0" for name in ("hidden_dropout", "attention_dropout") if composed.config.model.get(name)]
-    problems += [f"dropout draws other numbers in every layout: {rate}" for rate in rates if rate not in str(problems)]
-    return composed
+    return problems
 
 
 def _reference(

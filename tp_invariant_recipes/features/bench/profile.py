@@ -109,6 +109,19 @@ def read(file: Path) -> Trace:
         return step(json.load(stream)["traceEvents"])
 
 
+def _kernel_times(times: Iterable[tuple[str, float]], steps: int) -> tuple[KernelTime, ...]:
+    """The kernels of a step, those that take longest first. times: name and microseconds of each launch."""
+    microseconds: dict[str, float] = defaultdict(float)
+    launches: Counter[str] = Counter()
+    for name, duration in times:
+        microseconds[name] += duration
+        launches[name] += 1
+    kernels = (
+        KernelTime(name, category(name), microseconds[name] / 1000 / steps, launches[name] / steps) for name in launches
+    )
+    return tuple(sorted(kernels, key=lambda k: (-k.milliseconds, k.name)))
+
+
 def step(events: Iterable[dict[str, Any]]) -> Trace:
     """The mean step of a trace's events. Only what starts inside a marked step counts.
 
@@ -126,22 +139,13 @@ def step(events: Iterable[dict[str, Any]]) -> Trace:
     if not counted:
         counted = [e for e in inside if e.get("cat") == "cpu_op"]
         times = list(_own_times(counted))
-    microseconds: dict[str, float] = defaultdict(float)
-    launches: Counter[str] = Counter()
-    for name, duration in times:
-        microseconds[name] += duration
-        launches[name] += 1
-    kernels = (
-        KernelTime(name, category(name), microseconds[name] / 1000 / len(steps), launches[name] / len(steps))
-        for name in launches
-    )
     wall = sum(end - start for start, end in steps)
     busy = _covered(counted)
     computing = _covered([e for e in counted if category(e["name"]) != COLLECTIVES]) if on_gpu else busy
     return Trace(
         milliseconds=wall / 1000 / len(steps),
         idle=max(wall - busy, 0.0) / 1000 / len(steps),
-        kernels=tuple(sorted(kernels, key=lambda k: (-k.milliseconds, k.name))),
+        kernels=_kernel_times(times, len(steps)),
         waiting=(busy - computing) / 1000 / len(steps) if on_gpu else None,
     )
 

@@ -226,13 +226,15 @@ def load_weights(chunks: list[Any], checkpoint: Path, prefix: str, part: str = "
         for name, value in chunk.sharded_state_dict(metadata=metadata).items()
         if is_weight(name) and part in name
     }
-    of_first = {name: OF_EXPERT.sub(r".local_experts.0.", name) for name in sharded} if shared else {}
-    copied = {name: first for name, first in of_first.items() if name != first}
-    sharded = {
-        name: of_all_experts(value) if shared and OF_EXPERT.search(name) else value
-        for name, value in sharded.items()
-        if name not in copied
-    }
+    copied = {}
+    if shared:
+        of_first = {name: OF_EXPERT.sub(r".local_experts.0.", name) for name in sharded}
+        copied = {name: first for name, first in of_first.items() if name != first}
+        sharded = {
+            name: of_all_experts(value) if OF_EXPERT.search(name) else value
+            for name, value in sharded.items()
+            if name not in copied
+        }
     tensors = [value for value in nested_values(sharded) if isinstance(value, ShardedTensor | ShardedTensorFactory)]
     _put_prefix(tensors, checkpoint, prefix)
     loaded = dist_checkpointing.load({"model": sharded}, str(checkpoint))["model"]

@@ -190,18 +190,16 @@ def _ahead(taken: list[Any], rest: Any) -> Iterator[Any]:
         yield next(rest)
 
 
+def _tensors(batch: dict[str, Any]) -> list[str]:
+    """The names of a batch's tensors, in the order in which they are sent."""
+    return [key for key in sorted(batch) if batch[key] is not None]
+
+
 def _exchanged(chunks: list[Any], group: Any, rank_distance: int) -> list[Any]:
     """The micro-batches of the replica `rank_distance` ahead; own ones go to the one that computes them."""
     ranks, here = dist.get_process_group_ranks(group), group.rank()
     source, target = ranks[(here + rank_distance) % len(ranks)], ranks[(here - rank_distance) % len(ranks)]
-    sending = [
-        _words(batch[key])
-        for batches in chunks
-        if batches
-        for batch in batches
-        for key in sorted(batch)
-        if batch[key] is not None
-    ]
+    sending = [_words(batch[key]) for batches in chunks for batch in batches or () for key in _tensors(batch)]
     arriving = [torch.empty_like(tensor) for tensor in sending]
     transfers = [dist.P2POp(dist.isend, tensor, target, group) for tensor in sending]
     transfers += [dist.P2POp(dist.irecv, tensor, source, group) for tensor in arriving]
@@ -210,7 +208,7 @@ def _exchanged(chunks: list[Any], group: Any, rank_distance: int) -> list[Any]:
     words = iter(arriving)
 
     def received(batch: dict[str, Any]) -> dict[str, Any]:
-        there = {key: next(words) for key in sorted(batch) if batch[key] is not None}
+        there = {key: next(words) for key in _tensors(batch)}
         return {
             k: None if tensor is None else there[k].view(tensor.dtype).view(tensor.shape) for k, tensor in batch.items()
         }

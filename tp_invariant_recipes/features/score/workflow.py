@@ -35,6 +35,7 @@ from tp_invariant_recipes.reading import MIB, open_file, parse_json, read_limite
 from tp_invariant_recipes.runs.lock import locked
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
 from tp_invariant_recipes.settings import environment, peft
+from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.schema import LEARNED
 from tp_invariant_recipes.sources import hf_models, weights
 
@@ -122,6 +123,41 @@ class Scoring:
         return self.identity["sequences"]["count"]
 
 
+def _model_problems(config: RunConfig, options: Options) -> list[str]:
+    """What of a model, its weights and layout cannot be scored."""
+    problems = []
+    if not config.numerics.invariant and options.columns["entropies"] and config.layout.tp & (config.layout.tp - 1):
+        problems.append(f"--entropy: tp={config.layout.tp} under numerics=stock: entropies need a power of two")
+    problems += [f"model.{name}=0" for name in ("hidden_dropout", "attention_dropout") if config.model.get(name)]
+    problems += lines(broken_rules(PendingRun(config), LAYERS))
+    try:
+        inputs.check_weights(config)
+    except ConfigError as error:
+        problems += error.problems
+    return problems
+
+
+def _identity(
+    composed: Composed, options: Options, of_weights: dict[str, Any], of_sequences: dict[str, Any]
+) -> dict[str, Any]:
+    """What decides the lines of scores."""
+    config = composed.config
+    numerics = {name: getattr(config.numerics, name) for name in ("mode", "virtual_shards", "context_shards")}
+    identity = {
+        "schema": 1,
+        "weights": of_weights,
+        "numerics": numerics | {"product": mode.definition(config.numerics.mode, config.device.kind)},
+        "overrides": [override.text for override in composed.overrides if _kept(override)],
+        "sequences": of_sequences,
+        "columns": options.columns,
+    }
+    if config.numerics.arithmetic is None or not config.numerics.arithmetic.any_machine:
+        identity["device"] = config.device.kind  # other machines may have other bits
+    if config.numerics.arithmetic is None:
+        identity["layout"] = config.layout.as_dict() | {"tokens": options.tokens}
+    return identity
+
+
 def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: Options) -> Scoring:
     """Plan a scoring. Nothing is written. Raises a TpiError that lists what is wrong.
 
@@ -137,15 +173,7 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
     refuse(problems)
     composed, checkpoint, of_weights = (_of_run if of_run else _of_folder)(source, requested, options.step)
     config = composed.config
-    if not config.numerics.invariant and options.columns["entropies"] and config.layout.tp & (config.layout.tp - 1):
-        problems.append(f"--entropy: tp={config.layout.tp} under numerics=stock: entropies need a power of two")
-    problems += [f"model.{name}=0" for name in ("hidden_dropout", "attention_dropout") if config.model.get(name)]
-    problems += lines(broken_rules(PendingRun(config), LAYERS))
-    try:
-        inputs.check_weights(config)
-    except ConfigError as error:
-        problems += error.problems
-    refuse(problems)
+    refuse(_model_problems(config, options))
     tokenizer = options.tokenizer or _tokenizer(config, source, of_run=of_run)
     encode, digest = None, None
     if tokenizer is not None:
@@ -155,19 +183,8 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
     if config.model.get("position_embedding_type") == LEARNED and read.longest > config.model["seq_length"]:
         positions = f"the model has learned {config.model['seq_length']} positions"
         raise ConfigError(f"{file}: a sequence has {read.longest} tokens, and {positions}; leave longer ones out")
-    numerics = {name: getattr(config.numerics, name) for name in ("mode", "virtual_shards", "context_shards")}
-    identity = {
-        "schema": 1,
-        "weights": of_weights,
-        "numerics": numerics | {"product": mode.definition(config.numerics.mode, config.device.kind)},
-        "overrides": [override.text for override in composed.overrides if _kept(override)],
-        "sequences": {"sha256": read.sha256, "count": read.sequences, "tokenizer": digest},
-        "columns": options.columns,
-    }
-    if config.numerics.arithmetic is None or not config.numerics.arithmetic.any_machine:
-        identity["device"] = config.device.kind  # other machines may have other bits
-    if config.numerics.arithmetic is None:
-        identity["layout"] = config.layout.as_dict() | {"tokens": options.tokens}
+    of_sequences = {"sha256": read.sha256, "count": read.sequences, "tokenizer": digest}
+    identity = _identity(composed, options, of_weights, of_sequences)
     where = RunDir(out.with_name(f"{out.name}.partial"))
     variables = environment.settings(config.device.kind, os.environ, config.cluster.environment)
     planned = Plan(composed, config, config.layout, where, {}, variables)

@@ -75,13 +75,22 @@ def one_by_one(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return forward
 
 
+def _fill(outputs: list[Tensor | None], sizes: list[int], dim: int) -> None:
+    """Put zeros where this rank has computed no output. sizes: the sequences' lengths, along `dim` of an output."""
+    number, computed = next((n, output) for n, output in enumerate(outputs) if output is not None)
+    for other, size in enumerate(sizes):
+        if outputs[other] is None:
+            shape = [*computed.shape]
+            shape[dim] = shape[dim] * size // sizes[number]
+            outputs[other] = computed.new_zeros(shape)
+
+
 def _joined(model: Any, original: Callable[..., Tensor], given: dict[str, Any], sequences: Sequences) -> Tensor:
     sizes = [length for length, _ in sequences]
     each = [dict(given) for _ in sizes]
-    for name in BY_TOKEN:
-        if given.get(name) is not None:
-            for inputs, part in zip(each, given[name].split(sizes, 1), strict=True):
-                inputs[name] = part
+    for name in (name for name in BY_TOKEN if given.get(name) is not None):
+        for inputs, part in zip(each, given[name].split(sizes, 1), strict=True):
+            inputs[name] = part
     received = None if model.pre_process else model.decoder.input_tensor
     if received is not None:
         # split, not slices: its gradient is put together, and not added to zeros, which loses the sign of -0.0.
@@ -100,13 +109,8 @@ def _joined(model: Any, original: Callable[..., Tensor], given: dict[str, Any], 
         else:
             outputs[now.number] = output
     packed_rows.enter(None)
-    number, computed = next((n, output) for n, output in enumerate(outputs) if output is not None)
     dim = 1 if model.post_process else 0
-    for other, size in enumerate(sizes):
-        if outputs[other] is None:
-            shape = [*computed.shape]
-            shape[dim] = shape[dim] * size // sizes[number]
-            outputs[other] = computed.new_zeros(shape)
+    _fill(outputs, sizes, dim)
     return _Joined.apply(dim, idle, *outputs, *idle) if idle else torch.cat(outputs, dim)  # type: ignore[arg-type]
 
 

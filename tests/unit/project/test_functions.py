@@ -1,0 +1,102 @@
+"""No function has more than 60 lines of code or 15 branches, so that each can be read at once.
+
+A function's parameters and its docstring, of a command the table of its options and their help, are not counted.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[3] / "tp_invariant_recipes"
+LINES, BRANCHES = 60, 15
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+# Functions that are longer: FILE:NAME -> lines or branches. No other may join them, and a number may only fall.
+LONGER = {
+    "check/invariant/fp8.py:summed": 21,
+    "check/invariant/fp8.py:borders": 18,
+    "check/invariant/shards.py:_expert_groups": 17,
+    "cli/bench.py:_figures": 17,
+    "cli/completion.py:_offers": 21,
+    "cli/main.py:main": 17,
+    "cli/show.py:show": 18,
+    "cli/show.py:_diff": 20,
+    "compare/deviation.py:_deviation": 16,
+    "compare/tally.py:add": 19,
+    "compare/tally.py:_cover": 17,
+    "config/adjusted.py:adjust": 18,
+    "config/sections.py:_hydra": 16,
+    "features/bench/profile.py:step": 20,
+    "features/bench/workflow.py:new": 16,
+    "features/bisect/first_divergence.py:worth_dumping": 18,
+    "features/export/rank.py:load_weights": 18,
+    "features/rollouts/requests.py:_problems": 18,
+    "features/score/engine_scores.py:parse": 18,
+    "features/verify/cells.py:with_equal_shards": 17,
+    "features/verify/verdict.py:_judged": 21,
+    "features/verify/verdict.py:_remarks": 21,
+    "kernels/cpu/tensor_core_cpu.py:_exact_step": 22,
+    "launch/ranks.py:run": 18,
+    "ledger/schema.py:__post_init__": 17,
+    "numerics/megatron/attention/packed.py:_joined": 17,
+    "numerics/megatron/hybrid_spec.py:local_hybrid_spec": 67,
+    "numerics/megatron/init.py:initialise": 18,
+    "numerics/megatron/spec.py:invariant": 16,
+    "numerics/megatron/te/modules.py:built_problems": 17,
+    "numerics/megatron/te/modules.py:_run_problems": 19,
+    "numerics/sums/grad_norm.py:_exact_norm": 17,
+    "numerics/sums/partial_gradient.py:_add_up": 16,
+    "observe/digests/merge.py:_diverged": 17,
+    "observe/trace.py:merged": 16,
+    "report/figures.py:distance": 21,
+    "report/figures.py:cost": 18,
+    "report/maps.py:parameter_map": 18,
+    "settings/tables/field_table.py:_checked": 16,
+    "sizing/activations.py:micro_batch": 20,
+    "sources/recipe_fields.py:serialize": 20,
+    "sources/recipe_layer.py:_foreign": 16,
+}
+
+
+def branches(function: ast.AST) -> int:
+    """Places where a function's path splits: statements, expressions, each further operand of `and` and `or`."""
+    count = 0
+    for node in ast.walk(function):
+        if isinstance(node, ast.If | ast.For | ast.While | ast.ExceptHandler | ast.IfExp | ast.match_case):
+            count += 1
+        elif isinstance(node, ast.comprehension):
+            count += 1 + len(node.ifs)
+        elif isinstance(node, ast.BoolOp):
+            count += len(node.values) - 1
+    return count
+
+
+def too_long(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """The functions beyond the limits: name, and by what."""
+    for node in ast.walk(tree):
+        if isinstance(node, FUNCTIONS):
+            assert node.end_lineno is not None
+            start = node.body[ast.get_docstring(node) is not None :][:1]
+            lines = node.end_lineno - start[0].lineno + 1 if start else 0
+            if (number := branches(node)) > BRANCHES:
+                yield node.name, number
+            elif lines > LINES:
+                yield node.name, lines
+
+
+def test_functions_are_short():
+    beyond = {
+        f"{path.relative_to(PACKAGE)}:{name}": number
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for name, number in too_long(ast.parse(path.read_text()))
+    }
+    assert {name: number for name, number in beyond.items() if number > LONGER.get(name, 0)} == {}
+    assert {name: beyond.get(name) for name in LONGER} == LONGER  # those that are shorter now leave the list
+
+
+def test_what_is_counted():
+    source = "def f(x):\n    if x and x or y:\n        return [n for n in x if n]\n    return 1 if x else 2\n"
+    assert branches(ast.parse(source)) == 6
+    assert [*too_long(ast.parse('def f():\n    """Text."""\n' + "    pass\n" * 61))] == [("f", 61)]
+    assert [*too_long(ast.parse("def f():\n" + "    pass\n" * 60))] == []
+    assert [*too_long(ast.parse("def f(x):\n" + "    x = x or 1\n" * 16))] == [("f", 16)]
+    assert [*too_long(ast.parse("def f(x):\n" + "    x = x or 1\n" * 15))] == []
