@@ -153,22 +153,26 @@ class Passes:
         total, size = self._sized(sum(span.count for span in spans)), self.cache.size
         single = all(span.count == 1 for span in spans)
         tile = rows_of_tile(self.heads, 1 if single else 2) if self.device.type == "cuda" else total
-        rows: list[tuple[int, int, int]] = []
+        rows = np.zeros((total, 3), np.int64)
+        rows[:, 2] = SCRATCH * size
+        first = 0
         tables: list[tuple[int, int, list[int]]] = []
         draws: list[tuple[int, int, int, int]] = []
         numbers: list[tuple[float, ...]] = []
         for sequence, count in ((span.sequence, span.count) for span in spans):
-            first, start, blocks = len(rows), sequence.computed, sequence.blocks
-            places = ((p, blocks[p // size] * size + p % size) for p in range(start, start + count))
-            rows += [
-                (token, *place) for token, place in zip(sequence.tokens(start, start + count), places, strict=True)
-            ]
+            start, blocks = sequence.computed, sequence.blocks
+            if count == 1:
+                rows[first] = *sequence.tokens(start, start + 1), start, blocks[start // size] * size + start % size
+            else:
+                positions = np.arange(start, start + count)
+                slots = np.array(blocks)[positions // size] * size + positions % size
+                rows[first : first + count] = np.stack((sequence.tokens(start, start + count), positions, slots), 1)
             tables += [(first + n, min(tile, count - n), blocks) for n in range(0, count, tile)]
+            first += count
             if start + count == len(sequence):
-                draws.append((len(rows) - 1, sequence.key, sequence.sample, len(sequence.drawn)))
+                draws.append((first - 1, sequence.key, sequence.sample, len(sequence.drawn)))
                 s = sequence.request.sampling
                 numbers.append((s.do_sample, s.temperature, s.top_k, s.top_p))
-        rows += [(0, 0, SCRATCH * size)] * (total - len(rows))
         table = np.zeros((total if single else len(tables), 2 + self.cache.blocks), np.int32)
         for n, (at, count, blocks) in enumerate(tables):
             table[n, : 2 + len(blocks)] = [at, count, *blocks]
@@ -176,12 +180,8 @@ class Passes:
         filler = drawn - len(draws)
         draws += [(0, 0, 0, 0)] * filler
         numbers += [(0, 1, 0, 1)] * filler
-        return Inputs(
-            np.array(rows, np.int64),
-            table,
-            np.array(draws, np.int64).reshape(-1, 4),
-            np.array(numbers, np.float64).reshape(-1, 4),
-        )
+        columns = np.array(draws, np.int64), np.array(numbers, np.float64)
+        return Inputs(rows, table, *(column.reshape(-1, 4) for column in columns))
 
     def _computed(self, inputs: Inputs, longest: int) -> Tensor:
         """[D, 4], as of `Head`."""
