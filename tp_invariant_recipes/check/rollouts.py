@@ -21,7 +21,7 @@ PORTABLE = "numerics=portable"
 FP8 = "precision: FP8 scales a tensor by all tokens of a pass, so rows depend on each other; precision=bf16"
 AHEAD = "model.mtp_num_layers: layers of multi-token prediction have no cache; model.mtp_num_layers=null"
 
-RULES = (
+RULES: tuple[Rule[RunConfig], ...] = (
     Rule(RulePhase.FEATURES, _other_numerics),
     Rule(RulePhase.FEATURES, _stages),
     Rule(RulePhase.FEATURES, low_precision.enabled, FP8),
