@@ -72,7 +72,7 @@ def test_two_chunks_are_refused():
     ),
 )
 def test_wrong_sizes_are_all_listed(sizes, wrong):
-    listed = engine._wrong_sizes(**({"sequences": 4, "chunk": 8, "block": 4, "tokens": 4} | sizes))
+    listed = engine._wrong_sizes(**({"sequences": 4, "chunk": 8, "block": 4, "tokens": 64} | sizes))
     assert len(listed) == len(wrong)
     assert all(line.startswith(part) for line, part in zip(listed, wrong, strict=True))
 
