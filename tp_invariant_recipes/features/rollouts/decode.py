@@ -2,8 +2,7 @@
 
 The model's own layers compute it (portable/cached_pass.py). Rows of numerics=portable are independent of the rows
 beside them, so a pass is filled up to a size that occurs often: a CUDA graph has one size, and products are tried once
-for each. A graph is captured where a size of single rows occurs for the second time; experts that several ranks share
-wait for the host.
+for each. A graph is captured where a size of single rows occurs for the second time; experts wait for the host.
 """
 
 import copy
@@ -111,8 +110,7 @@ class Passes:
         whole = VECTORS // math.gcd(experts, VECTORS) if experts and self.device.type == "cpu" else 1
         self.multiple = config.virtual_shards * whole
         self.heads = config.num_attention_heads // config.num_query_groups
-        alone = not experts or max(config.expert_model_parallel_size, config.tensor_model_parallel_size) == 1
-        self.graphs = graphs and self.device.type == "cuda" and alone
+        self.graphs = graphs and self.device.type == "cuda" and not experts
         self._graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Inputs, Tensor]] = {}
         self._seen: dict[tuple[int, ...], Inputs] = {}
 

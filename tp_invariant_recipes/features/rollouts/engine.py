@@ -37,7 +37,7 @@ class Engine:
     sequences: decoded side by side, at most. chunk: tokens of prompts in one pass, at most.
     block:     tokens of a block of the cache, a power of two.
     tokens:    of the cache; None: what the requests need, at most what fits.
-    graphs:    whether a GPU decodes in CUDA graphs; experts do with tp=1 and ep=1 alone.
+    graphs:    whether a GPU decodes in CUDA graphs; experts never do.
     digests:   whether completions have digests of the whole vocabulary.
     decode:    token ids to text; None: there is no tokenizer.
     raises ConfigError: what the model has that the engine does not cover, by name.

@@ -28,13 +28,10 @@ class Groups:
     """Consecutive groups of rows.
 
     sizes: rows of each group. counts: [groups] int64, the same numbers on the rows' device.
-    total: rows of all; None: the sum of the sizes. Given where the host does not know the sizes, which are zeros then:
-           where a CUDA graph is captured.
     """
 
     sizes: tuple[int, ...]
     counts: Tensor
-    total: int | None = None
 
     @cached_property
     def ends(self) -> Tensor:
@@ -42,19 +39,11 @@ class Groups:
         return self.counts.cumsum(0)
 
     def tiles(self, height: int) -> tuple[Tensor, Tensor]:
-        """The group and the first row of every tile of `height` rows, int64; a tile has rows of one group only.
-
-        Where the host does not know the sizes, there are as many as there can be; the last ones begin beyond all rows.
-        """
+        """The group and the first row of every tile of `height` rows, int64; a tile has rows of one group only."""
         if height not in self._tiles:
             total = sum(-(-size // height) for size in self.sizes)
             every = (self.counts + height - 1) // height
-            if self.total is None:
-                group = torch.repeat_interleave(every, output_size=total)
-            else:
-                total = self.total // height + min(self.total, len(self.sizes))
-                number = torch.arange(total, device=every.device)
-                group = torch.searchsorted(every.cumsum(0), number, right=True).clamp(max=len(self.sizes) - 1)
+            group = torch.repeat_interleave(every, output_size=total)
             # Of each group: its first row, less the rows of all earlier tiles.
             shift = self.ends - self.counts - (every.cumsum(0) - every) * height
             self._tiles[height] = group, shift[group] + torch.arange(0, total * height, height, device=group.device)

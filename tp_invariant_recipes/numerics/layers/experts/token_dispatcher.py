@@ -20,7 +20,6 @@ from tp_invariant_recipes.function_modes import outside_modes
 from tp_invariant_recipes.kernels.products.grouped_product import Groups
 from tp_invariant_recipes.kernels.row_sum import row_sum
 from tp_invariant_recipes.numerics.layers.experts.expert_placement import Owners
-from tp_invariant_recipes.numerics.products.cublas import capturing
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,6 @@ class Route:
 def route(routing_map: Tensor, topk: int, owners: Owners) -> Route:
     """Plan the routes of a micro-batch. routing_map: [n, E] bool. It costs one collective of counts and one wait.
 
-    While a CUDA graph is captured the host does not wait: then each token has topk experts, all on this rank.
     A binary search over cumulative counts finds the entries. torch's deterministic scatter would sort, and would add
     all entries without a destination at one index, one after the other.
     """
@@ -101,13 +99,11 @@ def route(routing_map: Tensor, topk: int, owners: Owners) -> Route:
         everyone = counts.new_empty(owners.size * counts.numel())
         dist.all_gather_into_tensor(everyone, counts.view(-1), group=owners.group)
     everyone = everyone.view(owners.size, owners.size, owners.each, owners.parts)
-    captured = n * topk if capturing(counts) else None
-    known: list[list[list[list[int]]]]  # [from][to][expert][part]
-    known = everyone.tolist() if captured is None else torch.zeros_like(everyone, device="cpu").tolist()
+    known: list[list[list[list[int]]]] = everyone.tolist()  # [from][to][expert][part]
     slots = [[sum(map(sum, to)) for to in row] for row in known]  # [from][to]
 
     before = by_owner.flatten().cumsum(0)
-    at = torch.searchsorted(before, _first(sum(slots[owners.rank]) if captured is None else captured, before))
+    at = torch.searchsorted(before, _first(sum(slots[owners.rank]), before))
     number = owners.by_owner(torch.arange(experts, device=at.device))
     token, place = at % n, at % n * experts + number[at // n]
     slot = owners.by_number((before - 1).view(experts, n)).t().contiguous()
@@ -122,7 +118,7 @@ def route(routing_map: Tensor, topk: int, owners: Owners) -> Route:
     sizes = tuple(
         sum(of_expert[start : start + width]) for of_expert in parts for start in range(0, len(of_expert), width)
     )
-    batches = Batches(Groups(sizes, per_source, captured), owners.first_local, owners.sources, owners.chain)
+    batches = Batches(Groups(sizes, per_source), owners.first_local, owners.sources, owners.chain)
     send, receive = [], []
     arriving = arrived = None
     if owners.group is not None:
@@ -221,9 +217,7 @@ class InvariantTokenDispatcher(MoETokenDispatcher):
         self.owners = Owners.from_config(config, pg_collection.tp, pg_collection.ep)
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """[s/t, b, h], [n, E], [n, E] → slots. NotImplementedError: a graph of a training, or of several ranks."""
-        if capturing(tokens) and (self.owners.group is not None or torch.is_grad_enabled()):
-            raise NotImplementedError("experts are captured in CUDA graphs on one rank alone, without gradients")
+        """[s/t, b, h], [n, E], [n, E] → slots."""
         self.shape = tokens.shape
         self.plan = route(routing_map, self.config.moe_router_topk, self.owners)
         return to_slots(tokens.reshape(-1, self.shape[-1]), probs, self.plan)
