@@ -42,10 +42,10 @@ class Spans(NamedTuple):
 
 def rows_of_tile(heads: int, longest: int) -> int:
     """The most rows of a span on a GPU. heads: of a group; longest: rows of the longest span."""
-    return _sizes(heads, longest).queries // heads
+    return _tile(heads, longest).queries // heads
 
 
-def _sizes(heads: int, longest: int) -> Tiles:
+def _tile(heads: int, longest: int) -> Tiles:
     """A tile that has the heads of a group side by side."""
     tile = ONE_ROW if longest == 1 else ROWS
     return tile._replace(queries=max(tile.queries, power_of_two(heads)))
@@ -75,7 +75,7 @@ def cached_attention(query: Tensor, keys: Tensor, values: Tensor, spans: Spans, 
 def cached_triton(query: Tensor, keys: Tensor, values: Tensor, out: Tensor, spans: Spans, scale: float) -> None:
     """Fill out, where spans are. All contiguous; Triton's interpreter takes CPU tensors. scale: as powers of two."""
     (_, h, d), groups = query.shape, keys.shape[1]
-    tile = _sizes(h // groups, spans.longest)
+    tile = _tile(h // groups, spans.longest)
     grid = len(spans.tables) * groups, 1
     tensors = (query, keys, values, out, spans.tables, spans.positions)
     constants = (h, groups, d, max(LEAST, power_of_two(d)), spans.size, *tile[:2])
@@ -97,19 +97,22 @@ def store_triton(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots
 
 
 @triton.jit
-def _tile(x, table, start, last, STEP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr,
-          KEYS: tl.constexpr, RAGGED: tl.constexpr):  # fmt: skip
-    """Keys or values of KEYS positions from `start` on: [KEYS, FEATURES]; RAGGED: zeros from position `last` on."""
-    position, column = start + tl.arange(0, KEYS), tl.arange(0, FEATURES)
-    inside = position < last
+def _slots(table, start, SIZE: tl.constexpr, KEYS: tl.constexpr):
+    """The slots of KEYS positions from `start`, a multiple of KEYS, on; positions beyond the table have block 0's."""
+    column = start + tl.arange(0, KEYS)
+    if SIZE >= KEYS:
+        return tl.load(table + start // SIZE).to(tl.int64) * SIZE + column % SIZE
+    return tl.load(table + column // SIZE).to(tl.int64) * SIZE + column % SIZE
+
+
+@triton.jit
+def _rows_at(x, slots, start, last, STEP: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr,
+             RAGGED: tl.constexpr):  # fmt: skip
+    """The keys or values of these slots: [KEYS, FEATURES]; RAGGED: zeros from position `last` on."""
+    column = tl.arange(0, FEATURES)
+    at = x + (slots * STEP)[:, None] + column[None, :]
     if RAGGED:
-        block = tl.load(table + position // SIZE, mask=inside, other=0)
-    elif SIZE >= KEYS:
-        block = tl.load(table + start // SIZE)
-    else:
-        block = tl.load(table + position // SIZE)
-    at = x + (block.to(tl.int64) * SIZE + position % SIZE)[:, None] * STEP + column[None, :]
-    if RAGGED:
+        inside = start + tl.arange(0, slots.shape[0]) < last
         return tl.load(at, mask=inside[:, None] & (column < WIDTH)[None, :], other=0.0)
     if WIDTH < FEATURES:
         return tl.load(at, mask=(column < WIDTH)[None, :], other=0.0)
@@ -117,34 +120,11 @@ def _tile(x, table, start, last, STEP: tl.constexpr, SIZE: tl.constexpr, WIDTH: 
 
 
 @triton.jit
-def _seen(start, row, KEYS: tl.constexpr):
-    return (start + tl.arange(0, KEYS))[None, :] <= row[:, None]
-
-
-@triton.jit
-def _largest(
-    most, q, keys, table, start, last, row,
-    STEP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr, KEYS: tl.constexpr,
-    RAGGED: tl.constexpr,
-):  # fmt: skip
-    scores = _products(q, _tile(keys, table, start, last, STEP, SIZE, WIDTH, FEATURES, KEYS, RAGGED))
-    if RAGGED:
-        scores = tl.where(_seen(start, row, KEYS), scores, float("-inf"))
-    return tl.maximum(most, tl.max(scores, 1))
-
-
-@triton.jit
-def _added(
-    lanes, sums, q, keys, values, top, table, start, last, row, scale,
-    STEP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr, KEYS: tl.constexpr,
-    RAGGED: tl.constexpr,
-):  # fmt: skip
-    scores = _products(q, _tile(keys, table, start, last, STEP, SIZE, WIDTH, FEATURES, KEYS, RAGGED))
-    e = exponential(scores, scale, top[:, None])
-    if RAGGED:
-        e = tl.where(_seen(start, row, KEYS), e, ZERO)
-    v = _tile(values, table, start, last, STEP, SIZE, WIDTH, FEATURES, KEYS, RAGGED)
-    return lanes + e, tl.dot(e.to(tl.bfloat16), v, sums)
+def _ragged_slots(table, start, last, SIZE: tl.constexpr, KEYS: tl.constexpr):
+    """As `_slots`; it reads no block of a position from `last` on."""
+    column = start + tl.arange(0, KEYS)
+    block = tl.load(table + column // SIZE, mask=column < last, other=0)
+    return block.to(tl.int64) * SIZE + column % SIZE
 
 
 @triton.jit(do_not_specialize=["width", "scale"])
@@ -160,28 +140,42 @@ def _ieee_cached_attention(
     begin = tl.load(positions + first).to(tl.int32)
     last = tl.where(count > 0, begin + count, 0)  # a program of no rows reads no keys
     keys, values = keys + group * WIDTH, values + group * WIDTH
-    number, column = tl.arange(0, QUERIES), tl.arange(0, FEATURES)
+    number = tl.arange(0, QUERIES)
     row = begin + number // EACH
+    inside = number < count * EACH
+    column = tl.arange(0, FEATURES)
     at = ((first + number // EACH).to(tl.int64) * HEADS + group * EACH + number % EACH) * WIDTH
-    mask = (number < count * EACH)[:, None] & (column < WIDTH)[None, :]
+    mask = inside[:, None] & (column < WIDTH)[None, :]
     q = tl.load(query + at[:, None] + column[None, :], mask=mask, other=0.0)
-    whole = tl.minimum(begin + 1, last) // KEYS * KEYS  # keys of tiles that every row sees
+    diagonal = tl.minimum(begin + 1, last) // KEYS * KEYS
     most = tl.full((QUERIES,), float("-inf"), dtype=tl.float32)
-    for start in range(0, whole, KEYS):
-        most = _largest(most, q, keys, table, start, last, row, STEP, SIZE, WIDTH, FEATURES, KEYS, False)
-    for start in range(whole, last, KEYS):
-        most = _largest(most, q, keys, table, start, last, row, STEP, SIZE, WIDTH, FEATURES, KEYS, True)
-    most = most * scale
+    for start in range(0, diagonal, KEYS):
+        k = _rows_at(keys, _slots(table, start, SIZE, KEYS), start, last, STEP, WIDTH, FEATURES, False)
+        most = tl.maximum(most, tl.max(_products(q, k), 1))
+    for start in range(diagonal, last, KEYS):
+        slots = _ragged_slots(table, start, last, SIZE, KEYS)
+        scores = _products(q, _rows_at(keys, slots, start, last, STEP, WIDTH, FEATURES, True))
+        seen = (start + tl.arange(0, KEYS))[None, :] <= row[:, None]
+        most = tl.maximum(most, tl.max(tl.where(seen, scores, float("-inf")), 1))
+    top = most * scale
     lanes = tl.zeros((QUERIES, KEYS), dtype=tl.float32)
     sums = tl.zeros((QUERIES, FEATURES), dtype=tl.float32)
-    for start in range(0, whole, KEYS):
-        lanes, sums = _added(
-            lanes, sums, q, keys, values, most, table, start, last, row, scale, STEP, SIZE, WIDTH, FEATURES, KEYS, False
-        )  # fmt: skip
-    for start in range(whole, last, KEYS):
-        lanes, sums = _added(
-            lanes, sums, q, keys, values, most, table, start, last, row, scale, STEP, SIZE, WIDTH, FEATURES, KEYS, True
-        )  # fmt: skip
+    for start in range(0, diagonal, KEYS):
+        slots = _slots(table, start, SIZE, KEYS)
+        k = _rows_at(keys, slots, start, last, STEP, WIDTH, FEATURES, False)
+        e = exponential(_products(q, k), scale, top[:, None])
+        lanes += e
+        v = _rows_at(values, slots, start, last, STEP, WIDTH, FEATURES, False)
+        sums = tl.dot(e.to(tl.bfloat16), v, sums)
+    for start in range(diagonal, last, KEYS):
+        slots = _ragged_slots(table, start, last, SIZE, KEYS)
+        k = _rows_at(keys, slots, start, last, STEP, WIDTH, FEATURES, True)
+        e = exponential(_products(q, k), scale, top[:, None])
+        seen = (start + tl.arange(0, KEYS))[None, :] <= row[:, None]
+        e = tl.where(seen, e, ZERO)
+        lanes += e
+        v = _rows_at(values, slots, start, last, STEP, WIDTH, FEATURES, True)
+        sums = tl.dot(e.to(tl.bfloat16), v, sums)
     part = tl.div_rn(tl.full((QUERIES,), ONE_FP32, dtype=tl.float32), fold_columns(lanes, QUERIES, KEYS))
     tl.store(out + at[:, None] + column[None, :], (sums * part[:, None]).to(tl.bfloat16), mask=mask)
 
