@@ -147,7 +147,7 @@ def _resume(command: str, run_dir: RunDir, composed: Composed, how: Planning, st
     if problems:
         raise RunError(f"{command} would continue another run.\n{listed(problems)}")
     if done == iters:
-        return replace(plan, start=done, completed=True)
+        return replace(plan, start=iters, completed=True)
     if start is not None:
         return _starting_at(plan, RunCheckpoint(iteration_dir(run_dir.checkpoints, start), start)) if start else plan
     checkpoint = _checkpoint(plan, step)

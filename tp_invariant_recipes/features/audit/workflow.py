@@ -127,11 +127,11 @@ def new(
     if problems or made is None:
         raise ConfigError(listed(problems), problems)
     where = AuditDir(choose_for_several(directory, f"audit-{model}-tp{audited.config.layout.tp}"))
-    planned = [
+    runs, references = (
         plan.resolve_beside(run, where.training(name), where.index_cache, how)
         for name, run in ((AUDITED, audited), (REFERENCE, made))
-    ]
-    return _fitting(Audit(where, own, *planned, first))
+    )
+    return _fitting(Audit(where, own, runs, references, first))
 
 
 def _pair_problems(of_reference: Sequence[Override], differing: Sequence[Override]) -> list[str]:
