@@ -65,6 +65,11 @@ def _scripts(model: str, overrides: tuple[str, ...], directory: str | None) -> t
     return tuple(one.text for one in found.scripts)
 
 
+def _script(kind: str) -> str:
+    model, overrides, directory, number = KINDS[kind]
+    return _scripts(model, overrides, directory)[number]
+
+
 def _expected(kind: str) -> str:
     return (EXPECTED / f"{kind}.sbatch").read_text()
 
@@ -74,10 +79,10 @@ def test_every_kind_has_an_expected_script():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_script_is_the_expected_one(monkeypatch, kind):
+def test_the_script_is_the_expected_one(monkeypatch, file_regression, kind):
+    """`pytest --force-regen` writes the expected ones anew."""
     monkeypatch.chdir("/")
-    model, overrides, directory, number = KINDS[kind]
-    assert _scripts(model, overrides, directory)[number] == _expected(kind)
+    file_regression.check(_script(kind), fullpath=EXPECTED / f"{kind}.sbatch")
 
 
 def test_the_command_prints_the_expected_script(cli, monkeypatch):
@@ -259,11 +264,11 @@ def test_the_judge_takes_one_processor():
 
 
 def test_a_job_whose_files_are_not_shared_has_its_log_on_the_node():
-    assert "#SBATCH --output=/tmp/tpi-%u-job-%j.log" in _expected("train-elsewhere").splitlines()
+    assert "#SBATCH --output=/tmp/tpi-%u-job-%j.log" in _script("train-elsewhere").splitlines()
 
 
 def test_every_step_of_a_container_is_in_it():
-    train, cells, judge = _expected("train-container"), *scripts("verify-container")
+    train, cells, judge = _script("train-container"), *scripts("verify-container")
     assert "'--container-image=images.example#nvidia/nemo' --container-mounts=/tmp:/data:ro,/usr:/apps/it" in train
     assert cells.count("--container-image=/usr") == 2
     assert judge.count("--container-image=/usr") == 1
