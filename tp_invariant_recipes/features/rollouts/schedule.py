@@ -113,8 +113,7 @@ class Schedule:
 
     def _preempt(self) -> None:
         sequence = self.running.pop()
-        self.blocks.give_back(sequence.blocks)
-        sequence.blocks, sequence.names, sequence.computed = [], [], 0
+        self.blocks.give_back(sequence.blocks)  # its next admission gives it others
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 
