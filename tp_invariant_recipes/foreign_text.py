@@ -9,17 +9,17 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud
 
 
 def visible(text: str) -> str:
-    r"""The text with each control character as its escape: ESC as \x1b. Tabs and newlines stay."""
+    r"""Return the text with each control character as its escape: ESC as \x1b. Tabs and newlines stay."""
     return _CONTROL.sub(_escape, text)
 
 
 def one_line(text: str) -> str:
-    """The text on one line: newlines and tabs become escapes, too."""
+    """Return the text on one line: newlines and tabs become escapes, too."""
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def first_line(text: str) -> str:
-    """The first line of another program's message: what follows may be a tensor, or thousands of names."""
+    """Return the first line of another program's message: what follows may be a tensor, or thousands of names."""
     lines = text.strip().splitlines() or [""]
     cut = lines[0] if len(lines[0]) <= LONGEST else f"{lines[0][:LONGEST]} …"
     return cut if len(lines) == 1 or cut.endswith("…") else f"{cut} …"

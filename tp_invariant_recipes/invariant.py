@@ -111,7 +111,7 @@ def _rows(shards: int) -> tuple[Replacement, ...]:
 
 
 def _variables() -> dict[str, str]:
-    """What numerics depend on. Raises ConfigError for a wrong value, and for one that CUDA started without."""
+    """Return what numerics depend on. Raises ConfigError for a wrong value, and for one that CUDA started without."""
     import torch
 
     device = _device()
@@ -196,13 +196,13 @@ def _checked_optimizer(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _plain(line: str) -> str:
-    """A problem as a program of its own has it: without the sections of our configuration."""
+    """Return a problem as a program of its own has it: without the sections of our configuration."""
     line = re.sub(r"\b(model|ddp|optimizer)\.(?=\w)", "", line.removeprefix(f"numerics={MODE}: "))
     return line.replace("numerics.virtual_shards", SHARDS)
 
 
 def _problems(config: Any, shards: int, vocab_size: int | None = None, ddp: dict[str, Any] | None = None) -> list[str]:
-    """What a recipe would be refused for, told of a TransformerConfig.
+    """Return what a recipe would be refused for, told of a TransformerConfig.
 
     The length of the sequences is not known here: any is as good as one that every rule takes. A norm whose weight
     gradient V does not divide refuses them, and the router of experts on a CPU.
@@ -233,7 +233,7 @@ def _problems(config: Any, shards: int, vocab_size: int | None = None, ddp: dict
 
 
 def _relevant_fields(config: Any) -> dict[str, Any]:
-    """The fields of a TransformerConfig without those that no rule knows and that have their default."""
+    """Return the fields of a TransformerConfig without those that no rule knows and that have their default."""
     defaults = {f.name: f.default_factory() if callable(f.default_factory) else f.default for f in fields(config)}
     known = (*model.KNOWN, *model.LAYERS_OFF, *model.EXPERTS_OFF)
     return {

@@ -53,7 +53,7 @@ class Record:
         return handler(source) | {"strict": False}  # a strict dataclass takes instances alone; its fields stay strict
 
     def as_json(self) -> dict[str, Any]:
-        """The mapping that `checked` reads, in the order of the fields."""
+        """Return the mapping that `checked` reads, in the order of the fields."""
         return {name.removesuffix("_"): value for name, value in asdict(self).items()}  # type: ignore[call-overload]
 
 
@@ -114,7 +114,7 @@ def _without_waiting(name: str, flags: int) -> int:
 
 
 def read_limited(file: Path, limit: int) -> bytes:
-    """The bytes of a file. OSError: it cannot be read. ValueError: it has more than `limit` bytes.
+    """Return the bytes of a file. OSError: it cannot be read. ValueError: it has more than `limit` bytes.
 
     The size is checked before anything is read, and again while reading, since a pipe has no size and a file may grow.
     """
@@ -131,7 +131,10 @@ def read_limited(file: Path, limit: int) -> bytes:
 
 
 def read_lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file with their numbers, from 1 on. OSError: it cannot be read. ValueError: a line is too long."""
+    """Yield the lines of a file with their numbers, from 1 on. OSError: it cannot be read.
+
+    ValueError: a line is too long.
+    """
     with open_file(file) as stream:
         for number, line in enumerate(iter(lambda: stream.readline(LONGEST_LINE + 1), b""), 1):
             if len(line) > LONGEST_LINE:
@@ -140,7 +143,7 @@ def read_lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_object(data: bytes, *, constants: bool = False, most: int = NODES) -> dict[str, Any]:
-    """A JSON object. ValueError: as `parse_json`, or it is another value."""
+    """Return a JSON object. ValueError: as `parse_json`, or it is another value."""
     value = parse_json(data, constants=constants, most=most)
     if not isinstance(value, dict):
         raise ValueError("not an object in braces")
@@ -148,7 +151,7 @@ def parse_object(data: bytes, *, constants: bool = False, most: int = NODES) -> 
 
 
 def parse_json(data: bytes, *, constants: bool = False, most: int = NODES) -> Any:
-    """A JSON value. ValueError: it is none, repeats a key, is nested deeper than DEPTH, or has half a character.
+    """Return a JSON value. ValueError: it is none, repeats a key, is nested deeper than DEPTH, or has half a character.
 
     Nor may it have more than `most` values, which its commas and brackets bound before anything is parsed.
 
@@ -167,7 +170,7 @@ def parse_json(data: bytes, *, constants: bool = False, most: int = NODES) -> An
 
 
 def parse_yaml(data: bytes) -> Any:
-    """A YAML value of plain types. ValueError: as `parse_json`, or aliases make it endless or huge."""
+    """Return a YAML value of plain types. ValueError: as `parse_json`, or aliases make it endless or huge."""
     import yaml
 
     try:
@@ -189,7 +192,7 @@ def checked(kind: Any, value: Any) -> Any: ...
 
 
 def checked(kind: Any, value: Any) -> Any:
-    """The value as this type. kind: a `Record`, a list of them, or another type that pydantic checks.
+    """Return the value as this type. kind: a `Record`, a list of them, or another type that pydantic checks.
 
     ValueError: it is not of this type, strictly; the message names up to three fields.
     """
@@ -226,7 +229,7 @@ def _words(place: str, kind: str, message: str) -> str:
 
 
 def _place(location: tuple[int | str, ...]) -> str:
-    """The dotted name of a field, fit for a message whatever a forger calls it."""
+    """Return the dotted name of a field, fit for a message whatever a forger calls it."""
     return "".join(c if c.isprintable() else "?" for c in ".".join(map(str, location))[:200])
 
 

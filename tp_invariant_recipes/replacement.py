@@ -23,7 +23,7 @@ class Replacement:
     why: str
 
     def owner(self) -> tuple[Any, str]:
-        """The object that holds the attribute, and the attribute's name."""
+        """Return the object that holds the attribute, and the attribute's name."""
         module, _, path = self.target.partition(":")
         *parents, name = path.split(".")
         holder: Any = import_module(module)
@@ -33,17 +33,17 @@ class Replacement:
 
 
 def resolve_own(path: str) -> Any:
-    """What MODULE:NAME names below this package, such as "numerics.sums.grad_norm:clip_by_powers_of_two"."""
+    """Return what MODULE:NAME names below this package, such as "numerics.sums.grad_norm:clip_by_powers_of_two"."""
     return resolve_name(f"tp_invariant_recipes.{path}")
 
 
 def instead(target: str, path: str, why: str) -> Replacement:
-    """The row that replaces a target by `resolve_own(path)`. The lookup is late: most paths import torch."""
+    """Return the row that replaces a target by `resolve_own(path)`. The lookup is late: most paths import torch."""
     return Replacement(target, lambda original: resolve_own(path), why)
 
 
 def wrapped(target: str, path: str, why: str, *settings: Any) -> Replacement:
-    """The row that replaces a target by `resolve_own(path)(original, *settings)`."""
+    """Return the row that replaces a target by `resolve_own(path)(original, *settings)`."""
     return Replacement(target, lambda original: resolve_own(path)(original, *settings), why)
 
 

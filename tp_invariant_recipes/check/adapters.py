@@ -79,7 +79,7 @@ def _shared_by_experts(config: RunConfig, fields: Mapping[str, Any]) -> str | No
 
 
 def _rule(test: Callable[[RunConfig, Mapping[str, Any]], str | None]) -> Rule[RunConfig]:
-    """A rule of a run with adapters, and of its section."""
+    """Return a rule of a run with adapters, and of its section."""
     return Rule(RulePhase.FEATURES, lambda t: test(t, peft.section(t) or {}), needs=peft.adapts)
 
 

@@ -94,7 +94,7 @@ def _warmup(config: RunConfig) -> str | None:
 
 
 def _modules(config: RunConfig) -> list[str]:
-    """What is wrong with the modules to capture."""
+    """Return what is wrong with the modules to capture."""
     model, modules = config.model, config.model.get("cuda_graph_modules")
     fits = ",".join(graphed_modules(model, config.numerics.invariant))
     if not isinstance(modules, list) or not modules:

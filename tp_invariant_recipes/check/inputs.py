@@ -51,7 +51,7 @@ def _checkpoint(reading: Reading) -> list[str]:
 
 
 def check_weights(config: RunConfig) -> None:
-    """Raises ConfigError: there are no weights in the folder, or they are not the model's.
+    """Raise ConfigError: there are no weights in the folder, or they are not the model's.
 
     Without transformers, as on a login node, sizes are compared where the ranks start.
     """
@@ -63,7 +63,7 @@ def check_weights(config: RunConfig) -> None:
 
 
 def _text(config: RunConfig) -> None:
-    """Raises ConfigError: there is no such text or tokenizer."""
+    """Raise ConfigError: there is no such text or tokenizer."""
     data = config.data
     if data.kind == "text" and data.path is not None and data.tokenizer is not None:
         wrong = prepare.problems(Path(data.path).expanduser(), str(Path(data.tokenizer).expanduser()))
@@ -72,7 +72,7 @@ def _text(config: RunConfig) -> None:
 
 
 def examples(config: RunConfig) -> Examples | None:
-    """The examples that a run fine-tunes on, read and checked; None: it does not. Raises ConfigError."""
+    """Return the examples that a run fine-tunes on, read and checked; None: it does not. Raises ConfigError."""
     dataset, tokenizer = config.section("dataset"), config.section("tokenizer").get("tokenizer_model")
     if not sft.is_sft(dataset) or dataset["dataset_root"] is None:
         return None
@@ -88,7 +88,7 @@ def examples(config: RunConfig) -> Examples | None:
 
 
 def _raised(read: Callable[[RunConfig], object]) -> Callable[[Reading], Sequence[str]]:
-    """What is wrong with the files that a function reads."""
+    """Return what is wrong with the files that a function reads."""
 
     def test(reading: Reading) -> Sequence[str]:
         try:
@@ -110,5 +110,5 @@ RULES = (
 
 
 def input_problems(config: RunConfig, *, here: bool = True) -> list[str]:
-    """What is wrong with the files that a run reads, each with its key."""
+    """Return what is wrong with the files that a run reads, each with its key."""
     return lines(broken_rules(Reading(config, here=here), RULES))

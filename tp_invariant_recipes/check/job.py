@@ -32,7 +32,7 @@ def check_job(job: PendingJob) -> list[Problem]:
 
 
 def warnings(config: RunConfig) -> list[str]:
-    """What may cost a job its work, although it can be submitted. `check_job` has refused none."""
+    """Return what may cost a job its work, although it can be submitted. `check_job` has refused none."""
     if config.section("checkpoint")["save_interval"] or not config.cluster.shared_files:
         return []
     if parse_time(config.slurm.time or "0") <= LONG:
@@ -49,7 +49,7 @@ def unseen(config: RunConfig) -> list[str]:
 
 
 def _needed(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """The image, and the sources of mounts, that are missing here: the key and its value, and the path."""
+    """Yield the image, and the sources of mounts, that are missing here: the key and its value, and the path."""
     cluster = config.cluster
     if not cluster.shared_files:  # then this host never has what nodes have
         return
@@ -71,7 +71,7 @@ def _absent(job: PendingJob) -> Iterator[str]:
 
 
 def misfits(config: RunConfig) -> list[Problem]:
-    """What of `check_job` holds wherever it is asked, so also on a node, in a container, without `tpi submit`."""
+    """Get what of `check_job` holds wherever it is asked, so also on a node, in a container, without `tpi submit`."""
     return broken_rules(config, FITTING)
 
 
@@ -138,7 +138,10 @@ def _srun_options(config: RunConfig) -> Iterator[str]:
 
 
 def _unfit_options(key: str, options: Sequence[str], what: str, allocated: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong with options as typed. allocated: those that the job or step has itself -> what to set instead."""
+    """Yield what is wrong with options as typed.
+
+    allocated: those that the job or step has itself -> what to set instead.
+    """
     for option in options:
         name = re.split(r"[=\s]", option, maxsplit=1)[0]
         if not _LONG_OPTION.fullmatch(name):
@@ -244,7 +247,7 @@ def _forwarded(job: PendingJob) -> Iterator[str]:
 
 
 def _rule(test: Callable[[RunConfig], Iterator[str]]) -> Rule[PendingJob]:
-    """A rule about the run of a job."""
+    """Return a rule about the run of a job."""
     return Rule(RulePhase.MACHINE, lambda job: test(job.config))
 
 

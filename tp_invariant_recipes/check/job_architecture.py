@@ -39,7 +39,7 @@ def other_processors(config: RunConfig) -> Iterator[str]:
 
 
 def of_image(image: Path) -> str | None:
-    """The architecture of a .sif or .sqsh file or of a folder with a root; None: no such file, or not known."""
+    """Return the architecture of a .sif or .sqsh file or of a folder with a root; None: no such file, or not known."""
     if image.is_dir():
         return of_program(image / PROGRAM)
     if image.suffix == ".sqsh" and (unsquashfs := shutil.which("unsquashfs")):
@@ -50,7 +50,7 @@ def of_image(image: Path) -> str | None:
 
 
 def of_program(program: Path) -> str | None:
-    """The architecture of a program; None: no such file, or no program of Linux."""
+    """Return the architecture of a program; None: no such file, or no program of Linux."""
     return _elf(_head(program))
 
 

@@ -15,7 +15,7 @@ LARGEST_LISTED = 4096  # the largest degree that a message proposes
 
 
 def _divides(name: str, degree: Callable[[Layout], int], *numbers: str) -> Callable[[RunConfig, Layout], str | None]:
-    """The rule that a degree divides each of these numbers of the model, if the model has them."""
+    """Return the rule that a degree divides each of these numbers of the model, if the model has them."""
 
     def rule(config: RunConfig, layout: Layout) -> str | None:
         totals = {f"model.{n}": config.model[n] for n in numbers if config.model.get(n) is not None}
@@ -118,7 +118,9 @@ def _pattern(config: RunConfig, layout: Layout) -> str | None:
 
 
 def _stages(config: RunConfig, layout: Layout) -> list[str]:
-    """The stages of a hybrid model, as the letters of their layers; none where they are not known, or one has all."""
+    """Return the stages of a hybrid model, as the letters of their layers; none where they are not known, or one has
+    all.
+    """
     pattern = (config.model.get("hybrid_layer_pattern") or "").partition("/")[0]
     if layout.pp == 1 or not pattern or any(config.model.get(name) for name in UNEVEN):
         return []
@@ -208,7 +210,7 @@ def _lr(config: RunConfig) -> str | None:
 
 
 def _rule(test: Callable[[RunConfig, Layout], str | None]) -> Rule[RunConfig]:
-    """A rule about the layout of a run."""
+    """Return a rule about the layout of a run."""
     return Rule(RulePhase.LAYOUT, lambda config: test(config, config.layout))
 
 

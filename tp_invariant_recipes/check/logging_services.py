@@ -26,7 +26,7 @@ SERVICES = {
 
 
 def missing_package(config: RunConfig) -> str | None:
-    """What logging needs and this machine lacks."""
+    """Return what logging needs and this machine lacks."""
     kind = config.logging.kind
     if kind not in SERVICES or needed.there(SERVICES[kind].module):
         return None

@@ -107,7 +107,7 @@ def _gpus(config: RunConfig) -> list[str]:
 
 
 def _ledger_bytes(config: RunConfig) -> int:
-    """The approximate size of the digests of all steps."""
+    """Return the approximate size of the digests of all steps."""
     every, state, model = config.ledger.digests, config.ledger.state_digests, config.model
     layers = model.get("num_layers") or len(model.get("hybrid_layer_pattern") or "")
     experts = layers * TENSORS_OF_EXPERT * (model.get("num_moe_experts") or 0)
@@ -148,7 +148,7 @@ def _disk(start: PendingRun) -> list[str]:
 
 
 def _here(test: Callable[[RunConfig], Any]) -> Rule[PendingRun]:
-    """A rule about the machine that ranks run on."""
+    """Return a rule about the machine that ranks run on."""
     return Rule(RulePhase.MACHINE, lambda start: test(start.config), needs=lambda start: start.here)
 
 

@@ -23,7 +23,7 @@ def _uneven(config: RunConfig) -> list[str]:
 
 
 def _sides(config: RunConfig) -> dict[str, float]:
-    """The sides of the products on one rank: name -> size."""
+    """Return the sides of the products on one rank: name -> size."""
     model = config.model
     tp, etp = config.layout.tp, config.layout.etp
     mbs = config.train["micro_batch_size"]

@@ -15,7 +15,7 @@ _WILDCARD = re.compile(r"[*?[]")
 
 
 def steps(trace: str) -> range:
-    """The steps of `ledger.trace`, counted from 1. ValueError: it is neither FIRST:LAST nor a step."""
+    """Return the steps of `ledger.trace`, counted from 1. ValueError: it is neither FIRST:LAST nor a step."""
     match = _STEPS.fullmatch(trace)
     if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
         raise ValueError(f"ledger.trace={trace}: must be FIRST:LAST, steps counted from 1, as in ledger.trace=1:3")
@@ -66,7 +66,7 @@ def _may_match(pattern: str) -> bool:
 
 
 def _undigested(test: Callable[[RunConfig], Any], why: str) -> Rule[RunConfig]:
-    """A rule about digests of gradients and weights."""
+    """Return a rule about digests of gradients and weights."""
     return Rule(RulePhase.FEATURES, test, f"{why}; or record none: ledger.digests=0", needs=lambda t: t.ledger.digests)
 
 

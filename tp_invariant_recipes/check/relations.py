@@ -59,7 +59,7 @@ def _replaced(config: RunConfig) -> list[str]:
 
 
 def _loggers(config: RunConfig) -> list[str]:
-    """Settings of services that `logging=` has not chosen, and secrets, whose values are not shown."""
+    """Return settings of services that `logging=` has not chosen, and secrets, whose values are not shown."""
     of_service = {name for name in _LOGGER_FIELDS if _at(config, f"logger.{name}") not in (None, [], {})}
     problems = []
     for service in EXPERIMENTS:
@@ -95,7 +95,7 @@ def _sizes(config: RunConfig) -> str | None:
 
 
 def _divides(of: str, by: str, unless: str | None = None) -> Callable[[RunConfig], str | None]:
-    """The rule that one number of the model is a multiple of another one, where it has both."""
+    """Return the rule that one number of the model is a multiple of another one, where it has both."""
 
     def rule(config: RunConfig) -> str | None:
         total, part = config.model.get(of), config.model.get(by)
@@ -117,7 +117,7 @@ PER_LAYER: dict[str, Callable[[RunConfig], Any]] = {
 
 
 def _per_layer(name: str) -> Callable[[RunConfig], str | None]:
-    """The rule that a field of PER_LAYER says something of each layer."""
+    """Return the rule that a field of PER_LAYER says something of each layer."""
 
     def rule(config: RunConfig) -> str | None:
         layers, value = config.model.get("num_layers"), config.model.get(name)
@@ -171,7 +171,10 @@ def _own_positions(config: RunConfig) -> str | None:
 
 
 def _at_most(low: str, high: str, of: str = "model") -> Callable[[RunConfig], str | None]:
-    """The rule that one number is at most another one, where there are both. Short paths lie in the section `of`."""
+    """Return the rule that one number is at most another one, where there are both.
+
+    Short paths lie in the section `of`.
+    """
     first, second = (path if "." in path else f"{of}.{path}" for path in (low, high))
 
     def rule(config: RunConfig) -> str | None:
@@ -200,7 +203,7 @@ def _warmup(config: RunConfig) -> str | None:
 
 
 def shares_of_text(config: RunConfig) -> list[float]:
-    """The shares of training, validation and tests, as Megatron reads dataset.split; it takes missing ones as 0."""
+    """Get the shares of training, validation and tests, as Megatron reads dataset.split; it takes missing ones as 0."""
     parts = [float(part) for part in re.findall(r"\d*\.?\d+", config.section("dataset").get("split") or "")]
     return [part / (sum(parts) or 1) for part in parts]
 
@@ -222,7 +225,7 @@ def _tokens(config: RunConfig) -> str | None:
 
 
 def unpadded(config: RunConfig, typed: Collection[str]) -> list[str]:
-    """What is wrong with padding a vocabulary whose size is set. typed: the paths that the command line sets."""
+    """Return what is wrong with padding a vocabulary whose size is set. typed: the paths that the command line sets."""
     size, multiple = config.model["vocab_size"], config.model.get("make_vocab_size_divisible_by") or 128
     padded = -(-size // multiple) * multiple
     keys = ("model.make_vocab_size_divisible_by", "model.should_pad_vocab")
@@ -301,7 +304,7 @@ def _experts_bias(config: RunConfig) -> str | None:
 
 
 def _of_gpus(path: str, why: str = "it reads a GPU") -> Callable[[RunConfig], str | None]:
-    """The rule that a field is for GPUs."""
+    """Return the rule that a field is for GPUs."""
 
     def rule(config: RunConfig) -> str | None:
         wrong = config.device.kind == "cpu" and _at(config, path)
@@ -311,7 +314,7 @@ def _of_gpus(path: str, why: str = "it reads a GPU") -> Callable[[RunConfig], st
 
 
 def _resumable(name: str) -> Callable[[RunConfig], str | None]:
-    """The rule that a checkpoint has what --resume reads."""
+    """Return the rule that a checkpoint has what --resume reads."""
     key = f"checkpoint.{name}"
     why = f"{key}=false: a run could not be resumed; {key}=true"  # a row of coverage/ says it of invariant numerics
     return lambda config: None if config.numerics.invariant or _at(config, key) is not False else why

@@ -30,5 +30,5 @@ RULES: tuple[Rule[RunConfig], ...] = (
 
 
 def problems(config: RunConfig) -> list[str]:
-    """What keeps this configuration from generating, beside what keeps it from a forward pass; a line each."""
+    """Return what keeps this configuration from generating, beside what keeps it from a forward pass; a line each."""
     return lines(broken_rules(config, RULES))

@@ -67,11 +67,11 @@ class Rule[Subject]:
     stock: bool = False
 
     def broken(self, subject: Subject) -> Any:
-        """What the test returns; None: the rule is not about the subject."""
+        """Return what the test returns; None: the rule is not about the subject."""
         return self.test(subject) if self.needs(subject) else None
 
     def problems(self, subject: Subject) -> list[Problem]:
-        """What is wrong, in the order of the texts."""
+        """Return what is wrong, in the order of the texts."""
         broken = self.broken(subject)
         if not broken:
             return []
@@ -86,6 +86,6 @@ def broken_rules[Subject](subject: Subject, rules: Iterable[Rule[Subject]]) -> l
 
 
 def lines(problems: Iterable[Problem]) -> list[str]:
-    """The problems of a ConfigError: a line each, and OR_STOCK where that avoids some of them."""
+    """Return the problems of a ConfigError: a line each, and OR_STOCK where that avoids some of them."""
     listed = [*problems]
     return [*map(str, listed), *([OR_STOCK] if any(problem.stock for problem in listed) else [])]

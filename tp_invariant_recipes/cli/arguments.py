@@ -13,7 +13,7 @@ from tp_invariant_recipes.start.quiet import VERBOSE
 
 
 def of_model(model: str | None) -> str | None:
-    """A model as typed; `recipe=FILE.py:FUNCTION` with the whole path of the file. `weights=FOLDER` waits for
+    """Return a model as typed; `recipe=FILE.py:FUNCTION` with the whole path of the file. `weights=FOLDER` waits for
     `with_model`.
     """
     if model is None or not model.startswith("recipe="):
@@ -30,17 +30,17 @@ def _show_output(verbose: bool) -> bool:
 
 
 def argument(metavar: str, help: str, *, show_default: bool = False) -> Any:
-    """A word of a command."""
+    """Return a word of a command."""
     return typer.Argument(metavar=metavar, help=help, show_default=show_default)
 
 
 def option(metavar: str | None, help: str, *names: str, **more: Any) -> Any:
-    """An option with a value, named after its parameter unless `names` name it. more: as for typer."""
+    """Return an option with a value, named after its parameter unless `names` name it. more: as for typer."""
     return typer.Option(*names, metavar=metavar, help=help, **more)
 
 
 def flag(help: str, *names: str) -> Any:
-    """An option without a value."""
+    """Return an option without a value."""
     return typer.Option(*names, help=help)
 
 
@@ -53,7 +53,7 @@ Model = Annotated[
 
 
 def optional_model(unless: str) -> Any:
-    """The MODEL of a command that needs none where an option says which. unless: "needed with --resume"."""
+    """Return the MODEL of a command that needs none where an option says which. unless: "needed with --resume"."""
     help_ = f"A model of `tpi models`, or recipe=NAME; not {unless}."
     return typer.Argument(help=help_, metavar="MODEL", show_default=False, callback=of_model)
 
@@ -84,7 +84,7 @@ ClusterFile = Annotated[
 
 
 def with_option(arguments: list[str], option: str, key: str, value: str | None) -> list[str]:
-    """The overrides, and the one that an option stands for: KEY=VALUE.
+    """Return the overrides, and the one that an option stands for: KEY=VALUE.
 
     Raises ConfigError where the overrides say something else.
     """
@@ -100,7 +100,8 @@ def with_option(arguments: list[str], option: str, key: str, value: str | None) 
 
 
 def with_model[M: str | None](model: M, arguments: list[str]) -> tuple[M | str, list[str]]:
-    """The model and the overrides; where `weights=FOLDER` stands in the model's place, the folder says which model.
+    """Return the model and the overrides; where `weights=FOLDER` stands in the model's place, the folder says which
+    model.
 
     What the command line sets comes last, so it counts. Raises ConfigError: the folder holds no model that tpi knows.
     """
@@ -116,13 +117,14 @@ def with_model[M: str | None](model: M, arguments: list[str]) -> tuple[M | str, 
 
 
 def with_cluster_file(arguments: list[str], file: Path | None) -> list[str]:
-    """The overrides, and the one that `--cluster-file FILE` stands for. Raises ConfigError as `with_option`."""
+    """Return the overrides, and the one that `--cluster-file FILE` stands for. Raises ConfigError as `with_option`."""
     path = None if file is None else str(file.expanduser().absolute())
     return with_option(arguments, "--cluster-file", "cluster", path)
 
 
 def help_text(command: Callable[..., Any]) -> str:
-    """The docstring of a command with each paragraph on one line: typer would keep breaks that 80 columns break again.
+    """Return the docstring of a command with each paragraph on one line: typer would keep breaks that 80 columns break
+    again.
 
     A paragraph that begins with a line of `\\b` keeps its line breaks: examples.
     """

@@ -123,7 +123,7 @@ def _print(result: dict[str, Any]) -> None:
 
 
 def _table(result: dict[str, Any]) -> Table:
-    """The modules that are beyond rounding, then the furthest of the others."""
+    """Return the modules that are beyond rounding, then the furthest of the others."""
     modules = sorted(result["modules"], key=lambda row: (not row["beyond"], -_furthest(row)))[:_ROWS]
     kinds = [kind for kind in _KINDS if any(kind in row for row in modules)]
     table = Table(

@@ -182,7 +182,7 @@ def _cells(modes: list[tuple[float, float | None]]) -> list[str]:
 
 
 def _extra(first: str, mode: dict[str, Any], width: int) -> Table:
-    """The kernels with the most extra time. width: characters of a line; names get the rest of it."""
+    """Return the kernels with the most extra time. width: characters of a line; names get the rest of it."""
     title = f"extra time of {mode['mode']} over {first}"
     table = Table(
         Column(title, no_wrap=True, overflow="ellipsis", max_width=max(width - 50, len(title) + 2)),
@@ -199,5 +199,5 @@ def _extra(first: str, mode: dict[str, Any], width: int) -> Table:
 
 
 def _short(name: str) -> str:
-    """A kernel's name without its uninformative parts; bench.json has the whole name."""
+    """Return a kernel's name without its uninformative parts; bench.json has the whole name."""
     return re.sub(r"^void |at::native::|\(anonymous namespace\)::|<unnamed>::|\([^()]*\)$", "", name)

@@ -34,7 +34,7 @@ def requested() -> bool:
 
 
 def answer(root: Any) -> str:
-    """The answer to a shell; empty for an unknown shell. root: the command of all commands."""
+    """Return the answer to a shell; empty for an unknown shell. root: the command of all commands."""
     if os.environ[SHELL] not in INSTALL_PATHS:
         return ""
     words, incomplete = split(os.environ.get(LINE, ""))
@@ -49,7 +49,7 @@ def answer(root: Any) -> str:
 
 
 def split(line: str) -> tuple[list[str], str]:
-    """The whole words of a line, and the one that is being typed; it may have an open quote."""
+    """Return the whole words of a line, and the one that is being typed; it may have an open quote."""
     lexer = shlex.shlex(line, posix=True)
     lexer.whitespace_split, lexer.commenters = True, ""
     words: list[str] = []
@@ -84,7 +84,7 @@ def install() -> str:
 
 
 def script() -> str:
-    """The script for the shell of $SHELL. Raises RunError."""
+    """Return the script for the shell of $SHELL. Raises RunError."""
     return (SHELLS / f"tpi.{_shell()}").read_text(encoding="utf-8")
 
 
@@ -142,7 +142,7 @@ def _job(command: str, words: list[str], incomplete: str) -> tuple[bool, list[tu
 
 
 def _command(root: Any, words: list[str]) -> tuple[Any, list[str]]:
-    """The command that the words name, and the words after it."""
+    """Return the command that the words name, and the words after it."""
     command, rest = root, list(words)
     while hasattr(command, "commands") and rest:
         name = rest.pop(0)
@@ -151,7 +151,7 @@ def _command(root: Any, words: list[str]) -> tuple[Any, list[str]]:
 
 
 def _positional(words: list[str], options: dict[str, Any]) -> list[str]:
-    """The words that are neither options nor values of options."""
+    """Return the words that are neither options nor values of options."""
     positional, value = [], False
     for word in words:
         if value:

@@ -66,7 +66,7 @@ data_app.command("prepare", help=help_text(prepare))(prepare)
 
 @contextmanager
 def _progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on standard error where that is a terminal, else None. Pulses until the bytes are counted."""
+    """Return a bar on standard error where that is a terminal, else None. Pulses until the bytes are counted."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = terminal.console(stderr=True)

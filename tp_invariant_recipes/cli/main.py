@@ -141,7 +141,7 @@ OF_PATHLIB = ("Symlink loop", "Could not determine home directory")
 
 
 def _command(words: Sequence[str]) -> str:
-    """The command that these words call, such as "tpi data prepare"."""
+    """Return the command that these words call, such as "tpi data prepare"."""
     named = [*itertools.takewhile(lambda word: word[0:1] != "-", words)][:2]
     return " ".join(["tpi", *named[: 2 if named[:1] == ["data"] else 1]])
 

@@ -54,7 +54,7 @@ def models(
 
 
 def _own() -> list[dict[str, Any]]:
-    """The rows of the models in the user's own tree, each composed."""
+    """Return the rows of the models in the user's own tree, each composed."""
     own = [model for model in conf_files.groups()["model"] if conf_files.users_file("model", model)]
     if not own:
         return []
@@ -64,7 +64,7 @@ def _own() -> list[dict[str, Any]]:
 
 
 def _print_list(rows: list[dict[str, Any]]) -> None:
-    """A line a model, whole unless a terminal is too narrow for it."""
+    """Print a line a model, whole unless a terminal is too narrow for it."""
     console = terminal.console()
     width = max(len(row["model"]) for row in rows)
     for row in rows:
@@ -96,7 +96,7 @@ def _details(row: dict[str, Any]) -> str:
 
 
 def _recipes(family: str | None, *, as_json: bool) -> None:
-    """The recipes of Bridge, each called and composed."""
+    """Print the recipes of Bridge, each called and composed."""
     from tp_invariant_recipes.features import recipe_list
 
     needed.check("tpi models --bridge", needed.TRAINING)

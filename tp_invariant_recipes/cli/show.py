@@ -115,7 +115,7 @@ def _composed(model: str, overrides: "list[Override]") -> Mapping[str, Any]:
 
 
 def _run_sections(run: Path, overrides: "list[Override]") -> Mapping[str, Any]:
-    """A run's recorded configuration; with overrides, the one that --resume would compose. Raises a TpiError."""
+    """Return a run's recorded configuration; with overrides, the one that --resume would compose. Raises a TpiError."""
     from tp_invariant_recipes.launch.request import Request
     from tp_invariant_recipes.runs.run_dir import RunDir
 
@@ -126,7 +126,7 @@ def _run_sections(run: Path, overrides: "list[Override]") -> Mapping[str, Any]:
 
 
 def _sections_of(text: str, overrides: "list[Override]") -> Mapping[str, Any]:
-    """The configuration of a run directory, or of a model with its overrides. Raises a TpiError."""
+    """Return the configuration of a run directory, or of a model with its overrides. Raises a TpiError."""
     from tp_invariant_recipes.config.overrides import parse_all
 
     try:
@@ -143,7 +143,7 @@ def _sections_of(text: str, overrides: "list[Override]") -> Mapping[str, Any]:
 
 @contextmanager
 def _config_errors() -> Iterator[None]:
-    """Raises ConfigError where a run's configuration lacks a field that this version needs, or is forged."""
+    """Raise ConfigError where a run's configuration lacks a field that this version needs, or is forged."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -154,7 +154,7 @@ def _config_errors() -> Iterator[None]:
 
 
 def _recipe_and_run(recipe: str, overrides: "list[Override]") -> list[Mapping[str, Any]]:
-    """The recipe's own settings, and those of a run of the recipe."""
+    """Return the recipe's own settings, and those of a run of the recipe."""
     from tp_invariant_recipes.config.overrides import parse_all
     from tp_invariant_recipes.settings.sections import OWN_KEYS
     from tp_invariant_recipes.sources import recipe_answers, recipe_layer, recipe_process
@@ -231,7 +231,7 @@ def _print_key(sections: Mapping[str, Any], key: str, *, as_json: bool) -> None:
 
 
 def _brief(config: Any, rank: int) -> str:
-    """The short keys and groups of a run, and its memory."""
+    """Return the short keys and groups of a run, and its memory."""
     from tp_invariant_recipes.config import lookup
     from tp_invariant_recipes.config.overrides import DECIDED_BY
     from tp_invariant_recipes.settings.keys import SHORT_KEYS

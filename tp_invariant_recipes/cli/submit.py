@@ -154,7 +154,7 @@ def _plan_text(planned: "PlannedSubmission") -> str:
 
 
 def _remarks(planned: "PlannedSubmission") -> list[str]:
-    """The jobs that it waits for, the combinations left out, what this host cannot check, and warnings."""
+    """Return the jobs that it waits for, the combinations left out, what this host cannot check, and warnings."""
     waits = [f"waits until job {' and '.join(planned.after)} has ended well"] if planned.after else []
     left_out = [f"left out: {combination.label}: {combination.why}" for combination in planned.left_out]
     warnings = [f"warning: {line}" for line in planned.warnings]

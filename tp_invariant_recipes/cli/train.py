@@ -127,7 +127,7 @@ def train(
 
 
 def _latest(requested: "tuple[Override, ...]", console: "Console") -> Path:
-    """The run of `--resume last`, which is printed. Raises ConfigError, RunError."""
+    """Return the run of `--resume last`, which is printed. Raises ConfigError, RunError."""
     from tp_invariant_recipes.config.overrides import given
     from tp_invariant_recipes.runs import overview
 

@@ -54,7 +54,8 @@ def products(header: Header) -> tuple[tuple[int, str], ...]:
 
 
 def changed_products(before: Header, version: str | None, step: int) -> str | None:
-    """What a tree run on a GPU must be told that goes on after `step` with another definition of a product, if any.
+    """Return what a tree run on a GPU must be told that goes on after `step` with another definition of a product, if
+    any.
 
     before: of its ledger. version: of the definition now.
     """
@@ -92,7 +93,7 @@ def _words(spans: tuple[tuple[int, str], ...]) -> str:
 
 
 def changed_processor(before: Header, now: str, step: int) -> str | None:
-    """What a run on a CPU must be told that goes on after `step` with other instructions, if any.
+    """Return what a run on a CPU must be told that goes on after `step` with other instructions, if any.
 
     before: of its ledger. now: as of `processor.capability`.
     """

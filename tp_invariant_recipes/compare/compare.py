@@ -163,7 +163,7 @@ def compare_all(
 
 
 def _modules(header: Header) -> tuple[Any, ...]:
-    """What decides which modules a model is made of."""
+    """Return what decides which modules a model is made of."""
     return header.numerics, header.versions, {**header.device, CAPABILITY: None}
 
 
@@ -200,7 +200,10 @@ def _comparison(a: Ledger, b: Ledger, refused: tuple[HeaderDifference, ...], tal
 
 
 def _model_differences(a: Header, b: Header) -> tuple[ValueDifference, ...]:
-    """The parameters that differ between the runs. A run that lists none made no digests; then the result is empty."""
+    """Return the parameters that differ between the runs.
+
+    A run that lists none made no digests; then the result is empty.
+    """
     if not a.parameters or not b.parameters:
         return ()
     left, right = ({p.name: _described(p) for p in header.parameters} for header in (a, b))

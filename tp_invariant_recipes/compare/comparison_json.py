@@ -18,7 +18,7 @@ REPORT_SCHEMA = 2
 
 
 def exit_status(comparisons: Iterable[Comparison]) -> int:
-    """The worst of several: one incomparable run outweighs a different one."""
+    """Return the worst of several: one incomparable run outweighs a different one."""
     return max(comparison.exit_status for comparison in comparisons)
 
 
@@ -34,7 +34,7 @@ def report(comparisons: Sequence[Comparison]) -> dict:
 
 
 def error_report(error: Exception) -> dict:
-    """The report of an unreadable ledger."""
+    """Return the report of an unreadable ledger."""
     start = {"schema": REPORT_SCHEMA, "exit_status": UNREADABLE, "error": str(error)}
     return start | {"compared_fields": [], "comparisons": []}
 
@@ -91,6 +91,6 @@ def _value(first: FirstDifference, value: Any) -> Any:
 
 
 def _difference(difference: HeaderDifference) -> dict:
-    """A difference as JSON. A side without the field has no key, since null is a value."""
+    """Return a difference as JSON. A side without the field has no key, since null is a value."""
     sides = {"a": difference.a, "b": difference.b}
     return {"field": difference.field} | {side: json.loads(text) for side, text in sides.items() if text is not None}

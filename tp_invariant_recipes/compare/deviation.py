@@ -72,7 +72,7 @@ class StepDumps:
 
 
 def judge(step: StepDumps) -> tuple[list[TensorDeviation], list[str]]:
-    """The deviations of a step in the order of data flow, and the names of the tensors that cannot be compared.
+    """Return the deviations of a step in the order of data flow, and the names of the tensors that cannot be compared.
 
     RunError: nothing can be compared.
     """
@@ -92,7 +92,7 @@ def judge(step: StepDumps) -> tuple[list[TensorDeviation], list[str]]:
 
 
 def in_order(dumps: Dumps) -> list[str]:
-    """The names in the order of data flow: a rank wrote its own as it executed, and stages follow the ranks."""
+    """Return the names in the order of data flow: a rank wrote its own as it executed, and stages follow the ranks."""
     kinds: dict[str, list[str]] = {kind: [] for kind in KINDS}
     for name in dumps.parts:
         if (kind := name.partition("/")[0]) in kinds:
@@ -102,7 +102,7 @@ def in_order(dumps: Dumps) -> list[str]:
 
 
 def module_of(name: str) -> str:
-    """The module that a tensor belongs to."""
+    """Return the module that a tensor belongs to."""
     kind, _, rest = name.partition("/")
     if kind in ("forward", "backward"):
         return rest.rpartition("/")[0]
@@ -159,7 +159,7 @@ class PieceError:
         return len(self.squares) * self.columns
 
     def of_rows(self, least: float) -> np.ndarray:
-        """The factor of each row by itself."""
+        """Return the factor of each row by itself."""
         noise = self.noise / self.columns
         unit = np.sqrt(np.maximum(noise, max(noise.mean(), least**2)))
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -168,7 +168,9 @@ class PieceError:
 
 
 def factor_of(pieces: Sequence[PieceError], least: float) -> float:
-    """The factor of pieces together, or of one of their rows. least: RMS that is no error, whatever rounding moves.
+    """Return the factor of pieces together, or of one of their rows.
+
+    least: RMS that is no error, whatever rounding moves.
 
     Rows that are too short do not count by themselves.
     """
@@ -220,7 +222,7 @@ def _distances(step: StepDumps, name: str, dithered: Sequence[Dumps], share: flo
 
 
 def _overlap(part: DumpedPart, length: int, rows: slice) -> tuple[slice, slice]:
-    """The rows of a piece that lie in these rows of the whole, and their places among them."""
+    """Return the rows of a piece that lie in these rows of the whole, and their places among them."""
     first, last = (min(length, max(0, -(-(end - part.row) // part.step))) for end in (rows.start, rows.stop))
     begin = part.row + part.step * first - rows.start
     return slice(first, last), slice(begin, begin + part.step * (last - first), part.step)
@@ -252,7 +254,9 @@ def _choice(step: StepDumps, name: str) -> TensorDeviation | None:
 
 
 def _of_its_gradients(run: Dumps) -> float | None:
-    """The gradient norm that a run reports, divided by its gradients' norm; None: not all are whole, or all are 0."""
+    """Return the gradient norm that a run reports, divided by its gradients' norm; None: not all are whole, or all are
+    0.
+    """
     try:
         squares = [_square(run.table(name)) for name in run.parts if name.startswith("gradients/")]
     except LedgerError:
@@ -266,7 +270,7 @@ def _square(table: Table) -> float:
 
 
 def _blocks(height: int, width: int) -> Iterator[slice]:
-    """The rows of a table, as many at a time as a processor's cache holds."""
+    """Yield the rows of a table, as many at a time as a processor's cache holds."""
     block = max(1, CACHED // max(1, width))
     return (slice(start, min(height, start + block)) for start in range(0, height, block))
 
@@ -289,7 +293,7 @@ def _ratio(error: float, unit: float) -> float:
 
 
 def _spacing(reference: Dumps) -> float:
-    """The spacing of the coarsest numbers that modules return."""
+    """Return the spacing of the coarsest numbers that modules return."""
     dtypes = {
         part.dtype for name in reference.parts if name.startswith("forward/") for _, _, part in reference.parts[name]
     }
@@ -297,7 +301,7 @@ def _spacing(reference: Dumps) -> float:
 
 
 def by_module(deviations: Sequence[TensorDeviation]) -> Mapping[str, list[TensorDeviation]]:
-    """Module -> its tensors, in the order of data flow."""
+    """Return module -> its tensors, in the order of data flow."""
     modules: dict[str, list[TensorDeviation]] = {
         deviation.module: [] for deviation in deviations if deviation.kind == "forward"
     }

@@ -14,7 +14,7 @@ NAMED = {2.0: "added twice", 0.5: "half is missing", -1.0: "the sign"}
 def shape_of(
     pieces: Sequence[RankPiece], reference: np.ndarray, noise: float, allowed: float, wrong: Sequence[int]
 ) -> str | None:
-    """The shape of a tensor's error in words; None: none is known.
+    """Return the shape of a tensor's error in words; None: none is known.
 
     reference: the right tensor [rows, columns]. noise: the mean square of what rounding does to it.
     allowed:   RMS that may be left. wrong: the ranks whose parts are wrong.

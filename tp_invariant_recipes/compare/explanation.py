@@ -50,7 +50,7 @@ class Scene:
     order: Sequence[str]
 
     def pairs(self, kind: str, step: int | None = None) -> dict[str, tuple[str | None, str | None]]:
-        """The digests of a step's tensors that both runs have, in the order of execution.
+        """Return the digests of a step's tensors that both runs have, in the order of execution.
 
         step: None: the scene's step; 0: before the first step, when only weights and their master weights exist.
         """
@@ -100,7 +100,7 @@ def explain(scene: Scene) -> InputsMatch:
 
 
 def run_name(ledger: Ledger) -> str:
-    """The name of a ledger for people: its run directory, or the file if that has another name."""
+    """Return the name of a ledger for people: its run directory, or the file if that has another name."""
     return str(ledger.run_directory or ledger.path)
 
 
@@ -113,7 +113,7 @@ def _model(scene: Scene) -> InputsMatch:
 
 
 def _replicas(scene: Scene) -> InputsMatch:
-    """The inputs matched if those of the tensor itself did: replicas that disagreed before would be found first."""
+    """Get the inputs matched if those of the tensor itself did: replicas that disagreed before would be found first."""
     kind, _, name = scene.difference.name.partition("/")
     words = _of_runs(scene, f"replicas of {LABELS.get(kind, kind)} {name} disagree: ranks")
     listed = scene.difference.name in scene.pairs(kind)
@@ -154,7 +154,7 @@ def _other_shape(scene: Scene) -> str:
 
 
 def _since(scene: Scene, direction: str, module: str) -> str:
-    """The tensor after which an input's difference must have arisen: the last one before it of another module."""
+    """Get the tensor after which an input's difference must have arisen: the last one before it of another module."""
     names = list(scene.pairs(direction))
     matched = set(scene.matched(direction))
     before = [name for name in names[: names.index(scene.difference.name)] if name in matched]
@@ -178,7 +178,7 @@ def _inputs(scene: Scene, direction: str, module: str) -> InputsMatch:
 
 
 def _own_weights(scene: Scene, module: str) -> str | None:
-    """ "matched", or the reason why that is unknown; None: the module has no weights."""
+    """Return "matched", or the reason why that is unknown; None: the module has no weights."""
     module = module.partition(" #")[0]  # a later call has " #2"
     prefixes = [f"{module}.", *(module.removesuffix(end) + name for end, name in SAVED_AS if module.endswith(end))]
     own = {name for name in scene.order if name.startswith(tuple(prefixes))}
@@ -209,7 +209,7 @@ def _gradient(scene: Scene) -> InputsMatch:
 
 
 def modules_of(parameter: str, traced: Container[str]) -> list[str]:
-    """The traced modules that may hold a parameter, the most likely first."""
+    """Return the traced modules that may hold a parameter, the most likely first."""
     saved = [
         parameter[: parameter.index(name)] + end for end, name in SAVED_AS if name in parameter and name.startswith(".")
     ]
@@ -259,7 +259,7 @@ def _copies(scene: Scene) -> InputsMatch:
 
 
 def _of_runs(scene: Scene, what: str) -> str:
-    """A clause for each run in which ranks differ, with these ranks."""
+    """Return a clause for each run in which ranks differ, with these ranks."""
     both = ((scene.a, scene.difference.a), (scene.b, scene.difference.b))
     return "; ".join(f"{run_name(run)}: {what} {ranks}" for run, ranks in both if ranks is not None)
 
@@ -295,7 +295,7 @@ def _values(scene: Scene) -> str:
 
 
 def shown(value: Any, bits: bool) -> str:
-    """A value of a record for people: bits with the number that they encode."""
+    """Return a value of a record for people: bits with the number that they encode."""
     if value is None:
         return "none"
     return f"{value} {readable(value)}" if bits else str(value).lower()

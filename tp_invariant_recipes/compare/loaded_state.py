@@ -29,7 +29,7 @@ def problem(line: StepRecord, loaded: StepRecord) -> str | None:
 
 
 def remark(line: StepRecord, loaded: StepRecord) -> str:
-    """What was compared and what was not, for the log."""
+    """Return what was compared and what was not, for the log."""
     compared = [LABELS[kind] for kind in _KINDS if getattr(line, kind)]
     follow = ("weights",) if line.masters else ()  # from master weights
     absent = (kind for kind in _KINDS if getattr(loaded, kind) and not getattr(line, kind))

@@ -14,7 +14,7 @@ DUMPED = ("forward", "backward", "gradients", "masters", "weights")  # kinds of 
 
 
 def magnitude(comparison: Comparison) -> "Distance | None":
-    """The distance of the first differing tensor. None: it is no tensor, or a run did not dump it at that step.
+    """Return the distance of the first differing tensor. None: it is no tensor, or a run did not dump it at that step.
 
     LedgerError: dumps are damaged, or their shapes differ.
     """
@@ -33,7 +33,7 @@ def magnitude(comparison: Comparison) -> "Distance | None":
 
 
 def magnitude_line(comparison: Comparison) -> str | None:
-    """The distance in words, or the reason why the dumps do not show it. None: there are no dumps."""
+    """Return the distance in words, or the reason why the dumps do not show it. None: there are no dumps."""
     try:
         distance = magnitude(comparison)
     except LedgerError as error:
@@ -51,7 +51,10 @@ def magnitude_line(comparison: Comparison) -> str | None:
 
 
 def magnitude_report(comparison: Comparison) -> dict[str, Any] | None:
-    """The distance as JSON: the fields of `dumps.Distance`, or `error`. None: there are no dumps of the tensor."""
+    """Return the distance as JSON: the fields of `dumps.Distance`, or `error`.
+
+    None: there are no dumps of the tensor.
+    """
     try:
         distance = magnitude(comparison)
     except LedgerError as error:

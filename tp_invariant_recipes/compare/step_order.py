@@ -113,7 +113,7 @@ def differences(
 
 
 def unmatched(a: StepRecord, b: StepRecord) -> Iterator[tuple[str, bool]]:
-    """What only one run recorded of a step where the other should have it: its name, and whether `a` has it.
+    """Yield what only one run recorded of a step where the other should have it: its name, and whether `a` has it.
 
     A kind of digest that one run did not record at this step is none, unless BESIDE says that it always does.
     """
@@ -130,7 +130,7 @@ def unmatched(a: StepRecord, b: StepRecord) -> Iterator[tuple[str, bool]]:
 
 
 def untraced(a: StepRecord, b: StepRecord, placed: bool) -> Iterator[tuple[str, bool]]:
-    """What only one run traced of a step that both traced: its name, and whether `a` has it.
+    """Yield what only one run traced of a step that both traced: its name, and whether `a` has it.
 
     placed: a digest that only one run has counts too; in two layouts, other tensors have a place in the whole model.
     """
@@ -151,7 +151,7 @@ def _alone(field: Field, a: StepRecord, b: StepRecord) -> bool:
 
 
 def differing(a: StepRecord, b: StepRecord, kind: str, parameters: Sequence[str]) -> list[str]:
-    """The names of parameters whose tensors of a kind differ, in the order of execution; there may be many."""
+    """Return the names of parameters whose tensors of a kind differ, in the order of execution; there may be many."""
     left, right = getattr(a, kind), getattr(b, kind)
     if not _unlike(left, right):
         return []
@@ -161,7 +161,9 @@ def differing(a: StepRecord, b: StepRecord, kind: str, parameters: Sequence[str]
 
 
 def parameter_of(kind: str, name: str) -> str:
-    """The parameter of a digest: "exp_avg/PARAMETER" is a name among moments, and all others are the parameter's."""
+    """Return the parameter of a digest: "exp_avg/PARAMETER" is a name among moments, and all others are the
+    parameter's.
+    """
     return name.partition("/")[2] if kind == "moments" else name
 
 
@@ -179,7 +181,7 @@ def tensors(record: StepRecord, kind: str, parameters: Sequence[str]) -> dict[st
 
 
 def traced(trace: Sequence[Traced], direction: str) -> dict[str, Traced]:
-    """The trace of one direction by name; a module's second call has " #2" after the name.
+    """Return the trace of one direction by name; a module's second call has " #2" after the name.
 
     No name has a space, so no first call has the name of a second.
     """
@@ -195,7 +197,7 @@ def traced(trace: Sequence[Traced], direction: str) -> dict[str, Traced]:
 
 
 def digest(value: Traced | str | None) -> str | None:
-    """The digest of a value of `tensors`. None: it has none."""
+    """Return the digest of a value of `tensors`. None: it has none."""
     return value.digest if isinstance(value, Traced) else value
 
 

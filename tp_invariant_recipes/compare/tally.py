@@ -92,7 +92,7 @@ class Tally:
         self._traced: tuple[set[str], ...] = (set(), set(), set(), set())
 
     def add(self, left: StepRecord | None, right: StepRecord | None) -> None:
-        """The next step of both runs; None: that run has ended."""
+        """Compare the next step of both runs; None: that run has ended."""
         for side, record in enumerate((left, right)):
             if record is not None and not self.digested[side]:
                 self.digested[side] = any(getattr(record, kind) is not None for kind in DIGESTED)

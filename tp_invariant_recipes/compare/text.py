@@ -42,12 +42,14 @@ class ParameterRow:
 
 
 def verdict_line(comparison: Comparison) -> str:
-    """The whole result in one line."""
+    """Return the whole result in one line."""
     return f"{comparison.verdict.value}{_LINES[comparison.verdict](comparison)}"
 
 
 def compared_values(comparison: Comparison) -> str:
-    """The compared values, such as "loss, gradient norm, learning rate and gradients and weights of 27 parameters"."""
+    """Return the compared values, such as "loss, gradient norm, learning rate and gradients and weights of 27
+    parameters".
+    """
     there = (field for field in FIELDS if field.is_float and comparison.coverage[field.name].both)
     items = [f"{field.label}{_at(comparison, field.name)}" for field in there]
     kinds: dict[str, list[str]] = {}
@@ -110,7 +112,7 @@ def _undigested(comparison: Comparison) -> list[str]:
 
 
 def _not_compared(comparison: Comparison) -> list[str]:
-    """The kinds of digest that one run never has, or neither, in one sentence."""
+    """Return the kinds of digest that one run never has, or neither, in one sentence."""
     reasons: dict[str, list[str]] = {}
     for kind in DIGESTED:
         coverage = comparison.coverage[kind]
@@ -126,7 +128,7 @@ def _not_compared(comparison: Comparison) -> list[str]:
 
 
 def _partly_compared(comparison: Comparison) -> list[str]:
-    """The kinds of digest that only some common steps have; for the state, `compared_values` names the rule."""
+    """Return the kinds of digest that only some common steps have; for the state, `compared_values` names the rule."""
     covered: dict[Coverage, list[str]] = {}
     for kind in DIGESTED:
         coverage = comparison.coverage[kind]
@@ -195,7 +197,7 @@ def _next_command(comparison: Comparison, dumped: bool) -> list[str]:
 
 
 def parameter_rows(comparison: Comparison) -> tuple[ParameterRow, ...]:
-    """The differing parameters, by first step, then in the order of execution."""
+    """Return the differing parameters, by first step, then in the order of execution."""
     differences: dict[str, dict[str, ParameterDifference]] = {}
     for difference in comparison.parameters:
         differences.setdefault(difference.name, {})[difference.kind] = difference
@@ -213,7 +215,7 @@ def parameter_rows(comparison: Comparison) -> tuple[ParameterRow, ...]:
 
 
 def parameter_line(comparison: Comparison) -> str | None:
-    """The number of differing parameters, in one line. None: no parameter differs."""
+    """Return the number of differing parameters, in one line. None: no parameter differs."""
     rows = parameter_rows(comparison)
     if not rows:
         return None
@@ -279,7 +281,7 @@ def _not_comparable(comparison: Comparison) -> str:
 
 
 def _alone(comparison: Comparison) -> str:
-    """What only one run has, such as "only runs/a has moments/exp_avg/PARAMETER, at step 10; and 17 more"."""
+    """Return what only one run has, such as "only runs/a has moments/exp_avg/PARAMETER, at step 10; and 17 more"."""
     first, *more = comparison.unmatched
     name = "digests of the initial weights" if first.name == INITIAL else LABELS.get(first.name, first.name)
     where = f", at step {first.step}" if first.step else ""
@@ -297,7 +299,7 @@ def _ending(comparison: Comparison) -> str:
 
 
 def _at(comparison: Comparison, name: str) -> str:
-    """The number of steps in words, unless it is all of them."""
+    """Return the number of steps in words, unless it is all of them."""
     both, compared = comparison.coverage[name].both, comparison.steps_compared
     if both == compared or (name in FLOATS and both == compared - comparison.steps_skipped):
         return ""

@@ -76,13 +76,13 @@ def _row(
     *,
     unset: bool = False,
 ) -> Adjustment:
-    """A row of fields whose other values are refused."""
+    """Return a row of fields whose other values are refused."""
     wrong = wrong or (lambda t, was: (was or None) != (value or None))
     return Adjustment(value, why, tuple(paths.split()), wrong, unset)
 
 
 def _by_row(path: str, field: BridgeField) -> Adjustment:
-    """The adjustment of a field whose row in the catalogue says what other values become."""
+    """Return the adjustment of a field whose row in the catalogue says what other values become."""
     return Adjustment(field.adjust_to, field.why, (path,), lambda t, was: not field.allowed.accepts(was))
 
 
@@ -107,13 +107,15 @@ def _with(key: str) -> Callable[[RunConfig], dict[str, Any]]:
 
 
 def _computed_again(config: RunConfig) -> list[str]:
-    """What is computed again of what a recipe names: not within a CPU's experts, nor in gated delta nets."""
+    """Return what is computed again of what a recipe names: not within a CPU's experts, nor in gated delta nets."""
     kept = {delta_net.RECOMPUTED} | ({"moe_act"} if config.device.kind == "cpu" else set())
     return [module for module in config.model.get("recompute_modules") or () if module not in kept]
 
 
 def _capturable(config: RunConfig) -> list[str]:
-    """The modules that a recipe captures and the invariant numerics can; all that they can where it names objects."""
+    """Return the modules that a recipe captures and the invariant numerics can; all that they can where it names
+    objects.
+    """
     modules = config.model.get("cuda_graph_modules") or cuda_graphs.graphed_modules(config.model, invariant=True)
     return [module for module in modules if module not in cuda_graphs.NOT_INVARIANT]
 
@@ -140,14 +142,16 @@ def _packs(key: str, wrong: Callable[[RunConfig, Mapping[str, Any]], Any]) -> Ca
 
 
 def _shared_padding(config: RunConfig) -> int:
-    """The next multiple of what a recipe pads packed sequences to that fits; 8 where nothing says what does."""
+    """Return the next multiple of what a recipe pads packed sequences to that fits; 8 where nothing says what does."""
     multiple = (sft.packing(config) or {}).get("pad_seq_to_mult") or 1
     padding = math.lcm(multiple, *(packed.divisors(config) or (8,)))
     return padding if padding > 1 else 2
 
 
 def _largest_cp(config: RunConfig) -> int:
-    """The largest cp, up to the recipe's, for which V shards share the heads; 1 where a model has no context shards."""
+    """Return the largest cp, up to the recipe's, for which V shards share the heads; 1 where a model has no context
+    shards.
+    """
     cp, shards = config.layout.cp, config.numerics.virtual_shards
     whole = config.with_fields("model", context_parallel_size=1).with_fields("numerics", context_shards=1)
     limits = (limit for limit in invariance.LIMITS if limit not in graphs.LIMITS)  # graphs are left out instead
@@ -157,7 +161,7 @@ def _largest_cp(config: RunConfig) -> int:
 
 
 def _of_stage(end: int) -> Callable[[RunConfig], int | None]:
-    """The layers of the first (0) or the last stage (1); None: the recipe says it, or pp divides the layers."""
+    """Return the layers of the first (0) or the last stage (1); None: the recipe says it, or pp divides the layers."""
     return lambda t: (layout.uneven_ends(t) or (None, None))[end]
 
 
@@ -303,7 +307,7 @@ ROWS: tuple[Adjustment, ...] = (
 def adjust(
     config: RunConfig, typed: Collection[str], variables: Mapping[str, str], preset: str | None
 ) -> tuple[RunConfig, list[str]]:
-    """The run of a recipe with the fields of ROWS set right, and a line for each: field, before, after, why.
+    """Return the run of a recipe with the fields of ROWS set right, and a line for each: field, before, after, why.
 
     typed: the paths that the command line sets. variables: those of the environment that the recipe sets; another
     value is not the recipe's. preset: the name of the recipe's precision once its gradients are added in fp32.

@@ -55,7 +55,7 @@ def wrong(tree: Tree) -> dict[str, str]:
 
 
 def _must(path: str, value: float) -> str | None:
-    """What the number at a path must be and is not."""
+    """Return what the number at a path must be and is not."""
     if isinstance(value, float) and not math.isfinite(value):
         return None if value > 0 and path in INFINITE else "a finite number"
     allowed = range_of(path)
@@ -68,7 +68,7 @@ def _must(path: str, value: float) -> str | None:
 
 
 def range_of(path: str) -> Range:
-    """What the number at a path may be."""
+    """Return what the number at a path may be."""
     field = field_at(path)
     return BY_PATH.get(path) or (field.range if field else NOT_NEGATIVE)
 

@@ -24,7 +24,7 @@ NAMES = {"model.attention_backend": ("flash", "fused", "unfused", "local", "auto
 
 
 def models(incomplete: str) -> Offers:
-    """The models whose names begin so; after `recipe=` the recipes of Bridge, from a table."""
+    """Return the models whose names begin so; after `recipe=` the recipes of Bridge, from a table."""
     key, is_, name = incomplete.partition("=")
     if is_:
         recipes = [f"recipe={recipe}" for recipe in recipe_source.names() if recipe.startswith(name)]
@@ -102,7 +102,7 @@ def _values(key: str) -> Offers:
 
 
 def _choices(hint: Any) -> list[str]:
-    """The values of a type that has few; empty for a number or a text."""
+    """Return the values of a type that has few; empty for a number or a text."""
     if hint is bool:
         return ["true", "false"]
     if typing.get_origin(hint) is Literal:

@@ -123,7 +123,7 @@ def _is_known(model: str, overrides: Sequence[Override], problems: list[str]) ->
 
 
 def _with_graphs(model: str, sound: Sequence[Override], composed: RunConfig, eager: RunConfig) -> tuple[RunConfig, str]:
-    """The run with the first kind of CUDA graphs that it allows, and which that is.
+    """Return the run with the first kind of CUDA graphs that it allows, and which that is.
 
     composed: without graphs, as Hydra has it. eager: the same, adjusted.
     """
@@ -143,7 +143,10 @@ def _with_graphs(model: str, sound: Sequence[Override], composed: RunConfig, eag
 def _captured(
     model: str, sound: Sequence[Override], composed: RunConfig, option: str, problems: list[str]
 ) -> RunConfig:
-    """The run with an option of `cuda_graph`. Hydra composes again only where other files may set the same fields."""
+    """Return the run with an option of `cuda_graph`.
+
+    Hydra composes again only where other files may set the same fields.
+    """
     others = [override for override in sound if override.path != graph_choice.GROUP]
     if not (recipe_source.is_recipe(model) or graph_choice.files_may_set_graphs(sound)):
         return graph_choice.captured(composed, option, {path for override in others for path in _types(override)})
@@ -151,7 +154,7 @@ def _captured(
 
 
 def _adjusted(model: str, sound: Sequence[Override], config: RunConfig) -> RunConfig:
-    """The run of a recipe with what the invariant numerics set otherwise (config/adjusted.py)."""
+    """Return the run of a recipe with what the invariant numerics set otherwise (config/adjusted.py)."""
     if not (recipe_source.is_recipe(model) and config.numerics.invariant and config.numerics.adjust):
         return config
     recipe = read_recipe(model, sound)
@@ -161,7 +164,10 @@ def _adjusted(model: str, sound: Sequence[Override], config: RunConfig) -> RunCo
 
 
 def _types(override: Override) -> tuple[str, ...]:
-    """The paths that an override sets. A numerics' name leaves its other fields, such as V and C, as they are."""
+    """Return the paths that an override sets.
+
+    A numerics' name leaves its other fields, such as V and C, as they are.
+    """
     if override.group and override.path == "numerics":
         return ("numerics.mode",)
     if not (override.group and override.path in RECIPES_OWN):
@@ -171,7 +177,7 @@ def _types(override: Override) -> tuple[str, ...]:
 
 @contextmanager
 def _covered(model: str, problems: list[str]) -> Iterator[None]:
-    """Adds a problem where a recipe lacks a field that the rules need."""
+    """Add a problem where a recipe lacks a field that the rules need."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -62,7 +62,7 @@ NEWEST_TE = Replacement(
 
 
 def build(config: RunConfig) -> ConfigContainer:
-    """The ConfigContainer that a configuration describes, every field checked against Bridge's types.
+    """Return the ConfigContainer that a configuration describes, every field checked against Bridge's types.
 
     Raises ConfigError listing all fields that do not exist or do not fit.
     """
@@ -101,8 +101,8 @@ def build(config: RunConfig) -> ConfigContainer:
 
 
 def imported_folder(config: RunConfig) -> Path | None:
-    """The Hugging Face checkpoint that the weights are to come from; None: a checkpoint of the run has them, or they
-    are new.
+    """Return the Hugging Face checkpoint that the weights are to come from; None: a checkpoint of the run has them, or
+    they are new.
     """
     folder = config.weights.folder
     # A checkpoint of adapters has no other weights.
@@ -149,7 +149,7 @@ def validate(container: ConfigContainer, world_size: int, *, here: bool = True, 
 
 
 def _keys(container: ConfigContainer, message: str) -> str:
-    """The keys whose fields Bridge's message names, for its end."""
+    """Return the keys whose fields Bridge's message names, for its end."""
     words = set(re.findall(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)+", message))
     parts = {name: part for name in schema.BRIDGE_SECTIONS if (part := getattr(container, name)) is not None}
     keys = {word: name for name, part in reversed(parts.items()) for word in words if hasattr(part, word)}
@@ -204,7 +204,7 @@ def _layers(config: RunConfig, model: dict[str, Any]) -> None:
 
 
 def _numerics(provider: Any, config: RunConfig) -> None:
-    """What the invariant layers read from their configuration, and weights that no layout changes."""
+    """Set what the invariant layers read from their configuration, and weights that no layout changes."""
     numerics = config.numerics
     if numerics.invariant:
         provider.invariant_mode, provider.virtual_shards = numerics.mode, numerics.virtual_shards
@@ -218,7 +218,9 @@ def _numerics(provider: Any, config: RunConfig) -> None:
 
 
 def _for_invariant_layers(precision: Any) -> Any:
-    """A precision with FP8 as Megatron gets it: bf16. The invariant layers do what is in FP8 themselves (spec.py).
+    """Return a precision with FP8 as Megatron gets it: bf16.
+
+    The invariant layers do what is in FP8 themselves (spec.py).
 
     Megatron would need Transformer Engine, which no CPU has, and open its contexts around layers that do not read them.
     """

@@ -31,7 +31,7 @@ def bridge_overrides(config: RunConfig) -> list[str]:
 
 
 def table() -> str:
-    """The file of settings/tables/model_table.py: a row for each model of `conf/model/`, in JSON."""
+    """Return the file of settings/tables/model_table.py: a row for each model of `conf/model/`, in JSON."""
     own = [name for name in conf_files.groups()["model"] if not conf_files.users_file("model", name)]
     # Composing takes 0.2 s a model, and the processes share what is imported by now.
     with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
@@ -40,7 +40,8 @@ def table() -> str:
 
 
 def model(name: str) -> dict[str, Any]:
-    """A row of the table: name, parameters, layers, hidden size, degrees of tp that divide it, whether a CPU can.
+    """Return a row of the table: name, parameters, layers, hidden size, degrees of tp that divide it, whether a CPU
+    can.
 
     memory: bytes that a rank on a GPU needs, about, for each of these degrees in order.
     """
@@ -64,5 +65,5 @@ def _split(config: RunConfig, tp: int) -> RunConfig:
 
 
 def _activation(path: str) -> str:
-    """The last part of an activation function's path, its name on Bridge's command line."""
+    """Return the last part of an activation function's path, its name on Bridge's command line."""
     return path.rpartition(".")[2]

@@ -21,7 +21,7 @@ _SPAN = re.compile(r"([1-9]\d{0,5})(?:-([1-9]\d{0,5}))?", re.ASCII)
 
 
 def span(config: RunConfig) -> tuple[int, int] | None:
-    """The fewest and the most nodes of an elastic job; None: its layout decides.
+    """Return the fewest and the most nodes of an elastic job; None: its layout decides.
 
     ValueError: slurm.nodes is no range.
     """
@@ -36,17 +36,17 @@ def span(config: RunConfig) -> tuple[int, int] | None:
 
 
 def with_dp(config: RunConfig, dp: int) -> RunConfig:
-    """The configuration with another data-parallel degree; numerics stay as the requested degree decides them."""
+    """Get the configuration with another data-parallel degree; numerics stay as the requested degree decides them."""
     return config.with_fields("parallel", data_parallel_size=dp)
 
 
 def data_parallel(config: RunConfig, nodes: int) -> int | None:
-    """The dp on so many nodes; None: they are too few for any. config: as requested."""
+    """Return the dp on so many nodes; None: they are too few for any. config: as requested."""
     return next((dp for dp in range(config.parallel.data_parallel_size, 0, -1) if _fits(config, dp, nodes)), None)
 
 
 def _nodes(config: RunConfig) -> list[str]:
-    """What is wrong with slurm.nodes of a job of this run."""
+    """Return what is wrong with slurm.nodes of a job of this run."""
     try:
         requested = span(config)
     except ValueError as error:
@@ -65,7 +65,7 @@ def _nodes(config: RunConfig) -> list[str]:
 
 
 def kept(config: RunConfig) -> list[Override]:
-    """What a job sets of its numerics, so that every number of nodes has the same."""
+    """Return what a job sets of its numerics, so that every number of nodes has the same."""
     return [parse(text) for text in resume_rules.kept(config.section("numerics"))]
 
 

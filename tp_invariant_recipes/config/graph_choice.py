@@ -61,7 +61,7 @@ def beyond(config: RunConfig, option: str) -> list[str]:
 
 
 def captured(config: RunConfig, option: str, typed: Collection[str]) -> RunConfig:
-    """The run with the fields that the file of an option sets, but for those that the command line sets.
+    """Return the run with the fields that the file of an option sets, but for those that the command line sets.
 
     config: as composed with `cuda_graph=auto`. It is what Hydra composes with the option, where no file of the groups
     after this one sets the same fields: `files_may_set_graphs` says whether one may.

@@ -44,7 +44,7 @@ class Limits:
 
 
 def limits(config: RunConfig) -> Limits | None:
-    """The limits of a run; None: off."""
+    """Return the limits of a run; None: off."""
     requested, dist = config.run.hang_timeout, config.section("dist")
     if requested == "off":
         return None

@@ -60,7 +60,7 @@ class _OtherTrees(SearchPathPlugin):
 
 
 def composed(arguments: Sequence[str], cluster: Path | None, model: str | None = None) -> dict[str, Any]:
-    """The tree that Hydra makes of `arguments`, interpolations resolved.
+    """Return the tree that Hydra makes of `arguments`, interpolations resolved.
 
     cluster: the file that `cluster=` GIVEN stands for; it is read as if it lay in `conf/cluster/`.
     model:   the text of the file that `model=` GIVEN stands for.
@@ -144,7 +144,7 @@ def _check_size(file: Path) -> None:
 
 
 def unresolved(group: str, field: str, overrides: Sequence[Override]) -> Any:
-    """A field of the chosen option of a group as the text of files or an override has it, without composing.
+    """Return a field of the chosen option of a group as the text of files or an override has it, without composing.
 
     None: it is not there, or cannot be read.
     """
@@ -159,12 +159,12 @@ def unresolved(group: str, field: str, overrides: Sequence[Override]) -> Any:
 
 
 def written(group: str, option: str) -> dict[str, Any]:
-    """What the file of an option sets, as written, without what it builds on. Raises ConfigError."""
+    """Return what the file of an option sets, as written, without what it builds on. Raises ConfigError."""
     return read(_option(group, option))
 
 
 def _written(group: str, field: str, file: Path) -> Any:
-    """The field in a file, or in the last of those it builds on that has it."""
+    """Return the field in a file, or in the last of those it builds on that has it."""
     text = read(file)
     own = text.get(group, text)
     if isinstance(own, dict) and field in own:
@@ -188,7 +188,7 @@ def _resolvers() -> Iterator[None]:
 
 
 def _calls(path: str, value: Any) -> Iterator[str]:
-    """What is wrong with each value that calls another resolver."""
+    """Yield what is wrong with each value that calls another resolver."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _calls(f"{path}.{key}" if path else str(key), inner)
@@ -232,7 +232,8 @@ def _fused_rotation(*, _root_: Any) -> bool:
 
 
 def _padded_vocabulary(size: int, *, _root_: Any) -> int:
-    """The vocabulary of a model that has its tokenizer's: as Bridge pads it under stock, and otherwise as at tp=1.
+    """Return the vocabulary of a model that has its tokenizer's: as Bridge pads it under stock, and otherwise as at
+    tp=1.
 
     size: the recipe's, where tokenizer.vocab_size follows this one.
     """
@@ -285,7 +286,7 @@ def _trees(cluster: Path | None, model: str | None) -> Iterator[None]:
 
 
 def _unreadable() -> list[str]:
-    """What is wrong with the user's files: the words of Hydra and YAML mostly do not name one."""
+    """Return what is wrong with the user's files: the words of Hydra and YAML mostly do not name one."""
     problems = []
     for file in sorted(conf_files.user_dir().glob("*/*.yaml")):
         try:

@@ -67,7 +67,7 @@ def identity(config: RunConfig, data_digest: str | None, weights_digest: str | N
 
 
 def of_sections(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of the identity that sections of Bridge make."""
+    """Return the part of the identity that sections of Bridge make."""
     fields = {name: sections.get(name) for name in SECTIONS}
     fields |= {name: sections[name] for name in OPTIONAL if sections.get(name) is not None}
     return {k: v for name, part in fields.items() for k, v in _flat(name, part).items() if not _excluded(k)}

@@ -22,7 +22,10 @@ class Changed(NamedTuple):
 
 
 def at(sections: Mapping[str, Any], key: str) -> Any:
-    """What a configuration has at a key: a section, the dotted path of a field, or a short key. Raises ConfigError."""
+    """Return what a configuration has at a key: a section, the dotted path of a field, or a short key.
+
+    Raises ConfigError.
+    """
     path = SHORT_KEYS[key].path if key in SHORT_KEYS else key
     value: Any = sections
     for name in path.split("."):
@@ -34,7 +37,7 @@ def at(sections: Mapping[str, Any], key: str) -> Any:
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Changed]:
-    """The keys at which two configurations differ, in the order of the first."""
+    """Return the keys at which two configurations differ, in the order of the first."""
     flats = flat(a), flat(b)
     identities = identity(RunConfig(a), None), identity(RunConfig(b), None)
     kept = {key for key in (*identities[0], *identities[1]) if identities[0].get(key) != identities[1].get(key)}

@@ -13,12 +13,12 @@ from tp_invariant_recipes.errors import ConfigError
 
 
 def eod_id(vocab_size: int, *, includes_eod: bool) -> int:
-    """The end-of-document id: the last of `vocab_size` ids, or the one after them."""
+    """Return the end-of-document id: the last of `vocab_size` ids, or the one after them."""
     return vocab_size - 1 if includes_eod else vocab_size
 
 
 def megatron_vocab_size(vocab_size: int, *, includes_eod: bool, tokenizer: Callable[[int], Any] | None = None) -> int:
-    """The number to pass to Megatron's NullTokenizer so that its eod is `eod_id(vocab_size, …)`.
+    """Return the number to pass to Megatron's NullTokenizer so that its eod is `eod_id(vocab_size, …)`.
 
     tokenizer: the class to test; None: the installed one.
     Raises ConfigError when the class follows neither known convention.

@@ -37,7 +37,10 @@ class Typed:
 
 
 def sound_overrides(model: str, overrides: Sequence[Override], problems: list[str]) -> list[Override]:
-    """The overrides that can be composed, values converted. What is wrong with the others is added to `problems`."""
+    """Return the overrides that can be composed, values converted.
+
+    What is wrong with the others is added to `problems`.
+    """
     groups = conf_files.groups()
     problems += lines(
         problem for override in overrides for problem in broken_rules(Typed(override, model, groups), OF_RECIPES)
@@ -52,7 +55,7 @@ def sound_overrides(model: str, overrides: Sequence[Override], problems: list[st
 
 
 def _joined(overrides: Sequence[Override], problems: list[str]) -> list[Override]:
-    """The overrides without pairs of words such as `tp 2`, which are added to `problems`."""
+    """Return the overrides without pairs of words such as `tp 2`, which are added to `problems`."""
     single = list(overrides)
     for key, value in itertools.pairwise(overrides):
         if key.parsed is None and "=" not in key.text + value.text and (names := schema.keys_of(key.text)):
@@ -103,7 +106,7 @@ def _key(typed: Typed) -> str | None:
 
 
 def _key_problem(key: str, groups: Mapping[str, tuple[str, ...]]) -> str | None:
-    """What is wrong with a key that is not a short one, as far as it can be told without importing Bridge."""
+    """Return what is wrong with a key that is not a short one, as far as it can be told without importing Bridge."""
     section = key.partition(".")[0]
     if key == "recipe":
         return "recipe=NAME replaces the name of a model: tpi train recipe=NAME …"
@@ -142,7 +145,7 @@ def _converted(override: Override) -> Override:
 
 
 def _decided_by_recipe(typed: Typed) -> str | None:
-    """What only a recipe has, or what tpi fills in."""
+    """Return what only a recipe has, or what tpi fills in."""
     text, path = typed.override.text, typed.override.path
     if path == "data.kind" and typed.override.value == "recipe":
         return f"{text}: a recipe with data of its own decides it; data=mock or data=text"

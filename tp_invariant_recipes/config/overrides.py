@@ -69,7 +69,7 @@ class Override:
         return self.given_file or (conf_files.users_file("cluster", self.value) if self.path == "cluster" else None)
 
     def with_value(self, value: str) -> Override:
-        """This key with another value."""
+        """Return this key with another value."""
         return parse(f"{self.text.partition('=')[0]}={value}")
 
 
@@ -106,7 +106,9 @@ def texts(overrides: Iterable[Override]) -> tuple[str, ...]:
 
 
 def given(overrides: Iterable[Override], path: str) -> Override | None:
-    """The override that sets this field, or chooses the group that decides it; of several the last, which counts."""
+    """Return the override that sets this field, or chooses the group that decides it; of several the last, which
+    counts.
+    """
     return next((override for override in reversed([*overrides]) if path in (override.path, override.field)), None)
 
 
@@ -133,14 +135,14 @@ def latest(overrides: Iterable[Override]) -> list[Override]:
 
 
 def changed(overrides: Iterable[str | Override], changes: Iterable[str | Override]) -> list[Override]:
-    """The overrides with changes, which count: what sets a field of theirs by another key is left out."""
+    """Return the overrides with changes, which count: what sets a field of theirs by another key is left out."""
     read = parse_all(changes)
     fields = {override.field for override in read}
     return [*(override for override in parse_all(overrides) if override.field not in fields), *read]
 
 
 def cluster_files(overrides: Iterable[Override]) -> list[Path]:
-    """The file that describes the cluster of these overrides, where it is not one of ours."""
+    """Return the file that describes the cluster of these overrides, where it is not one of ours."""
     chosen = [override for override in overrides if override.path == "cluster"]
     return [file] if chosen and (file := chosen[-1].file) else []
 
@@ -162,7 +164,7 @@ def _as_typed(text: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """A text that Hydra's grammar reads as itself."""
+    """Return a text that Hydra's grammar reads as itself."""
     return f'"{text.replace(chr(34), chr(92) + chr(34))}"'
 
 

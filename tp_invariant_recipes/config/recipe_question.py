@@ -9,18 +9,18 @@ from tp_invariant_recipes.sources import recipe_layer
 
 
 def read_recipe(model: str, overrides: Sequence[Override]) -> recipe_layer.RecipeAnswer:
-    """The lowest layer of the configuration, and more. Raises ConfigError."""
+    """Return the lowest layer of the configuration, and more. Raises ConfigError."""
     return recipe_layer.read_recipe(*question(model, overrides))
 
 
 def question(model: str, overrides: Sequence[Override]) -> tuple[str, str | None, bool]:
-    """The arguments of `recipe_layer.read_recipe`. Raises ConfigError."""
+    """Return the arguments of `recipe_layer.read_recipe`. Raises ConfigError."""
     data = given(overrides, "data")
     return model, hf_folder(overrides), data is not None and data.value == "text"
 
 
 def hf_folder(overrides: Sequence[Override]) -> str | None:
-    """The absolute path of `recipe.hf_folder`. Raises ConfigError: there is no configuration."""
+    """Return the absolute path of `recipe.hf_folder`. Raises ConfigError: there is no configuration."""
     requested = given(overrides, "recipe.hf_folder")
     if requested is None or requested.parsed is None or requested.sweep or requested.parsed.value() is None:
         return None

@@ -44,7 +44,7 @@ RESERVED: dict[str, dict[str, str]] = {
 
 
 def check(command: str, overrides: Iterable[Override]) -> tuple[list[str], list[Override]]:
-    """What is wrong with the overrides that the command decides itself, and the other overrides."""
+    """Return what is wrong with the overrides that the command decides itself, and the other overrides."""
     table = RESERVED[command]
     problems, sound = [], []
     for override in overrides:

@@ -59,14 +59,17 @@ def data_shards(numerics: Mapping[str, Any], layout: Mapping[str, Any]) -> int:
 
 
 def kept(numerics: Mapping[str, Any]) -> list[str]:
-    """What a run keeps of its numerics in other layouts, as overrides. Nothing for stock, which has no fixed order."""
+    """Return what a run keeps of its numerics in other layouts, as overrides.
+
+    Nothing for stock, which has no fixed order.
+    """
     if mode.find(numerics["mode"]) is None:
         return []
     return [f"numerics.{name}={numerics[name]}" for name in KEPT_COUNTS if numerics.get(name) is not None]
 
 
 def optimizer_state(config: RunConfig) -> str:
-    """The form in which a run writes its optimizer's state."""
+    """Return the form in which a run writes its optimizer's state."""
     if not config.section("optimizer").get("use_distributed_optimizer"):
         experts = bool(config.section("model").get("num_moe_experts"))
         return LAYER_WISE if experts and muon.is_layer_wise(config.section("optimizer")) else OF_EVERY_RANK

@@ -27,7 +27,9 @@ UNQUOTED = "expected text; in a file, write it in quotes"
 
 
 def checked_sections(model: str, sound: Sequence[Override], problems: list[str]) -> dict[str, Any]:
-    """The sections of those overrides whose numbers and types fit. What is wrong with others is added to `problems`.
+    """Return the sections of those overrides whose numbers and types fit.
+
+    What is wrong with others is added to `problems`.
 
     Raises ConfigError where files put into a section of Bridge's what no rule can judge.
     """
@@ -65,7 +67,7 @@ def _out_of_range(sections: dict[str, Any], overrides: Sequence[Override]) -> di
 
 
 def _hydra(model: str, overrides: Sequence[Override], problems: list[str]) -> dict[str, Any]:
-    """What Hydra composes, every section a mapping. Raises ConfigError, with `problems`, when there is none."""
+    """Return what Hydra composes, every section a mapping. Raises ConfigError, with `problems`, when there is none."""
     file = next(iter(cluster_files(overrides)), None)
     arguments = [
         f"{'' if o.group else '++'}{o.path}={hydra_tree.GIVEN if o.given_file else o.value}" for o in overrides
@@ -109,7 +111,9 @@ def _not_sections(sections: dict[str, Any]) -> list[str]:
 
 
 def _named(file: Path) -> list[str]:
-    """The argument that names a cluster after its file, unless the file names it: else it has the name of its base."""
+    """Return the argument that names a cluster after its file, unless the file names it: else it has the name of its
+    base.
+    """
     written = hydra_tree.read(file)
     section = written.get("cluster", written)  # a file without "# @package _global_" holds the section's fields alone
     named = not isinstance(section, dict) or "name" in section
@@ -154,7 +158,7 @@ def _wrong_short_keys(sections: dict[str, Any]) -> dict[str, str]:
 
 
 def _hinted(sections: dict[str, Any], wrong: dict[str, str]) -> dict[str, str]:
-    """These problems, with the usual correction where files mostly go wrong."""
+    """Return these problems, with the usual correction where files mostly go wrong."""
     for path in [path for path in wrong if path.partition(".")[0] in OWN_SECTIONS]:
         section, _, name = path.partition(".")
         value = sections[section][name]

@@ -58,7 +58,7 @@ _REWRITES: dict[str, Callable] = {"cuda": _keep_tensor, "pin_memory": _keep_tens
 
 
 def _on_cpu(device: Any) -> Any:
-    """The CPU for a CUDA device in any of torch's spellings (int, "cuda:1", torch.device), otherwise `device`."""
+    """Get the CPU for a CUDA device in any of torch's spellings (int, "cuda:1", torch.device), otherwise `device`."""
     if isinstance(device, bool) or device is None:
         return device
     if isinstance(device, int) or str(device).startswith("cuda"):

@@ -17,7 +17,7 @@ class SegmentReader:
         self._stream: BufferedIOBase | None = None
 
     def read(self, segment: Segment) -> bytes:
-        """The segment's bytes. Raises DataError when the file has changed since the scan."""
+        """Return the segment's bytes. Raises DataError when the file has changed since the scan."""
         try:
             if self._stream is None or self._file != segment.file:
                 self.close()
@@ -38,7 +38,7 @@ class SegmentReader:
 
 
 def documents(reader: SegmentReader, part: TextBatch, json_key: str, problems: list[str]) -> Iterator[bytes]:
-    """The part's documents in order, without the empty ones: a lone end-of-document token teaches nothing.
+    """Yield the part's documents in order, without the empty ones: a lone end-of-document token teaches nothing.
 
     problems: gets one line, with file and position, for each unusable document.
     Raises DataError when a file cannot be read or has changed since the scan.
@@ -76,7 +76,10 @@ def _jsonl(segment: Segment, data: bytes, json_key: str, problems: list[str]) ->
 
 
 def _text_of(line: bytes, json_key: str) -> bytes:
-    """The text of a JSONL line, empty for a blank one. Raises UnicodeDecodeError, or DataError without the position."""
+    """Return the text of a JSONL line, empty for a blank one.
+
+    Raises UnicodeDecodeError, or DataError without the position.
+    """
     string = line.decode()
     if not string.strip():
         return b""

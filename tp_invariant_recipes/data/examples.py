@@ -122,7 +122,7 @@ def _checked(path: Path, columns: tuple[str, ...], chat: bool, state: tuple[int,
 
 
 def _wrong(line: bytes, columns: Sequence[str], chat: bool) -> Iterator[str]:
-    """What keeps a line from being an example."""
+    """Yield what keeps a line from being an example."""
     try:
         example = parse_object(line, constants=True)
     except ValueError as error:

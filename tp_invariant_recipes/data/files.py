@@ -34,7 +34,7 @@ def sha256_of_file(path: Path) -> str:
 
 @contextmanager
 def indexed(prefix: Path, vocab_size: int) -> Iterator["IndexedDatasetBuilder"]:
-    """A builder of PREFIX.bin. On exit it writes PREFIX.idx too and syncs both to disk.
+    """Return a builder of PREFIX.bin. On exit it writes PREFIX.idx too and syncs both to disk.
 
     On error it removes both. The index has the smallest type that Megatron uses for `vocab_size` ids.
     """

@@ -68,7 +68,7 @@ def problems(path: Path, tokenizer: str) -> list[str]:
 def ensure_prepared(
     path: Path, cache: Path, *, tokenizer: str = BYTE, json_key: str = "text", progress: PartProgress | None = None
 ) -> PreparedData:
-    """The dataset at prefix `path` (or its .bin or .idx), or else the text at `path`, prepared in `cache`.
+    """Return the dataset at prefix `path` (or its .bin or .idx), or else the text at `path`, prepared in `cache`.
 
     A prepared dataset keeps its tokenizer. Text goes to cache/NAME-FINGERPRINT, so that other text or another
     tokenizer never finds an old result. Of several processes that want the same dataset, one makes it and the
@@ -83,7 +83,9 @@ def ensure_prepared(
 
 
 def find_prepared(path: Path, cache: Path, *, tokenizer: str = BYTE, json_key: str = "text") -> PreparedData | int:
-    """What `ensure_prepared` would return if it is there already, else the size of its vocabulary. Writes nothing.
+    """Return what `ensure_prepared` would return if it is there already, else the size of its vocabulary.
+
+    Writes nothing.
 
     Raises DataError as `ensure_prepared` does, but for what only preparing finds out.
     """
@@ -130,7 +132,7 @@ def _prepare(text: Input, prefix: Path, progress: PartProgress | None) -> Prepar
 
 
 def _finished(text: Input, prefix: Path, folder: Path) -> PreparedData | None:
-    """The dataset at `prefix` if this input made it; None: there is none yet.
+    """Return the dataset at `prefix` if this input made it; None: there is none yet.
 
     Raises DataError when anything else is there, since tpi never overwrites it.
     """

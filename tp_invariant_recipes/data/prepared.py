@@ -136,14 +136,14 @@ def read_metadata(prefix: Path) -> Metadata:
 
 
 def describe(corpus: Corpus, json_key: str) -> TextSource:
-    """The source of a dataset."""
+    """Return the source of a dataset."""
     return TextSource(corpus.name, json_key, corpus.sha256, tuple(TextFile(*file) for file in corpus.files))
 
 
 def metadata_text(
     built: Path, identity: Identity, tokenizer: Tokenizer, documents: int, tokens: int, source: TextSource
 ) -> str:
-    """The text of PREFIX.json for the pair at `built`; equal inputs give equal text at any time and place."""
+    """Return the text of PREFIX.json for the pair at `built`; equal inputs give equal text at any time and place."""
     binary, index = (beside(built, suffix) for suffix in INDEX_SUFFIXES)
     metadata = Metadata(
         schema_version=SCHEMA_VERSION,

@@ -78,13 +78,13 @@ def survey(file: Path, vocabulary: int, encode: Encode | None) -> Surveyed:
 
 
 def sequences(file: Path, vocabulary: int, encode: Encode | None) -> Iterator[Sequence]:
-    """The sequences of a file that `survey` has passed."""
+    """Yield the sequences of a file that `survey` has passed."""
     for number, line in _lines(file):
         yield from parse(line, number, vocabulary, encode)
 
 
 def parse(line: bytes, number: int, vocabulary: int, encode: Encode | None) -> list[Sequence]:
-    """The sequences of a line; several where they are packed. Raises ValueError.
+    """Return the sequences of a line; several where they are packed. Raises ValueError.
 
     number: the line's, from 1 on. vocabulary: ids of the model. encode: None: there is no tokenizer.
     """
@@ -138,12 +138,12 @@ def _ids(value: Any, key: str, encode: Encode | None, *, special: bool = False) 
 
 
 def check_id(name: Any) -> str | int:
-    """The unchanged id of a sequence. ValueError: it is neither text nor a number of 64 bits."""
+    """Return the unchanged id of a sequence. ValueError: it is neither text nor a number of 64 bits."""
     if not isinstance(name, str) and (type(name) is not int or abs(name) >= 2**63):
         raise ValueError("id must be text or a whole number")
     return name
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file that hold something, numbered from 1 on."""
+    """Yield the lines of a file that hold something, numbered from 1 on."""
     return enumerate((line for _, line in read_lines(file) if line.strip()), 1)

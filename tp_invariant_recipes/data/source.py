@@ -41,7 +41,7 @@ class SourceFile:
     compressed: bool
 
     def open(self) -> BufferedIOBase:
-        """The content as bytes, decompressed."""
+        """Return the content as bytes, decompressed."""
         return gzip.open(self.path) if self.compressed else self.path.open("rb")
 
 
@@ -105,7 +105,7 @@ def sha256_of(value: object) -> str:
 
 
 def source_name(source: Path) -> str:
-    """The source's name without the suffixes of its format: corpus.jsonl.gz -> corpus."""
+    """Return the source's name without the suffixes of its format: corpus.jsonl.gz -> corpus."""
     name = Path(os.path.abspath(source)).name
     if source.is_dir():
         return name
@@ -140,7 +140,7 @@ def scan(source: Path, part_bytes: int) -> Corpus:
 
 
 def _find(source: Path, problems: list[str]) -> list[SourceFile]:
-    """The files of known suffixes, sorted by relative name, without hidden files and folders.
+    """Return the files of known suffixes, sorted by relative name, without hidden files and folders.
 
     The walk does not follow symbolic links to folders, which may form cycles.
     """

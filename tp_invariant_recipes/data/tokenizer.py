@@ -96,7 +96,7 @@ def open_tokenizer(identity: Identity) -> Tokenizer:
 
 
 def of_folder(folder: Path) -> Any:
-    """The tokenizer of a Hugging Face folder. Raises DataError."""
+    """Return the tokenizer of a Hugging Face folder. Raises DataError."""
     from transformers import AutoTokenizer  # seconds to import
 
     try:
@@ -114,7 +114,7 @@ def _encode_bytes(documents: Iterable[bytes]) -> Iterator[np.ndarray]:
 
 
 def _encode_hf(tokenizer: Any, vocab_size: int, eod: int, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
-    """Raises DataError for an id outside the vocabulary, which the index's type would turn into another token."""
+    """Raise DataError for an id outside the vocabulary, which the index's type would turn into another token."""
     for batch in batched(documents, BATCH):
         texts = [document.decode() for document in batch]
         # verbose=False: documents longer than the model's context are expected here.

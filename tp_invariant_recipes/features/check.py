@@ -66,7 +66,7 @@ class Names(NamedTuple):
 
 
 def names_of(module: str) -> Names:
-    """The tensors of a module by their names in a dump."""
+    """Return the tensors of a module by their names in a dump."""
     forward, backward, weight = f"forward/{module}", f"backward/{module}", f"{module}.weight"
     results = (f"{forward}/output", f"{backward}/output", f"gradients/{weight}")
     return Names((f"{forward}/input", f"{backward}/input"), results, f"weights/{weight}")
@@ -121,7 +121,7 @@ def require_linear(module: str, step: int) -> tuple[str, int]:
 
 
 def _dumped(run: Path, step: int, names: Names) -> dict[str, Dumped]:
-    """The tensors, by name. LedgerError: one was not dumped; the message has the overrides that dump all."""
+    """Return the tensors, by name. LedgerError: one was not dumped; the message has the overrides that dump all."""
     wanted = [(step - 1, names.weight), *((step, name) for name in (*names.operands, *names.results))]
     there = {number: dumps.read_step(run, number) for number in (step - 1, step) if number in dumps.steps(run)}
     missing = [name for number, name in wanted if number not in there or name not in there[number].parts]

@@ -130,7 +130,7 @@ def _package(needed: Needed, pin: str | None, *, has_gpu: bool) -> Finding:
 
 
 def _known() -> list[Finding]:
-    """The sets that are known to work, each with its evidence, and whether one is here."""
+    """Return the sets that are known to work, each with its evidence, and whether one is here."""
     here = known_versions.matching(installed)
     rows = []
     for known in known_versions.KNOWN:

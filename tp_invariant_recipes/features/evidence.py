@@ -60,7 +60,7 @@ def judge(file: Path) -> JudgedEvidence:
 
 
 def _check_machine(record: Evidence) -> None:
-    """Raises RunError: this machine may have other bits without being wrong."""
+    """Raise RunError: this machine may have other bits without being wrong."""
     if not record.machine:
         return
     import torch

@@ -43,7 +43,7 @@ _RANKS = re.compile(r"etp \* ep \* pp = (\d+) does not divide the (\d+) ranks")
 
 
 def groups(of_family: str | None = None) -> list[tuple[str, ...]]:
-    """The recipes of the installed Bridge, and of its benchmarks, each with all of its names. Imports Bridge.
+    """Return the recipes of the installed Bridge, and of its benchmarks, each with all of its names. Imports Bridge.
 
     Names of one function are one recipe, and so are names that differ by the number of GPUs alone. The shortest comes
     first. of_family: as `recipe_source.family` has it; None: of all.
@@ -99,7 +99,8 @@ def _is_open(key: str) -> bool:
 
 
 def fixed(model: str, overrides: Sequence[str], device: str) -> tuple[list[str], list[str], list[str]]:
-    """The overrides with the keys that solve what this run is refused for; what no key solves; what it is refused for.
+    """Return the overrides with the keys that solve what this run is refused for; what no key solves; what it is
+    refused for.
 
     device: as for `compose`.
     """
@@ -122,7 +123,7 @@ def _problems(model: str, overrides: Sequence[str], device: str) -> list[str]:
 
 
 def _keys(problems: Iterable[str], before: Sequence[str]) -> list[str]:
-    """The overrides that messages name, beside those of `before`; nothing where there is no new one."""
+    """Return the overrides that messages name, beside those of `before`; nothing where there is no new one."""
     given = {key.partition("=")[0]: key for key in before}
     dp = given.get("dp", "dp=1").removeprefix("dp=")
     ranks = int(dp) if dp.isdecimal() else 1
@@ -134,7 +135,7 @@ def _keys(problems: Iterable[str], before: Sequence[str]) -> list[str]:
 
 
 def _named(problem: str, dp: int = 1) -> list[str]:
-    """The overrides at the end of a message; of alternatives the first. dp: of the run that it is about."""
+    """Return the overrides at the end of a message; of alternatives the first. dp: of the run that it is about."""
     if ranks := _RANKS.search(problem):
         return [f"dp={dp * max(1, int(ranks[1]) // int(ranks[2]))}"]
     for phrase, override in PLACEHOLDERS.items():
@@ -152,7 +153,7 @@ def _solving(text: str) -> list[str]:
 
 
 def reason(problem: str) -> str:
-    """A message without the recipe, the values and the keys, so that equal reasons can be counted."""
+    """Return a message without the recipe, the values and the keys, so that equal reasons can be counted."""
     text = re.sub(r"^(recipe=\S+|numerics=\w+): ", "", problem)
     if recipe_source.NEEDS in text:
         return f"{recipe_source.NEEDS} its model"
@@ -165,7 +166,9 @@ def reason(problem: str) -> str:
 
 
 def families(recipe_rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of each family in one: how many recipes in each of STATES, and why, with counts, most frequent first."""
+    """Return the rows of each family in one: how many recipes in each of STATES, and why, with counts, most frequent
+    first.
+    """
     grouped: dict[str, list[dict[str, Any]]] = {}
     for row in recipe_rows:
         grouped.setdefault(row["family"], []).append(row)
@@ -180,13 +183,13 @@ def families(recipe_rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def summary(family_row: dict[str, Any]) -> str:
-    """A row of `families` in a line: how many recipes are in each state, and the most frequent reason."""
+    """Return a row of `families` in a line: how many recipes are in each state, and the most frequent reason."""
     counts = ", ".join(f"{family_row[state]} {state}" for state in STATES if family_row[state])
     return f"{family_row['family']}: {counts}{f': {why}' if (why := most_frequent(family_row)) else ''}"
 
 
 def most_frequent(family_row: dict[str, Any]) -> str:
-    """The most frequent reason of a row of `families`; empty: it has none."""
+    """Return the most frequent reason of a row of `families`; empty: it has none."""
     return min(family_row["why"].items(), key=lambda count: (-count[1], count[0]), default=("", 0))[0].partition(
         ", and "
     )[0]

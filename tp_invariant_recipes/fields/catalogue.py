@@ -53,7 +53,7 @@ _ALL = SECTIONS | {"model": MODEL, "mixed_precision": MIXED_PRECISION}
 
 
 def field_at(path: str) -> BridgeField | None:
-    """The row of a field by its dotted path; None: its section has none."""
+    """Return the row of a field by its dotted path; None: its section has none."""
     name, _, field = path.partition(".")
     return _ALL[name].field(field) if name in _ALL else None
 
@@ -67,7 +67,7 @@ def adjustable() -> Iterable[tuple[str, BridgeField]]:
 
 
 def values_of(config: Any) -> dict[str, Any]:
-    """The fields of an object of Megatron's that can be set: name -> value."""
+    """Return the fields of an object of Megatron's that can be set: name -> value."""
     return {f.name: getattr(config, f.name) for f in fields(config) if f.init and f.name[0] != "_"}
 
 

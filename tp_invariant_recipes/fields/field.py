@@ -23,7 +23,7 @@ class Values:
 
 
 def only(*values: Any) -> Values:
-    """These values alone. To Python True is 1, and False is 0; here they are not."""
+    """Return these values alone. To Python True is 1, and False is 0; here they are not."""
     return Values(
         lambda value: any(_plain(value) == v and isinstance(value, bool) is isinstance(v, bool) for v in values),
         "{key}=" + " or ".join(map(as_text, values)),
@@ -31,7 +31,7 @@ def only(*values: Any) -> Values:
 
 
 def _plain(value: Any) -> Any:
-    """A list as a tuple, a dtype of torch and an enumeration by name, so that a tree's value equals an object's."""
+    """Get a list as a tuple, a dtype of torch and an enumeration by name, so that a tree's value equals an object's."""
     if isinstance(value, list):
         return tuple(value)
     if isinstance(value, Enum):
@@ -40,7 +40,7 @@ def _plain(value: Any) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """A value as the command line has it."""
+    """Return a value as the command line has it."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return str(list(value)) if isinstance(value, list | tuple) else str(_plain(value))
@@ -104,7 +104,7 @@ class BridgeSection:
     otherwise: BridgeField
 
     def field(self, name: str) -> BridgeField:
-        """The row of a field."""
+        """Return the row of a field."""
         return self.named.get(name, self.otherwise)
 
 
@@ -116,7 +116,7 @@ def row(
 
 
 def section(*rows: dict[str, BridgeField], otherwise: BridgeField = BridgeField(NONE, UNKNOWN)) -> BridgeSection:
-    """A section of these rows. ValueError: a field has two."""
+    """Return a section of these rows. ValueError: a field has two."""
     names = [name for fields in rows for name in fields]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"two rows for {sorted(twice)}")

@@ -138,13 +138,13 @@ class Tails:
 
 
 def _shown(data: bytes) -> bytes:
-    """The text of a log. A progress bar that overwrites itself becomes one line for each state."""
+    """Return the text of a log. A progress bar that overwrites itself becomes one line for each state."""
     text = data.decode("utf-8", "backslashreplace").replace("\r\n", "\n").replace("\r", "\n")
     return visible(text).encode()
 
 
 def sources(submission: Submission, rank: int | None = None) -> list[LogSource]:
-    """The files to show of a submission: its jobs' output or, with `rank`, that rank's log.
+    """Return the files to show of a submission: its jobs' output or, with `rank`, that rank's log.
 
     RunError: several runs have this rank.
     """

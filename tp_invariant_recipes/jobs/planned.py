@@ -72,14 +72,14 @@ class PlannedSubmission:
         return ["--kill-on-invalid-dep=yes", f"--dependency={waits}"] if waits else []
 
     def commands(self) -> list[str]:
-        """The command that submits each script, for people."""
+        """Return the command that submits each script, for people."""
         numbered = enumerate(self.scripts)
         return [
             shlex.join(["sbatch", "--parsable", *self.options(number, "JOB"), str(s.file)]) for number, s in numbered
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """The JSON of a dry run; documented in slurm/README.md."""
+        """Return the JSON of a dry run; documented in slurm/README.md."""
         return {
             "schema": registry.SCHEMA,
             "kind": self.kind,
@@ -102,7 +102,7 @@ class PlannedSubmission:
         }
 
     def as_dict(self, ids: Sequence[str] = ()) -> dict[str, Any]:
-        """The contents of submission.json. ids: of the submitted jobs, in the order of the scripts."""
+        """Return the contents of submission.json. ids: of the submitted jobs, in the order of the scripts."""
         done = zip(self.scripts, ids, strict=False)
         return {
             "schema": registry.SCHEMA,

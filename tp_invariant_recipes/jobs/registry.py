@@ -104,7 +104,7 @@ class Submission:
 
 
 def registry() -> Path:
-    """The file that lists the user's jobs, one {"job": "12", "directory": "/path/of/run"} per line."""
+    """Return the file that lists the user's jobs, one {"job": "12", "directory": "/path/of/run"} per line."""
     home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(home) / "tpi" / "jobs.jsonl"
 
@@ -160,7 +160,10 @@ def registered() -> Registered:
 
 
 def _entry(line: Any) -> tuple[str, Path]:
-    """A job's id and directory. ValueError. Not by `reading.checked`: completion would wait for pydantic's import."""
+    """Return a job's id and directory. ValueError.
+
+    Not by `reading.checked`: completion would wait for pydantic's import.
+    """
     job, directory = (line.get("job"), line.get("directory")) if isinstance(line, dict) else (None, None)
     if not isinstance(job, str) or not isinstance(directory, str):
         raise ValueError("no line of the registry")
@@ -174,7 +177,9 @@ def all_submissions() -> list[Submission]:
 
 
 def find(names: Sequence[str]) -> list[Submission]:
-    """The submissions that these names mean, each with the named parts. Raises RunError that lists all unknown names.
+    """Return the submissions that these names mean, each with the named parts.
+
+    Raises RunError that lists all unknown names.
 
     A name is an id ("12", "12_0" for one task of an array), a run's name (the last part of its directory) or a
     directory that holds a `submission.json`. Digits are an id; a directory of that name is "./12".
@@ -196,7 +201,7 @@ def find(names: Sequence[str]) -> list[Submission]:
 
 
 def of_cell(submission: Submission, cell: str) -> Submission:
-    """The submission with only the job of one cell. Raises RunError: it has no such cell."""
+    """Return the submission with only the job of one cell. Raises RunError: it has no such cell."""
     parts = tuple(part for part in submission.parts if part.role == CELL and part.run.path.name == cell)
     if not parts:
         cells = [part.run.path.name for part in submission.parts if part.role == CELL]
@@ -215,7 +220,7 @@ def completions(incomplete: str) -> list[tuple[str, str]]:
 
 
 def _named_submission(name: str, known: Registered) -> Submission:
-    """Raises RunError."""
+    """Raise RunError."""
     by_id = _ID.fullmatch(name)
     if by_id:
         if by_id["job"] in known.owners:
@@ -240,7 +245,7 @@ def _unknown(what: str, name: str, known: Registered) -> str:
 
 
 def _narrowed(submission: Submission, job: str, task: str | None) -> Submission:
-    """The submission with only this task; without a task, the whole submission."""
+    """Return the submission with only this task; without a task, the whole submission."""
     if task is None:
         return submission
     parts = tuple(part for part in submission.parts if (part.job, part.task) == (job, task))
@@ -251,7 +256,7 @@ def _narrowed(submission: Submission, job: str, task: str | None) -> Submission:
 
 
 def _submission(directory: Path, known: Registered) -> Submission:
-    """The submission as its directory describes it or, if that is gone, as the registry does."""
+    """Return the submission as its directory describes it or, if that is gone, as the registry does."""
     try:
         return _read(directory, known)
     except RunError as error:
@@ -262,7 +267,7 @@ def _submission(directory: Path, known: Registered) -> Submission:
 
 
 def _read(directory: Path, known: Registered) -> Submission:
-    """Raises RunError."""
+    """Raise RunError."""
     file = RunDir(directory).submission
     try:
         contents = checked(SubmissionFile, parse_json(read_limited(file, LARGEST)))
@@ -298,7 +303,7 @@ _ROLES: dict[str, Callable[[Path, str, Sequence[str]], list[JobPart]]] = {TRAIN:
 
 
 def attempts(run: RunDir) -> tuple[Attempt, ...]:
-    """The attempts at a run in `run.json`; empty without that file."""
+    """Return the attempts at a run in `run.json`; empty without that file."""
     try:
         return run.read_run(Attempted).attempts
     except RunError:

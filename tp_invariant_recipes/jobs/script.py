@@ -58,7 +58,7 @@ class CellStep:
 
 
 def training(config: RunConfig, allocated: Allocation, *, name: str, about: str, log: str) -> Job:
-    """The job of a run of this configuration. allocated: the part of the cluster that it needs."""
+    """Return the job of a run of this configuration. allocated: the part of the cluster that it needs."""
     cluster, slurm = config.cluster, config.slurm
     assert slurm.time is not None  # check/job.py refuses a job without
     kind = f"gpu:{cluster.gpu_type}" if cluster.gpu_type else "gpu"
@@ -79,19 +79,19 @@ def training(config: RunConfig, allocated: Allocation, *, name: str, about: str,
 
 
 def train(job: Job, config: RunConfig, model: str, overrides: Sequence[Override], run: Path) -> str:
-    """The script of one run. overrides: all but run.dir and launcher."""
+    """Return the script of one run. overrides: all but run.dir and launcher."""
     srun_ = ("srun", *srun_command.arguments(config, [run, *cluster_files(overrides)]))
     words = texts(overrides)
     return _render("train", job=job, srun=srun_, tpi=srun_command.tpi(config), model=model, overrides=words, run=run)
 
 
 def array(job: Job, config: RunConfig, model: str, cells: Sequence[CellStep], directory: Path) -> str:
-    """The script of the cells of a verify, each in a directory of its name in `directory`."""
+    """Return the script of the cells of a verify, each in a directory of its name in `directory`."""
     return _render("array", job=job, tpi=srun_command.tpi(config), model=model, cells=cells, directory=directory)
 
 
 def judge(job: Job, config: RunConfig, command: Sequence[str], directory: Path, needed: Sequence[Path]) -> str:
-    """The script that judges or lists the cells when all have ended. command: without the directory.
+    """Return the script that judges or lists the cells when all have ended. command: without the directory.
 
     needed: the paths that it reads.
     """
@@ -111,7 +111,7 @@ def log_in(folder: Path, name: str) -> str:
 
 
 def templates() -> Path:
-    """The folder of the templates: beside the package in a checkout, inside it in an installed wheel."""
+    """Return the folder of the templates: beside the package in a checkout, inside it in an installed wheel."""
     inside = _PACKAGE / "slurm"
     return inside if inside.is_dir() else _PACKAGE.parent / "slurm"
 
@@ -141,7 +141,7 @@ def _quoted(value: object) -> str:
 
 
 def _sbatch(value: object) -> str:
-    """A value on an #SBATCH line, quoted for sbatch, whose rules differ from bash's. Raises ConfigError."""
+    """Return a value on an #SBATCH line, quoted for sbatch, whose rules differ from bash's. Raises ConfigError."""
     text = str(value)
     if not text.isprintable():
         raise ConfigError(f"{text!r} cannot be told to sbatch: it has a line break or another invisible character")
@@ -152,6 +152,6 @@ def _sbatch(value: object) -> str:
 
 
 def _option(text: str) -> str:
-    """An option as typed: --name or --name=value."""
+    """Return an option as typed: --name or --name=value."""
     name, is_, value = text.partition("=")
     return f"{_sbatch(name)}={_sbatch(value)}" if is_ else _sbatch(name)

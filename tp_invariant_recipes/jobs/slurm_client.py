@@ -106,7 +106,7 @@ def sbatch(script: Path, options: Sequence[str] = ()) -> str:
 
 
 def queue(jobs: Iterable[str] | None = None) -> list[Queued]:
-    """The jobs with these ids ("12", or "12_0" for an array's task); None: all of this user's.
+    """Return the jobs with these ids ("12", or "12_0" for an array's task); None: all of this user's.
 
     It includes ended jobs as long as the controller remembers them, and omits those that it forgot or never knew.
     Raises RunError when SLURM is not installed or does not answer.
@@ -119,7 +119,7 @@ def queue(jobs: Iterable[str] | None = None) -> list[Queued]:
 
 
 def accounting(jobs: Iterable[str]) -> dict[str, Accounted]:
-    """The accounts of these jobs, by "12" or, for an array's task, "12_0". Empty if SLURM keeps no accounts."""
+    """Return the accounts of these jobs, by "12" or, for an array's task, "12_0". Empty if SLURM keeps no accounts."""
     ids = ",".join(jobs)
     if not ids:
         return {}
@@ -152,7 +152,7 @@ def partitions() -> list[Partition]:
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str] | None = None, *, forgotten: bool = False) -> str:
-    """Standard output. Raises RunError.
+    """Return standard output. Raises RunError.
 
     forgotten: an id that the controller no longer knows, or never knew, gives an empty answer instead of an error.
     """
@@ -180,7 +180,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str] | None = None, *
 
 
 def _communicate(process: "subprocess.Popen[str]") -> tuple[str, str]:
-    """Standard output and error. A slow controller gets more time than a full queue."""
+    """Return standard output and error. A slow controller gets more time than a full queue."""
     try:
         return process.communicate(timeout=PATIENCE)
     except subprocess.TimeoutExpired as late:
@@ -206,13 +206,13 @@ def _queued(columns: Sequence[str]) -> Queued:
 
 
 def _seconds(text: str) -> int | None:
-    """The seconds of a duration as squeue and sinfo print it; None for UNLIMITED, infinite, INVALID, NOT_SET."""
+    """Return the seconds of a duration as squeue and sinfo print it; None for UNLIMITED, infinite, INVALID, NOT_SET."""
     return parse_time(text) if text[:1].isdigit() else None
 
 
 @cache
 def _hosts(listed: str) -> tuple[str, ...]:
-    """The node names in SLURM's short form, such as n[1-3],m5."""
+    """Return the node names in SLURM's short form, such as n[1-3],m5."""
     if "[" not in listed:
         return tuple(filter(None, listed.split(",")))
     return tuple(_run(["scontrol", "show", "hostnames", listed]).split())
@@ -225,7 +225,7 @@ _KEPT_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 
 
 def _script_environment(script: Path) -> dict[str, str]:
-    """This process's environment without variables that would turn this script into another job.
+    """Return this process's environment without variables that would turn this script into another job.
 
     For sbatch a variable such as SBATCH_PARTITION overrides the script. Inside another job, variables like
     SLURM_MEM_PER_NODE would pass on to the new job.

@@ -36,7 +36,7 @@ class SlurmStatus:
     unavailable: str | None = None
 
     def queued_row(self, part: JobPart) -> Queued | None:
-        """The controller's row for a part; None: the controller does not know it, or no longer knows it."""
+        """Return the controller's row for a part; None: the controller does not know it, or no longer knows it."""
         rows = self._by_job.get(part.job, ()) if part.current else ()
         if part.task is None:
             return rows[0] if rows else None
@@ -51,7 +51,7 @@ class SlurmStatus:
         return rows
 
     def account(self, part: JobPart) -> Accounted | None:
-        """The account of a part. Tasks that were cancelled while they waited share one: "12_[0-4]"."""
+        """Return the account of a part. Tasks that were cancelled while they waited share one: "12_[0-4]"."""
         if not part.current or part.task is None or part.id in self.accounted:
             return self.accounted.get(part.id) if part.current else None
         several = [id for id in self.accounted if id.startswith(f"{part.job}_[")]
@@ -60,7 +60,7 @@ class SlurmStatus:
 
 
 def query(submissions: Sequence[Submission], queued: Iterable[Queued] | None = None) -> SlurmStatus:
-    """The status of their parts. Raises RunError when SLURM is not installed or does not answer.
+    """Return the status of their parts. Raises RunError when SLURM is not installed or does not answer.
 
     queued: the controller's rows; None: query it.
     """
@@ -139,7 +139,7 @@ class JobState:
         return f"{self.spelt}{reason}" + (f" try {self.tries}" if self.alive and self.tries > 1 else "")
 
     def as_dict(self) -> dict[str, Any]:
-        """The state as JSON; documented in `tpi jobs --help`."""
+        """Return the state as JSON; documented in `tpi jobs --help`."""
         return {
             "job": self.part.id,
             "role": self.part.role,
@@ -170,7 +170,7 @@ class Overview:
 
 
 def overview(submissions: Sequence[Submission], known: SlurmStatus | None = None) -> Overview:
-    """The states of these submissions, with or without SLURM. known: SLURM's status; None: query it."""
+    """Return the states of these submissions, with or without SLURM. known: SLURM's status; None: query it."""
     status = known or SlurmStatus()
     if status.unavailable is None:
         try:
@@ -181,7 +181,7 @@ def overview(submissions: Sequence[Submission], known: SlurmStatus | None = None
 
 
 def overview_of_recent(*, everything: bool = False) -> Overview:
-    """The states of the submissions in the queue or with changes in the last day; with `everything`, of all.
+    """Return the states of the submissions in the queue or with changes in the last day; with `everything`, of all.
 
     For submissions without their directories, only SLURM's information.
     """
@@ -204,13 +204,13 @@ def _recent(submission: Submission) -> bool:
 
 
 def now(submissions: Sequence[Submission]) -> list[list[JobState]]:
-    """The states of the parts of each. Raises RunError when SLURM is not installed or does not answer."""
+    """Return the states of the parts of each. Raises RunError when SLURM is not installed or does not answer."""
     status = query(submissions)
     return [states(submission, status) for submission in submissions]
 
 
 def states(submission: Submission, status: SlurmStatus) -> list[JobState]:
-    """The states of a submission's parts."""
+    """Return the states of a submission's parts."""
     part_states = [_state(part, status) for part in submission.parts]
     return [replace(state, note=submission.note) for state in part_states] if submission.note else part_states
 
@@ -232,7 +232,7 @@ def cancel(submissions: Sequence[Submission]) -> list[list[JobState]]:
 
 
 def exit_status(part_states: Sequence[JobState]) -> int | None:
-    """A submission's exit status from its parts': the judge's, or the worst; None: it has not ended."""
+    """Return a submission's exit status from its parts': the judge's, or the worst; None: it has not ended."""
     if any(state.exit_status is None for state in part_states):
         return None
     judged = [state for state in part_states if state.part.role == JUDGE]
@@ -256,7 +256,7 @@ def _state(part: JobPart, status: SlurmStatus) -> JobState:
 
 
 def _alive(part: JobPart, facts: dict[str, Any], queued: Queued, *, started: bool) -> JobState:
-    """The state of a job in SLURM's queue. started: whether one of its attempts has begun."""
+    """Return the state of a job in SLURM's queue. started: whether one of its attempts has begun."""
     pending = queued.state == "PENDING"
     note = None if started or pending else _files_elsewhere(part, queued.nodes)
     reason = queued.reason if pending and queued.reason not in ("", "None") else None
@@ -264,7 +264,7 @@ def _alive(part: JobPart, facts: dict[str, Any], queued: Queued, *, started: boo
 
 
 def _facts(part: JobPart, tried: Sequence[Attempt], nodes: Sequence[str]) -> dict[str, Any]:
-    """The fields of a JobState that the run's own files tell. tried: its attempts by jobs, in order."""
+    """Return the fields of a JobState that the run's own files tell. tried: its attempts by jobs, in order."""
     last = tried[-1] if tried else None
     step, loss = _last_step(part.run.progress)
     return {
@@ -279,7 +279,7 @@ def _facts(part: JobPart, tried: Sequence[Attempt], nodes: Sequence[str]) -> dic
 
 
 def _ended(part: JobPart, word: str | None, last: Attempt | None) -> End:
-    """The end of a run whose job SLURM no longer knows. word: SLURM's; last: the last attempt by a job."""
+    """Return the end of a run whose job SLURM no longer knows. word: SLURM's; last: the last attempt by a job."""
     if last is None or last.outcome is None:
         elsewhere = None if last else _files_elsewhere(part)
         silent = "it recorded no exit status" if last else "it recorded no start"
@@ -296,7 +296,7 @@ def _ended(part: JobPart, word: str | None, last: Attempt | None) -> End:
 
 
 def _judged(part: JobPart, word: str | None) -> End:
-    """The end of a judge whose job SLURM no longer knows, from the files that it wrote."""
+    """Return the end of a judge whose job SLURM no longer knows, from the files that it wrote."""
     try:
         result = MatrixDir(part.directory).read_result()
         return End(result.verdict, result.exit_status, True, result.text)
@@ -310,7 +310,7 @@ def _with_log(part: JobPart, words: str) -> str:
 
 
 def _files_elsewhere(part: JobPart, nodes: Sequence[str] = ()) -> str | None:
-    """The place of a job's files if the job does not write them here; None: it does."""
+    """Return the place of a job's files if the job does not write them here; None: it does."""
     try:
         shared = part.run.read_run_config().cluster.shared_files
     except RunError:
@@ -322,7 +322,7 @@ def _files_elsewhere(part: JobPart, nodes: Sequence[str] = ()) -> str | None:
 
 
 def _last_step(file: Path) -> tuple[int | None, float | None]:
-    """Number and loss of the last whole step in a progress file."""
+    """Return number and loss of the last whole step in a progress file."""
     try:
         with open_file(file) as stream:
             stream.seek(max(0, file.stat().st_size - _LAST_BYTES))

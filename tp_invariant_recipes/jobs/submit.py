@@ -93,7 +93,7 @@ def resume(
 
 
 def _layouts(composed: Composed, problems: list[str]) -> tuple[Composed, list[RunConfig]]:
-    """The run with the settings that every try keeps, and its configurations on the most nodes and the fewest."""
+    """Get the run with the settings that every try keeps, and its configurations on the most nodes and the fewest."""
     configs = [composed.config]
     if wrong := lines(broken_rules(composed.config, elastic.RULES)):
         problems += wrong
@@ -106,7 +106,7 @@ def _layouts(composed: Composed, problems: list[str]) -> tuple[Composed, list[Ru
 
 
 def _single(composed: Composed, where: RunDir, after: Sequence[str]) -> PlannedSubmission:
-    """The job of one run; nothing validates or writes it yet."""
+    """Return the job of one run; nothing validates or writes it yet."""
     config, model = composed.config, composed.model
     allocated = allocation.from_config(config)
     about = f"{model}: {allocated}" + (", or as many of them as there are" if config.slurm.nodes else "")
@@ -135,7 +135,7 @@ def _run_overrides(composed: Composed) -> list[Override]:
 
 
 def _job_run(composed: Composed, where: RunDir) -> Composed:
-    """The run composed with the overrides that the job's script has."""
+    """Return the run composed with the overrides that the job's script has."""
     return replace(composed, overrides=(*_run_overrides(composed), parse(f"run.dir={where.path}"), parse(IN_A_JOB)))
 
 
@@ -205,7 +205,7 @@ def _array_problems(kind: str, overrides: Sequence[Override]) -> list[str]:
 
 
 def _cells_problems(config: RunConfig) -> list[str]:
-    """Settings of a job, the same of all cells, that an array and its judge cannot have."""
+    """Return settings of a job, the same of all cells, that an array and its judge cannot have."""
     problems = []
     if config.slurm.nodes is not None:
         problems.append(f"slurm.nodes={config.slurm.nodes}: each cell has a layout of its own; leave it out")
@@ -217,7 +217,10 @@ def _cells_problems(config: RunConfig) -> list[str]:
 def _array_scripts(
     kind: str, model: str, verification: verify.Verification, allocated: Allocation, about: str, files: Sequence[Path]
 ) -> tuple[JobScript, JobScript]:
-    """The script of the array, and the one of the job that judges or lists the cells. files: the cluster's own."""
+    """Return the script of the array, and the one of the job that judges or lists the cells.
+
+    files: the cluster's own.
+    """
     configs = {name: planned.composed.config for name, planned in verification.plans.items()}
     config, where = next(iter(configs.values())), verification.directory
     path, name = where.path, f"tpi-{where.path.name}"
@@ -268,7 +271,7 @@ def _composed(
 
 
 def _check_fit(configs: Sequence[RunConfig], problems: list[str], *, dry: bool) -> None:
-    """Raises ConfigError that lists `problems` and the problems of a job of these runs.
+    """Raise ConfigError that lists `problems` and the problems of a job of these runs.
 
     dry: do not query SLURM.
     """
@@ -292,14 +295,14 @@ def _check_fit(configs: Sequence[RunConfig], problems: list[str], *, dry: bool) 
 
 
 def _warnings(configs: Mapping[str, RunConfig]) -> tuple[str, ...]:
-    """What may end these runs early, although nothing refuses them. configs: by label; "" of a single run."""
+    """Return what may end these runs early, although nothing refuses them. configs: by label; "" of a single run."""
     tight = {label: room.warning(config, here=False) for label, config in configs.items()}
     lines = [f"{label}: {line}" if label else line for label, line in tight.items() if line]
     return (*lines, *dict.fromkeys(line for config in configs.values() for line in job_rules.warnings(config)))
 
 
 def unfit(config: RunConfig, there: Sequence[Partition]) -> list[str]:
-    """The reasons why a job of this tree would wait forever in its partitions, although SLURM accepts it."""
+    """Return the reasons why a job of this tree would wait forever in its partitions, although SLURM accepts it."""
     requested = config.slurm.partition or os.environ.get("SBATCH_PARTITION")
     names = requested.split(",") if requested else [p.name for p in there if p.default]
     known = {partition.name: partition for partition in there}
@@ -337,7 +340,7 @@ def _too_many(config: RunConfig, chosen: Sequence[Partition], names: str) -> str
 
 
 def _log(config: RunConfig, where: RunDir, name: str) -> str:
-    """The job's output: among the logs of the run; on the first node if the nodes do not share these."""
+    """Return the job's output: among the logs of the run; on the first node if the nodes do not share these."""
     if config.cluster.shared_files:
         return script.log_in(where.logs, name)
     return script.log_in(ON_THE_NODE, f"tpi-%u-{name}")
@@ -357,7 +360,7 @@ def _ids(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _check_no_live_job(where: RunDir) -> None:
-    """Raises RunError if a job of this run waits or runs: two jobs would train in one directory."""
+    """Raise RunError if a job of this run waits or runs: two jobs would train in one directory."""
     if not where.submission.exists():
         return
     overview = states.overview(registry.find([str(where.path)]))

@@ -32,7 +32,7 @@ def causal_conv_forward(x: Tensor, weight: Tensor, bias: Tensor, step: int) -> T
 
 
 def causal_conv_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """The gradient of x, and the leaves of the gradients of weight and bias.
+    """Return the gradient of x, and the leaves of the gradients of weight and bias.
 
     dy, x, weight, bias, step: as in forward, dy of x's shape.
     returns: dx, x's shape and dtype; leaves, [n, L, TAPS + 1, c] fp32, the bias last, L a power of two.
@@ -128,7 +128,7 @@ def _bias(bias, shard, column, WIDTH: tl.constexpr):
 
 @triton.jit
 def _tile(tiles, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """This program's shard, its rows and its columns; tiles: of rows, in a shard."""
+    """Return this program's shard, its rows and its columns; tiles: of rows, in a shard."""
     across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     tile = tl.program_id(0) // across
     row = (tile % tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)

@@ -41,7 +41,7 @@ class Heads(NamedTuple):
 
 
 def delta_rule_forward(x: Tensor, decay: Tensor, strength: Tensor, sizes: Heads) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The rule with g = decay and β = strength.
+    """Return the rule with g = decay and β = strength.
 
     x:       [n, s, b, q | k | v] of n shards, contiguous; q, k: [groups · key], v: [heads · value].
     decay, strength: [n, s, b, heads] fp32, contiguous.
@@ -69,7 +69,7 @@ def delta_rule_forward(x: Tensor, decay: Tensor, strength: Tensor, sizes: Heads)
 def delta_rule_backward(
     dy: Tensor, x: Tensor, decay: Tensor, strength: Tensor, sizes: Heads
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, decay and strength. dy: of delta_rule_forward's result, of its shape."""
+    """Return the gradients of x, decay and strength. dy: of delta_rule_forward's result, of its shape."""
     _, (q, k, numbers, solved, within, new, states) = delta_rule_forward(x, decay, strength, sizes)
     shards, size, batch, _ = x.shape
     constants, padding = _constants(sizes), (0, new.shape[-1] - sizes.value, 0, -size % CHUNK)
@@ -83,7 +83,7 @@ def delta_rule_backward(
 
 
 def _constants(sizes: Heads) -> tuple[int, ...]:
-    """GROUPS, HEADS, KEY, VALUE, FEATURES, WIDTH: the last two are those of tiles."""
+    """Return GROUPS, HEADS, KEY, VALUE, FEATURES, WIDTH: the last two are those of tiles."""
     columns = max(PASSED[0], OUTPUT[0])
     return *sizes, max(16, triton.next_power_of_2(sizes.key)), max(columns, triton.next_power_of_2(sizes.value))
 
@@ -122,7 +122,7 @@ def _zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _at(ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr):
-    """The places of a tile of ROWS × COLUMNS in rows of STEP numbers."""
+    """Return the places of a tile of ROWS × COLUMNS in rows of STEP numbers."""
     return tl.arange(0, ROWS)[:, None] * STEP + tl.arange(0, COLUMNS)[None, :]
 
 
@@ -137,7 +137,7 @@ def _of_chunk(number, size, batch, PARTS: tl.constexpr):
 
 @triton.jit
 def _of_x(token, exists, first, column, FEATURES: tl.constexpr, WIDTH: tl.constexpr):
-    """The places of a head's features in rows of WIDTH numbers, and which of them exist."""
+    """Return the places of a head's features in rows of WIDTH numbers, and which of them exist."""
     return (token * WIDTH + first)[:, None] + column[None, :], exists[:, None] & (column < FEATURES)[None, :]
 
 
@@ -152,7 +152,7 @@ def _of_values(
 
 @triton.jit
 def _group_of(number, size, SHARE: tl.constexpr):
-    """The chunk of a group with the queries and keys of a head's chunk."""
+    """Return the chunk of a group with the queries and keys of a head's chunk."""
     chunks = tl.cdiv(size, C)
     return number // chunks // SHARE * chunks + number % chunks
 
@@ -318,7 +318,7 @@ def _delta_gradients(
     GROUPS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, FEATURES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a group's chunk: of q and k, over its heads in order, in dx; of each head's decay and β.
+    """Return the gradients of a group's chunk: of q and k, over its heads in order, in dx; of each head's decay and β.
 
     The gradients of k kᵀ and q kᵀ take the places of T and B.
     """

@@ -96,7 +96,7 @@ class Lanes:
 
     @outside_modes
     def __call__(self) -> Tensor:
-        """The lanes of every piece: int64 [pieces, LANES] on their device; the host does not wait for it."""
+        """Return the lanes of every piece: int64 [pieces, LANES] on their device; the host does not wait for it."""
         result = torch.zeros(len(self.pieces), LANES, dtype=torch.int64, device=self.device)
         self.largest = torch.zeros((), dtype=torch.int64, device=self.device)
         self.unlike = torch.zeros(len(self.pieces), dtype=torch.int64, device=self.device)
@@ -114,7 +114,7 @@ class Lanes:
 
 
 def lanes(pieces: Sequence[Piece]) -> Tensor:
-    """The lanes of every piece, once: int64 [pieces, LANES]."""
+    """Return the lanes of every piece, once: int64 [pieces, LANES]."""
     return Lanes(pieces)()
 
 
@@ -126,7 +126,7 @@ class DigestKeys(NamedTuple):
 
 
 def keys(length: int, device: torch.device) -> DigestKeys:
-    """The keys of `length` rows and columns or more."""
+    """Return the keys of `length` rows and columns or more."""
     return _keys(1 << (max(length, 1) - 1).bit_length(), device)
 
 
@@ -174,7 +174,7 @@ def _length(pieces: Sequence[Piece]) -> int:
 
 
 def _unlike(piece: Piece) -> int:
-    """The number of elements that the copy does not hold, of a piece as words."""
+    """Return the number of elements that the copy does not hold, of a piece as words."""
     assert piece.copy is not None
     values, copy = piece.values.view(torch.float32), piece.copy.detach()
     bits = values.to(torch.bfloat16).view(torch.int16)
@@ -206,7 +206,9 @@ def _row(number: int, piece: Piece) -> tuple[int, ...]:
 
 
 def programs(rows: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The pieces, int64 [pieces, 10], and for every program of the kernel (piece, first row, first column), int32."""
+    """Return the pieces, int64 [pieces, 10], and for every program of the kernel (piece, first row, first column),
+    int32.
+    """
     blocks = [
         np.stack(np.meshgrid(n, np.arange(0, row[2], ROWS), np.arange(0, row[3], COLUMNS), indexing="ij"), -1)
         for n, row in enumerate(rows)
@@ -223,7 +225,7 @@ def launch(
     largest: Tensor | None = None,
     unlike: Tensor | None = None,
 ) -> None:
-    """The kernel alone, for pieces of elements of `size` bytes; also what Triton's interpreter runs on a CPU.
+    """Run the kernel alone, for pieces of elements of `size` bytes; also what Triton's interpreter runs on a CPU.
 
     result: int64 [pieces, LANES], added to. largest: int64 scalar, raised to the largest magnitude's bits.
     unlike: int64 [pieces], raised by the elements that the copies of these pieces do not hold; None: they have none.
@@ -306,7 +308,7 @@ def _lanes(
 
 @triton.jit
 def _magnitude(bits, SIZE: tl.constexpr):
-    """The bits of |x| in fp32."""
+    """Return the bits of |x| in fp32."""
     return (bits.to(tl.uint32) << (32 - 8 * SIZE)) & 0x7FFFFFFF
 
 

@@ -38,7 +38,9 @@ _MAGNITUDE = 0x7FFFFFFF
 
 
 def largest(grads: Sequence[Tensor]) -> Tensor:
-    """The bits of the largest |g| as fp32. The bits have the order of the numbers, and every NaN is larger than inf.
+    """Return the bits of the largest |g| as fp32.
+
+    The bits have the order of the numbers, and every NaN is larger than inf.
 
     grads:   on one device, of any shape; fp32, or a dtype that `.float()` converts exactly.
     returns: int64 scalar on that device, 0 if there is no element; the host does not wait for it.
@@ -53,7 +55,7 @@ def largest(grads: Sequence[Tensor]) -> Tensor:
 
 
 def square_limbs(grads: Sequence[Tensor], largest: Tensor) -> Tensor:
-    """The sum of q in LIMBS limbs of LIMB bits, lowest first. Each int64 has room to sum limbs.
+    """Return the sum of q in LIMBS limbs of LIMB bits, lowest first. Each int64 has room to sum limbs.
 
     grads:   as for the function `largest`.
     largest: the result of `largest`, on the same device, or a larger value: the maximum over all ranks.
@@ -105,7 +107,7 @@ def _pieces(grads: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _bits(piece: Tensor) -> Tensor:
-    """The bits of |g| in fp32 as int32, which no flushing of subnormals changes."""
+    """Return the bits of |g| in fp32 as int32, which no flushing of subnormals changes."""
     return piece.float().view(torch.int32) & _MAGNITUDE
 
 

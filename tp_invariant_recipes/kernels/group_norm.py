@@ -28,7 +28,7 @@ def group_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, T
 
 
 def group_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of x, and the leaves of the weight gradient.
+    """Return the gradient of x, and the leaves of the weight gradient.
 
     dy, x, weight: as in forward, dy of x's shape; scale: as forward returned it.
     returns: dx, x's shape and dtype; leaves, [n, L, groups, d] fp32, L a power of two.

@@ -73,7 +73,9 @@ class Kernel:
 
 
 def alignment(size: int) -> int:
-    """The power of two, at most 16, that a size is a multiple of: what a kernel may be told of rows of this size."""
+    """Return the power of two, at most 16, that a size is a multiple of: what a kernel may be told of rows of this
+    size.
+    """
     return min(16, size & -size)
 
 

@@ -57,7 +57,7 @@ def _forward_triton(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tens
 def rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, shards: int, by_heads: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of x, and the weight's in leaves.
+    """Return the gradient of x, and the weight's in leaves.
 
     dy, x:   [tokens, heads, d]; weight: [d]; scale: [tokens, heads, 1], as forward returned it.
     shards:  n, this rank's; by_heads: whether they divide the heads or the tokens.

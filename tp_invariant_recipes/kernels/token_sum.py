@@ -16,7 +16,7 @@ BLOCK = 256
 
 
 def token_sum(values: Tensor, shards: int) -> Tensor:
-    """The sum of each leaf of each shard.
+    """Return the sum of each leaf of each shard.
 
     values:  [tokens, features]; shards: n, which divides tokens.
     returns: [n, L, features] fp32; L is a power of two and depends only on tokens/n.

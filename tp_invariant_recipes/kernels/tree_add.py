@@ -60,7 +60,7 @@ def _tree_add_torch(partials: Tensor, out: Tensor, groups: int) -> Tensor:
 
 @triton.jit
 def _tree(p, stride, mask, R: tl.constexpr):
-    """The sum of R numbers in tree order, `stride` apart."""
+    """Return the sum of R numbers in tree order, `stride` apart."""
     if R == 1:
         return tl.load(p, mask=mask)
     else:

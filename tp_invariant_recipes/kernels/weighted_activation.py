@@ -39,7 +39,7 @@ def weighted_activation(x: Tensor, p: Tensor, kind: Kind) -> Tensor:
 
 
 def weighted_activation_backward(dy: Tensor, x: Tensor, p: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """The gradients of x and p, of their shapes and dtypes. dy: [rows, f] contiguous."""
+    """Return the gradients of x and p, of their shapes and dtypes. dy: [rows, f] contiguous."""
     return _backward_triton(dy, x, p, kind) if x.is_cuda else _backward_torch(dy, x, p, kind)
 
 
@@ -71,7 +71,7 @@ def _backward_triton(dy: Tensor, x: Tensor, p: Tensor, kind: Kind) -> tuple[Tens
 
 
 def _parts(x: Tensor, kind: Kind) -> tuple[Tensor, ...]:
-    """The activation, and its derivatives by the two halves of x, or its derivative by x."""
+    """Return the activation, and its derivatives by the two halves of x, or its derivative by x."""
     if kind == "squared_relu":
         positive = x.relu()
         return positive * positive, positive * 2.0

@@ -103,7 +103,7 @@ class HangWatch:
         return stopped or self.clock - self.since[n] > self._limit(n)
 
     def _take(self, n: int, before: Sign, sign: Sign, passed: float) -> None:
-        """New heartbeats since the last check, `passed` seconds ago. A step between two checks took no longer."""
+        """Note new heartbeats since the last check, `passed` seconds ago. A step between two checks took no longer."""
         if before.phase in STEPS:
             took = self.clock - self.since[n]
         elif sign.step - before.step > (sign.phase in STEPS):
@@ -157,7 +157,7 @@ class HangWatch:
 
 
 def suspects(states: Sequence[RankState]) -> list[RankState]:
-    """The ranks that the others wait for: stopped ranks, or else the ranks furthest behind that do not wait.
+    """Return the ranks that the others wait for: stopped ranks, or else the ranks furthest behind that do not wait.
 
     Empty: all are equally far and wait, so no one is to blame alone.
     """

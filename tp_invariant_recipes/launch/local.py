@@ -68,7 +68,7 @@ def run(
 
 
 def _rank_infos(world: int, ports: tuple[int, ...]) -> list[Any]:
-    """A rank a GPU. Tests put two on one."""
+    """Return a rank a GPU. Tests put two on one."""
     from tp_invariant_recipes.training.rank import RankInfo
 
     return [RankInfo(rank, rank, world, world, "127.0.0.1", ports) for rank in range(world)]

@@ -100,7 +100,7 @@ class Plan:
 
 
 def detect_device() -> str:
-    """The device group used where none is requested: gpu where the driver shows one."""
+    """Return the device group used where none is requested: gpu where the driver shows one."""
     return "gpu" if gpus.visible() else "cpu"
 
 
@@ -180,12 +180,15 @@ def resolve_beside(composed: Composed, run_dir: RunDir, index_cache: Path, how: 
 
 
 def attempts_so_far(run_dir: RunDir) -> int | None:
-    """Recorded attempts; None where there is no run yet."""
+    """Return the recorded attempts; None where there is no run yet."""
     return len(attempts.read_attempts(run_dir)) if run_dir.run.exists() else None
 
 
 def _prepare(data: DataSettings, how: Planning) -> PreparedData | int | None:
-    """The run's data; None: generated. Of a dry planning the size of the vocabulary if the data is not yet prepared."""
+    """Return the run's data; None: generated.
+
+    Of a dry planning the size of the vocabulary if the data is not yet prepared.
+    """
     if data.kind != "text" or data.path is None or data.tokenizer is None:
         return None
     cache = Path(data.cache or cache_dir() / "data").expanduser()
@@ -196,8 +199,8 @@ def _prepare(data: DataSettings, how: Planning) -> PreparedData | int | None:
 
 
 def _with_examples(config: RunConfig) -> tuple[RunConfig, Examples | None]:
-    """The configuration with absolute paths of the examples that a run fine-tunes on, and the examples; None: it does
-    not. Raises ConfigError.
+    """Return the configuration with absolute paths of the examples that a run fine-tunes on, and the examples; None: it
+    does not. Raises ConfigError.
     """
     examples = inputs.examples(config)
     for section, name in (("dataset", "dataset_root"), ("tokenizer", "tokenizer_model")) if examples else ():
@@ -215,7 +218,7 @@ def _check_vocabulary(where: str, size: int, config: RunConfig) -> None:
 
 
 def _with_data(config: RunConfig, data: PreparedData) -> RunConfig:
-    """The configuration with prepared data, and with the ids of the data for the NullTokenizer."""
+    """Return the configuration with prepared data, and with the ids of the data for the NullTokenizer."""
     _check_vocabulary(str(data.prefix), data.vocab_size, config)
     shares = relations.shares_of_text(config)
     ends = [round(end * data.documents) for end in itertools.accumulate(shares, initial=0.0)]  # as Megatron rounds them

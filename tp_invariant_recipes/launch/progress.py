@@ -47,7 +47,7 @@ class Tail:
         self.position = self.file.stat().st_size if self.file.exists() else 0  # an earlier attempt's steps are not news
 
     def new(self) -> list[Any]:
-        """The steps recorded since the last call.
+        """Return the steps recorded since the last call.
 
         Half a line at the end waits for its other half. One that never came, since a rank died or a disk was full,
         makes a line that is not JSON with what follows; it is passed over.
@@ -201,7 +201,7 @@ class Passes(Progress):
 
 
 def watcher(plan: Plan, console: Console, *, verbose: bool = False) -> Bar | Lines:
-    """The bar on a terminal, lines elsewhere; with `verbose` also Bridge's log."""
+    """Return the bar on a terminal, lines elsewhere; with `verbose` also Bridge's log."""
     if verbose:
         return Echo(plan, console)
     return Bar(plan, console) if console.is_terminal else Lines(plan, console)
@@ -226,7 +226,7 @@ def phase(console: Console, words: str) -> None:
 
 @contextmanager
 def busy(console: Console, words: str) -> Iterator[None]:
-    """A spinner beside `words`, on a terminal; elsewhere a line."""
+    """Return a spinner beside `words`, on a terminal; elsewhere a line."""
     if not console.is_terminal:
         phase(console, words)
         yield

@@ -209,7 +209,7 @@ def start_method(device: str) -> str:
 
 
 def hanging(rank_states: Sequence[RankState], run_dir: RunDir) -> RankFailed:
-    """The error of a run whose ranks stand like this, on one machine or several."""
+    """Return the error of a run whose ranks stand like this, on one machine or several."""
     first = (suspects(rank_states) or rank_states)[0].rank
     lines = [
         message(rank_states),
@@ -265,7 +265,7 @@ def _signal(processes: Sequence[Any], number: int) -> set[int]:
 
 
 def _failure(run_dir: RunDir, dead: dict[int, int]) -> RankFailed:
-    """The error of a failed run, from the rank that failed first.
+    """Return the error of a failed run, from the rank that failed first.
 
     dead: rank -> exit status, negative for a signal. A rank killed from outside leaves no reason and is the cause of
     the others' failures; otherwise the earliest reason is.

@@ -15,7 +15,7 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 
 
 def check_current(plan: Plan) -> None:
-    """Raises RunError when another process has trained in the run directory since this was planned."""
+    """Raise RunError when another process has trained in the run directory since this was planned."""
     if attempts_so_far(plan.run_dir) != plan.attempts:
         raise RunError(f"another command has begun to train in {plan.run_dir.path} since this one looked there")
 
@@ -48,7 +48,7 @@ def write(plan: Plan, *, attempt: bool = True, job: AttemptJob | None = None) ->
 
 
 def _notes(config: RunConfig) -> dict[str, Any]:
-    """What the ledger's header says beside the parts: what was adjusted of a recipe, and the tokenizer's facts."""
+    """Get what the ledger's header says beside the parts: what was adjusted of a recipe, and the tokenizer's facts."""
     notes: dict[str, Any] = {"adjusted": config.recipe.adjusted} if config.recipe.adjusted else {}
     tokenizer = config.section("tokenizer")
     if tokenizer["tokenizer_type"] != "NullTokenizer":

@@ -31,7 +31,7 @@ class Request:
         return requested.value if requested else "local"
 
     def composed(self, device: str | None = None) -> Composed:
-        """The configuration alone. Raises ConfigError; RunError where there is no run to resume.
+        """Return the configuration alone. Raises ConfigError; RunError where there is no run to resume.
 
         device: where neither the overrides nor the run to resume name one; None: this machine's.
         """
@@ -63,7 +63,7 @@ class Request:
         return self.continues and where is not None and RunDir(Path(where).expanduser()).run.exists()
 
     def _check_run_dir(self, run: Path) -> None:
-        """Raises ConfigError where run.dir names another directory than the run's own."""
+        """Raise ConfigError where run.dir names another directory than the run's own."""
         requested = given(self.overrides, "run.dir")
         where = requested and requested.parsed and requested.parsed.value()
         if requested and (where is None or Path(str(where)).expanduser().resolve() != run.resolve()):
@@ -78,7 +78,7 @@ class Request:
         return plan.new(composed, how)
 
     def words(self) -> list[str]:
-        """The arguments of `tpi train` for this request."""
+        """Return the arguments of `tpi train` for this request."""
         resumed = [] if self.resume is None else ["--resume", str(self.resume.absolute())]
         model = [] if self.model is None else [self.model]
         return [*model, *texts(self.overrides), *resumed, *(["--continue"] if self.continues else [])]

@@ -113,7 +113,7 @@ def _compose_as(before: RunFile, overrides: Sequence[Override]) -> Composed:
 
 
 def overrides_to_repeat(before: RunFile) -> list[Override]:
-    """The overrides that repeat a run elsewhere, including its device and numerics. before: its `run.json`."""
+    """Return the overrides that repeat a run elsewhere, including its device and numerics. before: its `run.json`."""
     repeated = _recorded(before, NOT_REPEATED)
     decided = {"device": before.device, "numerics": before.numerics["mode"]}
     missing = {
@@ -123,7 +123,7 @@ def overrides_to_repeat(before: RunFile) -> list[Override]:
 
 
 def _recorded(before: RunFile, without: Sequence[str]) -> list[Override]:
-    """The overrides that a run was made of, but for some fields."""
+    """Return the overrides that a run was made of, but for some fields."""
     return [override for override in parse_all(before.overrides) if override.field not in without]
 
 
@@ -158,7 +158,10 @@ def _resume(command: str, run_dir: RunDir, composed: Composed, how: Planning, st
 
 
 def _checkpoint(plan: Plan, step: int | None) -> RunCheckpoint | None:
-    """The checkpoint of a step, or the newest that can be trusted. Raises CheckpointError: it is of another run."""
+    """Return the checkpoint of a step, or the newest that can be trusted.
+
+    Raises CheckpointError: it is of another run.
+    """
     run_dir = plan.run_dir
     untrusted, within = guard_files.unsettled(run_dir), _steps_in_ledger(run_dir)
     if untrusted is not None:  # whoever noted it was killed before the checkpoints were moved
@@ -172,7 +175,7 @@ def _checkpoint(plan: Plan, step: int | None) -> RunCheckpoint | None:
 
 
 def completed_steps(run_dir: RunDir) -> int | None:
-    """The steps of a run whose last attempt completed; None: it did not, or the ledger lacks its last step."""
+    """Return the steps of a run whose last attempt completed; None: it did not, or the ledger lacks its last step."""
     *_, last = (None, *attempts.read_attempts(run_dir))
     with suppress(OSError, ValueError):  # a ledger that cannot be read is refused later, with the reason
         if last and last.outcome == Outcome.COMPLETED.value and last_step(run_dir.ledger).step == last.to_step:
@@ -192,13 +195,13 @@ def completed_text(plan: Plan) -> str:
 
 
 def _newest(run_dir: RunDir) -> int:
-    """The step of the newest finished checkpoint that the ledger reaches; 0: there is none."""
+    """Return the step of the newest finished checkpoint that the ledger reaches; 0: there is none."""
     recorded = _steps_in_ledger(run_dir)
     return max((c.step for c in checkpoints.finished(run_dir.checkpoints) if c.step <= recorded), default=0)
 
 
 def _imported(before: RunFile, composed: Composed) -> str | None:
-    """The digest of the weights that a run has started from, if the same are requested.
+    """Return the digest of the weights that a run has started from, if the same are requested.
 
     None: tpi has to read them. Checkpoints of adapters have no others.
     """
@@ -224,7 +227,7 @@ def _changes(before: dict[str, Any], now: dict[str, Any], overrides: Sequence[Ov
 
 
 def _remedy(key: str, value: Any, overrides: Sequence[Override]) -> str:
-    """The override that gives a field of the identity its earlier value."""
+    """Return the override that gives a field of the identity its earlier value."""
     override = given(overrides, key) or next(
         (override for override in overrides if key.startswith(f"{override.path}.")), None
     )
@@ -240,7 +243,7 @@ def _remedy(key: str, value: Any, overrides: Sequence[Override]) -> str:
 
 
 def _check_layout(command: str, before: RunFile, plan: Plan, checkpoint: RunCheckpoint) -> None:
-    """Raises ConfigError: in this layout later steps would have other bits, or the checkpoint cannot be read."""
+    """Raise ConfigError: in this layout later steps would have other bits, or the checkpoint cannot be read."""
     degrees, manifest = plan.layout.as_dict(), checkpoint.read_manifest()
     separate = resume_rules.experts_separate(plan.config.numerics.mode, plan.config.model, degrees)
     state = resume_rules.unreadable_state(
@@ -260,7 +263,7 @@ def _check_layout(command: str, before: RunFile, plan: Plan, checkpoint: RunChec
 
 
 def _changed_arithmetic(plan: Plan, step: int) -> str | None:
-    """A sentence if products have another definition after `step` than before, or a CPU has other instructions."""
+    """Get a sentence if products have another definition after `step` than before, or a CPU has other instructions."""
     version = mode.definition(plan.config.numerics.mode, plan.device)
     header = streamed(plan.run_dir.ledger).header
     changed = comparability.changed_products(header, version, step) if version else None
@@ -270,7 +273,7 @@ def _changed_arithmetic(plan: Plan, step: int) -> str | None:
 
 
 def _starting_at(plan: Plan, checkpoint: RunCheckpoint) -> Plan:
-    """The plan, starting at a checkpoint of a run with the same identity."""
+    """Return the plan, starting at a checkpoint of a run with the same identity."""
     # The identity is the same, so the checkpoint's schedule is this run's: Megatron would refuse a longer run over the
     # number of steps alone.
     schedule = {"use_checkpoint_opt_param_scheduler": True, "override_opt_param_scheduler": False}

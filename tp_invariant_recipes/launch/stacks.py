@@ -76,7 +76,7 @@ class Stack:
 
 
 def parse(text: str, main: int) -> Stack | None:
-    """The last dump in a text. main: the identity of the main thread. None: there is none of it."""
+    """Return the last dump in a text. main: the identity of the main thread. None: there is none of it."""
     threads: dict[int, list[Frame]] = {}
     current: list[Frame] = []
     for line in text.splitlines():
@@ -94,7 +94,7 @@ def parse(text: str, main: int) -> Stack | None:
 
 
 def answers(logs: dict[int, tuple[Path, int]], main: dict[int, int]) -> dict[int, Stack]:
-    """The stacks that ranks write to their logs after the signal, without the ranks that do not answer.
+    """Return the stacks that ranks write to their logs after the signal, without the ranks that do not answer.
 
     logs: rank -> its log, and the size that it had before. main: rank -> the identity of its main thread.
     """
@@ -128,7 +128,8 @@ def _read(log: Path, position: int) -> str:
 
 
 def state(pid: int) -> str:
-    """The letter by which Linux names the state of a process's main thread, such as T for stopped; "" where it is
+    """Return the letter by which Linux names the state of a process's main thread, such as T for stopped; "" where it
+    is
     gone. Source: proc(5), /proc/PID/stat."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]

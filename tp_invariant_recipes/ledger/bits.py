@@ -59,7 +59,7 @@ def bits_float(text: str) -> float:
 
 
 def ulp_distance(a: str, b: str) -> int | None:
-    """The number of steps between neighbouring representable numbers from `a` to `b`.
+    """Return the number of steps between neighbouring representable numbers from `a` to `b`.
 
     Both zeros count, so the distance is 0 only for equal bits. None: one is a NaN, or the widths differ.
     ValueError: `a` or `b` is not such a text.
@@ -71,7 +71,7 @@ def ulp_distance(a: str, b: str) -> int | None:
 
 
 def readable(text: str) -> float | str:
-    """The number with the fewest decimal digits that reads back as these bits, for people.
+    """Return the number with the fewest decimal digits that reads back as these bits, for people.
 
     "nan", "inf" and "-inf" are strings, because JSON has no such numbers. ValueError: as `bits_float`.
     """
@@ -129,5 +129,5 @@ def _is_nan(fmt: _Format, pattern: int) -> bool:
 
 
 def _rank(fmt: _Format, pattern: int) -> int:
-    """Number the patterns so that the order of integers is the order of floats: … -1 is -0.0, 0 is 0.0 …"""
+    """Return number the patterns so that the order of integers is the order of floats: … -1 is -0.0, 0 is 0.0 …"""
     return pattern if pattern < fmt.sign else -1 - (pattern ^ fmt.sign)

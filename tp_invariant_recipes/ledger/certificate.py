@@ -63,7 +63,7 @@ class Certificate:
 
 
 def certify(run: Path, of_run: bytes | None = None) -> bytes:
-    """The certificate of a run; the same run gives the same bytes every time.
+    """Return the certificate of a run; the same run gives the same bytes every time.
 
     of_run: what stands for its `run.json`; None: that file does.
 
@@ -114,14 +114,14 @@ _TYPES: dict[str, tuple[Callable[[bytes], Any], Any]] = {
 
 
 def _most(name: str) -> int:
-    """The most bytes that a member may have."""
+    """Return the most bytes that a member may have."""
     if name == FILE_NAME:
         return LARGEST
     return run_files.LARGEST_CONFIG if name == "config.yaml" else run_files.LARGEST
 
 
 def _summary(source: Path, members: dict[str, bytes], ledger: Ledger) -> dict[str, Any]:
-    """A summary of the run for people. LedgerError: the files belong to different runs, or are invalid."""
+    """Return a summary of the run for people. LedgerError: the files belong to different runs, or are invalid."""
     name = ""
     try:
         typed = {}
@@ -160,7 +160,7 @@ def _member(data: bytes) -> dict[str, Any]:
 
 
 def _checked(members: dict[str, bytes]) -> CertificateManifest:
-    """The manifest. ValueError: it is invalid, or describes other members."""
+    """Return the manifest. ValueError: it is invalid, or describes other members."""
     data = members[MANIFEST]
     manifest = checked(CertificateManifest, load(data))
     if manifest.kind != KIND or manifest.schema != SCHEMA:
@@ -175,7 +175,7 @@ def _checked(members: dict[str, bytes]) -> CertificateManifest:
 
 
 def _archive(members: dict[str, bytes]) -> bytes:
-    """A zip archive with room for the seal. Its bytes depend only on the members."""
+    """Return a zip archive with room for the seal. Its bytes depend only on the members."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED, allowZip64=False, compresslevel=9) as archive:
         for name, data in members.items():
@@ -202,7 +202,7 @@ def _seal(body: bytes) -> bytes:
 
 
 def _unpack(data: bytes) -> dict[str, bytes]:
-    """The members. ValueError or BadZipFile: the archive is damaged, or does not hold exactly these members."""
+    """Return the members. ValueError or BadZipFile: the archive is damaged, or does not hold exactly these members."""
     body, seal = data[:-_SEAL_SIZE], data[-_SEAL_SIZE:]
     if not data.startswith(CERTIFICATE_START) or seal != _seal(body):
         raise ValueError("it was altered or cut short: its seal does not fit its bytes")
@@ -233,7 +233,7 @@ def _unpack(data: bytes) -> dict[str, bytes]:
 
 
 def _content(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
-    """A member, of which no more is decompressed than it claims. ValueError or BadZipFile: it is shorter."""
+    """Return a member, of which no more is decompressed than it claims. ValueError or BadZipFile: it is shorter."""
     with archive.open(entry) as stream:
         data = stream.read(entry.file_size)  # without a size, zipfile decompresses 2 GiB before it looks at the claim
     if len(data) != entry.file_size:
@@ -242,7 +242,7 @@ def _content(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
 
 
 def summary_words(summary: dict[str, Any]) -> str:
-    """The summary in one line that is safe to print, since a certificate may come from anyone."""
+    """Return the summary in one line that is safe to print, since a certificate may come from anyone."""
     degrees = [f"{key}={value}" for key, value in summary["layout"].items() if key == "tp" or value not in (1, False)]
     parts = (
         " ".join(map(str, (summary["model"], *degrees))),

@@ -79,26 +79,28 @@ class Traced:
 
 
 def tensor_digest(lanes: Sequence[int], dtype: str, shape: Sequence[int]) -> str:
-    """The text of a whole tensor's digest. lanes: two sums modulo 2^64, signed or not, without the start."""
+    """Return the text of a whole tensor's digest. lanes: two sums modulo 2^64, signed or not, without the start."""
     sums = ((start + lane) & _MASK for start, lane in zip(start_lanes(dtype, tuple(shape)), lanes, strict=True))
     return digest_texts(b"".join(lane.to_bytes(8, "big") for lane in sums))[0]
 
 
 def digest_texts(sums: bytes) -> list[str]:
-    """The texts of digests, which lie one after the other in `sums`: LANES big-endian numbers of 64 bits each."""
+    """Get the texts of digests, which lie one after the other in `sums`: LANES big-endian numbers of 64 bits each."""
     text, width = sums.hex(), 16 * LANES
     return [text[at : at + width] for at in range(0, len(text), width)]
 
 
 @functools.lru_cache(maxsize=1 << 12)  # a model has thousands of tensors and a dozen shapes
 def start_lanes(dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    """The initial lanes of a whole tensor's digest."""
+    """Return the initial lanes of a whole tensor's digest."""
     start = xxhash.xxh3_128_intdigest(f"{dtype}[{','.join(map(str, shape))}]".encode())
     return start >> 64, start & _MASK
 
 
 def stacked_name(name: str) -> str:
-    """The name of the stack that a tensor of an expert is a slice of: "….experts.*.linear_fc2.weight"; others' own."""
+    """Return the name of the stack that a tensor of an expert is a slice of: "….experts.*.linear_fc2.weight"; others'
+    own.
+    """
     return _EXPERT.sub(r"\g<before>.*.\g<after>", name)
 
 
@@ -111,12 +113,12 @@ def stacks(names: Sequence[str]) -> dict[str, list[int]]:
 
 
 def stack_digest(sums: bytes) -> str:
-    """The digest of a stack. sums: of its tensors, one after the other, as for `digest_texts`."""
+    """Return the digest of a stack. sums: of its tensors, one after the other, as for `digest_texts`."""
     return xxhash.xxh3_128_hexdigest(sums)
 
 
 def stacked(parameters: Sequence["Parameter"]) -> tuple["Parameter", ...]:
-    """The parameters with those of all experts as one: a shape with the number of experts before it.
+    """Return the parameters with those of all experts as one: a shape with the number of experts before it.
 
     ValueError: experts of one layer are not alike.
     """
@@ -143,7 +145,7 @@ def summaries(names: tuple[str, ...], texts: Sequence[str]) -> tuple[str, dict[s
 
 @functools.lru_cache(maxsize=256)  # the same names at every step
 def _summarized(names: tuple[str, ...]) -> tuple[list[int], list[tuple[str, list[int]]]]:
-    """The places of the names in sorted order: of all, and of each group."""
+    """Return the places of the names in sorted order: of all, and of each group."""
     order = sorted(range(len(names)), key=names.__getitem__)
     members: dict[str, list[int]] = {group_of(name): [] for name in names}
     for n in order:
@@ -153,13 +155,13 @@ def _summarized(names: tuple[str, ...]) -> tuple[list[int], list[tuple[str, list
 
 @functools.cache  # the same names at every step
 def group_of(name: str) -> str:
-    """The group of a parameter: its layer ("decoder.layers.3"), or its module outside the layers."""
+    """Return the group of a parameter: its layer ("decoder.layers.3"), or its module outside the layers."""
     layer = _LAYER.match(name)
     return layer[0] if layer else name.rpartition(".")[0] or name
 
 
 def check_digest(text: object) -> str:
-    """The unchanged text. ValueError: it is not 32 lower-case hexadecimal digits."""
+    """Return the unchanged text. ValueError: it is not 32 lower-case hexadecimal digits."""
     if not isinstance(text, str) or not _TEXT.fullmatch(text):
         raise ValueError(f"{text!r} is not a digest of 32 lower-case hexadecimal digits")
     return text

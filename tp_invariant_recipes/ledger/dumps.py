@@ -42,7 +42,7 @@ class DumpedPart(Record):
     column: _Size
 
     def text(self) -> str:
-        """The text in a file's metadata."""
+        """Return the text in a file's metadata."""
         return json.dumps(self.as_json())
 
 
@@ -101,7 +101,7 @@ class RankPiece:
     values: np.ndarray
 
     def slice_of(self, whole: np.ndarray) -> np.ndarray:
-        """These elements of a whole table [rows, columns], a view."""
+        """Return these elements of a whole table [rows, columns], a view."""
         part, (rows, columns) = self.part, self.values.shape
         return whole[part.row : part.row + part.step * rows : part.step, part.column : part.column + columns]
 
@@ -141,7 +141,7 @@ class Dumps:
         return self.values(name)
 
     def values(self, name: str) -> np.ndarray:
-        """A whole tensor of floats as float64 [rows, columns]. LedgerError: as for `read`."""
+        """Return a whole tensor of floats as float64 [rows, columns]. LedgerError: as for `read`."""
         whole = self.read(name)
         return _values(whole.bits, whole.dtype)
 
@@ -166,12 +166,12 @@ class Dumps:
 
 
 def folder_of(run: Path, step: int) -> Path:
-    """The folder of a step's dumps."""
+    """Return the folder of a step's dumps."""
     return run / "dumps" / f"step-{step:07d}"
 
 
 def file_of(run: Path, step: int, rank: int) -> Path:
-    """The file of a rank's dumps of a step."""
+    """Return the file of a rank's dumps of a step."""
     return folder_of(run, step) / f"rank-{rank}.safetensors"
 
 
@@ -180,12 +180,12 @@ def _rank_of(file: Path) -> int:
 
 
 def steps(run: Path) -> list[int]:
-    """The steps with dumps, in order."""
+    """Return the steps with dumps, in order."""
     return sorted(int(f.name.removeprefix("step-")) for f in (run / "dumps").glob("step-*") if f.is_dir())
 
 
 def read_step(run: Path, step: int) -> Dumps:
-    """The dumps of a step. LedgerError, naming the file: there are none, or a file is missing or damaged."""
+    """Return the dumps of a step. LedgerError, naming the file: there are none, or a file is missing or damaged."""
     files = sorted(folder_of(run, step).glob("rank-*.safetensors"), key=lambda file: (len(file.name), file.name))
     if not files:
         raise LedgerError(f"{run} has no dumps of step {step}; they need ledger.trace={step}:{step} ledger.dump=[NAME]")
@@ -203,7 +203,7 @@ def read_step(run: Path, step: int) -> Dumps:
 
 
 def distance(a: Dumped, b: Dumped) -> Distance:
-    """The distance between two tensors. LedgerError: their dtypes or shapes differ."""
+    """Return the distance between two tensors. LedgerError: their dtypes or shapes differ."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         raise LedgerError(f"no distance between {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}")
     left, right = a.bits.reshape(-1), b.bits.reshape(-1)
@@ -245,7 +245,7 @@ def _rank(bits: np.ndarray) -> np.ndarray:
 
 
 def _values(bits: np.ndarray, dtype: str) -> np.ndarray:
-    """The values in float64, exactly."""
+    """Return the values in float64, exactly."""
     if dtype == "bool":
         return bits.astype(np.float64)
     if dtype == "bfloat16":  # the upper half of a float32
@@ -254,7 +254,7 @@ def _values(bits: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _assembled(pieces: Sequence[tuple[DumpedPart, np.ndarray]], total: int) -> np.ndarray | None:
-    """The whole table. If pieces overlap, the first counts. None: the pieces do not cover every element."""
+    """Return the whole table. If pieces overlap, the first counts. None: the pieces do not cover every element."""
     rows = max(part.row + part.step * (len(bits) - 1) + 1 for part, bits in pieces)
     columns = max(part.column + bits.shape[1] for part, bits in pieces)
     if min(rows, columns) < 0 or rows * columns != total or sum(bits.size for _, bits in pieces) < total:
@@ -279,7 +279,10 @@ def _opened(file: Path) -> Any:
 
 
 def _described(file: Path) -> tuple[int, dict[str, DumpedPart]]:
-    """The number of ranks that wrote files, and the pieces in this file. LedgerError: it is unreadable or no dump."""
+    """Return the number of ranks that wrote files, and the pieces in this file.
+
+    LedgerError: it is unreadable or no dump.
+    """
     from safetensors import SafetensorError
 
     try:
@@ -300,7 +303,10 @@ def _described(file: Path) -> tuple[int, dict[str, DumpedPart]]:
 
 
 def _part(key: str, text: str, kind: str, size: Sequence[int]) -> DumpedPart:
-    """A piece's description. kind, size: dtype and shape of its bits in the file. ValueError: it is none of them."""
+    """Return a piece's description. kind, size: dtype and shape of its bits in the file.
+
+    ValueError: it is none of them.
+    """
     if not _KEY.fullmatch(key):
         raise ValueError("its metadata describes a tensor that has no number")
     part = checked(DumpedPart, parse_json(text.encode()))

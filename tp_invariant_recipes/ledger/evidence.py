@@ -65,7 +65,7 @@ class Evidence(Record):
     details: dict[str, Any] = field(default_factory=dict)
 
     def text(self) -> str:
-        """The findings as lines for people."""
+        """Return the findings as lines for people."""
         who = "\n".join(map(str, self.suspects))
         if len(self.suspects) > 1:
             who = f"one of these is wrong:\n{who}"
@@ -84,7 +84,7 @@ def write(file: Path, evidence: Evidence, tensors: Mapping[str, Any]) -> None:
 
 
 def read(file: Path) -> tuple[Evidence, dict[str, Any]]:
-    """The evidence, and torch's tensors by name. Raises LedgerError: this is no evidence, or not whole."""
+    """Return the evidence, and torch's tensors by name. Raises LedgerError: this is no evidence, or not whole."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 

@@ -11,7 +11,7 @@ _DEGREES = ("tp", "pp", "cp", "dp", "ep", "etp")
 
 
 def words(degrees: Mapping[str, Any]) -> str:
-    """The degrees above 1 as they are typed: "tp=2 dp=4"; "tp=1" where there is none."""
+    """Return the degrees above 1 as they are typed: "tp=2 dp=4"; "tp=1" where there is none."""
     counts = ((name, degrees.get(name)) for name in _DEGREES)
     return " ".join(f"{name}={count}" for name, count in counts if isinstance(count, int) and count > 1) or "tp=1"
 

@@ -32,7 +32,7 @@ _STATES = 16  # at most, of a parameter's tensors in the optimizer
 
 
 def encode_header(header: Header) -> bytes:
-    """The first line of a ledger, with its newline."""
+    """Return the first line of a ledger, with its newline."""
     parts = {name: getattr(header, name) for name in (IDENTITY, *INFORMATIVE)}
     start = {"kind": KIND, "schema": header.schema, "identity_hash": header.identity_hash}
     listed = [{n: v for n, v in p.as_json().items() if n != "master" or v is not None} for p in header.parameters]
@@ -63,7 +63,7 @@ def decode_header(line: bytes) -> Header:
 
 
 def encode_step(record: StepRecord, header: Header) -> bytes:
-    """The line of a step, with its newline; equal records give equal bytes.
+    """Return the line of a step, with its newline; equal records give equal bytes.
 
     ValueError: its digests do not match the header's parameters.
     """

@@ -41,13 +41,13 @@ def same_file(a: Path, b: Path) -> bool:
 
 
 def ledger_file(path: str | os.PathLike) -> Path:
-    """The ledger's file in a run directory; a path that is not a directory is itself the ledger."""
+    """Return the ledger's file in a run directory; a path that is not a directory is itself the ledger."""
     path = Path(path)
     return path / FILE_NAME if os.path.isdir(path) else path  # Path.is_dir raises for a name that is too long
 
 
 def contents(file: Path, limit: int = LARGEST) -> bytes:
-    """The bytes of a ledger or a certificate, or of another file with its limit.
+    """Return the bytes of a ledger or a certificate, or of another file with its limit.
 
     LedgerError: it does not exist, cannot be read or has more than `limit` bytes.
     """
@@ -89,7 +89,7 @@ def parse(file: Path, data: bytes, *, progress: Progress | None = None) -> Ledge
 
 
 def no_header(file: Path, *, empty: bool) -> LedgerError:
-    """The error of a file without a whole first line."""
+    """Return the error of a file without a whole first line."""
     return LedgerError(f"{file} line 1: " + ("empty file" if empty else "not a ledger, or only part of its header"))
 
 
@@ -103,7 +103,7 @@ def is_whole(line: bytes) -> bool:
 
 
 def next_step(line: bytes, header: Header, expected: int) -> StepRecord:
-    """The record of step `expected`. ValueError: the line is invalid, or of another step."""
+    """Return the record of step `expected`. ValueError: the line is invalid, or of another step."""
     record = decode_step(line, header)
     if record.step != expected:
         where = "repeated or out of order" if record.step < expected else "missing or out of order"

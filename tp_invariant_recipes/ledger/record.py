@@ -163,7 +163,9 @@ def resume(path: str | os.PathLike, header: Header, step: int) -> LedgerWriter:
 
 
 def _continued(old: Header, new: Header, step: int) -> Header:
-    """The header of a ledger with steps of `old` up to `step` and of `new` afterwards; a note records the change."""
+    """Return the header of a ledger with steps of `old` up to `step` and of `new` afterwards; a note records the
+    change.
+    """
     if step == 0:
         return new
     notes = dict(old.notes)

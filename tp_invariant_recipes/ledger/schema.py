@@ -230,7 +230,7 @@ class HeaderDifference:
 
 
 def identity_differences(a: Header, b: Header) -> tuple[HeaderDifference, ...]:
-    """The fields that make two runs incomparable.
+    """Return the fields that make two runs incomparable.
 
     Equal identity hashes have none. Otherwise there are some, but for shards where one run has none.
     """
@@ -241,7 +241,7 @@ def identity_differences(a: Header, b: Header) -> tuple[HeaderDifference, ...]:
 
 
 def informative_differences(a: Header, b: Header) -> tuple[HeaderDifference, ...]:
-    """The fields that may differ between comparable runs, named "layout.tp" and so on, in header order."""
+    """Return the fields that may differ between comparable runs, named "layout.tp" and so on, in header order."""
     parts = (_differences(getattr(a, name), getattr(b, name), prefix=f"{name}.") for name in INFORMATIVE)
     return tuple(difference for part in parts for difference in part)
 
@@ -253,7 +253,10 @@ def _differences(a: dict, b: dict, prefix: str) -> tuple[HeaderDifference, ...]:
 
 
 def canonical(value: object) -> str:
-    """The canonical JSON text of a value: sorted keys, no spaces, ASCII. ValueError or TypeError: it is not JSON."""
+    """Return the canonical JSON text of a value: sorted keys, no spaces, ASCII.
+
+    ValueError or TypeError: it is not JSON.
+    """
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 

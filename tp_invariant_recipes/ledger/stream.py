@@ -53,13 +53,13 @@ class StepsInFile(Sequence[StepRecord]):
             return self.decode(self._line(stream, at + 1), at + 1)
 
     def lines(self) -> Iterator[bytes]:
-        """The lines of all steps in order, each read once, without their newlines."""
+        """Yield the lines of all steps in order, each read once, without their newlines."""
         with self._open() as stream:
             for step in range(1, len(self) + 1):
                 yield self._line(stream, step)
 
     def decode(self, line: bytes, step: int) -> StepRecord:
-        """The record of the line of a step."""
+        """Return the record of the line of a step."""
         try:
             return next_step(line, self.header, step)
         except ValueError as error:
@@ -92,7 +92,7 @@ class StepsInFile(Sequence[StepRecord]):
 
 
 def opened(file: Path, progress: Progress | None = None) -> Ledger:
-    """The ledger in a regular file, whose steps stay there.
+    """Return the ledger in a regular file, whose steps stay there.
 
     progress: told (bytes looked through, bytes in all) now and then.
     LedgerError: the file cannot be read, its header is invalid, or a line has more than LONGEST_LINE bytes. An invalid
@@ -121,7 +121,7 @@ def opened(file: Path, progress: Progress | None = None) -> Ledger:
 
 
 def abreast(ledgers: Sequence[Ledger]) -> Iterator[tuple[StepRecord | None, ...]]:
-    """The steps of several ledgers, one step of all at a time; None: that ledger has ended.
+    """Yield the steps of several ledgers, one step of all at a time; None: that ledger has ended.
 
     Equal lines of ledgers with equal parameters are decoded once, and are the same record.
     LedgerError: as `StepsInFile`.
@@ -145,7 +145,7 @@ def abreast(ledgers: Sequence[Ledger]) -> Iterator[tuple[StepRecord | None, ...]
 
 
 def _ends(file: Path, stream: BinaryIO, progress: Progress | None) -> tuple[array, int]:
-    """The place after each newline, and the number of bytes, of what there is now: a run may be writing."""
+    """Return the place after each newline, and the number of bytes, of what there is now: a run may be writing."""
     ends, total = array("Q"), os.fstat(stream.fileno()).st_size
     if total > LARGEST:
         most = f"it has more than {LARGEST} bytes, the most that a file of its kind may have"

@@ -33,7 +33,7 @@ class LastStep(NamedTuple):
 
 
 def last_step(file: Path) -> LastStep:
-    """The last step of a ledger's file. A torn last line does not count.
+    """Return the last step of a ledger's file. A torn last line does not count.
 
     OSError: it cannot be read. ValueError: it is not a ledger, or its last line is not a step.
     """
@@ -64,7 +64,10 @@ def last_step(file: Path) -> LastStep:
 
 
 def _newline_before(stream: BinaryIO, end: int) -> int | None:
-    """The position of the last newline before `end`. ValueError: the line after it is longer than a line may be."""
+    """Return the position of the last newline before `end`.
+
+    ValueError: the line after it is longer than a line may be.
+    """
     position = end
     while position > 0:
         if end - position > LONGEST_LINE:

@@ -17,7 +17,7 @@ class Gpu:
 
 
 def visible() -> list[Gpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves to this process; empty without a driver."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves to this process; empty without a driver."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch asks for nvidia-ml-py, and this is it
@@ -56,7 +56,7 @@ def _describe(pynvml: ModuleType, handle: Any) -> Gpu:
 
 
 def serial(uuid: str | None) -> str | None:
-    """The serial number of a GPU; None: the driver does not tell."""
+    """Return the serial number of a GPU; None: the driver does not tell."""
     try:
         import pynvml
 

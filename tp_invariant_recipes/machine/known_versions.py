@@ -25,7 +25,7 @@ KNOWN = (
 
 
 def matching(installed: Callable[[str], str | None]) -> KnownSet | None:
-    """The set that is installed here; None: none is. What is not installed at all does not count against a set.
+    """Return the set that is installed here; None: none is. What is not installed at all does not count against a set.
 
     installed: the version of a distribution; None: it is not there.
     """

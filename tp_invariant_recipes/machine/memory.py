@@ -27,7 +27,10 @@ def _of_machine(proc: Path) -> Iterator[int]:
 
 
 def _of_groups(proc: Path, cgroups: Path) -> Iterator[int]:
-    """What each limit leaves; a group without a limit has none. SLURM and containers set them on groups further up."""
+    """Yield what each limit leaves; a group without a limit has none.
+
+    SLURM and containers set them on groups further up.
+    """
     with suppress(OSError):
         for line in (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)

@@ -4,14 +4,14 @@ import socket
 
 
 def address_towards(host: str) -> str:
-    """The IPv4 address from which this machine reaches `host`. Raises OSError without a route to it."""
+    """Return the IPv4 address from which this machine reaches `host`. Raises OSError without a route to it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # connecting a datagram socket sends nothing
         return probe.getsockname()[0]
 
 
 def interface(address: str) -> str | None:
-    """The name of the network interface that has this address; None: no interface of this machine has it."""
+    """Return the name of the network interface that has this address; None: no interface of this machine has it."""
     import psutil
 
     interfaces = psutil.net_if_addrs().items()

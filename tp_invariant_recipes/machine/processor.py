@@ -37,7 +37,7 @@ def capability() -> str:
 
 
 def onednn(facts: Mapping[str, str], environment: Mapping[str, str]) -> str:
-    """The kind of instructions that oneDNN takes. facts: of /proc/cpuinfo, of one processor."""
+    """Return the kind of instructions that oneDNN takes. facts: of /proc/cpuinfo, of one processor."""
     flags, kinds = {*facts.get("flags", "").split()}, list(_ONEDNN)
     cap = (environment.get("ONEDNN_MAX_CPU_ISA") or environment.get("DNNL_MAX_CPU_ISA") or "").upper()
     allowed = kinds[: kinds.index(cap) + 1] if cap in kinds else kinds

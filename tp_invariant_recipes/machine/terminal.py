@@ -91,12 +91,12 @@ class _Console(Console):
 
 
 def console(*, stderr: bool = False, **settings: Any) -> Console:
-    """A console on standard output or error. settings: as for rich."""
+    """Return a console on standard output or error. settings: as for rich."""
     return _Console(stderr=stderr, highlight=False, **settings)
 
 
 def console_of_its_own() -> Console:
-    """A console on a copy of standard error, so that a spinner turns while third parties' output is redirected."""
+    """Get a console on a copy of standard error, so that a spinner turns while third parties' output is redirected."""
     return _Console(file=_stream(os.dup(2), line_buffering=True, closefd=True), highlight=False)
 
 

@@ -31,7 +31,7 @@ PACKAGES = {
 
 @cache
 def installed(distribution: str) -> str | None:
-    """The version of an installed distribution, or None."""
+    """Return the version of an installed distribution, or None."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -51,7 +51,7 @@ def versions() -> dict[str, str | None]:
 
 @cache
 def _git_commit() -> str | None:
-    """The commit of this package's checkout, with "+dirty" for local changes; None: not a checkout."""
+    """Return the commit of this package's checkout, with "+dirty" for local changes; None: not a checkout."""
     checkout = Path(tp_invariant_recipes.__file__).parents[1]
     if not (checkout / ".git").exists():
         return None

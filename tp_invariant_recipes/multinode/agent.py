@@ -110,7 +110,7 @@ def _run_spare_node(rendezvous: Rendezvous) -> Over:
 
 
 def _run_first_node(rendezvous: Rendezvous, task: NodeTask) -> Over:
-    """It holds the run directory's lock for all nodes, until they have left."""
+    """Hold the run directory's lock for all nodes, until they have left."""
     with ExitStack() as stack:
         try:
             lock = stack.enter_context(locked(task.run_dir, nodes=rendezvous.node.count))
@@ -127,7 +127,7 @@ def _run_first_node(rendezvous: Rendezvous, task: NodeTask) -> Over:
 
 
 def _plan_and_train(rendezvous: Rendezvous, task: NodeTask) -> Over:
-    """Raises a TpiError when another attempt would fail for the same reason."""
+    """Raise a TpiError when another attempt would fail for the same reason."""
     run_dir, node = task.run_dir, rendezvous.node
     job = AttemptJob(node.job, node.restart, node.names)
     try:
@@ -208,7 +208,7 @@ def _orders_given(rendezvous: Rendezvous, planned: Plan) -> Iterator[None]:
 
 
 def _wait_for_arrivals(rendezvous: Rendezvous, patience: float) -> str | None:
-    """The address at which the other nodes reached this one; None: there are no others.
+    """Return the address at which the other nodes reached this one; None: there are no others.
 
     Raises RunError when a node does not arrive, ConfigError when one cannot take part.
     """
@@ -242,7 +242,7 @@ def _train(rendezvous: Rendezvous, task: NodeTask, planned: Plan, reached: str |
 
 
 def _first_cause(rendezvous: Rendezvous, run_dir: RunDir, error: Exception) -> RankFailed:
-    """The earliest failure of a rank on any node; if none failed, which ranks of all nodes hang; else `error`."""
+    """Get the earliest failure of a rank on any node; if none failed, which ranks of all nodes hang; else `error`."""
     _set_failing(rendezvous, hang=False)
     _wait_for_others(rendezvous, "ended", END_TIMEOUT)
     records = [rendezvous.get(f"failed/{number}") for number in range(rendezvous.node.count)]
@@ -262,7 +262,7 @@ def _first_cause(rendezvous: Rendezvous, run_dir: RunDir, error: Exception) -> R
 
 
 def _run_other_node(rendezvous: Rendezvous, task: NodeTask) -> Over:
-    """It holds the lock of its own run directory if it shares none with the first node."""
+    """Hold the lock of its own run directory if it shares none with the first node."""
     with ExitStack() as locks:
         rendezvous.set(f"joined/{rendezvous.node.number}")
         try:

@@ -72,7 +72,7 @@ def node_task(
     watch: Callable[[Plan], AbstractContextManager[Callable[[], None]]],
     remark: Callable[[str], None],
 ) -> NodeTask:
-    """The task of each node. nodes: how many there are. watch, remark: as in NodeTask.
+    """Return the task of each node. nodes: how many there are. watch, remark: as in NodeTask.
 
     Raises ConfigError.
     """
@@ -94,7 +94,7 @@ def node_task(
 
 
 def _with_node_dp(request: Request, composed: Composed, nodes: int) -> tuple[Request, Composed]:
-    """The request with the dp for this number of nodes, where slurm.nodes is a range. Raises ConfigError."""
+    """Return the request with the dp for this number of nodes, where slurm.nodes is a range. Raises ConfigError."""
     try:
         requested = elastic.span(composed.config)
     except ValueError as error:
@@ -112,7 +112,7 @@ def _with_node_dp(request: Request, composed: Composed, nodes: int) -> tuple[Req
 
 
 def _checked_config(composed: Composed) -> RunConfig:
-    """The composed configuration. Raises ConfigError when it does not fit the cluster's nodes."""
+    """Return the composed configuration. Raises ConfigError when it does not fit the cluster's nodes."""
     problems = lines(misfits(composed.config))
     refuse(problems)
     return composed.config

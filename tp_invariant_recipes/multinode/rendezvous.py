@@ -127,7 +127,7 @@ class NodeInfo:
 
 
 def node_info(environment: Mapping[str, str]) -> NodeInfo | None:
-    """This process's node, from the variables that srun sets; None outside of a step.
+    """Return this process's node, from the variables that srun sets; None outside of a step.
 
     Raises RunError when the step has more than one task on a node.
     """
@@ -152,13 +152,15 @@ def node_info(environment: Mapping[str, str]) -> NodeInfo | None:
 
 
 def _first(names: str) -> str:
-    """The first name of a list as SLURM writes it: n[03-05,7],m1 is n03."""
+    """Return the first name of a list as SLURM writes it: n[03-05,7],m1 is n03."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", names)
     return "".join(part or "" for part in match.groups()) if match else names
 
 
 def _address(name: str, launcher: str) -> str:
-    """The first node's address: its name's or, where names are not known, the address of the host that srun ran on."""
+    """Return the first node's address: its name's or, where names are not known, the address of the host that srun ran
+    on.
+    """
     try:
         return socket.gethostbyname(name)
     except OSError:
@@ -166,7 +168,10 @@ def _address(name: str, launcher: str) -> str:
 
 
 def parse(key: str, data: bytes) -> Any:
-    """The value of a key. RunError: no node sets such a value; any process that reaches the port can set keys."""
+    """Return the value of a key.
+
+    RunError: no node sets such a value; any process that reaches the port can set keys.
+    """
     try:
         if len(data) > LARGEST:
             raise ValueError(f"more than {LARGEST} bytes")
@@ -214,17 +219,20 @@ class Rendezvous:
         return self._ask(lambda: self.store.check([key]))
 
     def get(self, key: str) -> Any:
-        """The value of a key; None: it is not set. RunError: no node sets such a value."""
+        """Return the value of a key; None: it is not set. RunError: no node sets such a value."""
         data = self._ask(lambda: self.store.get(key) if self.store.check([key]) else None)
         return None if data is None else parse(key, data)
 
     def get_all(self, keys: list[str]) -> list[Any] | None:
-        """The values of keys, in one request however many they are; None: not all are set. RunError: as `get`."""
+        """Return the values of keys, in one request however many they are; None: not all are set.
+
+        RunError: as `get`.
+        """
         there = self._ask(lambda: self.store.multi_get(keys) if self.store.check(keys) else None) if keys else []
         return None if there is None else [parse(key, data) for key, data in zip(keys, there, strict=True)]
 
     def wait(self, key: str, patience: float) -> Any:
-        """The value of a key, after one blocking wait without polling; RunError after `patience` seconds."""
+        """Return the value of a key, after one blocking wait without polling; RunError after `patience` seconds."""
         from datetime import timedelta
 
         self._ask(lambda: self.store.wait([key], timedelta(seconds=patience)))

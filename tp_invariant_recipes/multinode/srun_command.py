@@ -25,7 +25,9 @@ def arguments(config: RunConfig, needed: Sequence[Path] = ()) -> list[str]:
 
 
 def container(config: RunConfig, needed: Sequence[Path]) -> list[str]:
-    """The words that put a step into the cluster's container: options of pyxis, or the command apptainer. None without.
+    """Return the words that put a step into the cluster's container: options of pyxis, or the command apptainer.
+
+    None without.
 
     needed: paths to mount beside the cluster's mounts. Sources: pyxis's README, `srun --help` with it; Apptainer's
     `apptainer exec --help` and its pages on bind paths and GPU support. Apptainer hands the host's environment on.
@@ -45,12 +47,12 @@ def container(config: RunConfig, needed: Sequence[Path]) -> list[str]:
 
 
 def _recipe_folders(config: RunConfig) -> list[Path]:
-    """The folder of a recipe's file, which may import files beside it, and recipe.hf_folder."""
+    """Return the folder of a recipe's file, which may import files beside it, and recipe.hf_folder."""
     file = Path((config.recipe.name or "").rpartition(":")[0])
     folders = [file.parent] if file.is_absolute() else []
     return folders + ([Path(config.recipe.hf_folder)] if config.recipe.hf_folder else [])
 
 
 def tpi(config: RunConfig) -> list[str]:
-    """The words that run `tpi` on a node."""
+    """Return the words that run `tpi` on a node."""
     return [config.cluster.python or sys.executable, "-m", "tp_invariant_recipes"]

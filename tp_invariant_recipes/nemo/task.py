@@ -24,7 +24,7 @@ STATE_DIGESTS = 10  # steps between digests of the moments, as `ledger.state_dig
 
 
 def variables(ledger: str, shards: int) -> dict[str, str]:
-    """The environment of a task. Raises ConfigError."""
+    """Return the environment of a task. Raises ConfigError."""
     if shards < 1 or shards.bit_count() != 1:
         raise ConfigError(f"virtual_shards={shards}: must be a power of two")
     if not ledger:
@@ -146,7 +146,7 @@ _NUMERICS = {"mode": "tree", "grad_norm": "exact", "clip_rounding": "none", "ini
 
 
 def described(config: Any, world: int) -> RunFile:
-    """What `run.json` holds of a ConfigContainer that trains on `world` ranks, before Bridge fills it in.
+    """Return what `run.json` holds of a ConfigContainer that trains on `world` ranks, before Bridge fills it in.
 
     Paths of data stand for the data, which has no digest here.
     """
@@ -190,13 +190,15 @@ def described(config: Any, world: int) -> RunFile:
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    """A ConfigContainer as JSON has it: of an object that is no text the name of its class, of infinity its name."""
+    """Return a ConfigContainer as JSON has it: of an object that is no text the name of its class, of infinity its
+    name.
+    """
     text = json.dumps(config.to_dict(), default=lambda value: type(value).__qualname__)
     return json.loads(text, parse_constant=str)
 
 
 def _write(run_dir: Any, config: Any, run: RunFile) -> None:
-    """The files beside the ledger that make a certificate of it."""
+    """Write the files beside the ledger that make a certificate of it."""
     from tp_invariant_recipes.machine.versions import versions
     from tp_invariant_recipes.settings.environment import recorded
     from tp_invariant_recipes.settings.secrets import without

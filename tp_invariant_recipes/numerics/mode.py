@@ -65,21 +65,22 @@ class Mode(Protocol):
     layers: Mapping[str, str]
 
     def definition(self, device: str) -> str | None:
-        """The version of a product as a ledger's header names it (`product` in `device`); None: what a library gives.
+        """Return the version of a product as a ledger's header names it (`product` in `device`); None: what a library
+        gives.
 
         device: "cpu" or "gpu".
         """
         ...
 
     def require_machine(self, gpu: int | None, *, fp8: bool = False) -> None:
-        """Raises RunError if the device computes other bits than the mode defines. gpu: its index; None: the CPU.
+        """Raise RunError if the device computes other bits than the mode defines. gpu: its index; None: the CPU.
 
         fp8: the run has products in FP8.
         """
         ...
 
     def operands(self) -> "Plain":
-        """What the layers' products compute with, in bf16 or fp32 (numerics/layers/formats/)."""
+        """Return what the layers' products compute with, in bf16 or fp32 (numerics/layers/formats/)."""
         ...
 
     def norm(self) -> "norm.NormKernels":
@@ -87,7 +88,7 @@ class Mode(Protocol):
         ...
 
     def cross_entropy(self) -> "cross_entropy.LossKernels":
-        """Sums and gradients over the vocabulary."""
+        """Return sums and gradients over the vocabulary."""
         ...
 
     def replacements(self) -> tuple[Replacement, ...]:
@@ -97,12 +98,12 @@ class Mode(Protocol):
 
 @cache
 def find(name: str) -> Mode | None:
-    """The mode of a name; None for stock and for a name of no mode, which a ledger of another version may have."""
+    """Get the mode of a name; None for stock and for a name of no mode, which a ledger of another version may have."""
     return pkgutil.resolve_name(f"{MODES[name]}:MODE") if name in MODES else None
 
 
 def definition(name: str, device: str) -> str | None:
-    """The version of a product of numerics=NAME, if it has one. device: "cpu" or "gpu"."""
+    """Return the version of a product of numerics=NAME, if it has one. device: "cpu" or "gpu"."""
     mode = find(name)
     return mode.definition(device) if mode else None
 
@@ -113,23 +114,23 @@ def every() -> tuple[Mode, ...]:
 
 
 def named_mode(name: str) -> Mode:
-    """The mode of a name that is known to be one."""
+    """Return the mode of a name that is known to be one."""
     mode = find(name)
     assert mode is not None, name
     return mode
 
 
 def mode_of(config: Any) -> Mode:
-    """The mode of a Megatron configuration whose layers are invariant."""
+    """Return the mode of a Megatron configuration whose layers are invariant."""
     return named_mode(config.invariant_mode)
 
 
 def only(feature: str) -> str:
-    """The sentence of a refusal: "LoRA is covered by numerics=tree only"."""
+    """Return the sentence of a refusal: "LoRA is covered by numerics=tree only"."""
     verb = "are" if feature.endswith("s") else "is"
     return f"{feature} {verb} covered by {' and '.join(named(lambda mode: feature in mode.covers))} only"
 
 
 def named(has: Callable[[Mode], Any]) -> list[str]:
-    """The modes of which something holds, as a message has them: ["numerics=tree", "numerics=portable"]."""
+    """Return the modes of which something holds, as a message has them: ["numerics=tree", "numerics=portable"]."""
     return [f"numerics={mode.name}" for mode in every() if has(mode)]

@@ -78,7 +78,7 @@ class ModuleHooks:
         self._handles: list[Any] = []
 
     def hook(self, model: Any) -> None:
-        """Hook a chunk and all modules in it."""
+        """Register hooks on a chunk and all modules in it."""
         pipeline = parallel_state.get_pipeline_model_parallel_world_size()
         number = (getattr(model, "vp_stage", None) or 0) * pipeline + parallel_state.get_pipeline_model_parallel_rank()
         stage = _Stage(number, first=model.pre_process, last=model.post_process)
@@ -134,12 +134,12 @@ def tensor_names(model: Any) -> set[str]:
 
 
 def named_modules(model: Any) -> list[tuple[str, Any]]:
-    """The modules that may be hooked, under their names in the whole model."""
+    """Return the modules that may be hooked, under their names in the whole model."""
     return [(name, module) for name, module, _ in _modules(model)]
 
 
 def _modules(model: Any) -> list[tuple[str, Any, ModuleRow | None]]:
-    """The modules to hook, under their names in the whole model, each with its row."""
+    """Return the modules to hook, under their names in the whole model, each with its row."""
     hooked: list[tuple[str, Any, ModuleRow | None]] = []
     met = set()
 
@@ -161,7 +161,7 @@ def _modules(model: Any) -> list[tuple[str, Any, ModuleRow | None]]:
 
 
 def _number(path: tuple[str, ...], child: str, module: Any, siblings: Any) -> str:
-    """A child's name; of a layer or an expert, its number in the whole model."""
+    """Return a child's name; of a layer or an expert, its number in the whole model."""
     if path[-1:] == ("layers",) and hasattr(module, "layer_number"):
         return str(module.layer_number - 1)
     if path[-1:] == ("local_experts",):
@@ -241,7 +241,7 @@ class _HookedModule:
 def _inputs(
     row: ModuleRow | None, args: tuple, kwargs: dict[str, Any]
 ) -> list[tuple[str, Tensor, PlacementRule | None]]:
-    """The tensors that a module is given: those of its row, or without one all that hold floats."""
+    """Return the tensors that a module is given: those of its row, or without one all that hold floats."""
     if row is None:
         given = [x for x in _tensors((args, tuple(kwargs.values()))) if x.is_floating_point()]
         return [(_numbered("input", n), x, None) for n, x in enumerate(given)]
@@ -254,7 +254,7 @@ def _inputs(
 
 
 def _outputs(row: ModuleRow | None, output: Any) -> list[tuple[str, Tensor, PlacementRule | None]]:
-    """The tensors that a module returns: those of its row, or without one all that hold floats."""
+    """Return the tensors that a module returns: those of its row, or without one all that hold floats."""
     given = output if isinstance(output, tuple | list) else (output,)
     if row is None:
         return [(_numbered("output", n), x, None) for n, x in enumerate(_tensors(given)) if x.is_floating_point()]
@@ -274,7 +274,7 @@ def _numbered(end: str, n: int) -> str:
 
 
 def _other_end(tensor: str) -> str:
-    """The gradient of an output is the input of the backward pass, and the other way round."""
+    """Name the gradient of an output as the input of the backward pass, and the other way round."""
     end, dot, number = tensor.partition(".")
     return {"input": "output", "output": "input"}[end] + dot + number
 
@@ -310,7 +310,7 @@ class _Leaving:
         self.total: Tensor | None = None
 
     def sent(self, slots: Sequence[int], gradients: Sequence[Tensor | None], _: Any) -> None:
-        """A node has run. gradients: what it sends along each of its edges."""
+        """Note that a node has run. gradients: what it sends along each of its edges."""
         for slot in slots:
             if (gradient := gradients[slot]) is not None:
                 self.total = gradient if self.total is None else self.total + gradient

@@ -130,7 +130,7 @@ class OptimizerState:
 
 
 def _parts(optimizer: Any) -> Iterator[Any]:
-    """The optimizers of a chain, which may hold chains; without those that have no parameters here."""
+    """Yield the optimizers of a chain, which may hold chains; without those that have no parameters here."""
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is not None:
         for optimizer_part in chained:
@@ -147,7 +147,7 @@ def _slots(part: Any) -> Iterator[Slot]:
 
 
 def _updated(part: Any) -> Iterator[tuple[Tensor, Tensor, int, bool]]:
-    """(the model's parameter, what is updated, first element, whether that is a master weight) of one optimizer."""
+    """Yield an optimizer's (parameter, what is updated, first element, whether that is a master weight)."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     if isinstance(part, DistributedOptimizer):

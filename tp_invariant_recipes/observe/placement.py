@@ -64,7 +64,7 @@ class Site:
         return None if number is None else [number(self, first + i) for i in range(self.samples)]
 
     def positions(self, split: bool) -> list[tuple[int, int]]:
-        """The parts of a sample's positions that this rank has, in its order: (first, how many) each.
+        """Return the parts of a sample's positions that this rank has, in its order: (first, how many) each.
 
         split: over tensor-parallel ranks too. Context shard c is chunks c and 2C - 1 - c of 2C.
         """
@@ -106,7 +106,7 @@ PlacementRule = Callable[[Tensor, Any, int, Site], Placed | None]
 
 
 def embedded(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
-    """What Megatron's embedding gives: [b, s, hidden], or as `hidden` when it scatters the sequence itself."""
+    """Return what Megatron's embedding gives: [b, s, hidden], or as `hidden` when it scatters the sequence itself."""
     if getattr(module, "reduce_scatter_embeddings", False):
         return hidden(x, module, micro_batch, site)
     if x.dim() != 3 or x.shape[2] != site.config.hidden_size:
@@ -277,7 +277,7 @@ def _field(name: str) -> Callable[[Any], int | None]:
 
 
 def _queries(config: Any) -> int:
-    """What attention makes of a token."""
+    """Return what attention makes of a token."""
     if getattr(config, "multi_latent_attention", False):
         return config.v_head_dim * config.num_attention_heads
     return config.kv_channels * config.num_attention_heads
@@ -333,7 +333,7 @@ _OF_ADAPTER = {
 
 
 def _adapter(end: int) -> PlacementRule:
-    """The rule of an adapter's input (0) or output (1), by the layer that it adapts."""
+    """Return the rule of an adapter's input (0) or output (1), by the layer that it adapts."""
 
     def rule(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
         rules = _OF_ADAPTER.get(module.base_linear_name.rpartition(".")[2])
@@ -400,12 +400,12 @@ ROWS = (
 
 
 def row_of(module: Any, name: str) -> ModuleRow | None:
-    """The row for a module; None: its tensors have no place."""
+    """Return the row for a module; None: its tensors have no place."""
     classes = class_names(module)
     last = name.removesuffix(_BASE).rpartition(".")[2]
     return next((row for row in ROWS if classes & set(row.classes) and (not row.names or last in row.names)), None)
 
 
 def class_names(module: Any) -> set[str]:
-    """The names of a module's class and all classes it derives from."""
+    """Return the names of a module's class and all classes it derives from."""
     return {kind.__name__ for kind in type(module).__mro__}

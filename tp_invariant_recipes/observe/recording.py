@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def recording(run_dir: RunDir, rank_info: "RankInfo", run: RunFile, ledger: LedgerSettings) -> list:
-    """The callbacks that write the ledger of a run directory, on this rank. Bridge is loaded."""
+    """Return the callbacks that write the ledger of a run directory, on this rank. Bridge is loaded."""
     from tp_invariant_recipes.check.recording import steps
     from tp_invariant_recipes.observe.digests.callback import Digests
     from tp_invariant_recipes.observe.dump_parameters import DumpParameters

@@ -99,7 +99,9 @@ class Shards:
         return [Held(p.name, p.shape, p.place, _table(p.owner, p.offset, p.stride, p.place)) for p in self.parts]
 
     def gradients(self, optimizer: Any) -> list[Held]:
-        """What this rank's optimizer will see of the gradients: with a distributed optimizer, its own part of them."""
+        """Return what this rank's optimizer will see of the gradients: with a distributed optimizer, its own part of
+        them.
+        """
         return self.held(self.stored_gradients(optimizer))
 
     def stored_gradients(self, optimizer: Any) -> dict[Tensor, StoredRange]:
@@ -114,7 +116,7 @@ class Shards:
         return gradients
 
     def held(self, stored: Mapping[Tensor, StoredRange], *, copies: bool = False) -> list[Held]:
-        """The parts of these values. copies: beside the weights that follow from them."""
+        """Return the parts of these values. copies: beside the weights that follow from them."""
         held = []
         for part in self.parts:
             values, start = stored.get(part.owner, _NONE)
@@ -197,7 +199,7 @@ class _Memory:
         self.starts = [t.data_ptr() for t in self.tensors]
 
     def find(self, view: Tensor) -> tuple[Tensor, int] | None:
-        """The tensor, and how many of its elements lie before the view's first; None: no tensor holds it."""
+        """Return the tensor, and how many of its elements lie before the view's first; None: no tensor holds it."""
         at = bisect.bisect_right(self.starts, view.data_ptr()) - 1
         if at < 0 or not view.numel():
             return None
@@ -208,7 +210,7 @@ class _Memory:
 
 
 def unwrapped(chunk: Any) -> Any:
-    """The model itself, out of what DDP and mixed precision wrap around it."""
+    """Return the model itself, out of what DDP and mixed precision wrap around it."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
@@ -273,7 +275,7 @@ def _regular(data: Tensor, stride: int) -> bool:
 
 
 def whole_name(key: str, indices: tuple[int, ...]) -> str:
-    """A checkpoint's key with the numbers that it leaves to prepended axes: of the layer, then of the expert.
+    """Return a checkpoint's key with the numbers that it leaves to prepended axes: of the layer, then of the expert.
 
     "decoder.layers.mlp.experts.experts.linear_fc1.weight", (3, 7) → "decoder.layers.3.mlp.experts.7.linear_fc1.weight"
     """
@@ -312,7 +314,7 @@ def _owned(optimizer: Any) -> dict[Tensor, tuple[int, int]] | None:
 
 
 def _within(part: _Part, start: int, end: int) -> Iterator[_Part]:
-    """The part's elements at `start` … `end - 1` of the flat tensor: whole rows, and pieces of a row around them."""
+    """Cut the part's elements at `start` … `end - 1` of the flat tensor: whole rows, and pieces around them."""
     first = max(0, (start - part.offset) // part.stride)
     last = min(part.place.rows - 1, (end - 1 - part.offset) // part.stride)
     cuts = {}  # row -> first column and columns of it that lie within

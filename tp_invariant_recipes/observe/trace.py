@@ -54,7 +54,7 @@ class Tracing(Callback):
             self.dumps = DumpWriter(self._run_dir.path, dist.get_rank(), dist.get_world_size())
 
     def on_train_step_start(self, context: CallbackContext) -> None:
-        """Hook every module, if the step is to be traced."""
+        """Register hooks on every module, if the step is to be traced."""
         self.latest, self.diverged = None, ()
         step = context.state.train_state.step + 1
         if step in self.steps:
@@ -76,7 +76,7 @@ class Tracing(Callback):
 
 
 def unmatched(patterns: Iterable[str], names: Collection[str]) -> str:
-    """A line for each pattern that no name matches, with the nearest name."""
+    """Return a line for each pattern that no name matches, with the nearest name."""
     missing = [pattern for pattern in sorted(patterns) if not any(fnmatchcase(name, pattern) for name in names)]
     return "".join(f"\n  {pattern}{nearest(pattern, names)}" for pattern in missing)
 

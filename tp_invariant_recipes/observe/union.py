@@ -22,7 +22,10 @@ def keys_of(texts: Sequence[str]) -> np.ndarray:
 
 
 def keys_of_all(keys: np.ndarray, device: torch.device) -> np.ndarray:
-    """The keys of all ranks: int64 [ranks, most keys of a rank], filled with 0. A collective of the whole world."""
+    """Return the keys of all ranks: int64 [ranks, most keys of a rank], filled with 0.
+
+    A collective of the whole world.
+    """
     width = torch.tensor([len(keys)], device=device)
     dist.all_reduce(width, op=dist.ReduceOp.MAX)
     padded = torch.zeros(max(1, int(width.item())), dtype=torch.int64, device=device)
@@ -75,7 +78,7 @@ def union(texts: Sequence[str], device: torch.device) -> list[tuple[int, str]]:
 
 
 def summed(values: Tensor) -> Tensor:
-    """The sum over all ranks, in place. Integers wrap around."""
+    """Return the sum over all ranks, in place. Integers wrap around."""
     if dist.get_world_size() > 1:
         dist.all_reduce(values)
     return values

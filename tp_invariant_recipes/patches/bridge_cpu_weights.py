@@ -16,7 +16,7 @@ WHY = (
 
 
 def drawn_on_the_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces get_model: the field holds while the model is built. Then Megatron-Bridge moves the model to the GPU."""
+    """Replace get_model: the field holds while the model is built. Then Megatron-Bridge moves the model to the GPU."""
 
     def get_model(provider: Any, *args: Any, **kwargs: Any) -> Any:
         if not provider.use_cpu_initialization or kwargs.get(FIELD):

@@ -14,7 +14,7 @@ WHY = (
 
 
 def nothing(original: Any) -> Callable[[], None]:
-    """Replaces a function without arguments by one that does nothing."""
+    """Replace a function without arguments by one that does nothing."""
     return lambda: None
 
 

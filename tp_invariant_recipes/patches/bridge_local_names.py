@@ -21,7 +21,7 @@ BRIDGES = {
 
 
 def with_local_norms(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Replaces mapping_registry of Gemma: the norms under both names."""
+    """Replace mapping_registry of Gemma: the norms under both names."""
 
     def more(_: Any) -> Iterator[Any]:
         from megatron.bridge.models.conversion.param_mapping import AutoMapping
@@ -33,7 +33,7 @@ def with_local_norms(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def with_local_experts(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Replaces mapping_registry of a model with experts: one module for each of them, or one for all."""
+    """Replace mapping_registry of a model with experts: one module for each of them, or one for all."""
 
     def more(self: Any) -> Iterator[Any]:
         from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping

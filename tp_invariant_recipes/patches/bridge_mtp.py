@@ -15,7 +15,7 @@ WHY = (
 
 
 def of_the_models_kind(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces mtp_block_spec: local layers for a model of local layers."""
+    """Replace mtp_block_spec: local layers for a model of local layers."""
 
     def mtp_block_spec(config: Any, vp_stage: int | None = None) -> Any:
         if config.transformer_impl != "local" or not config.mtp_num_layers:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 
 def folder(package: str) -> Path | None:
-    """The folder of an installed package, such as "megatron.core"; None: it is absent, or a placeholder stands for it.
+    """Return the folder of an installed package, such as "megatron.core"; None: it is absent, or a placeholder stands
+    for it.
 
     Imports at most the parents of `package`.
     """
@@ -27,7 +28,7 @@ def folder(package: str) -> Path | None:
 
 
 def source(package: str, file: str, function: str) -> str:
-    """The text of a function at the top of a file of an installed package; "" where one of the three is absent."""
+    """Get the text of a function at the top of a file of an installed package; "" where one of the three is absent."""
     top = folder(package)
     place = top / file if top else None
     text = place.read_text(encoding="utf-8") if place and place.is_file() else ""

@@ -14,7 +14,7 @@ WHY = (
 
 
 def like_the_others(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces ChainedOptimizer.sharded_state_dict: what an optimizer without parameters saves is true of all ranks.
+    """Replace ChainedOptimizer.sharded_state_dict: what an optimizer without parameters saves is true of all ranks.
 
     It takes the step of another optimizer of its kind, and its lists of parameters stay on this rank.
     """

@@ -14,7 +14,7 @@ WHY = (
 
 
 def own_output(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces RowParallelLinear.forward: an expert with a bias returns a tensor of its own."""
+    """Replace RowParallelLinear.forward: an expert with a bias returns a tensor of its own."""
 
     def forward(self: Any, input_: Any) -> Any:
         output, bias = original(self, input_)

@@ -16,7 +16,7 @@ WHY = (
 
 
 def as_transformer_engine(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces get_gpt_layer_local_submodules: checkpoints have the names of Transformer Engine's layers."""
+    """Replace get_gpt_layer_local_submodules: checkpoints have the names of Transformer Engine's layers."""
 
     def get_gpt_layer_local_submodules(num_experts: int | None = None, *args: Any, **more: Any) -> Any:
         layer = original(num_experts, *args, **more)

@@ -18,7 +18,7 @@ WHY = (
 
 
 def queue_in_this_process(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A queue for a save within this process, or Megatron's shared one, whose manager ends with this process."""
+    """Return a queue for a save within this process, or Megatron's shared one, whose manager ends with this process."""
 
     def get_write_results_queue(mp_mode: str | None = None) -> Any:
         from megatron.core.dist_checkpointing.strategies import filesystem_async

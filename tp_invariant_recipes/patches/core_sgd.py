@@ -14,7 +14,7 @@ WHY = (
 
 
 def with_a_state(original: Callable[..., None]) -> Callable[..., None]:
-    """Replaces MegatronOptimizer.__init__: an optimizer without such a function makes SGD's state."""
+    """Replace MegatronOptimizer.__init__: an optimizer without such a function makes SGD's state."""
 
     def __init__(self: Any, optimizer: Any, config: Any, init_state_fn: Callable[..., None] | None = None) -> None:
         original(self, optimizer, config, init_state_fn or momentum)
@@ -23,7 +23,7 @@ def with_a_state(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def momentum(optimizer: Any, config: Any = None) -> None:
-    """The buffers that torch's SGD makes in its first step. Without momentum, or of another optimizer, none."""
+    """Make the buffers that torch's SGD makes in its first step. Without momentum, or of another optimizer, none."""
     import torch
 
     for group in optimizer.param_groups:

@@ -126,7 +126,7 @@ class Patch:
     concerns: Callable[[RunConfig | None], bool] = always
 
     def verdict(self, off: bool = False) -> PatchVerdict:
-        """The patch's verdict on this machine. off: the user has switched the patch off."""
+        """Return the patch's verdict on this machine. off: the user has switched the patch off."""
         return PatchVerdict("off", "by patches.off") if off else self.need.verdict(self.package)
 
 

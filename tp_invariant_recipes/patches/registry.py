@@ -47,7 +47,7 @@ def verdicts(off: Sequence[str] = ()) -> list[tuple[Patch, PatchVerdict]]:
 
 
 def problems(config: RunConfig | None = None) -> list[str]:
-    """The patch problems of a run: unknown names in `patches.off`, and refused patches that the run needs.
+    """Return the patch problems of a run: unknown names in `patches.off`, and refused patches that the run needs.
 
     config: of the run; None: it is unknown, and the run counts as using all installed code.
     """

@@ -29,7 +29,7 @@ WHY = (
 
 
 def flag() -> Any:
-    """The flag tensor, fp32 [1], during warm-up or capture of a graph with cached FP8 weights; otherwise None."""
+    """Get the flag tensor, fp32 [1], during warm-up or capture of a graph with cached FP8 weights; otherwise None."""
     from transformer_engine.pytorch.module.grouped_linear import FP8GlobalStateManager
 
     if not FP8GlobalStateManager.fp8_graph_capturing():
@@ -61,7 +61,10 @@ def with_flag(original: Callable[..., Any]) -> Any:
 
 
 def place_of_flag(function: Callable[..., Any]) -> int:
-    """The flag's index among a function's packed arguments. Raises ValueError when the function unpacks no flag."""
+    """Return the flag's index among a function's packed arguments.
+
+    Raises ValueError when the function unpacks no flag.
+    """
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id == ARGUMENTS:
             names = [name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)]

@@ -24,7 +24,7 @@ DISCUSSED = "https://github.com/NVIDIA/TransformerEngine/pull/2871"
 
 
 def settled(weight: Any, returned: Any, delayed: bool, accumulated: bool) -> Any:
-    """The value that autograd gets for `weight` instead of the layer's returned value.
+    """Return the value that autograd gets for `weight` instead of the layer's returned value.
 
     delayed: `backward_dw()` computes the gradient later. accumulated: the layer writes it into `main_grad`.
     """
@@ -37,7 +37,7 @@ def settled(weight: Any, returned: Any, delayed: bool, accumulated: bool) -> Any
 
 
 def dummy(weight: Any) -> Any:
-    """Transformer Engine's placeholder for a gradient that is in `main_grad`."""
+    """Return Transformer Engine's placeholder for a gradient that is in `main_grad`."""
     from transformer_engine.pytorch.module.base import get_dummy_wgrad
 
     return get_dummy_wgrad(list(weight.size()), weight.dtype, zero=getattr(weight, "zero_out_wgrad", False))
@@ -65,7 +65,7 @@ def nothing_when_delayed(original: Callable[..., tuple]) -> Any:
 
 
 def _arguments_before_weights() -> int:
-    """The number of `_GroupedLinear`'s arguments before the weights, without `ctx`."""
+    """Return the number of `_GroupedLinear`'s arguments before the weights, without `ctx`."""
     from transformer_engine.pytorch.module.grouped_linear import _GroupedLinear
 
     kinds = [parameter.kind for parameter in inspect.signature(_GroupedLinear.forward).parameters.values()]
@@ -107,7 +107,7 @@ def settled_mlp(original: Callable[..., list]) -> Callable[..., list]:
 
 
 def settled_parameters(op: Any, returned: Sequence[Any], accumulates: Callable[[Any, Any], bool]) -> list:
-    """The returned gradients of an operation's parameters, with those of the weights corrected.
+    """Return the returned gradients of an operation's parameters, with those of the weights corrected.
 
     returned:    in the parameters' order of registration: weights before biases, but a single grouped weight after
                  separate biases.

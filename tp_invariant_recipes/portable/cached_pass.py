@@ -53,13 +53,13 @@ _current: list[CachedPass | None] = [None]
 
 
 def current() -> CachedPass | None:
-    """The pass that runs; None: whole sequences are computed."""
+    """Return the pass that runs; None: whole sequences are computed."""
     return _current[0]
 
 
 @contextmanager
 def cached(now: CachedPass) -> Iterator[None]:
-    """The forward passes in the block are this one."""
+    """Make the forward passes in the block this one."""
     _current[0] = now
     try:
         yield

@@ -31,7 +31,7 @@ LARGEST = 2**20  # bytes of a case's operands
 
 
 def render(name: str) -> str:
-    """The text of the script, which calls itself `name`."""
+    """Return the text of the script, which calls itself `name`."""
     known = {case.name: case for case in conformance.built_in().cases}
     lines = ["{"]
     for case in CASES:
@@ -47,7 +47,7 @@ def render(name: str) -> str:
 
 
 def tensors(report: dict[str, Any]) -> dict[str, NDArray[Any]]:
-    """The script's JSON as tensors KIND/CASE (WAY)/PART of a recording.
+    """Return the script's JSON as tensors KIND/CASE (WAY)/PART of a recording.
 
     raises ValueError, KeyError: it is not what the script writes.
     """

@@ -110,7 +110,8 @@ def read(file: Path = BUILT_IN) -> Recording:
 
 
 def differences(recording: Recording, product: Product) -> list[Difference]:
-    """The cases of which `product`, on operands where a case has them, gives other bits. Every fp32 NaN counts as one:
+    """Return the cases of which `product`, on operands where a case has them, gives other bits. Every fp32 NaN counts
+    as one:
     the units for fp32 keep a NaN's sign and payload, and the definition does not."""
     mismatches = []
     for case in recording.cases:
@@ -129,14 +130,14 @@ def outputs(case: Case, product: Product) -> NDArray[np.uint32]:
 
 
 def by_definition(a: Operand, b: Operand) -> Tensor:
-    """a @ b as kernels/products/tensor_core_sum.py defines it, or a @ b^T by kernels/products/fp8_sum.py, on CPUs."""
+    """Compute a @ b by kernels/products/tensor_core_sum.py, or a @ b^T by kernels/products/fp8_sum.py, on CPUs."""
     from tp_invariant_recipes.kernels.cpu import fp8_cpu, tensor_core_cpu  # load numba
 
     return fp8_cpu.product(a, b) if isinstance(a, Quantized) else tensor_core_cpu.product(a, b)  # type: ignore[arg-type]
 
 
 def on_gpu(index: int) -> Product:
-    """The product of fixed tiles on a GPU, which every other product there must agree with."""
+    """Return the product of fixed tiles on a GPU, which every other product there must agree with."""
 
     def product(a: Any, b: Any) -> Tensor:
         with torch.cuda.device(index):

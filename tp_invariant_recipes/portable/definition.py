@@ -104,7 +104,7 @@ def _product(gpu: int | None) -> "conformance.Product":
 
 
 def named(gpu: int | None) -> str:
-    """The device in a message."""
+    """Return the device in a message."""
     if gpu is None:
         return f"this CPU ({platform.machine()})"
     properties = torch.cuda.get_device_properties(gpu)
@@ -112,7 +112,7 @@ def named(gpu: int | None) -> str:
 
 
 def functions(gpu: int | None = None) -> str:
-    """The hash that FUNCTIONS must be."""
+    """Return the hash that FUNCTIONS must be."""
     from tp_invariant_recipes.portable.ieee import samples as ieee_samples
 
     numbers = torch.from_numpy(samples())

@@ -54,7 +54,7 @@ class PortableDotProductAttention(InvariantDotProductAttention):
         return out
 
     def backend(self) -> str:
-        """The definition, with its version."""
+        """Return the definition, with its version."""
         return f"portable {DEFINITION}"
 
 
@@ -82,7 +82,7 @@ class _Attention(torch.autograd.Function):
 
 
 def mlp_forward(self: Any, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any) -> Any:
-    """Replaces MLP.forward: [s, b, h] → [s, b, h], and None as bias. SwiGLU as portable/ieee/swiglu.py defines it."""
+    """Replace MLP.forward: [s, b, h] → [s, b, h], and None as bias. SwiGLU as portable/ieee/swiglu.py defines it."""
     if per_token_scale is not None:
         raise NotImplementedError("an expert has no portable version")
     gate_and_up, _ = self.linear_fc1(hidden_states)
@@ -110,7 +110,7 @@ def _rows(x: Tensor) -> Tensor:
 def apply_rotary_pos_emb(
     t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None, mscale: float = 1.0, *_: Any, **__: Any
 ) -> Tensor:
-    """Replaces Megatron's function: the positions of portable/ieee/rotary.py. t: [s, b, heads, d]; of freqs, [s, 1, 1,
+    """Replace Megatron's function: the positions of portable/ieee/rotary.py. t: [s, b, heads, d]; of freqs, [s, 1, 1,
     dim], only the shape counts. Of a cached pass each row has a position of its own."""
     if cu_seqlens is not None or mscale != 1.0 or freqs.shape[0] != t.shape[0]:
         raise NotImplementedError("only rotary positions of whole sequences have a portable version")

@@ -50,7 +50,7 @@ class Portable(Tree):
         return None
 
     def require_machine(self, gpu: int | None, *, fp8: bool = False) -> None:
-        """Computes recorded cases, once a process and device."""
+        """Compute recorded cases, once a process and device."""
         from tp_invariant_recipes.portable.definition import require_conformance
 
         require_conformance(gpu, fp8=fp8)

@@ -39,7 +39,7 @@ SMALL = 2**15  # numbers that one thread computes faster than several could star
 
 
 def constant(value: float) -> Any:
-    """A number for elementwise functions, rounded to fp32; an int stays one."""
+    """Return a number for elementwise functions, rounded to fp32; an int stays one."""
     return tl.constexpr(value if isinstance(value, int) else float(np.float32(value)))
 
 
@@ -57,12 +57,12 @@ def elementwise(function: Callable) -> Any:
 
 @cache
 def numba_version(name: str) -> Any:
-    """What numba has compiled of an elementwise function: of scalars."""
+    """Return what numba has compiled of an elementwise function: of scalars."""
     return njit(**OPTIONS)(renamed(name, _OF_NUMBA, numba_version))
 
 
 def renamed(name: str, own: Mapping[str, Any], version: Callable[[str], Any]) -> Callable:
-    """An elementwise function in which names mean what they do to a compiler.
+    """Return an elementwise function in which names mean what they do to a compiler.
 
     own:     what stands for `tl`, `bits_of`, `fp32_of`, `fma` and `at_least`.
     version: makes the other elementwise functions that this one calls, from their names.
@@ -107,13 +107,13 @@ def fill(
 
 
 def as_array(x: Tensor) -> NDArray:
-    """A contiguous CPU tensor as numpy's array of its memory. bf16 numbers are their bits, int16."""
+    """Return a contiguous CPU tensor as numpy's array of its memory. bf16 numbers are their bits, int16."""
     x = x.detach()
     return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
 def as_stored(x: Tensor) -> Tensor:
-    """A tensor as a kernel takes it: bf16 numbers are their bits, int16."""
+    """Return a tensor as a kernel takes it: bf16 numbers are their bits, int16."""
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
 
 
@@ -122,25 +122,25 @@ def as_stored(x: Tensor) -> Tensor:
 
 @triton.jit
 def bits_of(x):
-    """The bits of fp32 numbers as int32."""
+    """Return the bits of fp32 numbers as int32."""
     return x.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def fp32_of(bits):
-    """The fp32 numbers with these bits, int32."""
+    """Return the fp32 numbers with these bits, int32."""
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def fma(a, b, c):
-    """a * b + c of fp32 numbers, rounded once."""
+    """Compute a * b + c of fp32 numbers, rounded once."""
     return tl.fma(a, b, c)
 
 
 @triton.jit
 def at_least(x, least):
-    """The larger of two fp32 numbers that are not zeros of two signs; a NaN stays one."""
+    """Return the larger of two fp32 numbers that are not zeros of two signs; a NaN stays one."""
     return tl.maximum(x, least, propagate_nan=tl.PropagateNan.ALL)
 
 

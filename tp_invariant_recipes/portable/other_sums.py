@@ -14,7 +14,7 @@ from tp_invariant_recipes.portable import conformance
 
 
 def ampere(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of bf16, [m, k] and [k, n], on the CPU: 24 bits kept, 8 products at once.
+    """Compute a @ b of bf16, [m, k] and [k, n], on the CPU: 24 bits kept, 8 products at once.
 
     Zeros after every 8 numbers make a step of 16 one of 8, since a product of zeros changes nothing.
     """

@@ -15,7 +15,7 @@ REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
 def masked_next_token_loss(original: Any) -> Any:
-    """A replacement for Bridge's function, which adds the losses of a micro-batch in torch's order."""
+    """Return a replacement for Bridge's function, which adds the losses of a micro-batch in torch's order."""
 
     def loss_function(loss_mask: Tensor, output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
         losses = output_tensor.view(-1).float()
@@ -84,12 +84,12 @@ def portable_adam(original: type) -> type:
 
 
 def portable_math(original: Any) -> Any:
-    """A replacement for the module `math` in Megatron's schedules, which take a cosine from it."""
+    """Return a replacement for the module `math` in Megatron's schedules, which take a cosine from it."""
     return SimpleNamespace(pi=math.pi, cos=cosine, sqrt=math.sqrt)
 
 
 def cosine(x: float) -> float:
-    """The fp64 number nearest to cos(x), for |x| below 10; a library's last bit depends on the machine."""
+    """Return the fp64 number nearest to cos(x), for |x| below 10; a library's last bit depends on the machine."""
     with localcontext() as context:
         context.prec = 60
         square, term, total = Decimal(x) ** 2, Decimal(1), Decimal(1)

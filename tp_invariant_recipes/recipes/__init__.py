@@ -42,7 +42,8 @@ NO_WEIGHTS = (
 
 
 def recipe(model: str, *overrides: str, device: str = "gpu", **keys: Any) -> ConfigContainer:
-    """The configuration of `model` that `tpi train MODEL numerics=stock OVERRIDES…` builds, for Bridge's pretrain().
+    """Return the configuration of `model` that `tpi train MODEL numerics=stock OVERRIDES…` builds, for Bridge's
+    pretrain().
 
     overrides: as on the command line: "tp=4", "optimizer.adam_eps=1e-8".
     device:    "gpu", or "cpu" for code that runs inside `cpu_host.cpu.installed()`.
@@ -71,7 +72,7 @@ def recipe(model: str, *overrides: str, device: str = "gpu", **keys: Any) -> Con
 
 
 def _keyword_overrides(texts: Sequence[Override], keys: Mapping[str, Any], problems: list[str]) -> list[Override]:
-    """The overrides that keywords stand for. Problems of other keywords are appended to `problems`."""
+    """Return the overrides that keywords stand for. Problems of other keywords are appended to `problems`."""
     from tp_invariant_recipes.config.overrides import given, parse
     from tp_invariant_recipes.settings.values import value_text
 

@@ -118,7 +118,7 @@ def training(report: Report) -> Drawing:
 
 
 def distance(report: Report) -> Drawing | None:
-    """The distances between losses and between gradient norms. None: all are 0, or no step was compared."""
+    """Return the distances between losses and between gradient norms. None: all are 0, or no step was compared."""
     pairs = [(n, run) for n, (run, comparison) in enumerate(report.pairs, 1) if comparison.steps_compared]
     fields = ("loss", "grad_norm")
     ulps = {field: [distances(report.runs[0].ledger, run.ledger, field) for _, run in pairs] for field in fields}
@@ -206,7 +206,10 @@ def axes_grid(
     top: float = 0.32,
     **more: Any,
 ) -> GridSpec:
-    """A grid of axes with margins in inches. The rounding of matplotlib's constrained layout is not reproducible."""
+    """Return a grid of axes with margins in inches.
+
+    The rounding of matplotlib's constrained layout is not reproducible.
+    """
     place = {"left": left / WIDTH, "right": 1 - 0.15 / WIDTH, "top": 1 - top / height, "bottom": 0.55 / height}
     return figure.add_gridspec(rows, columns, **place, **more)
 
@@ -289,7 +292,7 @@ _WRITTEN = 16, 240  # at most so many columns, and cells, of a map that shows th
 
 
 def parameters(report: Report, n: int, heatmap: Map) -> Drawing:
-    """The step × parameter map of run number `n` against the first."""
+    """Return the step × parameter map of run number `n` against the first."""
     run, first = report.runs[n], report.runs[0]
     measured = not np.isnan(heatmap.ulp).all()
     top = 0.82 if measured else 0.62
@@ -321,7 +324,7 @@ def parameters(report: Report, n: int, heatmap: Map) -> Drawing:
 
 
 def in_words(heatmap: Map) -> str:
-    """A sentence with the counts that a map shows."""
+    """Return a sentence with the counts that a map shows."""
     if not heatmap.differing:
         return f"All {heatmap.compared:,} digests of {LABELS[heatmap.kind]} that both runs recorded are identical."
     return (

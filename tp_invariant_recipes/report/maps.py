@@ -67,7 +67,7 @@ class Map:
 
 
 def parameter_map(comparison: Comparison, kind: str, dumped: Mapping[tuple[int, str], int] | None = None) -> Map | None:
-    """The map of two runs. None: they have no digests of `kind` at a common step.
+    """Return the map of two runs. None: they have no digests of `kind` at a common step.
 
     dumped: (step, parameter) -> largest distance in ULP between the tensors that both runs dumped.
     """
@@ -112,7 +112,9 @@ def parameter_map(comparison: Comparison, kind: str, dumped: Mapping[tuple[int, 
 
 
 def _steps(comparison: Comparison, kind: str) -> tuple[list[int], int]:
-    """The compared steps at which both runs have digests of `kind`, and the number of steps at which only one has."""
+    """Return the compared steps at which both runs have digests of `kind`, and the number of steps at which only one
+    has.
+    """
     pairs = list(zip(comparison.a.steps, comparison.b.steps, strict=False))[: comparison.steps_compared]
     sides = {a.step: sum(getattr(record, kind) is not None for record in (a, b)) for a, b in pairs}
     return [step for step, has in sides.items() if has == 2], list(sides.values()).count(1)

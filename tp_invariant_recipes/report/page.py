@@ -47,7 +47,7 @@ class Section:
 
 
 def headline(report: Report) -> str:
-    """The title of the page."""
+    """Return the title of the page."""
     if len(report.runs) == 1:
         return f"Run {report.runs[0].name}"
     if not report.comparisons:
@@ -67,7 +67,7 @@ def verdicts(report: Report) -> list[str]:
 
 
 def sections(report: Report) -> tuple[Section, ...]:
-    """The sections after the runs and headers."""
+    """Return the sections after the runs and headers."""
     measured = [_measured(comparison) for comparison in report.comparisons]
     steps = [step for run in report.runs for step in run.ledger.steps]
     kinds = [kind for kind in DIGESTED if any(getattr(step, kind) for step in steps)] or ["gradients", "weights"]
@@ -80,7 +80,7 @@ def sections(report: Report) -> tuple[Section, ...]:
 
 
 def page(report: Report, parts: tuple[Section, ...], progress: Progress | None = None) -> str:
-    """The HTML. parts: the result of `sections`. progress: told (figures drawn, figures in all)."""
+    """Return the HTML. parts: the result of `sections`. progress: told (figures drawn, figures in all)."""
     return html(
         "page.html.j2",
         title=headline(report),
@@ -95,7 +95,7 @@ def page(report: Report, parts: tuple[Section, ...], progress: Progress | None =
 
 
 def _rendered(parts: Sequence[Section], progress: Progress | None) -> Iterator[dict[str, Any]]:
-    """The sections as the template takes them. Drawing a figure escapes the figure's text."""
+    """Yield the sections as the template takes them. Drawing a figure escapes the figure's text."""
     total, done = sum(len(part.drawings) for part in parts), 0
     for part in parts:
         drawings = []
@@ -143,7 +143,7 @@ def _summary(run: Run) -> dict[str, Any]:
 
 
 def _headers(report: Report) -> dict[str, list[dict[str, Any]]]:
-    """The fields of all headers side by side, as text; fields of the identity come first."""
+    """Return the fields of all headers side by side, as text; fields of the identity come first."""
     columns = [_fields(run) for run in report.runs]
     names = list(dict.fromkeys(name for column in columns for name in column))
     rows: dict[str, list[dict[str, Any]]] = {"differing": [], "equal": []}

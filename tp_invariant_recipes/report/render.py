@@ -19,7 +19,7 @@ _DPI = 110
 
 
 def html(template: str, **values: Any) -> str:
-    """A page of a template beside this module, in colours for light and dark screens."""
+    """Return a page of a template beside this module, in colours for light and dark screens."""
     environment = Environment(
         loader=PackageLoader(__name__.rpartition(".")[0], "."),
         autoescape=True,
@@ -32,7 +32,7 @@ def html(template: str, **values: Any) -> str:
 
 
 def svg(drawing: Drawing) -> str:
-    """The drawing as an <svg> element for a page, in the page's colours and font."""
+    """Return the drawing as an <svg> element for a page, in the page's colours and font."""
     with settings(**{"svg.hashsalt": drawing.name}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
         figure = Figure(figsize=(WIDTH, drawing.height), facecolor="none")

@@ -118,7 +118,9 @@ def gather(
 
 
 def bisected(*runs: Run) -> Bisected | None:
-    """The newest answer of `tpi bisect` about two runs or about its own, beside or around them; None: there is none."""
+    """Return the newest answer of `tpi bisect` about two runs or about its own, beside or around them; None: there is
+    none.
+    """
     folders = {run.ledger.run_directory.resolve() for run in runs if run.ledger.run_directory}
     around = {above for folder in folders for above in folder.parents[:2]}
     files = {file for above in around for file in (*above.glob(BISECT), *above.glob(f"*/{BISECT}"))}
@@ -149,7 +151,7 @@ def _names(ledgers: Iterable[Ledger]) -> list[str]:
 
 
 def _timings(file: Path) -> tuple[tuple[ProgressLine, ...], int]:
-    """The timings by step. A step repeated after a resume counts with its last time."""
+    """Return the timings by step. A step repeated after a resume counts with its last time."""
     timings, unread = {}, 0
     for line in contents(file).splitlines() if file.exists() else ():
         try:
@@ -162,7 +164,7 @@ def _timings(file: Path) -> tuple[tuple[ProgressLine, ...], int]:
 
 
 def _planned(file: Path) -> int | None:
-    """The last step that the last attempt planned. None: unknown."""
+    """Return the last step that the last attempt planned. None: unknown."""
     if not file.exists():
         return None
     try:

@@ -16,12 +16,12 @@ from tp_invariant_recipes.runs.run_dir import RunDir, text_of
 
 
 def read_attempts(run_dir: RunDir) -> tuple[Attempt, ...]:
-    """The attempts at a run so far; none where there is no run yet. Raises RunError."""
+    """Return the attempts at a run so far; none where there is no run yet. Raises RunError."""
     return run_dir.read_run(Attempted).attempts if run_dir.run.exists() else ()
 
 
 def started(start: int, last: int, job: AttemptJob | None, layout: dict[str, Any]) -> Attempt:
-    """A new attempt, of this command, on this host. The arguments are as `Attempt` has them."""
+    """Return a new attempt, of this command, on this host. The arguments are as `Attempt` has them."""
     return Attempt(
         command=shlex.join(["tpi", *sys.argv[1:]]),
         time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -48,7 +48,10 @@ def end(run_dir: RunDir, outcome: str, why: str | None = None, *, requeued: bool
 
 
 def completed(run_dir: RunDir) -> bytes:
-    """What `run.json` will hold once the last attempt, which is at its last step, has ended well. Raises RunError."""
+    """Return what `run.json` will hold once the last attempt, which is at its last step, has ended well.
+
+    Raises RunError.
+    """
     return text_of(run_dir.run, _ended(run_dir, "completed", None, requeued=False)).encode()
 
 
@@ -58,7 +61,7 @@ def _ended(run_dir: RunDir, outcome: str, why: str | None, *, requeued: bool) ->
 
 
 def _with_attempts(run_dir: RunDir, attempts: Sequence[Attempt]) -> dict[str, Any]:
-    """What `run.json` holds, with these attempts."""
+    """Return what `run.json` holds, with these attempts."""
     return run_dir.read_run() | {"attempts": [attempt.as_json() for attempt in attempts]}
 
 

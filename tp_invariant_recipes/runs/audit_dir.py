@@ -29,11 +29,11 @@ class AuditedRun(RunDir):
     task = File("audit/task.json")  # what its ranks do beside training
 
     def dithered(self, number: int) -> Self:
-        """The directory of a dithered repetition, counted from 1."""
+        """Return the directory of a dithered repetition, counted from 1."""
         return type(self)(self.path / f"dithered-{number}")
 
     def read_task(self) -> AuditTask:
-        """The task. Raises RunError when this is no training of an audit."""
+        """Return the task. Raises RunError when this is no training of an audit."""
         return self._read(self.task, parse_json, AuditTask)
 
 
@@ -45,5 +45,5 @@ class AuditDir(RunDir):
     page = File("audit.html")  # the same to look at
 
     def training(self, name: str) -> AuditedRun:
-        """The run directory of a training."""
+        """Return the run directory of a training."""
         return AuditedRun(self.path / name)

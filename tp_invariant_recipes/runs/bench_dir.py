@@ -58,23 +58,23 @@ class BenchDir(RunDir):
         return self.path / "bench" / f"rank-{rank}.jsonl"
 
     def trace(self, mode: str) -> Path:
-        """The profiler's trace of rank 0, in Chrome's format."""
+        """Return the profiler's trace of rank 0, in Chrome's format."""
         return self.path / "bench" / f"trace-{mode}.json.gz"
 
     def mode(self, name: str) -> RunDir:
-        """Configuration, environment and versions of a mode."""
+        """Return configuration, environment and versions of a mode."""
         return RunDir(self.path / "modes" / name)
 
     def recorded(self, number: int) -> RunDir:
-        """The ledger of a pass."""
+        """Return the ledger of a pass."""
         return RunDir(self.path / "bench" / f"pass-{number}")
 
     def read_passes(self) -> tuple[Pass, ...]:
-        """The passes. Raises RunError when this is not a benchmark's directory."""
+        """Return the passes. Raises RunError when this is not a benchmark's directory."""
         return tuple(self._read(self.passes, parse_json, list[Pass]))
 
     def read_figures(self, rank: int) -> list[Figures]:
-        """The lines of one rank. Raises RunError when there are none."""
+        """Return the lines of one rank. Raises RunError when there are none."""
         return self._read(self.figures(rank), _lines, list[Figures], limit=1 << 30)
 
 

@@ -61,7 +61,7 @@ class RunCheckpoint:
     step: int
 
     def read_manifest(self) -> CheckpointManifest:
-        """What was written. Raises CheckpointError when the manifest cannot be read."""
+        """Return what was written. Raises CheckpointError when the manifest cannot be read."""
         try:
             manifest = parse_json(read_limited(self.path / MANIFEST, LARGEST))
             if isinstance(manifest, dict) and isinstance(manifest.get("files"), dict):
@@ -102,7 +102,7 @@ def iteration_dir(checkpoints: Path, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int:
-    """The step of a folder that `iteration_dir` has named. Raises ValueError where it has not."""
+    """Return the step of a folder that `iteration_dir` has named. Raises ValueError where it has not."""
     match = _ITERATION.fullmatch(folder.name)
     if match is None:
         raise ValueError(f"{folder} is not a checkpoint of a step")
@@ -110,14 +110,14 @@ def step_of(folder: Path) -> int:
 
 
 def finished(checkpoints: Path) -> list[RunCheckpoint]:
-    """The checkpoints that were written to the end, oldest first."""
+    """Return the checkpoints that were written to the end, oldest first."""
     return [RunCheckpoint(p, step) for p, step in _iterations(checkpoints) if (p / MANIFEST).is_file()]
 
 
 def select(
     checkpoints: Path, step: int | None = None, *, within: int | None = None, hashes: bool = True
 ) -> RunCheckpoint | None:
-    """The newest finished checkpoint, or the one of `step`, verified. None when there is none at all.
+    """Return the newest finished checkpoint, or the one of `step`, verified. None when there is none at all.
 
     within: of no later step than this one. hashes: as for `RunCheckpoint.verify`.
 

@@ -37,7 +37,7 @@ class Good(Record):
 
 
 def evidence_file(run_dir: RunDir, step: int, rank: int) -> Path:
-    """The evidence of a rank."""
+    """Return the evidence of a rank."""
     return run_dir.guard / f"step-{step}-rank-{rank}{SUFFIX}"
 
 
@@ -48,7 +48,7 @@ def distrust(run_dir: RunDir, rank: int, untrusted: Untrusted) -> None:
 
 
 def unsettled(run_dir: RunDir) -> Untrusted | None:
-    """What the ranks have noted since the last `settle`, together; None: nothing.
+    """Return what the ranks have noted since the last `settle`, together; None: nothing.
 
     Raises CheckpointError: it cannot be read.
     """
@@ -86,7 +86,7 @@ def write_good(run_dir: RunDir, step: int) -> None:
 
 
 def read_good(run_dir: RunDir, start: int) -> int:
-    """The last step, up to the one that a run goes on from, that a guard has found good; 0: none is known."""
+    """Return the last step, up to the one that a run goes on from, that a guard has found good; 0: none is known."""
     with suppress(OSError, ValueError):
         good = checked(Good, parse_json(read_limited(run_dir.guard / "good.json", MIB)))
         return good.step if good.step <= start else 0

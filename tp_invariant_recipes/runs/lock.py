@@ -97,7 +97,7 @@ class Lock:
                 _write(self.descriptor, replace(self.me, heartbeat=time.time()))
 
     def check(self) -> None:
-        """Raises LockLost."""
+        """Raise LockLost."""
         if self.lost is not None:
             raise LockLost(
                 f"{self.run_dir.path} was taken over by {_who(self.lost)}: this process ends and leaves the run to it"
@@ -161,7 +161,7 @@ def holder(run_dir: RunDir) -> Holder | None:
 
 
 def check() -> None:
-    """Raises LockLost when another launcher has taken over a directory whose lock this process held."""
+    """Raise LockLost when another launcher has taken over a directory whose lock this process held."""
     for lock in _held.values():
         lock.check()
 
@@ -331,7 +331,7 @@ def _flock(descriptor: int) -> bool:
 
 
 def _read(descriptor: int) -> Holder | None:
-    """The holder that the file names; None: nobody, or it is being written."""
+    """Return the holder that the file names; None: nobody, or it is being written."""
     try:
         data = os.pread(descriptor, SIZE, 0)
         return checked(Holder, parse_json(data))

@@ -76,7 +76,7 @@ class Matrix(Record):
     kind: Literal["verify", "sweep"] = "verify"
 
     def described(self) -> dict[str, Any]:
-        """What results say of it, as JSON."""
+        """Return what results say of it, as JSON."""
         return {
             "model": self.model,
             "overrides": list(self.overrides),
@@ -99,7 +99,7 @@ class MatrixDir(RunDir):
     page = File("report.html")  # the runs of a sweep side by side
 
     def cell(self, name: str) -> RunDir:
-        """The run directory of a cell."""
+        """Return the run directory of a cell."""
         return RunDir(self.path / name)
 
     def write_matrix(self, matrix: Matrix) -> None:
@@ -107,7 +107,7 @@ class MatrixDir(RunDir):
         self.write(self.matrix, matrix.as_json())
 
     def read_matrix(self, kind: Literal["verify", "sweep"] = "verify") -> Matrix:
-        """The matrix. Raises RunError when this is not a directory of `tpi KIND`, or two cells are one run."""
+        """Return the matrix. Raises RunError when this is not a directory of `tpi KIND`, or two cells are one run."""
         try:
             raw = parse_json(read_limited(self.matrix, LARGEST))
             if isinstance(raw, dict) and raw.get("schema") != SCHEMA:
@@ -121,7 +121,7 @@ class MatrixDir(RunDir):
         return matrix
 
     def read_result(self) -> MatrixResult:
-        """The verdict, or how a sweep ended. Raises RunError when there is none."""
+        """Return the verdict, or how a sweep ended. Raises RunError when there is none."""
         file = self.sweep if self.sweep.exists() else self.result
         try:
             return checked(MatrixResult, parse_json(read_limited(file, LARGEST)))
@@ -146,7 +146,7 @@ class MatrixDir(RunDir):
 
 
 def latest(folder: Path) -> Path:
-    """The newest directory of `tpi verify` in a folder. Raises RunError when there is none."""
+    """Return the newest directory of `tpi verify` in a folder. Raises RunError when there is none."""
     folders = [(file.stat().st_mtime, file.parent) for file in folder.glob("*/matrix.json") if file.is_file()]
     if not folders:
         raise RunError(f"there is no directory of tpi verify in {folder}; name one: --dir DIR")

@@ -92,7 +92,7 @@ class RunRow:
         return " ".join(f"{name}={at[name]}" for name in _DEGREES if at.get(name, 1) != 1 or (name == "tp" and at))
 
     def as_dict(self) -> dict[str, Any]:
-        """The row as JSON; documented in docs/running.md."""
+        """Return the row as JSON; documented in docs/running.md."""
         fields = asdict(self) | {"run": str(self.run), "loss": described(self.loss), "began": self.began or None}
         del fields["command"]
         return fields
@@ -116,7 +116,7 @@ def _of_a_command(folder: Path) -> bool:
 
 
 def row(run: Path | tuple[Path, str], of_a_command: Callable[[Path], bool] = _of_a_command) -> RunRow:
-    """The row of a run directory, or of a folder that cannot be looked into, with the reason."""
+    """Return the row of a run directory, or of a folder that cannot be looked into, with the reason."""
     if isinstance(run, tuple):
         return RunRow(run[0], DAMAGED, run[1])
     run_dir = RunDir(run)
@@ -162,7 +162,7 @@ def groups(listed: Iterable[RunRow]) -> dict[str, str]:
 
 
 def comparable(run: Path) -> Path | None:
-    """The latest other run in the folder of this one with its identity; None: there is none."""
+    """Return the latest other run in the folder of this one with its identity; None: there is none."""
     mine = row(run)
     siblings = []
     with suppress(OSError):
@@ -174,7 +174,7 @@ def comparable(run: Path) -> Path | None:
 
 
 def latest_to_resume(folder: Path, iters: int | None = None) -> RunRow:
-    """The run of `tpi train` below a folder whose last attempt began latest, of those that can go on.
+    """Return the run of `tpi train` below a folder whose last attempt began latest, of those that can go on.
 
     A completed run can where `iters` asks for more steps than it has. Raises RunError when there is none.
     """
@@ -241,6 +241,6 @@ def _directories(folder: Path) -> Iterator[Path | tuple[Path, str]]:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """The folders in a folder. Raises OSError."""
+    """Return the folders in a folder. Raises OSError."""
     with os.scandir(folder) as entries:
         return [folder / entry.name for entry in entries if entry.is_dir()]

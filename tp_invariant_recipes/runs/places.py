@@ -35,7 +35,7 @@ def as_json(run_dir: RunDir) -> dict[str, Any]:
 
 
 def lines(places: dict[str, Any]) -> list[str]:
-    """The places as lines of text."""
+    """Return the places as lines of text."""
     sentences = [f"ledger: {places['ledger']}"] if places["ledger"] else []
     if places["tensorboard"]:
         sentences.append(f"curves: {shlex.join(['tensorboard', '--logdir', places['tensorboard']])}")

@@ -65,7 +65,7 @@ class RunDir:
         return not there or (self.lock.name in there and there == started)
 
     def rank_log(self, rank: int) -> Path:
-        """Standard output and error of one rank."""
+        """Return standard output and error of one rank."""
         return self.logs / f"rank-{rank}.log"
 
     def failure(self, rank: int) -> Path:
@@ -78,11 +78,11 @@ class RunDir:
     def read_config[T](self, kind: type[T]) -> T: ...
 
     def read_config(self, kind: Any = dict[str, Any]) -> Any:
-        """The composed tree, as this type. Raises RunError when this is not a run directory."""
+        """Return the composed tree, as this type. Raises RunError when this is not a run directory."""
         return self._read(self.config, parse_yaml, kind, run_files.LARGEST_CONFIG)
 
     def read_run_config(self) -> RunConfig:
-        """The configuration of the run. Raises RunError when this is not a run directory of this version."""
+        """Return the configuration of the run. Raises RunError when this is not a run directory of this version."""
         try:
             return RunConfig(self.read_config())
         except (AttributeError, TypeError) as error:
@@ -94,11 +94,11 @@ class RunDir:
     def read_run[T](self, kind: type[T]) -> T: ...
 
     def read_run(self, kind: Any = dict[str, Any]) -> Any:
-        """What `run.json` holds, as this type. Raises RunError when this is not a run directory."""
+        """Return what `run.json` holds, as this type. Raises RunError when this is not a run directory."""
         return self._read(self.run, parse_json, kind)
 
     def read_environment(self) -> dict[str, str]:
-        """The variables that numerics depend on. Raises RunError when this is not a run directory."""
+        """Return the variables that numerics depend on. Raises RunError when this is not a run directory."""
         return self._read(self.environment, parse_json, run_files.Environment)
 
     def write(self, file: Path, data: Any) -> None:
@@ -114,7 +114,7 @@ class RunDir:
             raise RunError(cannot_write(file, error)) from error
 
     def _read(self, file: Path, parse: Callable[[bytes], Any], kind: Any = Any, limit: int = run_files.LARGEST) -> Any:
-        """A file of this type. Raises RunError, which names the file and the field."""
+        """Return a file of this type. Raises RunError, which names the file and the field."""
         try:
             return checked(kind, parse(read_limited(file, limit)))
         except (OSError, ValueError) as error:
@@ -122,7 +122,7 @@ class RunDir:
 
 
 def text_of(file: Path, data: Any) -> str:
-    """What `RunDir.write` writes there."""
+    """Return what `RunDir.write` writes there."""
     if file.suffix == ".json":
         return json.dumps(data, indent=2) + "\n"
     import yaml  # here only: completion of jobs reads no YAML
@@ -144,7 +144,7 @@ def free_bytes(path: Path) -> int:
 
 
 def check_free(requested: str | Path, key: str = "run.dir=", taken: str = TAKEN) -> Path:
-    """The path of a directory in which a command may begin. It writes nothing and needs no configuration.
+    """Return the path of a directory in which a command may begin. It writes nothing and needs no configuration.
 
     key: what names the directory, for messages. taken: why one that holds something is none; {0}: its path.
     Raises RunError: it holds something, or cannot be written.
@@ -167,7 +167,7 @@ def check_free(requested: str | Path, key: str = "run.dir=", taken: str = TAKEN)
 
 
 def choose(requested: str | None, name: str) -> RunDir:
-    """The directory of a new run: as requested, or `runs/NAME-DATE-TIME`.
+    """Return the directory of a new run: as requested, or `runs/NAME-DATE-TIME`.
 
     Raises RunError when the requested one already holds something: a run is never overwritten.
     """
@@ -180,7 +180,7 @@ def choose(requested: str | None, name: str) -> RunDir:
 
 
 def choose_for_several(requested: Path | None, name: str) -> Path:
-    """The directory of a command that makes several runs: `--dir` as requested, or `runs/NAME-DATE-TIME`.
+    """Return the directory of a command that makes several runs: `--dir` as requested, or `runs/NAME-DATE-TIME`.
 
     Raises RunError when the requested one exists and is not an empty directory.
     """

@@ -24,13 +24,13 @@ class Allocation:
 
 
 def from_config(config: RunConfig) -> Allocation:
-    """The allocation a run needs. Whole nodes but for a run that fits one."""
+    """Return the allocation a run needs. Whole nodes but for a run that fits one."""
     world, most = config.layout.world, ranks_per_node(config)
     ranks = min(world, most or world)
     return Allocation(-(-world // ranks), ranks, ranks if config.device.kind == "gpu" else 0)
 
 
 def ranks_per_node(config: RunConfig) -> int | None:
-    """The most ranks a node takes; None where the cluster does not say."""
+    """Return the most ranks a node takes; None where the cluster does not say."""
     cluster = config.cluster
     return cluster.ranks_per_node or cluster.gpus_per_node

@@ -11,13 +11,13 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def conf_dir() -> Path:
-    """The folder that holds `config.yaml` and the groups."""
+    """Return the folder that holds `config.yaml` and the groups."""
     inside = _PACKAGE / "conf"
     return inside if inside.is_dir() else _PACKAGE.parent / "conf"
 
 
 def user_dir() -> Path:
-    """A user's own tree, laid out as `conf/`: `cluster/mysite.yaml` is `cluster=mysite`. It need not exist."""
+    """Return a user's own tree, laid out as `conf/`: `cluster/mysite.yaml` is `cluster=mysite`. It need not exist."""
     home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     return Path(home) / "tpi"
 
@@ -42,12 +42,12 @@ def group_names() -> list[str]:
 
 
 def summary(group: str, option: str) -> str:
-    """The first sentence of the comment that begins an option's file: what it is."""
+    """Return the first sentence of the comment that begins an option's file: what it is."""
     return re.split(r"(?<=\.)\s", description(group, option), maxsplit=1)[0]
 
 
 def description(group: str, option: str) -> str:
-    """The comment that begins an option's file, on one line."""
+    """Return the comment that begins an option's file, on one line."""
     shipped = conf_dir() / group / f"{option}.yaml"
     file = shipped if shipped.exists() else user_dir() / group / f"{option}.yaml"
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -56,7 +56,7 @@ def description(group: str, option: str) -> str:
 
 
 def users_file(group: str, option: str) -> Path | None:
-    """The file of an option in the user's own tree; None where it is one of ours."""
+    """Return the file of an option in the user's own tree; None where it is one of ours."""
     file = user_dir() / group / f"{option}.yaml"
     return file if file in _options(user_dir(), group) else None
 
@@ -85,5 +85,5 @@ def _passed_over(file: Path) -> str | None:
 
 
 def _options(tree: Path, group: str) -> list[Path]:
-    """The files that can be chosen."""
+    """Return the files that can be chosen."""
     return [file for file in (tree / group).glob("*.yaml") if file.stem[0] not in "_."]

@@ -31,7 +31,7 @@ class Module:
 
 
 def graphed_modules(model: Model, invariant: bool) -> list[str]:
-    """The modules that `cuda_graph=te` captures of a model by default. invariant: whether numerics are."""
+    """Return the modules that `cuda_graph=te` captures of a model by default. invariant: whether numerics are."""
     fit = (module for module in MODULES if module.problem(model) is None and module.default(model))
     return [module.name for module in fit if module.invariant or not invariant]
 

@@ -20,12 +20,12 @@ def has_it(model: Mapping[str, Any]) -> bool:
 
 
 def sharded(model: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes of gated delta nets that V shards divide."""
+    """Return the sizes of gated delta nets that V shards divide."""
     return {name: size for name, size in families.delta_sizes(model).items() if name in families.DELTA_HEADS}
 
 
 def gated_numbers(model: Mapping[str, Any]) -> int:
-    """The numbers of a sequence that attention's gate multiplies; 0: there is none."""
+    """Return the numbers of a sequence that attention's gate multiplies; 0: there is none."""
     heads = model.get("num_attention_heads") or 0
     width = model.get("kv_channels") or (model.get("hidden_size") or 0) // (heads or 1)
     return model["seq_length"] * heads * width if model.get(ATTENTION_GATE) else 0

@@ -88,7 +88,7 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
 def settings(device: str, environment: Mapping[str, str], cluster: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables to set for `device` ("cpu" or "gpu"). Values in `environment` win over the cluster's.
+    """Return the variables to set for `device` ("cpu" or "gpu"). Values in `environment` win over the cluster's.
 
     cluster: `cluster.environment`. The result includes its variables without a row in the table.
     Raises ConfigError listing every variable whose value would change the bits, in the environment or the cluster's.
@@ -105,7 +105,7 @@ def settings(device: str, environment: Mapping[str, str], cluster: Mapping[str, 
 
 
 def flash_problems(device: str, invariant: bool, environment: Mapping[str, str]) -> list[str]:
-    """What is wrong with asking for flash-attn by the environment, with invariant numerics."""
+    """Return what is wrong with asking for flash-attn by the environment, with invariant numerics."""
     value = environment.get(FLASH.name, FLASH.value)
     if not invariant or value == FLASH.value:
         return []
@@ -118,19 +118,22 @@ def flash_problems(device: str, invariant: bool, environment: Mapping[str, str])
 
 
 def recorded(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a run directory and a ledger record. Only names listed here qualify, so never a secret."""
+    """Return the variables that a run directory and a ledger record.
+
+    Only names listed here qualify, so never a secret.
+    """
     names = {v.name for v in VARIABLES}
     kept = {k: v for k, v in environment.items() if k in names or k.startswith(RECORDED_PREFIXES)}
     return dict(sorted((k, v) for k, v in kept.items() if not (secrets.named(k) or secrets.holds(v))))
 
 
 def _rows(device: str, environment: Mapping[str, str]) -> dict[str, str | None]:
-    """The variables of the table for `device`: name -> the user's value, or the table's."""
+    """Return the variables of the table for `device`: name -> the user's value, or the table's."""
     return {v.name: environment.get(v.name, v.value) for v in VARIABLES if device in v.devices}
 
 
 def _or_set(variable: Variable, prefix: str = "") -> str:
-    """A value that does no harm. What a recipe sets cannot be left out, but can be set."""
+    """Return a value that does no harm. What a recipe sets cannot be left out, but can be set."""
     value = next((value for value in (variable.value, *variable.accepted) if value is not None), None)
     return "" if value is None else f" or set {prefix}{variable.name}={value}"
 
@@ -142,7 +145,7 @@ def _refused(device: str, environment: Mapping[str, str]) -> list[tuple[Variable
 
 
 def changing_bits(device: str, cluster: Mapping[str, str]) -> list[str]:
-    """What is wrong with the variables of a cluster that numerics depend on."""
+    """Return what is wrong with the variables of a cluster that numerics depend on."""
     return [
         f"cluster.environment.{v.name}={value}: {v.why}; leave it out{_or_set(v, 'cluster.environment.')}"
         for v, value in _refused(device, cluster)

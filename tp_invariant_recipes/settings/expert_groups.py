@@ -16,7 +16,7 @@ OF_GROUPS = ("model.num_moe_experts", *SEVERAL)
 
 
 def groups(config: RunConfig) -> ExpertGroups | None:
-    """The order of experts' gradients on a run's ranks; None: it has no experts, or stock numerics."""
+    """Return the order of experts' gradients on a run's ranks; None: it has no experts, or stock numerics."""
     numerics, at = config.numerics, config.layout
     if not (numerics.invariant and config.model.get("num_moe_experts")):
         return None
@@ -44,6 +44,6 @@ def groups_of_run(config: RunConfig) -> int | None:
 
 
 def values_of_groups(config: RunConfig) -> dict[str, Any]:
-    """The values of the keys of OF_GROUPS."""
+    """Return the values of the keys of OF_GROUPS."""
     packed = {PACKED: sft.packing(config) is not None}
     return {key: config.section(key.partition(".")[0]).get(key.partition(".")[2]) for key in OF_GROUPS} | packed

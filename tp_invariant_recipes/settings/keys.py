@@ -46,7 +46,8 @@ SHORT_KEYS = {
 
 
 def suggestions(name: str) -> list[str]:
-    """The keys that a word of another program may mean: `learning_rate`, `--global-batch-size`, `TP`, `--swiglu`.
+    """Return the keys that a word of another program may mean: `learning_rate`, `--global-batch-size`, `TP`,
+    `--swiglu`.
 
     Of a flag that stands for a value, with the value.
     """

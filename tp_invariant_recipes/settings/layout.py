@@ -22,7 +22,7 @@ def splits_unevenly(config: RunConfig) -> bool:
 
 
 def uneven_ends(config: RunConfig) -> tuple[int, int] | None:
-    """The layers of the first and the last stage that let the stages between them have equally many.
+    """Return the layers of the first and the last stage that let the stages between them have equally many.
 
     None: pp divides the layers, a field says how they are split, or Megatron has no such split.
     """

@@ -43,7 +43,9 @@ def enabled(config: RunConfig) -> bool:
 
 
 def fields(config: RunConfig) -> dict[str, Any]:
-    """The fields of Bridge's MixedPrecisionConfig that the run sets; of a named recipe those of FP8, if it is known."""
+    """Return the fields of Bridge's MixedPrecisionConfig that the run sets; of a named recipe those of FP8, if it is
+    known.
+    """
     return named(config.mixed_precision)
 
 
@@ -55,7 +57,7 @@ def named(precision: Any) -> dict[str, Any]:
 
 
 def fp8_layers(config: RunConfig) -> Fp8Layers | None:
-    """The FP8 products of a run with invariant numerics; None: it has none, or others than these have."""
+    """Return the FP8 products of a run with invariant numerics; None: it has none, or others than these have."""
     values = fields(config)
     recipe, kind = values.get("fp8_recipe", "tensorwise"), values.get("fp8")
     if not config.numerics.invariant or recipe not in RECIPES or kind not in ("hybrid", "e4m3"):
@@ -72,7 +74,7 @@ def adds_fp8(config: RunConfig) -> bool:
 
 
 def remark(config: RunConfig) -> str | None:
-    """What a run with invariant numerics does otherwise than its precision says of itself; None: nothing."""
+    """Return what a run with invariant numerics does otherwise than its precision says of itself; None: nothing."""
     name, layers, remarks = config.mixed_precision, fp8_layers(config), []
     if layers is not None and layers.recipe == MXFP8:
         remarks.append("MXFP8's numbers are multiplied in bf16 on any GPU, and rounding takes time beside that")

@@ -8,20 +8,20 @@ _MODES = ("pretrain", "sft", "peft")
 
 
 def did_you_mean(names: Iterable[str]) -> str:
-    """A hint that offers these names; nothing where there are none."""
+    """Return a hint that offers these names; nothing where there are none."""
     shown = "' or '".join(names)
     return f"; did you mean '{shown}'?" if shown else ""
 
 
 def _stem(recipe: str) -> str:
-    """What distinguishes a recipe from those of its kind, whose name may be misspelt."""
+    """Return what distinguishes a recipe from those of its kind, whose name may be misspelt."""
     stem = recipe.removesuffix(RECIPES)
     model, _, kind = stem.rpartition("_")
     return model if model and get_close_matches(kind, _MODES, n=1, cutoff=0.75) else stem
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """A hint to append to an error: "; did you mean 'x'?", or the names when few, or nothing."""
+    """Return a hint to append to an error: "; did you mean 'x'?", or the names when few, or nothing."""
     known = sorted(set(names))
     if name.endswith(RECIPES):  # what most recipes end in says nothing about which is meant
         stems = {recipe: _stem(recipe) for recipe in known if recipe.endswith(RECIPES)}

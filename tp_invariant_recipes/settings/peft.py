@@ -22,7 +22,7 @@ STATED = ("target_modules", "dim", "alpha", "dropout")
 
 
 def section(config: RunConfig) -> Mapping[str, Any] | None:
-    """The section of a run with adapters; None: it trains all weights."""
+    """Return the section of a run with adapters; None: it trains all weights."""
     return config.sections.get(SECTION)
 
 

@@ -50,7 +50,7 @@ class RunConfig(OwnSections):
             object.__setattr__(self, name, cls(**self.section(name)))
 
     def section(self, name: str) -> dict[str, Any]:
-        """The fields of a section; empty where the run does not have it."""
+        """Return the fields of a section; empty where the run does not have it."""
         return self.sections.get(name) or {}
 
     @property
@@ -83,5 +83,5 @@ class RunConfig(OwnSections):
         return self.sections.get("mixed_precision")
 
     def with_fields(self, section: str, **fields: Any) -> "RunConfig":
-        """The configuration with other values of some fields of a section."""
+        """Return the configuration with other values of some fields of a section."""
         return RunConfig({**self.sections, section: {**self.section(section), **fields}})

@@ -76,12 +76,12 @@ SECTIONS = frozenset((*OWN_SECTIONS, *BRIDGE_SECTIONS, "mixed_precision"))
 
 
 def section_class(section: str, sections: Mapping[str, Any]) -> type:
-    """The dataclass behind a section."""
+    """Return the dataclass behind a section."""
     return OWN_SECTIONS.get(section) or bridge_class(_path(section, sections))
 
 
 def _path(section: str, sections: Mapping[str, Any]) -> str:
-    """The dotted path of the class of Bridge's behind a section."""
+    """Return the dotted path of the class of Bridge's behind a section."""
     path = MIXED_PRECISION if section == "mixed_precision" else BRIDGE_SECTIONS[section]
     if section == "dataset":
         return str(sections[section].get(PROVIDER, path))
@@ -89,7 +89,7 @@ def _path(section: str, sections: Mapping[str, Any]) -> str:
 
 
 def keys_of(word: str) -> list[str]:
-    """The keys that a word may mean, in any section: short keys, flags of Megatron-LM, groups, and exact fields."""
+    """Get the keys that a word may mean, in any section: short keys, flags of Megatron-LM, groups, and exact fields."""
     table = field_table.read()
     classes = BRIDGE_SECTIONS | {"model": PROVIDERS[0]}
     paths = [f"{section}.{word}" for section, path in classes.items() if word in table.get(path, ())]
@@ -150,7 +150,7 @@ def is_default(section: str, sections: Mapping[str, Any], name: str, value: Any)
 
 
 def convert_section(section: str, sections: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The section's values, converted, and what is wrong: path -> problem. A section of Bridge's imports it."""
+    """Return the section's values, converted, and what is wrong: path -> problem. A section of Bridge's imports it."""
     cls = section_class(section, sections)
     return _converted(section, sections, cls.__name__, fields(cls))
 

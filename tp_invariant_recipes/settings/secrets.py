@@ -47,7 +47,7 @@ def named(name: str) -> bool:
 
 
 def redacted(text: str) -> str:
-    """The text with "…" instead of each secret."""
+    """Return the text with "…" instead of each secret."""
     for shape in _SHAPES:
         text = shape.sub(lambda match: f"{match[1] or ''}…", text)
     return text

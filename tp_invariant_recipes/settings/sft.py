@@ -31,7 +31,8 @@ def is_sft(dataset: Mapping[str, Any]) -> bool:
 
 
 def columns(dataset: Mapping[str, Any]) -> tuple[str, ...]:
-    """The keys of the texts that each example must have; none where it is a conversation or has a template of its own.
+    """Return the keys of the texts that each example must have; none where it is a conversation or has a template of
+    its own.
 
     dataset: of a composed tree.
     """
@@ -49,7 +50,7 @@ def is_chat(dataset: Mapping[str, Any]) -> bool:
 
 
 def files(config: RunConfig) -> list[str]:
-    """The names of the files in `dataset.dataset_root` that a run reads."""
+    """Return the names of the files in `dataset.dataset_root` that a run reads."""
     return [TRAINING, *([VALIDATION] if config.section("validation").get("eval_iters") else [])]
 
 
@@ -60,7 +61,7 @@ def packing(config: RunConfig) -> Mapping[str, Any] | None:
 
 
 def with_index(config: RunConfig, folder: Path | str) -> RunConfig:
-    """The configuration with the index of its data, examples or not, in `folder`."""
+    """Return the configuration with the index of its data, examples or not, in `folder`."""
     dataset = config.section("dataset")
     if is_sft(dataset):
         options = {**(dataset.get("dataset_kwargs") or {}), INDEX: str(folder)}
@@ -76,5 +77,5 @@ def index_folder(config: RunConfig) -> Path | None:
 
 
 def field(config: RunConfig, name: str) -> Any:
-    """A field of the section `dataset`; None where it is not set."""
+    """Return a field of the section `dataset`; None where it is not set."""
     return config.section("dataset").get(name)

@@ -57,13 +57,13 @@ def convert(value: Any, hint: Any) -> Any:
 
 
 def _expected(hint: Any) -> str:
-    """What a hint takes, with an example that can be typed, unless its values are listed."""
+    """Return what a hint takes, with an example that can be typed, unless its values are listed."""
     example = next((EXAMPLES[name] for leaf in _leaves(hint) if (name := _qualified(leaf)) in EXAMPLES), None)
     return f"expected {describe(hint)}{f', such as {example}' if example else ''}"
 
 
 def named(path: str) -> Any:
-    """What a dotted path names; None when it names nothing that can be imported."""
+    """Return what a dotted path names; None when it names nothing that can be imported."""
     import pydoc
 
     try:
@@ -73,7 +73,7 @@ def named(path: str) -> Any:
 
 
 def describe(hint: Any) -> str:
-    """A type hint in words: "int", "bool or null", "one of 'a', 'b'"."""
+    """Return a type hint in words: "int", "bool or null", "one of 'a', 'b'"."""
     if isinstance(hint, str):
         return hint
     args = [a for a in typing.get_args(hint) if a is not type(None)]
@@ -155,5 +155,5 @@ def _new_adapter(hint: Any) -> "TypeAdapter":
 
 
 def value_text(value: Any) -> str:
-    """A value in Hydra's grammar, with quotes where needed: "1,0,0" without quotes would be a sweep."""
+    """Return a value in Hydra's grammar, with quotes where needed: "1,0,0" without quotes would be a sweep."""
     return value if isinstance(value, str) and _WORD.fullmatch(value) else json.dumps(value, ensure_ascii=False)

@@ -106,7 +106,7 @@ class MicroBatch:
 
 
 def micro_batch(config: RunConfig) -> MicroBatch:
-    """The micro-batch of a run on one of its ranks."""
+    """Return the micro-batch of a run on one of its ranks."""
     model, at, fp8 = config.model, config.layout, low_precision.fp8_layers(config)
     tokens = sequences(config) * model["seq_length"] // at.cp
     te = model.get("transformer_impl") != "local"
@@ -166,7 +166,7 @@ def kept(batch: MicroBatch, part: str) -> Kept:
 
 
 def _input_and_norm(b: MicroBatch) -> Kept:
-    """What every part keeps: its input, and the norm's output; of a norm after the part, too, the operand."""
+    """Return what every part keeps: its input, and the norm's output; of a norm after the part, too, the operand."""
     size = b.slice * b.element * b.widths.hidden
     return {INPUT: size, NORM: size * b.norms + b.slice * b.widths.hidden * b.wide * b.norms}
 

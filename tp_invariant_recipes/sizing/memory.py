@@ -104,7 +104,7 @@ class Estimate:
 
 
 def estimate(config: RunConfig) -> Estimate:
-    """The memory of a run whose configuration has been checked. Imports neither torch nor Megatron."""
+    """Return the memory of a run whose configuration has been checked. Imports neither torch nor Megatron."""
     at = config.layout
     # The first stage has an embedding and the most micro-batches, the last one the logits; others are as the second.
     stages = [_stage(config, at, stage) for stage in sorted({0, min(1, at.pp - 1), at.pp - 1})]
@@ -173,13 +173,13 @@ def _tied(config: RunConfig, at: Layout) -> bool:
 
 
 def _sum(config: RunConfig, held: Counter[str], of: Callable[[Model, str], Weights]) -> Weights:
-    """What `of` counts of all parts of some layers."""
+    """Return what `of` counts of all parts of some layers."""
     parts = (of(config.model, part) * count for layer, count in held.items() for part in layer)
     return sum(parts, Weights())
 
 
 def _layers(config: RunConfig, at: Layout, stage: int) -> Counter[str]:
-    """The layers of a stage by kind, each kind divided as all layers are."""
+    """Return the layers of a stage by kind, each kind divided as all layers are."""
     layers, model = size.layers(config.model), config.model
     first = model.get("num_layers_in_first_pipeline_stage")
     final = model.get("num_layers_in_last_pipeline_stage")
@@ -374,7 +374,7 @@ def _working(
 
 
 def _in_turn(config: RunConfig, batch: MicroBatch, held: Counter[str], *, last: bool) -> float:
-    """The most that the backward pass of a kind of layer has, without what a later layer of another kind kept."""
+    """Get the most that the backward pass of a kind of layer has, without what a later layer of another kind kept."""
     most, gone, final = 0.0, 0.0, size.final(config.model)
     ahead = [size.layers_ahead(config.model)] if last and size.depths_ahead(config.model) else []
     for layer in (*ahead, *sorted(held, key=lambda layer: layer != final)):
@@ -385,19 +385,19 @@ def _in_turn(config: RunConfig, batch: MicroBatch, held: Counter[str], *, last: 
 
 
 def _backward(config: RunConfig, batch: MicroBatch, layer: str) -> float:
-    """What the backward pass of a layer has for itself and computes again, without what its later parts kept."""
+    """Return what the backward pass of a layer has for itself and computes again, without what its later parts kept."""
     rows = [sum(activations.kept(batch, part).values()) for part in layer]
     recomputed = _unit(config) * (sum(rows) - _kept(config, batch, layer))
     return recomputed + max(activations.backward(batch, part) - sum(rows[n + 1 :]) for n, part in enumerate(layer))
 
 
 def _logits(b: MicroBatch, logits: int) -> int:
-    """The bytes that stay of logits until their backward pass: stock's softmax in fp32 beside them."""
+    """Return the bytes that stay of logits until their backward pass: stock's softmax in fp32 beside them."""
     return logits * (b.element + (0 if b.tree or b.element == FP32 else FP32))
 
 
 def _stock_loss(b: MicroBatch, logits: int, largest: int, tp: int) -> tuple[int, ...]:
-    """The logits and their softmax in fp32; the logits' gradient with the matrix's and the tokens'.
+    """Return the logits and their softmax in fp32; the logits' gradient with the matrix's and the tokens'.
 
     logits, largest: numbers of the rank's logits and of its output matrix.
     """
@@ -405,7 +405,8 @@ def _stock_loss(b: MicroBatch, logits: int, largest: int, tp: int) -> tuple[int,
 
 
 def _tree_loss(b: MicroBatch, logits: int, largest: int, tp: int) -> tuple[int, ...]:
-    """The logits and their gradient; the gradient with nodes of the tree, leaving and arriving, and gathered tokens.
+    """Return the logits and their gradient; the gradient with nodes of the tree, leaving and arriving, and gathered
+    tokens.
 
     On a CPU also the gradient as numerics/products/cpu.py multiplies it, in fp32: with the matrix's, the tokens and the
     partial products of their gradient.
@@ -419,7 +420,7 @@ def _tree_loss(b: MicroBatch, logits: int, largest: int, tp: int) -> tuple[int, 
 
 
 def _gather_loss(b: MicroBatch, logits: int, largest: int, tp: int) -> tuple[int, ...]:
-    """The logits and their gradient; the gradient with the whole matrix, twice, and whole tokens.
+    """Return the logits and their gradient; the gradient with the whole matrix, twice, and whole tokens.
 
     On a CPU the whole matrix and a sum in fp32 also, as kernels/products/fixed_tile_product.py multiplies them.
     """
@@ -429,7 +430,7 @@ def _gather_loss(b: MicroBatch, logits: int, largest: int, tp: int) -> tuple[int
 
 
 def _loss_of(arithmetic: Mode | None) -> Callable[[MicroBatch, int, int, int], tuple[int, ...]]:
-    """The bytes at the moments of the loss."""
+    """Return the bytes at the moments of the loss."""
     if arithmetic is None:
         return _stock_loss
     return _gather_loss if arithmetic.gathers_operands else _tree_loss

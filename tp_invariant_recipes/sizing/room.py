@@ -26,7 +26,7 @@ class Room:
 
 
 def room(config: RunConfig, *, here: bool) -> Room | None:
-    """The memory of the run's GPUs or node. None: not known.
+    """Return the memory of the run's GPUs or node. None: not known.
 
     here: whether its ranks will run on this machine.
     """
@@ -41,7 +41,8 @@ def room(config: RunConfig, *, here: bool) -> Room | None:
 
 
 def problems(config: RunConfig, *, here: bool) -> list[str]:
-    """The reason why the run cannot fit, with the figures and the overrides that lower them; empty if it may fit.
+    """Return the reason why the run cannot fit, with the figures and the overrides that lower them; empty if it may
+    fit.
 
     here: as for `room`.
     """
@@ -88,7 +89,7 @@ def summary(config: RunConfig, *, here: bool) -> str:
 
 
 def table(need: Estimate) -> list[str]:
-    """The estimate for people: a line a part, then a rank, and the node where its ranks share the memory."""
+    """Return the estimate for people: a line a part, then a rank, and the node where its ranks share the memory."""
     rows = [*need.parts.items(), ("a rank", need.rank)]
     if need.shared:
         rows += [
@@ -101,7 +102,7 @@ def table(need: Estimate) -> list[str]:
 
 
 def as_dict(need: Estimate) -> dict[str, object]:
-    """The estimate for machines, in bytes."""
+    """Return the estimate for machines, in bytes."""
     return {
         "parts": dict(need.parts),
         "rank": need.rank,
@@ -112,7 +113,7 @@ def as_dict(need: Estimate) -> dict[str, object]:
 
 
 def _ways(config: RunConfig, need: Estimate) -> list[str]:
-    """Overrides that lower the estimate, the larger parts' first."""
+    """Return overrides that lower the estimate, the larger parts' first."""
     at, model = config.layout, config.model
     tokens = need.parts[ACTIVATIONS] + need.parts[LOSS]
     of_tokens = ["lower seq=" if activations.sequences(config) == 1 else "lower mbs= or seq="]

@@ -85,7 +85,7 @@ class Widths:
 
 
 def widths(model: Model) -> Widths:
-    """The widths of a model section."""
+    """Return the widths of a model section."""
     hidden, heads = model["hidden_size"], model["num_attention_heads"]
     channels = model.get("kv_channels") or hidden // heads
     ffn = model.get("ffn_hidden_size") or 4 * hidden
@@ -147,7 +147,7 @@ def layers(model: Model) -> Counter[str]:
 
 
 def final(model: Model) -> str:
-    """The kind of the last layer."""
+    """Return the kind of the last layer."""
     pattern = model.get("hybrid_layer_pattern")
     return _of_pattern(pattern)[-1] if pattern else _kinds(model)[0](model["num_layers"] - 1)
 
@@ -157,7 +157,7 @@ def _of_pattern(pattern: str) -> str:
 
 
 def _kinds(model: Model) -> tuple[Callable[[int], str], int]:
-    """The kind of a GPT model's layer by its number, and after how many layers kinds repeat."""
+    """Return the kind of a GPT model's layer by its number, and after how many layers kinds repeat."""
     net = delta_net.has_it(model)
     sparse = (model.get("moe_layer_freq") or 1) if model.get("num_moe_experts") else [0]
     linear = (model.get(delta_net.FREQUENCY) or 1) if net else [0]
@@ -171,12 +171,12 @@ def _kinds(model: Model) -> tuple[Callable[[int], str], int]:
 
 
 def weights(model: Model, part: str) -> Weights:
-    """The parameters of one part of a layer, with the norm before it."""
+    """Return the parameters of one part of a layer, with the norm before it."""
     return matrices(model, part) + _others(model, part)
 
 
 def matrices(model: Model, part: str) -> Weights:
-    """The matrices of one part of a layer, which Muon updates."""
+    """Return the matrices of one part of a layer, which Muon updates."""
     w = widths(model)
     if part == ATTENTION and latent(model):
         heads = model["num_attention_heads"]
@@ -210,7 +210,7 @@ def matrices(model: Model, part: str) -> Weights:
 
 
 def _others(model: Model, part: str) -> Weights:
-    """The norms, biases, convolutions and numbers of heads of one part of a layer."""
+    """Return the norms, biases, convolutions and numbers of heads of one part of a layer."""
     w, biased = widths(model), bool(model.get("add_bias_linear"))
     own_norm, more = norm(model), (norms(model) - 1) * norm(model)
     if part == ATTENTION and latent(model):
@@ -260,7 +260,7 @@ def norms(model: Model) -> int:
 
 
 def adapters(model: Model, part: str, dim: int, targets: Collection[str], *, shared: bool = True) -> Weights:
-    """The parameters of the adapters of one part of a layer. targets: the linear layers that have one.
+    """Return the parameters of the adapters of one part of a layer. targets: the linear layers that have one.
 
     shared: the experts of a layer share theirs.
     """
@@ -295,19 +295,19 @@ def _feed_forward(w: Widths, ffn: int) -> dict[str, int]:
 
 
 def embedding(model: Model) -> Weights:
-    """The parameters of one matrix between tokens and features."""
+    """Return the parameters of one matrix between tokens and features."""
     size = model["vocab_size"] * model["hidden_size"]
     return Weights(split=size, largest=size)
 
 
 def positions(model: Model) -> Weights:
-    """The parameters of learned positions, which every rank of tp has whole."""
+    """Return the parameters of learned positions, which every rank of tp has whole."""
     learned = model.get("position_embedding_type") == LEARNED
     return Weights(whole=model["seq_length"] * model["hidden_size"] if learned else 0)
 
 
 def ahead(model: Model, of: Callable[[Model, str], Weights] = weights) -> Weights:
-    """The parameters of multi-token prediction: of each depth its layers, a projection and three norms.
+    """Return the parameters of multi-token prediction: of each depth its layers, a projection and three norms.
 
     of: what counts; `matrices`: those.
     """
@@ -326,7 +326,7 @@ def depths_ahead(model: Model) -> int:
 
 
 def layers_ahead(model: Model) -> str:
-    """The parts of the layers of one depth: of one like the model's last, or of a hybrid model's pattern."""
+    """Return the parts of the layers of one depth: of one like the model's last, or of a hybrid model's pattern."""
     pattern = model.get("mtp_hybrid_override_pattern")
     if pattern is not None:
         return str(pattern)

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def from_folder(folder: Path) -> Any:
-    """The AutoBridge of a folder with a config.json; it reads weights when they are asked for.
+    """Return the AutoBridge of a folder with a config.json; it reads weights when they are asked for.
 
     Only files of the folder are read, and none of its code is run.
     """
@@ -13,7 +13,7 @@ def from_folder(folder: Path) -> Any:
 
 
 def from_config(folder: Path) -> Any:
-    """The AutoBridge of a folder that has a config.json alone, for weights that are to be written."""
+    """Return the AutoBridge of a folder that has a config.json alone, for weights that are to be written."""
     from transformers import AutoConfig
 
     return _class().from_hf_config(AutoConfig.from_pretrained(str(folder), local_files_only=True))

@@ -124,7 +124,7 @@ class Family:
         return None
 
     def of_model(self, key: str, sizes: Mapping[str, Any]) -> Any:
-        """A size as the field of the model has it.
+        """Return a size as the field of the model has it.
 
         A window of Megatron's counts the positions before a token, which Hugging Face's has in it.
         """
@@ -134,7 +134,7 @@ class Family:
         return not value if key == "norm_topk_prob" else value
 
     def sizes(self, model: Mapping[str, Any]) -> dict[str, Any]:
-        """The sizes of a model, a section `model` of a tree."""
+        """Return the sizes of a model, a section `model` of a tree."""
         sizes = self._heads(model)
         if self.experts:
             sizes["norm_topk_prob"] = not sizes["norm_topk_prob"]
@@ -146,7 +146,7 @@ class Family:
         return sizes
 
     def _heads(self, model: Mapping[str, Any]) -> dict[str, Any]:
-        """The sizes as the model has them, and those of heads that it leaves to Megatron-Core."""
+        """Return the sizes as the model has them, and those of heads that it leaves to Megatron-Core."""
         sizes = {key: model.get(name, default) for key, (name, default) in self.fields.items()}
         heads = sizes["num_attention_heads"]
         sizes["num_key_value_heads"] = sizes["num_key_value_heads"] or heads
@@ -154,7 +154,10 @@ class Family:
         return sizes
 
     def absent(self, key: str) -> tuple[Any, ...]:
-        """What a key stands for where config.json lacks it, and a size that may be 0: (0,). Empty: it is needed."""
+        """Return what a key stands for where config.json lacks it, and a size that may be 0: (0,).
+
+        Empty: it is needed.
+        """
         return ()
 
     def spare(self, name: str, sizes: Mapping[str, Any]) -> bool:
@@ -162,11 +165,14 @@ class Family:
         return False
 
     def rotary(self, rope: Mapping[str, Any]) -> dict[str, Any]:
-        """The sizes in rope_parameters of config.json. Raises ValueError as `rope`, and KeyError."""
+        """Return the sizes in rope_parameters of config.json. Raises ValueError as `rope`, and KeyError."""
         return {"rope_theta": rope["rope_theta"], "rope_factor": self.rope(rope)}
 
     def rope(self, rope: Mapping[str, Any]) -> float | None:
-        """The factor in rope_parameters of config.json. Raises ValueError: Megatron-Core has other frequencies."""
+        """Return the factor in rope_parameters of config.json.
+
+        Raises ValueError: Megatron-Core has other frequencies.
+        """
         kind = rope.get("rope_type", "default")
         if kind == "llama3" and all(rope.get(key) == value for key, value in LLAMA3_ROPE.items()):
             return float(rope["factor"])
@@ -175,7 +181,7 @@ class Family:
         return None
 
     def config(self, model: Mapping[str, Any]) -> dict[str, Any]:
-        """What config.json of a model holds beside the names of the architecture and the dtype."""
+        """Return what config.json of a model holds beside the names of the architecture and the dtype."""
         sizes = self.sizes(model)
         theta, factor = sizes.pop("rope_theta"), sizes.pop("rope_factor")
         rope: dict[str, Any] = {"rope_type": "default"} if factor is None else {"rope_type": "llama3", "factor": factor}

@@ -31,7 +31,7 @@ _NAMES = ", ".join(family.architecture for family in FAMILIES)
 
 
 def family_of(model: Mapping[str, Any]) -> Family | str:
-    """The architecture of a model, a section `model` of a tree; if it has none here, why."""
+    """Return the architecture of a model, a section `model` of a tree; if it has none here, why."""
     if model.get("hybrid_layer_pattern"):
         return f"a hybrid model has no weights that tpi imports or exports; it knows {_NAMES}"
     own = _own(model)
@@ -58,7 +58,7 @@ def family_of(model: Mapping[str, Any]) -> Family | str:
 
 
 def _own(model: Mapping[str, Any]) -> Family | None:
-    """The architecture of layers that no other has; None: it is one of PLAIN, or none."""
+    """Return the architecture of layers that no other has; None: it is one of PLAIN, or none."""
     if (name := families.family_of(model)) is not None:
         return hf_families.FAMILIES[name]
     if families.delta_sizes(model):
@@ -74,7 +74,7 @@ def _head(model: Mapping[str, Any]) -> int:
 
 
 def _shared_expert(model: Mapping[str, Any]) -> str | None:
-    """What of GLM's experts its config.json has no place for."""
+    """Return what of GLM's experts its config.json has no place for."""
     if dense_first(model.get("moe_layer_freq"), model["num_layers"]) is None:
         return f"{GLM_45.architecture} has its dense layers first; model.moe_layer_freq"
     shared, routed = model.get("moe_shared_expert_intermediate_size"), model.get("moe_ffn_hidden_size")
@@ -85,7 +85,7 @@ def _shared_expert(model: Mapping[str, Any]) -> str | None:
 
 
 def config_of(family: Family, model: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """What config.json of a model holds. dtype: of the weights, such as "bfloat16"."""
+    """Return what config.json of a model holds. dtype: of the weights, such as "bfloat16"."""
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -144,7 +144,7 @@ WITHOUT = {"Qwen3NextForCausalLM": ("model.mtp_num_layers=null",)}
 
 
 def model_of(checkpoint: Checkpoint) -> tuple[str, list[str]]:
-    """The model of a folder: one of conf/model/, and the overrides that give it the folder's sizes.
+    """Return the model of a folder: one of conf/model/, and the overrides that give it the folder's sizes.
 
     Raises ConfigError: its architecture, or a part of its config.json, is not known here.
     """
@@ -160,7 +160,7 @@ def model_of(checkpoint: Checkpoint) -> tuple[str, list[str]]:
 
 
 def _named(checkpoint: Checkpoint) -> Family:
-    """The architecture that config.json names. Raises ValueError: none, or one that is not known here."""
+    """Return the architecture that config.json names. Raises ValueError: none, or one that is not known here."""
     named = checkpoint.config.get("architectures")
     for family in FAMILIES:
         if named == [family.architecture]:
@@ -207,7 +207,7 @@ def _config(folder: Path) -> Any:
 
 
 def _sizes(family: Family, config: Any) -> dict[str, Any]:
-    """Raises AttributeError, TypeError, ValueError: a size is missing or none."""
+    """Raise AttributeError, TypeError, ValueError: a size is missing or none."""
     special = family.rotary(config.rope_parameters)
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

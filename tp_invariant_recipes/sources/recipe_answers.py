@@ -50,7 +50,7 @@ def prepare(model: str, *question: Any, hf_folder: str | None = None) -> None:
 
 
 def answer(make: Callable[[], Any], *question: Any) -> Any:
-    """The answer to a question, a value of JSON: the one that `prepare` has found, or what `make` returns."""
+    """Return the answer to a question, a value of JSON: the one that `prepare` has found, or what `make` returns."""
     key = _keys.get(question)
     if key is None:
         return make()
@@ -99,7 +99,7 @@ def _key(question: tuple[Any, ...], hf_folder: str | None) -> str:
 
 @cache
 def _sources() -> tuple[Path, ...]:
-    """The files of Bridge and Megatron-Core."""
+    """Return the files of Bridge and Megatron-Core."""
     files: list[Path] = []
     for name in _SOURCES:
         with suppress(ImportError):  # `recipe_source.preload` says what is missing
@@ -110,7 +110,7 @@ def _sources() -> tuple[Path, ...]:
 
 
 def _configurations(hf_folder: str | None) -> Iterator[Path]:
-    """The configurations of models that a recipe may read."""
+    """Yield the configurations of models that a recipe may read."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
     yield from hub.glob("models--*/refs/*")

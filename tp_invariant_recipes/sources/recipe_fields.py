@@ -25,7 +25,7 @@ _UNSET: tuple[Any, ...] = (None, [], {}, ())
 
 
 def plain_fields(values: Mapping[str, Any], cls: type, stated: Collection[str]) -> tuple[dict[str, Any], list[str]]:
-    """The fields that differ from the defaults of their class, and those of `stated`: name -> plain value.
+    """Return the fields that differ from the defaults of their class, and those of `stated`: name -> plain value.
 
     values: as `values` returns them. cls: the class that a run will have there.
     Returns the names of what no tree can hold, too.
@@ -57,7 +57,8 @@ def values(part: Any) -> Iterator[tuple[str, Any]]:
 
 
 def unknown(part: Any, prefix: str = "", seen: frozenset[int] = frozenset()) -> Iterator[tuple[str, str]]:
-    """The attributes of settings that are no field, and that no method of their class knows: path -> what is wrong.
+    """Yield the attributes of settings that are no field, and that no method of their class knows: path -> what is
+    wrong.
 
     prefix: of the paths. Settings in settings count, too.
     """
@@ -87,7 +88,7 @@ def _used_by_methods(cls: type) -> frozenset[str]:
 
 
 def default(field: dataclasses.Field) -> Any:
-    """The default of a field; MISSING: it has none."""
+    """Return the default of a field; MISSING: it has none."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return MISSING if field.default is dataclasses.MISSING else field.default
@@ -109,7 +110,7 @@ def _equal(value: Any, default: Any) -> bool:
 
 
 def plain(value: Any, hint: Any) -> Any:
-    """A value as a configuration file holds it, which the hint converts back; MISSING: there is none."""
+    """Return a value as a configuration file holds it, which the hint converts back; MISSING: there is none."""
     if hint is bool and type(value) is int:  # Bridge's own recipes have 100 for a yes
         return bool(value)
     text_of_it = serialize(value)
@@ -123,7 +124,7 @@ def plain(value: Any, hint: Any) -> Any:
 
 
 def serialize(value: Any) -> Any:
-    """A value as a configuration file has it; MISSING: no file can hold it."""
+    """Return a value as a configuration file has it; MISSING: no file can hold it."""
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, str) and "${" in value:  # Hydra would resolve it
@@ -152,7 +153,7 @@ def _listed(value: Any) -> Any:
 
 
 def precision(value: Any) -> Any:
-    """A name of Bridge's, or the fields."""
+    """Return a name of Bridge's, or the fields."""
     if value is None or isinstance(value, str):
         return value
     from megatron.bridge.training.mixed_precision import get_mixed_precision_config
@@ -162,7 +163,9 @@ def precision(value: Any) -> Any:
 
 
 def preset(precision: Any) -> str | None:
-    """The name of a precision, as `precision` has it, once its gradients are added in fp32; None: it has none then."""
+    """Return the name of a precision, as `precision` has it, once its gradients are added in fp32; None: it has none
+    then.
+    """
     from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 
     if not isinstance(precision, dict):
@@ -173,7 +176,7 @@ def preset(precision: Any) -> str | None:
 
 
 def _presets() -> tuple[str, ...]:
-    """The names of Bridge's that a configuration holds as names."""
+    """Return the names of Bridge's that a configuration holds as names."""
     return (NAMED_PRECISION, *low_precision.NAMED)
 
 

@@ -223,7 +223,7 @@ def _own(model: str, container: ConfigContainer, kept: list[str]) -> dict[str, A
 
 
 def _foreign(container: ConfigContainer) -> Iterator[str]:
-    """What tpi has no place for."""
+    """Yield what tpi has no place for."""
     if not dataclasses.is_dataclass(container.model):
         yield f"its model is {type(container.model).__name__}, which is no class of settings"
     for name, path in schema.BRIDGE_SECTIONS.items():
@@ -247,7 +247,7 @@ def _foreign(container: ConfigContainer) -> Iterator[str]:
 
 
 def _extra_modalities(model: Any) -> str:
-    """What a model takes beside text, by the names of its fields; empty: text alone."""
+    """Return what a model takes beside text, by the names of its fields; empty: text alone."""
     names = [field.name for field in dataclasses.fields(model)] if dataclasses.is_dataclass(model) else []
     parts = [name for name in names if name != "is_vision_language"]  # a model's of text, too
     return " and ".join(what for word, what in MODALITIES.items() if any(word in name.split("_") for name in parts))
@@ -259,12 +259,12 @@ def _sections(container: ConfigContainer) -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def _conf() -> dict[str, Any]:
-    """The sections of `conf/config.yaml` as written."""
+    """Return the sections of `conf/config.yaml` as written."""
     return yaml.safe_load((conf_files.conf_dir() / "config.yaml").read_text(encoding="utf-8"))
 
 
 def _class(section: str, part: Any) -> type:
-    """The class that a run will have there: Bridge's, where the recipe has Core's that it derives from."""
+    """Return the class that a run will have there: Bridge's, where the recipe has Core's that it derives from."""
     path = schema.BRIDGE_SECTIONS[section]
     if section == "dataset" and type(part) is schema.bridge_class(schema.SFT_DATASET):
         return type(part)
@@ -272,7 +272,7 @@ def _class(section: str, part: Any) -> type:
 
 
 def _values(section: str, part: Any) -> dict[str, Any]:
-    """The fields of a section, but those that say nothing."""
+    """Return the fields of a section, but those that say nothing."""
     left_out = COPIES | UNREAD
     fields = {name: value for name, value in recipe_fields.values(part) if f"{section}.{name}" not in left_out}
     values = {
@@ -290,7 +290,7 @@ def _values(section: str, part: Any) -> dict[str, Any]:
 
 
 def _stated(section: str, values: Mapping[str, Any]) -> set[str]:
-    """The fields that are written down whatever their value: conf/config.yaml has others, or rules read them."""
+    """Return the fields that are written down whatever their value: conf/config.yaml has others, or rules read them."""
     ruled = {name for name in READ_BY_RULES if values.get(name) is not None} if section == "model" else set()
     ruled |= {*peft.STATED} if section == peft.SECTION else set()
     return ruled | (_conf().get(section) or {}).keys()
@@ -337,7 +337,7 @@ def _apply_followers(layer: dict[str, Any]) -> None:
 
 
 def _sizes(layer: dict[str, Any]) -> None:
-    """The numbers that Bridge and Megatron-Core would fill in, since rules reckon with them."""
+    """Set the numbers that Bridge and Megatron-Core would fill in, since rules reckon with them."""
     model, tokenizer = layer["model"], layer["tokenizer"]
     if model.get("vocab_size") is None:
         model["vocab_size"] = tokenizer.get("vocab_size") or 0  # 0 is refused by the name of the key
@@ -350,7 +350,7 @@ def _sizes(layer: dict[str, Any]) -> None:
 
 
 def _graphs(model: dict[str, Any]) -> None:
-    """The modules of CUDA graphs by the present name of their field."""
+    """Name the modules of CUDA graphs by the present name of their field."""
     if not cuda_graphs.requested(model):
         model.pop("cuda_graph_scope", None)
     elif isinstance(model.get("cuda_graph_scope"), list):
@@ -358,7 +358,9 @@ def _graphs(model: dict[str, Any]) -> None:
 
 
 def _data(layer: dict[str, Any]) -> str:
-    """The kind of data: "mock" is what Megatron generates, "recipe" what the recipe names or describes as examples."""
+    """Return the kind of data: "mock" is what Megatron generates, "recipe" what the recipe names or describes as
+    examples.
+    """
     dataset = layer["dataset"]
     if sft.is_sft(dataset):
         return "recipe"
@@ -366,7 +368,7 @@ def _data(layer: dict[str, Any]) -> str:
 
 
 def _tokenizer(layer: dict[str, Any], hf_folder: str | None, *, text_data: bool) -> None:
-    """A recipe's tokenizer counts for its own data. What tpi generates or prepares has token ids, no text.
+    """Keep a recipe's tokenizer for its own data. What tpi generates or prepares has token ids, no text.
 
     hf_folder: what stands for the recipe's models, and for their tokenizer if it has one.
     """
@@ -385,7 +387,7 @@ def _tokenizer(layer: dict[str, Any], hf_folder: str | None, *, text_data: bool)
 
 
 def without_defaults(model: dict[str, Any], answer: RecipeAnswer) -> dict[str, Any]:
-    """The fields of a model but those that no rule reads and that have the default of the model's class.
+    """Return the fields of a model but those that no rule reads and that have the default of the model's class.
 
     An override can so take back what a recipe sets.
     """
@@ -398,7 +400,8 @@ def without_defaults(model: dict[str, Any], answer: RecipeAnswer) -> dict[str, A
 def without_pretraining_fields(
     dataset: dict[str, Any], answer: RecipeAnswer, requested: Collection[str]
 ) -> dict[str, Any]:
-    """A section `dataset` without the fields of conf/config.yaml that are of pretraining, where it is of examples.
+    """Return a section `dataset` without the fields of conf/config.yaml that are of pretraining, where it is of
+    examples.
 
     requested: the paths that the command line sets.
     """

@@ -24,7 +24,7 @@ class Unknown(Exception):
 
 
 def module_file(name: str) -> Path:
-    """The source of a module, which is not imported.
+    """Return the source of a module, which is not imported.
 
     Raises ModuleNotFoundError, with the nearest name: Python finds no such module; Unknown.
     """
@@ -85,7 +85,7 @@ def _is_dynamic(node: ast.AST) -> bool:
 
 
 def _given(node: ast.AST) -> Iterable[str]:
-    """The names that a node of a source gives a value, those of functions included."""
+    """Return the names that a node of a source gives a value, those of functions included."""
     if isinstance(node, ast.alias):
         return [node.asname or node.name.partition(".")[0]]
     if isinstance(node, ast.Name):

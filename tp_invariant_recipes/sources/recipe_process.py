@@ -31,7 +31,7 @@ def forks() -> bool:
 
 
 def run[T](model: str, function: Callable[[], T]) -> T:
-    """What `function` returns, called in a process that may import and call `model`, if that is a recipe.
+    """Return what `function` returns, called in a process that may import and call `model`, if that is a recipe.
 
     Raises the TpiError that it raises; ConfigError: the recipe raises anything else, or ends the process; RuntimeError:
     a defect of tpi.

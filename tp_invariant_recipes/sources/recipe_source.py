@@ -79,7 +79,7 @@ def is_recipe(model: str) -> bool:
 
 
 def absolute(model: str | None) -> str | None:
-    """The model with the path of a recipe's file made absolute: runs can resume from any directory.
+    """Return the model with the path of a recipe's file made absolute: runs can resume from any directory.
 
     What names no recipe, or none that could be read, stays as it is.
     """
@@ -115,12 +115,12 @@ def parse(model: str) -> Source:
 
 @functools.cache
 def names() -> tuple[str, ...]:
-    """The recipes of the Bridge in the locks, from a table; a test compares it with the installed Bridge."""
+    """Return the recipes of the Bridge in the locks, from a table; a test compares it with the installed Bridge."""
     return tuple(json.loads(Path(__file__).with_name("bridge_recipes.json").read_text(encoding="utf-8")))
 
 
 def installed_names() -> tuple[str, ...]:
-    """The recipes of the installed Bridge: its functions that end in `_config`. Imports Bridge."""
+    """Return the recipes of the installed Bridge: its functions that end in `_config`. Imports Bridge."""
     bridge.load()
     return tuple(sorted(_recipes(importlib.import_module(BRIDGE))))
 
@@ -146,14 +146,14 @@ def _recipes(module: ModuleType) -> dict[str, Callable[..., Any]]:
 
 
 def function(name: str) -> tuple[str, str]:
-    """The module and the name of the function behind a name of `installed_names` or `benchmark_names`."""
+    """Return the module and the name of the function behind a name of `installed_names` or `benchmark_names`."""
     module, _, attribute = name.rpartition(":")
     recipe = inspect.unwrap(getattr(importlib.import_module(module or BRIDGE), attribute))
     return recipe.__module__, recipe.__qualname__
 
 
 def family(name: str) -> str:
-    """The name of the file of Bridge that defines one of its recipes, `perf/` before those of benchmarks."""
+    """Return the name of the file of Bridge that defines one of its recipes, `perf/` before those of benchmarks."""
     module, _ = function(name)
     return f"{'perf/' if module.startswith(BENCHMARKS) else ''}{module.rpartition('.')[2]}"
 
@@ -191,7 +191,7 @@ def _possible(model: str) -> Source:
 
 
 def _check_source(model: str, source: Source) -> None:
-    """Raises ConfigError: the source of the file or module shows that it lacks the function, or cannot be imported."""
+    """Raise ConfigError: the source of the file or module shows that it lacks the function, or cannot be imported."""
     where = source.file or source.module
     try:
         file = source.file or recipe_names.module_file(str(source.module))
@@ -214,7 +214,10 @@ def of_bridge(model: str) -> bool:
 
 
 def find(model: str) -> Callable[..., Any]:
-    """The function that `recipe=…` names. Imports Bridge, and the module or runs the file. Raises ConfigError."""
+    """Return the function that `recipe=…` names. Imports Bridge, and the module or runs the file.
+
+    Raises ConfigError.
+    """
     source = _possible(model)
     bridge.load()
     module = _module(model, source)
@@ -231,7 +234,7 @@ def find(model: str) -> Callable[..., Any]:
 
 
 def _module(model: str, source: Source) -> ModuleType:
-    """The module of a recipe. Raises ConfigError: it cannot be imported, in the words of what failed."""
+    """Return the module of a recipe. Raises ConfigError: it cannot be imported, in the words of what failed."""
     if source.module != BRIDGE:
         _OWN.add(str(source.file.parent) if source.file else str(source.module).partition(".")[0])
     try:
@@ -247,7 +250,7 @@ def _module(model: str, source: Source) -> ModuleType:
 
 @functools.cache
 def _of_file(file: Path) -> ModuleType:
-    """A file as a module. Its folder is on Python's path meanwhile, so that it can import its neighbours."""
+    """Return a file as a module. Its folder is on Python's path meanwhile, so that it can import its neighbours."""
     name = f"{FILES}{hashlib.sha256(str(file).encode()).hexdigest()[:16]}"
     spec = importlib.util.spec_from_file_location(name, str(file))
     assert spec is not None
@@ -266,7 +269,7 @@ def _of_file(file: Path) -> ModuleType:
 
 
 def call(model: str, hf_folder: str | None) -> Any:
-    """What the recipe returns: a ConfigContainer. Nothing is fetched from a network.
+    """Return what the recipe returns: a ConfigContainer. Nothing is fetched from a network.
 
     hf_folder: what stands for every Hugging Face model that the recipe names; None: the cache of Hugging Face.
     Raises ConfigError: no such recipe, it raises, it returns something else, or a configuration is not on this machine.
@@ -295,7 +298,7 @@ def call(model: str, hf_folder: str | None) -> Any:
 
 
 def raised(error: BaseException) -> str:
-    """What a recipe has raised, and where. Nothing that it raises ends tpi."""
+    """Return what a recipe has raised, and where. Nothing that it raises ends tpi."""
     ends = f"ends the program (status {error.code})" if isinstance(error, SystemExit) else None
     return f"the recipe {ends or f'raises {_error_text(error)}'}{place(error)}"
 
@@ -382,6 +385,6 @@ def offline(hf_folder: str | None, requested: list[str]) -> Iterator[None]:
 
 
 def digest(model: str) -> str | None:
-    """The SHA-256 of the file that defines the recipe; None: it has none. Raises ConfigError."""
+    """Return the SHA-256 of the file that defines the recipe; None: it has none. Raises ConfigError."""
     file = inspect.getsourcefile(inspect.unwrap(find(model)))
     return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None

@@ -109,7 +109,7 @@ def _index(folder: Path) -> dict[str, str] | None:
 
 
 def _files(folder: Path, problems: list[str]) -> list[Path]:
-    """The files with the tensors: those of the index, or all."""
+    """Return the files with the tensors: those of the index, or all."""
     try:
         index = _index(folder)
     except (OSError, ValueError) as error:
@@ -138,7 +138,7 @@ def _indexed(folder: Path, tensors: dict[str, Stored]) -> list[str]:
 
 
 def _header(file: Path, problems: list[str]) -> dict[str, Stored]:
-    """The tensors of a file by name. What is wrong is added to `problems`."""
+    """Return the tensors of a file by name. What is wrong is added to `problems`."""
     try:
         return _parsed(file)
     except (OSError, ValueError) as error:
@@ -147,7 +147,7 @@ def _header(file: Path, problems: list[str]) -> dict[str, Stored]:
 
 
 def _parsed(file: Path) -> dict[str, Stored]:
-    """Raises OSError, ValueError: the file is not what the format asks for."""
+    """Raise OSError, ValueError: the file is not what the format asks for."""
     size = file.stat().st_size
     with open_file(file) as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -185,13 +185,13 @@ def _sizes(numbers: Any) -> TypeGuard[list[int]]:
 
 
 def abbreviated(names: list[str]) -> str:
-    """The first of them, and how many more there are."""
+    """Return the first of them, and how many more there are."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return f"{', '.join(names[:SHOWN])}{more}"
 
 
 def _stamp(file: Path) -> tuple[str, int, int]:
-    """What changes when a file is written again."""
+    """Return what changes when a file is written again."""
     status = file.stat()
     return str(file), status.st_size, status.st_mtime_ns
 

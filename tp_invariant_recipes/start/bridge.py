@@ -56,7 +56,7 @@ def _compiled_later() -> AbstractContextManager[None]:
 
 @contextmanager
 def _later() -> Iterator[None]:
-    """Holds while a package is imported that `load` has put off."""
+    """Hold while a package is imported that `load` has put off."""
     with quiet(), _nvml_only():
         yield
 

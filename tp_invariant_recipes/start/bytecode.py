@@ -37,7 +37,9 @@ def packages_without_bytecode() -> list[str]:
 
 
 def _bytecode(package: str) -> Path | None:
-    """The file for the bytecode of a package's first module; None: the package is not installed, or has no source."""
+    """Return the file for the bytecode of a package's first module; None: the package is not installed, or has no
+    source.
+    """
     try:
         spec = find_spec(package)
     except ModuleNotFoundError:

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def at_the_first_call(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces torch.compile: of a function, the result asks `original` when it is first called."""
+    """Replace torch.compile: of a function, the result asks `original` when it is first called."""
 
     def compile(model: Any = None, **options: Any) -> Any:
         if model is None:

@@ -100,7 +100,7 @@ class _Class:
 
 
 def _alone(module: str, name: str) -> Answer:
-    """A name of another module of the package, which can be imported alone."""
+    """Return a name of another module of the package, which can be imported alone."""
     return lambda _: getattr(import_module(module), name)
 
 
@@ -236,7 +236,7 @@ class _InPlace(Loader):
         self._spec = module.__spec__  # the import system sets another, whose loader this is
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The object that stood for the module."""
+        """Return the object that stood for the module."""
         return self._module
 
     def __getattr__(self, name: str) -> Any:
@@ -344,7 +344,7 @@ def _is_below(name: str, parent: str) -> bool:
 
 
 def _find(name: str) -> ModuleSpec | None:
-    """The spec of a module. Its parents are imported."""
+    """Return the spec of a module. Its parents are imported."""
     parent = name.rpartition(".")[0]
     return PathFinder.find_spec(name, import_module(parent).__path__ if parent else None)
 

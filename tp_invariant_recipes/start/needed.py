@@ -31,7 +31,7 @@ HOW = "make bootstrap in a checkout installs the versions that work together (do
 
 
 def check(command: str, modules: Sequence[str]) -> None:
-    """Raises RunError where one of these modules is not installed. Nothing is imported but the parents of modules."""
+    """Raise RunError where one of these modules is not installed. Nothing is imported but the parents of modules."""
     missing = [DISTRIBUTIONS[module] for module in modules if not there(module)]
     if missing:
         raise RunError(message(command, missing))
@@ -53,7 +53,7 @@ def message(command: str, distributions: Sequence[str]) -> str:
 
 
 def missing(error: ModuleNotFoundError) -> str | None:
-    """The distribution whose absence an import has met; None: another module is missing, or this one is not."""
+    """Return the distribution whose absence an import has met; None: another module is missing, or this one is not."""
     name = error.name or ""
     module = next((package for package in DISTRIBUTIONS if name == package or name.startswith(f"{package}.")), None)
     if module is None or there(module):

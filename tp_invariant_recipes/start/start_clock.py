@@ -56,15 +56,15 @@ class StartClock:
             self.seconds[what] += time.monotonic() - since
 
     def restart(self) -> None:
-        """A training of this process has ended, and another one may follow."""
+        """Forget a training of this process, since another one may follow."""
         self.began, self.seconds = time.time(), defaultdict(float)
 
     def step_begins(self) -> None:
-        """The first step begins on this rank."""
+        """Note that the first step begins on this rank."""
         self.stepping, self.before = time.time(), self.seconds[KERNELS]
 
     def parts(self) -> dict[str, float]:
-        """The first step has ended: what the seconds since the start went to, in order."""
+        """End the first step, and return what the seconds since the start went to, in order."""
         imports, kernels = self.seconds[IMPORTS], self.seconds[KERNELS]
         return {
             "composing": self.setting_up - self.began - imports,
@@ -92,7 +92,7 @@ def count_kernels() -> None:
 
 
 def text(parts: Mapping[str, float]) -> str:
-    """The parts as a line; of a file from elsewhere, those that `StartClock.parts` knows."""
+    """Return the parts as a line; of a file from elsewhere, those that `StartClock.parts` knows."""
     parts = {name: parts[name] for name in CLOCK.parts() if name in parts}
     each = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if seconds >= 0.05)
     return f"first step after {sum(parts.values()):.1f} s: {each}"

@@ -26,7 +26,7 @@ _WITHOUT_GPU = (
 
 
 def loop(rank: int, *arguments: Any) -> None:
-    """What the process runs: Megatron's loop, which hashes what it writes, on the rank's own GPU."""
+    """Run Megatron's loop, which hashes what it writes, on the rank's own GPU."""
     parent.serve_starter()
     import torch
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller

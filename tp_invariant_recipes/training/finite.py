@@ -15,7 +15,7 @@ class Finite(Callback):
     """After the recorder, so that the ledger has the step."""
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Raises RunError. A step that the optimizer has skipped changed nothing."""
+        """Raise RunError. A step that the optimizer has skipped changed nothing."""
         if context.grad_norm is None or context.skipped_iter or math.isfinite(norm := float(context.grad_norm)):
             return
         raise RunError(

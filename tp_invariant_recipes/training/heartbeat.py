@@ -60,7 +60,7 @@ class Heartbeats:
         self._all_started = context.RawValue("b", 0)
 
     def __getitem__(self, index: int) -> Sign:
-        """The last sign of the rank at this place."""
+        """Return the last sign of the rank at this place."""
         count, phase, step, thread = self._memory[index * self.FIELDS : (index + 1) * self.FIELDS]
         return Sign(count, Phase(phase), step, thread)
 
@@ -109,7 +109,7 @@ def sign(phase: Phase, step: int | None = None) -> None:
 
 
 def _signs(phase: Phase) -> Callable[[Any, Any], None]:
-    """A callback's method that gives a sign."""
+    """Return a callback's method that gives a sign."""
     return lambda self, context: sign(phase)
 
 
@@ -133,7 +133,7 @@ class First:
         sign(Phase.READY, self.start)
 
     def on_train_step_start(self, context: Any) -> None:
-        """A step begins."""
+        """Note that a step begins."""
         step = context.state.train_state.step + 1
         sign(Phase.LONG_STEP if self.takes_long(step, self.start) else Phase.STEP, step)
 

@@ -44,7 +44,7 @@ class RankInfo:
     ports: tuple[int, ...]
 
     def environment(self, group: int = 0) -> dict[str, str]:
-        """The variables that torchrun would set. group: of the process groups, which one.
+        """Return the variables that torchrun would set. group: of the process groups, which one.
 
         The launcher holds the store, so that no other process can take the port.
         """
@@ -264,7 +264,7 @@ def _logged(run_dir: RunDir, rank_info: RankInfo) -> Iterator[None]:
 
 
 def _errno(error: BaseException | None) -> int | None:
-    """The number of the OSError that this is, or that caused it: writers of checkpoints wrap a full disk's."""
+    """Return the number of the OSError that this is, or that caused it: writers of checkpoints wrap a full disk's."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return error.errno if error else None

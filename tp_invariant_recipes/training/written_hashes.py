@@ -110,7 +110,10 @@ REPLACEMENTS = (
 
 
 def finalized() -> Path:
-    """The folder of the checkpoint whose files all ranks have written last. A save beside the steps ends later ones."""
+    """Return the folder of the checkpoint whose files all ranks have written last.
+
+    A save beside the steps ends later ones.
+    """
     return _finalized[0]
 
 

@@ -32,7 +32,7 @@ def _expert_width(config: RunConfig) -> int:
 
 
 def routed(config: RunConfig, shards: int) -> int:
-    """The number of router logits for a virtual shard of one context shard, or 0 if C is not valid."""
+    """Return the number of router logits for a virtual shard of one context shard, or 0 if C is not valid."""
     contexts, model = config.numerics.context_shards or 1, config.model
     if not (isinstance(contexts, int) and contexts > 0):
         return 0
@@ -45,7 +45,7 @@ def mixed(config: RunConfig) -> bool:
 
 
 def _of_experts(config: RunConfig) -> str | None:
-    """The activation's name in numerics/layers/experts/experts.py.
+    """Return the activation's name in numerics/layers/experts/experts.py.
 
     `activation_func` is a name, in a plain program a function.
     """

@@ -95,7 +95,7 @@ def tokens(config: RunConfig) -> int:
 
 
 def summed(model: dict[str, Any], *, blocks: bool) -> dict[str, int]:
-    """What V shards divide in sums of FP8 products: how a message names it -> its size.
+    """Return what V shards divide in sums of FP8 products: how a message names it -> its size.
 
     Of Mamba's dt a shard has a few numbers: without blocks any number of them. So it has of a delta net's α and β.
     """
@@ -135,7 +135,7 @@ def summed(model: dict[str, Any], *, blocks: bool) -> dict[str, int]:
 
 
 def most_shards(model: dict[str, Any], precision: Any) -> int:
-    """The largest V, a power of two, whose shards are multiples of what the recipe needs; at least 1.
+    """Return the largest V, a power of two, whose shards are multiples of what the recipe needs; at least 1.
 
     Blockwise Mamba's dt does not count: `borders` says what to do about it.
     precision: the section mixed_precision.
@@ -147,7 +147,7 @@ def most_shards(model: dict[str, Any], precision: Any) -> int:
 
 
 def borders(config: RunConfig) -> list[str]:
-    """What ends between two multiples of what the recipe needs."""
+    """Return what ends between two multiples of what the recipe needs."""
     layers = low_precision.fp8_layers(config)
     if layers is None:
         return []

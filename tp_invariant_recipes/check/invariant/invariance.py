@@ -173,7 +173,10 @@ def _name(value: Any) -> str:
 
 
 def _unknown(config: RunConfig) -> list[str]:
-    """A field that is off, as its class has it, changes nothing. tpi asks Bridge of these alone: its import is slow."""
+    """Return a field that is off, as its class has it, changes nothing.
+
+    tpi asks Bridge of these alone: its import is slow.
+    """
     model, sections = config.model, config.sections
     unknown = {name: line for name in sorted(model) for line in catalogue.unknown_of_model([name])}
     return [line for n, line in unknown.items() if model[n] or not schema.is_default("model", sections, n, model[n])]

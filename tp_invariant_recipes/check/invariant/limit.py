@@ -11,12 +11,12 @@ Test = Callable[[RunConfig], Any]
 
 
 def limit(test: Test, why: str = "") -> Rule[RunConfig]:
-    """A limit of every run with invariant numerics."""
+    """Return a limit of every run with invariant numerics."""
     return limit_of(lambda t: True, test, why)
 
 
 def limit_of(needs: Test, test: Test, why: str) -> Rule[RunConfig]:
-    """A limit of those runs to which something applies."""
+    """Return a limit of those runs to which something applies."""
     return Rule(
         RulePhase.FEATURES,
         test,

@@ -20,7 +20,7 @@ def _row(wrong: Callable[[RunConfig, Mapping[str, Any]], Any], why: str) -> Rule
 
 
 def divisors(config: RunConfig) -> tuple[int, ...]:
-    """What divides the length of each packed sequence: V where it is known, and the tokens of a sum in FP8."""
+    """Return what divides the length of each packed sequence: V where it is known, and the tokens of a sum in FP8."""
     shards = config.numerics.virtual_shards
     known = (shards,) if isinstance(shards, int) and shards > 0 else ()
     return (*known, *((each,) if (each := fp8.tokens(config)) > 1 else ()))
@@ -33,7 +33,7 @@ def uneven(config: RunConfig, specs: Mapping[str, Any]) -> bool:
 
 
 def _routed(config: RunConfig, specs: Mapping[str, Any]) -> int:
-    """The number of router logits for a virtual shard of the shortest sequence; 0 without experts."""
+    """Return the number of router logits for a virtual shard of the shortest sequence; 0 without experts."""
     each = specs["pad_seq_to_mult"] // (config.numerics.virtual_shards or 1)
     return each * (config.model.get("num_moe_experts") or 0)
 

@@ -25,7 +25,8 @@ SIZES = (*SHARDED, *fp8.SIZES, delta_net.ATTENTION_GATE)
 
 
 def default_shards(config: RunConfig) -> int:
-    """The default V: the largest power of two up to 8 that the model's sizes, the precision, C and the device allow.
+    """Return the default V: the largest power of two up to 8 that the model's sizes, the precision, C and the device
+    allow.
 
     config: the sections device, mixed_precision, numerics without V, and model, of which it reads SIZES.
     """
@@ -41,7 +42,7 @@ def default_shards(config: RunConfig) -> int:
 
 
 def _unread(config: RunConfig) -> list[str]:
-    """What stock numerics would ignore."""
+    """Return what stock numerics would ignore."""
     of_data, of_context = config.numerics.data_shards, config.numerics.context_shards
     problems = []
     if not config.numerics.adjust:
@@ -82,7 +83,7 @@ _EVALUATED = "validation.eval_global_batch_size"
 
 
 def _data_shards(config: RunConfig) -> list[str]:
-    """What is wrong with D and dp."""
+    """Return what is wrong with D and dp."""
     shards, dp = config.numerics.data_shards, config.parallel.data_parallel_size
     sequences = config.train.get("global_batch_size") or 0  # 0: a program of its own
     if dp & (dp - 1):
@@ -107,7 +108,7 @@ def _data_shards(config: RunConfig) -> list[str]:
 
 
 def _context_shards(config: RunConfig) -> list[str]:
-    """What is wrong with C and cp."""
+    """Return what is wrong with C and cp."""
     shards, cp, model = config.numerics.context_shards, config.layout.cp, config.model
     virtual, tp = config.numerics.virtual_shards or 1, config.layout.tp
     if shards is None:
@@ -145,7 +146,7 @@ def _splits_parts(config: RunConfig, virtual: int) -> bool:
 
 
 def _expert_groups(config: RunConfig) -> list[str]:
-    """What is wrong with X, where D and C are right."""
+    """Return what is wrong with X, where D and C are right."""
     if _data_shards(config) or _context_shards(config):
         return []
     key, groups = "numerics.expert_groups", expert_groups.groups(config)
@@ -185,7 +186,10 @@ def _powers(sequences: int) -> str:
 
 
 def _virtual_shards(config: RunConfig) -> list[str]:
-    """What is wrong with V. The rules of the layout say that tp does not divide the model; a program has none."""
+    """Return what is wrong with V.
+
+    The rules of the layout say that tp does not divide the model; a program has none.
+    """
     if wrong := _shards(config):
         return wrong
     if wrong := _ranks(config):
@@ -194,7 +198,9 @@ def _virtual_shards(config: RunConfig) -> list[str]:
 
 
 def _ragged(config: RunConfig) -> list[str]:
-    """What a CPU rounds in another way at the end of a row that fills no whole vector, with the V that avoids it."""
+    """Return what a CPU rounds in another way at the end of a row that fills no whole vector, with the V that avoids
+    it.
+    """
     if config.device.kind != "cpu":
         return []
     shards, tp = config.numerics.virtual_shards or 1, config.layout.tp

@@ -20,14 +20,20 @@ if TYPE_CHECKING:
 
 
 def table(first: str, *figures: str, last: str) -> Table:
-    """An empty table of runs, for rows that begin with `cells`. figures: titles of columns after the last loss."""
+    """Return an empty table of runs, for rows that begin with `cells`.
+
+    figures: titles of columns after the last loss.
+    """
     numbers = [Column(title, justify="right", no_wrap=True) for title in ("ranks", "steps", "last loss", *figures)]
     ends = (Column(title, overflow="fold") for title in (first, last))
     return Table(next(ends), *numbers, next(ends), box=box.SIMPLE_HEAD, collapse_padding=True)
 
 
 def cells(row: "CellResult", style: str = "") -> list[Text]:
-    """The first cells of a run. They are Text, because a name may contain characters that rich reads as markup."""
+    """Return the first cells of a run.
+
+    They are Text, because a name may contain characters that rich reads as markup.
+    """
     steps = str(row.steps) if row.steps == row.of else f"{row.steps} of {row.of}"
     return [Text(one_line(row.label), style=style), Text(str(row.ranks)), Text(steps), Text(row.last_loss)]
 

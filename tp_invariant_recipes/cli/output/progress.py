@@ -25,13 +25,13 @@ class SlowProgress:
         self.shown = False
 
     def reading(self, file: Path) -> ProgressFn:
-        """A function that reports the bytes read of a file. It takes their number and the file's size."""
+        """Return a function that reports the bytes read of a file. It takes their number and the file's size."""
         return lambda done, total: self._report(
             lambda: f"reading {one_line(str(file))}: {done / total:.0%} of {total / 2**20:,.0f} MiB"
         )
 
     def counting(self, what: str) -> ProgressFn:
-        """A function that reports a count, as in "comparing: step 2 of 50". what: the text before it."""
+        """Return a function that reports a count, as in "comparing: step 2 of 50". what: the text before it."""
         return lambda done, total: self._report(lambda: f"{what} {done:,} of {total:,}")
 
     def _report(self, line: Callable[[], str]) -> None:

@@ -24,7 +24,7 @@ def l2norm(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
 def causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **unused: Any
 ) -> tuple[Tensor, None]:
-    """A causal convolution per channel, `fla.modules.convolution.causal_conv1d`.
+    """Return a causal convolution per channel, `fla.modules.convolution.causal_conv1d`.
 
     x: [batch, seq, channels]; weight: [channels, width]; bias: [channels]. returns: x's shape and dtype, and no state.
     Raises NotImplementedError for packed sequences.

@@ -28,7 +28,7 @@ def chunk_scan(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
 ) -> Tensor:
-    """The state space model of Mamba-2, `mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined`. Per head:
+    """Return the state space model of Mamba-2, `mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined`. Per head:
 
         state[i] = exp(dt[i] A) state[i-1] + dt[i] x[i] B[i]^T        y[i] = (state[i] C[i] + D x[i]) * silu(z[i])
 
@@ -84,7 +84,7 @@ def _in_chunks(tensor: Tensor, missing: int, chunk_size: int) -> Tensor:
 
 
 def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
-    """A causal convolution per channel, `causal_conv1d.causal_conv1d_fn`.
+    """Return a causal convolution per channel, `causal_conv1d.causal_conv1d_fn`.
 
     x: [batch, channels, seq]; weight: [channels, width]; bias: [channels]; activation: None, "silu" or "swish".
     returns: x's shape and dtype.

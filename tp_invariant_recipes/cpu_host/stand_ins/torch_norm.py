@@ -12,7 +12,7 @@ class CentredRMSNorm(torch.nn.RMSNorm):
     """x / sqrt(mean(x²) + eps) · (1 + weight) in fp32, rounded once, as Transformer Engine has it."""
 
     def reset_parameters(self) -> None:
-        """The factor begins as 1."""
+        """Set the factor to 1."""
         torch.nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ class CentredRMSNorm(torch.nn.RMSNorm):
 
 
 def _torch_norm(original: Any) -> staticmethod:
-    """A local norm. It marks the weight for sequence parallelism as Transformer Engine's does."""
+    """Return a local norm. It marks the weight for sequence parallelism as Transformer Engine's does."""
 
     def build(
         cls: type, config: Any, hidden_size: int, eps: float = 1e-5, *args: Any, **kwargs: Any

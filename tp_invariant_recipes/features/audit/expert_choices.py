@@ -38,7 +38,7 @@ class ExpertChoices:
         self._restored: list[tuple[Any, Any]] = []
 
     def hook(self, model: Any) -> None:
-        """Hook the routers of a chunk."""
+        """Register hooks on the routers of a chunk."""
         for name, module in named_modules(model):
             if "TopKRouter" in class_names(module):
                 self._restored.append((module, module.routing))
@@ -61,7 +61,10 @@ class ExpertChoices:
         *args: Any,
         **more: Any,
     ) -> Any:
-        """A router's `routing(logits, …)` with the recorded choices. calls, losses: of it, and those with gradients."""
+        """Return a router's `routing(logits, …)` with the recorded choices.
+
+        calls, losses: of it, and those with gradients.
+        """
         from megatron.core.transformer.moe import router
 
         calls.append(len(calls))
@@ -95,7 +98,7 @@ class ExpertChoices:
             router.topk_routing_with_score_function, router.compute_routing_scores_for_aux_loss = route, for_loss
 
     def _chosen(self, name: str, scores: Tensor, micro_batch: int) -> Tensor | None:
-        """The recorded choice for this rank's tokens, bool [tokens, experts]; None: it has no place."""
+        """Return the recorded choice for this rank's tokens, bool [tokens, experts]; None: it has no place."""
         if self._recorded is None or f"forward/{name}/output.1" not in self._recorded.parts:
             return None
         rows = torch.arange(len(scores))[:, None].expand(scores.shape)

@@ -18,7 +18,7 @@ _LEAST, _MOST = 1e-2, 1e9  # factors beyond these lie on the edge
 
 
 def page(result: dict[str, Any], deviations: Sequence[TensorDeviation]) -> str:
-    """The HTML. result: the contents of `audit.json`."""
+    """Return the HTML. result: the contents of `audit.json`."""
     drawing = factors(deviations, result["margin"])
     names = ("model", "overrides", "reference", "recorded", "device", "bytes", "seconds")
     facts = "; ".join(f"{name}: {_words(result[name])}" for name in names if result.get(name))

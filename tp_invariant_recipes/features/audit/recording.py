@@ -67,7 +67,7 @@ class AuditRecording(AroundOptimizerStep):
             self._dither = Dither(self._chunks, self.seed)
 
     def on_train_step_start(self, context: CallbackContext) -> None:
-        """Hook every module, if the step is recorded."""
+        """Register hooks on every module, if the step is recorded."""
         self._step = context.state.train_state.step + 1
         if self._step not in self.steps:
             return
@@ -119,7 +119,7 @@ class AuditRecording(AroundOptimizerStep):
             self._dither.unhook()
 
     def _weights(self) -> list[Held]:
-        """The master weights, and the weights that have none."""
+        """Return the master weights, and the weights that have none."""
         masters = OptimizerState(self._context.optimizer).masters()
         held = self._shards.held(masters)
         names = set[str]().union(*gathered({part.name for part in held}))

@@ -29,7 +29,7 @@ SIMPLEST: dict[str, Any] = {
 
 
 def overrides(config: RunConfig, own: list[Override], degree: int = 1) -> list[str]:
-    """The overrides that turn a configuration into its reference.
+    """Return the overrides that turn a configuration into its reference.
 
     own:    what --reference says, which comes later and so counts.
     degree: tensor-parallel ranks of the reference, and expert-parallel ones of a model with experts.

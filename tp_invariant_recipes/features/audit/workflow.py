@@ -145,7 +145,7 @@ def _pair_problems(of_reference: Sequence[Override], differing: Sequence[Overrid
 
 
 def _own_reference(model: str, config: RunConfig) -> list[str]:
-    """The problem of a configuration that has nothing its reference has not."""
+    """Return the problem of a configuration that has nothing its reference has not."""
     if audit_reference.overrides(config, []):
         return []
     return [
@@ -155,7 +155,7 @@ def _own_reference(model: str, config: RunConfig) -> list[str]:
 
 
 def _numerics(requested: Sequence[Override]) -> list[str]:
-    """The overrides that a bare audit sets, where the user has not."""
+    """Return the overrides that a bare audit sets, where the user has not."""
     numerics = [text for path, text in NUMERICS.items() if given(requested, path) is None]
     if given(requested, "numerics.mode") is not None or given(requested, "weights.folder") is not None:
         return [text for text in numerics if text == STOCK]
@@ -163,7 +163,7 @@ def _numerics(requested: Sequence[Override]) -> list[str]:
 
 
 def _fitting(audit: Audit) -> Audit:
-    """An audit whose recordings the disk can hold. Raises ConfigError: it cannot."""
+    """Return an audit whose recordings the disk can hold. Raises ConfigError: it cannot."""
     where = audit.directory
     if (free := free_bytes(where.path)) < audit.disk:
         raise ConfigError(
@@ -225,7 +225,7 @@ def recorded(run: Path, reference: Path, directory: Path | None = None) -> dict[
 
 
 def judged(run: AuditedRun, reference: AuditedRun, steps: Sequence[int]) -> tuple[list[TensorDeviation], list[str]]:
-    """The deviations of all steps in order, and the names that are not compared. LedgerError, RunError."""
+    """Return the deviations of all steps in order, and the names that are not compared. LedgerError, RunError."""
     dithered = [dithered_path for n in range(1, DITHERED + 1) if (dithered_path := reference.dithered(n).path).is_dir()]
     if not dithered:
         raise LedgerError(
@@ -298,7 +298,7 @@ def _steps(config: RunConfig) -> int:
 
 
 def _first(config: RunConfig, steps: int, problems: list[str]) -> int:
-    """The first judged step. A step that captures graphs cannot be recorded, so it is the one after."""
+    """Return the first judged step. A step that captures graphs cannot be recorded, so it is the one after."""
     if not cuda_graphs.requested(config.model):
         return 1
     warmup = _warmup(config)
@@ -341,7 +341,7 @@ def _other_starts(config: RunConfig) -> list[str]:
 def _reference(
     model: str, common: list[str | Override], audited: RunConfig, own: list[Override], problems: list[str]
 ) -> tuple[Composed | None, tuple[str, ...]]:
-    """The first reference whose memory suffices, and its overrides."""
+    """Return the first reference whose memory suffices, and its overrides."""
     first: list[str] = []
     for degree in DEGREES:
         more = (*audit_reference.overrides(audited, own, degree), *texts(own))
@@ -428,7 +428,7 @@ def _finite(tensor: TensorDeviation) -> dict[str, Any]:
 
 
 def _module(name: str, tensors: Sequence[TensorDeviation]) -> dict[str, Any]:
-    """A row of the table: the largest factor of each kind that the module has; None: infinite."""
+    """Return a row of the table: the largest factor of each kind that the module has; None: infinite."""
     worst: dict[str, float] = {}
     for tensor in tensors:
         worst[tensor.kind] = max(worst.get(tensor.kind, 0.0), tensor.factor)

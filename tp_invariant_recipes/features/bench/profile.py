@@ -99,18 +99,18 @@ class Trace:
 
 
 def category(name: str) -> str:
-    """The kind of a kernel or operator."""
+    """Return the kind of a kernel or operator."""
     return next((kind for pattern, kind in CATEGORIES if pattern.search(name)), OTHER)
 
 
 def read(file: Path) -> Trace:
-    """A trace's step. Raises OSError or ValueError when the file cannot be read."""
+    """Return a trace's step. Raises OSError or ValueError when the file cannot be read."""
     with gzip.open(file, "rt", encoding="utf-8") as stream:
         return step(json.load(stream)["traceEvents"])
 
 
 def _kernel_times(times: Iterable[tuple[str, float]], steps: int) -> tuple[KernelTime, ...]:
-    """The kernels of a step, those that take longest first. times: name and microseconds of each launch."""
+    """Return the kernels of a step, those that take longest first. times: name and microseconds of each launch."""
     microseconds: dict[str, float] = defaultdict(float)
     launches: Counter[str] = Counter()
     for name, duration in times:
@@ -123,7 +123,7 @@ def _kernel_times(times: Iterable[tuple[str, float]], steps: int) -> tuple[Kerne
 
 
 def step(events: Iterable[dict[str, Any]]) -> Trace:
-    """The mean step of a trace's events. Only what starts inside a marked step counts.
+    """Return the mean step of a trace's events. Only what starts inside a marked step counts.
 
     Raises ValueError when no step is marked.
     """

@@ -124,7 +124,7 @@ def execute(bench: Bench, watch: Callable[[], None]) -> dict[str, Any]:
 
 
 def _check_complete(bench: Bench) -> None:
-    """Raises RunError when the ranks ended without a failure, but before the last step of the last pass."""
+    """Raise RunError when the ranks ended without a failure, but before the last step of the last pass."""
     for rank_number in range(bench.first.layout.world):
         file = bench.directory.figures(rank_number)
         lines = bench.directory.read_figures(rank_number) if file.exists() else []
@@ -137,7 +137,7 @@ def _check_complete(bench: Bench) -> None:
 
 
 def result(bench: Bench, host_python_ms: float) -> dict[str, Any]:
-    """The result of a finished benchmark, as JSON. host_python_ms: as of machine/python_speed.py."""
+    """Return the result of a finished benchmark, as JSON. host_python_ms: as of machine/python_speed.py."""
     first = bench.first
     report = {
         "directory": str(bench.directory.path),
@@ -177,7 +177,7 @@ def _modes_problems(modes: Sequence[str]) -> list[str]:
 
 
 def _graphs_of_all(composed: Iterable[Composed]) -> str:
-    """The CUDA graphs that cuda_graph=auto has chosen for long runs of every mode: off where the choices differ."""
+    """Get the CUDA graphs that cuda_graph=auto has chosen for long runs of every mode: off where the choices differ."""
     chosen = {run.graphs for run in composed}
     option = str(chosen.pop()) if len(chosen) == 1 else graph_choice.OFF
     return f"{graph_choice.GROUP}={option.partition(':')[0]}"
@@ -208,7 +208,7 @@ def _composed(
 
 
 def _named(mode: str) -> tuple[str, set[str]]:
-    """The numerics that a mode of --modes has, and what is added to it."""
+    """Return the numerics that a mode of --modes has, and what is added to it."""
     extras: set[str] = set()
     while extra := next((suffix for suffix in (DIGESTS, GUARD) if mode.endswith(suffix)), None):
         mode = mode.removesuffix(extra)

@@ -25,7 +25,7 @@ OPERATIONS = {
 
 
 def worth_dumping(placed: Comparison) -> tuple[str, ...]:
-    """The first differing tensor and its operands: a module's inputs; for a gradient, the inputs of both passes."""
+    """Get the first differing tensor and its operands: a module's inputs; for a gradient, the inputs of both passes."""
     first = placed.first
     if first is None or first.kind not in DUMPED or " #" in first.name:
         return ()
@@ -43,7 +43,9 @@ def worth_dumping(placed: Comparison) -> tuple[str, ...]:
 
 
 def module_of(placed: Comparison) -> str | None:
-    """The module at which the runs first differ; for a parameter's gradient or weight, the module traced with it."""
+    """Return the module at which the runs first differ; for a parameter's gradient or weight, the module traced with
+    it.
+    """
     first = placed.first
     if first is None or _kind(first) not in DUMPED:
         return None
@@ -55,7 +57,7 @@ def module_of(placed: Comparison) -> str | None:
 
 
 def operation(placed: Comparison) -> str | None:
-    """The operation that made the first difference. None: one of its operands differs, or is not known."""
+    """Return the operation that made the first difference. None: one of its operands differs, or is not known."""
     first = placed.first
     if first is None or not first.inputs_matched:
         return None
@@ -64,7 +66,7 @@ def operation(placed: Comparison) -> str | None:
 
 
 def _kind(first: FirstDifference) -> str:
-    """The kind of the tensor that differs, between runs or between the replicas of one run."""
+    """Return the kind of the tensor that differs, between runs or between the replicas of one run."""
     return first.name.partition("/")[0] if first.kind == REPLICAS else first.kind
 
 

@@ -126,7 +126,7 @@ def execute(bisection: Bisection, watch: Watch) -> dict[str, Any]:
 
 
 def _planned(bisection: Bisection) -> tuple[int, list[Rerun]]:
-    """The last step after which both runs are known to agree, and both again from there. It writes nothing."""
+    """Return the last step after which both runs are known to agree, and both again from there. It writes nothing."""
     equal_until = min(bisection.step - 1, _last_equal((bisection.first.a, bisection.first.b), bisection.step))
     both = plans(bisection, "traced", bisection.step, equal_until)
     for rerun in both:
@@ -204,7 +204,7 @@ def _environment(recorded: dict[str, str]) -> Iterator[None]:
 
 
 def _last_equal(originals: Sequence[Ledger], step: int) -> int:
-    """The last step before `step` after which both runs recorded weights, and equal ones; 0: the start.
+    """Return the last step before `step` after which both runs recorded weights, and equal ones; 0: the start.
 
     An equal loss or norm does not prove equal weights.
     """
@@ -214,7 +214,9 @@ def _last_equal(originals: Sequence[Ledger], step: int) -> int:
 
 
 def _start(original: RunDir, ledger: Ledger, last: int) -> checkpoints.RunCheckpoint | None:
-    """The last complete checkpoint up to step `last`. None: there is none, or the ledger cannot continue from it.
+    """Return the last complete checkpoint up to step `last`.
+
+    None: there is none, or the ledger cannot continue from it.
 
     Raises CheckpointError: it is damaged.
     """
@@ -229,14 +231,14 @@ def _start(original: RunDir, ledger: Ledger, last: int) -> checkpoints.RunCheckp
 
 
 def _lines(ledger: Ledger, steps: int) -> bytes:
-    """The header and the first `steps` steps of a ledger, unchanged."""
+    """Return the header and the first `steps` steps of a ledger, unchanged."""
     if not steps:
         return b""
     return b"".join(line + b"\n" for line in contents(ledger.path).split(b"\n")[: steps + 1])
 
 
 def _train(rerun: Rerun, step: int, watch: Watch, remarks: list[str]) -> Ledger:
-    """The ledger of the run, up to `step`. Raises RunError: it failed before, or was stopped."""
+    """Return the ledger of the run, up to `step`. Raises RunError: it failed before, or was stopped."""
     planned = rerun.plan
     run_dir = planned.run_dir
     if rerun.copied:
@@ -300,7 +302,7 @@ def _result(
 
 
 def _text(repeats: Sequence[Comparison], placed: Comparison) -> str:
-    """The result in words: first the runs that do not repeat themselves, then the first difference."""
+    """Return the result in words: first the runs that do not repeat themselves, then the first difference."""
     lines = [
         f"{run_name(repeated.a)} does not repeat itself here: {verdict_line(repeated)}"
         for repeated in repeats
@@ -319,7 +321,7 @@ def _can_be_trained(ledger: Ledger) -> bool:
 
 
 def _other_versions(comparison: Comparison) -> list[str]:
-    """Runs recorded with other versions than those installed, which may compute other bits."""
+    """Run recorded with other versions than those installed, which may compute other bits."""
     lines = []
     now = versions()
     now.pop("git_commit", None)  # most commits do not change computations
@@ -334,7 +336,7 @@ def _other_versions(comparison: Comparison) -> list[str]:
 
 
 def _other_layouts(ledgers: Sequence[Ledger]) -> list[str]:
-    """Runs that were resumed with other settings than they began with: only the last are known completely."""
+    """Run that were resumed with other settings than they began with: only the last are known completely."""
     return [
         f"{run_name(ledger)} went on after step {entry['after_step']} with other {', '.join(sorted(entry['changed']))}"
         f": it is trained again as it was last"

@@ -62,7 +62,7 @@ class Export:
     adapters: Adapters | None = None
 
     def __call__(self, run_dir: RunDir, rank_info: Any) -> None:
-        """Raises RunError: the checkpoint has no such weights."""
+        """Raise RunError: the checkpoint has no such weights."""
         bridge.load()
         with ExitStack() as stack:
             from megatron.bridge.training.model_load_save import temporary_distributed_context
@@ -84,7 +84,7 @@ class Export:
         return {name for name, _ in family.tensors(family.sizes(self.model))}
 
     def _chunks(self) -> list[Any]:
-        """The model with the weights of the checkpoint."""
+        """Return the model with the weights of the checkpoint."""
         chunks = _model(self.model, torch.float32 if self.masters else _dtype(self.checkpoint))
         load_weights(chunks, self.checkpoint, _masters(self.checkpoint) if self.masters else "")
         return chunks
@@ -128,12 +128,12 @@ def _metadata(checkpoint: Path) -> dict[str, Any]:
 
 
 def _dtype(checkpoint: Path) -> torch.dtype:
-    """The type of a checkpoint's weights."""
+    """Return the type of a checkpoint's weights."""
     return _metadata(checkpoint)["embedding.word_embeddings.weight"].properties.dtype
 
 
 def _base_dtype(adapters: Adapters) -> torch.dtype:
-    """The type of the weights that are adapted. The folder has been checked: its tensors have one type."""
+    """Return the type of the weights that are adapted. The folder has been checked: its tensors have one type."""
     if not adapters.hugging_face:
         return _dtype(adapters.base)
     return (
@@ -192,7 +192,7 @@ def _model(model: dict[str, Any], dtype: torch.dtype) -> list[Any]:
 
 
 def of_all_experts(value: Any) -> Any:
-    """An expert's adapter as the checkpoint has it that all experts share: without the dimension of experts.
+    """Return an expert's adapter as the checkpoint has it that all experts share: without the dimension of experts.
 
     value: a ShardedTensor, or the factory of several, of Megatron-Core.
     """

@@ -159,7 +159,10 @@ def _check_norms(config: RunConfig) -> None:
 
 
 def _adapters(config: RunConfig, identity: Mapping[str, Any], *, merge: bool) -> "Adapters":
-    """The adapters of a run, and where the weights are that they adapt. Raises a TpiError: they are not there."""
+    """Return the adapters of a run, and where the weights are that they adapt.
+
+    Raises a TpiError: they are not there.
+    """
     _check_norms(config)
     from tp_invariant_recipes.features.export.rank import Adapters
 

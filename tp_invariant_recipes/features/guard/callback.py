@@ -89,7 +89,7 @@ class Guard(AroundOptimizerStep):
         sampling.use(self._sampler)
 
     def on_train_step_start(self, context: CallbackContext) -> None:
-        """Raises HardwareFault."""
+        """Raise HardwareFault."""
         self._raise_finding()
         self._step = context.state.train_state.step + 1
         self._products.restart(self._step)
@@ -102,7 +102,7 @@ class Guard(AroundOptimizerStep):
 
     @contextmanager
     def around_optimizer_step(self) -> Iterator[None]:
-        """Raises HardwareFault."""
+        """Raise HardwareFault."""
         if self._judge is not None:
             self._judge.begin()
         self._products.hand_over(self._step)
@@ -140,14 +140,14 @@ class Guard(AroundOptimizerStep):
             self._judge = None
 
     def trusted(self, step: int) -> int:
-        """The last step whose checkpoint is trusted after a fault at a step.
+        """Return the last step whose checkpoint is trusted after a fault at a step.
 
         A good shadow step vouches for all before it. Samples find a fault late, so that it may be older.
         """
         return min(self._good, step - 1) if self._shadows else max(0, step - 1 - self.settings.every)
 
     def _due(self) -> Shadow | None:
-        """What runs the passes of a shadow step; None: the step is none."""
+        """Return what runs the passes of a shadow step; None: the step is none."""
         return self._shadow if self._in_full(self._step) else None
 
     def _in_full(self, step: int) -> bool:
@@ -163,7 +163,7 @@ class Guard(AroundOptimizerStep):
         self._end_together(_surest(self._judge.wait()))
 
     def _raise_finding(self) -> None:
-        """A rank that cannot tell which of several is wrong waits once for one that can, which ends the run."""
+        """Wait once, where this rank cannot tell which of several is wrong, for one that can and ends the run."""
         finding = _surest(self._judge.poll()) if self._judge is not None else None
         if finding is not None and (self._in_doubt or len(finding.ranks) == 1):
             raise self._fault(finding)
@@ -199,7 +199,7 @@ class Guard(AroundOptimizerStep):
         self._end_together(suspicion.wrong_bits(self._step) if self.rank == 0 else None)
 
     def _end_together(self, finding: WrongBits | None) -> None:
-        """Raises HardwareFault on all ranks, with one message, if any has a finding."""
+        """Raise HardwareFault on all ranks, with one message, if any has a finding."""
         ranked_message = None if finding is None else (len(finding.ranks), str(self._fault(finding)))
         if messages := [message for message in gathered(ranked_message) if message]:
             raise HardwareFault(min(messages)[1])

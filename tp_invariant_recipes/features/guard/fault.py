@@ -39,7 +39,7 @@ class WrongBits:
 
 
 def described(rank: int) -> Suspect:
-    """This rank."""
+    """Return this rank."""
     host = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
     if not torch.cuda.is_initialized():
         return Suspect(rank, host, f"a CPU ({processor()})")
@@ -50,7 +50,7 @@ def described(rank: int) -> Suspect:
 
 
 def processor() -> str:
-    """The name of this machine's processor."""
+    """Return the name of this machine's processor."""
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as stream:
         names = [line.partition(":")[2].strip() for line in stream if line.startswith("model name")]
         return next(iter(names), platform.machine())
@@ -70,7 +70,7 @@ class Reporter:
         self.run_dir, self.rank, self.everyone, self.numerics = run_dir, rank, everyone, numerics
 
     def report(self, finding: WrongBits, trusted: int) -> HardwareFault:
-        """The error to raise. Its files are written."""
+        """Return the error to raise. Its files are written."""
         unlike = finding.difference or UnlikeBits(0, 0, 0)
         file = guard_files.evidence_file(self.run_dir, finding.step, self.rank)
         written = Evidence(

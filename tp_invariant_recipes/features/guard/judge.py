@@ -67,7 +67,7 @@ class Judge:
 
 
 def _launched(stream: Any) -> Any:
-    """An event after what the stream was given; None: no GPU is in use."""
+    """Return an event after what the stream was given; None: no GPU is in use."""
     if not torch.cuda.is_initialized():
         return None
     event = torch.cuda.Event(blocking=True)

@@ -22,7 +22,7 @@ TURNS = 16  # steps after which every tensor has had its turn
 
 
 def tables(values: Tensor) -> list[Piece]:
-    """A contiguous tensor as tables that a digest takes: whole rows, and what is left."""
+    """Return a contiguous tensor as tables that a digest takes: whole rows, and what is left."""
     flat = values.detach().reshape(-1)
     whole = flat.numel() // COLUMNS * COLUMNS
     parts = (flat[:whole].view(-1, COLUMNS), flat[whole:].view(1, -1))
@@ -93,7 +93,7 @@ class Replicas:
 
 
 def minority(values: Sequence[Any]) -> list[int]:
-    """The places with another value than most places; all places where no value has a majority."""
+    """Return the places with another value than most places; all places where no value has a majority."""
     most = max(set(values), key=values.count)
     if 2 * values.count(most) <= len(values):
         return list(range(len(values)))

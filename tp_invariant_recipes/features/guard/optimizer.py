@@ -132,7 +132,7 @@ def _blocks(size: int, draw: random.Random) -> slice:
 
 
 def _flat(tensor: Tensor, part: slice) -> Tensor:
-    """The blocks, one after the other; of a tensor smaller than a block, all of it."""
+    """Return the blocks, one after the other; of a tensor smaller than a block, all of it."""
     flat = tensor.detach().reshape(-1)
     whole = flat.numel() // BLOCK * BLOCK
     return flat.clone() if not whole else flat[:whole].view(-1, BLOCK)[part].reshape(-1).clone()

@@ -22,7 +22,7 @@ JUDGES = {
 
 
 def operation(sample: Sample, shards: Shards) -> str:
-    """A sample's operation in words, by the weight whose memory an operand or the result lies in."""
+    """Return a sample's operation in words, by the weight whose memory an operand or the result lies in."""
     where = sample.where
     if where.layer is not None:
         return f"forward pass of decoder.layers.{where.layer - 1}.self_attention.core_attention"

@@ -102,7 +102,7 @@ class Shadow:
         pairs = self._pairs(first, second, group)
 
         def recompute(*, side_by_side: bool) -> list[ReplicaPair]:
-            """This rank's data shard and the shadow, against what it has computed itself before."""
+            """Compute this rank's data shard and the shadow again, and compare with what it computed before."""
             if side_by_side:
                 depth, sites = max(pair.depth for pair in pairs) + 1, BatchedSite.from_sites(self.site, there)
                 both = self._isolated(run, kwargs, _joined(own_batches, shadow_batches), sites, count, held, parts=2)
@@ -172,7 +172,9 @@ def _joined(own: list[Any], shadow: list[Any]) -> list[Any]:
 
 
 def _taken(kwargs: dict[str, Any], count: int) -> tuple[list[Any], dict[str, Any]]:
-    """The first micro-batches of each model chunk's iterator, and the arguments with iterators that still have them."""
+    """Return the first micro-batches of each model chunk's iterator, and the arguments with iterators that still have
+    them.
+    """
     data = kwargs["data_iterator"]
     iterators = data if isinstance(data, list) else [data]
     taken = [None if iterator is None else [next(iterator) for _ in range(count)] for iterator in iterators]
@@ -184,19 +186,19 @@ def _taken(kwargs: dict[str, Any], count: int) -> tuple[list[Any], dict[str, Any
 
 
 def _ahead(taken: list[Any], rest: Any) -> Iterator[Any]:
-    """An iterator of which some has been taken already."""
+    """Yield an iterator of which some has been taken already."""
     yield from taken
     while True:
         yield next(rest)
 
 
 def _tensors(batch: dict[str, Any]) -> list[str]:
-    """The names of a batch's tensors, in the order in which they are sent."""
+    """Return the names of a batch's tensors, in the order in which they are sent."""
     return [key for key in sorted(batch) if batch[key] is not None]
 
 
 def _exchanged(chunks: list[Any], group: Any, rank_distance: int) -> list[Any]:
-    """The micro-batches of the replica `rank_distance` ahead; own ones go to the one that computes them."""
+    """Return the micro-batches of the replica `rank_distance` ahead; own ones go to the one that computes them."""
     ranks, here = dist.get_process_group_ranks(group), group.rank()
     source, target = ranks[(here + rank_distance) % len(ranks)], ranks[(here - rank_distance) % len(ranks)]
     sending = [_words(batch[key]) for batches in chunks for batch in batches or () for key in _tensors(batch)]
@@ -217,7 +219,7 @@ def _exchanged(chunks: list[Any], group: Any, rank_distance: int) -> list[Any]:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The bytes, on the device that collectives take."""
+    """Return the bytes, on the device that collectives take."""
     return tensor.contiguous().cuda().view(-1).view(torch.uint8)
 
 

@@ -104,7 +104,7 @@ class ShardRecording:
 
 
 def hash_of(events: list[Event]) -> str:
-    """A digest of digests."""
+    """Return a digest of digests."""
     return hashlib.sha256(repr(events).encode()).hexdigest()
 
 
@@ -117,7 +117,10 @@ def first_unlike(own: list[Event], other: list[Event]) -> tuple[str, int] | None
 
 
 def added(own: list[Event], other: list[Event], both: list[Event]) -> list[Event]:
-    """The events of two data shards side by side, by the events of each. A tensor may belong to no data shard."""
+    """Return the events of two data shards side by side, by the events of each.
+
+    A tensor may belong to no data shard.
+    """
     events = []
     for (name, a), (_, b), (_, seen) in zip(own, other, both, strict=False):
         total = tuple((x + y + 2**63) % 2**64 - 2**63 for x, y in zip(a, b, strict=True))

@@ -13,7 +13,7 @@ SCRATCH = 0  # the block of rows that only fill up a pass; nobody gets it
 
 
 def prefixes(tokens: Sequence[int], size: int) -> list[bytes]:
-    """A name for the prefix that ends with each whole block of these tokens."""
+    """Return a name for the prefix that ends with each whole block of these tokens."""
     names, before = [], b""
     for start in range(0, len(tokens) - size + 1, size):
         before = blake2b(before + np.array(tokens[start : start + size], np.int64).tobytes(), digest_size=16).digest()
@@ -41,7 +41,7 @@ class Blocks:
         return -(-tokens // self.size)
 
     def shared(self, names: Sequence[bytes]) -> list[int]:
-        """The blocks that hold the first of these prefixes, as many as there are."""
+        """Return the blocks that hold the first of these prefixes, as many as there are."""
         return list(self._leading(names))
 
     def _leading(self, names: Sequence[bytes]) -> Iterator[int]:
@@ -70,13 +70,13 @@ class Blocks:
         return blocks
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """A sequence does not use these blocks any more. Its last ones are taken first."""
+        """Release blocks of a sequence. Its last ones are taken first."""
         for block in reversed(blocks):
             self._users[block] -= 1
             if not self._users[block]:
                 self._free[block] = None
 
     def name(self, block: int, prefix: bytes) -> None:
-        """This block holds the keys of the last tokens of this prefix; another block may hold the same ones."""
+        """Note that a block holds the keys of the last tokens of a prefix; another may hold the same ones."""
         if prefix not in self._of_prefix:
             self._of_prefix[prefix], self._names[block] = block, prefix

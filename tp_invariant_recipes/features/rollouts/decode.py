@@ -142,7 +142,7 @@ class Passes:
                 module.training = training
 
     def _sized(self, rows: int) -> int:
-        """The rows of a pass, or of its draws, when it is filled up."""
+        """Return the rows of a pass, or of its draws, when it is filled up."""
         if rows > LEAST:
             return padded(rows, self.multiple)
         least = max(rows, 1)
@@ -196,7 +196,7 @@ class Passes:
         return self.head(hidden, inputs.draws, inputs.numbers)
 
     def _replayed(self, inputs: Inputs) -> Tensor:
-        """A pass of single rows: the first of a size as it is, then by a graph."""
+        """Return a pass of single rows: the first of a size as it is, then by a graph."""
         size = inputs.rows.shape[0], inputs.draws.shape[0]
         if size not in self._seen:
             self._seen[size] = Inputs(*(torch.from_numpy(x).to(self.device) for x in inputs))
@@ -215,7 +215,7 @@ class Passes:
 
 
 def new_cache(model: Any, count: int, size: int, longest: int, device: Any) -> Cache:
-    """A cache of blocks 0 … count. longest: positions of the longest sequence."""
+    """Return a cache of blocks 0 … count. longest: positions of the longest sequence."""
     layers, heads, width = shape_of(model)
     keys, values = (
         torch.zeros(layers, (count + 1) * size, heads, width, dtype=torch.bfloat16, device=device) for _ in range(2)

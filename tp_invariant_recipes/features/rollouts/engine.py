@@ -100,7 +100,7 @@ class Engine:
         return sorted(completions, key=lambda completion: (order[completion.request], completion.sample))
 
     def refit(self) -> None:
-        """The weights have changed. They are read where they are; if they have moved, CUDA graphs are captured anew."""
+        """Note that the weights have changed. If they have moved, CUDA graphs are captured anew."""
         if self._addresses != _addresses(self.model):
             self.release()
 
@@ -155,7 +155,7 @@ class Engine:
         return ended
 
     def _coupled(self) -> Any:
-        """The ranks that compute every pass together though they have other sequences; None: there are none."""
+        """Return the ranks that compute every pass together though they have other sequences; None: there are none."""
         from megatron.core import parallel_state as state
 
         if not self.model.config.num_moe_experts:
@@ -182,7 +182,7 @@ class Engine:
         return held + reserved + torch.cuda.mem_get_info(self.device)[0]
 
     def _prepared(self, sequences: list[Sequence]) -> Passes:
-        """The passes over a cache that these sequences fit; that of the last call if it does."""
+        """Return the passes over a cache that these sequences fit, the last call's if it does."""
         lengths = sorted((len(s) + s.request.sampling.max_new_tokens for s in sequences), reverse=True)
         lengths = lengths or [1]
         blocks = Blocks(0, self.block)
@@ -213,7 +213,7 @@ def _wrong_sizes(**sizes: int) -> list[str]:
 
 
 def _uncovered(chunks: list[Any]) -> list[str]:
-    """What these modules have that the engine does not cover."""
+    """Return what these modules have that the engine does not cover."""
     config = chunks[0].config
     if len(chunks) > 1 or config.pipeline_model_parallel_size > 1:
         return ["pp: rollouts compute all layers on each rank; pp=1"]
@@ -236,7 +236,7 @@ def _uncovered(chunks: list[Any]) -> list[str]:
 
 
 def _shares(requests: abc.Sequence[Request], ranks: int) -> list[list[Request]]:
-    """The requests of each data-parallel rank: equal prompts on one, for their shared blocks; else balanced."""
+    """Return the requests of each data-parallel rank: equal prompts on one, for their shared blocks; else balanced."""
     loads = [0] * ranks
     shares: list[list[Request]] = [[] for _ in range(ranks)]
     homes: dict[tuple[int, ...], int] = {}

@@ -38,7 +38,7 @@ class Generate:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, run_dir: RunDir, rank_info: Any) -> None:
-        """Raises RunError: a log-probability is no number."""
+        """Raise RunError: a log-probability is no number."""
         bridge.load()
         heartbeat.sign(Phase.SETTING_UP)
         recipe_layer.enter(self.config.recipe)

@@ -72,7 +72,7 @@ class Sampling:
                     yield field.name, "has no effect without draws; do_sample=true, or leave it out"
 
     def as_json(self) -> dict[str, Any]:
-        """The fields as JSON has them."""
+        """Return the fields as JSON has them."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 

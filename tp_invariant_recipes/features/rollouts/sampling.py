@@ -36,7 +36,7 @@ class Parameters(NamedTuple):
 
 
 def request_key(seed: int, request: str) -> int:
-    """The key of a request's random numbers, as an int64: a hash of 64 bits of its seed and id."""
+    """Return the key of a request's random numbers, as an int64: a hash of 64 bits of its seed and id."""
     name = f"{seed} {request}".encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little", signed=True)
 
@@ -55,7 +55,7 @@ def draw(log_probabilities: Tensor, keys: Tensor, parameters: Parameters) -> Ten
 
 
 def vocabulary_digest(log_probabilities: Tensor, first: int, size: int) -> Tensor:
-    """A digest of each row's bits: the sum of bits times an odd number of the column, modulo 2^64.
+    """Return a digest of each row's bits: the sum of bits times an odd number of the column, modulo 2^64.
 
     log_probabilities: [R, V/t] fp32, the columns from `first` on of `size`. The shards' digests add up to the whole's.
     returns: [R] int64.

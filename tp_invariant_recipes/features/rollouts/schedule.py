@@ -37,7 +37,7 @@ class Sequence:
         return (*prompt[start:end], *more)
 
     def completion(self, reason: str) -> Completion:
-        """What it has become."""
+        """Return what it has become."""
         return Completion(
             self.request.id, self.sample, tuple(self.drawn), tuple(self.log_probabilities), tuple(self.ranks), reason,
             tuple(self.digests),
@@ -66,7 +66,7 @@ class Schedule:
         self.preemptions = 0
 
     def next(self) -> list[Span]:
-        """The spans of the next pass: all of one row, or of prompts; empty: all have ended."""
+        """Return the spans of the next pass: all of one row, or of prompts; empty: all have ended."""
         return list(self._prompts()) or self._rows()
 
     def _prompts(self) -> Iterator[Span]:
@@ -99,7 +99,7 @@ class Schedule:
         self.waiting.extendleft(reversed(later))
 
     def _rows(self) -> list[Span]:
-        """A row of every running sequence, each with a block for it."""
+        """Return a row of every running sequence, each with a block for it."""
         ready = 0
         while ready < len(self.running):
             sequence = self.running[ready]
@@ -118,7 +118,7 @@ class Schedule:
         self.preemptions += 1
 
     def computed(self, span: Span) -> None:
-        """A pass has computed a span: its whole blocks can be shared."""
+        """Note that a pass has computed a span: its whole blocks can be shared."""
         sequence, size = span.sequence, self.blocks.size
         before, sequence.computed = sequence.computed, sequence.computed + span.count
         whole = sequence.computed // size
@@ -126,6 +126,6 @@ class Schedule:
             self.blocks.name(sequence.blocks[number], sequence.names[number])
 
     def end(self, sequence: Sequence) -> None:
-        """A sequence has its last token."""
+        """End a sequence, which has its last token."""
         self.running.remove(sequence)
         self.blocks.give_back(sequence.blocks)

@@ -21,7 +21,7 @@ CONTEXT = 8  # tokens before one that is shown in its text
 def judge(
     scores: Path, against: list[Path], tolerance: float, decode: Callable[[list[int]], str] | None
 ) -> dict[str, Any]:
-    """The report of one or two files: figures of each and, of two, which is nearer. Raises ConfigError.
+    """Return the report of one or two files: figures of each and, of two, which is nearer. Raises ConfigError.
 
     tolerance: the largest |d| that is no difference. decode: token ids to text; None: there is no tokenizer.
     """
@@ -110,7 +110,7 @@ def _scores(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _columns(sequence: int, reference: dict[str, Any], rollout: Rollout, file: Path) -> Columns:
-    """The last tokens of both, which are the same tokens. Raises ConfigError: they are not."""
+    """Return the last tokens of both, which are the same tokens. Raises ConfigError: they are not."""
     count = min(len(reference["token_ids"]), len(rollout.tokens))
     ids = np.array(reference["token_ids"][-count:], np.int64)
     wrong = np.flatnonzero(ids != np.array(rollout.tokens[-count:], np.int64))
@@ -145,7 +145,7 @@ def _points(columns: Columns, most: int = 4000) -> list[tuple[int, float]]:
 
 
 def _texts(scores: Path, rows: list[dict[str, Any]], decode: Callable[[list[int]], str] | None) -> list[str]:
-    """The text that ends with the token of each row; without a tokenizer nothing."""
+    """Return the text that ends with the token of each row; without a tokenizer nothing."""
     if decode is None:
         return [""] * len(rows)
     wanted = {row["sequence"] for row in rows}
@@ -173,7 +173,7 @@ def _sentence(report: dict[str, Any], tolerance: float) -> str:
 
 
 def _uncompared(report: dict[str, Any]) -> str:
-    """The end of a sentence: what was scored and not compared; empty: nothing."""
+    """Return the end of a sentence: what was scored and not compared; empty: nothing."""
     parts = [f"{counted(report['not_in_file'], 'sequence', ',')} that the file lacks"] if report["not_in_file"] else []
     if report["without_value"]:
         parts.append(f"{counted(report['without_value'], 'token', ',')} without a value")

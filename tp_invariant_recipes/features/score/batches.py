@@ -26,13 +26,16 @@ class Batch:
 
 
 def padded(length: int, multiple: int) -> int:
-    """The tokens that a sequence of this length is computed with. multiple: what must divide it, a power of two."""
+    """Return the tokens that a sequence of this length is computed with.
+
+    multiple: what must divide it, a power of two.
+    """
     step = max(LEAST, multiple, (1 << (length - 1).bit_length()) // (2 * STEPS))
     return -(-length // step) * step
 
 
 def windows(sequences: Iterable[Sequence], most: int) -> Iterator[list[Sequence]]:
-    """The sequences in parts of about `most` tokens, so that memory does not grow with the file."""
+    """Yield the sequences in parts of about `most` tokens, so that memory does not grow with the file."""
     window: list[Sequence] = []
     tokens = 0
     for sequence in sequences:
@@ -46,7 +49,7 @@ def windows(sequences: Iterable[Sequence], most: int) -> Iterator[list[Sequence]
 
 
 def plan(lengths: list[int], multiple: int, tokens: int, ranks: int, rank: int) -> list[Batch]:
-    """The passes of one of several data-parallel ranks over a window; every rank has as many.
+    """Return the passes of one of several data-parallel ranks over a window; every rank has as many.
 
     lengths: of the sequences. tokens: of a pass, at most; 0: every sequence by itself. multiple: as of `padded`.
     A pass that only fills up has no place of its own: it repeats another rank's.
@@ -70,5 +73,5 @@ def _divided(places: list[int], most: int) -> Iterator[list[int]]:
 
 
 def _power(most: int) -> int:
-    """The largest power of two that is not greater."""
+    """Return the largest power of two that is not greater."""
     return 1 << (most.bit_length() - 1)

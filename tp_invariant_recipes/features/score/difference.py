@@ -34,7 +34,7 @@ class Columns:
 
     @classmethod
     def joined(cls, parts: Sequence["Columns"]) -> "Columns":
-        """The tokens of all, one part after the other."""
+        """Return the tokens of all, one part after the other."""
         return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
     @property
@@ -109,7 +109,7 @@ def suspects(columns: Columns) -> list[str]:
 
 
 def _shifted(columns: Columns) -> Iterator[str]:
-    """The values of the token before or after stand at a token's place."""
+    """Yield the values of the token before or after stand at a token's place."""
     same = columns.sequence[1:] == columns.sequence[:-1]
     same &= columns.position[1:] == columns.position[:-1] + 1
     if not same.any():

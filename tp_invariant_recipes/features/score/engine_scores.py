@@ -42,7 +42,7 @@ class Rollout:
 
 
 def read(file: Path) -> Iterator[Rollout]:
-    """The rows of a file as they are read. Raises ConfigError that names the line."""
+    """Yield the rows of a file as they are read. Raises ConfigError that names the line."""
     number = 0
     try:
         for number, line in read_lines(file):
@@ -55,7 +55,10 @@ def read(file: Path) -> Iterator[Rollout]:
 
 
 def parse(row: Mapping[str, Any], number: int) -> Rollout:
-    """A row of any of FORMATS. Raises ValueError, TypeError, KeyError, IndexError, AttributeError: it is of none."""
+    """Return a row of any of FORMATS.
+
+    Raises ValueError, TypeError, KeyError, IndexError, AttributeError: it is of none.
+    """
     for needed, spans in FORMATS:
         if all(_has(row, key) for key in needed):
             tokens, logprobs = spans(row)
@@ -97,7 +100,7 @@ def _vllm(row: Mapping[str, Any]) -> Spans:
 
 
 def _of(value: Any, token: int) -> float | None:
-    """A number, or the entry of the token among those that vLLM returned for its place."""
+    """Return a number, or the entry of the token among those that vLLM returned for its place."""
     if not isinstance(value, Mapping):
         return value
     entry = value[str(token)] if str(token) in value else value[token]
@@ -130,7 +133,10 @@ def _nemo(row: Mapping[str, Any]) -> Spans:
 
 
 def _mask(mask: Any, tokens: Any, first: int = 0) -> list[int]:
-    """The unchanged mask; without one all tokens from `first` on. ValueError: it is not 0 or 1 for each token."""
+    """Return the unchanged mask; without one all tokens from `first` on.
+
+    ValueError: it is not 0 or 1 for each token.
+    """
     if mask is None:
         return [int(n >= first) for n in range(len(tokens))]
     if not isinstance(mask, list) or len(mask) != len(tokens) or any(bit not in (0, 1) for bit in mask):

@@ -82,7 +82,7 @@ class Head:
         return out.view(-1, *targets.shape)
 
     def _blocks(self, targets: Tensor) -> Iterator[Tensor]:
-        """Indices of the rows of each block that has something to score."""
+        """Return indices of the rows of each block that has something to score."""
         if not self.alone:
             yield from (targets >= 0).nonzero().squeeze(1).split(BLOCK)
             return

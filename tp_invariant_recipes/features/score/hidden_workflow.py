@@ -26,7 +26,9 @@ LAYERS, ROUTER = "layers.", "router."
 
 
 def judge(scoring: Scoring, file: Path) -> dict[str, Any]:
-    """A row for each layer, the verdict in words, and the exit status: 1: one is beyond rounding. Raises a TpiError.
+    """Return a row for each layer, the verdict in words, and the exit status: 1: one is beyond rounding.
+
+    Raises a TpiError.
 
     file: safetensors with layers.N [tokens, h], the residual stream after decoder layer N, and router.N [tokens, topk],
     the numbers of its experts; of the first sequence, or of the one that its metadata name: {"id": …}.
@@ -54,7 +56,7 @@ def judge(scoring: Scoring, file: Path) -> dict[str, Any]:
 
 
 def compared(engine: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray], dtype: str) -> list[dict[str, Any]]:
-    """A row for each layer that both have, in order.
+    """Return a row for each layer that both have, in order.
 
     engine: layers.N [tokens, h], router.N [tokens, topk] expert numbers. reference: as features/score/hidden.py
     writes it. dtype: of the model's activations, of which a number's spacing follows.
@@ -75,7 +77,7 @@ def compared(engine: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarra
 
 
 def sentence(rows: list[dict[str, Any]], layers: int) -> str:
-    """The verdict in words. layers: of the model."""
+    """Return the verdict in words. layers: of the model."""
     first = next((row for row in rows if row["beyond"]), None)
     flips = next((row for row in rows if row.get("flips")), None)
     compared = f"all {layers}" if len(rows) == layers else f"{len(rows)} of {layers}"
@@ -115,7 +117,7 @@ def _unlike(file: Path, key: str, values: np.ndarray, reference: dict[str, np.nd
 
 
 def _read(file: Path) -> tuple[dict[str, np.ndarray], str | int | None]:
-    """The tensors as fp32 or integers, and the id of their sequence; None: the first."""
+    """Return the tensors as fp32 or integers, and the id of their sequence; None: the first."""
     import torch
     from safetensors import SafetensorError, safe_open
 

@@ -66,7 +66,7 @@ def _decimals(column: np.ndarray, name: str) -> str:
 
 
 def complete(file: Path) -> int:
-    """The whole lines of a file; what follows the last of them is cut off."""
+    """Return the whole lines of a file; what follows the last of them is cut off."""
     if not file.exists():
         return 0
     count, at = 0, 0

@@ -20,7 +20,7 @@ _EMPTY = 0.7  # where a bar of no tokens ends
 
 
 def page(result: dict[str, Any]) -> str:
-    """The HTML. result: as `features.score.against.judge` returns it."""
+    """Return the HTML. result: as `features.score.against.judge` returns it."""
     files = [_file(number, report) for number, report in enumerate(result["files"])]
     verdict = "Beyond" if result["exit_status"] else "Within"
     title = f"{verdict} the tolerance of {result['tolerance']:g}"

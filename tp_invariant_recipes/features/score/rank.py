@@ -52,7 +52,7 @@ class Score:
     wanted: Wanted
 
     def __call__(self, run_dir: RunDir, rank_info: Any) -> None:
-        """Raises RunError: a log-probability is no number."""
+        """Raise RunError: a log-probability is no number."""
         bridge.load()
         heartbeat.sign(Phase.SETTING_UP)
         recipe_layer.enter(self.config.recipe)
@@ -151,7 +151,8 @@ class Forward:
         self.head = Head(inner, config.numerics.arithmetic, wanted, alone=self.alone) if self.last else None
 
     def window(self, window: Sequence[sequences.Sequence], tokens: int) -> list[np.ndarray]:
-        """The values of the scored tokens of each sequence, [columns, scored] fp64; on rank 0, elsewhere nothing.
+        """Return the values of the scored tokens of each sequence, [columns, scored] fp64; on rank 0, elsewhere
+        nothing.
 
         tokens: of a pass.
         """
@@ -188,7 +189,7 @@ class Forward:
         return self.head(hidden, targets[:, held]), None
 
     def _held(self, length: int) -> Tensor:
-        """The positions that this rank has, on the host."""
+        """Return the positions that this rank has, on the host."""
         from tp_invariant_recipes.numerics.sums.context_shards import positions
 
         ranks, rank = self.state.get_context_parallel_world_size(), self.state.get_context_parallel_rank()
@@ -197,7 +198,7 @@ class Forward:
     def _gathered(
         self, window: Sequence[sequences.Sequence], passes: Sequence[Batch], outputs: list[Tensor]
     ) -> list[np.ndarray]:
-        """outputs: of the passes, [columns, b, s/cp], on the last stage. Ranks of a tensor-parallel group have equal
+        """Keep outputs of passes, [columns, b, s/cp], on the last stage. Ranks of a tensor-parallel group have equal
         ones; those of a context-parallel group have other positions.
         """
         mine: list[tuple[int, np.ndarray, np.ndarray]] = []

@@ -11,7 +11,7 @@ from tp_invariant_recipes.reading import open_file, parse_object
 
 
 def check(file: Path, against: Sequence[Path], hidden: Path | None, written: Sequence[Path]) -> None:
-    """Raises ConfigError that lists every file that cannot be read, or written, or is of another format."""
+    """Raise ConfigError that lists every file that cannot be read, or written, or is of another format."""
     refuse([f"{name}: {why}" for name, why in _unfit(file, against, hidden, written)])
 
 
@@ -43,10 +43,10 @@ def _unfit(
 
 
 def _is_sequence(line: bytes) -> None:
-    """Raises ValueError: it is no line of SEQUENCES, whatever the model's vocabulary and tokenizer."""
+    """Raise ValueError: it is no line of SEQUENCES, whatever the model's vocabulary and tokenizer."""
     sequences.parse(line, 1, 1 << 62, lambda text, _: [0] * (len(text) + 1))
 
 
 def _is_rollout(line: bytes) -> None:
-    """Raises ValueError and others as of `engine_scores.parse`."""
+    """Raise ValueError and others as of `engine_scores.parse`."""
     engine_scores.parse(parse_object(line, constants=True), 1)

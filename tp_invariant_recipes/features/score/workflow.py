@@ -124,7 +124,7 @@ class Scoring:
 
 
 def _model_problems(config: RunConfig, options: Options) -> list[str]:
-    """What of a model, its weights and layout cannot be scored."""
+    """Return what of a model, its weights and layout cannot be scored."""
     problems = []
     if not config.numerics.invariant and options.columns["entropies"] and config.layout.tp & (config.layout.tp - 1):
         problems.append(f"--entropy: tp={config.layout.tp} under numerics=stock: entropies need a power of two")
@@ -140,7 +140,7 @@ def _model_problems(config: RunConfig, options: Options) -> list[str]:
 def _identity(
     composed: Composed, options: Options, of_weights: dict[str, Any], of_sequences: dict[str, Any]
 ) -> dict[str, Any]:
-    """What decides the lines of scores."""
+    """Return what decides the lines of scores."""
     config = composed.config
     numerics = {name: getattr(config.numerics, name) for name in ("mode", "virtual_shards", "context_shards")}
     identity = {
@@ -353,7 +353,7 @@ def _composed(model: str, overrides: Sequence[Override], numerics: str) -> Compo
 
 
 def _tokenizer(config: Any, source: Path, *, of_run: bool) -> str | None:
-    """The tokenizer of the folder, or of the text that the run was trained on; None: it has none."""
+    """Return the tokenizer of the folder, or of the text that the run was trained on; None: it has none."""
     candidates = [source, config.weights.folder] if not of_run else [config.weights.folder, config.data.tokenizer]
     candidates.append(config.section("tokenizer").get("tokenizer_model"))
     for candidate in filter(None, candidates):

@@ -56,7 +56,7 @@ class ExperimentReport(Callback):
     """
 
     def __init__(self, run_dir: RunDir, steps: int) -> None:
-        """steps: of the whole run."""
+        """Note the steps of the whole run."""
         self.run_dir, self.steps = run_dir, steps
         self._state: Any = None
         self._done = False

@@ -38,7 +38,7 @@ def _callbacks(run_dir: RunDir, rank_info: rank.RankInfo, run: RunFile, config: 
 
 
 def guarding(run_dir: RunDir, rank_info: rank.RankInfo, config: RunConfig) -> list:
-    """The callback that notices broken hardware, if the run has one. It comes after those of `recording`."""
+    """Return the callback that notices broken hardware, if the run has one. It comes after those of `recording`."""
     from tp_invariant_recipes.check import guard
 
     if config.guard.kind == guard.OFF:

@@ -93,7 +93,7 @@ def validate(planned: Plan) -> None:
 
 
 def as_json(planned: Plan) -> dict[str, Any]:
-    """A plan for machines. memory: as `launch.room.as_dict` has it."""
+    """Return a plan for machines. memory: as `launch.room.as_dict` has it."""
     return {
         "model": planned.composed.model,
         "run": str(planned.run_dir.path),
@@ -162,7 +162,7 @@ def check_completed(planned: Plan, outcome: local.Outcome) -> local.Outcome:
 
 
 def summary(planned: Plan, outcome: local.Outcome) -> dict[str, Any]:
-    """The summary of a run: its directory, its outcome, the figures of its last step.
+    """Return the summary of a run: its directory, its outcome, the figures of its last step.
 
     diverged: the first step at which replicas of a tensor did not hold the same bits; None: they always did.
     ledger, tensorboard, wandb, wandb_sync, next: as `places.as_json` has them.

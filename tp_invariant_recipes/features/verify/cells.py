@@ -43,7 +43,7 @@ class Problems:
                 self.labels.setdefault(problem, []).append(label)
 
     def why(self, label: str) -> str:
-        """The problems of one cell."""
+        """Return the problems of one cell."""
         return "; ".join(problem for problem, labels in self.labels.items() if label in labels and problem != OR_STOCK)
 
     def lines(self) -> list[str]:
@@ -92,7 +92,8 @@ def compose_each(model: str, choices: Sequence[Choice], here: bool) -> tuple[dic
 
 
 def with_enough_shards(choices: Sequence[Choice], reference: Ledger | None) -> tuple[Choice, ...]:
-    """The choices, with the reference's V, or as many virtual shards as the largest tp * cp, if the default has fewer.
+    """Return the choices, with the reference's V, or as many virtual shards as the largest tp * cp, if the default has
+    fewer.
 
     A value that the user gives stays.
     """
@@ -111,7 +112,7 @@ def with_enough_shards(choices: Sequence[Choice], reference: Ledger | None) -> t
 
 
 def _degree(choice: Choice, key: str) -> int:
-    """A degree of parallelism as typed; 1 where it is not, or is no number."""
+    """Return a degree of parallelism as typed; 1 where it is not, or is no number."""
     typed = given(choice.overrides, SHORT_KEYS[key].path)
     return int(typed.value) if typed and typed.value.isdecimal() else 1
 
@@ -124,7 +125,8 @@ def _is_stock(choice: Choice) -> bool:
 def with_equal_shards(
     choices: Sequence[Choice], composed: dict[str, Composed], reference: Ledger | None
 ) -> tuple[Choice, ...]:
-    """The choices, with the shards in which cells would differ: the reference's, else those of the largest dp or cp.
+    """Return the choices, with the shards in which cells would differ: the reference's, else those of the largest dp or
+    cp.
 
     Of expert groups it is the number that suits every cell. A value that the user gives stays, and so do cells of stock
     numerics, which have none.
@@ -152,7 +154,10 @@ def with_equal_shards(
 
 
 def named(choice: Choice, composed: Composed) -> Choice:
-    """The choice with a name. If no key has several values, the only cell is named by its tensor-parallel degree."""
+    """Return the choice with a name.
+
+    If no key has several values, the only cell is named by its tensor-parallel degree.
+    """
     tp = composed.config.layout.tp
     return choice if choice.name else replace(choice, name=f"tp{tp}", label=f"tp={tp}")
 
@@ -160,7 +165,7 @@ def named(choice: Choice, composed: Composed) -> Choice:
 def that_fit(
     model: str, requested: Sequence[Override], choices: Sequence[Choice], composed: dict[str, Composed], here: bool
 ) -> tuple[tuple[Choice, ...], tuple[LeftOut, ...]]:
-    """The cells whose memory suffices, and those left out. here: as for `room.room`.
+    """Return the cells whose memory suffices, and those left out. here: as for `room.room`.
 
     requested: the overrides as typed. composed: the choices by label.
     Raises ConfigError if no two of several cells fit, or the only one does not; it has a command that works.
@@ -186,7 +191,7 @@ def that_fit(
 def _command_that_fits(
     model: str, requested: Sequence[Override], choices: Sequence[Choice], least: int, here: bool
 ) -> str | None:
-    """This process's command with the change that lets `least` cells fit: larger degrees of tp, or fewer layers."""
+    """Get this process's command with the change that lets `least` cells fit: larger degrees of tp, or fewer layers."""
 
     def fits(choice: Choice, key: str, value: int) -> bool:
         try:
@@ -206,7 +211,7 @@ def _command_that_fits(
 
 
 def _changed_command(requested: Sequence[Override], key: str, values: str) -> str:
-    """This process's command with other values of a key."""
+    """Return this process's command with other values of a key."""
     typed = given(requested, parse(f"{key}=1").path)
     words = [f"{key}={values}" if typed and word == typed.text else word for word in sys.argv[1:]]
     return shlex.join(["tpi", *words, *([] if typed else [f"{key}={values}"])])
@@ -228,7 +233,7 @@ def plan_cells(
 
 
 def cell_of(choice: Choice, planned: Plan) -> Cell:
-    """The cell as it stands in the matrix."""
+    """Return the cell as it stands in the matrix."""
     return Cell(
         name=choice.name,
         label=choice.label,
@@ -261,7 +266,7 @@ def environments(plans: dict[str, Plan]) -> list[str]:
 
 
 def identities(axes: Sequence[Axis], choices: Sequence[Choice], plans: dict[str, Plan]) -> list[str]:
-    """The reasons why cells are different experiments: the keys whose values alone change the identity."""
+    """Return the reasons why cells are different experiments: the keys whose values alone change the identity."""
     first = choices[0]
     problems = []
     for number, axis in enumerate(axes):

@@ -36,7 +36,7 @@ class Choice:
 
 
 def spread(overrides: Sequence[Override], problems: list[str]) -> tuple[tuple[Axis, ...], tuple[Choice, ...]]:
-    """The keys with several values, and every combination of their values: the last key changes fastest.
+    """Return the keys with several values, and every combination of their values: the last key changes fastest.
 
     What is wrong with their values is added to `problems`, and that override left out; whatever
     else is wrong is left for `compose` to find.
@@ -67,7 +67,7 @@ def spread(overrides: Sequence[Override], problems: list[str]) -> tuple[tuple[Ax
 
 
 def _values(parsed: HydrasOverride) -> tuple[str, ...]:
-    """The values of an override. ValueError: it is not a list of values, is empty, or repeats a value."""
+    """Return the values of an override. ValueError: it is not a list of values, is empty, or repeats a value."""
     if parsed.value_type is ValueType.GLOB_CHOICE_SWEEP:
         value: Any = parsed.value()
         values = value.filter(list(conf_files.groups().get(parsed.key_or_group, ())))

@@ -136,13 +136,13 @@ def results(directory: Path) -> Swept:
 
 
 def value(bits: str | None) -> float | None:
-    """The number of these bits; None: there are none, or it is no finite number."""
+    """Return the number of these bits; None: there are none, or it is no finite number."""
     number = None if bits is None else readable(bits)
     return number if isinstance(number, float) else None
 
 
 def _page(where: MatrixDir, rows: Sequence[CellResult]) -> tuple[Path | None, str | None]:
-    """The page of all runs that have a step; None, and why there is none."""
+    """Return the page of all runs that have a step; None, and why there is none."""
     from tp_invariant_recipes.report import files, page
     from tp_invariant_recipes.report.runs import gather
 

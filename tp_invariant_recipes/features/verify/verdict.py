@@ -161,7 +161,7 @@ def verdict_on(directory: Path, against: Path | None = None, *, exitfirst: bool 
 
 
 def examine(where: MatrixDir, cell: Cell) -> CellResult:
-    """The state of a cell before it is compared: complete, or the reason why it does not count."""
+    """Return the state of a cell before it is compared: complete, or the reason why it does not count."""
     run = where.cell(cell.name)
     ledger, state, why = None, REFERENCE, None
     if run.ledger.exists():
@@ -274,7 +274,7 @@ def _judged(directory: Path, matrix: Matrix, rows: tuple[CellResult, ...], exitf
 
 
 def _first_different(compared: list[CellResult]) -> CellResult | None:
-    """The row that differs at the earliest step; the first of several."""
+    """Return the row that differs at the earliest step; the first of several."""
     firsts = [
         (row.comparison.first.step, n) for n, row in enumerate(compared) if row.comparison and row.comparison.first
     ]
@@ -356,7 +356,7 @@ def _remarks(rows: tuple[CellResult, ...], compared: list[CellResult]) -> tuple[
 
 
 def _next_command(reference: CellResult, different: CellResult) -> str:
-    """The next command for two runs that differ: bisect for run directories that differ at a step, else compare."""
+    """Get the next command for two runs that differ: bisect for run directories that differ at a step, else compare."""
     first = different.comparison.first if different.comparison else None
     can = first is not None and first.step > 0 and reference.run.is_dir() and different.run.is_dir()
     return shlex.join(["tpi", "bisect" if can else "compare", os.fspath(reference.run), os.fspath(different.run)])

@@ -140,7 +140,7 @@ def plan_rerun(
 
 
 def _device(where: MatrixDir, requested: Matrix) -> str:
-    """The device of the cells that have run; where none has, what is here."""
+    """Return the device of the cells that have run; where none has, what is here."""
     for cell in requested.cells:
         with suppress(RunError):
             return where.cell(cell.name).read_run(RunFile).device
@@ -148,7 +148,10 @@ def _device(where: MatrixDir, requested: Matrix) -> str:
 
 
 def _planned_again(requested: Matrix, cell: Cell, where: MatrixDir, how: Planning, device: str | None) -> Plan:
-    """The plan of a cell that begins anew; device None: that goes on. Raises ConfigError: it would be another run."""
+    """Return the plan of a cell that begins anew; device None: that goes on.
+
+    Raises ConfigError: it would be another run.
+    """
     run = where.cell(cell.name)
     if device is None:
         request = Request(None, (), run.path)
@@ -165,7 +168,7 @@ def _planned_again(requested: Matrix, cell: Cell, where: MatrixDir, how: Plannin
 
 
 def _of(cell: Cell, name: str) -> str:
-    """A field as JSON, since one of the cells was read from a file."""
+    """Return a field as JSON, since one of the cells was read from a file."""
     return canonical(getattr(cell, name))
 
 
@@ -237,7 +240,7 @@ def _set_aside(where: MatrixDir, cell: Cell) -> None:
 
 
 def _train(cell: Cell, planned: Plan, watch: Watch) -> Ended | None:
-    """The end of a cell's run; None: it failed, and its run directory has the reason."""
+    """Return the end of a cell's run; None: it failed, and its run directory has the reason."""
     from tp_invariant_recipes.features.train import workflow as train
 
     try:

@@ -14,7 +14,7 @@ import torch
 
 
 def threads() -> int:
-    """A rank's share of the processors, or as many as torch has."""
+    """Return a rank's share of the processors, or as many as torch has."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     return max(torch.get_num_threads(), len(os.sched_getaffinity(0)) // ranks)
 

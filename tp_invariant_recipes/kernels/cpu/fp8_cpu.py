@@ -52,7 +52,7 @@ class Fp8Panels(NamedTuple):
 
 
 def product(a: Quantized, b: Quantized) -> Tensor:
-    """a @ b^T, the fp32 output, on the rank's processors.
+    """Compute a @ b^T, the fp32 output, on the rank's processors.
 
     a, b:    [m, k] and [n, k] on the CPU.
     returns: [m, n] fp32.

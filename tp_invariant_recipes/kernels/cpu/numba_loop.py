@@ -25,7 +25,7 @@ def cpu_loop(function: Callable) -> Any:
 
 @cache
 def _stamp_of_sources(folder: Path) -> str:
-    """A hash of the files that a loop in this folder can take functions and constants from."""
+    """Return a hash of the files that a loop in this folder can take functions and constants from."""
     kernels = Path(__file__).parents[1]
     package = kernels.parent
     room = package / folder.relative_to(package).parts[0] if folder.is_relative_to(package) else folder

@@ -53,7 +53,7 @@ class Panels(NamedTuple):
 
 
 def product(a: Tensor, b: Tensor, *, kept: int = KEPT_BITS) -> Tensor:
-    """a @ b as a tensor core sums it, on the rank's processors.
+    """Compute a @ b as a tensor core sums it, on the rank's processors.
 
     a, b:    [m, k] and [k, n] bf16, or both fp32, on the CPU, with any strides.
     kept:    of bf16; another number is the sum of another architecture (portable/other_sums.py).
@@ -75,13 +75,15 @@ def partials(a: Tensor, b: Tensor, shards: int) -> Tensor:
 
 
 def rounded(total: Tensor) -> Tensor:
-    """A sum of `product`, fp32, as the bf16 that a GPU's product would write: to nearest even, every NaN the same."""
+    """Return a sum of `product`, fp32, as the bf16 that a GPU's product would write: to nearest even, every NaN the
+    same.
+    """
     out = total.to(torch.bfloat16)
     return out.view(torch.int16).masked_fill_(total.isnan(), BF16_NAN).view(torch.bfloat16)
 
 
 def bits_of(x: Tensor) -> NDArray[np.uint16]:
-    """The bits of a bf16 tensor of two dimensions, one of which has no gaps."""
+    """Return the bits of a bf16 tensor of two dimensions, one of which has no gaps."""
     x = x.detach()
     if not (x.is_contiguous() or x.t().is_contiguous()):
         x = x.contiguous()
@@ -253,7 +255,7 @@ def add_steps(
 
 @cpu_loop
 def _add_exactly(row: Any, pending: Any, a: Any, at: Any, b: Any, k: Any, group: Any, kept: Any) -> None:
-    """A step of those of LANES accumulators whose bit is set in `pending`."""
+    """Compute a step of those of LANES accumulators whose bit is set in `pending`."""
     bits = row.view(np.int32)
     for lane in range(LANES):
         if (pending >> lane) & 1:
@@ -332,7 +334,7 @@ def _fp32_bits(total: Any, unit: Any) -> Any:
 
 @cpu_loop
 def _add_fp32(a: Any, b: Any, out: Any) -> None:
-    """a: [m, k], b: [k, n], contiguous fp32; out: [m, n] fp32 zeros, to which fma adds for every k in order."""
+    """Add by fma, for every k in order, to `out`, [m, n] fp32 zeros. a: [m, k], b: [k, n], contiguous fp32."""
     m, k = a.shape
     n = b.shape[1]
     bits = out.view(np.uint32)

@@ -74,7 +74,7 @@ def _spread(builder: Any, scalar: Any) -> Any:
 
 
 def _at(builder: Any, array: Any, i: Any, j: Any) -> Any:
-    """The address of an element of a contiguous array of two dimensions."""
+    """Return the address of an element of a contiguous array of two dimensions."""
     place = builder.add(builder.mul(i, builder.extract_value(array.shape, 1)), j)
     return builder.gep(array.data, [place])
 
@@ -92,7 +92,7 @@ def _size(builder: Any, x: Any) -> Any:
 
 
 def _declared(builder: Any, name: str, returned: Any, *taken: Any) -> Any:
-    """A function of LLVM's own."""
+    """Return a function of LLVM's own."""
     return builder.module.globals.get(name) or ir.Function(builder.module, ir.FunctionType(returned, taken), name)
 
 

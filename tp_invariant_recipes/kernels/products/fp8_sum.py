@@ -40,7 +40,7 @@ LEAST = {E4M3: -6, E5M2: -14}  # exponent of the smallest normal number, and of 
 
 
 def kind(a: Quantized, b: Quantized) -> str:
-    """The blocks of b, which name the products: "tensor", "1x128" or "128x128".
+    """Return the blocks of b, which name the products: "tensor", "1x128" or "128x128".
 
     raises TypeError: scales or types that no product is defined for; ValueError: k differs.
     """

@@ -108,7 +108,7 @@ def grouped_weight_gradient(
 def _sum(
     a, b, rows, columns, sa, sb, sa_k, sb_k, k, KIND: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """`main` of a tile, before the scale of tensors.
+    """Compute `main` of a tile, before the scale of tensors.
 
     a, b: pointers to the first of k of each row [TILE, 1] and column [1, TILE]; rows, columns: which exist.
     sa, sb: pointers to the scales of the first block, [TILE, 1], and [1, TILE] or for 128x128 one; sa_k, sb_k: strides.
@@ -209,7 +209,7 @@ def _of_group(
     N: tl.constexpr, K: tl.constexpr, SDY_GROUP: tl.constexpr, SX_GROUP: tl.constexpr, KIND: tl.constexpr,
     EVEN: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A tile of dy @ x^T, of the rows of group g."""
+    """Return a tile of dy @ x^T, of the rows of group g."""
     end = tl.load(ends + g)
     begin = tl.where(g > 0, tl.load(ends + tl.maximum(g, 1) - 1), 0)
     if EVEN:

@@ -39,7 +39,7 @@ class Groups:
         return self.counts.cumsum(0)
 
     def tiles(self, height: int) -> tuple[Tensor, Tensor]:
-        """The group and the first row of every tile of `height` rows, int64; a tile has rows of one group only."""
+        """Get the group and the first row of every tile of `height` rows, int64; a tile has rows of one group only."""
         if height not in self._tiles:
             total = sum(-(-size // height) for size in self.sizes)
             every = (self.counts + height - 1) // height
@@ -102,7 +102,7 @@ def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 
 def offsets_of(tensors: Sequence[Tensor]) -> Tensor:
-    """[groups] int64: each tensor's offset from the first, in elements. Tensors seldom move, so offsets are cached."""
+    """Return each tensor's offset from the first in elements, [groups] int64, cached since tensors seldom move."""
     first, size = tensors[0].data_ptr(), tensors[0].element_size()
     return on_device([(tensor.data_ptr() - first) // size for tensor in tensors], tensors[0].device)
 
@@ -146,7 +146,7 @@ def _of_group(
     dy, x, ends, g, row, column,
     N: tl.constexpr, K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """A tile of dy^T @ x, of the rows of group g."""
+    """Return a tile of dy^T @ x, of the rows of group g."""
     end = tl.load(ends + g)
     begin = tl.where(g > 0, tl.load(ends + tl.maximum(g, 1) - 1), 0)
     i = tl.arange(0, STEP).to(tl.int64)

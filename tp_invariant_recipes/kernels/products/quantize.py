@@ -27,7 +27,7 @@ def largest_magnitude(x: Tensor) -> Tensor:
 
 
 def scales(amax: Tensor, dtype: torch.dtype, *, overflow: float = FP32_LARGEST, power_of_two: bool = False) -> Tensor:
-    """What numbers are multiplied by before the cast, of amax's shape in fp32.
+    """Return what numbers are multiplied by before the cast, of amax's shape in fp32.
 
     overflow: the scale where the quotient is beyond fp32.
     """
@@ -78,7 +78,7 @@ def of_blocks(x: Tensor, dtype: torch.dtype) -> Quantized:
 
 
 def transposed(q: Quantized) -> Quantized:
-    """The matrix [k, rows], with the same numbers. "tensor" or "128x128"."""
+    """Return the matrix [k, rows], with the same numbers. "tensor" or "128x128"."""
     data = q.data.view(torch.uint8).t().contiguous().view(q.data.dtype)
     return Quantized(data, q.scale if q.blocks == "tensor" else q.scale.t(), q.blocks)
 

@@ -44,7 +44,10 @@ class Quantized:
         return {"1x128": (self.data.shape[0], k), "128x128": (rows, k)}.get(self.blocks)
 
     def along_k(self, start: int, size: int) -> "Quantized":
-        """The columns start … start + size of k: views. With blocks both are multiples of 128, or size ends k."""
+        """Return the columns start … start + size of k: views.
+
+        With blocks both are multiples of 128, or size ends k.
+        """
         data = self.data.narrow(1, start, size)
         if self.blocks == "tensor":
             return Quantized(data, self.scale, self.blocks)
@@ -53,7 +56,7 @@ class Quantized:
         return Quantized(data, self.scale.narrow(1, start // BLOCK, -(-size // BLOCK)), self.blocks)
 
     def of_rows(self, start: int, size: int) -> "Quantized":
-        """The rows start … start + size: views. With 128x128 start is a multiple of 128."""
+        """Return the rows start … start + size: views. With 128x128 start is a multiple of 128."""
         data = self.data.narrow(0, start, size)
         if self.blocks == "tensor":
             return Quantized(data, self.scale, self.blocks)

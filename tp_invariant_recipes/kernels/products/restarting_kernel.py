@@ -79,7 +79,7 @@ def _give_tile(tile, turn, numbers, told, heard):
 
 @gluon.jit
 def _take_tile(turn, numbers, told, heard):
-    """The next tile; their number or more at the end."""
+    """Return the next tile; their number or more at the end."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     mbarrier.wait(told.index(turn % 2), turn // 2 & 1)
     tile = gl.max(numbers.index(turn % 2).load(layout), 0)
@@ -92,7 +92,10 @@ def _piece(
     total, count, a_steps, b_steps, full, free,
     HALF: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
-    """The product of a piece, which overwrites `total`. A stage is free once the product of the next one has begun."""
+    """Return the product of a piece, which overwrites `total`.
+
+    A stage is free once the product of the next one has begun.
+    """
     total = warpgroup_mma_init(total)
     for step in range(STEPS):
         stage = count % STAGES
@@ -149,7 +152,7 @@ def _pair(
     HALF: gl.constexpr, SEGMENTS: gl.constexpr, SIZE: gl.constexpr, TRANSPOSED: gl.constexpr, SCALED: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The sum of the pieces `first` and `first` + 1. start: of piece 0 in k."""
+    """Return the sum of the pieces `first` and `first` + 1. start: of piece 0 in k."""
     ROWS: gl.constexpr = zeros.shape[0]
     STEP: gl.constexpr = a_steps.shape[2]
     STEPS: gl.constexpr = SIZE // STEP
@@ -175,7 +178,7 @@ def _multiply(
     HALF: gl.constexpr, PIECES: gl.constexpr, SEGMENTS: gl.constexpr, SIZE: gl.constexpr, TRANSPOSED: gl.constexpr,
     SCALED: gl.constexpr, ADD: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """The upper (HALF = 0) or lower half of tiles of `out`.
+    """Return the upper (HALF = 0) or lower half of tiles of `out`.
 
     waiting: shared memory for the sum of the first two of four pieces; leaving: for a half that leaves, maybe the same.
     """

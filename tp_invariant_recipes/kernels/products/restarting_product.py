@@ -70,7 +70,7 @@ class Cut:
         return k // self.segments // self.of
 
     def slices(self, k: int) -> list[slice]:
-        """The pieces of k, in the order of the tree."""
+        """Return the pieces of k, in the order of the tree."""
         size, segment = self.size(k), k // self.segments
         starts = [n * segment + shard * size for shard in self.shards for n in range(self.segments)]
         return [slice(start, start + size) for start in starts]
@@ -116,7 +116,7 @@ def restarting_product(a: Operand, b: Operand, out: Tensor, cut: Cut, add: bool)
 
 
 def in_order(a: Operand, b: Operand, out: Tensor, cut: Cut, add: bool) -> None:
-    """The restarting product, from one product of fixed tiles for each piece: any operands; of bf16 on a CPU too."""
+    """Compute the restarting product by a product of fixed tiles for each piece; of bf16 on a CPU too."""
     slices = cut.slices(matrices(a, b)[0].shape[1])
     pairs = [torch.empty_like(out, dtype=torch.float32) for _ in slices[::2]]
     for n, k in enumerate(slices):  # adding to the output rounds as a separate addition would

@@ -61,7 +61,7 @@ class Core(ABC):
 
     @abstractmethod
     def backend(self) -> str:
-        """The name of what the latest launch ran: a word, and details."""
+        """Return the name of what the latest launch ran: a word, and details."""
 
     @abstractmethod
     def kind(self, mask: Any) -> tuple[Any, ...]:
@@ -146,7 +146,7 @@ def _with_dense_gradient(out: Tensor) -> Tensor:
 
 
 def trial_operands(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Operands, torch.Generator]]:
-    """The operands of each trial, of these shapes, and what draws more of them."""
+    """Yield the operands of each trial, of these shapes, and what draws more of them."""
     generator = torch.Generator(query.device).manual_seed(0)
     for fill in TRIALS:
         gradient = query.new_empty(*query.shape[:-1], value.shape[-1])
@@ -206,7 +206,7 @@ def outcome(
 def _recorded(
     form: Form, core: Core, inputs: Sequence[Tensor], mask: Any, shards: int
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """A form's output with its graph, which begins at copies of the inputs. returns: the copies, output."""
+    """Return a form's output with its graph, which begins at copies of the inputs. returns: the copies, output."""
     query, key, value, *sinks = leaves = tuple(tensor.detach().requires_grad_() for tensor in inputs)
     with torch.enable_grad():
         return leaves, form(core, query, key, value, mask, shards, *sinks)
@@ -236,7 +236,7 @@ class _Checked(torch.autograd.Function):
 
 
 def _compare(core: Core, inputs: Any, shards: int, first: Any, second: Any, names: tuple[str, ...]) -> None:
-    """Raises RunError where the bits differ."""
+    """Raise RunError where the bits differ."""
     different = [name for name, x, y in zip(names, first, second, strict=True) if not same((x,), (y,))]
     if different:
         raise RunError(

@@ -23,7 +23,7 @@ from tp_invariant_recipes.numerics.layers.mamba import by_shard, side_by_side
 
 
 def gated_delta_rule(x: Tensor, alpha: Tensor, beta: Tensor, log_a: Tensor, dt_bias: Tensor, sizes: Heads) -> Tensor:
-    """The rule of n shards with g = -exp(log_a) softplus(alpha + dt_bias) and β = sigmoid(beta).
+    """Return the rule of n shards with g = -exp(log_a) softplus(alpha + dt_bias) and β = sigmoid(beta).
 
     x:       [n, s, b, q | k | v], contiguous; q, k: [groups · key], normed here; v: [heads · value].
     alpha, beta: [n, s, b, heads]; log_a, dt_bias: [n, heads]. A group has heads / groups consecutive heads.
@@ -69,7 +69,7 @@ class _Rule(LayerFunction):
 
 
 def with_kernels(sizes: Heads, x: Tensor, alpha: Tensor, beta: Tensor, log_a: Tensor, dt_bias: Tensor) -> Tensor:
-    """The rule on a GPU, or in Triton's interpreter."""
+    """Return the rule on a GPU, or in Triton's interpreter."""
     *_, decay, strength = _numbers(alpha, beta, log_a, dt_bias)
     return delta_rule_forward(x, decay, strength, sizes)[0]
 
@@ -93,7 +93,7 @@ def _numbers(alpha: Tensor, beta: Tensor, log_a: Tensor, dt_bias: Tensor) -> tup
 
 
 def _of_shard(sizes: Heads, x: Tensor, alpha: Tensor, beta: Tensor, log_a: Tensor, dt_bias: Tensor) -> Tensor:
-    """The rule of one shard as kernels/delta_rule.py writes it, in plain torch. x: [s, b, q | k | v]."""
+    """Return the rule of one shard as kernels/delta_rule.py writes it, in plain torch. x: [s, b, q | k | v]."""
     groups, heads, key, value = sizes
     q, k, v = x.float().split((groups * key, groups * key, heads * value), -1)
     q, k = (_unit(tensor.unflatten(-1, (groups, key))).repeat_interleave(heads // groups, 2) for tensor in (q, k))

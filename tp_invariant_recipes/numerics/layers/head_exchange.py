@@ -88,5 +88,5 @@ def _positions(length: int, shards: int, device: torch.device) -> Tensor:
 
 @cache
 def _places(length: int, shards: int, device: torch.device) -> Tensor:
-    """The inverse: where each position of the sequence is held."""
+    """Return the inverse: where each position of the sequence is held."""
     return context_shards.positions(length, shards).argsort().to(device)

@@ -27,7 +27,7 @@ TUNED = ("ssd_bmm", "ssd_chunk_scan", "ssd_chunk_state", "ssd_combined", "ssd_st
 
 
 def by_shard(segments: Sequence[Tensor], shards: int, dim: int = -1) -> Tensor:
-    """This rank's part of a tensor in segments (x, B, C), with the shards as first dimension.
+    """Return this rank's part of a tensor in segments (x, B, C), with the shards as first dimension.
 
     segments: […, shards · f, …] each, divided along `dim`.
     returns:  [shards, …, the segments' f concatenated, …], contiguous, so that each shard is contiguous.
@@ -61,7 +61,7 @@ def group_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def chunk_scan(
     x: Tensor, dt: Tensor, log_a: Tensor, B: Tensor, C: Tensor, z: Tensor, D: Tensor, dt_bias: Tensor, chunk_size: int
 ) -> Tensor:
-    """The gated scan of one shard, with softplus applied to dt.
+    """Return the gated scan of one shard, with softplus applied to dt.
 
     x, z: [b, s, heads, p]; dt: [b, s, heads]; B, C: [b, s, groups, n]; log_a, D, dt_bias: [heads], A = -exp(log_a).
     returns: [b, s, heads, p] of x's dtype.

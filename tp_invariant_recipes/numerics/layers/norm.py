@@ -125,14 +125,14 @@ class Norm(NamedTuple):
     centred: bool = False
 
     def forward(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """The norm of x's shape, and the scale of each row that `backward` reads."""
+        """Return the norm of x's shape, and the scale of each row that `backward` reads."""
         y, scale = self.kernels.forward(_rows(x, self.shards_of), self._factor(weight), eps)
         return y.view_as(x), scale
 
     def backward(
         self, dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, wants_dx: bool, wants_dw: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of x and weight that are wanted. dy: of the norm."""
+        """Return the gradients of x and weight that are wanted. dy: of the norm."""
         mesh, shards_of, kernels, _ = self
         everywhere, by_heads = shards_of is NormShards.SEQUENCE_WHOLE, shards_of is NormShards.HEADS
         dy, rows, factor = _rows(dy, shards_of), _rows(x, shards_of), self._factor(weight)

@@ -26,13 +26,13 @@ from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 @cache
 def _operands(name: str) -> Format:
-    """The operands of a mode, looked up once: layers ask for them in every forward pass."""
+    """Return the operands of a mode, looked up once: layers ask for them in every forward pass."""
     return mode.named_mode(name).operands()
 
 
 @cache
 def _norm(name: str) -> NormKernels:
-    """The norms of a mode, looked up once."""
+    """Return the norms of a mode, looked up once."""
     return mode.named_mode(name).norm()
 
 
@@ -146,7 +146,10 @@ class ExpertsForward(WithProducts):
 
 
 def adapter_of(experts: Any, name: str) -> Any:
-    """The adapter of `name`, which Bridge wraps where it has one: all experts' first or second product. None: none."""
+    """Return the adapter of `name`, which Bridge wraps where it has one: all experts' first or second product.
+
+    None: none.
+    """
     return getattr(getattr(experts, name, None), "adapter", None)
 
 

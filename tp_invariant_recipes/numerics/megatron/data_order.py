@@ -53,7 +53,7 @@ class ConsecutiveSampler:
         return self.total
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The sequences of each micro-batch."""
+        """Yield the sequences of each micro-batch."""
         begin = self.consumed
         if self.cyclic:
             self.consumed = 0
@@ -73,11 +73,11 @@ class ConsecutiveBatchSampler:
         self.whole, self.rank, self.ranks = whole, rank, ranks
 
     def __len__(self) -> int:
-        """Steps until the examples are used up."""
+        """Return steps until the examples are used up."""
         return len(self.whole)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The examples of each step. Raises ValueError: a step's do not divide by the ranks."""
+        """Yield the examples of each step. Raises ValueError: a step's do not divide by the ranks."""
         for step in self.whole:
             each, rest = divmod(len(step), self.ranks)
             if rest:
@@ -94,7 +94,7 @@ def _of_rank(original: Callable[..., Any]) -> Callable[..., ConsecutiveBatchSamp
 
 
 def consecutive(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A replacement for build_pretraining_data_loader of Bridge's loaders: it builds Megatron's sampler by name."""
+    """Get a replacement for build_pretraining_data_loader of Bridge's loaders: it builds Megatron's sampler by name."""
 
     def build_pretraining_data_loader(*args: Any, global_batch_size: int | None = None, **kwargs: Any) -> Any:
         if global_batch_size is None:
@@ -117,7 +117,10 @@ def consecutive(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_turns(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A replacement for the get_forward_backward_func of Bridge's train(). The results have the order of the data."""
+    """Return a replacement for the get_forward_backward_func of Bridge's train().
+
+    The results have the order of the data.
+    """
 
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
         run = original(*args, **kwargs)
@@ -143,7 +146,7 @@ def in_turns(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _visiting(batches: Iterator[Any] | None, visits: Sequence[int]) -> Iterator[Any] | None:
-    """The micro-batches of a step in the order of the visits."""
+    """Yield the micro-batches of a step in the order of the visits."""
     if batches is None:
         return None
     step = [next(batches) for _ in visits]

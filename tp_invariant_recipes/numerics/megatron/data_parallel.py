@@ -38,7 +38,7 @@ _streams: dict[Any, Any] = {}  # device -> the stream of its reductions
 
 
 def prepared(original: Callable[..., None], shards: int | None, contexts: int | None) -> Callable[..., None]:
-    """A replacement for DistributedDataParallel.__init__.
+    """Return a replacement for DistributedDataParallel.__init__.
 
     shards:   D. None: as many as there are ranks, and Megatron's own factor of 1/dp stays where it is.
     contexts: C, None for 1; gradients of the context shards of a rank are kept apart until they are summed over ranks.
@@ -119,7 +119,7 @@ def _of_dense(model: Any) -> list[Tensor]:
 
 
 def recording_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A replacement for DistributedDataParallel._make_backward_post_hook."""
+    """Return a replacement for DistributedDataParallel._make_backward_post_hook."""
 
     def _make_backward_post_hook(self: Any, param: Tensor) -> Callable[..., None]:
         hook = original(self, param)
@@ -134,7 +134,9 @@ def recording_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def ending_a_micro_batch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A replacement for megatron.core.pipeline_parallel.schedules.backward_step: one micro-batch, one model chunk."""
+    """Return a replacement for megatron.core.pipeline_parallel.schedules.backward_step: one micro-batch, one model
+    chunk.
+    """
 
     def backward_step(*args: Any, **kwargs: Any) -> Any:
         _touched.clear()
@@ -158,7 +160,7 @@ def ending_a_micro_batch(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def divided_by_all_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A replacement for megatron.core.pipeline_parallel.schedules.forward_step_calc_loss.
+    """Return a replacement for megatron.core.pipeline_parallel.schedules.forward_step_calc_loss.
 
     Megatron divides a loss by this rank's micro-batches, and the gradients by the ranks. One division by the product
     has the same rounding for every dp, also where a gradient is subnormal. The ranks of a context-parallel group share
@@ -191,7 +193,10 @@ def _of_one_rank(more: dict[str, Any]) -> dict[str, Any]:
 
 
 def tree_over_ranks(original: Callable[..., None]) -> Callable[..., None]:
-    """A replacement for start_grad_sync of Megatron's groups of buckets. `finish_grad_sync` waits for its handle."""
+    """Return a replacement for start_grad_sync of Megatron's groups of buckets.
+
+    `finish_grad_sync` waits for its handle.
+    """
 
     def start_grad_sync(self: Any, force_all_reduce: bool | None = False) -> None:
         if self.is_first_batch and self.grad_reduce_handle is not None:
@@ -231,7 +236,7 @@ def _reduce(group: Any, force_all_reduce: bool | None) -> None:
 
 
 def _of_contexts(group: Any, bucket: Any) -> list[Tensor]:
-    """A bucket's complete gradients of each context shard, or group of some, of this rank."""
+    """Return a bucket's complete gradients of each context shard, or group of some, of this rank."""
     return _of_bucket(bucket)[: getattr(group, "sums", (1, 1))[1]]
 
 
@@ -295,7 +300,7 @@ def _complete(group: Any) -> None:
 
 
 def restarting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A replacement for DistributedDataParallel.finish_grad_sync, which runs when all micro-batches are done."""
+    """Return a replacement for DistributedDataParallel.finish_grad_sync, which runs when all micro-batches are done."""
 
     def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
@@ -310,7 +315,9 @@ def restarting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def zeroing_contexts(original: Callable[..., None]) -> Callable[..., None]:
-    """A replacement for DistributedDataParallel.zero_grad_buffer, which begins a step, also after graphs' capture."""
+    """Return a replacement for DistributedDataParallel.zero_grad_buffer, which begins a step, also after graphs'
+    capture.
+    """
 
     def zero_grad_buffer(self: Any) -> None:
         original(self)
@@ -336,7 +343,7 @@ def _add_lookups(model: Any, weight: Any, lookups: Tensor) -> None:
 
 
 def reading_below(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A replacement for DistributedDataParallel._make_forward_pre_hook, which waits for weights on their way."""
+    """Return a replacement for DistributedDataParallel._make_forward_pre_hook, which waits for weights on their way."""
 
     def _make_forward_pre_hook(self: Any) -> Callable[..., None]:
         hook = original(self)

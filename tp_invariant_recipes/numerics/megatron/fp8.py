@@ -17,7 +17,7 @@ from tp_invariant_recipes.numerics.precision import Fp8Layers
 
 
 def layers_of_stack(original: Callable[..., None]) -> Callable[..., None]:
-    """A replacement for HybridStack.__init__, whose specification has one class for all layers of a kind.
+    """Return a replacement for HybridStack.__init__, whose specification has one class for all layers of a kind.
 
     As in Megatron's, layers ahead (multi-token prediction) count from the first one of their own.
     """

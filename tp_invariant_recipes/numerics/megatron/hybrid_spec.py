@@ -16,7 +16,7 @@ AHEAD = "/"  # before the layers of each depth of multi-token prediction, which 
 
 
 def local_hybrid_spec(config: Any) -> Any:
-    """A hybrid stack of Megatron-Core's local layers, which Megatron-Core lacks. For `model.hybrid_stack_spec`.
+    """Return a hybrid stack of Megatron-Core's local layers, which Megatron-Core lacks. For `model.hybrid_stack_spec`.
 
     It equals Megatron's stack with Transformer Engine, except that norms are separate modules. Checkpoints have the
     same names.
@@ -105,14 +105,17 @@ def _local_ahead() -> Any:
 
 
 def final_norm(original: Any) -> Any:
-    """The norm at the end of a HybridStack. It exists only with Transformer Engine or on our CPU host; hybrid models
+    """Return the norm at the end of a HybridStack. It exists only with Transformer Engine or on our CPU host; hybrid
+    models
     need one of them."""
     absent = original.__name__ == "TENorm" and installed("transformer-engine") is None  # or a placeholder of it
     return original if absent else resolve_own(spec.SUBSTITUTES[original.__name__])
 
 
 def invariant_hybrid_spec(config: Any) -> Any:
-    """The local stack, or Megatron's with Transformer Engine, of invariant layers. For `model.hybrid_stack_spec`.
+    """Return the local stack, or Megatron's with Transformer Engine, of invariant layers.
+
+    For `model.hybrid_stack_spec`.
 
     Raises ConfigError for a layer that has no invariant version.
     """

@@ -112,7 +112,7 @@ RULES = (
 
 
 def megatron_std(rule: InitRule, config: Any) -> float:
-    """The standard deviation of the normal distribution that Megatron itself would use.
+    """Return the standard deviation of the normal distribution that Megatron itself would use.
 
     It is init_method_std, or init_method_std / sqrt(2 · num_layers) for linear_proj and linear_fc2. It is read from the
     methods that TransformerConfig derives, so that other settings (muP, embedding_init_method_std) count as well.
@@ -170,7 +170,7 @@ def initialise(model_chunks: list[Any], *, seed: int) -> list[Any]:
 
 
 def rule_of(name: str) -> InitRule | None:
-    """The rule of a parameter, by its canonical name."""
+    """Return the rule of a parameter, by its canonical name."""
     return next((rule for rule in RULES if re.fullmatch(rule.name, name)), None)
 
 
@@ -199,7 +199,7 @@ def _quantile(rule: InitRule, std: float) -> Callable[[Tensor], Tensor]:
 
 
 def canonical_parameters(chunk: Any) -> Iterator[tuple[str, Tensor]]:
-    """The chunk's parameters under their names in a model that is not split into pipeline stages.
+    """Yield the chunk's parameters under their names in a model that is not split into pipeline stages.
 
     Layers get their number in the whole model. The last stage's copy of a tied embedding has the embedding's name.
     """
@@ -214,7 +214,7 @@ def canonical_parameters(chunk: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _expert_numbered(name: str, config: Any) -> str:
-    """An expert's name with its number in the whole layer, the same for all classes that hold its weight."""
+    """Return an expert's name with its number in the whole layer, the same for all classes that hold its weight."""
     from megatron.core import parallel_state
 
     # One module for each expert, or one module with numbered weights for all experts.
@@ -235,7 +235,7 @@ def _is_split(parameter: Tensor, dim: int) -> bool:
 def place(
     local: Sequence[int], dim: int, rank: int, size: int, segments: int | Sequence[int] = 1
 ) -> tuple[list[int], list[list[tuple[int, int]]]]:
-    """The whole shape, and the ranges in it of the tensor of shape `local` on rank `rank` of `size`.
+    """Return the whole shape, and the ranges in it of the tensor of shape `local` on rank `rank` of `size`.
 
     segments: the number of equal parts of the split dimension, each split separately, or the sizes of the local parts.
               With two, gate and up, and size 2:
@@ -251,7 +251,7 @@ def place(
 
 
 def segment_rows(rows: int, segments: int | Sequence[int]) -> list[int]:
-    """The rows of each segment on a rank that has so many together. ValueError: they are not these segments."""
+    """Return the rows of each segment on a rank that has so many together. ValueError: they are not these segments."""
     steps = [rows // segments] * segments if isinstance(segments, int) else list(segments)
     if sum(steps) != rows:
         what = f"{segments} equal segments" if isinstance(segments, int) else f"segments of {steps}"
@@ -270,7 +270,7 @@ def normal(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """A part of the normally distributed tensor `name`, as `sample` has it."""
+    """Return a part of the normally distributed tensor `name`, as `sample` has it."""
     return sample(
         shape_global, index_ranges, lambda bits: _ppnd16(bits) * std + mean,
         seed=seed, name=name, dtype=dtype, device=device,
@@ -287,7 +287,7 @@ def sample(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """A part of the random tensor `name`; the same bits as in the whole tensor and on any device.
+    """Return a part of the random tensor `name`; the same bits as in the whole tensor and on any device.
 
     shape_global: shape of the whole tensor. The sizes of its first and last dimension do not change the values.
     index_ranges: per dimension the (start, stop) ranges of the part, in the part's order.
@@ -359,7 +359,7 @@ def philox4x32(counter: Iterable[Tensor], key: tuple[int, int]) -> tuple[Tensor,
 
 
 def _ppnd16(bits: Tensor) -> Tensor:
-    """The normal quantile of u = (2 · bits + 1) / 2^53, in fp64: never 0, never 1, and symmetric."""
+    """Return the normal quantile of u = (2 · bits + 1) / 2^53, in fp64: never 0, never 1, and symmetric."""
     odd = 2 * bits + 1
     q = (odd - (1 << 52)).to(torch.float64) * 2.0**-53  # u - 1/2, exactly
     tail = (torch.minimum(odd, (1 << 53) - odd)).to(torch.float64) * 2.0**-53  # the smaller of u and 1 - u
@@ -373,12 +373,15 @@ def _ppnd16(bits: Tensor) -> Tensor:
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """The correctly rounded root. On a CPU torch's is Intel's vector library, which misrounds one number in 70."""
+    """Return the correctly rounded root.
+
+    On a CPU torch's is Intel's vector library, which misrounds one number in 70.
+    """
     return torch.sqrt(x) if x.is_cuda else torch.from_numpy(np.sqrt(x.numpy()))
 
 
 def _log(x: Tensor) -> Tensor:
-    """The natural logarithm of normal fp64 numbers, to an ulp or two, from IEEE operations alone.
+    """Return the natural logarithm of normal fp64 numbers, to an ulp or two, from IEEE operations alone.
 
     x = m · 2^e with m in [1/√2, √2):  log x = e · log 2 + 2 · artanh(s),  s = (m - 1) / (m + 1).
     """
@@ -395,7 +398,10 @@ def _ratio(x: Tensor, above: Sequence[float], below: Sequence[float]) -> Tensor:
 
 
 def _horner(x: Tensor, coefficients: Sequence[float]) -> Tensor:
-    """The polynomial, lowest coefficient first. Product and sum are separate operations, which nothing can fuse."""
+    """Return the polynomial, lowest coefficient first.
+
+    Product and sum are separate operations, which nothing can fuse.
+    """
     value = torch.full_like(x, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         value = value.mul_(x).add_(coefficient)

@@ -82,7 +82,7 @@ class InvariantPositionEmbedding(torch.nn.Embedding):
 
 
 def with_positions(original: Callable[..., None]) -> Callable[..., None]:
-    """A replacement for LanguageModelEmbedding.__init__."""
+    """Return a replacement for LanguageModelEmbedding.__init__."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, config, *args, **kwargs)
@@ -139,11 +139,11 @@ class InvariantDotProductAttention(CoreAttention, DotProductAttention):
             return DotProductAttention.forward(self, query, key, value, *mask)
 
     def selected(self, length: int, batch: int) -> str:
-        """The only one."""
+        """Return the only one."""
         return self.backend()
 
     def backend(self) -> str:
-        """The only one."""
+        """Return the only one."""
         return "local"
 
     def settings(self) -> tuple[Any, ...]:

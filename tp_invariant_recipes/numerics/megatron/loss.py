@@ -11,7 +11,7 @@ from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 
 def cross_entropy_of_mode(original: Any, virtual_shards: int, name: str) -> Callable[..., Tensor]:
-    """A replacement for Megatron's vocab_parallel_cross_entropy. name: of the mode."""
+    """Return a replacement for Megatron's vocab_parallel_cross_entropy. name: of the mode."""
 
     def loss(logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: Any = None) -> Tensor:
         if label_smoothing:

@@ -61,7 +61,7 @@ _STAGES = {
 
 
 def invariant_block(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A replacement for Bridge's mtp_block_spec, with the last layer of the model, which another stage may have."""
+    """Get a replacement for Bridge's mtp_block_spec, with the last layer of the model, which another stage may have."""
 
     def mtp_block_spec(config: Any, vp_stage: int | None = None) -> Any:
         if not getattr(config, "mtp_num_layers", None):
@@ -90,7 +90,7 @@ def _invariant(layer: Any) -> Any:
 
 
 def separate_losses(original: Callable[..., None]) -> Callable[..., None]:
-    """A replacement for MTPLossLoggingHelper.save_metrics_to_tracker, which adds to one sum a depth."""
+    """Return a replacement for MTPLossLoggingHelper.save_metrics_to_tracker, which adds to one sum a depth."""
 
     def save(loss: Tensor, correct: Tensor, total: Tensor, layer_number: int | None, *args: Any, **more: Any) -> None:
         original(loss, correct, total, layer_number, *args, **more)
@@ -102,7 +102,7 @@ def separate_losses(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def losses_summed(original: Callable[[], None], shards: int) -> Callable[[], None]:
-    """A replacement for MTPLossLoggingHelper.reduce_metrics_in_tracker, which averages over ranks. shards: D."""
+    """Return a replacement for MTPLossLoggingHelper.reduce_metrics_in_tracker, which averages over ranks. shards: D."""
 
     def reduce() -> None:
         tracker = MTPLossLoggingHelper.tracker

@@ -38,7 +38,7 @@ class MatrixCut:
 
 
 def whole_matrices(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A replacement for megatron.core.optimizer._create_emerging_optimizer."""
+    """Return a replacement for megatron.core.optimizer._create_emerging_optimizer."""
 
     def _create_emerging_optimizer(
         config: Any, groups: Any, name: str, chunks: Any, processes: Any
@@ -87,7 +87,7 @@ def _gather(optimizer: Any, chunks: Iterable[Any], group: Any) -> None:
 
 
 def _cuts(chunks: Iterable[Any], ranks: int) -> Iterator[tuple[Tensor, MatrixCut | None]]:
-    """The matrices of a rank's model chunks; None: every tensor-parallel rank has it whole.
+    """Yield the matrices of a rank's model chunks; None: every tensor-parallel rank has it whole.
 
     Raises ConfigError for a matrix without a rule in megatron/init.py.
     """
@@ -105,7 +105,7 @@ def _cuts(chunks: Iterable[Any], ranks: int) -> Iterator[tuple[Tensor, MatrixCut
 
 
 def gathered(part: Tensor, cut: MatrixCut | None, group: Any) -> Tensor:
-    """The whole matrix in the order of tp=1, in memory of its own: kernels may add in another order elsewhere.
+    """Return the whole matrix in the order of tp=1, in memory of its own: kernels may add in another order elsewhere.
 
     part: this rank's [m/t, n] or [m, n/t] of `cut`, or [m, n]. returns: [m, n].
     """
@@ -118,7 +118,7 @@ def gathered(part: Tensor, cut: MatrixCut | None, group: Any) -> Tensor:
 
 
 def part_of(whole: Tensor, cut: MatrixCut | None, group: Any) -> Tensor:
-    """This rank's part of a whole matrix, contiguous: what `gathered` made a whole of."""
+    """Return this rank's part of a whole matrix, contiguous: what `gathered` made a whole of."""
     if cut is None:
         return whole.contiguous()
     segments = whole.split([size * group.size() for size in cut.sizes], cut.dim)

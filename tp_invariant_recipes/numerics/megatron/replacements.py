@@ -32,7 +32,7 @@ class Row:
     when: Callable[[NumericsSettings], bool] = lambda numerics: True
 
     def replacement(self, numerics: NumericsSettings) -> Replacement:
-        """The row with a run's settings."""
+        """Return the row with a run's settings."""
         if not self.wraps:
             return instead(self.target, self.path, self.why)
         return wrapped(self.target, self.path, self.why, *(getattr(numerics, name) for name in self.settings))
@@ -297,7 +297,7 @@ ROWS = (
 
 
 def replacements(numerics: NumericsSettings) -> tuple[Replacement, ...]:
-    """The rows that a run needs, then those of its mode alone; none for stock numerics.
+    """Return the rows that a run needs, then those of its mode alone; none for stock numerics.
 
     numerics: of a program with a training loop of its own without data_shards: it decides which data a rank reads.
     """

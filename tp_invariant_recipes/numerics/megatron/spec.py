@@ -125,7 +125,7 @@ def invariant_layer_spec(config: Any, vp_stage: int | None = None, *, family: st
 
 
 def invariant_layers(specs: Sequence[Any], config: Any, vp_stage: int | None) -> list[Any]:
-    """The layers of a stage with invariant parts, those in FP8 with products in FP8. specs: of stock layers."""
+    """Return the layers of a stage with invariant parts, those in FP8 with products in FP8. specs: of stock layers."""
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     own, fp8, start = (
@@ -138,7 +138,7 @@ def invariant_layers(specs: Sequence[Any], config: Any, vp_stage: int | None) ->
 
 
 def invariant(part: Any, field: str = "", own: Mapping[str, str] = MappingProxyType({}), *, fp8: bool = False) -> Any:
-    """A part of a specification with every layer replaced by its invariant class.
+    """Return a part of a specification with every layer replaced by its invariant class.
 
     part:  a ModuleSpec, a dataclass of submodules, a partial that takes submodules, a list of these, a class, a
            function or None.
@@ -168,5 +168,5 @@ def invariant(part: Any, field: str = "", own: Mapping[str, str] = MappingProxyT
 
 @cache
 def _in_fp8(layer: type) -> type:
-    """A class of layers with operands in FP8."""
+    """Return a class of layers with operands in FP8."""
     return type(f"{FP8_PREFIX}{layer.__name__}", (resolve_own(FP8_MIXIN), layer), {"__module__": layer.__module__})

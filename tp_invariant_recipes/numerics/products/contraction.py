@@ -40,7 +40,7 @@ _batch_is_exact: dict[tuple[Any, ...], bool] = {}
 
 
 def nodes(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Segments, product: Callable[..., Tensor]) -> Tensor:
-    """a @ b for this rank's part of the summed dimension, as nodes of the tree over all shards.
+    """Compute a @ b for this rank's part of the summed dimension, as nodes of the tree over all shards.
 
     a, b:     [tokens, k/t] and [k/t, features]; k/t consists of segments, each of this rank's V/t shards.
     segments: the size of each.
@@ -74,7 +74,8 @@ def _one_by_one(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Segments, pro
 
 
 def _as_a_batch(a: Tensor, b: Tensor, shards: int, segments: Segments) -> Tensor | None:
-    """The terms of all shards, a launch for each segment; None: one by one is as few, or it has not been found right.
+    """Return the terms of all shards, a launch for each segment; None: one by one is as few, or it has not been found
+    right.
 
     Rows of products on a GPU do not depend on each other, so tokens of several context shards share a launch.
     """
@@ -119,12 +120,12 @@ def _terms(segments: Segments, a: Tensor, b: Tensor, terms: Tensor, _add: bool) 
 
 
 def _parts(segments: Segments, shards: int) -> list[slice]:
-    """The summed dimension's part of every shard, segment after segment."""
+    """Return the summed dimension's part of every shard, segment after segment."""
     return [part for of_segment in zip(*every_part(segments, shards), strict=True) for part in of_segment]
 
 
 def in_one_launch(a: Any, b: Any, shards: int, segments: Segments, dtype: torch.dtype = torch.float32) -> Tensor | None:
-    """The nodes by the restarting product; None: it does not take the operands, or has not been found right.
+    """Return the nodes by the restarting product; None: it does not take the operands, or has not been found right.
 
     Its rows do not depend on each other, so tokens of several context shards share a launch.
 
@@ -173,7 +174,7 @@ def _compute(a: Any, b: Any, out: Tensor, cut: Any, *, add: bool) -> None:
 
 
 def _forms(cut: Any) -> tuple[cublas.Product, cublas.Product]:
-    """The sum over a cut by one launch, and by fixed tiles."""
+    """Return the sum over a cut by one launch, and by fixed tiles."""
     from tp_invariant_recipes.kernels.products import restarting_product as kernel
 
     return (

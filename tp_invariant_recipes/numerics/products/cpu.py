@@ -29,7 +29,7 @@ Form = Callable[[Tensor, Tensor], Tensor]
 
 
 def product(a: Tensor, b: Tensor, rows: Parts, columns: Parts) -> Tensor:
-    """a @ b in fp32; arguments as of numerics/products/product.py.
+    """Compute a @ b in fp32; arguments as of numerics/products/product.py.
 
     returns: [m, n] fp32, fp64 for operands of fp64.
     """
@@ -48,7 +48,7 @@ def product(a: Tensor, b: Tensor, rows: Parts, columns: Parts) -> Tensor:
 
 
 def partials(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Tensor:
-    """a @ b for each shard of the dimension that is summed.
+    """Compute a @ b for each shard of the dimension that is summed.
 
     a, b:     [m, k] and [k, n]; k consists of segments, each of `shards` shards.
     segments: the size of each in k.

@@ -58,7 +58,10 @@ def capturing(operand: Tensor) -> bool:
 def tried(
     decided: dict[tuple[Any, ...], bool], kind: tuple[Any, ...], operand: Tensor, trial: Callable[[], bool]
 ) -> bool:
-    """What a trial of this kind has found, once a process. While a CUDA graph is captured nothing is tried: False."""
+    """Return what a trial of this kind has found, once a process.
+
+    While a CUDA graph is captured nothing is tried: False.
+    """
     exact = decided.get(kind)  # looked up once: kinds are compared number by number
     if exact is None:
         if capturing(operand):

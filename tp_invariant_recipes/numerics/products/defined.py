@@ -52,7 +52,8 @@ _cublas_is_exact: dict[tuple[Any, ...], bool] = {}
 
 
 def product(a: Tensor, b: Tensor, out: Tensor, *, rows: Parts = 1, columns: Parts = 1, add: bool = False) -> Tensor:
-    """The product of numerics=portable: out = a @ b, rounded once to out's dtype; or out += a @ b, an addition in fp32.
+    """Return the product of numerics=portable: out = a @ b, rounded once to out's dtype; or out += a @ b, an addition
+    in fp32.
 
     a:             [m, k]; b: [k, n], both bf16, with any strides.
     out:           [m, n] bf16 or fp32, with any strides.
@@ -114,7 +115,7 @@ def _checked(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
 
 
 def partials(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Tensor:
-    """a @ b for each shard of the dimension that is summed.
+    """Compute a @ b for each shard of the dimension that is summed.
 
     a, b:     [m, k] and [k, n] bf16 on the CPU; k consists of segments, each of `shards` shards.
     segments: the size of each in k.

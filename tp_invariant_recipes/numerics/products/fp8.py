@@ -98,7 +98,7 @@ def nodes(
 
 
 def _added(a: Quantized, b: Quantized, sums: list[list[slice]], small: bool) -> Tensor:
-    """[sums, m, n]: of each, the products of its pieces of k, added in order. small: launches limit their speed."""
+    """Add the products of each sum's pieces of k, in order: [sums, m, n]. small: launches limit their speed."""
     total = torch.empty(len(sums), a.data.shape[0], b.data.shape[0], device=a.data.device)
     for slices, out in zip(sums, total, strict=True):
         pieces = [(k.start, k.stop - k.start) for k in slices]

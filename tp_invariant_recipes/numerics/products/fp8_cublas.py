@@ -98,7 +98,7 @@ def _transformer_engine(a: Quantized, b: Quantized, out: Tensor, add: bool) -> N
 
 
 def _storage(x: Quantized) -> Any:
-    """Transformer Engine's tensor of the same memory."""
+    """Return Transformer Engine's tensor of the same memory."""
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
     from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage

@@ -22,7 +22,7 @@ class UnlikeBits:
 
 
 def expected(sample: Sample) -> Tensor:
-    """What the sample's result must be: [nodes, n, m] of its dtype, on the CPU where the sample is.
+    """Return what the sample's result must be: [nodes, n, m] of its dtype, on the CPU where the sample is.
 
     kernels/products/tensor_core_sum.py defines a product of DEFINED; one of LIBRARY is the same call on the same shape.
     """
@@ -52,7 +52,7 @@ def expected(sample: Sample) -> Tensor:
 
 
 def require_definition(device: torch.device) -> None:
-    """Raises RunError: products of this device, if it is a GPU, are not those that a CPU computes by the definition."""
+    """Raise RunError: products of this device, if it is a GPU, are not those that a CPU computes by the definition."""
     if device.type != "cuda":
         return
     for dtype in (torch.bfloat16, torch.float32):

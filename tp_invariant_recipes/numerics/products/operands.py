@@ -11,7 +11,7 @@ Parts = int | tuple[int, ...]  # a number of equal parts, or the size of each
 
 
 def parts_of(matrix: Tensor, parts: Parts, dim: int) -> Sequence[Tensor]:
-    """Views of the parts, in order."""
+    """Return views of the parts, in order."""
     return matrix.chunk(parts, dim) if isinstance(parts, int) else matrix.split(parts, dim)
 
 
@@ -25,7 +25,7 @@ def every_part(segments: Sequence[int], shards: int) -> list[list[slice]]:
 
 
 def without_gaps(matrix: Tensor) -> Tensor:
-    """The matrix with no gaps between rows, or columns where those are what memory holds together.
+    """Return the matrix with no gaps between rows, or columns where those are what memory holds together.
 
     It begins where 16 bytes do, as memory of its own does: a library may choose by that as well (MKL's gemv does).
     """
@@ -35,7 +35,7 @@ def without_gaps(matrix: Tensor) -> Tensor:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The tensor with no gaps, in the order of its dimensions, beginning where 16 bytes do."""
+    """Return the tensor with no gaps, in the order of its dimensions, beginning where 16 bytes do."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
 

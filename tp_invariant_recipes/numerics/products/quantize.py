@@ -135,7 +135,7 @@ def _has_library() -> bool:
 
 @cache
 def _library() -> Any:
-    """Transformer Engine's compiled module, which Python finds once the package has been imported."""
+    """Return Transformer Engine's compiled module, which Python finds once the package has been imported."""
     import transformer_engine.pytorch  # noqa: F401
     import transformer_engine_torch
 

@@ -68,7 +68,7 @@ class Sample:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "Sample":
-        """The sample with changed tensors."""
+        """Return the sample with changed tensors."""
         changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.tensors.items()}
         return replace(self, **changed)
 
@@ -102,7 +102,7 @@ class Sampler:
         return self.everything or self._products - 1 in self._chosen
 
     def drawn(self, shards: Sequence[T]) -> Sequence[T]:
-        """The shards of a chosen product that are sampled."""
+        """Return the shards of a chosen product that are sampled."""
         return shards if self.everything else [self.draw.choice(shards)]
 
     def keep(self, sample: Sample) -> None:
@@ -144,7 +144,7 @@ class _Started:
 
 
 def begin(a: Tensor, b: Tensor, out: Tensor, add: bool, segments: Sequence[int] | None = None) -> _Started | None:
-    """A product a @ b → out whose rows and columns are each defined by themselves. None: it is not chosen."""
+    """Return a product a @ b → out whose rows and columns are each defined by themselves. None: it is not chosen."""
     if _sampler is None or not (a.shape[0] and b.shape[1] and _sampler.wants(a)):
         return None
     return _Started(DEFINED, a.detach(), b.detach(), out.detach(), add, tuple(segments or (a.shape[1],)))
@@ -166,7 +166,7 @@ def begin_one(sizes: Sequence[int], product: Callable[[int, slice], tuple[Tensor
 def begin_chain(
     sizes: Sequence[int], chain: Sequence[int], dy: Tensor, x: Tensor, outs: Sequence[Tensor]
 ) -> _Started | None:
-    """An output of `grouped_weight_gradient` (grouped_product.py), if the launch is chosen. sizes: of groups."""
+    """Return an output of `grouped_weight_gradient` (grouped_product.py), if the launch is chosen. sizes: of groups."""
     links = [[n * len(chain) + link for link in chain if sizes[n * len(chain) + link]] for n in range(len(outs))]
     if _sampler is None or not any(links) or not _sampler.wants(x):
         return None
@@ -180,7 +180,7 @@ def begin_chain(
 
 
 def begin_library(a: Tensor, b: Tensor, out: Tensor, rows: Parts, columns: Parts, add: bool) -> "_Shards | None":
-    """A library's product a @ b → out of shards. None: it is not chosen; of a chosen one a shard is drawn."""
+    """Return a library's product a @ b → out of shards. None: it is not chosen; of a chosen one a shard is drawn."""
     if _sampler is None or not (a.shape[0] and b.shape[1] and _sampler.wants(a)):
         return None
     a, b, out = a.detach(), b.detach(), out.detach()
@@ -243,7 +243,7 @@ def _copy(x: Tensor) -> Tensor:
 
 
 def _laid_like(x: Tensor, like: Tensor) -> Tensor:
-    """The matrix in the order of rows and columns in which `like` lies."""
+    """Return the matrix in the order of rows and columns in which `like` lies."""
     return x.t().contiguous().t() if _transposed(like) else x.contiguous()
 
 

@@ -77,7 +77,7 @@ def all_reduce(partials: Sequence[Tensor], group: Any, cp: int = 1, copies: int 
 
 
 def _add_here(partials: Sequence[Tensor]) -> None:
-    """The sum of a lone rank's context shards."""
+    """Add a lone rank's context shards."""
     sums = list(partials)
     while len(sums) > 1:
         for total, addend in zip(sums[::2], sums[1::2], strict=True):
@@ -86,7 +86,7 @@ def _add_here(partials: Sequence[Tensor]) -> None:
 
 
 def _by_context(arrived: Sequence[Tensor], cp: int, copies: int) -> Tensor:
-    """The leaves of the tree, by context shard, then data-parallel rank.
+    """Return the leaves of the tree, by context shard, then data-parallel rank.
 
     arrived: [dp · cp · copies, c] of each context shard of a rank. returns: [cp · n · dp · copies, c], contiguous.
     """

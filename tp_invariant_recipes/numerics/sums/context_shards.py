@@ -24,7 +24,7 @@ def of_a_rank(config: Any) -> int:
 
 
 def positions(length: int, shards: int, ranks: int = 1, rank: int = 0) -> Tensor:
-    """The positions of a rank's tokens in the sequence, in the order in which it holds them.
+    """Return the positions of a rank's tokens in the sequence, in the order in which it holds them.
 
     length: of the sequence, a multiple of 2C. shards: C. ranks: cp, which divides C. returns: [length/cp] int64.
     """
@@ -36,7 +36,7 @@ def positions(length: int, shards: int, ranks: int = 1, rank: int = 0) -> Tensor
 
 
 def each_context(mesh: Any, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors' parts of each of the mesh's n context shards: views of [tokens/n, …] for [tokens, …]."""
+    """Yield the tensors' parts of each of the mesh's n context shards: views of [tokens/n, …] for [tokens, …]."""
     if mesh.contexts == 1:  # without views, whose making takes the host as long as a launch
         return iter((tensors,))
     return zip(*(tensor.chunk(mesh.contexts) for tensor in tensors), strict=True)

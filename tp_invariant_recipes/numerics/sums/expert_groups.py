@@ -30,7 +30,7 @@ def reversed_bits(count: int) -> list[int]:
 
 
 def order_of_visits(shards: int, each: int, turns: int) -> list[int]:
-    """The number of the sequence that a rank computes in each pass of a step.
+    """Return the number of the sequence that a rank computes in each pass of a step.
 
     shards: of this rank, with `each` sequences, one after the other. turns: neighbours that take turns.
     """
@@ -130,7 +130,8 @@ class ExpertGroups:
 
 
 def visits_of(config: Any) -> tuple[int, ...]:
-    """The sequence of a rank that each pass of a training step computes; empty: they are computed in their order.
+    """Return the sequence of a rank that each pass of a training step computes; empty: they are computed in their
+    order.
 
     config: a TransformerConfig. Megatron must know the ranks and the number of micro-batches.
     """
@@ -150,10 +151,10 @@ _visits: list[Sequence[int]] = [()]
 
 
 def enter(visits: Sequence[int]) -> None:
-    """A step begins, or with () the last one has ended."""
+    """Begin a step, or with () end the last one."""
     _visits[0] = visits
 
 
 def visited(number: int) -> int:
-    """The sequence of the rank that a pass of this step computes. number: of the pass."""
+    """Return the sequence of the rank that a pass of this step computes. number: of the pass."""
     return _visits[0][number] if _visits[0] else number

@@ -40,7 +40,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def get_grad_norm_fp32(
     grads_for_norm: list[Tensor] | Tensor, norm_type: int | float = 2, grad_stats_parallel_group: Any = None
 ) -> float:
-    """Replaces the function of this name in megatron.core.optimizer.clip_grads.
+    """Replace the function of this name in megatron.core.optimizer.clip_grads.
 
     grads_for_norm: the gradients that this rank counts, without replicas.
     grad_stats_parallel_group: the group to sum over, after the data-parallel group of DTensors; None: the whole world.
@@ -51,7 +51,7 @@ def get_grad_norm_fp32(
 
 @torch.no_grad()
 def chained_grad_norm(self: Any) -> PendingNorm | float:
-    """Replaces ChainedOptimizer.get_grad_norm: one norm of the gradients of all its optimizers.
+    """Replace ChainedOptimizer.get_grad_norm: one norm of the gradients of all its optimizers.
 
     With experts there are two optimizers, each with its own group of ranks; the layout decides each one's parameters.
     returns: in the step of numerics/sums/pending_norm.py a norm that is read when it is used.
@@ -84,7 +84,7 @@ def largest_known(largest: Tensor) -> Iterator[None]:
 def fp64_grad_norm(
     grads_for_norm: list[Tensor] | Tensor, norm_type: int | float = 2, grad_stats_parallel_group: Any = None
 ) -> float:
-    """Replaces the same function by the published scheme: a sum of squares in fp64, rounded once to fp32.
+    """Replace the same function by the published scheme: a sum of squares in fp64, rounded once to fp32.
 
     It is not invariant: like any sum of floats it depends on its order. The rounding to fp32 hides most of these
     differences. tpi keeps it for comparison.
@@ -93,14 +93,15 @@ def fp64_grad_norm(
 
 
 def rounded_down_to_power_of_two(coefficient: float) -> float:
-    """The largest power of two that does not exceed the coefficient; 0, inf and nan stay unchanged."""
+    """Return the largest power of two that does not exceed the coefficient; 0, inf and nan stay unchanged."""
     if not 0 < coefficient < math.inf:
         return coefficient
     return math.ldexp(0.5, math.frexp(coefficient)[1])
 
 
 def clip_by_powers_of_two(original: Callable[..., None]) -> Callable[..., None]:
-    """A replacement for megatron.core.optimizer.clip_grads.clip_grad_by_total_norm_fp32, made from that function.
+    """Return a replacement for megatron.core.optimizer.clip_grads.clip_grad_by_total_norm_fp32, made from that
+    function.
 
     It rounds a coefficient below 1 down to a power of two. The product with a gradient is then exact unless it is
     subnormal. The clipped norm is between half of max_norm and max_norm, so training differs from Megatron's.
@@ -123,7 +124,7 @@ _UNIT_NORM = 1.0 - 1.0e-6  # the original adds 1e-6 to it and gets exactly 1.0
 def _as_megatron_means(
     grads_for_norm: list[Tensor] | Tensor, norm_type: int | float, group: Any
 ) -> tuple[list[Tensor], list[Any]]:
-    """This rank's gradients and the groups to sum over, from the arguments of Megatron's function."""
+    """Return this rank's gradients and the groups to sum over, from the arguments of Megatron's function."""
     if float(norm_type) != 2.0:
         raise ConfigError(f"norm_type={norm_type}: only the 2-norm of the gradients is invariant; set norm_type=2")
     grads = [grads_for_norm] if isinstance(grads_for_norm, Tensor) else list(grads_for_norm)
@@ -213,7 +214,7 @@ def _rounded_root(square: int, exponent: int) -> float:
 
 
 def _device(grads: Sequence[Tensor], groups: Sequence[Any]) -> torch.device:
-    """The device of the collectives, which a rank without gradients must know too."""
+    """Return the device of the collectives, which a rank without gradients must know too."""
     if any("nccl" in dist.get_backend_config(group) for group in groups):
         return torch.device("cuda", torch.cuda.current_device())
     return grads[0].device if grads and not groups else torch.device("cpu")
@@ -224,7 +225,7 @@ def _local(grad: Tensor) -> Tensor:
 
 
 def _groups_of_dtensors(grads: list[Tensor]) -> list[Any]:
-    """The one group that DTensors are spread over; none for plain tensors."""
+    """Return the one group that DTensors are spread over; none for plain tensors."""
     groups = [grad.device_mesh.get_group() if isinstance(grad, DTensor) else None for grad in grads]
     if any(group != groups[0] for group in groups):
         raise ConfigError("gradients of several data-parallel groups, or only some of them DTensors, cannot be summed")

@@ -33,7 +33,7 @@ class VirtualMesh:
 
     @classmethod
     def from_group(cls, shards: int, group: Any, contexts: int = 1, *, graphs: bool = False) -> "VirtualMesh":
-        """The mesh of a tensor-parallel process group."""
+        """Return the mesh of a tensor-parallel process group."""
         size = group.size()
         return cls(shards, size, group.rank(), group if size > 1 else None, contexts, graphs)
 

@@ -25,10 +25,10 @@ _current: list[SequencePass | None] = [None]
 
 
 def current() -> SequencePass | None:
-    """The pass that runs; None: rows are not packed."""
+    """Return the pass that runs; None: rows are not packed."""
     return _current[0]
 
 
 def enter(now: SequencePass | None) -> None:
-    """A pass begins, or the last one of a row has ended."""
+    """Begin a pass, or end the last one of a row."""
     _current[0] = now

@@ -38,7 +38,7 @@ _waiting: dict[int, list[_Waiting]] = {}
 def reduce_weight_gradient(
     weight: Tensor, leaves: Tensor, mesh: VirtualMesh, everywhere: bool, by_heads: bool = False
 ) -> Tensor:
-    """The tensor that a backward pass returns to autograd for `weight`.
+    """Return the tensor that a backward pass returns to autograd for `weight`.
 
     leaves:     [n · V/t, L, size] fp32, of each of this rank's chunks of tokens L parts in order; [n · V, L, size] if
                 `everywhere`; n is the number of context shards that the ranks hold, each of V chunks
@@ -140,5 +140,5 @@ def _total(sums: Tensor, mesh: VirtualMesh, everywhere: bool, by_heads: bool) ->
 
 
 def _folded(nodes: Tensor, groups: int) -> Tensor:
-    """[groups · m, size] → [groups, size]: m neighbours are added as a tree."""
+    """Add m neighbours as a tree: [groups · m, size] → [groups, size]."""
     return tree_add(nodes, nodes.new_empty(groups, nodes.shape[1]), groups)

@@ -37,12 +37,12 @@ class PendingNorm:
 
 
 def pending(read: Callable[[], float]) -> PendingNorm | float:
-    """The norm that `read` waits for: pending for a step of `reading_late`, for all others the number."""
+    """Return the norm that `read` waits for: pending for a step of `reading_late`, for all others the number."""
     return PendingNorm(read) if _under_way else read()
 
 
 def reading_late(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A replacement for ChainedOptimizer.step of megatron.core.optimizer.optimizer, made from that function.
+    """Return a replacement for ChainedOptimizer.step of megatron.core.optimizer.optimizer, made from that function.
 
     Its caller gets a number.
     """

@@ -24,7 +24,7 @@ Rows = dict[int, dict[int, Tensor]]  # micro-batch or packed row -> sequence of 
 
 @torch.no_grad()
 def summed(values: Tensor, data: VirtualMesh, context: VirtualMesh | None = None) -> Tensor:
-    """The sum over all micro-batches of all ranks.
+    """Return the sum over all micro-batches of all ranks.
 
     values:  [micro-batches of this rank, n] fp32, in order; [micro-batches, C/cp, n] with `context`.
     data:    D shards on dp ranks. context: C shards on cp ranks.
@@ -53,7 +53,7 @@ def context_mesh(shards: int) -> VirtualMesh:
 
 
 def losses_summed(original: Callable[..., Any], shards: int, contexts: int) -> Callable[..., Any]:
-    """A replacement for the get_forward_backward_func of Bridge's train() and evaluate(), which add up what each
+    """Return a replacement for the get_forward_backward_func of Bridge's train() and evaluate(), which add up what each
     micro-batch gives. It returns one entry instead of one a micro-batch: {name: [2] fp32: a sum and its tokens}.
     """
 
@@ -93,7 +93,8 @@ def _of_sequences(values: list[Tensor], shards: int) -> Tensor:
 
 
 def separate_metrics(original: Callable[..., None]) -> Callable[..., None]:
-    """A replacement for MoEMetricsTracker.record, which adds to one sum: it keeps each micro-batch's value as well.
+    """Return a replacement for MoEMetricsTracker.record, which adds to one sum: it keeps each micro-batch's value as
+    well.
 
     Of a packed row it keeps each sequence's by its number: layers that are computed again come in another order.
     """
@@ -124,7 +125,7 @@ def of_rows(rows: Rows) -> list[Tensor]:
 
 
 def metrics_summed(original: Callable[..., None], shards: int) -> Callable[..., None]:
-    """A replacement for MoEMetricsTracker._sync_metrics, which sums over ranks."""
+    """Return a replacement for MoEMetricsTracker._sync_metrics, which sums over ranks."""
 
     def sync(self: Any, metric_names: list[str], *args: Any, **kwargs: Any) -> None:
         kept = self.__dict__.pop("micro_batches", {})

@@ -25,7 +25,7 @@ class Moving:
     works: tuple[dist.Work, ...] = ()
 
     def arrived(self) -> Tensor:
-        """The buffer, complete."""
+        """Return the buffer, complete."""
         for work in self.works:
             work.wait()
         self.works = ()

@@ -54,7 +54,7 @@ def weight_gradient(weight: Tensor, *compute: Callable[[Tensor, bool], object]) 
 
 
 def added_by_itself(weight: Tensor) -> Tensor:
-    """The weight, whose gradient is added to `main_grad` as soon as it is known.
+    """Return the weight, whose gradient is added to `main_grad` as soon as it is known.
 
     autograd would first add up, in the weight's dtype, what several uses of it in one backward pass give.
     """
@@ -76,7 +76,7 @@ class _AddedByItself(torch.autograd.Function):
 
 
 def gradients_of(weight: Any) -> list[Tensor]:
-    """The fp32 buffers of a weight's gradient, one for each context shard of this rank."""
+    """Return the fp32 buffers of a weight's gradient, one for each context shard of this rank."""
     return [weight.main_grad, *getattr(weight, CONTEXTS, ())]
 
 

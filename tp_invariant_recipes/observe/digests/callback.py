@@ -215,7 +215,7 @@ class Digests(AroundOptimizerStep):
         return (*self._shards.memory(), *self._optimizer.memory())
 
     def _held_moments(self) -> list[Held]:
-        """The moments of this rank's part, and how often its parameters were updated."""
+        """Return the moments of this rank's part, and how often its parameters were updated."""
         held = [
             replace(part, name=f"{state}/{part.name}")
             for state, values in self._optimizer.moments().items()
@@ -232,7 +232,7 @@ class Digests(AroundOptimizerStep):
             raise RunError(text)
 
     def _now(self, sums: Sequence[Sums]) -> Recorded:
-        """The digests of what is in memory, before training."""
+        """Return the digests of what is in memory, before training."""
         return read_digests(self._merged([kind_sums.started() for kind_sums in sums]), texts=self._told)
 
     def _moments_now(self) -> Sums:
@@ -285,7 +285,7 @@ class Digests(AroundOptimizerStep):
 
 
 def _shards(model: Sequence[Any]) -> Shards:
-    """Raises RunError on every rank if any rank cannot place its tensors."""
+    """Raise RunError on every rank if any rank cannot place its tensors."""
     shards, problem = None, None
     try:
         shards = Shards(model)

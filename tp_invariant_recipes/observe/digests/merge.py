@@ -90,7 +90,7 @@ def split(merged: Any) -> tuple[Any, Any]:
 
 
 def read_digests(merging: Merging, *, texts: bool = True, alone: bool = False) -> Recorded:
-    """The digests, once the GPU has them. texts: make them; replicas are compared without.
+    """Return the digests, once the GPU has them. texts: make them; replicas are compared without.
 
     alone: do not ask the other ranks which of them disagree.
     """
@@ -105,7 +105,8 @@ def read_digests(merging: Merging, *, texts: bool = True, alone: bool = False) -
 
 
 def _diverged(merging: Merging, checks: np.ndarray, alone: bool) -> Diverged:
-    """The tensors of which replicas disagree, or that do not follow from master weights, and which ranks hold what.
+    """Return the tensors of which replicas disagree, or that do not follow from master weights, and which ranks hold
+    what.
 
     checks: of every tensor, int64 [tensors, CHECKS]. alone: do not ask the others.
     """

@@ -59,7 +59,7 @@ def columns_of(shape: Sequence[int]) -> int:
 
 
 def coefficients(keys: np.ndarray, count: np.ndarray, before: np.ndarray) -> np.ndarray:
-    """The factors of this rank's lanes in the sums that compare replicas: int64 [parts, LANES].
+    """Return the factors of this rank's lanes in the sums that compare replicas: int64 [parts, LANES].
 
     keys, count, before: of its parts, as `union.holders` has them. Of every part the factors of all holders add up to
     0 modulo 2^64. Each holder has an odd one in at least one lane: if it alone differs there, the sum is not 0.

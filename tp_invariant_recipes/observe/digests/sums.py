@@ -142,7 +142,7 @@ class MovingSums:
         return self._sums is not None
 
     def sums(self) -> Sums:
-        """The digests. A collective of all ranks the first time."""
+        """Return the digests. A collective of all ranks the first time."""
         addresses = self._addresses()
         if self._sums is None:
             self._sums = self._make(self._held())

@@ -44,7 +44,7 @@ class AdamNumbers(NamedTuple):
 
 @lru_cache(16)  # the parameters of a group share them, and each would take the host 12 us
 def adam_numbers(step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> AdamNumbers:
-    """The numbers of step `step`, the first of which is 1."""
+    """Return the numbers of step `step`, the first of which is 1."""
     if step < 1:
         raise ValueError(f"the first step of Adam is 1, not {step}")
     corrections = (1.0 - power(beta, step) for beta in betas)
@@ -53,7 +53,7 @@ def adam_numbers(step: int, lr: float, betas: tuple[float, float], eps: float, w
 
 
 def power(base: float, exponent: int) -> float:
-    """base ** exponent in fp64: the squares of base that the bits of the exponent name, multiplied from the lowest."""
+    """Compute base ** exponent in fp64: its bits name squares of base, multiplied from the lowest."""
     result = 1.0
     while exponent:
         if exponent & 1:
@@ -92,7 +92,7 @@ def _fp32(numbers: AdamNumbers) -> tuple[np.float32, ...]:
 
 @elementwise
 def adam(p, g, m, v, lr, beta1, rest1, beta2, rest2, correction1, correction2, eps, decay, decoupled):
-    """The new p, m and v."""
+    """Return the new p, m and v."""
     g = tl.where(decoupled, g, g + p * decay)
     m = m * beta1 + g * rest1
     v = v * beta2 + (g * rest2) * g

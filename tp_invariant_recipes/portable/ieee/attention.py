@@ -78,7 +78,7 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -
 def attention_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, of their shapes, bf16.
+    """Return the gradients of query, key and value, of their shapes, bf16.
 
     gradient: of the output, [s, b, h, d] bf16; the rest as `attention_forward` had and gave it.
     """

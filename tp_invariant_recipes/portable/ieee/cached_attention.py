@@ -41,18 +41,19 @@ class Spans(NamedTuple):
 
 
 def rows_of_tile(heads: int, longest: int) -> int:
-    """The most rows of a span on a GPU. heads: of a group; longest: rows of the longest span."""
+    """Return the most rows of a span on a GPU. heads: of a group; longest: rows of the longest span."""
     return _tile(heads, longest).queries // heads
 
 
 def _tile(heads: int, longest: int) -> Tiles:
-    """A tile that has the heads of a group side by side."""
+    """Return a tile that has the heads of a group side by side."""
     tile = ONE_ROW if longest == 1 else ROWS
     return tile._replace(queries=max(tile.queries, power_of_two(heads)))
 
 
 def cached_attention(query: Tensor, keys: Tensor, values: Tensor, spans: Spans, scale: float) -> Tensor:
-    """The attention of each row to its sequence's keys up to its own: [R, h, d] bf16; 0 or anything where no span is.
+    """Return the attention of each row to its sequence's keys up to its own: [R, h, d] bf16; 0 or anything where no
+    span is.
 
     query:  [R, h, d] bf16. keys, values: [slots, g, d] bf16, of one layer; those of the rows are there.
     scale:  of the scores, rounded to fp32.
@@ -98,7 +99,9 @@ def store_triton(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots
 
 @triton.jit
 def _slots(table, start, SIZE: tl.constexpr, KEYS: tl.constexpr):
-    """The slots of KEYS positions from `start`, a multiple of KEYS, on; positions beyond the table have block 0's."""
+    """Return the slots of KEYS positions from `start`, a multiple of KEYS, on; positions beyond the table have block
+    0's.
+    """
     column = start + tl.arange(0, KEYS)
     if SIZE >= KEYS:
         return tl.load(table + start // SIZE).to(tl.int64) * SIZE + column % SIZE
@@ -108,7 +111,7 @@ def _slots(table, start, SIZE: tl.constexpr, KEYS: tl.constexpr):
 @triton.jit
 def _rows_at(x, slots, start, last, STEP: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr,
              RAGGED: tl.constexpr):  # fmt: skip
-    """The keys or values of these slots: [KEYS, FEATURES]; RAGGED: zeros from position `last` on."""
+    """Return the keys or values of these slots: [KEYS, FEATURES]; RAGGED: zeros from position `last` on."""
     column = tl.arange(0, FEATURES)
     at = x + (slots * STEP)[:, None] + column[None, :]
     if RAGGED:

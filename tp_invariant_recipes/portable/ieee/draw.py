@@ -49,7 +49,7 @@ NOBODY = tl.constexpr(-(1 << 63))
 def kept(
     scores: Tensor, highest: Tensor, do_sample: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
 ) -> Tensor:
-    """The last token in order that top-k and top-p leave: its `order_key`, and its id; int32 [rows, 2].
+    """Return the last token in order that top-k and top-p leave: its `order_key`, and its id; int32 [rows, 2].
 
     scores: [rows, vocab] fp32, contiguous. highest, temperature: [rows] fp32. do_sample, top_k: [rows] int32; without
     draws, and with k = 0 and p = 1, all stay. top_p: [rows] fp64.
@@ -63,7 +63,7 @@ def kept(
 def race(
     scores: Tensor, highest: Tensor, do_sample: Tensor, temperature: Tensor, keys: Tensor, limits: Tensor
 ) -> Tensor:
-    """The winning token of each row, or without draws the first in order: int64 [rows].
+    """Return the winning token of each row, or without draws the first in order: int64 [rows].
 
     keys: [rows, 3] int64: of the request, sample, position. limits: as of `kept`. All else: as `kept` has it.
     """
@@ -84,7 +84,7 @@ def order_key(x):
 
 @elementwise
 def of_order_key(key):
-    """The fp32 number that has this order_key."""
+    """Return the fp32 number that has this order_key."""
     return fp32_of(key ^ ((key >> 31) & 0x7FFFFFFF))
 
 
@@ -108,7 +108,7 @@ def waiting_time(word):
 
 @elementwise
 def result_bits(x, highest, temperature, word):
-    """The bits of weight / time, which rise with it."""
+    """Return the bits of weight / time, which rise with it."""
     return bits_of(tl.div_rn(weight(x, highest, temperature), waiting_time(word)))
 
 
@@ -127,7 +127,7 @@ def _mass_numba(x: Any, highest: Any, temperature: Any) -> Any:
 
 @njit(**OPTIONS)
 def _kth(orders: Any, k: int) -> int:
-    """The greatest key that at least k tokens reach."""
+    """Return the greatest key that at least k tokens reach."""
     key = np.int64(-2147483648)
     for bit in range(31, -1, -1):
         trial = key + (np.int64(1) << bit)
@@ -141,7 +141,7 @@ def _kth(orders: Any, k: int) -> int:
 
 @njit(**OPTIONS)
 def _reaching(orders: Any, masses: Any, need: int) -> int:
-    """The greatest key from which on tokens have at least this mass."""
+    """Return the greatest key from which on tokens have at least this mass."""
     key = np.int64(-2147483648)
     for bit in range(31, -1, -1):
         trial, mass = key + (np.int64(1) << bit), np.int64(0)
@@ -154,7 +154,7 @@ def _reaching(orders: Any, masses: Any, need: int) -> int:
 
 @njit(**OPTIONS)
 def _last_of(orders: Any, key: int, count: int) -> int:
-    """The id of the token of this key after which `count` of them were."""
+    """Return the id of the token of this key after which `count` of them were."""
     for i in range(orders.size):
         count -= orders[i] == key
         if count == 0:
@@ -273,7 +273,7 @@ def _mass(x, highest, temperature):
 
 @triton.jit
 def _mass_from(scores, size, highest, temperature, least, key, last, BLOCK: tl.constexpr):
-    """The mass of tokens with a key of at least `least`, of those up to the token `last` of `key`."""
+    """Return the mass of tokens with a key of at least `least`, of those up to the token `last` of `key`."""
     total = tl.zeros([BLOCK], tl.int64)
     for start in range(0, size, BLOCK):
         token = start + tl.arange(0, BLOCK)
@@ -286,7 +286,7 @@ def _mass_from(scores, size, highest, temperature, least, key, last, BLOCK: tl.c
 
 @triton.jit
 def _last_of_triton(scores, size, key, count, BLOCK: tl.constexpr):
-    """The id of the token of this key with which they are `count`."""
+    """Return the id of the token of this key with which they are `count`."""
     least = count * 0
     most = size - 1 + least
     while least < most:

@@ -77,7 +77,7 @@ def canonical(x):
 
 @elementwise
 def fp32_of_bf16(bits):
-    """The number whose bf16 bits are the low half of an int32."""
+    """Return the number whose bf16 bits are the low half of an int32."""
     return fp32_of(bits << 16)
 
 
@@ -90,7 +90,7 @@ def bf16_bits(x):
 
 @elementwise
 def fp32_of_small(n):
-    """An int32 below 2^22 as fp32."""
+    """Return an int32 below 2^22 as fp32."""
     return fp32_of(n + ROUNDER_BITS) - ROUNDER
 
 
@@ -137,7 +137,7 @@ def exp2(x):
 
 @elementwise
 def log(x):
-    """The natural logarithm: -inf of either zero, NaN of negative numbers."""
+    """Return the natural logarithm: -inf of either zero, NaN of negative numbers."""
     small = x < LEAST_NORMAL
     normal = tl.where(small, x * TWO_25, x)
     bits = bits_of(normal)

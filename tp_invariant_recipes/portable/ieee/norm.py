@@ -51,7 +51,7 @@ def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Ten
 def rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, shards: int, by_heads: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of x, and the weight's in leaves.
+    """Return the gradient of x, and the weight's in leaves.
 
     dy, x:   [tokens, heads, d]; weight: [d]; scale: [tokens, heads, 1], as forward returned it.
     shards:  n, this rank's; by_heads: whether they divide the heads or the tokens.
@@ -90,7 +90,7 @@ _shape_of_leaves = cache(_Shape)
 
 @elementwise
 def norm_scale(total, width, eps):
-    """The factor of a row whose squares have this sum."""
+    """Return the factor of a row whose squares have this sum."""
     return rsqrt(tl.div_rn(total, width) + eps)
 
 
@@ -228,7 +228,7 @@ def _ieee_norm_backward(
     GROUP: tl.constexpr, ROWS_OF_LEAF: tl.constexpr, LEAVES: tl.constexpr,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A leaf has programs for BLOCK columns of the weight's gradient each, then others for ROWS rows of dx each.
+    """Give a leaf programs for BLOCK columns of the weight's gradient each, then others for ROWS rows of dx each.
 
     Both read x and dy, the second time from the cache. No row waits for another, and no column for the sum of a row.
     """

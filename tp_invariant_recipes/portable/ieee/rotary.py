@@ -122,7 +122,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> Tenso
 
 @elementwise
 def turned(x1, x2, cos, sin):
-    """The pair (x1, x2) turned."""
+    """Return the pair (x1, x2) turned."""
     return x1 * cos - x2 * sin, x2 * cos + x1 * sin
 
 

@@ -42,7 +42,7 @@ def route_tokens(logits: Tensor, topk: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def route_tokens_backward(dprobs: Tensor, dscores: Tensor, logits: Tensor, chosen: Tensor) -> Tensor:
-    """The gradient of the logits, of their shape and dtype.
+    """Return the gradient of the logits, of their shape and dtype.
 
     dprobs: [tokens, experts], of the logits' dtype; dscores: the same in fp32; logits and chosen as of `route_tokens`.
     """
@@ -54,13 +54,13 @@ def route_tokens_backward(dprobs: Tensor, dscores: Tensor, logits: Tensor, chose
 
 @elementwise
 def share(e, total):
-    """An expert's part of a softmax."""
+    """Return an expert's part of a softmax."""
     return tl.div_rn(e, total)
 
 
 @elementwise
 def share_gradient(p, dp, along_p, s, ds, along_s):
-    """The gradient of a logit by both softmaxes."""
+    """Return the gradient of a logit by both softmaxes."""
     return p * (dp - along_p) + s * (ds - along_s)
 
 

@@ -20,7 +20,7 @@ _from_bf16, _to_bf16, _canonical = (numba_version(name) for name in ("fp32_of_bf
 
 @triton.jit
 def load_fp32(pointer, mask):
-    """The numbers at `pointer` as fp32, +0 where masked."""
+    """Return the numbers at `pointer` as fp32, +0 where masked."""
     if pointer.dtype.element_ty == tl.int16:
         return fp32_of_bf16(tl.load(pointer, mask=mask, other=0).to(tl.int32))
     else:

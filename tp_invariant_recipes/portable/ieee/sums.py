@@ -15,7 +15,7 @@ from numba import njit
 
 
 def power_of_two(n: int) -> int:
-    """The least power of two that is not below n > 0."""
+    """Return the least power of two that is not below n > 0."""
     return 1 << (n - 1).bit_length()
 
 

@@ -41,7 +41,7 @@ def swiglu(x: Tensor, p: Tensor | None = None) -> Tensor:
 
 
 def swiglu_backward(dy: Tensor, x: Tensor, p: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The gradients of x and p, of their shapes and dtypes; without p the second says nothing. dy: [rows, f]."""
+    """Return the gradients of x and p, of their shapes and dtypes; without p the second says nothing. dy: [rows, f]."""
     dy, x, weights = dy.contiguous(), x.contiguous(), _weights(x, p)
     dx, dp = torch.empty_like(x), weights if p is None else torch.empty_like(weights)
     lanes = min(LANES, power_of_two(dy.shape[1]))
@@ -62,7 +62,7 @@ def gated(gate, up):
 
 @elementwise
 def gated_gradient(dy, gate, up):
-    """The gradients of gate and up."""
+    """Return the gradients of gate and up."""
     c = sigmoid(gate)
     s = gate * c
     return (dy * up) * (c + s * (ONE_FP32 - c)), dy * s

@@ -52,7 +52,7 @@ class FieldTable:
 
 
 def read() -> Hints:
-    """The classes of the file. A field has None for a hint where only Bridge can check its value.
+    """Return the classes of the file. A field has None for a hint where only Bridge can check its value.
 
     Empty: there is no file, it is damaged, or Bridge has changed since it was made. Where no Bridge is installed, the
     locks' table.
@@ -69,7 +69,7 @@ def read() -> Hints:
 
 @functools.lru_cache(maxsize=2)
 def _parsed(file: Path, changed: int) -> tuple[dict[str, list[int]], Hints]:
-    """The sources and the classes of a file. changed: its time, so that a new one is read anew.
+    """Return the sources and the classes of a file. changed: its time, so that a new one is read anew.
 
     Raises OSError, ValueError, KeyError.
     """
@@ -82,14 +82,14 @@ type _Row = dict[str, list[str] | None]
 
 
 def _whole(row: _Row, classes: Mapping[str, _Row]) -> _Row:
-    """A row of the file with the fields of its base. Raises KeyError."""
+    """Return a row of the file with the fields of its base. Raises KeyError."""
     (base,) = row.get(_BASE) or [""]
     own = {name: names for name, names in row.items() if name != _BASE}
     return classes[base.removeprefix(_TEXT)] | own if base else own
 
 
 def _checked(value: Any) -> FieldTable:
-    """The value as a table. Raises ValueError: it is none."""
+    """Return the value as a table. Raises ValueError: it is none."""
     sources: Any
     classes: Any
     sources, classes = (value.get("sources"), value.get("classes")) if isinstance(value, dict) else (None, None)
@@ -129,7 +129,7 @@ def in_environment() -> Path:
 
 
 def of_the_locks() -> Path:
-    """The file of the Bridge that the locks install; its times are of another machine."""
+    """Return the file of the Bridge that the locks install; its times are of another machine."""
     return Path(__file__).with_name("bridge_fields.json")
 
 
@@ -149,7 +149,7 @@ def _folder(package: str) -> Path:
 
 
 def _sources(cls: type) -> Iterator[str]:
-    """The files that define a class and what it inherits."""
+    """Yield the files that define a class and what it inherits."""
     for base in cls.__mro__:
         package = next((name for name in PACKAGES if base.__module__.startswith(f"{name}.")), None)
         if package:
@@ -167,7 +167,7 @@ def _stamp(source: str) -> list[int]:
 
 
 def _names(hint: Any) -> list[str] | None:
-    """The types of a hint as the file has them; None: not all have a name."""
+    """Return the types of a hint as the file has them; None: not all have a name."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return [f"{_TEXT}{text}" for text in args] if all(isinstance(text, str) for text in args) else None
@@ -178,7 +178,7 @@ def _names(hint: Any) -> list[str] | None:
 
 
 def _hint(names: list[str]) -> Any:
-    """The reverse of `_names`. Raises KeyError: no such type."""
+    """Return the reverse of `_names`. Raises KeyError: no such type."""
     texts = tuple(name.removeprefix(_TEXT) for name in names if name.startswith(_TEXT))
     plain = [PLAIN[name] for name in names if not name.startswith(_TEXT)]
     return functools.reduce(operator.or_, [*([Literal[texts]] if texts else []), *plain])

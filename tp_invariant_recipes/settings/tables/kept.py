@@ -16,7 +16,7 @@ LIMIT = 16 * reading.MIB
 
 
 def find(name: str) -> Any:
-    """What `keep` has kept under a name, or what another program put there. Raises OSError, ValueError."""
+    """Return what `keep` has kept under a name, or what another program put there. Raises OSError, ValueError."""
     return reading.parse_json(reading.read_limited(_file(name), LIMIT))
 
 

@@ -11,6 +11,6 @@ FILE = Path(__file__).with_name("models.json")
 
 
 def rows() -> list[dict[str, Any]]:
-    """A row per model, as `config.describe.model` makes it, in the order of names."""
+    """Return a row per model, as `config.describe.model` makes it, in the order of names."""
     table: list[dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
     return table

@@ -69,7 +69,7 @@ class _AdapterLinear(torch.autograd.Function):
 
 
 def _each(weight: Tensor, batches: Batches) -> list[Tensor]:
-    """The weight of each batch."""
+    """Return the weight of each batch."""
     if weight.dim() == 2:
         return [weight] * len(batches.groups.sizes)
     return of_batches(batches, weight.unbind(0))
@@ -109,5 +109,5 @@ def _shared_gradient(dy: Tensor, x: Tensor, weight: Tensor, batches: Batches, ow
 
 
 def _powers_of_two(number: int) -> int:
-    """The largest power of two that divides it."""
+    """Return the largest power of two that divides it."""
     return number & -number

@@ -73,7 +73,7 @@ class Owners:
         return x.view(self.ep, -1, self.each, *x.shape[1:]).transpose(0, 1).flatten(0, 2)
 
     def by_number(self, x: "Tensor") -> "Tensor":
-        """The inverse of `by_owner`."""
+        """Return the inverse of `by_owner`."""
         return x.view(-1, self.ep, self.each, *x.shape[1:]).transpose(0, 1).flatten(0, 2)
 
     def in_order(self, x: "Tensor") -> "Tensor":

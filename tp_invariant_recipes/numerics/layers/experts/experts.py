@@ -58,7 +58,7 @@ SIGMOID = {"silu": 1.0, "quick_gelu": 1.702}  # gated activations -> the factor 
 
 
 def activation_kind(config: Any) -> Kind | None:
-    """The experts' activation in kernels/weighted_activation.py; None: that module lacks it."""
+    """Return the experts' activation in kernels/weighted_activation.py; None: that module lacks it."""
     limit, offset = config.activation_func_clamp_value, config.glu_linear_offset
     name, plain = config.activation_func.__name__, limit is None and not offset
     if name == "squared_relu" and plain and not config.gated_linear_unit:
@@ -208,7 +208,7 @@ def of_batches[T](batches: Batches, tensors: Sequence[T]) -> list[T]:
 def weight_gradients(
     add: Callable[[list[Tensor]], None], weights: Weights, batches: Batches, device: torch.device
 ) -> list[Tensor]:
-    """The gradient that autograd gets for every local expert; zeros for experts that other ranks compute.
+    """Return the gradient that autograd gets for every local expert; zeros for experts that other ranks compute.
 
     add: adds to these fp32 tensors, one for each expert and buffer, the gradients of their batches.
     """

@@ -53,11 +53,13 @@ class Batches:
                 yield out, number * len(self.chain) + source
 
     def expert(self, batch: int) -> int:
-        """The local number of a batch's expert."""
+        """Return the local number of a batch's expert."""
         return self.first + batch // self.sources
 
     def source(self, batch: int) -> int:
-        """The part of the tokens that a batch comes from: context shards, of one data-parallel rank after the other."""
+        """Return the part of the tokens that a batch comes from: context shards, of one data-parallel rank after the
+        other.
+        """
         return batch % self.sources
 
 
@@ -156,7 +158,7 @@ def from_slots(y: Tensor, plan: Route) -> Tensor:
 
 
 def exchange(rows: Tensor, plan: Route, owners: Owners, *, home: bool) -> Tensor:
-    """This rank's slots → rows of this rank's batches; with `home` the inverse. rows: [m or r, …]."""
+    """Return this rank's slots → rows of this rank's batches; with `home` the inverse. rows: [m or r, …]."""
     return rows if owners.group is None else _Exchange.apply(rows, plan, owners, home)
 
 
@@ -227,7 +229,7 @@ class InvariantTokenDispatcher(MoETokenDispatcher):
         return tuple(exchange(part, self.plan, self.owners, home=False) for part in (hidden_states, probs))  # type: ignore[return-value]
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Batches, Tensor]:
-        """The rows unchanged, and their batches instead of Megatron's number of tokens for each expert."""
+        """Return the rows unchanged, and their batches instead of Megatron's number of tokens for each expert."""
         return hidden_states, self.plan.batches, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:

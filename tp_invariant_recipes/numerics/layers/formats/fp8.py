@@ -176,7 +176,7 @@ def _added(a: Quantized, b: Quantized, out: Tensor, add: bool) -> Tensor:
 
 
 def _filled(groups: Groups) -> Groups:
-    """The groups with a multiple of 128 rows each."""
+    """Return the groups with a multiple of 128 rows each."""
     return Groups(
         tuple(-(-size // BLOCK) * BLOCK for size in groups.sizes),
         torch.div(groups.counts + BLOCK - 1, BLOCK, rounding_mode="floor") * BLOCK,

@@ -51,7 +51,8 @@ class Fp8Weight:
 
 @outside_modes
 def quantized(weight: Tensor, blockwise: bool, group: Any) -> Fp8Weight:
-    """A weight for a forward pass, to be called before autograd's function, which hides whether there are gradients.
+    """Return a weight for a forward pass, to be called before autograd's function, which hides whether there are
+    gradients.
 
     group: of the ranks that hold the others of its shards; None: none do.
     """

@@ -78,7 +78,7 @@ class _Whole:
 
 
 def _in_order(slices: Tensor, sizes: tuple[int, ...], dim: int) -> Tensor:
-    """The ranks' matrices, [t, …], joined along `dim` with every segment contiguous."""
+    """Return the ranks' matrices, [t, …], joined along `dim` with every segment contiguous."""
     if len(slices) == 1:
         return slices[0]
     return torch.cat([part for segment in slices.split(sizes, dim + 1) for part in segment], dim)

@@ -81,7 +81,8 @@ class Plain:
     products: Products = LIBRARY
 
     def for_layer(self, x: Tensor, *weights: Tensor) -> Self:
-        """The format for one forward and backward pass, made outside of autograd's function, which hides gradients.
+        """Return the format for one forward and backward pass, made outside of autograd's function, which hides
+        gradients.
 
         x: [s, b, k]. Raises NotImplementedError: x is of several sequences, and the format knows one alone.
         """
@@ -94,7 +95,7 @@ class Plain:
     def from_input(
         self, x: Tensor, gathers: bool = False, groups: Groups | None = None
     ) -> tuple[Any, tuple[Tensor, ...]]:
-        """The rows of x, [tokens, k], and what a backward pass needs for its columns.
+        """Return the rows of x, [tokens, k], and what a backward pass needs for its columns.
 
         gathers: other ranks have the other tokens. groups: of the tokens, which share no blocks and scales.
         """
@@ -103,12 +104,12 @@ class Plain:
     def from_gradient(
         self, dy: Tensor, mesh: VirtualMesh | None, wants_rows: bool, wants_columns: bool, groups: Groups | None = None
     ) -> tuple[Any, Any]:
-        """The sides of dy, [tokens, n]. mesh: its ranks have the other tokens, which are gathered."""
+        """Return the sides of dy, [tokens, n]. mesh: its ranks have the other tokens, which are gathered."""
         whole = dy if mesh is None else all_gather(dy, mesh)
         return whole, whole
 
     def gathered(self, rows: Any, mesh: VirtualMesh) -> Any:
-        """The rows of all ranks."""
+        """Return the rows of all ranks."""
         return all_gather(rows, mesh)
 
     def start_gathering(self, kept: Sequence[Tensor], mesh: VirtualMesh) -> Moving:
@@ -116,7 +117,7 @@ class Plain:
         return start_all_gather(kept[0], mesh)
 
     def columns(self, kept: Sequence[Tensor], tokens: Tensor | None) -> Any:
-        """The columns of an input. kept: as of `from_input`; tokens: of all ranks, where they were gathered."""
+        """Return the columns of an input. kept: as of `from_input`; tokens: of all ranks, where they were gathered."""
         return kept[0] if tokens is None else tokens
 
     def across(self, weights: Sequence[Tensor], *, forward: bool) -> Sequence[Any]:
@@ -185,7 +186,7 @@ def start_contraction(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Parts, 
 
 
 def sizes_of(segments: Parts, features: int) -> tuple[int, ...]:
-    """The size of each segment of so many features."""
+    """Return the size of each segment of so many features."""
     return (features // segments,) * segments if isinstance(segments, int) else segments
 
 

@@ -87,7 +87,7 @@ class Column(NamedTuple):
     def backward(
         self, dy: Tensor, weight: Tensor, kept: Sequence[Tensor], wants_dx: bool, wants_dw: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of x, [tokens, k], and weight that are wanted. dy: of the output."""
+        """Return the gradients of x, [tokens, k], and weight that are wanted. dy: of the output."""
         mesh, segments, gathers, operands = self
         rows, columns = operands.from_gradient(by_token(dy), None, wants_dx, wants_dw)
         gathering = operands.start_gathering(kept, mesh) if wants_dw and gathers else None
@@ -165,7 +165,7 @@ class _Parallel(LayerFunction):
 
 
 def shards_of(segments: Parts, mesh: VirtualMesh) -> Parts:
-    """The shards of all segments, as `product` takes them."""
+    """Return the shards of all segments, as `product` takes them."""
     if isinstance(segments, int):
         return segments * mesh.local
     return tuple(segment // mesh.local for segment in segments for _ in range(mesh.local))

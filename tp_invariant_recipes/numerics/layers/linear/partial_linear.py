@@ -59,7 +59,7 @@ class _PartialLinear(torch.autograd.Function):
 
 
 def add_slice(weight: Tensor, mine: Tensor, rank: int) -> Tensor:
-    """The gradient of a weight that every rank holds whole: slice `rank` of the flat sum, [n] fp32, and zeros.
+    """Return the gradient of a weight that every rank holds whole: slice `rank` of the flat sum, [n] fp32, and zeros.
 
     With `main_grad` it is added there, and the result is what a backward pass returns to autograd.
     """
@@ -130,7 +130,7 @@ def _start_weight_gradient(grad: Tensor, rows: Tensor, mesh: VirtualMesh) -> Red
 
 
 def _subtree(grads: tuple[Tensor, ...], rows: tuple[Tensor, ...], first: int, count: int) -> Tensor:
-    """The sum of `count` chunks' products in tree order, with one buffer a level of the tree."""
+    """Return the sum of `count` chunks' products in tree order, with one buffer a level of the tree."""
     if count > 2:
         subtree = _subtree(grads, rows, first, count // 2)
         return subtree.add_(_subtree(grads, rows, first + count // 2, count // 2))

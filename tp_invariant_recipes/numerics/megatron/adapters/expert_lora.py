@@ -140,7 +140,7 @@ def stand_for_experts(model_chunks: list[Any]) -> None:
 
 
 def without_local_experts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A replacement for LoRA.transform, which leaves an expert of its own to the adapters of all."""
+    """Return a replacement for LoRA.transform, which leaves an expert of its own to the adapters of all."""
 
     @wraps(original)
     def transform(self: Any, module: Any, name: str | None = None, prefix: str | None = None) -> Any:

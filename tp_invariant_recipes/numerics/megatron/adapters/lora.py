@@ -78,7 +78,7 @@ def _linear_adapter(*args: Any, is_expert: bool = False, **kwargs: Any) -> Any:
 
 
 def _segments(rows: Any, base: str, config: Any) -> Parts:
-    """The parts of a layer's rows, each split over the ranks: their number, or their sizes on a rank."""
+    """Return the parts of a layer's rows, each split over the ranks: their number, or their sizes on a rank."""
     gated = base.endswith(_GATED) and config.gated_linear_unit
     return tuple(getattr(rows, SIZES, ())) or (2 if gated else 1)
 
@@ -105,7 +105,10 @@ def attributes(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def replacements(numerics: NumericsSettings, seed: int, folder: str | None) -> tuple[Replacement, ...]:
-    """What a run with LoRA replaces of Bridge. folder: of the Hugging Face weights to adapt; None: a checkpoint."""
+    """Return what a run with LoRA replaces of Bridge.
+
+    folder: of the Hugging Face weights to adapt; None: a checkpoint.
+    """
     drawn = seed if numerics.initial_weights == "invariant" else None
     rows = [
         Replacement(
@@ -150,7 +153,10 @@ def replacements(numerics: NumericsSettings, seed: int, folder: str | None) -> t
 
 
 def _adapted(original: Callable[..., list[Any]], seed: int | None) -> Callable[..., list[Any]]:
-    """A replacement for Bridge's function that puts adapters into a model. seed: None: they begin as Bridge's do."""
+    """Return a replacement for Bridge's function that puts adapters into a model.
+
+    seed: None: they begin as Bridge's do.
+    """
 
     @wraps(original)
     def apply(peft: Any, base_model: list[Any]) -> list[Any]:
@@ -181,7 +187,7 @@ def note_segments(model_chunks: list[Any]) -> None:
 
 
 def _adapting(cfg: Any, state: Any) -> Callable[[list[Any]], list[Any]]:
-    """A replacement for Bridge's hook that loads base weights and then adapts them: the second half of it."""
+    """Return a replacement for Bridge's hook that loads base weights and then adapts them: the second half of it."""
     from megatron.bridge.training import setup
 
     return lambda model: setup._apply_peft_transformation(cfg.peft, model)

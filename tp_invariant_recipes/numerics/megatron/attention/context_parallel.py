@@ -19,7 +19,7 @@ from tp_invariant_recipes.numerics.sums import context_shards
 
 
 def batch_of_a_rank(original: Callable[..., Any], shards: int) -> Callable[..., Any]:
-    """A replacement for the get_batch_on_this_cp_rank of Bridge's forward step. shards: C."""
+    """Return a replacement for the get_batch_on_this_cp_rank of Bridge's forward step. shards: C."""
 
     def get_batch_on_this_cp_rank(batch: dict[str, Any], is_hybrid_cp: bool, cp_group: Any) -> dict[str, Any]:
         if is_hybrid_cp or batch.get("cu_seqlens") is not None or batch.get("attention_mask") is not None:
@@ -33,7 +33,7 @@ def batch_of_a_rank(original: Callable[..., Any], shards: int) -> Callable[..., 
 
 
 def rotary_of_a_rank(original: Callable[..., Any], shards: int) -> Callable[..., Any]:
-    """A replacement for RotaryEmbedding.forward."""
+    """Return a replacement for RotaryEmbedding.forward."""
 
     @lru_cache(maxsize=32)
     def forward(self: Any, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
@@ -46,7 +46,7 @@ def rotary_of_a_rank(original: Callable[..., Any], shards: int) -> Callable[...,
 
 
 def loss_of_a_rank(original: Callable[..., Any], shards: int) -> Callable[..., Any]:
-    """A replacement for Bridge's masked_next_token_loss, made from that function, which checks the loss.
+    """Return a replacement for Bridge's masked_next_token_loss, made from that function, which checks the loss.
 
     Its tokens are those of all ranks of a sequence. What is logged is [C/cp · 2] fp32, of each context shard the sum of
     losses and the tokens.

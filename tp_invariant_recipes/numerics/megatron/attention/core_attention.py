@@ -59,7 +59,7 @@ class CoreAttention(OnMesh, Core):
             weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 0, 1  # type: ignore[attr-defined]
 
     def _sinks(self) -> tuple[Tensor, ...]:
-        """The sinks of this rank's heads, if there are any."""
+        """Return the sinks of this rank's heads, if there are any."""
         return (getattr(self, SINKS),) if self.config.softmax_type == LEARNABLE else ()
 
     @contextmanager
@@ -108,7 +108,7 @@ class CoreAttention(OnMesh, Core):
         return (type(self).__name__, *self.settings(), *fields, *map(os.environ.get, VARIABLES))
 
     def selected(self, length: int, batch: int) -> str:
-        """The backend for the heads of one shard, which are the same in every layout, by launching it.
+        """Return the backend for the heads of one shard, which are the same in every layout, by launching it.
 
         length, batch: positions and samples of a micro-batch.
         """
@@ -128,7 +128,7 @@ class CoreAttention(OnMesh, Core):
 
     @abstractmethod
     def settings(self) -> tuple[Any, ...]:
-        """What the module itself has settled when it was built: the factor of the scores, the window and so on."""
+        """Get what the module itself has settled when it was built: the factor of the scores, the window and so on."""
 
 
 def _exchange(config: Any) -> HeadExchange:
@@ -141,7 +141,7 @@ def _exchange(config: Any) -> HeadExchange:
 
 
 def backend_in_force(model: Iterable[torch.nn.Module], length: int, batch: int) -> str | None:
-    """What the invariant attention layers of this rank run, all alike; None: it has none.
+    """Return what the invariant attention layers of this rank run, all alike; None: it has none.
 
     model: chunks. length, batch: positions and samples of a micro-batch.
     """

@@ -36,7 +36,7 @@ _latest: list[Sequences] = [[]]  # of the row that ran last; Megatron then asks 
 
 
 def sequences_of(packed: Any, shards: int) -> Sequences:
-    """The sequences of a row as it lies in memory.
+    """Return the sequences of a row as it lies in memory.
 
     packed: Megatron's PackedSeqParams. shards: V, which must divide each length.
     Raises ValueError where it does not.
@@ -55,7 +55,7 @@ def sequences_of(packed: Any, shards: int) -> Sequences:
 
 
 def one_by_one(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A replacement for the forward of Megatron's GPTModel and HybridModel.
+    """Return a replacement for the forward of Megatron's GPTModel and HybridModel.
 
     Outputs: [tokens/t, 1, h] of a stage, [1, tokens] of the last one with labels, [1, tokens, n] without.
     """
@@ -121,7 +121,7 @@ def _uncounted(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _passes(config: Any, sequences: Sequences) -> list[SequencePass]:
-    """The forward passes over a row, in order: idle ones, then from the last sequence to the first."""
+    """Return the forward passes over a row, in order: idle ones, then from the last sequence to the first."""
     lengths = {number: length for number, (length, counts) in enumerate(sequences) if counts}
     row, tokens, by_token = next(_rows), sum(lengths.values()), config.calculate_per_token_loss
     shares = {number: length / tokens for number, length in lengths.items()}
@@ -134,7 +134,7 @@ def _passes(config: Any, sequences: Sequences) -> list[SequencePass]:
 
 
 def _most(config: Any, own: int) -> int:
-    """The largest number of sequences of the rows whose tokens go to the same experts now."""
+    """Return the largest number of sequences of the rows whose tokens go to the same experts now."""
     if not config.num_moe_experts or config.expert_model_parallel_size <= config.tensor_model_parallel_size:
         return own
     from megatron.core import parallel_state
@@ -147,7 +147,7 @@ def _most(config: Any, own: int) -> int:
 
 
 def ready_at_the_end(original: Callable[..., None]) -> Callable[..., None]:
-    """A replacement for register_grad_ready of Megatron's groups of buckets, for layers that are computed again.
+    """Return a replacement for register_grad_ready of Megatron's groups of buckets, for layers that are computed again.
 
     Each has a backward pass of its own for each sequence, and Megatron takes a gradient for complete when it has been
     added to as often as in the first step. Buckets are then reduced when all micro-batches are done.
@@ -191,7 +191,7 @@ class _Joined(torch.autograd.Function):
 
 
 def loss_of_each(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A replacement for Bridge's masked_next_token_loss, made from that function, which checks the loss.
+    """Return a replacement for Bridge's masked_next_token_loss, made from that function, which checks the loss.
 
     What is logged of a packed row is [sequences, 2] fp32: of each the sum of losses, and its tokens.
     """

@@ -68,7 +68,7 @@ PROVIDERS = tuple(family.provider for family in FAMILIES.values() if family.prov
 
 
 def family_of(model: Mapping[str, Any]) -> str | None:
-    """The family, a key of FAMILIES, whose layers a model has. model: a section `model` of a tree."""
+    """Return the family, a key of FAMILIES, whose layers a model has. model: a section `model` of a tree."""
     spec, provider = model.get(FIELD), model.get(PROVIDER)
     return next(
         (
@@ -81,7 +81,7 @@ def family_of(model: Mapping[str, Any]) -> str | None:
 
 
 def delta_sizes(model: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes of a model's gated delta nets, with Megatron-Core's defaults; nothing: it has none."""
+    """Return the sizes of a model's gated delta nets, with Megatron-Core's defaults; nothing: it has none."""
     has_it = model.get(VARIANT) == DELTA_NET
     return {name: model.get(name) or default for name, default in DELTA_SIZES.items()} if has_it else {}
 
@@ -96,7 +96,9 @@ def delta_widths(model: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def block(config: Any, vp_stage: int | None = None, *, family: str) -> Any:
-    """The stock block of a family: of Megatron-Core's local layers, or Bridge's. For `model.transformer_layer_spec`.
+    """Return the stock block of a family: of Megatron-Core's local layers, or Bridge's.
+
+    For `model.transformer_layer_spec`.
 
     family: a key of FAMILIES.
     """

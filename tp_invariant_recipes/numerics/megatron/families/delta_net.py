@@ -117,7 +117,7 @@ class InvariantGatedDeltaNet(GatedDeltaNet):
 
 
 def block(config: Any, vp_stage: int | None = None) -> Any:
-    """The stock block of a stage: Megatron's, or one of Megatron-Core's local layers, which it lacks.
+    """Return the stock block of a stage: Megatron's, or one of Megatron-Core's local layers, which it lacks.
 
     For `model.transformer_layer_spec`. `model.linear_attention_freq` says which layers are gated delta nets.
     """
@@ -137,7 +137,7 @@ def block(config: Any, vp_stage: int | None = None) -> Any:
 
 
 def _with_net(layer: Any) -> Any:
-    """A local layer with a gated delta net in attention's place."""
+    """Return a local layer with a gated delta net in attention's place."""
     net = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear)
     names = layer.submodules.sharded_state_dict_keys_map | saved_names.DELTA_NET
     attention = ModuleSpec(module=GatedDeltaNet, submodules=net)

@@ -113,7 +113,7 @@ class InvariantOLMoESelfAttention(SelfAttention):
 
 
 def olmoe(config: Any) -> ModuleSpec:
-    """A layer of OLMoE."""
+    """Return a layer of OLMoE."""
     from megatron.bridge.models.olmoe.olmoe_provider import OLMoESelfAttention
 
     spec = local_layer_spec(config)
@@ -125,19 +125,19 @@ def olmoe(config: Any) -> ModuleSpec:
 
 
 def exaone4(config: Any) -> ModuleSpec:
-    """A layer of EXAONE 4."""
+    """Return a layer of EXAONE 4."""
     return _dense(config, before=IdentityOp)
 
 
 def gemma2(config: Any) -> ModuleSpec:
-    """A layer of Gemma 2."""
+    """Return a layer of Gemma 2."""
     from tp_invariant_recipes.numerics.megatron.families.gemma import Gemma2DotProductAttention
 
     return _dense(config, before=PlainRMSNorm, core=Gemma2DotProductAttention)
 
 
 def gemma3(config: Any) -> ModuleSpec:
-    """A layer of Gemma 3."""
+    """Return a layer of Gemma 3."""
     from megatron.bridge.models.gemma.gemma3_provider import Gemma3SelfAttention
 
     from tp_invariant_recipes.numerics.megatron.families.gemma import Gemma3DotProductAttention
@@ -146,7 +146,7 @@ def gemma3(config: Any) -> ModuleSpec:
 
 
 def _dense(config: Any, *, before: type, attention: type = SelfAttention, core: type = DotProductAttention) -> Any:
-    """A layer with norms after its parts. before: the class of those before them."""
+    """Return a layer with norms after its parts. before: the class of those before them."""
     of_heads = PlainRMSNorm if config.qk_layernorm else None
     return ModuleSpec(
         module=TransformerLayer,

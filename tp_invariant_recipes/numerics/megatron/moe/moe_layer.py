@@ -19,7 +19,9 @@ from tp_invariant_recipes.replacement import resolve_own
 
 
 def latent_projection(original: Any) -> Any:
-    """What projects tokens to the experts' latents and back (`moe_latent_size`): the invariant class for Megatron's."""
+    """Return what projects tokens to the experts' latents and back (`moe_latent_size`): the invariant class for
+    Megatron's.
+    """
     return original and resolve_own(spec.SUBSTITUTES[original.__name__])
 
 

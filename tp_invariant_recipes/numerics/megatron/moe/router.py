@@ -135,7 +135,7 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
         )
 
     def _of_batch(self, counts: Tensor) -> Tensor:
-        """The mean tokens of each expert over the sequences of the data shard so far, this one included.
+        """Return the mean tokens of each expert over the sequences of the data shard so far, this one included.
 
         Megatron's is over those of all ranks so far. A rank that computes several data shards does not know of the next
         one's; only this mean is the same for every dp.

@@ -165,7 +165,7 @@ def _fp8() -> bool:
 
 
 def _checked(kind: str, shards: int, refuse: Refuse) -> Callable[[Any], Any]:
-    """A replacement of `__init__`."""
+    """Return a replacement of `__init__`."""
 
     def make(original: Any) -> Any:
         parameters = signature(original)
@@ -202,7 +202,7 @@ def _refused(target: str, own: str | None, refuse: Refuse) -> Callable[[Any], An
 
 
 def _forward(kind: str, shards: int, refuse: Refuse) -> Callable[[Any], Any]:
-    """A replacement of `forward`."""
+    """Return a replacement of `forward`."""
 
     def make(original: Any) -> Any:
         parameters = signature(original)
@@ -224,7 +224,7 @@ def _forward(kind: str, shards: int, refuse: Refuse) -> Callable[[Any], Any]:
 
 
 def _computed(module: Any, kind: str, x: Tensor, weights: list[Tensor], shards: int) -> Any:
-    """The output of a module of `kind`, and the norm's result beside it where the module returns that."""
+    """Return the output of a module of `kind`, and the norm's result beside it where the module returns that."""
     alone = module.parallel_mode is None or module.tp_size == 1
     mesh = VirtualMesh(shards, 1, 0) if alone else VirtualMesh.from_group(shards, module.tp_group)
     normal = _normal(module, x, mesh) if kind == NORM_LINEAR else x
@@ -249,7 +249,7 @@ def _product(module: Any, kind: str, x: Tensor, weight: Tensor, segments: Parts,
 
 
 def _normal(module: Any, x: Tensor, mesh: VirtualMesh) -> Tensor:
-    """The norm of LayerNormLinear, of x's shape and dtype."""
+    """Return the norm of LayerNormLinear, of x's shape and dtype."""
     sliced = module.sequence_parallel and mesh.size > 1
     if module.normalization == "LayerNorm":
         return layer_norm(x, module.layer_norm_weight, module.layer_norm_bias, module.eps, mesh, sliced)
@@ -258,7 +258,7 @@ def _normal(module: Any, x: Tensor, mesh: VirtualMesh) -> Tensor:
 
 
 def _segments(weights: list[Tensor]) -> Parts:
-    """The parts of the weight that are each split on their own."""
+    """Return the parts of the weight that are each split on their own."""
     if len(weights) > 1:
         return tuple(weight.shape[0] for weight in weights)
     return getattr(weights[0], "partition_stride", 1)

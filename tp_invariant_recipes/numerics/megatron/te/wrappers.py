@@ -147,7 +147,7 @@ class InvariantTEGroupedMLP(ExpertsForward, TEGroupedMLP):
 
 
 def without_flash[**P, R](original: Callable[P, R]) -> Callable[P, R]:
-    """Transformer Engine's selection of an attention backend, as if flash-attn were not installed."""
+    """Return Transformer Engine's selection of an attention backend, as if flash-attn were not installed."""
 
     @wraps(original)
     def get_attention_backend(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -172,7 +172,7 @@ class InvariantTEDotProductAttention(CoreAttention, TEDotProductAttention):
             return TEDotProductAttention.forward(self, query, key, value, *mask)
 
     def backend(self) -> str:
-        """What the latest launch in this process ran, as Transformer Engine has noted it."""
+        """Return what the latest launch in this process ran, as Transformer Engine has noted it."""
         chosen = dot_product_attention._attention_backends
         if chosen["use_flash_attention"]:
             return f"flash {chosen['flash_attention_backend']}"
@@ -182,7 +182,7 @@ class InvariantTEDotProductAttention(CoreAttention, TEDotProductAttention):
         return "unfused"
 
     def settings(self) -> tuple[Any, ...]:
-        """The factor of the scores, the window, whether sums repeat, and the layer where scores depend on it."""
+        """Return the factor of the scores, the window, whether sums repeat, and the layer where scores depend on it."""
         layer = self.layer_number if self.config.apply_query_key_layer_scaling else None
         return self.unfused_attention.softmax_scale, self.window_size, self.deterministic, layer
 
