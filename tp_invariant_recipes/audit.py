@@ -53,7 +53,7 @@ def record(
     run = AuditedRun(Path(folder))
     where = run.path if dither is None else run.dithered(dither).path
     state = SimpleNamespace(train_state=SimpleNamespace(step=step - 1))
-    context: Any = SimpleNamespace(model=chunks, optimizer=optimizer, grad_norm=None, state=state)
+    context: Any = SimpleNamespace(model=chunks, optimizer=optimizer, grad_norm=None, state=state, loss_dict=None)
     recording = AuditRecording(
         where, range(step, step + 1), dither, None if follow is None else Path(follow), lambda _: site
     )

@@ -80,6 +80,8 @@ def _sequence(config: RunConfig, layout: Layout) -> str | None:
 
 
 def _sequence_parallel(config: RunConfig, layout: Layout) -> str | None:
+    if layout.tp > 1 and not layout.sp and config.model.get("num_moe_experts") and not config.numerics.invariant:
+        return f"sp=false: Megatron trains experts with tp={layout.tp} under sequence parallelism alone; sp=true"
     return "sp=true needs tp > 1; leave sp out or set tp" if layout.sp and layout.tp == 1 else None
 
 
@@ -163,8 +165,13 @@ def _data(config: RunConfig) -> str | None:
 def _context(config: RunConfig, layout: Layout) -> str | None:
     if layout.cp == 1 or config.device.kind == "gpu" or config.numerics.invariant:
         return None
+    recurrent = [name for name in ("hybrid_layer_pattern", "linear_attention_freq") if config.model.get(name)]
+    latent = ["multi_latent_attention"] if config.model.get("multi_latent_attention") else []
+    if not (others := recurrent + latent):
+        return None  # cpu_host/stand_ins/context_attention.py
     return (
-        f"cp={layout.cp}: stock context parallelism needs Transformer Engine's attention; device=gpu or numerics=tree"
+        f"cp={layout.cp}: on a CPU stock context parallelism covers plain attention alone, not model.{others[0]}; "
+        "device=gpu or numerics=tree"
     )
 
 

@@ -1,5 +1,6 @@
 """`tpi audit`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,9 +13,9 @@ from tp_invariant_recipes.cli.arguments import Json, Overrides, directory_option
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.plural import counted
-from tp_invariant_recipes.start import needed
+from tp_invariant_recipes.start import bridge, needed
 
-_COLOURS = {"within rounding": "green", "beyond rounding": "red"}
+_COLOURS = {"within rounding": "green", "beyond rounding": "red", "not decided": "yellow"}
 # Kind of tensor -> its column.
 _KINDS = {
     "weights": "initial",
@@ -23,6 +24,7 @@ _KINDS = {
     "gradients": "gradient",
     "norm": "norm",
     "updates": "update",
+    "reports": "report",
 }
 _ROWS = 40  # of the table on a terminal; the page has all
 
@@ -46,6 +48,15 @@ def audit(
     steps: Annotated[
         int | None, option(None, "Steps of each training; default as many as are needed. The same as iters=N.")
     ] = None,
+    every: Annotated[
+        bool,
+        flag("Audit every layout and option that the model allows, in cells that cover each pair once.", "--all"),
+    ] = False,
+    resume: Annotated[Path | None, option("DIR", "Continue --all in its directory.")] = None,
+    script: Annotated[
+        bool, flag("With --all: write a torchrun script of the layer alone for each fault that has one.", "--script")
+    ] = False,
+    exitfirst: Annotated[bool, flag("With --all: end with the first fault.", "--exitfirst", "-x")] = False,
     keep: Annotated[bool, flag("Keep the run directories even within rounding.", "--keep")] = False,
     directory: Annotated[Path | None, directory_option("audit-MODEL-tpN-DATE-TIME")] = None,
     as_json: Json = False,
@@ -62,16 +73,38 @@ def audit(
     tpi audit qwen3_8b tp=4 pp=2 cuda_graph=te
     tpi audit recipe=my.py:tuned tp=2 --reference precision=bf16
     tpi audit qwen3_toy seq=64 --against model.recompute_granularity=selective
+    tpi audit qwen3_8b --all
     tpi audit --recorded recordings/tp4 recordings/tp1
     """
     from tp_invariant_recipes.features.audit import workflow as launch
 
+    changed = [*(reference or []), *(against or [])]
+    if every or resume is not None:
+        if wrong := [*changed, *(map(str, recorded or ()))]:
+            raise ConfigError(f"--all chooses its layouts and references itself; leave out {' '.join(wrong)}")
+        _all(model, list(overrides or []), directory, resume, scripts=script, exitfirst=exitfirst, as_json=as_json)
     if recorded is not None:
-        if given := [*([model] if model else []), *(overrides or []), *(reference or []), *(against or [])]:
+        if given := [*([model] if model else []), *(overrides or []), *changed]:
             raise ConfigError(f"--recorded judges what is there and trains nothing; leave out {' '.join(given)}")
         _end(launch.recorded(*recorded, directory), as_json)
     if model is None:
         raise ConfigError("missing MODEL: a model of tpi models, recipe=FILE.py:FUNCTION, or --recorded RUN REFERENCE")
+    _audit(model, list(overrides or []), reference or (), against or (), steps, directory, keep=keep, as_json=as_json)
+
+
+def _audit(
+    model: str,
+    overrides: list[str],
+    reference: Sequence[str],
+    against: Sequence[str],
+    steps: int | None,
+    directory: Path | None,
+    *,
+    keep: bool,
+    as_json: bool,
+) -> None:
+    """Plan and run one audit, and end with its status."""
+    from tp_invariant_recipes.features.audit import workflow as launch
     from tp_invariant_recipes.launch import progress
 
     needed.check("tpi audit", needed.TRAINING)
@@ -79,9 +112,9 @@ def audit(
     with progress.preparing(console) as how:
         planned = launch.new(
             model,
-            list(overrides or []),
-            reference=reference or (),
-            against=against or (),
+            overrides,
+            reference=reference,
+            against=against,
             steps=steps,
             directory=directory,
             how=how,
@@ -99,6 +132,64 @@ def audit(
     _end(launch.execute(planned, watch, keep=keep), as_json)
 
 
+def _all(
+    model: str | None,
+    overrides: list[str],
+    directory: Path | None,
+    resume: Path | None,
+    *,
+    scripts: bool,
+    exitfirst: bool,
+    as_json: bool,
+) -> None:
+    """Run a campaign, print every verdict as it comes, and end with the status."""
+    from tp_invariant_recipes.features.audit import campaign
+    from tp_invariant_recipes.launch import progress
+
+    if (model is None) == (resume is None):
+        raise ConfigError("--all audits a MODEL; --resume DIR continues a stopped one: give one of them")
+    needed.check("tpi audit", needed.TRAINING)
+    console = terminal.console_of_its_own()
+    if resume is not None:
+        where, state = campaign.resumed(resume)
+    else:
+        assert model is not None
+        where, state = campaign.new(model, overrides, directory)
+    console.print(Text(f"audit directory {where.path}"), soft_wrap=True)
+
+    def show(trial: campaign.Trial) -> None:
+        line = Text(f"{trial.verdict:<16} {trial.seconds:>4.0f} s  {' '.join(trial.settings)}")
+        line.stylize(_COLOURS.get(trial.verdict, "yellow"), 0, 16)
+        console.print(line if trial.sound else line + Text(f"\n    {trial.text}"), soft_wrap=True)
+
+    with progress.busy(console, "importing Megatron-Bridge and choosing cells"):
+        bridge.load()
+    result = campaign.execute(
+        where, state, campaign.quiet, show, resume=resume is not None, exitfirst=exitfirst, scripts=scripts
+    )
+    if as_json:
+        terminal.print_json(result)
+    else:
+        _print_findings(result)
+    raise typer.Exit(result["exit_status"])
+
+
+def _print_findings(result: dict[str, Any]) -> None:
+    console = terminal.console()
+    for finding in result["findings"]:
+        program = f"\n    torchrun --standalone {finding['script']}" if finding["script"] else ""
+        known = f"\n    known: {finding['known']}" if finding["known"] else ""
+        console.print(
+            Text(f"{finding['verdict']}: {finding['text']}{known}\n    {finding['command']}{program}"), soft_wrap=True
+        )
+    count, faults = counted(len(result["trials"]), "audit"), counted(len(result["findings"]), "fault")
+    tried = result["pairs"] - result["pending"]
+    console.print(
+        Text(f"{faults} in {count} of {tried} pairs; {result['directory']}/audits.html"),
+        soft_wrap=True,
+    )
+
+
 def _end(result: dict[str, Any], as_json: bool) -> None:
     """Print what was found, and end with its status."""
     if as_json:
@@ -114,6 +205,8 @@ def _print(result: dict[str, Any]) -> None:
     line = Text(result["text"])
     line.stylize(f"bold {_COLOURS[result['verdict']]}", 0, len(result["verdict"]))
     console.print(line, soft_wrap=True)
+    if result.get("known"):
+        console.print(Text(f"known: {result['known']}"), soft_wrap=True)
     if result["not_compared"]:
         count, name = counted(len(result["not_compared"]), "tensor"), result["not_compared"][0]
         console.print(

@@ -229,6 +229,7 @@ def _train_on_nodes(request: "Request", console: "Console", *, verbose: bool) ->
 
 def _start_text(planned: "Plan") -> str:
     from tp_invariant_recipes.launch import resume
+    from tp_invariant_recipes.patches import faults
     from tp_invariant_recipes.settings import low_precision
 
     if planned.completed:
@@ -240,6 +241,8 @@ def _start_text(planned: "Plan") -> str:
     resumed = f", from step {planned.start}" if planned.start else ""
     lines = planned.config.recipe.adjusted
     adjusted = f"adjusted, numerics.adjust=false refuses it:\n{'\n'.join(f'  {line}' for line in lines)}\n"
+    known = "; ".join(str(fault) for fault in faults.known(planned.config))
+    warned = f"[yellow]warning: known faults of Megatron: {escape(known)}[/]\n" if known else ""
     chosen = planned.composed.graphs if planned.device == "gpu" else None
     graphs = f"CUDA graphs {escape(chosen)} (cuda_graph=auto)\n" if chosen else ""
     other = low_precision.remark(planned.config)
@@ -247,7 +250,7 @@ def _start_text(planned: "Plan") -> str:
     return (
         f"[bold]{planned.composed.model}[/] on {ranks}, "
         f"{counted(planned.steps, 'step')}{resumed}, numerics={planned.config.numerics.mode}\n"
-        f"{graphs}{fp8}{escape(adjusted) if lines else ''}"
+        f"{graphs}{fp8}{warned}{escape(adjusted) if lines else ''}"
         f"run directory {escape(str(planned.run_dir.path))}; checkpoints {kept}"
         + (f"\n{escape(planned.remark)}" if planned.remark else "")
     )

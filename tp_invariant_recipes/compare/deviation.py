@@ -11,26 +11,28 @@ ledger/dumps.py says what the rows and columns of a tensor are.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from tp_invariant_recipes.compare import reported_norm
 from tp_invariant_recipes.compare.error_shape import rms, shape_of
+from tp_invariant_recipes.compare.reported_norm import blocks
 from tp_invariant_recipes.errors import LedgerError, RunError
-from tp_invariant_recipes.ledger.dumps import GRADIENT_NORM, LOSS_SHARE, DumpedPart, Dumps, Table
+from tp_invariant_recipes.ledger.dumps import GRADIENT_NORM, LOSS_SHARE, DumpedPart, Dumps
 
 MARGIN = 4.0  # a factor beyond it is no rounding (docs/audit.md has the largest of right layouts)
 ROW = 4.0  # a single row may be so many times as far
 FEWEST_COLUMNS = 16  # of a row that is judged by itself
 FLOOR = 0.25  # of the spacing of the numbers that the modules return, relative to them
-LEAST_OF_NORM = 2.0**-13  # a norm adds millions of squares in fp32, which no dithering moves
-CACHED = 2**17  # elements that are read at a time
+LEAST_OF_NUMBER = 2.0**-13  # a norm or a loss adds millions of numbers in fp32, which no dithering moves
+FEW = 256  # elements: rounding moves fewer by too much to tell
 FLIPS = 4.0  # so many units may an expert's score be below the score of the one left out
 # The spacing of numbers near 1.
 SPACING = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 # In the order of data flow.
-KINDS = ("weights", "forward", "backward", "gradients", "norm", "updates")
+KINDS = ("weights", "forward", "backward", "gradients", "norm", "updates", "reports")
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class TensorDeviation:
     ranks:  the ranks whose part is beyond MARGIN. of: how many ranks have a part.
     shape:  of the error, in words; None: it has none, or there is no error.
     size:   RMS of the error relative to the reference's; None: the reference is 0.
+    rms:    of the reference. dims: the shape of the whole tensor.
+    sees:   the smallest such RMS that is beyond rounding; None: likewise, or a tensor has fewer than FEW elements.
     """
 
     step: int
@@ -54,6 +58,9 @@ class TensorDeviation:
     of: int
     shape: str | None
     size: float | None
+    sees: float | None = None
+    rms: float = 0.0
+    dims: tuple[int, ...] = ()
 
     @property
     def beyond(self) -> bool:
@@ -106,6 +113,8 @@ def module_of(name: str) -> str:
     kind, _, rest = name.partition("/")
     if kind in ("forward", "backward"):
         return rest.rpartition("/")[0]
+    if kind == "reports":
+        return rest
     return "gradient norm" if name == GRADIENT_NORM else rest.rpartition(".")[0]
 
 
@@ -115,19 +124,14 @@ def _deviation(step: StepDumps, name: str, spacing: float) -> TensorDeviation:
     if name.startswith("backward/"):
         share = float(step.reference.values(LOSS_SHARE)[0, 0] / step.run.values(LOSS_SHARE)[0, 0])
     far = _distances(step, name, () if exact else step.dithered, share)
-    least = 0.0 if exact else FLOOR * spacing * far.size
+    least = 0.0 if exact else _least(name, far, spacing)
+    factors, counted = _by_rank(far.errors, least), None
     if name == GRADIENT_NORM:
-        least = max(least, LEAST_OF_NORM * far.size)
-    if name.startswith("updates/"):  # Adam's first updates are ±lr: one sign may turn
-        least = max(least, 2 * far.size / math.sqrt(far.elements))
-    factors = _by_rank(far.errors, least)
-    if name == GRADIENT_NORM:
-        own, reference = _of_its_gradients(step.run), _of_its_gradients(step.reference)
-        distance = abs(own / reference - 1) / LEAST_OF_NORM if own and reference else 0.0
+        distance, counted = reported_norm.distance(step.run, step.reference)
         factors = {rank: max(factor, distance) for rank, factor in factors.items()}
     ranks = tuple(rank for rank, factor in factors.items() if not factor <= MARGIN)
-    shape = None
-    if ranks:
+    shape = counted if ranks else None
+    if ranks and shape is None:
         pieces = [replace(piece, values=piece.values * share) for piece in step.run.pieces(name)]
         shape = shape_of(pieces, step.reference.values(name), far.noise, least * MARGIN, ranks)
     largest = max(math.sqrt(error.squares.sum() / max(1, error.elements)) for error in far.errors)
@@ -141,7 +145,20 @@ def _deviation(step: StepDumps, name: str, spacing: float) -> TensorDeviation:
         of=len(factors),
         shape=shape,
         size=largest / far.size if far.size and math.isfinite(largest) else None,
+        rms=far.size,
+        dims=step.reference.parts[name][0][2].shape,
+        sees=MARGIN * max(math.sqrt(far.noise), least) / far.size if far.size and far.elements >= FEW else None,
     )
+
+
+def _least(name: str, far: "_Distances", spacing: float) -> float:
+    """The RMS that is no error of a tensor, whatever rounding moves."""
+    least = FLOOR * spacing * far.size
+    if far.elements == 1:
+        least = max(least, LEAST_OF_NUMBER * far.size)
+    if name.startswith("updates/"):  # Adam's first updates are ±lr: one sign may turn
+        least = max(least, 2 * far.size / math.sqrt(far.elements))
+    return least
 
 
 @dataclass(frozen=True)
@@ -205,7 +222,7 @@ def _distances(step: StepDumps, name: str, dithered: Sequence[Dumps], share: flo
         raise LedgerError(f"{name} has other places or another shape")
     errors = [PieceError(rank, table.shape[1], *np.zeros((2, len(table)))) for rank, _, table in pieces]
     square = noise = 0.0
-    for rows in _blocks(height, width):
+    for rows in blocks(height, width):
         exact = reference[rows]
         near = np.zeros_like(exact)
         for dither in moved:
@@ -253,28 +270,6 @@ def _choice(step: StepDumps, name: str) -> TensorDeviation | None:
     return TensorDeviation(step.step, f"choices/{module}", "forward", module, factor, (), 1, shape, None)
 
 
-def _of_its_gradients(run: Dumps) -> float | None:
-    """Return the gradient norm that a run reports, divided by its gradients' norm; None: not all are whole, or all are
-    0.
-    """
-    try:
-        squares = [_square(run.table(name)) for name in run.parts if name.startswith("gradients/")]
-    except LedgerError:
-        return None
-    norm = math.sqrt(math.fsum(squares))
-    return float(run.values(GRADIENT_NORM)[0, 0]) / norm if norm else None
-
-
-def _square(table: Table) -> float:
-    return math.fsum(float(np.square(table[rows]).sum()) for rows in _blocks(*table.shape))
-
-
-def _blocks(height: int, width: int) -> Iterator[slice]:
-    """Yield the rows of a table, as many at a time as a processor's cache holds."""
-    block = max(1, CACHED // max(1, width))
-    return (slice(start, min(height, start + block)) for start in range(0, height, block))
-
-
 def _covered(parts: Sequence[DumpedPart], sizes: Sequence[tuple[int, int]], whole: tuple[int, int]) -> bool:
     """Whether every piece lies in a whole of this size, and together they may be all of it."""
     rows: set[int] = set()
@@ -298,6 +293,13 @@ def _spacing(reference: Dumps) -> float:
         part.dtype for name in reference.parts if name.startswith("forward/") for _, _, part in reference.parts[name]
     }
     return max((SPACING[dtype] for dtype in dtypes if dtype in SPACING), default=SPACING["float32"])
+
+
+def blind_spots(deviations: Sequence[TensorDeviation]) -> dict[str, TensorDeviation]:
+    """Kind -> the tensor of which an error must be the largest to be seen."""
+    seen = [tensor for tensor in deviations if tensor.sees is not None]
+    kinds = dict.fromkeys(tensor.kind for tensor in seen)
+    return {kind: max((t for t in seen if t.kind == kind), key=lambda t: t.sees or 0.0) for kind in kinds}
 
 
 def by_module(deviations: Sequence[TensorDeviation]) -> Mapping[str, list[TensorDeviation]]:

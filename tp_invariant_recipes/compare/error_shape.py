@@ -7,6 +7,7 @@ import numpy as np
 
 from tp_invariant_recipes.ledger.dumps import RankPiece
 
+SAMPLED = 512  # rows of a piece that are looked for elsewhere
 CLOSE = 0.03  # what is left of an error may be so large, relative to the tensor, where its shape explains it
 NAMED = {2.0: "added twice", 0.5: "half is missing", -1.0: "the sign"}
 
@@ -71,11 +72,15 @@ def _moved(held: Sequence[RankPiece], reference: np.ndarray, allowed: float) -> 
     shifts = set()
     for piece in held:
         columns = reference[:, piece.part.column : piece.part.column + piece.values.shape[1]]
-        for row in range(0, len(piece.values), max(1, len(piece.values) // 8)):
+        places = set()
+        for row in range(0, len(piece.values), max(1, len(piece.values) // SAMPLED)):
             far = np.square(columns - piece.values[row]).mean(1)
             nearest = int(far.argmin())
             if math.sqrt(far[nearest]) > allowed:
                 return None
+            if nearest in places:  # two rows in one place: no order of the right rows
+                return None
+            places.add(nearest)
             shifts.add(nearest - (piece.part.row + row * piece.part.step))
     if not shifts - {0}:
         return None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tp_invariant_recipes.cpu_host.stand_ins import delta_net, mamba, torch_adam, torch_norm
+from tp_invariant_recipes.cpu_host.stand_ins import context_attention, delta_net, mamba, torch_adam, torch_norm
 from tp_invariant_recipes.machine.versions import installed as installed_version
 from tp_invariant_recipes.replacement import Replacement, applied, instead
 from tp_invariant_recipes.start import bridge
@@ -33,6 +33,7 @@ class CudaMeansCpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if "device" in kwargs:
             kwargs["device"] = _on_cpu(kwargs["device"])
+        kwargs.pop("pin_memory", None)
         return _REWRITES.get(getattr(func, "__name__", ""), _call)(func, args, kwargs)
 
 
@@ -174,6 +175,7 @@ MEGATRON = (
         lambda original: lambda self, fp8=None: original(self, fp8=None),
         "norms that are computed again ask Transformer Engine whether they are in FP8",
     ),
+    *context_attention.REPLACEMENTS,
     *mamba.REPLACEMENTS,
     *delta_net.REPLACEMENTS,
     Replacement(

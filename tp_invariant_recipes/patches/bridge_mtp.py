@@ -50,3 +50,55 @@ PATCH = Patch(
     why=WHY,
     concerns=lambda config: config is None or bool(config.model.get("mtp_num_layers")),
 )
+
+UNMASKED = (
+    "with model.mtp_num_layers every token counts in the losses of multi-token prediction, masked prompts and padding "
+    "as well: Megatron-Bridge does not pass the loss mask to the model"
+)
+_KEPT: list[Any] = [None]  # the loss mask of the latest micro-batch
+
+
+def keeping_the_mask(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replaces gpt_step.get_batch: the third of what it returns is the mask, [sequences, tokens of this rank]."""
+
+    def get_batch(*args: Any, **more: Any) -> Any:
+        batch = original(*args, **more)
+        _KEPT[0] = batch[2]
+        return batch
+
+    return get_batch
+
+
+def with_the_mask(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replaces gpt_model.process_mtp_loss: without a mask it takes that of the micro-batch."""
+
+    def process_mtp_loss(*args: Any, loss_mask: Any = None, **more: Any) -> Any:
+        return original(*args, loss_mask=_KEPT[0] if loss_mask is None else loss_mask, **more)
+
+    return process_mtp_loss
+
+
+def without_a_mask() -> bool:
+    """Whether the installed step keeps the mask for the loss alone."""
+    step = code.source("megatron.bridge", "training/gpt_step.py", "_forward_step_common")
+    return '"labels": labels,' in step and '"loss_mask": loss_mask' not in step
+
+
+MASK_PATCH = Patch(
+    name="bridge-mtp-mask",
+    package="megatron-bridge",
+    need=Looks(without_a_mask, "a gpt_step that does not pass the loss mask"),
+    replacements=(
+        Replacement("megatron.bridge.training.gpt_step:get_batch", keeping_the_mask, UNMASKED),
+        *(
+            Replacement(f"megatron.core.models.{module}:process_mtp_loss", with_the_mask, UNMASKED)
+            for module in ("gpt.gpt_model", "hybrid.hybrid_model")
+        ),
+    ),
+    why=UNMASKED,
+    upstream="https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/6103",
+    concerns=lambda config: (
+        config is None
+        or bool(config.model.get("mtp_num_layers") and not config.numerics.invariant and config.layout.cp == 1)
+    ),
+)

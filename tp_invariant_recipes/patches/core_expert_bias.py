@@ -41,3 +41,38 @@ PATCH = Patch(
     why=WHY,
     concerns=lambda config: config is None or _local_experts_with_biases(config),
 )
+
+TWICE = (
+    "with biases of experts, tp > 1, sp and etp=1 the biases of their second matrix get tp times their gradient: it is "
+    "summed over tensor-parallel ranks after the sum over all ranks that have the expert"
+)
+
+
+def summed_once(original: Callable[..., None]) -> Callable[..., None]:
+    """Replaces RowParallelLinear.__init__: sequence parallelism does not sum the bias of an expert."""
+
+    def __init__(self: Any, *args: Any, **more: Any) -> None:
+        original(self, *args, **more)
+        if self.is_expert and self.bias is not None and self.tp_group.size() == 1:
+            self.bias.sequence_parallel = False
+
+    return __init__
+
+
+def marked_twice() -> bool:
+    """Whether the installed row-parallel layer marks every bias for sequence parallelism."""
+    return 'setattr(self.bias, "sequence_parallel", self.sequence_parallel)' in code.source(
+        "megatron.core", "tensor_parallel/layers.py", "linear_with_grad_accumulation_and_async_allreduce"
+    )
+
+
+TWICE_PATCH = Patch(
+    name="core-expert-bias-sum",
+    package="megatron-core",
+    need=Looks(marked_twice, "a RowParallelLinear that marks biases of experts"),
+    replacements=(Replacement("megatron.core.tensor_parallel.layers:RowParallelLinear.__init__", summed_once, TWICE),),
+    why=TWICE,
+    concerns=lambda config: (
+        config is None or (_local_experts_with_biases(config) and config.layout.sp and not config.numerics.invariant)
+    ),
+)

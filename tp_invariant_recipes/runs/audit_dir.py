@@ -1,7 +1,8 @@
 """The files of an audit's directory."""
 
 from dataclasses import dataclass
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
 from tp_invariant_recipes.reading import Count, Record, parse_json
 from tp_invariant_recipes.runs.run_dir import File, RunDir
@@ -47,3 +48,20 @@ class AuditDir(RunDir):
     def training(self, name: str) -> AuditedRun:
         """Return the run directory of a training."""
         return AuditedRun(self.path / name)
+
+
+@dataclass(frozen=True)
+class CampaignDir(RunDir):
+    """A directory of `tpi audit --all`."""
+
+    result = File("audits.json")  # every audit, and the faults that they found
+    page = File("audits.html")  # the same to look at
+    texts = File("texts")  # data whose masks lie unevenly
+
+    def trial(self, number: int) -> Path:
+        """The directory of an audit, counted from 1."""
+        return self.path / "trials" / str(number)
+
+    def read_result(self) -> dict[str, Any]:
+        """What `audits.json` holds. Raises RunError when this is no directory of a campaign."""
+        return self._read(self.result, parse_json, dict[str, Any])

@@ -152,5 +152,5 @@ def test_a_right_layout_is_within_rounding(tpi, words):
     assert found["not_compared"] == (["forward/rotary_pos_emb/output"] if "cp=2" in words else [])
     assert max(one["factor"] for one in found["tensors"]) < 0.6 * found["margin"]
     assert {one["kind"] for one in found["tensors"]} == {
-        "weights", "forward", "backward", "gradients", "norm", "updates",
+        "weights", "forward", "backward", "gradients", "norm", "updates", "reports",
     }  # fmt: skip

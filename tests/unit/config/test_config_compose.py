@@ -300,7 +300,6 @@ MISTAKES = (
     (["tp=16"], "tp=16 does not divide model.num_attention_heads=8"),
     (["ep=2"], "ep=2: this model has no experts"),
     (["gbs=3", "mbs=2"], "gbs=3 is not a multiple of mbs * dp = 2 * 1; the next that is: gbs=4"),
-    (["cp=2", "numerics=stock"], "cp=2: stock context parallelism needs Transformer Engine's attention; device=gpu or"),
     (["sp=true"], "sp=true needs tp > 1; leave sp out or set tp"),
 )
 

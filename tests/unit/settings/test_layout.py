@@ -127,8 +127,13 @@ REFUSED = (
         "for the other 1 of pp=2 stages",
     ),
     (
-        {"cp": 2, "device": "cpu", "mode": "stock"},
-        "cp=2: stock context parallelism needs Transformer Engine's attention; device=gpu or numerics=tree",
+        {"cp": 2, "device": "cpu", "mode": "stock", "multi_latent_attention": True},
+        "cp=2: on a CPU stock context parallelism covers plain attention alone, not model.multi_latent_attention; "
+        "device=gpu or numerics=tree",
+    ),
+    (
+        {"tp": 2, "mode": "stock", "num_moe_experts": 8},
+        "sp=false: Megatron trains experts with tp=2 under sequence parallelism alone; sp=true",
     ),
     ({"pp": 3}, "pp=3 does not divide model.num_layers=8; pp can be 1, 2, 4, 8"),
     (
@@ -169,7 +174,7 @@ def test_refused_with_one_line(changes, says):
 
 def test_every_rule_has_its_say():
     everything = {"tp": 5, "sp": True, "pp": 7, "cp": 3, "dp": 3, "ep": 5, "etp": 9, "device": "cpu", "data": "text"}
-    everything |= {"virtual_pipeline_model_parallel_size": 2, "mode": "stock"}
+    everything |= {"virtual_pipeline_model_parallel_size": 2, "mode": "stock", "multi_latent_attention": True}
     found = table_problems(layout_rules, layout_config(**everything, **MOE, lr=1e-9))
     keys = [re.match(r"data=text|model\.virtual|\w+", problem)[0] for problem in found]
     assert keys == ["tp", "etp", "seq", "cp", "model.virtual", "pp", "ep", "gbs", "lr", "data=text"]
@@ -211,9 +216,8 @@ def divides(want: dict) -> dict[str, bool]:
     spread = tp * pp * cp * dp / (etp * ep * pp)
     return {
         "tp": all(shard.is_integer() for shard in shards),
-        "sp": not want["sp"] or tp > 1,
+        "sp": tp > 1 if want["sp"] else tp == 1 or experts is None or want["mode"] == "tree",
         "seq": local.is_integer(),
-        "cp": cp == 1 or want["device"] == "gpu" or want["mode"] == "tree",
         "pp": (want["num_layers"] / pp).is_integer(),
         "etp": (want["moe_ffn_hidden_size"] / etp).is_integer(),
         "experts": ep == etp == 1 if experts is None else (experts / ep).is_integer() and spread.is_integer(),

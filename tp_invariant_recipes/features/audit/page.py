@@ -33,6 +33,24 @@ def page(result: dict[str, Any], deviations: Sequence[TensorDeviation]) -> str:
     )
 
 
+def campaign(result: dict[str, Any]) -> str:
+    """The HTML of `tpi audit --all`. result: the contents of `audits.json`."""
+    shown = ("option", "module", "size", "reference", "ranks")
+    findings = [
+        finding | {"described": [(name, finding[name]) for name in shown if finding.get(name) is not None]}
+        for finding in result["findings"]
+    ]
+    tried = result["pairs"] - result["pending"]
+    facts = f"{tried} of {counted(result['pairs'], 'pair')} of settings, {counted(len(result['trials']), 'audit')}"
+    return html(
+        "audits.html.j2",
+        title=f"{result['model']}: {counted(len(findings), 'fault')}",
+        facts="; ".join((facts, " ".join((*result["overrides"], *result["sizes"])))),
+        findings=findings,
+        trials=result["trials"],
+    )
+
+
 def factors(deviations: Sequence[TensorDeviation], margin: float) -> Drawing:
     """Draw every tensor's factor, in the order of data flow."""
 

@@ -7,6 +7,7 @@ gradients/PARAMETER      reduced over ranks, as the optimizer sees it, before cl
 norm/gradients           the gradient norm that the optimizer reports
 share/loss               over how many ranks gradients are averaged, so that each scales its own loss up by it
 updates/PARAMETER        what the step added to the master weight, or to the weight where there is no master
+reports/NAME             a loss that the step reports, or the evaluation after it ("evaluation lm loss")
 """
 
 from collections.abc import Callable, Iterator
@@ -55,6 +56,7 @@ class AuditRecording(AroundOptimizerStep):
         self._dither: Dither | None = None
         self._choices: ExpertChoices | None = None
         self._hooks: ModuleHooks | None = None
+        self._unwritten = False
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Learn which parts this rank holds. RunError: Megatron does not say where a parameter lies."""
@@ -68,6 +70,7 @@ class AuditRecording(AroundOptimizerStep):
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Register hooks on every module, if the step is recorded."""
+        self._write()
         self._step = context.state.train_state.step + 1
         if self._step not in self.steps:
             return
@@ -97,7 +100,7 @@ class AuditRecording(AroundOptimizerStep):
             self._add("updates", part, part.values.to("cpu", torch.float32) - value)
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Take the hooks off and write the file."""
+        """Take the hooks off."""
         if self._step not in self.steps:
             return
         assert self._hooks is not None  # since the step's start
@@ -108,10 +111,32 @@ class AuditRecording(AroundOptimizerStep):
             self._number(GRADIENT_NORM, float(context.grad_norm))
         site = self._hooks.site
         self._number(LOSS_SHARE, _share(context.model[0], site))
-        self._writer.close_step(self._step)
+        self._reported(context.loss_dict)
+        self._unwritten = True
+
+    def on_eval_end(self, context: CallbackContext) -> None:
+        """Record what the evaluation after a recorded step reports."""
+        if self._unwritten:
+            self._reported(context.total_loss_dict, "evaluation ")
+
+    def on_train_end(self, context: CallbackContext) -> None:
+        """Write the last step."""
+        self._write()
+
+    def _reported(self, losses: Any, prefix: str = "") -> None:
+        for name, value in (losses or {}).items():
+            if torch.is_tensor(value) and value.numel() == 1:
+                self._number(f"reports/{prefix}{name}", float(value))
+
+    def _write(self) -> None:
+        """Write the file of the step that has ended."""
+        if self._unwritten:
+            self._writer.close_step(self._step)
+        self._unwritten = False
 
     def close(self) -> None:
-        """Take all hooks off, so that the next training in this process has none."""
+        """Write what is recorded, and take all hooks off, so that the next training in this process has none."""
+        self._write()
         for hooks in (self._hooks, self._choices):
             if hooks is not None:
                 hooks.unhook()

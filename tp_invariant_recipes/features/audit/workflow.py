@@ -26,6 +26,7 @@ from tp_invariant_recipes.launch import local, plan, record
 from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning
 from tp_invariant_recipes.ledger import dumps
+from tp_invariant_recipes.patches import faults
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.runs import attempts
 from tp_invariant_recipes.runs.audit_dir import AuditDir, AuditedRun, AuditTask
@@ -40,13 +41,18 @@ from tp_invariant_recipes.sizing.recording import recorded as recorded_bytes
 AUDITED, REFERENCE = "audited", "reference"  # the two trainings
 DITHERED = 3  # repetitions of the reference
 DEGREES = (1, 2, 4, 8)  # of references, the first that fits
-WITHIN, BEYOND = "within rounding", "beyond rounding"
+WITHIN, BEYOND, NOT_DECIDED = "within rounding", "beyond rounding", "not decided"
+BLIND = 0.5  # Muon's matrices by blocks are that wrong; Adam's first updates are signs, which rounding turns
 
 # An audit compares values, so it records digests only on request.
 DEFAULTS = ("ledger.digests=0",)
 # An audit looks for defects of Megatron's and Transformer Engine's own layers, from the same weights in every layout.
 STOCK = "numerics=stock"
 NUMERICS = {"numerics.mode": STOCK, "numerics.initial_weights": "numerics.initial_weights=invariant"}
+
+
+class Stopped(RunError):
+    """A signal ended a training."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,7 @@ def new(
     problems += _pair_problems(of_reference, differing)
     length_given = given(requested, "train.train_iters") is not None
     problems += _steps_problems(length_given, steps)
-    common: list[str | Override] = [*DEFAULTS, *_numerics(sound), *sound, "save=0"]
+    common: list[str | Override] = [*DEFAULTS, *default_numerics(sound), *sound, "save=0"]
     audited = _composed(model, changed(common, differing), problems)
     if problems or audited is None:
         raise ConfigError(listed(problems), problems)
@@ -154,14 +160,6 @@ def _own_reference(model: str, config: RunConfig) -> list[str]:
     ]
 
 
-def _numerics(requested: Sequence[Override]) -> list[str]:
-    """Return the overrides that a bare audit sets, where the user has not."""
-    numerics = [text for path, text in NUMERICS.items() if given(requested, path) is None]
-    if given(requested, "numerics.mode") is not None or given(requested, "weights.folder") is not None:
-        return [text for text in numerics if text == STOCK]
-    return numerics
-
-
 def _fitting(audit: Audit) -> Audit:
     """Return an audit whose recordings the disk can hold. Raises ConfigError: it cannot."""
     where = audit.directory
@@ -171,6 +169,17 @@ def _fitting(audit: Audit) -> Audit:
             f"{free / GIB:.1f} GiB free; --dir PATH on another disk, or a smaller seq, gbs or model.num_layers"
         )
     return audit
+
+
+def default_numerics(overrides: Sequence[Override]) -> list[str]:
+    """The overrides of an audit's numerics, where none are typed."""
+    mode, weights = given(overrides, "numerics.mode"), given(overrides, "weights.folder")
+    stock = mode is None or mode.value == "stock"
+    return [
+        text
+        for path, text in NUMERICS.items()
+        if given(overrides, path) is None and (text == STOCK or (stock and weights is None))
+    ]
 
 
 def check(audit: Audit) -> None:
@@ -202,7 +211,11 @@ def execute(audit: Audit, watch: Watch, *, keep: bool = False) -> dict[str, Any]
             "bytes": sum(file.stat().st_size for run in runs for file in run.path.rglob("*.safetensors")),
             "seconds": round(time.monotonic() - begun, 1),
         }
-        result = report(audit.directory, deviations, left_out, described)
+        first = next((tensor for tensor in deviations if tensor.beyond), None)
+        fault = faults.of_tensor(audit.audited.config, first.kind, first.module) if first else None
+        described["known"] = str(fault) if fault else None
+        muon = audit.audited.config.section("optimizer").get("optimizer") == "muon"
+        result = report(audit.directory, deviations, left_out, described, BLIND if muon else 1.0)
         if not (result["exit_status"] or keep):
             for run in runs:
                 shutil.rmtree(run.path, ignore_errors=True)
@@ -242,20 +255,31 @@ def judged(run: AuditedRun, reference: AuditedRun, steps: Sequence[int]) -> tupl
 
 
 def report(
-    where: AuditDir, deviations: Sequence[TensorDeviation], left_out: Sequence[str], described: dict[str, Any]
+    where: AuditDir,
+    deviations: Sequence[TensorDeviation],
+    left_out: Sequence[str],
+    described: dict[str, Any],
+    limit: float = 1.0,
 ) -> dict[str, Any]:
-    """Write `audit.json` and `audit.html`, and return what the first holds."""
+    """Write `audit.json` and `audit.html`, and return what the first holds.
+
+    limit: an error of a tensor that is so large, relative to it, must be seen; else nothing is decided.
+    """
     for name in ("matplotlib", "matplotlib.font_manager"):  # Megatron has lowered the level of all
         logging.getLogger(name).setLevel(logging.WARNING)
     from tp_invariant_recipes.features.audit import page as audit_page
     from tp_invariant_recipes.report import files
 
     first = next((tensor for tensor in deviations if tensor.beyond), None)
+    spots = deviation.blind_spots(deviations)
+    blind = next((tensor for tensor in spots.values() if (tensor.sees or 0.0) > limit), None)
     result = {
         "schema": 2,
-        "exit_status": 1 if first else 0,
-        "verdict": BEYOND if first else WITHIN,
-        "text": _text(deviations, first, left_out),
+        "exit_status": 1 if first else 2 if blind else 0,
+        "verdict": BEYOND if first else NOT_DECIDED if blind else WITHIN,
+        "text": _text(deviations, first, left_out, blind),
+        "sees": {kind: tensor.sees for kind, tensor in spots.items()},
+        "known": None,
         "directory": str(where.path),
         **described,
         "host": os.uname().nodename,
@@ -382,7 +406,7 @@ def _train(audit: Audit, name: str, planned: Plan, watch: Watch) -> None:
             raise Interrupted(stopped) from None
         attempts.end(run, outcome.value)
         if outcome is local.Outcome.STOPPED:
-            raise RunError(stopped)
+            raise Stopped(stopped)
 
 
 # --- Results ---
@@ -392,16 +416,27 @@ def _shown(composed: Composed) -> list[str]:
     return [text for text in texts(composed.overrides) if text not in (*DEFAULTS, *NUMERICS.values())]
 
 
-def _text(deviations: Sequence[TensorDeviation], first: TensorDeviation | None, left_out: Sequence[str]) -> str:
+def _text(
+    deviations: Sequence[TensorDeviation],
+    first: TensorDeviation | None,
+    left_out: Sequence[str],
+    blind: TensorDeviation | None = None,
+) -> str:
     steps = sorted({tensor.step for tensor in deviations})
+    if first is None and blind is not None:
+        return (
+            f"{NOT_DECIDED}: rounding hides errors of {blind.name} up to {blind.sees:.0%}, and nothing else is wrong; "
+            "more tokens round less: seq=128 gbs=4"
+        )
     if first is None:
         largest = max(deviations, key=lambda tensor: tensor.factor)
         over = f"steps {steps[0]} to {steps[-1]}" if steps[1:] else f"step {steps[0]}"
         return (
             f"{WITHIN}: {counted(len(deviations), 'tensor')} of {over}; the furthest is {largest.factor:.2g} × "
-            f"rounding, {largest.name}" + (f"; {counted(len(left_out), 'tensor')} not compared" if left_out else "")
+            f"rounding, {largest.name}; {_seen(deviations)}"
+            + (f"; {counted(len(left_out), 'tensor')} not compared" if left_out else "")
         )
-    what = f"{_FLOW[first.kind]} of {first.module}" if first.kind in _FLOW else f"the {first.module}"
+    what = _named(first)
     if first.name.endswith("/auxiliary"):
         what = f"the gradient of the auxiliary losses in {first.module}"
     far = f"is {first.factor:.3g} × rounding" if first.factor < float("inf") else "differs where rounding moves nothing"
@@ -411,6 +446,24 @@ def _text(deviations: Sequence[TensorDeviation], first: TensorDeviation | None, 
     if first.shape:
         parts.append(first.shape)
     return f"{BEYOND}: {', '.join(parts)}"
+
+
+def _seen(deviations: Sequence[TensorDeviation]) -> str:
+    """The errors that the audit would have seen."""
+    spots = deviation.blind_spots(deviations)
+    words = {"forward": "outputs", "backward": "gradients inside", "gradients": "gradients", "updates": "updates"}
+    sizes = [f"{spots[kind].sees:.1%} in {name}" for kind, name in words.items() if kind in spots]
+    return f"an error of {', '.join(sizes)} would have been seen" if sizes else "too few elements to see errors in"
+
+
+def _named(tensor: TensorDeviation) -> str:
+    """The tensor in words: "the bias gradient of decoder.layers.0.mlp.linear_fc2 [64]"."""
+    if tensor.kind not in _FLOW:
+        return f"the {tensor.module}"
+    words, parameter = _FLOW[tensor.kind], tensor.name.rpartition(".")[2]
+    if tensor.kind in ("weights", "gradients", "updates") and parameter != "weight":
+        words = words.replace("weight", parameter) if "weight" in words else f"{words} of the {parameter}"
+    return f"{words} of {tensor.module} {[*tensor.dims]}"
 
 
 _FLOW = {

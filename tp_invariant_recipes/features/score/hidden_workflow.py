@@ -15,6 +15,7 @@ import numpy as np
 from tp_invariant_recipes.compare.deviation import FLOOR, MARGIN, SPACING, PieceError, factor_of
 from tp_invariant_recipes.compare.error_shape import rms
 from tp_invariant_recipes.errors import ConfigError, RunError, reason, refuse
+from tp_invariant_recipes.features.score.number_format import format_of
 from tp_invariant_recipes.features.score.workflow import Scoring
 from tp_invariant_recipes.features.train import workflow as train
 from tp_invariant_recipes.launch import local
@@ -69,7 +70,9 @@ def compared(engine: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarra
         error = PieceError(0, expected.shape[1], np.square(engine[name].astype(np.float64) - expected).sum(1), noise)
         least = FLOOR * SPACING[dtype] * rms(expected)
         factor, token = factor_of([error], least), int(error.of_rows(least).argmax())
-        row = {"layer": _number(name), "factor": factor, "beyond": not factor <= MARGIN, "token": token}
+        row: dict[str, Any] = {"layer": _number(name), "factor": factor, "beyond": not factor <= MARGIN, "token": token}
+        if row["beyond"]:
+            row["format"] = format_of(engine[name], reference[f"0/{name}"])
         if (router := f"router.{row['layer']}") in engine and f"0/{router}" in reference:
             row["flips"] = _flips(engine[router], reference[f"0/{router}"])
         rows.append(row)
@@ -87,6 +90,8 @@ def sentence(rows: list[dict[str, Any]], layers: int) -> str:
             f"hidden states: layer {first['layer']} is the first beyond rounding, {first['factor']:.3g} × what "
             f"rounding moves there, most at token {first['token']}"
         )
+        if first.get("format"):
+            text += f"; its error has the shape of {first['format']}"
         if before := rows.index(first):
             which = "all layers" if before == first["layer"] else f"{before} of the {first['layer']} layers"
             text += f"; {which} before it are within"

@@ -1,0 +1,73 @@
+"""Known faults of Megatron: which runs they strike, and that a patch which is on mends them."""
+
+import pytest
+
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.patches import faults, registry
+
+
+def configured(words: str):
+    model, *overrides = words.split()
+    return compose(model, ["numerics=stock", *overrides], device="cpu").config
+
+
+pytestmark = pytest.mark.usefixtures("bridge", "here")
+EXPERTS = "qwen3_moe_toy gbs=4 tp=2"
+# Words of a run, the fault that strikes it without its patch, a neighbour that it does not strike.
+ROWS = (
+    ("norm of sinks", "qwen3_toy tp=2 model.softmax_type=learnable", "qwen3_toy model.softmax_type=learnable"),
+    (
+        "norm of delta nets",
+        "qwen3_next_toy tp=2 sp=false model.num_moe_experts=null",
+        "qwen3_next_toy tp=2 model.num_moe_experts=null",
+    ),
+    ("biases of experts", f"{EXPERTS} model.add_bias_linear=true", EXPERTS),
+    ("multi-token prediction over cp", "qwen3_toy cp=2 model.mtp_num_layers=1", "qwen3_toy model.mtp_num_layers=1"),
+    (
+        "mask of multi-token prediction",
+        "qwen3_toy model.mtp_num_layers=1 dataset.eod_mask_loss=true",
+        "qwen3_toy model.mtp_num_layers=1",
+    ),
+    (
+        "masked losses over cp",
+        "qwen3_toy cp=2 dataset.eod_mask_loss=true",
+        "qwen3_toy cp=2 dataset.eod_mask_loss=true model.calculate_per_token_loss=true",
+    ),
+    ("global_aux_loss", f"{EXPERTS} model.moe_router_load_balancing_type=global_aux_loss", EXPERTS),
+    ("aux_loss of a micro-batch", f"{EXPERTS} mbs=2", EXPERTS),
+    ("masked losses of a micro-batch", "qwen3_toy gbs=2 mbs=2 dataset.eod_mask_loss=true", "qwen3_toy gbs=2 mbs=2"),
+    (
+        "blocks of Muon",
+        "qwen3_toy tp=2 optimizer.optimizer=muon optimizer.use_distributed_optimizer=false "
+        "optimizer.muon_tp_mode=blockwise",
+        "qwen3_toy tp=2 optimizer.optimizer=muon optimizer.use_distributed_optimizer=false "
+        "optimizer.muon_tp_mode=duplicated",
+    ),
+)
+
+
+@pytest.mark.parametrize("name, words, neighbour", ROWS)
+def test_a_fault_strikes_the_runs_that_reach_it_and_no_patch_that_is_on(name, words, neighbour):
+    fault = next(fault for fault in faults.FAULTS if fault.name == name)
+    off = f"patches.off=[{fault.patch.name}]" if fault.patch else ""
+    assert fault.live()
+    assert name in [known.name for known in faults.known(configured(f"{words} {off}"))]
+    assert name not in [known.name for known in faults.known(configured(f"{neighbour} {off}"))]
+    mended = name not in [known.name for known in faults.known(configured(words))]
+    assert mended == (fault.patch is not None)
+
+
+def test_invariant_numerics_meet_none_and_each_patch_is_in_the_registry():
+    config = compose(
+        "qwen3_toy", ["tp=2", "model.softmax_type=learnable", "patches.off=[core-sinks-norm]"], device="cpu"
+    )
+    assert faults.known(config.config) == []
+    assert {fault.patch.name for fault in faults.FAULTS if fault.patch} <= {patch.name for patch in registry.PATCHES}
+
+
+def test_an_audit_names_the_fault_of_its_tensor():
+    config = configured(f"{EXPERTS} model.add_bias_linear=true patches.off=[core-expert-bias-sum]")
+    fault = faults.of_tensor(config, "gradients", "decoder.layers.0.mlp.experts.7.linear_fc2")
+    assert fault is not None and fault.name == "biases of experts"
+    assert "patch core-expert-bias-sum mends it" in str(fault)
+    assert faults.of_tensor(config, "gradients", "decoder.layers.0.self_attention.linear_proj") is None
