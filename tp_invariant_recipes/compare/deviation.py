@@ -152,7 +152,7 @@ def _deviation(step: StepDumps, name: str, spacing: float) -> TensorDeviation:
 
 
 def _least(name: str, far: "_Distances", spacing: float) -> float:
-    """The RMS that is no error of a tensor, whatever rounding moves."""
+    """Return the RMS that is no error of a tensor, whatever rounding moves."""
     least = FLOOR * spacing * far.size
     if far.elements == 1:
         least = max(least, LEAST_OF_NUMBER * far.size)

@@ -20,7 +20,7 @@ _LAYER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
 
 
 def distance(run: Dumps, reference: Dumps) -> tuple[float, str | None]:
-    """The distance of a run's norm from its gradients' in an audit's units, and what it counts otherwise, in words."""
+    """Return how far a run's norm is from its gradients' in an audit's units, and what it counts otherwise in words."""
     own, expected = ratio(run), ratio(reference)
     if not own or not expected:
         return 0.0, None
@@ -30,7 +30,7 @@ def distance(run: Dumps, reference: Dumps) -> tuple[float, str | None]:
 
 
 def ratio(run: Dumps) -> float | None:
-    """The reported norm divided by its gradients' norm; None: not all are whole, or all are 0."""
+    """Return the reported norm divided by its gradients' norm; None: not all are whole, or all are 0."""
     try:
         squares = [square(run.table(name)) for name in _gradients(run)]
     except LedgerError:
@@ -63,13 +63,13 @@ def counted_otherwise(run: Dumps) -> str | None:
 
 
 def square(table: Table) -> float:
-    """The sum of the squares of a table, some rows at a time."""
+    """Return the sum of the squares of a table, some rows at a time."""
     height, width = table.shape
     return math.fsum(float(np.square(table[rows]).sum()) for rows in blocks(height, width))
 
 
 def blocks(height: int, width: int) -> Iterator[slice]:
-    """The rows of a table, as many at a time as a processor's cache holds."""
+    """Return the rows of a table, as many at a time as a processor's cache holds."""
     block = max(1, CACHED // max(1, width))
     return (slice(start, min(height, start + block)) for start in range(0, height, block))
 

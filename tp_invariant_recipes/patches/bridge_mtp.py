@@ -59,7 +59,7 @@ _KEPT: list[Any] = [None]  # the loss mask of the latest micro-batch
 
 
 def keeping_the_mask(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces gpt_step.get_batch: the third of what it returns is the mask, [sequences, tokens of this rank]."""
+    """Replace gpt_step.get_batch: the third of what it returns is the mask, [sequences, tokens of this rank]."""
 
     def get_batch(*args: Any, **more: Any) -> Any:
         batch = original(*args, **more)
@@ -70,7 +70,7 @@ def keeping_the_mask(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_the_mask(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces gpt_model.process_mtp_loss: without a mask it takes that of the micro-batch."""
+    """Replace gpt_model.process_mtp_loss: without a mask it takes that of the micro-batch."""
 
     def process_mtp_loss(*args: Any, loss_mask: Any = None, **more: Any) -> Any:
         return original(*args, loss_mask=_KEPT[0] if loss_mask is None else loss_mask, **more)

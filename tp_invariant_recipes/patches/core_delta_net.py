@@ -14,7 +14,7 @@ WHY = (
 
 
 def with_output_norms(original: Callable[..., None]) -> Callable[..., None]:
-    """Replaces _allreduce_non_tensor_model_parallel_grads: the gradients of `out_norm` are summed, too."""
+    """Replace _allreduce_non_tensor_model_parallel_grads: the gradients of `out_norm` are summed, too."""
 
     def reduce(model: Any, config: Any, tp_group: Any = None) -> None:
         import torch

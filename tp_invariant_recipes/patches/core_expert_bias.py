@@ -49,7 +49,7 @@ TWICE = (
 
 
 def summed_once(original: Callable[..., None]) -> Callable[..., None]:
-    """Replaces RowParallelLinear.__init__: sequence parallelism does not sum the bias of an expert."""
+    """Replace RowParallelLinear.__init__: sequence parallelism does not sum the bias of an expert."""
 
     def __init__(self: Any, *args: Any, **more: Any) -> None:
         original(self, *args, **more)

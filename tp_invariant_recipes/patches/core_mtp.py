@@ -14,7 +14,7 @@ WHY = (
 
 
 def over_the_sequence(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces multi_token_prediction.roll_tensor: the sum that it returns is the mean of all context-parallel ranks.
+    """Replace multi_token_prediction.roll_tensor: the sum that it returns is the mean of all context-parallel ranks.
 
     Gradients are averaged over these ranks later, so that a loss divided by the mean is one divided by all tokens.
     """

@@ -14,7 +14,7 @@ WHY = (
 
 
 def marked_as_split(original: Callable[..., None]) -> Callable[..., None]:
-    """Replaces DotProductAttention.__init__: the sinks are split over the ranks, along their only dimension."""
+    """Replace DotProductAttention.__init__: the sinks are split over the ranks, along their only dimension."""
 
     def __init__(self: Any, *args: Any, **more: Any) -> None:
         original(self, *args, **more)

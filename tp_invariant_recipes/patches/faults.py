@@ -55,12 +55,12 @@ class Fault:
 
 
 def known(config: "RunConfig") -> list[Fault]:
-    """The faults that strike a run."""
+    """Return the faults that strike a run."""
     return [fault for fault in FAULTS if fault.strikes(config)]
 
 
 def of_tensor(config: "RunConfig", kind: str, module: str) -> Fault | None:
-    """The known fault that has made this tensor wrong; None: none is known."""
+    """Return the known fault that has made this tensor wrong; None: none is known."""
     return next((fault for fault in known(config) if re.search(fault.tensors, f"{kind} {module}")), None)
 
 

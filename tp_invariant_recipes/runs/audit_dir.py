@@ -59,9 +59,9 @@ class CampaignDir(RunDir):
     texts = File("texts")  # data whose masks lie unevenly
 
     def trial(self, number: int) -> Path:
-        """The directory of an audit, counted from 1."""
+        """Return the directory of an audit, counted from 1."""
         return self.path / "trials" / str(number)
 
     def read_result(self) -> dict[str, Any]:
-        """What `audits.json` holds. Raises RunError when this is no directory of a campaign."""
+        """Return what `audits.json` holds. Raises RunError when this is no directory of a campaign."""
         return self._read(self.result, parse_json, dict[str, Any])

@@ -68,6 +68,7 @@ def test_invariant_numerics_meet_none_and_each_patch_is_in_the_registry():
 def test_an_audit_names_the_fault_of_its_tensor():
     config = configured(f"{EXPERTS} model.add_bias_linear=true patches.off=[core-expert-bias-sum]")
     fault = faults.of_tensor(config, "gradients", "decoder.layers.0.mlp.experts.7.linear_fc2")
-    assert fault is not None and fault.name == "biases of experts"
+    assert fault is not None
+    assert fault.name == "biases of experts"
     assert "patch core-expert-bias-sum mends it" in str(fault)
     assert faults.of_tensor(config, "gradients", "decoder.layers.0.self_attention.linear_proj") is None

@@ -133,7 +133,7 @@ class Campaign:
     # --- which cells ---
 
     def _cut(self) -> tuple[RunConfig, list[str]]:
-        """The model in the sizes that are tried, and the overrides that cut it."""
+        """Return the model in the sizes that are tried, and the overrides that cut it."""
         typed = parse_all(self.state.overrides)
         fields = {override.path for override in typed}
         batch = [text for text in options.BATCH if parse_all([text])[0].path not in fields]
@@ -156,12 +156,12 @@ class Campaign:
         return given(parse_all(self.state.overrides), path) is not None
 
     def _words(self, cell: Cell) -> list[str]:
-        """The overrides of a cell, in the order of the axes."""
+        """Return the overrides of a cell, in the order of the axes."""
         chosen = [setting for setting in self._order if setting in cell]
         return [word.replace(options.TEXTS, str(self.where.texts)) for setting in chosen for word in setting.split()]
 
     def _possible(self, axis: Sequence[str]) -> list[str]:
-        """The settings of an axis that the model lacks, and may have in some layout."""
+        """Return the settings of an axis that the model lacks, and may have in some layout."""
         usable = []
         for setting in axis:
             words = [word.replace(options.TEXTS, str(self.where.texts)) for word in setting.split()]
@@ -203,7 +203,7 @@ class Campaign:
     # --- audits ---
 
     def _audited(self, cell: Cell, sizes: Sequence[str] = ()) -> Trial:
-        """The audit of a cell, which may be recorded from an earlier start."""
+        """Return the audit of a cell, which may be recorded from an earlier start."""
         settings = (*sizes, *(setting for setting in self._order if setting in cell))
         for trial in self.state.trials:
             if tuple(trial.settings) == settings:
@@ -239,7 +239,7 @@ class Campaign:
         return trial
 
     def _shrunk(self, cell: Cell, trial: Trial) -> tuple[Cell, Trial]:
-        """The smallest cell with a fault. Of a known fault the table says what it needs, and one audit confirms it."""
+        """Return the smallest cell with a fault. The table says what a known fault needs, and one audit confirms it."""
         if trial.known is not None:
             small = shrunk(cell, partial(self._meets, known=trial.known))
             if small == cell or (confirmed := self._audited(small)).known == trial.known:
@@ -326,14 +326,14 @@ class Campaign:
 
 
 def new(model: str, overrides: Sequence[str], directory: Path | None) -> tuple[CampaignDir, State]:
-    """A campaign that begins. ConfigError: an override is wrong."""
+    """Return a campaign that begins. ConfigError: an override is wrong."""
     problems, sound = reserved.check("audit", parse_all(overrides))
     refuse(problems)
     return CampaignDir(choose_for_several(directory, f"audits-{model}")), State(model, [*texts(sound)])
 
 
 def resumed(directory: Path) -> tuple[CampaignDir, State]:
-    """A campaign that goes on. RunError: this is no directory of one."""
+    """Return a campaign that goes on. RunError: this is no directory of one."""
     where = CampaignDir(directory)
     data = where.read_result()
     try:
@@ -364,7 +364,7 @@ def execute(
 
 @contextmanager
 def quiet(name: str, planned: plan.Plan) -> Iterator[Callable[[], None]]:
-    """A `Watch` that shows nothing: a line a cell is enough."""
+    """Show nothing, as a `Watch`: a line a cell is enough."""
     yield lambda: None
 
 

@@ -69,20 +69,20 @@ class LocalNorm(torch.nn.RMSNorm):
 
 
 def drawn(name, shape):
-    """A whole tensor of this name."""
+    """Return a whole tensor of this name."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(shape, generator=generator) * 0.1
 
 
 def whole_name(name, local_experts, rank):
-    """The name of an expert's parameter in the whole model."""
+    """Return the name of an expert's parameter in the whole model."""
     before, marker, rest = name.partition("local_experts.")
     number, _, after = rest.partition(".")
     return f"{before}{marker}{int(number) + rank * local_experts}.{after}" if marker else name
 
 
 def cut(name, whole, dim, parts, rank):
-    """A tensor-parallel rank's part; a gated matrix has a gate and a value."""
+    """Return a tensor-parallel rank's part; a gated matrix has a gate and a value."""
     blocks = whole.chunk(2, dim) if "linear_fc1" in name else [whole]
     return torch.cat([block.chunk(parts, dim)[rank] for block in blocks], dim)
 

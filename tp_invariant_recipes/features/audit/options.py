@@ -55,7 +55,7 @@ BATCH = ("seq=32", "gbs=4")
 
 
 def sizes(model: Mapping[str, Any], typed: set[str]) -> list[str]:
-    """Overrides that cut a model. typed: the fields that the user gave, which stay."""
+    """Return overrides that cut a model. typed: the fields that the user gave, which stay."""
     cut: dict[str, int | str] = {
         name: most
         for name, most in _LARGEST.items()

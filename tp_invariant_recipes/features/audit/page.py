@@ -34,7 +34,7 @@ def page(result: dict[str, Any], deviations: Sequence[TensorDeviation]) -> str:
 
 
 def campaign(result: dict[str, Any]) -> str:
-    """The HTML of `tpi audit --all`. result: the contents of `audits.json`."""
+    """Return the HTML of `tpi audit --all`. result: the contents of `audits.json`."""
     shown = ("option", "module", "size", "reference", "ranks")
     findings = [
         finding | {"described": [(name, finding[name]) for name in shown if finding.get(name) is not None]}

@@ -48,7 +48,7 @@ class Covering:
             del self.pending[pair]
 
     def next(self) -> Cell | None:
-        """The next cell: the first pending pair, and what fits beside it at no cost; None: nothing is left.
+        """Return the next cell: the first pending pair, and what fits beside it at no cost; None: nothing is left.
 
         A pair that no run may have is dropped from `pending`.
         """
@@ -59,7 +59,7 @@ class Covering:
         return None
 
     def _seed(self, pair: Cell) -> Cell | None:
-        """The pair, with a layout and, where it needs one, another setting."""
+        """Return the pair, with a layout and, where it needs one, another setting."""
         layouts = (
             [pair]
             if self.changes_layout(pair)
@@ -87,7 +87,7 @@ class Covering:
 
 
 def shrunk(cell: Cell, fails: Callable[[Cell], bool]) -> Cell:
-    """The smallest part of a cell that still fails, one setting after the other left out."""
+    """Return the smallest part of a cell that still fails, one setting after the other left out."""
     for setting in sorted(cell, key=lambda words: (words.startswith(("tp", "pp", "cp", "dp", "ep", "mbs")), words)):
         if fails(cell - {setting}):
             cell = cell - {setting}

@@ -15,7 +15,7 @@ _DROPPED = ("activation_func", "num_layers", "moe_layer_freq", "transformer_impl
 
 
 def text(config: RunConfig, settings: Sequence[str], first: str | None) -> str | None:
-    """The program; None: what is wrong lies outside a layer, or needs more than a layer.
+    """Return the program; None: what is wrong lies outside a layer, or needs more than a layer.
 
     config: of the smallest run that shows the fault. settings: of its cell. first: "KIND MODULE" of its tensor.
     """
@@ -39,7 +39,7 @@ def text(config: RunConfig, settings: Sequence[str], first: str | None) -> str |
 
 
 def _fields(config: RunConfig) -> dict[str, Any]:
-    """The fields of Megatron's TransformerConfig that JSON has."""
+    """Return the fields of Megatron's TransformerConfig that JSON has."""
     from megatron.core.transformer import TransformerConfig
 
     names = {field.name for field in dataclasses.fields(TransformerConfig)} - {*_DROPPED}

@@ -172,7 +172,7 @@ def _fitting(audit: Audit) -> Audit:
 
 
 def default_numerics(overrides: Sequence[Override]) -> list[str]:
-    """The overrides of an audit's numerics, where none are typed."""
+    """Return the overrides of an audit's numerics, where none are typed."""
     mode, weights = given(overrides, "numerics.mode"), given(overrides, "weights.folder")
     stock = mode is None or mode.value == "stock"
     return [
@@ -449,7 +449,7 @@ def _text(
 
 
 def _seen(deviations: Sequence[TensorDeviation]) -> str:
-    """The errors that the audit would have seen."""
+    """Return the errors that the audit would have seen."""
     spots = deviation.blind_spots(deviations)
     words = {"forward": "outputs", "backward": "gradients inside", "gradients": "gradients", "updates": "updates"}
     sizes = [f"{spots[kind].sees:.1%} in {name}" for kind, name in words.items() if kind in spots]
@@ -457,7 +457,7 @@ def _seen(deviations: Sequence[TensorDeviation]) -> str:
 
 
 def _named(tensor: TensorDeviation) -> str:
-    """The tensor in words: "the bias gradient of decoder.layers.0.mlp.linear_fc2 [64]"."""
+    """Return the tensor in words: "the bias gradient of decoder.layers.0.mlp.linear_fc2 [64]"."""
     if tensor.kind not in _FLOW:
         return f"the {tensor.module}"
     words, parameter = _FLOW[tensor.kind], tensor.name.rpartition(".")[2]

@@ -39,7 +39,7 @@ FORMATS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def format_of(engine: np.ndarray, reference: np.ndarray) -> str | None:
-    """The format whose error the engine's is most like, [tokens, features] of a layer; None: it is like none."""
+    """Return the format whose error the engine's is most like, [tokens, features] of a layer; None: it is like none."""
     exact = torch.from_numpy(np.ascontiguousarray(reference, np.float32))
     error = torch.from_numpy(np.ascontiguousarray(engine, np.float32)) - exact
     likeness = {name: _cosine(error, rounded(exact) - exact) for name, rounded in FORMATS.items()}
