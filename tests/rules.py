@@ -3,7 +3,8 @@
 from types import ModuleType
 
 from tp_invariant_recipes.check.invariant import invariance
-from tp_invariant_recipes.check.rule import broken_rules, lines
+from tp_invariant_recipes.check.rule import broken_rules
+from tp_invariant_recipes.errors import lines
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 

@@ -1,7 +1,8 @@
 """The kinds of mistake a user can correct. The CLI prints the message on one screen and exits with status 2."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 
 class TpiError(Exception):
@@ -23,8 +24,34 @@ class ConfigError(TpiError):
         self.problems = tuple(problems) or (message,)
 
 
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with a configuration.
+
+    key:   the setting that it is about, as typed: "tp=3", "model.hidden_size"; "" where the text names several or none.
+    text:  what is wrong.
+    solve: the settings that solve it; "" where the text says it.
+    stock: whether numerics=stock solves it, too.
+    """
+
+    key: str
+    text: str
+    solve: str = ""
+    stock: bool = False
+
+    def __str__(self) -> str:
+        whole = f"{self.key}: {self.text}" if self.key else self.text
+        return f"{whole}; {self.solve}" if self.solve else whole
+
+
 # An entry of a ConfigError's problems that is none itself: what solves all those of numerics=tree and numerics=gather.
 OR_STOCK = "or numerics=stock"
+
+
+def lines(problems: Iterable[Problem]) -> list[str]:
+    """Return the problems of a ConfigError: a line each, and OR_STOCK where that avoids some of them."""
+    listed = [*problems]
+    return [*map(str, listed), *([OR_STOCK] if any(problem.stock for problem in listed) else [])]
 
 
 def listed(problems: Sequence[str]) -> str:

@@ -115,7 +115,7 @@ def _variables() -> dict[str, str]:
     import torch
 
     device = _device()
-    _refuse(environment.flash_problems(device, True, os.environ))
+    _refuse([str(problem) for problem in environment.flash_problems(device, True, os.environ)])
     variables = environment.settings(device, os.environ)
     late = [f"{name}={value}" for name, value in variables.items() if os.environ.get(name) != value]
     if late and torch.cuda.is_initialized():
@@ -189,7 +189,7 @@ def _checked_ddp(original: Callable[..., None], shards: int) -> Callable[..., No
 def _checked_optimizer(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def __init__(self: Any, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        _refuse([_plain(line) for line in catalogue.refused("optimizer", catalogue.values_of(config))])
+        _refuse([_plain(str(problem)) for problem in catalogue.refused_of("optimizer", config)])
         original(self, optimizer, config, *args, **kwargs)
 
     return __init__

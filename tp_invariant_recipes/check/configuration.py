@@ -15,7 +15,8 @@ from tp_invariant_recipes.check import (
     weights,
 )
 from tp_invariant_recipes.check.invariant import invariance
-from tp_invariant_recipes.check.rule import Problem, Rule, broken_rules
+from tp_invariant_recipes.check.rule import Rule, broken_rules
+from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 # In the order of messages.

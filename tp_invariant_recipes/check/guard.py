@@ -5,7 +5,8 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
-from tp_invariant_recipes.check.rule import Rule, RulePhase
+from tp_invariant_recipes.check.rule import Rule
+from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.settings import cuda_graphs, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -26,11 +27,11 @@ def rank_distance(config: RunConfig) -> int:
     return max(1, experts // (config.layout.tp * config.layout.cp))
 
 
-def _changed(config: RunConfig) -> list[str]:
+def _changed(config: RunConfig) -> list[Problem]:
     values = {field.name: getattr(config.guard, field.name) for field in fields(GuardSettings) if field.name != "kind"}
     defaults = vars(GuardSettings())
     return [
-        f"guard.{name}={value}: guard=off computes nothing again; guard=products"
+        Problem(f"guard.{name}={value}", "guard=off computes nothing again", "guard=products")
         for name, value in values.items()
         if value != defaults[name]
     ]
@@ -44,38 +45,38 @@ def _one_shard_while_reducing(config: RunConfig) -> bool:
     return _one_shard(config) and bool(config.section("ddp").get("overlap_grad_reduce"))
 
 
-def _row(test: Callable[[RunConfig], Any], why: str, kinds: tuple[str, ...] = (PRODUCTS, SHADOW)) -> Rule[RunConfig]:
-    return Rule(
-        RulePhase.FEATURES, test, why, needs=lambda t: t.guard.kind in kinds, head=lambda t: f"guard={t.guard.kind}"
-    )
+def _row(
+    test: Callable[[RunConfig], Any], text: str, solve: str, kinds: tuple[str, ...] = (PRODUCTS, SHADOW)
+) -> Rule[RunConfig]:
+    return Rule(test, text, solve, needs=lambda t: t.guard.kind in kinds, head=lambda t: f"guard={t.guard.kind}")
 
 
 _shadow = partial(_row, kinds=(SHADOW,))
 
 RULES: tuple[Rule[RunConfig], ...] = (
-    Rule(RulePhase.FEATURES, _changed, needs=lambda t: t.guard.kind == OFF),
+    Rule(_changed, needs=lambda t: t.guard.kind == OFF),
     _row(lambda t: not t.numerics.covers(mode.GUARD),
-     f"one wrong bit proves a fault only where all bits are promised; {mode.only(mode.GUARD)}; guard=off"),
+     f"one wrong bit proves a fault only where all bits are promised; {mode.only(mode.GUARD)}", "guard=off"),
     _row(lambda t: t.section("optimizer").get("optimizer", "adam") != "adam",
-     "of optimizers only Adam is computed again; optimizer.optimizer=adam"),
+     "of optimizers only Adam is computed again", "optimizer.optimizer=adam"),
     _row(lambda t: bool(t.section("optimizer").get("use_precision_aware_optimizer")),
-     "state in other precisions is not computed again; optimizer.use_precision_aware_optimizer=false"),
+     "state in other precisions is not computed again", "optimizer.use_precision_aware_optimizer=false"),
     _row(lambda t: t.guard.exclude and not t.cluster.shared_files,
-     "the first node must read another's evidence; guard.exclude=false, or cluster.shared_files=true"),
+     "the first node must read another's evidence", "guard.exclude=false, or cluster.shared_files=true"),
     _shadow(lambda t: t.parallel.data_parallel_size == 1,
-     "dp=1 has no other replica to repeat a data shard; guard=products, or dp=2"),
+     "dp=1 has no other replica to repeat a data shard", "guard=products, or dp=2"),
     _shadow(lambda t: 1 < t.parallel.data_parallel_size < 2 * rank_distance(t),
-     "the experts are spread over all replicas, so that no other rank holds the same; raise dp, lower ep, or "
-     "guard=products"),
+     "the experts are spread over all replicas, so that no other rank holds the same",
+     "raise dp, lower ep, or guard=products"),
     _shadow(lambda t: cuda_graphs.requested(t.model),
-     "a captured step takes no other replica's data; cuda_graph=off, or guard=products"),
+     "a captured step takes no other replica's data", "cuda_graph=off, or guard=products"),
     _shadow(_one_shard_while_reducing,
-     "gradients are on their way before a rank's only data shard is complete; ddp.overlap_grad_reduce=false, or "
-     "numerics.data_shards of twice dp"),
+     "gradients are on their way before a rank's only data shard is complete",
+     "ddp.overlap_grad_reduce=false, or numerics.data_shards of twice dp"),
     _shadow(lambda t: bool(t.model.get("virtual_pipeline_model_parallel_size")) and not _one_shard(t),
-     "interleaved stages take no part of a step; numerics.data_shards of dp, or guard=products"),
+     "interleaved stages take no part of a step", "numerics.data_shards of dp, or guard=products"),
     _shadow(lambda t: bool(t.ledger.trace),
-     "a trace would see a data shard twice; leave ledger.trace out, or guard=products"),
+     "a trace would see a data shard twice", "leave ledger.trace out, or guard=products"),
     _shadow(lambda t: sft.is_sft(t.section("dataset")),
-     "examples have unlike lengths, which replicas cannot exchange; guard=products"),
+     "examples have unlike lengths, which replicas cannot exchange", "guard=products"),
 )  # fmt: skip

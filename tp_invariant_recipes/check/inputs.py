@@ -1,13 +1,13 @@
 """The files that a run reads: weights, a checkpoint, text, examples. All that is wrong with them, in one list."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tp_invariant_recipes.check.rule import Rule, RulePhase, broken_rules, lines
+from tp_invariant_recipes.check.rule import Rule, broken_rules
 from tp_invariant_recipes.data import prepare
 from tp_invariant_recipes.data.examples import Examples, read_examples
-from tp_invariant_recipes.errors import ConfigError, listed
+from tp_invariant_recipes.errors import ConfigError, Problem, lines, listed
 from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.settings import peft, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -32,7 +32,7 @@ class Reading:
     imported: bool = False
 
 
-def _checkpoint(reading: Reading) -> list[str]:
+def _checkpoint(reading: Reading) -> list[Problem]:
     """Bridge begins with new weights where it finds no checkpoint."""
     config = reading.config
     folder = config.section("checkpoint").get("pretrained_checkpoint")
@@ -44,10 +44,10 @@ def _checkpoint(reading: Reading) -> list[str]:
         return []
     if path.is_dir():
         others = "" if adapted else ", Megatron-LM or Hugging Face"
-        why = f"holds no checkpoint of Megatron-Bridge{others}; of a run: RUN/checkpoints"
+        why = f"holds no checkpoint of Megatron-Bridge{others}", "of a run: RUN/checkpoints"
     else:
-        why = "is a file; name the folder of the checkpoint" if path.exists() else "there is no such folder"
-    return [f"checkpoint.pretrained_checkpoint={folder}: {why}"]
+        why = ("is a file", "name the folder of the checkpoint") if path.exists() else ("there is no such folder", "")
+    return [Problem(f"checkpoint.pretrained_checkpoint={folder}", *why)]
 
 
 def check_weights(config: RunConfig) -> None:
@@ -83,29 +83,29 @@ def examples(config: RunConfig) -> Examples | None:
         sft.columns(dataset),
         chat=sft.is_chat(dataset),
         sequences=config.train["global_batch_size"],
-        vocabulary=config.model["vocab_size"],
+        vocabulary=config.shape.vocabulary,
     )
 
 
-def _raised(read: Callable[[RunConfig], object]) -> Callable[[Reading], Sequence[str]]:
+def _raised(read: Callable[[RunConfig], object]) -> Callable[[Reading], list[Problem]]:
     """Return what is wrong with the files that a function reads."""
 
-    def test(reading: Reading) -> Sequence[str]:
+    def test(reading: Reading) -> list[Problem]:
         try:
             read(reading.config)
         except ConfigError as error:
-            return error.problems
-        return ()
+            return [Problem("", text) for text in error.problems]
+        return []
 
     return test
 
 
 # About the files that settings name; a rule of the configuration says which settings are missing.
 RULES = (
-    Rule(RulePhase.MACHINE, _checkpoint),
-    Rule(RulePhase.MACHINE, _raised(check_weights), needs=lambda reading: not reading.imported),
-    Rule(RulePhase.MACHINE, _raised(_text)),
-    Rule(RulePhase.MACHINE, _raised(examples)),
+    Rule(_checkpoint),
+    Rule(_raised(check_weights), needs=lambda reading: not reading.imported),
+    Rule(_raised(_text)),
+    Rule(_raised(examples)),
 )
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tp_invariant_recipes.check import job_architecture
-from tp_invariant_recipes.check.rule import Problem, Rule, RulePhase, broken_rules
+from tp_invariant_recipes.check.rule import Rule, broken_rules
+from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.settings import allocation
 from tp_invariant_recipes.settings.environment import NAME
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -31,21 +32,25 @@ def check_job(job: PendingJob) -> list[Problem]:
     return [*misfits(job.config), *broken_rules(job, SUBMITTED)]
 
 
-def warnings(config: RunConfig) -> list[str]:
+def warnings(config: RunConfig) -> list[Problem]:
     """Return what may cost a job its work, although it can be submitted. `check_job` has refused none."""
     if config.section("checkpoint")["save_interval"] or not config.cluster.shared_files:
         return []
     if parse_time(config.slurm.time or "0") <= LONG:
         return []
     return [
-        f"save=0: a run of slurm.time={config.slurm.time} saves only before SLURM stops it, so a node that fails "
-        f"costs all steps; save=N saves every N steps"
+        Problem(
+            "save=0",
+            f"a run of slurm.time={config.slurm.time} saves only before SLURM stops it, so a node "
+            "that fails costs all steps",
+            "save=N saves every N steps",
+        )
     ]
 
 
-def unseen(config: RunConfig) -> list[str]:
+def unseen(config: RunConfig) -> list[Problem]:
     """Paths that the nodes need and that this host lacks, each with its key."""
-    return [f"{where}: {path} is not on this host; the nodes must have it" for where, path in _needed(config)]
+    return [Problem(where, f"{path} is not on this host", "the nodes must have it") for where, path in _needed(config)]
 
 
 def _needed(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -62,12 +67,12 @@ def _needed(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield f"cluster.mounts: {mount}", match["source"]
 
 
-def _absent(job: PendingJob) -> Iterator[str]:
+def _absent(job: PendingJob) -> Iterator[Problem]:
     """Paths that are missing in a folder that this host has. Whole folders may be the nodes' own."""
     for where, path in _needed(job.config):
         folder = os.path.dirname(path.rstrip("/"))
         if folder != "/" and os.path.isdir(folder):
-            yield f"{where}: {path} does not exist, and this host has {folder}"
+            yield Problem(where, f"{path} does not exist, and this host has {folder}")
 
 
 def misfits(config: RunConfig) -> list[Problem]:
@@ -90,19 +95,21 @@ def parse_time(text: str) -> int:
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+)(?::(?P<third>\d+))?)?", re.ASCII)
 
 
-def _gpu_memory(config: RunConfig) -> Iterator[str]:
+def _gpu_memory(config: RunConfig) -> Iterator[Problem]:
     value = config.cluster.gpu_memory
     if value is not None and value < 1:
-        yield f"cluster.gpu_memory={value}: must be at least 1"
+        yield Problem(f"cluster.gpu_memory={value}", "must be at least 1")
 
 
-def _more_ranks_than_gpus(config: RunConfig) -> Iterator[str]:
+def _more_ranks_than_gpus(config: RunConfig) -> Iterator[Problem]:
     ranks, gpus = config.cluster.ranks_per_node, config.cluster.gpus_per_node
     if config.device.kind == "gpu" and ranks and gpus and ranks > gpus:
-        yield f"cluster.ranks_per_node={ranks} is more than cluster.gpus_per_node={gpus}, and each rank takes a GPU"
+        yield Problem(
+            "", f"cluster.ranks_per_node={ranks} is more than cluster.gpus_per_node={gpus}, and each rank takes a GPU"
+        )
 
 
-def _part_of_a_node(config: RunConfig) -> Iterator[str]:
+def _part_of_a_node(config: RunConfig) -> Iterator[Problem]:
     at, most = config.layout, allocation.ranks_per_node(config)
     if most is None or most < 1 or _fills(at.world, most):
         return
@@ -111,8 +118,11 @@ def _part_of_a_node(config: RunConfig) -> Iterator[str]:
     higher = next(dp for dp in range(at.dp + 1, at.dp + most + 1) if _fills(shard * dp, most))
     nearest = " or ".join(f"dp={dp} ({shard * dp} ranks)" for dp in (lower, higher) if dp)
     yield (
-        f"tp={at.tp} * pp={at.pp} * cp={at.cp} * dp={at.dp} = {at.world} ranks do not fill nodes of {most}; the "
-        f"nearest that do: {nearest}; or other nodes: cluster.ranks_per_node=N"
+        Problem(
+            "",
+            f"tp={at.tp} * pp={at.pp} * cp={at.cp} * dp={at.dp} = {at.world} ranks do not fill nodes of {most}",
+            f"the nearest that do: {nearest}; or other nodes: cluster.ranks_per_node=N",
+        )
     )
 
 
@@ -120,24 +130,28 @@ def _fills(world: int, most: int) -> bool:
     return world <= most or world % most == 0
 
 
-def _nothing_to_go_on_with(config: RunConfig) -> Iterator[str]:
+def _nothing_to_go_on_with(config: RunConfig) -> Iterator[Problem]:
     save = config.section("checkpoint")["save_interval"]
     if save and not config.cluster.shared_files:
         yield (
-            f"save={save} with cluster.shared_files=false: a checkpoint in parts on several nodes' disks cannot be "
-            f"read again; save=0, or run.dir on files that all nodes share and cluster.shared_files=true"
+            Problem(
+                "",
+                f"save={save} with cluster.shared_files=false: a checkpoint in parts on several nodes' "
+                "disks cannot be read again",
+                "save=0, or run.dir on files that all nodes share and cluster.shared_files=true",
+            )
         )
 
 
-def _srun_options(config: RunConfig) -> Iterator[str]:
+def _srun_options(config: RunConfig) -> Iterator[Problem]:
     yield from _unfit_options("cluster.srun_options", config.cluster.srun_options, "step", STEPPED)
     if config.cluster.container_runtime == "apptainer":
         for option in config.cluster.srun_options:
             if option.startswith("--container"):
-                yield f"cluster.srun_options: {option} is of pyxis, and cluster.container_runtime=apptainer"
+                yield Problem("cluster.srun_options", f"{option} is of pyxis, and cluster.container_runtime=apptainer")
 
 
-def _unfit_options(key: str, options: Sequence[str], what: str, allocated: Mapping[str, str]) -> Iterator[str]:
+def _unfit_options(key: str, options: Sequence[str], what: str, allocated: Mapping[str, str]) -> Iterator[Problem]:
     """Yield what is wrong with options as typed.
 
     allocated: those that the job or step has itself -> what to set instead.
@@ -145,117 +159,133 @@ def _unfit_options(key: str, options: Sequence[str], what: str, allocated: Mappi
     for option in options:
         name = re.split(r"[=\s]", option, maxsplit=1)[0]
         if not _LONG_OPTION.fullmatch(name):
-            yield f"{key}: {option!r} does not begin with an option's long name, such as --reservation=NAME"
+            yield Problem(key, f"{option!r} does not begin with an option's long name, such as --reservation=NAME")
         elif not option.isprintable():
-            yield f"{key}: {option!r} does not fit one line"
+            yield Problem(key, f"{option!r} does not fit one line")
         # SLURM takes any beginning of a name that fits no other.
         elif own := next((t for t in (name, *allocated) if t in allocated and t.startswith(name)), None):
-            yield f"{key}: {option}: the {what} says {own} itself; {allocated[own]}"
+            yield Problem(key, f"{option}: the {what} says {own} itself", allocated[own])
 
 
 FITTING = tuple(
-    Rule(RulePhase.MACHINE, test)
-    for test in (_gpu_memory, _more_ranks_than_gpus, _part_of_a_node, _nothing_to_go_on_with, _srun_options)
+    Rule(test) for test in (_gpu_memory, _more_ranks_than_gpus, _part_of_a_node, _nothing_to_go_on_with, _srun_options)
 )
 
 
-def _unknown_nodes(config: RunConfig) -> Iterator[str]:
+def _unknown_nodes(config: RunConfig) -> Iterator[Problem]:
     if allocation.ranks_per_node(config) is None:
         yield (
-            f"cluster={config.cluster.name} does not say how many ranks a node takes: cluster=h100 (or h200, "
-            f"b300, gb300, gh200), --cluster-file FILE, or cluster.ranks_per_node=N"
+            Problem(
+                "",
+                f"cluster={config.cluster.name} does not say how many ranks a node takes: cluster=h100 "
+                "(or h200, b300, gb300, gh200), --cluster-file FILE, or cluster.ranks_per_node=N",
+            )
         )
 
 
-def _other_device(config: RunConfig) -> Iterator[str]:
+def _other_device(config: RunConfig) -> Iterator[Problem]:
     name, device, gpus = config.cluster.name, config.device.kind, config.cluster.gpus_per_node
     if device == "cpu" and gpus:
-        yield f"cluster={name} is of GPU nodes and device=cpu"
+        yield Problem("", f"cluster={name} is of GPU nodes and device=cpu")
     if device == "gpu" and gpus == 0:
-        yield f"cluster={name} has cluster.gpus_per_node=0 and device=gpu; device=cpu runs the toy models"
+        yield Problem(
+            "", f"cluster={name} has cluster.gpus_per_node=0 and device=gpu", "device=cpu runs the toy models"
+        )
 
 
-def _time(config: RunConfig) -> Iterator[str]:
+def _time(config: RunConfig) -> Iterator[Problem]:
     time, before = config.slurm.time, config.slurm.save_before
     if time is None:
-        yield "slurm.time is not set: how long may one try take? as in slurm.time=4:00:00"
+        yield Problem("", "slurm.time is not set: how long may one try take? as in slurm.time=4:00:00")
         return
     try:
         seconds = parse_time(time)
     except ValueError as error:
-        yield f"slurm.time={time}: {error}"
+        yield Problem(f"slurm.time={time}", str(error))
     else:
         if seconds <= before:
-            yield f"slurm.time={time} is {seconds} seconds, no longer than slurm.save_before={before}"
+            yield Problem("", f"slurm.time={time} is {seconds} seconds, no longer than slurm.save_before={before}")
 
 
-def _words(config: RunConfig) -> Iterator[str]:
+def _words(config: RunConfig) -> Iterator[Problem]:
     for key in ("slurm.account", "slurm.partition", "slurm.qos", "cluster.gpu_type"):
         section, _, name = key.partition(".")
         value = getattr(getattr(config, section), name)
         if value is not None and not _WORD.fullmatch(value):
-            yield f"{key}={value!r}: must be a word, without spaces and what a shell would read"
+            yield Problem(f"{key}={value!r}", "must be a word, without spaces and what a shell would read")
 
 
-def _options(config: RunConfig) -> Iterator[str]:
+def _options(config: RunConfig) -> Iterator[Problem]:
     yield from _unfit_options("slurm.options", config.slurm.options, "job", WRITTEN)
 
 
-def _container(config: RunConfig) -> Iterator[str]:
+def _container(config: RunConfig) -> Iterator[Problem]:
     cluster = config.cluster
     image, apptainer = cluster.container, cluster.container_runtime == "apptainer"
     if image is None:
         if cluster.mounts:
-            yield "cluster.mounts is set and there is no container: cluster.container=IMAGE, or leave mounts out"
+            yield Problem(
+                "", "cluster.mounts is set and there is no container: cluster.container=IMAGE, or leave mounts out"
+            )
         return
     if cluster.python is None:
-        yield f"cluster.container={image}: which interpreter inside runs tpi? as in cluster.python=python3"
+        yield Problem(f"cluster.container={image}", "which interpreter inside runs tpi? as in cluster.python=python3")
     if not image.isprintable() or image.startswith("-"):
-        yield f"cluster.container={image!r} is no image"
+        yield Problem("", f"cluster.container={image!r} is no image")
     elif apptainer and not (image.startswith("/") or _URI.match(image)):
-        yield f"cluster.container={image}: Apptainer takes an absolute path, or a URI such as docker://{image}"
+        yield Problem(
+            f"cluster.container={image}", f"Apptainer takes an absolute path, or a URI such as docker://{image}"
+        )
     elif not apptainer and image.endswith(".sqsh") and not image.startswith("/"):
-        yield f"cluster.container={image}: must be an absolute path, or pyxis looks for an image of this name"
+        yield Problem(
+            f"cluster.container={image}", "must be an absolute path, or pyxis looks for an image of this name"
+        )
     elif not apptainer and image.endswith(".sif"):
-        yield f"cluster.container={image} is an image for Apptainer: cluster.container_runtime=apptainer"
+        yield Problem("", f"cluster.container={image} is an image for Apptainer: cluster.container_runtime=apptainer")
 
 
-def _mounts(config: RunConfig) -> Iterator[str]:
+def _mounts(config: RunConfig) -> Iterator[Problem]:
     for mount in config.cluster.mounts:
         if _MOUNT.fullmatch(mount) is None:
-            yield f"cluster.mounts: {mount!r} is not SOURCE:TARGET or SOURCE:TARGET:FLAGS with absolute paths"
+            yield Problem(
+                "cluster.mounts", f"{mount!r} is not SOURCE:TARGET or SOURCE:TARGET:FLAGS with absolute paths"
+            )
 
 
-def _setup(config: RunConfig) -> Iterator[str]:
+def _setup(config: RunConfig) -> Iterator[Problem]:
     for line in config.slurm.setup:
         if not line.strip() or not line.isprintable():
-            yield f"slurm.setup: {line!r} is not one line of bash"
+            yield Problem("slurm.setup", f"{line!r} is not one line of bash")
 
 
-def _python(config: RunConfig) -> Iterator[str]:
+def _python(config: RunConfig) -> Iterator[Problem]:
     python = config.cluster.python
     if python is not None and "/" in python and not python.startswith("/"):
-        yield f"cluster.python={python}: must be an absolute path, or a name on the nodes' PATH such as python3"
+        yield Problem(
+            f"cluster.python={python}", "must be an absolute path, or a name on the nodes' PATH such as python3"
+        )
 
 
-def _forwarded(job: PendingJob) -> Iterator[str]:
+def _forwarded(job: PendingJob) -> Iterator[Problem]:
     for name in job.config.cluster.forward:
         if not NAME.fullmatch(name):
-            yield f"cluster.forward: {name!r} is no name of a variable; name it only, and set it where you submit"
+            yield Problem(
+                "cluster.forward", f"{name!r} is no name of a variable", "name it only, and set it where you submit"
+            )
         elif name not in job.environ:
-            yield f"cluster.forward: {name} is not set here; export it, or leave it out of cluster.forward"
+            yield Problem("cluster.forward", f"{name} is not set here", "export it, or leave it out of cluster.forward")
 
 
-def _rule(test: Callable[[RunConfig], Iterator[str]]) -> Rule[PendingJob]:
+def _rule(test: Callable[[RunConfig], Iterator[Problem]]) -> Rule[PendingJob]:
     """Return a rule about the run of a job."""
-    return Rule(RulePhase.MACHINE, lambda job: test(job.config))
+    return Rule(lambda job: test(job.config))
 
 
 SUBMITTED: tuple[Rule[PendingJob], ...] = (
     *map(_rule, (_unknown_nodes, _other_device, _time, _words, _options, _container, _mounts)),
-    Rule(RulePhase.MACHINE, _absent, needs=lambda job: not job.dry),
+    Rule(_absent, needs=lambda job: not job.dry),
     *map(_rule, (_setup, _python, job_architecture.other_processors)),
-    Rule(RulePhase.MACHINE, _forwarded),
+    Rule(_forwarded),
 )
 
 _URI = re.compile(r"[a-z]+://[^\s/]", re.ASCII)

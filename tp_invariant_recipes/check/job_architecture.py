@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 # e_machine, bytes 18 and 19 of an ELF file (System V ABI, chapter 4; the numbers are in elf.h).
@@ -17,7 +18,7 @@ SIF_MAGIC, SIF_ARCHITECTURE = slice(32, 41), slice(45, 47)
 PROGRAM = "usr/bin/env"  # in an image of squashfs: one that every distribution has
 
 
-def other_processors(config: RunConfig) -> Iterator[str]:
+def other_processors(config: RunConfig) -> Iterator[Problem]:
     """Says which key names something for other processors. What this host cannot read is taken as right."""
     cluster = config.cluster
     if cluster.architecture is None:
@@ -26,15 +27,19 @@ def other_processors(config: RunConfig) -> Iterator[str]:
     if cluster.container is not None:
         processor = of_image(Path(cluster.container))
         if processor not in (None, cluster.architecture):
-            yield f"cluster.container={cluster.container} is for {processor}, and {nodes}"
+            yield Problem("", f"cluster.container={cluster.container} is for {processor}, and {nodes}")
     elif cluster.python is not None:
         processor = of_program(Path(cluster.python))
         if processor not in (None, cluster.architecture):
-            yield f"cluster.python={cluster.python} is for {processor}, and {nodes}"
+            yield Problem("", f"cluster.python={cluster.python} is for {processor}, and {nodes}")
     elif platform.machine() != cluster.architecture:
         yield (
-            f"this environment ({sys.prefix}) is for {platform.machine()}, and {nodes}; cluster.container=IMAGE, or "
-            f"cluster.python=PATH of an environment that `make bootstrap` made on a node"
+            Problem(
+                "",
+                f"this environment ({sys.prefix}) is for {platform.machine()}, and {nodes}",
+                "cluster.container=IMAGE, or cluster.python=PATH of an environment that `make bootstrap` "
+                "made on a node",
+            )
         )
 
 

@@ -6,7 +6,8 @@ Every degree is at least 1 when they are asked (config/bounds.py).
 import math
 from collections.abc import Callable
 
-from tp_invariant_recipes.check.rule import Rule, RulePhase
+from tp_invariant_recipes.check.rule import Rule
+from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.settings import peft
 from tp_invariant_recipes.settings.layout import ACCOUNTED, SPLIT_BY_TP, UNEVEN
 from tp_invariant_recipes.settings.run_config import Layout, RunConfig
@@ -14,10 +15,12 @@ from tp_invariant_recipes.settings.run_config import Layout, RunConfig
 LARGEST_LISTED = 4096  # the largest degree that a message proposes
 
 
-def _divides(name: str, degree: Callable[[Layout], int], *numbers: str) -> Callable[[RunConfig, Layout], str | None]:
+def _divides(
+    name: str, degree: Callable[[Layout], int], *numbers: str
+) -> Callable[[RunConfig, Layout], Problem | None]:
     """Return the rule that a degree divides each of these numbers of the model, if the model has them."""
 
-    def rule(config: RunConfig, layout: Layout) -> str | None:
+    def rule(config: RunConfig, layout: Layout) -> Problem | None:
         totals = {f"model.{n}": config.model[n] for n in numbers if config.model.get(n) is not None}
         d = degree(layout)
         wrong = [f"{field}={total}" for field, total in totals.items() if total % d]
@@ -27,12 +30,12 @@ def _divides(name: str, degree: Callable[[Layout], int], *numbers: str) -> Calla
         fits = ", ".join(str(n) for n in range(1, min(common, LARGEST_LISTED) + 1) if common % n == 0)
         size = totals.get("model.vocab_size", 0)
         longer = f"; or model.vocab_size={-(-size // d) * d}" if size % d else ""
-        return f"{name}={d} does not divide {', '.join(wrong)}; {name} can be {fits}{longer}"
+        return Problem("", f"{name}={d} does not divide {', '.join(wrong)}", f"{name} can be {fits}{longer}")
 
     return rule
 
 
-def _layers(config: RunConfig, layout: Layout) -> str | None:
+def _layers(config: RunConfig, layout: Layout) -> Problem | None:
     model = config.model
     if model.get("pipeline_model_parallel_layout"):
         return None  # a split that the user wrote; Bridge checks it
@@ -40,7 +43,7 @@ def _layers(config: RunConfig, layout: Layout) -> str | None:
     counted = [f"model.{key}" for key in ACCOUNTED if model.get(key)]
     if ends and counted:
         given, off = (", ".join(words) for words in ((f"model.{key}" for key in ends), (f"{c}=false" for c in counted)))
-        return f"{given}: Megatron counts no embedding or loss beside it; {off}"
+        return Problem(given, "Megatron counts no embedding or loss beside it", off)
     if ends and model.get("num_layers"):
         return _uneven(model["num_layers"], layout.pp, ends)
     if counted and model.get("num_layers"):
@@ -48,27 +51,28 @@ def _layers(config: RunConfig, layout: Layout) -> str | None:
     return _divides("pp", lambda at: at.pp, "num_layers")(config, layout)
 
 
-def _accounted(layers: int, stages: int, counted: list[str]) -> str | None:
+def _accounted(layers: int, stages: int, counted: list[str]) -> Problem | None:
     total = layers + len(counted)
     if total % stages == 0:
         return None
     fits = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
     why = f"model.num_layers={layers} + {len(counted)} ({', '.join(counted)})"
-    return f"pp={stages} does not divide {why}; pp can be {fits}"
+    return Problem("", f"pp={stages} does not divide {why}", f"pp can be {fits}")
 
 
-def _uneven(layers: int, stages: int, ends: dict[str, int]) -> str | None:
+def _uneven(layers: int, stages: int, ends: dict[str, int]) -> Problem | None:
     between, others = layers - sum(ends.values()), stages - len(ends)
     if others >= 0 and (between == 0 if others == 0 else between > 0 and between % others == 0):
         return None
     stated = " and ".join(f"model.{key}={count}" for key, count in ends.items())
-    return (
-        f"{stated} of model.num_layers={layers} leaves {between} layers for the other {others} of pp={stages} stages; "
-        f"each of them needs the same number; change it, or {' '.join(f'model.{key}=null' for key in ends)}"
+    return Problem(
+        "",
+        f"{stated} of model.num_layers={layers} leaves {between} layers for the other {others} of pp={stages} stages",
+        f"each of them needs the same number; change it, or {' '.join(f'model.{key}=null' for key in ends)}",
     )
 
 
-def _sequence(config: RunConfig, layout: Layout) -> str | None:
+def _sequence(config: RunConfig, layout: Layout) -> Problem | None:
     seq = config.model["seq_length"]
     per = layout.cp * (2 if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1)
     if seq % per == 0:
@@ -76,47 +80,54 @@ def _sequence(config: RunConfig, layout: Layout) -> str | None:
     why = " * ".join(
         words for words, on in ((f"2 * cp={layout.cp}", layout.cp > 1), (f"tp={layout.tp} (sp=true)", layout.sp)) if on
     )
-    return f"seq={seq} is not a multiple of {why}; the next that is: seq={-(-seq // per) * per}"
+    return Problem("", f"seq={seq} is not a multiple of {why}", f"the next that is: seq={-(-seq // per) * per}")
 
 
-def _sequence_parallel(config: RunConfig, layout: Layout) -> str | None:
+def _sequence_parallel(config: RunConfig, layout: Layout) -> Problem | None:
     if layout.tp > 1 and not layout.sp and config.model.get("num_moe_experts") and not config.numerics.invariant:
-        return f"sp=false: Megatron trains experts with tp={layout.tp} under sequence parallelism alone; sp=true"
-    return "sp=true needs tp > 1; leave sp out or set tp" if layout.sp and layout.tp == 1 else None
+        text = f"Megatron trains experts with tp={layout.tp} under sequence parallelism alone"
+        return Problem("sp=false", text, "sp=true")
+    return Problem("", "sp=true needs tp > 1", "leave sp out or set tp") if layout.sp and layout.tp == 1 else None
 
 
-def _batch(config: RunConfig, layout: Layout) -> str | None:
+def _batch(config: RunConfig, layout: Layout) -> Problem | None:
     mbs, gbs = config.train["micro_batch_size"], config.train["global_batch_size"]
     if gbs % (mbs * layout.dp) == 0:
         return None
-    return (
-        f"gbs={gbs} is not a multiple of mbs * dp = {mbs} * {layout.dp}; "
-        f"the next that is: gbs={-(-gbs // (mbs * layout.dp)) * mbs * layout.dp}"
+    return Problem(
+        "",
+        f"gbs={gbs} is not a multiple of mbs * dp = {mbs} * {layout.dp}",
+        f"the next that is: gbs={-(-gbs // (mbs * layout.dp)) * mbs * layout.dp}",
     )
 
 
-def _experts(config: RunConfig, layout: Layout) -> str | None:
+def _experts(config: RunConfig, layout: Layout) -> Problem | None:
     experts = config.model.get("num_moe_experts")
     if experts is None:
         wrong = [f"{n}={v}" for n, v in (("ep", layout.ep), ("etp", layout.etp)) if v > 1]
-        return f"{', '.join(wrong)}: this model has no experts" if wrong else None
+        return Problem(f"{', '.join(wrong)}", "this model has no experts") if wrong else None
     if experts % layout.ep:
-        return f"ep={layout.ep} does not divide model.num_moe_experts={experts}"
+        return Problem("", f"ep={layout.ep} does not divide model.num_moe_experts={experts}")
     group = layout.etp * layout.ep * layout.pp
     if layout.world % group:
-        return (
-            f"etp * ep * pp = {group} does not divide the {layout.world} ranks (tp * pp * cp * dp); "
-            f"raise dp or tp, or lower ep={layout.ep}"
+        return Problem(
+            "",
+            f"etp * ep * pp = {group} does not divide the {layout.world} ranks (tp * pp * cp * dp)",
+            f"raise dp or tp, or lower ep={layout.ep}",
         )
     return None
 
 
-def _pattern(config: RunConfig, layout: Layout) -> str | None:
+def _pattern(config: RunConfig, layout: Layout) -> Problem | None:
     pattern = config.model.get("hybrid_layer_pattern")
     if pattern is None or layout.pp == 1 or "|" in pattern:
         return None
     length = len(pattern.partition("/")[0])
-    return None if length % layout.pp == 0 else f"pp={layout.pp} does not divide the {length} layers of this model"
+    return (
+        None
+        if length % layout.pp == 0
+        else Problem("", f"pp={layout.pp} does not divide the {length} layers of this model")
+    )
 
 
 def _stages(config: RunConfig, layout: Layout) -> list[str]:
@@ -132,7 +143,7 @@ def _stages(config: RunConfig, layout: Layout) -> list[str]:
     return stages
 
 
-def _stages_without_experts(config: RunConfig, layout: Layout) -> str | None:
+def _stages_without_experts(config: RunConfig, layout: Layout) -> Problem | None:
     """Megatron-Bridge's log of the experts' losses has another length on such a stage, and its ranks wait for ever."""
     pattern = (config.model.get("hybrid_layer_pattern") or "").partition("/")[0]
     if not config.model.get("num_moe_experts") or "E" not in pattern:
@@ -140,10 +151,12 @@ def _stages_without_experts(config: RunConfig, layout: Layout) -> str | None:
     without = next((stage for stage in _stages(config, layout) if "E" not in stage), None)
     if without is None:
         return None
-    return f"pp={layout.pp}: a stage {without} has no experts, and Megatron-Bridge cannot log a step then; lower pp"
+    return Problem(
+        f"pp={layout.pp}", f"a stage {without} has no experts, and Megatron-Bridge cannot log a step then", "lower pp"
+    )
 
 
-def _stages_without_adapters(config: RunConfig, layout: Layout) -> str | None:
+def _stages_without_adapters(config: RunConfig, layout: Layout) -> Problem | None:
     """Such a stage has no backward pass."""
     fields = peft.section(config)
     if fields is None:
@@ -152,55 +165,60 @@ def _stages_without_adapters(config: RunConfig, layout: Layout) -> str | None:
     without = next((stage for stage in _stages(config, layout) if not {*adapted} & {*stage}), None)
     if without is None or not adapted:
         return None
-    return f"pp={layout.pp}: a stage {without} has no adapter; lower pp, or name its layers in peft.target_modules"
+    return Problem(
+        f"pp={layout.pp}", f"a stage {without} has no adapter", "lower pp, or name its layers in peft.target_modules"
+    )
 
 
-def _data(config: RunConfig) -> str | None:
+def _data(config: RunConfig) -> Problem | None:
     kind, path = config.data.kind, config.data.path
     if kind == "mock" and path:
-        return "data.path is set but data=mock ignores it; add data=text"
-    return "data=text needs data.path=FILE_OR_FOLDER" if kind == "text" and not path else None
+        return Problem("", "data.path is set but data=mock ignores it", "add data=text")
+    return Problem("", "data=text needs data.path=FILE_OR_FOLDER") if kind == "text" and not path else None
 
 
-def _context(config: RunConfig, layout: Layout) -> str | None:
+def _context(config: RunConfig, layout: Layout) -> Problem | None:
     if layout.cp == 1 or config.device.kind == "gpu" or config.numerics.invariant:
         return None
     recurrent = [name for name in ("hybrid_layer_pattern", "linear_attention_freq") if config.model.get(name)]
     latent = ["multi_latent_attention"] if config.model.get("multi_latent_attention") else []
     if not (others := recurrent + latent):
         return None  # cpu_host/stand_ins/context_attention.py
-    return (
-        f"cp={layout.cp}: on a CPU stock context parallelism covers plain attention alone, not model.{others[0]}; "
-        "device=gpu or numerics=tree"
-    )
+    text = f"on a CPU stock context parallelism covers plain attention alone, not model.{others[0]}"
+    return Problem(f"cp={layout.cp}", text, "device=gpu or numerics=tree")
 
 
-def _interleaved(config: RunConfig, layout: Layout) -> str | None:
+def _interleaved(config: RunConfig, layout: Layout) -> Problem | None:
     chunks = config.model.get("virtual_pipeline_model_parallel_size")
     key = "model.virtual_pipeline_model_parallel_size"
     if not chunks or (chunks == 1 and layout.pp == 1):
         return None
     if chunks == 1:  # Megatron-Core takes any number for interleaved, Bridge gives one chunk no list of data
-        return f"{key}=1: one virtual stage a rank is not interleaved; {key}=null"
+        return Problem(f"{key}=1", "one virtual stage a rank is not interleaved", f"{key}=null")
     if layout.pp == 1:
-        return f"model.virtual_pipeline_model_parallel_size={chunks}: interleaved stages need pp > 1"
+        return Problem(f"model.virtual_pipeline_model_parallel_size={chunks}", "interleaved stages need pp > 1")
     batches, overlaps = (config.model.get(f"{name}_p2p_comm") for name in ("batch", "overlap"))
     if batches and overlaps:
-        return "model.overlap_p2p_comm=true and model.batch_p2p_comm=true: messages that overlap are not in a batch"
+        return Problem(
+            "", "model.overlap_p2p_comm=true and model.batch_p2p_comm=true: messages that overlap are not in a batch"
+        )
     # Megatron's batch has "to the previous" before "to the next", and "from the previous" before "from the next". Gloo
     # and NCCL pair the messages of two ranks by their order. With two stages the next is also the previous: what goes
     # to the previous arrives as what comes from the previous, gradients as activations. Without batches Megatron sends
     # the two directions through different process groups.
     if layout.pp == 2 and batches:
-        return (
-            f"model.virtual_pipeline_model_parallel_size={chunks}: in a batch two interleaved stages take each other's "
-            f"messages for their own; model.overlap_p2p_comm=true model.batch_p2p_comm=false, or pp > 2"
+        return Problem(
+            f"model.virtual_pipeline_model_parallel_size={chunks}",
+            "in a batch two interleaved stages take each other's messages for their own",
+            "model.overlap_p2p_comm=true model.batch_p2p_comm=false, or pp > 2",
         )
     each, count = config.model.get("microbatch_group_size_per_vp_stage"), _micro_batches(config, layout)
     if each is None and count % layout.pp:
-        return (
-            f"model.virtual_pipeline_model_parallel_size={chunks}: pp={layout.pp} does not divide the {count} "
-            f"micro-batches (gbs / (mbs * dp)) that interleaved stages take in turns; change gbs"
+        return Problem(
+            f"model.virtual_pipeline_model_parallel_size={chunks}",
+            f"pp={layout.pp} does not divide the {count} micro-batches (gbs / (mbs * dp)) that "
+            "interleaved stages take in turns",
+            "change gbs",
         )
     return None
 
@@ -209,16 +227,18 @@ def _micro_batches(config: RunConfig, layout: Layout) -> int:
     return config.train["global_batch_size"] // (config.train["micro_batch_size"] * layout.dp)
 
 
-def _lr(config: RunConfig) -> str | None:
+def _lr(config: RunConfig) -> Problem | None:
     lr, low = config.section("optimizer")["lr"], config.section("optimizer")["min_lr"] or 0.0
     if lr >= low >= 0:
         return None
-    return f"lr={lr} is below optimizer.min_lr={low}; {f'optimizer.min_lr={lr}, or ' if lr > 0 else ''}a higher lr"
+    return Problem(
+        "", f"lr={lr} is below optimizer.min_lr={low}", f"{f'optimizer.min_lr={lr}, or ' if lr > 0 else ''}a higher lr"
+    )
 
 
-def _rule(test: Callable[[RunConfig, Layout], str | None]) -> Rule[RunConfig]:
+def _rule(test: Callable[[RunConfig, Layout], Problem | None]) -> Rule[RunConfig]:
     """Return a rule about the layout of a run."""
-    return Rule(RulePhase.LAYOUT, lambda config: test(config, config.layout))
+    return Rule(lambda config: test(config, config.layout))
 
 
 RULES: tuple[Rule[RunConfig], ...] = (
@@ -239,6 +259,6 @@ RULES: tuple[Rule[RunConfig], ...] = (
             _batch,
         ),
     ),
-    Rule(RulePhase.FIELDS, _lr),
-    Rule(RulePhase.FIELDS, _data),
+    Rule(_lr),
+    Rule(_data),
 )

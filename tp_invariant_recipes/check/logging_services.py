@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.start import needed
 
@@ -25,13 +26,14 @@ SERVICES = {
 }
 
 
-def missing_package(config: RunConfig) -> str | None:
+def missing_package(config: RunConfig) -> Problem | None:
     """Return what logging needs and this machine lacks."""
     kind = config.logging.kind
     if kind not in SERVICES or needed.there(SERVICES[kind].module):
         return None
     service = SERVICES[kind]
-    return (
+    return Problem(
+        "",
         f"logging={kind} needs {needed.DISTRIBUTIONS[service.module]}, which is not installed here: pip install "
-        f"'tp-invariant-recipes[{service.extra}]' (docs/logging.md)"
+        f"'tp-invariant-recipes[{service.extra}]' (docs/logging.md)",
     )

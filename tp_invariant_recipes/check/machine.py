@@ -10,7 +10,8 @@ from typing import Any
 from tp_invariant_recipes.check import inputs
 from tp_invariant_recipes.check.inputs import Reading
 from tp_invariant_recipes.check.logging_services import missing_package
-from tp_invariant_recipes.check.rule import Problem, Rule, RulePhase, broken_rules
+from tp_invariant_recipes.check.rule import Rule, broken_rules
+from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.ledger.digests import MANY
 from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.machine.versions import installed
@@ -55,30 +56,34 @@ def check_start(start: PendingRun) -> list[Problem]:
     return broken_rules(start, RULES)
 
 
-def _flash(config: RunConfig) -> list[str]:
+def _flash(config: RunConfig) -> list[Problem]:
     variables = {**config.cluster.environment, **os.environ}
     return environment.flash_problems(config.device.kind, config.numerics.invariant, variables)
 
 
-def _optimizer(config: RunConfig) -> list[str]:
+def _optimizer(config: RunConfig) -> list[Problem]:
     name, package = config.section("optimizer").get("optimizer", "adam"), "emerging-optimizers"
     if name in ("adam", "sgd") or installed(package) is not None:
         return []
     how = f"make, or pip install {package} in a container (tpi doctor)"
-    return [f"optimizer.optimizer={name} needs {package}, which is not installed: {how}"]
+    return [Problem("", f"optimizer.optimizer={name} needs {package}, which is not installed: {how}")]
 
 
-def _apex(config: RunConfig) -> list[str]:
+def _apex(config: RunConfig) -> list[Problem]:
     key = "model.gradient_accumulation_fusion"
     if not config.model.get("gradient_accumulation_fusion") or find_spec("fused_weight_gradient_mlp_cuda"):
         return []
-    return [f"{key}=true: Megatron-Core's output layer needs Apex for it, which is on no registry; {key}=false"]
+    return [
+        Problem(
+            f"{key}=true", "Megatron-Core's output layer needs Apex for it, which is on no registry", f"{key}=false"
+        )
+    ]
 
 
-def _gpus(config: RunConfig) -> list[str]:
+def _gpus(config: RunConfig) -> list[Problem]:
     cluster, at = config.cluster, config.layout
     if config.device.kind == "cpu":
-        return [f"cluster={cluster.name} is of GPU nodes and device=cpu"] if cluster.gpus_per_node else []
+        return [Problem("", f"cluster={cluster.name} is of GPU nodes and device=cpu")] if cluster.gpus_per_node else []
     visible = gpus.visible()
     degrees = f"tp={at.tp} * pp={at.pp} * cp={at.cp} * dp={at.dp} = {at.world} ranks"
     ranks = at.world
@@ -87,22 +92,35 @@ def _gpus(config: RunConfig) -> list[str]:
         ranks, degrees = allocated.ranks, f"{degrees} on {counted(allocated.nodes, 'node')}, {allocated.ranks} on each"
     problems = []
     if not visible:
-        problems.append("device=gpu, but this machine shows no GPU; device=cpu runs the toy models (tpi doctor)")
+        problems.append(
+            Problem("", "device=gpu, but this machine shows no GPU", "device=cpu runs the toy models (tpi doctor)")
+        )
     elif ranks > len(visible):
-        problems.append(f"{degrees}, but this machine has {counted(len(visible), 'GPU')}; lower one of them")
+        problems.append(
+            Problem("", f"{degrees}, but this machine has {counted(len(visible), 'GPU')}", "lower one of them")
+        )
     if installed("transformer-engine") is None:
-        problems.append("device=gpu needs Transformer Engine, which is not installed: make gpu (tpi doctor)")
-    if config.model.get("hybrid_layer_pattern") and installed("mamba-ssm") is None:
-        problems.append("this model's Mamba layers need mamba-ssm, which is not installed: make gpu (tpi doctor)")
+        problems.append(
+            Problem("", "device=gpu needs Transformer Engine, which is not installed: make gpu (tpi doctor)")
+        )
+    if config.shape.pattern and installed("mamba-ssm") is None:
+        problems.append(
+            Problem("", "this model's Mamba layers need mamba-ssm, which is not installed: make gpu (tpi doctor)")
+        )
     if families.delta_sizes(config.model) and not config.numerics.invariant and installed(_FLA) is None:
         problems.append(
-            f"stock's gated delta nets need {_FLA}, which is not installed: pip install {_FLA}; those of numerics=tree "
-            "do not"
+            Problem(
+                "",
+                f"stock's gated delta nets need {_FLA}, which is not installed: pip install {_FLA}",
+                "those of numerics=tree do not",
+            )
         )
     wanted = cluster.compute_capability
     wrong = {g.name for g in visible if wanted and list(g.capability) != list(wanted)}
     if wrong:
-        problems.append(f"cluster={cluster.name} is of other GPUs than this machine's {', '.join(sorted(wrong))}")
+        problems.append(
+            Problem("", f"cluster={cluster.name} is of other GPUs than this machine's {', '.join(sorted(wrong))}")
+        )
     return problems
 
 
@@ -122,17 +140,17 @@ def _ledger_bytes(config: RunConfig) -> int:
     return DIGEST_BYTES * tensors * kinds
 
 
-def _disk(start: PendingRun) -> list[str]:
+def _disk(start: PendingRun) -> list[Problem]:
     config, run_dir = start.config, start.run_dir
     if run_dir is None:
         return []
     free = free_bytes(run_dir.path)
     samples = config.train["train_iters"] * config.train["global_batch_size"]  # that Megatron will index
     if config.data.kind == "mock":
-        samples = MOCK_TOKENS // config.model["seq_length"]
+        samples = MOCK_TOKENS // config.shape.sequence
     need = SMALL_FILES + INDEX_BYTES_PER_SAMPLE * samples + _ledger_bytes(config)
     if config.section("checkpoint")["save_interval"]:
-        need += CHECKPOINT_BYTES_PER_PARAMETER * parameters(config.model)
+        need += CHECKPOINT_BYTES_PER_PARAMETER * parameters(config.shape)
     if free >= need:
         return []
     ways = ["free some", "set run.dir=PATH on another disk"]
@@ -142,21 +160,28 @@ def _disk(start: PendingRun) -> list[str]:
         ways.append("or save=0")
     where = Path(run_dir.path).absolute()
     return [
-        f"{where} has {free / 2**20:.1f} MiB free and this run writes at least {need / 2**20:.0f} MiB; "
-        + ", ".join(ways)
+        Problem(
+            "",
+            f"{where} has {free / 2**20:.1f} MiB free and this run writes at least {need / 2**20:.0f} MiB",
+            ", ".join(ways),
+        )
     ]
+
+
+def _memory(start: PendingRun) -> list[Problem]:
+    return [Problem("", text) for text in room.problems(start.config, here=start.here)]
 
 
 def _here(test: Callable[[RunConfig], Any]) -> Rule[PendingRun]:
     """Return a rule about the machine that ranks run on."""
-    return Rule(RulePhase.MACHINE, lambda start: test(start.config), needs=lambda start: start.here)
+    return Rule(lambda start: test(start.config), needs=lambda start: start.here)
 
 
 LAYERS = tuple(map(_here, (_gpus, _optimizer, _apex, registry.problems, _flash)))
 RULES: tuple[Rule[PendingRun], ...] = (
     *LAYERS,
     _here(missing_package),
-    Rule(RulePhase.MACHINE, lambda start: room.problems(start.config, here=start.here)),
+    Rule(_memory),
     *inputs.RULES,
-    Rule(RulePhase.MACHINE, _disk),
+    Rule(_disk),
 )

@@ -1,6 +1,7 @@
 """What keeps a recipe from being trained on a device, or with invariant numerics, whatever its settings say."""
 
-from tp_invariant_recipes.check.rule import Rule, RulePhase
+from tp_invariant_recipes.check.rule import Rule
+from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.settings import delta_net, schema
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -18,22 +19,27 @@ def _without_layers(config: RunConfig) -> bool:
     return config.device.kind == "cpu" and config.model["_target_"] not in schema.PROVIDERS
 
 
-def _device(config: RunConfig) -> str | None:
+def _device(config: RunConfig) -> Problem | None:
     if not _without_layers(config):
         return None
-    return f"device=cpu has no layers for Bridge's {config.model['_target_'].rpartition('.')[2]}; device=gpu"
+    return Problem(
+        "", f"device=cpu has no layers for Bridge's {config.model['_target_'].rpartition('.')[2]}", "device=gpu"
+    )
 
 
-def _objects(config: RunConfig) -> list[str]:
+def _objects(config: RunConfig) -> list[Problem]:
     if not config.numerics.invariant or _without_layers(config):
         return []
     family = families.family_of(config.model)
     specs = [name for name in SPECS if config.model.get(name) not in (None, delta_net.SPEC) and family is None]
     return [
-        f"numerics={config.numerics.mode}: the recipe sets {path} to an object, and no rule says how that adds; "
-        f"{f'{path}={HOW[path]}' if path in HOW else 'leave it out of the recipe'}, or numerics=stock"
+        Problem(
+            f"numerics={config.numerics.mode}",
+            f"the recipe sets {path} to an object, and no rule says how that adds",
+            f"{f'{path}={HOW[path]}' if path in HOW else 'leave it out of the recipe'}, or numerics=stock",
+        )
         for path in dict.fromkeys((*config.recipe.kept, *(f"model.{name}" for name in specs)))
     ]
 
 
-RULES = tuple(Rule(RulePhase.FEATURES, test, needs=lambda t: t.recipe.name is not None) for test in (_device, _objects))
+RULES = tuple(Rule(test, needs=lambda t: t.recipe.name is not None) for test in (_device, _objects))

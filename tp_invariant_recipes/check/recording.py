@@ -4,7 +4,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from tp_invariant_recipes.check.rule import Rule, RulePhase
+from tp_invariant_recipes.check.rule import Rule
+from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.settings import cuda_graphs
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -22,39 +23,48 @@ def steps(trace: str) -> range:
     return range(int(match[1]), int(match[2] or match[1]) + 1)
 
 
-def _digests(config: RunConfig) -> str | None:
+def _digests(config: RunConfig) -> Problem | None:
     every = config.ledger.digests
-    return None if every >= 0 else f"ledger.digests={every}: must be 0 (never) or a number of steps"
+    return None if every >= 0 else Problem(f"ledger.digests={every}", "must be 0 (never) or a number of steps")
 
 
-def _trace(config: RunConfig) -> str | None:
+def _trace(config: RunConfig) -> Problem | None:
     trace = config.ledger.trace
     if trace is None:
         return None
     try:
         last = steps(str(trace))[-1]
     except ValueError as error:
-        return str(error)
+        return Problem("", str(error))
     iters = config.train["train_iters"]
-    return None if last <= iters else f"ledger.trace={trace}: the run ends at step {iters}; raise iters or trace less"
+    return (
+        None
+        if last <= iters
+        else Problem(f"ledger.trace={trace}", f"the run ends at step {iters}", "raise iters or trace less")
+    )
 
 
-def _graphs(config: RunConfig) -> str | None:
+def _graphs(config: RunConfig) -> Problem | None:
     if config.ledger.trace is None or not cuda_graphs.requested(config.model):
         return None
     requested = f"model.cuda_graph_impl={config.model['cuda_graph_impl']}"
-    return f"ledger.trace: a replayed CUDA graph calls no module, and {requested}; cuda_graph=off"
+    return Problem("ledger.trace", f"a replayed CUDA graph calls no module, and {requested}", "cuda_graph=off")
 
 
-def _dump(config: RunConfig) -> str | None:
+def _dump(config: RunConfig) -> Problem | None:
     dump = config.ledger.dump
     wrong = [name for name in dump if not _may_match(name)]
     if wrong:
-        return (
-            f"ledger.dump: {', '.join(wrong)}: a tensor is forward/MODULE/output, backward/MODULE/input, "
-            f"gradients/PARAMETER, masters/PARAMETER or weights/PARAMETER, or a pattern with * or ?"
+        return Problem(
+            "ledger.dump",
+            f"{', '.join(wrong)}: a tensor is forward/MODULE/output, backward/MODULE/input, "
+            "gradients/PARAMETER, masters/PARAMETER or weights/PARAMETER, or a pattern with * or ?",
         )
-    return "ledger.dump: at which steps? set ledger.trace=FIRST:LAST" if dump and not config.ledger.trace else None
+    return (
+        Problem("ledger.dump", "at which steps? set ledger.trace=FIRST:LAST")
+        if dump and not config.ledger.trace
+        else None
+    )
 
 
 def _may_match(pattern: str) -> bool:
@@ -65,24 +75,26 @@ def _may_match(pattern: str) -> bool:
     return any(kind.startswith(start) or start.startswith(kind) for kind in _KINDS)
 
 
-def _undigested(test: Callable[[RunConfig], Any], why: str) -> Rule[RunConfig]:
+def _undigested(test: Callable[[RunConfig], Any], text: str, solve: str) -> Rule[RunConfig]:
     """Return a rule about digests of gradients and weights."""
-    return Rule(RulePhase.FEATURES, test, f"{why}; or record none: ledger.digests=0", needs=lambda t: t.ledger.digests)
+    return Rule(test, text, f"{solve}; or record none: ledger.digests=0", needs=lambda t: t.ledger.digests)
 
 
 RULES: tuple[Rule[RunConfig], ...] = (
-    *(Rule(RulePhase.FEATURES, test) for test in (_digests, _trace, _graphs, _dump)),
+    *(Rule(test) for test in (_digests, _trace, _graphs, _dump)),
     _undigested(
         lambda t: bool(t.section("ddp").get("use_megatron_fsdp") or t.section("ddp").get("use_custom_fsdp")),
-        "digests: FSDP keeps gradients in buffers of its own; ddp.use_megatron_fsdp=false",
+        "digests: FSDP keeps gradients in buffers of its own",
+        "ddp.use_megatron_fsdp=false",
     ),
     _undigested(
         lambda t: bool(t.section("optimizer").get("optimizer_cpu_offload")),
-        "digests: an optimizer on the CPU keeps master weights and moments there; "
+        "digests: an optimizer on the CPU keeps master weights and moments there",
         "optimizer.optimizer_cpu_offload=false",
     ),
     _undigested(
         lambda t: (t.model.get("gtp_weight_remat_size") or 1) > 1,
-        "digests: weights spread over more ranks are not covered; model.gtp_weight_remat_size=1",
+        "digests: weights spread over more ranks are not covered",
+        "model.gtp_weight_remat_size=1",
     ),
 )

@@ -4,7 +4,8 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any
 
-from tp_invariant_recipes.check.rule import Rule, RulePhase
+from tp_invariant_recipes.check.rule import Rule
+from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.fields.field import as_text
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.settings import peft
@@ -24,61 +25,77 @@ _LOGGER_FIELDS = (
 # Kernels of GPUs read rows of 16 bytes, 8 numbers in bf16.
 WIDTH = 8
 
-_TRAINS = "a run trains; leave it out, validation.eval_iters=N validates at its end"
-_STEPS = "tpi counts steps; leave it unset, iters=N"
+_TRAINS = "a run trains", "leave it out, validation.eval_iters=N validates at its end"
+_STEPS = "tpi counts steps", "leave it unset, iters=N"
 # What every run would replace or ignore without a word, or fail by, and what to do instead.
 REPLACED = {
-    "checkpoint.save": "checkpoints go to run.dir/checkpoints; set run.dir=PATH",
-    "checkpoint.load": "tpi train --resume RUN continues a run; checkpoint.pretrained_checkpoint=FOLDER takes the "
-    "weights alone",
-    "dataset.path_to_cache": "the index of the data goes to run.dir; set run.dir=PATH",
-    "train.rampup_batch_size": "Megatron-Core ignores it; leave it out, every step has gbs sequences",
-    "train.step_batch_size_schedule": "Megatron-Bridge ignores it; leave it out, every step has gbs sequences",
-    "train.iterations_to_skip": "the ledger has every step; leave it out",
+    "checkpoint.save": ("checkpoints go to run.dir/checkpoints", "set run.dir=PATH"),
+    "checkpoint.load": (
+        "tpi train --resume RUN continues a run",
+        "checkpoint.pretrained_checkpoint=FOLDER takes the weights alone",
+    ),
+    "dataset.path_to_cache": ("the index of the data goes to run.dir", "set run.dir=PATH"),
+    "train.rampup_batch_size": ("Megatron-Core ignores it", "leave it out, every step has gbs sequences"),
+    "train.step_batch_size_schedule": ("Megatron-Bridge ignores it", "leave it out, every step has gbs sequences"),
+    "train.iterations_to_skip": ("the ledger has every step", "leave it out"),
     "train.skip_train": _TRAINS,
     "validation.skip_train": _TRAINS,
     "train.train_samples": _STEPS,
     "train.num_epochs": _STEPS,
 }
-_NAMED = "the run has the name of run.dir; set name=NAME"
+_NAMED = "the run has the name of run.dir", "set name=NAME"
 # The same, of some runs. Path -> of which, and what to do instead.
-REPLACED_IN: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
-    "dataset.blend": (lambda t: t.data.kind == "text", "data=text reads data.path; leave it out"),
-    "logger.tensorboard_dir": (lambda t: t.logging.kind != "none", "curves go to run.dir; leave it out"),
-    "logger.wandb_save_dir": (lambda t: t.logging.kind == "wandb", "logging=wandb writes to run.dir; leave it out"),
+REPLACED_IN: dict[str, tuple[Callable[[RunConfig], bool], tuple[str, str]]] = {
+    "dataset.blend": (lambda t: t.data.kind == "text", ("data=text reads data.path", "leave it out")),
+    "logger.tensorboard_dir": (lambda t: t.logging.kind != "none", ("curves go to run.dir", "leave it out")),
+    "logger.wandb_save_dir": (lambda t: t.logging.kind == "wandb", ("logging=wandb writes to run.dir", "leave it out")),
     "logger.wandb_exp_name": (lambda t: t.logging.kind == "wandb", _NAMED),
     "logger.mlflow_run_name": (lambda t: t.logging.kind == "mlflow", _NAMED),
     "logger.comet_experiment_name": (lambda t: t.logging.kind == "comet", _NAMED),
 }
 
 
-def _replaced(config: RunConfig) -> list[str]:
+def _replaced(config: RunConfig) -> list[Problem]:
     replaced = REPLACED | {path: instead for path, (applies, instead) in REPLACED_IN.items() if applies(config)}
     given = {path: _at(config, path) for path in replaced}
-    return [f"{path}={value}: {replaced[path]}" for path, value in given.items() if value not in (None, False, [])]
+    return [
+        Problem(f"{path}={value}", *replaced[path]) for path, value in given.items() if value not in (None, False, [])
+    ]
 
 
-def _loggers(config: RunConfig) -> list[str]:
+def _loggers(config: RunConfig) -> list[Problem]:
     """Return settings of services that `logging=` has not chosen, and secrets, whose values are not shown."""
     of_service = {name for name in _LOGGER_FIELDS if _at(config, f"logger.{name}") not in (None, [], {})}
     problems = []
     for service in EXPERIMENTS:
         if config.logging.kind != service:
             idle = sorted(name for name in of_service if name.startswith(f"{service}_"))
-            problems += [f"logger.{name}: without logging={service} nothing reads it; leave it out" for name in idle]
+            problems += [
+                Problem(f"logger.{name}", f"without logging={service} nothing reads it", "leave it out")
+                for name in idle
+            ]
     field, project = f"logger.{_PROJECTS.get(config.logging.kind)}", config.logging.project
     if config.logging.kind in EXPERIMENTS and _at(config, field) != project:
         problems.append(
-            f"{field}={_at(config, field)} beside logging.project={project}; project={_at(config, field)} sets both"
+            Problem(
+                "",
+                f"{field}={_at(config, field)} beside logging.project={project}",
+                f"project={_at(config, field)} sets both",
+            )
         )
     if config.logging.kind not in EXPERIMENTS:
         services = ", ".join(EXPERIMENTS)
         named = {"project": config.logging.project, "name": config.logging.name}
-        problems += [f"{key}={value}: is for logging={services}" for key, value in named.items() if value is not None]
+        problems += [
+            Problem(f"{key}={value}", f"is for logging={services}") for key, value in named.items() if value is not None
+        ]
     if _at(config, "logger.comet_api_key"):
         problems.append(
-            "logger.comet_api_key: a secret, and what is configured is written down; set COMET_API_KEY where you start "
-            "the run, and cluster.forward=[COMET_API_KEY] for a job"
+            Problem(
+                "logger.comet_api_key",
+                "a secret, and what is configured is written down",
+                "set COMET_API_KEY where you start the run, and cluster.forward=[COMET_API_KEY] for a job",
+            )
         )
     return problems
 
@@ -88,21 +105,22 @@ def _at(config: RunConfig, path: str) -> Any:
     return config.section(section).get(name)
 
 
-def _sizes(config: RunConfig) -> str | None:
+def _sizes(config: RunConfig) -> Problem | None:
     missing = [name for name in ("hidden_size", "num_attention_heads", "vocab_size") if not config.model.get(name)]
     missing += [] if config.model.get("num_layers") or config.model.get("hybrid_layer_pattern") else ["num_layers"]
-    return f"{', '.join(f'model.{name}' for name in missing)}: a model has a number of these" if missing else None
+    key = ", ".join(f"model.{name}" for name in missing)
+    return Problem(key, "a model has a number of these") if missing else None
 
 
-def _divides(of: str, by: str, unless: str | None = None) -> Callable[[RunConfig], str | None]:
+def _divides(of: str, by: str, unless: str | None = None) -> Callable[[RunConfig], Problem | None]:
     """Return the rule that one number of the model is a multiple of another one, where it has both."""
 
-    def rule(config: RunConfig) -> str | None:
+    def rule(config: RunConfig) -> Problem | None:
         total, part = config.model.get(of), config.model.get(by)
         if total is None or part is None or total % part == 0 or (unless and config.model.get(unless)):
             return None
         hint = f", or set model.{unless}" if unless else ""
-        return f"model.{of}={total} is not a multiple of model.{by}={part}; change one of them{hint}"
+        return Problem("", f"model.{of}={total} is not a multiple of model.{by}={part}", f"change one of them{hint}")
 
     return rule
 
@@ -116,10 +134,10 @@ PER_LAYER: dict[str, Callable[[RunConfig], Any]] = {
 }
 
 
-def _per_layer(name: str) -> Callable[[RunConfig], str | None]:
+def _per_layer(name: str) -> Callable[[RunConfig], Problem | None]:
     """Return the rule that a field of PER_LAYER says something of each layer."""
 
-    def rule(config: RunConfig) -> str | None:
+    def rule(config: RunConfig) -> Problem | None:
         layers, value = config.model.get("num_layers"), config.model.get(name)
         if layers is None or value is None or not PER_LAYER[name](config):
             return None
@@ -128,78 +146,85 @@ def _per_layer(name: str) -> Callable[[RunConfig], str | None]:
             need = f"model.num_layers={layers} layers need a 0 or a 1 each"
         else:
             valid, need = value != 0, "must be at least 1"
-        return None if valid else f"model.{name}={value_text(value)}: {need}"
+        return None if valid else Problem(f"model.{name}={value_text(value)}", need)
 
     return rule
 
 
-def _ahead_of_delta_nets(config: RunConfig) -> str | None:
+def _ahead_of_delta_nets(config: RunConfig) -> Problem | None:
     model, every = config.model, config.model.get("linear_attention_freq")
     layers, ahead = model.get("num_layers"), model.get("mtp_num_layers")
     if not (ahead and every and layers and families.delta_sizes(model)):
         return None
     if (not every[-1]) if isinstance(every, list) else layers % every == 0:
         return None
-    return (
-        f"model.mtp_num_layers={ahead}: multi-token prediction repeats the last layer, and no gated delta net; "
-        f"a model.linear_attention_freq whose last layer is attention, or model.mtp_num_layers=null"
+    return Problem(
+        f"model.mtp_num_layers={ahead}",
+        "multi-token prediction repeats the last layer, and no gated delta net",
+        "a model.linear_attention_freq whose last layer is attention, or model.mtp_num_layers=null",
     )
 
 
-def _without_rotary(config: RunConfig) -> str | None:
+def _without_rotary(config: RunConfig) -> Problem | None:
     """`no_rope_freq` where there is nothing to leave out, or where Megatron-Core leaves nothing out."""
     model, key = config.model, "model.no_rope_freq"
     positions = model.get("position_embedding_type", "rope")
     if not model.get("no_rope_freq"):
         return None
     if model.get("multi_latent_attention"):
-        return f"{key}: multi-latent attention turns queries and keys in every layer; leave it unset"
+        return Problem(key, "multi-latent attention turns queries and keys in every layer", "leave it unset")
     if positions not in ("rope", "yarn"):
-        return f"{key}: model.position_embedding_type={positions} has no rotary positions; leave it unset"
+        return Problem(key, f"model.position_embedding_type={positions} has no rotary positions", "leave it unset")
     return None
 
 
-def _own_positions(config: RunConfig) -> str | None:
+def _own_positions(config: RunConfig) -> Problem | None:
     """Gemma 3's attention reads the positions of two bases, which its model makes beside rotary ones alone."""
     positions = config.model.get("position_embedding_type", "rope")
     if positions == "rope" or families.family_of(config.model) != families.TWO_BASES:
         return None
-    return (
-        f"model.position_embedding_type={positions}: {families.TWO_BASES} has rotary positions of two bases; "
-        "model.position_embedding_type=rope"
+    return Problem(
+        f"model.position_embedding_type={positions}",
+        f"{families.TWO_BASES} has rotary positions of two bases",
+        "model.position_embedding_type=rope",
     )
 
 
-def _at_most(low: str, high: str, of: str = "model") -> Callable[[RunConfig], str | None]:
-    """Return the rule that one number is at most another one, where there are both.
-
-    Short paths lie in the section `of`.
-    """
+def _at_most(low: str, high: str, of: str = "model") -> Callable[[RunConfig], Problem | None]:
+    """Return the rule that one number is at most another one, where there are both. Short paths lie in the section `of`."""
     first, second = (path if "." in path else f"{of}.{path}" for path in (low, high))
 
-    def rule(config: RunConfig) -> str | None:
+    def rule(config: RunConfig) -> Problem | None:
         small, large = _at(config, first), _at(config, second)
         if small is None or large is None or small <= large:
             return None
-        return f"{first}={small} is more than {second}={large}; change one of them"
+        return Problem("", f"{first}={small} is more than {second}={large}", "change one of them")
 
     return rule
 
 
-def _aligned(config: RunConfig) -> str | None:
+def _aligned(config: RunConfig) -> Problem | None:
     hidden = config.model["hidden_size"]
     if hidden is None or hidden % WIDTH == 0:
         return None
-    return f"model.hidden_size={hidden}: must be a multiple of {WIDTH}; the next that is: {-(-hidden // WIDTH) * WIDTH}"
+    return Problem(
+        f"model.hidden_size={hidden}",
+        f"must be a multiple of {WIDTH}",
+        f"the next that is: {-(-hidden // WIDTH) * WIDTH}",
+    )
 
 
-def _warmup(config: RunConfig) -> str | None:
+def _warmup(config: RunConfig) -> Problem | None:
     warmup = config.section("scheduler").get("lr_warmup_iters") or 0
     decay = config.section("scheduler").get("lr_decay_iters")
     name, end = ("iters", config.train["train_iters"]) if decay is None else ("scheduler.lr_decay_iters", decay)
     if not warmup or warmup < end:
         return None
-    return f"scheduler.lr_warmup_iters={warmup} is not below {name}={end}; scheduler.lr_warmup_iters=0, or more steps"
+    return Problem(
+        "",
+        f"scheduler.lr_warmup_iters={warmup} is not below {name}={end}",
+        "scheduler.lr_warmup_iters=0, or more steps",
+    )
 
 
 def shares_of_text(config: RunConfig) -> list[float]:
@@ -208,43 +233,47 @@ def shares_of_text(config: RunConfig) -> list[float]:
     return [part / (sum(parts) or 1) for part in parts]
 
 
-def _validation(config: RunConfig) -> str | None:
+def _validation(config: RunConfig) -> Problem | None:
     iters, split = config.section("validation").get("eval_iters"), config.section("dataset").get("split")
     if config.section("validation").get("eval_interval") and not iters:
-        return "validation.eval_interval without validation.eval_iters validates nothing; set both, or neither"
+        return Problem(
+            "", "validation.eval_interval without validation.eval_iters validates nothing", "set both, or neither"
+        )
     if iters and config.data.kind == "text" and not any(shares_of_text(config)[1:2]):
-        return f"validation.eval_iters={iters}: dataset.split={split} has no text for it; \"dataset.split='90,5,5'\""
+        return Problem(
+            f"validation.eval_iters={iters}", f"dataset.split={split} has no text for it", "\"dataset.split='90,5,5'\""
+        )
     return None
 
 
-def _tokens(config: RunConfig) -> str | None:
+def _tokens(config: RunConfig) -> Problem | None:
     size, vocab = config.section("tokenizer")["vocab_size"], config.model["vocab_size"]
     if config.data.kind == "text" and size != vocab:
-        return f"tokenizer.vocab_size={size}: the tokenizer of data=text decides it; leave it out"
+        return Problem(f"tokenizer.vocab_size={size}", "the tokenizer of data=text decides it", "leave it out")
     return None
 
 
-def unpadded(config: RunConfig, typed: Collection[str]) -> list[str]:
+def unpadded(config: RunConfig, typed: Collection[str]) -> list[Problem]:
     """Return what is wrong with padding a vocabulary whose size is set. typed: the paths that the command line sets."""
     size, multiple = config.model["vocab_size"], config.model.get("make_vocab_size_divisible_by") or 128
     padded = -(-size // multiple) * multiple
     keys = ("model.make_vocab_size_divisible_by", "model.should_pad_vocab")
     why = f"Megatron-Bridge pads no vocabulary whose size is set; model.vocab_size={padded}"
     return [
-        f"{key}={as_text(_at(config, key))}: {why}"
+        Problem(f"{key}={as_text(_at(config, key))}", why)
         for key in keys
         if key in typed and _at(config, key) and size != padded
     ]
 
 
-def _mask(config: RunConfig) -> str | None:
+def _mask(config: RunConfig) -> Problem | None:
     if not _at(config, "dataset.reset_attention_mask"):
         return None
     why = "Megatron-Bridge trains without the data's mask, so documents would still see each other"
-    return f"dataset.reset_attention_mask=true: {why}; leave it out"
+    return Problem("dataset.reset_attention_mask=true", why, "leave it out")
 
 
-def _param_gather(config: RunConfig) -> str | None:
+def _param_gather(config: RunConfig) -> Problem | None:
     requested = [
         f"{section}.overlap_param_gather=true"
         for section in ("ddp", "optimizer")
@@ -253,97 +282,104 @@ def _param_gather(config: RunConfig) -> str | None:
     if not requested or config.section("optimizer").get("use_distributed_optimizer"):
         return None
     need = "optimizer.use_distributed_optimizer=true"
-    return f"{', '.join(requested)}: only a distributed optimizer gathers weights; {need}"
+    return Problem(", ".join(requested), "only a distributed optimizer gathers weights", need)
 
 
-def _precision_aware(config: RunConfig) -> str | None:
+def _precision_aware(config: RunConfig) -> Problem | None:
     optimizer = config.section("optimizer")
     if not optimizer.get("use_precision_aware_optimizer"):
         return None
     key = "optimizer.use_precision_aware_optimizer"
     if config.device.kind == "cpu":
-        return f"{key}=true: it is Transformer Engine's Adam; {key}=false, or device=gpu"
+        return Problem(f"{key}=true", "it is Transformer Engine's Adam", f"{key}=false, or device=gpu")
     if optimizer.get("use_distributed_optimizer"):
         return None
-    return f"{key}=true: it is a distributed optimizer; {key}=false, or optimizer.use_distributed_optimizer=true"
+    return Problem(
+        f"{key}=true", "it is a distributed optimizer", f"{key}=false, or optimizer.use_distributed_optimizer=true"
+    )
 
 
-def _centred(config: RunConfig) -> str | None:
+def _centred(config: RunConfig) -> Problem | None:
     key = "model.layernorm_zero_centered_gamma"
     if config.device.kind != "cpu" or config.numerics.invariant or config.model.get("normalization") == "RMSNorm":
         return None
-    return f"{key}=true: torch's LayerNorm has none; {key}=false, or device=gpu" if _at(config, key) else None
+    return (
+        Problem(f"{key}=true", "torch's LayerNorm has none", f"{key}=false, or device=gpu")
+        if _at(config, key)
+        else None
+    )
 
 
-def _undistributed(config: RunConfig) -> str | None:
+def _undistributed(config: RunConfig) -> Problem | None:
     """Of Megatron-Core's optimizers those of whole matrices read whole gradients, whatever DDP has reduced."""
     optimizer = config.section("optimizer")
     name = optimizer.get("optimizer", "adam")
     distributed = optimizer.get("use_distributed_optimizer") or config.section("ddp").get("use_distributed_optimizer")
     if name == "sgd" and distributed:
         why = "Megatron-Core's distributed optimizer has no SGD"
-        return f"optimizer.optimizer=sgd: {why}; optimizer.use_distributed_optimizer=false"
+        return Problem("optimizer.optimizer=sgd", why, "optimizer.use_distributed_optimizer=false")
     if name in ("adam", "sgd"):
         return None
     layer_wise = optimizer.get("use_layer_wise_distributed_optimizer") or name.startswith("dist_")
     if distributed:
         spread = "" if layer_wise else "; optimizer.use_layer_wise_distributed_optimizer=true spreads its state over dp"
         why = "a distributed optimizer's ranks have parts of gradients, and it needs whole ones"
-        return f"optimizer.optimizer={name}: {why}; optimizer.use_distributed_optimizer=false{spread}"
+        return Problem(f"optimizer.optimizer={name}", why, f"optimizer.use_distributed_optimizer=false{spread}")
     if layer_wise and not optimizer.get("bf16") and not config.mixed_precision:
         why = "Megatron-Core's layer-wise optimizer is for bf16"
-        return f"optimizer.use_layer_wise_distributed_optimizer=true: {why}; precision=bf16, or set it to false"
+        return Problem("optimizer.use_layer_wise_distributed_optimizer=true", why, "precision=bf16, or set it to false")
     return None
 
 
-def _experts_bias(config: RunConfig) -> str | None:
+def _experts_bias(config: RunConfig) -> Problem | None:
     if not peft.loses_bias(config):
         return None
     key = "model.moe_router_bias_update_rate"
-    return f"{key}: checkpoints of adapters lack the experts' bias, so it must stay; {key}=0"
+    return Problem(key, "checkpoints of adapters lack the experts' bias, so it must stay", f"{key}=0")
 
 
-def _of_gpus(path: str, why: str = "it reads a GPU") -> Callable[[RunConfig], str | None]:
+def _of_gpus(path: str, why: str = "it reads a GPU") -> Callable[[RunConfig], Problem | None]:
     """Return the rule that a field is for GPUs."""
 
-    def rule(config: RunConfig) -> str | None:
+    def rule(config: RunConfig) -> Problem | None:
         wrong = config.device.kind == "cpu" and _at(config, path)
-        return f"{path}=true: {why}; {path}=false, or device=gpu" if wrong else None
+        return Problem(f"{path}=true", why, f"{path}=false, or device=gpu") if wrong else None
 
     return rule
 
 
-def _resumable(name: str) -> Callable[[RunConfig], str | None]:
+def _resumable(name: str) -> Callable[[RunConfig], Problem | None]:
     """Return the rule that a checkpoint has what --resume reads."""
     key = f"checkpoint.{name}"
-    why = f"{key}=false: a run could not be resumed; {key}=true"  # a row of coverage/ says it of invariant numerics
-    return lambda config: None if config.numerics.invariant or _at(config, key) is not False else why
+    problem = Problem(f"{key}=false", "a run could not be resumed", f"{key}=true")  # fields/ says it of invariant runs
+    return lambda config: None if config.numerics.invariant or _at(config, key) is not False else problem
 
 
-def _tied_ahead(config: RunConfig) -> str | None:
+def _tied_ahead(config: RunConfig) -> Problem | None:
     """SIGTERM saves a checkpoint of every run, and digests have its names."""
     model = config.model
     if not (model.get("mtp_num_layers") and model.get("share_embeddings_and_output_weights")):
         return None
     if model["pipeline_model_parallel_size"] == 1:
         return None
-    return (
-        "Megatron-Core cannot save a tied embedding beside multi-token prediction; pp=1, or "
-        "model.share_embeddings_and_output_weights=false"
+    return Problem(
+        "",
+        "Megatron-Core cannot save a tied embedding beside multi-token prediction",
+        "pp=1, or model.share_embeddings_and_output_weights=false",
     )
 
 
-def _async_save(config: RunConfig) -> str | None:
+def _async_save(config: RunConfig) -> Problem | None:
     saves = config.section("checkpoint")
     if not saves.get("async_save"):
         return None
     wrong = [] if saves.get("async_strategy") == "mcore" else ["checkpoint.async_strategy=mcore"]
     wrong += ["checkpoint.use_persistent_ckpt_worker=true"] if saves.get("use_persistent_ckpt_worker") is False else []
     why = "Megatron-Core's persistent writer is the one that sends the hashes of what it writes"
-    return f"checkpoint.async_save=true: {why}; {' '.join(wrong)}" if wrong else None
+    return Problem("checkpoint.async_save=true", why, " ".join(wrong)) if wrong else None
 
 
-TESTS: tuple[Callable[[RunConfig], str | list[str] | None], ...] = (
+TESTS: tuple[Callable[[RunConfig], Problem | list[Problem] | None], ...] = (
     _replaced,
     _loggers,
     _sizes,
@@ -379,4 +415,4 @@ TESTS: tuple[Callable[[RunConfig], str | list[str] | None], ...] = (
     _of_gpus("profiling.record_memory_history"),
     _of_gpus("logger.log_energy"),
 )
-RULES = tuple(Rule(RulePhase.FIELDS, test) for test in TESTS)
+RULES = tuple(Rule(test) for test in TESTS)

@@ -1,67 +1,26 @@
-"""The one shape of a rule, and what a broken rule says."""
+"""The one shape of a rule."""
 
-import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from enum import IntEnum
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tp_invariant_recipes.errors import OR_STOCK
-
-_KEY = re.compile(r"[A-Za-z_][\w.]*")
-
-
-class RulePhase(IntEnum):
-    """What a rule is about."""
-
-    TYPED = 1  # one override, as typed
-    FIELDS = 2  # settings that must fit each other in any layout
-    LAYOUT = 3  # ranks, the model and the batch
-    FEATURES = 4  # what a feature, or a mode of numerics, covers
-    MACHINE = 5  # what a machine, a job or a file lacks
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is wrong with a configuration.
-
-    key:   the setting that the text begins with, such as "tp" or "model.hidden_size"; "" for other texts.
-    text:  what is wrong.
-    solve: the settings that solve it; "" where the text says it.
-    stock: whether numerics=stock solves it, too.
-    """
-
-    key: str
-    text: str
-    solve: str
-    stock: bool = False
-
-    @classmethod
-    def read(cls, line: str, *, stock: bool = False) -> "Problem":
-        """Read "KEY=VALUE: text; solution"."""
-        text, _, solve = line.partition("; ")
-        match = _KEY.match(text)
-        return cls(match[0] if match else "", text, solve, stock)
-
-    def __str__(self) -> str:
-        return f"{self.text}; {self.solve}" if self.solve else self.text
+from tp_invariant_recipes.errors import Problem
 
 
 @dataclass(frozen=True)
 class Rule[Subject]:
     """A rule of a subject: of a RunConfig, or of a run as planned on a machine.
 
-    phase: what it is about.
-    test:  returns what is wrong, a text or several; or, with `why`, anything that is true where the rule is broken.
-    why:   "what is wrong; what solves it", for a test that returns no text.
+    test:  returns a Problem, several or None; or, with `text`, anything that is true where the rule is broken.
+    text, solve: of the problem, for a test that returns none.
     needs: whether the rule is about a subject; a test may rely on it.
-    head:  the setting that the rule is about, as in "guard=shadow"; each text begins with it.
+    head:  the setting that the rule is about, as in "guard=shadow": the key of its problems, or before their keys.
     stock: whether numerics=stock avoids the rule.
     """
 
-    phase: RulePhase
     test: Callable[[Subject], Any]
-    why: str = ""
+    text: str = ""
+    solve: str = ""
     needs: Callable[[Subject], Any] = lambda subject: True
     head: Callable[[Subject], str] | None = None
     stock: bool = False
@@ -75,17 +34,16 @@ class Rule[Subject]:
         broken = self.broken(subject)
         if not broken:
             return []
-        texts = [self.why] if self.why else [broken] if isinstance(broken, str) else broken
-        head = f"{self.head(subject)}: " if self.head else ""
-        return [Problem.read(f"{head}{text}", stock=self.stock) for text in texts]
+        given = (
+            [Problem("", self.text, self.solve)] if self.text else [broken] if isinstance(broken, Problem) else broken
+        )
+        head = [self.head(subject)] if self.head else []
+        return [
+            replace(problem, key=": ".join([*head, *filter(None, [problem.key])]), stock=self.stock)
+            for problem in given
+        ]
 
 
 def broken_rules[Subject](subject: Subject, rules: Iterable[Rule[Subject]]) -> list[Problem]:
     """Everything that the rules say of a subject, in their order."""
     return [problem for rule in rules for problem in rule.problems(subject)]
-
-
-def lines(problems: Iterable[Problem]) -> list[str]:
-    """Return the problems of a ConfigError: a line each, and OR_STOCK where that avoids some of them."""
-    listed = [*problems]
-    return [*map(str, listed), *([OR_STOCK] if any(problem.stock for problem in listed) else [])]

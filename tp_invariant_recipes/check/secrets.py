@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from typing import Any
 
-from tp_invariant_recipes.check.rule import Rule, RulePhase
+from tp_invariant_recipes.check.rule import Rule
+from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.secrets import holds, named, redacted
 
 
-def _held(sections: Any, path: str) -> Iterator[str]:
+def _held(sections: Any, path: str) -> Iterator[Problem]:
     if isinstance(sections, dict):
         for name, value in sections.items():
             inner = f"{path}.{redacted(str(name))}".removeprefix(".")
@@ -25,13 +26,12 @@ def _held(sections: Any, path: str) -> Iterator[str]:
         yield _refusal(path)
 
 
-def _refusal(path: str) -> str:
-    return (
-        f"{path}: holds what looks like a secret, and what is configured is written down; set it in a variable where "
-        "you start the run, and for a job name that in cluster.forward"
+def _refusal(path: str) -> Problem:
+    return Problem(
+        path,
+        "holds what looks like a secret, and what is configured is written down",
+        "set it in a variable where you start the run, and for a job name that in cluster.forward",
     )
 
 
-RULES: tuple[Rule[RunConfig], ...] = (
-    Rule(RulePhase.FIELDS, lambda config: [*dict.fromkeys(_held(config.sections, ""))]),
-)
+RULES: tuple[Rule[RunConfig], ...] = (Rule(lambda config: [*dict.fromkeys(_held(config.sections, ""))]),)

@@ -1,6 +1,7 @@
 """Settings that contradict weights from a folder of Hugging Face."""
 
-from tp_invariant_recipes.check.rule import Rule, RulePhase
+from tp_invariant_recipes.check.rule import Rule
+from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.settings import peft
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -12,36 +13,37 @@ OFF = {
 }
 
 
-def _twice(config: RunConfig) -> str | None:
+def _twice(config: RunConfig) -> Problem | None:
     if config.section("checkpoint").get("pretrained_checkpoint") is None:
         return None
     both = f"weights={config.weights.folder} and checkpoint.pretrained_checkpoint"
-    return f"{both} both say where weights come from; leave out one"
+    return Problem("", f"{both} both say where weights come from", "leave out one")
 
 
-def _initial(config: RunConfig) -> str | None:
+def _initial(config: RunConfig) -> Problem | None:
     # Adapters are new: the folder does not have them.
     if config.numerics.invariant or config.numerics.initial_weights != "invariant" or peft.adapts(config):
         return None
-    return f"numerics.initial_weights=invariant: weights={config.weights.folder} has them; leave out one"
+    return Problem("numerics.initial_weights=invariant", f"weights={config.weights.folder} has them", "leave out one")
 
 
-def _fp8(config: RunConfig) -> str | None:
+def _fp8(config: RunConfig) -> Problem | None:
     precision = config.mixed_precision
     if not isinstance(precision, dict) or not (precision.get("fp8_param") or precision.get("fp8_param_gather")):
         return None
-    return f"weights={config.weights.folder}: weights are not imported into fp8; mixed_precision.fp8_param_gather=false"
+    return Problem(
+        f"weights={config.weights.folder}",
+        "weights are not imported into fp8",
+        "mixed_precision.fp8_param_gather=false",
+    )
 
 
-def _off(config: RunConfig) -> list[str]:
+def _off(config: RunConfig) -> list[Problem]:
     return [
-        f"weights={config.weights.folder}: {path}=false; weights are imported before {why}"
+        Problem(f"weights={config.weights.folder}", f"{path}=false", f"weights are imported before {why}")
         for path, why in OFF.items()
         if config.section(path.partition(".")[0]).get(path.partition(".")[2])
     ]
 
 
-RULES = tuple(
-    Rule(RulePhase.FEATURES, test, needs=lambda t: t.weights.folder is not None)
-    for test in (_twice, _initial, _fp8, _off)
-)
+RULES = tuple(Rule(test, needs=lambda t: t.weights.folder is not None) for test in (_twice, _initial, _fp8, _off))

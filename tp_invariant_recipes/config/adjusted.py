@@ -178,7 +178,7 @@ def _shared_by(config: RunConfig) -> int:
 
 
 def _splits_experts(config: RunConfig, was: Any) -> bool:
-    return bool(config.model.get("num_moe_experts")) and config.layout.etp > 1
+    return bool(config.shape.experts) and config.layout.etp > 1
 
 
 def _is_above(config: RunConfig, cp: Any) -> bool:
@@ -194,7 +194,7 @@ def _fuses_bias(config: RunConfig) -> bool:
 
 def _padded_size(config: RunConfig) -> int:
     multiple = config.model.get("make_vocab_size_divisible_by") or 128  # Megatron's default
-    return -(-config.model["vocab_size"] // multiple) * multiple
+    return -(-config.shape.vocabulary // multiple) * multiple
 
 
 def _alone(config: RunConfig, was: Any) -> bool:

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 from tp_invariant_recipes.check import relations
 from tp_invariant_recipes.check.configuration import check
-from tp_invariant_recipes.check.rule import lines
 from tp_invariant_recipes.config import adjusted, graph_choice, hydra_tree, lookup
 from tp_invariant_recipes.config.override_rules import sound_overrides
 from tp_invariant_recipes.config.overrides import Override, of_two_keys, parse, parse_all
 from tp_invariant_recipes.config.recipe_question import question, read_recipe
 from tp_invariant_recipes.config.sections import RECIPES_OWN, checked_sections
-from tp_invariant_recipes.errors import OR_STOCK, ConfigError, refuse
+from tp_invariant_recipes.errors import OR_STOCK, ConfigError, lines, refuse
 from tp_invariant_recipes.numerics.mode import STOCK
 from tp_invariant_recipes.settings import conf_files
 from tp_invariant_recipes.settings.nearest import nearest
@@ -85,7 +84,7 @@ def _compose(
         with _covered(model, problems):
             config = _adjusted(model, sound, composed)
             problems += lines(check(config))
-            problems += relations.unpadded(config, [override.path for override in requested])
+            problems += lines(relations.unpadded(config, [override.path for override in requested]))
             problems += also(config) if also else []
     if OR_STOCK in problems and not _stock_takes(model, sound, problems):
         problems.remove(OR_STOCK)

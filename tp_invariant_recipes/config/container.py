@@ -175,10 +175,10 @@ def _changed_by_bridge(container: ConfigContainer) -> list[str]:
     if name is None:
         return []
     changed = [
-        line
+        str(problem)
         for section in catalogue.SECTIONS
         if (part := getattr(container, section)) is not None
-        for line in catalogue.refused(section, catalogue.values_of(part))
+        for problem in catalogue.refused_of(section, part)
     ]
     return [*(f"numerics={name}: Megatron-Bridge sets {line}" for line in changed), *([OR_STOCK] if changed else [])]
 

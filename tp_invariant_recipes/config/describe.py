@@ -46,17 +46,16 @@ def model(name: str) -> dict[str, Any]:
     memory: bytes that a rank on a GPU needs, about, for each of these degrees in order.
     """
     config = compose(name, device="gpu").config
-    fields = config.model
     degrees = [tp for tp in TP_DEGREES if not broken_rules(_split(config, tp), layout.RULES)]
     return {
         "model": name,
         "summary": conf_files.summary("model", name),
-        "parameters": parameters(fields),
-        "layers": fields.get("num_layers") or len(fields["hybrid_layer_pattern"]),
-        "hidden_size": fields["hidden_size"],
+        "parameters": parameters(config.shape),
+        "layers": config.shape.layers or len(config.shape.pattern),
+        "hidden_size": config.shape.hidden,
         "tp": degrees,
         "memory": [memory.estimate(_split(config, tp)).rank for tp in degrees],
-        "cpu": fields["_target_"] in PROVIDERS,
+        "cpu": config.model["_target_"] in PROVIDERS,
     }
 
 

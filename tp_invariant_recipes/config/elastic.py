@@ -10,9 +10,11 @@ from typing import Any
 from tp_invariant_recipes.check import layout as layout_rules
 from tp_invariant_recipes.check.invariant import invariance
 from tp_invariant_recipes.check.job import misfits
-from tp_invariant_recipes.check.rule import Rule, RulePhase, broken_rules, lines
+from tp_invariant_recipes.check.rule import Rule, broken_rules
 from tp_invariant_recipes.config import resume_rules
 from tp_invariant_recipes.config.overrides import Override, parse
+from tp_invariant_recipes.config.resume_rules import GRADIENTS, Continuation
+from tp_invariant_recipes.errors import Problem, lines
 from tp_invariant_recipes.ledger.layouts import words
 from tp_invariant_recipes.settings import allocation
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -45,23 +47,29 @@ def data_parallel(config: RunConfig, nodes: int) -> int | None:
     return next((dp for dp in range(config.parallel.data_parallel_size, 0, -1) if _fits(config, dp, nodes)), None)
 
 
-def _nodes(config: RunConfig) -> list[str]:
+def _nodes(config: RunConfig) -> list[Problem]:
     """Return what is wrong with slurm.nodes of a job of this run."""
     try:
         requested = span(config)
     except ValueError as error:
-        return [str(error)]
+        return [Problem("", str(error))]
     if requested is None:
         return []
     (fewest, most), whole = requested, allocation.from_config(config)
     if most != whole.nodes or fewest > most:
-        return [f"slurm.nodes={config.slurm.nodes}: with this layout the run takes {whole}, so that is the most"]
+        return [
+            Problem(f"slurm.nodes={config.slurm.nodes}", f"with this layout the run takes {whole}, so that is the most")
+        ]
     if not config.cluster.shared_files:
-        return ["slurm.nodes: a run continues on other nodes from a checkpoint, so cluster.shared_files must be true"]
+        return [
+            Problem(
+                "slurm.nodes", "a run continues on other nodes from a checkpoint, so cluster.shared_files must be true"
+            )
+        ]
     if data_parallel(config, fewest) is not None:
         return []
     enough = next(count for count in range(fewest, most + 1) if data_parallel(config, count) is not None)
-    return [f"slurm.nodes={config.slurm.nodes}: {_why(config, fewest)}; slurm.nodes={enough}-{most}"]
+    return [Problem(f"slurm.nodes={config.slurm.nodes}", _why(config, fewest), f"slurm.nodes={enough}-{most}")]
 
 
 def kept(config: RunConfig) -> list[Override]:
@@ -87,12 +95,12 @@ def _has_room(config: RunConfig, nodes: int) -> bool:
 
 def _wrong(config: RunConfig, dp: int) -> list[str]:
     other = with_dp(config, dp)
-    bits = resume_rules.other_gradients(_run(config), _run(other))
-    return [*([bits] if bits else []), *lines(broken_rules(other, (*layout_rules.RULES, *invariance.RULES)))]
+    bits = broken_rules(Continuation(_run(config), _run(other)), GRADIENTS)
+    return lines([*bits, *broken_rules(other, (*layout_rules.RULES, *invariance.RULES))])
 
 
 def _run(config: RunConfig) -> dict[str, Any]:
     return {"numerics": config.section("numerics"), "layout": config.layout.as_dict()}
 
 
-RULES = (Rule(RulePhase.MACHINE, _nodes),)
+RULES = (Rule(_nodes),)

@@ -57,7 +57,7 @@ def beyond(config: RunConfig, option: str) -> list[str]:
     if config.numerics.invariant or config.model.get("cuda_graph_impl") != FULL:
         return short
     judged = config.with_fields("numerics", mode=mode.DEFAULT)
-    return [*short, *(limit.why for limit in graphs.LIMITS if limit.broken(judged))]
+    return [*short, *(f"{limit.text}; {limit.solve}" for limit in graphs.LIMITS if limit.broken(judged))]
 
 
 def captured(config: RunConfig, option: str, typed: Collection[str]) -> RunConfig:

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tp_invariant_recipes.check.rule import Rule, RulePhase, broken_rules, lines
+from tp_invariant_recipes.check.rule import Rule, broken_rules
 from tp_invariant_recipes.config import adjusted, hydra_tree
 from tp_invariant_recipes.config.overrides import Override
-from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.errors import ConfigError, Problem, lines
 from tp_invariant_recipes.settings import conf_files, schema
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
 from tp_invariant_recipes.settings.nearest import did_you_mean, nearest
@@ -64,68 +64,68 @@ def _joined(overrides: Sequence[Override], problems: list[str]) -> list[Override
     return single
 
 
-def _unread(typed: Typed) -> str:
+def _unread(typed: Typed) -> Problem:
     text = typed.override.text
-    return f"'{text if len(text) <= 200 else f'{text[:30]}…'}' is not KEY=VALUE: {typed.override.wrong}"
+    return Problem("", f"'{text if len(text) <= 200 else f'{text[:30]}…'}' is not KEY=VALUE: {typed.override.wrong}")
 
 
-def _several(typed: Typed) -> str:
+def _several(typed: Typed) -> Problem:
     text, key = typed.override.text, typed.override.key
-    return f"{text}: one run takes one value for {key}; for several runs: tpi sweep, tpi verify"
+    return Problem(text, f"one run takes one value for {key}", "for several runs: tpi sweep, tpi verify")
 
 
-def _deletion(typed: Typed) -> str:
-    return f"{typed.override.text}: fields cannot be deleted; set {typed.override.key}=null"
+def _deletion(typed: Typed) -> Problem:
+    return Problem(typed.override.text, "fields cannot be deleted", f"set {typed.override.key}=null")
 
 
-def _cluster_file(typed: Typed) -> str | None:
+def _cluster_file(typed: Typed) -> Problem | None:
     if (file := typed.override.given_file) is None:
         return None
     try:
         hydra_tree.read(file)
     except ConfigError as error:
-        return f"cluster={error}"
+        return Problem("", f"cluster={error}")
     return None
 
 
-def _option(typed: Typed) -> str | None:
+def _option(typed: Typed) -> Problem | None:
     key, option = typed.override.key, typed.override.value
     if key == "model":
-        return f"model={option}: the model is the first argument: tpi train {option} …"
+        return Problem(f"model={option}", f"the model is the first argument: tpi train {option} …")
     if typed.override.given_file or option in typed.groups[key]:
         return None
-    return f"{key}={option}: unknown {key} '{option}'{nearest(option, typed.groups[key])}"
+    return Problem(f"{key}={option}", f"unknown {key} '{option}'{nearest(option, typed.groups[key])}")
 
 
-def _key(typed: Typed) -> str | None:
+def _key(typed: Typed) -> Problem | None:
     key = typed.override.key
     if any(key in (short.name, short.path) for short in SHORT_KEYS.values()):
         return None
     problem = _key_problem(key, typed.groups)
-    return f"{typed.override.text}: {problem}" if problem else None
+    return replace(problem, key=typed.override.text) if problem else None
 
 
-def _key_problem(key: str, groups: Mapping[str, tuple[str, ...]]) -> str | None:
+def _key_problem(key: str, groups: Mapping[str, tuple[str, ...]]) -> Problem | None:
     """Return what is wrong with a key that is not a short one, as far as it can be told without importing Bridge."""
     section = key.partition(".")[0]
     if key == "recipe":
-        return "recipe=NAME replaces the name of a model: tpi train recipe=NAME …"
+        return Problem("", "recipe=NAME replaces the name of a model: tpi train recipe=NAME …")
     if key == f"dataset.{schema.PROVIDER}":
-        return "a recipe decides what its dataset is; leave it out"
+        return Problem("", "a recipe decides what its dataset is", "leave it out")
     if section not in schema.SECTIONS:
         known = (*SHORT_KEYS, *groups) if section == key else (f"{s}.{key.partition('.')[2]}" for s in schema.SECTIONS)
         hint = did_you_mean(schema.keys_of(key) or schema.keys_of(key.rpartition(".")[2])) or nearest(key, known)
-        return f"unknown key '{key}'{hint}"
+        return Problem("", f"unknown key '{key}'{hint}")
     if section == key and section != "mixed_precision":
-        return f"'{key}' is a section; set one of its fields, as in {key}.FIELD=VALUE"
+        return Problem("", f"'{key}' is a section", f"set one of its fields, as in {key}.FIELD=VALUE")
     return None
 
 
-def _value(typed: Typed) -> str | None:
+def _value(typed: Typed) -> Problem | None:
     try:
         _converted(typed.override)
     except WrongType as error:
-        return f"{typed.override.text}: {error}"
+        return Problem(typed.override.text, str(error))
     return None
 
 
@@ -144,27 +144,27 @@ def _converted(override: Override) -> Override:
     return replace(override, value=str(value)) if isinstance(value, bool | int | float) else override
 
 
-def _decided_by_recipe(typed: Typed) -> str | None:
+def _decided_by_recipe(typed: Typed) -> Problem | None:
     """Return what only a recipe has, or what tpi fills in."""
     text, path = typed.override.text, typed.override.path
     if path == "data.kind" and typed.override.value == "recipe":
-        return f"{text}: a recipe with data of its own decides it; data=mock or data=text"
+        return Problem(text, "a recipe with data of its own decides it", "data=mock or data=text")
     if not (path.startswith("recipe.") or path == adjusted.KEY):
         return None
     if not recipe_source.is_recipe(typed.model):
-        return f"{text}: {typed.model} is no recipe; recipe=NAME replaces the name of a model"
-    return None if path in ("recipe.hf_folder", adjusted.KEY) else f"{text}: tpi fills {path} in; leave it out"
+        return Problem(text, f"{typed.model} is no recipe", "recipe=NAME replaces the name of a model")
+    return None if path in ("recipe.hf_folder", adjusted.KEY) else Problem(text, f"tpi fills {path} in", "leave it out")
 
 
 # About the model; the override can be composed.
-OF_RECIPES = (Rule(RulePhase.TYPED, _decided_by_recipe),)
+OF_RECIPES = (Rule(_decided_by_recipe),)
 # An override that breaks one is left out, so that the same message has what is wrong beside it.
 RULES: tuple[Rule[Typed], ...] = (
-    Rule(RulePhase.TYPED, _unread, needs=lambda typed: typed.parsed is None),
-    Rule(RulePhase.TYPED, _several, needs=lambda typed: typed.override.sweep),
-    Rule(RulePhase.TYPED, _deletion, needs=lambda typed: typed.parsed is not None and typed.parsed.is_delete()),
-    Rule(RulePhase.TYPED, _cluster_file, needs=lambda typed: typed.single),
-    Rule(RulePhase.TYPED, _option, needs=lambda typed: typed.single and typed.override.group),
-    Rule(RulePhase.TYPED, _key, needs=lambda typed: typed.single and not typed.override.group),
-    Rule(RulePhase.TYPED, _value, needs=lambda typed: typed.single),
+    Rule(_unread, needs=lambda typed: typed.parsed is None),
+    Rule(_several, needs=lambda typed: typed.override.sweep),
+    Rule(_deletion, needs=lambda typed: typed.parsed is not None and typed.parsed.is_delete()),
+    Rule(_cluster_file, needs=lambda typed: typed.single),
+    Rule(_option, needs=lambda typed: typed.single and typed.override.group),
+    Rule(_key, needs=lambda typed: typed.single and not typed.override.group),
+    Rule(_value, needs=lambda typed: typed.single),
 )

@@ -4,11 +4,14 @@ Digests, weights, moments and the place in the data do not depend on the layout.
 adds its gradients, and the form in which a distributed optimizer's state lies in a checkpoint.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from tp_invariant_recipes.check.rule import Rule, broken_rules
 from tp_invariant_recipes.config.overrides import Override
+from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.settings import muon
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -34,20 +37,42 @@ MAY_CHANGE = (
 )
 
 
-def other_state(before: Sequence[Override], now: Sequence[Override], config: RunConfig) -> list[str]:
+@dataclass(frozen=True)
+class ResumedOverride:
+    """An override of a run that continues. before: what the run has been made of so far. config: as it is now."""
+
+    override: Override
+    before: Collection[tuple[str, str]]
+    config: RunConfig
+
+    @property
+    def other_state(self) -> bool:
+        """Whether the run would continue with another state than its checkpoint's, under the same identity."""
+        section, _, name = self.override.field.partition(".")
+        if section != "checkpoint" or (self.override.field, self.override.value) in self.before:
+            return False
+        if any(fnmatchcase(name, pattern) for pattern in MAY_CHANGE):
+            return False
+        return name not in WHOLE or self.config.section(section).get(name) != WHOLE[name]
+
+
+TYPED: tuple[Rule[ResumedOverride], ...] = (
+    Rule(
+        lambda typed: typed.other_state,
+        "a run continues with the whole state of its checkpoint, read as it was written",
+        "leave it out",
+        head=lambda typed: typed.override.text,
+    ),
+)
+
+
+def other_state(before: Sequence[Override], now: Sequence[Override], config: RunConfig) -> list[Problem]:
     """Keys with which a run would continue with another state than its checkpoint's, under the same identity.
 
     before: the overrides that the run has been made of so far. config: composed of those `now`.
     """
-    kept = {(override.field, override.value) for override in before}
-    return [
-        f"{override.text}: a run continues with the whole state of its checkpoint, read as it was written; leave it out"
-        for override in now
-        for section, _, name in [override.field.partition(".")]
-        if section == "checkpoint" and (override.field, override.value) not in kept
-        if not any(fnmatchcase(name, pattern) for pattern in MAY_CHANGE)
-        if name not in WHOLE or config.section(section).get(name) != WHOLE[name]
-    ]
+    known = {(override.field, override.value) for override in before}
+    return [problem for override in now for problem in broken_rules(ResumedOverride(override, known, config), TYPED)]
 
 
 def data_shards(numerics: Mapping[str, Any], layout: Mapping[str, Any]) -> int:
@@ -76,63 +101,140 @@ def optimizer_state(config: RunConfig) -> str:
     return DISTRIBUTED if config.section("checkpoint").get("dist_ckpt_optim_fully_reshardable") else BUCKETS
 
 
-def other_gradients(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Why the steps to come would not have the bits that they would have had; None: they would, or nobody promised.
+@dataclass(frozen=True)
+class Continuation:
+    """A run that continues: as it has been, and as it would be. Each has "numerics" and "layout", as in `run.json`."""
 
-    before, now: "numerics" and "layout", as in `run.json`.
-    """
-    there, here = (data_shards(run["numerics"], run["layout"]) for run in (before, now))
-    if mode.find(now["numerics"]["mode"]) is None or there == here:
+    before: Mapping[str, Any]
+    now: Mapping[str, Any]
+
+    @property
+    def shards(self) -> tuple[int, int]:
+        """D, before and now."""
+        before, now = (data_shards(run["numerics"], run["layout"]) for run in (self.before, self.now))
+        return before, now
+
+
+def _other_gradients(run: Continuation) -> Problem | None:
+    there, here = run.shards
+    if there == here:
         return None
-    return (
-        f"dp={now['layout']['dp']}: a step's gradient has been the sum of {there} data-parallel parts so far, and "
-        f"would be one of {here}, added in another order: the steps to come would have other bits; dp={there}, or "
-        f"numerics=stock"
+    return Problem(
+        f"dp={run.now['layout']['dp']}",
+        f"a step's gradient has been the sum of {there} data-parallel parts so far, and would be one of {here}, added "
+        f"in another order: the steps to come would have other bits",
+        f"dp={there}, or numerics=stock",
     )
 
 
-def unreadable_state(
-    saved: str,
-    before: Mapping[str, Any],
-    wanted: str,
-    now: Mapping[str, Any],
-    *,
-    separate: tuple[bool, bool] = (False, False),
-) -> str | None:
-    """Why a run cannot read a checkpoint's optimizer state; None: it can.
+# Why the steps to come would not have the bits that they would have had. Stock promises none.
+GRADIENTS: tuple[Rule[Continuation], ...] = (
+    Rule(_other_gradients, needs=lambda run: mode.find(run.now["numerics"]["mode"]) is not None),
+)
 
-    saved, wanted: the forms. before, now: the layouts in which it was written and is to be read. separate:
-    whether the experts' state was, and will be, separate from the other state (`experts_separate`).
+
+@dataclass(frozen=True)
+class StateForm:
+    """The state of an optimizer, as a checkpoint has it or as a run reads it.
+
+    form: one of the four above. layout: degrees by their short names. experts_separate: whether the experts' state is
+    separate from the other state.
     """
-    distributed = saved in (DISTRIBUTED, BUCKETS)
-    if distributed != (wanted in (DISTRIBUTED, BUCKETS)):
-        kind = "a distributed optimizer" if distributed else "an optimizer that is not distributed"
-        return f"it holds the state of {kind}: optimizer.use_distributed_optimizer={str(distributed).lower()}"
-    if (saved == LAYER_WISE) != (wanted == LAYER_WISE):
-        kind = "with" if saved == LAYER_WISE else "apart from"
-        return (
-            f"it holds the state of experts {kind} all other state: "
-            f"optimizer.{muon.LAYER_WISE}={str(saved == LAYER_WISE).lower()}"
+
+    form: str
+    layout: Mapping[str, Any]
+    experts_separate: bool = False
+
+    @property
+    def distributed(self) -> bool:
+        """Whether it is a distributed optimizer's."""
+        return self.form in (DISTRIBUTED, BUCKETS)
+
+
+@dataclass(frozen=True)
+class StateReading:
+    """A checkpoint's optimizer state, and the run that reads it. checkpoint: what messages call it."""
+
+    checkpoint: str
+    saved: StateForm
+    wanted: StateForm
+
+    @property
+    def alike(self) -> bool:
+        """Whether both are of one kind of optimizer."""
+        same = (state.distributed for state in (self.saved, self.wanted))
+        return len({*same}) == 1 and (self.saved.form == LAYER_WISE) == (self.wanted.form == LAYER_WISE)
+
+    @property
+    def buckets(self) -> list[str]:
+        """The degrees that differ and decide what lies in a buffer of the checkpoint."""
+        before, now = self.saved.layout, self.wanted.layout
+        return [name for name in _OF_BUCKETS if self.saved.form == BUCKETS and before.get(name) != now.get(name)]
+
+
+def _other_kind(reading: StateReading) -> Problem | None:
+    distributed = reading.saved.distributed
+    if distributed == reading.wanted.distributed:
+        return None
+    kind = "a distributed optimizer" if distributed else "an optimizer that is not distributed"
+    return Problem(
+        "", f"it holds the state of {kind}", f"optimizer.use_distributed_optimizer={str(distributed).lower()}"
+    )
+
+
+def _other_layers(reading: StateReading) -> Problem | None:
+    saved, wanted = (state.form == LAYER_WISE for state in (reading.saved, reading.wanted))
+    if saved == wanted or reading.saved.distributed != reading.wanted.distributed:
+        return None
+    kind = "with" if saved else "apart from"
+    return Problem(
+        "",
+        f"it holds the state of experts {kind} all other state",
+        f"optimizer.{muon.LAYER_WISE}={str(saved).lower()}",
+    )
+
+
+def _separate_experts(reading: StateReading) -> Problem | None:
+    before, now = _of_experts(reading.saved.layout), _of_experts(reading.wanted.layout)
+    if reading.saved.experts_separate == reading.wanted.experts_separate:
+        return None
+    if reading.saved.experts_separate:
+        return Problem(
+            "",
+            f"it holds the optimizer state of experts apart from all other state, as Megatron does at {before}, and "
+            f"not at {now}",
+            "continue with tp > 1 or ep > 1",
         )
-    if separate == (True, False):
-        return (
-            f"it holds the optimizer state of experts apart from all other state, as Megatron does at "
-            f"{_of_experts(before)}, and not at {_of_experts(now)}: continue with tp > 1 or ep > 1"
-        )
-    if separate == (False, True):
-        return (
-            f"it holds the optimizer state of experts together with all other state, as Megatron does at "
-            f"{_of_experts(before)} with numerics=stock alone: continue with numerics=stock {_of_experts(before)}"
-        )
-    changed = [name for name in _OF_BUCKETS if saved == BUCKETS and before.get(name) != now.get(name)]
+    return Problem(
+        "",
+        f"it holds the optimizer state of experts together with all other state, as Megatron does at {before} with "
+        f"numerics=stock alone",
+        f"continue with numerics=stock {before}",
+    )
+
+
+def _other_buckets(reading: StateReading) -> Problem | None:
+    before, changed = reading.saved.layout, reading.buckets
     if not changed:
         return None
-    return (
-        f"it holds the buffers of a distributed optimizer, which only dp may divide anew, and "
-        f"{', '.join(f'{name} was {before.get(name)}' for name in changed)}: keep "
-        f"{' '.join(f'{name}={before.get(name)}' for name in changed)}; checkpoints saved with "
-        f"checkpoint.dist_ckpt_optim_fully_reshardable=true can go on in every layout"
+    was = ", ".join(f"{name} was {before.get(name)}" for name in changed)
+    return Problem(
+        "",
+        f"it holds the buffers of a distributed optimizer, which only dp may divide anew, and {was}",
+        f"keep {' '.join(f'{name}={before.get(name)}' for name in changed)}; checkpoints saved with "
+        f"checkpoint.dist_ckpt_optim_fully_reshardable=true can go on in every layout",
     )
+
+
+# Why a run cannot read a checkpoint's optimizer state.
+STATE: tuple[Rule[StateReading], ...] = (
+    Rule(_other_kind, head=lambda reading: reading.checkpoint),
+    Rule(_other_layers, head=lambda reading: reading.checkpoint),
+    *(
+        Rule(test, needs=lambda reading: reading.alike, head=lambda reading: reading.checkpoint)
+        for test in (_separate_experts, _other_buckets)
+    ),
+)
 
 
 def same_random_states(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

@@ -97,7 +97,7 @@ def check(run: Path, step: int, module: str) -> list[Checked]:
 def _operands(config: RunConfig, module: str) -> "Format":
     """Return what a layer computes with: FP8, or what the run's mode has."""
     layers, arithmetic = low_precision.fp8_layers(config), mode.named_mode(config.numerics.mode)
-    if layers is not None and layers.contains(int(module.split(".")[2]), config.model["num_layers"]):
+    if layers is not None and layers.contains(int(module.split(".")[2]), config.shape.layers):
         from tp_invariant_recipes.numerics.megatron.fp8 import operands_of
 
         return operands_of(layers, arithmetic, None)

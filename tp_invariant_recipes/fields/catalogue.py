@@ -1,9 +1,11 @@
-"""The catalogue: every field of Bridge that somebody has read, by its section and name."""
+"""The catalogue: a field of Bridge has one row, by its section and name, or keeps its class's default."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
+from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.fields.adapters import PEFT
 from tp_invariant_recipes.fields.checkpoint import CHECKPOINT
 from tp_invariant_recipes.fields.data import DATASET, TOKENIZER
@@ -23,7 +25,7 @@ from tp_invariant_recipes.fields.watching import (
     STRAGGLER,
     TENSOR_INSPECT,
 )
-from tp_invariant_recipes.settings.schema import PROVIDER
+from tp_invariant_recipes.settings.schema import PROVIDER, has_default
 from tp_invariant_recipes.settings.sections import OWN_KEYS
 
 # Sections whose rows say all that is allowed, in the order of messages. Rules of check/invariant/ say it of the others.
@@ -71,26 +73,32 @@ def values_of(config: Any) -> dict[str, Any]:
     return {f.name: getattr(config, f.name) for f in fields(config) if f.init and f.name[0] != "_"}
 
 
-def refused(section: str, given: Mapping[str, Any]) -> list[str]:
-    """One line for every field whose value is not allowed: the reason, and the values that are.
+def refused(section: str, given: Mapping[str, Any], is_default: Callable[[str, Any], bool]) -> list[Problem]:
+    """One problem for every field whose value is not allowed: the reason, and the values that are.
 
     section: one of SECTIONS. given: name -> value, as a composed tree or an object of Megatron's has it.
+    is_default: whether a field has its class's default; asked of fields without a row alone, since it imports Bridge.
     """
-    lines = []
+    problems = []
     for name, value in given.items():
         key = f"{section}.{name}"
         if name == PROVIDER or key in OWN_KEYS:
             continue
-        field = SECTIONS[section].field(name)
-        if not field.allowed.accepts(value):
-            lines.append(f"{key}={as_text(value)}: {field.why}; {field.allowed.remedy.format(key=key)}")
-    return lines
+        field, named = SECTIONS[section].field(name), name in SECTIONS[section].named
+        if not field.allowed.accepts(value) and (named or not is_default(name, value)):
+            problems.append(Problem(f"{key}={as_text(value)}", field.why, field.allowed.remedy.format(key=key)))
+    return problems
 
 
-def unknown_of_model(given: Iterable[str]) -> list[str]:
-    """One line for every field of a model that nobody has read. given: the fields that a run sets."""
+def refused_of(section: str, part: Any) -> list[Problem]:
+    """List what `refused` says of an object of Megatron's."""
+    return refused(section, values_of(part), partial(has_default, type(part)))
+
+
+def unknown_of_model(given: Iterable[str]) -> list[Problem]:
+    """One problem for every field of a model that nobody has read. given: the fields that a run sets."""
     names = set(given) - KNOWN - REFUSED - {*MULTI_TOKEN_OFF, MULTI_TOKEN_PATTERN, PROVIDER}
-    return [f"model.{name}: {UNKNOWN}; leave it unset" for name in sorted(names)]
+    return [Problem(f"model.{name}", UNKNOWN, "leave it unset") for name in sorted(names)]
 
 
 def changes_bits(path: str) -> bool:

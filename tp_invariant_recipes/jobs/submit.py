@@ -10,11 +10,11 @@ from pathlib import Path
 from tp_invariant_recipes.check import job as job_rules
 from tp_invariant_recipes.check.inputs import input_problems
 from tp_invariant_recipes.check.job import PendingJob
-from tp_invariant_recipes.check.rule import broken_rules, lines
+from tp_invariant_recipes.check.rule import broken_rules
 from tp_invariant_recipes.config import elastic, reserved
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, changed, cluster_files, given, parse, parse_all
-from tp_invariant_recipes.errors import ConfigError, RunError, listed, refuse
+from tp_invariant_recipes.errors import ConfigError, RunError, lines, listed, refuse
 from tp_invariant_recipes.features.train.workflow import check as train_check
 from tp_invariant_recipes.features.verify import matrix
 from tp_invariant_recipes.features.verify import sweep as sweeping
@@ -125,7 +125,7 @@ def _single(composed: Composed, where: RunDir, after: Sequence[str]) -> PlannedS
         validate=lambda: None,
         write=lambda: None,
         after=_ids(after),
-        unseen=tuple(job_rules.unseen(config)),
+        unseen=tuple(lines(job_rules.unseen(config))),
         warnings=_warnings({"": config}),
     )
 
@@ -187,7 +187,7 @@ def several(
         validate=partial(verify.check, verification),
         write=partial(_write_cells, verification),
         after=_ids(after),
-        unseen=tuple(dict.fromkeys(line for config in configs.values() for line in job_rules.unseen(config))),
+        unseen=tuple(dict.fromkeys(line for config in configs.values() for line in lines(job_rules.unseen(config)))),
         left_out=verification.matrix.left_out,
         warnings=_warnings({cell.label: configs[cell.name] for cell in verification.matrix.cells}),
     )
@@ -297,8 +297,8 @@ def _check_fit(configs: Sequence[RunConfig], problems: list[str], *, dry: bool) 
 def _warnings(configs: Mapping[str, RunConfig]) -> tuple[str, ...]:
     """Return what may end these runs early, although nothing refuses them. configs: by label; "" of a single run."""
     tight = {label: room.warning(config, here=False) for label, config in configs.items()}
-    lines = [f"{label}: {line}" if label else line for label, line in tight.items() if line]
-    return (*lines, *dict.fromkeys(line for config in configs.values() for line in job_rules.warnings(config)))
+    told = [f"{label}: {line}" if label else line for label, line in tight.items() if line]
+    return (*told, *dict.fromkeys(line for config in configs.values() for line in lines(job_rules.warnings(config))))
 
 
 def unfit(config: RunConfig, there: Sequence[Partition]) -> list[str]:

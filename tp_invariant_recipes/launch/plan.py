@@ -9,7 +9,6 @@ from typing import Any
 
 from tp_invariant_recipes.check import inputs, relations
 from tp_invariant_recipes.check.machine import PendingRun, check_start
-from tp_invariant_recipes.check.rule import lines
 from tp_invariant_recipes.config import hydra_tree
 from tp_invariant_recipes.config.compose import Composed
 from tp_invariant_recipes.config.identity import identity
@@ -17,7 +16,7 @@ from tp_invariant_recipes.config.overrides import Override, given
 from tp_invariant_recipes.data.examples import Examples
 from tp_invariant_recipes.data.prepare import ensure_prepared, find_prepared
 from tp_invariant_recipes.data.prepared import PreparedData
-from tp_invariant_recipes.errors import ConfigError, refuse
+from tp_invariant_recipes.errors import ConfigError, lines, refuse
 from tp_invariant_recipes.launch import experiments
 from tp_invariant_recipes.ledger.schema import Header
 from tp_invariant_recipes.machine import gpus
@@ -210,7 +209,7 @@ def _with_examples(config: RunConfig) -> tuple[RunConfig, Examples | None]:
 
 
 def _check_vocabulary(where: str, size: int, config: RunConfig) -> None:
-    if size > config.model["vocab_size"]:
+    if size > config.shape.vocabulary:
         raise ConfigError(
             f"{where} holds {size} token ids but model.vocab_size={config.model['vocab_size']}; "
             f"use data.tokenizer=byte (257 ids) or raise model.vocab_size"

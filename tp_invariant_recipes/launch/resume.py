@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.check import relations
+from tp_invariant_recipes.check.rule import broken_rules
 from tp_invariant_recipes.compare import comparability
 from tp_invariant_recipes.config import resume_rules
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.identity import WEIGHTS_DIGEST
 from tp_invariant_recipes.config.overrides import DECIDED_BY, Override, given, latest, parse, parse_all
-from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError, listed
+from tp_invariant_recipes.config.resume_rules import GRADIENTS, STATE, Continuation, StateForm, StateReading
+from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError, lines, listed
 from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning, resolve
 from tp_invariant_recipes.launch.ranks import Outcome
 from tp_invariant_recipes.ledger.open import read, streamed
@@ -140,7 +142,7 @@ def _resume(command: str, run_dir: RunDir, composed: Composed, how: Planning, st
     newest = start is None and step is None
     done = completed_steps(run_dir) if newest else None
     problems = _changes(before.identity, plan.identity, composed.overrides)
-    problems += resume_rules.other_state(parse_all(before.overrides), composed.overrides, plan.config)
+    problems += lines(resume_rules.other_state(parse_all(before.overrides), composed.overrides, plan.config))
     reached = done or (_newest(run_dir) if newest else step or 0)
     if reached > iters:
         problems.append(f"iters={iters}: the run goes on at step {reached}; raise iters, or checkpoint.ckpt_step=STEP")
@@ -246,19 +248,13 @@ def _check_layout(command: str, before: RunFile, plan: Plan, checkpoint: RunChec
     """Raise ConfigError: in this layout later steps would have other bits, or the checkpoint cannot be read."""
     degrees, manifest = plan.layout.as_dict(), checkpoint.read_manifest()
     separate = resume_rules.experts_separate(plan.config.numerics.mode, plan.config.model, degrees)
-    state = resume_rules.unreadable_state(
-        manifest.optimizer_state,
-        manifest.layout,
-        resume_rules.optimizer_state(plan.config),
-        degrees,
-        separate=(manifest.experts_apart, separate),
+    run = Continuation(vars(before), {"numerics": plan.config.section("numerics"), "layout": degrees})
+    state = StateReading(
+        str(checkpoint.path),
+        StateForm(manifest.optimizer_state, manifest.layout, manifest.experts_apart),
+        StateForm(resume_rules.optimizer_state(plan.config), degrees, separate),
     )
-    problems = [
-        resume_rules.other_gradients(vars(before), {"numerics": plan.config.section("numerics"), "layout": degrees}),
-        state and f"{checkpoint.path}: {state}",
-    ]
-    wrong = [problem for problem in problems if problem]
-    if wrong:
+    if wrong := lines([*broken_rules(run, GRADIENTS), *broken_rules(state, STATE)]):
         raise ConfigError(f"{command} cannot go on at step {checkpoint.step} in this layout.\n{listed(wrong)}", wrong)
 
 

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from tp_invariant_recipes.check.job import misfits
-from tp_invariant_recipes.check.rule import lines
 from tp_invariant_recipes.config import elastic
 from tp_invariant_recipes.config.compose import Composed
 from tp_invariant_recipes.config.overrides import cluster_files, parse
-from tp_invariant_recipes.errors import ConfigError, RunError, refuse
+from tp_invariant_recipes.errors import ConfigError, RunError, lines, refuse
 from tp_invariant_recipes.launch.plan import Plan, for_nodes
 from tp_invariant_recipes.launch.request import Request
 from tp_invariant_recipes.multinode import srun_command

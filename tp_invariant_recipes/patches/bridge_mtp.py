@@ -48,7 +48,7 @@ PATCH = Patch(
     need=Looks(always_transformer_engine, "mtp_block_spec() without model.transformer_impl"),
     replacements=(Replacement("megatron.bridge.models.gpt_provider:mtp_block_spec", of_the_models_kind, WHY),),
     why=WHY,
-    concerns=lambda config: config is None or bool(config.model.get("mtp_num_layers")),
+    concerns=lambda config: config is None or bool(config.shape.depths),
 )
 
 UNMASKED = (

@@ -69,5 +69,5 @@ PATCH = Patch(
         Replacement("megatron.core.optimizer.optimizer:ChainedOptimizer.sharded_state_dict", like_the_others, WHY),
     ),
     why=WHY,
-    concerns=lambda config: config is None or bool(config.model.get("num_moe_experts")),
+    concerns=lambda config: config is None or bool(config.shape.experts),
 )

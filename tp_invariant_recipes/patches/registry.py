@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from tp_invariant_recipes import replacement
-from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.errors import ConfigError, Problem, lines
 from tp_invariant_recipes.patches import (
     bridge_cpu_weights,
     bridge_helpers,
@@ -54,7 +54,7 @@ def verdicts(off: Sequence[str] = ()) -> list[tuple[Patch, PatchVerdict]]:
     return [(patch, patch.verdict(patch.name in off)) for patch in PATCHES]
 
 
-def problems(config: RunConfig | None = None) -> list[str]:
+def problems(config: RunConfig | None = None) -> list[Problem]:
     """Return the patch problems of a run: unknown names in `patches.off`, and refused patches that the run needs.
 
     config: of the run; None: it is unknown, and the run counts as using all installed code.
@@ -62,11 +62,16 @@ def problems(config: RunConfig | None = None) -> list[str]:
     off = config.patches.off if config else []
     known = [patch.name for patch in PATCHES]
     unknown = [
-        f"patches.off={name}: no such patch; the patches are {', '.join(known)}" for name in off if name not in known
+        Problem(f"patches.off={name}", "no such patch", f"the patches are {', '.join(known)}")
+        for name in off
+        if name not in known
     ]
     return unknown + [
-        f"{verdict.reason} and needs patch {patch.name} ({patch.why}): install a version that docs/patches.md lists, "
-        f"or train without the patch: patches.off=[{patch.name}]"
+        Problem(
+            "",
+            f"{verdict.reason} and needs patch {patch.name} ({patch.why}): install a version that docs/patches.md "
+            f"lists, or train without the patch: patches.off=[{patch.name}]",
+        )
         for patch, verdict in verdicts(off)
         if verdict.state == "refused" and patch.concerns(config)
     ]
@@ -79,7 +84,7 @@ def applied(config: RunConfig | None = None) -> Iterator[list[str]]:
     config: as in `problems`.
     Raises ConfigError, and applies none, when the run needs a refused patch or `patches.off` has an unknown name.
     """
-    if wrong := problems(config):
+    if wrong := lines(problems(config)):
         raise ConfigError("\n".join(wrong), wrong)
     off = config.patches.off if config else []
     chosen = [patch for patch, verdict in verdicts(off) if verdict.state == "applies" and patch.concerns(config)]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.errors import ConfigError, Problem, lines
 from tp_invariant_recipes.settings import secrets
 
 
@@ -95,26 +95,24 @@ def settings(device: str, environment: Mapping[str, str], cluster: Mapping[str, 
     """
     cluster = cluster or {}
     shell = [
-        f"{v.name}={value} in the environment: {v.why}; unset it{_or_set(v)}"
+        Problem(f"{v.name}={value} in the environment", v.why, f"unset it{_or_set(v)}")
         for v, value in _refused(device, environment)
     ]
-    if wrong := [*shell, *changing_bits(device, cluster)]:
+    if wrong := lines([*shell, *changing_bits(device, cluster)]):
         raise ConfigError("\n".join(wrong), wrong)
     wanted = {name: value for name, value in _rows(device, environment).items() if value is not None} | dict(cluster)
     return {name: environment.get(name, value) for name, value in wanted.items()}
 
 
-def flash_problems(device: str, invariant: bool, environment: Mapping[str, str]) -> list[str]:
+def flash_problems(device: str, invariant: bool, environment: Mapping[str, str]) -> list[Problem]:
     """Return what is wrong with asking for flash-attn by the environment, with invariant numerics."""
     value = environment.get(FLASH.name, FLASH.value)
     if not invariant or value == FLASH.value:
         return []
+    key = f"{FLASH.name}={value} in the environment"
     if device not in FLASH.devices:
-        return [f"{FLASH.name}={value} in the environment: nothing reads it with device={device}; unset it"]
-    return [
-        f"{FLASH.name}={value} in the environment: {FLASH.why}; unset it or set {FLASH.name}={FLASH.value}, "
-        f"or numerics=stock"
-    ]
+        return [Problem(key, f"nothing reads it with device={device}", "unset it")]
+    return [Problem(key, FLASH.why, f"unset it or set {FLASH.name}={FLASH.value}, or numerics=stock")]
 
 
 def recorded(environment: Mapping[str, str]) -> dict[str, str]:
@@ -144,9 +142,9 @@ def _refused(device: str, environment: Mapping[str, str]) -> list[tuple[Variable
     return [(v, value) for v, value in settings if value not in (v.value, *v.accepted)]
 
 
-def changing_bits(device: str, cluster: Mapping[str, str]) -> list[str]:
+def changing_bits(device: str, cluster: Mapping[str, str]) -> list[Problem]:
     """Return what is wrong with the variables of a cluster that numerics depend on."""
     return [
-        f"cluster.environment.{v.name}={value}: {v.why}; leave it out{_or_set(v, 'cluster.environment.')}"
+        Problem(f"cluster.environment.{v.name}={value}", v.why, f"leave it out{_or_set(v, 'cluster.environment.')}")
         for v, value in _refused(device, cluster)
     ]

@@ -18,7 +18,7 @@ OF_GROUPS = ("model.num_moe_experts", *SEVERAL)
 def groups(config: RunConfig) -> ExpertGroups | None:
     """Return the order of experts' gradients on a run's ranks; None: it has no experts, or stock numerics."""
     numerics, at = config.numerics, config.layout
-    if not (numerics.invariant and config.model.get("num_moe_experts")):
+    if not (numerics.invariant and config.shape.experts):
         return None
     contexts = numerics.context_shards or at.cp
     return ExpertGroups(numerics.expert_groups, numerics.data_shards or at.dp, contexts, at.tp, at.cp, at.dp, at.ep)

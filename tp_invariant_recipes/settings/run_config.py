@@ -1,10 +1,11 @@
-"""The configuration of a run: our own sections typed (`config.slurm.time`), its layout, Bridge's as mappings."""
+"""The configuration of a run: our own sections typed (`config.slurm.time`), its layout, its shape, and mappings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from tp_invariant_recipes.settings.model_shape import ModelShape
 from tp_invariant_recipes.settings.sections import OWN_SECTIONS, OwnSections
 
 
@@ -57,6 +58,11 @@ class RunConfig(OwnSections):
     def model(self) -> dict[str, Any]:
         """The fields of Bridge's provider."""
         return self.sections["model"]
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """Sizes of the model and kinds of its layers."""
+        return ModelShape(self.model)
 
     @cached_property
     def layout(self) -> Layout:

@@ -143,10 +143,18 @@ def fields(cls: type) -> dict[str, Any]:
 def is_default(section: str, sections: Mapping[str, Any], name: str, value: Any) -> bool:
     """Whether a field has the default of its class. Imports Bridge; where it is not installed, nothing has."""
     try:
-        defaults = {f.name: f.default for f in dataclasses.fields(section_class(section, sections))}
+        return has_default(section_class(section, sections), name, value)
     except (TpiError, KeyError):
         return False
-    return name in defaults and type(defaults[name]) is type(value) and defaults[name] == value
+
+
+def has_default(cls: type, name: str, value: Any) -> bool:
+    """Whether a value is the default of a field of a dataclass. False is not 0 here."""
+    field = next((field for field in dataclasses.fields(cls) if field.name == name), None)
+    if field is None:
+        return False
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return type(default) is type(value) and bool(default == value)
 
 
 def convert_section(section: str, sections: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -136,13 +136,13 @@ def micro_batch(config: RunConfig) -> MicroBatch:
         ),
         plain=not te and not stated,
         shards=max(1, (config.numerics.virtual_shards or 1) // at.tp),
-        rotary=size.turned(model) if rotated else 0,
+        rotary=size.turned(config.shape) if rotated else 0,
         inside=INSIDE.get(str(model.get("activation_func")).rpartition(".")[2], 0),
         gated=bool(model.get(delta_net.EXPERT_GATE)),
-        norms=size.norms(model),
+        norms=size.norms(config.shape),
         head_norms=bool(model.get("qk_layernorm")),
         rounds=fp8 is not None and fp8.recipe == low_precision.MXFP8,
-        widths=size.widths(model),
+        widths=size.widths(config.shape),
     )
 
 

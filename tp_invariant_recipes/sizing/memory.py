@@ -12,10 +12,11 @@ from typing import Any
 
 from tp_invariant_recipes.numerics.mode import Mode
 from tp_invariant_recipes.settings import allocation, expert_groups, layout, low_precision, muon, peft
+from tp_invariant_recipes.settings.model_shape import ModelShape
 from tp_invariant_recipes.settings.run_config import Layout, RunConfig
 from tp_invariant_recipes.sizing import activations, size
 from tp_invariant_recipes.sizing.activations import FP32, MicroBatch
-from tp_invariant_recipes.sizing.size import Model, Weights
+from tp_invariant_recipes.sizing.size import Weights
 
 MIB, GIB = 2**20, 2**30
 
@@ -133,24 +134,24 @@ def _stage(config: RunConfig, at: Layout, stage: int) -> dict[str, int]:
     weights, matrices = (_sum(config, held, of) for of in (size.weights, size.matrices))
     last = stage == at.pp - 1
     if last:
-        weights += Weights(whole=size.norm(config.model))  # the final one
-        weights += Weights() if _tied(config, at) else size.embedding(config.model)
-        weights += size.ahead(config.model)
-        matrices += size.ahead(config.model, size.matrices)
+        weights += Weights(whole=size.norm(config.shape))  # the final one
+        weights += Weights() if _tied(config, at) else size.embedding(config.shape)
+        weights += size.ahead(config.shape)
+        matrices += size.ahead(config.shape, size.matrices)
     if stage == 0 or (last and config.model.get("mtp_num_layers")):  # the latter has a copy of the first stage's
-        weights += size.embedding(config.model) + size.positions(config.model)
-        matrices += size.positions(config.model)  # of which Megatron-Core does not say that they are an embedding
+        weights += size.embedding(config.shape) + size.positions(config.shape)
+        matrices += size.positions(config.shape)  # of which Megatron-Core does not say that they are an embedding
     trained, lookups, fields = weights, 0, peft.section(config)
     if config.numerics.invariant:  # numerics/layers/embedding.py adds up apart what one buffer would mix
-        ahead = bool(size.depths_ahead(config.model))
+        ahead = bool(size.depths_ahead(config.shape))
         lookup_count = (_tied(config, at) or (ahead and at.pp == 1)) + (last and ahead)
-        lookups = lookup_count * size.embedding(config.model).split // at.tp
+        lookups = lookup_count * size.embedding(config.shape).split // at.tp
     if fields is not None:
         trained, lookups, shared = Weights(), 0, fields.get("share_expert_adapters", True)
         for layer, count in held.items():
             for part in layer:
                 trained += (
-                    size.adapters(config.model, part, peft.dim(fields), peft.targets(fields), shared=shared) * count
+                    size.adapters(config.shape, part, peft.dim(fields), peft.targets(fields), shared=shared) * count
                 )
         weights += trained
     batch = activations.micro_batch(config)
@@ -158,9 +159,9 @@ def _stage(config: RunConfig, at: Layout, stage: int) -> dict[str, int]:
     if last:
         row = batch.slice * batch.widths.hidden
         # Of multi-token prediction also the embedding, it and the features side by side, and the last norm's two.
-        depth = _kept(config, batch, size.layers_ahead(config.model)) + 5 * row * batch.element
+        depth = _kept(config, batch, size.layers_ahead(config.shape)) + 5 * row * batch.element
         ends = row * (2 * batch.element + batch.wide)  # the final norm's input and output
-        kept += ends + size.depths_ahead(config.model) * depth
+        kept += ends + size.depths_ahead(config.shape) * depth
     standing = int(kept * _in_flight(config, at, stage))
     working = _working(config, at, batch, held, weights.largest // at.tp, last=last)
     working[LOSS] = max(working[LOSS], _of_step(config, at, trained, matrices.largest) - standing)
@@ -172,15 +173,15 @@ def _tied(config: RunConfig, at: Layout) -> bool:
     return at.pp == 1 and bool(config.model.get("share_embeddings_and_output_weights"))
 
 
-def _sum(config: RunConfig, held: Counter[str], of: Callable[[Model, str], Weights]) -> Weights:
+def _sum(config: RunConfig, held: Counter[str], of: Callable[[ModelShape, str], Weights]) -> Weights:
     """Return what `of` counts of all parts of some layers."""
-    parts = (of(config.model, part) * count for layer, count in held.items() for part in layer)
+    parts = (of(config.shape, part) * count for layer, count in held.items() for part in layer)
     return sum(parts, Weights())
 
 
 def _layers(config: RunConfig, at: Layout, stage: int) -> Counter[str]:
     """Return the layers of a stage by kind, each kind divided as all layers are."""
-    layers, model = size.layers(config.model), config.model
+    layers, model = size.layers(config.shape), config.model
     first = model.get("num_layers_in_first_pipeline_stage")
     final = model.get("num_layers_in_last_pipeline_stage")
     counts = {0: first, at.pp - 1: final} if at.pp > 1 else {}
@@ -357,7 +358,7 @@ def _working(
     if last:
         logits = config.model["vocab_size"] // at.tp * batch.tokens
         moments += _loss_of(arithmetic)(batch, logits, largest, at.tp)
-        others = size.depths_ahead(config.model) * _logits(batch, logits)
+        others = size.depths_ahead(config.shape) * _logits(batch, logits)
         if tries:
             # numerics/products/cublas.py tries the output matrix's first gradient: three of it in fp32, and its
             # operand.
@@ -375,8 +376,8 @@ def _working(
 
 def _in_turn(config: RunConfig, batch: MicroBatch, held: Counter[str], *, last: bool) -> float:
     """Get the most that the backward pass of a kind of layer has, without what a later layer of another kind kept."""
-    most, gone, final = 0.0, 0.0, size.final(config.model)
-    ahead = [size.layers_ahead(config.model)] if last and size.depths_ahead(config.model) else []
+    most, gone, final = 0.0, 0.0, size.final(config.shape)
+    ahead = [size.layers_ahead(config.shape)] if last and size.depths_ahead(config.shape) else []
     for layer in (*ahead, *sorted(held, key=lambda layer: layer != final)):
         most = max(most, _backward(config, batch, layer) - gone)
         if layer in (*ahead, final):

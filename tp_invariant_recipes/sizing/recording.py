@@ -14,12 +14,13 @@ def recorded(config: RunConfig, steps: int, *, weights: bool) -> int:
 
     weights: whether it has those before the first step.
     """
-    model, element, at = config.model, activations.element(config), config.layout
-    tokens = config.train["global_batch_size"] * model["seq_length"]
-    layers = sum(size.layers(model).values())
+    element, at = activations.element(config), config.layout
+    tokens = config.train["global_batch_size"] * config.shape.sequence
+    layers = sum(size.layers(config.shape).values())
     local = config.device.kind == "cpu" and not config.numerics.invariant
-    scores = SCORES * model["num_attention_heads"] * model["seq_length"] if local else 0
-    of_tokens = tokens * (layers * (TENSORS * model["hidden_size"] + scores) + 2 * model["vocab_size"])
-    held = size.parameters(model) * at.dp * at.cp
-    updated = held if not config.section("optimizer").get("use_distributed_optimizer") else size.parameters(model)
+    scores = SCORES * config.shape.heads * config.shape.sequence if local else 0
+    of_tokens = tokens * (layers * (TENSORS * config.shape.hidden + scores) + 2 * config.shape.vocabulary)
+    whole = size.parameters(config.shape)
+    held = whole * at.dp * at.cp
+    updated = held if not config.section("optimizer").get("use_distributed_optimizer") else whole
     return steps * (of_tokens * element + updated * (GRADIENT + UPDATE)) + weights * held * element

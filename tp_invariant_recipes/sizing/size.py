@@ -4,13 +4,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
 
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.settings import delta_net
+from tp_invariant_recipes.settings.model_shape import ModelShape
 from tp_invariant_recipes.settings.schema import LEARNED
-
-Model = dict[str, Any]  # the section `model` of a composed tree
 
 # One letter a part of a layer, as in Nemotron's pattern. A layer of a GPT model has two parts.
 ATTENTION, MLP, EXPERTS, MAMBA, DELTA_NET = "*", "-", "E", "M", "G"
@@ -84,19 +82,18 @@ class Widths:
     delta_key_head: int
 
 
-def widths(model: Model) -> Widths:
+def widths(model: ModelShape) -> Widths:
     """Return the widths of a model section."""
-    hidden, heads = model["hidden_size"], model["num_attention_heads"]
-    channels = model.get("kv_channels") or hidden // heads
-    ffn = model.get("ffn_hidden_size") or 4 * hidden
-    groups = model.get("num_query_groups") or heads
+    hidden, heads = model.hidden, model.heads
+    channels = model.head_width
+    groups = model.groups
     of_heads = [heads * channels, groups * channels, groups * channels, heads * channels, 0, 0, 0]
     if latent(model):
-        shared, values = model["qk_pos_emb_head_dim"], heads * model["v_head_dim"]
-        query = heads * (model["qk_head_dim"] + shared)
-        of_heads = [query, query, values, values, model.get("q_lora_rank") or 0, model["kv_lora_rank"], shared]
+        shared, values = model.turned_key, heads * model.value_width
+        query = heads * (model.key_width + shared)
+        of_heads = [query, query, values, values, model.query_latent, model.key_latent, shared]
     query, key, value, core, q_latent, kv_latent, shared_key = of_heads
-    delta_key, delta_value, delta_heads = families.delta_widths(model)
+    delta_key, delta_value, delta_heads = families.delta_widths(model.fields)
     return Widths(
         hidden=hidden,
         query=query,
@@ -106,61 +103,61 @@ def widths(model: Model) -> Widths:
         q_latent=q_latent,
         kv_latent=kv_latent,
         shared_key=shared_key,
-        ffn=ffn,
-        moe_ffn=model.get("moe_ffn_hidden_size") or ffn,
-        shared=model.get("moe_shared_expert_intermediate_size") or 0,
-        gates=2 if model.get("gated_linear_unit") else 1,
-        inner=(model.get("mamba_num_heads") or 0) * (model.get("mamba_head_dim") or 0),
-        states=2 * (model.get("mamba_num_groups") or 0) * (model.get("mamba_state_dim") or 0),
-        mamba_heads=model.get("mamba_num_heads") or 0,
-        mamba_state=model.get("mamba_state_dim") or 0,
-        gate=query if model.get(delta_net.ATTENTION_GATE) else 0,
+        ffn=model.ffn,
+        moe_ffn=model.expert_width,
+        shared=model.shared_width,
+        gates=model.gates,
+        inner=model.mamba_heads * model.mamba_width,
+        states=2 * model.mamba_groups * model.mamba_state,
+        mamba_heads=model.mamba_heads,
+        mamba_state=model.mamba_state,
+        gate=query if model.fields.get(delta_net.ATTENTION_GATE) else 0,
         delta_key=delta_key,
         delta_value=delta_value,
         delta_heads=delta_heads,
-        delta_key_head=families.delta_sizes(model).get("linear_key_head_dim", 0),
+        delta_key_head=families.delta_sizes(model.fields).get("linear_key_head_dim", 0),
     )
 
 
-def turned(model: Model) -> int:
+def turned(model: ModelShape) -> int:
     """Features of a head that positions turn."""
     if latent(model):
-        return model["qk_pos_emb_head_dim"]
-    channels = model.get("kv_channels") or model["hidden_size"] // model["num_attention_heads"]
-    return int(channels * (model.get("rotary_percent") or 1))
+        return model.turned_key
+    channels = model.head_width
+    return int(channels * (model.fields.get("rotary_percent") or 1))
 
 
-def latent(model: Model) -> bool:
+def latent(model: ModelShape) -> bool:
     """Whether keys and values come from a latent vector, which every rank of tp has whole."""
-    return bool(model.get("multi_latent_attention"))
+    return model.latent
 
 
-def layers(model: Model) -> Counter[str]:
+def layers(model: ModelShape) -> Counter[str]:
     """How many layers there are of each kind, by its parts: "*-" is attention and a feed-forward part."""
-    pattern = model.get("hybrid_layer_pattern")
+    pattern = model.pattern
     if pattern:
         return Counter(_of_pattern(pattern))
-    count, kind, period = model["num_layers"], *_kinds(model)
+    count, kind, period = model.layers, *_kinds(model)
     turns, rest = divmod(count, period)
     each = Counter(map(kind, range(period if turns else 0)))
     return Counter({layer: times * turns for layer, times in each.items()}) + Counter(map(kind, range(rest)))
 
 
-def final(model: Model) -> str:
+def final(model: ModelShape) -> str:
     """Return the kind of the last layer."""
-    pattern = model.get("hybrid_layer_pattern")
-    return _of_pattern(pattern)[-1] if pattern else _kinds(model)[0](model["num_layers"] - 1)
+    pattern = model.pattern
+    return _of_pattern(pattern)[-1] if pattern else _kinds(model)[0](model.layers - 1)
 
 
 def _of_pattern(pattern: str) -> str:
     return pattern.partition("/")[0].replace("|", "")
 
 
-def _kinds(model: Model) -> tuple[Callable[[int], str], int]:
+def _kinds(model: ModelShape) -> tuple[Callable[[int], str], int]:
     """Return the kind of a GPT model's layer by its number, and after how many layers kinds repeat."""
-    net = delta_net.has_it(model)
-    sparse = (model.get("moe_layer_freq") or 1) if model.get("num_moe_experts") else [0]
-    linear = (model.get(delta_net.FREQUENCY) or 1) if net else [0]
+    net = delta_net.has_it(model.fields)
+    sparse = model.expert_layers if model.experts else [0]
+    linear = (model.fields.get(delta_net.FREQUENCY) or 1) if net else [0]
 
     def kind(n: int) -> str:
         of_experts = sparse[n % len(sparse)] if isinstance(sparse, list) else n % sparse == 0
@@ -170,16 +167,16 @@ def _kinds(model: Model) -> tuple[Callable[[int], str], int]:
     return kind, math.lcm(*(len(pattern) if isinstance(pattern, list) else pattern for pattern in (sparse, linear)))
 
 
-def weights(model: Model, part: str) -> Weights:
+def weights(model: ModelShape, part: str) -> Weights:
     """Return the parameters of one part of a layer, with the norm before it."""
     return matrices(model, part) + _others(model, part)
 
 
-def matrices(model: Model, part: str) -> Weights:
+def matrices(model: ModelShape, part: str) -> Weights:
     """Return the matrices of one part of a layer, which Muon updates."""
     w = widths(model)
     if part == ATTENTION and latent(model):
-        heads = model["num_attention_heads"]
+        heads = model.heads
         up_query = (w.q_latent or w.hidden) * w.query
         up = w.kv_latent * (w.key - heads * w.shared_key + w.value)
         out = w.core * w.hidden
@@ -195,13 +192,13 @@ def matrices(model: Model, part: str) -> Weights:
         both = w.gates * w.hidden * w.ffn
         return Weights(split=both + w.hidden * w.ffn, largest=both)
     if part == EXPERTS:
-        count, shared = model["num_moe_experts"], w.hidden * w.shared
-        latent_size = model.get("moe_latent_size") or 0
+        count, shared = model.experts, w.hidden * w.shared
+        latent_size = model.expert_latent
         each = (w.gates + 1) * (latent_size or w.hidden) * w.moe_ffn
         return Weights(
             split=(w.gates + 1) * shared,
             # the router, the projections to latents, the gate of shared experts
-            whole=w.hidden * (count + 2 * latent_size + bool(w.shared and model.get(delta_net.EXPERT_GATE))),
+            whole=w.hidden * (count + 2 * latent_size + bool(w.shared and model.fields.get(delta_net.EXPERT_GATE))),
             experts=count * each,
             largest=w.gates * shared,
         )
@@ -209,15 +206,15 @@ def matrices(model: Model, part: str) -> Weights:
     return Weights(split=rows + w.hidden * w.inner, largest=rows)
 
 
-def _others(model: Model, part: str) -> Weights:
+def _others(model: ModelShape, part: str) -> Weights:
     """Return the norms, biases, convolutions and numbers of heads of one part of a layer."""
-    w, biased = widths(model), bool(model.get("add_bias_linear"))
+    w, biased = widths(model), model.biased
     own_norm, more = norm(model), (norms(model) - 1) * norm(model)
     if part == ATTENTION and latent(model):
-        return Weights(whole=own_norm + ((w.q_latent + w.kv_latent) if model.get("qk_layernorm") else 0))
+        return Weights(whole=own_norm + ((w.q_latent + w.kv_latent) if model.head_norms else 0))
     if part == ATTENTION:
-        biases = w.query + w.gate + 2 * w.key if model.get("add_qkv_bias") or biased else 0
-        sinks = model["num_attention_heads"] if model.get("softmax_type") == "learnable" else 0
+        biases = w.query + w.gate + 2 * w.key if model.fields.get("add_qkv_bias") or biased else 0
+        sinks = model.heads if model.fields.get("softmax_type") == "learnable" else 0
         return Weights(split=biases + sinks, whole=own_norm + more + _head_norms(model, w) + biased * w.hidden)
     if part == DELTA_NET:
         # The convolution; A and the bias of dt; the norm of all heads.
@@ -226,7 +223,7 @@ def _others(model: Model, part: str) -> Weights:
     if part == MLP:
         return Weights(split=biased * w.gates * w.ffn, whole=own_norm + more + biased * w.hidden)
     if part == EXPERTS:
-        count = model["num_moe_experts"] * biased
+        count = model.experts * biased
         shared = biased * bool(w.shared)
         return Weights(
             split=shared * w.gates * w.shared,
@@ -237,29 +234,25 @@ def _others(model: Model, part: str) -> Weights:
     return Weights(split=convolved + 3 * w.mamba_heads + w.inner, whole=own_norm)  # A, D, the bias of dt; its own norm
 
 
-def norm(model: Model) -> int:
+def norm(model: ModelShape) -> int:
     """Parameters of a norm over the hidden size."""
-    return model["hidden_size"] * (2 if model.get("normalization") == "LayerNorm" else 1)
+    return model.hidden * (2 if model.fields.get("normalization") == "LayerNorm" else 1)
 
 
-def _head_norms(model: Model, w: Widths) -> int:
+def _head_norms(model: ModelShape, w: Widths) -> int:
     """Parameters of the norms of queries and keys."""
-    if not model.get("qk_layernorm"):
+    if not model.head_norms:
         return 0
-    return (
-        w.query + w.key
-        if families.family_of(model) == families.OF_ALL_HEADS
-        else 2 * w.query // model["num_attention_heads"]
-    )
+    return w.query + w.key if families.family_of(model.fields) == families.OF_ALL_HEADS else 2 * w.query // model.heads
 
 
-def norms(model: Model) -> int:
+def norms(model: ModelShape) -> int:
     """Norms of a layer's part."""
-    family = families.family_of(model)
+    family = families.family_of(model.fields)
     return families.FAMILIES[family].norms if family else 1
 
 
-def adapters(model: Model, part: str, dim: int, targets: Collection[str], *, shared: bool = True) -> Weights:
+def adapters(model: ModelShape, part: str, dim: int, targets: Collection[str], *, shared: bool = True) -> Weights:
     """Return the parameters of the adapters of one part of a layer. targets: the linear layers that have one.
 
     shared: the experts of a layer share theirs.
@@ -271,14 +264,14 @@ def adapters(model: Model, part: str, dim: int, targets: Collection[str], *, sha
             for width in (w.moe_ffn, w.shared)
         )
         beside = beside if w.shared else 0
-        return Weights(split=beside, whole=each) if shared else Weights(beside, experts=model["num_moe_experts"] * each)
+        return Weights(split=beside, whole=each) if shared else Weights(beside, experts=model.experts * each)
     shapes = {
         ATTENTION: {"linear_qkv": w.hidden + w.query + 2 * w.key, "linear_proj": w.core + w.hidden},
         MLP: _feed_forward(w, w.ffn),
         MAMBA: {"in_proj": w.hidden + 2 * w.inner + w.states + w.mamba_heads, "out_proj": w.inner + w.hidden},
     }
     if latent(model):
-        up = w.key - model["num_attention_heads"] * w.shared_key + w.value
+        up = w.key - model.heads * w.shared_key + w.value
         shapes[ATTENTION] = {
             "linear_q_proj": 0 if w.q_latent else w.hidden + w.query,
             "linear_q_down_proj": w.hidden + w.q_latent if w.q_latent else 0,
@@ -294,49 +287,49 @@ def _feed_forward(w: Widths, ffn: int) -> dict[str, int]:
     return {"linear_fc1": w.hidden + w.gates * ffn, "linear_fc2": ffn + w.hidden}
 
 
-def embedding(model: Model) -> Weights:
+def embedding(model: ModelShape) -> Weights:
     """Return the parameters of one matrix between tokens and features."""
-    size = model["vocab_size"] * model["hidden_size"]
+    size = model.vocabulary * model.hidden
     return Weights(split=size, largest=size)
 
 
-def positions(model: Model) -> Weights:
+def positions(model: ModelShape) -> Weights:
     """Return the parameters of learned positions, which every rank of tp has whole."""
-    learned = model.get("position_embedding_type") == LEARNED
-    return Weights(whole=model["seq_length"] * model["hidden_size"] if learned else 0)
+    learned = model.fields.get("position_embedding_type") == LEARNED
+    return Weights(whole=model.sequence * model.hidden if learned else 0)
 
 
-def ahead(model: Model, of: Callable[[Model, str], Weights] = weights) -> Weights:
+def ahead(model: ModelShape, of: Callable[[ModelShape, str], Weights] = weights) -> Weights:
     """Return the parameters of multi-token prediction: of each depth its layers, a projection and three norms.
 
     of: what counts; `matrices`: those.
     """
-    depths, hidden = depths_ahead(model), model["hidden_size"]
+    depths, hidden = depths_ahead(model), model.hidden
     if not depths:
         return Weights()
     layers = sum((of(model, part) for part in layers_ahead(model)), Weights())
     norms = 3 * norm(model) if of is weights else 0
     projection = Weights(split=2 * hidden * hidden, whole=norms, largest=2 * hidden * hidden)
-    return (layers + projection) * (1 if model.get("mtp_use_repeated_layer") else depths)
+    return (layers + projection) * (1 if model.fields.get("mtp_use_repeated_layer") else depths)
 
 
-def depths_ahead(model: Model) -> int:
+def depths_ahead(model: ModelShape) -> int:
     """Depths of multi-token prediction."""
-    return model.get("mtp_num_layers") or 0
+    return model.depths
 
 
-def layers_ahead(model: Model) -> str:
+def layers_ahead(model: ModelShape) -> str:
     """Return the parts of the layers of one depth: of one like the model's last, or of a hybrid model's pattern."""
-    pattern = model.get("mtp_hybrid_override_pattern")
+    pattern = model.fields.get("mtp_hybrid_override_pattern")
     if pattern is not None:
         return str(pattern)
-    frequency = model.get("moe_layer_freq") or 1
-    sparse = bool(model.get("num_moe_experts")) and (bool(frequency[-1]) if isinstance(frequency, list) else True)
+    frequency = model.expert_layers
+    sparse = bool(model.experts) and (bool(frequency[-1]) if isinstance(frequency, list) else True)
     return ATTENTION + (EXPERTS if sparse else MLP)
 
 
-def parameters(model: Model) -> int:
+def parameters(model: ModelShape) -> int:
     """How many parameters a model section describes."""
-    ends = embedding(model).total * (1 if model.get("share_embeddings_and_output_weights") else 2)
+    ends = embedding(model).total * (1 if model.tied else 2)
     inside = sum(count * weights(model, part).total for layer, count in layers(model).items() for part in layer)
     return ends + positions(model).total + norm(model) + inside + ahead(model).total

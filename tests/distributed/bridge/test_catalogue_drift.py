@@ -4,11 +4,13 @@ import dataclasses
 
 import pytest
 
+from tp_invariant_recipes.check.invariant import invariance
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.fields.catalogue import SECTIONS, refused, values_of
 from tp_invariant_recipes.fields.field import ANY, NONE
-from tp_invariant_recipes.fields.model import KNOWN, REFUSED
+from tp_invariant_recipes.fields.model import KNOWN, MULTI_TOKEN_OFF, MULTI_TOKEN_PATTERN, REFUSED
 from tp_invariant_recipes.settings import schema
+from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sources import recipe_layer
 
 pytestmark = pytest.mark.usefixtures("bridge")
@@ -50,9 +52,24 @@ def test_a_table_has_a_row_for_every_field_of_the_installed_classes_and_no_other
 def test_a_field_that_nobody_sets_is_allowed(section):
     for cls in classes(section):
         given = defaults(section, cls)
-        wrong = {line.partition("=")[0].partition(".")[2] for line in refused(section, given)}
+        problems = refused(section, given, lambda *_: False)  # no default is allowed but by its row
+        wrong = {problem.key.partition("=")[0].partition(".")[2] for problem in problems}
         assert wrong == SET_BY_CONF.get(section, set()) & given.keys()
         assert wrong <= compose("qwen3_toy").config.sections.get(section, {}).keys()
+
+
+@pytest.mark.parametrize("path", schema.PROVIDERS)
+def test_a_model_with_the_defaults_of_its_class_has_no_unknown_field(path):
+    """Fields without a row among them; one that is changed is refused by its name."""
+    cls = schema.bridge_class(path)
+    given = {f.name: f.default for f in dataclasses.fields(cls) if f.default is not dataclasses.MISSING and f.init}
+    sections = compose("qwen3_toy").config.sections
+    model = {"_target_": path, **{name: value for name, value in given.items() if name[0] != "_"}}
+    assert invariance._unknown(RunConfig(sections | {"model": model})) == []
+    without = sorted(model.keys() - KNOWN - REFUSED - {"_target_", *MULTI_TOKEN_OFF, MULTI_TOKEN_PATTERN})
+    changed = RunConfig(sections | {"model": model | dict.fromkeys(without, object())})
+    assert [problem.key for problem in invariance._unknown(changed)] == [f"model.{name}" for name in without]
+    assert any(model[name] for name in without)  # such as a default that is on
 
 
 def test_what_the_one_precision_sets_in_a_model_is_known():

@@ -62,7 +62,7 @@ def test_the_estimate_has_every_parameter(families, monkeypatch, degree):
     counted = lambda words: memory.estimate(_config(words, degree)).parts[WEIGHTS] // 2  # noqa: E731
     assert dict(zip(MODELS, found, strict=True)) == {words: counted(words) for words in MODELS}
     if degree == 1:
-        assert found == [size.parameters(_config(words, 1).model) for words in MODELS]
+        assert found == [size.parameters(_config(words, 1).shape) for words in MODELS]
     monkeypatch.setattr(size, "positions", lambda model: size.Weights())  # the control
     assert counted(LEARNED) < found[MODELS.index(LEARNED)]
 

@@ -86,7 +86,7 @@ RESUMED = (
         small("qwen3_moe_toy"),
         f"dp=2 ep=2 {LAYER_WISE}",
         "optimizer.use_layer_wise_distributed_optimizer=false",
-        "it holds the state of experts with all other state: optimizer.use_layer_wise_distributed_optimizer=true",
+        "it holds the state of experts with all other state; optimizer.use_layer_wise_distributed_optimizer=true",
     ),
 )
 

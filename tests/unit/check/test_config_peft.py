@@ -9,6 +9,7 @@ from tp_invariant_recipes.check import layout as layout_rules
 from tp_invariant_recipes.config import identity
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.settings import peft
+from tp_invariant_recipes.settings.model_shape import ModelShape
 from tp_invariant_recipes.sizing import memory
 from tp_invariant_recipes.sizing.size import ATTENTION, EXPERTS, MLP, adapters
 
@@ -77,7 +78,7 @@ def test_the_parameters_of_adapters_of_mamba_and_latents():
     model = compose(MAMBA[0], device="cpu").config.model
     inner, groups = model["mamba_num_heads"] * model["mamba_head_dim"], model["mamba_num_groups"]
     rows = 2 * inner + 2 * groups * model["mamba_state_dim"] + model["mamba_num_heads"]
-    found = adapters(model, "M", 8, peft.TARGETS)
+    found = adapters(ModelShape(model), "M", 8, peft.TARGETS)
     assert found.total == 8 * (1024 + rows + inner + 1024)
     latent = compose(LATENT[0], device="cpu").config.model
     heads, kv, q = latent["num_attention_heads"], latent["kv_lora_rank"], latent["q_lora_rank"]
@@ -85,7 +86,9 @@ def test_the_parameters_of_adapters_of_mamba_and_latents():
     hidden = latent["hidden_size"]
     queries = hidden + 2 * q + heads * (own + turned)
     keys = hidden + kv + turned + kv + heads * (own + value)
-    assert adapters(latent, ATTENTION, 8, peft.TARGETS).total == 8 * (queries + keys + heads * value + hidden)
+    assert adapters(ModelShape(latent), ATTENTION, 8, peft.TARGETS).total == 8 * (
+        queries + keys + heads * value + hidden
+    )
 
 
 def test_stock_weights_of_other_adapters_are_megatrons():
@@ -104,10 +107,10 @@ def test_without_the_section_all_weights_are_trained():
 
 
 def test_the_parameters_of_adapters():
-    model = compose("qwen3_8b", device="gpu").config.model
+    model = compose("qwen3_8b", device="gpu").config.shape
     assert adapters(model, ATTENTION, 8, peft.TARGETS).total == 8 * (4096 + 6144 + 4096 + 4096)
     assert adapters(model, MLP, 8, ("linear_fc1",)).total == 8 * (4096 + 2 * 12288)
-    model = compose("qwen3_30b_a3b", device="gpu").config.model
+    model = compose("qwen3_30b_a3b", device="gpu").config.shape
     shared = 8 * (2048 + 2 * 768 + 768 + 2048)
     assert adapters(model, EXPERTS, 8, peft.TARGETS).whole == shared
     assert adapters(model, EXPERTS, 8, peft.TARGETS, shared=False).experts == 128 * shared

@@ -56,7 +56,7 @@ def test_a_missing_package_is_one_sentence(monkeypatch, kind):
     config = compose("qwen3_toy", [f"logging={kind}"], device="cpu").config
     assert missing_package(config) is None
     monkeypatch.setattr(needed, "there", lambda module: module != SERVICES[kind].module)
-    problem = missing_package(config)
+    problem = str(missing_package(config))
     assert problem.startswith(f"logging={kind} needs {needed.DISTRIBUTIONS[SERVICES[kind].module]}, which")
     assert f"pip install 'tp-invariant-recipes[{SERVICES[kind].extra}]'" in problem
     assert missing_package(compose("qwen3_toy", device="cpu").config) is None

@@ -6,9 +6,9 @@ import pytest
 
 from tp_invariant_recipes.check import machine
 from tp_invariant_recipes.check.machine import LAYERS, PendingRun, check_start
-from tp_invariant_recipes.check.rule import broken_rules, lines
+from tp_invariant_recipes.check.rule import broken_rules
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.errors import ConfigError, refuse
+from tp_invariant_recipes.errors import ConfigError, lines, refuse
 from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.machine.gpus import Gpu
 from tp_invariant_recipes.runs.run_dir import RunDir

@@ -9,6 +9,7 @@ from tests.models import degree, small_ones
 from tp_invariant_recipes.config import describe
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.settings import conf_files
+from tp_invariant_recipes.settings.model_shape import ModelShape
 from tp_invariant_recipes.settings.nearest import nearest
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing.size import parameters
@@ -121,7 +122,7 @@ def test_dimensions_left_to_megatron_are_counted_as_it_derives_them():
     model = compose("qwen3_8b").config.model
     unset = model | {"num_query_groups": None, "ffn_hidden_size": None, "kv_channels": None}
     spelt = model | {"num_query_groups": 32, "ffn_hidden_size": 4 * 4096, "kv_channels": 128}
-    assert parameters(unset) == parameters(spelt)
+    assert parameters(ModelShape(unset)) == parameters(ModelShape(spelt))
 
 
 @pytest.mark.parametrize("model", small_ones(MODELS))

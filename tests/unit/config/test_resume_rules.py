@@ -2,18 +2,32 @@
 
 import pytest
 
+from tp_invariant_recipes.check.rule import broken_rules
 from tp_invariant_recipes.config import resume_rules
 from tp_invariant_recipes.config.resume_rules import (
     BUCKETS,
     DISTRIBUTED,
+    GRADIENTS,
     LAYER_WISE,
     OF_EVERY_RANK,
-    other_gradients,
-    unreadable_state,
+    STATE,
+    Continuation,
+    StateForm,
+    StateReading,
 )
+from tp_invariant_recipes.errors import lines
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 TREE = {"mode": "tree"}
+
+
+def other_gradients(before, now) -> list[str]:
+    return lines(broken_rules(Continuation(before, now), GRADIENTS))
+
+
+def unreadable_state(saved, before, wanted, now, separate=(False, False)) -> list[str]:
+    states = (StateForm(*state) for state in zip((saved, wanted), (before, now), separate, strict=True))
+    return lines(broken_rules(StateReading("checkpoint", *states), STATE))
 
 
 def layout(**degrees: int) -> dict:
@@ -35,7 +49,7 @@ def run(numerics: dict, **degrees: int) -> dict:
     ),
 )
 def test_the_gradient_tree_is_the_same(before, now):
-    assert other_gradients(before, now) is None
+    assert other_gradients(before, now) == []
 
 
 @pytest.mark.parametrize(
@@ -47,8 +61,7 @@ def test_the_gradient_tree_is_the_same(before, now):
     ),
 )
 def test_another_gradient_tree_is_refused(before, now, dp):
-    problem = other_gradients(before, now)
-    assert problem is not None
+    (problem,) = other_gradients(before, now)
     assert problem.startswith(f"dp={now['layout']['dp']}: ")
     assert problem.endswith(f"would have other bits; dp={dp}, or numerics=stock")
 
@@ -87,7 +100,7 @@ READABLE = (
 
 @pytest.mark.parametrize("saved, before, wanted, now", READABLE)
 def test_a_state_that_can_be_read(saved, before, wanted, now):
-    assert unreadable_state(saved, before, wanted, now) is None
+    assert unreadable_state(saved, before, wanted, now) == []
 
 
 UNREADABLE = (
@@ -96,7 +109,7 @@ UNREADABLE = (
     (LAYER_WISE, layout(), OF_EVERY_RANK, layout(), (False, False), "layer_wise_distributed_optimizer=true"),
     (OF_EVERY_RANK, layout(), LAYER_WISE, layout(), (False, False), "layer_wise_distributed_optimizer=false"),
     (LAYER_WISE, layout(), DISTRIBUTED, layout(), (False, False), "optimizer.use_distributed_optimizer=false"),
-    (BUCKETS, layout(tp=2), DISTRIBUTED, layout(pp=2), (False, False), "tp was 2, pp was 1: keep tp=2 pp=1"),
+    (BUCKETS, layout(tp=2), DISTRIBUTED, layout(pp=2), (False, False), "tp was 2, pp was 1; keep tp=2 pp=1"),
     (DISTRIBUTED, layout(tp=2), DISTRIBUTED, layout(), (True, False), "continue with tp > 1 or ep > 1"),
     (OF_EVERY_RANK, layout(), OF_EVERY_RANK, layout(ep=2, dp=2), (False, True), "with numerics=stock alone"),
 )
@@ -104,16 +117,15 @@ UNREADABLE = (
 
 @pytest.mark.parametrize("saved, before, wanted, now, separate, says", UNREADABLE)
 def test_a_state_that_cannot_be_read_is_refused(saved, before, wanted, now, separate, says):
-    problem = unreadable_state(saved, before, wanted, now, separate=separate)
-    assert problem is not None
+    (problem,) = unreadable_state(saved, before, wanted, now, separate=separate)
+    assert problem.startswith("checkpoint: it holds ")
     assert says in problem
 
 
 @pytest.mark.parametrize("degree", ("tp", "pp", "cp", "ep", "etp"))
 def test_every_degree_but_dp_decides_what_lies_in_a_buffer(degree):
-    problem = unreadable_state(BUCKETS, layout(**{degree: 2}), DISTRIBUTED, layout(dp=2))
-    assert problem is not None
-    assert f"{degree} was 2: keep {degree}=2;" in problem
+    (problem,) = unreadable_state(BUCKETS, layout(**{degree: 2}), DISTRIBUTED, layout(dp=2))
+    assert f"{degree} was 2; keep {degree}=2;" in problem
 
 
 MOE = {"num_moe_experts": 8}

@@ -57,7 +57,7 @@ def test_experts_that_are_not_grouped_share_no_adapter(tmp_path):
 
 def test_no_kernel_of_a_cpu_reads_the_switch_of_flash_attention():
     (problem,) = environment.flash_problems("cpu", True, {"NVTE_FLASH_ATTN": "1"})
-    assert problem == "NVTE_FLASH_ATTN=1 in the environment: nothing reads it with device=cpu; unset it"
+    assert str(problem) == "NVTE_FLASH_ATTN=1 in the environment: nothing reads it with device=cpu; unset it"
     assert environment.flash_problems("cpu", True, {"NVTE_FLASH_ATTN": "0"}) == []
 
 

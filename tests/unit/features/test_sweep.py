@@ -43,7 +43,7 @@ MISTAKES = (
     ([], "name a model to train (tpi models lists them), or a sweep to list: --results DIR"),
     (["qwen3_toy", "lr=1e-3"], "no key has several values: lr=1e-3,3e-4 gives two runs"),
     (["qwen3_toy", "lr=1e-3,x"], "lr=x: lr=x: "),
-    (["qwen3_toy", "lr=1,2", "run.dir=x"], "run.dir=x: every run has a directory of its own in one directory: --dir"),
+    (["qwen3_toy", "lr=1,2", "run.dir=x"], "run.dir=x: every run has a directory of its own in one directory; --dir"),
     (["qwen3_toy", "lr=1,2", "launcher=slurm"], "launcher=slurm: the runs are trained here"),
     (["qwen3_toy", "seed=range(1,200)"], "more than 100 cells"),
     (["qwen3_toy", "tp=1,3", "lr=1,2"], "tp=3 lr=1; tp=3 lr=2: tp=3 does not divide"),

@@ -9,11 +9,15 @@ from tests.models import degree
 from tests.rules import limits_of, table_problems
 from tests.trees import with_fields
 from tp_invariant_recipes.check.invariant import invariance
+from tp_invariant_recipes.check.rule import broken_rules
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.errors import OR_STOCK, lines
+from tp_invariant_recipes.fields import catalogue
 from tp_invariant_recipes.fields import field as rows
-from tp_invariant_recipes.fields.catalogue import SECTIONS, adjustable, changes_bits, field_at, refused
-from tp_invariant_recipes.fields.field import ANY, BOOL, NONE, NUMBER, THRESHOLD
-from tp_invariant_recipes.settings import conf_files
+from tp_invariant_recipes.fields.catalogue import SECTIONS, adjustable, changes_bits, field_at
+from tp_invariant_recipes.fields.field import ANY, BOOL, NONE, NOT_SET, NUMBER, THRESHOLD, UNKNOWN
+from tp_invariant_recipes.settings import conf_files, schema
+from tp_invariant_recipes.settings.tables import field_table
 
 ROWS = [
     (section, name)
@@ -31,6 +35,11 @@ KINDS = {
     BOOL: ((True, False), (None, 0, 1, "true")),
     ANY: ((None, 1, "text", [], print), ()),
 }
+
+
+def refused(section, given, *, default=NOT_SET) -> list[str]:
+    """default: of fields without a row."""
+    return lines(catalogue.refused(section, given, lambda _, value: value is default))
 
 
 def test_a_row_accepts_its_values_and_refuses_others_with_the_one_to_set():
@@ -88,7 +97,8 @@ TRIED = (
 
 
 @pytest.mark.parametrize("mode", ("tree", "gather"))
-def test_all_that_is_not_allowed_is_one_list(mode):
+def test_all_that_is_not_allowed_is_one_list(mode, monkeypatch):
+    monkeypatch.setattr(schema, "is_default", lambda *_: False)
     fields = {f"{section}__{field}": value for section, field, value, _ in TRIED}
     problems = table_problems(invariance, with_fields(TREE, numerics__mode=mode, **fields))
     assert len(problems) == len(TRIED) + 1
@@ -103,6 +113,32 @@ def test_what_a_recipe_is_adjusted_to_is_allowed():
     assert paths["optimizer.main_grads_dtype"].adjust_to == "float32"
     for path, field in paths.items():
         assert field.allowed.accepts(field.adjust_to), path
+
+
+CLASSES = schema.BRIDGE_SECTIONS | {"model": schema.PROVIDERS[0], "mixed_precision": schema.MIXED_PRECISION}
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_field_of_bridge_has_a_row_or_keeps_its_default(section):
+    """All fields of the section's class, and one that a later release may add."""
+    default, other = object(), object()
+    for name in (*field_table.read()[CLASSES[section]], "a_field_of_a_later_release"):
+        named = name in SECTIONS[section].named
+        row = SECTIONS[section].field(name)
+        assert refused(section, {name: default}, default=default if not named else NOT_SET) == [] or named
+        problems = refused(section, {name: other}, default=default)
+        assert (problems == []) == row.allowed.accepts(other), name
+        assert all(problem.startswith(f"{section}.{name}=") for problem in problems)
+
+
+def test_every_field_of_a_model_has_a_row_or_keeps_its_default(monkeypatch):
+    default, rules = object(), [rule for rule in invariance.RULES if rule.test is invariance._unknown]
+    monkeypatch.setattr(schema, "is_default", lambda section, sections, name, value: value is default)
+    for name in (*field_table.read()[CLASSES["model"]], "a_field_of_a_later_release"):
+        said = {value: broken_rules(with_fields(TREE, **{f"model__{name}": value}), rules) for value in (default, 1)}
+        assert said[default] == []
+        row = name in catalogue.KNOWN | catalogue.REFUSED | {*catalogue.MULTI_TOKEN_OFF, catalogue.MULTI_TOKEN_PATTERN}
+        assert lines(said[1]) == ([] if row else [f"numerics=tree: model.{name}: {UNKNOWN}; leave it unset", OR_STOCK])
 
 
 def test_a_field_has_one_row():

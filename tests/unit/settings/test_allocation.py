@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tp_invariant_recipes.check import job as job_rules
 from tp_invariant_recipes.check.job import STEPPED, SUBMITTED, WRITTEN, PendingJob, check_job, misfits, parse_time
-from tp_invariant_recipes.check.rule import lines
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.errors import lines
 from tp_invariant_recipes.settings import allocation
 from tp_invariant_recipes.settings.allocation import Allocation
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -242,7 +242,7 @@ def test_what_this_host_lacks_is_left_to_the_nodes_and_named():
     (refused,) = job_problems(**there)
     assert refused.startswith("cluster.mounts: /usr/no:/a: ")
     assert check_job(PendingJob(job(**there), {}, dry=True)) == []
-    assert job_rules.unseen(job(**there)) == [
+    assert lines(job_rules.unseen(job(**there))) == [
         "cluster.container=/lustre9/a.sqsh: /lustre9/a.sqsh is not on this host; the nodes must have it",
         "cluster.mounts: /usr/no:/a: /usr/no is not on this host; the nodes must have it",
     ]

@@ -88,7 +88,7 @@ def test_muons_step():
     with Peak() as peak:
         whole = gathered(momentum, None, None)
         newton_schulz(whole, steps=5)
-    expected = memory._of_step(config, config.layout, size.Weights(), size.matrices(model, size.MLP).largest)
+    expected = memory._of_step(config, config.layout, size.Weights(), size.matrices(config.shape, size.MLP).largest)
     assert expected == pytest.approx(peak.most, rel=0.02)
     # It counts where it is more than all that a forward pass keeps.
     muon = words.partition(" ")[2]

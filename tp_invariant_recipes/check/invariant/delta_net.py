@@ -28,14 +28,16 @@ _row = partial(limit_of, lambda t: has_it(t.model))
 LIMITS = (
     limit(
         lambda t: t.model.get(families.VARIANT) not in (None, families.DELTA_NET),
-        f"of attention's variants only gated delta nets are covered; leave model.{families.VARIANT} unset",
+        "of attention's variants only gated delta nets are covered",
+        f"leave model.{families.VARIANT} unset",
     ),
-    _row(lacks(mode.DELTA_NET), f"{mode.only(mode.DELTA_NET)}; numerics=tree"),
-    limit_of(_gates, lacks(mode.GATES), f"{mode.only(mode.GATES)}; numerics=tree"),
+    _row(lacks(mode.DELTA_NET), mode.only(mode.DELTA_NET), "numerics=tree"),
+    limit_of(_gates, lacks(mode.GATES), mode.only(mode.GATES), "numerics=tree"),
     limit_of(
         has(ATTENTION_GATE),
         latent.has_it,
-        f"multi-latent attention has no gate; model.{ATTENTION_GATE}=false",
+        "multi-latent attention has no gate",
+        f"model.{ATTENTION_GATE}=false",
     ),
     _row(
         lambda t: t.model.get("_target_") != schema.PROVIDERS[0],
@@ -43,23 +45,27 @@ LIMITS = (
     ),
     _row(
         lambda t: t.model.get(families.FIELD) not in (None, SPEC),
-        f"gated delta nets have layers of tpi's; model.{families.FIELD}=null",
+        "gated delta nets have layers of tpi's",
+        f"model.{families.FIELD}=null",
     ),
     _row(
         lambda t: t.model.get(FREQUENCY) is None,
-        f"how often attention comes among gated delta nets is not said; model.{FREQUENCY}=4",
+        "how often attention comes among gated delta nets is not said",
+        f"model.{FREQUENCY}=4",
     ),
-    _row(lambda t: t.model.get(TAPS, 4) != 4, f"the convolution takes four tokens; model.{TAPS}=4"),
+    _row(lambda t: t.model.get(TAPS, 4) != 4, "the convolution takes four tokens", f"model.{TAPS}=4"),
     _row(*unsplit("gated delta nets under tensor parallelism need")),
     limit_of(lambda t: has_it(t.model) or _gates(t), *uncut("gated delta nets and gates have")),
     _row(
         lambda t: sft.packing(t) is not None,
-        "packed sequences in gated delta nets have no invariant version; dataset.enable_offline_packing=false",
+        "packed sequences in gated delta nets have no invariant version",
+        "dataset.enable_offline_packing=false",
     ),
-    _row(peft.section, "adapters of gated delta nets have no invariant version; peft=none"),
+    _row(peft.section, "adapters of gated delta nets have no invariant version", "peft=none"),
     _row(
         lambda t: RECOMPUTED in (t.model.get("recompute_modules") or ()),
-        f"gated delta nets keep what {RECOMPUTED} would compute again; leave it out of model.recompute_modules",
+        f"gated delta nets keep what {RECOMPUTED} would compute again",
+        "leave it out of model.recompute_modules",
     ),
-    _row(has("add_bias_linear"), "gated delta nets have no biases; model.add_bias_linear=false"),
+    _row(has("add_bias_linear"), "gated delta nets have no biases", "model.add_bias_linear=false"),
 )

@@ -21,20 +21,23 @@ LIMITS = (
     _row(lacks(mode.FINETUNING), mode.only(mode.FINETUNING)),
     _row(
         lambda t: not _options(t).get("pad_to_max_length"),
-        "how far an example is padded depends on the others of its rank; dataset.dataset_kwargs.pad_to_max_length=true",
+        "how far an example is padded depends on the others of its rank",
+        "dataset.dataset_kwargs.pad_to_max_length=true",
     ),
     _row(
         lambda t: _options(t).get("get_attention_mask_from_fusion") is False,
-        "a mask of the data's own has no invariant version; dataset.dataset_kwargs.get_attention_mask_from_fusion=true",
+        "a mask of the data's own has no invariant version",
+        "dataset.dataset_kwargs.get_attention_mask_from_fusion=true",
     ),
     _row(
         cuts_sequences,
-        "fine-tuning with context parallelism is not covered: a shard may have no token that counts; cp=1, and leave "
-        "numerics.context_shards out",
+        "fine-tuning with context parallelism is not covered: a shard may have no token that counts",
+        "cp=1, and leave numerics.context_shards out",
     ),
-    _per_token(lacks(mode.TOKEN_LOSS), f"{mode.only(mode.TOKEN_LOSS)}; model.calculate_per_token_loss=false"),
+    _per_token(lacks(mode.TOKEN_LOSS), mode.only(mode.TOKEN_LOSS), "model.calculate_per_token_loss=false"),
     _per_token(
         cuts_sequences,
-        "context-parallel ranks would count a sequence's tokens several times; model.calculate_per_token_loss=false",
+        "context-parallel ranks would count a sequence's tokens several times",
+        "model.calculate_per_token_loss=false",
     ),
 )

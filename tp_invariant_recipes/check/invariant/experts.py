@@ -18,17 +18,11 @@ GLOBAL = "global_aux_loss"  # of a data shard's sequences so far
 BALANCING = ("aux_loss", "seq_aux_loss", GLOBAL, "none")
 
 _row = partial(limit_of, has("num_moe_experts"))
-_of_latents = partial(limit_of, lambda t: t.model.get("num_moe_experts") and t.model.get(LATENT))
+_of_latents = partial(limit_of, lambda t: t.shape.experts and t.model.get(LATENT))
 
 
 def _owned(config: RunConfig) -> bool:
-    model = config.model
-    degrees = config.layout.tp, config.layout.ep
-    return expert_placement.fits(model["num_moe_experts"], *degrees)
-
-
-def _expert_width(config: RunConfig) -> int:
-    return config.model.get("moe_ffn_hidden_size") or config.model["ffn_hidden_size"]
+    return expert_placement.fits(config.shape.experts, config.layout.tp, config.layout.ep)
 
 
 def routed(config: RunConfig, shards: int) -> int:
@@ -41,7 +35,7 @@ def routed(config: RunConfig, shards: int) -> int:
 
 def mixed(config: RunConfig) -> bool:
     """Whether some layers of a model with experts are dense."""
-    return bool(config.model.get("num_moe_experts")) and not layers_alike(config.model.get("moe_layer_freq"))
+    return bool(config.shape.experts) and not layers_alike(config.shape.expert_layers)
 
 
 def _of_experts(config: RunConfig) -> str | None:
@@ -60,7 +54,8 @@ LIMITS = (
     _row(lacks(mode.EXPERTS), mode.only(mode.EXPERTS)),
     _row(
         lambda t: t.layout.etp > 1,
-        "experts split over ranks have no invariant version; etp=1",
+        "experts split over ranks have no invariant version",
+        "etp=1",
     ),
     _row(*unsplit("experts under tensor parallelism need")),
     _row(
@@ -69,30 +64,32 @@ LIMITS = (
         "model.num_moe_experts",
     ),
     _row(
-        lambda t: t.device.kind == "cpu" and _expert_width(t) % VECTORS,
+        lambda t: t.device.kind == "cpu" and t.shape.expert_width % VECTORS,
         f"on a CPU model.moe_ffn_hidden_size must be a multiple of {VECTORS}",
     ),
     _of_latents(*uncut("experts of latents have")),
-    _of_latents(has("add_bias_linear"), "experts of latents are covered without biases; model.add_bias_linear=false"),
+    _of_latents(has("add_bias_linear"), "experts of latents are covered without biases", "model.add_bias_linear=false"),
     _of_latents(*uncaptured("experts of latents have")),
-    _of_latents(low_precision.enabled, "experts of latents have no invariant version in FP8; precision=bf16"),
+    _of_latents(low_precision.enabled, "experts of latents have no invariant version in FP8", "precision=bf16"),
     _row(
         lambda t: _of_experts(t) is None,
-        "of the experts' activations only SwiGLU, quick GELU with a gate and squared ReLU are covered; "
+        "of the experts' activations only SwiGLU, quick GELU with a gate and squared ReLU are covered",
         "model.activation_func=torch.nn.functional.silu",
     ),
     _row(
         lambda t: t.model.get("moe_router_load_balancing_type", "aux_loss") not in BALANCING,
-        f"other sums stand in the router; model.moe_router_load_balancing_type one of {', '.join(BALANCING)}",
+        "other sums stand in the router",
+        f"model.moe_router_load_balancing_type one of {', '.join(BALANCING)}",
     ),
     _row(
         lambda t: t.model.get("moe_router_load_balancing_type") == GLOBAL and sft.packing(t) is not None,
-        f"the sequences of a packed row come in another order than {GLOBAL} counts them; "
+        f"the sequences of a packed row come in another order than {GLOBAL} counts them",
         "model.moe_router_load_balancing_type=seq_aux_loss",
     ),
     _row(
         lambda t: t.model.get("moe_router_load_balancing_type") == GLOBAL and cuda_graphs.requested(t.model),
-        f"{GLOBAL} counts sequences where a captured layer cannot; cuda_graph=off",
+        f"{GLOBAL} counts sequences where a captured layer cannot",
+        "cuda_graph=off",
     ),
     _row(
         lambda t: t.model.get("moe_router_dtype") not in (None, "fp32"),
@@ -100,16 +97,19 @@ LIMITS = (
     ),
     _row(
         lambda t: t.model.get("moe_token_dispatcher_type", "allgather") == "flex",
-        "the flex dispatcher has no invariant version; model.moe_token_dispatcher_type=alltoall",
+        "the flex dispatcher has no invariant version",
+        "model.moe_token_dispatcher_type=alltoall",
     ),
     _row(
         lambda t: t.model.get(Z_LOSS) and t.model.get("mtp_use_repeated_layer"),
-        f"one layer for all depths of multi-token prediction has no z-loss; model.{Z_LOSS}=null",
+        "one layer for all depths of multi-token prediction has no z-loss",
+        f"model.{Z_LOSS}=null",
     ),
     *(
         _row(
             has(field),
-            f"model.{field} is not covered; {f'model.{field}=false' if field in EXPERTS_HOW else 'leave it unset'}",
+            f"model.{field} is not covered",
+            f"{f'model.{field}=false' if field in EXPERTS_HOW else 'leave it unset'}",
         )
         for field in EXPERTS_OFF
     ),

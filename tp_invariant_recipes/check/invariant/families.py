@@ -14,26 +14,28 @@ def _is_one(config: RunConfig) -> bool:
     return families.family_of(config.model) is not None
 
 
-def _row(wrong: Test, why: str) -> Rule[RunConfig]:
+def _row(wrong: Test, text: str, solve: str = "") -> Rule[RunConfig]:
     """Of a run of such a family. why: after its name."""
-    return limit_of(_is_one, wrong, f"a family with layers of its own {why}")
+    return limit_of(_is_one, wrong, f"a family with layers of its own {text}", solve)
 
 
 LIMITS = (
-    limit_of(_is_one, lacks(mode.FAMILIES), f"{mode.only(mode.FAMILIES)}; numerics=tree"),
+    limit_of(_is_one, lacks(mode.FAMILIES), mode.only(mode.FAMILIES), "numerics=tree"),
     _row(*uncut("has")),
-    _row(low_precision.enabled, "has no version in FP8; precision=bf16"),
+    _row(low_precision.enabled, "has no version in FP8", "precision=bf16"),
     _row(*uncaptured("has")),
-    _row(has("is_vision_language"), "sees no images; model.is_vision_language=false"),
+    _row(has("is_vision_language"), "sees no images", "model.is_vision_language=false"),
     _row(
         lambda t: t.model.get("scatter_embedding_sequence_parallel") is False,
-        "scatters its embeddings; model.scatter_embedding_sequence_parallel=true",
+        "scatters its embeddings",
+        "model.scatter_embedding_sequence_parallel=true",
     ),
     limit_of(
         has("attn_logit_softcapping"),
         lambda t: t.model.get("attention_backend") not in CAPPED,
-        "soft-capped attention is computed by Megatron's own products; model.attention_backend=auto",
+        "soft-capped attention is computed by Megatron's own products",
+        "model.attention_backend=auto",
     ),
-    _row(has("mtp_num_layers"), "has no multi-token prediction; model.mtp_num_layers=null"),
-    _row(has("add_bias_linear"), "has no biases; model.add_bias_linear=false"),
+    _row(has("mtp_num_layers"), "has no multi-token prediction", "model.mtp_num_layers=null"),
+    _row(has("add_bias_linear"), "has no biases", "model.add_bias_linear=false"),
 )

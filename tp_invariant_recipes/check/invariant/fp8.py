@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from tp_invariant_recipes.check.invariant.limit import Test, lacks, limit_of
+from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.settings import low_precision
@@ -48,10 +49,10 @@ def _sets(*names: str) -> Test:
 
 
 LIMITS = (
-    _row(lambda t: _named(t, "fp4") or _sets("fp4")(t), "FP4 products have no definition here; precision=bf16"),
+    _row(lambda t: _named(t, "fp4") or _sets("fp4")(t), "FP4 products have no definition here", "precision=bf16"),
     _row(
         lambda t: _named(t, "delayed"),
-        f"delayed scaling takes scales from what a rank held in the steps before; {_INSTEAD}",
+        "delayed scaling takes scales from what a rank held in the steps before", f"{_INSTEAD}",
     ),
     _row(
         lambda t: (
@@ -60,30 +61,30 @@ LIMITS = (
             and t.mixed_precision
             and not t.model.get("fp8")
         ),
-        f"of FP8 only the recipes {', '.join(low_precision.NAMED)} and fields like theirs are covered; {_INSTEAD}",
+        f"of FP8 only the recipes {', '.join(low_precision.NAMED)} and fields like theirs are covered", f"{_INSTEAD}",
     ),
-    _row(lambda t: t.model.get("fp8"), f"the precision decides what is in FP8; model.fp8=null, {_INSTEAD}"),
+    _row(lambda t: t.model.get("fp8"), "the precision decides what is in FP8", f"model.fp8=null, {_INSTEAD}"),
     _fp8(lacks(mode.FP8), mode.only(mode.FP8)),
     _fp8(
         _sets(*low_precision.FP8_WEIGHTS),
-        "weights kept in FP8 between steps have scales of Megatron's; mixed_precision.fp8_param_gather=false",
+        "weights kept in FP8 between steps have scales of Megatron's", "mixed_precision.fp8_param_gather=false",
     ),
     _fp8(
         _sets(low_precision.REUSED),
-        f"gradients' memory holds gradients alone; mixed_precision.{low_precision.REUSED}=false",
+        "gradients' memory holds gradients alone", f"mixed_precision.{low_precision.REUSED}=false",
     ),
     _fp8(
         _sets("fp8_dot_product_attention", "fp8_multi_head_attention"),
-        "attention in FP8 has no invariant version; mixed_precision.fp8_dot_product_attention=false, "
-        "mixed_precision.fp8_multi_head_attention=false",
+        "attention in FP8 has no invariant version",
+        "mixed_precision.fp8_dot_product_attention=false, mixed_precision.fp8_multi_head_attention=false",
     ),
     _fp8(
         lambda t: low_precision.fields(t).get("fp8_wgrad") is False,
-        "weight gradients are in FP8, too; mixed_precision.fp8_wgrad=true",
+        "weight gradients are in FP8, too", "mixed_precision.fp8_wgrad=true",
     ),
     _fp8(
         lambda t: low_precision.fields(t).get("fp16") or not low_precision.fields(t).get("bf16", True),
-        "what is not in FP8 is in bf16; mixed_precision.bf16=true",
+        "what is not in FP8 is in bf16", "mixed_precision.bf16=true",
     ),
 )  # fmt: skip
 
@@ -146,7 +147,7 @@ def most_shards(model: dict[str, Any], precision: Any) -> int:
     return max(1, parts & -parts)
 
 
-def borders(config: RunConfig) -> list[str]:
+def borders(config: RunConfig) -> list[Problem]:
     """Return what ends between two multiples of what the recipe needs."""
     layers = low_precision.fp8_layers(config)
     if layers is None:
@@ -166,25 +167,29 @@ def borders(config: RunConfig) -> list[str]:
     sums = summed(model, blocks=layers.recipe != "tensorwise")
     for name, size in {**alone, **sums}.items():
         if size % unit:
-            problems.append(f"{name} is {size}: {say}; the next is {_next(size, unit)}")
+            problems.append(Problem("", f"{name} is {size}: {say}", f"the next is {_next(size, unit)}"))
     cut = [f"{name} is {size}" for name, size in sums.items() if size % (unit * shards)]
     if cut and not problems:
         common = math.gcd(*sums.values()) // unit
         fits, tp = common & -common, config.layout.tp
         problems.append(
-            f"numerics.virtual_shards={shards} cuts sums between multiples of {unit}: {say} ({', '.join(cut)}); "
-            + (
+            Problem(
+                "",
+                f"numerics.virtual_shards={shards} cuts sums between multiples of {unit}: {say} ({', '.join(cut)})",
                 "precision=fp8_tensorwise"
                 if layers.recipe != "tensorwise" and fits % tp
-                else f"the largest that fits is numerics.virtual_shards={fits}"
+                else f"the largest that fits is numerics.virtual_shards={fits}",
             )
         )
     contexts = config.numerics.context_shards or config.layout.cp
     if model["seq_length"] % (of_tokens * contexts):
         each = f" in each of {contexts} context shards" if contexts > 1 else ""
         problems.append(
-            f"seq={model['seq_length']}: weight gradients in FP8 add {of_tokens} tokens at a time{each}; the next is "
-            f"seq={_next(model['seq_length'], of_tokens * contexts)}"
+            Problem(
+                f"seq={model['seq_length']}",
+                f"weight gradients in FP8 add {of_tokens} tokens at a time{each}",
+                f"the next is seq={_next(model['seq_length'], of_tokens * contexts)}",
+            )
         )
     return problems
 

@@ -19,47 +19,52 @@ def _captured_with(config: RunConfig) -> frozenset[str]:
     return config.numerics.arithmetic.graphs if config.numerics.arithmetic else frozenset()
 
 
-def _row(kinds: tuple[str, ...], wrong: Test, why: str) -> Rule[RunConfig]:
+def _row(kinds: tuple[str, ...], wrong: Test, text: str, solve: str = "") -> Rule[RunConfig]:
     """kinds: of graphs that the row is about."""
-    return limit_of(lambda t: t.model.get("cuda_graph_impl") in kinds, wrong, why)
+    return limit_of(lambda t: t.model.get("cuda_graph_impl") in kinds, wrong, text, solve)
 
 
 LIMITS = (
     _row(
         (FULL, TE),
         lambda t: not _captured_with(t),
-        "its layers have not been captured; cuda_graph=off, or numerics=tree",
+        "its layers have not been captured",
+        "cuda_graph=off, or numerics=tree",
     ),
     _row(
         (TE,),
         lambda t: _captured_with(t) == {IMPLEMENTATIONS[FULL]},
-        "its layers have been captured with the whole step only; cuda_graph=full, or off",
+        "its layers have been captured with the whole step only",
+        "cuda_graph=full, or off",
     ),
     _row(
         (TE,),
         lambda t: (t.numerics.context_shards or 1) > 1,
-        "a captured layer gets a mask, which attention with context shards does not take; cuda_graph=full, or off",
+        "a captured layer gets a mask, which attention with context shards does not take",
+        "cuda_graph=full, or off",
     ),
     _row(
         (TE,),
         lambda t: {*NOT_INVARIANT} & {*(t.model.get("cuda_graph_modules") or ())},
-        f"{' and '.join(NOT_INVARIANT)} wait for numbers of tokens from the GPU; leave them out of "
-        "model.cuda_graph_modules, or cuda_graph=off",
+        f"{' and '.join(NOT_INVARIANT)} wait for numbers of tokens from the GPU",
+        "leave them out of model.cuda_graph_modules, or cuda_graph=off",
     ),
     _row(
         (FULL,),
         lambda t: t.layout.pp > 1,
-        "stages wait for each other where a captured step cannot; pp=1, or with numerics=tree cuda_graph=te",
+        "stages wait for each other where a captured step cannot",
+        "pp=1, or with numerics=tree cuda_graph=te",
     ),
     _row(
         (FULL,),
-        lambda t: (t.model.get("num_moe_experts") or 0) > 1,
-        "experts wait for numbers of tokens from the GPU where a captured step cannot; cuda_graph=off, or with "
-        "numerics=tree cuda_graph=te",
+        lambda t: t.shape.experts > 1,
+        "experts wait for numbers of tokens from the GPU where a captured step cannot",
+        "cuda_graph=off, or with numerics=tree cuda_graph=te",
     ),
     _row(
         (FULL, TE),
         lambda t: (t.cluster.environment | dict(os.environ)).get(CHECK) == "1",
-        f"{CHECK}=1 compares products where a captured step cannot wait; cuda_graph=off, or leave it unset",
+        f"{CHECK}=1 compares products where a captured step cannot wait",
+        "cuda_graph=off, or leave it unset",
     ),
 )

@@ -20,7 +20,8 @@ from tp_invariant_recipes.check.invariant import (
     shards,
 )
 from tp_invariant_recipes.check.invariant.limit import cuts_sequences, has, lacks, limit, limit_of, uncut
-from tp_invariant_recipes.check.rule import Rule, RulePhase
+from tp_invariant_recipes.check.rule import Rule
+from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.fields import catalogue
 from tp_invariant_recipes.fields.model import LAYERS_OFF
 from tp_invariant_recipes.numerics import mode
@@ -42,12 +43,12 @@ _sinks = partial(limit_of, lambda t: t.model.get("softmax_type", "vanilla") != "
 LIMITS = (
     limit(
         lambda t: t.numerics.initial_weights != "invariant",
-        "Megatron draws other weights for every tp; numerics.initial_weights=invariant",
+        "Megatron draws other weights for every tp", "numerics.initial_weights=invariant",
     ),
     limit_of(
         lacks(mode.FP64_NORM),
         lambda t: t.numerics.grad_norm != "exact",
-        "an fp64 sum still depends on its order; numerics.grad_norm=exact",
+        "an fp64 sum still depends on its order", "numerics.grad_norm=exact",
     ),
     limit(
         lambda t: t.model.get("_target_") not in (None, *schema.PROVIDERS),
@@ -65,104 +66,106 @@ LIMITS = (
     *examples.LIMITS,
     *fp8.LIMITS,
     *lora.LIMITS,
-    limit_of(lambda t: "hybrid_layer_pattern" in t.model, lacks(mode.HYBRID), mode.only(mode.HYBRID)),
+    limit_of(lambda t: t.shape.hybrid, lacks(mode.HYBRID), mode.only(mode.HYBRID)),
     limit(
-        lambda t: set(t.model.get("hybrid_layer_pattern") or "") - HYBRID_SIGNS,
-        f"of hybrid layers only {', '.join(_OTHERS)} and {_LAST} have invariant versions; model.hybrid_layer_pattern",
+        lambda t: set(t.shape.pattern) - HYBRID_SIGNS,
+        f"of hybrid layers only {', '.join(_OTHERS)} and {_LAST} have invariant versions",
+        "model.hybrid_layer_pattern",
     ),
     limit(
         lambda t: t.model.get("use_mamba_mem_eff_path") is False,
-        "Megatron's other path through a Mamba layer is not covered; model.use_mamba_mem_eff_path=true",
+        "Megatron's other path through a Mamba layer is not covered", "model.use_mamba_mem_eff_path=true",
     ),
     *norms.LIMITS,
     limit(
         lambda t: (
-            t.model.get("add_bias_linear")
+            t.shape.biased
             and t.model.get("bias_activation_fusion")
             and not t.model.get("gated_linear_unit")
         ),
-        "a bias fused into an ungated activation has no invariant version; model.bias_activation_fusion=false",
+        "a bias fused into an ungated activation has no invariant version", "model.bias_activation_fusion=false",
     ),
     limit(
         lambda t: t.model.get("hidden_dropout") or t.model.get("attention_dropout"),
-        "dropout draws other numbers in every layout; model.hidden_dropout=0, model.attention_dropout=0",
+        "dropout draws other numbers in every layout", "model.hidden_dropout=0, model.attention_dropout=0",
     ),
     limit_of(
         cuts_sequences,
         lacks(mode.CONTEXT_SHARDS),
-        f"{mode.only(mode.CONTEXT_SHARDS)}; cp=1, and leave numerics.context_shards out",
+        mode.only(mode.CONTEXT_SHARDS), "cp=1, and leave numerics.context_shards out",
     ),
     limit_of(
-        lambda t: "hybrid_layer_pattern" in t.model,
+        lambda t: t.shape.hybrid,
         *uncut("Mamba layers go through a sequence in order, and have"),
     ),
     limit(
         lambda t: t.model.get("cp_comm_type") not in (None, "a2a"),
-        "of context parallelism only the exchange of heads keeps attention whole; model.cp_comm_type=a2a",
+        "of context parallelism only the exchange of heads keeps attention whole", "model.cp_comm_type=a2a",
     ),
-    limit(has("should_pad_vocab"), "Megatron pads the vocabulary to a multiple of tp; model.should_pad_vocab=false"),
+    limit(has("should_pad_vocab"), "Megatron pads the vocabulary to a multiple of tp",
+        "model.should_pad_vocab=false"),
     limit(
         # A program of its own may load its weights.
         lambda t: t.model.get("perform_initialization") is False and t.train,
-        "tpi draws the initial weights, whatever it says; model.perform_initialization=true",
+        "tpi draws the initial weights, whatever it says", "model.perform_initialization=true",
     ),
     limit(
         lambda t: (
             not sft.is_sft(t.section("dataset"))
             and t.section("dataset").get("dataloader_type", "single") != "single"
         ),
-        "which sequences a rank computes depends on dp; dataset.dataloader_type=single",
+        "which sequences a rank computes depends on dp", "dataset.dataloader_type=single",
     ),
     limit(
         lambda t: t.model.get("position_embedding_type", "rope") not in ("rope", "yarn", "none", LEARNED),
-        f"of positions rotary and learned ones are covered; model.position_embedding_type=rope, yarn or {LEARNED}",
+        "of positions rotary and learned ones are covered", f"model.position_embedding_type=rope, yarn or {LEARNED}",
     ),
     limit(
         lambda t: t.model.get("position_embedding_type") == LEARNED
         and (not t.numerics.covers(mode.LEARNED) or norms.other_layers(t)),
-        "learned positions are covered for GPT models of numerics=tree, without multi-token prediction or layers of "
-        "their own; model.position_embedding_type=rope",
+        "learned positions are covered for GPT models of numerics=tree, without multi-token "
+        "prediction or layers of their own", "model.position_embedding_type=rope",
     ),
     limit_of(lambda t: t.model.get("position_embedding_type") == "yarn", *uncut("YaRN has")),
     limit(
         lambda t: t.mixed_precision not in (None, "bf16_mixed") and not low_precision.enabled(t),
-        "of Bridge's precisions only bf16_mixed is covered; precision=bf16 or precision=fp32",
+        "of Bridge's precisions only bf16_mixed is covered", "precision=bf16 or precision=fp32",
     ),
     limit(
         lambda t: (t.model.get("gtp_weight_remat_size") or 1) > 1,
-        "weights spread over more ranks are not covered; model.gtp_weight_remat_size=1",
+        "weights spread over more ranks are not covered", "model.gtp_weight_remat_size=1",
     ),
     limit(
         lambda t: _name(t.model.get("attention_backend") or "auto") not in ATTENTION_BACKENDS,
-        f"of attention only {', '.join(ATTENTION_BACKENDS[:-1])} and {ATTENTION_BACKENDS[-1]} are covered; "
-        f"model.attention_backend=auto",
+        f"of attention only {', '.join(ATTENTION_BACKENDS[:-1])} and {ATTENTION_BACKENDS[-1]} are covered",
+        "model.attention_backend=auto",
     ),
     limit(
         lambda t: t.model.get("softmax_type", "vanilla") not in ("vanilla", "learnable"),
-        "of attention sinks only those of each head are covered; model.softmax_type=learnable or vanilla",
+        "of attention sinks only those of each head are covered", "model.softmax_type=learnable or vanilla",
     ),
     _sinks(*uncut("attention sinks have")),
     limit(  # as seen on an H100: TE 2.20 and cuDNN 9.19 have none that is deterministic
         lambda t: t.model.get("softmax_type") == "learnable" and _name(t.model.get("attention_backend")) == "fused",
-        "Transformer Engine has no deterministic fused attention with sinks; model.attention_backend=auto",
+        "Transformer Engine has no deterministic fused attention with sinks", "model.attention_backend=auto",
     ),
     _sinks(
         has("multi_latent_attention"),
-        "multi-latent attention with sinks has no invariant version; model.softmax_type=vanilla",
+        "multi-latent attention with sinks has no invariant version", "model.softmax_type=vanilla",
     ),
-    *(limit(has(field), f"model.{field} is not covered; leave it unset") for field in LAYERS_OFF),
+    *(limit(has(field), f"model.{field} is not covered", "leave it unset") for field in LAYERS_OFF),
     limit(
         has("tp_comm_overlap"),
-        "overlapped collectives add in an order of their own; model.tp_comm_overlap=false",
+        "overlapped collectives add in an order of their own", "model.tp_comm_overlap=false",
     ),
     limit(
         lambda t: not t.model.get("disable_bf16_reduced_precision_matmul"),
-        "cuBLAS may add parts of a product in bf16; model.disable_bf16_reduced_precision_matmul=true",
+        "cuBLAS may add parts of a product in bf16", "model.disable_bf16_reduced_precision_matmul=true",
     ),
-    limit(has("delay_wgrad_compute"), "delayed weight gradients are not covered; model.delay_wgrad_compute=false"),
+    limit(has("delay_wgrad_compute"), "delayed weight gradients are not covered", "model.delay_wgrad_compute=false"),
     limit(
         has("cross_entropy_loss_fusion"),
-        "the fused cross entropy would bypass the invariant one; model.cross_entropy_loss_fusion=false",
+        "the fused cross entropy would bypass the invariant one", "model.cross_entropy_loss_fusion=false",
     ),
 )  # fmt: skip
 
@@ -172,18 +175,25 @@ def _name(value: Any) -> str:
     return getattr(value, "name", value)
 
 
-def _unknown(config: RunConfig) -> list[str]:
+def _unknown(config: RunConfig) -> list[Problem]:
     """Return a field that is off, as its class has it, changes nothing.
 
     tpi asks Bridge of these alone: its import is slow.
     """
-    model, sections = config.model, config.sections
-    unknown = {name: line for name in sorted(model) for line in catalogue.unknown_of_model([name])}
-    return [line for n, line in unknown.items() if model[n] or not schema.is_default("model", sections, n, model[n])]
+    return [
+        problem
+        for name in sorted(config.model)
+        for problem in catalogue.unknown_of_model([name])
+        if not schema.is_default("model", config.sections, name, config.model[name])
+    ]
 
 
-def _fields(config: RunConfig) -> list[str]:
-    return [line for name in catalogue.SECTIONS for line in catalogue.refused(name, config.section(name))]
+def _fields(config: RunConfig) -> list[Problem]:
+    return [
+        problem
+        for name in catalogue.SECTIONS
+        for problem in catalogue.refused(name, config.section(name), partial(schema.is_default, name, config.sections))
+    ]
 
 
-RULES = (*LIMITS, limit(_unknown), limit(_fields), *shards.RULES, Rule(RulePhase.FEATURES, fp8.borders, stock=True))
+RULES = (*LIMITS, limit(_unknown), limit(_fields), *shards.RULES, Rule(fp8.borders, stock=True))

@@ -28,24 +28,28 @@ LIMITS = (
     _row(*uncut("multi-latent attention has")),
     _row(
         lambda t: t.model.get("num_query_groups") not in (None, t.model["num_attention_heads"]),
-        "multi-latent attention has keys and values for every head; leave model.num_query_groups unset",
+        "multi-latent attention has keys and values for every head",
+        "leave model.num_query_groups unset",
     ),
     _row(
         lambda t: not t.model.get("qk_layernorm"),
-        "multi-latent attention is covered with its norms of latents; model.qk_layernorm=true",
+        "multi-latent attention is covered with its norms of latents",
+        "model.qk_layernorm=true",
     ),
     _row(
         lambda t: t.model.get("add_bias_linear") or t.model.get("add_qkv_bias"),
-        "multi-latent attention with biases is not covered; model.add_bias_linear=false, model.add_qkv_bias=false",
+        "multi-latent attention with biases is not covered",
+        "model.add_bias_linear=false, model.add_qkv_bias=false",
     ),
     _row(
         has("apply_rope_fusion"),
-        "the fused rotation of multi-latent attention adds up the shared key's gradient in an order of its own; "
+        "the fused rotation of multi-latent attention adds up the shared key's gradient in an order of its own",
         "model.apply_rope_fusion=false",
     ),
     _row(
         has("recompute_granularity"),
-        "recomputation of multi-latent attention was not shown to have the same bits; model.recompute_granularity=null",
+        "recomputation of multi-latent attention was not shown to have the same bits",
+        "model.recompute_granularity=null",
     ),
-    *(_row(has(field), f"model.{field} is not covered; leave it unset") for field in LATENT_OFF),
+    *(_row(has(field), f"model.{field} is not covered", "leave it unset") for field in LATENT_OFF),
 )

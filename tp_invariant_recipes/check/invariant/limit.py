@@ -3,24 +3,24 @@
 from collections.abc import Callable
 from typing import Any
 
-from tp_invariant_recipes.check.rule import Rule, RulePhase
+from tp_invariant_recipes.check.rule import Rule
 from tp_invariant_recipes.settings import cuda_graphs
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 Test = Callable[[RunConfig], Any]
 
 
-def limit(test: Test, why: str = "") -> Rule[RunConfig]:
+def limit(test: Test, text: str = "", solve: str = "") -> Rule[RunConfig]:
     """Return a limit of every run with invariant numerics."""
-    return limit_of(lambda t: True, test, why)
+    return limit_of(lambda t: True, test, text, solve)
 
 
-def limit_of(needs: Test, test: Test, why: str) -> Rule[RunConfig]:
+def limit_of(needs: Test, test: Test, text: str, solve: str = "") -> Rule[RunConfig]:
     """Return a limit of those runs to which something applies."""
     return Rule(
-        RulePhase.FEATURES,
         test,
-        why,
+        text,
+        solve,
         needs=lambda t: t.numerics.invariant and needs(t),
         head=lambda t: f"numerics={t.numerics.mode}",
         stock=True,
@@ -42,20 +42,21 @@ def has(field: str) -> Test:
     return lambda t: t.model.get(field)
 
 
-def uncut(what: str) -> tuple[Test, str]:
+def uncut(what: str) -> tuple[Test, str, str]:
     """Of what takes whole sequences. what: with its verb, such as "LoRA has"."""
-    return cuts_sequences, f"{what} no version with context shards; cp=1, and leave numerics.context_shards out"
+    return cuts_sequences, f"{what} no version with context shards", "cp=1, and leave numerics.context_shards out"
 
 
-def uncaptured(what: str, instead: str = "") -> tuple[Test, str]:
+def uncaptured(what: str, instead: str = "") -> tuple[Test, str, str]:
     """Of what no CUDA graph holds. what: with its verb, such as "adapters have". instead: another key, or none."""
-    return lambda t: cuda_graphs.requested(t.model), f"{what} not been captured in CUDA graphs; cuda_graph=off{instead}"
+    text = f"{what} not been captured in CUDA graphs"
+    return lambda t: cuda_graphs.requested(t.model), text, f"cuda_graph=off{instead}"
 
 
-def unsplit(what: str) -> tuple[Test, str]:
+def unsplit(what: str) -> tuple[Test, str, str]:
     """Of what takes part in tensor parallelism with sequence parallelism alone. what: with its verb."""
 
     def split(config: RunConfig) -> bool:
         return config.layout.tp > 1 and not config.layout.sp
 
-    return split, f"{what} sequence parallelism; sp=true"
+    return split, f"{what} sequence parallelism", "sp=true"

@@ -15,7 +15,7 @@ WITHOUT = f"model.{FIELD}=null"
 
 
 def _hybrid(config: RunConfig) -> bool:
-    return "hybrid_layer_pattern" in config.model
+    return config.shape.hybrid
 
 
 def _before_the_last(stages: str | list[list[str]] | None) -> bool:
@@ -28,44 +28,49 @@ def _before_the_last(stages: str | list[list[str]] | None) -> bool:
 _row = partial(limit_of, has(FIELD))
 
 LIMITS = (
-    _row(lacks(mode.MTP), f"{mode.only(mode.MTP)}; {WITHOUT}"),
+    _row(lacks(mode.MTP), mode.only(mode.MTP), WITHOUT),
     _row(
         lambda t: _hybrid(t) and not t.model.get(PATTERN),
-        f"multi-token prediction of a hybrid model has no layers; model.{PATTERN}='*E', or {WITHOUT}",
+        "multi-token prediction of a hybrid model has no layers",
+        f"model.{PATTERN}='*E', or {WITHOUT}",
     ),
     _row(
         lambda t: _hybrid(t) and set(t.model.get(PATTERN) or "") - {*hybrid_spec.LAYERS},
-        f"of hybrid layers only {' '.join(hybrid_spec.LAYERS)} have invariant versions; model.{PATTERN}",
+        f"of hybrid layers only {' '.join(hybrid_spec.LAYERS)} have invariant versions",
+        f"model.{PATTERN}",
     ),
     _row(
         lambda t: not _hybrid(t) and t.model.get(REPEATED),
-        f"one layer for all depths is covered for hybrid models alone; model.{REPEATED}=false",
+        "one layer for all depths is covered for hybrid models alone",
+        f"model.{REPEATED}=false",
     ),
     # Bridge adds these layers to the pattern, whatever mtp_num_layers is.
     limit_of(
         has(PATTERN),
         lambda t: not t.model.get(FIELD),
-        f"model.{PATTERN} adds layers of multi-token prediction; model.{PATTERN}=null, {WITHOUT}",
+        f"model.{PATTERN} adds layers of multi-token prediction",
+        f"model.{PATTERN}=null, {WITHOUT}",
     ),
     _row(*uncut("multi-token prediction has")),
     _row(*uncaptured("multi-token prediction has", f", or {WITHOUT}")),
     _row(
         lambda t: _before_the_last(t.model.get("pipeline_model_parallel_layout")),
-        "the layers of multi-token prediction are on the last stage, beside the loss; "
+        "the layers of multi-token prediction are on the last stage, beside the loss",
         "model.pipeline_model_parallel_layout=null",
     ),
     _row(
         lambda t: _hybrid(t) and t.model.get("recompute_granularity") == "full",
-        "multi-token prediction of a hybrid model was not shown to have the same bits where whole layers are "
-        "recomputed; model.recompute_granularity=selective",
+        "multi-token prediction of a hybrid model was not shown to have the same bits where "
+        "whole layers are recomputed",
+        "model.recompute_granularity=selective",
     ),
     _row(
         lambda t: (
             t.model.get("recompute_granularity") == "full"
             and (t.model.get("recompute_method"), t.model.get("recompute_num_layers")) != ("uniform", 1)
         ),
-        "Megatron-Core recomputes the layers of multi-token prediction one by one; model.recompute_method=uniform, "
-        "model.recompute_num_layers=1",
+        "Megatron-Core recomputes the layers of multi-token prediction one by one",
+        "model.recompute_method=uniform, model.recompute_num_layers=1",
     ),
-    *(_row(has(field), f"model.{field} is not covered; leave it unset") for field in MULTI_TOKEN_OFF),
+    *(_row(has(field), f"model.{field} is not covered", "leave it unset") for field in MULTI_TOKEN_OFF),
 )

@@ -23,21 +23,24 @@ _of_layer_norms = partial(limit_of, lambda t: t.model.get("normalization") == LA
 LIMITS = (
     limit(
         lambda t: t.model.get("normalization") not in (RMS, LAYER),
-        f"of norms only {RMS} and {LAYER} are covered; model.normalization={RMS}",
+        f"of norms only {RMS} and {LAYER} are covered",
+        f"model.normalization={RMS}",
     ),
-    _of_layer_norms(lacks(mode.LAYER_NORM), f"{mode.only(mode.LAYER_NORM)}; model.normalization={RMS}"),
+    _of_layer_norms(lacks(mode.LAYER_NORM), mode.only(mode.LAYER_NORM), f"model.normalization={RMS}"),
     _of_layer_norms(
         other_layers,
-        f"{LAYER} is covered for GPT models without multi-token prediction or layers of their own; "
+        f"{LAYER} is covered for GPT models without multi-token prediction or layers of their own",
         f"model.normalization={RMS}",
     ),
     _of_layer_norms(
         has("qk_layernorm"),
-        f"of norms of queries and keys only {RMS} is covered; model.qk_layernorm=false",
+        f"of norms of queries and keys only {RMS} is covered",
+        "model.qk_layernorm=false",
     ),
     limit_of(
         has("layernorm_zero_centered_gamma"),
         lacks(mode.CENTRED),
-        f"{mode.only(mode.CENTRED)}; model.layernorm_zero_centered_gamma=false",
+        mode.only(mode.CENTRED),
+        "model.layernorm_zero_centered_gamma=false",
     ),
 )

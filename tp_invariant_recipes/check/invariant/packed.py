@@ -14,9 +14,9 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 WITHOUT = "dataset.enable_offline_packing=false"
 
 
-def _row(wrong: Callable[[RunConfig, Mapping[str, Any]], Any], why: str) -> Rule[RunConfig]:
+def _row(wrong: Callable[[RunConfig, Mapping[str, Any]], Any], text: str, solve: str = "") -> Rule[RunConfig]:
     """wrong: of a run with packed sequences, and of how they are packed."""
-    return limit(lambda t: (specs := sft.packing(t)) is not None and wrong(t, specs), why)
+    return limit(lambda t: (specs := sft.packing(t)) is not None and wrong(t, specs), text, solve)
 
 
 def divisors(config: RunConfig) -> tuple[int, ...]:
@@ -35,21 +35,21 @@ def uneven(config: RunConfig, specs: Mapping[str, Any]) -> bool:
 def _routed(config: RunConfig, specs: Mapping[str, Any]) -> int:
     """Return the number of router logits for a virtual shard of the shortest sequence; 0 without experts."""
     each = specs["pad_seq_to_mult"] // (config.numerics.virtual_shards or 1)
-    return each * (config.model.get("num_moe_experts") or 0)
+    return each * config.shape.experts
 
 
 LIMITS = (
-    _row(lambda t, _: lacks(mode.PACKED)(t), f"{mode.only(mode.PACKED)}; {WITHOUT}"),
+    _row(lambda t, _: lacks(mode.PACKED)(t), mode.only(mode.PACKED), WITHOUT),
     _row(
         uneven,
-        "virtual shards divide each packed sequence, and its padding is told apart; "
-        f"dataset.offline_packing_specs.pad_seq_to_mult=8, or another multiple of numerics.virtual_shards, in FP8 of "
-        f"{fp8.BLOCK}, in MXFP8 of {fp8.UNITS[fp8.MXFP8][1]}",
+        "virtual shards divide each packed sequence, and its padding is told apart",
+        "dataset.offline_packing_specs.pad_seq_to_mult=8, or another multiple of "
+        f"numerics.virtual_shards, in FP8 of {fp8.BLOCK}, in MXFP8 of {fp8.UNITS[fp8.MXFP8][1]}",
     ),
     _row(
         lambda t, specs: specs.get("pad_cu_seqlens") or cuda_graphs.requested(t.model),
-        "the number of sequences differs from row to row, and a captured step has one; cuda_graph=off, "
-        "dataset.offline_packing_specs.pad_cu_seqlens=false",
+        "the number of sequences differs from row to row, and a captured step has one",
+        "cuda_graph=off, dataset.offline_packing_specs.pad_cu_seqlens=false",
     ),
     _row(
         lambda t, specs: t.device.kind == "cpu" and not uneven(t, specs) and _routed(t, specs) % VECTORS,
@@ -57,12 +57,13 @@ LIMITS = (
         f"must be a multiple of {VECTORS}",
     ),
     _row(
-        lambda t, _: t.model.get("mtp_num_layers") and not t.model.get("calculate_per_token_loss"),
-        "multi-token prediction of packed sequences is covered where each token counts alike; "
+        lambda t, _: t.shape.depths and not t.model.get("calculate_per_token_loss"),
+        "multi-token prediction of packed sequences is covered where each token counts alike",
         "model.calculate_per_token_loss=true",
     ),
     _row(
         lambda t, _: t.ledger.trace is not None,
-        "a trace has one place for the module of a row, which runs once for each sequence; leave ledger.trace out",
+        "a trace has one place for the module of a row, which runs once for each sequence",
+        "leave ledger.trace out",
     ),
 )

@@ -23,7 +23,7 @@ def _name(value: Any) -> str:
 
 
 _row = partial(limit_of, _is_portable)
-_experts = partial(limit_of, lambda t: _is_portable(t) and t.model.get("num_moe_experts"))
+_experts = partial(limit_of, lambda t: _is_portable(t) and t.shape.experts)
 
 # Fields of experts that name another operation than those stated.
 ABSENT = (
@@ -34,72 +34,76 @@ ABSENT = (
 EXPERTS = (
     _experts(
         lambda t: t.model.get("moe_router_score_function", "softmax") != "softmax",
-        "of routers only softmax has a portable version; model.moe_router_score_function=softmax",
+        "of routers only softmax has a portable version",
+        "model.moe_router_score_function=softmax",
     ),
     _experts(
         lambda t: t.model.get("moe_router_load_balancing_type", "aux_loss") not in ("aux_loss", "none"),
-        "of balancing losses only aux_loss has a portable version; model.moe_router_load_balancing_type=aux_loss",
+        "of balancing losses only aux_loss has a portable version",
+        "model.moe_router_load_balancing_type=aux_loss",
     ),
     _experts(
-        lambda t: not layers_alike(t.model.get("moe_layer_freq")),
-        "dense layers beside layers of experts have no portable version; leave model.moe_layer_freq unset",
+        lambda t: not layers_alike(t.shape.expert_layers),
+        "dense layers beside layers of experts have no portable version",
+        "leave model.moe_layer_freq unset",
     ),
-    *(_row(has(field), f"experts with model.{field} have no portable version; leave it unset") for field in ABSENT),
+    *(_row(has(field), f"experts with model.{field} have no portable version", "leave it unset") for field in ABSENT),
 )
 
 LIMITS = (
     _row(
         lambda t: t.model.get("transformer_impl") not in (None, "local"),
-        "Transformer Engine's layers have a library's arithmetic; model.transformer_impl=local",
+        "Transformer Engine's layers have a library's arithmetic", "model.transformer_impl=local",
     ),
     _row(
         lambda t: t.mixed_precision != "bf16_mixed" and not low_precision.enabled(t),
-        "attention and products are stated for bf16 and FP8 only; precision=bf16",
+        "attention and products are stated for bf16 and FP8 only", "precision=bf16",
     ),
-    _row(lambda t: "hybrid_layer_pattern" in t.model, "Mamba layers have no portable version; numerics=tree"),
+    _row(lambda t: t.shape.hybrid, "Mamba layers have no portable version", "numerics=tree"),
     *EXPERTS,
     _row(
         lambda t: t.model.get("softmax_type", "vanilla") != "vanilla",
-        "attention sinks have no portable version; model.softmax_type=vanilla",
+        "attention sinks have no portable version", "model.softmax_type=vanilla",
     ),
     *(
-        _row(has(field), f"activations with model.{field} have no portable version; leave it unset")
+        _row(has(field), f"activations with model.{field} have no portable version", "leave it unset")
         for field in ("activation_func_clamp_value", "glu_linear_offset")
     ),
-    _row(has("window_size"), "windows of attention have no portable version; leave model.window_size unset"),
+    _row(has("window_size"), "windows of attention have no portable version", "leave model.window_size unset"),
     _row(
         lambda t: t.model.get("position_embedding_type") == "yarn",
-        "YaRN has no portable version; model.position_embedding_type=rope",
+        "YaRN has no portable version", "model.position_embedding_type=rope",
     ),
-    _row(cuts_sequences, "cp has no portable version; cp=1, and leave numerics.context_shards out"),
+    _row(cuts_sequences, "cp has no portable version", "cp=1, and leave numerics.context_shards out"),
     _row(
         lambda t: _name(t.model.get("activation_func")) != "silu" or not t.model.get("gated_linear_unit"),
-        "of activations only SwiGLU has a portable version; model.activation_func=torch.nn.functional.silu, "
-        "model.gated_linear_unit=true",
+        "of activations only SwiGLU has a portable version",
+        "model.activation_func=torch.nn.functional.silu, model.gated_linear_unit=true",
     ),
     _row(
         has("add_bias_linear"),
-        "biases of projections have no portable version; model.add_bias_linear=false (model.add_qkv_bias may be true)",
+        "biases of projections have no portable version",
+        "model.add_bias_linear=false (model.add_qkv_bias may be true)",
     ),
     _row(
         lambda t: t.model.get("position_embedding_type", "rope") != "rope" or t.model.get("rotary_interleaved"),
-        "of positions only rotary ones in halves have a portable version; model.position_embedding_type=rope, "
-        "model.rotary_interleaved=false",
+        "of positions only rotary ones in halves have a portable version",
+        "model.position_embedding_type=rope, model.rotary_interleaved=false",
     ),
     _row(
         lambda t: _name(t.model.get("attention_backend") or "auto") not in ATTENTION_BACKENDS,
-        "it has an attention of its own; model.attention_backend=auto",
+        "it has an attention of its own", "model.attention_backend=auto",
     ),
     _row(
         lambda t: t.section("optimizer").get("optimizer", "adam") != "adam",
-        "of optimizers only Adam has a portable version; optimizer.optimizer=adam",
+        "of optimizers only Adam has a portable version", "optimizer.optimizer=adam",
     ),
     _row(
         lambda t: t.section("optimizer").get("use_precision_aware_optimizer"),
-        "Adam's moments are fp32; optimizer.use_precision_aware_optimizer=false",
+        "Adam's moments are fp32", "optimizer.use_precision_aware_optimizer=false",
     ),
     _row(
         lambda t: t.section("scheduler").get("lr_decay_style", "linear") not in SCHEDULES,
-        f"other schedules take a library's power; scheduler.lr_decay_style one of {', '.join(SCHEDULES)}",
+        "other schedules take a library's power", f"scheduler.lr_decay_style one of {', '.join(SCHEDULES)}",
     ),
 )  # fmt: skip

@@ -35,7 +35,7 @@ def overrides(config: RunConfig, own: list[Override], degree: int = 1) -> list[s
     degree: tensor-parallel ranks of the reference, and expert-parallel ones of a model with experts.
     """
     split = {"model.tensor_model_parallel_size": degree}
-    if config.model.get("num_moe_experts"):
+    if config.shape.experts:
         split["model.expert_model_parallel_size"] = degree
     needed = []
     for path, value in (SIMPLEST | split).items():

@@ -96,11 +96,11 @@ def _check_adapters(run: Path, config: RunConfig, *, masters: bool, merge: bool)
             raise ConfigError(f"{run} has no adapters to merge: leave out --merge")
         return
     fields = peft.section(config)
-    if fields is not None and not merge and config.model.get("num_moe_experts") and peft.of_feed_forward(fields):
+    if fields is not None and not merge and config.shape.experts and peft.of_feed_forward(fields):
         raise ConfigError(
             f"{run} has adapters of experts, which the library peft reads in no layout that tpi writes; add --merge"
         )
-    if config.model.get("mtp_num_layers"):
+    if config.shape.depths:
         raise ConfigError(f"{run} has adapters of multi-token prediction, which tpi exports to no folder")
     if masters:
         raise ConfigError(f"{run} has adapters, whose base has no master weights: leave out --masters")

@@ -31,7 +31,7 @@ class Hidden(Score):
         """As of Score."""
         from tp_invariant_recipes.observe.dithering import Dither
 
-        every = sequences.sequences(self.file, self.config.model["vocab_size"], encode)
+        every = sequences.sequences(self.file, self.config.shape.vocabulary, encode)
         sequence = next(row for row in every if self.sequence is None or row.id == self.sequence)
         batch = Batch((0,), padded(len(sequence.tokens), forward.multiple))
         outputs: dict[str, np.ndarray] = {}

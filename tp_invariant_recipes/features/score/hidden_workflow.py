@@ -53,7 +53,7 @@ def judge(scoring: Scoring, file: Path) -> dict[str, Any]:
     dtype = "float32" if scoring.plan.config.mixed_precision is None else "bfloat16"
     rows = compared(engine, reference, dtype)
     status = int(any(row["beyond"] for row in rows))
-    return {"exit_status": status, "text": sentence(rows, scoring.plan.config.model["num_layers"]), "layers": rows}
+    return {"exit_status": status, "text": sentence(rows, scoring.plan.config.shape.layers), "layers": rows}
 
 
 def compared(engine: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray], dtype: str) -> list[dict[str, Any]]:

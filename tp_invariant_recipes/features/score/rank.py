@@ -66,7 +66,7 @@ class Score:
 
     def score(self, model: Any, forward: "Forward", encode: sequences.Encode | None) -> None:
         """Score what is left of the file. Rank 0 writes a window while the ranks compute the next."""
-        remaining = islice(sequences.sequences(self.file, self.config.model["vocab_size"], encode), self.done, None)
+        remaining = islice(sequences.sequences(self.file, self.config.shape.vocabulary, encode), self.done, None)
         with ThreadPoolExecutor(1) as pool:
             writing: Future[None] | None = None
             for window in batches.windows(
@@ -138,7 +138,7 @@ class Forward:
         self.shards = config.numerics.context_shards or config.model["context_parallel_size"]
         self.multiple = self.shards * max(CONTEXTS, config.numerics.virtual_shards or 1, fp8.tokens(config))
         self.alone = depends_on_rows(config)
-        self.learned = config.model["seq_length"]  # positions, if any: padding, which no token sees, has the last one
+        self.learned = config.shape.sequence  # positions, if any: padding, which no token sees, has the last one
         # In training mode kernels are those of a training step, without the dropout that planning has refused.
         model.train()
         inner = unwrap_model(model)
@@ -238,7 +238,7 @@ def depends_on_rows(config: RunConfig) -> bool:
     if arithmetic is None:
         return False
     defined = arithmetic.any_machine or (config.device.kind == "gpu" and arithmetic.tries_products)
-    by_shape = "hybrid_layer_pattern" in config.model or bool(families.delta_sizes(config.model))
+    by_shape = config.shape.hybrid or bool(families.delta_sizes(config.model))
     return not defined or low_precision.enabled(config) or by_shape
 
 

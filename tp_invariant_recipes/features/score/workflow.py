@@ -17,11 +17,11 @@ from typing import Any
 
 from tp_invariant_recipes.check import inputs
 from tp_invariant_recipes.check.machine import LAYERS, PendingRun
-from tp_invariant_recipes.check.rule import broken_rules, lines
+from tp_invariant_recipes.check.rule import broken_rules
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, given, latest, parse_all
 from tp_invariant_recipes.data import sequences
-from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, TpiError, reason, refuse
+from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, TpiError, lines, reason, refuse
 from tp_invariant_recipes.features.export.workflow import checkpoint_of
 from tp_invariant_recipes.features.train import workflow as train
 from tp_invariant_recipes.files import sync_folder, write_atomically
@@ -179,8 +179,8 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
     if tokenizer is not None:
         encode, _, digest = sequences.tokenizer(tokenizer)
     file, out = file.expanduser().absolute(), out.expanduser().absolute()
-    read = sequences.survey(file, config.model["vocab_size"], encode)
-    if config.model.get("position_embedding_type") == LEARNED and read.longest > config.model["seq_length"]:
+    read = sequences.survey(file, config.shape.vocabulary, encode)
+    if config.model.get("position_embedding_type") == LEARNED and read.longest > config.shape.sequence:
         positions = f"the model has learned {config.model['seq_length']} positions"
         raise ConfigError(f"{file}: a sequence has {read.longest} tokens, and {positions}; leave longer ones out")
     of_sequences = {"sha256": read.sha256, "count": read.sequences, "tokenizer": digest}

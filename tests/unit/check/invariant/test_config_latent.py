@@ -31,7 +31,7 @@ def test_the_field_alone_does_not_make_another_provider_have_it():
 
 def test_the_weights_of_its_projections():
     """DeepSeek-V3's: two down-projections whole on every rank, two up-projections and the output divided."""
-    found = weights(compose("deepseek_v3", device="gpu").config.model, ATTENTION)
+    found = weights(compose("deepseek_v3", device="gpu").config.shape, ATTENTION)
     assert found.whole == 7168 * (1536 + 512 + 64) + 7168 + 1536 + 512
     assert found.split == 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168
 
