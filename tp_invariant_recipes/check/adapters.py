@@ -35,10 +35,10 @@ def _divided(config: RunConfig, fields: Mapping[str, Any]) -> Problem | None:
 
 
 def _latents(config: RunConfig, fields: Mapping[str, Any]) -> Problem | None:
-    model, tp = config.model, config.layout.tp
+    shape, tp = config.shape, config.layout.tp
     widths = {
-        "linear_q_down_proj": model.get("q_lora_rank") or 0,
-        "linear_kv_down_proj": (model.get("kv_lora_rank") or 0) + (model.get("qk_pos_emb_head_dim") or 0),
+        "linear_q_down_proj": shape.query_latent,
+        "linear_kv_down_proj": shape.key_latent + shape.turned_key,
     }
     wrong = [name for name in peft.WHOLE if name in peft.targets(fields) and widths[name] % tp]
     if not wrong:

@@ -45,7 +45,7 @@ def _recomputes(config: RunConfig, module: str) -> bool:
 def _uneven_attention(config: RunConfig) -> bool:
     """Whether cuDNN's attention is captured on such a number of tokens. `portable` has an attention of its own."""
     model, arithmetic = config.model, config.numerics.arithmetic
-    if model["seq_length"] % TOKENS == 0 or (arithmetic is not None and arithmetic.any_machine):
+    if config.shape.sequence % TOKENS == 0 or (arithmetic is not None and arithmetic.any_machine):
         return False
     captured = model.get("cuda_graph_impl") == FULL or _captures(config, "attn")
     return captured and attention_problem(model) is None and model.get("attention_backend") not in ("unfused", "local")

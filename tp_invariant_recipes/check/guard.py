@@ -20,8 +20,7 @@ def rank_distance(config: RunConfig) -> int:
 
     It is 1 without experts.
     """
-    model = config.model
-    if (model.get("num_moe_experts") or 0) <= 1:
+    if config.shape.experts <= 1:
         return 1
     experts = config.layout.ep * (config.layout.etp or 1)
     return max(1, experts // (config.layout.tp * config.layout.cp))

@@ -44,10 +44,10 @@ def _layers(config: RunConfig, layout: Layout) -> Problem | None:
     if ends and counted:
         given, off = (", ".join(words) for words in ((f"model.{key}" for key in ends), (f"{c}=false" for c in counted)))
         return Problem(given, "Megatron counts no embedding or loss beside it", off)
-    if ends and model.get("num_layers"):
-        return _uneven(model["num_layers"], layout.pp, ends)
-    if counted and model.get("num_layers"):
-        return _accounted(model["num_layers"], layout.pp, counted)
+    if ends and config.shape.layers:
+        return _uneven(config.shape.layers, layout.pp, ends)
+    if counted and config.shape.layers:
+        return _accounted(config.shape.layers, layout.pp, counted)
     return _divides("pp", lambda at: at.pp, "num_layers")(config, layout)
 
 
@@ -73,7 +73,7 @@ def _uneven(layers: int, stages: int, ends: dict[str, int]) -> Problem | None:
 
 
 def _sequence(config: RunConfig, layout: Layout) -> Problem | None:
-    seq = config.model["seq_length"]
+    seq = config.shape.sequence
     per = layout.cp * (2 if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1)
     if seq % per == 0:
         return None
@@ -84,7 +84,7 @@ def _sequence(config: RunConfig, layout: Layout) -> Problem | None:
 
 
 def _sequence_parallel(config: RunConfig, layout: Layout) -> Problem | None:
-    if layout.tp > 1 and not layout.sp and config.model.get("num_moe_experts") and not config.numerics.invariant:
+    if layout.tp > 1 and not layout.sp and config.shape.experts and not config.numerics.invariant:
         text = f"Megatron trains experts with tp={layout.tp} under sequence parallelism alone"
         return Problem("sp=false", text, "sp=true")
     return Problem("", "sp=true needs tp > 1", "leave sp out or set tp") if layout.sp and layout.tp == 1 else None
@@ -102,8 +102,8 @@ def _batch(config: RunConfig, layout: Layout) -> Problem | None:
 
 
 def _experts(config: RunConfig, layout: Layout) -> Problem | None:
-    experts = config.model.get("num_moe_experts")
-    if experts is None:
+    experts = config.shape.experts
+    if not experts:
         wrong = [f"{n}={v}" for n, v in (("ep", layout.ep), ("etp", layout.etp)) if v > 1]
         return Problem(f"{', '.join(wrong)}", "this model has no experts") if wrong else None
     if experts % layout.ep:
@@ -119,8 +119,8 @@ def _experts(config: RunConfig, layout: Layout) -> Problem | None:
 
 
 def _pattern(config: RunConfig, layout: Layout) -> Problem | None:
-    pattern = config.model.get("hybrid_layer_pattern")
-    if pattern is None or layout.pp == 1 or "|" in pattern:
+    pattern = config.shape.pattern
+    if not pattern or layout.pp == 1 or "|" in pattern:
         return None
     length = len(pattern.partition("/")[0])
     return (
@@ -131,10 +131,8 @@ def _pattern(config: RunConfig, layout: Layout) -> Problem | None:
 
 
 def _stages(config: RunConfig, layout: Layout) -> list[str]:
-    """Return the stages of a hybrid model, as the letters of their layers; none where they are not known, or one has
-    all.
-    """
-    pattern = (config.model.get("hybrid_layer_pattern") or "").partition("/")[0]
+    """Return the stages of a hybrid model, as the letters of their layers; none where one has all or none is known."""
+    pattern = config.shape.pattern.partition("/")[0]
     if layout.pp == 1 or not pattern or any(config.model.get(name) for name in UNEVEN):
         return []
     each = -(-len(pattern) // layout.pp)
@@ -145,8 +143,8 @@ def _stages(config: RunConfig, layout: Layout) -> list[str]:
 
 def _stages_without_experts(config: RunConfig, layout: Layout) -> Problem | None:
     """Megatron-Bridge's log of the experts' losses has another length on such a stage, and its ranks wait for ever."""
-    pattern = (config.model.get("hybrid_layer_pattern") or "").partition("/")[0]
-    if not config.model.get("num_moe_experts") or "E" not in pattern:
+    pattern = config.shape.pattern.partition("/")[0]
+    if not config.shape.experts or "E" not in pattern:
         return None
     without = next((stage for stage in _stages(config, layout) if "E" not in stage), None)
     if without is None:
@@ -181,7 +179,7 @@ def _context(config: RunConfig, layout: Layout) -> Problem | None:
     if layout.cp == 1 or config.device.kind == "gpu" or config.numerics.invariant:
         return None
     recurrent = [name for name in ("hybrid_layer_pattern", "linear_attention_freq") if config.model.get(name)]
-    latent = ["multi_latent_attention"] if config.model.get("multi_latent_attention") else []
+    latent = ["multi_latent_attention"] if config.shape.latent else []
     if not (others := recurrent + latent):
         return None  # cpu_host/stand_ins/context_attention.py
     text = f"on a CPU stock context parallelism covers plain attention alone, not model.{others[0]}"

@@ -107,7 +107,7 @@ def _at(config: RunConfig, path: str) -> Any:
 
 def _sizes(config: RunConfig) -> Problem | None:
     missing = [name for name in ("hidden_size", "num_attention_heads", "vocab_size") if not config.model.get(name)]
-    missing += [] if config.model.get("num_layers") or config.model.get("hybrid_layer_pattern") else ["num_layers"]
+    missing += [] if config.shape.layers or config.shape.pattern else ["num_layers"]
     key = ", ".join(f"model.{name}" for name in missing)
     return Problem(key, "a model has a number of these") if missing else None
 
@@ -128,7 +128,7 @@ def _divides(of: str, by: str, unless: str | None = None) -> Callable[[RunConfig
 # Which layers have what: a 0 or a 1 for each layer, or every how many. Field of the model -> what reads it.
 PER_LAYER: dict[str, Callable[[RunConfig], Any]] = {
     "linear_attention_freq": lambda t: families.delta_sizes(t.model),
-    "moe_layer_freq": lambda t: t.model.get("num_moe_experts"),
+    "moe_layer_freq": lambda t: t.shape.experts,
     "no_rope_freq": lambda t: t.model["no_rope_freq"] != 0,  # 0: of no layer
     "window_attn_skip_freq": lambda t: t.model.get("window_size"),
 }
@@ -138,8 +138,8 @@ def _per_layer(name: str) -> Callable[[RunConfig], Problem | None]:
     """Return the rule that a field of PER_LAYER says something of each layer."""
 
     def rule(config: RunConfig) -> Problem | None:
-        layers, value = config.model.get("num_layers"), config.model.get(name)
-        if layers is None or value is None or not PER_LAYER[name](config):
+        layers, value = config.shape.layers, config.model.get(name)
+        if not layers or value is None or not PER_LAYER[name](config):
             return None
         if isinstance(value, list | tuple):
             valid = len(value) == layers and {*value} <= {0, 1}
@@ -152,9 +152,8 @@ def _per_layer(name: str) -> Callable[[RunConfig], Problem | None]:
 
 
 def _ahead_of_delta_nets(config: RunConfig) -> Problem | None:
-    model, every = config.model, config.model.get("linear_attention_freq")
-    layers, ahead = model.get("num_layers"), model.get("mtp_num_layers")
-    if not (ahead and every and layers and families.delta_sizes(model)):
+    every, layers, ahead = config.model.get("linear_attention_freq"), config.shape.layers, config.shape.depths
+    if not (ahead and every and layers and families.delta_sizes(config.model)):
         return None
     if (not every[-1]) if isinstance(every, list) else layers % every == 0:
         return None
@@ -171,7 +170,7 @@ def _without_rotary(config: RunConfig) -> Problem | None:
     positions = model.get("position_embedding_type", "rope")
     if not model.get("no_rope_freq"):
         return None
-    if model.get("multi_latent_attention"):
+    if config.shape.latent:
         return Problem(key, "multi-latent attention turns queries and keys in every layer", "leave it unset")
     if positions not in ("rope", "yarn"):
         return Problem(key, f"model.position_embedding_type={positions} has no rotary positions", "leave it unset")
@@ -191,7 +190,7 @@ def _own_positions(config: RunConfig) -> Problem | None:
 
 
 def _at_most(low: str, high: str, of: str = "model") -> Callable[[RunConfig], Problem | None]:
-    """Return the rule that one number is at most another one, where there are both. Short paths lie in the section `of`."""
+    """Return the rule that one number is at most another, where there are both. Short paths are in the section `of`."""
     first, second = (path if "." in path else f"{of}.{path}" for path in (low, high))
 
     def rule(config: RunConfig) -> Problem | None:
@@ -204,7 +203,7 @@ def _at_most(low: str, high: str, of: str = "model") -> Callable[[RunConfig], Pr
 
 
 def _aligned(config: RunConfig) -> Problem | None:
-    hidden = config.model["hidden_size"]
+    hidden = config.shape.hidden
     if hidden is None or hidden % WIDTH == 0:
         return None
     return Problem(
@@ -247,7 +246,7 @@ def _validation(config: RunConfig) -> Problem | None:
 
 
 def _tokens(config: RunConfig) -> Problem | None:
-    size, vocab = config.section("tokenizer")["vocab_size"], config.model["vocab_size"]
+    size, vocab = config.section("tokenizer")["vocab_size"], config.shape.vocabulary
     if config.data.kind == "text" and size != vocab:
         return Problem(f"tokenizer.vocab_size={size}", "the tokenizer of data=text decides it", "leave it out")
     return None
@@ -255,7 +254,7 @@ def _tokens(config: RunConfig) -> Problem | None:
 
 def unpadded(config: RunConfig, typed: Collection[str]) -> list[Problem]:
     """Return what is wrong with padding a vocabulary whose size is set. typed: the paths that the command line sets."""
-    size, multiple = config.model["vocab_size"], config.model.get("make_vocab_size_divisible_by") or 128
+    size, multiple = config.shape.vocabulary, config.model.get("make_vocab_size_divisible_by") or 128
     padded = -(-size // multiple) * multiple
     keys = ("model.make_vocab_size_divisible_by", "model.should_pad_vocab")
     why = f"Megatron-Bridge pads no vocabulary whose size is set; model.vocab_size={padded}"
@@ -358,7 +357,7 @@ def _resumable(name: str) -> Callable[[RunConfig], Problem | None]:
 def _tied_ahead(config: RunConfig) -> Problem | None:
     """SIGTERM saves a checkpoint of every run, and digests have its names."""
     model = config.model
-    if not (model.get("mtp_num_layers") and model.get("share_embeddings_and_output_weights")):
+    if not (config.shape.depths and config.shape.tied):
         return None
     if model["pipeline_model_parallel_size"] == 1:
         return None

@@ -171,8 +171,7 @@ def _is_unsaid(end: int) -> Callable[[RunConfig, Any], bool]:
 
 def _shared_by(config: RunConfig) -> int:
     """ep * etp ranks, where they can share whole experts."""
-    model = config.model
-    ep, experts = config.layout.ep, model["num_moe_experts"]
+    ep, experts = config.layout.ep, config.shape.experts
     more = ep * config.layout.etp
     return more if expert_placement.fits(experts, config.layout.tp, more) else ep
 
@@ -187,9 +186,8 @@ def _is_above(config: RunConfig, cp: Any) -> bool:
 
 def _fuses_bias(config: RunConfig) -> bool:
     """Whether an ungated activation adds the bias of the layer before it."""
-    model = config.model
-    fused = model.get("add_bias_linear") and model.get("bias_activation_fusion")
-    return bool(fused) and not model.get("gated_linear_unit")
+    fused = config.shape.biased and config.model.get("bias_activation_fusion")
+    return bool(fused) and not config.shape.gated
 
 
 def _padded_size(config: RunConfig) -> int:

@@ -8,8 +8,8 @@ import re
 from typing import Any
 
 from tp_invariant_recipes.check import layout as layout_rules
+from tp_invariant_recipes.check.hosts.job import misfits
 from tp_invariant_recipes.check.invariant import invariance
-from tp_invariant_recipes.check.job import misfits
 from tp_invariant_recipes.check.rule import Rule, broken_rules
 from tp_invariant_recipes.config import resume_rules
 from tp_invariant_recipes.config.overrides import Override, parse

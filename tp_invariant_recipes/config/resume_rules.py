@@ -14,6 +14,7 @@ from tp_invariant_recipes.config.overrides import Override
 from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.settings import muon
+from tp_invariant_recipes.settings.model_shape import ModelShape
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 # Settings of `numerics` whose defaults follow the layout, and which make up the order of sums: a run keeps them.
@@ -96,7 +97,7 @@ def kept(numerics: Mapping[str, Any]) -> list[str]:
 def optimizer_state(config: RunConfig) -> str:
     """Return the form in which a run writes its optimizer's state."""
     if not config.section("optimizer").get("use_distributed_optimizer"):
-        experts = bool(config.section("model").get("num_moe_experts"))
+        experts = bool(ModelShape(config.section("model")).experts)
         return LAYER_WISE if experts and muon.is_layer_wise(config.section("optimizer")) else OF_EVERY_RANK
     return DISTRIBUTED if config.section("checkpoint").get("dist_ckpt_optim_fully_reshardable") else BUCKETS
 
@@ -253,7 +254,7 @@ def experts_separate(name: str, model: Mapping[str, Any], layout: Mapping[str, A
     name: of the mode.
     """
     by_megatron = layout.get("ep", 1) > 1 or layout.get("tp", 1) != layout.get("etp", 1)  # process groups of their own
-    return bool(model.get("num_moe_experts")) and (mode.find(name) is not None or by_megatron)
+    return bool(ModelShape(model).experts) and (mode.find(name) is not None or by_megatron)
 
 
 def _of_experts(layout: Mapping[str, Any]) -> str:

@@ -60,7 +60,7 @@ class CellStep:
 def training(config: RunConfig, allocated: Allocation, *, name: str, about: str, log: str) -> Job:
     """Return the job of a run of this configuration. allocated: the part of the cluster that it needs."""
     cluster, slurm = config.cluster, config.slurm
-    assert slurm.time is not None  # check/job.py refuses a job without
+    assert slurm.time is not None  # check/hosts/job.py refuses a job without
     kind = f"gpu:{cluster.gpu_type}" if cluster.gpu_type else "gpu"
     return Job(
         name=name,

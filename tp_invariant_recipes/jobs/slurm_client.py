@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.check.job import parse_time
+from tp_invariant_recipes.check.hosts.job import parse_time
 from tp_invariant_recipes.errors import RunError, reason
 
 TIMEOUT = 60.0  # seconds that a command may take

@@ -7,9 +7,9 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-from tp_invariant_recipes.check import job as job_rules
-from tp_invariant_recipes.check.inputs import input_problems
-from tp_invariant_recipes.check.job import PendingJob
+from tp_invariant_recipes.check.hosts import job as job_rules
+from tp_invariant_recipes.check.hosts.inputs import input_problems
+from tp_invariant_recipes.check.hosts.job import PendingJob
 from tp_invariant_recipes.check.rule import broken_rules
 from tp_invariant_recipes.config import elastic, reserved
 from tp_invariant_recipes.config.compose import Composed, compose

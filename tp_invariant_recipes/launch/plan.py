@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.check import inputs, relations
-from tp_invariant_recipes.check.machine import PendingRun, check_start
+from tp_invariant_recipes.check import relations
+from tp_invariant_recipes.check.hosts import inputs
+from tp_invariant_recipes.check.hosts.machine import PendingRun, check_start
 from tp_invariant_recipes.config import hydra_tree
 from tp_invariant_recipes.config.compose import Composed
 from tp_invariant_recipes.config.identity import identity
@@ -211,7 +212,7 @@ def _with_examples(config: RunConfig) -> tuple[RunConfig, Examples | None]:
 def _check_vocabulary(where: str, size: int, config: RunConfig) -> None:
     if size > config.shape.vocabulary:
         raise ConfigError(
-            f"{where} holds {size} token ids but model.vocab_size={config.model['vocab_size']}; "
+            f"{where} holds {size} token ids but model.vocab_size={config.shape.vocabulary}; "
             f"use data.tokenizer=byte (257 ids) or raise model.vocab_size"
         )
 

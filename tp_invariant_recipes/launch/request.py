@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from tp_invariant_recipes.check.inputs import input_problems
+from tp_invariant_recipes.check.hosts.inputs import input_problems
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, given, texts
 from tp_invariant_recipes.errors import ConfigError

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from tp_invariant_recipes.check.job import misfits
+from tp_invariant_recipes.check.hosts.job import misfits
 from tp_invariant_recipes.config import elastic
 from tp_invariant_recipes.config.compose import Composed
 from tp_invariant_recipes.config.overrides import cluster_files, parse

@@ -29,8 +29,7 @@ def in_place() -> bool:
 
 
 def _local_experts_with_biases(config: Any) -> bool:
-    model = config.model
-    return bool(model.get("num_moe_experts") and model.get("add_bias_linear")) and model["transformer_impl"] == "local"
+    return bool(config.shape.experts) and config.shape.biased and config.model["transformer_impl"] == "local"
 
 
 PATCH = Patch(

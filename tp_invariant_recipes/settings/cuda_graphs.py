@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tp_invariant_recipes.settings.model_shape import ModelShape
+
 Model = Mapping[str, Any]
 
 TE, FULL = "transformer_engine", "full_iteration"
@@ -42,27 +44,25 @@ def padded(model: Model) -> bool:
 
 
 def _layers(model: Model, kind: str) -> bool:
-    pattern = model.get("hybrid_layer_pattern")
-    return pattern is not None and kind in pattern.partition("/")[0]
+    return kind in ModelShape(model).pattern.partition("/")[0]
 
 
 def has_experts(model: Model) -> bool:
     """Whether a captured layer would have several experts."""
-    return (model.get("num_moe_experts") or 0) > 1
+    return ModelShape(model).experts > 1
 
 
 def attention_problem(model: Model) -> str | None:
     """Why attention cannot be captured in a model; None: it can."""
-    hybrid = model.get("hybrid_layer_pattern") is not None
-    return "this model has no attention layers" if hybrid and not _layers(model, "*") else None
+    return "this model has no attention layers" if ModelShape(model).pattern and not _layers(model, "*") else None
 
 
 def _mlp(model: Model) -> str | None:
-    frequency = model.get("moe_layer_freq", 1)
+    frequency = ModelShape(model).expert_layers
     if has_experts(model) and (frequency == 1 or (isinstance(frequency, list) and 0 not in frequency)):
         return "for dense layers, of which this model has none"
-    hybrid = model.get("hybrid_layer_pattern") is not None
-    return "for dense layers, of which this model has none" if hybrid and not _layers(model, "-") else None
+    dense = not ModelShape(model).pattern or _layers(model, "-")
+    return None if dense else "for dense layers, of which this model has none"
 
 
 def _mamba(model: Model) -> str | None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tp_invariant_recipes.numerics.megatron import families
+from tp_invariant_recipes.settings.model_shape import ModelShape
 
 FREQUENCY, TAPS, RECOMPUTED = "linear_attention_freq", "linear_conv_kernel_dim", "gdn_norm_out"
 ATTENTION_GATE, EXPERT_GATE = "attention_output_gate", "moe_shared_expert_gate"
@@ -26,6 +27,5 @@ def sharded(model: Mapping[str, Any]) -> dict[str, int]:
 
 def gated_numbers(model: Mapping[str, Any]) -> int:
     """Return the numbers of a sequence that attention's gate multiplies; 0: there is none."""
-    heads = model.get("num_attention_heads") or 0
-    width = model.get("kv_channels") or (model.get("hidden_size") or 0) // (heads or 1)
-    return model["seq_length"] * heads * width if model.get(ATTENTION_GATE) else 0
+    shape = ModelShape(model)
+    return shape.sequence * shape.heads * shape.head_width if model.get(ATTENTION_GATE) else 0

@@ -28,7 +28,7 @@ def uneven_ends(config: RunConfig) -> tuple[int, int] | None:
     """
     model, pp = config.model, config.layout.pp
     chunks = model.get("virtual_pipeline_model_parallel_size") or 1
-    layers, (first, last) = model.get("num_layers") or 0, (model.get(key) for key in UNEVEN)
+    layers, (first, last) = config.shape.layers, (model.get(key) for key in UNEVEN)
     stated = any(model.get(key) for key in ("pipeline_model_parallel_layout", "hybrid_layer_pattern", *ACCOUNTED))
     if stated or last or layers < pp or layers % pp == 0 or layers % chunks:
         return None

@@ -69,9 +69,14 @@ class ModelShape:
         return self._number("ffn_hidden_size") or 4 * self.hidden
 
     @property
+    def gated(self) -> bool:
+        """Whether a feed-forward part has a gate."""
+        return bool(self.fields.get("gated_linear_unit"))
+
+    @property
     def gates(self) -> int:
-        """Matrices that a feed-forward part has before its activation: 2 with a gate, else 1."""
-        return 2 if self.fields.get("gated_linear_unit") else 1
+        """Matrices that a feed-forward part has before its activation."""
+        return 2 if self.gated else 1
 
     @property
     def experts(self) -> int:

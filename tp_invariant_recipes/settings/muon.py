@@ -35,7 +35,6 @@ def is_layer_wise(optimizer: Mapping[str, Any]) -> bool:
 
 def owns_copies(config: RunConfig) -> bool:
     """Whether ranks have copies of experts and no data-parallel group, the case that Megatron-Core cannot save."""
-    model = config.model
     ranks = config.parallel.data_parallel_size * config.layout.cp
     copies = config.layout.tp > config.layout.ep
-    return bool(model.get("num_moe_experts")) and ranks == 1 and copies
+    return bool(config.shape.experts) and ranks == 1 and copies

@@ -141,8 +141,13 @@ def fields(cls: type) -> dict[str, Any]:
 
 
 def is_default(section: str, sections: Mapping[str, Any], name: str, value: Any) -> bool:
-    """Whether a field has the default of its class. Imports Bridge; where it is not installed, nothing has."""
+    """Whether a field has the default of its class, which imports Bridge; where it is not installed, none has.
+
+    A field that the table of fields lacks has no default, whatever is installed.
+    """
     try:
+        if name not in field_table.read().get(_path(section, sections), (name,)):
+            return False
         return has_default(section_class(section, sections), name, value)
     except (TpiError, KeyError):
         return False

@@ -138,7 +138,7 @@ def _stage(config: RunConfig, at: Layout, stage: int) -> dict[str, int]:
         weights += Weights() if _tied(config, at) else size.embedding(config.shape)
         weights += size.ahead(config.shape)
         matrices += size.ahead(config.shape, size.matrices)
-    if stage == 0 or (last and config.model.get("mtp_num_layers")):  # the latter has a copy of the first stage's
+    if stage == 0 or (last and config.shape.depths):  # the latter has a copy of the first stage's
         weights += size.embedding(config.shape) + size.positions(config.shape)
         matrices += size.positions(config.shape)  # of which Megatron-Core does not say that they are an embedding
     trained, lookups, fields = weights, 0, peft.section(config)
@@ -170,7 +170,7 @@ def _stage(config: RunConfig, at: Layout, stage: int) -> dict[str, int]:
 
 def _tied(config: RunConfig, at: Layout) -> bool:
     """Whether the output layer has the embedding's weight, on one rank."""
-    return at.pp == 1 and bool(config.model.get("share_embeddings_and_output_weights"))
+    return at.pp == 1 and config.shape.tied
 
 
 def _sum(config: RunConfig, held: Counter[str], of: Callable[[ModelShape, str], Weights]) -> Weights:
@@ -237,7 +237,7 @@ def _of_step(config: RunConfig, at: Layout, trained: Weights, largest: int) -> i
     step = 0
     if muon.computes(optimizer):
         matrix = largest if optimizer.get(muon.TP_MODE) == muon.WHOLE else largest // at.tp
-        step = FP32 * (3 * matrix + 2 * min(matrix, config.model["hidden_size"] ** 2))
+        step = FP32 * (3 * matrix + 2 * min(matrix, config.shape.hidden**2))
     return max(step, _of_sums(config, at, sum(_held(trained, at))))
 
 
@@ -356,7 +356,7 @@ def _working(
     trial = 6 * hidden * FP32 if tries else 0
     others = 0  # logits of later tokens
     if last:
-        logits = config.model["vocab_size"] // at.tp * batch.tokens
+        logits = config.shape.vocabulary // at.tp * batch.tokens
         moments += _loss_of(arithmetic)(batch, logits, largest, at.tp)
         others = size.depths_ahead(config.shape) * _logits(batch, logits)
         if tries:

@@ -123,7 +123,7 @@ def _ways(config: RunConfig, need: Estimate) -> list[str]:
         of_states = ["a smaller model (tpi models)"]  # ranks of a node share its memory
     else:
         of_states = ["raise tp= or pp="]
-        if model.get("num_moe_experts"):
+        if config.shape.experts:
             of_states[0] += " or ep="
         optimizer = config.section("optimizer")
         if not (optimizer.get("use_distributed_optimizer") or muon.is_layer_wise(optimizer)):

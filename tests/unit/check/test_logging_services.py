@@ -3,7 +3,7 @@
 import pytest
 
 from tests.unit.check.refusals import problems_of
-from tp_invariant_recipes.check.logging_services import SERVICES, missing_package
+from tp_invariant_recipes.check.hosts.logging_services import SERVICES, missing_package
 from tp_invariant_recipes.check.relations import EXPERIMENTS
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.launch import experiments

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from tp_invariant_recipes.check import machine
-from tp_invariant_recipes.check.machine import LAYERS, PendingRun, check_start
+from tp_invariant_recipes.check.hosts import machine
+from tp_invariant_recipes.check.hosts.machine import LAYERS, PendingRun, check_start
 from tp_invariant_recipes.check.rule import broken_rules
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError, lines, refuse

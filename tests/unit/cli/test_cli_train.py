@@ -76,7 +76,7 @@ def test_an_environment_that_would_change_the_bits_is_refused(cli, empty_here, m
 
 
 def test_a_full_disk_is_said_before_anything_is_written(cli, empty_here, monkeypatch):
-    monkeypatch.setattr("tp_invariant_recipes.check.machine.free_bytes", lambda path: 1000)
+    monkeypatch.setattr("tp_invariant_recipes.check.hosts.machine.free_bytes", lambda path: 1000)
     ended = cli("train", "qwen3_toy")
     assert ended.status == 2
     assert "MiB free and this run writes at least" in ended.err

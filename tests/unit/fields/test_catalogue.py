@@ -97,8 +97,7 @@ TRIED = (
 
 
 @pytest.mark.parametrize("mode", ("tree", "gather"))
-def test_all_that_is_not_allowed_is_one_list(mode, monkeypatch):
-    monkeypatch.setattr(schema, "is_default", lambda *_: False)
+def test_all_that_is_not_allowed_is_one_list(mode):
     fields = {f"{section}__{field}": value for section, field, value, _ in TRIED}
     problems = table_problems(invariance, with_fields(TREE, numerics__mode=mode, **fields))
     assert len(problems) == len(TRIED) + 1

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tp_invariant_recipes.check import job as job_rules
-from tp_invariant_recipes.check.job import STEPPED, SUBMITTED, WRITTEN, PendingJob, check_job, misfits, parse_time
+from tp_invariant_recipes.check.hosts import job as job_rules
+from tp_invariant_recipes.check.hosts.job import STEPPED, SUBMITTED, WRITTEN, PendingJob, check_job, misfits, parse_time
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import lines
 from tp_invariant_recipes.settings import allocation

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tp_invariant_recipes.check import machine
-from tp_invariant_recipes.check.machine import PendingRun, check_start
+from tp_invariant_recipes.check.hosts import machine
+from tp_invariant_recipes.check.hosts.machine import PendingRun, check_start
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.machine import memory as host

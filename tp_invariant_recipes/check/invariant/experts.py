@@ -27,10 +27,10 @@ def _owned(config: RunConfig) -> bool:
 
 def routed(config: RunConfig, shards: int) -> int:
     """Return the number of router logits for a virtual shard of one context shard, or 0 if C is not valid."""
-    contexts, model = config.numerics.context_shards or 1, config.model
+    contexts = config.numerics.context_shards or 1
     if not (isinstance(contexts, int) and contexts > 0):
         return 0
-    return model["seq_length"] // (shards * contexts) * (model.get("num_moe_experts") or 0)
+    return config.shape.sequence // (shards * contexts) * config.shape.experts
 
 
 def mixed(config: RunConfig) -> bool:
@@ -46,7 +46,7 @@ def _of_experts(config: RunConfig) -> str | None:
     function = config.model.get("activation_func")
     name = function if isinstance(function, str) else getattr(function, "__name__", "")
     kinds = {("silu", True): "swiglu", ("quick_gelu", True): "swiglu", ("squared_relu", False): "squared_relu"}
-    return kinds.get((name.rpartition(".")[2], bool(config.model.get("gated_linear_unit"))))
+    return kinds.get((name.rpartition(".")[2], config.shape.gated))
 
 
 # Settings that a model with experts must not have, and the reason.

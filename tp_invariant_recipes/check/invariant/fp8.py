@@ -157,13 +157,13 @@ def borders(config: RunConfig) -> list[Problem]:
         BLOCKWISE: f"FP8 products add {unit} numbers at a time",
         MXFP8: f"in MXFP8 {unit} numbers of a sum share a scale",
     }.get(layers.recipe, f"FP8 matrices have sides in steps of {unit}")
-    model, shards = config.model, config.numerics.virtual_shards or 1
+    model, shape, shards = config.model, config.shape, config.numerics.virtual_shards or 1
     problems = []
-    alone = {"model.hidden_size": model["hidden_size"]}
-    if model.get("multi_latent_attention"):
+    alone = {"model.hidden_size": shape.hidden}
+    if shape.latent:
         alone |= {f"model.{name}": model[name] for name in ("q_lora_rank", "kv_lora_rank") if model.get(name)}
-    if model.get("num_moe_experts"):
-        alone["model.moe_ffn_hidden_size"] = model.get("moe_ffn_hidden_size") or model["ffn_hidden_size"]
+    if shape.experts:
+        alone["model.moe_ffn_hidden_size"] = shape.expert_width
     sums = summed(model, blocks=layers.recipe != "tensorwise")
     for name, size in {**alone, **sums}.items():
         if size % unit:
@@ -182,13 +182,13 @@ def borders(config: RunConfig) -> list[Problem]:
             )
         )
     contexts = config.numerics.context_shards or config.layout.cp
-    if model["seq_length"] % (of_tokens * contexts):
+    if shape.sequence % (of_tokens * contexts):
         each = f" in each of {contexts} context shards" if contexts > 1 else ""
         problems.append(
             Problem(
-                f"seq={model['seq_length']}",
+                f"seq={shape.sequence}",
                 f"weight gradients in FP8 add {of_tokens} tokens at a time{each}",
-                f"the next is seq={_next(model['seq_length'], of_tokens * contexts)}",
+                f"the next is seq={_next(shape.sequence, of_tokens * contexts)}",
             )
         )
     return problems

@@ -81,7 +81,7 @@ LIMITS = (
         lambda t: (
             t.shape.biased
             and t.model.get("bias_activation_fusion")
-            and not t.model.get("gated_linear_unit")
+            and not t.shape.gated
         ),
         "a bias fused into an ungated activation has no invariant version", "model.bias_activation_fusion=false",
     ),

@@ -27,17 +27,17 @@ LIMITS = (
     _row(*unsplit("multi-latent attention under tensor parallelism needs")),
     _row(*uncut("multi-latent attention has")),
     _row(
-        lambda t: t.model.get("num_query_groups") not in (None, t.model["num_attention_heads"]),
+        lambda t: t.shape.groups != t.shape.heads,
         "multi-latent attention has keys and values for every head",
         "leave model.num_query_groups unset",
     ),
     _row(
-        lambda t: not t.model.get("qk_layernorm"),
+        lambda t: not t.shape.head_norms,
         "multi-latent attention is covered with its norms of latents",
         "model.qk_layernorm=true",
     ),
     _row(
-        lambda t: t.model.get("add_bias_linear") or t.model.get("add_qkv_bias"),
+        lambda t: t.shape.biased or t.model.get("add_qkv_bias"),
         "multi-latent attention with biases is not covered",
         "model.add_bias_linear=false, model.add_qkv_bias=false",
     ),

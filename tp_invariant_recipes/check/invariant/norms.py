@@ -14,8 +14,8 @@ RMS, LAYER = "RMSNorm", "LayerNorm"
 def other_layers(config: RunConfig) -> bool:
     """Whether a model has layers that no plain GPT model has."""
     model = config.model
-    own = "hybrid_layer_pattern" in model or families.family_of(model) or families.delta_sizes(model)
-    return bool(own or latent.has_it(config) or model.get("mtp_num_layers"))
+    own = config.shape.hybrid or families.family_of(model) or families.delta_sizes(model)
+    return bool(own or latent.has_it(config) or config.shape.depths)
 
 
 _of_layer_norms = partial(limit_of, lambda t: t.model.get("normalization") == LAYER)

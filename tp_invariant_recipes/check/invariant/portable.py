@@ -76,7 +76,7 @@ LIMITS = (
     ),
     _row(cuts_sequences, "cp has no portable version", "cp=1, and leave numerics.context_shards out"),
     _row(
-        lambda t: _name(t.model.get("activation_func")) != "silu" or not t.model.get("gated_linear_unit"),
+        lambda t: _name(t.model.get("activation_func")) != "silu" or not t.shape.gated,
         "of activations only SwiGLU has a portable version",
         "model.activation_func=torch.nn.functional.silu, model.gated_linear_unit=true",
     ),

@@ -126,7 +126,7 @@ def _data_shards(config: RunConfig) -> list[Problem]:
 
 def _context_shards(config: RunConfig) -> list[Problem]:
     """Return what is wrong with C and cp."""
-    shards, cp, model = config.numerics.context_shards, config.layout.cp, config.model
+    shards, cp = config.numerics.context_shards, config.layout.cp
     virtual, tp = config.numerics.virtual_shards or 1, config.layout.tp
     if shards is None:
         return (
@@ -156,7 +156,7 @@ def _context_shards(config: RunConfig) -> list[Problem]:
             )
         )
     if _splits_parts(config, virtual):
-        parts, length = max(2, virtual), model["seq_length"]
+        parts, length = max(2, virtual), config.shape.sequence
         largest = max(1, (length & -length) // parts)
         problems.append(
             Problem(

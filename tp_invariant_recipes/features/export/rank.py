@@ -22,6 +22,7 @@ from tp_invariant_recipes.observe.shards import sharded_tensors
 from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.replacement import resolve_own
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.settings.model_shape import ModelShape
 from tp_invariant_recipes.sources import auto_bridge, hf_models
 from tp_invariant_recipes.sources.weights import CONFIG, INDEX, read
 from tp_invariant_recipes.start import bridge
@@ -166,11 +167,11 @@ def _model(model: dict[str, Any], dtype: torch.dtype) -> list[Any]:
         spec = resolve_own(families.DELTA_BLOCK)
     if own is not None:
         cls, spec = resolve_name(model[families.PROVIDER]), partial(families.block, family=own)
-    if shared := model.get("moe_shared_expert_intermediate_size"):
+    if shared := ModelShape(model).shared_width:
         fields["moe_shared_expert_intermediate_size"] = shared
     provider = cls(
         **fields,
-        seq_length=model["seq_length"],
+        seq_length=ModelShape(model).sequence,
         transformer_layer_spec=spec,
         transformer_impl="local",
         params_dtype=dtype,

@@ -15,8 +15,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.check import inputs
-from tp_invariant_recipes.check.machine import LAYERS, PendingRun
+from tp_invariant_recipes.check.hosts import inputs
+from tp_invariant_recipes.check.hosts.machine import LAYERS, PendingRun
 from tp_invariant_recipes.check.rule import broken_rules
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, given, latest, parse_all
@@ -181,7 +181,7 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
     file, out = file.expanduser().absolute(), out.expanduser().absolute()
     read = sequences.survey(file, config.shape.vocabulary, encode)
     if config.model.get("position_embedding_type") == LEARNED and read.longest > config.shape.sequence:
-        positions = f"the model has learned {config.model['seq_length']} positions"
+        positions = f"the model has learned {config.shape.sequence} positions"
         raise ConfigError(f"{file}: a sequence has {read.longest} tokens, and {positions}; leave longer ones out")
     of_sequences = {"sha256": read.sha256, "count": read.sequences, "tokenizer": digest}
     identity = _identity(composed, options, of_weights, of_sequences)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
-from tp_invariant_recipes.check.inputs import input_problems
+from tp_invariant_recipes.check.hosts.inputs import input_problems
 from tp_invariant_recipes.check.invariant.shards import DEFAULT_SHARDS
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, changed, given, parse, texts

@@ -4,7 +4,7 @@
 
 On normal random numbers a bf16 output is the same for most orders: its 8 bits hide what the order changes in fp32.
 With k cut in half, 128 x 16 x 128 showed no difference in 40 of 40 draws on an H200; here 19 to 89 % of the outputs
-differ (tests/unit/numerics/test_product_probe.py repeats both on a CPU).
+differ (tests/unit/numerics/products/test_product_probe.py repeats both on a CPU).
 """
 
 import math

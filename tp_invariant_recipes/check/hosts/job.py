@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tp_invariant_recipes.check import job_architecture
+from tp_invariant_recipes.check.hosts import job_architecture
 from tp_invariant_recipes.check.rule import Rule, broken_rules
 from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.settings import allocation

@@ -7,9 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.check import inputs
-from tp_invariant_recipes.check.inputs import Reading
-from tp_invariant_recipes.check.logging_services import missing_package
+from tp_invariant_recipes.check.hosts import inputs
+from tp_invariant_recipes.check.hosts.inputs import Reading
+from tp_invariant_recipes.check.hosts.logging_services import missing_package
 from tp_invariant_recipes.check.rule import Rule, broken_rules
 from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.ledger.digests import MANY
@@ -126,9 +126,9 @@ def _gpus(config: RunConfig) -> list[Problem]:
 
 def _ledger_bytes(config: RunConfig) -> int:
     """Return the approximate size of the digests of all steps."""
-    every, state, model = config.ledger.digests, config.ledger.state_digests, config.model
-    layers = model.get("num_layers") or len(model.get("hybrid_layer_pattern") or "")
-    experts = layers * TENSORS_OF_EXPERT * (model.get("num_moe_experts") or 0)
+    every, state = config.ledger.digests, config.ledger.state_digests
+    layers = config.shape.layers or len(config.shape.pattern)
+    experts = layers * TENSORS_OF_EXPERT * config.shape.experts
     chosen = config.ledger.experts
     if experts and (chosen == "together" or (chosen == "auto" and experts >= MANY)):
         experts = layers * TENSORS_OF_EXPERT

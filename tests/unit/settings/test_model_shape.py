@@ -1,0 +1,73 @@
+"""The shape of a model: Megatron-Core's defaults where a field is unset, and one place that reads each size."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+from tp_invariant_recipes.settings import model_shape
+from tp_invariant_recipes.settings.model_shape import ModelShape
+
+PACKAGE = Path(model_shape.__file__).parents[1]
+FIELDS = {
+    node.value
+    for node in ast.walk(ast.parse(inspect.getsource(ModelShape)))
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.replace("_", "").isalpha()
+} - {"model"}
+# Beside sources/, which writes and translates these fields: sums over fields that may be unset, and whether one is set.
+OTHERS = {"check/invariant/fp8.py", "check/invariant/shards.py", "sizing/activations.py"}
+DENSE = {"hidden_size": 64, "num_attention_heads": 4, "num_layers": 2, "vocab_size": 100, "seq_length": 32}
+
+
+def test_what_is_unset_has_the_default_of_megatron():
+    shape = ModelShape(DENSE | {"num_query_groups": None})
+    assert (shape.groups, shape.head_width, shape.ffn, shape.expert_width) == (4, 16, 256, 256)
+    assert (shape.experts, shape.shared_width, shape.depths, shape.pattern, shape.gates) == (0, 0, 0, "", 1)
+    assert (shape.hybrid, shape.latent, shape.tied, shape.biased) == (False, False, False, False)
+
+
+def test_what_is_set_is_that():
+    more = {"num_query_groups": 2, "kv_channels": 8, "ffn_hidden_size": 96, "num_moe_experts": 8}
+    shape = ModelShape(DENSE | more | {"moe_ffn_hidden_size": 48, "gated_linear_unit": True})
+    assert (shape.groups, shape.head_width, shape.ffn, shape.experts) == (2, 8, 96, 8)
+    assert (shape.expert_width, shape.gates, shape.hidden, shape.sequence) == (48, 2, 64, 32)
+
+
+@pytest.mark.parametrize(
+    "name, field",
+    (
+        ("hidden", "hidden_size"),
+        ("heads", "num_attention_heads"),
+        ("vocabulary", "vocab_size"),
+        ("sequence", "seq_length"),
+    ),
+)
+def test_a_size_that_every_model_has_is_missed_by_its_name(name, field):
+    with pytest.raises(KeyError, match=field):
+        getattr(ModelShape({key: value for key, value in DENSE.items() if key != field}), name)
+
+
+def reads(tree: ast.AST) -> list[str]:
+    """Fields that are read of a `model` by their names."""
+    found = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Subscript(value=of, slice=ast.Constant(value=str(name)), ctx=ast.Load()):
+                pass
+            case ast.Call(func=ast.Attribute(value=of, attr="get"), args=[ast.Constant(value=str(name)), *_]):
+                pass
+            case _:
+                continue
+        found += [name] if ast.unparse(of).split(".")[-1] == "model" else []
+    return found
+
+
+def test_no_other_file_reads_a_size_by_its_name():
+    files = {file.relative_to(PACKAGE).as_posix(): file for file in PACKAGE.rglob("*.py")}
+    readers = {
+        name
+        for name, file in files.items()
+        if not name.startswith("sources/") and FIELDS & {*reads(ast.parse(file.read_text()))}
+    }
+    assert readers == OTHERS

@@ -1,0 +1,1 @@
+"""What a machine, a job or a file lacks for a run."""
