@@ -14,7 +14,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.check.inputs import input_problems
+from tp_invariant_recipes.check.hosts.inputs import input_problems
 from tp_invariant_recipes.config import reserved
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import given, parse_all, texts
