@@ -25,6 +25,7 @@ from tp_invariant_recipes.patches import (
     te_grouped_wgrad,
 )
 from tp_invariant_recipes.patches.patch import Patch, PatchVerdict
+from tp_invariant_recipes.start import lazy_imports
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.settings.run_config import RunConfig
@@ -88,5 +89,9 @@ def applied(config: RunConfig | None = None) -> Iterator[list[str]]:
         raise ConfigError("\n".join(wrong), wrong)
     off = config.patches.off if config else []
     chosen = [patch for patch, verdict in verdicts(off) if verdict.state == "applies" and patch.concerns(config)]
-    with replacement.applied(r for patch in chosen for r in patch.replacements):
+    with lazy_imports.in_parts("megatron.bridge"):  # a target lies in a family of models: no need for the others
+        restore = replacement.apply(r for patch in chosen for r in patch.replacements)
+    try:
         yield [patch.name for patch in chosen]
+    finally:
+        restore()

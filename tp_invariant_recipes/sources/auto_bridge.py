@@ -1,7 +1,24 @@
 """Bridge's converter between Hugging Face checkpoints and Megatron models: the only place that takes it."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from tp_invariant_recipes.reading import parse_object, read_limited
+from tp_invariant_recipes.sources.weights import CONFIG, LARGEST_CONFIG
+from tp_invariant_recipes.start import lazy_imports
+
+MODELS = "megatron.bridge.models"
+# `model_type` in config.json -> Bridge's package that registers its conversion.
+PACKAGES = {
+    **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe", "qwen3_next"), "qwen"),
+    **dict.fromkeys(("gemma2", "gemma3_text"), "gemma"),
+    "llama": "llama",
+    "gpt_oss": "gpt_oss",
+    "glm4_moe": "glm",
+    "olmoe": "olmoe",
+    "exaone4": "exaone",
+}
 
 
 def from_folder(folder: Path) -> Any:
@@ -9,20 +26,24 @@ def from_folder(folder: Path) -> Any:
 
     Only files of the folder are read, and none of its code is run.
     """
-    return _class().from_hf_pretrained(str(folder), local_files_only=True)
+    return _class(folder).from_hf_pretrained(str(folder), local_files_only=True)
 
 
 def from_config(folder: Path) -> Any:
     """Return the AutoBridge of a folder that has a config.json alone, for weights that are to be written."""
+    bridge = _class(folder)
     from transformers import AutoConfig
 
-    return _class().from_hf_config(AutoConfig.from_pretrained(str(folder), local_files_only=True))
+    return bridge.from_hf_config(AutoConfig.from_pretrained(str(folder), local_files_only=True))
 
 
-def _class() -> Any:
-    """Bridge is loaded (start/bridge.py)."""
-    from megatron.bridge import AutoBridge
-    from megatron.bridge.models.conversion.param_mapping import AutoMapping
+def _class(folder: Path) -> Any:
+    """Bridge is loaded (start/bridge.py). Of its families, only the folder's is imported: all take ten seconds more."""
+    model_type = parse_object(read_limited(folder / CONFIG, LARGEST_CONFIG))["model_type"]
+    with lazy_imports.in_parts("megatron.bridge"):
+        import_module(f"{MODELS}.{PACKAGES[model_type]}")
+        from megatron.bridge.models.conversion.auto_bridge import AutoBridge
+        from megatron.bridge.models.conversion.param_mapping import AutoMapping
 
     # A local layer of numerics/megatron/families/layers.py, whose name would pass for a norm's.
     AutoMapping.register_module_type("RowParallelLinearLayerNorm", "row")

@@ -19,6 +19,7 @@ from tp_invariant_recipes.sources.hf_glm import GLM_45, dense_first
 from tp_invariant_recipes.sources.hf_gpt_oss import GPT_OSS
 from tp_invariant_recipes.sources.hf_qwen3_next import QWEN3_NEXT
 from tp_invariant_recipes.sources.weights import Checkpoint, abbreviated
+from tp_invariant_recipes.start import lazy_imports
 
 PLAIN = (
     Family("LlamaForCausalLM", "llama"),
@@ -201,9 +202,10 @@ def _tensors(checkpoint: Checkpoint, wanted: dict[str, tuple[int, ...]], spare: 
 
 def _config(folder: Path) -> Any:
     """config.json as transformers reads it, and so Bridge: with the defaults of its class."""
-    from transformers import AutoConfig  # seconds to import
+    with lazy_imports.in_parts("megatron.bridge"):  # whose families are registered at transformers; none of FAMILIES is
+        from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        return AutoConfig.from_pretrained(str(folder), local_files_only=True)  # imports it, which takes seconds
 
 
 def _sizes(family: Family, config: Any) -> dict[str, Any]:

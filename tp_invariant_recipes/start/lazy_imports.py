@@ -123,10 +123,12 @@ def _nothing_to_restore(model: Sequence[Any], state_dict: Mapping[str, Any]) -> 
 
 
 _PLUGINS, _DISTILL = "modelopt.torch.opt.plugins", "modelopt.torch.distill"
+_DYNAMIC = "modelopt.torch.opt.dynamic"
 _DISTILL_MEGATRON = f"{_DISTILL}.plugins.megatron"
 _ADJUST = "get_tensor_shapes_adjust_fn_for_distillation"
 _KD = "megatron.bridge.training.post_training.distillation"
 _MODELS = "megatron.bridge.models"
+_PRETRAINED = f"{_MODELS}.hf_pretrained"
 
 _CLASSES = (
     "AutoConfig", "AutoFeatureExtractor", "AutoImageProcessor", "AutoProcessor", "AutoTokenizer", "GenerationConfig",
@@ -156,7 +158,7 @@ DEFERRED = (
                 "T5ModelProvider": _alone(f"{_MODELS}.t5_provider", "T5ModelProvider"),
             },
             f"{_MODELS}.conversion": {},
-            f"{_MODELS}.hf_pretrained": {},
+            _PRETRAINED: {"PreTrainedCausalLM": _alone(f"{_PRETRAINED}.causal_lm", "PreTrainedCausalLM")},
         },
         below="megatron.bridge",
         passes=("megatron.bridge.training", "megatron.bridge.data", "megatron.bridge.utils"),
@@ -170,6 +172,7 @@ DEFERRED = (
         {
             "modelopt.torch": {},
             "modelopt.torch.opt": {},
+            _DYNAMIC: {"DynamicModule": partial(_Class, _DYNAMIC, "DynamicModule")},
             _PLUGINS: {
                 "save_modelopt_state": partial(_Function, _PLUGINS, "save_modelopt_state", _always),
                 "save_sharded_modelopt_state": partial(_Function, _PLUGINS, "save_sharded_modelopt_state", _always),
@@ -214,6 +217,8 @@ class _StandIn(ModuleType):
         answer = waiting.later.modules[self.__name__].get(name)
         if answer is not None and waiting.waits:
             return vars(self).setdefault(name, answer(waiting))
+        if waiting.in_parts:  # a `from … import MODULE` then imports that module
+            raise AttributeError(f"module {self.__name__} waits and has no attribute {name}")
         waiting.end()
         if type(self) is _StandIn:  # it is being executed now
             raise AttributeError(f"module {self.__name__} is partially initialized and has no attribute {name}")
@@ -257,11 +262,13 @@ class Waiting(MetaPathFinder):
     """A package that has been put off. As a finder it sees the imports of further modules of the package.
 
     around: holds while the package is imported.
+    in_parts: whether its modules are imported without the rest of it (`in_parts`).
     """
 
     later: Deferred
     around: Callable[[], AbstractContextManager[None]]
     waits: bool = True
+    in_parts: bool = False
     _modules: dict[str, ModuleType] = field(default_factory=dict)
     _lock: Any = field(default_factory=threading.RLock)
     _ending: bool = False
@@ -314,13 +321,15 @@ class Waiting(MetaPathFinder):
                 del vars(module)["__waiting__"]
                 module.__class__ = ModuleType if sys.modules.get(name) is module else _Replaced
         for other in list(sys.meta_path):
-            if isinstance(other, Waiting) and other.later.while_waits in self._modules:
+            if isinstance(other, Waiting) and other.later.while_waits in self._modules and not other.in_parts:
                 other.end()
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """While the package waits, import all of it before one more of its modules; meanwhile, the stand-ins' specs."""
         if self._ending:
             return self._in_place(self._modules[name], done=False) if name in self._modules else None
+        if self.in_parts:
+            return None
         if not _is_below(name, self.later.below) or any(_is_below(name, package) for package in self.later.passes):
             return None
         self.end()
@@ -386,3 +395,20 @@ def put_off(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None
     for finder in waiting:
         if finder.waits:
             finder.watch()
+
+
+@contextmanager
+def in_parts(package: str) -> Iterator[None]:
+    """In the block, a module below a package that waits is imported alone, without the rest of the package.
+
+    The stand-ins have the names of their row and modules, no others, and an import of `while_waits` ends no waiting.
+    Nothing changes where the package does not wait.
+    """
+    waiting = [finder for finder in sys.meta_path if isinstance(finder, Waiting) and finder.later.below == package]
+    for finder in waiting:
+        finder.in_parts = True
+    try:
+        yield
+    finally:
+        for finder in waiting:
+            finder.in_parts = False

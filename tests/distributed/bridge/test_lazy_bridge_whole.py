@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tp_invariant_recipes.machine.versions import installed
+from tp_invariant_recipes.sources import hf_models
 from tp_invariant_recipes.start.lazy_imports import DEFERRED, EAGER, reason_against
 
 # What a process sees of Bridge while packages wait, and after each of them has been asked for something.
@@ -26,9 +27,10 @@ import modelopt.torch.distill as mtd, modelopt.torch.opt.plugins as plugins
 from megatron.bridge.training.train import get_tensor_shapes_adjust_fn_for_distillation as adjust
 from megatron.bridge.training.utils.config_utils import PreTrainedConfig
 from megatron.core import parallel_state
+from modelopt.torch.opt.dynamic import DynamicModule
 model = torch.nn.Linear(1, 1)
 seen["without ModelOpt"] = [
-    isinstance(model, mtd.DistillationModel), isinstance(model, PreTrainedConfig),
+    isinstance(model, mtd.DistillationModel), isinstance(model, DynamicModule), isinstance(model, PreTrainedConfig),
     plugins.save_modelopt_state([model], {}), plugins.save_sharded_modelopt_state([model], "nowhere"),
     plugins.restore_modelopt_state([model], {}), parallel_state.get_virtual_pipeline_model_parallel_rank(),
 ]
@@ -102,3 +104,34 @@ def test_bridge_can_be_imported_after_transformers():
     program = "import transformers\nfrom tp_invariant_recipes.start import bridge\nbridge.load()\nprint('imported')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "imported\n", done.stderr
+
+
+CONVERTER = """
+import json, sys
+from pathlib import Path
+from tp_invariant_recipes.start import bridge
+bridge.load()
+from tp_invariant_recipes.patches import registry
+from tp_invariant_recipes.sources import auto_bridge, hf_models
+folder, left = Path(sys.argv[1]), []
+for family in sorted(hf_models.FAMILIES, key=lambda family: auto_bridge.PACKAGES[family.model_type] == "exaone"):
+    config = {"architectures": [family.architecture], "model_type": family.model_type}
+    (folder / "config.json").write_text(json.dumps(config))
+    with registry.applied():
+        converter = auto_bridge.from_config(folder)
+    left.append(type(converter._model_bridge).__name__)
+below = "megatron.bridge.models."
+packages = {name.split(".")[3] for name in sys.modules if name.startswith(below) and name.count(".") > 3}
+print(json.dumps([left, sorted(packages)]))
+"""
+
+
+@pytest.mark.release
+def test_a_folders_family_is_imported_alone(tmp_path):
+    """One after the other, those of tpi; Bridge has fifty more packages."""
+    program = [sys.executable, "-c", CONVERTER, str(tmp_path)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    converters, packages = json.loads(done.stdout.splitlines()[-1])
+    assert len(set(converters)) == len(hf_models.FAMILIES)
+    assert not {"bailing", "kimi", "stepfun", "qwen_vl", "mamba"} & {*packages}

@@ -92,6 +92,31 @@ def test_a_module_that_passes_leaves_the_package_waiting(put):
     assert waiting.waits
 
 
+def test_in_parts_a_module_is_imported_without_the_rest(put):
+    waiting = put()
+    with lazy_imports.in_parts("zoo"):
+        from zoo import cat  # a name of the package before it is one of its modules
+    assert waiting.waits
+    assert sys.modules["zoo.registry"].found == ["cat"]
+    assert "zoo.dog" not in sys.modules
+    from zoo.dog import Dog
+
+    assert not waiting.waits
+    assert sys.modules["zoo.registry"].found == ["cat", "dog"]
+    assert sys.modules["zoo"].cat is cat
+    assert sys.modules["zoo"].Dog is Dog
+
+
+def test_in_parts_another_package_that_is_imported_ends_no_waiting(put):
+    first = put(below="zoo.tools", modules={"zoo.tools": {}}, passes=())
+    second = put(while_waits="zoo.tools", modules={"zoo": {}})
+    with lazy_imports.in_parts("zoo"):
+        first.end()
+    assert second.waits
+    second.end()
+    assert sys.modules["zoo.registry"].found == ["cat", "dog"]
+
+
 def test_a_registry_that_is_imported_already_brings_the_package_at_once(put, monkeypatch):
     monkeypatch.setattr(Waiting, "watch", _importing_before("zoo.registry", Waiting.watch))
     waiting = put(registry="zoo.registry")
