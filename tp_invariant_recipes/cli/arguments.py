@@ -103,17 +103,18 @@ def with_model[M: str | None](model: M, arguments: list[str]) -> tuple[M | str, 
     """Return the model and the overrides; where `weights=FOLDER` stands in the model's place, the folder says which
     model.
 
-    What the command line sets comes last, so it counts. Raises ConfigError: the folder holds no model that tpi knows.
+    What the command line sets counts, by any key. Raises ConfigError: the folder holds no model that tpi knows.
     """
     if model is None or not model.startswith("weights="):
         return model, arguments
+    from tp_invariant_recipes.config.overrides import changed, texts
     from tp_invariant_recipes.machine import terminal
     from tp_invariant_recipes.sources import hf_models, weights
 
     folder = Path(model.removeprefix("weights=")).expanduser().absolute()
     name, sizes = hf_models.model_of(weights.read(folder))
     terminal.console(stderr=True).print(f"{folder}: tpi {name} {' '.join(sizes)}", markup=False, soft_wrap=True)
-    return name, [*sizes, f"weights={folder}", *arguments]
+    return name, [*texts(changed([*sizes, f"weights={folder}"], arguments))]
 
 
 def with_cluster_file(arguments: list[str], file: Path | None) -> list[str]:

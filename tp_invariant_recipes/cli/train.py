@@ -147,11 +147,12 @@ def _dry_run(request: "Request", console: "Console", *, as_json: bool) -> None:
 
     composed = request.composed()
     try:
-        planned = _checked(request, composed, console, dry=True)
-    except ConfigError:  # such as on a login node, which has no GPUs
+        planned = _planned(request, composed, console, dry=True)
+    except ConfigError:  # this machine lacks something: a login node has no GPUs
         if not as_json:
             terminal.print_text("\n".join(_memory_lines(composed)))
         raise
+    _validate(planned, console)
     if as_json:
         terminal.print_json(launch.as_json(planned))
     else:
@@ -167,7 +168,8 @@ def _train_here(request: "Request", console: "Console", *, verbose: bool) -> tup
     with launch.locked_run(request, composed) as lock:
         if lock and lock.remark:
             console.print(Text(lock.remark), soft_wrap=True)
-        planned = _checked(request, composed, console)
+        planned = _planned(request, composed, console)
+        _validate(planned, console)
         console.print(_start_text(planned), soft_wrap=True)
         if planned.completed:
             return launch.summary(planned, ranks.Outcome.COMPLETED), False
@@ -176,21 +178,26 @@ def _train_here(request: "Request", console: "Console", *, verbose: bool) -> tup
         return launch.summary(planned, outcome), stop.interrupted
 
 
-def _checked(request: "Request", composed: "Composed", console: "Console", *, dry: bool = False) -> "Plan":
-    """Plan a run and let Megatron-Bridge validate it."""
+def _planned(request: "Request", composed: "Composed", console: "Console", *, dry: bool = False) -> "Plan":
+    """Plan a run. Raises ConfigError: this machine lacks something."""
+    from tp_invariant_recipes.launch import progress
+
+    with progress.preparing(console, dry=dry) as how:
+        return request.plan(composed, how)
+
+
+def _validate(planned: "Plan", console: "Console") -> None:
+    """Let Megatron-Bridge validate a run that is not completed. Raises ConfigError."""
     from tp_invariant_recipes.features.train import workflow as launch
     from tp_invariant_recipes.launch import progress
     from tp_invariant_recipes.sizing import room
 
-    with progress.preparing(console, dry=dry) as how:
-        planned = request.plan(composed, how)
     if planned.completed:
-        return planned
+        return
     if tight := room.warning(planned.config, here=planned.here):
         console.print(Text(f"warning: {tight}", style="yellow"), soft_wrap=True)
     with progress.busy(console, "importing Megatron-Bridge and checking the configuration"):
         launch.check(planned)
-    return planned
 
 
 def _train_on_nodes(request: "Request", console: "Console", *, verbose: bool) -> None:

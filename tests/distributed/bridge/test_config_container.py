@@ -551,3 +551,11 @@ def test_the_examples_in_the_help_are_right(words, tmp_path):
         folder = hf_folders.make(tmp_path / "mine", hf_folders.of("qwen3_toy"))
         model, overrides = with_model(f"weights={folder}", overrides)
     assert compose(model, overrides, device="gpu").model == model
+
+
+def test_a_key_of_the_command_line_stands_in_the_place_of_the_folders_size(tmp_path):
+    folder = hf_folders.make(tmp_path / "mine", hf_folders.of("qwen3_toy"))
+    _, sizes = with_model(f"weights={folder}", [])
+    changed = next(size for size in sizes if size.startswith("model.num_layers="))
+    _, both = with_model(f"weights={folder}", ["++model.num_layers=7", "tp=2"])
+    assert both == [*(size for size in sizes if size != changed), "++model.num_layers=7", "tp=2"]

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -140,9 +139,7 @@ def test_a_dry_run_checks_everything_and_writes_nothing(tpi, text):
     refused = tpi("train", "qwen3_toy", "model.recompute_granularity=full", "--dry-run")
     assert refused.status == 2
     assert "Megatron-Bridge refuses this configuration" in refused.stderr
-    first, *memory = refused.stdout.splitlines()  # of use where a login node is the reason, and no more is said
-    assert first == "memory of the fullest rank, about:"
-    assert all(re.fullmatch(r"  \S.* \d+\.\d\d [MG]iB", line) for line in memory), memory
+    assert refused.stdout == ""  # memory is for a machine that cannot start the run, such as a login node
     assert files(tpi.folder) == before
 
 

@@ -1,6 +1,7 @@
 """Dead ends of people who come from Megatron-LM or type a first command: each message says how to go on."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -133,4 +134,7 @@ def test_a_conversation_without_preprocessing_names_the_setting(tmp_path):
 def test_a_dry_run_that_a_machine_cannot_start_prints_the_memory(cli, no_gpus):
     ended = cli("train", "qwen3_toy", "device=gpu", "--dry-run")
     assert ended.status == 2
-    assert ended.out.startswith("memory of the fullest rank, about:\n  weights")
+    first, *memory = ended.out.splitlines()
+    assert first == "memory of the fullest rank, about:"
+    assert memory[0].startswith("  weights")
+    assert all(re.fullmatch(r"  \S.* \d+\.\d\d [MG]iB", line) for line in memory), memory
