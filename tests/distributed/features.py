@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from tests.distributed.layouts.test_fp8 import EXPERTS, HYBRID, LATENT
+from tests.distributed.small_models import small
 
 BASE = "seq=128 gbs=2 iters=1 scheduler.lr_decay_iters=4"
 MODEL = "MODEL="
@@ -18,7 +19,7 @@ WEIGHTS = "{weights}"
 _MXFP8 = "model.hidden_size=96 model.mamba_num_heads=64 model.mamba_num_groups=4 model.kv_channels=32"
 SIZES = {
     words.split()[0]: [word for word in words.split() if word.startswith("model.")]
-    for words in (EXPERTS, LATENT, f"{HYBRID} {_MXFP8}")
+    for words in (EXPERTS, LATENT, f"{HYBRID} {_MXFP8}", small("moonlight_toy"))
 }
 
 AXES: dict[str, tuple[str, ...]] = {

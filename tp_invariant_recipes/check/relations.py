@@ -177,6 +177,20 @@ def _without_rotary(config: RunConfig) -> Problem | None:
     return None
 
 
+def _experts_projections_bias(config: RunConfig) -> Problem | None:
+    """Megatron-Core asserts both when a rank builds the layer."""
+    model, key = config.model, "model.add_bias_linear=true"
+    if not (model.get("num_moe_experts") and model.get("add_bias_linear")):
+        return None
+    if model.get("moe_shared_expert_intermediate_size"):
+        return Problem(key, "Megatron-Core's shared experts have no biases", "model.add_bias_linear=false")
+    if model.get("moe_grouped_gemm") and model.get("bias_dropout_fusion"):
+        return Problem(
+            key, "Megatron-Core adds the bias of grouped experts by itself", "model.bias_dropout_fusion=false"
+        )
+    return None
+
+
 def _own_positions(config: RunConfig) -> Problem | None:
     """Gemma 3's attention reads the positions of two bases, which its model makes beside rotary ones alone."""
     positions = config.model.get("position_embedding_type", "rope")
@@ -391,6 +405,7 @@ TESTS: tuple[Callable[[RunConfig], Problem | list[Problem] | None], ...] = (
     _ahead_of_delta_nets,
     _without_rotary,
     _own_positions,
+    _experts_projections_bias,
     _at_most("moe_router_topk", "num_moe_experts"),
     _at_most("moe_router_group_topk", "moe_router_num_groups"),
     _at_most("tokenizer.vocab_size", "model.vocab_size"),

@@ -231,6 +231,11 @@ def _fused_rotation(*, _root_: Any) -> bool:
     return not OmegaConf.select(_root_, "model.multi_latent_attention")
 
 
+def _fused_dropout(*, _root_: Any) -> bool:
+    """Whether dropout is fused with biases: Megatron-Core's grouped experts add theirs by themselves."""
+    return not (OmegaConf.select(_root_, "model.num_moe_experts") and OmegaConf.select(_root_, "model.add_bias_linear"))
+
+
 def _padded_vocabulary(size: int, *, _root_: Any) -> int:
     """Return the vocabulary of a model that has its tokenizer's: as Bridge pads it under stock, and otherwise as at
     tp=1.
@@ -258,6 +263,7 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
     "tpi.shards": _shards,
     "tpi.expert_groups": _expert_groups,
     "tpi.fused_rotation": _fused_rotation,
+    "tpi.fused_dropout": _fused_dropout,
 }
 NOT_READ = (
     "is not resolved, since its value would stand in config.yaml, logs, certificates and job scripts; write the value "

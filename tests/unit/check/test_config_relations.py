@@ -68,6 +68,30 @@ def test_gemma_3_has_rotary_positions_alone(positions):
     assert table_problems(relations, with_fields(compose("gemma2_toy", device="cpu").config, **fields)) == []
 
 
+@pytest.mark.parametrize("model", ("glm45_toy", "nemotron3_nano_toy"))
+@pytest.mark.parametrize("numerics", ("tree", "stock"))
+def test_shared_experts_have_no_biases(model, numerics):
+    config = compose(model, [f"numerics={numerics}"], device="cpu").config
+    assert table_problems(relations, config) == []
+    assert table_problems(relations, with_fields(config, model__add_bias_linear=True)) == [
+        "model.add_bias_linear=true: Megatron-Core's shared experts have no biases; model.add_bias_linear=false"
+    ]
+
+
+@pytest.mark.parametrize("fused, refused", ((True, True), (False, False)))
+def test_the_bias_of_grouped_experts_is_not_fused_with_dropout(fused, refused):
+    config = compose("qwen3_moe_toy", ["numerics=stock"], device="gpu").config
+    fields = {"model__add_bias_linear": True, "model__bias_dropout_fusion": fused}
+    problems = table_problems(relations, with_fields(config, **fields))
+    assert [problem.rpartition("; ")[2] for problem in problems] == ["model.bias_dropout_fusion=false"] * refused
+
+
+@pytest.mark.parametrize("model, fused", (("gpt_oss_toy", False), ("qwen3_moe_toy", True), ("qwen3_toy", True)))
+def test_dropout_is_fused_by_default_but_for_biases_of_experts(model, fused):
+    """GPT-OSS's layers of Transformer Engine asserted in a rank."""
+    assert compose(model, [], device="gpu").config.model["bias_dropout_fusion"] is fused
+
+
 @pytest.mark.parametrize("section", ("optimizer", "ddp"))
 def test_a_distributed_optimizer_has_no_sgd(section):
     fields = {"optimizer__optimizer": "sgd", f"{section}__use_distributed_optimizer": True}
