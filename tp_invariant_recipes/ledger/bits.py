@@ -3,6 +3,7 @@
 Two texts are equal if and only if the bits are: -0.0 is not 0.0, and a NaN equals only the NaN of the same bits.
 """
 
+import functools
 import math
 import re
 import struct
@@ -50,6 +51,13 @@ def bits_float(text: str) -> float:
 
     ValueError: `text` is not "f32:" and 8, or "f64:" and 16, lower-case hexadecimal digits.
     """
+    if not isinstance(text, str):  # which need not be hashable
+        _parse(text)
+    return _float_of(text)
+
+
+@functools.lru_cache(maxsize=1 << 16)  # a step's number is checked, described and drawn: each would parse it anew
+def _float_of(text: str) -> float:
     fmt, pattern = _parse(text)
     if fmt.width == 32 and _is_nan(fmt, pattern):
         # The processor's widening would set the quiet bit of a signalling NaN, so widen the integers.
@@ -70,6 +78,7 @@ def ulp_distance(a: str, b: str) -> int | None:
     return abs(_rank(fmt, pattern_a) - _rank(fmt, pattern_b))
 
 
+@functools.lru_cache(maxsize=1 << 16)  # runs that are compared have the same numbers
 def readable(text: str) -> float | str:
     """Return the number with the fewest decimal digits that reads back as these bits, for people.
 

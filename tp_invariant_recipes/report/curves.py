@@ -32,11 +32,11 @@ class Curve:
 
 def curve(points: Iterable[tuple[int, float | None]]) -> Curve:
     """Make a curve from (step, value)."""
-    pairs = [(step, np.nan if value is None or not np.isfinite(value) else value) for step, value in points]
-    steps = np.array([step for step, _ in pairs], dtype=np.float64)
-    values = np.array([value for _, value in pairs], dtype=np.float64)
-    block = max(1, -(-len(pairs) // POINTS))
-    edges = range(0, len(pairs), block)
+    pairs = np.array([(step, np.nan if value is None else value) for step, value in points], dtype=np.float64)
+    steps, values = pairs.reshape(-1, 2).T.copy()
+    values[~np.isfinite(values)] = np.nan
+    block = max(1, -(-len(values) // POINTS))
+    edges = range(0, len(values), block)
     parts = [values[start : start + block] for start in edges]
     parts = [part[np.isfinite(part)] for part in parts]
     return Curve(
