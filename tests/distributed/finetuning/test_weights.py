@@ -270,7 +270,7 @@ ROWS = {
     ("qwen3_toy", "model.share_embeddings_and_output_weights=false"): ("tp=1", "pp=2", "tp=2 pp=2"),
     ("qwen3_toy", "precision=fp32"): ("tp=1", "tp=2"),
     ("qwen3_toy", "precision=mxfp8"): ("tp=1", "tp=2"),
-    ("qwen3_moe_toy", _EXPERTS): ("tp=1", "ep=2 dp=2 tp=2", "tp=2 pp=2"),
+    ("qwen3_moe_toy", f"{_EXPERTS} numerics.expert_groups=2"): ("tp=1", "ep=2 dp=2 tp=2", "tp=2 pp=2"),
 }
 
 
