@@ -98,7 +98,6 @@ MASK_PATCH = Patch(
     why=UNMASKED,
     upstream="https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/6103",
     concerns=lambda config: (
-        config is None
-        or bool(config.model.get("mtp_num_layers") and not config.numerics.invariant and config.layout.cp == 1)
+        config is None or bool(config.shape.depths and not config.numerics.invariant and config.layout.cp == 1)
     ),
 )

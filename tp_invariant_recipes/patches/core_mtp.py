@@ -46,7 +46,6 @@ PATCH = Patch(
     why=WHY,
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/7498",
     concerns=lambda config: (
-        config is None
-        or bool(config.model.get("mtp_num_layers") and config.layout.cp > 1 and not config.numerics.invariant)
+        config is None or bool(config.shape.depths and config.layout.cp > 1 and not config.numerics.invariant)
     ),
 )

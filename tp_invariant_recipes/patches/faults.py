@@ -69,7 +69,7 @@ def _balances(config: "RunConfig", *kinds: str) -> bool:
     used = {*balancing} if isinstance(balancing, list) else {balancing}
     coefficient = config.model.get("moe_aux_loss_coeff") or 0
     positive = any(coefficient) if isinstance(coefficient, list) else coefficient > 0
-    return bool(config.model.get("num_moe_experts") and positive and used & {*kinds})
+    return bool(config.shape.experts and positive and used & {*kinds})
 
 
 def _masked(config: "RunConfig") -> bool:
@@ -121,10 +121,7 @@ FAULTS = (
         "biases of experts' second matrices get tp times their gradient",
         core_expert_bias.marked_twice,
         lambda config: bool(
-            config.model.get("num_moe_experts")
-            and config.model.get("add_bias_linear")
-            and config.layout.sp
-            and config.layout.etp == 1
+            config.shape.experts and config.shape.biased and config.layout.sp and config.layout.etp == 1
         ),
         r"experts.*linear_fc2|^norm ",
         core_expert_bias.TWICE_PATCH,
@@ -134,7 +131,7 @@ FAULTS = (
         "Megatron-LM #7498",
         "losses of multi-token prediction are divided by the tokens of one context-parallel rank",
         core_mtp.of_a_rank,
-        lambda config: bool(config.model.get("mtp_num_layers") and config.layout.cp > 1),
+        lambda config: bool(config.shape.depths and config.layout.cp > 1),
         r"output_layer|mtp|decoder|embedding",
         core_mtp.PATCH,
     ),
@@ -143,7 +140,7 @@ FAULTS = (
         "Megatron-Bridge #6103, Megatron-LM #3959",
         "masked tokens count in the losses of multi-token prediction",
         bridge_mtp.without_a_mask,
-        lambda config: bool(config.model.get("mtp_num_layers")) and _masked(config),
+        lambda config: bool(config.shape.depths) and _masked(config),
         r"output_layer|mtp|decoder|embedding",
         bridge_mtp.MASK_PATCH,
     ),

@@ -15,8 +15,14 @@ FIELDS = {
     for node in ast.walk(ast.parse(inspect.getsource(ModelShape)))
     if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.replace("_", "").isalpha()
 } - {"model"}
-# Beside sources/, which writes and translates these fields: sums over fields that may be unset, and whether one is set.
-OTHERS = {"check/invariant/fp8.py", "check/invariant/shards.py", "sizing/activations.py"}
+# Beside sources/, which writes and translates these fields: where a field may be unset, or a list, and that counts.
+OTHERS = {
+    "check/invariant/fp8.py",
+    "check/invariant/shards.py",
+    "features/audit/campaign.py",
+    "features/audit/options.py",
+    "sizing/activations.py",
+}
 DENSE = {"hidden_size": 64, "num_attention_heads": 4, "num_layers": 2, "vocab_size": 100, "seq_length": 32}
 
 

@@ -112,7 +112,7 @@ class Campaign:
         self._refused: dict[Cell, str | None] = {}
         self._base, self._sizes = self._cut()
         named = {**options.LAYOUTS, **options.OPTIONS}
-        absent = () if self._base.model.get("num_moe_experts") else options.OF_EXPERTS
+        absent = () if self._base.shape.experts else options.OF_EXPERTS
         axes = [[] if name in absent else self._possible(axis) for name, axis in named.items()]
         self._order = [setting for axis in axes for setting in axis]
         self._covering = Covering(axes, len(options.LAYOUTS), self._allowed, self._ranks_of)
@@ -264,7 +264,7 @@ class Campaign:
     def _record(self, cell: Cell, trial: Trial) -> None:
         """Record a fault; cells with all of its settings are not tried again."""
         sizes = self._sizes
-        if not any(setting.startswith("pp=") for setting in cell) and self._base.model.get("num_layers") == 2:
+        if not any(setting.startswith("pp=") for setting in cell) and self._base.shape.layers == 2:
             less = ["model.num_layers=1"] if not self._base.model.get("moe_layer_freq") else []
             if less and self._audited(cell, less).same_fault(trial):
                 sizes = [*(size for size in sizes if "num_layers" not in size), *less]

@@ -21,7 +21,7 @@ def text(config: RunConfig, settings: Sequence[str], first: str | None) -> str |
     """
     kind, _, module = (first or "").partition(" ")
     layered = module.startswith(_LAYER) and kind == "gradients"
-    plain = not config.model.get("multi_latent_attention") and config.model.get("gated_linear_unit")
+    plain = not config.shape.latent and config.shape.gated
     if not layered or not plain or any(part in setting for setting in settings for part in _OTHERS):
         return None
     name = module.removeprefix(_LAYER).partition(".")[2]
@@ -29,7 +29,7 @@ def text(config: RunConfig, settings: Sequence[str], first: str | None) -> str |
         "config": _fields(config) | {"num_layers": 1, "use_cpu_initialization": True},
         "ranks": config.layout.world,
         "module": name.partition(".experts.")[0],
-        "tokens": config.model["seq_length"],
+        "tokens": config.shape.sequence,
         "sequences": config.train["global_batch_size"],
     }
     template = Path(__file__).with_name("module_alone.py").read_text(encoding="utf-8")
