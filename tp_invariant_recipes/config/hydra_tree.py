@@ -28,7 +28,6 @@ from tp_invariant_recipes.config.overrides import Override, given
 from tp_invariant_recipes.errors import ConfigError, refuse
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron import families
-from tp_invariant_recipes.numerics.sums.expert_groups import ExpertGroups
 from tp_invariant_recipes.reading import MIB, parse_yaml, read_limited
 from tp_invariant_recipes.settings import conf_files, cuda_graphs, expert_groups
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -37,13 +36,11 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 # this name.
 GIVEN = "_given_file"
 
-# Of `ExpertGroups`, in its order.
-DEGREES = {
-    "tp": "model.tensor_model_parallel_size",
-    "cp": "model.context_parallel_size",
-    "dp": "parallel.data_parallel_size",
-    "ep": "model.expert_model_parallel_size",
-}
+# What expert groups follow.
+_COUNTS = (
+    *("numerics.data_shards", "numerics.context_shards", "parallel.data_parallel_size"),
+    *(f"model.{name}_parallel_size" for name in ("tensor_model", "context", "expert_model")),
+)
 
 _folders: ContextVar[tuple[Path, ...]] = ContextVar("folders", default=())
 
@@ -218,12 +215,14 @@ def _shards(*, _root_: Any) -> int:
 
 
 def _expert_groups(*, _root_: Any) -> int | None:
-    paths = ("numerics.data_shards", "numerics.context_shards", *DEGREES.values())
-    numbers = [OmegaConf.select(_root_, path) for path in paths]
-    if not all(isinstance(number, int) and number > 0 for number in numbers):
+    known = {path: OmegaConf.select(_root_, path) for path in (*_COUNTS, *expert_groups.OTHERS_READ)}
+    if not all(isinstance(known[path], int) and known[path] > 0 for path in _COUNTS):
         return None  # the bounds of each say so
-    named = {path: OmegaConf.select(_root_, path) for path in expert_groups.OF_GROUPS}
-    return expert_groups.default_groups(ExpertGroups(None, *numbers), named)
+    sections: dict[str, dict[str, Any]] = {}
+    for path, value in known.items():
+        section, _, field = path.partition(".")
+        sections.setdefault(section, {})[field] = value
+    return expert_groups.groups_of_run(RunConfig(sections))
 
 
 def _fused_rotation(*, _root_: Any) -> bool:

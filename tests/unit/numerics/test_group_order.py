@@ -10,6 +10,9 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.numerics.sums.expert_groups import ExpertGroups, order_of_visits, reversed_bits
+from tp_invariant_recipes.settings import expert_groups
+from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.settings.schema import PROVIDER, SFT_DATASET
 
 POWERS = (1, 2, 4, 8)
 Term = tuple[int, int, int]  # sequence of a shard, data shard, context shard
@@ -107,6 +110,19 @@ DEFAULTS = {
 def test_the_default_is_the_least_that_the_layout_can_have(layout):
     config = _config("qwen3_moe_toy", f"gbs=4 seq=64 {layout}")
     assert config.numerics.expert_groups == DEFAULTS[layout]
+
+
+@pytest.mark.parametrize("packed", (False, True))
+def test_packed_rows_have_a_group_for_each_data_shard(packed):
+    sections = {
+        "model": {"num_moe_experts": 8, "expert_model_parallel_size": 4},
+        "numerics": {"mode": "tree", "data_shards": 4},
+        "parallel": {"data_parallel_size": 4},
+        "dataset": {PROVIDER: SFT_DATASET, "enable_offline_packing": packed},
+    }
+    config = RunConfig(sections)
+    assert expert_groups.groups_of_run(config) == (4 if packed else 1)
+    assert expert_groups.adds_several_times(config) == ("dataset.enable_offline_packing" if packed else None)
 
 
 def test_a_dense_model_has_none():

@@ -204,17 +204,13 @@ def _expert_groups(config: RunConfig) -> list[Problem]:
                 f"{key}={least}{more}",
             )
         ]
-    several = [
-        name
-        for name, value in expert_groups.values_of_groups(config).items()
-        if name in expert_groups.SEVERAL and value
-    ]
+    several = expert_groups.adds_several_times(config)
     if wanted < groups.data and several:
         return [
             Problem(
                 f"{key}={wanted}",
-                f"with {several[0]} a backward pass adds to an expert's gradient several times",
-                f"{key}={groups.data}, or {several[0]}=false",
+                f"with {several} a backward pass adds to an expert's gradient several times",
+                f"{key}={groups.data}, or {several}=false",
             )
         ]
     return []
