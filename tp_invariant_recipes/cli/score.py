@@ -18,7 +18,10 @@ LINE_EVERY = 10.0  # seconds between plain lines, where there is no terminal
 
 def score(
     source: Annotated[Path, argument("RUN|FOLDER", "A run directory, or a Hugging Face folder.")],
-    file: Annotated[Path, argument("SEQUENCES", "JSONL: tokens, text, or prompt and response.")],
+    file: Annotated[
+        Path | None,
+        argument("SEQUENCES", "JSONL: tokens, text, or prompt and response; default: --against, of tpi generate."),
+    ] = None,
     overrides: Overrides = None,
     out: Annotated[
         Path | None, option("FILE", "Where to write; default SEQUENCES with .scores.jsonl at its end.")
@@ -34,6 +37,7 @@ def score(
     ] = None,
     ranks: Annotated[bool, flag("Write each token's place among all, by probability.", "--ranks")] = False,
     entropy: Annotated[bool, flag("Write the entropy of each prediction.", "--entropy")] = False,
+    digest: Annotated[bool, flag("Write a digest of the whole vocabulary for each token.", "--digest")] = False,
     tokenizer: Annotated[str | None, option("FOLDER", "For text: a Hugging Face tokenizer, or byte.")] = None,
     batch_tokens: Annotated[int, option("N", "Tokens of a forward pass; they change no bit.")] = 16384,
     as_json: Json = False,
@@ -50,17 +54,20 @@ def score(
     tpi score runs/qwen3_8b-tp4-… sequences.jsonl tp=4
     tpi score ~/models/mine sequences.jsonl --out scores.jsonl --ranks
     tpi score ~/models/mine sequences.jsonl --against rollout.jsonl
+    tpi score ~/models/mine --against rollouts.jsonl tp=2        # of tpi generate
     """
     needed.check("tpi score", needed.TRAINING)
     _check_options(against or [], page, tolerance)
     from tp_invariant_recipes.features.score import score_files
 
+    file, words = _sequences(file, list(overrides or []), against or [])
     where = out or Path(f"{file.name.removesuffix('.jsonl')}.scores.jsonl")
     score_files.check(file, against or (), hidden, [where, *([page] if page else [])])
     from tp_invariant_recipes.features.score import workflow
 
-    options = workflow.Options(step, tokenizer, batch_tokens, ranks, entropy, against=bool(against))
-    scoring, result = _score(source, file, list(overrides or []), where, options)
+    digests = digest or workflow.of_rollouts(file)[1]
+    options = workflow.Options(step, tokenizer, batch_tokens, ranks, entropy, digests, bool(against))
+    scoring, result = _score(source, file, words, where, options)
     if against:
         result |= _against(scoring, against, tolerance, page or where.with_suffix(".html"))
     if hidden is not None:
@@ -80,6 +87,15 @@ def _check_options(against: list[Path], page: Path | None, tolerance: float) -> 
         raise ConfigError("--page and --tolerance go with --against FILE")
     if len(against) > 2:
         raise ConfigError("--against: one file or two")
+
+
+def _sequences(file: Path | None, words: list[str], against: list[Path]) -> tuple[Path, list[str]]:
+    """Return the file to score, by default the one to compare with, and the overrides. Raises ConfigError."""
+    if file is not None and ("=" not in str(file) or file.exists()):
+        return file, words
+    if len(against) != 1:
+        raise ConfigError("name a file of SEQUENCES, or one of tpi generate with --against FILE")
+    return against[0], [*([str(file)] if file else []), *words]
 
 
 def _score(source: Path, file: Path, overrides: list[str], where: Path, options: Any) -> tuple[Any, dict[str, Any]]:

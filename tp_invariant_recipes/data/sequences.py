@@ -4,6 +4,7 @@
     {"tokens": […], "cu_seqlens": [0, 5, 9]}  sequences packed into one row, as Megatron's PackedSeqParams
     {"text": "…"}                             tokenized, with the special tokens that the tokenizer adds
     {"prompt": …, "response": …}              texts or token ids; only the response's tokens are scored
+    {"prompt_token_ids": …, "token_ids": …}   a line of `tpi generate`: only what was generated is scored
 
 "prompt_length": N beside tokens leaves the first N tokens unscored; "id" names a sequence, else its line does.
 """
@@ -91,10 +92,13 @@ def parse(line: bytes, number: int, vocabulary: int, encode: Encode | None) -> l
     row = parse_object(line, constants=True, most=TOKENS)
     name = check_id(row.get("id", number))
     if "prompt" in row and "response" in row:
-        prompt = _ids(row["prompt"], "prompt", encode, special=True)
-        sequences = [Sequence(name, prompt + _ids(row["response"], "response", encode), max(1, len(prompt)))]
+        prompt = ids(row["prompt"], "prompt", encode, special=True)
+        sequences = [Sequence(name, prompt + ids(row["response"], "response", encode), max(1, len(prompt)))]
+    elif "prompt_token_ids" in row and "token_ids" in row:
+        prompt = ids(row["prompt_token_ids"], "prompt_token_ids", None)
+        sequences = [Sequence(name, prompt + ids(row["token_ids"], "token_ids", None), max(1, len(prompt)))]
     elif "text" in row:
-        sequences = [Sequence(name, _ids(row["text"], "text", encode, special=True), 1)]
+        sequences = [Sequence(name, ids(row["text"], "text", encode, special=True), 1)]
     elif "tokens" in row:
         sequences = _of_tokens(row, name)
     else:
@@ -110,13 +114,13 @@ def parse(line: bytes, number: int, vocabulary: int, encode: Encode | None) -> l
 
 
 def _of_tokens(row: dict[str, Any], name: str | int) -> list[Sequence]:
-    tokens = _ids(row["tokens"], "tokens", None)
+    tokens = ids(row["tokens"], "tokens", None)
     if (mask := row.get("attention_mask")) is not None:
         if not isinstance(mask, list) or len(mask) != len(tokens):
             raise ValueError("attention_mask has another length than tokens")
         tokens = [token for token, kept in zip(tokens, mask, strict=True) if kept]
     if (ends := row.get("cu_seqlens")) is not None:
-        ends = _ids(ends, "cu_seqlens", None)
+        ends = ids(ends, "cu_seqlens", None)
         if ends[:1] != [0] or ends != sorted(ends) or ends[-1] > len(tokens):
             raise ValueError("cu_seqlens must rise from 0 to at most the number of tokens")
         pairs = itertools.pairwise(ends)
@@ -127,7 +131,8 @@ def _of_tokens(row: dict[str, Any], name: str | int) -> list[Sequence]:
     return [Sequence(name, tokens, max(1, first))]
 
 
-def _ids(value: Any, key: str, encode: Encode | None, *, special: bool = False) -> list[int]:
+def ids(value: Any, key: str, encode: Encode | None, *, special: bool = False) -> list[int]:
+    """Token ids, or those of text. Raises ValueError. key: what the value is called. special: of `encode`."""
     if isinstance(value, list) and all(type(token) is int for token in value):
         return value
     if not isinstance(value, str):

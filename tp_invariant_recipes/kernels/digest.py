@@ -118,6 +118,15 @@ def lanes(pieces: Sequence[Piece]) -> Tensor:
     return Lanes(pieces)()
 
 
+def row_digest(values: Tensor, first: int, size: int) -> Tensor:
+    """Digest each row's bits: their sum, times the odd number of each column, modulo 2^64; int64 [rows].
+
+    values: [rows, columns] fp32, the columns from `first` on of `size`. Digests of parts add up to the whole's.
+    """
+    columns = keys(size, values.device).columns[first : first + values.shape[1], 0]
+    return ((values.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF) * columns).sum(-1)
+
+
 class DigestKeys(NamedTuple):
     """R, int32 [n, LANES], and C, int64 [n, LANES], of the rows and columns numbered 0 … n - 1; all without a sign."""
 

@@ -130,11 +130,11 @@ def text_of(file: Path, data: Any) -> str:
     return yaml.safe_dump(data, sort_keys=False)
 
 
-def cannot_write(file: Path, error: OSError) -> str:
-    """Why a file could not be written; for a full disk, how much is free and what to change."""
+def cannot_write(file: Path, error: OSError, elsewhere: str = "run.dir=PATH") -> str:
+    """Why a file could not be written; for a full disk, how much is free and what to change: `elsewhere`."""
     if error.errno not in DISK_FULL:
         return f"cannot write {file}: {error.strerror or error}"
-    return f"cannot write {file}: the disk is full ({free_bytes(file.parent) / 2**20:.1f} MiB free); set run.dir=PATH"
+    return f"cannot write {file}: the disk is full ({free_bytes(file.parent) / 2**20:.1f} MiB free); set {elsewhere}"
 
 
 def free_bytes(path: Path) -> int:

@@ -10,7 +10,7 @@ import pytest
 from tests import hf_folders
 from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.features.score import batches
-from tp_invariant_recipes.features.score import workflow as score
+from tp_invariant_recipes.features.score import model as score_model
 
 pytestmark = pytest.mark.usefixtures("modelopt")
 
@@ -28,7 +28,7 @@ FOLDERS = {
 
 def test_layers_of_multi_token_prediction_score_nothing(bridge):
     words = parse_all(["model.mtp_num_layers=1", "model.mtp_hybrid_override_pattern=*E", "device=cpu"])
-    model = score._composed("nemotron3_nano_toy", words, "tree").config.model
+    model = score_model._composed("nemotron3_nano_toy", words, "tree").config.model
     assert {name for name in model if name.startswith("mtp_") and model[name]} == set()
 
 
@@ -192,6 +192,7 @@ REFUSED = (
     ("qwen3 s.jsonl model.num_layers=3", "num_hidden_layers is 2"),
     ("nowhere s.jsonl", "no such folder"),
     ("qwen3 nothing.jsonl", "No such file"),
+    ("qwen3 tp=2", "name a file of SEQUENCES, or one of tpi generate with --against FILE"),
     ("qwen3 s.jsonl --tolerance 0.1", "--page and --tolerance go with --against"),
 )
 

@@ -9,7 +9,7 @@ import pytest
 from tp_invariant_recipes.data.sequences import Sequence
 from tp_invariant_recipes.errors import ConfigError, RunError
 from tp_invariant_recipes.features.score import against as score_against
-from tp_invariant_recipes.features.score import lines
+from tp_invariant_recipes.features.score import lines, output
 from tp_invariant_recipes.features.score import page as score_page
 from tp_invariant_recipes.features.score import workflow as score
 
@@ -60,30 +60,31 @@ def one_more(rows):
     return [*rows, rows[0] | {"id": "t"}]
 
 
-# What the file lacks -> the end of the verdict.
+# What the file lacks -> the end of the verdict, before and after the number of differences.
 PARTIAL = (
-    (first_only, "6 log-probabilities; not compared, of 30 scored tokens: 4 sequences that the file lacks"),
-    (last_token, "5 log-probabilities; not compared, of 30 scored tokens: 25 tokens without a value"),
-    (one_value, "5 log-probabilities; not compared, of 30 scored tokens: 25 tokens without a value"),
+    (first_only, "6", "; not compared, of 30 scored tokens: 4 sequences that the file lacks"),
+    (last_token, "5", "; not compared, of 30 scored tokens: 25 tokens without a value"),
+    (one_value, "5", "; not compared, of 30 scored tokens: 25 tokens without a value"),
     (
         lambda rows: first_only(last_token(rows)),
-        "1 log-probabilities; not compared, of 30 scored tokens: 4 sequences that the file lacks and 5 tokens without "
-        "a value",
+        "1",
+        "; not compared, of 30 scored tokens: 4 sequences that the file lacks and 5 tokens without a value",
     ),
-    (one_more, "all 30 log-probabilities; 1 row of sequences that were not scored"),
+    (one_more, "all 30", "; 1 row of sequences that were not scored"),
 )
 
 
-@pytest.mark.parametrize("change, end", PARTIAL)
-def test_a_verdict_says_what_was_not_compared(scores, change, end):
+@pytest.mark.parametrize("change, count, end", PARTIAL)
+def test_a_verdict_says_what_was_not_compared(scores, change, count, end):
     result = judged(scores, change(engine_rows()))
-    assert result["text"] == f"equal: {scores.with_name('engine-0.jsonl')}: {end}"
+    text = f"{count} log-probabilities, 0 differences by bits{end}"
+    assert result["text"] == f"equal: {scores.with_name('engine-0.jsonl')}: {text}"
     assert end.partition("; ")[2] in score_page.page(result)
 
 
 def test_a_whole_file_is_compared_whole(scores):
     result = judged(scores, engine_rows())
-    assert result["text"].endswith(": all 30 log-probabilities")
+    assert result["text"].endswith(": all 30 log-probabilities, 0 differences by bits")
     assert [result["files"][0][key] for key in ("scored", "not_in_file", "without_value", "not_in_scores")] == [
         *(30, 0, 0, 0)
     ]
@@ -144,8 +145,50 @@ CHANGED = (
 def test_a_changed_out_is_not_taken_for_ones_own(scores, change):
     identity = {"schema": 1, "sequences": {"count": 5}}
     scoring = score.Scoring(None, None, scores, scores, None, score.Options(), identity)
-    scoring.meta.write_text(json.dumps(identity | {score.WRITTEN: score._described(scores)}))
+    scoring.meta.write_text(json.dumps(identity | {output.WRITTEN: output.described(scores)}))
     assert score.finished(scoring)
     scores.write_bytes(change(scores.read_bytes()))
     with pytest.raises(RunError, match=r"was changed since tpi wrote it: it has [25] lines and another hash"):
         score.finished(scoring)
+
+
+HALVES = ("logprobs", "digest_high", "digest_low")
+DIGESTS = [[n, 2**32 - 1 - k] for n in range(len(IDS)) for k in range(LENGTH)]
+
+
+def with_digests(tmp_path) -> Path:
+    halves = np.array(DIGESTS, np.float64).reshape(len(IDS), LENGTH, 2)
+    rows = [
+        lines.line(Sequence(name, [0, *tokens], 1), np.stack([values, *half.T]), HALVES)
+        for name, tokens, values, half in zip(IDS, TOKENS, VALUES.astype(np.float64), halves, strict=True)
+    ]
+    (tmp_path / "out.jsonl").write_bytes(b"".join(rows))
+    return tmp_path / "out.jsonl"
+
+
+def test_digests_of_the_vocabulary_are_compared(tmp_path):
+    scores = with_digests(tmp_path)
+    equal = [
+        row | {"digests": [f"{n:08x}{2**32 - 1 - k:08x}" for k in range(LENGTH)]} for n, row in enumerate(engine_rows())
+    ]
+    report = judged(scores, equal)
+    assert report["text"].endswith(
+        "30 log-probabilities, 0 differences by bits; of the whole vocabulary, digests of 0 of 30 tokens differ"
+    )
+    assert report["exit_status"] == 0
+    equal[2]["digests"][3] = "0" * 16
+    changed = judged(scores, equal)
+    assert changed["files"][0]["digests"] == {"compared": 30, "differing": 1}
+    assert changed["exit_status"] == 1  # another token's probability, where the drawn one's is equal
+    assert judged(scores, engine_rows())["files"][0]["digests"] == {"compared": 0, "differing": 0}
+
+
+def test_a_bit_is_a_difference(scores):
+    rows = engine_rows()
+    value = np.array(rows[1]["logprobs"], np.float32)
+    value.view(np.int32)[2] ^= 1
+    rows[1]["logprobs"] = [float(str(x)) for x in value]
+    report = judged(scores, rows)
+    assert report["files"][0]["differing"] == 1
+    assert report["exit_status"] == 1
+    assert judged(scores, engine_rows())["files"][0]["differing"] == 0

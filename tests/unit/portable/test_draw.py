@@ -9,7 +9,8 @@ import torch
 from tests.definitions import draws
 from tests.definitions.elementwise import numpy_version
 from tp_invariant_recipes.features.rollouts.requests import Sampling
-from tp_invariant_recipes.features.rollouts.sampling import Parameters, draw, request_key, vocabulary_digest
+from tp_invariant_recipes.features.rollouts.sampling import Parameters, draw, request_key
+from tp_invariant_recipes.kernels.digest import row_digest
 from tp_invariant_recipes.portable.ieee import draw as ieee
 
 GREEDY = Sampling()
@@ -176,11 +177,11 @@ def test_keys_depend_on_seed_and_id():
 
 def test_digests_of_shards_add_up():
     scores = rows(4, 300, "normal")
-    whole = vocabulary_digest(scores, 0, 300)
-    parts = vocabulary_digest(scores[:, :100], 0, 300) + vocabulary_digest(scores[:, 100:], 100, 300)
+    whole = row_digest(scores, 0, 300)
+    parts = row_digest(scores[:, :100], 0, 300) + row_digest(scores[:, 100:], 100, 300)
     assert torch.equal(whole, parts)
     changed = scores.clone()
     changed.view(torch.int32)[2, 250] ^= 1
-    differing = (vocabulary_digest(changed, 0, 300) != whole).tolist()
+    differing = (row_digest(changed, 0, 300) != whole).tolist()
     assert differing == [False, False, True, False]
-    assert not torch.equal(vocabulary_digest(scores.flip(1), 0, 300), whole)
+    assert not torch.equal(row_digest(scores.flip(1), 0, 300), whole)

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from tp_invariant_recipes.cpu_host.vectors import VECTORS
 from tp_invariant_recipes.features.rollouts.cache import SCRATCH
-from tp_invariant_recipes.features.rollouts.sampling import Parameters, draw, vocabulary_digest
+from tp_invariant_recipes.features.rollouts.sampling import Parameters, draw
 from tp_invariant_recipes.features.rollouts.schedule import Span
 from tp_invariant_recipes.features.score.batches import LEAST, padded
+from tp_invariant_recipes.kernels.digest import row_digest
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers import cross_entropy
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
@@ -96,7 +97,7 @@ class Head:
         chosen = tokens.clamp(min=0)
         picked = whole.gather(1, chosen.unsqueeze(1)).squeeze(1)
         ranks = cross_entropy.rank_of(logits, chosen, self.mesh)
-        digests = vocabulary_digest(whole, 0, self.vocabulary) if self.digests else torch.zeros_like(tokens)
+        digests = row_digest(whole, 0, self.vocabulary) if self.digests else torch.zeros_like(tokens)
         return torch.stack([tokens, picked.view(torch.int32).long(), ranks, digests], 1)
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.features.rollouts.requests import Sampling
-from tp_invariant_recipes.kernels import digest
 from tp_invariant_recipes.portable.ieee import draw as ieee
 
 
@@ -52,14 +51,3 @@ def draw(log_probabilities: Tensor, keys: Tensor, parameters: Parameters) -> Ten
     limits = ieee.kept(log_probabilities, highest, do_sample, temperature, top_k, top_p)
     tokens = ieee.race(log_probabilities, highest, do_sample, temperature, keys, limits)
     return torch.where(torch.isfinite(highest), tokens, -1)
-
-
-def vocabulary_digest(log_probabilities: Tensor, first: int, size: int) -> Tensor:
-    """Return a digest of each row's bits: the sum of bits times an odd number of the column, modulo 2^64.
-
-    log_probabilities: [R, V/t] fp32, the columns from `first` on of `size`. The shards' digests add up to the whole's.
-    returns: [R] int64.
-    """
-    columns = digest.keys(size, log_probabilities.device).columns[first : first + log_probabilities.shape[1], 0]
-    words = log_probabilities.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-    return (words * columns).sum(-1)

@@ -28,7 +28,13 @@ def judge(
     both = [_compared(scores, file, decode) for file in against]
     reports = [report for report, _ in both]
     largest = max(report["summary"]["largest"] for report in reports)
-    result = {"schema": 1, "exit_status": int(largest > tolerance), "tolerance": tolerance, "scores": str(scores)}
+    vocabulary = not tolerance and any(report["digests"]["differing"] for report in reports)
+    result = {
+        "schema": 1,
+        "exit_status": int(largest > tolerance or vocabulary),
+        "tolerance": tolerance,
+        "scores": str(scores),
+    }
     alike = len({columns.places for _, columns in both}) == 1
     nearer = score_difference.nearer(reports[0]["summary"], reports[1]["summary"]) if reports[1:] and alike else None
     text = "\n".join(line for report in reports for line in (_sentence(report, tolerance), *report["suspects"]))
@@ -42,7 +48,8 @@ def judge(
 def _compared(scores: Path, file: Path, decode: Callable[[list[int]], str] | None) -> tuple[dict[str, Any], Columns]:
     parts: list[Columns] = []
     ids: list[str | int] = []
-    absent = scored = given = others = 0
+    absent = scored = given = others = differing = 0
+    digests = {"compared": 0, "differing": 0}
     for reference, rollout in _pairs(scores, file):
         if reference is None:
             others += 1
@@ -52,6 +59,10 @@ def _compared(scores: Path, file: Path, decode: Callable[[list[int]], str] | Non
         if rollout is not None:
             given += len(reference["token_ids"])
             parts.append(_columns(len(ids), reference, rollout, file))
+            differing += int((_bits(parts[-1].reference) != _bits(parts[-1].engine)).sum())
+            pairs = [*zip(rollout.digests, reference.get("digests", ())[-len(rollout.digests) :], strict=False)]
+            digests["compared"] += len(pairs)
+            digests["differing"] += sum(mine != other for mine, other in pairs)
         ids.append(reference["id"])
     if not any(len(part.token) for part in parts):
         raise ConfigError(f"{file} has no log-probability of a token that was scored")
@@ -64,6 +75,8 @@ def _compared(scores: Path, file: Path, decode: Callable[[list[int]], str] | Non
         "not_in_scores": others,
         "scored": scored,
         "without_value": given - len(columns.token),
+        "differing": differing,
+        "digests": digests,
         "summary": score_difference.summary(columns),
         "suspects": score_difference.suspects(columns),
         "by_position": score_difference.by_position(columns),
@@ -136,6 +149,10 @@ def _columns(sequence: int, reference: dict[str, Any], rollout: Rollout, file: P
     )
 
 
+def _bits(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.float32).view(np.uint32)
+
+
 def _points(columns: Columns, most: int = 4000) -> list[tuple[int, float]]:
     """(position, d) of tokens evenly spread over all, with the largest differences; for the figure."""
     d = columns.difference
@@ -162,14 +179,22 @@ def _sentence(report: dict[str, Any], tolerance: float) -> str:
     figures = report["summary"]
     if figures["largest"] == 0:
         all_ = "all " if report["scored"] == figures["tokens"] else ""
-        return f"equal: {report['file']}: {all_}{figures['tokens']:,} log-probabilities{report['not_compared']}"
+        equal = f"equal: {report['file']}: {all_}{figures['tokens']:,} log-probabilities"
+        return f"{equal}, {report['differing']:,} differences by bits{_of_digests(report)}{report['not_compared']}"
     verdict = "beyond" if figures["largest"] > tolerance else "within"
     ratio = f"[{score_difference.LOW:g}, {score_difference.HIGH:g}]"
     return (
         f"{verdict} {tolerance:g}: {report['file']}: mean KL {figures['k3']:.3g} (k3; k1 {figures['k1']:.3g}), largest "
         f"difference {figures['largest']:.3g}, 99.9 % below {figures['p999']:.3g}; {figures['outside']:,} of "
-        f"{figures['tokens']:,} tokens leave the ratio {ratio}{report['not_compared']}"
+        f"{figures['tokens']:,} tokens leave the ratio {ratio}{_of_digests(report)}{report['not_compared']}"
     )
+
+
+def _of_digests(report: dict[str, Any]) -> str:
+    digests = report["digests"]
+    if not digests["compared"]:
+        return ""
+    return f"; of the whole vocabulary, digests of {digests['differing']:,} of {digests['compared']:,} tokens differ"
 
 
 def _uncompared(report: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ A row is a dataclass as `dataclasses.asdict` or a table's `to_json(orient="recor
 names its sequence; if no row has one, they are in the order of the sequences. Masked tokens have no log-probability.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,14 @@ Spans = tuple[list[int], list[float | None]]
 class Rollout:
     """The last tokens of a sequence, and their log-probabilities; None: none was returned.
 
-    id: None: the row has none. line: of the file.
+    id: None: the row has none. line: of the file. digests: of tpi generate and tpi score, of each token; empty: none.
     """
 
     id: str | int | None
     line: int
     tokens: list[int]
     logprobs: list[float | None]
+    digests: Sequence[str] = ()
 
 
 def read(file: Path) -> Iterator[Rollout]:
@@ -76,7 +77,14 @@ def parse(row: Mapping[str, Any], number: int) -> Rollout:
         raise ValueError(f"{odd[0]!r:.40} is not a log-probability")
     name = row.get("id", row.get("request_id"))
     values = [None if x is None else float(max(x, LEAST)) for x in logprobs]
-    return Rollout(None if name is None else check_id(name), number, tokens, values)
+    return Rollout(None if name is None else check_id(name), number, tokens, values, _digests(row, tokens))
+
+
+def _digests(row: Mapping[str, Any], tokens: list[int]) -> Sequence[str]:
+    digests = row.get("digests") or ()
+    if digests and len(digests) != len(tokens):
+        raise ValueError(f"{len(tokens)} tokens and {len(digests)} digests")
+    return digests
 
 
 def _has(row: Mapping[str, Any], key: str) -> bool:

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tp_invariant_recipes.features.score.lines import DIGEST
+from tp_invariant_recipes.kernels.digest import row_digest
 from tp_invariant_recipes.numerics.layers import cross_entropy
 from tp_invariant_recipes.numerics.mode import Mode
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
@@ -27,11 +29,13 @@ class Wanted:
 
     ranks: bool = False
     entropies: bool = False
+    digests: bool = False
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The names of the values of a token, in order."""
-        return (LOGPROB, *([RANK] if self.ranks else []), *([ENTROPY] if self.entropies else []))
+        rank, entropy = [RANK] if self.ranks else [], [ENTROPY] if self.entropies else []
+        return (LOGPROB, *rank, *entropy, *(DIGEST if self.digests else ()))
 
 
 class Head:
@@ -99,5 +103,15 @@ class Head:
             values.append(cross_entropy.rank_of(logits.squeeze(1), targets, self.mesh))
         if self.wanted.entropies:
             values.append(cross_entropy.entropy(logits.squeeze(1), self.mesh, self.kernels))
+        if self.wanted.digests:
+            values += self._digests(logits.squeeze(1))
         losses = tensor_parallel.vocab_parallel_cross_entropy(logits, targets.unsqueeze(1), tp_group=self.group)
         return torch.stack([column.double() for column in (0.0 - losses.squeeze(1), *values)])
+
+    def _digests(self, logits: Tensor) -> list[Tensor]:
+        """Digest all log-probabilities of each row: [rows, vocab/t] → both halves, two of [rows]."""
+        rows = cross_entropy.log_probabilities(logits, self.mesh, self.kernels)
+        digest = row_digest(rows, self.mesh.rank * rows.shape[1], self.mesh.size * rows.shape[1])
+        if self.mesh.size > 1:
+            dist.all_reduce(digest, group=self.mesh.group)
+        return [digest >> 32 & 0xFFFFFFFF, digest & 0xFFFFFFFF]

@@ -9,8 +9,9 @@ Decimals are the shortest that give the fp32 back; bits are the fp32's, in hex. 
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from tp_invariant_recipes.data import sequences
 
 TIMES = "times.jsonl"  # beside the lines
 WHOLE = ("ranks",)  # columns of whole numbers
+DIGEST = ("digest_high", "digest_low")  # columns that are one number of 64 bits, in hex: fp64 holds 32
 
 
 def append(
@@ -46,17 +48,20 @@ def tokens_per_second(file: Path) -> float | None:
     return sum(tokens for tokens, _ in times) / sum(seconds for _, seconds in times) if times else None
 
 
-def line(sequence: sequences.Sequence, values: np.ndarray, columns: Sequence[str]) -> bytes:
-    """Format one line. values: [columns, scored] fp64."""
+def line(
+    sequence: sequences.Sequence, values: np.ndarray, columns: Sequence[str], start: Mapping[str, Any] | None = None
+) -> bytes:
+    """Format one line. values: [columns, scored] fp64. start: what it begins with; None: id and first."""
     logprobs = values[0].astype(np.float32)
-    fields = {name: _decimals(column, name) for name, column in zip(columns, values, strict=True)}
+    fields = {name: _decimals(column, name) for name, column in zip(columns, values, strict=True) if name not in DIGEST}
     bits = '","'.join(f"{bits:08x}" for bits in logprobs.view(np.uint32).tolist())
-    texts = {
-        "id": json.dumps(sequence.id),
-        "first": str(sequence.first),
-        "token_ids": json.dumps(sequence.tokens[sequence.first :]),
-    }
+    start = {"id": sequence.id, "first": sequence.first} if start is None else start
+    texts = {name: json.dumps(value) for name, value in start.items()}
+    texts["token_ids"] = json.dumps(sequence.tokens[sequence.first :])
     texts |= fields | {"bits": f'["{bits}"]', "sum": repr(math.fsum(logprobs.tolist()))}
+    if DIGEST[0] in columns:
+        halves = (values[columns.index(name)].astype(np.int64).tolist() for name in DIGEST)
+        texts["digests"] = json.dumps([f"{high:08x}{low:08x}" for high, low in zip(*halves, strict=True)])
     return ("{" + ", ".join(f'"{name}": {text}' for name, text in texts.items()) + "}\n").encode()
 
 

@@ -34,6 +34,15 @@ def _unfit(
             yield read, f"its first line: {reason(error)}"
     if hidden is not None and not hidden.expanduser().is_file():
         yield hidden, "there is no such file"
+    yield from _unwritable(written)
+
+
+def check_written(written: Sequence[Path]) -> None:
+    """Raise ConfigError that lists every file that cannot be written."""
+    refuse([f"{name}: {why}" for name, why in _unwritable(written)])
+
+
+def _unwritable(written: Sequence[Path]) -> Iterator[tuple[Path, str]]:
     for target in written:
         folder = target.expanduser().absolute().parent
         if target.expanduser().is_dir():

@@ -32,10 +32,10 @@ from tp_invariant_recipes.portable.one_source import (
     constant,
     elementwise,
     fill,
-    fp32_of,
     numba_version,
 )
 
+DEFINITION = 1  # of the tokens that are drawn
 QUARTER, GROUP = tl.constexpr(1024), tl.constexpr(4096)  # tokens of one word of a block, and of all four
 BLOCK = 4096  # tokens that a program of `kept` reads at a time
 PROGRAMS = 264  # of a race, at least: two for each SM of an H100
@@ -55,7 +55,7 @@ def kept(
     draws, and with k = 0 and p = 1, all stay. top_p: [rows] fp64.
     """
     out = torch.empty(len(scores), 2, dtype=torch.int32, device=scores.device)
-    tensors = (scores, highest, do_sample, temperature, top_k, top_p, out)
+    tensors = _dense(scores, highest, do_sample, temperature, top_k, top_p, out)
     fill(kept_triton, _kept_loop, tensors, work=scores.numel())
     return out
 
@@ -63,16 +63,22 @@ def kept(
 def race(
     scores: Tensor, highest: Tensor, do_sample: Tensor, temperature: Tensor, keys: Tensor, limits: Tensor
 ) -> Tensor:
-    """Return the winning token of each row, or without draws the first in order: int64 [rows].
+    """Find the winning token of each row, or without draws the first in order: int64 [rows]; -1: none stays.
 
     keys: [rows, 3] int64: of the request, sample, position. limits: as of `kept`. All else: as `kept` has it.
     """
     groups = triton.cdiv(scores.shape[1], GROUP.value)
     parts = min(groups, triton.cdiv(PROGRAMS, len(scores))) if scores.is_cuda else 1
     best = torch.empty(len(scores), parts, dtype=torch.int64, device=scores.device)
-    tensors = (scores, highest, do_sample, temperature, keys.contiguous(), limits, best)
+    tensors = _dense(scores, highest, do_sample, temperature, keys, limits, best)
     fill(race_triton, _race_loop, tensors, work=scores.numel())
-    return MOST.value - (best.amax(1) & 0xFFFFFFFF)
+    winner = best.amax(1)
+    return torch.where(winner == NOBODY.value, -1, MOST.value - (winner & 0xFFFFFFFF))
+
+
+def _dense(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Make each dense, as kernels take it; a column of a table of parameters is not."""
+    return tuple(tensor.contiguous() for tensor in tensors)
 
 
 @elementwise
@@ -80,12 +86,6 @@ def order_key(x):
     """int32, rising with x; both zeros have one."""
     bits = bits_of(x + ZERO)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@elementwise
-def of_order_key(key):
-    """Return the fp32 number that has this order_key."""
-    return fp32_of(key ^ ((key >> 31) & 0x7FFFFFFF))
 
 
 @elementwise
@@ -112,9 +112,7 @@ def result_bits(x, highest, temperature, word):
     return bits_of(tl.div_rn(weight(x, highest, temperature), waiting_time(word)))
 
 
-_order_key, _of_order_key, _weight, _result_bits = (
-    numba_version(name) for name in ("order_key", "of_order_key", "weight", "result_bits")
-)
+_order_key, _weight, _result_bits = (numba_version(name) for name in ("order_key", "weight", "result_bits"))
 
 
 # --- a CPU ---
@@ -126,22 +124,8 @@ def _mass_numba(x: Any, highest: Any, temperature: Any) -> Any:
 
 
 @njit(**OPTIONS)
-def _kth(orders: Any, k: int) -> int:
-    """Return the greatest key that at least k tokens reach."""
-    key = np.int64(-2147483648)
-    for bit in range(31, -1, -1):
-        trial = key + (np.int64(1) << bit)
-        count = 0
-        for i in range(orders.size):
-            count += orders[i] >= trial
-        if count >= k:
-            key = trial
-    return key
-
-
-@njit(**OPTIONS)
-def _reaching(orders: Any, masses: Any, need: int) -> int:
-    """Return the greatest key from which on tokens have at least this mass."""
+def _limit(orders: Any, masses: Any, need: int, out: Any) -> None:
+    """Fill out with key and id of the token in order with which the masses reach `need`."""
     key = np.int64(-2147483648)
     for bit in range(31, -1, -1):
         trial, mass = key + (np.int64(1) << bit), np.int64(0)
@@ -149,23 +133,21 @@ def _reaching(orders: Any, masses: Any, need: int) -> int:
             mass += masses[i] if orders[i] >= trial else 0
         if mass >= need:
             key = trial
-    return key
-
-
-@njit(**OPTIONS)
-def _last_of(orders: Any, key: int, count: int) -> int:
-    """Return the id of the token of this key after which `count` of them were."""
     for i in range(orders.size):
-        count -= orders[i] == key
-        if count == 0:
-            return i
-    return orders.size
+        need -= masses[i] if orders[i] > key else 0
+    last = 0
+    while last < orders.size - 1:
+        need -= masses[last] if orders[last] == key else 0
+        if need <= 0:
+            break
+        last += 1
+    out[0], out[1] = key, last
 
 
 @cpu_loop
 def _kept_loop(scores: Any, highest: Any, do_sample: Any, temperature: Any, top_k: Any, top_p: Any, out: Any) -> None:
     size = scores.shape[1]
-    orders, masses = np.empty(size, np.int64), np.empty(size, np.int64)
+    orders, masses = np.empty(size, np.int64), np.ones(size, np.int64)
     for row in range(scores.shape[0]):
         out[row, 0], out[row, 1] = -2147483648, 2147483647
         by_k, by_p = 0 < top_k[row] < size, top_p[row] < 1
@@ -173,28 +155,18 @@ def _kept_loop(scores: Any, highest: Any, do_sample: Any, temperature: Any, top_
             continue
         for i in range(size):
             orders[i] = _order_key(scores[row, i])
-        key, last = np.int64(-2147483648), np.int64(size)
         if by_k:
-            key = _kth(orders, top_k[row])
-            above = 0
-            for i in range(size):
-                above += orders[i] > key
-            last = _last_of(orders, key, top_k[row] - above)
+            masses[:] = 1
+            _limit(orders, masses, top_k[row], out[row])
         if by_p:
             total = np.int64(0)
             for i in range(size):
-                inside = orders[i] > key or (orders[i] == key and i <= last)
+                inside = orders[i] > out[row, 0] or (orders[i] == out[row, 0] and i <= out[row, 1])
                 masses[i] = _mass_numba(scores[row, i], highest[row], temperature[row]) if inside else 0
                 total += masses[i]
             product = np.float64(total) * top_p[row]
             need = np.int64(product)
-            need += np.float64(need) < product
-            key = _reaching(orders, masses, need)
-            each = _mass_numba(_of_order_key(key), highest[row], temperature[row])
-            for i in range(size):
-                need -= masses[i] if orders[i] > key else 0
-            last = _last_of(orders, key, (need + each - 1) // each)
-        out[row, 0], out[row, 1] = key, last
+            _limit(orders, masses, need + (np.float64(need) < product), out[row])
 
 
 @njit(**OPTIONS)
@@ -255,46 +227,47 @@ def race_triton(
 
 
 @triton.jit
-def _count(scores, size, least, most, last, BLOCK: tl.constexpr):
-    """Tokens with a key from `least` to `most`, and an id of at most `last`."""
-    total = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, size, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        order = order_key(tl.load(scores + token, mask=token < size, other=0.0))
-        inside = (token < size) & (token <= last) & (order >= least) & (order <= most)
-        total += inside.to(tl.int32)
-    return tl.sum(total, 0)
+def _mass_of(
+    scores, size, highest, temperature, least, most, end, key, last, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Add the mass, or the number, of tokens with a key from `least` to `most` and an id below `end`.
 
-
-@triton.jit
-def _mass(x, highest, temperature):
-    return (weight(x, highest, temperature).to(tl.float64) * UNIT).to(tl.int64)
-
-
-@triton.jit
-def _mass_from(scores, size, highest, temperature, least, key, last, BLOCK: tl.constexpr):
-    """Return the mass of tokens with a key of at least `least`, of those up to the token `last` of `key`."""
+    Of those of `key` only up to the token `last`, and of smaller keys none.
+    """
     total = tl.zeros([BLOCK], tl.int64)
     for start in range(0, size, BLOCK):
         token = start + tl.arange(0, BLOCK)
         x = tl.load(scores + token, mask=token < size, other=0.0)
         order = order_key(x)
-        inside = (token < size) & (order >= least) & ((order > key) | ((order == key) & (token <= last)))
-        total += tl.where(inside, _mass(x, highest, temperature), 0)
+        inside = (token < size) & (token < end) & (order >= least) & (order <= most)
+        inside &= (order > key) | ((order == key) & (token <= last))
+        if BY_MASS:
+            mass = (weight(x, highest, temperature).to(tl.float64) * UNIT).to(tl.int64)
+            total += tl.where(inside, mass, 0)
+        else:
+            total += inside.to(tl.int64)
     return tl.sum(total, 0)
 
 
 @triton.jit
-def _last_of_triton(scores, size, key, count, BLOCK: tl.constexpr):
-    """Return the id of the token of this key with which they are `count`."""
-    least = count * 0
-    most = size - 1 + least
-    while least < most:
-        middle = (least + most) // 2
-        enough = _count(scores, size, key, key, middle, BLOCK) >= count
-        most = tl.where(enough, middle, most)
-        least = tl.where(enough, least, middle + 1)
-    return least
+def _limit_triton(scores, size, highest, temperature, need, key, last, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """Key and id of the token in order with which masses, of tokens up to `key` and `last`, reach `need`."""
+    least = key * 0 + LEAST
+    one_bit = key * 0 + 1
+    for i in range(32):
+        trial = least ^ (one_bit << (31 - i))
+        mass = _mass_of(scores, size, highest, temperature, trial, MOST, size, key, last, BY_MASS, BLOCK)
+        least = tl.where(mass >= need, trial, least)
+    if least < MOST:
+        need -= _mass_of(scores, size, highest, temperature, least + 1, MOST, size, key, last, BY_MASS, BLOCK)
+    low = key * 0
+    high = low + size - 1
+    while low < high:
+        middle = (low + high) // 2
+        mass = _mass_of(scores, size, highest, temperature, least, least, middle + 1, key, last, BY_MASS, BLOCK)
+        high = tl.where(mass >= need, middle, high)
+        low = tl.where(mass >= need, low, middle + 1)
+    return least, low
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -308,28 +281,14 @@ def _ieee_kept(
     k, p, draws = tl.load(top_k + row), tl.load(top_p + row), tl.load(do_sample + row) != 0
     key = k * 0 + LEAST
     last = k * 0 + MOST
-    one_bit = k * 0 + 1
     if draws & (k > 0) & (k < size):
-        for i in range(32):
-            trial = key ^ (one_bit << (31 - i))
-            enough = _count(scores, size, trial, MOST, MOST, BLOCK) >= k
-            key = tl.where(enough, trial, key)
-        above = _count(scores, size, key, MOST, MOST, BLOCK) - _count(scores, size, key, key, MOST, BLOCK)
-        last = _last_of_triton(scores, size, key, k - above, BLOCK)
+        key, last = _limit_triton(scores, size, top, heat, k.to(tl.int64), key, last, False, BLOCK)
     if draws & (p < 1.0):
-        product = _mass_from(scores, size, top, heat, LEAST, key, last, BLOCK).to(tl.float64) * p
+        total = _mass_of(scores, size, top, heat, LEAST, MOST, size, key, last, True, BLOCK)
+        product = total.to(tl.float64) * p
         need = product.to(tl.int64)
         need += (need.to(tl.float64) < product).to(tl.int64)
-        least = k * 0 + LEAST
-        for i in range(32):
-            trial = least ^ (one_bit << (31 - i))
-            enough = _mass_from(scores, size, top, heat, trial, key, last, BLOCK) >= need
-            least = tl.where(enough, trial, least)
-        each = _mass(of_order_key(least), top, heat)
-        if least < MOST:
-            need -= _mass_from(scores, size, top, heat, least + 1, key, last, BLOCK)
-        key = least
-        last = _last_of_triton(scores, size, key, ((need + each - 1) // each).to(tl.int32), BLOCK)
+        key, last = _limit_triton(scores, size, top, heat, need, key, last, True, BLOCK)
     tl.store(out + 2 * row, key)
     tl.store(out + 2 * row + 1, last)
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.unit.portable import test_draw
-from tp_invariant_recipes.features.rollouts.sampling import Parameters, draw, vocabulary_digest
+from tp_invariant_recipes.features.rollouts.sampling import Parameters, draw
+from tp_invariant_recipes.kernels.digest import row_digest
 from tp_invariant_recipes.portable.ieee import draw as ieee
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +26,7 @@ def test_a_gpu_draws_the_tokens_of_a_cpu(count, vocabulary, kind):
     assert torch.equal(on_gpu(*inputs), tokens)
     if count >= len(test_draw.SAMPLINGS) and kind != "sharp":  # the control: other keys
         assert not torch.equal(on_gpu(scores, keys + 1, inputs[2]), tokens)
-    assert torch.equal(vocabulary_digest(scores.cuda(), 0, vocabulary).cpu(), vocabulary_digest(scores, 0, vocabulary))
+    assert torch.equal(row_digest(scores.cuda(), 0, vocabulary).cpu(), row_digest(scores, 0, vocabulary))
 
 
 def test_a_cuda_graph_captures_a_draw():

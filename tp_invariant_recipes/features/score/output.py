@@ -1,0 +1,83 @@
+"""OUT, a file that a command writes in OUT.partial until it is whole, and OUT.meta.json: what decides its lines."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.errors import RunError, reason
+from tp_invariant_recipes.files import sync_folder, write_atomically
+from tp_invariant_recipes.ledger.run_files import LARGEST
+from tp_invariant_recipes.plural import counted
+from tp_invariant_recipes.reading import MIB, open_file, parse_json, read_limited
+from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
+
+WRITTEN = "written"  # key of OUT.meta.json: hash and number of OUT's lines
+
+
+def meta(out: Path) -> Path:
+    """Name OUT.meta.json."""
+    return out.with_name(f"{out.name}.meta.json")
+
+
+def partial(out: Path) -> RunDir:
+    """Name OUT.partial."""
+    return RunDir(out.with_name(f"{out.name}.partial"))
+
+
+def finished(out: Path, what: str, serves: Callable[[Any], bool]) -> bool:
+    """Whether OUT is there and serves, given its identity. Raises RunError: it holds others, or was changed since.
+
+    what: its lines, in words.
+    """
+    if not out.exists():
+        return False
+    before = read_json(meta(out))
+    if not isinstance(before, dict) or not serves({k: v for k, v in before.items() if k != WRITTEN}):
+        raise RunError(f"{out} exists and holds other {what}: choose another --out FILE, or remove it")
+    if before.get(WRITTEN) != (now := described(out)):
+        raise RunError(
+            f"{out} was changed since tpi wrote it: it has {counted(now['lines'], 'line')} and another hash "
+            f"than {meta(out).name} says; remove it to compute it again, or choose another --out FILE"
+        )
+    return True
+
+
+def described(file: Path) -> dict[str, Any]:
+    """Return what tells a file of lines from a changed one. Raises RunError."""
+    digest, count = hashlib.sha256(), 0
+    try:
+        with open_file(file) as stream:
+            while block := stream.read(MIB):
+                digest.update(block)
+                count += block.count(b"\n")
+    except OSError as error:
+        raise RunError(f"{file}: {error.strerror or error}") from error
+    return {"sha256": digest.hexdigest(), "lines": count}
+
+
+def claim(file: Path, identity: dict[str, Any], what: str) -> None:
+    """Write the identity of what OUT.partial will have, a file there. Raises RunError: it has others already."""
+    if read_json(file) not in (None, identity):
+        raise RunError(f"{file.parent} holds a part of other {what}: choose another --out FILE, or remove it")
+    try:
+        write_atomically(file, json.dumps(identity, indent=2) + "\n")
+    except OSError as error:
+        raise RunError(cannot_write(file, error, "--out FILE")) from error
+
+
+def publish(whole: Path, out: Path, identity: dict[str, Any]) -> None:
+    """Make a whole file of lines OUT, and write OUT.meta.json. Raises OSError."""
+    write_atomically(meta(out), json.dumps(identity | {WRITTEN: described(whole)}, indent=2) + "\n")
+    os.replace(whole, out)
+    sync_folder(out.parent)
+
+
+def read_json(file: Path) -> Any:
+    """Read a JSON file; None: it is not there. Raises RunError."""
+    try:
+        return parse_json(read_limited(file, LARGEST)) if file.exists() else None
+    except (OSError, ValueError) as error:
+        raise RunError(f"{file}: {reason(error)}") from error
