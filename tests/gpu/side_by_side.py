@@ -50,7 +50,7 @@ WITH_GLOO = (
 
 @dataclass(frozen=True)
 class Run:
-    """`tpi train WORDS run.dir=NAME`; or `tpi score …` where the words begin so.
+    """`tpi train WORDS run.dir=NAME`; or `tpi score …` and `tpi generate …` where the words begin so.
 
     after:   runs that must have ended well before. resumes: one of them, of whose directory this run takes a copy to go
              on with.
@@ -73,7 +73,7 @@ class Run:
     @property
     def scores(self) -> bool:
         """Whether it trains nothing."""
-        return self.words.startswith("score ")
+        return self.words.startswith(("score ", "generate "))
 
     def fits(self, gpus: int) -> bool:
         """Whether it can be trained on that many."""

@@ -182,7 +182,7 @@ class Engine:
         return held + reserved + torch.cuda.mem_get_info(self.device)[0]
 
     def _prepared(self, sequences: list[Sequence]) -> Passes:
-        """Return the passes over a cache that these sequences fit, the last call's if it does."""
+        """Return passes over a cache that these sequences fit; the last call's, if they fit it."""
         lengths = sorted((len(s) + s.request.sampling.max_new_tokens for s in sequences), reverse=True)
         lengths = lengths or [1]
         blocks = Blocks(0, self.block)

@@ -1,0 +1,247 @@
+"""`tpi generate`: one file for every layout, batch, order and chunk, and after a stop; with the bits of `tpi score`."""
+
+import gc
+import json
+import os
+import random
+import resource
+import signal
+
+import pytest
+
+from tests import hf_folders
+from tests.distributed.commands.test_score import FOLDERS, write
+from tp_invariant_recipes.features.rollouts import lines
+
+pytestmark = pytest.mark.usefixtures("modelopt")
+
+DRAWS = "max_tokens=10 do_sample=true top_k=0 n=2 seed=3"
+LENGTHS = (3, 17, 70, 5)
+
+
+@pytest.fixture(scope="module")
+def modelopt(families):
+    """What Bridge's conversion of weights imports: once here, and not in every fork."""
+    import modelopt.torch.peft  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+
+
+def prompts():
+    draw = random.Random(7)
+    return [{"id": f"p{n}", "tokens": [draw.randrange(512) for _ in range(k)]} for n, k in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def folder(shared):
+    for name, (model, dtype, overrides) in FOLDERS.items():
+        hf_folders.make(shared.folder / name, hf_folders.of(model, *overrides), dtype=dtype)
+    write(shared.folder / "p.jsonl", prompts())
+    write(shared.folder / "turned.jsonl", reversed(prompts()))
+    return shared.folder
+
+
+@pytest.fixture(scope="module")
+def generated(shared, folder):
+    """The bytes that a command's words write; each is run once."""
+    found: dict[str, bytes] = {}
+
+    def generate(words: str) -> bytes:
+        if words not in found:
+            out = f"{len(found)}.rollouts"
+            shared("generate", *words.split(), "--out", out, status=0)
+            found[words] = (folder / out).read_bytes()
+        return found[words]
+
+    return generate
+
+
+def test_layouts_batches_and_chunks_have_one_file(generated):
+    """And preemption: of a cache for two sequences. The control is another seed."""
+    whole = generated(f"qwen3 p.jsonl {DRAWS} --digest")
+    assert generated(f"qwen3 p.jsonl {DRAWS} --digest tp=2 --batch 2 --chunk 7 --cache 192") == whole
+    assert len(whole.splitlines()) == 2 * len(LENGTHS)
+    other = generated(f"qwen3 p.jsonl {DRAWS.replace('seed=3', 'seed=4')} --digest")
+    tokens, others = ([json.loads(line)["token_ids"] for line in data.splitlines()] for data in (whole, other))
+    assert all(mine != theirs for mine, theirs in zip(tokens, others, strict=True))
+
+
+MORE = (
+    ("qwen3", "--batch 1"), ("qwen3", "--batch 8 --chunk 1"), ("qwen3", "dp=2"), ("qwen3", "tp=4 sp=false"),
+    ("qwen3", "--no-graphs dp=2 tp=2"), ("moe", "ep=2 dp=2"), ("moe", "tp=2"),
+    ("moe", "tp=2 ep=2 --batch 3 --chunk 20"),
+)  # fmt: skip
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("model, words", MORE)
+def test_more_layouts_have_one_file(generated, model, words):
+    assert generated(f"{model} p.jsonl {DRAWS} --digest {words}") == generated(f"{model} p.jsonl {DRAWS} --digest")
+
+
+@pytest.mark.release
+def test_the_order_of_requests_has_no_effect(generated):
+    turned = generated(f"qwen3 turned.jsonl {DRAWS} --digest").splitlines()
+    assert sorted(turned) == sorted(generated(f"qwen3 p.jsonl {DRAWS} --digest").splitlines())
+    assert turned[0] != sorted(turned)[0]
+
+
+@pytest.mark.parametrize("model", ("qwen3", pytest.param("moe", marks=pytest.mark.release)))
+def test_scores_at_another_layout_have_the_same_bits(shared, folder, generated, model):
+    """Of every token, and of the whole vocabulary. Controls: other numerics, and one other token before."""
+    generated(f"{model} p.jsonl {DRAWS} --digest")
+    out = f"{model}-scored.rollouts"
+    shared("generate", model, "p.jsonl", *DRAWS.split(), "--digest", "--out", out, status=0)
+    found = shared("score", model, "tp=2", "--against", out, "--json", status=0)
+    report = json.loads(found.stdout)["files"][0]
+    count = sum(len(json.loads(line)["token_ids"]) for line in (folder / out).read_bytes().splitlines())
+    assert report["summary"]["tokens"] == report["scored"] == report["digests"]["compared"] == count
+    assert report["summary"]["largest"] == report["differing"] == report["digests"]["differing"] == 0
+    tree = shared("score", model, "numerics=tree", "--against", out, "--out", f"{model}-tree", "--json", status=1)
+    assert json.loads(tree.stdout)["files"][0]["differing"] > count // 2
+    rows = [json.loads(line) for line in (folder / out).read_bytes().splitlines()]
+    for row in rows:
+        row["prompt_token_ids"][0] ^= 1
+    write(folder / f"{model}-changed", rows)
+    changed = shared("score", model, f"{model}-changed", "numerics=portable", "--against", out, "--json", status=1)
+    assert json.loads(changed.stdout)["files"][0]["differing"] > count // 2
+
+
+def test_greedy_tokens_are_those_of_transformers(folder, generated):
+    """In fp32, where its two greatest logits do not tie but for bf16's rounding; drawn tokens are others."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "qwen3", dtype=torch.float32, attn_implementation="eager")
+
+    def agreeing(words: str) -> list[bool]:
+        agree = []
+        for row in map(json.loads, generated(f"qwen3 p.jsonl {words}").splitlines()):
+            ids = torch.tensor([row["prompt_token_ids"] + row["token_ids"]])
+            with torch.no_grad():
+                top = model(ids).logits[0, len(row["prompt_token_ids"]) - 1 : -1].topk(2)
+            untied = top.values[:, 0] - top.values[:, 1] > 0.02
+            agree += (top.indices[:, 0] == torch.tensor(row["token_ids"]))[untied].tolist()
+        return agree
+
+    greedy = agreeing("max_tokens=12")
+    assert all(greedy)
+    assert len(greedy) > 12 * len(LENGTHS) * 3 // 4
+    assert not all(agreeing(f"{DRAWS} --digest"))
+
+
+def test_certificates_have_no_layout(shared, folder, generated):
+    for name, words in (("one", ()), ("two", ("tp=2", "--batch", "1"))):
+        shared("generate", "qwen3", "p.jsonl", "max_tokens=3", *words, "--out", name, status=0)
+        shared("certify", name, status=0)
+    first, second = (
+        json.loads(shared("certify", "--check", f"{n}.tpicert", "--json", status=0).stdout) for n in ("one", "two")
+    )
+    assert first["hash"] == second["hash"]
+    assert first["completions"] == len(LENGTHS)
+
+
+STOPPED = ((signal.SIGINT, 130), pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.release))
+
+
+@pytest.mark.parametrize("number, status", STOPPED)
+def test_a_stopped_generation_resumes(shared, folder, generated, number, status):
+    """After some completions and half a line, then in another layout."""
+    words = ("qwen3", "p.jsonl", *DRAWS.split(), "--digest", "--batch", "1", "--out", f"cut-{status}")
+    started = shared.start("generate", *words)
+    part = folder / f"cut-{status}.partial" / "part-0.jsonl"
+    started.until(lambda: part.exists() and part.read_bytes().count(b"\n") >= 2)
+    os.kill(started.pid, number)
+    assert started.wait() == status
+    if number == signal.SIGINT:
+        assert "completions are written; --resume continues" in started.stderr
+    kept = part.read_bytes()
+    kept = kept[: kept.rfind(b"\n") + 1]
+    assert 2 <= kept.count(b"\n") < 2 * len(LENGTHS)
+    part.write_bytes(kept + b'{"id": "p')
+    refused = shared("generate", *words, status=2).stderr
+    assert f"has {kept.count(b'\n')} of {2 * len(LENGTHS)} completions: --resume, or remove it" in refused
+    changed = [word.replace("seed=3", "seed=4") for word in words]
+    assert "holds a part of other rollouts" in shared("generate", *changed, "--resume", status=2).stderr
+    assert part.read_bytes().startswith(kept)
+    shared("generate", *words, "--resume", "tp=2", status=0)
+    assert (folder / f"cut-{status}").read_bytes() == generated(f"qwen3 p.jsonl {DRAWS} --digest")
+    assert not part.parent.exists()
+
+
+def fills_up_at_the_third_line():
+    """The limit of a file's size stands for a full disk."""
+    written: list[bytes] = []
+
+    def line(*arguments) -> bytes:
+        written.append(original(*arguments))
+        if len(written) == 3:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            size = len(written[0]) + len(written[1]) + 10
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+        return written[-1]
+
+    original, lines.line = lines.line, line
+
+
+@pytest.mark.release
+def test_a_full_disk_loses_nothing(shared, folder, generated):
+    words = ("qwen3", "p.jsonl", *DRAWS.split(), "--digest", "--out", "full")
+    done = shared("generate", *words, before=fills_up_at_the_third_line, status=2)
+    assert "cannot write" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (folder / "full.partial" / "part-0.jsonl").read_bytes().count(b"\n") == 2
+    shared("generate", *words, "--resume", status=0)
+    assert (folder / "full").read_bytes() == generated(f"qwen3 p.jsonl {DRAWS} --digest")
+
+
+REFUSED = (
+    ("qwen3 p.jsonl numerics=tree", "numerics=portable"),
+    ("qwen3 p.jsonl pp=2", "pp=1"),
+    ("qwen3 p.jsonl precision=fp8_tensorwise", "precision=bf16"),
+    ("qwen3 p.jsonl iters=3", "iters=3: tpi generate trains nothing and does not read it"),
+    ("qwen3 p.jsonl temperature=0.5", "has no effect without draws; do_sample=true"),
+    ("qwen3 p.jsonl do_sample=true n=1,2", "one value, not a sweep"),
+    ("qwen3 p.jsonl do_sample=true n=2 num_return_sequences=3", "num_return_sequences is there twice"),
+    ("qwen3 p.jsonl max_tokens=0", "max_new_tokens=0: must be a whole number"),
+    ("qwen3 p.jsonl max_tokens=100000000", "are more than the"),
+    ("qwen3 p.jsonl stop=x", "stop_strings need a tokenizer"),
+    ("qwen3 p.jsonl eos_token_id=512", "eos_token_id 512 is outside the model's vocabulary of 512"),
+    ("qwen3 unknown.jsonl", "request b: token 512 is outside the model's vocabulary of 512"),
+    ("qwen3 empty.jsonl", "request a: an empty prompt"),
+    ("qwen3 twice.jsonl", "request a: its id is there twice"),
+    ("qwen3 none.jsonl", "No such file"),
+    ("nowhere p.jsonl", "no such folder"),
+    ("qwen3 p.jsonl --out nowhere/x", "is no folder"),
+)
+
+
+@pytest.mark.parametrize("words, why", REFUSED)
+def test_mistakes_are_one_message(shared, folder, words, why):
+    write(folder / "unknown.jsonl", [{"id": "a", "tokens": [5]}, {"id": "b", "tokens": [512]}])
+    write(folder / "empty.jsonl", [{"id": "a", "tokens": []}])
+    write(folder / "twice.jsonl", [{"id": "a", "tokens": [5]}, {"id": "a", "tokens": [6]}])
+    out = () if "--out" in words else ("--out", "never")
+    done = shared("generate", *words.split(), *out, status=2)
+    assert why in done.stderr.replace("\n", " ")
+    assert "Traceback" not in done.stderr
+    assert not (folder / "never.partial").exists()
+
+
+@pytest.mark.release
+def test_a_run_of_adapters_is_refused(shared, folder):
+    """Its base alone would be completed. The control: a run without adapters."""
+    words = ("qwen3_toy", "numerics=tree", "seq=32", "gbs=2", "iters=1", "save=1", "model.num_layers=1")
+    shared("train", *words, "peft=lora", "run.dir=lora", status=0)
+    shared("train", *words, "run.dir=whole", status=0)
+    for command, file in (("generate", "p.jsonl"), ("score", "p.jsonl")):
+        refused = shared(command, "lora", file, "numerics=portable", "--out", "adapted", status=2).stderr
+        assert "has adapters: tpi export lora FOLDER --merge, then name FOLDER" in refused
+    shared("generate", "whole", "p.jsonl", "numerics=portable", "max_tokens=1", "--out", "whole.out", status=0)
+
+
+def test_a_dry_run_writes_nothing(shared, folder):
+    done = shared("generate", "qwen3", "p.jsonl", "--out", "dry", "--dry-run", status=0)
+    assert f"{len(LENGTHS)} completions of {len(LENGTHS)} prompts would be written" in done.stderr
+    assert not [*folder.glob("dry*")]

@@ -1,0 +1,92 @@
+"""`tpi generate` on one GPU and more: one file for layouts, batches, chunks, graphs, preemption, and for a CPU."""
+
+import json
+import random
+
+import pytest
+
+from tests.gpu.side_by_side import Run, Trained, gpus_for, marks
+
+pytestmark = marks()
+
+SMALL = "numerics=portable iters=2 gbs=2 save=2 seq=128 model.kv_channels=32 numerics.virtual_shards=2"
+TRAINED = {
+    "dense": f"qwen3_toy {SMALL}",
+    "experts": (
+        f"qwen3_moe_toy {SMALL} model.num_layers=2 model.hidden_size=256 model.num_attention_heads=8 "
+        "model.num_query_groups=8 model.ffn_hidden_size=256 model.moe_ffn_hidden_size=128 model.vocab_size=512"
+    ),
+}
+LENGTHS = (3, 40, 64, 130, 7, 200)
+DRAWS = "max_tokens=30 do_sample=true top_k=50 top_p=0.95 temperature=0.9 n=2 seed=1 --digest"
+# Name -> words after the run and the prompts.
+WORDS = {
+    "graphs": "",
+    "no graphs": "--no-graphs",
+    "alone": "--batch 1",
+    "few": "--batch 8 --chunk 7 --cache 512",
+    "tp": "tp=2",
+    "dp": "dp=2 --batch 3",
+    "CPU": "device=cpu",
+    "seed": "seed=2",  # the control
+}
+ONLY_EXPERTS = {"ep": "dp=2 ep=2"}
+SCORED = {"score": "", "score tp": "tp=2", "control": "numerics=tree"}
+
+
+def named(model, name):
+    return f"{model} {name}".replace(" ", "-")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The file of each command."""
+    folder = tmp_path_factory.mktemp("rollouts")
+    draw = random.Random(0)
+    rows = [{"id": n, "tokens": [draw.randrange(256) for _ in range(k)]} for n, k in enumerate(LENGTHS)]
+    (folder / "p.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    runs = [Run(name, words, 1) for name, words in TRAINED.items()]
+    for model in TRAINED:
+        for name, words in (WORDS | (ONLY_EXPERTS if model == "experts" else {})).items():
+            draws = DRAWS.replace("seed=1", words) if name == "seed" else f"{DRAWS} {words}"
+            command = f"generate {model} p.jsonl {draws} --out {named(model, name)}"
+            runs.append(Run(named(model, name), command, gpus_for(words), after=(model,)))
+        for name, words in SCORED.items():
+            rollouts, out = named(model, "graphs"), named(model, name)
+            command = f"score {model} {words} --against {rollouts} --tolerance 100 --out {out} --digest"
+            runs.append(Run(out, command, gpus_for(words), after=(rollouts,)))
+    return Trained.of(folder, runs)
+
+
+PAIRS = [
+    (model, name)
+    for model in TRAINED
+    for name in (*WORDS, *(ONLY_EXPERTS if model == "experts" else ()))
+    if name not in ("graphs", "seed")
+]
+
+
+@pytest.mark.parametrize("model, name", PAIRS)
+def test_layouts_batches_and_machines_have_one_file(written, model, name):
+    assert written(named(model, name)).read_bytes() == written(named(model, "graphs")).read_bytes()
+
+
+def rows(written, model, name):
+    return [json.loads(line) for line in written(named(model, name)).read_bytes().splitlines()]
+
+
+@pytest.mark.parametrize("model", TRAINED)
+def test_another_seed_draws_other_tokens(written, model):
+    tokens, others = ([row["token_ids"] for row in rows(written, model, name)] for name in ("graphs", "seed"))
+    assert all(mine != theirs for mine, theirs in zip(tokens, others, strict=True))
+
+
+@pytest.mark.parametrize("name", ("score", "score tp"))
+@pytest.mark.parametrize("model", TRAINED)
+def test_scores_have_the_same_bits(written, model, name):
+    """Of drawn tokens and of the whole vocabulary; of numerics=tree they have not."""
+    generated = rows(written, model, "graphs")
+    for column in ("bits", "digests"):
+        columns = [row[column] for row in generated]
+        assert [row[column] for row in rows(written, model, name)] == columns
+        assert [row[column] for row in rows(written, model, "control")] != columns

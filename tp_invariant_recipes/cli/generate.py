@@ -1,0 +1,97 @@
+"""`tpi generate`."""
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
+
+from tp_invariant_recipes.cli.arguments import Json, Overrides, argument, flag, option
+from tp_invariant_recipes.machine import terminal
+from tp_invariant_recipes.start import needed
+
+LINE_EVERY = 10.0  # seconds between plain lines, where there is no terminal
+
+
+def generate(
+    source: Annotated[Path, argument("RUN|FOLDER", "A run directory, or a Hugging Face folder.")],
+    file: Annotated[Path, argument("PROMPTS", "JSONL: prompt (text or ids), tokens, or messages.")],
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, option("FILE", "Where to write; default PROMPTS with .rollouts.jsonl at its end.")
+    ] = None,
+    step: Annotated[int | None, option("N", "The run's checkpoint of this step; default: the newest.", min=0)] = None,
+    resume: Annotated[bool, flag("Continue what FILE.partial has of the same rollouts.", "--resume")] = False,
+    digest: Annotated[bool, flag("Write a digest of the whole vocabulary for each token.", "--digest")] = False,
+    tokenizer: Annotated[str | None, option("FOLDER", "For text: a Hugging Face tokenizer, or byte.")] = None,
+    batch: Annotated[int, option("N", "Sequences that are decoded side by side.", min=1)] = 256,
+    chunk: Annotated[int, option("N", "Tokens of a pass over prompts.", min=1)] = 2048,
+    cache: Annotated[
+        int | None, option("N", "Tokens that the cache holds; default: what the requests need and fits.", min=1)
+    ] = None,
+    graphs: Annotated[bool, typer.Option("--graphs/--no-graphs", help="Decode in CUDA graphs, on a GPU.")] = True,
+    dry_run: Annotated[bool, flag("Check everything and write nothing.", "--dry-run")] = False,
+    as_json: Json = False,
+) -> None:
+    """Sample completions with the trainer's own bits.
+
+    Tokens and log-probabilities depend on weights, prompts, ids and these keys alone: the same bytes for every tp, ep,
+    dp, batch, order and machine. numerics=portable is the default. Keys have the names and defaults of transformers'
+    generate: max_new_tokens (max_tokens), do_sample, temperature, top_k, top_p, num_return_sequences (n), eos_token_id,
+    stop_strings (stop); and seed. A line of PROMPTS may have its own. --batch, --chunk, --cache and --graphs change no
+    bit. Exit status: 0 written, 2 a mistake, 130 Ctrl-C: --resume continues.
+
+    \b
+    tpi generate ~/models/mine prompts.jsonl max_tokens=512 do_sample=true top_k=0 n=8 seed=1 tp=2
+    tpi generate runs/qwen3_8b-tp4-… prompts.jsonl --out rollouts.jsonl --resume
+    tpi score runs/qwen3_8b-tp4-… --against rollouts.jsonl numerics=portable tp=4
+    """
+    needed.check("tpi generate", needed.TRAINING)
+    from tp_invariant_recipes.features.rollouts import workflow
+    from tp_invariant_recipes.features.score import score_files
+    from tp_invariant_recipes.launch import progress
+
+    where = out or Path(f"{file.name.removesuffix('.jsonl')}.rollouts.jsonl")
+    score_files.check_written([where])
+    console = terminal.console_of_its_own()
+    engine = {"sequences": batch, "chunk": chunk, "tokens": cache, "graphs": graphs}
+    options = workflow.Options(step, tokenizer, digest, engine)
+    with progress.busy(console, "reading weights and prompts"):
+        generation = workflow.new(source, file, list(overrides or []), where, options)
+    counts = f"{generation.count:,} completions of {len(generation.requests):,} prompts"
+    result: dict[str, Any] = {"rollouts": str(generation.out), "completions": generation.count}
+    written = workflow.finished(generation)
+    if dry_run:
+        state = "are there" if written else "would be written"
+        console.print(Text(f"{generation.out}: {counts} {state}"), soft_wrap=True)
+    elif not written:
+        with _Watched(generation.count, console, progress.PLAIN) as watch:
+            result |= workflow.execute(generation, resume=resume, watch=watch)
+    if not dry_run:
+        speed = f", {result['tokens_per_second']:,} tokens/s" if result.get("tokens_per_second") else ""
+        console.print(Text(f"{generation.out}: {counts}{speed}"), soft_wrap=True)
+    if as_json:
+        terminal.print_json(result)
+
+
+class _Watched(Progress):
+    """The progress of rollouts: a bar on a terminal, elsewhere a line every LINE_EVERY seconds."""
+
+    def __init__(self, count: int, console: Any, plain: dict[str, Any]) -> None:
+        self.count, self.printed = count, time.monotonic()
+        super().__init__(
+            TextColumn("generating"), BarColumn(), TextColumn("{task.completed:,.0f}/{task.total:,.0f} completions"),
+            TextColumn("{task.description}"), console=console, disable=not console.is_terminal, **plain,
+        )  # fmt: skip
+        self.task = self.add_task("", total=count)
+
+    def __call__(self, progress: Any, before: int) -> None:
+        """Show what is written. before: completions that were there."""
+        speed = f"{progress.speed:,.0f} tokens/s" if progress.speed else ""
+        done = before + progress.completions
+        self.update(self.task, completed=done, description=speed)
+        if not self.console.is_terminal and time.monotonic() - self.printed > LINE_EVERY:
+            self.printed = time.monotonic()
+            self.console.print(f"{done:,} of {self.count:,} completions{', ' if speed else ''}{speed}")

@@ -1,0 +1,148 @@
+"""Requests as JSONL, one object a line, and fields of `Sampling` as they are typed.
+
+    {"prompt": "2 + 3 ="}                        text or token ids, with the special tokens that the tokenizer adds
+    {"tokens": [5, 6, 7]}                        token ids
+    {"messages": [{"role": "user", …}, …]}       by the tokenizer's chat template, with the start of an answer
+
+"id" names a request, else its line does. Fields of `Sampling` beside them hold for this request alone; other keys, such
+as the answer to a question, have no effect.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.data import sequences
+from tp_invariant_recipes.data.tokenizer import BYTE, BYTE_EOD, of_folder
+from tp_invariant_recipes.errors import ConfigError, TpiError, listed, reason
+from tp_invariant_recipes.features.rollouts.requests import SHOWN, Request, Sampling
+from tp_invariant_recipes.reading import TOKENS, parse_json, parse_object, read_lines
+
+SHORT_NAMES = {"max_tokens": "max_new_tokens", "n": "num_return_sequences", "stop": "stop_strings"}
+NAMES = {field.name: field for field in fields(Sampling)}
+# Of transformers' `generate`: what would change tokens, and is not defined here.
+UNSUPPORTED = (
+    *("num_beams", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "min_p", "typical_p", "min_length"),
+    *("epsilon_cutoff", "eta_cutoff", "min_new_tokens", "max_length", "bad_words_ids", "suppress_tokens"),
+    *("presence_penalty", "frequency_penalty", "logit_bias", "ignore_eos", "max_time", "penalty_alpha"),
+)
+
+
+class Tokenizer:
+    """Text to token ids and back. where: "byte" or a Hugging Face folder."""
+
+    def __init__(self, where: str) -> None:
+        """Raise DataError: there is no such tokenizer."""
+        self.encode, self.decode, self.digest = sequences.tokenizer(where)
+        self.folder = None if where == BYTE else Path(where)
+
+    @cached_property
+    def _loaded(self) -> Any:
+        return None if self.folder is None else of_folder(self.folder)
+
+    @property
+    def eos(self) -> tuple[int, ...]:
+        """The token that ends a text, if there is one."""
+        end = BYTE_EOD if self._loaded is None else self._loaded.eos_token_id
+        return () if end is None else (int(end),)
+
+    def conversation(self, messages: Any) -> list[int]:
+        """Token ids of messages and the start of an answer. Raises ValueError: there is no template, or it refuses."""
+        if getattr(self._loaded, "chat_template", None) is None:
+            raise ValueError("messages need a tokenizer with a chat template; write text as prompt")
+        try:
+            text = self._loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # of the template's language, jinja2, or of what the template reads
+            raise ValueError(f"messages: the chat template refuses them: {reason(error)}") from error
+        return self.encode(text, False)
+
+
+def settled(values: Mapping[str, Any], base: Sampling) -> Sampling:
+    """Return `base` with other values, by their names or short names. Raises ConfigError, TypeError."""
+    changes = {SHORT_NAMES.get(name, name): value for name, value in values.items()}
+    for name, value in changes.items():
+        if type(NAMES[name].default) is float and type(value) is int:
+            changes[name] = float(value)
+    return replace(base, **changes)
+
+
+def is_sampling(name: str) -> bool:
+    """Whether a key is a field of `Sampling`."""
+    return name in NAMES or name in SHORT_NAMES
+
+
+def end_tokens(folder: Path | None, tokenizer: Tokenizer | None, vocabulary: int) -> tuple[int, ...]:
+    """Find the tokens that end a text: of generation_config.json or config.json, else the tokenizer's.
+
+    folder: of Hugging Face; None: a run's checkpoint.
+    """
+    for name in ("generation_config.json", "config.json") if folder else ():
+        file = Path(str(folder)) / name
+        try:
+            value = parse_json(file.read_bytes()).get("eos_token_id") if file.is_file() else None
+            ids = Sampling(eos_token_id=value).eos_token_id if value is not None else ()
+        except (OSError, ValueError, TypeError, AttributeError, TpiError) as error:
+            raise ConfigError(f"{file}: {reason(error)}; eos_token_id=… says which tokens end a text") from error
+        if ids:
+            return ids
+    return tuple(token for token in tokenizer.eos if token < vocabulary) if tokenizer else ()
+
+
+def read(file: Path, tokenizer: Tokenizer | None, sampling: Sampling) -> list[Request]:
+    """All requests. Raises ConfigError that lists lines and what is wrong with them."""
+    requests: list[Request] = []
+    problems: list[str] = []
+    try:
+        for number, line in enumerate((line for _, line in read_lines(file) if line.strip()), 1):
+            try:
+                requests.append(parse(line, number, tokenizer, sampling))
+            except (ValueError, TypeError, OverflowError, TpiError) as error:
+                whys = error.problems if isinstance(error, ConfigError) else (reason(error),)
+                problems += [f"{file}, line {number}: {why}" for why in whys]
+            if len(problems) >= SHOWN:
+                break
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: {reason(error)}") from error
+    if problems or not requests:
+        problems = problems or [f"{file}: no requests in it"]
+        raise ConfigError(listed(problems), problems)
+    return requests
+
+
+def parse(line: bytes, number: int, tokenizer: Tokenizer | None, sampling: Sampling) -> Request:
+    """Read the request of a line. number: the line's. sampling: its defaults. Raises ValueError, TpiError."""
+    row = parse_object(line, constants=True, most=TOKENS)
+    name = str(sequences.check_id(row.get("id", number)))
+    if unsupported := [key for key in UNSUPPORTED if row.get(key) is not None]:
+        raise ValueError(f"{unsupported[0]}: tpi generate has no such parameter; leave it out")
+    given = {key: value for key, value in row.items() if is_sampling(key)}
+    if len({SHORT_NAMES.get(key, key) for key in given}) < len(given):
+        raise ValueError(f"one parameter under two names: {', '.join(given)}")
+    prompts = [key for key in ("prompt", "tokens", "messages") if key in row]
+    if len(prompts) != 1:
+        keys = ", ".join(map(repr, row)) or "none"
+        raise ValueError(f"a request has one of prompt, tokens and messages; its keys: {keys}")
+    return Request(name, tuple(_tokens(prompts[0], row[prompts[0]], tokenizer)), settled(given, sampling))
+
+
+def _tokens(key: str, value: Any, tokenizer: Tokenizer | None) -> list[int]:
+    """Return the token ids of a prompt. Raises ValueError."""
+    if key == "messages":
+        if tokenizer is None:
+            raise ValueError("messages need a tokenizer with a chat template: --tokenizer FOLDER")
+        return tokenizer.conversation(value)
+    if key == "tokens" and isinstance(value, str):
+        raise ValueError("tokens must be a list of token ids; text is a prompt")
+    return sequences.ids(value, key, tokenizer.encode if tokenizer and key == "prompt" else None, special=True)
+
+
+def digest(requests: list[Request]) -> str:
+    """Return the SHA-256 of what decides the completions, in hex."""
+    sha256 = hashlib.sha256()
+    for request in requests:
+        sha256.update(json.dumps([request.id, request.tokens, request.sampling.as_json()]).encode() + b"\n")
+    return sha256.hexdigest()

@@ -1,0 +1,214 @@
+"""`tpi generate`: completions of the requests of a file, by a run's checkpoint or a Hugging Face folder.
+
+While it runs, OUT.partial is a directory with the completions that have ended, the ranks' logs, and what is generated
+(`rollouts.json`). With --resume the same command continues there, in any layout. Then the lines become OUT, and what
+decides them OUT.meta.json.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.check import rollouts as check
+from tp_invariant_recipes.config.overrides import Override, parse_all
+from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError
+from tp_invariant_recipes.features.rollouts import lines, prompts, requests
+from tp_invariant_recipes.features.rollouts.requests import Request, Sampling
+from tp_invariant_recipes.features.score import output
+from tp_invariant_recipes.features.score.model import model_of
+from tp_invariant_recipes.features.train import workflow as train
+from tp_invariant_recipes.launch import local
+from tp_invariant_recipes.launch.plan import Plan
+from tp_invariant_recipes.portable.ieee import draw
+from tp_invariant_recipes.portable.ieee.rotary import LARGEST_ANGLE
+from tp_invariant_recipes.runs.lock import locked
+from tp_invariant_recipes.runs.run_dir import RunDir
+
+MODE = "portable"  # the numerics of a folder
+
+
+@dataclass(frozen=True)
+class Options:
+    """step: of a run's checkpoint; None: the newest. tokenizer: None: the folder's. digests: of every token.
+
+    engine: keywords of `Engine`, which change no bit.
+    """
+
+    step: int | None = None
+    tokenizer: str | None = None
+    digests: bool = False
+    engine: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Rollouts, ready to start.
+
+    identity: what decides the lines of `out`, of which the layout is no part. checkpoint: None: a folder has weights.
+    """
+
+    plan: Plan
+    checkpoint: Path | None
+    out: Path
+    tokenizer: str | None
+    options: Options
+    identity: dict[str, Any]
+    requests: list[Request]
+
+    @property
+    def partial(self) -> RunDir:
+        """Where it is written until it is whole."""
+        return output.partial(self.out)
+
+    @cached_property
+    def count(self) -> int:
+        """Completions of all requests."""
+        return sum(request.sampling.num_return_sequences for request in self.requests)
+
+
+def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: Options) -> Generation:
+    """Plan rollouts. Nothing is written. Raises a TpiError that lists what is wrong.
+
+    source: a run directory or a Hugging Face folder. file: of requests. overrides: as typed, fields of `Sampling` too.
+    """
+    words = parse_all(overrides)
+    typed = [word for word in words if prompts.is_sampling(word.key)]
+    sampling, problems = _sampling(typed)
+    rest = [word for word in words if word not in typed]
+    loaded = model_of(source, rest, options.step, "tpi generate", check.problems, problems, MODE)
+    where = options.tokenizer or loaded.tokenizer
+    tokenizer = prompts.Tokenizer(where) if where else None
+    vocabulary = loaded.config.shape.vocabulary
+    if not any(prompts.SHORT_NAMES.get(word.key, word.key) == "eos_token_id" for word in typed):
+        folder = None if loaded.checkpoint else source.expanduser()
+        sampling = prompts.settled({"eos_token_id": prompts.end_tokens(folder, tokenizer, vocabulary)}, sampling)
+    file, out = file.expanduser().absolute(), out.expanduser().absolute()
+    read = prompts.read(file, tokenizer, sampling)
+    longest = int(min(loaded.longest or LARGEST_ANGLE, LARGEST_ANGLE))
+    requests.check(read, vocabulary, longest, text=tokenizer is not None)
+    identity = loaded.identity | {
+        "requests": {"sha256": prompts.digest(read), "count": len(read)},
+        "tokenizer": tokenizer.digest if tokenizer else None,
+        "sampling": sampling.as_json(),
+        "digests": options.digests,
+        "draws": draw.DEFINITION,
+    }
+    plan = loaded.plan(out)
+    return Generation(plan, loaded.checkpoint, out, where, options, identity, read)
+
+
+def _sampling(typed: Sequence[Override]) -> tuple[Sampling, list[str]]:
+    """Return what was typed, and what is wrong with it."""
+    problems = [f"{word.text}: one value, not a sweep" for word in typed if word.sweep or word.parsed is None]
+    names = [prompts.SHORT_NAMES.get(word.key, word.key) for word in typed]
+    problems += [f"{name} is there twice" for name in sorted({name for name in names if names.count(name) > 1})]
+    if not problems:
+        try:
+            values = {word.key: word.parsed.value() for word in typed if word.parsed is not None}
+            return prompts.settled(values, Sampling()), []
+        except ConfigError as error:
+            problems = [*error.problems]
+        except TypeError as error:
+            problems = [f"{' '.join(word.text for word in typed)}: {error}"]
+    return Sampling(), problems
+
+
+def finished(generation: Generation) -> bool:
+    """Whether OUT has these rollouts. Raises RunError: it has others, or was changed since."""
+    return output.finished(generation.out, "rollouts", lambda there: there == generation.identity)
+
+
+class Progress:
+    """What has been written since the start of the ranks: completions, tokens and seconds, read from their files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.completions, self.tokens, self.seconds = folder, 0, 0, 0.0
+        self._started: float | None = None
+        self._read = {part: part.stat().st_size for part in folder.glob(lines.PARTS)}
+        self._before = set(self._read)
+
+    def __call__(self) -> None:
+        """Read what is new."""
+        for part in self.folder.glob(lines.PARTS):
+            with part.open("rb") as stream:
+                stream.seek(self._read.get(part, 0))
+                data = stream.read()
+            data = data[: data.rfind(b"\n") + 1]
+            self._read[part] = self._read.get(part, 0) + len(data)
+            for line in data.splitlines():
+                self.completions += 1
+                self.tokens += len(json.loads(line)["token_ids"])
+        now = time.monotonic()
+        if self._started is None and ({*self._read} - self._before or self.completions):
+            self._started = now  # a rank opens its file when its model is ready
+        if self._started is not None and self.completions:
+            self.seconds = now - self._started
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens a second; None: not known yet."""
+        return self.tokens / self.seconds if self.seconds else None
+
+
+def execute(
+    generation: Generation, *, resume: bool, watch: Callable[[Progress, int], None] = lambda *_: None
+) -> dict[str, Any]:
+    """Complete what is not completed yet. Returns how many completions and tokens, and in what time.
+
+    resume: whether OUT.partial may have completions. watch: called about ten times a second with the progress of this
+    command, and with the completions that were there before. Raises a TpiError; Interrupted: Ctrl-C.
+    """
+    from tp_invariant_recipes.features.rollouts.rank import Generate
+
+    train.validate(generation.plan)
+    folder = generation.partial.path
+    with locked(generation.partial):
+        output.claim(folder / "rollouts.json", generation.identity, "rollouts")
+        where = lines.places(folder)
+        if where and not resume:
+            raise RunError(f"{folder} has {len(where)} of {generation.count} completions: --resume, or remove it")
+        before, remaining = len(where), [request for request in generation.requests if not _is_done(request, where)]
+        generation.partial.logs.mkdir(exist_ok=True)
+        progress = Progress(folder)
+
+        def tick() -> None:
+            progress()
+            watch(progress, before)
+
+        if remaining:
+            ranks = lines.Ranks(remaining, generation.tokenizer, folder)
+            engine = generation.options.engine | {"digests": generation.options.digests}
+            config, tokenizer = generation.plan.config, generation.tokenizer
+            do = Generate(config, generation.checkpoint, ranks.read, ranks.write, tokenizer, engine)
+            try:
+                outcome = local.run(generation.plan, tick, rank_fn=do)
+            except KeyboardInterrupt:
+                outcome = local.Outcome.STOPPED
+            where = lines.places(folder)
+            if outcome is not local.Outcome.COMPLETED:
+                raise Interrupted(
+                    f"stopped: {len(where)} of {generation.count} completions are written; --resume continues"
+                )
+            tick()
+        if len(where) != generation.count:
+            raise RunError(f"{folder} has {len(where)} of {generation.count} completions; --resume continues")
+        whole = folder / "rollouts.jsonl"
+        lines.join(whole, generation.requests, where)
+        output.publish(whole, generation.out, generation.identity)
+    shutil.rmtree(folder, ignore_errors=True)
+    speed = progress.speed
+    return {
+        "completions": progress.completions,
+        "tokens": progress.tokens,
+        "seconds": round(progress.seconds, 2),
+        "tokens_per_second": speed and round(speed),
+    }
+
+
+def _is_done(request: Request, where: dict[lines.Place, Any]) -> bool:
+    return all((request.id, sample) in where for sample in range(request.sampling.num_return_sequences))
