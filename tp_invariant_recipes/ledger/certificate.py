@@ -12,7 +12,7 @@ import io
 import os
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,21 @@ def certify(run: Path, of_run: bytes | None = None) -> bytes:
     ledger = parse(file, members[FILE_NAME])
     lines = members[FILE_NAME].split(b"\n")[: 1 + len(ledger.steps)]
     members[FILE_NAME] = b"".join(line + b"\n" for line in lines)
-    manifest = _manifest(members, _summary(run, members, ledger))
-    return _sealed(_archive({MANIFEST: manifest} | members))
+    return pack(members, KIND, _summary(run, members, ledger))
+
+
+def pack(members: dict[str, bytes], kind: str, summary: dict[str, Any]) -> bytes:
+    """Pack members with their manifest, and seal the archive. Raises LedgerError: a member is too large."""
+    return _sealed(_archive({MANIFEST: _manifest(members, kind, summary)} | members))
+
+
+def unpack(file: Path, data: bytes, names: Sequence[str], kind: str) -> tuple[dict[str, bytes], CertificateManifest]:
+    """Return the members of an archive that has only these, and its manifest, checked. LedgerError: it is damaged."""
+    try:
+        members = _unpack(data, names)
+        return members, _checked(members, names, kind)
+    except (ValueError, zipfile.BadZipFile) as error:
+        raise LedgerError(f"{file} is not a whole certificate: {reason(error)}") from error
 
 
 def check(path: str | os.PathLike) -> Certificate:
@@ -92,14 +105,13 @@ def check(path: str | os.PathLike) -> Certificate:
 
 def open_certificate(file: Path, data: bytes) -> Certificate:
     """Check the bytes of a certificate; `file` names it in errors. LedgerError: as `check`."""
+    members, manifest = unpack(file, data, MEMBERS, KIND)
     try:
-        members = _unpack(data)
-        manifest = _checked(members)
         ledger = parse(file, members[FILE_NAME])
         summary = manifest.summary
         if canonical(summary) != canonical(_summary(file, members, ledger)):
             raise ValueError("its summary does not fit its members")
-    except (ValueError, zipfile.BadZipFile) as error:
+    except ValueError as error:
         raise LedgerError(f"{file} is not a whole certificate: {reason(error)}") from error
     return Certificate(file, hashlib.sha256(members[MANIFEST]).hexdigest(), summary, ledger)
 
@@ -115,7 +127,7 @@ _TYPES: dict[str, tuple[Callable[[bytes], Any], Any]] = {
 
 def _most(name: str) -> int:
     """Return the most bytes that a member may have."""
-    if name == FILE_NAME:
+    if name.endswith(".jsonl"):
         return LARGEST
     return run_files.LARGEST_CONFIG if name == "config.yaml" else run_files.LARGEST
 
@@ -150,26 +162,26 @@ def _summary(source: Path, members: dict[str, bytes], ledger: Ledger) -> dict[st
     }
 
 
-def _manifest(members: dict[str, bytes], summary: dict[str, Any]) -> bytes:
+def _manifest(members: dict[str, bytes], kind: str, summary: dict[str, Any]) -> bytes:
     described = {name: _member(data) for name, data in members.items()}
-    return canonical(CertificateManifest(KIND, SCHEMA, summary, described).as_json()).encode()
+    return canonical(CertificateManifest(kind, SCHEMA, summary, described).as_json()).encode()
 
 
 def _member(data: bytes) -> dict[str, Any]:
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
-def _checked(members: dict[str, bytes]) -> CertificateManifest:
+def _checked(members: dict[str, bytes], names: Sequence[str], kind: str) -> CertificateManifest:
     """Return the manifest. ValueError: it is invalid, or describes other members."""
     data = members[MANIFEST]
     manifest = checked(CertificateManifest, load(data))
-    if manifest.kind != KIND or manifest.schema != SCHEMA:
+    if manifest.kind != kind or manifest.schema != SCHEMA:
         raise ValueError(f"its manifest is not of schema {SCHEMA}, which this version reads")
-    for name in MEMBERS:
+    for name in names:
         if manifest.members.get(name) != _member(members[name]):
             raise ValueError(f"{name} was altered: it is not what the manifest says")
     # The manifest must have exactly this content and form, since the hash covers its bytes.
-    if data != _manifest({name: members[name] for name in MEMBERS}, manifest.summary):
+    if data != _manifest({name: members[name] for name in names}, kind, manifest.summary):
         raise ValueError("its manifest holds more than a manifest does, or in another form")
     return manifest
 
@@ -201,7 +213,7 @@ def _seal(body: bytes) -> bytes:
     return f"{_SEAL}{hashlib.sha256(body).hexdigest()}".encode()
 
 
-def _unpack(data: bytes) -> dict[str, bytes]:
+def _unpack(data: bytes, wanted: Sequence[str]) -> dict[str, bytes]:
     """Return the members. ValueError or BadZipFile: the archive is damaged, or does not hold exactly these members."""
     body, seal = data[:-_SEAL_SIZE], data[-_SEAL_SIZE:]
     if not data.startswith(CERTIFICATE_START) or seal != _seal(body):
@@ -209,8 +221,8 @@ def _unpack(data: bytes) -> dict[str, bytes]:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = archive.infolist()
         names = [entry.filename for entry in entries]
-        if names != [MANIFEST, *MEMBERS]:
-            raise ValueError(f"it holds {', '.join(names)} and not just {', '.join((MANIFEST, *MEMBERS))}")
+        if names != [MANIFEST, *wanted]:
+            raise ValueError(f"it holds {', '.join(names)} and not just {', '.join((MANIFEST, *wanted))}")
         offset = 0
         for entry in entries:
             # Refuse any data between the members, since nobody would see it; the size shows what headers are longer.

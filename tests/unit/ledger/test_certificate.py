@@ -248,7 +248,7 @@ def test_a_reordered_ledger_with_a_right_manifest_is_refused(certificate_bytes):
     first, *steps = forged["ledger.jsonl"].splitlines(keepends=True)
     forged["ledger.jsonl"] = b"".join([first, *reversed(steps)])
     summary = json.loads(forged[MANIFEST])["summary"]
-    forged[MANIFEST] = certificate._manifest({name: forged[name] for name in MEMBERS}, summary)
+    forged[MANIFEST] = certificate._manifest({name: forged[name] for name in MEMBERS}, certificate.KIND, summary)
     assert "line 2: step 3 where step 1 belongs" in why_not_opened(sealed_archive(forged))
 
 

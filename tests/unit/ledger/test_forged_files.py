@@ -30,18 +30,23 @@ from tp_invariant_recipes.data.examples import read_examples
 from tp_invariant_recipes.errors import LedgerError, RunError, TpiError
 from tp_invariant_recipes.features import check
 from tp_invariant_recipes.features import evidence as evidence_again
+from tp_invariant_recipes.features.rollouts import lines as rollout_lines
+from tp_invariant_recipes.features.rollouts import prompts
+from tp_invariant_recipes.features.rollouts import requests as rollout_requests
+from tp_invariant_recipes.features.rollouts.requests import Sampling
 from tp_invariant_recipes.features.score import against as score_against
 from tp_invariant_recipes.features.verify.verdict import judge
 from tp_invariant_recipes.jobs import registry, states
 from tp_invariant_recipes.launch import ranks
 from tp_invariant_recipes.launch.ranks import Outcome
-from tp_invariant_recipes.ledger import certificate, dumps, evidence, stream, tail
+from tp_invariant_recipes.ledger import certificate, dumps, evidence, rollout_certificate, stream, tail
 from tp_invariant_recipes.ledger.dumps import RANKS, Dumped, distance, file_of, read_step
 from tp_invariant_recipes.ledger.evidence import Evidence, Suspect
 from tp_invariant_recipes.ledger.lines import encode_header, encode_step
 from tp_invariant_recipes.ledger.open import streamed
 from tp_invariant_recipes.ledger.reader import parse
 from tp_invariant_recipes.ledger.record import Header
+from tp_invariant_recipes.ledger.schema import canonical
 from tp_invariant_recipes.multinode import agent, rendezvous
 from tp_invariant_recipes.multinode.forwarding import Receiver
 from tp_invariant_recipes.numerics.settings import NumericsSettings
@@ -376,9 +381,11 @@ ROWS = {
         "token_mask": [0, 1, 0],
         "generation_logprobs": [0.0, -2.5, 0.0],
     },
+    "tpi generate": {"id": "s", "token_ids": [3, 4], "logprobs": [-1.5, -2.5], "digests": ["0a", "0b"]},
     "NeMo-RL's messages": {"id": "s", "message_log": [{"token_ids": [3, 4], "generation_logprobs": [-1.5, -2.5]}]},
 }
 SCORED = {"id": "s", "first": 1, "token_ids": [3, 4], "logprobs": [-1.5, -2.5], "bits": ["", ""], "sum": -4.0}
+SCORED |= {"digests": ["0a", "0b"]}
 
 
 def engine_row(folder: Path, data: bytes) -> None:
@@ -395,6 +402,31 @@ def sequence(folder: Path, data: bytes) -> None:
     sequences.survey(folder / "s.jsonl", 300, encode)
     for one in sequences.sequences(folder / "s.jsonl", 300, encode):
         json.dumps([one.id, one.tokens, one.first])
+
+
+def request(folder: Path, data: bytes) -> None:
+    """A line of `tpi generate`'s input."""
+    (folder / "p.jsonl").write_bytes(data + b"\n")
+    read = prompts.read(folder / "p.jsonl", prompts.Tokenizer("byte"), Sampling(do_sample=True))
+    rollout_requests.check(read, 300, 100, text=True)
+    prompts.digest(read)
+
+
+def completion(folder: Path, data: bytes) -> None:
+    """A line of `tpi generate`'s output: in OUT.partial, as a sequence and in a certificate."""
+    (folder / "part-0.jsonl").write_bytes(data + b"\n")
+    rollout_lines.places(folder)
+    sequence(folder, data)
+    kept = {"identity.json": canonical(IDENTITY).encode(), "rollouts.jsonl": data + b"\n"}
+    summary = {"requests": 1, "completions": 1, "tokens": 2, "numerics": "portable"}
+    summary |= {name: IDENTITY[name] for name in ("weights", "sampling", "digests")}
+    packed = certificate.pack(kept, rollout_certificate.KIND, summary)
+    (folder / "r.tpicert").write_bytes(packed)
+    rollout_certificate.summary_words(rollout_certificate.check(folder / "r.tpicert").summary).encode()
+
+
+IDENTITY = {"weights": {}, "numerics": {"mode": "portable"}, "sampling": {}, "requests": {"count": 1}, "digests": True}
+COMPLETED = {"id": "a[0]", "request": "a", "sample": 0, "prompt_token_ids": [5], "token_ids": [3, 4]}
 
 
 def example(folder: Path, data: bytes) -> None:
@@ -449,6 +481,9 @@ KINDS: dict[str, tuple[Callable[[Path, bytes], None], Any]] = {
     "sequence": (sequence, {"id": "s", "tokens": [0, 3, 4], "attention_mask": [0, 1, 1], "prompt_length": 1}),
     "packed sequences": (sequence, {"tokens": [3, 4, 5, 6], "cu_seqlens": [0, 2, 4]}),
     "prompt and response": (sequence, {"prompt": "a", "response": [3, 4]}),
+    "rollout": (sequence, COMPLETED),
+    "request": (request, {"id": "s", "prompt": "ab", "n": 2, "top_p": 0.5, "eos_token_id": [3], "stop": ["x"]}),
+    "completion": (completion, COMPLETED | {"digests": ["00", "01"]}),
     "example": (example, {"input": "a"}),
     "evidence of a product": (evidence_of(OF_PRODUCT), FOUND.as_json()),
     "evidence of an update": (evidence_of(OF_UPDATE), UPDATED.as_json()),
