@@ -126,10 +126,10 @@ def adapt(stack: ExitStack, config: RunConfig) -> None:
     stack.enter_context(registry.applied(config))
 
 
-def pretrain(config: RunConfig, callbacks: list) -> None:
+def pretrain(config: RunConfig, callbacks: list, forward_step: Callable | None = None) -> None:
     """Adapt this process to the run's device and numerics, and run Bridge's pretrain(). Can be called repeatedly.
 
-    Bridge is loaded (start/bridge.py).
+    forward_step: of Bridge's loop; None: Bridge's own for GPT. Bridge is loaded (start/bridge.py).
     """
     heartbeat.sign(Phase.SETTING_UP)
     CLOCK.setting_up = time.time()
@@ -168,7 +168,7 @@ def pretrain(config: RunConfig, callbacks: list) -> None:
         stack.enter_context(applied(rows))
         if config.section("checkpoint").get("async_save"):
             stack.enter_context(async_writer.installed(callbacks))
-        from megatron.bridge.training.gpt_step import forward_step
+        from megatron.bridge.training import gpt_step
         from megatron.bridge.training.pretrain import pretrain as bridge_pretrain
 
         built = container.build(config)
@@ -178,7 +178,7 @@ def pretrain(config: RunConfig, callbacks: list) -> None:
             imported = ImportedWeights(folder)
             built.model.register_pre_wrap_hook(imported.load)
             callbacks = [imported, *callbacks]
-        bridge_pretrain(built, forward_step, callbacks=callbacks)
+        bridge_pretrain(built, forward_step or gpt_step.forward_step, callbacks=callbacks)
 
 
 def _record_failure_time(original: Callable[..., None]) -> Callable[..., None]:

@@ -1,5 +1,8 @@
 """One rank of a training: its callbacks, composed."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.observe.recording import recording
 from tp_invariant_recipes.runs.run_dir import RunDir
@@ -9,15 +12,20 @@ from tp_invariant_recipes.start import bridge
 from tp_invariant_recipes.training import rank
 
 
-def train(run_dir: RunDir, rank_info: rank.RankInfo) -> None:
-    """Build the configuration that the run directory holds and train it."""
+def train(
+    run_dir: RunDir, rank_info: rank.RankInfo, callbacks: Sequence[Any] = (), forward_step: Callable | None = None
+) -> None:
+    """Build the configuration that the run directory holds and train it.
+
+    callbacks: of a program of one's own, called before ours. forward_step: as of `rank.pretrain`.
+    """
     config, run = run_dir.read_run_config(), run_dir.read_run(RunFile)
     bridge.load()
     from tp_invariant_recipes.features.train import experiment_report
 
-    callbacks = _callbacks(run_dir, rank_info, run, config)
-    with rank.closing(callbacks), experiment_report.offline(config, run_dir):
-        rank.pretrain(config, callbacks)
+    composed = [*callbacks, *_callbacks(run_dir, rank_info, run, config)]
+    with rank.closing(composed), experiment_report.offline(config, run_dir):
+        rank.pretrain(config, composed, forward_step)
 
 
 def _callbacks(run_dir: RunDir, rank_info: rank.RankInfo, run: RunFile, config: RunConfig) -> list:

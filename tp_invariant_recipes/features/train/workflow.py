@@ -12,7 +12,7 @@ from tp_invariant_recipes.config.compose import Composed
 from tp_invariant_recipes.errors import RunError, TpiError
 from tp_invariant_recipes.launch import local, record, resume
 from tp_invariant_recipes.launch.plan import Plan
-from tp_invariant_recipes.launch.ranks import Stop
+from tp_invariant_recipes.launch.ranks import RankFn, Stop
 from tp_invariant_recipes.launch.request import Request
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.open import read
@@ -108,13 +108,16 @@ def as_json(planned: Plan) -> dict[str, Any]:
     }
 
 
-def execute(planned: Plan, watch: Callable[[], None], stop: Stop | None = None) -> local.Outcome:
+def execute(
+    planned: Plan, watch: Callable[[], None], stop: Stop | None = None, *, rank_fn: RankFn | None = None
+) -> local.Outcome:
     """Write the run directory and train.
 
     Raises RunError when another process trains there, a rank dies or hangs, or the run ends before its last step.
 
     watch: called while the ranks live, to show progress.
     stop:  as for `local.run`; without it Ctrl-C is raised.
+    rank_fn: what each rank does; None: a training.
     """
     from tp_invariant_recipes.features.train import rank as train
 
@@ -127,7 +130,7 @@ def execute(planned: Plan, watch: Callable[[], None], stop: Stop | None = None) 
         guard_files.settle(planned.run_dir)
         record.write(planned)
         try:
-            outcome = check_completed(planned, local.run(planned, watch, rank_fn=train.train, stop=stop))
+            outcome = check_completed(planned, local.run(planned, watch, rank_fn=rank_fn or train.train, stop=stop))
         except LockLost:
             raise
         except TpiError as error:

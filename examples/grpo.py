@@ -1,0 +1,174 @@
+"""GRPO on a toy task: what is the sum of two digits? Rollouts and trainer compute the same bits, in any layout.
+
+    python examples/grpo.py run.dir=runs/grpo-1                 # any key=value of tpi train; iters=60 is the default
+    python examples/grpo.py run.dir=runs/grpo-2 tp=2
+    tpi compare runs/grpo-1 runs/grpo-2                         # identical: one ledger
+
+Each step samples 8 answers to each of 8 questions with the weights that it trains, and updates them by GRPO's clipped
+objective (Shao et al., "DeepSeekMath", 2024) in Bridge's own training loop. Before each update it prints the largest
+|log(p_trainer / p_rollout)| over all tokens, which is 0 exactly. RUN/rewards.jsonl and RUN/reward.svg have the curve.
+
+A question is [a, PLUS, b, EQUALS]; the right answer is [a + b, END]. A number far from the sum earns less.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from statistics import fmean, pstdev
+from typing import Any
+
+PLUS, EQUALS, END = 20, 21, 22  # tokens 0 to 19 are numbers
+QUESTIONS, ANSWERS = 8, 8  # of a step
+LENGTH = 16  # tokens that the trainer computes of a sequence, with padding
+CLIP = 0.2
+DEFAULTS = (
+    *("numerics=portable", "iters=60", f"seq={LENGTH}", f"gbs={QUESTIONS * ANSWERS}", "mbs=8", "lr=1e-3"),
+    *("model.vocab_size=32", "model.kv_channels=32", "cuda_graph=off", "validation.eval_iters=0", "save=0"),
+)
+
+
+def reward(question: tuple[int, ...], answer: tuple[int, ...]) -> float:
+    """1 for the sum and END; less without END, and for a number that is further away; 0 for no number."""
+    if answer[0] >= PLUS:
+        return 0.0
+    near = 1 - abs(answer[0] - question[0] - question[2]) / 19
+    return 0.75 * near**2 + (0.25 if answer[1:] == (END,) else 0.0)
+
+
+def grpo(file: Path) -> Any:
+    """The callback of a rank. file: where rank 0 writes a line for each step."""
+    import torch
+    import torch.distributed as dist
+    from megatron.bridge.training import gpt_step
+    from megatron.bridge.training.state import GlobalState
+
+    from tp_invariant_recipes import rollouts
+    from tp_invariant_recipes.observe.optimizer_step import AroundOptimizerStep
+
+    sampling = rollouts.Sampling(
+        max_new_tokens=3, do_sample=True, top_k=0, num_return_sequences=ANSWERS, seed=1, eos_token_id=(END,)
+    )
+
+    class GRPO(AroundOptimizerStep):
+        """Samples before a step, and is the loss of its micro-batches."""
+
+        def on_train_start(self, context: Any) -> None:
+            self.engine = rollouts.Engine(context.model)
+
+        def on_train_step_start(self, context: Any) -> None:
+            step = context.state.train_state.step
+            draw = Random(step)
+            questions = [(draw.randrange(10), PLUS, draw.randrange(10), EQUALS) for _ in range(QUESTIONS)]
+            requests = [rollouts.Request(f"{step}/{n}", tokens, sampling) for n, tokens in enumerate(questions)]
+            self.engine.refit()
+            with torch.no_grad():
+                answers = self.engine.generate(requests)
+            self._collect(questions, answers)
+            self.figures = {"step": step + 1} | self.figures
+            self.done, self.largest = 0, torch.zeros((), device="cuda")
+
+        def _collect(self, questions: list[Any], answers: list[rollouts.Completion]) -> None:
+            """Tensors of a row an answer: tokens, labels, mask, log-probabilities of the rollout, advantage."""
+            shape = len(answers), LENGTH
+            self.tokens, self.labels = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+            self.mask, self.old = torch.zeros(shape), torch.zeros(shape)
+            rewards = [reward(questions[n // ANSWERS], answer.tokens) for n, answer in enumerate(answers)]
+            self.advantage = torch.zeros(shape[0], 1)
+            for n, answer in enumerate(answers):
+                whole = [*questions[n // ANSWERS], *answer.tokens]
+                scored = slice(len(whole) - len(answer.tokens) - 1, len(whole) - 1)
+                self.tokens[n, : len(whole)] = torch.tensor(whole)
+                self.labels[n, : len(whole) - 1] = torch.tensor(whole[1:])
+                self.mask[n, scored] = 1
+                self.old[n, scored] = torch.tensor(answer.log_probabilities)
+                group = rewards[n // ANSWERS * ANSWERS :][:ANSWERS]
+                self.advantage[n] = (rewards[n] - fmean(group)) / (pstdev(group) + 1e-4)
+            exact = fmean(
+                answer.tokens == (questions[n // ANSWERS][0] + questions[n // ANSWERS][2], END)
+                for n, answer in enumerate(answers)
+            )
+            self.figures = {"reward": fmean(rewards), "exact": exact}
+
+        def forward_step(self, state: GlobalState, data_iterator: Any, model: Any) -> Any:
+            next(data_iterator)  # of generated data, whose place the answers take
+            size = state.cfg.train.micro_batch_size
+            rows = slice(self.done, self.done + size)
+            self.done += size
+            tokens, labels, mask, old, advantage = (
+                tensor[rows].cuda() for tensor in (self.tokens, self.labels, self.mask, self.old, self.advantage)
+            )
+            positions = torch.arange(LENGTH, device=tokens.device).expand_as(tokens)
+            output = model(input_ids=tokens, position_ids=positions, attention_mask=None, labels=labels)
+
+            def loss(losses: torch.Tensor) -> Any:
+                log_ratio = (0.0 - losses - old) * mask
+                self.largest = torch.maximum(self.largest, log_ratio.detach().abs().max())
+                ratio = log_ratio.exp()
+                objective = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
+                return gpt_step.masked_next_token_loss(mask, -objective)
+
+            return output, loss
+
+        @contextmanager
+        def around_optimizer_step(self) -> Iterator[None]:
+            if dist.get_rank() == 0:
+                with file.open("a") as stream:
+                    stream.write(json.dumps(self.figures | {"largest_log_ratio": self.largest.item()}) + "\n")
+            yield
+
+    return GRPO()
+
+
+def train(run_dir: Any, rank_info: Any) -> None:
+    """What each rank does."""
+    from tp_invariant_recipes.features.train import rank
+    from tp_invariant_recipes.start import bridge
+
+    bridge.load()
+    callback = grpo(run_dir.path / "rewards.jsonl")
+    rank.train(run_dir, rank_info, [callback], callback.forward_step)
+
+
+def draw_curve(run: Path) -> None:
+    """Write RUN/reward.svg."""
+    from matplotlib.figure import Figure
+
+    rows = [json.loads(line) for line in (run / "rewards.jsonl").read_text().splitlines()]
+    axes = (figure := Figure(figsize=(6, 3))).subplots()
+    for name in ("reward", "exact"):
+        axes.plot([row["step"] for row in rows], [row[name] for row in rows], label=name)
+    axes.set(xlabel="step", ylabel="mean of 64 answers", ylim=(0, 1))
+    axes.legend()
+    figure.savefig(run / "reward.svg", bbox_inches="tight", metadata={"Date": None})
+
+
+def main(words: list[str]) -> None:
+    """Train, and print a line for each step."""
+    from tp_invariant_recipes.config.overrides import latest, parse_all
+    from tp_invariant_recipes.features.train import workflow
+    from tp_invariant_recipes.launch.request import Request
+
+    request = Request("qwen3_toy", tuple(latest(parse_all([*DEFAULTS, *words]))))
+    planned = request.plan(request.composed())
+    if planned.layout.world != planned.layout.tp:
+        raise SystemExit("this example counts micro-batches of one data-parallel rank: tp=N alone")
+    file, shown = planned.run_dir.path / "rewards.jsonl", 0
+
+    def show() -> None:
+        nonlocal shown
+        lines = file.read_text().splitlines() if file.exists() else []
+        for row in map(json.loads, lines[shown:]):
+            print(f"step {row['step']}: largest |log-ratio| {row['largest_log_ratio']:g}, reward {row['reward']:.3f}")
+        shown = len(lines)
+
+    workflow.check(planned)
+    workflow.execute(planned, show, rank_fn=train)
+    show()
+    draw_curve(planned.run_dir.path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
