@@ -74,6 +74,22 @@ def library_attention() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def recomputing(model) -> Iterator[None]:
+    """The model as a training that computes norms and MLPs again has it; here whatever does so fails."""
+    from megatron.core import tensor_parallel
+    from megatron.core.utils import unwrap_model
+
+    fails = mock.Mock(side_effect=AssertionError("recomputed"))
+    layer = unwrap_model(model).decoder.layers[0]
+    layer.recompute_mlp = layer.recompute_input_layernorm = True
+    with mock.patch.multiple(tensor_parallel, checkpoint=fails, CheckpointWithoutOutput=fails):
+        yield
+    assert layer.recompute_mlp
+    assert layer.recompute_input_layernorm
+    layer.recompute_mlp = layer.recompute_input_layernorm = False
+
+
 def plain(completions) -> list:
     return [
         [c.request, c.sample, c.tokens, c.log_probabilities, c.ranks, c.finish_reason]
@@ -108,6 +124,8 @@ class Trial:
                 found[f"{name}: ended"] = len(ended)
             assert self._state(model) == before
             found["refit"], found["new"] = self._refitted(engine, model)
+            with recomputing(model):
+                found["in a training that recomputes"] = plain(Engine(model).generate(requests()))
             with library_attention():
                 found["library"] = plain(Engine(model).generate(requests()))
             found["score"] = self._scores(model, found["first"])
@@ -205,6 +223,10 @@ def test_batches_orders_chunks_blocks_and_preemption_change_nothing(whole):
         assert whole[name] == whole["first"], name
         assert whole[f"{name}: ended"] == len(whole["first"]) == 9
         assert (whole[f"{name}: preemptions"] > 0) == (name == "preempted")
+
+
+def test_a_training_that_recomputes_changes_nothing(whole):
+    assert whole["in a training that recomputes"] == whole["first"]
 
 
 def test_log_probabilities_and_ranks_are_those_of_scores(whole):

@@ -30,6 +30,8 @@ from tp_invariant_recipes.numerics.sums.tree import all_gather
 from tp_invariant_recipes.portable.cached_pass import CachedPass, cached
 from tp_invariant_recipes.portable.ieee.cached_attention import Spans, rows_of_tile
 
+# Attributes of Megatron's modules: recomputation reads random states, which no CUDA graph can capture.
+OF_TRAINING = ("training", "recompute_input_layernorm", "recompute_pre_mlp_layernorm", "recompute_mlp")
 Drawn = tuple[int, float, int, int]  # token, log-probability (fp32), rank, digest of the vocabulary's
 
 
@@ -130,17 +132,17 @@ class Passes:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """In the block the model is no training's: it returns hidden states, and recomputes no layer."""
-        modes = [(module, module.training) for module in self.model.modules()]
-        before = self.model.post_process
-        self.model.eval()
-        self.model.post_process = False
+        model = self.model
+        before: list[tuple[Any, str, bool]] = [(model, "post_process", model.post_process)]
+        before += [(m, name, getattr(m, name)) for m in model.modules() for name in OF_TRAINING if hasattr(m, name)]
         try:
+            for module, name, _ in before:
+                setattr(module, name, False)
             with torch.no_grad():
                 yield
         finally:
-            self.model.post_process = before
-            for module, training in modes:
-                module.training = training
+            for module, name, value in before:
+                setattr(module, name, value)
 
     def _sized(self, rows: int) -> int:
         """Return the rows of a pass, or of its draws, when it is filled up."""
