@@ -149,9 +149,9 @@ def main(words: list[str]) -> None:
     """Train, and print a line for each step."""
     from tp_invariant_recipes.config.overrides import latest, parse_all
     from tp_invariant_recipes.features.train import workflow
-    from tp_invariant_recipes.launch.request import Request
+    from tp_invariant_recipes.launch.request import RunRequest
 
-    request = Request("qwen3_toy", tuple(latest(parse_all([*DEFAULTS, *words]))))
+    request = RunRequest("qwen3_toy", tuple(latest(parse_all([*DEFAULTS, *words]))))
     planned = request.plan(request.composed())
     if planned.layout.world != planned.layout.tp:
         raise SystemExit("this example counts micro-batches of one data-parallel rank: tp=N alone")

@@ -84,7 +84,7 @@ def _sequence(config: RunConfig, layout: Layout) -> Problem | None:
 
 
 def _sequence_parallel(config: RunConfig, layout: Layout) -> Problem | None:
-    if layout.tp > 1 and not layout.sp and config.shape.experts and not config.numerics.invariant:
+    if layout.tp > 1 and not layout.sp and config.shape.experts:
         text = f"Megatron trains experts with tp={layout.tp} under sequence parallelism alone"
         return Problem("sp=false", text, "sp=true")
     return Problem("", "sp=true needs tp > 1", "leave sp out or set tp") if layout.sp and layout.tp == 1 else None

@@ -179,10 +179,10 @@ def _without_rotary(config: RunConfig) -> Problem | None:
 
 def _experts_projections_bias(config: RunConfig) -> Problem | None:
     """Megatron-Core asserts both when a rank builds the layer."""
-    model, key = config.model, "model.add_bias_linear=true"
-    if not (model.get("num_moe_experts") and model.get("add_bias_linear")):
+    model, shape, key = config.model, config.shape, "model.add_bias_linear=true"
+    if not (shape.experts and shape.biased):
         return None
-    if model.get("moe_shared_expert_intermediate_size"):
+    if shape.shared_width:
         return Problem(key, "Megatron-Core's shared experts have no biases", "model.add_bias_linear=false")
     if model.get("moe_grouped_gemm") and model.get("bias_dropout_fusion"):
         return Problem(

@@ -73,7 +73,7 @@ def audit(
     tpi audit qwen3_8b tp=4 pp=2 cuda_graph=te
     tpi audit recipe=my.py:tuned tp=2 --reference precision=bf16
     tpi audit qwen3_toy seq=64 --against model.recompute_granularity=selective
-    tpi audit qwen3_8b --all
+    tpi audit qwen3_moe_toy --all
     tpi audit --recorded recordings/tp4 recordings/tp1
     """
     from tp_invariant_recipes.features.audit import workflow as launch

@@ -31,7 +31,7 @@ def certify(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Pack a run or rollouts into one small file, or check such a file.
+    """Pack a run or rollouts into a small file, or check one.
 
     The file holds the run's ledger, configuration and versions; or rollouts, the digest of their weights and how they
     were sampled, but no layout: who generates them again gets the same hash. The printed hash stands for all of it;

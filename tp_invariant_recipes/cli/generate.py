@@ -44,7 +44,7 @@ def generate(
     bit. Exit status: 0 written, 2 a mistake, 130 Ctrl-C: --resume continues.
 
     \b
-    tpi generate ~/models/mine prompts.jsonl max_tokens=512 do_sample=true top_k=0 n=8 seed=1 tp=2
+    tpi generate ~/models/mine prompts.jsonl do_sample=true top_k=0 n=8 tp=2
     tpi generate runs/qwen3_8b-tp4-… prompts.jsonl --out rollouts.jsonl --resume
     tpi score runs/qwen3_8b-tp4-… --against rollouts.jsonl numerics=portable tp=4
     """
@@ -57,7 +57,7 @@ def generate(
     score_files.check_written([where])
     console = terminal.console_of_its_own()
     engine = {"sequences": batch, "chunk": chunk, "tokens": cache, "graphs": graphs}
-    options = workflow.Options(step, tokenizer, digest, engine)
+    options = workflow.RolloutOptions(step, tokenizer, digest, engine)
     with progress.busy(console, "reading weights and prompts"):
         generation = workflow.new(source, file, list(overrides or []), where, options)
     counts = f"{generation.count:,} completions of {len(generation.requests):,} prompts"

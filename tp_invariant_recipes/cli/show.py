@@ -116,11 +116,11 @@ def _composed(model: str, overrides: "list[Override]") -> Mapping[str, Any]:
 
 def _run_sections(run: Path, overrides: "list[Override]") -> Mapping[str, Any]:
     """Return a run's recorded configuration; with overrides, the one that --resume would compose. Raises a TpiError."""
-    from tp_invariant_recipes.launch.request import Request
+    from tp_invariant_recipes.launch.request import RunRequest
     from tp_invariant_recipes.runs.run_dir import RunDir
 
     if overrides:
-        return Request(None, tuple(overrides), run).composed().config.sections
+        return RunRequest(None, tuple(overrides), run).composed().config.sections
     with _config_errors():
         return json.loads(json.dumps(RunDir(run).read_config(), default=str))  # YAML has dates
 

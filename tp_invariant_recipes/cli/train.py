@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tp_invariant_recipes.config.compose import Composed
     from tp_invariant_recipes.config.overrides import Override
     from tp_invariant_recipes.launch.plan import Plan
-    from tp_invariant_recipes.launch.request import Request
+    from tp_invariant_recipes.launch.request import RunRequest
 
 
 def train(
@@ -89,7 +89,7 @@ def train(
     inside an allocation (salloc); tpi submit makes a job of its own.
     """
     from tp_invariant_recipes.config.overrides import parse_all
-    from tp_invariant_recipes.launch.request import Request
+    from tp_invariant_recipes.launch.request import RunRequest
 
     arguments = list(overrides or [])
     if resume is not None and model is not None and "=" in model:  # typer gives the first word to MODEL
@@ -106,7 +106,7 @@ def train(
     requested = tuple(parse_all(arguments))
     if resume == LAST:
         resume = _latest(requested, console)
-    request = Request(model, requested, resume, go_on)
+    request = RunRequest(model, requested, resume, go_on)
     if dry_run or request.launcher != "slurm":  # in a job, another node may have begun there
         request.check_new_dir()
     if dry_run:
@@ -141,7 +141,7 @@ def _latest(requested: "tuple[Override, ...]", console: "Console") -> Path:
     return latest.run
 
 
-def _dry_run(request: "Request", console: "Console", *, as_json: bool) -> None:
+def _dry_run(request: "RunRequest", console: "Console", *, as_json: bool) -> None:
     """Plan and check a run, write nothing, and print what would start."""
     from tp_invariant_recipes.features.train import workflow as launch
 
@@ -159,7 +159,7 @@ def _dry_run(request: "Request", console: "Console", *, as_json: bool) -> None:
         terminal.console(soft_wrap=True).print(_plan_text(planned))
 
 
-def _train_here(request: "Request", console: "Console", *, verbose: bool) -> tuple[dict[str, Any], bool]:
+def _train_here(request: "RunRequest", console: "Console", *, verbose: bool) -> tuple[dict[str, Any], bool]:
     """Train on this machine. Returns the summary, and whether Ctrl-C stopped the run."""
     from tp_invariant_recipes.features.train import workflow as launch
     from tp_invariant_recipes.launch import progress, ranks
@@ -178,7 +178,7 @@ def _train_here(request: "Request", console: "Console", *, verbose: bool) -> tup
         return launch.summary(planned, outcome), stop.interrupted
 
 
-def _planned(request: "Request", composed: "Composed", console: "Console", *, dry: bool = False) -> "Plan":
+def _planned(request: "RunRequest", composed: "Composed", console: "Console", *, dry: bool = False) -> "Plan":
     """Plan a run. Raises ConfigError: this machine lacks something."""
     from tp_invariant_recipes.launch import progress
 
@@ -200,7 +200,7 @@ def _validate(planned: "Plan", console: "Console") -> None:
         launch.check(planned)
 
 
-def _train_on_nodes(request: "Request", console: "Console", *, verbose: bool) -> None:
+def _train_on_nodes(request: "RunRequest", console: "Console", *, verbose: bool) -> None:
     """Run this node's part of the run. Outside of a step, replace this process by srun, which starts all nodes."""
     from tp_invariant_recipes.launch import progress, ranks
     from tp_invariant_recipes.multinode import agent, allocation_run, rendezvous

@@ -25,7 +25,7 @@ from tp_invariant_recipes.jobs.script import CellStep
 from tp_invariant_recipes.jobs.slurm_client import Partition
 from tp_invariant_recipes.launch import plan, record
 from tp_invariant_recipes.launch.plan import TO_SUBMIT, Planning
-from tp_invariant_recipes.launch.request import Request
+from tp_invariant_recipes.launch.request import RunRequest
 from tp_invariant_recipes.launch.resume import completed_text, overrides_to_repeat, resume_run
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.multinode import srun_command
@@ -54,7 +54,7 @@ def train(
     how:   if dry, make only the script; neither query SLURM nor prepare data.
     """
     problems, sound = reserved.check("submit", parse_all(overrides))
-    Request(model, tuple(sound)).check_new_dir()
+    RunRequest(model, tuple(sound)).check_new_dir()
     composed = _composed(model, sound, problems, also=None if how.dry else partial(input_problems, here=False))
     composed, configs = _layouts(composed, problems)
     _check_fit(configs, problems, dry=how.dry)

@@ -13,7 +13,7 @@ from tp_invariant_recipes.runs.run_dir import RunDir, check_free
 
 
 @dataclass(frozen=True)
-class Request:
+class RunRequest:
     """A model to train, or a run to resume. Compose it once, then call `plan`.
 
     continues: resume the run in run.dir if there is one.

@@ -15,7 +15,7 @@ from tp_invariant_recipes.config.compose import Composed
 from tp_invariant_recipes.config.overrides import cluster_files, parse
 from tp_invariant_recipes.errors import ConfigError, RunError, lines, refuse
 from tp_invariant_recipes.launch.plan import Plan, for_nodes
-from tp_invariant_recipes.launch.request import Request
+from tp_invariant_recipes.launch.request import RunRequest
 from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.multinode.agent import NodeTask
 from tp_invariant_recipes.runs.lock import locked
@@ -27,7 +27,7 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 UNBOUND = {"SLURM_CPU_BIND": "none"}
 
 
-def exec_srun(request: Request) -> NoReturn:
+def exec_srun(request: RunRequest) -> NoReturn:
     """Replace this process by srun, which starts the same command on every node. Raises a TpiError."""
     if "SLURM_JOB_ID" not in os.environ:
         raise ConfigError("launcher=slurm needs an allocation of SLURM: salloc, or tpi submit, which makes a job")
@@ -66,7 +66,7 @@ def exec_srun(request: Request) -> NoReturn:
 
 
 def node_task(
-    request: Request,
+    request: RunRequest,
     nodes: int,
     watch: Callable[[Plan], AbstractContextManager[Callable[[], None]]],
     remark: Callable[[str], None],
@@ -92,7 +92,7 @@ def node_task(
     )
 
 
-def _with_node_dp(request: Request, composed: Composed, nodes: int) -> tuple[Request, Composed]:
+def _with_node_dp(request: RunRequest, composed: Composed, nodes: int) -> tuple[RunRequest, Composed]:
     """Return the request with the dp for this number of nodes, where slurm.nodes is a range. Raises ConfigError."""
     try:
         requested = elastic.span(composed.config)

@@ -70,7 +70,7 @@ def keeping_the_mask(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_the_mask(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace gpt_model.process_mtp_loss: without a mask it takes that of the micro-batch."""
+    """Replace gpt_model.process_mtp_loss: without a mask it takes the micro-batch's."""
 
     def process_mtp_loss(*args: Any, loss_mask: Any = None, **more: Any) -> Any:
         return original(*args, loss_mask=_KEPT[0] if loss_mask is None else loss_mask, **more)

@@ -46,8 +46,10 @@ class Fault:
 
     def strikes(self, config: "RunConfig") -> bool:
         """Whether a run of stock numerics meets the fault, and no patch mends it."""
+        if config.numerics.invariant:
+            return False
         mended = self.patch is not None and self.patch.name not in config.patches.off and self.patch.concerns(config)
-        return not config.numerics.invariant and not mended and self.meets(config) and self.live()
+        return not mended and self.meets(config) and self.live()
 
     def __str__(self) -> str:
         mended = f"; patch {self.patch.name} mends it" if self.patch else "; no patch"

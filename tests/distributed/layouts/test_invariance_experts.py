@@ -68,7 +68,7 @@ def test_the_z_loss_counts_as_it_does_in_stock(scenario):
 
 REFUSED = {
     "numerics=gather": "experts are covered by numerics=tree and numerics=portable only",
-    "tp=2 sp=false": "experts under tensor parallelism need sequence parallelism; sp=true",
+    "tp=2 sp=false": "Megatron trains experts with tp=2 under sequence parallelism alone; sp=true",
     "tp=2 etp=2": "experts split over ranks have no invariant version; etp=1",
     "model.moe_router_load_balancing_type=sinkhorn": "model.moe_router_load_balancing_type one of aux_loss",
     "model.moe_latent_size=32 precision=fp8_tensorwise": "experts of latents have no invariant version in FP8",

@@ -308,7 +308,6 @@ EXPERTS = Family(
     "qwen3_moe_toy numerics=tree",
     {
         "model.expert_tensor_parallel_size=2": "experts split over ranks",
-        "model.tensor_model_parallel_size=2": "experts under tensor parallelism need sequence parallelism",
         "model.expert_model_parallel_size=3": "each expert needs one rank that computes it",
         "model.num_moe_experts=12 model.expert_model_parallel_size=8": "each expert needs one rank",
         "model.moe_ffn_hidden_size=48": "on a CPU model.moe_ffn_hidden_size must be a multiple of 32",

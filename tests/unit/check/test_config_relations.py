@@ -16,7 +16,7 @@ from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.data.prepared import PreparedData
 from tp_invariant_recipes.errors import ConfigError, TpiError
 from tp_invariant_recipes.launch import plan
-from tp_invariant_recipes.launch.request import Request
+from tp_invariant_recipes.launch.request import RunRequest
 
 
 def test_all_are_listed_at_once():
@@ -131,7 +131,7 @@ FOLDERS = (
 
 @pytest.mark.parametrize("path, why", FOLDERS)
 def test_weights_to_begin_with_must_be_there(folders_here, path, why):
-    asked = Request("qwen3_toy", tuple(parse_all([f"checkpoint.pretrained_checkpoint={path}"])))
+    asked = RunRequest("qwen3_toy", tuple(parse_all([f"checkpoint.pretrained_checkpoint={path}"])))
     if why is None:
         asked.plan(asked.composed("cpu"))
         return
@@ -143,21 +143,21 @@ def test_weights_to_begin_with_must_be_there(folders_here, path, why):
 
 def test_weights_in_the_home_folder_are_found(folders_here, monkeypatch):
     monkeypatch.setenv("HOME", str(folders_here))
-    asked = Request("qwen3_toy", tuple(parse_all(["checkpoint.pretrained_checkpoint=~/some"])))
+    asked = RunRequest("qwen3_toy", tuple(parse_all(["checkpoint.pretrained_checkpoint=~/some"])))
     planned = asked.plan(asked.composed("cpu"))
     assert planned.config.section("checkpoint")["pretrained_checkpoint"] == str(folders_here / "some")
 
 
 @pytest.mark.parametrize("where, refused", (("other", True), ("./a/../run", False), ("run", False), ("null", True)))
 def test_a_resumed_run_stays_where_it_is(folders_here, where, refused):
-    asked = Request(None, tuple(parse_all([f"run.dir={where}"])), resume=Path("run"))
+    asked = RunRequest(None, tuple(parse_all([f"run.dir={where}"])), resume=Path("run"))
     with pytest.raises(TpiError) as error:  # there is no run in either case
         asked.composed("cpu")
     assert ("--resume run goes on in run: leave out run.dir=" in str(error.value)) == refused
 
 
 def test_a_step_to_begin_at_needs_a_run(folders_here):
-    asked = Request("qwen3_toy", tuple(parse_all(["checkpoint.ckpt_step=5"])))
+    asked = RunRequest("qwen3_toy", tuple(parse_all(["checkpoint.ckpt_step=5"])))
     with pytest.raises(ConfigError, match=r"checkpoint\.ckpt_step=5: a new run begins at step 0"):
         asked.plan(asked.composed("cpu"))
 

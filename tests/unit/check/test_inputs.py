@@ -5,7 +5,7 @@ import pytest
 from tests import hf_folders
 from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.launch.request import Request
+from tp_invariant_recipes.launch.request import RunRequest
 
 # Overrides of `tpi train qwen3_toy`, and every problem of them.
 WRONG = (
@@ -60,7 +60,9 @@ def test_a_prepared_dataset_keeps_its_tokenizer(cli, here, no_gpus):
 
 def test_a_run_that_goes_on_needs_no_weights(here):
     """Its checkpoint has them; a new run with the same command does not begin."""
-    request = Request("qwen3_toy", tuple(parse_all(["weights=none", "run.dir=run", "numerics=tree"])), continues=True)
+    request = RunRequest(
+        "qwen3_toy", tuple(parse_all(["weights=none", "run.dir=run", "numerics=tree"])), continues=True
+    )
     with pytest.raises(ConfigError, match="none: no such folder"):
         request.composed("cpu")
     (here / "run").mkdir()

@@ -9,7 +9,7 @@ from tests.unit.check.refusals import problems_of
 from tp_invariant_recipes.config import hydra_tree
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import TpiError
-from tp_invariant_recipes.launch.request import Request
+from tp_invariant_recipes.launch.request import RunRequest
 
 SECRET = "hunter2-b0a1"
 FILE = "secret.txt"
@@ -121,7 +121,7 @@ def test_a_forged_run_with_one_is_not_resumed(tmp_path):
         json.dumps(before | {"overrides": overrides, "layout": {}, "identity_hash": "0" * 64})
     )
     with pytest.raises(TpiError, match=r"cluster\.environment\.TOKEN: .*not resolved") as refused:
-        Request(None, (), resume=Path("forged")).composed()
+        RunRequest(None, (), resume=Path("forged")).composed()
     assert SECRET not in str(refused.value)
 
 

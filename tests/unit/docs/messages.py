@@ -87,6 +87,9 @@ def unexplained(quotation: str, known: Iterable[Template]) -> str | None:
             if not left:
                 return None
             closest = min(closest, left[0], key=len)
+    head, *tail = quotation.split("; ", 1)  # as a Problem joins its text and what solves it
+    if tail and closest == quotation and unexplained(head, known) is None:
+        return unexplained(tail[0], known)
     return closest
 
 

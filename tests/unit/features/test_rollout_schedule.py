@@ -7,7 +7,7 @@ import pytest
 
 from tp_invariant_recipes.features.rollouts.cache import SCRATCH, Blocks, prefixes
 from tp_invariant_recipes.features.rollouts.requests import Request, Sampling
-from tp_invariant_recipes.features.rollouts.schedule import Schedule, Sequence
+from tp_invariant_recipes.features.rollouts.schedule import SampleState, Schedule
 
 
 def sequences(count=9, seed=0, longest=40):
@@ -19,7 +19,7 @@ def sequences(count=9, seed=0, longest=40):
         own = [draw.randrange(50) for _ in range(draw.randrange(1, 9))]
         tokens = stem[: draw.choice((0, 8, 17, longest))] + own if number % 4 else stem
         request = Request(f"r{number}", tuple(tokens), Sampling(max_new_tokens=draw.randrange(1, 12)))
-        made += [Sequence(request, sample, 0) for sample in range(draw.randrange(1, 4))]
+        made += [SampleState(request, sample, 0) for sample in range(draw.randrange(1, 4))]
     return made
 
 
@@ -84,22 +84,24 @@ def test_preempted_ones_complete_alike(expected):
 
 def test_samples_and_equal_beginnings_are_computed_once():
     request = Request("a", tuple(range(33)), Sampling(max_new_tokens=3))
-    made = [Sequence(request, sample, 0) for sample in range(3)]
-    made.append(Sequence(Request("b", (*range(16), 1), Sampling(max_new_tokens=1)), 0, 0))
+    made = [SampleState(request, sample, 0) for sample in range(3)]
+    made.append(SampleState(Request("b", (*range(16), 1), Sampling(max_new_tokens=1)), 0, 0))
     _, passes = run(made, most=8, chunk=20)
     assert sum(map(sum, passes)) == 33 + 1 + 1 + 1 + 3 * 2  # the last token of each prompt, and what was drawn
-    alone = [run([sequence], most=8, chunk=20)[1] for sequence in (Sequence(request, 0, 0), Sequence(request, 1, 0))]
+    alone = [
+        run([sequence], most=8, chunk=20)[1] for sequence in (SampleState(request, 0, 0), SampleState(request, 1, 0))
+    ]
     assert sum(sum(map(sum, passes)) for passes in alone) == 2 * (33 + 2)
 
 
 def test_a_sequence_joins_as_soon_as_another_ends():
-    made = [Sequence(Request(f"{n}", (n,), Sampling(max_new_tokens=n)), 0, 0) for n in (1, 4, 2, 2)]
+    made = [SampleState(Request(f"{n}", (n,), Sampling(max_new_tokens=n)), 0, 0) for n in (1, 4, 2, 2)]
     _, passes = run(made, most=2, chunk=8)
     assert passes == [[1, 1], [1, 1], [1, 1], [1, 1], [1]]
 
 
 def test_long_prompts_come_in_chunks():
-    _, passes = run([Sequence(Request("a", tuple(range(50)), Sampling(max_new_tokens=1)), 0, 0)], chunk=16)
+    _, passes = run([SampleState(Request("a", tuple(range(50)), Sampling(max_new_tokens=1)), 0, 0)], chunk=16)
     assert passes == [[16], [16], [16], [2]]
 
 

@@ -31,6 +31,7 @@ from tp_invariant_recipes.kernels.products.quantized import E4M3
 from tp_invariant_recipes.portable.ieee import adam as ieee_adam
 from tp_invariant_recipes.portable.ieee import attention as ieee_attention
 from tp_invariant_recipes.portable.ieee import attention_triton as ieee_attention_triton
+from tp_invariant_recipes.portable.ieee import cached_attention, draw
 from tp_invariant_recipes.portable.ieee import cross_entropy as ieee_cross_entropy
 from tp_invariant_recipes.portable.ieee import norm as ieee_norm
 from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
@@ -91,6 +92,12 @@ def launches(rows):
     ieee_attention.attention_backward(q, q, key, key, attended, 0.1)
     ieee_adam.adam_step(*[[fp32(rows, HIDDEN)]] * 4, ieee_adam.adam_numbers(1, 1e-3, (0.9, 0.95), 1e-8, 0.1))
     ieee_samples.values(of_rows)
+    of_tables = cached_attention.Spans(fake(rows, 2 + 16, dtype=torch.int32), index, 64, 1)
+    cached_attention.cached_triton(q[:, 0], key[:, 0], key[:, 0], q[:, 0], of_tables, 0.1)
+    cached_attention.store_triton(key[:, 0], key[:, 0], key[:, 0], key[:, 0], index)
+    whole, counts, keys = fp32(rows, VOCABULARY), fake(rows, dtype=torch.int32), fake(rows, 3, dtype=torch.int64)
+    draw.kept(whole, of_rows, counts, of_rows, counts, fake(rows, dtype=torch.float64))
+    draw.race(whole, of_rows, counts, of_rows, keys, fake(rows, 2, dtype=torch.int32))
     mxfp8.both(fake(rows // mxfp8.BLOCK * mxfp8.BLOCK, HIDDEN), E4M3)
 
 

@@ -407,7 +407,7 @@ def sequence(folder: Path, data: bytes) -> None:
 def request(folder: Path, data: bytes) -> None:
     """A line of `tpi generate`'s input."""
     (folder / "p.jsonl").write_bytes(data + b"\n")
-    read = prompts.read(folder / "p.jsonl", prompts.Tokenizer("byte"), Sampling(do_sample=True))
+    read = prompts.read(folder / "p.jsonl", prompts.TextTokenizer("byte"), Sampling(do_sample=True))
     rollout_requests.check(read, 300, 100, text=True)
     prompts.digest(read)
 
@@ -676,7 +676,7 @@ CONFIGS = (
 @pytest.mark.parametrize("config", CONFIGS, ids=[repr(one[:24]) for one in CONFIGS])
 def test_a_certificate_with_a_forged_configuration_is_refused(config):
     members = MEMBERS | {"config.yaml": config}
-    manifest = certificate._manifest(members, {})
+    manifest = certificate._manifest(members, certificate.KIND, {})
     with pytest.raises(LedgerError) as caught:
         certificate.open_certificate(Path("a.tpicert"), archive_of({certificate.MANIFEST: manifest} | members))
     assert str(caught.value).startswith("a.tpicert: not the files of a run: config.yaml: ")

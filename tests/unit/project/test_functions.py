@@ -14,7 +14,6 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 LONGER = {
     "check/invariant/fp8.py:summed": 21,
     "check/invariant/fp8.py:borders": 17,
-    "check/invariant/shards.py:_expert_groups": 17,
     "cli/bench.py:_figures": 17,
     "cli/completion.py:_offers": 21,
     "cli/main.py:main": 17,

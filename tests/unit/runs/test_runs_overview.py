@@ -13,7 +13,7 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.launch import plan, record
-from tp_invariant_recipes.launch.request import Request
+from tp_invariant_recipes.launch.request import RunRequest
 from tp_invariant_recipes.ledger import tail
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
 from tp_invariant_recipes.machine import terminal
@@ -320,7 +320,7 @@ def test_a_longer_run_names_the_key_that_keeps_its_schedule(cli):
     assert ended.status == 2
     assert "scheduler.lr_decay_iters was 3 and is 6 now; set scheduler.lr_decay_iters=3" in ended.err
     # The key that it names is the one that helps: what is refused then is another thing.
-    composed = Request(None, tuple(parse_all(["iters=6", "scheduler.lr_decay_iters=3"])), Path("runs/a"))
+    composed = RunRequest(None, tuple(parse_all(["iters=6", "scheduler.lr_decay_iters=3"])), Path("runs/a"))
     assert composed.plan(composed.composed()).steps == 6
 
 

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from tp_invariant_recipes.check.invariant.limit import has, lacks, limit_of, uncaptured, uncut, unsplit
+from tp_invariant_recipes.check.invariant.limit import has, lacks, limit_of, uncaptured, uncut
 from tp_invariant_recipes.cpu_host.vectors import VECTORS
 from tp_invariant_recipes.fields.model import EXPERTS_HOW, EXPERTS_OFF
 from tp_invariant_recipes.numerics import mode
@@ -57,7 +57,6 @@ LIMITS = (
         "experts split over ranks have no invariant version",
         "etp=1",
     ),
-    _row(*unsplit("experts under tensor parallelism need")),
     _row(
         lambda t: not _owned(t),
         "each expert needs one rank that computes it: of tp and ep one must divide the other, and both "

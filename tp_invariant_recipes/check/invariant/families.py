@@ -15,7 +15,7 @@ def _is_one(config: RunConfig) -> bool:
 
 
 def _row(wrong: Test, text: str, solve: str = "") -> Rule[RunConfig]:
-    """Of a run of such a family. why: after its name."""
+    """Of a run of such a family. text: after its name."""
     return limit_of(_is_one, wrong, f"a family with layers of its own {text}", solve)
 
 

@@ -226,7 +226,7 @@ class Campaign:
                     "reference": first["rms"],
                     "ranks": f"{', '.join(map(str, first['ranks']))} of {first['of']}",
                 }
-        except (Interrupted, workflow.Stopped):
+        except (Interrupted, workflow.StoppedAudit):
             raise Interrupted from None
         except TpiError as error:
             verdict, text = FAILED, str(error).replace("so that nothing can be compared\n", "")

@@ -26,6 +26,7 @@ from tp_invariant_recipes.launch import local, plan, record
 from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning
 from tp_invariant_recipes.ledger import dumps
+from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.patches import faults
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.runs import attempts
@@ -47,11 +48,11 @@ BLIND = 0.5  # Muon's matrices by blocks are that wrong; Adam's first updates ar
 # An audit compares values, so it records digests only on request.
 DEFAULTS = ("ledger.digests=0",)
 # An audit looks for defects of Megatron's and Transformer Engine's own layers, from the same weights in every layout.
-STOCK = "numerics=stock"
+STOCK = f"numerics={mode.STOCK}"
 NUMERICS = {"numerics.mode": STOCK, "numerics.initial_weights": "numerics.initial_weights=invariant"}
 
 
-class Stopped(RunError):
+class StoppedAudit(RunError):
     """A signal ended a training."""
 
 
@@ -173,8 +174,8 @@ def _fitting(audit: Audit) -> Audit:
 
 def default_numerics(overrides: Sequence[Override]) -> list[str]:
     """Return the overrides of an audit's numerics, where none are typed."""
-    mode, weights = given(overrides, "numerics.mode"), given(overrides, "weights.folder")
-    stock = mode is None or mode.value == "stock"
+    numerics, weights = given(overrides, "numerics.mode"), given(overrides, "weights.folder")
+    stock = numerics is None or numerics.value == mode.STOCK
     return [
         text
         for path, text in NUMERICS.items()
@@ -406,7 +407,7 @@ def _train(audit: Audit, name: str, planned: Plan, watch: Watch) -> None:
             raise Interrupted(stopped) from None
         attempts.end(run, outcome.value)
         if outcome is local.Outcome.STOPPED:
-            raise Stopped(stopped)
+            raise StoppedAudit(stopped)
 
 
 # --- Results ---

@@ -67,7 +67,7 @@ class Cache:
         return -(-self.longest // self.size)
 
 
-class Head:
+class TokenHead:
     """The output layer as a function of some rows of the last hidden states: log-probabilities, and draws from them."""
 
     def __init__(self, model: Any, *, digests: bool) -> None:
@@ -103,11 +103,11 @@ class Head:
         return torch.stack([tokens, picked.view(torch.int32).long(), ranks, digests], 1)
 
 
-class Passes:
+class CachedPasses:
     """Passes of a model over a cache. model: unwrapped. graphs: whether rows are decoded in CUDA graphs."""
 
     def __init__(self, model: Any, cache: Cache, *, graphs: bool, digests: bool) -> None:
-        self.model, self.cache, self.head = model, cache, Head(model, digests=digests)
+        self.model, self.cache, self.head = model, cache, TokenHead(model, digests=digests)
         self.device, config = cache.keys.device, model.config
         experts = config.num_moe_experts
         whole = VECTORS // math.gcd(experts, VECTORS) if experts and self.device.type == "cpu" else 1
@@ -187,7 +187,7 @@ class Passes:
         return Inputs(rows, table, *(column.reshape(-1, 4) for column in columns))
 
     def _computed(self, inputs: Inputs, longest: int) -> Tensor:
-        """[D, 4], as of `Head`."""
+        """[D, 4], as of `TokenHead`."""
         rows, cache = inputs.rows, self.cache
         spans = Spans(inputs.tables, rows[:, 1].contiguous(), cache.size, longest)
         now = CachedPass(spans, rows[:, 2].contiguous(), cache.keys, cache.values, cache.longest)

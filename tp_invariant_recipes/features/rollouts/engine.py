@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from tp_invariant_recipes.errors import RunError, refuse
 from tp_invariant_recipes.features.rollouts.cache import Blocks
-from tp_invariant_recipes.features.rollouts.decode import Passes, any_rank, new_cache, shape_of
+from tp_invariant_recipes.features.rollouts.decode import CachedPasses, any_rank, new_cache, shape_of
 from tp_invariant_recipes.features.rollouts.requests import Completion, Request, check, finish_reason
 from tp_invariant_recipes.features.rollouts.sampling import request_key
-from tp_invariant_recipes.features.rollouts.schedule import Schedule, Sequence, Span
+from tp_invariant_recipes.features.rollouts.schedule import SampleState, Schedule, Span
 from tp_invariant_recipes.machine import memory
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.portable.ieee.rotary import LARGEST_ANGLE
@@ -65,7 +65,7 @@ class Engine:
         self.graphs, self.digests, self.decode = graphs, digests, decode
         self.preemptions = 0  # of the last `generate`
         self.device = next(self.model.parameters()).device
-        self._passes: Passes | None = None
+        self._passes: CachedPasses | None = None
         self._blocks = 0
         self._addresses: list[int] = []
 
@@ -85,7 +85,7 @@ class Engine:
         ranks = state.get_data_parallel_world_size()
         mine = _shares(requests, ranks)[state.get_data_parallel_rank()]
         sequences = [
-            Sequence(request, sample, request_key(request.sampling.seed, request.id))
+            SampleState(request, sample, request_key(request.sampling.seed, request.id))
             for request in mine
             for sample in range(request.sampling.num_return_sequences)
         ]
@@ -110,8 +110,8 @@ class Engine:
 
     def _run(
         self,
-        passes: Passes,
-        sequences: list[Sequence],
+        passes: CachedPasses,
+        sequences: list[SampleState],
         finished: Callable[[Completion], None] | None,
     ) -> list[Completion]:
         # Prefixes are of these weights: the next call shares none of this one's.
@@ -132,7 +132,7 @@ class Engine:
         self.preemptions = plan.preemptions
         return completions
 
-    def _step(self, passes: Passes, plan: Schedule, spans: list[Span]) -> list[Completion]:
+    def _step(self, passes: CachedPasses, plan: Schedule, spans: list[Span]) -> list[Completion]:
         """Compute a pass. returns: the completions that end with it."""
         drawing = [span.sequence for span in spans if span.draws]
         drawn = passes(spans)
@@ -181,7 +181,7 @@ class Engine:
         reserved = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return held + reserved + torch.cuda.mem_get_info(self.device)[0]
 
-    def _prepared(self, sequences: list[Sequence]) -> Passes:
+    def _prepared(self, sequences: list[SampleState]) -> CachedPasses:
         """Return passes over a cache that these sequences fit; the last call's, if they fit it."""
         lengths = sorted((len(s) + s.request.sampling.max_new_tokens for s in sequences), reverse=True)
         lengths = lengths or [1]
@@ -193,7 +193,7 @@ class Engine:
         if held is None or self._blocks < count or held.cache.longest < longest:
             self._passes = held = None  # its memory comes first
             cache = new_cache(self.model, count, self.block, longest, self.device)
-            held = self._passes = Passes(self.model, cache, graphs=self.graphs, digests=self.digests)
+            held = self._passes = CachedPasses(self.model, cache, graphs=self.graphs, digests=self.digests)
             self._blocks, self._addresses = count, _addresses(self.model)
         return held
 

@@ -31,7 +31,7 @@ Place = tuple[str, int]  # a request's id, and a sample
 
 @dataclass(frozen=True)
 class Ranks:
-    """What ranks complete, and where they write it. tokenizer: as of `prompts.Tokenizer`; None: there is none."""
+    """What ranks complete, and where they write it. tokenizer: as of `prompts.TextTokenizer`; None: there is none."""
 
     requests: Sequence[Request]
     tokenizer: str | None

@@ -32,7 +32,7 @@ UNSUPPORTED = (
 )
 
 
-class Tokenizer:
+class TextTokenizer:
     """Text to token ids and back. where: "byte" or a Hugging Face folder."""
 
     def __init__(self, where: str) -> None:
@@ -75,7 +75,7 @@ def is_sampling(name: str) -> bool:
     return name in NAMES or name in SHORT_NAMES
 
 
-def end_tokens(folder: Path | None, tokenizer: Tokenizer | None, vocabulary: int) -> tuple[int, ...]:
+def end_tokens(folder: Path | None, tokenizer: TextTokenizer | None, vocabulary: int) -> tuple[int, ...]:
     """Find the tokens that end a text: of generation_config.json or config.json, else the tokenizer's.
 
     folder: of Hugging Face; None: a run's checkpoint.
@@ -92,7 +92,7 @@ def end_tokens(folder: Path | None, tokenizer: Tokenizer | None, vocabulary: int
     return tuple(token for token in tokenizer.eos if token < vocabulary) if tokenizer else ()
 
 
-def read(file: Path, tokenizer: Tokenizer | None, sampling: Sampling) -> list[Request]:
+def read(file: Path, tokenizer: TextTokenizer | None, sampling: Sampling) -> list[Request]:
     """All requests. Raises ConfigError that lists lines and what is wrong with them."""
     requests: list[Request] = []
     problems: list[str] = []
@@ -113,7 +113,7 @@ def read(file: Path, tokenizer: Tokenizer | None, sampling: Sampling) -> list[Re
     return requests
 
 
-def parse(line: bytes, number: int, tokenizer: Tokenizer | None, sampling: Sampling) -> Request:
+def parse(line: bytes, number: int, tokenizer: TextTokenizer | None, sampling: Sampling) -> Request:
     """Read the request of a line. number: the line's. sampling: its defaults. Raises ValueError, TpiError."""
     row = parse_object(line, constants=True, most=TOKENS)
     name = str(sequences.check_id(row.get("id", number)))
@@ -129,7 +129,7 @@ def parse(line: bytes, number: int, tokenizer: Tokenizer | None, sampling: Sampl
     return Request(name, tuple(_tokens(prompts[0], row[prompts[0]], tokenizer)), settled(given, sampling))
 
 
-def _tokens(key: str, value: Any, tokenizer: Tokenizer | None) -> list[int]:
+def _tokens(key: str, value: Any, tokenizer: TextTokenizer | None) -> list[int]:
     """Return the token ids of a prompt. Raises ValueError."""
     if key == "messages":
         if tokenizer is None:

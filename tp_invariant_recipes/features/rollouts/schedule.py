@@ -13,7 +13,7 @@ from tp_invariant_recipes.features.rollouts.requests import Completion, Request
 
 
 @dataclass(eq=False)
-class Sequence:
+class SampleState:
     """A sample of a request. computed: tokens whose keys are in `blocks`. The lists grow with each token drawn."""
 
     request: Request
@@ -48,7 +48,7 @@ class Sequence:
 class Span:
     """Tokens of a sequence that a pass computes: `count` from sequence.computed on."""
 
-    sequence: Sequence
+    sequence: SampleState
     count: int
 
     @property
@@ -60,8 +60,8 @@ class Span:
 class Schedule:
     """The sequences that wait and that run. most: that run side by side. chunk: tokens of a pass over prompts."""
 
-    def __init__(self, sequences: Iterable[Sequence], blocks: Blocks, most: int, chunk: int) -> None:
-        self.waiting, self.running = deque(sequences), list[Sequence]()
+    def __init__(self, sequences: Iterable[SampleState], blocks: Blocks, most: int, chunk: int) -> None:
+        self.waiting, self.running = deque(sequences), list[SampleState]()
         self.blocks, self.most, self.chunk = blocks, most, chunk
         self.preemptions = 0
 
@@ -76,7 +76,7 @@ class Schedule:
                 room -= count
                 yield Span(sequence, count)
         computing = {name for s in self.running for name in s.names[s.computed // self.blocks.size :]}
-        later: list[Sequence] = []
+        later: list[SampleState] = []
         while room and self.waiting and len(self.running) < self.most:
             sequence = self.waiting.popleft()
             names = prefixes(sequence.tokens(0, len(sequence) - 1), self.blocks.size)  # the last token predicts
@@ -125,7 +125,7 @@ class Schedule:
         for number in range(before // size, min(whole, len(sequence.names))):
             self.blocks.name(sequence.blocks[number], sequence.names[number])
 
-    def end(self, sequence: Sequence) -> None:
+    def end(self, sequence: SampleState) -> None:
         """End a sequence, which has its last token."""
         self.running.remove(sequence)
         self.blocks.give_back(sequence.blocks)

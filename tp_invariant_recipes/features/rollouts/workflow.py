@@ -33,7 +33,7 @@ MODE = "portable"  # the numerics of a folder
 
 
 @dataclass(frozen=True)
-class Options:
+class RolloutOptions:
     """step: of a run's checkpoint; None: the newest. tokenizer: None: the folder's. digests: of every token.
 
     engine: keywords of `Engine`, which change no bit.
@@ -56,7 +56,7 @@ class Generation:
     checkpoint: Path | None
     out: Path
     tokenizer: str | None
-    options: Options
+    options: RolloutOptions
     identity: dict[str, Any]
     requests: list[Request]
 
@@ -71,7 +71,7 @@ class Generation:
         return sum(request.sampling.num_return_sequences for request in self.requests)
 
 
-def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: Options) -> Generation:
+def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: RolloutOptions) -> Generation:
     """Plan rollouts. Nothing is written. Raises a TpiError that lists what is wrong.
 
     source: a run directory or a Hugging Face folder. file: of requests. overrides: as typed, fields of `Sampling` too.
@@ -82,7 +82,7 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
     rest = [word for word in words if word not in typed]
     loaded = model_of(source, rest, options.step, "tpi generate", check.problems, problems, MODE)
     where = options.tokenizer or loaded.tokenizer
-    tokenizer = prompts.Tokenizer(where) if where else None
+    tokenizer = prompts.TextTokenizer(where) if where else None
     vocabulary = loaded.config.shape.vocabulary
     if not any(prompts.SHORT_NAMES.get(word.key, word.key) == "eos_token_id" for word in typed):
         folder = None if loaded.checkpoint else source.expanduser()

@@ -13,7 +13,7 @@ from tp_invariant_recipes.errors import RunError, TpiError
 from tp_invariant_recipes.launch import local, record, resume
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import RankFn, Stop
-from tp_invariant_recipes.launch.request import Request
+from tp_invariant_recipes.launch.request import RunRequest
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.runs import attempts, checkpoints, guard_files, places
@@ -27,7 +27,7 @@ from tp_invariant_recipes.start.quiet import quiet
 
 
 @contextmanager
-def locked_run(request: Request, composed: Composed) -> Iterator[Lock | None]:
+def locked_run(request: RunRequest, composed: Composed) -> Iterator[Lock | None]:
     """Hold the lock of the run to continue while it is planned and trained.
 
     None: a new run, which `execute` locks, or a completed one, in which nothing is written.

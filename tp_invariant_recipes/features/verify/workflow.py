@@ -33,7 +33,7 @@ from tp_invariant_recipes.launch.local import Outcome as Ended
 from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning
 from tp_invariant_recipes.launch.ranks import Stop
-from tp_invariant_recipes.launch.request import Request
+from tp_invariant_recipes.launch.request import RunRequest
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.run_files import RunFile
@@ -154,7 +154,7 @@ def _planned_again(requested: Matrix, cell: Cell, where: MatrixDir, how: Plannin
     """
     run = where.cell(cell.name)
     if device is None:
-        request = Request(None, (), run.path)
+        request = RunRequest(None, (), run.path)
         planned = request.plan(request.composed(), how)
     else:
         composed = compose(requested.model, cell.overrides, device=device)

@@ -13,7 +13,7 @@ from tp_invariant_recipes.replacement import Replacement, instead, wrapped
 
 
 @dataclass(frozen=True)
-class Row:
+class ReplacementRow:
     """One class or function of an installed package, and what stands in its place.
 
     target:   "package.module:attribute.path".
@@ -70,134 +70,134 @@ _DEPTHS = "so are the losses of multi-token prediction"
 
 ROWS = (
     # --- Layers that Megatron builds by name ---
-    Row(
+    ReplacementRow(
         "megatron.core.tensor_parallel:ColumnParallelLinear",
         "numerics.megatron.local:InvariantColumnParallelLinear",
         _BY_NAME,
         wraps=False,
     ),
-    Row(
+    ReplacementRow(
         "megatron.core.tensor_parallel:VocabParallelEmbedding",
         "numerics.megatron.local:InvariantVocabParallelEmbedding",
         _BY_NAME,
         wraps=False,
     ),
-    Row(
+    ReplacementRow(
         "megatron.core.models.common.embeddings.language_model_embedding:LanguageModelEmbedding.__init__",
         "numerics.megatron.local:with_positions",
         "torch adds up in bf16 what several sequences of a row give to a position",
     ),
-    Row(
+    ReplacementRow(
         "megatron.core.tensor_parallel:vocab_parallel_cross_entropy",
         "numerics.megatron.loss:cross_entropy_of_mode",
         "sum(exp) over the vocabulary crosses ranks",
         settings=("virtual_shards", "mode"),
     ),
-    Row(
+    ReplacementRow(
         "megatron.core.models.hybrid.hybrid_block:TENorm",
         "numerics.megatron.hybrid_spec:final_norm",
         "HybridStack builds its final norm by name",
     ),
-    Row(
+    ReplacementRow(
         "megatron.core.models.hybrid.hybrid_block:HybridStack.__init__",
         "numerics.megatron.fp8:layers_of_stack",
         "a specification has one class for all layers of a kind, and some of these are in FP8",
     ),
-    Row(
+    ReplacementRow(
         "megatron.core.transformer.moe.moe_layer:TELinear",
         "numerics.megatron.moe.moe_layer:latent_projection",
         "MoELayer builds the projections to experts' latents by name",
     ),
-    Row(
+    ReplacementRow(
         "megatron.core.models.gpt.moe_module_specs:SharedExpertMLP",
         "numerics.megatron.moe.moe_layer:InvariantSharedExpertMLP",
         "a specification builds shared experts by name, and the gradient of their gate is a sum over tokens",
         wraps=False,
     ),
-    Row(
+    ReplacementRow(
         "megatron.bridge.models.gpt_provider:mtp_block_spec",
         "numerics.megatron.multi_token:invariant_block",
         "Bridge builds the layers of multi-token prediction by name",
     ),
     # --- The norm of the gradient, and clipping ---
     *(
-        Row(f"megatron.core.optimizer.{module}:get_grad_norm_fp32", path, _NORM, wraps=False, when=when)
+        ReplacementRow(f"megatron.core.optimizer.{module}:get_grad_norm_fp32", path, _NORM, wraps=False, when=when)
         for module in ("optimizer", "layer_wise_optimizer")
         for path, when in (
             ("numerics.sums.grad_norm:get_grad_norm_fp32", _exact_norm),
             ("numerics.sums.grad_norm:fp64_grad_norm", _fp64_norm),
         )
     ),
-    Row(
+    ReplacementRow(
         "megatron.core.optimizer.optimizer:ChainedOptimizer.get_grad_norm",
         "numerics.sums.grad_norm:chained_grad_norm",
         "Megatron rounds the norms of experts and of all else before it adds them",
         wraps=False,
         when=_exact_norm,
     ),
-    Row(
+    ReplacementRow(
         "megatron.core.optimizer.optimizer:ChainedOptimizer.step",
         "numerics.sums.pending_norm:reading_late",
         "the exact norm is a number, and the GPU would wait for it while the host collects the gradients to clip",
     ),
     # --- An optimizer of matrices ---
-    Row(
+    ReplacementRow(
         "megatron.core.optimizer:_create_emerging_optimizer",
         "numerics.megatron.muon:whole_matrices",
         "Newton-Schulz steps add over whole rows, in the order in which ranks have them",
     ),
     # --- Gradients over data-parallel and context-parallel ranks ---
-    Row(
+    ReplacementRow(
         "megatron.core.distributed:DistributedDataParallel.__init__",
         "numerics.megatron.data_parallel:prepared",
         "a rank may have several data shards and context shards",
         settings=("data_shards", "context_shards"),
     ),
-    Row(
+    ReplacementRow(
         "megatron.core.distributed:DistributedDataParallel._make_backward_post_hook",
         "numerics.megatron.data_parallel:recording_model",
         _SHARD_ENDS,
     ),
-    Row(
+    ReplacementRow(
         "megatron.core.pipeline_parallel.schedules:backward_step",
         "numerics.megatron.data_parallel:ending_a_micro_batch",
         _SHARD_ENDS,
     ),
-    Row(
+    ReplacementRow(
         "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
         "numerics.megatron.data_parallel:tree_over_ranks",
         "collectives add in an order of their own",
     ),
-    Row(
+    ReplacementRow(
         "megatron.core.distributed:DistributedDataParallel.finish_grad_sync",
         "numerics.megatron.data_parallel:restarting",
         "a tied weight's lookups are summed apart from the output layer's gradient, in one order for every pp",
     ),
-    Row(
+    ReplacementRow(
         "megatron.core.distributed:DistributedDataParallel.zero_grad_buffer",
         "numerics.megatron.data_parallel:zeroing_contexts",
         "gradients lie in more buffers",
     ),
-    Row(
+    ReplacementRow(
         "megatron.core.distributed:DistributedDataParallel._make_forward_pre_hook",
         "numerics.megatron.data_parallel:reading_below",
         "layers read weights of modules that never run, which may still be on their way",
     ),
     # --- Data, losses and statistics, where the loop is Bridge's ---
-    Row(
+    ReplacementRow(
         "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
         "numerics.megatron.data_parallel:divided_by_all_ranks",
         "dp changes no rounding",
         when=_bridges_loop,
     ),
-    Row(
+    ReplacementRow(
         "megatron.bridge.training.train:get_forward_backward_func",
         "numerics.megatron.data_order:in_turns",
         "experts add the data shards of a group in turns",
         when=lambda numerics: numerics.expert_groups is not None,
     ),
     *(
-        Row(
+        ReplacementRow(
             f"megatron.bridge.training.{module}:get_forward_backward_func",
             "numerics.sums.step_values:losses_summed",
             "the loss is a sum over micro-batches and ranks",
@@ -206,32 +206,32 @@ ROWS = (
         )
         for module in ("train", "eval")
     ),
-    Row(
+    ReplacementRow(
         "megatron.bridge.data.loaders:build_pretraining_data_loader",
         "numerics.megatron.data_order:consecutive",
         "which sequences a shard has must not depend on dp",
         when=_bridges_loop,
     ),
-    Row(
+    ReplacementRow(
         "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.record",
         "numerics.sums.step_values:separate_metrics",
         _ROUTER,
         when=_bridges_loop,
     ),
-    Row(
+    ReplacementRow(
         "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._sync_metrics",
         "numerics.sums.step_values:metrics_summed",
         _ROUTER,
         settings=("data_shards",),
         when=_bridges_loop,
     ),
-    Row(
+    ReplacementRow(
         "megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.save_metrics_to_tracker",
         "numerics.megatron.multi_token:separate_losses",
         _DEPTHS,
         when=_bridges_loop,
     ),
-    Row(
+    ReplacementRow(
         "megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.reduce_metrics_in_tracker",
         "numerics.megatron.multi_token:losses_summed",
         _DEPTHS,
@@ -240,40 +240,40 @@ ROWS = (
     ),
     # --- Sequences that share a row ---
     *(
-        Row(
+        ReplacementRow(
             f"megatron.core.models.{model}.forward",
             "numerics.megatron.attention.packed:one_by_one",
             "weight gradients would be products over whatever a sequence is packed with",
         )
         for model in ("gpt.gpt_model:GPTModel", "hybrid.hybrid_model:HybridModel")
     ),
-    Row(
+    ReplacementRow(
         "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.register_grad_ready",
         "numerics.megatron.attention.packed:ready_at_the_end",
         "rows have different numbers of sequences, and so of backward passes of layers that are computed again",
     ),
-    Row(
+    ReplacementRow(
         "megatron.bridge.training.gpt_step:masked_next_token_loss",
         "numerics.megatron.attention.packed:loss_of_each",
         "so would the logged loss",
         when=_bridges_loop,
     ),
     # --- The part of a sequence that a rank has ---
-    Row(
+    ReplacementRow(
         "megatron.bridge.training.gpt_step:get_batch_on_this_cp_rank",
         "numerics.megatron.attention.context_parallel:batch_of_a_rank",
         "tokens lie context shard by context shard, on one rank too",
         settings=("context_shards",),
         when=_cuts_sequences,
     ),
-    Row(
+    ReplacementRow(
         "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.forward",
         "numerics.megatron.attention.context_parallel:rotary_of_a_rank",
         "so do their positions",
         settings=("context_shards",),
         when=_cuts_sequences,
     ),
-    Row(
+    ReplacementRow(
         "megatron.bridge.training.gpt_step:masked_next_token_loss",
         "numerics.megatron.attention.context_parallel:loss_of_a_rank",
         "a rank's tokens would count by their number on that rank",
@@ -281,13 +281,13 @@ ROWS = (
         when=_cuts_sequences,
     ),
     # --- What only some machines or settings have ---
-    Row(
+    ReplacementRow(
         "transformer_engine.pytorch.attention.dot_product_attention.utils:get_attention_backend",
         "numerics.megatron.te.wrappers:without_flash",
         "model.attention_backend=auto allows flash-attn, whose backward groups sums by the number of heads",
         when=_transformer_engine,
     ),
-    Row(
+    ReplacementRow(
         "megatron.core.optimizer.optimizer:clip_grad_by_total_norm_fp32",
         "numerics.sums.grad_norm:clip_by_powers_of_two",
         "numerics.clip_rounding=pow2: scaling by a power of two is exact",
