@@ -20,6 +20,8 @@ _ATTENTION = "megatron.core.transformer.dot_product_attention:DotProductAttentio
 
 def _built_for_one(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, config: Any, *args: Any, **more: Any) -> None:
+        if not _stock(config):
+            return original(self, config, *args, **more)
         shards, config.context_parallel_size = config.context_parallel_size, 1
         try:
             original(self, config, *args, **more)
@@ -35,7 +37,7 @@ def _over_all_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
         group = parallel_state.get_context_parallel_group()
-        if group.size() == 1:
+        if group.size() == 1 or not _stock(self.config):
             return original(self, query, key, value, mask, *args, **more)
         own = rows(len(query) * group.size(), group.size())
         order = torch.cat(own).argsort()
@@ -43,6 +45,11 @@ def _over_all_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return original(self, *whole, None, *args, **more)[own[group.rank()]]  # a causal mask is the default
 
     return forward
+
+
+def _stock(config: Any) -> bool:
+    """Whether a model has Megatron's numerics: the invariant attention gathers keys by itself."""
+    return getattr(config, "invariant_mode", None) is None
 
 
 def rows(length: int, shards: int) -> list[Tensor]:
