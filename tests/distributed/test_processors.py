@@ -26,8 +26,10 @@ TESTS = (
         f"tests/unit/{folder}/test_{name}.py"
         for folder, names in {
             "cpu_host": ("mamba_twins",),
-            "kernels": ("delta_rule", "fp8_products", "mxfp8", "quantize", "row_add", "row_sum", "weighted_activation"),
-            "numerics": ("contraction", "cpu_product", "data_shards", "partial_gradient_uses", "product_order"),
+            "kernels": ("delta_rule", "row_add", "row_sum", "weighted_activation"),
+            "kernels/products": ("fp8_products", "mxfp8", "quantize"),
+            "numerics": ("cpu_product", "data_shards", "partial_gradient_uses", "product_order"),
+            "numerics/products": ("contraction",),
             "observe": ("shards",),
             "portable": ("ieee_attention", "ieee_experts", "ieee_kernels", "ieee_math"),
             "project": ("accuracy",),
