@@ -216,7 +216,7 @@ def divides(want: dict) -> dict[str, bool]:
     spread = tp * pp * cp * dp / (etp * ep * pp)
     return {
         "tp": all(shard.is_integer() for shard in shards),
-        "sp": tp > 1 if want["sp"] else tp == 1 or experts is None or want["mode"] == "tree",
+        "sp": tp > 1 if want["sp"] else tp == 1 or experts is None,
         "seq": local.is_integer(),
         "pp": (want["num_layers"] / pp).is_integer(),
         "etp": (want["moe_ffn_hidden_size"] / etp).is_integer(),
