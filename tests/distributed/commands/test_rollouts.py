@@ -233,8 +233,9 @@ def test_mistakes_are_one_message(shared, folder, words, why):
 def test_a_run_of_adapters_is_refused(shared, folder):
     """Its base alone would be completed. The control: a run without adapters."""
     words = ("qwen3_toy", "numerics=tree", "seq=32", "gbs=2", "iters=1", "save=1", "model.num_layers=1")
-    shared("train", *words, "peft=lora", "run.dir=lora", status=0)
     shared("train", *words, "run.dir=whole", status=0)
+    adapted = ("peft=lora", "checkpoint.pretrained_checkpoint=whole/checkpoints", "run.dir=lora")
+    shared("train", *words, *adapted, status=0)
     for command, file in (("generate", "p.jsonl"), ("score", "p.jsonl")):
         refused = shared(command, "lora", file, "numerics=portable", "--out", "adapted", status=2).stderr
         assert "has adapters: tpi export lora FOLDER --merge, then name FOLDER" in refused
