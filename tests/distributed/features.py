@@ -6,10 +6,10 @@ Hugging Face checkpoint of the pair's model.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations
 
 from tests.distributed.layouts.test_fp8 import EXPERTS, HYBRID, LATENT
 from tests.distributed.small_models import small
+from tp_invariant_recipes.features.audit import pairwise
 
 BASE = "seq=128 gbs=2 iters=1 scheduler.lr_decay_iters=4"
 MODEL = "MODEL="
@@ -121,5 +121,4 @@ class Pair:
 
 def pairs() -> Iterator[Pair]:
     """All of them."""
-    for one, other in combinations(AXES.values(), 2):
-        yield from (Pair(first, second) for first in one for second in other)
+    yield from (Pair(*settings) for settings in pairwise.pairs([*AXES.values()]))

@@ -131,7 +131,7 @@ def _against(scoring: Any, against: list[Path], tolerance: float, page: Path) ->
     from tp_invariant_recipes.features.score import workflow
     from tp_invariant_recipes.report import files
 
-    decode = sequences.tokenizer(scoring.tokenizer)[1] if scoring.tokenizer else None
+    decode = sequences.tokenizer(scoring.tokenizer).decode if scoring.tokenizer else None
     result = score_against.judge(scoring.out, against, tolerance, decode)
     files.write(page, score_page.page(result).encode())
     points = [{name: value for name, value in file.items() if name != "points"} for file in result["files"]]

@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tp_invariant_recipes.data.tokenizer import BYTE, identify, of_folder
 from tp_invariant_recipes.errors import ConfigError, listed, reason
@@ -43,17 +43,27 @@ class Surveyed:
     longest: int
 
 
-def tokenizer(where: str) -> tuple[Encode, Callable[[list[int]], str], str]:
-    """Encode and decode by "byte" or a Hugging Face folder, and the tokenizer's digest. Raises DataError."""
+class Codec(NamedTuple):
+    """A tokenizer's functions, its digest, and transformers' tokenizer; None: bytes have none."""
+
+    encode: Encode
+    decode: Callable[[list[int]], str]
+    digest: str
+    loaded: Any
+
+
+def tokenizer(where: str) -> Codec:
+    """Load a tokenizer: "byte" or a Hugging Face folder. Raises DataError."""
     identity = identify(where)
     if identity.folder is None:
-        return lambda text, _: [*text.encode()], lambda ids: bytes(i % 256 for i in ids).decode(errors="replace"), BYTE
+        text_of = lambda ids: bytes(i % 256 for i in ids).decode(errors="replace")  # noqa: E731
+        return Codec(lambda text, _: [*text.encode()], text_of, BYTE, None)
     loaded = of_folder(identity.folder)
 
     def encode(text: str, special: bool) -> list[int]:
         return loaded(text, add_special_tokens=special, verbose=False)["input_ids"]
 
-    return encode, loaded.decode, identity.sha256
+    return Codec(encode, loaded.decode, identity.sha256, loaded)
 
 
 def survey(file: Path, vocabulary: int, encode: Encode | None) -> Surveyed:

@@ -22,7 +22,7 @@ from tp_invariant_recipes.reading import TOKENS, parse_object
 
 KIND = "tpi-rollouts"
 IDENTITY, LINES = MEMBERS = ("identity.json", "rollouts.jsonl")
-WRITTEN = "written"  # key of FILE.meta.json: what FILE was when tpi wrote it
+WRITTEN = "written"  # key of FILE.meta.json: hash and number of FILE's lines when tpi wrote it
 
 
 @dataclass(frozen=True)

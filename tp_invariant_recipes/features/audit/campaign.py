@@ -109,7 +109,7 @@ class Campaign:
         self.where, self.state, self._watch, self._on_trial = where, state, watch, on_trial
         self._scripts = scripts
         self._device = plan.detect_device()
-        self._refused: dict[Cell, str | None] = {}
+        self._compositions: dict[Cell, RunConfig | None] = {}
         self._base, self._sizes = self._cut()
         named = {**options.LAYOUTS, **options.OPTIONS}
         absent = () if self._base.shape.experts else options.OF_EXPERTS
@@ -137,7 +137,8 @@ class Campaign:
         typed = parse_all(self.state.overrides)
         fields = {override.path for override in typed}
         batch = [text for text in options.BATCH if parse_all([text])[0].path not in fields]
-        whole = compose(self.state.model, [*workflow.NUMERICS.values(), *self.state.overrides], device=self._device)
+        words = [*workflow.default_numerics(typed), *self.state.overrides]
+        whole = compose(self.state.model, words, device=self._device)
         sizes = options.sizes(whole.config.model, {path for path in fields if path})
         for cut in ([*sizes, *batch], batch):
             try:
@@ -157,14 +158,16 @@ class Campaign:
 
     def _words(self, cell: Cell) -> list[str]:
         """Return the overrides of a cell, in the order of the axes."""
-        chosen = [setting for setting in self._order if setting in cell]
-        return [word.replace(options.TEXTS, str(self.where.texts)) for setting in chosen for word in setting.split()]
+        return [word for setting in self._order if setting in cell for word in self._split(setting)]
+
+    def _split(self, setting: str) -> list[str]:
+        return [word.replace(options.TEXTS, str(self.where.texts)) for word in setting.split()]
 
     def _possible(self, axis: Sequence[str]) -> list[str]:
         """Return the settings of an axis that the model lacks, and may have in some layout."""
         usable = []
         for setting in axis:
-            words = [word.replace(options.TEXTS, str(self.where.texts)) for word in setting.split()]
+            words = self._split(setting)
             if any(self._typed(override.path) for override in parse_all(words) if override.path):
                 continue
             for layout in ("", "tp=2", "dp=2"):
@@ -184,21 +187,20 @@ class Campaign:
         """Whether a run may have these settings, and no fault that is found already is among them."""
         if any(set(finding.settings) <= cell for finding in self.state.findings):
             return False
-        if cell not in self._refused:
-            self._refused[cell] = self._refusal(cell)
-        return self._refused[cell] is None
-
-    def _refusal(self, cell: Cell) -> str | None:
-        try:
-            config = self._composed([*self._sizes, *self._words(cell)])
-        except ConfigError as error:
-            return str(error)
-        if config.layout.world > RANKS:
-            return f"{config.layout.world} ranks"
+        config = self._composition(cell)
+        if config is None or config.layout.world > RANKS:
+            return False
         named = {finding.known for finding in self.state.findings}
-        if any(str(fault) in named for fault in faults.known(config)):
-            return "a known fault"
-        return None
+        return not any(str(fault) in named for fault in faults.known(config))
+
+    def _composition(self, cell: Cell) -> RunConfig | None:
+        """Return the configuration of a cell, composed once; None: it is refused."""
+        if cell not in self._compositions:
+            try:
+                self._compositions[cell] = self._composed([*self._sizes, *self._words(cell)])
+            except ConfigError:
+                self._compositions[cell] = None
+        return self._compositions[cell]
 
     # --- audits ---
 
@@ -250,8 +252,8 @@ class Campaign:
         """Whether a known fault strikes a run with these settings."""
         if not (self._covering.changes_layout(cell) and self._allowed(cell)):
             return False
-        config = self._composed([*self._sizes, *self._words(cell)])
-        return any(str(fault) == known for fault in faults.known(config))
+        config = self._composition(cell)
+        return config is not None and any(str(fault) == known for fault in faults.known(config))
 
     def _fails_alike(self, cell: Cell, trial: Trial) -> bool:
         if not (self._covering.changes_layout(cell) and self._allowed(cell)):
@@ -288,7 +290,6 @@ class Campaign:
             )
         )
         self._covering.cover(cell)
-        self._refused.clear()
         self._write()
 
     def _script(self, sizes: Sequence[str], cell: Cell, trial: Trial) -> str | None:

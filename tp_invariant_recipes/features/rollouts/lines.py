@@ -44,7 +44,7 @@ class Ranks:
     def write(self, rank: int) -> Callable[[Completion], None]:
         """Return what appends a completion to the file of a data-parallel rank; it raises RunError."""
         prompt = {request.id: request.tokens for request in self.requests}
-        decode = sequences.tokenizer(self.tokenizer)[1] if self.tokenizer else None
+        decode = sequences.tokenizer(self.tokenizer).decode if self.tokenizer else None
         file = self.folder / PARTS.replace("*", str(rank))
         stream = file.open("ab", buffering=0)
 

@@ -12,12 +12,11 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.data import sequences
-from tp_invariant_recipes.data.tokenizer import BYTE, BYTE_EOD, of_folder
+from tp_invariant_recipes.data.tokenizer import BYTE_EOD
 from tp_invariant_recipes.errors import ConfigError, TpiError, listed, reason
 from tp_invariant_recipes.features.rollouts.requests import SHOWN, Request, Sampling
 from tp_invariant_recipes.reading import TOKENS, parse_json, parse_object, read_lines
@@ -37,12 +36,7 @@ class TextTokenizer:
 
     def __init__(self, where: str) -> None:
         """Raise DataError: there is no such tokenizer."""
-        self.encode, self.decode, self.digest = sequences.tokenizer(where)
-        self.folder = None if where == BYTE else Path(where)
-
-    @cached_property
-    def _loaded(self) -> Any:
-        return None if self.folder is None else of_folder(self.folder)
+        self.encode, self.decode, self.digest, self._loaded = sequences.tokenizer(where)
 
     @property
     def eos(self) -> tuple[int, ...]:

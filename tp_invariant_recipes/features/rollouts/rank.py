@@ -1,24 +1,16 @@
 """A rank of `tpi generate`: the model with a checkpoint's weights, and completions of requests."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.features.rollouts.engine import Engine
 from tp_invariant_recipes.features.rollouts.requests import Completion, Request
-from tp_invariant_recipes.features.score.rank import leave, loaded_model
+from tp_invariant_recipes.features.score.rank import scoring_model
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings.run_config import RunConfig
-from tp_invariant_recipes.sources import recipe_layer
-from tp_invariant_recipes.start import bridge
-from tp_invariant_recipes.training import heartbeat
-from tp_invariant_recipes.training.heartbeat import Phase
 
 
 @dataclass(frozen=True)
@@ -39,17 +31,10 @@ class Generate:
 
     def __call__(self, run_dir: RunDir, rank_info: Any) -> None:
         """Raise RunError: a log-probability is no number."""
-        bridge.load()
-        heartbeat.sign(Phase.SETTING_UP)
-        recipe_layer.enter(self.config.recipe)
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            model = loaded_model(stack, self.config, self.checkpoint)
-            decode = sequences.tokenizer(self.tokenizer)[1] if self.tokenizer else None
+        with scoring_model(self.config, self.checkpoint) as model:
+            decode = sequences.tokenizer(self.tokenizer).decode if self.tokenizer else None
             engine = Engine(model, decode=decode, **self.options)
             engine.generate(self.read(), self._writer())
-            dist.barrier()
-            leave()
 
     def _writer(self) -> Callable[[Completion], None] | None:
         from megatron.core import parallel_state as state

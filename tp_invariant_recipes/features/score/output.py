@@ -9,12 +9,11 @@ from typing import Any
 
 from tp_invariant_recipes.errors import RunError, reason
 from tp_invariant_recipes.files import sync_folder, write_atomically
+from tp_invariant_recipes.ledger.rollout_certificate import WRITTEN
 from tp_invariant_recipes.ledger.run_files import LARGEST
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.reading import MIB, open_file, parse_json, read_limited
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
-
-WRITTEN = "written"  # key of OUT.meta.json: hash and number of OUT's lines
 
 
 def meta(out: Path) -> Path:

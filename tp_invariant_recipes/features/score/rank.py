@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -53,16 +53,9 @@ class Score:
 
     def __call__(self, run_dir: RunDir, rank_info: Any) -> None:
         """Raise RunError: a log-probability is no number."""
-        bridge.load()
-        heartbeat.sign(Phase.SETTING_UP)
-        recipe_layer.enter(self.config.recipe)
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            model = loaded_model(stack, self.config, self.checkpoint)
+        with scoring_model(self.config, self.checkpoint) as model:
             forward = Forward(model, self.config, self.wanted)
-            self.score(model, forward, sequences.tokenizer(self.tokenizer)[0] if self.tokenizer else None)
-            dist.barrier()
-            leave()
+            self.score(model, forward, sequences.tokenizer(self.tokenizer).encode if self.tokenizer else None)
 
     def score(self, model: Any, forward: "Forward", encode: sequences.Encode | None) -> None:
         """Score what is left of the file. Rank 0 writes a window while the ranks compute the next."""
@@ -81,6 +74,19 @@ class Score:
                     writing = pool.submit(lines.append, self.out, window, scores, self.wanted.columns, computed)
             if writing is not None:
                 writing.result()
+
+
+@contextmanager
+def scoring_model(config: RunConfig, checkpoint: Path | None) -> Iterator[Any]:
+    """Set up this rank and yield its model; after the block, when all ranks are there, end the process groups."""
+    bridge.load()
+    heartbeat.sign(Phase.SETTING_UP)
+    recipe_layer.enter(config.recipe)
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        yield loaded_model(stack, config, checkpoint)
+        dist.barrier()
+        leave()
 
 
 def loaded_model(stack: ExitStack, config: RunConfig, checkpoint: Path | None) -> Any:

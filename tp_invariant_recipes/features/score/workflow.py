@@ -105,7 +105,7 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
     tokenizer = options.tokenizer or loaded.tokenizer
     encode, digest = None, None
     if tokenizer is not None:
-        encode, _, digest = sequences.tokenizer(tokenizer)
+        encode, _, digest, _ = sequences.tokenizer(tokenizer)
     file, out = file.expanduser().absolute(), out.expanduser().absolute()
     read = sequences.survey(file, config.shape.vocabulary, encode)
     if loaded.longest is not None and read.longest > loaded.longest:
