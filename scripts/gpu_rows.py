@@ -100,7 +100,7 @@ def resumed(gpus: int, shows: str, what: str, whole: str, killed: str, later: st
     """A run that SIGKILL ends continues in another layout, with the ledger of a whole run."""
     begun = (
         Command(f"train {what} {whole} run.dir={{}}/whole"),
-        Command(f"train {what} {killed} run.dir={{}}/killed", KILLED, kill_at=25),
+        Command(f"train {what} {killed} run.dir={{}}/killed", KILLED, kill_at=12),
     )
     return Row(
         gpus,
@@ -185,7 +185,7 @@ ROWS = {
     "resume-4": resumed(
         4,
         "a run that kill -9 ends on four GPUs continues on two, with the bits of a run on one",
-        "qwen3_0p6b gbs=4 iters=40 save=10 numerics.data_shards=2",
+        "qwen3_0p6b gbs=4 iters=20 save=5 numerics.data_shards=2",
         "tp=1",
         "tp=4",
         "tp=1 dp=2",
@@ -193,7 +193,7 @@ ROWS = {
     "resume-experts-4": resumed(
         4,
         "the same with experts",
-        "qwen3_moe_toy seq=512 gbs=4 iters=40 save=10 numerics.data_shards=4",
+        "qwen3_moe_toy seq=512 gbs=4 iters=20 save=5 numerics.data_shards=4",
         "tp=1 ep=1",
         "dp=4 ep=4",
         "tp=2 dp=1 ep=2",
@@ -217,7 +217,7 @@ ROWS = {
     "delta-nets-4": one_ledger(
         4,
         "one ledger for gated delta nets with experts",
-        "qwen3_next_toy gbs=4 iters=20 numerics.data_shards=2",
+        "qwen3_next_toy gbs=4 iters=10 numerics.data_shards=2",
         "tp=1",
         "tp=2 ep=2",
         "tp=2 dp=2 ep=4",
@@ -255,7 +255,7 @@ ROWS = {
     "layouts-4": one_ledger(
         4,
         "one ledger for tp, dp, pp and cp, with and without CUDA graphs",
-        "qwen3_0p6b gbs=4 iters=30 numerics.data_shards=4 numerics.context_shards=2",
+        "qwen3_0p6b gbs=4 iters=10 numerics.data_shards=4 numerics.context_shards=2",
         "tp=1",
         "tp=1 cuda_graph=off",
         "cp=2",
@@ -276,7 +276,7 @@ ROWS = {
     "experts-4": one_ledger(
         4,
         "one ledger for experts over one to four GPUs",
-        "qwen3_moe_toy seq=512 gbs=4 iters=20 numerics.data_shards=4",
+        "qwen3_moe_toy seq=512 gbs=4 iters=10 numerics.data_shards=4",
         "tp=1 dp=1 ep=1",
         "tp=1 dp=2 ep=2",
         "tp=2 dp=2 ep=4",
@@ -285,7 +285,7 @@ ROWS = {
     "fp8-layouts-4": one_ledger(
         4,
         "FP8 by blocks: one ledger for tp, dp, pp and cp",
-        "qwen3_0p6b gbs=4 iters=20 precision=fp8_blockwise numerics.data_shards=2 numerics.context_shards=2",
+        "qwen3_0p6b gbs=4 iters=10 precision=fp8_blockwise numerics.data_shards=2 numerics.context_shards=2",
         "tp=1",
         "tp=4",
         "pp=2",
@@ -295,7 +295,7 @@ ROWS = {
     "portable-4": one_ledger(
         4,
         "numerics=portable has one set of bits; anyone can check the certificate on a CPU",
-        "qwen3_0p6b numerics=portable seq=512 iters=20",
+        "qwen3_0p6b numerics=portable seq=512 iters=10",
         "tp=1",
         "tp=2 cuda_graph=off",
         "tp=4",
@@ -307,7 +307,7 @@ ROWS = {
         "tp=1",
         "tp=2 dp=2 ep=4",
     ),
-    "families-4": verified(4, "another family of models: one set of bits", "llama32_1b", "1,2,4", "iters=20"),
+    "families-4": verified(4, "another family of models: one set of bits", "llama32_1b", "1,2,4", "iters=10"),
     "bench-4": measured(
         4,
         "what tree and portable cost at TP 4 with CUDA graphs",
@@ -349,7 +349,7 @@ ROWS = {
     "layouts-2": one_ledger(
         2,
         "one ledger for tp, dp, pp and cp on two GPUs",
-        "qwen3_0p6b gbs=4 iters=30 numerics.data_shards=2 numerics.context_shards=2",
+        "qwen3_0p6b gbs=4 iters=10 numerics.data_shards=2 numerics.context_shards=2",
         "tp=1 dp=1",
         "tp=2 dp=1",
         "tp=1 dp=2",
@@ -362,7 +362,7 @@ ROWS = {
     "resume-2": resumed(
         2,
         "a run that kill -9 ends on two GPUs continues on one, with the bits of a run in a third layout",
-        "qwen3_0p6b gbs=4 iters=40 save=10 numerics.data_shards=2",
+        "qwen3_0p6b gbs=4 iters=20 save=5 numerics.data_shards=2",
         "tp=2",
         "dp=2",
         "dp=1",
@@ -370,7 +370,7 @@ ROWS = {
     "resume-experts-2": resumed(
         2,
         "the same with experts",
-        "qwen3_moe_toy seq=512 gbs=4 iters=30 save=10 numerics.data_shards=2",
+        "qwen3_moe_toy seq=512 gbs=4 iters=20 save=5 numerics.data_shards=2",
         "tp=2 ep=2",
         "dp=2 ep=2",
         "dp=1 ep=1",
@@ -386,7 +386,7 @@ ROWS = {
     "fp8-layouts-2": one_ledger(
         2,
         "FP8 by blocks: one ledger for tp, dp, pp and cp",
-        "qwen3_0p6b gbs=2 iters=20 precision=fp8_blockwise numerics.data_shards=2 numerics.context_shards=2",
+        "qwen3_0p6b gbs=2 iters=10 precision=fp8_blockwise numerics.data_shards=2 numerics.context_shards=2",
         "tp=1",
         "tp=2",
         "dp=2",
@@ -396,7 +396,7 @@ ROWS = {
     "delta-nets-2": one_ledger(
         2,
         "one ledger for gated delta nets with experts",
-        "qwen3_next_toy gbs=2 iters=20 numerics.data_shards=2",
+        "qwen3_next_toy gbs=2 iters=10 numerics.data_shards=2",
         "tp=1",
         "tp=2 ep=2",
         "dp=2 ep=2",
