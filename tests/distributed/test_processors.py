@@ -63,6 +63,7 @@ def test_every_setting_names_files_that_exist():
     assert [test for test in TESTS if not (ROOT / test).exists()] == []
 
 
+@pytest.mark.release
 def test_torch_obeys_the_setting():
     """The control: else every setting would test the same instructions."""
     show = "import torch; print(torch.backends.cpu.get_cpu_capability())"

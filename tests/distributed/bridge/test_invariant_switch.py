@@ -105,9 +105,9 @@ def switched(mesh, value, function, *arguments):
 PROGRAMS = pytest.mark.parametrize(
     "bf16, fields, steps",
     (
-        (False, {}, {}),
+        pytest.param(False, {}, {}, marks=pytest.mark.release),
         (True, {}, {}),
-        (True, EXPERTS, {}),
+        pytest.param(True, EXPERTS, {}, marks=pytest.mark.release),
         pytest.param(True, EXPERTS, MUON, marks=pytest.mark.release),
     ),
     ids=("fp32", "bf16", "experts", "muon"),

@@ -67,12 +67,14 @@ def lines(program, size, switch):
     return LINE.findall((folder / "out-0").read_text())
 
 
+@pytest.mark.release
 def test_it_has_one_result(bridge, program):
     one, two = (lines(program, size, "1") for size in (1, 2))
     assert len(one) == 3
     assert one == two
 
 
+@pytest.mark.release
 def test_without_the_switch_it_has_several(bridge, program):
     one, two = (lines(program, size, "0") for size in (1, 2))
     assert len(one) == len(two) == 3

@@ -102,6 +102,7 @@ def test_a_benchmark_is_never_overwritten(done, shared):
     assert "--dir bench is there" in again.stderr
 
 
+@pytest.mark.release
 def test_one_mode_alone_prints_json_and_a_killed_rank_is_named(tpi):
     done = tpi("bench", *SMALL, "--modes", "stock", "--rounds", "1", "--warmup", "0", "--steps", "1", "--json")
     assert done.status == 0, done.stderr
@@ -134,6 +135,7 @@ def test_a_stopped_benchmark_says_so(tpi, number, status):
     assert "the benchmark was stopped before its end" in process.stderr
 
 
+@pytest.mark.release
 def test_a_mode_with_digests_writes_them_and_the_others_do_not(shared):
     arguments = ("--modes", "tree,tree+digests", "--rounds", "1", "--warmup", "0", "--steps", "2", "--dir", "digests")
     shared("bench", *SMALL, *arguments, status=0)

@@ -156,6 +156,7 @@ def test_one_flipped_bit_of_a_master_weight_is_named(trained):
     assert flipped.steps[1].diverged == ()
 
 
+@pytest.mark.release
 def test_one_flipped_bit_of_a_weight_is_named(trained):
     """The weight is no longer its master weight rounded; the ledger of the run alone says so."""
     flipped = trained("tp=2", before=_at_step(2, 1, _flip("layers.0.mlp.linear_fc1.weight", 0)))
@@ -170,6 +171,7 @@ def test_a_replica_that_diverges_is_named_with_its_rank(tpi):
     assert ledger.steps[0].diverged == (("masters", NORM, ((0, 1, 3), (2,))),)
 
 
+@pytest.mark.release
 def test_a_gradient_that_replicas_do_not_share_is_named(trained):
     """Without sequence parallelism's all-reduce of norm gradients, ranks keep their own."""
 
@@ -221,6 +223,7 @@ def _noting(folder):
     return plant
 
 
+@pytest.mark.release
 def test_nothing_runs_between_a_step_and_the_next_batch(trained, tmp_path):
     """There the host waits for the GPU, and would wait for the kernels too. No stage of a pipeline waits for another in
     its forward pass: the all-reduce comes before the update.
@@ -252,6 +255,7 @@ def test_a_step_whose_forward_python_does_not_see_has_the_same_digests(trained):
     assert seen.steps == unseen.steps
 
 
+@pytest.mark.release
 def test_a_lost_shard_is_refused(tpi):
     def lose():
         import torch.distributed as dist
@@ -268,6 +272,7 @@ def test_a_lost_shard_is_refused(tpi):
     assert "ledger.digests=0" in refused.stderr
 
 
+@pytest.mark.release
 def test_every_nth_step_or_none(trained):
     some = trained("iters=7 ledger.digests=2 ledger.state_digests=3")
     recorded = {kind: [getattr(step, kind) is not None for step in some.steps] for kind in DIGESTED}

@@ -237,10 +237,8 @@ def _joined(fault):
     return SimpleNamespace(plant=plant)
 
 
-@pytest.mark.parametrize(
-    "kept",
-    ("global_aux_loss", *(pytest.param(one, marks=pytest.mark.release) for one in ("aux_loss", "capacity"))),
-)
+@pytest.mark.release
+@pytest.mark.parametrize("kept", ("global_aux_loss", "aux_loss", "capacity"))
 def test_routers_count_each_data_shard_by_itself(tpi, kept):
     """In the other layout of a place that always fails. The control has routers that count all together."""
     fault = Planted("norm of heads", always=True, bit=6)

@@ -112,6 +112,7 @@ def test_a_mistake_is_one_message(shared, run, arguments):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.release
 def test_only_portable_runs_can_be_computed_again(shared):
     assert shared("train", *SMALL[:1], *SMALL[2:], "numerics=tree", "run.dir=tree").status == 0
     done = shared("check", "tree", "--step", "2", "--module", FC2, status=2)

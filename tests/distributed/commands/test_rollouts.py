@@ -131,6 +131,7 @@ def test_greedy_tokens_are_those_of_transformers(folder, generated):
     assert not all(agreeing(f"{DRAWS} --digest"))
 
 
+@pytest.mark.release
 def test_certificates_have_no_layout(shared, folder, generated):
     for name, words in (("one", ()), ("two", ("tp=2", "--batch", "1"))):
         shared("generate", "qwen3", "p.jsonl", "max_tokens=3", *words, "--out", name, status=0)
@@ -142,9 +143,10 @@ def test_certificates_have_no_layout(shared, folder, generated):
     assert first["completions"] == len(LENGTHS)
 
 
-STOPPED = ((signal.SIGINT, 130), pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.release))
+STOPPED = ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL))
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("number, status", STOPPED)
 def test_a_stopped_generation_resumes(shared, folder, generated, number, status):
     """After some completions and half a line, then in another layout."""

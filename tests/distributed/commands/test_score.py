@@ -97,13 +97,10 @@ def test_stock_layouts_do_not(scored):
 
 
 # By blocks no sum of this model can be cut, and a sequence's padded length of 192 was no multiple of 128.
-IN_FP8 = (
-    ("mxfp8", "tp=2"),
-    pytest.param("fp8_tensorwise", "tp=2", marks=pytest.mark.release),
-    pytest.param("fp8_blockwise", "pp=2", marks=pytest.mark.release),
-)
+IN_FP8 = (("mxfp8", "tp=2"), ("fp8_tensorwise", "tp=2"), ("fp8_blockwise", "pp=2"))
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("precision, layout", IN_FP8)
 def test_products_in_fp8_have_one_file(scored, precision, layout):
     """From a Hugging Face folder. The control: in bf16 every sequence has other bits."""

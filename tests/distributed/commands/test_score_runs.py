@@ -87,6 +87,7 @@ def test_entropies_and_ranks_are_those_of_the_logits(shared, folder):
         assert np.array(line["logprobs"], np.float32).view(np.uint32).tolist() == [int(x, 16) for x in line["bits"]]
 
 
+@pytest.mark.release
 def test_a_run_has_the_scores_of_its_export(shared, folder):
     """Of trained weights; the control is the checkpoint of the step before."""
     words = ("seq=32", "gbs=2", "iters=2", "save=1", "tp=2", "model.num_layers=1")
@@ -102,6 +103,7 @@ def one_sequence_a_window():
     batches.MOST = 1
 
 
+@pytest.mark.release
 def test_a_stopped_scoring_goes_on(shared, folder):
     """Killed after some lines, and half a line."""
     started = shared.start(

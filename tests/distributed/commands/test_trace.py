@@ -146,6 +146,7 @@ def test_a_module_sends_its_own_gradient_not_the_sum(runs):
     assert layer == before
 
 
+@pytest.mark.release
 def test_a_trace_changes_no_bit(runs, tree):
     plain = tree("ledger.trace=null").ledger()
     for run in runs.values():
@@ -168,6 +169,7 @@ def test_stock_numerics_differ_from_the_first_sum_across_ranks_on(scenario):
     assert "backward/embedding/input" in differs
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     "layout",
     (
@@ -219,6 +221,7 @@ def test_dumps_of_two_layouts_are_equal(runs):
     assert not np.array_equal(read_step(runs["one"].run, 1).read(DUMPED[0]).bits, tokens)
 
 
+@pytest.mark.release
 def test_a_pattern_that_matches_nothing_ends_the_run_before_the_first_step(tpi):
     wrong = "forward/decoder.layers.0.mlp.linear_fc11/output", "gradients/*.linear_fc3.weight"
     failed = tpi("train", *SMALL.split(), f"ledger.dump=[{','.join(wrong)},weights/*]", "run.dir=run")
@@ -264,6 +267,7 @@ def _wrong_on_one_rank():
     trace.Tracing.on_train_step_start = start
 
 
+@pytest.mark.release
 def test_replicas_that_disagree_are_named(tpi):
     arguments = (*SMALL.split(), "numerics=tree", "tp=2", "sp=false", "run.dir=run")
     tpi("train", *arguments, before=_wrong_on_one_rank, status=0)
@@ -282,12 +286,14 @@ def _megatrons_positions(mesh) -> list[int]:
         return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mesh.group)["tokens"][0].tolist()
 
 
+@pytest.mark.release
 def test_context_parallel_ranks_have_the_positions_that_megatron_gives_them(bridge):
     for rank, held in enumerate(on_ranks(4, 4, _megatrons_positions)):
         parts = Site(None, 32, 1, 1, cp=4, cp_rank=rank).positions(split=False)
         assert [position for first, count in parts for position in range(first, first + count)] == held
 
 
+@pytest.mark.release
 def test_hooks_are_gone_after_the_traced_steps(tpi):
     """Counted at the last step, by the modules themselves."""
 

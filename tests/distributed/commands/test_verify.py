@@ -73,6 +73,7 @@ def test_stock_numerics_differ_and_say_what_to_do(tree, shared):
     assert "continue with: tpi compare stock.tpicert against-stock/tp1" in other.stdout
 
 
+@pytest.mark.release
 def test_other_initial_weights_are_named_with_the_key_that_makes_them_equal(shared):
     """Megatron draws others for every tp."""
     done = shared("verify", *SMALL, "iters=1", "tp=1,2", "numerics=stock", "--dir", "drawn", status=1)
@@ -204,6 +205,7 @@ def _with_a_secret() -> None:
     os.environ |= {"MY_PASSWORD": "hunter-2", "NCCL_TOKEN": "hunter-3", "HOME_SWEET": "hunter-4", "NCCL_NTHREADS": "64"}
 
 
+@pytest.mark.release
 def test_a_certificate_holds_of_the_environment_what_numerics_depend_on_and_no_secret(tpi):
     leaking = tpi(
         "train", *SMALL, "tp=1", "run.dir=other", "data.json_key=${oc.env:MY_PASSWORD}", before=_with_a_secret

@@ -233,6 +233,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.release
 def test_what_is_not_covered_is_said_before_ranks_start(cli, base, monkeypatch):
     monkeypatch.chdir(base)
     for words, says in REFUSED.items():

@@ -25,6 +25,7 @@ def _adapted(tpi, model: str, words: str) -> Scenario:
     return Scenario(tpi, tpi.folder / "runs")(small(model), words, start)
 
 
+@pytest.mark.release
 @pytest.mark.timeout(1200)
 def test_adapters_of_mamba_and_of_experts_have_one_ledger(shared):
     """In one model, with one adapter for all experts of a layer."""

@@ -211,6 +211,7 @@ def test_the_tensors_are_those_of_transformers(bridge, tmp_path, name):
 _DISTRIBUTED = "dp=2 optimizer.use_distributed_optimizer=true"
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("layout", ("tp=2", pytest.param(_DISTRIBUTED, marks=pytest.mark.release)))
 def test_master_weights_have_the_bits_of_fp32(shared, layout):
     """Weights in fp32, a run in bf16: its master weights are those of the folder, its weights are rounded."""

@@ -85,10 +85,8 @@ FAMILIES = ("llama32_toy", "qwen25_toy")
 SHORTEST, BOTH = "seq=32 gbs=1 iters=1 model.num_layers=1", ("tp=1", "tp=2")
 
 
-# In `make test` one model has both.
-@pytest.mark.parametrize(
-    "model", ("llama32_toy model.add_qkv_bias=true", *(pytest.param(m, marks=pytest.mark.release) for m in FAMILIES))
-)
+@pytest.mark.release
+@pytest.mark.parametrize("model", FAMILIES)
 def test_one_ledger_for_every_family(scenario, model):
     family = scenario(model, SHORTEST)
     agree(family, BOTH)

@@ -12,7 +12,7 @@ Z_LOSS = "model.moe_z_loss_coeff=0.01"
 CAPACITY = "model.moe_expert_capacity_factor=1.0 model.moe_pad_expert_input_to_capacity=true"
 
 # Model, what is held fixed, the layouts that must agree, with digests of all gradients and weights at every step. In
-# `make test` test_invariance_data.py has a layout of qwen3_moe_toy.
+# `make test` test_expert_groups.py has a layout of qwen3_moe_toy.
 GROUPS = (("nemotron3_nano_toy", "iters=2", ("tp=1", "tp=2 ep=2")),)
 LONGER = (
     ("qwen3_moe_toy", "iters=2 gbs=2", ("tp=1", "tp=4 ep=2", "tp=2 pp=2")),
@@ -37,7 +37,13 @@ def test_one_ledger_for_all_layouts(scenario, model, fixed, layouts):
     agree(scenario(small(model), fixed), layouts)
 
 
-@pytest.mark.parametrize("model, layout", (("qwen3_moe_toy", "tp=2"), ("nemotron3_nano_toy", "tp=2 ep=2")))
+STOCK_LAYOUTS = (
+    pytest.param("qwen3_moe_toy", "tp=2", marks=pytest.mark.release),
+    ("nemotron3_nano_toy", "tp=2 ep=2"),
+)
+
+
+@pytest.mark.parametrize("model, layout", STOCK_LAYOUTS)
 def test_stock_does_not(scenario, model, layout):
     said = stock_differs(scenario(small(model), "iters=1"), ("tp=1", layout))
     assert "different at step 1" in said

@@ -21,7 +21,7 @@ SHARDS = "gbs=4 numerics.data_shards=4 iters=2"
 
 # Family, what is held fixed, the layouts that must agree.
 ROWS = (
-    pytest.param("exaone4", f"{ONE} model.num_layers=1", ("tp=1", "tp=2")),
+    pytest.param("exaone4", f"{ONE} model.num_layers=1", ("tp=1", "tp=2"), marks=pytest.mark.release),
     pytest.param("exaone4", ONE, ("tp=1", "tp=2 sp=false", "tp=2 pp=2"), marks=pytest.mark.release),
     pytest.param("exaone4", SHARDS, ("dp=1", "dp=2 mbs=2", "pp=2 dp=2"), marks=pytest.mark.release),
     pytest.param("exaone4", f"{ONE} precision=fp32", ("tp=1", "tp=4"), marks=pytest.mark.release),

@@ -16,7 +16,7 @@ SHARDS = "gbs=4 numerics.data_shards=4"
 
 # What is held fixed, the layouts that must agree.
 ROWS = (
-    ("gbs=2 iters=2", ("tp=1", "tp=2 mbs=2")),
+    pytest.param("gbs=2 iters=2", ("tp=1", "tp=2 mbs=2"), marks=pytest.mark.release),
     pytest.param("gbs=1 iters=2", ("tp=1", "tp=4", "tp=2 sp=false"), marks=pytest.mark.release),
     pytest.param("gbs=2 iters=2 model.num_layers=2", ("tp=1", "pp=2", "tp=2 pp=2"), marks=pytest.mark.release),
     pytest.param(

@@ -1,5 +1,7 @@
 """Windows of attention and YaRN's positions under `numerics=tree`: one ledger for all layouts."""
 
+import pytest
+
 from tests.distributed.scenario import STOCK, agree, unequal
 
 PLAIN = "qwen3_toy seq=32 gbs=1 iters=1"
@@ -15,12 +17,14 @@ WINDOWS = (
 )
 
 
+@pytest.mark.release
 def test_one_ledger_for_all_layouts(scenario):
     windows = scenario(PLAIN, *WINDOWS)
     agree(windows, ("tp=1", "tp=2"))
     assert windows("tp=1").ledger()[0].loss != scenario(PLAIN, "tp=1").ledger()[0].loss  # the settings count
 
 
+@pytest.mark.release
 def test_stock_has_several(scenario):
     one, two = (scenario(PLAIN, *WINDOWS, STOCK, f"tp={tp}").ledger() for tp in (1, 2))
     assert unequal(one, two)

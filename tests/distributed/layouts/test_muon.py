@@ -13,7 +13,7 @@ EXPERTS = "numerics.virtual_shards=4"
 
 # Model, what is held fixed, the layouts that must agree, with digests of all gradients, momenta and weights.
 ROWS = (
-    (DENSE, "iters=2 gbs=1", ("tp=1", "tp=2")),
+    pytest.param(DENSE, "iters=2 gbs=1", ("tp=1", "tp=2"), marks=pytest.mark.release),
     pytest.param(DENSE, f"iters=2 {SHARED}", ("dp=1", "dp=2", f"dp=2 {LAYER_WISE}"), marks=pytest.mark.release),
     pytest.param(
         DENSE,
@@ -56,6 +56,7 @@ def _differs_in_masters_alone(one, two):
     assert first.masters != second.masters
 
 
+@pytest.mark.release
 def test_the_order_of_rows_is_needed(scenario):
     """Megatron's own way to gather, with all else as it is: rows come as ranks have them."""
     # By default Megatron lets a processor with AMX round operands to bf16, and the order hides under that rounding.

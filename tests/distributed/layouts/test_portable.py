@@ -25,7 +25,7 @@ PREFETCHED = "ddp.overlap_param_gather=true optimizer.overlap_param_gather=true"
 # Model and what is held fixed, the layouts that must agree, and those that a release adds.
 ROWS = (
     (SMALL, ("tp=1", "tp=2"), ("tp=4 sp=false", "tp=1 pp=2")),
-    (f"{SMALL} numerics.data_shards=2 model.num_layers=1", ("dp=1", f"dp=2 {SPREAD} {PREFETCHED}"), ()),
+    (f"{SMALL} numerics.data_shards=2 model.num_layers=1", (), ("dp=1", f"dp=2 {SPREAD} {PREFETCHED}")),
     (
         f"{SMALL} gbs=4 numerics.data_shards=4 model.num_layers=1",
         (),

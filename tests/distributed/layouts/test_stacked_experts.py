@@ -8,6 +8,7 @@ from tests.distributed.small_models import small
 TOGETHER = "iters=1 model.num_layers=1 ledger.experts=together"
 
 
+@pytest.mark.release
 def test_experts_together_have_one_digest_in_every_layout(scenario):
     runs = scenario(small("qwen3_moe_toy"), TOGETHER)
     agree(runs, ("tp=1", "tp=2 ep=2"))

@@ -68,6 +68,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.release
 def test_a_recipe_of_bridge_is_called_once_until_something_changes(calls, tmp_path):
     first, called = calls(BRIDGES)
     assert called
@@ -109,6 +110,7 @@ def test_errors_are_not_kept(calls, tmp_path):
     assert files() == []
 
 
+@pytest.mark.release
 def test_the_oldest_answers_go(calls, monkeypatch):
     monkeypatch.setattr(recipe_answers, "MOST", 2)
     for rate in ("0.5", "0.6", "0.7"):

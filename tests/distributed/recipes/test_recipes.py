@@ -206,12 +206,14 @@ def _pretrained(mesh, switch, folder):
     return seen.steps
 
 
+@pytest.mark.release
 def test_a_recipe_and_the_switch_make_bridges_pretrain_invariant(tmp_path):
     one, two = (on_ranks(t, 8, _pretrained, "1", tmp_path) for t in (1, 2))
     assert len(one[0]) == 2
     assert one[0] == two[-1]
 
 
+@pytest.mark.release
 def test_without_the_switch_it_is_not(tmp_path):
     one, two = (on_ranks(t, 8, _pretrained, "0", tmp_path) for t in (1, 2))
     assert one[0] != two[-1]

@@ -66,6 +66,7 @@ def test_the_other_loads_what_was_saved(saved, mode):
     assert [n for n in before if before[n].ndim > 1 and same_bits(before[n], fresh[n])] == []  # they did differ
 
 
+@pytest.mark.release
 def test_a_tree_run_from_stock_weights_is_invariant(saved):
     for tp in (1, 2):
         _ran(

@@ -1,5 +1,7 @@
 """Weights drawn on the CPU are the same in every layout; Megatron-Bridge alone draws them on the device."""
 
+import pytest
+
 from tests.distributed.small_models import DENSE
 from tp_invariant_recipes.patches.bridge_cpu_weights import PATCH
 
@@ -18,6 +20,7 @@ def test_weights_of_the_cpu_follow_no_layout(scenario):
     assert masters(drawn("tp=1")) == masters(drawn("tp=2"))
 
 
+@pytest.mark.release
 def test_without_the_patch_the_field_is_forgotten(scenario):
     off = scenario(DRAWN, ON_THE_CPU, f"patches.off=[{PATCH.name}]")
     assert masters(off("tp=1")) != masters(off("tp=2"))

@@ -129,6 +129,7 @@ def test_experts_go_on_wherever_they_are(shared, tpi):
 SGD = ("train", "qwen3_toy", "iters=3", "save=1", "seq=32", "model.num_layers=1", "optimizer.optimizer=sgd", "tp=2")
 
 
+@pytest.mark.release
 def test_momentum_of_sgd_goes_on_in_another_layout(tpi):
     """The control goes on without it."""
     tpi(*SGD, "run.dir=run", status=0)

@@ -50,6 +50,7 @@ DENSE_FIRST = ("train", *small("deepseek_v3_toy").split(), "numerics.virtual_sha
 DISTRIBUTED = "optimizer.use_distributed_optimizer=true"
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     "more, first, layouts",
     (

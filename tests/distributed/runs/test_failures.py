@@ -36,6 +36,7 @@ def _nobody_reads() -> None:
         os.dup2(writing, descriptor)
 
 
+@pytest.mark.release
 def test_a_training_whose_output_nobody_reads_goes_on_to_its_end(tpi):
     """As in `tpi train … 2>&1 | head -6`."""
     tpi("train", "qwen3_toy", "iters=6", "seq=64", "run.dir=run", before=_nobody_reads, status=0)
@@ -110,6 +111,7 @@ def test_a_disk_that_fills_up_is_said_at_the_end(tpi, small_disk):
     assert "disk full" in listed
 
 
+@pytest.mark.release
 def test_a_second_sigterm_does_not_wait(tpi):
     process = tpi.start(*RUN)
     ledger = tpi.folder / "run" / "ledger.jsonl"
@@ -127,6 +129,7 @@ def test_a_second_sigterm_does_not_wait(tpi):
     assert ranks_of(process.pid) == []
 
 
+@pytest.mark.release
 def test_ranks_that_do_not_answer_sigterm_before_the_first_step_are_killed(tpi):
     wait = at_step(1, wait_for_ever)
 

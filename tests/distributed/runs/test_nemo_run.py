@@ -105,6 +105,7 @@ def _in_the_task(mesh, script, folder):
     return task.main([str(script), f"tp={mesh.size}"])
 
 
+@pytest.mark.release
 def test_a_task_writes_one_ledger_whatever_its_layout(bridge, script, tmp_path):
     from tp_invariant_recipes.ledger import certificate
     from tp_invariant_recipes.ledger.open import read

@@ -130,6 +130,7 @@ def test_two_nodes_compute_what_one_machine_does(finished, whole):
     assert [c.step for c in checkpoints.finished(folder / "checkpoints")] == [4, 8]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     "number, outcome, word",
     (
@@ -173,6 +174,7 @@ def test_a_rank_that_fails_on_another_node_is_named_and_the_job_gives_up_after_i
     assert "planted" in nodes.attempts("run")[-1]["why"]
 
 
+@pytest.mark.release
 def test_ranks_that_hang_are_ended_when_another_node_fails(nodes):
     faults = {"before": {0: at_step(3, wait_for_ever), 1: at_step(3, fail)}}
     statuses, said = nodes(*here(nodes), "slurm.tries=1", **faults)

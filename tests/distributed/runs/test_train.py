@@ -151,6 +151,7 @@ def test_a_dry_run_of_a_run_to_go_on_with(runs):
     assert files(runs.folder) == before
 
 
+@pytest.mark.release
 def test_the_installed_command_trains(tmp_path):
     """Nothing shared with this process: the way a user starts it."""
     command = [sys.executable, "-m", "tp_invariant_recipes", "train", "qwen3_toy", "tp=2", "iters=2", "run.dir=run"]
