@@ -3,17 +3,16 @@
 import ast
 from pathlib import Path
 
-import tp_invariant_recipes
+from tests.source_trees import trees
 from tp_invariant_recipes.numerics import mode
 
-PACKAGE = Path(tp_invariant_recipes.__file__).parent
 NAMES = {mode.STOCK, *mode.MODES}
 
 
-def compared(source: str) -> list[int]:
+def compared(tree: ast.AST) -> list[int]:
     """The lines of a module that compare something with the name of a mode, or look one up in a table by it."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         sides = [*node.comparators, node.left] if isinstance(node, ast.Compare) else []
         sides += node.keys if isinstance(node, ast.Dict) else []
         words = [
@@ -24,16 +23,12 @@ def compared(source: str) -> list[int]:
 
 
 def test_a_comparison_is_found():
-    assert compared('if mode == "portable" or mode in ("tree", "gather"):\n    pass\nTABLE = {"stock": 1}\n') == [
-        1,
-        1,
-        1,
-        3,
-    ]
+    source = 'if mode == "portable" or mode in ("tree", "gather"):\n    pass\nTABLE = {"stock": 1}\n'
+    assert compared(ast.parse(source)) == [1, 1, 1, 3]
 
 
 def test_no_module_compares_the_name_of_a_mode():
-    found = {file: compared(file.read_text()) for file in PACKAGE.rglob("*.py")}
-    table = PACKAGE / "numerics" / "mode.py"
+    found = {file: compared(tree) for file, tree in trees().items()}
+    table = Path("numerics/mode.py")
     assert found.pop(table)
-    assert {str(file.relative_to(PACKAGE)): lines for file, lines in found.items() if lines} == {}
+    assert {str(file): lines for file, lines in found.items() if lines} == {}

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.release
+
 SCRIPT = Path(__file__).parents[3] / "scripts" / "accuracy"
 
 

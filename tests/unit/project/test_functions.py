@@ -5,9 +5,9 @@ A function's parameters and its docstring, of a command the table of its options
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[3] / "tp_invariant_recipes"
+from tests.source_trees import trees
+
 LINES, BRANCHES = 60, 15
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 # Functions that are longer: FILE:NAME -> lines or branches. No other may join them, and a number may only fall.
@@ -83,11 +83,7 @@ def too_long(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def test_functions_are_short():
-    beyond = {
-        f"{path.relative_to(PACKAGE)}:{name}": number
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for name, number in too_long(ast.parse(path.read_text()))
-    }
+    beyond = {f"{path}:{name}": number for path, tree in trees().items() for name, number in too_long(tree)}
     assert {name: number for name, number in beyond.items() if number > LONGER.get(name, 0)} == {}
     assert {name: beyond.get(name) for name in LONGER} == LONGER  # those that are shorter now leave the list
 

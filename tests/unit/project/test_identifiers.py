@@ -3,12 +3,11 @@
 import ast
 import re
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[3] / "tp_invariant_recipes"
+from tests.source_trees import trees
+
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 # Pronouns, participles and sides that tell a reader nothing: write what it is (override, problems, rank, match).
 WORDS = {"one", "found", "said", "left", "some", "ours", "theirs", "again", "apart", "meant", "right", "together"}
@@ -74,11 +73,6 @@ def missing(tree: ast.AST, classes: dict[str, ast.ClassDef]) -> list[str]:
         known = members(node, classes) if isinstance(node, ast.ClassDef) else parameters(node)
         lines += [f"{node.lineno}: {node.name} has no {name}" for name in entries - known - NO_PARAMETERS]
     return lines
-
-
-@cache
-def trees() -> dict[Path, ast.Module]:
-    return {file.relative_to(PACKAGE): ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
 
 
 @pytest.mark.parametrize(

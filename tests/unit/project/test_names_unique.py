@@ -2,18 +2,17 @@
 
 import ast
 from collections import defaultdict
-from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[3] / "tp_invariant_recipes"
+from tests.source_trees import trees
 
 
 def classes() -> dict[str, list[str]]:
     """Public class → the modules that define it, classes inside of others included."""
     found = defaultdict(list)
-    for file in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
+    for file, tree in trees().items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found[node.name].append(str(file.relative_to(PACKAGE)))
+                found[node.name].append(str(file))
     return found
 
 

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.source_trees import trees
+
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = ("*.md", "docs/*.md", "slurm/*.md")
 
@@ -59,7 +61,7 @@ DOCSTRINGS = (Phrase(r"^The same\b", "the same as what?", "The same for a digest
 
 
 def docstrings() -> Iterator[tuple[str, str]]:
-    for file, tree in trees():
+    for file, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 yield f"{file}:{getattr(node, 'lineno', 1)}", ast.get_docstring(node) or ""
@@ -67,17 +69,12 @@ def docstrings() -> Iterator[tuple[str, str]]:
 
 def texts() -> Iterator[tuple[str, str]]:
     """All strings of the package, docstrings, messages and help alike, and all pages."""
-    for file, tree in trees():
+    for file, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield f"{file}:{node.lineno}", node.value
     for file in (file for pattern in PAGES for file in ROOT.glob(pattern)):
         yield str(file.relative_to(ROOT)), file.read_text()
-
-
-def trees() -> Iterator[tuple[Path, ast.Module]]:
-    for file in sorted((ROOT / "tp_invariant_recipes").rglob("*.py")):
-        yield file.relative_to(ROOT), ast.parse(file.read_text())
 
 
 def found(phrases: tuple[Phrase, ...], texts: Iterator[tuple[str, str]]) -> list[str]:

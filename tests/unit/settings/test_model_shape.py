@@ -2,14 +2,12 @@
 
 import ast
 import inspect
-from pathlib import Path
 
 import pytest
 
-from tp_invariant_recipes.settings import model_shape
+from tests.source_trees import trees
 from tp_invariant_recipes.settings.model_shape import ModelShape
 
-PACKAGE = Path(model_shape.__file__).parents[1]
 FIELDS = {
     node.value
     for node in ast.walk(ast.parse(inspect.getsource(ModelShape)))
@@ -70,10 +68,6 @@ def reads(tree: ast.AST) -> list[str]:
 
 
 def test_no_other_file_reads_a_size_by_its_name():
-    files = {file.relative_to(PACKAGE).as_posix(): file for file in PACKAGE.rglob("*.py")}
-    readers = {
-        name
-        for name, file in files.items()
-        if not name.startswith("sources/") and FIELDS & {*reads(ast.parse(file.read_text()))}
-    }
+    named = {file.as_posix(): FIELDS & {*reads(tree)} for file, tree in trees().items()}
+    readers = {name for name, fields in named.items() if fields and not name.startswith("sources/")}
     assert readers == OTHERS
