@@ -552,6 +552,7 @@ def mutated(value: Any, path: tuple, operation: str, other: Any) -> Any:
     return changed_at(value, path, change)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_random_change_is_a_defect(kind, tmp_path):
     """Up to three changes at once, which a table of single ones does not have."""

@@ -131,7 +131,7 @@ def _unfused(score, scale, top):
 ALL = {"inverse", "out", "dq", "dk", "dv"}
 OTHERS = (
     pytest.param("EXPONENTIAL", _unfused, ALL, 130, attention_operands, id="no FMA"),
-    pytest.param("added_in_lanes", folded, ALL, 300, attention_operands, id="no lanes"),
+    pytest.param("added_in_lanes", folded, ALL, 300, attention_operands, id="no lanes", marks=pytest.mark.release),
     pytest.param("of_heads", _last_first, {"dk", "dv"}, 130, cancelling_operands, id="last head first"),
 )
 

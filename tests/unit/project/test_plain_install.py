@@ -150,6 +150,7 @@ def hiding_site(tmp_path) -> str:
     return os.pathsep.join((str(tmp_path / "site"), str(ROOT)))
 
 
+@pytest.mark.release
 def test_commands_without_megatron_and_torch(two_runs, hiding_site):
     check_rows(run_commands(two_runs, [sys.executable], ALL, PYTHONPATH=hiding_site))
     assert not (two_runs / "data").exists()

@@ -452,6 +452,7 @@ def test_whatever_scrolls_has_a_shadow_where_it_goes_on(html):
     assert html.count("<table") == len(re.findall(r'<div class="scroll"[^>]*>\s*<table', html))
 
 
+@pytest.mark.release
 def test_who_waits_for_long_is_told_how_far_it_is(cli, monkeypatch, tmp_path):
     runs = [write_run(tmp_path / name) for name in "ab"]
     monkeypatch.setattr(progress, "PATIENCE", 1e9)
