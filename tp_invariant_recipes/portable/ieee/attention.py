@@ -51,12 +51,11 @@ class Attended(NamedTuple):
 def attention_forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
     """softmax(scale · query · key^T) · value, causal.
 
-    query:      [s, b, h, d] bf16; key, value: [t, b, g, d], g divides h. The queries are the last s of t positions: on
-                a GPU s = t, and portable/ieee/cached_attention.py has fewer queries.
+    query:      [s, b, h, d] bf16; key, value: [s, b, g, d], g divides h.
     scale:      of the scores, rounded to fp32.
     raises TypeError: other dtypes; ValueError: other shapes.
     """
-    _check(query, key, value, last=not query.is_cuda)
+    _check(query, key, value)
     s, b, h, d = query.shape
     groups = key.shape[2]
     if query.is_cuda:
@@ -71,7 +70,7 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -
     top, inverse = torch.zeros(2, units, heads, s)
     arrays = (*map(_bits, (q.transpose(2, 3), k, v.transpose(1, 2), out)), as_array(top), as_array(inverse))
     numbers = np.float32(_of_powers_of_two(scale)), np.int32(tensor_core_cpu.KEPT_BITS)
-    by_rows(_forward, arrays, *numbers, work=2 * units * heads * s * len(key) * d)
+    by_rows(forward_loop, arrays, *numbers, work=2 * units * heads * s * s * d)
     return Attended(_by_position(out.transpose(2, 3), b), top, inverse)
 
 
@@ -114,12 +113,11 @@ def _of_powers_of_two(scale: float) -> float:
     return float(np.float32(scale * LOG2_E))
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, *, last: bool = False) -> None:
-    """last: whether the queries may be the last positions alone."""
+def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
     if any(x.dtype != torch.bfloat16 for x in (query, key, value)):
         raise TypeError(f"attention of {query.dtype}, {key.dtype} and {value.dtype}; all must be bf16")
-    (s, b, h, d), (t, _, g, _) = query.shape, key.shape
-    if key.shape != (t, b, g, d) or value.shape != key.shape or h % g or t < s or (t > s and not last):
+    (s, b, h, d), g = query.shape, key.shape[2]
+    if key.shape != (s, b, g, d) or value.shape != key.shape or h % g:
         raise ValueError(f"attention of {[*query.shape]}, {[*key.shape]} and {[*value.shape]}")
 
 
@@ -183,8 +181,11 @@ def _over_queries(rows: Any, words: Any, first: Any, kept: Any, out: Any) -> Non
 
 
 @cpu_loop
-def _forward(q: Any, keys: Any, values: Any, out: Any, top: Any, inverse: Any, scale: Any, kept: Any) -> None:
-    """q: [u, r, d, s]; keys: [u, t, d]; values: [u, d, t]; out: [u, r, d, s]; top, inverse: [u, r, s]."""
+def forward_loop(q: Any, keys: Any, values: Any, out: Any, top: Any, inverse: Any, scale: Any, kept: Any) -> None:
+    """q: [u, r, d, s], the last s of t positions; keys: [u, t, d]; values: [u, d, t], all as bits of bf16.
+
+    Fill out, [u, r, d, s] bits of bf16, and top and inverse, [u, r, s].
+    """
     heads, d, s = q.shape[1:]
     before = keys.shape[1] - s  # the first query's position
     padded = (before + s + STEP - 1) // STEP * STEP

@@ -8,19 +8,23 @@ A span is up to ROWS consecutive rows of a sequence. On a GPU a program computes
 a row's heads lie side by side in a tile of scores. On a CPU a span's keys are gathered, and attention.py does the rest.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tp_invariant_recipes.kernels.cpu import tensor_core_cpu
+from tp_invariant_recipes.kernels.cpu.cpu_threads import by_parts
+from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop
 from tp_invariant_recipes.kernels.launch import Kernel
-from tp_invariant_recipes.portable.ieee.attention import _of_powers_of_two, attention_forward
+from tp_invariant_recipes.portable.ieee.attention import _of_powers_of_two, forward_loop
 from tp_invariant_recipes.portable.ieee.attention_triton import LANES, LEAST, Tiles, _products, exponential
 from tp_invariant_recipes.portable.ieee.math import ONE_FP32, ZERO
 from tp_invariant_recipes.portable.ieee.sums import fold_columns, power_of_two
-from tp_invariant_recipes.portable.one_source import UNFUSED
+from tp_invariant_recipes.portable.one_source import SMALL, UNFUSED, as_array
 
 # Scores of a tile: of a span of one row, as in decoding, and of longer ones. None of it changes a bit.
 ONE_ROW, ROWS = Tiles(16, LANES, 4, 3), Tiles(64, LANES, 4, 2)
@@ -62,15 +66,44 @@ def cached_attention(query: Tensor, keys: Tensor, values: Tensor, spans: Spans, 
     if query.is_cuda:
         cached_triton(query.contiguous(), keys, values, out, spans, _of_powers_of_two(scale))
         return out
-    for table in spans.tables:
-        first, count = table[:2].tolist()
-        if count:
-            at = torch.arange(int(spans.positions[first + count - 1]) + 1)
-            slots = table[2:].long()[at // spans.size] * spans.size + at % spans.size
-            rows = query[first : first + count].unsqueeze(1)
-            of_span = keys[slots].unsqueeze(1), values[slots].unsqueeze(1)
-            out[first : first + count] = attention_forward(rows, *of_span, scale).out.squeeze(1)
+    arrays = [as_array(x.contiguous()).view(np.uint16) for x in (query, keys, values, out)]
+    numbers = spans.size, np.float32(_of_powers_of_two(scale)), np.int32(tensor_core_cpu.KEPT_BITS)
+    arguments = (*arrays, as_array(spans.tables), as_array(spans.positions), *numbers)
+    units = len(spans.tables) * keys.shape[1]
+    by_parts(lambda i, j: _cached_loop(i, j, *arguments), units, pays=query.numel() * spans.longest > SMALL)
     return out
+
+
+@cpu_loop
+def _cached_loop(
+    begin: int, end: int, query: Any, keys: Any, values: Any, out: Any, tables: Any, positions: Any, size: int,
+    scale: Any, kept: Any,
+) -> None:  # fmt: skip
+    """Fill out for the units begin … end - 1: of each span, the heads of each group. All but numbers: bits of bf16."""
+    groups, d = keys.shape[1:]
+    heads = query.shape[1] // groups
+    for unit in range(begin, end):
+        table, group = tables[unit // groups], unit % groups
+        first, count = table[0], table[1]
+        if count == 0:
+            continue
+        last = positions[first] + count
+        k, v = np.empty((1, last, d), np.uint16), np.empty((1, d, last), np.uint16)
+        q, o = np.empty((1, heads, d, count), np.uint16), np.empty((1, heads, d, count), np.uint16)
+        unread = np.empty((2, 1, heads, count), np.float32)
+        for j in range(last):
+            slot = table[2 + j // size] * size + j % size
+            for c in range(d):
+                k[0, j, c], v[0, c, j] = keys[slot, group, c], values[slot, group, c]
+        for i in range(count):
+            for head in range(heads):
+                for c in range(d):
+                    q[0, head, c, i] = query[first + i, group * heads + head, c]
+        forward_loop(q, k, v, o, unread[0], unread[1], scale, kept)
+        for i in range(count):
+            for head in range(heads):
+                for c in range(d):
+                    out[first + i, group * heads + head, c] = o[0, head, c, i]
 
 
 def cached_triton(query: Tensor, keys: Tensor, values: Tensor, out: Tensor, spans: Spans, scale: float) -> None:
