@@ -212,6 +212,11 @@ def experts_products_are_right_whoever_lies_beside():
         assert same_bits(alone[1], dx[rows])
         assert same_bits(alone[2][0], out)
         at += size
+    captured = torch.full_like(y, 7.0)
+    grouped_product.grouped_product(
+        x, weights, captured, grouped_product.Groups((), torch.tensor(sizes), sum(sizes)), transposed=True
+    )
+    assert same_bits(captured, y)
     chained = [torch.randn(n, k) for _ in range(2)]
     expected = [out.clone() for out in chained]
     zeros = [torch.zeros(n, k) for _ in sizes]

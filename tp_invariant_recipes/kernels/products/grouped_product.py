@@ -27,26 +27,37 @@ TILES = {torch.bfloat16: (128, 128, 64, 8), torch.float32: (64, 64, 32, 4)}
 class Groups:
     """Consecutive groups of rows.
 
-    sizes: rows of each group. counts: [groups] int64, the same numbers on the rows' device.
+    sizes:  rows of each group. counts: [groups] int64, the same numbers on the rows' device.
+    total:  rows of all groups in a CUDA graph, whose replays have other sizes: there `sizes` is empty. Elsewhere 0.
+            Rows that are counted beyond it, as routers may of NaN, are not read.
     """
 
     sizes: tuple[int, ...]
     counts: Tensor
+    total: int = 0
 
     @cached_property
     def ends(self) -> Tensor:
         """[groups] int64: one past the last row of each group."""
-        return self.counts.cumsum(0)
+        ends = self.counts.cumsum(0)
+        return ends.clamp(max=self.total) if self.total else ends
 
     def tiles(self, height: int) -> tuple[Tensor, Tensor]:
-        """Get the group and the first row of every tile of `height` rows, int64; a tile has rows of one group only."""
+        """Get the group and the first row of every tile of `height` rows, int64; a tile has rows of one group only.
+
+        In a CUDA graph there are as many as any sizes need; those beyond the last group's have none of its rows.
+        """
         if height not in self._tiles:
-            total = sum(-(-size // height) for size in self.sizes)
+            tiles = sum(-(-size // height) for size in self.sizes)
+            if self.total:
+                tiles = len(self.counts) + self.total // height
             every = (self.counts + height - 1) // height
-            group = torch.repeat_interleave(every, output_size=total)
+            before = every.cumsum(0)
+            number = torch.arange(tiles, device=every.device)
+            group = torch.searchsorted(before, number, right=True).clamp(max=len(every) - 1)
             # Of each group: its first row, less the rows of all earlier tiles.
-            shift = self.ends - self.counts - (every.cumsum(0) - every) * height
-            self._tiles[height] = group, shift[group] + torch.arange(0, total * height, height, device=group.device)
+            shift = self.ends - self.counts - (before - every) * height
+            self._tiles[height] = group, shift[group] + number * height
         return self._tiles[height]
 
     @cached_property

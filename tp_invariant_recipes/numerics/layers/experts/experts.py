@@ -202,7 +202,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 def of_batches[T](batches: Batches, tensors: Sequence[T]) -> list[T]:
     """Of each batch what its expert has."""
-    return [tensors[batches.expert(batch)] for batch in range(len(batches.groups.sizes))]
+    return [tensors[batches.expert(batch)] for batch in range(len(batches.groups.counts))]
 
 
 def weight_gradients(

@@ -44,7 +44,7 @@ class Batches:
     @property
     def experts(self) -> range:
         """The local numbers of the experts."""
-        return range(self.first, self.first + len(self.groups.sizes) // self.sources)
+        return range(self.first, self.first + len(self.groups.counts) // self.sources)
 
     def in_order[T](self, outs: Sequence[T]) -> Iterator[tuple[T, int]]:
         """Each batch with what it is added to, in order. outs: one for each expert and buffer."""
@@ -90,6 +90,7 @@ class Route:
 def route(routing_map: Tensor, topk: int, owners: Owners) -> Route:
     """Plan the routes of a micro-batch. routing_map: [n, E] bool. It costs one collective of counts and one wait.
 
+    A CUDA graph cannot wait: there each token must have topk experts, all on this rank.
     A binary search over cumulative counts finds the entries. torch's deterministic scatter would sort, and would add
     all entries without a destination at one index, one after the other.
     """
@@ -101,26 +102,27 @@ def route(routing_map: Tensor, topk: int, owners: Owners) -> Route:
         everyone = counts.new_empty(owners.size * counts.numel())
         dist.all_gather_into_tensor(everyone, counts.view(-1), group=owners.group)
     everyone = everyone.view(owners.size, owners.size, owners.each, owners.parts)
-    known: list[list[list[list[int]]]] = everyone.tolist()  # [from][to][expert][part]
-    slots = [[sum(map(sum, to)) for to in row] for row in known]  # [from][to]
+    captured = routing_map.is_cuda and torch.cuda.is_current_stream_capturing()
+    if captured and owners.group is not None:
+        raise NotImplementedError("no CUDA graph captures the exchange of tokens, whose sizes the host has to know")
+    known: list[list[list[list[int]]]] = [] if captured else everyone.tolist()  # [from][to][expert][part]
+    slots = [[sum(map(sum, to)) for to in row] for row in known] or [[n * topk]]  # [from][to]
 
     before = by_owner.flatten().cumsum(0)
     at = torch.searchsorted(before, _first(sum(slots[owners.rank]), before))
     number = owners.by_owner(torch.arange(experts, device=at.device))
     token, place = at % n, at % n * experts + number[at // n]
     slot = owners.by_number((before - 1).view(experts, n)).t().contiguous()
+    if captured:
+        slot = slot.clamp(max=n * topk - 1)  # of NaN a router may choose more experts
     nth = routing_map.cumsum(1)
     expert = torch.searchsorted(nth, _first(topk, nth).expand(n, topk).contiguous())  # E: a token with fewer
     copies = slot.gather(1, expert.clamp(max=experts - 1)).where(expert < experts, -1)
 
     mine = everyone[:, owners.rank]  # [from, expert, part]
     per_source = mine.transpose(0, 1).reshape(owners.each, owners.sources, -1).sum(2).flatten()
-    width = owners.size * owners.parts // owners.sources  # parts of a source
-    parts = [[part for row in known for part in row[owners.rank][e]] for e in range(owners.each)]
-    sizes = tuple(
-        sum(of_expert[start : start + width]) for of_expert in parts for start in range(0, len(of_expert), width)
-    )
-    batches = Batches(Groups(sizes, per_source), owners.first_local, owners.sources, owners.chain)
+    sizes = _sizes(known, owners)
+    batches = Batches(Groups(sizes, per_source, n * topk * captured), owners.first_local, owners.sources, owners.chain)
     send, receive = [], []
     arriving = arrived = None
     if owners.group is not None:
@@ -128,6 +130,15 @@ def route(routing_map: Tensor, topk: int, owners: Owners) -> Route:
         rows = mine.sum(2)
         arriving, arrived = _regrouped(rows, sum(sizes)), _regrouped(rows.t(), sum(sizes))
     return Route(routing_map, slot, copies, token, place, send, receive, arriving, arrived, batches)
+
+
+def _sizes(known: list[list[list[list[int]]]], owners: Owners) -> tuple[int, ...]:
+    """Rows of each batch of this rank, of counts [from][to][expert][part]; none of no counts."""
+    width = owners.size * owners.parts // owners.sources  # parts of a source
+    parts = [[part for row in known for part in row[owners.rank][e]] for e in range(owners.each)]
+    return tuple(
+        sum(of_expert[start : start + width]) for of_expert in parts for start in range(0, len(of_expert), width)
+    )
 
 
 def _first(count: int, like: Tensor) -> Tensor:
