@@ -149,6 +149,7 @@ def main(words: list[str]) -> None:
     """Train, and print a line for each step."""
     from tp_invariant_recipes.config.overrides import latest, parse_all
     from tp_invariant_recipes.features.train import workflow
+    from tp_invariant_recipes.launch.local import Outcome
     from tp_invariant_recipes.launch.request import RunRequest
 
     request = RunRequest("qwen3_toy", tuple(latest(parse_all([*DEFAULTS, *words]))))
@@ -165,8 +166,10 @@ def main(words: list[str]) -> None:
         shown = len(lines)
 
     workflow.check(planned)
-    workflow.execute(planned, show, rank_fn=train)
+    outcome = workflow.execute(planned, show, rank_fn=train)
     show()
+    if outcome is not Outcome.COMPLETED:
+        raise SystemExit(f"stopped after {shown} steps")
     draw_curve(planned.run_dir.path)
 
 

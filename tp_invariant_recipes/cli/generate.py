@@ -1,18 +1,14 @@
 """`tpi generate`."""
 
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json, Overrides, argument, flag, option
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.start import needed
-
-LINE_EVERY = 10.0  # seconds between plain lines, where there is no terminal
 
 
 def generate(
@@ -27,7 +23,7 @@ def generate(
     digest: Annotated[bool, flag("Write a digest of the whole vocabulary for each token.", "--digest")] = False,
     tokenizer: Annotated[str | None, option("FOLDER", "For text: a Hugging Face tokenizer, or byte.")] = None,
     batch: Annotated[int, option("N", "Sequences that are decoded side by side.", min=1)] = 256,
-    chunk: Annotated[int, option("N", "Tokens of a pass over prompts.", min=1)] = 2048,
+    chunk: Annotated[int, option("N", "Tokens of a pass over prompts.", min=1)] = 16384,
     cache: Annotated[
         int | None, option("N", "Tokens that the cache holds; default: what the requests need and fits.", min=1)
     ] = None,
@@ -67,31 +63,10 @@ def generate(
         state = "are there" if written else "would be written"
         console.print(Text(f"{generation.out}: {counts} {state}"), soft_wrap=True)
     elif not written:
-        with _Watched(generation.count, console, progress.PLAIN) as watch:
-            result |= workflow.execute(generation, resume=resume, watch=watch)
+        with progress.Items("generating", "completions", generation.count, console) as bar:
+            result |= workflow.execute(generation, resume=resume, show=bar.show)
     if not dry_run:
         speed = f", {result['tokens_per_second']:,} tokens/s" if result.get("tokens_per_second") else ""
         console.print(Text(f"{generation.out}: {counts}{speed}"), soft_wrap=True)
     if as_json:
         terminal.print_json(result)
-
-
-class _Watched(Progress):
-    """The progress of rollouts: a bar on a terminal, elsewhere a line every LINE_EVERY seconds."""
-
-    def __init__(self, count: int, console: Any, plain: dict[str, Any]) -> None:
-        self.count, self.printed = count, time.monotonic()
-        super().__init__(
-            TextColumn("generating"), BarColumn(), TextColumn("{task.completed:,.0f}/{task.total:,.0f} completions"),
-            TextColumn("{task.description}"), console=console, disable=not console.is_terminal, **plain,
-        )  # fmt: skip
-        self.task = self.add_task("", total=count)
-
-    def __call__(self, progress: Any, before: int) -> None:
-        """Show what is written. before: completions that were there."""
-        speed = f"{progress.speed:,.0f} tokens/s" if progress.speed else ""
-        done = before + progress.completions
-        self.update(self.task, completed=done, description=speed)
-        if not self.console.is_terminal and time.monotonic() - self.printed > LINE_EVERY:
-            self.printed = time.monotonic()
-            self.console.print(f"{done:,} of {self.count:,} completions{', ' if speed else ''}{speed}")

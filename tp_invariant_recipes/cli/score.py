@@ -1,19 +1,16 @@
 """`tpi score`."""
 
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json, Overrides, argument, flag, option
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.start import needed
-
-LINE_EVERY = 10.0  # seconds between plain lines, where there is no terminal
 
 
 def score(
@@ -108,8 +105,8 @@ def _score(source: Path, file: Path, overrides: list[str], where: Path, options:
         scoring = workflow.new(source, file, overrides, where, options)
     result: dict[str, Any] = {"scores": str(scoring.out), "exit_status": 0}
     if not workflow.finished(scoring):
-        with _Watched(scoring, console, progress.PLAIN) as tick:
-            result |= workflow.execute(scoring, tick)
+        with progress.Items("scoring", "sequences", scoring.count, console) as bar:
+            result |= workflow.execute(scoring, _shown(scoring, bar))
     speed = f", {result['tokens_per_second']:,} tokens/s" if result.get("tokens_per_second") else ""
     console.print(Text(f"{scoring.out}: {scoring.count:,} sequences{speed}"), soft_wrap=True)
     return scoring, result
@@ -142,28 +139,18 @@ def _against(scoring: Any, against: list[Path], tolerance: float, page: Path) ->
     return result | {"files": points, "page": str(page), "text": f"{result['text']}{more}\npage: {page}"}
 
 
-class _Watched(Progress):
-    """The progress of a scoring: a bar on a terminal, elsewhere a line every LINE_EVERY seconds."""
+def _shown(scoring: Any, bar: Any) -> Callable[[], None]:
+    """Return what shows the lines that have been written."""
+    written, position = 0, 0
 
-    def __init__(self, scoring: Any, console: Any, plain: dict[str, Any]) -> None:
-        self.scoring = scoring
-        self.done, self.position, self.printed = 0, 0, time.monotonic()
-        super().__init__(
-            TextColumn("scoring"), BarColumn(), TextColumn("{task.completed:,.0f}/{task.total:,.0f} sequences"),
-            TimeRemainingColumn(), console=console, disable=not console.is_terminal, **plain,
-        )  # fmt: skip
-        self.task = self.add_task("", total=scoring.count)
+    def tick() -> None:
+        nonlocal written, position
+        if scoring.lines.exists():
+            with scoring.lines.open("rb") as stream:
+                stream.seek(position)
+                while block := stream.read(1 << 20):
+                    written += block.count(b"\n")
+                position = stream.tell()
+            bar.show(written)
 
-    def __call__(self) -> None:
-        """Show the lines that have been written since."""
-        if not self.scoring.lines.exists():
-            return
-        with self.scoring.lines.open("rb") as stream:
-            stream.seek(self.position)
-            while block := stream.read(1 << 20):
-                self.done += block.count(b"\n")
-            self.position = stream.tell()
-        self.update(self.task, completed=self.done)
-        if not self.console.is_terminal and time.monotonic() - self.printed > LINE_EVERY:
-            self.printed = time.monotonic()
-            self.console.print(f"{self.done:,} of {self.scoring.count:,} sequences")
+    return tick

@@ -200,6 +200,31 @@ class Passes(Progress):
         return f"profile, {pass_.mode}" if pass_.profile else f"round {pass_.round} of {self.rounds}, {pass_.mode}"
 
 
+class Items(Progress):
+    """Written items of a file, of a known number: a bar on a terminal, elsewhere a line every few seconds."""
+
+    def __init__(self, doing: str, items: str, total: int, console: Console) -> None:
+        self.items, self.total, self.printed = items, total, time.monotonic()
+        super().__init__(
+            TextColumn(doing),
+            BarColumn(),
+            TextColumn(f"{{task.completed:,.0f}}/{{task.total:,.0f}} {items}"),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            **PLAIN,
+        )
+        self.task = self.add_task("", total=total)
+
+    def show(self, written: int, words: str = "") -> None:
+        """Show how many are written. words: beside it."""
+        self.update(self.task, completed=written, description=words)
+        if not self.console.is_terminal and time.monotonic() - self.printed > LINE_EVERY:
+            self.printed = time.monotonic()
+            self.console.print(f"{written:,} of {self.total:,} {self.items}{', ' if words else ''}{words}")
+
+
 def watcher(plan: Plan, console: Console, *, verbose: bool = False) -> Bar | Lines:
     """Return the bar on a terminal, lines elsewhere; with `verbose` also Bridge's log."""
     if verbose:

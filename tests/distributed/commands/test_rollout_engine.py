@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -43,13 +43,13 @@ SHORT = ("first", "chunks", "preempted")  # in `make test`
 
 
 def requests() -> list[Request]:
-    """Greedy and drawn, several samples, two prompts that begin alike and one that is there twice."""
+    """Greedy and drawn, several samples, two prompts that begin alike, one that is there twice; the first ends last."""
     draw = random.Random(0)
     prompts = [tuple(draw.randrange(512) for _ in range(length)) for length in LENGTHS]
     prompts += [prompts[3], (*prompts[3][:40], 5, 6)]
     drawn = {"do_sample": True, "temperature": 0.5, "num_return_sequences": 2}
     return [
-        Request(f"r{n}", tokens, Sampling(max_new_tokens=6, **(drawn | {"seed": n} if n % 2 else {})))
+        Request(f"r{n}", tokens, Sampling(max_new_tokens=6 + (not n), **(drawn | {"seed": n} if n % 2 else {})))
         for n, tokens in enumerate(prompts)
     ]
 
@@ -115,15 +115,23 @@ class Trial:
         bridge.load()
         with ExitStack() as stack, torch.no_grad():
             model = loaded_model(stack, self.config, None)
-            found, before = {}, self._state(model)
+            defined = self._drawn_from_whole_passes(model) if dist.get_world_size() == 1 else None
+            found, before = {"defined": defined}, self._state(model)
             for name in self.variants:
                 options, order = VARIANTS[name]
                 engine, ended = Engine(model, **options), []
-                found[name] = plain(engine.generate(requests()[::order], ended.append))
+                completions = engine.generate(requests()[::order], ended.append)
+                assert [(c.request, c.sample) for c in completions] == [
+                    (r.id, n) for r in requests()[::order] for n in range(r.sampling.num_return_sequences)
+                ]
+                found[name] = plain(completions)
                 found[f"{name}: preemptions"] = engine.preemptions
                 found[f"{name}: ended"] = len(ended)
             assert self._state(model) == before
             found["refit"], found["new"] = self._refitted(engine, model)
+            longer, engine = [replace(request, tokens=request.tokens * 3) for request in requests()], Engine(model)
+            engine.generate(requests())
+            found["longer"], found["longer alone"] = (plain(each.generate(longer)) for each in (engine, Engine(model)))
             with recomputing(model):
                 found["in a training that recomputes"] = plain(Engine(model).generate(requests()))
             with library_attention():
@@ -146,6 +154,30 @@ class Trial:
         for weight, values in zip(model.parameters(), kept, strict=True):
             weight.copy_(values)
         return found
+
+    def _drawn_from_whole_passes(self, model) -> list[list[int]]:
+        """Tokens of each sample, by the model's forward pass over all tokens before, and the definition of a draw."""
+        from megatron.core.utils import unwrap_model
+
+        from tp_invariant_recipes.features.rollouts.sampling import draw, numbers_of, request_key
+        from tp_invariant_recipes.numerics import mode
+        from tp_invariant_recipes.numerics.layers import cross_entropy
+        from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+
+        config, group = unwrap_model(model).config, unwrap_model(model).pg_collection.tp
+        mesh, kernels = VirtualMesh.from_group(config.virtual_shards, group), mode.mode_of(config).cross_entropy()
+        samples = [(request, n) for request in requests() for n in range(request.sampling.num_return_sequences)]
+        drawn: list[list[int]] = [[] for _ in samples]
+        for (request, sample), tokens in zip(samples, drawn, strict=True):
+            for position in range(request.sampling.max_new_tokens):
+                whole = [*request.tokens, *tokens]
+                ids = torch.tensor([whole + [0] * (-len(whole) % 64)])
+                logits = model(input_ids=ids, position_ids=torch.arange(ids.shape[1])[None], attention_mask=None)
+                row = cross_entropy.log_probabilities(logits[0, len(whole) - 1][None], mesh, kernels)
+                key = torch.tensor([[request_key(request.sampling.seed, request.id), sample, position]])
+                numbers = torch.tensor([numbers_of(request.sampling)], dtype=torch.float64)
+                tokens += draw(row[:, :512].contiguous(), key, numbers).tolist()
+        return drawn
 
     def _state(self, model) -> list:
         """What a training reads of a model, and must find as it was."""
@@ -223,6 +255,14 @@ def test_batches_orders_chunks_blocks_and_preemption_change_nothing(whole):
         assert whole[name] == whole["first"], name
         assert whole[f"{name}: ended"] == len(whole["first"]) == 9
         assert (whole[f"{name}: preemptions"] > 0) == (name == "preempted")
+
+
+def test_tokens_are_drawn_as_defined_from_whole_passes(whole):
+    assert [row[2] for row in whole["first"]] == whole["defined"]
+
+
+def test_an_engine_takes_longer_requests_later(whole):
+    assert whole["longer"] == whole["longer alone"] != whole["first"]
 
 
 def test_a_training_that_recomputes_changes_nothing(whole):

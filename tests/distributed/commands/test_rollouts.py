@@ -213,8 +213,11 @@ REFUSED = (
     ("qwen3 unknown.jsonl", "request b: token 512 is outside the model's vocabulary of 512"),
     ("qwen3 empty.jsonl", "request a: an empty prompt"),
     ("qwen3 twice.jsonl", "request a: its id is there twice"),
-    ("qwen3 none.jsonl", "No such file"),
+    ("qwen3 none.jsonl", "no such file"),
     ("nowhere p.jsonl", "no such folder"),
+    ("nowhere p.jsonl temperature=0.5", "nowhere: no such folder"),
+    ("nowhere p.jsonl temperature=0.5", "has no effect without draws"),
+    ("nowhere none.jsonl", "none.jsonl: no such file"),
     ("qwen3 p.jsonl --out nowhere/x", "is no folder"),
 )
 

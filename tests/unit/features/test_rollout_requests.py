@@ -115,7 +115,7 @@ def read(folder, rows, tokenizer=None, sampling=DRAWS):
 
 def test_prompts_are_text_ids_and_conversations(tmp_path, talking):
     rows = [
-        {"prompt": "2 + 3 =", "answer": 5},
+        {"prompt": "2 + 3 =", "metadata": {"answer": 5}},
         {"id": "x", "tokens": [1, 2]},
         {"id": 7, "prompt": [4], "n": 3, "top_k": 5},
         {"messages": [{"role": "user", "content": "2 + 3"}]},
@@ -134,14 +134,17 @@ def test_bytes_are_a_tokenizer(tmp_path):
 
 REFUSED = (
     ("{", "line 1: not JSON"),
-    ({"id": 1}, "a request has one of prompt, tokens and messages; its keys: 'id'"),
-    ({"prompt": "a", "tokens": [1]}, "a request has one of prompt, tokens and messages"),
+    ({"id": 1}, "a request has one of prompt, tokens, messages; its keys: id"),
+    ({"prompt": "a", "tokens": [1]}, "a request has one of prompt, tokens, messages"),
     ({"prompt": "a"}, "prompt is text, and there is no tokenizer: --tokenizer FOLDER"),
     ({"tokens": "a"}, "tokens must be a list of token ids"),
     ({"tokens": [1.5]}, "tokens must be a list of token ids"),
     ({"tokens": [True]}, "tokens must be a list of token ids"),
     ({"messages": []}, "messages need a tokenizer"),
-    ({"tokens": [1], "num_beams": 4}, "num_beams: tpi generate has no such parameter"),
+    ({"tokens": [1], "num_beams": 4}, "line 1: num_beams: no such key"),
+    ({"tokens": [1], "temprature": 0.5}, "line 1: temprature: no such key; did you mean 'temperature'?"),
+    ({"tokens": [1], "answer": 5}, "answer: no such key"),
+    ({"tokens": [1], "answer": 5}, "tpi does not read what is in metadata"),
     ({"tokens": [1], "temperature": "hot"}, "line 1: temperature='hot'"),
     ({"tokens": [1], "n": 2, "num_return_sequences": 3}, "one parameter under two names"),
     ({"tokens": [1], "id": [2]}, "id must be text or a whole number"),
@@ -210,9 +213,7 @@ def test_a_line_is_a_sequence_and_a_row_of_an_engine():
 def test_completions_come_in_order_from_the_files_of_ranks(tmp_path):
     rows = [{"id": "b", "tokens": [5], "n": 2}, {"id": "a", "tokens": [6]}, {"id": "c", "tokens": [7]}]
     asked = read(tmp_path, rows)
-    ranks = lines.Ranks(asked, None, tmp_path)
-    assert ranks.read() == asked
-    first, second = ranks.write(0), ranks.write(1)
+    first, second = (lines.writer(tmp_path, rank, asked, None) for rank in (0, 1))
     second(completion("a"))
     first(completion("b", 1))
     first(completion("b", 0))
@@ -220,7 +221,7 @@ def test_completions_come_in_order_from_the_files_of_ranks(tmp_path):
     assert where.keys() == {("a", 0), ("b", 0), ("b", 1)}
     (tmp_path / "part-1.jsonl").open("ab").write(b'{"id": "c[0]", "requ')  # cut by a kill
     assert lines.places(tmp_path).keys() == where.keys()
-    ranks.write(1)(completion("c"))
+    lines.writer(tmp_path, 1, asked, None)(completion("c"))
     lines.join(tmp_path / "whole", asked, lines.places(tmp_path))
     whole = (tmp_path / "whole").read_bytes().splitlines()
     assert [json.loads(line)["id"] for line in whole] == ["b[0]", "b[1]", "a[0]", "c[0]"]
@@ -231,7 +232,7 @@ def test_completions_come_in_order_from_the_files_of_ranks(tmp_path):
 
 def test_a_full_disk_is_one_message(tmp_path):
     """What was written before stays, and no part of a line beside it."""
-    append = lines.Ranks(read(tmp_path, [{"id": "a", "tokens": [5], "n": 2}]), None, tmp_path).write(0)
+    append = lines.writer(tmp_path, 0, read(tmp_path, [{"id": "a", "tokens": [5], "n": 2}]), None)
     append(completion("a"))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     size = (tmp_path / "part-0.jsonl").stat().st_size

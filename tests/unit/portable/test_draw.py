@@ -9,7 +9,7 @@ import torch
 from tests.definitions import draws
 from tests.definitions.elementwise import numpy_version
 from tp_invariant_recipes.features.rollouts.requests import Sampling
-from tp_invariant_recipes.features.rollouts.sampling import Parameters, draw, request_key
+from tp_invariant_recipes.features.rollouts.sampling import draw, numbers_of, request_key
 from tp_invariant_recipes.kernels.digest import row_digest
 from tp_invariant_recipes.portable.ieee import draw as ieee
 
@@ -41,14 +41,23 @@ def keys(count, position=3):
     return torch.tensor([[request_key(5, f"r{n}"), n % 4, position] for n in range(count)])
 
 
+def numbers(samplings):
+    return torch.tensor([numbers_of(sampling) for sampling in samplings], dtype=torch.float64)
+
+
 def inputs(count, vocabulary, kind):
     """Arguments of `draw`, a row for each of SAMPLINGS and then from the first one on again."""
     samplings = [SAMPLINGS[n % len(SAMPLINGS)] for n in range(count)]
-    return rows(count, vocabulary, kind), keys(count), Parameters.from_samplings(samplings, "cpu")
+    return rows(count, vocabulary, kind), keys(count), numbers(samplings)
 
 
 def drawn(scores, row_keys, samplings):
-    return draw(scores, row_keys, Parameters.from_samplings(samplings, "cpu")).tolist()
+    return draw(scores, row_keys, numbers(samplings)).tolist()
+
+
+def limits_of(scores, numbers):
+    do_sample, temperature, top_k, top_p = numbers.unbind(1)
+    return ieee.kept(scores, scores.amax(-1), do_sample.int(), temperature.float(), top_k.int(), top_p)
 
 
 KINDS = ("normal", "ties", "masked", "sharp")
@@ -74,9 +83,7 @@ def test_draws_are_as_defined(kind, vocabulary):
 def test_filters_are_as_defined():
     for kind in KINDS:
         scores = rows(len(SAMPLINGS), 700, kind)
-        parameters = Parameters.from_samplings(SAMPLINGS, "cpu")
-        do_sample, temperature, top_k, top_p = parameters
-        limits = ieee.kept(scores, scores.amax(-1), do_sample, temperature, top_k, top_p).tolist()
+        limits = limits_of(scores, numbers(SAMPLINGS)).tolist()
         for row, sampling, (limit, last) in zip(scores.numpy(), SAMPLINGS, limits, strict=True):
             order = numpy_version("order_key")(row)
             inside = {n for n in range(700) if order[n] > limit or (order[n] == limit and n <= last)}
@@ -112,8 +119,7 @@ def test_tokens_come_as_often_as_they_should(sampling):
     """The 99.9th percentile of chi-square is about n + 3.1 sqrt(2 n) + 6. Control: another temperature is beyond it."""
     scores, made = rows(1, 50, "normal", seed=1), 40_000
     row_keys = torch.tensor([[request_key(9, "r"), n % 8, n // 8] for n in range(made)])
-    parameters = Parameters.from_samplings([sampling] * made, "cpu")
-    tokens = draw(scores.expand(made, -1).contiguous(), row_keys, parameters)
+    tokens = draw(scores.expand(made, -1).contiguous(), row_keys, numbers([sampling]).expand(made, -1))
     counts = np.bincount(tokens.numpy(), minlength=50)
     tokens_kept = sorted(draws.kept(scores[0].numpy(), sampling))
     n = len(tokens_kept)
@@ -170,9 +176,9 @@ def test_a_row_without_a_distribution_draws_nothing(bad):
 
 
 def test_keys_depend_on_seed_and_id():
-    numbers = {request_key(seed, name) for seed in (0, 1, 11) for name in ("", "1", "a", "é", "1 a", "\ud800")}
-    assert len(numbers) == 18
-    assert all(-(2**63) <= number < 2**63 for number in numbers)
+    made = {request_key(seed, name) for seed in (0, 1, 11) for name in ("", "1", "a", "é", "1 a", "\ud800")}
+    assert len(made) == 18
+    assert all(-(2**63) <= key < 2**63 for key in made)
 
 
 def test_digests_of_shards_add_up():

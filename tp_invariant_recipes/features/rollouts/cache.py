@@ -4,8 +4,9 @@ A block holds the keys of `size` consecutive positions. Keys depend on the token
 with equal beginnings share whole blocks. A block that nobody uses keeps its prefix until it is taken for another.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import takewhile
 
 import numpy as np
 
@@ -42,13 +43,8 @@ class Blocks:
 
     def shared(self, names: Sequence[bytes]) -> list[int]:
         """Return the blocks that hold the first of these prefixes, as many as there are."""
-        return list(self._leading(names))
-
-    def _leading(self, names: Sequence[bytes]) -> Iterator[int]:
-        for name in names:
-            if (block := self._of_prefix.get(name)) is None:
-                return
-            yield block
+        known = takewhile(self._of_prefix.__contains__, names)
+        return [self._of_prefix[name] for name in known]
 
     def unused(self, blocks: Sequence[int]) -> int:
         """How many of these blocks nobody uses: `use` takes them from the free ones."""

@@ -2,13 +2,13 @@
 
 The model's own layers compute it (portable/cached_pass.py). Rows of numerics=portable are independent of the rows
 beside them, so a pass is filled up to a size that occurs often: a CUDA graph has one size, and products are tried once
-for each. A graph is captured where a size of single rows occurs for the second time; experts wait for the host.
+for each. A graph is captured where a size of single rows occurs for the second time.
 """
 
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.cpu_host.vectors import VECTORS
 from tp_invariant_recipes.features.rollouts.cache import SCRATCH
-from tp_invariant_recipes.features.rollouts.sampling import Parameters, draw
+from tp_invariant_recipes.features.rollouts.sampling import Numbers, draw, numbers_of
 from tp_invariant_recipes.features.rollouts.schedule import Span
 from tp_invariant_recipes.features.score.batches import LEAST, padded
 from tp_invariant_recipes.kernels.digest import row_digest
@@ -29,9 +29,15 @@ from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import all_gather
 from tp_invariant_recipes.portable.cached_pass import CachedPass, cached
 from tp_invariant_recipes.portable.ieee.cached_attention import Spans, rows_of_tile
+from tp_invariant_recipes.replacement import Replacement, applied
 
 # Attributes of Megatron's modules: recomputation reads random states, which no CUDA graph can capture.
 OF_TRAINING = ("training", "recompute_input_layernorm", "recompute_pre_mlp_layernorm", "recompute_mlp")
+NO_RANDOM_STATES = Replacement(
+    "megatron.core.tensor_parallel.random:_CUDA_RNG_STATE_TRACKER.fork",
+    lambda _: nullcontext,
+    "sequence parallelism sets random states for dropout, of which there is none here; no CUDA graph can capture it",
+)
 Drawn = tuple[int, float, int, int]  # token, log-probability (fp32), rank, digest of the vocabulary's
 
 
@@ -40,7 +46,7 @@ class Inputs(NamedTuple):
 
     rows:    [R, 3] int64: token, position, slot. tables: as of `Spans`.
     draws:   [D, 4] int64: the row that predicts, and the draw's keys.
-    numbers: [D, 4] fp64: the fields of `Parameters`.
+    numbers: [D, 4] fp64: as of `draw`.
     """
 
     rows: Any
@@ -93,9 +99,7 @@ class TokenHead:
         if self.mesh.size > 1:
             whole = all_gather(mine.unsqueeze(0), self.mesh).transpose(0, 1).flatten(1)
         whole = whole[:, : self.vocabulary].contiguous()
-        do_sample, temperature, top_k, top_p = numbers.unbind(1)
-        parameters = Parameters(do_sample.int(), temperature.float(), top_k.int(), top_p.contiguous())
-        tokens = draw(whole, draws[:, 1:], parameters)
+        tokens = draw(whole, draws[:, 1:], numbers)
         chosen = tokens.clamp(min=0)
         picked = whole.gather(1, chosen.unsqueeze(1)).squeeze(1)
         ranks = cross_entropy.rank_of(logits, chosen, self.mesh)
@@ -113,21 +117,29 @@ class CachedPasses:
         whole = VECTORS // math.gcd(experts, VECTORS) if experts and self.device.type == "cpu" else 1
         self.multiple = config.virtual_shards * whole
         self.heads = config.num_attention_heads // config.num_query_groups
-        self.graphs = graphs and self.device.type == "cuda" and not experts
+        # No CUDA graph captures Gloo, nor an exchange of experts' tokens, whose sizes the host must know.
+        groups = model.pg_collection
+        captured = self.device.type == "cuda" and dist.get_backend(groups.tp) == dist.Backend.NCCL
+        self.graphs = graphs and captured and (not experts or groups.tp.size() == groups.ep.size() == 1)
         self._graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Inputs, Tensor]] = {}
         self._seen: dict[tuple[int, ...], Inputs] = {}
 
-    def __call__(self, spans: Sequence[Span]) -> list[Drawn]:
-        """Compute the spans, and draw a token for each that predicts one, in order. No spans: a pass of fillers."""
+    def __call__(self, spans: Sequence[Span]) -> Tensor:
+        """Compute the spans, and draw a token for each that predicts one, in order. No spans: a pass of fillers.
+
+        returns: what `drawn` reads; until then a GPU may still compute.
+        """
         inputs = self._inputs(spans)
         longest = max((span.count for span in spans), default=1)
         if self.graphs and longest == 1:
-            out = self._replayed(inputs)
-        else:
-            out = self._computed(Inputs(*(torch.from_numpy(x).to(self.device) for x in inputs)), longest)
-        tokens, bits, ranks, digests = out.cpu().numpy()[: sum(span.draws for span in spans)].T
-        log_probabilities = bits.astype(np.int32).view(np.float32)
-        return list(zip(*(column.tolist() for column in (tokens, log_probabilities, ranks, digests)), strict=True))
+            return self._replayed(inputs)
+        return self._computed(self._on_device(inputs), longest)
+
+    def _on_device(self, inputs: Inputs) -> Inputs:
+        if self.device.type != "cuda":
+            return Inputs(*map(torch.from_numpy, inputs))
+        pinned = (torch.from_numpy(x).pin_memory() for x in inputs)  # a copy of other memory waits for the GPU
+        return Inputs(*(x.to(self.device, non_blocking=True) for x in pinned))
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -138,7 +150,7 @@ class CachedPasses:
         try:
             for module, name, _ in before:
                 setattr(module, name, False)
-            with torch.no_grad():
+            with torch.no_grad(), applied([NO_RANDOM_STATES]):
                 yield
         finally:
             for module, name, value in before:
@@ -161,7 +173,7 @@ class CachedPasses:
         first = 0
         tables: list[tuple[int, int, list[int]]] = []
         draws: list[tuple[int, int, int, int]] = []
-        numbers: list[tuple[float, ...]] = []
+        numbers: list[Numbers] = []
         for sequence, count in ((span.sequence, span.count) for span in spans):
             start, blocks = sequence.computed, sequence.blocks
             if count == 1:
@@ -174,8 +186,7 @@ class CachedPasses:
             first += count
             if start + count == len(sequence):
                 draws.append((first - 1, sequence.key, sequence.sample, len(sequence.drawn)))
-                s = sequence.request.sampling
-                numbers.append((s.do_sample, s.temperature, s.top_k, s.top_p))
+                numbers.append(numbers_of(sequence.request.sampling))
         table = np.zeros((total if single else len(tables), 2 + self.cache.blocks), np.int32)
         for n, (at, count, blocks) in enumerate(tables):
             table[n, : 2 + len(blocks)] = [at, count, *blocks]
@@ -202,7 +213,7 @@ class CachedPasses:
         """Return a pass of single rows: the first of a size as it is, then by a graph."""
         size = inputs.rows.shape[0], inputs.draws.shape[0]
         if size not in self._seen:
-            self._seen[size] = Inputs(*(torch.from_numpy(x).to(self.device) for x in inputs))
+            self._seen[size] = self._on_device(inputs)
             return self._computed(self._seen[size], 1)
         held = self._seen[size]
         for to, values in zip(held, inputs, strict=True):
@@ -215,6 +226,13 @@ class CachedPasses:
         graph, _, out = self._graphs[size]
         graph.replay()
         return out
+
+
+def drawn(out: Tensor, count: int) -> list[Drawn]:
+    """Return the first draws of a pass, when it is computed."""
+    tokens, bits, ranks, digests = out[:count].cpu().numpy().T
+    log_probabilities = bits.astype(np.int32).view(np.float32)
+    return list(zip(*(column.tolist() for column in (tokens, log_probabilities, ranks, digests)), strict=True))
 
 
 def new_cache(model: Any, count: int, size: int, longest: int, device: Any) -> Cache:

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tp_invariant_recipes.check.rollouts import RolloutModel
 from tp_invariant_recipes.errors import RunError, refuse
 from tp_invariant_recipes.features.rollouts.cache import Blocks
-from tp_invariant_recipes.features.rollouts.decode import CachedPasses, any_rank, new_cache, shape_of
+from tp_invariant_recipes.features.rollouts.decode import CachedPasses, any_rank, drawn, new_cache, shape_of
 from tp_invariant_recipes.features.rollouts.requests import Completion, Request, check, finish_reason
 from tp_invariant_recipes.features.rollouts.sampling import request_key
-from tp_invariant_recipes.features.rollouts.schedule import SampleState, Schedule, Span
+from tp_invariant_recipes.features.rollouts.schedule import SampleState, Schedule
 from tp_invariant_recipes.machine import memory
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.portable.ieee.rotary import LARGEST_ANGLE
@@ -37,7 +38,7 @@ class Engine:
     sequences: decoded side by side, at most. chunk: tokens of prompts in one pass, at most.
     block:     tokens of a block of the cache, a power of two.
     tokens:    of the cache; None: what the requests need, at most what fits.
-    graphs:    whether a GPU decodes in CUDA graphs; experts never do.
+    graphs:    whether a GPU decodes in CUDA graphs; experts on several ranks never do.
     digests:   whether completions have digests of the whole vocabulary.
     decode:    token ids to text; None: there is no tokenizer.
     raises ConfigError: what the model has that the engine does not cover, by name.
@@ -48,7 +49,7 @@ class Engine:
         model: Any,
         *,
         sequences: int = 256,
-        chunk: int = 2048,
+        chunk: int = 16384,
         block: int = 64,
         tokens: int | None = None,
         graphs: bool = True,
@@ -117,41 +118,45 @@ class Engine:
         # Prefixes are of these weights: the next call shares none of this one's.
         plan = Schedule(sequences, Blocks(self._blocks, self.block), self.sequences, self.chunk)
         completions: list[Completion] = []
+        pending: list[tuple[list[SampleState], torch.Tensor]] = []  # draws of passes over prompts, which do not wait
         group, count = self._coupled(), 0
         with passes.entered():
             while True:
-                spans = plan.next()
+                spans = plan.prompts()
+                if not spans:
+                    for completion in self._ended(plan, pending):
+                        completions.append(completion)
+                        if finished is not None:
+                            finished(completion)
+                    pending.clear()
+                    spans = plan.next()
                 if not (bool(spans) if group is None else any_rank(bool(spans), group, self.device)):
                     break
                 count += 1
                 heartbeat.sign(Phase.LONG_STEP, count)
-                for completion in self._step(passes, plan, spans):
-                    completions.append(completion)
-                    if finished is not None:
-                        finished(completion)
+                drawing = [span.sequence for span in spans if span.draws]
+                pending.append((drawing, passes(spans)))
+                for span in spans:
+                    plan.computed(span)
         self.preemptions = plan.preemptions
         return completions
 
-    def _step(self, passes: CachedPasses, plan: Schedule, spans: list[Span]) -> list[Completion]:
-        """Compute a pass. returns: the completions that end with it."""
-        drawing = [span.sequence for span in spans if span.draws]
-        drawn = passes(spans)
-        for span in spans:
-            plan.computed(span)
+    def _ended(self, plan: Schedule, pending: list[tuple[list[SampleState], torch.Tensor]]) -> list[Completion]:
+        """Add the tokens that passes have drawn. returns: the completions that end with them."""
         ended = []
-        for sequence, (token, log_probability, rank, digest) in zip(drawing, drawn, strict=True):
-            if token < 0:
-                place = f"request {sequence.request.id}, sample {sequence.sample}, token {len(sequence.drawn)}"
-                raise RunError(f"{place}: a log-probability is no finite number")
-            sequence.drawn.append(token)
-            sequence.log_probabilities.append(log_probability)
-            sequence.ranks.append(rank)
-            if self.digests:
-                sequence.digests.append(digest)
-            reason = finish_reason(sequence.drawn, sequence.request.sampling, self.decode)
-            if reason is not None:
-                plan.end(sequence)
-                ended.append(sequence.completion(reason))
+        for drawing, out in pending:
+            for sequence, (token, log_probability, rank, digest) in zip(drawing, drawn(out, len(drawing)), strict=True):
+                if token < 0:
+                    place = f"request {sequence.request.id}, sample {sequence.sample}, token {len(sequence.drawn)}"
+                    raise RunError(f"{place}: a log-probability is no finite number")
+                sequence.drawn.append(token)
+                sequence.log_probabilities.append(log_probability)
+                sequence.ranks.append(rank)
+                sequence.digests += [digest] if self.digests else []
+                reason = finish_reason(sequence.drawn, sequence.request.sampling, self.decode)
+                if reason is not None:
+                    plan.end(sequence)
+                    ended.append(sequence.completion(reason))
         return ended
 
     def _coupled(self) -> Any:
@@ -214,25 +219,14 @@ def _wrong_sizes(**sizes: int) -> list[str]:
 
 def _uncovered(chunks: list[Any]) -> list[str]:
     """Return what these modules have that the engine does not cover."""
-    config = chunks[0].config
-    if len(chunks) > 1 or config.pipeline_model_parallel_size > 1:
-        return ["pp: rollouts compute all layers on each rank; pp=1"]
-    name = getattr(config, "invariant_mode", None)
-    if name is None or not mode.named_mode(name).any_machine:
-        return [f"numerics={name or 'stock'}: a cached row is not shown to be equal; numerics=portable"]
-    listed = []
-    if config.fp8:
-        listed.append("precision: scales of FP8 are of the tokens side by side; precision=bf16")
-    if getattr(chunks[0], "mtp_process", False):
-        listed.append("model.mtp_num_layers: layers of multi-token prediction have no cache; leave it unset")
+    config, pp = chunks[0].config, max(len(chunks), chunks[0].config.pipeline_model_parallel_size)
+    numerics = getattr(config, "invariant_mode", None) or mode.STOCK
+    ahead = getattr(chunks[0], "mtp_process", False)
+    problems = RolloutModel(numerics, pp, bool(config.fp8), ahead).problems()
     layers = chunks[0].decoder.layers
-    kinds = {type(getattr(layer.self_attention, "core_attention", layer.self_attention)) for layer in layers}
-    listed += [
-        f"{kind.__name__} has no cache of its keys; a model with plain attention"
-        for kind in sorted(kinds, key=str)
-        if not issubclass(kind, PortableDotProductAttention)
-    ]
-    return listed
+    cores = [getattr(layer.self_attention, "core_attention", layer.self_attention) for layer in layers]
+    kinds = sorted({type(core).__name__ for core in cores if not isinstance(core, PortableDotProductAttention)})
+    return problems or [f"{kind} has no cache of its keys; a model with plain attention" for kind in kinds]
 
 
 def _shares(requests: abc.Sequence[Request], ranks: int) -> list[list[Request]]:

@@ -12,7 +12,6 @@ While completions are computed, each data-parallel rank appends them to a file o
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,36 +28,25 @@ COLUMNS = ("logprobs", "ranks")
 Place = tuple[str, int]  # a request's id, and a sample
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """What ranks complete, and where they write it. tokenizer: as of `prompts.TextTokenizer`; None: there is none."""
+def writer(
+    folder: Path, rank: int, requests: Sequence[Request], decode: Callable[[list[int]], str] | None
+) -> Callable[[Completion], None]:
+    """Return what appends a completion to the file of a data-parallel rank; it raises RunError."""
+    prompt = {request.id: request.tokens for request in requests}
+    file = folder / PARTS.replace("*", str(rank))
+    stream = file.open("ab", buffering=0)
 
-    requests: Sequence[Request]
-    tokenizer: str | None
-    folder: Path
+    def append(completion: Completion) -> None:
+        data = line(prompt[completion.request], completion, decode)
+        start = stream.tell()
+        try:
+            if stream.write(data) != len(data):
+                stream.truncate(start)
+                raise RunError(f"cannot write {file}: the disk is full, or a limit of its size is reached")
+        except OSError as error:
+            raise RunError(cannot_write(file, error, "--out FILE")) from error
 
-    def read(self) -> Sequence[Request]:
-        """Return the requests, the same on every rank."""
-        return self.requests
-
-    def write(self, rank: int) -> Callable[[Completion], None]:
-        """Return what appends a completion to the file of a data-parallel rank; it raises RunError."""
-        prompt = {request.id: request.tokens for request in self.requests}
-        decode = sequences.tokenizer(self.tokenizer).decode if self.tokenizer else None
-        file = self.folder / PARTS.replace("*", str(rank))
-        stream = file.open("ab", buffering=0)
-
-        def append(completion: Completion) -> None:
-            data = line(prompt[completion.request], completion, decode)
-            start = stream.tell()
-            try:
-                if stream.write(data) != len(data):
-                    stream.truncate(start)
-                    raise RunError(f"cannot write {file}: the disk is full, or a limit of its size is reached")
-            except OSError as error:
-                raise RunError(cannot_write(file, error, "--out FILE")) from error
-
-        return append
+    return append
 
 
 def line(prompt: Sequence[int], completion: Completion, decode: Callable[[list[int]], str] | None) -> bytes:

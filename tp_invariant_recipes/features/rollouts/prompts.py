@@ -4,8 +4,8 @@
     {"tokens": [5, 6, 7]}                        token ids
     {"messages": [{"role": "user", …}, …]}       by the tokenizer's chat template, with the start of an answer
 
-"id" names a request, else its line does. Fields of `Sampling` beside them hold for this request alone; other keys, such
-as the answer to a question, have no effect.
+"id" names a request, else its line does. Fields of `Sampling` beside them hold for this request alone. tpi does not
+read "metadata", such as the answer to a question.
 """
 
 import hashlib
@@ -20,15 +20,12 @@ from tp_invariant_recipes.data.tokenizer import BYTE_EOD
 from tp_invariant_recipes.errors import ConfigError, TpiError, listed, reason
 from tp_invariant_recipes.features.rollouts.requests import SHOWN, Request, Sampling
 from tp_invariant_recipes.reading import TOKENS, parse_json, parse_object, read_lines
+from tp_invariant_recipes.settings.nearest import nearest
 
 SHORT_NAMES = {"max_tokens": "max_new_tokens", "n": "num_return_sequences", "stop": "stop_strings"}
 NAMES = {field.name: field for field in fields(Sampling)}
-# Of transformers' `generate`: what would change tokens, and is not defined here.
-UNSUPPORTED = (
-    *("num_beams", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "min_p", "typical_p", "min_length"),
-    *("epsilon_cutoff", "eta_cutoff", "min_new_tokens", "max_length", "bad_words_ids", "suppress_tokens"),
-    *("presence_penalty", "frequency_penalty", "logit_bias", "ignore_eos", "max_time", "penalty_alpha"),
-)
+PROMPTS = ("prompt", "tokens", "messages")
+KEYS = ("id", *PROMPTS, "metadata", *NAMES, *SHORT_NAMES)
 
 
 class TextTokenizer:
@@ -111,15 +108,15 @@ def parse(line: bytes, number: int, tokenizer: TextTokenizer | None, sampling: S
     """Read the request of a line. number: the line's. sampling: its defaults. Raises ValueError, TpiError."""
     row = parse_object(line, constants=True, most=TOKENS)
     name = str(sequences.check_id(row.get("id", number)))
-    if unsupported := [key for key in UNSUPPORTED if row.get(key) is not None]:
-        raise ValueError(f"{unsupported[0]}: tpi generate has no such parameter; leave it out")
+    if unknown := [f"{key}: no such key{nearest(key, KEYS)}" for key in row if key not in KEYS]:
+        unknown.append(f"a line's keys are {', '.join(KEYS)}; tpi does not read what is in metadata")
+        raise ConfigError(listed(unknown), unknown)
     given = {key: value for key, value in row.items() if is_sampling(key)}
     if len({SHORT_NAMES.get(key, key) for key in given}) < len(given):
         raise ValueError(f"one parameter under two names: {', '.join(given)}")
-    prompts = [key for key in ("prompt", "tokens", "messages") if key in row]
+    prompts = [key for key in PROMPTS if key in row]
     if len(prompts) != 1:
-        keys = ", ".join(map(repr, row)) or "none"
-        raise ValueError(f"a request has one of prompt, tokens and messages; its keys: {keys}")
+        raise ValueError(f"a request has one of {', '.join(PROMPTS)}; its keys: {', '.join(row) or 'none'}")
     return Request(name, tuple(_tokens(prompts[0], row[prompts[0]], tokenizer)), settled(given, sampling))
 
 

@@ -4,8 +4,6 @@
 """
 
 import hashlib
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,25 +11,12 @@ from torch import Tensor
 from tp_invariant_recipes.features.rollouts.requests import Sampling
 from tp_invariant_recipes.portable.ieee import draw as ieee
 
+Numbers = tuple[float, float, float, float]
 
-class Parameters(NamedTuple):
-    """What `Sampling` has for draws, a row each. do_sample, top_k: int32; temperature: fp32; top_p: fp64; all [R]."""
 
-    do_sample: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-
-    @classmethod
-    def from_samplings(cls, samplings: Sequence[Sampling], device: torch.device | str) -> "Parameters":
-        """Put those of each row on a device."""
-        columns = {"do_sample": torch.int32, "temperature": torch.float32, "top_k": torch.int32, "top_p": torch.float64}
-        return cls(
-            *(
-                torch.tensor([getattr(sampling, name) for sampling in samplings], dtype=dtype, device=device)
-                for name, dtype in columns.items()
-            )
-        )
+def numbers_of(sampling: Sampling) -> Numbers:
+    """Return what draws read of it: do_sample, temperature, top_k, top_p."""
+    return sampling.do_sample, sampling.temperature, sampling.top_k, sampling.top_p
 
 
 def request_key(seed: int, request: str) -> int:
@@ -40,14 +25,16 @@ def request_key(seed: int, request: str) -> int:
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little", signed=True)
 
 
-def draw(log_probabilities: Tensor, keys: Tensor, parameters: Parameters) -> Tensor:
+def draw(log_probabilities: Tensor, keys: Tensor, numbers: Tensor) -> Tensor:
     """Draw a token of each row; -1 where a log-probability is NaN or +inf, or all are -inf.
 
     log_probabilities: [R, V] fp32, contiguous. keys: [R, 3] int64: request_key, sample, position in the completion.
+    numbers: [R, 4] fp64: `Numbers`.
     returns: [R] int64, the same on every machine.
     """
     highest = log_probabilities.amax(-1)
-    do_sample, temperature, top_k, top_p = parameters
-    limits = ieee.kept(log_probabilities, highest, do_sample, temperature, top_k, top_p)
-    tokens = ieee.race(log_probabilities, highest, do_sample, temperature, keys, limits)
+    do_sample, temperature, top_k, top_p = numbers.unbind(1)
+    draws, heat = do_sample.int(), temperature.float()
+    limits = ieee.kept(log_probabilities, highest, draws, heat, top_k.int(), top_p)
+    tokens = ieee.race(log_probabilities, highest, draws, heat, keys, limits)
     return torch.where(torch.isfinite(highest), tokens, -1)

@@ -67,7 +67,11 @@ class Schedule:
 
     def next(self) -> list[Span]:
         """Return the spans of the next pass: all of one row, or of prompts; empty: all have ended."""
-        return list(self._prompts()) or self._rows()
+        return self.prompts() or self._rows()
+
+    def prompts(self) -> list[Span]:
+        """Return spans of prompts, which may be asked for before the last draws are known; empty: there are none."""
+        return [*self._prompts()]
 
     def _prompts(self) -> Iterator[Span]:
         room = self.chunk

@@ -79,6 +79,9 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
     words = parse_all(overrides)
     typed = [word for word in words if prompts.is_sampling(word.key)]
     sampling, problems = _sampling(typed)
+    file, out = file.expanduser().absolute(), out.expanduser().absolute()
+    if not file.is_file():
+        problems.append(f"{file}: no such file")
     rest = [word for word in words if word not in typed]
     loaded = model_of(source, rest, options.step, "tpi generate", check.problems, problems, MODE)
     where = options.tokenizer or loaded.tokenizer
@@ -87,7 +90,6 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
     if not any(prompts.SHORT_NAMES.get(word.key, word.key) == "eos_token_id" for word in typed):
         folder = None if loaded.checkpoint else source.expanduser()
         sampling = prompts.settled({"eos_token_id": prompts.end_tokens(folder, tokenizer, vocabulary)}, sampling)
-    file, out = file.expanduser().absolute(), out.expanduser().absolute()
     read = prompts.read(file, tokenizer, sampling)
     longest = int(min(loaded.longest or LARGEST_ANGLE, LARGEST_ANGLE))
     requests.check(read, vocabulary, longest, text=tokenizer is not None)
@@ -156,12 +158,12 @@ class Progress:
 
 
 def execute(
-    generation: Generation, *, resume: bool, watch: Callable[[Progress, int], None] = lambda *_: None
+    generation: Generation, *, resume: bool, show: Callable[[int, str], None] = lambda *_: None
 ) -> dict[str, Any]:
     """Complete what is not completed yet. Returns how many completions and tokens, and in what time.
 
-    resume: whether OUT.partial may have completions. watch: called about ten times a second with the progress of this
-    command, and with the completions that were there before. Raises a TpiError; Interrupted: Ctrl-C.
+    resume: whether OUT.partial may have completions. show: called about ten times a second with the number of
+    completions and the speed, in words. Raises a TpiError; Interrupted: Ctrl-C.
     """
     from tp_invariant_recipes.features.rollouts.rank import Generate
 
@@ -178,13 +180,13 @@ def execute(
 
         def tick() -> None:
             progress()
-            watch(progress, before)
+            speed = f"{progress.speed:,.0f} tokens/s" if progress.speed else ""
+            show(before + progress.completions, speed)
 
         if remaining:
-            ranks = lines.Ranks(remaining, generation.tokenizer, folder)
             engine = generation.options.engine | {"digests": generation.options.digests}
-            config, tokenizer = generation.plan.config, generation.tokenizer
-            do = Generate(config, generation.checkpoint, ranks.read, ranks.write, tokenizer, engine)
+            config, checkpoint = generation.plan.config, generation.checkpoint
+            do = Generate(config, checkpoint, remaining, folder, generation.tokenizer, engine)
             try:
                 outcome = local.run(generation.plan, tick, rank_fn=do)
             except KeyboardInterrupt:

@@ -103,12 +103,11 @@ def model_of(
         *problems,
         *(f"{override.text}: {why}" for override in requested if (why := _refused(override, command))),
     ]
-    of_run = RunDir(source).run.exists()
-    if not of_run and step is not None:
-        problems.append(f"--step {step}: {source} is a Hugging Face folder, which has no steps; leave it out")
+    of_run, folder = RunDir(source).run.exists(), source.expanduser().absolute()
+    problems += _misplaced(source, folder, step)
     refuse(problems)
     composed, checkpoint, of_weights = (
-        _of_run(source, requested, step) if of_run else _of_folder(source, requested, numerics)
+        _of_run(source, requested, step) if of_run else _of_folder(folder, requested, numerics)
     )
     config = composed.config
     problems += unfit(config)
@@ -133,6 +132,17 @@ def model_of(
     return Model(
         composed, checkpoint, _tokenizer(config, source, of_run=of_run), json.loads(json.dumps(identity, default=str))
     )
+
+
+def _misplaced(source: Path, folder: Path, step: int | None) -> list[str]:
+    """List what is wrong with where the weights are. folder: the source, absolute."""
+    if RunDir(source).run.exists():
+        return []
+    if (folder / weights.CONFIG).is_file():
+        steps = f"--step {step}: {source} is a Hugging Face folder, which has no steps; leave it out"
+        return [steps] if step is not None else []
+    wrong = "neither a run directory nor a Hugging Face folder" if folder.exists() else "no such folder"
+    return [f"{source}: {wrong}: there is no run.json and no config.json"]
 
 
 def _refused(override: Override, command: str) -> str | None:
@@ -176,11 +186,7 @@ def _of_run(source: Path, requested: Sequence[Override], step: int | None) -> tu
     return composed, checkpoint.path.absolute(), {"run": before.identity_hash, "step": checkpoint.step, "files": files}
 
 
-def _of_folder(source: Path, requested: Sequence[Override], numerics: str) -> tuple[Composed, None, dict[str, Any]]:
-    folder = source.expanduser().absolute()
-    if not (folder / weights.CONFIG).is_file():
-        wrong = "no such folder" if not folder.exists() else "neither a run directory nor a Hugging Face folder"
-        raise ConfigError(f"{source}: {wrong}: there is no run.json and no config.json")
+def _of_folder(folder: Path, requested: Sequence[Override], numerics: str) -> tuple[Composed, None, dict[str, Any]]:
     read = weights.read(folder)
     model, sizes = hf_models.model_of(read)
     composed = _composed(model, [*parse_all([*sizes, f"weights={folder}"]), *requested], numerics)
