@@ -55,8 +55,9 @@ def _config(words, degree):
     return compose(model, [*more, f"tp={degree}", "numerics.virtual_shards=2"], device="cpu").config
 
 
+@pytest.mark.release
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("degree", (1, pytest.param(2, marks=pytest.mark.release)))
+@pytest.mark.parametrize("degree", (1, 2))
 def test_the_estimate_has_every_parameter(families, monkeypatch, degree):
     found, *_ = on_ranks(degree, 2, _built, MODELS)
     counted = lambda words: memory.estimate(_config(words, degree)).parts[WEIGHTS] // 2  # noqa: E731

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+pytestmark = pytest.mark.release  # in `make test`: tests/unit/compare/, and every test that compares runs
+
 TRAIN = ("train", "qwen3_toy", "model.num_layers=1", "seq=32", "gbs=2", "iters=3", "numerics=tree")
 
 

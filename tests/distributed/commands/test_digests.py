@@ -68,6 +68,7 @@ LAYOUTS = (
 )
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_they_are_those_of_the_tensors_in_a_checkpoint(scenario, layout):
     """Megatron gathers the checkpoint by its own code; here it is read whole, by torch's."""

@@ -79,6 +79,7 @@ def wandb(bridge):
     freeze()
 
 
+@pytest.mark.release
 @pytest.mark.usefixtures("wandb")
 def test_figures_reach_an_offline_run(tpi):
     """Offline, since there is no key: the environment of tests holds none."""
@@ -127,6 +128,7 @@ def test_without_a_logger_nothing_is_read(tmp_path):
     ExperimentReport(RunDir(tmp_path / "none"), 2).on_train_end(_context(None))
 
 
+@pytest.mark.release
 @pytest.mark.usefixtures("wandb")
 def test_what_goes_wrong_is_a_warning_in_the_log_of_the_rank(tpi):
     def plant() -> None:

@@ -26,6 +26,7 @@ FOLDERS = {
 }
 
 
+@pytest.mark.release
 def test_layers_of_multi_token_prediction_score_nothing(bridge):
     words = parse_all(["model.mtp_num_layers=1", "model.mtp_hybrid_override_pattern=*E", "device=cpu"])
     model = score_model._composed("nemotron3_nano_toy", words, "tree").config.model

@@ -98,6 +98,7 @@ def test_one_trace_for_all_layouts(runs, tree, layout):
     assert "tensors of the trace" in runs["one"].compared(tree(layout), status=0).stdout
 
 
+@pytest.mark.release
 def test_every_tensor_of_a_dense_model_has_a_digest(runs):
     assert runs["two"].ledger()[0].trace == runs["one"].ledger()[0].trace
     trace = by_name(runs["one"].ledger()[0].trace)

@@ -147,6 +147,7 @@ def test_an_export_that_fails_leaves_nothing(shared, runs):
     assert not (runs / "never").exists()
 
 
+@pytest.mark.release
 def test_a_resume_takes_the_checkpoint_and_not_the_folder(shared, runs):
     assert not (runs / "copy").exists()
     shared("train", "--resume", "tp2-pp2", "iters=3", status=0)

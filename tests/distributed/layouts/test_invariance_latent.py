@@ -6,20 +6,21 @@ from tests.distributed.faults import one_product_a_rank
 from tests.distributed.scenario import agree, stock_differs, unequal
 from tests.distributed.small_models import small
 
+pytestmark = pytest.mark.release
+
 FIXED = "iters=2 numerics.virtual_shards=4"
 
 # Model, what is held fixed, the layouts that must agree, with digests of all gradients and weights at every step.
 ROWS = (
     ("deepseek_v3_toy", "", ("tp=1", "tp=2 ep=2")),
-    pytest.param("moonlight_toy", "", ("tp=1", "tp=2", "tp=4 ep=4"), marks=pytest.mark.release),
-    pytest.param("moonlight_toy", "gbs=2", ("tp=1", "tp=2 pp=2", "pp=2"), marks=pytest.mark.release),
-    pytest.param(
+    ("moonlight_toy", "", ("tp=1", "tp=2", "tp=4 ep=4")),
+    ("moonlight_toy", "gbs=2", ("tp=1", "tp=2 pp=2", "pp=2")),
+    (
         "deepseek_v3_toy",
         "gbs=4 numerics.data_shards=2 optimizer.use_distributed_optimizer=true",
         ("dp=1", "dp=2 tp=2", "dp=2 ep=2 mbs=2"),
-        marks=pytest.mark.release,
     ),
-    pytest.param("deepseek_v3_toy", "precision=fp32", ("tp=1", "tp=2"), marks=pytest.mark.release),
+    ("deepseek_v3_toy", "precision=fp32", ("tp=1", "tp=2")),
 )
 
 
@@ -55,7 +56,6 @@ INGREDIENTS = {
 }
 
 
-@pytest.mark.release
 @pytest.mark.parametrize("left_out", INGREDIENTS)
 def test_each_ingredient_is_needed(scenario, left_out):
     deepseek = scenario(small("deepseek_v3_toy"), FIXED)

@@ -265,6 +265,7 @@ def test_a_field_that_is_none_is_named_with_the_nearest(bridge, mine, numerics):
     ]
 
 
+@pytest.mark.release
 def test_what_costs_nothing_is_set_right_and_reported(bridge, mine):
     config = compose(f"recipe={mine}:in_bf16", device="gpu").config
     usual = compose(f"recipe={mine}:small", device="gpu").config
@@ -305,6 +306,7 @@ def test_what_bridges_recipes_set_beside_their_fields(bridge, mine):
     assert not {path.partition(".")[2] for path in recipe_layer.UNREAD} & fields.keys()
 
 
+@pytest.mark.release
 def test_the_vocabulary_of_a_recipes_tokenizer_has_one_size_in_every_layout(bridge, mine):
     """500 ids, padded to a multiple of 128. Megatron would pad to one of 128 * tp: 1,024 at tp=8."""
     for tp in (1, 2, 4):

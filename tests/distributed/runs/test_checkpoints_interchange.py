@@ -40,6 +40,7 @@ def _weights(tensors):
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(("optimizer", "rng"))}
 
 
+@pytest.mark.release
 def test_both_save_under_the_same_names(saved):
     (stock, stock_names), (tree, tree_names) = (
         tensors_of(saved.folder / mode / "checkpoints" / "iter_0000002") for mode in OTHER
@@ -50,7 +51,8 @@ def test_both_save_under_the_same_names(saved):
     assert any(n.startswith("optimizer") for n in stock)
 
 
-@pytest.mark.parametrize("mode", ("stock", pytest.param("tree", marks=pytest.mark.release)))
+@pytest.mark.release
+@pytest.mark.parametrize("mode", ("stock", "tree"))
 def test_the_other_loads_what_was_saved(saved, mode):
     """Saved at tp=1 by one, loaded at tp=2 by the other."""
     name, start = f"still-from-{mode}", saved.folder / mode / "checkpoints"

@@ -107,6 +107,7 @@ def short(shared):
     return shared
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("change", REFUSED)
 def test_a_layout_that_would_change_bits_or_cannot_be_read_is_refused(short, change):
     before = (short.folder / "short" / "ledger.jsonl").read_bytes()

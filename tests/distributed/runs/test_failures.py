@@ -92,6 +92,7 @@ def test_a_full_disk_is_said_before_the_start(tpi, small_disk):
     assert not (small_disk / "run").exists()
 
 
+@pytest.mark.release
 def test_a_disk_that_fills_up_is_said_at_the_end(tpi, small_disk):
     process = tpi.start("train", "qwen3_toy", "iters=4000", "seq=64", "numerics=stock", f"run.dir={small_disk}/run")
     ledger = small_disk / "run" / "ledger.jsonl"

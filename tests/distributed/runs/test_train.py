@@ -14,7 +14,7 @@ from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.start.forking import can_fork
 
 # What trains on a CPU besides one rank: each row a layout, as typed. Others train in test_digests.py.
-LAYOUTS = ("tp=2 dp=2 mbs=2 precision=fp32", pytest.param("tp=8", marks=pytest.mark.release))
+LAYOUTS = ("tp=2 dp=2 mbs=2 precision=fp32", "tp=8")
 
 TEXT = ("model.num_layers=1", "seq=64", "gbs=1", "data=text", "numerics=stock")
 
@@ -98,6 +98,7 @@ def test_a_run_is_never_overwritten(runs, text):
     assert (runs.folder / "tp1" / "ledger.jsonl").read_bytes() == before
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_trains(tpi, layout):
     done = tpi("train", "qwen3_toy", "numerics=stock", "iters=2", "seq=64", *layout.split(), "run.dir=run", "--json")
