@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all bootstrap lint types slurm-installed slurm gpu lock docs clean
+.PHONY: help demo test short-tests test-all bootstrap lint types slurm-installed slurm gpu lock docs clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -15,7 +15,10 @@ help: ## Show this list
 demo: bootstrap ## Train a toy model on this machine at tp=1 and tp=2, stock and invariant, and compare bit by bit
 	@PATH="$(abspath $(BIN)):$$PATH" scripts/demo
 
-test: lint types slurm-installed ## What CI runs: lint, types, all tests but those marked release; at most 8 minutes on two cores
+test: bootstrap ## What CI runs: lint, types, all tests but those marked release; types are checked beside the tests
+	@$(MAKE) --no-print-directory -j2 types short-tests
+
+short-tests: lint slurm-installed
 	$(BIN)/pytest -n $(JOBS) -m "not release" --hypothesis-profile=same-examples
 
 test-all: lint types slurm-installed ## The same with every test: before a release, and when docs/testing.md says so

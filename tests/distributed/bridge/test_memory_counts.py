@@ -13,6 +13,8 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.sizing import memory, size
 from tp_invariant_recipes.sizing.memory import ACTIVATIONS, GRADIENTS, LOSS, OPTIMIZER, WEIGHTS
 
+pytestmark = pytest.mark.release  # in `make test`: tests/unit/sizing/
+
 LEARNED = f"{DENSE} model.position_embedding_type=learned_absolute"
 BIASED = f"{LEARNED} model.normalization=LayerNorm model.add_bias_linear=true model.qk_layernorm=false"
 NET = (
@@ -55,7 +57,6 @@ def _config(words, degree):
     return compose(model, [*more, f"tp={degree}", "numerics.virtual_shards=2"], device="cpu").config
 
 
-@pytest.mark.release
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("degree", (1, 2))
 def test_the_estimate_has_every_parameter(families, monkeypatch, degree):
@@ -129,23 +130,18 @@ RULE = f"{NET.replace('seq=64', 'seq=256')} numerics.virtual_shards=2"
 AGAIN = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=2"
 ROWS = (
     f"{DENSE} {LONGER} tp=2 {MUON}",
-    *(
-        pytest.param(row, marks=pytest.mark.release)
-        for row in (
-            f"{BIASED} {LONGER} numerics.virtual_shards=2",
-            f"{SCAN} {MUON}",
-            f"{RULE} {MUON}",
-            f"{DENSE} {LONGER} numerics.virtual_shards=2 precision=mxfp8",
-            f"{DENSE} {LONGER} numerics.virtual_shards=2 {AGAIN}",
-            f"{DENSE} {LONGER} model.mtp_num_layers=2",
-            f"{DENSE} {LONGER} cp=2",
-            f"{DENSE} {LONGER} numerics=stock tp=2",
-            f"{SCAN} numerics=stock",
-            f"{RULE} numerics=stock",
-            "gemma2_toy gbs=1 seq=256 model.vocab_size=1024 numerics.virtual_shards=2",
-            "llama32_toy gbs=1 seq=256 model.vocab_size=1024 tp=2 numerics=gather",
-        )
-    ),
+    f"{BIASED} {LONGER} numerics.virtual_shards=2",
+    f"{SCAN} {MUON}",
+    f"{RULE} {MUON}",
+    f"{DENSE} {LONGER} numerics.virtual_shards=2 precision=mxfp8",
+    f"{DENSE} {LONGER} numerics.virtual_shards=2 {AGAIN}",
+    f"{DENSE} {LONGER} model.mtp_num_layers=2",
+    f"{DENSE} {LONGER} cp=2",
+    f"{DENSE} {LONGER} numerics=stock tp=2",
+    f"{SCAN} numerics=stock",
+    f"{RULE} numerics=stock",
+    "gemma2_toy gbs=1 seq=256 model.vocab_size=1024 numerics.virtual_shards=2",
+    "llama32_toy gbs=1 seq=256 model.vocab_size=1024 tp=2 numerics=gather",
 )
 
 

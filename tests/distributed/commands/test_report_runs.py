@@ -60,6 +60,7 @@ def run(shared):
     return shared.folder / "run"
 
 
+@pytest.mark.release
 def test_a_certificate_is_reported_like_the_run(run, shared):
     assert shared("certify", "run", "--out", "run.cert").status == 0
     done = shared("report", "run.cert", "run", "--no-png", status=0)
@@ -93,6 +94,7 @@ def test_figures_reach_an_offline_run(tpi):
     assert sorted(file.name.split("_")[0] for file in tables.iterdir()) == list(KINDS)
 
 
+@pytest.mark.release
 def test_figures_tables_and_summary_are_those_of_the_ledger(run, shared):
     from tp_invariant_recipes.features.train.experiment_report import ExperimentReport
     from tp_invariant_recipes.runs.run_dir import RunDir
@@ -146,6 +148,7 @@ def test_what_goes_wrong_is_a_warning_in_the_log_of_the_rank(tpi):
     assert "warning: the figures of the ledger did not reach Weights & Biases" in log
 
 
+@pytest.mark.release
 def test_a_run_before_its_last_step_has_no_certificate(run):
     from tp_invariant_recipes.features.train.experiment_report import ExperimentReport
     from tp_invariant_recipes.runs.run_dir import RunDir

@@ -60,6 +60,7 @@ def tuned(mine, shared):
     return shared("verify", *RECIPE, "tp=1,2", *SHORT, "--dir", "tree")
 
 
+@pytest.mark.release
 def test_tuning_has_one_result_in_every_layout(tuned):
     assert tuned.status == 0, tuned.stdout + tuned.stderr
     assert "identical: tp=1, 2 computed the same bits over 2 steps" in tuned.stdout
@@ -95,6 +96,7 @@ def test_neither_changes_the_loss_of_examples_to_validate(mine, shared):
     assert "validation/48:72" in shared.ledger("validated-one")[2].evaluations
 
 
+@pytest.mark.release
 def test_with_stock_numerics_it_has_not(mine, shared):
     stock = ("numerics=stock", "numerics.initial_weights=invariant", "iters=1", "gbs=1")
     done = shared("verify", *RECIPE, "tp=1,2", *stock, "--dir", "stock", status=1)
@@ -216,6 +218,7 @@ def test_conversations_need_a_template(mine, tmp_path):
         read_examples(mine / "examples", ["training.jsonl"], f"{mine}/tokenizer", (), chat=True)
 
 
+@pytest.mark.release
 def test_the_identity_has_the_examples_and_not_their_folder(tuned, shared):
     identity = read(shared.folder / "tree" / "tp1").header.identity
     assert identity["data.digest"]

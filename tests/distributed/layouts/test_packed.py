@@ -450,6 +450,7 @@ SETTINGS = {
 APART = ("pad_seq_to_mult", "numerics=stock", "context_shards", "_path")
 
 
-@pytest.mark.parametrize("apart", (APART, pytest.param(("",), marks=pytest.mark.release)), ids=("together", "each"))
+@pytest.mark.release
+@pytest.mark.parametrize("apart", (APART, ("",)), ids=("together", "each"))
 def test_settings_that_are_refused(mine, apart):
     assert not_refused(mine, SETTINGS, apart, FILES) == {}

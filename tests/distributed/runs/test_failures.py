@@ -14,6 +14,7 @@ from tests.distributed.faults import at_step, ranks_of, reached, wait_for_ever
 RUN = ("train", "qwen3_toy", "model.num_layers=1", "tp=2", "iters=400", "seq=32", "numerics=stock", "run.dir=run")
 
 
+@pytest.mark.release
 def test_a_killed_rank_is_named_with_its_log_and_takes_the_others_along(tpi):
     process = tpi.start(*RUN)
     ledger = tpi.folder / "run" / "ledger.jsonl"

@@ -142,6 +142,7 @@ def test_a_signal_saves_and_the_run_goes_on(whole, tpi, number, status):
     tpi("compare", "run", whole.folder / "whole", status=0)
 
 
+@pytest.mark.release
 def test_a_resumed_run_may_be_longer_but_not_another(whole, tpi):
     shutil.copytree(whole.folder / "whole", tpi.folder / "run")
     longer = tpi("train", "--resume", "run", "iters=14", status=2)
@@ -206,7 +207,8 @@ def _tear(run: Path) -> None:
 FROM_STEP_8 = ("train", "--resume", "run", "checkpoint.ckpt_step=8")
 
 
-@pytest.mark.parametrize("damage", (_shuffle_otherwise, pytest.param(_tear, marks=pytest.mark.release)))
+@pytest.mark.release
+@pytest.mark.parametrize("damage", (_shuffle_otherwise, _tear))
 def test_a_damaged_index_is_built_again(copied, whole, damage):
     damage(copied.folder / "run")
     copied(*FROM_STEP_8, status=0)
@@ -215,6 +217,7 @@ def test_a_damaged_index_is_built_again(copied, whole, damage):
     assert re.search(r"train-shuffle_index\.npy: torn, changed, or not recorded: it is built again", log)
 
 
+@pytest.mark.release
 def test_without_the_manifest_another_index_trains_on_other_samples(copied, whole):
     def plant() -> None:
         from tp_invariant_recipes.runs import index_cache
@@ -257,6 +260,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(copied, words):
     assert re.search(rf"__1_0\.distcp .*{words}", refused.stderr)
 
 
+@pytest.mark.release
 def test_an_earlier_checkpoint_than_a_damaged_one_can_be_gone_on_with(copied):
     _flip(checkpoints.finished(copied.folder / "run" / "checkpoints")[-1].path / "__1_0.distcp")
     assert copied("train", "--resume", "run", *LONGER).status == 2

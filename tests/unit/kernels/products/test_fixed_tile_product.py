@@ -123,12 +123,12 @@ def arithmetic(dtype: torch.dtype, ones: tuple[str, ...], multiples: bool, archi
     return ARITHMETIC.findall(triton.compile(source, GPUTarget("cuda", architecture, 32), options).asm["ptx"])
 
 
-# Each dtype and each architecture once; compiling the binaries of a row takes 5 s.
+# Compiling the binaries of a row takes 5 s.
 @pytest.mark.parametrize(
     "architecture, dtype",
     (
         (90, torch.bfloat16),
-        (100, torch.float32),
+        pytest.param(100, torch.float32, marks=pytest.mark.release),
         pytest.param(90, torch.float32, marks=pytest.mark.release),
         pytest.param(100, torch.bfloat16, marks=pytest.mark.release),
     ),

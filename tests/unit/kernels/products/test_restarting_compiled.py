@@ -30,7 +30,8 @@ def some(rows, short):
 BINARIES = tuple(itertools.product(kernel.PIECES, (False, True), (False, True)))
 
 
-@pytest.mark.parametrize("pieces, transposed, add", some(BINARIES, ((2, True, False), (4, False, True))))
+@pytest.mark.release
+@pytest.mark.parametrize("pieces, transposed, add", BINARIES)
 def test_the_binary_adds_whole_pieces_and_nothing_else(pieces, transposed, add):
     """Products by tensor cores, and one addition a number between pieces."""
     found = arithmetic(compiled_binary(pieces, transposed=transposed, add=add))
