@@ -174,4 +174,9 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    from tp_invariant_recipes.errors import TpiError
+
+    try:
+        main(sys.argv[1:])
+    except TpiError as error:
+        raise SystemExit(f"error: {error}") from error

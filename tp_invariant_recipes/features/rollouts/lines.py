@@ -38,10 +38,8 @@ def writer(
 
     def append(completion: Completion) -> None:
         data = line(prompt[completion.request], completion, decode)
-        start = stream.tell()
         try:
-            if stream.write(data) != len(data):
-                stream.truncate(start)
+            if stream.write(data) != len(data):  # `places` cuts off the rest
                 raise RunError(f"cannot write {file}: the disk is full, or a limit of its size is reached")
         except OSError as error:
             raise RunError(cannot_write(file, error, "--out FILE")) from error
