@@ -51,6 +51,14 @@ def families(bridge: None) -> None:
 
 
 @pytest.fixture(scope="session")
+def modelopt(families: None) -> None:
+    """What Bridge's conversion of weights imports: once here, and not in every fork."""
+    import modelopt.torch.peft  # noqa: F401
+
+    freeze()
+
+
+@pytest.fixture(scope="session")
 def portable_loops(bridge: None, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The loops of numerics=portable as one rank compiles them, which takes it 30 s in a new checkout.
 

@@ -213,12 +213,6 @@ def run(model: str, words: tuple[str, ...], variants: tuple[str, ...], out: str)
 
 
 @pytest.fixture(scope="module")
-def modelopt(families):
-    """What Bridge's conversion of weights imports: once here, and not in every fork."""
-    import modelopt.torch.peft  # noqa: F401
-
-
-@pytest.fixture(scope="module")
 def outcomes(shared):
     """What a model and a layout gave, by variant."""
     for name, (model, overrides) in FOLDERS.items():

@@ -1,6 +1,5 @@
 """`tpi generate`: one file for every layout, batch, order and chunk, and after a stop; with the bits of `tpi score`."""
 
-import gc
 import json
 import os
 import random
@@ -17,15 +16,6 @@ pytestmark = pytest.mark.usefixtures("modelopt")
 
 DRAWS = "max_tokens=10 do_sample=true top_k=0 n=2 seed=3"
 LENGTHS = (3, 17, 70, 5)
-
-
-@pytest.fixture(scope="module")
-def modelopt(families):
-    """What Bridge's conversion of weights imports: once here, and not in every fork."""
-    import modelopt.torch.peft  # noqa: F401
-
-    gc.collect()
-    gc.freeze()
 
 
 def prompts():

@@ -1,6 +1,5 @@
 """`tpi score`: one file of scores for every layout, batch, order, padding and packing."""
 
-import gc
 import json
 import random
 from pathlib import Path
@@ -31,15 +30,6 @@ def test_layers_of_multi_token_prediction_score_nothing(bridge):
     words = parse_all(["model.mtp_num_layers=1", "model.mtp_hybrid_override_pattern=*E", "device=cpu"])
     model = score_model._composed("nemotron3_nano_toy", words, "tree").config.model
     assert {name for name in model if name.startswith("mtp_") and model[name]} == set()
-
-
-@pytest.fixture(scope="module")
-def modelopt(families):
-    """What Bridge's conversion of weights imports: once here, and not in every fork."""
-    import modelopt.torch.peft  # noqa: F401
-
-    gc.collect()
-    gc.freeze()
 
 
 def rows(seed=0, lengths=LENGTHS):

@@ -1,6 +1,5 @@
 """`tpi score` of a run's checkpoint, beside transformers, after a stop, and against what an engine returned."""
 
-import gc
 import json
 import os
 import signal
@@ -15,15 +14,6 @@ from tests.distributed.small_models import small
 from tp_invariant_recipes.features.score import batches
 
 pytestmark = pytest.mark.usefixtures("modelopt")
-
-
-@pytest.fixture(scope="module")
-def modelopt(families):
-    """What Bridge's conversion of weights imports: once here, and not in every fork."""
-    import modelopt.torch.peft  # noqa: F401
-
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import shutil
 import pytest
 
 from tests import hf_folders
-from tests.forks import freeze
 from tp_invariant_recipes.sources import hf_family, hf_models, weights
 
 pytestmark = pytest.mark.usefixtures("modelopt")
@@ -41,14 +40,6 @@ _SIZES = {
     "vocab_size": 256,
     "max_position_embeddings": 8192,
 }
-
-
-@pytest.fixture(scope="module")
-def modelopt(families):
-    """What Bridge's conversion of weights imports: once here, and not in every fork."""
-    import modelopt.torch.peft  # noqa: F401
-
-    freeze()
 
 
 def made(shared, name, model="qwen3_toy", *overrides, **how):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.distributed.finetuning.test_weights import FROZEN, bits, made, modelopt, train  # noqa: F401
+from tests.distributed.finetuning.test_weights import FROZEN, bits, made, train
 
 pytestmark = [pytest.mark.usefixtures("modelopt"), pytest.mark.release]
 
