@@ -107,15 +107,17 @@ LATE = (
 PRELOADED = (
     "cli",
     "compare",
+    "features",
     "jobs",
     "launch",
     "multinode",
     "numerics",
+    "observe",
+    "patches",
     "portable",
     "report",
     "runs",
     "training",
-    "workflows",
 )
 
 # Models that many tests train: their files are read before the worker is forked.
