@@ -7,7 +7,7 @@ import pytest
 from tp_invariant_recipes.check import rollouts
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.features.rollouts import engine
+from tp_invariant_recipes.features.rollouts import decode, engine
 from tp_invariant_recipes.features.rollouts.requests import Request, Sampling
 
 CONFIGURATIONS = (
@@ -87,6 +87,23 @@ def test_wrong_sizes_are_all_listed(sizes, wrong):
 def test_sizes_are_refused_before_a_model_is_read():
     with pytest.raises(ConfigError, match=r"chunk=0(.|\n)*block=3"):
         engine.Engine(None, chunk=0, block=3)
+
+
+def test_a_pass_sets_no_random_state():
+    """Sequence parallelism would, in every forward pass, and no CUDA graph captures it."""
+    import torch
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    tracker, passes = get_cuda_rng_tracker(), decode.CachedPasses.__new__(decode.CachedPasses)
+    passes.model = torch.nn.Linear(1, 1)
+    passes.model.post_process = True
+    with passes.entered():
+        with tracker.fork():  # of no state that is known: without the replacement an error
+            assert not passes.model.post_process
+        assert not passes.model.training
+    assert "fork" not in vars(tracker)
+    assert passes.model.post_process
+    assert passes.model.training
 
 
 def test_only_weights_that_have_moved_release_cache_and_graphs(monkeypatch):
