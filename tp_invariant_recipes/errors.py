@@ -91,7 +91,9 @@ class LedgerError(TpiError):
 
 
 def reason(error: BaseException) -> str:
-    """Why something failed, without a number of an error, a path that the message names, or Python's words for JSON."""
+    """Why something failed, without a number of an error, a path that the message names, or Python's words."""
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON, from character {error.colno} on"
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8, from byte {error.start + 1} on"
     return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -11,7 +11,7 @@
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,8 +119,14 @@ def parse(line: bytes, number: int, vocabulary: int, encode: Encode | None) -> l
         if sequence.first >= len(sequence.tokens):
             raise ValueError("no token to score: a sequence has at least two, and one after its prompt")
         if max(sequence.tokens) >= vocabulary or min(sequence.tokens) < 0:
-            raise ValueError(f"token {max(sequence.tokens, key=abs)} is outside the model's vocabulary of {vocabulary}")
+            raise ValueError(outside(sequence.tokens, vocabulary))
     return sequences
+
+
+def outside(tokens: Iterable[int], vocabulary: int) -> str:
+    """Say which of the tokens is the first that the vocabulary lacks."""
+    token = next(token for token in tokens if not 0 <= token < vocabulary)
+    return f"token {token} is outside the model's vocabulary{f' of {vocabulary}' if token > 0 else ''}"
 
 
 def _of_tokens(row: dict[str, Any], name: str | int) -> list[Sequence]:

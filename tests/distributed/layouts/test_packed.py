@@ -369,6 +369,25 @@ def test_gradients_wait_for_all_sequences_of_a_row(mine, shared):
     assert "Communication call has not been issued" in early.stderr
 
 
+def _with_few_groups() -> None:
+    """Allow fewer groups of experts than data shards."""
+    from tp_invariant_recipes.settings import expert_groups
+
+    expert_groups.adds_several_times = lambda config: None
+
+
+@pytest.mark.release
+def test_packed_rows_need_a_group_for_each_data_shard(mine, shared):
+    """The control of a refusal (check/invariant/shards.py): without it, layouts have other bits."""
+    ledgers = []
+    for name, *layout in (("few-groups",), ("few-groups-two", "dp=2", "ep=2")):
+        few = (*ROUTED, *layout, "numerics.expert_groups=1", f"run.dir={name}")
+        assert "a backward pass adds to an expert's gradient several times" in shared("train", *few, status=2).stderr
+        shared("train", *few, before=_with_few_groups, status=0)
+        ledgers.append(shared.ledger(name)[0].gradients)
+    assert ledgers[0] != ledgers[1]
+
+
 def _routing_idle_passes() -> None:
     """Let passes that only take part route tokens."""
     from tp_invariant_recipes.numerics.megatron.moe import router

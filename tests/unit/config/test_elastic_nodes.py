@@ -48,6 +48,7 @@ REFUSED = (
     ("slurm.nodes=many", "slurm.nodes=many: give the fewest and the most nodes, as in slurm.nodes=2-4"),
     ("slurm.nodes=2-8", "slurm.nodes=2-8: with this layout the run takes 4 nodes with 2 cpu ranks each"),
     ("slurm.nodes=2-3", "slurm.nodes=2-3: with this layout the run takes 4 nodes with 2 cpu ranks each"),
+    ("slurm.nodes=5-4", "slurm.nodes=5-4: with this layout the run takes 4 nodes with 2 cpu ranks each"),
     ("cluster.shared_files=false", "so cluster.shared_files must be true"),
     ("tp=4 dp=2", "slurm.nodes=1-4: tp=4 does not fit 1 of the nodes; slurm.nodes=2-4"),
 )

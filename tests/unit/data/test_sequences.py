@@ -38,7 +38,7 @@ WRONG = (
     ({"tokens": [5]}, "no token to score"),
     ({"tokens": [5, 6], "prompt_length": 2}, "no token to score"),
     ({"tokens": [5, 256]}, "token 256 is outside the model's vocabulary of 256"),
-    ({"tokens": [5, -1]}, "outside the model's vocabulary"),
+    ({"tokens": [5, -1]}, "token -1 is outside the model's vocabulary"),
     ({"tokens": [5, True]}, "tokens must be a list of token ids"),
     ({"tokens": [5, 6], "attention_mask": [1]}, "attention_mask has another length"),
     ({"tokens": [5, 6], "cu_seqlens": [1, 2]}, "cu_seqlens must rise from 0"),

@@ -101,7 +101,7 @@ def test_rows_of_engines(name):
 
 WRONG = (
     ('{"texts": 1}', "no row of tpi score, vLLM, SGLang, verl or NeMo-RL"),
-    ('{"token_ids": [1, 2], "logprobs": [-1.0]}', "argument 2 is shorter"),
+    ('{"token_ids": [1, 2], "logprobs": [-1.0]}', "lists of 2 and 1, of tokens, log-probabilities or a mask"),
     ('{"meta_info": {"output_token_logprobs": [[1]]}}', "a field is not as its program writes it"),
     ('{"prompt_token_ids": [1], "outputs": [{"token_ids": [2], "logprobs": [{"3": {"logprob": 0}}]}]}', "KeyError"),
     ('{"token_ids": [1], "logprobs": [NaN]}', "nan is not a log-probability"),

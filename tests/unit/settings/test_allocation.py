@@ -86,6 +86,7 @@ def test_the_nearest_layouts_that_are_named_fit_and_none_between_does(tp, dp, mo
 
 
 def test_ranks_that_do_not_fill_nodes():
+    assert allocation.from_config(job(4, 3)) == Allocation(2, 8, 8)
     assert job_problems(4, 3) == [
         "tp=4 * pp=1 * cp=1 * dp=3 = 12 ranks do not fill nodes of 8; the nearest that do: dp=2 (8 ranks) or dp=4 "
         "(16 ranks); or other nodes: cluster.ranks_per_node=N"

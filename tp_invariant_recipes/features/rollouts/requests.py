@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from tp_invariant_recipes.data.sequences import outside
 from tp_invariant_recipes.errors import refuse
 
 STOP, LENGTH = "stop", "length"  # finish reasons
@@ -144,9 +145,9 @@ def _unfit(request: Request, vocabulary: int, longest: int | None, text: bool) -
     if not tokens:
         yield "an empty prompt, which predicts nothing"
     elif max(tokens) >= vocabulary or min(tokens) < 0:
-        yield f"token {max(tokens, key=abs)} is outside the model's vocabulary of {vocabulary}"
-    if outside := [token for token in sampling.eos_token_id if token >= vocabulary]:
-        yield f"eos_token_id {outside[0]} is outside the model's vocabulary of {vocabulary}"
+        yield outside(tokens, vocabulary)
+    if ends := [token for token in sampling.eos_token_id if token >= vocabulary]:
+        yield f"eos_token_id {ends[0]} is outside the model's vocabulary of {vocabulary}"
     if longest is not None and len(tokens) + sampling.max_new_tokens > longest:
         yield (
             f"{len(tokens)} tokens and max_new_tokens={sampling.max_new_tokens} are more than the {longest} that fit; "

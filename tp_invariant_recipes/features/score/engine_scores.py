@@ -51,24 +51,22 @@ def read(file: Path) -> Iterator[Rollout]:
                 yield parse(parse_object(line, constants=True, most=TOKENS), number)
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror or error}") from error
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise ConfigError(f"{file}, line {number}: {_why(error)}") from error
+    except ValueError as error:
+        raise ConfigError(f"{file}, line {number}: {reason(error)}") from error
 
 
 def parse(row: Mapping[str, Any], number: int) -> Rollout:
-    """Return a row of any of FORMATS.
-
-    Raises ValueError, TypeError, KeyError, IndexError, AttributeError: it is of none.
-    """
+    """Return a row of any of FORMATS. Raises ValueError: it is of none."""
     for needed, spans in FORMATS:
         if all(_has(row, key) for key in needed):
-            tokens, logprobs = spans(row)
+            try:
+                tokens, logprobs = spans(row)
+            except (AttributeError, IndexError, KeyError, TypeError) as error:
+                raise ValueError(f"a field is not as its program writes it: {error!r}") from error
             break
     else:
         keys = ", ".join(map(repr, row)) or "none"
         raise ValueError(f"no row of tpi score, vLLM, SGLang, verl or NeMo-RL (docs/scores.md); its keys: {keys}")
-    if len(tokens) != len(logprobs):
-        raise ValueError(f"{len(tokens)} tokens and {len(logprobs)} log-probabilities")
     if not tokens:
         raise ValueError("no tokens in it")
     if wrong := [token for token in tokens if type(token) is not int or not 0 <= token < LARGEST]:
@@ -92,8 +90,14 @@ def _has(row: Mapping[str, Any], key: str) -> bool:
     return row.get(outer) is not None and (not inner or inner in row[outer])
 
 
+def _paired(values: Sequence[Any], others: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    if len(values) != len(others):
+        raise ValueError(f"lists of {len(values)} and {len(others)}, of tokens, log-probabilities or a mask")
+    return zip(values, others, strict=True)
+
+
 def _plain(row: Mapping[str, Any]) -> Spans:
-    return row["token_ids"], [_of(value, token) for token, value in zip(row["token_ids"], row["logprobs"], strict=True)]
+    return row["token_ids"], [_of(value, token) for token, value in _paired(row["token_ids"], row["logprobs"])]
 
 
 def _vllm(row: Mapping[str, Any]) -> Spans:
@@ -104,7 +108,7 @@ def _vllm(row: Mapping[str, Any]) -> Spans:
     output = row["outputs"][0] if row.get("outputs") else {"token_ids": [], "logprobs": []}
     after = output.get("logprobs") or [None] * len(output["token_ids"])
     tokens, values = [*prompt, *output["token_ids"]], [*before, *after]
-    return tokens, [_of(value, token) for token, value in zip(tokens, values, strict=True)]
+    return tokens, [_of(value, token) for token, value in _paired(tokens, values)]
 
 
 def _of(value: Any, token: int) -> float | None:
@@ -129,7 +133,7 @@ def _verl(row: Mapping[str, Any]) -> Spans:
     mask = _mask(response if response is not None else (attention or ())[-len(tokens) :] or None, tokens)
     kept = mask if attention is None else _mask(attention[-len(tokens) :], tokens)
     end = max((n for n, bit in enumerate(kept, 1) if bit), default=0)
-    return tokens[:end], [value if bit else None for value, bit in zip(values[:end], mask[:end], strict=True)]
+    return tokens[:end], [value if bit else None for value, bit in _paired(values[:end], mask[:end])]
 
 
 def _nemo(row: Mapping[str, Any]) -> Spans:
@@ -137,7 +141,7 @@ def _nemo(row: Mapping[str, Any]) -> Spans:
     values = row["generation_logprobs"] if row.get("generation_logprobs") is not None else row["prev_logprobs"]
     mask = _mask(row.get("token_mask"), row["input_ids"], first=1)
     tokens = row["input_ids"][:length]
-    return tokens, [x if bit else None for x, bit in zip(values[:length], mask[:length], strict=True)]
+    return tokens, [x if bit else None for x, bit in _paired(values[:length], mask[:length])]
 
 
 def _mask(mask: Any, tokens: Any, first: int = 0) -> list[int]:
@@ -173,7 +177,3 @@ FORMATS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Spans]], ...
     (("message_log",), _messages),
     (("token_ids", "logprobs"), _plain),
 )
-
-
-def _why(error: Exception) -> str:
-    return reason(error) if isinstance(error, ValueError) else f"a field is not as its program writes it: {error!r}"

@@ -30,7 +30,7 @@ def _unfit(
                 parse(line)
         except OSError as error:
             yield read, reason(error)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        except ValueError as error:
             yield read, f"its first line: {reason(error)}"
     if hidden is not None and not hidden.expanduser().is_file():
         yield hidden, "there is no such file"
@@ -57,5 +57,5 @@ def _is_sequence(line: bytes) -> None:
 
 
 def _is_rollout(line: bytes) -> None:
-    """Raise ValueError and others as of `engine_scores.parse`."""
+    """Raise ValueError: it is no row of an engine."""
     engine_scores.parse(parse_object(line, constants=True), 1)

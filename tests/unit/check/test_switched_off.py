@@ -1,0 +1,67 @@
+"""A setting of a feature that is off would change nothing: it is refused with what switches the feature on."""
+
+import pytest
+
+from tp_invariant_recipes.check import switched_off
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.errors import ConfigError
+
+# What is typed beside a model, and what switches on the feature that reads it.
+IDLE = {
+    "qwen3_toy model.moe_router_topk=4": "the model has no experts, so nothing reads it; model.num_moe_experts=N",
+    "qwen3_toy model.moe_shared_expert_intermediate_size=64": "the model has no experts",
+    "qwen3_moe_toy model.num_moe_experts=null model.moe_ffn_hidden_size=64": "the model has no experts",
+    "qwen3_toy model.mtp_loss_scaling_factor=0.3": "model.mtp_num_layers=N, or leave it out",
+    "qwen3_toy model.linear_num_value_heads=4": "model.experimental_attention_variant=gated_delta_net",
+    "qwen3_toy model.mamba_num_heads=8": "it has no Mamba layers",
+    "qwen3_toy model.window_attn_skip_freq=2": "attention has no window, so nothing reads it; model.window_size=[N,0]",
+    "qwen3_toy model.recompute_num_layers=1": "model.recompute_granularity=full, or leave it out",
+    "qwen3_toy model.position_embedding_type=none model.rotary_base=5": "model.position_embedding_type=rope",
+    "qwen3_moe_toy model.moe_router_bias_update_rate=0.1": "model.moe_router_enable_expert_bias=true",
+    "qwen3_moe_toy model.moe_router_group_topk=2": "model.moe_router_num_groups=N",
+    "qwen3_toy optimizer.optimizer=sgd optimizer.adam_beta1=0.8": "optimizer.optimizer=adam",
+    "qwen3_toy optimizer.sgd_momentum=0.8": "optimizer.optimizer=sgd",
+    "qwen3_toy numerics=stock optimizer.muon_momentum=0.8": "optimizer.optimizer=muon",
+    "qwen3_toy checkpoint.async_strategy=mcore": "checkpoint.async_save=true",
+}
+# The same beside what switches it on, or switched off itself.
+READ = (
+    "qwen3_moe_toy model.moe_router_topk=4",
+    "qwen3_toy model.moe_aux_loss_coeff=0",
+    "qwen3_toy model.moe_grouped_gemm=false",
+    "qwen3_toy model.mtp_num_layers=1 model.mtp_loss_scaling_factor=0.3",
+    "qwen3_toy model.mtp_num_layers=null",
+    "qwen3_next_toy model.linear_num_value_heads=4",
+    "nemotron3_nano_toy model.mamba_num_heads=64",
+    "gpt_oss_toy model.window_attn_skip_freq=2",
+    "qwen3_toy model.rotary_base=5",
+    "qwen3_toy optimizer.adam_beta1=0.8",
+    "qwen3_toy optimizer.optimizer=sgd optimizer.sgd_momentum=0.8",
+    "qwen3_toy checkpoint.async_save=true checkpoint.async_strategy=mcore",
+)
+
+
+def idle(words: str) -> list[str]:
+    model, *overrides = words.split()
+    try:
+        compose(model, overrides, device="cpu")
+    except ConfigError as refused:
+        return [problem for problem in refused.problems if "nothing reads it" in problem]
+    return []
+
+
+@pytest.mark.parametrize("words", IDLE)
+def test_a_setting_that_nothing_reads_is_refused(words):
+    (problem,) = idle(words)
+    assert problem.startswith(f"{words.split()[-1]}: ")
+    assert IDLE[words] in problem
+
+
+@pytest.mark.parametrize("words", READ)
+def test_a_setting_that_is_read_is_not(words):
+    assert idle(words) == []
+
+
+def test_each_feature_has_a_row():
+    typed = [words.split()[-1] for words in IDLE]
+    assert [f.fields for f in switched_off.FEATURES if not any(word.startswith(f.fields) for word in typed)] == []

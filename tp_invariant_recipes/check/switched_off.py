@@ -1,0 +1,97 @@
+"""Settings of features that are switched off: Megatron would take each of them without a word, and nothing reads it.
+
+A recipe may carry them. What somebody types is meant to change the run, so it is refused.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from tp_invariant_recipes.errors import Problem
+from tp_invariant_recipes.fields.field import as_text
+from tp_invariant_recipes.numerics.megatron import families
+from tp_invariant_recipes.settings.run_config import RunConfig
+
+_TURNED = ("rope", "yarn", "mrope")  # positions
+
+
+@dataclass(frozen=True)
+class Feature:
+    """fields: the beginnings of the paths of its settings. on: whether a run has it. switch: what switches it on."""
+
+    fields: tuple[str, ...]
+    on: Callable[[RunConfig], object]
+    lacking: str
+    switch: str
+
+
+def _optimizer(config: RunConfig) -> str:
+    return config.section("optimizer").get("optimizer") or "adam"
+
+
+FEATURES = (
+    Feature(("model.moe_",), lambda t: t.shape.experts, "the model has no experts", "model.num_moe_experts=N"),
+    Feature(("model.mtp_",), lambda t: t.shape.depths, "it predicts one token", "model.mtp_num_layers=N"),
+    Feature(
+        ("model.linear_",),
+        lambda t: families.delta_sizes(t.model),
+        "it has no gated delta nets",
+        f"model.{families.VARIANT}={families.DELTA_NET}",
+    ),
+    Feature(("model.mamba_",), lambda t: t.shape.hybrid, "it has no Mamba layers", "MODEL nemotron3_nano"),
+    Feature(
+        ("model.window_attn_",),
+        lambda t: t.model.get("window_size"),
+        "attention has no window",
+        "model.window_size=[N,0]",
+    ),
+    Feature(
+        ("model.recompute_m", "model.recompute_n", "model.distribute_saved_activations"),
+        lambda t: t.model.get("recompute_granularity"),
+        "nothing is computed again",
+        "model.recompute_granularity=full",
+    ),
+    Feature(
+        ("model.rotary_", "model.rope_"),
+        lambda t: t.model.get("position_embedding_type", "rope") in _TURNED,
+        "no positions are rotary",
+        "model.position_embedding_type=rope",
+    ),
+    Feature(
+        ("model.moe_router_bias_",),
+        lambda t: t.model.get("moe_router_enable_expert_bias"),
+        "the router has no bias of experts",
+        "model.moe_router_enable_expert_bias=true",
+    ),
+    Feature(
+        ("model.moe_router_group_topk",),
+        lambda t: t.model.get("moe_router_num_groups"),
+        "the router has no groups",
+        "model.moe_router_num_groups=N",
+    ),
+    Feature(("optimizer.adam_",), lambda t: _optimizer(t) != "sgd", "SGD has none", "optimizer.optimizer=adam"),
+    Feature(("optimizer.sgd_",), lambda t: _optimizer(t) == "sgd", "Adam has none", "optimizer.optimizer=sgd"),
+    Feature(
+        ("optimizer.muon_",),
+        lambda t: "muon" in _optimizer(t) or t.numerics.invariant,
+        "Muon is off",
+        "optimizer.optimizer=muon",
+    ),
+    Feature(
+        ("checkpoint.async_", "checkpoint.use_persistent_ckpt_worker"),
+        lambda t: t.section("checkpoint").get("async_save"),
+        "nothing is saved asynchronously",
+        "checkpoint.async_save=true",
+    ),
+)
+
+
+def idle(config: RunConfig, typed: Collection[str]) -> list[Problem]:
+    """Return the settings that nothing reads; null, false and 0 are none. typed: paths that the command line sets."""
+    problems = []
+    for path in dict.fromkeys(typed):
+        feature = next((f for f in FEATURES if path.startswith(f.fields) and not f.on(config)), None)
+        section, _, name = path.partition(".")
+        if feature and (value := config.section(section).get(name)):
+            solve = f"{feature.switch}, or leave it out"
+            problems.append(Problem(f"{path}={as_text(value)}", f"{feature.lacking}, so nothing reads it", solve))
+    return problems
