@@ -8,7 +8,20 @@ from typing import Annotated, Any
 
 import pytest
 
-from tp_invariant_recipes.reading import Count, Keys, Listed, Record, checked, open_file, read_limited
+from tp_invariant_recipes import reading
+from tp_invariant_recipes.reading import (
+    DEPTH,
+    Count,
+    Keys,
+    Listed,
+    Record,
+    checked,
+    open_file,
+    parse_json,
+    parse_yaml,
+    read_limited,
+    read_lines,
+)
 
 
 @dataclass(frozen=True)
@@ -80,3 +93,51 @@ def test_a_pipe_of_this_process_is_read_to_its_end():
     os.close(writing)
     assert read_limited(Path(f"/dev/fd/{reading}"), 10) == b"ab"
     os.close(reading)
+
+
+def test_a_pipe_has_a_limit_too():
+    reading_end, writing = os.pipe()
+    os.write(writing, b"0123456789x")
+    os.close(writing)
+    with pytest.raises(ValueError, match="more than 10 bytes"):
+        read_limited(Path(f"/dev/fd/{reading_end}"), 10)
+    os.close(reading_end)
+
+
+REFUSED = (
+    (b"[" * (DEPTH + 1) + b"]" * (DEPTH + 1), "nested"),
+    (b'{"a":' * (DEPTH + 1) + b"1" + b"}" * (DEPTH + 1), "nested"),
+    (b'{"a": 1, "a": 1}', "twice"),
+    (b'"\\ud800"', "half"),
+    (b'"\\udc00"', "half"),
+    (b'"\\uDfff"', "half"),
+    (b"[" + b"[],[1]," * 3 + b"1]", "more than 6 values"),
+    (b"[[[[[[[]]]]]]]", "more than 6 values"),
+)
+
+
+@pytest.mark.parametrize("text, words", REFUSED, ids=[str(text[:24]) for text, _ in REFUSED])
+def test_json_that_is_refused(text, words):
+    with pytest.raises(ValueError, match=words):
+        parse_json(text, most=6 if "6" in words else reading.NODES)
+
+
+def test_json_that_is_read():
+    assert parse_json(b"[" * DEPTH + b"]" * DEPTH)
+    assert parse_json(b'"\\ud83d\\ude00"') == "\U0001f600"
+
+
+def test_an_alias_counts_whenever_it_is_repeated(monkeypatch):
+    monkeypatch.setattr(reading, "NODES", 20)
+    assert parse_yaml(b"a: &a [1, 2]\nb: [*a, *a]\n") == {"a": [1, 2], "b": [[1, 2], [1, 2]]}
+    with pytest.raises(ValueError, match="more than 20 values"):
+        parse_yaml(b"a: &a [1, 2, 3, 4]\nb: [*a, *a, *a, *a, *a]\n")
+
+
+def test_a_line_has_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "LONGEST_LINE", 8)
+    (tmp_path / "lines").write_bytes(b"1234567\n12345678\n")
+    lines = read_lines(tmp_path / "lines")
+    assert next(lines) == (1, b"1234567\n")
+    with pytest.raises(ValueError, match="line 2 has more than 8 bytes"):
+        next(lines)

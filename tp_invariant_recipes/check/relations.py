@@ -191,6 +191,16 @@ def _experts_projections_bias(config: RunConfig) -> Problem | None:
     return None
 
 
+def _window(config: RunConfig) -> Problem | None:
+    sides = config.model.get("window_size")
+    if not isinstance(sides, list | tuple) or (len(sides) == 2 and min(sides) >= -1):
+        return None
+    key = f"model.window_size={value_text(sides)}"
+    return Problem(
+        key, "must be the tokens before and after, each at least 0, or -1 for all", "model.window_size=[N,0]"
+    )
+
+
 def _own_positions(config: RunConfig) -> Problem | None:
     """Gemma 3's attention reads the positions of two bases, which its model makes beside rotary ones alone."""
     positions = config.model.get("position_embedding_type", "rope")
@@ -404,6 +414,7 @@ TESTS: tuple[Callable[[RunConfig], Problem | list[Problem] | None], ...] = (
     *map(_per_layer, PER_LAYER),
     _ahead_of_delta_nets,
     _without_rotary,
+    _window,
     _own_positions,
     _experts_projections_bias,
     _at_most("moe_router_topk", "num_moe_experts"),

@@ -29,6 +29,8 @@ HOLD = {
     "AKIA" + "Z" * 16: "…",
     "ghp_" + "a1" * 18: "…",
     "sk-" + "a1" * 18: "…",
+    f"https://{'a1' * 12}@host/a": "https://…@host/a",
+    f"https://host/a?X-Amz-Signature={'0f' * 16}": "https://host/a?X-Amz-Signature=…",
     "-----BEGIN PRIVATE KEY-----\nabc": "-----BEGIN PRIVATE KEY-----…",
 }
 HARMLESS = (
@@ -106,3 +108,20 @@ def test_a_configuration_of_others_is_written_without_them():
         "n": [1],
         "data": {"json_key": "text"},
     }
+
+
+@pytest.mark.parametrize("name", ("GITHUB_PAT", "DB_PW", "HF_AUTH", "x.pass", "WANDB_API_KEY", "MY_TOKENIZER_TOKEN"))
+def test_a_name_of_a_secret(name):
+    assert secrets.named(name)
+
+
+@pytest.mark.parametrize("name", ("PATH", "PATTERN", "PASSES", "TOKENIZERS_PARALLELISM", "NUM_OF_TOKENS_PER_CHUNK"))
+def test_a_name_of_none(name):
+    assert not secrets.named(name)
+
+
+def test_a_name_that_is_a_secret_is_not_repeated():
+    config = SimpleNamespace(sections={"logger": {"mlflow_tags": {TOKEN: f"http://u:{PASSWORD}@h"}}})
+    (problem,) = table_problems(rules, config)
+    assert TOKEN not in problem
+    assert PASSWORD not in problem

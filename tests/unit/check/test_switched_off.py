@@ -39,7 +39,7 @@ READ = (
     "qwen3_toy model.rotary_base=5",
     "qwen3_toy optimizer.adam_beta1=0.8",
     "qwen3_toy optimizer.optimizer=sgd optimizer.sgd_momentum=0.8",
-    "qwen3_toy checkpoint.async_strategy=mcore checkpoint.async_save=true",
+    "qwen3_toy checkpoint.async_strategy=mcore checkpoint.async_save=true checkpoint.async_strategy=mcore",
 )
 
 

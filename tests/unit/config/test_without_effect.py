@@ -20,6 +20,8 @@ REFUSED = {
     "tp=2 numerics=stock model.vocab_size=501 tokenizer.vocab_size=501": "or model.vocab_size=502",
     "pp=2 gbs=2 model.virtual_pipeline_model_parallel_size=1": "one virtual stage a rank is not interleaved",
     "numerics=stock checkpoint.save_optim=false": "a run could not be resumed; checkpoint.save_optim=true",
+    "numerics=stock checkpoint.save_rng=false": "a run could not be resumed; checkpoint.save_rng=true",
+    "numerics=stock checkpoint.async_save=true checkpoint.async_strategy=nvrx": "the one that sends the hashes",
     "numerics=stock optimizer.optimizer_cpu_offload=true": "the optimizer is on the CPU already",
     "numerics=stock pp=2 gbs=2 model.mtp_num_layers=1 model.share_embeddings_and_output_weights=true": "pp=1, or "
     "model.share_embeddings_and_output_weights=false",
@@ -104,3 +106,10 @@ def test_verify_gives_all_cells_the_shards_that_the_largest_needs(tmp_path, no_g
     wide = ("model.num_attention_heads=16", "model.num_query_groups=16", "model.ffn_hidden_size=512", "seq=512")
     assert cells(tmp_path, "tp=1,16", *wide) == {"tp=1": 16, "tp=16": 16}
     assert cells(tmp_path, "cp=1,2", "seq=8") == {"cp=1": 4, "cp=2": 4}
+
+
+def test_an_optimizer_on_the_cpu_has_no_digests():
+    words = ["numerics=stock", "optimizer.optimizer_cpu_offload=true"]
+    with pytest.raises(ConfigError, match="digests: an optimizer on the CPU keeps master weights and moments there"):
+        compose("qwen3_toy", words, device="gpu")
+    assert compose("qwen3_toy", [*words, "ledger.digests=0"], device="gpu").config.ledger.digests == 0

@@ -107,3 +107,10 @@ def test_a_window_is_bounded():
     windows = [*batches.windows(many, 1 << 18)]
     assert [one.id for window in windows for one in window] == [*range(3000)]
     assert max(sum(len(one.tokens) for one in window) for window in windows) < (1 << 18) + 1000
+
+
+def test_a_file_without_sequences_is_refused(tmp_path):
+    file = tmp_path / "empty.jsonl"
+    file.write_bytes(b"\n \n")
+    with pytest.raises(ConfigError, match="no sequences in it"):
+        sequences.survey(file, 256, None)

@@ -5,6 +5,7 @@ import torch
 
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels.row_sum import row_sum
+from tp_invariant_recipes.kernels.token_sum import token_sum
 
 
 def test_order_decides():
@@ -25,3 +26,7 @@ def test_it_rounds_once(terms):
     rows, at = torch.randn(20, 33).bfloat16(), torch.randint(-1, 20, (7, terms))
     wide = row_sum(rows.float(), at)
     assert same_bits(row_sum(rows, at), wide.bfloat16())
+
+
+def test_a_sum_of_tokens_begins_at_plus_zero():
+    assert not token_sum(torch.full((2, 3), -0.0), 1).signbit().any()

@@ -80,3 +80,18 @@ def test_the_first_step_says_where_the_seconds_went(tmp_path, progress_file, kin
         progress_file.write_text(progress_line(start={"imports": 4.7, "step": 0.6}) + progress_line(step=2))
         tick()
     assert said.getvalue().count("first step after 5.3 s: imports 4.7, step 0.6") == 1
+
+
+def test_the_pace_is_that_of_the_last_steps_without_the_first(progress_file):
+    tail = Tail(progress_file, 9)
+    progress_file.write_text(progress_line(step=2, seconds=10.0) + progress_line(step=3) + progress_line(step=4))
+    assert new_steps(tail) == [2, 3, 4]
+    assert tail.tokens_per_second() == 16.0
+    assert tail.seconds_left() == 5 * 0.5
+
+
+def test_one_step_is_all_there_is(progress_file):
+    tail = Tail(progress_file, 3)
+    progress_file.write_text(progress_line(step=1, seconds=2.0))
+    tail.new()
+    assert (tail.tokens_per_second(), tail.seconds_left()) == (4.0, 4.0)

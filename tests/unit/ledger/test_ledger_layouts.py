@@ -7,7 +7,7 @@ import pytest
 from tests.unit.compare.ledgers import HEADER, A, ledger
 from tp_invariant_recipes.compare.compare import compare
 from tp_invariant_recipes.compare.text import remarks
-from tp_invariant_recipes.ledger.layouts import changes, words
+from tp_invariant_recipes.ledger.layouts import changes, ranks, words
 
 LAYOUT = {"cp": 1, "dp": 2, "ep": 1, "etp": 1, "pp": 1, "sp": True, "tp": 4}
 
@@ -35,3 +35,7 @@ def test_a_comparison_says_so():
     resumed = ledger("b", header=resumed_header((2, {"layout.dp": 1})))
     said = remarks(compare(A, resumed))
     assert any(line.endswith(": tp=4 dp=2, from step 3 on tp=4.") for line in said), said
+
+
+def test_experts_take_no_ranks_of_their_own():
+    assert ranks({"tp": 2, "pp": 3, "cp": 5, "dp": 7, "ep": 11, "etp": 13}) == 210

@@ -267,3 +267,8 @@ def test_a_backward_pass_waits_for_the_sums_beside_the_forward_pass(monkeypatch)
         "backward",
         "backward",
     ]
+
+
+def test_a_pass_that_adds_several_times_forms_no_pairs():
+    counters = [ShardCounter(4, 1, list, once=once) for once in (True, False)]
+    assert [(counter.pairs, counter.nodes) for counter in counters] == [(True, 2), (False, 4)]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.numerics.layers.experts.expert_placement import Owners
+from tp_invariant_recipes.numerics.layers.experts.expert_placement import Owners, fits
 
 DEGREES = st.sampled_from((1, 2, 4, 8))
 
@@ -50,3 +50,10 @@ def test_experts_are_divided(tp, ep, each):
 def test_what_does_not_divide_is_refused(tp, ep, experts):
     with pytest.raises(ConfigError, match=f"tp={tp} and ep={ep}: one must divide the other, both {experts} experts"):
         _ranks(tp, ep, experts)
+
+
+@pytest.mark.parametrize(
+    "experts, tp, ep, fit", ((8, 4, 2, True), (6, 4, 2, False), (6, 2, 4, False), (6, 3, 2, False), (6, 2, 6, True))
+)
+def test_each_expert_has_an_owner_where_both_degrees_divide_them(experts, tp, ep, fit):
+    assert fits(experts, tp, ep) is fit

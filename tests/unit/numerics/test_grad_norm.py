@@ -331,3 +331,12 @@ def test_megatron_gets_a_coefficient_that_is_a_power_of_two(max_norm, total_norm
         assert limit / (norm + 1.0e-6) == rounded_down_to_power_of_two(stock)
     else:
         assert (limit, norm) == (max_norm, total_norm)
+
+
+@pytest.mark.parametrize(
+    "square, exponent, root",
+    ((3, -150, 2.0**-149), (1, -151, 0.0), (9, -151, 2.0**-149), (9, -150, 2.0**-148), (4, -149, 2.0**-148)),
+)
+def test_a_root_below_normal_numbers_is_rounded_once(square, exponent, root):
+    """sqrt(9) · 2^-150 is 1.5 · 2^-149, a tie."""
+    assert grad_norm._rounded_root(square, exponent) == root

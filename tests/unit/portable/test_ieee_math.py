@@ -17,6 +17,7 @@ from tp_invariant_recipes.kernels.cpu import numba_fma
 from tp_invariant_recipes.portable import one_source
 from tp_invariant_recipes.portable.ieee import math as ieee_math
 from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
+from tp_invariant_recipes.portable.ieee.sums import power_of_two
 from tp_invariant_recipes.portable.one_source import numba_version
 
 NAN = 0x7FFFFFFF
@@ -242,3 +243,8 @@ def test_each_constant_is_the_stated_one(monkeypatch, name, coefficient, less, o
         monkeypatch.setattr(ieee_math, coefficient, one_source.constant(float(other)))
         monkeypatch.setattr(elementwise, "version", cache(elementwise.version.__wrapped__))
         assert bits_of_array(numpy_version(name)(number)).tolist() != [result]
+
+
+@pytest.mark.parametrize("n, power", ((1, 1), (2, 2), (3, 4), (4, 4), (5, 8)))
+def test_the_least_power_of_two(n, power):
+    assert power_of_two(n) == power

@@ -19,7 +19,7 @@ from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger import dumps, reader
 from tp_invariant_recipes.ledger.digests import Parameter
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
-from tp_invariant_recipes.report import figures, page
+from tp_invariant_recipes.report import curves, figures, page
 from tp_invariant_recipes.report.figures import settings
 from tp_invariant_recipes.report.palette import COLOURS
 from tp_invariant_recipes.report.render import png
@@ -470,3 +470,12 @@ def test_who_waits_for_long_is_told_how_far_it_is(cli, monkeypatch, tmp_path):
     figures = [line for line in said if line.startswith("drawing: figure ")]
     assert figures[0] == f"drawing: figure 1 of {len(figures)}"
     assert said[-1] == f"drawing the image: figure {len(figures)} of {len(figures)}"
+
+
+def test_a_point_of_a_long_curve_is_the_median_of_its_steps():
+    """One spike in a block shows in its range, and not in its middle."""
+    points = [(step, 9.0 if step % 3 == 0 else 0.0) for step in range(3 * curves.POINTS)]
+    drawn = curves.curve(points)
+    assert drawn.block == 3
+    assert {*drawn.y.tolist()} == {0.0}
+    assert {*drawn.high.tolist()} == {9.0}

@@ -81,6 +81,8 @@ def test_the_newest_finished_one_is_chosen_or_the_one_asked_for(tmp_path):
     assert [c.step for c in finished(tmp_path)] == [3, 20, 100]
     assert select(tmp_path) == RunCheckpoint(paths[100], 100)
     assert select(tmp_path, 20) == RunCheckpoint(paths[20], 20)
+    assert select(tmp_path, within=99) == RunCheckpoint(paths[20], 20)
+    assert select(tmp_path, within=2) is None
 
 
 def test_where_nothing_was_saved_there_is_none(tmp_path):

@@ -87,7 +87,7 @@ def _digests(row: Mapping[str, Any], tokens: list[int]) -> Sequence[str]:
 
 def _has(row: Mapping[str, Any], key: str) -> bool:
     outer, _, inner = key.partition(".")
-    return row.get(outer) is not None and (not inner or inner in row[outer])
+    return row.get(outer) is not None and (not inner or (isinstance(row[outer], Mapping) and inner in row[outer]))
 
 
 def _paired(values: Sequence[Any], others: Sequence[Any]) -> Iterator[tuple[Any, Any]]:

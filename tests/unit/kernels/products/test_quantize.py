@@ -127,3 +127,8 @@ def test_another_definition_has_other_bits(monkeypatch, name, changed):
     monkeypatch.setattr(quantize, name, changed)
     x = torch.from_numpy(RECORDED["rows/wide/e4m3/x"]).view(torch.bfloat16)
     assert not _same(quantize.along_rows(x, E4M3), "rows/wide/e4m3/data", "rows/wide/e4m3/scale")
+
+
+def test_an_infinite_number_has_a_scale_of_its_own_size_and_a_nan_none():
+    x = torch.tensor([1.0, -torch.inf, torch.nan])
+    assert quantize._magnitudes(x).tolist() == [1.0, torch.inf, 0.0]
