@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from tp_invariant_recipes.errors import Problem
-from tp_invariant_recipes.fields.field import as_text
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.settings.values import value_text
 
 _TURNED = ("rope", "yarn", "mrope")  # positions
 
@@ -93,5 +93,5 @@ def idle(config: RunConfig, typed: Collection[str]) -> list[Problem]:
         section, _, name = path.partition(".")
         if feature and (value := config.section(section).get(name)):
             solve = f"{feature.switch}, or leave it out"
-            problems.append(Problem(f"{path}={as_text(value)}", f"{feature.lacking}, so nothing reads it", solve))
+            problems.append(Problem(f"{path}={value_text(value)}", f"{feature.lacking}, so nothing reads it", solve))
     return problems
