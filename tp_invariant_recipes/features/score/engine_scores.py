@@ -67,6 +67,8 @@ def parse(row: Mapping[str, Any], number: int) -> Rollout:
     else:
         keys = ", ".join(map(repr, row)) or "none"
         raise ValueError(f"no row of tpi score, vLLM, SGLang, verl or NeMo-RL (docs/scores.md); its keys: {keys}")
+    if len(tokens) != len(logprobs):
+        raise ValueError(f"{len(tokens)} tokens and {len(logprobs)} log-probabilities")
     if not tokens:
         raise ValueError("no tokens in it")
     if wrong := [token for token in tokens if type(token) is not int or not 0 <= token < LARGEST]:
@@ -80,8 +82,8 @@ def parse(row: Mapping[str, Any], number: int) -> Rollout:
 
 def _digests(row: Mapping[str, Any], tokens: list[int]) -> Sequence[str]:
     digests = row.get("digests") or ()
-    if digests and len(digests) != len(tokens):
-        raise ValueError(f"{len(tokens)} tokens and {len(digests)} digests")
+    if digests and not (isinstance(digests, list) and len(digests) == len(tokens)):
+        raise ValueError(f"digests are no list of {len(tokens)}, one a token")
     return digests
 
 
