@@ -136,7 +136,8 @@ def validate(container: ConfigContainer, world_size: int, *, here: bool = True, 
             message += _keys(container, message)
             raise ConfigError(f"Megatron-Bridge refuses this configuration: {message}") from error
     now = _plain_values(container, before)
-    replaced = [path for path, value in before.items() if now.get(path, value) != value]
+    # Bridge appends the layers of multi-token prediction to a hybrid model's, behind a slash: the typed layers stay.
+    replaced = [path for path, value in before.items() if (new := now.get(path, value)) != value != new.split("/")[0]]
     refuse(
         [
             *(

@@ -506,6 +506,15 @@ def test_a_layer_specification_of_ones_own_is_kept():
     assert made.model.transformer_layer_spec.__name__ == "transformer_engine_layer_spec"
 
 
+def test_typed_layers_of_a_hybrid_model_may_have_layers_ahead(bridge):
+    """Bridge appends these to the pattern; another value would be refused."""
+    words = ["model.hybrid_layer_pattern=ME*E", "model.mtp_num_layers=1", "model.mtp_hybrid_override_pattern=*M"]
+    config = compose("nemotron3_nano_toy", words, device="cpu").config
+    built = container.build(config)
+    container.validate(built, 1, typed=["model.hybrid_layer_pattern"])
+    assert built.model.hybrid_layer_pattern == "ME*E/*M"
+
+
 def test_a_tree_can_be_built_twice():
     tree = compose("qwen3_toy").config.sections
     first, second = container.build(RunConfig(tree)), container.build(RunConfig(tree))
