@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tp_invariant_recipes.start.cache import cache_dir
 
-PACKAGES = ("torch", "megatron.core", "megatron.bridge", "transformer_engine")
+PACKAGES = ("tp_invariant_recipes", "torch", "megatron.core", "megatron.bridge", "transformer_engine")
 
 
 def keep() -> Path | None:
