@@ -4,12 +4,13 @@ import gc
 
 import torch
 
-from tp_invariant_recipes.numerics.sums import weight_gradient
+from tp_invariant_recipes.numerics.sums import peer_memory, weight_gradient
 
 
 def settle() -> None:
     """Free the memory of a training for the next: models hold themselves in cycles, and Bridge stops the collector."""
     weight_gradient.forget_stand_ins()
+    peer_memory.forget()
     _forget_probabilities()
     _forget_graphs()
     gc.collect()

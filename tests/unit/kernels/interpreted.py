@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from inspect import isfunction
 from itertools import product
+from unittest.mock import Mock
 
 import torch
 import triton.language as tl
@@ -35,6 +36,7 @@ from tp_invariant_recipes.kernels import (
     digest,
     grad_norm,
     group_norm,
+    peer_add,
     rms_norm,
     row_add,
     row_sum,
@@ -46,6 +48,7 @@ from tp_invariant_recipes.kernels.products import fixed_tile_product, grouped_pr
 from tp_invariant_recipes.kernels.products.grouped_product import Groups
 from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2
 from tp_invariant_recipes.numerics.layers import delta_net
+from tp_invariant_recipes.numerics.sums import peer_memory
 from tp_invariant_recipes.portable import definition
 from tp_invariant_recipes.portable.ieee import adam as ieee_adam
 from tp_invariant_recipes.portable.ieee import cross_entropy as ieee_cross_entropy
@@ -85,6 +88,68 @@ def tree_add_has_the_bits_of_its_twin():
             out, twin = torch.empty(groups, size), torch.empty(groups, size)
             tree_add._tree_add_triton(partials, out, groups, width)
             assert same_bits(out, tree_add._tree_add_torch(partials, twin, groups)), (width, groups, size)
+
+
+def peers_are_added_in_the_order_of_the_tree():
+    for width in (2, 4, 8):
+        for size in (1, 5000, 3 * peer_add.BLOCK):  # blocks, and a part of one
+            partials = [torch.randn(size) * 2.0 ** torch.randint(-20, 20, (size,)) for _ in range(width)]
+            out, twin = torch.empty(size), torch.empty(size)
+            assert same_bits(peer_add.peer_add(partials, out), peer_add.peer_add_torch(partials, twin)), width
+            turned = peer_add.peer_add(partials[1:] + partials[:1], torch.empty(size))
+            assert width == 2 or size == 1 or not same_bits(turned, twin), width
+
+
+def sums_through_memory_are_slices_of_the_tree():
+    """Ranks of one process, in step: their buffers are ordinary memory, and no barrier is needed."""
+    for size in (2, 4, 8):
+        shape = tokens, features = 2 * size, 24
+        nodes = torch.randn(size, *shape) * 2.0 ** torch.randint(-20, 20, shape)
+        whole = tree_add.tree_add(nodes, torch.empty(shape))
+        memory = [torch.empty(tokens * features) for _ in range(size)]
+        ranks = [_rank(rank, memory) for rank in range(size)]
+        sums = [rank.begin_sum(shape) for rank in ranks]
+        assert all(rank.begin_sum(shape) is None for rank in ranks)  # one at a time
+        for started, node in zip(sums, nodes, strict=True):
+            for peer in started.peers.order():
+                started.send(peer, node[started.rows(peer)])
+        assert same_bits(torch.cat([started.finished(torch.float32) for started in sums]), whole), size
+        assert ranks[0].begin_sum((tokens + 1, features)) is None
+        _COPIES.clear()
+        slices = [torch.randn(3, 5) for _ in range(size)]
+        gathers = [rank.start_gather(part) for rank, part in zip(ranks, slices, strict=True)]
+        for gather in gathers[::-1]:
+            gather.wait()
+            assert same_bits(gather.whole, torch.cat(slices))
+        assert ranks[0].start_gather(slices[0]) is not None
+
+
+def _rank(rank, memory):
+    peers = object.__new__(peer_memory.Peers)
+    peers.rank, peers.size, peers.device = rank, len(memory), torch.device("cpu")
+    peers.copy = lambda to, part: _COPIES.append((to, part))
+    peers.copied = lambda: None
+    peers.wait = lambda event: [to.copy_(part) for to, part in _COPIES]  # all ranks', as late as they may arrive
+    for name in ("sums", "gathers"):
+        buffer = object.__new__(peer_memory.Buffer)
+        buffer.busy, buffer.handle = False, Mock()
+        buffer._views = _Views(memory)
+        setattr(peers, name, buffer)
+    return peers
+
+
+_COPIES = []  # of a process of its own
+
+
+class _Views(dict):
+    """Views of the ranks' memory, of any size."""
+
+    def __init__(self, memory):
+        super().__init__()
+        self.memory = memory
+
+    def get(self, kind):
+        return [buffer[: kind[0]] for buffer in self.memory]
 
 
 def norms_are_right_and_slices_of_each_other():

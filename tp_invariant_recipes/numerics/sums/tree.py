@@ -1,10 +1,12 @@
 """Tree sums across ranks: V partials, neighbours added level by level in fp32, one rounding at the root.
 
 A rank's shards are a subtree: it adds them, sends one node, and the receiver finishes the same tree. Collectives only
-move bytes; every addition is in kernels/tree_add.py.
+move bytes; every addition is in kernels/. TPI_PEER_MEMORY has ranks of one host use each other's memory instead
+(numerics/sums/peer_memory.py), with the same bits.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.sums.peer_memory import PeerSum, peers_of
 
 
 @dataclass
@@ -22,7 +25,7 @@ class Moving:
     """
 
     buffer: Tensor
-    works: tuple[dist.Work, ...] = ()
+    works: tuple[Any, ...] = ()
 
     def arrived(self) -> Tensor:
         """Return the buffer, complete."""
@@ -66,16 +69,31 @@ def tree_all_reduce(partials: Tensor, mesh: VirtualMesh, dtype: torch.dtype) -> 
     return tree_sum(all_gather(node.unsqueeze(0), mesh), dtype)
 
 
-def start_reduce_scatter(partials: Tensor, mesh: VirtualMesh) -> Reducing:
+def begin_reduce_scatter(operand: Tensor, features: int, mesh: VirtualMesh) -> PeerSum | None:
+    """Return a sum whose slices are sent one by one; None: only whole nodes can be sent.
+
+    operand: [tokens, …] of the product that the nodes, [tokens, features], come from.
+    """
+    peers = peers_of(mesh, operand, operand.shape[0] // mesh.size * features * 4)
+    return None if peers is None else peers.begin_sum((operand.shape[0], features))
+
+
+def start_reduce_scatter(partials: Tensor, mesh: VirtualMesh) -> Reducing | PeerSum:
     """Start the sum of all ranks' V partials in tree order; each rank keeps its slice of the tokens.
 
     partials: [n, tokens, features] fp32, contiguous: the sums of this rank's V/t shards, as n = 1 to V/t nodes of the
               tree, n a power of two; t divides tokens.
-    returns:  a `Reducing` whose result is [tokens/t, features]: slice `rank` of the whole sum.
+    returns:  a sum whose result is [tokens/t, features]: slice `rank` of the whole sum.
     """
     if mesh.size == 1:
         return Reducing(Moving(partials))
-    return Reducing(start_all_to_all(tree_sum(partials), mesh))
+    node = tree_sum(partials)
+    peers = peers_of(mesh, node, node.numel() // mesh.size * 4)
+    if peers is not None and (started := peers.begin_sum(node.shape)) is not None:
+        for peer in peers.order():
+            started.send(peer, node[started.rows(peer)])
+        return started
+    return Reducing(start_all_to_all(node, mesh))
 
 
 def start_all_to_all(tokens: Tensor, mesh: VirtualMesh) -> Moving:
@@ -100,6 +118,9 @@ def start_all_gather(slices: Tensor, mesh: VirtualMesh) -> Moving:
     """
     if mesh.size == 1:
         return Moving(slices)
+    peers = peers_of(mesh, slices, slices.numel() * slices.dtype.itemsize)
+    if peers is not None and (gather := peers.start_gather(slices)) is not None:
+        return Moving(gather.whole, (gather,))
     whole = slices.new_empty(mesh.size * slices.shape[0], *slices.shape[1:])
     work = dist.all_gather_into_tensor(whole, slices.contiguous(), group=mesh.group, async_op=True)
     return Moving(whole, (work,))

@@ -31,7 +31,16 @@ from tp_invariant_recipes.numerics.products.operands import Parts
 from tp_invariant_recipes.numerics.products.product import product
 from tp_invariant_recipes.numerics.sums.context_shards import each_context
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.sums.tree import Moving, Reducing, all_gather, start_all_gather, start_reduce_scatter
+from tp_invariant_recipes.numerics.sums.peer_memory import PeerSum
+from tp_invariant_recipes.numerics.sums.tree import (
+    Moving,
+    Reducing,
+    all_gather,
+    begin_reduce_scatter,
+    start_all_gather,
+    start_reduce_scatter,
+    tree_sum,
+)
 from tp_invariant_recipes.numerics.sums.weight_gradient import weight_gradient
 
 if TYPE_CHECKING:
@@ -64,7 +73,7 @@ class Contraction(Protocol):
 class Reduced:
     """A contraction by nodes of the tree. scatters: its result is divided by tokens."""
 
-    sum: Reducing
+    sum: Reducing | PeerSum
     mesh: VirtualMesh
     scatters: bool
 
@@ -143,7 +152,7 @@ class Plain:
 
         rows: [tokens, k/t], of this rank's segments and shards of k. dtype: that the result will have.
         """
-        summed = start_contraction(rows, across.t() if forward else across, mesh, segments, self.products)
+        summed = start_contraction(rows, across.t() if forward else across, mesh, segments, self.products, forward)
         return Reduced(summed, mesh, scatters)
 
     def weight_gradient(self, weight: Tensor, dy: Any, x: Any, mesh: VirtualMesh, **shards: Parts) -> Tensor:
@@ -173,16 +182,25 @@ def require_one_sequence(x: Tensor) -> None:
         raise NotImplementedError(f"{x.shape[1]} sequences at once: their scales are a sequence's own; mbs=1")
 
 
-def start_contraction(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Parts, products: Products) -> Reducing:
+def start_contraction(
+    a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Parts, products: Products, by_slices: bool = False
+) -> Reducing | PeerSum:
     """Start a @ b with the summed dimension divided among the ranks.
 
-    a: [tokens, k/t]; b: [k/t, features]: this rank's segments and shards of k.
+    a: [tokens, k/t]; b: [k/t, features]: this rank's segments and shards of k. by_slices: nothing else hides how long
+    nodes travel, so that each rank's slice is a product of its own; on a GPU rows do not depend on each other.
     """
     sizes = sizes_of(segments, a.shape[1])
     if not a.is_cuda:
         partials = [products.partials(rows, b, mesh.local, sizes) for (rows,) in each_context(mesh, a)]
         return start_reduce_scatter(torch.cat(partials, 1) if len(partials) > 1 else partials[0], mesh)
-    return start_reduce_scatter(contraction.nodes(a, b, mesh, sizes, products.product), mesh)
+    started = begin_reduce_scatter(a, b.shape[1], mesh) if by_slices and mesh.contexts == 1 else None
+    if started is None:
+        return start_reduce_scatter(contraction.nodes(a, b, mesh, sizes, products.product), mesh)
+    for peer in started.peers.order():
+        nodes = contraction.nodes(a[started.rows(peer)], b, mesh, sizes, products.product)
+        started.send(peer, tree_sum(nodes))
+    return started
 
 
 def sizes_of(segments: Parts, features: int) -> tuple[int, ...]:

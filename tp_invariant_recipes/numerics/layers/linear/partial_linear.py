@@ -14,6 +14,7 @@ from torch import Tensor
 from tp_invariant_recipes.function_modes import outside_modes
 from tp_invariant_recipes.numerics.products.product import product
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.sums.peer_memory import PeerSum
 from tp_invariant_recipes.numerics.sums.tree import Reducing, all_gather, start_reduce_scatter
 from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad
 
@@ -114,7 +115,7 @@ class _GatheredLinear(torch.autograd.Function):
         return dx, None if reducing is None else _kept_rows(weight, reducing), None, None
 
 
-def _kept_rows(weight: Any, reducing: Reducing) -> Tensor:
+def _kept_rows(weight: Any, reducing: Reducing | PeerSum) -> Tensor:
     total = reducing.finished(torch.float32).view(weight.shape)
     if getattr(weight, "main_grad", None) is None:
         return total.to(weight.dtype)
@@ -122,7 +123,7 @@ def _kept_rows(weight: Any, reducing: Reducing) -> Tensor:
     return added_to_main_grad(weight)
 
 
-def _start_weight_gradient(grad: Tensor, rows: Tensor, mesh: VirtualMesh) -> Reducing:
+def _start_weight_gradient(grad: Tensor, rows: Tensor, mesh: VirtualMesh) -> Reducing | PeerSum:
     """grad: [tokens/t, n]; rows: [tokens/t, k]. Its result is slice `rank` of the flat sum, [1, n · k / t] in fp32."""
     count = mesh.local_chunks
     node = _subtree(grad.chunk(count), rows.chunk(count), 0, count)

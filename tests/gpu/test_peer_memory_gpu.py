@@ -1,0 +1,64 @@
+"""On two and four GPUs: sums through peers' memory have the bits of NCCL's exchange, in graphs and whole runs too."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.test_guard_gpu import steps, tpi
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
+    pytest.mark.timeout(300),
+]
+
+
+def ranks(count: int, case: str) -> list:
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "--master-port"]
+    command += [str(20000 + os.getpid() % 20000), "-m", "tests.gpu.peer_ranks", case]
+    environment = os.environ | {
+        "TPI_PEER_MEMORY": "auto",
+        "PYTHONPATH": ":".join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("count", (2, 4))
+@pytest.mark.parametrize("case", ("sums", "gathers", "graphs", "after_another_training", "both"))
+def test_peers_have_the_bits_of_nccl(count, case):
+    assert all(ranks(count, case))
+
+
+def test_another_order_of_ranks_has_other_bits():
+    assert not any(ranks(4, "orders_differ"))
+
+
+@pytest.mark.parametrize("count", (2, 4))
+@pytest.mark.parametrize("only", ("first", "second"))
+def test_with_one_barrier_bits_differ(count, only):
+    assert not all(ranks(count, only))
+
+
+@pytest.mark.parametrize("words", ("tp=2", "tp=4", "tp=2 cuda_graph=te", "tp=2 pp=2", "tp=4 sp=false cuda_graph=off"))
+def test_a_run_has_one_ledger_with_and_without(tmp_path, monkeypatch, words):
+    if torch.cuda.device_count() < (4 if "4" in words or "pp" in words else 2):
+        pytest.skip("needs four GPUs")
+    for switch in ("0", "1"):
+        monkeypatch.setenv("TPI_PEER_MEMORY", switch)
+        done = tpi(tmp_path, "train", "qwen3_toy", "gbs=4", "iters=8", *words.split(), f"run.dir={switch}")
+        assert done.returncode == 0, done.stderr
+    assert steps(tmp_path, "1") == steps(tmp_path, "0")
+    logs = [(tmp_path / switch / "logs" / "rank-0.log").read_text() for switch in "01"]
+    size = words[3]
+    assert "tensor-parallel ranks go through" not in logs[0]
+    assert f"sums over {size} tensor-parallel ranks go through their memory" in logs[1]

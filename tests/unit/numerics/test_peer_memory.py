@@ -1,0 +1,87 @@
+"""Who decides that sums over ranks go through peers' memory; tests/gpu/test_peer_memory_gpu.py has the bits."""
+
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from tp_invariant_recipes.errors import ConfigError, RunError
+from tp_invariant_recipes.numerics.sums import peer_memory
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+
+GROUP = Mock(**{"size.return_value": 2, "rank.return_value": 0})
+
+
+@pytest.fixture(autouse=True)
+def switch(monkeypatch):
+    def switched(value):
+        monkeypatch.setenv(peer_memory.SWITCH, value)
+        peer_memory.choice.cache_clear()
+
+    switched("auto")
+    yield switched
+    peer_memory.choice.cache_clear()
+
+
+@pytest.fixture
+def trial(monkeypatch):
+    """A group whose trial ends as its value says."""
+    outcome = Mock(return_value=True)
+    monkeypatch.setattr(peer_memory, "Peers", Mock())
+    monkeypatch.setattr(peer_memory, "_trial", outcome)
+    monkeypatch.setattr(peer_memory, "_everywhere", lambda fine, *_: fine)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(peer_memory, "_hosts_problem", lambda *_: None)
+    return outcome
+
+
+def test_an_unknown_value_is_refused(switch):
+    switch("yes")
+    with pytest.raises(ConfigError, match="TPI_PEER_MEMORY=yes"):
+        peer_memory.choice()
+
+
+def test_a_cpu_and_one_rank_ask_nobody():
+    assert peer_memory.peers_of(VirtualMesh(4, 2, 0, GROUP), torch.zeros(1), 2**30) is None
+    assert peer_memory.peers_of(VirtualMesh(4, 1, 0), torch.zeros(1), 2**30) is None
+
+
+@pytest.mark.parametrize(
+    "outcome, words",
+    (
+        (True, "their memory"),
+        (False, "NCCL: sums have other bits"),
+        (RuntimeError("no access\nC++"), "NCCL: no access"),
+    ),
+)
+def test_the_trial_decides_and_says_so(trial, capsys, outcome, words):
+    trial.side_effect = [outcome]
+    peers = peer_memory._tried(GROUP, torch.device("cpu"))
+    assert (peers is not None) == (outcome is True)
+    assert capsys.readouterr().out == f"sums over 2 tensor-parallel ranks go through {words}\n"
+
+
+@pytest.mark.parametrize(
+    "value, size, asked", (("0", 2**30, 0), ("auto", 2**30, 1), ("auto", 2**10, 0), ("1", 2**10, 1))
+)
+def test_the_switch_decides_whether_a_trial_is_made(monkeypatch, switch, value, size, asked):
+    switch(value)
+    tried = Mock(return_value=None)
+    monkeypatch.setattr(peer_memory, "_tried", tried)
+    monkeypatch.setattr(peer_memory, "_peers", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert peer_memory.peers_of(VirtualMesh(4, 2, 0, GROUP), Mock(is_cuda=True), size) is None
+    assert tried.call_count == asked
+
+
+def test_gloo_is_not_tried(trial, monkeypatch, capsys):
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "gloo")
+    assert peer_memory._tried(GROUP, torch.device("cpu")) is None
+    assert "NCCL: 2 ranks over gloo" in capsys.readouterr().out
+
+
+def test_demanded_it_fails_where_it_cannot(trial, switch):
+    switch("1")
+    trial.return_value = False
+    with pytest.raises(RunError, match=r"TPI_PEER_MEMORY=1.*other bits"):
+        peer_memory._tried(GROUP, torch.device("cpu"))
