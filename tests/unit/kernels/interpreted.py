@@ -22,6 +22,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+from tests.definitions import mxfp8 as mxfp8_definition
 from tests.operands import KINDS, same_bits, sample
 from tests.unit.kernels import fp8_interpreted, test_delta_rule
 from tests.unit.kernels.products import test_mxfp8
@@ -597,7 +598,7 @@ def mxfp8_has_the_bits_of_its_twin():
             of = x[: None if groups else 64].contiguous()
             found, twin = ([torch.full_like(of, 7.0) for _ in range(2)] for _ in range(2))
             mxfp8._by_triton(of, tuple(found), dtype, rows, columns, groups)
-            mxfp8._by_torch(of, tuple(twin), dtype, rows, columns, groups)
+            mxfp8_definition.by_torch(of, tuple(twin), dtype, rows, columns, groups)
             assert all(map(same_bits, found, twin)), (kind, dtype)
     memory = test_mxfp8.operand("wide", rows=200, k=160)
     for starts in ((8, 0, 96), (1, 100, 37)):  # rows of 320 bytes; those of the second are in no order

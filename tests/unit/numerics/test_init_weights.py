@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.operands import same_bits
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.kernels.cpu import normal_cpu
 from tp_invariant_recipes.numerics.megatron import init
 from tp_invariant_recipes.numerics.megatron.init import initialise, normal
 
@@ -47,6 +48,27 @@ def test_a_shard_is_a_slice_of_the_whole(part, chunk):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(init, "CHUNK", chunk)
         assert same_bits(normal(shape, ranges, seed=1, name="w", std=1.0), expected)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_compiled_numbers_have_the_same_bits(monkeypatch, dtype):
+    """Ranges that begin at odd columns, more columns than are computed at once, a seed of 64 bits, the far tails."""
+    shape, ranges = (40, 3001), [[(3, 7), (11, 40)], [(1, 1500), (1501, 3001)]]
+    options = {"seed": (1 << 64) - 5, "name": "w", "std": 0.02, "dtype": dtype}
+    expected = normal(shape, ranges, **options)
+    monkeypatch.setattr(init, "COMPILED", 0)
+    assert same_bits(normal(shape, ranges, **options), expected)
+    assert not same_bits(normal(shape, ranges, **options | {"seed": 5}), expected)
+
+
+def test_compiled_far_tails_have_the_same_bits(monkeypatch):
+    """None of some millions is so far out; here all are, on both sides."""
+    odd = 2 * torch.cat((torch.arange(2000), (1 << 52) - 1 - torch.arange(2000))) + 1
+    q = (odd - (1 << 52)).double() * 2.0**-53
+    tail = torch.minimum(odd, (1 << 53) - odd).double() * 2.0**-53
+    numbers = normal_cpu.outer(q.numpy(), tail.numpy(), *init.polynomials()[1:])
+    assert (init._ppnd16(odd // 2).abs() > 7.0).all()
+    assert same_bits(torch.from_numpy(numbers), init._ppnd16(odd // 2))
 
 
 def test_gate_and_up_are_two_segments():

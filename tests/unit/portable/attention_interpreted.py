@@ -35,7 +35,9 @@ def as_a_tensor_core(kept):
         m, n = accumulator.data.shape
         out = np.zeros((1, m, panels[0].shape[0] * tensor_core_cpu.WIDE), np.float32)
         out[0, :, :n] = accumulator.data
-        tensor_core_cpu._add_bf16(out, 0, m, *rows, *panels, n, np.int32(kept))
+        for panel, operand in enumerate(zip(*panels, strict=True)):
+            column = panel * tensor_core_cpu.WIDE
+            tensor_core_cpu.add_steps(out[0], column, *rows, 0, *operand, (0, 0, 0, 0, n - column), np.int32(kept))
         return TensorHandle(np.ascontiguousarray(out[0, :, :n]), accumulator.dtype.scalar)
 
     return create_dot

@@ -3,9 +3,10 @@
 numba and not C: it installs as a wheel on machines without a compiler, and compiles for the vectors of the processor
 it finds. The compiled code is kept beside this file, or in the user's cache folder.
 
-WIDE columns of a row are done together, LANES at a time, by `step` of kernels/cpu/tensor_core_vector.py. The loops go
-through the rows in blocks and through all steps for each block, so that a step's part of the right operand stays in the
-first cache while all rows of the block use it.
+WIDE columns of a row are done together, LANES at a time, by `step` of kernels/cpu/tensor_core_vector.py. A thread takes a
+panel of WIDE columns and ROWS rows at a time. It splits DEPTH numbers of each column, which then stay in the second cache
+for all these rows. The loops go through the rows in blocks and through all steps for each block, so that a step's part of
+the right operand stays in the first cache while all rows of the block use it.
 
 `step` computes what fp32 and its scales reach: where the exponents of a row's and of a panel's step are MOST_FAST at
 most. It leaves out lanes whose exponents are below LEAST_FAST. What is left out is computed by `_exact_step`, with
@@ -22,14 +23,18 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.cpu.cpu_threads import by_parts
+from tp_invariant_recipes.kernels.cpu.cpu_threads import by_parts, threads
 from tp_invariant_recipes.kernels.cpu.numba_fma import fma
 from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop
-from tp_invariant_recipes.kernels.cpu.tensor_core_vector import LANES, MOST_FAST, step
+from tp_invariant_recipes.kernels.cpu.tensor_core_vector import LANES, MOST_FAST, SQUARE, split, step, transpose
 from tp_invariant_recipes.kernels.products.tensor_core_sum import KEPT_BITS, LEAST_TOP, NAN, STEP
 
 WIDE = 128  # columns of a panel
 BLOCK = 16  # rows that use a step of a panel one after the other
+ROWS, LEAST_ROWS = 256, 32  # that use a split panel, at most and, where threads would wait, at least
+DEPTH = 512  # of a panel, split at a time
+TRANSPOSED = 64  # numbers of a column that are copied at once: whole lines of the cache
+MOST_BEFORE = np.int32(187 << 23)  # bits of 2 ** 60: finite, and more than `step` adds up where operands are small
 NOT_FINITE = 127  # exponent of infinities and NaN, and of the largest numbers
 NO_EXPONENT = -128  # of a zero
 SMALL = 2**22  # products of numbers that one thread computes faster than another could start
@@ -52,21 +57,27 @@ class Panels(NamedTuple):
     highest: NDArray[np.int8]
 
 
-def product(a: Tensor, b: Tensor, *, kept: int = KEPT_BITS) -> Tensor:
+def product(a: Tensor, b: Tensor, *, kept: int = KEPT_BITS, onto: Tensor | None = None) -> Tensor:
     """Compute a @ b as a tensor core sums it, on the rank's processors.
 
     a, b:    [m, k] and [k, n] bf16, or both fp32, on the CPU, with any strides.
     kept:    of bf16; another number is the sum of another architecture (portable/other_sums.py).
-    returns: [m, n] fp32; `rounded` makes the bf16 output of it.
+    onto:    [m, n] fp32, to which the product is added.
+    returns: [m, n] fp32, or `onto`; `rounded` makes the bf16 output of it.
     raises TypeError: other dtypes.
     """
     if a.dtype != b.dtype or a.dtype not in (torch.bfloat16, torch.float32):
         raise TypeError(f"a product of {a.dtype} and {b.dtype}; both must be bf16, or both fp32")
     if a.dtype == torch.float32:
-        return torch.from_numpy(_fp32(_array(a), _array(b)))
-    if b.shape[1] < WIDE and b.shape[1] < a.shape[0]:  # a product of numbers, and the sum of a step, commute
-        return torch.from_numpy(_bf16(bits_of(b.t()), bits_of(a.t()), 1, kept)[0]).t().contiguous()
-    return torch.from_numpy(_bf16(bits_of(a), bits_of(b), 1, kept)[0])
+        total = torch.from_numpy(_fp32(_array(a), _array(b)))
+    elif b.shape[1] < WIDE and b.shape[1] < a.shape[0]:  # a product of numbers, and the sum of a step, commute
+        total = torch.from_numpy(_bf16(bits_of(b.t()), bits_of(a.t()), 1, kept)[0]).t().contiguous()
+    elif onto is not None and onto.is_contiguous():
+        _bf16(bits_of(a), bits_of(b), 1, kept, onto.detach().numpy()[None])
+        return onto
+    else:
+        total = torch.from_numpy(_bf16(bits_of(a), bits_of(b), 1, kept)[0])
+    return total if onto is None else onto.add_(total)
 
 
 def partials(a: Tensor, b: Tensor, shards: int) -> Tensor:
@@ -90,18 +101,21 @@ def bits_of(x: Tensor) -> NDArray[np.uint16]:
     return x.view(torch.int16).numpy().view(np.uint16)
 
 
-def _bf16(a: NDArray[np.uint16], b: NDArray[np.uint16], shards: int, bits: int) -> NDArray[np.float32]:
+def _bf16(
+    a: NDArray[np.uint16], b: NDArray[np.uint16], shards: int, bits: int, onto: NDArray[np.float32] | None = None
+) -> NDArray[np.float32]:
     """[shards, m, n]."""
     (m, k), n = a.shape, b.shape[1]
     if (k // shards) % STEP and shards > 1:  # each shard has steps of its own
         padding = -(k // shards) % STEP
         a = np.pad(a.reshape(m, shards, -1), ((0, 0), (0, 0), (0, padding))).reshape(m, -1)
         b = np.pad(b.reshape(shards, -1, n), ((0, 0), (0, padding), (0, 0))).reshape(-1, n)
-    rows, panels = Rows(*split_rows(a)), Panels(*split_panels(b))
-    out = np.zeros((shards, m, len(panels.values) * WIDE), np.float32)
-    kept = np.int32(bits)
-    by_parts(lambda i, j: _add_bf16(out, i, j, *rows, *panels, n, kept), m, pays=m * k * n > SMALL)
-    return np.ascontiguousarray(out[:, :, :n])
+    out = np.empty((shards, m, n), np.float32) if onto is None else onto
+    panels = shards * -(-n // WIDE)
+    parts = max(-(-m // ROWS), min(-(-2 * threads() // max(panels, 1)), m // LEAST_ROWS))
+    rows, numbers = Rows(*split_rows(a)), (np.int32(bits), onto is not None)
+    by_parts(lambda i, j: _add_bf16(out, i, j, parts, *rows, b, *numbers), panels * parts, pays=m * k * n > SMALL)
+    return out
 
 
 def _fp32(a: NDArray[np.float32], b: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -131,10 +145,13 @@ def _copy(source: Any, first_i: Any, i_s: Any, first_j: Any, j_s: Any, to: Any) 
             for j in range(j_s):
                 into[j] = line[j]
     else:
+        lines, whole_i, whole_j = source.T, i_s // SQUARE * SQUARE, j_s // SQUARE * SQUARE
+        for j in range(0, whole_j, SQUARE):
+            for i in range(0, whole_i, SQUARE):
+                transpose(lines, first_j + j, first_i + i, to, i, j)  # type: ignore[call-arg]
         for j in range(j_s):
-            line = source.T[first_j + j][first_i : first_i + i_s]
-            for i in range(i_s):
-                to[i, j] = line[i]
+            for i in range(whole_i if j < whole_j else 0, i_s):
+                to[i, j] = lines[first_j + j, first_i + i]
 
 
 @cpu_loop
@@ -171,53 +188,79 @@ def split_panels(bits: Any) -> Any:
     k, n = bits.shape
     steps, panels = (k + STEP - 1) // STEP, (n + WIDE - 1) // WIDE
     values = np.empty((panels, steps * STEP, WIDE), np.float32)
-    words = values.view(np.uint32)
     exponents = np.empty((panels, steps * STEP, WIDE), np.int8)
     highest = np.empty((panels, steps), np.int8)
-    part = np.zeros((STEP, WIDE), np.uint16)
-    most, top = np.empty(WIDE, np.int8), np.empty(WIDE, np.int8)  # of a column so far, of a step
+    most = np.empty(WIDE, np.int8)
     for panel in range(panels):
-        first, width = panel * WIDE, min(WIDE, n - panel * WIDE)
         most[:] = NO_EXPONENT
-        for start in range(0, steps * STEP, STEP):
-            if start + STEP > k or width < WIDE:
-                part[:] = np.uint16(0)
-            _copy(bits, start, min(STEP, k - start), first, width, part)
-            top[:] = NO_EXPONENT
-            for t in range(STEP):
-                source, word, exponent = part[t], words[panel, start + t], exponents[panel, start + t]
-                for j in range(WIDE):
-                    word[j] = np.uint32(source[j]) << np.uint32(16)
-                for j in range(WIDE):
-                    exponent[j] = _exponent(source[j])
-                for j in range(WIDE):
-                    top[j] = max(top[j], exponent[j])
-            highest[panel, start // STEP] = top.max()
-            least = np.int8(NOT_FINITE)
-            for j in range(WIDE):
-                most[j] = max(most[j], top[j])
-                least = min(least, most[j])
-            if least == NO_EXPONENT:
-                for j in range(WIDE):
-                    if most[j] == NO_EXPONENT:
-                        exponents[panel, start : start + STEP, j] = 0
+        _split_panel(bits, 0, k, panel * WIDE, most, values[panel], exponents[panel], highest[panel])
     return values, exponents, highest
 
 
 @cpu_loop
-def _add_bf16(
-    out: Any, first: Any, last: Any, a: Any, ea: Any, ha: Any, b: Any, eb: Any, hb: Any, columns: Any, kept: Any
+def _split_panel(
+    bits: Any, first_k: Any, k: Any, first: Any, most: Any, values: Any, exponents: Any, highest: Any
 ) -> None:
-    """Add all steps of rows first … last - 1. out: [shards, m, panels · WIDE] fp32, zeros; then `Rows` and `Panels`."""
-    shards, size = out.shape[0], b.shape[1] // out.shape[0]
-    for shard in range(shards):
-        k = slice(shard * size, (shard + 1) * size)
-        steps = slice(shard * size // STEP, (shard + 1) * size // STEP)
-        for panel in range(b.shape[0]):
-            lanes = 0, 0, 0, 0, columns - panel * WIDE
-            into = out[shard, first:last], panel * WIDE
-            operand = a[first:last], ea[first:last], ha[first:last], shard * size
-            add_steps(*into, *operand, b[panel, k], eb[panel, k], hb[panel, steps], lanes, kept)
+    """Split k numbers of each of WIDE columns, from number `first_k` of column `first` on, into one of `Panels`.
+
+    most: the highest exponent of each column so far, [WIDE] int8.
+    """
+    width = min(WIDE, bits.shape[1] - first)
+    part, top, least = np.zeros((TRANSPOSED, WIDE), np.uint16), np.empty(WIDE, np.int8), np.int8(NO_EXPONENT)
+    for start in range(0, (k + STEP - 1) // STEP * STEP, STEP):
+        at = start % TRANSPOSED
+        if at == 0:
+            if start + TRANSPOSED > k:
+                part[:] = np.uint16(0)
+            _copy(bits, first_k + start, min(TRANSPOSED, k - start), first, width, part)
+        top[:] = NO_EXPONENT
+        for t in range(STEP):
+            for j in range(0, WIDE, LANES):
+                split(part, at + t, j, values, exponents, start + t, top)  # type: ignore[call-arg]
+        highest[start // STEP] = top.max()
+        if least != NO_EXPONENT:
+            continue
+        least = np.int8(NOT_FINITE)
+        for j in range(WIDE):
+            most[j] = max(most[j], top[j])
+            least = min(least, most[j])
+        if least == NO_EXPONENT:
+            for j in range(WIDE):
+                if most[j] == NO_EXPONENT:
+                    exponents[start : start + STEP, j] = 0
+
+
+@cpu_loop
+def _add_bf16(
+    out: Any, first: Any, last: Any, parts: Any, a: Any, ea: Any, ha: Any, b: Any, kept: Any, adds: Any
+) -> None:
+    """Compute blocks of the result: all columns of a shard's panel and one of `parts` of the rows.
+
+    out:         [shards, m, n] fp32, filled or, if `adds`, added to.
+    first, last: of the blocks, which are numbered by shard, panel and part of the rows.
+    a, ea, ha:   `Rows`; b: [k, n], bits of bf16.
+    """
+    shards, m, n = out.shape
+    size, panels = b.shape[0] // shards, (n + WIDE - 1) // WIDE
+    values, exponents = np.empty((DEPTH, WIDE), np.float32), np.empty((DEPTH, WIDE), np.int8)
+    highest, most = np.empty(DEPTH // STEP, np.int8), np.empty(WIDE, np.int8)
+    totals = np.empty((min(m, ROWS), WIDE), np.float32)
+    for block in range(first, last):
+        shard, panel, part = block // parts // panels, block // parts % panels, block % parts
+        begin, end = m * part // parts, m * (part + 1) // parts
+        width = min(WIDE, n - panel * WIDE)
+        total, most[:] = totals[: end - begin], NO_EXPONENT
+        total[:] = 0
+        for start in range(0, size, DEPTH):
+            k, at = min(DEPTH, size - start), shard * size + start
+            padded = (k + STEP - 1) // STEP * STEP
+            _split_panel(b, at, k, panel * WIDE, most, values, exponents, highest)
+            operand = values[:padded], exponents[:padded], highest[: padded // STEP]
+            add_steps(total, 0, a[begin:end], ea[begin:end], ha[begin:end], at, *operand, (0, 0, 0, 0, width), kept)
+        for i in range(end - begin):
+            row = out[shard, begin + i, panel * WIDE : panel * WIDE + width]
+            for j in range(width):
+                row[j] = total[i, j] + row[j] if adds else total[i, j]
 
 
 @cpu_loop
@@ -226,7 +269,7 @@ def add_steps(
 ) -> None:
     """Add the products of all rows with one panel.
 
-    out:       [m, columns] fp32, accumulators, zeros before: those of columns `column` … column + WIDE - 1.
+    out:       [m, columns] fp32, accumulators, zeros or of earlier steps: those of columns `column` … column + WIDE - 1.
     a, ea, ha: `Rows`, from k = `at` on, a multiple of STEP; b, eb: [k, WIDE]; hb: [k / STEP].
     lanes:     r, s, from, t, to: row i at step k needs the lanes r i + s k + from … t k + to - 1 at least; every other
                product is zero.
@@ -234,7 +277,12 @@ def add_steps(
     of_row, of_step, start, to_step, end = lanes
     fast = np.empty(BLOCK, np.bool_)
     for block in range(0, a.shape[0], BLOCK):
-        fast[:] = True
+        for i in range(block, min(block + BLOCK, a.shape[0])):
+            row = out[i, column : column + WIDE].view(np.int32)
+            largest = np.int32(0)
+            for j in range(WIDE):
+                largest = max(largest, row[j] & np.int32(0x7FFFFFFF))
+            fast[i - block] = largest < MOST_BEFORE
         for k in range(0, b.shape[0], STEP):
             high = min(to_step * k + end, WIDE)
             for i in range(block, min(block + BLOCK, a.shape[0])):

@@ -11,6 +11,7 @@ nearest, and where that went away from zero, one unit in the last place is taken
 Exponents are bytes, of which a vector has four times as many as of fp32. Their sums stop at -128 and 127.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -20,6 +21,7 @@ from numba.extending import intrinsic
 from tp_invariant_recipes.kernels.products.tensor_core_sum import STEP
 
 LANES = 64
+SQUARE = 16  # rows and columns of what is transposed at once
 LEAST_FAST = -100  # the exponent of top down to which fp32 and its scales reach
 # Of an operand: so that products fit, and a zero's exponent, -128, stays below LEAST_FAST in every sum.
 MOST_FAST = LEAST_FAST + 127
@@ -28,7 +30,9 @@ MOST = 2**31 - 2**26 - 66  # a sum of terms to which any accumulator can be adde
 ONE_VECTOR = 16  # fp32 numbers of AVX-512
 TOWARD_ZERO = 11  # how AVX-512 is told to convert
 
-_FP32, _INT32, _INT8 = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), ir.IntType(32), ir.IntType(8)))
+_FP32, _INT32, _INT16, _INT8 = (
+    ir.VectorType(kind, LANES) for kind in (ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(8))
+)
 
 
 @intrinsic
@@ -53,6 +57,70 @@ def step(
             for kind, argument in zip(kinds, arguments, strict=False)
         ]
         return _step(builder, _avx512(context), *arrays, *arguments[5:])
+
+    return signature, code
+
+
+@intrinsic
+def split(typing_context: Any, bits: Any, i: Any, first: Any, values: Any, exponents: Any, k: Any, top: Any) -> Any:
+    """Split LANES bf16 numbers, bits[i, first + lane], into values[k, first + lane] and exponents[k, first + lane].
+
+    bits: [rows, columns] uint16; values: fp32, exponents: int8, both [k, columns]; all contiguous. Exponents are those
+    of kernels/cpu/tensor_core_cpu.py: NOT_FINITE of the largest numbers, infinities and NaN, NO_EXPONENT of zeros.
+    top:  [columns] int8: rises to the exponent of each column.
+    """
+    signature = types.void(bits, types.int64, types.int64, values, exponents, types.int64, top)
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kinds = signature.args
+        source, into, powers, highest = (
+            context.make_array(kinds[n])(context, builder, arguments[n]) for n in (0, 3, 4, 6)
+        )
+        i, first, k = arguments[1], arguments[2], arguments[5]
+        word = _load(builder, _at(builder, source, i, first), _INT16)
+        wide = builder.shl(builder.zext(word, _INT32), _all(16))
+        builder.store(wide, builder.bitcast(_at(builder, into, k, first), _INT32.as_pointer()), align=4)
+        field = builder.and_(builder.lshr(word, _all(7, _INT16)), _all(255, _INT16))
+        field = _larger(builder, field, _all(1, _INT16))
+        field = builder.select(builder.icmp_signed("<", field, _all(254, _INT16)), field, _all(254, _INT16))
+        power = builder.trunc(builder.sub(field, _all(BIAS, _INT16)), _INT8)
+        nothing = builder.icmp_unsigned("==", builder.shl(word, _all(1, _INT16)), _all(0, _INT16))
+        power = builder.select(nothing, _all(-128, _INT8), power)
+        builder.store(power, builder.bitcast(_at(builder, powers, k, first), _INT8.as_pointer()), align=1)
+        place = builder.gep(highest.data, [first])
+        builder.store(
+            _larger(builder, _load(builder, place, _INT8), power), builder.bitcast(place, _INT8.as_pointer()), align=1
+        )
+        return context.get_dummy_value()
+
+    return signature, code
+
+
+@intrinsic
+def transpose(typing_context: Any, source: Any, i: Any, j: Any, to: Any, k: Any, m: Any) -> Any:
+    """to[k + y, m + x] = source[i + x, j + y] for x, y = 0 … SQUARE - 1; both uint16, contiguous in the last dimension."""
+    signature = types.void(source, types.int64, types.int64, to, types.int64, types.int64)
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source, to = (context.make_array(signature.args[n])(context, builder, arguments[n]) for n in (0, 3))
+        (i, j), (k, m) = arguments[1:3], arguments[4:6]
+        line, half = ir.VectorType(ir.IntType(16), SQUARE), SQUARE // 2
+
+        def address(array: Any, row: Any, offset: int, column: Any) -> Any:
+            place = builder.mul(builder.add(row, ir.IntType(64)(offset)), builder.extract_value(array.strides, 0))
+            start = builder.gep(builder.bitcast(array.data, ir.IntType(8).as_pointer()), [place])
+            return builder.gep(builder.bitcast(start, ir.IntType(16).as_pointer()), [column])
+
+        lines = [
+            builder.load(builder.bitcast(address(source, i, x, j), line.as_pointer()), align=2) for x in range(SQUARE)
+        ]
+        mixed = [[n + SQUARE * side for n in range(start, start + half) for side in (0, 1)] for start in (0, half)]
+        for _ in range(SQUARE.bit_length() - 1):
+            pairs = zip(lines[:half], lines[half:], strict=True)
+            lines = [builder.shuffle_vector(x, y, _numbers(order)) for x, y in pairs for order in mixed]
+        for y, numbers in enumerate(lines):
+            builder.store(numbers, builder.bitcast(address(to, k, y, m), line.as_pointer()), align=2)
+        return context.get_dummy_value()
 
     return signature, code
 
@@ -174,5 +242,5 @@ def _cut_at_once(builder: Any, total: Any) -> Any:
     return parts[0]
 
 
-def _numbers(places: range) -> Any:
+def _numbers(places: Sequence[int]) -> Any:
     return ir.Constant(ir.VectorType(ir.IntType(32), len(places)), [*places])

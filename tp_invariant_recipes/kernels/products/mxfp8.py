@@ -13,11 +13,13 @@ Why bf16 is enough: a number of e4m3 has 4 significant bits and one of e5m2 has 
 number, 2^-133, cannot come from bf16. What rounds to 2^128 (x ≥ 2^128 - 2^123 in e4m3) is infinite in bf16.
 
 Blocks lie along k for sums over k, and along rows for sums over rows. The Triton kernel reads a matrix once for both,
-and has the bits of the torch functions beside it.
+and has the bits of tests/definitions/mxfp8.py, as kernels/cpu/mxfp8_cpu.py does on a CPU.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -31,10 +33,8 @@ BLOCK = 32
 WIDTH = 128  # of k, of a program of the kernel
 VECTOR = 8  # numbers of bf16 in 16 bytes
 # type -> what is taken from amax's exponent field, and from that of 1, for the exponents of the scale and of the
-# smallest normal number; its bits of the significand.
+# smallest normal number; its bits of the significand. One of more than 1 + 96/128 is above that of the largest number.
 TYPES = {E4M3: (8, 6, 3), E5M2: (15, 14, 2)}
-ABOVE = 96  # a significand of more than 1 + 96/128 is above that of the largest number, 1.75, in both
-INFINITY = 0x7F80  # bits of bf16
 
 Pair = tuple[Tensor, Tensor]
 
@@ -74,7 +74,7 @@ def sides(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, groups: Grou
     x = x.contiguous()
     out = torch.empty_like(x) if rows else x, torch.empty_like(x) if columns else x
     if x.numel():
-        (_by_triton if x.is_cuda else _by_torch)(x, out, dtype, rows, columns, groups)
+        (_by_triton if x.is_cuda else _by_numba)(x, out, dtype, rows, columns, groups)
     return out
 
 
@@ -86,28 +86,16 @@ def _check(x: Tensor, rows: bool) -> None:
         raise ValueError(f"blocks of {BLOCK} do not divide {[*x.shape]}")
 
 
-def _by_torch(x: Tensor, out: Pair, dtype: torch.dtype, rows: bool, columns: bool, groups: Groups | None) -> None:
+def _by_numba(x: Tensor, out: Pair, dtype: torch.dtype, rows: bool, columns: bool, groups: Groups | None) -> None:
+    from tp_invariant_recipes.kernels.cpu import mxfp8_cpu  # loads numba
+
+    bits, *into = (tensor.detach().view(torch.int16).numpy() for tensor in (x, *out))
     if rows:
-        out[0].copy_(_rounded(x.unflatten(1, (-1, BLOCK)), 2, dtype).flatten(1))
-    if columns and groups is None:
-        out[1].copy_(_rounded(x.unflatten(0, (-1, BLOCK)), 1, dtype).flatten(0, 1))
-    elif columns and groups is not None:
-        group, starts = groups.tiles(BLOCK)
-        there = starts[:, None] + torch.arange(BLOCK) < groups.ends[group][:, None]
-        blocks = x.new_zeros(*there.shape, x.shape[1])  # zeros change no scale
-        blocks[there] = x
-        out[1].copy_(_rounded(blocks, 1, dtype)[there])
-
-
-def _rounded(x: Tensor, along: int, dtype: torch.dtype) -> Tensor:
-    """All of a dimension shares a scale."""
-    bits = x.view(torch.int16).int() & 0x7FFF
-    amax = torch.where(bits > INFINITY, 0, bits).amax(along, keepdim=True)
-    code = (amax.bitwise_right_shift(7) - TYPES[dtype][0] + (amax & 127).gt(ABOVE)).clamp_(min=0)
-    code = torch.where(amax == INFINITY, 254, code)
-    power = code.double() - 127
-    number = (x.float() * torch.exp2(-power).float()).nan_to_num(0, 0, 0).to(dtype).float() * torch.exp2(power).float()
-    return torch.where(bits >= INFINITY, x, number.to(x.dtype))
+        mxfp8_cpu.round_rows(bits, into[0], TYPES[dtype])
+    if columns:
+        ends = [len(x)] if groups is None else [*accumulate(groups.sizes)]
+        borders = [(at, min(at + BLOCK, end)) for start, end in pairwise([0, *ends]) for at in range(start, end, BLOCK)]
+        mxfp8_cpu.round_columns(bits, into[1], TYPES[dtype], np.array(borders))
 
 
 def _by_triton(x: Tensor, out: Pair, dtype: torch.dtype, rows: bool, columns: bool, groups: Groups | None) -> None:

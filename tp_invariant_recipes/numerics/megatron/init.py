@@ -29,6 +29,7 @@ from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.replacement import resolve_own
 
 CHUNK = 1 << 17  # elements at a time on a CPU, so that the temporaries stay in its cache
+COMPILED = 1 << 22  # elements of a tensor from which on loading numba pays
 CUDA_CHUNK = 1 << 24  # on a GPU, where launches and one wait per chunk then cost little: up to 2 GiB of temporaries
 WORD = 0xFFFFFFFF
 
@@ -191,9 +192,28 @@ def _is_drawn(rule: InitRule) -> bool:
     return rule.value not in ("ones", "always ones", "zeros")
 
 
+@dataclass(frozen=True)
+class _Normal:
+    """The quantile of a normal distribution, as of `sample`."""
+
+    std: float
+    mean: float = 0.0
+
+    def __call__(self, bits: Tensor) -> Tensor:
+        return _ppnd16(bits) * self.std + self.mean
+
+    def of_cells(self, rows: Tensor, first: int, last: int, seed: int, name: str) -> Tensor:
+        """Return the fp32 numbers of rows and columns first..last-1 of a tensor; on a CPU."""
+        from tp_invariant_recipes.kernels.cpu import normal_cpu  # loads numba
+
+        out = np.empty((len(rows), last - first), np.float32)
+        normal_cpu.fill_normal(out, rows.numpy(), first, _key(name), seed, (self.std, self.mean, *polynomials()))
+        return torch.from_numpy(out)
+
+
 def _quantile(rule: InitRule, std: float) -> Callable[[Tensor], Tensor]:
     if rule.value == "normal":
-        return lambda bits: _ppnd16(bits) * std
+        return _Normal(std)
     module, _, name = rule.value.partition(":")
     return getattr(import_module(f"tp_invariant_recipes.numerics.megatron.{module}"), name)
 
@@ -272,7 +292,7 @@ def normal(
 ) -> Tensor:
     """Return a part of the normally distributed tensor `name`, as `sample` has it."""
     return sample(
-        shape_global, index_ranges, lambda bits: _ppnd16(bits) * std + mean,
+        shape_global, index_ranges, _Normal(std, mean),
         seed=seed, name=name, dtype=dtype, device=device,
     )  # fmt: skip
 
@@ -305,7 +325,8 @@ def sample(
         raise ValueError(f"{name}: {tuple(shape_global)} is too large to number")
     sizes = [sum(stop - start for start, stop in segments) for segments in index_ranges]
     device = torch.device(device)
-    chunk = CUDA_CHUNK if device.type == "cuda" else CHUNK
+    compiled = isinstance(quantile, _Normal) and device.type == "cpu" and math.prod(sizes) > COMPILED
+    chunk = CUDA_CHUNK if device.type == "cuda" or compiled else CHUNK
     rows = torch.zeros(1, dtype=torch.int64, device=device)
     for size, segments in zip(shape_global[:-1], index_ranges[:-1], strict=True):
         rows = (rows[:, None] * size + _indices(segments, device)).reshape(-1)
@@ -316,8 +337,12 @@ def sample(
             last = min(first + chunk, stop)
             step = max(1, chunk // (last - first))
             for row in range(0, len(rows), step):
-                bits = _bits(rows[row : row + step], first, last, seed=seed, name=name)
-                out[row : row + step, at : at + last - first] = quantile(bits).to(torch.float32).to(dtype)
+                some_rows = rows[row : row + step]
+                if compiled:
+                    values = quantile.of_cells(some_rows, first, last, seed, name)  # type: ignore[attr-defined]
+                else:
+                    values = quantile(_bits(some_rows, first, last, seed=seed, name=name)).to(torch.float32)
+                out[row : row + step, at : at + last - first] = values.to(dtype)
             at += last - first
     return out.view(sizes)
 
@@ -332,12 +357,16 @@ def _bits(rows: Tensor, first: int, last: int, *, seed: int, name: str) -> Tenso
     The key is 64 bits of the name's SHA-256. The counter is (column // 2, row, seed): one call gives 128 bits for two
     neighbouring columns, the even one first.
     """
-    key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+    key = _key(name)
     pairs = torch.arange(first // 2, (last + 1) // 2, device=rows.device)
     counter = (pairs[None, :], rows[:, None], _word(seed, rows.device), _word(seed >> 32, rows.device))
     words = philox4x32(counter, (key & WORD, key >> 32))
     bits = torch.stack((words[0] << 20 | words[1] >> 12, words[2] << 20 | words[3] >> 12), dim=-1)
     return bits.flatten(1)[:, first % 2 : first % 2 + last - first]
+
+
+def _key(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
 
 
 def _word(number: int, device: torch.device) -> Tensor:
@@ -389,8 +418,13 @@ def _log(x: Tensor) -> Tensor:
     small = m < math.sqrt(0.5)
     m = torch.where(small, m * 2, m)
     s = (m - 1.0) / (m + 1.0)
-    series = _horner(s * s, [1.0 / k for k in range(1, 25, 2)])
+    series = _horner(s * s, _SERIES)
     return (e.to(torch.float64) - small.to(torch.float64)) * math.log(2.0) + s * series * 2.0
+
+
+def polynomials() -> tuple[Any, ...]:
+    """Return the coefficients of `_ppnd16` and of `_log`, as kernels/cpu/normal_cpu.py takes them."""
+    return (*map(np.array, (_CENTRAL, _NEAR, _FAR, _SERIES)), math.sqrt(0.5), math.log(2.0))
 
 
 def _ratio(x: Tensor, above: Sequence[float], below: Sequence[float]) -> Tensor:
@@ -408,6 +442,7 @@ def _horner(x: Tensor, coefficients: Sequence[float]) -> Tensor:
     return value
 
 
+_SERIES = [1.0 / k for k in range(1, 25, 2)]  # of artanh(s) / s, in s²
 # |u - 1/2| <= 0.425, polynomial in 0.180625 - (u - 1/2)²
 _CENTRAL = (
     (

@@ -34,8 +34,11 @@ class Backend:
 def _by_numba(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
     from tp_invariant_recipes.kernels.cpu import tensor_core_cpu  # loads numba
 
-    total = tensor_core_cpu.product(a, b)
-    out.copy_(total.add_(out) if add else total)
+    if add and out.dtype == torch.float32:
+        tensor_core_cpu.product(a, b, onto=out)
+    else:
+        total = tensor_core_cpu.product(a, b)
+        out.copy_(total.add_(out) if add else total)
 
 
 def _by_fixed_tiles(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:

@@ -7,7 +7,9 @@ from math import inf
 import pytest
 import torch
 
+from tests.definitions import mxfp8 as definition
 from tests.operands import same_bits
+from tp_invariant_recipes.kernels.cpu import mxfp8_cpu
 from tp_invariant_recipes.kernels.products import mxfp8
 from tp_invariant_recipes.kernels.products.grouped_product import Groups
 from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2
@@ -81,6 +83,19 @@ def test_rounding_is_that_of_rational_numbers(kind, dtype):
     assert same_bits(rows.signbit(), x.signbit())
 
 
+@pytest.mark.parametrize("sizes", (None, (40, 0, 3, 32)), ids=("whole", "groups"))
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("kind", ("wide", "small", "large", "bits", "ends"))
+def test_a_cpu_has_the_bits_of_the_definition(monkeypatch, kind, dtype, sizes):
+    """In parts, too."""
+    monkeypatch.setattr(mxfp8_cpu, "SMALL", 0)
+    groups = sizes and Groups(sizes, torch.tensor(sizes))
+    x = operand(kind, rows=75 if groups else 64, k=160)
+    expected = torch.empty_like(x), torch.empty_like(x)
+    definition.by_torch(x, expected, dtype, True, True, groups)
+    assert all(map(same_bits, mxfp8.both(x, dtype, groups), expected))
+
+
 def test_scales_are_those_of_transformer_engine():
     """amax · (1/448 in fp32), rounded up to a power of two: for every amax of bf16, the least that is not exceeded."""
     amax = torch.arange(1, 0x7F80).to(torch.int16).view(torch.bfloat16)
@@ -124,8 +139,9 @@ def test_other_blocks_are_another_result(monkeypatch):
     rows, columns = mxfp8.both(x, E4M3)
     assert not same_bits(rows, columns)
     assert not same_bits(rows, mxfp8.along_rows(x, E5M2))
-    monkeypatch.setattr(mxfp8, "BLOCK", 64)
-    assert not same_bits(rows, mxfp8.along_rows(x, E4M3))
+    monkeypatch.setattr(definition, "BLOCK", 64)
+    definition.by_torch(x, (other := torch.empty_like(x), x), E4M3, True, False, None)
+    assert not same_bits(rows, other)
 
 
 def test_what_blocks_do_not_divide_is_refused():

@@ -222,6 +222,24 @@ def test_a_step_has_the_bits_of_the_definition_whatever_cuts_it(monkeypatch, any
     assert not (any_processor and "avx512" in by_vectors.inspect_llvm(by_vectors.signatures[0]))
 
 
+@pytest.mark.parametrize("columns_first", (False, True))
+def test_parts_of_rows_and_of_the_sum_change_no_bit(columns_first):
+    """More rows than share a split panel, and columns in several parts, with what a later part has to know."""
+    generator = torch.Generator().manual_seed(0)
+    m, k, n = tensor_core_cpu.ROWS + 2, 2 * tensor_core_cpu.DEPTH + 21, tensor_core_cpu.WIDE + 9
+    a, b = torch.randn(m, k, generator=generator).bfloat16(), torch.randn(k, n, generator=generator).bfloat16()
+    a[1, 5], a[2, 7], a[3, 9], b[300, 3] = torch.inf, torch.nan, 2.0**100, 2.0**-90
+    b[: tensor_core_cpu.DEPTH + 3, 4] = 0.0
+    rows = [0, 1, 2, 3, m - 1]
+    expected = bf16_product(*(x.view(torch.int16).numpy().view(np.uint16) for x in (a[rows], b)))
+    b = b.t().contiguous().t() if columns_first else b
+    assert (result_bits(tensor_core_cpu.product(a, b)[rows]) == expected).all()
+    onto = torch.randn(m, n, generator=generator)
+    wanted = tensor_core_cpu.product(a, b) + onto
+    assert tensor_core_cpu.product(a, b, onto=onto) is onto
+    assert same_bits(onto.nan_to_num(7.0), wanted.nan_to_num(7.0))
+
+
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
 def test_neither_strides_nor_neighbours_nor_threads_change_a_bit(dtype):
     generator = torch.Generator().manual_seed(0)
