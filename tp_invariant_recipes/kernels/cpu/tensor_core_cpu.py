@@ -3,10 +3,10 @@
 numba and not C: it installs as a wheel on machines without a compiler, and compiles for the vectors of the processor
 it finds. The compiled code is kept beside this file, or in the user's cache folder.
 
-WIDE columns of a row are done together, LANES at a time, by `step` of kernels/cpu/tensor_core_vector.py. A thread takes a
-panel of WIDE columns and ROWS rows at a time. It splits DEPTH numbers of each column, which then stay in the second cache
-for all these rows. The loops go through the rows in blocks and through all steps for each block, so that a step's part of
-the right operand stays in the first cache while all rows of the block use it.
+WIDE columns of a row are done together, LANES at a time, by `step` of kernels/cpu/tensor_core_vector.py. A thread takes
+a panel of WIDE columns and ROWS rows at a time. It splits DEPTH numbers of each column, which then stay in the second
+cache for all these rows. The loops go through the rows in blocks and through all steps for each block, so that a step's
+part of the right operand stays in the first cache while all rows of the block use it.
 
 `step` computes what fp32 and its scales reach: where the exponents of a row's and of a panel's step are MOST_FAST at
 most. It leaves out lanes whose exponents are below LEAST_FAST. What is left out is computed by `_exact_step`, with
@@ -269,7 +269,7 @@ def add_steps(
 ) -> None:
     """Add the products of all rows with one panel.
 
-    out:       [m, columns] fp32, accumulators, zeros or of earlier steps: those of columns `column` … column + WIDE - 1.
+    out:       [m, columns] fp32, accumulators, of earlier steps or zeros, of columns `column` … column + WIDE - 1.
     a, ea, ha: `Rows`, from k = `at` on, a multiple of STEP; b, eb: [k, WIDE]; hb: [k / STEP].
     lanes:     r, s, from, t, to: row i at step k needs the lanes r i + s k + from … t k + to - 1 at least; every other
                product is zero.

@@ -98,7 +98,10 @@ def split(typing_context: Any, bits: Any, i: Any, first: Any, values: Any, expon
 
 @intrinsic
 def transpose(typing_context: Any, source: Any, i: Any, j: Any, to: Any, k: Any, m: Any) -> Any:
-    """to[k + y, m + x] = source[i + x, j + y] for x, y = 0 … SQUARE - 1; both uint16, contiguous in the last dimension."""
+    """Copy to[k + y, m + x] = source[i + x, j + y] for x, y = 0 … SQUARE - 1.
+
+    source, to: uint16, contiguous in the last dimension.
+    """
     signature = types.void(source, types.int64, types.int64, to, types.int64, types.int64)
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
