@@ -81,7 +81,7 @@ def test_muon_of_whole_matrices_is_megatrons_own_at_tp_1(scenario):
 RESUMED = (
     (DENSE, "tp=2", f"tp=1 dp=2 {LAYER_WISE}", None),
     (DENSE, f"dp=2 {LAYER_WISE}", "dp=1 pp=1 optimizer.use_layer_wise_distributed_optimizer=false", None),
-    (small("qwen3_moe_toy"), "tp=2 ep=2", "tp=1 dp=2 ep=1", None),
+    (small("qwen3_moe_toy"), "tp=2 ep=2", "tp=1 ep=1", None),
     (small("qwen3_moe_toy"), f"tp=2 ep=2 {LAYER_WISE}", "tp=1 dp=2", None),
     (
         small("qwen3_moe_toy"),
