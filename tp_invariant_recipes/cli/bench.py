@@ -1,6 +1,7 @@
 """`tpi bench`."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -101,9 +102,11 @@ def _title(result: dict[str, Any]) -> str:
 
 def _figures(modes: list[dict[str, Any]]) -> Table:
     memory, compared = modes[0]["peak_gib"] is not None, len(modes) > 1
-    columns = [("mode", [mode["mode"] for mode in modes])]
-    columns += _spread("ms/step", [mode["step_ms"] for mode in modes], 1)
-    columns.append(("tokens/s", [f"{mode['tokens_per_second']:,.0f}" for mode in modes]))
+    columns = [
+        ("mode", [mode["mode"] for mode in modes]),
+        *_spread("ms/step", [mode["step_ms"] for mode in modes], 1),
+        ("tokens/s", [f"{mode['tokens_per_second']:,.0f}" for mode in modes]),
+    ]
     if memory:
         columns.append(("GiB", [f"{mode['peak_gib']:.2f}" for mode in modes]))
     if compared:
@@ -113,11 +116,15 @@ def _figures(modes: list[dict[str, Any]]) -> Table:
     table = _table(*(title for title, _ in columns))
     for row in zip(*(cells for _, cells in columns), strict=True):
         table.add_row(*map(Text, row))
-    notes = [f"×: times {modes[0]['mode']}, the median of the rounds' ratios"] if compared else []
-    if memory and modes[0]["memory"] == "reserved":
-        notes.append("GiB: reserved by PyTorch, since a CUDA graph keeps memory that is not allocated")
-    table.caption = "\n".join(notes) or None
+    table.caption = "\n".join(_figure_notes(modes[0], compared=compared)) or None
     return table
+
+
+def _figure_notes(first: dict[str, Any], *, compared: bool) -> Iterator[str]:
+    if compared:
+        yield f"×: times {first['mode']}, the median of the rounds' ratios"
+    if first["peak_gib"] is not None and first["memory"] == "reserved":
+        yield "GiB: reserved by PyTorch, since a CUDA graph keeps memory that is not allocated"
 
 
 def _spread(title: str, figures: list[dict[str, float] | None], digits: int) -> list[tuple[str, list[str]]]:

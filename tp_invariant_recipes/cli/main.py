@@ -114,25 +114,32 @@ def main() -> None:
         status = app(standalone_mode=False)
     except Interrupted as error:
         _fail(str(error), 130)
-    except TpiError as error:
-        _fail(str(error))
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except ModuleNotFoundError as error:
-        if (missing := needed.missing(error)) is not None:
-            _fail(needed.message(_command(sys.argv[1:]), [missing]))
-        _fail_defect()
     except Exception as error:
         if hasattr(error, "format_message"):  # click's, of which typer has a copy of its own in some versions
             _fail_usage(error)
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            _fail(f"the disk is full: {error.filename or error}")
-        if isinstance(error, OSError) and error.errno in OF_A_PATH and error.filename is not None:
-            _fail(f"cannot use {error.filename}: {error.strerror}")
-        if isinstance(error, RuntimeError) and str(error).startswith(OF_PATHLIB):
-            _fail(f"cannot use a path: {error}")
-        _fail_defect()
+        mistake = _mistake(error)
+        if mistake is None:
+            _fail_defect()
+        _fail(mistake)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _mistake(error: Exception) -> str | None:
+    """Return the message of an error that users can mend; None: it is a defect."""
+    match error:
+        case TpiError():
+            return str(error)
+        case ModuleNotFoundError() if (missing := needed.missing(error)) is not None:
+            return needed.message(_command(sys.argv[1:]), [missing])
+        case OSError(errno=errno.ENOSPC):
+            return f"the disk is full: {error.filename or error}"
+        case OSError(filename=path) if path is not None and error.errno in OF_A_PATH:
+            return f"cannot use {path}: {error.strerror}"
+        case RuntimeError() if str(error).startswith(OF_PATHLIB):
+            return f"cannot use a path: {error}"
+    return None
 
 
 # What is wrong with a path rather than with tpi.

@@ -120,9 +120,7 @@ def module_of(name: str) -> str:
 
 def _deviation(step: StepDumps, name: str, spacing: float) -> TensorDeviation:
     exact = name.startswith("weights/")  # both trainings start from them
-    share = 1.0
-    if name.startswith("backward/"):
-        share = float(step.reference.values(LOSS_SHARE)[0, 0] / step.run.values(LOSS_SHARE)[0, 0])
+    share = _loss_share(step) if name.startswith("backward/") else 1.0
     far = _distances(step, name, () if exact else step.dithered, share)
     least = 0.0 if exact else _least(name, far, spacing)
     factors, counted = _by_rank(far.errors, least), None
@@ -134,7 +132,6 @@ def _deviation(step: StepDumps, name: str, spacing: float) -> TensorDeviation:
     if ranks and shape is None:
         pieces = [replace(piece, values=piece.values * share) for piece in step.run.pieces(name)]
         shape = shape_of(pieces, step.reference.values(name), far.noise, least * MARGIN, ranks)
-    largest = max(math.sqrt(error.squares.sum() / max(1, error.elements)) for error in far.errors)
     return TensorDeviation(
         step=step.step,
         name=name,
@@ -144,11 +141,22 @@ def _deviation(step: StepDumps, name: str, spacing: float) -> TensorDeviation:
         ranks=ranks,
         of=len(factors),
         shape=shape,
-        size=largest / far.size if far.size and math.isfinite(largest) else None,
+        size=_largest(far),
         rms=far.size,
         dims=step.reference.parts[name][0][2].shape,
         sees=MARGIN * max(math.sqrt(far.noise), least) / far.size if far.size and far.elements >= FEW else None,
     )
+
+
+def _loss_share(step: StepDumps) -> float:
+    """Return the reference's share of the loss over the run's."""
+    return float(step.reference.values(LOSS_SHARE)[0, 0] / step.run.values(LOSS_SHARE)[0, 0])
+
+
+def _largest(far: "_Distances") -> float | None:
+    """Return the largest error of a rank, relative to the tensor; None: it has no such size."""
+    largest = max(math.sqrt(error.squares.sum() / max(1, error.elements)) for error in far.errors)
+    return largest / far.size if far.size and math.isfinite(largest) else None
 
 
 def _least(name: str, far: "_Distances", spacing: float) -> float:

@@ -97,9 +97,7 @@ class Tally:
             if record is not None and not self.digested[side]:
                 self.digested[side] = any(getattr(record, kind) is not None for kind in DIGESTED)
         if left is None or right is None:
-            for side, record in enumerate((left, right)):
-                if record is not None and record.diverged and self.later[side] is None:
-                    self.later[side] = record.step
+            self._add_alone(left, right)
             return
         self.compared += 1
         self.skipped += left.skipped and right.skipped
@@ -108,12 +106,15 @@ class Tally:
             self.around[left.step] = (left, right)
         if left is not right or left.diverged:  # otherwise lines of the same bytes
             self._differences(left, right)
-            for name in unmatched(left, right):
-                self.unmatched.setdefault(name, left.step)
-            for name in untraced(left, right, self._places) if self._modules else ():
-                self.unmatched.setdefault(name, left.step)
         self._cover(left, right)
+        self._cover_evaluations(left, right)
         self._cover_trace(left, right)
+
+    def _add_alone(self, *records: StepRecord | None) -> None:
+        """Note a step that one run makes after the other's end."""
+        for side, record in enumerate(records):
+            if record is not None and record.diverged and self.later[side] is None:
+                self.later[side] = record.step
 
     def _differences(self, left: StepRecord, right: StepRecord) -> None:
         difference = next(differences(left, right, self.order, repetition=self._repetition), None)
@@ -124,6 +125,9 @@ class Tally:
         for kind in DIGESTED:
             for name in differing(left, right, kind, self.order):
                 _extend(self._parameters.setdefault((name, kind), []), left.step)
+        alone = [*unmatched(left, right), *(untraced(left, right, self._places) if self._modules else ())]
+        for unmatched_name in alone:
+            self.unmatched.setdefault(unmatched_name, left.step)
 
     def _cover(self, left: StepRecord, right: StepRecord) -> None:
         for name in RECORDS:
@@ -139,11 +143,13 @@ class Tally:
                     self.listed[name].append(left.step)
             elif here or other:
                 self._counts[name][1 if here else 2] += 1
+
+    def _cover_evaluations(self, left: StepRecord, right: StepRecord) -> None:
         for data in EVALUATED if left.evaluations or right.evaluations else ():
-            of_one, of_other = (tensors(record, data, ()).keys() for record in (left, right))
-            for n, names in enumerate((of_one & of_other, of_one - of_other, of_other - of_one)):
+            first, second = (tensors(record, data, ()).keys() for record in (left, right))
+            for n, names in enumerate((first & second, first - second, second - first)):
                 self._counts[data][n] += bool(names)
-            if of_one & of_other and len(self.listed[data]) < LISTED:
+            if first & second and len(self.listed[data]) < LISTED:
                 self.listed[data].append(left.step)
 
     def _cover_trace(self, left: StepRecord, right: StepRecord) -> None:

@@ -313,10 +313,7 @@ def adjust(
     lines: list[str] = []
     for row, path in ((adjustment, path) for adjustment in ROWS for path in adjustment.paths):
         kept, was = path in config.recipe.kept, _at(config.sections, path.split("."))
-        name = path.removeprefix(f"{_VARIABLES}.")
-        others = name != path and (was is NOT_SET or was != variables.get(name))
-        of = None if was is NOT_SET and row.unset else was
-        if others or _is_typed(path, typed) or not (kept or (of is not NOT_SET and row.wrong(config, of))):
+        if _is_typed(path, typed) or not _is_recipes(path, was, variables) or not (kept or _is_wrong(row, config, was)):
             continue
         now = row.value(config) if callable(row.value) else row.value
         if now == was and not kept:
@@ -326,6 +323,17 @@ def adjust(
             config = RunConfig({**config.sections, PRECISION: preset})
         lines.append(f"{path}: {'an object' if kept else _text(was)} -> {_text(now)}: {row.why}")
     return config, lines
+
+
+def _is_recipes(path: str, value: Any, variables: Mapping[str, str]) -> bool:
+    """Whether a field, or a variable of the environment, has the recipe's value."""
+    name = path.removeprefix(f"{_VARIABLES}.")
+    return name == path or (value is not NOT_SET and value == variables.get(name))
+
+
+def _is_wrong(row: Adjustment, config: RunConfig, value: Any) -> bool:
+    given = None if value is NOT_SET and row.unset else value
+    return given is not NOT_SET and row.wrong(config, given)
 
 
 def _is_typed(path: str, typed: Iterable[str]) -> bool:

@@ -68,18 +68,9 @@ def _out_of_range(sections: dict[str, Any], overrides: Sequence[Override]) -> di
 
 def _hydra(model: str, overrides: Sequence[Override], problems: list[str]) -> dict[str, Any]:
     """Return what Hydra composes, every section a mapping. Raises ConfigError, with `problems`, when there is none."""
-    file = next(iter(cluster_files(overrides)), None)
-    arguments = [
-        f"{'' if o.group else '++'}{o.path}={hydra_tree.GIVEN if o.given_file else o.value}" for o in overrides
-    ]
+    recipe = recipe_source.is_recipe(model)
     try:
-        named = _named(file) if file else []
-        if recipe_source.is_recipe(model):
-            chosen = {override.path for override in overrides}
-            base = [f"model={hydra_tree.GIVEN}", *(f"~{group}" for group in RECIPES_OWN if group not in chosen)]
-            sections = hydra_tree.composed([*base, *named, *arguments], file, read_recipe(model, overrides).text)
-        else:
-            sections = hydra_tree.composed([f"model={model}", *named, *arguments], file)
+        sections = _composed(model, overrides, recipe=recipe)
     except ConfigError as error:
         messages = [*problems, *error.problems]
         raise ConfigError(listed(messages), messages) from error
@@ -91,14 +82,35 @@ def _hydra(model: str, overrides: Sequence[Override], problems: list[str]) -> di
     if messages:
         messages = [*problems, *messages]
         raise ConfigError(listed(messages), messages)
-    if recipe_source.is_recipe(model):
-        answer = read_recipe(model, overrides)
-        sections["model"] = recipe_layer.without_defaults(sections["model"], answer)
-        typed = [override.path for override in overrides]
-        sections["dataset"] = recipe_layer.without_pretraining_fields(sections["dataset"], answer, typed)
-        sections["recipe"]["hf_folder"] = hf_folder(overrides)
-        sections["recipe"]["kept"] = [path for path in sections["recipe"]["kept"] if path not in typed]
+    if recipe:
+        _keep_recipes_fields(sections, model, overrides)
     return sections
+
+
+def _composed(model: str, overrides: Sequence[Override], *, recipe: bool) -> dict[str, Any]:
+    """Return what Hydra composes of a model, or of what a recipe says. Raises ConfigError."""
+    file = next(iter(cluster_files(overrides)), None)
+    arguments = [*(_named(file) if file else []), *map(_argument, overrides)]
+    if not recipe:
+        return hydra_tree.composed([f"model={model}", *arguments], file)
+    chosen = {override.path for override in overrides}
+    base = [f"model={hydra_tree.GIVEN}", *(f"~{group}" for group in RECIPES_OWN if group not in chosen)]
+    return hydra_tree.composed([*base, *arguments], file, read_recipe(model, overrides).text)
+
+
+def _argument(override: Override) -> str:
+    """Return an override as Hydra takes it."""
+    value = hydra_tree.GIVEN if override.given_file else override.value
+    return f"{'' if override.group else '++'}{override.path}={value}"
+
+
+def _keep_recipes_fields(sections: dict[str, Any], model: str, overrides: Sequence[Override]) -> None:
+    """Drop the fields of tpi's defaults that a recipe leaves out, and note what else follows from its answer."""
+    answer, typed = read_recipe(model, overrides), [override.path for override in overrides]
+    sections["model"] = recipe_layer.without_defaults(sections["model"], answer)
+    sections["dataset"] = recipe_layer.without_pretraining_fields(sections["dataset"], answer, typed)
+    sections["recipe"]["hf_folder"] = hf_folder(overrides)
+    sections["recipe"]["kept"] = [path for path in sections["recipe"]["kept"] if path not in typed]
 
 
 def _not_sections(sections: dict[str, Any]) -> list[str]:

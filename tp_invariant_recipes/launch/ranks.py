@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -173,16 +174,7 @@ def run(
         started()
     heartbeats.release_ranks()
     hangs = HangWatch(heartbeats, [info.rank for info in rank_infos], limits)
-    logs = [run_dir.rank_log(info.rank) for info in rank_infos]
-
-    def look() -> None:
-        try:
-            tick()
-            if not hangs.overdue([stacks.state(p.pid) if p.is_alive() else "" for p in processes]):
-                return
-        except PeersHang:
-            pass
-        raise hanging(hangs.rank_states(processes, logs), run_dir)
+    look = partial(_look, processes, hangs, tick, run_dir, [run_dir.rank_log(info.rank) for info in rank_infos])
 
     def failed(n: int) -> bool:
         """Whether a rank has ended before it was done: with a status, or without a word."""
@@ -194,11 +186,21 @@ def run(
     finally:
         CLOCK.restart()
     dead = {rank_infos[n].rank: p.exitcode for n, p in enumerate(processes) if failed(n) and n not in ended_here}
-    if stop.signals and all(code == -signal.SIGTERM for code in dead.values()):
-        return Outcome.STOPPED  # before training began, SIGTERM just ends a rank
-    if dead:
+    # Before training begins, SIGTERM just ends a rank.
+    if dead and not (stop.signals and all(code == -signal.SIGTERM for code in dead.values())):
         raise _failure(run_dir, dead)
     return Outcome.STOPPED if stop.signals else Outcome.COMPLETED
+
+
+def _look(processes: list[Any], hangs: HangWatch, tick: Callable[[], None], run_dir: RunDir, logs: list[Path]) -> None:
+    """Call `tick`, and raise RankFailed where a rank hangs, or its peers on other nodes do."""
+    try:
+        tick()
+        if not hangs.overdue([stacks.state(p.pid) if p.is_alive() else "" for p in processes]):
+            return
+    except PeersHang:
+        pass
+    raise hanging(hangs.rank_states(processes, logs), run_dir)
 
 
 def start_method(device: str) -> str:

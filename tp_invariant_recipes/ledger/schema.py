@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -119,11 +119,7 @@ class Header(Record):
             if not isinstance(part, dict):
                 raise ValueError(f"{name} is not an object of keys and values")
             object.__setattr__(self, name, part)
-        if not self.identity:
-            raise ValueError("identity is empty: any two runs would pass for comparable")
-        nested = [key for key, value in self.identity.items() if isinstance(value, dict)]
-        if nested:
-            raise ValueError(f"identity must be flat, with dotted keys; nested: {', '.join(nested)}")
+        _check_identity(self.identity)
         if len(set(self.names)) != len(self.names):
             raise ValueError("a parameter appears twice")
         check_digests((self.initial or {}).values())
@@ -211,13 +207,17 @@ class StepRecord:
             check_bits(f"evaluations: {name}", bits)
         for kind in DIGESTED:
             check_digests((getattr(self, kind) or {}).values())
-        for traced in self.trace or ():
-            if traced.direction not in DIRECTIONS:
-                raise ValueError(f"trace: {traced.direction!r} is not a direction: forward or backward")
-            if "/" in traced.tensor:  # it ends a name of direction, module and tensor
-                raise ValueError(f"trace: {traced.tensor!r:.100} is not a tensor of a module: input or output")
-            if traced.digest is not None:
-                check_digest(traced.digest)
+        _check_trace(self.trace or ())
+
+
+def _check_trace(trace: Iterable[Traced]) -> None:
+    for traced in trace:
+        if traced.direction not in DIRECTIONS:
+            raise ValueError(f"trace: {traced.direction!r} is not a direction: forward or backward")
+        if "/" in traced.tensor:  # it ends a name of direction, module and tensor
+            raise ValueError(f"trace: {traced.tensor!r:.100} is not a tensor of a module: input or output")
+        if traced.digest is not None:
+            check_digest(traced.digest)
 
 
 @dataclass(frozen=True)
@@ -250,6 +250,14 @@ def _differences(a: dict, b: dict, prefix: str) -> tuple[HeaderDifference, ...]:
     # Compare text, as the hash does: in Python 1, 1.0 and True are equal.
     pairs = ((key, *(canonical(part[key]) if key in part else None for part in (a, b))) for key in sorted(a | b))
     return tuple(HeaderDifference(prefix + key, left, right) for key, left, right in pairs if left != right)
+
+
+def _check_identity(identity: Mapping[str, Any]) -> None:
+    if not identity:
+        raise ValueError("identity is empty: any two runs would pass for comparable")
+    nested = [key for key, value in identity.items() if isinstance(value, dict)]
+    if nested:
+        raise ValueError(f"identity must be flat, with dotted keys; nested: {', '.join(nested)}")
 
 
 def canonical(value: object) -> str:

@@ -141,10 +141,14 @@ def merged(everyone: Sequence[Sequence[Seen]]) -> tuple[tuple[Traced, ...], Dive
         diverged += [(direction, f"{module}/{tensor}", ranks) for ranks in groups if len(ranks) > 1]
         digest = None
         if placed and whole(tuple(place for places in held for place in places), shape):
-            firsts = [next(iter(replicas.values())) for replicas in held.values()]
-            digest = tensor_digest([sum(lane) for lane in zip(*firsts, strict=True)], dtype, shape)
+            digest = _digest([next(iter(replicas.values())) for replicas in held.values()], dtype, shape)
         trace.append(Traced(direction, module, tensor, dtype, shape if digest else (), digest))
     return tuple(trace), tuple(diverged)
+
+
+def _digest(lanes: list[list[int]], dtype: str, shape: tuple[int, ...]) -> str:
+    """Return the digest of a tensor. lanes: of its parts."""
+    return tensor_digest([sum(lane) for lane in zip(*lanes, strict=True)], dtype, shape)
 
 
 def _order(everyone: Sequence[Sequence[Seen]]) -> list[Name]:

@@ -1,7 +1,7 @@
 """The figures of a report. They use matplotlib's objects without pyplot and leave its settings unchanged."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from matplotlib.textpath import TextPath
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from tp_invariant_recipes.compare.explanation import LABELS
+from tp_invariant_recipes.ledger.run_files import ProgressLine
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.report.curves import Curve, curve, distances, recorded
 from tp_invariant_recipes.report.maps import CellState, Map
@@ -122,7 +123,7 @@ def distance(report: Report) -> Drawing | None:
     pairs = [(n, run) for n, (run, comparison) in enumerate(report.pairs, 1) if comparison.steps_compared]
     fields = ("loss", "grad_norm")
     ulps = {field: [distances(report.runs[0].ledger, run.ledger, field) for _, run in pairs] for field in fields}
-    if not any(ulp != 0 for runs in ulps.values() for points in runs for _, ulp in points):
+    if not any(ulp != 0 for runs in ulps.values() for _, ulp in itertools.chain(*runs)):
         return None
     shown = {field: [curve(points) for points in runs] for field, runs in ulps.items()}
     numbers = [n for n, _ in pairs]
@@ -133,22 +134,13 @@ def distance(report: Report) -> Drawing | None:
             axes = figure.add_subplot(grid[0, column])
             name = f"{title}: distance from {report.runs[0].letter}"
             _lines(axes, name, "ULP, 0: equal bits", shown[field], numbers)
-            axes.set_yscale("symlog", linthresh=1, linscale=0.4)
-            top = max([2.0, *(float(np.nanmax(line.high)) for line in shown[field] if not np.isnan(line.high).all())])
-            axes.set_ylim(-0.15, top * 3)
-            axes.yaxis.set_major_formatter(FuncFormatter(_power))
-            axes.yaxis.set_minor_locator(NullLocator())
+            _set_ulp_scale(axes, shown[field])
             axes.legend(handles=[_handle(n, report.runs[n]) for n in numbers], loc="best")
 
-    words = " ".join(
-        f"{run.label}: the loss differs at {sum(ulp != 0 for _, ulp in points)} of {counted(len(points), 'step')}, "
-        f"by at most {max((ulp for _, ulp in points if ulp is not None), default=0):,} ULP."
-        for (_, run), points in zip(pairs, ulps["loss"], strict=True)
-    )
     return Drawing(
         "apart",
         "Distance between losses and between gradient norms",
-        words,
+        " ".join(_distance_in_words(run, points) for (_, run), points in zip(pairs, ulps["loss"], strict=True)),
         "One ULP is the step from a floating-point number to the next. The scale is logarithmic above 1; "
         "0 means equal bits. " + _blocks(line for lines in shown.values() for line in lines),
         _DISTANCES,
@@ -157,16 +149,26 @@ def distance(report: Report) -> Drawing | None:
     )
 
 
+def _set_ulp_scale(axes: Axes, lines: list[Curve]) -> None:
+    axes.set_yscale("symlog", linthresh=1, linscale=0.4)
+    top = max([2.0, *(float(np.nanmax(line.high)) for line in lines if not np.isnan(line.high).all())])
+    axes.set_ylim(-0.15, top * 3)
+    axes.yaxis.set_major_formatter(FuncFormatter(_power))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _distance_in_words(run: Run, points: Sequence[tuple[int, float | None]]) -> str:
+    differing, most = sum(ulp != 0 for _, ulp in points), max((ulp for _, ulp in points if ulp is not None), default=0)
+    return f"{run.label}: the loss differs at {differing} of {counted(len(points), 'step')}, by at most {most:,} ULP."
+
+
 def cost(report: Report) -> Drawing | None:
     """Step times, and peak memory if a run recorded it. None: no run recorded step times."""
     timed = [(n, run) for n, run in enumerate(report.runs) if run.timings]
     if not timed:
         return None
-    memory = any(timing.peak_memory for _, run in timed for timing in run.timings)
-    times = [curve((t.step, t.seconds) for t in run.timings) for _, run in timed]
-    peaks = [curve((t.step, t.peak_memory / _GIB) for t in run.timings) for _, run in timed]
-    speeds = [curve((t.step, t.tokens / t.seconds if t.seconds else None) for t in run.timings) for _, run in timed]
     numbers = [n for n, _ in timed]
+    times, beside, title, unit = _costs([run.timings for _, run in timed])
 
     def draw(figure: FigureBase) -> None:
         grid = axes_grid(figure, _COSTS, 1, 2, wspace=0.16)
@@ -176,25 +178,30 @@ def cost(report: Report) -> Drawing | None:
         first.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         first.yaxis.set_minor_locator(NullLocator())
         first.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        if memory:
-            _lines(second, "Peak memory, last rank", "GiB", peaks, numbers)
-        else:
-            _lines(second, "Tokens per second", "tokens/s", speeds, numbers)
+        _lines(second, title, unit, beside, numbers)
         second.set_ylim(bottom=0)
         first.legend(handles=[_handle(n, report.runs[n]) for n in numbers], loc="best")
 
-    words = [
-        f"{run.label}: the median step took {np.median([t.seconds for t in run.timings]):.3g} s." for _, run in timed
-    ]
+    medians = {run.label: np.median([timing.seconds for timing in run.timings]) for _, run in timed}
     return Drawing(
         "cost",
         "Step time and memory",
-        " ".join(words),
-        ("" if memory else "Runs on a CPU record no memory. ") + _blocks([*times, *peaks]),
+        " ".join(f"{label}: the median step took {seconds:.3g} s." for label, seconds in medians.items()),
+        ("" if unit == "GiB" else "Runs on a CPU record no memory. ") + _blocks([*times, *beside]),
         _COSTS,
         draw,
         panels=2,
     )
+
+
+def _costs(runs: list[Sequence[ProgressLine]]) -> tuple[list[Curve], list[Curve], str, str]:
+    """Return curves of step times, and beside them of memory, or of speed where no run recorded memory: title, unit."""
+    times = [curve((t.step, t.seconds) for t in timings) for timings in runs]
+    if any(t.peak_memory for timings in runs for t in timings):
+        peaks = [curve((t.step, t.peak_memory / _GIB) for t in timings) for timings in runs]
+        return times, peaks, "Peak memory, last rank", "GiB"
+    speeds = [curve((t.step, t.tokens / t.seconds if t.seconds else None) for t in timings) for timings in runs]
+    return times, speeds, "Tokens per second", "tokens/s"
 
 
 def axes_grid(

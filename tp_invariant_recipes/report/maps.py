@@ -6,7 +6,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from tp_invariant_recipes.compare.compare import Comparison
+from tp_invariant_recipes.compare.compare import Comparison, ParameterDifference
 from tp_invariant_recipes.compare.step_order import FIELDS, parameter_of
 from tp_invariant_recipes.ledger import dumps
 from tp_invariant_recipes.ledger.digests import group_of, in_order
@@ -71,28 +71,25 @@ def parameter_map(comparison: Comparison, kind: str, dumped: Mapping[tuple[int, 
 
     dumped: (step, parameter) -> largest distance in ULP between the tensors that both runs dumped.
     """
-    left, right = (run.header.digested(kind) for run in (comparison.a, comparison.b))
+    digested = [run.header.digested(kind) for run in (comparison.a, comparison.b)]
     common = {parameter_of(kind, name) for name in comparison.tensors[kind]}
     steps, alone = _steps(comparison, kind)
     if not common or not steps:
         return None
-    rows = _rows(in_order({*left, *right}))
+    rows = _rows(in_order(set[str]().union(*digested)))
     block = max(1, -(-len(steps) // COLUMNS))
     row_of = {name: n for n, row in enumerate(rows) for name in row.parameters}
     column_of = {step: n // block for n, step in enumerate(steps)}
     columns = tuple((steps[n], steps[min(n + block, len(steps)) - 1]) for n in range(0, len(steps), block))
-    members = [sum(name in common for name in row.parameters) for row in rows]
+    members = [len(common.intersection(row.parameters)) for row in rows]
     compared = np.outer(members, np.bincount(list(column_of.values())))
-    differing = np.zeros_like(compared)
-    parted = [difference for difference in comparison.parameters if difference.kind == kind]
-    for difference in parted:
-        for step in difference.steps:
-            differing[row_of[difference.name], column_of[step]] += 1
-    at = {step for difference in parted for step in difference.steps}
+    parameters = [difference for difference in comparison.parameters if difference.kind == kind]
+    differing = _differing(parameters, row_of, column_of, compared)
     numbers = _numbers(comparison, column_of, len(columns))
     ulp = np.vstack([*numbers.values(), _largest(dumped or {}, row_of, column_of, compared.shape)])
     states = _states(compared, differing)
     of_numbers = np.where(np.isnan(ulp[: len(numbers)]), CellState.IDENTICAL, CellState.DIFFERENT).astype(states.dtype)
+    steps_differing = set[int]().union(*(difference.steps for difference in parameters))
     return Map(
         kind=kind,
         rows=(*(MapRow(label, ()) for label in numbers), *rows),
@@ -102,13 +99,24 @@ def parameter_map(comparison: Comparison, kind: str, dumped: Mapping[tuple[int, 
         ulp=ulp,
         compared=int(compared.sum()),
         differing=int(differing.sum()),
-        parameters_differing=len(parted),
+        parameters_differing=len(parameters),
         parameters_compared=len(common),
-        steps_differing=len(at),
+        steps_differing=len(steps_differing),
         steps_compared=len(steps),
         steps_alone=alone,
-        first=min(at, default=None),
+        first=min(steps_differing, default=None),
     )
+
+
+def _differing(
+    parameters: list[ParameterDifference], row_of: Mapping[str, int], column_of: Mapping[int, int], like: np.ndarray
+) -> np.ndarray:
+    """Count the digests of each cell that differ. returns: of the shape and dtype of `like`."""
+    differing = np.zeros_like(like)
+    for difference in parameters:
+        for step in difference.steps:
+            differing[row_of[difference.name], column_of[step]] += 1
+    return differing
 
 
 def _steps(comparison: Comparison, kind: str) -> tuple[list[int], int]:

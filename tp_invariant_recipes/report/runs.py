@@ -14,7 +14,7 @@ from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger, Progress, contents
 from tp_invariant_recipes.ledger.run_files import ProgressLine
 from tp_invariant_recipes.plural import counted
-from tp_invariant_recipes.reading import Listed, Record, checked, parse_json, read_limited
+from tp_invariant_recipes.reading import Listed, Record, checked, parse_json, parse_object, read_limited
 
 PROGRESS = "progress.jsonl"
 RUN = "run.json"
@@ -71,14 +71,14 @@ class Bisected(Record):
     text: str
     operation: str | None
     dumped: Listed[str]
-    apart: str | None
+    magnitude: str | None
     remarks: Listed[str] = ()
 
     @property
     def sentences(self) -> tuple[str, ...]:
         """What the answer says below its line."""
         operation = [f"The operation: {self.operation}."] if self.operation else []
-        distance = [f"{self.dumped[0]}: {self.apart}."] if self.apart and self.dumped else []
+        distance = [f"{self.dumped[0]}: {self.magnitude}."] if self.magnitude and self.dumped else []
         return (*operation, *distance, *self.remarks)
 
 
@@ -126,7 +126,8 @@ def bisected(*runs: Run) -> Bisected | None:
     files = {file for above in around for file in (*above.glob(BISECT), *above.glob(f"*/{BISECT}"))}
     for file in sorted(files, key=os.path.getmtime, reverse=True):
         with suppress(OSError, ValueError):
-            answer = checked(Bisected, parse_json(read_limited(file, run_files.LARGEST)))
+            fields = parse_object(read_limited(file, run_files.LARGEST))
+            answer = checked(Bisected, {"magnitude": fields.get("apart"), **fields})  # as older files call it
             own = len(folders) == len(runs) and all(folder.parent == file.parent for folder in folders)
             if own or folders == {Path(run).resolve() for run in answer.runs}:
                 return answer

@@ -5,6 +5,7 @@ Read from the code of Megatron-Core 0.19 and Transformer Engine 2.20, and from `
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from tp_invariant_recipes.settings import delta_net, low_precision
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -109,41 +110,44 @@ def micro_batch(config: RunConfig) -> MicroBatch:
     """Return the micro-batch of a run on one of its ranks."""
     model, at, fp8 = config.model, config.layout, low_precision.fp8_layers(config)
     tokens = sequences(config) * model["seq_length"] // at.cp
-    te = model.get("transformer_impl") != "local"
-    arithmetic = config.numerics.arithmetic
-    of_element, half = element(config), not te and not model.get("attention_softmax_in_fp32")
-    stated = arithmetic is not None and arithmetic.any_machine  # its attention keeps no scores
-    capped = FP32 if model.get("attn_logit_softcapping") else 0  # numerics/megatron/families/gemma.py, on any device
-    rotated = model.get("position_embedding_type") in ROTARY and not te and not stated
     return MicroBatch(
         tokens=tokens,
         slice=tokens // at.tp if at.sp else tokens,
         sequence=model["seq_length"],
-        element=of_element,
+        element=element(config),
         tp=at.tp,
         etp=at.etp,
         heads=model["num_attention_heads"] // at.tp,
         topk=model.get("moe_router_topk") or 2,
-        experts=model.get("num_moe_experts") or 0,
+        experts=config.shape.experts,
         tree=config.numerics.invariant,
-        holds=stated and config.device.kind == "cpu",
-        score=capped + (of_element if (half and not capped) or of_element == FP32 else FP32 + of_element),
-        fused=stated
-        or (
-            te
-            and model.get("attention_backend") not in ("unfused", "local")
-            and not (capped and config.numerics.invariant)
-        ),
-        plain=not te and not stated,
         shards=max(1, (config.numerics.virtual_shards or 1) // at.tp),
-        rotary=size.turned(config.shape) if rotated else 0,
         inside=INSIDE.get(str(model.get("activation_func")).rpartition(".")[2], 0),
         gated=bool(model.get(delta_net.EXPERT_GATE)),
         norms=size.norms(config.shape),
-        head_norms=bool(model.get("qk_layernorm")),
+        head_norms=config.shape.head_norms,
         rounds=fp8 is not None and fp8.recipe == low_precision.MXFP8,
         widths=size.widths(config.shape),
+        **_attention_fields(config),
     )
+
+
+def _attention_fields(config: RunConfig) -> dict[str, Any]:
+    """Return the fields of a MicroBatch that depend on which attention computes."""
+    model, arithmetic, of_element = config.model, config.numerics.arithmetic, element(config)
+    te = model.get("transformer_impl") != "local"
+    stated = arithmetic is not None and arithmetic.any_machine  # its attention keeps no scores
+    capped = FP32 if model.get("attn_logit_softcapping") else 0  # numerics/megatron/families/gemma.py, on any device
+    half = not te and not model.get("attention_softmax_in_fp32") and not capped
+    unfused = model.get("attention_backend") in ("unfused", "local") or (capped and config.numerics.invariant)
+    plain = not te and not stated
+    return {
+        "holds": stated and config.device.kind == "cpu",
+        "score": capped + (of_element if half or of_element == FP32 else FP32 + of_element),
+        "fused": stated or (te and not unfused),
+        "plain": plain,
+        "rotary": size.turned(config.shape) if plain and model.get("position_embedding_type") in ROTARY else 0,
+    }
 
 
 def sequences(config: RunConfig) -> int:

@@ -228,22 +228,27 @@ def _foreign(container: ConfigContainer) -> Iterator[str]:
         yield f"its model is {type(container.model).__name__}, which is no class of settings"
     for name, path in schema.BRIDGE_SECTIONS.items():
         part = getattr(container, name)
-        if path == schema.PROVIDER or part is None:
-            continue
-        class_paths = (path, *([schema.SFT_DATASET] if name == "dataset" else []))
-        wanted = [schema.bridge_class(class_path) for class_path in class_paths]
-        if not any(issubclass(cls, type(part)) for cls in wanted):
-            known = " and ".join(cls.__name__ for cls in wanted)
-            modalities, why = _extra_modalities(container.model), NOT_HERE.get(type(part).__name__, "")
-            mismatch = f"its {name} is a {type(part).__name__}, and tpi trains with {known} only"
-            more = name == "dataset" and modalities
-            yield f"its model takes {modalities}: {mismatch}" if more else f"{mismatch}{why}"
+        if path != schema.PROVIDER and part is not None:
+            yield from _other_class(container, name, part, path)
     for path, why in recipe_fields.unknown(container):
         if path not in OF_BRIDGE.get(why.partition(";")[0].rpartition(" ")[2], ()):
             yield f"{path}: {why}"
     for field in dataclasses.fields(container):
         if field.name not in (*schema.BRIDGE_SECTIONS, *OTHER_FIELDS) and getattr(container, field.name) is not None:
             yield f"{field.name}: tpi has no such section"
+
+
+def _other_class(container: ConfigContainer, name: str, part: Any, path: str) -> Iterator[str]:
+    """Yield why a section of a recipe cannot be used; nothing: it has the class that tpi trains with."""
+    class_paths = (path, *([schema.SFT_DATASET] if name == "dataset" else []))
+    wanted = [schema.bridge_class(class_path) for class_path in class_paths]
+    if any(issubclass(cls, type(part)) for cls in wanted):
+        return
+    known = " and ".join(cls.__name__ for cls in wanted)
+    modalities, why = _extra_modalities(container.model), NOT_HERE.get(type(part).__name__, "")
+    mismatch = f"its {name} is a {type(part).__name__}, and tpi trains with {known} only"
+    more = name == "dataset" and modalities
+    yield f"its model takes {modalities}: {mismatch}" if more else f"{mismatch}{why}"
 
 
 def _extra_modalities(model: Any) -> str:

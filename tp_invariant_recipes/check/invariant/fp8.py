@@ -14,6 +14,7 @@ from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.settings import low_precision
+from tp_invariant_recipes.settings.model_shape import ModelShape
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 _INSTEAD = "precision=fp8_tensorwise, precision=fp8_blockwise or precision=mxfp8"
@@ -95,43 +96,52 @@ def tokens(config: RunConfig) -> int:
     return 1 if layers is None else UNITS[layers.recipe][1]
 
 
-def summed(model: dict[str, Any], *, blocks: bool) -> dict[str, int]:
+def summed(shape: ModelShape, *, blocks: bool) -> dict[str, int]:
     """Return what V shards divide in sums of FP8 products: how a message names it -> its size.
 
     Of Mamba's dt a shard has a few numbers: without blocks any number of them. So it has of a delta net's α and β.
     """
-    heads = model.get("num_attention_heads") or 1
-    groups = model.get("num_query_groups") or heads
-    width = model.get("kv_channels") or (model.get("hidden_size") or 0) // heads
-    gated = bool(model.get("attention_output_gate"))
-    if model.get("multi_latent_attention"):
-        keys, values = model.get("qk_head_dim") or 0, model.get("v_head_dim") or 0
-        sizes = {
-            "the width of queries": heads * (keys + (model.get("qk_pos_emb_head_dim") or 0)),
-            "the width of keys and values": heads * (keys + values),
-            "the heads' width (model.num_attention_heads * model.v_head_dim)": heads * values,
+    return _of_attention(shape) | _of_feed_forward(shape) | _of_recurrent_layers(shape, blocks)
+
+
+def _of_attention(shape: ModelShape) -> dict[str, int]:
+    heads = shape.heads
+    if shape.latent:
+        return {
+            "the width of queries": heads * (shape.key_width + shape.turned_key),
+            "the width of keys and values": heads * (shape.key_width + shape.value_width),
+            "the heads' width (model.num_attention_heads * model.v_head_dim)": heads * shape.value_width,
         }
-    else:
+    queries = 2 if shape.fields.get("attention_output_gate") else 1
+    return {
+        "the heads' width (model.num_attention_heads * model.kv_channels)": heads * shape.head_width,
+        "the width of queries, keys and values": (queries * heads + 2 * shape.groups) * shape.head_width,
+    }
+
+
+def _of_feed_forward(shape: ModelShape) -> dict[str, int]:
+    sizes = {"model.moe_shared_expert_intermediate_size": shape.shared_width} if shape.shared_width else {}
+    if shape.experts and shape.expert_layers == 1:
+        return sizes
+    return {"model.ffn_hidden_size": shape.fields.get("ffn_hidden_size") or 0, **sizes}
+
+
+def _of_recurrent_layers(shape: ModelShape, blocks: bool) -> dict[str, int]:
+    """Return the sizes of Mamba's layers and of gated delta nets."""
+    sizes = {}
+    if shape.mamba_heads:
         sizes = {
-            "the heads' width (model.num_attention_heads * model.kv_channels)": heads * width,
-            "the width of queries, keys and values": ((2 if gated else 1) * heads + 2 * groups) * width,
+            "the width of Mamba's x and z": shape.mamba_heads * (shape.mamba_width or 64),
+            "the width of Mamba's B and C": (shape.mamba_groups or 8) * (shape.mamba_state or 128),
+            "the width of Mamba's dt (model.mamba_num_heads)": shape.mamba_heads if blocks else 0,
         }
-    if not model.get("num_moe_experts") or (model.get("moe_layer_freq") or 1) != 1:
-        sizes["model.ffn_hidden_size"] = model.get("ffn_hidden_size") or 0
-    if shared := model.get("moe_shared_expert_intermediate_size"):
-        sizes["model.moe_shared_expert_intermediate_size"] = shared
-    if heads := model.get("mamba_num_heads"):
-        sizes["the width of Mamba's x and z"] = heads * (model.get("mamba_head_dim") or 64)
-        sizes["the width of Mamba's B and C"] = (model.get("mamba_num_groups") or 8) * (
-            model.get("mamba_state_dim") or 128
-        )
-        if blocks:
-            sizes["the width of Mamba's dt (model.mamba_num_heads)"] = heads
-    keys, values, heads = families.delta_widths(model)
+    keys, values, heads = families.delta_widths(shape.fields)
     if heads:
-        sizes |= {"the width of gated delta nets' keys": keys, "the width of gated delta nets' values": values}
-        if blocks:
-            sizes["the width of gated delta nets' alpha (model.linear_num_value_heads)"] = heads
+        sizes |= {
+            "the width of gated delta nets' keys": keys,
+            "the width of gated delta nets' values": values,
+            "the width of gated delta nets' alpha (model.linear_num_value_heads)": heads if blocks else 0,
+        }
     return sizes
 
 
@@ -142,7 +152,7 @@ def most_shards(model: dict[str, Any], precision: Any) -> int:
     precision: the section mixed_precision.
     """
     recipe = low_precision.named(precision).get("fp8_recipe")
-    common = math.gcd(*summed(model, blocks=recipe == MXFP8).values())
+    common = math.gcd(*summed(ModelShape(model), blocks=recipe == MXFP8).values())
     parts = common // UNITS.get(recipe or "", UNITS["tensorwise"])[0]
     return max(1, parts & -parts)
 
@@ -153,45 +163,63 @@ def borders(config: RunConfig) -> list[Problem]:
     if layers is None:
         return []
     unit, of_tokens = UNITS[layers.recipe]
-    say = {
+    sums = summed(config.shape, blocks=layers.recipe != "tensorwise")
+    sides = _uneven({**_not_divided(config), **sums}, unit, layers.recipe)
+    return [*(sides or _cut(config, sums, layers.recipe)), *_tokens(config, of_tokens)]
+
+
+def _not_divided(config: RunConfig) -> dict[str, int]:
+    """Return the sides of matrices that no shards divide."""
+    shape, latents = config.shape, ("q_lora_rank", "kv_lora_rank")
+    sides = {"model.hidden_size": shape.hidden}
+    if shape.latent:
+        sides |= {f"model.{name}": config.model[name] for name in latents if config.model.get(name)}
+    return {**sides, "model.moe_ffn_hidden_size": shape.expert_width} if shape.experts else sides
+
+
+def _why(recipe: str) -> str:
+    unit = UNITS[recipe][0]
+    return {
         BLOCKWISE: f"FP8 products add {unit} numbers at a time",
         MXFP8: f"in MXFP8 {unit} numbers of a sum share a scale",
-    }.get(layers.recipe, f"FP8 matrices have sides in steps of {unit}")
-    model, shape, shards = config.model, config.shape, config.numerics.virtual_shards or 1
-    problems = []
-    alone = {"model.hidden_size": shape.hidden}
-    if shape.latent:
-        alone |= {f"model.{name}": model[name] for name in ("q_lora_rank", "kv_lora_rank") if model.get(name)}
-    if shape.experts:
-        alone["model.moe_ffn_hidden_size"] = shape.expert_width
-    sums = summed(model, blocks=layers.recipe != "tensorwise")
-    for name, size in {**alone, **sums}.items():
-        if size % unit:
-            problems.append(Problem("", f"{name} is {size}: {say}", f"the next is {_next(size, unit)}"))
-    cut = [f"{name} is {size}" for name, size in sums.items() if size % (unit * shards)]
-    if cut and not problems:
-        common = math.gcd(*sums.values()) // unit
-        fits, tp = common & -common, config.layout.tp
-        problems.append(
-            Problem(
-                "",
-                f"numerics.virtual_shards={shards} cuts sums between multiples of {unit}: {say} ({', '.join(cut)})",
-                "precision=fp8_tensorwise"
-                if layers.recipe != "tensorwise" and fits % tp
-                else f"the largest that fits is numerics.virtual_shards={fits}",
-            )
-        )
+    }.get(recipe, f"FP8 matrices have sides in steps of {unit}")
+
+
+def _uneven(sides: dict[str, int], unit: int, recipe: str) -> list[Problem]:
+    return [
+        Problem("", f"{name} is {size}: {_why(recipe)}", f"the next is {_next(size, unit)}")
+        for name, size in sides.items()
+        if size % unit
+    ]
+
+
+def _cut(config: RunConfig, sums: dict[str, int], recipe: str) -> list[Problem]:
+    """Return the problem of sums whose shards end between two multiples."""
+    unit, shards = UNITS[recipe][0], config.numerics.virtual_shards or 1
+    cut = ", ".join(f"{name} is {size}" for name, size in sums.items() if size % (unit * shards))
+    if not cut:
+        return []
+    common = math.gcd(*sums.values()) // unit
+    fits = common & -common
+    tensorwise_helps = recipe != "tensorwise" and fits % config.layout.tp
+    solve = f"the largest that fits is numerics.virtual_shards={fits}"
+    text = f"numerics.virtual_shards={shards} cuts sums between multiples of {unit}: {_why(recipe)} ({cut})"
+    return [Problem("", text, "precision=fp8_tensorwise" if tensorwise_helps else solve)]
+
+
+def _tokens(config: RunConfig, multiple: int) -> list[Problem]:
+    """Return the problem of a sequence that ends, in a context shard, between two multiples."""
     contexts = config.numerics.context_shards or config.layout.cp
-    if shape.sequence % (of_tokens * contexts):
-        each = f" in each of {contexts} context shards" if contexts > 1 else ""
-        problems.append(
-            Problem(
-                f"seq={shape.sequence}",
-                f"weight gradients in FP8 add {of_tokens} tokens at a time{each}",
-                f"the next is seq={_next(shape.sequence, of_tokens * contexts)}",
-            )
+    if config.shape.sequence % (multiple * contexts) == 0:
+        return []
+    each = f" in each of {contexts} context shards" if contexts > 1 else ""
+    return [
+        Problem(
+            f"seq={config.shape.sequence}",
+            f"weight gradients in FP8 add {multiple} tokens at a time{each}",
+            f"the next is seq={_next(config.shape.sequence, multiple * contexts)}",
         )
-    return problems
+    ]
 
 
 def _next(size: int, multiple: int) -> int:

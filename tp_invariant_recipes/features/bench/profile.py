@@ -127,12 +127,7 @@ def step(events: Iterable[dict[str, Any]]) -> Trace:
 
     Raises ValueError when no step is marked.
     """
-    spans = [e for e in events if e.get("ph") == "X"]
-    # The GPU has a copy of each mark, a little shorter: its clock starts with the first kernel.
-    steps = [(e["ts"], e["ts"] + e["dur"]) for e in spans if e["name"] == STEP and e.get("cat") == "user_annotation"]
-    if not steps:
-        raise ValueError(f"no step is marked in the trace: no '{STEP}'")
-    inside = [e for e in spans if any(start <= e["ts"] < end for start, end in steps)]
+    steps, inside = _marked_steps([e for e in events if e.get("ph") == "X"])
     counted = [e for e in inside if e.get("cat") in ON_GPU]
     times = [(e["name"], e["dur"]) for e in counted]
     on_gpu = bool(counted)
@@ -148,6 +143,15 @@ def step(events: Iterable[dict[str, Any]]) -> Trace:
         kernels=_kernel_times(times, len(steps)),
         waiting=(busy - computing) / 1000 / len(steps) if on_gpu else None,
     )
+
+
+def _marked_steps(spans: list[dict[str, Any]]) -> tuple[list[tuple[float, float]], list[dict[str, Any]]]:
+    """Return the marked steps, each from start to end in microseconds, and the spans that start inside them."""
+    # The GPU has a copy of each mark, a little shorter: its clock starts with the first kernel.
+    steps = [(e["ts"], e["ts"] + e["dur"]) for e in spans if e["name"] == STEP and e.get("cat") == "user_annotation"]
+    if not steps:
+        raise ValueError(f"no step is marked in the trace: no '{STEP}'")
+    return steps, [e for e in spans if any(start <= e["ts"] < end for start, end in steps)]
 
 
 def by_category(kernels: Iterable[KernelTime]) -> dict[str, KernelTime]:

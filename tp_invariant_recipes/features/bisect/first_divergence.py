@@ -1,6 +1,6 @@
 """The first divergence of two traced runs, for `tpi bisect`: module, operation, tensors to dump, their distances."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -35,11 +35,15 @@ def worth_dumping(placed: Comparison) -> tuple[str, ...]:
     if module is None or first.name.rpartition("/")[2].startswith("input"):
         return (first.name,)
     directions = ("forward", "backward") if first.kind == "gradients" else (first.kind,)
+    return (first.name, *_traced_inputs(placed, first.step, module, directions))
+
+
+def _traced_inputs(placed: Comparison, step: int, module: str, directions: Iterable[str]) -> dict[str, None]:
+    """Get the inputs of a module that both runs traced with digests at a step, in order."""
     start = tuple(f"{direction}/{module}/input" for direction in directions)
-    traces = [{t.name for t in ledger.steps[first.step - 1].trace or () if t.digest} for ledger in (placed.a, placed.b)]
-    names = (t.name for t in placed.a.steps[first.step - 1].trace or ())
-    inputs = (name for name in names if name.startswith(start) and all(name in trace for trace in traces))
-    return (first.name, *dict.fromkeys(inputs))
+    a, b = (ledger.steps[step - 1].trace or () for ledger in (placed.a, placed.b))
+    both = {traced.name for traced in a if traced.digest} & {traced.name for traced in b if traced.digest}
+    return dict.fromkeys(traced.name for traced in a if traced.name.startswith(start) and traced.name in both)
 
 
 def module_of(placed: Comparison) -> str | None:

@@ -293,7 +293,7 @@ def _result(
         "module": module_of(placed),
         "operation": operation(placed),
         "dumped": list(dump),
-        "apart": None if dumped is None or not same else magnitude_line(dumped),
+        "magnitude": None if dumped is None or not same else magnitude_line(dumped),
         "distance": None if dumped is None or not same else magnitude_report(dumped),
         "distances": {} if dumped is None else distances(dumped, step, dump),
         "same_place": same,

@@ -20,6 +20,24 @@ SHOWN = 5  # problems of one message
 OF_DRAWS = ("temperature", "top_k", "top_p", "seed", "num_return_sequences")
 
 
+# Fields of Sampling that are whole numbers: name, the least, and what they stay below.
+WHOLE = (
+    ("max_new_tokens", 1, SAMPLES), ("top_k", 0, SAMPLES), ("num_return_sequences", 1, SAMPLES), ("seed", 0, SEEDS),
+)  # fmt: skip
+# The others: name, whether a value is right, and what it must be.
+VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("do_sample", lambda value: type(value) is bool, "must be true or false"),
+    (
+        "temperature",
+        lambda value: _number(value) and 1e-6 <= value <= 1e6,
+        "must be from 1e-6 to 1e6; do_sample=false takes the most probable token",
+    ),
+    ("top_p", lambda value: _number(value) and 0 < value <= 1, "must be above 0 and at most 1"),
+    ("eos_token_id", lambda ids: all(type(token) is int and token >= 0 for token in ids), "must be token ids"),
+    ("stop_strings", lambda texts: all(isinstance(t, str) and t for t in texts), "must be texts that are not empty"),
+)
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the completions of a request are sampled. ConfigError: a value has no meaning, or no effect.
@@ -50,23 +68,11 @@ class Sampling:
         refuse([f"{name}={getattr(self, name)!r}: {why}" for name, why in self._problems()])
 
     def _problems(self) -> Iterator[tuple[str, str]]:
-        for name, least, most in (
-            ("max_new_tokens", 1, SAMPLES), ("top_k", 0, SAMPLES), ("num_return_sequences", 1, SAMPLES),
-            ("seed", 0, SEEDS),
-        ):  # fmt: skip
+        for name, least, most in WHOLE:
             value = getattr(self, name)
             if type(value) is not int or not least <= value < most:
                 yield name, f"must be a whole number, at least {least} and below {most}"
-        if type(self.do_sample) is not bool:
-            yield "do_sample", "must be true or false"
-        if not _number(self.temperature) or not 1e-6 <= self.temperature <= 1e6:
-            yield "temperature", "must be from 1e-6 to 1e6; do_sample=false takes the most probable token"
-        if not _number(self.top_p) or not 0 < self.top_p <= 1:
-            yield "top_p", "must be above 0 and at most 1"
-        if any(type(token) is not int or token < 0 for token in self.eos_token_id):
-            yield "eos_token_id", "must be token ids"
-        if any(not isinstance(text, str) or not text for text in self.stop_strings):
-            yield "stop_strings", "must be texts that are not empty"
+        yield from ((name, text) for name, accepts, text in VALUES if not accepts(getattr(self, name)))
         if self.do_sample is False:
             for field in fields(self):
                 if field.name in OF_DRAWS and getattr(self, field.name) != field.default:

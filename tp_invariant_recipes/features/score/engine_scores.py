@@ -57,16 +57,22 @@ def read(file: Path) -> Iterator[Rollout]:
 
 def parse(row: Mapping[str, Any], number: int) -> Rollout:
     """Return a row of any of FORMATS. Raises ValueError: it is of none."""
-    for needed, spans in FORMATS:
-        if all(_has(row, key) for key in needed):
-            try:
-                tokens, logprobs = spans(row)
-            except (AttributeError, IndexError, KeyError, TypeError) as error:
-                raise ValueError(f"a field is not as its program writes it: {error!r}") from error
-            break
-    else:
+    spans = next((spans for needed, spans in FORMATS if all(_has(row, key) for key in needed)), None)
+    if spans is None:
         keys = ", ".join(map(repr, row)) or "none"
         raise ValueError(f"no row of tpi score, vLLM, SGLang, verl or NeMo-RL (docs/scores.md); its keys: {keys}")
+    try:
+        tokens, logprobs = spans(row)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ValueError(f"a field is not as its program writes it: {error!r}") from error
+    _check(tokens, logprobs)
+    name = row.get("id", row.get("request_id"))
+    values = [None if x is None else float(max(x, LEAST)) for x in logprobs]
+    return Rollout(None if name is None else check_id(name), number, tokens, values, _digests(row, tokens))
+
+
+def _check(tokens: list[Any], logprobs: list[Any]) -> None:
+    """Raise ValueError for what are no tokens with log-probabilities."""
     if len(tokens) != len(logprobs):
         raise ValueError(f"{len(tokens)} tokens and {len(logprobs)} log-probabilities")
     if not tokens:
@@ -75,9 +81,6 @@ def parse(row: Mapping[str, Any], number: int) -> Rollout:
         raise ValueError(f"{wrong[0]!r:.40} is not the id of a token")
     if odd := [x for x in logprobs if x is not None and (type(x) not in (int, float) or not x <= -LEAST)]:
         raise ValueError(f"{odd[0]!r:.40} is not a log-probability")
-    name = row.get("id", row.get("request_id"))
-    values = [None if x is None else float(max(x, LEAST)) for x in logprobs]
-    return Rollout(None if name is None else check_id(name), number, tokens, values, _digests(row, tokens))
 
 
 def _digests(row: Mapping[str, Any], tokens: list[int]) -> Sequence[str]:

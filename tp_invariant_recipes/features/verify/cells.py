@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,6 +22,7 @@ from tp_invariant_recipes.numerics.mode import STOCK
 from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, LeftOut, MatrixDir
 from tp_invariant_recipes.settings import expert_groups
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
+from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing import room
 
 
@@ -133,24 +134,30 @@ def with_equal_shards(
     """
     configs = {label: cell.config for label, cell in composed.items()}
     for key in SHARDS:
-        name = key.partition(".")[2]
-        shards = {label: getattr(config.numerics, name) for label, config in configs.items()}
-        if key == EXPERT_GROUPS:  # with the D and C that the cells have by now
-            free = [choice.label for choice in choices if shards[choice.label] and not given(choice.overrides, key)]
-            shards |= {label: expert_groups.groups_of_run(configs[label]) for label in free}
+        shards = _shards(choices, configs, key)
         wanted = reference.header.identity.get(key) if reference else None
-        wanted = wanted or max((each for each in shards.values() if each is not None), default=None)
+        wanted = wanted or max(filter(None, shards.values()), default=None)
         choices = [
             choice
             if shards[choice.label] in (None, wanted) or given(choice.overrides, key)
             else replace(choice, overrides=(*choice.overrides, parse(f"{key}={wanted}")))
             for choice in choices
         ]
+        name = key.partition(".")[2]
         configs = {
             label: config.with_fields("numerics", **{name: wanted}) if shards[label] is not None else config
             for label, config in configs.items()
         }
     return tuple(choices)
+
+
+def _shards(choices: Sequence[Choice], configs: Mapping[str, RunConfig], key: str) -> dict[str, int | None]:
+    """Return each cell's number of shards of a kind, with the D and C that the cells have by now; None: no shards."""
+    shards = {label: getattr(config.numerics, key.partition(".")[2]) for label, config in configs.items()}
+    if key != EXPERT_GROUPS:
+        return shards
+    free = [choice.label for choice in choices if shards[choice.label] and not given(choice.overrides, key)]
+    return shards | {label: expert_groups.groups_of_run(configs[label]) for label in free}
 
 
 def named(choice: Choice, composed: Composed) -> Choice:

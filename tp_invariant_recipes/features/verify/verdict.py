@@ -249,28 +249,39 @@ def _compared(row: CellResult, reference: CellResult) -> CellResult:
 
 def _judged(directory: Path, matrix: Matrix, rows: tuple[CellResult, ...], exitfirst: bool) -> MatrixVerdict:
     compared = [row for row in rows if row.comparison is not None]
-    not_run = [row for row in rows if row.state == NOT_RUN and exitfirst and _first_different(compared)]
-    faulty = [row for row in rows if row.why is not None and row not in not_run]
-    verdicts = {row.state for row in compared}
-    reference = next((row for row in rows if row.state == REFERENCE), rows[0])
     different = _first_different(compared)
-    if faulty or not compared:
-        verdict, line = INCOMPLETE, _incomplete(faulty, compared, different, reference)
-    elif Verdict.NOT_COMPARABLE.value in verdicts:
-        verdict, line = Verdict.NOT_COMPARABLE.value, _not_comparable(compared, reference)
-    elif different is not None:
-        verdict, line = Verdict.DIFFERENT.value, _different(different, reference)
-    else:
-        verdict, line = Verdict.IDENTICAL.value, _identical(matrix, compared, reference)
+    not_run = [row for row in rows if row.state == NOT_RUN and exitfirst and different]
+    faulty = [row for row in rows if row.why is not None and row not in not_run]
+    reference = next((row for row in rows if row.state == REFERENCE), rows[0])
+    verdict, line = _verdict(matrix, compared, faulty, different, reference)
     retry = shlex.join(["tpi", "verify", "--last-failed", "--dir", os.fspath(directory)])
     advice = _next_command(reference, different) if different else retry if faulty else None
-    facts = (*(f"Left out: {cell.label}: {cell.why}." for cell in matrix.left_out), *_remarks(rows, compared))
+    facts = _facts(matrix, rows, compared)
     if not_run:
-        facts = (
-            *facts,
-            f"--exitfirst: {', '.join(row.label for row in not_run)} did not run; {retry} trains the rest.",
-        )
+        labels = ", ".join(row.label for row in not_run)
+        facts = (*facts, f"--exitfirst: {labels} did not run; {retry} trains the rest.")
     return MatrixVerdict(directory, matrix, rows, verdict, line, facts, advice)
+
+
+def _facts(matrix: Matrix, rows: tuple[CellResult, ...], compared: list[CellResult]) -> tuple[str, ...]:
+    return (*(f"Left out: {cell.label}: {cell.why}." for cell in matrix.left_out), *_remarks(rows, compared))
+
+
+def _verdict(
+    matrix: Matrix,
+    compared: list[CellResult],
+    faulty: list[CellResult],
+    different: CellResult | None,
+    reference: CellResult,
+) -> tuple[str, str]:
+    """Return the verdict on all rows, and its sentence."""
+    if faulty or not compared:
+        return INCOMPLETE, _incomplete(faulty, compared, different, reference)
+    if any(row.state == Verdict.NOT_COMPARABLE.value for row in compared):
+        return Verdict.NOT_COMPARABLE.value, _not_comparable(compared, reference)
+    if different is not None:
+        return Verdict.DIFFERENT.value, _different(different, reference)
+    return Verdict.IDENTICAL.value, _identical(matrix, compared, reference)
 
 
 def _first_different(compared: list[CellResult]) -> CellResult | None:
@@ -336,23 +347,27 @@ _WAS = {FAILED: "failed", STOPPED: "was stopped", NOT_RUN: "did not run"}
 
 
 def _remarks(rows: tuple[CellResult, ...], compared: list[CellResult]) -> tuple[str, ...]:
-    sentences = [f"{row.label} {_WAS[row.state]}: {row.why}" for row in rows if row.why and "\n" in row.why]
-    sentences += [
+    why = [f"{row.label} {_WAS[row.state]}: {row.why}" for row in rows if row.why and "\n" in row.why]
+    stopped = [
         f"{row.label}: continue it (tpi train --resume {shlex.quote(os.fspath(row.run))}), then judge again "
         f"(tpi verify --recheck {shlex.quote(os.fspath(row.run.parent))})."
         for row in rows
         if row.state == STOPPED and row.ledger is not None
     ]
+    return (*why, *stopped, *_comparison_remarks([row.comparison for row in compared if row.comparison]))
+
+
+def _comparison_remarks(comparisons: list[Comparison]) -> list[str]:
     # The verdict and its advice report differences once for all rows.
-    identical = [row.comparison for row in compared if row.comparison and row.comparison.first is None]
-    sentences += dict.fromkeys(sentence for comparison in identical for sentence in remarks(comparison))
-    different = [row.comparison for row in compared if row.comparison and row.comparison.first]
+    different = [comparison for comparison in comparisons if comparison.first]
+    sentences = [sentence for comparison in comparisons if not comparison.first for sentence in remarks(comparison)]
+    sentences = [*dict.fromkeys(sentences)]
     sentences += dict.fromkeys(sentence for comparison in different for sentence in machine_remark(comparison))
-    if advice := next((words for comparison in different if (words := stock_help(comparison))), ()):
+    if advice := next(filter(None, map(stock_help, different)), ()):
         sentences.append(f"help: {' '.join(advice)}")
     elif any(comparison.initial for comparison in different):
         sentences.append("numerics.initial_weights=invariant starts all of them from the same weights.")
-    return tuple(sentences)
+    return sentences
 
 
 def _next_command(reference: CellResult, different: CellResult) -> str:

@@ -37,6 +37,7 @@ TRANSPOSED = 64  # numbers of a column that are copied at once: whole lines of t
 MOST_BEFORE = np.int32(187 << 23)  # bits of 2 ** 60: finite, and more than `step` adds up where operands are small
 NOT_FINITE = 127  # exponent of infinities and NaN, and of the largest numbers
 NO_EXPONENT = -128  # of a zero
+INFINITE = 0x7F800000  # bits; those of a NaN are larger
 SMALL = 2**22  # products of numbers that one thread computes faster than another could start
 BF16_NAN = 0x7FFF  # what cuBLAS rounds NAN to
 
@@ -315,29 +316,16 @@ def _exact_step(row: Any, at: Any, rows: Any, j: Any, k: Any, before: Any, kept:
     """One step of one element by the definition. row: [k], from `at` on; rows: [k, WIDE]; before: bits of the
     accumulator, as the result."""
     a, b = row[at : at + STEP].view(np.int32), rows[k : k + STEP].view(np.int32)
-    above = below = False
-    nothing = np.int64(before) & 0x7FFFFFFF
-    if nothing > 0x7F800000:
-        return np.int32(NAN)
-    if nothing == 0x7F800000:
-        above, below = before > 0, before < 0
-    top = np.int64(LEAST_TOP)
+    is_finite, bits = _infinite_sum(a, b, j, before)
+    if not is_finite:
+        return bits
     size, exponent = _split_fp32(before)
-    if size != 0 and not (above or below):
-        top = max(top, exponent)
+    top = max(np.int64(LEAST_TOP), exponent) if size != 0 else np.int64(LEAST_TOP)
     for t in range(STEP):
-        x, y = np.int64(a[t]) & 0x7FFFFFFF, np.int64(b[t, j]) & 0x7FFFFFFF
-        if x >= 0x7F800000 or y >= 0x7F800000:
-            if x > 0x7F800000 or y > 0x7F800000 or x == 0 or y == 0:
-                return np.int32(NAN)
-            negative = (a[t] < 0) != (b[t, j] < 0)
-            above, below = above or not negative, below or negative
-        elif x != 0 and y != 0:
-            top = max(top, _split_fp32(a[t])[1] + _split_fp32(b[t, j])[1])
-    if above and below:
-        return np.int32(NAN)
-    if above or below:
-        return np.int32(0x7F800000) if above else np.int32(-0x800000)
+        x, ex = _split_fp32(a[t])
+        y, ey = _split_fp32(b[t, j])
+        if x != 0 and y != 0:
+            top = max(top, ex + ey)
     unit = top - kept
     total = _cut(size, exponent - 23 - unit)
     for t in range(STEP):
@@ -345,6 +333,25 @@ def _exact_step(row: Any, at: Any, rows: Any, j: Any, k: Any, before: Any, kept:
         y, ey = _split_fp32(b[t, j])
         total += _cut((x >> 16) * (y >> 16), ex + ey - 14 - unit)
     return _fp32_bits(total, unit)
+
+
+@njit(inline="always")
+def _infinite_sum(a: Any, b: Any, j: Any, before: Any) -> Any:
+    """Whether the accumulator and all products of a step are finite; otherwise the bits of their sum."""
+    size = np.int64(before) & 0x7FFFFFFF
+    above, below, unknown = before == INFINITE, size == INFINITE and before < 0, size > INFINITE
+    for t in range(STEP):
+        x, y = np.int64(a[t]) & 0x7FFFFFFF, np.int64(b[t, j]) & 0x7FFFFFFF
+        if max(x, y) >= INFINITE:
+            unknown |= max(x, y) > INFINITE or min(x, y) == 0
+            negative = (a[t] < 0) != (b[t, j] < 0)
+            above |= not negative
+            below |= negative
+    if unknown or (above and below):
+        return False, np.int32(NAN)
+    if above or below:
+        return False, np.int32(INFINITE) if above else np.int32(-0x800000)
+    return True, np.int32(0)
 
 
 @njit(inline="always")
@@ -376,7 +383,7 @@ def _fp32_bits(total: Any, unit: Any) -> Any:
         return np.int32(0)
     word = ((last + 150) << 23) | (size & 0x7FFFFF) if size >= 0x800000 else size
     if exponent > 127:
-        word = np.int64(0x7F800000)
+        word = np.int64(INFINITE)
     return np.int32(word | -0x80000000) if total < 0 else np.int32(word)
 
 
@@ -392,5 +399,5 @@ def _add_fp32(a: Any, b: Any, out: Any) -> None:
             for j in range(n):
                 out[i, j] = fma(x, b[t, j], out[i, j])  # type: ignore[call-arg]  # numba passes the context
         for j in range(n):
-            if (bits[i, j] & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
+            if (bits[i, j] & np.uint32(0x7FFFFFFF)) > np.uint32(INFINITE):
                 bits[i, j] = np.uint32(NAN)

@@ -146,10 +146,8 @@ def initialise(model_chunks: list[Any], *, seed: int) -> list[Any]:
             rule = rule_of(name)
             if rule is None:
                 problems.append(f"{name}: no rule says how it starts (megatron/init.py); use numerics=stock")
-            elif parameter.is_meta:
-                problems.append(f"{name}: has no memory yet; set model.init_model_with_meta_device=false")
-            elif _is_drawn(rule) and size > 1 and not (rule.whole or rule.unmarked or _is_split(parameter, rule.dim)):
-                problems.append(f"{name}: not split over tensor-parallel ranks along dimension {rule.dim}")
+            elif why := _problem(rule, parameter, size):
+                problems.append(f"{name}: {why}")
             else:
                 plan.append((name, parameter, rule, chunk.config))
     if problems:
@@ -165,9 +163,22 @@ def initialise(model_chunks: list[Any], *, seed: int) -> list[Any]:
                       dtype=parameter.dtype, device=parameter.device)
             )  # fmt: skip
         else:
-            centred = rule.value == "ones" and getattr(config, "layernorm_zero_centered_gamma", False)
-            parameter.fill_(1.0 if rule.value != "zeros" and not centred else 0.0)
+            parameter.fill_(_constant(rule, config))
     return model_chunks
+
+
+def _problem(rule: InitRule, parameter: Tensor, size: int) -> str:
+    """Return why a parameter cannot be set; "": it can. size: tensor-parallel ranks."""
+    if parameter.is_meta:
+        return "has no memory yet; set model.init_model_with_meta_device=false"
+    if _is_drawn(rule) and size > 1 and not (rule.whole or rule.unmarked or _is_split(parameter, rule.dim)):
+        return f"not split over tensor-parallel ranks along dimension {rule.dim}"
+    return ""
+
+
+def _constant(rule: InitRule, config: Any) -> float:
+    centred = rule.value == "ones" and getattr(config, "layernorm_zero_centered_gamma", False)
+    return 0.0 if rule.value == "zeros" or centred else 1.0
 
 
 def rule_of(name: str) -> InitRule | None:

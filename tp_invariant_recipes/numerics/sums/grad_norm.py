@@ -149,14 +149,15 @@ def _exact_norm(
     parts: Sequence[tuple[Sequence[Tensor], list[Any]]], known: Tensor | None = None
 ) -> Callable[[], float]:
     """Start the norm of gradients in several parts, each with the groups to sum it over; the result waits for it."""
-    for grad in (grad for grads, _ in parts for grad in grads):
+    everything = [grad for grads, _ in parts for grad in grads]
+    for grad in everything:
         if grad.dtype not in DTYPES:
             raise TypeError(f"a gradient of {grad.dtype}; the exact norm is for fp32, bf16 and fp16")
-    device = _device([g for grads, _ in parts for g in grads], [group for _, groups in parts for group in groups])
+    device = _device(everything, [group for _, groups in parts for group in groups])
 
     largest = torch.zeros((), dtype=torch.int64, device=device)
-    everything = [tensors for grads, _ in parts for tensors in _by_device(grads)]
-    for bits in (known,) if known is not None else map(kernels.largest, everything):
+    on_devices = [tensors for grads, _ in parts for tensors in _by_device(grads)]
+    for bits in (known,) if known is not None else map(kernels.largest, on_devices):
         largest = torch.maximum(largest, bits.to(device))
     # All parts need one scale, and the ranks of one part would find another than those of the next.
     for group in parts[0][1] if len(parts) == 1 else [dist.group.WORLD]:
@@ -164,14 +165,18 @@ def _exact_norm(
 
     total = torch.zeros(kernels.LIMBS, dtype=torch.int64, device=device)
     for grads, groups in parts:
-        limbs = torch.zeros_like(total)
-        for tensors in _by_device(grads):
-            limbs += kernels.square_limbs(tensors, largest.to(tensors[0].device)).to(device)
-        for group in groups:
-            dist.all_reduce(limbs, op=dist.ReduceOp.SUM, group=group)
-        total += limbs
-
+        total += _limbs(grads, groups, largest)
     return partial(_read, torch.cat((largest.view(1), total)))
+
+
+def _limbs(grads: Sequence[Tensor], groups: list[Any], largest: Tensor) -> Tensor:
+    """Sum the squares of gradients, of all ranks. returns: [LIMBS] int64 on the device of `largest`."""
+    limbs = torch.zeros(kernels.LIMBS, dtype=torch.int64, device=largest.device)
+    for tensors in _by_device(grads):
+        limbs += kernels.square_limbs(tensors, largest.to(tensors[0].device)).to(largest.device)
+    for group in groups:
+        dist.all_reduce(limbs, op=dist.ReduceOp.SUM, group=group)
+    return limbs
 
 
 @outside_modes

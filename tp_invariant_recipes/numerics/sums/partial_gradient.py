@@ -90,22 +90,25 @@ def _finish(backward: int) -> None:
 def _add_up(alike: list[_Waiting]) -> None:
     """One tree for the parameters whose leaves have one shape, then one all-gather for all, which are of one kind."""
     everywhere, by_heads, *_ = alike[0].kind
-    mesh = alike[0].mesh
-    counts = sorted({w.leaves.shape[1] for w in alike})
-    # In another order than they came, which is the same on every rank.
-    places = [[place for place, w in enumerate(alike) if w.leaves.shape[1] == count] for count in counts]
-    sums = torch.cat([_sums([alike[place].leaves for place in group]) for group in places], 1)
+    mesh, groups = alike[0].mesh, _by_count(alike)
+    sums = torch.cat([_sums([alike[place].leaves for place in group]) for group in groups], 1)
     totals = _total(sums, mesh, everywhere, by_heads)
     if mesh.rank and not everywhere:
         return
-    order = [place for group in places for place in group]
+    order = [place for group in groups for place in group]
     widths, rounds = [alike[place].leaves.shape[2] for place in order], _rounds(alike)
     of_contexts = zip(*(gradients_of(w.weight) for w in alike), strict=True)
     for total, gradients in zip(totals, of_contexts, strict=True):
         parts = dict(zip(order, total.split(widths), strict=True))
-        for places_of_round in rounds:
-            added = [parts[place].view(gradients[place].shape) for place in places_of_round]
-            torch._foreach_add_([gradients[place] for place in places_of_round], added)
+        for places in rounds:
+            added = [parts[place].view(gradients[place].shape) for place in places]
+            torch._foreach_add_([gradients[place] for place in places], added)
+
+
+def _by_count(waiting: list[_Waiting]) -> list[list[int]]:
+    """Return the places of those whose leaves have as many rows, in an order that is the same on every rank."""
+    counts = [w.leaves.shape[1] for w in waiting]
+    return [[place for place, other in enumerate(counts) if other == count] for count in sorted({*counts})]
 
 
 def _rounds(waiting: list[_Waiting]) -> list[list[int]]:

@@ -119,14 +119,21 @@ def _diverged(merging: Merging, checks: np.ndarray, alone: bool) -> Diverged:
         return tuple((*named[n], rank_groups) for n in np.flatnonzero(unequal))
     places = [place for kind_sums in merging.sums for place in kind_sums.places]
     parts = zip(merging.tensor, places, merging.lanes.tolist(), merging.unlike.tolist(), strict=True)
-    requested = [part for part in parts if unequal[part[0]] or unlike[part[0]]]
+    held, copies = _gathered_parts([part for part in parts if unequal[part[0]] or unlike[part[0]]], named)
+    groups = [(named[n], by_value(held[n, place])) for n, place in sorted(held)]
+    replicas = [(*name, ranks) for name, ranks in groups if len(ranks) > 1]
+    return (*replicas, *((COPIES, name, (tuple(sorted(ranks)),)) for name, ranks in copies.items()))
+
+
+def _gathered_parts(
+    parts: list[tuple[int, GlobalSlice, list[int], int]], named: list[tuple[str, str]]
+) -> tuple[dict[tuple[int, GlobalSlice], dict[int, list[int]]], dict[str, set[int]]]:
+    """Return the lanes that each rank has of a part, and the ranks whose copy of a tensor is unlike its master."""
     held: dict[tuple[int, GlobalSlice], dict[int, list[int]]] = {}
     copies: dict[str, set[int]] = {}
-    for rank, rows in enumerate(gathered(requested)):
+    for rank, rows in enumerate(gathered(parts)):
         for n, place, lanes, count in rows:
             held.setdefault((n, place), {})[rank] = lanes
             if count:
                 copies.setdefault(named[n][1], set()).add(rank)
-    groups = [(named[n], by_value(held[n, place])) for n, place in sorted(held)]
-    replicas = [(*name, ranks) for name, ranks in groups if len(ranks) > 1]
-    return (*replicas, *((COPIES, name, (tuple(sorted(ranks)),)) for name, ranks in copies.items()))
+    return held, copies

@@ -14,7 +14,7 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -90,16 +90,23 @@ def _whole(row: _Row, classes: Mapping[str, _Row]) -> _Row:
 
 def _checked(value: Any) -> FieldTable:
     """Return the value as a table. Raises ValueError: it is none."""
-    sources: Any
-    classes: Any
-    sources, classes = (value.get("sources"), value.get("classes")) if isinstance(value, dict) else (None, None)
-    if not _is(dict, sources) or not _is(dict, classes) or not all(_is(dict, fields) for fields in classes.values()):
-        raise ValueError("it is no table of fields")
-    stamps = all(_is(list, stamp) and all(_is(int, n) for n in stamp) for stamp in sources.values())
-    names = [n for fields in classes.values() for n in fields.values() if n is not None]
-    if not stamps or not all(_is(list, n) and all(_is(str, text) for text in n) for n in names):
+    table: dict[str, Any] = value if _is(dict, value) else {}
+    sources, classes = table.get("sources", 0), table.get("classes", 0)
+    if not _maps(sources, _is_stamp) or not _maps(classes, lambda fields: _maps(fields, _is_types)):
         raise ValueError("it is no table of fields")
     return FieldTable(sources, classes)
+
+
+def _maps(value: Any, accepts: Callable[[Any], bool]) -> bool:
+    return _is(dict, value) and all(map(accepts, value.values()))
+
+
+def _is_stamp(value: Any) -> bool:
+    return _is(list, value) and all(_is(int, number) for number in value)
+
+
+def _is_types(value: Any) -> bool:
+    return value is None or (_is(list, value) and all(_is(str, name) for name in value))
 
 
 def _is(kind: type, value: Any) -> Any:
