@@ -79,6 +79,12 @@ def _masked(config: "RunConfig") -> bool:
     return bool(data.get("eod_mask_loss") or "dataset_root" in data)
 
 
+def _shuffled_by_mbs() -> bool:
+    return '"cyclic" if isinstance(cfg.dataset, GPTDatasetConfig)' in code.source(
+        "megatron.bridge", "data/loaders.py", "build_train_valid_test_data_loaders"
+    )
+
+
 def _unequal_parts() -> bool:
     loss = code.source("megatron.core", "pipeline_parallel/schedules.py", "forward_step_calc_loss")
     return "output_tensor /= torch.clamp(num_tokens, min=1)" in loss and "all_reduce" not in loss
@@ -186,6 +192,22 @@ FAULTS = (
             and not config.model.get("calculate_per_token_loss")
         ),
         r"output_layer|mtp|decoder|embedding",
+    ),
+    Fault(
+        "sequences of an evaluation",
+        "by definition",
+        "an evaluation reads other sequences for another mbs or dp, without validation.eval_micro_batch_size and "
+        "dataset.data_sharding=false",
+        _shuffled_by_mbs,
+        lambda config: bool(
+            config.section("validation").get("eval_iters")
+            and "dataset_root" not in config.section("dataset")
+            and (
+                (config.section("dataset").get("data_sharding", True) and config.layout.dp > 1)
+                or (config.section("validation").get("eval_micro_batch_size") or config.train["micro_batch_size"]) > 1
+            )
+        ),
+        "^reports evaluation",
     ),
     Fault(
         "blocks of Muon",

@@ -37,6 +37,12 @@ ROWS = (
     ("aux_loss of a micro-batch", f"{EXPERTS} mbs=2", EXPERTS),
     ("masked losses of a micro-batch", "qwen3_toy gbs=2 mbs=2 dataset.eod_mask_loss=true", "qwen3_toy gbs=2 mbs=2"),
     (
+        "sequences of an evaluation",
+        "qwen3_toy gbs=2 mbs=2 validation.eval_iters=1",
+        "qwen3_toy gbs=4 mbs=2 dp=2 validation.eval_iters=1 validation.eval_micro_batch_size=1 "
+        "dataset.data_sharding=false",
+    ),
+    (
         "blocks of Muon",
         "qwen3_toy tp=2 optimizer.optimizer=muon optimizer.use_distributed_optimizer=false "
         "optimizer.muon_tp_mode=blockwise",

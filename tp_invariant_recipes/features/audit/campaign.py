@@ -14,6 +14,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from tp_invariant_recipes.check.configuration import check
 from tp_invariant_recipes.check.hosts.inputs import input_problems
 from tp_invariant_recipes.config import reserved
 from tp_invariant_recipes.config.compose import compose
@@ -26,13 +27,14 @@ from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.patches import faults
 from tp_invariant_recipes.reading import Listed, Record, checked
-from tp_invariant_recipes.runs.audit_dir import CampaignDir
+from tp_invariant_recipes.runs.audit_dir import AuditedRun, CampaignDir
 from tp_invariant_recipes.runs.lock import locked, locked_empty
 from tp_invariant_recipes.runs.run_dir import choose_for_several
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 FAILED = "failed"
 RANKS = 4  # at most, of a cell
+Sections = dict[str, Any]
 _NUMBER = re.compile(r"[0-9]+")
 
 
@@ -109,7 +111,9 @@ class Campaign:
         self.where, self.state, self._watch, self._on_trial = where, state, watch, on_trial
         self._scripts = scripts
         self._device = plan.detect_device()
-        self._compositions: dict[Cell, RunConfig | None] = {}
+        self._changes: dict[str, Sections] = {}
+        self._refused: set[Cell] = set()
+        self._references: dict[str, AuditedRun] = {}
         self._base, self._sizes = self._cut()
         named = {**options.LAYOUTS, **options.OPTIONS}
         absent = () if self._base.shape.experts else options.OF_EXPERTS
@@ -122,6 +126,8 @@ class Campaign:
         begun = time.monotonic()
         while (cell := self._covering.next()) is not None:
             trial = self._audited(cell)
+            if trial is None:
+                continue
             if trial.sound or trial.verdict == workflow.NOT_DECIDED:
                 self._covering.cover(cell)
                 continue
@@ -161,22 +167,26 @@ class Campaign:
         return [word for setting in self._order if setting in cell for word in self._split(setting)]
 
     def _split(self, setting: str) -> list[str]:
-        return [word.replace(options.TEXTS, str(self.where.texts)) for word in setting.split()]
+        words = [word.replace(options.TEXTS, str(self.where.texts)) for word in setting.split()]
+        return [word for word in words if not (word.startswith("seq=") and self._typed("model.seq_length"))]
 
     def _possible(self, axis: Sequence[str]) -> list[str]:
         """Return the settings of an axis that the model lacks, and may have in some layout."""
-        usable = []
+        usable, before = [], {"": self._base}
         for setting in axis:
             words = self._split(setting)
             if any(self._typed(override.path) for override in parse_all(words) if override.path):
                 continue
             for layout in ("", "tp=2", "dp=2"):
+                sizes = [*self._sizes, *layout.split()]
                 try:
-                    config = self._composed([*self._sizes, *([layout] if layout else []), *words])
+                    before[layout] = before.get(layout) or self._composed(sizes)
+                    config = self._composed([*sizes, *words])
                 except ConfigError:
                     continue
-                if config.sections != self._base.sections:
+                if changes := _changes(before[layout], config):
                     usable.append(setting)
+                    self._changes[setting] = changes
                 break
         return usable
 
@@ -185,27 +195,27 @@ class Campaign:
 
     def _allowed(self, cell: Cell) -> bool:
         """Whether a run may have these settings, and no fault that is found already is among them."""
-        if any(set(finding.settings) <= cell for finding in self.state.findings):
+        if cell in self._refused or any(set(finding.settings) <= cell for finding in self.state.findings):
             return False
-        config = self._composition(cell)
-        if config is None or config.layout.world > RANKS:
+        config = self._configured(cell)
+        if config.layout.world > RANKS or check(config):
             return False
         named = {finding.known for finding in self.state.findings}
         return not any(str(fault) in named for fault in faults.known(config))
 
-    def _composition(self, cell: Cell) -> RunConfig | None:
-        """Return the configuration of a cell, composed once; None: it is refused."""
-        if cell not in self._compositions:
-            try:
-                self._compositions[cell] = self._composed([*self._sizes, *self._words(cell)])
-            except ConfigError:
-                self._compositions[cell] = None
-        return self._compositions[cell]
+    def _configured(self, cell: Cell) -> RunConfig:
+        """Return the configuration of a cell, of what each of its settings changes: Hydra takes half a second."""
+        config = self._base
+        for setting in self._order:
+            for section, fields in self._changes[setting].items() if setting in cell else ():
+                merged = config.section(section) | fields if isinstance(fields, dict) else fields
+                config = RunConfig({**config.sections, section: merged})
+        return config
 
     # --- audits ---
 
-    def _audited(self, cell: Cell, sizes: Sequence[str] = ()) -> Trial:
-        """Return the audit of a cell, which may be recorded from an earlier start."""
+    def _audited(self, cell: Cell, sizes: Sequence[str] = ()) -> Trial | None:
+        """Return the audit of a cell, which may be recorded from an earlier start; None: no run may have it."""
         settings = (*sizes, *(setting for setting in self._order if setting in cell))
         for trial in self.state.trials:
             if tuple(trial.settings) == settings:
@@ -218,7 +228,11 @@ class Campaign:
             with redirect_stdout(StringIO()):
                 planned = workflow.new(self.state.model, words, directory=where)
                 workflow.check(planned)
-            result = workflow.execute(planned, self._watch)
+        except ConfigError:
+            self._refused.add(cell)
+            return None
+        try:
+            result = self._executed(planned)
             verdict, text = result["verdict"], result["text"].partition(": ")[2]
             if first := result["first"]:
                 facts = {
@@ -233,32 +247,45 @@ class Campaign:
         except TpiError as error:
             verdict, text = FAILED, str(error).replace("so that nothing can be compared\n", "")
         trial = Trial(settings, verdict, text, seconds=round(time.monotonic() - begun, 1), **facts)
-        for name in (workflow.AUDITED, workflow.REFERENCE):
-            shutil.rmtree(where / name, ignore_errors=True)
+        shutil.rmtree(where / workflow.AUDITED, ignore_errors=True)
         self.state.trials.append(trial)
         self._write()
         self._on_trial(trial)
         return trial
 
+    def _executed(self, planned: workflow.Audit) -> dict[str, Any]:
+        """Execute an audit. A reference that an earlier one trained is taken again, if it follows nobody's choices."""
+        config = planned.reference.composed.config
+        key = json.dumps([config.sections, [*planned.steps]], sort_keys=True, default=str)
+        result = workflow.execute(planned, self._watch, keep=True, page=False, reference=self._references.get(key))
+        trained = planned.directory.training(workflow.REFERENCE)
+        if config.shape.experts:
+            shutil.rmtree(trained.path)
+        elif trained.path.exists():
+            self._references[key] = trained
+        return result
+
     def _shrunk(self, cell: Cell, trial: Trial) -> tuple[Cell, Trial]:
         """Return the smallest cell with a fault. The table says what a known fault needs, and one audit confirms it."""
         if trial.known is not None:
             small = shrunk(cell, partial(self._meets, known=trial.known))
-            if small == cell or (confirmed := self._audited(small)).known == trial.known:
-                return small, trial if small == cell else confirmed
+            confirmed = trial if small == cell else self._audited(small)
+            if confirmed is not None and confirmed.known == trial.known:
+                return small, confirmed
         return shrunk(cell, partial(self._fails_alike, trial=trial)), trial
 
     def _meets(self, cell: Cell, known: str) -> bool:
         """Whether a known fault strikes a run with these settings."""
         if not (self._covering.changes_layout(cell) and self._allowed(cell)):
             return False
-        config = self._composition(cell)
-        return config is not None and any(str(fault) == known for fault in faults.known(config))
+        return any(str(fault) == known for fault in faults.known(self._configured(cell)))
 
     def _fails_alike(self, cell: Cell, trial: Trial) -> bool:
         if not (self._covering.changes_layout(cell) and self._allowed(cell)):
             return False
         smaller = self._audited(cell)
+        if smaller is None:
+            return False
         if smaller.sound:
             self._covering.cover(cell)
         return smaller.same_fault(trial)
@@ -268,7 +295,7 @@ class Campaign:
         sizes = self._sizes
         if not any(setting.startswith("pp=") for setting in cell) and self._base.shape.layers == 2:
             less = ["model.num_layers=1"] if not self._base.model.get("moe_layer_freq") else []
-            if less and self._audited(cell, less).same_fault(trial):
+            if less and (smaller := self._audited(cell, less)) is not None and smaller.same_fault(trial):
                 sizes = [*(size for size in sizes if "num_layers" not in size), *less]
         smallest = next(t for t in reversed(self.state.trials) if t.same_fault(trial))
         command = shlex.join(["tpi", "audit", self.state.model, *self.state.overrides, *sizes, *self._words(cell)])
@@ -361,6 +388,27 @@ def execute(
             return Campaign(where, state, watch, on_trial, scripts=scripts).run(exitfirst=exitfirst)
         except (KeyboardInterrupt, Interrupted):
             raise Interrupted(f"stopped after {len(state.trials)} audits; tpi audit --resume {where.path}") from None
+        except ConfigError:
+            if not state.trials:  # the model or an override is refused; nothing was done
+                shutil.rmtree(where.path)
+            raise
+        finally:
+            for kept in where.path.glob(f"trials/*/{workflow.REFERENCE}"):
+                shutil.rmtree(kept, ignore_errors=True)
+
+
+def _changes(before: RunConfig, after: RunConfig) -> Sections:
+    """Return the fields of each section that differ, or a whole section that has none."""
+    changes = {}
+    for name, fields in after.sections.items():
+        earlier = before.sections.get(name)
+        if isinstance(fields, dict):
+            earlier = earlier if isinstance(earlier, dict) else {}
+            fields = {key: value for key, value in fields.items() if earlier.get(key, ...) != value}
+            earlier = {}
+        if fields != earlier:
+            changes[name] = fields
+    return changes
 
 
 @contextmanager
@@ -370,9 +418,10 @@ def quiet(name: str, planned: plan.Plan) -> Iterator[Callable[[], None]]:
 
 
 def _write_texts(folder: Path) -> None:
-    """Many documents of a letter, then a long one: their ends, which `dataset.eod_mask_loss` masks, lie unevenly."""
+    """Write many documents of a letter, then a long one: their ends, which are masked, lie unevenly."""
     draw = random.Random(1)
     folder.mkdir(parents=True, exist_ok=True)
     lengths = [length for _ in range(200) for length in (*[1] * draw.randint(4, 12), draw.randint(20, 40))]
-    text = "\n".join(json.dumps({"text": "w" * length}) for length in lengths)
+    letters = [[chr(draw.randint(97, 122)) for _ in range(length)] for length in lengths]
+    text = "\n".join(json.dumps({"text": "".join(document)}) for document in letters)
     (folder / "texts.jsonl").write_text(text + "\n")

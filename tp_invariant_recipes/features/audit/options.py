@@ -31,11 +31,15 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "router": ("model.moe_z_loss_coeff=0.1",),
     "optimizer": (
         "optimizer.use_distributed_optimizer=true",
-        "optimizer.optimizer=muon optimizer.use_distributed_optimizer=false optimizer.muon_tp_mode=duplicated",
-        "optimizer.optimizer=muon optimizer.use_distributed_optimizer=false optimizer.muon_tp_mode=blockwise",
+        "optimizer.optimizer=muon optimizer.use_distributed_optimizer=false optimizer.muon_tp_mode=duplicated seq=128",
+        "optimizer.optimizer=muon optimizer.use_distributed_optimizer=false optimizer.muon_tp_mode=blockwise seq=128",
     ),
     "recompute": ("model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1",),
-    "evaluation": ("validation.eval_iters=2 validation.eval_interval=1",),
+    # Without the last two another mbs or dp evaluates other sequences (patches/faults.py).
+    "evaluation": (
+        "validation.eval_iters=2 validation.eval_interval=1 validation.eval_micro_batch_size=1 "
+        "dataset.data_sharding=false",
+    ),
     "adapters": ("peft=lora peft.dim=8",),
     "packing": ("dataset.enable_offline_packing=true", "dataset.enable_offline_packing=false"),
 }

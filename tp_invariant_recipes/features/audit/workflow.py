@@ -191,16 +191,20 @@ def check(audit: Audit) -> None:
         train.check(planned)
 
 
-def execute(audit: Audit, watch: Watch, *, keep: bool = False) -> dict[str, Any]:
+def execute(
+    audit: Audit, watch: Watch, *, keep: bool = False, reference: AuditedRun | None = None, page: bool = True
+) -> dict[str, Any]:
     """Train both, judge, and return the contents of `audit.json`. Raises RunError.
 
     keep: keep the run directories even if nothing is beyond rounding.
+    reference: the training of an equal reference; None: train it. page: write `audit.html`.
     """
     begun = time.monotonic()
     with locked_empty(audit.directory):
         _train(audit, AUDITED, audit.audited, watch)
-        _train(audit, REFERENCE, audit.reference, watch)
-        runs = [audit.directory.training(name) for name in (AUDITED, REFERENCE)]
+        if reference is None:
+            _train(audit, REFERENCE, audit.reference, watch)
+        runs = [audit.directory.training(AUDITED), reference or audit.directory.training(REFERENCE)]
         deviations, left_out = judged(runs[0], runs[1], audit.steps)
         described = {
             "model": audit.audited.composed.model,
@@ -216,7 +220,7 @@ def execute(audit: Audit, watch: Watch, *, keep: bool = False) -> dict[str, Any]
         fault = faults.of_tensor(audit.audited.config, first.kind, first.module) if first else None
         described["known"] = str(fault) if fault else None
         muon = audit.audited.config.section("optimizer").get("optimizer") == "muon"
-        result = report(audit.directory, deviations, left_out, described, BLIND if muon else 1.0)
+        result = report(audit.directory, deviations, left_out, described, BLIND if muon else 1.0, page=page)
         if not (result["exit_status"] or keep):
             for run in runs:
                 shutil.rmtree(run.path, ignore_errors=True)
@@ -261,19 +265,16 @@ def report(
     left_out: Sequence[str],
     described: dict[str, Any],
     limit: float = 1.0,
+    *,
+    page: bool = True,
 ) -> dict[str, Any]:
     """Write `audit.json` and `audit.html`, and return what the first holds.
 
     limit: an error of a tensor that is so large, relative to it, must be seen; else nothing is decided.
     """
-    for name in ("matplotlib", "matplotlib.font_manager"):  # Megatron has lowered the level of all
-        logging.getLogger(name).setLevel(logging.WARNING)
-    from tp_invariant_recipes.features.audit import page as audit_page
-    from tp_invariant_recipes.report import files
-
     first = next((tensor for tensor in deviations if tensor.beyond), None)
     spots = deviation.blind_spots(deviations)
-    blind = next((tensor for tensor in spots.values() if (tensor.sees or 0.0) > limit), None)
+    blind = next((tensor for tensor in spots.values() if tensor.factor and (tensor.sees or 0.0) > limit), None)
     result = {
         "schema": 2,
         "exit_status": 1 if first else 2 if blind else 0,
@@ -294,8 +295,18 @@ def report(
         "not_compared": list(left_out),
     }
     where.write(where.result, result)
-    files.write(where.page, audit_page.page(result, deviations).encode())
+    if page:
+        _write_page(where, result, deviations)
     return result
+
+
+def _write_page(where: AuditDir, result: dict[str, Any], deviations: Sequence[TensorDeviation]) -> None:
+    for name in ("matplotlib", "matplotlib.font_manager"):  # Megatron has lowered the level of all
+        logging.getLogger(name).setLevel(logging.WARNING)
+    from tp_invariant_recipes.features.audit import page as audit_page
+    from tp_invariant_recipes.report import files
+
+    files.write(where.page, audit_page.page(result, deviations).encode())
 
 
 # --- Planning ---
