@@ -67,8 +67,8 @@ def _print(result: dict[str, Any]) -> None:
     lines = [result["text"]]
     if result["operation"]:
         lines.append(f"the operation: {result['operation']}")
-    if result["apart"]:
-        lines.append(f"{result['dumped'][0]}: {result['apart']}")
+    if result["magnitude"]:
+        lines.append(f"{result['dumped'][0]}: {result['magnitude']}")
         equal = [name for name, distance in result["distances"].items() if distance.get("differing") == 0]
         if equal:
             lines.append(f"equal: {', '.join(equal)}")

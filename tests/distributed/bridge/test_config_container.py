@@ -278,6 +278,7 @@ def test_any_field_can_be_set_also_one_that_conf_does_not_name():
         "model.attention_backend=unfused",
         "model.params_dtype=float16",
         "model.activation_func=torch.nn.functional.gelu",
+        "model.recompute_granularity=selective",
         "model.recompute_modules=[core_attn,mlp]",
         "checkpoint.ckpt_step=null",
     )

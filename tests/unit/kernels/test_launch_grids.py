@@ -18,6 +18,7 @@ from tp_invariant_recipes.kernels import (
     cross_entropy,
     delta_rule,
     group_norm,
+    peer_add,
     rms_norm,
     row_add,
     row_sum,
@@ -59,6 +60,7 @@ def launches(rows):
     token_sum.token_sum(fake(rows, WIDE), SHARDS)
     tree_add.tree_add(fp32(SHARDS, rows, HIDDEN), fake(rows, HIDDEN))
     tree_add.tree_add(fp32(rows, 64), fp32(rows), rows)
+    peer_add.peer_add([fp32(rows, HIDDEN)] * 8, fake(rows, HIDDEN))
     causal_conv.causal_conv_forward(
         conv := fake(SHARDS, rows, 2048), taps := fake(SHARDS, 2048, 4), fp32(SHARDS, 2048), 1
     )

@@ -15,7 +15,6 @@ FIELDS = {
 } - {"model"}
 # Beside sources/, which writes and translates these fields: where a field may be unset, or a list, and that counts.
 OTHERS = {
-    "check/invariant/fp8.py",
     "check/invariant/shards.py",
     "features/audit/campaign.py",
     "features/audit/options.py",

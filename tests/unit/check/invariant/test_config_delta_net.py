@@ -31,7 +31,6 @@ def refused(*overrides, device="gpu") -> str:
     (
         ((), 8),
         (("model.linear_num_key_heads=4",), 4),
-        (("model.linear_num_key_heads=2", "model.experimental_attention_variant=null"), 8),
     ),
 )
 def test_shards_divide_the_heads_of_keys(overrides, shards):
