@@ -136,8 +136,7 @@ def validate(container: ConfigContainer, world_size: int, *, here: bool = True, 
             message += _keys(container, message)
             raise ConfigError(f"Megatron-Bridge refuses this configuration: {message}") from error
     now = _plain_values(container, before)
-    # Bridge appends the layers of multi-token prediction to a hybrid model's, behind a slash: the typed layers stay.
-    replaced = [path for path, value in before.items() if (new := now.get(path, value)) != value != new.split("/")[0]]
+    replaced = [path for path, value in before.items() if not _stays(path, value, now.get(path, value))]
     refuse(
         [
             *(
@@ -147,6 +146,11 @@ def validate(container: ConfigContainer, world_size: int, *, here: bool = True, 
             *_changed_by_bridge(container),
         ]
     )
+
+
+def _stays(path: str, value: str, new: str) -> bool:
+    """Whether Bridge keeps a typed value. It appends layers ahead to a hybrid model's, behind a slash."""
+    return new == value or (path == "model.hybrid_layer_pattern" and new.partition("/")[0] == value)
 
 
 def _keys(container: ConfigContainer, message: str) -> str:

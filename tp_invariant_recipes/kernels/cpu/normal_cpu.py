@@ -75,15 +75,6 @@ def _outer(q: Any, tail: Any, near: Any, far: Any, series: Any, root_half: Any, 
 
 
 @cpu_loop
-def outer(q: Any, tail: Any, near: Any, far: Any, series: Any, root_half: Any, log_2: Any) -> Any:
-    """[n] fp64 quantiles of u = q + 1/2, whose distance from the nearer of 0 and 1 is `tail`."""
-    out = np.empty(len(q), np.float64)
-    for i in range(len(q)):
-        out[i] = _outer(q[i], tail[i], near, far, series, root_half, log_2)
-    return out
-
-
-@cpu_loop
 def _fill(
     out: Any, rows: Any, first: Any, words: Any, std: Any, mean: Any, central: Any, near: Any, far: Any,
     series: Any, root_half: Any, log_2: Any,

@@ -348,11 +348,11 @@ def sample(
             last = min(first + chunk, stop)
             step = max(1, chunk // (last - first))
             for row in range(0, len(rows), step):
-                some_rows = rows[row : row + step]
+                part = rows[row : row + step]
                 if compiled:
-                    values = quantile.of_cells(some_rows, first, last, seed, name)  # type: ignore[attr-defined]
+                    values = quantile.of_cells(part, first, last, seed, name)  # type: ignore[attr-defined]
                 else:
-                    values = quantile(_bits(some_rows, first, last, seed=seed, name=name)).to(torch.float32)
+                    values = quantile(_bits(part, first, last, seed=seed, name=name)).to(torch.float32)
                 out[row : row + step, at : at + last - first] = values.to(dtype)
             at += last - first
     return out.view(sizes)
