@@ -13,8 +13,10 @@ ONE_RANK = (
     "model.ffn_hidden_size=3072 model.vocab_size=37984"
 )
 WEIGHTS = "numerics=stock numerics.initial_weights=invariant"  # the control starts from the weights of `tree`
-# Of the GPU's memory and time, in quarters: small models wait for the host, so several share a GPU.
-QUARTERS = {"_toy": 1, "qwen3_0p6b": 2, "llama32_1b": 2}
+# Small models wait for the host, so several share a GPU: a command takes so many shares of 19 GiB of each of its GPUs.
+# Others take FULL, which is a GPU of 80 GB. The rows cut qwen3_30b_a3b to a few layers.
+SHARE, FULL = 19 << 30, 4
+SHARES = {"_toy": 1, "qwen3_0p6b": 2, "llama32_1b": 2, "qwen3_30b_a3b": 3, "olmoe_1b_7b": 3}
 NEMOTRON = "nemotron3_nano model.hybrid_layer_pattern=MEMEM*EMEMEM*E numerics.virtual_shards=2"  # 13 of 52 layers
 # Adam's moments in bf16, so that a whole model fits four GPUs of 80 GB.
 SMALL_MOMENTS = (
@@ -61,17 +63,17 @@ class Row:
         return tuple(itertools.chain(*self.stages))
 
     @property
-    def quarters(self) -> int:
-        """How many quarters of a GPU a command of this row takes."""
+    def shares(self) -> int:
+        """How many shares of a GPU a command of this row takes."""
         if self.alone:
-            return 4
-        return max(_quarters(command.words) for command in self.commands)
+            return FULL
+        return max(_shares(command.words) for command in self.commands)
 
 
-def _quarters(words: str) -> int:
+def _shares(words: str) -> int:
     if words.startswith(("compare", "certify")) or "--resume" in words:
         return 1
-    return next((share for name, share in QUARTERS.items() if name in words), 4)
+    return next((shares for name, shares in SHARES.items() if name in words), FULL)
 
 
 def verified(gpus: int, shows: str, model: str, degrees: str, more: str) -> Row:

@@ -95,7 +95,20 @@ def test_commands_of_a_stage_share_the_gpus(rows_script, monkeypatch, tmp_path):
     assert sorted(others[:4]) == ["begin 0", "begin 1", "begin 2", "begin 3"]
 
 
-def test_a_toy_takes_a_quarter_of_a_gpu(rows_script):
+@pytest.mark.parametrize("memory, shares", ((80 << 30, 4), (139 << 30, 7), (24 << 30, 4)))
+def test_memory_tells_the_shares(rows_script, monkeypatch, memory, shares):
+    """A card with less memory than rows are written for still runs a command alone."""
+    from tp_invariant_recipes.machine import gpus
+
+    large, small = (gpus.Gpu("card", (9, 0), bytes_) for bytes_ in (200 << 30, memory))
+    monkeypatch.setattr(gpus, "visible", lambda: [large, small])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert rows_script.visible() == (["0", "1"], shares)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert rows_script.visible() == (["3", "5"], shares)
+
+
+def test_commands_share_a_gpu_by_their_shares(rows_script):
     machine = rows_script.Machine(["0", "1"])
     with machine.gpus(2, 1) as first, machine.gpus(1, 3) as second, machine.gpus(1, 3) as third:
         assert (first, sorted(second + third)) == (["0", "1"], ["0", "1"])
