@@ -12,6 +12,7 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.values import value_text
 
 _TURNED = ("rope", "yarn", "mrope")  # positions
+_PROFILERS = ("use_pytorch_profiler", "use_nsys_profiler", "record_memory_history")
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,26 @@ FEATURES = (
         lambda t: t.model.get("moe_router_num_groups"),
         "the router has no groups",
         "model.moe_router_num_groups=N",
+    ),
+    Feature(
+        ("numerics.virtual_shards", "numerics.grad_norm", "numerics.clip_rounding"),
+        lambda t: t.numerics.invariant,
+        "stock numerics have sums of their own",
+        "numerics=tree",
+    ),
+    Feature(("ledger.state_digests",), lambda t: t.ledger.digests, "nothing has digests", "ledger.digests=1"),
+    Feature(("ledger.experts",), lambda t: t.shape.experts, "the model has no experts", "model.num_moe_experts=N"),
+    Feature(
+        ("profiling.profile_", "profiling.nvtx_", "profiling.record_shapes", "profiling.memory_snapshot_"),
+        lambda t: any(map(t.section("profiling").get, _PROFILERS)),
+        "nothing is profiled",
+        "profiling.use_pytorch_profiler=true",
+    ),
+    Feature(
+        ("scheduler.lr_wsd_",),
+        lambda t: t.section("scheduler").get("lr_decay_style") == "WSD",
+        "the learning rate has another decay",
+        "scheduler.lr_decay_style=WSD",
     ),
     Feature(("optimizer.adam_",), lambda t: _optimizer(t) != "sgd", "SGD has none", "optimizer.optimizer=adam"),
     Feature(("optimizer.sgd_",), lambda t: _optimizer(t) == "sgd", "Adam has none", "optimizer.optimizer=sgd"),

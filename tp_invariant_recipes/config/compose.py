@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from tp_invariant_recipes.check import relations, switched_off
+from tp_invariant_recipes.check import functions, relations, switched_off
 from tp_invariant_recipes.check.configuration import check
 from tp_invariant_recipes.config import adjusted, graph_choice, hydra_tree, lookup
 from tp_invariant_recipes.config.override_rules import sound_overrides
@@ -85,7 +85,11 @@ def _compose(
             config = _adjusted(model, sound, composed)
             problems += lines(check(config))
             typed = [override.path for override in requested]
-            problems += lines([*relations.unpadded(config, typed), *switched_off.idle(config, typed)])
+            problems += lines(
+                problem
+                for rule in (relations.unpadded, switched_off.idle, functions.unknown)
+                for problem in rule(config, typed)
+            )
             problems += also(config) if also else []
     if OR_STOCK in problems and not _stock_takes(model, sound, problems):
         problems.remove(OR_STOCK)

@@ -4,12 +4,15 @@ import json
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests import examples, hf_folders
 from tests.distributed.faults import one_product_a_rank
 from tests.distributed.scenario import STOCK, Scenario, agree, unequal
+from tests.operands import same_bits
 from tests.recipe_files import TUNED
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.open import read
@@ -92,6 +95,21 @@ def test_with_stock_numerics_they_have_not(base, shared):
     assert "different: tp=2 computed other bits than tp=1 at step 1" in done.stdout
     one, other = (read(shared.folder / "stock" / at).header.initial for at in ("tp1", "tp2"))
     assert one == other
+
+
+@pytest.mark.parametrize("alpha, dim", ((32, 8), (5, 3), (7, 24)))
+def test_an_adapter_is_scaled_by_one_number(bridge, monkeypatch, alpha, dim):
+    """As Bridge scales and merges it: alpha/dim rounded once, then one product of each element."""
+    from tp_invariant_recipes.numerics.megatron.adapters import lora
+
+    x = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(lora, "gathered_linear", lambda x, *_: x)
+    weights = SimpleNamespace(weight=None)
+    adapter = SimpleNamespace(
+        linear_in=weights, linear_out=weights, mesh=None, config=SimpleNamespace(sequence_parallel=False),
+        input_is_parallel=False, base_linear_is_parallel=False, alpha=alpha, dim=dim,
+    )  # fmt: skip
+    assert same_bits(lora.InvariantLinearAdapter.forward(adapter, x), x * (alpha / dim))
 
 
 def _bridges_adapters() -> None:

@@ -25,6 +25,13 @@ IDLE = {
     "qwen3_toy optimizer.sgd_momentum=0.8": "optimizer.optimizer=sgd",
     "qwen3_toy numerics=stock optimizer.muon_momentum=0.8": "optimizer.optimizer=muon",
     "qwen3_toy checkpoint.async_strategy=mcore": "checkpoint.async_save=true",
+    "qwen3_toy numerics=stock numerics.virtual_shards=4": "stock numerics have sums of their own, so nothing reads it",
+    "qwen3_toy numerics=stock numerics.grad_norm=fp64": "numerics=tree, or leave it out",
+    "qwen3_toy numerics=stock numerics.clip_rounding=pow2": "numerics=tree, or leave it out",
+    "qwen3_toy ledger.digests=0 ledger.state_digests=5": "nothing has digests, so nothing reads it; ledger.digests=1",
+    "qwen3_toy ledger.experts=each": "the model has no experts",
+    "qwen3_toy profiling.profile_step_start=3": "profiling.use_pytorch_profiler=true",
+    "qwen3_toy scheduler.lr_wsd_decay_iters=5": "scheduler.lr_decay_style=WSD",
 }
 # The same beside what switches it on, or switched off itself.
 READ = (
@@ -38,6 +45,12 @@ READ = (
     "gpt_oss_toy model.window_attn_skip_freq=2",
     "qwen3_toy model.rotary_base=5",
     "qwen3_toy optimizer.adam_beta1=0.8",
+    "qwen3_toy numerics.virtual_shards=4",
+    "qwen3_toy numerics=stock numerics.virtual_shards=null",
+    "qwen3_toy ledger.state_digests=5",
+    "qwen3_moe_toy ledger.experts=each",
+    "qwen3_toy profiling.use_pytorch_profiler=true profiling.profile_step_start=3",
+    "qwen3_toy scheduler.lr_decay_style=WSD scheduler.lr_wsd_decay_iters=5",
     "qwen3_toy optimizer.optimizer=sgd optimizer.sgd_momentum=0.8",
     "qwen3_toy checkpoint.async_strategy=mcore checkpoint.async_save=true checkpoint.async_strategy=mcore",
 )

@@ -100,3 +100,10 @@ def test_parameters_are_in_the_order_in_which_they_first_differ():
 def test_all_parameters_in_one_line():
     result = compare(A, grown(*((kind, name, 2) for name in NAMES for kind in ("gradients", "weights"))))
     assert parameter_line(result) == "all 14 parameters differ: gradients from step 2, weights from step 2"
+
+
+def test_gradients_and_weights_are_both_compared_where_both_runs_have_both():
+    only_weights = replace(A, steps=tuple(replace(s, gradients=None) if s.step > 2 else s for s in A.steps))
+    result = compare(only_weights, ledger())
+    assert (result.coverage["gradients"].both, result.coverage["weights"].both) == (2, 5)
+    assert result.steps_digested == 2

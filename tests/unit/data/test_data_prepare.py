@@ -387,3 +387,9 @@ def test_index_type_is_megatrons_choice(tmp_path):
 
     made = prepare(write_texts(tmp_path / "in", a__txt="abc"), tmp_path / "out")
     assert IndexedDataset(str(made.prefix))[0].dtype == np.uint16
+
+
+def test_another_key_of_the_same_lines_is_another_dataset(tmp_path):
+    lines = write_texts(tmp_path / "in", a__jsonl='{"text": "one", "body": "two"}\n')
+    made = [ensure_prepared(lines, tmp_path / "cache", json_key=key) for key in ("text", "body")]
+    assert [read_back(data.prefix) for data in made] == [ids(b"one"), ids(b"two")]

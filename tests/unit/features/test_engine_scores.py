@@ -65,6 +65,15 @@ READ = {
         },
         (None, [5, 6, 7], [-0.5, None, -0.25]),
     ),
+    "verl that ends with a tool's tokens": (
+        {
+            "responses": [5, 6, 7, 0],
+            "response_mask": [1, 0, 0, 0],
+            "attention_mask": [1, 1, 1, 1, 0],
+            "old_log_probs": [-0.5, 0.0, 0.0, 0.0],
+        },
+        (None, [5, 6, 7], [-0.5, None, None]),
+    ),
     "nemo-rl": (
         {
             "input_ids": [3, 4, 5, 0],
@@ -132,7 +141,10 @@ WRONG = (
     ('{"responses": [1, 2], "old_log_probs": [-1, -1], "response_mask": [0, 0]}', "no tokens in it"),
     ('{"responses": [1, 2], "old_log_probs": [-1, -1], "response_mask": [0, 7]}', "a mask is not 0 or 1"),
     ('{"input_ids": [1, 2], "prev_logprobs": [-1, -1], "token_mask": [1]}', "a mask is not 0 or 1"),
-    (json.dumps(vllm(outputs=[{"token_ids": [5], "logprobs": [-1]}] * 4)), "4 outputs .n > 1.: write a row"),
+    *(
+        (json.dumps(vllm(outputs=[{"token_ids": [5], "logprobs": [-1]}] * n)), f"{n} outputs .n > 1.: write a row")
+        for n in (2, 4)
+    ),
     ('{"id": ' + "[" * 200_000 + "]" * 200_000 + "}", "nested too deeply"),
     ('{"token_ids": [1], "token_ids": [2], "logprobs": [-1]}', "a key appears twice"),
     ("[1]", "not an object in braces"),
@@ -199,6 +211,13 @@ def test_faults_are_named_and_nothing_else(name):
     found = score_difference.suspects(columns(NAMED[name]))
     assert len(found) == 1
     assert name in found[0]
+
+
+def test_tokens_with_others_between_them_are_no_neighbours():
+    """As of a file that has a value for each second token: no value is that of the next one."""
+    shifted = columns(NAMED["off by one: at a token's place stands the log-probability of the next token"])
+    apart = dataclasses.replace(shifted, position=2 * shifted.position)
+    assert not any("off by one" in suspect for suspect in score_difference.suspects(apart))
 
 
 def test_rounding_is_no_fault():

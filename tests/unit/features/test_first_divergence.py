@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from tp_invariant_recipes.compare.compare import Comparison, Verdict, compare
+from tp_invariant_recipes.compare.magnitude import magnitude
 from tp_invariant_recipes.features.bisect import workflow as bisect
 from tp_invariant_recipes.features.bisect.first_divergence import distances, module_of, operation, worth_dumping
 from tp_invariant_recipes.ledger import dumps
@@ -200,16 +201,36 @@ def test_an_input_without_a_digest_is_not_written_out():
         assert operation(placed) is None
 
 
+def write_dump(run: Path, last: int, names: tuple[str, str]) -> None:
+    """Two tensors of step 2, of which the first ends with other bits in each run."""
+    file = dumps.file_of(run, 2, 0)
+    file.parent.mkdir(parents=True)
+    bits = np.arange(6, dtype=np.uint32).reshape(2, 3)
+    other = bits.copy()
+    other[1, 2] = last
+    parts = {str(n): dumps.DumpedPart(name, "float32", (2, 3), 0, 1, 0).text() for n, name in enumerate(names)}
+    save_file({"0": other, "1": bits}, file, metadata={dumps.RANKS: "1", **parts})
+
+
+@pytest.mark.parametrize("changes, ulp", ((f"gradients/{FC1}.weight", 1), (None, None)))
+def test_the_distance_is_of_a_tensor_that_differs_and_of_no_replicas(tmp_path, changes, ulp):
+    """Replicas of one run disagree: what the other run dumped of the tensor is not what differs."""
+    name = f"gradients/{FC1}.weight"
+    b = traced_ledger(changes) if changes else traced_ledger(diverged=(("gradients", f"{FC1}.weight", RANKS),))
+    runs = [replace(run, path=tmp_path / side / "ledger.jsonl") for side, run in (("a", traced_ledger()), ("b", b))]
+    for side, last in (("a", 5), ("b", 6)):
+        write_dump(tmp_path / side, last, (name, "y"))
+    result = compare(*runs)
+    assert result.first is not None
+    assert result.first.name == name
+    distance = magnitude(result)
+    assert (distance and distance.max_ulp) == ulp
+
+
 def test_distances_of_all_that_was_written_out(tmp_path):
     runs = []
     for name, last in (("a", 5), ("b", 6)):
-        file = dumps.file_of(tmp_path / name, 2, 0)
-        file.parent.mkdir(parents=True)
-        bits = np.arange(6, dtype=np.uint32).reshape(2, 3)
-        other = bits.copy()
-        other[1, 2] = last
-        parts = {str(n): dumps.DumpedPart(name, "float32", (2, 3), 0, 1, 0).text() for n, name in enumerate(("x", "y"))}
-        save_file({"0": other, "1": bits}, file, metadata={dumps.RANKS: "1", **parts})
+        write_dump(tmp_path / name, last, ("x", "y"))
         runs.append(replace(traced_ledger(), path=tmp_path / name / "ledger.jsonl"))
     found = distances(compare(*runs), 2, ["x", "y", "z"])
     assert {name: found[name].get("differing") for name in found} == {"x": 1, "y": 0, "z": None}
@@ -269,3 +290,18 @@ def test_a_run_that_was_resumed_in_another_way_is_said():
     assert bisect._other_layouts([run, changed]) == [
         "run went on after step 2 with other layout.tp: it is trained again as it was last"
     ]
+
+
+def test_a_later_call_of_a_module_is_not_written_out():
+    """Dumps have names of modules alone."""
+
+    def twice(ledger: Ledger, digest: str) -> Ledger:
+        trace = ledger.steps[1].trace
+        call = [t for t in trace if (t.direction, t.module) == ("forward", FC1)]
+        call[-1] = replace(call[-1], digest=digest)
+        return replace(ledger, steps=(ledger.steps[0], replace(ledger.steps[1], trace=(*trace, *call))))
+
+    placed = compare(twice(traced_ledger(), EQUAL), twice(traced_ledger(), OTHER))
+    assert placed.first is not None
+    assert placed.first.name == f"forward/{FC1} #2/output"
+    assert worth_dumping(placed) == ()

@@ -192,3 +192,10 @@ def test_a_bit_is_a_difference(scores):
     assert report["files"][0]["differing"] == 1
     assert report["exit_status"] == 1
     assert judged(scores, engine_rows())["files"][0]["differing"] == 0
+
+
+@pytest.mark.parametrize("order", (1, -1))
+def test_of_two_files_the_worse_decides_the_status(scores, order):
+    other = [row | {"logprobs": [x - 0.5 for x in row["logprobs"]]} for row in engine_rows()]
+    assert judged(scores, *(engine_rows(), other)[::order])["exit_status"] == 1
+    assert judged(scores, engine_rows(), engine_rows())["exit_status"] == 0

@@ -1,5 +1,6 @@
 """When a request to stop becomes stronger."""
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from tp_invariant_recipes.launch import local, ranks
-from tp_invariant_recipes.launch.ranks import Stop
+from tp_invariant_recipes.launch.ranks import RankFailed, Stop
+from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.training import rank
 
 
 def _deaf(ready) -> None:
@@ -91,3 +94,24 @@ def test_nohup_stays_in_force():
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def _stopped_by(code: int, run_dir, rank_info) -> None:
+    """A rank that ends with a status of its own while it is asked to stop."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+    (run_dir.path / "started").touch()
+    time.sleep(20)
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_fails_while_it_is_asked_to_stop_has_failed(tmp_path):
+    """A full disk, say, under the checkpoint that it saves: the run is not one that stopped as asked."""
+    stop = Stop()
+
+    def tick() -> None:
+        if (tmp_path / "started").exists() and not stop.requests:
+            stop.requests = 1
+
+    infos = [rank.RankInfo(0, 0, 1, 1, "127.0.0.1", (1,))]
+    with pytest.raises(RankFailed):
+        ranks.run(RunDir(tmp_path), "cpu", infos, tick, stop, rank_fn=functools.partial(_stopped_by, 3))

@@ -135,3 +135,13 @@ def test_a_run_goes_on_only_with_the_parameters_that_it_began_with(tmp_path):
     resume(tmp_path, replace(HEADER, initial=None), 1).close()
     assert read(tmp_path).header == HEADER
     assert len(read(tmp_path).steps) == 1
+
+
+@pytest.mark.parametrize("states, taken", ((16, True), (17, False)))
+def test_an_optimizer_has_at_most_sixteen_tensors_of_a_parameter(states, taken):
+    record = replace(RECORD, moments={f"state{n}/{name}": "d" * 32 for n in range(states) for name in NAMES[:2]})
+    if taken:
+        assert read_back_ledger(HEADER, record).steps == (record,)
+    else:
+        with pytest.raises(LedgerError, match="moments: 17 tensors of a parameter"):
+            read_back_ledger(HEADER, record)

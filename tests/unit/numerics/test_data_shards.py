@@ -1,6 +1,7 @@
 """Gradients of a rank's data shards: a tree, with log2 of their number of buffers, whatever adds to them in between."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -272,3 +273,32 @@ def test_a_backward_pass_waits_for_the_sums_beside_the_forward_pass(monkeypatch)
 def test_a_pass_that_adds_several_times_forms_no_pairs():
     counters = [ShardCounter(4, 1, list, once=once) for once in (True, False)]
     assert [(counter.pairs, counter.nodes) for counter in counters] == [(True, 2), (False, 4)]
+
+
+def test_a_ranks_sums_are_added_as_neighbours_of_a_tree():
+    sums = [torch.tensor([2.0**24]), torch.tensor([1.0]), torch.tensor([-(2.0**24)]), torch.tensor([1.0])]
+    assert (sums[0] + sums[1]) + (sums[2] + sums[3]) != (sums[0] + sums[2]) + (sums[1] + sums[3])
+    bucket = SimpleNamespace(offset=0, grad_data=sums[0], buffers=sums, gradient_scaling_factor=1.0)
+    data_parallel._complete(SimpleNamespace(buckets=[bucket]))
+    assert bucket.grad_data.item() == 1.0
+
+
+def test_the_guard_hears_of_a_micro_batch_before_its_gradients_are_put_away(monkeypatch):
+    done: list[str] = []
+    counter = SimpleNamespace(shards=2, end_micro_batch=lambda: done.append("put away"))
+    model = SimpleNamespace(shard_counters=[counter])
+    monkeypatch.setattr(data_parallel, "micro_batch_listener", lambda model: done.append("heard"))
+    data_parallel.ending_a_micro_batch(lambda: data_parallel._touched.update({0: model}))()
+    assert done == ["heard", "put away"]
+
+
+@pytest.mark.parametrize("contexts, wanted", ((2, 1), (None, None)))
+@pytest.mark.parametrize("last", ((), (True,)))
+def test_a_loss_is_divided_by_all_ranks_and_not_multiplied_by_those_of_a_context(monkeypatch, contexts, wanted, last):
+    from megatron.core import parallel_state
+
+    monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda: 3)
+    divided = data_parallel.divided_by_all_ranks(lambda *args, **more: (args, more))
+    store: list = []  # of losses, which the micro-batch is added to
+    assert divided(*"abcdef", 5, store, contexts, *last) == ((*"abcdef", 15, store, wanted, *last), {})
+    assert divided(*"abcdef", 5, store, cp_group_size=contexts) == ((*"abcdef", 15, store), {"cp_group_size": wanted})

@@ -2,12 +2,17 @@
 
 import dataclasses
 import importlib
+import multiprocessing
+import os
+import queue
 import re
+import signal
 import subprocess
 import sys
+import time
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +21,15 @@ from tp_invariant_recipes import replacement
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.machine import versions
-from tp_invariant_recipes.patches import bridge_helpers, code, core_local_names, core_save, registry, te_grouped_linear
+from tp_invariant_recipes.patches import (
+    bridge_helpers,
+    code,
+    core_local_names,
+    core_save,
+    core_sgd,
+    registry,
+    te_grouped_linear,
+)
 from tp_invariant_recipes.patches.patch import Function, Patch, Versions, always, within
 from tp_invariant_recipes.patches.te_grouped_linear import place_of_flag
 from tp_invariant_recipes.replacement import applied
@@ -413,3 +426,53 @@ def test_neither_is_needed_without_megatron(monkeypatch):
 
 def test_a_folder_of_a_package_without_its_parent():
     assert code.folder("no_such_package.part") is None
+
+
+@pytest.fixture
+def own_queue(monkeypatch):
+    """Megatron-Core's function as the patch replaces it, beside a module without a queue."""
+    name = "megatron.core.dist_checkpointing.strategies.filesystem_async"
+    module = SimpleNamespace(_results_queue=None)
+    for parent, _, child in (name.rpartition("."),):
+        monkeypatch.setitem(sys.modules, parent, SimpleNamespace(**{child: module}))
+    monkeypatch.setitem(sys.modules, name, module)
+    return core_save.queue_in_this_process(lambda: None)
+
+
+def test_a_save_within_the_process_starts_no_manager(own_queue):
+    assert isinstance(own_queue(), queue.Queue)
+
+
+@pytest.mark.timeout(60)
+def test_the_manager_of_a_killed_rank_ends(own_queue):
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe()
+
+    def save() -> None:
+        own_queue("fork")
+        sender.send([child.pid for child in multiprocessing.active_children()])
+        time.sleep(60)
+
+    process = context.Process(target=save)
+    process.start()
+    sender.close()
+    (manager,) = receiver.recv()
+    for number in (signal.SIGTERM, signal.SIGHUP):  # of SLURM or a terminal, to every process: the rank still saves
+        os.kill(manager, number)
+    assert not receiver.poll(0.3)
+    os.kill(manager, 0)
+    process.kill()
+    process.join()
+    assert receiver.poll(20)
+    with pytest.raises(EOFError):  # what it has open is closed: it has ended
+        receiver.recv()
+
+
+@pytest.mark.parametrize(
+    "kind, options, buffers", (("SGD", {"momentum": 0.9}, 2), ("SGD", {}, 0), ("Adam", {}, 0)), ids=str
+)
+def test_the_state_of_sgd_is_its_momentum_and_nothing_of_other_optimizers(kind, options, buffers):
+    weights = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))]
+    optimizer = getattr(torch.optim, kind)(weights, lr=0.1, **options)
+    core_sgd.momentum(optimizer)
+    assert [state.keys() for state in optimizer.state.values()] == [{"momentum_buffer"}] * buffers

@@ -238,3 +238,10 @@ def test_neither_torch_nor_megatron_is_imported():
         "sys.exit(bool({'torch', 'megatron.core'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_stage_between_the_first_and_the_last_may_be_the_fullest():
+    """More layers there alone need more memory."""
+    ends = "pp=4 gbs=8 model.num_layers_in_first_pipeline_stage=1 model.num_layers_in_last_pipeline_stage=1"
+    fewer, more = (estimate("qwen3_8b", f"{ends} model.num_layers={layers}") for layers in (22, 42))
+    assert more.parts[WEIGHTS] == pytest.approx(2 * fewer.parts[WEIGHTS], rel=0.01)

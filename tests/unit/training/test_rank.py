@@ -4,16 +4,18 @@ import errno
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 
 from tp_invariant_recipes.launch import ranks
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.training import rank
-from tp_invariant_recipes.training.heartbeat import Heartbeats
+from tp_invariant_recipes.training import heartbeat, rank
+from tp_invariant_recipes.training.heartbeat import Heartbeats, Phase
 
 
 class Closed:
@@ -83,3 +85,34 @@ def test_the_reason_of_a_rank_says_disk_full_though_its_log_has_no_room(monkeypa
             log.close()
     assert json.loads(run.failure(0).read_text())["errno"] == code
     assert str(ranks._failure(run, {0: 1})).startswith("disk full: ") is full
+
+
+@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1))
+def test_a_rank_ignores_what_is_for_its_launcher(number):
+    context = multiprocessing.get_context("fork")
+
+    def begin() -> None:
+        rank._die_with_launcher()
+        os.kill(os.getpid(), number)
+
+    process = context.Process(target=begin)
+    process.start()
+    process.join(20)
+    assert process.exitcode == 0
+
+
+def test_signs_of_a_step_have_its_number_and_an_evaluation_ends_with_one(monkeypatch):
+    heartbeats = Heartbeats(1, multiprocessing.get_context("fork"))
+    monkeypatch.setattr(heartbeat, "_mine", (heartbeats, 0))
+    first, last = heartbeat.First(lambda step, start: (step, start) == (5, 4)), heartbeat.Last()
+
+    def signs(method, step) -> tuple:
+        method(SimpleNamespace(state=SimpleNamespace(train_state=SimpleNamespace(step=step))))
+        return heartbeats[0].phase, heartbeats[0].step
+
+    assert signs(first.on_train_start, 4) == (Phase.READY, 4)
+    assert signs(first.on_train_step_start, 4) == (Phase.LONG_STEP, 5)
+    assert signs(last.on_train_step_end, 5) == (Phase.BETWEEN, 5)
+    assert signs(first.on_train_step_start, 5) == (Phase.STEP, 6)
+    assert signs(first.on_eval_step_start, 5)[0] is Phase.EVALUATING
+    assert signs(last.on_eval_end, 5)[0] is Phase.BETWEEN

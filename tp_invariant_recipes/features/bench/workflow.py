@@ -36,6 +36,8 @@ INVARIANT = (
     "numerics.data_shards",
     "numerics.context_shards",
     "numerics.expert_groups",
+    "numerics.grad_norm",
+    "numerics.clip_rounding",
 )
 
 

@@ -1,0 +1,48 @@
+"""What export reads of a checkpoint and how it writes files. On a CPU no layer of a model has an extra state."""
+
+import json
+
+import pytest
+import torch
+
+from tp_invariant_recipes.features.export import rank
+from tp_invariant_recipes.features.export.rank import is_weight
+
+FC1 = "decoder.layers.0.mlp.experts.linear_fc1"
+
+
+@pytest.mark.parametrize(
+    "name", ("_extra_state", f"{FC1}._extra_state", f"{FC1}._extra_state1", f"{FC1}._extra_state12")
+)
+def test_states_of_layers_are_no_weights(name):
+    assert not is_weight(name)
+
+
+@pytest.mark.parametrize("name", (f"{FC1}.weight0", f"{FC1}.weight12", "output_layer.weight", "x._extra_state.weight"))
+def test_all_else_is(name):
+    assert is_weight(name)
+
+
+def test_a_tensor_larger_than_a_file_has_one_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank, "SHARD", 8)
+    (tmp_path / "config.json").write_text("{}")
+    tensors = {"large": torch.ones(4), "a": torch.ones(1), "b": torch.ones(1)}
+    rank.write(tmp_path, tensors.items(), set(tensors))
+    files = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {"a": files[1], "b": files[1], "large": files[0]}
+    assert sorted(file.name for file in tmp_path.glob("*.safetensors")) == files
+
+
+@pytest.mark.parametrize("layers", ((), ((0, 1, 4),)))
+def test_the_adapter_of_all_experts_lies_where_those_of_each_have_their_dimension(layers):
+    """With and without a dimension of layers before that of experts."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    def placed(*before):
+        return ShardedTensor.from_rank_offsets("adapter", torch.ones(6, 2), *before, prepend_axis_num=len(before))
+
+    each, shared = placed(*layers, (len(layers), 3, 8)), placed(*layers)
+    of_all = rank.of_all_experts(each)
+    for name in ("global_shape", "global_offset", "axis_fragmentations", "prepend_axis_num", "local_shape"):
+        assert getattr(of_all, name) == getattr(shared, name), name
