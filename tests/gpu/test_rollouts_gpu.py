@@ -1,4 +1,7 @@
-"""`tpi generate` on one GPU and more: one file for layouts, batches, chunks, graphs, preemption, and for a CPU."""
+"""`tpi generate` on one GPU and more: one file for layouts, batches, chunks, graphs, preemption, and for a CPU.
+
+The order of requests decides the order of lines alone.
+"""
 
 import json
 import random
@@ -24,14 +27,15 @@ WORDS = {
     "graphs": "",
     "no graphs": "--no-graphs",
     "alone": "--batch 1",
-    "few": "--batch 8 --chunk 7 --cache 512",
+    "preempted": "--batch 8 --chunk 7 --cache 512",
     "tp": "tp=2",
     "dp": "dp=2 --batch 3",
     "CPU": "device=cpu",
     "seed": "seed=2",  # the control
 }
-ONLY_EXPERTS = {"ep": "dp=2 ep=2"}
-SCORED = {"score": "", "score tp": "tp=2", "control": "numerics=tree"}
+ONLY_EXPERTS = {"ep": "dp=2 ep=2", "tp ep": "tp=2 ep=2"}
+SCORED = {"score": "", "score tp": "tp=2", "stock": "numerics=stock", "tree": "numerics=tree"}
+CONTROLS = ("stock", "tree")
 
 
 def named(model, name):
@@ -44,13 +48,18 @@ def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rollouts")
     draw = random.Random(0)
     rows = [{"id": n, "tokens": [draw.randrange(256) for _ in range(k)]} for n, k in enumerate(LENGTHS)]
-    (folder / "p.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    for row in rows[::2]:  # a CUDA graph without filters, beside one with them
+        row |= {"top_k": 0, "top_p": 1.0}
+    for name, order in (("p.jsonl", 1), ("turned.jsonl", -1)):
+        (folder / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows[::order]))
     runs = [Run(name, words, 1) for name, words in TRAINED.items()]
     for model in TRAINED:
         for name, words in (WORDS | (ONLY_EXPERTS if model == "experts" else {})).items():
             draws = DRAWS.replace("seed=1", words) if name == "seed" else f"{DRAWS} {words}"
             command = f"generate {model} p.jsonl {draws} --out {named(model, name)}"
             runs.append(Run(named(model, name), command, gpus_for(words), after=(model,)))
+        command = f"generate {model} turned.jsonl {DRAWS} --out {named(model, 'turned')}"
+        runs.append(Run(named(model, "turned"), command, 1, after=(model,)))
         for name, words in SCORED.items():
             rollouts, out = named(model, "graphs"), named(model, name)
             command = f"score {model} {words} --against {rollouts} --tolerance 100 --out {out} --digest"
@@ -71,6 +80,13 @@ def test_layouts_batches_and_machines_have_one_file(written, model, name):
     assert written(named(model, name)).read_bytes() == written(named(model, "graphs")).read_bytes()
 
 
+@pytest.mark.parametrize("model", TRAINED)
+def test_the_order_of_requests_has_no_effect(written, model):
+    turned, lines = (written(named(model, name)).read_bytes().splitlines() for name in ("turned", "graphs"))
+    assert sorted(turned) == sorted(lines)
+    assert turned != lines
+
+
 def rows(written, model, name):
     return [json.loads(line) for line in written(named(model, name)).read_bytes().splitlines()]
 
@@ -84,9 +100,10 @@ def test_another_seed_draws_other_tokens(written, model):
 @pytest.mark.parametrize("name", ("score", "score tp"))
 @pytest.mark.parametrize("model", TRAINED)
 def test_scores_have_the_same_bits(written, model, name):
-    """Of drawn tokens and of the whole vocabulary; of numerics=tree they have not."""
+    """Of drawn tokens and of the whole vocabulary; other numerics have not."""
     generated = rows(written, model, "graphs")
     for column in ("bits", "digests"):
         columns = [row[column] for row in generated]
         assert [row[column] for row in rows(written, model, name)] == columns
-        assert [row[column] for row in rows(written, model, "control")] != columns
+        for control in CONTROLS:
+            assert [row[column] for row in rows(written, model, control)] != columns

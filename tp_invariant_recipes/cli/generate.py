@@ -37,7 +37,7 @@ def generate(
     dp, batch, order and machine. numerics=portable is the default. Keys have the names and defaults of transformers'
     generate: max_new_tokens (max_tokens), do_sample, temperature, top_k, top_p, num_return_sequences (n), eos_token_id,
     stop_strings (stop); and seed. A line of PROMPTS may have its own. --batch, --chunk, --cache and --graphs change no
-    bit. Exit status: 0 written, 2 a mistake, 130 Ctrl-C: --resume continues.
+    bit. Exit status: 0 written, 2 a mistake, 130 Ctrl-C or SIGTERM: --resume continues.
 
     \b
     tpi generate ~/models/mine prompts.jsonl do_sample=true top_k=0 n=8 tp=2

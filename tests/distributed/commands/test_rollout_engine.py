@@ -159,10 +159,10 @@ class Trial:
         """Tokens of each sample, by the model's forward pass over all tokens before, and the definition of a draw."""
         from megatron.core.utils import unwrap_model
 
-        from tp_invariant_recipes.features.rollouts.sampling import draw, numbers_of, request_key
         from tp_invariant_recipes.numerics import mode
         from tp_invariant_recipes.numerics.layers import cross_entropy
         from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+        from tp_invariant_recipes.portable.ieee.draw import draw, request_key
 
         config, group = unwrap_model(model).config, unwrap_model(model).pg_collection.tp
         mesh, kernels = VirtualMesh.from_group(config.virtual_shards, group), mode.mode_of(config).cross_entropy()
@@ -175,7 +175,7 @@ class Trial:
                 logits = model(input_ids=ids, position_ids=torch.arange(ids.shape[1])[None], attention_mask=None)
                 row = cross_entropy.log_probabilities(logits[0, len(whole) - 1][None], mesh, kernels)
                 key = torch.tensor([[request_key(request.sampling.seed, request.id), sample, position]])
-                numbers = torch.tensor([numbers_of(request.sampling)], dtype=torch.float64)
+                numbers = torch.tensor([request.sampling.numbers], dtype=torch.float64)
                 tokens += draw(row[:, :512].contiguous(), key, numbers).tolist()
         return drawn
 

@@ -133,20 +133,20 @@ def test_certificates_have_no_layout(shared, folder, generated):
     assert first["completions"] == len(LENGTHS)
 
 
-STOPPED = ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL))
+STOPPED = ((signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -signal.SIGKILL))
 
 
 @pytest.mark.release
 @pytest.mark.parametrize("number, status", STOPPED)
 def test_a_stopped_generation_resumes(shared, folder, generated, number, status):
     """After some completions and half a line, then in another layout."""
-    words = ("qwen3", "p.jsonl", *DRAWS.split(), "--digest", "--batch", "1", "--out", f"cut-{status}")
+    words = ("qwen3", "p.jsonl", *DRAWS.split(), "--digest", "--batch", "1", "--out", f"cut-{number}")
     started = shared.start("generate", *words)
-    part = folder / f"cut-{status}.partial" / "part-0.jsonl"
+    part = folder / f"cut-{number}.partial" / "part-0.jsonl"
     started.until(lambda: part.exists() and part.read_bytes().count(b"\n") >= 2)
     os.kill(started.pid, number)
     assert started.wait() == status
-    if number == signal.SIGINT:
+    if number != signal.SIGKILL:
         assert "completions are written; --resume continues" in started.stderr
     kept = part.read_bytes()
     kept = kept[: kept.rfind(b"\n") + 1]
@@ -158,7 +158,7 @@ def test_a_stopped_generation_resumes(shared, folder, generated, number, status)
     assert "holds a part of other rollouts" in shared("generate", *changed, "--resume", status=2).stderr
     assert part.read_bytes().startswith(kept)
     shared("generate", *words, "--resume", "tp=2", status=0)
-    assert (folder / f"cut-{status}").read_bytes() == generated(f"qwen3 p.jsonl {DRAWS} --digest")
+    assert (folder / f"cut-{number}").read_bytes() == generated(f"qwen3 p.jsonl {DRAWS} --digest")
     assert not part.parent.exists()
 
 
@@ -198,6 +198,7 @@ REFUSED = (
     ("qwen3 p.jsonl do_sample=true n=2 num_return_sequences=3", "num_return_sequences is there twice"),
     ("qwen3 p.jsonl max_tokens=0", "max_new_tokens=0: must be a whole number"),
     ("qwen3 p.jsonl max_tokens=100000000", "are more than the"),
+    ("qwen3 p.jsonl --cache 64", "request p2: 70 tokens and max_new_tokens=20 are more than the 64"),
     ("qwen3 p.jsonl stop=x", "stop_strings need a tokenizer"),
     ("qwen3 p.jsonl eos_token_id=512", "eos_token_id 512 is outside the model's vocabulary of 512"),
     ("qwen3 unknown.jsonl", "request b: token 512 is outside the model's vocabulary of 512"),

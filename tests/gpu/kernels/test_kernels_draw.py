@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.unit.portable import test_draw
-from tp_invariant_recipes.features.rollouts.sampling import draw
 from tp_invariant_recipes.kernels.digest import row_digest
+from tp_invariant_recipes.portable.ieee.draw import draw
 
 pytestmark = pytest.mark.gpu
 

@@ -24,7 +24,9 @@ def test_defaults_are_those_of_transformers():
     for name in ("do_sample", "temperature", "top_k", "top_p", "num_return_sequences"):
         assert getattr(own, name) == theirs[name], name
     assert own.max_new_tokens == theirs["max_length"]  # which generate() takes for new tokens, if nobody sets it
-    assert all(hasattr(GenerationConfig(), name) for name in prompts.NAMES if name != "seed")
+    assert all(
+        hasattr(GenerationConfig(), name) for name in prompts.NAMES if name not in ("seed", *prompts.SHORT_NAMES)
+    )
 
 
 WRONG = (
@@ -33,6 +35,8 @@ WRONG = (
     ({"do_sample": True, "temperature": 0.0}, "do_sample=false takes the most probable token"),
     ({"do_sample": True, "temperature": float("nan")}, "temperature=nan"),
     ({"do_sample": True, "temperature": float("inf")}, "temperature=inf"),
+    ({"do_sample": True, "temperature": 10**400}, "must be from 1e-6 to 1e6"),
+    ({"do_sample": True, "top_p": float("nan")}, "top_p=nan"),
     ({"do_sample": True, "top_p": 0.0}, "top_p=0.0: must be above 0"),
     ({"do_sample": True, "top_p": 1.5}, "top_p=1.5"),
     ({"do_sample": True, "top_k": -1}, "top_k=-1"),
@@ -60,11 +64,19 @@ def test_all_wrong_values_are_listed():
 
 
 def test_a_single_id_and_string_are_taken():
-    sampling = prompts.settled({"eos_token_id": 3, "stop": "###", "n": 2, "temperature": 2, "max_tokens": 7}, DRAWS)
+    values = {"eos_token_id": 3, "stop": "###", "n": 2, "temperature": 2, "max_tokens": 7}
+    sampling = prompts.settled(values.items(), DRAWS)
     expected = {"eos_token_id": (3,), "stop_strings": ("###",), "num_return_sequences": 2, "max_new_tokens": 7}
     assert {name: getattr(sampling, name) for name in expected} == expected
     assert type(sampling.temperature) is float
     assert Sampling(eos_token_id=None).eos_token_id == ()
+
+
+def test_filters_are_known():
+    limited = {"top_k": 5}, {"top_k": 0, "top_p": 0.9}, {}
+    assert all(Sampling(do_sample=True, **values).limited for values in limited)
+    assert not Sampling(do_sample=True, top_k=0).limited
+    assert not Sampling().limited
 
 
 def test_completions_end():
@@ -146,7 +158,7 @@ REFUSED = (
     ({"tokens": [1], "answer": 5}, "answer: no such key"),
     ({"tokens": [1], "answer": 5}, "tpi does not read what is in metadata"),
     ({"tokens": [1], "temperature": "hot"}, "line 1: temperature='hot'"),
-    ({"tokens": [1], "n": 2, "num_return_sequences": 3}, "one parameter under two names"),
+    ({"tokens": [1], "n": 2, "num_return_sequences": 3}, "line 1: num_return_sequences is there twice"),
     ({"tokens": [1], "id": [2]}, "id must be text or a whole number"),
     ({"tokens": [1], "eos_token_id": 1.5}, "line 1: "),
 )
@@ -178,7 +190,10 @@ UNFIT = (
     (Request("a", (), DRAWS), "request a: an empty prompt"),
     (Request("a", (5, 100), DRAWS), "request a: token 100 is outside the model's vocabulary of 100"),
     (Request("a", (-1,), DRAWS), "token -1 is outside"),
-    (Request("a", (1,) * 20, DRAWS), "20 tokens and max_new_tokens=20 are more than the 32 that fit"),
+    (
+        Request("a", (1,) * 20, DRAWS),
+        "20 tokens and max_new_tokens=20 are more than the 32 that positions and cache have",
+    ),
     (Request("a", (1,), Sampling(eos_token_id=(100,))), "eos_token_id 100 is outside"),
     (Request("a", (1,), Sampling(stop_strings=("x",))), "stop_strings need a tokenizer"),
     (Request("b", (1,), DRAWS), "request b: its id is there twice"),

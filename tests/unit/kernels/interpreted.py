@@ -550,15 +550,16 @@ def portable_functions_have_the_bits_of_their_twin():
 
 def portable_draws_have_the_bits_of_their_twin():
     """Of a group of words and a part of one; the greatest of several programs."""
-    scores, keys, (do_sample, temperature, top_k, top_p) = test_draw.inputs(8, 4200, "ties")
-    numbers = scores, scores.amax(-1), do_sample, temperature
-    limits, best = ieee_draw.kept(*numbers, top_k, top_p), torch.empty(8, 2, dtype=torch.int64)
-    found = torch.empty_like(limits)
-    ieee_draw.kept_triton(*numbers, top_k, top_p, found)
-    ieee_draw.race_triton(*numbers, keys, limits, best)
+    scores, keys, numbers = test_draw.inputs(8, 4200, "ties")
+    highest, do_sample, temperature = scores.amax(-1), numbers[:, 0].int(), numbers[:, 1].float()
+    limits, best = ieee_draw.kept(scores, highest, numbers), torch.empty(8, 2, dtype=torch.int64)
+    ieee_draw.race_triton(scores, highest, do_sample, temperature, keys, limits, best)
     tokens = ieee_draw.MOST.value - (best.amax(1) & 0xFFFFFFFF)
-    assert torch.equal(found, limits)
-    assert torch.equal(tokens, ieee_draw.race(*numbers, keys, limits))
+    assert torch.equal(tokens, ieee_draw.race(scores, highest, do_sample, temperature, keys, limits))
+    found, twin = torch.empty_like(scores), torch.empty_like(scores)
+    ieee_draw.weights_triton(scores, highest, temperature, found)
+    ieee_draw._weights_loop(*(x.numpy() for x in (scores, highest, temperature, twin)))
+    _alike((found,), (twin,))
 
 
 def portable_attention_has_the_bits_of_its_twin():

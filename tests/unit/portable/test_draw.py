@@ -9,9 +9,9 @@ import torch
 from tests.definitions import draws
 from tests.definitions.elementwise import numpy_version
 from tp_invariant_recipes.features.rollouts.requests import Sampling
-from tp_invariant_recipes.features.rollouts.sampling import draw, numbers_of, request_key
 from tp_invariant_recipes.kernels.digest import row_digest
 from tp_invariant_recipes.portable.ieee import draw as ieee
+from tp_invariant_recipes.portable.ieee.draw import draw, request_key
 
 GREEDY = Sampling()
 SAMPLINGS = (
@@ -42,7 +42,7 @@ def keys(count, position=3):
 
 
 def numbers(samplings):
-    return torch.tensor([numbers_of(sampling) for sampling in samplings], dtype=torch.float64)
+    return torch.tensor([sampling.numbers for sampling in samplings], dtype=torch.float64)
 
 
 def inputs(count, vocabulary, kind):
@@ -56,8 +56,7 @@ def drawn(scores, row_keys, samplings):
 
 
 def limits_of(scores, numbers):
-    do_sample, temperature, top_k, top_p = numbers.unbind(1)
-    return ieee.kept(scores, scores.amax(-1), do_sample.int(), temperature.float(), top_k.int(), top_p)
+    return ieee.kept(scores, scores.amax(-1), numbers)
 
 
 KINDS = ("normal", "ties", "masked", "sharp")
@@ -88,6 +87,25 @@ def test_filters_are_as_defined():
             order = numpy_version("order_key")(row)
             inside = {n for n in range(700) if order[n] > limit or (order[n] == limit and n <= last)}
             assert inside == (set(draws.kept(row, sampling)) if sampling.do_sample else set(range(700)))
+
+
+def test_both_zeros_are_one_value():
+    """The least id of equals is first."""
+    scores = torch.tensor([[-5.0, -0.0, 0.0, -0.0, -9.0]])
+    for top_k in (1, 2, 3):
+        _, last = limits_of(scores, numbers([Sampling(do_sample=True, top_k=top_k)]))[0].tolist()
+        assert last == top_k
+
+
+def test_rows_without_filters_need_none():
+    scores, row_keys = rows(4, 5003, "normal"), keys(4)
+    for sampling in SAMPLINGS[:2]:
+        columns = numbers([sampling] * 4)
+        assert torch.equal(draw(scores, row_keys, columns, limited=False), draw(scores, row_keys, columns))
+    filtered = numbers([SAMPLINGS[3]] * 4)  # the control
+    many = torch.cat([row_keys + n for n in range(50)]), filtered.repeat(50, 1)
+    wide = scores.repeat(50, 1)
+    assert not torch.equal(draw(wide, *many, limited=False), draw(wide, *many))
 
 
 def test_philox_has_the_published_words():

@@ -93,9 +93,8 @@ KERNELS = {
         HEADS | {"BLOCK": ieee_attention_triton.BLOCK},
     ),
     ieee_samples.SAMPLES: ({"x": "*fp32", "out": "*fp32", "size": "i32"}, {"BLOCK": 128}),
-    ieee_draw.KEPT: (
-        {"scores": "*fp32", "highest": "*fp32", "do_sample": "*i32", "temperature": "*fp32", "top_k": "*i32"}
-        | {"top_p": "*fp64", "out": "*i32", "size": "i32"},
+    ieee_draw.WEIGHTS: (
+        dict.fromkeys(("scores", "highest", "temperature", "out"), "*fp32") | {"size": "i32"},
         {"BLOCK": 4096},
     ),
     ieee_draw.RACE: (
@@ -110,7 +109,6 @@ KERNELS = {
 }
 OPERATION = re.compile(r"^\s+(?:@!?%p\d+ )?((?:add|sub|mul|fma|mad|div|sqrt|rcp|rsqrt|ex2|lg2|tanh)\.[\w.:]+);?", re.M)
 ROUNDED = {f"{name}.rn.f32" for name in ("add", "sub", "mul", "div", "sqrt")}
-ROUNDED |= {"mul.rn.f64"}  # of top-p
 TILES = {
     ieee_attention_triton.FORWARD: ieee_attention_triton.FORWARD_TILES,
     ieee_attention_triton.BACKWARD_QUERY: ieee_attention_triton.QUERY_TILES,

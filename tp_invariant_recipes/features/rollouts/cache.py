@@ -10,6 +10,7 @@ from itertools import takewhile
 
 import numpy as np
 
+BLOCK = 64  # tokens of a block, by default
 SCRATCH = 0  # the block of rows that only fill up a pass; nobody gets it
 
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from tp_invariant_recipes.cpu_host.vectors import VECTORS
 from tp_invariant_recipes.features.rollouts.cache import SCRATCH
-from tp_invariant_recipes.features.rollouts.sampling import Numbers, draw, numbers_of
 from tp_invariant_recipes.features.rollouts.schedule import Span
 from tp_invariant_recipes.features.score.batches import LEAST, padded
 from tp_invariant_recipes.kernels.digest import row_digest
@@ -29,6 +28,7 @@ from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import all_gather
 from tp_invariant_recipes.portable.cached_pass import CachedPass, cached
 from tp_invariant_recipes.portable.ieee.cached_attention import Spans, rows_of_tile
+from tp_invariant_recipes.portable.ieee.draw import draw
 from tp_invariant_recipes.replacement import Replacement, applied
 
 # Attributes of Megatron's modules: recomputation reads random states, which no CUDA graph can capture.
@@ -87,8 +87,11 @@ class TokenHead:
         self.kernels = mode.mode_of(config).cross_entropy()
         self.vocabulary = model.vocab_size
 
-    def __call__(self, hidden: Tensor, draws: Tensor, numbers: Tensor) -> Tensor:
-        """hidden: [R/t or R, 1, h]; draws, numbers: of `Inputs`. returns: [D, 4] int64: `Drawn`, fp32 as bits."""
+    def __call__(self, hidden: Tensor, draws: Tensor, numbers: Tensor, limited: bool) -> Tensor:
+        """hidden: [R/t or R, 1, h]; draws, numbers: of `Inputs`; limited: as of `draw`.
+
+        returns: [D, 4] int64: `Drawn`, fp32 as bits.
+        """
         if self.gathers:
             hidden = all_gather(hidden, self.mesh)
         model = self.model
@@ -99,7 +102,7 @@ class TokenHead:
         if self.mesh.size > 1:
             whole = all_gather(mine.unsqueeze(0), self.mesh).transpose(0, 1).flatten(1)
         whole = whole[:, : self.vocabulary].contiguous()
-        tokens = draw(whole, draws[:, 1:], numbers)
+        tokens = draw(whole, draws[:, 1:], numbers, limited=limited)
         chosen = tokens.clamp(min=0)
         picked = whole.gather(1, chosen.unsqueeze(1)).squeeze(1)
         ranks = cross_entropy.rank_of(logits, chosen, self.mesh)
@@ -121,8 +124,8 @@ class CachedPasses:
         groups = model.pg_collection
         captured = self.device.type == "cuda" and dist.get_backend(groups.tp) == dist.Backend.NCCL
         self.graphs = graphs and captured and (not experts or groups.tp.size() == groups.ep.size() == 1)
-        self._graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Inputs, Tensor]] = {}
-        self._seen: dict[tuple[int, ...], Inputs] = {}
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._seen: dict[tuple[int, bool], Inputs] = {}  # what graphs read
 
     def __call__(self, spans: Sequence[Span]) -> Tensor:
         """Compute the spans, and draw a token for each that predicts one, in order. No spans: a pass of fillers.
@@ -131,9 +134,10 @@ class CachedPasses:
         """
         inputs = self._inputs(spans)
         longest = max((span.count for span in spans), default=1)
+        limited = any(span.sequence.request.sampling.limited for span in spans)
         if self.graphs and longest == 1:
-            return self._replayed(inputs)
-        return self._computed(self._on_device(inputs), longest)
+            return self._replayed(inputs, limited)
+        return self._computed(self._on_device(inputs), longest, limited)
 
     def _on_device(self, inputs: Inputs) -> Inputs:
         if self.device.type != "cuda":
@@ -173,7 +177,7 @@ class CachedPasses:
         first = 0
         tables: list[tuple[int, int, list[int]]] = []
         draws: list[tuple[int, int, int, int]] = []
-        numbers: list[Numbers] = []
+        numbers: list[tuple[float, float, float, float]] = []
         for sequence, count in ((span.sequence, span.count) for span in spans):
             start, blocks = sequence.computed, sequence.blocks
             if count == 1:
@@ -186,7 +190,7 @@ class CachedPasses:
             first += count
             if start + count == len(sequence):
                 draws.append((first - 1, sequence.key, sequence.sample, len(sequence.drawn)))
-                numbers.append(numbers_of(sequence.request.sampling))
+                numbers.append(sequence.request.sampling.numbers)
         table = np.zeros((total if single else len(tables), 2 + self.cache.blocks), np.int32)
         for n, (at, count, blocks) in enumerate(tables):
             table[n, : 2 + len(blocks)] = [at, count, *blocks]
@@ -197,7 +201,7 @@ class CachedPasses:
         columns = np.array(draws, np.int64), np.array(numbers, np.float64)
         return Inputs(rows, table, *(column.reshape(-1, 4) for column in columns))
 
-    def _computed(self, inputs: Inputs, longest: int) -> Tensor:
+    def _computed(self, inputs: Inputs, longest: int, limited: bool) -> Tensor:
         """[D, 4], as of `TokenHead`."""
         rows, cache = inputs.rows, self.cache
         spans = Spans(inputs.tables, rows[:, 1].contiguous(), cache.size, longest)
@@ -207,23 +211,23 @@ class CachedPasses:
             hidden = self.model(input_ids=ids, position_ids=positions, attention_mask=None)
         if not len(inputs.draws):
             return rows.new_empty(0, 4)
-        return self.head(hidden, inputs.draws, inputs.numbers)
+        return self.head(hidden, inputs.draws, inputs.numbers, limited)
 
-    def _replayed(self, inputs: Inputs) -> Tensor:
-        """Return a pass of single rows: the first of a size as it is, then by a graph."""
-        size = inputs.rows.shape[0], inputs.draws.shape[0]
-        if size not in self._seen:
-            self._seen[size] = self._on_device(inputs)
-            return self._computed(self._seen[size], 1)
-        held = self._seen[size]
+    def _replayed(self, inputs: Inputs, limited: bool) -> Tensor:
+        """Return a pass of single rows: the first of a kind as it is, then by a graph."""
+        kind = len(inputs.rows), limited
+        if kind not in self._seen:
+            self._seen[kind] = self._on_device(inputs)
+            return self._computed(self._seen[kind], 1, limited)
+        held = self._seen[kind]
         for to, values in zip(held, inputs, strict=True):
             to.copy_(torch.from_numpy(values))
-        if size not in self._graphs:
+        if kind not in self._graphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                out = self._computed(held, 1)
-            self._graphs[size] = graph, held, out
-        graph, _, out = self._graphs[size]
+                out = self._computed(held, 1, limited)
+            self._graphs[kind] = graph, out
+        graph, out = self._graphs[kind]
         graph.replay()
         return out
 

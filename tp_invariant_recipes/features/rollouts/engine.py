@@ -13,15 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tp_invariant_recipes.check.rollouts import RolloutModel
+from tp_invariant_recipes.check import rollouts
 from tp_invariant_recipes.errors import RunError, refuse
-from tp_invariant_recipes.features.rollouts.cache import Blocks
+from tp_invariant_recipes.features.rollouts.cache import BLOCK, Blocks
 from tp_invariant_recipes.features.rollouts.decode import CachedPasses, any_rank, drawn, new_cache, shape_of
 from tp_invariant_recipes.features.rollouts.requests import Completion, Request, check, finish_reason
-from tp_invariant_recipes.features.rollouts.sampling import request_key
 from tp_invariant_recipes.features.rollouts.schedule import SampleState, Schedule
 from tp_invariant_recipes.machine import memory
 from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.portable.ieee.draw import request_key
 from tp_invariant_recipes.portable.ieee.rotary import LARGEST_ANGLE
 from tp_invariant_recipes.portable.ieee.sums import power_of_two
 from tp_invariant_recipes.portable.layers import PortableDotProductAttention
@@ -34,10 +34,12 @@ SHARE = 0.8  # of the free memory, for the cache at most
 class Engine:
     """Generates completions; every rank of the model makes one and calls the same methods.
 
-    model:     Megatron's module, or a list of one, wrapped or not; its weights are read where they are.
+    model:     Megatron's module, or a list of one, wrapped or not; its weights are read where they are. Between calls
+               it is as a training has it.
     sequences: decoded side by side, at most. chunk: tokens of prompts in one pass, at most.
     block:     tokens of a block of the cache, a power of two.
-    tokens:    of the cache; None: what the requests need, at most what fits.
+    tokens:    of the cache, keys and values [layers, tokens, groups/t, d] bf16; None: what the requests need, at
+               most what fits into SHARE of the free memory.
     graphs:    whether a GPU decodes in CUDA graphs; experts on several ranks never do.
     digests:   whether completions have digests of the whole vocabulary.
     decode:    token ids to text; None: there is no tokenizer.
@@ -50,7 +52,7 @@ class Engine:
         *,
         sequences: int = 256,
         chunk: int = 16384,
-        block: int = 64,
+        block: int = BLOCK,
         tokens: int | None = None,
         graphs: bool = True,
         digests: bool = False,
@@ -73,9 +75,10 @@ class Engine:
     def generate(
         self, requests: abc.Sequence[Request], finished: Callable[[Completion], None] | None = None
     ) -> list[Completion]:
-        """All completions, in the order of requests and samples, on every rank.
+        """Sample all completions: for each request, `num_return_sequences` of up to `max_new_tokens` tokens.
 
-        requests: the same on every rank.
+        requests: the same on every rank; a data-parallel rank computes a share.
+        returns:  on every rank all, in the order of requests and samples; tuples of a completion have its length.
         finished: called with each completion when it ends, on tensor-parallel rank 0 of the ranks that computed it.
         raises ConfigError: requests that cannot be completed, all listed; RunError: a log-probability is no number.
         """
@@ -222,7 +225,7 @@ def _uncovered(chunks: list[Any]) -> list[str]:
     config, pp = chunks[0].config, max(len(chunks), chunks[0].config.pipeline_model_parallel_size)
     numerics = getattr(config, "invariant_mode", None) or mode.STOCK
     ahead = getattr(chunks[0], "mtp_process", False)
-    problems = RolloutModel(numerics, pp, bool(config.fp8), ahead).problems()
+    problems = rollouts.uncovered(numerics, pp, fp8=bool(config.fp8), ahead=ahead)
     layers = chunks[0].decoder.layers
     cores = [getattr(layer.self_attention, "core_attention", layer.self_attention) for layer in layers]
     kinds = sorted({type(core).__name__ for core in cores if not isinstance(core, PortableDotProductAttention)})

@@ -10,8 +10,8 @@ read "metadata", such as the answer to a question.
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import fields, replace
+from collections.abc import Iterable
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,9 @@ from tp_invariant_recipes.reading import TOKENS, parse_json, parse_object, read_
 from tp_invariant_recipes.settings.nearest import nearest
 
 SHORT_NAMES = {"max_tokens": "max_new_tokens", "n": "num_return_sequences", "stop": "stop_strings"}
-NAMES = {field.name: field for field in fields(Sampling)}
+NAMES = (*(field.name for field in fields(Sampling)), *SHORT_NAMES)  # of what is sampled
 PROMPTS = ("prompt", "tokens", "messages")
-KEYS = ("id", *PROMPTS, "metadata", *NAMES, *SHORT_NAMES)
+KEYS = ("id", *PROMPTS, "metadata", *NAMES)
 
 
 class TextTokenizer:
@@ -52,18 +52,15 @@ class TextTokenizer:
         return self.encode(text, False)
 
 
-def settled(values: Mapping[str, Any], base: Sampling) -> Sampling:
+def settled(values: Iterable[tuple[str, Any]], base: Sampling) -> Sampling:
     """Return `base` with other values, by their names or short names. Raises ConfigError, TypeError."""
-    changes = {SHORT_NAMES.get(name, name): value for name, value in values.items()}
-    for name, value in changes.items():
-        if type(NAMES[name].default) is float and type(value) is int:
-            changes[name] = float(value)
+    changes: dict[str, Any] = {}
+    for name, value in values:
+        field = SHORT_NAMES.get(name, name)
+        if field in changes:
+            raise ConfigError(f"{field} is there twice")
+        changes[field] = value
     return replace(base, **changes)
-
-
-def is_sampling(name: str) -> bool:
-    """Whether a key is a field of `Sampling`."""
-    return name in NAMES or name in SHORT_NAMES
 
 
 def end_tokens(folder: Path | None, tokenizer: TextTokenizer | None, vocabulary: int) -> tuple[int, ...]:
@@ -111,9 +108,7 @@ def parse(line: bytes, number: int, tokenizer: TextTokenizer | None, sampling: S
     if unknown := [f"{key}: no such key{nearest(key, KEYS)}" for key in row if key not in KEYS]:
         unknown.append(f"a line's keys are {', '.join(KEYS)}; tpi does not read what is in metadata")
         raise ConfigError(listed(unknown), unknown)
-    given = {key: value for key, value in row.items() if is_sampling(key)}
-    if len({SHORT_NAMES.get(key, key) for key in given}) < len(given):
-        raise ValueError(f"one parameter under two names: {', '.join(given)}")
+    given = [(key, value) for key, value in row.items() if key in NAMES]
     prompts = [key for key in PROMPTS if key in row]
     if len(prompts) != 1:
         raise ValueError(f"a request has one of {', '.join(PROMPTS)}; its keys: {', '.join(row) or 'none'}")
@@ -135,5 +130,5 @@ def digest(requests: list[Request]) -> str:
     """Return the SHA-256 of what decides the completions, in hex."""
     sha256 = hashlib.sha256()
     for request in requests:
-        sha256.update(json.dumps([request.id, request.tokens, request.sampling.as_json()]).encode() + b"\n")
+        sha256.update(json.dumps([request.id, request.tokens, asdict(request.sampling)]).encode() + b"\n")
     return sha256.hexdigest()

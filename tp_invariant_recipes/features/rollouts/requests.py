@@ -5,9 +5,8 @@ A completion depends on the weights, the request's tokens and `Sampling`, and th
 batch, order, chunk or machine.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from tp_invariant_recipes.data.sequences import outside
@@ -29,10 +28,10 @@ VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("do_sample", lambda value: type(value) is bool, "must be true or false"),
     (
         "temperature",
-        lambda value: _number(value) and 1e-6 <= value <= 1e6,
+        lambda value: type(value) in (int, float) and 1e-6 <= value <= 1e6,
         "must be from 1e-6 to 1e6; do_sample=false takes the most probable token",
     ),
-    ("top_p", lambda value: _number(value) and 0 < value <= 1, "must be above 0 and at most 1"),
+    ("top_p", lambda value: type(value) in (int, float) and 0 < value <= 1, "must be above 0 and at most 1"),
     ("eos_token_id", lambda ids: all(type(token) is int and token >= 0 for token in ids), "must be token ids"),
     ("stop_strings", lambda texts: all(isinstance(t, str) and t for t in texts), "must be texts that are not empty"),
 )
@@ -66,6 +65,8 @@ class Sampling:
             value = () if value is None else (value,) if isinstance(value, kind) else tuple(value)
             object.__setattr__(self, name, value)
         refuse([f"{name}={getattr(self, name)!r}: {why}" for name, why in self._problems()])
+        for name in ("temperature", "top_p"):
+            object.__setattr__(self, name, float(getattr(self, name)))
 
     def _problems(self) -> Iterator[tuple[str, str]]:
         for name, least, most in WHOLE:
@@ -78,9 +79,15 @@ class Sampling:
                 if field.name in OF_DRAWS and getattr(self, field.name) != field.default:
                     yield field.name, "has no effect without draws; do_sample=true, or leave it out"
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the fields as JSON has them."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+    @property
+    def numbers(self) -> tuple[float, float, float, float]:
+        """What draws read of it."""
+        return self.do_sample, self.temperature, self.top_k, self.top_p
+
+    @property
+    def limited(self) -> bool:
+        """Whether only some tokens may be drawn."""
+        return self.do_sample and (self.top_k > 0 or self.top_p < 1)
 
 
 @dataclass(frozen=True)
@@ -156,12 +163,8 @@ def _unfit(request: Request, vocabulary: int, longest: int | None, text: bool) -
         yield f"eos_token_id {ends[0]} is outside the model's vocabulary of {vocabulary}"
     if longest is not None and len(tokens) + sampling.max_new_tokens > longest:
         yield (
-            f"{len(tokens)} tokens and max_new_tokens={sampling.max_new_tokens} are more than the {longest} that fit; "
-            "a shorter prompt, or fewer"
+            f"{len(tokens)} tokens and max_new_tokens={sampling.max_new_tokens} are more than the {longest} that "
+            "positions and cache have; a shorter prompt, fewer new tokens, or a larger cache"
         )
     if sampling.stop_strings and not text:
         yield "stop_strings need a tokenizer: --tokenizer FOLDER, or byte"
-
-
-def _number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)

@@ -5,7 +5,7 @@ began last gives its blocks back and waits again, with the tokens that it has dr
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tp_invariant_recipes.features.rollouts.cache import Blocks, prefixes
@@ -71,22 +71,24 @@ class Schedule:
 
     def prompts(self) -> list[Span]:
         """Return spans of prompts, which may be asked for before the last draws are known; empty: there are none."""
-        return [*self._prompts()]
-
-    def _prompts(self) -> Iterator[Span]:
-        room = self.chunk
+        self._admit()
+        spans, room = [], self.chunk
         for sequence in self.running:
-            if room and (count := min(room, len(sequence) - sequence.computed)) > 1:
+            if (count := min(room, len(sequence) - sequence.computed)) > 1:
                 room -= count
-                yield Span(sequence, count)
+                spans.append(Span(sequence, count))
+        return spans
+
+    def _admit(self) -> None:
+        """Run what waits, while there are blocks for it; not while its prompt is computed for another sample."""
         computing = {name for s in self.running for name in s.names[s.computed // self.blocks.size :]}
         later: list[SampleState] = []
-        while room and self.waiting and len(self.running) < self.most:
+        while self.waiting and len(self.running) < self.most:
             sequence = self.waiting.popleft()
             names = prefixes(sequence.tokens(0, len(sequence) - 1), self.blocks.size)  # the last token predicts
             shared = self.blocks.shared(names)
             if computing.intersection(names[len(shared) :]):
-                later.append(sequence)  # its prompt is being computed for another sample
+                later.append(sequence)
                 continue
             lacking = self.blocks.blocks_for(len(sequence)) - len(shared)
             if lacking + self.blocks.unused(shared) > self.blocks.free:
@@ -97,9 +99,6 @@ class Schedule:
             sequence.computed = len(shared) * self.blocks.size
             computing.update(names[len(shared) :])
             self.running.append(sequence)
-            if (count := min(room, len(sequence) - sequence.computed)) > 1:
-                room -= count
-                yield Span(sequence, count)
         self.waiting.extendleft(reversed(later))
 
     def _rows(self) -> list[Span]:

@@ -9,7 +9,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from tp_invariant_recipes.check import rollouts as check
 from tp_invariant_recipes.config.overrides import Override, parse_all
 from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError
 from tp_invariant_recipes.features.rollouts import lines, prompts, requests
+from tp_invariant_recipes.features.rollouts.cache import BLOCK
 from tp_invariant_recipes.features.rollouts.requests import Request, Sampling
 from tp_invariant_recipes.features.score import output
 from tp_invariant_recipes.features.score.model import model_of
@@ -77,7 +78,7 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
     source: a run directory or a Hugging Face folder. file: of requests. overrides: as typed, fields of `Sampling` too.
     """
     words = parse_all(overrides)
-    typed = [word for word in words if prompts.is_sampling(word.key)]
+    typed = [word for word in words if word.key in prompts.NAMES]
     sampling, problems = _sampling(typed)
     file, out = file.expanduser().absolute(), out.expanduser().absolute()
     if not file.is_file():
@@ -89,14 +90,16 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
     vocabulary = loaded.config.shape.vocabulary
     if not any(prompts.SHORT_NAMES.get(word.key, word.key) == "eos_token_id" for word in typed):
         folder = None if loaded.checkpoint else source.expanduser()
-        sampling = prompts.settled({"eos_token_id": prompts.end_tokens(folder, tokenizer, vocabulary)}, sampling)
+        sampling = replace(sampling, eos_token_id=prompts.end_tokens(folder, tokenizer, vocabulary))
     read = prompts.read(file, tokenizer, sampling)
-    longest = int(min(loaded.longest or LARGEST_ANGLE, LARGEST_ANGLE))
+    cache = options.engine.get("tokens")
+    limits = loaded.longest, LARGEST_ANGLE, None if cache is None else cache // BLOCK * BLOCK
+    longest = min(int(limit) for limit in limits if limit is not None)
     requests.check(read, vocabulary, longest, text=tokenizer is not None)
     identity = loaded.identity | {
         "requests": {"sha256": prompts.digest(read), "count": len(read)},
         "tokenizer": tokenizer.digest if tokenizer else None,
-        "sampling": sampling.as_json(),
+        "sampling": json.loads(json.dumps(asdict(sampling))),
         "digests": options.digests,
         "draws": draw.DEFINITION,
     }
@@ -107,11 +110,9 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
 def _sampling(typed: Sequence[Override]) -> tuple[Sampling, list[str]]:
     """Return what was typed, and what is wrong with it."""
     problems = [f"{word.text}: one value, not a sweep" for word in typed if word.sweep or word.parsed is None]
-    names = [prompts.SHORT_NAMES.get(word.key, word.key) for word in typed]
-    problems += [f"{name} is there twice" for name in sorted({name for name in names if names.count(name) > 1})]
     if not problems:
         try:
-            values = {word.key: word.parsed.value() for word in typed if word.parsed is not None}
+            values = ((word.key, word.parsed.value()) for word in typed if word.parsed is not None)
             return prompts.settled(values, Sampling()), []
         except ConfigError as error:
             problems = [*error.problems]

@@ -14,6 +14,7 @@
 A race needs no sum over the vocabulary: the winner is token i with a probability of weight i over all weights.
 """
 
+import hashlib
 from typing import Any
 
 import numpy as np
@@ -26,38 +27,58 @@ from torch import Tensor
 from tp_invariant_recipes.kernels.cpu.numba_loop import OPTIONS, cpu_loop
 from tp_invariant_recipes.kernels.launch import Kernel
 from tp_invariant_recipes.portable.ieee.math import HALF, ONE_FP32, ZERO, exp, fp32_of_small, log
-from tp_invariant_recipes.portable.one_source import (
-    UNFUSED,
-    bits_of,
-    constant,
-    elementwise,
-    fill,
-    numba_version,
-)
+from tp_invariant_recipes.portable.one_source import UNFUSED, bits_of, constant, elementwise, fill, numba_version
 
 DEFINITION = 1  # of the tokens that are drawn
 QUARTER, GROUP = tl.constexpr(1024), tl.constexpr(4096)  # tokens of one word of a block, and of all four
-BLOCK = 4096  # tokens that a program of `kept` reads at a time
+BLOCK = 4096  # tokens of a program that computes weights
 PROGRAMS = 264  # of a race, at least: two for each SM of an H100
 TWO_16, TWO_M32 = constant(2.0**16), constant(2.0**-32)
 BELOW_ONE = constant(1 - 2.0**-24)
-UNIT = tl.constexpr(2.0**40)
-LEAST, MOST = tl.constexpr(-(1 << 31)), tl.constexpr((1 << 31) - 1)
+UNIT = 2.0**40
+MOST = tl.constexpr((1 << 31) - 1)
 NOBODY = tl.constexpr(-(1 << 63))
 
 
-def kept(
-    scores: Tensor, highest: Tensor, do_sample: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
-) -> Tensor:
+def request_key(seed: int, request: str) -> int:
+    """Return the key of a request's random numbers, as an int64: a hash of 64 bits of its seed and id."""
+    name = f"{seed} {request}".encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little", signed=True)
+
+
+def draw(log_probabilities: Tensor, keys: Tensor, numbers: Tensor, *, limited: bool = True) -> Tensor:
+    """Draw a token of each row; -1 where a log-probability is NaN or +inf, or all are -inf. It waits for no GPU.
+
+    log_probabilities: [R, V] fp32, contiguous. keys: [R, 3] int64: request_key, sample, position in the completion.
+    numbers: [R, 4] fp64: do_sample, temperature, top_k, top_p. limited: whether top-k or top-p is one of a row's.
+    returns: [R] int64, the same on every machine.
+    """
+    highest = log_probabilities.amax(-1)
+    if limited:
+        limits = kept(log_probabilities, highest, numbers)
+    else:
+        limits = torch.full((len(keys), 2), MOST.value, dtype=torch.int32, device=keys.device)
+        limits[:, 0] = -MOST.value - 1
+    tokens = race(log_probabilities, highest, numbers[:, 0].int(), numbers[:, 1].float(), keys, limits)
+    return torch.where(torch.isfinite(highest), tokens, -1)
+
+
+def kept(scores: Tensor, highest: Tensor, numbers: Tensor) -> Tensor:
     """Return the last token in order that top-k and top-p leave: its `order_key`, and its id; int32 [rows, 2].
 
-    scores: [rows, vocab] fp32, contiguous. highest, temperature: [rows] fp32. do_sample, top_k: [rows] int32; without
-    draws, and with k = 0 and p = 1, all stay. top_p: [rows] fp64.
+    scores: [rows, vocab] fp32, contiguous. highest: [rows] fp32. numbers: as of `draw`; without draws all stay.
     """
-    out = torch.empty(len(scores), 2, dtype=torch.int32, device=scores.device)
-    tensors = _dense(scores, highest, do_sample, temperature, top_k, top_p, out)
-    fill(kept_triton, _kept_loop, tensors, work=scores.numel())
-    return out
+    size, (do_sample, temperature, top_k, top_p) = scores.shape[1], numbers.unsqueeze(2).unbind(1)
+    bits = (scores + 0.0).view(torch.int32)
+    order, tokens = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).sort(descending=True, stable=True)
+    count = torch.where((do_sample > 0) & (top_k > 0), top_k.clamp(max=size), size)
+    weights = torch.empty_like(scores)
+    fill(weights_triton, _weights_loop, (scores, highest, temperature.float().flatten(), weights), work=scores.numel())
+    mass = (weights.double() * UNIT).long().gather(1, tokens)
+    reached = torch.where(torch.arange(size, device=scores.device) < count, mass, 0).cumsum(1)
+    missing = (reached < (reached[:, -1:] * top_p).ceil().long()).sum(1, keepdim=True)
+    last = torch.where((do_sample > 0) & (top_p < 1), missing, count.long() - 1).clamp(max=size - 1)
+    return torch.cat([order.gather(1, last), tokens.gather(1, last).int()], 1)
 
 
 def race(
@@ -70,15 +91,10 @@ def race(
     groups = triton.cdiv(scores.shape[1], GROUP.value)
     parts = min(groups, triton.cdiv(PROGRAMS, len(scores))) if scores.is_cuda else 1
     best = torch.empty(len(scores), parts, dtype=torch.int64, device=scores.device)
-    tensors = _dense(scores, highest, do_sample, temperature, keys, limits, best)
+    tensors = scores, highest, do_sample, temperature, keys.contiguous(), limits, best
     fill(race_triton, _race_loop, tensors, work=scores.numel())
     winner = best.amax(1)
     return torch.where(winner == NOBODY.value, -1, MOST.value - (winner & 0xFFFFFFFF))
-
-
-def _dense(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Make each dense, as kernels take it; a column of a table of parameters is not."""
-    return tuple(tensor.contiguous() for tensor in tensors)
 
 
 @elementwise
@@ -112,61 +128,17 @@ def result_bits(x, highest, temperature, word):
     return bits_of(tl.div_rn(weight(x, highest, temperature), waiting_time(word)))
 
 
-_order_key, _weight, _result_bits = (numba_version(name) for name in ("order_key", "weight", "result_bits"))
+_order_key, _weight, _result_bits = map(numba_version, ("order_key", "weight", "result_bits"))
 
 
 # --- a CPU ---
 
 
-@njit(**OPTIONS)
-def _mass_numba(x: Any, highest: Any, temperature: Any) -> Any:
-    return np.int64(np.float64(_weight(x, highest, temperature)) * 1099511627776.0)
-
-
-@njit(**OPTIONS)
-def _limit(orders: Any, masses: Any, need: int, out: Any) -> None:
-    """Fill out with key and id of the token in order with which the masses reach `need`."""
-    key = np.int64(-2147483648)
-    for bit in range(31, -1, -1):
-        trial, mass = key + (np.int64(1) << bit), np.int64(0)
-        for i in range(orders.size):
-            mass += masses[i] if orders[i] >= trial else 0
-        if mass >= need:
-            key = trial
-    for i in range(orders.size):
-        need -= masses[i] if orders[i] > key else 0
-    last = 0
-    while last < orders.size - 1:
-        need -= masses[last] if orders[last] == key else 0
-        if need <= 0:
-            break
-        last += 1
-    out[0], out[1] = key, last
-
-
 @cpu_loop
-def _kept_loop(scores: Any, highest: Any, do_sample: Any, temperature: Any, top_k: Any, top_p: Any, out: Any) -> None:
-    size = scores.shape[1]
-    orders, masses = np.empty(size, np.int64), np.ones(size, np.int64)
+def _weights_loop(scores: Any, highest: Any, temperature: Any, out: Any) -> None:
     for row in range(scores.shape[0]):
-        out[row, 0], out[row, 1] = -2147483648, 2147483647
-        by_k, by_p = 0 < top_k[row] < size, top_p[row] < 1
-        if not do_sample[row] or not (by_k or by_p):
-            continue
-        for i in range(size):
-            orders[i] = _order_key(scores[row, i])
-        if by_k:
-            masses[:] = 1
-            _limit(orders, masses, top_k[row], out[row])
-        if by_p:
-            total = np.int64(0)
-            for i in range(size):
-                inside = orders[i] > out[row, 0] or (orders[i] == out[row, 0] and i <= out[row, 1])
-                masses[i] = _mass_numba(scores[row, i], highest[row], temperature[row]) if inside else 0
-                total += masses[i]
-            product = np.float64(total) * top_p[row]
-            need = np.int64(product)
-            _limit(orders, masses, need + (np.float64(need) < product), out[row])
+        for i in range(scores.shape[1]):
+            out[row, i] = _weight(scores[row, i], highest[row], temperature[row])
 
 
 @njit(**OPTIONS)
@@ -208,13 +180,10 @@ def _race_loop(scores: Any, highest: Any, do_sample: Any, temperature: Any, keys
 # --- Triton ---
 
 
-def kept_triton(
-    scores: Tensor, highest: Tensor, do_sample: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, out: Tensor
-) -> None:
-    """Fill out. All contiguous; Triton's interpreter takes CPU tensors."""
+def weights_triton(scores: Tensor, highest: Tensor, temperature: Tensor, out: Tensor) -> None:
+    """Fill out with the weight of each token. All contiguous; Triton's interpreter takes CPU tensors."""
     rows, size = scores.shape
-    tensors = (scores, highest, do_sample, temperature, top_k, top_p, out)
-    KEPT.launch((rows, 1), tensors, (size,), (BLOCK,), 16)
+    WEIGHTS.launch((rows, triton.cdiv(size, BLOCK)), (scores, highest, temperature, out), (size,), (BLOCK,), 8)
 
 
 def race_triton(
@@ -226,71 +195,12 @@ def race_triton(
     RACE.launch((rows, out.shape[1]), tensors, (size, out.shape[1]), (), 8)
 
 
-@triton.jit
-def _mass_of(
-    scores, size, highest, temperature, least, most, end, key, last, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Add the mass, or the number, of tokens with a key from `least` to `most` and an id below `end`.
-
-    Of those of `key` only up to the token `last`, and of smaller keys none.
-    """
-    total = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, size, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        x = tl.load(scores + token, mask=token < size, other=0.0)
-        order = order_key(x)
-        inside = (token < size) & (token < end) & (order >= least) & (order <= most)
-        inside &= (order > key) | ((order == key) & (token <= last))
-        if BY_MASS:
-            mass = (weight(x, highest, temperature).to(tl.float64) * UNIT).to(tl.int64)
-            total += tl.where(inside, mass, 0)
-        else:
-            total += inside.to(tl.int64)
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def _limit_triton(scores, size, highest, temperature, need, key, last, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Key and id of the token in order with which masses, of tokens up to `key` and `last`, reach `need`."""
-    least = key * 0 + LEAST
-    one_bit = key * 0 + 1
-    for i in range(32):
-        trial = least ^ (one_bit << (31 - i))
-        mass = _mass_of(scores, size, highest, temperature, trial, MOST, size, key, last, BY_MASS, BLOCK)
-        least = tl.where(mass >= need, trial, least)
-    if least < MOST:
-        need -= _mass_of(scores, size, highest, temperature, least + 1, MOST, size, key, last, BY_MASS, BLOCK)
-    low = key * 0
-    high = low + size - 1
-    while low < high:
-        middle = (low + high) // 2
-        mass = _mass_of(scores, size, highest, temperature, least, least, middle + 1, key, last, BY_MASS, BLOCK)
-        high = tl.where(mass >= need, middle, high)
-        low = tl.where(mass >= need, low, middle + 1)
-    return least, low
-
-
 @triton.jit(do_not_specialize=["size"])
-def _ieee_kept(
-    scores, highest, do_sample, temperature, top_k, top_p, out,
-    size, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0)
-    scores += row.to(tl.int64) * size
-    top, heat = tl.load(highest + row), tl.load(temperature + row)
-    k, p, draws = tl.load(top_k + row), tl.load(top_p + row), tl.load(do_sample + row) != 0
-    key = k * 0 + LEAST
-    last = k * 0 + MOST
-    if draws & (k > 0) & (k < size):
-        key, last = _limit_triton(scores, size, top, heat, k.to(tl.int64), key, last, False, BLOCK)
-    if draws & (p < 1.0):
-        total = _mass_of(scores, size, top, heat, LEAST, MOST, size, key, last, True, BLOCK)
-        product = total.to(tl.float64) * p
-        need = product.to(tl.int64)
-        need += (need.to(tl.float64) < product).to(tl.int64)
-        key, last = _limit_triton(scores, size, top, heat, need, key, last, True, BLOCK)
-    tl.store(out + 2 * row, key)
-    tl.store(out + 2 * row + 1, last)
+def _ieee_weights(scores, highest, temperature, out, size, BLOCK: tl.constexpr):
+    row, token = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = row.to(tl.int64) * size + token
+    x = tl.load(scores + at, mask=token < size, other=0.0)
+    tl.store(out + at, weight(x, tl.load(highest + row), tl.load(temperature + row)), mask=token < size)
 
 
 @triton.jit
@@ -328,4 +238,4 @@ def _ieee_race(scores, highest, do_sample, temperature, keys, limits, out, size,
     tl.store(out + row * parts + part, tl.max(best, 0))
 
 
-KEPT, RACE = Kernel(_ieee_kept, **UNFUSED), Kernel(_ieee_race, **UNFUSED)
+WEIGHTS, RACE = Kernel(_ieee_weights, **UNFUSED), Kernel(_ieee_race, **UNFUSED)
