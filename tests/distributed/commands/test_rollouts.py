@@ -25,7 +25,7 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def folder(shared):
-    for name, (model, dtype, overrides) in FOLDERS.items():
+    for name, (model, dtype, overrides) in (FOLDERS | {"qwen25": ("qwen25_toy", "BF16", ())}).items():
         hf_folders.make(shared.folder / name, hf_folders.of(model, *overrides), dtype=dtype)
     write(shared.folder / "p.jsonl", prompts())
     write(shared.folder / "turned.jsonl", reversed(prompts()))
@@ -77,7 +77,11 @@ def test_the_order_of_requests_has_no_effect(generated):
     assert turned[0] != sorted(turned)[0]
 
 
-@pytest.mark.parametrize("model", ("qwen3", pytest.param("moe", marks=pytest.mark.release)))
+# Tied embeddings and scaled rotary positions; biases of queries, keys and values.
+OTHERS = [pytest.param(model, marks=pytest.mark.release) for model in ("moe", "llama", "qwen25")]
+
+
+@pytest.mark.parametrize("model", ("qwen3", *OTHERS))
 def test_scores_at_another_layout_have_the_same_bits(shared, folder, generated, model):
     """Of every token, and of the whole vocabulary. Controls: other numerics, and one other token before."""
     generated(f"{model} p.jsonl {DRAWS} --digest")
@@ -236,6 +240,28 @@ def test_a_run_of_adapters_is_refused(shared, folder):
         refused = shared(command, "lora", file, "numerics=portable", "--out", "adapted", status=2).stderr
         assert "has adapters: tpi export lora FOLDER --merge, then name FOLDER" in refused
     shared("generate", "whole", "p.jsonl", "numerics=portable", "max_tokens=1", "--out", "whole.out", status=0)
+
+
+# Layers without positions, positions of half a head and scaled, biases, embeddings that are the output's weights.
+PARTS = (
+    *("model.no_rope_freq=2", "model.rotary_percent=0.5", "model.rope_scaling=true", "model.add_qkv_bias=true"),
+    *("model.qk_layernorm=false", "model.share_embeddings_and_output_weights=true", "model.softmax_scale=0.2"),
+)
+
+
+@pytest.mark.release
+def test_parts_of_models_have_the_bits_of_their_scores(shared, folder):
+    """Of a run's checkpoint. The control: other positions."""
+    words = ("qwen3_toy", "numerics=portable", "seq=32", "gbs=2", "iters=1", "save=1", "model.kv_channels=32")
+    shared("train", *words, *PARTS, "run.dir=parts", status=0)
+    shared("generate", "parts", "p.jsonl", *DRAWS.split(), "--digest", "--out", "parts.out", status=0)
+    report = json.loads(shared("score", "parts", "tp=2", "--against", "parts.out", "--json", status=0).stdout)
+    found = report["files"][0]
+    assert found["differing"] == found["digests"]["differing"] == 0
+    assert found["scored"] == 2 * 10 * len(LENGTHS)
+    other = ("model.rotary_percent=1.0", "--out", "parts.other", "--json")
+    changed = shared("score", "parts", "numerics=portable", *other, "--against", "parts.out", status=1)
+    assert json.loads(changed.stdout)["files"][0]["differing"] > 0
 
 
 def test_a_dry_run_writes_nothing(shared, folder):
