@@ -133,7 +133,7 @@ class Progress:
         self.folder, self.completions, self.tokens, self.seconds = folder, 0, 0, 0.0
         self._started: float | None = None
         self._read = {part: part.stat().st_size for part in folder.glob(lines.PARTS)}
-        self._before = set(self._read)
+        self._before = len(self._read)
 
     def __call__(self) -> None:
         """Read what is new."""
@@ -147,7 +147,7 @@ class Progress:
                 self.completions += 1
                 self.tokens += len(json.loads(line)["token_ids"])
         now = time.monotonic()
-        if self._started is None and ({*self._read} - self._before or self.completions):
+        if self._started is None and (len(self._read) > self._before or self.completions):
             self._started = now  # a rank opens its file when its model is ready
         if self._started is not None and self.completions:
             self.seconds = now - self._started
@@ -175,7 +175,8 @@ def execute(
         where = lines.places(folder)
         if where and not resume:
             raise RunError(f"{folder} has {len(where)} of {generation.count} completions: --resume, or remove it")
-        before, remaining = len(where), [request for request in generation.requests if not _is_done(request, where)]
+        remaining = [request for request in generation.requests if not _is_done(request, where)]
+        before = generation.count - sum(request.sampling.num_return_sequences for request in remaining)
         generation.partial.logs.mkdir(exist_ok=True)
         progress = Progress(folder)
 
