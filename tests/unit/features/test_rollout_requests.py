@@ -122,7 +122,7 @@ def talking(words, tmp_path_factory):
 def read(folder, rows, tokenizer=None, sampling=DRAWS):
     file = folder / "prompts.jsonl"
     file.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
-    return prompts.read(file, tokenizer and prompts.TextTokenizer(str(tokenizer)), sampling)
+    return prompts.read(file, tokenizer and sequences.tokenizer(str(tokenizer)), sampling)
 
 
 def test_prompts_are_text_ids_and_conversations(tmp_path, talking):
@@ -275,9 +275,9 @@ ENDS = (
 def test_the_model_or_else_the_tokenizer_says_what_ends_a_text(tmp_path, files, ids):
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
-    assert prompts.end_tokens(tmp_path, prompts.TextTokenizer("byte"), 512) == ids
-    assert prompts.end_tokens(None, prompts.TextTokenizer("byte"), 512) == (256,)
-    assert prompts.end_tokens(None, prompts.TextTokenizer("byte"), 256) == ()  # of a smaller model
+    assert prompts.end_tokens(tmp_path, sequences.tokenizer("byte"), 512) == ids
+    assert prompts.end_tokens(None, sequences.tokenizer("byte"), 512) == (256,)
+    assert prompts.end_tokens(None, sequences.tokenizer("byte"), 256) == ()  # of a smaller model
     assert prompts.end_tokens(None, None, 512) == ()
 
 

@@ -407,7 +407,7 @@ def sequence(folder: Path, data: bytes) -> None:
 def request(folder: Path, data: bytes) -> None:
     """A line of `tpi generate`'s input."""
     (folder / "p.jsonl").write_bytes(data + b"\n")
-    read = prompts.read(folder / "p.jsonl", prompts.TextTokenizer("byte"), Sampling(do_sample=True))
+    read = prompts.read(folder / "p.jsonl", sequences.tokenizer("byte"), Sampling(do_sample=True))
     rollout_requests.check(read, 300, 100, text=True)
     prompts.digest(read)
 

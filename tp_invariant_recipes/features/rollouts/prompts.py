@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.data import sequences
+from tp_invariant_recipes.data.sequences import Codec
 from tp_invariant_recipes.data.tokenizer import BYTE_EOD
 from tp_invariant_recipes.errors import ConfigError, TpiError, listed, reason
 from tp_invariant_recipes.features.rollouts.requests import SHOWN, Request, Sampling
@@ -26,30 +27,6 @@ SHORT_NAMES = {"max_tokens": "max_new_tokens", "n": "num_return_sequences", "sto
 NAMES = (*(field.name for field in fields(Sampling)), *SHORT_NAMES)  # of what is sampled
 PROMPTS = ("prompt", "tokens", "messages")
 KEYS = ("id", *PROMPTS, "metadata", *NAMES)
-
-
-class TextTokenizer:
-    """Text to token ids and back. where: "byte" or a Hugging Face folder."""
-
-    def __init__(self, where: str) -> None:
-        """Raise DataError: there is no such tokenizer."""
-        self.encode, self.decode, self.digest, self._loaded = sequences.tokenizer(where)
-
-    @property
-    def eos(self) -> tuple[int, ...]:
-        """The token that ends a text, if there is one."""
-        end = BYTE_EOD if self._loaded is None else self._loaded.eos_token_id
-        return () if end is None else (int(end),)
-
-    def conversation(self, messages: Any) -> list[int]:
-        """Token ids of messages and the start of an answer. Raises ValueError: there is no template, or it refuses."""
-        if getattr(self._loaded, "chat_template", None) is None:
-            raise ValueError("messages need a tokenizer with a chat template; write text as prompt")
-        try:
-            text = self._loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # of the template's language, jinja2, or of what the template reads
-            raise ValueError(f"messages: the chat template refuses them: {reason(error)}") from error
-        return self.encode(text, False)
 
 
 def settled(values: Iterable[tuple[str, Any]], base: Sampling) -> Sampling:
@@ -63,7 +40,7 @@ def settled(values: Iterable[tuple[str, Any]], base: Sampling) -> Sampling:
     return replace(base, **changes)
 
 
-def end_tokens(folder: Path | None, tokenizer: TextTokenizer | None, vocabulary: int) -> tuple[int, ...]:
+def end_tokens(folder: Path | None, tokenizer: Codec | None, vocabulary: int) -> tuple[int, ...]:
     """Find the tokens that end a text: of generation_config.json or config.json, else the tokenizer's.
 
     folder: of Hugging Face; None: a run's checkpoint.
@@ -77,10 +54,13 @@ def end_tokens(folder: Path | None, tokenizer: TextTokenizer | None, vocabulary:
             raise ConfigError(f"{file}: {reason(error)}; eos_token_id=… says which tokens end a text") from error
         if ids:
             return ids
-    return tuple(token for token in tokenizer.eos if token < vocabulary) if tokenizer else ()
+    if tokenizer is None:
+        return ()
+    end = BYTE_EOD if tokenizer.loaded is None else tokenizer.loaded.eos_token_id
+    return (int(end),) if end is not None and end < vocabulary else ()
 
 
-def read(file: Path, tokenizer: TextTokenizer | None, sampling: Sampling) -> list[Request]:
+def read(file: Path, tokenizer: Codec | None, sampling: Sampling) -> list[Request]:
     """All requests. Raises ConfigError that lists lines and what is wrong with them."""
     requests: list[Request] = []
     problems: list[str] = []
@@ -101,7 +81,7 @@ def read(file: Path, tokenizer: TextTokenizer | None, sampling: Sampling) -> lis
     return requests
 
 
-def parse(line: bytes, number: int, tokenizer: TextTokenizer | None, sampling: Sampling) -> Request:
+def parse(line: bytes, number: int, tokenizer: Codec | None, sampling: Sampling) -> Request:
     """Read the request of a line. number: the line's. sampling: its defaults. Raises ValueError, TpiError."""
     row = parse_object(line, constants=True, most=TOKENS)
     name = str(sequences.check_id(row.get("id", number)))
@@ -115,15 +95,26 @@ def parse(line: bytes, number: int, tokenizer: TextTokenizer | None, sampling: S
     return Request(name, tuple(_tokens(prompts[0], row[prompts[0]], tokenizer)), settled(given, sampling))
 
 
-def _tokens(key: str, value: Any, tokenizer: TextTokenizer | None) -> list[int]:
+def _tokens(key: str, value: Any, tokenizer: Codec | None) -> list[int]:
     """Return the token ids of a prompt. Raises ValueError."""
     if key == "messages":
         if tokenizer is None:
             raise ValueError("messages need a tokenizer with a chat template: --tokenizer FOLDER")
-        return tokenizer.conversation(value)
+        return _conversation(tokenizer, value)
     if key == "tokens" and isinstance(value, str):
         raise ValueError("tokens must be a list of token ids; text is a prompt")
     return sequences.ids(value, key, tokenizer.encode if tokenizer and key == "prompt" else None, special=True)
+
+
+def _conversation(tokenizer: Codec, messages: Any) -> list[int]:
+    """Token ids of messages and the start of an answer. Raises ValueError: there is no template, or it refuses."""
+    if getattr(tokenizer.loaded, "chat_template", None) is None:
+        raise ValueError("messages need a tokenizer with a chat template; write text as prompt")
+    try:
+        text = tokenizer.loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # of the template's language, jinja2, or of what the template reads
+        raise ValueError(f"messages: the chat template refuses them: {reason(error)}") from error
+    return tokenizer.encode(text, False)
 
 
 def digest(requests: list[Request]) -> str:

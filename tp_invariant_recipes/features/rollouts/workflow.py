@@ -16,6 +16,7 @@ from typing import Any
 
 from tp_invariant_recipes.check import rollouts as check
 from tp_invariant_recipes.config.overrides import Override, parse_all
+from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError
 from tp_invariant_recipes.features.rollouts import lines, prompts, requests
 from tp_invariant_recipes.features.rollouts.cache import BLOCK
@@ -86,7 +87,7 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
     rest = [word for word in words if word not in typed]
     loaded = model_of(source, rest, options.step, "tpi generate", check.problems, problems, MODE)
     where = options.tokenizer or loaded.tokenizer
-    tokenizer = prompts.TextTokenizer(where) if where else None
+    tokenizer = sequences.tokenizer(where) if where else None
     vocabulary = loaded.config.shape.vocabulary
     if not any(prompts.SHORT_NAMES.get(word.key, word.key) == "eos_token_id" for word in typed):
         folder = None if loaded.checkpoint else source.expanduser()
