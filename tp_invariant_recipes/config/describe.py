@@ -1,8 +1,6 @@
 """Describe configurations and models for people and machines."""
 
 import json
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any
 
 from tp_invariant_recipes.check import layout
@@ -32,6 +30,9 @@ def bridge_overrides(config: RunConfig) -> list[str]:
 
 def table() -> str:
     """Return the file of settings/tables/model_table.py: a row for each model of `conf/model/`, in JSON."""
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
     own = [name for name in conf_files.groups()["model"] if not conf_files.users_file("model", name)]
     # Composing takes 0.2 s a model, and the processes share what is imported by now.
     with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:

@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -29,12 +28,14 @@ from tp_invariant_recipes.errors import ConfigError, refuse
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.reading import MIB, parse_yaml, read_limited
+from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.settings import conf_files, cuda_graphs, expert_groups
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 # The option that stands for a cluster's file, wherever it lies, and for the layer of a recipe. No file of a tree has
 # this name.
 GIVEN = "_given_file"
+WHY = "plugins of other packages would be imported, and warn of what they lack"
 
 # What expert groups follow.
 _COUNTS = (
@@ -109,7 +110,7 @@ def _hydras_plugins() -> Any:
     def hydras(modules: Sequence[ModuleType]) -> Any:
         return scan([module for module in modules if module.__name__.startswith("hydra.")])
 
-    with patch.object(Plugins, "_scan_all_plugins", staticmethod(hydras)):
+    with applied([Replacement("hydra.core.plugins:Plugins._scan_all_plugins", lambda _: staticmethod(hydras), WHY)]):
         plugins = type.__call__(Plugins)  # a call of the class would make this one everybody's
     plugins.register(_OtherTrees)
     return plugins
@@ -178,10 +179,15 @@ def _option(group: str, option: str) -> Path:
 @contextmanager
 def _resolvers() -> Iterator[None]:
     """In the block, OmegaConf has the resolvers of RESOLVERS and no other, under whatever name one is called."""
-    with patch.dict(BaseContainer._resolvers, clear=True):
+    before = dict(BaseContainer._resolvers)
+    BaseContainer._resolvers.clear()
+    try:
         for name, function in RESOLVERS.items():
             OmegaConf.register_new_resolver(name, function)
         yield
+    finally:
+        BaseContainer._resolvers.clear()
+        BaseContainer._resolvers.update(before)
 
 
 def _calls(path: str, value: Any) -> Iterator[str]:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import batched
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from tp_invariant_recipes.errors import DataError
 from tp_invariant_recipes.reading import open_file
+
+if TYPE_CHECKING:
+    import numpy as np  # below: commands that train nothing need no array
 
 BYTE = "byte"
 BYTE_EOD = 256
@@ -49,7 +50,7 @@ class Tokenizer:
 
     vocab_size: int
     eod: int
-    encode: Callable[[Iterable[bytes]], Iterator[np.ndarray]]
+    encode: "Callable[[Iterable[bytes]], Iterator[np.ndarray]]"
     has_template: bool = False
 
 
@@ -105,7 +106,9 @@ def of_folder(folder: Path) -> Any:
         raise DataError(f"tokenizer {folder}: cannot load it: {error}") from error
 
 
-def _encode_bytes(documents: Iterable[bytes]) -> Iterator[np.ndarray]:
+def _encode_bytes(documents: Iterable[bytes]) -> "Iterator[np.ndarray]":
+    import numpy as np
+
     for document in documents:
         ids = np.empty(len(document) + 1, dtype=np.uint16)
         ids[:-1] = np.frombuffer(document, dtype=np.uint8)
@@ -113,8 +116,10 @@ def _encode_bytes(documents: Iterable[bytes]) -> Iterator[np.ndarray]:
         yield ids
 
 
-def _encode_hf(tokenizer: Any, vocab_size: int, eod: int, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
+def _encode_hf(tokenizer: Any, vocab_size: int, eod: int, documents: Iterable[bytes]) -> "Iterator[np.ndarray]":
     """Raise DataError for an id outside the vocabulary, which the index's type would turn into another token."""
+    import numpy as np
+
     for batch in batched(documents, BATCH):
         texts = [document.decode() for document in batch]
         # verbose=False: documents longer than the model's context are expected here.

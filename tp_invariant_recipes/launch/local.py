@@ -4,22 +4,24 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tp_invariant_recipes.config.hang_timeout import limits
 from tp_invariant_recipes.launch import ranks
-from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, RankFn, Stop
 from tp_invariant_recipes.launch.stacks import size_of
 from tp_invariant_recipes.runs import lock
 from tp_invariant_recipes.start import bridge
 
+if TYPE_CHECKING:
+    from tp_invariant_recipes.launch.plan import Plan  # it imports Hydra, which an export does without
+
 # Takes the name of a training and its plan, and shows its progress.
-Watch = Callable[[str, Plan], AbstractContextManager[Callable[[], None]]]
+Watch = Callable[[str, "Plan"], AbstractContextManager[Callable[[], None]]]
 
 
 def run(
-    plan: Plan,
+    plan: "Plan",
     tick: Callable[[], None],
     *,
     rank_fn: RankFn,

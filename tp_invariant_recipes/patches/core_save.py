@@ -3,7 +3,6 @@
 import queue
 from collections.abc import Callable
 from multiprocessing import get_context
-from multiprocessing.managers import SyncManager
 from typing import Any
 
 from tp_invariant_recipes.patches import code
@@ -21,6 +20,8 @@ def queue_in_this_process(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a queue for a save within this process, or Megatron's shared one, whose manager ends with this process."""
 
     def get_write_results_queue(mp_mode: str | None = None) -> Any:
+        from multiprocessing.managers import SyncManager
+
         from megatron.core.dist_checkpointing.strategies import filesystem_async
 
         if mp_mode is None and filesystem_async._results_queue is None:
