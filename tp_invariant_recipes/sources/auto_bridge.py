@@ -1,7 +1,11 @@
 """Bridge's converter between Hugging Face checkpoints and Megatron models: the only place that takes it."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tp_invariant_recipes.reading import parse_object, read_limited
@@ -30,11 +34,33 @@ def from_folder(folder: Path) -> Any:
 
 
 def from_config(folder: Path) -> Any:
-    """Return the AutoBridge of a folder that has a config.json alone, for weights that are to be written."""
+    """Return the AutoBridge of a folder that has a config.json alone, for weights that are to be written.
+
+    This process then runs no model of transformers.
+    """
+    with lazy_imports.in_parts("megatron.bridge"), _no_masks():
+        import_module("transformers.masking_utils")
     bridge = _class(folder)
     from transformers import AutoConfig
 
     return bridge.from_hf_config(AutoConfig.from_pretrained(str(folder), local_files_only=True))
+
+
+@contextmanager
+def _no_masks() -> Iterator[None]:
+    """In the block, the masks of transformers import no compiler of torch, which takes three seconds: they ask one of
+    its modules for a context in which they are made.
+    """
+    name = "torch._dynamo._trace_wrapped_higher_order_op"
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = module = ModuleType(name)
+    module.TransformGetItemToIndex = nullcontext  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del sys.modules[name]
 
 
 def _class(folder: Path) -> Any:
