@@ -12,7 +12,8 @@ ONE_RANK = (
     "qwen3_8b tp=1 cuda_graph=full numerics.virtual_shards=2 model.num_attention_heads=8 model.num_query_groups=2 "
     "model.ffn_hidden_size=3072 model.vocab_size=37984"
 )
-WEIGHTS = "numerics=stock numerics.initial_weights=invariant"  # the control starts from the weights of `tree`
+# The control starts from the weights of `tree`.
+WEIGHTS = "numerics=stock numerics.initial_weights=invariant numerics.virtual_shards=null"
 # Small models wait for the host, so several share a GPU: a command takes so many shares of 19 GiB of each of its GPUs.
 # Others take FULL, which is a GPU of 80 GB. The rows cut qwen3_30b_a3b to a few layers.
 SHARE, FULL = 19 << 30, 4

@@ -149,7 +149,7 @@ GROUPS = {
 # Groups that begin with the weights of a run that saves.
 BEGIN = {"adapters": "dense tp=1", "adapters-data": "dense tp=1"}
 # The control: a group, and a layout that has other bits than tp=1 with stock numerics, from equal weights.
-STOCK = "numerics=stock numerics.initial_weights=invariant"
+STOCK = "numerics=stock numerics.initial_weights=invariant numerics.virtual_shards=null"
 CONTROLS = (("dense", "tp=2"), ("dense", "pp=2"), ("dense", "dp=2"), ("experts", "tp=2 ep=2"), ("adapters", "tp=2"))
 # A run that saves at its second step, and the layout in which another goes on from there.
 RESUMED = {"dense tp=2": "tp=1", "dense tp=1": "tp=2", "dense pp=2": "tp=2 pp=1", "dense tp=2 pp=2": "tp=1 pp=1"}

@@ -139,7 +139,7 @@ ROWS = (
     f"{DENSE} {LONGER} cp=2",
     f"{DENSE} {LONGER} numerics=stock tp=2",
     f"{SCAN} numerics=stock",
-    f"{RULE} numerics=stock",
+    f"{RULE} numerics=stock numerics.virtual_shards=null",
     "gemma2_toy gbs=1 seq=256 model.vocab_size=1024 numerics.virtual_shards=2",
     "llama32_toy gbs=1 seq=256 model.vocab_size=1024 tp=2 numerics=gather",
 )
