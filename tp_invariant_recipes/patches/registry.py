@@ -79,10 +79,10 @@ def problems(config: RunConfig | None = None) -> list[Problem]:
 
 
 @contextmanager
-def applied(config: RunConfig | None = None) -> Iterator[list[str]]:
+def applied(config: RunConfig | None = None, unused: tuple[str, ...] = ()) -> Iterator[list[str]]:
     """Apply the patches that the installed packages and the run need; yield their names.
 
-    config: as in `problems`.
+    config: as in `problems`. unused: beginnings of modules that this process never uses, and that are not imported.
     Raises ConfigError, and applies none, when the run needs a refused patch or `patches.off` has an unknown name.
     """
     if wrong := lines(problems(config)):
@@ -90,7 +90,9 @@ def applied(config: RunConfig | None = None) -> Iterator[list[str]]:
     off = config.patches.off if config else []
     chosen = [patch for patch, verdict in verdicts(off) if verdict.state == "applies" and patch.concerns(config)]
     with lazy_imports.in_parts("megatron.bridge"):  # a target lies in a family of models: no need for the others
-        restore = replacement.apply(r for patch in chosen for r in patch.replacements)
+        restore = replacement.apply(
+            r for patch in chosen for r in patch.replacements if not r.target.startswith(unused)
+        )
     try:
         yield [patch.name for patch in chosen]
     finally:

@@ -1,8 +1,7 @@
 """Bridge's converter between Hugging Face checkpoints and Megatron models: the only place that takes it."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +24,31 @@ PACKAGES = {
 }
 
 
+def run_no_model() -> None:
+    """Import transformers for a process that runs none of its models: without torch's compiler, which takes three
+    seconds, and which its masks ask for a context in which they are made. Another package may still import it.
+    """
+    name = "torch._dynamo._trace_wrapped_higher_order_op"
+    if name in sys.modules:
+        return
+
+    def real(attribute: str) -> Any:
+        if attribute.startswith("__"):  # the import system looks for some
+            raise AttributeError(attribute)
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+        return getattr(import_module(name), attribute)
+
+    sys.modules[name] = module = ModuleType(name)
+    vars(module).update(TransformGetItemToIndex=nullcontext, __getattr__=real)
+    try:
+        with lazy_imports.in_parts("megatron.bridge"):
+            import_module("transformers.masking_utils")
+    finally:
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+
+
 def from_folder(folder: Path) -> Any:
     """Return the AutoBridge of a folder with a config.json; it reads weights when they are asked for.
 
@@ -34,40 +58,27 @@ def from_folder(folder: Path) -> Any:
 
 
 def from_config(folder: Path) -> Any:
-    """Return the AutoBridge of a folder that has a config.json alone, for weights that are to be written.
-
-    This process then runs no model of transformers.
-    """
-    with lazy_imports.in_parts("megatron.bridge"), _no_masks():
-        import_module("transformers.masking_utils")
+    """Return the AutoBridge of a folder that has a config.json alone, for weights that are to be written."""
     bridge = _class(folder)
     from transformers import AutoConfig
 
     return bridge.from_hf_config(AutoConfig.from_pretrained(str(folder), local_files_only=True))
 
 
-@contextmanager
-def _no_masks() -> Iterator[None]:
-    """In the block, the masks of transformers import no compiler of torch, which takes three seconds: they ask one of
-    its modules for a context in which they are made.
-    """
-    name = "torch._dynamo._trace_wrapped_higher_order_op"
-    if name in sys.modules:
-        yield
-        return
-    sys.modules[name] = module = ModuleType(name)
-    module.TransformGetItemToIndex = nullcontext  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        del sys.modules[name]
+def unused(folder: Path) -> tuple[str, ...]:
+    """Return beginnings of modules of Bridge that weights of a folder's model do not need: training, other families."""
+    others = {*PACKAGES.values()} - {PACKAGES[_model_type(folder)]}
+    return ("megatron.bridge.training.", *(f"{MODELS}.{package}." for package in sorted(others)))
+
+
+def _model_type(folder: Path) -> str:
+    return str(parse_object(read_limited(folder / CONFIG, LARGEST_CONFIG))["model_type"])
 
 
 def _class(folder: Path) -> Any:
     """Bridge is loaded (start/bridge.py). Of its families, only the folder's is imported: all take ten seconds more."""
-    model_type = parse_object(read_limited(folder / CONFIG, LARGEST_CONFIG))["model_type"]
     with lazy_imports.in_parts("megatron.bridge"):
-        import_module(f"{MODELS}.{PACKAGES[model_type]}")
+        import_module(f"{MODELS}.{PACKAGES[_model_type(folder)]}")
         from megatron.bridge.models.conversion.auto_bridge import AutoBridge
         from megatron.bridge.models.conversion.param_mapping import AutoMapping
 

@@ -18,6 +18,7 @@ from tp_invariant_recipes.start.start_clock import CLOCK, IMPORTS
 BRIDGE = "megatron.bridge.training.pretrain"
 # What each rank would otherwise import by itself, after it has been forked.
 LATER_IN_RANKS = ("megatron.bridge.training.gpt_step", "megatron.bridge.data.megatron_mimo.base_provider")
+MODELS = "megatron.bridge.models.gpt_provider"
 # Makes torch.cuda.is_available() ask NVML. Otherwise it starts CUDA, and then no rank can be forked.
 ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
@@ -32,6 +33,17 @@ def load() -> None:
     """
     if BRIDGE in sys.modules:
         return
+    _import(BRIDGE, *LATER_IN_RANKS)
+    imported_with.update(os.environ)
+
+
+def load_models() -> None:
+    """Import what builds and converts models, without the training loop: for a process that trains nothing."""
+    if MODELS not in sys.modules:
+        _import(MODELS)
+
+
+def _import(*names: str) -> None:
     bytecode.keep()
     find_spec("megatron.bridge")  # where it is missing, that is said first, not that torch is
     with CLOCK.counted(IMPORTS), quiet(), _without_garbage_collection(), _nvml_only():
@@ -39,11 +51,11 @@ def load() -> None:
             transformer_engine.prepare_import()
         with lazy_imports.put_off(_later), _compiled_later():
             transformer_engine.prepare_import()
-            for name in (BRIDGE, *LATER_IN_RANKS):
+            for name in names:
                 import_module(name)
-        # Autograd imports this at the first backward pass; otherwise each forked rank would import it again.
-        import_module("torch.fx.experimental.symbolic_shapes")
-    imported_with.update(os.environ)
+        if BRIDGE in names:
+            # Autograd imports this at the first backward pass; otherwise each forked rank would import it again.
+            import_module("torch.fx.experimental.symbolic_shapes")
 
 
 def _compiled_later() -> AbstractContextManager[None]:

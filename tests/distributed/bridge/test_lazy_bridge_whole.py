@@ -135,3 +135,34 @@ def test_a_folders_family_is_imported_alone(tmp_path):
     converters, packages = json.loads(done.stdout.splitlines()[-1])
     assert len(set(converters)) == len(hf_models.FAMILIES)
     assert not {"bailing", "kimi", "stepfun", "qwen_vl", "mamba"} & {*packages}
+
+
+EXPORT = """
+import sys
+from pathlib import Path
+from tp_invariant_recipes.start import bridge
+bridge.load_models()
+from tp_invariant_recipes.patches import registry
+from tp_invariant_recipes.sources import auto_bridge
+folder = Path(sys.argv[1])
+auto_bridge.run_no_model()
+print("torch._dynamo" in sys.modules)
+with registry.applied(unused=auto_bridge.unused(folder)):
+    converter = auto_bridge.from_config(folder)
+print(type(converter._model_bridge).__name__)
+print("megatron.bridge.training.pretrain" in sys.modules, "megatron.bridge.models.gemma" in sys.modules)
+from torch._dynamo._trace_wrapped_higher_order_op import trace_wrapped
+print(trace_wrapped.__module__)
+"""
+
+
+@pytest.mark.release
+def test_an_export_imports_no_training_no_compiler_and_no_other_family(tmp_path):
+    """Half of its time; torch's compiler can be imported afterwards as ever."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}))
+    program = [sys.executable, "-c", EXPORT, str(tmp_path)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    compiler, converter, training, module = done.stdout.splitlines()[-4:]
+    assert (compiler, converter, training) == ("False", "Qwen3Bridge", "False False")
+    assert module == "torch._dynamo._trace_wrapped_higher_order_op"

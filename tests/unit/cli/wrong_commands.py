@@ -224,7 +224,7 @@ def contradictions(rng: random.Random) -> Iterator[Words]:
         "train",
         "train tp=2",
         "show",
-        "models qwen3_toy",
+        "models qwen3_toyy",
         "doctor now",
         "compare a.txt",
         "cancel",

@@ -440,3 +440,13 @@ def test_a_sign_takes_no_time_of_a_step():
     First(lambda step, start: False).on_train_step_start(context)  # in no rank: nothing happens
     Last().on_train_step_end(context)
     assert heartbeats[0].count == 2
+
+
+def test_the_time_that_the_launcher_itself_was_stopped_does_not_count(monkeypatch, memory):
+    """As by Ctrl-Z: the ranks were stopped as well."""
+    clock = clock_of(monkeypatch, memory, AUTO)
+    memory.give(Phase.STEP, 1)
+    assert not clock.pass_(10)
+    clock.now += 100_000
+    assert not clock.pass_(10)
+    assert clock.pass_(100_000, step=1.0)

@@ -215,6 +215,13 @@ def test_of_an_unknown_run_every_installed_package_counts(installs, patch):
         assert names == [NAME]
 
 
+@pytest.mark.parametrize("unused, imported", (((), True), (("transformer_engine.",), False)))
+def test_what_a_process_never_uses_is_neither_imported_nor_replaced(installs, patch, unused, imported):
+    installs("2.13.0")
+    with registry.applied(unused=unused):
+        assert ("transformer_engine.pytorch.module.grouped_linear" in sys.modules) is imported
+
+
 @pytest.mark.parametrize(
     "sections, names",
     (

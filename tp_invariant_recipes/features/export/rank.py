@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
@@ -64,16 +65,15 @@ class Export:
 
     def __call__(self, run_dir: RunDir, rank_info: Any) -> None:
         """Raise RunError: the checkpoint has no such weights."""
-        bridge.load()
+        bridge.load_models()
+        auto_bridge.run_no_model()
         with ExitStack() as stack:
-            from megatron.bridge.training.model_load_save import temporary_distributed_context
-
             from tp_invariant_recipes.cpu_host import cpu
 
-            stack.enter_context(cpu.installed())
-            stack.enter_context(registry.applied())
+            stack.enter_context(cpu.megatron_core() if self.adapters is None else cpu.installed())
+            stack.enter_context(registry.applied(unused=auto_bridge.unused(self.folder)))
             stack.enter_context(torch.no_grad())
-            stack.enter_context(temporary_distributed_context("gloo"))
+            stack.enter_context(_world_of_one())
             if self.adapters is None:
                 self._write(self._chunks())
             else:
@@ -113,6 +113,8 @@ class Export:
 
     def _write(self, chunks: list[Any]) -> None:
         write(self.folder, self._tensors(chunks), self._names())
+        if wrong := hf_models.problems(self.model, read(self.folder)):  # here transformers is imported already
+            raise RunError(f"this is a defect of tpi: it would not import what it exports: {wrong[0]}")
 
     def _tensors(self, chunks: list[Any]) -> Iterator[tuple[str, Tensor]]:
         of_folder = auto_bridge.from_config(self.folder)
@@ -120,6 +122,20 @@ class Export:
         for name, tensor in of_folder.export_hf_weights(chunks, cpu=True, show_progress=False):
             if not (tied and name == hf_models.OUTPUT):  # Hugging Face stores a tied tensor once
                 yield name, tensor.contiguous()
+
+
+@contextmanager
+def _world_of_one() -> Iterator[None]:
+    """In the block, this process is the only rank of Megatron's groups."""
+    from megatron.core import parallel_state
+
+    dist.init_process_group("gloo", world_size=1, rank=0)
+    try:
+        parallel_state.initialize_model_parallel()
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
 
 
 def _metadata(checkpoint: Path) -> dict[str, Any]:
