@@ -59,7 +59,9 @@ DISTRIBUTED = "optimizer.use_distributed_optimizer=true"
         pytest.param(DISTRIBUTED, "pp=2", ("pp=2", "pp=1 tp=2"), marks=pytest.mark.release),
         pytest.param("precision=fp32", "pp=2", ("pp=2", "pp=1"), marks=pytest.mark.release),
         pytest.param(MUON, "pp=2", ("pp=2", "pp=1"), marks=pytest.mark.release),
-        pytest.param("numerics=stock", "pp=2 ep=2 dp=2", ("pp=2",), marks=pytest.mark.release),
+        pytest.param(
+            "numerics=stock numerics.virtual_shards=null", "pp=2 ep=2 dp=2", ("pp=2",), marks=pytest.mark.release
+        ),
     ),
 )
 def test_a_stage_without_experts_goes_on(tpi, more, first, layouts):

@@ -171,7 +171,8 @@ def _of_run(source: Path, requested: Sequence[Override], step: int | None) -> tu
     if peft.adapts(run_dir.read_run_config()):
         raise ConfigError(f"{source} has adapters: tpi export {source} FOLDER --merge, then name FOLDER")
     checkpoint = checkpoint_of(run_dir, before.identity_hash, step)
-    invariant = mode.find(before.numerics["mode"]) is not None
+    asked = given(requested, "numerics.mode")
+    invariant = mode.find(before.numerics["mode"]) is not None and not (asked and asked.value == mode.STOCK)
     kept = [
         override
         for override in overrides_to_repeat(before)
