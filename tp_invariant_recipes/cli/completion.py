@@ -101,18 +101,24 @@ def _offers(root: Any, words: list[str], incomplete: str) -> tuple[bool, list[tu
     command, rest = _command(root, words)
     options = {name: option for option in command.params for name in option.opts if name.startswith("-")}
     if incomplete.startswith("-"):
-        about = {name: option.help or "" for name, option in options.items()} | {"--help": "Show help."}
-        return False, [(name, text) for name, text in about.items() if name.startswith(incomplete)]
-    if hasattr(command, "commands"):
-        there = [(n, c.get_short_help_str(80)) for n, c in command.commands.items() if not c.hidden]
-        return False, [(name, about) for name, about in there if name.startswith(incomplete)]
+        offers = {name: option.help or "" for name, option in options.items()} | {"--help": "Show help."}
+    elif hasattr(command, "commands"):
+        offers = {n: c.get_short_help_str(80) for n, c in command.commands.items() if not c.hidden}
+    else:
+        parameter = _parameter(command, rest, options)
+        return (False, []) if parameter is None else _value(parameter, command.name, rest, incomplete)
+    return False, [(name, about) for name, about in offers.items() if name.startswith(incomplete)]
+
+
+def _parameter(command: Any, rest: list[str], options: dict[str, Any]) -> Any:
+    """Return the option or argument whose value comes next; None: the command takes no more."""
     if rest and (option := options.get(rest[-1])) is not None and not option.is_flag:
-        return _value(option, command.name, rest, incomplete)
+        return option
     arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
     number = len(_positional(rest, options))
-    if not arguments or (number >= len(arguments) and arguments[-1].nargs == 1):
-        return False, []
-    return _value(arguments[min(number, len(arguments) - 1)], command.name, rest, incomplete)
+    if number < len(arguments):
+        return arguments[number]
+    return arguments[-1] if arguments and arguments[-1].nargs != 1 else None
 
 
 def _value(parameter: Any, command: str, words: list[str], incomplete: str) -> tuple[bool, list[tuple[str, str]]]:

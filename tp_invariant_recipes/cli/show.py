@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +16,7 @@ from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.machine import terminal
 
 if TYPE_CHECKING:
+    from tp_invariant_recipes.config.lookup import Changed
     from tp_invariant_recipes.config.overrides import Override
 
 
@@ -65,20 +66,16 @@ def show(
     if model is not None and (diff or (run and "=" in model)):  # typer gives the first word to MODEL
         arguments.insert(0, model)
         model = None
-    compared = [word for word in arguments if not _is_override(word)] if diff else []
-    requested = parse_all(word for word in arguments if word not in compared)
     if [model is not None, run is not None, diff].count(True) != 1:
         raise ConfigError("name one: a model (tpi models lists them), --from RUN, or --diff A B")
-    if fix and model is None:
-        raise ConfigError("--fix goes with a model or a recipe: tpi show recipe=NAME --fix")
     if fix:
-        _print_fixed(str(model), arguments)
+        _print_fixed(model, arguments)
         return
     if diff:
-        raise typer.Exit(_diff(compared, requested, key, as_json=as_json))
+        raise typer.Exit(_diff(arguments, key, as_json=as_json))
     if run is None:
         model, arguments = with_model(model, arguments)
-        requested = parse_all(arguments)
+    requested = parse_all(arguments)
     sections = _run_sections(run.expanduser(), requested) if run is not None else _composed(str(model), requested)
     if key is not None:
         _print_key(sections, key, as_json=as_json)
@@ -86,11 +83,13 @@ def show(
         _print(sections, as_json=as_json, everything=everything)
 
 
-def _print_fixed(model: str, overrides: list[str]) -> None:
-    """Print the command that trains a model. Raises ConfigError: no key solves a problem."""
+def _print_fixed(model: str | None, overrides: list[str]) -> None:
+    """Print the command that trains a model. Raises ConfigError: there is no model, or no key solves a problem."""
     from tp_invariant_recipes.features import recipe_list
     from tp_invariant_recipes.launch.plan import detect_device
 
+    if model is None:
+        raise ConfigError("--fix goes with a model or a recipe: tpi show recipe=NAME --fix")
     given, unsolved, _ = recipe_list.fixed(model, overrides, detect_device())
     if unsolved:
         raise ConfigError(
@@ -170,43 +169,44 @@ def _recipe_and_run(recipe: str, overrides: "list[Override]") -> list[Mapping[st
     return [{**run, **sections, "tokenizer": own | sections["tokenizer"]}, run]
 
 
-def _diff(pair: list[str], overrides: "list[Override]", key: str | None, *, as_json: bool) -> int:
+def _diff(words: list[str], key: str | None, *, as_json: bool) -> int:
     """Print the keys that differ. Returns the exit status. Raises ConfigError."""
     from tp_invariant_recipes.config import lookup
+    from tp_invariant_recipes.config.overrides import parse_all
     from tp_invariant_recipes.settings.keys import SHORT_KEYS
 
+    pair = [word for word in words if not _is_override(word)]
+    overrides = parse_all(word for word in words if word not in pair)
     if len(pair) == 1 and pair[0].startswith("recipe="):
         both = _recipe_and_run(pair[0], overrides)
-        pair = [pair[0], "the run"]
+        pair, adjusted = [pair[0], "the run"], both[1]["recipe"].get("adjusted", ())
     elif len(pair) == 2:
-        both = [_sections_of(text, overrides) for text in pair]
+        both, adjusted = [_sections_of(text, overrides) for text in pair], ()
     else:
         raise ConfigError("--diff takes two: run directories, models, or a model with overrides in quotes")
-    adjusted = both[1].get("recipe", {}).get("adjusted", ()) if pair[1] == "the run" else ()
     with _config_errors():
         changed = lookup.differences(*both)
     if key is not None:
         path = SHORT_KEYS[key].path if key in SHORT_KEYS else key
-        changed = [
-            difference for difference in changed if difference.key == path or difference.key.startswith(f"{path}.")
-        ]
+        changed = [item for item in changed if f"{item.key}.".startswith(f"{path}.")]
     if as_json:
-        terminal.print_json(
-            {"a": pair[0], "b": pair[1], "different": [difference._asdict() for difference in changed]}, indent=2
-        )
+        terminal.print_json({"a": pair[0], "b": pair[1], "different": [item._asdict() for item in changed]}, indent=2)
     else:
-        for difference in changed:
-            mark = " " if difference.comparable else "*"
-            line = f"{difference.key}: {_value(difference.a)} -> {_value(difference.b)}"
-            why = next(
-                (f": {note.rpartition(': ')[2]}" for note in adjusted if note.startswith(f"{difference.key}: ")), ""
-            )
-            terminal.print_text(f"{mark} {one_line(line + why)}")
-        if not changed:
-            terminal.print_text("no key differs")
-        if not all(difference.comparable for difference in changed):
-            terminal.print_text("* runs that differ there are not comparable")
+        _print_differences(changed, adjusted)
     return 1 if changed else 0
+
+
+def _print_differences(changed: "list[Changed]", adjusted: Sequence[str]) -> None:
+    """Print each key that differs; adjusted: lines of what a run changes of its recipe, with the reasons."""
+    reasons = {line.partition(": ")[0]: f": {line.rpartition(': ')[2]}" for line in reversed(adjusted)}
+    for item in changed:
+        mark = " " if item.comparable else "*"
+        line = f"{item.key}: {_value(item.a)} -> {_value(item.b)}{reasons.get(item.key, '')}"
+        terminal.print_text(f"{mark} {one_line(line)}")
+    if not changed:
+        terminal.print_text("no key differs")
+    if not all(item.comparable for item in changed):
+        terminal.print_text("* runs that differ there are not comparable")
 
 
 def _value(value: Any) -> str:

@@ -185,6 +185,17 @@ DEFERRED = (
         },
         below="modelopt.torch",
     ),
+    # Examples of Hugging Face. Bridge replaces a check of its builder, before any data is read.
+    Deferred(
+        {"datasets": "5.2.0", "megatron-bridge": "0.6.2"},
+        {
+            "datasets": {
+                name: partial(_Function, "datasets", name, _never) for name in ("load_dataset", "concatenate_datasets")
+            },
+            "datasets.builder": {},
+        },
+        below="datasets",
+    ),
     # Megatron-Core's timers import it to recognize its writer.
     Deferred({"wandb": None}, {"wandb": {}}, below="wandb"),
     # Multimodal data. It imports the storage client, which Megatron-Core only asks whether it is there.
@@ -208,7 +219,13 @@ _SET_BEFORE = ("__path__", "__file__", "__cached__", "__loader__", "__spec__", "
 
 
 class _StandIn(ModuleType):
-    """A module that is not executed yet."""
+    """A module that is not executed yet. What others set in it meanwhile, they set again once it is."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        waiting: Waiting | None = vars(self).get("__waiting__")
+        if waiting is not None and waiting.waits and not isinstance(value, ModuleType):
+            waiting.changes.append((self.__name__, name, value))
+        super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         if name in _SET_BEFORE:
@@ -263,12 +280,14 @@ class Waiting(MetaPathFinder):
 
     around: holds while the package is imported.
     in_parts: whether its modules are imported without the rest of it (`in_parts`).
+    changes: attributes that others have set in stand-ins: module, name, value.
     """
 
     later: Deferred
     around: Callable[[], AbstractContextManager[None]]
     waits: bool = True
     in_parts: bool = False
+    changes: list[tuple[str, str, Any]] = field(default_factory=list)
     _modules: dict[str, ModuleType] = field(default_factory=dict)
     _lock: Any = field(default_factory=threading.RLock)
     _ending: bool = False
@@ -317,6 +336,8 @@ class Waiting(MetaPathFinder):
             finally:
                 self._ending = False
             sys.meta_path.remove(self)
+            for name, attribute, value in self.changes:
+                setattr(sys.modules[name], attribute, value)
             for name, module in self._modules.items():
                 del vars(module)["__waiting__"]
                 module.__class__ = ModuleType if sys.modules.get(name) is module else _Replaced

@@ -40,11 +40,12 @@ from transformers import AutoConfig
 seen["registered at transformers"] = [type(AutoConfig.for_model(one)).__module__ for one in ("step3p7", "qwen3")]
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.conversion.model_bridge import get_model_bridge
-import megatron.bridge.recipes, megatron.energon, multistorageclient, wandb
+import datasets, megatron.bridge.recipes, megatron.energon, multistorageclient, wandb
 seen["supported"] = sorted(AutoBridge.list_supported_models())
 seen["registered"] = sorted(str(key) for key in get_model_bridge._exact_types)
 seen["recipes"] = sorted(vars(megatron.bridge.recipes))
-mtd.convert, megatron.energon.Sample, multistorageclient.StorageClient, wandb.init
+mtd.convert, megatron.energon.Sample, multistorageclient.StorageClient, wandb.init, datasets.Dataset
+seen["room for data"] = datasets.builder.has_sufficient_disk_space(1 << 90)
 seen["in the end"] = waiting()
 names = {name: sys.modules[name] for later in lazy_imports.DEFERRED for name in later.modules}
 seen["names"] = {name: sorted(vars(module)) for name, module in names.items() if name != "transformers"}
@@ -77,11 +78,14 @@ def test_everything_waits_until_somebody_asks(seen):
 
 @pytest.mark.release
 @pytest.mark.parametrize(
-    "what", ("without ModelOpt", "registered at transformers", "supported", "registered", "recipes", "names", "kinds")
-)
+    "what",
+    ("without ModelOpt", "registered at transformers", "supported", "registered", "recipes", "names", "kinds",
+     "room for data"),
+)  # fmt: skip
 def test_what_waited_is_what_is_imported_at_the_start(seen, what):
     waits, eager = seen
     assert waits[what] == eager[what]
+    assert waits["room for data"] is True  # Bridge's own check, set before the package was imported
 
 
 @pytest.mark.release

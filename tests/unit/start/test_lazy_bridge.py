@@ -47,6 +47,17 @@ def put(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
+def test_what_is_set_in_a_stand_in_stays_set(put):
+    waiting = put()
+    import zoo
+
+    zoo.name = "changed"
+    assert waiting.waits
+    assert zoo.Dog
+    assert not waiting.waits
+    assert zoo.name == "changed"
+
+
 def test_a_stand_in_is_the_module_itself_once_somebody_asks(put):
     waiting = put()
     import zoo

@@ -75,21 +75,10 @@ def new(
 
     traced: whether a traced pass of each mode follows the rounds.
     """
-    counts = (("--rounds", rounds, 1, MOST_ROUNDS), ("--warmup", warmup, 0, LARGEST), ("--steps", steps, 1, LARGEST))
-    problems = [f"{option} {value}: must be at least {least}" for option, value, least, _ in counts if value < least]
-    problems += [f"{option} {value}: must be at most {most}" for option, value, _, most in counts if value > most]
-    problems += _modes_problems(modes)
     decided, sound = reserved.check("bench", parse_all(overrides))
-    problems += decided
+    problems = [*_count_problems(rounds, warmup, steps), *_modes_problems(modes), *decided]
     length = min(max(warmup + steps, 1), LARGEST)
-    long = max(length, *graph_choice.LEAST_STEPS.values())
-    composed = _composed(model, [*sound, f"iters={long}", "save=0"], modes, problems)
-    if any(run.graphs is not None and run.config.device.kind == "gpu" for run in composed.values()):
-        sound = [
-            *(override for override in sound if override.path != graph_choice.GROUP),
-            parse(_graphs_of_all(composed.values())),
-        ]
-    composed = _composed(model, [*sound, f"iters={length}", "save=0"], modes, problems)
+    composed = _composed_alike(model, sound, modes, length, problems)
     where = BenchDir(choose_for_several(directory, f"bench-{model}-tp{(composed[modes[0]].config).layout.tp}"))
     plans = {mode: plan.resolve_beside(composed[mode], where.mode(mode), where.index_cache, how) for mode in modes}
     if any(planned.environment != plans[modes[0]].environment for planned in plans.values()):
@@ -98,6 +87,26 @@ def new(
     if traced:
         turns += [Pass(mode, 0, warmup, warmup + 1 + profile.TRACED, profile=True) for mode in modes]
     return Bench(where, plans, tuple(turns))
+
+
+def _count_problems(rounds: int, warmup: int, steps: int) -> list[str]:
+    counts = (("--rounds", rounds, 1, MOST_ROUNDS), ("--warmup", warmup, 0, LARGEST), ("--steps", steps, 1, LARGEST))
+    return [
+        *(f"{option} {value}: must be at least {least}" for option, value, least, _ in counts if value < least),
+        *(f"{option} {value}: must be at most {most}" for option, value, _, most in counts if value > most),
+    ]
+
+
+def _composed_alike(
+    model: str, overrides: Sequence[Override], modes: Sequence[str], length: int, problems: list[str]
+) -> dict[str, Composed]:
+    """Return the runs of all modes, of so many steps, with the CUDA graphs that they would all have in a long run."""
+    long = max(length, *graph_choice.LEAST_STEPS.values())
+    composed = _composed(model, [*overrides, f"iters={long}", "save=0"], modes, problems)
+    if any(run.graphs is not None and run.config.device.kind == "gpu" for run in composed.values()):
+        others = (override for override in overrides if override.path != graph_choice.GROUP)
+        overrides = [*others, parse(_graphs_of_all(composed.values()))]
+    return _composed(model, [*overrides, f"iters={length}", "save=0"], modes, problems)
 
 
 def execute(bench: Bench, watch: Callable[[], None]) -> dict[str, Any]:

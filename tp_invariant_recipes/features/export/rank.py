@@ -238,28 +238,28 @@ def load_weights(chunks: list[Any], checkpoint: Path, prefix: str, part: str = "
 
     chunk = chunks[0].module if hasattr(chunks[0], "module") else chunks[0]
     metadata = dist_checkpointing.load_content_metadata(str(checkpoint))
-    sharded = {
-        name: value
-        for name, value in chunk.sharded_state_dict(metadata=metadata).items()
-        if is_weight(name) and part in name
-    }
-    copied = {}
-    if shared:
-        of_first = {name: OF_EXPERT.sub(r".local_experts.0.", name) for name in sharded}
-        copied = {name: first for name, first in of_first.items() if name != first}
-        sharded = {
-            name: of_all_experts(value) if OF_EXPERT.search(name) else value
-            for name, value in sharded.items()
-            if name not in copied
-        }
-    tensors = [value for value in nested_values(sharded) if isinstance(value, ShardedTensor | ShardedTensorFactory)]
+    state = chunk.sharded_state_dict(metadata=metadata).items()
+    sharded = {name: value for name, value in state if is_weight(name) and part in name}
+    read, copied = _of_first_experts(sharded) if shared else (sharded, {})
+    tensors = [value for value in nested_values(read) if isinstance(value, ShardedTensor | ShardedTensorFactory)]
     _put_prefix(tensors, checkpoint, prefix)
-    loaded = dist_checkpointing.load({"model": sharded}, str(checkpoint))["model"]
+    loaded = dist_checkpointing.load({"model": read}, str(checkpoint))["model"]
     loaded |= {name: loaded[first] for name, first in copied.items()}
     incompatible_keys = chunk.load_state_dict(loaded, strict=False)
     missing = [name for name in incompatible_keys.missing_keys if is_weight(name) and part in name]
     if missing:
         raise RunError(f"{checkpoint} holds no weight {missing[0]}")
+
+
+def _of_first_experts(sharded: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what to read of adapters that a layer's experts share, and the other experts' names -> the first's."""
+    first_of = {name: OF_EXPERT.sub(r".local_experts.0.", name) for name in sharded}
+    read = {
+        name: of_all_experts(value) if OF_EXPERT.search(name) else value
+        for name, value in sharded.items()
+        if first_of[name] == name
+    }
+    return read, {name: first for name, first in first_of.items() if name != first}
 
 
 def _put_prefix(tensors: list[Any], checkpoint: Path, prefix: str) -> None:

@@ -21,73 +21,87 @@ def local_hybrid_spec(config: Any) -> Any:
     It equals Megatron's stack with Transformer Engine, except that norms are separate modules. Checkpoints have the
     same names.
     """
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.models.backends import LocalSpecProvider
-    from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
     from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import MoETransformerLayer
+
+    layers = {
+        "mamba_layer": _mamba_layer(),
+        "attention_layer": _attention_layer(),
+        "mlp_layer": _feed_forward_layer(MLPLayer, sharded_state_dict_keys_map=saved_names.DENSE),
+    }
+    if experts := config.num_moe_experts:
+        layers["moe_layer"] = _feed_forward_layer(MoETransformerLayer, experts)
+    if config.mtp_num_layers:
+        layers["mtp_block_spec"] = _local_ahead()
+    return ModuleSpec(module=HybridStack, submodules=HybridStackSubmodules(**layers))
+
+
+def _mamba_layer() -> Any:
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
     from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
-    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    mixer = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    return ModuleSpec(
+        module=MambaLayer,
+        submodules=MambaLayerSubmodules(
+            norm=WrappedTorchNorm,
+            mixer=ModuleSpec(module=MambaMixer, submodules=mixer),
+            mamba_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=saved_names.MAMBA,
+        ),
+    )
+
+
+def _attention_layer() -> Any:
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.core.transformer.transformer_layer import (
-        MoETransformerLayer,
-        TransformerLayer,
-        TransformerLayerSubmodules,
-    )
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-    backend = LocalSpecProvider()
-    mixer = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear, core_attention=DotProductAttention, linear_proj=RowParallelLinear
     )
-    layers = {
-        "mamba_layer": ModuleSpec(
-            module=MambaLayer,
-            submodules=MambaLayerSubmodules(
-                norm=WrappedTorchNorm,
-                mixer=ModuleSpec(module=MambaMixer, submodules=mixer),
-                mamba_bda=get_bias_dropout_add,
-                sharded_state_dict_keys_map=saved_names.MAMBA,
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=WrappedTorchNorm,
+            self_attention=ModuleSpec(
+                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
             ),
+            self_attn_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=saved_names.ATTENTION,
         ),
-        "attention_layer": ModuleSpec(
-            module=TransformerLayer,
-            submodules=TransformerLayerSubmodules(
-                input_layernorm=WrappedTorchNorm,
-                self_attention=ModuleSpec(
-                    module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
-                ),
-                self_attn_bda=get_bias_dropout_add,
-                sharded_state_dict_keys_map=saved_names.ATTENTION,
-            ),
+    )
+
+
+def _feed_forward_layer(module: type, experts: int | None = None, **names: Any) -> Any:
+    """Return a layer with a dense feed-forward part, or with experts."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+
+    return ModuleSpec(
+        module=module,
+        submodules=TransformerLayerSubmodules(
+            pre_mlp_layernorm=WrappedTorchNorm,
+            mlp=get_mlp_module_spec_for_backend(LocalSpecProvider(), num_experts=experts),
+            mlp_bda=get_bias_dropout_add,
+            **names,
         ),
-        "mlp_layer": ModuleSpec(
-            module=MLPLayer,
-            submodules=TransformerLayerSubmodules(
-                pre_mlp_layernorm=WrappedTorchNorm,
-                mlp=get_mlp_module_spec_for_backend(backend),
-                mlp_bda=get_bias_dropout_add,
-                sharded_state_dict_keys_map=saved_names.DENSE,
-            ),
-        ),
-    }
-    if config.num_moe_experts:
-        layers["moe_layer"] = ModuleSpec(
-            module=MoETransformerLayer,
-            submodules=TransformerLayerSubmodules(
-                pre_mlp_layernorm=WrappedTorchNorm,
-                mlp=get_mlp_module_spec_for_backend(backend, num_experts=config.num_moe_experts),
-                mlp_bda=get_bias_dropout_add,
-            ),
-        )
-    if config.mtp_num_layers:
-        layers["mtp_block_spec"] = _local_ahead()
-    return ModuleSpec(module=HybridStack, submodules=HybridStackSubmodules(**layers))
+    )
 
 
 def _local_ahead() -> Any:

@@ -325,15 +325,7 @@ def sample(
     quantile:     52 random bits in int64 -> fp64, element by element.
     returns: rounded to fp32, then to `dtype`.
     """
-    if not 0 <= seed < 1 << 64:
-        raise ValueError(f"the seed must fit 64 bits without a sign, not {seed}")
-    if len(shape_global) != len(index_ranges) or not shape_global:
-        raise ValueError(f"{len(index_ranges)} lists of ranges for the {len(shape_global)} dimensions of {name}")
-    for size, segments in zip(shape_global, index_ranges, strict=True):
-        if any(not 0 <= start <= stop <= size for start, stop in segments):
-            raise ValueError(f"{name}: ranges {list(segments)} are not within 0..{size}")
-    if math.prod(shape_global[:-1]) > WORD or shape_global[-1] > WORD:
-        raise ValueError(f"{name}: {tuple(shape_global)} is too large to number")
+    _refuse_bad_part(shape_global, index_ranges, seed, name)
     sizes = [sum(stop - start for start, stop in segments) for segments in index_ranges]
     device = torch.device(device)
     compiled = isinstance(quantile, _Normal) and device.type == "cpu" and math.prod(sizes) > COMPILED
@@ -356,6 +348,19 @@ def sample(
                 out[row : row + step, at : at + last - first] = values.to(dtype)
             at += last - first
     return out.view(sizes)
+
+
+def _refuse_bad_part(shape_global: Sequence[int], index_ranges: Sequence[Segments], seed: int, name: str) -> None:
+    """Raise ValueError for a seed, a shape or ranges that `sample` cannot number."""
+    if not 0 <= seed < 1 << 64:
+        raise ValueError(f"the seed must fit 64 bits without a sign, not {seed}")
+    if len(shape_global) != len(index_ranges) or not shape_global:
+        raise ValueError(f"{len(index_ranges)} lists of ranges for the {len(shape_global)} dimensions of {name}")
+    for size, segments in zip(shape_global, index_ranges, strict=True):
+        if any(not 0 <= start <= stop <= size for start, stop in segments):
+            raise ValueError(f"{name}: ranges {list(segments)} are not within 0..{size}")
+    if math.prod(shape_global[:-1]) > WORD or shape_global[-1] > WORD:
+        raise ValueError(f"{name}: {tuple(shape_global)} is too large to number")
 
 
 def _indices(segments: Segments, device: torch.device) -> Tensor:

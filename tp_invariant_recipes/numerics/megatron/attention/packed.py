@@ -87,10 +87,7 @@ def _fill(outputs: list[Tensor | None], sizes: list[int], dim: int) -> None:
 
 def _joined(model: Any, original: Callable[..., Tensor], given: dict[str, Any], sequences: Sequences) -> Tensor:
     sizes = [length for length, _ in sequences]
-    each = [dict(given) for _ in sizes]
-    for name in (name for name in BY_TOKEN if given.get(name) is not None):
-        for inputs, part in zip(each, given[name].split(sizes, 1), strict=True):
-            inputs[name] = part
+    each = _inputs(given, sizes)
     received = None if model.pre_process else model.decoder.input_tensor
     if received is not None:
         # split, not slices: its gradient is put together, and not added to zeros, which loses the sign of -0.0.
@@ -112,6 +109,15 @@ def _joined(model: Any, original: Callable[..., Tensor], given: dict[str, Any], 
     dim = 1 if model.post_process else 0
     _fill(outputs, sizes, dim)
     return _Joined.apply(dim, idle, *outputs, *idle) if idle else torch.cat(outputs, dim)  # type: ignore[arg-type]
+
+
+def _inputs(given: dict[str, Any], sizes: list[int]) -> list[dict[str, Any]]:
+    """Return the inputs of each sequence. given: those of all, of which BY_TOKEN have tokens along dimension 1."""
+    each = [dict(given) for _ in sizes]
+    for name in (name for name in BY_TOKEN if given.get(name) is not None):
+        for inputs, part in zip(each, given[name].split(sizes, 1), strict=True):
+            inputs[name] = part
+    return each
 
 
 def _uncounted(given: dict[str, Any]) -> dict[str, Any]:

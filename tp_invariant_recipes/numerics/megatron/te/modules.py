@@ -16,7 +16,7 @@ attribute; 2 for gate and up, on one rank as well).
 This module imports no Transformer Engine: what it replaces is a method of an object that has the attributes named here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
@@ -108,27 +108,33 @@ def built_problems(kind: str, given: dict[str, Any], defaults: Signature, shards
 
     given: all arguments by name. defaults: of the constructor.
     """
-    problems = []
+    return [*_argument_problems(given, defaults), *_split_problems(kind, given, shards)]
+
+
+def _argument_problems(given: dict[str, Any], defaults: Signature) -> Iterator[str]:
     for name, value in given.items():
         rule = ONLY.get(name)
         if rule is not None and not _one_of(value, rule.values):
-            problems.append(f"{name}={value}: {rule.why}; {name}={rule.values[0]}")
+            yield f"{name}={value}: {rule.why}; {name}={rule.values[0]}"
         elif rule is None and name not in ANY and value is not (default := defaults.parameters[name].default):
-            problems.append(f"{name}={value}: the invariant numerics do not know this argument; {name}={default}")
+            yield f"{name}={value}: the invariant numerics do not know this argument; {name}={default}"
+
+
+def _split_problems(kind: str, given: dict[str, Any], shards: int) -> Iterator[str]:
+    """Yield what of a module's split over ranks is not covered."""
     mode, tp = given["parallel_mode"], given["tp_size"]
     if given["tp_group"] is not None:
         tp = given["tp_group"].size()
     if mode not in MODES[kind]:
-        problems.append(f"parallel_mode={mode}: {kind} is covered with parallel_mode={_words(MODES[kind])} only")
+        yield f"parallel_mode={mode}: {kind} is covered with parallel_mode={_words(MODES[kind])} only"
     if mode is None and given["sequence_parallel"] and tp > 1:
-        problems.append("sequence_parallel=True without parallel_mode: each rank would sum its own tokens")
+        yield "sequence_parallel=True without parallel_mode: each rank would sum its own tokens"
     if shards % tp:
-        problems.append(f"tp_size={tp} does not divide the {shards} virtual shards (TPI_SHARDS)")
+        yield f"tp_size={tp} does not divide the {shards} virtual shards (TPI_SHARDS)"
     if mode == "column" or (mode is None and kind == NORM_LINEAR):
-        problems += _not_divided(_split_sizes(given), shards)
+        yield from _not_divided(_split_sizes(given), shards)
     if mode == "row" and given["in_features"] % shards:
-        problems.append(f"in_features={given['in_features']}: {shards} virtual shards (TPI_SHARDS) do not divide it")
-    return problems
+        yield f"in_features={given['in_features']}: {shards} virtual shards (TPI_SHARDS) do not divide it"
 
 
 def _words(values: tuple[Any, ...]) -> str:
@@ -274,16 +280,10 @@ def _bias(module: Any) -> Tensor | None:
 def _run_problems(module: Any, given: dict[str, Any], weights: list[Tensor], shards: int) -> list[str]:
     """List what of a forward pass is not covered."""
     x = given["inp"]
-    options = {name: value for name, value in given.items() if name not in ("self", "inp")}
     problems = []
-    if _fp8() or options.get("fp8_output") or options.get("fp8_grad"):
+    if _fp8() or given.get("fp8_output") or given.get("fp8_grad"):
         problems.append("FP8: sums over ranks are defined for bfloat16 and float32 only; leave autocast out")
-    if options.get("is_first_microbatch") and module.fuse_wgrad_accumulation:
-        problems.append("is_first_microbatch=True: weight gradients are added; zero main_grad, and leave it out")
-    if any(getattr(weight, "overwrite_main_grad", False) for weight in weights):
-        problems.append("overwrite_main_grad: weight gradients are added; zero main_grad, and leave it out")
-    if any(getattr(w, "main_grad", x.new_empty(0, dtype=torch.float32)).dtype != torch.float32 for w in weights):
-        problems.append("main_grad: weight gradients are added up in fp32; give it dtype torch.float32")
+    problems += _gradient_problems(module, given, weights)
     if torch.is_autocast_enabled(x.device.type) or any(weight.dtype != x.dtype for weight in weights):
         dtypes = f"input {x.dtype}, weight {weights[0].dtype}"
         problems.append(f"{dtypes}: nothing is cast; give both one dtype, and leave torch.autocast out")
@@ -292,3 +292,14 @@ def _run_problems(module: Any, given: dict[str, Any], weights: list[Tensor], sha
         stride = getattr(weights[0], "partition_stride", 1) if len(weights) == 1 else 1
         problems += _not_divided([size // stride for size in sizes], shards)
     return problems
+
+
+def _gradient_problems(module: Any, given: dict[str, Any], weights: list[Tensor]) -> Iterator[str]:
+    """Yield what is not covered of how weight gradients are added up."""
+    if given.get("is_first_microbatch") and module.fuse_wgrad_accumulation:
+        yield "is_first_microbatch=True: weight gradients are added; zero main_grad, and leave it out"
+    if any(getattr(weight, "overwrite_main_grad", False) for weight in weights):
+        yield "overwrite_main_grad: weight gradients are added; zero main_grad, and leave it out"
+    main_grads = [weight.main_grad for weight in weights if hasattr(weight, "main_grad")]
+    if any(main_grad.dtype != torch.float32 for main_grad in main_grads):
+        yield "main_grad: weight gradients are added up in fp32; give it dtype torch.float32"
