@@ -56,6 +56,13 @@ def test_a_line_of_another_kind_is_said_once(progress_file):
     )
 
 
+def test_pace_and_time_left_are_those_of_the_steps_after_the_first(progress_file):
+    tail = Tail(progress_file, 9)
+    progress_file.write_text(progress_line(seconds=40.0) + progress_line(step=2) + progress_line(step=3, seconds=1.5))
+    assert new_steps(tail) == [1, 2, 3]
+    assert (tail.tokens_per_second(), tail.seconds_left()) == (16 / 2.0, 6 * 1.0)
+
+
 @pytest.mark.parametrize("kind", (Bar, Lines))
 def test_a_watcher_says_so(progress_file, kind):
     said = io.StringIO()

@@ -44,13 +44,14 @@ def read_back_ledger(header: Header, *records: StepRecord):
 
 @given(
     gradients=st.none() | st.fixed_dictionaries(dict.fromkeys(NAMES[:2], DIGESTS)),
+    clipped=st.none() | st.fixed_dictionaries(dict.fromkeys(NAMES[:2], DIGESTS)),
     weights=st.none() | st.fixed_dictionaries(dict.fromkeys(NAMES, DIGESTS)),
     initial=st.none() | st.fixed_dictionaries(dict.fromkeys(NAMES, DIGESTS)),
     traced=st.booleans(),
     diverged=st.booleans(),
 )
-def test_what_is_written_is_read_back(gradients, weights, initial, traced, diverged):
-    record = replace(RECORD, gradients=gradients, weights=weights)
+def test_what_is_written_is_read_back(gradients, clipped, weights, initial, traced, diverged):
+    record = replace(RECORD, gradients=gradients, clipped=clipped, weights=weights)
     record = replace(record, trace=RECORD.trace if traced else None, diverged=RECORD.diverged if diverged else ())
     header = replace(HEADER, initial=initial)
     ledger = read_back_ledger(header, record)
