@@ -1,10 +1,11 @@
-"""The modules of the package, each parsed once in a worker of pytest."""
+"""The Python files of the project, each parsed once in a worker of pytest."""
 
 import ast
 from functools import cache
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[1] / "tp_invariant_recipes"
+PROJECT = Path(__file__).resolve().parents[1]
+PACKAGE = PROJECT / "tp_invariant_recipes"
 
 
 @cache

@@ -112,15 +112,15 @@ def _sizes(config: RunConfig) -> Problem | None:
     return Problem(key, "a model has a number of these") if missing else None
 
 
-def _divides(of: str, by: str, unless: str | None = None) -> Callable[[RunConfig], Problem | None]:
+def _divides(whole: str, by: str, unless: str | None = None) -> Callable[[RunConfig], Problem | None]:
     """Return the rule that one number of the model is a multiple of another one, where it has both."""
 
     def rule(config: RunConfig) -> Problem | None:
-        total, part = config.model.get(of), config.model.get(by)
+        total, part = config.model.get(whole), config.model.get(by)
         if total is None or part is None or total % part == 0 or (unless and config.model.get(unless)):
             return None
         hint = f", or set model.{unless}" if unless else ""
-        return Problem("", f"model.{of}={total} is not a multiple of model.{by}={part}", f"change one of them{hint}")
+        return Problem("", f"model.{whole}={total} is not a multiple of model.{by}={part}", f"change one of them{hint}")
 
     return rule
 
@@ -213,9 +213,9 @@ def _own_positions(config: RunConfig) -> Problem | None:
     )
 
 
-def _at_most(low: str, high: str, of: str = "model") -> Callable[[RunConfig], Problem | None]:
-    """Return the rule that one number is at most another, where there are both. Short paths are in the section `of`."""
-    first, second = (path if "." in path else f"{of}.{path}" for path in (low, high))
+def _at_most(low: str, high: str, section: str = "model") -> Callable[[RunConfig], Problem | None]:
+    """Return the rule that one number is at most another, where there are both. Short paths are in `section`."""
+    first, second = (path if "." in path else f"{section}.{path}" for path in (low, high))
 
     def rule(config: RunConfig) -> Problem | None:
         small, large = _at(config, first), _at(config, second)
@@ -421,7 +421,7 @@ TESTS: tuple[Callable[[RunConfig], Problem | list[Problem] | None], ...] = (
     _at_most("moe_router_group_topk", "moe_router_num_groups"),
     _at_most("tokenizer.vocab_size", "model.vocab_size"),
     _at_most("scheduler.start_weight_decay", "scheduler.end_weight_decay"),
-    _at_most("profile_step_start", "profile_step_end", of="profiling"),
+    _at_most("profile_step_start", "profile_step_end", section="profiling"),
     _warmup,
     _validation,
     _tokens,

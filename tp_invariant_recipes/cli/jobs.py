@@ -204,7 +204,7 @@ def _line(row: "JobState") -> Line:
 def _steps(state: "JobState") -> str:
     if state.step is None:
         return ""
-    return f"{state.step}" if state.of is None else f"{state.step} of {state.of}"
+    return f"{state.step}" if state.last_step is None else f"{state.step} of {state.last_step}"
 
 
 def _clock(seconds: int) -> str:

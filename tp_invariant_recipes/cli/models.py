@@ -103,11 +103,11 @@ def _recipes(family: str | None, *, as_json: bool) -> None:
     console = terminal.console_of_its_own()
     console.print("importing Megatron-Bridge …")
     rows, told = [], time.monotonic()
-    for done, of, row in recipe_list.rows(family):
+    for done, total, row in recipe_list.rows(family):
         rows.append(row)
         if time.monotonic() - told > 10:
             told = time.monotonic()
-            console.print(f"{done} of {of} recipes")
+            console.print(f"{done} of {total} recipes")
     families = recipe_list.families(rows)
     if as_json:
         terminal.print_json(families if family is None else rows, indent=2)

@@ -72,7 +72,11 @@ def _reason(why: str) -> str:
 def _cells(row: "RunRow", names: dict[str, str]) -> tuple[str, ...]:
     from tp_invariant_recipes.ledger.bits import readable
 
-    step = "" if row.step is None or row.model is None else f"{row.step}" + ("" if row.of is None else f"/{row.of}")
+    step = (
+        ""
+        if row.step is None or row.model is None
+        else f"{row.step}" + ("" if row.planned is None else f"/{row.planned}")
+    )
     loss = "" if row.loss is None else str(readable(row.loss))
     same = names.get(row.identity_hash or "", "")
     return (str(row.run), row.state, step, loss, row.degrees, row.model or "", row.numerics or "", same)

@@ -42,7 +42,7 @@ class TensorDeviation:
     name:   as in the recording: "forward/decoder.layers.0.mlp/output".
     kind:   one of KINDS. module: the module, or the parameter's module.
     factor: see above; infinite where the reference is 0 whatever rounding does, or the run has no number.
-    ranks:  the ranks whose part is beyond MARGIN. of: how many ranks have a part.
+    ranks:  the ranks whose part is beyond MARGIN. all_ranks: how many ranks have a part.
     shape:  of the error, in words; None: it has none, or there is no error.
     size:   RMS of the error relative to the reference's; None: the reference is 0.
     rms:    of the reference. dims: the shape of the whole tensor.
@@ -55,7 +55,7 @@ class TensorDeviation:
     module: str
     factor: float
     ranks: tuple[int, ...]
-    of: int
+    all_ranks: int
     shape: str | None
     size: float | None
     sees: float | None = None
@@ -139,7 +139,7 @@ def _deviation(step: StepDumps, name: str, spacing: float) -> TensorDeviation:
         module=module_of(name),
         factor=max(factors.values()),
         ranks=ranks,
-        of=len(factors),
+        all_ranks=len(factors),
         shape=shape,
         size=_largest(far),
         rms=far.size,
@@ -201,7 +201,7 @@ def factor_of(pieces: Sequence[PieceError], least: float) -> float:
     """
     elements = max(1, sum(piece.elements for piece in pieces))
     error, noise = (
-        math.sqrt(sum(getattr(piece, of).sum() for piece in pieces) / elements) for of in ("squares", "noise")
+        math.sqrt(sum(getattr(piece, sums).sum() for piece in pieces) / elements) for sums in ("squares", "noise")
     )
     judged = (piece for piece in pieces if piece.columns >= FEWEST_COLUMNS and piece.elements)
     return max(_ratio(error, max(noise, least)), *(float(piece.of_rows(least).max()) / ROW for piece in judged), 0.0)

@@ -17,7 +17,7 @@ def problem(line: StepRecord, loaded: StepRecord) -> str | None:
     for kind in _KINDS:
         there, here = getattr(line, kind) or {}, getattr(loaded, kind) or {}
         wrong += [f"{kind}/{name}" for name in in_order(there) if here.get(name) != there[name]]
-    wrong += [f"{'weights' if of == COPIES else of}/{name} (on some ranks)" for of, name, _ in loaded.diverged]
+    wrong += [f"{'weights' if kind == COPIES else kind}/{name} (on some ranks)" for kind, name, _ in loaded.diverged]
     if not wrong:
         return None
     more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""

@@ -232,7 +232,7 @@ def _tensors(
 def _diverged(record: StepRecord, kind: str) -> dict[str, str]:
     """Name of a tensor -> its ranks in groups of equal replicas, as text; of several parts or calls, all of them."""
     groups: dict[str, list[str]] = {}
-    for of, name, ranks in record.diverged:
-        if of == kind:
+    for diverging, name, ranks in record.diverged:
+        if diverging == kind:
             groups.setdefault(f"{kind}/{name}", []).append(" | ".join(", ".join(map(str, group)) for group in ranks))
     return {name: "; ".join(texts) for name, texts in groups.items()}

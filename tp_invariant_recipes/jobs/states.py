@@ -103,7 +103,7 @@ class JobState:
     end:          None: it has not ended.
     tries:        the number of starts by SLURM, as far as the run directory shows.
     layouts:      of each try so far, oldest first: "tp=2 dp=4" and so on, degrees of 1 left out.
-    step, of:     the last recorded step, and the last planned step; None: unknown.
+    step, last_step: the last recorded step, and the last planned step; None: unknown.
     reason:       SLURM's reason why it is pending; None: no reason.
     seconds_left: of this try's time limit.
     """
@@ -112,7 +112,7 @@ class JobState:
     word: str
     tries: int
     step: int | None
-    of: int | None
+    last_step: int | None
     loss: float | None
     nodes: tuple[str, ...]
     alive: bool | None = True
@@ -153,7 +153,7 @@ class JobState:
             "tries": self.tries,
             "layouts": list(self.layouts),
             "step": self.step,
-            "of": self.of,
+            "of": self.last_step,
             "loss": self.loss,
             "seconds_left": self.seconds_left,
             "nodes": list(self.nodes),
@@ -272,7 +272,7 @@ def _facts(part: JobPart, tried: Sequence[Attempt], nodes: Sequence[str]) -> dic
         "tries": 1 + last.job.restart if last and last.job else 1,
         "layouts": tuple(words(attempt.layout) for attempt in tried if attempt.layout),
         "step": step,
-        "of": last.to_step if last else None,
+        "last_step": last.to_step if last else None,
         "loss": loss,
         "nodes": nodes,
     }

@@ -124,12 +124,17 @@ def stacked(parameters: Sequence["Parameter"]) -> tuple["Parameter", ...]:
     """
     merged = []
     for name, places in stacks([parameter.name for parameter in parameters]).items():
-        of = [parameters[at] for at in places]
-        if name != of[0].name:
-            if len({(parameter.shape, parameter.gradient, parameter.weight, parameter.master) for parameter in of}) > 1:
+        experts = [parameters[at] for at in places]
+        if name != experts[0].name:
+            if (
+                len(
+                    {(parameter.shape, parameter.gradient, parameter.weight, parameter.master) for parameter in experts}
+                )
+                > 1
+            ):
                 raise ValueError(f"{name}: its experts have other shapes or dtypes: ledger.experts=each")
-            of = [replace(of[0], name=name, shape=(len(of), *of[0].shape))]
-        merged += of
+            experts = [replace(experts[0], name=name, shape=(len(experts), *experts[0].shape))]
+        merged += experts
     return tuple(merged)
 
 

@@ -44,7 +44,7 @@ class Evidence(Record):
 
     found_by: PRODUCT … SHADOW. step: counted from 1. where: the operation, in words.
     suspects: one rank, or all of which one is wrong. judge: what has told them apart, in words; None: nothing has.
-    outputs, of, bits: wrong outputs, of all that were compared, and wrong bits of them.
+    outputs, of_, bits: wrong outputs, of all that were compared, and wrong bits of them.
     trusted:  the last step whose checkpoint is trusted; 0: the start.
     machine:  what must be alike where bits are computed again: versions and the processor; none: any will do.
     details:  what computes it again, beside the tensors.
@@ -57,7 +57,7 @@ class Evidence(Record):
     suspects: Listed[Suspect]
     judge: str | None
     outputs: Count
-    of: Count
+    of_: Count
     bits: Count
     trusted: Count
     numerics: str
@@ -69,9 +69,9 @@ class Evidence(Record):
         who = "\n".join(map(str, self.suspects))
         if len(self.suspects) > 1:
             who = f"one of these is wrong:\n{who}"
-        wrong = f"{counted(self.bits, 'bit')} of {self.outputs} of {counted(self.of, 'output')} wrong"
+        wrong = f"{counted(self.bits, 'bit')} of {self.outputs} of {counted(self.of_, 'output')} wrong"
         judge = f"\njudged by {self.judge}" if self.judge else ""
-        return f"wrong bits at step {self.step}: {self.where}: {wrong if self.of else 'digests differ'}\n{who}{judge}"
+        return f"wrong bits at step {self.step}: {self.where}: {wrong if self.of_ else 'digests differ'}\n{who}{judge}"
 
 
 def write(file: Path, evidence: Evidence, tensors: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ from tp_invariant_recipes.ledger.schema import (
 from tp_invariant_recipes.reading import checked, parse_object
 
 _SAME = "gradients"  # for the clipped gradients: as before clipping
-_OF = (*DIGESTED, COPIES, *DIRECTIONS)  # what may diverge
+_DIVERGING = (*DIGESTED, COPIES, *DIRECTIONS)  # what may diverge
 _STATES = 16  # at most, of a parameter's tensors in the optimizer
 
 
@@ -73,7 +73,7 @@ def encode_step(record: StepRecord, header: Header) -> bytes:
         if (digests := getattr(record, kind)) is not None:
             raw[kind] = _encode_kind(kind, digests, record, header)
     if record.diverged:
-        raw["diverged"] = [{"of": of, "parameter": name, "ranks": ranks} for of, name, ranks in record.diverged]
+        raw["diverged"] = [{"of": kind, "parameter": name, "ranks": ranks} for kind, name, ranks in record.diverged]
     if record.trace is not None:
         raw["trace"] = [[t.direction, t.module, t.tensor, t.dtype, t.shape, t.digest] for t in record.trace]
     if record.evaluations:  # the last key: a later evaluation lengthens the line (`LedgerWriter.add`)
@@ -186,10 +186,10 @@ def _decode_diverged(raw: object) -> tuple[str, str, tuple[tuple[int, ...], ...]
     ranks = tuple(_counts(group, wrong) for group in _required(raw, "ranks", list))
     if not all(ranks) or not ranks:
         raise ValueError("diverged: no ranks, so that nobody knows which replicas disagree")
-    of = _required(raw, "of", str)
-    if of not in _OF:
-        raise ValueError(f"diverged: {of!r} is not one of {', '.join(_OF)}")
-    return of, _name(_required(raw, "parameter")), ranks
+    kind = _required(raw, "of", str)
+    if kind not in _DIVERGING:
+        raise ValueError(f"diverged: {kind!r} is not one of {', '.join(_DIVERGING)}")
+    return kind, _name(_required(raw, "parameter")), ranks
 
 
 def _decode_traced(raw: object) -> Traced:

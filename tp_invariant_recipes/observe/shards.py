@@ -134,9 +134,9 @@ class Shards:
             if (values := stored.get(part.owner)) is None or values.values.numel() != part.owner.numel()
         }
 
-    def named(self, of: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:
+    def named(self, values: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:
         """Name of a parameter → what there is of it as a whole."""
-        return {part.name: of[part.owner] for part in self.parts if part.owner in of}
+        return {part.name: values[part.owner] for part in self.parts if part.owner in values}
 
     def memory(self) -> tuple[int, ...]:
         """Where tensors and gradients are. What `weights` and `gradients` returned is good as long as this is so."""

@@ -209,4 +209,4 @@ def measure(comparison: Comparison) -> tuple[Measured, ...]:
 def largest(measured: tuple[Measured, ...], kind: str) -> dict[tuple[int, str], int]:
     """(step, parameter) -> largest distance in ULP, of the tensors of `kind` that differ."""
     own = ((tensor.step, tensor.name.partition("/"), tensor.distance.max_ulp) for tensor in measured)
-    return {(step, name): ulp for step, (of, _, name), ulp in own if of == kind and ulp is not None}
+    return {(step, name): ulp for step, (recorded, _, name), ulp in own if recorded == kind and ulp is not None}

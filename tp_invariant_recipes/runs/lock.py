@@ -303,8 +303,8 @@ def _me(inode: int, nodes: int) -> Holder:
 
 def _same(a: Holder | None, b: Holder) -> bool:
     """Whether two are one process."""
-    of = operator.attrgetter("boot", "pids", "pid", "started", "since")
-    return a is not None and of(a) == of(b)
+    identity = operator.attrgetter("boot", "pids", "pid", "started", "since")
+    return a is not None and identity(a) == identity(b)
 
 
 def _started(pid: int) -> int | None:

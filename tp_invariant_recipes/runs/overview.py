@@ -55,7 +55,7 @@ class RunRow:
     """One run.
 
     state:   one of the words above. why: the reason of a failure or of damage; None otherwise.
-    step:    the last in its ledger; None: the ledger cannot be read. of: the last planned step; None: not known.
+    step:    the last in its ledger; None: the ledger cannot be read. planned: the last one planned; None: not known.
     loss:    its bits, at that step; None: there is none.
     began:   when its last attempt began, as run.json has it; "" without one.
     command: of its last attempt; "" without one.
@@ -66,7 +66,7 @@ class RunRow:
     state: str
     why: str | None = None
     step: int | None = None
-    of: int | None = None
+    planned: int | None = None
     loss: str | None = None
     model: str | None = None
     numerics: str | None = None
@@ -95,7 +95,7 @@ class RunRow:
         """Return the row as JSON; documented in docs/running.md."""
         fields = asdict(self) | {"run": str(self.run), "loss": described(self.loss), "began": self.began or None}
         del fields["command"]
-        return fields
+        return {"of" if name == "planned" else name: value for name, value in fields.items()}
 
 
 def rows(folder: Path) -> list[RunRow]:

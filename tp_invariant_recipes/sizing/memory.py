@@ -131,7 +131,7 @@ def _set(config: RunConfig, key: str) -> bool:
 def _stage(config: RunConfig, at: Layout, stage: int) -> dict[str, int]:
     """Bytes of a rank of one pipeline stage, by part."""
     held = _layers(config, at, stage)
-    weights, matrices = (_sum(config, held, of) for of in (size.weights, size.matrices))
+    weights, matrices = (_sum(config, held, count) for count in (size.weights, size.matrices))
     last = stage == at.pp - 1
     if last:
         weights += Weights(whole=size.norm(config.shape))  # the final one
@@ -173,9 +173,9 @@ def _tied(config: RunConfig, at: Layout) -> bool:
     return at.pp == 1 and config.shape.tied
 
 
-def _sum(config: RunConfig, held: Counter[str], of: Callable[[ModelShape, str], Weights]) -> Weights:
-    """Return what `of` counts of all parts of some layers."""
-    parts = (of(config.shape, part) * count for layer, count in held.items() for part in layer)
+def _sum(config: RunConfig, held: Counter[str], counted: Callable[[ModelShape, str], Weights]) -> Weights:
+    """Return what `counted` counts of all parts of some layers."""
+    parts = (counted(config.shape, part) * count for layer, count in held.items() for part in layer)
     return sum(parts, Weights())
 
 

@@ -53,7 +53,7 @@ def problems(config: RunConfig, *, here: bool) -> list[str]:
     if not _too_large(need, there):
         return []
     lines = [
-        f"this run needs {_of(need, there)}:",
+        f"this run needs {_need_and_room(need, there)}:",
         *(f"    {line}" for line in table(need)),
         f"    lower it: {', '.join(_ways(config, need))}; device.check_memory=false starts it anyway",
     ]
@@ -68,7 +68,7 @@ def warning(config: RunConfig, *, here: bool) -> str | None:
     need = memory.estimate(config)
     if (need.node if there.whole else need.rank) <= NEAR * there.size or _too_large(need, there):
         return None
-    return f"memory is tight: this run needs {_of(need, there)}; lower it: {', '.join(_ways(config, need))}"
+    return f"memory is tight: this run needs {_need_and_room(need, there)}; lower it: {', '.join(_ways(config, need))}"
 
 
 def _too_large(need: Estimate, there: Room) -> bool:
@@ -76,7 +76,7 @@ def _too_large(need: Estimate, there: Room) -> bool:
     return (need.ranks * least + need.shared * (1 - ERROR) if there.whole else least) > there.size
 
 
-def _of(need: Estimate, there: Room) -> str:
+def _need_and_room(need: Estimate, there: Room) -> str:
     wanted = f"{_gib(need.node)} on a node" if there.whole else f"{_gib(need.rank)} on a GPU"
     return f"about {wanted}, and {there.what} has {_gib(there.size)}"
 

@@ -299,16 +299,16 @@ def positions(model: ModelShape) -> Weights:
     return Weights(whole=model.sequence * model.hidden if learned else 0)
 
 
-def ahead(model: ModelShape, of: Callable[[ModelShape, str], Weights] = weights) -> Weights:
+def ahead(model: ModelShape, counted: Callable[[ModelShape, str], Weights] = weights) -> Weights:
     """Return the parameters of multi-token prediction: of each depth its layers, a projection and three norms.
 
-    of: what counts; `matrices`: those.
+    counted: what counts; `matrices`: those.
     """
     depths, hidden = depths_ahead(model), model.hidden
     if not depths:
         return Weights()
-    layers = sum((of(model, part) for part in layers_ahead(model)), Weights())
-    norms = 3 * norm(model) if of is weights else 0
+    layers = sum((counted(model, part) for part in layers_ahead(model)), Weights())
+    norms = 3 * norm(model) if counted is weights else 0
     projection = Weights(split=2 * hidden * hidden, whole=norms, largest=2 * hidden * hidden)
     return (layers + projection) * (1 if model.fields.get("mtp_use_repeated_layer") else depths)
 

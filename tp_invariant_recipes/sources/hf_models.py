@@ -108,7 +108,7 @@ def problems(model: Mapping[str, Any], checkpoint: Checkpoint) -> list[str]:
     if own != family:
         return [f"{where} is of {family.architecture}, and this model is a {own.architecture}; choose another model"]
     try:
-        with _of(family):
+        with _reading(family):
             config = _config(checkpoint.folder)
             sizes, fixed = _sizes(family, config), _fixed(family, config)
             if (kinds := family.layer_types(sizes)) not in (None, getattr(config, "layer_types", None)):
@@ -151,7 +151,7 @@ def model_of(checkpoint: Checkpoint) -> tuple[str, list[str]]:
     """
     try:
         family = _named(checkpoint)
-        with _of(family):
+        with _reading(family):
             sizes = _sizes(family, _config(checkpoint.folder))
     except ValueError as error:
         raise ConfigError(f"{checkpoint.folder}: {error}") from error
@@ -171,7 +171,7 @@ def _named(checkpoint: Checkpoint) -> Family:
 
 
 @contextmanager
-def _of(family: Family) -> Iterator[None]:
+def _reading(family: Family) -> Iterator[None]:
     """Read a config.json of the family. Raises ValueError for whatever transformers raises of a damaged one."""
     try:
         yield

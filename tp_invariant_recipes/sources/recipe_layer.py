@@ -328,8 +328,8 @@ def _drop_fields_tpi_sets(layer: dict[str, Any]) -> None:
 def _apply_followers(layer: dict[str, Any]) -> None:
     """Let fields follow others that they equal; those that conf/config.yaml lets follow, too."""
     for path, leader in FOLLOWS.items():
-        (section, _, name), (of, _, leads) = path.partition("."), leader.partition(".")
-        if name in layer.get(section, {}) and layer[section][name] == layer.get(of, {}).get(leads):
+        (section, _, name), (leading, _, leads) = path.partition("."), leader.partition(".")
+        if name in layer.get(section, {}) and layer[section][name] == layer.get(leading, {}).get(leads):
             layer[section][name] = f"${{{leader}}}"
     model = layer["model"]
     # With one rank there is none, and experts on several ranks need it.

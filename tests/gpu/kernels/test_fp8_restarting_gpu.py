@@ -32,7 +32,7 @@ def _nothing_is_decided(monkeypatch):
 def test_it_has_the_bits_of_fixed_tiles(kind, cut):
     first = CUTS.index(cut)  # every size of a piece is a compilation
     for (m, n, size), dtype in zip((SHAPES[first], SHAPES[first - 3]), (E4M3, E5M2), strict=True):
-        a, b = drawn(kind, m, n, size * cut.of * cut.segments, (dtype, E4M3))
+        a, b = drawn(kind, m, n, size * cut.all_shards * cut.segments, (dtype, E4M3))
         assert kernel.suits(a, b, cut)
         for fill in (lambda *_: None, *DRAWS):
             fill(a, b, torch.Generator("cuda").manual_seed(1))

@@ -34,7 +34,7 @@ CUTS = (
 
 
 def operands(m, n, size, cut, transposed):
-    k = size * cut.of * cut.segments
+    k = size * cut.all_shards * cut.segments
     a = normal_on_gpu(m, k, dtype=torch.bfloat16)
     b = normal_on_gpu(n, k, dtype=torch.bfloat16).t() if transposed else normal_on_gpu(k, n, dtype=torch.bfloat16)
     return a, b, torch.randn(m, n, device="cuda")

@@ -118,7 +118,7 @@ def test_the_wrong_ranks_are_named(judged):
         whole(RIGHT) | {WEIGHT: [Piece(RIGHT[WEIGHT][n * 32 : n * 32 + 32] * (1 + n), n * 32, 0)]} for n in (0, 1)
     ]
     found = judged(*halves)[WEIGHT]
-    assert (found.ranks, found.of) == ((1,), 2)
+    assert (found.ranks, found.all_ranks) == ((1,), 2)
     assert found.shape == "constant ratio 2 (added twice), right on ranks 0"
 
 

@@ -435,7 +435,7 @@ def example(folder: Path, data: bytes) -> None:
 
 
 FOUND = Evidence(
-    found_by=evidence.PRODUCT, step=1, where="w", suspects=(Suspect(0, "n", "a CPU"),), judge=None, outputs=1, of=6,
+    found_by=evidence.PRODUCT, step=1, where="w", suspects=(Suspect(0, "n", "a CPU"),), judge=None, outputs=1, of_=6,
     bits=1, trusted=0, numerics="tree", machine={"threads": "1"},
     details={"kind": "library", "segments": [2, 2], "shards": 2},
 )  # fmt: skip

@@ -10,7 +10,7 @@ from tests.source_trees import trees
 
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 # Pronouns, participles and sides that tell a reader nothing: write what it is (override, problems, rank, match).
-WORDS = {"one", "found", "said", "left", "some", "ours", "theirs", "again", "apart", "meant", "right", "together"}
+WORDS = {"again", "apart", "found", "left", "meant", "of", "one", "ours", "right", "said", "some", "theirs", "together"}
 # A line or a sentence "name: …" or "name, name: …", and what such a line explains other than parameters.
 ENTRY = re.compile(r"(?:^|(?<=\. ))([a-z_]\w*(?:, [a-z_]\w*)*):(?=\s)", re.MULTILINE)
 NO_PARAMETERS = {"returns", "raises", "yields"}
@@ -25,23 +25,24 @@ def identifiers(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
             yield node, node.arg
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield node, node.attr
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler | ast.MatchAs):
+        elif isinstance(
+            node,
+            ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler | ast.MatchAs | ast.MatchStar,
+        ):
             yield node, node.name or ""
         elif isinstance(node, ast.alias):
             yield node, node.asname or ""
 
 
 def vague(tree: ast.AST) -> list[str]:
-    """Identifiers that are a word of the list, with or without underscores around it; and functions called `of`.
+    """Identifiers that are a word of the list, with or without underscores around it.
 
-    `left` and `right` in one module are the sides of a comparison.
+    `left` and `right` in one module are the sides of a comparison. A field `of_` has the key `of` of a file.
     """
     bound = list(identifiers(tree))
     sides = {"left", "right"} if {name for _, name in bound} >= {"left", "right"} else set()
     return [
-        f"{node.lineno}: {name}"
-        for node, name in bound
-        if name.strip("_").lower() in WORDS - sides or (name == "of" and isinstance(node, FUNCTIONS))
+        f"{node.lineno}: {name}" for node, name in bound if name.strip("_").lower() in WORDS - sides and name != "of_"
     ]
 
 
@@ -83,6 +84,9 @@ def missing(tree: ast.AST, classes: dict[str, ast.ClassDef]) -> list[str]:
         "[left for left, _ in pairs]",
         "def f(*, theirs): ...",
         "def of(config): ...",
+        "for name, of in pairs: pass",
+        "class C:\n    of: int",
+        "match value:\n    case [*some]: pass",
         "class Apart: ...",
         "class C:\n    some: int = 1",
         "self.again = True",
@@ -97,12 +101,12 @@ def test_a_word_of_the_list_is_seen_wherever_it_is_bound(planted):
 
 def test_uses_strings_and_longer_names_are_no_bindings():
     assert (
-        vague(ast.parse("x = one.found('said')\nleft_out, offset, of = 1, 2, 3\nf(right=x)\nleft, right = pair")) == []
+        vague(ast.parse("x = one.found('said')\nleft_out, offset, of_ = 1, 2, 3\nf(right=x)\nleft, right = pair")) == []
     )
 
 
 def test_no_identifier_is_a_word_of_the_list():
-    lines = [f"{file}:{line}" for file in trees() for line in vague(trees()[file])]
+    lines = [f"{file}:{line}" for file, tree in trees().items() for line in vague(tree)]
     assert not lines, "\n".join(lines)
 
 

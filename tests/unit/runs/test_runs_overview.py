@@ -89,7 +89,7 @@ def test_a_submitted_run_has_not_started():
     planned = plan.new(compose("qwen3_toy", ["run.dir=runs/a"], device="cpu"))
     record.write(planned, attempt=False)
     (row,) = overview.rows(Path("runs"))
-    assert (row.state, row.step, row.of) == ("not started", 0, None)
+    assert (row.state, row.step, row.planned) == ("not started", 0, None)
 
 
 def _fifo(path: Path) -> None:

@@ -34,7 +34,7 @@ def cells(row: "CellResult", style: str = "") -> list[Text]:
 
     They are Text, because a name may contain characters that rich reads as markup.
     """
-    steps = str(row.steps) if row.steps == row.of else f"{row.steps} of {row.of}"
+    steps = str(row.steps) if row.steps == row.planned else f"{row.steps} of {row.planned}"
     return [Text(one_line(row.label), style=style), Text(str(row.ranks)), Text(steps), Text(row.last_loss)]
 
 

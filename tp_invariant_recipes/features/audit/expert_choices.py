@@ -83,8 +83,8 @@ class ExpertChoices:
                 return route(values, topk, **given)
             return route(values, topk, **given, precomputed_indices=chosen.nonzero()[:, 1].view(-1, topk))
 
-        def scored(*of: Any, **given: Any) -> Any:
-            own, values = for_loss(*of, **given)
+        def scored(*inputs: Any, **given: Any) -> Any:
+            own, values = for_loss(*inputs, **given)
             if values.requires_grad:
                 losses.append(len(losses))
                 values.register_hook(partial(self._add, f"backward/{name}/auxiliary", module, losses[-1]))

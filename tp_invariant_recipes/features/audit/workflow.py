@@ -453,8 +453,8 @@ def _text(
         what = f"the gradient of the auxiliary losses in {first.module}"
     far = f"is {first.factor:.3g} × rounding" if first.factor < float("inf") else "differs where rounding moves nothing"
     parts = [f"{what} {far} at step {first.step}"]
-    if first.ranks and len(first.ranks) < first.of:
-        parts.append(f"on ranks {', '.join(map(str, first.ranks))} of {first.of}")
+    if first.ranks and len(first.ranks) < first.all_ranks:
+        parts.append(f"on ranks {', '.join(map(str, first.ranks))} of {first.all_ranks}")
     if first.shape:
         parts.append(first.shape)
     return f"{BEYOND}: {', '.join(parts)}"
@@ -489,7 +489,8 @@ _FLOW = {
 
 def _finite(tensor: TensorDeviation) -> dict[str, Any]:
     """Without infinities, which JSON lacks: a factor is None then."""
-    return asdict(tensor) | {"factor": tensor.factor if tensor.factor < float("inf") else None, "beyond": tensor.beyond}
+    fields = {"of" if name == "all_ranks" else name: value for name, value in asdict(tensor).items()}
+    return fields | {"factor": tensor.factor if tensor.factor < float("inf") else None, "beyond": tensor.beyond}
 
 
 def _module(name: str, tensors: Sequence[TensorDeviation]) -> dict[str, Any]:

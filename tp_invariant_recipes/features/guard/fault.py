@@ -80,7 +80,7 @@ class Reporter:
             suspects=tuple(self.everyone[rank] for rank in finding.ranks),
             judge=finding.judge,
             outputs=unlike.outputs,
-            of=unlike.of,
+            of_=unlike.elements,
             bits=unlike.bits,
             trusted=trusted,
             numerics=self.numerics.mode,

@@ -114,13 +114,13 @@ class Memory:
         weights: also of the model's, which are not still on their way. whole: of all, not of the step's turn alone.
         """
         for turn in [] if self._ready else range(TURNS):  # now, since a later step would be slower than the others
-            self._of(turn, weights=weights)
+            self._lanes_of(turn, weights=weights)
         self._ready = True
-        named, lanes = self._of(None if whole else step % TURNS, weights=weights)
+        named, lanes = self._lanes_of(None if whole else step % TURNS, weights=weights)
         if named:
             self._taken = step, named, lanes, lanes()
 
-    def _of(self, turn: int | None, *, weights: bool) -> tuple[list[str], Lanes]:
+    def _lanes_of(self, turn: int | None, *, weights: bool) -> tuple[list[str], Lanes]:
         """Names and lanes of a turn's tensors; of all, for None."""
         named = [
             (f"{kind} of {self.names.get(slot.owner, 'a parameter')}", values)

@@ -50,7 +50,7 @@ class Update:
         computed = _on_host(self.recompute() if recomputed is None else recomputed)
         differences = (difference(self.results[name], computed[name]) for name in self.results)
         wrong = [unlike_bits for unlike_bits in differences if unlike_bits is not None]
-        counts = (sum(getattr(unlike_bits, name) for unlike_bits in wrong) for name in ("outputs", "of", "bits"))
+        counts = (sum(getattr(unlike_bits, name) for unlike_bits in wrong) for name in ("outputs", "elements", "bits"))
         return UnlikeBits(*counts) if wrong else None
 
 

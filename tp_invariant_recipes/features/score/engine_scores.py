@@ -102,7 +102,7 @@ def _paired(values: Sequence[Any], others: Sequence[Any]) -> Iterator[tuple[Any,
 
 
 def _plain(row: Mapping[str, Any]) -> Spans:
-    return row["token_ids"], [_of(value, token) for token, value in _paired(row["token_ids"], row["logprobs"])]
+    return row["token_ids"], [_logprob(value, token) for token, value in _paired(row["token_ids"], row["logprobs"])]
 
 
 def _vllm(row: Mapping[str, Any]) -> Spans:
@@ -113,10 +113,10 @@ def _vllm(row: Mapping[str, Any]) -> Spans:
     output = row["outputs"][0] if row.get("outputs") else {"token_ids": [], "logprobs": []}
     after = output.get("logprobs") or [None] * len(output["token_ids"])
     tokens, values = [*prompt, *output["token_ids"]], [*before, *after]
-    return tokens, [_of(value, token) for token, value in _paired(tokens, values)]
+    return tokens, [_logprob(value, token) for token, value in _paired(tokens, values)]
 
 
-def _of(value: Any, token: int) -> float | None:
+def _logprob(value: Any, token: int) -> float | None:
     """Return a number, or the entry of the token among those that vLLM returned for its place."""
     if not isinstance(value, Mapping):
         return value

@@ -166,7 +166,7 @@ def _row(row: CellResult) -> dict[str, Any]:
         "run": str(row.run),
         "ranks": row.ranks,
         "steps": row.steps,
-        "of": row.of,
+        "of": row.planned,
         "loss": described(last.loss) if last else None,
         "grad_norm": described(last.grad_norm) if last else None,
         "state": row.state,

@@ -54,7 +54,7 @@ class CellResult:
     label: str
     run: Path
     ranks: int
-    of: int
+    planned: int
     state: str
     why: str | None
     ledger: Ledger | None
@@ -384,7 +384,7 @@ def _row(row: CellResult) -> dict[str, Any]:
         "run": str(row.run),
         "ranks": row.ranks,
         "steps": row.steps,
-        "of": row.of,
+        "of": row.planned,
         "loss": described(row.loss),
         "state": row.state,
         "text": row.words,

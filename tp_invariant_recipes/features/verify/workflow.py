@@ -161,13 +161,13 @@ def _planned_again(requested: Matrix, cell: Cell, where: MatrixDir, how: Plannin
         planned = replace(plan.resolve(composed, run, how), attempts=None)
     now = cell_of(Choice(cell.name, cell.label, (), tuple(parse_all(cell.overrides))), planned)
     if changed := [
-        name for name in ("identity_hash", "layout", "numerics", "steps") if _of(now, name) != _of(cell, name)
+        name for name in ("identity_hash", "layout", "numerics", "steps") if _field(now, name) != _field(cell, name)
     ]:
         raise ConfigError(f"it would be another run now than the one planned ({', '.join(changed)}); verify anew")
     return planned
 
 
-def _of(cell: Cell, name: str) -> str:
+def _field(cell: Cell, name: str) -> str:
     """Return a field as JSON, since one of the cells was read from a file."""
     return canonical(getattr(cell, name))
 

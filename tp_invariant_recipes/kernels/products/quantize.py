@@ -87,8 +87,8 @@ def _magnitudes(x: Tensor) -> Tensor:
     return x.abs().nan_to_num(nan=0.0, posinf=float("inf"))
 
 
-def _block_scales(amax: Tensor, of: torch.dtype, dtype: torch.dtype) -> Tensor:
-    return scales(amax.float(), dtype, overflow=torch.finfo(of).max, power_of_two=True)
+def _block_scales(amax: Tensor, source: torch.dtype, dtype: torch.dtype) -> Tensor:
+    return scales(amax.float(), dtype, overflow=torch.finfo(source).max, power_of_two=True)
 
 
 def _inverse(scale: Tensor) -> Tensor:

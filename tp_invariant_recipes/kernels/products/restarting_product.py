@@ -52,12 +52,13 @@ Operand = Any  # a bf16 matrix, or Quantized
 class Cut:
     """The part of k that a launch sums.
 
-    k consists of `segments` segments, each of `of` shards. A shard's term is the sum of its pieces, one a segment.
-    shards: consecutive ones of the `of`. segments: 1 or 2.
+    k consists of `segments` segments, each of `all_shards` shards. A shard's term is the sum of its pieces,
+    one a segment.
+    shards: consecutive ones of these. segments: 1 or 2.
     """
 
     shards: range
-    of: int
+    all_shards: int
     segments: int
 
     @property
@@ -67,7 +68,7 @@ class Cut:
 
     def size(self, k: int) -> int:
         """Of a piece, where k is the whole."""
-        return k // self.segments // self.of
+        return k // self.segments // self.all_shards
 
     def slices(self, k: int) -> list[slice]:
         """Return the pieces of k, in the order of the tree."""

@@ -156,8 +156,8 @@ def initialise(model_chunks: list[Any], *, seed: int) -> list[Any]:
 
     for (name, parameter, rule, config), std in zip(plan, stds, strict=True):
         if _is_drawn(rule):
-            at, of = (0, 1) if rule.whole else (rank, size)
-            shape, ranges = place(parameter.shape, rule.dim, at, of, segments(rule, parameter, config))
+            at, ranks = (0, 1) if rule.whole else (rank, size)
+            shape, ranges = place(parameter.shape, rule.dim, at, ranks, segments(rule, parameter, config))
             parameter.copy_(
                 sample(shape, ranges, _quantile(rule, std), seed=seed, name=name,
                       dtype=parameter.dtype, device=parameter.device)

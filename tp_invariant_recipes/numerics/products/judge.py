@@ -14,10 +14,10 @@ from tp_invariant_recipes.numerics.products.sampling import DEFINED, REPEATED, S
 
 @dataclass(frozen=True)
 class UnlikeBits:
-    """How two results of one operation differ. outputs, of: unlike elements, and all; bits: unlike bits of them."""
+    """How two results of one operation differ. outputs, elements: unlike ones, and all; bits: unlike bits."""
 
     outputs: int
-    of: int
+    elements: int
     bits: int
 
 

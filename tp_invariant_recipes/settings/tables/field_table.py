@@ -119,9 +119,7 @@ def write(file: Path, classes: Mapping[str, tuple[type, Fields]]) -> None:
     sources = {source for cls, _ in classes.values() for source in _sources(cls)}
     rows: dict[str, _Row] = {path: {n: _names(hint) for n, hint in f.items()} for path, (_, f) in classes.items()}
     for path, (cls, _) in classes.items():
-        base = next(
-            (other for other, (of, _) in classes.items() if of in cls.__mro__[1:] and _BASE not in rows[other]), ""
-        )
+        base = next((p for p, (parent, _) in classes.items() if parent in cls.__mro__[1:] and _BASE not in rows[p]), "")
         if base:
             own = {n: names for n, names in rows[path].items() if n not in rows[base] or names != rows[base][n]}
             rows[path] = {_BASE: [f"{_TEXT}{base}"], **own}

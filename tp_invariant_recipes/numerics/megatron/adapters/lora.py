@@ -216,10 +216,10 @@ def initialise(model_chunks: list[Any], *, seed: int, methods: dict[str, str]) -
             experts, layer, matrix = match.groups()
             dim = 1 if layer in ROW_PARALLEL and matrix == "linear_in" else 0
             segments = _segments(parameter, layer, chunk.config) if matrix == "linear_out" else 1
-            at, of = (rank, size) if experts is None else (0, 1)
+            at, ranks = (rank, size) if experts is None else (0, 1)
             if parameter.dim() == 3:  # of each expert
-                dim, segments, at, of = 0, 1, ep_rank, ep_size
-            shape, ranges = init.place(parameter.shape, dim, at, of, segments)
+                dim, segments, at, ranks = 0, 1, ep_rank, ep_size
+            shape, ranges = init.place(parameter.shape, dim, at, ranks, segments)
             values = _quantile(methods[matrix], shape[-2:])
             parameter.copy_(
                 init.sample(shape, ranges, values, seed=seed, name=name, dtype=parameter.dtype, device=parameter.device)
