@@ -12,14 +12,9 @@ import typer
 
 from tp_invariant_recipes import __version__
 from tp_invariant_recipes.cli import (
-    audit,
     bench,
-    bisect,
     certify,
-    check,
-    compare,
     completion,
-    conformance,
     data,
     doctor,
     export,
@@ -29,14 +24,12 @@ from tp_invariant_recipes.cli import (
     models,
     report,
     runs,
-    score,
     show,
     submit,
-    sweep,
     train,
-    verify,
 )
 from tp_invariant_recipes.cli.arguments import help_text
+from tp_invariant_recipes.cli.verdicts import audit, bisect, check, compare, conformance, score, sweep, verify
 from tp_invariant_recipes.errors import Interrupted, TpiError
 from tp_invariant_recipes.foreign_text import one_line, visible
 from tp_invariant_recipes.machine import terminal

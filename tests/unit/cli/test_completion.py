@@ -108,6 +108,7 @@ LINES = (
     ("tpi train qwen3_8b --trace 1:2 ite", ["words", "iters="]),
     ("tpi train qwen3_8b --launcher sl", ["words", "slurm"]),
     ("tpi init ", ["words", "recipe", "sft", "lora", "cluster"]),
+    ("tpi init l", ["words", "lora"]),
     ("tpi train qwen3_8b --re", ["words", "--resume"]),
     ("tpi train qwen3_8b tp=1,", ["words"]),
     ("tpi verify qwen3_8b tp=1,2,", ["words", "tp=1,2,4", "tp=1,2,8"]),

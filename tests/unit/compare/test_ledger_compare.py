@@ -277,7 +277,8 @@ def test_json_of_an_unreadable_ledger(five_runs):
 
 
 def test_a_ledger_is_compared_without_torch_or_megatron():
-    script = "import sys, tp_invariant_recipes.cli.compare; print({'torch', 'megatron', 'numpy'} & sys.modules.keys())"
+    module = "tp_invariant_recipes.cli.verdicts.compare"
+    script = f"import sys, {module}; print({{'torch', 'megatron', 'numpy'}} & sys.modules.keys())"
     command = [sys.executable, "-c", script]
     result = subprocess.run(command, env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True)
     assert result.stdout == "set()\n", result.stderr

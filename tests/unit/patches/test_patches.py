@@ -384,6 +384,12 @@ def test_rows_are_whole(patch):
                 assert all(within(version, patch.need.versions) for version in named)
 
 
+@pytest.mark.parametrize("version, inside", (("2.11", False), ("2.12", True), ("2.17rc1", True), ("2.17", False)))
+def test_a_version_is_inside_of_both_bounds(version, inside):
+    assert within(version, ">=2.12,<2.17") is inside
+    assert within(version, "<2.17,>=2.12") is inside
+
+
 def test_names_are_unique():
     names = [patch.name for patch in registry.PATCHES]
     assert len(set(names)) == len(names)

@@ -1,0 +1,1 @@
+"""Commands that judge: their exit status 1 means that runs, tensors or scores differ."""
