@@ -24,10 +24,7 @@ def ranks(count: int, case: str) -> list:
         pytest.skip(f"needs {count} GPUs")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "--master-port"]
     command += [str(20000 + os.getpid() % 20000), "-m", "tests.gpu.peer_ranks", case]
-    environment = os.environ | {
-        "TPI_PEER_MEMORY": "auto",
-        "PYTHONPATH": ":".join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    }
+    environment = os.environ | {"PYTHONPATH": ":".join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -50,15 +47,15 @@ def test_with_one_barrier_bits_differ(count, only):
 
 
 @pytest.mark.parametrize("words", ("tp=2", "tp=4", "tp=2 cuda_graph=te", "tp=2 pp=2", "tp=4 sp=false cuda_graph=off"))
-def test_a_run_has_one_ledger_with_and_without(tmp_path, monkeypatch, words):
+def test_a_run_has_one_ledger_with_and_without(tmp_path, words):
     if torch.cuda.device_count() < (4 if "4" in words or "pp" in words else 2):
         pytest.skip("needs four GPUs")
-    for switch in ("0", "1"):
-        monkeypatch.setenv("TPI_PEER_MEMORY", switch)
-        done = tpi(tmp_path, "train", "qwen3_toy", "gbs=4", "iters=8", *words.split(), f"run.dir={switch}")
+    for choice in ("never", "always"):
+        overrides = (*words.split(), f"device.peer_memory={choice}", f"run.dir={choice}")
+        done = tpi(tmp_path, "train", "qwen3_toy", "gbs=4", "iters=8", *overrides)
         assert done.returncode == 0, done.stderr
-    assert steps(tmp_path, "1") == steps(tmp_path, "0")
-    logs = [(tmp_path / switch / "logs" / "rank-0.log").read_text() for switch in "01"]
+    assert steps(tmp_path, "always") == steps(tmp_path, "never")
+    logs = [(tmp_path / choice / "logs" / "rank-0.log").read_text() for choice in ("never", "always")]
     size = words[3]
     assert "tensor-parallel ranks go through" not in logs[0]
     assert f"sums over {size} tensor-parallel ranks go through their memory" in logs[1]

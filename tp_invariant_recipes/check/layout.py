@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 from tp_invariant_recipes.check.rule import Rule
 from tp_invariant_recipes.errors import Problem
+from tp_invariant_recipes.numerics.settings import PEERS
 from tp_invariant_recipes.settings import peft
+from tp_invariant_recipes.settings.allocation import ranks_per_node
 from tp_invariant_recipes.settings.layout import ACCOUNTED, SPLIT_BY_TP, UNEVEN
 from tp_invariant_recipes.settings.run_config import Layout, RunConfig
 
@@ -221,6 +223,22 @@ def _interleaved(config: RunConfig, layout: Layout) -> Problem | None:
     return None
 
 
+def _peer_memory(config: RunConfig, layout: Layout) -> Problem | None:
+    """Return why `always` would be an error in a rank, or have no effect."""
+    if config.device.peer_memory != "always":
+        return None
+    most = ranks_per_node(config) if config.launcher.kind == "slurm" else None
+    reasons = (
+        (config.device.kind == "cpu", "on a CPU Gloo moves all bytes"),
+        (not config.numerics.invariant, "numerics=stock leaves sums to NCCL"),
+        (layout.tp == 1, "tp=1 sums over one rank"),
+        (layout.tp not in PEERS, f"tp={layout.tp} is not one of {', '.join(map(str, PEERS))}"),
+        (most and layout.tp > most, f"tp={layout.tp} is more than the {most} ranks of a node"),
+    )
+    text = next((text for broken, text in reasons if broken), None)
+    return Problem("device.peer_memory=always", text, "device.peer_memory=auto") if text else None
+
+
 def _micro_batches(config: RunConfig, layout: Layout) -> int:
     return config.train["global_batch_size"] // (config.train["micro_batch_size"] * layout.dp)
 
@@ -255,6 +273,7 @@ RULES: tuple[Rule[RunConfig], ...] = (
             _stages_without_adapters,
             _experts,
             _batch,
+            _peer_memory,
         ),
     ),
     Rule(_lr),

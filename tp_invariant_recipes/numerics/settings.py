@@ -5,6 +5,9 @@ from typing import Literal
 
 from tp_invariant_recipes.numerics.mode import DEFAULT, Mode, ModeName, find
 
+PeerMemory = Literal["auto", "always", "never"]
+PEERS = (2, 4, 8)  # ranks of a group that may sum through each other's memory
+
 
 @dataclass(frozen=True)
 class NumericsSettings:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from tp_invariant_recipes.numerics.settings import NumericsSettings
+from tp_invariant_recipes.numerics.settings import NumericsSettings, PeerMemory
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,13 @@ class DeviceSettings:
     """What computes: decides layers, collectives and how ranks are started.
 
     check_memory: whether a run whose estimated memory cannot fit is refused (docs/memory.md).
+    peer_memory:  whether tensor-parallel ranks of one host sum and gather through each other's memory, with the same
+                  bits: auto: large operands, where a trial allows it; always: of any size, or an error; never: by NCCL.
     """
 
     kind: Literal["cpu", "gpu"] = "cpu"
     check_memory: bool = True
+    peer_memory: PeerMemory = "never"
 
 
 @dataclass(frozen=True)

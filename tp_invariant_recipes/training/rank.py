@@ -115,9 +115,11 @@ def closing(callbacks: list) -> Iterator[None]:
 def adapt(stack: ExitStack, config: RunConfig) -> None:
     """Until `stack` ends, adapt this process to the run's machine. RunError: the numerics does not hold on it."""
     from tp_invariant_recipes.cpu_host import cpu
+    from tp_invariant_recipes.numerics.sums import peer_memory
     from tp_invariant_recipes.patches import registry
 
     on_cpu = config.device.kind == "cpu"
+    peer_memory.choose(config.device.peer_memory)
     if (arithmetic := config.numerics.arithmetic) is not None:
         gpu = None if on_cpu else int(os.environ["LOCAL_RANK"])
         arithmetic.require_machine(gpu, fp8=low_precision.adds_fp8(config))

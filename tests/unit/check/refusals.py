@@ -795,3 +795,27 @@ GUARDED_EXPERTS = Family(
     taken=("tp=2 ep=2", "dp=4 ep=2"),
     typed=True,
 )
+
+_OF_SIXTEEN = "numerics.virtual_shards=16 model.num_attention_heads=16 model.num_query_groups=16"
+_ALWAYS = "device.peer_memory=always: "
+PEER_MEMORY = Family(
+    "qwen3_toy device=gpu tp=2 device.peer_memory=always",
+    {
+        "device.peer_memory=yes": "device.peer_memory=yes: ",
+        "device=cpu": f"{_ALWAYS}on a CPU Gloo moves all bytes; device.peer_memory=auto",
+        "numerics=stock": f"{_ALWAYS}numerics=stock leaves sums to NCCL; device.peer_memory=auto",
+        "tp=1": f"{_ALWAYS}tp=1 sums over one rank; device.peer_memory=auto",
+        f"tp=16 {_OF_SIXTEEN}": f"{_ALWAYS}tp=16 is not one of 2, 4, 8",
+        "tp=4 launcher=slurm cluster.gpus_per_node=2 slurm.time=5": f"{_ALWAYS}tp=4 is more than the 2 ranks of a node",
+    },
+    taken=(
+        "tp=4",
+        "numerics=portable",
+        "numerics=gather",
+        "tp=1 device.peer_memory=auto",
+        "numerics=stock device.peer_memory=never",
+        "device=cpu device.peer_memory=auto",
+        "tp=4 launcher=slurm cluster.gpus_per_node=4 slurm.time=5",
+    ),
+    typed=True,
+)

@@ -1,26 +1,26 @@
 """Who decides that sums over ranks go through peers' memory; tests/gpu/test_peer_memory_gpu.py has the bits."""
 
+from contextlib import ExitStack, nullcontext
 from unittest.mock import Mock
 
 import pytest
 import torch
 
-from tp_invariant_recipes.errors import ConfigError, RunError
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.cpu_host import cpu
+from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.numerics.sums import peer_memory
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+from tp_invariant_recipes.patches import registry
+from tp_invariant_recipes.training.rank import adapt
 
 GROUP = Mock(**{"size.return_value": 2, "rank.return_value": 0})
 
 
 @pytest.fixture(autouse=True)
-def switch(monkeypatch):
-    def switched(value):
-        monkeypatch.setenv(peer_memory.SWITCH, value)
-        peer_memory.choice.cache_clear()
-
-    switched("auto")
-    yield switched
-    peer_memory.choice.cache_clear()
+def choose(monkeypatch):
+    monkeypatch.setattr(peer_memory, "_choice", ["auto"])
+    return peer_memory.choose
 
 
 @pytest.fixture
@@ -33,12 +33,6 @@ def trial(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "nccl")
     monkeypatch.setattr(peer_memory, "_hosts_problem", lambda *_: None)
     return outcome
-
-
-def test_an_unknown_value_is_refused(switch):
-    switch("yes")
-    with pytest.raises(ConfigError, match="TPI_PEER_MEMORY=yes"):
-        peer_memory.choice()
 
 
 def test_a_cpu_and_one_rank_ask_nobody():
@@ -62,10 +56,10 @@ def test_the_trial_decides_and_says_so(trial, capsys, outcome, words):
 
 
 @pytest.mark.parametrize(
-    "value, size, asked", (("0", 2**30, 0), ("auto", 2**30, 1), ("auto", 2**10, 0), ("1", 2**10, 1))
+    "value, size, asked", (("never", 2**30, 0), ("auto", 2**30, 1), ("auto", 2**10, 0), ("always", 2**10, 1))
 )
-def test_the_switch_decides_whether_a_trial_is_made(monkeypatch, switch, value, size, asked):
-    switch(value)
+def test_the_choice_decides_whether_a_trial_is_made(monkeypatch, choose, value, size, asked):
+    choose(value)
     tried = Mock(return_value=None)
     monkeypatch.setattr(peer_memory, "_tried", tried)
     monkeypatch.setattr(peer_memory, "_peers", {})
@@ -80,8 +74,17 @@ def test_gloo_is_not_tried(trial, monkeypatch, capsys):
     assert "NCCL: 2 ranks over gloo" in capsys.readouterr().out
 
 
-def test_demanded_it_fails_where_it_cannot(trial, switch):
-    switch("1")
+def test_demanded_it_fails_where_it_cannot(trial, choose):
+    choose("always")
     trial.return_value = False
-    with pytest.raises(RunError, match=r"TPI_PEER_MEMORY=1.*other bits"):
+    with pytest.raises(RunError, match=r"device.peer_memory=always.*other bits"):
         peer_memory._tried(GROUP, torch.device("cpu"))
+
+
+def test_a_rank_follows_its_configuration(monkeypatch):
+    monkeypatch.setattr(cpu, "installed", nullcontext)
+    monkeypatch.setattr(registry, "applied", nullcontext)
+    config = compose("qwen3_toy", ["device.peer_memory=never"], device="cpu").config
+    with ExitStack() as stack:
+        adapt(stack, config)
+    assert peer_memory._choice == ["never"]

@@ -38,6 +38,7 @@ INVARIANT = (
     "numerics.expert_groups",
     "numerics.grad_norm",
     "numerics.clip_rounding",
+    "device.peer_memory",
 )
 
 

@@ -31,7 +31,7 @@ from tp_invariant_recipes.sources import hf_models, weights
 # What may be set: fields of these sections, and these groups and fields. All else belongs to a training.
 SECTIONS = ("numerics.", "model.", "parallel.", "mixed_precision.", "patches.")
 FIELDS = (
-    *("numerics.mode", "device.kind", "precision", "run.hang_timeout"),
+    *("numerics.mode", "device.kind", "device.peer_memory", "precision", "run.hang_timeout"),
     *("dist.distributed_timeout_minutes", "dist.distributed_backend"),
 )
 OTHERWISE = {

@@ -11,7 +11,7 @@ work runs; then each rank adds its inbox in tree order, with the bits of numeric
 Both barriers wait on the stream, and nothing else orders one use of the memory and the next, so that CUDA graphs may be
 replayed in any order. A group has one buffer for sums; what begins while another sum is in it goes by NCCL.
 
-With `TPI_PEER_MEMORY=auto` a trial at a group's first use decides: ranks on several hosts or without access to each
+With `device.peer_memory=auto` a trial at a group's first use decides: ranks on several hosts or without access to each
 other, and other bits than by NCCL leave it to NCCL. So does a shape that a CUDA graph's capture meets first.
 """
 
@@ -19,23 +19,22 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tp_invariant_recipes.errors import ConfigError, RunError
+from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.peer_add import peer_add
 from tp_invariant_recipes.kernels.tree_add import tree_add
+from tp_invariant_recipes.numerics.settings import PEERS, PeerMemory
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.start.start_clock import CLOCK, KERNELS
 
-SWITCH = "TPI_PEER_MEMORY"
-SIZES = (2, 4, 8)
+KEY = "device.peer_memory"
 LEAST = 2**20  # bytes that a rank reads of another; of less, barriers take as long as NCCL
 _MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"  # else torch asks the driver for it
 _numbers = count()  # of buffers, so that each has a name of its own
@@ -202,15 +201,16 @@ class PeerGather:
 
 
 _peers: dict[Any, Peers | None] = {}  # by process group
+_choice: list[PeerMemory] = ["never"]  # of this process
 
 
 def peers_of(mesh: VirtualMesh, operand: Tensor, size: int) -> Peers | None:
     """Return the group's ranks, if they are to read so many bytes of each other's memory.
 
-    The first call for a group is a collective. Raises ConfigError: an unknown value of TPI_PEER_MEMORY; RunError: it is
-    1, and they cannot.
+    The first call for a group is a collective. Raises RunError: device.peer_memory=always, and they cannot.
     """
-    if mesh.group is None or not operand.is_cuda or choice() == "0" or (size < LEAST and choice() == "auto"):
+    choice = _choice[0]
+    if mesh.group is None or not operand.is_cuda or choice == "never" or (size < LEAST and choice == "auto"):
         return None
     if mesh.group not in _peers:
         if torch.cuda.is_current_stream_capturing():
@@ -225,13 +225,9 @@ def forget() -> None:
     _peers.clear()
 
 
-@cache
-def choice() -> Literal["0", "auto", "1"]:
-    """Return TPI_PEER_MEMORY: 0: NCCL; auto: large sums as the trial says; 1: sums of any size, or an error."""
-    value = os.environ.get(SWITCH, "0")
-    if value not in ("0", "auto", "1"):
-        raise ConfigError(f"{SWITCH}={value}: 0 (sums over ranks by NCCL), auto or 1 (through peers' memory)")
-    return value  # type: ignore[return-value]
+def choose(choice: PeerMemory) -> None:
+    """Have this process follow a value of device.peer_memory."""
+    _choice[0] = choice
 
 
 def _tried(group: Any, device: torch.device) -> Peers | None:
@@ -245,8 +241,8 @@ def _tried(group: Any, device: torch.device) -> Peers | None:
             problem = str(error).strip().partition("\n")[0] or repr(error)
         if not _everywhere(problem is None, group, device):
             problem = problem or "another rank cannot"
-    if problem is not None and choice() == "1":
-        raise RunError(f"{SWITCH}=1: ranks cannot read each other's memory: {problem}")
+    if problem is not None and _choice[0] == "always":
+        raise RunError(f"{KEY}=always: ranks cannot read each other's memory: {problem}")
     if group.rank() == 0:
         how = "their memory" if problem is None else f"NCCL: {problem}"
         print(f"sums over {group.size()} tensor-parallel ranks go through {how}", flush=True)
@@ -255,7 +251,7 @@ def _tried(group: Any, device: torch.device) -> Peers | None:
 
 def _unsuitable(group: Any, device: torch.device) -> str | None:
     """Return why a group's ranks cannot read each other's memory, the same on every rank; None: they may."""
-    if group.size() not in SIZES or dist.get_backend(group) != "nccl":
+    if group.size() not in PEERS or dist.get_backend(group) != "nccl":
         return f"{group.size()} ranks over {dist.get_backend(group)}"
     return _hosts_problem(group, device)
 

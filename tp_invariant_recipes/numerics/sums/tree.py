@@ -1,7 +1,7 @@
 """Tree sums across ranks: V partials, neighbours added level by level in fp32, one rounding at the root.
 
 A rank's shards are a subtree: it adds them, sends one node, and the receiver finishes the same tree. Collectives only
-move bytes; every addition is in kernels/. TPI_PEER_MEMORY has ranks of one host use each other's memory instead
+move bytes; every addition is in kernels/. device.peer_memory has ranks of one host use each other's memory instead
 (numerics/sums/peer_memory.py), with the same bits.
 """
 
