@@ -55,6 +55,17 @@ def _describe(pynvml: ModuleType, handle: Any) -> Gpu:
     )
 
 
+def processes(uuid: str) -> int:
+    """Return how many processes compute on a GPU; 0: the driver does not tell, as in some containers."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return len(pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByUUID(uuid.encode())))
+    except Exception:  # no driver library, no permission, or a part of a GPU
+        return 0
+
+
 def serial(uuid: str | None) -> str | None:
     """Return the serial number of a GPU; None: the driver does not tell."""
     try:

@@ -9,6 +9,7 @@ import torch
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.cpu_host import cpu
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.numerics.sums import peer_memory
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.patches import registry
@@ -29,6 +30,7 @@ def trial(monkeypatch):
     outcome = Mock(return_value=True)
     monkeypatch.setattr(peer_memory, "Peers", Mock())
     monkeypatch.setattr(peer_memory, "_trial", outcome)
+    monkeypatch.setattr(peer_memory, "_slow", lambda peers: None)
     monkeypatch.setattr(peer_memory, "_everywhere", lambda fine, *_: fine)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "nccl")
     monkeypatch.setattr(peer_memory, "_hosts_problem", lambda *_: None)
@@ -41,17 +43,19 @@ def test_a_cpu_and_one_rank_ask_nobody():
 
 
 @pytest.mark.parametrize(
-    "outcome, words",
+    "outcome, slow, words",
     (
-        (True, "their memory"),
-        (False, "NCCL: sums have other bits"),
-        (RuntimeError("no access\nC++"), "NCCL: no access"),
+        (True, None, "their memory"),
+        (True, "barriers are slow", "NCCL: barriers are slow"),
+        (False, None, "NCCL: sums have other bits"),
+        (RuntimeError("no access\nC++"), None, "NCCL: no access"),
     ),
 )
-def test_the_trial_decides_and_says_so(trial, capsys, outcome, words):
+def test_the_trial_decides_and_says_so(trial, monkeypatch, capsys, outcome, slow, words):
     trial.side_effect = [outcome]
+    monkeypatch.setattr(peer_memory, "_slow", lambda peers: slow)
     peers = peer_memory._tried(GROUP, torch.device("cpu"))
-    assert (peers is not None) == (outcome is True)
+    assert (peers is not None) == (words == "their memory")
     assert capsys.readouterr().out == f"sums over 2 tensor-parallel ranks go through {words}\n"
 
 
@@ -88,3 +92,45 @@ def test_a_rank_follows_its_configuration(monkeypatch):
     with ExitStack() as stack:
         adapt(stack, config)
     assert peer_memory._choice == ["never"]
+
+
+@pytest.mark.parametrize(
+    "choice, counts, problem",
+    (
+        ("auto", (1, 1), None),
+        ("auto", (0, 0), None),  # the driver does not tell
+        ("auto", (1, 2), "another process uses a GPU of these ranks"),
+        ("always", (2, 2), None),
+    ),
+)
+def test_gpus_that_others_use_are_left_to_nccl(choose, monkeypatch, choice, counts, problem):
+    choose(choice)
+
+    def gathered(every, here, group):
+        every[:] = [(*here[:2], uuid, choice == "auto" and count > 1) for uuid, count in zip("ab", counts, strict=True)]
+        assert here[3] == every[0][3]
+
+    asked = []
+    monkeypatch.setattr(gpus, "processes", lambda uuid: asked.append(uuid) or counts[0])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Mock(uuid="a"))
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gathered)
+    assert peer_memory._hosts_problem(GROUP, torch.device("cpu")) == problem
+    assert asked == (["GPU-a"] if choice == "auto" else [])
+
+
+@pytest.mark.parametrize(
+    "choice, times, slow",
+    (
+        ("auto", (900.0, 90.0, 0.4), False),  # of 32 barriers; a busy host delays some
+        ("auto", (90.0, 64.0, 80.0), True),
+        ("always", (90.0, 64.0, 80.0), False),
+    ),
+)
+def test_barriers_that_take_time_slices_are_left_to_nccl(choose, monkeypatch, choice, times, slow):
+    choose(choice)
+    taken = iter(times)
+    monkeypatch.setattr(
+        torch.cuda, "Event", lambda enable_timing: Mock(**{"elapsed_time.side_effect": lambda end: next(taken)})
+    )
+    problem = peer_memory._slow(Mock())
+    assert problem == ("a barrier takes 2.0 ms, as on shared GPUs" if slow else None)

@@ -1,7 +1,6 @@
 """The estimate of a run's memory: against measured peaks, against counts by hand, and in how it follows the layout."""
 
 import functools
-import re
 import subprocess
 import sys
 
@@ -25,8 +24,8 @@ from tp_invariant_recipes.sizing.memory import (
 
 WITHIN = 0.15  # which docs/memory.md promises
 
-# Peaks in GiB as docs/benchmark.md lists them, of torch's allocator on Hopper GPUs after warm-up: stock, and tree in
-# parts of it. The commands are those above its tables.
+# Peaks in GiB as docs/memory.md lists them, of torch's allocator on Hopper GPUs after warm-up: stock, and tree in
+# parts of it.
 FOUR_LAYERS = "model.num_layers=4 model.moe_layer_freq=[0,1,1,1]"
 RANK_OF_FOUR = (
     "seq=2048 model.num_attention_heads=8 model.num_query_groups=2 model.ffn_hidden_size=3072 model.vocab_size=37984"
@@ -84,12 +83,13 @@ def document(name: str) -> Document:
 
 
 def test_the_table_is_that_of_the_document():
-    """Every row of docs/benchmark.md with a peak is here, with its figures."""
-    (header, rows), *_ = document("docs/benchmark.md").tables
-    places = header.index("stock GiB"), header.index("× memory")
+    """Every peak of docs/memory.md is here, with its figures."""
+    (header, rows), *_ = document("docs/memory.md").tables
+    places = header.index("stock GiB"), header.index("× memory of `tree`")
     figures = [[row[place] for place in places] for row in rows]
-    listed = [(float(peak), float(ratio)) for peak, ratio in figures if re.fullmatch(r"\d+\.\d+", peak)]
-    assert listed == [(peak, ratio) for _, _, peak, ratio in BENCHMARK]
+    assert [(float(peak), float(ratio)) for peak, ratio in figures] == [
+        (peak, ratio) for _, _, peak, ratio in BENCHMARK
+    ]
     for *_, peak in WHOLE_RUNS:
         assert f"({peak} GiB)" in document("docs/evidence.md").text
 
@@ -108,7 +108,7 @@ def test_a_measured_peak_is_met(model, overrides, peak, ratio, mode):
 
 @pytest.mark.parametrize("sequence", (2048, 8192))
 def test_portable_keeps_no_scores(sequence):
-    """An H200 measured the peak of `tree` (docs/benchmark.md). Attention of unfused kernels keeps them."""
+    """An H200 measured the peak of `tree` (docs/memory.md). Attention of unfused kernels keeps them."""
     words = f"tp=2 seq={sequence}"
     tree, portable = (estimate("qwen3_8b", f"{words} numerics={mode}").allocated for mode in ("tree", "portable"))
     assert portable == pytest.approx(tree, rel=0.01)

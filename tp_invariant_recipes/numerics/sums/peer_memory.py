@@ -12,7 +12,8 @@ Both barriers wait on the stream, and nothing else orders one use of the memory 
 replayed in any order. A group has one buffer for sums; what begins while another sum is in it goes by NCCL.
 
 With `device.peer_memory=auto` a trial at a group's first use decides: ranks on several hosts or without access to each
-other, and other bits than by NCCL leave it to NCCL. So does a shape that a CUDA graph's capture meets first.
+other, GPUs that another process uses, and other bits than by NCCL leave it to NCCL. So does a shape that a CUDA graph's
+capture meets first. On a shared GPU a barrier takes several of the driver's time slices, and a step minutes.
 """
 
 import math
@@ -30,11 +31,13 @@ from torch import Tensor
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.peer_add import peer_add
 from tp_invariant_recipes.kernels.tree_add import tree_add
+from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.numerics.settings import PEERS, PeerMemory
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.start.start_clock import CLOCK, KERNELS
 
 KEY = "device.peer_memory"
+SLOWEST = 1.0  # ms for a barrier; some 0.01 where no other process uses the GPUs
 LEAST = 2**20  # bytes that a rank reads of another; of less, barriers take as long as NCCL
 _MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"  # else torch asks the driver for it
 _numbers = count()  # of buffers, so that each has a name of its own
@@ -236,7 +239,7 @@ def _tried(group: Any, device: torch.device) -> Peers | None:
     if problem is None:
         try:
             peers = Peers(group, device)
-            problem = None if _trial(peers) else "sums have other bits"
+            problem = _slow(peers) if _trial(peers) else "sums have other bits"
         except RuntimeError as error:
             problem = str(error).strip().partition("\n")[0] or repr(error)
         if not _everywhere(problem is None, group, device):
@@ -259,11 +262,15 @@ def _unsuitable(group: Any, device: torch.device) -> str | None:
 def _hosts_problem(group: Any, device: torch.device) -> str | None:
     """Return what is wrong with where the ranks are; None: nothing. A collective."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
-    here = boot, os.readlink("/proc/self/ns/mnt"), str(torch.cuda.get_device_properties(device).uuid)
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    shared = _choice[0] == "auto" and gpus.processes(f"GPU-{uuid}") > 1
+    here = boot, os.readlink("/proc/self/ns/mnt"), uuid, shared
     every: list[Any] = [None] * group.size()
     dist.all_gather_object(every, here, group=group)
     if len({place[:2] for place in every}) > 1:
         return "ranks on several hosts or in several containers"
+    if any(place[3] for place in every):
+        return "another process uses a GPU of these ranks"
     return None if len({place[2] for place in every}) == len(every) else "ranks share a GPU"
 
 
@@ -271,6 +278,21 @@ def _everywhere(fine: bool, group: Any, device: torch.device) -> bool:
     agreed = torch.tensor(int(fine), dtype=torch.int32, device=device)
     dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
     return bool(agreed.item())
+
+
+def _slow(peers: Peers) -> str | None:
+    """Return why these ranks wait too long for each other, with `auto`; None: they do not."""
+    times = []
+    for _ in range(3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(32):
+            peers.sums.handle.barrier(channel=0)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 32)
+    slow = _choice[0] == "auto" and min(times) > SLOWEST
+    return f"a barrier takes {min(times):.1f} ms, as on shared GPUs" if slow else None
 
 
 def _trial(peers: Peers) -> bool:
