@@ -100,6 +100,7 @@ def test_a_rank_follows_its_configuration(monkeypatch):
         ("auto", (1, 1), None),
         ("auto", (0, 0), None),  # the driver does not tell
         ("auto", (1, 2), "another process uses a GPU of these ranks"),
+        ("auto", (2, 1), "another process uses a GPU of these ranks"),
         ("always", (2, 2), None),
     ),
 )
