@@ -251,9 +251,9 @@ PARTS = (
 
 @pytest.mark.release
 def test_parts_of_models_have_the_bits_of_their_scores(shared, folder):
-    """Of a run's checkpoint. The control: other positions."""
+    """Of a run's checkpoint, of another layout. The control: other positions."""
     words = ("qwen3_toy", "numerics=portable", "seq=32", "gbs=2", "iters=1", "save=1", "model.kv_channels=32")
-    shared("train", *words, *PARTS, "run.dir=parts", status=0)
+    shared("train", *words, *PARTS, "tp=2", "run.dir=parts", status=0)
     shared("generate", "parts", "p.jsonl", *DRAWS.split(), "--digest", "--out", "parts.out", status=0)
     report = json.loads(shared("score", "parts", "tp=2", "--against", "parts.out", "--json", status=0).stdout)
     found = report["files"][0]

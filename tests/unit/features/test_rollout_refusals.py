@@ -1,14 +1,17 @@
 """What rollouts refuse, by name and with its key: configurations, models and sizes. How ranks share requests."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
 from tp_invariant_recipes.check import rollouts
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.features.rollouts import decode, engine
 from tp_invariant_recipes.features.rollouts.requests import Request, Sampling
+from tp_invariant_recipes.features.score.model import _composed
 
 CONFIGURATIONS = (
     ("numerics=portable", ()),
@@ -26,6 +29,25 @@ def test_configurations_are_refused_by_name(bridge, words, parts):
     listed = "\n".join(rollouts.problems(config))
     assert all(part in listed for part in parts)
     assert bool(listed) == bool(parts)
+
+
+FAMILIES = (
+    ("llama32_toy", None),
+    ("qwen25_toy", None),
+    ("qwen3_moe_toy", None),
+    ("gemma2_toy", "windows of attention have no portable version"),
+    ("gpt_oss_toy", "attention sinks have no portable version"),
+    ("nemotron3_nano_toy", "Mamba layers have no portable version"),
+    ("qwen3_next_toy", "gated delta nets are covered by numerics=tree only"),
+    ("moonlight_toy", "multi-latent attention is covered by numerics=tree only"),
+    ("exaone4_toy", "families with own layers are covered by numerics=tree only"),
+)
+
+
+@pytest.mark.parametrize("family, why", FAMILIES)
+def test_families_are_taken_or_refused_by_name(bridge, family, why):
+    with nullcontext() if why is None else pytest.raises(ConfigError, match=why):
+        assert rollouts.problems(_composed(family, parse_all(["device=cpu"]), "portable").config) == []
 
 
 def model(attention=engine.PortableDotProductAttention, mtp=False, **fields):
