@@ -58,6 +58,9 @@ def grpo(file: Path) -> Any:
         def on_train_start(self, context: Any) -> None:
             self.engine = rollouts.Engine(context.model)
 
+        def on_train_end(self, context: Any) -> None:
+            self.engine.release()  # NCCL waits for the end of CUDA graphs before it ends a group of ranks
+
         def on_train_step_start(self, context: Any) -> None:
             step = context.state.train_state.step
             draw = Random(step)

@@ -132,6 +132,9 @@ class Trial:
             longer, engine = [replace(request, tokens=request.tokens * 3) for request in requests()], Engine(model)
             engine.generate(requests())
             found["longer"], found["longer alone"] = (plain(each.generate(longer)) for each in (engine, Engine(model)))
+            engine, fewer = Engine(model), longer[-1:]  # blocks enough are there, but no table has so many of them
+            engine.generate(requests())
+            found["fewer"], found["fewer alone"] = (plain(each.generate(fewer)) for each in (engine, Engine(model)))
             with recomputing(model):
                 found["in a training that recomputes"] = plain(Engine(model).generate(requests()))
             with library_attention():
@@ -257,6 +260,7 @@ def test_tokens_are_drawn_as_defined_from_whole_passes(whole):
 
 def test_an_engine_takes_longer_requests_later(whole):
     assert whole["longer"] == whole["longer alone"] != whole["first"]
+    assert whole["fewer"] == whole["fewer alone"] != []
 
 
 def test_a_training_that_recomputes_changes_nothing(whole):

@@ -251,7 +251,7 @@ PARTS = (
 
 @pytest.mark.release
 def test_parts_of_models_have_the_bits_of_their_scores(shared, folder):
-    """Of a run's checkpoint, of another layout. The control: other positions."""
+    """Of a run's checkpoint, of another layout. The controls: other positions, and stock numerics."""
     words = ("qwen3_toy", "numerics=portable", "seq=32", "gbs=2", "iters=1", "save=1", "model.kv_channels=32")
     shared("train", *words, *PARTS, "tp=2", "run.dir=parts", status=0)
     shared("generate", "parts", "p.jsonl", *DRAWS.split(), "--digest", "--out", "parts.out", status=0)
@@ -259,9 +259,10 @@ def test_parts_of_models_have_the_bits_of_their_scores(shared, folder):
     found = report["files"][0]
     assert found["differing"] == found["digests"]["differing"] == 0
     assert found["scored"] == 2 * 10 * len(LENGTHS)
-    other = ("model.rotary_percent=1.0", "--out", "parts.other", "--json")
-    changed = shared("score", "parts", "numerics=portable", *other, "--against", "parts.out", status=1)
-    assert json.loads(changed.stdout)["files"][0]["differing"] > 0
+    for n, other in enumerate(("model.rotary_percent=1.0", "numerics=stock")):
+        out = ("--against", "parts.out", "--out", f"parts.{n}", "--json")
+        changed = shared("score", "parts", other, *out, status=1)
+        assert json.loads(changed.stdout)["files"][0]["differing"] > 0
 
 
 def test_a_dry_run_writes_nothing(shared, folder):

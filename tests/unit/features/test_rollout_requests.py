@@ -4,7 +4,9 @@ import json
 import resource
 import signal
 
+import numpy as np
 import pytest
+import torch
 
 from tests import examples
 from tp_invariant_recipes.data import sequences
@@ -70,6 +72,16 @@ def test_a_single_id_and_string_are_taken():
     assert {name: getattr(sampling, name) for name in expected} == expected
     assert type(sampling.temperature) is float
     assert Sampling(eos_token_id=None).eos_token_id == ()
+
+
+def test_tokens_are_whole_numbers():
+    expected = Request("a", (5, 6), DRAWS)
+    for tokens in ([5, 6], np.array([5, 6]), torch.tensor([5, 6])):
+        made = Request("a", tokens, DRAWS)
+        assert made == expected
+        assert all(type(token) is int for token in made.tokens)
+    with pytest.raises(TypeError):
+        Request("a", (5.0,), DRAWS)
 
 
 def test_filters_are_known():

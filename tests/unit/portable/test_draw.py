@@ -97,6 +97,13 @@ def test_both_zeros_are_one_value():
         assert last == top_k
 
 
+def test_top_p_needs_all_of_its_mass():
+    """Half a unit more than the first token's mass needs the second one too."""
+    scores = torch.tensor([[-math.log(2), -math.log(2), -math.inf]])
+    for top_p, last in ((0.5, 0), (0.5 + 2.0**-42, 1)):
+        assert limits_of(scores, numbers([Sampling(do_sample=True, top_k=0, top_p=top_p)]))[0].tolist()[1] == last
+
+
 def test_rows_without_filters_need_none():
     scores, row_keys = rows(4, 5003, "normal"), keys(4)
     for sampling in SAMPLINGS[:2]:
@@ -118,7 +125,8 @@ def test_philox_has_the_published_words():
 
 
 def test_waiting_times_are_exponential():
-    words = np.array([0, 1, 2**31 - 1, 2**31, 2**32 - 1, *range(3, 2**32, 40_000_003)], np.uint64)
+    words = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, *range(3, 2**32, 40_000_003), *range(77, 2**25, 100_003)]
+    words = np.array(words, np.uint64)
     times = numpy_version("waiting_time")(words.astype(np.uint32).view(np.int32))
     v = np.minimum((words.astype(np.float64) + 0.5) / 2**32, 1 - 2.0**-24)
     exact = -np.log1p(-v)

@@ -109,7 +109,10 @@ class Engine:
             self.release()
 
     def release(self) -> None:
-        """Give back the memory of the cache and of CUDA graphs; `generate` takes it again."""
+        """Give back the memory of the cache and of CUDA graphs; `generate` takes it again.
+
+        Call it before process groups end: NCCL waits for CUDA graphs that have its collectives.
+        """
         self._passes = None
 
     def _run(

@@ -7,6 +7,7 @@ batch, order, chunk or machine.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from operator import index
 from typing import Any
 
 from tp_invariant_recipes.data.sequences import outside
@@ -92,11 +93,18 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to complete. id: names its draws, and no other request's. tokens: at least one."""
+    """A prompt to complete. id: names its draws, and no other request's. tokens: at least one; of a list or tensor too.
+
+    Raises TypeError: a token is no whole number.
+    """
 
     id: str
     tokens: tuple[int, ...]
     sampling: Sampling
+
+    def __post_init__(self) -> None:
+        """Make tokens a tuple of numbers of Python."""
+        object.__setattr__(self, "tokens", tuple(map(index, self.tokens)))
 
 
 @dataclass(frozen=True)
