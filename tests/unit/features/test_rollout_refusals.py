@@ -12,6 +12,7 @@ from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.features.rollouts import decode, engine
 from tp_invariant_recipes.features.rollouts.requests import Request, Sampling
 from tp_invariant_recipes.features.score.model import _composed
+from tp_invariant_recipes.numerics.products import sampling
 
 CONFIGURATIONS = (
     ("numerics=portable", ()),
@@ -112,17 +113,22 @@ def test_sizes_are_refused_before_a_model_is_read():
 
 
 def test_a_pass_sets_no_random_state():
-    """Sequence parallelism would, in every forward pass, and no CUDA graph captures it."""
+    """Sequence parallelism would, in every forward pass, and no CUDA graph captures it. Nor does a guard sample it."""
     import torch
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     tracker, passes = get_cuda_rng_tracker(), decode.CachedPasses.__new__(decode.CachedPasses)
     passes.model = torch.nn.Linear(1, 1)
     passes.model.post_process = True
+    sampler = sampling.Sampler(1, "")
+    sampling.use(sampler)
     with passes.entered():
         with tracker.fork():  # of no state that is known: without the replacement an error
             assert not passes.model.post_process
         assert not passes.model.training
+        assert sampling._sampler is None
+    assert sampling._sampler is sampler
+    sampling.use(None)
     assert "fork" not in vars(tracker)
     assert passes.model.post_process
     assert passes.model.training

@@ -24,6 +24,7 @@ from tp_invariant_recipes.features.score.batches import LEAST, padded
 from tp_invariant_recipes.kernels.digest import row_digest
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers import cross_entropy
+from tp_invariant_recipes.numerics.products import sampling
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import all_gather
 from tp_invariant_recipes.portable.cached_pass import CachedPass, cached
@@ -147,14 +148,14 @@ class CachedPasses:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """In the block the model is no training's: it returns hidden states, and recomputes no layer."""
+        """In the block the model is no training's: it returns hidden states, recomputes no layer, and has no guard."""
         model = self.model
         before: list[tuple[Any, str, bool]] = [(model, "post_process", model.post_process)]
         before += [(m, name, getattr(m, name)) for m in model.modules() for name in OF_TRAINING if hasattr(m, name)]
         try:
             for module, name, _ in before:
                 setattr(module, name, False)
-            with torch.no_grad(), applied([NO_RANDOM_STATES]):
+            with torch.no_grad(), sampling.paused(), applied([NO_RANDOM_STATES]):
                 yield
         finally:
             for module, name, value in before:

@@ -12,7 +12,8 @@ While a CUDA graph is captured the gathers become part of it: every replay fills
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -117,6 +118,17 @@ def use(sampler: Sampler | None) -> None:
     """Have this process's products sampled by it from now on; None: no longer."""
     global _sampler  # noqa: PLW0603 -- products have no configuration
     _sampler = sampler
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Products in the block are no training step's: none is sampled."""
+    sampler = _sampler
+    use(None)
+    try:
+        yield
+    finally:
+        use(sampler)
 
 
 class _Started:
