@@ -1,11 +1,13 @@
-"""`tpi audit --all`: what a refusal leaves, what a cell becomes, and that equal references are trained once."""
+"""`tpi audit --all`: what a refusal leaves, what a cell becomes, which references are equal, and in which order."""
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.features.audit import campaign, workflow
+from tp_invariant_recipes.features.audit import campaign, options, workflow
+from tp_invariant_recipes.features.audit.trial import Trial
 from tp_invariant_recipes.runs.audit_dir import AuditedRun
 
 pytestmark = pytest.mark.usefixtures("bridge", "here")
@@ -16,52 +18,112 @@ def begun(here, *overrides: str) -> campaign.Campaign:
     where, state = campaign.new("qwen3_toy", ["device=cpu", *overrides], here / "audits")
     where.path.mkdir()
     campaign._write_texts(where.texts)
-    return campaign.Campaign(where, state, campaign.quiet, lambda trial: None, scripts=False)
+    return campaign.Campaign(where, state, lambda trial: None, scripts=False)
 
 
 def test_a_refusal_leaves_no_directory(here):
     where, state = campaign.new("qwen3_toy", ["device=cpu", "model.num_layers=0"], here / "audits")
     with pytest.raises(ConfigError):
-        campaign.execute(where, state, campaign.quiet, lambda trial: None, resume=False)
+        campaign.execute(where, state, lambda trial: None, resume=False)
     assert not where.path.exists()
 
 
 def test_a_cell_is_configured_as_hydra_composes_it(here, monkeypatch):
-    monkeypatch.setattr(campaign.options, "OPTIONS", {"loss": campaign.options.OPTIONS["loss"]})
+    monkeypatch.setattr(options, "OPTIONS", {"loss": options.OPTIONS["loss"]})
     audits = begun(here)
-    cell = frozenset(("tp=2 sp=false", "mbs=2", "model.calculate_per_token_loss=true"))
-    composed = audits._composed([*audits._sizes, *audits._words(cell)])
-    assert audits._configured(cell).sections == composed.sections
-    assert audits._configured(frozenset(("mbs=2",))).sections != composed.sections
-    monkeypatch.setattr(workflow, "check", lambda planned: (_ for _ in ()).throw(ConfigError("refused by Bridge")))
-    assert audits._allowed(cell)
-    assert audits._audited(cell) is None  # and the next cell is another
-    assert not audits._allowed(cell)
-    assert audits.state.trials == []
+    cells, cell = audits._cells, frozenset(("tp=2 sp=false", "mbs=2", "model.calculate_per_token_loss=true"))
+    composed = cells.composed([*cells.sizes, *cells.words(cell)])
+    assert cells.configured(cell).sections == composed.sections
+    assert cells.configured(frozenset(("mbs=2",))).sections != composed.sections
 
 
-@pytest.mark.parametrize("experts, trained", ((None, 2), (8, 3)))
-def test_an_equal_reference_is_trained_once_unless_it_follows_choices(here, monkeypatch, experts, trained):
-    monkeypatch.setattr(campaign.options, "OPTIONS", {})
-    audits, trainings = begun(here), []
+class Answers:
+    """Stands for the processes of audits: they end in the order of their start. judged: a cell -> whether it is right;
+    None: Bridge refuses it."""
 
-    def execute(planned, watch, *, keep, page, reference):
-        if reference is None:
-            trainings.append(planned)
-            planned.directory.training(workflow.REFERENCE).path.mkdir(parents=True)
-        return {}
+    def __init__(self, judged) -> None:
+        self.judged, self.keys, self.most, self.started, self.settings = judged, [], 0, [], {}
 
-    def planned(number: int, layers: int):
-        shape = SimpleNamespace(experts=experts)
-        config = SimpleNamespace(sections={"model": {"num_layers": layers}}, shape=shape)
-        composed = SimpleNamespace(composed=SimpleNamespace(config=config))
-        directory = SimpleNamespace(training=lambda name: AuditedRun(here / str(number) / name))
-        return SimpleNamespace(reference=composed, directory=directory, steps=range(1, 2))
+    def __call__(self, stop):
+        return self
 
-    monkeypatch.setattr(workflow, "execute", execute)
-    for number, layers in enumerate((2, 2, 1)):
-        audits._executed(planned(number, layers))
-    assert len(trainings) == trained
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def start(self, job, call) -> None:
+        self.keys.append(job)
+        self.settings[job] = call.args[2]
+        self.started.append(job[0])
+        self.most = max(self.most, len(self.keys))
+
+    def next(self):
+        cell, _ = job = self.keys.pop(0)
+        if (sound := self.judged(cell)) is None:
+            return job, (None, {})
+        verdict = workflow.WITHIN if sound else workflow.BEYOND
+        return job, (Trial(self.settings[job], verdict, "text", None if sound else "gradients x", 1.0), {})
+
+    def end(self) -> None:
+        self.keys.clear()
 
 
-ALL = [[0, 1, 2, 3]]
+LOSS = "model.calculate_per_token_loss=true"
+
+
+def ran(here, monkeypatch, judged, at_once=2, **more):
+    monkeypatch.setattr(options, "OPTIONS", {"loss": options.OPTIONS["loss"]})
+    audits, answers = begun(here), Answers(judged)
+    monkeypatch.setattr(campaign, "SideBySide", answers)
+    monkeypatch.setattr(campaign, "at_once", lambda device: at_once)
+    monkeypatch.setattr(audits, "_prepare", lambda: None)
+    return audits.run(**more), answers
+
+
+def test_audits_run_two_at_a_time_and_no_pair_stays(here, monkeypatch):
+    result, answers = ran(here, monkeypatch, lambda cell: True)
+    assert answers.most == 2
+    assert len({*answers.started}) == len(answers.started) == len(result["trials"])
+    assert (result["pending"], result["exit_status"]) == (0, 0)
+
+
+def test_a_fault_is_shrunk_while_another_audit_runs_and_found_once(here, monkeypatch):
+    result, answers = ran(here, monkeypatch, lambda cell: not {"tp=2", LOSS} <= cell)
+    assert [finding["settings"] for finding in result["findings"]] == [("tp=2", LOSS)]
+    assert len({*answers.started}) >= len(answers.started) - 1  # the one with fewer layers has the same cell
+    assert (result["pending"], result["exit_status"]) == (0, 1)
+
+
+def test_the_first_fault_ends_a_campaign_on_request(here, monkeypatch):
+    result, _ = ran(here, monkeypatch, lambda cell: LOSS not in cell, exitfirst=True)
+    assert len(result["findings"]) == 1
+    assert result["pending"]
+
+
+def test_what_bridge_refuses_is_not_tried_again(here, monkeypatch):
+    result, answers = ran(here, monkeypatch, lambda cell: None if "pp=2" in cell else True)
+    assert len({*answers.started}) == len(answers.started)
+    assert all("pp=2" not in trial["settings"] for trial in result["trials"])
+    assert (result["pending"], result["exit_status"]) == (0, 0)
+
+
+@pytest.mark.parametrize("experts", (None, 8))
+def test_references_are_equal_if_configuration_steps_and_choices_are(here, monkeypatch, experts):
+    chosen = {"forward/decoder.layers.0.mlp.router/output.1": np.array([[0, 1]], dtype="u1")}
+    step = SimpleNamespace(names=[*chosen], read=lambda name: SimpleNamespace(bits=chosen[name]))
+    monkeypatch.setattr(workflow.dumps, "read_step", lambda run, step_number: step)
+
+    def key(layers: int = 2, steps: int = 1) -> str | None:
+        config = SimpleNamespace(sections={"model": {"num_layers": layers}}, shape=SimpleNamespace(experts=experts))
+        return workflow.reference_key(
+            SimpleNamespace(
+                reference=SimpleNamespace(composed=SimpleNamespace(config=config)),
+                directory=SimpleNamespace(training=lambda name: AuditedRun(here / name)),
+                steps=range(1, steps + 1),
+            )
+        )
+
+    first = key()
+    assert first == key()
+    assert len({first, key(layers=1), key(steps=2)}) == 3
+    chosen["forward/decoder.layers.0.mlp.router/output.1"] = np.array([[1, 0]], dtype="u1")
+    assert (key() == first) == (experts is None)

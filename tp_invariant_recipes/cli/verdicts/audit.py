@@ -164,9 +164,7 @@ def _all(
 
     with progress.busy(console, "importing Megatron-Bridge and choosing cells"):
         bridge.load()
-    result = campaign.execute(
-        where, state, campaign.quiet, show, resume=resume is not None, exitfirst=exitfirst, scripts=scripts
-    )
+    result = campaign.execute(where, state, show, resume=resume is not None, exitfirst=exitfirst, scripts=scripts)
     if as_json:
         terminal.print_json(result)
     else:

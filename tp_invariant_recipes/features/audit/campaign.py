@@ -2,69 +2,37 @@
 
 import json
 import random
-import re
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tp_invariant_recipes.check.configuration import check
-from tp_invariant_recipes.check.hosts.inputs import input_problems
 from tp_invariant_recipes.config import reserved
-from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.config.overrides import given, parse_all, texts
-from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, TpiError, refuse
-from tp_invariant_recipes.features.audit import options, script, workflow
+from tp_invariant_recipes.config.overrides import parse_all, texts
+from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, refuse
+from tp_invariant_recipes.features.audit import options, rank, script, workflow
 from tp_invariant_recipes.features.audit import page as audit_page
+from tp_invariant_recipes.features.audit.cells import Cells
 from tp_invariant_recipes.features.audit.pairwise import Cell, Covering, shrunk
-from tp_invariant_recipes.launch import plan
-from tp_invariant_recipes.launch.local import Watch
+from tp_invariant_recipes.features.audit.side_by_side import SideBySide, at_once
+from tp_invariant_recipes.features.audit.trial import Trial, audited
+from tp_invariant_recipes.launch import plan, ranks
 from tp_invariant_recipes.patches import faults
 from tp_invariant_recipes.reading import Listed, Record, checked
 from tp_invariant_recipes.runs.audit_dir import AuditedRun, CampaignDir
 from tp_invariant_recipes.runs.lock import locked, locked_empty
 from tp_invariant_recipes.runs.run_dir import choose_for_several
-from tp_invariant_recipes.settings.run_config import RunConfig
 
-FAILED = "failed"
 RANKS = 4  # at most, of a cell
-Sections = dict[str, Any]
-_NUMBER = re.compile(r"[0-9]+")
-
-
-@dataclass(frozen=True)
-class Trial(Record):
-    """An audit of a cell.
-
-    settings: in the order of the command. verdict: one of the audit's, or FAILED.
-    first:    "KIND MODULE" of the first tensor beyond rounding; None: there is none.
-    """
-
-    settings: Listed[str]
-    verdict: str
-    text: str
-    first: str | None
-    seconds: float
-    known: str | None = None
-    size: float | None = None
-    reference: float | None = None
-    ranks: str | None = None
-
-    @property
-    def sound(self) -> bool:
-        """Whether nothing is wrong."""
-        return self.verdict == workflow.WITHIN
-
-    def same_fault(self, other: "Trial") -> bool:
-        """Whether both have one fault: the same tensor of any layer or expert."""
-        names = [_NUMBER.sub("*", trial.first or trial.text.partition("\n")[0]) for trial in (self, other)]
-        return self.verdict == other.verdict and names[0] == names[1]
+Job = tuple[Cell, tuple[str, ...]]  # a cell, and sizes smaller than the campaign's
 
 
 @dataclass(frozen=True)
@@ -105,90 +73,66 @@ class Campaign:
     on_trial: is told of every verdict as it comes. scripts: write a program for each fault that a layer alone has.
     """
 
-    def __init__(
-        self, where: CampaignDir, state: State, watch: Watch, on_trial: Callable[[Trial], None], *, scripts: bool
-    ) -> None:
-        self.where, self.state, self._watch, self._on_trial = where, state, watch, on_trial
-        self._scripts = scripts
+    def __init__(self, where: CampaignDir, state: State, on_trial: Callable[[Trial], None], *, scripts: bool) -> None:
+        self.where, self.state, self._on_trial, self._scripts = where, state, on_trial, scripts
         self._device = plan.detect_device()
-        self._changes: dict[str, Sections] = {}
         self._refused: set[Cell] = set()
         self._references: dict[str, AuditedRun] = {}
-        self._base, self._sizes = self._cut()
-        named = {**options.LAYOUTS, **options.OPTIONS}
-        absent = () if self._base.shape.experts else options.OF_EXPERTS
-        axes = [[] if name in absent else self._possible(axis) for name, axis in named.items()]
-        self._order = [setting for axis in axes for setting in axis]
-        self._covering = Covering(axes, len(options.LAYOUTS), self._allowed, self._ranks_of)
+        self._ended: list[tuple[Job, Trial | None]] = []
+        self._directories = max((int(path.name) for path in where.trial(0).parent.glob("*")), default=0)
+        self._cells = Cells(state.model, state.overrides, where.texts, self._device)
+        self._covering = Covering(self._cells.axes, len(options.LAYOUTS), self._allowed, self._ranks_of)
 
     def run(self, *, exitfirst: bool = False) -> dict[str, Any]:
-        """Audit cell after cell; return what `audits.json` holds. Interrupted: Ctrl-C, SIGTERM."""
+        """Audit all cells, some at a time; return what `audits.json` holds. Interrupted: Ctrl-C, SIGTERM."""
         begun = time.monotonic()
-        while (cell := self._covering.next()) is not None:
-            trial = self._audited(cell)
-            if trial is None:
-                continue
-            if trial.sound or trial.verdict == workflow.NOT_DECIDED:
-                self._covering.cover(cell)
-                continue
-            self._record(*self._shrunk(cell, trial))
-            if exitfirst:
-                break
+        self._prepare()
+        with ranks.stopping() as stop:
+            self._running = SideBySide(stop)
+            try:
+                while not (exitfirst and self.state.findings) and self._step():
+                    pass
+            finally:
+                self._running.end()
         return self._write(round(time.monotonic() - begun, 1))
 
+    def _step(self) -> bool:
+        """Judge the cell of an audit that has ended, or begin one, or wait for one; False: all is done."""
+        if self._ended:
+            self._judge(*self._ended.pop(0))
+            return True
+        if len(self._running) < at_once(self._device):
+            cell = self._covering.next([cell for cell, _ in self._running.keys])
+            if cell is not None:
+                if (recorded := self._recorded((cell, ()))) is not None:
+                    self._judge((cell, ()), recorded)
+                else:
+                    self._start((cell, ()))
+                return True
+        if not len(self._running):
+            return False
+        self._ended.append(self._next())
+        return True
+
+    def _judge(self, job: Job, trial: Trial | None) -> None:
+        """Cover what a cell has shown, or shrink its fault, unless it has that of an earlier finding."""
+        cell, _ = job
+        if trial is None:
+            self._refused.add(cell)
+        elif trial.sound or trial.verdict == workflow.NOT_DECIDED:
+            self._covering.cover(cell)
+        elif self._allowed(cell):
+            self._record(*self._shrunk(cell, trial))
+
+    def _prepare(self) -> None:
+        """Import and check here what each audit's process would otherwise do first."""
+        rank.prepare()
+        layouts = [setting for axis in self._cells.axes[: len(options.LAYOUTS)] for setting in axis]
+        words = [*self._cells.sizes, *self.state.overrides, *self._cells.words(frozenset(layouts[:1]))]
+        with TemporaryDirectory() as folder, redirect_stdout(StringIO()), suppress(ConfigError):
+            workflow.check(workflow.new(self.state.model, words, directory=Path(folder) / "plan"))
+
     # --- which cells ---
-
-    def _cut(self) -> tuple[RunConfig, list[str]]:
-        """Return the model in the sizes that are tried, and the overrides that cut it."""
-        typed = parse_all(self.state.overrides)
-        fields = {override.path for override in typed}
-        batch = [text for text in options.BATCH if parse_all([text])[0].path not in fields]
-        words = [*workflow.default_numerics(typed), *self.state.overrides]
-        whole = compose(self.state.model, words, device=self._device)
-        sizes = options.sizes(whole.config.model, {path for path in fields if path})
-        for cut in ([*sizes, *batch], batch):
-            try:
-                return self._composed([*cut]), cut
-            except ConfigError as error:
-                problem = error
-        raise problem
-
-    def _composed(self, settings: Sequence[str]) -> RunConfig:
-        overrides = ["iters=1", *workflow.DEFAULTS, "save=0"]
-        numerics = workflow.default_numerics(parse_all(self.state.overrides))
-        words = [*overrides, *numerics, *self.state.overrides, *settings]
-        return compose(self.state.model, words, device=self._device, also=input_problems).config
-
-    def _typed(self, path: str) -> bool:
-        return given(parse_all(self.state.overrides), path) is not None
-
-    def _words(self, cell: Cell) -> list[str]:
-        """Return the overrides of a cell, in the order of the axes."""
-        return [word for setting in self._order if setting in cell for word in self._split(setting)]
-
-    def _split(self, setting: str) -> list[str]:
-        words = [word.replace(options.TEXTS, str(self.where.texts)) for word in setting.split()]
-        return [word for word in words if not (word.startswith("seq=") and self._typed("model.seq_length"))]
-
-    def _possible(self, axis: Sequence[str]) -> list[str]:
-        """Return the settings of an axis that the model lacks, and may have in some layout."""
-        usable, before = [], {"": self._base}
-        for setting in axis:
-            words = self._split(setting)
-            if any(self._typed(override.path) for override in parse_all(words) if override.path):
-                continue
-            for layout in ("", "tp=2", "dp=2"):
-                sizes = [*self._sizes, *layout.split()]
-                try:
-                    before[layout] = before.get(layout) or self._composed(sizes)
-                    config = self._composed([*sizes, *words])
-                except ConfigError:
-                    continue
-                if changes := _changes(before[layout], config):
-                    usable.append(setting)
-                    self._changes[setting] = changes
-                break
-        return usable
 
     def _ranks_of(self, setting: str) -> int:
         return 2 if setting[:3] in ("tp=", "pp=", "cp=", "dp=") else 1
@@ -197,73 +141,46 @@ class Campaign:
         """Whether a run may have these settings, and no fault that is found already is among them."""
         if cell in self._refused or any(set(finding.settings) <= cell for finding in self.state.findings):
             return False
-        config = self._configured(cell)
+        config = self._cells.configured(cell)
         if config.layout.world > RANKS or check(config):
             return False
         named = {finding.known for finding in self.state.findings}
         return not any(str(fault) in named for fault in faults.known(config))
 
-    def _configured(self, cell: Cell) -> RunConfig:
-        """Return the configuration of a cell, of what each of its settings changes: Hydra takes half a second."""
-        config = self._base
-        for setting in self._order:
-            for section, fields in self._changes[setting].items() if setting in cell else ():
-                merged = config.section(section) | fields if isinstance(fields, dict) else fields
-                config = RunConfig({**config.sections, section: merged})
-        return config
-
     # --- audits ---
 
-    def _audited(self, cell: Cell, sizes: Sequence[str] = ()) -> Trial | None:
-        """Return the audit of a cell, which may be recorded from an earlier start; None: no run may have it."""
-        settings = (*sizes, *(setting for setting in self._order if setting in cell))
-        for trial in self.state.trials:
-            if tuple(trial.settings) == settings:
-                return trial
-        begun = time.monotonic()
-        number = len(self.state.trials) + 1
-        words = [*self._sizes, *self.state.overrides, *self._words(cell), *sizes]
-        where, facts = self.where.trial(number), dict[str, Any](first=None)
-        try:
-            with redirect_stdout(StringIO()):
-                planned = workflow.new(self.state.model, words, directory=where)
-                workflow.check(planned)
-        except ConfigError:
-            self._refused.add(cell)
-            return None
-        try:
-            result = self._executed(planned)
-            verdict, text = result["verdict"], result["text"].partition(": ")[2]
-            if first := result["first"]:
-                facts = {
-                    "first": f"{first['kind']} {first['module']}",
-                    "known": result["known"],
-                    "size": first["size"],
-                    "reference": first["rms"],
-                    "ranks": f"{', '.join(map(str, first['ranks']))} of {first['of']}",
-                }
-        except (Interrupted, workflow.StoppedAudit):
-            raise Interrupted from None
-        except TpiError as error:
-            verdict, text = FAILED, str(error).replace("so that nothing can be compared\n", "")
-        trial = Trial(settings, verdict, text, seconds=round(time.monotonic() - begun, 1), **facts)
-        shutil.rmtree(where / workflow.AUDITED, ignore_errors=True)
-        self.state.trials.append(trial)
-        self._write()
-        self._on_trial(trial)
-        return trial
+    def _recorded(self, job: Job) -> Trial | None:
+        settings = (*job[1], *self._cells.settings(job[0]))
+        return next((trial for trial in self.state.trials if tuple(trial.settings) == settings), None)
 
-    def _executed(self, planned: workflow.Audit) -> dict[str, Any]:
-        """Execute an audit. A reference that an earlier one trained is taken again, if it follows nobody's choices."""
-        config = planned.reference.composed.config
-        key = json.dumps([config.sections, [*planned.steps]], sort_keys=True, default=str)
-        result = workflow.execute(planned, self._watch, keep=True, page=False, reference=self._references.get(key))
-        trained = planned.directory.training(workflow.REFERENCE)
-        if config.shape.experts:
-            shutil.rmtree(trained.path)
-        elif trained.path.exists():
-            self._references[key] = trained
-        return result
+    def _start(self, job: Job) -> None:
+        """Begin an audit in a process of its own."""
+        cell, sizes = job
+        self._directories += 1
+        words = [*self._cells.sizes, *self.state.overrides, *self._cells.words(cell), *sizes]
+        settings, where = (*sizes, *self._cells.settings(cell)), self.where.trial(self._directories)
+        self._running.start(job, partial(audited, self.state.model, words, settings, where, {**self._references}))
+
+    def _next(self) -> tuple[Job, Trial | None]:
+        """Wait for the end of an audit, and record it."""
+        job, (trial, trained) = self._running.next()
+        self._references |= trained
+        if trial is not None:
+            self.state.trials.append(trial)
+            self._write()
+            self._on_trial(trial)
+        return job, trial
+
+    def _audited(self, cell: Cell, sizes: tuple[str, ...] = ()) -> Trial | None:
+        """Return the audit of a cell, which may be recorded from an earlier start; None: no run may have it."""
+        job = (cell, sizes)
+        if (recorded := self._recorded(job)) is not None:
+            return recorded
+        if job not in self._running.keys:
+            self._start(job)
+        while (ended := self._next())[0] != job:
+            self._ended.append(ended)
+        return ended[1]
 
     def _shrunk(self, cell: Cell, trial: Trial) -> tuple[Cell, Trial]:
         """Return the smallest cell with a fault. The table says what a known fault needs, and one audit confirms it."""
@@ -278,7 +195,7 @@ class Campaign:
         """Whether a known fault strikes a run with these settings."""
         if not (self._covering.changes_layout(cell) and self._allowed(cell)):
             return False
-        return any(str(fault) == known for fault in faults.known(self._configured(cell)))
+        return any(str(fault) == known for fault in faults.known(self._cells.configured(cell)))
 
     def _fails_alike(self, cell: Cell, trial: Trial) -> bool:
         if not (self._covering.changes_layout(cell) and self._allowed(cell)):
@@ -292,14 +209,16 @@ class Campaign:
 
     def _record(self, cell: Cell, trial: Trial) -> None:
         """Record a fault; cells with all of its settings are not tried again."""
-        sizes = self._sizes
-        if not any(setting.startswith("pp=") for setting in cell) and self._base.shape.layers == 2:
-            less = ["model.num_layers=1"] if not self._base.model.get("moe_layer_freq") else []
-            if less and (smaller := self._audited(cell, less)) is not None and smaller.same_fault(trial):
+        sizes = self._cells.sizes
+        if not any(setting.startswith("pp=") for setting in cell) and self._cells.base.shape.layers == 2:
+            less = ["model.num_layers=1"] if not self._cells.base.model.get("moe_layer_freq") else []
+            if less and (smaller := self._audited(cell, tuple(less))) is not None and smaller.same_fault(trial):
                 sizes = [*(size for size in sizes if "num_layers" not in size), *less]
         smallest = next(t for t in reversed(self.state.trials) if t.same_fault(trial))
-        command = shlex.join(["tpi", "audit", self.state.model, *self.state.overrides, *sizes, *self._words(cell)])
-        settings = tuple(setting for setting in self._order if setting in cell)
+        command = shlex.join(
+            ["tpi", "audit", self.state.model, *self.state.overrides, *sizes, *self._cells.words(cell)]
+        )
+        settings = self._cells.settings(cell)
         program = self._script(sizes, cell, smallest)
         self.state.findings.append(
             ShrunkFault(
@@ -323,7 +242,7 @@ class Campaign:
         """Write the program of a fault, if it is wanted and a layer has the fault; return its path."""
         if not self._scripts or trial.verdict != workflow.BEYOND:
             return None
-        small = self._composed([*sizes, *self._words(cell)])
+        small = self._cells.composed([*sizes, *self._cells.words(cell)])
         program = script.text(small, [*cell], trial.first)
         if program is None:
             return None
@@ -339,7 +258,7 @@ class Campaign:
             "schema": 1,
             "model": state.model,
             "overrides": state.overrides,
-            "sizes": self._sizes,
+            "sizes": self._cells.sizes,
             "exit_status": 1 if beyond else 2 if state.findings or undecided else 0,
             "directory": str(self.where.path),
             "pairs": self._covering.total,
@@ -374,7 +293,6 @@ def resumed(directory: Path) -> tuple[CampaignDir, State]:
 def execute(
     where: CampaignDir,
     state: State,
-    watch: Watch,
     on_trial: Callable[[Trial], None],
     *,
     resume: bool,
@@ -385,7 +303,7 @@ def execute(
     with (locked if resume else locked_empty)(where):
         _write_texts(where.texts)
         try:
-            return Campaign(where, state, watch, on_trial, scripts=scripts).run(exitfirst=exitfirst)
+            return Campaign(where, state, on_trial, scripts=scripts).run(exitfirst=exitfirst)
         except (KeyboardInterrupt, Interrupted):
             raise Interrupted(f"stopped after {len(state.trials)} audits; tpi audit --resume {where.path}") from None
         except ConfigError:
@@ -395,26 +313,6 @@ def execute(
         finally:
             for kept in where.path.glob(f"trials/*/{workflow.REFERENCE}"):
                 shutil.rmtree(kept, ignore_errors=True)
-
-
-def _changes(before: RunConfig, after: RunConfig) -> Sections:
-    """Return the fields of each section that differ, or a whole section that has none."""
-    changes = {}
-    for name, fields in after.sections.items():
-        earlier = before.sections.get(name)
-        if isinstance(fields, dict):
-            earlier = earlier if isinstance(earlier, dict) else {}
-            fields = {key: value for key, value in fields.items() if earlier.get(key, ...) != value}
-            earlier = {}
-        if fields != earlier:
-            changes[name] = fields
-    return changes
-
-
-@contextmanager
-def quiet(name: str, planned: plan.Plan) -> Iterator[Callable[[], None]]:
-    """Show nothing, as a `Watch`: a line a cell is enough."""
-    yield lambda: None
 
 
 def _write_texts(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Choose few cells that cover every pair of settings once."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import combinations
 
 Cell = frozenset[str]
@@ -47,16 +47,23 @@ class Covering:
         for pair in [pair for pair in self.pending if pair <= cell]:
             del self.pending[pair]
 
-    def next(self) -> Cell | None:
-        """Return the next cell: the first pending pair, and what fits beside it at no cost; None: nothing is left.
+    def next(self, running: Collection[Cell] = ()) -> Cell | None:
+        """Return the next cell: the first pending pair, and what fits beside it; None: nothing is left.
 
-        A pair that no run may have is dropped from `pending`.
+        A pair that no run may have is dropped from `pending`. running: cells that may cover pairs soon.
         """
-        for pair in [*self.pending]:
-            if (cell := self._seed(pair)) is not None:
-                return self._grown(cell)
-            del self.pending[pair]
-        return None
+        before = [*self.pending]
+        for cell in running:
+            self.cover(cell)
+        covered = {pair for pair in before if pair not in self.pending}
+        try:
+            for pair in [*self.pending]:
+                if (cell := self._seed(pair)) is not None:
+                    return self._grown(cell)
+                del self.pending[pair]
+            return None
+        finally:
+            self.pending = dict.fromkeys(pair for pair in before if pair in self.pending or pair in covered)
 
     def _seed(self, pair: Cell) -> Cell | None:
         """Return the pair, with a layout and, where it needs one, another setting."""

@@ -1,5 +1,7 @@
 """One rank of an audit: the audited run, or the reference and its dithered repetitions in this one process."""
 
+import gc
+import importlib
 import os
 
 from tp_invariant_recipes.ledger.run_files import RunFile
@@ -8,6 +10,14 @@ from tp_invariant_recipes.runs.audit_dir import AuditedRun
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.start import bridge
 from tp_invariant_recipes.training import rank
+
+# What a rank imports beside Bridge; the last two bring many kernels and layers.
+IMPORTED = (
+    *("safetensors.numpy", "megatron.core.datasets.helpers", "megatron.core.tokenizers.text.models"),
+    *(f"tp_invariant_recipes.{name}" for name in ("cpu_host.cpu", "compare.loaded_state", "observe.recorder")),
+    *(f"tp_invariant_recipes.training.{name}" for name in ("async_writer", "settle", "written_hashes")),
+    *("tp_invariant_recipes.features.audit.recording", "tp_invariant_recipes.numerics.megatron.replacements"),
+)
 
 
 def measure(run_dir: RunDir, rank_info: rank.RankInfo) -> None:
@@ -27,4 +37,13 @@ def measure(run_dir: RunDir, rank_info: rank.RankInfo) -> None:
         callbacks = [*recording(own, rank_info, described, config.ledger), audited]
         with rank.closing(callbacks):
             rank.pretrain(config, callbacks)
-        settle()
+        if number + 1 < task.passes:
+            settle()
+
+
+def prepare() -> None:
+    """Import what ranks import, and keep the collector away from it: ranks that are forked later have it all."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()

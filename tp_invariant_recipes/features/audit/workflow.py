@@ -1,15 +1,19 @@
 """`tpi audit`: train a configuration and a simple reference, and judge every tensor by what rounding does there."""
 
+import hashlib
+import json
 import logging
 import os
+import re
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tp_invariant_recipes.check.invariant import lora
@@ -50,6 +54,9 @@ DEFAULTS = ("ledger.digests=0",)
 # An audit looks for defects of Megatron's and Transformer Engine's own layers, from the same weights in every layout.
 STOCK = f"numerics={mode.STOCK}"
 NUMERICS = {"numerics.mode": STOCK, "numerics.initial_weights": "numerics.initial_weights=invariant"}
+
+
+_CHOICES = re.compile(r"forward/.*router/output\.1")  # of experts, by a router
 
 
 class StoppedAudit(RunError):
@@ -192,16 +199,23 @@ def check(audit: Audit) -> None:
 
 
 def execute(
-    audit: Audit, watch: Watch, *, keep: bool = False, reference: AuditedRun | None = None, page: bool = True
+    audit: Audit,
+    watch: Watch,
+    *,
+    keep: bool = False,
+    references: Mapping[str, AuditedRun] = MappingProxyType({}),
+    page: bool = True,
 ) -> dict[str, Any]:
     """Train both, judge, and return the contents of `audit.json`. Raises RunError.
 
     keep: keep the run directories even if nothing is beyond rounding.
-    reference: the training of an equal reference; None: train it. page: write `audit.html`.
+    references: trained by other audits, by `reference_key`; an equal one is not trained again. page: write
+    `audit.html`.
     """
     begun = time.monotonic()
     with locked_empty(audit.directory):
         _train(audit, AUDITED, audit.audited, watch)
+        reference = references.get(reference_key(audit) or "") if references else None
         if reference is None:
             _train(audit, REFERENCE, audit.reference, watch)
         runs = [audit.directory.training(AUDITED), reference or audit.directory.training(REFERENCE)]
@@ -225,6 +239,23 @@ def execute(
             for run in runs:
                 shutil.rmtree(run.path, ignore_errors=True)
         return result
+
+
+def reference_key(audit: Audit) -> str | None:
+    """Return what determines the reference's bits: its configuration, and the choices of experts that it follows.
+
+    The audited run is trained. None: its choices are not known.
+    """
+    config = audit.reference.composed.config
+    read = [
+        dumps.read_step(audit.directory.training(AUDITED).path, step) for step in audit.steps if config.shape.experts
+    ]
+    try:
+        choices = [step.read(name).bits.tobytes() for step in read for name in step.names if _CHOICES.fullmatch(name)]
+    except LedgerError:  # no whole choice
+        return None
+    described = json.dumps([config.sections, [*audit.steps]], sort_keys=True, default=str)
+    return hashlib.sha256(b"".join((described.encode(), *choices))).hexdigest()
 
 
 def recorded(run: Path, reference: Path, directory: Path | None = None) -> dict[str, Any]:
