@@ -36,11 +36,15 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Surveyed:
-    """A file that was read once. sha256: hex, of its bytes. sequences, longest: their number, and tokens of one."""
+    """A file that was read once. sha256: hex, of its bytes. sequences, longest: their number, and tokens of one.
+
+    scored: tokens of all that have a score.
+    """
 
     sha256: str
     sequences: int
     longest: int
+    scored: int
 
 
 class Codec(NamedTuple):
@@ -68,7 +72,7 @@ def tokenizer(where: str) -> Codec:
 
 def survey(file: Path, vocabulary: int, encode: Encode | None) -> Surveyed:
     """Read and check the whole file. Raises ConfigError that lists lines and what is wrong with them."""
-    digest, count, longest = hashlib.sha256(), 0, 0
+    digest, count, longest, scored = hashlib.sha256(), 0, 0, 0
     problems: list[str] = []
     try:
         for number, line in _lines(file):
@@ -76,6 +80,7 @@ def survey(file: Path, vocabulary: int, encode: Encode | None) -> Surveyed:
             try:
                 for sequence in parse(line, number, vocabulary, encode):
                     count, longest = count + 1, max(longest, len(sequence.tokens))
+                    scored += len(sequence.tokens) - sequence.first
             except ValueError as error:
                 problems.append(f"{file}, line {number}: {reason(error)}")
                 if len(problems) == SHOWN:
@@ -85,7 +90,7 @@ def survey(file: Path, vocabulary: int, encode: Encode | None) -> Surveyed:
     if problems or not count:
         problems = problems or [f"{file}: no sequences in it"]
         raise ConfigError(listed(problems), problems)
-    return Surveyed(digest.hexdigest(), count, longest)
+    return Surveyed(digest.hexdigest(), count, longest, scored)
 
 
 def sequences(file: Path, vocabulary: int, encode: Encode | None) -> Iterator[Sequence]:

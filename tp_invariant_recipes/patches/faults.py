@@ -32,8 +32,9 @@ class Fault:
     effect:   what goes wrong, and when.
     live:     whether the installed code has it, by its source.
     meets:    whether a run with this configuration reaches it.
-    tensors:  pattern of "KIND MODULE" of an audit's first tensor beyond rounding.
-    patch:    what mends it; None: nothing here does.
+    tensors:  pattern of "KIND MODULE" of an audit's first tensor beyond rounding; None: every layout shares the fault,
+              and no audit sees it.
+    patch:    what mends it; None: nothing here does. limit: where it does, in words; empty: everywhere.
     """
 
     name: str
@@ -41,8 +42,9 @@ class Fault:
     effect: str
     live: Callable[[], bool]
     meets: Callable[["RunConfig"], bool]
-    tensors: str
+    tensors: str | None
     patch: Patch | None = None
+    limit: str = ""
 
     def strikes(self, config: "RunConfig") -> bool:
         """Whether a run of stock numerics meets the fault, and no patch mends it."""
@@ -52,7 +54,7 @@ class Fault:
         return not mended and self.meets(config) and self.live()
 
     def __str__(self) -> str:
-        mended = f"; patch {self.patch.name} mends it" if self.patch else "; no patch"
+        mended = f"; patch {self.patch.name} mends it{self.limit}" if self.patch else "; no patch"
         return f"{self.effect} ({self.upstream}{mended})"
 
 
@@ -63,7 +65,8 @@ def known(config: "RunConfig") -> list[Fault]:
 
 def of_tensor(config: "RunConfig", kind: str, module: str) -> Fault | None:
     """Return the known fault that has made this tensor wrong; None: none is known."""
-    return next((fault for fault in known(config) if re.search(fault.tensors, f"{kind} {module}")), None)
+    named = (fault for fault in known(config) if fault.tensors and re.search(fault.tensors, f"{kind} {module}"))
+    return next(named, None)
 
 
 def _balances(config: "RunConfig", *kinds: str) -> bool:
@@ -149,8 +152,9 @@ FAULTS = (
         "masked tokens count in the losses of multi-token prediction",
         bridge_mtp.without_a_mask,
         lambda config: bool(config.shape.depths) and _masked(config),
-        r"output_layer|mtp|decoder|embedding",
+        None,
         bridge_mtp.MASK_PATCH,
+        " at cp=1",
     ),
     Fault(
         "masked losses over cp",

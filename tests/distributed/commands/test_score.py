@@ -190,3 +190,19 @@ def test_mistakes_are_one_message(shared, folder, words, why):
     said = shared("score", *words.split(), "--out", "never", status=2).stderr
     assert why in said
     assert not (folder / "never.partial").exists()
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("layout", ("tp=2", "pp=2", "dp=2", "numerics.context_shards=2 cp=2"))
+def test_the_whole_vocabulary_is_one_file_and_stock_differs_in_entries(shared, folder, scored, layout):
+    shards = "numerics.context_shards=2" if "cp" in layout else ""
+    name = layout.replace("=", "").replace(" ", "-")
+    shared("score", "qwen3", "s.jsonl", *shards.split(), "--vocab", "--out", f"v-{name}", status=0)
+    score = ("score", "qwen3", "s.jsonl", "--vocab", "--against", f"v-{name}")
+    equal = shared(*score, *layout.split(), "--out", f"w-{name}", status=0).stdout
+    assert "0 of 227,328 entries differ in 0 of 444 tokens" in equal
+    assert (folder / f"w-{name}.vocab.npy").read_bytes() == (folder / f"v-{name}.vocab.npy").read_bytes()
+    if layout == "tp=2":
+        stock = shared(*score, "numerics=stock", "tp=2", "--out", "stock-v", status=1).stdout
+        assert " of 444 tokens, at most by " in stock
+        assert "; of the whole vocabulary, 0 of" not in stock

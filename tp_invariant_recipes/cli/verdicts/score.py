@@ -8,7 +8,7 @@ import typer
 from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json, Overrides, argument, flag, option
-from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.errors import ConfigError, refuse
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.start import needed
 
@@ -35,6 +35,10 @@ def score(
     ranks: Annotated[bool, flag("Write each token's place among all, by probability.", "--ranks")] = False,
     entropy: Annotated[bool, flag("Write the entropy of each prediction.", "--entropy")] = False,
     digest: Annotated[bool, flag("Write a digest of the whole vocabulary for each token.", "--digest")] = False,
+    vocab: Annotated[
+        bool,
+        flag("Write the whole vocabulary, OUT.vocab.npy; with --against count entries that differ.", "--vocab"),
+    ] = False,
     tokenizer: Annotated[str | None, option("FOLDER", "For text: a Hugging Face tokenizer, or byte.")] = None,
     batch_tokens: Annotated[int, option("N", "Tokens of a forward pass; they change no bit.")] = 16384,
     as_json: Json = False,
@@ -54,7 +58,7 @@ def score(
     tpi score ~/models/mine --against rollouts.jsonl tp=2        # of tpi generate
     """
     needed.check("tpi score", needed.TRAINING)
-    _check_options(against or [], page, tolerance)
+    _check_options(against or [], page, tolerance, vocab=vocab)
     from tp_invariant_recipes.features.score import score_files
 
     file, words = _sequences(file, list(overrides or []), against or [])
@@ -63,7 +67,7 @@ def score(
     from tp_invariant_recipes.features.score import workflow
 
     digests = digest or workflow.of_rollouts(file)[1]
-    options = workflow.Options(step, tokenizer, batch_tokens, ranks, entropy, digests, bool(against))
+    options = workflow.Options(step, tokenizer, batch_tokens, ranks, entropy, digests, vocab, bool(against))
     scoring, result = _score(source, file, words, where, options)
     if against:
         result |= _against(scoring, against, tolerance, page or where.with_suffix(".html"))
@@ -78,12 +82,16 @@ def score(
     raise typer.Exit(result["exit_status"])
 
 
-def _check_options(against: list[Path], page: Path | None, tolerance: float) -> None:
-    """Raise ConfigError: options of a comparison without one, or of more than two files."""
+def _check_options(against: list[Path], page: Path | None, tolerance: float, *, vocab: bool) -> None:
+    """Raise ConfigError: options of a comparison without one, or of more than two files, or without a vocabulary."""
     if not against and (page is not None or tolerance):
         raise ConfigError("--page and --tolerance go with --against FILE")
     if len(against) > 2:
         raise ConfigError("--against: one file or two")
+    if vocab:
+        from tp_invariant_recipes.features.score import vocabulary
+
+        refuse(vocabulary.check(against))
 
 
 def _sequences(file: Path | None, words: list[str], against: list[Path]) -> tuple[Path, list[str]]:
@@ -129,7 +137,7 @@ def _against(scoring: Any, against: list[Path], tolerance: float, page: Path) ->
     from tp_invariant_recipes.report import files
 
     decode = sequences.tokenizer(scoring.tokenizer).decode if scoring.tokenizer else None
-    result = score_against.judge(scoring.out, against, tolerance, decode)
+    result = score_against.judge(scoring.out, against, tolerance, decode, entries=scoring.options.vocabulary)
     files.write(page, score_page.page(result).encode())
     points = [{name: value for name, value in file.items() if name != "points"} for file in result["files"]]
     unseen = (

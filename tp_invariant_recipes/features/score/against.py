@@ -9,7 +9,7 @@ import numpy as np
 
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.features.score import difference as score_difference
-from tp_invariant_recipes.features.score import engine_scores
+from tp_invariant_recipes.features.score import engine_scores, vocabulary
 from tp_invariant_recipes.features.score.difference import Columns
 from tp_invariant_recipes.features.score.engine_scores import Rollout
 from tp_invariant_recipes.plural import counted
@@ -19,19 +19,27 @@ CONTEXT = 8  # tokens before one that is shown in its text
 
 
 def judge(
-    scores: Path, against: list[Path], tolerance: float, decode: Callable[[list[int]], str] | None
+    scores: Path,
+    against: list[Path],
+    tolerance: float,
+    decode: Callable[[list[int]], str] | None,
+    *,
+    entries: bool = False,
 ) -> dict[str, Any]:
     """Return the report of one or two files: figures of each and, of two, which is nearer. Raises ConfigError.
 
-    tolerance: the largest |d| that is no difference. decode: token ids to text; None: there is no tokenizer.
+    tolerance: the largest |d| that is no difference. decode: token ids to text; None: there is no tokenizer. entries:
+    whether all of the vocabulary are compared.
     """
-    both = [_compared(scores, file, decode) for file in against]
+    both = [_compared(scores, file, decode, entries=entries) for file in against]
     reports = [report for report, _ in both]
-    largest = max(report["summary"]["largest"] for report in reports)
-    vocabulary = not tolerance and any(report["digests"]["differing"] for report in reports)
+    of_entries = [report["vocabulary"] for report in reports if report["vocabulary"]]
+    largest = max(figures["largest"] for figures in (*(report["summary"] for report in reports), *of_entries))
+    differ = [report["digests"]["differing"] for report in reports] + [figures["differing"] for figures in of_entries]
+    vocabulary_differs = not tolerance and any(differ)
     result = {
         "schema": 1,
-        "exit_status": int(largest > tolerance or vocabulary),
+        "exit_status": int(largest > tolerance or vocabulary_differs),
         "tolerance": tolerance,
         "scores": str(scores),
     }
@@ -45,7 +53,9 @@ def judge(
     return {**result, "text": text, "nearer": nearer, "files": reports}
 
 
-def _compared(scores: Path, file: Path, decode: Callable[[list[int]], str] | None) -> tuple[dict[str, Any], Columns]:
+def _compared(
+    scores: Path, file: Path, decode: Callable[[list[int]], str] | None, *, entries: bool
+) -> tuple[dict[str, Any], Columns]:
     parts: list[Columns] = []
     ids: list[str | int] = []
     absent = scored = given = others = differing = 0
@@ -77,6 +87,7 @@ def _compared(scores: Path, file: Path, decode: Callable[[list[int]], str] | Non
         "without_value": given - len(columns.token),
         "differing": differing,
         "digests": digests,
+        "vocabulary": vocabulary.compare(scores, file) if entries else None,
         "summary": score_difference.summary(columns),
         "suspects": score_difference.suspects(columns),
         "by_position": score_difference.by_position(columns),
@@ -192,6 +203,8 @@ def _sentence(report: dict[str, Any], tolerance: float) -> str:
 
 def _of_digests(report: dict[str, Any]) -> str:
     digests = report["digests"]
+    if report["vocabulary"]:
+        return vocabulary.text(report["vocabulary"])
     if not digests["compared"]:
         return ""
     return f"; of the whole vocabulary, digests of {digests['differing']:,} of {digests['compared']:,} tokens differ"

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp_invariant_recipes.features.score.lines import DIGEST
+from tp_invariant_recipes.features.score.vocabulary import VocabularyRows
 from tp_invariant_recipes.kernels.digest import row_digest
 from tp_invariant_recipes.numerics.layers import cross_entropy
 from tp_invariant_recipes.numerics.mode import Mode
@@ -30,6 +31,7 @@ class Wanted:
     ranks: bool = False
     entropies: bool = False
     digests: bool = False
+    vocabulary: bool = False
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -44,10 +46,13 @@ class Head:
     model:  Megatron's model, unwrapped; it returns hidden states from here on.
     mode:   None: stock.
     alone:  whether a row's bits depend on the rows beside it. Then blocks are whole and lie where no batch moves them.
+    table:  where the whole vocabulary is written; None: it is not.
     """
 
-    def __init__(self, model: Any, mode: Mode | None, wanted: Wanted, *, alone: bool) -> None:
-        self.wanted, self.alone = wanted, alone
+    def __init__(
+        self, model: Any, mode: Mode | None, wanted: Wanted, table: VocabularyRows | None, *, alone: bool
+    ) -> None:
+        self.wanted, self.alone, self.table = wanted, alone, table
         self.layer = model.output_layer
         self.group = model.pg_collection.tp
         self.gathers = model.config.sequence_parallel and self.group.size() > 1
@@ -62,14 +67,15 @@ class Head:
         config.sequence_parallel = self.layer.sequence_parallel = False
         config.context_parallel_size = config.context_shards = 1
         shards = config.virtual_shards if mode else self.group.size()
-        self.mesh = VirtualMesh.from_group(shards, self.group) if wanted.columns[1:] else VirtualMesh(1, 1, 0)
+        self.mesh = VirtualMesh.from_group(shards, self.group) if wanted.columns[1:] or table else VirtualMesh(1, 1, 0)
         self.kernels = mode.cross_entropy() if mode else cross_entropy.LIBRARY
 
     @torch.no_grad()
-    def __call__(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, targets: Tensor, places: Tensor | None = None) -> Tensor:
         """hidden: [s/(cp · t), b, h], or [s/cp, b, h] without sequence parallelism, of the tokens of a rank.
 
         targets: [b, s/cp] int64 on the host, the next token of each; -1: not scored.
+        places:  [b, s/cp] int64 on the host, the row of each in the table.
         returns: [columns, b, s/cp] fp64, NaN where nothing is scored.
         """
         if self.gathers:
@@ -81,7 +87,10 @@ class Head:
         for block in self._blocks(flat):  # of the host, which waits for no kernel
             filled = block if self.alone else torch.cat([block, block[:1].expand(-len(block) % STEP)])
             index, target = filled.to(rows.device), flat[filled].clamp(min=0).to(rows.device)
-            values = self._values(rows[index].unsqueeze(1), target)
+            logits = self.scaled(self.layer(rows[index].unsqueeze(1), weight=self.weight)[0])
+            values = self._values(logits, target)
+            if self.table is not None and places is not None:
+                self._write(self.table, logits[: len(block), 0], flat[block] >= 0, places.flatten()[block])
             out[:, index[: len(block)]] = values[:, : len(block)]
         return out.view(-1, *targets.shape)
 
@@ -93,11 +102,15 @@ class Head:
         for part in torch.arange(len(targets)).chunk(self.contexts):
             yield from (block for block in part.split(BLOCK) if (targets[block] >= 0).any())
 
-    def _values(self, rows: Tensor, targets: Tensor) -> Tensor:
-        """[n, 1, h] and [n] → [columns, n] fp64."""
+    def _write(self, table: VocabularyRows, logits: Tensor, scored: Tensor, places: Tensor) -> None:
+        """Write [n, vocab/t], of which `scored`, bool [n] on the host, tells the rows that are."""
+        rows = cross_entropy.log_probabilities(logits, self.mesh, self.kernels)
+        table.write(places[scored], rows[scored.to(rows.device)], self.mesh.rank * rows.shape[1])
+
+    def _values(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """[n, 1, vocab/t] and [n] → [columns, n] fp64."""
         from megatron.core import tensor_parallel
 
-        logits = self.scaled(self.layer(rows, weight=self.weight)[0])
         values = []
         if self.wanted.ranks:
             values.append(cross_entropy.rank_of(logits.squeeze(1), targets, self.mesh))

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from torch import Tensor
 from tp_invariant_recipes.check.invariant import fp8
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.features.score import batches, lines
+from tp_invariant_recipes.features.score import batches, lines, vocabulary
 from tp_invariant_recipes.features.score.batches import Batch
 from tp_invariant_recipes.features.score.head import Head, Wanted
+from tp_invariant_recipes.features.score.vocabulary import VocabularyRows
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import low_precision
@@ -54,18 +55,23 @@ class Score:
     def __call__(self, run_dir: RunDir, rank_info: Any) -> None:
         """Raise RunError: a log-probability is no number."""
         with scoring_model(self.config, self.checkpoint) as model:
-            forward = Forward(model, self.config, self.wanted)
+            table = VocabularyRows(vocabulary.beside(self.out)) if self.wanted.vocabulary else None
+            forward = Forward(model, self.config, self.wanted, table)
             self.score(model, forward, sequences.tokenizer(self.tokenizer).encode if self.tokenizer else None)
 
     def score(self, model: Any, forward: "Forward", encode: sequences.Encode | None) -> None:
         """Score what is left of the file. Rank 0 writes a window while the ranks compute the next."""
-        remaining = islice(sequences.sequences(self.file, self.config.shape.vocabulary, encode), self.done, None)
+        remaining = sequences.sequences(self.file, self.config.shape.vocabulary, encode)
+        row = sum(len(sequence.tokens) - sequence.first for sequence in islice(remaining, self.done))
         with ThreadPoolExecutor(1) as pool:
             writing: Future[None] | None = None
             for window in batches.windows(
                 remaining, batches.WINDOWS["cpu" if self.config.device.kind == "cpu" else "cuda"]
             ):
                 begun = time.monotonic()
+                if forward.table is not None:
+                    forward.table.start = [*accumulate((len(s.tokens) - s.first for s in window), initial=row)]
+                    row = forward.table.start[-1]
                 scores = forward.window(window, self.tokens)
                 computed = sum(len(sequence.tokens) for sequence in window), time.monotonic() - begun
                 if writing is not None:
@@ -131,16 +137,17 @@ def leave() -> None:
 class Forward:
     """Forward passes of a model, in any layout. Every rank calls `window` with the same sequences.
 
-    model: a chunk of Megatron's, on this rank. config: of the run.
+    model: a chunk of Megatron's, on this rank. config: of the run. table: as of `Head`.
     """
 
-    def __init__(self, model: Any, config: RunConfig, wanted: Wanted) -> None:
+    def __init__(self, model: Any, config: RunConfig, wanted: Wanted, table: VocabularyRows | None = None) -> None:
         from megatron.core import parallel_state
         from megatron.core.utils import unwrap_model
 
         from tp_invariant_recipes.numerics.megatron.attention.core_attention import CoreAttention
 
         self.state, self.model, self.columns, self.count = parallel_state, model, len(wanted.columns), 0
+        self.table = table
         self.shards = config.numerics.context_shards or config.model["context_parallel_size"]
         self.multiple = self.shards * max(CONTEXTS, config.numerics.virtual_shards or 1, fp8.tokens(config))
         self.alone = depends_on_rows(config)
@@ -154,7 +161,7 @@ class Forward:
             if isinstance(module, CoreAttention):
                 module.by_sequence = True
         self.last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-        self.head = Head(inner, config.numerics.arithmetic, wanted, alone=self.alone) if self.last else None
+        self.head = Head(inner, config.numerics.arithmetic, wanted, table, alone=self.alone) if self.last else None
 
     def window(self, window: Sequence[sequences.Sequence], tokens: int) -> list[np.ndarray]:
         """Return the values of the scored tokens of each sequence, [columns, scored] fp64; on rank 0, elsewhere
@@ -192,7 +199,9 @@ class Forward:
         hidden = model(input_ids=tokens[:, held].cuda(), position_ids=positions.cuda(), attention_mask=None)
         if self.head is None:
             return hidden, None
-        return self.head(hidden, targets[:, held]), None
+        starts = [self.table.start[n] - window[n].first + 1 for n in batch.places] if self.table else []
+        places = torch.tensor(starts)[:, None] + held if starts else None
+        return self.head(hidden, targets[:, held], places), None
 
     def _held(self, length: int) -> Tensor:
         """Return the positions that this rank has, on the host."""

@@ -4,6 +4,7 @@ While it runs, OUT.partial is a directory with the lines so far, the ranks' logs
 same command goes on there after a stop. Then the lines become OUT, and what was scored OUT.meta.json.
 """
 
+import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError
-from tp_invariant_recipes.features.score import output
+from tp_invariant_recipes.features.score import output, vocabulary
 from tp_invariant_recipes.features.score.model import model_of
 from tp_invariant_recipes.features.score.output import read_json
 from tp_invariant_recipes.features.train import workflow as train
@@ -25,7 +26,8 @@ from tp_invariant_recipes.runs.lock import locked
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings.run_config import RunConfig
 
-SUMS = {"entropy": "entropies", "digest": "digests"}  # option -> column, of sums over the vocabulary
+# Option -> the name of what sums over the vocabulary give.
+SUMS = {"entropy": "entropies", "digest": "digests", "vocab": "vocabulary"}
 DEFAULT_TOKENS = 16384  # of a forward pass, where sequences share one
 
 
@@ -33,7 +35,8 @@ DEFAULT_TOKENS = 16384  # of a forward pass, where sequences share one
 class Options:
     """step: of a run's checkpoint; None: the newest. tokenizer: None: the folder's. tokens: of a forward pass.
 
-    entropies: whether OUT must have them. against: whether it is compared with an engine's.
+    entropies: whether OUT must have them. vocabulary: all log-probabilities, in a file beside OUT. against: whether it
+    is compared with an engine's.
     """
 
     step: int | None = None
@@ -42,12 +45,18 @@ class Options:
     ranks: bool = False
     entropies: bool = False
     digests: bool = False
+    vocabulary: bool = False
     against: bool = False
 
     @property
     def columns(self) -> dict[str, bool]:
         """What a new OUT has beside log-probabilities: what a temperature would change depends on the entropy."""
-        return {"ranks": self.ranks, "entropies": self.entropies or self.against, "digests": self.digests}
+        return {
+            "ranks": self.ranks,
+            "entropies": self.entropies or self.against,
+            "digests": self.digests,
+            **({"vocabulary": True} if self.vocabulary else {}),
+        }
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,7 @@ class Scoring:
     """A scoring, ready to start.
 
     identity: what decides the lines of `out`, of which the layout is no part. checkpoint: None: a folder has weights.
+    scored:   tokens of the file that are.
     """
 
     plan: Plan
@@ -64,6 +74,7 @@ class Scoring:
     tokenizer: str | None
     options: Options
     identity: dict[str, Any]
+    scored: int
 
     @property
     def meta(self) -> Path:
@@ -95,7 +106,7 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
 
     def unfit(config: RunConfig) -> list[str]:
         tp = config.layout.tp
-        words = [f"--{word}" for word, name in SUMS.items() if options.columns[name]]
+        words = [f"--{word}" for word, name in SUMS.items() if options.columns.get(name)]
         if config.numerics.invariant or not words or not tp & (tp - 1):
             return []
         return [f"{' and '.join(words)}: tp={tp} under numerics=stock: entropies and digests need a power of two"]
@@ -117,7 +128,7 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
     }
     if "layout" in identity:
         identity["layout"] |= {"tokens": options.tokens}
-    return Scoring(loaded.plan(out), loaded.checkpoint, file, out, tokenizer, options, identity)
+    return Scoring(loaded.plan(out), loaded.checkpoint, file, out, tokenizer, options, identity, read.scored)
 
 
 def of_rollouts(file: Path) -> tuple[str, bool]:
@@ -130,7 +141,9 @@ def of_rollouts(file: Path) -> tuple[str, bool]:
 
 def finished(scoring: Scoring) -> bool:
     """Whether OUT has these scores, maybe with more columns. Raises RunError: it has others, or was changed since."""
-    wanted = {name for name in ("ranks", "entropies", "digests") if getattr(scoring.options, name)}
+    wanted = {name for name in ("ranks", "entropies", "digests", "vocabulary") if getattr(scoring.options, name)}
+    if scoring.options.vocabulary and scoring.out.exists() and not vocabulary.beside(scoring.out).is_file():
+        raise RunError(f"{scoring.out} exists without {vocabulary.beside(scoring.out).name}: choose another --out FILE")
     return output.finished(scoring.out, "scores", lambda there: _serves(there, scoring.identity, wanted))
 
 
@@ -161,6 +174,9 @@ def execute(scoring: Scoring, tick: Callable[[], None]) -> dict[str, Any]:
         output.claim(folder.path / "score.json", scoring.identity, "scores")
         done = lines.complete(scoring.lines)
         folder.logs.mkdir(exist_ok=True)
+        if scoring.options.vocabulary:
+            entries = scoring.plan.config.shape.vocabulary
+            vocabulary.create(vocabulary.beside(scoring.lines), scoring.scored, entries)
         wanted = Wanted(**scoring.options.columns)
         do = Score(
             scoring.plan.config, scoring.checkpoint, scoring.file, scoring.tokenizer, scoring.lines, done,
@@ -184,6 +200,8 @@ def execute(scoring: Scoring, tick: Callable[[], None]) -> dict[str, Any]:
             raise RunError(
                 f"{scoring.lines} has {reached} lines of {scoring.count}: the same command goes on in {folder.path}"
             )
+        if scoring.options.vocabulary:
+            os.replace(vocabulary.beside(scoring.lines), vocabulary.beside(scoring.out))
         output.publish(scoring.lines, scoring.out, scoring.identity)
     shutil.rmtree(folder.path, ignore_errors=True)
     seconds = round(time.monotonic() - begun, 2)
