@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from tests.distributed.faults import lives, ranks_of
+from tp_invariant_recipes.features.audit.campaign import _write_texts
 
 SMALL = ("qwen3_toy", "model.num_layers=1", "seq=32", "gbs=2", "device=cpu")
 
@@ -110,3 +111,26 @@ def test_a_program_records_its_own_step_and_the_command_judges(shared):
     assert {one["kind"] for one in found(shared, "right")["tensors"]} == {
         "weights", "forward", "backward", "gradients", "norm", "updates",
     }  # fmt: skip
+
+
+@pytest.mark.release
+def test_without_its_patch_the_norm_has_the_sinks_of_one_rank(shared):
+    sinks = ("qwen3_toy", "model.num_layers=1", "seq=8", "gbs=4", "device=cpu", "tp=2", "model.softmax_type=learnable")
+    large = (*sinks, "model.init_method_std=0.2")  # with Megatron's 0.02 they are a millionth of the norm
+    done = shared("audit", *large, "patches.off=[core-sinks-norm]", "--dir", "sinks-off", status=1)
+    assert "softmax_offset it counts the part of one rank alone" in done.stdout
+    assert "patch core-sinks-norm mends it" in done.stdout
+    assert "within rounding" in shared("audit", *large, "--dir", "sinks", status=0).stdout
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("off, arrives", (("patches.off=[bridge-mtp-mask]", False), ("patches.off=[]", True)))
+def test_a_mask_of_the_loss_reaches_multi_token_prediction_with_the_patch_alone(shared, off, arrives):
+    texts = shared.folder / "texts"
+    _write_texts(texts)
+    data = ("data=text", f"data.path={texts}", "data.tokenizer=byte", "dataset.split='90,5,5'")
+    masked = ("--against", "dataset.eod_mask_loss=true", "--dir", f"masks-{arrives}")
+    shared("audit", *SMALL, "model.mtp_num_layers=1", *data, off, *masked, status=1)
+    result = found(shared, f"masks-{arrives}")
+    factors = {t["factor"] for t in result["tensors"] if t["name"].startswith("gradients/mtp.")}
+    assert min(factors) > 4 if arrives else factors == {0.0}

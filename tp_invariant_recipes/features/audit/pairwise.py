@@ -53,8 +53,8 @@ class Covering:
         A pair that no run may have is dropped from `pending`. running: cells that may cover pairs soon.
         """
         before = [*self.pending]
-        for cell in running:
-            self.cover(cell)
+        for begun in running:
+            self.cover(begun)
         covered = {pair for pair in before if pair not in self.pending}
         try:
             for pair in [*self.pending]:

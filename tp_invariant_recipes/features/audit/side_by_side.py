@@ -93,6 +93,7 @@ def _answer(there: Connection, call: Callable[[], Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the starter passes a stop on
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
+    answer: tuple[Any, str | None]
     try:
         answer = call(), None
     except Interrupted:
