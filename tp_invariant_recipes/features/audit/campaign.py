@@ -78,7 +78,8 @@ class Campaign:
         self._device = plan.detect_device()
         self._refused: set[Cell] = set()
         self._references: dict[str, AuditedRun] = {}
-        self._ended: list[tuple[Job, Trial | None]] = []
+        self._ended: list[tuple[Job, Trial | None]] = []  # and not judged yet
+        self._cell: Cell | None = None  # that is judged
         self._directories = max((int(path.name) for path in where.trial(0).parent.glob("*")), default=0)
         self._cells = Cells(state.model, state.overrides, where.texts, self._device)
         self._covering = Covering(self._cells.axes, len(options.LAYOUTS), self._allowed, self._ranks_of)
@@ -97,26 +98,32 @@ class Campaign:
         return self._write(round(time.monotonic() - begun, 1))
 
     def _step(self) -> bool:
-        """Judge the cell of an audit that has ended, or begin one, or wait for one; False: all is done."""
+        """Judge the cell of an audit that has ended, or wait for one; False: all is done."""
+        self._fill()
         if self._ended:
-            self._judge(*self._ended.pop(0))
+            (self._cell, _), trial = self._ended.pop(0)
+            self._judge(self._cell, trial)
+            self._cell = None
             return True
-        if len(self._running) < at_once(self._device):
-            cell = self._covering.next([cell for cell, _ in self._running.keys])
-            if cell is not None:
-                if (recorded := self._recorded((cell, ()))) is not None:
-                    self._judge((cell, ()), recorded)
-                else:
-                    self._start((cell, ()))
-                return True
         if not len(self._running):
             return False
         self._ended.append(self._next())
         return True
 
-    def _judge(self, job: Job, trial: Trial | None) -> None:
+    def _fill(self) -> None:
+        """Begin the next audits, as if those that are not judged yet were right."""
+        while len(self._running) < at_once(self._device):
+            jobs = (*self._running.keys, *(job for job, _ in self._ended))
+            cell = self._covering.next([*([self._cell] if self._cell else []), *(cell for cell, _ in jobs)])
+            if cell is None:
+                return
+            if (recorded := self._recorded((cell, ()))) is not None:
+                self._ended.append(((cell, ()), recorded))
+            else:
+                self._start((cell, ()))
+
+    def _judge(self, cell: Cell, trial: Trial | None) -> None:
         """Cover what a cell has shown, or shrink its fault, unless it has that of an earlier finding."""
-        cell, _ = job
         if trial is None:
             self._refused.add(cell)
         elif trial.sound or trial.verdict == workflow.NOT_DECIDED:
@@ -174,12 +181,16 @@ class Campaign:
     def _audited(self, cell: Cell, sizes: tuple[str, ...] = ()) -> Trial | None:
         """Return the audit of a cell, which may be recorded from an earlier start; None: no run may have it."""
         job = (cell, sizes)
+        while not self._recorded(job) and job not in self._running.keys and len(self._running) >= at_once(self._device):
+            self._ended.append(self._next())
         if (recorded := self._recorded(job)) is not None:
             return recorded
         if job not in self._running.keys:
             self._start(job)
+        self._fill()
         while (ended := self._next())[0] != job:
             self._ended.append(ended)
+            self._fill()
         return ended[1]
 
     def _shrunk(self, cell: Cell, trial: Trial) -> tuple[Cell, Trial]:
