@@ -1,10 +1,12 @@
 """`tpi audit --all`: what a refusal leaves, what a cell becomes, which references are equal, and in which order."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from tests.distributed import option_bugs
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.features.audit import campaign, options, workflow
 from tp_invariant_recipes.features.audit.trial import Trial
@@ -127,3 +129,17 @@ def test_references_are_equal_if_configuration_steps_and_choices_are(here, monke
     assert len({first, key(layers=1), key(steps=2)}) == 3
     chosen["forward/decoder.layers.0.mlp.router/output.1"] = np.array([[1, 0]], dtype="u1")
     assert (key() == first) == (experts is None)
+
+
+FEW = ("optimizer.optimizer=adam", "optimizer.use_distributed_optimizer=false", "validation.eval_iters=0")
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("bug, model, needed", option_bugs.BUGS[:2], ids=lambda value: getattr(value, "__name__", None))
+def test_a_planted_fault_is_found_and_shrunk_to_what_it_needs(shared, bug, model, needed):
+    words = ("device=cpu", *FEW, "--all", "-x", "--dir", bug.__name__)
+    shared("audit", model, *words, before=bug, status=1)
+    [finding] = json.loads((shared.folder / bug.__name__ / "audits.json").read_text())["findings"]
+    settings = " ".join(finding["settings"])
+    assert all(word in settings for word in needed)
+    assert len(finding["settings"]) <= 2

@@ -233,8 +233,9 @@ def execute(
         first = next((tensor for tensor in deviations if tensor.beyond), None)
         fault = faults.of_tensor(audit.audited.config, first.kind, first.module) if first else None
         described["known"] = str(fault) if fault else None
+        more = f"seq={4 * audit.audited.config.shape.sequence}"
         muon = audit.audited.config.section("optimizer").get("optimizer") == "muon"
-        result = report(audit.directory, deviations, left_out, described, BLIND if muon else 1.0, page=page)
+        result = report(audit.directory, deviations, left_out, described, BLIND if muon else 1.0, more, page=page)
         if not (result["exit_status"] or keep):
             for run in runs:
                 shutil.rmtree(run.path, ignore_errors=True)
@@ -296,12 +297,14 @@ def report(
     left_out: Sequence[str],
     described: dict[str, Any],
     limit: float = 1.0,
+    more: str = "",
     *,
     page: bool = True,
 ) -> dict[str, Any]:
     """Write `audit.json` and `audit.html`, and return what the first holds.
 
-    limit: an error of a tensor that is so large, relative to it, must be seen; else nothing is decided.
+    limit: an error of a tensor that is so large, relative to it, must be seen; else nothing is decided. more: the
+    overrides of a run with more tokens.
     """
     first = next((tensor for tensor in deviations if tensor.beyond), None)
     spots = deviation.blind_spots(deviations)
@@ -310,7 +313,7 @@ def report(
         "schema": 2,
         "exit_status": 1 if first else 2 if blind else 0,
         "verdict": BEYOND if first else NOT_DECIDED if blind else WITHIN,
-        "text": _text(deviations, first, left_out, blind),
+        "text": _text(deviations, first, left_out, blind, more),
         "sees": {kind: tensor.sees for kind, tensor in spots.items()},
         "known": None,
         "directory": str(where.path),
@@ -464,12 +467,13 @@ def _text(
     first: TensorDeviation | None,
     left_out: Sequence[str],
     blind: TensorDeviation | None = None,
+    more: str = "",
 ) -> str:
     steps = sorted({tensor.step for tensor in deviations})
     if first is None and blind is not None:
         return (
             f"{NOT_DECIDED}: rounding hides errors of {blind.name} up to {blind.sees:.0%}, and nothing else is wrong; "
-            "more tokens round less: seq=128 gbs=4"
+            f"more tokens round less{f': {more}' if more else ''}"
         )
     if first is None:
         largest = max(deviations, key=lambda tensor: tensor.factor)
