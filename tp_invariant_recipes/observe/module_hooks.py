@@ -23,6 +23,8 @@ ROOT = "model"  # the name of the whole model among its modules
 EMBEDDING = "embedding"
 FORWARD, BACKWARD = "forward", "backward"
 
+_NO_LANES = torch.zeros(LANES, dtype=torch.int64)
+
 
 class Key(NamedTuple):
     """A tensor of a rank's trace. stage: which part of the model, in the order of the forward pass."""
@@ -67,9 +69,10 @@ class ModuleHooks:
     """The hooks of a step, and what they have seen.
 
     once: of modules that run several times in a micro-batch, only the first time, which has a place of its own.
+    digested: whether `seen` is asked; an audit wants the values alone.
     """
 
-    once = True
+    once = digested = True
 
     def __init__(self, site: Site, step: int, dump: frozenset[str], dumps: DumpWriter | None) -> None:
         self.site, self.step = site, step
@@ -107,7 +110,7 @@ class ModuleHooks:
             return
         entry.shape = placed.shape
         entry.places += placed.places
-        entry.lanes.append(lanes(placed.pieces).sum(0))
+        entry.lanes.append(lanes(placed.pieces).sum(0) if self.digested else _NO_LANES)
         name = f"{key.direction}/{key.module}/{key.tensor}"
         if self._dumps is not None and name in self._dump:
             for piece in placed.pieces:

@@ -88,6 +88,17 @@ def test_audits_run_two_at_a_time_and_no_pair_stays(here, monkeypatch):
     assert (result["pending"], result["exit_status"]) == (0, 0)
 
 
+def test_a_resumed_campaign_audits_what_is_pending(here, monkeypatch):
+    first, answers = ran(here, monkeypatch, lambda cell: True)
+    monkeypatch.setattr(campaign, "choose_for_several", lambda directory, name: here / "resumed")
+    trials = [Trial(**trial) for trial in first["trials"][:-1]]
+    original = campaign.State
+    monkeypatch.setattr(campaign, "State", lambda model, overrides: original(model, overrides, trials))
+    again, other = ran(here, monkeypatch, lambda cell: True)
+    assert other.started == answers.started[-1:]
+    assert again["pending"] == 0
+
+
 def test_a_fault_is_shrunk_while_another_audit_runs_and_found_once(here, monkeypatch):
     result, answers = ran(here, monkeypatch, lambda cell: not {"tp=2", LOSS} <= cell)
     assert [finding["settings"] for finding in result["findings"]] == [("tp=2", LOSS)]

@@ -72,3 +72,12 @@ def test_a_reference_is_the_simplest_of_what_the_configuration_has():
     assert not {"train.micro_batch_size=1", "sp=false"} & set(audit_reference.overrides(config, own))
     assert "model.expert_model_parallel_size=4" in audit_reference.overrides(config, [], 4)
     assert audit_reference.overrides(compose("qwen3_toy", ["numerics=stock"]).config, []) == []
+
+
+@pytest.mark.parametrize("word, shards", (("dp=2", "numerics.data_shards=2"), ("cp=2", "numerics.context_shards=2")))
+def test_a_reference_of_invariant_numerics_has_their_definition(word, shards):
+    config = compose("qwen3_toy", ["numerics=tree", word, "gbs=4"]).config
+    assert shards in audit_reference.overrides(config, [])
+    assert shards not in audit_reference.overrides(config, parse_all([shards.replace("2", "1")]))
+    stock = compose("qwen3_toy", ["numerics=stock", word, "gbs=4"]).config
+    assert shards not in audit_reference.overrides(stock, [])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tp_invariant_recipes.numerics.products.cublas import tried, trying
 from tp_invariant_recipes.observe.dithering import Dither, dithered
 
 
@@ -38,3 +39,16 @@ def test_outputs_and_gradients_of_modules_move_until_the_hooks_are_off():
     for a, b in zip(plain, moved, strict=True):
         assert not torch.equal(a, b)
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_what_a_trial_calls_does_not_move():
+    """Attention is tried on a layer of the model; Muon changes a setting, so that a later pass tries it once more."""
+    model, x = nn.Linear(8, 8), torch.ones(4, 8)
+    plain = model(x)
+    dither = Dither([model], seed=3)
+    assert tried({}, ("kind",), x, lambda: torch.equal(model(x), plain))
+    assert not torch.equal(model(x), plain)
+    with pytest.raises(ZeroDivisionError):
+        tried({}, ("kind",), x, lambda: 1 // 0)
+    assert not trying()
+    dither.unhook()

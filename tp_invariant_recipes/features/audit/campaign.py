@@ -88,6 +88,9 @@ class Campaign:
         """Audit all cells, some at a time; return what `audits.json` holds. Interrupted: Ctrl-C, SIGTERM."""
         begun = time.monotonic()
         self._prepare()
+        for trial in self.state.trials:  # of an earlier start
+            if trial.covers:
+                self._covering.cover(frozenset(trial.settings))
         with ranks.stopping() as stop:
             self._running = SideBySide(stop)
             try:
@@ -126,7 +129,7 @@ class Campaign:
         """Cover what a cell has shown, or shrink its fault, unless it has that of an earlier finding."""
         if trial is None:
             self._refused.add(cell)
-        elif trial.sound or trial.verdict == workflow.NOT_DECIDED:
+        elif trial.covers:
             self._covering.cover(cell)
         elif self._allowed(cell):
             self._record(*self._shrunk(cell, trial))

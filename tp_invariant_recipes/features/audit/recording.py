@@ -81,6 +81,7 @@ class AuditRecording(AroundOptimizerStep):
                 self._add("weights", part)
         site = self.site(context)
         self._hooks = ModuleHooks(site, self._step, outputs, self._writer)
+        self._hooks.digested = False
         self._choices = ExpertChoices(self._writer, self._step, site, self.follow)
         for chunk in self._chunks:
             self._hooks.hook(chunk)

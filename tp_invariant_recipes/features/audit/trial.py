@@ -43,10 +43,15 @@ class Trial(Record):
         """Whether nothing is wrong."""
         return self.verdict == workflow.WITHIN
 
+    @property
+    def covers(self) -> bool:
+        """Whether its cell need not be tried again: nothing is known to be wrong."""
+        return self.verdict in (workflow.WITHIN, workflow.NOT_DECIDED)
+
     def same_fault(self, other: "Trial") -> bool:
-        """Whether both have one fault: the same tensor of any layer or expert."""
+        """Whether both have one fault: the same tensor of any layer or expert, and the same known fault or none."""
         names = [_NUMBER.sub("*", trial.first or trial.text.partition("\n")[0]) for trial in (self, other)]
-        return self.verdict == other.verdict and names[0] == names[1]
+        return (self.verdict, self.known, names[0]) == (other.verdict, other.known, names[1])
 
 
 # What an audit's process returns: None if no run may have the settings; and the reference that it trained, by its key.

@@ -66,9 +66,21 @@ def tried(
     if exact is None:
         if capturing(operand):
             return False
-        with CLOCK.counted(KERNELS):
-            decided[kind] = exact = trial()
+        _running.append(kind)
+        try:
+            with CLOCK.counted(KERNELS):
+                decided[kind] = exact = trial()
+        finally:
+            _running.pop()
     return exact
+
+
+_running: list[tuple[Any, ...]] = []  # the kinds that are tried, one within another
+
+
+def trying() -> bool:
+    """Whether a trial runs. It calls modules, whose hooks must leave what they return as it is."""
+    return bool(_running)
 
 
 @cache
