@@ -32,8 +32,7 @@ class Fault:
     effect:   what goes wrong, and when.
     live:     whether the installed code has it, by its source.
     meets:    whether a run with this configuration reaches it.
-    tensors:  pattern of "KIND MODULE" of an audit's first tensor beyond rounding; None: every layout shares the fault,
-              and no audit sees it.
+    tensors:  pattern of "KIND MODULE" of an audit's first tensor beyond rounding.
     patch:    what mends it; None: nothing here does. limit: where it does, in words; empty: everywhere.
     """
 
@@ -42,7 +41,7 @@ class Fault:
     effect: str
     live: Callable[[], bool]
     meets: Callable[["RunConfig"], bool]
-    tensors: str | None
+    tensors: str
     patch: Patch | None = None
     limit: str = ""
 
@@ -65,8 +64,7 @@ def known(config: "RunConfig") -> list[Fault]:
 
 def of_tensor(config: "RunConfig", kind: str, module: str) -> Fault | None:
     """Return the known fault that has made this tensor wrong; None: none is known."""
-    named = (fault for fault in known(config) if fault.tensors and re.search(fault.tensors, f"{kind} {module}"))
-    return next(named, None)
+    return next((fault for fault in known(config) if re.search(fault.tensors, f"{kind} {module}")), None)
 
 
 def _balances(config: "RunConfig", *kinds: str) -> bool:
@@ -147,22 +145,22 @@ FAULTS = (
         core_mtp.PATCH,
     ),
     Fault(
-        "mask of multi-token prediction",
-        "Megatron-Bridge #6103, Megatron-LM #3959",
-        "masked tokens count in the losses of multi-token prediction",
-        bridge_mtp.without_a_mask,
-        lambda config: bool(config.shape.depths) and _masked(config),
-        None,
-        bridge_mtp.MASK_PATCH,
-        " at cp=1",
-    ),
-    Fault(
         "masked losses over cp",
         "Megatron-LM #7452, finding 9, and #7513",
         "a masked loss is divided by the tokens of one context-parallel rank, without model.calculate_per_token_loss",
         _unequal_parts,
         lambda config: config.layout.cp > 1 and _masked(config) and not config.model.get("calculate_per_token_loss"),
         r"output_layer|mtp|decoder|embedding",
+    ),
+    Fault(
+        "mask of multi-token prediction",
+        "Megatron-Bridge #6103, Megatron-LM #3959",
+        "masked tokens count in the losses of multi-token prediction",
+        bridge_mtp.without_a_mask,
+        lambda config: bool(config.shape.depths) and _masked(config),
+        r"output_layer|mtp|decoder|embedding",  # where the reference is patched
+        bridge_mtp.MASK_PATCH,
+        " at cp=1",
     ),
     Fault(
         "global_aux_loss",

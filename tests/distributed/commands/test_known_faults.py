@@ -80,11 +80,10 @@ def test_an_audit_names_the_fault_of_its_tensor():
     assert faults.of_tensor(config, "gradients", "decoder.layers.0.self_attention.linear_proj") is None
 
 
-def test_a_fault_that_every_layout_shares_is_named_by_no_audit_and_where_its_patch_reaches_is_said():
-    config = configured("qwen3_toy cp=2 model.mtp_num_layers=1 dataset.eod_mask_loss=true")
-    names = [fault.name for fault in faults.known(config)]
-    assert "mask of multi-token prediction" in names
-    fault = faults.of_tensor(config, "backward", "mtp.layers.0.eh_proj")
-    assert fault is not None
-    assert fault.name == "masked losses over cp"
-    assert any("patch bridge-mtp-mask mends it at cp=1" in str(fault) for fault in faults.known(config))
+def test_where_a_patch_reaches_is_said_and_what_strikes_more_runs_comes_first():
+    words = "qwen3_toy cp=2 model.mtp_num_layers=1 dataset.eod_mask_loss=true"
+    masked = faults.of_tensor(configured(words), "backward", "output_layer")
+    assert masked is not None
+    assert masked.name == "masked losses over cp"
+    ahead = faults.of_tensor(configured(f"{words} model.calculate_per_token_loss=true"), "backward", "output_layer")
+    assert "patch bridge-mtp-mask mends it at cp=1" in str(ahead)
