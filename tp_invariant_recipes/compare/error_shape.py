@@ -84,7 +84,9 @@ def _moved(held: Sequence[RankPiece], reference: np.ndarray, allowed: float) -> 
             shifts.add(nearest - (piece.part.row + row * piece.part.step))
     if not shifts - {0}:
         return None
-    return f"rows shifted by {shifts.pop()}" if len(shifts) == 1 else "rows in another order"
+    height = len(reference)
+    around = {(shift + height // 2) % height - height // 2 for shift in shifts}  # the ends may be joined
+    return f"rows shifted by {around.pop()}" if len(around) == 1 else "rows in another order"
 
 
 def _zero_rows(held: Sequence[RankPiece], reference: np.ndarray, where: str) -> str | None:

@@ -90,7 +90,8 @@ SHAPES = (
     (lambda x: 0 * x, "zero"),
     (lambda x: x * math.nan, "not finite numbers"),
     (lambda x: torch.cat([x[3:], torch.zeros(3, COLUMNS)]), None),
-    (lambda x: x.roll(1, 0), "rows in another order"),
+    (lambda x: x.roll(1, 0), "rows shifted by -1"),
+    (lambda x: x.flip(0), "rows in another order"),
     (lambda x: torch.cat([x[:-1], torch.zeros(1, COLUMNS)]), "1 of 64 rows are zero"),
     (lambda x: x + table(7), None),
 )
