@@ -17,7 +17,7 @@ from tp_invariant_recipes.reading import Listed, Record
 from tp_invariant_recipes.runs.audit_dir import AuditedRun
 
 FAILED = "failed"
-_NUMBER = re.compile(r"[0-9]+")
+_NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)")  # of a layer or an expert
 
 
 @dataclass(frozen=True)
