@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tp_invariant_recipes.numerics.mode import Mode
 from tp_invariant_recipes.settings import allocation, expert_groups, layout, low_precision, muon, peft
 from tp_invariant_recipes.settings.model_shape import ModelShape
 from tp_invariant_recipes.settings.run_config import Layout, RunConfig
@@ -157,11 +156,10 @@ def _stage(config: RunConfig, at: Layout, stage: int) -> dict[str, int]:
     batch = activations.micro_batch(config)
     kept = sum(count * _kept(config, batch, layer) for layer, count in held.items())
     if last:
-        row = batch.slice * batch.widths.hidden
+        row = batch.slice * batch.widths.hidden * batch.element
         # Of multi-token prediction also the embedding, it and the features side by side, and the last norm's two.
-        depth = _kept(config, batch, size.layers_ahead(config.shape)) + 5 * row * batch.element
-        ends = row * (2 * batch.element + batch.wide)  # the final norm's input and output
-        kept += ends + size.depths_ahead(config.shape) * depth
+        depth = _kept(config, batch, size.layers_ahead(config.shape)) + 5 * row
+        kept += 2 * row + size.depths_ahead(config.shape) * depth  # 2: the final norm's input and output
     standing = int(kept * _in_flight(config, at, stage))
     working = _working(config, at, batch, held, weights.largest // at.tp, last=last)
     working[LOSS] = max(working[LOSS], _of_step(config, at, trained, matrices.largest) - standing)
@@ -347,8 +345,7 @@ def _working(
     largest: numbers of the rank's part of the largest matrix.
     """
     matrix, hidden = largest * batch.element, batch.tokens * batch.widths.hidden
-    layers = _in_turn(config, batch, held, last=last)
-    moments = [int(layers) + matrix * (2 if batch.rounds else 1)]  # with one rounded copy of a weight
+    moments = [matrix + int(max(_backward(config, batch, layer) for layer in held))]
     arithmetic = config.numerics.arithmetic
     tries = arithmetic is not None and arithmetic.tries_products and config.device.kind == "gpu"
     # numerics/products/contraction.py tries a sum over shards: two outputs, two sums of pairs, and what fills the
@@ -357,81 +354,19 @@ def _working(
     others = 0  # logits of later tokens
     if last:
         logits = config.shape.vocabulary // at.tp * batch.tokens
-        moments += _loss_of(arithmetic)(batch, logits, largest, at.tp)
-        others = size.depths_ahead(config.shape) * _logits(batch, logits)
+        gathered = at.tp if arithmetic is not None and arithmetic.gathers_operands else 1
+        # The logits, and their softmax in fp32 or their gradient; the gradient of the matrix, and tokens.
+        moments.append(logits * (batch.element + FP32) + (gathered * largest + hidden) * batch.element)
+        others = size.depths_ahead(config.shape) * logits * (batch.element + FP32)
         if tries:
             # numerics/products/cublas.py tries the output matrix's first gradient: three of it in fp32, and its
             # operand.
             trial = max(trial, 2 * logits * batch.element + 3 * largest * FP32)
-    standing = 0
-    if batch.tree and _tied(config, at):
-        moments[0] += matrix  # zeros for autograd, until the embedding's backward pass has ended
-    elif batch.tree:
-        standing = matrix  # numerics/sums/weight_gradient.py: what autograd sees, not the gradient in Megatron's buffer
-    elif batch.slice < batch.tokens:
-        standing = hidden * batch.element  # Megatron's output layer gathers its input into a buffer that stays
-    working = max(moments) + standing + others
+    working = max(moments) + others
     return {LOSS: working, FIRST_STEP: max(0, trial - working)}
 
 
-def _in_turn(config: RunConfig, batch: MicroBatch, held: Counter[str], *, last: bool) -> float:
-    """Get the most that the backward pass of a kind of layer has, without what a later layer of another kind kept."""
-    most, gone, final = 0.0, 0.0, size.final(config.shape)
-    ahead = [size.layers_ahead(config.shape)] if last and size.depths_ahead(config.shape) else []
-    for layer in (*ahead, *sorted(held, key=lambda layer: layer != final)):
-        most = max(most, _backward(config, batch, layer) - gone)
-        if layer in (*ahead, final):
-            gone += _kept(config, batch, layer)
-    return most
-
-
 def _backward(config: RunConfig, batch: MicroBatch, layer: str) -> float:
-    """Return what the backward pass of a layer has for itself and computes again, without what its later parts kept."""
+    """Return the bytes of a layer's backward pass: what it computes again, and gradients of its widest part."""
     rows = [sum(activations.kept(batch, part).values()) for part in layer]
-    recomputed = _unit(config) * (sum(rows) - _kept(config, batch, layer))
-    return recomputed + max(activations.backward(batch, part) - sum(rows[n + 1 :]) for n, part in enumerate(layer))
-
-
-def _logits(b: MicroBatch, logits: int) -> int:
-    """Return the bytes that stay of logits until their backward pass: stock's softmax in fp32 beside them."""
-    return logits * (b.element + (0 if b.tree or b.element == FP32 else FP32))
-
-
-def _stock_loss(b: MicroBatch, logits: int, largest: int, tp: int) -> tuple[int, ...]:
-    """Return the logits and their softmax in fp32; the logits' gradient with the matrix's and the tokens'.
-
-    logits, largest: numbers of the rank's logits and of its output matrix.
-    """
-    return _logits(b, logits), (logits + largest + b.tokens * b.widths.hidden) * b.element
-
-
-def _tree_loss(b: MicroBatch, logits: int, largest: int, tp: int) -> tuple[int, ...]:
-    """Return the logits and their gradient; the gradient with nodes of the tree, leaving and arriving, and gathered
-    tokens.
-
-    On a CPU also the gradient as numerics/products/cpu.py multiplies it, in fp32: with the matrix's, the tokens and the
-    partial products of their gradient.
-    """
-    hidden = b.tokens * b.widths.hidden
-    moments = 2 * logits * b.element, logits * b.element + hidden * (2 * FP32 + b.element)
-    if not b.plain:
-        return moments
-    half = 0 if b.element == FP32 else FP32  # of operands
-    return *moments, logits * (b.element + half) + largest * FP32 + hidden * (half + b.shards * FP32)
-
-
-def _gather_loss(b: MicroBatch, logits: int, largest: int, tp: int) -> tuple[int, ...]:
-    """Return the logits and their gradient; the gradient with the whole matrix, twice, and whole tokens.
-
-    On a CPU the whole matrix and a sum in fp32 also, as kernels/products/fixed_tile_product.py multiplies them.
-    """
-    whole, hidden = tp * largest, b.tokens * b.widths.hidden
-    moments = 2 * logits * b.element, (2 * logits + 2 * whole + 2 * hidden) * b.element
-    return (*moments, (3 * logits + whole) * b.element + (2 * whole + hidden) * FP32) if b.plain else moments
-
-
-def _loss_of(arithmetic: Mode | None) -> Callable[[MicroBatch, int, int, int], tuple[int, ...]]:
-    """Return the bytes at the moments of the loss."""
-    if arithmetic is None:
-        return _stock_loss
-    return _gather_loss if arithmetic.gathers_operands else _tree_loss
+    return _unit(config) * (sum(rows) - _kept(config, batch, layer)) + max(rows)

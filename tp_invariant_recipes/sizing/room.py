@@ -11,8 +11,8 @@ from tp_invariant_recipes.sizing import activations, memory
 from tp_invariant_recipes.sizing.memory import ACTIVATIONS, GIB, LOSS, MIB, Estimate
 
 # A run is refused only if it needs more even where all that the estimate does not count exactly is this part too high.
-# docs/memory.md says how near the measured peaks it is.
-ERROR = 0.15
+# It is on the safe side: docs/memory.md says how far above measured peaks.
+ERROR = 0.3
 NEAR = 0.95  # a run that needs more of the memory than this starts with a warning
 
 

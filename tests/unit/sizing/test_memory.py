@@ -10,19 +10,18 @@ import yaml
 from tests.unit.docs.markdown import DOCUMENTS, Document
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.settings import layout
-from tp_invariant_recipes.sizing import memory
+from tp_invariant_recipes.sizing import activations, memory, room
 from tp_invariant_recipes.sizing.memory import (
     ACTIVATIONS,
     FIRST_STEP,
     GIB,
     GRADIENTS,
-    LOSS,
     OPTIMIZER,
     WEIGHTS,
     Estimate,
 )
 
-WITHIN = 0.15  # which docs/memory.md promises
+WITHIN = 0.1  # which docs/memory.md promises
 
 # Peaks in GiB as docs/memory.md lists them, of torch's allocator on Hopper GPUs after warm-up: stock, and tree in
 # parts of it.
@@ -54,8 +53,8 @@ WHOLE_RUNS = (
 
 # Experts at ep = dp: GiB of a rank, tree and stock, as docs/memory.md lists them.
 SHARED = (
-    ("qwen3_30b_a3b", "ep=8 dp=8 gbs=8 seq=4096", 100.39, 98.08),
-    ("nemotron3_nano", "ep=8 dp=8 gbs=16 seq=8192 mbs=2", 118.44, 149.92),
+    ("qwen3_30b_a3b", "ep=8 dp=8 gbs=8 seq=4096", 102.92, 101.19),
+    ("nemotron3_nano", "ep=8 dp=8 gbs=16 seq=8192 mbs=2", 122.4, 162.89),
 )
 
 # Proportional set size in MiB of all processes of a run on a CPU: overrides, peak.
@@ -100,10 +99,9 @@ def test_a_measured_peak_is_met(model, overrides, peak, ratio, mode):
     measured = peak if mode == "stock" else peak * ratio
     read = overrides if mode == "tree" else overrides.replace("numerics.data_shards=8", "")  # as tpi bench does
     found = estimate(model, f"{read} numerics={mode}")
-    assert found.allocated / GIB == pytest.approx(measured, rel=WITHIN)
-    # What a step keeps beside weights, gradients and optimizer, which are counted, is estimated; it is met as well.
-    states = sum(found.parts[part] for part in (WEIGHTS, GRADIENTS, OPTIMIZER)) / GIB
-    assert found.allocated / GIB - states == pytest.approx(measured - states, rel=WITHIN)
+    assert measured < found.allocated / GIB < measured * (1 + WITHIN)
+    # A run is refused only if it needs more without a part of what is not counted exactly: the estimate's error there.
+    assert found.least(room.ERROR) < measured * GIB + found.outside + found.parts[FIRST_STEP]
 
 
 @pytest.mark.parametrize("sequence", (2048, 8192))
@@ -196,7 +194,7 @@ def test_recomputing_keeps_a_layers_input_alone():
     assert memory_parts("qwen3_8b")[ACTIVATIONS] > 10 * memory_parts("qwen3_8b", full)[ACTIVATIONS]
     mlp = "model.recompute_granularity=selective model.recompute_modules=[mlp]"
     less = memory_parts("qwen3_8b")[ACTIVATIONS] - memory_parts("qwen3_8b", mlp)[ACTIVATIONS]
-    assert less == 36 * 2048 * 3 * 12288 * 2  # gate and up, and their product
+    assert less == pytest.approx(36 * 2048 * 3 * 12288 * 2 * activations.SAFE)  # gate and up, and their product
 
 
 def test_activations_follow_the_tokens():
@@ -204,15 +202,15 @@ def test_activations_follow_the_tokens():
     stock = memory_parts("qwen3_8b", "numerics=stock")[ACTIVATIONS]
     assert memory_parts("qwen3_8b", "mbs=2 gbs=2 numerics=stock")[ACTIVATIONS] == 2 * stock
     assert memory_parts("qwen3_8b", "mbs=2 gbs=2")[ACTIVATIONS] == once[ACTIVATIONS]
-    assert memory_parts("qwen3_8b", "tp=2")[ACTIVATIONS] == once[ACTIVATIONS] // 2
+    assert memory_parts("qwen3_8b", "tp=2")[ACTIVATIONS] == pytest.approx(once[ACTIVATIONS] / 2)
     assert memory_parts("qwen3_8b", "tp=2 sp=false")[ACTIVATIONS] > once[ACTIVATIONS] // 2
 
 
 def test_scores_of_unfused_attention_grow_with_the_square_of_the_sequence():
-    """On a CPU: of each head softmax in bf16, or in fp32 and its bf16 copy; and one mask."""
+    """On a CPU: of each head softmax in bf16, or in fp32 and its bf16 copy."""
     for more, each in (("", 2), ("model.attention_softmax_in_fp32=true", 6)):
         short, long = (memory_parts("qwen3_8b", f"seq={n} {more}", device="cpu")[ACTIVATIONS] for n in (2048, 4096))
-        assert long - 2 * short == 2 * 36 * 2048**2 * (32 * each + 1)
+        assert long - 2 * short == pytest.approx(2 * 36 * 2048**2 * 32 * each, rel=1e-6)
 
 
 def test_tree_and_portable_try_their_products():
@@ -220,7 +218,6 @@ def test_tree_and_portable_try_their_products():
     assert memory_parts("qwen3_8b", "numerics=gather")[FIRST_STEP] == 0
     assert memory_parts("qwen3_8b")[FIRST_STEP] > 2 * 151936 * 4096 * 4
     assert memory_parts("qwen3_8b", "numerics=portable")[FIRST_STEP] == memory_parts("qwen3_8b")[FIRST_STEP]
-    assert memory_parts("qwen3_8b")[LOSS] != memory_parts("qwen3_8b", "numerics=stock")[LOSS]
 
 
 @pytest.mark.timeout(20)

@@ -109,10 +109,10 @@ def test_a_dry_submission_says_it_and_a_submission_is_refused_for_it(cli, no_gpu
     """Beside what else is wrong with the job."""
     ended = cli("submit", "qwen3_8b", "tp=4", "cluster=h100", "slurm.time=60", "--dry-run")
     assert ended.status == 0
-    assert "the fullest rank needs about 40.6 GiB; a GPU of cluster=h100 has 79.6 GiB" in ended.err
+    assert "the fullest rank needs about 40.9 GiB; a GPU of cluster=h100 has 79.6 GiB" in ended.err
     refused = cli("submit", "qwen3_8b", "cluster=h100", "slurm.time=never", "--dry-run")
     assert (refused.status, refused.out) == (2, "")
-    assert "this run needs about 156.7 GiB on a GPU" in refused.err
+    assert "this run needs about 158.0 GiB on a GPU" in refused.err
     assert "slurm.time=never" in refused.err
 
 
@@ -127,14 +127,14 @@ WITH_EXPERTS = """
 def test_a_run_whose_experts_have_one_gradient_buffer_fits(cli, no_gpus, cluster, size):
     ended = cli("submit", *WITH_EXPERTS.split(), f"cluster={cluster}", "--dry-run")
     assert ended.status == 0, ended.err
-    assert f"the fullest rank needs about 118.4 GiB; a GPU of cluster={cluster} has {size} GiB" in ended.err
+    assert f"the fullest rank needs about 122.4 GiB; a GPU of cluster={cluster} has {size} GiB" in ended.err
 
 
 def test_the_cells_of_a_matrix_are_refused_by_name(cli, machine_memory, here):
     machine_memory(gpu=30)
     ended = cli("verify", "qwen3_8b", "tp=4,8")
     assert (ended.status, ended.out) == (2, "")
-    assert "tp=4: this run needs about 40.6 GiB" in ended.err
+    assert "tp=4: this run needs about 40.9 GiB" in ended.err
     assert "tp=8: " not in ended.err.replace("tp=4,8", "")
     assert [file.name for file in here.iterdir()] == ["taken"]
 
@@ -147,7 +147,7 @@ def test_a_cell_that_does_not_fit_is_left_out_with_its_figures(cli, no_gpus, her
     ended = submitted(cli, "tp=1,4,8", "cluster=h100")
     assert ended.status == 0, ended.err
     assert (
-        "left out: tp=1: this run needs about 156.7 GiB on a GPU, and a GPU of cluster=h100 has 79.6 GiB\n" in ended.err
+        "left out: tp=1: this run needs about 158.0 GiB on a GPU, and a GPU of cluster=h100 has 79.6 GiB\n" in ended.err
     )
     assert "array of 2 cells" in ended.err
     assert "warning" not in ended.err
@@ -190,14 +190,14 @@ def test_a_run_near_the_limit_starts_with_a_warning(machine_memory):
         machine_memory(gpu=size)
         line = room.warning(config, here=True)
         assert (line is not None) is warned, room
-        assert line is None or ("memory is tight: this run needs about 79.3 GiB" in line and "raise tp=" in line)
+        assert line is None or ("memory is tight: this run needs about 79.9 GiB" in line and "raise tp=" in line)
     assert room.problems(config, here=True) != []  # the last does not start at all
 
 
 def test_a_submission_prints_what_may_end_it_early(cli, no_gpus, here):
     tight = ("submit", "qwen3_8b", "tp=2", "cluster=h100", "--dry-run")
     ended = cli(*tight, "slurm.time=4:00:00")
-    assert "\nwarning: memory is tight: this run needs about 79.3 GiB on a GPU" in ended.err
+    assert "\nwarning: memory is tight: this run needs about 79.9 GiB on a GPU" in ended.err
     assert "\nwarning: save=0: a run of slurm.time=4:00:00" in ended.err
     assert "save=N saves every N steps" in ended.err
     quiet = "warning: save=0"
