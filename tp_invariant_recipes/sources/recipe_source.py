@@ -20,6 +20,7 @@ import pkgutil
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +33,6 @@ from tp_invariant_recipes.machine.known_versions import KNOWN
 from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.settings.nearest import nearest
-from tp_invariant_recipes.sources import recipe_names
 from tp_invariant_recipes.start import bridge, needed
 from tp_invariant_recipes.start.quiet import quiet
 
@@ -185,27 +185,25 @@ def _possible(model: str) -> Source:
         close = "" if source.function in names() else nearest(source.function, names()) or LISTED
         if close and (locked or "did you mean" in close):
             raise ConfigError(f"{model}: {BRIDGE} has no such recipe{close}")
-    else:
-        _check_source(model, source)
+    elif source.file:
+        _check_file(model, source.file, source.function)
     return source
 
 
-def _check_source(model: str, source: Source) -> None:
-    """Raise ConfigError: the source of the file or module shows that it lacks the function, or cannot be imported."""
-    where = source.file or source.module
+def _check_file(model: str, file: Path, function: str) -> None:
+    """Raise ConfigError: a recipe's file cannot be imported, or has no such name, as far as its source tells."""
     try:
-        file = source.file or recipe_names.module_file(str(source.module))
-        known, functions = recipe_names.functions(file.read_bytes(), file)
-    except recipe_names.Unknown:
-        return
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{model}: {error}") from error
+        source = file.read_bytes()
+        with warnings.catch_warnings(action="ignore"):
+            compile(source, str(file), "exec", dont_inherit=True)
     except OSError as error:
-        raise ConfigError(f"{model}: cannot read {where}: {error.strerror}") from error
+        raise ConfigError(f"{model}: cannot read {file}: {error.strerror}") from error
     except (SyntaxError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{model}: {where} cannot be imported: {_error_text(error)}") from error
-    if source.function not in known:
-        raise ConfigError(f"{model}: {where} has no such function{nearest(source.function, functions)}")
+        raise ConfigError(f"{model}: {file} cannot be imported: {_error_text(error)}") from error
+    text = source.decode(errors="replace")
+    if not re.search(rf"\b{function}\b|import \*|__getattr__", text):  # the latter two may give it any name
+        functions = re.findall(r"^(?:async )?def ([^\W_]\w*)", text, re.MULTILINE)
+        raise ConfigError(f"{model}: {file} has no such function{nearest(function, functions)}")
 
 
 def of_bridge(model: str) -> bool:
