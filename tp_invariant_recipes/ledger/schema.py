@@ -38,7 +38,7 @@ COPIES = "copies"  # in `diverged`: weights that are not their master weights ro
 DIRECTIONS = ("forward", "backward")
 MOST = 2**70  # of a count; the text and the sum of larger ones have no bound
 # Of the identity: D, C and, of models with experts, X of the invariant numerics. Stock runs have none, and are
-# comparable with runs of any. A run with D alone, of an earlier version, added experts' gradients in another order.
+# comparable with runs of any.
 SHARDS = DATA_SHARDS, CONTEXT_SHARDS, EXPERT_GROUPS = (
     "numerics.data_shards",
     "numerics.context_shards",

@@ -126,8 +126,7 @@ def bisected(*runs: Run) -> Bisected | None:
     files = {file for above in around for file in (*above.glob(BISECT), *above.glob(f"*/{BISECT}"))}
     for file in sorted(files, key=os.path.getmtime, reverse=True):
         with suppress(OSError, ValueError):
-            fields = parse_object(read_limited(file, run_files.LARGEST))
-            answer = checked(Bisected, {"magnitude": fields.get("apart"), **fields})  # as older files call it
+            answer = checked(Bisected, parse_object(read_limited(file, run_files.LARGEST)))
             own = len(folders) == len(runs) and all(folder.parent == file.parent for folder in folders)
             if own or folders == {Path(run).resolve() for run in answer.runs}:
                 return answer

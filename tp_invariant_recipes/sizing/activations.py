@@ -7,6 +7,7 @@ products of a layer. `SAFE` covers what a mode, a backend or the precision keeps
 from dataclasses import dataclass
 
 from tp_invariant_recipes.settings import low_precision
+from tp_invariant_recipes.settings.model_shape import ModelShape
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing import size
 from tp_invariant_recipes.sizing.size import Widths
@@ -45,7 +46,7 @@ class MicroBatch:
     element:  bytes of an activation. score: of one of unfused attention; 0: attention is fused.
     tp, etp:  as in `Layout`.
     rows:     copies of tokens that a rank's experts compute, if the router spreads them evenly.
-    norms:    of a part. head_norms: whether queries and keys have some.
+    norms:    of a part.
     factor:   one of `SAFE`.
     """
 
@@ -59,8 +60,8 @@ class MicroBatch:
     heads: int
     rows: int
     norms: int
-    head_norms: bool
     factor: float
+    shape: ModelShape
     widths: Widths
 
 
@@ -89,8 +90,8 @@ def micro_batch(config: RunConfig) -> MicroBatch:
         heads=model["num_attention_heads"] // at.tp,
         rows=of_rank * (model.get("moe_router_topk") or 2) * at.etp,
         norms=size.norms(config.shape),
-        head_norms=config.shape.head_norms,
         factor=SAFE_ROUNDED if rounds else SAFE_PLAIN if local else SAFE,
+        shape=config.shape,
         widths=size.widths(config.shape),
     )
 
@@ -108,14 +109,14 @@ def element(config: RunConfig) -> int:
 
 def kept(b: MicroBatch, part: str) -> Kept:
     """Bytes that a part of a layer keeps, by row: its input, the norm's output, and the operands of its products."""
-    hidden, rows = b.slice * b.widths.hidden, _OF_PART[part](b)
+    hidden, rows = b.slice * b.shape.hidden, _OF_PART[part](b)
     counted = {INPUT: hidden * b.element, NORM: hidden * b.norms * b.element, **rows}
     return {row: amount if row in (INPUT, CORE) else int(amount * b.factor) for row, amount in counted.items()}
 
 
 def _attention(b: MicroBatch) -> Kept:
     w = b.widths
-    features = (w.query + 2 * w.key + w.gate + w.core) // b.tp + (b.head_norms and (w.query + w.key) // b.tp)
+    features = (w.query + 2 * w.key + w.gate + w.core) // b.tp + (b.shape.head_norms and (w.query + w.key) // b.tp)
     whole = 0
     if w.kv_latent:
         features = (2 * w.query + w.value + w.core) // b.tp
@@ -126,26 +127,26 @@ def _attention(b: MicroBatch) -> Kept:
 
 def _feed_forward(b: MicroBatch, width: int) -> int:
     """Before and after the activation function."""
-    return b.tokens * b.element * width * (b.widths.gates + 1)
+    return b.tokens * b.element * width * (b.shape.gates + 1)
 
 
 def _mlp(b: MicroBatch) -> Kept:
-    return {MLP: _feed_forward(b, b.widths.ffn // b.tp)}
+    return {MLP: _feed_forward(b, b.shape.ffn // b.tp)}
 
 
 def _experts(b: MicroBatch) -> Kept:
-    width = b.widths.moe_ffn // b.etp
+    width = b.shape.expert_width // b.etp
     return {
-        EXPERTS: b.rows * b.element * (b.widths.hidden + b.widths.gates * width),
+        EXPERTS: b.rows * b.element * (b.shape.hidden + b.shape.gates * width),
         ACTIVATION: b.rows * b.element * width,
-        SHARED: _feed_forward(b, b.widths.shared // b.tp),
+        SHARED: _feed_forward(b, b.shape.shared_width // b.tp),
     }
 
 
 def _mamba(b: MicroBatch) -> Kept:
     """Return z, x, B, C and dt as in_proj makes them, x, B and C after the convolution, y before and after its gate."""
     w = b.widths
-    return {MAMBA: b.tokens * b.element * (6 * w.inner + 2 * w.states + w.mamba_heads) // b.tp}
+    return {MAMBA: b.tokens * b.element * (6 * w.inner + 2 * w.states + b.shape.mamba_heads) // b.tp}
 
 
 def _delta_net(b: MicroBatch) -> Kept:

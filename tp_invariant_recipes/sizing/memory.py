@@ -142,7 +142,7 @@ def _stage(config: RunConfig, at: Layout, stage: int) -> dict[str, int]:
         matrices += size.positions(config.shape)  # of which Megatron-Core does not say that they are an embedding
     trained, lookups, fields = weights, 0, peft.section(config)
     if config.numerics.invariant:  # numerics/layers/embedding.py adds up apart what one buffer would mix
-        ahead = bool(size.depths_ahead(config.shape))
+        ahead = bool(config.shape.depths)
         lookup_count = (_tied(config, at) or (ahead and at.pp == 1)) + (last and ahead)
         lookups = lookup_count * size.embedding(config.shape).split // at.tp
     if fields is not None:
@@ -156,10 +156,10 @@ def _stage(config: RunConfig, at: Layout, stage: int) -> dict[str, int]:
     batch = activations.micro_batch(config)
     kept = sum(count * _kept(config, batch, layer) for layer, count in held.items())
     if last:
-        row = batch.slice * batch.widths.hidden * batch.element
+        row = batch.slice * config.shape.hidden * batch.element
         # Of multi-token prediction also the embedding, it and the features side by side, and the last norm's two.
         depth = _kept(config, batch, size.layers_ahead(config.shape)) + 5 * row
-        kept += 2 * row + size.depths_ahead(config.shape) * depth  # 2: the final norm's input and output
+        kept += 2 * row + config.shape.depths * depth  # 2: the final norm's input and output
     standing = int(kept * _in_flight(config, at, stage))
     working = _working(config, at, batch, held, weights.largest // at.tp, last=last)
     working[LOSS] = max(working[LOSS], _of_step(config, at, trained, matrices.largest) - standing)
@@ -344,7 +344,7 @@ def _working(
 
     largest: numbers of the rank's part of the largest matrix.
     """
-    matrix, hidden = largest * batch.element, batch.tokens * batch.widths.hidden
+    matrix, hidden = largest * batch.element, batch.tokens * config.shape.hidden
     moments = [matrix + int(max(_backward(config, batch, layer) for layer in held))]
     arithmetic = config.numerics.arithmetic
     tries = arithmetic is not None and arithmetic.tries_products and config.device.kind == "gpu"
@@ -357,7 +357,7 @@ def _working(
         gathered = at.tp if arithmetic is not None and arithmetic.gathers_operands else 1
         # The logits, and their softmax in fp32 or their gradient; the gradient of the matrix, and tokens.
         moments.append(logits * (batch.element + FP32) + (gathered * largest + hidden) * batch.element)
-        others = size.depths_ahead(config.shape) * logits * (batch.element + FP32)
+        others = config.shape.depths * logits * (batch.element + FP32)
         if tries:
             # numerics/products/cublas.py tries the output matrix's first gradient: three of it in fp32, and its
             # operand.

@@ -52,14 +52,11 @@ class Widths:
     core:             what attention makes of a token, all heads together.
     q_latent:         of multi-latent attention: features of a query's latent; 0: it has none.
     kv_latent, shared_key: its latent of keys and values; the key that all heads share. 0: no such attention.
-    inner, states:    of a Mamba layer: of x and z; of B and C together; mamba_state: of a head's B.
+    inner, states:    of a Mamba layer: of x and z; of B and C together.
     gate:             of attention's output; 0: it has none.
-    delta_key, delta_value: of a gated delta net: of its keys, and of its values, of all heads; delta_heads: of values;
-                      delta_key_head: features of one key.
-    gates:            matrices that a feed-forward part has before its activation: 2 with a gate, else 1.
+    delta_key, delta_value: of a gated delta net: of its keys, and of its values, of all heads; delta_heads: of values.
     """
 
-    hidden: int
     query: int
     key: int
     value: int
@@ -67,35 +64,25 @@ class Widths:
     q_latent: int
     kv_latent: int
     shared_key: int
-    ffn: int
-    moe_ffn: int
-    shared: int
-    gates: int
     inner: int
     states: int
-    mamba_heads: int
-    mamba_state: int
     gate: int
     delta_key: int
     delta_value: int
     delta_heads: int
-    delta_key_head: int
 
 
 def widths(model: ModelShape) -> Widths:
     """Return the widths of a model section."""
-    hidden, heads = model.hidden, model.heads
-    channels = model.head_width
-    groups = model.groups
+    heads, channels, groups = model.heads, model.head_width, model.groups
     of_heads = [heads * channels, groups * channels, groups * channels, heads * channels, 0, 0, 0]
-    if latent(model):
+    if model.latent:
         shared, values = model.turned_key, heads * model.value_width
         query = heads * (model.key_width + shared)
         of_heads = [query, query, values, values, model.query_latent, model.key_latent, shared]
     query, key, value, core, q_latent, kv_latent, shared_key = of_heads
     delta_key, delta_value, delta_heads = families.delta_widths(model.fields)
     return Widths(
-        hidden=hidden,
         query=query,
         key=key,
         value=value,
@@ -103,54 +90,23 @@ def widths(model: ModelShape) -> Widths:
         q_latent=q_latent,
         kv_latent=kv_latent,
         shared_key=shared_key,
-        ffn=model.ffn,
-        moe_ffn=model.expert_width,
-        shared=model.shared_width,
-        gates=model.gates,
         inner=model.mamba_heads * model.mamba_width,
         states=2 * model.mamba_groups * model.mamba_state,
-        mamba_heads=model.mamba_heads,
-        mamba_state=model.mamba_state,
         gate=query if model.fields.get(delta_net.ATTENTION_GATE) else 0,
         delta_key=delta_key,
         delta_value=delta_value,
         delta_heads=delta_heads,
-        delta_key_head=families.delta_sizes(model.fields).get("linear_key_head_dim", 0),
     )
-
-
-def turned(model: ModelShape) -> int:
-    """Features of a head that positions turn."""
-    if latent(model):
-        return model.turned_key
-    channels = model.head_width
-    return int(channels * (model.fields.get("rotary_percent") or 1))
-
-
-def latent(model: ModelShape) -> bool:
-    """Whether keys and values come from a latent vector, which every rank of tp has whole."""
-    return model.latent
 
 
 def layers(model: ModelShape) -> Counter[str]:
     """How many layers there are of each kind, by its parts: "*-" is attention and a feed-forward part."""
-    pattern = model.pattern
-    if pattern:
-        return Counter(_of_pattern(pattern))
+    if model.pattern:
+        return Counter(model.pattern.partition("/")[0].replace("|", ""))
     count, kind, period = model.layers, *_kinds(model)
     turns, rest = divmod(count, period)
     each = Counter(map(kind, range(period if turns else 0)))
     return Counter({layer: times * turns for layer, times in each.items()}) + Counter(map(kind, range(rest)))
-
-
-def final(model: ModelShape) -> str:
-    """Return the kind of the last layer."""
-    pattern = model.pattern
-    return _of_pattern(pattern)[-1] if pattern else _kinds(model)[0](model.layers - 1)
-
-
-def _of_pattern(pattern: str) -> str:
-    return pattern.partition("/")[0].replace("|", "")
 
 
 def _kinds(model: ModelShape) -> tuple[Callable[[int], str], int]:
@@ -175,63 +131,66 @@ def weights(model: ModelShape, part: str) -> Weights:
 def matrices(model: ModelShape, part: str) -> Weights:
     """Return the matrices of one part of a layer, which Muon updates."""
     w = widths(model)
-    if part == ATTENTION and latent(model):
+    if part == ATTENTION and model.latent:
         heads = model.heads
-        up_query = (w.q_latent or w.hidden) * w.query
+        up_query = (w.q_latent or model.hidden) * w.query
         up = w.kv_latent * (w.key - heads * w.shared_key + w.value)
-        out = w.core * w.hidden
-        down = w.hidden * (w.q_latent + w.kv_latent + w.shared_key)
+        out = w.core * model.hidden
+        down = model.hidden * (w.q_latent + w.kv_latent + w.shared_key)
         return Weights(split=up_query + up + out, whole=down, largest=max(up_query, up, out))
     if part == ATTENTION:
-        qkv, out = w.hidden * (w.query + w.gate + 2 * w.key), w.query * w.hidden
+        qkv, out = model.hidden * (w.query + w.gate + 2 * w.key), w.query * model.hidden
         return Weights(split=qkv + out, largest=max(qkv, out))
     if part == DELTA_NET:
-        rows = w.hidden * 2 * (w.delta_key + w.delta_value + w.delta_heads)
-        return Weights(split=rows + w.hidden * w.delta_value, largest=rows)
+        rows = model.hidden * 2 * (w.delta_key + w.delta_value + w.delta_heads)
+        return Weights(split=rows + model.hidden * w.delta_value, largest=rows)
     if part == MLP:
-        both = w.gates * w.hidden * w.ffn
-        return Weights(split=both + w.hidden * w.ffn, largest=both)
+        both = model.gates * model.hidden * model.ffn
+        return Weights(split=both + model.hidden * model.ffn, largest=both)
     if part == EXPERTS:
-        count, shared = model.experts, w.hidden * w.shared
+        count, shared = model.experts, model.hidden * model.shared_width
         latent_size = model.expert_latent
-        each = (w.gates + 1) * (latent_size or w.hidden) * w.moe_ffn
+        each = (model.gates + 1) * (latent_size or model.hidden) * model.expert_width
         return Weights(
-            split=(w.gates + 1) * shared,
+            split=(model.gates + 1) * shared,
             # the router, the projections to latents, the gate of shared experts
-            whole=w.hidden * (count + 2 * latent_size + bool(w.shared and model.fields.get(delta_net.EXPERT_GATE))),
+            whole=model.hidden
+            * (count + 2 * latent_size + bool(model.shared_width and model.fields.get(delta_net.EXPERT_GATE))),
             experts=count * each,
-            largest=w.gates * shared,
+            largest=model.gates * shared,
         )
-    rows = w.hidden * (2 * w.inner + w.states + w.mamba_heads)
-    return Weights(split=rows + w.hidden * w.inner, largest=rows)
+    rows = model.hidden * (2 * w.inner + w.states + model.mamba_heads)
+    return Weights(split=rows + model.hidden * w.inner, largest=rows)
 
 
 def _others(model: ModelShape, part: str) -> Weights:
     """Return the norms, biases, convolutions and numbers of heads of one part of a layer."""
     w, biased = widths(model), model.biased
     own_norm, more = norm(model), (norms(model) - 1) * norm(model)
-    if part == ATTENTION and latent(model):
+    if part == ATTENTION and model.latent:
         return Weights(whole=own_norm + ((w.q_latent + w.kv_latent) if model.head_norms else 0))
     if part == ATTENTION:
         biases = w.query + w.gate + 2 * w.key if model.fields.get("add_qkv_bias") or biased else 0
         sinks = model.heads if model.fields.get("softmax_type") == "learnable" else 0
-        return Weights(split=biases + sinks, whole=own_norm + more + _head_norms(model, w) + biased * w.hidden)
+        return Weights(split=biases + sinks, whole=own_norm + more + _head_norms(model, w) + biased * model.hidden)
     if part == DELTA_NET:
         # The convolution; A and the bias of dt; the norm of all heads.
         convolved = TAPS * (2 * w.delta_key + w.delta_value)
         return Weights(split=convolved + 2 * w.delta_heads, whole=own_norm + w.delta_value // w.delta_heads)
     if part == MLP:
-        return Weights(split=biased * w.gates * w.ffn, whole=own_norm + more + biased * w.hidden)
+        return Weights(split=biased * model.gates * model.ffn, whole=own_norm + more + biased * model.hidden)
     if part == EXPERTS:
         count = model.experts * biased
-        shared = biased * bool(w.shared)
+        shared = biased * bool(model.shared_width)
         return Weights(
-            split=shared * w.gates * w.shared,
-            whole=own_norm + count + shared * w.hidden,  # count: the router's
-            experts=count * (w.gates * w.moe_ffn + w.hidden),
+            split=shared * model.gates * model.shared_width,
+            whole=own_norm + count + shared * model.hidden,  # count: the router's
+            experts=count * (model.gates * model.expert_width + model.hidden),
         )
     convolved = (TAPS + 1) * (w.inner + w.states)
-    return Weights(split=convolved + 3 * w.mamba_heads + w.inner, whole=own_norm)  # A, D, the bias of dt; its own norm
+    return Weights(
+        split=convolved + 3 * model.mamba_heads + w.inner, whole=own_norm
+    )  # A, D, the bias of dt; its own norm
 
 
 def norm(model: ModelShape) -> int:
@@ -260,31 +219,34 @@ def adapters(model: ModelShape, part: str, dim: int, targets: Collection[str], *
     w = widths(model)
     if part == EXPERTS:
         each, beside = (
-            dim * sum(size for name, size in _feed_forward(w, width).items() if name in targets)
-            for width in (w.moe_ffn, w.shared)
+            dim * sum(size for name, size in _feed_forward(model, width).items() if name in targets)
+            for width in (model.expert_width, model.shared_width)
         )
-        beside = beside if w.shared else 0
+        beside = beside if model.shared_width else 0
         return Weights(split=beside, whole=each) if shared else Weights(beside, experts=model.experts * each)
     shapes = {
-        ATTENTION: {"linear_qkv": w.hidden + w.query + 2 * w.key, "linear_proj": w.core + w.hidden},
-        MLP: _feed_forward(w, w.ffn),
-        MAMBA: {"in_proj": w.hidden + 2 * w.inner + w.states + w.mamba_heads, "out_proj": w.inner + w.hidden},
+        ATTENTION: {"linear_qkv": model.hidden + w.query + 2 * w.key, "linear_proj": w.core + model.hidden},
+        MLP: _feed_forward(model, model.ffn),
+        MAMBA: {
+            "in_proj": model.hidden + 2 * w.inner + w.states + model.mamba_heads,
+            "out_proj": w.inner + model.hidden,
+        },
     }
-    if latent(model):
+    if model.latent:
         up = w.key - model.heads * w.shared_key + w.value
         shapes[ATTENTION] = {
-            "linear_q_proj": 0 if w.q_latent else w.hidden + w.query,
-            "linear_q_down_proj": w.hidden + w.q_latent if w.q_latent else 0,
+            "linear_q_proj": 0 if w.q_latent else model.hidden + w.query,
+            "linear_q_down_proj": model.hidden + w.q_latent if w.q_latent else 0,
             "linear_q_up_proj": w.q_latent + w.query if w.q_latent else 0,
-            "linear_kv_down_proj": w.hidden + w.kv_latent + w.shared_key,
+            "linear_kv_down_proj": model.hidden + w.kv_latent + w.shared_key,
             "linear_kv_up_proj": w.kv_latent + up,
-            "linear_proj": w.core + w.hidden,
+            "linear_proj": w.core + model.hidden,
         }
     return Weights(split=dim * sum(size for name, size in shapes.get(part, {}).items() if name in targets))
 
 
-def _feed_forward(w: Widths, ffn: int) -> dict[str, int]:
-    return {"linear_fc1": w.hidden + w.gates * ffn, "linear_fc2": ffn + w.hidden}
+def _feed_forward(model: ModelShape, ffn: int) -> dict[str, int]:
+    return {"linear_fc1": model.hidden + model.gates * ffn, "linear_fc2": ffn + model.hidden}
 
 
 def embedding(model: ModelShape) -> Weights:
@@ -304,18 +266,13 @@ def ahead(model: ModelShape, counted: Callable[[ModelShape, str], Weights] = wei
 
     counted: what counts; `matrices`: those.
     """
-    depths, hidden = depths_ahead(model), model.hidden
+    depths, hidden = model.depths, model.hidden
     if not depths:
         return Weights()
     layers = sum((counted(model, part) for part in layers_ahead(model)), Weights())
     norms = 3 * norm(model) if counted is weights else 0
     projection = Weights(split=2 * hidden * hidden, whole=norms, largest=2 * hidden * hidden)
     return (layers + projection) * (1 if model.fields.get("mtp_use_repeated_layer") else depths)
-
-
-def depths_ahead(model: ModelShape) -> int:
-    """Depths of multi-token prediction."""
-    return model.depths
 
 
 def layers_ahead(model: ModelShape) -> str:

@@ -50,14 +50,6 @@ class Rows(NamedTuple):
     highest: NDArray[np.int8]
 
 
-class Panels(NamedTuple):
-    """Right operand in panels of WIDE columns: values, exponents [n / WIDE, k, WIDE]; highest [n / WIDE, k / STEP]."""
-
-    values: NDArray[np.float32]
-    exponents: NDArray[np.int8]
-    highest: NDArray[np.int8]
-
-
 def product(a: Tensor, b: Tensor, *, kept: int = KEPT_BITS, onto: Tensor | None = None) -> Tensor:
     """Compute a @ b as a tensor core sums it, on the rank's processors.
 
