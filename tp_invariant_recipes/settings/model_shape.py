@@ -5,6 +5,26 @@ from dataclasses import dataclass
 from typing import Any
 
 
+class Size:
+    """A row of a shape's table: a number of a section `model`; 0 where it says none. needed: every model has it."""
+
+    def __init__(self, name: str, *, needed: bool = False) -> None:
+        self.name, self.needed = name, needed
+
+    def __get__(self, shape: "ModelShape", owner: type) -> int:
+        return shape.fields[self.name] if self.needed else shape.fields.get(self.name) or 0
+
+
+class Flag:
+    """A row of a shape's table: whether a section `model` has a field set."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, shape: "ModelShape", owner: type) -> bool:
+        return bool(shape.fields.get(self.name))
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """The shape of a model, with Megatron-Core's defaults filled in. 0, "" or False: the model has no such part.
@@ -15,28 +35,32 @@ class ModelShape:
 
     fields: Mapping[str, Any]
 
-    def _number(self, name: str) -> int:
-        return self.fields.get(name) or 0
+    sequence = Size("seq_length", needed=True)  # tokens of a sequence
+    vocabulary = Size("vocab_size", needed=True)  # tokens that the embedding has rows for
+    hidden = Size("hidden_size", needed=True)  # features of a token between layers
+    heads = Size("num_attention_heads", needed=True)  # attention's heads of queries
+    layers = Size("num_layers")  # of a GPT model; a hybrid model has its pattern
+    depths = Size("mtp_num_layers")  # of multi-token prediction
+    gated = Flag("gated_linear_unit")  # whether a feed-forward part has a gate
+    biased = Flag("add_bias_linear")  # whether linear layers have biases
+    head_norms = Flag("qk_layernorm")  # whether queries and keys have norms
+    tied = Flag("share_embeddings_and_output_weights")  # whether the output layer has the embedding's weight
 
-    @property
-    def sequence(self) -> int:
-        """Tokens of a sequence."""
-        return self.fields["seq_length"]
+    experts = Size("num_moe_experts")  # of a layer
+    shared_width = Size("moe_shared_expert_intermediate_size")  # features inside the shared experts
+    expert_latent = Size("moe_latent_size")  # features that experts see, if not the hidden ones
 
-    @property
-    def vocabulary(self) -> int:
-        """Tokens that the embedding has rows for."""
-        return self.fields["vocab_size"]
+    latent = Flag("multi_latent_attention")  # whether keys and values come from a latent, which every rank has whole
+    query_latent = Size("q_lora_rank")  # features of a query's latent
+    key_latent = Size("kv_lora_rank")  # features of the latent of keys and values
+    key_width = Size("qk_head_dim")  # features of a key of latent attention, without those that positions turn
+    turned_key = Size("qk_pos_emb_head_dim")  # features of the key that all its heads share, which positions turn
+    value_width = Size("v_head_dim")  # features of its values
 
-    @property
-    def hidden(self) -> int:
-        """Features of a token between layers."""
-        return self.fields["hidden_size"]
-
-    @property
-    def layers(self) -> int:
-        """Layers of a GPT model. A hybrid model has its pattern."""
-        return self._number("num_layers")
+    mamba_heads = Size("mamba_num_heads")  # of a Mamba layer
+    mamba_width = Size("mamba_head_dim")  # features of a head of it
+    mamba_groups = Size("mamba_num_groups")  # each with a B and a C
+    mamba_state = Size("mamba_state_dim")  # features of a group's B, and of its C
 
     @property
     def hybrid(self) -> bool:
@@ -49,39 +73,24 @@ class ModelShape:
         return self.fields.get("hybrid_layer_pattern") or ""
 
     @property
-    def heads(self) -> int:
-        """Attention's heads of queries."""
-        return self.fields["num_attention_heads"]
-
-    @property
     def groups(self) -> int:
         """Attention's heads of keys and values."""
-        return self._number("num_query_groups") or self.heads
+        return self.fields.get("num_query_groups") or self.heads
 
     @property
     def head_width(self) -> int:
         """Features of a head."""
-        return self._number("kv_channels") or self.hidden // self.heads
+        return self.fields.get("kv_channels") or self.hidden // self.heads
 
     @property
     def ffn(self) -> int:
         """Features inside a dense feed-forward part."""
-        return self._number("ffn_hidden_size") or 4 * self.hidden
-
-    @property
-    def gated(self) -> bool:
-        """Whether a feed-forward part has a gate."""
-        return bool(self.fields.get("gated_linear_unit"))
+        return self.fields.get("ffn_hidden_size") or 4 * self.hidden
 
     @property
     def gates(self) -> int:
         """Matrices that a feed-forward part has before its activation."""
         return 2 if self.gated else 1
-
-    @property
-    def experts(self) -> int:
-        """Experts of a layer."""
-        return self._number("num_moe_experts")
 
     @property
     def expert_layers(self) -> int | list[int]:
@@ -91,84 +100,4 @@ class ModelShape:
     @property
     def expert_width(self) -> int:
         """Features inside an expert."""
-        return self._number("moe_ffn_hidden_size") or self.ffn
-
-    @property
-    def shared_width(self) -> int:
-        """Features inside the shared experts."""
-        return self._number("moe_shared_expert_intermediate_size")
-
-    @property
-    def expert_latent(self) -> int:
-        """Features that experts see, if not the hidden ones."""
-        return self._number("moe_latent_size")
-
-    @property
-    def latent(self) -> bool:
-        """Whether keys and values come from a latent vector, which every rank of tp has whole."""
-        return bool(self.fields.get("multi_latent_attention"))
-
-    @property
-    def query_latent(self) -> int:
-        """Features of a query's latent."""
-        return self._number("q_lora_rank")
-
-    @property
-    def key_latent(self) -> int:
-        """Features of the latent of keys and values."""
-        return self._number("kv_lora_rank")
-
-    @property
-    def key_width(self) -> int:
-        """Features of a key of latent attention, without those that positions turn."""
-        return self._number("qk_head_dim")
-
-    @property
-    def turned_key(self) -> int:
-        """Features of the key that all heads of latent attention share, which positions turn."""
-        return self._number("qk_pos_emb_head_dim")
-
-    @property
-    def value_width(self) -> int:
-        """Features of a value of latent attention."""
-        return self._number("v_head_dim")
-
-    @property
-    def mamba_heads(self) -> int:
-        """Heads of a Mamba layer."""
-        return self._number("mamba_num_heads")
-
-    @property
-    def mamba_width(self) -> int:
-        """Features of a head of a Mamba layer."""
-        return self._number("mamba_head_dim")
-
-    @property
-    def mamba_groups(self) -> int:
-        """Groups of a Mamba layer, each with a B and a C."""
-        return self._number("mamba_num_groups")
-
-    @property
-    def mamba_state(self) -> int:
-        """Features of a group's B, and of its C."""
-        return self._number("mamba_state_dim")
-
-    @property
-    def depths(self) -> int:
-        """Depths of multi-token prediction."""
-        return self._number("mtp_num_layers")
-
-    @property
-    def biased(self) -> bool:
-        """Whether linear layers have biases."""
-        return bool(self.fields.get("add_bias_linear"))
-
-    @property
-    def head_norms(self) -> bool:
-        """Whether queries and keys have norms."""
-        return bool(self.fields.get("qk_layernorm"))
-
-    @property
-    def tied(self) -> bool:
-        """Whether the output layer has the embedding's weight."""
-        return bool(self.fields.get("share_embeddings_and_output_weights"))
+        return self.fields.get("moe_ffn_hidden_size") or self.ffn
