@@ -19,8 +19,6 @@ from torch import Tensor
 from tp_invariant_recipes.kernels.folding_sum import folding_sum
 from tp_invariant_recipes.kernels.launch import Kernel
 
-KINDS = ("swiglu", "squared_relu")
-
 
 class Clamped(NamedTuple):
     """A gated activation with a factor in the sigmoid, a limit (inf: none) and an offset of the linear half."""

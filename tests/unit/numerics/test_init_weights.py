@@ -15,11 +15,15 @@ from tests.operands import same_bits
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.kernels.cpu import normal_cpu
 from tp_invariant_recipes.numerics.megatron import init
-from tp_invariant_recipes.numerics.megatron.init import initialise, normal
+from tp_invariant_recipes.numerics.megatron.init import initialise, sample
 
 SIZES = (1, 2, 4)
 HIDDEN, HEADS, GROUPS, HEAD, FFN, VOCAB, LAYERS = 16, 8, 4, 4, 24, 32, 4
 STD = 0.02
+
+
+def normal(shape, ranges, *, std, mean=0.0, **options) -> Tensor:
+    return sample(shape, ranges, init._Normal(std, mean), **options)
 
 
 def whole_weight(shape, **options) -> Tensor:

@@ -290,24 +290,6 @@ def segment_rows(rows: int, segments: int | Sequence[int]) -> list[int]:
     return steps
 
 
-def normal(
-    shape_global: Sequence[int],
-    index_ranges: Sequence[Segments],
-    *,
-    seed: int,
-    name: str,
-    std: float,
-    mean: float = 0.0,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> Tensor:
-    """Return a part of the normally distributed tensor `name`, as `sample` has it."""
-    return sample(
-        shape_global, index_ranges, _Normal(std, mean),
-        seed=seed, name=name, dtype=dtype, device=device,
-    )  # fmt: skip
-
-
 def sample(
     shape_global: Sequence[int],
     index_ranges: Sequence[Segments],
