@@ -6,7 +6,6 @@ from typing import Any
 
 from tp_invariant_recipes.patches import code
 from tp_invariant_recipes.patches.patch import Looks, Patch
-from tp_invariant_recipes.replacement import Replacement
 
 FIELD = "use_cpu_initialization"
 WHY = (
@@ -56,7 +55,7 @@ PATCH = Patch(
     name="bridge-cpu-initialization",
     package="megatron-bridge",
     need=Looks(overwritten, f"get_model() that overwrites model.{FIELD}"),
-    replacements=(Replacement("megatron.bridge.models.model_provider:get_model", drawn_on_the_cpu, WHY),),
+    replaces={"megatron.bridge.models.model_provider:get_model": drawn_on_the_cpu},
     why=WHY,
     concerns=lambda config: config is None or bool(config.model.get(FIELD)),
 )

@@ -5,7 +5,6 @@ from typing import Any
 
 from tp_invariant_recipes.patches import code
 from tp_invariant_recipes.patches.patch import Looks, Patch
-from tp_invariant_recipes.replacement import Replacement
 
 WHY = (
     "Megatron-Bridge runs make in a folder where the megatron-core wheel has no Makefile, and exits; "
@@ -30,6 +29,6 @@ PATCH = Patch(
     name="bridge-compile-helpers",
     package="megatron-bridge",
     need=Looks(helpers_without_makefile, "a megatron-core with compiled helpers and no Makefile"),
-    replacements=(Replacement("megatron.bridge.training.initialize:compile_helpers", nothing, WHY),),
+    replaces={"megatron.bridge.training.initialize:compile_helpers": nothing},
     why=WHY,
 )

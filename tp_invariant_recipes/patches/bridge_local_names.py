@@ -5,7 +5,6 @@ from typing import Any
 
 from tp_invariant_recipes.patches import code
 from tp_invariant_recipes.patches.patch import Looks, Patch
-from tp_invariant_recipes.replacement import Replacement
 
 WHY = (
     "with model.transformer_impl=local Megatron-Bridge finds no names for Gemma's norms, OLMoE's and GLM-4.5's experts"
@@ -74,14 +73,12 @@ PATCH = Patch(
     name="bridge-local-names",
     package="megatron-bridge",
     need=Looks(lacks_local_names, "mappings of weights without pre_mlp_layernorm or local_experts"),
-    replacements=tuple(
-        Replacement(
-            f"megatron.bridge.models.{module}:{name}.mapping_registry",
-            with_local_norms if part == "pre_mlp_layernorm" else with_local_experts,
-            WHY,
+    replaces={
+        f"megatron.bridge.models.{module}:{name}.mapping_registry": (
+            with_local_norms if part == "pre_mlp_layernorm" else with_local_experts
         )
         for (module, name), part in BRIDGES.items()
-    ),
+    },
     why=WHY,
     concerns=lambda config: config is None or config.weights.folder is not None,
 )

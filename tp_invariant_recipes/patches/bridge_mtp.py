@@ -6,7 +6,6 @@ from typing import Any
 
 from tp_invariant_recipes.patches import code
 from tp_invariant_recipes.patches.patch import Looks, Patch
-from tp_invariant_recipes.replacement import Replacement
 
 WHY = (
     "with model.transformer_impl=local Megatron-Bridge still asks for Transformer Engine's layers for multi-token "
@@ -46,7 +45,7 @@ PATCH = Patch(
     name="bridge-local-mtp",
     package="megatron-bridge",
     need=Looks(always_transformer_engine, "mtp_block_spec() without model.transformer_impl"),
-    replacements=(Replacement("megatron.bridge.models.gpt_provider:mtp_block_spec", of_the_models_kind, WHY),),
+    replaces={"megatron.bridge.models.gpt_provider:mtp_block_spec": of_the_models_kind},
     why=WHY,
     concerns=lambda config: config is None or bool(config.shape.depths),
 )
@@ -88,13 +87,11 @@ MASK_PATCH = Patch(
     name="bridge-mtp-mask",
     package="megatron-bridge",
     need=Looks(without_a_mask, "a gpt_step that does not pass the loss mask"),
-    replacements=(
-        Replacement("megatron.bridge.training.gpt_step:get_batch", keeping_the_mask, UNMASKED),
-        *(
-            Replacement(f"megatron.core.models.{module}:process_mtp_loss", with_the_mask, UNMASKED)
-            for module in ("gpt.gpt_model", "hybrid.hybrid_model")
-        ),
-    ),
+    replaces={
+        "megatron.bridge.training.gpt_step:get_batch": keeping_the_mask,
+        "megatron.core.models.gpt.gpt_model:process_mtp_loss": with_the_mask,
+        "megatron.core.models.hybrid.hybrid_model:process_mtp_loss": with_the_mask,
+    },
     why=UNMASKED,
     upstream="https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/6103",
     concerns=lambda config: (

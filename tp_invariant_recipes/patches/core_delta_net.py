@@ -5,7 +5,6 @@ from typing import Any
 
 from tp_invariant_recipes.patches import code
 from tp_invariant_recipes.patches.patch import Looks, Patch
-from tp_invariant_recipes.replacement import Replacement
 
 WHY = (
     "with gated delta nets, tp > 1 and sp=false each rank keeps the gradient that its own heads give the norm of the "
@@ -48,13 +47,9 @@ PATCH = Patch(
     name="core-delta-net-norm",
     package="megatron-core",
     need=Looks(not_summed, "a finalize_model_grads without out_norm"),
-    replacements=(
-        Replacement(
-            "megatron.core.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads",
-            with_output_norms,
-            WHY,
-        ),
-    ),
+    replaces={
+        "megatron.core.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads": with_output_norms
+    },
     why=WHY,
     upstream="https://github.com/NVIDIA/Megatron-LM/issues/7452",
     concerns=delta_nets,

@@ -5,7 +5,6 @@ from typing import Any
 
 from tp_invariant_recipes.patches import code
 from tp_invariant_recipes.patches.patch import Looks, Patch
-from tp_invariant_recipes.replacement import Replacement
 
 WHY = (
     "where a pipeline stage has no experts, its optimizer of experts has no parameters; Megatron-Core saves empty "
@@ -65,9 +64,7 @@ PATCH = Patch(
     name="core-empty-optimizer",
     package="megatron-core",
     need=Looks(as_the_rank_has_it, "ChainedOptimizer that saves empty lists"),
-    replacements=(
-        Replacement("megatron.core.optimizer.optimizer:ChainedOptimizer.sharded_state_dict", like_the_others, WHY),
-    ),
+    replaces={"megatron.core.optimizer.optimizer:ChainedOptimizer.sharded_state_dict": like_the_others},
     why=WHY,
     concerns=lambda config: config is None or bool(config.shape.experts),
 )

@@ -5,7 +5,6 @@ from typing import Any
 
 from tp_invariant_recipes.patches import code
 from tp_invariant_recipes.patches.patch import Looks, Patch
-from tp_invariant_recipes.replacement import Replacement
 
 WHY = (
     "with model.transformer_impl=local experts with biases (GPT-OSS) end in autograd's error: Megatron-Core changes in "
@@ -36,7 +35,7 @@ PATCH = Patch(
     name="core-expert-bias",
     package="megatron-core",
     need=Looks(in_place, "an MLP that adds output_bias in place"),
-    replacements=(Replacement("megatron.core.tensor_parallel.layers:RowParallelLinear.forward", own_output, WHY),),
+    replaces={"megatron.core.tensor_parallel.layers:RowParallelLinear.forward": own_output},
     why=WHY,
     concerns=lambda config: config is None or _local_experts_with_biases(config),
 )
@@ -69,7 +68,7 @@ TWICE_PATCH = Patch(
     name="core-expert-bias-sum",
     package="megatron-core",
     need=Looks(marked_twice, "a RowParallelLinear that marks biases of experts"),
-    replacements=(Replacement("megatron.core.tensor_parallel.layers:RowParallelLinear.__init__", summed_once, TWICE),),
+    replaces={"megatron.core.tensor_parallel.layers:RowParallelLinear.__init__": summed_once},
     why=TWICE,
     concerns=lambda config: (
         config is None or (_local_experts_with_biases(config) and config.layout.sp and not config.numerics.invariant)

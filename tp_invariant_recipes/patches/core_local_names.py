@@ -7,7 +7,6 @@ from typing import Any
 from tp_invariant_recipes import saved_names
 from tp_invariant_recipes.patches import code
 from tp_invariant_recipes.patches.patch import Looks, Patch
-from tp_invariant_recipes.replacement import Replacement
 
 WHY = (
     "with model.transformer_impl=local Megatron-Core saves norms of experts' layers and of latent attention under "
@@ -37,10 +36,6 @@ PATCH = Patch(
     name="core-local-names",
     package="megatron-core",
     need=Looks(one_map_for_all, "get_gpt_layer_local_submodules() with one sharded_state_dict_keys_map"),
-    replacements=(
-        Replacement(
-            "megatron.core.models.gpt.gpt_layer_specs:get_gpt_layer_local_submodules", as_transformer_engine, WHY
-        ),
-    ),
+    replaces={"megatron.core.models.gpt.gpt_layer_specs:get_gpt_layer_local_submodules": as_transformer_engine},
     why=WHY,
 )

@@ -5,7 +5,6 @@ from typing import Any
 
 from tp_invariant_recipes.patches import code
 from tp_invariant_recipes.patches.patch import Looks, Patch
-from tp_invariant_recipes.replacement import Replacement
 
 WHY = (
     "with model.mtp_num_layers and cp > 1 tokens of a rank with fewer of them weigh more: Megatron-Core divides their "
@@ -42,7 +41,7 @@ PATCH = Patch(
     name="core-mtp-context",
     package="megatron-core",
     need=Looks(of_a_rank, "a process_mtp_loss that sums no tokens over context-parallel ranks"),
-    replacements=(Replacement("megatron.core.transformer.multi_token_prediction:roll_tensor", over_the_sequence, WHY),),
+    replaces={"megatron.core.transformer.multi_token_prediction:roll_tensor": over_the_sequence},
     why=WHY,
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/7498",
     concerns=lambda config: (

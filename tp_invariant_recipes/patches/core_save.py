@@ -7,7 +7,6 @@ from typing import Any
 
 from tp_invariant_recipes.patches import code
 from tp_invariant_recipes.patches.patch import Looks, Patch
-from tp_invariant_recipes.replacement import Replacement
 from tp_invariant_recipes.start import parent
 
 WHY = (
@@ -45,12 +44,8 @@ PATCH = Patch(
     name="core-save-without-manager",
     package="megatron-core",
     need=Looks(manager_for_every_save, "get_write_results_queue() that makes a Manager()"),
-    replacements=(
-        Replacement(
-            "megatron.core.dist_checkpointing.strategies.filesystem_async:get_write_results_queue",
-            queue_in_this_process,
-            WHY,
-        ),
-    ),
+    replaces={
+        "megatron.core.dist_checkpointing.strategies.filesystem_async:get_write_results_queue": queue_in_this_process
+    },
     why=WHY,
 )

@@ -5,7 +5,6 @@ from typing import Any
 
 from tp_invariant_recipes.patches import code
 from tp_invariant_recipes.patches.patch import Looks, Patch
-from tp_invariant_recipes.replacement import Replacement
 
 WHY = (
     "with optimizer.optimizer=sgd a run cannot continue: Megatron-Core calls a function that makes the optimizer's "
@@ -41,7 +40,7 @@ PATCH = Patch(
     name="core-sgd-state",
     package="megatron-core",
     need=Looks(none_for_sgd, "an SGD with init_state_fn = None"),
-    replacements=(Replacement("megatron.core.optimizer.optimizer:MegatronOptimizer.__init__", with_a_state, WHY),),
+    replaces={"megatron.core.optimizer.optimizer:MegatronOptimizer.__init__": with_a_state},
     why=WHY,
     concerns=lambda config: config is None or config.section("optimizer").get("optimizer") == "sgd",
 )

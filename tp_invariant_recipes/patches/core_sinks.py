@@ -5,7 +5,6 @@ from typing import Any
 
 from tp_invariant_recipes.patches import code
 from tp_invariant_recipes.patches.patch import Looks, Patch
-from tp_invariant_recipes.replacement import Replacement
 
 WHY = (
     "with model.softmax_type=learnable and tp > 1 the norm that clips gradients has the sinks of the first "
@@ -39,11 +38,7 @@ PATCH = Patch(
     name="core-sinks-norm",
     package="megatron-core",
     need=Looks(not_marked, "a DotProductAttention that does not mark its sinks"),
-    replacements=(
-        Replacement(
-            "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__", marked_as_split, WHY
-        ),
-    ),
+    replaces={"megatron.core.transformer.dot_product_attention:DotProductAttention.__init__": marked_as_split},
     why=WHY,
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/7530",
     concerns=learnable,

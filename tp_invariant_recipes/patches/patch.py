@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -110,7 +110,7 @@ class Patch:
     name:     its name in `patches.off`.
     package:  the distribution that it fixes.
     need:     the installed code that needs it.
-    replacements: the replacements, in order of application.
+    replaces: target -> what makes its replacement, in order of application.
     why:      the defect without it.
     upstream: address of the upstream fix or of its discussion; None: neither is known.
     concerns: whether a run with this configuration (None: unknown) reaches the code. If not, the patch is neither
@@ -120,10 +120,15 @@ class Patch:
     name: str
     package: str
     need: Versions | Looks
-    replacements: tuple[Replacement, ...]
+    replaces: Mapping[str, Callable[..., Any]]
     why: str
     upstream: str | None = None
     concerns: Callable[[RunConfig | None], bool] = always
+
+    @property
+    def replacements(self) -> tuple[Replacement, ...]:
+        """The rows to apply."""
+        return tuple(Replacement(target, make, self.why) for target, make in self.replaces.items())
 
     def verdict(self, off: bool = False) -> PatchVerdict:
         """Return the patch's verdict on this machine. off: the user has switched the patch off."""

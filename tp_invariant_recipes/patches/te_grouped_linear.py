@@ -18,7 +18,6 @@ from typing import Any
 
 from tp_invariant_recipes.patches.patch import Function, Patch, Versions
 from tp_invariant_recipes.patches.transformer_engine import MODULE, PACKAGE, for_runs
-from tp_invariant_recipes.replacement import Replacement
 
 FILE = "pytorch/module/grouped_linear.py"
 ARGUMENTS, FLAG = "non_tensor_args", "skip_fp8_weight_update"
@@ -102,10 +101,10 @@ PATCH = Patch(
             ),
         ),
     ),
-    replacements=(
-        Replacement(f"{MODULE}.pytorch.module.grouped_linear:GroupedLinear.forward", never_first, WHY),
-        Replacement(f"{MODULE}.pytorch.module.grouped_linear:_GroupedLinear.forward", with_flag, WHY),
-    ),
+    replaces={
+        f"{MODULE}.pytorch.module.grouped_linear:GroupedLinear.forward": never_first,
+        f"{MODULE}.pytorch.module.grouped_linear:_GroupedLinear.forward": with_flag,
+    },
     why=WHY,
     upstream="https://github.com/NVIDIA/TransformerEngine/issues/3051",
     concerns=for_runs(lambda model: model.get("cuda_graph_impl") not in (None, "none")),

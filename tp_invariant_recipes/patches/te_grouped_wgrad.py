@@ -18,7 +18,6 @@ from typing import Any
 
 from tp_invariant_recipes.patches.patch import Function, Patch, Versions
 from tp_invariant_recipes.patches.transformer_engine import MODULE, PACKAGE, for_runs
-from tp_invariant_recipes.replacement import Replacement
 
 DISCUSSED = "https://github.com/NVIDIA/TransformerEngine/pull/2871"
 
@@ -156,11 +155,7 @@ PATCHES = (
                 ),
             ),
         ),
-        replacements=(
-            Replacement(
-                f"{MODULE}.pytorch.module.grouped_linear:_GroupedLinear.backward", nothing_when_delayed, DELAYED_WHY
-            ),
-        ),
+        replaces={f"{MODULE}.pytorch.module.grouped_linear:_GroupedLinear.backward": nothing_when_delayed},
         why=DELAYED_WHY,
         upstream=DISCUSSED,
         concerns=for_runs(
@@ -183,9 +178,7 @@ PATCHES = (
                 ),
             ),
         ),
-        replacements=(
-            Replacement(f"{MODULE}.pytorch.ops.basic.grouped_linear:GroupedLinear.fuser_backward", settled_op, OP_WHY),
-        ),
+        replaces={f"{MODULE}.pytorch.ops.basic.grouped_linear:GroupedLinear.fuser_backward": settled_op},
         why=OP_WHY,
         upstream=DISCUSSED,
         concerns=for_runs(lambda model: bool(model.get("use_transformer_engine_op_fuser"))),
@@ -204,9 +197,7 @@ PATCHES = (
                 ),
             ),
         ),
-        replacements=(
-            Replacement(f"{MODULE}.pytorch.ops.fused.backward_grouped_mlp:_compute_grad_params", settled_mlp, MLP_WHY),
-        ),
+        replaces={f"{MODULE}.pytorch.ops.fused.backward_grouped_mlp:_compute_grad_params": settled_mlp},
         why=MLP_WHY,
         upstream=DISCUSSED,
         concerns=for_runs(lambda model: bool(model.get("use_transformer_engine_op_fuser"))),

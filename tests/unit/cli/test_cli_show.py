@@ -18,7 +18,6 @@ from tp_invariant_recipes.machine.gpus import Gpu
 from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.patches.patch import Patch, PatchVerdict
 from tp_invariant_recipes.portable import conformance
-from tp_invariant_recipes.replacement import Replacement
 from tp_invariant_recipes.settings import conf_files
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -140,7 +139,7 @@ def machine_shown(monkeypatch):
         def verdict(self, package):
             return PatchVerdict(self.state, f"{package} 1.9")
 
-    here = (Replacement("os.path:join", str, "joins"),)
+    here = {"os.path:join": str}
     link = "https://github.com/NVIDIA/TransformerEngine/issues/3051"
     patches = tuple(
         Patch(state.replace(" ", "-"), "package", Need(state), here, "joins", link)
