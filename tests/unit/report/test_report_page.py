@@ -218,9 +218,6 @@ def test_the_answer_of_bisect_stands_first(differing_runs, tmp_path):
     said = ("The operation: the forward pass of mlp.", "forward/mlp/output: 3 of 8 elements differ.")
     assert answer == ("different", "tpi bisect of A tp1 and B tp2", ANSWER["text"], said)
     assert verdict[:3] == before[0][:3]
-    older = {"apart" if name == "magnitude" else name: value for name, value in ANSWER.items()}
-    (tmp_path / "bisect-1" / "bisect.json").write_text(json.dumps(older | {"runs": list(map(str, differing_runs))}))
-    assert boxes_of(*differing_runs)[0] == answer
     assert verdict[3] == tuple(remark for remark in before[0][3] if "tpi bisect" not in remark)
     own = [
         write_run(tmp_path / "bisect-2" / f"traced-{side}", differs_from=differs)

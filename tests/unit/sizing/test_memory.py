@@ -200,7 +200,7 @@ def test_recomputing_keeps_a_layers_input_alone():
 def test_activations_follow_the_tokens():
     once = memory_parts("qwen3_8b")
     stock = memory_parts("qwen3_8b", "numerics=stock")[ACTIVATIONS]
-    assert memory_parts("qwen3_8b", "mbs=2 gbs=2 numerics=stock")[ACTIVATIONS] == 2 * stock
+    assert memory_parts("qwen3_8b", "mbs=2 gbs=2 numerics=stock")[ACTIVATIONS] == pytest.approx(2 * stock)
     assert memory_parts("qwen3_8b", "mbs=2 gbs=2")[ACTIVATIONS] == once[ACTIVATIONS]
     assert memory_parts("qwen3_8b", "tp=2")[ACTIVATIONS] == pytest.approx(once[ACTIVATIONS] / 2)
     assert memory_parts("qwen3_8b", "tp=2 sp=false")[ACTIVATIONS] > once[ACTIVATIONS] // 2
