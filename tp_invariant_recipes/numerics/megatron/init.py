@@ -14,7 +14,7 @@ AS241:  Wichura, "The percentage points of the normal distribution", Applied Sta
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -25,13 +25,24 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.kernels.normal_quantile import (
+    MOST_CENTRAL,
+    MOST_NEAR,
+    ROOT_HALF,
+    WORD,
+    bits_of,
+    central,
+    far,
+    log_of,
+    near,
+    philox4x32,
+)
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.replacement import resolve_own
 
 CHUNK = 1 << 17  # elements at a time on a CPU, so that the temporaries stay in its cache
 COMPILED = 1 << 22  # elements of a tensor from which on loading numba pays
 CUDA_CHUNK = 1 << 24  # on a GPU, where launches and one wait per chunk then cost little: up to 2 GiB of temporaries
-WORD = 0xFFFFFFFF
 
 Segments = Sequence[tuple[int, int]]
 
@@ -218,7 +229,7 @@ class _Normal:
         from tp_invariant_recipes.kernels.cpu import normal_cpu  # loads numba
 
         out = np.empty((len(rows), last - first), np.float32)
-        normal_cpu.fill_normal(out, rows.numpy(), first, _key(name), seed, (self.std, self.mean, *polynomials()))
+        normal_cpu.fill_normal(out, rows.numpy(), first, _key(name), seed, self.std, self.mean)
         return torch.from_numpy(out)
 
 
@@ -359,7 +370,7 @@ def _bits(rows: Tensor, first: int, last: int, *, seed: int, name: str) -> Tenso
     pairs = torch.arange(first // 2, (last + 1) // 2, device=rows.device)
     counter = (pairs[None, :], rows[:, None], _word(seed, rows.device), _word(seed >> 32, rows.device))
     words = philox4x32(counter, (key & WORD, key >> 32))
-    bits = torch.stack((words[0] << 20 | words[1] >> 12, words[2] << 20 | words[3] >> 12), dim=-1)
+    bits = torch.stack((bits_of(*words[:2]), bits_of(*words[2:])), dim=-1)
     return bits.flatten(1)[:, first % 2 : first % 2 + last - first]
 
 
@@ -371,32 +382,17 @@ def _word(number: int, device: torch.device) -> Tensor:
     return torch.full((1, 1), number & WORD, dtype=torch.int64, device=device)  # filled on the device, without a copy
 
 
-def philox4x32(counter: Iterable[Tensor], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32-10. Words of 32 bits, stored in int64."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        # A product of two words wraps into the sign bit, hence the masks on both halves.
-        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c1 = (b >> 32).bitwise_and_(WORD) ^ c1 ^ k0
-        c3 = (a >> 32).bitwise_and_(WORD) ^ c3 ^ k1
-        c0, c1, c2, c3 = c1, b.bitwise_and_(WORD), c3, a.bitwise_and_(WORD)
-        k0, k1 = (k0 + 0x9E3779B9) & WORD, (k1 + 0xBB67AE85) & WORD
-    return c0, c1, c2, c3
-
-
 def _ppnd16(bits: Tensor) -> Tensor:
     """Return the normal quantile of u = (2 · bits + 1) / 2^53, in fp64: never 0, never 1, and symmetric."""
     odd = 2 * bits + 1
     q = (odd - (1 << 52)).to(torch.float64) * 2.0**-53  # u - 1/2, exactly
     tail = (torch.minimum(odd, (1 << 53) - odd)).to(torch.float64) * 2.0**-53  # the smaller of u and 1 - u
-    central = _ratio(0.180625 - q * q, *_CENTRAL) * q
-    outer = (q.abs() > 0.425).flatten().nonzero().squeeze(1)
+    outer = (q.abs() > MOST_CENTRAL).flatten().nonzero().squeeze(1)
     r = _sqrt(-_log(tail.flatten()[outer]))
-    distance = _ratio(r - 1.6, *_NEAR)
-    far = (r > 5.0).nonzero().squeeze(1)  # one in 10^10 or so
-    distance[far] = _ratio(r[far] - 5.0, *_FAR)
-    return central.flatten().index_copy_(0, outer, torch.copysign(distance, q.flatten()[outer])).view(bits.shape)
+    distance = near(r)
+    beyond = (r > MOST_NEAR).nonzero().squeeze(1)  # one in 10^10 or so
+    distance[beyond] = far(r[beyond])
+    return central(q).flatten().index_copy_(0, outer, torch.copysign(distance, q.flatten()[outer])).view(bits.shape)
 
 
 def _sqrt(x: Tensor) -> Tensor:
@@ -408,69 +404,6 @@ def _sqrt(x: Tensor) -> Tensor:
 
 
 def _log(x: Tensor) -> Tensor:
-    """Return the natural logarithm of normal fp64 numbers, to an ulp or two, from IEEE operations alone.
-
-    x = m · 2^e with m in [1/√2, √2):  log x = e · log 2 + 2 · artanh(s),  s = (m - 1) / (m + 1).
-    """
     m, e = torch.frexp(x)
-    small = m < math.sqrt(0.5)
-    m = torch.where(small, m * 2, m)
-    s = (m - 1.0) / (m + 1.0)
-    series = _horner(s * s, _SERIES)
-    return (e.to(torch.float64) - small.to(torch.float64)) * math.log(2.0) + s * series * 2.0
-
-
-def polynomials() -> tuple[Any, ...]:
-    """Return the coefficients of `_ppnd16` and of `_log`, as kernels/cpu/normal_cpu.py takes them."""
-    return (*map(np.array, (_CENTRAL, _NEAR, _FAR, _SERIES)), math.sqrt(0.5), math.log(2.0))
-
-
-def _ratio(x: Tensor, above: Sequence[float], below: Sequence[float]) -> Tensor:
-    return _horner(x, above) / _horner(x, below)
-
-
-def _horner(x: Tensor, coefficients: Sequence[float]) -> Tensor:
-    """Return the polynomial, lowest coefficient first.
-
-    Product and sum are separate operations, which nothing can fuse.
-    """
-    value = torch.full_like(x, coefficients[-1])
-    for coefficient in reversed(coefficients[:-1]):
-        value = value.mul_(x).add_(coefficient)
-    return value
-
-
-_SERIES = [1.0 / k for k in range(1, 25, 2)]  # of artanh(s) / s, in s²
-# |u - 1/2| <= 0.425, polynomial in 0.180625 - (u - 1/2)²
-_CENTRAL = (
-    (
-        3.3871328727963666080e0, 1.3314166789178437745e2, 1.9715909503065514427e3, 1.3731693765509461125e4,
-        4.5921953931549871457e4, 6.7265770927008700853e4, 3.3430575583588128105e4, 2.5090809287301226727e3,
-    ),
-    (
-        1.0, 4.2313330701600911252e1, 6.8718700749205790830e2, 5.3941960214247511077e3,
-        2.1213794301586595867e4, 3.9307895800092710610e4, 2.8729085735721942674e4, 5.2264952788528545610e3,
-    ),
-)  # fmt: skip
-# further out, polynomial in r - 1.6, r = sqrt(-log(tail)) <= 5
-_NEAR = (
-    (
-        1.42343711074968357734e0, 4.63033784615654529590e0, 5.76949722146069140550e0, 3.64784832476320460504e0,
-        1.27045825245236838258e0, 2.41780725177450611770e-1, 2.27238449892691845833e-2, 7.74545014278341407640e-4,
-    ),
-    (
-        1.0, 2.05319162663775882187e0, 1.67638483018380384940e0, 6.89767334985100004550e-1,
-        1.48103976427480074590e-1, 1.51986665636164571966e-2, 5.47593808499534494600e-4, 1.05075007164441684324e-9,
-    ),
-)  # fmt: skip
-# beyond, polynomial in r - 5
-_FAR = (
-    (
-        6.65790464350110377720e0, 5.46378491116411436990e0, 1.78482653991729133580e0, 2.96560571828504891230e-1,
-        2.65321895265761230930e-2, 1.24266094738807843860e-3, 2.71155556874348757815e-5, 2.01033439929228813265e-7,
-    ),
-    (
-        1.0, 5.99832206555887937690e-1, 1.36929880922735805310e-1, 1.48753612908506148525e-2,
-        7.86869131145613259100e-4, 1.84631831751005468180e-5, 1.42151175831644588870e-7, 2.04426310338993978564e-15,
-    ),
-)  # fmt: skip
+    small = m < ROOT_HALF
+    return log_of(torch.where(small, m * 2, m), e.to(torch.float64) - small.to(torch.float64))

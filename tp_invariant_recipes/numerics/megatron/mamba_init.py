@@ -8,7 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.numerics.megatron.init import _horner, _log
+from tp_invariant_recipes.kernels.normal_quantile import horner
+from tp_invariant_recipes.numerics.megatron.init import _log
 
 STEPS = (0.001, 0.1)  # range of dt, whose logarithm is uniform
 DECAYS = (1.0, 16.0)  # range of -A, which is uniform
@@ -31,7 +32,7 @@ def dt_bias(bits: Tensor) -> Tensor:
     low, high = math.log(STEPS[0]), math.log(STEPS[1])
     dt = _exp(uniform(bits) * (high - low) + low)
     # 1 - exp(-dt) = dt (1 - dt/2! + dt²/3! …); the series avoids the cancellation of the difference
-    series = _horner(-dt, [1.0 / math.factorial(k) for k in range(1, 14)])
+    series = horner(-dt, [1.0 / math.factorial(k) for k in range(1, 14)])
     return dt + _log(dt * series)
 
 
@@ -45,4 +46,4 @@ def _exp(x: Tensor) -> Tensor:
     k = torch.round(x * (1.0 / LOG_2))
     r = x - k * LOG_2
     powers = torch.tensor([2.0**-n for n in range(32)], dtype=torch.float64, device=x.device)
-    return _horner(r, [1.0 / math.factorial(n) for n in range(16)]) * powers[(-k).to(torch.int64)]
+    return horner(r, [1.0 / math.factorial(n) for n in range(16)]) * powers[(-k).to(torch.int64)]
