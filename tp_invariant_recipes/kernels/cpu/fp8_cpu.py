@@ -27,6 +27,7 @@ from tp_invariant_recipes.kernels.products.quantized import Quantized
 from tp_invariant_recipes.kernels.products.tensor_core_sum import NAN
 
 UNROLLED = 8  # terms of an inner loop
+FEW = 2**16  # numbers that one thread splits faster than another could start
 NO_EXPONENT = -64  # of a zero: with any other below LEAST_TOP, and the sum of two fits 8 bits
 LEAST_TOP = -40  # below every accumulator's exponent: a multiple of 2 ** (-20 - KEPT_BITS)
 LOST = np.int32(-(1 << (23 - KEPT_BITS)))  # mask of an fp32 number's bits: KEPT_BITS after the leading one
@@ -77,25 +78,38 @@ def product(a: Quantized, b: Quantized) -> Tensor:
 
 
 def _rows(a: Quantized) -> Fp8Rows:
-    values, exponents, special = _split_rows(_bytes(a.data), *_tables(a.data.dtype))
-    scales = a.scale if a.blocks == "1x128" else torch.ones(special.shape)
-    return Fp8Rows(values, exponents, special, scales.contiguous().numpy())
+    split = _side_by_side(_split_rows, a.data, 1, ())
+    scales = a.scale if a.blocks == "1x128" else torch.ones(split[-1].shape)
+    return Fp8Rows(*split, scales.contiguous().numpy())
 
 
 def _panels(b: Quantized) -> Fp8Panels:
-    values, exponents, special = _split_panels(_bytes(b.data), *_tables(b.data.dtype))
-    count, blocks = special.shape
+    split = _side_by_side(_split_panels, b.data, WIDE, (WIDE,))
+    count, blocks = split[-1].shape
     scales = torch.ones(count * WIDE, blocks)
     if b.blocks == "1x128":
         scales[: len(b.data)] = b.scale
     if b.blocks == "128x128":
         scales = b.scale.repeat_interleave(WIDE, 0)
     panels = scales.view(count, WIDE, blocks).transpose(1, 2)
-    return Fp8Panels(values, exponents, special, panels.contiguous().numpy())
+    return Fp8Panels(*split, panels.contiguous().numpy())
 
 
-def _bytes(data: Tensor) -> NDArray[np.uint8]:
-    return data.detach().contiguous().view(torch.uint8).numpy()
+def _side_by_side(loop: Any, data: Tensor, height: int, width: tuple[int, ...]) -> tuple[Any, Any, Any]:
+    """Split an operand on the rank's processors, `height` rows at a time. Return its values and exponents, k padded to
+    a multiple of STEP by zeros, and whether blocks have a number that is not finite.
+    """
+    numbers, tables = data.detach().contiguous().view(torch.uint8).numpy(), _tables(data.dtype)
+    k, count = data.shape[1], -(-len(data) // height)
+    padded = count, -(-k // STEP) * STEP, *width
+    special = np.zeros((count, -(-k // PROMOTED)), np.bool_)
+    out = np.zeros(padded, np.float32), np.full(padded, NO_EXPONENT, np.int8), special
+
+    def split(first: int, last: int) -> None:
+        loop(numbers[first * height : last * height], *tables, *(array[first:last] for array in out))
+
+    by_parts(split, count, pays=numbers.size > FEW)
+    return out
 
 
 def _tables(dtype: torch.dtype) -> tuple[NDArray[np.float32], NDArray[np.int8]]:
@@ -106,36 +120,24 @@ def _tables(dtype: torch.dtype) -> tuple[NDArray[np.float32], NDArray[np.int8]]:
 
 
 @cpu_loop
-def _split_rows(numbers: Any, value: Any, exponent: Any) -> Any:
-    """[m, k] bytes → `Fp8Rows` without scales, with k padded to a multiple of STEP by zeros."""
-    m, k = numbers.shape
-    padded = (k + STEP - 1) // STEP * STEP
-    values = np.zeros((m, padded), np.float32)
-    exponents = np.full((m, padded), NO_EXPONENT, np.int8)
-    special = np.zeros((m, (k + PROMOTED - 1) // PROMOTED), np.bool_)
-    for i in range(m):
-        for t in range(k):
+def _split_rows(numbers: Any, value: Any, exponent: Any, values: Any, exponents: Any, special: Any) -> None:
+    """[m, k] bytes → `Fp8Rows` without scales."""
+    for i in range(numbers.shape[0]):
+        for t in range(numbers.shape[1]):
             values[i, t] = value[numbers[i, t]]
             exponents[i, t] = exponent[numbers[i, t]]
             special[i, t // PROMOTED] |= not np.isfinite(values[i, t])
-    return values, exponents, special
 
 
 @cpu_loop
-def _split_panels(numbers: Any, value: Any, exponent: Any) -> Any:
-    """[n, k] bytes → `Fp8Panels` without scales, with k and n padded to multiples of STEP and WIDE by zeros."""
-    n, k = numbers.shape
-    padded, panels = (k + STEP - 1) // STEP * STEP, (n + WIDE - 1) // WIDE
-    values = np.zeros((panels, padded, WIDE), np.float32)
-    exponents = np.full((panels, padded, WIDE), NO_EXPONENT, np.int8)
-    special = np.zeros((panels, (k + PROMOTED - 1) // PROMOTED), np.bool_)
-    for j in range(n):
+def _split_panels(numbers: Any, value: Any, exponent: Any, values: Any, exponents: Any, special: Any) -> None:
+    """[n, k] bytes → `Fp8Panels` without scales; zeros stay where n is no multiple of WIDE."""
+    for j in range(numbers.shape[0]):
         panel, column = j // WIDE, j % WIDE
-        for t in range(k):
+        for t in range(numbers.shape[1]):
             values[panel, t, column] = value[numbers[j, t]]
             exponents[panel, t, column] = exponent[numbers[j, t]]
             special[panel, t // PROMOTED] |= not np.isfinite(value[numbers[j, t]])
-    return values, exponents, special
 
 
 @cpu_loop
