@@ -220,6 +220,8 @@ def _numerics(provider: Any, config: RunConfig) -> None:
         from tp_invariant_recipes.numerics.megatron import init
 
         provider.register_pre_wrap_hook(partial(init.initialise, seed=config.section("rng")["seed"]))
+        if numerics.invariant and config.device.kind == "cpu":
+            provider.perform_initialization = False  # Megatron would draw all weights before, on one thread
 
 
 def _for_invariant_layers(precision: Any) -> Any:
