@@ -26,9 +26,11 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tp_invariant_recipes.function_modes import outside_modes
+from tp_invariant_recipes.kernels.cpu.cpu_threads import by_parts
 from tp_invariant_recipes.kernels.grad_norm import largest
 
 LANES = 2
@@ -40,7 +42,7 @@ ROWS = 64  # rows and columns that one program of the kernel reads
 COLUMNS = 512
 ROWS_AT_ONCE = 2
 WARPS = 4
-CHUNK = 1 << 20  # elements at a time in NumPy
+CHUNK = 1 << 20  # elements at a time on a CPU
 
 _SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0)  # the digits of pi
 
@@ -186,8 +188,22 @@ def _unlike(piece: Piece) -> int:
     """Return the number of elements that the copy does not hold, of a piece as words."""
     assert piece.copy is not None
     values, copy = piece.values.view(torch.float32), piece.copy.detach()
-    bits = values.to(torch.bfloat16).view(torch.int16)
-    return int(((bits != copy.view(torch.int16)) & ~(values.isnan() & copy.isnan())).sum())
+    height = max(1, CHUNK // max(values.shape[1], 1))
+    unlike: list[int] = []
+
+    def compare(first: int, last: int) -> None:
+        rows = (slice(row, min(row + height, last)) for row in range(first, last, height))
+        unlike.append(sum(_unlike_rows(values[at], copy[at]) for at in rows))
+
+    by_parts(compare, len(values), pays=values.numel() > CHUNK)
+    return sum(unlike)
+
+
+def _unlike_rows(values: Tensor, copy: Tensor) -> int:
+    bits, held = values.to(torch.bfloat16).view(torch.int16), copy.view(torch.int16)
+    if torch.equal(bits, held):
+        return 0
+    return int(((bits != held) & ~(values.isnan() & copy.isnan())).sum())
 
 
 def _lanes_numpy(piece: Piece) -> Tensor:
@@ -197,11 +213,18 @@ def _lanes_numpy(piece: Piece) -> Tensor:
     factors = of_rows.numpy().view(np.uint32)[row::step][:rows].astype(np.uint64)
     across = of_columns.numpy().view(np.uint64)[column : column + columns]
     words = values.numpy().view(f"u{values.element_size()}")
-    sums = np.zeros((LANES, columns), np.uint64)
     height = max(1, CHUNK // max(columns, 1))
-    for first in range(0, rows, height):
-        bits = words[first : first + height].astype(np.uint64)
-        sums += np.einsum("rl,rc->lc", factors[first : first + height], bits)
+    parts: list[NDArray[np.uint64]] = []
+
+    def add(begin: int, end: int) -> None:
+        sums = np.zeros((LANES, columns), np.uint64)
+        for first in range(begin, end, height):
+            at = slice(first, min(first + height, end))
+            sums += np.einsum("rl,rc->lc", factors[at], words[at].astype(np.uint64))
+        parts.append(sums)
+
+    by_parts(add, rows, pays=values.numel() > CHUNK)
+    sums = np.sum(parts, 0, dtype=np.uint64)
     return torch.from_numpy(np.einsum("lc,cl->l", sums, across).view(np.int64))
 
 

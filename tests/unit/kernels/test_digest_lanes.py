@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.operands import same_bits
+from tp_invariant_recipes.kernels import digest
 from tp_invariant_recipes.kernels.digest import LANES, Lanes, Piece, keys, lanes
 from tp_invariant_recipes.kernels.grad_norm import largest
 
@@ -137,14 +138,17 @@ def test_memory_is_read_anew_and_the_largest_found():
     assert taken.largest.item() == largest([values]).item() == 0x7F800000
 
 
-@given(seed=st.integers(0, 99), wrong=st.integers(0, 6))
-def test_copies_that_are_not_the_values_rounded_are_counted(seed, wrong):
+@given(seed=st.integers(0, 99), wrong=st.integers(0, 6), chunk=st.sampled_from((8, 1 << 20)))
+def test_copies_that_are_not_the_values_rounded_are_counted(seed, wrong, chunk):
+    """In parts, too."""
     values = random_bits(6, 7, seed=seed)
     copy = values.to(torch.bfloat16)
     for at in range(wrong):
         copy.view(-1)[at] = 1.0 if values.view(-1)[at].to(torch.bfloat16) != 1.0 else 2.0
     taken = Lanes([Piece(values, 0, 0, 1, copy), Piece(values, 0, 0)])
-    assert taken().tolist() == [lanes_of_all(values)] * 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digest, "CHUNK", chunk)
+        assert taken().tolist() == [lanes_of_all(values)] * 2
     assert taken.unlike.tolist() == [wrong, 0]
 
 
