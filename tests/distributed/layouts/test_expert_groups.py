@@ -85,6 +85,7 @@ def _backwards() -> None:
     expert_groups.reversed_bits = lambda count: [*range(count)][::-1]
 
 
+@pytest.mark.release  # in `make test`: numerics/experts/test_expert_sources.py
 def test_the_order_of_sources_is_needed(scenario):
     moe = scenario(MOE, "iters=1 gbs=4 numerics.data_shards=4")
     right, two = moe("dp=1"), moe("dp=2 ep=2")

@@ -46,10 +46,10 @@ NAMED = "mixed_precision=bf16_with_fp8_current_scaling_mixed"
 
 ROWS = {
     f"{ONE} {TENSORWISE}": ("tp=1", "tp=2"),
-    f"{ONE} {BY_32} seq=96": ("tp=1", "tp=2"),
 }
 # Sizes of 32 and tokens of 32; Mamba's dt too.
 BY_32_ROWS = {
+    f"{ONE} {BY_32} seq=96": ("tp=1", "tp=2"),
     f"{SMALL} {BY_32} seq=32": ("tp=1", "tp=2 sp=false", "tp=2 pp=2", "mbs=2", f"tp=2 {RECOMPUTED}"),
     f"{SMALL} {BY_32} mixed_precision.fp8=hybrid gbs=4 numerics.data_shards=2": ("dp=1", "dp=2", "dp=2 tp=2"),
     f"{CONTEXT} {BY_32} seq=64": ("cp=1", "cp=2", "tp=2"),

@@ -72,7 +72,7 @@ def test_gather_has_one_ledger_for_all_layouts(scenario, layouts):
     (
         ("iters=1 model.num_layers=1", ("tp=1", "tp=2")),
         pytest.param("iters=1 pp=2", ("tp=1", "tp=2"), marks=pytest.mark.release),
-        ("iters=1 precision=fp32 model.num_layers=1", ("tp=1", "tp=2")),
+        pytest.param("iters=1 precision=fp32 model.num_layers=1", ("tp=1", "tp=2"), marks=pytest.mark.release),
         ("iters=1", ("tp=1", "tp=1 pp=2")),
     ),
 )
