@@ -1,5 +1,6 @@
 """What all tests share: an environment of their own, the command line here and in forks, GPU tests only with a GPU."""
 
+import gc
 import itertools
 import os
 import sys
@@ -11,6 +12,7 @@ from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 import tp_invariant_recipes
 from tests import composing
@@ -51,8 +53,15 @@ def _environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
         yield
 
 
-def pytest_configure() -> None:
-    """Compose once (composing.py), also what test modules compose when they are collected."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Compose once (composing.py), also what test modules compose when they are collected.
+
+    Hypothesis reads the constants of all modules that are loaded, and tries them: that takes 6 s of each worker, and
+    examples would follow the order of files. Collections of garbage, as often as Python has them, take a twentieth.
+    """
+    if config.getoption("hypothesis_profile", None) == "same-examples":
+        providers._get_local_constants = lambda: providers._local_constants
+    gc.set_threshold(50_000, 20, 20)
     for (holder, name), (_, once) in composing.STANDINS.items():
         setattr(holder, name, once)
 

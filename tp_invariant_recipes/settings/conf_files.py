@@ -86,4 +86,8 @@ def _passed_over(file: Path) -> str | None:
 
 def _options(tree: Path, group: str) -> list[Path]:
     """Return the files that can be chosen."""
-    return [file for file in (tree / group).glob("*.yaml") if file.stem[0] not in "_."]
+    try:
+        names = os.listdir(tree / group)  # Path.glob takes ten times as long, and each composition reads all groups
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return []
+    return [tree / group / name for name in names if name.endswith(".yaml") and name[0] not in "_."]

@@ -144,6 +144,7 @@ def _flip(name, bit, *, master=False):
     return change
 
 
+@pytest.mark.release  # in `make test`: a replica that diverges
 def test_one_flipped_bit_of_a_master_weight_is_named(trained):
     """In the shard of one rank, the lowest bit of the last element, which no weight in bf16 shows: that parameter's
     master weight differs at that step, and nothing else does.

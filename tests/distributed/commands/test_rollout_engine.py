@@ -129,7 +129,11 @@ class Trial:
                 found[f"{name}: ended"] = len(ended)
             assert self._state(model) == before
             found["refit"], found["new"] = self._refitted(engine, model)
-            longer, engine = [replace(request, tokens=request.tokens * 3) for request in requests()], Engine(model)
+            kept = slice(3 if self.variants == SHORT else None)
+            longer, engine = (
+                [replace(request, tokens=request.tokens * 3) for request in requests()[kept]],
+                Engine(model),
+            )
             engine.generate(requests())
             found["longer"], found["longer alone"] = (plain(each.generate(longer)) for each in (engine, Engine(model)))
             engine, fewer = Engine(model), longer[-1:]  # blocks enough are there, but no table has so many of them
@@ -169,7 +173,8 @@ class Trial:
 
         config, group = unwrap_model(model).config, unwrap_model(model).pg_collection.tp
         mesh, kernels = VirtualMesh.from_group(config.virtual_shards, group), mode.mode_of(config).cross_entropy()
-        samples = [(request, n) for request in requests() for n in range(request.sampling.num_return_sequences)]
+        several = requests()[: 2 if self.variants == SHORT else None]  # a greedy one, and two that are drawn
+        samples = [(request, n) for request in several for n in range(request.sampling.num_return_sequences)]
         drawn: list[list[int]] = [[] for _ in samples]
         for (request, sample), tokens in zip(samples, drawn, strict=True):
             for position in range(request.sampling.max_new_tokens):
@@ -255,7 +260,9 @@ def test_batches_orders_chunks_blocks_and_preemption_change_nothing(whole):
 
 
 def test_tokens_are_drawn_as_defined_from_whole_passes(whole):
-    assert [row[2] for row in whole["first"]] == whole["defined"]
+    tokens = [row[2] for row in whole["first"]]
+    assert tokens[: len(whole["defined"])] == whole["defined"] != []
+    assert len(whole["defined"]) == (len(tokens) if set(VARIANTS) <= set(whole) else 3)
 
 
 def test_an_engine_takes_longer_requests_later(whole):

@@ -229,6 +229,7 @@ def test_pp_need_not_divide_the_layers(mine, shared):
         compose(f"recipe={mine}:small", ["pp=2", "model.num_layers=3", "numerics=stock"], device="cpu")
 
 
+@pytest.mark.release  # in `make test`: the stock layouts of adapters
 def test_with_stock_numerics_it_has_not(mine, shared):
     stock = ("numerics=stock", "numerics.initial_weights=invariant", "iters=1", "gbs=1")
     done = shared("verify", "recipe=mine.py:small", "tp=1,2", *stock, "--dir", "stock", status=1)

@@ -184,7 +184,14 @@ def imported_for(words: list[str], line: str, state: Path) -> tuple[str, set[str
     return printed, set(modules)
 
 
-@pytest.mark.parametrize("words, line, says", ANSWERED, ids=[" ".join(words) or line for words, line, _ in ANSWERED])
+SHORT = ("tpi train qwen3_toy t", "tpi train qwen3_toy model.num_l")
+
+
+@pytest.mark.parametrize(
+    "words, line, says",
+    [pytest.param(*row, marks=[pytest.mark.release] * (row[1] not in ("", *SHORT))) for row in ANSWERED],
+    ids=[" ".join(words) or line for words, line, _ in ANSWERED],
+)
 def test_help_and_completion_import_nothing_slow(words, line, says, tmp_path):
     printed, modules = imported_for(words, line, tmp_path)
     assert says in printed

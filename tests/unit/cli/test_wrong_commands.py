@@ -71,13 +71,13 @@ def test_each_is_one_message_and_leaves_nothing(cli, stocked_folder, count):
     assert wrong == {}
 
 
-@pytest.mark.parametrize("count", (1, pytest.param(40, marks=pytest.mark.release)))
-def test_real_processes_end_alike(stocked_folder, count):
+@pytest.mark.release  # in `make test`: the same lines in one process, and test_cli_main.py, what commands import
+def test_real_processes_end_alike(stocked_folder):
     field_table.in_cache().parent.mkdir(parents=True)
     shutil.copy(field_table.in_environment(), field_table.in_cache())
     typo = ["train", "qwen3_toy", "model.num_layer=3"]
     before = contents(stocked_folder)
-    for words in [typo, *wrong_commands.lines(count, SEED + 1)]:
+    for words in [typo, *wrong_commands.lines(40, SEED + 1)]:
         ended = subprocess.run(
             [sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, errors="replace"
         )

@@ -42,8 +42,10 @@ def of_python(source: str) -> Iterable[str]:
             yield "".join(part.value if isinstance(part, ast.Constant) else HOLE for part in node.values)
             # A hole may hold texts of its own: f"{'a' if b else 'c'}".
             for part in node.values:
-                if isinstance(part, ast.FormattedValue):
-                    yield from of_python(ast.unparse(part.value)) if not isinstance(part.value, ast.Name) else ()
+                if isinstance(part, ast.FormattedValue) and any(
+                    isinstance(inner, ast.Constant) for inner in ast.walk(part.value)
+                ):
+                    yield from of_python(ast.unparse(part.value))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
             yield re.sub(r"\{\w*\}", HOLE, node.value)
 
@@ -78,6 +80,9 @@ def unexplained(quotation: str, known: Iterable[Template]) -> str | None:
     known = list(known)
     closest = quotation
     for template in known:
+        start = template.text.strip(EDGES).partition(HOLE)[0]
+        if not quotation.startswith(start[:LETTERS]):  # nor does any beginning of it
+            continue
         for short in _beginnings(template, anywhere=quotation.endswith("…")):
             found = short.match(quotation.removesuffix("…").rstrip())
             if not found:

@@ -198,6 +198,7 @@ def test_first_call_installs_with_hashes_and_compiles_and_the_second_does_nothin
     assert re.findall(r"lock/\w+/(\w+)\.txt", sync) == ["tools", "base", "dev", "torch", "megatron"]
     assert any("--editable ." in call for call in calls)
     assert any("schema.write_field_table(field_table.in_environment())" in call for call in calls[-2:])
+    assert "numerics=portable" in calls[-1]
     assert installed.bootstrap().returncode == 0
     assert installed.calls() == []
 
