@@ -4,7 +4,7 @@ import gc
 import itertools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -71,6 +71,16 @@ def hydra_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a test of composing again: Hydra reads the files each time."""
     for (holder, name), (own, _) in composing.STANDINS.items():
         monkeypatch.setattr(holder, name, own)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and items stay to the end: collections of garbage would visit them again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
