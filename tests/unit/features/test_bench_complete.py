@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.features.bench import workflow
 from tp_invariant_recipes.features.bench.workflow import _check_complete
 from tp_invariant_recipes.runs.bench_dir import BenchDir, Pass
 
@@ -43,3 +44,9 @@ def test_one_that_lacks_steps_of_a_rank_is_not(bench, kept, words):
     file.unlink()
     with pytest.raises(RunError, match="step 0 of 3 of stock"):
         _check_complete(bench)
+
+
+def test_stock_goes_without_what_has_a_meaning_for_invariant_modes_alone(monkeypatch):
+    monkeypatch.setattr(workflow.plan, "detect_device", lambda: "gpu")
+    composed = workflow._composed("qwen3_toy", ["tp=2", "device.peer_memory=always"], ["stock", "tree"], [])
+    assert [run.config.device.peer_memory for run in composed.values()] == ["never", "always"]

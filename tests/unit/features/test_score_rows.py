@@ -3,6 +3,8 @@
 import pytest
 
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.overrides import parse_all
+from tp_invariant_recipes.features.score import model as score_model
 from tp_invariant_recipes.features.score.rank import depends_on_rows
 
 CASES = (
@@ -19,3 +21,8 @@ CASES = (
 def test_rows(words, device, alone):
     model, *more = words.split()
     assert depends_on_rows(compose(model, more, device=device).config) is alone
+
+
+def test_a_score_may_choose_how_ranks_sum_and_trains_nothing():
+    choices = parse_all(["device.peer_memory=auto", "device.check_memory=false"])
+    assert [score_model._refused(override, "tpi score") is None for override in choices] == [True, False]

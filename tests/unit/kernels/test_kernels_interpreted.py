@@ -20,6 +20,7 @@ LONG = {
     "portable_cross_entropy_has_the_bits_of_its_twin",
     "portable_adam_has_the_bits_of_its_twin",
     "portable_attention_of_more_shapes_has_the_bits_of_its_twin",
+    "portable_routers_have_the_bits_of_their_twin",
     "portable_routers_of_more_kinds_have_the_bits_of_their_twin",
     "portable_experts_of_more_kinds_have_the_bits_of_their_twin",
     "portable_draws_have_the_bits_of_their_twin",
