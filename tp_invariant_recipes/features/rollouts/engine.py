@@ -111,7 +111,7 @@ class Engine:
     def release(self) -> None:
         """Give back the memory of the cache and of CUDA graphs; `generate` takes it again.
 
-        Call it before process groups end: NCCL waits for CUDA graphs that have its collectives.
+        Call it before process groups end: NCCL waits for CUDA graphs that have its collectives (pytorch#115388).
         """
         self._passes = None
 
