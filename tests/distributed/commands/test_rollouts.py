@@ -195,6 +195,7 @@ REFUSED = (
     ("qwen3 p.jsonl pp=2", "pp=1"),
     ("qwen3 p.jsonl precision=fp8_tensorwise", "precision=bf16"),
     ("qwen3 p.jsonl iters=3", "iters=3: tpi generate trains nothing and does not read it"),
+    ("qwen3 p.jsonl max_token=3", "max_token=3: no such key; did you mean 'max_tokens'?"),
     ("qwen3 p.jsonl temperature=0.5", "has no effect without draws; do_sample=true"),
     ("qwen3 p.jsonl do_sample=true n=1,2", "one value, not a sweep"),
     ("qwen3 p.jsonl do_sample=true n=2 num_return_sequences=3", "num_return_sequences is there twice"),

@@ -30,6 +30,7 @@ from tp_invariant_recipes.portable.ieee import draw
 from tp_invariant_recipes.portable.ieee.rotary import LARGEST_ANGLE
 from tp_invariant_recipes.runs.lock import locked
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.settings.nearest import nearest
 
 MODE = "portable"  # the numerics of a folder
 
@@ -84,7 +85,13 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
     file, out = file.expanduser().absolute(), out.expanduser().absolute()
     if not file.is_file():
         problems.append(f"{file}: no such file")
-    rest = [word for word in words if word not in typed]
+    rest = []
+    for word in (word for word in words if word not in typed):
+        hint = nearest(word.key, prompts.NAMES)
+        if "." in word.field or "mean" not in hint:
+            rest.append(word)
+        else:
+            problems.append(f"{word.text}: no such key{hint}")
     loaded = model_of(source, rest, options.step, "tpi generate", check.problems, problems, MODE)
     where = options.tokenizer or loaded.tokenizer
     tokenizer = sequences.tokenizer(where) if where else None
