@@ -126,7 +126,7 @@ class Campaign:
                 self._start((cell, ()))
 
     def _judge(self, cell: Cell, trial: Trial | None) -> None:
-        """Cover what a cell has shown, or shrink its fault, unless it has that of an earlier finding."""
+        """Cover what a cell has shown, or shrink its fault, unless an earlier finding has the fault."""
         if trial is None:
             self._refused.add(cell)
         elif trial.covers:

@@ -33,13 +33,9 @@ def judge(
     """
     both = [_compared(scores, file, decode, entries=entries) for file in against]
     reports = [report for report, _ in both]
-    of_entries = [report["vocabulary"] for report in reports if report["vocabulary"]]
-    largest = max(figures["largest"] for figures in (*(report["summary"] for report in reports), *of_entries))
-    differ = [report["digests"]["differing"] for report in reports] + [figures["differing"] for figures in of_entries]
-    vocabulary_differs = not tolerance and any(differ)
     result = {
         "schema": 1,
-        "exit_status": int(largest > tolerance or vocabulary_differs),
+        "exit_status": int(any(_beyond(report, tolerance) for report in reports)),
         "tolerance": tolerance,
         "scores": str(scores),
     }
@@ -51,6 +47,13 @@ def judge(
     elif not alike:
         text += "\nwhich is nearer is not known: the files have values of other tokens"
     return {**result, "text": text, "nearer": nearer, "files": reports}
+
+
+def _beyond(report: dict[str, Any], tolerance: float) -> bool:
+    """Whether a file differs by more than the tolerance; without one, also by the bits of the vocabulary."""
+    entries = report["vocabulary"] or {"largest": 0.0, "differing": 0}
+    by_bits = not tolerance and (report["digests"]["differing"] or entries["differing"])
+    return bool(max(report["summary"]["largest"], entries["largest"]) > tolerance or by_bits)
 
 
 def _compared(

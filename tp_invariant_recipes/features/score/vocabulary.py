@@ -25,7 +25,7 @@ def beside(scores: Path) -> Path:
 
 
 def create(file: Path, tokens: int, entries: int) -> None:
-    """Make the file, or keep that of an earlier start. ConfigError: the disk has too little space."""
+    """Make the file, or keep an earlier start's file. ConfigError: the disk has too little space."""
     if file.exists() and np.load(file, mmap_mode="r").shape == (tokens, entries):
         return
     size, free = 4 * tokens * entries, free_bytes(file.parent)
@@ -68,13 +68,13 @@ def compare(scores: Path, file: Path) -> dict[str, int | float]:
         both = min(end - own[name][0], other_end - begin)
         for row in range(-both, 0, ROWS):
             last = min(row + ROWS, 0)
-            mine, theirs = tables[0][end + row : end + last], tables[1][other_end + row : other_end + last]
-            differ = mine.view("<u4") != theirs.view("<u4")
-            count["tokens"] += len(mine)
-            count["entries"] += mine.size
+            own_rows, others = tables[0][end + row : end + last], tables[1][other_end + row : other_end + last]
+            differ = own_rows.view("<u4") != others.view("<u4")
+            count["tokens"] += len(own_rows)
+            count["entries"] += own_rows.size
             count["differing"] += int(differ.sum())
             count["differing_tokens"] += int(differ.any(1).sum())
-            far = np.abs(mine[differ].astype(np.float64) - theirs[differ])
+            far = np.abs(own_rows[differ].astype(np.float64) - others[differ])
             largest = max(largest, float(np.nan_to_num(far, nan=np.inf).max(initial=0.0)))
     return {**count, "largest": largest}
 
