@@ -4,68 +4,56 @@ A recipe may have functions of its own.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.values import value_text
 
-_ACTIVATIONS = "celu elu gelu hardswish leaky_relu mish relu relu6 selu sigmoid silu softplus tanh"
-_INITIALISERS = "kaiming_normal_ kaiming_uniform_ normal_ ones_ orthogonal_ trunc_normal_ uniform_ xavier_normal_ "
+
+def _names(package: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{package}.{name}" for name in names.split())
 
 
-@dataclass(frozen=True)
-class Functions:
-    """fields: paths of fields that hold a function. names: allowed ones; with a dot at the end, packages."""
-
-    fields: tuple[str, ...]
-    names: tuple[str, ...]
-    solve: str
-
-
+# Fields -> the functions that they may name, or packages, with a dot at the end; and what to type otherwise.
 KNOWN = (
-    Functions(
-        ("model.activation_func",),
+    (
+        _names("model", "activation_func"),
         (
-            *(f"torch.nn.functional.{name}" for name in _ACTIVATIONS.split()),
-            *(f"megatron.core.activations.{name}" for name in ("fast_gelu", "quick_gelu", "squared_relu")),
+            *_names("torch.nn.functional", "celu elu gelu hardswish leaky_relu mish relu relu6 selu sigmoid silu "
+                    "softplus tanh"),
+            *_names("megatron.core.activations", "fast_gelu quick_gelu squared_relu"),
             "megatron.core.fusions.fused_bias_geglu.quick_gelu",
         ),
         "model.activation_func=torch.nn.functional.silu, or another of torch's or megatron.core.activations",
     ),
-    Functions(
-        ("model.init_method", "model.output_layer_init_method", "model.embedding_init_method"),
-        tuple(f"torch.nn.init.{name}" for name in (_INITIALISERS + "xavier_uniform_ zeros_").split()),
+    (
+        _names("model", "init_method output_layer_init_method embedding_init_method"),
+        _names("torch.nn.init", "kaiming_normal_ kaiming_uniform_ normal_ ones_ orthogonal_ trunc_normal_ uniform_ "
+               "xavier_normal_ xavier_uniform_ zeros_"),
         "model.init_method_std=0.02, or one of torch.nn.init, such as torch.nn.init.normal_",
     ),
-    Functions(
-        ("model.transformer_layer_spec", "model.hybrid_stack_spec"),
+    (
+        _names("model", "transformer_layer_spec hybrid_stack_spec"),
         ("megatron.", "tp_invariant_recipes."),
         "one of megatron.bridge, or a recipe with its own (recipe=FILE.py:FUNCTION)",
     ),
-    Functions(
-        tuple(
-            f"model.{name}"
-            for name in (
-                *("finalize_model_grads_func", "grad_scale_func", "grad_sync_func", "no_sync_func", "param_sync_func"),
-                *("moe_grad_scale_func", "mtp_grad_scale_func", "experimental_attention_variant_loss_scale_func"),
-            )
-        ),
+    (
+        _names("model", "finalize_model_grads_func grad_scale_func grad_sync_func no_sync_func param_sync_func "
+               "moe_grad_scale_func mtp_grad_scale_func experimental_attention_variant_loss_scale_func"),
         (),
         "leave it out: the training loop sets it",
     ),
-)
+)  # fmt: skip
 
 
 def unknown(config: RunConfig, typed: Collection[str]) -> list[Problem]:
     """Return the functions that are none of these. typed: paths that the command line sets."""
     problems = []
     for path in dict.fromkeys(typed):
-        known = next((functions for functions in KNOWN if path in functions.fields), None)
-        section, _, name = path.partition(".")
-        value = config.section(section).get(name) if known else None
-        if known is None or value is None:
-            continue
-        if not any(value == name or (name[-1] == "." and str(value).startswith(name)) for name in known.names):
-            problems.append(Problem(f"{path}={value_text(value)}", "no function that tpi knows", known.solve))
+        section, _, field = path.partition(".")
+        for fields, names, solve in KNOWN:
+            value = config.section(section).get(field) if path in fields else None
+            packages = tuple(name for name in names if name[-1] == ".")
+            if value is not None and value not in names and not str(value).startswith(packages):
+                problems.append(Problem(f"{path}={value_text(value)}", "no function that tpi knows", solve))
     return problems

@@ -52,5 +52,5 @@ def test_an_unset_field_has_no_function():
 
 
 def test_every_name_is_a_function_of_the_installed_packages(bridge):
-    names = [name for known in functions.KNOWN for name in known.names if name[-1] != "."]
+    names = [name for _, names, _ in functions.KNOWN for name in names if name[-1] != "."]
     assert [name for name in names if not callable(pydoc.locate(name))] == []
