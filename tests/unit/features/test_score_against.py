@@ -5,7 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from tp_invariant_recipes.cli.main import app
 from tp_invariant_recipes.data.sequences import Sequence
 from tp_invariant_recipes.errors import ConfigError, RunError
 from tp_invariant_recipes.features.score import against as score_against
@@ -147,9 +149,20 @@ def test_a_changed_out_is_not_taken_for_ones_own(scores, change):
     scoring = score.Scoring(None, None, scores, scores, None, score.Options(), identity, 0)
     scoring.meta.write_text(json.dumps(identity | {output.WRITTEN: output.described(scores)}))
     assert score.finished(scoring)
+    output.check_unchanged(scores)
     scores.write_bytes(change(scores.read_bytes()))
-    with pytest.raises(RunError, match=r"was changed since tpi wrote it: it has [25] lines and another hash"):
-        score.finished(scoring)
+    for refusing in (lambda: score.finished(scoring), lambda: output.check_unchanged(scores)):
+        with pytest.raises(RunError, match=r"was changed since tpi wrote it: it has [25] lines and another hash"):
+            refusing()
+
+
+def test_a_changed_out_is_refused_before_anything_is_loaded(scores, tmp_path, monkeypatch):
+    output.meta(scores).write_text(json.dumps({"schema": 1, output.WRITTEN: output.described(scores)}))
+    scores.write_bytes(CHANGED[0](scores.read_bytes()))
+    (tmp_path / "sequences.jsonl").write_text('{"tokens": [1, 2]}\n')
+    monkeypatch.setattr(score, "new", lambda *_: pytest.fail("weights were read"))
+    ended = CliRunner().invoke(app, ["score", str(tmp_path), str(tmp_path / "sequences.jsonl"), "--out", str(scores)])
+    assert "was changed since tpi wrote it" in str(ended.exception)
 
 
 HALVES = ("logprobs", "digest_high", "digest_low")

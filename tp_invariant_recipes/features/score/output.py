@@ -36,12 +36,18 @@ def finished(out: Path, what: str, serves: Callable[[Any], bool]) -> bool:
     before = read_json(meta(out))
     if not isinstance(before, dict) or not serves({k: v for k, v in before.items() if k != WRITTEN}):
         raise RunError(f"{out} exists and holds other {what}: choose another --out FILE, or remove it")
-    if before.get(WRITTEN) != (now := described(out)):
+    check_unchanged(out)
+    return True
+
+
+def check_unchanged(out: Path) -> None:
+    """Raise RunError: OUT is there, and was changed since it was written."""
+    before = read_json(meta(out)) if out.exists() else None
+    if isinstance(before, dict) and before.get(WRITTEN) != (now := described(out)):
         raise RunError(
             f"{out} was changed since tpi wrote it: it has {counted(now['lines'], 'line')} and another hash "
             f"than {meta(out).name} says; remove it to compute it again, or choose another --out FILE"
         )
-    return True
 
 
 def described(file: Path) -> dict[str, Any]:
