@@ -85,13 +85,9 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
     file, out = file.expanduser().absolute(), out.expanduser().absolute()
     if not file.is_file():
         problems.append(f"{file}: no such file")
-    rest = []
-    for word in (word for word in words if word not in typed):
-        hint = nearest(word.key, prompts.NAMES)
-        if "." in word.field or "mean" not in hint:
-            rest.append(word)
-        else:
-            problems.append(f"{word.text}: no such key{hint}")
+    misspelt = _misspelt(words)
+    problems += [f"{text}: no such key{hint}" for text, hint in misspelt.items()]
+    rest = [word for word in words if word not in typed and word.text not in misspelt]
     loaded = model_of(source, rest, options.step, "tpi generate", check.problems, problems, MODE)
     where = options.tokenizer or loaded.tokenizer
     tokenizer = sequences.tokenizer(where) if where else None
@@ -100,10 +96,7 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
         folder = None if loaded.checkpoint else source.expanduser()
         sampling = replace(sampling, eos_token_id=prompts.end_tokens(folder, tokenizer, vocabulary))
     read = prompts.read(file, tokenizer, sampling)
-    cache = options.engine.get("tokens")
-    limits = loaded.longest, LARGEST_ANGLE, None if cache is None else cache // BLOCK * BLOCK
-    longest = min(int(limit) for limit in limits if limit is not None)
-    requests.check(read, vocabulary, longest, text=tokenizer is not None)
+    requests.check(read, vocabulary, _longest(loaded.longest, options.engine.get("tokens")), text=bool(tokenizer))
     identity = loaded.identity | {
         "requests": {"sha256": prompts.digest(read), "count": len(read)},
         "tokenizer": tokenizer.digest if tokenizer else None,
@@ -113,6 +106,19 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
     }
     plan = loaded.plan(out)
     return Generation(plan, loaded.checkpoint, out, where, options, identity, read)
+
+
+def _misspelt(words: Sequence[Override]) -> dict[str, str]:
+    """Return keys, as typed, that are close to one of sampling, with a hint."""
+    unknown = [word for word in words if "." not in word.field and word.key not in prompts.NAMES]
+    hints = {word.text: nearest(word.key, prompts.NAMES) for word in unknown}
+    return {text: hint for text, hint in hints.items() if "mean" in hint}
+
+
+def _longest(learned: int | None, cache: int | None) -> int:
+    """Return the most tokens of a prompt with its completion. learned: positions; cache: tokens; None: no limit."""
+    limits = learned, LARGEST_ANGLE, None if cache is None else cache // BLOCK * BLOCK
+    return min(int(limit) for limit in limits if limit is not None)
 
 
 def _sampling(typed: Sequence[Override]) -> tuple[Sampling, list[str]]:
