@@ -89,8 +89,8 @@ def _listed(
         if key not in _lists:
             defaults, _ = _list(repo, config_name, overrides, prepend_hydra, skip_missing)
             _lists[key] = pickle.dumps((defaults, vars(overrides)))
-        defaults, found = pickle.loads(_lists[key])
-        vars(overrides).update(found)
+        defaults, result = pickle.loads(_lists[key])
+        vars(overrides).update(result)
     finally:
         overrides.config_overrides = own
     return defaults, None  # nobody reads the tree

@@ -90,9 +90,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         first = {item.path: item for item in reversed(needy)}
         for item in first.values():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, as all tests like it in this file"))
-        left = {*needy} - {*first.values()}
-        config.hook.pytest_deselected(items=[item for item in needy if item in left])
-        items[:] = [item for item in items if item not in left]
+        remaining = {*needy} - {*first.values()}
+        config.hook.pytest_deselected(items=[item for item in needy if item in remaining])
+        items[:] = [item for item in items if item not in remaining]
 
 
 def pytest_collection_finish() -> None:
@@ -165,8 +165,8 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         monkeypatch.setattr(sys.modules["__main__"], "__package__", None, raising=False)  # else typer calls us pytest
         with pytest.raises(SystemExit) as stop:
             main()
-        said = capsys.readouterr()
-        return Ended(int(stop.value.code or 0), said.out, said.err)
+        output = capsys.readouterr()
+        return Ended(int(stop.value.code or 0), output.out, output.err)
 
     return run
 

@@ -34,7 +34,7 @@ def bits(x):
 def same_as_recorded(total, forms):
     """total: [m, n] fp32 of a product. Which forms of output have the recorded bits."""
     total = torch.from_numpy(total) if isinstance(total, np.ndarray) else total
-    found = {"fp32": total, "bf16": rounded(total)}
+    results = {"fp32": total, "bf16": rounded(total)}
     if "added" in forms:
-        found["added"] = torch.from_numpy(forms["main"]) + total
-    return {form: bool((bits(found[form]) == forms[form]).all()) for form in forms if form in found}
+        results["added"] = torch.from_numpy(forms["main"]) + total
+    return {form: bool((bits(results[form]) == forms[form]).all()) for form in forms if form in results}

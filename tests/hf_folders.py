@@ -14,7 +14,7 @@ from tp_invariant_recipes.sources import hf_glm, hf_models
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]  # name -> type in a safetensors header, shape, bytes
 
 
-def of(model: str, *overrides: str) -> dict[str, Any]:
+def model_section(model: str, *overrides: str) -> dict[str, Any]:
     """The section `model` of a run on a CPU."""
     return compose(model, [*overrides, "numerics=stock"], device="cpu").config.model
 
@@ -23,14 +23,14 @@ def tensors(model: Mapping[str, Any], seed: int = 0, dtype: str = "BF16") -> Ten
     """Values of about 0.02, other ones for each name and seed, all of whose bits are random."""
     family = hf_models.family_of(model)
     assert isinstance(family, hf_models.Family), family
-    found = {}
+    results = {}
     for name, shape in family.tensors(family.sizes(model)):
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
         values = rng.normal(1.0 if name.endswith("norm.weight") else 0.0, 0.02, shape).astype(np.float32)
         bits = values.view(np.uint32)
         own = "F32" if name.endswith(hf_glm.BIAS) else dtype
-        found[name] = (own, shape, bits.tobytes() if own == "F32" else (bits >> 16).astype(np.uint16).tobytes())
-    return found
+        results[name] = (own, shape, bits.tobytes() if own == "F32" else (bits >> 16).astype(np.uint16).tobytes())
+    return results
 
 
 def file(tensors: Tensors) -> bytes:

@@ -16,8 +16,8 @@ def steps(run: Path) -> list[bytes]:
 def agree(lines: Iterable[bytes], others: Iterable[bytes]) -> bool:
     """Whether steps agree in all that both have. A step that a signal saved has digests of STATE; in another run the
     signal came at another step."""
-    pairs = [(json.loads(one), json.loads(other)) for one, other in zip(lines, others, strict=True)]
+    pairs = [(json.loads(first), json.loads(other)) for first, other in zip(lines, others, strict=True)]
     return all(
-        one.keys() ^ other.keys() <= STATE and all(one[name] == other[name] for name in one.keys() & other.keys())
-        for one, other in pairs
+        first.keys() ^ other.keys() <= STATE and all(first[name] == other[name] for name in first.keys() & other.keys())
+        for first, other in pairs
     )

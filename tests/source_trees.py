@@ -20,3 +20,19 @@ def trees() -> dict[Path, ast.Module]:
     gc.freeze()
     gc.enable()
     return parsed
+
+
+@cache
+def other_trees() -> dict[Path, ast.Module]:
+    """As `trees`, of tests, scripts and examples: a file, from the project on."""
+    files = sorted(file for folder in ("tests", "scripts", "examples") for file in (PROJECT / folder).rglob("*"))
+    return {file.relative_to(PROJECT): ast.parse(file.read_text()) for file in files if _is_python(file)}
+
+
+def _is_python(file: Path) -> bool:
+    """Whether a file has Python's suffix, or is a script that begins with Python's name."""
+    if file.suffix == ".py" or file.suffix or not file.is_file():
+        return file.suffix == ".py"
+    with file.open("rb") as stream:
+        line = stream.readline()
+    return line.startswith(b"#!") and b"python" in line

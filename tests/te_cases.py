@@ -78,11 +78,11 @@ def unsplit(case: Case) -> Case:
 UNSPLIT = tuple(dict.fromkeys(map(unsplit, CASES)))
 
 
-def as_unsplit(case: Case, found: dict[str, Tensor]) -> dict[str, Tensor]:
+def as_unsplit(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors that have the bits of the module without parallel_mode."""
     if case.mode == "row":
-        return {"output": found["output"]}
-    return {name: tensor for name, tensor in found.items() if name != "output" or case.module == "LayerNormLinear"}
+        return {"output": results["output"]}
+    return {name: tensor for name, tensor in results.items() if name != "output" or case.module == "LayerNormLinear"}
 
 
 def built(te: Any, case: Case, mesh: VirtualMesh, device: str) -> Any:
@@ -103,7 +103,7 @@ def built(te: Any, case: Case, mesh: VirtualMesh, device: str) -> Any:
 
 def parameters(module: Any, case: Case) -> Parameters:
     """The module's by name, each with its split."""
-    found: Parameters = {}
+    result: Parameters = {}
     for name, parameter in module.named_parameters():
         split: tuple[int, list[int]] | None = None
         segments = 1 if case.named else case.segments
@@ -111,8 +111,8 @@ def parameters(module: Any, case: Case) -> Parameters:
             split = 0, [parameter.shape[0] // segments] * segments
         elif case.mode == "row" and name == "weight":
             split = 1, [parameter.shape[1]]
-        found[name] = parameter, split
-    return found
+        result[name] = parameter, split
+    return result
 
 
 def of_rank(whole: Tensor, mesh: VirtualMesh, dim: int, segments: int = 1) -> Tensor:
@@ -178,8 +178,8 @@ def main() -> None:
     import transformer_engine.pytorch as te
 
     mesh = VirtualMesh(SHARDS, size, rank, dist.group.WORLD if size > 1 else None)
-    found = {str(case): ran(te, case, mesh, "cuda") for case in (*CASES, *(UNSPLIT if size == 1 else ()))}
-    (folder / f"{switch}-{size}-{rank}.pickle").write_bytes(pickle.dumps(found))
+    results = {str(case): ran(te, case, mesh, "cuda") for case in (*CASES, *(UNSPLIT if size == 1 else ()))}
+    (folder / f"{switch}-{size}-{rank}.pickle").write_bytes(pickle.dumps(results))
     dist.destroy_process_group()
 
 

@@ -42,11 +42,11 @@ def limited(seconds: float) -> Iterator[None]:
         raise Hung
 
     handler = signal.signal(signal.SIGALRM, stop)
-    left = signal.setitimer(signal.ITIMER_REAL, seconds)
+    remaining = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, *left)
+        signal.setitimer(signal.ITIMER_REAL, *remaining)
         signal.signal(signal.SIGALRM, handler)
 
 

@@ -8,7 +8,7 @@ import pytest
 SEED = 31
 FEW, ALL = 20, 400
 
-RIGHT = (
+VALID = (
     "train qwen3_toy tp=2 seq=32 iters=4 --dry-run",
     "train qwen3_moe_toy tp=2 ep=2 gbs=4 --dry-run --json",
     "train qwen3_toy data=text data.path=a.txt data.tokenizer=byte --dry-run",
@@ -103,9 +103,9 @@ SLIPS: tuple[Callable[[random.Random, str], str], ...] = (_value, _value, _lette
 
 def lines(count: int) -> list[list[str]]:
     """So many lines with a word changed, left out, repeated, moved or added; every right line has its turn."""
-    rng, found = random.Random(SEED), []
-    while len(found) < count:
-        words = RIGHT[len(found) % len(RIGHT)].split()
+    rng, result = random.Random(SEED), []
+    while len(result) < count:
+        words = VALID[len(result) % len(VALID)].split()
         for _ in range(rng.choice((1, 1, 2))):
             at = rng.randrange(len(words))
             action = rng.randrange(8)
@@ -117,8 +117,8 @@ def lines(count: int) -> list[list[str]]:
                 words.insert(rng.randrange(len(words) + 1), rng.choice(VALUES))
             elif words[at]:
                 words[at] = rng.choice(SLIPS)(rng, words[at])
-        found.append(words)
-    return found
+        result.append(words)
+    return result
 
 
 @pytest.mark.timeout(900)
@@ -128,6 +128,6 @@ def test_a_line_with_a_slip_is_a_line_or_one_message(attack, run, monkeypatch, c
     (run.parent / "a.txt").write_text("a text\n")
     wrong = {}
     for words in lines(count):
-        if found := attack(*words, allowed=(0, 1, 2) if words[0] in ("compare", "bisect") else (0, 2)):
-            wrong[" ".join(map(ascii, words))] = found
+        if result := attack(*words, allowed=(0, 1, 2) if words[0] in ("compare", "bisect") else (0, 2)):
+            wrong[" ".join(map(ascii, words))] = result
     assert wrong == {}

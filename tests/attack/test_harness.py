@@ -9,7 +9,7 @@ from tp_invariant_recipes.ledger import open as ledger_open
 
 
 @pytest.mark.parametrize(
-    "error, found",
+    "error, result",
     (
         (ValueError("planted"), "a traceback: ValueError: planted"),
         (GeneratorExit(), "GeneratorExit came out of main()"),
@@ -19,12 +19,12 @@ from tp_invariant_recipes.ledger import open as ledger_open
         (LedgerError("a\nerror: b"), "2 messages"),
     ),
 )
-def test_an_end_that_is_not_allowed_is_found(attack, run, monkeypatch, error, found):
+def test_an_end_that_is_not_allowed_is_found(attack, run, monkeypatch, error, result):
     def plant(*_, **__):
         raise error
 
     monkeypatch.setattr(ledger_open, "beginning", plant)
-    assert found in attack("compare", "run", "other", allowed=(2,))
+    assert result in attack("compare", "run", "other", allowed=(2,))
 
 
 def test_a_command_that_waits_is_found(attack, run, monkeypatch):

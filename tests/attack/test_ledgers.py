@@ -87,8 +87,8 @@ def test_a_changed_ledger_is_never_identical(attack, run, cases, count):
     for what, lines in rng.sample(made, min(count, len(made))):
         Path("run/ledger.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
         pair = rng.choice((("run", "other"), ("other", "run")))
-        if found := attack("compare", *pair, allowed=(1, 2)):
-            wrong[what] = found
+        if result := attack("compare", *pair, allowed=(1, 2)):
+            wrong[what] = result
     assert wrong == {}
 
 

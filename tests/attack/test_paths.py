@@ -82,10 +82,10 @@ def paths(run: Path) -> None:
 SAMPLE = ("compare {} run", "report run --out {}", "train qwen3_toy --cluster-file {} --dry-run", "logs {}")
 
 
-@pytest.mark.parametrize("command", (*SAMPLE, *(release(one) for one in COMMANDS if one not in SAMPLE)))
+@pytest.mark.parametrize("command", (*SAMPLE, *(release(command) for command in COMMANDS if command not in SAMPLE)))
 def test_a_path_that_cannot_be_read_is_one_message_at_once(attack, paths, command):
     wrong = {}
     for path in PATHS:
-        if found := attack(*command.format(*[path] * command.count("{}")).split(" ")):
-            wrong[path] = found
+        if result := attack(*command.format(*[path] * command.count("{}")).split(" ")):
+            wrong[path] = result
     assert wrong == {}

@@ -66,9 +66,9 @@ def refused(attack, text: str) -> str | None:
     Path("odd.py").write_text(text)
     sys.excepthook = except_hook  # as the first command of a process has it from Typer
     before = state()
-    found = attack("train", "recipe=odd.py:small", "--dry-run", allowed=(2,))
+    result = attack("train", "recipe=odd.py:small", "--dry-run", allowed=(2,))
     changed = [(a, b) for a, b in zip(before, state(), strict=True) if a != b]
-    return found or (f"changed: {changed}" if changed else None)
+    return result or (f"changed: {changed}" if changed else None)
 
 
 @pytest.mark.parametrize(

@@ -93,8 +93,8 @@ def test_a_damaged_file_is_one_message(attack, run, monkeypatch, count):
         shutil.copytree("other", run)
         DAMAGES[damage](run / file, rng)
         command = rng.choice(COMMANDS)
-        if found := attack(*command.split(), allowed=(0, 1, 2) if command.startswith("compare") else (0, 2)):
-            wrong[f"{file} is {damage}: {command}"] = found
+        if result := attack(*command.split(), allowed=(0, 1, 2) if command.startswith("compare") else (0, 2)):
+            wrong[f"{file} is {damage}: {command}"] = result
     assert wrong == {}
 
 

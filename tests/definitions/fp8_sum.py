@@ -22,7 +22,7 @@ def fp8_product(a: Quantized, b: Quantized, *, kept: int = KEPT_BITS, promoted: 
     """
     blocks = kind(a, b)
     (x, ex), (y, ey) = _split(a.data), _split(b.data)
-    sa, sb = (one.scale.numpy() for one in (a, b))
+    sa, sb = (item.scale.numpy() for item in (a, b))
     main = np.zeros((len(x), len(y)), np.float32)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         for start in range(0, x.shape[1], promoted):

@@ -83,7 +83,9 @@ def without(*targets: str) -> Callable[[], None]:
         from tp_invariant_recipes.numerics.megatron import replacements
 
         table = replacements.replacements
-        replacements.replacements = lambda *of: tuple(row for row in table(*of) if not row.target.endswith(targets))
+        replacements.replacements = lambda *arguments: tuple(
+            row for row in table(*arguments) if not row.target.endswith(targets)
+        )
 
     return plant
 
@@ -92,11 +94,11 @@ def one_product_a_rank() -> None:
     """Let a weight gradient of gathered matrices be one product, not one for each chunk of tokens."""
     from tp_invariant_recipes.numerics.layers.linear import partial_linear
 
-    def one(grad, rows, mesh):
+    def whole_product(grad, rows, mesh):
         node = partial_linear._subtree((grad,), (rows,), 0, 1)
         return partial_linear.start_reduce_scatter(node.view(1, mesh.size, -1), mesh)
 
-    partial_linear._start_weight_gradient = one
+    partial_linear._start_weight_gradient = whole_product
 
 
 def one_kept_bit_less() -> None:

@@ -100,8 +100,8 @@ def _norm_of_heads(now: _Now) -> None:
     library = norm.LIBRARY
 
     def backward(*args: Any) -> Any:
-        found = library.backward(*args)
-        return now.spoil(found) if args[-1] else found
+        result = library.backward(*args)
+        return now.spoil(result) if args[-1] else result
 
     norm.LIBRARY = library._replace(backward=backward)
 

@@ -77,11 +77,11 @@ def rerun_machine(tpi: Tpi, fault: Planted, mode: str, *words: str) -> Outcome:
         "train", *words, *RERUN, f"rerun_state_machine.rerun_mode={mode}", f"run.dir={name}", before=fault.plant
     )
     logs = "".join(file.read_text(errors="replace") for file in (tpi.folder / name / "logs").glob("rank-*.log"))
-    said = [line for line in logs.splitlines() if any(word in line for word in RERUN_SAYS)] + _unlike_norms(logs)
-    assert ended.status == 0 or said, ended.stderr
+    message = [line for line in logs.splitlines() if any(word in line for word in RERUN_SAYS)] + _unlike_norms(logs)
+    assert ended.status == 0 or message, ended.stderr
     shutil.rmtree(tpi.folder / name, ignore_errors=True)
-    named = any(f"rank {fault.rank}" in line.lower() for line in said)
-    return Outcome(fault.step if said else None, named)
+    named = any(f"rank {fault.rank}" in line.lower() for line in message)
+    return Outcome(fault.step if message else None, named)
 
 
 def _unlike_norms(logs: str) -> list[str]:
@@ -95,10 +95,10 @@ def _unlike_norms(logs: str) -> list[str]:
 
 def row(label: str, outcomes: Sequence[Outcome]) -> str:
     """A line of a table."""
-    found = [one.step for one in outcomes if one.step is not None]
-    mean = f"{sum(found) / len(found):.1f}" if found else "–"
-    named, repeated = (sum(getattr(one, name) for one in outcomes) for name in ("named", "repeated"))
-    return f"| {label} | {len(outcomes)} | {len(found)} | {named} | {repeated} | {mean} |"
+    results = [outcome.step for outcome in outcomes if outcome.step is not None]
+    mean = f"{sum(results) / len(results):.1f}" if results else "–"
+    named, repeated = (sum(getattr(outcome, name) for outcome in outcomes) for name in ("named", "repeated"))
+    return f"| {label} | {len(outcomes)} | {len(results)} | {named} | {repeated} | {mean} |"
 
 
 def table(title: str, rows: Sequence[tuple[str, Callable[[int], Outcome]]], trials: int) -> list[str]:
@@ -191,7 +191,7 @@ def main(name: str, trials: int, folder: Path, row: str = "") -> None:
     """One table, in a process that has imported Bridge and is forked for every run."""
     folder.mkdir(parents=True, exist_ok=True)
     title, rows = TABLES[name]
-    table(title, [one for one in rows(Tpi(folder)) if one[0].startswith(row)], trials)
+    table(title, [item for item in rows(Tpi(folder)) if item[0].startswith(row)], trials)
 
 
 if __name__ == "__main__":

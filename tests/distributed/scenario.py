@@ -59,8 +59,8 @@ class Scenario:
 
     def compared(self, other: "Scenario", *options: str, status: int | None = None) -> Process:
         """`tpi compare` of the two. status: how it must end; None: anyhow."""
-        for one in (self, other):
-            one._train()
+        for item in (self, other):
+            item._train()
         return self.tpi("compare", self.run, other.run, *options, status=status)
 
     def _train(self) -> None:
@@ -78,13 +78,13 @@ class Scenario:
                 fcntl.flock(lock, fcntl.LOCK_UN)
 
 
-def unequal(one: Sequence, other: Sequence) -> list[str]:
+def unequal(first: Sequence, other: Sequence) -> list[str]:
     """Where the steps of two ledgers differ, as "step 2: gradients". A ledger holds bits, so a NaN equals itself."""
-    assert len(one) == len(other)
-    names = [field.name for field in fields(one[0])]
+    assert len(first) == len(other)
+    names = [field.name for field in fields(first[0])]
     return [
         f"step {a.step}: {name}"
-        for a, b in zip(one, other, strict=True)
+        for a, b in zip(first, other, strict=True)
         for name in names
         if getattr(a, name) != getattr(b, name)
     ]
@@ -98,8 +98,8 @@ def common_groups(scenario: Scenario, layouts: Sequence[str]) -> tuple[str, ...]
     from tp_invariant_recipes.config.overrides import parse_all
 
     model, *_ = scenario.words
-    found = [compose(model, parse_all(scenario(layout).words[1:]), device="cpu") for layout in layouts]
-    wanted = {one.config.numerics.expert_groups for one in found}
+    results = [compose(model, parse_all(scenario(layout).words[1:]), device="cpu") for layout in layouts]
+    wanted = {result.config.numerics.expert_groups for result in results}
     return () if len(wanted) == 1 else (f"numerics.expert_groups={max(wanted)}",)
 
 
@@ -120,8 +120,8 @@ def stock_differs(scenario: Scenario, layouts: Sequence[str]) -> str:
 
     returns: what `tpi compare` says of them.
     """
-    one, other = (scenario(STOCK, layout) for layout in layouts)
-    assert one.header().initial
-    assert one.header().initial == other.header().initial
-    assert [step.gradients for step in one.ledger()] != [step.gradients for step in other.ledger()]
-    return one.compared(other, status=1).stdout
+    first, other = (scenario(STOCK, layout) for layout in layouts)
+    assert first.header().initial
+    assert first.header().initial == other.header().initial
+    assert [step.gradients for step in first.ledger()] != [step.gradients for step in other.ledger()]
+    return first.compared(other, status=1).stdout

@@ -27,7 +27,7 @@ def folder_of(pair: Pair, home: Path) -> str:
     folder = home / pair.model
     if pair.needs_weights and not folder.exists():
         with contextlib.suppress(AssertionError, TpiError, KeyError):
-            hf_folders.make(folder, hf_folders.of(pair.model, *pair.sizes))
+            hf_folders.make(folder, hf_folders.model_section(pair.model, *pair.sizes))
     return str(folder)
 
 

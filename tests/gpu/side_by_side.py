@@ -111,11 +111,11 @@ class Trained:
     ended: dict[str, str | None]
 
     @classmethod
-    def of(cls, folder: Path, runs: Iterable[Run]) -> "Trained":
+    def where_they_fit(cls, folder: Path, runs: Iterable[Run]) -> "Trained":
         """Train those of the runs for which there are GPUs enough, as for the runs before them."""
         runs, here = list(runs), torch.cuda.device_count()
-        fit = {one.name for one in runs if one.fits(here)}
-        return cls(folder, train(folder, [one for one in runs if fit.issuperset((one.name, *one.after))]))
+        fit = {run.name for run in runs if run.fits(here)}
+        return cls(folder, train(folder, [run for run in runs if fit.issuperset((run.name, *run.after))]))
 
     def __call__(self, name: str) -> Path:
         """What a run has written. It skips the test where it needs more GPUs, and fails it where the run has failed."""
@@ -192,7 +192,9 @@ def _gpus_are_shared(count: int) -> None:
     """The launcher sees each GPU several times. A rank may be spawned, so that only its RankInfo reaches it."""
     visible, rank_infos = gpus.visible, local._rank_infos
     gpus.visible = lambda: visible() * SHARED
-    local._rank_infos = lambda *given: [replace(one, local_rank=one.rank % count) for one in rank_infos(*given)]
+    local._rank_infos = lambda *given: [
+        replace(rank_info, local_rank=rank_info.rank % count) for rank_info in rank_infos(*given)
+    ]
 
 
 def _ranks_are_forked() -> None:
@@ -208,10 +210,10 @@ def main() -> None:
     bridge.load()
     before = _ranks_are_forked if can_fork(bridge.imported_with) else lambda: None
     began = time.monotonic()
-    found = train_all(Path(sys.argv[1]), runs, names, before)
+    result = train_all(Path(sys.argv[1]), runs, names, before)
     how = "forked" if before is _ranks_are_forked else "spawned"
     print(f"{len(runs)} runs, ranks {how}: {time.monotonic() - began:.0f} s", file=sys.stderr)
-    print(json.dumps(found))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

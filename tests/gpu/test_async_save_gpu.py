@@ -67,7 +67,7 @@ def test_every_save_is_finished_and_hashed_where_it_was_written(runs):
         names = set(saved.read_manifest().files)
         assert names == set(expected.read_manifest().files)
         assert any(name.endswith(".distcp") for name in names)
-    assert [one.step for one in checkpoints.finished(runs / "async" / "checkpoints")] == [4, 8, 12]
+    assert [item.step for item in checkpoints.finished(runs / "async" / "checkpoints")] == [4, 8, 12]
 
 
 @pytest.mark.parametrize("step", (4, 8))
@@ -82,7 +82,7 @@ def test_a_resumed_run_has_the_same_bits(runs, step):
 
 def test_a_flipped_byte_is_found(runs):
     run = shutil.copytree(runs / "async", runs / "flipped")
-    shard = max((run / "checkpoints" / "iter_0000008").glob("*.distcp"), key=lambda one: one.stat().st_size)
+    shard = max((run / "checkpoints" / "iter_0000008").glob("*.distcp"), key=lambda item: item.stat().st_size)
     with shard.open("r+b") as file:
         file.seek(shard.stat().st_size // 2)
         byte = file.read(1)[0]
@@ -103,23 +103,23 @@ def test_a_killed_run_leaves_no_writer_and_no_manifest_of_an_unfinished_save(run
         time.sleep(0.002)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    while (left := _processes_with(mark)) and time.monotonic() < deadline:
+    while (remaining := _processes_with(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert left == []
+    assert remaining == []
     assert list(folder.glob("*.distcp"))
-    assert 8 not in [one.step for one in checkpoints.finished(runs / "killed" / "checkpoints")]
+    assert 8 not in [item.step for item in checkpoints.finished(runs / "killed" / "checkpoints")]
     done = tpi(runs, "train", "--resume", "killed")
     assert done.returncode == 0, done.stderr
     assert ledger(runs / "killed") == ledger(runs / "sync")
 
 
 def _processes_with(mark: str) -> list[str]:
-    found = []
+    results = []
     for process in os.listdir("/proc"):
         try:
             with open(f"/proc/{process}/environ", "rb") as file:
                 if mark.encode() in file.read():
-                    found.append(process)
+                    results.append(process)
         except OSError:
             continue
-    return found
+    return results

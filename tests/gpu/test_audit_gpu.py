@@ -42,18 +42,18 @@ def audit(folder, *arguments: str) -> tuple[int, dict, str]:
 
 @pytest.mark.parametrize("kind", ("off", "te", "full"))
 def test_a_layout_of_one_gpu_is_within_rounding(tmp_path, kind):
-    status, found, said = audit(tmp_path, *TOY, f"cuda_graph={kind}")
-    assert status == 0, f"{said}\n{found.get('text')}"
-    kinds = {one["kind"] for one in found["tensors"]}
+    status, result, message = audit(tmp_path, *TOY, f"cuda_graph={kind}")
+    assert status == 0, f"{message}\n{result.get('text')}"
+    kinds = {tensor["kind"] for tensor in result["tensors"]}
     assert {"gradients", "norm", "updates"} <= kinds
     if kind == "off":
         assert {"weights", "forward", "backward"} <= kinds
 
 
 def test_another_model_is_beyond_rounding(tmp_path):
-    status, found, said = audit(tmp_path, *TOY[:2], "cuda_graph=off", "--against", "model.rotary_base=100")
-    assert status == 1, said
-    assert found["first"]["module"] == "rotary_pos_emb"
+    status, result, message = audit(tmp_path, *TOY[:2], "cuda_graph=off", "--against", "model.rotary_base=100")
+    assert status == 1, message
+    assert result["first"]["module"] == "rotary_pos_emb"
 
 
 needs_fusion = pytest.mark.skipif(
@@ -64,9 +64,9 @@ needs_fusion = pytest.mark.skipif(
 
 @needs_fusion
 def test_experts_of_nemotron_keep_their_gradients_in_fp8(tmp_path):
-    status, found, said = audit(tmp_path, *NEMOTRON)
-    assert status == 0, f"{said}\n{found.get('text')}"
-    assert any(".experts." in one["name"] for one in found["tensors"])
+    status, result, message = audit(tmp_path, *NEMOTRON)
+    assert status == 0, f"{message}\n{result.get('text')}"
+    assert any(".experts." in tensor["name"] for tensor in result["tensors"])
 
 
 @needs_fusion
@@ -75,8 +75,8 @@ def test_experts_of_nemotron_keep_their_gradients_in_fp8(tmp_path):
 )
 def test_without_the_fix_they_do_not(tmp_path):
     """A toy's gradients in FP8 move by much with any rounding, so that their norm alone is beyond it."""
-    status, found, said = audit(tmp_path, *NEMOTRON, WITHOUT_THE_FIX)
-    assert status == 1, f"{said}\n{found.get('text')}"
-    assert found["first"]["kind"] == "norm"
-    gradients = [one for one in found["tensors"] if one["kind"] == "gradients"]
-    assert ".experts." in max(gradients, key=lambda one: one["factor"])["name"]
+    status, result, message = audit(tmp_path, *NEMOTRON, WITHOUT_THE_FIX)
+    assert status == 1, f"{message}\n{result.get('text')}"
+    assert result["first"]["kind"] == "norm"
+    gradients = [tensor for tensor in result["tensors"] if tensor["kind"] == "gradients"]
+    assert ".experts." in max(gradients, key=lambda item: item["factor"])["name"]

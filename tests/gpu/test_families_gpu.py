@@ -57,7 +57,7 @@ def runs(tmp_path_factory):
     """The steps of a run."""
     families = [_run(family, layout) for family in MODELS for layout in (*LAYOUTS, _control(family))]
     graphed = [_graphed(model, kind) for model in GRAPHS for kind in ("off", model)]
-    trained = Trained.of(tmp_path_factory.mktemp("families"), [*families, *graphed])
+    trained = Trained.where_they_fit(tmp_path_factory.mktemp("families"), [*families, *graphed])
     return lambda run: list(read(trained(run.name)).steps)
 
 

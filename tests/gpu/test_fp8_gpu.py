@@ -90,7 +90,9 @@ def _folder(name):
 
 def all_runs():
     """Every run of this file."""
-    words = {f"{group} {layout}": f"{fixed} {layout}" for group, (fixed, of) in GROUPS.items() for layout in of}
+    words = {
+        f"{group} {layout}": f"{fixed} {layout}" for group, (fixed, layouts) in GROUPS.items() for layout in layouts
+    }
     words |= {
         f"stock {group} {tp}": f"{TOY.partition(' numerics.')[0]} precision=fp8_{group} {STOCK} {tp}"
         for group in CONTROLS
@@ -103,7 +105,7 @@ def all_runs():
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    return Trained.of(tmp_path_factory.mktemp("fp8"), all_runs())
+    return Trained.where_they_fit(tmp_path_factory.mktemp("fp8"), all_runs())
 
 
 def _ledger(trained, name):
@@ -115,7 +117,9 @@ def _ledger(trained, name):
     "group, layout", [(group, layout) for group, (_, layouts) in GROUPS.items() for layout in layouts[1:]]
 )
 def test_one_ledger_for_all_layouts(trained, group, layout):
-    (header, steps), (other, its) = (_ledger(trained, f"{group} {of}") for of in (GROUPS[group][1][0], layout))
+    (header, steps), (other, its) = (
+        _ledger(trained, f"{group} {layouts}") for layouts in (GROUPS[group][1][0], layout)
+    )
     assert header.initial
     assert header.initial == other.initial
     assert header.device["fp8"] == other.device["fp8"] == (MXFP8 if "mxfp8" in group else DEFINITION)
@@ -125,7 +129,7 @@ def test_one_ledger_for_all_layouts(trained, group, layout):
 
 @pytest.mark.parametrize("group", CONTROLS)
 def test_stock_fp8_has_several(trained, group):
-    (header, steps), (other, its) = (_ledger(trained, f"stock {group} {of}") for of in STOCK_LAYOUTS)
+    (header, steps), (other, its) = (_ledger(trained, f"stock {group} {layouts}") for layouts in STOCK_LAYOUTS)
     assert header.initial
     assert header.initial == other.initial
     assert steps[0].gradients != its[0].gradients

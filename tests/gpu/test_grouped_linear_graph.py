@@ -96,8 +96,8 @@ def train(experts, recipe, told_of_first=True):
     return steps
 
 
-def same(one, other):
-    return [torch.equal(a, b) for a, b in zip(one, other, strict=True)]
+def same(first, other):
+    return [torch.equal(a, b) for a, b in zip(first, other, strict=True)]
 
 
 def replayed(recipe_name, patched, **told):

@@ -65,8 +65,8 @@ def test_a_broken_tile_is_found_and_judged_by_a_cpu(tmp_path, graphs):
     assert "wrong bits at step" in done.stderr
     assert "UUID GPU-" in done.stderr
     (file,) = (tmp_path / "run" / "guard").glob("*.evidence")
-    found, _ = evidence.read(file)
-    assert (found.found_by, found.machine) == (evidence.PRODUCT, {})
+    result, _ = evidence.read(file)
+    assert (result.found_by, result.machine) == (evidence.PRODUCT, {})
     judged = tpi(tmp_path, "check", str(file))
     assert judged.returncode == 1, judged.stderr
     assert "computed on this CPU" in judged.stdout
@@ -74,17 +74,17 @@ def test_a_broken_tile_is_found_and_judged_by_a_cpu(tmp_path, graphs):
 
 def test_the_judge_reads_what_another_stream_has_still_to_compute():
     """Bridge trains with cuda_graph=te on a stream of its own; the judge's thread copies on the default one."""
-    thread, found = Judge(), []
+    thread, actual = Judge(), []
     with torch.cuda.stream(torch.cuda.Stream()):
         for number in range(1, 4):
             result = torch.zeros(1024, device="cuda")
             torch.cuda._sleep(200_000_000)  # cycles, a tenth of a second
             result.fill_(number)
-            thread.submit(lambda result=result: found.append(set(result.cpu().tolist())))
+            thread.submit(lambda result=result: actual.append(set(result.cpu().tolist())))
             thread.begin()
     thread.wait()
     thread.close()
-    assert found == [{1.0}, {2.0}, {3.0}]
+    assert actual == [{1.0}, {2.0}, {3.0}]
 
 
 @pytest.mark.usefixtures("settings_of_a_run")

@@ -53,9 +53,9 @@ def test_a_shadow_step_names_the_rank(tmp_path, when, judge):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout.splitlines()[-1])["planted"]
-    assert said is not None
-    assert "wrong bits at step 2: forward pass of decoder.layers." in said
-    assert re.search(r"\nrank 1 on .*, UUID GPU-", said)
-    assert "one of these" not in said
-    assert judge in said
+    output = json.loads(done.stdout.splitlines()[-1])["planted"]
+    assert output is not None
+    assert "wrong bits at step 2: forward pass of decoder.layers." in output
+    assert re.search(r"\nrank 1 on .*, UUID GPU-", output)
+    assert "one of these" not in output
+    assert judge in output

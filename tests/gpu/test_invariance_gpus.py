@@ -160,26 +160,28 @@ READ = ("dense tp=1", "stock dense tp=1")
 def all_runs():
     """Every run of this file."""
     words = {
-        f"{group} {layout}": (f"{fixed} {layout}", group) for group, (fixed, of) in GROUPS.items() for layout in of
+        f"{group} {layout}": (f"{fixed} {layout}", group)
+        for group, (fixed, layouts) in GROUPS.items()
+        for layout in layouts
     }
     words |= {
         f"stock {group} {layout}": (f"{GROUPS[group][0]} {STOCK} {layout}", group)
         for group, other in CONTROLS
         for layout in ("tp=1", other)
     }
-    found = []
-    for name, (of, group) in words.items():
+    results = []
+    for name, (source, group) in words.items():
         after = (_folder(BEGIN[group]),) if group in BEGIN else ()
-        found.append(_run(name, of, after=after))
+        results.append(_run(name, source, after=after))
     for saved, layout in RESUMED.items():
         going_on = f"{layout} checkpoint.ckpt_step=2"
-        found.append(_run(f"{saved} to {layout}", going_on, after=(_folder(saved),), resumes=_folder(saved)))
+        results.append(_run(f"{saved} to {layout}", going_on, after=(_folder(saved),), resumes=_folder(saved)))
     for saved in READ:
         for numerics in ("stock", "tree"):
             start = f"checkpoint.pretrained_checkpoint={_folder(saved)}/checkpoints"
             reading = f"{TOY} iters=1 numerics={numerics} {start}"
-            found.append(_run(f"{saved} read by {numerics}", reading, after=(_folder(saved),)))
-    return found
+            results.append(_run(f"{saved} read by {numerics}", reading, after=(_folder(saved),)))
+    return results
 
 
 def _run(name, words, **fields):
@@ -192,7 +194,7 @@ def _folder(name):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    return Trained.of(tmp_path_factory.mktemp("runs"), all_runs())
+    return Trained.where_they_fit(tmp_path_factory.mktemp("runs"), all_runs())
 
 
 def _ledger(trained, name):
@@ -204,7 +206,9 @@ def _ledger(trained, name):
     "group, layout", [(group, layout) for group, (_, layouts) in GROUPS.items() for layout in layouts[1:]]
 )
 def test_one_ledger_for_all_layouts(trained, group, layout):
-    (header, steps), (other, its) = (_ledger(trained, f"{group} {of}") for of in (GROUPS[group][1][0], layout))
+    (header, steps), (other, its) = (
+        _ledger(trained, f"{group} {layouts}") for layouts in (GROUPS[group][1][0], layout)
+    )
     assert header.initial
     assert header.device.get("product") == definition(header.numerics["mode"], "gpu")
     assert header.initial == other.initial
@@ -214,7 +218,7 @@ def test_one_ledger_for_all_layouts(trained, group, layout):
 
 @pytest.mark.parametrize("group, layout", CONTROLS)
 def test_stock_has_several(trained, group, layout):
-    (header, steps), (other, its) = (_ledger(trained, f"stock {group} {of}") for of in ("tp=1", layout))
+    (header, steps), (other, its) = (_ledger(trained, f"stock {group} {layouts}") for layouts in ("tp=1", layout))
     assert header.initial
     assert header.initial == other.initial == _ledger(trained, f"{group} tp=1")[0].initial
     assert steps[0].gradients != its[0].gradients

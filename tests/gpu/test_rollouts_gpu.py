@@ -64,7 +64,7 @@ def written(tmp_path_factory):
             rollouts, out = named(model, "graphs"), named(model, name)
             command = f"score {model} {words} --against {rollouts} --tolerance 100 --out {out} --digest"
             runs.append(Run(out, command, gpus_for(words), after=(rollouts,)))
-    return Trained.of(folder, runs)
+    return Trained.where_they_fit(folder, runs)
 
 
 PAIRS = [
@@ -94,7 +94,7 @@ def rows(written, model, name):
 @pytest.mark.parametrize("model", TRAINED)
 def test_another_seed_draws_other_tokens(written, model):
     tokens, others = ([row["token_ids"] for row in rows(written, model, name)] for name in ("graphs", "seed"))
-    assert all(mine != theirs for mine, theirs in zip(tokens, others, strict=True))
+    assert all(mine != other for mine, other in zip(tokens, others, strict=True))
 
 
 @pytest.mark.parametrize("name", ("score", "score tp"))

@@ -57,7 +57,7 @@ def scored(tmp_path_factory):
             out = f"{model} {name}".replace(" ", "-")
             command = f"score {model} s.jsonl {words} --out {out}"
             runs.append(Run(out, command, gpus_for(words), after=(model,)))
-    return Trained.of(folder, runs)
+    return Trained.where_they_fit(folder, runs)
 
 
 def scores(scored, model, name):

@@ -37,7 +37,7 @@ def start(folder: Path, switch: str, size: int, gpus: range) -> list[subprocess.
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def results(tmp_path_factory):
     """(switch, tp) → case → tensors of the whole, for every tp that there are GPUs for."""
     pytest.importorskip("transformer_engine.pytorch")
     folder, there = tmp_path_factory.mktemp("te"), torch.cuda.device_count()
@@ -58,7 +58,7 @@ def found(tmp_path_factory):
             assert all(rank.returncode == 0 for rank in ranks), "\n".join(error[-2000:] for error in errors)
             held = [pickle.loads((folder / f"{switch}-{size}-{rank}.pickle").read_bytes()) for rank in range(size)]
             whole[switch, size] = {
-                case: te_cases.whole([one[str(case)] for one in held], case)
+                case: te_cases.whole([item[str(case)] for item in held], case)
                 for case in (*te_cases.CASES, *te_cases.UNSPLIT)
                 if str(case) in held[0]
             }
@@ -67,35 +67,35 @@ def found(tmp_path_factory):
 
 @pytest.mark.parametrize("tp", DEGREES[1:])
 @pytest.mark.parametrize("case", te_cases.CASES, ids=str)
-def test_every_tp_has_one_result(found, case, tp):
-    if ("1", tp) not in found:
+def test_every_tp_has_one_result(results, case, tp):
+    if ("1", tp) not in results:
         pytest.skip(f"tp={tp} needs {tp} GPUs")
-    assert te_cases.unequal(found["1", 1][case], found["1", tp][case]) == []
+    assert te_cases.unequal(results["1", 1][case], results["1", tp][case]) == []
 
 
 @pytest.mark.parametrize("tp", DEGREES[1:])
 @pytest.mark.parametrize("case", te_cases.CASES, ids=str)
-def test_switched_off_it_has_several(found, case, tp):
-    if ("0", tp) not in found:
+def test_switched_off_it_has_several(results, case, tp):
+    if ("0", tp) not in results:
         pytest.skip(f"tp={tp} needs {tp} GPUs")
     summed = "output" if case.mode == "row" else "input gradient"
-    assert summed in te_cases.unequal(found["0", 1][case], found["0", tp][case])
+    assert summed in te_cases.unequal(results["0", 1][case], results["0", tp][case])
 
 
 @pytest.mark.parametrize("tp", DEGREES)
 @pytest.mark.parametrize("case", te_cases.CASES, ids=str)
-def test_a_module_without_parallel_mode_is_the_reference(found, case, tp):
+def test_a_module_without_parallel_mode_is_the_reference(results, case, tp):
     """What Transformer Engine's own test of invariance compares with; `switched_off` is the control."""
-    if ("1", tp) not in found:
+    if ("1", tp) not in results:
         pytest.skip(f"tp={tp} needs {tp} GPUs")
-    same = te_cases.as_unsplit(case, found["1", tp][case])
-    alone = found["1", 1][te_cases.unsplit(case)]
+    same = te_cases.as_unsplit(case, results["1", tp][case])
+    alone = results["1", 1][te_cases.unsplit(case)]
     assert te_cases.unequal(same, {name: alone[name] for name in same}) == []
 
 
 @pytest.mark.parametrize("case", te_cases.CASES, ids=str)
-def test_it_computes_what_stock_computes(found, case):
+def test_it_computes_what_stock_computes(results, case):
     close = 2.0**-6 if case.dtype == torch.bfloat16 else 2.0**-18
-    for name, tensor in found["1", 1][case].items():
-        stock = found["0", 1][case][name].double()
+    for name, tensor in results["1", 1][case].items():
+        stock = results["0", 1][case][name].double()
         assert (tensor.double() - stock).norm() < close * stock.norm(), name

@@ -29,8 +29,8 @@ def stay(tmp_path: Path) -> Path:
 
 def tries(folder: Path) -> dict[str, int]:
     """NODE.TRY of the processes of `stay` that run, and their ids."""
-    found = {file.name: file.read_text().strip() for file in folder.glob("n*.*")}
-    return {name: int(pid) for name, pid in found.items() if pid and Path(f"/proc/{pid}/exe").exists()}
+    results = {file.name: file.read_text().strip() for file in folder.glob("n*.*")}
+    return {name: int(pid) for name, pid in results.items() if pid and Path(f"/proc/{pid}/exe").exists()}
 
 
 def interfaces(name: str) -> set[tuple[str, int]]:
@@ -41,11 +41,11 @@ def interfaces(name: str) -> set[tuple[str, int]]:
 
 def namespaces(name: str) -> set[tuple[str, int]]:
     """Names and when they were made, for the same reason; a namespace's number may come again."""
-    found = set()
+    results = set()
     for file in Path("/run/netns").glob(f"{name}-*"):
         with contextlib.suppress(FileNotFoundError):  # of the other cluster, which ends
-            found.add((file.name, file.stat().st_ctime_ns))
-    return found
+            results.add((file.name, file.stat().st_ctime_ns))
+    return results
 
 
 def test_nodes_are_hosts_of_their_own(cluster) -> None:
@@ -121,7 +121,7 @@ def test_stop_leaves_nothing(
         ended = subprocess.run([SCRIPT, command, *more], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         return ended.stderr
 
-    def ours() -> list[str]:
+    def own_jobs() -> list[str]:
         listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
         return [line for line in listed.splitlines() if str(folder) in line]
 
@@ -132,16 +132,16 @@ def test_stop_leaves_nothing(
         while len(tries(tmp_path)) < 2:
             time.sleep(0.05)
         name = next(line for line in (folder / "slurm.conf").read_text().splitlines() if "ClusterName" in line)[12:]
-        assert len(ours()) >= 5
+        assert len(own_jobs()) >= 5
         made = interfaces(name), namespaces(name)
         assert [len(each) for each in made] == [1 + 3, 3]  # the bridge, and of each node
         daemon = int((folder / "slurmctld.pid").read_text())
         os.kill(daemon, signal.SIGKILL)  # as a run of the tests that was killed may leave it
     finally:
-        said = script("stop", str(folder))
-    assert said == ""
+        message = script("stop", str(folder))
+    assert message == ""
     assert tries(tmp_path) == {}
-    assert ours() == []
+    assert own_jobs() == []
     assert made[0] & interfaces(name) == made[1] & namespaces(name) == set()
     assert f"no cluster runs in {folder}" in script("stop", str(folder))
 

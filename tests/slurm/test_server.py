@@ -21,7 +21,7 @@ def _told() -> None:
         (folder / f"{socket.gethostname()}.signal").write_text(str(number))
 
     signal.signal(signal.SIGUSR1, note)
-    found = {
+    results = {
         "host": socket.gethostname(),
         "address": socket.gethostbyname(socket.gethostname()),
         "private": [file.name for file in Path(os.environ["PRIVATE"]).iterdir()],
@@ -30,7 +30,7 @@ def _told() -> None:
         "pid": os.getpid(),
     }
     file = folder / f"{socket.gethostname()}.json"
-    file.with_suffix(".new").write_text(json.dumps(found))
+    file.with_suffix(".new").write_text(json.dumps(results))
     file.with_suffix(".new").rename(file)
     print("out of", socket.gethostname())
     while ending == "wait":
@@ -58,13 +58,13 @@ def test_it_runs_on_the_node_with_the_words_streams_and_status_of_the_task(
     monkeypatch.chdir(tmp_path)
     cluster.run("srun", "--nodes=2", "--ntasks-per-node=1", "bash", "-c", f"touch {private}/of-$(hostname)")
     words = (python, "-m", "tp_invariant_recipes", tmp_path, "0")
-    said = cluster.run("srun", "--nodes=2", "--ntasks-per-node=1", *words)
-    assert sorted(said.splitlines()) == ["out of n1", "out of n2"]
-    one, two = (json.loads((tmp_path / f"{node}.json").read_text()) for node in ("n1", "n2"))
-    assert (one["host"], one["private"], one["folder"]) == ("n1", ["of-n1"], str(tmp_path))
-    assert (two["host"], two["private"], two["folder"]) == ("n2", ["of-n2"], str(tmp_path))
-    assert {one["task"], two["task"]} == {"0", "1"}
-    assert one["address"] != two["address"]
+    message = cluster.run("srun", "--nodes=2", "--ntasks-per-node=1", *words)
+    assert sorted(message.splitlines()) == ["out of n1", "out of n2"]
+    first, second = (json.loads((tmp_path / f"{node}.json").read_text()) for node in ("n1", "n2"))
+    assert (first["host"], first["private"], first["folder"]) == ("n1", ["of-n1"], str(tmp_path))
+    assert (second["host"], second["private"], second["folder"]) == ("n2", ["of-n2"], str(tmp_path))
+    assert {first["task"], second["task"]} == {"0", "1"}
+    assert first["address"] != second["address"]
     for ending, status in (("3", 3), ("kill", 137)):
         ended = cluster.ended("srun", "--nodes=1", *words[:-1], ending)
         assert ended.returncode == status, ended.stderr
@@ -77,12 +77,12 @@ def test_signals_reach_it_and_it_does_not_outlive_its_task(
     script = tmp_path / "job.sh"
     script.write_text(f"#!/bin/bash\nsrun {python} -m tp_invariant_recipes {tmp_path} wait\n")
     job = cluster.run("sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "--output=/dev/null", script)
-    found = [tmp_path / f"{node}.json" for node in ("n1", "n2")]
-    cluster.until(lambda: all(file.exists() for file in found))
-    pids = [json.loads(file.read_text())["pid"] for file in found]
+    results = [tmp_path / f"{node}.json" for node in ("n1", "n2")]
+    cluster.until(lambda: all(file.exists() for file in results))
+    pids = [json.loads(file.read_text())["pid"] for file in results]
     assert all(map(alive, pids))
     cluster.run("scancel", "--signal=USR1", job)
-    cluster.until(lambda: all(file.with_suffix(".signal").exists() for file in found))
+    cluster.until(lambda: all(file.with_suffix(".signal").exists() for file in results))
     assert all(map(alive, pids))
     cluster.run("scancel", "--signal=KILL", job)
     cluster.until(lambda: not any(map(alive, pids)))

@@ -201,8 +201,8 @@ def test_a_matrix_is_judged_by_a_job_whose_exit_status_is_the_verdict(tpi, clust
     assert "different: tp=2 computed other bits" in (tpi("jobs", "stock").stdout + verdict["text"])
     # As on another cluster, which has only the certificate.
     assert tpi("certify", "tree/tp1", "--out", "tree.tpicert").status == 0
-    one = ("qwen3_toy", "tp=2", "seq=32", "model.num_layers=1", "iters=20", "--verify", "--against", "tree.tpicert")
-    there = submit(*one, "numerics=tree", "--dir", "there")
+    single = ("qwen3_toy", "tp=2", "seq=32", "model.num_layers=1", "iters=20", "--verify", "--against", "tree.tpicert")
+    there = submit(*single, "numerics=tree", "--dir", "there")
     assert tpi("wait", there).status == 0
     assert "as tree" in json.loads((tpi.folder / "there" / "verify.json").read_text())["text"]
 
@@ -215,20 +215,20 @@ def test_a_sweep_is_an_array_whose_last_job_lists_the_runs(tpi, cluster, submit)
     array, lister = json.loads((tpi.folder / "rates" / "submission.json").read_text())["jobs"]
     assert (array["id"], array["role"], lister["role"]) == (job, "cells", "judge")
     assert [cluster.state(f"{job}_{task}") for task in range(2)] == ["COMPLETED"] * 2
-    found = json.loads((tpi.folder / "rates" / "sweep.json").read_text())
-    assert [(row["label"], row["steps"], row["state"]) for row in found["rows"]] == [
+    result = json.loads((tpi.folder / "rates" / "sweep.json").read_text())
+    assert [(row["label"], row["steps"], row["state"]) for row in result["rows"]] == [
         (f"seed={seed}", 3, "completed") for seed in (1, 2)
     ]
-    first, second = (row["loss"]["bits"] for row in found["rows"])
+    first, second = (row["loss"]["bits"] for row in result["rows"])
     assert first != second
     assert "2 runs side by side" in (tpi.folder / "rates" / "report.html").read_text()
     shown = tpi("sweep", "--results", "rates", status=0)
-    for row in found["rows"]:
+    for row in result["rows"]:
         assert re.search(rf"{row['label']} +1 +3 +{row['loss']['value']:.8g}", shown.stdout), shown.stdout
-    assert found["text"] in shown.stdout
+    assert result["text"] in shown.stdout
     # The job's own log has the same table.
     log = (tpi.folder / "rates" / "logs" / f"job-{lister['id']}.log").read_text()
-    assert found["text"] in log
+    assert result["text"] in log
 
 
 @pytest.mark.release  # in `make test`: tests/distributed/runs/test_nodes.py: gives up after its tries

@@ -100,15 +100,17 @@ def test_a_file_system_that_cannot_sync_folders_is_no_reason_to_fail(tmp_path, m
 def test_no_other_module_writes_beside_a_file_and_renames():
     """But data/files.py, which publishes a pair of files in order, and checkpoints.py, which moves folders aside.
 
-    export/rank.py names shards once their number is known. score/output.py publishes lines that were appended.
+    export/rank.py names shards once their number is known. score/output.py publishes lines that were appended,
+    and score/vocabulary.py what lies beside them.
     """
     package = Path(tp_invariant_recipes.__file__).parent
     renames = re.compile(r"os\.(replace|rename)\(|\.rename\(|\.new\"")
-    found = {str(path.relative_to(package)) for path in package.rglob("*.py") if renames.search(path.read_text())}
-    assert found == {
+    results = {str(path.relative_to(package)) for path in package.rglob("*.py") if renames.search(path.read_text())}
+    assert results == {
         "files.py",
         "data/files.py",
         "runs/checkpoints.py",
         "features/export/rank.py",
         "features/score/output.py",
+        "features/score/vocabulary.py",
     }

@@ -18,7 +18,7 @@ from tp_invariant_recipes.launch import plan, ranks
 from tp_invariant_recipes.ledger.record import LedgerWriter
 from tp_invariant_recipes.runs.run_dir import RunDir
 
-ONE, OTHER = "0" * 32, "1" * 32  # digests
+DIGEST, OTHER = "0" * 32, "1" * 32  # digests
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\x7f"
 CONTROLS = ("\x1b", "\x07", "\x9b", "\x7f", "\u202e")
 
@@ -27,7 +27,7 @@ CONTROLS = ("\x1b", "\x07", "\x9b", "\x7f", "\u202e")
 def test_no_control_character_is_left_and_other_text_is(text):
     shown = visible(text)
     shown.encode()  # no lone surrogate
-    assert not any(one in shown for one in CONTROLS)
+    assert not any(control in shown for control in CONTROLS)
     if text.isprintable():
         assert shown == text
     assert "\n" not in one_line(text)
@@ -41,7 +41,7 @@ def test_a_control_character_shows_as_its_escape():
 def clean(ended) -> None:
     """Nothing that a command printed controls a terminal, and it did print what was planted."""
     for text in (ended.out, ended.err):
-        assert not any(one in text for one in CONTROLS), repr(text)
+        assert not any(control in text for control in CONTROLS), repr(text)
     assert "\\x1b" in ended.out + ended.err or "\\u001b" in ended.out + ended.err
 
 
@@ -51,7 +51,7 @@ def write_run_of(folder, name: str, header, **changes) -> None:
         for step in (1, 2, 3):
             whole = record(step, traced=True)
             digests = {
-                kind: {name: getattr(whole, kind).get(name, ONE) for name in header.digested(kind)}
+                kind: {name: getattr(whole, kind).get(name, DIGEST) for name in header.digested(kind)}
                 for kind in ("gradients", "weights")
             }
             writer.append(replace(whole, **(digests | (changes if step == 2 else {}))))
@@ -66,7 +66,7 @@ def runs_folder(tmp_path, monkeypatch):
 
 
 def with_evil_module(digest: str) -> dict:
-    return {"trace": tuple(replace(one, module=one.module + EVIL, digest=digest) for one in trace(2))}
+    return {"trace": tuple(replace(item, module=item.module + EVIL, digest=digest) for item in trace(2))}
 
 
 def weighed(digest: str) -> dict:
@@ -83,8 +83,8 @@ PLANTED = {
     "a value of the layout": ("b", replace(HEADER, layout={"tp": EVIL}), {}, HEADER, {}),
     "a version": ("b", replace(HEADER, versions={"torch": EVIL}), {}, HEADER, {}),
     "a note": ("b", replace(HEADER, notes={EVIL: EVIL}), {}, HEADER, {}),
-    "a parameter": ("b", OWNED, weighed(ONE), OWNED, weighed(OTHER)),
-    "a trace": ("b", HEADER, with_evil_module(ONE), HEADER, with_evil_module(OTHER)),
+    "a parameter": ("b", OWNED, weighed(DIGEST), OWNED, weighed(OTHER)),
+    "a trace": ("b", HEADER, with_evil_module(DIGEST), HEADER, with_evil_module(OTHER)),
     "diverged": ("b", HEADER, DIVERGED, HEADER, {}),
     "a label": (f"b{EVIL}", HEADER, {"loss": "f32:3f800000"}, HEADER, {}),
 }
@@ -104,7 +104,7 @@ def test_names_with_control_characters_are_refused(cli, tmp_path, monkeypatch, w
         ended = cli(*command)
         assert ended.status == 2
         assert "ledger.jsonl line" in ended.out + ended.err
-        assert not any(one in ended.out + ended.err for one in CONTROLS)
+        assert not any(control in ended.out + ended.err for control in CONTROLS)
 
 
 READ = [where for where in PLANTED if where not in REFUSED]
@@ -135,7 +135,7 @@ def test_a_page_shows_what_was_planted_as_text_and_no_control_character(cli, run
     assert reported.status == 0, reported.err
     page = (runs_folder / "page.html").read_text()
     for text in (reported.out, reported.err, page):
-        assert not any(one in text for one in CONTROLS)
+        assert not any(control in text for control in CONTROLS)
     assert "tp\\x1b]0;owned" in page
 
 
@@ -212,7 +212,7 @@ def test_commands_print_through_one_module(file):
 
 def other_prints(source: str) -> set[str]:
     """Calls that print in another way."""
-    calls = {ast.unparse(one.func) for one in ast.walk(ast.parse(source)) if isinstance(one, ast.Call)}
+    calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)}
     return calls & {"print", "Console", "typer.echo", "typer.secho", "click.echo", "sys.stdout.write"}
 
 

@@ -20,13 +20,13 @@ def test_nothing_else_makes_a_plural_of_a_number():
     own = re.compile(r"""['"]s['"] (if|\*)|==? 1 else f?['"]\{?\w*\}? ?(steps|ranks|runs|parameters)\b""")
     assert own.search("""f"{n} run{'s' * (n != 1)}" """), "the control"
     root = Path(tp_invariant_recipes.__file__).parent
-    found = [
+    results = [
         f"{file.name}: {line}"
         for file in root.rglob("*.py")
         for line in file.read_text().splitlines()
         if own.search(line)
     ]
-    assert [line for line in found if not line.startswith(("plural.py", *ELSEWHERE))] == []
+    assert [line for line in results if not line.startswith(("plural.py", *ELSEWHERE))] == []
 
 
 # A noun without its number beside it.

@@ -41,10 +41,10 @@ VALUE = {"pass": 1, "rows": [{"mode": "tree", "other": 2}], "part": {"mode": "tr
 
 
 def test_a_mapping_becomes_a_record_and_unknown_keys_are_ignored():
-    found = checked(Whole, VALUE)
-    assert found == Whole(1, (Named("tree"),), {"mode": "tree", "other": 2})
-    assert checked(Whole, found.as_json()) == found
-    assert list(found.as_json()) == ["pass", "rows", "part", "seconds"]
+    result = checked(Whole, VALUE)
+    assert result == Whole(1, (Named("tree"),), {"mode": "tree", "other": 2})
+    assert checked(Whole, result.as_json()) == result
+    assert list(result.as_json()) == ["pass", "rows", "part", "seconds"]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ SET_BY_CONF = {"ddp": {"grad_reduce_in_fp32"}, "dataset": {"reset_position_ids",
 # Fields without a default.
 REQUIRED = {"comm_overlap": {"tp_comm_overlap": False}, "dataset": {"random_seed": 1, "seq_length": 32}}
 # What else a container has. `mixed_precision` is one name, and a table has the fields of `model`.
-APART = {"model", "mixed_precision", *recipe_layer.OTHER_FIELDS}
+OTHER_SECTIONS = {"model", "mixed_precision", *recipe_layer.OTHER_FIELDS}
 
 
 def classes(section: str) -> list[type]:
@@ -37,7 +37,7 @@ def defaults(section: str, cls: type) -> dict:
 def test_every_section_of_a_container_has_a_table():
     from megatron.bridge.training.config import ConfigContainer
 
-    assert {field.name for field in dataclasses.fields(ConfigContainer)} == SECTIONS.keys() | APART
+    assert {field.name for field in dataclasses.fields(ConfigContainer)} == SECTIONS.keys() | OTHER_SECTIONS
 
 
 @pytest.mark.parametrize("section", SECTIONS)

@@ -206,12 +206,12 @@ def test_the_provider_is_the_one_bridge_derives_from_hugging_face(model):
 
     kind, fields = HUGGING_FACE[model]
     config = getattr(transformers, f"{kind}Config")(architectures=[f"{kind}ForCausalLM"], **fields)
-    theirs = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
-    ours = build(model, "numerics=stock", "cuda_graph=off").model
-    assert type(ours) is type(theirs)
-    different = differing(theirs, ours)
+    expected = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
+    actual = build(model, "numerics=stock", "cuda_graph=off").model
+    assert type(actual) is type(expected)
+    different = differing(expected, actual)
     assert {name: pair for name, pair in different.items() if name not in NOT_ARCHITECTURE} == {}
-    assert ours.vocab_size == theirs.vocab_size == fields["vocab_size"]
+    assert actual.vocab_size == expected.vocab_size == fields["vocab_size"]
 
 
 NEMOTRON_MAY_DIFFER = NOT_ARCHITECTURE | {
@@ -236,14 +236,14 @@ NEMOTRON_MAY_DIFFER = NOT_ARCHITECTURE | {
 def test_nemotron_is_the_model_of_bridges_recipe():
     from megatron.bridge.recipes.nemotronh.h100 import nemotron_3_nano
 
-    theirs = nemotron_3_nano.nemotron_3_nano_pretrain_8gpu_h100_bf16_config()
-    ours = build("nemotron3_nano", "numerics=stock")
-    assert type(ours.model) is type(theirs.model)
-    different = differing(theirs.model, ours.model)
+    expected = nemotron_3_nano.nemotron_3_nano_pretrain_8gpu_h100_bf16_config()
+    actual = build("nemotron3_nano", "numerics=stock")
+    assert type(actual.model) is type(expected.model)
+    different = differing(expected.model, actual.model)
     assert {name: pair for name, pair in different.items() if name not in NEMOTRON_MAY_DIFFER} == {}
-    assert len(ours.model.hybrid_layer_pattern) == theirs.model.num_layers == 52
+    assert len(actual.model.hybrid_layer_pattern) == expected.model.num_layers == 52
     for field in ("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad"):
-        assert getattr(ours.optimizer, field) == getattr(theirs.optimizer, field), field
+        assert getattr(actual.optimizer, field) == getattr(expected.optimizer, field), field
 
 
 @pytest.mark.parametrize("toy, real", (("qwen3_moe_toy", "qwen3_30b_a3b"), ("nemotron3_nano_toy", "nemotron3_nano")))
@@ -261,11 +261,11 @@ def test_every_section_is_one_of_bridges_and_of_bridges_none_is_forgotten():
     from megatron.bridge.training.config import ConfigContainer
 
     hints = {f.name for f in dataclasses.fields(ConfigContainer)}
-    ours = schema.BRIDGE_SECTIONS.keys() | {"mixed_precision"}
-    assert ours <= hints
-    assert hints - ours == {"env_vars", "optimizer_config_override_provider", "_checkpoint_load_required"}
+    actual = schema.BRIDGE_SECTIONS.keys() | {"mixed_precision"}
+    assert actual <= hints
+    assert hints - actual == {"env_vars", "optimizer_config_override_provider", "_checkpoint_load_required"}
     tree = compose("qwen3_toy").config.sections
-    for section in ours:
+    for section in actual:
         assert schema.fields(schema.section_class(section, tree)), section
 
 
@@ -309,8 +309,8 @@ SPELLINGS = (
 
 @pytest.mark.parametrize("override, section, field, value", SPELLINGS, ids=[row[0] for row in SPELLINGS])
 def test_a_value_has_the_type_of_its_field_however_it_is_spelt(override, section, field, value):
-    found = compose("qwen3_toy", [override], device="cpu").config.sections[section][field]
-    assert (type(found), found) == (type(value), value)
+    result = compose("qwen3_toy", [override], device="cpu").config.sections[section][field]
+    assert (type(result), result) == (type(value), value)
 
 
 def test_what_follows_a_field_of_bridges_follows():
@@ -358,10 +358,10 @@ def test_a_mistake_is_one_line_that_names_the_field(override, says, capfd):
 
 
 def test_all_mistakes_are_said_at_once():
-    found = problems("qwen3_toy", "tpp=2", "model.num_layer=3", "optimizer.clip_grad=x", "lr=y", "data=texxt", "pp=3")
+    actual = problems("qwen3_toy", "tpp=2", "model.num_layer=3", "optimizer.clip_grad=x", "lr=y", "data=texxt", "pp=3")
     for beginning in ("tpp=2:", "lr=y:", "data=texxt:", "model.num_layer:", "optimizer.clip_grad=x:", "pp=3 does not"):
-        assert sum(problem.startswith(beginning) for problem in found) == 1, beginning
-    assert len(found) == 6
+        assert sum(problem.startswith(beginning) for problem in actual) == 1, beginning
+    assert len(actual) == 6
 
 
 def test_mistakes_in_conf_are_found_when_the_container_is_built():
@@ -531,10 +531,10 @@ def test_bridges_own_command_line_takes_the_overrides_that_are_shown(model):
 
     shown = compose(model, ["tp=2", "lr=1e-3", "seed=7", "dp=2", "gbs=8"], device="gpu").config
     lines = [line for line in describe.bridge_overrides(shown) if not line.startswith("mixed_precision=")]
-    theirs = process_config_with_overrides(build(model), cli_overrides=lines)
-    ours = container.build(shown)
+    expected = process_config_with_overrides(build(model), cli_overrides=lines)
+    actual = container.build(shown)
     for section in describe.BRIDGE_SECTIONS.keys() & shown.sections.keys():
-        different = differing(getattr(theirs, section), getattr(ours, section))
+        different = differing(getattr(expected, section), getattr(actual, section))
         # Bridge leaves an enum's name and an empty tuple's list to be converted later.
         different = {n: p for n, p in different.items() if str(p[1]).split(".")[-1] != p[0] and any(p)}
         assert different.keys() <= {"vocab_size"}, section  # the NullTokenizer's convention, which only we know
@@ -558,13 +558,13 @@ def test_the_examples_in_the_help_are_right(words, tmp_path):
     words = " ".join(words).replace("--trace ", "ledger.trace=").partition(" --key ")[0].split()
     model, *overrides = [word for word in words if not word.startswith("--")]
     if model == "weights=~/models/mine":
-        folder = hf_folders.make(tmp_path / "mine", hf_folders.of("qwen3_toy"))
+        folder = hf_folders.make(tmp_path / "mine", hf_folders.model_section("qwen3_toy"))
         model, overrides = with_model(f"weights={folder}", overrides)
     assert compose(model, overrides, device="gpu").model == model
 
 
 def test_a_key_of_the_command_line_stands_in_the_place_of_the_folders_size(tmp_path):
-    folder = hf_folders.make(tmp_path / "mine", hf_folders.of("qwen3_toy"))
+    folder = hf_folders.make(tmp_path / "mine", hf_folders.model_section("qwen3_toy"))
     _, sizes = with_model(f"weights={folder}", [])
     changed = next(size for size in sizes if size.startswith("model.num_layers="))
     _, both = with_model(f"weights={folder}", ["++model.num_layers=7", "tp=2"])

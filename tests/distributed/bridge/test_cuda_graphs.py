@@ -199,9 +199,9 @@ def test_gather_has_no_fp8():
 
 
 def test_fp8_is_a_whole_class_of_which_fields_can_be_set():
-    found = composed("nemotron3_nano_toy", "precision=fp8_tensorwise", "mixed_precision.fp8_wgrad=false")
+    result = composed("nemotron3_nano_toy", "precision=fp8_tensorwise", "mixed_precision.fp8_wgrad=false")
     fields = ("bf16", "fp8", "fp8_recipe", "fp8_wgrad")
-    assert [found["mixed_precision"][name] for name in fields] == [True, "hybrid", "tensorwise", False]
+    assert [result["mixed_precision"][name] for name in fields] == [True, "hybrid", "tensorwise", False]
 
 
 @pytest.mark.parametrize(

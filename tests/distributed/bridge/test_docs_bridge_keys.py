@@ -25,14 +25,14 @@ def named(text: str) -> set[tuple[str, str]]:
 @cache
 def known() -> frozenset[tuple[str, str]]:
     """Every `section` and `field` of some model's configuration."""
-    found = set()
+    results = set()
     trees = [compose(model, device="gpu").config.sections for model in MODELS]
     trees.append(compose("qwen3_toy", parse_all(["peft=lora", "weights=folder"]), device="gpu").config.sections)
     for tree in trees:
         for section in schema.BRIDGE_SECTIONS.keys() & tree.keys():
-            found |= {(section, name) for name in schema.fields(schema.section_class(section, tree))}
-    found |= {("dataset", name) for name in schema.fields(schema.bridge_class(schema.SFT_DATASET))}
-    return frozenset(found)
+            results |= {(section, name) for name in schema.fields(schema.section_class(section, tree))}
+    results |= {("dataset", name) for name in schema.fields(schema.bridge_class(schema.SFT_DATASET))}
+    return frozenset(results)
 
 
 def unknown(keys: set[tuple[str, str]]) -> set[tuple[str, str]]:

@@ -20,7 +20,7 @@ def runs(command: str) -> list[tuple[str, list[str]]]:
         overrides.append("numerics=stock")  # its default
     pairs = [override.split("=", 1) for override in overrides]
     each = [[f"{key}={value}" for value in _values(text)] for key, text in pairs]
-    return [(model, [*one]) for one in product(*each)]
+    return [(model, [*item]) for item in product(*each)]
 
 
 def _values(text: str) -> list[str]:

@@ -116,17 +116,17 @@ PROGRAMS = pytest.mark.parametrize(
 
 @PROGRAMS
 def test_a_plain_program_has_one_result(bridge, bf16, fields, steps):
-    one, two = (on_ranks(t, V, switched, "1", program, bf16, fields, steps) for t in (1, 2))
-    assert all(rank[0] == one[0][0] for rank in two)
-    a, b = (put_together([weights for _, weights in ranks]) for ranks in (one, two))
+    first, second = (on_ranks(t, V, switched, "1", program, bf16, fields, steps) for t in (1, 2))
+    assert all(rank[0] == first[0][0] for rank in second)
+    a, b = (put_together([weights for _, weights in ranks]) for ranks in (first, second))
     assert a.keys() == b.keys()
     assert [name for name in a if not same_bits(a[name], b[name])] == []
 
 
 @PROGRAMS
 def test_without_the_switch_it_has_several(bridge, bf16, fields, steps):
-    one, two = (on_ranks(t, V, switched, "0", program, bf16, fields, steps) for t in (1, 2))
-    a, b = (put_together([weights for _, weights in ranks]) for ranks in (one, two))
+    first, second = (on_ranks(t, V, switched, "0", program, bf16, fields, steps) for t in (1, 2))
+    a, b = (put_together([weights for _, weights in ranks]) for ranks in (first, second))
     assert [name for name in a if not same_bits(a[name], b[name])]  # a loss is one number: a rounding may hide it
 
 
@@ -147,12 +147,12 @@ def test_all_that_is_not_covered_is_said_at_once(bridge):
         "cross_entropy_loss_fusion": True,
     }  # fmt: skip
     (problems,) = on_ranks(1, V, switched, "1", _refused, fields, "learned_absolute")
-    said = (
+    message = (
         "of norms only RMSNorm and LayerNorm", "dropout", "fused cross entropy",
         "TPI_SHARDS=4 does not divide num_query_groups=2", "position_embedding_type=learned_absolute",
     )  # fmt: skip
-    assert len(problems) == len(said)
-    assert all(any(text in problem for problem in problems) for text in said)
+    assert len(problems) == len(message)
+    assert all(any(text in problem for problem in problems) for text in message)
 
 
 # Fields of DistributedDataParallelConfig and OptimizerConfig that are not covered, and the value that is.

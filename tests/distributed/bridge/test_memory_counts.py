@@ -59,13 +59,13 @@ def _config(words, degree):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("degree", (1, 2))
 def test_the_estimate_has_every_parameter(families, monkeypatch, degree):
-    found, *_ = on_ranks(degree, 2, _built, MODELS)
+    result, *_ = on_ranks(degree, 2, _built, MODELS)
     counted = lambda words: memory.estimate(_config(words, degree)).parts[WEIGHTS] // 2  # noqa: E731
-    assert dict(zip(MODELS, found, strict=True)) == {words: counted(words) for words in MODELS}
+    assert dict(zip(MODELS, result, strict=True)) == {words: counted(words) for words in MODELS}
     if degree == 1:
-        assert found == [size.parameters(_config(words, 1).shape) for words in MODELS]
+        assert result == [size.parameters(_config(words, 1).shape) for words in MODELS]
     monkeypatch.setattr(size, "positions", lambda model: size.Weights())  # the control
-    assert counted(LEARNED) < found[MODELS.index(LEARNED)]
+    assert counted(LEARNED) < result[MODELS.index(LEARNED)]
 
 
 def _counting() -> None:
@@ -102,8 +102,8 @@ def _both(tpi, words):
     tpi("train", *words.split(), "iters=2", "ledger.digests=0", before=_counting, status=0)
     model, *more = words.split()
     parts = estimate(model, " ".join(more), device="cpu").parts
-    found = json.loads((tpi.folder / "counts-0.json").read_text())
-    return found, {part: parts[part] for part in found}
+    results = json.loads((tpi.folder / "counts-0.json").read_text())
+    return results, {part: parts[part] for part in results}
 
 
 LONGER = "seq=256 model.num_layers=2 model.kv_channels=32"
@@ -125,8 +125,8 @@ ROWS = (
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("words", ROWS)
 def test_states_are_exact(tpi, words):
-    found, expected = _both(tpi, words)
-    assert found == expected
+    result, expected = _both(tpi, words)
+    assert result == expected
     if MUON in words:  # the control
         model, *more = words.replace(MUON, "").split()
         assert estimate(model, " ".join(more), device="cpu").parts[OPTIMIZER] > 1.1 * expected[OPTIMIZER]

@@ -141,11 +141,11 @@ def test_what_cannot_be_placed_is_listed():
 
     with pytest.raises(RunError) as caught:
         Shards([Model(tensors, describe)])
-    said = str(caught.value)
-    assert "copied: not a view of any tensor of the model" in said
-    assert "forgotten: 0 of 16 elements are placed" in said
-    assert "partly: 8 of 16 elements are placed" in said
-    assert "ledger.digests=0" in said
+    message = str(caught.value)
+    assert "copied: not a view of any tensor of the model" in message
+    assert "forgotten: 0 of 16 elements are placed" in message
+    assert "partly: 8 of 16 elements are placed" in message
+    assert "ledger.digests=0" in message
 
 
 def test_gradients_are_read_where_megatron_keeps_them():

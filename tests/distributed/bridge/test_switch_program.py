@@ -69,16 +69,16 @@ def lines(program, size, switch):
 
 @pytest.mark.release
 def test_it_has_one_result(bridge, program):
-    one, two = (lines(program, size, "1") for size in (1, 2))
-    assert len(one) == 3
-    assert one == two
+    first, second = (lines(program, size, "1") for size in (1, 2))
+    assert len(first) == 3
+    assert first == second
 
 
 @pytest.mark.release
 def test_without_the_switch_it_has_several(bridge, program):
-    one, two = (lines(program, size, "0") for size in (1, 2))
-    assert len(one) == len(two) == 3
-    assert one != two
+    first, second = (lines(program, size, "0") for size in (1, 2))
+    assert len(first) == len(second) == 3
+    assert first != second
 
 
 @pytest.mark.release
@@ -90,7 +90,7 @@ def test_torchrun_prints_the_same(bridge, program):
         env=os.environ | {"NVTE_TP_INVARIANT_MODE": "1", "TPI_SHARDS": "8", "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    again = program.parent / "again"
-    again.mkdir()
-    (again / program.name).write_text(program.read_text())
-    assert LINE.findall(done.stdout) == lines(again / program.name, 1, "1")
+    repeated = program.parent / "again"
+    repeated.mkdir()
+    (repeated / program.name).write_text(program.read_text())
+    assert LINE.findall(done.stdout) == lines(repeated / program.name, 1, "1")

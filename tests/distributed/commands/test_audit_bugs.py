@@ -13,7 +13,7 @@ FP8 = f"{DENSE} seq=128 gbs=1 tp=2 numerics=tree precision=fp8_tensorwise model.
 LAYER = "decoder.layers.0"
 ATTENTION, MLP = f"{LAYER}.self_attention", f"{LAYER}.mlp"
 DOUBLED, HALVED = "constant ratio 2 (added twice)", "constant ratio 0.5 (half is missing)"
-SUM, MEAN = (f"each rank has a part: the {one} over 2 ranks is right" for one in ("sum", "mean"))
+SUM, MEAN = (f"each rank has a part: the {name} over 2 ranks is right" for name in ("sum", "mean"))
 
 
 def release(*row: object) -> object:
@@ -99,13 +99,15 @@ BUGS = (
 @pytest.mark.parametrize("bug, words, kind, module, shape", BUGS)
 def test_a_planted_bug_is_named_at_its_module(tpi, bug, words, kind, module, shape):
     done = tpi("audit", *words.split(), "device=cpu", "--json", "--dir", "audit", before=bug, status=1)
-    found = json.loads(done.stdout)
-    first = found["first"]
+    result = json.loads(done.stdout)
+    first = result["first"]
     assert (first["kind"], first["module"]) == (kind, module)
-    assert first["factor"] is None or first["factor"] > 1.5 * found["margin"]
+    assert first["factor"] is None or first["factor"] > 1.5 * result["margin"]
     assert shape is None or first["shape"] == shape
-    before = [one for one in found["tensors"][: [one["name"] for one in found["tensors"]].index(first["name"])]]
-    assert not any(one["beyond"] for one in before)
+    before = [
+        tensor for tensor in result["tensors"][: [tensor["name"] for tensor in result["tensors"]].index(first["name"])]
+    ]
+    assert not any(item["beyond"] for item in before)
 
 
 # The largest factor of them is 1.8, that of fp32 (docs/audit.md). In `make test`: what comes before a bug.
@@ -146,11 +148,11 @@ QUIET = (
 @pytest.mark.parametrize("words", QUIET)
 def test_a_right_layout_is_within_rounding(tpi, words):
     done = tpi("audit", *words.split(), "device=cpu", "--json", "--dir", "audit", status=0)
-    found = json.loads(done.stdout)
-    assert found["verdict"] == "within rounding"
+    result = json.loads(done.stdout)
+    assert result["verdict"] == "within rounding"
     # Each context-parallel rank has positions of its own.
-    assert found["not_compared"] == (["forward/rotary_pos_emb/output"] if "cp=2" in words else [])
-    assert max(one["factor"] for one in found["tensors"]) < 0.6 * found["margin"]
-    assert {one["kind"] for one in found["tensors"]} == {
+    assert result["not_compared"] == (["forward/rotary_pos_emb/output"] if "cp=2" in words else [])
+    assert max(tensor["factor"] for tensor in result["tensors"]) < 0.6 * result["margin"]
+    assert {tensor["kind"] for tensor in result["tensors"]} == {
         "weights", "forward", "backward", "gradients", "norm", "updates", "reports",
     }  # fmt: skip

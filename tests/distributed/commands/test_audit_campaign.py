@@ -94,9 +94,9 @@ def test_a_resumed_campaign_audits_what_is_pending(here, monkeypatch):
     trials = [Trial(**trial) for trial in first["trials"][:-1]]
     original = campaign.State
     monkeypatch.setattr(campaign, "State", lambda model, overrides: original(model, overrides, trials))
-    again, other = ran(here, monkeypatch, lambda cell: True)
+    second, other = ran(here, monkeypatch, lambda cell: True)
     assert other.started == answers.started[-1:]
-    assert again["pending"] == 0
+    assert second["pending"] == 0
 
 
 def test_a_fault_is_shrunk_while_another_audit_runs_and_found_once(here, monkeypatch):

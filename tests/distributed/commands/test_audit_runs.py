@@ -13,20 +13,20 @@ from tp_invariant_recipes.features.audit.campaign import _write_texts
 SMALL = ("qwen3_toy", "model.num_layers=1", "seq=32", "gbs=2", "device=cpu")
 
 
-def found(shared, directory: str) -> dict:
+def audit_result(shared, directory: str) -> dict:
     return json.loads((shared.folder / directory / "audit.json").read_text())
 
 
 @pytest.mark.release
 def test_the_same_arithmetic_is_equal_and_leaves_two_files(shared):
-    again = ("--against", "model.recompute_granularity=selective", "--steps", "2")
-    done = shared("audit", *SMALL, *again, "--dir", "same", status=0)
+    repeated = ("--against", "model.recompute_granularity=selective", "--steps", "2")
+    done = shared("audit", *SMALL, *repeated, "--dir", "same", status=0)
     assert re.search("within rounding: .* of steps 1 to 2", done.stdout)
-    left = ["audit.html", "audit.json", "index-cache", "write.lock"]
-    assert sorted(p.name for p in (shared.folder / "same").iterdir()) == left
-    result = found(shared, "same")
-    assert {one["factor"] for one in result["tensors"]} == {0.0}
-    assert {one["step"] for one in result["tensors"]} == {1, 2}
+    remaining = ["audit.html", "audit.json", "index-cache", "write.lock"]
+    assert sorted(p.name for p in (shared.folder / "same").iterdir()) == remaining
+    result = audit_result(shared, "same")
+    assert {tensor["factor"] for tensor in result["tensors"]} == {0.0}
+    assert {tensor["step"] for tensor in result["tensors"]} == {1, 2}
     assert result["reference"] == ["model.recompute_granularity=selective"]
 
 
@@ -108,7 +108,7 @@ def test_a_program_records_its_own_step_and_the_command_judges(shared):
     shared("audit", "--recorded", "tp2", "tp1", "--dir", "right", status=0)
     done = shared("audit", "--recorded", "wrong", "tp1", "--dir", "judged", status=1)
     assert "the output of decoder.layers.0.self_attention.linear_proj" in done.stdout
-    assert {one["kind"] for one in found(shared, "right")["tensors"]} == {
+    assert {tensor["kind"] for tensor in audit_result(shared, "right")["tensors"]} == {
         "weights", "forward", "backward", "gradients", "norm", "updates",
     }  # fmt: skip
 
@@ -131,6 +131,6 @@ def test_a_mask_of_the_loss_reaches_multi_token_prediction_with_the_patch_alone(
     data = ("data=text", f"data.path={texts}", "data.tokenizer=byte", "dataset.split='90,5,5'")
     masked = ("--against", "dataset.eod_mask_loss=true", "--dir", f"masks-{arrives}")
     shared("audit", *SMALL, "model.mtp_num_layers=1", *data, off, *masked, status=1)
-    result = found(shared, f"masks-{arrives}")
+    result = audit_result(shared, f"masks-{arrives}")
     factors = {t["factor"] for t in result["tensors"] if t["name"].startswith("gradients/mtp.")}
     assert min(factors) > 4 if arrives else factors == {0.0}

@@ -27,12 +27,12 @@ def done(shared):
 
 
 @pytest.fixture(scope="module")
-def found(done, shared):
+def bench_json(done, shared):
     assert done.status == 0, done.stderr
     return json.loads((shared.folder / "bench" / "bench.json").read_text())
 
 
-def test_a_table_stands_on_standard_output(done, found):
+def test_a_table_stands_on_standard_output(done, bench_json):
     assert "ms/step" in done.stdout
     for word in ("stock", "tree", "× time", "extra time of tree over stock", "collectives"):
         assert word in done.stdout
@@ -40,8 +40,8 @@ def test_a_table_stands_on_standard_output(done, found):
     assert "Traceback" not in done.stderr
 
 
-def test_modes_took_turns_in_the_same_ranks(found, shared):
-    assert found["order"] == TURNS
+def test_modes_took_turns_in_the_same_ranks(bench_json, shared):
+    assert bench_json["order"] == TURNS
     for rank in range(2):
         lines = [json.loads(line) for line in (shared.folder / "bench/bench" / f"rank-{rank}.jsonl").open()]
         timed = [line for line in lines if not line["profile"]]
@@ -53,11 +53,11 @@ def test_modes_took_turns_in_the_same_ranks(found, shared):
     assert logs == ["bridge.log", "rank-0.log", "rank-1.log"]
 
 
-def test_figures_and_ratios_of_every_mode(found):
-    stock, tree = found["modes"]
+def test_figures_and_ratios_of_every_mode(bench_json):
+    stock, tree = bench_json["modes"]
     for mode, passes in ((stock, [0, 2]), (tree, [1, 3])):
-        assert [one["pass"] for one in mode["rounds"]] == passes
-        assert all(len(one["step_ms"]) == 1 for one in mode["rounds"])
+        assert [item["pass"] for item in mode["rounds"]] == passes
+        assert all(len(item["step_ms"]) == 1 for item in mode["rounds"])
         step = mode["step_ms"]
         assert 0 < step["min"] <= step["median"] <= step["max"]
         assert mode["tokens_per_second"] == pytest.approx(64 * 1000 / step["median"])
@@ -67,14 +67,14 @@ def test_figures_and_ratios_of_every_mode(found):
     assert (tree["time_ratio"]["min"], tree["time_ratio"]["max"]) == (min(rounds), max(rounds))
 
 
-def test_the_directory_says_what_was_run(found, shared):
-    assert found["model"] == "qwen3_toy"
-    assert found["overrides"] == list(SMALL[1:])
-    assert (found["rounds"], found["warmup"], found["steps"], found["ranks"]) == (2, 1, 1, 2)
-    assert found["device"]["kind"] == "cpu"
-    assert found["host_python_ms"] > 0
-    assert found["versions"]["megatron_bridge"]
-    assert found["environment"]["OMP_NUM_THREADS"] == "1"
+def test_the_directory_says_what_was_run(bench_json, shared):
+    assert bench_json["model"] == "qwen3_toy"
+    assert bench_json["overrides"] == list(SMALL[1:])
+    assert (bench_json["rounds"], bench_json["warmup"], bench_json["steps"], bench_json["ranks"]) == (2, 1, 1, 2)
+    assert bench_json["device"]["kind"] == "cpu"
+    assert bench_json["host_python_ms"] > 0
+    assert bench_json["versions"]["megatron_bridge"]
+    assert bench_json["environment"]["OMP_NUM_THREADS"] == "1"
     for mode in ("stock", "tree"):
         folder = shared.folder / "bench" / "modes" / mode
         names = {"config.yaml", "run.json", "environment.json", "versions.json"}
@@ -82,14 +82,14 @@ def test_the_directory_says_what_was_run(found, shared):
         assert json.loads((folder / "run.json").read_text())["numerics"]["mode"] == mode
 
 
-def test_categories_sum_to_the_whole_and_traces_can_be_read_again(found, shared):
-    stock, tree = found["profile"]["modes"]
+def test_categories_sum_to_the_whole_and_traces_can_be_read_again(bench_json, shared):
+    stock, tree = bench_json["profile"]["modes"]
     for mode in (stock, tree):
         kernels = profile.read(shared.folder / mode["trace"]).kernels
         assert mode["trace"] == f"bench/bench/trace-{mode['mode']}.json.gz"
         assert mode["launches"] == pytest.approx(sum(k.launches for k in kernels))
         for figure in ("milliseconds", "launches"):
-            assert sum(one[figure] for one in mode["categories"].values()) == pytest.approx(mode[figure])
+            assert sum(category[figure] for category in mode["categories"].values()) == pytest.approx(mode[figure])
         assert mode["milliseconds"] > 0
         assert 0 < mode["idle_ms"] < mode["step_ms"]
         assert {"matrix products", "collectives"} <= set(mode["categories"])
@@ -98,17 +98,17 @@ def test_categories_sum_to_the_whole_and_traces_can_be_read_again(found, shared)
 
 
 def test_a_benchmark_is_never_overwritten(done, shared):
-    again = shared("bench", *SMALL, "--dir", "bench", status=2)
-    assert "--dir bench is there" in again.stderr
+    repeated = shared("bench", *SMALL, "--dir", "bench", status=2)
+    assert "--dir bench is there" in repeated.stderr
 
 
 @pytest.mark.release
 def test_one_mode_alone_prints_json_and_a_killed_rank_is_named(tpi):
     done = tpi("bench", *SMALL, "--modes", "stock", "--rounds", "1", "--warmup", "0", "--steps", "1", "--json")
     assert done.status == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert [(mode["mode"], mode["time_ratio"]) for mode in found["modes"]] == [("stock", None)]
-    assert "profile" not in found
+    result = json.loads(done.stdout)
+    assert [(mode["mode"], mode["time_ratio"]) for mode in result["modes"]] == [("stock", None)]
+    assert "profile" not in result
 
     process = tpi.start("bench", *SMALL, "--modes", "stock", "--steps", "400", "--dir", "killed")
     figures = tpi.folder / "killed" / "bench" / "rank-0.jsonl"

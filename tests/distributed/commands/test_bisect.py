@@ -87,12 +87,12 @@ def test_a_forward_product_added_in_another_order_across_tp(tpi):
     assert "different at step 3: " in compared.stdout
     before = [files(tpi.folder / run) for run in ("tp1", "tp4")]
 
-    found = tpi("bisect", "tp1", "tp4", "--dir", "bisect", before=plant, status=1)
-    assert f"different at step 3: forward of {FC2}: output differs, its inputs and weights matched" in found.stdout
-    assert f"forward/{FC2}/output: " in found.stdout
-    assert "elements differ, by at most" in found.stdout
-    assert "does not repeat" not in found.stdout
-    assert "traced-a: tp1 from step 2" in found.stderr
+    completed = tpi("bisect", "tp1", "tp4", "--dir", "bisect", before=plant, status=1)
+    assert f"different at step 3: forward of {FC2}: output differs, its inputs and weights matched" in completed.stdout
+    assert f"forward/{FC2}/output: " in completed.stdout
+    assert "elements differ, by at most" in completed.stdout
+    assert "does not repeat" not in completed.stdout
+    assert "traced-a: tp1 from step 2" in completed.stderr
     assert [files(tpi.folder / run) for run in ("tp1", "tp4")] == before
 
     result = json.loads((tpi.folder / "bisect/bisect.json").read_text())
@@ -110,14 +110,14 @@ def test_a_backward_product_added_in_another_order_within_one_tp(tpi):
     plant = _at(2, QKV, _wrong_order(lambda config: config.sequence_parallel))
     for sp in ("true", "false"):
         train(tpi, f"sp-{sp}", "tp=4", f"sp={sp}", "iters=3", before=plant)
-    found = tpi("bisect", "sp-true", "sp-false", "--dir", "bisect", "--json", before=plant, status=1)
-    result = json.loads(found.stdout)
+    completed = tpi("bisect", "sp-true", "sp-false", "--dir", "bisect", "--json", before=plant, status=1)
+    result = json.loads(completed.stdout)
     first = result["placed"]["first_difference"]
     assert (first["step"], first["phase"], first["name"]) == (2, "backward", f"backward/{QKV}/output")
     assert first["inputs_matched"] is True
     assert result["dumped"] == [f"backward/{QKV}/output", f"backward/{QKV}/input"]
     assert result["distance"]["max_ulp"] > 0
-    assert "traced-a: sp-true from step 0" in found.stderr
+    assert "traced-a: sp-true from step 0" in completed.stderr
 
     # What it trained again, from the start and traced, are runs as any other: compare alone names it.
     for side, sp in (("a", "true"), ("b", "false")):
@@ -153,12 +153,12 @@ def test_a_weight_gradient_is_named_with_its_module(tpi):
     plant = _at(2, FC1, _flipped)
     for tp in (1, 2):
         train(tpi, f"tp{tp}", f"tp={tp}", "iters=2", before=plant)
-    found = tpi("bisect", "tp1", "tp2", "--dir", "bisect", before=plant, status=1)
-    assert f"different at step 2: gradient of {FC1}.weight differs, the inputs of {FC1}" in found.stdout
-    assert "and the gradient that arrives at it matched" in found.stdout
-    assert f"gradients/{FC1}.weight: 2 of 65536 elements differ, by at most 1 ULP" in found.stdout
-    again = tpi("bisect", "tp1", "tp2", "--dir", "bisect", status=2)
-    assert "--dir bisect is there and is not an empty directory" in again.stderr
+    completed = tpi("bisect", "tp1", "tp2", "--dir", "bisect", before=plant, status=1)
+    assert f"different at step 2: gradient of {FC1}.weight differs, the inputs of {FC1}" in completed.stdout
+    assert "and the gradient that arrives at it matched" in completed.stdout
+    assert f"gradients/{FC1}.weight: 2 of 65536 elements differ, by at most 1 ULP" in completed.stdout
+    repeated = tpi("bisect", "tp1", "tp2", "--dir", "bisect", status=2)
+    assert "--dir bisect is there and is not an empty directory" in repeated.stderr
 
 
 @pytest.mark.release

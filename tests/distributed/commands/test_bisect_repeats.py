@@ -78,12 +78,12 @@ def test_the_step_is_looked_for_where_digests_were_not_recorded_at_every_step(tp
     for tp in (1, 2):
         train(tpi, f"tp{tp}", f"tp={tp}", "iters=5", *recorded.split(), before=plant)
     assert f"different at step {step + 1}: loss" in tpi("compare", "tp1", "tp2").stdout
-    found = tpi("bisect", "tp1", "tp2", "--dir", "bisect", before=plant, status=1)
-    assert f"different at step {step}: gradient of {FC1}.weight differs, the inputs of {FC1} and" in found.stdout
-    assert f"the operation: the weight gradient of {FC1}: " in found.stdout
-    assert f"equal: forward/{FC1}/input, backward/{FC1}/input" in found.stdout
-    assert f"known to agree up to step {start}" in found.stdout
-    assert f"traced-a: tp1 from step {start}\n" in found.stderr
+    completed = tpi("bisect", "tp1", "tp2", "--dir", "bisect", before=plant, status=1)
+    assert f"different at step {step}: gradient of {FC1}.weight differs, the inputs of {FC1} and" in completed.stdout
+    assert f"the operation: the weight gradient of {FC1}: " in completed.stdout
+    assert f"equal: forward/{FC1}/input, backward/{FC1}/input" in completed.stdout
+    assert f"known to agree up to step {start}" in completed.stdout
+    assert f"traced-a: tp1 from step {start}\n" in completed.stderr
     result = json.loads((tpi.folder / "bisect/bisect.json").read_text())
     assert (result["step"], result["module"], result["repeats"]) == (step, FC1, [True, True])
     assert result["traced"] == [f"bisect/traced-step-{step}-{side}" for side in "ab"]
@@ -99,8 +99,8 @@ def test_each_run_is_trained_again_in_its_own_environment(runs):
 
     train(runs, "ring", "tp=2", "iters=3", before=ring)
     assert runs("bisect", "tp1", "ring", "--dir", "environment", before=plant).status == 1
-    for run, again in (("tp1", "traced-a"), ("ring", "traced-b"), ("ring", "dumped-b")):
-        then, now = (runs.folder / path / "environment.json" for path in (run, f"environment/{again}"))
+    for run, repeated in (("tp1", "traced-a"), ("ring", "traced-b"), ("ring", "dumped-b")):
+        then, now = (runs.folder / path / "environment.json" for path in (run, f"environment/{repeated}"))
         assert now.read_text() == then.read_text()
     assert json.loads(then.read_text())["NCCL_ALGO"] == "Ring"
 
@@ -115,9 +115,9 @@ def test_text_that_is_read_several_times_keeps_its_order(tpi):
     plant = gradient_of_fc1(step=2, tp=2)
     for tp in (1, 2):
         train(tpi, f"tp{tp}", f"tp={tp}", "iters=6", "gbs=4", "data=text", f"data.path={words}", before=plant)
-    found = tpi("bisect", "tp1", "tp2", "--dir", "bisect", before=plant, status=1)
-    assert "does not repeat" not in found.stdout
-    assert f"different at step 2: gradient of {FC1}.weight" in found.stdout
+    completed = tpi("bisect", "tp1", "tp2", "--dir", "bisect", before=plant, status=1)
+    assert "does not repeat" not in completed.stdout
+    assert f"different at step 2: gradient of {FC1}.weight" in completed.stdout
 
 
 @pytest.mark.release
@@ -138,25 +138,25 @@ def test_what_fails_after_the_step_does_not_matter(runs):
 
         Recorder.on_train_step_start = fail
 
-    found = runs("bisect", "tp1", "tp2", "--dir", "failing", before=failing, status=1)
-    assert f"different at step 2: gradient of {FC1}.weight" in found.stdout
-    assert "failing/traced-a failed after step 2: rank 0 failed: RuntimeError: planted" in found.stdout
+    result = runs("bisect", "tp1", "tp2", "--dir", "failing", before=failing, status=1)
+    assert f"different at step 2: gradient of {FC1}.weight" in result.stdout
+    assert "failing/traced-a failed after step 2: rank 0 failed: RuntimeError: planted" in result.stdout
 
 
 def test_the_operation_is_named_from_runs_as_they_were(runs):
-    found = runs("bisect", "tp1", "tp2", "--dir", "named", before=gradient_of_fc1(step=2, tp=2), status=1)
-    assert f"different at step 2: gradient of {FC1}.weight differs, the inputs of {FC1} and" in found.stdout
-    assert f"the operation: the weight gradient of {FC1}: " in found.stdout
-    assert "does not repeat" not in found.stdout
+    result = runs("bisect", "tp1", "tp2", "--dir", "named", before=gradient_of_fc1(step=2, tp=2), status=1)
+    assert f"different at step 2: gradient of {FC1}.weight differs, the inputs of {FC1} and" in result.stdout
+    assert f"the operation: the weight gradient of {FC1}: " in result.stdout
+    assert "does not repeat" not in result.stdout
 
 
 @pytest.mark.release
 def test_the_answer_about_a_run_that_does_not_repeat_itself_comes_first(runs):
-    found = runs("bisect", "tp1", "tp2", "--dir", "sound", status=1)
-    first, second = found.stdout.splitlines()[:2]
+    actual = runs("bisect", "tp1", "tp2", "--dir", "sound", status=1)
+    first, second = actual.stdout.splitlines()[:2]
     assert first.startswith("tp2 does not repeat itself here: different at step 2: gradient of ")
     assert second == "trained again, the two do not differ: their difference is not reproducible here"
-    assert "tp1 does not repeat itself" not in found.stdout
+    assert "tp1 does not repeat itself" not in actual.stdout
     result = json.loads((runs.folder / "sound/bisect.json").read_text())
     assert (result["repeats"], result["module"], result["operation"]) == ([True, False], None, None)
 
@@ -164,8 +164,8 @@ def test_the_answer_about_a_run_that_does_not_repeat_itself_comes_first(runs):
 @pytest.mark.release
 def test_a_run_that_does_not_repeat_itself_may_still_differ(runs):
     """At another step than it did."""
-    found = runs("bisect", "tp1", "tp2", "--dir", "earlier", before=gradient_of_fc1(step=1, tp=2), status=1)
-    first, second = found.stdout.splitlines()[:2]
+    result = runs("bisect", "tp1", "tp2", "--dir", "earlier", before=gradient_of_fc1(step=1, tp=2), status=1)
+    first, second = result.stdout.splitlines()[:2]
     assert first.startswith("tp2 does not repeat itself here: different at step 1: ")
     assert second.startswith(f"trained again, the two are different at step 1: gradient of {FC1}.weight differs")
 

@@ -66,10 +66,10 @@ def test_every_case_has_a_certificate():
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_certificate_has_all_digests_of_enough_steps_and_is_small(file):
-    found = certificate.check(file)
-    assert found.summary["steps"] == found.summary["of"] >= STEPS
-    assert found.summary["digests"] == dict.fromkeys(KINDS, STEPS)
-    assert found.summary["numerics"]["mode"] == "portable"
+    result = certificate.check(file)
+    assert result.summary["steps"] == result.summary["of"] >= STEPS
+    assert result.summary["digests"] == dict.fromkeys(KINDS, STEPS)
+    assert result.summary["numerics"]["mode"] == "portable"
     assert file.stat().st_size < LARGEST
 
 

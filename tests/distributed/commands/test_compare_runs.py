@@ -46,11 +46,11 @@ def test_layouts_agree_in_every_gradient_and_weight(runs):
 
 def test_a_planted_fault_is_named(runs):
     compared = runs("compare", "tp1", "planted", "--json", status=1)
-    [found] = json.loads(compared.stdout)["comparisons"]
-    first = found["first_difference"]
+    [result] = json.loads(compared.stdout)["comparisons"]
+    first = result["first_difference"]
     assert (first["step"], first["kind"], first["phase"]) == (2, "masters", "update")
     assert first["name"].startswith("masters/decoder.")
     assert "norm" in first["name"]
     assert first["inputs_matched"] is True
-    assert [p["name"] for p in found["parameters"] if p["steps"][0] == 2] == [first["name"].removeprefix("masters/")]
-    assert found["steps_differing"] == 2
+    assert [p["name"] for p in result["parameters"] if p["steps"][0] == 2] == [first["name"].removeprefix("masters/")]
+    assert result["steps_differing"] == 2

@@ -184,13 +184,13 @@ def test_a_gradient_that_replicas_do_not_share_is_named(trained):
         module._allreduce_non_tensor_model_parallel_grads = lambda *args, **kwargs: None
 
     ledger = trained("tp=2", before=forget)
-    named = {parameter for of, parameter, _ in ledger.steps[0].diverged if of == "gradients"}
+    named = {parameter for kind, parameter, _ in ledger.steps[0].diverged if kind == "gradients"}
     assert NORM in named
     assert all("norm" in parameter for parameter in named)
     assert all(ranks == ((0,), (1,)) for _, _, ranks in ledger.steps[0].diverged)
 
 
-LANES, TOGETHER, BATCH, UPDATE, END = "kernel", "all-reduce", "batch", "update", "end of the step"
+LANES, ALL_REDUCE, BATCH, UPDATE, END = "kernel", "all-reduce", "batch", "update", "end of the step"
 
 
 def _noting(folder):
@@ -209,15 +209,15 @@ def _noting(folder):
             original = getattr(holder, name)
 
             def call(*args, **kwargs):
-                found = original(*args, **kwargs) if after else None
+                result = original(*args, **kwargs) if after else None
                 with (folder / f"events-{os.environ['RANK']}").open("a") as stream:
                     stream.write(f"{event}\n")
-                return found if after else original(*args, **kwargs)
+                return result if after else original(*args, **kwargs)
 
             setattr(holder, name, call)
 
         noted(Lanes, "__call__", LANES)
-        noted(merge.Merge, "__call__", TOGETHER)
+        noted(merge.Merge, "__call__", ALL_REDUCE)
         noted(gpt_step, "get_batch", BATCH, after=True)
         noted(MixedPrecisionOptimizer, "step_with_ready_grads", UPDATE)
         noted(callback.Digests, "on_train_step_end", END)
@@ -237,9 +237,9 @@ def test_nothing_runs_between_a_step_and_the_next_batch(trained, tmp_path):
         weights, moments = [LANES], [LANES]
         assert events[events.index(BATCH) :] == [
             *(BATCH, BATCH, *gradients, UPDATE, END),
-            *(BATCH, *masters, *weights, BATCH, TOGETHER, *gradients, UPDATE, *clipped, END),
-            *(BATCH, *moments, *masters, *weights, BATCH, TOGETHER, *gradients, UPDATE, END),
-            *(*clipped, *moments, *masters, *weights, TOGETHER),
+            *(BATCH, *masters, *weights, BATCH, ALL_REDUCE, *gradients, UPDATE, *clipped, END),
+            *(BATCH, *moments, *masters, *weights, BATCH, ALL_REDUCE, *gradients, UPDATE, END),
+            *(*clipped, *moments, *masters, *weights, ALL_REDUCE),
         ]
 
 
@@ -276,8 +276,8 @@ def test_a_lost_shard_is_refused(tpi):
 
 @pytest.mark.release
 def test_every_nth_step_or_none(trained):
-    some = trained("iters=7 ledger.digests=2 ledger.state_digests=3")
-    recorded = {kind: [getattr(step, kind) is not None for step in some.steps] for kind in DIGESTED}
+    sparse = trained("iters=7 ledger.digests=2 ledger.state_digests=3")
+    recorded = {kind: [getattr(step, kind) is not None for step in sparse.steps] for kind in DIGESTED}
     assert recorded == {
         "gradients": [False, True, False, True, False, True, False],
         "clipped": [False, False, False, False, False, True, False],
@@ -288,7 +288,7 @@ def test_every_nth_step_or_none(trained):
     none = trained("iters=7 ledger.digests=0")
     assert none.header.parameters == ()
     assert all(step.weights is None for step in none.steps)
-    assert [step.loss for step in none.steps] == [step.loss for step in some.steps]
+    assert [step.loss for step in none.steps] == [step.loss for step in sparse.steps]
 
 
 @pytest.mark.release  # in `make test`: test_bench.py, a mode with digests

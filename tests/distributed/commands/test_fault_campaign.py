@@ -99,8 +99,8 @@ def group(**values: Any) -> Change:
     """Other hyperparameters of the optimizer at this step."""
 
     def change(held: Held) -> None:
-        for one in held.slot.wrapped.param_groups:
-            one.update(values)
+        for param_group in held.slot.wrapped.param_groups:
+            param_group.update(values)
 
     return change
 
@@ -166,14 +166,14 @@ def _flips(run: str, parameter: str, *ranks: int, full: bool = True) -> list[Fau
     )
     # In fp32 the owner updates the weight itself, which the other ranks hold too.
     also = ("replicas",) if run == "distributed fp32" else ()
-    found = [
+    results = [
         Fault(run, where, parameter, flip(kind, bit), (expected, "grad_norm", *also), ranks or (0,))
         for where, kind, expected in rows
         for bit in ((3, *bits[1:]) if where == CLIP else bits)  # clipping can round a lower bit away
     ]
     if "fp32" not in run:
-        found += [Fault(run, AFTER, parameter, flip("weight", bit), ("copies",), ranks or (0,)) for bit in (0, 6)]
-    return found
+        results += [Fault(run, AFTER, parameter, flip("weight", bit), ("copies",), ranks or (0,)) for bit in (0, 6)]
+    return results
 
 
 REPLICA = ("replicas", "grad_norm")
@@ -302,26 +302,26 @@ def compared(scenario, fault):
     """A sound run, and the same with the fault."""
     sound = scenario(*RUNS[fault.run])
     faulty = sound.planted(planted(fault))
-    for one in (sound, faulty):
-        one.ledger()
+    for item in (sound, faulty):
+        item.ledger()
     return compare(read(sound.run), read(faulty.run))
 
 
 @pytest.mark.release
 @pytest.mark.parametrize("fault", FAULTS, ids=_name)
 def test_a_fault_is_caught_at_its_step(scenario, fault):
-    found = compared(scenario, fault)
-    assert found.verdict is Verdict.DIFFERENT
-    assert (found.first.step, found.first.kind in fault.kinds or found.first.name in fault.kinds) == (STEP, True), (
-        verdict_line(found)
+    result = compared(scenario, fault)
+    assert result.verdict is Verdict.DIFFERENT
+    assert (result.first.step, result.first.kind in fault.kinds or result.first.name in fault.kinds) == (STEP, True), (
+        verdict_line(result)
     )
 
 
 @pytest.mark.release
 @pytest.mark.parametrize("run", RUNS)
 def test_a_control_is_identical(scenario, run):
-    found = compared(scenario, Fault(run, EARLY, "", nothing, ()))
-    assert found.verdict is Verdict.IDENTICAL, verdict_line(found)
+    result = compared(scenario, Fault(run, EARLY, "", nothing, ()))
+    assert result.verdict is Verdict.IDENTICAL, verdict_line(result)
 
 
 def test_there_are_sixty_faults():

@@ -27,7 +27,7 @@ ROUTED = " ".join(EXPERTS)
 WIDE = "qwen3_toy seq=128 model.num_layers=1 model.vocab_size=512 numerics.virtual_shards=2"
 
 
-def said(tpi, fault, *words, run="run"):
+def guard_message(tpi, fault, *words, run="run"):
     """The message of a run with a fault; None: it has not noticed."""
     ended = tpi("train", *words, f"run.dir={run}", before=fault.plant if fault else None)
     if ended.status == 0:
@@ -43,10 +43,10 @@ def files(tpi, run="run"):
 def test_a_broken_product_ends_the_run_with_one_message_and_evidence(tpi, scenario):
     """Checkpoints of the last `guard.every` steps are set aside, and the run goes on from the one before."""
     words = (*SOUND, "save=1", "guard=products", "guard.products=32", "guard.every=2")
-    message = said(tpi, Planted("product", always=True, step=4, rank=0), *words)
-    found = re.match(r"wrong bits at step (\d+): (weight gradient|forward pass|input gradient) of ([\w.]+): ", message)
-    assert found, message
-    step = int(found[1])
+    message = guard_message(tpi, Planted("product", always=True, step=4, rank=0), *words)
+    match = re.match(r"wrong bits at step (\d+): (weight gradient|forward pass|input gradient) of ([\w.]+): ", message)
+    assert match, message
+    step = int(match[1])
     assert "1 bit of 1 of " in message
     assert re.search(r"\nrank 0 on \S+, a CPU ", message)
     run = RunDir(tpi.folder / "run")
@@ -68,7 +68,7 @@ def test_a_broken_product_ends_the_run_with_one_message_and_evidence(tpi, scenar
 @pytest.mark.parametrize("kernel", ("product", "contraction", "attention", "norm", "activation", "experts"))
 def test_a_shadow_step_finds_a_fault_of_its_step(tpi, kernel, always):
     model = EXPERTS if kernel == "experts" else DENSE
-    message = said(tpi, Planted(kernel, always=always), *model, "dp=2", "iters=3", *EVERY_STEP)
+    message = guard_message(tpi, Planted(kernel, always=always), *model, "dp=2", "iters=3", *EVERY_STEP)
     assert message.startswith("wrong bits at step 2: ")
     assert re.search(r"^rank 1 on ", message, re.MULTILINE)
     assert "one of these is wrong" not in message
@@ -82,14 +82,16 @@ def test_a_shadow_step_finds_a_fault_of_its_step(tpi, kernel, always):
 @pytest.mark.parametrize("layout", ("tp=2", "pp=2 gbs=4 model.num_layers=2", "gbs=8 numerics.data_shards=4 mbs=2"))
 def test_a_place_that_always_fails_is_found_in_other_layouts(tpi, layout):
     words = (*DENSE, "dp=2", "iters=2", *EVERY_STEP, *layout.split())
-    message = said(tpi, Planted("norm", always=True, rank=1), *words)
+    message = guard_message(tpi, Planted("norm", always=True, rank=1), *words)
     assert re.search(r"\nrank 1 on .*\njudged by its own repetition at other places", message)
 
 
 @pytest.mark.release
 def test_what_fails_at_every_place_names_both(tpi):
     """The control: no other place of a launch is sound."""
-    message = said(tpi, Planted("norm", always=True, element=0, width=1 << 20), *DENSE, "dp=2", "iters=2", *EVERY_STEP)
+    message = guard_message(
+        tpi, Planted("norm", always=True, element=0, width=1 << 20), *DENSE, "dp=2", "iters=2", *EVERY_STEP
+    )
     assert "one of these is wrong:\nrank 0 on " in message
     assert "\nrank 1 on " in message
 
@@ -97,7 +99,7 @@ def test_what_fails_at_every_place_names_both(tpi):
 @pytest.mark.release
 def test_a_third_replica_names_the_one_that_always_computes_wrong_bits(tpi):
     fault = Planted("norm", always=True, rank=2)
-    message = said(tpi, fault, *DENSE, "gbs=4", "dp=4", "iters=2", *EVERY_STEP)
+    message = guard_message(tpi, fault, *DENSE, "gbs=4", "dp=4", "iters=2", *EVERY_STEP)
     assert "one of these" not in message
     assert re.search(r"\nrank 2 on .*\njudged by a third replica", message)
 
@@ -110,7 +112,7 @@ def test_a_shadow_step_sees_faults_of_its_own_step_alone(tpi):
             for step in (2, 3):
                 Planted("attention", step=step).plant()
 
-    message = said(tpi, Both(), *DENSE, "dp=2", "iters=3", "guard=shadow", "guard.every=3")
+    message = guard_message(tpi, Both(), *DENSE, "dp=2", "iters=3", "guard=shadow", "guard.every=3")
     assert message.startswith("wrong bits at step 3: ")
     assert re.search(r"\nrank 1 on .*\njudged by its own repetition, ", message)
     assert "not comparable: nothing was computed again" in tpi("check", files(tpi)[0], status=2).stdout
@@ -120,15 +122,15 @@ def test_a_rank_that_cannot_tell_waits_once_for_one_that_can(bridge):
     from tp_invariant_recipes.features.guard.callback import Guard
     from tp_invariant_recipes.features.guard.fault import WrongBits
 
-    found: list[WrongBits] = []
+    result: list[WrongBits] = []
     guard = object.__new__(Guard)
-    guard._in_doubt, guard._judge = False, SimpleNamespace(poll=lambda: found)
+    guard._in_doubt, guard._judge = False, SimpleNamespace(poll=lambda: result)
     guard._fault = lambda finding: HardwareFault(f"suspects {finding.ranks}")
-    found.append(WrongBits(evidence.REPLICAS, 3, "weights", (0, 1)))
+    result.append(WrongBits(evidence.REPLICAS, 3, "weights", (0, 1)))
     guard._raise_finding()
     with pytest.raises(HardwareFault, match=r"suspects \(0, 1\)"):
         guard._raise_finding()
-    found.append(WrongBits(evidence.MEMORY, 3, "memory", (1,)))
+    result.append(WrongBits(evidence.MEMORY, 3, "memory", (1,)))
     guard._in_doubt = False
     with pytest.raises(HardwareFault, match=r"suspects \(1,\)"):
         guard._raise_finding()
@@ -139,7 +141,7 @@ def test_a_rank_that_cannot_tell_waits_once_for_one_that_can(bridge):
 def test_all_memory_is_looked_at_before_a_shadow_step(tpi, every, noticed):
     """Once, after step 2."""
     fault = Planted("memory", bit=3, width=4096)
-    message = said(tpi, fault, *DENSE, "dp=2", "iters=3", "guard=shadow", f"guard.every={every}")
+    message = guard_message(tpi, fault, *DENSE, "dp=2", "iters=3", "guard=shadow", f"guard.every={every}")
     assert (message is not None) is noticed
     if noticed:
         assert "wrong bits at step 2: " in message
@@ -151,7 +153,7 @@ def test_all_memory_is_looked_at_before_a_shadow_step(tpi, every, noticed):
 @pytest.mark.parametrize("numerics", ("tree", "portable"))
 def test_weights_and_the_optimizers_state(tpi, portable_loops, kernel, numerics):
     words = (*DENSE, "seq=64", f"numerics={numerics}", "iters=60", "guard=products", "dp=2")
-    message = said(tpi, Planted(kernel, always=True, bit=3, width=4096), *words)
+    message = guard_message(tpi, Planted(kernel, always=True, bit=3, width=4096), *words)
     what = {"adam": "update of ", "moment": "update of ", "all-gather": "weights of ", "memory": "changed in memory"}
     assert what[kernel] in message
     assert re.search(r"^rank 1 on ", message, re.MULTILINE)
@@ -171,27 +173,27 @@ QUIET = (
 
 
 def test_a_guard_of_two_replicas_changes_no_bit_and_finds_nothing(scenario):
-    one = scenario(*SOUND)
-    guarded = one("dp=2", *EVERY_STEP)
-    assert unequal(guarded.ledger(), one.ledger()) == []
-    assert guarded.header().identity_hash == one.header().identity_hash
+    single = scenario(*SOUND)
+    guarded = single("dp=2", *EVERY_STEP)
+    assert unequal(guarded.ledger(), single.ledger()) == []
+    assert guarded.header().identity_hash == single.header().identity_hash
     assert checks(guarded.run) > 30
 
 
 @pytest.mark.release
 @pytest.mark.parametrize("layout", QUIET)
 def test_a_guard_changes_no_bit_and_finds_nothing(scenario, layout):
-    one = scenario(*DENSE, "iters=3", layout)
-    guarded = one(*EVERY_STEP)
-    assert unequal(guarded.ledger(), one().ledger()) == []
+    single = scenario(*DENSE, "iters=3", layout)
+    guarded = single(*EVERY_STEP)
+    assert unequal(guarded.ledger(), single().ledger()) == []
     assert checks(guarded.run) > 20
 
 
 @pytest.mark.release
 @pytest.mark.parametrize("layout", ("tp=2 ep=2 dp=2", "tp=1 ep=2 dp=4 gbs=4"))
 def test_experts_have_other_replicas(scenario, layout):
-    one = scenario(*EXPERTS, "iters=3", layout)
-    assert unequal(one(*EVERY_STEP).ledger(), one().ledger()) == []
+    single = scenario(*EXPERTS, "iters=3", layout)
+    assert unequal(single(*EVERY_STEP).ledger(), single().ledger()) == []
 
 
 # What a model keeps from one pass to the next, or counts by sequence -> a model that does.
@@ -217,10 +219,10 @@ LOGGED = re.compile(r"\| ([\w ]*loss): (\S+)")
 @pytest.mark.parametrize("kept", KEEPING)
 def test_what_a_model_keeps_is_as_without_a_guard(scenario, kept):
     """Also what is logged, of which the ledger has the main loss alone."""
-    one = scenario(KEEPING[kept], *SEVERAL, "iters=3")
-    guarded = one(*EVERY_STEP)
-    assert unequal(guarded.ledger(), one.ledger()) == []
-    logs = [LOGGED.findall((run / "logs" / "rank-1.log").read_text()) for run in (guarded.run, one.run)]
+    single = scenario(KEEPING[kept], *SEVERAL, "iters=3")
+    guarded = single(*EVERY_STEP)
+    assert unequal(guarded.ledger(), single.ledger()) == []
+    logs = [LOGGED.findall((run / "logs" / "rank-1.log").read_text()) for run in (guarded.run, single.run)]
     assert logs[0] == logs[1]
     assert {"lm loss"} < {name for name, _ in logs[0]} or kept in ("experts' bias", "FP8", "MXFP8")
 
@@ -246,10 +248,10 @@ def test_routers_count_each_data_shard_by_itself(tpi, kept):
     """
     fault = Planted("norm of heads", always=True, bit=6)
     words = (*KEEPING[kept].replace("seq=32", "seq=64").split(), *SEVERAL, "iters=2", *EVERY_STEP)
-    message = said(tpi, fault, *words)
+    message = guard_message(tpi, fault, *words)
     assert "wrong bits at step 2: backward pass at the " in message
     assert re.search(r"\nrank 1 on .*\njudged by its own repetition at other places", message)
-    assert "one of these is wrong" in said(tpi, _joined(fault), *words, run="control")
+    assert "one of these is wrong" in guard_message(tpi, _joined(fault), *words, run="control")
 
 
 @pytest.mark.release
@@ -258,32 +260,32 @@ def test_routers_count_each_data_shard_by_itself(tpi, kept):
 def test_a_repetition_begins_as_the_step_did(tpi, kept, always):
     """The passes of a step end with other biases of experts."""
     words = (*KEEPING[kept].split(), *SEVERAL, "iters=2", *EVERY_STEP)
-    message = said(tpi, Planted("norm", always=always), *words)
+    message = guard_message(tpi, Planted("norm", always=always), *words)
     assert re.search(r"\nrank 1 on .*\njudged by its own repetition", message)
     assert ("at other places" in message) is always
 
 
 @pytest.mark.release
 def test_a_portable_run_is_guarded(scenario, portable_loops):
-    one = scenario(*DENSE, "seq=64", "iters=3", "dp=2", "numerics=portable")
-    guarded = one(*EVERY_STEP, "guard.products=16")
-    assert unequal(guarded.ledger(), one().ledger()) == []
+    single = scenario(*DENSE, "seq=64", "iters=3", "dp=2", "numerics=portable")
+    guarded = single(*EVERY_STEP, "guard.products=16")
+    assert unequal(guarded.ledger(), single().ledger()) == []
     assert checks(guarded.run) > 50
 
 
 @pytest.mark.release
 def test_a_thousand_quiet_steps(scenario):
-    one = scenario(*DENSE, "iters=1000", "numerics.data_shards=2", "ledger.digests=10")
-    guarded = one("dp=2", "guard=shadow", "guard.every=10")
-    assert unequal(guarded.ledger(), one("dp=1").ledger()) == []  # one rank takes half the time of two
+    single = scenario(*DENSE, "iters=1000", "numerics.data_shards=2", "ledger.digests=10")
+    guarded = single("dp=2", "guard=shadow", "guard.every=10")
+    assert unequal(guarded.ledger(), single("dp=1").ledger()) == []  # one rank takes half the time of two
     assert checks(guarded.run) > 5000
 
 
 def checks(run):
     """How many checks the last rank has made, without a finding."""
-    found = re.search(r"guard: (\d+) checks, 0 of them found wrong bits", (run / "logs" / "rank-1.log").read_text())
-    assert found
-    return int(found[1])
+    match = re.search(r"guard: (\d+) checks, 0 of them found wrong bits", (run / "logs" / "rank-1.log").read_text())
+    assert match
+    return int(match[1])
 
 
 @pytest.mark.release
@@ -291,7 +293,7 @@ def test_a_portable_product_is_judged_by_its_definition(tpi, portable_loops):
     """By one that keeps a bit less of each sum: the judge is in another process, and sound."""
     fault = Planted("defined", always=True, rank=0)
     words = (*DENSE, "seq=64", "numerics=portable", "iters=40", "guard=products", "guard.products=16")
-    message = said(tpi, fault, *words)
+    message = guard_message(tpi, fault, *words)
     assert "judged by the product's definition, computed by the host's CPU" in message
     judged = tpi("check", files(tpi)[0], status=1)
     assert "its definition, computed on this CPU" in judged.stdout
@@ -303,8 +305,8 @@ def test_a_referee_says_which_run_is_right(tpi, scenario):
     sound = scenario(*SOUND)
     sound.ledger()
     tpi("train", *SOUND, "run.dir=broken", before=Planted("norm", rank=0).plant, status=0)
-    found = tpi("bisect", "broken", sound.run, "--referee", "--dir", "bisect", status=1)
-    assert f"referee: {sound.run} is right: it repeats its bits here, and broken does not" in found.stdout
+    completed = tpi("bisect", "broken", sound.run, "--referee", "--dir", "bisect", status=1)
+    assert f"referee: {sound.run} is right: it repeats its bits here, and broken does not" in completed.stdout
     assert json.loads((tpi.folder / "bisect/bisect.json").read_text())["referee"]["right"] == ["b"]
 
 
@@ -315,5 +317,5 @@ def test_a_referee_computes_what_both_runs_repeat(tpi, portable_loops):
     plant = Planted("defined", always=True, step=3, rank=1).plant
     for tp in (1, 2):
         tpi("train", *words, f"tp={tp}", f"run.dir=tp{tp}", before=plant, status=0)
-    found = tpi("bisect", "tp1", "tp2", "--referee", "--dir", "bisect", before=plant, status=1)
-    assert "referee: tp1 is right, and tp2 is wrong, by the definition of decoder.layers.0" in found.stdout
+    completed = tpi("bisect", "tp1", "tp2", "--referee", "--dir", "bisect", before=plant, status=1)
+    assert "referee: tp1 is right, and tp2 is wrong, by the definition of decoder.layers.0" in completed.stdout

@@ -16,7 +16,7 @@ FC2 = MODULES[-1]
 
 
 def dump(*modules):
-    names = [name for one in map(names_of, modules) for name in (one.weight, *one.operands, *one.results)]
+    names = [name for item in map(names_of, modules) for name in (item.weight, *item.operands, *item.results)]
     return ("--trace", "1:2", f"ledger.dump=[{','.join(names)}]")
 
 
@@ -75,7 +75,7 @@ def test_one_flipped_bit_is_found(shared, run):
         assert "different: step 2 of" in done.stdout
         done = shared("check", "run", "--step", "2", "--module", FC2, "--json")
         report = json.loads(done.stdout)
-        assert [one["identical"] for one in report["tensors"]] == [False, True, True]
+        assert [tensor["identical"] for tensor in report["tensors"]] == [False, True, True]
         assert (done.status, report["exit_status"]) == (1, 1)
     finally:
         file.write_bytes(before)

@@ -119,7 +119,10 @@ def test_figures_tables_and_summary_are_those_of_the_ledger(run, shared):
         "ledger/identity_hash": ledger.header.identity_hash,
         "ledger/certificate_hash": check(shared.folder / "sent.cert").hash,
         **{f"ledger/{kind}_step": 2 for kind in KINDS},
-        **{f"ledger/{kind}_digest": summaries(tuple(of), tuple(of.values()))[0] for kind, of in last.items()},
+        **{
+            f"ledger/{kind}_digest": summaries(tuple(digests), tuple(digests.values()))[0]
+            for kind, digests in last.items()
+        },
     }
 
 

@@ -116,7 +116,7 @@ class Trial:
         with ExitStack() as stack, torch.no_grad():
             model = loaded_model(stack, self.config, None)
             defined = self._drawn_from_whole_passes(model) if dist.get_world_size() == 1 else None
-            found, before = {"defined": defined}, self._state(model)
+            result, before = {"defined": defined}, self._state(model)
             for name in self.variants:
                 options, order = VARIANTS[name]
                 engine, ended = Engine(model, **options), []
@@ -124,28 +124,30 @@ class Trial:
                 assert [(c.request, c.sample) for c in completions] == [
                     (r.id, n) for r in requests()[::order] for n in range(r.sampling.num_return_sequences)
                 ]
-                found[name] = plain(completions)
-                found[f"{name}: preemptions"] = engine.preemptions
-                found[f"{name}: ended"] = len(ended)
+                result[name] = plain(completions)
+                result[f"{name}: preemptions"] = engine.preemptions
+                result[f"{name}: ended"] = len(ended)
             assert self._state(model) == before
-            found["refit"], found["new"] = self._refitted(engine, model)
+            result["refit"], result["new"] = self._refitted(engine, model)
             kept = slice(3 if self.variants == SHORT else None)
             longer, engine = (
                 [replace(request, tokens=request.tokens * 3) for request in requests()[kept]],
                 Engine(model),
             )
             engine.generate(requests())
-            found["longer"], found["longer alone"] = (plain(each.generate(longer)) for each in (engine, Engine(model)))
+            result["longer"], result["longer alone"] = (
+                plain(each.generate(longer)) for each in (engine, Engine(model))
+            )
             engine, fewer = Engine(model), longer[-1:]  # blocks enough are there, but no table has so many of them
             engine.generate(requests())
-            found["fewer"], found["fewer alone"] = (plain(each.generate(fewer)) for each in (engine, Engine(model)))
+            result["fewer"], result["fewer alone"] = (plain(each.generate(fewer)) for each in (engine, Engine(model)))
             with recomputing(model):
-                found["in a training that recomputes"] = plain(Engine(model).generate(requests()))
+                result["in a training that recomputes"] = plain(Engine(model).generate(requests()))
             with library_attention():
-                found["library"] = plain(Engine(model).generate(requests()))
-            found["score"] = self._scores(model, found["first"])
+                result["library"] = plain(Engine(model).generate(requests()))
+            result["score"] = self._scores(model, result["first"])
             if dist.get_rank() == 0:
-                self.out.write_text(json.dumps(found))
+                self.out.write_text(json.dumps(result))
             dist.barrier()
             leave()
 
@@ -157,10 +159,10 @@ class Trial:
         for weight in model.parameters():
             weight.mul_(1.5)
         engine.refit()
-        found = plain(engine.generate(requests())), plain(Engine(model).generate(requests()))
+        result = plain(engine.generate(requests())), plain(Engine(model).generate(requests()))
         for weight, values in zip(model.parameters(), kept, strict=True):
             weight.copy_(values)
-        return found
+        return result
 
     def _drawn_from_whole_passes(self, model) -> list[list[int]]:
         """Tokens of each sample, by the model's forward pass over all tokens before, and the definition of a draw."""
@@ -224,7 +226,7 @@ def run(model: str, words: tuple[str, ...], variants: tuple[str, ...], out: str)
 def outcomes(shared):
     """What a model and a layout gave, by variant."""
     for name, (model, overrides) in FOLDERS.items():
-        hf_folders.make(shared.folder / name, hf_folders.of(model, *overrides))
+        hf_folders.make(shared.folder / name, hf_folders.model_section(model, *overrides))
     (shared.folder / "s.jsonl").write_text('{"id": "a", "tokens": [1, 2]}\n')
     known = {}
 
@@ -296,6 +298,6 @@ LAYOUTS = [("dense", words) for words in DENSE_LAYOUTS] + [("experts", words) fo
 @pytest.mark.release
 @pytest.mark.parametrize("model, words", LAYOUTS, ids=str)
 def test_layouts_change_nothing(outcomes, model, words):
-    found, expected = outcomes(model, *words), outcomes(model, variants=tuple(VARIANTS))
-    assert found["first"] == expected["first"]
-    assert found["score"] == expected["score"]
+    result, expected = outcomes(model, *words), outcomes(model, variants=tuple(VARIANTS))
+    assert result["first"] == expected["first"]
+    assert result["score"] == expected["score"]

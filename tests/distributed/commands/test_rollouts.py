@@ -26,7 +26,7 @@ def prompts():
 @pytest.fixture(scope="module")
 def folder(shared):
     for name, (model, dtype, overrides) in (FOLDERS | {"qwen25": ("qwen25_toy", "BF16", ())}).items():
-        hf_folders.make(shared.folder / name, hf_folders.of(model, *overrides), dtype=dtype)
+        hf_folders.make(shared.folder / name, hf_folders.model_section(model, *overrides), dtype=dtype)
     write(shared.folder / "p.jsonl", prompts())
     write(shared.folder / "turned.jsonl", reversed(prompts()))
     return shared.folder
@@ -35,14 +35,14 @@ def folder(shared):
 @pytest.fixture(scope="module")
 def generated(shared, folder):
     """The bytes that a command's words write; each is run once."""
-    found: dict[str, bytes] = {}
+    result: dict[str, bytes] = {}
 
     def generate(words: str) -> bytes:
-        if words not in found:
-            out = f"{len(found)}.rollouts"
+        if words not in result:
+            out = f"{len(result)}.rollouts"
             shared("generate", *words.split(), "--out", out, status=0)
-            found[words] = (folder / out).read_bytes()
-        return found[words]
+            result[words] = (folder / out).read_bytes()
+        return result[words]
 
     return generate
 
@@ -54,7 +54,7 @@ def test_layouts_batches_and_chunks_have_one_file(generated):
     assert len(whole.splitlines()) == 2 * len(LENGTHS)
     other = generated(f"qwen3 p.jsonl {DRAWS.replace('seed=3', 'seed=4')} --digest")
     tokens, others = ([json.loads(line)["token_ids"] for line in data.splitlines()] for data in (whole, other))
-    assert all(mine != theirs for mine, theirs in zip(tokens, others, strict=True))
+    assert all(mine != other for mine, other in zip(tokens, others, strict=True))
 
 
 MORE = (
@@ -85,8 +85,8 @@ def test_scores_at_another_layout_have_the_same_bits(shared, folder, generated, 
     generated(f"{model} p.jsonl {DRAWS} --digest")
     out = f"{model}-scored.rollouts"
     shared("generate", model, "p.jsonl", *DRAWS.split(), "--digest", "--out", out, status=0)
-    found = shared("score", model, "tp=2", "--against", out, "--json", status=0)
-    report = json.loads(found.stdout)["files"][0]
+    result = shared("score", model, "tp=2", "--against", out, "--json", status=0)
+    report = json.loads(result.stdout)["files"][0]
     count = sum(len(json.loads(line)["token_ids"]) for line in (folder / out).read_bytes().splitlines())
     assert report["summary"]["tokens"] == report["scored"] == report["digests"]["compared"] == count
     assert report["summary"]["largest"] == report["differing"] == report["digests"]["differing"] == 0
@@ -255,9 +255,9 @@ def test_parts_of_models_have_the_bits_of_their_scores(shared, folder):
     shared("train", *words, *PARTS, "tp=2", "run.dir=parts", status=0)
     shared("generate", "parts", "p.jsonl", *DRAWS.split(), "--digest", "--out", "parts.out", status=0)
     report = json.loads(shared("score", "parts", "tp=2", "--against", "parts.out", "--json", status=0).stdout)
-    found = report["files"][0]
-    assert found["differing"] == found["digests"]["differing"] == 0
-    assert found["scored"] == 2 * 10 * len(LENGTHS)
+    result = report["files"][0]
+    assert result["differing"] == result["digests"]["differing"] == 0
+    assert result["scored"] == 2 * 10 * len(LENGTHS)
     for n, other in enumerate(("model.rotary_percent=1.0", "numerics=stock")):
         out = ("--against", "parts.out", "--out", f"parts.{n}", "--json")
         changed = shared("score", "parts", other, *out, status=1)

@@ -37,15 +37,15 @@ def rows(seed=0, lengths=LENGTHS):
     return [{"id": f"s{n}", "tokens": [draw.randrange(512) for _ in range(k)]} for n, k in enumerate(lengths)]
 
 
-def write(file: Path, found) -> Path:
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in found))
+def write(file: Path, results) -> Path:
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in results))
     return file
 
 
 @pytest.fixture(scope="module")
 def folder(shared):
     for name, (model, dtype, overrides) in FOLDERS.items():
-        hf_folders.make(shared.folder / name, hf_folders.of(model, *overrides), dtype=dtype)
+        hf_folders.make(shared.folder / name, hf_folders.model_section(model, *overrides), dtype=dtype)
     write(shared.folder / "s.jsonl", rows())
     return shared.folder
 
@@ -53,14 +53,14 @@ def folder(shared):
 @pytest.fixture(scope="module")
 def scored(shared, folder):
     """The bytes of the scores of a command's words; each is scored once."""
-    found: dict[str, bytes] = {}
+    result: dict[str, bytes] = {}
 
     def score(words: str, status=0) -> bytes:
-        if words not in found:
-            out = f"{len(found)}.out"
+        if words not in result:
+            out = f"{len(result)}.out"
             shared("score", *words.split(), "--out", out, status=status)
-            found[words] = (folder / out).read_bytes()
-        return found[words]
+            result[words] = (folder / out).read_bytes()
+        return result[words]
 
     return score
 
@@ -98,9 +98,9 @@ def test_products_in_fp8_have_one_file(scored, precision, layout):
     fp8 = f"qwen3 s.jsonl precision={precision}"
     whole = scored(fp8)
     assert scored(f"{fp8} {layout}") == whole
-    plain, found = by_id(scored("qwen3 s.jsonl --ranks --entropy")), by_id(whole)
-    assert plain.keys() == found.keys()
-    assert all(found[name] != bits for name, bits in plain.items())
+    plain, result = by_id(scored("qwen3 s.jsonl --ranks --entropy")), by_id(whole)
+    assert plain.keys() == result.keys()
+    assert all(result[name] != bits for name, bits in plain.items())
 
 
 @pytest.mark.release
@@ -134,17 +134,17 @@ def test_order_padding_packing_and_batch_have_no_effect(folder, scored):
     ends = [sum(LENGTHS[:n]) for n in range(len(LENGTHS) + 1)]
     packed = {"id": "row", "tokens": [token for row in plain for token in row["tokens"]], "cu_seqlens": ends}
     write(folder / "packed.jsonl", [packed])
-    found = by_id(scored("llama packed.jsonl precision=fp32"))
+    results = by_id(scored("llama packed.jsonl precision=fp32"))
     assert moved == by_id(scored(PLAIN))
-    assert {f"s{name[4:-1]}": bits for name, bits in found.items()} == by_id(scored(PLAIN))
+    assert {f"s{name[4:-1]}": bits for name, bits in results.items()} == by_id(scored(PLAIN))
 
 
 @pytest.mark.release
 def test_a_response_has_the_bits_of_its_tokens_in_the_whole(folder, scored):
     answers = [{"id": row["id"], "prompt": row["tokens"][:4], "response": row["tokens"][4:]} for row in rows()]
     write(folder / "responses.jsonl", answers)
-    found = by_id(scored("llama responses.jsonl precision=fp32"))
-    assert found == {name: bits[3:] for name, bits in by_id(scored(PLAIN)).items()}
+    result = by_id(scored("llama responses.jsonl precision=fp32"))
+    assert result == {name: bits[3:] for name, bits in by_id(scored(PLAIN)).items()}
 
 
 def padded_as_the_longest():
@@ -155,20 +155,20 @@ def padded_as_the_longest():
 def test_padding_without_a_mask_has_an_effect(folder, scored):
     """The control of padding. Batches move no bit of a toy on a CPU; tests/gpu has their control."""
     write(folder / "unmasked.jsonl", [row | {"tokens": [0] * 7 + row["tokens"]} for row in rows()])
-    found = by_id(scored("llama unmasked.jsonl precision=fp32"))
-    assert all(found[name][7:] != bits for name, bits in by_id(scored(PLAIN)).items())
+    result = by_id(scored("llama unmasked.jsonl precision=fp32"))
+    assert all(result[name][7:] != bits for name, bits in by_id(scored(PLAIN)).items())
 
 
 @pytest.mark.release
 def test_portable_computes_sequences_together(shared, folder, scored, portable_loops):
     """In passes of any size, alone, and padded to another length: products that walk k in order have one result."""
     portable = "qwen3 s.jsonl numerics=portable --entropy"
-    together = scored(portable)
-    assert scored(f"{portable} --batch-tokens 1") == together
-    assert scored(f"{portable} --batch-tokens 300 tp=2") == together
+    batched = scored(portable)
+    assert scored(f"{portable} --batch-tokens 1") == batched
+    assert scored(f"{portable} --batch-tokens 300 tp=2") == batched
     out = ("qwen3", "s.jsonl", "numerics=portable", "--entropy", "--out", "portable-longer")
     shared("score", *out, before=padded_as_the_longest, status=0)
-    assert (folder / "portable-longer").read_bytes() == together
+    assert (folder / "portable-longer").read_bytes() == batched
 
 
 REFUSED = (
@@ -187,8 +187,8 @@ REFUSED = (
 
 @pytest.mark.parametrize("words, why", REFUSED)
 def test_mistakes_are_one_message(shared, folder, words, why):
-    said = shared("score", *words.split(), "--out", "never", status=2).stderr
-    assert why in said
+    output = shared("score", *words.split(), "--out", "never", status=2).stderr
+    assert why in output
     assert not (folder / "never.partial").exists()
 
 

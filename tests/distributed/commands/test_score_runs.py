@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("modelopt")
 @pytest.fixture(scope="module")
 def folder(shared):
     for name, (model, dtype, overrides) in FOLDERS.items():
-        hf_folders.make(shared.folder / name, hf_folders.of(model, *overrides), dtype=dtype)
+        hf_folders.make(shared.folder / name, hf_folders.model_section(model, *overrides), dtype=dtype)
     write(shared.folder / "s.jsonl", rows())
     shared("score", "llama", "s.jsonl", "precision=fp32", "--entropy", "--out", "llama.scores", status=0)
     return shared.folder
@@ -31,24 +31,24 @@ def logits_of(folder, sequences):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    found = []
+    results = []
     with torch.no_grad():
         for row in sequences:
             ids = torch.tensor([row["tokens"]])
-            found.append((ids[0, 1:], model(ids).logits[0, :-1].double()))
-    return found
+            results.append((ids[0, 1:], model(ids).logits[0, :-1].double()))
+    return results
 
 
 def drawn(logits, temperature=1.0):
-    return [(one / temperature).log_softmax(-1).gather(-1, ids[:, None])[:, 0].numpy() for ids, one in logits]
+    return [(item / temperature).log_softmax(-1).gather(-1, ids[:, None])[:, 0].numpy() for ids, item in logits]
 
 
 def logprobs(file):
     return [np.array(row["logprobs"]) for row in map(json.loads, file.read_bytes().splitlines())]
 
 
-def farthest(ours, theirs):
-    return max(np.abs(a - b).max() for a, b in zip(ours, theirs, strict=True))
+def farthest(actual, expected):
+    return max(np.abs(a - b).max() for a, b in zip(actual, expected, strict=True))
 
 
 def test_transformers_agrees_to_rounding(folder):
@@ -60,10 +60,10 @@ def test_transformers_agrees_to_rounding(folder):
 @pytest.mark.parametrize("model", ("qwen3", "moe"))
 def test_transformers_agrees_with_other_models(shared, folder, model):
     shared("score", model, "s.jsonl", "precision=fp32", "--out", f"{model}.scores", status=0)
-    theirs = drawn(logits_of(folder / model, rows()))
-    assert farthest(logprobs(folder / f"{model}.scores"), theirs) < 2e-5
+    expected = drawn(logits_of(folder / model, rows()))
+    assert farthest(logprobs(folder / f"{model}.scores"), expected) < 2e-5
     shared("score", model, "s.jsonl", "precision=bf16", "--out", f"{model}.bf16", status=0)
-    assert farthest(logprobs(folder / f"{model}.bf16"), theirs) > 2e-3
+    assert farthest(logprobs(folder / f"{model}.bf16"), expected) > 2e-3
 
 
 @pytest.mark.release
@@ -116,11 +116,11 @@ def test_a_stopped_scoring_goes_on(shared, folder):
 
 def engine(folder, name, values):
     """A file of vLLM's prompt_logprobs with these values."""
-    found = []
-    for row, one in zip(rows(), values, strict=True):
-        entries = [None, *({str(t): {"logprob": float(x)}} for t, x in zip(row["tokens"][1:], one, strict=True))]
-        found.append({"id": row["id"], "prompt_token_ids": row["tokens"], "prompt_logprobs": entries, "outputs": []})
-    write(folder / name, found)
+    results = []
+    for row, value in zip(rows(), values, strict=True):
+        entries = [None, *({str(t): {"logprob": float(x)}} for t, x in zip(row["tokens"][1:], value, strict=True))]
+        results.append({"id": row["id"], "prompt_token_ids": row["tokens"], "prompt_logprobs": entries, "outputs": []})
+    write(folder / name, results)
     return name
 
 
@@ -132,24 +132,24 @@ def against(shared, folder, *files, status=1, tolerance="1e-4"):
 
 def test_a_right_engine_is_within_and_faults_are_named(shared, folder):
     logits = logits_of(folder / "llama", rows())
-    right = drawn(logits)
-    engine(folder, "right", right)
+    scores = drawn(logits)
+    engine(folder, "right", scores)
     engine(folder, "warm", drawn(logits, temperature=0.8))
-    engine(folder, "shifted", [np.append(one[1:], one[-1]) for one in right])
+    engine(folder, "shifted", [np.append(item[1:], item[-1]) for item in scores])
     assert against(shared, folder, "right", status=0)["files"][0]["suspects"] == []
     own = against(shared, folder, "llama.scores", status=0, tolerance="0")
     assert own["text"].startswith("equal: llama.scores: all 444 log-probabilities")
-    found = against(shared, folder, "warm", "shifted")
-    warm, shifted = (one["suspects"] for one in found["files"])
+    result = against(shared, folder, "warm", "shifted")
+    warm, shifted = (file["suspects"] for file in result["files"])
     assert shifted == ["off by one: at a token's place stands the log-probability of the next token"]
-    assert found["nearer"] == 0
+    assert result["nearer"] == 0
     assert len(warm) == 1
     assert "a temperature of about 0.80 is applied" in warm[0]
     page = (folder / "llama.html").read_text()
     assert "<svg" in page
     assert "off by one" in page
-    assert [one["from"] for one in found["files"][0]["by_position"]] == [1 << n for n in range(8)]
-    assert all(a["to"] + 1 == b["from"] for a, b in pairwise(found["files"][0]["by_position"]))
+    assert [item["from"] for item in result["files"][0]["by_position"]] == [1 << n for n in range(8)]
+    assert all(a["to"] + 1 == b["from"] for a, b in pairwise(result["files"][0]["by_position"]))
 
 
 # --- Hidden states ---
@@ -172,8 +172,8 @@ def exchanged_experts(model):
     experts = model.model.layers[1].mlp.experts
     weights = [p for p in experts.parameters()]
     if weights[0].ndim == 3:  # all experts in one tensor
-        for one in weights:
-            one[[0, 1]] = one[[1, 0]]
+        for weight in weights:
+            weight[[0, 1]] = weight[[1, 0]]
     else:
         for a, b in zip(experts[0].parameters(), experts[1].parameters(), strict=True):
             held = a.clone()
@@ -192,22 +192,22 @@ def dumped(folder, name, file, fault=None):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32, attn_implementation="eager")
-    found = {}
+    results = {}
     with torch.no_grad():
         if fault:
             fault(model)
         for n, layer in enumerate(model.model.layers):
             layer.register_forward_hook(
-                lambda _, args, out, n=n: found.update({f"layers.{n}": (out[0] if isinstance(out, tuple) else out)})
+                lambda _, args, out, n=n: results.update({f"layers.{n}": (out[0] if isinstance(out, tuple) else out)})
             )
             if name == "experts":
                 layer.mlp.gate.register_forward_hook(
-                    lambda _, args, out, n=n: found.update(
+                    lambda _, args, out, n=n: results.update(
                         {f"router.{n}": (out[0] if isinstance(out, tuple) else out).view(-1, 8).topk(2).indices}
                     )
                 )
         model(torch.tensor([rows()[3]["tokens"]]))
-    whole = {k: v.reshape(-1, v.shape[-1]).contiguous().clone() for k, v in found.items()}
+    whole = {k: v.reshape(-1, v.shape[-1]).contiguous().clone() for k, v in results.items()}
     save_file(whole, folder / file, metadata={"id": "s3"})
     return file
 
@@ -215,7 +215,7 @@ def dumped(folder, name, file, fault=None):
 @pytest.fixture(scope="module")
 def deep(folder):
     for name, (model, overrides) in DEEP.items():
-        hf_folders.make(folder / name, hf_folders.of(model, *overrides), dtype="F32")
+        hf_folders.make(folder / name, hf_folders.model_section(model, *overrides), dtype="F32")
     return folder
 
 
@@ -236,7 +236,7 @@ FAULTS = (
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("name, fault, words", FAULTS, ids=lambda one: getattr(one, "__name__", str(one)[:12]))
+@pytest.mark.parametrize("name, fault, words", FAULTS, ids=lambda item: getattr(item, "__name__", str(item)[:12]))
 def test_faults_are_found_in_hidden_states(shared, deep, name, fault, words):
     assert words in hidden(shared, name, dumped(deep, name, f"{fault.__name__}.safetensors", fault), 1)
 
@@ -245,9 +245,9 @@ def test_faults_are_found_in_hidden_states(shared, deep, name, fault, words):
 @pytest.mark.parametrize("layout", ("tp=1", "tp=2 pp=3"))
 @pytest.mark.parametrize("name", DEEP)
 def test_right_hidden_states_are_within_rounding(shared, deep, name, layout):
-    said = hidden(shared, name, dumped(deep, name, "right.safetensors"), 0, *layout.split())
-    assert "within rounding, all 3 layers" in said
-    assert "experts" not in said
+    message = hidden(shared, name, dumped(deep, name, "right.safetensors"), 0, *layout.split())
+    assert "within rounding, all 3 layers" in message
+    assert "experts" not in message
 
 
 # --- Multi-latent attention ---
@@ -298,8 +298,8 @@ def test_transformers_agrees_with_latent_attention(shared, folder):
     done = shared("score", "latent-run", "s.jsonl", "--out", "no.scores", before=exporting)
     assert (folder / "latent" / "model.safetensors").exists(), done.stderr
     shared("score", "latent-run", "s.jsonl", "--out", "latent.scores", status=0)
-    theirs = drawn(logits_of(folder / "latent", rows()))
-    assert farthest(logprobs(folder / "latent.scores"), theirs) < 2e-5
+    expected = drawn(logits_of(folder / "latent", rows()))
+    assert farthest(logprobs(folder / "latent.scores"), expected) < 2e-5
 
 
 @pytest.mark.release
@@ -308,7 +308,7 @@ def test_transformers_agrees_with_gated_delta_nets(shared, folder):
         *("model.hidden_size=64", "model.moe_ffn_hidden_size=64", "model.kv_channels=16", "model.vocab_size=512"),
         *("model.linear_key_head_dim=16", "model.linear_value_head_dim=16", "model.mtp_num_layers=null"),
     )
-    hf_folders.make(folder / "delta", hf_folders.of("qwen3_next_toy", *words), dtype="F32")
+    hf_folders.make(folder / "delta", hf_folders.model_section("qwen3_next_toy", *words), dtype="F32")
     for name, layout in (("delta.scores", ()), ("delta.two", ("tp=2", "ep=2"))):
         shared("score", "delta", "s.jsonl", "precision=fp32", *layout, "--out", name, status=0)
     assert by_id((folder / "delta.scores").read_bytes()) == by_id((folder / "delta.two").read_bytes())

@@ -12,8 +12,8 @@ def test_every_run_is_trained_and_they_are_listed(tpi):
     assert "completed: 2 of 2 runs reached their last step; lowest last loss: seed=" in done.stdout
     first, second = (tpi.ledger(f"s/seed{seed}")[-1].loss for seed in (1, 2))
     assert first != second
-    found = json.loads((tpi.folder / "s" / "sweep.json").read_text())
-    assert [row["loss"]["bits"] for row in found["rows"]] == [first, second]
+    result = json.loads((tpi.folder / "s" / "sweep.json").read_text())
+    assert [row["loss"]["bits"] for row in result["rows"]] == [first, second]
     assert "2 runs side by side" in (tpi.folder / "s" / "report.html").read_text()
     assert tpi("sweep", "--results", "s").stdout == done.stdout
     assert tpi("compare", "s/seed1", "s/seed2").status == 2

@@ -163,9 +163,9 @@ def test_a_trace_changes_no_bit_of_stock_numerics(scenario, layout):
 
 def test_stock_numerics_differ_from_the_first_sum_across_ranks_on(scenario):
     """From equal weights; what is before that sum matches, and after the backward pass's, too."""
-    one, two = (scenario(SMALL, STOCK, ONE_STEP, f"tp={tp}").ledger()[0] for tp in (1, 2))
-    assert not two.diverged
-    differs = [name for name, a in by_name(one.trace).items() if by_name(two.trace)[name] != a]
+    first, second = (scenario(SMALL, STOCK, ONE_STEP, f"tp={tp}").ledger()[0] for tp in (1, 2))
+    assert not second.diverged
+    differs = [name for name, a in by_name(first.trace).items() if by_name(second.trace)[name] != a]
     assert differs[0] == "forward/decoder.layers.0.self_attention.linear_proj/output"
     assert "backward/embedding/input" in differs
 
@@ -181,18 +181,18 @@ def test_stock_numerics_differ_from_the_first_sum_across_ranks_on(scenario):
 )
 def test_data_parallel_ranks_and_micro_batches_are_one_batch(runs, tree, layout):
     """The forward and the backward pass of a sequence are those of one rank that computes it alone."""
-    one = by_name(runs["one"].ledger()[0].trace)
+    single = by_name(runs["one"].ledger()[0].trace)
     other = tree(layout, ONE_STEP).ledger()
-    assert by_name(other[0].trace) == one
+    assert by_name(other[0].trace) == single
 
 
 @pytest.mark.release  # in `make test`: stock differs over tp, above
 def test_stock_gradients_have_a_factor(scenario):
     """The control: Megatron divides by the micro-batches of a rank."""
-    one, two = (by_name(scenario(SMALL, STOCK, ONE_STEP, f"dp={dp}").ledger()[0].trace) for dp in (1, 2))
-    assert list(one) == list(two)
-    assert one["backward/output_layer/input"].shape == two["backward/output_layer/input"].shape
-    assert one["backward/output_layer/input"] != two["backward/output_layer/input"]
+    first, second = (by_name(scenario(SMALL, STOCK, ONE_STEP, f"dp={dp}").ledger()[0].trace) for dp in (1, 2))
+    assert list(first) == list(second)
+    assert first["backward/output_layer/input"].shape == second["backward/output_layer/input"].shape
+    assert first["backward/output_layer/input"] != second["backward/output_layer/input"]
 
 
 def test_digests_are_those_of_the_dumped_tensors(runs):
@@ -214,10 +214,10 @@ def test_digests_are_those_of_the_dumped_tensors(runs):
 def test_dumps_of_two_layouts_are_equal(runs):
     for run in runs.values():
         run.ledger()
-    one, two = (read_step(run.run, 2) for run in runs.values())
+    first, second = (read_step(run.run, 2) for run in runs.values())
     for name in DUMPED:
-        assert distance(one.read(name), two.read(name)).differing == 0
-    tokens = one.read("forward/embedding.word_embeddings/input").bits
+        assert distance(first.read(name), second.read(name)).differing == 0
+    tokens = first.read("forward/embedding.word_embeddings/input").bits
     assert 0 < tokens.max() < 512
     assert not np.array_equal(read_step(runs["one"].run, 1).read(DUMPED[0]).bits, tokens)
 

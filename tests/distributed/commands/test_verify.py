@@ -39,9 +39,9 @@ def test_tree_numerics_are_identical_and_the_table_names_each_cell(tree, shared)
     for tp in ("tp1", "tp2"):
         assert len(shared.ledger(f"tree/{tp}")) == 3
     assert shared("compare", "tree/tp1", "tree/tp2").status == 0
-    found = json.loads((shared.folder / "tree" / "verify.json").read_text())
-    assert (found["verdict"], found["exit_status"], found["model"]) == ("identical", 0, "qwen3_toy")
-    assert found["rows"][1]["comparison"]["coverage"]["masters"]["both"] == 3
+    result = json.loads((shared.folder / "tree" / "verify.json").read_text())
+    assert (result["verdict"], result["exit_status"], result["model"]) == ("identical", 0, "qwen3_toy")
+    assert result["rows"][1]["comparison"]["coverage"]["masters"]["both"] == 3
 
 
 def test_the_runs_can_be_judged_again_without_training(tree, shared):
@@ -52,8 +52,8 @@ def test_the_runs_can_be_judged_again_without_training(tree, shared):
 
 
 def test_a_verification_is_never_overwritten(tree, shared):
-    again = shared("verify", *SMALL, "tp=1,2", "--dir", "tree", status=2)
-    assert "--dir tree is there and is not an empty directory" in again.stderr
+    repeated = shared("verify", *SMALL, "tp=1,2", "--dir", "tree", status=2)
+    assert "--dir tree is there and is not an empty directory" in repeated.stderr
 
 
 def test_stock_numerics_differ_and_say_what_to_do(tree, shared):
@@ -85,9 +85,9 @@ def test_other_initial_weights_are_named_with_the_key_that_makes_them_equal(shar
 def test_a_run_agrees_with_a_certificate_of_another(tree, shared):
     done = shared("verify", *SMALL, "tp=2", "numerics=tree", "--against", "tree.tpicert", "--dir", "against", "--json")
     assert done.status == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert [(row["ranks"], row["state"]) for row in found["rows"]] == [(1, "reference"), (2, "identical")]
-    assert "identical: tp=2 computed the same bits as " in found["text"]
+    result = json.loads(done.stdout)
+    assert [(row["ranks"], row["state"]) for row in result["rows"]] == [(1, "reference"), (2, "identical")]
+    assert "identical: tp=2 computed the same bits as " in result["text"]
     assert (shared.folder / "against" / "tp2" / "ledger.jsonl").exists()
 
 
@@ -144,13 +144,13 @@ def _stop_in(tpi, tp: int, number: signal.Signals, status: int):
 
 @pytest.mark.release
 def test_ctrl_c_in_the_last_cell_says_what_was_done_and_it_can_be_completed(tpi):
-    said = _stop_in(tpi, 2, signal.SIGINT, 130)
-    first, second = rows(said)
+    message = _stop_in(tpi, 2, signal.SIGINT, 130)
+    first, second = rows(message)
     assert (first[0], first[-1]) == ("tp=1", "reference")
     assert "stopped:" in second
-    assert "incomplete: tp=2 was stopped" in said
-    assert "tpi train --resume m/tp2" in said
-    assert "continue with: tpi verify --last-failed --dir m" in said
+    assert "incomplete: tp=2 was stopped" in message
+    assert "tpi train --resume m/tp2" in message
+    assert "continue with: tpi verify --last-failed --dir m" in message
     completed = tpi("verify", "--last-failed", "--dir", "m", status=0)
     assert "1 of 1: tp=2 on 2 cpu ranks, 6 steps" in completed.stderr
     assert "identical: tp=1, 2 computed the same bits over 6 steps" in completed.stdout
@@ -165,20 +165,20 @@ def test_after_the_first_failure_only_what_did_not_pass_is_trained_again(tpi):
     assert "incomplete: tp=2 failed; tp=4 did not run" in stopped.stdout
     assert not (tpi.folder / "m" / "tp4").exists()
     passed = (tpi.folder / "m" / "tp1" / "ledger.jsonl").stat().st_mtime_ns
-    again = tpi("verify", "--lf", "--dir", "m", status=0)
-    assert [row[-1] for row in rows(again.stdout)] == ["reference", "identical", "identical"]
-    assert "2 of 2: tp=4" in again.stderr
+    repeated = tpi("verify", "--lf", "--dir", "m", status=0)
+    assert [row[-1] for row in rows(repeated.stdout)] == ["reference", "identical", "identical"]
+    assert "2 of 2: tp=4" in repeated.stderr
     assert (tpi.folder / "m" / "tp1" / "ledger.jsonl").stat().st_mtime_ns == passed
     assert "planted" in (tpi.folder / "m" / "set-aside" / "tp2" / "logs" / "rank-1.log").read_text()
     last = tpi("verify", "--last-failed", "--dir", "m")
-    assert (last.status, last.stdout) == (0, again.stdout)
+    assert (last.status, last.stdout) == (0, repeated.stdout)
     assert "every run in m has passed; nothing is trained again" in last.stderr
 
 
 @pytest.mark.release
 def test_after_sigterm_no_further_cell_starts_and_another_launcher_can_run_them(tpi):
-    said = _stop_in(tpi, 1, signal.SIGTERM, 2)
-    assert "incomplete: tp=1 was stopped; tp=2 did not run" in said
+    message = _stop_in(tpi, 1, signal.SIGTERM, 2)
+    assert "incomplete: tp=1 was stopped; tp=2 did not run" in message
     assert not (tpi.folder / "m" / "tp2").exists()
     assert tpi("train", "--resume", "m/tp1").status == 0
     assert tpi("verify", "--recheck", "m").status == 2

@@ -69,9 +69,9 @@ def test_tuning_has_one_result_in_every_layout(tuned):
 @pytest.mark.release
 def test_tuning_lowers_the_loss(mine, shared):
     shared("train", *RECIPE, "iters=24", "ledger.digests=0", "run.dir=long", status=0)
-    found = [bits_float(step.loss) for step in shared.ledger("long")]
-    assert len(found) == 24
-    assert found[-1] < found[0] / 2, found
+    results = [bits_float(step.loss) for step in shared.ledger("long")]
+    assert len(results) == 24
+    assert results[-1] < results[0] / 2, results
 
 
 @pytest.mark.release
@@ -91,8 +91,8 @@ def test_neither_changes_the_loss_of_examples_to_validate(mine, shared):
     validated += ("validation.eval_iters=3", "validation.eval_interval=1")
     for name, layout in {"one": (), "pair": ("dp=2", "mbs=2")}.items():
         shared("train", *validated, *layout, f"run.dir=validated-{name}", status=0)
-    said = shared("compare", "validated-one", "validated-pair", status=0).stdout
-    assert "validation loss and final validation loss (at step 3) equal bit for bit" in " ".join(said.split())
+    output = shared("compare", "validated-one", "validated-pair", status=0).stdout
+    assert "validation loss and final validation loss (at step 3) equal bit for bit" in " ".join(output.split())
     assert "validation/48:72" in shared.ledger("validated-one")[2].evaluations
 
 
@@ -120,17 +120,19 @@ SETTINGS = {
     "tuned dataset._target_=a.B": "a recipe decides what its dataset is",
 }
 # These set what another one sets, or are all that is said.
-APART = ("numerics=gather", "numerics.context_shards=2", "hf_dataset")
+OWN_RUNS = ("numerics=gather", "numerics.context_shards=2", "hf_dataset")
 
 
-@pytest.mark.parametrize("apart", (APART, pytest.param(("",), marks=pytest.mark.release)), ids=("together", "each"))
-def test_settings_that_are_refused(mine, apart):
+@pytest.mark.parametrize(
+    "separate", (OWN_RUNS, pytest.param(("",), marks=pytest.mark.release)), ids=("together", "each")
+)
+def test_settings_that_are_refused(mine, separate):
     """In one test: what a recipe says is kept for the same environment alone."""
-    assert not_refused(mine, SETTINGS, apart) == {}
+    assert not_refused(mine, SETTINGS, separate) == {}
 
 
 def not_refused(
-    folder: Path, settings: dict[str, str], apart: Sequence[str], more: tuple[str, ...] = ()
+    folder: Path, settings: dict[str, str], separate: Sequence[str], more: tuple[str, ...] = ()
 ) -> dict[str, str]:
     """The settings that are not refused with their words, and what is said of them instead.
 
@@ -139,15 +141,15 @@ def not_refused(
     """
     commands: dict[str, list[str]] = {}
     for words in settings:
-        commands.setdefault(words if any(text in words for text in apart) else words.split()[0], []).append(words)
+        commands.setdefault(words if any(text in words for text in separate) else words.split()[0], []).append(words)
     wrong = {}
-    for together in commands.values():
-        overrides = [override for words in together for override in words.split()[1:]]
+    for batch in commands.values():
+        overrides = [override for words in batch for override in words.split()[1:]]
         try:
-            compose(f"recipe={folder}/mine.py:{together[0].split()[0]}", [*overrides, *more], device="cpu")
-            wrong |= dict.fromkeys(together, "composes")
+            compose(f"recipe={folder}/mine.py:{batch[0].split()[0]}", [*overrides, *more], device="cpu")
+            wrong |= dict.fromkeys(batch, "composes")
         except ConfigError as error:
-            wrong |= {words: str(error) for words in together if settings[words] not in str(error)}
+            wrong |= {words: str(error) for words in batch if settings[words] not in str(error)}
     return wrong
 
 
@@ -210,8 +212,8 @@ def test_settings_and_files_that_are_wrong_come_in_one_list(cli, mine, monkeypat
 
 
 def test_conversations_need_a_template(mine, tmp_path):
-    said = {"messages": [{"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}]}
-    folder = examples(tmp_path / "chat", json.dumps(said))
+    message = {"messages": [{"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}]}
+    folder = examples(tmp_path / "chat", json.dumps(message))
     with pytest.raises(ConfigError, match="has no chat template"):
         read_examples(folder, ["training.jsonl"], f"{mine}/tokenizer", (), chat=True)
     with pytest.raises(ConfigError, match="no conversation under any of messages"):

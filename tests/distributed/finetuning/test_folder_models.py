@@ -11,7 +11,9 @@ from tp_invariant_recipes.sources import hf_models, weights
 @pytest.mark.parametrize("family", hf_models.FAMILIES, ids=lambda family: family.architecture)
 def test_it_has_the_sizes_of_the_folder(tmp_path, family):
     """Here twice the layers, and half the vocabulary, of the model that it is like."""
-    like = hf_folders.of(hf_models.LIKE[family.architecture], *hf_models.WITHOUT.get(family.architecture, ()))
+    like = hf_folders.model_section(
+        hf_models.LIKE[family.architecture], *hf_models.WITHOUT.get(family.architecture, ())
+    )
     assert hf_models.family_of(like) == family
     config = hf_models.config_of(family, like, "bfloat16")
     changed = {"num_hidden_layers": 2 * config["num_hidden_layers"], "vocab_size": config["vocab_size"] // 2}
@@ -20,9 +22,9 @@ def test_it_has_the_sizes_of_the_folder(tmp_path, family):
     (tmp_path / "config.json").write_text(json.dumps(config | changed))
     (tmp_path / "model.safetensors").write_bytes(hf_folders.file({}))
     name, sizes = hf_models.model_of(weights.read(tmp_path))
-    found = hf_folders.of(name, *sizes)
-    assert hf_models.family_of(found) == family
-    read = family.sizes(found)
+    result = hf_folders.model_section(name, *sizes)
+    assert hf_models.family_of(result) == family
+    read = family.sizes(result)
     assert {key: read[key] for key in ("num_hidden_layers", "vocab_size")} == {
         key: changed[key] for key in ("num_hidden_layers", "vocab_size")
     }

@@ -86,15 +86,15 @@ def test_only_adapters_are_trained(verified, shared):
 
 @pytest.mark.release
 def test_adapters_lower_the_loss(adapted):
-    found = [bits_float(step.loss) for step in adapted("iters=12 lr=1e-2 ledger.digests=0").ledger()]
-    assert found[-1] < 0.8 * found[0], found
+    results = [bits_float(step.loss) for step in adapted("iters=12 lr=1e-2 ledger.digests=0").ledger()]
+    assert results[-1] < 0.8 * results[0], results
 
 
 def test_with_stock_numerics_they_have_not(base, shared):
     done = shared("verify", *ADAPTED.split(), "tp=1,2", *STOCK.split(), "iters=1", "gbs=1", "--dir", "stock", status=1)
     assert "different: tp=2 computed other bits than tp=1 at step 1" in done.stdout
-    one, other = (read(shared.folder / "stock" / at).header.initial for at in ("tp1", "tp2"))
-    assert one == other
+    first, other = (read(shared.folder / "stock" / at).header.initial for at in ("tp1", "tp2"))
+    assert first == other
 
 
 @pytest.mark.parametrize("alpha, dim", ((32, 8), (5, 3), (7, 24)))
@@ -146,8 +146,8 @@ def toy(shared):
 @pytest.mark.release
 @pytest.mark.parametrize("left_out", INGREDIENTS)
 def test_each_ingredient_is_needed(toy, left_out):
-    one, two = (toy(at).planted(INGREDIENTS[left_out]).ledger() for at in ("tp=1", "tp=2"))
-    assert unequal(one, two)
+    first, second = (toy(at).planted(INGREDIENTS[left_out]).ledger() for at in ("tp=1", "tp=2"))
+    assert unequal(first, second)
 
 
 # --- For a release ---
@@ -168,16 +168,16 @@ def test_other_layouts_have_it_too(verified, adapted, shared, layout):
 @pytest.mark.release
 @pytest.mark.parametrize("targets", ("linear_qkv", "linear_proj,linear_fc1", "linear_fc2"))
 def test_some_layers_alone_can_be_adapted(adapted, targets):
-    some = adapted(f"iters=2 peft.target_modules=[{targets}] peft.lora_A_init_method=kaiming precision=fp32")
-    one, two = (some(at).ledger() for at in ("tp=1", "tp=2"))
-    assert unequal(one, two) == []
-    assert {name.split(".")[4] for name in one[0].gradients} == set(targets.split(","))
+    chosen = adapted(f"iters=2 peft.target_modules=[{targets}] peft.lora_A_init_method=kaiming precision=fp32")
+    first, second = (chosen(at).ledger() for at in ("tp=1", "tp=2"))
+    assert unequal(first, second) == []
+    assert {name.split(".")[4] for name in first[0].gradients} == set(targets.split(","))
 
 
 @pytest.mark.release
 def test_a_model_of_ours_has_adapters_too(tpi):
     """With biases, tied embeddings on two stages, and the weights of a folder."""
-    hf_folders.make(tpi.folder / "hf", hf_folders.of("qwen25_toy"))
+    hf_folders.make(tpi.folder / "hf", hf_folders.model_section("qwen25_toy"))
     words = "qwen25_toy seq=64 gbs=2 iters=2 peft=lora peft.dim=8 weights=hf"
     whole = Scenario(tpi, tpi.folder / "runs")(words)
     agree(whole, ("tp=1", "tp=2", "pp=2"))
@@ -213,9 +213,9 @@ def test_a_run_goes_on_with_the_same_bits_in_another_layout(base, tpi):
 
 @pytest.mark.release
 def test_a_trace_has_the_tensors_of_adapters(toy):
-    one, two = (toy("ledger.trace=1", at).ledger() for at in ("tp=1", "tp=4 sp=false"))
-    assert unequal(one, two) == []
-    placed = {found.module.partition("layers.0.")[2]: found.shape for found in one[0].trace if found.digest}
+    first, second = (toy("ledger.trace=1", at).ledger() for at in ("tp=1", "tp=4 sp=false"))
+    assert unequal(first, second) == []
+    placed = {result.module.partition("layers.0.")[2]: result.shape for result in first[0].trace if result.digest}
     layers = {"self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"}
     assert placed.keys() >= {f"{layer}{part}" for layer in layers for part in ("", ".to_wrap", ".adapter")}
 
@@ -266,11 +266,11 @@ def test_what_is_not_covered_is_said_before_ranks_start(cli, base, monkeypatch):
 
 def test_what_cannot_be_exported_is_said(verified, cli, base, monkeypatch):
     monkeypatch.chdir(base)
-    for run, option, said in (("tree/tp1", "--masters", "whose base has no master weights"),
+    for run, option, message in (("tree/tp1", "--masters", "whose base has no master weights"),
                               ("base", "--merge", "has no adapters to merge")):  # fmt: skip
         ended = cli("export", run, "exported", option)
         assert ended.status == 2
-        assert said in ended.err
+        assert message in ended.err
     assert not (base / "exported").exists()
 
 
@@ -309,7 +309,7 @@ def exports(shared):
     Each window of 32 tokens of the text is the same one.
     """
     folder = shared.folder
-    hf_folders.make(folder / "hf32", hf_folders.of("qwen3_toy"), dtype="F32")
+    hf_folders.make(folder / "hf32", hf_folders.model_section("qwen3_toy"), dtype="F32")
     (folder / "words").mkdir()
     examples.write(folder / "words")
     words = [str(id_ - 4) for id_ in PERIOD]  # the tokenizer has four other words before its numbers
@@ -341,7 +341,7 @@ def test_adapters_of_experts_are_merged(exports, shared, kind):
         "model.num_layers=2 model.hidden_size=128 model.num_attention_heads=4 model.num_query_groups=4 "
         "model.kv_channels=32 model.ffn_hidden_size=128 model.moe_ffn_hidden_size=64 model.num_moe_experts=8"
     )
-    hf_folders.make(folder / base, hf_folders.of("qwen3_moe_toy", *small.split()), dtype="F32")
+    hf_folders.make(folder / base, hf_folders.model_section("qwen3_moe_toy", *small.split()), dtype="F32")
     train(
         shared, run, f"qwen3_moe_toy weights={base} precision=fp32 seq=32 gbs=1 iters=2 save=1 lr=1e-2 peft=lora",
         small, "numerics.virtual_shards=2",
@@ -358,11 +358,11 @@ def test_adapters_of_experts_are_merged(exports, shared, kind):
 @pytest.mark.release
 def test_changed_base_weights_are_not_merged(exports, shared):
     folder, _ = exports
-    hf_folders.make(folder / "other", hf_folders.of("qwen3_toy"), dtype="F32", seed=1)
+    hf_folders.make(folder / "other", hf_folders.model_section("qwen3_toy"), dtype="F32", seed=1)
     shutil.move(folder / "hf32", folder / "kept")
     shutil.move(folder / "other", folder / "hf32")
-    said = shared("export", "periodic", "again", "--merge", status=2).stderr
-    assert "does not hold the weights that the run has adapted" in said
+    output = shared("export", "periodic", "again", "--merge", status=2).stderr
+    assert "does not hold the weights that the run has adapted" in output
     assert not (folder / "again").exists()
 
 

@@ -36,9 +36,9 @@ def test_other_layouts_have_it_too(shared, kind, layouts):
 
 @pytest.mark.release
 def test_both_kinds_differ(shared):
-    one, other = (_experts(shared, f"{kind} iters=2")("tp=1").ledger() for kind in KINDS.values())
-    assert one[0].gradients.keys() == other[0].gradients.keys()
-    assert unequal(one, other)
+    first, other = (_experts(shared, f"{kind} iters=2")("tp=1").ledger() for kind in KINDS.values())
+    assert first[0].gradients.keys() == other[0].gradients.keys()
+    assert unequal(first, other)
 
 
 @pytest.mark.release
@@ -58,8 +58,8 @@ def _plain_sum_over_ranks() -> None:
 @pytest.mark.release
 def test_the_tree_over_experts_is_needed(shared):
     experts = _experts(shared, "iters=1")
-    one, two = (experts(at).planted(_plain_sum_over_ranks).ledger() for at in ("tp=1", "tp=2 ep=2"))
-    assert unequal(one, two)
+    first, second = (experts(at).planted(_plain_sum_over_ranks).ledger() for at in ("tp=1", "tp=2 ep=2"))
+    assert unequal(first, second)
 
 
 @pytest.mark.release
@@ -85,6 +85,6 @@ def test_experts_in_fp8_have_adapters_too(shared):
         "model.num_attention_heads=4 model.num_query_groups=4 model.kv_channels=32 model.ffn_hidden_size=128 "
         "model.moe_ffn_hidden_size=128 model.num_moe_experts=8 model.vocab_size=512"
     )
-    one, other = (_first(shared, wide, "", f"{kind} precision=fp8_tensorwise") for kind in KINDS.values())
-    agree(one, ("tp=1", "tp=2 ep=2"))
-    assert one("tp=1").ledger()[0].loss != other("tp=1").ledger()[0].loss
+    first, other = (_first(shared, wide, "", f"{kind} precision=fp8_tensorwise") for kind in KINDS.values())
+    agree(first, ("tp=1", "tp=2 ep=2"))
+    assert first("tp=1").ledger()[0].loss != other("tp=1").ledger()[0].loss

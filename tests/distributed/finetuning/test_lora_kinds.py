@@ -126,8 +126,8 @@ def _without_segments() -> None:
 )
 def test_each_ingredient_is_needed(shared, model, words, left_out):
     adapted = _adapted(shared, model, f"{words} iters=1 peft.lora_B_init_method=normal")
-    one, two = (adapted(at).planted(left_out).ledger() for at in ("tp=1", "tp=2"))
-    assert unequal(one, two)
+    first, second = (adapted(at).planted(left_out).ledger() for at in ("tp=1", "tp=2"))
+    assert unequal(first, second)
 
 
 def test_adapters_after_a_norm_are_not_exported(bridge):
@@ -164,8 +164,8 @@ def _ahead(tpi, model: str) -> Scenario:
 @pytest.mark.parametrize("model", DEPTHS)
 def test_adapters_of_layers_ahead_have_one_ledger(shared, model):
     adapted = _ahead(shared, model)("iters=2")
-    again = [f"{layout} {RECOMPUTED}" for layout in ("tp=1", "tp=2 ep=2", "pp=2") if model == "qwen3_moe_toy"]
-    agree(adapted, ("tp=1", "tp=2 ep=2", "pp=2", *again))
+    repeated = [f"{layout} {RECOMPUTED}" for layout in ("tp=1", "tp=2 ep=2", "pp=2") if model == "qwen3_moe_toy"]
+    agree(adapted, ("tp=1", "tp=2 ep=2", "pp=2", *repeated))
     agree(adapted("gbs=2 numerics.data_shards=2"), ("dp=1", "dp=2 ep=2"))
     ahead = {name for name in adapted("tp=1").ledger()[1].gradients if name.startswith("mtp.")}
     assert {name.rpartition(".adapter.")[0].rpartition(".")[2] for name in ahead} >= {"linear_proj", "linear_fc1"}
@@ -176,9 +176,9 @@ def test_adapters_of_layers_ahead_have_one_ledger(shared, model):
 def test_adapters_of_layers_ahead_count_and_stock_has_other_bits(shared):
     adapted = _ahead(shared, "nemotron3_nano_toy")("iters=1 peft.target_modules=[linear_qkv,linear_proj,in_proj]")
     stock_differs(adapted, ("tp=1", "tp=2"))  # stock weights of experts' adapters follow no seed of tpi
-    one, scaled = adapted("tp=1").ledger(), adapted("tp=1 model.mtp_loss_scaling_factor=0.3").ledger()
-    assert {name for name in one[0].gradients if one[0].gradients[name] != scaled[0].gradients[name]} >= {
-        name for name in one[0].gradients if name.startswith("mtp.")
+    single, scaled = adapted("tp=1").ledger(), adapted("tp=1 model.mtp_loss_scaling_factor=0.3").ledger()
+    assert {name for name in single[0].gradients if single[0].gradients[name] != scaled[0].gradients[name]} >= {
+        name for name in single[0].gradients if name.startswith("mtp.")
     }
 
 

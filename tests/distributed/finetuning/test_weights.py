@@ -43,7 +43,7 @@ _SIZES = {
 
 
 def made(shared, name, model="qwen3_toy", *overrides, **how):
-    return hf_folders.make(shared.folder / name, hf_folders.of(model, *overrides), **how)
+    return hf_folders.make(shared.folder / name, hf_folders.model_section(model, *overrides), **how)
 
 
 def train(shared, run, folder, *overrides, model="qwen3_toy"):
@@ -52,9 +52,9 @@ def train(shared, run, folder, *overrides, model="qwen3_toy"):
 
 
 def bits(folder):
-    found = weights.read(folder).tensors
-    return {name: (one.dtype, one.shape, one.file.read_bytes()[one.start : one.start + one.size])
-            for name, one in found.items()}  # fmt: skip
+    results = weights.read(folder).tensors
+    return {name: (result.dtype, result.shape, result.file.read_bytes()[result.start : result.start + result.size])
+            for name, result in results.items()}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -104,11 +104,11 @@ def test_what_is_exported_is_imported_again(shared, runs):
     """Of a run that has changed its weights; the control is the folder that it started from."""
     train(shared, "trained", "hf", "iters=2", "save=2", "tp=2")
     done = shared("export", "trained", "trained-out", "--step", "2", "--json", status=0)
-    said = json.loads(done.stdout)
-    assert (said["step"], said["architecture"], said["dtype"]) == (2, "Qwen3ForCausalLM", "bfloat16")
+    output = json.loads(done.stdout)
+    assert (output["step"], output["architecture"], output["dtype"]) == (2, "Qwen3ForCausalLM", "bfloat16")
     assert bits(runs / "trained-out") != bits(runs / "hf")
     run = train(shared, "again", "trained-out", "iters=1", "save=1", *FROZEN)
-    assert json.loads((run / "run.json").read_text())["identity"]["weights.digest"] == said["digest"]
+    assert json.loads((run / "run.json").read_text())["identity"]["weights.digest"] == output["digest"]
     shared("export", "again", "again-out", status=0)
     assert bits(runs / "again-out") == bits(runs / "trained-out")
 
@@ -195,10 +195,10 @@ def test_the_tensors_are_those_of_transformers(bridge, tmp_path, name):
     tied = name in ("Exaone4", "Gemma2", "Gemma3")  # Bridge has no other
     config = getattr(transformers, kind)(**(_SIZES | {"tie_word_embeddings": tied} | CLASSES[name]))
     getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(tmp_path)
-    found = weights.read(tmp_path)
-    family = next(one for one in hf_models.FAMILIES if found.config["architectures"] == [one.architecture])
+    result = weights.read(tmp_path)
+    family = next(family for family in hf_models.FAMILIES if result.config["architectures"] == [family.architecture])
     wanted = dict(family.tensors(hf_models._sizes(family, hf_models._config(tmp_path))))
-    assert {tensor: one.shape for tensor, one in found.tensors.items()} == wanted
+    assert {tensor: item.shape for tensor, item in result.tensors.items()} == wanted
 
 
 _DISTRIBUTED = "dp=2 optimizer.use_distributed_optimizer=true"
@@ -272,7 +272,7 @@ ROWS = {
 @pytest.mark.parametrize("row", ROWS, ids=" ".join)
 def test_every_model_in_every_layout(tpi, row):
     model, fixed = row
-    shape = [one for one in fixed.split() if one.startswith("model.")]
+    shape = [word for word in fixed.split() if word.startswith("model.")]
     dtype = "F32" if "precision=fp32" in fixed else "BF16"
     made(tpi, "hf", model, *shape, dtype=dtype)
     ledgers = []
@@ -282,7 +282,7 @@ def test_every_model_in_every_layout(tpi, row):
         ledgers.append(tpi.ledger(f"run-{number}"))
         tpi("export", f"run-{number}", f"out-{number}", status=0)
         assert bits(tpi.folder / f"out-{number}") == bits(tpi.folder / "hf"), layout
-    assert all(one == ledgers[0] for one in ledgers), ROWS[row]
+    assert all(ledger == ledgers[0] for ledger in ledgers), ROWS[row]
 
 
 GPT_OSS = ["model.window_size=[7,0]", "model.hidden_size=64", "model.moe_ffn_hidden_size=128", "model.kv_channels=16"]

@@ -88,9 +88,9 @@ def _backwards() -> None:
 @pytest.mark.release  # in `make test`: numerics/experts/test_expert_sources.py
 def test_the_order_of_sources_is_needed(scenario):
     moe = scenario(MOE, "iters=1 gbs=4 numerics.data_shards=4")
-    right, two = moe("dp=1"), moe("dp=2 ep=2")
-    assert unequal(two.ledger(), right.ledger()) == []
-    assert "step 1: gradients" in unequal(two.planted(_backwards).ledger(), right.ledger())
+    first, two = moe("dp=1"), moe("dp=2 ep=2")
+    assert unequal(two.ledger(), first.ledger()) == []
+    assert "step 1: gradients" in unequal(two.planted(_backwards).ledger(), first.ledger())
 
 
 @pytest.mark.release
@@ -124,6 +124,8 @@ def test_a_guards_shadow_steps_follow_the_order(scenario, layout):
 @pytest.mark.release
 def test_runs_of_other_groups_are_not_compared(scenario):
     moe = scenario(MOE, "iters=1 gbs=4 dp=2 ep=2")
-    said = moe("numerics.expert_groups=1").compared(moe("numerics.expert_groups=2"), status=2)
-    assert "numerics.expert_groups is 1 and 2; train both with numerics.expert_groups=2" in said.stdout + said.stderr
+    message = moe("numerics.expert_groups=1").compared(moe("numerics.expert_groups=2"), status=2)
+    assert (
+        "numerics.expert_groups is 1 and 2; train both with numerics.expert_groups=2" in message.stdout + message.stderr
+    )
     moe("numerics.expert_groups=1").compared(moe(STOCK), status=1)

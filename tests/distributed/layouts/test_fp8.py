@@ -12,7 +12,7 @@ from tp_invariant_recipes.numerics.precision import DEFINITION, MXFP8
 
 # Two shards whose parts of every sum are multiples of 128.
 SMALL = "qwen3_toy seq=128 gbs=2 iters=2 model.kv_channels=32 numerics.virtual_shards=2"
-ONE = f"{SMALL} gbs=1 iters=1 model.num_layers=1"
+ONE_LAYER = f"{SMALL} gbs=1 iters=1 model.num_layers=1"
 CONTEXT = f"{SMALL} seq=256 numerics.context_shards=2"
 EXPERTS = (
     "qwen3_moe_toy seq=128 gbs=1 iters=2 numerics.virtual_shards=2 model.num_layers=2 model.hidden_size=128 "
@@ -45,11 +45,11 @@ TENSORWISE, BLOCKWISE, BY_32 = "precision=fp8_tensorwise", "precision=fp8_blockw
 NAMED = "mixed_precision=bf16_with_fp8_current_scaling_mixed"
 
 ROWS = {
-    f"{ONE} {TENSORWISE}": ("tp=1", "tp=2"),
+    f"{ONE_LAYER} {TENSORWISE}": ("tp=1", "tp=2"),
 }
 # Sizes of 32 and tokens of 32; Mamba's dt too.
 BY_32_ROWS = {
-    f"{ONE} {BY_32} seq=96": ("tp=1", "tp=2"),
+    f"{ONE_LAYER} {BY_32} seq=96": ("tp=1", "tp=2"),
     f"{SMALL} {BY_32} seq=32": ("tp=1", "tp=2 sp=false", "tp=2 pp=2", "mbs=2", f"tp=2 {RECOMPUTED}"),
     f"{SMALL} {BY_32} mixed_precision.fp8=hybrid gbs=4 numerics.data_shards=2": ("dp=1", "dp=2", "dp=2 tp=2"),
     f"{CONTEXT} {BY_32} seq=64": ("cp=1", "cp=2", "tp=2"),
@@ -58,8 +58,8 @@ BY_32_ROWS = {
     f"{HYBRID} {BY_32} model.hidden_size=96 model.mamba_num_heads=64 model.mamba_num_groups=4 model.kv_channels=32": (
         "tp=1", "tp=2 ep=2", "pp=2",
     ),
-    f"{ONE} {BY_32} numerics=portable": ("tp=1", "tp=2"),
-    f"{ONE} mixed_precision=bf16_with_mxfp8_mixed": ("tp=1", "tp=2"),
+    f"{ONE_LAYER} {BY_32} numerics=portable": ("tp=1", "tp=2"),
+    f"{ONE_LAYER} mixed_precision=bf16_with_mxfp8_mixed": ("tp=1", "tp=2"),
     f"{SMALL} {BY_32} model.num_layers=3 mixed_precision.first_last_layers_bf16=true "
     "mixed_precision.num_layers_at_start_in_bf16=1 mixed_precision.num_layers_at_end_in_bf16=1": ("tp=1", "pp=3"),
 }  # fmt: skip
@@ -90,10 +90,10 @@ LONGER = {
         "pp=2",
     ),
     f"{DELTA} {TENSORWISE}": ("tp=1", "tp=2 ep=2", "pp=2"),
-    f"{ONE} {TENSORWISE} numerics=portable": ("tp=1", "tp=2"),
-    f"{ONE} {BLOCKWISE} numerics=portable": ("tp=1", "tp=2"),
+    f"{ONE_LAYER} {TENSORWISE} numerics=portable": ("tp=1", "tp=2"),
+    f"{ONE_LAYER} {BLOCKWISE} numerics=portable": ("tp=1", "tp=2"),
     f"{SMALL} {NAMED} model.num_layers=4": ("tp=1", "tp=2", "pp=2"),
-    f"{ONE} mixed_precision=bf16_with_fp8_subchannel_scaling_mixed": ("tp=1", "tp=2"),
+    f"{ONE_LAYER} mixed_precision=bf16_with_fp8_subchannel_scaling_mixed": ("tp=1", "tp=2"),
 }
 
 
@@ -143,7 +143,7 @@ WITHOUT = {"scales by rank": _scales_by_rank, "one product a rank": _one_product
 
 @pytest.mark.parametrize("name", ("scales by rank", pytest.param("one product a rank", marks=pytest.mark.release)))
 def test_without_an_ingredient_layouts_differ(scenario, name):
-    fixed = scenario(f"{ONE} {TENSORWISE}", "" if name == "scales by rank" else f"{FOUR_SHARDS} iters=2")
+    fixed = scenario(f"{ONE_LAYER} {TENSORWISE}", "" if name == "scales by rank" else f"{FOUR_SHARDS} iters=2")
     alone, two = fixed("tp=1"), fixed("tp=2").planted(WITHOUT[name])
     assert alone.header().initial == two.header().initial
     assert [step.gradients for step in alone.ledger()] != [step.gradients for step in two.ledger()]
@@ -165,25 +165,25 @@ def _the_other_dimension() -> None:
 @pytest.mark.release
 def test_without_an_ingredient_mxfp8_differs(scenario):
     """Tokens that a rank rounds by itself: tests/distributed/numerics/linear/test_mxfp8_linear.py."""
-    fixed = scenario(f"{ONE} {BY_32}")
-    one = fixed("tp=1").ledger()[0]
-    found = [fixed("tp=1").planted(fault).ledger()[0] for fault in (_scales_of_64, _the_other_dimension)]
-    found += [fixed("tp=1", text).ledger()[0] for text in ("mixed_precision.fp8=hybrid", "precision=bf16")]
-    assert [other.gradients != one.gradients for other in found] == [True] * 4
+    fixed = scenario(f"{ONE_LAYER} {BY_32}")
+    single = fixed("tp=1").ledger()[0]
+    results = [fixed("tp=1").planted(fault).ledger()[0] for fault in (_scales_of_64, _the_other_dimension)]
+    results += [fixed("tp=1", text).ledger()[0] for text in ("mixed_precision.fp8=hybrid", "precision=bf16")]
+    assert [other.gradients != single.gradients for other in results] == [True] * 4
 
 
 @pytest.mark.release
 def test_fast_accumulation_is_another_arithmetic(scenario):
     fixed = scenario(f"{SMALL} {TENSORWISE} model.num_layers=1 seq=256 gbs=1 tp=1")
-    one, other = fixed.ledger(), fixed.planted(_fast_accumulation).ledger()
-    assert one[0].gradients != other[0].gradients
+    first, other = fixed.ledger(), fixed.planted(_fast_accumulation).ledger()
+    assert first[0].gradients != other[0].gradients
 
 
 @pytest.mark.release
 def test_precisions_have_other_bits(scenario):
     """Also: the first and last layers of a recipe that keeps them in bf16 are in bf16, which is all of two."""
-    ledgers = [scenario(ONE, p, "tp=1").ledger() for p in (TENSORWISE, BLOCKWISE, "precision=bf16")]
-    assert len({str(one[0].gradients) for one in ledgers}) == 3
+    ledgers = [scenario(ONE_LAYER, p, "tp=1").ledger() for p in (TENSORWISE, BLOCKWISE, "precision=bf16")]
+    assert len({str(ledger[0].gradients) for ledger in ledgers}) == 3
     named = scenario(f"{SMALL} {NAMED} iters=1 gbs=1").ledger()
     assert unequal(named, scenario(f"{SMALL} precision=bf16 iters=1 gbs=1").ledger()) == []
 
@@ -193,7 +193,7 @@ def test_layers_of_a_hybrid_model_are_in_fp8_by_their_number(scenario):
     """Its specification has one class for all layers of a kind: two layers whose ends are in bf16 have none in FP8."""
     short = f"{HYBRID} model.hybrid_layer_pattern=MM iters=1"
     words = [f"{short} {NAMED}", f"{short} precision=bf16", f"{short} {TENSORWISE}"]
-    named, plain, fp8 = (scenario(one, "tp=1").ledger()[0].gradients for one in words)
+    named, plain, fp8 = (scenario(word, "tp=1").ledger()[0].gradients for word in words)
     assert named == plain != fp8
 
 

@@ -106,8 +106,8 @@ def _without_the_rule() -> None:
 @pytest.mark.release
 def test_two_interleaved_stages_in_a_batch_take_each_others_messages(scenario):
     """The control of the rule that refuses this: without it the loss is another one."""
-    one = scenario(SMALL, "iters=1 gbs=4", FOUR)
-    compared = one.compared(one(f"pp=2 {INTERLEAVED} {IN_A_BATCH}").planted(_without_the_rule), status=1)
+    single = scenario(SMALL, "iters=1 gbs=4", FOUR)
+    compared = single.compared(single(f"pp=2 {INTERLEAVED} {IN_A_BATCH}").planted(_without_the_rule), status=1)
     assert "loss" in compared.stdout.splitlines()[0]
 
 
@@ -170,5 +170,7 @@ INGREDIENTS = {
 @pytest.mark.parametrize("ingredient", INGREDIENTS)
 def test_each_ingredient_is_needed(scenario, ingredient):
     plant, layout = INGREDIENTS[ingredient]
-    one, several = (scenario(SMALL, "seq=64 iters=2 model.num_layers=1", at).planted(plant) for at in ("tp=1", layout))
-    one.compared(several, status=1)
+    single, several = (
+        scenario(SMALL, "seq=64 iters=2 model.num_layers=1", at).planted(plant) for at in ("tp=1", layout)
+    )
+    single.compared(several, status=1)

@@ -12,9 +12,9 @@ from tp_invariant_recipes.ledger.open import read
 
 DENSE = "qwen3_toy seq=64 model.num_layers=1"
 FIXED = "iters=2 gbs=2 numerics.data_shards=2 numerics.context_shards=2 validation.eval_iters=1"
-APART = "optimizer.use_distributed_optimizer=true"
+DISTRIBUTED = "optimizer.use_distributed_optimizer=true"
 BUCKETS = "ddp.overlap_grad_reduce=true ddp.bucket_size=20000"  # several buckets a rank
-GATHER = f"{APART} {BUCKETS} ddp.overlap_param_gather=true optimizer.overlap_param_gather=true"
+GATHER = f"{DISTRIBUTED} {BUCKETS} ddp.overlap_param_gather=true optimizer.overlap_param_gather=true"
 UNTIED = "model.share_embeddings_and_output_weights=false"
 
 # Layouts that have one ledger; the first is one rank.
@@ -24,7 +24,7 @@ LONGER = (
     "cp=2",
     "cp=2 mbs=2",
     "cp=4",
-    f"cp=4 tp=2 {APART}",
+    f"cp=4 tp=2 {DISTRIBUTED}",
     "tp=2",
     "tp=2 cp=2",
     "tp=4 cp=2",
@@ -49,7 +49,7 @@ EXPERT_LAYOUTS = (
     "tp=2 cp=2 ep=2",
     f"tp=2 cp=2 ep=4 dp=2 {BUCKETS}",
     f"tp=2 cp=2 ep=8 dp=2 {GATHER}",
-    f"dp=2 cp=2 ep=2 {APART}",
+    f"dp=2 cp=2 ep=2 {DISTRIBUTED}",
     "pp=2 cp=2 ep=2",
 )
 
@@ -115,10 +115,10 @@ def _norms_of_all_shards() -> None:
     original = partial_gradient._total
 
     def total(*args):
-        found = original(*args)
-        found[0] = found.sum(0)
-        found[1:] = 0
-        return found
+        result = original(*args)
+        result[0] = result.sum(0)
+        result[1:] = 0
+        return result
 
     partial_gradient._total = total
 

@@ -15,9 +15,9 @@ from tp_invariant_recipes.ledger.open import read
 
 MODELS = {"dense": DENSE, "experts": small("qwen3_moe_toy"), "hybrid": small("nemotron3_nano_toy")}
 
-APART = "optimizer.use_distributed_optimizer=true"  # weights and optimizer state of their own on every rank
+DISTRIBUTED = "optimizer.use_distributed_optimizer=true"  # weights and optimizer state of their own on every rank
 BUCKETS = "ddp.overlap_grad_reduce=true ddp.bucket_size=20000"  # several buckets a rank
-GATHER = f"{APART} {BUCKETS} ddp.overlap_param_gather=true optimizer.overlap_param_gather=true"
+GATHER = f"{DISTRIBUTED} {BUCKETS} ddp.overlap_param_gather=true optimizer.overlap_param_gather=true"
 
 # The layout that has the ledger of ALONE: all shards on one rank.
 ALONE = "mbs=4"
@@ -35,7 +35,7 @@ LONGER = {
         f"dp=2 pp=2 mbs=2 {GATHER}",
         f"tp=4 dp=2 {BUCKETS}",
         f"tp=2 dp=4 {GATHER}",
-        f"tp=2 sp=false dp=4 {APART}",
+        f"tp=2 sp=false dp=4 {DISTRIBUTED}",
     ),
     "experts": (
         "",
@@ -45,7 +45,7 @@ LONGER = {
         "tp=2 ep=2 dp=4",
         f"tp=2 dp=4 ep=8 {GATHER}",
         f"dp=4 ep=2 {BUCKETS}",
-        f"tp=4 dp=2 ep=2 {APART}",
+        f"tp=4 dp=2 ep=2 {DISTRIBUTED}",
         f"dp=2 ep=2 pp=2 {GATHER}",
     ),
     "hybrid": (
@@ -55,7 +55,7 @@ LONGER = {
         f"dp=4 {GATHER}",
         f"tp=2 dp=2 {GATHER}",
         f"tp=2 dp=4 ep=4 {BUCKETS}",
-        f"tp=2 dp=2 ep=4 {APART}",
+        f"tp=2 dp=2 ep=4 {DISTRIBUTED}",
     ),
 }
 MANY = ("iters=2 gbs=16 numerics.data_shards=16", ("mbs=8", "dp=8", f"dp=16 {GATHER}", "dp=2 mbs=4"))
@@ -145,8 +145,8 @@ def test_each_ingredient_is_needed(scenario, ingredient):
 def test_validation_is_recorded_and_leaves_training_as_it_is(scenario):
     """Losses of step 1 and 2, and the last two, whose training is that of a run without validation."""
     validated = scenario(DENSE, FIXED, ALONE)
-    found = [list(step.evaluations) for step in validated.ledger()]
-    assert found == [["validation/0:4"], ["validation/4:8", "final_validation/8:12", "test/0:4"]]
+    results = [list(step.evaluations) for step in validated.ledger()]
+    assert results == [["validation/0:4"], ["validation/4:8", "final_validation/8:12", "test/0:4"]]
     unvalidated = scenario(DENSE, FIXED, ALONE, "validation.eval_iters=0 validation.eval_interval=null")
     assert unequal(unvalidated.ledger(), validated.ledger()) == ["step 1: evaluations", "step 2: evaluations"]
 
@@ -156,7 +156,9 @@ def _in_bridges_order() -> None:
     from tp_invariant_recipes.numerics.megatron import data_order
 
     rows = data_order.Replacement
-    data_order.Replacement = lambda target, *of: rows(target, *of if "Random" not in target else (lambda one: one, ""))
+    data_order.Replacement = lambda target, *gradient: rows(
+        target, *gradient if "Random" not in target else (lambda item: item, "")
+    )
 
 
 @pytest.mark.release
@@ -164,10 +166,10 @@ def _in_bridges_order() -> None:
 def test_each_ingredient_of_validation_is_needed(scenario, plant):
     """And nothing else shows it. Sums of 16 sequences, in several evaluations: a few may round alike."""
     dense = scenario(DENSE, "iters=4 gbs=16 numerics.data_shards=16", VALIDATED)
-    one, several = (dense(at).planted(plant).ledger() for at in ("dp=1", "dp=4"))
-    found = unequal(one, several)
-    assert found
-    assert all(name.endswith(": evaluations") for name in found)
+    single, several = (dense(at).planted(plant).ledger() for at in ("dp=1", "dp=4"))
+    results = unequal(single, several)
+    assert results
+    assert all(name.endswith(": evaluations") for name in results)
 
 
 @pytest.mark.release
@@ -217,12 +219,15 @@ def test_the_sum_of_a_sequences_rows_is_needed(scenario, tied):
     twice = f"model.vocab_size=24 precision=fp32 model.share_embeddings_and_output_weights={tied}"
     dense = scenario(DENSE, FIXED, twice)
     ranks, pairs, one_by_one = (
-        one.ledger() for one in (dense("dp=4"), dense("dp=1"), dense("dp=1").planted(_rows_one_by_one))
+        item.ledger() for item in (dense("dp=4"), dense("dp=1"), dense("dp=1").planted(_rows_one_by_one))
     )
     assert unequal(pairs, ranks) == []
     table = "embedding.word_embeddings.weight"
     assert one_by_one[0].gradients[table] != ranks[0].gradients[table]
-    others = [{name: of for name, of in one[0].gradients.items() if name != table} for one in (one_by_one, ranks)]
+    others = [
+        {name: gradient for name, gradient in item[0].gradients.items() if name != table}
+        for item in (one_by_one, ranks)
+    ]
     assert others[0] == others[1]
 
 
@@ -230,8 +235,8 @@ def test_the_sum_of_a_sequences_rows_is_needed(scenario, tied):
 def test_the_tree_of_losses_is_needed(scenario):
     """Bridge's own sums differ in the last bit, at some steps."""
     dense = scenario(DENSE, "iters=8 gbs=8 numerics.data_shards=4")
-    one, several = (dense(at).planted(without("get_forward_backward_func")) for at in ("dp=1", "dp=4"))
-    one.compared(several, status=1)
+    single, several = (dense(at).planted(without("get_forward_backward_func")) for at in ("dp=1", "dp=4"))
+    single.compared(several, status=1)
 
 
 @pytest.mark.release

@@ -48,8 +48,8 @@ def test_one_ledger_for_all_layouts(scenario, fixed, layouts):
 
 @pytest.mark.parametrize("fixed", ("", DENSE), ids=("experts", "dense"))
 def test_stock_does_not(scenario, fixed):
-    said = stock_differs(scenario(MODEL, f"gbs=1 iters=1 {fixed}"), ("tp=1", "tp=2"))
-    assert "different at step 1" in said
+    message = stock_differs(scenario(MODEL, f"gbs=1 iters=1 {fixed}"), ("tp=1", "tp=2"))
+    assert "different at step 1" in message
 
 
 def test_stock_computes_the_same_model(scenario):
@@ -57,9 +57,9 @@ def test_stock_computes_the_same_model(scenario):
     model = scenario(MODEL, "gbs=1 iters=1 precision=fp32")
     tree, stock = (model(words).ledger()[0] for words in ("tp=1", f"{STOCK} tp=1"))
     for name in ("loss", "grad_norm"):
-        ours, theirs = (bits_float(getattr(step, name)) for step in (tree, stock))
-        assert ours == pytest.approx(theirs, rel=1e-5), name
-        assert ours > 0.0
+        actual, expected = (bits_float(getattr(step, name)) for step in (tree, stock))
+        assert actual == pytest.approx(expected, rel=1e-5), name
+        assert actual > 0.0
 
 
 # Every part of the model -> the override without it.
@@ -78,10 +78,10 @@ def test_every_part_counts(scenario, part):
 
 def test_the_loss_of_a_batch_counts_the_sequences_before(scenario):
     """With one sequence it is that of a sequence; the second one's gradients know of the first one."""
-    one, two = (scenario(MODEL, ALONE, f"gbs={gbs} iters=1 model.moe_aux_loss_coeff=1.0") for gbs in (1, 2))
+    first, second = (scenario(MODEL, ALONE, f"gbs={gbs} iters=1 model.moe_aux_loss_coeff=1.0") for gbs in (1, 2))
     of_each = "model.moe_router_load_balancing_type=seq_aux_loss"
-    assert one.ledger()[0].gradients == one(of_each).ledger()[0].gradients
-    assert two.ledger()[0].gradients != two(of_each).ledger()[0].gradients
+    assert first.ledger()[0].gradients == first(of_each).ledger()[0].gradients
+    assert second.ledger()[0].gradients != second(of_each).ledger()[0].gradients
 
 
 def _stocks_gate() -> None:

@@ -45,8 +45,8 @@ STOCK_LAYOUTS = (
 
 @pytest.mark.parametrize("model, layout", STOCK_LAYOUTS)
 def test_stock_does_not(scenario, model, layout):
-    said = stock_differs(scenario(small(model), "iters=1"), ("tp=1", layout))
-    assert "different at step 1" in said
+    message = stock_differs(scenario(small(model), "iters=1"), ("tp=1", layout))
+    assert "different at step 1" in message
 
 
 @pytest.mark.release
@@ -57,19 +57,19 @@ def test_stock_does_not_with_latents(scenario):
 @pytest.mark.release
 def test_the_norm_of_experts_and_all_else_is_one(scenario):
     """Left to Megatron it is put together of two rounded ones: those of experts, and of all else."""
-    one = scenario(small("qwen3_moe_toy"), "iters=5 tp=1")
-    whole, together = one.ledger(), one.planted(without("ChainedOptimizer.get_grad_norm")).ledger()
-    assert whole[0].gradients == together[0].gradients
-    assert [step.grad_norm for step in whole] != [step.grad_norm for step in together]
+    single = scenario(small("qwen3_moe_toy"), "iters=5 tp=1")
+    whole, chained = single.ledger(), single.planted(without("ChainedOptimizer.get_grad_norm")).ledger()
+    assert whole[0].gradients == chained[0].gradients
+    assert [step.grad_norm for step in whole] != [step.grad_norm for step in chained]
 
 
 @pytest.mark.release
 def test_the_z_loss_counts_as_it_does_in_stock(scenario):
     """Its gradient is most of the router's where its coefficient is large."""
     model, large = scenario(small("qwen3_moe_toy"), "iters=1 precision=fp32"), "model.moe_z_loss_coeff=100"
-    ours, stock, without = (bits_float(model(*more).ledger()[0].grad_norm) for more in ((large,), (large, STOCK), ()))
-    assert ours == pytest.approx(stock, rel=1e-5)
-    assert ours > 2 * without
+    actual, stock, without = (bits_float(model(*more).ledger()[0].grad_norm) for more in ((large,), (large, STOCK), ()))
+    assert actual == pytest.approx(stock, rel=1e-5)
+    assert actual > 2 * without
 
 
 REFUSED = {

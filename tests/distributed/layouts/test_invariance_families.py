@@ -16,20 +16,20 @@ MODELS = {
     "gemma3": f"gemma3_toy {DENSE} model.window_size=8",
     "olmoe": f"olmoe_toy {DENSE} model.moe_ffn_hidden_size=64",
 }
-ONE = "gbs=1 iters=2"
+SHORT = "gbs=1 iters=2"
 SHARDS = "gbs=4 numerics.data_shards=4 iters=2"
 
 # Family, what is held fixed, the layouts that must agree.
 ROWS = (
-    pytest.param("exaone4", f"{ONE} model.num_layers=1", ("tp=1", "tp=2"), marks=pytest.mark.release),
-    pytest.param("exaone4", ONE, ("tp=1", "tp=2 sp=false", "tp=2 pp=2"), marks=pytest.mark.release),
+    pytest.param("exaone4", f"{SHORT} model.num_layers=1", ("tp=1", "tp=2"), marks=pytest.mark.release),
+    pytest.param("exaone4", SHORT, ("tp=1", "tp=2 sp=false", "tp=2 pp=2"), marks=pytest.mark.release),
     pytest.param("exaone4", SHARDS, ("dp=1", "dp=2 mbs=2", "pp=2 dp=2"), marks=pytest.mark.release),
-    pytest.param("exaone4", f"{ONE} precision=fp32", ("tp=1", "tp=4"), marks=pytest.mark.release),
-    pytest.param("gemma2", ONE, ("tp=1", "tp=2 pp=2", "tp=4 sp=false"), marks=pytest.mark.release),
+    pytest.param("exaone4", f"{SHORT} precision=fp32", ("tp=1", "tp=4"), marks=pytest.mark.release),
+    pytest.param("gemma2", SHORT, ("tp=1", "tp=2 pp=2", "tp=4 sp=false"), marks=pytest.mark.release),
     pytest.param("gemma2", SHARDS, ("dp=1", "dp=2 mbs=2", "pp=2 dp=2"), marks=pytest.mark.release),
-    pytest.param("gemma3", ONE, ("tp=1", "tp=2 pp=2", "tp=4 sp=false"), marks=pytest.mark.release),
+    pytest.param("gemma3", SHORT, ("tp=1", "tp=2 pp=2", "tp=4 sp=false"), marks=pytest.mark.release),
     pytest.param("gemma3", SHARDS, ("dp=1", "dp=2 mbs=2", "pp=2 dp=2"), marks=pytest.mark.release),
-    pytest.param("olmoe", ONE, ("tp=1", "tp=4 ep=2", "tp=2 pp=2"), marks=pytest.mark.release),
+    pytest.param("olmoe", SHORT, ("tp=1", "tp=4 ep=2", "tp=2 pp=2"), marks=pytest.mark.release),
     pytest.param("olmoe", SHARDS, ("dp=1", "dp=2 ep=2 mbs=2", "tp=2 dp=2 ep=2"), marks=pytest.mark.release),
 )
 
@@ -47,8 +47,8 @@ STOCK_LAYOUTS = dict.fromkeys(MODELS, ("tp=1", "tp=2")) | {"olmoe": ("gbs=2 dp=1
 @pytest.mark.release
 @pytest.mark.parametrize("family", MODELS)
 def test_stock_does_not(scenario, family):
-    said = stock_differs(scenario(MODELS[family], "gbs=1 iters=1"), STOCK_LAYOUTS[family])
-    assert "different at step 1" in said
+    message = stock_differs(scenario(MODELS[family], "gbs=1 iters=1"), STOCK_LAYOUTS[family])
+    assert "different at step 1" in message
 
 
 @pytest.mark.release
@@ -96,9 +96,9 @@ def _unshifted_backward() -> None:
 def test_stock_sees_a_norm_whose_backward_pass_forgets_the_one(scenario):
     """What `test_the_model_is_bridges` tells apart."""
     wrong = scenario(MODELS["gemma2"], "gbs=1 iters=1 tp=1 precision=fp32").planted(_unshifted_backward).ledger()[0]
-    right = scenario(MODELS["gemma2"], "gbs=1 iters=1 tp=1 precision=fp32").ledger()[0]
-    assert wrong.loss == right.loss
-    assert bits_float(wrong.grad_norm) != pytest.approx(bits_float(right.grad_norm), rel=1e-4)
+    unbroken = scenario(MODELS["gemma2"], "gbs=1 iters=1 tp=1 precision=fp32").ledger()[0]
+    assert wrong.loss == unbroken.loss
+    assert bits_float(wrong.grad_norm) != pytest.approx(bits_float(unbroken.grad_norm), rel=1e-4)
 
 
 def _norm_of_own_heads() -> None:
@@ -121,7 +121,7 @@ def test_olmoes_norm_is_of_all_heads(scenario):
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, message",
     (
         ("cp=2 numerics.context_shards=2", "a family with layers of its own has no version with context shards"),
         ("numerics=portable", "families with own layers are covered by numerics=tree only"),
@@ -129,7 +129,7 @@ def test_olmoes_norm_is_of_all_heads(scenario):
         ("model.attention_backend=unfused", "soft-capped attention is computed by Megatron's own products"),
     ),
 )
-def test_what_is_refused(cli, words, said):
+def test_what_is_refused(cli, words, message):
     ended = cli("train", *MODELS["gemma2"].split(), "device=cpu", "--dry-run", *words.split())
     assert ended.status == 2
-    assert said in ended.err
+    assert message in ended.err

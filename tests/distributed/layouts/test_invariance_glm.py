@@ -32,8 +32,8 @@ def test_one_ledger_for_all_layouts(scenario, fixed, layouts):
 @pytest.mark.release
 @pytest.mark.parametrize("how", ("", RECOMPUTED), ids=("kept", "recomputed"))
 def test_stock_does_not(scenario, how):
-    said = stock_differs(scenario(MODEL, "gbs=1 iters=1", how), ("tp=1", "tp=2"))
-    assert "different at step 1" in said
+    message = stock_differs(scenario(MODEL, "gbs=1 iters=1", how), ("tp=1", "tp=2"))
+    assert "different at step 1" in message
 
 
 @pytest.mark.release

@@ -49,8 +49,8 @@ def test_one_ledger_for_all_layouts(scenario, fixed, layouts):
 def test_stock_does_not(scenario):
     model = scenario(MODEL, "gbs=1 iters=1")
     assert "different at step 1" in stock_differs(model, ("tp=1", "tp=2"))
-    ours, stock = (bits_float(one.ledger()[0].loss) for one in (model, model(STOCK)))
-    assert ours == pytest.approx(stock, rel=1e-3)
+    actual, stock = (bits_float(item.ledger()[0].loss) for item in (model, model(STOCK)))
+    assert actual == pytest.approx(stock, rel=1e-3)
 
 
 # Every part of the model -> the override without it.
@@ -76,10 +76,10 @@ def _added_later() -> None:
 
 @pytest.mark.release
 def test_a_norms_bias_needs_its_tree_sum(scenario):
-    one, two = (scenario(MODEL, "gbs=2 iters=1", at).planted(_added_later).ledger() for at in ("tp=1", "tp=2"))
-    assert one[0].loss == two[0].loss
-    assert one[0].gradients != two[0].gradients
-    assert unequal(one, two)
+    first, second = (scenario(MODEL, "gbs=2 iters=1", at).planted(_added_later).ledger() for at in ("tp=1", "tp=2"))
+    assert first[0].loss == second[0].loss
+    assert first[0].gradients != second[0].gradients
+    assert unequal(first, second)
 
 
 @pytest.mark.release
@@ -91,14 +91,14 @@ def test_padded_sequences_are_scored_and_longer_ones_refused(tpi):
         (tpi.folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     for tp in (1, 2):
         tpi("score", "run", "fits.jsonl", f"tp={tp}", "--out", f"tp{tp}.scores", status=0)
-    one, two = ((tpi.folder / f"tp{tp}.scores").read_bytes() for tp in (1, 2))
-    assert one == two
-    said = tpi("score", "run", "longer.jsonl", "--out", "longer.scores", status=2).stderr
-    assert "a sequence has 33 tokens, and the model has learned 32 positions; leave longer ones out" in said
+    first, second = ((tpi.folder / f"tp{tp}.scores").read_bytes() for tp in (1, 2))
+    assert first == second
+    output = tpi("score", "run", "longer.jsonl", "--out", "longer.scores", status=2).stderr
+    assert "a sequence has 33 tokens, and the model has learned 32 positions; leave longer ones out" in output
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, message",
     (
         ("numerics=portable", "LayerNorm is covered by numerics=tree only"),
         ("model.qk_layernorm=true", "of norms of queries and keys only RMSNorm is covered"),
@@ -107,18 +107,18 @@ def test_padded_sequences_are_scored_and_longer_ones_refused(tpi):
         ("model.normalization=L2Norm", "of norms only RMSNorm and LayerNorm are covered"),
     ),
 )
-def test_what_is_refused(cli, words, said):
+def test_what_is_refused(cli, words, message):
     ended = cli("train", *MODEL.split(), "device=cpu", "--dry-run", *words.split())
     assert ended.status == 2
-    assert said in ended.err
+    assert message in ended.err
 
 
 @pytest.mark.release
 def test_layers_without_positions_have_one_ledger(scenario):
     whole = scenario("qwen3_toy seq=32 gbs=2 iters=2")
-    some = whole("model.no_rope_freq=[0,1]")
-    agree(some, ("tp=1", "tp=2", "pp=2"))
-    assert some("tp=1").ledger()[0].loss not in (whole("tp=1").ledger()[0].loss, _of_the_other_layer(whole))
+    without_rope = whole("model.no_rope_freq=[0,1]")
+    agree(without_rope, ("tp=1", "tp=2", "pp=2"))
+    assert without_rope("tp=1").ledger()[0].loss not in (whole("tp=1").ledger()[0].loss, _of_the_other_layer(whole))
 
 
 def _of_the_other_layer(whole) -> str:

@@ -33,8 +33,8 @@ def test_one_ledger_for_all_layouts(scenario, fixed, layouts):
 
 @pytest.mark.release
 def test_stock_does_not(scenario):
-    said = stock_differs(scenario(MODEL, "gbs=1 iters=1"), ("tp=1", "tp=2"))
-    assert "different at step 1" in said
+    message = stock_differs(scenario(MODEL, "gbs=1 iters=1"), ("tp=1", "tp=2"))
+    assert "different at step 1" in message
 
 
 @pytest.mark.release
@@ -96,21 +96,21 @@ INGREDIENTS = {
 @pytest.mark.parametrize("left_out", INGREDIENTS)
 def test_each_ingredient_is_needed(scenario, left_out):
     fault, differs = INGREDIENTS[left_out]
-    one, two = (scenario(MODEL, "gbs=1 iters=1", at).planted(fault).ledger() for at in ("tp=1", "tp=2"))
-    assert one[0].loss == two[0].loss
-    assert getattr(one[0], differs) != getattr(two[0], differs)
-    assert unequal(one, two)
+    first, second = (scenario(MODEL, "gbs=1 iters=1", at).planted(fault).ledger() for at in ("tp=1", "tp=2"))
+    assert first[0].loss == second[0].loss
+    assert getattr(first[0], differs) != getattr(second[0], differs)
+    assert unequal(first, second)
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, message",
     (
         ("cp=2 numerics.context_shards=2 model.position_embedding_type=rope", "attention sinks have no version"),
         ("numerics=portable", "attention sinks have no portable version"),
         ("model.softmax_type=off-by-one", "of attention sinks only those of each head are covered"),
     ),
 )
-def test_what_is_refused(cli, words, said):
+def test_what_is_refused(cli, words, message):
     ended = cli("train", *MODEL.split(), "device=cpu", "--dry-run", *words.split())
     assert ended.status == 2
-    assert said in ended.err
+    assert message in ended.err

@@ -31,8 +31,8 @@ def test_one_ledger_for_all_layouts(scenario, model, fixed, layouts):
 
 
 def test_stock_does_not(scenario):
-    said = stock_differs(scenario(small("deepseek_v3_toy"), "iters=1"), ("tp=1", "tp=2"))
-    assert "different at step 1" in said
+    message = stock_differs(scenario(small("deepseek_v3_toy"), "iters=1"), ("tp=1", "tp=2"))
+    assert "different at step 1" in message
 
 
 def _heads_of_a_rank() -> None:
@@ -59,6 +59,6 @@ INGREDIENTS = {
 @pytest.mark.parametrize("left_out", INGREDIENTS)
 def test_each_ingredient_is_needed(scenario, left_out):
     deepseek = scenario(small("deepseek_v3_toy"), FIXED)
-    one, two = (deepseek(at).planted(INGREDIENTS[left_out]).ledger() for at in ("tp=1", "tp=2"))
-    assert one[0].loss == two[0].loss  # the first forward pass is as it was
-    assert unequal(one, two)
+    first, second = (deepseek(at).planted(INGREDIENTS[left_out]).ledger() for at in ("tp=1", "tp=2"))
+    assert first[0].loss == second[0].loss  # the first forward pass is as it was
+    assert unequal(first, second)

@@ -96,8 +96,8 @@ def test_the_loss_of_later_tokens_counts(scenario, words):
     ),
 )
 def test_stock_does_not(scenario, words):
-    said = stock_differs(scenario(*words, "iters=1"), ("tp=1", "tp=2"))
-    assert "different at step 1" in said
+    message = stock_differs(scenario(*words, "iters=1"), ("tp=1", "tp=2"))
+    assert "different at step 1" in message
 
 
 def _in_one_sum() -> None:
@@ -113,13 +113,13 @@ def test_lookups_of_later_tokens_need_a_sum_of_their_own(scenario):
     In fp32: the few tokens of a row of the vocabulary add up exactly in bf16.
     """
     untied = scenario("qwen3_toy seq=32 gbs=4 model.share_embeddings_and_output_weights=false precision=fp32", AHEAD)
-    one, two = (untied(at).planted(_in_one_sum).ledger() for at in ("pp=1", "pp=2"))
-    assert one[0].loss == two[0].loss
-    assert unequal(one, two)
+    first, second = (untied(at).planted(_in_one_sum).ledger() for at in ("pp=1", "pp=2"))
+    assert first[0].loss == second[0].loss
+    assert unequal(first, second)
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, message",
     (
         ("cp=2 numerics.context_shards=2", "multi-token prediction has no version with context shards"),
         ("numerics=gather", "multi-token prediction is covered by numerics=tree only"),
@@ -128,7 +128,7 @@ def test_lookups_of_later_tokens_need_a_sum_of_their_own(scenario):
         (f"{RECOMPUTED} model.recompute_method=block", "recomputes the layers of multi-token prediction one by one"),
     ),
 )
-def test_what_is_refused(cli, words, said):
+def test_what_is_refused(cli, words, message):
     ended = cli("train", "qwen3_toy", "seq=32", "model.mtp_num_layers=1", "device=cpu", "--dry-run", *words.split())
     assert ended.status == 2
-    assert said in ended.err
+    assert message in ended.err

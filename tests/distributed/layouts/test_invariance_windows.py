@@ -26,8 +26,8 @@ def test_one_ledger_for_all_layouts(scenario):
 
 @pytest.mark.release
 def test_stock_has_several(scenario):
-    one, two = (scenario(PLAIN, *WINDOWS, STOCK, f"tp={tp}").ledger() for tp in (1, 2))
-    assert unequal(one, two)
+    first, second = (scenario(PLAIN, *WINDOWS, STOCK, f"tp={tp}").ledger() for tp in (1, 2))
+    assert unequal(first, second)
 
 
 def test_yarn_is_refused_with_context_shards(tpi):

@@ -21,7 +21,7 @@ DENSE = "qwen3_toy seq=16 gbs=2 iters=1 model.num_layers=1 numerics.data_shards=
 
 def test_every_mode_is_a_value_of_its_key():
     assert {mode.STOCK, *mode.MODES} == {*get_args(get_type_hints(NumericsSettings)["mode"])}
-    assert [one.name for one in mode.every()] == [*mode.MODES]
+    assert [item.name for item in mode.every()] == [*mode.MODES]
     assert mode.find(mode.STOCK) is None
     assert not NumericsSettings(mode.STOCK).covers(mode.EXPERTS)
 
@@ -57,19 +57,19 @@ def test_a_layer_multiplies_as_its_mode_does(name):
     column.segments = SEGMENTS
     for layer in (column, row):
         layer.config, layer.mesh = config, mesh
-    operands = {one: mode.find(one).operands() for one in mode.MODES}
+    operands = {item: mode.find(item).operands() for item in mode.MODES}
     expected = linear.column_parallel(x, weight, mesh, SEGMENTS, False, operands[name])
     assert same_bits(column.column(x, weight, None), expected)
-    results = {one: linear.row_parallel(dy, weight.t(), mesh, False, operands[one]) for one in operands}
-    assert [one for one in operands if same_bits(row.row(dy, weight.t(), None), results[one])] == [name]
+    results = {operand: linear.row_parallel(dy, weight.t(), mesh, False, operands[operand]) for operand in operands}
+    assert [operand for operand in operands if same_bits(row.row(dy, weight.t(), None), results[operand])] == [name]
 
 
 def test_a_row_makes_a_mode_that_trains_in_every_layout(scenario):
     """Stock, whose bits change with tp, is test_invariance.py's control."""
     toy = scenario(DENSE, "numerics.mode=toy").planted(_with_toy)
-    one = toy("tp=1").ledger()
-    assert unequal(toy("tp=2").ledger(), one) == []
-    assert unequal(scenario(DENSE, "tp=1").ledger(), one)
+    single = toy("tp=1").ledger()
+    assert unequal(toy("tp=2").ledger(), single) == []
+    assert unequal(scenario(DENSE, "tp=1").ledger(), single)
 
 
 def test_what_a_new_mode_does_not_cover_is_refused_by_its_name(tpi):

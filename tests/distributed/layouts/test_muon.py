@@ -49,9 +49,9 @@ def test_one_ledger_for_all_layouts(scenario, model, fixed, layouts):
     assert {name.partition("/")[0] for name in moments} == {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
 
 
-def _differs_in_masters_alone(one, two):
+def _differs_in_masters_alone(run, reference):
     """Two first steps have the same gradients, of which the optimizer makes other master weights."""
-    (first, *_), (second, *_) = one.ledger(), two.ledger()
+    (first, *_), (second, *_) = run.ledger(), reference.ledger()
     assert first.gradients == second.gradients
     assert first.masters != second.masters
 

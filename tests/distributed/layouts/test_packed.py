@@ -147,8 +147,8 @@ def _both(shared, name, packed, alone, *words, fault=lambda: None):
     unpacked.mkdir()
     rows = shared.folder / name / "index-cache" / "training.idx.parquet"
     (unpacked / "training.jsonl").write_text("".join(f"{lines[text]}\n" for text in _packed_texts(rows)))
-    found = (f"recipe=mine.py:{alone}", f"dataset.dataset_root={unpacked.name}", FILES[1], "gbs=4", "iters=2", *words)
-    shared("train", *found, f"run.dir={name}-alone", before=_planted(_in_order, fault), status=0)
+    result = (f"recipe=mine.py:{alone}", f"dataset.dataset_root={unpacked.name}", FILES[1], "gbs=4", "iters=2", *words)
+    shared("train", *result, f"run.dir={name}-alone", before=_planted(_in_order, fault), status=0)
     return shared.ledger(name), shared.ledger(f"{name}-alone")
 
 
@@ -179,11 +179,11 @@ def test_packing_changes_no_bit(row_by_row, shared):
     _same(shared.ledger("packed"), row_by_row)
 
 
-def _same(found, expected):
-    for packed, alone in zip(found, expected, strict=True):
+def _same(results, expected):
+    for packed, alone in zip(results, expected, strict=True):
         assert (packed.loss, packed.grad_norm) == (alone.loss, alone.grad_norm)
         assert (packed.gradients, packed.masters) == (alone.gradients, alone.masters)
-    assert found[0].gradients
+    assert results[0].gradients
 
 
 GPT = (
@@ -220,7 +220,7 @@ def test_each_ingredient_is_needed(row_by_row, shared, left_out):
     fault, differs = INGREDIENTS[left_out]
     name = f"without-{differs}"
     shared("train", *PACKED, f"run.dir={name}", before=_planted(_in_order, fault), status=0)
-    without, with_it = ([getattr(step, differs) for step in of] for of in (shared.ledger(name), row_by_row))
+    without, with_it = ([getattr(step, differs) for step in steps] for steps in (shared.ledger(name), row_by_row))
     assert without != with_it  # in a step: of one number a rounding may hide it
 
 
@@ -424,9 +424,9 @@ def test_each_ingredient_of_experts_is_needed(routed, shared, left_out):
 )
 def test_a_row_of_one_loss_has_parts_of_auxiliary_ones(mine, shared, words):
     kind, mean = words.split()
-    said = (*ROUTED, f"model.moe_router_load_balancing_type={kind}", f"model.{mean}")
-    shared("train", *said, f"run.dir={kind}", status=0)
-    shared("train", *said, "dp=2", "ep=2", f"run.dir={kind}-two", status=0)
+    message = (*ROUTED, f"model.moe_router_load_balancing_type={kind}", f"model.{mean}")
+    shared("train", *message, f"run.dir={kind}", status=0)
+    shared("train", *message, "dp=2", "ep=2", f"run.dir={kind}-two", status=0)
     _same(shared.ledger(f"{kind}-two"), shared.ledger(kind))
 
 
@@ -445,8 +445,8 @@ def test_validation_too(mine, shared):
     words = (*SHORT, "dataset.dataset_root=both", "validation.eval_iters=1", "validation.eval_interval=1")
     for name, layout in {"one": "tp=1", "pair": "dp=2"}.items():
         shared("train", *words, layout, f"run.dir=validated-{name}", status=0)
-    said = shared("compare", "validated-one", "validated-pair", status=0).stdout
-    assert "validation loss" in said
+    output = shared("compare", "validated-one", "validated-pair", status=0).stdout
+    assert "validation loss" in output
 
 
 # What is wrong with the settings of a run, before anything is read.
@@ -466,10 +466,10 @@ SETTINGS = {
     "experts dataset.offline_packing_specs.pad_seq_to_mult=8": "pad_seq_to_mult / numerics.virtual_shards",
 }
 # These set what another one sets, or are all that is said.
-APART = ("pad_seq_to_mult", "numerics=stock", "context_shards", "_path")
+OWN_RUNS = ("pad_seq_to_mult", "numerics=stock", "context_shards", "_path")
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("apart", (APART, ("",)), ids=("together", "each"))
-def test_settings_that_are_refused(mine, apart):
-    assert not_refused(mine, SETTINGS, apart, FILES) == {}
+@pytest.mark.parametrize("separate", (OWN_RUNS, ("",)), ids=("together", "each"))
+def test_settings_that_are_refused(mine, separate):
+    assert not_refused(mine, SETTINGS, separate, FILES) == {}

@@ -63,13 +63,13 @@ def test_scaled_frequencies_are_those_of_megatron(bridge):
 
     from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
 
-    theirs = RotaryEmbedding(
+    expected = RotaryEmbedding(
         128, 1.0, rotary_base=500000, rope_scaling=True, rope_scaling_factor=8.0, use_cpu_initialization=True
     )
-    ours = ieee_rotary._scaled(ieee_rotary._frequencies(128, 500000), 8.0)
-    assert ours == pytest.approx(theirs.inv_freq.double().numpy(), rel=3e-6)
+    actual = ieee_rotary._scaled(ieee_rotary._frequencies(128, 500000), 8.0)
+    assert actual == pytest.approx(expected.inv_freq.double().numpy(), rel=3e-6)
     plain = ieee_rotary._frequencies(128, 500000)
-    kept, divided = ours == plain, ours == plain / 8
+    kept, divided = actual == plain, actual == plain / 8
     assert kept.any()
     assert divided.any()
     assert not (kept | divided).all()
@@ -105,8 +105,8 @@ def _name(plant) -> str:
     "arithmetic", (pytest.param(one_kept_bit_less, marks=pytest.mark.release), _steps_of_eight), ids=_name
 )
 def test_other_products_have_another_ledger(scenario, arithmetic):
-    one = scenario(SMALL, "tp=1")
-    assert one.planted(unchecked(arithmetic)).ledger()[0].gradients != one.ledger()[0].gradients
+    single = scenario(SMALL, "tp=1")
+    assert single.planted(unchecked(arithmetic)).ledger()[0].gradients != single.ledger()[0].gradients
 
 
 @pytest.mark.parametrize(
@@ -161,18 +161,18 @@ def _copies_in_reverse_order() -> None:
 
 @pytest.mark.release
 def test_other_products_of_experts_have_another_ledger(scenario):
-    one = scenario(EXPERTS, "tp=1")
-    assert one.planted(unchecked(one_kept_bit_less)).ledger()[0].gradients != one.ledger()[0].gradients
+    single = scenario(EXPERTS, "tp=1")
+    assert single.planted(unchecked(one_kept_bit_less)).ledger()[0].gradients != single.ledger()[0].gradients
 
 
 # A token's copies are of four experts, and its sum is changed.
 @pytest.mark.release
 @pytest.mark.parametrize(
-    "one, other", ((None, _copies_rounded_one_by_one), (_copies_in_order, _copies_in_reverse_order))
+    "item, other", ((None, _copies_rounded_one_by_one), (_copies_in_order, _copies_in_reverse_order))
 )
-def test_the_sum_of_a_tokens_copies_and_its_order_are_part_of_the_bits(scenario, one, other):
+def test_the_sum_of_a_tokens_copies_and_its_order_are_part_of_the_bits(scenario, item, other):
     four = scenario(EXPERTS, "model.moe_router_topk=4")
-    first, second = ((four.planted(plant) if plant else four).ledger() for plant in (one, other))
+    first, second = ((four.planted(plant) if plant else four).ledger() for plant in (item, other))
     assert first[0].gradients != second[0].gradients
 
 
@@ -224,7 +224,7 @@ def _listing_operations() -> None:
     passed_over = ("/torch/", "/tp_invariant_recipes/cpu_host/", "/function_modes.py", "/tests/")
 
     class Listing(TorchDispatchMode):
-        found: set[tuple[str, str]]
+        operations: set[tuple[str, str]]
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
@@ -236,18 +236,18 @@ def _listing_operations() -> None:
             ):
                 files = [frame.filename for frame in traceback.extract_stack()]
                 caller = next(file for file in reversed(files) if not any(part in file for part in passed_over))
-                self.found.add((name, "/".join(caller.split("/site-packages/")[-1].split("/")[-6:])))
+                self.operations.add((name, "/".join(caller.split("/site-packages/")[-1].split("/")[-6:])))
             return out
 
     original = rank.pretrain
 
     def pretrain(*args, **kwargs):
         with Listing() as listing:
-            listing.found = set()
+            listing.operations = set()
             try:
                 return original(*args, **kwargs)
             finally:
-                Path("operations.json").write_text(json.dumps(sorted(listing.found)))
+                Path("operations.json").write_text(json.dumps(sorted(listing.operations)))
 
     rank.pretrain = pretrain
 
@@ -256,10 +256,10 @@ def _not_stated(scenario, *words: str) -> list[str]:
     """The operations of a run that are neither stated nor in the table."""
     listed = scenario(*words, "ledger.digests=0").planted(_listing_operations)
     listed.ledger()
-    found = json.loads((scenario.tpi.folder / "operations.json").read_text())
+    results = json.loads((scenario.tpi.folder / "operations.json").read_text())
     return [
         f"{operation} in {file}"
-        for operation, file in found
+        for operation, file in results
         if not any(operation == known and file.endswith(place) for known, place in ELSEWHERE)
     ]
 
@@ -273,5 +273,5 @@ def test_a_run_has_stated_operations_only(scenario, model):
 @pytest.mark.release
 def test_a_run_of_tree_has_others(scenario):
     """The control: attention and norms of a library."""
-    found = " ".join(_not_stated(scenario, SMALL, "numerics=tree"))
-    assert "bmm in " in found or "mm in " in found
+    result = " ".join(_not_stated(scenario, SMALL, "numerics=tree"))
+    assert "bmm in " in result or "mm in " in result

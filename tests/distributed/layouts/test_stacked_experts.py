@@ -5,12 +5,12 @@ import pytest
 from tests.distributed.scenario import agree, stock_differs
 from tests.distributed.small_models import small
 
-TOGETHER = "iters=1 model.num_layers=1 ledger.experts=together"
+STACKED = "iters=1 model.num_layers=1 ledger.experts=together"
 
 
 @pytest.mark.release
 def test_experts_together_have_one_digest_in_every_layout(scenario):
-    runs = scenario(small("qwen3_moe_toy"), TOGETHER)
+    runs = scenario(small("qwen3_moe_toy"), STACKED)
     agree(runs, ("tp=1", "tp=2 ep=2"))
     parameters = {parameter.name: parameter for parameter in runs("tp=1").header().parameters}
     assert parameters["decoder.layers.0.mlp.experts.*.linear_fc2.weight"].shape[0] == 8
@@ -20,4 +20,4 @@ def test_experts_together_have_one_digest_in_every_layout(scenario):
 
 @pytest.mark.release
 def test_stock_experts_together_differ(scenario):
-    stock_differs(scenario(small("qwen3_moe_toy"), TOGETHER), ("tp=1", "tp=2 ep=2"))
+    stock_differs(scenario(small("qwen3_moe_toy"), STACKED), ("tp=1", "tp=2 ep=2"))

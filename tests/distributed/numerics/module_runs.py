@@ -91,22 +91,22 @@ def run(
 def whole(ranks: Sequence[tuple], sequence_parallel: bool) -> dict[str, Tensor]:
     """What `run` returned on the ranks, put together: name → tensor."""
     ys, dxs, gradients = zip(*ranks, strict=True)
-    found = {}
+    results = {}
     for name, parts in (("output", ys), ("input gradient", dxs)):
         assert sequence_parallel or all(same_bits(part, parts[0]) for part in parts)
-        found[name] = torch.cat(parts) if sequence_parallel else parts[0]
-    return found | put_together(gradients)
+        results[name] = torch.cat(parts) if sequence_parallel else parts[0]
+    return results | put_together(gradients)
 
 
 def put_together(ranks: Sequence[dict[str, tuple[Tensor, Split]]]) -> dict[str, Tensor]:
     """What ranks hold of named tensors → name → the whole. What several hold whole must be the same."""
-    found = {}
+    results = {}
     for name in sorted(set().union(*ranks)):
         held = [rank[name] for rank in ranks if name in rank]
         (first, split), parts = held[0], [part for part, _ in held]
         assert split or all(same_bits(part, first) for part in parts), name
-        found[name] = joined(parts, *split) if split else first
-    return found
+        results[name] = joined(parts, *split) if split else first
+    return results
 
 
 def cases(size: int) -> list[tuple[bool | str, torch.dtype, bool, bool]]:
@@ -126,8 +126,8 @@ class OnDegrees(dict[tuple[int, tuple], dict[str, Tensor]]):
     one: called as one(mesh, *case) on every rank, returns what `run` does.
     """
 
-    def __init__(self, shards: int, one: Callable[..., tuple]) -> None:
-        self.shards, self.one = shards, one
+    def __init__(self, shards: int, item: Callable[..., tuple]) -> None:
+        self.shards, self.layer_run = shards, item
 
     def __missing__(self, key: tuple[int, tuple]) -> dict[str, Tensor]:
         size, asked = key
@@ -138,7 +138,7 @@ class OnDegrees(dict[tuple[int, tuple], dict[str, Tensor]]):
 
     def _every(self, mesh: VirtualMesh, alike: Sequence[tuple]) -> dict[tuple, tuple]:
         with megatron(mesh):
-            return {case: self.one(mesh, *case) for case in alike}
+            return {case: self.layer_run(mesh, *case) for case in alike}
 
 
 # Two ranks add in one order only: four are the fewest that show another.
@@ -159,15 +159,15 @@ class OnAllDegrees:
     crossing: frozenset[str]
 
     def test_one_result_for_all_degrees(self, results, dtype, main_grad, size, sequence_parallel):
-        one = results[1, (True, dtype, False, main_grad)]
+        single = results[1, (True, dtype, False, main_grad)]
         other = results[size, (True, dtype, sequence_parallel, main_grad)]
-        assert one.keys() == other.keys() == self.names
-        assert [name for name in self.names if not same_bits(one[name], other[name])] == []
+        assert single.keys() == other.keys() == self.names
+        assert [name for name in self.names if not same_bits(single[name], other[name])] == []
 
     def test_stock_layers_have_several(self, results, dtype, main_grad, size, sequence_parallel):
-        one = results[1, (False, dtype, False, main_grad)]
+        single = results[1, (False, dtype, False, main_grad)]
         other = results[size, (False, dtype, sequence_parallel, main_grad)]
-        assert [name for name in self.crossing if same_bits(one[name], other[name])] == []
+        assert [name for name in self.crossing if same_bits(single[name], other[name])] == []
 
     def test_both_compute_the_same_but_for_rounding(self, results, dtype, main_grad, size, sequence_parallel):
         """Ours is as near to fp64 as stock is on one rank, where no sum over ranks is rounded to bf16."""
@@ -176,16 +176,16 @@ class OnAllDegrees:
         assert inaccurate(results[size, (True, dtype, sequence_parallel, main_grad)], stock, exact) == {}
 
 
-def inaccurate(found: dict[str, Tensor], stock: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, tuple]:
+def inaccurate(result: dict[str, Tensor], stock: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, tuple]:
     """The tensors that are clearly further from an fp64 reference than stock's are: name → their error, stock's.
 
     An error is the norm of the difference, as a part of the reference's. Stock's own is that of the dtype's roundings.
     In fp32 the order of sums decides it, which the processor's instructions choose: under four sets of them
     either had errors of 4e-7 to 3.5e-6, up to 2.6 times the other's. An operand rounded to TF32 has 2**-12.
     """
-    errors = {name: [_error(of[name], exact[name]) for of in (found, stock)] for name in exact}
-    return {name: (ours, its) for name, (ours, its) in errors.items() if not ours <= 1.25 * its + 2.0**-18}
+    errors = {name: [_error(tensors[name], exact[name]) for tensors in (result, stock)] for name in exact}
+    return {name: (actual, its) for name, (actual, its) in errors.items() if not actual <= 1.25 * its + 2.0**-18}
 
 
-def _error(found: Tensor, exact: Tensor) -> float:
-    return ((found.double() - exact).norm() / exact.norm()).item()
+def _error(result: Tensor, exact: Tensor) -> float:
+    return ((result.double() - exact).norm() / exact.norm()).item()

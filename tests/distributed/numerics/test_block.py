@@ -85,8 +85,8 @@ class TestBlock(OnAllDegrees):
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_one_percent_too_much_is_seen(results, name):
     """The control of the bound on errors, where it is widest."""
-    exact, stock, ours = (results[1, (kind, torch.bfloat16, False, True)] for kind in (FP64, False, True))
-    assert inaccurate(ours | {name: ours[name].float() * 1.01}, stock, exact).keys() == {name}
+    exact, stock, actual = (results[1, (kind, torch.bfloat16, False, True)] for kind in (FP64, False, True))
+    assert inaccurate(actual | {name: actual[name].float() * 1.01}, stock, exact).keys() == {name}
 
 
 def _plain_norm_gradients() -> None:
@@ -131,8 +131,8 @@ def _without(mesh, ingredient):
 
 @pytest.mark.parametrize("ingredient", INGREDIENTS)
 def test_each_ingredient_is_needed(bridge, ingredient):
-    one, two = (whole(on_ranks(t, SHARDS, _without, ingredient), t > 1) for t in (1, 2))
-    assert {name for name in NAMES if not same_bits(one[name], two[name])} == INGREDIENTS[ingredient][1]
+    first, second = (whole(on_ranks(t, SHARDS, _without, ingredient), t > 1) for t in (1, 2))
+    assert {name for name in NAMES if not same_bits(first[name], second[name])} == INGREDIENTS[ingredient][1]
 
 
 def _embedded(mesh):
@@ -147,6 +147,6 @@ def _embedded(mesh):
 
 
 def test_the_embedding_of_negative_zero(bridge):
-    one, four = on_ranks(1, SHARDS, _embedded), on_ranks(4, SHARDS, _embedded)
-    assert all(same_bits(one[0], rank) for rank in four)
-    assert not one[0].signbit().any()
+    single, four = on_ranks(1, SHARDS, _embedded), on_ranks(4, SHARDS, _embedded)
+    assert all(same_bits(single[0], rank) for rank in four)
+    assert not single[0].signbit().any()

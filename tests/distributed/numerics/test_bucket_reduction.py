@@ -60,7 +60,7 @@ def _of_contexts(mesh, cp, reduce, numbers, piece):
     dp, leaves = mesh.size // cp, terms(CONTEXTS * DATA, numbers).view(CONTEXTS, DATA, numbers)
     of_data, of_context = divmod(mesh.rank, cp)
     mine = leaves.chunk(cp)[of_context].chunk(dp, 1)[of_data]
-    partials = [tree_add(one.contiguous(), torch.empty(numbers)) for one in mine]
+    partials = [tree_add(item.contiguous(), torch.empty(numbers)) for item in mine]
     getattr(bucket_reduction, reduce)(partials, dist.group.WORLD, cp)
     return partials[0].chunk(mesh.size)[mesh.rank].clone() if reduce == "reduce_scatter" else partials[0]
 

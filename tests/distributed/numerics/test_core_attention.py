@@ -35,7 +35,7 @@ def _run(mesh):
 
     with megatron(mesh):
         DotProductAttention.forward = _lying(DotProductAttention.forward)
-        found = {}
+        results = {}
         for dtype, kind in product(DTYPES, ("invariant", "stock")):
             config = TransformerConfig(
                 num_layers=1, hidden_size=HEADS * WIDTH, num_attention_heads=HEADS, num_query_groups=GROUPS,
@@ -45,8 +45,8 @@ def _run(mesh):
             config.virtual_shards = SHARDS
             layer = spec.invariant(DotProductAttention) if kind == "invariant" else DotProductAttention
             module = layer(config=config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self")
-            found[dtype, kind] = _trained(module, mesh, dtype)
-        return found
+            results[dtype, kind] = _trained(module, mesh, dtype)
+        return results
 
 
 def _trained(module, mesh, dtype):
@@ -73,18 +73,18 @@ def results(bridge):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_result_for_all_degrees(results, dtype):
-    for one, other in pairwise(results[dtype, "invariant"]):
-        assert [name for name in NAMES if not same_bits(one[name], other[name])] == []
+    for first, other in pairwise(results[dtype, "invariant"]):
+        assert [name for name in NAMES if not same_bits(first[name], other[name])] == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_stock_attention_has_several(results, dtype):
-    one, _, four = results[dtype, "stock"]
-    assert [name for name in NAMES if same_bits(one[name], four[name])] == []
+    single, _, four = results[dtype, "stock"]
+    assert [name for name in NAMES if same_bits(single[name], four[name])] == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_definition_is_attention_of_a_shard(results, dtype):
     """At tp=4 a rank has one shard, and stock attention computes it alone."""
-    ours, stock = results[dtype, "invariant"][0], results[dtype, "stock"][2]
-    assert [name for name in NAMES if not same_bits(ours[name], stock[name])] == []
+    actual, stock = results[dtype, "invariant"][0], results[dtype, "stock"][2]
+    assert [name for name in NAMES if not same_bits(actual[name], stock[name])] == []

@@ -54,10 +54,10 @@ def plain_step(mesh, logits, target, gradient) -> tuple[Tensor, Tensor]:
 
 def everywhere(size, shards, tensors, function=step) -> tuple[Tensor, Tensor]:
     """Loss, the same on all ranks, and dlogits put together."""
-    return together(on_ranks(size, shards, function, *tensors))
+    return joined(on_ranks(size, shards, function, *tensors))
 
 
-def together(ranks) -> tuple[Tensor, Tensor]:
+def joined(ranks) -> tuple[Tensor, Tensor]:
     """Loss, the same on all ranks, and dlogits put together."""
     loss, dlogits = zip(*ranks, strict=True)
     assert all(same_bits(loss[0], other) for other in loss)
@@ -124,15 +124,15 @@ def every_case(mesh) -> dict[tuple, tuple[Tensor, Tensor]]:
 def results():
     """Case -> the loss and dlogits of the whole, of every degree."""
     ranks = [on_ranks(size, size, every_case) for size in SIZES]
-    return {case: [together([rank[case] for rank in found]) for found in ranks if case in found[0]] for case in CASES}
+    return {case: [joined([rank[case] for rank in actual]) for actual in ranks if case in actual[0]] for case in CASES}
 
 
 @pytest.mark.parametrize("shards", (4, 8))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_result_for_all_degrees(results, dtype, shards):
-    found = results[plain, dtype, shards]
-    assert len(found) == len(degrees(shards))
-    assert_same(found)
+    result = results[plain, dtype, shards]
+    assert len(result) == len(degrees(shards))
+    assert_same(result)
 
 
 @pytest.mark.release  # in `make test`: the shapes of the other tests of this file
@@ -198,29 +198,29 @@ def test_accuracy(dtype):
 @pytest.mark.parametrize("shards", (4, 8))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nan_and_infinity_are_the_same_everywhere(results, dtype, shards):
-    found = results[special, dtype, shards]
-    assert_same(found)
-    loss, dlogits = found[0]
-    ours, rows = loss[:, 0], torch.arange(16)
-    assert rows[ours.isnan()].tolist() == [0, 1, 2, 3, 4, 5, 9, 10]
-    assert rows[ours.isposinf()].tolist() == [7]  # the target's logit is -inf
+    result = results[special, dtype, shards]
+    assert_same(result)
+    loss, dlogits = result[0]
+    actual, rows = loss[:, 0], torch.arange(16)
+    assert rows[actual.isnan()].tolist() == [0, 1, 2, 3, 4, 5, 9, 10]
+    assert rows[actual.isposinf()].tolist() == [7]  # the target's logit is -inf
     assert rows[dlogits[:, 0].isnan().all(-1)].tolist() == [0, 1, 2, 3, 4, 5, 9, 10, 11]
     assert dlogits[13:].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_zeros_of_both_signs_are_the_same_everywhere(results, dtype):
-    found = results[zeros, dtype, 8]
-    assert_same(found)
-    assert found[0][0][2:].tolist() == [[0.0, 0.0]] * 2
+    result = results[zeros, dtype, 8]
+    assert_same(result)
+    assert result[0][0][2:].tolist() == [[0.0, 0.0]] * 2
 
 
 def test_a_target_outside_the_vocabulary_picks_nothing(results):
-    found = results[outside, torch.float32, 8]
-    assert_same(found)
+    result = results[outside, torch.float32, 8]
+    assert_same(result)
     logits, _, gradient = outside(torch.float32)
     softmax = logits.softmax(-1) * gradient.unsqueeze(-1)
-    torch.testing.assert_close(found[0][1][:2], softmax[:2])
+    torch.testing.assert_close(result[0][1][:2], softmax[:2])
 
 
 def transposed(mesh, logits, target, gradient) -> tuple[Tensor, Tensor]:
@@ -267,10 +267,10 @@ def test_no_more_is_held_in_fp32_than_fits(monkeypatch, limit, shards):
 @pytest.mark.parametrize("rows, width", ((4, 8), (2, 48), (128, 64), (5, 96)))
 def test_shards_taken_together_have_the_bits_that_each_has_alone(monkeypatch, rows, width):
     logits, highest = torch.randn(rows, 8 * width) * 4, torch.randn(rows)
-    together = list(kernel._exponentials(logits, highest, 8))
-    assert len(together) == 1
+    joined = list(kernel._exponentials(logits, highest, 8))
+    assert len(joined) == 1
     monkeypatch.setattr(kernel, "NUMBERS_AT_ONCE", 0)
-    assert same_bits(together[0], torch.cat(list(kernel._exponentials(logits, highest, 8)), -1))
+    assert same_bits(joined[0], torch.cat(list(kernel._exponentials(logits, highest, 8)), -1))
 
 
 def test_shards_that_are_no_whole_vectors_are_taken_one_by_one():

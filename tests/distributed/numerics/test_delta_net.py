@@ -71,11 +71,11 @@ def results(bridge):
     """Degree → case → the whole tensors, computed when asked for."""
 
     @functools.cache
-    def of(size):
+    def results_of(size):
         ranks = on_ranks(size, SHARDS, _every)
         return {case: whole([rank[case] for rank in ranks], size > 1) for case in CASES}
 
-    return of
+    return results_of
 
 
 @pytest.mark.parametrize("size", (2, pytest.param(4, marks=pytest.mark.release)))
@@ -83,14 +83,14 @@ def results(bridge):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 class TestLayer:
     def test_one_result_for_all_degrees(self, results, dtype, main_grad, size):
-        one, other = (results(t)[True, dtype, main_grad] for t in (1, size))
-        assert one.keys() == other.keys() == NAMES
-        assert [name for name in NAMES if not same_bits(one[name], other[name])] == []
+        first, other = (results(t)[True, dtype, main_grad] for t in (1, size))
+        assert first.keys() == other.keys() == NAMES
+        assert [name for name in NAMES if not same_bits(first[name], other[name])] == []
 
     def test_stock_layers_have_several(self, results, dtype, main_grad, size):
-        one, other = (results(t)[False, dtype, main_grad] for t in (1, size))
-        assert not same_bits(one["output"], other["output"])
-        assert not same_bits(one["input gradient"], other["input gradient"])
+        first, other = (results(t)[False, dtype, main_grad] for t in (1, size))
+        assert not same_bits(first["output"], other["output"])
+        assert not same_bits(first["input gradient"], other["input gradient"])
 
 
 def test_chunks_are_those_of_megatron(bridge):
@@ -101,8 +101,8 @@ def test_chunks_are_those_of_megatron(bridge):
 
 @pytest.mark.parametrize("main_grad", (False, True))
 def test_both_compute_the_same_but_for_rounding(results, main_grad):
-    ours, stock = (results(1)[kind, torch.float32, main_grad] for kind in (True, False))
-    assert {name for name in NAMES if (ours[name] - stock[name]).norm() > 1e-5 * stock[name].norm()} == set()
+    actual, stock = (results(1)[kind, torch.float32, main_grad] for kind in (True, False))
+    assert {name for name in NAMES if (actual[name] - stock[name]).norm() > 1e-5 * stock[name].norm()} == set()
 
 
 def _one_segment(net):
@@ -136,8 +136,8 @@ def _without(mesh, ingredient):
 
 @pytest.mark.parametrize("ingredient", INGREDIENTS)
 def test_each_ingredient_is_needed(bridge, ingredient):
-    one, two = (whole(on_ranks(t, SHARDS, _without, ingredient), t > 1) for t in (1, 2))
-    assert {name for name in NAMES if not same_bits(one[name], two[name])} >= INGREDIENTS[ingredient][1]
+    first, second = (whole(on_ranks(t, SHARDS, _without, ingredient), t > 1) for t in (1, 2))
+    assert {name for name in NAMES if not same_bits(first[name], second[name])} >= INGREDIENTS[ingredient][1]
 
 
 def _refusal(mesh):
@@ -150,6 +150,6 @@ def _refusal(mesh):
 
 
 def test_what_it_does_not_cover_is_refused_at_once(bridge):
-    (said,) = on_ranks(1, SHARDS, _refusal)
+    (message,) = on_ranks(1, SHARDS, _refusal)
     for words in ("numerics=tree only", "virtual_shards=8 must divide model.linear_num_key_heads=4", "kernel_dim=4"):
-        assert words in said
+        assert words in message

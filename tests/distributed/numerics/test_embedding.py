@@ -90,11 +90,11 @@ def _all(mesh):
 @pytest.fixture(scope="module")
 def results(bridge):
     """degree → what `_all` found, whole."""
-    found = {}
+    results = {}
     for size in DEGREES:
         ranks = on_ranks(size, SHARDS, _all)
-        found[size] = {case: joined([rank[case] for rank in ranks], 0) for case in ranks[0]}
-    return found
+        results[size] = {case: joined([rank[case] for rank in ranks], 0) for case in ranks[0]}
+    return results
 
 
 def _by_definition(dtype, tied):
@@ -115,7 +115,7 @@ class TestTheGradient:
 
     def test_that_of_megatron_is_not(self, results, size, sequence_parallel, dtype, tied):
         """It adds a micro-batch in the weight's dtype first, and micro-batches in turns with the output layer."""
-        stock, right = results[size][False, sequence_parallel, dtype, tied], _by_definition(dtype, tied)
-        assert not same_bits(stock, right)
-        error = (stock - right).norm() / right.norm()
+        stock, expected = results[size][False, sequence_parallel, dtype, tied], _by_definition(dtype, tied)
+        assert not same_bits(stock, expected)
+        error = (stock - expected).norm() / expected.norm()
         assert error < 1e-6 if dtype == torch.float32 else 1e-4 < error < 1e-1

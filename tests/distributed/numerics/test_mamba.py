@@ -106,8 +106,8 @@ def _without(mesh, ingredient):
 
 @pytest.mark.parametrize("ingredient", INGREDIENTS)
 def test_each_ingredient_is_needed(bridge, ingredient):
-    one, two = (whole(on_ranks(t, SHARDS, _without, ingredient), t > 1) for t in (1, 2))
-    assert {name for name in NAMES if not same_bits(one[name], two[name])} >= INGREDIENTS[ingredient][1]
+    first, second = (whole(on_ranks(t, SHARDS, _without, ingredient), t > 1) for t in (1, 2))
+    assert {name for name in NAMES if not same_bits(first[name], second[name])} >= INGREDIENTS[ingredient][1]
 
 
 def _refusal(mesh, settings, mode, shards):
@@ -120,10 +120,10 @@ def _refusal(mesh, settings, mode, shards):
 
 
 def test_what_it_does_not_cover_is_refused_at_once(bridge):
-    (said,) = on_ranks(1, SHARDS, _refusal, {"use_mamba_mem_eff_path": False}, "gather", 8)
+    (message,) = on_ranks(1, SHARDS, _refusal, {"use_mamba_mem_eff_path": False}, "gather", 8)
     for words in (
         "numerics=tree only",
         "numerics.virtual_shards=8 must divide model.mamba_num_groups=4",
         "mem_eff_path=true",
     ):
-        assert words in said
+        assert words in message

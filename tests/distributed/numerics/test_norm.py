@@ -59,17 +59,17 @@ def steps(mesh, function, cases) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 def everywhere(size, shards, cases, function=step) -> list[tuple[Tensor, Tensor, Tensor]]:
     """For each case, output, dx and weight gradient of all ranks put together."""
-    together = []
+    joined = []
     for (shards_of, *_), *ranks in zip(cases, *on_ranks(size, shards, steps, function, cases), strict=True):
         if shards_of is WHOLE:
             assert all(same_bits(a, b) for rank in ranks for a, b in zip(rank, ranks[0], strict=True))
-            together.append(ranks[0])
+            joined.append(ranks[0])
         else:
             y, dx, dw = zip(*ranks, strict=True)
             assert not any(other.count_nonzero() for other in dw[1:])
             dim = 2 if shards_of is HEADS else 0
-            together.append((torch.cat(y, dim), torch.cat(dx, dim), torch.stack(dw).sum(0)))
-    return together
+            joined.append((torch.cat(y, dim), torch.cat(dx, dim), torch.stack(dw).sum(0)))
+    return joined
 
 
 def assert_same(first, *others) -> None:
@@ -113,11 +113,11 @@ def test_one_result_for_all_shapes(chunk, batch, width, shards, dtype, seed):
 
 def test_the_plain_weight_gradient_depends_on_the_degree():
     cases = all_kinds(torch.float32, 4, 2, 8, 97)[1:]
-    for one, four in zip(*(everywhere(t, 8, cases, plain_step) for t in (1, 4)), strict=True):
-        assert same_bits(one[0], four[0])
-        assert same_bits(one[1], four[1])
-        assert not same_bits(one[2], four[2])
-        torch.testing.assert_close(one[2], four[2])
+    for item, four in zip(*(everywhere(t, 8, cases, plain_step) for t in (1, 4)), strict=True):
+        assert same_bits(item[0], four[0])
+        assert same_bits(item[1], four[1])
+        assert not same_bits(item[2], four[2])
+        torch.testing.assert_close(item[2], four[2])
 
 
 def rows_alone(mesh, dtype, width) -> list[str]:
@@ -150,10 +150,10 @@ def reference(mesh, shards_of, x, weight, dy) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_accuracy(dtype):
     cases = all_kinds(dtype, 4, 2, 8, 97)
-    (right,) = on_ranks(1, 1, steps, reference, cases)
+    (expected,) = on_ranks(1, 1, steps, reference, cases)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 8e-3}[dtype]
-    for ours, exact in zip(everywhere(4, 8, cases), right, strict=True):
-        for a, b in zip(ours, exact, strict=True):
+    for actual, exact in zip(everywhere(4, 8, cases), expected, strict=True):
+        for a, b in zip(actual, exact, strict=True):
             assert a.dtype == dtype
             torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance)
 
@@ -235,9 +235,9 @@ def test_a_norm_of_keys_keeps_keys_alone():
     """They are a slice of what holds queries and values too. The bits are those of keys in memory of their own."""
     whole, weight, dy = inputs(torch.bfloat16, (6, 1, 4, 8))
     keys = whole.requires_grad_()[:, :, 1:3]
-    found = keys, keys.detach().clone().requires_grad_()
+    results = keys, keys.detach().clone().requires_grad_()
     saved, ys = [], []
-    for x in found:
+    for x in results:
         kept = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
             ys.append(rms_norm(x, weight, EPS, VirtualMesh(2, 1, 0), HEADS))
@@ -245,4 +245,4 @@ def test_a_norm_of_keys_keeps_keys_alone():
         ys[-1].backward(dy[:, :, :2])
     assert saved == [keys.numel() * 2] * 2
     assert same_bits(*ys)
-    assert same_bits(whole.grad[:, :, 1:3].contiguous(), found[1].grad)
+    assert same_bits(whole.grad[:, :, 1:3].contiguous(), results[1].grad)

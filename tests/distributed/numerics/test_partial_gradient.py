@@ -82,9 +82,9 @@ def _after_a_failure(mesh):
     model = Model(mesh, everywhere=False)
     with pytest.raises(ArithmeticError):
         model.loss(break_it=True).backward()
-    left = {n: w.main_grad.clone() for n, w in model.weights.items()}
+    remaining = {n: w.main_grad.clone() for n, w in model.weights.items()}
     model.loss().backward()
-    return left, model.gradients()
+    return remaining, model.gradients()
 
 
 def _two_passes(mesh):
@@ -97,25 +97,25 @@ def _two_passes(mesh):
 
 def _tied(mesh):
     """What autograd gets for a weight whose gradient is in main_grad, with and without zero_out_wgrad."""
-    found = {}
+    results = {}
     for zero in (True, False):
         model = Model(mesh, everywhere=False)
         weight = model.weights["norm"]
         weight.zero_out_wgrad, weight.grad_added_to_main_grad = zero, False
         model.loss().backward()
-        found[zero] = weight.grad, weight.grad_added_to_main_grad, weight.main_grad
-    return found
+        results[zero] = weight.grad, weight.grad_added_to_main_grad, weight.main_grad
+    return results
 
 
 def _heads_of_contexts(mesh):
     """The gradient of a norm of heads: a rank has its groups of heads of each of two context shards."""
     leaves = terms(2 * SHARDS, 2, N).view(2, SHARDS, 2, N).chunk(mesh.size, 1)[mesh.rank].flatten(0, 1).contiguous()
-    found = []
+    results = []
     for by_heads in (True, False):
         weight = torch.zeros(N, requires_grad=True)
-        of = replace(mesh, contexts=2)
-        found.append(partial_gradient.reduce_weight_gradient(weight, leaves, of, False, by_heads))
-    return dict(zip(("right", "as tokens"), found, strict=True))
+        wider = replace(mesh, contexts=2)
+        results.append(partial_gradient.reduce_weight_gradient(weight, leaves, wider, False, by_heads))
+    return dict(zip(("right", "as tokens"), results, strict=True))
 
 
 def _everything(mesh):
@@ -138,15 +138,15 @@ def results():
 
 def _whole(ranks, everywhere=False):
     """What Megatron makes of the ranks' gradients: their sum, or nothing where every rank has the whole."""
-    found = {}
+    results = {}
     for name in ranks[0]:
         parts = [rank[name] for rank in ranks]
         if everywhere and name != "heads":
             assert all(same_bits(part, parts[0]) for part in parts)
         else:
             assert not any(part.count_nonzero() for part in parts[1:])
-        found[name] = parts[0]
-    return found
+        results[name] = parts[0]
+    return results
 
 
 def _same(a, b):
@@ -156,10 +156,10 @@ def _same(a, b):
 @pytest.mark.parametrize("everywhere", (False, True))
 @pytest.mark.parametrize("main_grad", (False, True))
 def test_several_parameters_and_one_used_twice(results, everywhere, main_grad):
-    one, *others = (
+    first, *others = (
         _whole([rank["backward"][everywhere, main_grad] for rank in results[t]], everywhere) for t in DEGREES
     )
-    assert all(_same(one, other) for other in others)
+    assert all(_same(first, other) for other in others)
 
 
 def test_the_gradients_are_right(results):
@@ -169,9 +169,9 @@ def test_the_gradients_are_right(results):
     first = plain(x[:, :, 0].double(), (N,), weights["norm"], 1e-6) + weights["bias"]
     y, z = plain(first, (N,), weights["norm"], 1e-6), plain(x.double(), (N,), weights["heads"], 1e-6)
     ((y * dy[:, :, 0]).sum() + (z * dy).sum()).backward()
-    found = _whole([rank["backward"][False, True] for rank in results[4]])
+    result = _whole([rank["backward"][False, True] for rank in results[4]])
     for name, weight in weights.items():
-        torch.testing.assert_close(found[name].double(), weight.grad, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(result[name].double(), weight.grad, rtol=1e-5, atol=1e-5)
 
 
 class _Alone:
@@ -179,9 +179,9 @@ class _Alone:
 
 
 def test_groups_of_heads_are_summed_by_context_shard(results):
-    one, *others = (_whole([rank["heads of contexts"] for rank in results[t]]) for t in DEGREES)
-    assert all(same_bits(one["right"], other["right"]) for other in others)
-    assert not any(same_bits(one["right"], other["as tokens"]) for other in others)
+    first, *others = (_whole([rank["heads of contexts"] for rank in results[t]]) for t in DEGREES)
+    assert all(same_bits(first["right"], other["right"]) for other in others)
+    assert not any(same_bits(first["right"], other["as tokens"]) for other in others)
 
 
 @pytest.mark.parametrize("degree, count", ((1, 0), (2, 1), (4, 1)))
@@ -192,8 +192,8 @@ def test_one_collective_for_all_parameters(results, degree, count):
 @pytest.mark.parametrize("degree", DEGREES)
 def test_a_failed_backward_leaves_nothing_for_the_next(results, degree):
     for rank in results[degree]:
-        left, after = rank["after a failure"]
-        assert not any(gradient.count_nonzero() for gradient in left.values())
+        remaining, after = rank["after a failure"]
+        assert not any(gradient.count_nonzero() for gradient in remaining.values())
         assert _same(after, rank["backward"][False, True])
 
 

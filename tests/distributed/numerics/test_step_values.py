@@ -56,20 +56,20 @@ def _router_statistics(mesh):
         parallel_state.initialize_model_parallel()
         record = separate_metrics(MoEMetricsTracker.record)
         sync = metrics_summed(lambda self, names: None, SHARDS)
-        tracker, found = MoEMetricsTracker(), []
+        tracker, result = MoEMetricsTracker(), []
         for _ in range(2):
             for values in _values().chunk(mesh.size)[mesh.rank]:
                 for layer in (1, 3):
                     record(tracker, "load_balancing_loss", values[layer], layer, 3)
             sync(tracker, ["load_balancing_loss"])
-            found.append(tracker.metrics["load_balancing_loss"].values.clone())
+            result.append(tracker.metrics["load_balancing_loss"].values.clone())
             tracker.clear()
-        return found
+        return result
 
 
 def test_router_statistics_have_one_sum(bridge):
-    ((alone, again),) = on_ranks(1, 1, _router_statistics)
-    assert same_bits(alone, again)
+    ((alone, second),) = on_ranks(1, 1, _router_statistics)
+    assert same_bits(alone, second)
     assert torch.allclose(alone, torch.tensor([1.0, 0.0, 1.0]) * _values().sum(0)[1:4], rtol=1e-3)
     for size in (2, 4):
         first, *others = on_ranks(size, size, _router_statistics)

@@ -38,46 +38,46 @@ def every_case(mesh, switched):
 
 
 @pytest.fixture(scope="module")
-def found(bridge):
+def results(bridge):
     """(switched on, tp) → case → tensors of the whole."""
     ranks = {(on, tp): on_ranks(tp, V, every_case, on) for on in (True, False) for tp in DEGREES}
     return {
-        key: {case: te_cases.whole([one[case] for one in held], case) for case in held[0]}
+        key: {case: te_cases.whole([item[case] for item in held], case) for case in held[0]}
         for key, held in ranks.items()
     }
 
 
 @pytest.mark.parametrize("case", te_cases.CASES, ids=str)
-def test_every_tp_has_one_result(found, case):
+def test_every_tp_has_one_result(results, case):
     for tp in (2, 4):
-        assert te_cases.unequal(found[True, 1][case], found[True, tp][case]) == []
+        assert te_cases.unequal(results[True, 1][case], results[True, tp][case]) == []
 
 
 @pytest.mark.parametrize("case", te_cases.CASES, ids=str)
-def test_switched_off_it_has_several(found, case):
+def test_switched_off_it_has_several(results, case):
     """A row-parallel module sums in its forward, a column-parallel one in its backward pass."""
     summed = "output" if case.mode == "row" else "input gradient"
     for tp in (2, 4):
-        assert summed in te_cases.unequal(found[False, 1][case], found[False, tp][case])
+        assert summed in te_cases.unequal(results[False, 1][case], results[False, tp][case])
 
 
 @pytest.mark.parametrize("case", te_cases.CASES, ids=str)
-def test_it_computes_what_stock_computes(found, case):
+def test_it_computes_what_stock_computes(results, case):
     close = 2.0**-6 if case.dtype == torch.bfloat16 else 2.0**-18
-    stock = found[False, 1][case]
-    for name, tensor in found[True, 1][case].items():
+    stock = results[False, 1][case]
+    for name, tensor in results[True, 1][case].items():
         difference = (tensor.double() - stock[name].double()).norm() / stock[name].double().norm()
         assert difference < close, name
 
 
 @pytest.mark.parametrize("case", te_cases.CASES, ids=str)
-def test_a_module_without_parallel_mode_is_the_reference(found, case):
+def test_a_module_without_parallel_mode_is_the_reference(results, case):
     """With its control: stock modules have other bits in what they sum over ranks."""
     summed = "output" if case.mode == "row" else "input gradient"
     for tp in (1, 2, 4):
         for on in (True, False):
-            alone = found[on, 1][te_cases.unsplit(case)]
-            same = te_cases.as_unsplit(case, found[on, tp][case])
+            alone = results[on, 1][te_cases.unsplit(case)]
+            same = te_cases.as_unsplit(case, results[on, tp][case])
             different = te_cases.unequal(same, {name: alone[name] for name in same})
             assert different == [] if on else (summed in different or tp == 1)
 
@@ -152,8 +152,8 @@ def test_what_is_not_covered_is_refused_when_it_is_built(modules, module, argume
     with pytest.raises(ConfigError) as error:
         getattr(modules, module)(**{"in_features": 64, "out_features": 64} | arguments)
     assert len(error.value.problems) == len(problems)
-    for said, expected in zip(error.value.problems, problems, strict=True):
-        assert said.startswith(expected)
+    for problem, expected in zip(error.value.problems, problems, strict=True):
+        assert problem.startswith(expected)
 
 
 def test_every_argument_has_a_rule():

@@ -67,17 +67,17 @@ def test_bisect(recipe, verified, shared):
 
 @pytest.mark.release
 def test_what_failed_is_trained_again(recipe, verified, shared):
-    again = shared("verify", "--last-failed", "--dir", "stock", status=1)
-    assert "different: tp=2" in again.stdout
+    repeated = shared("verify", "--last-failed", "--dir", "stock", status=1)
+    assert "different: tp=2" in repeated.stdout
 
 
 @pytest.mark.release
 def test_bench(recipe, shared):
     done = shared("bench", "recipe=mine.py:small", "--rounds", "1", "--warmup", "1", "--steps", "1", "--dir", "bench")
     assert done.status == 0, done.stderr
-    found = json.loads((shared.folder / "bench" / "bench.json").read_text())
-    assert found["model"] == recipe
-    assert [mode["mode"] for mode in found["modes"]] == ["stock", "tree"]
+    result = json.loads((shared.folder / "bench" / "bench.json").read_text())
+    assert result["model"] == recipe
+    assert [mode["mode"] for mode in result["modes"]] == ["stock", "tree"]
 
 
 @pytest.mark.release

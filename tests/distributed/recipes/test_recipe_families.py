@@ -244,6 +244,6 @@ def test_a_benchmark_has_one_result_in_two_layouts_and_stock_has_not(shared):
     assert "identical: tp=1, 2 computed the same bits over 2 steps" in done.stdout
     adjusted = read(shared.folder / "benchmark" / "tp1").header.notes["adjusted"]
     for line in SET_RIGHT:
-        assert any(said.startswith(line) for said in adjusted), adjusted
+        assert any(message.startswith(line) for message in adjusted), adjusted
     done = shared("verify", *words, *AS_STOCK.split(), "--dir", "benchmark-stock", status=1)
     assert "different: tp=2 computed other bits than tp=1" in done.stdout

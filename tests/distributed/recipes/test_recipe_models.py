@@ -221,8 +221,8 @@ def test_pp_need_not_divide_the_layers(mine, shared):
         "verify", "recipe=mine.py:small", "pp=1,2", "model.num_layers=3", "numerics=tree", "--dir", "pp", status=0
     )
     assert "identical: pp=1, 2 computed the same bits over 2 steps" in done.stdout
-    said = read(shared.folder / "pp" / "pp2").header.notes["adjusted"]
-    assert [line.partition(":")[0] for line in said if "pipeline_stage" in line] == [
+    message = read(shared.folder / "pp" / "pp2").header.notes["adjusted"]
+    assert [line.partition(":")[0] for line in message if "pipeline_stage" in line] == [
         f"model.{name}" for name in layout.UNEVEN
     ]
     with pytest.raises(ConfigError, match=r"pp=2 does not divide model\.num_layers=3"):
@@ -259,18 +259,18 @@ def test_what_costs_nothing_is_set_right_and_reported(bridge, mine):
     config = compose(f"recipe={mine}:in_bf16", device="gpu").config
     usual = compose(f"recipe={mine}:small", device="gpu").config
     assert config.mixed_precision == "bf16_mixed"
-    said = {line.partition(":")[0] for line in config.recipe.adjusted}
-    assert said - {line.partition(":")[0] for line in usual.recipe.adjusted} == {
+    message = {line.partition(":")[0] for line in config.recipe.adjusted}
+    assert message - {line.partition(":")[0] for line in usual.recipe.adjusted} == {
         "ddp.grad_reduce_in_fp32",
         "mixed_precision.grad_reduce_in_fp32",
         "cluster.environment.NVTE_FWD_LAYERNORM_SM_MARGIN",
     }
     assert identity(config, None) == identity(usual, None)
     typed = "ddp.grad_reduce_in_fp32=false"
-    for words, said in ((["numerics.adjust=false"], 8), ([typed], 1)):
+    for words, message in ((["numerics.adjust=false"], 8), ([typed], 1)):
         with pytest.raises(ConfigError, match=r"ddp\.grad_reduce_in_fp32=false: gradients are accumulated") as caught:
             compose(f"recipe={mine}:in_bf16", words, device="gpu")
-        assert (len(caught.value.problems) > 2) == (said > 1), caught.value.problems
+        assert (len(caught.value.problems) > 2) == (message > 1), caught.value.problems
     margin = "cluster.environment.NVTE_FWD_LAYERNORM_SM_MARGIN=0"  # under stock, too, another one is refused
     stock = compose(f"recipe={mine}:in_bf16", [margin], device="gpu", numerics="stock").config
     assert stock.recipe.adjusted == []
@@ -330,7 +330,8 @@ MOST_KEYS = "qwen3_moe"  # stands for all in `make test`
 
 
 @pytest.mark.parametrize(
-    "family", tuple(pytest.param(one, marks=() if one == MOST_KEYS else pytest.mark.release) for one in FAMILIES)
+    "family",
+    tuple(pytest.param(family, marks=() if family == MOST_KEYS else pytest.mark.release) for family in FAMILIES),
 )
 def test_the_command_with_every_key_is_accepted(hugging_face, shared, family):
     """It is refused without these keys. The pages count the recipes of these families as covered, mostly with keys."""

@@ -65,14 +65,14 @@ def refused(file, text):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("statement, said", ENDS.items(), ids=ENDS)
-def test_what_ends_a_recipe_is_said_with_its_file_and_line(bridge, tmp_path, statement, said):
+@pytest.mark.parametrize("statement, message", ENDS.items(), ids=ENDS)
+def test_what_ends_a_recipe_is_said_with_its_file_and_line(bridge, tmp_path, statement, message):
     file = tmp_path / "mine.py"
     on_import = refused(file, START + statement + DEFINED)
     assert on_import.startswith(f"recipe={file}:small: ")
-    assert on_import.endswith(said.format(file=file, line=4))
+    assert on_import.endswith(message.format(file=file, line=4))
     when_called = refused(file, IN_FUNCTION.format(statement))
-    wanted = said.replace("SystemExit: 0", "(status 0)").replace("SystemExit: 3", "(status 3)")
+    wanted = message.replace("SystemExit: 0", "(status 0)").replace("SystemExit: 3", "(status 3)")
     assert when_called.endswith(wanted.format(file=file, line=5))
 
 
@@ -108,8 +108,8 @@ def test_what_a_provider_ends_in_a_rank_is_said_with_its_file_and_line(tpi, tmp_
 
 def test_a_patch_stays_in_the_process_of_its_recipe(bridge, tmp_path):
     file = tmp_path / "mine.py"
-    said = refused(file, START + PATCHING)
-    assert "returns None" in said  # it was called
+    message = refused(file, START + PATCHING)
+    assert "returns None" in message  # it was called
     assert string.digits == "0123456789"
     model = f"recipe={file}:small"
     assert recipe_process.run(model, lambda: recipe_source.find(model) and string.digits) == "patched"

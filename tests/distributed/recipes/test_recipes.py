@@ -151,10 +151,10 @@ def test_bridges_runner_finds_them(bridges, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["recipes", str(runner), "--recipe", name])
     monkeypatch.delitem(sys.modules, recipes.__main__.__name__)
     runpy.run_module(recipes.__name__, run_name="__main__")
-    said = capsys.readouterr().out
-    assert said.startswith(f"## __main__ ['--recipe', '{name}'] 36 ")
+    output = capsys.readouterr().out
+    assert output.startswith(f"## __main__ ['--recipe', '{name}'] 36 ")
     if bridge_helpers.PATCH.verdict().state == "applies":
-        assert said.endswith(f" {bridge_helpers.__name__}\n")
+        assert output.endswith(f" {bridge_helpers.__name__}\n")
 
 
 def test_without_a_runner_the_usage_is_said(monkeypatch):
@@ -208,12 +208,12 @@ def _pretrained(mesh, switch, folder):
 
 @pytest.mark.release
 def test_a_recipe_and_the_switch_make_bridges_pretrain_invariant(tmp_path):
-    one, two = (on_ranks(t, 8, _pretrained, "1", tmp_path) for t in (1, 2))
-    assert len(one[0]) == 2
-    assert one[0] == two[-1]
+    first, second = (on_ranks(t, 8, _pretrained, "1", tmp_path) for t in (1, 2))
+    assert len(first[0]) == 2
+    assert first[0] == second[-1]
 
 
 @pytest.mark.release
 def test_without_the_switch_it_is_not(tmp_path):
-    one, two = (on_ranks(t, 8, _pretrained, "0", tmp_path) for t in (1, 2))
-    assert one[0] != two[-1]
+    first, second = (on_ranks(t, 8, _pretrained, "0", tmp_path) for t in (1, 2))
+    assert first[0] != second[-1]

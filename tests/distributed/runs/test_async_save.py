@@ -33,11 +33,11 @@ def test_the_ledger_is_that_of_a_run_whose_ranks_save(both):
 
 def test_the_hashes_are_those_of_the_files(both):
     saved = checkpoints.finished(both.folder / "async" / "checkpoints")
-    assert [one.step for one in saved] == [2, 4, 6]
-    for one in saved:
-        one.verify()
-        manifest = one.read_manifest()
-        assert manifest.step == one.step  # though the ranks are further when they write it
+    assert [item.step for item in saved] == [2, 4, 6]
+    for each in saved:
+        each.verify()
+        manifest = each.read_manifest()
+        assert manifest.step == each.step  # though the ranks are further when they write it
         assert {"__0_0.distcp", "__1_0.distcp"} <= set(manifest.files)
 
 
@@ -91,10 +91,10 @@ def test_a_killed_run_leaves_no_manifest_and_no_process(both, tpi):
 
     assert tpi(*ASYNC, "run.dir=run", before=plant).status == -signal.SIGKILL
     deadline = time.monotonic() + 30
-    while (left := _processes_with(mark)) and time.monotonic() < deadline:
+    while (remaining := _processes_with(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert left == []
-    assert 4 not in [one.step for one in checkpoints.finished(tpi.folder / "run" / "checkpoints")]
+    assert remaining == []
+    assert 4 not in [item.step for item in checkpoints.finished(tpi.folder / "run" / "checkpoints")]
     tpi("train", "--resume", "run", status=0)
     assert json.loads((tpi.folder / "run" / "run.json").read_text())["attempts"][1]["from_step"] in (0, 2)
     assert steps(tpi.folder / "run") == steps(both.folder / "sync")
@@ -104,4 +104,4 @@ def test_a_run_ends_with_its_writer(tpi):
     """Megatron would wait for it for ever."""
     failed = tpi(*ASYNC, "run.dir=run", before=_once_scheduled(2, lambda writer: writer.kill()), status=2)
     assert "the process that writes checkpoints ended with status -9" in failed.stderr
-    assert 2 not in [one.step for one in checkpoints.finished(tpi.folder / "run" / "checkpoints")]
+    assert 2 not in [item.step for item in checkpoints.finished(tpi.folder / "run" / "checkpoints")]

@@ -27,13 +27,13 @@ def saved(shared):
 def tensors_of(folder):
     """Name -> tensor, all that a checkpoint of Megatron's format holds."""
     metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    found = {
+    results = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in metadata.items()
         if hasattr(entry, "size")
     }
-    dcp.load(found, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
-    return found, set(metadata)
+    dcp.load(results, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    return results, set(metadata)
 
 
 def _weights(tensors):
@@ -75,6 +75,6 @@ def test_a_tree_run_from_stock_weights_is_invariant(saved):
             saved, "numerics=tree", f"tp={tp}", "iters=3", f"run.dir=from-stock-tp{tp}",
             "checkpoint.pretrained_checkpoint=stock/checkpoints",
         )  # fmt: skip
-    one, two = (saved.ledger(f"from-stock-tp{tp}") for tp in (1, 2))
-    assert one == two
-    assert one[0].loss != saved.ledger("tree")[0].loss  # other weights than it draws itself
+    first, second = (saved.ledger(f"from-stock-tp{tp}") for tp in (1, 2))
+    assert first == second
+    assert first[0].loss != saved.ledger("tree")[0].loss  # other weights than it draws itself

@@ -88,9 +88,9 @@ def test_stock_does_not(shared, tpi):
     tpi(*RUN, *FIRST, "numerics=stock", "run.dir=whole", status=0)
     _killed(tpi, 4, *RUN, *FIRST, "numerics=stock", "run.dir=run")
     tpi("train", "--resume", "run", "tp=1", "pp=2", status=0)
-    one, other = (steps(tpi.folder / name) for name in ("whole", "run"))
-    assert agree(one[:2], other[:2])
-    assert not agree(one[2:], other[2:])
+    first, other = (steps(tpi.folder / name) for name in ("whole", "run"))
+    assert agree(first[:2], other[:2])
+    assert not agree(first[2:], other[2:])
 
 
 REFUSED = {

@@ -45,10 +45,10 @@ def test_comet_without_a_key_keeps_an_archive(tpi, no_servers):
     assert f"comet upload run/comet/{kept.name}\n" in done.stderr
     assert "warning: the" not in (tpi.folder / "run/logs/rank-0.log").read_text()
     with zipfile.ZipFile(kept) as archive:
-        said = json.loads(archive.read("experiment.json"))
+        message = json.loads(archive.read("experiment.json"))
         messages = archive.read("messages.json").decode()
         files = [archive.read(name) for name in archive.namelist()]
-    assert said["project_name"] == "ours"
+    assert message["project_name"] == "ours"
     assert '"lm loss"' in messages
     assert read(tpi.folder / "run").header.identity_hash in messages
     assert tpi("certify", "run", "--out", "run.tpicert").status == 0

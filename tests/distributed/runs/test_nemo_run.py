@@ -64,11 +64,11 @@ def test_a_partial_of_bridges_pretrain_calls_ours(bridge):
     import nemo_run as run
     from megatron.bridge.training.pretrain import pretrain
 
-    from tp_invariant_recipes.nemo import task as ours
+    from tp_invariant_recipes.nemo import task as actual
 
     task = run.Partial(pretrain, callbacks=None)
     _plugin(ledger="/l").setup(task, _local())
-    assert task.__fn_or_cls__ is ours.pretrain
+    assert task.__fn_or_cls__ is actual.pretrain
 
 
 def test_what_the_plugin_cannot_cover_is_refused(bridge):
@@ -112,11 +112,11 @@ def test_a_task_writes_one_ledger_whatever_its_layout(bridge, script, tmp_path):
 
     for ranks in (1, 2):
         assert on_ranks(ranks, 8, _in_the_task, script, tmp_path / f"tp{ranks}") == [0] * ranks
-    one, two = (read(tmp_path / f"tp{ranks}") for ranks in (1, 2))
-    assert [step.step for step in one.steps] == [1, 2]
+    first, second = (read(tmp_path / f"tp{ranks}") for ranks in (1, 2))
+    assert [step.step for step in first.steps] == [1, 2]
     assert steps(tmp_path / "tp1") == steps(tmp_path / "tp2")
-    assert one.header.identity == two.header.identity
-    assert (one.header.layout["tp"], two.header.layout["tp"]) == (1, 2)
+    assert first.header.identity == second.header.identity
+    assert (first.header.layout["tp"], second.header.layout["tp"]) == (1, 2)
     assert certificate.certify(tmp_path / "tp2")
 
 

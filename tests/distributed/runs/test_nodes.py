@@ -116,8 +116,8 @@ def here(nodes, each: int = 1) -> tuple[str, ...]:
 def finished(shared) -> Nodes:
     """The run on two nodes, in folder "run". No test changes it."""
     nodes = Nodes(shared, 2)
-    statuses, said = nodes(*here(nodes))
-    assert statuses == {0: 0, 1: 0}, said
+    statuses, message = nodes(*here(nodes))
+    assert statuses == {0: 0, 1: 0}, message
     return nodes
 
 
@@ -149,8 +149,8 @@ def test_a_signal_saves_and_the_next_start_goes_on_with_the_same_bits(nodes, who
     last = nodes.attempts("run")[-1]
     assert (last["outcome"], last["requeued"]) == (outcome, word == "requeue")
     assert len(nodes.tpi.ledger("run")) == 4
-    statuses, said = nodes(*here(nodes))
-    assert statuses == {0: 0, 1: 0}, said
+    statuses, message = nodes(*here(nodes))
+    assert statuses == {0: 0, 1: 0}, message
     assert nodes.attempts("run")[1]["from_step"] == 4
     assert agree(steps(nodes.tpi.folder / "run"), whole)
 
@@ -158,17 +158,17 @@ def test_a_signal_saves_and_the_next_start_goes_on_with_the_same_bits(nodes, who
 @pytest.mark.release
 def test_a_rank_that_fails_on_another_node_is_named_and_the_job_gives_up_after_its_tries(nodes):
     faults = {"before": {1: at_step(6, fail, ranks=(3,))}}
-    first, said = nodes(*here(nodes, each=2), "slurm.tries=2", **faults)
+    first, message = nodes(*here(nodes, each=2), "slurm.tries=2", **faults)
     assert first == {0: 2, 1: 2}
-    assert "rank 3 failed: ValueError: planted" in said
-    assert "(on n1)" in said
-    assert "(try 1 of 2 from step 0; it is queued again)" in said
+    assert "rank 3 failed: ValueError: planted" in message
+    assert "(on n1)" in message
+    assert "(try 1 of 2 from step 0; it is queued again)" in message
     assert nodes.word("run") == "requeue\n"
     # The checkpoint of step 4 is progress, so the next tries are counted anew.
-    _, said = nodes(*here(nodes, each=2), "slurm.tries=2", **faults)
-    assert "(try 1 of 2 from step 4; it is queued again)" in said
-    _, said = nodes(*here(nodes, each=2), "slurm.tries=2", **faults)
-    assert "(try 2 of 2 from step 4; no more)" in said
+    _, message = nodes(*here(nodes, each=2), "slurm.tries=2", **faults)
+    assert "(try 1 of 2 from step 4; it is queued again)" in message
+    _, message = nodes(*here(nodes, each=2), "slurm.tries=2", **faults)
+    assert "(try 2 of 2 from step 4; no more)" in message
     assert nodes.word("run") == "failed\n"
     assert [a["from_step"] for a in nodes.attempts("run")] == [0, 4, 4]
     assert "planted" in nodes.attempts("run")[-1]["why"]
@@ -177,22 +177,22 @@ def test_a_rank_that_fails_on_another_node_is_named_and_the_job_gives_up_after_i
 @pytest.mark.release
 def test_ranks_that_hang_are_ended_when_another_node_fails(nodes):
     faults = {"before": {0: at_step(3, wait_for_ever), 1: at_step(3, fail)}}
-    statuses, said = nodes(*here(nodes), "slurm.tries=1", **faults)
+    statuses, message = nodes(*here(nodes), "slurm.tries=1", **faults)
     assert statuses == {0: 2, 1: 2}
-    assert "failed: ValueError: planted" in said
-    assert "(on n1)" in said
+    assert "failed: ValueError: planted" in message
+    assert "(on n1)" in message
 
 
 @pytest.mark.release
 def test_a_rank_that_hangs_on_another_node_is_named_and_the_job_is_queued_again(nodes):
     """Both nodes have a rank that says nothing more; the first one waits for the other."""
     faults = {"before": {1: at_step(4, wait_for_ever)}}
-    statuses, said = nodes(*here(nodes), "slurm.tries=2", "run.hang_timeout=2", "save=0", **faults)
+    statuses, message = nodes(*here(nodes), "slurm.tries=2", "run.hang_timeout=2", "save=0", **faults)
     assert statuses == {0: 2, 1: 2}
-    assert "error: rank 1 hangs: it has not ended step 4 for " in said
-    assert "rank 1 (on n1) in step 4, at tests/distributed/faults.py" in said
-    assert re.search(r"rank 0 in step 4, waiting for \w+ called at ", said)
-    assert "(try 1 of 2 from step 0; it is queued again)" in said
+    assert "error: rank 1 hangs: it has not ended step 4 for " in message
+    assert "rank 1 (on n1) in step 4, at tests/distributed/faults.py" in message
+    assert re.search(r"rank 0 in step 4, waiting for \w+ called at ", message)
+    assert "(try 1 of 2 from step 0; it is queued again)" in message
     assert nodes.word("run") == "requeue\n"
 
 
@@ -210,10 +210,10 @@ def test_a_try_that_slurm_took_for_dead_leaves_the_run_to_the_next(tpi, whole):
     before = alone.attempts("run")
     stranger = Nodes(tpi, 1)
     stranger.job = free_job(int(alone.job))
-    statuses, said = stranger(*here(alone, each=2))
+    statuses, message = stranger(*here(alone, each=2))
     assert statuses == {0: 2}
-    assert f"run is being trained by pid {first.pid} on {os.uname().nodename} since " in said
-    assert f"(SLURM job {alone.job})" in said
+    assert f"run is being trained by pid {first.pid} on {os.uname().nodename} since " in message
+    assert f"(SLURM job {alone.job})" in message
     assert alone.attempts("run") == before
     second = alone.start(*here(alone, each=2), before={0: _on_another_host})[0]
     assert first.wait() == 2
@@ -236,25 +236,25 @@ def test_tries_that_end_without_a_word_count_too(nodes):
         started[0].until(reached(nodes.tpi.folder, step))
         nodes.kill()
     assert [a["outcome"] for a in nodes.attempts("run")] == [None, None]
-    statuses, said = nodes(*arguments)
+    statuses, message = nodes(*arguments)
     assert statuses == {0: 2, 1: 2}
-    assert "2 tries in a row began at step 0, and none reached another checkpoint; no more" in said
+    assert "2 tries in a row began at step 0, and none reached another checkpoint; no more" in message
     assert nodes.word("run") == "failed\n"
     nodes.job = free_job(int(nodes.job))  # submitted again, it has its tries again
     nodes.restart = 0
-    statuses, said = nodes(*arguments)
-    assert statuses == {0: 0, 1: 0}, said
+    statuses, message = nodes(*arguments)
+    assert statuses == {0: 0, 1: 0}, message
 
 
 @pytest.mark.release
 def test_a_node_that_does_not_come_is_said(nodes):
-    statuses, said = nodes(*here(nodes), "slurm.rendezvous_timeout=3", absent=(1,))
+    statuses, message = nodes(*here(nodes), "slurm.rendezvous_timeout=3", absent=(1,))
     assert statuses == {0: 2}
-    assert "1 of the nodes localhost[0-1] did not come within 3 s; here: n0" in said
-    statuses, said = nodes(*here(nodes), "slurm.rendezvous_timeout=3", absent=(0,))
+    assert "1 of the nodes localhost[0-1] did not come within 3 s; here: n0" in message
+    statuses, message = nodes(*here(nodes), "slurm.rendezvous_timeout=3", absent=(0,))
     assert statuses == {1: 2}
-    assert "n1 did not reach the first of localhost[0-1] at 127.0.0.1, port " in said
-    assert "within 3 s" in said
+    assert "n1 did not reach the first of localhost[0-1] at 127.0.0.1, port " in message
+    assert "within 3 s" in message
 
 
 @pytest.mark.release
@@ -272,8 +272,8 @@ def test_a_node_that_falls_silent_ends_the_run(nodes):
 def _another_version() -> None:
     from tp_invariant_recipes.machine import versions
 
-    found = versions.versions()
-    agent.versions = lambda: found | {"megatron-core": "0.19.3"}
+    result = versions.versions()
+    agent.versions = lambda: result | {"megatron-core": "0.19.3"}
 
 
 # What a node may have that the first has not: how it comes by it, and what is said. Trying again would not help.
@@ -292,16 +292,16 @@ LONG = pytest.param("unaccepted", marks=pytest.mark.release)
 def test_nodes_that_would_not_compute_the_same_do_not_begin(nodes, fault):
     faults, words = DISAGREEMENTS[fault]
     patience = 3 if fault == "unaccepted" else 20  # seconds; that node ends at once, and the first waits for it in vain
-    statuses, said = nodes(*here(nodes), f"slurm.rendezvous_timeout={patience}", **faults)
+    statuses, message = nodes(*here(nodes), f"slurm.rendezvous_timeout={patience}", **faults)
     assert set(statuses.values()) == {2}
-    assert words in said
+    assert words in message
     assert not (nodes.tpi.folder / "run" / "ledger.jsonl").exists()
 
 
 def test_a_run_for_another_number_of_nodes_does_not_begin(nodes):
-    statuses, said = nodes(*RUN, "tp=4", "cluster.ranks_per_node=1", f"run.dir={nodes.tpi.folder}/run")
+    statuses, message = nodes(*RUN, "tp=4", "cluster.ranks_per_node=1", f"run.dir={nodes.tpi.folder}/run")
     assert set(statuses.values()) == {2}
-    assert "this run takes 4 nodes with 1 cpu rank each, and srun started it on 2: srun --nodes=4" in said
+    assert "this run takes 4 nodes with 1 cpu rank each, and srun started it on 2: srun --nodes=4" in message
 
 
 def test_a_run_that_cannot_be_gone_on_with_says_why_in_its_run_directory(finished, nodes):
@@ -309,12 +309,12 @@ def test_a_run_that_cannot_be_gone_on_with_says_why_in_its_run_directory(finishe
     nodes.job, nodes.restart = finished.job, 1
     newest = checkpoints.finished(nodes.tpi.folder / "run" / "checkpoints")[-1].path
     (newest / "__0_0.distcp").unlink()
-    statuses, said = nodes(*here(nodes), "iters=10", "scheduler.lr_decay_iters=8")
+    statuses, message = nodes(*here(nodes), "iters=10", "scheduler.lr_decay_iters=8")
     assert set(statuses.values()) == {2}
     last = nodes.attempts("run")[-1]
     assert (last["outcome"], last["job"]["restart"], len(nodes.attempts("run"))) == ("failed", 1, 2)
     assert "__0_0.distcp is missing" in last["why"]
-    assert "__0_0.distcp is missing" in said
+    assert "__0_0.distcp is missing" in message
 
 
 @pytest.mark.release
@@ -323,17 +323,17 @@ def test_a_completed_run_that_slurm_starts_again_is_left_as_it_is(finished, node
     nodes.job, nodes.restart = finished.job, 1
     (nodes.tpi.folder / "run" / "job.ended").unlink()  # as the job's script does
     before = {file: file.read_bytes() for file in (nodes.tpi.folder / "run").iterdir() if file.is_file()}
-    statuses, said = nodes(*here(nodes))
+    statuses, message = nodes(*here(nodes))
     assert set(statuses.values()) == {0}
-    assert "completed at step 8 of 8: no step is left to train" in said
+    assert "completed at step 8 of 8: no step is left to train" in message
     assert nodes.word("run") == "completed\n"
     assert {file: file.read_bytes() for file in before} == before
 
 
 def test_without_a_run_directory_each_node_would_choose_its_own(nodes):
-    statuses, said = nodes(*RUN[:-1], "cluster.ranks_per_node=1")
+    statuses, message = nodes(*RUN[:-1], "cluster.ranks_per_node=1")
     assert set(statuses.values()) == {2}
-    assert "set run.dir=PATH" in said
+    assert "set run.dir=PATH" in message
 
 
 def test_outside_of_an_allocation_there_are_no_nodes(tpi):

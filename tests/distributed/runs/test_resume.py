@@ -103,9 +103,9 @@ def test_killed_while_saving(whole, tpi, where):
     killed = tpi(*RUN, "run.dir=run", before=plant)
     assert killed.status == -signal.SIGKILL
     deadline = time.monotonic() + 30
-    while (left := _processes_with(mark)) and time.monotonic() < deadline:
+    while (remaining := _processes_with(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert left == []
+    assert remaining == []
     assert len(tpi.ledger("run")) < 12
     tpi("train", "--resume", "run", status=0)
     assert json.loads((tpi.folder / "run" / "run.json").read_text())["attempts"][1]["from_step"] == start
@@ -114,20 +114,20 @@ def test_killed_while_saving(whole, tpi, where):
 
 
 def _processes_with(mark: str) -> list[str]:
-    found = []
+    results = []
     for environ in Path("/proc").glob("[0-9]*/environ"):
         try:
             if mark.encode() in environ.read_bytes():
-                found.append(environ.parent.name)
+                results.append(environ.parent.name)
         except OSError:
             continue
-    return found
+    return results
 
 
 @pytest.mark.parametrize(
     "number, status",
     ((signal.SIGTERM, 0), pytest.param(signal.SIGINT, 130, marks=pytest.mark.release)),
-    ids=lambda one: getattr(one, "name", ""),
+    ids=lambda item: getattr(item, "name", ""),
 )
 def test_a_signal_saves_and_the_run_goes_on(whole, tpi, number, status):
     process = tpi.start(*RUN, "save=0", "run.dir=run", before=at_step(5, wait_for_sigterm))
@@ -179,11 +179,11 @@ def _files(folder: Path) -> dict[str, tuple[int, bytes]]:
 def test_a_completed_run_is_left_as_it_is(copied, command):
     before = _files(copied.folder / "run")
     for options in ((), ("--dry-run",), ("--json",)):
-        said = copied(*command, *options, status=0)
-        text = said.stdout + said.stderr
+        message = copied(*command, *options, status=0)
+        text = message.stdout + message.stderr
         assert "run completed at step 12 of 12: no step is left to train. iters=N goes on at step 12: tpi" in text
         assert "tpi train --resume run iters=N scheduler.lr_decay_iters=12" in text
-    assert json.loads(said.stdout)["outcome"] == "completed"
+    assert json.loads(message.stdout)["outcome"] == "completed"
     assert _files(copied.folder / "run") == before
 
 

@@ -103,14 +103,14 @@ def test_of_many_concurrent_resumes_one_trains(whole, tpi):
     everyone = [tpi.start("train", "--resume", "run", before=hold) for _ in range(CONCURRENT)]
     while sum(process.poll() is None for process in everyone) > 1:
         time.sleep(0.05)
-    (one,) = (process for process in everyone if process.poll() is None)
+    (single,) = (process for process in everyone if process.poll() is None)
     for process in everyone:
-        if process is not one:
+        if process is not single:
             assert process.status == 2
-            assert f"run is being trained by pid {one.pid} on " in process.stderr
+            assert f"run is being trained by pid {single.pid} on " in process.stderr
     (tpi.folder / "go").touch()
-    assert one.wait() == 0, one.stderr
-    assert f"run was being trained by pid {killed.pid} on " in one.stderr
+    assert single.wait() == 0, single.stderr
+    assert f"run was being trained by pid {killed.pid} on " in single.stderr
     assert steps(tpi.folder / "run") == whole
 
 
@@ -142,12 +142,12 @@ SHORT = "its time is over"  # stands for all in `make test`
 
 
 @pytest.mark.parametrize(
-    "cause", tuple(pytest.param(one, marks=() if one == SHORT else pytest.mark.release) for one in EARLY)
+    "cause", tuple(pytest.param(item, marks=() if item == SHORT else pytest.mark.release) for item in EARLY)
 )
 def test_a_run_that_ends_early_is_not_completed(tpi, cause):
-    fault, key, said = EARLY[cause]
+    fault, key, message = EARLY[cause]
     ended = tpi(*RUN, key, "run.dir=run", before=at_step(4, fault), status=2)
-    assert said in ended.stderr
+    assert message in ended.stderr
     assert _outcome(tpi) == "failed"
 
 

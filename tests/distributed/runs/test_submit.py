@@ -49,7 +49,7 @@ class Slurm:
         file.write_text(f'#!/bin/bash\necho "$*" >>{self.folder}/{name}.said\n{body}\n')
         file.chmod(0o755)
 
-    def said(self, name: str) -> list[str]:
+    def calls(self, name: str) -> list[str]:
         file = self.folder / f"{name}.said"
         return file.read_text().splitlines() if file.exists() else []
 
@@ -72,7 +72,7 @@ def test_a_run_is_written_and_submitted(cli, slurm, here, tmp_path):
     assert (ended.status, ended.out) == (0, "12\n")
     assert "tpi logs -f 12" in ended.err
     where = RunDir(here / "a b")
-    assert slurm.said("sbatch") == [f"--parsable {where.script}"]
+    assert slurm.calls("sbatch") == [f"--parsable {where.script}"]
     assert _registered(tmp_path) == [{"job": "12", "directory": str(where.path)}]
     run = where.read_run()
     assert (run["model"], run["device"], run["attempts"]) == ("qwen3_toy", "cpu", [])
@@ -103,7 +103,7 @@ def test_a_dry_run_prints_the_script_and_does_nothing(cli, slurm, here, tmp_path
     printed = cli("submit", *RUN, "run.dir=a", "--dry-run")
     assert printed.status == 0
     assert f"would run: sbatch --parsable {here}/a/job.sbatch" in printed.err
-    assert [*here.iterdir(), *_registered(tmp_path), *slurm.said("sinfo"), *slurm.said("sbatch")] == []
+    assert [*here.iterdir(), *_registered(tmp_path), *slurm.calls("sinfo"), *slurm.calls("sbatch")] == []
     assert cli("submit", *RUN, "run.dir=a").status == 0
     assert (here / "a" / "job.sbatch").read_text() == printed.out
 
@@ -180,7 +180,7 @@ def test_a_mistake_is_one_message_and_leaves_nothing(cli, slurm, here, tmp_path,
     for part in says:
         assert part in ended.err
     assert sorted(p.name for p in here.rglob("*")) == ["file", "taken"]
-    assert [*slurm.said("sbatch"), *_registered(tmp_path)] == []
+    assert [*slurm.calls("sbatch"), *_registered(tmp_path)] == []
 
 
 def test_where_slurm_is_not_that_is_said_beside_what_else_is_wrong(cli, here, monkeypatch, tmp_path):
@@ -203,7 +203,7 @@ def test_a_run_goes_on_in_a_job(cli, slurm, here, tmp_path):
     ended = cli("submit", "--resume", "a", "slurm.time=9", "tp=4", "--after", "12")
     assert (ended.status, ended.out) == (0, "13\n"), ended.err
     assert "waits until job 12 has ended well" in ended.err
-    assert slurm.said("sbatch")[1] == f"--parsable --kill-on-invalid-dep=yes --dependency=afterok:12 {where.script}"
+    assert slurm.calls("sbatch")[1] == f"--parsable --kill-on-invalid-dep=yes --dependency=afterok:12 {where.script}"
     words = where.script.read_text().split(" train qwen3_toy \\\n")[1].split(" launcher=slurm --continue")[0]
     kept = [word for word in RUN[1:] if not word.startswith("slurm.time=")]
     given = [*kept, "iters=7", "device=cpu", "slurm.time=9", "tp=4"]
@@ -218,14 +218,14 @@ def test_a_run_goes_on_in_a_job(cli, slurm, here, tmp_path):
 @pytest.mark.parametrize("options", ((), ("--dry-run",), ("--json",)))
 def test_a_completed_run_needs_no_job(cli, slurm, here, monkeypatch, options):
     assert cli("submit", *RUN, "tp=2", "iters=7", "run.dir=a").status == 0
-    submitted, before = slurm.said("sbatch"), _files(here / "a")
+    submitted, before = slurm.calls("sbatch"), _files(here / "a")
     monkeypatch.setattr("tp_invariant_recipes.launch.resume.completed_steps", lambda run_dir: 7)
     ended = cli("submit", "--resume", "a", *options)
     assert ended.status == 0
     assert (
         "completed at step 7 of 7: no step is left to train. iters=N goes on at step 0: tpi train --resume" in ended.err
     )
-    assert (slurm.said("sbatch"), _files(here / "a")) == (submitted, before)
+    assert (slurm.calls("sbatch"), _files(here / "a")) == (submitted, before)
 
 
 def test_where_a_job_cannot_go_on_with_a_run_it_stays_as_it_was(cli, slurm, here):
@@ -242,8 +242,8 @@ def test_where_a_job_cannot_go_on_with_a_run_it_stays_as_it_was(cli, slurm, here
     }
     slurm.put("squeue", "echo '12|N/A|RUNNING|None|9:00|n1|tpi-a'")
     refused["tpi cancel 12"] = cli("submit", "--resume", "a")
-    assert [(one.status, one.out) for one in refused.values()] == [(2, "")] * len(refused)
-    assert [text for text, one in refused.items() if text not in one.err] == []
+    assert [(item.status, item.out) for item in refused.values()] == [(2, "")] * len(refused)
+    assert [text for text, item in refused.items() if text not in item.err] == []
     assert _files(here / "a") == before
 
 
@@ -265,7 +265,7 @@ def test_a_matrix_is_an_array_and_a_judge_that_waits_for_it(cli, slurm, here, tm
     assert (ended.status, ended.out) == (0, "12\n")
     assert "job 13 compares when all have ended" in ended.err
     path = here / "v"
-    assert slurm.said("sbatch") == [
+    assert slurm.calls("sbatch") == [
         f"--parsable {path}/job.sbatch",
         f"--parsable --kill-on-invalid-dep=yes --dependency=afterany:12 {path}/judge.sbatch",
     ]
@@ -283,7 +283,7 @@ def test_without_its_judge_an_array_is_not_left_behind(cli, slurm, here):
     slurm.put("sbatch", "if [[ $* == *judge.sbatch ]]; then echo 'sbatch: error: no' >&2; exit 1; fi; echo 12")
     ended = cli("submit", *RUN, "tp=1,2", "--verify", "--dir", "v")
     assert (ended.status, ended.out) == (2, "")
-    assert slurm.said("scancel") == ["12"]
+    assert slurm.calls("scancel") == ["12"]
     assert list(here.iterdir()) == []
 
 
@@ -324,9 +324,9 @@ PLACES: tuple[tuple[dict, tuple[Partition, ...], tuple[str, ...]], ...] = (
 
 @pytest.mark.parametrize("settings, there, says", PLACES)
 def test_what_would_wait_for_ever_is_refused(settings: dict, there, says):
-    found = unfit(_tree(**settings), there)
-    assert len(found) == len(says)
-    for problem, part in zip(found, says, strict=True):
+    results = unfit(_tree(**settings), there)
+    assert len(results) == len(says)
+    for problem, part in zip(results, says, strict=True):
         assert part in problem
 
 

@@ -93,8 +93,8 @@ def test_a_run_says_where_the_seconds_until_its_first_step_went(runs):
 
 def test_a_run_is_never_overwritten(runs, text):
     before = (runs.folder / "tp1" / "ledger.jsonl").read_bytes()
-    again = runs("train", "qwen3_toy", "run.dir=tp1", status=2)
-    assert "tp1 is not empty" in again.stderr
+    repeated = runs("train", "qwen3_toy", "run.dir=tp1", status=2)
+    assert "tp1 is not empty" in repeated.stderr
     assert (runs.folder / "tp1" / "ledger.jsonl").read_bytes() == before
 
 

@@ -70,7 +70,7 @@ def test_one_result_for_every_tp(monkeypatch, backend, kind, length):
 
     made = [normal_on_gpu(length, 1, n, WIDTH, dtype=torch.bfloat16) for n in (HEADS, GROUPS, GROUPS, HEADS)]
     sinks = torch.randn(HEADS, device="cuda")
-    found = {}
+    results = {}
     for degree in DEGREES:
         ranks = []
         for rank in range(degree):
@@ -83,12 +83,14 @@ def test_one_result_for_every_tp(monkeypatch, backend, kind, length):
             out = module(*leaves[:3], None, AttnMaskType.causal)
             ranks.append((out.detach(), *torch.autograd.grad(out, leaves, gradient.reshape(out.shape))))
         dims = (-1, 2, 2, 2, 0)
-        found[degree] = [torch.cat(parts, dim) for parts, dim in zip(zip(*ranks, strict=True), dims, strict=False)]
-    decided = [(case[0], right) for case, right in attentions._batched_is_exact.items()]
+        results[degree] = [torch.cat(parts, dim) for parts, dim in zip(zip(*ranks, strict=True), dims, strict=False)]
+    decided = [(case[0], exact) for case, exact in attentions._batched_is_exact.items()]
     print(f"\n{kind}, {length} tokens, {module.backend()}: {decided} (shards, one launch)")
-    for one, other in pairwise(DEGREES):
-        differ = [name for name, a, b in zip(TENSORS, found[one], found[other], strict=False) if not same((a,), (b,))]
-        assert not differ, (one, other)
+    for first, other in pairwise(DEGREES):
+        differ = [
+            name for name, a, b in zip(TENSORS, results[first], results[other], strict=False) if not same((a,), (b,))
+        ]
+        assert not differ, (first, other)
 
 
 def test_sinks_count(monkeypatch):

@@ -113,19 +113,21 @@ def of_rank(made, degree, rank):
 def test_one_result_for_every_tp(core, backend, model, length, values):
     """Output and gradients of all heads, with the ranks' slices put together, and what each rank decided."""
     made = operands(model, length, values)
-    found = {}
+    results = {}
     for degree in DEGREES:
         module = core(backend, model, degree)
         ranks = [_live(module, of_rank(made, degree, rank)) for rank in range(degree)]
-        found[degree] = [
+        results[degree] = [
             torch.cat(parts, dim) for parts, dim in zip(zip(*ranks, strict=True), (-1, 2, 2, 2), strict=True)
         ]
         assert module.backend().split()[0] == backend
-    decided = [(case[0], right) for case, right in attentions._batched_is_exact.items()]
+    decided = [(case[0], exact) for case, exact in attentions._batched_is_exact.items()]
     print(f"\n{backend} {model} {length} tokens, {values}: {decided} (shards, one launch)")
-    for one, other in pairwise(DEGREES):
-        differ = [name for name, a, b in zip(TENSORS, found[one], found[other], strict=True) if not same((a,), (b,))]
-        assert not differ, (one, other)
+    for first, other in pairwise(DEGREES):
+        differ = [
+            name for name, a, b in zip(TENSORS, results[first], results[other], strict=True) if not same((a,), (b,))
+        ]
+        assert not differ, (first, other)
 
 
 def _live(module, slices):
@@ -151,14 +153,14 @@ def test_the_probe_decides_as_live_operands_do(core, backend, model, length, val
         )
         differ = [name for name, a, b in zip(TENSORS, first, second, strict=True) if not same((a,), (b,))]
         try:
-            together = attentions.trial_passes(module, *inputs, mask(), shards)
+            batched = attentions.trial_passes(module, *inputs, mask(), shards)
             forward = attentions.trial_passes(module, *inputs, mask(), shards, graded=False)
         except RunError as refused:
-            together, forward, line = None, None, [*line, str(refused)[:60]]
-        assert not (together and differ), (degree, differ)
+            batched, forward, line = None, None, [*line, str(refused)[:60]]
+        assert not (batched and differ), (degree, differ)
         assert not (forward and "output" in differ), degree  # of a layer that is computed again
         line.append(
-            f"tp={degree} ({shards} × {inputs[0].shape[2] // shards}): {', '.join(differ) or 'same'}; {together}"
+            f"tp={degree} ({shards} × {inputs[0].shape[2] // shards}): {', '.join(differ) or 'same'}; {batched}"
         )
     print(f"\n| {module.backend()} | {model} | {length} | {values} | {' | '.join(line)} |")
 
@@ -170,9 +172,9 @@ def test_live_operands_are_checked(core, monkeypatch, checked):
     made = operands("qwen3_0p6b", 2048, "normal")
     module = core("fused", "qwen3_0p6b", 2)
     slices = of_rank(made, 2, 1)
-    found = _live(module, slices)
+    result = _live(module, slices)
     dense = [tensor.contiguous() for tensor in slices]
-    assert same(found, outcome(attentions._defined, module, Operands(*dense), mask(), 4))
+    assert same(result, outcome(attentions._defined, module, Operands(*dense), mask(), 4))
 
 
 class Reversed(attentions.Core):

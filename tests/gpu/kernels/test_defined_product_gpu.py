@@ -44,8 +44,8 @@ def whole(way, a, b):
 def test_it_gives_what_is_recorded(way):
     recorded = tuple(case for case in CASES if case.a.dtype == BF16 or way is FIXED_TILES)
     assert {case.a.dtype for case in recorded} == ({BF16, FP32} if way is FIXED_TILES else {BF16})
-    found = conformance.differences(conformance.Recording("", recorded), lambda a, b: whole(way, a.cuda(), b.cuda()))
-    assert found == []
+    result = conformance.differences(conformance.Recording("", recorded), lambda a, b: whole(way, a.cuda(), b.cuda()))
+    assert result == []
 
 
 # Products whose k cuBLAS splits on an H200.
@@ -61,10 +61,10 @@ def split_operands(dtype, m, k, n):
 @pytest.mark.parametrize("dtype, m, k, n", SPLIT, ids=str)
 def test_a_product_whose_k_cublas_splits_is_that_of_fixed_tiles(dtype, m, k, n):
     a, b = split_operands(dtype, m, k, n)
-    found = product(a, b, torch.empty(m, n, device="cuda"))
+    result = product(a, b, torch.empty(m, n, device="cuda"))
     assert list(defined._cublas_is_exact.values()) == [False]
-    assert same_bits(found, whole(FIXED_TILES, a, b))
-    assert not same_bits(found, whole(defined.CUBLAS, a, b))  # the control
+    assert same_bits(result, whole(FIXED_TILES, a, b))
+    assert not same_bits(result, whole(defined.CUBLAS, a, b))  # the control
 
 
 # --- shards together and apart ---
@@ -106,12 +106,12 @@ def pieces(a, b, there):
 def test_rows_and_columns_apart_have_the_bits_that_they_have_together(kind, dtype):
     """In the place of a slice and as copies; whatever computes each, it is that of fixed tiles."""
     a, b, there, add = operands(kind, dtype)
-    together = product(a, b, there.clone(), rows=8, add=add)
-    assert same_bits(together, fixed_tile_product(a, b, there.clone(), add=add))
+    batched = product(a, b, there.clone(), rows=8, add=add)
+    assert same_bits(batched, fixed_tile_product(a, b, there.clone(), add=add))
     for x, y, where in pieces(a, b, there):
         in_place = there.clone()
-        assert same_bits(product(x, y, in_place[where], add=add), together[where])
-        assert same_bits(product(x.clone(), y.clone(), there[where].clone(), add=add), together[where])
+        assert same_bits(product(x, y, in_place[where], add=add), batched[where])
+        assert same_bits(product(x.clone(), y.clone(), there[where].clone(), add=add), batched[where])
     decided = dict(defined._cublas_is_exact)
     print(f"\n{kind}, {dtype}: {sum(decided.values())} of {len(decided)} kinds of product by cuBLAS")
     # An H200's cuBLAS adds products of fp32 to the output in another way.
@@ -124,9 +124,9 @@ def test_those_of_cublas_alone_do_not(dtype):
     different = []
     for kind in KINDS:
         a, b, there, add = operands(kind, dtype)
-        together = cublas.launch(a, b, there.clone(), add)
+        batched = cublas.launch(a, b, there.clone(), add)
         for x, y, where in pieces(a, b, there):
-            if not same_bits(cublas.launch(x, y, there[where].clone(), add), together[where].contiguous()):
+            if not same_bits(cublas.launch(x, y, there[where].clone(), add), batched[where].contiguous()):
                 different.append(f"{kind} {[*x.shape]} @ {[*y.shape]}")
     print(f"\n{dtype}:", *different, sep="\n  ")
     assert different

@@ -17,34 +17,34 @@ ODD, LARGE = Heads(2, 4, 24, 40), Heads(2, 4, 128, 128)  # for each and its dtyp
 def test_it_is_the_rule():
     inputs = operands(TOKENS, ODD, SHARDS)
     exact = both(token_by_token, inputs, torch.float64, ODD)
-    ours = both(gated_delta_rule, [one.cuda() for one in inputs], torch.float32, ODD)
-    assert max(errors([one.cpu() for one in ours], exact)) < 1e-5
+    actual = both(gated_delta_rule, [item.cuda() for item in inputs], torch.float32, ODD)
+    assert max(errors([value.cpu() for value in actual], exact)) < 1e-5
 
 
 @pytest.mark.parametrize("sizes, dtype", ((ODD, torch.float32), (LARGE, torch.bfloat16)), ids=("odd", "large"))
 def test_a_rank_with_some_shards_has_their_bits(sizes, dtype):
-    inputs = [one.cuda() for one in operands(TOKENS, sizes, SHARDS)]
+    inputs = [operand.cuda() for operand in operands(TOKENS, sizes, SHARDS)]
     whole = both(gated_delta_rule, inputs, dtype, sizes)
     for count in (1, 2, 4):
-        shards = zip(*(one.split(count) for one in inputs), strict=True)
+        shards = zip(*(item.split(count) for item in inputs), strict=True)
         parts = zip(*(both(gated_delta_rule, mine, dtype, sizes) for mine in shards), strict=True)
         assert [n for n, a, b in zip(NAMES, whole, map(torch.cat, parts), strict=True) if not same_bits(a, b)] == []
 
 
 def test_a_graph_replays_them():
-    inputs = [one.cuda() for one in operands(TOKENS, ODD, SHARDS)]
+    inputs = [operand.cuda() for operand in operands(TOKENS, ODD, SHARDS)]
 
     def run():
-        leaves = [one.detach().requires_grad_() for one in inputs]  # whose gradients are of this stream
+        leaves = [item.detach().requires_grad_() for item in inputs]  # whose gradients are of this stream
         y = gated_delta_rule(*leaves, ODD)
         return [y, *torch.autograd.grad(y, leaves, dy)]
 
     dy = gradient_of(gated_delta_rule(*inputs, ODD))
-    expected = [one.clone() for one in run()]
+    expected = [item.clone() for item in run()]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = run()
-    for one in found:
-        one.detach().zero_()
+        completed = run()
+    for result in completed:
+        result.detach().zero_()
     graph.replay()
-    assert [n for n, a, b in zip(NAMES, expected, found, strict=True) if not same_bits(a, b)] == []
+    assert [n for n, a, b in zip(NAMES, expected, completed, strict=True) if not same_bits(a, b)] == []

@@ -40,12 +40,12 @@ def drawn(kind, m, n, k, types):
         "1x128": ((m, blocks), (n, blocks)),
         "128x128": ((m, blocks), (-(-n // BLOCK), blocks)),
     }
-    found = []
+    results = []
     for rows, shape, dtype, name in zip((m, n), shapes[kind], types, ("1x128" if kind != "tensor" else kind, kind)):  # noqa: B905
         data = (torch.randn(rows, k, device="cuda") * 8).clamp(-448, 448).to(dtype)
         scale = torch.rand(shape[::-1], device="cuda").add_(0.5)
-        found.append(Quantized(data, scale.t() if shape else scale, name))
-    return found
+        results.append(Quantized(data, scale.t() if shape else scale, name))
+    return results
 
 
 def output(m, n, dtype):
@@ -107,8 +107,8 @@ def test_nodes_of_a_rank_are_those_of_a_cpu(kind, graphs):
     a, b = operands(kind, 64, 256, 2048, (E5M2, E4M3))
     for segments in ((2048,), (1024, 1024)):
         expected = fp8.nodes(a, b, VirtualMesh(8, 2, 0), segments)
-        found = fp8.nodes(on_gpu(a), on_gpu(b), VirtualMesh(8, 2, 0, graphs=graphs), segments)
-        assert same_bits(tree_sum(found.cpu()), tree_sum(expected))  # each may have added some nodes already
+        result = fp8.nodes(on_gpu(a), on_gpu(b), VirtualMesh(8, 2, 0, graphs=graphs), segments)
+        assert same_bits(tree_sum(result.cpu()), tree_sum(expected))  # each may have added some nodes already
 
 
 @pytest.mark.parametrize("dtype", (FP32, BF16), ids=str)
@@ -138,7 +138,7 @@ def test_weight_gradients_of_experts_are_those_of_a_cpu(kind, sizes):
         return
     dy, x = operands(kind, 144, 272, sum(sizes), (E5M2, E4M3))
     if kind == "tensor":
-        dy, x = (Quantized(one.data, torch.rand(len(sizes)) + 0.5) for one in (dy, x))
+        dy, x = (Quantized(item.data, torch.rand(len(sizes)) + 0.5) for item in (dy, x))
     groups = Groups(sizes, torch.tensor(sizes, device="cuda"))
     for chain in ((0,), (1, 0), (0, 2, 1, 3)):
         there = torch.randn(len(sizes) // len(chain), 144, 272)
@@ -205,12 +205,12 @@ def test_a_product_whose_k_cublas_splits_is_that_of_fixed_tiles():
     for draw in DRAWS:
         a, b = drawn("tensor", 64, 64, 24576, (E4M3, E4M3))
         draw(a, b, generator)
-        found = fp8.product(a, b, torch.empty(64, 64, device="cuda"))
+        result = fp8.product(a, b, torch.empty(64, 64, device="cuda"))
         assert list(fp8_cublas._is_exact.values()) == [False]
         tiles, other = torch.empty(2, 64, 64, device="cuda")
         fp8_tiles.product(a, b, tiles, False)
         fp8_cublas.launch(a, b, other, False)
-        assert same_bits(found, tiles)
+        assert same_bits(result, tiles)
         differ += not same_bits(other, tiles)
     assert differ  # the control
 
@@ -252,9 +252,9 @@ def test_a_product_that_a_capture_meets_first_is_that_of_fixed_tiles(kind):
 def test_fast_accumulation_has_other_bits():
     """The control: what stock's forward pass computes."""
     a, b = drawn("tensor", 256, 256, 4096, (E4M3, E4M3))
-    found = fp8.product(a, b, torch.empty(256, 256, device="cuda"))
+    result = fp8.product(a, b, torch.empty(256, 256, device="cuda"))
     fast = torch._scaled_mm(a.data, b.data.t(), a.scale, b.scale, out_dtype=FP32, use_fast_accum=True)
-    assert (found != fast).float().mean() > 0.5
+    assert (result != fast).float().mean() > 0.5
 
 
 @pytest.mark.release

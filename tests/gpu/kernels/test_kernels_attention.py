@@ -60,13 +60,13 @@ def test_rows_of_cached_keys_have_the_bits_of_a_cpu(heads, groups, d, chunks, si
     query, keys, values, spans, _ = test_cached_attention.laid_out(sequences, size, chunks, longest=most)
     here = cached_attention(query, keys, values, spans, 0.25)
     there = spans._replace(tables=spans.tables.cuda(), positions=spans.positions.cuda())
-    found = cached_attention(query.cuda(), keys.cuda(), values.cuda(), there, 0.25).cpu()
-    assert same_bits(found, here)
+    result = cached_attention(query.cuda(), keys.cuda(), values.cuda(), there, 0.25).cpu()
+    assert same_bits(result, here)
 
 
 def test_cached_keys_in_another_order_have_other_bits():
     sequences = test_cached_attention.operands(lengths=(128,))
     query, keys, values, spans, _ = test_cached_attention.laid_out(sequences, 64, (1,))
     there = spans._replace(tables=spans.tables[:, [0, 1, 3, 2]].cuda(), positions=spans.positions.cuda())
-    found = cached_attention(query.cuda(), keys.cuda(), values.cuda(), there, 0.25).cpu()
-    assert not same_bits(found, cached_attention(query, keys, values, spans, 0.25))
+    result = cached_attention(query.cuda(), keys.cuda(), values.cuda(), there, 0.25).cpu()
+    assert not same_bits(result, cached_attention(query, keys, values, spans, 0.25))

@@ -10,7 +10,6 @@ from tests.operands import same_bits
 from tests.unit.numerics.test_grad_norm import kernel_cases, spread_values
 from tp_invariant_recipes.kernels import grad_norm as kernels
 from tp_invariant_recipes.numerics.megatron import init
-from tp_invariant_recipes.numerics.megatron.init import normal
 from tp_invariant_recipes.numerics.sums.grad_norm import exact_grad_norm
 
 pytestmark = pytest.mark.gpu
@@ -87,6 +86,10 @@ PARTS = (
     ((64, 3, 1001), [[(0, 64)], [(1, 3)], [(3, 4), (500, 1001)]]),
     ((2, 600000), [[(0, 2)], [(1, 600000)]]),
 )
+
+
+def normal(shape, ranges, *, std, **options):
+    return init.sample(shape, ranges, init._Normal(std), **options)
 
 
 @pytest.mark.parametrize("part", PARTS, ids=str)

@@ -23,8 +23,8 @@ def on_both(function, *arguments):
     """The results of a function of tensors on a CPU and on a GPU, compared bit by bit."""
     there = function(*(a.cuda() if isinstance(a, torch.Tensor) else a for a in arguments))
     here = function(*arguments)
-    for one, other in zip(here, there, strict=True):
-        assert same_bits(one, other.cpu())
+    for first, other in zip(here, there, strict=True):
+        assert same_bits(first, other.cpu())
     return here
 
 

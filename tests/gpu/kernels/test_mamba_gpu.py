@@ -25,8 +25,8 @@ def _random(*shape, dtype=torch.float32, seed=0, scale=1.0):
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).cuda().to(dtype)
 
 
-def _near(found, expected, tolerance):
-    error = (found.double().cpu() - expected.double().cpu()).norm() / expected.double().norm().cpu()
+def _near(result, expected, tolerance):
+    error = (result.double().cpu() - expected.double().cpu()).norm() / expected.double().norm().cpu()
     assert error < tolerance, float(error)
 
 
@@ -44,7 +44,7 @@ def _slices_agree(function, tensors, *others):
     whole = function(*tensors, *others)
     for degree in DEGREES:
         parts = [function(*part, *others) for part in zip(*(t.chunk(degree) for t in tensors), strict=True)]
-        assert all(same_bits(one, torch.cat(part)) for one, part in zip(whole, zip(*parts, strict=True), strict=True))
+        assert all(same_bits(item, torch.cat(part)) for item, part in zip(whole, zip(*parts, strict=True), strict=True))
     return whole
 
 
@@ -53,11 +53,11 @@ def _slices_agree(function, tensors, *others):
 def test_convolution_of_a_slice_is_the_slice_of_it(dtype, rows, channels, step):
     x, dy = (_random(SHARDS, rows, channels, dtype=dtype, seed=n) for n in (1, 2))
     weight, bias = _random(SHARDS, channels, 4, dtype=dtype, seed=3), _random(SHARDS, channels, dtype=dtype, seed=4)
-    found = _slices_agree(_conv, (x, dy, weight, bias), step)
+    result = _slices_agree(_conv, (x, dy, weight, bias), step)
     expected = _conv(*(t.float().cpu() for t in (x, dy, weight, bias)), step)
-    for a, b in zip(found[:2], expected[:2], strict=True):
+    for a, b in zip(result[:2], expected[:2], strict=True):
         _near(a, b, 1e-5 if dtype == torch.float32 else 1e-2)
-    _near(found[2].sum(1), expected[2].sum(1), 1e-4)
+    _near(result[2].sum(1), expected[2].sum(1), 1e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -65,11 +65,11 @@ def test_convolution_of_a_slice_is_the_slice_of_it(dtype, rows, channels, step):
 def test_norm_of_a_slice_is_the_slice_of_it(dtype, rows, groups, width):
     x, dy = (_random(SHARDS, rows, groups, width, dtype=dtype, seed=n) for n in (1, 2))
     weight = _random(SHARDS, groups, width, dtype=dtype, seed=3)
-    found = _slices_agree(_norm, (x, dy, weight))
+    result = _slices_agree(_norm, (x, dy, weight))
     expected = _norm(*(t.float().cpu() for t in (x, dy, weight)))
-    for a, b in zip(found[:3], expected[:3], strict=True):
+    for a, b in zip(result[:3], expected[:3], strict=True):
         _near(a, b, 1e-5 if dtype == torch.float32 else 1e-2)
-    _near(found[3].sum(1), expected[3].sum(1), 1e-4)
+    _near(result[3].sum(1), expected[3].sum(1), 1e-4)
 
 
 # Rows of one shard of Nemotron-3-Nano's z, x, B, C and dt, V = 8.
@@ -180,18 +180,18 @@ def kinds():
 @pytest.mark.parametrize("batch", (1, 2))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_mixer_has_one_result_for_all_degrees(kinds, dtype, batch):
-    one = _run(kinds[0], 1, dtype, batch)
+    single = _run(kinds[0], 1, dtype, batch)
     for degree in DEGREES:
         other = _run(kinds[0], degree, dtype, batch)
-        assert [name for name in one if not same_bits(one[name], other[name])] == [], degree
+        assert [name for name in single if not same_bits(single[name], other[name])] == [], degree
 
 
 def test_megatrons_has_several_and_they_agree_but_for_rounding(kinds):
     """In fp32: rounded to bf16, a sum of another order is seldom another number."""
-    ours, one, four = (_run(kinds[n], size, torch.float32, 1) for n, size in ((0, 1), (1, 1), (1, 4)))
-    assert not same_bits(one["norm"], four["norm"])
-    for name, value in ours.items():
-        _near(value, one[name], 1e-2)
+    actual, single, four = (_run(kinds[n], size, torch.float32, 1) for n, size in ((0, 1), (1, 1), (1, 4)))
+    assert not same_bits(single["norm"], four["norm"])
+    for name, value in actual.items():
+        _near(value, single[name], 1e-2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -209,14 +209,14 @@ def test_the_scan_is_that_of_the_cpu(kinds, dtype):
         "dt_bias": _random(heads, seed=8) - 2.0,
     }
     dy = _random(1, seq, heads, HEAD, dtype=dtype, seed=9)
-    found = []
+    results = []
     for device, wide in (("cuda", dtype), ("cpu", torch.float32)):
         leaves = {n: t.to(device, t.dtype if device == "cuda" else wide, copy=True).requires_grad_()
                   for n, t in inputs.items()}  # fmt: skip
         y = mamba.chunk_scan(**leaves, chunk_size=CHUNK)
         y.backward(dy.to(y))
-        found.append([y.detach(), *(leaf.grad for leaf in leaves.values())])
-    for on_gpu, on_cpu in zip(*found, strict=True):
+        results.append([y.detach(), *(leaf.grad for leaf in leaves.values())])
+    for on_gpu, on_cpu in zip(*results, strict=True):
         _near(on_gpu, on_cpu, 1e-2 if dtype == torch.float32 else 5e-2)
 
 

@@ -53,8 +53,8 @@ def test_every_product_of_a_layer_holds_on_live_operands(monkeypatch, model, deg
     print(
         f"\n{model} tp={degree} {tokens} tokens: {sum(decided.values())} of {len(decided)} kinds of product by cuBLAS"
     )
-    for key, right in decided.items():
-        if not right:
+    for key, exact in decided.items():
+        if not exact:
             print("  fixed tiles:", *key[:8])
     assert any(decided.values())  # a trial that always refuses fails here
 

@@ -50,10 +50,10 @@ def _operand(kind):
     return kind(torch.Generator().manual_seed(0)).bfloat16().cuda()
 
 
-def _unequal(found, expected):
+def _unequal(result, expected):
     """How many numbers and scales differ."""
-    data = found.data.view(torch.uint8) != expected.data.view(torch.uint8)
-    scales = found.scale.reshape(-1).view(torch.int32) != expected.scale.reshape(-1).view(torch.int32)
+    data = result.data.view(torch.uint8) != expected.data.view(torch.uint8)
+    scales = result.scale.reshape(-1).view(torch.int32) != expected.scale.reshape(-1).view(torch.int32)
     return int(data.sum()), int(scales.sum())
 
 
@@ -66,10 +66,10 @@ def _library():
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_one_scale_a_tensor(kind, dtype):
     x = _operand(kind)
-    found = quantize.of_tensor(x, dtype, None)
+    result = quantize.of_tensor(x, dtype, None)
     expected = definition.of_tensor(x, definition.largest_magnitude(x), dtype)
-    assert _unequal(found, expected) == (0, 0)
-    assert _unequal(quantize.transposed(found), definition.transposed(expected)) == (0, 0)
+    assert _unequal(result, expected) == (0, 0)
+    assert _unequal(quantize.transposed(result), definition.transposed(expected)) == (0, 0)
     rows, columns = quantize.of_tensor_both_ways(x, dtype, None)
     assert _unequal(rows, expected) == _unequal(columns, definition.transposed(expected)) == (0, 0)
 
@@ -97,14 +97,14 @@ def test_blocks_of_128_by_128(kind):
 def test_a_weight_is_quantized_again_into_its_memory(blockwise):
     """In steps, and in replays of a CUDA graph, which allocates nothing for it."""
     weights = [_operand(kind) for kind in KINDS]
-    (rows, columns), again = quantize.of_weight(weights[0], blockwise, None)
+    (rows, columns), repeated = quantize.of_weight(weights[0], blockwise, None)
     weight = weights[1].clone()
-    again(weight)
+    repeated(weight)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     before = torch.cuda.memory_allocated()
     with torch.cuda.graph(graph):
-        again(weight)
+        repeated(weight)
     assert torch.cuda.memory_allocated() - before < ROWS * K
     for other in weights:
         weight.copy_(other)
@@ -143,8 +143,8 @@ def test_mxfp8_has_the_bits_of_its_definition(kind, dtype):
         ("both", lambda x, _: mxfp8.both(x, dtype)),
         ("groups", lambda x, groups: mxfp8.both(x, dtype, groups)),
     ):
-        found, expected = form(here, groups), form(x, there)
-        assert all(same_bits(a.cpu(), b) for a, b in zip(found, expected, strict=True)), name
+        results, expected = form(here, groups), form(x, there)
+        assert all(same_bits(a.cpu(), b) for a, b in zip(results, expected, strict=True)), name
     unaligned = torch.cat((here.new_zeros(1), here.flatten()))[1:].view(x.shape)
     assert same_bits(mxfp8.along_rows(unaligned, dtype).cpu(), mxfp8.along_rows(x, dtype))
 
@@ -152,7 +152,7 @@ def test_mxfp8_has_the_bits_of_its_definition(kind, dtype):
 def test_mxfp8_of_other_blocks_is_seen():
     """The control."""
     x = operand("wide", rows=64, k=64)
-    rows, columns = (one.cpu() for one in mxfp8.both(x.cuda(), E4M3))
+    rows, columns = (item.cpu() for item in mxfp8.both(x.cuda(), E4M3))
     assert not same_bits(rows, columns)
     assert not same_bits(rows, mxfp8.along_rows(x, E5M2))
 
@@ -161,12 +161,12 @@ def test_mxfp8_of_other_blocks_is_seen():
 def test_weights_anywhere_in_memory_are_rounded_in_one_launch(rows):
     weights = [operand("wide", 64, K, seed) for seed in range(3)]
     there = [weight.cuda() for weight in weights]
-    shifted = [torch.cat((one.new_zeros(n), one.flatten()))[n:].view(one.shape) for n, one in enumerate(there)]
-    for some in (there, shifted):
-        found = mxfp8.of_weights(some, rows=rows)
-        assert all(same_bits(a.cpu(), b) for a, b in zip(found, mxfp8.of_weights(weights, rows=rows), strict=True))
+    shifted = [torch.cat((item.new_zeros(n), item.flatten()))[n:].view(item.shape) for n, item in enumerate(there)]
+    for subset in (there, shifted):
+        results = mxfp8.of_weights(subset, rows=rows)
+        assert all(same_bits(a.cpu(), b) for a, b in zip(results, mxfp8.of_weights(weights, rows=rows), strict=True))
     other = mxfp8.of_weights(there, rows=not rows)
-    assert not any(same_bits(a, b) for a, b in zip(found, other, strict=True))
+    assert not any(same_bits(a, b) for a, b in zip(results, other, strict=True))
 
 
 def test_nothing_waits_for_the_gpu():

@@ -41,10 +41,10 @@ def operands(m, n, size, cut, transposed):
 
 
 def both(a, b, out, cut, add):
-    one, other = out.clone(), out.clone()
-    kernel.restarting_product(a, b, one, cut, add)
+    first, other = out.clone(), out.clone()
+    kernel.restarting_product(a, b, first, cut, add)
     kernel.in_order(a, b, other, cut, add)
-    return one, other
+    return first, other
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
@@ -57,8 +57,8 @@ def test_it_has_the_bits_of_fixed_tiles(shape, cut):
             continue
         for fill in (lambda *_: None, lambda x, y: cancelling(x, y, torch.Generator("cuda").manual_seed(1))):
             fill(a, b)
-            one, other = both(a, b, out, cut, add)
-            assert same_bits(one, other), (transposed, add)
+            first, other = both(a, b, out, cut, add)
+            assert same_bits(first, other), (transposed, add)
 
 
 def test_it_repeats_beside_another_stream():
@@ -74,14 +74,14 @@ def test_it_repeats_beside_another_stream():
 def test_other_borders_have_other_bits(cut):
     """The control: without a border in the middle, and with the pieces added one after the other."""
     a, b, out = operands(256, 256, 512, cut, True)
-    one, other = both(a, b, out, cut, False)
-    assert same_bits(one, other)
-    assert not same_bits(one, products.product(a, b, torch.empty_like(out)))
+    first, other = both(a, b, out, cut, False)
+    assert same_bits(first, other)
+    assert not same_bits(first, products.product(a, b, torch.empty_like(out)))
     if cut.pieces == 4:
         one_by_one = torch.zeros_like(out)
         for k in cut.slices(a.shape[1]):
             products.product(a[:, k], b[k], one_by_one, add=True)
-        assert not same_bits(one, one_by_one)
+        assert not same_bits(first, one_by_one)
 
 
 @pytest.mark.parametrize("shards, segments", ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1), (8, 2)))

@@ -52,9 +52,9 @@ def problems(run: str, changes: str = "") -> list[str]:
 
     def changed(*arguments: Any) -> dict[str, Any]:
         tree = own(*arguments)
-        for one in map(parse, changes.split()):
-            section, _, name = one.path.partition(".")
-            value = one.parsed.value()
+        for item in map(parse, changes.split()):
+            section, _, name = item.path.partition(".")
+            value = item.parsed.value()
             if name:
                 tree.setdefault(section, {})[name] = value
             else:
@@ -91,7 +91,7 @@ def each(names: Sequence[str], value: str, says: str, **others: str) -> dict[str
 
 def own_words(says: str, settings: str) -> dict[str, str]:
     """A row for each of several settings that a message begins with, followed by `says`."""
-    return {one: f"{one}: {says}" for one in settings.split()}
+    return {word: f"{word}: {says}" for word in settings.split()}
 
 
 def paths_in(section: str, names: Sequence[str]) -> list[str]:

@@ -54,8 +54,8 @@ def test_ranks_share_the_rows_of_an_adapter_of_experts():
 def test_ranks_share_the_rows_of_an_adapter_of_a_latent():
     at = {"model__tensor_model_parallel_size": 4, "model__sequence_parallel": True}
     assert table_problems(adapter_rules, _adapting(LATENT[0], *LATENT[1], **at)) == []
-    found = table_problems(adapter_rules, _adapting(LATENT[0], *LATENT[1], model__qk_pos_emb_head_dim=30, **at))
-    assert found == [
+    problems = table_problems(adapter_rules, _adapting(LATENT[0], *LATENT[1], model__qk_pos_emb_head_dim=30, **at))
+    assert problems == [
         "tp=4 does not divide the 542 rows of an adapter of linear_kv_down_proj; leave it out of peft.target_modules"
     ]
 
@@ -67,19 +67,19 @@ def test_ranks_share_the_rows_of_an_adapter_of_a_latent():
 def test_every_stage_of_a_pipeline_has_adapters(targets, without):
     """Megatron-Core has no backward pass of a stage in which nothing is trained."""
     fields = {"model__hybrid_layer_pattern": "MEM*EMEM", "model__pipeline_model_parallel_size": 2}
-    found = [
+    results = [
         line for line in table_problems(layout_rules, _adapting(MAMBA[0], *targets, **fields)) if "no adapter" in line
     ]
-    said = f"pp=2: a stage {without} has no adapter; lower pp, or name its layers in peft.target_modules"
-    assert found == ([said] if without else [])
+    message = f"pp=2: a stage {without} has no adapter; lower pp, or name its layers in peft.target_modules"
+    assert results == ([message] if without else [])
 
 
 def test_the_parameters_of_adapters_of_mamba_and_latents():
     model = compose(MAMBA[0], device="cpu").config.model
     inner, groups = model["mamba_num_heads"] * model["mamba_head_dim"], model["mamba_num_groups"]
     rows = 2 * inner + 2 * groups * model["mamba_state_dim"] + model["mamba_num_heads"]
-    found = adapters(ModelShape(model), "M", 8, peft.TARGETS)
-    assert found.total == 8 * (1024 + rows + inner + 1024)
+    result = adapters(ModelShape(model), "M", 8, peft.TARGETS)
+    assert result.total == 8 * (1024 + rows + inner + 1024)
     latent = compose(LATENT[0], device="cpu").config.model
     heads, kv, q = latent["num_attention_heads"], latent["kv_lora_rank"], latent["q_lora_rank"]
     own, turned, value = (latent[name] for name in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"))

@@ -55,16 +55,16 @@ PATTERNS = (
 @pytest.mark.parametrize("fields, says", PATTERNS)
 def test_a_pattern_says_something_of_each_layer(fields, says):
     changed = {f"model__{name}": value for name, value in fields.items()}
-    found = table_problems(relations, with_fields(compose("qwen3_toy", device="cpu").config, **changed))
-    assert [line.startswith(str(says)) for line in found] == [True] * (says is not None)
+    problems = table_problems(relations, with_fields(compose("qwen3_toy", device="cpu").config, **changed))
+    assert [line.startswith(str(says)) for line in problems] == [True] * (says is not None)
 
 
 @pytest.mark.parametrize("positions", ("none", "yarn", "learned_absolute"))
 def test_gemma_3_has_rotary_positions_alone(positions):
     """Its attention asserted in a rank. Gemma 2 reads what Megatron-Core makes."""
     fields = {"model__position_embedding_type": positions}
-    (said,) = table_problems(relations, with_fields(compose("gemma3_toy", device="cpu").config, **fields))
-    assert said == (
+    (message,) = table_problems(relations, with_fields(compose("gemma3_toy", device="cpu").config, **fields))
+    assert message == (
         f"model.position_embedding_type={positions}: Gemma 3 has rotary positions of two bases; "
         "model.position_embedding_type=rope"
     )
@@ -98,8 +98,10 @@ def test_dropout_is_fused_by_default_but_for_biases_of_experts(model, fused):
 @pytest.mark.parametrize("section", ("optimizer", "ddp"))
 def test_a_distributed_optimizer_has_no_sgd(section):
     fields = {"optimizer__optimizer": "sgd", f"{section}__use_distributed_optimizer": True}
-    (said,) = table_problems(relations, with_fields(compose("qwen3_toy", device="cpu").config, **fields))
-    assert said.startswith("optimizer.optimizer=sgd: Megatron-Core's distributed optimizer has no SGD; optimizer.use_")
+    (message,) = table_problems(relations, with_fields(compose("qwen3_toy", device="cpu").config, **fields))
+    assert message.startswith(
+        "optimizer.optimizer=sgd: Megatron-Core's distributed optimizer has no SGD; optimizer.use_"
+    )
 
 
 def test_a_number_of_a_file_is_refused_beside_one_that_is_typed(tmp_path):

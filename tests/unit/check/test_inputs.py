@@ -37,16 +37,16 @@ def test_settings_and_files_that_are_wrong_come_in_one_list(cli, here, no_gpus, 
     several = {"train": [], "verify": ["mbs=1,2", "gbs=2"], "sweep": ["seed=1,2"]}[command]
     ended = cli(command, "qwen3_toy", "device=cpu", *overrides.split(), *several)
     assert (ended.status, ended.out) == (2, "")
-    for one in says:
-        assert one in ended.err
+    for say in says:
+        assert say in ended.err
 
 
 def test_weights_of_another_size_stand_in_the_same_list(cli, here, no_gpus):
-    hf_folders.make(here / "other", hf_folders.of("qwen3_toy", "model.num_layers=1"))
+    hf_folders.make(here / "other", hf_folders.model_section("qwen3_toy", "model.num_layers=1"))
     ended = cli("train", "qwen3_toy", "device=cpu", "weights=other", "tp=3", "data=text", "data.path=none")
     assert (ended.status, ended.out) == (2, "")
-    for one in ("tp=3 does not divide", "its num_hidden_layers is 1; model.num_layers=1", "data.tokenizer=byte"):
-        assert one in ended.err
+    for name in ("tp=3 does not divide", "its num_hidden_layers is 1; model.num_layers=1", "data.tokenizer=byte"):
+        assert name in ended.err
 
 
 def test_a_prepared_dataset_keeps_its_tokenizer(cli, here, no_gpus):

@@ -27,7 +27,7 @@ def sif(file: Path, machine: str) -> Path:
     return file
 
 
-def found(*overrides: str) -> list[str]:
+def problems_of(*overrides: str) -> list[str]:
     config = compose("qwen3_toy", ["slurm.time=1:00:00", *overrides], device="gpu").config
     return [str(problem) for problem in job_architecture.other_processors(config)]
 
@@ -50,8 +50,8 @@ def interpreter(tmp_path: Path, machine: str) -> list[str]:
 @pytest.mark.parametrize("cluster, machine", (("h100", "x86_64"), ("gb300", "aarch64"), ("gh200", "aarch64")))
 def test_what_runs_a_job_is_for_its_nodes(tmp_path, made, cluster, machine):
     (other,) = set(MACHINES) - {machine}
-    assert found(f"cluster={cluster}", *made(tmp_path, machine)) == []
-    (problem,) = found(f"cluster={cluster}", *made(tmp_path, other))
+    assert problems_of(f"cluster={cluster}", *made(tmp_path, machine)) == []
+    (problem,) = problems_of(f"cluster={cluster}", *made(tmp_path, other))
     assert problem.startswith(("cluster.container=", "cluster.python="))
     assert problem.endswith(f" is for {other}, and the nodes of cluster={cluster} are {machine}")
 
@@ -60,16 +60,16 @@ def test_what_runs_a_job_is_for_its_nodes(tmp_path, made, cluster, machine):
 def test_this_environment_is_judged_where_nothing_else_is_named(monkeypatch, machine):
     monkeypatch.setattr(platform, "machine", lambda: machine)
     wrong = {"x86_64": "gb300", "aarch64": "h100"}[machine]
-    (problem,) = found(f"cluster={wrong}")
+    (problem,) = problems_of(f"cluster={wrong}")
     assert problem.startswith(
         f"this environment ({sys.prefix}) is for {machine}, and the nodes of cluster={wrong} are "
     )
     assert "cluster.container=IMAGE, or cluster.python=PATH" in problem
-    assert found(f"cluster={'h100' if machine == 'x86_64' else 'gb300'}") == []
+    assert problems_of(f"cluster={'h100' if machine == 'x86_64' else 'gb300'}") == []
 
 
 def test_what_cannot_be_read_is_taken_as_right(tmp_path):
     (tmp_path / "text").write_text("#!/bin/sh\n")
     for name in ("python3", "/nowhere/python", f"{tmp_path}/text", str(tmp_path)):
-        assert found("cluster=gb300", f"cluster.python={name}") == []
-    assert found("cluster.ranks_per_node=1") == []
+        assert problems_of("cluster=gb300", f"cluster.python={name}") == []
+    assert problems_of("cluster.ranks_per_node=1") == []

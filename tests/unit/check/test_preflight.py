@@ -22,8 +22,8 @@ B300 = Gpu("NVIDIA B300", (10, 3), ROOM)
 def machine_with(monkeypatch):
     """Make this machine one with these GPUs, packages and bytes free."""
 
-    def make(found=(), installed=("transformer-engine", "mamba-ssm"), free=2**60):
-        monkeypatch.setattr(gpus, "visible", lambda: list(found))
+    def make(result=(), installed=("transformer-engine", "mamba-ssm"), free=2**60):
+        monkeypatch.setattr(gpus, "visible", lambda: list(result))
         monkeypatch.setattr(machine, "installed", lambda name: "1.0" if name in installed else None)
         monkeypatch.setattr(machine, "free_bytes", lambda path: free)
 
@@ -83,9 +83,9 @@ def test_no_gpu_at_all(machine_with, tmp_path):
 )
 def test_missing_packages(machine_with, tmp_path, model, installed, missing):
     machine_with([H200], installed=installed)
-    found = preflight_problems(tmp_path, model)
-    assert len(found) == len(missing)
-    for problem, name in zip(found, missing, strict=True):
+    problems = preflight_problems(tmp_path, model)
+    assert len(problems) == len(missing)
+    for problem, name in zip(problems, missing, strict=True):
         assert f"{name}, which is not installed: make gpu" in problem
 
 
@@ -101,14 +101,14 @@ def test_muon_needs_its_package_on_a_cpu_too(machine_with, tmp_path):
 
 def test_gradients_are_added_in_place_with_apex_only():
     config = compose("qwen3_toy", ["model.gradient_accumulation_fusion=true"], device="cpu").config
-    (said,) = lines(broken_rules(PendingRun(config), LAYERS))
-    assert said.startswith("model.gradient_accumulation_fusion=true: Megatron-Core's output layer needs Apex for it")
+    (message,) = lines(broken_rules(PendingRun(config), LAYERS))
+    assert message.startswith("model.gradient_accumulation_fusion=true: Megatron-Core's output layer needs Apex for it")
 
 
 def test_stock_delta_nets_need_their_kernels(machine_with, tmp_path):
     machine_with([H200])
-    (said,) = preflight_problems(tmp_path, "qwen3_next_toy")
-    assert "flash-linear-attention, which is not installed" in said
+    (message,) = preflight_problems(tmp_path, "qwen3_next_toy")
+    assert "flash-linear-attention, which is not installed" in message
     preflight_check(tmp_path, "qwen3_next_toy", "numerics=tree")
 
 
@@ -156,8 +156,8 @@ def test_a_disk_too_small_for_a_checkpoint(machine_with, tmp_path):
 
 def test_everything_lacking_is_said_at_once(machine_with, tmp_path):
     machine_with([B300], installed=(), free=0)
-    found = preflight_problems(tmp_path, "nemotron3_nano", "tp=2", "cluster=h100", "save=1")
-    assert [line.split()[0] for line in found] == ["tp=2", "device=gpu", "this", "cluster=h100", f"{tmp_path}/run"]
+    problems = preflight_problems(tmp_path, "nemotron3_nano", "tp=2", "cluster=h100", "save=1")
+    assert [line.split()[0] for line in problems] == ["tp=2", "device=gpu", "this", "cluster=h100", f"{tmp_path}/run"]
 
 
 def test_digests_of_many_experts_need_room(machine_with, tmp_path):
@@ -165,22 +165,22 @@ def test_digests_of_many_experts_need_room(machine_with, tmp_path):
     128 experts, and moments at every tenth step.
     """
     machine_with([H200] * 8, free=2**30)
-    together = ("qwen3_30b_a3b", "tp=4", "iters=10000")
-    run = (*together, "ledger.experts=each")
+    arguments = ("qwen3_30b_a3b", "tp=4", "iters=10000")
+    run = (*arguments, "ledger.experts=each")
     (problem,) = preflight_problems(tmp_path, *run)
     assert re.search(
         r"writes at least 1[01]\d{3} MiB; free some, set run.dir=PATH on another disk, record digests less", problem
     )
-    preflight_check(tmp_path, *together)
+    preflight_check(tmp_path, *arguments)
     preflight_check(tmp_path, *run, "ledger.digests=100", "ledger.state_digests=0")
     preflight_check(tmp_path, *run, "ledger.digests=0")
 
 
 def test_a_patch_that_cannot_be_applied_is_said_with_all_else(machine_with, tmp_path):
     machine_with()
-    found = preflight_problems(tmp_path, "qwen3_8b", "patches.off=[core-save]")
-    assert found[0].startswith("device=gpu, but this machine shows no GPU")
-    assert any(line.startswith("patches.off=core-save: no such patch; the patches are core-save-") for line in found)
+    problems = preflight_problems(tmp_path, "qwen3_8b", "patches.off=[core-save]")
+    assert problems[0].startswith("device=gpu, but this machine shows no GPU")
+    assert any(line.startswith("patches.off=core-save: no such patch; the patches are core-save-") for line in problems)
 
 
 def test_flash_attn_by_the_environment(machine_with, tmp_path, monkeypatch):

@@ -19,19 +19,19 @@ def ids_of(rows):
     return [" ".join(row) for row in rows]
 
 
-def own_problems(family: Family, words: str, found: list[str]) -> list[str]:
+def own_problems(family: Family, words: str, results: list[str]) -> list[str]:
     """The problems that are not those that the family has beside this row."""
     beside = family.beside.get(words, ())
-    rest = [problem for problem in found if not problem.startswith(beside)]
-    assert len(found) - len(rest) == (1 if isinstance(beside, str) else len(beside))
+    rest = [problem for problem in results if not problem.startswith(beside)]
+    assert len(results) - len(rest) == (1 if isinstance(beside, str) else len(beside))
     return rest
 
 
 @pytest.mark.parametrize("family, words", ROWS, ids=ids_of(ROWS))
 def test_a_row_is_refused_with_its_words_alone(family, words):
     rows = FAMILIES[family]
-    found = problems(f"{rows.run} {words}") if rows.typed else problems(rows.run, words)
-    (problem,) = own_problems(rows, words, found)
+    result = problems(f"{rows.run} {words}") if rows.typed else problems(rows.run, words)
+    (problem,) = own_problems(rows, words, result)
     assert fits(problem, rows.refused[words], rows.begins), problem
 
 
@@ -54,16 +54,16 @@ def test_other_numerics_take_it(family, words, mode):
 @pytest.mark.parametrize("words", refusals.INVARIANCE.refused)
 def test_gather_refuses_the_same_but_takes_a_norm_in_fp64(words):
     rows = refusals.INVARIANCE
-    found = own_problems(rows, words, problems("qwen3_toy numerics=gather", words))
-    assert [fits(problem, rows.refused[words], "numerics=gather: ") for problem in found] == (
+    actual = own_problems(rows, words, problems("qwen3_toy numerics=gather", words))
+    assert [fits(problem, rows.refused[words], "numerics=gather: ") for problem in actual] == (
         [] if "grad_norm" in words else [True]
     )
 
 
 @pytest.mark.parametrize("words", refusals.EXPERTS.refused)
 def test_a_model_without_experts_may_have_the_settings_of_experts(words):
-    found = problems(refusals.EXPERTS.run, f"{words} model.num_moe_experts=null")
-    assert not [problem for problem in found if problem.startswith("numerics=")]
+    actual = problems(refusals.EXPERTS.run, f"{words} model.num_moe_experts=null")
+    assert not [problem for problem in actual if problem.startswith("numerics=")]
 
 
 @pytest.mark.parametrize("family, words", TAKEN, ids=ids_of(TAKEN))
@@ -110,6 +110,6 @@ def test_gather_has_neither_experts_nor_mamba():
 
 def test_all_that_is_beyond_is_said_at_once():
     rows = {words: says for words, says in refusals.INVARIANCE.refused.items() if not words.startswith("mixed_")}
-    found = problems("qwen3_toy numerics=tree dp=4 gbs=4", " ".join(rows))
+    actual = problems("qwen3_toy numerics=tree dp=4 gbs=4", " ".join(rows))
     for words, says in rows.items():
-        assert any(fits(problem, says, refusals.TREE) for problem in found), words
+        assert any(fits(problem, says, refusals.TREE) for problem in actual), words

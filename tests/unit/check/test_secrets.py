@@ -102,8 +102,8 @@ def test_no_other_refusal_repeats_one(cli, tmp_path, monkeypatch, override):
 
 def test_a_configuration_of_others_is_written_without_them():
     given = {"logger": {"comet_api_key": PASSWORD, "tags": [f"http://u:{PASSWORD}@h"], "comet_project": "p"}, "n": [1]}
-    found = secrets.without(given | {"data": {"json_key": "text"}})
-    assert found == {
+    result = secrets.without(given | {"data": {"json_key": "text"}})
+    assert result == {
         "logger": {"comet_api_key": "…", "tags": ["http://…@h"], "comet_project": "p"},
         "n": [1],
         "data": {"json_key": "text"},

@@ -57,13 +57,13 @@ def planned_bench(**changes) -> bench.Bench:
 
 
 def test_modes_take_turns():
-    turns = [(one.mode, one.round, one.profile, one.steps) for one in planned_bench().passes]
+    turns = [(pass_.mode, pass_.round, pass_.profile, pass_.steps) for pass_ in planned_bench().passes]
     assert turns == [("stock", 1, False, 4), ("tree", 1, False, 4), ("stock", 2, False, 4), ("tree", 2, False, 4)]
 
 
 def test_traced_passes_come_after_all_rounds():
     passes = planned_bench(rounds=1, traced=True).passes
-    assert [(one.mode, one.profile) for one in passes] == [
+    assert [(pass_.mode, pass_.profile) for pass_ in passes] == [
         ("stock", False),
         ("tree", False),
         ("stock", True),
@@ -75,21 +75,21 @@ def test_a_mode_records_digests_if_it_says_so():
     plans = bench.new(
         "qwen3_toy", [], ["tree", "tree+digests"], rounds=1, warmup=0, steps=1, traced=False, directory=None
     ).plans
-    assert {mode: one.config.numerics.mode for mode, one in plans.items()} == {
+    assert {mode: plan.config.numerics.mode for mode, plan in plans.items()} == {
         "tree": "tree",
         "tree+digests": "tree",
     }
-    assert {mode: one.config.ledger.digests for mode, one in plans.items()} == {"tree": 0, "tree+digests": 1}
+    assert {mode: plan.config.ledger.digests for mode, plan in plans.items()} == {"tree": 0, "tree+digests": 1}
 
 
 def test_each_mode_has_its_own_configuration_and_nothing_is_written(here):
     before = sorted(here.rglob("*"))
     plans = planned_bench().plans
-    assert {mode: one.config.numerics.mode for mode, one in plans.items()} == {"stock": "stock", "tree": "tree"}
-    for one in plans.values():
-        assert one.config.section("checkpoint")["save_interval"] == 0
-        assert one.config.train["train_iters"] == 4
-        assert one.config.train["exit_signal_handler"] is False
+    assert {mode: plan.config.numerics.mode for mode, plan in plans.items()} == {"stock": "stock", "tree": "tree"}
+    for item in plans.values():
+        assert item.config.section("checkpoint")["save_interval"] == 0
+        assert item.config.train["train_iters"] == 4
+        assert item.config.train["exit_signal_handler"] is False
     assert planned_bench().directory.path.parts[0] == "runs"
     assert planned_bench().directory.path.name.startswith("bench-qwen3_toy-tp2-")
     assert sorted(here.rglob("*")) == before

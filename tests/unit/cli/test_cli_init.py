@@ -22,9 +22,9 @@ def test_it_writes_a_file_and_never_another_time(cli, here, kind):
     assert done.status == 0
     assert done.out.startswith(f"wrote {PATHS[kind]}")
     files = {file: file.read_bytes() for file in here.rglob("*") if file.is_file()}
-    again = cli("init", kind)
-    assert (again.status, again.out) == (2, "")
-    assert f"{PATHS[kind]} exists, and tpi init overwrites nothing" in again.err
+    repeated = cli("init", kind)
+    assert (repeated.status, repeated.out) == (2, "")
+    assert f"{PATHS[kind]} exists, and tpi init overwrites nothing" in repeated.err
     assert files == {file: file.read_bytes() for file in here.rglob("*") if file.is_file()}
 
 
@@ -58,7 +58,7 @@ def test_every_template_belongs_to_a_kind():
 def test_the_page_shows_the_recipe_that_is_written():
     """docs/recipes.md leaves lines out with `…`, and adds none."""
     written = iter((TEMPLATES / "recipe" / "my_recipes.py.txt").read_text().splitlines())
-    page = next(one for one in DOCUMENTS if one.name == "docs/recipes.md").text
+    page = next(document for document in DOCUMENTS if document.name == "docs/recipes.md").text
     block = page.partition("    def small():\n")[2].partition("    return cfg\n")[0]
     shown = [line[4:] for line in f"    def small():\n{block}    return cfg".splitlines() if line.strip() != "…"]
     assert len(shown) == 8

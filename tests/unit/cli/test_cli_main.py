@@ -136,9 +136,9 @@ def test_only_what_needs_torch_imports_it(tmp_path):
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM, *COMMANDS], cwd=tmp_path, capture_output=True, text=True, check=True
     )
-    said = [line for line in ended.stdout.splitlines() if line.startswith("## ")]
+    output = [line for line in ended.stdout.splitlines() if line.startswith("## ")]
     statuses = (0, 0, 0, 2, 0, 0, 0, 2, None)  # what `tpi doctor` finds is not the point here
-    for line, command, status in zip(said, COMMANDS, statuses, strict=True):
+    for line, command, status in zip(output, COMMANDS, statuses, strict=True):
         assert line.endswith(", []"), line
         assert status is None or line == f"## {command}: {status}, []"
 

@@ -146,10 +146,10 @@ def machine_shown(monkeypatch):
         for state in ("applies", "not needed", "refused")
     )
 
-    def make(found=(), versions=None):
+    def make(result=(), versions=None):
         proven = doctor.proven()
         monkeypatch.setattr(registry, "PATCHES", patches)
-        monkeypatch.setattr(gpus, "visible", lambda: list(found))
+        monkeypatch.setattr(gpus, "visible", lambda: list(result))
         monkeypatch.setattr(conformance, "differences", lambda recording, product: [])
         monkeypatch.setattr(doctor, "installed", (proven | (versions or {})).get)
 
@@ -172,12 +172,12 @@ def test_doctor_as_json(cli, machine_shown):
         assert isinstance(row["what"], str)
         assert isinstance(row["advice"], str)
         assert isinstance(row["found"], str | None)
-    found = {row["what"]: row["found"] for row in rows}
-    assert found["GPUs"] == "2 × NVIDIA H200 (sm_90, 139 GiB)"
+    results = {row["what"]: row["found"] for row in rows}
+    assert results["GPUs"] == "2 × NVIDIA H200 (sm_90, 139 GiB)"
     for state in ("applies", "not needed", "refused"):
-        assert found[f"patch {state.replace(' ', '-')}"] == state
-    assert {"Python", "C compiler", "free disk here"} < found.keys()
-    assert {needed.distribution for needed in doctor.NEEDED} < found.keys()
+        assert results[f"patch {state.replace(' ', '-')}"] == state
+    assert {"Python", "C compiler", "free disk here"} < results.keys()
+    assert {needed.distribution for needed in doctor.NEEDED} < results.keys()
     assert {what for what, state in states_shown(ended).items() if state != "ok"} == {"patch refused"}
     (applies,) = (row for row in rows if row["what"] == "patch applies")
     assert (applies["reason"], applies["versions"], applies["advice"]) == ("package 1.9", "package <2", "joins")
@@ -283,8 +283,8 @@ def test_show_the_keys_that_differ(cli, no_gpus):
     same = cli("show", "--diff", "qwen3_toy", "qwen3_toy tp=2", "tp=2")  # the override is for both
     assert (same.status, same.out) == (0, "no key differs\n")
     layouts = cli("show", "--diff", "qwen3_toy", "qwen3_toy tp=2", "--key", "tp", "--json")
-    found = json.loads(layouts.out)["different"]
-    assert found == [{"key": "model.tensor_model_parallel_size", "a": 1, "b": 2, "comparable": True}]
+    result = json.loads(layouts.out)["different"]
+    assert result == [{"key": "model.tensor_model_parallel_size", "a": 1, "b": 2, "comparable": True}]
     assert "unknown model 'qwen3_toi'" in cli("show", "--diff", "qwen3_toy", "qwen3_toi").err
     assert cli("show", "--diff", "qwen3_toy", "'").status == 2
 
@@ -309,13 +309,13 @@ def test_show_the_configuration_of_a_run(cli, here, no_gpus):
     assert cli("show", "--from", "taken").status == 2
 
 
-ONE = "name one: a model (tpi models lists them), --from RUN, or --diff A B"
+NAME_ONE = "name one: a model (tpi models lists them), --from RUN, or --diff A B"
 TWO = "--diff takes two: run directories, models, or a model with overrides in quotes"
 
 
 @pytest.mark.parametrize(
     "words, message",
-    (((), ONE), (("qwen3_toy", "--from", "run"), ONE), (("qwen3_toy", "--diff", "a", "b"), TWO)),
+    (((), NAME_ONE), (("qwen3_toy", "--from", "run"), NAME_ONE), (("qwen3_toy", "--diff", "a", "b"), TWO)),
     ids=("nothing", "model and run", "three to compare"),
 )
 def test_show_takes_one_thing(cli, words, message):

@@ -120,7 +120,7 @@ def test_a_run_continues_with_the_whole_state_of_its_checkpoint(cli, empty_here)
             )
         )
     left_out = ("finetune=true", "load_optim=false", "load_rng=false", "dist_ckpt_strictness=ignore_all")
-    keys = [f"checkpoint.{one}" for one in left_out]
+    keys = [f"checkpoint.{item}" for item in left_out]
     ended = cli("train", "--resume", "run", "iters=60", *keys)
     assert ended.status == 2
     assert all(f"- {key}: a run continues with the whole state of its checkpoint" in ended.err for key in keys)

@@ -155,12 +155,12 @@ finally:
 
 def read(terminal: int, until: str, seconds: float = 60) -> str:
     """What comes from a terminal, up to a mark."""
-    said, deadline = "", time.monotonic() + seconds
-    while until not in said:
-        assert time.monotonic() < deadline, said
+    message, deadline = "", time.monotonic() + seconds
+    while until not in message:
+        assert time.monotonic() < deadline, message
         if select.select([terminal], [], [], 0.5)[0]:
-            said += os.read(terminal, 4096).decode()
-    return said
+            message += os.read(terminal, 4096).decode()
+    return message
 
 
 @pytest.fixture(scope="module")
@@ -181,9 +181,9 @@ def typed_in_bash(tmp_path_factory) -> Iterator[Callable[[str], str]]:
 
     def typing(keys: str) -> str:
         os.write(terminal, keys.encode() + b"|")  # the mark comes when the shell has dealt with all before it
-        said = read(terminal, "|")
+        message = read(terminal, "|")
         os.write(terminal, b"\x15")  # Ctrl-U clears the line
-        return said.replace("\r", "").split("> ")[-1].removesuffix("|").split("\x15")[-1].lstrip("\b \x1b[K")
+        return message.replace("\r", "").split("> ")[-1].removesuffix("|").split("\x15")[-1].lstrip("\b \x1b[K")
 
     yield typing
     os.close(terminal)

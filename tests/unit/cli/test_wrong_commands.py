@@ -63,11 +63,11 @@ def test_each_is_one_message_and_leaves_nothing(cli, stocked_folder, count):
     wrong = {}
     for words in wrong_commands.lines(count, SEED):
         ended = cli(*words)
-        found = problem(ended.status, ended.out, ended.err)
+        result = problem(ended.status, ended.out, ended.err)
         if contents(stocked_folder) != before:
-            found, before = "files", contents(stocked_folder)
-        if found:
-            wrong[" ".join(map(ascii, words))] = found
+            result, before = "files", contents(stocked_folder)
+        if result:
+            wrong[" ".join(map(ascii, words))] = result
     assert wrong == {}
 
 

@@ -41,11 +41,11 @@ def lines(count: int, seed: int) -> list[Words]:
     """So many different command lines, as many of each class as of any other."""
     rng = random.Random(seed)
     sources = itertools.cycle([forever(rng) for forever in CLASSES])
-    found: dict[tuple[str, ...], None] = {}
+    results: dict[tuple[str, ...], None] = {}
     for made in sources:
-        found.setdefault(tuple(next(made)))
-        if len(found) == count:
-            return [list(words) for words in found]
+        results.setdefault(tuple(next(made)))
+        if len(results) == count:
+            return [list(words) for words in results]
     raise AssertionError
 
 

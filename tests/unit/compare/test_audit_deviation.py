@@ -32,7 +32,7 @@ def rounded(x: torch.Tensor, seed: int) -> torch.Tensor:
     return x * (1 + ROUNDING * torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
 
 
-RIGHT = {OUTPUT: table(1), TO_INPUT: table(2), WEIGHT: table(3)}
+EXACT = {OUTPUT: table(1), TO_INPUT: table(2), WEIGHT: table(3)}
 
 
 def write(folder: Path, ranks: list[dict[str, list[Piece]]], share: float = 1.0, norm: float | None = None) -> None:
@@ -43,7 +43,7 @@ def write(folder: Path, ranks: list[dict[str, list[Piece]]], share: float = 1.0,
             for piece in pieces:
                 writer.add(1, name, "float32", (ROWS, COLUMNS), piece)
         [first, *_] = ranks[0][WEIGHT]
-        length = norm or float((first.values if len(first.values) == ROWS else RIGHT[WEIGHT]).double().norm())
+        length = norm or float((first.values if len(first.values) == ROWS else EXACT[WEIGHT]).double().norm())
         for name, value in ((GRADIENT_NORM, length), (LOSS_SHARE, share)):
             writer.add(1, name, "float32", (1,), Piece(torch.tensor([[value]]), 0, 0))
         writer.close_step(1)
@@ -57,29 +57,29 @@ def whole(tensors: dict[str, torch.Tensor]) -> dict[str, list[Piece]]:
 def judged(tmp_path):
     """Given what two ranks of a run have: what is found."""
     reference = AuditedRun(tmp_path / "reference")
-    write(reference.path, [whole(RIGHT)])
+    write(reference.path, [whole(EXACT)])
     for n in (1, 2, 3):
-        moved = {name: rounded(values, 10 * n + k) for k, (name, values) in enumerate(RIGHT.items())}
-        write(reference.dithered(n).path, [whole(moved)], norm=float(RIGHT[WEIGHT].double().norm()) * (1 + n / 100))
+        moved = {name: rounded(values, 10 * n + k) for k, (name, values) in enumerate(EXACT.items())}
+        write(reference.dithered(n).path, [whole(moved)], norm=float(EXACT[WEIGHT].double().norm()) * (1 + n / 100))
 
     def judge(*ranks: dict[str, list[Piece]], **more: float) -> dict[str, TensorDeviation]:
         write(tmp_path / "run", list(ranks), **more)
-        found, left_out = audit.judged(AuditedRun(tmp_path / "run"), reference, [1])
+        results, left_out = audit.judged(AuditedRun(tmp_path / "run"), reference, [1])
         assert left_out == []
-        return {one.name: one for one in found}
+        return {result.name: result for result in results}
 
     return judge
 
 
 def changed(name: str, values: torch.Tensor) -> dict[str, list[Piece]]:
-    return whole(RIGHT | {name: values})
+    return whole(EXACT | {name: values})
 
 
 def test_what_rounding_does_is_within_it_and_the_order_is_that_of_data_flow(judged):
-    found = judged(whole({name: rounded(values, 99) for name, values in RIGHT.items()}))
-    assert list(found) == [OUTPUT, TO_INPUT, WEIGHT, GRADIENT_NORM]
-    assert all(0.5 < found[name].factor < 1.6 for name in RIGHT)
-    assert not any(one.beyond for one in found.values())
+    results = judged(whole({name: rounded(values, 99) for name, values in EXACT.items()}))
+    assert list(results) == [OUTPUT, TO_INPUT, WEIGHT, GRADIENT_NORM]
+    assert all(0.5 < results[name].factor < 1.6 for name in EXACT)
+    assert not any(result.beyond for result in results.values())
 
 
 # A wrong gradient, and the shape of its error.
@@ -99,35 +99,35 @@ SHAPES = (
 
 @pytest.mark.parametrize("wrong, shape", SHAPES)
 def test_a_wrong_tensor_is_beyond_rounding_and_its_error_has_a_shape(judged, wrong, shape):
-    found = judged(changed(WEIGHT, wrong(RIGHT[WEIGHT])), norm=1.0)
-    assert (found[WEIGHT].beyond, found[WEIGHT].module) == (True, "decoder.layers.0.mlp.linear_fc2")
+    result = judged(changed(WEIGHT, wrong(EXACT[WEIGHT])), norm=1.0)
+    assert (result[WEIGHT].beyond, result[WEIGHT].module) == (True, "decoder.layers.0.mlp.linear_fc2")
     if shape is not None:
-        assert found[WEIGHT].shape == shape
-    assert not found[OUTPUT].beyond
+        assert result[WEIGHT].shape == shape
+    assert not result[OUTPUT].beyond
 
 
 def test_one_wrong_row_of_many_is_not_diluted(judged):
-    wrong = RIGHT[OUTPUT].clone()
+    wrong = EXACT[OUTPUT].clone()
     wrong[5] *= 1.2
-    error = float((wrong - RIGHT[OUTPUT]).norm() / RIGHT[OUTPUT].norm() / ROUNDING)
+    error = float((wrong - EXACT[OUTPUT]).norm() / EXACT[OUTPUT].norm() / ROUNDING)
     assert error / deviation.MARGIN < 2  # the tensor as a whole is hardly beyond
     assert judged(changed(OUTPUT, wrong))[OUTPUT].factor > 2 * deviation.MARGIN
 
 
 def test_the_wrong_ranks_are_named(judged):
     halves = [
-        whole(RIGHT) | {WEIGHT: [Piece(RIGHT[WEIGHT][n * 32 : n * 32 + 32] * (1 + n), n * 32, 0)]} for n in (0, 1)
+        whole(EXACT) | {WEIGHT: [Piece(EXACT[WEIGHT][n * 32 : n * 32 + 32] * (1 + n), n * 32, 0)]} for n in (0, 1)
     ]
-    found = judged(*halves)[WEIGHT]
-    assert (found.ranks, found.all_ranks) == ((1,), 2)
-    assert found.shape == "constant ratio 2 (added twice), right on ranks 0"
+    result = judged(*halves)[WEIGHT]
+    assert (result.ranks, result.all_ranks) == ((1,), 2)
+    assert result.shape == "constant ratio 2 (added twice), right on ranks 0"
 
 
 @pytest.mark.parametrize("at_once", (1, 5 * COLUMNS, 2**17))
 def test_rows_that_are_read_some_at_a_time_are_those_of_the_whole(judged, tmp_path, monkeypatch, at_once):
     """Of pieces in every other row and half of the columns, as tensor-parallel ranks have them."""
     monkeypatch.setattr(reported_norm, "CACHED", at_once)
-    values = rounded(RIGHT[WEIGHT], 99)
+    values = rounded(EXACT[WEIGHT], 99)
     values[1::2, 16:] *= 1.5
     pieces = {  # rank -> rows, columns
         0: [(slice(0, None, 2), slice(0, 16)), (slice(1, None, 2), slice(0, 16))],
@@ -137,34 +137,36 @@ def test_rows_that_are_read_some_at_a_time_are_those_of_the_whole(judged, tmp_pa
         {WEIGHT: [Piece(values[rows, columns].contiguous(), rows.start, columns.start, 2) for rows, columns in own]}
         for own in pieces.values()
     ]
-    found = judged(*(whole({name: RIGHT[name] for name in (OUTPUT, TO_INPUT)}) | part for part in parts))[WEIGHT]
+    result = judged(*(whole({name: EXACT[name] for name in (OUTPUT, TO_INPUT)}) | part for part in parts))[WEIGHT]
     reference = tmp_path / "reference"
     moved = [
-        dumps.read_step(AuditedRun(reference).dithered(n).path, 1).values(WEIGHT) - RIGHT[WEIGHT].numpy()
+        dumps.read_step(AuditedRun(reference).dithered(n).path, 1).values(WEIGHT) - EXACT[WEIGHT].numpy()
         for n in (1, 2, 3)
     ]
-    noise, error = np.square(moved).mean(0), np.square(values.numpy() - RIGHT[WEIGHT].numpy().astype(np.float64))
+    noise, error = np.square(moved).mean(0), np.square(values.numpy() - EXACT[WEIGHT].numpy().astype(np.float64))
     wrong = math.sqrt(error[:, 16:].mean() / noise[:, 16:].mean())
     rows, columns = pieces[1][1]
     unit = np.maximum(noise[rows, columns].mean(1), noise[rows, columns].mean())
     wrong = max(wrong, np.sqrt(error[rows, columns].mean(1) / unit).max() / deviation.ROW)
-    assert found.ranks == (1,)
-    assert found.factor == pytest.approx(wrong, rel=1e-9)
+    assert result.ranks == (1,)
+    assert result.factor == pytest.approx(wrong, rel=1e-9)
 
 
 def test_a_norm_of_the_gradients_themselves_is_theirs(judged, tmp_path, monkeypatch):
     monkeypatch.setattr(reported_norm, "CACHED", 5 * COLUMNS)
-    judged(whole(RIGHT))
+    judged(whole(EXACT))
     assert reported_norm.ratio(dumps.read_step(tmp_path / "run", 1)) == pytest.approx(1, rel=1e-6)
 
 
 def test_the_spacing_of_the_modules_numbers_is_the_least_that_rounding_moves(judged, tmp_path):
     """Where no dithered repetition differs from the reference. A quarter of it, relative to the tensor's RMS."""
-    judged(whole(RIGHT))
+    judged(whole(EXACT))
     reference = dumps.read_step(tmp_path / "reference", 1)
-    write(tmp_path / "off", [changed(OUTPUT, RIGHT[OUTPUT] * (1 + 2.0**-22))])
-    found, _ = deviation.judge(StepDumps(1, dumps.read_step(tmp_path / "off", 1), reference, (reference,)))
-    assert {one.name: one.factor for one in found}[OUTPUT] == pytest.approx(2.0**-22 / (2.0**-23 / 4), rel=0.2)
+    write(tmp_path / "off", [changed(OUTPUT, EXACT[OUTPUT] * (1 + 2.0**-22))])
+    results, _ = deviation.judge(StepDumps(1, dumps.read_step(tmp_path / "off", 1), reference, (reference,)))
+    assert {result.name: result.factor for result in results}[OUTPUT] == pytest.approx(
+        2.0**-22 / (2.0**-23 / 4), rel=0.2
+    )
 
 
 @pytest.mark.parametrize("worse, beyond", ((3.5, False), (4.5, True)))
@@ -173,49 +175,57 @@ def test_another_expert_may_be_chosen_whose_score_is_as_near_as_rounding_moves_s
     router, moved = "decoder.layers.0.mlp.router", 2.0**-6
     best, other = torch.tensor([[1.0, 0], [1, 0]]), torch.tensor([[0.0, 1], [1, 0]])
     scores = torch.tensor([[0.75, 0.75 - worse * deviation.MARGIN * moved], [0.9, 0.1]])
-    for name, chosen, of in (("run", other, scores), ("reference", best, scores), ("dithered", best, scores + moved)):
+    for name, chosen, source in (
+        ("run", other, scores),
+        ("reference", best, scores),
+        ("dithered", best, scores + moved),
+    ):
         writer = DumpWriter(tmp_path / name, 0, 1)
-        named = {f"forward/{router}/output.1": chosen, f"choices/{router}/scores": of, f"choices/{router}/own": chosen}
+        named = {
+            f"forward/{router}/output.1": chosen,
+            f"choices/{router}/scores": source,
+            f"choices/{router}/own": chosen,
+        }
         for key, values in named.items():
             writer.add(1, key, "float32", (2, 2), Piece(values, 0, 0))
         writer.close_step(1)
     run, reference, dithered = (dumps.read_step(tmp_path / name, 1) for name in ("run", "reference", "dithered"))
-    found = {one.name: one for one in deviation.judge(StepDumps(1, run, reference, (dithered,)))[0]}
-    assert found[f"choices/{router}"].beyond is beyond
+    results = {item.name: item for item in deviation.judge(StepDumps(1, run, reference, (dithered,)))[0]}
+    assert results[f"choices/{router}"].beyond is beyond
 
 
 def test_parts_that_were_not_summed_are_known_as_such(judged):
     part = table(8)
-    found = judged(changed(WEIGHT, part), changed(WEIGHT, RIGHT[WEIGHT] - part))[WEIGHT]
-    assert found.shape == "each rank has a part: the sum over 2 ranks is right"
-    found = judged(changed(WEIGHT, part), changed(WEIGHT, 2 * RIGHT[WEIGHT] - part))[WEIGHT]
-    assert found.shape == "each rank has a part: the mean over 2 ranks is right"
+    result = judged(changed(WEIGHT, part), changed(WEIGHT, EXACT[WEIGHT] - part))[WEIGHT]
+    assert result.shape == "each rank has a part: the sum over 2 ranks is right"
+    result = judged(changed(WEIGHT, part), changed(WEIGHT, 2 * EXACT[WEIGHT] - part))[WEIGHT]
+    assert result.shape == "each rank has a part: the mean over 2 ranks is right"
 
 
 def test_gradients_inside_are_scaled_by_the_ranks_that_average_them(judged):
-    doubled = changed(TO_INPUT, 2 * RIGHT[TO_INPUT])
+    doubled = changed(TO_INPUT, 2 * EXACT[TO_INPUT])
     assert not judged(doubled, share=2.0)[TO_INPUT].beyond
     assert judged(doubled, share=1.0)[TO_INPUT].shape == "constant ratio 2 (added twice)"
 
 
 def test_a_norm_is_that_of_the_gradients(judged):
-    length = float(RIGHT[WEIGHT].double().norm())
-    assert not judged(whole(RIGHT), norm=length * (1 + 1e-5))[GRADIENT_NORM].beyond
-    assert judged(whole(RIGHT), norm=length * (1 - 1e-4))[GRADIENT_NORM].beyond  # far within what rounding moves
+    length = float(EXACT[WEIGHT].double().norm())
+    assert not judged(whole(EXACT), norm=length * (1 + 1e-5))[GRADIENT_NORM].beyond
+    assert judged(whole(EXACT), norm=length * (1 - 1e-4))[GRADIENT_NORM].beyond  # far within what rounding moves
 
 
 def test_a_norm_that_leaves_few_parameters_out_names_them(judged, tmp_path):
     """Sinks have a millionth of the squares: less than a sum in fp32 may be off, unless their squares explain it."""
     sinks = "gradients/decoder.layers.{}.self_attention.core_attention.softmax_offset"
     small = {sinks.format(layer): table(20 + layer) * 3e-3 for layer in (0, 1)}
-    everything, half = RIGHT | small, ROWS // 2
+    everything, half = EXACT | small, ROWS // 2
     square = sum(float(values.double().square().sum()) for name, values in everything.items() if "gradients/" in name)
     left_out = sum(float(values[half:].double().square().sum()) for values in small.values())
     ranks = [
-        whole(RIGHT) | {name: [Piece(values[at : at + half], at, 0)] for name, values in small.items()}
+        whole(EXACT) | {name: [Piece(values[at : at + half], at, 0)] for name, values in small.items()}
         for at in (0, half)
     ]
-    judged(whole(RIGHT))
+    judged(whole(EXACT))
     write(tmp_path / "right", [whole(everything)], norm=math.sqrt(square))
     reference = dumps.read_step(tmp_path / "right", 1)
     for name, norm, words in (
@@ -229,8 +239,8 @@ def test_a_norm_that_leaves_few_parameters_out_names_them(judged, tmp_path):
 
 
 def test_an_incomplete_tensor_is_not_compared(tmp_path, judged):
-    judged(whole(RIGHT))
-    half = whole(RIGHT) | {WEIGHT: [Piece(RIGHT[WEIGHT][:32], 0, 0)]}
+    judged(whole(EXACT))
+    half = whole(EXACT) | {WEIGHT: [Piece(EXACT[WEIGHT][:32], 0, 0)]}
     write(tmp_path / "run", [half])
     read = [dumps.read_step(tmp_path / where, 1) for where in ("run", "reference", "reference/dithered-1")]
     assert deviation.judge(StepDumps(1, read[0], read[1], (read[2],)))[1] == [WEIGHT]
@@ -238,13 +248,13 @@ def test_an_incomplete_tensor_is_not_compared(tmp_path, judged):
 
 def test_without_dithered_repetitions_nothing_is_known(tmp_path):
     for name in ("run", "reference"):
-        write(tmp_path / name, [whole(RIGHT)])
+        write(tmp_path / name, [whole(EXACT)])
     with pytest.raises(LedgerError, match="has no dithered repetition"):
         audit.judged(AuditedRun(tmp_path / "run"), AuditedRun(tmp_path / "reference"), [1])
 
 
 def test_recordings_are_judged_by_the_command(tmp_path, judged, cli):
-    judged(changed(OUTPUT, 2 * RIGHT[OUTPUT]))
+    judged(changed(OUTPUT, 2 * EXACT[OUTPUT]))
     ended = cli("audit", "--recorded", str(tmp_path / "run"), str(tmp_path / "reference"), "--dir", str(tmp_path / "a"))
     assert ended.status == 1
     assert "beyond rounding: the output of decoder.layers.0.mlp [64, 32] is" in ended.out
@@ -252,12 +262,12 @@ def test_recordings_are_judged_by_the_command(tmp_path, judged, cli):
 
 
 def test_a_verdict_within_rounding_counts_what_was_not_compared(tmp_path, judged, cli):
-    judged(whole(RIGHT))
+    judged(whole(EXACT))
     words = ("audit", "--recorded", str(tmp_path / "run"), str(tmp_path / "reference"), "--dir")
     assert "not compared" not in cli(*words, str(tmp_path / "a")).out
     for file in (tmp_path / "run").rglob("*.safetensors"):
         file.unlink()
-    write(tmp_path / "run", [whole(RIGHT) | {WEIGHT: [Piece(RIGHT[WEIGHT][:32], 0, 0)]}])
+    write(tmp_path / "run", [whole(EXACT) | {WEIGHT: [Piece(EXACT[WEIGHT][:32], 0, 0)]}])
     ended = cli(*words, str(tmp_path / "b"))
     assert ended.status == 0
     assert "; 1 tensor not compared" in ended.out

@@ -29,9 +29,9 @@ def header_of_mode(mode, device):
 
 @pytest.mark.parametrize("other", (ARM, H200), ids=("arm", "gpu"))
 def test_portable_promises_equal_bits(other):
-    said = across_machines(header_of_mode("portable", CPU), header_of_mode("portable", other), True)
-    assert "numerics=portable promises equal bits there" in said
-    assert "defect" in said
+    message = across_machines(header_of_mode("portable", CPU), header_of_mode("portable", other), True)
+    assert "numerics=portable promises equal bits there" in message
+    assert "defect" in message
     assert "with the equal bits" in across_machines(
         header_of_mode("portable", CPU), header_of_mode("portable", other), False
     )
@@ -39,17 +39,17 @@ def test_portable_promises_equal_bits(other):
 
 @pytest.mark.parametrize("modes", (("tree", "tree"), ("portable", "tree"), ("stock", "stock")))
 def test_other_modes_do_not(modes):
-    said = across_machines(header_of_mode(modes[0], CPU), header_of_mode(modes[1], H200), True)
-    assert "cpu x86_64; NVIDIA H200 9.0" in said
-    assert "equal bits are not promised there, and this difference is no defect" in said
-    assert said.endswith("numerics=portable promises them.")
+    message = across_machines(header_of_mode(modes[0], CPU), header_of_mode(modes[1], H200), True)
+    assert "cpu x86_64; NVIDIA H200 9.0" in message
+    assert "equal bits are not promised there, and this difference is no defect" in message
+    assert message.endswith("numerics=portable promises them.")
 
 
 def test_neither_do_two_versions_of_the_definition():
-    said = across_machines(
+    message = across_machines(
         header_of_mode("portable", CPU), header_of_mode("portable", ARM | {"attention": "portable 2"}), True
     )
-    assert said.endswith("(portable 1; portable 2): not promised.")
+    assert message.endswith("(portable 1; portable 2): not promised.")
 
 
 @pytest.mark.parametrize("mode", ("portable", "tree"))
@@ -68,28 +68,31 @@ AVX2, AMX = (
 @pytest.mark.parametrize("mode", ("tree", "stock"))
 def test_two_processors_of_one_architecture_are_two(mode):
     a, b = header_of_mode(mode, AVX2), header_of_mode(mode, AMX)
-    said = across_machines(a, b, True)
+    message = across_machines(a, b, True)
     assert (
-        "cpu x86_64 torch AVX2, oneDNN AVX2, MKL GenuineIntel; cpu x86_64 torch AVX512, oneDNN AVX512_CORE_AMX" in said
+        "cpu x86_64 torch AVX2, oneDNN AVX2, MKL GenuineIntel; cpu x86_64 torch AVX512, oneDNN AVX512_CORE_AMX"
+        in message
     )
-    assert "equal bits are not promised there, and this difference is no defect" in said
+    assert "equal bits are not promised there, and this difference is no defect" in message
     assert across_machines(a, a, True) is None
     assert across_machines(a, header_of_mode(mode, CPU), True) is None  # of a release that did not record it
 
 
 def test_portable_promises_equal_bits_on_two_processors():
-    said = across_machines(header_of_mode("portable", AVX2), header_of_mode("portable", AMX), True)
-    assert "numerics=portable promises equal bits there" in said
+    message = across_machines(header_of_mode("portable", AVX2), header_of_mode("portable", AMX), True)
+    assert "numerics=portable promises equal bits there" in message
 
 
 def test_a_run_that_goes_on_with_other_instructions_is_told(tmp_path):
     before, now = (header_of_mode("tree", device) for device in (AVX2, AMX))
     file = tmp_path / "ledger.jsonl"
     with LedgerWriter(file).create(before) as writer:
-        for one in ledger(header=before, digested=lambda step: False).steps:
-            writer.append(one)
-    said = changed_processor(before, AMX["instructions"], 3)
-    assert said.startswith("processor: step 3 was computed with torch AVX2, oneDNN AVX2, MKL GenuineIntel, and step 4 ")
+        for item in ledger(header=before, digested=lambda step: False).steps:
+            writer.append(item)
+    message = changed_processor(before, AMX["instructions"], 3)
+    assert message.startswith(
+        "processor: step 3 was computed with torch AVX2, oneDNN AVX2, MKL GenuineIntel, and step 4 "
+    )
     assert changed_processor(before, AVX2["instructions"], 3) is None
     assert changed_processor(header_of_mode("portable", AVX2), AMX["instructions"], 3) is None
     assert changed_processor(header_of_mode("tree", CPU), AMX["instructions"], 3) is None
@@ -128,23 +131,25 @@ WORDS = f"fixed tiles 0; {ON_GPU}"
 
 
 def test_only_tree_on_a_gpu_has_a_version_of_products():
-    found = {(mode, kind): definition(mode, kind) for mode in ("tree", "portable", "stock") for kind in ("cpu", "gpu")}
-    assert {key for key, version in found.items() if version} == {("tree", "gpu")}
+    results = {
+        (mode, kind): definition(mode, kind) for mode in ("tree", "portable", "stock") for kind in ("cpu", "gpu")
+    }
+    assert {key for key, version in results.items() if version} == {("tree", "gpu")}
 
 
 def test_a_difference_of_two_definitions_is_not_promised_to_be_none():
-    said = other_products(OF_LAST_YEAR, OF_TODAY, 1)
+    message = other_products(OF_LAST_YEAR, OF_TODAY, 1)
     assert (
-        said
+        message
         == f"Products have other definitions ({WORDS}): equal bits are not promised, and this difference is no defect."
     )
     assert "these bits are equal all the same" in other_products(OF_TODAY, OF_LAST_YEAR, None)
 
 
-@pytest.mark.parametrize("found", (OF_LAST_YEAR, OF_TODAY, OF_BOTH), ids=("last-year", "today", "both"))
-def test_one_definition_needs_no_word(found):
+@pytest.mark.parametrize("result", (OF_LAST_YEAR, OF_TODAY, OF_BOTH), ids=("last-year", "today", "both"))
+def test_one_definition_needs_no_word(result):
     """The control: there a difference is one."""
-    assert other_products(found, found, 5) is None
+    assert other_products(result, result, 5) is None
 
 
 @pytest.mark.parametrize("mode, device", (("portable", H200), ("stock", H200), ("tree", CPU)))
@@ -158,10 +163,10 @@ def test_initial_weights_do_not_come_from_products():
 
 @pytest.mark.parametrize("step, excused", ((3, False), (4, True), (None, True)))
 def test_a_run_that_went_on_has_both(step, excused):
-    said = other_products(OF_LAST_YEAR, OF_BOTH, step)
-    assert (said is not None) == excused
-    if said:
-        assert f"from step 4 on (fixed tiles 0; fixed tiles 0, from step 4 on {ON_GPU})" in said
+    message = other_products(OF_LAST_YEAR, OF_BOTH, step)
+    assert (message is not None) == excused
+    if message:
+        assert f"from step 4 on (fixed tiles 0; fixed tiles 0, from step 4 on {ON_GPU})" in message
 
 
 def test_compare_and_verify_say_so():
@@ -169,18 +174,18 @@ def test_compare_and_verify_say_so():
     a, b = replace(a, header=OF_LAST_YEAR), replace(b, header=OF_TODAY)
     b = replace(b, steps=(*b.steps[:2], replace(b.steps[2], loss="f32:40c80001"), *b.steps[3:]))
     for against, says in ((a, True), (replace(a, header=OF_TODAY), False)):
-        found = compare(against, b)
-        row = verdict.CellResult("tp=2", Path("b"), 2, 5, found.verdict.value, None, b, found)
-        for sentences in (remarks(found), verdict._remarks((row,), [row])):
-            assert any(one.startswith("Products have other definitions") for one in sentences) == says
+        comparison = compare(against, b)
+        row = verdict.CellResult("tp=2", Path("b"), 2, 5, comparison.verdict.value, None, b, comparison)
+        for sentences in (remarks(comparison), verdict._remarks((row,), [row])):
+            assert any(sentence.startswith("Products have other definitions") for sentence in sentences) == says
 
 
 def test_a_run_with_another_definition_goes_on_and_is_told(tmp_path):
     """What the terminal says, and what the ledger keeps."""
     file = tmp_path / "ledger.jsonl"
     with LedgerWriter(file).create(OF_LAST_YEAR) as writer:
-        for one in ledger(header=OF_LAST_YEAR, digested=lambda step: False).steps:
-            writer.append(one)
+        for item in ledger(header=OF_LAST_YEAR, digested=lambda step: False).steps:
+            writer.append(item)
 
     def planned(device, mode="tree"):
         config = SimpleNamespace(
@@ -193,15 +198,15 @@ def test_a_run_with_another_definition_goes_on_and_is_told(tmp_path):
             device=device, config=config, here=True, run_dir=SimpleNamespace(ledger=file, path=tmp_path)
         )
 
-    said = launch_resume._changed_arithmetic(planned("gpu"), 3)
-    assert said.startswith(f"products: up to step 3 their definition is fixed tiles 0, from step 4 on {ON_GPU};")
+    message = launch_resume._changed_arithmetic(planned("gpu"), 3)
+    assert message.startswith(f"products: up to step 3 their definition is fixed tiles 0, from step 4 on {ON_GPU};")
     assert launch_resume._changed_arithmetic(planned("cpu"), 3) is None
     assert launch_resume._changed_arithmetic(planned("gpu", "portable"), 3) is None
     resume(file, OF_TODAY, 3).close()
     assert launch_resume._changed_arithmetic(planned("gpu"), 4) is None
-    assert launch_resume._changed_arithmetic(planned("gpu"), 3) == said
+    assert launch_resume._changed_arithmetic(planned("gpu"), 3) == message
     shown = vars(planned("gpu")) | {"layout": SimpleNamespace(world=1), "steps": 5, "start": 3, "completed": False}
     opening = _start_text(
-        SimpleNamespace(**shown, composed=SimpleNamespace(model="qwen3_toy", graphs=None), remark=said)
+        SimpleNamespace(**shown, composed=SimpleNamespace(model="qwen3_toy", graphs=None), remark=message)
     )
-    assert opening.endswith(f"\n{said}")
+    assert opening.endswith(f"\n{message}")

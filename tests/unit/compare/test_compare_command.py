@@ -121,16 +121,16 @@ def traced_runs(ledger_folder):
     write_ledger_of(ledger("b", traced=(2, 3), **with_trace(3, f"forward/{FC2}/output")))
 
 
-def said(*arguments: str) -> list[str]:
+def lines_below(*arguments: str) -> list[str]:
     """The lines below the verdict of `tpi compare a b`."""
     return tpi_compare("a", "b", *arguments).stdout.splitlines()[1:]
 
 
 def test_dumps_show_how_far_apart_the_values_are(traced_runs):
     dump("a", 1.0, 2.0, 3.0, 4.0)
-    assert said() == [NO_STATE, "To see how far apart the values are: tpi bisect a b"]
+    assert lines_below() == [NO_STATE, "To see how far apart the values are: tpi bisect a b"]
     dump("b", 1.0, 2.0, float(np.nextafter(np.float32(3.0), np.float32(4.0))), float("nan"))
-    assert said() == [
+    assert lines_below() == [
         f"forward/{FC2}/output: 2 of 4 elements differ, by at most 1 ULP and 2.38e-07, 1 of them with a NaN, the first "
         "at [1, 0].",
         NO_STATE,
@@ -143,7 +143,7 @@ def test_dumps_show_how_far_apart_the_values_are(traced_runs):
 def test_dumps_of_another_tensor_do_not_count(traced_runs):
     for run in ("a", "b"):
         dump(run, 1.0, 2.0, 3.0, 4.0, name=f"forward/{FC1}/output")
-    assert said() == [NO_STATE, "To see how far apart the values are: tpi bisect a b"]
+    assert lines_below() == [NO_STATE, "To see how far apart the values are: tpi bisect a b"]
 
 
 def test_damaged_dumps_hide_no_difference(traced_runs):
@@ -160,7 +160,7 @@ def test_damaged_dumps_hide_no_difference(traced_runs):
 def test_dumps_of_other_shapes_are_said(traced_runs):
     dump("a", 1.0, 2.0, 3.0, 4.0)
     dump("b", 1.0, 2.0, 3.0, 4.0, shape=(4, 1))
-    assert "no distance between float32 [2, 2] and float32 [4, 1]" in said()[0]
+    assert "no distance between float32 [2, 2] and float32 [4, 1]" in lines_below()[0]
 
 
 def test_a_ledger_on_its_own_cannot_be_bisected(ledger_folder):

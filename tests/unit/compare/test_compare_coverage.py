@@ -61,8 +61,8 @@ def test_a_difference_at_a_step_that_one_run_did_not_record_is_not_seen():
 def test_frozen_parameters_have_no_gradient():
     frozen = replace(HEADER, parameters=tuple(replace(p, gradient=None) if "norm" in p.name else p for p in PARAMETERS))
     gradients = {p.name: value(p.name) for p in frozen.parameters if p.gradient}
-    one, other = (ledger(name, frozen, at=1, steps=1, gradients=gradients) for name in "ab")
-    assert compared_values(compare(one, other)).endswith("gradients of 9 parameters and weights of 14 parameters")
+    first, other = (ledger(name, frozen, at=1, steps=1, gradients=gradients) for name in "ab")
+    assert compared_values(compare(first, other)).endswith("gradients of 9 parameters and weights of 14 parameters")
 
 
 @pytest.mark.parametrize("who", ("a", "b"))
@@ -70,9 +70,9 @@ def test_a_loss_that_one_run_lacks_is_not_comparable_unless_it_skipped_the_step(
     """The schema asks for a loss; a kind of value that a later one adds may be missing."""
     gone = ledger(who)
     object.__setattr__(gone.steps[2], "loss", None)
-    found = compare(*((gone, ledger("b")) if who == "a" else (A, gone)))
-    assert verdict_line(found) == f"not comparable: only {'b' if who == 'a' else 'a'} has loss, at step 3"
-    assert found.exit_status == 2
+    comparison = compare(*((gone, ledger("b")) if who == "a" else (A, gone)))
+    assert verdict_line(comparison) == f"not comparable: only {'b' if who == 'a' else 'a'} has loss, at step 3"
+    assert comparison.exit_status == 2
     skipped = ledger(who, skipped=True, loss=None, grad_norm=None)
     assert compare(A, skipped).verdict is Verdict.DIFFERENT
     assert compared_values(compare(skipped, skipped)).startswith("loss, gradient norm, learning rate and gradients")

@@ -47,8 +47,8 @@ def test_one_bit_of_one_digest_is_found_and_named(name, kind, step, bit):
     phase = {"gradients": "gradient", "weights": "update"}[kind]
     assert (first.step, first.phase, first.kind, first.name) == (step, phase, kind, f"{kind}/{name}")
     assert (first.a, first.b, first.ulp) == (digests[name], other, None)
-    [found] = result.parameters
-    assert (found.name, found.kind, found.first_step, found.steps) == (name, kind, step, (step,))
+    [actual] = result.parameters
+    assert (actual.name, actual.kind, actual.first_step, actual.steps) == (name, kind, step, (step,))
     assert f"different at step {step}: {kind.removesuffix('s')} of {name} differs" in verdict_line(result)
     assert verdict_line(result).endswith("; 1 of 5 steps differ")
 
@@ -58,7 +58,7 @@ def test_two_parameters_digests_swapped(pair, kind):
     digests = getattr(record(3), kind)
     swapped = digests | {pair[0]: digests[pair[1]], pair[1]: digests[pair[0]]}
     result = compare(A, ledger(**{kind: swapped}))
-    assert {found.name for found in result.parameters} == set(pair)
+    assert {parameter.name for parameter in result.parameters} == set(pair)
     nearest = max if kind == "gradients" else min  # a backward pass meets the last parameter first
     assert result.first.name == f"{kind}/{nearest(pair, key=in_order(NAMES).index)}"
 
@@ -220,18 +220,18 @@ def test_models_do_not_make_an_unfinished_run_comparable():
 
 
 @pytest.mark.parametrize("who", ("a", "b", "both"))
-@pytest.mark.parametrize("of, phase", (("weights", "update"), ("gradients", "gradient")))
-def test_replicas_that_disagree_are_never_identical(who, of, phase):
-    diverged = {"diverged": ((of, f"{FC1}.weight", ((0, 2), (1,))),)}
+@pytest.mark.parametrize("kind, phase", (("weights", "update"), ("gradients", "gradient")))
+def test_replicas_that_disagree_are_never_identical(who, kind, phase):
+    diverged = {"diverged": ((kind, f"{FC1}.weight", ((0, 2), (1,))),)}
     a = ledger("a", **(diverged if who != "b" else {}))
     b = ledger("b", **(diverged if who != "a" else {}))
     result = compare(a, b)
     assert (result.verdict, result.exit_status, result.steps_differing) == (Verdict.DIFFERENT, 1, 1)
     first = result.first
-    assert (first.step, first.phase, first.kind, first.name) == (3, phase, "replicas", f"{of}/{FC1}.weight")
+    assert (first.step, first.phase, first.kind, first.name) == (3, phase, "replicas", f"{kind}/{FC1}.weight")
     named = "a" if who == "both" else who
     assert verdict_line(result).startswith(
-        f"different at step 3: {named}: replicas of {of} {FC1}.weight disagree: ranks 0, 2 | 1; "
+        f"different at step 3: {named}: replicas of {kind} {FC1}.weight disagree: ranks 0, 2 | 1; "
     )
 
 

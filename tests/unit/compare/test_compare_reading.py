@@ -33,20 +33,20 @@ def written(file: Path, *, header=HEADER, steps: int = 4, **changes) -> Path:
 @pytest.fixture
 def decoded(monkeypatch) -> list[weakref.ref]:
     """References to the records of all lines that are decoded, in this order."""
-    found = []
+    results = []
 
     def remembered(line: bytes, header: Header, step: int) -> StepRecord:
-        one = next_step(line, header, step)
-        found.append(weakref.ref(one))
-        return one
+        single = next_step(line, header, step)
+        results.append(weakref.ref(single))
+        return single
 
     for module in (reader, stream):
         monkeypatch.setattr(module, "next_step", remembered, raising=False)
-    return found
+    return results
 
 
 def in_memory(decoded: list[weakref.ref]) -> int:
-    return sum(one() is not None for one in decoded)
+    return sum(item() is not None for item in decoded)
 
 
 def test_steps_are_read_once_in_order_and_not_kept(monkeypatch, tmp_path, decoded):
@@ -69,7 +69,7 @@ def test_steps_are_read_once_in_order_and_not_kept(monkeypatch, tmp_path, decode
     assert len(decoded) == 21  # two lines of step 3, and one of every other step
     assert max(kept) <= 6  # two steps of two pairs around the first difference, the last step and this one
     assert (identical.verdict.value, different.verdict.value) == ("identical", "different")
-    assert [comparison_json(one) for one in (identical, different)] == [
+    assert [comparison_json(item) for item in (identical, different)] == [
         comparison_json(compare(read(files[0]), read(file))) for file in files[1:]
     ]
 
@@ -78,7 +78,7 @@ def test_equal_lines_are_one_record_and_others_are_not_taken_for_them(tmp_path):
     a, b = (
         streamed(written(tmp_path / name, **changes)) for name, changes in (("a", {}), ("b", {"loss": "f32:40c80001"}))
     )
-    assert [one is other for one, other in abreast([a, b])] == [True, True, False, True]
+    assert [first is other for first, other in abreast([a, b])] == [True, True, False, True]
     assert tuple(b.steps) == read(tmp_path / "b").steps
     assert (b.steps[-1], b.steps[1:3], len(b.steps)) == (b.steps[3], read(tmp_path / "b").steps[1:3], 4)
 
@@ -88,24 +88,24 @@ def test_equal_lines_are_one_record_and_others_are_not_taken_for_them(tmp_path):
 )
 def test_the_comparison_is_that_of_ledgers_in_memory(tmp_path, changes):
     files = written(tmp_path / "a", **changes), written(tmp_path / "b", diverged=changes.get("diverged", ()))
-    together = compare(*map(streamed, files))
-    apart = compare(*map(read, files))
-    assert report([together]) == report([apart])
-    assert together.exit_status == (1 if changes else 0)
+    at_once = compare(*map(streamed, files))
+    separate = compare(*map(read, files))
+    assert report([at_once]) == report([separate])
+    assert at_once.exit_status == (1 if changes else 0)
 
 
 def test_the_end_of_the_longer_ledger_is_read_too(tmp_path):
     a, b = written(tmp_path / "a", steps=2), written(tmp_path / "b", diverged=(("gradients", "x", ((0,), (1,))),))
-    found = compare(streamed(a), streamed(b))
-    assert (found.steps_compared, found.later) == (2, (None, 3))
-    assert report([found]) == report([compare(read(a), read(b))])
+    comparison = compare(streamed(a), streamed(b))
+    assert (comparison.steps_compared, comparison.later) == (2, (None, 3))
+    assert report([comparison]) == report([compare(read(a), read(b))])
     b.write_bytes(b.read_bytes().replace(b'"step": 4', b'"step": 5'))
     with pytest.raises(LedgerError, match=r"b line 5: step 5 where step 4 belongs"):
         compare(streamed(a), streamed(b))
 
 
 def test_a_line_of_other_parameters_is_another_record(tmp_path):
-    renamed = [replace(one, name=f"{one.name}_") for one in HEADER.parameters]
+    renamed = [replace(parameter, name=f"{parameter.name}_") for parameter in HEADER.parameters]
     other = replace(HEADER, parameters=tuple(renamed))
     lines = encode_header(other) + (written(tmp_path / "a").read_bytes().partition(b"\n")[2])
     (tmp_path / "b").write_bytes(lines)
@@ -124,8 +124,8 @@ def test_a_line_that_stands_twice_is_still_out_of_order(tmp_path):
 def test_a_torn_end_is_left_out(tmp_path, end):
     file = written(tmp_path / "a")
     file.write_bytes(file.read_bytes() + end)
-    found, whole = streamed(file), read(file)
-    assert (tuple(found.steps), found.torn, found.header) == (whole.steps, whole.torn, whole.header)
+    result, whole = streamed(file), read(file)
+    assert (tuple(result.steps), result.torn, result.header) == (whole.steps, whole.torn, whole.header)
 
 
 def test_a_file_that_another_takes_the_place_of_or_that_is_cut_is_named(tmp_path):
@@ -144,8 +144,8 @@ def test_steps_so_many_apart_are_kept_as_their_span():
     steps = [1, *range(10, 101, 10), 105, 106, 107]
     for step in steps:
         tally._extend(spans, step)
-    found = tally.ParameterDifference("weight", "moments", tuple(spans))
-    assert (found.first_step, found.steps) == (1, tuple(steps))
+    result = tally.ParameterDifference("weight", "moments", tuple(spans))
+    assert (result.first_step, result.steps) == (1, tuple(steps))
     assert len(tally.ParameterDifference("w", "moments", tuple(spans)).spans) < 6
 
 
@@ -169,9 +169,9 @@ def test_who_waits_for_long_is_told_how_far_it_is(cli, monkeypatch, tmp_path):
 
 
 def test_a_hard_link_is_the_same_file(tmp_path):
-    one, link, copy = (tmp_path / name for name in ("one.jsonl", "link.jsonl", "copy.jsonl"))
-    written(one)
-    link.hardlink_to(one)
-    copy.write_bytes(one.read_bytes())
-    said = [remarks(compare(read(one), read(other)))[0] for other in (link, copy)]
-    assert [sentence.startswith("Both are the same file") for sentence in said] == [True, False]
+    single, link, copy = (tmp_path / name for name in ("one.jsonl", "link.jsonl", "copy.jsonl"))
+    written(single)
+    link.hardlink_to(single)
+    copy.write_bytes(single.read_bytes())
+    messages = [remarks(compare(read(single), read(other)))[0] for other in (link, copy)]
+    assert [sentence.startswith("Both are the same file") for sentence in messages] == [True, False]

@@ -28,7 +28,7 @@ def line(step, *, state, bare=False, **changes):
     )
     if state:
         values["clipped"] = {name: value(step, "clipped", name) for name in NAMES}
-        values["moments"] = {f"{one}/{name}": value(step, one, name) for one in STATES for name in NAMES}
+        values["moments"] = {f"{state}/{name}": value(step, state, name) for state in STATES for name in NAMES}
     return replace(record(step), **values | changes)
 
 
@@ -36,11 +36,11 @@ def ledger_with_state(name="b", *, bare=False, state=(2, 5), at=2, **changes):
     """Of step `at` these changes: kind → names of digests that are others."""
     records = []
     for step in range(1, STEPS + 1):
-        one = line(step, state=step in state, bare=bare)
+        single = line(step, state=step in state, bare=bare)
         if step == at:
-            others = {k: getattr(one, k) | dict.fromkeys(v, "f" * 32) for k, v in changes.items() if k != "diverged"}
-            one = replace(one, **others, diverged=changes.get("diverged", ()))
-        records.append(one)
+            others = {k: getattr(single, k) | dict.fromkeys(v, "f" * 32) for k, v in changes.items() if k != "diverged"}
+            single = replace(single, **others, diverged=changes.get("diverged", ()))
+        records.append(single)
     return Ledger(BARE if bare else HEADER, tuple(records), Path(name) / "ledger.jsonl", torn=False)
 
 
@@ -48,13 +48,13 @@ A = ledger_with_state("a")
 
 
 def test_the_verdict_says_what_was_compared():
-    found = compare(A, ledger_with_state())
-    assert verdict_line(found) == (
+    comparison = compare(A, ledger_with_state())
+    assert verdict_line(comparison) == (
         "identical: 5 steps, loss, gradient norm, learning rate, gradients and master weights of 14 parameters and "
         "clipped gradients and optimizer moments of 14 parameters (at steps 2 and 5) equal bit for bit"
     )
-    assert remarks(found) == ()
-    assert comparison_json(found)["coverage"]["moments"] == {"both": 2, "only_a": 0, "only_b": 0}
+    assert remarks(comparison) == ()
+    assert comparison_json(comparison)["coverage"]["moments"] == {"both": 2, "only_a": 0, "only_b": 0}
 
 
 def test_and_what_was_not():
@@ -64,8 +64,8 @@ def test_and_what_was_not():
     )
     alone = compare(ledger_with_state("a", state=(2,)), ledger_with_state(state=()))
     assert remarks(alone) == ("Not compared: clipped gradients and optimizer moments, of which b has no digests.",)
-    apart = compare(ledger_with_state("a", state=(2,)), ledger_with_state(state=(3,)))
-    assert remarks(apart) == (
+    separate = compare(ledger_with_state("a", state=(2,)), ledger_with_state(state=(3,)))
+    assert remarks(separate) == (
         "Digests of clipped gradients and optimizer moments are compared at 0 of 5 steps; a alone has them at 1; b "
         "alone has them at 1.",
     )
@@ -88,11 +88,11 @@ def test_and_what_was_not():
     ),
 )
 def test_the_first_difference_is_named_as_what_it_is(kind, name, words):
-    found = compare(A, ledger_with_state(**{kind: (name,)}))
-    assert (found.verdict, found.first.step, found.first.phase) == (Verdict.DIFFERENT, 2, "update")
-    assert (found.first.kind, found.first.name) == (kind, f"{kind}/{name}")
-    assert words in verdict_line(found)
-    [row] = parameter_rows(found)
+    comparison = compare(A, ledger_with_state(**{kind: (name,)}))
+    assert (comparison.verdict, comparison.first.step, comparison.first.phase) == (Verdict.DIFFERENT, 2, "update")
+    assert (comparison.first.kind, comparison.first.name) == (kind, f"{kind}/{name}")
+    assert words in verdict_line(comparison)
+    [row] = parameter_rows(comparison)
     column = {"clipped": row.gradient, "moments": row.moments, "masters": row.weight}[kind]
     assert (row.name, column, row.steps) == (FC1, 2, 1)
 
@@ -106,9 +106,9 @@ def test_the_update_comes_in_the_order_of_its_execution():
 
 def test_weights_that_do_not_follow_are_a_difference_even_in_both_runs():
     wrong = ledger_with_state(diverged=(("copies", FC1, ((1, 3),)),))
-    found = compare(A, wrong)
-    assert (found.verdict, found.first.kind) == (Verdict.DIFFERENT, "copies")
-    assert f"b: weights of {FC1} are not its master weights rounded, on ranks 1, 3" in verdict_line(found)
+    comparison = compare(A, wrong)
+    assert (comparison.verdict, comparison.first.kind) == (Verdict.DIFFERENT, "copies")
+    assert f"b: weights of {FC1} are not its master weights rounded, on ranks 1, 3" in verdict_line(comparison)
     assert compare(wrong, wrong).verdict is Verdict.DIFFERENT
     assert compare(wrong, wrong, repetition=True).verdict is Verdict.IDENTICAL
 
@@ -116,11 +116,11 @@ def test_weights_that_do_not_follow_are_a_difference_even_in_both_runs():
 def test_other_master_weights_are_another_model():
     bare = compare(A, ledger_with_state(bare=True))
     assert (bare.verdict, len(bare.model)) == (Verdict.DIFFERENT, 14)
-    one = replace(PARAMETERS[3], master="bfloat16")
-    header = replace(HEADER, parameters=(*HEADER.parameters[:3], one, *HEADER.parameters[4:]))
-    found = compare(A, replace(ledger_with_state(), header=header))
-    assert verdict_line(found).startswith(
-        f"different: {one.name} has float32 master weight and bfloat16 master weight; 0 of 5 steps differ"
+    single = replace(PARAMETERS[3], master="bfloat16")
+    header = replace(HEADER, parameters=(*HEADER.parameters[:3], single, *HEADER.parameters[4:]))
+    comparison = compare(A, replace(ledger_with_state(), header=header))
+    assert verdict_line(comparison).startswith(
+        f"different: {single.name} has float32 master weight and bfloat16 master weight; 0 of 5 steps differ"
     )
 
 
@@ -139,14 +139,14 @@ def test_moments_that_only_one_run_has_are_not_comparable(names, count, who):
     b = ledger_with_state()
     values = A.steps[4].moments
     b = replace(b, steps=(*b.steps[:4], replace(b.steps[4], moments={n: values.get(n, "f" * 32) for n in names})))
-    found = compare(A, b)
+    comparison = compare(A, b)
     first = min(ALL ^ names)
     more = f"; and {count - 1} more"
-    assert verdict_line(found) == f"not comparable: only {who} has moments/{first}, at step 5{more}"
-    assert (found.exit_status, len(found.unmatched)) == (2, count)
-    assert comparison_json(found)["unmatched"][0] == {"name": f"moments/{first}", "step": 5, "run": who}
+    assert verdict_line(comparison) == f"not comparable: only {who} has moments/{first}, at step 5{more}"
+    assert (comparison.exit_status, len(comparison.unmatched)) == (2, count)
+    assert comparison_json(comparison)["unmatched"][0] == {"name": f"moments/{first}", "step": 5, "run": who}
     # What both have at every step is what the line of a difference, or of a verdict, may count.
-    assert found.tensors["moments"] == ALL & names
+    assert comparison.tensors["moments"] == ALL & names
     different = compare(A, replace(b, steps=(replace(b.steps[0], loss="f32:40c80001"), *b.steps[1:])))
     assert different.verdict is Verdict.DIFFERENT
     assert remarks(different)[0] == f"Not compared: only {who} has moments/{first}, at step 5{more}."
@@ -160,16 +160,16 @@ def test_a_kind_that_a_run_always_records_beside_another_is_not_comparable_witho
     b = ledger_with_state()
     gone = {} if kind == "nothing" else {kind: None}
     b = replace(b, steps=(b.steps[0], replace(b.steps[1], **gone), *b.steps[2:]))
-    for found in (compare(A, b), compare(b, A)):
-        assert found.verdict is (Verdict.NOT_COMPARABLE if alone else Verdict.IDENTICAL)
-        assert [one.name for one in found.unmatched] == [kind] * alone
+    for result in (compare(A, b), compare(b, A)):
+        assert result.verdict is (Verdict.NOT_COMPARABLE if alone else Verdict.IDENTICAL)
+        assert [item.name for item in result.unmatched] == [kind] * alone
 
 
 @pytest.mark.parametrize("ranks", ([], [[]], [[0], []]))
 def test_replicas_that_disagree_on_no_rank_are_refused(ranks):
-    one = line(1, state=False, diverged=(("gradients", FC1, ((0,), (1,))),))
-    whole = encode_header(HEADER) + encode_step(one, HEADER)
-    assert parse(Path("x"), whole).steps == (one,)
+    single = line(1, state=False, diverged=(("gradients", FC1, ((0,), (1,))),))
+    whole = encode_header(HEADER) + encode_step(single, HEADER)
+    assert parse(Path("x"), whole).steps == (single,)
     with pytest.raises(LedgerError, match="diverged: no ranks"):
         parse(Path("x"), whole.replace(b'"ranks": [[0], [1]]', f'"ranks": {ranks}'.encode()))
 
@@ -203,8 +203,8 @@ def test_what_is_altered_is_refused(change, words):
 
 
 def test_a_state_that_not_every_parameter_has():
-    some = {f"momentum/{name}": value(name) for name in NAMES[:3]} | {
+    moments = {f"momentum/{name}": value(name) for name in NAMES[:3]} | {
         f"exp_avg/{name}": value(name) for name in NAMES[3:]
     }
-    one = replace(line(1, state=False), moments=some)
-    assert parse(Path("x"), encode_header(HEADER) + encode_step(one, HEADER)).steps == (one,)
+    single = replace(line(1, state=False), moments=moments)
+    assert parse(Path("x"), encode_header(HEADER) + encode_step(single, HEADER)).steps == (single,)

@@ -60,15 +60,15 @@ def test_other_initial_weights_come_before_any_step(names):
         "initial",
         first,
     )
-    assert {found.name for found in result.initial} == names
+    assert {result.name for result in result.initial} == names
     more = f", and of {len(names) - 1} more parameters" if len(names) > 1 else ""
     assert verdict_line(result) == f"different: initial weight of {first} differs{more}; 1 of 5 steps differ"
     assert comparison_json(result)["initial"] == [name for name in NAMES if name in names]
 
 
 def test_initial_weights_that_one_run_lacks_are_not_comparable():
-    for found in (compare(ledger("a", STARTED), ledger("b")), compare(ledger("b"), ledger("a", STARTED))):
-        assert verdict_line(found) == "not comparable: only a has digests of the initial weights"
+    for result in (compare(ledger("a", STARTED), ledger("b")), compare(ledger("b"), ledger("a", STARTED))):
+        assert verdict_line(result) == "not comparable: only a has digests of the initial weights"
     without = ledger("b", replace(HEADER, parameters=()), digested=lambda step: False)  # ledger.digests=0
     assert compare(ledger("a", STARTED), without).verdict is Verdict.IDENTICAL
 
@@ -174,7 +174,7 @@ def test_a_trace_that_lacks_or_renames_an_entry_is_not_comparable(has):
     renamed = tuple(replace(e, module="x") if e.name == name else e for e in trace(3))
     pair[1] = ledger(traced=(3,), trace=renamed)
     result = compare(*(pair if has else pair[::-1]))
-    assert {(one.name, one.step) for one in result.unmatched} == {(name, 3), ("backward/x/output", 3)}
+    assert {(item.name, item.step) for item in result.unmatched} == {(name, 3), ("backward/x/output", 3)}
     other = compare(pair[0], ledger(traced=(3,), trace=fewer, loss="f32:40c80001"))
     assert other.verdict is Verdict.DIFFERENT
     assert f"Not compared: only a has {name}, at step 3." in remarks(other)

@@ -97,9 +97,9 @@ def test_a_skipped_step():
     both = compare(plain_ledger(**gone), plain_ledger(**gone))
     assert both.verdict is Verdict.IDENTICAL
     assert "; 1 of them skipped by both" in verdict_line(both)
-    one = compare(plain_ledger(), plain_ledger(**gone))
-    assert "loss f32:40c80000 6.25 vs none; 1 of 5 steps differ" in verdict_line(one)
-    assert (both.steps_skipped, one.steps_skipped) == (1, 0)
+    single = compare(plain_ledger(), plain_ledger(**gone))
+    assert "loss f32:40c80000 6.25 vs none; 1 of 5 steps differ" in verdict_line(single)
+    assert (both.steps_skipped, single.steps_skipped) == (1, 0)
 
 
 @pytest.mark.parametrize("lengths", ((5, 3), (3, 5)))

@@ -20,15 +20,15 @@ def test_what_is_equal_goes_on():
 
 @pytest.mark.parametrize("kind, name", (("masters", FC1), ("moments", f"exp_avg/{FC1}"), ("moments", f"step/{FC1}")))
 def test_any_difference_is_named(kind, name):
-    said = problem(LINE, replace(LOADED, **{kind: getattr(LOADED, kind) | {name: "0" * 32}}))
-    assert f"the state loaded for step 4 is not the one that the ledger has of it: {kind}/{name} differ." in said
-    assert "checkpoint.ckpt_step=STEP" in said
+    message = problem(LINE, replace(LOADED, **{kind: getattr(LOADED, kind) | {name: "0" * 32}}))
+    assert f"the state loaded for step 4 is not the one that the ledger has of it: {kind}/{name} differ." in message
+    assert "checkpoint.ckpt_step=STEP" in message
 
 
 def test_replicas_and_copies_that_differ_are_named():
     assert f"weights/{FC1} (on some ranks)" in problem(LINE, replace(LOADED, diverged=(("copies", FC1, ((1,),)),)))
-    apart = replace(LOADED, diverged=(("masters", FC1, ((0,), (1,))),))
-    assert f"masters/{FC1} (on some ranks)" in problem(LINE, apart)
+    diverged = replace(LOADED, diverged=(("masters", FC1, ((0,), (1,))),))
+    assert f"masters/{FC1} (on some ranks)" in problem(LINE, diverged)
 
 
 def test_a_state_that_was_not_loaded_is_a_difference():

@@ -22,14 +22,14 @@ def run(name: str, tp: int, loss: float, **numerics: str):
 
 
 @pytest.mark.parametrize(
-    "loss, said", ((6.001, "no more than rounding in bf16 does"), (6.1, "more than rounding does"))
+    "loss, message", ((6.001, "no more than rounding in bf16 does"), (6.1, "more than rounding does"))
 )
-def test_two_layouts_from_one_start_are_measured_and_the_audit_is_named(loss, said):
+def test_two_layouts_from_one_start_are_measured_and_the_audit_is_named(loss, message):
     compared = compare(run("a", 1, 6.0), run("b", 2, loss))
     text = remarks(compared)[-1]
     assert text.startswith("help: numerics=stock adds in another order in every layout (tp=1 and tp=2)")
     assert f"relatively in loss by {abs(loss - 6) / 6:.1e}" in text
-    assert said in text
+    assert message in text
     assert text.endswith("tpi audit MODEL tp=2")
     assert weights_drawn(compared) is None
 

@@ -87,7 +87,7 @@ VALUES = {
     "ddp.fsdp_all_gather_in_start_param_sync": (False,),
     "train.check_optimizer_step_success": (False,),
 }
-OF_CPUS = [one.name for one in environment.VARIABLES if one.devices == ("cpu",)]
+OF_CPUS = [variable.name for variable in environment.VARIABLES if variable.devices == ("cpu",)]
 PATHS = [(row, path) for row in ROWS for path in row.paths]
 
 
@@ -110,19 +110,19 @@ def _wrong(row, path):
     raise AssertionError(f"no value is wrong for {path}")
 
 
-def _of(config):
+def _environment(config):
     return config.section("cluster").get("environment", {})
 
 
 def test_a_row_sets_its_field_right_and_says_so():
     for row, path in PATHS:
         config = _wrong(row, path)
-        done, lines = adjust(config, (), _of(config), None)
+        done, lines = adjust(config, (), _environment(config), None)
         now = adjusted._at(done.sections, path.split("."))
         assert not row.wrong(done, now) or now is adjusted.NOT_SET, path
-        said = [line for line in lines if line.startswith(f"{path}: ")]
-        assert said, (path, lines)
-        assert all(" -> " in line and line.rpartition(": ")[2] for line in said), said
+        messages = [line for line in lines if line.startswith(f"{path}: ")]
+        assert messages, (path, lines)
+        assert all(" -> " in line and line.rpartition(": ")[2] for line in messages), messages
         assert not [problem for problem in limits_of(done) if f" {path}=" in problem]
 
 
@@ -130,7 +130,7 @@ def test_what_the_command_line_sets_is_left():
     for row, path in PATHS:
         config = _wrong(row, path)
         for typed in (path, path.rpartition(".")[0]):
-            done, _ = adjust(config, (typed,), _of(config), None)
+            done, _ = adjust(config, (typed,), _environment(config), None)
             assert adjusted._at(done.sections, path.split(".")) == adjusted._at(config.sections, path.split(".")), path
 
 
@@ -166,7 +166,7 @@ def test_cp_is_as_large_as_it_is_covered_and_so_are_context_shards(beside, cp):
 
 
 @pytest.mark.parametrize(
-    "layers, pp, said, ends",
+    "layers, pp, message, ends",
     (
         (92, 8, {}, (10, 10)),
         (46, 4, {}, (11, 11)),
@@ -180,8 +180,8 @@ def test_cp_is_as_large_as_it_is_covered_and_so_are_context_shards(beside, cp):
         (7, 2, {"num_layers_in_first_pipeline_stage": 2}, (2, None)),
     ),
 )
-def test_the_first_and_the_last_stage_have_other_layers_where_pp_does_not_divide_them(layers, pp, said, ends):
-    beside = {f"model__{name}": value for name, value in said.items()}
+def test_the_first_and_the_last_stage_have_other_layers_where_pp_does_not_divide_them(layers, pp, message, ends):
+    beside = {f"model__{name}": value for name, value in message.items()}
     config = with_fields(TREE, model__num_layers=layers, model__pipeline_model_parallel_size=pp, **beside)
     done, _ = adjust(config, (), {}, None)
     assert tuple(done.model.get(name) for name in layout.UNEVEN) == ends

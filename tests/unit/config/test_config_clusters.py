@@ -43,32 +43,32 @@ def test_every_cluster_that_comes_with_tpi_is_in_the_table():
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_nodes_of_eight_gpus(name):
-    found, (capability, variables) = cluster(f"cluster={name}"), SHIPPED[name]
-    assert (found["name"], found["gpus_per_node"], tuple(found["compute_capability"])) == (name, 8, capability)
-    assert found["environment"] == {"TORCH_NCCL_HIGH_PRIORITY": "1", **variables}
-    assert found["container"] is None
-    assert found["ranks_per_node"] is None
+    result, (capability, variables) = cluster(f"cluster={name}"), SHIPPED[name]
+    assert (result["name"], result["gpus_per_node"], tuple(result["compute_capability"])) == (name, 8, capability)
+    assert result["environment"] == {"TORCH_NCCL_HIGH_PRIORITY": "1", **variables}
+    assert result["container"] is None
+    assert result["ranks_per_node"] is None
 
 
 @pytest.mark.parametrize("name", ARM)
 def test_nodes_of_grace_processors(name):
-    found, (capability, gpus) = cluster(f"cluster={name}"), ARM[name]
-    assert (found["name"], found["gpus_per_node"], tuple(found["compute_capability"])) == (name, gpus, capability)
-    assert found["architecture"] == "aarch64"
+    result, (capability, gpus) = cluster(f"cluster={name}"), ARM[name]
+    assert (result["name"], result["gpus_per_node"], tuple(result["compute_capability"])) == (name, gpus, capability)
+    assert result["architecture"] == "aarch64"
     assert {cluster(f"cluster={other}")["architecture"] for other in SHIPPED} == {"x86_64"}
 
 
 def test_this_machine_is_whatever_it_is():
-    found = cluster("cluster=local")
-    assert (found["gpus_per_node"], found["compute_capability"], found["environment"]) == (None, None, {})
+    result = cluster("cluster=local")
+    assert (result["gpus_per_node"], result["compute_capability"], result["environment"]) == (None, None, {})
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_clusters_variables_reach_the_ranks_and_are_recorded(name):
     variables = cluster(f"cluster={name}")["environment"]
-    found = settings("gpu", {}, variables)
-    assert found == settings("gpu", {}) | variables
-    assert recorded(found).keys() >= variables.keys()
+    result = settings("gpu", {}, variables)
+    assert result == settings("gpu", {}) | variables
+    assert recorded(result).keys() >= variables.keys()
 
 
 @pytest.mark.parametrize("name", ("TORCH_NCCL_HIGH_PRIORITY", "CUDA_DEVICE_MAX_CONNECTIONS"))
@@ -96,12 +96,12 @@ def test_a_clusters_value_is_refused_where_the_shells_is(device):
         harmless = [value for value in (row.value, *row.accepted) if value is not None]
         remedy = f" or set cluster.environment.{row.name}={harmless[0]}" if harmless else ""
         assert problem.endswith(f"; leave it out{remedy}")
-    right = {v.name: v.value for v in rows if v.value is not None}
+    values = {v.name: v.value for v in rows if v.value is not None}
     with pytest.raises(ConfigError) as error:  # of no effect, and yet wrong
-        settings(device, right, wrong)
+        settings(device, values, wrong)
     assert len(error.value.problems) == len(rows)
     with pytest.raises(ConfigError) as error:
-        settings(device, wrong, right)
+        settings(device, wrong, values)
     assert all(" in the environment: " in p for p in error.value.problems)
 
 
@@ -168,16 +168,16 @@ SECRETS = (
 def test_a_secret_in_a_file_is_refused_and_never_shown(tmp_path, value):
     file = tmp_path / "site.yaml"
     file.write_text("environment:\n" + "".join(f"  {name}: {value}\n" for name in SECRETS))
-    found = gpu_problems(f"cluster={file}")
+    problems = gpu_problems(f"cluster={file}")
     for name in SECRETS:
-        assert any(problem.startswith(f"cluster.environment.{name}: ") for problem in found), name
-    assert not any(value.strip("'") in problem for problem in found)
+        assert any(problem.startswith(f"cluster.environment.{name}: ") for problem in problems), name
+    assert not any(value.strip("'") in problem for problem in problems)
 
 
 def test_a_secret_on_the_command_line_is_refused_and_never_shown():
-    found = gpu_problems(*(f"cluster.environment.{name}=hunter2" for name in SECRETS))
-    assert [problem.split(": ")[0] for problem in found] == [f"cluster.environment.{name}" for name in SECRETS]
-    assert all("cluster.forward" in problem and "hunter2" not in problem for problem in found)
+    problems = gpu_problems(*(f"cluster.environment.{name}=hunter2" for name in SECRETS))
+    assert [problem.split(": ")[0] for problem in problems] == [f"cluster.environment.{name}" for name in SECRETS]
+    assert all("cluster.forward" in problem and "hunter2" not in problem for problem in problems)
 
 
 def test_what_only_sounds_like_a_secret_is_none():
@@ -288,10 +288,10 @@ WRONG = (
 @anywhere
 @pytest.mark.parametrize("text, says", WRONG, ids=[repr(text) for text, _ in WRONG])
 def test_what_is_wrong_in_a_file_is_said_with_everything_else(site, text, says):
-    found = gpu_problems(site(text), "tp=3", "seq=126", "lr=fast", device="cpu")
+    problems = gpu_problems(site(text), "tp=3", "seq=126", "lr=fast", device="cpu")
     for beginning in (*says, "tp=3 does not divide", "lr=fast: "):
-        assert sum(problem.startswith(beginning) for problem in found) == 1, beginning
-    assert len(found) == len(says) + 2
+        assert sum(problem.startswith(beginning) for problem in problems) == 1, beginning
+    assert len(problems) == len(says) + 2
 
 
 # What cannot be read at all.
@@ -439,8 +439,8 @@ def test_files_that_would_be_passed_over_are_errors():
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("gpus_per_node: 3\n")
-    *found, last = gpu_problems("tp=3", "seq=126")
-    assert sorted(found) == sorted(f"{file}: {says}" for file, (_, says) in zip(files, PASSED_OVER, strict=True))
+    *result, last = gpu_problems("tp=3", "seq=126")
+    assert sorted(result) == sorted(f"{file}: {says}" for file, (_, says) in zip(files, PASSED_OVER, strict=True))
     assert last.startswith("tp=3")
     for file in files:
         file.unlink()

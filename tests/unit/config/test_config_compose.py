@@ -96,8 +96,8 @@ SPELLINGS = (
 
 @pytest.mark.parametrize("override, path, value", SPELLINGS, ids=[row[0] for row in SPELLINGS])
 def test_a_value_has_the_type_of_its_field_however_it_is_spelt(override, path, value):
-    found = at(compose("qwen3_toy", ["tp=2", override]).config.sections, path)
-    assert (type(found), found) == (type(value), value)
+    result = at(compose("qwen3_toy", ["tp=2", override]).config.sections, path)
+    assert (type(result), result) == (type(value), value)
 
 
 def test_spelling_does_not_tell_runs_apart():
@@ -146,8 +146,8 @@ def test_every_option_of_every_group_can_be_chosen_and_says_so(group, option):
     )
     tree = compose("qwen3_toy", [f"{group}={option}", *needs]).config.sections
     if group == "precision":
-        found = tree["mixed_precision"]
-        assert (found["fp8_recipe"] if isinstance(found, dict) else found) == PRECISIONS[option]
+        result = tree["mixed_precision"]
+        assert (result["fp8_recipe"] if isinstance(result, dict) else result) == PRECISIONS[option]
     elif group == "cuda_graph":
         assert tree["model"]["cuda_graph_impl"] == GRAPHS[option]
     elif group == "peft":
@@ -329,7 +329,7 @@ def test_all_mistakes_are_said_at_once():
         "data=text",
         "~sp",
     ]
-    found = listed_problems(*overrides)
+    problems = listed_problems(*overrides)
     for beginning in (
         "tpp=2: unknown key",
         "lr=fast: peak learning rate",
@@ -341,8 +341,8 @@ def test_all_mistakes_are_said_at_once():
         "gbs=3 is not a multiple",
         "data=text needs data.path",
     ):
-        assert sum(problem.startswith(beginning) for problem in found) == 1, beginning
-    assert len(found) == 9
+        assert sum(problem.startswith(beginning) for problem in problems) == 1, beginning
+    assert len(problems) == 9
 
 
 def test_with_an_unknown_model_the_keys_are_checked_all_the_same():
@@ -379,11 +379,11 @@ def test_plugins_of_hydra_that_others_install_are_neither_imported_nor_lost(hydr
     (folder / "__init__.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "hydra_plugins", raising=False)
-    theirs = object()
-    monkeypatch.setitem(Singleton._instances, Plugins, theirs)
+    expected = object()
+    monkeypatch.setitem(Singleton._instances, Plugins, expected)
     hydra_tree._hydras_plugins.cache_clear()
     compose("qwen3_toy", device="cpu")
-    assert Singleton._instances[Plugins] is theirs
+    assert Singleton._instances[Plugins] is expected
     monkeypatch.delitem(Singleton._instances, Plugins)
     with pytest.raises(SystemExit, match="imported"):  # what Hydra does by itself
         Plugins.instance()

@@ -130,16 +130,16 @@ def test_bridge_overrides_are_overrides_with_the_trees_values(model):
     tree = compose(model, [f"tp={degree(model)}"], device="gpu").config
     tree = tree.with_fields("dataset", blend=[["/data/a b"], None])
     lines = describe.bridge_overrides(tree)
-    found = {}
+    results = {}
     for override in OverridesParser.create().parse_overrides(lines):
         assert not override.is_sweep_override(), override.input_line
-        found[override.key_or_group] = override.value()
+        results[override.key_or_group] = override.value()
     sections = describe.BRIDGE_SECTIONS.keys() & tree.sections.keys()
     expected = {f"{s}.{field}": value for s in sections for field, value in tree.section(s).items()}
     expected["mixed_precision"] = tree.sections["mixed_precision"]
     expected["model.activation_func"] = next((f for name, f in ACTIVATIONS.items() if model.startswith(name)), "silu")
     del expected["model._target_"], expected["tokenizer.vocab_includes_eod"]
-    assert found == expected
+    assert results == expected
 
 
 TEXTS = st.text("abé1,=:'[]{} .*~", max_size=6) | st.sampled_from(

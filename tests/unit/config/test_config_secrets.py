@@ -40,22 +40,22 @@ def _secret(monkeypatch, tmp_path):
 
 
 def safe_problems(*overrides: str) -> list[str]:
-    found = problems_of(*overrides)
-    assert SECRET not in "".join(found)
-    return found
+    problems = problems_of(*overrides)
+    assert SECRET not in "".join(problems)
+    return problems
 
 
 @pytest.mark.parametrize("key, value", LEAKS)
 def test_an_override_is_refused_by_its_key(key, value):
-    found = safe_problems(f"{key}={value}")
-    assert all(problem.startswith(key) for problem in found)
-    assert "is not resolved" in found[0]
-    assert "cluster.forward=[NAME]" in found[0]
+    problems = safe_problems(f"{key}={value}")
+    assert all(problem.startswith(key) for problem in problems)
+    assert "is not resolved" in problems[0]
+    assert "cluster.forward=[NAME]" in problems[0]
 
 
 def test_all_are_listed_at_once():
-    found = safe_problems("run.dir=${oc.env:TPI_TEST_SECRET}", "data.json_key=${oc.env:TPI_TEST_SECRET}", "mpp=2")
-    assert [problem.split()[0] for problem in found] == ["mpp=2:", "run.dir:", "data.json_key:"]
+    problems = safe_problems("run.dir=${oc.env:TPI_TEST_SECRET}", "data.json_key=${oc.env:TPI_TEST_SECRET}", "mpp=2")
+    assert [problem.split()[0] for problem in problems] == ["mpp=2:", "run.dir:", "data.json_key:"]
 
 
 def test_a_name_put_together_calls_no_other_resolver():

@@ -40,8 +40,8 @@ def test_data_shards_are_those_of_the_most_nodes():
 
 
 def test_the_script_keeps_the_data_shards(tmp_path):
-    found = submit.train(STOCK[0], [*NODES[:4], *STOCK[1:], "numerics=tree", f"run.dir={tmp_path}/run"], how=DRY)
-    assert "numerics.data_shards=4" in found.scripts[0].text
+    result = submit.train(STOCK[0], [*NODES[:4], *STOCK[1:], "numerics=tree", f"run.dir={tmp_path}/run"], how=DRY)
+    assert "numerics.data_shards=4" in result.scripts[0].text
 
 
 REFUSED = (
@@ -64,12 +64,12 @@ def test_refused_with_one_line(change, says):
 
 
 def test_the_script_asks_for_a_range_and_starts_on_what_there_is(tmp_path):
-    found = submit.train(STOCK[0], [*NODES[:4], *STOCK[1:], f"run.dir={tmp_path}/run"], how=DRY)
-    text = found.scripts[0].text
+    result = submit.train(STOCK[0], [*NODES[:4], *STOCK[1:], f"run.dir={tmp_path}/run"], how=DRY)
+    text = result.scripts[0].text
     assert "#SBATCH --nodes=1-4\n" in text
     assert "#SBATCH --ntasks" not in text  # SLURM would give no more nodes than tasks
     assert "srun --ntasks-per-node=1 --wait=60 " in text
-    assert "or as many of them as there are" in found.about
+    assert "or as many of them as there are" in result.about
 
 
 def test_a_matrix_has_no_range(tmp_path):

@@ -47,11 +47,11 @@ CHOSEN = {
 
 @pytest.mark.parametrize("command", CHOSEN)
 def test_the_first_kind_that_a_run_allows_is_chosen(command):
-    implementation, said = CHOSEN[command]
+    implementation, message = CHOSEN[command]
     model, *overrides = command.split()
     composed = compose(model, overrides, device="gpu")
     assert composed.config.model["cuda_graph_impl"] == implementation
-    assert composed.graphs == said or composed.graphs.startswith(said)
+    assert composed.graphs == message or composed.graphs.startswith(message)
 
 
 @pytest.mark.parametrize("kind", ("full", "te"))

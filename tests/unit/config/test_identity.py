@@ -204,9 +204,9 @@ def test_the_same_name_in_a_section_the_table_does_not_speak_of_does(key, value)
 def test_the_order_of_sections_and_fields_does_not_matter(sections, names):
     tree = {name: TREE[name] for name in sections}
     tree["model"] = {name: 1 for name in names}
-    found = identity(RunConfig(tree), None)
-    assert list(found) == sorted(found)
-    assert found == identity(RunConfig(TREE | {"model": dict.fromkeys("abc", 1)}), None)
+    result = identity(RunConfig(tree), None)
+    assert list(result) == sorted(result)
+    assert result == identity(RunConfig(TREE | {"model": dict.fromkeys("abc", 1)}), None)
 
 
 def test_a_mixed_precision_of_fields_counts_field_by_field():

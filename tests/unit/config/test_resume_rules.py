@@ -129,7 +129,7 @@ def test_every_degree_but_dp_decides_what_lies_in_a_buffer(degree):
 
 
 MOE = {"num_moe_experts": 8}
-APART = (
+SEPARATE = (
     ("tree", MOE, layout(), True),
     ("portable", MOE, layout(ep=2, dp=2), True),
     ("stock", MOE, layout(), False),
@@ -139,7 +139,7 @@ APART = (
 )
 
 
-@pytest.mark.parametrize("mode, model, at, separate", APART)
+@pytest.mark.parametrize("mode, model, at, separate", SEPARATE)
 def test_whether_experts_have_an_optimizer_of_their_own(mode, model, at, separate):
     assert resume_rules.experts_separate(mode, model, at) is separate
 
@@ -155,5 +155,5 @@ def test_whether_experts_have_an_optimizer_of_their_own(mode, model, at, separat
     ),
 )
 def test_random_states_are_those_of_ranks(before, now, same):
-    for one, other in ((before, now), (now, before)):
-        assert resume_rules.same_random_states(layout(**one), layout(**other)) is same
+    for first, other in ((before, now), (now, before)):
+        assert resume_rules.same_random_states(layout(**first), layout(**other)) is same

@@ -44,10 +44,10 @@ def _with_gradients(function, inputs, dtype):
     return {"y": y.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
 
 
-def _near(found, expected, tolerance=1e-5):
-    assert found.keys() == expected.keys()
+def _near(result, expected, tolerance=1e-5):
+    assert result.keys() == expected.keys()
     for name, value in expected.items():
-        error = (found[name].double() - value).norm() / value.norm()
+        error = (result[name].double() - value).norm() / value.norm()
         assert error < tolerance, (name, error)
 
 
@@ -55,9 +55,9 @@ def _near(found, expected, tolerance=1e-5):
 def test_the_scan_is_the_recurrence(chunk_size):
     """Chunks that divide the sequence, that do not, and one that is longer."""
     inputs = _scan_inputs()
-    found = _with_gradients(lambda **t: mamba.chunk_scan(chunk_size=chunk_size, dt_softplus=True, **t), inputs,
+    result = _with_gradients(lambda **t: mamba.chunk_scan(chunk_size=chunk_size, dt_softplus=True, **t), inputs,
                             torch.float32)  # fmt: skip
-    _near(found, _with_gradients(_recurrence, inputs, torch.float64))
+    _near(result, _with_gradients(_recurrence, inputs, torch.float64))
 
 
 @pytest.mark.parametrize("missing", ("D", "z", "dt_bias"))
@@ -78,10 +78,10 @@ def test_the_scan_without(missing):
 def test_a_scan_rounds_once():
     """bf16 operands, fp32 inside."""
     half = {name: value.bfloat16() for name, value in _scan_inputs().items()}
-    found = mamba.chunk_scan(chunk_size=16, dt_softplus=True, **half)
+    result = mamba.chunk_scan(chunk_size=16, dt_softplus=True, **half)
     wide = mamba.chunk_scan(chunk_size=16, dt_softplus=True, **{name: value.float() for name, value in half.items()})
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, wide.bfloat16())
+    assert result.dtype == torch.bfloat16
+    assert torch.equal(result, wide.bfloat16())
 
 
 def test_groups_that_do_not_divide_the_heads_are_refused():
@@ -98,8 +98,8 @@ def test_the_convolution_is_torchs(activation):
         y = F.conv1d(x, weight[:, None], bias, padding=3, groups=6)[..., :20]
         return F.silu(y) if activation else y
 
-    found = _with_gradients(lambda **t: mamba.causal_conv1d(activation=activation, **t), inputs, torch.float32)
-    _near(found, _with_gradients(torchs, inputs, torch.float64))
+    result = _with_gradients(lambda **t: mamba.causal_conv1d(activation=activation, **t), inputs, torch.float32)
+    _near(result, _with_gradients(torchs, inputs, torch.float64))
 
 
 def test_other_activations_are_refused():
@@ -113,7 +113,7 @@ def test_the_whole_is_its_parts():
     whole = normal(BATCH, SEQUENCE, 2 * inner + 2 * state + HEADS)
     weight, bias = normal(inner + 2 * state, 4, seed=1), normal(inner + 2 * state, seed=2)
     dt_bias, A, D = normal(HEADS, seed=3), -normal(HEADS, seed=4).exp(), normal(HEADS, seed=5)
-    found = mamba.split_conv1d_scan(whole, weight, bias, dt_bias, A, D, 16, headdim=P, ngroups=GROUPS,
+    result = mamba.split_conv1d_scan(whole, weight, bias, dt_bias, A, D, 16, headdim=P, ngroups=GROUPS,
                                     norm_before_gate=False)  # fmt: skip
     z, x, B, C, dt = whole.split((inner, inner, state, state, HEADS), -1)
     edges = list(itertools.pairwise((0, inner, inner + state, inner + 2 * state)))
@@ -125,7 +125,7 @@ def test_the_whole_is_its_parts():
         x.unflatten(-1, (HEADS, P)), dt, A, B.unflatten(-1, (GROUPS, N)), C.unflatten(-1, (GROUPS, N)), D,
         z.unflatten(-1, (HEADS, P)), dt_bias,
     )  # fmt: skip
-    torch.testing.assert_close(found, expected.flatten(2), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(result, expected.flatten(2), rtol=1e-4, atol=1e-4)
 
 
 def test_packed_sequences_are_refused():

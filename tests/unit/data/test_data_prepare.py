@@ -377,8 +377,8 @@ def test_command_prints_and_lets_errors_through(tmp_path, monkeypatch):
         "prefix": "data/corpus", "tokenizer": "byte", "vocab_size": 257, "eod": 256,
         "documents": 1, "tokens": 4, "digest": load(Path("data/corpus")).digest,
     }  # fmt: skip
-    again = run(data_app, ["prepare", "corpus.jsonl", "--json-key", "body"])
-    assert "data/corpus: 1 document, 4 tokens" in again.stdout
+    repeated = run(data_app, ["prepare", "corpus.jsonl", "--json-key", "body"])
+    assert "data/corpus: 1 document, 4 tokens" in repeated.stdout
     assert isinstance(run(data_app, ["prepare", "corpus.jsonl", "--output", "x"]).exception, DataError)
 
 

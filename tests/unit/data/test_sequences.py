@@ -14,7 +14,7 @@ def encode(text, special):
 
 
 def parsed(row, encode=encode):
-    return [(one.id, one.tokens, one.first) for one in sequences.parse(json.dumps(row).encode(), 7, 256, encode)]
+    return [(item.id, item.tokens, item.first) for item in sequences.parse(json.dumps(row).encode(), 7, 256, encode)]
 
 
 # A row -> id, tokens, first scored position.
@@ -105,8 +105,8 @@ def test_passes_have_few_shapes():
 def test_a_window_is_bounded():
     many = [sequences.Sequence(n, [0] * 1000, 1) for n in range(3000)]
     windows = [*batches.windows(many, 1 << 18)]
-    assert [one.id for window in windows for one in window] == [*range(3000)]
-    assert max(sum(len(one.tokens) for one in window) for window in windows) < (1 << 18) + 1000
+    assert [item.id for window in windows for item in window] == [*range(3000)]
+    assert max(sum(len(item.tokens) for item in window) for window in windows) < (1 << 18) + 1000
 
 
 def test_a_file_without_sequences_is_refused(tmp_path):

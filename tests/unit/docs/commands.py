@@ -12,17 +12,17 @@ ROOT_COMMAND = typer.main.get_command(app)
 
 def names(command: Any = ROOT_COMMAND, before: str = "") -> dict[str, Any]:
     """Command -> what runs it; of a group its members, as `data prepare`."""
-    found = {}
+    results = {}
     for name, inner in command.commands.items():
-        found |= names(inner, f"{before}{name} ") if hasattr(inner, "commands") else {before + name: inner}
-    return found
+        results |= names(inner, f"{before}{name} ") if hasattr(inner, "commands") else {before + name: inner}
+    return results
 
 
 def options() -> set[str]:
     """Every option of every command."""
     parameters = [parameter for command in (ROOT_COMMAND, *names().values()) for parameter in command.params]
-    found = {word for parameter in parameters for word in (*parameter.opts, *parameter.secondary_opts)}
-    return {word for word in found if word.startswith("-")} | {"--help", "--install-completion", "--show-completion"}
+    results = {word for parameter in parameters for word in (*parameter.opts, *parameter.secondary_opts)}
+    return {word for word in results if word.startswith("-")} | {"--help", "--install-completion", "--show-completion"}
 
 
 def parsed(line: str) -> tuple[str, dict[str, Any]]:

@@ -56,15 +56,15 @@ class Document:
     @cached_property
     def tables(self) -> list[tuple[list[str], list[list[str]]]]:
         """Header and rows, each a list of cells."""
-        found: list[tuple[list[str], list[list[str]]]] = []
+        result: list[tuple[list[str], list[list[str]]]] = []
         lines = self._parts[0]
         for header, rule, rows in zip(range(len(lines)), range(1, len(lines)), range(2, len(lines) + 1), strict=False):
             if lines[header].startswith("|") and re.fullmatch(r"[|\s:-]+", lines[rule]) and "-" in lines[rule]:
                 end = rows
                 while end < len(lines) and lines[end].startswith("|"):
                     end += 1
-                found.append((_cells(lines[header]), [_cells(line) for line in lines[rows:end]]))
-        return found
+                result.append((_cells(lines[header]), [_cells(line) for line in lines[rows:end]]))
+        return result
 
     @cached_property
     def commands(self) -> list[str]:

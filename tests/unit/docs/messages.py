@@ -67,8 +67,8 @@ def templates(root: Path) -> list[Template]:
         if file.is_file():
             is_python = file.read_text().startswith("#!/usr/bin/env python") or file.suffix == ".py"
             texts.update(of_python(file.read_text()) if is_python else of_bash(file.read_text()))
-    found = (Template(text) for text in texts)
-    return [template for template in found if template.letters >= LETTERS]
+    results = (Template(text) for text in texts)
+    return [template for template in results if template.letters >= LETTERS]
 
 
 def unexplained(quotation: str, known: Iterable[Template]) -> str | None:
@@ -84,14 +84,14 @@ def unexplained(quotation: str, known: Iterable[Template]) -> str | None:
         if not quotation.startswith(start[:LETTERS]):  # nor does any beginning of it
             continue
         for short in _beginnings(template, anywhere=quotation.endswith("…")):
-            found = short.match(quotation.removesuffix("…").rstrip())
-            if not found:
+            match = short.match(quotation.removesuffix("…").rstrip())
+            if not match:
                 continue
-            values = [value.strip(EDGES) for value in found.groups()]
-            left = [part for value in values if value != quotation for part in _missing(value, known)]
-            if not left:
+            values = [value.strip(EDGES) for value in match.groups()]
+            remaining = [part for value in values if value != quotation for part in _missing(value, known)]
+            if not remaining:
                 return None
-            closest = min(closest, left[0], key=len)
+            closest = min(closest, remaining[0], key=len)
     head, *tail = quotation.split("; ", 1)  # as a Problem joins its text and what solves it
     if tail and closest == quotation and unexplained(head, known) is None:
         return unexplained(tail[0], known)

@@ -68,7 +68,7 @@ def test_a_line_is_one_that_tpi_takes():
 
 
 def test_a_command_in_a_sentence_has_a_name_and_options_that_there_are():
-    first = {one.split()[0] for one in names()}
+    first = {name.split()[0] for name in names()}
     wrong = []
     for document, span in SPANS:
         words = [word.split("=")[0] for word in span.split()]
@@ -82,8 +82,8 @@ def test_a_command_in_a_sentence_has_a_name_and_options_that_there_are():
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_an_option_is_one_that_there_is(document):
     text = "\n".join((*document.spans, *document.code))
-    found = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
-    assert found - options() - FOREIGN == set()
+    results = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
+    assert results - options() - FOREIGN == set()
 
 
 @pytest.mark.parametrize("command", names())
@@ -97,7 +97,7 @@ def composable() -> list[tuple[str, str, bool]]:
 
     The third is whether the overrides say how large the model is.
     """
-    found = {}
+    results = {}
     for _, line in LINES:
         try:
             command, given = parsed(typed(line))
@@ -111,11 +111,11 @@ def composable() -> list[tuple[str, str, bool]]:
             if command == "audit":  # of stock numerics unless told otherwise
                 words = ["numerics=stock", *words, *(given["against"] or ())]
             words += [f"ledger.trace={given['trace']}"] if given.get("trace") else []
-            sized = not any(word.startswith("model.") and not _ours(word) for word in words)
+            sized = not any(word.startswith("model.") and not _is_tpis(word) for word in words)
             if any(word.startswith("model.moe_layer_freq") for word in words):  # a number for each layer
                 words = [word for word in words if not word.startswith("model.num_layers")]
-            found[given.get("model") or "qwen3_toy", " ".join(map(_here, filter(_ours, words))), sized] = None
-    return list(found)
+            results[given.get("model") or "qwen3_toy", " ".join(map(_here, filter(_is_tpis, words))), sized] = None
+    return list(results)
 
 
 def _here(word: str) -> str:
@@ -126,7 +126,7 @@ def _here(word: str) -> str:
 SIZES = ("model.num_layers", "model.num_attention_heads", "model.num_query_groups", "peft", "peft.dim")
 
 
-def _ours(word: str) -> bool:
+def _is_tpis(word: str) -> bool:
     """Whether what an override sets is known without Megatron-Bridge, which tests/distributed asks."""
     path = word.partition("=")[0]
     known = {*SIZES, *(key.path for key in SHORT_KEYS.values())}
@@ -151,8 +151,8 @@ def unfit(model: str, overrides: str) -> list[str]:
 @pytest.mark.parametrize("model, overrides, sized", composable())
 def test_the_overrides_make_runs_that_fit(model, overrides, sized):
     model = model if model.startswith(("qwen3", "nemotron3", "moonlight")) else "qwen3_toy"  # RUN, of --resume
-    found = unfit(model, overrides)
-    assert found == [] or not sized
+    result = unfit(model, overrides)
+    assert result == [] or not sized
 
 
 UNFIT = (("tp=1,4 cluster=h100", "this run needs about 158.0 GiB"), ("tp=4,2 cluster=h100", "memory is tight"))

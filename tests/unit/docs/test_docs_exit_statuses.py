@@ -12,7 +12,7 @@ from tp_invariant_recipes.features.verify import verdict
 
 # Verdict -> exit status, of all that give a verdict. The last two are of `tpi audit`.
 STATUSES = {
-    **{one.value: status for one, status in compare.EXIT_STATUS.items()},
+    **{item.value: status for item, status in compare.EXIT_STATUS.items()},
     **verdict.EXIT_STATUS,
     "within rounding": 0,
     "beyond rounding": 1,
@@ -45,7 +45,7 @@ def test_a_documented_status_is_the_codes(name, status, meaning):
 
 
 def test_the_tables_of_the_code_agree():
-    assert all(STATUSES[one.value] == status for one, status in compare.EXIT_STATUS.items())
+    assert all(STATUSES[item.value] == status for item, status in compare.EXIT_STATUS.items())
     assert {status for word, status in STATUSES.items() if word.startswith("different")} == {1}
     assert [word for word, status in STATUSES.items() if status == 1 and not word.startswith("different")] == [
         "beyond rounding"

@@ -30,8 +30,8 @@ EVERYTHING = "\n".join(map(code, DOCUMENTS))
 
 def keys_named(text: str) -> set[str]:
     """Our own keys that a text names, without what follows a mapping's key."""
-    found = {(section, rest) for section, rest in NAMED.findall(text) if not FILES.search(rest)}
-    return {f"{section}.{re.split('[.-]', rest)[0]}" for section, rest in found}
+    results = {(section, rest) for section, rest in NAMED.findall(text) if not FILES.search(rest)}
+    return {f"{section}.{re.split('[.-]', rest)[0]}" for section, rest in results}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
@@ -47,8 +47,8 @@ def test_a_key_that_does_not_exist_is_seen():
 
 @pytest.mark.parametrize("key", (*KEYS, *OWN_KEYS))
 def test_a_key_of_ours_is_documented(key):
-    said = rf"{key.partition('.')[0]}=" if key in CHOSEN else rf"(?<![\w.]){re.escape(key)}(?!\w)"
-    assert re.search(said, EVERYTHING)
+    message = rf"{key.partition('.')[0]}=" if key in CHOSEN else rf"(?<![\w.]){re.escape(key)}(?!\w)"
+    assert re.search(message, EVERYTHING)
 
 
 @pytest.mark.parametrize("key", SHORT_KEYS)
@@ -59,8 +59,8 @@ def test_a_short_key_is_documented(key):
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_group_and_its_options_are_documented(group):
     lists = [options.split("|") for name, options in ALTERNATIVES.findall(EVERYTHING) if name == group]
-    said = {option for options in lists for option in options}
-    assert said == set(GROUPS[group])
+    message = {option for options in lists for option in options}
+    assert message == set(GROUPS[group])
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)

@@ -13,13 +13,13 @@ SENTENCE = re.compile(r"[^\s|]+(?: [^\s|]+){3,}")
 
 def quotations() -> list[tuple[str, str]]:
     """Document and message: the first column of tables of messages, and what begins an item of a list."""
-    found = []
+    results = []
     for document in DOCUMENTS:
         cells = [row[0] for header, rows in document.tables if header[0] == "message" for row in rows]
         texts = [*(text for cell in cells for text in CODE.findall(cell)), *QUOTED.findall(document.prose)]
         texts = [re.sub(r"\s+", " ", text) for text in texts]
-        found += [(document.name, text) for text in texts if SENTENCE.fullmatch(text)]
-    return found
+        results += [(document.name, text) for text in texts if SENTENCE.fullmatch(text)]
+    return results
 
 
 @pytest.fixture(scope="module")

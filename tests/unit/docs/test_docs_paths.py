@@ -20,8 +20,8 @@ ELSEWHERE = re.compile("|".join(FOREIGN))
 
 def paths(text: str) -> set[str]:
     """Files of this repository that a text names."""
-    found = {path.rstrip(".") for path in (*ENDING.findall(text), *UNDER.findall(text))}
-    return {path for path in found if not ELSEWHERE.search(path)}
+    results = {path.rstrip(".") for path in (*ENDING.findall(text), *UNDER.findall(text))}
+    return {path for path in results if not ELSEWHERE.search(path)}
 
 
 def exists(path: str, beside: Path) -> bool:
@@ -40,15 +40,15 @@ def docstrings(file: Path) -> str:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_a_file_that_a_document_names_is_there(document):
     text = "\n".join((*document.spans, document.prose))
-    found = paths(re.sub(r"\]\([^)]*\)|https?://\S+", "", text))
-    assert {path for path in found if not exists(path, (ROOT / document.name).parent)} == set()
+    results = paths(re.sub(r"\]\([^)]*\)|https?://\S+", "", text))
+    assert {path for path in results if not exists(path, (ROOT / document.name).parent)} == set()
 
 
 def test_a_file_that_a_docstring_names_is_there():
     """One test of all modules: to pytest, 300 of its own would be more work than they do."""
     named = {file: paths(re.sub(r"https?://\S+", "", docstrings(file))) for file in MODULES}
     assert any(named.values())
-    assert [(file, path) for file, found in named.items() for path in found if not exists(path, file.parent)] == []
+    assert [(file, path) for file, results in named.items() for path in results if not exists(path, file.parent)] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
@@ -63,5 +63,5 @@ def test_a_link_leads_somewhere(document):
 
 def test_a_file_that_is_not_there_is_seen():
     text = "see `docs/nowhere.md`, config/nothing.py, scripts/none and tests/unit/docs; not https://x/docs/y.md"
-    found = {path for path in paths(re.sub(r"https?://\S+", "", text)) if not exists(path, ROOT)}
-    assert found == {"docs/nowhere.md", "config/nothing.py", "scripts/none"}
+    results = {path for path in paths(re.sub(r"https?://\S+", "", text)) if not exists(path, ROOT)}
+    assert results == {"docs/nowhere.md", "config/nothing.py", "scripts/none"}

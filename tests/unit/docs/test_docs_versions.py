@@ -65,7 +65,7 @@ def test_what_the_doctor_asks_for_is_pinned_and_locked(needed):
 
 @pytest.mark.parametrize("name", ("README.md", "docs/install.md"))
 def test_a_version_in_the_documents_is_the_locked_one(name):
-    (document,) = (one for one in DOCUMENTS if one.name == name)
+    (document,) = (document for document in DOCUMENTS if document.name == name)
     assert [(what, version) for what, version in versions_named(document.text) if LOCKED[what] != version] == []
 
 

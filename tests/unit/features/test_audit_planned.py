@@ -65,9 +65,9 @@ def test_a_reference_is_the_simplest_of_what_the_configuration_has():
         "qwen3_moe_toy",
         ["numerics=stock", "tp=2", "pp=2", "ep=2", "dp=2", "gbs=4", "mbs=2", "ddp.overlap_grad_reduce=true"],
     ).config
-    found = audit_reference.overrides(config, [])
-    assert {"train.micro_batch_size=1", "ddp.overlap_grad_reduce=false", "sp=false"} <= set(found)
-    assert "parallel.data_parallel_size=1" in found
+    result = audit_reference.overrides(config, [])
+    assert {"train.micro_batch_size=1", "ddp.overlap_grad_reduce=false", "sp=false"} <= set(result)
+    assert "parallel.data_parallel_size=1" in result
     own = parse_all(["mbs=2", "sp=true"])
     assert not {"train.micro_batch_size=1", "sp=false"} & set(audit_reference.overrides(config, own))
     assert "model.expert_model_parallel_size=4" in audit_reference.overrides(config, [], 4)

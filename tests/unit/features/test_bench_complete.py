@@ -23,7 +23,7 @@ def bench(tmp_path):
     directory = BenchDir(tmp_path)
     directory.figures(0).parent.mkdir()
     for rank in range(2):
-        lines = [json.dumps(LINE | {"pass": number}) for number, one in enumerate(PASSES) for _ in range(one.steps)]
+        lines = [json.dumps(LINE | {"pass": number}) for number, pass_ in enumerate(PASSES) for _ in range(pass_.steps)]
         directory.figures(rank).write_text("\n".join(lines) + "\n")
     return SimpleNamespace(directory=directory, passes=PASSES, first=SimpleNamespace(layout=SimpleNamespace(world=2)))
 

@@ -113,15 +113,15 @@ LIMITS = (
 
 @pytest.mark.parametrize("kernels, idle, waiting, limit", LIMITS)
 def test_a_step_that_waits_for_the_host_is_told_from_one_that_waits_for_ranks(kernels, idle, waiting, limit):
-    found = profile.step([span(STEP, 0, 100, "user_annotation"), *(span(*kernel, "kernel") for kernel in kernels)])
-    assert (1000 * found.idle, 1000 * found.waiting) == (pytest.approx(idle), pytest.approx(waiting))
-    assert found.idle_share == pytest.approx(idle / 100)
-    assert found.limit == limit
+    result = profile.step([span(STEP, 0, 100, "user_annotation"), *(span(*kernel, "kernel") for kernel in kernels)])
+    assert (1000 * result.idle, 1000 * result.waiting) == (pytest.approx(idle), pytest.approx(waiting))
+    assert result.idle_share == pytest.approx(idle / 100)
+    assert result.limit == limit
 
 
 def test_on_a_cpu_nothing_is_said_of_what_limits():
-    found = profile.step([span(STEP, 0, 100, "user_annotation"), span("aten::mm", 0, 50)])
-    assert (found.waiting, found.limit) == (None, None)
+    result = profile.step([span(STEP, 0, 100, "user_annotation"), span("aten::mm", 0, 50)])
+    assert (result.waiting, result.limit) == (None, None)
 
 
 def test_a_ratio_of_steps_that_wait_for_the_host_is_not_the_cost_of_the_method():
@@ -145,30 +145,30 @@ def test_a_trace_without_steps_is_refused(tmp_path):
 def nested(draw, start: int = 0, end: int = 4096, depth: int = 0) -> list[dict]:
     """Operators that lie inside each other or side by side."""
     cuts = sorted(draw(st.sets(st.integers(start, end), max_size=4 if depth < 3 else 0)))
-    found = []
+    results = []
     for a, b in zip(cuts[::2], cuts[1::2], strict=False):
-        found += [span(draw(st.sampled_from("abc")), a, b), *draw(nested(a, b, depth + 1))]
-    return found
+        results += [span(draw(st.sampled_from("abc")), a, b), *draw(nested(a, b, depth + 1))]
+    return results
 
 
 @given(nested())
 def test_own_times_sum_to_the_time_that_any_operator_runs(operators):
-    found = profile.step([span(STEP, 0, 5000, "user_annotation"), *operators])
+    result = profile.step([span(STEP, 0, 5000, "user_annotation"), *operators])
     covered = {tick for e in operators for tick in range(e["ts"], e["ts"] + e["dur"])}
-    assert sum(k.milliseconds for k in found.kernels) == pytest.approx(len(covered) / 1000)
-    assert found.idle == pytest.approx(5 - len(covered) / 1000)
-    assert found.milliseconds == 5
-    assert sum(k.launches for k in found.kernels) == len(operators)
+    assert sum(k.milliseconds for k in result.kernels) == pytest.approx(len(covered) / 1000)
+    assert result.idle == pytest.approx(5 - len(covered) / 1000)
+    assert result.milliseconds == 5
+    assert sum(k.launches for k in result.kernels) == len(operators)
 
 
 @given(st.lists(st.tuples(st.integers(0, 900), st.integers(0, 100)), max_size=9))
 def test_nothing_runs_while_no_stream_runs_a_kernel(runs):
-    found = profile.step(
+    result = profile.step(
         [span(STEP, 0, 1000, "user_annotation"), *(span("k", at, at + dur, "kernel") for at, dur in runs)]
     )
     covered = {tick for at, dur in runs for tick in range(at, at + dur)}
-    assert found.idle == pytest.approx(1 - len(covered) / 1000)
-    assert sum(k.milliseconds for k in found.kernels) == pytest.approx(sum(dur for _, dur in runs) / 1000)
+    assert result.idle == pytest.approx(1 - len(covered) / 1000)
+    assert sum(k.milliseconds for k in result.kernels) == pytest.approx(sum(dur for _, dur in runs) / 1000)
 
 
 NUMBERS = st.integers(0, 999).map(float)  # whole, so that sums are exact in any order

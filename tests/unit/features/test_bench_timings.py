@@ -22,7 +22,7 @@ def slowest(ranks):
 
 
 def ratio(first, other):
-    return _ratio([{"ms": one} for one in first], [{"ms": one} for one in other], "ms")
+    return _ratio([{"ms": item} for item in first], [{"ms": item} for item in other], "ms")
 
 
 def spread_of(median, least, most):
@@ -31,13 +31,13 @@ def spread_of(median, least, most):
 
 @given(STEPS, st.randoms())
 def test_a_spread_holds_its_median_and_forgets_the_order(values, random):
-    found = spread(values)
-    assert found["min"] <= found["median"] <= found["max"]
-    assert {found["min"], found["max"]} <= set(values)
-    assert sum(v < found["median"] for v in values) <= len(values) / 2
-    assert sum(v > found["median"] for v in values) <= len(values) / 2
+    result = spread(values)
+    assert result["min"] <= result["median"] <= result["max"]
+    assert {result["min"], result["max"]} <= set(values)
+    assert sum(v < result["median"] for v in values) <= len(values) / 2
+    assert sum(v > result["median"] for v in values) <= len(values) / 2
     random.shuffle(values)
-    assert spread(values) == found
+    assert spread(values) == result
 
 
 def test_a_spread_of_nothing_is_refused():
@@ -49,12 +49,12 @@ def test_a_spread_of_nothing_is_refused():
     st.integers(1, 10).flatmap(lambda n: st.lists(st.lists(SECONDS, min_size=n, max_size=n), min_size=1, max_size=8))
 )
 def test_a_step_takes_as_long_as_its_slowest_rank(ranks):
-    found = slowest(ranks)
-    assert len(found) == len(ranks[0])
-    for step, seconds in enumerate(found):
+    results = slowest(ranks)
+    assert len(results) == len(ranks[0])
+    for step, seconds in enumerate(results):
         assert seconds in [1000 * rank[step] for rank in ranks]
         assert all(1000 * rank[step] <= seconds for rank in ranks)
-    assert slowest(ranks[::-1]) == found
+    assert slowest(ranks[::-1]) == results
 
 
 def test_ranks_that_took_different_numbers_of_steps_are_refused():
@@ -69,7 +69,7 @@ def test_a_mode_takes_once_its_own_time(rounds):
 
 @given(STEPS, st.sampled_from([0.25, 0.5, 2.0, 4.0]))
 def test_a_mode_that_is_always_slower_by_one_factor_has_that_ratio_without_spread(rounds, factor):
-    assert ratio(rounds, [factor * one for one in rounds]) == spread_of(factor, factor, factor)
+    assert ratio(rounds, [factor * item for item in rounds]) == spread_of(factor, factor, factor)
 
 
 @given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=9), st.data())

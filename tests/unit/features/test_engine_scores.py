@@ -104,8 +104,8 @@ READ = {
 @pytest.mark.parametrize("name", READ)
 def test_rows_of_engines(name):
     row, expected = READ[name]
-    found = engine_scores.parse(json.loads(json.dumps(row)), 1)
-    assert (found.id, found.tokens, found.logprobs) == expected
+    result = engine_scores.parse(json.loads(json.dumps(row)), 1)
+    assert (result.id, result.tokens, result.logprobs) == expected
 
 
 WRONG = (
@@ -163,7 +163,7 @@ def test_rows_that_are_of_no_engine(tmp_path, line, why):
 LENGTH = 400
 
 
-def columns(change=lambda one: one["reference"], seed=0):
+def columns(change=lambda item: item["reference"], seed=0):
     """Tokens of two sequences, drawn from categories of 50 tokens; `change` is the engine."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, 2, (2 * LENGTH, 50))
@@ -175,7 +175,7 @@ def columns(change=lambda one: one["reference"], seed=0):
         return scaled
 
     whole = logprobs()
-    one = {
+    single = {
         "sequence": np.repeat([0, 1], LENGTH),
         "position": np.tile(np.arange(1, LENGTH + 1), 2),
         "token": drawn,
@@ -183,86 +183,88 @@ def columns(change=lambda one: one["reference"], seed=0):
         "entropy": -(np.exp(whole) * whole).sum(1),
         "of": lambda temperature: logprobs(temperature)[np.arange(2 * LENGTH), drawn],
     }
-    engine = change(one)
-    one.pop("of")
-    return Columns(**one, engine=engine)
+    engine = change(single)
+    single.pop("of")
+    return Columns(**single, engine=engine)
 
 
-def moved(one, size):
-    return one["reference"] + np.random.default_rng(1).normal(0, 1, 2 * LENGTH) * size
+def moved(item, size):
+    return item["reference"] + np.random.default_rng(1).normal(0, 1, 2 * LENGTH) * size
 
 
 NAMED = {
-    "off by one: at a token's place stands the log-probability of the previous token": lambda one: np.roll(
-        one["reference"], 1
+    "off by one: at a token's place stands the log-probability of the previous token": lambda item: np.roll(
+        item["reference"], 1
     ),
-    "off by one: at a token's place stands the log-probability of the next token": lambda one: np.roll(
-        one["reference"], -1
+    "off by one: at a token's place stands the log-probability of the next token": lambda item: np.roll(
+        item["reference"], -1
     ),
-    "a temperature of about 0.9": lambda one: one["of"](0.9),
-    "a temperature of about 1.19": lambda one: one["of"](1.2),
-    "differences grow with the position": lambda one: moved(one, one["position"] / 100),
-    "at all positions alike": lambda one: moved(one, 0.5),
+    "a temperature of about 0.9": lambda item: item["of"](0.9),
+    "a temperature of about 1.19": lambda item: item["of"](1.2),
+    "differences grow with the position": lambda item: moved(item, item["position"] / 100),
+    "at all positions alike": lambda item: moved(item, 0.5),
 }
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_faults_are_named_and_nothing_else(name):
-    found = score_difference.suspects(columns(NAMED[name]))
-    assert len(found) == 1
-    assert name in found[0]
+    result = score_difference.suspects(columns(NAMED[name]))
+    assert len(result) == 1
+    assert name in result[0]
 
 
 def test_tokens_with_others_between_them_are_no_neighbours():
     """As of a file that has a value for each second token: no value is that of the next one."""
     shifted = columns(NAMED["off by one: at a token's place stands the log-probability of the next token"])
-    apart = dataclasses.replace(shifted, position=2 * shifted.position)
-    assert not any("off by one" in suspect for suspect in score_difference.suspects(apart))
+    wider = dataclasses.replace(shifted, position=2 * shifted.position)
+    assert not any("off by one" in suspect for suspect in score_difference.suspects(wider))
 
 
 def test_rounding_is_no_fault():
-    assert score_difference.suspects(columns(lambda one: moved(one, 0.01))) == []
+    assert score_difference.suspects(columns(lambda item: moved(item, 0.01))) == []
 
 
 def test_figures():
-    found = columns(lambda one: one["reference"] + np.where(np.arange(2 * LENGTH) == 7, 0.5, 0.0))
-    figures = score_difference.summary(found)
+    result = columns(lambda item: item["reference"] + np.where(np.arange(2 * LENGTH) == 7, 0.5, 0.0))
+    figures = score_difference.summary(result)
     assert figures["equal"] == 2 * LENGTH - 1
     assert figures["outside"] == 1
     assert figures["largest"] == pytest.approx(0.5)
     assert figures["k1"] == pytest.approx(0.5 / 800)
     assert figures["k3"] == pytest.approx((np.exp(-0.5) - 0.5) / 800)
-    first = score_difference.worst(found)[0]
-    assert (first["sequence"], first["position"], first["token"]) == (0, 8, found.token[7])
-    assert score_difference.by_token(found)[0]["token"] == found.token[7]
-    assert sum(row["tokens"] for row in score_difference.by_position(found)) == 2 * LENGTH
+    first = score_difference.worst(result)[0]
+    assert (first["sequence"], first["position"], first["token"]) == (0, 8, result.token[7])
+    assert score_difference.by_token(result)[0]["token"] == result.token[7]
+    assert sum(row["tokens"] for row in score_difference.by_position(result)) == 2 * LENGTH
 
 
 def reference():
     rng = np.random.default_rng(0)
-    found = {}
+    results = {}
     for layer in range(3):
-        right = rng.normal(0, 1, (40, 64)).astype(np.float32)
-        found[f"0/layers.{layer}"] = right
-        found |= {f"{n}/layers.{layer}": right * (1 + rng.choice([-1, 1], right.shape) * 2.0**-9) for n in (1, 2)}
-        found[f"0/router.{layer}"] = np.eye(8, dtype=np.uint8)[rng.integers(0, 8, 40)]
-    return found
+        expected = rng.normal(0, 1, (40, 64)).astype(np.float32)
+        results[f"0/layers.{layer}"] = expected
+        results |= {
+            f"{n}/layers.{layer}": expected * (1 + rng.choice([-1, 1], expected.shape) * 2.0**-9) for n in (1, 2)
+        }
+        results[f"0/router.{layer}"] = np.eye(8, dtype=np.uint8)[rng.integers(0, 8, 40)]
+    return results
 
 
 def test_the_first_layer_beyond_rounding_is_named():
-    found = reference()
-    engine = {f"layers.{n}": found[f"1/layers.{n}"] for n in range(3)}
-    engine |= {f"router.{n}": found[f"0/router.{n}"].argmax(1)[:, None] for n in range(3)}
-    rows = score_hidden.compared(engine, found, "bfloat16")
+    result = reference()
+    engine = {f"layers.{n}": result[f"1/layers.{n}"] for n in range(3)}
+    engine |= {f"router.{n}": result[f"0/router.{n}"].argmax(1)[:, None] for n in range(3)}
+    rows = score_hidden.compared(engine, result, "bfloat16")
     assert score_hidden.sentence(rows, 3) == "hidden states: within rounding, all 3 layers"
     assert score_hidden.sentence(rows[1:], 3) == "hidden states: within rounding, 2 of 3 layers"
     engine["layers.1"] = engine["layers.1"].copy()
     # 20 units: of all tokens together it would be within 4.
-    unit = np.sqrt(np.mean([np.square(found[f"{n}/layers.1"] - found["0/layers.1"]) for n in (1, 2)]))
+    unit = np.sqrt(np.mean([np.square(result[f"{n}/layers.1"] - result["0/layers.1"]) for n in (1, 2)]))
     engine["layers.1"][17] += 20 * unit
     engine["router.2"] = engine["router.2"].copy()
     engine["router.2"][3] ^= 1
-    rows = score_hidden.compared(engine, found, "bfloat16")
+    rows = score_hidden.compared(engine, result, "bfloat16")
     text = score_hidden.sentence(rows, 3)
     assert [row["beyond"] for row in rows] == [False, True, False]
     assert "layer 1 is the first beyond rounding" in text

@@ -43,8 +43,8 @@ def traced_ledger(other: str | None = None, **changes) -> Ledger:
             Traced(*key, "float32", (2, 3), OTHER if last and "/".join(key) == other else EQUAL) for key in entries()
         )
         digests = {
-            of: {n: OTHER if last and (kind, name) == (of, n) else EQUAL for n in NAMES}
-            for of in ("gradients", "weights")
+            recorded: {n: OTHER if last and (kind, name) == (recorded, n) else EQUAL for n in NAMES}
+            for recorded in ("gradients", "weights")
         }
         record = StepRecord(
             step, 4 * step, 8, "f32:40c80000", "f32:3fa00000", "f64:3f33a92a30553261", trace=trace, **digests
@@ -154,35 +154,35 @@ REPETITIONS = (
 )
 
 
-@pytest.mark.parametrize("recorded, again, repeats", REPETITIONS)
-def test_a_run_repeats_itself_also_where_its_replicas_disagree(recorded, again, repeats):
-    result = compare(traced_ledger(**recorded), traced_ledger(**again), repetition=True)
+@pytest.mark.parametrize("recorded, repeated, repeats", REPETITIONS)
+def test_a_run_repeats_itself_also_where_its_replicas_disagree(recorded, repeated, repeats):
+    result = compare(traced_ledger(**recorded), traced_ledger(**repeated), repetition=True)
     assert (result.verdict is Verdict.IDENTICAL) is repeats
     assert (
-        compare(traced_ledger(**recorded), traced_ledger(**again)).verdict is Verdict.DIFFERENT
+        compare(traced_ledger(**recorded), traced_ledger(**repeated)).verdict is Verdict.DIFFERENT
     )  # as between two runs
 
 
 @pytest.mark.parametrize("repeats", (True, False))
 def test_bisect_names_the_update_that_made_replicas_disagree(tmp_path, monkeypatch, repeats):
     """Of the recorded runs one has replicas that disagree; it is trained again with the same result, or another."""
-    apart = ("weights", f"{FC1}.weight", ((0, 2), (1,)))
+    unlike = ("weights", f"{FC1}.weight", ((0, 2), (1,)))
     recorded = [
         replace(traced_ledger(trace=None), path=tmp_path / "a" / "ledger.jsonl"),
-        traced_ledger(trace=None, diverged=(apart,)),
+        traced_ledger(trace=None, diverged=(unlike,)),
     ]
-    traced = [traced_ledger(), traced_ledger(diverged=(apart if repeats else UPDATED,))]
+    traced = [traced_ledger(), traced_ledger(diverged=(unlike if repeats else UPDATED,))]
     first = compare(*recorded)
-    found = bisect.Bisection(first, RunDir(tmp_path / "bisect"), first.first.step, ())
+    actual = bisect.Bisection(first, RunDir(tmp_path / "bisect"), first.first.step, ())
     planned = [
-        SimpleNamespace(environment={}, plan=SimpleNamespace(start=0, run_dir=RunDir(tmp_path / side)), ledger=one)
-        for side, one in zip("ab", traced, strict=True)
+        SimpleNamespace(environment={}, plan=SimpleNamespace(start=0, run_dir=RunDir(tmp_path / side)), ledger=item)
+        for side, item in zip("ab", traced, strict=True)
     ]
     monkeypatch.setattr(bisect, "plans", lambda *_: planned)
     monkeypatch.setattr(bisect.train, "check", lambda _: None)
-    monkeypatch.setattr(bisect, "_train", lambda again, *_: again.ledger)
-    found.directory.path.mkdir()
-    result = bisect.execute(found, lambda *_: nullcontext())
+    monkeypatch.setattr(bisect, "_train", lambda repeated, *_: repeated.ledger)
+    actual.directory.path.mkdir()
+    result = bisect.execute(actual, lambda *_: nullcontext())
     assert (result["step"], result["repeats"]) == (2, [True, repeats])
     assert ("does not repeat itself here" in result["text"]) is not repeats
     assert f"replicas of weights {FC1}.weight disagree: ranks 0" in result["text"]
@@ -232,10 +232,10 @@ def test_distances_of_all_that_was_written_out(tmp_path):
     for name, last in (("a", 5), ("b", 6)):
         write_dump(tmp_path / name, last, ("x", "y"))
         runs.append(replace(traced_ledger(), path=tmp_path / name / "ledger.jsonl"))
-    found = distances(compare(*runs), 2, ["x", "y", "z"])
-    assert {name: found[name].get("differing") for name in found} == {"x": 1, "y": 0, "z": None}
-    assert (found["x"]["max_ulp"], found["x"]["first"]) == (1, (1, 2))
-    assert "has no z" in found["z"]["error"]
+    results = distances(compare(*runs), 2, ["x", "y", "z"])
+    assert {name: results[name].get("differing") for name in results} == {"x": 1, "y": 0, "z": None}
+    assert (results["x"]["max_ulp"], results["x"]["first"]) == (1, (1, 2))
+    assert "has no z" in results["z"]["error"]
     assert set(distances(compare(*runs), 1, ["x"])["x"]) == {"error"}
 
 

@@ -9,9 +9,9 @@ NORM, QKV = "forward pass of decoder.layers.0.input_layernorm", "forward pass of
 OUTPUT = "backward pass at the input of output_layer"
 
 
-def pairs(*unlike: tuple[int, int], of: int = 2, first: str = NORM, depth: int = 3) -> list[ReplicaPair]:
+def pairs(*unlike: tuple[int, int], replicas: int = 2, first: str = NORM, depth: int = 3) -> list[ReplicaPair]:
     """Of `of` replicas in a ring."""
-    ring = [(n, (n - 1) % of) for n in range(of)]
+    ring = [(n, (n - 1) % replicas) for n in range(replicas)]
     return [ReplicaPair(*pair, first if pair in unlike else None, depth if pair in unlike else 0) for pair in ring]
 
 
@@ -40,15 +40,15 @@ def test_replicas_that_agree_are_no_suspects():
 def test_of_two_replicas_either_may_be_wrong_and_of_three_the_one_in_two_pairs_is():
     two = of_replicas(pairs((0, 1), (1, 0)), (2, 6), 0)
     assert (two.ranks, two.judge, two.where) == ((2, 6), None, NORM)
-    third = of_replicas(pairs((1, 0), (2, 1), of=3), (2, 6, 10), 0)
+    third = of_replicas(pairs((1, 0), (2, 1), replicas=3), (2, 6, 10), 0)
     assert (third.ranks, third.judge) == ((6,), "a third replica")
 
 
 @pytest.mark.parametrize("unsteady, ranks, judge", (((1,), (6,), "itself"), ((), (2, 6), None), ((0, 1), (2, 6), None)))
 def test_who_does_not_repeat_its_own_bits_is_wrong(unsteady, ranks, judge):
     own = [ReplicaPair(n, n, NORM if n in unsteady else None) for n in (0, 1)]
-    found = narrowed(of_replicas(pairs((0, 1)), (2, 6), 0), own, (2, 6), "itself")
-    assert (found.ranks, found.judge) == (ranks, judge)
+    result = narrowed(of_replicas(pairs((0, 1)), (2, 6), 0), own, (2, 6), "itself")
+    assert (result.ranks, result.judge) == (ranks, judge)
 
 
 def test_what_received_wrong_bits_from_another_rank_is_no_suspect():
@@ -72,5 +72,5 @@ def test_ranks_that_are_unlike_at_one_operation_are_all_suspects():
         narrowed(of_replicas(pairs((0, 1)), group, 0), [ReplicaPair(0, 0, NORM)], group, "itself")
         for group in ((0, 2), (1, 3))
     ]
-    found = first_of(both)
-    assert (found.ranks, found.judge) == ((0, 1), None)
+    result = first_of(both)
+    assert (result.ranks, result.judge) == ((0, 1), None)

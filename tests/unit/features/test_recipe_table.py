@@ -63,7 +63,7 @@ KEYS = {
 
 
 def test_a_line_a_family():
-    assert [recipe_list.summary(one) for one in recipe_list.families(ROWS)] == [
+    assert [recipe_list.summary(family) for family in recipe_list.families(ROWS)] == [
         "one: 1 covered, 1 covered with, 1 refused: it fine-tunes with LoRA",
         "two: 1 not here",
     ]
@@ -113,8 +113,8 @@ def test_the_reason_without_recipe_values_and_keys(problem):
 
 
 def test_more_data_parallel_ranks_than_before():
-    said = "etp * ep * pp = 8 does not divide the 4 ranks (tp * pp * cp * dp); raise dp or tp, or lower ep=8"
-    assert recipe_list._keys([said], ["dp=2"]) == ["dp=4"]
+    message = "etp * ep * pp = 8 does not divide the 4 ranks (tp * pp * cp * dp); raise dp or tp, or lower ep=8"
+    assert recipe_list._keys([message], ["dp=2"]) == ["dp=4"]
 
 
 @pytest.mark.parametrize("problem", KEYS)

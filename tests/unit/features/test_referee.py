@@ -10,31 +10,31 @@ from tp_invariant_recipes.features import check
 NAMES, MODULE, OPERATION = ("monday", "tuesday"), "decoder.layers.0.mlp.linear_fc2", "the forward pass of it"
 
 
-def judged(repeats, right=(), module=MODULE, operation=OPERATION, step=3, monkeypatch=None):
+def judged(repeats, identical=(), module=MODULE, operation=OPERATION, step=3, monkeypatch=None):
     """right: the runs whose dumps a CPU confirms."""
     if monkeypatch is not None:
-        monkeypatch.setattr(check, "check", lambda run, step, module: [SimpleNamespace(identical=run in right)])
+        monkeypatch.setattr(check, "check", lambda run, step, module: [SimpleNamespace(identical=run in identical)])
     return check.referee(NAMES, repeats, module, operation, step, lambda names, since: NAMES)
 
 
 def test_of_two_runs_the_one_that_repeats_its_bits_is_right():
-    found = judged((False, True))
-    assert found["right"] == ["b"]
-    assert found["text"] == "referee: tuesday is right: it repeats its bits here, and monday does not"
+    result = judged((False, True))
+    assert result["right"] == ["b"]
+    assert result["text"] == "referee: tuesday is right: it repeats its bits here, and monday does not"
 
 
 @pytest.mark.parametrize(
-    "right, sides, says",
+    "identical, sides, says",
     (
         (("monday",), ["a"], "monday is right, and tuesday is wrong, by the definition of decoder"),
         (NAMES, ["a", "b"], "both runs are right, by the definition"),
         ((), [], "neither run is right, by the definition"),
     ),
 )
-def test_where_both_repeat_a_cpu_computes_the_operation(monkeypatch, right, sides, says):
-    found = judged((True, True), right, monkeypatch=monkeypatch)
-    assert found["right"] == sides
-    assert says in found["text"]
+def test_where_both_repeat_a_cpu_computes_the_operation(monkeypatch, identical, sides, says):
+    result = judged((True, True), identical, monkeypatch=monkeypatch)
+    assert result["right"] == sides
+    assert says in result["text"]
 
 
 @pytest.mark.parametrize("module, operation", ((None, OPERATION), (MODULE, None)))

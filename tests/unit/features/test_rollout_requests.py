@@ -21,11 +21,11 @@ DRAWS = Sampling(do_sample=True)
 def test_defaults_are_those_of_transformers():
     from transformers import GenerationConfig
 
-    theirs = GenerationConfig()._get_default_generation_params()
+    expected = GenerationConfig()._get_default_generation_params()
     own = Sampling()
     for name in ("do_sample", "temperature", "top_k", "top_p", "num_return_sequences"):
-        assert getattr(own, name) == theirs[name], name
-    assert own.max_new_tokens == theirs["max_length"]  # which generate() takes for new tokens, if nobody sets it
+        assert getattr(own, name) == expected[name], name
+    assert own.max_new_tokens == expected["max_length"]  # which generate() takes for new tokens, if nobody sets it
     assert all(
         hasattr(GenerationConfig(), name) for name in prompts.NAMES if name not in ("seed", *prompts.SHORT_NAMES)
     )
@@ -144,12 +144,12 @@ def test_prompts_are_text_ids_and_conversations(tmp_path, talking):
         {"id": 7, "prompt": [4], "n": 3, "top_k": 5},
         {"messages": [{"role": "user", "content": "2 + 3"}]},
     ]
-    found = read(tmp_path, rows, talking)
-    assert [request.id for request in found] == ["1", "x", "7", "4"]
+    results = read(tmp_path, rows, talking)
+    assert [request.id for request in results] == ["1", "x", "7", "4"]
     # <eos>, <unk>, +, =, 0, 1, …
-    assert [request.tokens for request in found] == [(6, 2, 7, 3), (1, 2), (4,), (6, 2, 7, 0, 3)]
-    assert found[2].sampling == Sampling(do_sample=True, num_return_sequences=3, top_k=5)
-    assert found[0].sampling == DRAWS
+    assert [request.tokens for request in results] == [(6, 2, 7, 3), (1, 2), (4,), (6, 2, 7, 0, 3)]
+    assert results[2].sampling == Sampling(do_sample=True, num_return_sequences=3, top_k=5)
+    assert results[0].sampling == DRAWS
 
 
 def test_bytes_are_a_tokenizer(tmp_path):

@@ -25,17 +25,17 @@ def planned_sweep(*overrides: str) -> verify.Verification:
 
 def finished(*losses: str, steps: int = 2) -> MatrixDir:
     """A sweep over as many learning rates whose runs have these last losses; the last of four steps is planned."""
-    found = planned_sweep(f"lr={','.join(f'{n}e-2' for n in range(1, len(losses) + 1))}", "iters=2")
-    found.directory.path.mkdir()
-    found.directory.write_matrix(found.matrix)
-    for cell, loss in zip(found.matrix.cells, losses, strict=True):
-        run = found.plans[cell.name]
+    result = planned_sweep(f"lr={','.join(f'{n}e-2' for n in range(1, len(losses) + 1))}", "iters=2")
+    result.directory.path.mkdir()
+    result.directory.write_matrix(result.matrix)
+    for cell, loss in zip(result.matrix.cells, losses, strict=True):
+        run = result.plans[cell.name]
         head = verify.Header(identity=run.identity, layout=cell.layout, numerics=cell.numerics)
         record.write(run, attempt=False)
-        with LedgerWriter(found.directory.cell(cell.name).ledger).create(head) as writer:
+        with LedgerWriter(result.directory.cell(cell.name).ledger).create(head) as writer:
             for step in range(1, steps + 1):
                 writer.append(StepRecord(step, step, 64, loss, "f32:3fa00000", "f64:3f33a92a30553261"))
-    return found.directory
+    return result.directory
 
 
 # Arguments of `tpi sweep`, and what must stand in the message.
@@ -63,22 +63,22 @@ def test_a_mistake_is_one_message_and_leaves_nothing(cli, here, arguments, says)
 
 
 def test_every_combination_is_a_run_whatever_its_identity_and_length(here):
-    found = planned_sweep("lr=1e-3,3e-4", "seed=1,2", "iters=3")
-    assert [cell.label for cell in found.matrix.cells] == [
+    result = planned_sweep("lr=1e-3,3e-4", "seed=1,2", "iters=3")
+    assert [cell.label for cell in result.matrix.cells] == [
         "lr=0.001 seed=1",
         "lr=0.001 seed=2",
         "lr=0.0003 seed=1",
         "lr=0.0003 seed=2",
     ]
-    assert len({cell.identity_hash for cell in found.matrix.cells}) == 4
+    assert len({cell.identity_hash for cell in result.matrix.cells}) == 4
     assert [cell.steps for cell in planned_sweep("iters=3,4").matrix.cells] == [3, 4]
 
 
 def test_an_impossible_combination_is_left_out_and_named(here):
-    found = planned_sweep("tp=1,2", "sp=true,false", "seed=1,2")
-    assert len(found.matrix.cells) == 6
-    assert [one.label for one in found.matrix.left_out] == ["tp=1 sp=true seed=1", "tp=1 sp=true seed=2"]
-    assert all(one.why.startswith("sp=true needs tp > 1") for one in found.matrix.left_out)
+    result = planned_sweep("tp=1,2", "sp=true,false", "seed=1,2")
+    assert len(result.matrix.cells) == 6
+    assert [item.label for item in result.matrix.left_out] == ["tp=1 sp=true seed=1", "tp=1 sp=true seed=2"]
+    assert all(item.why.startswith("sp=true needs tp > 1") for item in result.matrix.left_out)
 
 
 def test_finished_runs_are_listed_and_shown_on_one_page(cli):
@@ -125,9 +125,9 @@ def test_without_a_step_there_is_no_page():
 def test_a_verify_is_no_sweep_and_a_sweep_no_verify(here):
     with pytest.raises(RunError, match=r"s is not a directory of tpi verify: matrix\.json: tpi sweep has made it"):
         judge(finished(*LOSSES[:2]).path)
-    found = verify.new("qwen3_toy", ["tp=1,2"], against=None, directory=Path("v"))
-    found.directory.path.mkdir()
-    found.directory.write_matrix(found.matrix)
+    result = verify.new("qwen3_toy", ["tp=1,2"], against=None, directory=Path("v"))
+    result.directory.path.mkdir()
+    result.directory.write_matrix(result.matrix)
     with pytest.raises(RunError, match=r"v is not a directory of tpi sweep: matrix\.json: tpi verify has made it"):
         sweep.results(Path("v"))
 

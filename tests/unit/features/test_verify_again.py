@@ -84,12 +84,12 @@ def test_what_has_not_passed_is_planned_again_and_the_rest_is_kept(monkeypatch):
     trains(monkeypatch, tp2=OTHER, tp4="stopped")
     verified()
     kept = Path("m/tp1/ledger.jsonl").stat().st_mtime_ns
-    again = verify.plan_rerun(Path("m"))
-    assert isinstance(again, verify.Verification)
-    assert (list(again.plans), again.anew) == (["tp2", "tp4"], {"tp2"})
+    repeated = verify.plan_rerun(Path("m"))
+    assert isinstance(repeated, verify.Verification)
+    assert (list(repeated.plans), repeated.anew) == (["tp2", "tp4"], {"tp2"})
     Path("m/tp4/ledger.jsonl").unlink()  # what stands for going on is a ledger of all steps
     trained = trains(monkeypatch)
-    verdict = verify.execute(again, lambda *_: nullcontext())
+    verdict = verify.execute(repeated, lambda *_: nullcontext())
     assert trained == ["tp2", "tp4"]
     assert (verdict.exit_status, cell_states(verdict)) == (0, ["reference", "identical", "identical"])
     assert Path("m/tp1/ledger.jsonl").stat().st_mtime_ns == kept
@@ -105,9 +105,9 @@ def test_nothing_set_aside_is_overwritten(monkeypatch):
     trains(monkeypatch, tp4=OTHER)
     verified()
     for _ in range(2):
-        again = verify.plan_rerun(Path("m"))
-        assert isinstance(again, verify.Verification)
-        assert verify.execute(again, lambda *_: nullcontext()).exit_status == 1
+        repeated = verify.plan_rerun(Path("m"))
+        assert isinstance(repeated, verify.Verification)
+        assert verify.execute(repeated, lambda *_: nullcontext()).exit_status == 1
     assert sorted(path.name for path in Path("m/set-aside").iterdir()) == ["tp4", "tp4-2"]
 
 
@@ -115,9 +115,9 @@ def test_nothing_set_aside_is_overwritten(monkeypatch):
 def test_a_cell_that_would_be_another_run_is_not_trained(monkeypatch, change):
     trains(monkeypatch, tp2="failed")
     verified()
-    found = json.loads(Path("m/matrix.json").read_text())
-    found["cells"][1][change] = {"identity_hash": "0" * 64, "layout": {"tp": 4}, "steps": 7}[change]
-    Path("m/matrix.json").write_text(json.dumps(found))
+    result = json.loads(Path("m/matrix.json").read_text())
+    result["cells"][1][change] = {"identity_hash": "0" * 64, "layout": {"tp": 4}, "steps": 7}[change]
+    Path("m/matrix.json").write_text(json.dumps(result))
     with pytest.raises(ConfigError, match=rf"would be another run now than the one planned \({change}\)"):
         verify.plan_rerun(Path("m"))
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("here", "no_gpus")
 def spread_cells(*overrides: str) -> tuple[list[tuple[str, str, tuple[str, ...]]], list[str]]:
     problems: list[str] = []
     _, choices = matrix.spread(parse_all(overrides), problems)
-    return [(one.name, one.label, texts(one.overrides)) for one in choices], problems
+    return [(choice.name, choice.label, texts(choice.overrides)) for choice in choices], problems
 
 
 def test_several_values_are_a_cell_each_in_the_order_given():
@@ -138,41 +138,41 @@ def planned_matrix(*overrides: str, against: Path | None = None) -> verify.Verif
 
 def test_each_cell_is_a_run_of_its_own_and_nothing_is_written_yet(here):
     before = sorted(here.rglob("*"))
-    found = planned_matrix("tp=1,2", "dp=1,2", "iters=3", "numerics=tree")
-    assert found.directory.path.parent == Path("runs")
-    assert found.directory.path.name.startswith("verify-qwen3_toy-")
-    assert str(found.matrix) == "tp=1, 2 × dp=1, 2"
-    assert [(cell.name, cell.ranks, cell.steps) for cell in found.matrix.cells] == [
+    result = planned_matrix("tp=1,2", "dp=1,2", "iters=3", "numerics=tree")
+    assert result.directory.path.parent == Path("runs")
+    assert result.directory.path.name.startswith("verify-qwen3_toy-")
+    assert str(result.matrix) == "tp=1, 2 × dp=1, 2"
+    assert [(cell.name, cell.ranks, cell.steps) for cell in result.matrix.cells] == [
         ("tp1-dp1", 1, 3),
         ("tp1-dp2", 2, 3),
         ("tp2-dp1", 2, 3),
         ("tp2-dp2", 4, 3),
     ]
-    for cell in found.matrix.cells:
-        assert found.plans[cell.name].run_dir.path == found.directory.path / cell.name
-        assert cell.layout == found.plans[cell.name].layout.as_dict()
+    for cell in result.matrix.cells:
+        assert result.plans[cell.name].run_dir.path == result.directory.path / cell.name
+        assert cell.layout == result.plans[cell.name].layout.as_dict()
         assert cell.numerics["mode"] == "tree"
-    assert len({cell.identity_hash for cell in found.matrix.cells}) == 1
+    assert len({cell.identity_hash for cell in result.matrix.cells}) == 1
     assert sorted(here.rglob("*")) == before
 
 
 def test_the_matrix_is_read_back_as_it_was_written(here):
-    found = planned_matrix("tp=1,2", "sp=false", "numerics=tree")
-    found.directory.write_matrix(found.matrix)
-    assert MatrixDir(found.directory.path).read_matrix() == found.matrix
+    result = planned_matrix("tp=1,2", "sp=false", "numerics=tree")
+    result.directory.write_matrix(result.matrix)
+    assert MatrixDir(result.directory.path).read_matrix() == result.matrix
 
 
 def test_an_impossible_combination_is_left_out_and_named(here):
-    found = planned_matrix("tp=1,2", "sp=true,false", "iters=3")
-    assert [cell.label for cell in found.matrix.cells] == ["tp=1 sp=false", "tp=2 sp=true", "tp=2 sp=false"]
-    assert [(one.label, one.why) for one in found.matrix.left_out] == [
+    result = planned_matrix("tp=1,2", "sp=true,false", "iters=3")
+    assert [cell.label for cell in result.matrix.cells] == ["tp=1 sp=false", "tp=2 sp=true", "tp=2 sp=false"]
+    assert [(item.label, item.why) for item in result.matrix.left_out] == [
         ("tp=1 sp=true", "sp=true needs tp > 1; leave sp out or set tp")
     ]
-    assert str(found.matrix) == "tp=1, 2 × sp=true, false (without tp=1 sp=true)"
-    found.directory.path.mkdir(parents=True)
-    found.directory.write_matrix(found.matrix)
-    assert found.directory.read_matrix() == found.matrix
-    judged = judge(found.directory.path)
+    assert str(result.matrix) == "tp=1, 2 × sp=true, false (without tp=1 sp=true)"
+    result.directory.path.mkdir(parents=True)
+    result.directory.write_matrix(result.matrix)
+    assert result.directory.read_matrix() == result.matrix
+    judged = judge(result.directory.path)
     assert judged.remarks[0] == "Left out: tp=1 sp=true: sp=true needs tp > 1; leave sp out or set tp."
     assert judged.as_dict()["left_out"][0]["label"] == "tp=1 sp=true"
 
@@ -187,9 +187,9 @@ def test_a_value_that_fits_no_combination_is_a_mistake(cli):
 def test_one_cell_against_a_ledger_is_named_by_its_degree(here):
     identity = planned_matrix("tp=1,2", "iters=3").plans["tp1"].identity
     write_ledger(here / "ledger.jsonl", Header(identity=identity), 3)
-    found = planned_matrix("tp=2", "iters=3", against=Path("ledger.jsonl"))
-    assert [(cell.name, cell.label) for cell in found.matrix.cells] == [("tp2", "tp=2")]
-    assert found.matrix.against == str(here / "ledger.jsonl")
+    result = planned_matrix("tp=2", "iters=3", against=Path("ledger.jsonl"))
+    assert [(cell.name, cell.label) for cell in result.matrix.cells] == [("tp2", "tp=2")]
+    assert result.matrix.against == str(here / "ledger.jsonl")
 
 
 def test_a_ledger_of_another_seed_or_without_steps_is_refused_before_anything_starts(cli, here):
@@ -462,8 +462,10 @@ def test_a_cell_that_is_not_whole_is_never_identical(here, fault, second):
     judged = judge(where.path)
     assert (judged.verdict, judged.exit_status) == ("incomplete", 2)
     assert judged.line.startswith(f"incomplete: {line}; ")
-    said = "tp=1, tp=2 computed the same bits over 3 steps (" if second == "identical" else "different: tp=2 computed"
-    assert said in judged.line
+    message = (
+        "tp=1, tp=2 computed the same bits over 3 steps (" if second == "identical" else "different: tp=2 computed"
+    )
+    assert message in judged.line
     assert states_of_rows(judged)[:2] == [
         ("tp=1", "reference"),
         ("tp=2", "identical" if second == "identical" else "different at step 2: loss"),

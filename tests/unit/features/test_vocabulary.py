@@ -44,41 +44,41 @@ def test_differing_entries_are_counted_by_bits_and_rows_by_id(tmp_path, table, n
     other = table.copy()
     other[1, 3] = np.nextafter(table[1, 3], np.float32(9))
     other[6] += 1
-    ours = written(tmp_path / "a.jsonl", table, named=named)
+    actual = written(tmp_path / "a.jsonl", table, named=named)
     if named:  # in another order
-        theirs = written(tmp_path / "b.jsonl", np.vstack([other[3:], other[:3]]), {"b": 5, "a": 3})
+        expected = written(tmp_path / "b.jsonl", np.vstack([other[3:], other[:3]]), {"b": 5, "a": 3})
     else:
-        theirs = written(tmp_path / "b.jsonl", other, named=False)
-    found = vocabulary.compare(ours, theirs)
-    assert found == pytest.approx(
+        expected = written(tmp_path / "b.jsonl", other, named=False)
+    comparison = vocabulary.compare(actual, expected)
+    assert comparison == pytest.approx(
         {"tokens": 8, "differing_tokens": 2, "entries": 80, "differing": 11, "largest": 1.0}, rel=1e-6
     )
-    assert "11 of 80 entries differ in 2 of 8 tokens, at most by 1" in vocabulary.text(found)
+    assert "11 of 80 entries differ in 2 of 8 tokens, at most by 1" in vocabulary.text(comparison)
 
 
 def test_equal_infinities_are_equal_and_others_are_far(tmp_path, table):
     table[0, 0] = -np.inf
-    ours, other = written(tmp_path / "a.jsonl", table), table.copy()
-    assert vocabulary.compare(ours, written(tmp_path / "b.jsonl", other))["differing"] == 0
+    actual, other = written(tmp_path / "a.jsonl", table), table.copy()
+    assert vocabulary.compare(actual, written(tmp_path / "b.jsonl", other))["differing"] == 0
     other[0, 1] = np.nan
-    assert vocabulary.compare(ours, written(tmp_path / "b.jsonl", other))["largest"] == np.inf
+    assert vocabulary.compare(actual, written(tmp_path / "b.jsonl", other))["largest"] == np.inf
 
 
 def test_the_last_tokens_of_a_sequence_are_compared(tmp_path, table):
-    ours = written(tmp_path / "a.jsonl", table)
-    theirs = written(tmp_path / "b.jsonl", table[[2, 6, 7]], {"a": 1, "b": 2})
-    assert vocabulary.compare(ours, theirs) == {
+    actual = written(tmp_path / "a.jsonl", table)
+    expected = written(tmp_path / "b.jsonl", table[[2, 6, 7]], {"a": 1, "b": 2})
+    assert vocabulary.compare(actual, expected) == {
         "tokens": 3, "differing_tokens": 0, "entries": 30, "differing": 0, "largest": 0.0
     }  # fmt: skip
 
 
 def test_a_file_that_does_not_fit_is_refused(tmp_path, table, monkeypatch):
-    ours = written(tmp_path / "a.jsonl", table)
+    actual = written(tmp_path / "a.jsonl", table)
     with pytest.raises(ConfigError, match="must have float32"):
-        vocabulary.compare(ours, written(tmp_path / "b.jsonl", table[:7]))
+        vocabulary.compare(actual, written(tmp_path / "b.jsonl", table[:7]))
     with pytest.raises(ConfigError, match="9 entries a token"):
-        vocabulary.compare(ours, written(tmp_path / "b.jsonl", np.ascontiguousarray(table[:, :9])))
-    assert "which tpi score --vocab writes" in vocabulary.check([ours, tmp_path / "c.jsonl"])[0]
+        vocabulary.compare(actual, written(tmp_path / "b.jsonl", np.ascontiguousarray(table[:, :9])))
+    assert "which tpi score --vocab writes" in vocabulary.check([actual, tmp_path / "c.jsonl"])[0]
     monkeypatch.setattr(vocabulary, "free_bytes", lambda path: 100)
     with pytest.raises(ConfigError, match="score fewer sequences"):
         vocabulary.create(tmp_path / "new.npy", 8, 10)

@@ -134,10 +134,12 @@ def test_every_field_of_a_model_has_a_row_or_keeps_its_default(monkeypatch):
     default, rules = object(), [rule for rule in invariance.RULES if rule.test is invariance._unknown]
     monkeypatch.setattr(schema, "is_default", lambda section, sections, name, value: value is default)
     for name in (*field_table.read()[CLASSES["model"]], "a_field_of_a_later_release"):
-        said = {value: broken_rules(with_fields(TREE, **{f"model__{name}": value}), rules) for value in (default, 1)}
-        assert said[default] == []
+        message = {value: broken_rules(with_fields(TREE, **{f"model__{name}": value}), rules) for value in (default, 1)}
+        assert message[default] == []
         row = name in catalogue.KNOWN | catalogue.REFUSED | {*catalogue.MULTI_TOKEN_OFF, catalogue.MULTI_TOKEN_PATTERN}
-        assert lines(said[1]) == ([] if row else [f"numerics=tree: model.{name}: {UNKNOWN}; leave it unset", OR_STOCK])
+        assert lines(message[1]) == (
+            [] if row else [f"numerics=tree: model.{name}: {UNKNOWN}; leave it unset", OR_STOCK]
+        )
 
 
 def test_a_field_has_one_row():

@@ -63,7 +63,7 @@ def submitted(tmp_path: Path) -> Callable[..., Made]:
             RunDir(run).config.write_text(f"cluster: {{shared_files: {str(shared).lower()}}}\n")
             RunDir(run).run.write_text('{"attempts": []}')
         if known:
-            registry.remember(directory, [job, *(one["id"] for one in judge)])
+            registry.remember(directory, [job, *(item["id"] for item in judge)])
         return Made(directory)
 
     return make

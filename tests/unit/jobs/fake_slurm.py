@@ -27,10 +27,12 @@ echo "scancel $*" >>{folder}/calls
 AWAY = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
 
 
-def row(job: str, state: str, reason: str = "None", left: str = "9:00", nodes: str = "n1", name: str = "tpi") -> str:
+def row(
+    job: str, state: str, reason: str = "None", remaining: str = "9:00", nodes: str = "n1", name: str = "tpi"
+) -> str:
     """A row of squeue's; job: "12", or "12_3", "12_[0-4]" of an array."""
-    of, _, task = job.partition("_")
-    return "|".join((of, task.strip("[]") or "N/A", state, reason, left, nodes, name))
+    array, _, task = job.partition("_")
+    return "|".join((array, task.strip("[]") or "N/A", state, reason, remaining, nodes, name))
 
 
 @dataclass
@@ -43,12 +45,12 @@ class Slurm:
     def scene(self, *rows: str, before: str = "", away: bool = False) -> None:
         """The next answer of squeue. before: shell commands that run first. away: the controller does not answer."""
         self.scenes += 1
-        lines = [before, AWAY if away else "", *(f"echo {shlex.quote(one)}" for one in rows), "true"]
+        lines = [before, AWAY if away else "", *(f"echo {shlex.quote(row)}" for row in rows), "true"]
         (self.folder / f"scene-{self.scenes}").write_text("\n".join(lines))
 
     def accounts(self, *rows: str) -> None:
         """What sacct says; without, no accounts are kept."""
-        (self.folder / "accounts").write_text("".join(f"{one}\n" for one in rows))
+        (self.folder / "accounts").write_text("".join(f"{row}\n" for row in rows))
 
     def calls(self, command: str) -> list[str]:
         """The arguments of each call of a command."""

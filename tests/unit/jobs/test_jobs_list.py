@@ -10,13 +10,13 @@ from tests.unit.jobs.fake_slurm import age, now, row
 
 def test_the_table_of_a_verify(cli, slurm, submitted):
     made = submitted("v", cells=("tp1", "tp2"))
-    slurm.scene(row("12_1", "RUNNING", left="1-02:03:04"), row("13", "PENDING", "Dependency"))
+    slurm.scene(row("12_1", "RUNNING", remaining="1-02:03:04"), row("13", "PENDING", "Dependency"))
     now(made.attempt("tp1", outcome="completed"))
     now(made.steps(20, "tp1"))
     degrees = {"tp": 2, "pp": 1, "dp": 4, "sp": True}
     for dp in (4, 4, 2):
-        again = made.attempt("tp2", job={"id": "14", "restart": 2, "nodes": "n2"}, layout=degrees | {"dp": dp})
-    now(again)
+        repeated = made.attempt("tp2", job={"id": "14", "restart": 2, "nodes": "n2"}, layout=degrees | {"dp": dp})
+    now(repeated)
     now(made.steps(7, "tp2", torn='{"step": 8, "lo'))
     ended = cli("jobs")
     assert (ended.status, ended.err) == (0, "")
@@ -34,8 +34,8 @@ def test_a_judge_that_has_ended_shows_the_verdict(cli, slurm, submitted):
     slurm.scene()
     verdict = {"verdict": "different", "exit_status": 1, "text": "different: tp=2 computed other bits"}
     (made.directory / "verify.json").write_text(json.dumps(verdict))
-    found = json.loads(cli("jobs", "v", "--json").out)["jobs"][-1]
-    assert (found["role"], found["state"], found["exit_status"]) == ("judge", "different", 1)
+    result = json.loads(cli("jobs", "v", "--json").out)["jobs"][-1]
+    assert (result["role"], result["state"], result["exit_status"]) == ("judge", "different", 1)
     assert "13 v: different: tp=2 computed other bits" in cli("jobs", "v").out
 
 
@@ -47,10 +47,10 @@ def test_without_names_the_queue_and_the_last_day_are_listed(cli, slurm, submitt
         if name.startswith("gone"):
             os.rename(made.directory, made.directory.with_name(f"x{number}"))
     slurm.scene(row("10", "PENDING"), row("14", "RUNNING"), row("99", "RUNNING", name="somebody's own"))
-    names = [one["run"] for one in json.loads(cli("jobs", "--json").out)["jobs"]]
+    names = [job["run"] for job in json.loads(cli("jobs", "--json").out)["jobs"]]
     assert names == ["queued", "recent", "gone-queued"]
     assert "--me" in slurm.calls("squeue")[0]
-    names = [one["run"] for one in json.loads(cli("jobs", "--all", "--json").out)["jobs"]]
+    names = [job["run"] for job in json.loads(cli("jobs", "--all", "--json").out)["jobs"]]
     assert names == ["queued", "recent", "old", "gone-queued"]
 
 
@@ -58,8 +58,8 @@ def test_a_run_whose_directory_is_gone_still_has_a_state(cli, slurm, submitted):
     made = submitted("a")
     os.rename(made.directory, made.directory.with_name("b"))
     slurm.scene(row("12", "RUNNING"))
-    (found,) = json.loads(cli("jobs", "12", "--json").out)["jobs"]
-    assert (found["state"], found["step"], found["note"]) == ("RUNNING", None, f"{made.directory} is gone")
+    (result,) = json.loads(cli("jobs", "12", "--json").out)["jobs"]
+    assert (result["state"], result["step"], result["note"]) == ("RUNNING", None, f"{made.directory} is gone")
 
 
 def test_files_that_stay_on_the_nodes_are_said_to(cli, slurm, submitted):
@@ -81,7 +81,7 @@ def test_without_the_controller_run_directories_speak(cli, slurm, submitted, nam
     ended = cli("jobs", *names, "--json")
     report = json.loads(ended.out)
     assert "Unable to contact slurm controller" in report["warning"]
-    assert [(one["state"], one["alive"]) for one in report["jobs"]] == [("completed", False), ("unknown", None)]
+    assert [(job["state"], job["alive"]) for job in report["jobs"]] == [("completed", False), ("unknown", None)]
     ended = cli("jobs", *names)
     assert ended.status == 0
     assert ended.err.startswith("warning: SLURM was not asked: ")

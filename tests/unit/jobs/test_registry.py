@@ -76,9 +76,9 @@ def test_a_job_is_found_by_its_id_its_name_and_its_directory(submitted, tmp_path
     monkeypatch.setenv("HOME", str(tmp_path / "runs"))
     made = submitted("a")
     submitted("b", "14")
-    (found,) = registry.find([name])
-    assert found.directory == made.directory
-    assert [(part.id, part.role, part.run.path, part.current) for part in found.parts] == [
+    (result,) = registry.find([name])
+    assert result.directory == made.directory
+    assert [(part.id, part.role, part.run.path, part.current) for part in result.parts] == [
         ("12", "train", made.directory, True)
     ]
 
@@ -93,14 +93,14 @@ def test_a_directory_needs_no_registry(submitted):
 def test_a_verify_is_an_array_and_a_judge(submitted):
     made = submitted("v", cells=("tp1", "tp2"))
     for name in ("12", "13", "v"):
-        (found,) = registry.find([name])
-        assert [(part.id, part.role, part.run.path) for part in found.parts] == [
+        (result,) = registry.find([name])
+        assert [(part.id, part.role, part.run.path) for part in result.parts] == [
             ("12_0", "cell", made.directory / "tp1"),
             ("12_1", "cell", made.directory / "tp2"),
             ("13", "judge", made.directory),
         ]
-    (found,) = registry.find(["12_1"])
-    assert [part.name for part in found.parts] == ["v/tp2"]
+    (result,) = registry.find(["12_1"])
+    assert [part.name for part in result.parts] == ["v/tp2"]
 
 
 def test_a_name_of_several_runs_is_refused_with_their_directories(submitted, tmp_path):

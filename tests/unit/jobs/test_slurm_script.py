@@ -59,10 +59,10 @@ KINDS: dict[str, tuple[str, tuple[str, ...], str | None, int]] = {
 def _scripts(model: str, overrides: tuple[str, ...], directory: str | None) -> tuple[str, ...]:
     """The scripts that `tpi submit` prints: one of a run, two of a verify."""
     if directory is None:
-        found = submit.train(model, list(overrides), how=DRY)
+        result = submit.train(model, list(overrides), how=DRY)
     else:
-        found = submit.several("verify", model, list(overrides), directory=Path(directory), how=DRY)
-    return tuple(one.text for one in found.scripts)
+        result = submit.several("verify", model, list(overrides), directory=Path(directory), how=DRY)
+    return tuple(script.text for script in result.scripts)
 
 
 def _script(kind: str) -> str:
@@ -144,16 +144,16 @@ def test_the_script_of_a_model_differs_by_its_layout_alone(monkeypatch, model):
     run = f"/runs/h100-{model}"
     (text,) = _scripts(model, (*layout, "cluster=h100", *IN_PYTHON3, f"run.dir={run}"), None)
     nodes = int(about[0])
-    ours = {
+    actual = {
         f"# {model}: {about}", f"#SBATCH --job-name=tpi-h100-{model}", f"#SBATCH --nodes={nodes}",
         f"#SBATCH --gres=gpu:{gpus}", *(("#SBATCH --exclusive", "#SBATCH --mem=0") if gpus == 8 else ()),
         f"#SBATCH --output={run}/logs/job-%j.log", f"run={run}",
         f"srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --wait=60 \\",
         f"    python3 -m tp_invariant_recipes train {model} \\", *(f"    {word} \\" for word in layout),
     }  # fmt: skip
-    found, golden = text.splitlines(), _expected("train").splitlines()
-    assert ours <= set(found)
-    assert [line for line in found if line not in ours] == [line for line in golden if line not in _OF_THE_8B]
+    results, golden = text.splitlines(), _expected("train").splitlines()
+    assert actual <= set(results)
+    assert [line for line in results if line not in actual] == [line for line in golden if line not in _OF_THE_8B]
 
 
 _OF_THE_8B = {
@@ -223,9 +223,9 @@ def test_shellcheck_finds_nothing_in_the_expected(kind):
     "name", ("hostile", "everything", "apptainer", "verify-container")
 )  # not those like the expected
 def test_shellcheck_finds_nothing_in_a_variant(name):
-    found = scripts(name)
-    assert len(found) == (2 if "verify" in name else 1)
-    assert [_shellcheck(text) for text in found] == [""] * len(found)
+    results = scripts(name)
+    assert len(results) == (2 if "verify" in name else 1)
+    assert [_shellcheck(text) for text in results] == [""] * len(results)
 
 
 def test_shellcheck_would_find_something():
@@ -367,9 +367,9 @@ def test_every_word_reaches_the_run_as_typed(play, tmp_path):
     path = f"{tmp_path}/it's $(touch {tmp_path}/evil) `b` %j"
     asked = [*THROWAWAY, "slurm.time=5", "data=text", f"data.path={path}", f"run.dir={path}"]
     play(submit.train("qwen3_toy", asked, how=DRY).scripts[0].text, "")
-    said = (tmp_path / "said").read_text().splitlines()
+    output = (tmp_path / "said").read_text().splitlines()
     words = ["train", "qwen3_toy", *asked[:-1], "device=cpu", asked[-1], "launcher=slurm", "--continue"]
-    assert said[said.index("train") :] == words
+    assert output[output.index("train") :] == words
     assert not (tmp_path / "evil").exists()
 
 
@@ -408,9 +408,9 @@ def test_setup_is_there_for_srun(play, tmp_path):
 
 def test_a_sweep_is_an_array_and_a_job_that_lists_its_runs():
     asked = ["lr=1e-3,3e-4", "seed=1,2", *THROWAWAY, "slurm.time=5", 'slurm.setup=["module load a"]']
-    found = submit.several("sweep", "qwen3_toy", asked, directory=Path("/runs/s"), how=DRY)
-    array, judge = (one.text for one in found.scripts)
-    assert found.cells == ("lr-0.001-seed1", "lr-0.001-seed2", "lr-0.0003-seed1", "lr-0.0003-seed2")
+    result = submit.several("sweep", "qwen3_toy", asked, directory=Path("/runs/s"), how=DRY)
+    array, judge = (script.text for script in result.scripts)
+    assert result.cells == ("lr-0.001-seed1", "lr-0.001-seed2", "lr-0.0003-seed1", "lr-0.0003-seed2")
     assert "#SBATCH --array=0-3" in array
     assert f"    {sys.executable} -m tp_invariant_recipes sweep --results /runs/s\n" in judge
     assert all("eval 'module load a'" in text for text in (array, judge))
@@ -419,11 +419,11 @@ def test_a_sweep_is_an_array_and_a_job_that_lists_its_runs():
 
 def test_a_job_that_waits_for_others_says_so_to_sbatch_and_not_in_its_script():
     asked = [*THROWAWAY, "slurm.time=5", "run.dir=/runs/a"]
-    found = submit.train("qwen3_toy", asked, after=["12", "13"], how=DRY)
-    assert found.commands() == [
+    result = submit.train("qwen3_toy", asked, after=["12", "13"], how=DRY)
+    assert result.commands() == [
         "sbatch --parsable --kill-on-invalid-dep=yes --dependency=afterok:12:13 /runs/a/job.sbatch"
     ]
-    assert found.scripts[0].text == submit.train("qwen3_toy", asked, how=DRY).scripts[0].text
+    assert result.scripts[0].text == submit.train("qwen3_toy", asked, how=DRY).scripts[0].text
     with pytest.raises(RunError, match="no job nothing"):
         submit.train("qwen3_toy", asked, after=["nothing"], how=DRY)
 
@@ -432,12 +432,12 @@ def test_a_dry_run_as_json_has_the_plan_and_the_scripts(cli, monkeypatch):
     monkeypatch.chdir("/")
     away = ("cluster.container=/lustre9/a.sqsh", "cluster.python=python3")
     ended = cli("submit", "qwen3_8b", *_on("h100"), *away, "--dry-run", "--json")
-    found = json.loads(ended.out)
-    assert (ended.status, found["kind"], found["nodes"], found["ranks_per_node"]) == (0, "train", 2, 8)
-    assert found["directory"] == "/runs/h100-qwen3_8b"
+    result = json.loads(ended.out)
+    assert (ended.status, result["kind"], result["nodes"], result["ranks_per_node"]) == (0, "train", 2, 8)
+    assert result["directory"] == "/runs/h100-qwen3_8b"
     image = "cluster.container=/lustre9/a.sqsh"
-    assert found["unseen"] == [f"{image}: /lustre9/a.sqsh is not on this host; the nodes must have it"]
-    (job,) = found["jobs"]
+    assert result["unseen"] == [f"{image}: /lustre9/a.sqsh is not on this host; the nodes must have it"]
+    (job,) = result["jobs"]
     plain = cli("submit", "qwen3_8b", *_on("h100"), *away, "--dry-run")
     assert job["script"] == plain.out
     assert f"would run: {job['command']}\n" in plain.err
@@ -464,9 +464,9 @@ def _task(number: int) -> dict[str, str]:
 
 def test_each_task_of_an_array_trains_its_own_cell(array_script, play, tmp_path):
     assert play(array_script, "echo completed >v/tp8/job.ended", **_task(2)).returncode == 0
-    said = (tmp_path / "said").read_text().splitlines()
-    assert {"--nodes=2", "tp=8", f"run.dir={tmp_path}/v/tp8"} <= set(said)
-    assert {"tp=1", "tp=2"} & set(said) == set()
+    output = (tmp_path / "said").read_text().splitlines()
+    assert {"--nodes=2", "tp=8", f"run.dir={tmp_path}/v/tp8"} <= set(output)
+    assert {"tp=1", "tp=2"} & set(output) == set()
 
 
 def test_a_task_of_an_array_is_queued_again_alone(array_script, play, tmp_path):

@@ -62,13 +62,13 @@ def test_the_state_of_a_job(cli, slurm, submitted, queued, attempt, accounts, ex
         now(made.attempt(**attempt))
     ended = cli("jobs", "12", "--json")
     assert (ended.status, ended.err) == (0, "")
-    (found,) = json.loads(ended.out)["jobs"]
+    (result,) = json.loads(ended.out)["jobs"]
     text, status, note = expected
-    reason = f" ({found['reason']})" if found["reason"] else ""
-    again = f" try {found['tries']}" if found["tries"] > 1 else ""
-    assert (found["state"] + reason + again, found["exit_status"]) == (text, status)
-    assert found["alive"] is (status is None)
-    assert note in found["note"] if note else found["note"] is None
+    reason = f" ({result['reason']})" if result["reason"] else ""
+    repeated = f" try {result['tries']}" if result["tries"] > 1 else ""
+    assert (result["state"] + reason + repeated, result["exit_status"]) == (text, status)
+    assert result["alive"] is (status is None)
+    assert note in result["note"] if note else result["note"] is None
     assert slurm.calls("squeue") == [slurm.calls("squeue")[0]]
     assert "--jobs=12" in slurm.calls("squeue")[0]
 
@@ -78,8 +78,8 @@ def test_a_script_that_was_handed_in_again_is_followed_by_its_new_id(cli, slurm,
     now(made.attempt(outcome="stopped"))
     now(made.attempt(job={"id": "57", "restart": 0, "nodes": "n1"}))
     slurm.scene(row("57", "RUNNING"))
-    (found,) = json.loads(cli("jobs", "a", "--json").out)["jobs"]
-    assert (found["job"], found["state"]) == ("57", "RUNNING")
+    (result,) = json.loads(cli("jobs", "a", "--json").out)["jobs"]
+    assert (result["job"], result["state"]) == ("57", "RUNNING")
 
 
 def test_an_id_of_another_cluster_is_not_taken_for_this_one(cli, slurm, submitted):
@@ -106,18 +106,20 @@ ARRAYS = (
 @pytest.mark.parametrize("rows, words", ARRAYS, ids=[" ".join(rows) for rows, _ in ARRAYS])
 def test_the_tasks_of_an_array_have_rows_of_their_own(cli, slurm, submitted, rows, words):
     submitted("v", cells=("tp1", "tp2", "tp4"))
-    slurm.scene(*(row(one, "PENDING" if "[" in one else "RUNNING") for one in rows), row("13", "PENDING", "Dependency"))
-    found = json.loads(cli("jobs", "v", "--json").out)["jobs"]
-    assert [one["state"] for one in found] == [*words, "PENDING"]
-    assert [one["run"] for one in found] == ["v/tp1", "v/tp2", "v/tp4", "v"]
+    slurm.scene(
+        *(row(item, "PENDING" if "[" in item else "RUNNING") for item in rows), row("13", "PENDING", "Dependency")
+    )
+    results = json.loads(cli("jobs", "v", "--json").out)["jobs"]
+    assert [result["state"] for result in results] == [*words, "PENDING"]
+    assert [result["run"] for result in results] == ["v/tp1", "v/tp2", "v/tp4", "v"]
 
 
 def test_tasks_that_were_cancelled_together_have_one_account(cli, slurm, submitted):
     submitted("v", cells=("tp1", "tp2", "tp4"))
     slurm.scene()
     slurm.accounts("12_0|COMPLETED|0:0", "12_[1-2]|CANCELLED by 0|0:0", "13|CANCELLED by 0|0:0")
-    found = json.loads(cli("jobs", "v", "--json").out)["jobs"]
-    assert [one["state"] for one in found] == ["COMPLETED", "CANCELLED", "CANCELLED", "CANCELLED"]
+    results = json.loads(cli("jobs", "v", "--json").out)["jobs"]
+    assert [result["state"] for result in results] == ["COMPLETED", "CANCELLED", "CANCELLED", "CANCELLED"]
 
 
 @pytest.mark.parametrize(

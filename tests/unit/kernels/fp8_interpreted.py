@@ -27,11 +27,11 @@ def as_a_tensor_core(kept):
     def create_dot(self, a, b, accumulator, input_precision, max_num_imprecise_acc):
         assert a.data.shape[1] == BLOCK, "one block"
         numbers = [
-            _split(torch.from_numpy(np.ascontiguousarray(bits)).view(OF_TRITON[str(one.dtype.scalar)]))
-            for one, bits in ((a, a.data), (b, b.data.T))
+            _split(torch.from_numpy(np.ascontiguousarray(bits)).view(OF_TRITON[str(item.dtype.scalar)]))
+            for item, bits in ((a, a.data), (b, b.data.T))
         ]
         (x, ex), (y, ey) = numbers
-        rows, columns = (np.flatnonzero(one.any(1)) for one in (x, y))  # a tile is mostly beyond the edge
+        rows, columns = (np.flatnonzero(item.any(1)) for item in (x, y))  # a tile is mostly beyond the edge
         p = np.zeros((len(x), len(y)), np.float32)
         p[np.ix_(rows, columns)] = _accumulated(x[rows], y[columns], ex[rows], ey[columns], kept)
         if max_num_imprecise_acc == BLOCK:
@@ -54,34 +54,34 @@ def differing(kept, kind, types, m, n, k):
     """The products of two matrices that have other bits by the kernel than on a CPU: forms of output and addition."""
     as_a_gpu(kept)
     a, b = operands(kind, m, n, k, types)
-    found = []
+    results = []
     for dtype, add in ((torch.float32, False), (torch.bfloat16, False), (torch.float32, True)):
         out = torch.randn(n, m).t().to(dtype)
         expected = fp8.product(a, b, out.clone(), add=add)
         fp8_tiles.product(a, b, out, add)
         if not same_bits(out, expected):
-            found.append((dtype, add))
-    return found
+            results.append((dtype, add))
+    return results
 
 
 def pairs_differing(kind):
     """As the sum of two pieces: of two shards, and of two segments of one."""
     as_a_gpu()
     a, b = operands(kind, 5, 130, 1024, (E4M3, E4M3))
-    found = []
+    results = []
     for segments, shards, first, second in (((1024,), 4, 512, 768), ((512, 512), 1, 0, 512)):
         expected = fp8.nodes(a, b, VirtualMesh(shards, 1, 0), segments)[-1]
         out = torch.empty(5, 130)
         fp8_tiles.pair_of_pieces(a, b, out, False, first, 1024 // max(shards, 2), second)
         if not same_bits(out, expected):
-            found.append(segments)
-    return found
+            results.append(segments)
+    return results
 
 
 def experts_differing(kind, sizes=(3, 0, 130, 7), n=140, k=256):
     """Forward products and weight gradients of experts, against those of a CPU."""
     as_a_gpu()
-    groups, found = Groups(sizes, torch.tensor(sizes)), []
+    groups, result = Groups(sizes, torch.tensor(sizes)), []
     whole, _ = operands(kind, sum(sizes), n, k, (E4M3, E4M3))
     per_group = torch.rand(len(sizes)) + 0.5
     x = Quantized(whole.data, per_group, "tensor") if kind == "tensor" else whole
@@ -95,9 +95,9 @@ def experts_differing(kind, sizes=(3, 0, 130, 7), n=140, k=256):
         fp8.grouped_product(x, weights, expected, groups)
         fp8_tiles.grouped_product(x, weights, out, groups)
         if not same_bits(out, expected):
-            found.append(dtype)
+            result.append(dtype)
     if kind == "128x128":
-        return found
+        return result
     sizes = sizes if kind == "tensor" else (128, 0, 256, 128)
     groups = Groups(sizes, torch.tensor(sizes))
     dy, x = operands(kind, 9, 133, sum(sizes), (E5M2, E4M3))
@@ -105,22 +105,22 @@ def experts_differing(kind, sizes=(3, 0, 130, 7), n=140, k=256):
         dy, x = Quantized(dy.data, per_group), Quantized(x.data, torch.rand(len(sizes)) + 0.5)
     outs = torch.randn(len(sizes), 9, 133)
     for chain in ((0,), (1, 0)):
-        chained, right = ([one.clone() for one in outs[:: len(chain)]] for _ in range(2))
-        fp8.grouped_weight_gradient(dy, x, right, groups, chain)
+        chained, correct = ([out.clone() for out in outs[:: len(chain)]] for _ in range(2))
+        fp8.grouped_weight_gradient(dy, x, correct, groups, chain)
         fp8_tiles.grouped_weight_gradient(dy, x, chained, groups, chain)
-        if not all(map(same_bits, chained, right)):
-            found.append(f"weight gradient, {chain}")
-    return found
+        if not all(map(same_bits, chained, correct)):
+            result.append(f"weight gradient, {chain}")
+    return result
 
 
 def all_differing():
     """All of the above that is short, as `interpreted.py` runs it: what differs."""
-    found = []
+    results = []
     for kind, types in zip(KINDS, TYPES, strict=True):
         if differing(KEPT_BITS, kind, types, 5, 130, 384):
-            found.append((kind, types))
+            results.append((kind, types))
         if pairs_differing(kind) or experts_differing(kind):
-            found.append(kind)
+            results.append(kind)
     if differing(KEPT_BITS, "tensor", (E4M3, E4M3), 130, 5, 200):
-        found.append("a part of a block")
-    return found
+        results.append("a part of a block")
+    return results

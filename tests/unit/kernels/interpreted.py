@@ -170,9 +170,9 @@ def norms_are_right_and_slices_of_each_other():
         for degree in (2, 4):
             parts = []
             for rank in range(degree):
-                mine, theirs = x.chunk(degree, dim)[rank], dy.chunk(degree, dim)[rank]
+                mine, expected = x.chunk(degree, dim)[rank], dy.chunk(degree, dim)[rank]
                 part, s = rms_norm._forward_triton(mine, weight, 1e-6)
-                parts.append((part, *rms_norm._backward_triton(theirs, mine, weight, s, shards // degree, by_heads)))
+                parts.append((part, *rms_norm._backward_triton(expected, mine, weight, s, shards // degree, by_heads)))
             for whole, pieces, along in zip((y, dx, leaves), zip(*parts, strict=True), (dim, dim, 0), strict=True):
                 assert same_bits(whole, torch.cat(pieces, along)), (tokens, heads, width, degree)
 
@@ -193,8 +193,8 @@ def token_sums_are_right_and_slices_of_each_other():
     whole, chunks = token_sum._token_sum_triton(values, 1), token_sum._token_sum_triton(values, 4)
     torch.testing.assert_close(whole.sum(1), values.sum(0, keepdim=True))
     for tokens, shards in ((24, 1), (24, 4), (3, 1), (256, 2), (130, 1)):
-        some = torch.cat([values] * 11)[:tokens]  # fp32: bf16 numbers this few add exactly in any order
-        assert same_bits(token_sum._token_sum_triton(some, shards), token_sum._token_sum_torch(some, shards))
+        few = torch.cat([values] * 11)[:tokens]  # fp32: bf16 numbers this few add exactly in any order
+        assert same_bits(token_sum._token_sum_triton(few, shards), token_sum._token_sum_torch(few, shards))
     for degree in (2, 4):
         columns = [token_sum._token_sum_triton(part.contiguous(), 1) for part in values.chunk(degree, 1)]
         assert same_bits(whole, torch.cat(columns, 2))
@@ -232,8 +232,8 @@ def digests_find_copies_that_do_not_follow():
         values = noise.view(torch.float32).view(rows, columns)
         copy = torch.empty(rows, columns + 3, dtype=torch.bfloat16)[:, :columns]
         copy.copy_(values)
-        apart = min(rows * columns, 7)
-        for at in torch.randperm(rows * columns)[:apart].tolist():
+        number = min(rows * columns, 7)
+        for at in torch.randperm(rows * columns)[:number].tolist():
             row, column = divmod(at, columns)
             if values[row, column].isnan():
                 copy[row, column] = 1.0
@@ -241,7 +241,7 @@ def digests_find_copies_that_do_not_follow():
                 copy.view(torch.int16)[row, column] ^= 1
                 if copy[row, column].isnan():
                     copy[row, column] = 1.0
-        wrong.append(apart)
+        wrong.append(number)
         pieces.append(digest._as_words(digest.Piece(values, 0, 0, 1, copy)))
     out, unlike = torch.zeros(len(pieces), 2, dtype=torch.int64), torch.zeros(len(pieces), dtype=torch.int64)
     table = [digest._row(n, piece) for n, piece in enumerate(pieces)]
@@ -307,14 +307,14 @@ def row_sums_have_the_bits_of_their_twin():
 def rows_are_added_as_their_twin_adds_them():
     for features, most in ((40, 3), (1500, 30), (8, 1)):
         rows, at, out = torch.randn(60, features), torch.randint(-2, most, (60,)), torch.randn(most, features)
-        found = []
+        results = []
         for at_once in (False, True):
             added, twin = out.clone(), out.clone()
             row_add._add_rows_triton(rows, at, added, at_once)
             row_add._add_rows_torch(rows, at, twin, at_once)
             assert same_bits(added, twin), (features, most, at_once)
-            found.append(added)
-        assert not same_bits(*found), (features, most)
+            results.append(added)
+        assert not same_bits(*results), (features, most)
 
 
 def activations_are_right_row_by_row():
@@ -327,10 +327,10 @@ def activations_are_right_row_by_row():
         for mine, other in zip(*both, strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
         for row in range(11):
-            one = slice(row, row + 1)
-            assert same_bits(weighted_activation._forward_triton(x[one], p[one], kind), y[one])
-            alone = weighted_activation._backward_triton(dy[one], x[one], p[one], kind)
-            assert all(same_bits(a, b[one]) for a, b in zip(alone, both[0], strict=True))
+            single = slice(row, row + 1)
+            assert same_bits(weighted_activation._forward_triton(x[single], p[single], kind), y[single])
+            alone = weighted_activation._backward_triton(dy[single], x[single], p[single], kind)
+            assert all(same_bits(a, b[single]) for a, b in zip(alone, both[0], strict=True))
 
 
 def gradient_norms_have_the_bits_of_plain_torch():
@@ -359,8 +359,8 @@ def fixed_tile_products_are_right():
                 torch.testing.assert_close(out.double(), before + expected, rtol=1e-5, atol=2e-5)
 
 
-def _near(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+def _near(result, expected):
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 
 
 def _convolved(x, dy, weight, bias):
@@ -378,7 +378,7 @@ def mambas_convolution_is_right_and_slices_of_each_other():
     _near(whole[2].sum(1), sums.sum(1))
     assert whole[2].shape[1] > 1
     parts = [_convolved(*part) for part in slices(inputs, 2)]
-    assert all(same_bits(one, torch.cat(pieces)) for one, pieces in zip(whole, zip(*parts, strict=True), strict=True))
+    assert all(same_bits(item, torch.cat(pieces)) for item, pieces in zip(whole, zip(*parts, strict=True), strict=True))
 
 
 def _normed(x, dy, weight):
@@ -392,16 +392,16 @@ def mambas_norm_is_right_and_slices_of_each_other():
     whole = _normed(x, dy, weight)
     y, scale = group_norm._forward_torch(x, weight, 1e-5)
     dx, sums = group_norm._backward_torch(dy, x, weight, scale)
-    for found, expected in zip(whole[:3], (y, scale, dx), strict=True):
-        _near(found, expected)
+    for result, expected in zip(whole[:3], (y, scale, dx), strict=True):
+        _near(result, expected)
     _near(whole[3].sum(1), sums.sum(1))
     assert whole[3].shape[1] > 1
     parts = [_normed(*part) for part in slices((x, dy, weight), 2)]
-    assert all(same_bits(one, torch.cat(pieces)) for one, pieces in zip(whole, zip(*parts, strict=True), strict=True))
+    assert all(same_bits(item, torch.cat(pieces)) for item, pieces in zip(whole, zip(*parts, strict=True), strict=True))
 
 
-def _alike(found, twin, *case):
-    assert all(same_bits(one, other) for one, other in zip(found, twin, strict=True)), case
+def _alike(results, twin, *case):
+    assert all(same_bits(first, other) for first, other in zip(results, twin, strict=True)), case
 
 
 def the_gated_delta_rule_is_right_shard_by_shard():
@@ -410,14 +410,14 @@ def the_gated_delta_rule_is_right_shard_by_shard():
     inputs = test_delta_rule.operands(delta_rule.CHUNK + 8, sizes, shards=2, batch=1)
     exact = test_delta_rule.both(test_delta_rule.token_by_token, inputs, torch.float64, sizes)
 
-    def of(*shards):
-        mine = [one[[*shards]] for one in inputs]
+    def of_part(*shards):
+        mine = [item[[*shards]] for item in inputs]
         y = delta_net.with_kernels(sizes, *mine)
         return [y, *delta_net.gradients_with_kernels(sizes, test_delta_rule.gradient_of(y), *mine)]
 
-    whole = of(0, 1)
+    whole = of_part(0, 1)
     assert max(errors := test_delta_rule.errors(whole, exact)) < 1e-5, errors
-    assert all(same_bits(a[1:], b) for a, b in zip(whole, of(1), strict=True))
+    assert all(same_bits(a[1:], b) for a, b in zip(whole, of_part(1), strict=True))
 
 
 def samples_of_a_gated_delta_net_are_computed_as_if_alone():
@@ -427,14 +427,14 @@ def samples_of_a_gated_delta_net_are_computed_as_if_alone():
     x, *more = inputs[:3]
     weight, bias = torch.randn(1, x.shape[-1], causal_conv.TAPS), torch.randn(1, x.shape[-1])
 
-    def of(*samples):
-        mine, alpha, beta = (one[:, :, [*samples]] for one in (x, *more))
+    def of_part(*samples):
+        mine, alpha, beta = (item[:, :, [*samples]] for item in (x, *more))
         mixed = causal_conv._forward_triton(mine.flatten(1, 2), weight, bias, len(samples)).view(mine.shape)
         return mixed, delta_net.with_kernels(sizes, mixed, alpha, beta, *inputs[3:])
 
-    whole = of(0, 1)
+    whole = of_part(0, 1)
     for n in range(2):
-        assert all(same_bits(a[:, :, [n]], b) for a, b in zip(whole, of(n), strict=True)), n
+        assert all(same_bits(a[:, :, [n]], b) for a, b in zip(whole, of_part(n), strict=True)), n
     assert not same_bits(whole[1][:, :, [0]], whole[1][:, :, [1]])  # the control
 
 
@@ -444,33 +444,33 @@ def portable_norms_have_the_bits_of_their_twin():
         x, dy = sample(kind, tokens, heads, width, dtype=dtype), sample(kind, tokens, heads, width, dtype=dtype, seed=1)
         weight = sample("normal", width, dtype=dtype, seed=2)
         twin = ieee_norm.rms_norm_forward(x, weight, 1e-6)
-        found = torch.empty_like(twin[0]), torch.empty_like(twin[1])
-        ieee_norm.forward_triton(x, weight, *found, 1e-6)
-        _alike(found, twin, width, kind, dtype)
-        scale = found[1]
+        result = torch.empty_like(twin[0]), torch.empty_like(twin[1])
+        ieee_norm.forward_triton(x, weight, *result, 1e-6)
+        _alike(result, twin, width, kind, dtype)
+        scale = result[1]
         twin = ieee_norm.rms_norm_backward(dy, x, weight, scale, shards, by_heads)
-        shape, found = ieee_norm._shape_of_leaves(*x.shape, shards, by_heads), tuple(map(torch.empty_like, twin))
-        ieee_norm.backward_triton(dy, x, weight, scale, *found, shape)
-        _alike(found, twin, width, kind, dtype)
+        shape, result = ieee_norm._shape_of_leaves(*x.shape, shards, by_heads), tuple(map(torch.empty_like, twin))
+        ieee_norm.backward_triton(dy, x, weight, scale, *result, shape)
+        _alike(result, twin, width, kind, dtype)
 
 
 def portable_swiglu_has_the_bits_of_its_twin():
     for kind, dtype in zip(FEW, DTYPES, strict=True):
         x, dy = sample(kind, 3, 2 * 1100, dtype=dtype), sample(kind, 3, 1100, dtype=dtype, seed=1)
-        found = torch.empty_like(dy), torch.empty_like(x)
+        result = torch.empty_like(dy), torch.empty_like(x)
         unread = x.view(-1)[:3]
-        ieee_swiglu.forward_triton(x, unread, found[0], False)
-        ieee_swiglu.backward_triton(dy, x, unread, found[1], unread, False, 1024)
-        _alike(found, (ieee_swiglu.swiglu(x), ieee_swiglu.swiglu_backward(dy, x)[0]), kind, dtype)
+        ieee_swiglu.forward_triton(x, unread, result[0], False)
+        ieee_swiglu.backward_triton(dy, x, unread, result[1], unread, False, 1024)
+        _alike(result, (ieee_swiglu.swiglu(x), ieee_swiglu.swiglu_backward(dy, x)[0]), kind, dtype)
 
 
 def portable_rotary_has_the_bits_of_its_twin():
     cos, sin = ieee_rotary.tables(16, 32, 1e6)
     for kind, dtype, width in product(KINDS, DTYPES, (32, 44)):
         x = sample(kind, 10, 2, 30, width, dtype=dtype)
-        found = torch.empty_like(x)
-        ieee_rotary.rotate_triton(x, cos, sin, found)
-        _alike((found,), (ieee_rotary.rotate(x, cos, sin),), kind, dtype, width)
+        result = torch.empty_like(x)
+        ieee_rotary.rotate_triton(x, cos, sin, result)
+        _alike((result,), (ieee_rotary.rotate(x, cos, sin),), kind, dtype, width)
 
 
 def portable_cross_entropy_has_the_bits_of_its_twin():
@@ -514,13 +514,13 @@ def _routers(*cases):
         logits[0], logits[1, ::2] = 1.5, 0.25
         dp, ds = sample(kind, 5, experts, dtype=dtype, seed=1), sample(kind, 5, experts, seed=2)
         twin = ieee_router.route_tokens(logits, topk)
-        found = tuple(map(torch.empty_like, twin))
-        ieee_router.forward_triton(logits, *found, topk)
-        assert torch.equal(found[2], twin[2])
+        results = tuple(map(torch.empty_like, twin))
+        ieee_router.forward_triton(logits, *results, topk)
+        assert torch.equal(results[2], twin[2])
         slopes = torch.empty_like(logits)
         ieee_router.backward_triton(dp, ds, logits, twin[2], slopes)
         twins = *twin[:2], ieee_router.route_tokens_backward(dp, ds, logits, twin[2])
-        _alike((*found[:2], slopes), twins, kind, dtype, experts)
+        _alike((*results[:2], slopes), twins, kind, dtype, experts)
 
 
 def portable_experts_have_the_bits_of_their_twin():
@@ -535,19 +535,19 @@ def _experts(*cases):
     for kind, dtype, width in cases:
         x, dy = sample(kind, 3, 2 * width, dtype=dtype), sample(kind, 3, width, dtype=dtype, seed=1)
         p = sample("normal", 3, dtype=dtype, seed=2)
-        found = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(p)
-        ieee_swiglu.forward_triton(x, p, found[0], True)
-        ieee_swiglu.backward_triton(dy, x, p, *found[1:], True, min(1024, power_of_two(width)))
+        result = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(p)
+        ieee_swiglu.forward_triton(x, p, result[0], True)
+        ieee_swiglu.backward_triton(dy, x, p, *result[1:], True, min(1024, power_of_two(width)))
         twins = ieee_swiglu.swiglu(x, p), *ieee_swiglu.swiglu_backward(dy, x, p)
-        _alike(found, twins, kind, dtype, width)
+        _alike(result, twins, kind, dtype, width)
 
 
 def portable_functions_have_the_bits_of_their_twin():
     x = torch.from_numpy(definition.samples().copy())
-    found = torch.empty(5, x.numel())
+    result = torch.empty(5, x.numel())
     interpreter.InterpreterBuilder.create_fma = attention_interpreted.fused
-    ieee_samples.values_triton(x, found)
-    _alike((found,), (ieee_samples.values(x),))
+    ieee_samples.values_triton(x, result)
+    _alike((result,), (ieee_samples.values(x),))
 
 
 def portable_draws_have_the_bits_of_their_twin():
@@ -558,10 +558,10 @@ def portable_draws_have_the_bits_of_their_twin():
     ieee_draw.race_triton(scores, highest, do_sample, temperature, keys, limits, best)
     tokens = ieee_draw.MOST.value - (best.amax(1) & 0xFFFFFFFF)
     assert torch.equal(tokens, ieee_draw.race(scores, highest, do_sample, temperature, keys, limits))
-    found, twin = torch.empty_like(scores), torch.empty_like(scores)
-    ieee_draw.weights_triton(scores, highest, temperature, found)
+    result, twin = torch.empty_like(scores), torch.empty_like(scores)
+    ieee_draw.weights_triton(scores, highest, temperature, result)
     ieee_draw._weights_loop(*(x.numpy() for x in (scores, highest, temperature, twin)))
-    _alike((found,), (twin,))
+    _alike((result,), (twin,))
 
 
 def portable_attention_has_the_bits_of_its_twin():
@@ -598,27 +598,29 @@ def mxfp8_has_the_bits_of_its_twin():
             (E5M2, None, True, False),
             (E4M3, None, False, True),
         ):
-            of = x[: None if groups else 64].contiguous()
-            found, twin = ([torch.full_like(of, 7.0) for _ in range(2)] for _ in range(2))
-            mxfp8._by_triton(of, tuple(found), dtype, rows, columns, groups)
-            mxfp8_definition.by_torch(of, tuple(twin), dtype, rows, columns, groups)
-            assert all(map(same_bits, found, twin)), (kind, dtype)
+            source = x[: None if groups else 64].contiguous()
+            result, twin = ([torch.full_like(source, 7.0) for _ in range(2)] for _ in range(2))
+            mxfp8._by_triton(source, tuple(result), dtype, rows, columns, groups)
+            mxfp8_definition.by_torch(source, tuple(twin), dtype, rows, columns, groups)
+            assert all(map(same_bits, result, twin)), (kind, dtype)
     memory = test_mxfp8.operand("wide", rows=200, k=160)
     for starts in ((8, 0, 96), (1, 100, 37)):  # rows of 320 bytes; those of the second are in no order
         weights = [memory[start : start + 64] for start in starts]
         for rows in (True, False):
-            found = mxfp8._by_one_launch(weights, rows)
-            assert all(map(same_bits, found, mxfp8.of_weights(weights, rows=rows))), (starts, rows)
+            result = mxfp8._by_one_launch(weights, rows)
+            assert all(map(same_bits, result, mxfp8.of_weights(weights, rows=rows))), (starts, rows)
 
 
 KERNELS: dict[str, Callable[[], None]] = {
-    name: of for name, of in [*globals().items()] if isfunction(of) and of.__module__ == __name__ and name[0] != "_"
+    name: function
+    for name, function in [*globals().items()]
+    if isfunction(function) and function.__module__ == __name__ and name[0] != "_"
 }
 
 
 def _in_a_fork(function: Callable[[], None]) -> str | None:
     """What went wrong with a function, which leaves nothing behind here; null: nothing."""
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+") as message:
         pid = os.fork()
         if pid == 0:
             try:
@@ -626,13 +628,13 @@ def _in_a_fork(function: Callable[[], None]) -> str | None:
                 function()
                 status = 0
             except BaseException:
-                traceback.print_exc(file=said)
-                said.flush()
+                traceback.print_exc(file=message)
+                message.flush()
                 status = 1
             os._exit(status)
         ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        said.seek(0)
-        return None if ended == 0 else f"{said.read()}ended with {ended}"
+        message.seek(0)
+        return None if ended == 0 else f"{message.read()}ended with {ended}"
 
 
 if __name__ == "__main__":

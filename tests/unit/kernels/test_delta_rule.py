@@ -23,24 +23,24 @@ def token_by_token(x, alpha, beta, log_a, dt_bias, sizes):
     """The rule's definition, of all shards."""
     groups, heads, key, _ = sizes
     q, k, v = x.split((groups * key, groups * key, x.shape[-1] - 2 * groups * key), -1)
-    unit = [one.unflatten(-1, (groups, key)) for one in (q, k)]
-    unit = [one / (one.square().sum(-1, keepdim=True) + 1e-6).sqrt() for one in unit]
-    q, k = (one.repeat_interleave(heads // groups, 3) for one in unit)
+    unit = [item.unflatten(-1, (groups, key)) for item in (q, k)]
+    unit = [item / (item.square().sum(-1, keepdim=True) + 1e-6).sqrt() for item in unit]
+    q, k = (item.repeat_interleave(heads // groups, 3) for item in unit)
     v = v.unflatten(-1, (heads, -1))
     decay = (-log_a.exp()[:, None, None] * torch.nn.functional.softplus(alpha + dt_bias[:, None, None])).exp()
-    state, found = torch.zeros(len(x), x.shape[2], heads, key, v.shape[-1], dtype=v.dtype), []
+    state, result = torch.zeros(len(x), x.shape[2], heads, key, v.shape[-1], dtype=v.dtype), []
     for t in range(v.shape[1]):
         state = state * decay[:, t, ..., None, None]
         old = (state * k[:, t, ..., None]).sum(3)
         new = beta[:, t].sigmoid().unsqueeze(-1) * (v[:, t] - old)
         state = state + k[:, t, ..., None] * new.unsqueeze(3)
-        found.append((state * q[:, t, ..., None]).sum(3) * key**-0.5)
-    return torch.stack(found, 1).flatten(3)
+        result.append((state * q[:, t, ..., None]).sum(3) * key**-0.5)
+    return torch.stack(result, 1).flatten(3)
 
 
 def both(rule, operands, dtype, sizes=SIZES):
     """The rule's output, and the gradients of its operands from `gradient_of` it."""
-    inputs = [one.to(dtype).requires_grad_() for one in operands]
+    inputs = [operand.to(dtype).requires_grad_() for operand in operands]
     output = rule(*inputs, sizes)
     return [output.detach(), *torch.autograd.grad(output, inputs, gradient_of(output))]
 
@@ -51,16 +51,16 @@ def gradient_of(output):
     return drawn.expand(output.shape).to(output)
 
 
-def errors(ours, exact):
+def errors(actual, exact):
     """The relative error of every tensor."""
-    return [((a - b).norm() / b.norm()).item() for a, b in zip(ours, exact, strict=True)]
+    return [((a - b).norm() / b.norm()).item() for a, b in zip(actual, exact, strict=True)]
 
 
 @pytest.mark.parametrize("tokens", (CHUNK, 2 * CHUNK + 37))
 def test_it_is_the_rule(tokens):
-    ours = both(gated_delta_rule, operands(tokens), torch.float32)
+    actual = both(gated_delta_rule, operands(tokens), torch.float32)
     exact = both(token_by_token, operands(tokens), torch.float64)
-    assert max(errors(ours, exact)) < 1e-4
+    assert max(errors(actual, exact)) < 1e-4
 
 
 class _Products(TorchDispatchMode):

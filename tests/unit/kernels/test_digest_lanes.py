@@ -34,8 +34,8 @@ def lanes_of_all(values):
 def test_lanes_are_the_sum_that_their_description_says():
     values = random_bits(5, 7)
     words = values.view(torch.int32).tolist()
-    of = keys(7, torch.device("cpu"))
-    rows, columns = of.rows.numpy().view(np.uint32).tolist(), of.columns.numpy().view(np.uint64).tolist()
+    all_keys = keys(7, torch.device("cpu"))
+    rows, columns = all_keys.rows.numpy().view(np.uint32).tolist(), all_keys.columns.numpy().view(np.uint64).tolist()
     sums = [
         sum((words[r][c] & 0xFFFFFFFF) * rows[r][lane] * columns[c][lane] for r in range(5) for c in range(7)) & MASK
         for lane in range(LANES)
@@ -61,8 +61,7 @@ def test_keys_are_odd_and_do_not_depend_on_how_many_there_are():
 def test_parts_add_up_to_the_whole(rows, columns, cuts, dtype, seed):
     values = random_bits(rows, columns, dtype, seed)
     at = [
-        sorted({0, size, *(cut for cut in some if cut < size)})
-        for size, some in zip((rows, columns), cuts, strict=True)
+        sorted({0, size, *(cut for cut in key if cut < size)}) for size, key in zip((rows, columns), cuts, strict=True)
     ]
     pieces = [
         Piece(values[top:bottom, left:right], top, left)
@@ -99,20 +98,20 @@ def test_any_flipped_bit_shows_in_both_lanes(dtype, row, column, bit, seed):
 @pytest.mark.parametrize("lane", range(LANES))
 def test_a_change_that_one_lane_cannot_see_shows_in_the_other(lane):
     """Two rows change by each other's key in that lane, so that their products with the keys cancel."""
-    of = keys(4, torch.device("cpu"))
-    first, second = (of.rows.numpy().view(np.uint32)[row].tolist() for row in (1, 3))
+    all_keys = keys(4, torch.device("cpu"))
+    first, second = (all_keys.rows.numpy().view(np.uint32)[row].tolist() for row in (1, 3))
     values = torch.zeros(4, 2, dtype=torch.int32)
     changed = values.clone()
     words = changed.numpy().view(np.uint32)
     values.numpy().view(np.uint32)[3, 1] = first[lane]
     words[1, 1] = second[lane]
     same = [a == b for a, b in zip(lanes_of_all(values), lanes_of_all(changed), strict=True)]
-    assert same == [one == lane for one in range(LANES)]
+    assert same == [number == lane for number in range(LANES)]
 
 
 def test_no_key_is_that_of_the_other_lane():
-    for some in keys(5000, torch.device("cpu")):
-        assert not set(some[:, 0].tolist()) & set(some[:, 1].tolist())
+    for key in keys(5000, torch.device("cpu")):
+        assert not set(key[:, 0].tolist()) & set(key[:, 1].tolist())
 
 
 @given(st.permutations(range(12)))
@@ -125,8 +124,8 @@ def test_any_other_order_of_elements_shows(order):
 def test_signs_alone_show():
     values = random_bits(64, 64).abs()
     for seed in range(50):
-        some = torch.rand(64, 64, generator=torch.Generator().manual_seed(seed)) < 0.5
-        assert lanes_of_all(values) != lanes_of_all(torch.where(some, -values, values))
+        key = torch.rand(64, 64, generator=torch.Generator().manual_seed(seed)) < 0.5
+        assert lanes_of_all(values) != lanes_of_all(torch.where(key, -values, values))
 
 
 def test_memory_is_read_anew_and_the_largest_found():

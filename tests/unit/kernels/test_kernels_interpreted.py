@@ -29,7 +29,7 @@ LONG = {
 
 
 @functools.cache
-def _found(names: tuple[str, ...]) -> dict[str, str | None]:
+def _failures(names: tuple[str, ...]) -> dict[str, str | None]:
     """What went wrong with each kernel."""
     done = subprocess.run(
         [sys.executable, "-m", interpreted.__name__, *names],
@@ -48,7 +48,7 @@ def _found(names: tuple[str, ...]) -> dict[str, str | None]:
 )
 def test_kernel(name):
     alike = tuple(other for other in interpreted.KERNELS if (other in LONG) == (name in LONG))
-    assert _found(alike)[name] is None, _found(alike)[name]
+    assert _failures(alike)[name] is None, _failures(alike)[name]
 
 
 def test_the_long_ones_exist():

@@ -78,13 +78,13 @@ def launches(rows):
         loss.sum_of_exponentials(logits := fake(rows, VOCABULARY), of_rows, SHARDS)
         loss.softmax_gradient(logits, index, of_rows, of_rows, of_rows, SHARDS)
     ieee_cross_entropy.logarithm(of_rows)
-    both, one = fake(rows, 2 * WIDE), fake(rows, WIDE)
+    both, single = fake(rows, 2 * WIDE), fake(rows, WIDE)
     weighted_activation.weighted_activation(both, of_rows, "swiglu")
-    weighted_activation.weighted_activation_backward(one, both, of_rows, "swiglu")
+    weighted_activation.weighted_activation_backward(single, both, of_rows, "swiglu")
     ieee_swiglu.swiglu(both, of_rows)
-    ieee_swiglu.swiglu_backward(one, both, of_rows)
+    ieee_swiglu.swiglu_backward(single, both, of_rows)
     ieee_swiglu.swiglu(both)
-    ieee_swiglu.swiglu_backward(one, both)
+    ieee_swiglu.swiglu_backward(single, both)
     ieee_router.route_tokens(scores := fake(rows, EXPERTS), 8)
     chosen = fake(rows, EXPERTS, dtype=torch.bool)
     ieee_router.route_tokens_backward(scores, fp32(rows, EXPERTS), scores, chosen)
@@ -98,7 +98,7 @@ def launches(rows):
     cached_attention.cached_triton(q[:, 0], key[:, 0], key[:, 0], q[:, 0], of_tables, 0.1)
     cached_attention.store_triton(key[:, 0], key[:, 0], key[:, 0], key[:, 0], index)
     whole, counts, keys = fp32(rows, VOCABULARY), fake(rows, dtype=torch.int32), fake(rows, 3, dtype=torch.int64)
-    draw.kept(whole, of_rows, counts, of_rows, counts, fake(rows, dtype=torch.float64))
+    draw.kept(whole, of_rows, fake(rows, 4, dtype=torch.float64))
     draw.race(whole, of_rows, counts, of_rows, keys, fake(rows, 2, dtype=torch.int32))
     mxfp8.both(fake(rows // mxfp8.BLOCK * mxfp8.BLOCK, HIDDEN), E4M3)
 
@@ -106,10 +106,10 @@ def launches(rows):
 @pytest.fixture
 def grids(monkeypatch):
     """kernel → the grids of its launches."""
-    found = {}
-    monkeypatch.setattr(Kernel, "launch", lambda self, grid, *_, **__: found.setdefault(self, []).append(grid))
+    results = {}
+    monkeypatch.setattr(Kernel, "launch", lambda self, grid, *_, **__: results.setdefault(self, []).append(grid))
     with FakeTensorMode():
-        yield found
+        yield results
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
@@ -118,8 +118,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of Fa
 @pytest.mark.parametrize("rows", (70_000, 300_000))
 def test_a_grid_for_many_tokens_can_be_launched(grids, rows):
     launches(rows)
-    for kernel, some in grids.items():
-        assert all(x <= ALONG_X and y <= ALONG_Y for x, y in some), (kernel.kernel.__name__, some)
+    for kernel, sizes in grids.items():
+        assert all(x <= ALONG_X and y <= ALONG_Y for x, y in sizes), (kernel.kernel.__name__, sizes)
 
 
 def test_every_kernel_is_launched(grids):
@@ -133,7 +133,7 @@ def test_every_kernel_is_launched(grids):
         if isinstance(kernel, Kernel)
     }
     assert every - grids.keys() == {
-        tiles for one in (grouped_product, fp8_tiles) for tiles in (one.PRODUCT, one.WEIGHT_GRADIENT)
+        tiles for item in (grouped_product, fp8_tiles) for tiles in (item.PRODUCT, item.WEIGHT_GRADIENT)
     }
 
 

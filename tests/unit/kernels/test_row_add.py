@@ -41,9 +41,9 @@ def test_many(dtype, at_once):
     torch.manual_seed(0)
     rows, at, out = torch.randn(300, 33).to(dtype), torch.randint(-3, 40, (300,)), torch.randn(50, 33)
     one_by_one = added_one_by_one(rows, at, out)
-    together = out + added_one_by_one(rows, at, torch.zeros_like(out))
-    assert not same_bits(one_by_one, together)
-    expected = together if at_once else one_by_one
+    combined = out + added_one_by_one(rows, at, torch.zeros_like(out))
+    assert not same_bits(one_by_one, combined)
+    expected = combined if at_once else one_by_one
     add_rows(rows, at, out, at_once)
     assert same_bits(out, expected)
     add_rows(rows[:0], at[:0], out, at_once)

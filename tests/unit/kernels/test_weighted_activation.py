@@ -39,8 +39,8 @@ class TestWeightedActivation:
         dx, dp = weighted_activation_backward(dy.to(dtype), x, p, kind)
         assert y.dtype == dx.dtype == dtype
         assert dp.dtype == torch.float32
-        for found, right in ((y, expected), (dx, wide.grad), (dp, weight.grad)):
-            assert (found.double() - right).norm() < error * right.norm()
+        for result, correct in ((y, expected), (dx, wide.grad), (dp, weight.grad)):
+            assert (result.double() - correct).norm() < error * correct.norm()
 
     def test_a_row_does_not_know_its_neighbours(self, kind, dtype):
         torch.manual_seed(0)
@@ -50,8 +50,8 @@ class TestWeightedActivation:
             torch.randn(9, 64 if kind == "squared_relu" else 32).to(dtype),
         )
         y, (dx, dp) = weighted_activation(x, p, kind), weighted_activation_backward(dy, x, p, kind)
-        some = slice(3, 8)
-        assert same_bits(weighted_activation(x[some], p[some], kind), y[some])
-        dx_alone, dp_alone = weighted_activation_backward(dy[some], x[some], p[some], kind)
-        assert same_bits(dx_alone, dx[some])
-        assert same_bits(dp_alone, dp[some])
+        part = slice(3, 8)
+        assert same_bits(weighted_activation(x[part], p[part], kind), y[part])
+        dx_alone, dp_alone = weighted_activation_backward(dy[part], x[part], p[part], kind)
+        assert same_bits(dx_alone, dx[part])
+        assert same_bits(dp_alone, dp[part])

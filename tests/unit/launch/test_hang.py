@@ -82,21 +82,21 @@ def failure(launched, *functions) -> str:
 
 @TOO_SLOW
 def test_the_rank_that_sleeps_is_named_and_not_the_one_that_waits_for_it(launched, tmp_path):
-    said = failure(launched, wait_in_a_collective, sleep_for_ever)
-    lines = said.splitlines()
+    message = failure(launched, wait_in_a_collective, sleep_for_ever)
+    lines = message.splitlines()
     assert re.fullmatch(r"rank 1 hangs: it has not ended step 4 for \d+ s", lines[0])
     assert lines[1].startswith("  rank 1 in step 4, at tests/unit/launch/test_hang.py:")
     assert lines[1].endswith(" in sleep_for_ever: time.sleep(60)")
-    assert "  rank 0 in step 4, waiting for init_process_group called at " in said
-    assert f"{tmp_path}/run/logs/rank-1.log" in said
+    assert "  rank 0 in step 4, waiting for init_process_group called at " in message
+    assert f"{tmp_path}/run/logs/rank-1.log" in message
     assert "in sleep_for_ever" in (tmp_path / "run" / "logs" / "rank-1.log").read_text()
 
 
 @TOO_SLOW
 def test_a_stopped_rank_cannot_say_where_it_stands(launched):
-    said = failure(launched, wait_in_a_collective, stop_oneself)
-    assert "rank 1 hangs: it has not ended step 4" in said
-    assert "  rank 1 in step 4, stopped by a signal (SIGSTOP), so it cannot say where" in said
+    message = failure(launched, wait_in_a_collective, stop_oneself)
+    assert "rank 1 hangs: it has not ended step 4" in message
+    assert "  rank 1 in step 4, stopped by a signal (SIGSTOP), so it cannot say where" in message
 
 
 @TOO_SLOW
@@ -116,14 +116,14 @@ def test_a_rank_that_is_stopped_between_two_steps_is_named(launched):
 @TOO_SLOW
 def test_a_rank_that_does_not_answer_is_named(launched, monkeypatch):
     monkeypatch.setattr(stacks, "ANSWER", 0.5)
-    said = failure(launched, wait_in_a_collective, deaf_rank)
-    assert "  rank 1 in step 4, it does not say where" in said
+    message = failure(launched, wait_in_a_collective, deaf_rank)
+    assert "  rank 1 in step 4, it does not say where" in message
 
 
 @TOO_SLOW
 def test_where_all_wait_no_one_is_blamed(launched):
-    said = failure(launched, wait_in_a_collective, wait_in_a_collective)
-    assert said.startswith("all ranks hang: ranks 0 and 1, each waits: they have not ended step 4 for ")
+    message = failure(launched, wait_in_a_collective, wait_in_a_collective)
+    assert message.startswith("all ranks hang: ranks 0 and 1, each waits: they have not ended step 4 for ")
 
 
 @TOO_SLOW
@@ -185,7 +185,7 @@ def test_ranks_say_where_they_stand_when_those_of_another_machine_hang(launched)
 
     with pytest.raises(ranks.RankFailed) as error:
         launched(wait_in_a_collective, limits=None, tick=tick)
-    assert [(one.rank, one.standing) for one in error.value.rank_states] == [(0, "waits")]
+    assert [(rank_state.rank, rank_state.standing) for rank_state in error.value.rank_states] == [(0, "waits")]
 
 
 # What follows looks at no process.
@@ -363,17 +363,19 @@ def stand(rank: int, count: int, standing: str, place: str = "in step 4") -> Ran
 def test_who_is_behind_is_named_before_all_others():
     """Though it waits, too: a GPU that never ends looks like that."""
     rank_states = [stand(0, 9, "waits"), stand(1, 8, "waits", "in step 3"), stand(2, 9, "busy")]
-    assert [one.rank for one in suspects(rank_states)] == [1]
+    assert [suspect.rank for suspect in suspects(rank_states)] == [1]
 
 
 def test_a_stopped_rank_is_to_blame_wherever_it_was():
     """One that waits for it before the end of a step is further behind."""
     rank_states = [stand(0, 8, "waits", "in step 3"), stand(1, 9, "stopped", "after step 3")]
-    assert [one.rank for one in suspects(rank_states)] == [1]
+    assert [suspect.rank for suspect in suspects(rank_states)] == [1]
 
 
 def test_of_those_that_are_equally_far_it_is_the_one_that_does_not_wait():
-    assert [one.rank for one in suspects([stand(0, 9, "waits"), stand(1, 9, "busy"), stand(2, 9, "silent")])] == [1, 2]
+    assert [
+        suspect.rank for suspect in suspects([stand(0, 9, "waits"), stand(1, 9, "busy"), stand(2, 9, "silent")])
+    ] == [1, 2]
 
 
 def test_the_message_of_many_ranks_is_short():

@@ -65,28 +65,28 @@ def test_pace_and_time_left_are_those_of_the_steps_after_the_first(progress_file
 
 @pytest.mark.parametrize("kind", (Bar, Lines))
 def test_a_watcher_says_so(progress_file, kind):
-    said = io.StringIO()
+    output = io.StringIO()
     plan = SimpleNamespace(
         run_dir=RunDir(progress_file.parent), steps=9, start=0, device="cpu", layout=SimpleNamespace(world=2)
     )
-    with kind(plan, Console(file=said, width=300)) as watch:
+    with kind(plan, Console(file=output, width=300)) as watch:
         for text in (progress_line(), "[1]\n", progress_line(step=2), "{}\n"):
             with progress_file.open("a") as stream:
                 stream.write(text)
             watch()
-    assert ("starting 2 cpu ranks …" in said.getvalue()) == (kind is Lines)
-    assert said.getvalue().count("a line of another kind is not shown: Input should be a valid dictionary") == 1
+    assert ("starting 2 cpu ranks …" in output.getvalue()) == (kind is Lines)
+    assert output.getvalue().count("a line of another kind is not shown: Input should be a valid dictionary") == 1
 
 
 @pytest.mark.parametrize("kind", (Bar, Lines))
 def test_the_first_step_says_where_the_seconds_went(tmp_path, progress_file, kind):
-    said = io.StringIO()
+    output = io.StringIO()
     layout = SimpleNamespace(world=2)
     plan = SimpleNamespace(run_dir=RunDir(tmp_path), steps=3, start=0, layout=layout, device="cpu")
-    with kind(plan, Console(file=said, width=200)) as tick:
+    with kind(plan, Console(file=output, width=200)) as tick:
         progress_file.write_text(progress_line(start={"imports": 4.7, "step": 0.6}) + progress_line(step=2))
         tick()
-    assert said.getvalue().count("first step after 5.3 s: imports 4.7, step 0.6") == 1
+    assert output.getvalue().count("first step after 5.3 s: imports 4.7, step 0.6") == 1
 
 
 def test_the_pace_is_that_of_the_last_steps_without_the_first(progress_file):

@@ -38,13 +38,13 @@ def digested_step(step: int, **changes) -> StepRecord:
     return StepRecord(**{"step": step, **values, **changes})
 
 
-def run_directory(folder: Path, steps: int = 3, of: int = 3, header: Header = HEADER) -> Path:
+def run_directory(folder: Path, steps: int = 3, planned: int = 3, header: Header = HEADER) -> Path:
     """A run directory with all that is certified, and something that is not."""
     folder.mkdir(parents=True)
     with LedgerWriter(folder).create(header) as writer:
         for step in range(1, steps + 1):
             writer.append(digested_step(step))
-    (folder / "config.yaml").write_text(yaml.safe_dump({"train": {"train_iters": of}}))
+    (folder / "config.yaml").write_text(yaml.safe_dump({"train": {"train_iters": planned}}))
     run = {"model": "qwen3_toy", "identity_hash": header.identity_hash, "attempts": [{"host": "node"}]}
     (folder / "run.json").write_text(json.dumps(run))
     (folder / "versions.json").write_text('{"torch": "2.11.0"}\n')
@@ -98,11 +98,11 @@ def test_the_same_run_gives_the_same_bytes(run_to_certify, tmp_path):
 
 
 def test_it_says_what_it_is_of(run_to_certify):
-    found = open_certificate(Path("a.tpicert"), certify(run_to_certify))
+    result = open_certificate(Path("a.tpicert"), certify(run_to_certify))
     manifest = members(certify(run_to_certify))[MANIFEST]
-    assert found.hash == hashlib.sha256(manifest).hexdigest()
+    assert result.hash == hashlib.sha256(manifest).hexdigest()
     assert manifest == json.dumps(json.loads(manifest), sort_keys=True, separators=(",", ":")).encode()
-    assert found.summary == {
+    assert result.summary == {
         "model": "qwen3_toy",
         "layout": {"tp": 2, "pp": 1, "sp": True},
         "numerics": {"mode": "tree"},
@@ -114,7 +114,7 @@ def test_it_says_what_it_is_of(run_to_certify):
         "parameters": 1,
         "digests": {"gradients": 3, "weights": 3},
     }
-    words = certificate.summary_words(found.summary)
+    words = certificate.summary_words(result.summary)
     assert words == "qwen3_toy tp=2, numerics=tree, NVIDIA H200, 3 of 3 steps, gradients of 3 steps, weights of 3 steps"
 
 
@@ -253,14 +253,14 @@ def test_a_reordered_ledger_with_a_right_manifest_is_refused(certificate_bytes):
 
 
 def test_of_a_torn_or_unfinished_run_the_whole_steps_are_certified(tmp_path):
-    run = run_directory(tmp_path / "run", steps=2, of=5)
+    run = run_directory(tmp_path / "run", steps=2, planned=5)
     unfinished = certify(run)
     with (run / "ledger.jsonl").open("ab") as stream:
         stream.write(b'{"step": 3, "sam')
     assert certify(run) == unfinished
-    found = check_bytes(unfinished)
-    assert (found.summary["steps"], found.summary["of"], found.ledger.torn) == (2, 5, False)
-    assert certificate.summary_words(found.summary).endswith("2 of 5 steps, gradients of 2 steps, weights of 2 steps")
+    result = check_bytes(unfinished)
+    assert (result.summary["steps"], result.summary["of"], result.ledger.torn) == (2, 5, False)
+    assert certificate.summary_words(result.summary).endswith("2 of 5 steps, gradients of 2 steps, weights of 2 steps")
 
 
 def test_files_that_do_not_belong_together_are_not_certified(run_to_certify, tmp_path):
@@ -306,15 +306,15 @@ def test_the_command_packs_and_checks(cli, run_to_certify, monkeypatch):
     assert cli("certify", "run").status == 0  # the same bytes are there
     checked = cli("certify", "--check", "run.tpicert", "--hash", digest.upper())
     assert (checked.status, f"certificate hash {digest}, as expected" in checked.out) == (0, True)
-    said = json.loads(cli("certify", "--check", "run.tpicert", "--json").out)
-    assert (said["hash"], said["steps"], said["loss"]) == (digest, 3, {"bits": "f32:40c80000", "value": 6.25})
+    output = json.loads(cli("certify", "--check", "run.tpicert", "--json").out)
+    assert (output["hash"], output["steps"], output["loss"]) == (digest, 3, {"bits": "f32:40c80000", "value": 6.25})
     assert sorted(p.name for p in run_to_certify.parent.glob("*.*")) == ["run.tpicert"]  # and nothing half written
     assert cli("compare", "run", "run.tpicert").status == 0
 
 
 def test_an_unfinished_run_is_said_to_be_so(cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run_directory(tmp_path / "run", steps=2, of=5)
+    run_directory(tmp_path / "run", steps=2, planned=5)
     assert "the run has 2 of 5 steps: it was not finished" in cli("certify", "run").out
 
 

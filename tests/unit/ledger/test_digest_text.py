@@ -119,13 +119,13 @@ def test_experts_of_a_layer_are_a_stack_in_the_order_of_their_numbers():
 
 
 def test_two_experts_exchanged_have_another_digest():
-    one, other = b"a" * 16, b"b" * 16
-    assert stack_digest(one + other) != stack_digest(other + one)
+    first, other = b"a" * 16, b"b" * 16
+    assert stack_digest(first + other) != stack_digest(other + first)
 
 
 def test_a_stack_has_its_experts_as_first_dimension_and_they_must_be_alike():
-    found = stacked([Parameter(name, (4, 2), "float32", "bfloat16", "float32") for name in NAMES[:3]])
-    assert [(one.name, one.shape) for one in found] == [
+    results = stacked([Parameter(name, (4, 2), "float32", "bfloat16", "float32") for name in NAMES[:3]])
+    assert [(result.name, result.shape) for result in results] == [
         ("layers.0.mlp.experts.*.fc", (2, 4, 2)),
         ("layers.0.mlp.router", (4, 2)),
     ]

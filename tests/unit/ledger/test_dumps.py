@@ -144,24 +144,24 @@ def dump_of(dtype, patterns):
 @example([(0x7F7FFFFF, 0xFF7FFFFF)])
 def test_distance_of_float32_is_that_of_the_ledger(pairs):
     a, b = zip(*pairs, strict=True)
-    found = distance(dump_of("float32", a), dump_of("float32", b))
-    apart = [(x, y) for x, y in pairs if x != y]
-    each = [ulp_distance(f"f32:{x:08x}", f"f32:{y:08x}") for x, y in apart]
+    result = distance(dump_of("float32", a), dump_of("float32", b))
+    unequal = [(x, y) for x, y in pairs if x != y]
+    each = [ulp_distance(f"f32:{x:08x}", f"f32:{y:08x}") for x, y in unequal]
     numbers = [ulp for ulp in each if ulp is not None]
-    assert (found.total, found.differing) == (len(pairs), len(apart))
-    assert found.max_ulp == max(numbers, default=None)
-    assert found.nans == len(each) - len(numbers)
-    assert found.first == next(((0, n) for n, (x, y) in enumerate(pairs) if x != y), None)
-    values = [[struct.unpack(">f", struct.pack(">I", p))[0] for p in pair] for pair in apart]
+    assert (result.total, result.differing) == (len(pairs), len(unequal))
+    assert result.max_ulp == max(numbers, default=None)
+    assert result.nans == len(each) - len(numbers)
+    assert result.first == next(((0, n) for n, (x, y) in enumerate(pairs) if x != y), None)
+    values = [[struct.unpack(">f", struct.pack(">I", p))[0] for p in pair] for pair in unequal]
     gaps = [abs(x - y) for x, y in values if not (math.isnan(x) or math.isnan(y))]
-    assert found.max_difference == max(gaps, default=None)
+    assert result.max_difference == max(gaps, default=None)
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
 @example(0x7FEFFFFFFFFFFFFF, 0xFFEFFFFFFFFFFFFF)  # the largest and the smallest: more than 2^63 apart
 def test_distance_of_float64_is_that_of_the_ledger(a, b):
-    found = distance(dump_of("float64", [a]), dump_of("float64", [b]))
-    assert found.max_ulp == (ulp_distance(f"f64:{a:016x}", f"f64:{b:016x}") if a != b else None)
+    result = distance(dump_of("float64", [a]), dump_of("float64", [b]))
+    assert result.max_ulp == (ulp_distance(f"f64:{a:016x}", f"f64:{b:016x}") if a != b else None)
 
 
 @pytest.mark.parametrize(

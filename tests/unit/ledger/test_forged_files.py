@@ -226,7 +226,7 @@ def progress_jsonl(folder: Path, data: bytes) -> None:
     file = folder / "progress.jsonl"
     file.write_bytes(data + b"\n")
     timings, _ = report_runs._timings(file)
-    assert all(isinstance(one.seconds, int | float) for one in timings)
+    assert all(isinstance(timing.seconds, int | float) for timing in timings)
     states._last_step(file)
 
 
@@ -253,8 +253,8 @@ def passes_json(folder: Path, data: bytes) -> None:
     bench = BenchDir(folder)
     bench.passes.parent.mkdir(exist_ok=True)
     bench.passes.write_bytes(data)
-    for one in bench.read_passes():
-        one.steps - one.warmup + one.round, f"{one.mode} {one.profile}".encode()
+    for pass_ in bench.read_passes():
+        pass_.steps - pass_.warmup + pass_.round, f"{pass_.mode} {pass_.profile}".encode()
 
 
 def figures_jsonl(folder: Path, data: bytes) -> None:
@@ -296,8 +296,8 @@ def prepared_json(folder: Path, data: bytes) -> None:
     for suffix in (".bin", ".idx"):
         (folder / f"p{suffix}").touch()
     (folder / "p.json").write_bytes(data)
-    found = prepared.load(folder / "p")
-    f"{found.tokenizer} {found.vocab_size + 1} {found.tokens + 1}".encode()
+    result = prepared.load(folder / "p")
+    f"{result.tokenizer} {result.vocab_size + 1} {result.tokens + 1}".encode()
 
 
 STAND = {"rank": 1, "count": 9, "place": "in step 4", "late": "has not ended step 4", "seconds": 1.5}
@@ -400,8 +400,8 @@ def sequence(folder: Path, data: bytes) -> None:
     (folder / "s.jsonl").write_bytes(data + b"\n")
     encode = lambda text, _: [*text.encode()]  # noqa: E731
     sequences.survey(folder / "s.jsonl", 300, encode)
-    for one in sequences.sequences(folder / "s.jsonl", 300, encode):
-        json.dumps([one.id, one.tokens, one.first])
+    for sequence in sequences.sequences(folder / "s.jsonl", 300, encode):
+        json.dumps([sequence.id, sequence.tokens, sequence.first])
 
 
 def request(folder: Path, data: bytes) -> None:
@@ -434,13 +434,13 @@ def example(folder: Path, data: bytes) -> None:
     read_examples(folder, ["training.jsonl"], None, ("input",), chat=False)
 
 
-FOUND = Evidence(
+EVIDENCE = Evidence(
     found_by=evidence.PRODUCT, step=1, where="w", suspects=(Suspect(0, "n", "a CPU"),), judge=None, outputs=1, of_=6,
     bits=1, trusted=0, numerics="tree", machine={"threads": "1"},
     details={"kind": "library", "segments": [2, 2], "shards": 2},
 )  # fmt: skip
 GROUP = {"lr": 0.1, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.0}
-UPDATED = replace(FOUND, found_by=evidence.OPTIMIZER, details={"group": GROUP, "updates": 1.0})
+UPDATED = replace(EVIDENCE, found_by=evidence.OPTIMIZER, details={"group": GROUP, "updates": 1.0})
 
 
 def evidence_of(tensors: dict[str, list[int]]) -> Callable[[Path, bytes], None]:
@@ -485,7 +485,7 @@ KINDS: dict[str, tuple[Callable[[Path, bytes], None], Any]] = {
     "request": (request, {"id": "s", "prompt": "ab", "n": 2, "top_p": 0.5, "eos_token_id": [3], "stop": ["x"]}),
     "completion": (completion, COMPLETED | {"digests": ["00", "01"]}),
     "example": (example, {"input": "a"}),
-    "evidence of a product": (evidence_of(OF_PRODUCT), FOUND.as_json()),
+    "evidence of a product": (evidence_of(OF_PRODUCT), EVIDENCE.as_json()),
     "evidence of an update": (evidence_of(OF_UPDATE), UPDATED.as_json()),
 }
 
@@ -584,38 +584,38 @@ def test_200_000_nested_lists_are_refused(kind, tmp_path):
 @pytest.mark.parametrize(
     "change",
     (
-        {"details": FOUND.details | {"shards": 2**62}},
-        {"details": FOUND.details | {"shards": True}},
-        {"details": FOUND.details | {"segments": [4, 0]}},
-        {"details": FOUND.details | {"segments": [2**61, -(2**61), 4]}},
+        {"details": EVIDENCE.details | {"shards": 2**62}},
+        {"details": EVIDENCE.details | {"shards": True}},
+        {"details": EVIDENCE.details | {"segments": [4, 0]}},
+        {"details": EVIDENCE.details | {"segments": [2**61, -(2**61), 4]}},
         {"machine": {"threads": "many"}},
         {"machine": {"threads": "9" * 30}},
         {"machine": {"threads": "0"}},
     ),
 )
 def test_evidence_of_no_product_is_refused_at_once(change, tmp_path):
-    message = refused_with(evidence_of(OF_PRODUCT), tmp_path, as_json(FOUND.as_json() | change), str(change))
+    message = refused_with(evidence_of(OF_PRODUCT), tmp_path, as_json(EVIDENCE.as_json() | change), str(change))
     assert message is not None
 
 
 def test_the_sound_evidence_is_judged_and_what_holds_nothing_to_compute_is_not(tmp_path):
-    evidence_of(OF_PRODUCT)(tmp_path, as_json(FOUND.as_json()))
+    evidence_of(OF_PRODUCT)(tmp_path, as_json(EVIDENCE.as_json()))
     assert evidence_again.judge(tmp_path / "x.evidence").exit_status == 1  # 4, and not 1
-    evidence_of(OF_PRODUCT)(tmp_path, as_json(replace(FOUND, found_by=evidence.REPLICAS).as_json()))
-    found = evidence_again.judge(tmp_path / "x.evidence")
-    assert found.exit_status == 2
-    assert "not comparable: nothing was computed again" in found.text()
+    evidence_of(OF_PRODUCT)(tmp_path, as_json(replace(EVIDENCE, found_by=evidence.REPLICAS).as_json()))
+    result = evidence_again.judge(tmp_path / "x.evidence")
+    assert result.exit_status == 2
+    assert "not comparable: nothing was computed again" in result.text()
 
 
 @pytest.mark.parametrize("shape", ((), (4,), (2, 4), (0, 1, 4), (2, 1, 3)))
 def test_dumps_of_no_linear_layer_are_refused(shape):
     names = check.names_of("decoder.layers.0.mlp.linear_fc2")
     shapes = dict(zip((*names.operands, names.weight), (shape, (2, 1, 3), (3, 4)), strict=True))
-    found = {
+    results = {
         name: Dumped("bfloat16", size, np.zeros((1, int(np.prod(size))), np.uint16)) for name, size in shapes.items()
     }
     with pytest.raises(LedgerError, match="the dumps are not of a linear layer: forward/"):
-        check._computed(found, names, "row", 1, NumericsSettings(), None)
+        check._computed(results, names, "row", 1, NumericsSettings(), None)
 
 
 @pytest.mark.parametrize(
@@ -674,7 +674,7 @@ CONFIGS = (
 )
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=[repr(one[:24]) for one in CONFIGS])
+@pytest.mark.parametrize("config", CONFIGS, ids=[repr(config[:24]) for config in CONFIGS])
 def test_a_certificate_with_a_forged_configuration_is_refused(config):
     members = MEMBERS | {"config.yaml": config}
     manifest = certificate._manifest(members, certificate.KIND, {})

@@ -69,17 +69,17 @@ def test_a_line_has_one_digest_for_the_model_and_one_for_each_group():
 
 def digests_in(line: bytes) -> list[str]:
     """All digests of a line, in whatever place."""
-    found = []
+    results = []
 
     def visit(value):
         if isinstance(value, dict | list):
             for inner in value.values() if isinstance(value, dict) else value:
                 visit(inner)
         elif isinstance(value, str) and re.fullmatch("[0-9a-f]{32}", value):
-            found.append(value)
+            results.append(value)
 
     visit(json.loads(line))
-    return found
+    return results
 
 
 @given(st.data())
@@ -107,7 +107,7 @@ def test_an_altered_digit_of_any_digest_of_a_parameter_group_or_model_is_refused
         (lambda raw: raw["trace"][0].pop(), "an entry is not a list of"),
         (lambda raw: raw["trace"][0].__setitem__(0, "sideways"), "'sideways' is not a direction"),
         (lambda raw: raw["trace"][0].__setitem__(4, [1.5]), "is not a shape"),
-        (lambda raw: raw["diverged"][0].update(of="losses"), "'losses' is not one of gradients"),
+        (lambda raw: raw["diverged"][0].update({"of": "losses"}), "'losses' is not one of gradients"),
     ),
 )
 def test_damage_is_named(change, words):

@@ -13,10 +13,11 @@ LAYOUT = {"cp": 1, "dp": 2, "ep": 1, "etp": 1, "pp": 1, "sp": True, "tp": 4}
 
 
 @pytest.mark.parametrize(
-    "degrees, said", ((LAYOUT, "tp=4 dp=2"), (LAYOUT | {"tp": 1, "dp": 1}, "tp=1"), ({"tp": "4", "dp": None}, "tp=1"))
+    "degrees, message",
+    ((LAYOUT, "tp=4 dp=2"), (LAYOUT | {"tp": 1, "dp": 1}, "tp=1"), ({"tp": "4", "dp": None}, "tp=1")),
 )
-def test_degrees_above_one(degrees, said):
-    assert words(degrees) == said
+def test_degrees_above_one(degrees, message):
+    assert words(degrees) == message
 
 
 def resumed_header(*resumed):
@@ -26,15 +27,15 @@ def resumed_header(*resumed):
 
 def test_what_changed_and_when():
     """Changes are those from the header's own layout; a change of anything else is none of these."""
-    found = changes(resumed_header((2, {"layout.dp": 1, "layout.pp": 2}), (4, {}), (6, {"versions.torch": "2"})))
-    assert found == [(1, "tp=4 dp=2"), (3, "tp=4 pp=2"), (5, "tp=4 dp=2")]
+    result = changes(resumed_header((2, {"layout.dp": 1, "layout.pp": 2}), (4, {}), (6, {"versions.torch": "2"})))
+    assert result == [(1, "tp=4 dp=2"), (3, "tp=4 pp=2"), (5, "tp=4 dp=2")]
     assert changes(resumed_header((2, {"versions.torch": "2"}))) == changes(replace(HEADER, layout=LAYOUT)) == []
 
 
 def test_a_comparison_says_so():
     resumed = ledger("b", header=resumed_header((2, {"layout.dp": 1})))
-    said = remarks(compare(A, resumed))
-    assert any(line.endswith(": tp=4 dp=2, from step 3 on tp=4.") for line in said), said
+    message = remarks(compare(A, resumed))
+    assert any(line.endswith(": tp=4 dp=2, from step 3 on tp=4.") for line in message), message
 
 
 def test_experts_take_no_ranks_of_their_own():

@@ -292,8 +292,8 @@ def test_an_evaluation_is_added_to_the_last_line(tmp_path):
         writer.add(DURING)
         writer.add(AFTER)
         writer.append(numbered_step(3))
-    one, two, three = read(tmp_path).steps
-    assert (one.evaluations, two.evaluations, three.evaluations) == (DURING, DURING | AFTER, {})
+    first, second, three = read(tmp_path).steps
+    assert (first.evaluations, second.evaluations, three.evaluations) == (DURING, DURING | AFTER, {})
 
 
 def test_a_line_that_cannot_be_lengthened_stays_whole(tmp_path, monkeypatch):

@@ -50,9 +50,9 @@ def driver(monkeypatch):
 
 
 def test_all_of_them_with_what_they_are(driver):
-    found = gpus.visible()
-    assert [g.name for g in found] == list(NAMES)
-    assert found[2] == gpus.Gpu("C", (9, 2), 3 * 2**30)
+    results = gpus.visible()
+    assert [g.name for g in results] == list(NAMES)
+    assert results[2] == gpus.Gpu("C", (9, 2), 3 * 2**30)
     assert driver.open == 0
 
 

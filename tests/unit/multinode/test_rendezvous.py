@@ -44,9 +44,9 @@ def names_joined(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def test_a_place_is_what_srun_says():
-    found = rendezvous.node_info(STEP)
-    assert (found.job, found.restart, found.number, found.count, found.name) == ("41", 0, 2, 4, "n05")
-    assert (found.first, found.address) == (False, "10.0.0.3")
+    result = rendezvous.node_info(STEP)
+    assert (result.job, result.restart, result.number, result.count, result.name) == ("41", 0, 2, 4, "n05")
+    assert (result.first, result.address) == (False, "10.0.0.3")
     assert rendezvous.node_info(STEP | {"SLURM_RESTART_COUNT": "2", "SLURM_PROCID": "0"}).first
     assert rendezvous.node_info({name: value for name, value in STEP.items() if name != "SLURM_STEP_ID"}) is None
 

@@ -135,7 +135,7 @@ def other_bits(a, b):
 def test_one_result_for_every_tp(dtype, lie):
     made = probe_operands(dtype, fill=LIES.get(lie, ("", OVER_KEYS))[1])
     results = [by_ranks(Core(lie), made, degree) for degree in DEGREES]
-    assert all(other_bits(one, other) == set() for one, other in pairwise(results))
+    assert all(other_bits(first, other) == set() for first, other in pairwise(results))
 
 
 @pytest.mark.parametrize("lie", LIES)
@@ -144,9 +144,9 @@ def test_one_launch_of_a_backend_that_lies_depends_on_tp(dtype, lie):
     """The control: the same operands, without the trial."""
     shows, fill = LIES[lie]
     made = probe_operands(dtype, fill=fill)
-    one, _, four = (by_ranks(Core(lie), made, degree, attentions._batched) for degree in DEGREES)
+    single, _, four = (by_ranks(Core(lie), made, degree, attentions._batched) for degree in DEGREES)
     # The gradients of queries and keys contain the output's rounding.
-    assert shows in other_bits(one, four)
+    assert shows in other_bits(single, four)
 
 
 @pytest.mark.parametrize("shards", (1, 2, 4))

@@ -16,12 +16,12 @@ def test_a_rank_has_consecutive_sequences_of_each_step(dp):
     each = BATCH // dp
     for rank in range(dp):
         steps = [step * BATCH + rank * each + i for step in range(STEPS) for i in range(each)]
-        assert _of_rank(rank, dp) == [[one] for one in steps]
+        assert _of_rank(rank, dp) == [[step] for step in steps]
 
 
 def test_the_ranks_of_two_halves_have_the_sequences_of_one():
     for first in (0, 2):
-        halves = [one for rank in (first, first + 1) for one in _of_rank(rank, 4)[: BATCH // 4]]
+        halves = [item for rank in (first, first + 1) for item in _of_rank(rank, 4)[: BATCH // 4]]
         assert halves == _of_rank(first // 2, 2)[: BATCH // 2]
 
 

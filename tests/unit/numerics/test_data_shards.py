@@ -61,7 +61,7 @@ def test_shards_are_added_as_a_tree(shards, each):
         assert not same_bits(values.flatten(0, 1).sum(0), _added_in_tree(values))
         assert not same_bits(_counted(counter, gradient, values, late=True), _added_in_tree(values))
     levels = shards.bit_length() - (2 if each == 1 else 1)
-    assert [len(some) for some in counter._free.values()] == [levels] * (levels > 0)
+    assert [len(buffers) for buffers in counter._free.values()] == [levels] * (levels > 0)
 
 
 @pytest.mark.parametrize("each", (1, 2, EACH))
@@ -81,9 +81,9 @@ def test_shards_that_take_turns_are_added_as_a_tree(shards, turns, each):
 
 def test_an_exchange_goes_piece_by_piece(monkeypatch):
     monkeypatch.setattr(data_shards, "PIECE", 16)
-    one, other = torch.arange(40.0), -torch.arange(40.0)
-    data_shards._exchange(one, other)
-    assert one.tolist() == (-torch.arange(40.0)).tolist()
+    first, other = torch.arange(40.0), -torch.arange(40.0)
+    data_shards._exchange(first, other)
+    assert first.tolist() == (-torch.arange(40.0)).tolist()
     assert other.tolist() == torch.arange(40.0).tolist()
 
 
@@ -100,19 +100,19 @@ def test_a_rank_that_has_half_of_the_shards_has_half_of_the_tree():
 def test_a_buffer_that_appears_late_has_had_nothing_before(each, first):
     """first: the shard that brings it."""
     always, late = torch.zeros(40), torch.zeros(40)
-    found = [always]
-    counter, values = ShardCounter(8, each, lambda: found), _micro_batches(8, each)
+    results = [always]
+    counter, values = ShardCounter(8, each, lambda: results), _micro_batches(8, each)
     expected = values.clone()
     expected[:first] = 0.0
     for shard, micro_batches in enumerate(values):
         if shard == first:
-            found.append(late)
+            results.append(late)
         for micro_batch in micro_batches:
             always.add_(micro_batch)
             if shard >= first:
                 late.add_(micro_batch)
             counter.end_micro_batch()
-    for gradient in found:
+    for gradient in results:
         counter.finish(gradient)
     assert same_bits(always, _added_in_tree(values))
     assert same_bits(late, _added_in_tree(expected))
@@ -207,12 +207,12 @@ def test_the_rows_of_a_leaf_are_added_up_before_they_join_another(contexts, tied
         (torch.randint(ROWS, (1, TOKENS)), torch.randn(1, TOKENS, WIDTH).bfloat16() * 2.0**scale) for scale in (0, 7)
     ]
 
-    def of(batches, **options):
+    def gradient_of(batches, **options):
         return _looked_up(_weight(ROWS, contexts, tied=tied, **options), batches, contexts)
 
-    first, second = (of([batch], leaf=False) for batch in batches)
-    assert same_bits(of(batches), first + second)
-    assert not same_bits(of(batches, leaf=False), first + second)
+    first, second = (gradient_of([batch], leaf=False) for batch in batches)
+    assert same_bits(gradient_of(batches), first + second)
+    assert not same_bits(gradient_of(batches, leaf=False), first + second)
 
 
 def test_a_second_gradient_of_a_weight_in_a_leaf_is_an_error():

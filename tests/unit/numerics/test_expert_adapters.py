@@ -16,15 +16,15 @@ def test_gradients_are_those_of_autograd(shape):
     batches = Batches(Groups(SIZES, torch.tensor(SIZES)), 0, 1)
     draw = torch.Generator().manual_seed(0)
     x, dy, weight = (torch.randn(size, generator=draw) for size in ((sum(SIZES), 4), (sum(SIZES), 8), shape))
-    found, plain = ([one.clone().requires_grad_() for one in (x, weight)] for _ in range(2))
-    y = adapter_linear(*found, batches, Owners(6, 1, 1))
+    results, plain = ([item.clone().requires_grad_() for item in (x, weight)] for _ in range(2))
+    y = adapter_linear(*results, batches, Owners(6, 1, 1))
     each = plain[1].unbind(0) if weight.dim() == 3 else [plain[1]] * 6
     wanted = torch.cat([rows @ w.t() for rows, w in zip(plain[0].split(SIZES), each, strict=True)])
     y.backward(dy)
     wanted.backward(dy)
     torch.testing.assert_close(y, wanted)
-    for one, other in zip(found, plain, strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
+    for first, other in zip(results, plain, strict=True):
+        torch.testing.assert_close(first.grad, other.grad)
 
 
 @pytest.mark.parametrize("size, ep", ((4, 1), (4, 2), (4, 4)))

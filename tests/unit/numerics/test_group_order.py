@@ -22,7 +22,7 @@ def order_of_terms(sums: ExpertGroups, each: int) -> set[tuple[Term, ...]]:
     """The terms of each group in the order in which a place of the layout adds them. each: sequences of a shard."""
     shards, contexts = sums.data // sums.dp, sums.contexts // sums.cp
     visits = order_of_visits(shards, each, sums.turns)
-    found = set()
+    results = set()
     for data, context in itertools.product(*map(range, sums.places)):
         terms: dict[tuple[int, int], list[Term]] = {}
         for number, visit in enumerate(visits):
@@ -35,8 +35,8 @@ def order_of_terms(sums: ExpertGroups, each: int) -> set[tuple[Term, ...]]:
             for buffer in range(sums.data_buffers * sums.context_buffers):
                 added = [sources[buffer * len(sums.chain) + link] for link in sums.chain]
                 terms.setdefault((number // (sums.turns * each), buffer), []).extend(added)
-        found |= {tuple(of_group) for of_group in terms.values()}
-    return found
+        results |= {tuple(of_group) for of_group in terms.values()}
+    return results
 
 
 def layouts(groups: int, data: int, contexts: int) -> list[ExpertGroups]:
@@ -62,9 +62,9 @@ def test_every_layout_adds_the_same_terms_in_the_same_order(data, contexts):
 
 
 def test_another_order_of_sources_is_not_that_of_other_layouts():
-    together = ExpertGroups(1, 4, 1, 1, 1, 2, 2)
+    grouped = ExpertGroups(1, 4, 1, 1, 1, 2, 2)
     alone = ExpertGroups(1, 4, 1, 1, 1, 1, 1)
-    assert order_of_terms(together, 1) == order_of_terms(alone, 1) == {((0, 0, 0), (0, 2, 0), (0, 1, 0), (0, 3, 0))}
+    assert order_of_terms(grouped, 1) == order_of_terms(alone, 1) == {((0, 0, 0), (0, 2, 0), (0, 1, 0), (0, 3, 0))}
 
     class InOrder(ExpertGroups):
         chain = (1, 0)

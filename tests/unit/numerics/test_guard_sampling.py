@@ -13,10 +13,10 @@ from tp_invariant_recipes.numerics.products.sampling import DEFINED, LIBRARY, Sa
 
 @pytest.fixture
 def sampler():
-    one = Sampler(1, "a seed")
-    one.everything = True
-    sampling.use(one)
-    yield one
+    single = Sampler(1, "a seed")
+    single.everything = True
+    sampling.use(single)
+    yield single
     sampling.use(None)
 
 
@@ -122,11 +122,11 @@ def test_nodes_of_a_tree_are_sums_of_neighbours(nodes, shards):
 
 
 def test_bits_are_counted_and_a_nan_is_a_nan():
-    one = torch.tensor([1.0, 2.0, float("nan"), -0.0])
-    other = one.clone()
-    assert judge.difference(one, other) is None
+    single = torch.tensor([1.0, 2.0, float("nan"), -0.0])
+    other = single.clone()
+    assert judge.difference(single, other) is None
     other.view(torch.int32)[2] ^= 1
-    assert judge.difference(one, other) is None
+    assert judge.difference(single, other) is None
     other.view(torch.int32)[0] ^= 0b101
     other[3] = 0.0
-    assert judge.difference(one, other) == judge.UnlikeBits(2, 4, 3)
+    assert judge.difference(single, other) == judge.UnlikeBits(2, 4, 3)

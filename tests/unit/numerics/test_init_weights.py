@@ -177,9 +177,9 @@ def test_the_quantile_is_accurate_from_end_to_end():
     low = torch.arange(4096)
     bits = torch.cat((low, last - low, torch.randint(0, last, (1 << 16,), generator=generator)))
     bits = torch.cat((bits, torch.randint(0, 1 << 30, (4096,), generator=generator)))[None]
-    ours, u = init._ppnd16(bits), (2 * bits + 1).double() * 2.0**-53
-    assert torch.allclose(ours, torch.special.ndtri(u), rtol=4e-15, atol=1e-15)
-    assert same_bits(init._ppnd16(last - bits), -ours)
+    actual, u = init._ppnd16(bits), (2 * bits + 1).double() * 2.0**-53
+    assert torch.allclose(actual, torch.special.ndtri(u), rtol=4e-15, atol=1e-15)
+    assert same_bits(init._ppnd16(last - bits), -actual)
 
 
 def test_the_quantiles_bits_are_the_recorded_ones():
@@ -266,7 +266,7 @@ def initialised(chunks: list[Holder], seed: int = 5) -> dict[str, Tensor]:
     return {name: p.detach() for chunk in chunks for name, p in init.canonical_parameters(chunk)}
 
 
-def together(name: str, shards: list[Tensor], gated: bool) -> Tensor:
+def joined(name: str, shards: list[Tensor], gated: bool) -> Tensor:
     """The whole parameter from all ranks' shards."""
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         return torch.cat(shards, dim=1)
@@ -291,7 +291,7 @@ def test_all_degrees_start_with_one_model(as_rank, t, gated, tied):
         ranks.append(initialised([rank_model(t, gated=gated, tied=tied)]))
     assert not any(value.isnan().any() for value in expected.values())
     for name, value in expected.items():
-        assert same_bits(together(name, [r[name] for r in ranks], gated), value), name
+        assert same_bits(joined(name, [r[name] for r in ranks], gated), value), name
 
 
 @pytest.mark.parametrize("stages", ([range(4)], [range(1), range(1, 4)], [range(2), range(2, 3), range(3, 4)]))

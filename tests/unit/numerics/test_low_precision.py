@@ -31,8 +31,8 @@ ROWS = {
 def test_what_is_in_low_precision(words):
     config = compose("qwen3_toy", ["seq=128", *words.split()]).config
     layers = low_precision.fp8_layers(config)
-    found = low_precision.adds_fp8(config), layers and layers.definition, low_precision.remark(config)
-    assert found == ROWS[words]
+    result = low_precision.adds_fp8(config), layers and layers.definition, low_precision.remark(config)
+    assert result == ROWS[words]
 
 
 def test_gradients_of_mxfp8_are_e4m3_unless_hybrid():

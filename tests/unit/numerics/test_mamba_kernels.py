@@ -38,7 +38,7 @@ def test_a_rank_with_some_shards_has_their_bits(dtype):
             (causal_conv.causal_conv_forward(a, w, b, STEP), *causal_conv.causal_conv_backward(d, a, w, b, STEP))
             for a, d, w, b in slices((x, dy, weight, bias), degree)
         ]
-        assert all(same_bits(one, torch.cat(p)) for one, p in zip(whole, zip(*parts, strict=True), strict=True))
+        assert all(same_bits(item, torch.cat(p)) for item, p in zip(whole, zip(*parts, strict=True), strict=True))
     x, dy, weight = norm_inputs(dtype)
     y, scale = group_norm.group_norm_forward(x, weight, 1e-5)
     whole = (y, scale, *group_norm.group_norm_backward(dy, x, weight, scale))
@@ -47,7 +47,7 @@ def test_a_rank_with_some_shards_has_their_bits(dtype):
         for a, d, w in slices((x, dy, weight), degree):
             y, scale = group_norm.group_norm_forward(a, w, 1e-5)
             parts.append((y, scale, *group_norm.group_norm_backward(d, a, w, scale)))
-        assert all(same_bits(one, torch.cat(p)) for one, p in zip(whole, zip(*parts, strict=True), strict=True))
+        assert all(same_bits(item, torch.cat(p)) for item, p in zip(whole, zip(*parts, strict=True), strict=True))
 
 
 def test_the_convolution_is_torchs():
@@ -63,8 +63,8 @@ def test_the_convolution_is_torchs():
     y64 = F.silu(y64).unflatten(1, (SHARDS, -1)).permute(1, 3, 0, 2).flatten(1, 2)
     y64.backward(dy.double())
     torch.testing.assert_close(y.double(), y64, rtol=1e-5, atol=1e-5)
-    for found, expected in zip(leaves, (x64, weight64, bias64), strict=True):
-        torch.testing.assert_close(found.grad.double(), expected.grad, rtol=1e-4, atol=1e-4)
+    for leaf, expected in zip(leaves, (x64, weight64, bias64), strict=True):
+        torch.testing.assert_close(leaf.grad.double(), expected.grad, rtol=1e-4, atol=1e-4)
 
 
 def test_the_norm_is_torchs():
@@ -76,8 +76,8 @@ def test_the_norm_is_torchs():
     y64 = F.rms_norm(x64, (20,), eps=1e-5) * weight64[:, None]
     y64.backward(dy.double())
     torch.testing.assert_close(y.double(), y64, rtol=1e-5, atol=1e-5)
-    for found, expected in zip(leaves, (x64, weight64), strict=True):
-        torch.testing.assert_close(found.grad.double(), expected.grad, rtol=1e-4, atol=1e-4)
+    for leaf, expected in zip(leaves, (x64, weight64), strict=True):
+        torch.testing.assert_close(leaf.grad.double(), expected.grad, rtol=1e-4, atol=1e-4)
 
 
 def test_other_widths_and_rows_with_gaps_are_refused():

@@ -11,15 +11,15 @@ NAMES = {mode.STOCK, *mode.MODES}
 
 def compared(tree: ast.AST) -> list[int]:
     """The lines of a module that compare something with the name of a mode, or look one up in a table by it."""
-    found = []
+    results = []
     for node in ast.walk(tree):
         sides = [*node.comparators, node.left] if isinstance(node, ast.Compare) else []
         sides += node.keys if isinstance(node, ast.Dict) else []
         words = [
             each for side in sides if side is not None for each in ast.walk(side) if isinstance(each, ast.Constant)
         ]
-        found += [node.lineno for word in words if word.value in NAMES]
-    return sorted(found)
+        results += [node.lineno for word in words if word.value in NAMES]
+    return sorted(results)
 
 
 def test_a_comparison_is_found():
@@ -28,7 +28,7 @@ def test_a_comparison_is_found():
 
 
 def test_no_module_compares_the_name_of_a_mode():
-    found = {file: compared(tree) for file, tree in trees().items()}
+    results = {file: compared(tree) for file, tree in trees().items()}
     table = Path("numerics/mode.py")
-    assert found.pop(table)
-    assert {str(file): lines for file, lines in found.items() if lines} == {}
+    assert results.pop(table)
+    assert {str(file): lines for file, lines in results.items() if lines} == {}

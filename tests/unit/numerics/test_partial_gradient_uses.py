@@ -37,4 +37,4 @@ def test_no_addition_names_a_buffer_twice(monkeypatch):
     monkeypatch.setattr(torch, "_foreach_add_", noting)
     _summed((1.0, 1), (2.0, 1), (3.0, 1))
     assert len(lists) == 3
-    assert all(len(set(one)) == len(one) for one in lists)
+    assert all(len(set(item)) == len(item) for item in lists)

@@ -27,9 +27,9 @@ class Step:
             log_num_zeros_in_grad=False,
         )
         parameter = SimpleNamespace(grad=SimpleNamespace(type=lambda: "torch.cuda.FloatTensor", detach=self.collect))
-        one = SimpleNamespace(config=config, get_parameters=lambda: [parameter, parameter])
+        single = SimpleNamespace(config=config, get_parameters=lambda: [parameter, parameter])
         self.optimizer = SimpleNamespace(
-            chained_optimizers=[one],
+            chained_optimizers=[single],
             config=config,
             prepare_grads=lambda: False,
             get_grad_norm=lambda: pending(self.read),

@@ -20,9 +20,9 @@ def test_nodes_of_ranks_are_rounded_once(monkeypatch):
     node = tree.tree_sum(last).unsqueeze(0)
     monkeypatch.setattr(tree, "all_gather", lambda own, mesh: torch.cat([own, node.to(own.dtype)]))
     two = tree.tree_all_reduce(first, VirtualMesh(4, 2, 0), torch.bfloat16)
-    one = tree.tree_all_reduce(torch.cat([first, last]), VirtualMesh(4, 1, 0), torch.bfloat16)
-    assert same_bits(two, one)
-    assert one.item() == 1.0 + 2.0**-7
+    single = tree.tree_all_reduce(torch.cat([first, last]), VirtualMesh(4, 1, 0), torch.bfloat16)
+    assert same_bits(two, single)
+    assert single.item() == 1.0 + 2.0**-7
 
 
 @pytest.mark.parametrize("data, context", ((0, 0), (1, 0), (0, 1), (1, 1)))

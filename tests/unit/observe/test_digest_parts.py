@@ -92,5 +92,5 @@ def test_who_holds_what_is_what_a_search_finds(ranks, data):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(union, "_RANKS", 2)
         count, before = union.holders(table, union.keys_of(ranks[rank]), rank)
-    assert count.tolist() == [sum(text in one for one in ranks) for text in ranks[rank]]
-    assert before.tolist() == [sum(text in one for one in ranks[:rank]) for text in ranks[rank]]
+    assert count.tolist() == [sum(text in rank for rank in ranks) for text in ranks[rank]]
+    assert before.tolist() == [sum(text in rank for rank in ranks[:rank]) for text in ranks[rank]]

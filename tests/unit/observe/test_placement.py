@@ -198,9 +198,9 @@ def made(name, *bases):
 
 def test_a_row_is_found_by_class_and_name():
     column = type("ColumnParallelLinear", (), {})
-    ours = made("InvariantColumnParallelLinear", column)
-    assert row_of(ours, "decoder.layers.0.mlp.linear_fc1").outputs != row_of(ours, "output_layer").outputs
-    assert row_of(ours, "decoder.layers.0.self_attention.linear_q_down_proj") is None
+    actual = made("InvariantColumnParallelLinear", column)
+    assert row_of(actual, "decoder.layers.0.mlp.linear_fc1").outputs != row_of(actual, "output_layer").outputs
+    assert row_of(actual, "decoder.layers.0.self_attention.linear_q_down_proj") is None
     assert row_of(made("SomethingNew"), "decoder.layers.0.mlp") is None
     attention = type("DotProductAttention", (), {})  # Transformer Engine's own has this name, too
     assert row_of(made("TEDotProductAttention", attention), "core_attention").below == "skipped"

@@ -239,8 +239,8 @@ def test_what_a_process_never_uses_is_neither_imported_nor_replaced(installs, pa
 )
 def test_a_patch_is_for_the_runs_that_reach_its_code(sections, names):
     config = RunConfig({"device": {"kind": "cpu"}, "model": {}, "optimizer": {"optimizer": "adam"}} | sections)
-    some = [patch for patch in registry.PATCHES if patch.concerns is not always]
-    assert {patch.name for patch in some if patch.concerns(config)} == names
+    conditional = [patch for patch in registry.PATCHES if patch.concerns is not always]
+    assert {patch.name for patch in conditional if patch.concerns(config)} == names
 
 
 def test_off(installs, patch):
@@ -333,9 +333,9 @@ def test_the_code_is_the_very_same_afterwards(installs, patch):
         assert vars(module.GroupedLinear)["forward"] is not before[1]["forward"]
         assert vars(module._GroupedLinear)["forward"] is not before[2]["forward"]
     after = [dict(vars(thing)) for thing in (module, module.GroupedLinear, module._GroupedLinear)]
-    for one, other in zip(before, after, strict=True):
-        assert one.keys() == other.keys()
-        assert all(one[name] is other[name] for name in one)
+    for first, other in zip(before, after, strict=True):
+        assert first.keys() == other.keys()
+        assert all(first[name] is other[name] for name in first)
 
 
 @pytest.mark.parametrize("gradients", (True, False))
@@ -353,8 +353,8 @@ def test_a_capture_hands_on_the_flag_and_is_no_first_micro_batch(installs, patch
     cured = ([1], False, tensor, "debug")
     plain = ([1], first, None, "debug")
     wanted = [cured if patched else plain, plain, plain]
-    assert [one[:2] + one[3:] for one in seen] == [one[:2] + one[3:] for one in wanted]
-    assert all(one[2] is other[2] for one, other in zip(seen, wanted, strict=True))
+    assert [item[:2] + item[3:] for item in seen] == [item[:2] + item[3:] for item in wanted]
+    assert all(first[2] is other[2] for first, other in zip(seen, wanted, strict=True))
 
 
 def test_an_autograd_function_without_the_flag_is_not_patched(installs, patch):

@@ -151,7 +151,7 @@ def test_each_cell_after_the_patch(mode, single, wrapper, dummies):
         assert [kind(g, w, dummies) for g, w in zip(settled, made, strict=True)] == [wanted] * len(made)
         assert all(getattr(w, "grad_added_to_main_grad", False) == (wanted == "dummy") for w in made)
         if wanted == "wgrad":
-            assert all(one is other for one, other in zip(settled, gradients, strict=True))
+            assert all(first is other for first, other in zip(settled, gradients, strict=True))
 
 
 @pytest.mark.parametrize("biases", ("", "each", "one"))

@@ -90,14 +90,14 @@ def cached_rows_are_their_twins(kept, size, chunks, heads, groups, d):
     most = cached_attention.rows_of_tile(heads // groups, max(chunks))
     query, keys, values, spans, _ = test_cached_attention.laid_out(sequences, size, chunks, longest=most)
     twin = cached_attention.cached_attention(query, keys, values, spans, 0.25)
-    found = torch.full_like(twin, 7)
-    cached_attention.cached_triton(query, keys, values, found, spans, _of_powers_of_two(0.25))
+    result = torch.full_like(twin, 7)
+    cached_attention.cached_triton(query, keys, values, result, spans, _of_powers_of_two(0.25))
     key, slots = torch.randn(5, groups, d).bfloat16(), torch.tensor([3, 9, 0, 30, 2])
     stored, expected = torch.zeros(2, 2, *keys.shape).bfloat16()
     cached_attention.store_triton(key, -key, *stored, slots)
     cached_attention.store_keys(key, -key, *expected, slots)
     assert same_bits(stored, expected)
-    return same_bits(found, twin)
+    return same_bits(result, twin)
 
 
 def differing_from_twin(kept, s, b, h, g, d, kind):
@@ -107,9 +107,9 @@ def differing_from_twin(kept, s, b, h, g, d, kind):
     attended = attention_forward(query, key, value, scale)
     twins = (*attended, *attention_backward(gradient, query, key, value, attended, scale))
     assert all(x.isfinite().all() for x in twins)
-    found = tuple(torch.full_like(twin, 7) for twin in twins)
+    results = tuple(torch.full_like(twin, 7) for twin in twins)
     interpret_as_a_gpu(kept)
     c = _of_powers_of_two(scale)
-    ieee_attention_triton.forward_triton(query, key, value, *found[:3], c)
-    ieee_attention_triton.backward_triton(gradient, query, key, value, *twins[:3], *found[3:], c, scale)
-    return [name for name, x, y in zip(NAMES, found, twins, strict=True) if not same_bits(x, y)]
+    ieee_attention_triton.forward_triton(query, key, value, *results[:3], c)
+    ieee_attention_triton.backward_triton(gradient, query, key, value, *twins[:3], *results[3:], c, scale)
+    return [name for name, x, y in zip(NAMES, results, twins, strict=True) if not same_bits(x, y)]

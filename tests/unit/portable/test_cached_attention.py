@@ -55,7 +55,7 @@ def operands(heads=4, groups=2, d=24, lengths=LENGTHS):
 
 
 def wholes(sequences):
-    return [attention_forward(*(x.unsqueeze(1) for x in of), SCALE).out.squeeze(1) for of in sequences]
+    return [attention_forward(*(x.unsqueeze(1) for x in sequence), SCALE).out.squeeze(1) for sequence in sequences]
 
 
 @pytest.mark.parametrize("size", (1, 8, 64, 128))
@@ -63,8 +63,8 @@ def wholes(sequences):
 def test_rows_have_the_bits_of_the_whole_pass(size, chunks):
     sequences = operands()
     query, keys, values, spans, rows = laid_out(sequences, size, chunks)
-    found, whole = cached_attention(query, keys, values, spans, SCALE), wholes(sequences)
-    assert same_bits(found, torch.stack([whole[number][position] for number, position in rows]))
+    result, whole = cached_attention(query, keys, values, spans, SCALE), wholes(sequences)
+    assert same_bits(result, torch.stack([whole[number][position] for number, position in rows]))
 
 
 def test_keys_in_another_order_have_other_bits():

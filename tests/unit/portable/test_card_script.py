@@ -45,10 +45,10 @@ def test_its_operands_and_its_first_definition_are_those_of_an_h200(card, case):
     a, b = card.operands(case)
     recorded = RECORDED[case].bits[: a.shape[0], : b.shape[1]]
     rules = list(card.KNOWN["bf16" if case in BF16 else "fp8"].values())
-    ours = [card.bits(card.defined(a, b, *rule)).numpy().view(np.uint32) for rule in rules]
-    assert (ours[0] == recorded).all()
+    actual = [card.bits(card.defined(a, b, *rule)).numpy().view(np.uint32) for rule in rules]
+    assert (actual[0] == recorded).all()
     if case != "e5m2_e4m3_tensor/tensor_k64_e5m2_18":  # too short for a second accumulator
-        assert all((other != recorded).any() for other in ours[1:])
+        assert all((other != recorded).any() for other in actual[1:])
 
 
 def test_a_cpu_has_no_known_sum(card, monkeypatch, capsys, cli):
@@ -62,7 +62,7 @@ def test_a_cpu_has_no_known_sum(card, monkeypatch, capsys, cli):
 
 
 @pytest.mark.parametrize(
-    "rule, said, checked, status",
+    "rule, message, checked, status",
     (
         ((25, 16), "bf16 by torch, 128 outputs: 25 bits, 16 at once: Hopper", "adds as an H200 does", 0),
         ((24, 8), "bf16 by torch, 128 outputs: 24 bits, 8 at once: Ampere", "; it keeps 24 bits and adds 8", 1),
@@ -70,7 +70,7 @@ def test_a_cpu_has_no_known_sum(card, monkeypatch, capsys, cli):
     ),
     ids=("hopper", "ampere", "other"),
 )
-def test_a_gpu_is_named_by_its_sum(card, monkeypatch, capsys, cli, rule, said, checked, status):
+def test_a_gpu_is_named_by_its_sum(card, monkeypatch, capsys, cli, rule, message, checked, status):
     """An sm_80: without FP8. Its products are those of a rule."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA A100")
@@ -79,7 +79,7 @@ def test_a_gpu_is_named_by_its_sum(card, monkeypatch, capsys, cli, rule, said, c
     monkeypatch.setattr(card, "by_torch", lambda a, b: card.defined(a, b, *rule))
     assert run(card, monkeypatch) == 0
     out = capsys.readouterr().out
-    assert said in out
+    assert message in out
     assert "fp8" not in out.replace("nvidia-a100.json", "")
     done = cli("conformance", "--check", "nvidia-a100.json")
     assert (done.status, checked in done.out) == (status, True)
@@ -95,7 +95,7 @@ def test_a_card_without_bf16_is_refused_by_name(card, monkeypatch, capsys):
     assert "Tesla T4 (sm_75) has no tensor cores for bf16" in capsys.readouterr().out
 
 
-def _of(report, change):
+def _changed(report, change):
     change(report)
     return json.dumps(report)
 
@@ -124,7 +124,7 @@ def test_damaged_json_is_no_recording(card, tmp_path, damage):
     file = tmp_path / "x.json"
     file.write_text(json.dumps(report))
     assert len(conformance.read(file).cases) == 1
-    file.write_text(_of(report, damage))
+    file.write_text(_changed(report, damage))
     with pytest.raises(RunError, match="is no recording of tpi conformance"):
         conformance.read(file)
 

@@ -67,8 +67,8 @@ def test_the_definition_conforms():
 
 @pytest.mark.parametrize("arithmetic", ({"kept": 24}, {"step": 8}), ids=str)
 def test_a_gpu_that_adds_in_another_way_differs(arithmetic):
-    some = conformance.Recording("", tuple(c for c in conformance.read().cases if c.name.endswith("512_wide")))
-    (difference,) = conformance.differences(some, other_bits_of(**arithmetic))
+    wide = conformance.Recording("", tuple(c for c in conformance.read().cases if c.name.endswith("512_wide")))
+    (difference,) = conformance.differences(wide, other_bits_of(**arithmetic))
     assert f"bf16/512_wide: {difference.count} of 1024 outputs differ" in str(difference)
     assert difference.recorded != difference.computed
 
@@ -79,12 +79,12 @@ def test_what_is_written_is_read(recording):
     cases = {case.name: case for case in built_in.cases}
     assert {case.name for case in written.cases} == cases.keys()
     for case in written.cases:
-        for one, two in ((case.a, cases[case.name].a), (case.b, cases[case.name].b)):
-            if isinstance(one, Quantized):
-                assert one.blocks == two.blocks
-                assert torch.equal(one.scale, two.scale)
-                one, two = one.data, two.data
-            assert torch.equal(one.view(torch.uint8), two.view(torch.uint8))
+        for first, second in ((case.a, cases[case.name].a), (case.b, cases[case.name].b)):
+            if isinstance(first, Quantized):
+                assert first.blocks == second.blocks
+                assert torch.equal(first.scale, second.scale)
+                first, second = first.data, second.data
+            assert torch.equal(first.view(torch.uint8), second.view(torch.uint8))
     assert conformance.differences(written, conformance.by_definition) == []
 
 
@@ -104,7 +104,7 @@ def test_a_file_with_another_bit(recording, cli):
     done = cli("conformance", "--check", str(recording), "--json")
     assert done.status == 1
     (report,) = json.loads(done.out)
-    assert [one["case"] for one in report["different"]] == ["bf16/k17"]
+    assert [item["case"] for item in report["different"]] == ["bf16/k17"]
 
 
 def _cut(file):

@@ -163,14 +163,14 @@ def test_tokens_come_as_often_as_they_should(sampling):
 @pytest.mark.parametrize("sampling", SAMPLINGS[2:])
 def test_the_tokens_of_transformers_stay(sampling):
     """Of rows without ties. Its sums are rounded: at the edge of top-p a token more or less may stay."""
-    from transformers.generation import logits_process as theirs
+    from transformers.generation import logits_process as expected
 
     scores = rows(20, 2000, "normal", seed=2)
-    processors = [theirs.TemperatureLogitsWarper(float(sampling.temperature))]
+    processors = [expected.TemperatureLogitsWarper(float(sampling.temperature))]
     if sampling.top_k:
-        processors.append(theirs.TopKLogitsWarper(sampling.top_k))
+        processors.append(expected.TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
-        processors.append(theirs.TopPLogitsWarper(sampling.top_p))
+        processors.append(expected.TopPLogitsWarper(sampling.top_p))
     values = scores.double()
     for processor in processors:
         values = processor(torch.empty(20, 0, dtype=torch.int64), values)

@@ -94,7 +94,7 @@ def differing_from_definition(shape, size, operands=attention_operands):
     scale = d**-0.5
     attended = attention_forward(query, key, value, scale)
     grads = attention_backward(gradient, query, key, value, attended, scale)
-    found = [words_of(x) for x in (attended.out, *grads)]
+    results = [words_of(x) for x in (attended.out, *grads)]
     per, names = h // g, set()
     q, k, v, do = map(words_of, (query, key, value, gradient))
     for sample in range(b):
@@ -104,9 +104,9 @@ def differing_from_definition(shape, size, operands=attention_operands):
                 [q[:, sample, head] for head in heads], k[:, sample, group], v[:, sample, group],
                 [do[:, sample, head] for head in heads], scale,
             )  # fmt: skip
-            pairs = [("dk", found[2][:, sample, group], dk), ("dv", found[3][:, sample, group], dv)]
+            pairs = [("dk", results[2][:, sample, group], dk), ("dv", results[3][:, sample, group], dv)]
             for n, head in enumerate(heads):
-                pairs += [("out", found[0][:, sample, head], outs[n]), ("dq", found[1][:, sample, head], dqs[n])]
+                pairs += [("out", results[0][:, sample, head], outs[n]), ("dq", results[1][:, sample, head], dqs[n])]
                 pairs.append(("inverse", attended.inverse[sample * g + group, n].numpy(), inverses[n]))
             names |= {name for name, here, there in pairs if (here != there).any()}
     return names
@@ -153,8 +153,8 @@ def test_attention_is_attention():
     expected.backward(gradient.double())
     attended = attention_forward(query, key, value, 0.2)
     grads = attention_backward(gradient, query, key, value, attended, 0.2)
-    for found, right in zip((attended.out, *grads), (expected, *(x.grad for x in leaves)), strict=True):
-        torch.testing.assert_close(found.double(), right, rtol=0.02, atol=0.03)
+    for result, correct in zip((attended.out, *grads), (expected, *(x.grad for x in leaves)), strict=True):
+        torch.testing.assert_close(result.double(), correct, rtol=0.02, atol=0.03)
 
 
 def test_neither_heads_beside_nor_threads_change_a_bit():

@@ -145,16 +145,16 @@ LONG = {ieee_attention_triton.BACKWARD_QUERY, ieee_attention_triton.BACKWARD_KEY
 
 
 def kernel_rows(kernels):
-    return [pytest.param(one, marks=pytest.mark.release) if one in LONG else one for one in kernels]
+    return [pytest.param(kernel, marks=pytest.mark.release) if kernel in LONG else kernel for kernel in kernels]
 
 
 @pytest.mark.parametrize("architecture", (90, pytest.param(100, marks=pytest.mark.release)))
 @pytest.mark.parametrize("kernel", kernel_rows(KERNELS), ids=lambda kernel: kernel.kernel.__name__)
 def test_every_operation_rounds_once(kernel, architecture):
     assert kernel.options == UNFUSED
-    found = float_operations(kernel, architecture, kernel.options)
-    assert found & {"mul.rn.f32", "mul.rn.f32x2"}
-    assert found <= (ROUNDED | {"fma.rn.f32", "fma.rn.f32x2"} if kernel in FUSED else ROUNDED)
+    result = float_operations(kernel, architecture, kernel.options)
+    assert result & {"mul.rn.f32", "mul.rn.f32x2"}
+    assert result <= (ROUNDED | {"fma.rn.f32", "fma.rn.f32x2"} if kernel in FUSED else ROUNDED)
 
 
 @pytest.mark.parametrize("kernel", kernel_rows(FUSED), ids=lambda kernel: kernel.kernel.__name__)
@@ -169,9 +169,9 @@ def test_what_is_written_as_fused_is_fused_and_nothing_else(kernel):
     "kernel", (ieee_norm.BACKWARD, ieee_swiglu.BACKWARD), ids=lambda kernel: kernel.kernel.__name__
 )
 def test_without_the_option_it_would_not(kernel):
-    found = float_operations(kernel, 90, {})
-    assert "fma.rn.f32" in found
-    assert "mul.f32" in found
+    result = float_operations(kernel, 90, {})
+    assert "fma.rn.f32" in result
+    assert "mul.f32" in result
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_without_the_option_it_would_not(kernel):
 def test_a_hopper_multiplies_attention_in_the_instructions_that_were_recorded(kernel):
     """bf16 products in steps of 16, and no other: neither TF32 nor the pipes of fp32. No atomics."""
     ptx = ptx_of(kernel, 90, **kernel.options)
-    found = set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync[\w.]*", ptx))
-    assert found
-    assert all("k16.f32.bf16.bf16" in one or "k16.row.col.f32.bf16.bf16" in one for one in found), found
+    results = set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync[\w.]*", ptx))
+    assert results
+    assert all("k16.f32.bf16.bf16" in result or "k16.row.col.f32.bf16.bf16" in result for result in results), results
     assert not re.search(r"^\s+(?:@!?%p\d+ )?(?:atom|red)\.", ptx, re.M)

@@ -15,7 +15,7 @@ from tp_invariant_recipes.portable.ieee import swiglu as ieee_swiglu
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, about special numbers
 DTYPES = (torch.bfloat16, torch.float32)
-ONE = np.float32(1)
+UNIT = np.float32(1)
 FINITE = tuple(kind for kind in KINDS if kind != "special")
 
 
@@ -30,8 +30,8 @@ def first_of(logits, topk):
 def softmaxes(logits, chosen, add=folded):
     numbers = wide(logits)
     every = numpy_version("exp")(numbers - numbers.max(-1, keepdims=True))
-    some = np.where(chosen, every, np.float32(0))
-    return some / add(some)[:, None], every / add(every)[:, None]
+    part = np.where(chosen, every, np.float32(0))
+    return part / add(part)[:, None], every / add(every)[:, None]
 
 
 def slopes(p, dp, s, ds, dtype, add=folded):
@@ -61,8 +61,8 @@ def test_router(experts, topk, dtype, kind):
     assert same_bits(probs, rounded(p, dtype))
     assert same_bits(scores, torch.from_numpy(s))
     dp, ds = sample(kind, 40, experts, dtype=dtype, seed=1), sample(kind, 40, experts, seed=2)
-    found = ieee_router.route_tokens_backward(dp, ds, logits, chosen)
-    assert same_bits(found, slopes(p, wide(dp), s, ds.numpy(), dtype))
+    result = ieee_router.route_tokens_backward(dp, ds, logits, chosen)
+    assert same_bits(result, slopes(p, wide(dp), s, ds.numpy(), dtype))
 
 
 def test_of_equal_logits_the_lower_number_is_chosen():
@@ -81,8 +81,8 @@ def test_router_controls():
     assert not same_bits(scores, torch.softmax(logits, -1))
     p, s = softmaxes(logits, chosen.numpy())
     dp, ds = sample("wide", 40, 128, seed=1), sample("wide", 40, 128, seed=2)
-    found = ieee_router.route_tokens_backward(dp, ds, logits, chosen)
-    assert not same_bits(found, slopes(p, dp.numpy(), s, ds.numpy(), torch.float32, one_after_the_other))
+    result = ieee_router.route_tokens_backward(dp, ds, logits, chosen)
+    assert not same_bits(result, slopes(p, dp.numpy(), s, ds.numpy(), torch.float32, one_after_the_other))
     last = chosen.flip(-1)
     assert not same_bits(probs, rounded(softmaxes(logits, last.numpy())[0], torch.float32))
 
@@ -111,7 +111,7 @@ def test_expert(width, dtype, kind):
     assert same_bits(ieee_swiglu.swiglu(x, p), rounded((s * up) * weight, dtype))
     dx, dp = ieee_swiglu.swiglu_backward(dy, x, p)
     weighted = wide(dy) * weight
-    expected = np.concatenate([(weighted * up) * (c + s * (ONE - c)), weighted * s], -1)
+    expected = np.concatenate([(weighted * up) * (c + s * (UNIT - c)), weighted * s], -1)
     assert same_bits(dx, rounded(expected, dtype))
     assert same_bits(dp, rounded(in_lanes(wide(dy) * (s * up), min(1024, 1 << (width - 1).bit_length())), dtype))
 
@@ -134,13 +134,13 @@ def test_an_expert_without_tokens():
 def test_threads_do_not_change_a_bit():
     x, dy, p = sample("wide", 300, 2 * 128), sample("wide", 300, 128, seed=1), sample("normal", 300, seed=2)
     logits = sample("wide", 300, 64)
-    before, found = torch.get_num_threads(), []
+    before, result = torch.get_num_threads(), []
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
             probs, scores, chosen = ieee_router.route_tokens(logits, 8)
             slope = ieee_router.route_tokens_backward(probs, scores, logits, chosen)
-            found.append([scores, slope, *ieee_swiglu.swiglu_backward(dy, x, p)])
+            result.append([scores, slope, *ieee_swiglu.swiglu_backward(dy, x, p)])
     finally:
         torch.set_num_threads(before)
-    assert all(same_bits(one, other) for one, other in zip(*found, strict=True))
+    assert all(same_bits(first, other) for first, other in zip(*result, strict=True))

@@ -20,7 +20,7 @@ from tp_invariant_recipes.portable.ieee.sums import power_of_two
 from tp_invariant_recipes.portable.one_source import SMALL
 
 DTYPES = (torch.bfloat16, torch.float32)
-ONE = np.float32(1)
+UNIT = np.float32(1)
 
 
 @pytest.fixture(autouse=True)
@@ -96,10 +96,10 @@ def test_norm(tokens, heads, width, shards, by_heads, dtype, kind):
     expected = norm_forward(wide(x), wide(weight), 1e-6, dtype)
     assert same_bits(y, expected[0])
     assert same_bits(scale, expected[1])
-    found = ieee_norm.rms_norm_backward(dy, x, weight, scale, shards, by_heads)
+    results = ieee_norm.rms_norm_backward(dy, x, weight, scale, shards, by_heads)
     numbers = (wide(dy), wide(x), wide(weight), scale.numpy(), shards, by_heads)
-    for mine, theirs in zip(found, norm_backward(*numbers, dtype), strict=True):
-        assert same_bits(mine, theirs)
+    for mine, reference in zip(results, norm_backward(*numbers, dtype), strict=True):
+        assert same_bits(mine, reference)
 
 
 def test_norm_controls():
@@ -137,7 +137,7 @@ def test_swiglu(dtype, kind):
     gate, up = np.split(wide(x), 2, -1)
     c, s = sigmoid_parts(gate)
     assert same_bits(ieee_swiglu.swiglu(x), rounded(s * up, dtype))
-    slopes = (wide(dy) * up) * (c + s * (ONE - c)), wide(dy) * s
+    slopes = (wide(dy) * up) * (c + s * (UNIT - c)), wide(dy) * s
     assert same_bits(ieee_swiglu.swiglu_backward(dy, x)[0], rounded(np.concatenate(slopes, -1), dtype))
 
 
@@ -146,8 +146,8 @@ def test_swiglu_controls():
     gate, up = np.split(wide(x), 2, -1)
     c, s = sigmoid_parts(gate)
     dgate = ieee_swiglu.swiglu_backward(dy, x)[0][:, :333].contiguous()
-    assert not same_bits(dgate, rounded((wide(dy) * up) * fma(s, ONE - c, c), torch.float32))
-    assert not same_bits(ieee_swiglu.swiglu(x), rounded((gate / (ONE + np.exp(-gate))) * up, torch.float32))
+    assert not same_bits(dgate, rounded((wide(dy) * up) * fma(s, UNIT - c, c), torch.float32))
+    assert not same_bits(ieee_swiglu.swiglu(x), rounded((gate / (UNIT + np.exp(-gate))) * up, torch.float32))
 
 
 # --- rotary positions ---
@@ -161,7 +161,7 @@ def test_rotary(width, dtype, kind):
     cos, sin = ieee_rotary.tables(16, 32, 1e6)
     values, c, s = wide(x), cos[:10, None, None].numpy(), sin[:10, None, None].numpy()
     a, b, rest = values[..., :16], values[..., 16:32], values[..., 32:]
-    for backward, sign in ((False, ONE), (True, -ONE)):
+    for backward, sign in ((False, UNIT), (True, -UNIT)):
         expected = np.concatenate([a * c - b * (sign * s), b * c + a * (sign * s), rest], -1)
         assert same_bits(ieee_rotary.rotate(x, cos, sin, backward), rounded(expected, dtype))
 
@@ -196,9 +196,9 @@ def test_cross_entropy(vocabulary, shards, dtype, kind):
     values = numpy_version("exp")(wide(logits) - highest.numpy()[:, None])
     size = vocabulary // shards
     sums = in_lanes(values.reshape(6, shards, size), min(4096, power_of_two(size)))
-    found = ieee_cross_entropy.sum_of_exponentials(logits, highest, shards)
-    assert same_bits(found, rounded(np.ascontiguousarray(sums.T), torch.float32))
-    total, index = found.sum(0), torch.tensor([0, 1, vocabulary - 1, -1, vocabulary, 5])
+    result = ieee_cross_entropy.sum_of_exponentials(logits, highest, shards)
+    assert same_bits(result, rounded(np.ascontiguousarray(sums.T), torch.float32))
+    total, index = result.sum(0), torch.tensor([0, 1, vocabulary - 1, -1, vocabulary, 5])
     gradient = sample("normal", 6, seed=1)
     softmax = values / total.numpy()[:, None] - (np.arange(vocabulary) == index.numpy()[:, None]).astype(np.float32)
     expected = rounded(softmax * gradient.numpy()[:, None], dtype)
@@ -210,12 +210,12 @@ def test_cross_entropy(vocabulary, shards, dtype, kind):
 def test_cross_entropy_control():
     logits = sample("normal", 6, 1000)
     highest = logits.amax(-1)
-    found = ieee_cross_entropy.sum_of_exponentials(logits, highest, 4)
+    result = ieee_cross_entropy.sum_of_exponentials(logits, highest, 4)
     difference = wide(logits) - highest.numpy()[:, None]
     in_order = one_after_the_other(numpy_version("exp")(difference).reshape(6, 4, 250))
-    assert not same_bits(found, rounded(np.ascontiguousarray(in_order.T), torch.float32))
+    assert not same_bits(result, rounded(np.ascontiguousarray(in_order.T), torch.float32))
     other_lanes = in_lanes(numpy_version("exp")(difference).reshape(6, 4, 250), 64)
-    assert not same_bits(found, rounded(np.ascontiguousarray(other_lanes.T), torch.float32))
+    assert not same_bits(result, rounded(np.ascontiguousarray(other_lanes.T), torch.float32))
 
 
 # --- Adam ---
@@ -244,8 +244,8 @@ def test_adam(step, decoupled, kind):
     numbers = ieee_adam.adam_numbers(step, 1e-3, (0.9, 0.95), 1e-8, 0.1)
     expected = adam(tensors, numbers, decoupled)
     ieee_adam.adam_step(*([tensor] for tensor in tensors), numbers, decoupled)
-    for found, theirs in zip((tensors[0], *tensors[2:]), expected, strict=True):
-        assert same_bits(found, theirs)
+    for result, reference in zip((tensors[0], *tensors[2:]), expected, strict=True):
+        assert same_bits(result, reference)
 
 
 def test_adam_is_adam_and_no_fma():
@@ -291,21 +291,21 @@ def everything():
     total = ieee_cross_entropy.sum_of_exponentials(rows, highest, 4)
     yield from (total, ieee_cross_entropy.softmax_gradient(rows, index, highest, total[0], total[1], 4))
     tensors = adam_tensors("normal", 2 * SMALL)
-    ieee_adam.adam_step(*([one] for one in tensors), ieee_adam.adam_numbers(2, 1e-3, (0.9, 0.95), 1e-8, 0.1))
+    ieee_adam.adam_step(*([tensor] for tensor in tensors), ieee_adam.adam_numbers(2, 1e-3, (0.9, 0.95), 1e-8, 0.1))
     yield from tensors
 
 
 def test_threads_do_not_change_a_bit():
     assert SMALL < 260 * 192
-    before, found = torch.get_num_threads(), []
+    before, result = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(list(everything()))
+            result.append(list(everything()))
     finally:
         torch.set_num_threads(before)
-    for one, *others in zip(*found, strict=True):
-        assert all(same_bits(one, other) for other in others)
+    for first, *others in zip(*result, strict=True):
+        assert all(same_bits(first, other) for other in others)
 
 
 @pytest.mark.parametrize(

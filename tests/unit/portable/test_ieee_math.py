@@ -72,11 +72,11 @@ def numbers(name, count):
     return random.integers(1, 0x7F800000, count, dtype=np.uint32).view(np.float32)
 
 
-def errors(found, x, exact):
+def errors(actual, x, exact):
     """In ULP of the exact results, which are finite in fp32."""
     worst = 0.0
     with mpmath.workprec(120):
-        for result, number in zip(found.tolist(), x.tolist(), strict=True):
+        for result, number in zip(actual.tolist(), x.tolist(), strict=True):
             value = exact(mpmath.mpf(number))
             exponent = max(int(mpmath.frexp(value)[1]) - 24, -149)
             worst = max(worst, abs(float(mpmath.ldexp(mpmath.mpf(result) - value, -exponent))))
@@ -127,11 +127,11 @@ def test_special_values(name):
 @pytest.mark.parametrize("name", ALL)
 def test_numba_rounds_every_operation(name):
     x = np.concatenate([EVERY_BF16, SPECIAL, any_bits(50_000), np.linspace(-20, 20, 50_000, dtype=np.float32)])
-    found, expected = compiled_loop(name)(x), numpy_version(name)(x)
+    result, expected = compiled_loop(name)(x), numpy_version(name)(x)
     if name == "bf16_bits":
-        assert ((found & 0xFFFF) == (expected & 0xFFFF)).all()
+        assert ((result & 0xFFFF) == (expected & 0xFFFF)).all()
     else:
-        assert (canonical_bits(found) == canonical_bits(expected)).all()
+        assert (canonical_bits(result) == canonical_bits(expected)).all()
 
 
 def _nearest(value: Fraction) -> float:
@@ -163,9 +163,9 @@ def test_an_fma_rounds_once():
         for i in range(a.size):
             out[i] = numba_fma.fma(a[i], b[i], c[i])
 
-    found = np.empty_like(a)
-    loop(a, b, c, found)
-    assert (bits_of_array(found) == bits_of_array(expected)).all()
+    result = np.empty_like(a)
+    loop(a, b, c, result)
+    assert (bits_of_array(result) == bits_of_array(expected)).all()
     assert (bits_of_array(fma(a, b, c)) == bits_of_array(expected)).all()
     assert (bits_of_array((a.astype(np.float64) * b + c).astype(np.float32)) != bits_of_array(expected)).any()
 

@@ -29,8 +29,8 @@ def test_it_is_an_arm_processor():
 
 
 def test_it_adds_as_an_h200_does():
-    said = inside("python3", "-m", "tp_invariant_recipes", "conformance")
-    assert said.startswith("this CPU (aarch64) adds as an H200 does: all bits of ")
+    message = inside("python3", "-m", "tp_invariant_recipes", "conformance")
+    assert message.startswith("this CPU (aarch64) adds as an H200 does: all bits of ")
 
 
 def test_its_functions_have_the_bits_of_the_definition():

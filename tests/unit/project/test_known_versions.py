@@ -18,7 +18,7 @@ LOCKED = dict(re.findall(r"^([\w.-]+)==(\S+)", LOCKS, re.MULTILINE))
 
 def test_the_last_set_is_that_of_the_locks():
     assert KNOWN[-1].versions == {name: LOCKED[name] for name in KNOWN[-1].versions}
-    assert all(one.evidence for one in KNOWN)
+    assert all(item.evidence for item in KNOWN)
 
 
 @pytest.mark.parametrize(

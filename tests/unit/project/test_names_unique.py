@@ -8,15 +8,15 @@ from tests.source_trees import trees
 
 def classes() -> dict[str, list[str]]:
     """Public class → the modules that define it, classes inside of others included."""
-    found = defaultdict(list)
+    result = defaultdict(list)
     for file, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found[node.name].append(str(file))
-    return found
+                result[node.name].append(str(file))
+    return result
 
 
 def test_no_public_class_has_the_name_of_another():
-    found = classes()
-    assert len(found) > 100
-    assert {name: files for name, files in found.items() if len(files) > 1} == {}
+    results = classes()
+    assert len(results) > 100
+    assert {name: files for name, files in results.items() if len(files) > 1} == {}

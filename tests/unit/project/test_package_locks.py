@@ -52,10 +52,10 @@ def hashes(package: str, lock: str, architecture: str) -> set[str]:
     ),
 )
 def test_a_lock_holds_no_compiled_file_of_the_other_architecture(package, lock):
-    ours, theirs = (hashes(package, lock, one) for one in ARCHITECTURES)
-    assert ours
-    assert theirs
-    assert not ours & theirs
+    actual, expected = (hashes(package, lock, architecture) for architecture in ARCHITECTURES)
+    assert actual
+    assert expected
+    assert not actual & expected
 
 
 def test_no_package_is_in_two_locks():

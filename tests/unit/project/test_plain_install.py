@@ -122,15 +122,15 @@ def run_commands(folder: Path, interpreter: list[str], lines: list[list[str]], *
         capture_output=True,
         text=True,
     )
-    found = [json.loads(line) for line in ended.stdout.splitlines()]
-    assert len(found) == len(lines), ended.stdout + ended.stderr
-    return found
+    results = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert len(results) == len(lines), ended.stdout + ended.stderr
+    return results
 
 
-def check_rows(found: list[list]) -> None:
+def check_rows(results: list[list]) -> None:
     rows = [*((w, 0, o) for w, o in WORK), *((w, 2, e) for w, e in NEED), *((w, 2, e) for w, e in MISTAKES)]
     wrong = []
-    for (words, status, says), (code, out, err) in zip(rows, found, strict=True):
+    for (words, status, says), (code, out, err) in zip(rows, results, strict=True):
         status = 1 if "--diff" in words else status
         text = err if status == 2 else out
         one_sentence = status != 2 or len(err.splitlines()) == 1
@@ -173,8 +173,10 @@ def test_the_wheel_in_an_empty_environment(two_runs, tmp_path):
     _pip(python, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT))
     (wheel,) = tmp_path.glob("*.whl")
     _pip(python, "install", str(wheel))
-    found = subprocess.run([python, "-m", "pip", "list", "--format=json"], capture_output=True, text=True, check=True)
-    names = {package["name"].replace("-", "_") for package in json.loads(found.stdout)}
+    completed = subprocess.run(
+        [python, "-m", "pip", "list", "--format=json"], capture_output=True, text=True, check=True
+    )
+    names = {package["name"].replace("-", "_") for package in json.loads(completed.stdout)}
     assert not names & {"torch", "triton", "megatron_core", "megatron_bridge", "transformer_engine"}
     check_rows(run_commands(two_runs, [str(python)], ALL))
     listed = subprocess.run([tmp_path / "venv" / "bin" / "tpi", "models"], capture_output=True, text=True, cwd=tmp_path)

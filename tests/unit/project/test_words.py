@@ -77,7 +77,7 @@ def texts() -> Iterator[tuple[str, str]]:
         yield str(file.relative_to(ROOT)), file.read_text()
 
 
-def found(phrases: tuple[Phrase, ...], texts: Iterator[tuple[str, str]]) -> list[str]:
+def refused_phrases(phrases: tuple[Phrase, ...], texts: Iterator[tuple[str, str]]) -> list[str]:
     """Where a phrase stands, with the words around it."""
     table = [(re.compile(phrase.pattern, re.IGNORECASE), phrase) for phrase in phrases]
     lines = []
@@ -92,13 +92,13 @@ def found(phrases: tuple[Phrase, ...], texts: Iterator[tuple[str, str]]) -> list
 
 @pytest.mark.parametrize("phrase", (*PHRASES, *DOCSTRINGS), ids=lambda phrase: phrase.refused)
 def test_a_phrase_is_found_and_its_better_version_is_not(phrase):
-    assert found((phrase,), iter([("here", phrase.refused)]))
-    assert not found((phrase,), iter([("here", phrase.better)]))
+    assert refused_phrases((phrase,), iter([("here", phrase.refused)]))
+    assert not refused_phrases((phrase,), iter([("here", phrase.better)]))
 
 
 def test_no_text_has_a_phrase_of_the_table():
-    assert found(PHRASES, texts()) == []
+    assert refused_phrases(PHRASES, texts()) == []
 
 
 def test_no_docstring_begins_as_the_one_above():
-    assert found(DOCSTRINGS, docstrings()) == []
+    assert refused_phrases(DOCSTRINGS, docstrings()) == []

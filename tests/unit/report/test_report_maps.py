@@ -32,10 +32,10 @@ def ledger_with_digests(steps: int, names=LAYERS, differing=(), every: int = 1, 
     header = Header(
         identity={"rng.seed": 1}, parameters=tuple(Parameter(n, (2,), "float32", "bfloat16") for n in names)
     )
-    apart = set(differing)
+    different = set(differing)
 
     def record(step: int) -> StepRecord:
-        digests = {name: OTHER if (step, name) in apart else EQUAL for name in names} if step % every == 0 else None
+        digests = {name: OTHER if (step, name) in different else EQUAL for name in names} if step % every == 0 else None
         loss = losses[step - 1] if losses else "f32:40c80000"
         return StepRecord(step, step, 8, loss, "f32:3f800000", "f64:3f33a92a30553261", loss is None, digests)
 
@@ -75,8 +75,8 @@ def test_what_is_no_finite_number_is_a_gap_and_counted():
 
 def test_recorded_values_are_the_bits():
     losses = [float_bits(1.5, 32), None, NAN]
-    (one, value), (two, nothing), (three, nan) = recorded(ledger_with_digests(3, losses=losses), "loss")
-    assert (one, value, two, nothing, three) == (1, 1.5, 2, None, 3)
+    (single, value), (two, nothing), (three, nan) = recorded(ledger_with_digests(3, losses=losses), "loss")
+    assert (single, value, two, nothing, three) == (1, 1.5, 2, None, 3)
     assert math.isnan(nan)
 
 
@@ -99,32 +99,32 @@ def test_distances_are_in_ulp(a, b, ulp):
 
 
 @given(st.sets(st.tuples(st.integers(1, 9), st.sampled_from(LAYERS)), min_size=1))
-def test_a_map_shows_every_difference_where_it_is(apart):
-    found = map_of(ledger_with_digests(9), ledger_with_digests(9, differing=apart))
-    rows = [row.label for row in found.rows]
+def test_a_map_shows_every_difference_where_it_is(spacing):
+    result = map_of(ledger_with_digests(9), ledger_with_digests(9, differing=spacing))
+    rows = [row.label for row in result.rows]
     assert rows == list(LAYERS)
     for row, name in enumerate(rows):
-        for column, (step, _) in enumerate(found.columns):
-            expected = CellState.DIFFERENT if (step, name) in apart else CellState.IDENTICAL
-            assert found.states[row, column] == expected
-    assert (found.differing, found.compared) == (len(apart), 9 * len(LAYERS))
-    assert found.first == min(step for step, _ in apart)
-    assert found.parameters_differing == len({name for _, name in apart})
-    assert found.steps_differing == len({step for step, _ in apart})
+        for column, (step, _) in enumerate(result.columns):
+            expected = CellState.DIFFERENT if (step, name) in spacing else CellState.IDENTICAL
+            assert result.states[row, column] == expected
+    assert (result.differing, result.compared) == (len(spacing), 9 * len(LAYERS))
+    assert result.first == min(step for step, _ in spacing)
+    assert result.parameters_differing == len({name for _, name in spacing})
+    assert result.steps_differing == len({step for step, _ in spacing})
 
 
 @settings(max_examples=25)
 @given(st.integers(1, 5000), st.data())
 def test_one_difference_among_many_steps_is_seen(steps, data):
     step = data.draw(st.integers(1, steps))
-    found = map_of(ledger_with_digests(steps, LAYERS[:2]), ledger_with_digests(steps, LAYERS[:2], [(step, LAYERS[1])]))
-    assert len(found.columns) <= COLUMNS
-    assert [first for first, _ in found.columns[1:]] == [last + 1 for _, last in found.columns[:-1]]
-    (column,) = (n for n, (first, last) in enumerate(found.columns) if first <= step <= last)
-    expected = np.full((2, len(found.columns)), CellState.IDENTICAL)
-    alone = found.columns[column][0] == found.columns[column][1]
+    result = map_of(ledger_with_digests(steps, LAYERS[:2]), ledger_with_digests(steps, LAYERS[:2], [(step, LAYERS[1])]))
+    assert len(result.columns) <= COLUMNS
+    assert [first for first, _ in result.columns[1:]] == [last + 1 for _, last in result.columns[:-1]]
+    (column,) = (n for n, (first, last) in enumerate(result.columns) if first <= step <= last)
+    expected = np.full((2, len(result.columns)), CellState.IDENTICAL)
+    alone = result.columns[column][0] == result.columns[column][1]
     expected[1, column] = CellState.DIFFERENT if alone else CellState.SOME_DIFFER
-    assert (found.states == expected).all()
+    assert (result.states == expected).all()
 
 
 @pytest.mark.parametrize("layers, experts", ((48, 128), (300, 1)))
@@ -132,62 +132,62 @@ def test_one_difference_among_thousands_of_parameters_is_seen(layers, experts):
     names = [f"decoder.layers.{n}.mlp.experts.linear_fc{k}.weight{e}" for n in range(layers) for e in range(experts)
              for k in (1, 2)]  # fmt: skip
     culprit = names[len(names) // 3]
-    found = map_of(ledger_with_digests(2, names), ledger_with_digests(2, names, [(2, culprit)]))
-    assert len(found.rows) <= ROWS
-    assert sorted(name for row in found.rows for name in row.parameters) == sorted(names)
-    (row,) = (n for n, row in enumerate(found.rows) if culprit in row.parameters)
-    expected = np.full((len(found.rows), 2), CellState.IDENTICAL)
+    result = map_of(ledger_with_digests(2, names), ledger_with_digests(2, names, [(2, culprit)]))
+    assert len(result.rows) <= ROWS
+    assert sorted(name for row in result.rows for name in row.parameters) == sorted(names)
+    (row,) = (n for n, row in enumerate(result.rows) if culprit in row.parameters)
+    expected = np.full((len(result.rows), 2), CellState.IDENTICAL)
     expected[row, 1] = CellState.SOME_DIFFER
-    assert (found.states == expected).all()
-    assert in_words(found).startswith(f"1 of {2 * len(names):,} digests of gradients differ. They belong to 1 of ")
+    assert (result.states == expected).all()
+    assert in_words(result).startswith(f"1 of {2 * len(names):,} digests of gradients differ. They belong to 1 of ")
 
 
 def test_steps_at_which_one_run_alone_has_digests_are_left_out():
-    found = map_of(ledger_with_digests(12, every=2), ledger_with_digests(12, every=3))
-    assert found.columns == ((6, 6), (12, 12))
-    assert (found.steps_compared, found.steps_alone) == (2, 6)
+    result = map_of(ledger_with_digests(12, every=2), ledger_with_digests(12, every=3))
+    assert result.columns == ((6, 6), (12, 12))
+    assert (result.steps_compared, result.steps_alone) == (2, 6)
     assert map_of(ledger_with_digests(3), ledger_with_digests(3, every=4)) is None
 
 
 def test_a_parameter_that_one_run_lacks_is_not_compared():
-    found = map_of(ledger_with_digests(2), ledger_with_digests(2, LAYERS[:-1]))
-    assert (found.states[:-1] == CellState.IDENTICAL).all()
-    assert (found.states[-1] == CellState.NOT_COMPARED).all()
+    result = map_of(ledger_with_digests(2), ledger_with_digests(2, LAYERS[:-1]))
+    assert (result.states[:-1] == CellState.IDENTICAL).all()
+    assert (result.states[-1] == CellState.NOT_COMPARED).all()
 
 
 def test_dumps_say_how_far_apart():
     distance = Distance(4, 2, 7, 0.5, 0, (0,))
     measured = (Measured(2, f"gradients/{LAYERS[1]}", distance), Measured(2, f"weights/{LAYERS[0]}", distance))
-    found = map_of(
+    result = map_of(
         ledger_with_digests(2),
         ledger_with_digests(2, differing=[(2, LAYERS[1])]),
         dumped=largest(measured, "gradients"),
     )
-    assert found.ulp[1, 1] == 7
-    assert np.isnan(found.ulp).sum() == found.ulp.size - 1
+    assert result.ulp[1, 1] == 7
+    assert np.isnan(result.ulp).sum() == result.ulp.size - 1
 
 
 def test_numbers_have_a_row_of_their_distances_above_the_parameters():
     losses = ["f32:40c80000", "f32:40c80001", "f32:40c80000", NAN]
-    found = map_of(ledger_with_digests(4), ledger_with_digests(4, losses=losses))
-    assert [row.label for row in found.rows] == ["loss", *LAYERS]  # the norm and the rate are equal at all steps
-    assert np.array_equal(found.ulp[0], [np.nan, 1, np.nan, np.inf], equal_nan=True)
-    assert found.states[0].tolist() == [CellState.IDENTICAL, CellState.DIFFERENT] * 2
-    assert (found.states[1:] == CellState.IDENTICAL).all()
-    assert (found.compared, found.differing) == (4 * len(LAYERS), 0)  # digests, and no numbers
+    result = map_of(ledger_with_digests(4), ledger_with_digests(4, losses=losses))
+    assert [row.label for row in result.rows] == ["loss", *LAYERS]  # the norm and the rate are equal at all steps
+    assert np.array_equal(result.ulp[0], [np.nan, 1, np.nan, np.inf], equal_nan=True)
+    assert result.states[0].tolist() == [CellState.IDENTICAL, CellState.DIFFERENT] * 2
+    assert (result.states[1:] == CellState.IDENTICAL).all()
+    assert (result.compared, result.differing) == (4 * len(LAYERS), 0)  # digests, and no numbers
 
 
 @given(st.lists(st.sampled_from((np.nan, 1, 2, 100, 1e4, 1e6, 1e8, 4e9, np.inf)), min_size=6, max_size=6))
 def test_every_cell_has_the_one_colour_of_its_distance(ulp):
-    found = map_of(ledger_with_digests(1), ledger_with_digests(1, differing=[(1, LAYERS[0])]))
-    found = replace(found, ulp=np.array(ulp)[:, None])
-    of_states, of_distances = _classes(found)
+    result = map_of(ledger_with_digests(1), ledger_with_digests(1, differing=[(1, LAYERS[0])]))
+    result = replace(result, ulp=np.array(ulp)[:, None])
+    of_states, of_distances = _classes(result)
     cells = [(mask[row, 0], colour) for row in range(6) for mask, colour, _ in (*of_states, *of_distances)]
     chosen = [colour for is_in, colour in cells if is_in]
     assert len(chosen) == 6
     state = ["different", *["identical"] * 5]
     place = {1: 0, 2: 1, 100: 1, 1e4: 2, 1e6: 3, 1e8: 4, 4e9: 5, np.inf: 5}
-    assert chosen == [state[n] if np.isnan(one) else f"ulp-{place[one]}" for n, one in enumerate(ulp)]
+    assert chosen == [state[n] if np.isnan(item) else f"ulp-{place[item]}" for n, item in enumerate(ulp)]
 
 
 def _luminance(colour: str) -> float:
@@ -197,8 +197,8 @@ def _luminance(colour: str) -> float:
     return float(np.dot(linear, (0.2126, 0.7152, 0.0722)))
 
 
-def _contrast(one: str, other: str) -> float:
-    low, high = sorted((_luminance(one), _luminance(other)))
+def _contrast(first: str, other: str) -> float:
+    low, high = sorted((_luminance(first), _luminance(other)))
     return (high + 0.05) / (low + 0.05)
 
 

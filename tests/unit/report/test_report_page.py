@@ -215,8 +215,8 @@ def test_the_answer_of_bisect_stands_first(differing_runs, tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "bisect.json").write_text(json.dumps(ANSWER | {"runs": [str(run) for run in runs]}))
     answer, verdict = boxes_of(*differing_runs)
-    said = ("The operation: the forward pass of mlp.", "forward/mlp/output: 3 of 8 elements differ.")
-    assert answer == ("different", "tpi bisect of A tp1 and B tp2", ANSWER["text"], said)
+    message = ("The operation: the forward pass of mlp.", "forward/mlp/output: 3 of 8 elements differ.")
+    assert answer == ("different", "tpi bisect of A tp1 and B tp2", ANSWER["text"], message)
     assert verdict[:3] == before[0][:3]
     assert verdict[3] == tuple(remark for remark in before[0][3] if "tpi bisect" not in remark)
     own = [
@@ -346,23 +346,25 @@ def test_a_page_of_much_stays_small(tmp_path, steps, parameters, every, kib, poi
     html = html_of(*runs)
     assert len(html) < kib * 1024
     assert "A row is a group of parameters" in html
-    said = re.findall(r"Each point stands for up to (\d+) steps", html)
-    assert set(said) == ({str(point)} if point else set())
+    message = re.findall(r"Each point stands for up to (\d+) steps", html)
+    assert set(message) == ({str(point)} if point else set())
 
 
 # --- the command --------------------------------------------------------------------------------------------
 
 
 def test_the_command_writes_a_page_and_an_image(cli, pair, html, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "reports"  # beside the cache of bytecode
+    folder.mkdir()
+    monkeypatch.chdir(folder)
     done = cli("report", *pair)
     assert done.status == 0, done.err
     assert "B tp2: different at step 4" in done.out
     assert "wrote report.html\nwrote report.png" in done.out
-    assert (tmp_path / "report.html").read_text() == html
-    image = Image.open(io.BytesIO((tmp_path / "report.png").read_bytes()))
+    assert (folder / "report.html").read_text() == html
+    image = Image.open(io.BytesIO((folder / "report.png").read_bytes()))
     assert image.width == 1188
-    assert {file.name for file in tmp_path.iterdir()} == {"report.html", "report.png"}
+    assert {file.name for file in folder.iterdir()} == {"report.html", "report.png"}
 
 
 def test_nothing_is_written_over_unless_told(cli, tmp_path):
@@ -414,8 +416,8 @@ def test_figures_of_several_panels_stack_on_a_narrow_page(html):
     assert "figure .panel { display: block; min-width: 0; }" in narrow
     assert re.search(r"figure \.whole \{[^}]*clip-path", narrow)
     assert "figure .panel { display: none; }" in html
-    found = r'<div class="whole"><svg viewBox="(.*?)".*?</svg></div>((?:<svg class="panel".*?</svg>)+)'
-    stacked = re.findall(found, html, re.DOTALL)
+    result = r'<div class="whole"><svg viewBox="(.*?)".*?</svg></div>((?:<svg class="panel".*?</svg>)+)'
+    stacked = re.findall(result, html, re.DOTALL)
     assert len(stacked) == 3  # curves, distances, costs
     for box, panels in stacked:
         whole = [float(number) for number in box.split()]
@@ -440,9 +442,9 @@ def test_no_panel_of_a_narrow_page_has_a_gap(tmp_path, count, memory):
         with settings():
             drawing.draw(figure)
         filled = [axes.get_position() for axes in figure.axes if axes.lines]
-        for left in (0, 0.5):
-            bottom = min(box.y0 for box in filled if left <= box.x0 < left + 0.5)
-            assert (bottom < 0.2) or (count > 6 and drawing.name == "training" and left)
+        for number in (0, 0.5):
+            bottom = min(box.y0 for box in filled if number <= box.x0 < number + 0.5)
+            assert (bottom < 0.2) or (count > 6 and drawing.name == "training" and number)
 
 
 def test_whatever_scrolls_has_a_shadow_where_it_goes_on(html):
@@ -464,12 +466,12 @@ def test_who_waits_for_long_is_told_how_far_it_is(cli, monkeypatch, tmp_path):
     slow = cli("report", *runs, "--out", tmp_path / "slow.html")
     assert (quick.status, quick.err, slow.status) == (0, "", 0)
     assert slow.out == quick.out.replace("quick.", "slow.")
-    said = slow.err.splitlines()
-    assert [line.partition(":")[0] for line in said[:4]] == [f"reading {run}" for run in runs for _ in range(2)]
-    assert "comparing: step 3 of 6" in said
-    figures = [line for line in said if line.startswith("drawing: figure ")]
+    output = slow.err.splitlines()
+    assert [line.partition(":")[0] for line in output[:4]] == [f"reading {run}" for run in runs for _ in range(2)]
+    assert "comparing: step 3 of 6" in output
+    figures = [line for line in output if line.startswith("drawing: figure ")]
     assert figures[0] == f"drawing: figure 1 of {len(figures)}"
-    assert said[-1] == f"drawing the image: figure {len(figures)} of {len(figures)}"
+    assert output[-1] == f"drawing the image: figure {len(figures)} of {len(figures)}"
 
 
 def test_a_point_of_a_long_curve_is_the_median_of_its_steps():

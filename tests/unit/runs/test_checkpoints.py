@@ -118,13 +118,13 @@ def test_nodes_read_all_files_between_them_and_each_its_part(tmp_path):
     path = save(tmp_path, 5, {str(n): bytes(n + 1) for n in range(7)})
     for n in range(7):
         (path / str(n)).write_bytes(b"\1" * (n + 1))
-    found = []
+    results = []
     for node in range(3):
         with pytest.raises(CheckpointError) as error:
             RunCheckpoint(path, 5).verify(node=node, nodes=3)
-        found.append({line.split()[1] for line in str(error.value).splitlines() if "has changed" in line})
-    assert [len(names) for names in found] == [3, 2, 2]
-    assert set.union(*found) == set(map(str, range(7)))
+        results.append({line.split()[1] for line in str(error.value).splitlines() if "has changed" in line})
+    assert [len(names) for names in results] == [3, 2, 2]
+    assert set.union(*results) == set(map(str, range(7)))
 
 
 def test_sizes_alone_find_a_short_file_and_no_flipped_byte(tmp_path):
@@ -173,9 +173,9 @@ def test_any_damage_to_any_file_is_found(files, data):
         if not damaged:
             assert select(Path(folder)).step == 1
             return
-        found = selection_problems(Path(folder))
-        assert [line.split()[0] for line in found] == sorted(damaged)
-        assert all(damaged[line.split()[0]] in line for line in found)
+        problems = selection_problems(Path(folder))
+        assert [line.split()[0] for line in problems] == sorted(damaged)
+        assert all(damaged[line.split()[0]] in line for line in problems)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tp_invariant_recipes.runs import checkpoints, guard_files
 from tp_invariant_recipes.runs.guard_files import Untrusted
 from tp_invariant_recipes.runs.run_dir import RunDir
 
-FOUND = Evidence(
+EVIDENCE = Evidence(
     found_by=evidence.PRODUCT,
     step=12,
     where="forward pass of decoder.layers.0.mlp.linear_fc2",
@@ -40,13 +40,13 @@ def saved(run_dir, *steps):
 
 def test_evidence_is_read_as_written(tmp_path):
     file = tmp_path / "guard" / "x.evidence"
-    evidence.write(file, FOUND, DATA)
-    found, tensors = evidence.read(file)
-    assert found == FOUND
+    evidence.write(file, EVIDENCE, DATA)
+    result, tensors = evidence.read(file)
+    assert result == EVIDENCE
     assert tensors.keys() == DATA.keys()
     assert all(torch.equal(tensors[name], DATA[name]) for name in ("a",))
     assert tensors["out"].view(torch.int32).equal(DATA["out"].view(torch.int32))
-    assert found.text().splitlines() == [
+    assert result.text().splitlines() == [
         "wrong bits at step 12: forward pass of decoder.layers.0.mlp.linear_fc2: 3 bits of 2 of 256 outputs wrong",
         "rank 1 on n2, a GPU, UUID GPU-5, serial number 1654",
         "judged by the product's definition",
@@ -58,7 +58,7 @@ def test_evidence_is_read_as_written(tmp_path):
 )
 def test_damaged_evidence_is_refused(tmp_path, damage):
     file = tmp_path / "x.evidence"
-    evidence.write(file, FOUND, DATA)
+    evidence.write(file, EVIDENCE, DATA)
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(LedgerError, match="is no evidence of a guard"):
         evidence.read(file)
@@ -79,10 +79,10 @@ def test_checkpoints_after_the_earliest_trusted_step_are_set_aside_once(tmp_path
     guard_files.distrust(run_dir, 0, Untrusted(15, ("n1",)))
     guard_files.distrust(run_dir, 3, Untrusted(10, ("n2",)))
     assert guard_files.settle(run_dir) == Untrusted(10, ("n1", "n2"))
-    assert [one.step for one in checkpoints.finished(run_dir.checkpoints)] == [5, 10]
+    assert [item.step for item in checkpoints.finished(run_dir.checkpoints)] == [5, 10]
     saved(run_dir, 15)
     assert guard_files.settle(run_dir) is None
-    assert [one.step for one in checkpoints.finished(run_dir.checkpoints)] == [5, 10, 15]
+    assert [item.step for item in checkpoints.finished(run_dir.checkpoints)] == [5, 10, 15]
 
 
 def test_a_note_that_cannot_be_read_is_no_trust(tmp_path):
@@ -100,11 +100,13 @@ def test_the_last_good_step_is_of_this_run_so_far(tmp_path):
     assert [guard_files.read_good(run_dir, start) for start in (59, 60, 100)] == [0, 60, 60]
 
 
-@pytest.mark.parametrize("exclude, hardware, again", ((True, True, True), (False, True, False), (True, False, False)))
-def test_a_job_goes_on_without_the_nodes_only_where_asked(tmp_path, exclude, hardware, again):
+@pytest.mark.parametrize(
+    "exclude, hardware, repeated", ((True, True, True), (False, True, False), (True, False, False))
+)
+def test_a_job_goes_on_without_the_nodes_only_where_asked(tmp_path, exclude, hardware, repeated):
     run_dir = RunDir(tmp_path)
     run_dir.excluded.write_text("n7\n")
     guard_files.distrust(run_dir, 1, Untrusted(0, ("n2",)))
     planned = SimpleNamespace(run_dir=run_dir, config=SimpleNamespace(guard=SimpleNamespace(exclude=exclude)))
-    assert agent._excluded(planned, RankFailed("x", 0.0, user_error=True, hardware=hardware)) is again
-    assert run_dir.excluded.read_text() == ("n7\nn2\n" if again else "n7\n")
+    assert agent._excluded(planned, RankFailed("x", 0.0, user_error=True, hardware=hardware)) is repeated
+    assert run_dir.excluded.read_text() == ("n7\nn2\n" if repeated else "n7\n")

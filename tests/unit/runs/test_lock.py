@@ -74,8 +74,8 @@ def refusal(run: RunDir) -> str:
 
 def test_a_second_process_is_refused_with_the_pid_the_host_and_the_time(locked_run, other):
     since = time.strftime("%Y-%m-%d %H:%M")
-    said = refusal(locked_run)
-    assert said.startswith(
+    message = refusal(locked_run)
+    assert message.startswith(
         f"{locked_run.path} is being trained by pid {other.pid} on {os.uname().nodename} since {since[:13]}"
     )
     assert [file.name for file in locked_run.path.iterdir()] == ["write.lock"]
@@ -94,8 +94,8 @@ def test_the_job_is_named_where_there_is_one(locked_run, monkeypatch):
 def test_a_lock_that_was_released_leaves_no_trace_but_an_empty_file(locked_run):
     with locked(locked_run) as held:
         assert json.loads(locked_run.lock.read_text())["pid"] == os.getpid()
-        with locked(RunDir(locked_run.path / ".." / "run")) as again:  # one directory, one lock
-            assert again is held
+        with locked(RunDir(locked_run.path / ".." / "run")) as repeated:  # one directory, one lock
+            assert repeated is held
     assert locked_run.lock.read_bytes() == b""
     with locked(locked_run) as held:
         assert held.remark is None
@@ -238,8 +238,8 @@ def test_an_earlier_try_that_still_runs_is_asked_to_leave(locked_run, monkeypatc
     assert first.stdout.readline() == "held\n"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     with locked(locked_run) as held:
-        _, said = first.communicate()
-        assert f"LockLost: {locked_run.path} was taken over by pid {os.getpid()} on " in said
+        _, message = first.communicate()
+        assert f"LockLost: {locked_run.path} was taken over by pid {os.getpid()} on " in message
         assert f"pid {first.pid} on" in held.remark
         assert json.loads(locked_run.lock.read_text())["pid"] == os.getpid()
 
@@ -353,8 +353,8 @@ def test_a_link_in_the_place_of_the_lock_is_not_followed(locked_run, tmp_path, d
     if not dangling:
         (tmp_path / "precious").write_text("text")
     locked_run.lock.symlink_to(tmp_path / "precious")
-    said = r"write\.lock is a symbolic link, which tpi does not follow: remove it"
-    with pytest.raises(RunError, match=said), locked(locked_run):
+    message = r"write\.lock is a symbolic link, which tpi does not follow: remove it"
+    with pytest.raises(RunError, match=message), locked(locked_run):
         pass
     assert lock.holder(locked_run) is None
     assert (tmp_path / "precious").exists() != dangling

@@ -71,10 +71,10 @@ def test_a_line_for_each_run_and_a_letter_for_those_that_are_comparable(cli):
         ["runs/deeper/c", "killed", "0/3", "tp=1", "qwen3_toy", "tree"],
         ["runs/a", "completed", "3/3", "6.1875", "tp=2", "qwen3_toy", "tree", "a"],
     ]
-    found = json.loads(cli("runs", "runs", "--json").out)
-    assert found["schema"] == 1
-    assert [row["same"] for row in found["runs"]] == ["a", None, "a"]
-    assert found["runs"][2]["loss"] == {"bits": LOSSES[2], "value": 6.1875}
+    result = json.loads(cli("runs", "runs", "--json").out)
+    assert result["schema"] == 1
+    assert [row["same"] for row in result["runs"]] == ["a", None, "a"]
+    assert result["runs"][2]["loss"] == {"bits": LOSSES[2], "value": 6.1875}
 
 
 def test_a_run_that_is_being_trained_runs_and_a_copy_of_it_does_not():
@@ -170,7 +170,7 @@ def test_a_folder_that_cannot_be_looked_into_is_a_row_and_no_run_beside_it_fails
 
     monkeypatch.setattr(Path, "is_file", denied_by(Path.is_file))
     monkeypatch.setattr(os, "open", denied_by(os.open))
-    assert [(one.state, one.why) for one in overview.rows(Path("runs"))] == [
+    assert [(row.state, row.why) for row in overview.rows(Path("runs"))] == [
         ("damaged", "cannot be read: Permission denied"),
         ("completed", None),
     ]
@@ -179,9 +179,9 @@ def test_a_folder_that_cannot_be_looked_into_is_a_row_and_no_run_beside_it_fails
 
 def made_by(run: Path, command: str) -> Path:
     """The run, as a command made it for itself."""
-    found = json.loads((run / "run.json").read_text())
-    found["attempts"][0]["command"] = command
-    (run / "run.json").write_text(json.dumps(found))
+    result = json.loads((run / "run.json").read_text())
+    result["attempts"][0]["command"] = command
+    (run / "run.json").write_text(json.dumps(result))
     return run
 
 
@@ -204,8 +204,8 @@ def test_runs_that_commands_made_for_themselves_are_hidden_unless_asked_for(cli)
     assert sorted(names("runs/cells")) == ["cells/tp2", "cells/tp4"]
     assert names("runs/bisect-1") == names("runs/bisect-1/x") == ["bisect-1/x"]
     assert cli("runs").err == "hidden: 7 runs of verify, sweep, bench, bisect, audit; tpi runs --all lists them\n"
-    found = json.loads(cli("runs", "--json").out)
-    assert (len(found["runs"]), found["hidden"]) == (2, 7)
+    result = json.loads(cli("runs", "--json").out)
+    assert (len(result["runs"]), result["hidden"]) == (2, 7)
     assert json.loads(cli("runs", "--json", "--all").out)["hidden"] == 0
     shutil.rmtree("runs/a")
     shutil.rmtree("runs/verify-of-mine")
@@ -326,8 +326,8 @@ def test_a_longer_run_names_the_key_that_keeps_its_schedule(cli):
 
 def test_the_end_of_a_run_says_where_things_are():
     run = a_run("a b", minute=1)
-    found = places.as_json(RunDir(run))
-    assert places.lines(found) == [
+    result = places.as_json(RunDir(run))
+    assert places.lines(result) == [
         "ledger: runs/a b/ledger.jsonl",
         "next: tpi compare 'runs/a b' RUN_B   tpi report 'runs/a b'",
     ]
@@ -336,8 +336,8 @@ def test_the_end_of_a_run_says_where_things_are():
     a_run("newer", "tp=4", minute=3)
     (run / "tensorboard").mkdir()
     (run / "wandb" / "offline-run-1-x").mkdir(parents=True)
-    found = places.as_json(RunDir(run))
-    assert places.lines(found) == [
+    result = places.as_json(RunDir(run))
+    assert places.lines(result) == [
         "ledger: runs/a b/ledger.jsonl",
         "curves: tensorboard --logdir 'runs/a b/tensorboard'",
         "wandb sync 'runs/a b/wandb/offline-run-1-x'",

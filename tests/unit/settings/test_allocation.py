@@ -75,10 +75,10 @@ def test_a_run_without_problems_has_a_place_for_each_rank_and_no_other(tp, dp, m
 
 @given(st.integers(1, 8), st.integers(1, 64), st.integers(1, 16))
 def test_the_nearest_layouts_that_are_named_fit_and_none_between_does(tp, dp, most):
-    found = lines(misfits(job(tp, dp, cluster__gpus_per_node=most)))
-    if not found:
+    result = lines(misfits(job(tp, dp, cluster__gpus_per_node=most)))
+    if not result:
         return
-    (problem,) = found
+    (problem,) = result
     named = [int(part.split(" ")[0]) for part in problem.split("the nearest that do: ")[1].split("dp=")[1:]]
     assert max(named) > dp
     for other in range(min([*named, dp]), max(named) + 1):
@@ -185,7 +185,7 @@ def test_every_rule_of_submitting_is_in_the_table():
 
 
 # The same without the mistake.
-RIGHT = (
+VALID = (
     {"slurm__time": "2:01"},
     {"cluster__ranks_per_node": 8},
     {"slurm__account": "proj-1.a_b@site", "slurm__partition": "h100,h200"},
@@ -205,7 +205,7 @@ RIGHT = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("fields", RIGHT, ids=str)
+@pytest.mark.parametrize("fields", VALID, ids=str)
 def test_a_job_that_can_be_submitted(fields):
     assert job_problems(**fields) == []
 
@@ -262,7 +262,7 @@ def test_an_image_that_is_there(tmp_path: Path):
 
 
 def test_everything_is_said_at_once():
-    found = job_problems(
+    problems = job_problems(
         3,
         5,
         cluster__ranks_per_node=9,
@@ -272,7 +272,7 @@ def test_everything_is_said_at_once():
         cluster__container="/usr/no.sqsh",
         cluster__forward=["A", "B"],
     )
-    assert [problem.split()[0].split("=")[0] for problem in found] == [
+    assert [problem.split()[0].split("=")[0] for problem in problems] == [
         "cluster.ranks_per_node",
         "tp",
         "slurm.time",

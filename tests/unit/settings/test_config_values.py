@@ -66,10 +66,10 @@ FITS = (
 )
 
 
-@pytest.mark.parametrize("value, hint, meant", FITS, ids=[f"{value!r} as {hint}" for value, hint, _ in FITS])
-def test_what_fits_is_converted(value, hint, meant):
-    found = convert(value, hint)
-    assert (type(found), found) == (type(meant), meant)
+@pytest.mark.parametrize("value, hint, expected", FITS, ids=[f"{value!r} as {hint}" for value, hint, _ in FITS])
+def test_what_fits_is_converted(value, hint, expected):
+    result = convert(value, hint)
+    assert (type(result), result) == (type(expected), expected)
 
 
 # Value, hint, what is said to have been expected.

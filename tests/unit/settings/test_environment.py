@@ -71,7 +71,7 @@ def test_any_other_value_is_refused_by_name(device, variable):
             settings(device, {variable.name: value})
         (line,) = str(error.value).splitlines()
         assert line.startswith(f"{variable.name}={value} in the environment: {variable.why}; unset it")
-        harmless = next((one for one in (variable.value, *variable.accepted) if one is not None), None)
+        harmless = next((item for item in (variable.value, *variable.accepted) if item is not None), None)
         assert line.endswith("; unset it" if harmless is None else f" or set {variable.name}={harmless}")
 
 
@@ -153,11 +153,11 @@ def test_an_address_with_a_password_is_never_recorded():
 def test_a_setting_is_accepted_or_refused_never_changed(environment):
     for device, defaults in DEFAULTS.items():
         try:
-            found = settings(device, environment)
+            results = settings(device, environment)
         except ConfigError:
             continue
-        assert found.keys() == defaults.keys() | (UNSET[device].keys() & environment.keys())
-        assert all(environment.get(name, value) == value for name, value in found.items())
+        assert results.keys() == defaults.keys() | (UNSET[device].keys() & environment.keys())
+        assert all(environment.get(name, value) == value for name, value in results.items())
 
 
 def test_flash_attn_is_asked_for_with_stock_alone():

@@ -41,8 +41,8 @@ def written_table(file: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("place", (field_table.in_cache, lambda: field_table.in_environment()), ids=("cache", "venv"))
 def test_what_is_written_is_read(package, place):
-    found = written_table(place())
-    assert found == {"megatron.bridge.settings.Settings": SETTINGS | {"other": None}}
+    result = written_table(place())
+    assert result == {"megatron.bridge.settings.Settings": SETTINGS | {"other": None}}
 
 
 def test_no_path_of_the_machine_is_in_it(package, tmp_path):
@@ -126,8 +126,8 @@ def test_a_users_file_is_checked_too(tmp_path):
     (tmp_path / "config" / "tpi" / "model" / "mine.yaml").write_text(text)
     with pytest.raises(ConfigError) as refused:
         composing.compose("mine", (), device="cpu")
-    found = list(refused.value.problems)
-    assert [problem.partition(":")[0] for problem in found] == ["model.num_layers=two", "model.num_layer"]
+    problems = list(refused.value.problems)
+    assert [problem.partition(":")[0] for problem in problems] == ["model.num_layers=two", "model.num_layer"]
 
 
 @pytest.mark.parametrize("override", ("model.num_layer=3", "model.activation_func=nope", "model._target_=other.Model"))

@@ -175,8 +175,8 @@ def test_refused_with_one_line(changes, says):
 def test_every_rule_has_its_say():
     everything = {"tp": 5, "sp": True, "pp": 7, "cp": 3, "dp": 3, "ep": 5, "etp": 9, "device": "cpu", "data": "text"}
     everything |= {"virtual_pipeline_model_parallel_size": 2, "mode": "stock", "multi_latent_attention": True}
-    found = table_problems(layout_rules, layout_config(**everything, **MOE, lr=1e-9))
-    keys = [re.match(r"data=text|model\.virtual|\w+", problem)[0] for problem in found]
+    problems = table_problems(layout_rules, layout_config(**everything, **MOE, lr=1e-9))
+    keys = [re.match(r"data=text|model\.virtual|\w+", problem)[0] for problem in problems]
     assert keys == ["tp", "etp", "seq", "cp", "model.virtual", "pp", "ep", "gbs", "lr", "data=text"]
 
 
@@ -229,11 +229,11 @@ def divides(want: dict) -> dict[str, bool]:
 @given(asked())
 def test_exactly_what_divides_is_accepted(want):
     expected = divides(want)
-    found = table_problems(layout_rules, layout_config(**want))
-    assert len(found) == list(expected.values()).count(False)
+    problems = table_problems(layout_rules, layout_config(**want))
+    assert len(problems) == list(expected.values()).count(False)
     for key, fits in expected.items():
         starts = ("ep=", "etp=", "etp * ep * pp") if key == "experts" else (f"{key}=",)
-        named = [p for p in found if p.startswith(starts) and (key != "etp" or "moe_ffn_hidden_size" in p)]
+        named = [p for p in problems if p.startswith(starts) and (key != "etp" or "moe_ffn_hidden_size" in p)]
         assert fits or named, key
 
 

@@ -53,17 +53,17 @@ def test_a_size_that_every_model_has_is_missed_by_its_name(name, field):
 
 def reads(tree: ast.AST) -> list[str]:
     """Fields that are read of a `model` by their names."""
-    found = []
+    results = []
     for node in ast.walk(tree):
         match node:
-            case ast.Subscript(value=of, slice=ast.Constant(value=str(name)), ctx=ast.Load()):
+            case ast.Subscript(value=section, slice=ast.Constant(value=str(name)), ctx=ast.Load()):
                 pass
-            case ast.Call(func=ast.Attribute(value=of, attr="get"), args=[ast.Constant(value=str(name)), *_]):
+            case ast.Call(func=ast.Attribute(value=section, attr="get"), args=[ast.Constant(value=str(name)), *_]):
                 pass
             case _:
                 continue
-        found += [name] if ast.unparse(of).split(".")[-1] == "model" else []
-    return found
+        results += [name] if ast.unparse(section).split(".")[-1] == "model" else []
+    return results
 
 
 def test_no_other_file_reads_a_size_by_its_name():

@@ -68,9 +68,9 @@ ON_A_CPU = (("numerics=stock", 3988), ("numerics=tree", 3934), ("tp=2", 4122))
 def estimate(model: str, overrides: str = "", *, device: str = "gpu") -> Estimate:
     """The estimate of a run. Fields of Bridge's are set after composing, which would import it to check them."""
     asked = overrides.split()
-    tree = compose(model, [one for one in asked if "." not in one.partition("=")[0]], device=device).config
-    for one in asked:
-        path, _, value = one.partition("=")
+    tree = compose(model, [item for item in asked if "." not in item.partition("=")[0]], device=device).config
+    for each in asked:
+        path, _, value = each.partition("=")
         section, _, field = path.partition(".")
         if field:
             tree = tree.with_fields(section, **{field: yaml.safe_load(value)})
@@ -78,7 +78,7 @@ def estimate(model: str, overrides: str = "", *, device: str = "gpu") -> Estimat
 
 
 def document(name: str) -> Document:
-    return next(one for one in DOCUMENTS if one.name == name)
+    return next(document for document in DOCUMENTS if document.name == name)
 
 
 def test_the_table_is_that_of_the_document():
@@ -98,10 +98,10 @@ def test_the_table_is_that_of_the_document():
 def test_a_measured_peak_is_met(model, overrides, peak, ratio, mode):
     measured = peak if mode == "stock" else peak * ratio
     read = overrides if mode == "tree" else overrides.replace("numerics.data_shards=8", "")  # as tpi bench does
-    found = estimate(model, f"{read} numerics={mode}")
-    assert measured < found.allocated / GIB < measured * (1 + WITHIN)
+    estimated = estimate(model, f"{read} numerics={mode}")
+    assert measured < estimated.allocated / GIB < measured * (1 + WITHIN)
     # A run is refused only if it needs more without a part of what is not counted exactly: the estimate's error there.
-    assert found.least(room.ERROR) < measured * GIB + found.outside + found.parts[FIRST_STEP]
+    assert estimated.least(room.ERROR) < measured * GIB + estimated.outside + estimated.parts[FIRST_STEP]
 
 
 @pytest.mark.parametrize("sequence", (2048, 8192))
@@ -116,21 +116,21 @@ def test_portable_keeps_no_scores(sequence):
 
 @pytest.mark.parametrize("model, overrides, peak", WHOLE_RUNS)
 def test_the_peak_of_a_whole_run_is_met(model, overrides, peak):
-    found = estimate(model, overrides)
-    assert (found.allocated + found.parts[FIRST_STEP]) / GIB == pytest.approx(peak, rel=WITHIN)
+    estimated = estimate(model, overrides)
+    assert (estimated.allocated + estimated.parts[FIRST_STEP]) / GIB == pytest.approx(peak, rel=WITHIN)
 
 
 @pytest.mark.parametrize("overrides, peak", ON_A_CPU)
 def test_a_measured_node_is_met(overrides, peak):
-    found = estimate("qwen3_toy", f"{overrides} {WIDENED}", device="cpu")
-    assert found.node / memory.MIB == pytest.approx(peak, rel=WITHIN)
+    estimated = estimate("qwen3_toy", f"{overrides} {WIDENED}", device="cpu")
+    assert estimated.node / memory.MIB == pytest.approx(peak, rel=WITHIN)
 
 
 @pytest.mark.parametrize("model, overrides, tree, stock", SHARED)
 def test_experts_of_all_ranks_have_one_gradient_buffer(model, overrides, tree, stock):
-    found = {mode: estimate(model, f"{overrides} numerics={mode}") for mode in ("tree", "stock")}
-    assert [round(found[mode].rank / GIB, 2) for mode in ("tree", "stock")] == [tree, stock]
-    assert found["tree"].parts[GRADIENTS] == found["stock"].parts[GRADIENTS]
+    results = {mode: estimate(model, f"{overrides} numerics={mode}") for mode in ("tree", "stock")}
+    assert [round(results[mode].rank / GIB, 2) for mode in ("tree", "stock")] == [tree, stock]
+    assert results["tree"].parts[GRADIENTS] == results["stock"].parts[GRADIENTS]
     text = document("docs/memory.md").text
     assert f"{tree} GiB a GPU for" in text or f"{tree} for" in text
     assert f"(stock {stock})" in text
@@ -143,8 +143,8 @@ def memory_parts(model: str, overrides: str = "", device: str = "gpu") -> dict[s
 
 def test_states_of_a_model_are_bytes_of_its_parameters():
     """Qwen3-8B has 8,190,735,360 parameters, and at tp=1 a rank has them all."""
-    found = memory_parts("qwen3_8b")
-    assert (found[WEIGHTS], found[GRADIENTS], found[OPTIMIZER]) == tuple(8_190_735_360 * b for b in (2, 4, 12))
+    result = memory_parts("qwen3_8b")
+    assert (result[WEIGHTS], result[GRADIENTS], result[OPTIMIZER]) == tuple(8_190_735_360 * b for b in (2, 4, 12))
     wide = memory_parts("qwen3_8b", "precision=fp32")
     assert (wide[WEIGHTS], wide[GRADIENTS], wide[OPTIMIZER]) == tuple(8_190_735_360 * b for b in (4, 4, 8))
 
@@ -223,10 +223,10 @@ def test_tree_and_portable_try_their_products():
 @pytest.mark.timeout(20)
 def test_a_slip_of_the_keyboard_is_estimated_at_once():
     """Each number at its bound (config/bounds.py)."""
-    found = memory_parts(
+    result = memory_parts(
         "qwen3_8b", "model.num_layers=2147483647 model.pipeline_model_parallel_size=65536 seq=134217728"
     )
-    assert found[WEIGHTS] > 2**40
+    assert result[WEIGHTS] > 2**40
 
 
 def test_neither_torch_nor_megatron_is_imported():

@@ -61,5 +61,5 @@ def test_muons_step():
     muon = words.partition(" ")[2]
     for tokens, counts in ((8192, False), (128, True)):
         plain = f"seq={tokens} model.vocab_size=4096"
-        found, without = (estimate("qwen3_8b", one).parts[memory.LOSS] for one in (f"{plain} {muon}", plain))
-        assert (found > without) is counts
+        result, without = (estimate("qwen3_8b", item).parts[memory.LOSS] for item in (f"{plain} {muon}", plain))
+        assert (result > without) is counts

@@ -21,8 +21,8 @@ def machine_memory(monkeypatch):
     """Make this machine one with GPUs of so many GiB, or with so many GiB for processes."""
 
     def make(*, gpu: float = 0, count: int = 8, node: float | None = None):
-        found = [Gpu("GPU", (9, 0), int(gpu * GIB))] * (count if gpu else 0)
-        monkeypatch.setattr(gpus, "visible", lambda: found)
+        result = [Gpu("GPU", (9, 0), int(gpu * GIB))] * (count if gpu else 0)
+        monkeypatch.setattr(gpus, "visible", lambda: result)
         monkeypatch.setattr(host, "available", lambda: None if node is None else int(node * GIB))
 
     return make
@@ -45,11 +45,11 @@ ON_H200 = (
 @pytest.mark.parametrize("model, overrides, fits", ON_H200)
 def test_a_gpu(machine_memory, model, overrides, fits):
     machine_memory(gpu=139.8)
-    found = memory_problems(model, overrides)
-    assert (not found) is fits
+    problems = memory_problems(model, overrides)
+    assert (not problems) is fits
     if not fits:
-        assert "a GPU of this machine has 139.8 GiB" in found[0]
-        assert "device.check_memory=false" in found[0]
+        assert "a GPU of this machine has 139.8 GiB" in problems[0]
+        assert "device.check_memory=false" in problems[0]
 
 
 def test_a_key_starts_it_anyway(machine_memory):
@@ -61,13 +61,13 @@ def test_a_key_starts_it_anyway(machine_memory):
 def test_the_message_has_the_figures_and_the_keys(machine_memory):
     """Figures of 8.19e9 parameters: 2, 4 and 12 bytes each."""
     machine_memory(gpu=79.6)
-    (found,) = memory_problems("qwen3_8b", "mbs=2 gbs=2 numerics=stock")
-    lines = dict(line.split()[:2] for line in found.splitlines()[1:8])
+    (result,) = memory_problems("qwen3_8b", "mbs=2 gbs=2 numerics=stock")
+    lines = dict(line.split()[:2] for line in result.splitlines()[1:8])
     assert float(lines["weights"]) == pytest.approx(8.19e9 * 2 / GIB, rel=0.001)
     assert float(lines["gradients"]) == pytest.approx(8.19e9 * 4 / GIB, rel=0.001)
     assert float(lines["optimizer"]) == pytest.approx(8.19e9 * 12 / GIB, rel=0.001)
     for key in ("tp=", "pp=", "dp=", "mbs=", "seq=", "model.recompute_granularity=full"):
-        assert key in found
+        assert key in result
 
 
 def test_experts_are_spread_by_ep(machine_memory):
@@ -83,9 +83,9 @@ NODES = (("tp=4", 4, 100), ("dp=2 gbs=2", 2, 250))
 @pytest.mark.parametrize("overrides, ranks, size", NODES)
 def test_ranks_on_a_cpu_share_the_memory_of_their_node(machine_memory, overrides, ranks, size):
     machine_memory(node=size)
-    (found,) = memory_problems("qwen3_8b", overrides, "cpu")
-    assert f"a node, {ranks} ranks" in found
-    assert f"this machine has {size}.0 GiB" in found
+    (result,) = memory_problems("qwen3_8b", overrides, "cpu")
+    assert f"a node, {ranks} ranks" in result
+    assert f"this machine has {size}.0 GiB" in result
     machine_memory(node=size * ranks)
     assert memory_problems("qwen3_8b", overrides, "cpu") == []
 
@@ -242,8 +242,8 @@ def test_it_stands_in_the_one_list(machine_memory, tmp_path, monkeypatch):
     machine_memory(node=23)
     monkeypatch.setattr(machine, "free_bytes", lambda path: 0)
     composed = compose("qwen3_8b", ["tp=2"], device="cpu")
-    found = check_start(PendingRun(composed.config, run_dir=RunDir(tmp_path / "run")))
-    assert [str(problem).split()[0] for problem in found] == ["this", f"{tmp_path}/run"]
+    results = check_start(PendingRun(composed.config, run_dir=RunDir(tmp_path / "run")))
+    assert [str(problem).split()[0] for problem in results] == ["this", f"{tmp_path}/run"]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -18,7 +18,7 @@ WRONG = (
     ("a = '\0'\n", "small", "cannot be imported: SyntaxError: source code string cannot contain null bytes"),
 )
 # Sources that give a module the name `small`, or may.
-RIGHT = ("small = print", "from os import path as small", "from os import *", "def __getattr__(name): pass")
+VALID = ("small = print", "from os import path as small", "from os import *", "def __getattr__(name): pass")
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def _no_bridge(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def said(recipe, *overrides):
+def problems_of(recipe, *overrides):
     with pytest.raises(ConfigError) as caught:
         compose(f"recipe={recipe}", overrides, device="cpu")
     return caught.value.problems
@@ -38,12 +38,12 @@ def said(recipe, *overrides):
 def test_a_mistake_in_a_file_is_said_at_once_with_the_others(tmp_path, source, function, words):
     file = tmp_path / "mine.py"
     file.write_text(source)
-    problems = said(f"{file}:{function}", "tpp=2")
+    problems = problems_of(f"{file}:{function}", "tpp=2")
     assert words in problems[0]
     assert "did you mean 'tp'" in problems[1]
 
 
-@pytest.mark.parametrize("source", RIGHT)
+@pytest.mark.parametrize("source", VALID)
 def test_every_way_to_give_a_name_is_left_to_the_import(tmp_path, source):
     (tmp_path / "mine.py").write_text(source)
     recipe_source._possible(f"recipe={tmp_path}/mine.py:small")
@@ -51,7 +51,7 @@ def test_every_way_to_give_a_name_is_left_to_the_import(tmp_path, source):
 
 def test_a_name_that_the_locked_bridge_lacks_needs_no_import(monkeypatch):
     monkeypatch.setattr(recipe_source, "installed", lambda name: KNOWN[-1].versions[name])
-    assert "has no such recipe; tpi models --bridge lists" in str(said("wholly_different"))
+    assert "has no such recipe; tpi models --bridge lists" in str(problems_of("wholly_different"))
     monkeypatch.setattr(recipe_source, "installed", lambda name: "0.7.0")
     with pytest.raises(pytest.fail.Exception, match="imported Bridge"):
         compose("recipe=wholly_different", device="cpu")

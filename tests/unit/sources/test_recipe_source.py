@@ -22,14 +22,14 @@ def recipe_file(tmp_path, monkeypatch) -> Path:
 
 
 def test_a_name_is_one_of_bridges():
-    found = recipe_source.parse("recipe=qwen3_8b_pretrain_config")
-    assert (found.module, found.file, found.function) == (recipe_source.BRIDGE, None, "qwen3_8b_pretrain_config")
+    result = recipe_source.parse("recipe=qwen3_8b_pretrain_config")
+    assert (result.module, result.file, result.function) == (recipe_source.BRIDGE, None, "qwen3_8b_pretrain_config")
 
 
 def test_a_module_and_a_file(recipe_file):
     assert recipe_source.parse("recipe=my.own:small").module == "my.own"
-    found = recipe_source.parse("recipe=mine.py:small")
-    assert (found.file, found.function) == (recipe_file, "small")
+    result = recipe_source.parse("recipe=mine.py:small")
+    assert (result.file, result.function) == (recipe_file, "small")
 
 
 def test_the_path_of_a_file_becomes_whole(recipe_file):
@@ -111,7 +111,7 @@ class _Graphs:
 
 
 @pytest.mark.parametrize(
-    "said, kind",
+    "message, kind",
     (
         ({"cuda_graph_scope": "full_iteration"}, "full_iteration"),
         ({"external_cuda_graph": True}, "transformer_engine"),
@@ -119,7 +119,7 @@ class _Graphs:
         ({}, "local"),
     ),
 )
-def test_earlier_names_of_graphs(said, kind):
-    found = recipe_layer._values("model", _Graphs(**said))
-    assert found["cuda_graph_impl"] == kind
-    assert found.get("cuda_graph_scope") == (["attn"] if "attn" in str(said) else None)
+def test_earlier_names_of_graphs(message, kind):
+    result = recipe_layer._values("model", _Graphs(**message))
+    assert result["cuda_graph_impl"] == kind
+    assert result.get("cuda_graph_scope") == (["attn"] if "attn" in str(message) else None)

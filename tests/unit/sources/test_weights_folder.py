@@ -13,7 +13,7 @@ from tp_invariant_recipes.files import whole_folder
 from tp_invariant_recipes.recipes import recipe
 from tp_invariant_recipes.sources import auto_bridge, hf_models, weights
 
-TOY = hf_folders.of("qwen3_toy")
+TOY = hf_folders.model_section("qwen3_toy")
 
 
 def _problems(folder, model=TOY):
@@ -25,17 +25,17 @@ def _problems(folder, model=TOY):
 
 @pytest.mark.parametrize("name", ("qwen3_toy", "llama32_toy", "qwen25_toy", "qwen3_moe_toy"))
 def test_weights_of_the_model_itself_fit(tmp_path, name):
-    model = hf_folders.of(name, "model.hidden_size=64", "model.num_layers=2")
+    model = hf_folders.model_section(name, "model.hidden_size=64", "model.num_layers=2")
     assert _problems(hf_folders.make(tmp_path / "a", model | {"moe_ffn_hidden_size": 32}), model | {
         "moe_ffn_hidden_size": 32
     }) == ""  # fmt: skip
 
 
 def test_the_digest_is_of_tensors_and_not_of_files(tmp_path):
-    one = hf_folders.make(tmp_path / "one", TOY)
+    single = hf_folders.make(tmp_path / "one", TOY)
     three = hf_folders.make(tmp_path / "three", TOY, files=3)
-    assert weights.read(one).digest() == weights.read(three).digest()
-    assert weights.read(one).digest() != weights.read(hf_folders.make(tmp_path / "other", TOY, seed=1)).digest()
+    assert weights.read(single).digest() == weights.read(three).digest()
+    assert weights.read(single).digest() != weights.read(hf_folders.make(tmp_path / "other", TOY, seed=1)).digest()
 
 
 def _name(config, tensors):
@@ -166,21 +166,21 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path):
         _layers(config, tensors)
         _vocabulary(config, tensors)
 
-    said = _problems(hf_folders.make(tmp_path / "a", TOY, change=change))
-    assert "model.num_layers=3" in said
-    assert "model.vocab_size=1024" in said
-    assert "there is no tensor model.layers.2.input_layernorm.weight" in said
-    assert "model.embed_tokens.weight [512, 128] instead of [1024, 128]" in said
+    message = _problems(hf_folders.make(tmp_path / "a", TOY, change=change))
+    assert "model.num_layers=3" in message
+    assert "model.vocab_size=1024" in message
+    assert "there is no tensor model.layers.2.input_layernorm.weight" in message
+    assert "model.embed_tokens.weight [512, 128] instead of [1024, 128]" in message
 
 
 def test_another_architecture_is_refused_by_name(tmp_path):
-    said = _problems(hf_folders.make(tmp_path / "a", TOY), hf_folders.of("llama32_toy"))
-    assert "is of Qwen3ForCausalLM, and this model is a LlamaForCausalLM; choose another model" in said
+    message = _problems(hf_folders.make(tmp_path / "a", TOY), hf_folders.model_section("llama32_toy"))
+    assert "is of Qwen3ForCausalLM, and this model is a LlamaForCausalLM; choose another model" in message
 
 
 def test_a_hybrid_model_is_refused_by_name(tmp_path):
-    said = _problems(hf_folders.make(tmp_path / "a", TOY), {"hybrid_layer_pattern": "MEM*EME"})
-    assert "a hybrid model has no weights that tpi imports or exports" in said
+    message = _problems(hf_folders.make(tmp_path / "a", TOY), {"hybrid_layer_pattern": "MEM*EME"})
+    assert "a hybrid model has no weights that tpi imports or exports" in message
 
 
 def _truncated(folder):
@@ -325,7 +325,7 @@ def test_the_identity_has_weights_only_where_a_run_has_some():
 
 def test_a_models_config_round_trips(tmp_path):
     """Sizes go to config.json and come back; so do scaled rotary frequencies."""
-    model = hf_folders.of("llama32_toy")
+    model = hf_folders.model_section("llama32_toy")
     family = hf_models.family_of(model)
     (tmp_path / "config.json").write_text(json.dumps(hf_models.config_of(family, model, "bfloat16")))
     assert hf_models._sizes(family, hf_models._config(tmp_path)) == family.sizes(model)
@@ -346,11 +346,11 @@ def test_a_models_config_round_trips(tmp_path):
 )
 def test_a_model_with_what_no_config_json_says_has_no_architecture(model, field, value):
     """transformers would compute another model from the same weights."""
-    like = hf_folders.of(model)
+    like = hf_folders.model_section(model)
     assert not isinstance(hf_models.family_of(like), str)
-    found = hf_models.family_of({**like, field: value})
-    assert isinstance(found, str)
-    assert f"no architecture that tpi imports or exports has model.{field}={value};" in found
+    result = hf_models.family_of({**like, field: value})
+    assert isinstance(result, str)
+    assert f"no architecture that tpi imports or exports has model.{field}={value};" in result
 
 
 def test_a_folder_of_another_architecture_names_no_model(tmp_path):
@@ -368,8 +368,8 @@ def test_large_exports_have_several_files_and_an_index(tmp_path, monkeypatch):
     export.write(tmp_path, iter(tensors.items()), {*tensors})
     names = [f"model-{n}-of-00003.safetensors" for n in ("00001", "00002", "00003")]
     assert sorted(file.name for file in tmp_path.glob("*.safetensors")) == names
-    found = weights.read(tmp_path).tensors
-    assert {name: (one.file.name, one.shape) for name, one in found.items()} == {
+    results = weights.read(tmp_path).tensors
+    assert {name: (result.file.name, result.shape) for name, result in results.items()} == {
         "a": (names[0], (10,)), "b": (names[1], (20,)), "c": (names[2], (10,))
     }  # fmt: skip
 

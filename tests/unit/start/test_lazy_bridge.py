@@ -16,9 +16,9 @@ from tp_invariant_recipes.start.lazy_imports import Deferred, Waiting
 FILES = {
     "zoo/__init__.py": "import zoo.cat\nfrom zoo.plain import Plain\nfrom zoo.dog import Dog\nname = 'zoo'\n",
     "zoo/plain.py": "class Plain: pass\n",
-    "zoo/registry.py": "found = []\n",
-    "zoo/cat.py": "from zoo.registry import found\nfound.append('cat')\nclass Cat: pass\n",
-    "zoo/dog.py": "import zoo\nfrom zoo.registry import found\nfound.append('dog')\nclass Dog: pass\n",
+    "zoo/registry.py": "animals = []\n",
+    "zoo/cat.py": "from zoo.registry import animals\nanimals.append('cat')\nclass Cat: pass\n",
+    "zoo/dog.py": "import zoo\nfrom zoo.registry import animals\nanimals.append('dog')\nclass Dog: pass\n",
     "zoo/tools/__init__.py": "",
     "zoo/tools/ruler.py": "length = 3\n",
 }
@@ -90,9 +90,9 @@ def test_another_module_of_the_package_brings_all_of_it_and_is_executed_once(put
     from zoo.cat import Cat
 
     assert not waiting.waits
-    from zoo.registry import found
+    from zoo.registry import animals
 
-    assert found == ["cat", "dog"]
+    assert animals == ["cat", "dog"]
     assert sys.modules["zoo"].cat.Cat is Cat
     assert sys.modules["zoo.cat"].__spec__.origin.endswith("cat.py")
 
@@ -108,12 +108,12 @@ def test_in_parts_a_module_is_imported_without_the_rest(put):
     with lazy_imports.in_parts("zoo"):
         from zoo import cat  # a name of the package before it is one of its modules
     assert waiting.waits
-    assert sys.modules["zoo.registry"].found == ["cat"]
+    assert sys.modules["zoo.registry"].animals == ["cat"]
     assert "zoo.dog" not in sys.modules
     from zoo.dog import Dog
 
     assert not waiting.waits
-    assert sys.modules["zoo.registry"].found == ["cat", "dog"]
+    assert sys.modules["zoo.registry"].animals == ["cat", "dog"]
     assert sys.modules["zoo"].cat is cat
     assert sys.modules["zoo"].Dog is Dog
 
@@ -125,14 +125,14 @@ def test_in_parts_another_package_that_is_imported_ends_no_waiting(put):
         first.end()
     assert second.waits
     second.end()
-    assert sys.modules["zoo.registry"].found == ["cat", "dog"]
+    assert sys.modules["zoo.registry"].animals == ["cat", "dog"]
 
 
 def test_a_registry_that_is_imported_already_brings_the_package_at_once(put, monkeypatch):
     monkeypatch.setattr(Waiting, "watch", _importing_before("zoo.registry", Waiting.watch))
     waiting = put(registry="zoo.registry")
     assert not waiting.waits
-    assert sys.modules["zoo.registry"].found == ["cat", "dog"]
+    assert sys.modules["zoo.registry"].animals == ["cat", "dog"]
 
 
 def _importing_before(module, watch):
@@ -210,8 +210,8 @@ def test_a_class_has_no_instances_before_the_import_and_its_own_after(put):
 )
 def test_only_versions_that_are_known_wait(versions, eager, reason, monkeypatch):
     monkeypatch.setenv(lazy_imports.EAGER, eager)
-    found = lazy_imports.reason_against(Deferred(versions, {"zoo": {}}, below="zoo"))
-    assert found is None if reason is None else reason in found
+    result = lazy_imports.reason_against(Deferred(versions, {"zoo": {}}, below="zoo"))
+    assert result is None if reason is None else reason in result
 
 
 def test_what_is_imported_already_does_not_wait():

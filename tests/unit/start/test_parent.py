@@ -29,14 +29,14 @@ def _starter(function, pipe):
 @pytest.mark.parametrize("function", (parent.end_with_starter, parent.serve_starter))
 def test_a_process_whose_starter_is_dead_ends_at_once(function):
     context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    starter = context.Process(target=_starter, args=(function, theirs))
+    actual, expected = context.Pipe()
+    starter = context.Process(target=_starter, args=(function, expected))
     starter.start()
-    theirs.close()
+    expected.close()
     starter.join()
-    assert ours.poll(10)
+    assert actual.poll(10)
     with pytest.raises(EOFError):  # what it has open is closed: it has ended
-        ours.recv()
+        actual.recv()
 
 
 def test_the_writer_of_checkpoints_asks_for_that_first(monkeypatch):
@@ -55,17 +55,17 @@ def test_the_writer_of_checkpoints_asks_for_that_first(monkeypatch):
 
 def test_a_process_that_serves_ignores_what_is_for_its_starter():
     context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
+    actual, expected = context.Pipe()
 
     def serve():
         parent.serve_starter()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             os.kill(os.getpid(), number)
-        theirs.send("lives")
+        expected.send("lives")
 
     process = context.Process(target=serve)
     process.start()
-    assert ours.poll(10)
+    assert actual.poll(10)
     process.join()
     assert process.exitcode == 0
 
@@ -83,14 +83,14 @@ def _probe(pipe):
 
 def test_a_probe_of_the_gpu_ends_with_its_launcher():
     context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    launcher = context.Process(target=_probe, args=(theirs,))
+    actual, expected = context.Pipe()
+    launcher = context.Process(target=_probe, args=(expected,))
     launcher.start()
-    theirs.close()
-    assert ours.poll(10)
-    ours.recv()
+    expected.close()
+    assert actual.poll(10)
+    actual.recv()
     launcher.kill()
     launcher.join()
-    assert ours.poll(10)
+    assert actual.poll(10)
     with pytest.raises(EOFError):
-        ours.recv()
+        actual.recv()

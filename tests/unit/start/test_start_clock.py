@@ -64,9 +64,9 @@ def test_a_trial_counts(clock):
         wait(2)
         return True
 
-    found = {}
+    results = {}
     for _ in range(2):
-        assert cublas.tried(found, ("kind",), cublas.torch.zeros(1), trial)
+        assert cublas.tried(results, ("kind",), cublas.torch.zeros(1), trial)
     assert made.seconds[KERNELS] == 2
 
 

@@ -54,15 +54,15 @@ def test_items_of_one_file_share_a_hash_and_a_file_written_again_has_a_new_one(t
         with path.open("wb") as stream:
             for data in contents:
                 write(stream, data)
-    written = {Path(name).name: one.file for name, one in written_hashes._written.items() if name == str(path)}
+    written = {Path(name).name: item.file for name, item in written_hashes._written.items() if name == str(path)}
     assert written == described(tmp_path)
 
 
 class Queue(queue.Queue):
     """Of another process: only what can be pickled arrives."""
 
-    def put(self, one) -> None:
-        super().put(pickle.dumps(one))
+    def put(self, item) -> None:
+        super().put(pickle.dumps(item))
 
     def get_nowait(self):
         return pickle.loads(super().get_nowait())
@@ -101,7 +101,7 @@ def test_a_process_that_writes_sends_the_hashes_behind_its_results(tmp_path, mon
         saves.append(writer)
     monkeypatch.setattr(written_hashes.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(written_hashes.dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(written_hashes.dist, "gather_object", lambda one, everyone: everyone.__setitem__(0, one))
+    monkeypatch.setattr(written_hashes.dist, "gather_object", lambda item, everyone: everyone.__setitem__(0, item))
     for writer in saves:
         assert _told(Writer.retrieve_write_results)(writer) == ["Megatron's"]
         folder = Path(writer.checkpoint_dir)

@@ -4,6 +4,7 @@ A digest tells that two rows differ. How many entries differ only the entries te
 151,936 entries. Every rank writes its own rows and columns into the one file.
 """
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,11 @@ def create(file: Path, tokens: int, entries: int) -> None:
             f"free for {file}: score fewer sequences, or --digest, which tells which tokens differ"
         )
     np.lib.format.open_memmap(file, mode="w+", dtype="<f4", shape=(tokens, entries)).flush()
+
+
+def publish(lines: Path, out: Path) -> None:
+    """Put the finished file beside the scores' final name."""
+    os.replace(beside(lines), beside(out))
 
 
 class VocabularyRows:

@@ -4,7 +4,6 @@ While it runs, OUT.partial is a directory with the lines so far, the ranks' logs
 same command goes on there after a stop. Then the lines become OUT, and what was scored OUT.meta.json.
 """
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -201,7 +200,7 @@ def execute(scoring: Scoring, tick: Callable[[], None]) -> dict[str, Any]:
                 f"{scoring.lines} has {reached} lines of {scoring.count}: the same command goes on in {folder.path}"
             )
         if scoring.options.vocabulary:
-            os.replace(vocabulary.beside(scoring.lines), vocabulary.beside(scoring.out))
+            vocabulary.publish(scoring.lines, scoring.out)
         output.publish(scoring.lines, scoring.out, scoring.identity)
     shutil.rmtree(folder.path, ignore_errors=True)
     seconds = round(time.monotonic() - begun, 2)

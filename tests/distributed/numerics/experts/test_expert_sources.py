@@ -55,21 +55,21 @@ def _of_size(size, mesh, ep, config):
     for buffer, source in zip(gradients_of(module.weight), mine, strict=True):
         buffer.copy_(source)
     model.finish_grad_sync()
-    found = module.weight.main_grad.clone()
+    result = module.weight.main_grad.clone()
     model.zero_grad_buffer()
     assert not any(buffer.count_nonzero() for buffer in gradients_of(module.weight))
-    return found
+    return result
 
 
 @pytest.mark.parametrize("ranks, ep", ((2, 2), (4, 2), (4, 4)))
 def test_every_layout_scales_before_it_adds_and_adds_by_one_tree(bridge, ranks, ep):
-    apart, together = (on_ranks(ranks, ranks, _reduced, degree)[0] for degree in (1, ep))
+    separate, grouped = (on_ranks(ranks, ranks, _reduced, degree)[0] for degree in (1, ep))
     for size in SIZES:
         sums = [source / ranks for source in _sources(size, ranks)]
         while len(sums) > 1:
             sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
-        assert same_bits(apart[size], sums[0]), size
-        assert same_bits(together[size], apart[size]), size
+        assert same_bits(separate[size], sums[0]), size
+        assert same_bits(grouped[size], separate[size]), size
 
 
 @pytest.mark.parametrize("size", ("subnormal", "large"))

@@ -45,7 +45,7 @@ KINDS = {
     "qwen by position": QWEN | PADDED | {"moe_token_drop_policy": "position"},
 }
 # Kinds that one set of ranks computes. In `make test` the first.
-TOGETHER = (("qwen", "nemotron capacity"), ("nemotron", "qwen padded", "qwen by position"))
+BATCHES = (("qwen", "nemotron capacity"), ("nemotron", "qwen padded", "qwen by position"))
 
 
 def _config(size, ep, dtype, kind):
@@ -130,20 +130,20 @@ def results(bridge):
         ranks = on_ranks(tp, SHARDS, _every_case, ep, kinds)
         return {case: _whole([rank[case] for rank in ranks]) for case in _cases(tp, ep, kinds)}
 
-    def of(tp, ep, *case):
-        (kinds,) = (kinds for kinds in TOGETHER if case[-1] in kinds)
+    def whole_tensors(tp, ep, *case):
+        (kinds,) = (kinds for kinds in BATCHES if case[-1] in kinds)
         return computed(tp, ep, kinds)[case]
 
-    return of
+    return whole_tensors
 
 
-def _differing(one, other):
-    assert one.keys() == other.keys()
-    return {name for name in one if not same_bits(one[name], other[name])}
+def _differing(first, other):
+    assert first.keys() == other.keys()
+    return {name for name in first if not same_bits(first[name], other[name])}
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.release] * (kind not in TOGETHER[0])) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=[pytest.mark.release] * (kind not in BATCHES[0])) for kind in KINDS]
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 class TestLayer:
@@ -151,22 +151,22 @@ class TestLayer:
         "tp, ep", [pytest.param(*at, marks=[pytest.mark.release] * (at not in SHORT)) for at in LAYOUTS[1:]]
     )
     def test_one_result_for_all_layouts(self, results, dtype, kind, tp, ep):
-        one, other = (results(*at, True, dtype, kind) for at in ((1, 1), (tp, ep)))
-        assert len(one) >= 3 + 2 * EXPERTS
-        assert all(gradient.any() for gradient in one.values())
-        assert _differing(one, other) == set()
+        first, other = (results(*at, True, dtype, kind) for at in ((1, 1), (tp, ep)))
+        assert len(first) >= 3 + 2 * EXPERTS
+        assert all(gradient.any() for gradient in first.values())
+        assert _differing(first, other) == set()
 
     def test_stock_has_several(self, results, dtype, kind):
         """Two ranks add what one adds in one piece: every gradient of a weight that sees both halves."""
-        one, two = (results(tp, 1, False, dtype, kind) for tp in (1, 2))
-        differing = _differing(one, two)
+        first, second = (results(tp, 1, False, dtype, kind) for tp in (1, 2))
+        differing = _differing(first, second)
         assert {"router.weight", "experts.expert.0.linear_fc1.weight"} <= differing
 
     def test_both_compute_the_same_but_for_rounding(self, results, dtype, kind):
         """At tp=V, where stock's capacity is that of a virtual shard, too."""
-        ours, stock, exact = (results(4, 4, of, dtype, kind) for of in (True, False, FP64))
-        assert exact.keys() == ours.keys()
-        assert inaccurate(ours, stock, exact) == {}
+        actual, stock, exact = (results(4, 4, numerics, dtype, kind) for numerics in (True, False, FP64))
+        assert exact.keys() == actual.keys()
+        assert inaccurate(actual, stock, exact) == {}
 
 
 def _each_with_its_own_tokens():
@@ -212,6 +212,6 @@ def _without(mesh, ingredient):
 
 @pytest.mark.parametrize("ingredient", INGREDIENTS)
 def test_each_ingredient_is_needed(bridge, ingredient):
-    one, two = (_whole(on_ranks(tp, SHARDS, _without, ingredient)) for tp in (1, 2))
-    shown, differing = INGREDIENTS[ingredient][2], _differing(one, two)
+    first, second = (_whole(on_ranks(tp, SHARDS, _without, ingredient)) for tp in (1, 2))
+    shown, differing = INGREDIENTS[ingredient][2], _differing(first, second)
     assert differing == shown if isinstance(shown, set) else shown in differing

@@ -72,7 +72,7 @@ def _losses(mesh, invariant, cp):
 
 def _whole(size, invariant, cp):
     """The sum of what ranks log, as Megatron adds it, and the gradients of all tokens."""
-    ranks = sorted(on_ranks(size, SHARDS, _losses, invariant, cp), key=lambda found: found[0])
+    ranks = sorted(on_ranks(size, SHARDS, _losses, invariant, cp), key=lambda result: result[0])
     logged = {name: sum(logged[name] for _, logged, _ in ranks) for name in ("z_loss", "load_balancing_loss")}
     return logged | {"gradient": torch.cat([gradient for *_, gradient in ranks])}
 
@@ -82,11 +82,11 @@ LAYOUTS = ((2, 1), (2, 2), (4, 2))  # ranks, cp
 
 def test_losses_are_the_same_for_every_tp_and_cp(bridge):
     """Stock's have the same but for rounding, and not in one layout's bits."""
-    one, stock = _whole(1, True, 1), _whole(1, False, 1)
-    for name in one:
-        torch.testing.assert_close(one[name], stock[name], rtol=1e-4, atol=1e-7)
+    single, stock = _whole(1, True, 1), _whole(1, False, 1)
+    for name in single:
+        torch.testing.assert_close(single[name], stock[name], rtol=1e-4, atol=1e-7)
     for layout in LAYOUTS:
         other = _whole(layout[0], True, layout[1])
-        assert [name for name in one if not same_bits(one[name], other[name])] == [], layout
+        assert [name for name in single if not same_bits(single[name], other[name])] == [], layout
     other = _whole(4, False, 2)
     assert not same_bits(stock["z_loss"], other["z_loss"])

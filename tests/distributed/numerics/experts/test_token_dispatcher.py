@@ -63,12 +63,12 @@ class TestOneRank:
         probs = torch.rand(TOKENS, EXPERTS).requires_grad_()
         rows, weights = token_dispatcher.to_slots(x, probs, plan)
         token_dispatcher.from_slots(rows * weights.unsqueeze(1), plan).square().sum().backward()
-        found = x.grad.clone(), probs.grad.clone()
+        results = x.grad.clone(), probs.grad.clone()
         x.grad = probs.grad = None
         (x * (probs * routing_map).sum(1, keepdim=True)).square().sum().backward()
-        for mine, right in zip(found, (x.grad, probs.grad), strict=True):
-            torch.testing.assert_close(mine, right)
-        assert not found[1][~routing_map].any()
+        for mine, expected in zip(results, (x.grad, probs.grad), strict=True):
+            torch.testing.assert_close(mine, expected)
+        assert not results[1][~routing_map].any()
 
 
 def test_batches_of_two_sources(token_dispatcher):

@@ -16,7 +16,7 @@ def _logits(seed=0):
     return terms(TOKENS, EXPERTS, seed=seed) / 8
 
 
-def ours(mesh):
+def tree_loss(mesh):
     """The logged loss, and this rank's part of the gradient."""
     x = sliced(_logits(), 0, mesh).clone().requires_grad_()
     loss = _ZLoss.apply(x, COEFFICIENT / TOKENS, mesh, VirtualMesh(1, 1, 0))
@@ -29,8 +29,8 @@ def stock(mesh):
 
 
 def _whole(size):
-    found = on_ranks(size, SHARDS, ours)
-    return sum(loss for loss, _ in found), torch.cat([gradient for _, gradient in found])
+    results = on_ranks(size, SHARDS, tree_loss)
+    return sum(loss for loss, _ in results), torch.cat([gradient for _, gradient in results])
 
 
 def test_value_and_gradient_are_the_same_for_every_tp():
@@ -39,12 +39,12 @@ def test_value_and_gradient_are_the_same_for_every_tp():
         other = _whole(size)
         assert same_bits(other[0], loss)
         assert same_bits(other[1], gradient)
-    assert all(value == 0 for value, _ in on_ranks(2, SHARDS, ours)[1:])
+    assert all(value == 0 for value, _ in on_ranks(2, SHARDS, tree_loss)[1:])
 
 
 def test_stock_logs_another_value():
-    (one,), several = on_ranks(1, SHARDS, stock), on_ranks(4, SHARDS, stock)
-    assert not same_bits(sum(several), one)
+    (single,), several = on_ranks(1, SHARDS, stock), on_ranks(4, SHARDS, stock)
+    assert not same_bits(sum(several), single)
 
 
 def test_they_are_those_of_megatrons_formula():

@@ -74,8 +74,8 @@ def _whole(ranks, case):
 @pytest.mark.parametrize("degree", DEGREES[1:])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_one_result_for_all_degrees(results, case, degree):
-    one, other = _whole(results[1], case), _whole(results[degree], case)
-    assert all(same_bits(a, b) for a, b in zip(one, other, strict=True))
+    first, other = _whole(results[1], case), _whole(results[degree], case)
+    assert all(same_bits(a, b) for a, b in zip(first, other, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -98,5 +98,5 @@ def test_agrees_with_an_fp64_reference(results, case):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_plain_sum_depends_on_the_degree(results, dtype):
-    one, eight = (results[t][0][1][KINDS[2], dtype] for t in (1, 8))
-    assert not same_bits(one, eight)
+    single, eight = (results[t][0][1][KINDS[2], dtype] for t in (1, 8))
+    assert not same_bits(single, eight)

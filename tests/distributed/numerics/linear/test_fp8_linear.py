@@ -61,16 +61,16 @@ ROWS = [(blockwise, sp) for blockwise in (False, True) for sp in (False, True)]
 def _everything(mesh):
     scalings = [Fp8(blockwise, E5M2, mesh.group) for blockwise in (False, True)]
     alone = Fp8(False, E5M2, None)
-    found = {
+    results = {
         "column": {case: _column(mesh, scalings[case[0]], *case[1:]) for case in CASES},
         "row": {case: _row(mesh, scalings[case[0]], case[1]) for case in ROWS},
         "scale by rank": _row(mesh, alone, True),
     }
     quantized = fp8_weights.quantized
     fp8_weights.quantized = lambda weight, blockwise, group: quantized(weight, blockwise, None)
-    found["weight scale by rank"] = _column(mesh, scalings[0], 1, True)
+    results["weight scale by rank"] = _column(mesh, scalings[0], 1, True)
     fp8_weights.quantized = quantized
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -100,17 +100,17 @@ def _row_whole(ranks, sequence_parallel):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_column_parallel_has_one_result(results, case):
-    one, *others = (_column_whole([r["column"][case] for r in results[t]], *case[1:]) for t in DEGREES)
+    first, *others = (_column_whole([r["column"][case] for r in results[t]], *case[1:]) for t in DEGREES)
     reference = _column_whole([r["column"][(case[0], case[1], True)] for r in results[1]], *case[1:2], True)
     for other in (*others, reference):
-        assert all(map(same_bits, one, other))
+        assert all(map(same_bits, first, other))
 
 
 @pytest.mark.parametrize("case", ROWS, ids=str)
 def test_row_parallel_has_one_result(results, case):
-    one, *others = (_row_whole([r["row"][case] for r in results[t]], case[1]) for t in DEGREES)
+    first, *others = (_row_whole([r["row"][case] for r in results[t]], case[1]) for t in DEGREES)
     for other in others:
-        assert all(map(same_bits, one, other))
+        assert all(map(same_bits, first, other))
 
 
 @pytest.mark.parametrize("t", DEGREES[1:])
@@ -136,7 +136,7 @@ def _whole(mesh=None, scaling=None):
 def test_sums_that_restart_elsewhere_are_another_result():
     """Promotion moved: one product over all of k in place of one for each shard. bf16 would hide most of it."""
     _, weight, x = _tensors()
-    a, b = (quantize.of_tensor(one, E4M3, None) for one in (x.flatten(0, 1), weight.t()))
+    a, b = (quantize.of_tensor(item, E4M3, None) for item in (x.flatten(0, 1), weight.t()))
     shards, whole = (tree_sum(fp8.nodes(a, b, VirtualMesh(v, 1, 0), (N,))) for v in (SHARDS, 1))
     assert not same_bits(shards, whole)
     torch.testing.assert_close(shards, whole, rtol=1e-5, atol=1e-3)  # not another sum
@@ -152,9 +152,9 @@ def test_accumulators_that_are_promoted_elsewhere_are_another_result(monkeypatch
         out.add_(total) if add else out.copy_(total)
 
     monkeypatch.setitem(fp8.CHOICES, "cpu", other)
-    found = _whole(mesh)
-    assert not same_bits(expected[0], found[0])
-    assert same_bits(expected[2], found[2]) is (promoted > S)
+    result = _whole(mesh)
+    assert not same_bits(expected[0], result[0])
+    assert same_bits(expected[2], result[2]) is (promoted > S)
 
 
 def test_gradients_have_the_type_of_the_recipe():
@@ -185,9 +185,9 @@ def test_a_scale_of_a_micro_batch_is_another_result(monkeypatch, blockwise):
 @pytest.fixture
 def made(monkeypatch):
     """The weights that are quantized."""
-    found, real = [], quantize.of_tensor_both_ways
-    monkeypatch.setattr(quantize, "of_tensor_both_ways", lambda x, *rest: found.append(x.shape) or real(x, *rest))
-    return found
+    result, real = [], quantize.of_tensor_both_ways
+    monkeypatch.setattr(quantize, "of_tensor_both_ways", lambda x, *rest: result.append(x.shape) or real(x, *rest))
+    return result
 
 
 def test_a_weight_is_quantized_once_a_step(made):
@@ -245,11 +245,11 @@ def test_a_weight_has_one_memory(monkeypatch, blockwise):
         with torch.set_grad_enabled(not evaluates):
             kept = fp8_weights.quantized(weight, blockwise, None)
         both = kept.rows, kept.columns
-        places.add(tuple(x.data_ptr() for one in both for x in (one.data, one.scale)))
+        places.add(tuple(x.data_ptr() for item in both for x in (item.data, item.scale)))
         (expected, _), _ = quantize.of_weight(weight.detach(), blockwise, None)
-        for one, other in zip(both, (expected, definition.transposed(expected)), strict=True):
-            assert torch.equal(one.data.view(torch.uint8), other.data.view(torch.uint8))
-            assert torch.equal(one.scale, other.scale)
+        for first, other in zip(both, (expected, definition.transposed(expected)), strict=True):
+            assert torch.equal(first.data.view(torch.uint8), other.data.view(torch.uint8))
+            assert torch.equal(first.scale, other.scale)
     assert len(places) == 1
 
 

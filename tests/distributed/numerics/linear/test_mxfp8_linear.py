@@ -60,15 +60,15 @@ CASES = [(segments, sp) for segments in (1, 2) for sp in (False, True)]
 
 
 def _everything(mesh):
-    found = {case: _column(mesh, *case) for case in CASES} | {sp: _row(mesh, sp) for sp in (False, True)}
+    result = {case: _column(mesh, *case) for case in CASES} | {sp: _row(mesh, sp) for sp in (False, True)}
     of_rank, start = mxfp8.along_columns, plain.start_all_gather
     if mesh.size == 4:  # the control: a rank rounds its tokens before they are gathered
         alone = lambda x: of_rank(x, E4M3, Groups((len(x),), torch.tensor([len(x)])))  # noqa: E731
         plain.start_all_gather = lambda x, mesh: start(alone(x), mesh)
         mxfp8.along_columns = lambda x, dtype: x if len(x) == S else of_rank(x, dtype)  # the weight has fewer rows
-        found["rounded by rank"] = _column(mesh, 1, True)
+        result["rounded by rank"] = _column(mesh, 1, True)
         mxfp8.along_columns, plain.start_all_gather = of_rank, start
-    return found
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -89,14 +89,14 @@ def _row_whole(ranks, sequence_parallel):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_column_parallel_has_one_result(results, case):
-    one, *others = (_column_whole([r[case] for r in results[t]], *case) for t in DEGREES)
-    assert all(same_bits(a, b) for other in others for a, b in zip(one, other, strict=True))
+    first, *others = (_column_whole([r[case] for r in results[t]], *case) for t in DEGREES)
+    assert all(same_bits(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
 @pytest.mark.parametrize("sp", (False, True))
 def test_row_parallel_has_one_result(results, sp):
-    one, *others = (_row_whole([r[sp] for r in results[t]], sp) for t in DEGREES)
-    assert all(same_bits(a, b) for other in others for a, b in zip(one, other, strict=True))
+    first, *others = (_row_whole([r[sp] for r in results[t]], sp) for t in DEGREES)
+    assert all(same_bits(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
 def test_tokens_rounded_by_rank_are_another_result(results):
@@ -122,10 +122,10 @@ def test_operands_are_rounded_along_what_is_summed(results, column):
     mesh = VirtualMesh(SHARDS, 1, 0)
     if column:
         x, weight, dy = _tensors()
-        found = results[1][0][1, False]
+        result = results[1][0][1, False]
     else:
         dy, weight, x = _tensors()
-        weight, found = weight.t().contiguous(), results[1][0][False]
+        weight, result = weight.t().contiguous(), results[1][0][False]
 
     def form(x, weight):
         if column:
@@ -133,15 +133,15 @@ def test_operands_are_rounded_along_what_is_summed(results, column):
         return linear.row_parallel(x, weight, mesh, False)
 
     (w, wt), (xr, xt), (g, gt) = (
-        [side.view_as(one) for side in mxfp8.both(one.flatten(0, -2), kind)]
-        for one, kind in ((weight, E4M3), (x, E4M3), (dy, E5M2))
+        [side.view_as(item) for side in mxfp8.both(item.flatten(0, -2), kind)]
+        for item, kind in ((weight, E4M3), (x, E4M3), (dy, E5M2))
     )
-    assert same_bits(_plain(form, w, xr, dy, 0), found[0])
-    assert same_bits(_plain(form, wt, x, g, 1), found[1])
-    assert same_bits(_plain(form, weight, xt, gt, 2), found[2])
+    assert same_bits(_plain(form, w, xr, dy, 0), result[0])
+    assert same_bits(_plain(form, wt, x, g, 1), result[1])
+    assert same_bits(_plain(form, weight, xt, gt, 2), result[2])
     for which, operands in enumerate(((wt, xt, dy), (w, x, gt), (weight, xr, g))):
-        assert not same_bits(_plain(form, *operands, which), found[which])
-        assert not same_bits(_plain(form, weight, x, dy, which), found[which])
+        assert not same_bits(_plain(form, *operands, which), result[which])
+        assert not same_bits(_plain(form, weight, x, dy, which), result[which])
 
 
 def test_experts_are_rounded_as_their_batches():
@@ -156,17 +156,17 @@ def test_experts_are_rounded_as_their_batches():
     y.backward(dy)
     (xr, xt), (g, gt) = mxfp8.both(x, E4M3, groups), mxfp8.both(dy, E4M3, groups)
     rounded = [mxfp8.both(weight.detach(), E4M3) for weight in weights]
-    for which, (rows, columns, left) in enumerate(((0, 0, xr), (1, 1, g))):
+    for which, (rows, columns, remaining) in enumerate(((0, 0, xr), (1, 1, g))):
         across = experts.of_batches(batches, [pair[rows] for pair in rounded])
         out = torch.empty(75, 64, dtype=torch.bfloat16)
-        plain.rows_times(left, across, out, groups, plain.LIBRARY.product, transposed=not columns)
+        plain.rows_times(remaining, across, out, groups, plain.LIBRARY.product, transposed=not columns)
         assert same_bits(out, (y.detach(), inputs.grad)[which])
 
     def add(outs):
         plain.add_products(gt, xt, outs, batches, plain.LIBRARY.product)
 
     expected = experts.weight_gradients(add, [w.detach() for w in weights], batches, x.device)
-    assert all(same_bits(weight.grad, one) for weight, one in zip(weights, expected, strict=True))
+    assert all(same_bits(weight.grad, item) for weight, item in zip(weights, expected, strict=True))
 
 
 def _linear(form, x, weight, sequence_parallel=False):
@@ -208,7 +208,7 @@ def test_a_side_that_nobody_reads_is_neither_rounded_nor_kept(monkeypatch, form,
     if any(graded):
         y.sum().backward()
     kept.pop(weight.untyped_storage().data_ptr(), None)
-    assert (sum(one.untyped_storage().nbytes() for one in kept.values()), made) == (read[0] * S * K, read[1])
+    assert (sum(item.untyped_storage().nbytes() for item in kept.values()), made) == (read[0] * S * K, read[1])
     made.clear()
     with torch.no_grad():  # as the first forward pass of a layer that is computed again
         assert same_bits(_linear(form, x, weight), y.detach())

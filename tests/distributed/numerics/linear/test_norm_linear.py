@@ -17,17 +17,17 @@ EPS, SHARDS, S, B, K, N = 1e-6, 8, 16, 2, 64, 48
 WANTED = ((True, True, True), (True, False, False), (False, True, False), (False, False, True))
 
 
-def together(x, gain, weight, mesh, segments, slices, shards_of):
+def in_one_call(x, gain, weight, mesh, segments, slices, shards_of):
     layer = linear.Column(mesh, segments, slices and mesh.size > 1)
     return norm_linear.norm_column_parallel(x, gain, weight, EPS, Norm(mesh, shards_of), layer)
 
 
-def apart(x, gain, weight, mesh, segments, slices, shards_of):
+def separate(x, gain, weight, mesh, segments, slices, shards_of):
     return linear.column_parallel(rms_norm(x, gain, EPS, mesh, shards_of), weight, mesh, segments, slices)
 
 
 def in_one_segment(x, gain, weight, mesh, segments, slices, shards_of):
-    return apart(x, gain, weight, mesh, 1, slices, shards_of)
+    return separate(x, gain, weight, mesh, 1, slices, shards_of)
 
 
 def step(mesh, form, dtype, slices, in_buffers, wanted):
@@ -54,7 +54,7 @@ def step(mesh, form, dtype, slices, in_buffers, wanted):
 
 
 def steps(mesh, *cases):
-    return [[step(mesh, form, *case) for form in (together, apart, in_one_segment)] for case in cases]
+    return [[step(mesh, form, *case) for form in (in_one_call, separate, in_one_segment)] for case in cases]
 
 
 def equal(a, b):
@@ -74,10 +74,10 @@ CASES += [(torch.bfloat16, False, False, wanted) for wanted in WANTED[1:]]
 def test_one_function_has_the_bits_of_two(ranks):
     """The control: the same with gate and up as one segment, whose sums have another order."""
     for rank in on_ranks(ranks, SHARDS, steps, *CASES):
-        for (one, two, other), (*_, wanted) in zip(rank, CASES, strict=True):
-            assert equal(one, two)
-            assert [gradient is not None for gradient in one[1:]] == [*wanted]
-            assert not wanted[0] or not equal(two, other)
+        for (first, second, other), (*_, wanted) in zip(rank, CASES, strict=True):
+            assert equal(first, second)
+            assert [gradient is not None for gradient in first[1:]] == [*wanted]
+            assert not wanted[0] or not equal(second, other)
 
 
 @pytest.mark.parametrize("name, fused", (("tree", True), ("gather", False)))

@@ -41,13 +41,13 @@ class Case:
         k = self.inner if column else self.inner * shards
         generator = torch.Generator().manual_seed(self.seed)
         shapes = (self.chunk * shards, self.batch, k), (n, k), (n,), (self.chunk * shards, self.batch, n)
-        found = [torch.randn(shape, generator=generator) for shape in shapes]
+        results = [torch.randn(shape, generator=generator) for shape in shapes]
         if self.special:
-            for tensor in found:
-                some = torch.randint(tensor.numel(), (1 + tensor.numel() // 16,), generator=generator).tolist()
-                for place, at in enumerate(some):
+            for tensor in results:
+                places = torch.randint(tensor.numel(), (1 + tensor.numel() // 16,), generator=generator).tolist()
+                for place, at in enumerate(places):
                     tensor.view(-1)[at] = SPECIAL[(place + self.seed) % len(SPECIAL)]
-        x, weight, bias, dy = (tensor.to(self.dtype) for tensor in found)
+        x, weight, bias, dy = (tensor.to(self.dtype) for tensor in results)
         return x, weight, bias, dy
 
 
@@ -92,7 +92,7 @@ def _only(parts):
     return parts[0]
 
 
-def _together(case, ranks):
+def _joined(case, ranks):
     """y, dx, dw, db of all ranks put together."""
     y, dx, dw, db = zip(*ranks, strict=True)
     if case.kind == "column":
@@ -162,11 +162,11 @@ def test_one_accurate_result_for_all_degrees(shards, examples):
         degrees = [t for t in (1, 2, 4, 8, 16) if t <= shards]
         results = {t: list(zip(*on_ranks(t, shards, _all, cases), strict=True)) for t in degrees}
         for n, case in enumerate(cases):
-            one, *others = (_together(case, results[t][n]) for t in degrees)
+            first, *others = (_joined(case, results[t][n]) for t in degrees)
             for t, other in zip(degrees[1:], others, strict=True):
-                for name, a, b in zip(("y", "dx", "dw", "db"), one, other, strict=True):
+                for name, a, b in zip(("y", "dx", "dw", "db"), first, other, strict=True):
                     assert a is b is None or _same(a, b), f"{name} of {t} ranks"
             if not case.special:
-                _assert_accurate(case, shards, one)
+                _assert_accurate(case, shards, first)
 
     check()

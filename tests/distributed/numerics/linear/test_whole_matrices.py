@@ -17,11 +17,11 @@ def _there_and_back(mesh, cut):
     rank, ranks, dim, sizes = (0, 1, 0, 1) if cut is None else (mesh.rank, mesh.size, cut.dim, cut.sizes)
     shape, ranges = init.place(local, dim, rank, ranks, sizes)
     whole = torch.arange(shape[0] * shape[1]).view(shape).float()
-    rows, columns = (torch.cat([torch.arange(*one) for one in some]) for some in ranges)
+    rows, columns = (torch.cat([torch.arange(*value) for value in segments]) for segments in ranges)
     part = whole[rows][:, columns]
-    found = gathered(part.mT.contiguous().mT, cut, dist.group.WORLD)
-    back = part_of(found.mT.contiguous().mT, cut, dist.group.WORLD)  # as Newton-Schulz steps of a tall matrix leave it
-    return torch.equal(found, whole), torch.equal(back, part), found.is_contiguous(), back.is_contiguous()
+    result = gathered(part.mT.contiguous().mT, cut, dist.group.WORLD)
+    back = part_of(result.mT.contiguous().mT, cut, dist.group.WORLD)  # as Newton-Schulz steps of a tall matrix leave it
+    return torch.equal(result, whole), torch.equal(back, part), result.is_contiguous(), back.is_contiguous()
 
 
 @pytest.mark.parametrize("cut", CUTS)

@@ -30,9 +30,9 @@ def config_of(*overrides, model="qwen3_toy", device="cpu"):
     ),
 )
 def test_the_default_is_cp(overrides, shards):
-    found = config_of(*overrides)
-    assert found.numerics.context_shards == shards
-    assert identity(found, None).get(CONTEXT_SHARDS) == shards
+    result = config_of(*overrides)
+    assert result.numerics.context_shards == shards
+    assert identity(result, None).get(CONTEXT_SHARDS) == shards
 
 
 def test_a_rank_keeps_a_gradient_of_each_shard():
@@ -47,11 +47,11 @@ def _header(*overrides):
 
 
 def test_runs_of_other_shards_are_not_comparable_and_the_key_is_named():
-    one, two, stock = _header(), _header("numerics.context_shards=2"), _header("numerics=stock")
-    assert [one.field for one in identity_differences(one, two)] == [CONTEXT_SHARDS]
-    assert identity_differences(two, stock) == ()
-    said = verdict_line(compare(ledger(header=one), ledger(header=two)))
-    assert said.endswith("numerics.context_shards is 1 and 2; train both with numerics.context_shards=2")
+    first, second, stock = _header(), _header("numerics.context_shards=2"), _header("numerics=stock")
+    assert [difference.field for difference in identity_differences(first, second)] == [CONTEXT_SHARDS]
+    assert identity_differences(second, stock) == ()
+    message = verdict_line(compare(ledger(header=first), ledger(header=second)))
+    assert message.endswith("numerics.context_shards is 1 and 2; train both with numerics.context_shards=2")
 
 
 def _zigzag(length, ranks, rank):
@@ -77,8 +77,8 @@ def test_a_rank_holds_consecutive_shards(cp):
 def test_a_trace_places_them_so(cp):
     for rank in range(cp):
         parts = Site(None, 32, 1, 1, cp=cp, cp_rank=rank, context_shards=4).positions(split=False)
-        found = [position for first, count in parts for position in range(first, first + count)]
-        assert found == context_shards.positions(32, 4, cp, rank).tolist()
+        results = [position for first, count in parts for position in range(first, first + count)]
+        assert results == context_shards.positions(32, 4, cp, rank).tolist()
 
 
 def test_a_sequence_that_chunks_do_not_divide_is_an_error():

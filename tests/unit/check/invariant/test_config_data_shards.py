@@ -27,15 +27,17 @@ def composed_config(*overrides, model="qwen3_toy"):
     ),
 )
 def test_the_default_is_dp(overrides, shards):
-    found = composed_config(*overrides)
-    assert found.numerics.data_shards == shards
-    assert identity(found, None).get(DATA_SHARDS) == shards
+    result = composed_config(*overrides)
+    assert result.numerics.data_shards == shards
+    assert identity(result, None).get(DATA_SHARDS) == shards
 
 
 def test_micro_batches_are_no_part_of_the_identity():
     for numerics in ("tree", "stock"):
-        one, two = (identity(composed_config("gbs=8", f"mbs={mbs}", f"numerics={numerics}"), None) for mbs in (1, 4))
-        assert one == two
+        first, second = (
+            identity(composed_config("gbs=8", f"mbs={mbs}", f"numerics={numerics}"), None) for mbs in (1, 4)
+        )
+        assert first == second
 
 
 def _header_with(**fields):
@@ -54,7 +56,7 @@ def test_stock_runs_are_comparable_with_any():
 @pytest.mark.parametrize("sequences, less", ((16, 0), (8, 1)))
 def test_memory_grows_with_log2_of_the_shards_of_a_rank(sequences, less):
     """less: gradients that shards of one sequence save."""
-    one, two, eight, four_ranks, two_ranks = (
+    first, second, eight, four_ranks, two_ranks = (
         memory.estimate(composed_config(f"gbs={sequences}", *overrides)).parts[GRADIENTS]
         for overrides in (
             (),
@@ -64,7 +66,12 @@ def test_memory_grows_with_log2_of_the_shards_of_a_rank(sequences, less):
             ("dp=2", "numerics.data_shards=8"),
         )
     )
-    assert (two, eight, four_ranks, two_ranks) == (2 * one, (4 - less) * one, (2 - less) * one, (3 - less) * one)
+    assert (second, eight, four_ranks, two_ranks) == (
+        2 * first,
+        (4 - less) * first,
+        (2 - less) * first,
+        (3 - less) * first,
+    )
 
 
 def test_memory_of_expert_groups():
@@ -73,22 +80,22 @@ def test_memory_of_expert_groups():
     def gradients(*words):
         return memory.estimate(composed_config("dp=2", "gbs=4", *words, model="qwen3_moe_toy")).parts[GRADIENTS]
 
-    apart, one, two = gradients(), gradients("ep=2"), gradients("ep=2", "numerics.expert_groups=2")
-    assert two == apart
+    separate, first, second = gradients(), gradients("ep=2"), gradients("ep=2", "numerics.expert_groups=2")
+    assert second == separate
     stock = gradients("ep=2", "numerics=stock")
-    assert one == stock < two
+    assert first == stock < second
     # Two data shards of a rank, of two sequences each, take turns: two buffers of all but the experts.
     turns = gradients("ep=2", "gbs=8", "numerics.data_shards=4")
-    assert turns - one == one - (two - one)
+    assert turns - first == first - (second - first)
 
 
 def test_a_micro_batch_of_several_takes_the_memory_of_one():
     for numerics, grows in (("tree", False), ("stock", True)):
-        one, four = (
+        single, four = (
             memory.estimate(composed_config("gbs=8", f"mbs={mbs}", f"numerics={numerics}")).parts[ACTIVATIONS]
             for mbs in (1, 4)
         )
-        assert (four > one) is grows
+        assert (four > single) is grows
 
 
 def test_a_comparison_names_the_key():

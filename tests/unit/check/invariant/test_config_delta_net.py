@@ -16,13 +16,13 @@ PACKED = {
 }
 
 
-def of(*overrides, device="gpu"):
+def config_of(*overrides, device="gpu"):
     return compose(MODEL, ["model.mtp_num_layers=null", *overrides], device=device).config
 
 
 def refused(*overrides, device="gpu") -> str:
     with pytest.raises(ConfigError) as error:
-        of(*overrides, device=device)
+        config_of(*overrides, device=device)
     return "\n".join(error.value.problems)
 
 
@@ -34,13 +34,13 @@ def refused(*overrides, device="gpu") -> str:
     ),
 )
 def test_shards_divide_the_heads_of_keys(overrides, shards):
-    assert of(*overrides).numerics.virtual_shards == shards
+    assert config_of(*overrides).numerics.virtual_shards == shards
 
 
 def test_packed_sequences_are_refused():
-    said = "\n".join(limits_of(with_fields(of(), **PACKED)))
-    assert "packed sequences in gated delta nets have no invariant version" in said
-    assert "the sequences of a packed row come in another order than global_aux_loss counts them" in said
+    message = "\n".join(limits_of(with_fields(config_of(), **PACKED)))
+    assert "packed sequences in gated delta nets have no invariant version" in message
+    assert "the sequences of a packed row come in another order than global_aux_loss counts them" in message
 
 
 def test_cuda_graphs_need_the_loss_of_a_sequence():
@@ -48,11 +48,11 @@ def test_cuda_graphs_need_the_loss_of_a_sequence():
 
 
 def test_segments_in_fp8_are_whole_blocks():
-    assert of("precision=fp8_tensorwise").numerics.virtual_shards > 1
+    assert config_of("precision=fp8_tensorwise").numerics.virtual_shards > 1
     assert "the width of gated delta nets' alpha (model.linear_num_value_heads) is 16" in refused(
         "precision=fp8_blockwise"
     )
-    sides = precision._sides(of("numerics=stock"))
+    sides = precision._sides(config_of("numerics=stock"))
     assert sides["the width of a gated delta net's in_proj / tp"] == 2 * (8 * 32 + 16 * 32 + 16)
 
 

@@ -43,14 +43,14 @@ def as_program(config: RunConfig) -> RunConfig:
 @given(DIMENSIONS, st.sampled_from((1, 2, 4, 8, 16)), st.sampled_from((1, 2, 3, 4, 8, 16)))
 def test_shards_divide_the_model_and_ranks_divide_shards(dimensions, shards, tp):
     fields = dimensions | {"model__tensor_model_parallel_size": tp, "device__kind": "gpu"}
-    found = limits_of(as_program(with_fields(TREE, **fields, numerics__virtual_shards=shards)))
+    result = limits_of(as_program(with_fields(TREE, **fields, numerics__virtual_shards=shards)))
     fits = all((number / shards).is_integer() for number in dimensions.values())
-    assert bool(found) == (not fits or not (shards / tp).is_integer())
-    if match := re.search(r"the largest that fits is numerics\.virtual_shards=(\d+)$", "\n".join(found)):
-        again = limits_of(as_program(with_fields(TREE, **fields, numerics__virtual_shards=int(match[1]))))
-        assert not any(" does not divide model." in line or "power of two" in line for line in again)
-    elif found:
-        assert found == [
+    assert bool(result) == (not fits or not (shards / tp).is_integer())
+    if match := re.search(r"the largest that fits is numerics\.virtual_shards=(\d+)$", "\n".join(result)):
+        repeated = limits_of(as_program(with_fields(TREE, **fields, numerics__virtual_shards=int(match[1]))))
+        assert not any(" does not divide model." in line or "power of two" in line for line in repeated)
+    elif result:
+        assert result == [
             f"tp={tp} does not divide numerics.virtual_shards={shards}; raise numerics.virtual_shards or change tp"
         ]
 
@@ -81,10 +81,10 @@ def refused(*overrides: str, model: str = "qwen3_toy") -> str:
 @pytest.mark.parametrize("model", ("qwen3_toy", "qwen3_moe_toy", "nemotron3_nano_toy"))
 @pytest.mark.parametrize("override", ("mixed_precision=bf16_with_nvfp4_mixed", "model.delay_wgrad_compute=true"))
 def test_what_is_not_covered_is_one_message_that_ends_with_stock(model, override):
-    said = refused(override, model=model)
-    assert said.startswith("numerics=tree: ") or said.splitlines()[1].startswith("  - numerics=tree: ")
-    assert said.endswith("or numerics=stock")
-    assert said.count("or numerics=stock") == 1
+    message = refused(override, model=model)
+    assert message.startswith("numerics=tree: ") or message.splitlines()[1].startswith("  - numerics=tree: ")
+    assert message.endswith("or numerics=stock")
+    assert message.count("or numerics=stock") == 1
 
 
 def test_several_limits_are_listed_and_the_way_out_is_said_once():

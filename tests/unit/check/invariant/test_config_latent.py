@@ -37,9 +37,9 @@ def test_keys_and_values_are_of_every_head(groups):
 
 def test_the_weights_of_its_projections():
     """DeepSeek-V3's: two down-projections whole on every rank, two up-projections and the output divided."""
-    found = weights(compose("deepseek_v3", device="gpu").config.shape, ATTENTION)
-    assert found.whole == 7168 * (1536 + 512 + 64) + 7168 + 1536 + 512
-    assert found.split == 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168
+    result = weights(compose("deepseek_v3", device="gpu").config.shape, ATTENTION)
+    assert result.whole == 7168 * (1536 + 512 + 64) + 7168 + 1536 + 512
+    assert result.split == 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168
 
 
 @pytest.mark.parametrize("frequency, mixed", ((2, True), ([0, 1, 1, 1], True), ([1, 1, 1, 1], False), (1, False)))

@@ -54,12 +54,12 @@ def test_a_sum_over_shards_is_the_tree_whatever_the_number_of_ranks(kind, segmen
     for number, segment in enumerate(segments):
         for shard in range(shards):
             piece = before + shard * segment // shards, segment // shards
-            one = one_product(a.along_k(*piece), b.along_k(*piece))
-            terms[shard] = one if number == 0 else terms[shard] + one
+            single = one_product(a.along_k(*piece), b.along_k(*piece))
+            terms[shard] = single if number == 0 else terms[shard] + single
         before += segment
     whole = tree_sum(terms, FP32)
     assert same_bits(tree_sum(fp8.nodes(a, b, VirtualMesh(shards, 1, 0), segments), FP32), whole)
-    found = []
+    results = []
     for rank in range(2):  # each of two ranks has half of every segment
         k_of_rank, start = [], 0
         for segment in segments:
@@ -69,8 +69,8 @@ def test_a_sum_over_shards_is_the_tree_whatever_the_number_of_ranks(kind, segmen
         mine = [_of_k(x, k) for x in (a, b)]
         halves = tuple(segment // 2 for segment in segments)
         nodes = fp8.nodes(*mine, VirtualMesh(shards, 2, rank), halves)
-        found.append(tree_sum(nodes, FP32))
-    assert same_bits(found[0] + found[1], whole)
+        results.append(tree_sum(nodes, FP32))
+    assert same_bits(results[0] + results[1], whole)
     assert not same_bits(one_product(a, b), whole)  # the control: one product over all of k
 
 
@@ -102,15 +102,15 @@ def test_weight_gradients_of_experts_are_added_partial_by_partial(kind):
     sizes = (128, 0, 256) if kind == "1x128" else (5, 0, 130)
     dy, x = operands(kind, 9, 33, sum(sizes), (E5M2, E4M3))
     if kind == "tensor":
-        dy, x = (Quantized(one.data, torch.rand(3) + 0.5) for one in (dy, x))
+        dy, x = (Quantized(item.data, torch.rand(3) + 0.5) for item in (dy, x))
     there = torch.randn(3, 9, 33)
-    outs, start = [one.clone() for one in there], 0
+    outs, start = [item.clone() for item in there], 0
     fp8.grouped_weight_gradient(dy, x, outs, Groups(sizes, torch.tensor(sizes)))
     for g, size in enumerate(sizes):
         expected = there[g]
         if size:
-            mine = [Quantized(one.data, one.scale[g]) if kind == "tensor" else one for one in (dy, x)]
-            expected = expected + one_product(*(one.along_k(start, size) for one in mine))
+            mine = [Quantized(item.data, item.scale[g]) if kind == "tensor" else item for item in (dy, x)]
+            expected = expected + one_product(*(item.along_k(start, size) for item in mine))
         assert same_bits(outs[g], expected)
         start += size
 
@@ -233,8 +233,8 @@ def test_normal_operands_hide_what_the_trial_reveals():
     a, b = operands("tensor", 16, 16, 1024, TYPES[0])
     for x in (a, b):
         x.data.copy_(torch.randn(16, 1024).to(E4M3))
-    one, other = (torch.from_numpy(product(a, b)).bfloat16() for product in (fp8_product, split_k))
-    assert same_bits(one, other)
+    first, other = (torch.from_numpy(product(a, b)).bfloat16() for product in (fp8_product, split_k))
+    assert same_bits(first, other)
     within(a, b, torch.Generator().manual_seed(0))
     assert (one_product(a, b).abs().max() < 2.0**-4).all()
 

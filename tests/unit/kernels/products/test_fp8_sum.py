@@ -104,8 +104,8 @@ def _by_blocks(a, b, enter, end):
             if b.blocks == "tensor":
                 main = main + p
             else:
-                right = sb[None, :, q] if b.blocks == "1x128" else np.repeat(sb[:, q], BLOCK)[None, : len(y)]
-                main = enter(p, sa[:, q, None], right, main)
+                scale = sb[None, :, q] if b.blocks == "1x128" else np.repeat(sb[:, q], BLOCK)[None, : len(y)]
+                main = enter(p, sa[:, q, None], scale, main)
         return end(main, sa.reshape(()), sb.reshape(())) if b.blocks == "tensor" else main
 
 
@@ -159,8 +159,8 @@ def test_a_bf16_output_is_rounded_once_and_after_the_sum():
             main = torch.from_numpy(forms["main"])
             shown["rounded before it is added"] += int((bits(main + total.bfloat16().float()) != forms["added"]).sum())
             if b.blocks == "tensor":
-                one = torch.ones(())
-                plain = fp8_product(Quantized(a.data, one), Quantized(b.data, one))
+                single = torch.ones(())
+                plain = fp8_product(Quantized(a.data, single), Quantized(b.data, single))
                 fused = fma(plain, (a.scale * b.scale).numpy().reshape(1, 1), forms["main"])
                 shown["by an FMA"] += int((fused.view(np.uint32) != forms["added"]).sum())
     assert min(shown.values()) > 100, shown
@@ -206,10 +206,10 @@ def test_infinities_and_nan_are_those_of_the_definition(kind, types):
         special = [0x7C, 0xFC, 0x7D, 0xFF] if x.data.dtype == E5M2 else [0x7F, 0xFF]
         for row in range(0, len(raw), 7):
             raw[row, int(random.integers(0, 400))] = special[row // 7 % len(special)]
-    found, expected = fp8_cpu.product(a, b), fp8_product(a, b)
-    assert (bits(found) == expected.view(np.uint32)).all()
+    result, expected = fp8_cpu.product(a, b), fp8_product(a, b)
+    assert (bits(result) == expected.view(np.uint32)).all()
     untouched = np.ix_(np.arange(40) % 7 > 0, np.arange(135) % 7 > 0)
-    assert (bits(found)[untouched] == clean.view(np.uint32)[untouched]).all()
+    assert (bits(result)[untouched] == clean.view(np.uint32)[untouched]).all()
     assert (~np.isfinite(expected)).sum() == expected.size - clean[untouched].size
 
 

@@ -30,14 +30,14 @@ def _exact(block, dtype):
     amax, power = max(map(abs, exact)), -127
     while numbers[-1] * Fraction(2) ** power < amax:
         power += 1
-    found = []
+    results = []
     for value in exact:
         at = abs(value) / Fraction(2) ** power
         above = bisect_left(numbers, at)
         nearest = min((abs(numbers[n] - at), n % 2, n) for n in (above - 1, above) if n >= 0)[2]
         rounded = numbers[nearest] * Fraction(2) ** power
-        found.append((-1 if value < 0 else 1) * (inf if rounded >= 2**128 else float(rounded)))
-    return found
+        results.append((-1 if value < 0 else 1) * (inf if rounded >= 2**128 else float(rounded)))
+    return results
 
 
 def operand(kind, rows=64, k=96, seed=0):
@@ -100,26 +100,28 @@ def test_scales_are_those_of_transformer_engine():
     """amax · (1/448 in fp32), rounded up to a power of two: for every amax of bf16, the least that is not exceeded."""
     amax = torch.arange(1, 0x7F80).to(torch.int16).view(torch.bfloat16)
     for dtype, largest in ((E4M3, 448), (E5M2, 57344)):
-        theirs = torch.exp2(torch.ceil(torch.log2((amax.float() * torch.tensor(1 / largest)).double())).clamp(min=-127))
+        reference = torch.exp2(
+            torch.ceil(torch.log2((amax.float() * torch.tensor(1 / largest)).double())).clamp(min=-127)
+        )
         block = torch.zeros(len(amax), 32, dtype=torch.bfloat16)
         block[:, 0] = amax
-        expected = ((amax.double() / theirs).float().to(dtype).double() * theirs).bfloat16()
+        expected = ((amax.double() / reference).float().to(dtype).double() * reference).bfloat16()
         assert same_bits(mxfp8.along_rows(block, dtype)[:, 0].contiguous(), expected)
 
 
 def test_the_ends():
     x = torch.zeros(1, 32, dtype=torch.bfloat16)
     x[0, :6] = torch.tensor([inf, -inf, torch.nan, 3.0e38, -0.0, 2.0**-133])
-    found = mxfp8.along_rows(x, E4M3)[0, :6]
-    assert found[:2].tolist() == [inf, -inf]
-    assert found[2].isnan()
-    assert found[3:].tolist() == [2.0**127 * 1.75, 0.0, 0.0]
-    assert found[4].signbit()
+    result = mxfp8.along_rows(x, E4M3)[0, :6]
+    assert result[:2].tolist() == [inf, -inf]
+    assert result[2].isnan()
+    assert result[3:].tolist() == [2.0**127 * 1.75, 0.0, 0.0]
+    assert result[4].signbit()
     largest = torch.finfo(torch.bfloat16).max
     assert mxfp8.along_rows(torch.full((1, 32), largest).bfloat16(), E4M3)[0].tolist() == [inf] * 32
-    one = torch.full((1, 32), torch.nan).bfloat16()
-    one[0, 7] = 1.0  # a NaN has no magnitude
-    assert mxfp8.along_rows(one, E4M3)[0, 7] == 1.0
+    single = torch.full((1, 32), torch.nan).bfloat16()
+    single[0, 7] = 1.0  # a NaN has no magnitude
+    assert mxfp8.along_rows(single, E4M3)[0, 7] == 1.0
     least = torch.full((1, 32), 2.0**-133).bfloat16()
     assert same_bits(mxfp8.along_rows(least, E4M3), least)
 
@@ -127,8 +129,8 @@ def test_the_ends():
 def test_groups_begin_anew():
     x = operand("wide", rows=75)
     sizes = (40, 0, 3, 32)
-    found = mxfp8.along_columns(x, E4M3, Groups(sizes, torch.tensor(sizes)))
-    for part, its in zip(x.split(sizes), found.split(sizes), strict=True):
+    result = mxfp8.along_columns(x, E4M3, Groups(sizes, torch.tensor(sizes)))
+    for part, its in zip(x.split(sizes), result.split(sizes), strict=True):
         filled = torch.cat((part, torch.zeros(-len(part) % 32, 96, dtype=x.dtype)))  # zeros change nothing
         assert same_bits(mxfp8.along_columns(filled, E4M3)[: len(part)], its.contiguous())
 

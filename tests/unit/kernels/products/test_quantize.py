@@ -32,11 +32,11 @@ def _nearest(values, dtype):
 def test_a_cast_rounds_to_the_nearest_even_number_and_saturates(dtype):
     values = torch.arange(-32768, 32768, 7, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     values = values[torch.isfinite(values)]
-    found = quantize.cast(values, torch.ones(()), dtype).float()
+    result = quantize.cast(values, torch.ones(()), dtype).float()
     near = values.abs() < 2.0**20  # in fp64 the distances of others are equal
-    assert torch.equal(found[near], _nearest(values[near], dtype))
-    assert torch.equal(found[~near], values[~near].sign() * quantize.LARGEST[dtype])
-    assert found.abs().max() == quantize.LARGEST[dtype] == torch.finfo(dtype).max
+    assert torch.equal(result[near], _nearest(values[near], dtype))
+    assert torch.equal(result[~near], values[~near].sign() * quantize.LARGEST[dtype])
+    assert result.abs().max() == quantize.LARGEST[dtype] == torch.finfo(dtype).max
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -45,10 +45,10 @@ def test_a_scale_is_the_nearest_quotient_or_the_power_of_two_below(dtype):
     amax = amax[amax > 0]
     plain, powers = quantize.scales(amax, dtype), quantize.scales(amax, dtype, power_of_two=True)
     largest = Fraction(quantize.FP32_LARGEST)
-    for a, one, other in zip(amax.tolist(), plain.tolist(), powers.tolist(), strict=True):
+    for a, first, other in zip(amax.tolist(), plain.tolist(), powers.tolist(), strict=True):
         exact = Fraction(quantize.LARGEST[dtype]) / Fraction(a)
-        assert abs(Fraction(one) - min(exact, largest)) <= Fraction(one) / 2**24
-        assert Fraction(other) <= Fraction(one) < 2 * Fraction(other)
+        assert abs(Fraction(first) - min(exact, largest)) <= Fraction(first) / 2**24
+        assert Fraction(other) <= Fraction(first) < 2 * Fraction(other)
         assert Fraction(other).numerator == 1 or Fraction(other).denominator == 1
         numerator = max(Fraction(other).numerator, Fraction(other).denominator)
         assert numerator & (numerator - 1) == 0
@@ -87,23 +87,23 @@ def test_a_tensor_has_the_scale_of_the_amax_it_is_given():
 def test_each_group_of_rows_is_a_tensor_of_its_own():
     x = torch.randn(9, 128, generator=torch.Generator().manual_seed(0)).bfloat16() * torch.arange(1, 10)[:, None]
     counts = (4, 0, 2, 3)
-    found = quantize.of_groups(x, torch.tensor(counts), E4M3)
+    result = quantize.of_groups(x, torch.tensor(counts), E4M3)
     alone = [quantize.of_tensor(part, quantize.largest_magnitude(part), E4M3) for part in x.split(counts) if len(part)]
-    assert torch.equal(found.data.float(), torch.cat([q.data.float() for q in alone]))
-    assert found.scale.tolist() == [alone[0].scale, 1.0, alone[1].scale, alone[2].scale]
+    assert torch.equal(result.data.float(), torch.cat([q.data.float() for q in alone]))
+    assert result.scale.tolist() == [alone[0].scale, 1.0, alone[1].scale, alone[2].scale]
 
 
 RECORDED = np.load(Path(__file__).parents[3] / "data" / "quantize_h100.npz")
 CASES = sorted({key.rpartition("/")[0] for key in RECORDED.files})
 
 
-def _same(found, data, scale):
+def _same(result, data, scale):
     """Whether data and scales have the recorded bits; a NaN is any NaN."""
-    dtype = found.data.dtype
+    dtype = result.data.dtype
     recorded = torch.from_numpy(RECORDED[data]).contiguous().view(dtype).float()
-    scales = torch.from_numpy(RECORDED[scale]).reshape(found.scale.shape)
-    return torch.equal(found.data.float().nan_to_num(1e9), recorded.nan_to_num(1e9)) and torch.equal(
-        found.scale, scales
+    scales = torch.from_numpy(RECORDED[scale]).reshape(result.scale.shape)
+    return torch.equal(result.data.float().nan_to_num(1e9), recorded.nan_to_num(1e9)) and torch.equal(
+        result.scale, scales
     )
 
 
@@ -113,8 +113,8 @@ def test_transformer_engine_gave_these_bits_on_an_h100(case):
     dtype = {"e4m3": E4M3, "e5m2": E5M2}[dtype]
     x = torch.from_numpy(RECORDED[f"{case}/x"]).view(torch.bfloat16)
     if kind == "tensor":
-        found = quantize.of_tensor(x, torch.from_numpy(RECORDED[f"{case}/amax"]), dtype)
-        assert _same(found, f"{case}/data", f"{case}/scale")
+        result = quantize.of_tensor(x, torch.from_numpy(RECORDED[f"{case}/amax"]), dtype)
+        assert _same(result, f"{case}/data", f"{case}/scale")
         return
     rows = quantize.along_rows(x, dtype) if kind == "rows" else quantize.of_blocks(x, dtype)
     columns = quantize.along_rows(x.t(), dtype) if kind == "rows" else quantize.transposed(rows)

@@ -12,7 +12,7 @@ from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2, Quantize
 from tp_invariant_recipes.portable import other_sums
 
 WORDS = np.load(Path(__file__).parents[3] / "data" / "words_of_seven_cards.npz")
-HOPPER, OURS, AMPERE = ("H100", "H200"), ("B200", "H100", "H200"), ("A100", "A2", "Ada", "L40S")
+HOPPER, RECORDED, AMPERE = ("H100", "H200"), ("B200", "H100", "H200"), ("A100", "A2", "Ada", "L40S")
 FP8 = tuple((card, kind) for card in (*HOPPER, "Ada", "L40S") for kind in ("e4m3", "e5m2"))
 TYPES = {"e4m3": E4M3, "e5m2": E5M2}
 
@@ -62,7 +62,7 @@ def exactly(a, b, c, kept):
     return np.array(bits, np.int64).astype(np.uint32)
 
 
-@pytest.mark.parametrize("card", OURS)
+@pytest.mark.parametrize("card", RECORDED)
 def test_the_definition_gives_every_word_of_hopper_and_blackwell(card):
     a, b, c, d = words(card)
     assert (defined(a, b, c, 25, 16) == d).all()
@@ -70,7 +70,7 @@ def test_the_definition_gives_every_word_of_hopper_and_blackwell(card):
     assert (exactly(a, b, c, 25) == d).all()
 
 
-@pytest.mark.parametrize("card", OURS)
+@pytest.mark.parametrize("card", RECORDED)
 @pytest.mark.parametrize("kept, step", ((24, 16), (26, 16), (25, 8)))
 def test_other_sums_do_not(card, kept, step):
     a, b, c, d = words(card)
@@ -114,8 +114,8 @@ def test_fp8_keeps_13_bits_of_32_products_on_hopper_and_of_16_on_ada(card, kind)
 @pytest.mark.parametrize("card", HOPPER)
 def test_the_compiled_fp8_sum_gives_every_word_of_hopper(card):
     a, b, _, d = words(card, "e4m3")
-    one = torch.ones(1)
-    operands = (Quantized(torch.from_numpy(x).view(E4M3), one, "tensor") for x in (a, b))
+    single = torch.ones(1)
+    operands = (Quantized(torch.from_numpy(x).view(E4M3), single, "tensor") for x in (a, b))
     assert (torch.diagonal(fp8_cpu.product(*operands)).contiguous().numpy().view(np.uint32) == d).all()
 
 

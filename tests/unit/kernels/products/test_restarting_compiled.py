@@ -22,7 +22,7 @@ OF_TENSORS, OF_BLOCKS = restarting_kernel.OF_TENSORS.value, restarting_kernel.OF
 NAMES = {E4M3: "fp8e4nv", E5M2: "fp8e5", BF16: "bf16", FP32: "fp32"}
 
 
-def some(rows, short):
+def short_first(rows, short):
     return [row if row in short else pytest.param(*row, marks=pytest.mark.release) for row in rows]
 
 
@@ -34,9 +34,9 @@ BINARIES = tuple(itertools.product(kernel.PIECES, (False, True), (False, True)))
 @pytest.mark.parametrize("pieces, transposed, add", BINARIES)
 def test_the_binary_adds_whole_pieces_and_nothing_else(pieces, transposed, add):
     """Products by tensor cores, and one addition a number between pieces."""
-    found = arithmetic(compiled_binary(pieces, transposed=transposed, add=add))
-    assert found.pop("wgmma.mma_async") == 2 * pieces * kernel.STEP_BYTES // 32  # both halves of the rows
-    assert found == {"add.rn": (pieces - 1 + add) * NUMBERS}
+    result = arithmetic(compiled_binary(pieces, transposed=transposed, add=add))
+    assert result.pop("wgmma.mma_async") == 2 * pieces * kernel.STEP_BYTES // 32  # both halves of the rows
+    assert result == {"add.rn": (pieces - 1 + add) * NUMBERS}
 
 
 # Pieces, what the scales are, a's type, the output's, whether the sum is added to it.
@@ -49,18 +49,18 @@ FP8 = tuple(
 
 @pytest.mark.parametrize(
     "pieces, scaled, dtype, out, add",
-    some(FP8, ((2, OF_TENSORS, E5M2, FP32, True), (4, OF_BLOCKS, E4M3, BF16, False))),
+    short_first(FP8, ((2, OF_TENSORS, E5M2, FP32, True), (4, OF_BLOCKS, E4M3, BF16, False))),
 )
 def test_the_binary_of_fp8_promotes_every_block(pieces, scaled, dtype, out, add):
     """Four instructions a block of 128; then an addition a number, or with scales of blocks an FMA, and no other."""
-    found = arithmetic(compiled_binary(pieces, dtype, out, scaled=scaled, add=add))
+    result = arithmetic(compiled_binary(pieces, dtype, out, scaled=scaled, add=add))
     promoted, between = pieces * NUMBERS, (pieces - 1 + add) * NUMBERS
-    assert found.pop("wgmma.mma_async") == 2 * pieces * 4
+    assert result.pop("wgmma.mma_async") == 2 * pieces * 4
     scales = 2 * pieces  # products of two, for each half; of blocks, also for two rows of a thread
     if scaled == OF_TENSORS:
-        assert found == {"add.rn": promoted + between, "mul.rn": promoted + scales}
+        assert result == {"add.rn": promoted + between, "mul.rn": promoted + scales}
     else:
-        assert found == {"fma.rn": promoted, "add.rn": between, "mul.rn": 2 * scales}
+        assert result == {"fma.rn": promoted, "add.rn": between, "mul.rn": 2 * scales}
 
 
 def arithmetic(binary):

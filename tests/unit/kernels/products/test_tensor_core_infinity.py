@@ -18,6 +18,6 @@ def test_a_special_number_meets_a_step_of_zeros_only(special, side):
     else:
         b[3, 66] = special
     a, b = a.bfloat16(), b.bfloat16()
-    found = product(a, b).numpy().view(np.uint32)
-    assert (found == bf16_product(bits_of(a), bits_of(b))).all()
-    assert (found == NAN).sum() == (70 if side == "left" else 3)
+    result = product(a, b).numpy().view(np.uint32)
+    assert (result == bf16_product(bits_of(a), bits_of(b))).all()
+    assert (result == NAN).sum() == (70 if side == "left" else 3)

@@ -52,7 +52,7 @@ def modelled(sim, model, a, b):
     return out.numpy().view(np.uint32)
 
 
-def ours(a, b):
+def emulated(a, b):
     return tensor_core_cpu.product(a, b).numpy().view(np.uint32)
 
 
@@ -74,17 +74,17 @@ def bf16_operands(kind):
 @pytest.mark.parametrize("model", MODELS)
 def test_the_definition_is_their_model(sim, model, kind):
     a, b = bf16_operands(kind)
-    assert (ours(a, b) == modelled(sim, MODELS[model], a, b)).all()
+    assert (emulated(a, b) == modelled(sim, MODELS[model], a, b)).all()
 
 
 @pytest.mark.parametrize("top", (-153, -134, -132))
 def test_another_least_top_is_not_their_model(sim, monkeypatch, top):
     operands = bf16_operands("smallest")
     words = [x.view(torch.int16).numpy().view(np.uint16) for x in operands]
-    found = modelled(sim, MODELS["Hopper wgmma"], *operands)
-    assert (bf16_product(*words) == found).all()
+    result = modelled(sim, MODELS["Hopper wgmma"], *operands)
+    assert (bf16_product(*words) == result).all()
     monkeypatch.setattr(tensor_core_sum, "LEAST_TOP", top)
-    assert (bf16_product(*words) != found).any()
+    assert (bf16_product(*words) != result).any()
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_another_least_top_is_not_their_model(sim, monkeypatch, top):
 )
 def test_their_ampere_differs(sim, kind):
     a, b = bf16_operands(kind)
-    assert (ours(a, b) != modelled(sim, AMPERE, a, b)).any()
+    assert (emulated(a, b) != modelled(sim, AMPERE, a, b)).any()
 
 
 def test_their_ampere_is_our_sum_of_24_bits_in_steps_of_8(sim):
@@ -106,8 +106,8 @@ def test_their_blackwell_gives_what_an_h200_gave(sim, case):
     data = np.load(DATA)
     a, b = (torch.from_numpy(data[f"{part}_{case}"].astype(np.int16)).view(torch.bfloat16) for part in "ab")
     columns = slice(0, 8)
-    found = modelled(sim, MODELS["Blackwell tcgen05"], a, b[:, columns].contiguous())
-    assert (found == data[f"c_{case}_mmawg"][:, columns]).all()
+    result = modelled(sim, MODELS["Blackwell tcgen05"], a, b[:, columns].contiguous())
+    assert (result == data[f"c_{case}_mmawg"][:, columns]).all()
 
 
 # --- FP8 ---
@@ -139,14 +139,14 @@ def test_a_block_of_fp8_is_four_of_their_instructions(sim, monkeypatch, kind, ty
     step, out = sim.WGMMA("Hopper", f"m64n8k32.f32.{types[0]}.{types[1]}"), torch.zeros(64, 8)
     for k in range(0, BLOCK, fp8_sum.STEP):
         out = step(a[:, k : k + fp8_sum.STEP], b[:, k : k + fp8_sum.STEP].t(), out)
-    found, one = out.numpy().view(np.uint32), torch.ones(())
-    operands = Quantized(a, one), Quantized(b, one)
-    assert (fp8_cpu.product(*operands).numpy().view(np.uint32) == found).all()
-    assert (fp8_sum.fp8_product(*operands).view(np.uint32) == found).all()
+    result, single = out.numpy().view(np.uint32), torch.ones(())
+    operands = Quantized(a, single), Quantized(b, single)
+    assert (fp8_cpu.product(*operands).numpy().view(np.uint32) == result).all()
+    assert (fp8_sum.fp8_product(*operands).view(np.uint32) == result).all()
     if kind == "subnormal":  # no other kind shows which exponent they have
         for change in (-1, 1):
             monkeypatch.setattr(fp8_sum, "LEAST", {E4M3: -6 + change, E5M2: -14 + change})
-            assert (fp8_sum.fp8_product(*operands).view(np.uint32) != found).any()
+            assert (fp8_sum.fp8_product(*operands).view(np.uint32) != result).any()
 
 
 def test_their_blackwell_adds_fp8_otherwise(sim):
@@ -154,5 +154,5 @@ def test_their_blackwell_adds_fp8_otherwise(sim):
     step, out = sim.TCGen05MMA("Blackwell", "m64n8k32.kind::f8f6f4.f32.e4m3.e4m3"), torch.zeros(64, 8)
     for k in range(0, BLOCK, fp8_sum.STEP):
         out = step(a[:, k : k + fp8_sum.STEP], b[:, k : k + fp8_sum.STEP].t(), out)
-    ours = fp8_sum.fp8_product(Quantized(a, torch.ones(())), Quantized(b, torch.ones(())))
-    assert (ours.view(np.uint32) != out.numpy().view(np.uint32)).mean() > 0.5
+    actual = fp8_sum.fp8_product(Quantized(a, torch.ones(())), Quantized(b, torch.ones(())))
+    assert (actual.view(np.uint32) != out.numpy().view(np.uint32)).mean() > 0.5

@@ -51,11 +51,11 @@ def canonical(bits):
 def test_the_definition_gives_the_bits_of_an_h200(case):
     a, b = NUMBERS[f"a_{case}"], NUMBERS[f"b_{case}"]
     rows = slice(0, 8) if a.shape[1] > 512 else slice(None)  # the definition keeps every term in memory
-    ours = bf16_product(a[rows], b)
+    actual = bf16_product(a[rows], b)
     recorded = [name for name in NUMBERS.files if name.startswith(f"c_{case}_")]
     assert len(recorded) >= 2
     for name in recorded:
-        assert (ours == NUMBERS[name][rows]).all(), name
+        assert (actual == NUMBERS[name][rows]).all(), name
 
 
 @pytest.mark.parametrize("case", BF16_EDGES)
@@ -101,12 +101,12 @@ def test_the_smallest_products_are_cut_at_the_least_top(operands, bits):
 
 
 def test_the_smallest_products_have_the_bits_of_an_h100():
-    ours = bf16_product(SMALLEST["a"], SMALLEST["b"])
+    actual = bf16_product(SMALLEST["a"], SMALLEST["b"])
     compiled = result_bits(tensor_core_cpu.product(bf16(SMALLEST["a"]), bf16(SMALLEST["b"])))
     recorded = [name for name in SMALLEST.files if name.startswith("c_")]
     assert len(recorded) == 4
     for name in recorded:
-        assert (ours == SMALLEST[name]).all(), name
+        assert (actual == SMALLEST[name]).all(), name
         assert (compiled == SMALLEST[name]).all(), name
 
 
@@ -134,8 +134,8 @@ def test_a_multiplication_and_an_addition_are_no_fma():
 
 @pytest.mark.parametrize("case", PLAIN)
 def test_the_compiled_sum_gives_the_bits_of_an_h200(case):
-    ours = result_bits(tensor_core_cpu.product(bf16(NUMBERS[f"a_{case}"]), bf16(NUMBERS[f"b_{case}"])))
-    assert (ours == NUMBERS[f"c_{case}_mmawg"]).all()
+    actual = result_bits(tensor_core_cpu.product(bf16(NUMBERS[f"a_{case}"]), bf16(NUMBERS[f"b_{case}"])))
+    assert (actual == NUMBERS[f"c_{case}_mmawg"]).all()
 
 
 @pytest.mark.parametrize("case", BF16_EDGES)
@@ -178,10 +178,10 @@ def test_the_compiled_sum_is_the_definition_for_all_exponents(data):
     fractions = data.draw(st.sampled_from((128, 1, 2)))  # all, none, the two largest
     generator = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
 
-    def drawn(of, *shape):
+    def drawn(dtype, *shape):
         signs = generator.integers(0, 2, shape) if fractions == 128 else 0
         low = generator.integers(128 - fractions if fractions == 2 else 0, 128 if fractions > 1 else 1, shape)
-        return (signs << 15 | generator.choice(of, shape) << 7 | low).astype(np.uint16)
+        return (signs << 15 | generator.choice(dtype, shape) << 7 | low).astype(np.uint16)
 
     k = data.draw(st.sampled_from((16, 33)))
     a, b = drawn(fields[0], 5, k), drawn(fields[1], k, 70)
@@ -216,8 +216,8 @@ def test_a_step_has_the_bits_of_the_definition_whatever_cuts_it(monkeypatch, any
     a, b = NUMBERS["a_512_cancel"][:1], NUMBERS["b_512_cancel"][:, : tensor_core_vector.LANES]
     row = np.zeros(tensor_core_cpu.WIDE, np.float32)
     rows, panels = tensor_core_cpu.split_rows(a), tensor_core_cpu.split_panels(b)
-    left = by_vectors(row, *rows[:2], *(part[0] for part in panels[:2]), np.int32(tensor_core_sum.KEPT_BITS))
-    assert not any(left)
+    remaining = by_vectors(row, *rows[:2], *(part[0] for part in panels[:2]), np.int32(tensor_core_sum.KEPT_BITS))
+    assert not any(remaining)
     assert (row[: b.shape[1]].view(np.uint32) == bf16_product(a, b)[0]).all()
     assert not (any_processor and "avx512" in by_vectors.inspect_llvm(by_vectors.signatures[0]))
 

@@ -238,10 +238,10 @@ def test_a_batch_has_the_bits_of_one_by_one(batch_stand_in, shards, segments):
     nodes = contraction.nodes(a, b, mesh, sizes, exact_product)
     assert list(contraction._batch_is_exact.values()) == [True] * (shards > 1)
     launches.clear()
-    again = contraction.nodes(a, b, mesh, sizes, exact_product)
+    repeated = contraction.nodes(a, b, mesh, sizes, exact_product)
     assert launches == [(shards, 24, PIECE, 20, n > 0) for n in range(segments)] * (shards > 1)
     separate = contraction._one_by_one(a, b, mesh, sizes, exact_product)
-    assert same_bits(nodes, again)
+    assert same_bits(nodes, repeated)
     assert same_bits(folded_nodes(nodes), folded_nodes(separate))
 
 
