@@ -3,6 +3,8 @@
 import json
 import resource
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -298,3 +300,9 @@ def test_a_damaged_configuration_is_named(tmp_path, content):
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"generation_config\.json"):
         prompts.end_tokens(tmp_path, None, 512)
+
+
+def test_a_launcher_imports_no_megatron_for_its_ranks():
+    """Its warnings would be on the user's terminal: start/bridge.py imports it quietly."""
+    look = "import sys, tp_invariant_recipes.features.rollouts.rank; sys.exit('megatron.core' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", look], check=False).returncode == 0

@@ -59,7 +59,9 @@ def test_differing_entries_are_counted_by_bits_and_rows_by_id(tmp_path, table, n
 def test_equal_infinities_are_equal_and_others_are_far(tmp_path, table):
     table[0, 0] = -np.inf
     actual, other = written(tmp_path / "a.jsonl", table), table.copy()
-    assert vocabulary.compare(actual, written(tmp_path / "b.jsonl", other))["differing"] == 0
+    equal = vocabulary.compare(actual, written(tmp_path / "b.jsonl", other))
+    assert equal["differing"] == 0
+    assert vocabulary.text(equal).endswith("0 of 80 entries differ in 0 of 8 tokens")
     other[0, 1] = np.nan
     assert vocabulary.compare(actual, written(tmp_path / "b.jsonl", other))["largest"] == np.inf
 

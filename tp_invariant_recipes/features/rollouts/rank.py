@@ -7,7 +7,6 @@ from typing import Any
 
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.features.rollouts import lines
-from tp_invariant_recipes.features.rollouts.engine import Engine
 from tp_invariant_recipes.features.rollouts.requests import Request
 from tp_invariant_recipes.features.score.rank import scoring_model
 from tp_invariant_recipes.runs.run_dir import RunDir
@@ -35,6 +34,9 @@ class Generate:
 
         decode = sequences.tokenizer(self.tokenizer).decode if self.tokenizer else None
         with scoring_model(self.config, self.checkpoint) as model:
+            # Not sooner: the launcher imports this module, and Megatron is imported quietly, by start/bridge.py.
+            from tp_invariant_recipes.features.rollouts.engine import Engine
+
             writes = state.get_tensor_model_parallel_rank() == 0
             rank = state.get_data_parallel_rank()
             write = lines.writer(self.folder, rank, self.requests, decode) if writes else None

@@ -97,9 +97,10 @@ def check(files: Iterable[Path]) -> list[str]:
 
 def text(report: Mapping[str, Any]) -> str:
     """Return the end of the sentence of a comparison."""
+    largest = f", at most by {report['largest']:.3g}" if report["differing"] else ""
     return (
         f"; of the whole vocabulary, {report['differing']:,} of {report['entries']:,} entries differ in "
-        f"{report['differing_tokens']:,} of {report['tokens']:,} tokens, at most by {report['largest']:.3g}"
+        f"{report['differing_tokens']:,} of {report['tokens']:,} tokens{largest}"
     )
 
 
