@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.launch import Kernel
-from tp_invariant_recipes.kernels.tree_add import tree_add
 
 MOST = 8  # buffers of a launch
 BLOCK = 1024
@@ -29,11 +27,6 @@ def peer_add(partials: Sequence[Tensor], out: Tensor) -> Tensor:
     pointers = (*partials, *[partials[0]] * (MOST - len(partials)))
     KERNEL.launch((-(-size // BLOCK), 1), (*pointers, out), (size,), (len(partials), size % 16 == 0, BLOCK))
     return out
-
-
-def peer_add_torch(partials: Sequence[Tensor], out: Tensor) -> Tensor:
-    """Do the same in plain torch."""
-    return tree_add(torch.stack([*partials]), out)
 
 
 @triton.jit(do_not_specialize=["size"])

@@ -72,11 +72,11 @@ class Answers:
 LOSS = "model.calculate_per_token_loss=true"
 
 
-def ran(here, monkeypatch, judged, at_once=2, **more):
+def ran(here, monkeypatch, judged, concurrency=2, **more):
     monkeypatch.setattr(options, "OPTIONS", {"loss": options.OPTIONS["loss"]})
     audits, answers = begun(here), Answers(judged)
     monkeypatch.setattr(campaign, "SideBySide", answers)
-    monkeypatch.setattr(campaign, "at_once", lambda device: at_once)
+    monkeypatch.setattr(campaign, "concurrency", lambda device: concurrency)
     monkeypatch.setattr(audits, "_prepare", lambda: None)
     return audits.run(**more), answers
 

@@ -22,7 +22,7 @@ from tp_invariant_recipes.features.audit import options, rank, script, workflow
 from tp_invariant_recipes.features.audit import page as audit_page
 from tp_invariant_recipes.features.audit.cells import Cells
 from tp_invariant_recipes.features.audit.pairwise import Cell, Covering, shrunk
-from tp_invariant_recipes.features.audit.side_by_side import SideBySide, at_once
+from tp_invariant_recipes.features.audit.side_by_side import SideBySide, concurrency
 from tp_invariant_recipes.features.audit.trial import Trial, audited
 from tp_invariant_recipes.launch import plan, ranks
 from tp_invariant_recipes.patches import faults
@@ -115,7 +115,7 @@ class Campaign:
 
     def _fill(self) -> None:
         """Begin the next audits, as if those that are not judged yet were right."""
-        while len(self._running) < at_once(self._device):
+        while len(self._running) < concurrency(self._device):
             jobs = (*self._running.keys, *(job for job, _ in self._ended))
             cell = self._covering.next([*([self._cell] if self._cell else []), *(cell for cell, _ in jobs)])
             if cell is None:
@@ -183,8 +183,8 @@ class Campaign:
 
     def _audited(self, cell: Cell, sizes: tuple[str, ...] = ()) -> Trial | None:
         """Return the audit of a cell, which may be recorded from an earlier start; None: no run may have it."""
-        job = (cell, sizes)
-        while not self._recorded(job) and job not in self._running.keys and len(self._running) >= at_once(self._device):
+        job, most = (cell, sizes), concurrency(self._device)
+        while not self._recorded(job) and job not in self._running.keys and len(self._running) >= most:
             self._ended.append(self._next())
         if (recorded := self._recorded(job)) is not None:
             return recorded

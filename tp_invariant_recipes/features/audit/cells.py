@@ -1,6 +1,6 @@
 """The settings that a campaign combines, and the configuration of a cell of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +102,13 @@ def _changes(before: RunConfig, after: RunConfig) -> Sections:
     """Return the fields of each section that differ, or a whole section that has none."""
     changes = {}
     for name, fields in after.sections.items():
-        earlier: Mapping[str, Any] | None = before.sections.get(name)
+        earlier = before.sections.get(name)
         if isinstance(fields, dict):
-            earlier = earlier if isinstance(earlier, dict) else {}
-            fields = {key: value for key, value in fields.items() if earlier.get(key, ...) != value}
-            earlier = {}
-        if fields != earlier:
+            known = earlier if isinstance(earlier, dict) else {}
+            fields = {key: value for key, value in fields.items() if known.get(key, ...) != value}
+            differs = bool(fields)
+        else:
+            differs = fields != earlier
+        if differs:
             changes[name] = fields
     return changes

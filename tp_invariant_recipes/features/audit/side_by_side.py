@@ -82,7 +82,7 @@ class SideBySide:
                 os.kill(process.pid, number)
 
 
-def at_once(device: str) -> int:
+def concurrency(device: str) -> int:
     """How many audits may run at a time. GPUs belong to one."""
     return min(MOST, len(os.sched_getaffinity(0))) if device == "cpu" else 1
 

@@ -86,10 +86,9 @@ def audited(
     except ConfigError:
         return None, trained
     try:
-        result = workflow.execute(planned, watch, keep=True, page=False, references=references)
-        own, key = planned.directory.training(workflow.REFERENCE), workflow.reference_key(planned)
-        if own.path.exists() and key is not None:
-            trained[key] = own
+        every = {**references}
+        result = workflow.execute(planned, watch, keep=True, page=False, references=every)
+        trained = {key: run for key, run in every.items() if key not in references}
         verdict, text = result["verdict"], result["text"].partition(": ")[2]
         facts["known"] = result["known"]
         if first := result["first"]:

@@ -9,11 +9,10 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from tp_invariant_recipes.check.invariant import lora
@@ -203,22 +202,18 @@ def execute(
     watch: Watch,
     *,
     keep: bool = False,
-    references: Mapping[str, AuditedRun] = MappingProxyType({}),
+    references: MutableMapping[str, AuditedRun] | None = None,
     page: bool = True,
 ) -> dict[str, Any]:
     """Train both, judge, and return the contents of `audit.json`. Raises RunError.
 
     keep: keep the run directories even if nothing is beyond rounding.
-    references: trained by other audits, by `reference_key`; an equal one is not trained again. page: write
-    `audit.html`.
+    references: trained by other audits, by `reference_key`. An equal one is not trained again; one that is trained
+    joins them. page: write `audit.html`.
     """
     begun = time.monotonic()
     with locked_empty(audit.directory):
-        _train(audit, AUDITED, audit.audited, watch)
-        reference = references.get(reference_key(audit) or "") if references else None
-        if reference is None:
-            _train(audit, REFERENCE, audit.reference, watch)
-        runs = [audit.directory.training(AUDITED), reference or audit.directory.training(REFERENCE)]
+        runs = [_train(audit, AUDITED, audit.audited, watch), _trained_reference(audit, watch, references)]
         deviations, left_out = judged(runs[0], runs[1], audit.steps)
         described = {
             "model": audit.audited.composed.model,
@@ -240,6 +235,16 @@ def execute(
             for run in runs:
                 shutil.rmtree(run.path, ignore_errors=True)
         return result
+
+
+def _trained_reference(audit: Audit, watch: Watch, references: MutableMapping[str, AuditedRun] | None) -> AuditedRun:
+    """Return an equal reference, or train one."""
+    key = None if references is None else reference_key(audit)
+    if references is None or key is None:
+        return _train(audit, REFERENCE, audit.reference, watch)
+    if key not in references:
+        references[key] = _train(audit, REFERENCE, audit.reference, watch)
+    return references[key]
 
 
 def reference_key(audit: Audit) -> str | None:
@@ -430,7 +435,7 @@ def _reference(
 # --- Training ---
 
 
-def _train(audit: Audit, name: str, planned: Plan, watch: Watch) -> None:
+def _train(audit: Audit, name: str, planned: Plan, watch: Watch) -> AuditedRun:
     run = audit.directory.training(name)
     stopped = f"the audit was stopped before its end, in the training {name}: {run.path}"
     passes = 1 if name == AUDITED else 1 + DITHERED
@@ -453,6 +458,7 @@ def _train(audit: Audit, name: str, planned: Plan, watch: Watch) -> None:
         attempts.end(run, outcome.value)
         if outcome is local.Outcome.STOPPED:
             raise StoppedAudit(stopped)
+    return run
 
 
 # --- Results ---
