@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tp_invariant_recipes.ledger.dumps import RankPiece
+from tp_invariant_recipes.ledger.dumps import RankPart
 
 SAMPLED = 512  # rows of a piece that are looked for elsewhere
 CLOSE = 0.03  # what is left of an error may be so large, relative to the tensor, where its shape explains it
@@ -13,7 +13,7 @@ NAMED = {2.0: "added twice", 0.5: "half is missing", -1.0: "the sign"}
 
 
 def shape_of(
-    pieces: Sequence[RankPiece], reference: np.ndarray, noise: float, allowed: float, wrong: Sequence[int]
+    pieces: Sequence[RankPart], reference: np.ndarray, noise: float, allowed: float, wrong: Sequence[int]
 ) -> str | None:
     """Return the shape of a tensor's error in words; None: none is known.
 
@@ -45,9 +45,9 @@ def _ratio_words(ratio: float, ranks: int) -> str:
     return f"constant ratio {ratio:.3g}{meaning}"
 
 
-def _parts(pieces: Sequence[RankPiece], reference: np.ndarray, allowed: float) -> str | None:
+def _parts(pieces: Sequence[RankPart], reference: np.ndarray, allowed: float) -> str | None:
     """Replicas that differ and whose sum, or mean, is the right tensor."""
-    places: dict[tuple[int, int, tuple[int, ...]], list[RankPiece]] = {}
+    places: dict[tuple[int, int, tuple[int, ...]], list[RankPart]] = {}
     for piece in pieces:
         places.setdefault((piece.part.row, piece.part.column, piece.values.shape), []).append(piece)
     groups = list(places.values())
@@ -62,7 +62,7 @@ def _parts(pieces: Sequence[RankPiece], reference: np.ndarray, allowed: float) -
     return None
 
 
-def _moved(held: Sequence[RankPiece], reference: np.ndarray, allowed: float) -> str | None:
+def _moved(held: Sequence[RankPart], reference: np.ndarray, allowed: float) -> str | None:
     """Rows that are right in another place, or a transposed table."""
     square = all(piece.values.shape == reference.shape == reference.T.shape for piece in held)
     if square and all(rms(piece.values - reference.T) <= allowed for piece in held):
@@ -89,7 +89,7 @@ def _moved(held: Sequence[RankPiece], reference: np.ndarray, allowed: float) -> 
     return f"rows shifted by {around.pop()}" if len(around) == 1 else "rows in another order"
 
 
-def _zero_rows(held: Sequence[RankPiece], reference: np.ndarray, where: str) -> str | None:
+def _zero_rows(held: Sequence[RankPart], reference: np.ndarray, where: str) -> str | None:
     """Rows that are missing, or the only ones that are wrong."""
     rows = sum(len(piece.values) for piece in held)
     zero = sum(int((~piece.values.any(1) & piece.slice_of(reference).any(1)).sum()) for piece in held)

@@ -32,6 +32,7 @@ from torch import Tensor
 from tp_invariant_recipes.function_modes import outside_modes
 from tp_invariant_recipes.kernels.cpu.cpu_threads import by_parts
 from tp_invariant_recipes.kernels.grad_norm import largest
+from tp_invariant_recipes.kernels.tensor_part import TensorPart
 
 LANES = 2
 WITH_MAGNITUDE = (torch.float32, torch.bfloat16)
@@ -47,20 +48,6 @@ CHUNK = 1 << 20  # elements at a time on a CPU
 _SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0)  # the digits of pi
 
 
-class Piece(NamedTuple):
-    """A part of a table. Its row i is row `row + i · step` of the whole, its column j is column `column + j`.
-
-    values: [rows, columns], columns adjacent in memory.
-    copy:   the same values rounded, if they are fp32: bf16 [rows, columns], columns adjacent in memory.
-    """
-
-    values: Tensor
-    row: int
-    column: int
-    step: int = 1
-    copy: Tensor | None = None
-
-
 class Lanes:
     """Pieces whose lanes are taken again and again: what the kernel must know of them is prepared once.
 
@@ -73,7 +60,9 @@ class Lanes:
     Every call reads the memory anew.
     """
 
-    def __init__(self, pieces: Sequence[Piece], *, magnitude: bool = False, device: torch.device | None = None) -> None:
+    def __init__(
+        self, pieces: Sequence[TensorPart], *, magnitude: bool = False, device: torch.device | None = None
+    ) -> None:
         self.magnitude = magnitude
         if magnitude and any(piece.values.dtype not in WITH_MAGNITUDE for piece in pieces):
             raise ValueError(f"magnitudes are found of {WITH_MAGNITUDE} only")
@@ -115,7 +104,7 @@ class Lanes:
         return result
 
 
-def lanes(pieces: Sequence[Piece]) -> Tensor:
+def lanes(pieces: Sequence[TensorPart]) -> Tensor:
     """Return the lanes of every piece, once: int64 [pieces, LANES]."""
     return Lanes(pieces)()
 
@@ -158,7 +147,7 @@ def _splitmix(state: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-def _check_copy(piece: Piece) -> None:
+def _check_copy(piece: TensorPart) -> None:
     values, copy = piece.values, piece.copy
     if copy is None:
         return
@@ -168,7 +157,7 @@ def _check_copy(piece: Piece) -> None:
         raise ValueError(f"a copy of stride {copy.stride()} has no adjacent columns")
 
 
-def _as_words(piece: Piece) -> Piece:
+def _as_words(piece: TensorPart) -> TensorPart:
     values = piece.values.detach()
     if values.dim() != 2 or (values.shape[1] > 1 and values.stride(1) != 1):
         raise ValueError(f"a piece of shape {tuple(values.shape)}, stride {values.stride()} has no adjacent columns")
@@ -177,14 +166,14 @@ def _as_words(piece: Piece) -> Piece:
     return piece._replace(values=values.view(WORDS[values.element_size()]))
 
 
-def _length(pieces: Sequence[Piece]) -> int:
+def _length(pieces: Sequence[TensorPart]) -> int:
     return max(max(p.row + p.step * max(p.values.shape[0] - 1, 0), p.column + p.values.shape[1]) + 1 for p in pieces)
 
 
 # --- NumPy, on a CPU ---
 
 
-def _unlike(piece: Piece) -> int:
+def _unlike(piece: TensorPart) -> int:
     """Return the number of elements that the copy does not hold, of a piece as words."""
     assert piece.copy is not None
     values, copy = piece.values.view(torch.float32), piece.copy.detach()
@@ -206,8 +195,8 @@ def _unlike_rows(values: Tensor, copy: Tensor) -> int:
     return int(((bits != held) & ~(values.isnan() & copy.isnan())).sum())
 
 
-def _lanes_numpy(piece: Piece) -> Tensor:
-    values, row, column, step, _ = piece
+def _lanes_numpy(piece: TensorPart) -> Tensor:
+    values, row, column, step = piece[:4]
     rows, columns = values.shape
     of_rows, of_columns = keys(_length([piece]), values.device)
     factors = of_rows.numpy().view(np.uint32)[row::step][:rows].astype(np.uint64)
@@ -231,7 +220,7 @@ def _lanes_numpy(piece: Piece) -> Tensor:
 # --- Triton ---
 
 
-def _row(number: int, piece: Piece) -> tuple[int, ...]:
+def _row(number: int, piece: TensorPart) -> tuple[int, ...]:
     values = piece.values
     copy = (0, 0) if piece.copy is None else (piece.copy.data_ptr(), piece.copy.stride(0))
     return (values.data_ptr(), values.stride(0), *values.shape, piece.row, piece.step, piece.column, number, *copy)

@@ -93,7 +93,7 @@ Table = np.ndarray | DumpedRows
 
 
 @dataclass(frozen=True)
-class RankPiece:
+class RankPart:
     """What a rank has of a tensor. values: float64 [rows, columns], at `part` of the whole."""
 
     rank: int
@@ -118,13 +118,13 @@ class Dumps:
         """The tensors' names, sorted."""
         return tuple(sorted(self.parts))
 
-    def pieces(self, name: str) -> list[RankPiece]:
+    def pieces(self, name: str) -> list[RankPart]:
         """Every rank's pieces of a tensor of floats, in the order of ranks, replicas as often as they are held."""
         pieces = []
         for file, key, part in self.parts[name]:
             with _opened(file) as stream:
                 values = _values(stream.get_tensor(key), part.dtype)
-            pieces.append(RankPiece(_rank_of(file), part, values))
+            pieces.append(RankPart(_rank_of(file), part, values))
         return pieces
 
     def rows(self, name: str) -> list[tuple[int, DumpedPart, DumpedRows]]:

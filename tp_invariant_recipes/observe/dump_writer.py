@@ -7,7 +7,7 @@ import torch
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.files import write_atomically
-from tp_invariant_recipes.kernels.digest import Piece
+from tp_invariant_recipes.kernels.tensor_part import TensorPart
 from tp_invariant_recipes.ledger.dumps import RANKS, DumpedPart, file_of
 from tp_invariant_recipes.runs.run_dir import cannot_write
 
@@ -26,7 +26,7 @@ class DumpWriter:
         self._bits: dict[str, np.ndarray] = {}
         self._parts: dict[str, str] = {RANKS: str(ranks)}
 
-    def add(self, step: int, name: str, dtype: str, shape: tuple[int, ...], piece: Piece) -> None:
+    def add(self, step: int, name: str, dtype: str, shape: tuple[int, ...], piece: TensorPart) -> None:
         """Copy a piece of tensor `name`, such as "weights/output_layer.weight", of whole shape `shape`."""
         key = str(len(self._bits))
         values = piece.values.detach()

@@ -15,9 +15,9 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.digest import LANES, lanes
+from tp_invariant_recipes.kernels.tensor_part import TablePlace
 from tp_invariant_recipes.observe.dump_writer import DumpWriter
 from tp_invariant_recipes.observe.placement import NOTHING, ModuleRow, PlacementRule, Site, class_names, row_of
-from tp_invariant_recipes.observe.shards import GlobalSlice
 
 ROOT = "model"  # the name of the whole model among its modules
 EMBEDDING = "embedding"
@@ -41,7 +41,7 @@ class Seen(NamedTuple):
     key: Key
     dtype: str
     shape: tuple[int, ...]
-    places: tuple[GlobalSlice, ...] | None
+    places: tuple[TablePlace, ...] | None
     lanes: list[int]
 
 
@@ -49,7 +49,7 @@ class Seen(NamedTuple):
 class _Entry:
     dtype: str
     shape: tuple[int, ...] = ()
-    places: list[GlobalSlice] = field(default_factory=list)
+    places: list[TablePlace] = field(default_factory=list)
     lanes: list[Tensor] = field(default_factory=list)
     placed: bool = True
 
@@ -106,15 +106,15 @@ class ModuleHooks:
         if placed is None or (entry.lanes and (str(x.dtype), placed.shape) != (f"torch.{entry.dtype}", entry.shape)):
             entry.placed = False
             return
-        if not placed.pieces:
+        if not placed.parts:
             return
         entry.shape = placed.shape
         entry.places += placed.places
-        entry.lanes.append(lanes(placed.pieces).sum(0) if self.digested else _NO_LANES)
+        entry.lanes.append(lanes(placed.parts).sum(0) if self.digested else _NO_LANES)
         name = f"{key.direction}/{key.module}/{key.tensor}"
         if self._dumps is not None and name in self._dump:
-            for piece in placed.pieces:
-                self._dumps.add(self.step, name, entry.dtype, placed.shape, piece)
+            for part in placed.parts:
+                self._dumps.add(self.step, name, entry.dtype, placed.shape, part)
 
     def seen(self) -> list[Seen]:
         """All of it, in the order of execution of the first micro-batch."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.observe.shards import StoredRange
+from tp_invariant_recipes.observe.shards import FlatSlice
 
 STEP = "step"  # the state that counts a parameter's updates: one number for all its elements
 
@@ -65,9 +65,9 @@ class Slot:
         """How often it was updated; None: the optimizer does not count."""
         return self.wrapped.state.get(self.updated, {}).get(STEP, self.group.get(STEP))
 
-    def stored(self, values: Tensor) -> StoredRange:
+    def stored(self, values: Tensor) -> FlatSlice:
         """Values of this slot's elements, in their place."""
-        return StoredRange(values.detach().view(-1), self.start)
+        return FlatSlice(values.detach().view(-1), self.start)
 
 
 class OptimizerState:
@@ -77,11 +77,11 @@ class OptimizerState:
         self.slots = [slot for part in _parts(optimizer) for slot in _slots(part)]
         self._counts: Tensor | None = None
 
-    def masters(self) -> dict[Tensor, StoredRange]:
+    def masters(self) -> dict[Tensor, FlatSlice]:
         """Parameter → its master weights here, without those that have none."""
         return {slot.owner: slot.stored(slot.updated) for slot in self.slots if slot.master}
 
-    def gradients(self, otherwise: dict[Tensor, StoredRange]) -> dict[Tensor, StoredRange]:
+    def gradients(self, otherwise: dict[Tensor, FlatSlice]) -> dict[Tensor, FlatSlice]:
         """Parameter → the gradient that the step has read. otherwise: of those that it has not.
 
         A layer-wise optimizer reads and clips those of its own parameters alone.
@@ -89,9 +89,9 @@ class OptimizerState:
         gradients = {slot.owner: otherwise[slot.owner] for slot in self.slots if slot.owner in otherwise}
         return gradients | {slot.owner: slot.stored(slot.gradient) for slot in self.slots if slot.gradient is not None}
 
-    def moments(self) -> dict[str, dict[Tensor, StoredRange]]:
+    def moments(self) -> dict[str, dict[Tensor, FlatSlice]]:
         """Name of the state → parameter → values."""
-        moments: dict[str, dict[Tensor, StoredRange]] = {}
+        moments: dict[str, dict[Tensor, FlatSlice]] = {}
         for slot in self.slots:
             for name, value in slot.state.items():
                 moments.setdefault(name, {})[slot.owner] = slot.stored(value)

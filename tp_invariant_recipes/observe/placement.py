@@ -17,8 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.digest import Piece
-from tp_invariant_recipes.observe.shards import GlobalSlice
+from tp_invariant_recipes.kernels.tensor_part import TablePlace, TensorPart
 
 # Bridge's data loaders -> the number in the step of sample i of a data-parallel rank's, given samples a micro-batch.
 CONSECUTIVE = "consecutive"  # of the invariant numerics (numerics/megatron/data_order.py)
@@ -86,26 +85,26 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Placed:
+class Placement:
     """A rank's part of a tensor. shape: of the whole."""
 
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    parts: tuple[TensorPart, ...]
 
     @property
-    def places(self) -> tuple[GlobalSlice, ...]:
-        """Where the pieces lie."""
-        return tuple(GlobalSlice(p.row, p.step, p.values.shape[0], p.column, p.values.shape[1]) for p in self.pieces)
+    def places(self) -> tuple[TablePlace, ...]:
+        """Where the parts lie."""
+        return tuple(part.place for part in self.parts)
 
 
 # (tensor, its module, micro-batch, site) -> its place; None: it is not shaped as was thought.
-PlacementRule = Callable[[Tensor, Any, int, Site], Placed | None]
+PlacementRule = Callable[[Tensor, Any, int, Site], Placement | None]
 
 
 # --- Kinds of place ---
 
 
-def embedded(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
+def embedded(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placement | None:
     """Return what Megatron's embedding gives: [b, s, hidden], or as `hidden` when it scatters the sequence itself."""
     if getattr(module, "reduce_scatter_embeddings", False):
         return hidden(x, module, micro_batch, site)
@@ -114,25 +113,25 @@ def embedded(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | N
     return _rows(x.transpose(0, 1), micro_batch, site, split=False)
 
 
-def tokens(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
+def tokens(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placement | None:
     """[b, s]: samples are rows, positions columns."""
     numbers, positions = site.numbers(micro_batch), site.positions(split=False)
     if numbers is None or tuple(x.shape) != (site.samples, sum(count for _, count in positions)):
         return None
     x = _adjacent(x)
     starts = [0, *accumulate(count for _, count in positions)]
-    pieces = [
-        Piece(x[i : i + 1, start : start + count], number, first)
+    parts = [
+        TensorPart(x[i : i + 1, start : start + count], number, first)
         for i, number in enumerate(numbers)
         for start, (first, count) in zip(starts, positions, strict=False)
     ]
-    return Placed((site.batch, site.sequence), tuple(pieces))
+    return Placement((site.batch, site.sequence), tuple(parts))
 
 
 def heads(field: str) -> PlacementRule:
     """[s, b, heads/t, d], `field` of the configuration the number of heads."""
 
-    def rule(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
+    def rule(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placement | None:
         # Fewer heads than ranks: each rank has a copy, but gives it a gradient of its own.
         if x.dim() != 4 or x.shape[2] * site.tp != getattr(site.config, field):
             return None
@@ -144,7 +143,7 @@ def heads(field: str) -> PlacementRule:
 def columns(*widths: Callable[[Any], int | None], segments: Callable[[Any], int] = lambda config: 1) -> PlacementRule:
     """[s, b, n/t]; n is one of `widths` of the configuration, each of its `segments` split over the ranks."""
 
-    def rule(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
+    def rule(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placement | None:
         whole, parts = x.shape[-1] * site.tp, segments(site.config)
         if x.dim() != 3 or whole not in [width(site.config) for width in widths] or x.shape[2] % parts:
             return None
@@ -159,7 +158,7 @@ def latent(*fields: str, or_else: PlacementRule | None = None) -> PlacementRule:
     or_else: the rule of a configuration that lacks them: without multi-latent attention.
     """
 
-    def rule(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
+    def rule(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placement | None:
         if or_else is not None and not getattr(site.config, "multi_latent_attention", False):
             return or_else(x, module, micro_batch, site)
         if x.dim() != 3 or x.shape[2] != sum(getattr(site.config, field) for field in fields):
@@ -172,14 +171,14 @@ def latent(*fields: str, or_else: PlacementRule | None = None) -> PlacementRule:
 hidden = latent("hidden_size")
 
 
-def sliced(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
+def sliced(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placement | None:
     """[s, b, n/t] of a width that is no field of the configuration: the padded vocabulary, Mamba's inner width."""
     if x.dim() != 3 or getattr(module, "gather_output", False):
         return None
     return _rows(x, micro_batch, site, slices=[x.shape[2]])
 
 
-def sections(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
+def sections(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placement | None:
     """[s, b, n/t] of sections of several widths, each split over the ranks: Mamba's z, x, B, C and dt."""
     rows = module.weight if hasattr(module, "weight") else module.linear_out.weight  # of an adapter
     sizes = list(getattr(rows, "partition_sizes", ()))
@@ -188,7 +187,7 @@ def sections(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | N
     return _rows(x, micro_batch, site, slices=sizes)
 
 
-def scores(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
+def scores(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placement | None:
     """[b, heads/t, s, s]: queries are rows, keys columns."""
     numbers, count = site.numbers(micro_batch), site.config.num_attention_heads
     size = site.sequence
@@ -196,29 +195,29 @@ def scores(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | Non
         return None
     x = _adjacent(x.reshape(site.samples, -1, size))
     first = site.tp_rank * x.shape[1]
-    pieces = [Piece(x[i], number * count * size + first, 0) for i, number in enumerate(numbers)]
-    return Placed((site.batch, count, size, size), tuple(pieces))
+    parts = [TensorPart(x[i], number * count * size + first, 0) for i, number in enumerate(numbers)]
+    return Placement((site.batch, count, size, size), tuple(parts))
 
 
-def experts(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
+def experts(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placement | None:
     """[s · b, experts], or [s/t · b, experts] with sequence parallelism: what the router says of each token."""
     if x.dim() != 2 or x.shape[1] != site.config.num_moe_experts or x.shape[0] % site.samples:
         return None
     return _rows(x.reshape(-1, site.samples, x.shape[1]), micro_batch, site, split=site.sequence_parallel)
 
 
-def constant(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
+def constant(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placement | None:
     """[s, …]: the same for all samples and on all ranks, so that one micro-batch counts and ranks are replicas."""
     if x.dim() < 1 or x.shape[0] != site.sequence or max(site.cp, site.context_shards) > 1:
         return None
     rows = _adjacent(x.reshape(site.sequence, -1))
-    return Placed(tuple(x.shape), (Piece(rows, 0, 0),) if micro_batch == 0 else ())
+    return Placement(tuple(x.shape), (TensorPart(rows, 0, 0),) if micro_batch == 0 else ())
 
 
 def _rows(
     x: Tensor, micro_batch: int, site: Site, *, split: bool = False, slices: Sequence[int] | None = None
-) -> Placed | None:
-    """Place [positions, samples, features …]; the rows of one sample are a piece.
+) -> Placement | None:
+    """Place [positions, samples, features …]; the rows of one sample are a part.
 
     slices: widths of this rank's slices of the segments; None: it has all the features.
     """
@@ -228,7 +227,7 @@ def _rows(
     ranks = 1 if slices is None else site.tp
     flat = _adjacent(x.flatten(2))
     widths = [flat.shape[2]] if slices is None else slices
-    pieces = []
+    parts = []
     for i, number in enumerate(numbers):
         start = 0
         for first, count in positions:
@@ -237,11 +236,11 @@ def _rows(
                 # The segments before this one are `ranks` times as wide in the whole.
                 whole = column * ranks + (site.tp_rank * width if ranks > 1 else 0)
                 values = flat[start : start + count, i, column : column + width]
-                pieces.append(Piece(values, first * site.batch + number, whole, site.batch))
+                parts.append(TensorPart(values, first * site.batch + number, whole, site.batch))
                 column += width
             start += count
     features = (x.shape[2] * ranks, *x.shape[3:])
-    return Placed((site.sequence, site.batch, *features), tuple(pieces))
+    return Placement((site.sequence, site.batch, *features), tuple(parts))
 
 
 def _adjacent(x: Tensor) -> Tensor:
@@ -335,7 +334,7 @@ _OF_ADAPTER = {
 def _adapter(end: int) -> PlacementRule:
     """Return the rule of an adapter's input (0) or output (1), by the layer that it adapts."""
 
-    def rule(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
+    def rule(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placement | None:
         rules = _OF_ADAPTER.get(module.base_linear_name.rpartition(".")[2])
         return rules and rules[end](x, module, micro_batch, site)
 

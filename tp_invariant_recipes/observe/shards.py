@@ -17,54 +17,21 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.kernels.digest import Piece
+from tp_invariant_recipes.kernels.tensor_part import TablePlace, TensorPart
 
 
-@dataclass(frozen=True, order=True)
-class GlobalSlice:
-    """Rows `row`, `row + step`, … (`rows` of them) and columns `column` … `column + columns - 1` of the whole."""
-
-    row: int
-    step: int
-    rows: int
-    column: int
-    columns: int
-
-
-@dataclass(frozen=True)
-class Held:
-    """A part of a parameter on this rank.
-
-    name:   in the whole model (ledger/digests.py says which names).
-    shape:  of the whole.
-    values: [rows, columns] of `place`, a view: of the weight, of its gradient, or of what the optimizer keeps of it.
-    copy:   of a master weight, the same elements of the model's weight; None: not to be compared.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    place: GlobalSlice
-    values: Tensor
-    copy: Tensor | None = None
-
-    @property
-    def piece(self) -> Piece:
-        """The part, as a digest takes it."""
-        return Piece(self.values, self.place.row, self.place.column, self.place.step, self.copy)
-
-
-class StoredRange(NamedTuple):
+class FlatSlice(NamedTuple):
     """Values for the elements `start` … of a flat parameter. values: flat, adjacent in memory."""
 
     values: Tensor
     start: int
 
 
-_NONE = StoredRange(torch.empty(0), 0)
+_NONE = FlatSlice(torch.empty(0), 0)
 
 
 @dataclass(frozen=True)
-class _Part:
+class _OwnerView:
     """A table within a tensor of this rank: element (i, j) is at `offset + i · stride + j` of the flat tensor."""
 
     name: str
@@ -72,7 +39,7 @@ class _Part:
     owner: Tensor
     offset: int
     stride: int
-    place: GlobalSlice
+    place: TablePlace
 
 
 class Shards:
@@ -82,7 +49,7 @@ class Shards:
     """
 
     def __init__(self, model: Iterable[Any]) -> None:
-        self.parts: list[_Part] = []
+        self.parts: list[_OwnerView] = []
         problems: list[str] = []
         for chunk in model:
             self._add(unwrapped(chunk), problems)
@@ -94,17 +61,17 @@ class Shards:
                 + "\nrecord none: ledger.digests=0"
             )
 
-    def weights(self) -> list[Held]:
+    def weights(self) -> list[TensorPart]:
         """Return what this rank holds of the model's weights and saved buffers."""
-        return [Held(p.name, p.shape, p.place, _table(p.owner, p.offset, p.stride, p.place)) for p in self.parts]
+        return [_held(part, part.owner) for part in self.parts]
 
-    def gradients(self, optimizer: Any) -> list[Held]:
+    def gradients(self, optimizer: Any) -> list[TensorPart]:
         """Return what this rank's optimizer will see of the gradients: with a distributed optimizer, its own part of
         them.
         """
         return self.held(self.stored_gradients(optimizer))
 
-    def stored_gradients(self, optimizer: Any) -> dict[Tensor, StoredRange]:
+    def stored_gradients(self, optimizer: Any) -> dict[Tensor, FlatSlice]:
         """Parameter → the same."""
         owned = _owned(optimizer)
         gradients = {}
@@ -112,21 +79,19 @@ class Shards:
             gradient = getattr(owner, "main_grad", None)
             if gradient is not None:
                 start, end = (0, gradient.numel()) if owned is None else owned.get(owner, (0, 0))
-                gradients[owner] = StoredRange(gradient.detach().view(-1)[start:end], start)
+                gradients[owner] = FlatSlice(gradient.detach().view(-1)[start:end], start)
         return gradients
 
-    def held(self, stored: Mapping[Tensor, StoredRange], *, copies: bool = False) -> list[Held]:
+    def held(self, stored: Mapping[Tensor, FlatSlice], *, copies: bool = False) -> list[TensorPart]:
         """Return the parts of these values. copies: beside the weights that follow from them."""
         held = []
         for part in self.parts:
             values, start = stored.get(part.owner, _NONE)
             for block in _within(part, start, start + values.numel()):
-                table = _table(values, block.offset - start, block.stride, block.place)
-                copy = _table(part.owner, block.offset, block.stride, block.place) if copies else None
-                held.append(Held(block.name, block.shape, block.place, table, copy))
+                held.append(_held(block, values, start, copies=copies))
         return held
 
-    def partly(self, stored: Mapping[Tensor, StoredRange]) -> set[str]:
+    def partly(self, stored: Mapping[Tensor, FlatSlice]) -> set[str]:
         """Names of the parts that these values do not hold whole, if only because they hold nothing of them."""
         return {
             part.name
@@ -150,7 +115,7 @@ class Shards:
         tensors |= {name: b for name, b in module.named_buffers() if name not in tensors}
         memory = _Memory(tensors.values())
         placed: dict[int, int] = {}
-        seen: set[tuple[str, GlobalSlice, int]] = set()
+        seen: set[tuple[str, TablePlace, int]] = set()
         for sharded in sharded_tensors(module.sharded_state_dict()):
             location = memory.find(sharded.data)
             if location is None:
@@ -173,7 +138,7 @@ class Shards:
                 problems.append(f"{name}: {placed.get(number, 0)} of {tensors[name].numel()} elements are placed")
 
 
-def covers(places: Iterable[GlobalSlice], shape: Sequence[int]) -> bool:
+def covers(places: Iterable[TablePlace], shape: Sequence[int]) -> bool:
     """Return whether places hold every element of a tensor of this shape exactly once."""
     places = list(places)
     total = int(np.prod(shape))
@@ -240,7 +205,7 @@ def sharded_tensors(state: Any) -> Iterator[Any]:
             yield from sharded_tensors(part)
 
 
-def _part(sharded: Any, owner: Tensor, offset: int) -> _Part:
+def _part(sharded: Any, owner: Tensor, offset: int) -> _OwnerView:
     """ValueError: the view is not a table within the owner, or not one within the whole."""
     data, axes = sharded.data, sharded.prepend_axis_num
     shape, start = tuple(sharded.global_shape[axes:]), tuple(sharded.global_offset[axes:])
@@ -260,8 +225,8 @@ def _part(sharded: Any, owner: Tensor, offset: int) -> _Part:
     stride = data.stride(-2) if data.dim() > 1 and data.shape[-2] > 1 else data.stride(0) // between
     if (columns > 1 and data.stride(-1) != 1) or not _regular(data, stride):
         raise ValueError(f"stride {data.stride()} does not fit a table")
-    place = GlobalSlice(row=start[0] * between, step=1, rows=rows, column=start[-1], columns=columns)
-    return _Part(whole_name(sharded.key, sharded.global_offset[:axes]), shape, owner, offset, stride, place)
+    place = TablePlace(row=start[0] * between, step=1, rows=rows, column=start[-1], columns=columns)
+    return _OwnerView(whole_name(sharded.key, sharded.global_offset[:axes]), shape, owner, offset, stride, place)
 
 
 def _regular(data: Tensor, stride: int) -> bool:
@@ -290,7 +255,14 @@ def whole_name(key: str, indices: tuple[int, ...]) -> str:
     return key
 
 
-def _table(tensor: Tensor, offset: int, stride: int, place: GlobalSlice) -> Tensor:
+def _held(view: _OwnerView, values: Tensor, start: int = 0, *, copies: bool = False) -> TensorPart:
+    """Return the part of `values`, which are the flat owner's from `start` on. copies: beside the owner's own."""
+    table = _table(values, view.offset - start, view.stride, view.place)
+    copy = _table(view.owner, view.offset, view.stride, view.place) if copies else None
+    return TensorPart(table, view.place.row, view.place.column, view.place.step, copy, view.name, view.shape)
+
+
+def _table(tensor: Tensor, offset: int, stride: int, place: TablePlace) -> Tensor:
     flat = tensor.detach()
     return torch.as_strided(flat, (place.rows, place.columns), (stride, 1), flat.storage_offset() + offset)
 
@@ -313,7 +285,7 @@ def _owned(optimizer: Any) -> dict[Tensor, tuple[int, int]] | None:
     return owned
 
 
-def _within(part: _Part, start: int, end: int) -> Iterator[_Part]:
+def _within(part: _OwnerView, start: int, end: int) -> Iterator[_OwnerView]:
     """Cut the part's elements at `start` … `end - 1` of the flat tensor: whole rows, and pieces around them."""
     first = max(0, (start - part.offset) // part.stride)
     last = min(part.place.rows - 1, (end - 1 - part.offset) // part.stride)
@@ -332,6 +304,6 @@ def _within(part: _Part, start: int, end: int) -> Iterator[_Part]:
             yield _cut(part, row, 1, column, columns)
 
 
-def _cut(part: _Part, row: int, rows: int, column: int, columns: int) -> _Part:
-    place = GlobalSlice(part.place.row + row, 1, rows, part.place.column + column, columns)
-    return _Part(part.name, part.shape, part.owner, part.offset + row * part.stride + column, part.stride, place)
+def _cut(part: _OwnerView, row: int, rows: int, column: int, columns: int) -> _OwnerView:
+    place = TablePlace(part.place.row + row, 1, rows, part.place.column + column, columns)
+    return _OwnerView(part.name, part.shape, part.owner, part.offset + row * part.stride + column, part.stride, place)

@@ -14,13 +14,14 @@ from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.core import parallel_state
 
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.kernels.tensor_part import TablePlace
 from tp_invariant_recipes.ledger.digests import Traced, tensor_digest
 from tp_invariant_recipes.numerics.sums.expert_groups import visits_of
 from tp_invariant_recipes.observe.dump_writer import DumpWriter
 from tp_invariant_recipes.observe.gathering import Diverged, by_value, gathered
 from tp_invariant_recipes.observe.module_hooks import FORWARD, ModuleHooks, Seen
 from tp_invariant_recipes.observe.placement import CONSECUTIVE, Site
-from tp_invariant_recipes.observe.shards import GlobalSlice, covers, unwrapped
+from tp_invariant_recipes.observe.shards import covers, unwrapped
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings.nearest import nearest
 
@@ -132,7 +133,7 @@ def merged(everyone: Sequence[Sequence[Seen]]) -> tuple[tuple[Traced, ...], Dive
     for name in _order(everyone):
         direction, module, tensor = name
         dtype, shape = parts[name][0][1].dtype, parts[name][0][1].shape
-        held: dict[tuple[GlobalSlice, ...], dict[int, list[int]]] = {}
+        held: dict[tuple[TablePlace, ...], dict[int, list[int]]] = {}
         placed = True
         for rank, seen in parts[name]:
             placed &= seen.places is not None and (seen.dtype, seen.shape) == (dtype, shape)

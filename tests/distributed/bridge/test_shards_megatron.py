@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.kernels.digest import Piece, lanes
+from tp_invariant_recipes.kernels.digest import lanes
+from tp_invariant_recipes.kernels.tensor_part import TensorPart
 from tp_invariant_recipes.observe.shards import Shards, covers, whole_name
 
 pytestmark = pytest.mark.usefixtures("bridge")
@@ -33,7 +34,7 @@ def held_lanes(models):
     sums = {}
     for model in models:
         for part in Shards([model]).weights():
-            lane = lanes([part.piece])[0]
+            lane = lanes([part])[0]
             shape, before, places = sums.get(part.name, (part.shape, 0, []))
             sums[part.name] = (shape, before + lane, [*places, part.place])
     assert all(covers(places, shape) for shape, _, places in sums.values())
@@ -41,7 +42,7 @@ def held_lanes(models):
 
 
 def table(tensor):
-    return lanes([Piece(tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.view(1, -1), 0, 0)])[
+    return lanes([TensorPart(tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.view(1, -1), 0, 0)])[
         0
     ].tolist()
 

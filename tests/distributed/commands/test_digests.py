@@ -11,7 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.distributed.small_models import DENSE
-from tp_invariant_recipes.kernels.digest import Piece, lanes
+from tp_invariant_recipes.kernels.digest import lanes
+from tp_invariant_recipes.kernels.tensor_part import TensorPart
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.digests import tensor_digest
 from tp_invariant_recipes.ledger.open import read
@@ -48,7 +49,7 @@ def differing(a, b, kind):
 def digest_of(tensor):
     table = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.view(1, -1)
     return tensor_digest(
-        lanes([Piece(table, 0, 0)])[0].tolist(), str(tensor.dtype).removeprefix("torch."), tensor.shape
+        lanes([TensorPart(table, 0, 0)])[0].tolist(), str(tensor.dtype).removeprefix("torch."), tensor.shape
     )
 
 

@@ -52,7 +52,7 @@ EXPERT, ROUTER, IN_PROJ, A_LOG = "experts.3.linear_fc1", "router.weight", "mixer
 
 
 @dataclass
-class Held:
+class ParameterState:
     """What a rank has of a parameter as the fault happens. slot: of its optimizer, None if it updates no part of it."""
 
     owner: Any
@@ -69,11 +69,11 @@ class Held:
         return (slot.state[kind] if tensor is None else tensor).data.view(-1)
 
 
-Change = Callable[[Held], None]
+Change = Callable[[ParameterState], None]
 
 
 def flip(kind: str, bit: int, at: int = -1) -> Change:
-    def change(held: Held) -> None:
+    def change(held: ParameterState) -> None:
         values = held.flat(kind)
         values.view(WORDS[values.element_size()])[at] ^= 1 << bit if bit < 31 else -(1 << 31)
 
@@ -83,7 +83,7 @@ def flip(kind: str, bit: int, at: int = -1) -> Change:
 def swap(kind: str) -> Change:
     """Two elements that differ."""
 
-    def change(held: Held) -> None:
+    def change(held: ParameterState) -> None:
         values = held.flat(kind)
         other = int((values != values[0]).nonzero()[-1])
         values[[0, other]] = values[[other, 0]].clone()
@@ -98,42 +98,42 @@ def scaled(kind: str, factor: float) -> Change:
 def group(**values: Any) -> Change:
     """Other hyperparameters of the optimizer at this step."""
 
-    def change(held: Held) -> None:
+    def change(held: ParameterState) -> None:
         for param_group in held.slot.wrapped.param_groups:
             param_group.update(values)
 
     return change
 
 
-def untouched(held: Held) -> None:
+def untouched(held: ParameterState) -> None:
     """The optimizer passes over the parameter."""
     held.slot.updated.grad = None
 
 
-def counted_twice(held: Held) -> None:
+def counted_twice(held: ParameterState) -> None:
     held.slot.wrapped.state[held.slot.updated]["step"] += 1
 
 
-def from_its_copy(held: Held) -> None:
+def from_its_copy(held: ParameterState) -> None:
     """The master weight made anew from the model's weight, as a checkpoint without an optimizer would."""
     held.flat("master").copy_(held.flat("weight"))
 
 
-def exchanged(held: Held) -> None:
+def exchanged(held: ParameterState) -> None:
     state = held.slot.wrapped.state[held.slot.updated]
     state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"]
 
 
-def stale(held: Held) -> None:
+def stale(held: ParameterState) -> None:
     """The gradient of an earlier micro-batch, from a buffer that was not refilled."""
     held.flat("read").copy_(held.flat("read").roll(1))
 
 
-def reduced_again(held: Held) -> None:
+def reduced_again(held: ParameterState) -> None:
     torch.distributed.all_reduce(held.flat("gradient"))
 
 
-def nothing(held: Held) -> None:
+def nothing(held: ParameterState) -> None:
     flip("gradient", 0)(held)
     flip("gradient", 0)(held)
 
@@ -258,7 +258,7 @@ def planted(fault: Fault) -> Callable[[], None]:
                 parts = seen["digests"]._shards.parts
                 owner = next(part.owner for part in parts if fault.parameter in part.name)
                 slots = {id(slot.owner): slot for slot in OptimizerState(seen["context"].optimizer).slots}
-                held = Held(owner, slots.get(id(owner)))
+                held = ParameterState(owner, slots.get(id(owner)))
                 if held.slot is not None or fault.kinds == UNOWNED:
                     with torch.no_grad():
                         fault.change(held)

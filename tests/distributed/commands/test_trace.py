@@ -9,7 +9,8 @@ import torch
 from tests.distributed.ranks import on_ranks
 from tests.distributed.scenario import STOCK, unequal
 from tests.distributed.small_models import RECOMPUTED, small
-from tp_invariant_recipes.kernels.digest import Piece, lanes
+from tp_invariant_recipes.kernels.digest import lanes
+from tp_invariant_recipes.kernels.tensor_part import TensorPart
 from tp_invariant_recipes.ledger.digests import tensor_digest
 from tp_invariant_recipes.ledger.dumps import distance, read_step, steps
 from tp_invariant_recipes.observe.placement import Site
@@ -206,7 +207,7 @@ def test_digests_are_those_of_the_dumped_tensors(runs):
             for name in dumps.names:
                 whole = dumps.read(name)
                 bits = torch.from_numpy(whole.bits.view(whole.bits.dtype.str.replace("u", "i")))
-                total = lanes([Piece(bits, 0, 0)])[0].tolist()
+                total = lanes([TensorPart(bits, 0, 0)])[0].tolist()
                 assert (whole.dtype, whole.shape) == (trace[name].dtype, trace[name].shape)
                 assert tensor_digest(total, whole.dtype, whole.shape) == trace[name].digest
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tp_invariant_recipes.kernels import grad_norm
-from tp_invariant_recipes.kernels.digest import COLUMNS, ROWS, Lanes, Piece, lanes
+from tp_invariant_recipes.kernels.digest import COLUMNS, ROWS, Lanes, lanes
+from tp_invariant_recipes.kernels.tensor_part import TensorPart
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +34,7 @@ def on_gpu(piece):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_kernel_and_twin_agree(dtype):
     torch.manual_seed(0)
-    pieces = [Piece(filled(shape, dtype), 5 * n, 3 * n, 1 + n % 3) for n, shape in enumerate(SHAPES)]
+    pieces = [TensorPart(filled(shape, dtype), 5 * n, 3 * n, 1 + n % 3) for n, shape in enumerate(SHAPES)]
     assert torch.equal(lanes([on_gpu(piece) for piece in pieces]).cpu(), lanes(pieces))
 
 
@@ -42,14 +43,14 @@ def test_kernel_and_twin_agree(dtype):
 def test_unaligned_and_strided_pieces(dtype, shift):
     torch.manual_seed(shift)
     whole = filled((70, 3000), dtype)
-    views = lambda t: [Piece(t[shift::2, shift : shift + 2001], shift, shift, 2), Piece(t[:, :1], 0, 0)]  # noqa: E731
+    views = lambda t: [TensorPart(t[shift::2, shift : shift + 2001], shift, shift, 2), TensorPart(t[:, :1], 0, 0)]  # noqa: E731
     assert torch.equal(lanes(views(whole.cuda())).cpu(), lanes(views(whole)))
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_the_largest_magnitude_is_that_of_the_gradient_norm(dtype):
     torch.manual_seed(0)
-    pieces = [Piece(filled(shape, dtype).nan_to_num(), 0, 0) for shape in SHAPES]
+    pieces = [TensorPart(filled(shape, dtype).nan_to_num(), 0, 0) for shape in SHAPES]
     taken = Lanes([on_gpu(piece) for piece in pieces], magnitude=True)
     assert torch.equal(taken().cpu(), lanes(pieces))
     assert taken.largest.item() == grad_norm.largest([piece.values for piece in pieces]).item() > 0
@@ -76,8 +77,8 @@ def test_copies_that_do_not_follow_are_counted():
             row, column = divmod(at, shape[1])
             copy[row, column] = 1.0 if values[row, column] != 1.0 else 2.0
         wrong.append(len(range(0, values.numel(), max(1, values.numel() // 5))) if values.numel() else 0)
-        pieces.append(Piece(values, 5 * n, 3 * n, 1, copy))
-        pieces.append(Piece(filled(shape, torch.bfloat16), 0, 0))
+        pieces.append(TensorPart(values, 5 * n, 3 * n, 1, copy))
+        pieces.append(TensorPart(filled(shape, torch.bfloat16), 0, 0))
         wrong.append(0)
     twin = Lanes(pieces)
     taken = Lanes([p._replace(values=p.values.cuda(), copy=None if p.copy is None else p.copy.cuda()) for p in pieces])
@@ -88,7 +89,7 @@ def test_copies_that_do_not_follow_are_counted():
 def test_widths_are_mixed_and_memory_is_read_anew():
     torch.manual_seed(0)
     values = [filled((65, 1030), dtype).cuda() for dtype in (torch.float32, torch.bfloat16, torch.uint8)]
-    taken = Lanes([Piece(value, 0, 0) for value in values])
+    taken = Lanes([TensorPart(value, 0, 0) for value in values])
     first = taken()
     assert torch.equal(first, taken())
     values[1][64, 1029] = -values[1][64, 1029]

@@ -11,7 +11,7 @@ from tp_invariant_recipes.compare import deviation, reported_norm
 from tp_invariant_recipes.compare.deviation import StepDumps, TensorDeviation
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.features.audit import workflow as audit
-from tp_invariant_recipes.kernels.digest import Piece
+from tp_invariant_recipes.kernels.tensor_part import TensorPart
 from tp_invariant_recipes.ledger import dumps
 from tp_invariant_recipes.ledger.dumps import GRADIENT_NORM, LOSS_SHARE
 from tp_invariant_recipes.observe.dump_writer import DumpWriter
@@ -35,7 +35,9 @@ def rounded(x: torch.Tensor, seed: int) -> torch.Tensor:
 EXACT = {OUTPUT: table(1), TO_INPUT: table(2), WEIGHT: table(3)}
 
 
-def write(folder: Path, ranks: list[dict[str, list[Piece]]], share: float = 1.0, norm: float | None = None) -> None:
+def write(
+    folder: Path, ranks: list[dict[str, list[TensorPart]]], share: float = 1.0, norm: float | None = None
+) -> None:
     """A recording of step 1: for each rank its pieces of each tensor."""
     for rank, own in enumerate(ranks):
         writer = DumpWriter(folder, rank, len(ranks))
@@ -45,12 +47,12 @@ def write(folder: Path, ranks: list[dict[str, list[Piece]]], share: float = 1.0,
         [first, *_] = ranks[0][WEIGHT]
         length = norm or float((first.values if len(first.values) == ROWS else EXACT[WEIGHT]).double().norm())
         for name, value in ((GRADIENT_NORM, length), (LOSS_SHARE, share)):
-            writer.add(1, name, "float32", (1,), Piece(torch.tensor([[value]]), 0, 0))
+            writer.add(1, name, "float32", (1,), TensorPart(torch.tensor([[value]]), 0, 0))
         writer.close_step(1)
 
 
-def whole(tensors: dict[str, torch.Tensor]) -> dict[str, list[Piece]]:
-    return {name: [Piece(values, 0, 0)] for name, values in tensors.items()}
+def whole(tensors: dict[str, torch.Tensor]) -> dict[str, list[TensorPart]]:
+    return {name: [TensorPart(values, 0, 0)] for name, values in tensors.items()}
 
 
 @pytest.fixture
@@ -62,7 +64,7 @@ def judged(tmp_path):
         moved = {name: rounded(values, 10 * n + k) for k, (name, values) in enumerate(EXACT.items())}
         write(reference.dithered(n).path, [whole(moved)], norm=float(EXACT[WEIGHT].double().norm()) * (1 + n / 100))
 
-    def judge(*ranks: dict[str, list[Piece]], **more: float) -> dict[str, TensorDeviation]:
+    def judge(*ranks: dict[str, list[TensorPart]], **more: float) -> dict[str, TensorDeviation]:
         write(tmp_path / "run", list(ranks), **more)
         results, left_out = audit.judged(AuditedRun(tmp_path / "run"), reference, [1])
         assert left_out == []
@@ -71,7 +73,7 @@ def judged(tmp_path):
     return judge
 
 
-def changed(name: str, values: torch.Tensor) -> dict[str, list[Piece]]:
+def changed(name: str, values: torch.Tensor) -> dict[str, list[TensorPart]]:
     return whole(EXACT | {name: values})
 
 
@@ -116,7 +118,7 @@ def test_one_wrong_row_of_many_is_not_diluted(judged):
 
 def test_the_wrong_ranks_are_named(judged):
     halves = [
-        whole(EXACT) | {WEIGHT: [Piece(EXACT[WEIGHT][n * 32 : n * 32 + 32] * (1 + n), n * 32, 0)]} for n in (0, 1)
+        whole(EXACT) | {WEIGHT: [TensorPart(EXACT[WEIGHT][n * 32 : n * 32 + 32] * (1 + n), n * 32, 0)]} for n in (0, 1)
     ]
     result = judged(*halves)[WEIGHT]
     assert (result.ranks, result.all_ranks) == ((1,), 2)
@@ -134,7 +136,11 @@ def test_rows_that_are_read_some_at_a_time_are_those_of_the_whole(judged, tmp_pa
         1: [(slice(0, None, 2), slice(16, 32)), (slice(1, None, 2), slice(16, 32))],
     }
     parts = [
-        {WEIGHT: [Piece(values[rows, columns].contiguous(), rows.start, columns.start, 2) for rows, columns in own]}
+        {
+            WEIGHT: [
+                TensorPart(values[rows, columns].contiguous(), rows.start, columns.start, 2) for rows, columns in own
+            ]
+        }
         for own in pieces.values()
     ]
     result = judged(*(whole({name: EXACT[name] for name in (OUTPUT, TO_INPUT)}) | part for part in parts))[WEIGHT]
@@ -187,7 +193,7 @@ def test_another_expert_may_be_chosen_whose_score_is_as_near_as_rounding_moves_s
             f"choices/{router}/own": chosen,
         }
         for key, values in named.items():
-            writer.add(1, key, "float32", (2, 2), Piece(values, 0, 0))
+            writer.add(1, key, "float32", (2, 2), TensorPart(values, 0, 0))
         writer.close_step(1)
     run, reference, dithered = (dumps.read_step(tmp_path / name, 1) for name in ("run", "reference", "dithered"))
     results = {item.name: item for item in deviation.judge(StepDumps(1, run, reference, (dithered,)))[0]}
@@ -222,7 +228,7 @@ def test_a_norm_that_leaves_few_parameters_out_names_them(judged, tmp_path):
     square = sum(float(values.double().square().sum()) for name, values in everything.items() if "gradients/" in name)
     left_out = sum(float(values[half:].double().square().sum()) for values in small.values())
     ranks = [
-        whole(EXACT) | {name: [Piece(values[at : at + half], at, 0)] for name, values in small.items()}
+        whole(EXACT) | {name: [TensorPart(values[at : at + half], at, 0)] for name, values in small.items()}
         for at in (0, half)
     ]
     judged(whole(EXACT))
@@ -240,7 +246,7 @@ def test_a_norm_that_leaves_few_parameters_out_names_them(judged, tmp_path):
 
 def test_an_incomplete_tensor_is_not_compared(tmp_path, judged):
     judged(whole(EXACT))
-    half = whole(EXACT) | {WEIGHT: [Piece(EXACT[WEIGHT][:32], 0, 0)]}
+    half = whole(EXACT) | {WEIGHT: [TensorPart(EXACT[WEIGHT][:32], 0, 0)]}
     write(tmp_path / "run", [half])
     read = [dumps.read_step(tmp_path / where, 1) for where in ("run", "reference", "reference/dithered-1")]
     assert deviation.judge(StepDumps(1, read[0], read[1], (read[2],)))[1] == [WEIGHT]
@@ -267,7 +273,7 @@ def test_a_verdict_within_rounding_counts_what_was_not_compared(tmp_path, judged
     assert "not compared" not in cli(*words, str(tmp_path / "a")).out
     for file in (tmp_path / "run").rglob("*.safetensors"):
         file.unlink()
-    write(tmp_path / "run", [whole(EXACT) | {WEIGHT: [Piece(EXACT[WEIGHT][:32], 0, 0)]}])
+    write(tmp_path / "run", [whole(EXACT) | {WEIGHT: [TensorPart(EXACT[WEIGHT][:32], 0, 0)]}])
     ended = cli(*words, str(tmp_path / "b"))
     assert ended.status == 0
     assert "; 1 tensor not compared" in ended.out
@@ -278,7 +284,7 @@ def test_the_values_of_dumps_are_read_exactly(tmp_path):
     writer = DumpWriter(tmp_path, 0, 1)
     values = {"bfloat16": table(1).bfloat16(), "float32": table(2), "bool": table(3) > 0}
     for name, x in values.items():
-        writer.add(1, f"forward/{name}/output", name, (ROWS, COLUMNS), Piece(x, 0, 0))
+        writer.add(1, f"forward/{name}/output", name, (ROWS, COLUMNS), TensorPart(x, 0, 0))
     writer.close_step(1)
     read = dumps.read_step(tmp_path, 1)
     for name, x in values.items():

@@ -48,6 +48,7 @@ from tp_invariant_recipes.kernels import (
 from tp_invariant_recipes.kernels.products import fixed_tile_product, grouped_product, mxfp8
 from tp_invariant_recipes.kernels.products.grouped_product import Groups
 from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2
+from tp_invariant_recipes.kernels.tensor_part import TensorPart
 from tp_invariant_recipes.numerics.layers import delta_net
 from tp_invariant_recipes.numerics.sums import peer_memory
 from tp_invariant_recipes.portable import definition
@@ -211,7 +212,7 @@ def digest_lanes_are_those_of_numpy():
         pieces = []
         for rows, columns, step in ((1, 1, 1), (9, 33, 2), (21, 100, 3), (0, 8, 1)):
             noise = torch.randint(0, 256, (rows * columns * size,), dtype=torch.uint8)
-            pieces.append(digest._as_words(digest.Piece(noise.view(dtype).view(rows, columns), 5, 7, step)))
+            pieces.append(digest._as_words(TensorPart(noise.view(dtype).view(rows, columns), 5, 7, step)))
         table = [digest._row(n, piece) for n, piece in enumerate(pieces)]
         out, most = torch.zeros(len(pieces), 2, dtype=torch.int64), torch.zeros((), dtype=torch.int64)
         keys = digest.keys(digest._length(pieces), cpu)
@@ -243,7 +244,7 @@ def digests_find_copies_that_do_not_follow():
                 if copy[row, column].isnan():
                     copy[row, column] = 1.0
         wrong.append(number)
-        pieces.append(digest._as_words(digest.Piece(values, 0, 0, 1, copy)))
+        pieces.append(digest._as_words(TensorPart(values, 0, 0, 1, copy)))
     out, unlike = torch.zeros(len(pieces), 2, dtype=torch.int64), torch.zeros(len(pieces), dtype=torch.int64)
     table = [digest._row(n, piece) for n, piece in enumerate(pieces)]
     keys = digest.keys(digest._length(pieces), cpu)

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels import digest
-from tp_invariant_recipes.kernels.digest import LANES, Lanes, Piece, keys, lanes
+from tp_invariant_recipes.kernels.digest import LANES, Lanes, keys, lanes
 from tp_invariant_recipes.kernels.grad_norm import largest
+from tp_invariant_recipes.kernels.tensor_part import TensorPart
 
 MASK = (1 << 64) - 1
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64)
@@ -28,7 +29,7 @@ def random_bits(rows, columns, dtype=torch.float32, seed=0):
 
 
 def lanes_of_all(values):
-    return lanes([Piece(values, 0, 0)])[0].tolist()
+    return lanes([TensorPart(values, 0, 0)])[0].tolist()
 
 
 def test_lanes_are_the_sum_that_their_description_says():
@@ -64,7 +65,7 @@ def test_parts_add_up_to_the_whole(rows, columns, cuts, dtype, seed):
         sorted({0, size, *(cut for cut in key if cut < size)}) for size, key in zip((rows, columns), cuts, strict=True)
     ]
     pieces = [
-        Piece(values[top:bottom, left:right], top, left)
+        TensorPart(values[top:bottom, left:right], top, left)
         for (top, bottom), (left, right) in itertools.product(*(itertools.pairwise(edges) for edges in at))
     ]
     assert lanes(pieces).sum(0).tolist() == lanes_of_all(values)
@@ -73,7 +74,7 @@ def test_parts_add_up_to_the_whole(rows, columns, cuts, dtype, seed):
 @given(rows=st.integers(1, 12), step=st.integers(1, 4), dtype=st.sampled_from(DTYPES))
 def test_every_nth_row_is_a_piece(rows, step, dtype):
     values = random_bits(rows, 3, dtype)
-    pieces = [Piece(values[first::step], first, 0, step) for first in range(min(step, rows))]
+    pieces = [TensorPart(values[first::step], first, 0, step) for first in range(min(step, rows))]
     assert lanes(pieces).sum(0).tolist() == lanes_of_all(values)
 
 
@@ -130,7 +131,7 @@ def test_signs_alone_show():
 
 def test_memory_is_read_anew_and_the_largest_found():
     values = random_bits(4, 4).nan_to_num(0, 1, 1)
-    taken = Lanes([Piece(values, 0, 0)], magnitude=True)
+    taken = Lanes([TensorPart(values, 0, 0)], magnitude=True)
     before = taken().clone()
     values[3, 3] = float("inf")
     assert (taken() != before).all()
@@ -144,7 +145,7 @@ def test_copies_that_are_not_the_values_rounded_are_counted(seed, wrong, chunk):
     copy = values.to(torch.bfloat16)
     for at in range(wrong):
         copy.view(-1)[at] = 1.0 if values.view(-1)[at].to(torch.bfloat16) != 1.0 else 2.0
-    taken = Lanes([Piece(values, 0, 0, 1, copy), Piece(values, 0, 0)])
+    taken = Lanes([TensorPart(values, 0, 0, 1, copy), TensorPart(values, 0, 0)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(digest, "CHUNK", chunk)
         assert taken().tolist() == [lanes_of_all(values)] * 2
@@ -155,16 +156,16 @@ def test_a_copy_is_a_bf16_table_of_the_same_shape():
     values = random_bits(4, 4)
     for copy in (values, values.to(torch.bfloat16)[:2], values.to(torch.float16)):
         with pytest.raises(ValueError, match="is not a copy of"):
-            Lanes([Piece(values, 0, 0, 1, copy)])
+            Lanes([TensorPart(values, 0, 0, 1, copy)])
 
 
 def test_nothing_has_no_lanes():
     assert lanes([]).tolist() == []
-    assert lanes([Piece(torch.empty(0, 5), 0, 0)]).tolist() == [[0, 0]]
+    assert lanes([TensorPart(torch.empty(0, 5), 0, 0)]).tolist() == [[0, 0]]
 
 
 def test_columns_must_be_adjacent():
     with pytest.raises(ValueError, match="adjacent"):
-        lanes([Piece(torch.zeros(4, 4).T[:2], 0, 0)])
+        lanes([TensorPart(torch.zeros(4, 4).T[:2], 0, 0)])
     with pytest.raises(ValueError, match="magnitudes"):
-        Lanes([Piece(torch.zeros(2, 2, dtype=torch.float16), 0, 0)], magnitude=True)
+        Lanes([TensorPart(torch.zeros(2, 2, dtype=torch.float16), 0, 0)], magnitude=True)

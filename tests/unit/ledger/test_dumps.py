@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tp_invariant_recipes.errors import LedgerError, RunError
-from tp_invariant_recipes.kernels.digest import Piece
+from tp_invariant_recipes.kernels.tensor_part import TensorPart
 from tp_invariant_recipes.ledger.bits import ulp_distance
 from tp_invariant_recipes.ledger.dumps import Distance, Dumped, distance, file_of, read_step, steps
 from tp_invariant_recipes.observe.dump_writer import DumpWriter
@@ -26,7 +26,7 @@ def example_tensor(dtype=torch.bfloat16):
 def write_dump(run, x, step=3, name=NAME):
     """Two ranks: one has the even rows, the other the odd ones, in two pieces."""
     dtype = str(x.dtype).removeprefix("torch.")
-    pieces = (Piece(x[::2], 0, 0, 2),), (Piece(x[1::2, :3], 1, 0, 2), Piece(x[1::2, 3:], 1, 3, 2))
+    pieces = (TensorPart(x[::2], 0, 0, 2),), (TensorPart(x[1::2, :3], 1, 0, 2), TensorPart(x[1::2, 3:], 1, 3, 2))
     for rank, own in enumerate(pieces):
         writer = DumpWriter(run, rank, len(pieces))
         for piece in own:
@@ -55,7 +55,7 @@ def test_a_writer_goes_on_with_the_next_step(tmp_path):
     x, y = example_tensor(), example_tensor() + 1
     writer = DumpWriter(tmp_path, 0, 1)
     for step, values in ((1, x), (2, y)):
-        writer.add(step, NAME, "bfloat16", (6, 8), Piece(values, 0, 0))
+        writer.add(step, NAME, "bfloat16", (6, 8), TensorPart(values, 0, 0))
         writer.close_step(step)
     writer.close_step(3)
     assert steps(tmp_path) == [1, 2, 3]
@@ -66,7 +66,7 @@ def test_a_writer_goes_on_with_the_next_step(tmp_path):
 def test_the_values_are_those_of_the_time_they_were_added(tmp_path):
     x = example_tensor()
     writer = DumpWriter(tmp_path, 0, 1)
-    writer.add(1, NAME, "bfloat16", (6, 8), Piece(x, 0, 0))
+    writer.add(1, NAME, "bfloat16", (6, 8), TensorPart(x, 0, 0))
     expected = x.view(torch.int16).numpy().tobytes()
     x.zero_()
     writer.close_step(1)
@@ -76,7 +76,7 @@ def test_the_values_are_those_of_the_time_they_were_added(tmp_path):
 def test_of_replicas_that_disagree_the_lowest_rank_counts(tmp_path):
     for rank in (0, 1):
         writer = DumpWriter(tmp_path, rank, 2)
-        writer.add(1, NAME, "float32", (6, 8), Piece(example_tensor(torch.float32) + rank, 0, 0))
+        writer.add(1, NAME, "float32", (6, 8), TensorPart(example_tensor(torch.float32) + rank, 0, 0))
         writer.close_step(1)
     assert read_step(tmp_path, 1).read(NAME).bits.tobytes() == example_tensor(torch.float32).numpy().tobytes()
 
@@ -98,9 +98,9 @@ def test_a_missing_rank_is_named(tmp_path):
 
 def test_pieces_that_are_not_the_whole_are_refused(tmp_path):
     writer = DumpWriter(tmp_path, 0, 1)
-    writer.add(1, NAME, "float32", (6, 8), Piece(example_tensor(torch.float32)[:4], 0, 0))
-    writer.add(1, "hole", "float32", (6, 8), Piece(example_tensor(torch.float32)[:1], 0, 0))
-    writer.add(1, "hole", "float32", (6, 8), Piece(example_tensor(torch.float32)[5:], 5, 0))
+    writer.add(1, NAME, "float32", (6, 8), TensorPart(example_tensor(torch.float32)[:4], 0, 0))
+    writer.add(1, "hole", "float32", (6, 8), TensorPart(example_tensor(torch.float32)[:1], 0, 0))
+    writer.add(1, "hole", "float32", (6, 8), TensorPart(example_tensor(torch.float32)[5:], 5, 0))
     writer.close_step(1)
     for name in (NAME, "hole"):
         with pytest.raises(LedgerError, match=rf"step-0000001: the pieces of {name} are not the whole"):

@@ -1,7 +1,6 @@
 """Sums over ranks: whether parts are the whole of a tensor, whether replicas agree, and who holds what."""
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,15 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tp_invariant_recipes.kernels.digest import LANES
+from tp_invariant_recipes.kernels.tensor_part import TablePlace
 from tp_invariant_recipes.observe import union
 from tp_invariant_recipes.observe.digests.parts import coefficients, extent, fits, is_whole
-from tp_invariant_recipes.observe.shards import GlobalSlice, covers
+from tp_invariant_recipes.observe.shards import covers
 
 WRONG = (
     lambda places, n: places[:n] + places[n + 1 :],
     lambda places, n: [*places, places[n]],
-    lambda places, n: [*places[:n], replace(places[n], column=places[n].column + 1), *places[n + 1 :]],
-    lambda places, n: [*places[:n], replace(places[n], columns=places[n].columns - 1), *places[n + 1 :]],
+    lambda places, n: [*places[:n], places[n]._replace(column=places[n].column + 1), *places[n + 1 :]],
+    lambda places, n: [*places[:n], places[n]._replace(columns=places[n].columns - 1), *places[n + 1 :]],
 )
 
 
@@ -28,7 +28,7 @@ def cut_tables(draw):
     step = draw(st.sampled_from([n for n in (1, 2, 3) if rows % n == 0]))
     cuts = sorted({0, columns, draw(st.integers(0, columns))})
     return (rows, columns), [
-        GlobalSlice(first, step, rows // step, left, right - left)
+        TablePlace(first, step, rows // step, left, right - left)
         for first in range(step)
         for left, right in itertools.pairwise(cuts)
     ]
@@ -51,7 +51,7 @@ def test_parts_are_the_whole_of_a_tensor_exactly_if_each_element_is_held_once(ta
     assert not whole(damaged, shape)
 
 
-@pytest.mark.parametrize("shape, place", (((), GlobalSlice(0, 1, 1, 0, 1)), ((7168,), GlobalSlice(0, 1, 1, 0, 7168))))
+@pytest.mark.parametrize("shape, place", (((), TablePlace(0, 1, 1, 0, 1)), ((7168,), TablePlace(0, 1, 1, 0, 7168))))
 def test_a_number_and_a_row_are_tables(shape, place):
     assert fits(place, shape)
     assert is_whole(extent(place, place.columns), place.columns)
@@ -59,7 +59,7 @@ def test_a_number_and_a_row_are_tables(shape, place):
 
 def test_both_sums_must_be_those_of_the_whole():
     """Either alone is equal for other parts once in 2^61 times."""
-    right, other = extent(GlobalSlice(0, 1, 1, 0, 6), 6), extent(GlobalSlice(0, 1, 1, 1, 6), 6)
+    right, other = extent(TablePlace(0, 1, 1, 0, 6), 6), extent(TablePlace(0, 1, 1, 1, 6), 6)
     assert [is_whole(sums, 6) for sums in (right, right[:2] + other[2:], other[:2] + right[2:])] == [True, False, False]
 
 

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tp_invariant_recipes.kernels.digest import Piece, lanes
+from tp_invariant_recipes.kernels.digest import lanes
+from tp_invariant_recipes.kernels.tensor_part import TensorPart
 from tp_invariant_recipes.observe import placement
 from tp_invariant_recipes.observe.placement import ModuleRow, Site, row_of
 from tp_invariant_recipes.observe.shards import covers
@@ -119,12 +120,12 @@ def test_parts_have_the_digest_of_the_whole(kind, layout, seed):
         for m, x, module in parts_of_rank(kind, whole, site, B // (dp * samples)):
             placed = lie(x, module, m, site)
             assert placed.shape == shape
-            total += lanes(placed.pieces).sum(0)
+            total += lanes(placed.parts).sum(0)
             places += placed.places
         assert held.setdefault(places, total.tolist()) == total.tolist()  # replicas
     assert covers([place for places in held for place in places], shape)
     total = torch.tensor(list(held.values())).sum(0)
-    assert torch.equal(total, lanes([Piece(table(whole), 0, 0)]).sum(0))
+    assert torch.equal(total, lanes([TensorPart(table(whole), 0, 0)]).sum(0))
     if len(held) > 1:
         lost = list(held)[1:]
         assert not covers([place for places in lost for place in places], shape)
@@ -172,7 +173,7 @@ def test_a_constant_counts_once():
     x = torch.arange(S * 3.0).view(S, 1, 1, 3)
     first, second = (placement.constant(x, None, m, site) for m in (0, 1))
     assert covers(first.places, (S, 1, 1, 3))
-    assert second.pieces == ()
+    assert second.parts == ()
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,7 @@ def test_a_constant_counts_once():
     ),
 )
 def test_what_covers_a_table(places, whole):
-    assert covers([placement.GlobalSlice(*place) for place in places], (2, 3)) is whole
+    assert covers([placement.TablePlace(*place) for place in places], (2, 3)) is whole
 
 
 def made(name, *bases):

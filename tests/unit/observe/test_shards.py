@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tp_invariant_recipes.observe.shards import GlobalSlice, _Part, _table, _within, covers, whole_name
+from tp_invariant_recipes.kernels.tensor_part import TablePlace
+from tp_invariant_recipes.observe.shards import _OwnerView, _table, _within, covers, whole_name
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ def test_any_range_of_a_flat_gradient_is_cut_into_blocks_that_cover_it(rows, col
     offset = data.draw(st.integers(0, 4))
     stride = columns + gap
     owner = torch.arange(offset + rows * stride, dtype=torch.float32)
-    part = _Part("w", (20, 20), owner, offset, stride, GlobalSlice(5, 1, rows, 7, columns))
+    part = _OwnerView("w", (20, 20), owner, offset, stride, TablePlace(5, 1, rows, 7, columns))
     edges = data.draw(st.lists(st.integers(0, owner.numel()), max_size=3).map(sorted))
     edges = [0, *edges, owner.numel()]
     blocks = [block for start, end in itertools.pairwise(edges) for block in _within(part, start, end)]
@@ -60,7 +61,7 @@ def test_any_range_of_a_flat_gradient_is_cut_into_blocks_that_cover_it(rows, col
         assert len(list(_within(part, start, end))) <= 3
 
 
-PLACES = [GlobalSlice(0, 1, 2, 0, 4), GlobalSlice(2, 1, 2, 0, 4)]
+PLACES = [TablePlace(0, 1, 2, 0, 4), TablePlace(2, 1, 2, 0, 4)]
 
 
 @pytest.mark.parametrize(
@@ -69,11 +70,11 @@ PLACES = [GlobalSlice(0, 1, 2, 0, 4), GlobalSlice(2, 1, 2, 0, 4)]
         (PLACES, (4, 4), True),
         (PLACES[:1], (4, 4), False),  # a lost shard
         ([*PLACES, PLACES[0]], (4, 4), False),  # one twice
-        ([PLACES[0], GlobalSlice(1, 1, 2, 0, 4)], (4, 4), False),  # as many elements, but an overlap and a gap
+        ([PLACES[0], TablePlace(1, 1, 2, 0, 4)], (4, 4), False),  # as many elements, but an overlap and a gap
         (PLACES, (4, 5), False),
-        ([GlobalSlice(0, 1, 2, 0, 4), GlobalSlice(2, 1, 2, 1, 4)], (4, 4), False),  # beyond the edge
-        ([GlobalSlice(0, 1, 1, 0, 3), GlobalSlice(0, 1, 1, 3, 2)], (5,), True),
-        ([GlobalSlice(0, 1, 1, 0, 1)], (), True),
+        ([TablePlace(0, 1, 2, 0, 4), TablePlace(2, 1, 2, 1, 4)], (4, 4), False),  # beyond the edge
+        ([TablePlace(0, 1, 1, 0, 3), TablePlace(0, 1, 1, 3, 2)], (5,), True),
+        ([TablePlace(0, 1, 1, 0, 1)], (), True),
         ([], (0, 3), True),
     ),
 )

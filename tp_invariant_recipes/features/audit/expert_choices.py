@@ -110,17 +110,17 @@ class ExpertChoices:
         except LedgerError:  # its pieces are not the whole
             return None
         chosen = torch.empty(scores.shape, dtype=torch.bool)
-        for piece in placed.pieces:
-            here = piece.values[:, 0]
-            chosen[here] = whole[piece.row : piece.row + piece.step * len(here) : piece.step]
+        for part in placed.parts:
+            here = part.values[:, 0]
+            chosen[here] = whole[part.row : part.row + part.step * len(here) : part.step]
         return chosen.to(scores.device)
 
     def _add(self, name: str, module: Any, micro_batch: int, values: Tensor) -> None:
         placed = experts(values, module, micro_batch, self._site)
         if placed is None:
             return
-        for piece in placed.pieces:
-            self._writer.add(self._step, name, str(values.dtype).removeprefix("torch."), placed.shape, piece)
+        for part in placed.parts:
+            self._writer.add(self._step, name, str(values.dtype).removeprefix("torch."), placed.shape, part)
 
 
 def _scores(module: Any, logits: Tensor) -> Tensor:

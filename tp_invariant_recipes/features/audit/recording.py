@@ -21,7 +21,7 @@ from megatron.bridge.training.callbacks import CallbackContext
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.features.audit.expert_choices import ExpertChoices
-from tp_invariant_recipes.kernels.digest import Piece
+from tp_invariant_recipes.kernels.tensor_part import TensorPart
 from tp_invariant_recipes.ledger.dumps import GRADIENT_NORM, LOSS_SHARE
 from tp_invariant_recipes.observe.digests.sums import dtype_name
 from tp_invariant_recipes.observe.dithering import Dither
@@ -31,7 +31,7 @@ from tp_invariant_recipes.observe.module_hooks import ModuleHooks, tensor_names
 from tp_invariant_recipes.observe.optimizer_state import OptimizerState
 from tp_invariant_recipes.observe.optimizer_step import AroundOptimizerStep
 from tp_invariant_recipes.observe.placement import Site
-from tp_invariant_recipes.observe.shards import Held, Shards, unwrapped
+from tp_invariant_recipes.observe.shards import Shards, unwrapped
 from tp_invariant_recipes.observe.trace import site_of
 
 
@@ -144,7 +144,7 @@ class AuditRecording(AroundOptimizerStep):
         if self._dither is not None:
             self._dither.unhook()
 
-    def _weights(self) -> list[Held]:
+    def _weights(self) -> list[TensorPart]:
         """Return the master weights, and the weights that have none."""
         masters = OptimizerState(self._context.optimizer).masters()
         held = self._shards.held(masters)
@@ -152,10 +152,12 @@ class AuditRecording(AroundOptimizerStep):
         return [*held, *(part for part in self._shards.weights() if part.name not in names)]
 
     def _number(self, name: str, value: float) -> None:
-        self._writer.add(self._step, name, "float32", (1,), Piece(torch.tensor([[value]], dtype=torch.float32), 0, 0))
+        self._writer.add(
+            self._step, name, "float32", (1,), TensorPart(torch.tensor([[value]], dtype=torch.float32), 0, 0)
+        )
 
-    def _add(self, kind: str, part: Held, values: Any = None) -> None:
-        piece = part.piece if values is None else Piece(values, part.place.row, part.place.column, part.place.step)
+    def _add(self, kind: str, part: TensorPart, values: Any = None) -> None:
+        piece = part if values is None else part._replace(values=values)
         self._writer.add(self._step, f"{kind}/{part.name}", dtype_name(piece.values), part.shape, piece)
 
 

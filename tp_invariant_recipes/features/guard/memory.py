@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tp_invariant_recipes.features.guard.fault import WrongBits
 from tp_invariant_recipes.features.guard.judge import Judge
-from tp_invariant_recipes.kernels.digest import Lanes, Piece
+from tp_invariant_recipes.kernels.digest import Lanes
+from tp_invariant_recipes.kernels.tensor_part import TensorPart
 from tp_invariant_recipes.ledger import evidence
 from tp_invariant_recipes.observe.optimizer_state import OptimizerState
 
@@ -21,12 +22,12 @@ COLUMNS = 4096  # of a flat tensor as a table
 TURNS = 16  # steps after which every tensor has had its turn
 
 
-def tables(values: Tensor) -> list[Piece]:
+def tables(values: Tensor) -> list[TensorPart]:
     """Return a contiguous tensor as tables that a digest takes: whole rows, and what is left."""
     flat = values.detach().reshape(-1)
     whole = flat.numel() // COLUMNS * COLUMNS
     parts = (flat[:whole].view(-1, COLUMNS), flat[whole:].view(1, -1))
-    return [Piece(part, 0, 0) for part in parts if part.numel()]
+    return [TensorPart(part, 0, 0) for part in parts if part.numel()]
 
 
 class NamedLanes:

@@ -26,7 +26,6 @@ no digest. Where a rank has only a range of a master weight, the ranks' copies o
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from megatron.bridge.training.callbacks import CallbackContext
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.digest import COPIED, WITH_MAGNITUDE
+from tp_invariant_recipes.kernels.tensor_part import TensorPart
 from tp_invariant_recipes.ledger import digests
 from tp_invariant_recipes.ledger.digests import Parameter
 from tp_invariant_recipes.numerics.sums import grad_norm
@@ -42,7 +42,7 @@ from tp_invariant_recipes.observe.digests.merge import Merge, Merging, Recorded,
 from tp_invariant_recipes.observe.digests.sums import MovingSums, StartedSums, Sums
 from tp_invariant_recipes.observe.optimizer_state import STEP, OptimizerState
 from tp_invariant_recipes.observe.optimizer_step import AroundOptimizerStep
-from tp_invariant_recipes.observe.shards import GlobalSlice, Held, Shards, gather_weights
+from tp_invariant_recipes.observe.shards import Shards, gather_weights
 from tp_invariant_recipes.observe.union import union
 
 
@@ -214,15 +214,15 @@ class Digests(AroundOptimizerStep):
     def _addresses(self) -> tuple[int, ...]:
         return (*self._shards.memory(), *self._optimizer.memory())
 
-    def _held_moments(self) -> list[Held]:
+    def _held_moments(self) -> list[TensorPart]:
         """Return the moments of this rank's part, and how often its parameters were updated."""
         held = [
-            replace(part, name=f"{state}/{part.name}")
+            part._replace(name=f"{state}/{part.name}")
             for state, values in self._optimizer.moments().items()
             for part in self._shards.held(values)
         ]
         counts = self._shards.named(self._optimizer.counts())
-        held += [Held(f"{STEP}/{name}", (), GlobalSlice(0, 1, 1, 0, 1), count) for name, count in counts.items()]
+        held += [TensorPart(count, 0, 0, name=f"{STEP}/{name}") for name, count in counts.items()]
         return held
 
     def _check_loaded(self, step: int, weights: Sums) -> None:

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.digest import LANES
+from tp_invariant_recipes.kernels.tensor_part import TablePlace
 from tp_invariant_recipes.ledger.schema import COPIES
 from tp_invariant_recipes.observe.digests.sums import Sums
 from tp_invariant_recipes.observe.gathering import Diverged, by_value, gathered
-from tp_invariant_recipes.observe.shards import GlobalSlice
 from tp_invariant_recipes.observe.union import summed
 
 CHECKS = LANES + 1  # of a tensor: the sums that compare replicas, and elements whose copy is unlike; mostly 0
@@ -126,10 +126,10 @@ def _diverged(merging: Merging, checks: np.ndarray, alone: bool) -> Diverged:
 
 
 def _gathered_parts(
-    parts: list[tuple[int, GlobalSlice, list[int], int]], named: list[tuple[str, str]]
-) -> tuple[dict[tuple[int, GlobalSlice], dict[int, list[int]]], dict[str, set[int]]]:
+    parts: list[tuple[int, TablePlace, list[int], int]], named: list[tuple[str, str]]
+) -> tuple[dict[tuple[int, TablePlace], dict[int, list[int]]], dict[str, set[int]]]:
     """Return the lanes that each rank has of a part, and the ranks whose copy of a tensor is unlike its master."""
-    held: dict[tuple[int, GlobalSlice], dict[int, list[int]]] = {}
+    held: dict[tuple[int, TablePlace], dict[int, list[int]]] = {}
     copies: dict[str, set[int]] = {}
     for rank, rows in enumerate(gathered(parts)):
         for n, place, lanes, count in rows:

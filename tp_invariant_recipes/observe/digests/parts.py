@@ -9,12 +9,11 @@ Each is a few integers a tensor, whatever the number of ranks and parts.
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import astuple
 
 import numpy as np
 
 from tp_invariant_recipes.kernels.digest import LANES
-from tp_invariant_recipes.observe.shards import GlobalSlice
+from tp_invariant_recipes.kernels.tensor_part import TablePlace
 
 _PRIME = 2**61 - 1
 # Two polynomials of degree below n that differ are equal at both with a probability of (n / 2^61)^2 (Schwartz, Zippel).
@@ -24,7 +23,7 @@ EXTENT = 2 * len(_POINTS)
 
 
 @functools.lru_cache(maxsize=1 << 14)  # ranks have many parts of one form
-def extent(place: GlobalSlice, columns: int) -> tuple[int, ...]:
+def extent(place: TablePlace, columns: int) -> tuple[int, ...]:
     """EXTENT numbers that add up over parts. columns: of the whole tensor, seen as a table."""
     numbers: list[int] = []
     for x in _POINTS:
@@ -41,10 +40,10 @@ def is_whole(extents: Sequence[int], elements: int) -> bool:
     return all(total % _PRIME == _geometric(x, elements) for total, x in zip(sums, _POINTS, strict=True))
 
 
-def fits(place: GlobalSlice, shape: Sequence[int]) -> bool:
+def fits(place: TablePlace, shape: Sequence[int]) -> bool:
     """Return whether a place lies within a tensor of this shape."""
     rows, columns = math.prod(shape[:-1]), columns_of(shape)
-    if min(astuple(place)) < 0:
+    if min(place) < 0:
         return False
     return (
         not place.rows

@@ -5,7 +5,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
 from typing import NamedTuple
 
 import numpy as np
@@ -15,9 +14,9 @@ from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.digest import LANES, Lanes
+from tp_invariant_recipes.kernels.tensor_part import TensorPart
 from tp_invariant_recipes.ledger.digests import digest_texts, in_order, stack_digest, stacked_name, stacks, start_lanes
 from tp_invariant_recipes.observe.digests.parts import EXTENT, coefficients, columns_of, extent, fits, is_whole
-from tp_invariant_recipes.observe.shards import Held
 from tp_invariant_recipes.observe.union import holders, keys_of, keys_of_all, summed, union
 
 
@@ -46,7 +45,7 @@ class Sums:
     def __init__(
         self,
         kind: str,
-        held: Sequence[Held],
+        held: Sequence[TensorPart],
         device: torch.device,
         *,
         magnitude: bool = False,
@@ -61,7 +60,7 @@ class Sums:
         number = {name: n for n, name in enumerate(self.names)}
         self.tensor = [number[part.name] for part in held]
         self.places = [part.place for part in held]
-        keys = keys_of([repr((part.name, *astuple(part.place))) for part in held])
+        keys = keys_of([repr((part.name, *part.place)) for part in held])
         count, before = holders(keys_of_all(keys, device), keys, dist.get_rank())
         self.first, self.factors = before == 0, coefficients(keys, count, before)
         rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -89,9 +88,9 @@ class Sums:
                 sums[tensor] += torch.tensor(extent(place, columns_of(self.shapes[self.names[tensor]])))
         return summed(sums.to(device)).cpu()
 
-    def look_at(self, held: Sequence[Held]) -> None:
+    def look_at(self, held: Sequence[TensorPart]) -> None:
         """Take lanes of these parts from now on, which are the same elsewhere in memory."""
-        self.lanes = Lanes([part.piece for part in held], magnitude=self._magnitude, device=self._device)
+        self.lanes = Lanes(held, magnitude=self._magnitude, device=self._device)
 
     def started(self) -> StartedSums:
         """Start the kernel over what is in memory."""
@@ -128,9 +127,9 @@ class MovingSums:
 
     def __init__(
         self,
-        held: Callable[[], list[Held]],
+        held: Callable[[], list[TensorPart]],
         addresses: Callable[[], tuple[int, ...]],
-        sums: Callable[[list[Held]], Sums],
+        sums: Callable[[list[TensorPart]], Sums],
     ) -> None:
         self._held, self._addresses, self._make = held, addresses, sums
         self._known: tuple[int, ...] | None = None
@@ -152,7 +151,9 @@ class MovingSums:
         return self._sums
 
 
-def _tensors(held: Sequence[Held], device: torch.device) -> tuple[dict[str, tuple[int, ...]], dict[str, str], list]:
+def _tensors(
+    held: Sequence[TensorPart], device: torch.device
+) -> tuple[dict[str, tuple[int, ...]], dict[str, str], list]:
     """Shapes and dtypes of all tensors by name, and what is wrong with them. A collective of the whole world."""
     seen = Counter((part.name, part.place) for part in held)
     wrong = [f"{name}: rank {dist.get_rank()} holds a part of it twice" for (name, _), n in seen.items() if n > 1]
