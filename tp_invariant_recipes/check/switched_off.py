@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.numerics.megatron import families
+from tp_invariant_recipes.settings import cuda_graphs
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.values import value_text
 
@@ -26,7 +27,7 @@ class Feature:
 
 
 def _optimizer(config: RunConfig) -> str:
-    return config.section("optimizer").get("optimizer") or "adam"
+    return config.at("optimizer.optimizer") or "adam"
 
 
 FEATURES = (
@@ -58,6 +59,24 @@ FEATURES = (
         "model.position_embedding_type=rope",
     ),
     Feature(
+        ("model.rope_scaling_factor",),
+        lambda t: t.model.get("rope_scaling"),
+        "rotary positions are not scaled",
+        "model.rope_scaling=true",
+    ),
+    Feature(
+        ("model.yarn_",),
+        lambda t: t.model.get("position_embedding_type") == "yarn",
+        "no positions are YaRN's",
+        "model.position_embedding_type=yarn",
+    ),
+    Feature(
+        ("model.cuda_graph_modules", "model.cuda_graph_warmup_steps"),
+        lambda t: cuda_graphs.requested(t.model),
+        "nothing is captured",
+        "cuda_graph=te",
+    ),
+    Feature(
         ("model.moe_router_bias_",),
         lambda t: t.model.get("moe_router_enable_expert_bias"),
         "the router has no bias of experts",
@@ -74,6 +93,18 @@ FEATURES = (
         lambda t: t.numerics.invariant,
         "stock numerics have sums of their own",
         "numerics=tree",
+    ),
+    Feature(
+        ("data.tokenizer", "data.json_key", "data.cache"),
+        lambda t: t.data.kind == "text",
+        "no text is prepared",
+        "data=text data.path=PATH",
+    ),
+    Feature(
+        ("validation.eval_global_batch_size", "validation.eval_micro_batch_size", "validation.start_eval_at_iter"),
+        lambda t: t.at("validation.eval_iters"),
+        "nothing is validated",
+        "validation.eval_iters=N",
     ),
     Feature(("ledger.state_digests",), lambda t: t.ledger.digests, "nothing has digests", "ledger.digests=1"),
     Feature(("ledger.experts",), lambda t: t.shape.experts, "the model has no experts", "model.num_moe_experts=N"),
@@ -111,8 +142,7 @@ def idle(config: RunConfig, typed: Collection[str]) -> list[Problem]:
     problems = []
     for path in dict.fromkeys(typed):
         feature = next((f for f in FEATURES if path.startswith(f.fields) and not f.on(config)), None)
-        section, _, name = path.partition(".")
-        if feature and (value := config.section(section).get(name)):
+        if feature and (value := config.at(path)):
             solve = f"{feature.switch}, or leave it out"
             problems.append(Problem(f"{path}={value_text(value)}", f"{feature.lacking}, so nothing reads it", solve))
     return problems

@@ -54,6 +54,11 @@ class RunConfig(OwnSections):
         """Return the fields of a section; empty where the run does not have it."""
         return self.sections.get(name) or {}
 
+    def at(self, path: str) -> Any:
+        """Return a field by its dotted path. A field of ours has its default where it is not set, another one None."""
+        section, _, name = path.partition(".")
+        return getattr(getattr(self, section), name) if section in OWN_SECTIONS else self.section(section).get(name)
+
     @property
     def model(self) -> dict[str, Any]:
         """The fields of Bridge's provider."""

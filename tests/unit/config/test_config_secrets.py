@@ -126,8 +126,8 @@ def test_a_forged_run_with_one_is_not_resumed(tmp_path):
 
 
 def test_references_to_other_keys_and_our_own_functions_are_resolved():
-    tree = compose("qwen3_toy", ["data.json_key=${cluster.name}", "tp=2"], device="cpu").config.sections
-    assert tree["data"]["json_key"] == "local"
+    tree = compose("qwen3_toy", ["slurm.account=${cluster.name}", "tp=2"], device="cpu").config.sections
+    assert tree["slurm"]["account"] == "local"
     assert tree["model"]["sequence_parallel"] is True
 
 
