@@ -10,10 +10,9 @@ from typing import Any
 from tp_invariant_recipes.check import layout as layout_rules
 from tp_invariant_recipes.check.hosts.job import misfits
 from tp_invariant_recipes.check.invariant import invariance
-from tp_invariant_recipes.check.rule import Rule, broken_rules
+from tp_invariant_recipes.check.rule import broken_rules
 from tp_invariant_recipes.config import resume_rules
 from tp_invariant_recipes.config.overrides import Override, parse
-from tp_invariant_recipes.config.resume_rules import GRADIENTS, Continuation
 from tp_invariant_recipes.errors import Problem, lines
 from tp_invariant_recipes.ledger.layouts import words
 from tp_invariant_recipes.settings import allocation
@@ -47,7 +46,7 @@ def data_parallel(config: RunConfig, nodes: int) -> int | None:
     return next((dp for dp in range(config.parallel.data_parallel_size, 0, -1) if _fits(config, dp, nodes)), None)
 
 
-def _nodes(config: RunConfig) -> list[Problem]:
+def problems(config: RunConfig) -> list[Problem]:
     """Return what is wrong with slurm.nodes of a job of this run."""
     try:
         requested = span(config)
@@ -57,15 +56,11 @@ def _nodes(config: RunConfig) -> list[Problem]:
         return []
     (fewest, most), whole = requested, allocation.from_config(config)
     if most != whole.nodes or fewest > most:
-        return [
-            Problem(f"slurm.nodes={config.slurm.nodes}", f"with this layout the run takes {whole}, so that is the most")
-        ]
+        text = f"with this layout the run takes {whole}, so that is the most"
+        return [Problem(f"slurm.nodes={config.slurm.nodes}", text)]
     if not config.cluster.shared_files:
-        return [
-            Problem(
-                "slurm.nodes", "a run continues on other nodes from a checkpoint, so cluster.shared_files must be true"
-            )
-        ]
+        why = "a run continues on other nodes from a checkpoint"
+        return [Problem("slurm.nodes", f"{why}, so cluster.shared_files must be true")]
     if data_parallel(config, fewest) is not None:
         return []
     enough = next(count for count in range(fewest, most + 1) if data_parallel(config, count) is not None)
@@ -95,12 +90,9 @@ def _has_room(config: RunConfig, nodes: int) -> bool:
 
 def _wrong(config: RunConfig, dp: int) -> list[str]:
     other = with_dp(config, dp)
-    bits = broken_rules(Continuation(_run(config), _run(other)), GRADIENTS)
+    bits = resume_rules.other_gradients(_run(config), _run(other))
     return lines([*bits, *broken_rules(other, (*layout_rules.RULES, *invariance.RULES))])
 
 
 def _run(config: RunConfig) -> dict[str, Any]:
     return {"numerics": config.section("numerics"), "layout": config.layout.as_dict()}
-
-
-RULES = (Rule(_nodes),)

@@ -1,17 +1,17 @@
-"""Whether a run can go on in another layout with the bits that it would have had: one row a rule.
+"""Whether a run can go on in another layout with the bits that it would have had.
 
 Digests, weights, moments and the place in the data do not depend on the layout. What does: the order in which a step
 adds its gradients, and the form in which a distributed optimizer's state lies in a checkpoint.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from tp_invariant_recipes.check.rule import Rule, broken_rules
 from tp_invariant_recipes.config.overrides import Override
 from tp_invariant_recipes.errors import Problem
+from tp_invariant_recipes.fields.field import as_text
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.settings import muon
 from tp_invariant_recipes.settings.model_shape import ModelShape
@@ -38,42 +38,25 @@ MAY_CHANGE = (
 )
 
 
-@dataclass(frozen=True)
-class ResumedOverride:
-    """An override of a run that continues. before: what the run has been made of so far. config: as it is now."""
-
-    override: Override
-    before: Collection[tuple[str, str]]
-    config: RunConfig
-
-    @property
-    def other_state(self) -> bool:
-        """Whether the run would continue with another state than its checkpoint's, under the same identity."""
-        section, _, name = self.override.field.partition(".")
-        if section != "checkpoint" or (self.override.field, self.override.value) in self.before:
-            return False
-        if any(fnmatchcase(name, pattern) for pattern in MAY_CHANGE):
-            return False
-        return name not in WHOLE or self.config.section(section).get(name) != WHOLE[name]
-
-
-TYPED: tuple[Rule[ResumedOverride], ...] = (
-    Rule(
-        lambda typed: typed.other_state,
-        "a run continues with the whole state of its checkpoint, read as it was written",
-        "leave it out",
-        head=lambda typed: typed.override.text,
-    ),
-)
-
-
 def other_state(before: Sequence[Override], now: Sequence[Override], config: RunConfig) -> list[Problem]:
     """Keys with which a run would continue with another state than its checkpoint's, under the same identity.
 
     before: the overrides that the run has been made of so far. config: composed of those `now`.
     """
     known = {(override.field, override.value) for override in before}
-    return [problem for override in now for problem in broken_rules(ResumedOverride(override, known, config), TYPED)]
+    text = "a run continues with the whole state of its checkpoint, read as it was written"
+    return [
+        Problem(override.text, text, "leave it out")
+        for override in now
+        if (override.field, override.value) not in known and _leaves_out_state(override.field, config)
+    ]
+
+
+def _leaves_out_state(path: str, config: RunConfig) -> bool:
+    section, _, name = path.partition(".")
+    if section != "checkpoint" or any(fnmatchcase(name, pattern) for pattern in MAY_CHANGE):
+        return False
+    return name not in WHOLE or config.at(path) != WHOLE[name]
 
 
 def data_shards(numerics: Mapping[str, Any], layout: Mapping[str, Any]) -> int:
@@ -102,36 +85,19 @@ def optimizer_state(config: RunConfig) -> str:
     return DISTRIBUTED if config.section("checkpoint").get("dist_ckpt_optim_fully_reshardable") else BUCKETS
 
 
-@dataclass(frozen=True)
-class Continuation:
-    """A run that continues: as it has been, and as it would be. Each has "numerics" and "layout", as in `run.json`."""
+def other_gradients(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Problem]:
+    """Why the steps to come would not have the bits that they would have had. Stock promises none.
 
-    before: Mapping[str, Any]
-    now: Mapping[str, Any]
-
-    @property
-    def shards(self) -> tuple[int, int]:
-        """D, before and now."""
-        before, now = (data_shards(run["numerics"], run["layout"]) for run in (self.before, self.now))
-        return before, now
-
-
-def _other_gradients(run: Continuation) -> Problem | None:
-    there, here = run.shards
-    if there == here:
-        return None
-    return Problem(
-        f"dp={run.now['layout']['dp']}",
+    before, now: the run as it has been and as it would be, each with "numerics" and "layout", as in `run.json`.
+    """
+    there, here = (data_shards(run["numerics"], run["layout"]) for run in (before, now))
+    if there == here or mode.find(now["numerics"]["mode"]) is None:
+        return []
+    text = (
         f"a step's gradient has been the sum of {there} data-parallel parts so far, and would be one of {here}, added "
-        f"in another order: the steps to come would have other bits",
-        f"dp={there}, or numerics=stock",
+        f"in another order: the steps to come would have other bits"
     )
-
-
-# Why the steps to come would not have the bits that they would have had. Stock promises none.
-GRADIENTS: tuple[Rule[Continuation], ...] = (
-    Rule(_other_gradients, needs=lambda run: mode.find(run.now["numerics"]["mode"]) is not None),
-)
+    return [Problem(f"dp={now['layout']['dp']}", text, f"dp={there}, or numerics=stock")]
 
 
 @dataclass(frozen=True)
@@ -151,91 +117,39 @@ class StateForm:
         """Whether it is a distributed optimizer's."""
         return self.form in (DISTRIBUTED, BUCKETS)
 
-
-@dataclass(frozen=True)
-class StateReading:
-    """A checkpoint's optimizer state, and the run that reads it. checkpoint: what messages call it."""
-
-    checkpoint: str
-    saved: StateForm
-    wanted: StateForm
-
     @property
-    def alike(self) -> bool:
-        """Whether both are of one kind of optimizer."""
-        same = (state.distributed for state in (self.saved, self.wanted))
-        return len({*same}) == 1 and (self.saved.form == LAYER_WISE) == (self.wanted.form == LAYER_WISE)
-
-    @property
-    def buckets(self) -> list[str]:
-        """The degrees that differ and decide what lies in a buffer of the checkpoint."""
-        before, now = self.saved.layout, self.wanted.layout
-        return [name for name in _OF_BUCKETS if self.saved.form == BUCKETS and before.get(name) != now.get(name)]
+    def layer_wise(self) -> bool:
+        """Whether it has experts among all other state."""
+        return self.form == LAYER_WISE
 
 
-def _other_kind(reading: StateReading) -> Problem | None:
-    distributed = reading.saved.distributed
-    if distributed == reading.wanted.distributed:
-        return None
-    kind = "a distributed optimizer" if distributed else "an optimizer that is not distributed"
-    return Problem(
-        "", f"it holds the state of {kind}", f"optimizer.use_distributed_optimizer={str(distributed).lower()}"
-    )
-
-
-def _other_layers(reading: StateReading) -> Problem | None:
-    saved, wanted = (state.form == LAYER_WISE for state in (reading.saved, reading.wanted))
-    if saved == wanted or reading.saved.distributed != reading.wanted.distributed:
-        return None
-    kind = "with" if saved else "apart from"
-    return Problem(
-        "",
-        f"it holds the state of experts {kind} all other state",
-        f"optimizer.{muon.LAYER_WISE}={str(saved).lower()}",
-    )
-
-
-def _separate_experts(reading: StateReading) -> Problem | None:
-    before, now = _of_experts(reading.saved.layout), _of_experts(reading.wanted.layout)
-    if reading.saved.experts_separate == reading.wanted.experts_separate:
-        return None
-    if reading.saved.experts_separate:
-        return Problem(
-            "",
-            f"it holds the optimizer state of experts apart from all other state, as Megatron does at {before}, and "
-            f"not at {now}",
-            "continue with tp > 1 or ep > 1",
-        )
-    return Problem(
-        "",
-        f"it holds the optimizer state of experts together with all other state, as Megatron does at {before} with "
-        f"numerics=stock alone",
-        f"continue with numerics=stock {before}",
-    )
-
-
-def _other_buckets(reading: StateReading) -> Problem | None:
-    before, changed = reading.saved.layout, reading.buckets
-    if not changed:
-        return None
-    was = ", ".join(f"{name} was {before.get(name)}" for name in changed)
-    return Problem(
-        "",
-        f"it holds the buffers of a distributed optimizer, which only dp may divide anew, and {was}",
-        f"keep {' '.join(f'{name}={before.get(name)}' for name in changed)}; checkpoints saved with "
-        f"checkpoint.dist_ckpt_optim_fully_reshardable=true can go on in every layout",
-    )
-
-
-# Why a run cannot read a checkpoint's optimizer state.
-STATE: tuple[Rule[StateReading], ...] = (
-    Rule(_other_kind, head=lambda reading: reading.checkpoint),
-    Rule(_other_layers, head=lambda reading: reading.checkpoint),
-    *(
-        Rule(test, needs=lambda reading: reading.alike, head=lambda reading: reading.checkpoint)
-        for test in (_separate_experts, _other_buckets)
-    ),
-)
+def unreadable_state(checkpoint: str, saved: StateForm, wanted: StateForm) -> Iterator[Problem]:
+    """Yield why a run cannot read a checkpoint's optimizer state. checkpoint: what messages call it."""
+    if saved.distributed != wanted.distributed:
+        kind = "a distributed optimizer" if saved.distributed else "an optimizer that is not distributed"
+        solve = f"optimizer.use_distributed_optimizer={as_text(saved.distributed)}"
+        yield Problem(checkpoint, f"it holds the state of {kind}", solve)
+        return
+    if saved.layer_wise != wanted.layer_wise:
+        text = f"it holds the state of experts {'with' if saved.layer_wise else 'apart from'} all other state"
+        yield Problem(checkpoint, text, f"optimizer.{muon.LAYER_WISE}={as_text(saved.layer_wise)}")
+        return
+    before, now = _of_experts(saved.layout), _of_experts(wanted.layout)
+    holds = "it holds the optimizer state of experts"
+    if saved.experts_separate and not wanted.experts_separate:
+        text = f"{holds} apart from all other state, as Megatron does at {before}, and not at {now}"
+        yield Problem(checkpoint, text, "continue with tp > 1 or ep > 1")
+    if wanted.experts_separate and not saved.experts_separate:
+        text = f"{holds} together with all other state, as Megatron does at {before} with numerics=stock alone"
+        yield Problem(checkpoint, text, f"continue with numerics=stock {before}")
+    degrees = {name: saved.layout.get(name) for name in _OF_BUCKETS if saved.form == BUCKETS}
+    changed = {name: degree for name, degree in degrees.items() if degree != wanted.layout.get(name)}
+    if changed:
+        was = ", ".join(f"{name} was {degree}" for name, degree in changed.items())
+        keep = " ".join(f"{name}={degree}" for name, degree in changed.items())
+        text = f"it holds the buffers of a distributed optimizer, which only dp may divide anew, and {was}"
+        reshardable = "checkpoints saved with checkpoint.dist_ckpt_optim_fully_reshardable=true"
+        yield Problem(checkpoint, text, f"keep {keep}; {reshardable} can go on in every layout")
 
 
 def same_random_states(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

@@ -10,7 +10,6 @@ from pathlib import Path
 from tp_invariant_recipes.check.hosts import job as job_rules
 from tp_invariant_recipes.check.hosts.inputs import input_problems
 from tp_invariant_recipes.check.hosts.job import PendingJob
-from tp_invariant_recipes.check.rule import broken_rules
 from tp_invariant_recipes.config import elastic, reserved
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, changed, cluster_files, given, parse, parse_all
@@ -95,7 +94,7 @@ def resume(
 def _layouts(composed: Composed, problems: list[str]) -> tuple[Composed, list[RunConfig]]:
     """Get the run with the settings that every try keeps, and its configurations on the most nodes and the fewest."""
     configs = [composed.config]
-    if wrong := lines(broken_rules(composed.config, elastic.RULES)):
+    if wrong := lines(elastic.problems(composed.config)):
         problems += wrong
     elif nodes := elastic.span(composed.config):
         composed = replace(composed, overrides=(*composed.overrides, *elastic.kept(composed.config)))

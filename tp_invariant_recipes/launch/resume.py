@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.check import relations
-from tp_invariant_recipes.check.rule import broken_rules
 from tp_invariant_recipes.compare import comparability
 from tp_invariant_recipes.config import resume_rules
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.identity import WEIGHTS_DIGEST
 from tp_invariant_recipes.config.overrides import DECIDED_BY, Override, given, latest, parse, parse_all
-from tp_invariant_recipes.config.resume_rules import GRADIENTS, STATE, Continuation, StateForm, StateReading
+from tp_invariant_recipes.config.resume_rules import StateForm
 from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError, lines, listed
 from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning, resolve
 from tp_invariant_recipes.launch.ranks import Outcome
@@ -248,13 +247,11 @@ def _check_layout(command: str, before: RunFile, plan: Plan, checkpoint: RunChec
     """Raise ConfigError: in this layout later steps would have other bits, or the checkpoint cannot be read."""
     degrees, manifest = plan.layout.as_dict(), checkpoint.read_manifest()
     separate = resume_rules.experts_separate(plan.config.numerics.mode, plan.config.model, degrees)
-    run = Continuation(vars(before), {"numerics": plan.config.section("numerics"), "layout": degrees})
-    state = StateReading(
-        str(checkpoint.path),
-        StateForm(manifest.optimizer_state, manifest.layout, manifest.experts_apart),
-        StateForm(resume_rules.optimizer_state(plan.config), degrees, separate),
-    )
-    if wrong := lines([*broken_rules(run, GRADIENTS), *broken_rules(state, STATE)]):
+    now = {"numerics": plan.config.section("numerics"), "layout": degrees}
+    saved = StateForm(manifest.optimizer_state, manifest.layout, manifest.experts_apart)
+    wanted = StateForm(resume_rules.optimizer_state(plan.config), degrees, separate)
+    problems = resume_rules.unreadable_state(str(checkpoint.path), saved, wanted)
+    if wrong := lines([*resume_rules.other_gradients(vars(before), now), *problems]):
         raise ConfigError(f"{command} cannot go on at step {checkpoint.step} in this layout.\n{listed(wrong)}", wrong)
 
 

@@ -2,10 +2,9 @@
 
 import pytest
 
-from tests.rules import table_problems
 from tp_invariant_recipes.config import elastic
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.errors import ConfigError, lines
 from tp_invariant_recipes.jobs import submit
 from tp_invariant_recipes.launch.plan import Planning
 from tp_invariant_recipes.multinode import srun_command
@@ -24,7 +23,7 @@ def elastic_config(model: str, *overrides: str) -> RunConfig:
 @pytest.mark.parametrize("nodes, dp", ((1, 1), (2, 2), (3, 2), (4, 4), (5, 4)))
 def test_the_largest_dp_that_divides_and_fits(nodes, dp):
     assert elastic.data_parallel(elastic_config(*STOCK), nodes) == dp
-    assert table_problems(elastic, elastic_config(*STOCK)) == []
+    assert lines(elastic.problems(elastic_config(*STOCK))) == []
 
 
 def test_a_model_on_two_nodes_needs_two():
@@ -56,7 +55,7 @@ REFUSED = (
 
 @pytest.mark.parametrize("change, says", REFUSED)
 def test_refused_with_one_line(change, says):
-    (problem,) = table_problems(elastic, elastic_config(*STOCK, *change.split()))
+    (problem,) = lines(elastic.problems(elastic_config(*STOCK, *change.split())))
     assert says in problem
     with pytest.raises(ConfigError) as refused:
         submit.train(STOCK[0], [*NODES[:4], *STOCK[1:], *change.split()], how=DRY)

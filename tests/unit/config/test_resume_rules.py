@@ -2,19 +2,8 @@
 
 import pytest
 
-from tp_invariant_recipes.check.rule import broken_rules
 from tp_invariant_recipes.config import resume_rules
-from tp_invariant_recipes.config.resume_rules import (
-    BUCKETS,
-    DISTRIBUTED,
-    GRADIENTS,
-    LAYER_WISE,
-    OF_EVERY_RANK,
-    STATE,
-    Continuation,
-    StateForm,
-    StateReading,
-)
+from tp_invariant_recipes.config.resume_rules import BUCKETS, DISTRIBUTED, LAYER_WISE, OF_EVERY_RANK, StateForm
 from tp_invariant_recipes.errors import lines
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -22,12 +11,12 @@ TREE = {"mode": "tree"}
 
 
 def other_gradients(before, now) -> list[str]:
-    return lines(broken_rules(Continuation(before, now), GRADIENTS))
+    return lines(resume_rules.other_gradients(before, now))
 
 
 def unreadable_state(saved, before, wanted, now, separate=(False, False)) -> list[str]:
     states = (StateForm(*state) for state in zip((saved, wanted), (before, now), separate, strict=True))
-    return lines(broken_rules(StateReading("checkpoint", *states), STATE))
+    return lines(resume_rules.unreadable_state("checkpoint", *states))
 
 
 def layout(**degrees: int) -> dict:
