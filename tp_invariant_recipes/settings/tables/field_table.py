@@ -14,9 +14,8 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,17 +37,7 @@ _TEXT = "="  # before each text that a Literal allows
 _BASE = ""  # in place of a field: the class of the table that a class derives from, whose fields it has, too
 
 
-@dataclass(frozen=True)
-class FieldTable:
-    """The file. pydantic reads no `FieldTable`: a shell that completes a key would wait for its import.
-
-    sources: "package/file" -> size in bytes, time of change in ns.
-    classes: dotted path -> field -> names of the types it takes; None: only Bridge can check it. Of a class derived
-             from one above it, only what that one lacks or has otherwise.
-    """
-
-    sources: dict[str, list[int]]
-    classes: dict[str, dict[str, list[str] | None]]
+type _Row = dict[str, list[str] | None]
 
 
 def read() -> Hints:
@@ -60,7 +49,7 @@ def read() -> Hints:
     if not all(map(needed.there, PACKAGES)):
         return _parsed(of_the_locks(), 0)[1]
     for file in (in_environment(), in_cache()):
-        with suppress(OSError, ValueError, KeyError):
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # the last three: it is no table
             sources, classes = _parsed(file, file.stat().st_mtime_ns)
             if all(_stamp(source) == stamp for source, stamp in sources.items()):
                 return classes
@@ -71,47 +60,21 @@ def read() -> Hints:
 def _parsed(file: Path, changed: int) -> tuple[dict[str, list[int]], Hints]:
     """Return the sources and the classes of a file. changed: its time, so that a new one is read anew.
 
-    Raises OSError, ValueError, KeyError.
+    sources: "package/file" -> size in bytes, time of change in ns.
+    classes: dotted path -> field -> names of the types it takes; None: only Bridge can check it. Of a class derived
+             from one above it, only what that one lacks or has otherwise.
     """
-    table = _checked(reading.parse_json(reading.read_limited(file, LIMIT)))
-    classes = {path: _whole(row, table.classes) for path, row in table.classes.items()}
-    return table.sources, {path: {n: names and _hint(names) for n, names in f.items()} for path, f in classes.items()}
-
-
-type _Row = dict[str, list[str] | None]
+    table = reading.parse_json(reading.read_limited(file, LIMIT))
+    classes = {path: _whole(row, table["classes"]) for path, row in table["classes"].items()}
+    hints = {path: {n: names and _hint(names) for n, names in f.items()} for path, f in classes.items()}
+    return dict(table["sources"]), hints
 
 
 def _whole(row: _Row, classes: Mapping[str, _Row]) -> _Row:
-    """Return a row of the file with the fields of its base. Raises KeyError."""
+    """Return a row of the file with the fields of its base."""
     (base,) = row.get(_BASE) or [""]
     own = {name: names for name, names in row.items() if name != _BASE}
     return classes[base.removeprefix(_TEXT)] | own if base else own
-
-
-def _checked(value: Any) -> FieldTable:
-    """Return the value as a table. Raises ValueError: it is none."""
-    table: dict[str, Any] = value if _is(dict, value) else {}
-    sources, classes = table.get("sources", 0), table.get("classes", 0)
-    if not _maps(sources, _is_stamp) or not _maps(classes, lambda fields: _maps(fields, _is_types)):
-        raise ValueError("it is no table of fields")
-    return FieldTable(sources, classes)
-
-
-def _maps(value: Any, accepts: Callable[[Any], bool]) -> bool:
-    return _is(dict, value) and all(map(accepts, value.values()))
-
-
-def _is_stamp(value: Any) -> bool:
-    return _is(list, value) and all(_is(int, number) for number in value)
-
-
-def _is_types(value: Any) -> bool:
-    return value is None or (_is(list, value) and all(_is(str, name) for name in value))
-
-
-def _is(kind: type, value: Any) -> Any:
-    """Whether JSON has this type, in which true is no number."""
-    return type(value) is kind
 
 
 def write(file: Path, classes: Mapping[str, tuple[type, Fields]]) -> None:
@@ -123,9 +86,9 @@ def write(file: Path, classes: Mapping[str, tuple[type, Fields]]) -> None:
         if base:
             own = {n: names for n, names in rows[path].items() if n not in rows[base] or names != rows[base][n]}
             rows[path] = {_BASE: [f"{_TEXT}{base}"], **own}
-    table = FieldTable({source: _stamp(source) for source in sorted(sources)}, rows)
+    table = {"sources": {source: _stamp(source) for source in sorted(sources)}, "classes": rows}
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(asdict(table)))
+    write_atomically(file, json.dumps(table))
 
 
 def in_environment() -> Path:
