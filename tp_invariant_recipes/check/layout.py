@@ -67,11 +67,9 @@ def _uneven(layers: int, stages: int, ends: dict[str, int]) -> Problem | None:
     if others >= 0 and (between == 0 if others == 0 else between > 0 and between % others == 0):
         return None
     stated = " and ".join(f"model.{key}={count}" for key, count in ends.items())
-    return Problem(
-        "",
-        f"{stated} of model.num_layers={layers} leaves {between} layers for the other {others} of pp={stages} stages",
-        f"each of them needs the same number; change it, or {' '.join(f'model.{key}=null' for key in ends)}",
-    )
+    text = f"{stated} of model.num_layers={layers} leaves {between} layers for the other {others} of pp={stages} stages"
+    solve = f"each of them needs the same number; change it, or {' '.join(f'model.{key}=null' for key in ends)}"
+    return Problem("", text, solve)
 
 
 def _sequence(config: RunConfig, layout: Layout) -> Problem | None:
@@ -94,30 +92,25 @@ def _sequence_parallel(config: RunConfig, layout: Layout) -> Problem | None:
 
 def _batch(config: RunConfig, layout: Layout) -> Problem | None:
     mbs, gbs = config.train["micro_batch_size"], config.train["global_batch_size"]
-    if gbs % (mbs * layout.dp) == 0:
+    step = mbs * layout.dp
+    if gbs % step == 0:
         return None
-    return Problem(
-        "",
-        f"gbs={gbs} is not a multiple of mbs * dp = {mbs} * {layout.dp}",
-        f"the next that is: gbs={-(-gbs // (mbs * layout.dp)) * mbs * layout.dp}",
-    )
+    text = f"gbs={gbs} is not a multiple of mbs * dp = {mbs} * {layout.dp}"
+    return Problem("", text, f"the next that is: gbs={-(-gbs // step) * step}")
 
 
 def _experts(config: RunConfig, layout: Layout) -> Problem | None:
     experts = config.shape.experts
     if not experts:
-        wrong = [f"{n}={v}" for n, v in (("ep", layout.ep), ("etp", layout.etp)) if v > 1]
-        return Problem(f"{', '.join(wrong)}", "this model has no experts") if wrong else None
+        wrong = ", ".join(f"{name}={degree}" for name in ("ep", "etp") if (degree := layout.degrees[name]) > 1)
+        return Problem(wrong, "this model has no experts") if wrong else None
     if experts % layout.ep:
         return Problem("", f"ep={layout.ep} does not divide model.num_moe_experts={experts}")
     group = layout.etp * layout.ep * layout.pp
-    if layout.world % group:
-        return Problem(
-            "",
-            f"etp * ep * pp = {group} does not divide the {layout.world} ranks (tp * pp * cp * dp)",
-            f"raise dp or tp, or lower ep={layout.ep}",
-        )
-    return None
+    if layout.world % group == 0:
+        return None
+    text = f"etp * ep * pp = {group} does not divide the {layout.world} ranks (tp * pp * cp * dp)"
+    return Problem("", text, f"raise dp or tp, or lower ep={layout.ep}")
 
 
 def _pattern(config: RunConfig, layout: Layout) -> Problem | None:
@@ -125,11 +118,8 @@ def _pattern(config: RunConfig, layout: Layout) -> Problem | None:
     if not pattern or layout.pp == 1 or "|" in pattern:
         return None
     length = len(pattern.partition("/")[0])
-    return (
-        None
-        if length % layout.pp == 0
-        else Problem("", f"pp={layout.pp} does not divide the {length} layers of this model")
-    )
+    text = f"pp={layout.pp} does not divide the {length} layers of this model"
+    return Problem("", text) if length % layout.pp else None
 
 
 def _stages(config: RunConfig, layout: Layout) -> list[str]:
@@ -149,11 +139,8 @@ def _stages_without_experts(config: RunConfig, layout: Layout) -> Problem | None
     if not config.shape.experts or "E" not in pattern:
         return None
     without = next((stage for stage in _stages(config, layout) if "E" not in stage), None)
-    if without is None:
-        return None
-    return Problem(
-        f"pp={layout.pp}", f"a stage {without} has no experts, and Megatron-Bridge cannot log a step then", "lower pp"
-    )
+    text = f"a stage {without} has no experts, and Megatron-Bridge cannot log a step then"
+    return None if without is None else Problem(f"pp={layout.pp}", text, "lower pp")
 
 
 def _stages_without_adapters(config: RunConfig, layout: Layout) -> Problem | None:
@@ -165,16 +152,8 @@ def _stages_without_adapters(config: RunConfig, layout: Layout) -> Problem | Non
     without = next((stage for stage in _stages(config, layout) if not {*adapted} & {*stage}), None)
     if without is None or not adapted:
         return None
-    return Problem(
-        f"pp={layout.pp}", f"a stage {without} has no adapter", "lower pp, or name its layers in peft.target_modules"
-    )
-
-
-def _data(config: RunConfig) -> Problem | None:
-    kind, path = config.data.kind, config.data.path
-    if kind == "mock" and path:
-        return Problem("", "data.path is set but data=mock ignores it", "add data=text")
-    return Problem("", "data=text needs data.path=FILE_OR_FOLDER") if kind == "text" and not path else None
+    solve = "lower pp, or name its layers in peft.target_modules"
+    return Problem(f"pp={layout.pp}", f"a stage {without} has no adapter", solve)
 
 
 def _context(config: RunConfig, layout: Layout) -> Problem | None:
@@ -189,37 +168,29 @@ def _context(config: RunConfig, layout: Layout) -> Problem | None:
 
 
 def _interleaved(config: RunConfig, layout: Layout) -> Problem | None:
-    chunks = config.model.get("virtual_pipeline_model_parallel_size")
     key = "model.virtual_pipeline_model_parallel_size"
+    chunks = config.at(key)
     if not chunks or (chunks == 1 and layout.pp == 1):
         return None
     if chunks == 1:  # Megatron-Core takes any number for interleaved, Bridge gives one chunk no list of data
         return Problem(f"{key}=1", "one virtual stage a rank is not interleaved", f"{key}=null")
     if layout.pp == 1:
-        return Problem(f"model.virtual_pipeline_model_parallel_size={chunks}", "interleaved stages need pp > 1")
+        return Problem(f"{key}={chunks}", "interleaved stages need pp > 1")
     batches, overlaps = (config.model.get(f"{name}_p2p_comm") for name in ("batch", "overlap"))
     if batches and overlaps:
-        return Problem(
-            "", "model.overlap_p2p_comm=true and model.batch_p2p_comm=true: messages that overlap are not in a batch"
-        )
+        both = "model.overlap_p2p_comm=true and model.batch_p2p_comm=true"
+        return Problem("", f"{both}: messages that overlap are not in a batch")
     # Megatron's batch has "to the previous" before "to the next", and "from the previous" before "from the next". Gloo
     # and NCCL pair the messages of two ranks by their order. With two stages the next is also the previous: what goes
     # to the previous arrives as what comes from the previous, gradients as activations. Without batches Megatron sends
     # the two directions through different process groups.
     if layout.pp == 2 and batches:
-        return Problem(
-            f"model.virtual_pipeline_model_parallel_size={chunks}",
-            "in a batch two interleaved stages take each other's messages for their own",
-            "model.overlap_p2p_comm=true model.batch_p2p_comm=false, or pp > 2",
-        )
-    each, count = config.model.get("microbatch_group_size_per_vp_stage"), _micro_batches(config, layout)
-    if each is None and count % layout.pp:
-        return Problem(
-            f"model.virtual_pipeline_model_parallel_size={chunks}",
-            f"pp={layout.pp} does not divide the {count} micro-batches (gbs / (mbs * dp)) that "
-            "interleaved stages take in turns",
-            "change gbs",
-        )
+        text = "in a batch two interleaved stages take each other's messages for their own"
+        return Problem(f"{key}={chunks}", text, "model.overlap_p2p_comm=true model.batch_p2p_comm=false, or pp > 2")
+    count = config.train["global_batch_size"] // (config.train["micro_batch_size"] * layout.dp)
+    if config.model.get("microbatch_group_size_per_vp_stage") is None and count % layout.pp:
+        micro_batches = f"the {count} micro-batches (gbs / (mbs * dp)) that interleaved stages take in turns"
+        return Problem(f"{key}={chunks}", f"pp={layout.pp} does not divide {micro_batches}", "change gbs")
     return None
 
 
@@ -239,17 +210,12 @@ def _peer_memory(config: RunConfig, layout: Layout) -> Problem | None:
     return Problem("device.peer_memory=always", text, "device.peer_memory=auto") if text else None
 
 
-def _micro_batches(config: RunConfig, layout: Layout) -> int:
-    return config.train["global_batch_size"] // (config.train["micro_batch_size"] * layout.dp)
-
-
 def _lr(config: RunConfig) -> Problem | None:
     lr, low = config.section("optimizer")["lr"], config.section("optimizer")["min_lr"] or 0.0
     if lr >= low >= 0:
         return None
-    return Problem(
-        "", f"lr={lr} is below optimizer.min_lr={low}", f"{f'optimizer.min_lr={lr}, or ' if lr > 0 else ''}a higher lr"
-    )
+    lower = f"optimizer.min_lr={lr}, or " if lr > 0 else ""
+    return Problem("", f"lr={lr} is below optimizer.min_lr={low}", f"{lower}a higher lr")
 
 
 def _rule(test: Callable[[RunConfig, Layout], Problem | None]) -> Rule[RunConfig]:
@@ -277,5 +243,6 @@ RULES: tuple[Rule[RunConfig], ...] = (
         ),
     ),
     Rule(_lr),
-    Rule(_data),
+    Rule(lambda t: t.data.kind == "mock" and t.data.path, "data.path is set but data=mock ignores it", "add data=text"),
+    Rule(lambda t: t.data.kind == "text" and not t.data.path, "data=text needs data.path=FILE_OR_FOLDER"),
 )

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tp_invariant_recipes.errors import Problem
+from tp_invariant_recipes.fields.field import as_text
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,11 @@ class Rule[Subject]:
             replace(problem, key=": ".join([*head, *filter(None, [problem.key])]), stock=self.stock)
             for problem in given
         ]
+
+
+def value_of(path: str) -> Callable[[RunConfig], str]:
+    """Return the head of a rule that is about a field: "optimizer.lr=1"."""
+    return lambda config: f"{path}={as_text(config.at(path))}"
 
 
 def broken_rules[Subject](subject: Subject, rules: Iterable[Rule[Subject]]) -> list[Problem]:

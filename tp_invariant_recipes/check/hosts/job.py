@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tp_invariant_recipes.check.hosts import job_architecture
-from tp_invariant_recipes.check.rule import Rule, broken_rules
+from tp_invariant_recipes.check.rule import Rule, broken_rules, value_of
 from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.settings import allocation
 from tp_invariant_recipes.settings.environment import NAME
@@ -38,14 +38,8 @@ def warnings(config: RunConfig) -> list[Problem]:
         return []
     if parse_time(config.slurm.time or "0") <= LONG:
         return []
-    return [
-        Problem(
-            "save=0",
-            f"a run of slurm.time={config.slurm.time} saves only before SLURM stops it, so a node "
-            "that fails costs all steps",
-            "save=N saves every N steps",
-        )
-    ]
+    text = f"a run of slurm.time={config.slurm.time} saves only before SLURM stops it"
+    return [Problem("save=0", f"{text}, so a node that fails costs all steps", "save=N saves every N steps")]
 
 
 def unseen(config: RunConfig) -> list[Problem]:
@@ -95,18 +89,11 @@ def parse_time(text: str) -> int:
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+)(?::(?P<third>\d+))?)?", re.ASCII)
 
 
-def _gpu_memory(config: RunConfig) -> Iterator[Problem]:
-    value = config.cluster.gpu_memory
-    if value is not None and value < 1:
-        yield Problem(f"cluster.gpu_memory={value}", "must be at least 1")
-
-
 def _more_ranks_than_gpus(config: RunConfig) -> Iterator[Problem]:
     ranks, gpus = config.cluster.ranks_per_node, config.cluster.gpus_per_node
     if config.device.kind == "gpu" and ranks and gpus and ranks > gpus:
-        yield Problem(
-            "", f"cluster.ranks_per_node={ranks} is more than cluster.gpus_per_node={gpus}, and each rank takes a GPU"
-        )
+        more = f"cluster.ranks_per_node={ranks} is more than cluster.gpus_per_node={gpus}"
+        yield Problem("", f"{more}, and each rank takes a GPU")
 
 
 def _part_of_a_node(config: RunConfig) -> Iterator[Problem]:
@@ -117,13 +104,8 @@ def _part_of_a_node(config: RunConfig) -> Iterator[Problem]:
     lower = next((dp for dp in range(at.dp - 1, 0, -1) if _fills(shard * dp, most)), None)
     higher = next(dp for dp in range(at.dp + 1, at.dp + most + 1) if _fills(shard * dp, most))
     nearest = " or ".join(f"dp={dp} ({shard * dp} ranks)" for dp in (lower, higher) if dp)
-    yield (
-        Problem(
-            "",
-            f"tp={at.tp} * pp={at.pp} * cp={at.cp} * dp={at.dp} = {at.world} ranks do not fill nodes of {most}",
-            f"the nearest that do: {nearest}; or other nodes: cluster.ranks_per_node=N",
-        )
-    )
+    text = f"tp={at.tp} * pp={at.pp} * cp={at.cp} * dp={at.dp} = {at.world} ranks do not fill nodes of {most}"
+    yield Problem("", text, f"the nearest that do: {nearest}; or other nodes: cluster.ranks_per_node=N")
 
 
 def _fills(world: int, most: int) -> bool:
@@ -133,14 +115,9 @@ def _fills(world: int, most: int) -> bool:
 def _nothing_to_go_on_with(config: RunConfig) -> Iterator[Problem]:
     save = config.section("checkpoint")["save_interval"]
     if save and not config.cluster.shared_files:
-        yield (
-            Problem(
-                "",
-                f"save={save} with cluster.shared_files=false: a checkpoint in parts on several nodes' "
-                "disks cannot be read again",
-                "save=0, or run.dir on files that all nodes share and cluster.shared_files=true",
-            )
-        )
+        unreadable = "a checkpoint in parts on several nodes' disks cannot be read again"
+        solve = "save=0, or run.dir on files that all nodes share and cluster.shared_files=true"
+        yield Problem("", f"save={save} with cluster.shared_files=false: {unreadable}", solve)
 
 
 def _srun_options(config: RunConfig) -> Iterator[Problem]:
@@ -167,20 +144,20 @@ def _unfit_options(key: str, options: Sequence[str], what: str, allocated: Mappi
             yield Problem(key, f"{option}: the {what} says {own} itself", allocated[own])
 
 
-FITTING = tuple(
-    Rule(test) for test in (_gpu_memory, _more_ranks_than_gpus, _part_of_a_node, _nothing_to_go_on_with, _srun_options)
+FITTING: tuple[Rule[RunConfig], ...] = (
+    Rule(
+        lambda t: t.cluster.gpu_memory is not None and t.cluster.gpu_memory < 1,
+        "must be at least 1",
+        head=value_of("cluster.gpu_memory"),
+    ),
+    *map(Rule, (_more_ranks_than_gpus, _part_of_a_node, _nothing_to_go_on_with, _srun_options)),
 )
 
 
 def _unknown_nodes(config: RunConfig) -> Iterator[Problem]:
     if allocation.ranks_per_node(config) is None:
-        yield (
-            Problem(
-                "",
-                f"cluster={config.cluster.name} does not say how many ranks a node takes: cluster=h100 "
-                "(or h200, b300, gb300, gh200), --cluster-file FILE, or cluster.ranks_per_node=N",
-            )
-        )
+        clusters = "cluster=h100 (or h200, b300, gb300, gh200), --cluster-file FILE, or cluster.ranks_per_node=N"
+        yield Problem("", f"cluster={config.cluster.name} does not say how many ranks a node takes: {clusters}")
 
 
 def _other_device(config: RunConfig) -> Iterator[Problem]:
@@ -188,9 +165,8 @@ def _other_device(config: RunConfig) -> Iterator[Problem]:
     if device == "cpu" and gpus:
         yield Problem("", f"cluster={name} is of GPU nodes and device=cpu")
     if device == "gpu" and gpus == 0:
-        yield Problem(
-            "", f"cluster={name} has cluster.gpus_per_node=0 and device=gpu", "device=cpu runs the toy models"
-        )
+        text = f"cluster={name} has cluster.gpus_per_node=0 and device=gpu"
+        yield Problem("", text, "device=cpu runs the toy models")
 
 
 def _time(config: RunConfig) -> Iterator[Problem]:
@@ -209,8 +185,7 @@ def _time(config: RunConfig) -> Iterator[Problem]:
 
 def _words(config: RunConfig) -> Iterator[Problem]:
     for key in ("slurm.account", "slurm.partition", "slurm.qos", "cluster.gpu_type"):
-        section, _, name = key.partition(".")
-        value = getattr(getattr(config, section), name)
+        value = config.at(key)
         if value is not None and not _WORD.fullmatch(value):
             yield Problem(f"{key}={value!r}", "must be a word, without spaces and what a shell would read")
 
@@ -222,34 +197,29 @@ def _options(config: RunConfig) -> Iterator[Problem]:
 def _container(config: RunConfig) -> Iterator[Problem]:
     cluster = config.cluster
     image, apptainer = cluster.container, cluster.container_runtime == "apptainer"
+    key = f"cluster.container={image}"
     if image is None:
         if cluster.mounts:
-            yield Problem(
-                "", "cluster.mounts is set and there is no container: cluster.container=IMAGE, or leave mounts out"
-            )
+            there = "cluster.mounts is set and there is no container"
+            yield Problem("", f"{there}: cluster.container=IMAGE, or leave mounts out")
         return
     if cluster.python is None:
-        yield Problem(f"cluster.container={image}", "which interpreter inside runs tpi? as in cluster.python=python3")
+        yield Problem(key, "which interpreter inside runs tpi? as in cluster.python=python3")
     if not image.isprintable() or image.startswith("-"):
         yield Problem("", f"cluster.container={image!r} is no image")
     elif apptainer and not (image.startswith("/") or _URI.match(image)):
-        yield Problem(
-            f"cluster.container={image}", f"Apptainer takes an absolute path, or a URI such as docker://{image}"
-        )
+        yield Problem(key, f"Apptainer takes an absolute path, or a URI such as docker://{image}")
     elif not apptainer and image.endswith(".sqsh") and not image.startswith("/"):
-        yield Problem(
-            f"cluster.container={image}", "must be an absolute path, or pyxis looks for an image of this name"
-        )
+        yield Problem(key, "must be an absolute path, or pyxis looks for an image of this name")
     elif not apptainer and image.endswith(".sif"):
-        yield Problem("", f"cluster.container={image} is an image for Apptainer: cluster.container_runtime=apptainer")
+        yield Problem("", f"{key} is an image for Apptainer: cluster.container_runtime=apptainer")
 
 
 def _mounts(config: RunConfig) -> Iterator[Problem]:
     for mount in config.cluster.mounts:
         if _MOUNT.fullmatch(mount) is None:
-            yield Problem(
-                "cluster.mounts", f"{mount!r} is not SOURCE:TARGET or SOURCE:TARGET:FLAGS with absolute paths"
-            )
+            form = "SOURCE:TARGET or SOURCE:TARGET:FLAGS with absolute paths"
+            yield Problem("cluster.mounts", f"{mount!r} is not {form}")
 
 
 def _setup(config: RunConfig) -> Iterator[Problem]:
@@ -261,17 +231,15 @@ def _setup(config: RunConfig) -> Iterator[Problem]:
 def _python(config: RunConfig) -> Iterator[Problem]:
     python = config.cluster.python
     if python is not None and "/" in python and not python.startswith("/"):
-        yield Problem(
-            f"cluster.python={python}", "must be an absolute path, or a name on the nodes' PATH such as python3"
-        )
+        text = "must be an absolute path, or a name on the nodes' PATH such as python3"
+        yield Problem(f"cluster.python={python}", text)
 
 
 def _forwarded(job: PendingJob) -> Iterator[Problem]:
     for name in job.config.cluster.forward:
         if not NAME.fullmatch(name):
-            yield Problem(
-                "cluster.forward", f"{name!r} is no name of a variable", "name it only, and set it where you submit"
-            )
+            solve = "name it only, and set it where you submit"
+            yield Problem("cluster.forward", f"{name!r} is no name of a variable", solve)
         elif name not in job.environ:
             yield Problem("cluster.forward", f"{name} is not set here", "export it, or leave it out of cluster.forward")
 

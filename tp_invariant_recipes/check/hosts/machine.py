@@ -1,7 +1,7 @@
 """Checks, before anything is written, that this machine has what a run needs."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +25,7 @@ from tp_invariant_recipes.sizing import room
 from tp_invariant_recipes.sizing.size import parameters
 
 _FLA = "flash-linear-attention"  # tpi installs it nowhere
+_FUSED = "model.gradient_accumulation_fusion"
 
 # What a run writes besides checkpoints and sample indices: configuration, logs, ledger.
 SMALL_FILES = 8 * 2**20
@@ -61,67 +62,45 @@ def _flash(config: RunConfig) -> list[Problem]:
     return environment.flash_problems(config.device.kind, config.numerics.invariant, variables)
 
 
-def _optimizer(config: RunConfig) -> list[Problem]:
+def _optimizer(config: RunConfig) -> Problem | None:
     name, package = config.section("optimizer").get("optimizer", "adam"), "emerging-optimizers"
     if name in ("adam", "sgd") or installed(package) is not None:
-        return []
+        return None
     how = f"make, or pip install {package} in a container (tpi doctor)"
-    return [Problem("", f"optimizer.optimizer={name} needs {package}, which is not installed: {how}")]
+    return Problem("", f"optimizer.optimizer={name} needs {package}, which is not installed: {how}")
 
 
-def _apex(config: RunConfig) -> list[Problem]:
-    key = "model.gradient_accumulation_fusion"
-    if not config.model.get("gradient_accumulation_fusion") or find_spec("fused_weight_gradient_mlp_cuda"):
-        return []
-    return [
-        Problem(
-            f"{key}=true", "Megatron-Core's output layer needs Apex for it, which is on no registry", f"{key}=false"
-        )
-    ]
+def _apex(config: RunConfig) -> bool:
+    return bool(config.at(_FUSED)) and not find_spec("fused_weight_gradient_mlp_cuda")
 
 
-def _gpus(config: RunConfig) -> list[Problem]:
+def _gpus(config: RunConfig) -> Iterator[Problem]:
     cluster, at = config.cluster, config.layout
     if config.device.kind == "cpu":
-        return [Problem("", f"cluster={cluster.name} is of GPU nodes and device=cpu")] if cluster.gpus_per_node else []
+        if cluster.gpus_per_node:
+            yield Problem("", f"cluster={cluster.name} is of GPU nodes and device=cpu")
+        return
     visible = gpus.visible()
     degrees = f"tp={at.tp} * pp={at.pp} * cp={at.cp} * dp={at.dp} = {at.world} ranks"
     ranks = at.world
     if config.launcher.kind == "slurm":
         allocated = allocation.from_config(config)
         ranks, degrees = allocated.ranks, f"{degrees} on {counted(allocated.nodes, 'node')}, {allocated.ranks} on each"
-    problems = []
     if not visible:
-        problems.append(
-            Problem("", "device=gpu, but this machine shows no GPU", "device=cpu runs the toy models (tpi doctor)")
-        )
+        yield Problem("", "device=gpu, but this machine shows no GPU", "device=cpu runs the toy models (tpi doctor)")
     elif ranks > len(visible):
-        problems.append(
-            Problem("", f"{degrees}, but this machine has {counted(len(visible), 'GPU')}", "lower one of them")
-        )
+        yield Problem("", f"{degrees}, but this machine has {counted(len(visible), 'GPU')}", "lower one of them")
+    absent, how = "which is not installed", "make gpu (tpi doctor)"
     if installed("transformer-engine") is None:
-        problems.append(
-            Problem("", "device=gpu needs Transformer Engine, which is not installed: make gpu (tpi doctor)")
-        )
+        yield Problem("", f"device=gpu needs Transformer Engine, {absent}: {how}")
     if config.shape.pattern and installed("mamba-ssm") is None:
-        problems.append(
-            Problem("", "this model's Mamba layers need mamba-ssm, which is not installed: make gpu (tpi doctor)")
-        )
+        yield Problem("", f"this model's Mamba layers need mamba-ssm, {absent}: {how}")
     if families.delta_sizes(config.model) and not config.numerics.invariant and installed(_FLA) is None:
-        problems.append(
-            Problem(
-                "",
-                f"stock's gated delta nets need {_FLA}, which is not installed: pip install {_FLA}",
-                "those of numerics=tree do not",
-            )
-        )
+        text = f"stock's gated delta nets need {_FLA}, {absent}: pip install {_FLA}"
+        yield Problem("", text, "those of numerics=tree do not")
     wanted = cluster.compute_capability
-    wrong = {g.name for g in visible if wanted and list(g.capability) != list(wanted)}
-    if wrong:
-        problems.append(
-            Problem("", f"cluster={cluster.name} is of other GPUs than this machine's {', '.join(sorted(wrong))}")
-        )
-    return problems
+    if wrong := {g.name for g in visible if wanted and list(g.capability) != list(wanted)}:
+        yield Problem("", f"cluster={cluster.name} is of other GPUs than this machine's {', '.join(sorted(wrong))}")
 
 
 def _ledger_bytes(config: RunConfig) -> int:
@@ -140,44 +119,50 @@ def _ledger_bytes(config: RunConfig) -> int:
     return DIGEST_BYTES * tensors * kinds
 
 
-def _disk(start: PendingRun) -> list[Problem]:
+def _disk(start: PendingRun) -> Problem | None:
     config, run_dir = start.config, start.run_dir
     if run_dir is None:
-        return []
-    free = free_bytes(run_dir.path)
+        return None
+    free, saves = free_bytes(run_dir.path), config.section("checkpoint")["save_interval"]
     samples = config.train["train_iters"] * config.train["global_batch_size"]  # that Megatron will index
     if config.data.kind == "mock":
         samples = MOCK_TOKENS // config.shape.sequence
     need = SMALL_FILES + INDEX_BYTES_PER_SAMPLE * samples + _ledger_bytes(config)
-    if config.section("checkpoint")["save_interval"]:
+    if saves:
         need += CHECKPOINT_BYTES_PER_PARAMETER * parameters(config.shape)
     if free >= need:
-        return []
+        return None
     ways = ["free some", "set run.dir=PATH on another disk"]
     if _ledger_bytes(config) > SMALL_FILES:
         ways.append("record digests less often (ledger.digests=N ledger.state_digests=N)")
-    if config.section("checkpoint")["save_interval"]:
+    if saves:
         ways.append("or save=0")
-    where = Path(run_dir.path).absolute()
-    return [
-        Problem(
-            "",
-            f"{where} has {free / 2**20:.1f} MiB free and this run writes at least {need / 2**20:.0f} MiB",
-            ", ".join(ways),
-        )
-    ]
+    sizes = f"{free / 2**20:.1f} MiB free and this run writes at least {need / 2**20:.0f} MiB"
+    return Problem("", f"{Path(run_dir.path).absolute()} has {sizes}", ", ".join(ways))
 
 
 def _memory(start: PendingRun) -> list[Problem]:
     return [Problem("", text) for text in room.problems(start.config, here=start.here)]
 
 
-def _here(test: Callable[[RunConfig], Any]) -> Rule[PendingRun]:
+def _here(test: Callable[[RunConfig], Any], text: str = "", solve: str = "", key: str = "") -> Rule[PendingRun]:
     """Return a rule about the machine that ranks run on."""
-    return Rule(lambda start: test(start.config), needs=lambda start: start.here)
+    head = (lambda start: key) if key else None
+    return Rule(lambda start: test(start.config), text, solve, needs=lambda start: start.here, head=head)
 
 
-LAYERS = tuple(map(_here, (_gpus, _optimizer, _apex, registry.problems, _flash)))
+LAYERS = (
+    _here(_gpus),
+    _here(_optimizer),
+    _here(
+        _apex,
+        "Megatron-Core's output layer needs Apex for it, which is on no registry",
+        f"{_FUSED}=false",
+        f"{_FUSED}=true",
+    ),
+    _here(registry.problems),
+    _here(_flash),
+)
 RULES: tuple[Rule[PendingRun], ...] = (
     *LAYERS,
     _here(missing_package),
