@@ -38,6 +38,13 @@ class Command:
     kill_at: int | None = None
 
     @property
+    def shareable(self) -> str:
+        """The words for GPUs that others use: with peers' memory, a command that starts later would starve this one."""
+        words = self.words.split()
+        takes = words[0] in ("train", "verify", "score") and "numerics=stock" not in words
+        return f"{self.words} device.peer_memory=never" if takes else self.words
+
+    @property
     def gpus(self) -> int:
         """How many GPUs it computes on: the ranks of its largest layout; 0 for commands that compute nothing."""
         if self.words.split()[0] not in ("train", "verify", "bench", "audit", "score", "bisect", "export"):
@@ -127,6 +134,7 @@ AS_PUBLISHED = (
     "qwen3_0p6b seq=2048 dataset.split='1,1,1' tokenizer.vocab_size=32000 scheduler.lr_decay_iters=100 "
     "model.attention_backend=unfused"
 )
+PEERS = "qwen3_0p6b model.num_layers=8 seq=2048 gbs=2 iters=8 ledger.state_digests=1"
 DRAWN = "numerics=stock numerics.initial_weights=megatron model.use_cpu_initialization=true"
 
 SCORE = "score {}/run {}/sequences.jsonl"
@@ -302,6 +310,16 @@ ROWS = {
         "tp=1",
         "tp=2 cuda_graph=off",
         "tp=4",
+    ),
+    "peers-4": measured(
+        4,
+        "sums through peers' memory have the bits of NCCL's",
+        *(
+            f"train {PEERS} {layout} device.peer_memory={choice} run.dir={{}}/{n}-{choice}"
+            for n, layout in enumerate(("tp=4 cuda_graph=full", "tp=4 cuda_graph=off", "tp=4 cuda_graph=te", "tp=2"))
+            for choice in ("never", "auto", "always")
+        ),
+        f"compare {' '.join(f'{{}}/{n}-{choice}' for n in range(4) for choice in ('never', 'auto', 'always'))}",
     ),
     "portable-experts-4": one_ledger(
         4,

@@ -33,6 +33,7 @@ TAIL = 3000  # characters of a failed run's messages
 SLOTS = 4  # ranks to a GPU: these runs wait for the host
 SHARED = 2  # ranks of one run to a GPU
 LIMIT = 240  # seconds for one run
+SHARING = "device.peer_memory=never"  # a run that comes later would make a step of this one take minutes
 NCCL = (
     "pp=",
     "guard=shadow",
@@ -153,7 +154,7 @@ def train_all(folder: Path, runs: list[Run], names: list[str], before: Callable[
                 if run.resumes is not None:
                     shutil.copytree(folder / run.resumes, folder / run.name)
                 more = WITH_GLOO[: 1 if run.scores else None] if len({*mine}) < len(mine) else ()
-                process = tpi.start(*run.arguments(), *more, before=_on(mine, before))
+                process = tpi.start(*run.arguments(), *more, SHARING, before=_on(mine, before))
                 going[run.name] = process, mine, time.monotonic()
         assert going or len(waiting) < before_this, f"{[run.name for run in waiting]} can never start"
         for name, (process, mine, begun) in list(going.items()):

@@ -59,3 +59,12 @@ def test_a_run_has_one_ledger_with_and_without(tmp_path, words):
     size = words[3]
     assert "tensor-parallel ranks go through" not in logs[0]
     assert f"sums over {size} tensor-parallel ranks go through their memory" in logs[1]
+
+
+def test_the_default_goes_through_memory(tmp_path):
+    words = ("qwen3_0p6b", "tp=2", "model.num_layers=2", "seq=2048", "iters=4", "ledger.state_digests=1")
+    for name, more in (("auto", ()), ("never", ("device.peer_memory=never",))):
+        done = tpi(tmp_path, "train", *words, *more, f"run.dir={name}")
+        assert done.returncode == 0, done.stderr
+    assert steps(tmp_path, "auto") == steps(tmp_path, "never")
+    assert "go through their memory" in (tmp_path / "auto" / "logs" / "rank-0.log").read_text()

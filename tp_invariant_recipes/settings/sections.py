@@ -63,7 +63,7 @@ class DeviceSettings:
 
     kind: Literal["cpu", "gpu"] = "cpu"
     check_memory: bool = True
-    peer_memory: PeerMemory = "never"
+    peer_memory: PeerMemory = "auto"
 
 
 @dataclass(frozen=True)

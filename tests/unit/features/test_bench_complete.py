@@ -49,4 +49,4 @@ def test_one_that_lacks_steps_of_a_rank_is_not(bench, kept, words):
 def test_stock_goes_without_what_has_a_meaning_for_invariant_modes_alone(monkeypatch):
     monkeypatch.setattr(workflow.plan, "detect_device", lambda: "gpu")
     composed = workflow._composed("qwen3_toy", ["tp=2", "device.peer_memory=always"], ["stock", "tree"], [])
-    assert [run.config.device.peer_memory for run in composed.values()] == ["never", "always"]
+    assert [run.config.device.peer_memory for run in composed.values()] == ["auto", "always"]

@@ -54,7 +54,7 @@ def test_rows_that_fit_are_run_once_and_others_are_named(fake, tmp_path, capsys)
     status, asked = fake("--gpus", "4")
     assert status == 1
     assert asked == [
-        f"0,1: train status0 tp=2 run.dir={tmp_path}/runs/small/0",
+        f"0,1: train status0 tp=2 run.dir={tmp_path}/runs/small/0 device.peer_memory=never",
         ": compare status1",
         "0,1: train status2 dp=2",
     ]
@@ -138,7 +138,7 @@ def test_a_list_runs_nothing(fake, tmp_path, capsys, option):
     assert (status, asked) == (0, [])
     row, *commands = capsys.readouterr().out.splitlines()
     assert row.split() == ["small", "2", "GPUs"]
-    trained = f"    tpi train status0 tp=2 run.dir={tmp_path}/runs/small/0"
+    trained = f"    tpi train status0 tp=2 run.dir={tmp_path}/runs/small/0 device.peer_memory=never"
     assert commands == ([trained, "    tpi compare status1"] if option == "--dry-run" else [])
     assert not (tmp_path / "runs").exists()
 

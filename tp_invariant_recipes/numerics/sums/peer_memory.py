@@ -204,7 +204,7 @@ class PeerGather:
 
 
 _peers: dict[Any, Peers | None] = {}  # by process group
-_choice: list[PeerMemory] = ["never"]  # of this process
+_choice: list[PeerMemory] = ["never"]  # of this process, until a run chooses
 
 
 def peers_of(mesh: VirtualMesh, operand: Tensor, size: int) -> Peers | None:
