@@ -1,16 +1,26 @@
 """Whether a process that will use CUDA may be forked from this one: a new process would import Megatron-Bridge again.
 
 A fork of a process that has started CUDA cannot use it. torch notices only what torch started, and asking the driver
-for the number of GPUs starts it unnoticed. So the last of the checks forks a process and lets it use a GPU.
+for the number of GPUs starts it unnoticed. So the last of the checks forks a process and lets it use a GPU. That takes
+seconds, so a success is kept for the next start with the same driver, modules and variables.
 """
 
+import hashlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
 
+from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.start import parent
+from tp_invariant_recipes.start.cache import cache_dir
 
+DRIVER = Path("/proc/driver/nvidia/version")
+OF_LIBRARIES = ("CUDA", "NV", "NCCL", "TORCH", "TRITON", "PYTHON", "TPI_", "LD_")  # in names of variables
 LIMIT = 60.0  # seconds that the forked process gets to use a GPU
 # Set after the import: the first two by the launcher, and a rank reads them by itself (training/rank.py), as Gloo does;
 # the next two by scikit-learn, which transformers may import late, the last by torch's compiler as it is imported. A
@@ -38,7 +48,34 @@ def can_fork(imported_with: Mapping[str, str] | None, *, probe: Callable[[], boo
         return False
     if torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork():
         return False
-    return (probe or _fork_uses_gpu)()
+    return _kept_or_tried(probe or _fork_uses_gpu)
+
+
+def _kept_or_tried(probe: Callable[[], bool]) -> bool:
+    """Return what a process in this state has shown on this machine, or the probe shows now."""
+    file, state = cache_dir() / "fork-uses-gpu", ""
+    with suppress(OSError):
+        state = _state()
+        if file.read_text(encoding="utf-8") == state:
+            return True
+    can = probe()
+    if can and state:
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, state)
+    return can
+
+
+def _state() -> str:
+    """Return a hash of what decides whether importing these modules has started CUDA. Raises OSError: no driver."""
+    digest = hashlib.sha256(DRIVER.read_bytes() + Path("/proc/sys/kernel/random/boot_id").read_bytes())
+    variables = sorted(item for item in os.environ.items() if any(word in item[0] for word in OF_LIBRARIES))
+    modules = [vars(module).get("__file__") for module in [*sys.modules.values()] if isinstance(module, ModuleType)]
+    sources = (file for file in modules if file and "-packages/" not in file)  # such as a recipe
+    paths = map(Path, {*sources, *sys.path})  # an installation changes the time of a folder
+    times = [(str(path), path.stat().st_mtime_ns) for path in sorted(paths) if path.exists()]
+    digest.update(repr((variables, sorted(sys.modules), times)).encode(errors="surrogateescape"))
+    return digest.hexdigest()
 
 
 def _relevant(variables: Mapping[str, str]) -> dict[str, str]:

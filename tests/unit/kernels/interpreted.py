@@ -41,6 +41,7 @@ from tp_invariant_recipes.kernels import (
     rms_norm,
     row_add,
     row_sum,
+    swiglu,
     token_sum,
     tree_add,
     weighted_activation,
@@ -333,6 +334,20 @@ def activations_are_right_row_by_row():
             assert same_bits(weighted_activation._forward_triton(x[single], p[single], kind), y[single])
             alone = weighted_activation._backward_triton(dy[single], x[single], p[single], kind)
             assert all(same_bits(a, b[single]) for a, b in zip(alone, both[0], strict=True))
+
+
+def swiglu_is_right_number_by_number():
+    x, dy = torch.randn(3, 2 * 1100), torch.randn(3, 1100)
+    wide = x.double().requires_grad_()
+    gate, up = wide.chunk(2, -1)
+    expected = torch.nn.functional.silu(gate) * up
+    expected.backward(dy.double())
+    y, dx = swiglu.swiglu(x), swiglu.swiglu_backward(dy, x)
+    torch.testing.assert_close(y, expected.float())
+    torch.testing.assert_close(dx, wide.grad.float())
+    columns = [*range(7, 30), *range(1100 + 7, 1100 + 30)]
+    assert same_bits(swiglu.swiglu(x[2:3, columns].contiguous()), y[2:3, 7:30])
+    assert same_bits(swiglu.swiglu_backward(dy[2:3, 7:30].contiguous(), x[2:3, columns].contiguous()), dx[2:3, columns])
 
 
 def gradient_norms_have_the_bits_of_plain_torch():

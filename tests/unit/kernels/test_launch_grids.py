@@ -22,6 +22,7 @@ from tp_invariant_recipes.kernels import (
     rms_norm,
     row_add,
     row_sum,
+    swiglu,
     token_sum,
     tree_add,
     weighted_activation,
@@ -81,6 +82,8 @@ def launches(rows):
     both, single = fake(rows, 2 * WIDE), fake(rows, WIDE)
     weighted_activation.weighted_activation(both, of_rows, "swiglu")
     weighted_activation.weighted_activation_backward(single, both, of_rows, "swiglu")
+    swiglu.swiglu(both)
+    swiglu.swiglu_backward(single, both)
     ieee_swiglu.swiglu(both, of_rows)
     ieee_swiglu.swiglu_backward(single, both, of_rows)
     ieee_swiglu.swiglu(both)

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -42,6 +44,63 @@ def test_otherwise_ranks_are_spawned(monkeypatch, why):
     before = dict(os.environ)
     why(monkeypatch)
     assert not forking.can_fork(before, probe=never)
+
+
+@pytest.fixture
+def driver(monkeypatch, tmp_path):
+    """A machine with a driver, and an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    recipe = ModuleType("recipe")
+    recipe.__file__ = str(tmp_path / "recipe.py")
+    monkeypatch.setitem(sys.modules, "recipe", recipe)
+    monkeypatch.setattr(forking, "DRIVER", tmp_path / "version")
+    forking.DRIVER.write_text("1")
+    return forking.DRIVER
+
+
+def another_driver(monkeypatch, driver):
+    driver.write_text("2")
+
+
+def another_variable(monkeypatch, driver):
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
+
+
+def another_module(monkeypatch, driver):
+    monkeypatch.setitem(sys.modules, "starts_cuda", ModuleType("starts_cuda"))
+
+
+def another_installation(monkeypatch, driver):
+    (driver.parent / "packages").mkdir()
+    monkeypatch.syspath_prepend(str(driver.parent / "packages"))
+
+
+def another_recipe(monkeypatch, driver):
+    (driver.parent / "recipe.py").write_text("x = 2")
+
+
+def no_driver(monkeypatch, driver):
+    driver.unlink()
+
+
+def test_a_success_is_kept(driver):
+    assert forking.can_fork(dict(os.environ), probe=yes)
+    assert forking.can_fork(dict(os.environ), probe=never)
+
+
+@pytest.mark.parametrize(
+    "change",
+    (another_driver, another_variable, another_module, another_recipe, another_installation, no_driver),
+)
+def test_after_a_change_it_is_tried(monkeypatch, driver, change):
+    assert forking.can_fork(dict(os.environ), probe=yes)
+    change(monkeypatch, driver)
+    assert not forking.can_fork(dict(os.environ), probe=lambda: False)
+
+
+def test_a_failure_is_not_kept(driver):
+    assert not forking.can_fork(dict(os.environ), probe=lambda: False)
+    assert forking.can_fork(dict(os.environ), probe=yes)
 
 
 def test_without_an_import_a_fork_saves_nothing():

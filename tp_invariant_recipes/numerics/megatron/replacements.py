@@ -67,6 +67,7 @@ _NORM = "a sum of squares depends on how parameters are sharded"
 _SHARD_ENDS = "a data shard ends with a backward pass"
 _ROUTER = "router statistics are sums too"
 _DEPTHS = "so are the losses of multi-token prediction"
+_COMPILES = "each rank would import torch's compiler, with the same bits"
 
 ROWS = (
     # --- Layers that Megatron builds by name ---
@@ -279,6 +280,22 @@ ROWS = (
         "a rank's tokens would count by their number on that rank",
         settings=("context_shards",),
         when=_cuts_sequences,
+    ),
+    # --- Functions that torch would compile at every start ---
+    ReplacementRow(
+        "megatron.bridge.training.setup:set_jit_fusion_options",
+        "numerics.megatron.fused:compile_nothing",
+        _COMPILES,
+        wraps=False,
+        when=_bridges_loop,
+    ),
+    *(
+        ReplacementRow(f"megatron.core.fusions.{target}", f"numerics.megatron.fused:{name}", _COMPILES)
+        for target, name in (
+            ("fused_bias_dropout:bias_dropout_add_fused_train", "residual_add"),
+            ("fused_bias_swiglu:swiglu", "swiglu"),
+            ("fused_bias_swiglu:swiglu_back", "swiglu_back"),
+        )
     ),
     # --- What only some machines or settings have ---
     ReplacementRow(

@@ -1,0 +1,57 @@
+"""What stands for Megatron's compiled functions; tests/gpu/kernels/test_fused.py has the bits of the compiled ones."""
+
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from tests.operands import same_bits
+from tp_invariant_recipes.numerics.megatron import fused
+
+BF16, FP32 = torch.bfloat16, torch.float32
+# What is not one addition.
+OTHERS = {"bias": (BF16, True, 0.0), "dropout": (BF16, False, 0.1), "residual in fp32": (FP32, False, 0.0)}
+
+
+def test_without_bias_and_dropout_it_is_one_addition():
+    from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_unfused
+
+    x, residual = torch.randn(5, 1, 64).to(BF16).requires_grad_(), torch.randn(5, 1, 64).to(BF16).requires_grad_()
+    original = Mock()
+    total = fused.residual_add(original)((x, None), residual, 0.0)
+    assert same_bits(total, bias_dropout_add_unfused(True)((x, None), residual, 0.0))
+    gradient = torch.randn(5, 1, 64).to(BF16)
+    assert all(same_bits(part, gradient) for part in torch.autograd.grad(total, (x, residual), gradient))
+    original.assert_not_called()
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_else_it_is_the_original(case):
+    dtype, biased, prob = OTHERS[case]
+    x, residual, original = torch.ones(4, dtype=BF16), torch.ones(4, dtype=dtype), Mock()
+    with_bias = (x, x if biased else None)
+    assert fused.residual_add(original)(with_bias, residual, prob) is original.return_value
+    original.assert_called_once_with(with_bias, residual, prob)
+
+
+@pytest.mark.parametrize("replace, count", ((fused.swiglu, 1), (fused.swiglu_back, 2)))
+def test_a_cpu_has_megatrons_swiglu(replace, count):
+    original, operands = Mock(), [torch.ones(2, 4)] * count
+    assert replace(original)(*operands) is original.return_value
+    original.assert_called_once_with(*operands)
+
+
+@pytest.mark.parametrize(
+    "operands, taken",
+    (
+        ((Mock(is_cuda=True, dtype=BF16, **{"dim.return_value": 2}),), True),
+        ((Mock(is_cuda=True, dtype=BF16, **{"dim.return_value": 3}),), False),
+        ((Mock(is_cuda=True, dtype=BF16, **{"dim.return_value": 2, "is_contiguous.return_value": False}),), False),
+        (tuple(Mock(is_cuda=True, dtype=dtype, **{"dim.return_value": 2}) for dtype in (BF16, FP32)), False),
+    ),
+    ids=("rows", "three dimensions", "gaps", "another dtype"),
+)
+def test_which_operands_the_kernel_takes(monkeypatch, operands, taken):
+    assert fused._taken(*operands) is taken
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not fused._taken(*operands)
