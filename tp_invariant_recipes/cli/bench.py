@@ -66,7 +66,7 @@ def bench(
     with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
         for plan in planned.plans.values():
             check(plan)
-    console.print(Text(f"benchmark directory {planned.directory.path}"), soft_wrap=True)
+    terminal.print_line(console, f"benchmark directory {planned.directory.path}")
     with progress.Passes(planned.directory, planned.passes, console) as watch:
         result = launch.execute(planned, watch)
     if as_json:
@@ -84,7 +84,7 @@ def _print(result: dict[str, Any]) -> None:
         traced = result["profile"]["modes"]
         console.print(_categories(traced))
         for line in _limits(traced):
-            console.print(Text(line), soft_wrap=True)
+            terminal.print_line(console, line)
         for mode in traced[1:]:
             console.print(_extra(traced[0]["mode"], mode, console.width))
         for mode in traced:

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json, Overrides, argument, flag, option
 from tp_invariant_recipes.machine import terminal
@@ -62,12 +61,12 @@ def generate(
     written = workflow.finished(generation)
     if dry_run:
         state = "are there" if written else "would be written"
-        console.print(Text(f"{generation.out}: {counts} {state}"), soft_wrap=True)
+        terminal.print_line(console, f"{generation.out}: {counts} {state}")
     elif not written:
         with progress.Items("generating", "completions", generation.count, console) as bar:
             result |= workflow.execute(generation, resume=resume, show=bar.show)
     if not dry_run:
         speed = f", {result['tokens_per_second']:,} tokens/s" if result.get("tokens_per_second") else ""
-        console.print(Text(f"{generation.out}: {counts}{speed}"), soft_wrap=True)
+        terminal.print_line(console, f"{generation.out}: {counts}{speed}")
     if as_json:
         terminal.print_json(result)

@@ -7,7 +7,6 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json, argument, flag, option
 from tp_invariant_recipes.cli.output import lines
@@ -72,7 +71,7 @@ def jobs(
     notes = [state for state in rows if state.note] if names else []
     console = terminal.console()
     for state in notes:
-        console.print(Text(f"{state.part.id} {state.part.name}: {state.note}", style="dim"), soft_wrap=True)
+        terminal.print_line(console, f"{state.part.id} {state.part.name}: {state.note}", "dim")
 
 
 def logs(
@@ -214,4 +213,4 @@ def _clock(seconds: int) -> str:
 
 
 def _print_status(text: str) -> None:
-    terminal.console(stderr=True).print(Text(text), soft_wrap=True)
+    terminal.print_line(terminal.console(stderr=True), text)

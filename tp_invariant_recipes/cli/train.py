@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import (
     ClusterFile,
@@ -121,7 +120,7 @@ def train(
     if as_json:
         terminal.print_json(summary)
     else:
-        console.print(Text(_end_text(summary)), soft_wrap=True)
+        terminal.print_line(console, _end_text(summary))
     if interrupted:
         raise typer.Exit(130)
 
@@ -137,7 +136,7 @@ def _latest(requested: "tuple[Override, ...]", console: "Console") -> Path:
         )
     iters = given(requested, "train.train_iters")
     latest = overview.latest_to_resume(Path("runs"), int(iters.value) if iters and iters.value.isdigit() else None)
-    console.print(Text(f"--resume last: {latest.run}, {latest.state} at step {latest.step}"), soft_wrap=True)
+    terminal.print_line(console, f"--resume last: {latest.run}, {latest.state} at step {latest.step}")
     return latest.run
 
 
@@ -167,7 +166,7 @@ def _train_here(request: "RunRequest", console: "Console", *, verbose: bool) -> 
     composed = request.composed()
     with launch.locked_run(request, composed) as lock:
         if lock and lock.remark:
-            console.print(Text(lock.remark), soft_wrap=True)
+            terminal.print_line(console, lock.remark)
         planned = _planned(request, composed, console)
         _validate(planned, console)
         console.print(_start_text(planned), soft_wrap=True)
@@ -195,7 +194,7 @@ def _validate(planned: "Plan", console: "Console") -> None:
     if planned.completed:
         return
     if tight := room.warning(planned.config, here=planned.here):
-        console.print(Text(f"warning: {tight}", style="yellow"), soft_wrap=True)
+        terminal.print_line(console, f"warning: {tight}", "yellow")
     with progress.busy(console, "importing Megatron-Bridge and checking the configuration"):
         launch.check(planned)
 
@@ -217,7 +216,7 @@ def _train_on_nodes(request: "RunRequest", console: "Console", *, verbose: bool)
             yield tick
 
     def remark(line: str) -> None:
-        console.print(Text(line), soft_wrap=True)
+        terminal.print_line(console, line)
 
     with ranks.stopping() as stop:  # from here on: SLURM may ask to stop while Bridge is imported
         task = allocation_run.node_task(request, place.count, watch, remark)

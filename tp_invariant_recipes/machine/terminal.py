@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
 from tp_invariant_recipes.foreign_text import visible
 
@@ -98,6 +99,11 @@ def console(*, stderr: bool = False, **settings: Any) -> Console:
 def console_of_its_own() -> Console:
     """Get a console on a copy of standard error, so that a spinner turns while third parties' output is redirected."""
     return _Console(file=_stream(os.dup(2), line_buffering=True, closefd=True), highlight=False)
+
+
+def print_line(to: Console, line: str | Text, style: str = "") -> None:
+    """Print a line to a console. It is never folded, since paths are copied from it, and has no markup."""
+    to.print(line if isinstance(line, Text) else Text(line, style=style), soft_wrap=True)
 
 
 def print_text(text: str = "", end: str = "\n") -> None:

@@ -53,17 +53,17 @@ def train_matrix[T: "MatrixVerdict | Swept"](
     with progress.preparing(console) as how:
         planned = plan(how=how)
     if not isinstance(planned, verify.Verification):
-        console.print(Text(f"every run in {planned.directory} has passed; nothing is trained again"), soft_wrap=True)
+        terminal.print_line(console, f"every run in {planned.directory} has passed; nothing is trained again")
         return planned
     with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
         verify.check(planned)
     for combination in planned.matrix.left_out:
-        console.print(Text(f"left out: {combination.label}: {combination.why}"), soft_wrap=True)
+        terminal.print_line(console, f"left out: {combination.label}: {combination.why}")
     for cell in planned.cells:
         if tight := room.warning(planned.plans[cell.name].config, here=True):
-            console.print(Text(f"warning: {cell.label}: {tight}", style="yellow"), soft_wrap=True)
+            terminal.print_line(console, f"warning: {cell.label}: {tight}", "yellow")
     runs = len(planned.plans)
-    console.print(Text(f"{counted(runs, 'run')} in {planned.directory.path}"), soft_wrap=True)
+    terminal.print_line(console, f"{counted(runs, 'run')} in {planned.directory.path}")
     labels = [cell.label for cell in planned.cells]
 
     def heading(label: str, run: "Plan") -> Text:

@@ -122,9 +122,9 @@ def _audit(
     with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
         launch.check(planned)
     disk, host = (f"{size / 2**30:.2g} GiB" for size in (planned.disk, planned.host))
-    console.print(
-        Text(f"audit directory {planned.directory.path}: about {disk} of recordings; they take {host} of host memory"),
-        soft_wrap=True,
+    terminal.print_line(
+        console,
+        f"audit directory {planned.directory.path}: about {disk} of recordings; they take {host} of host memory",
     )
     watch = progress.headed(
         console, lambda name, run: Text(name, style="bold") + Text(f", {counted(run.steps, 'step')}")
@@ -155,12 +155,12 @@ def _all(
     else:
         assert model is not None
         where, state = campaign.new(model, overrides, directory)
-    console.print(Text(f"audit directory {where.path}"), soft_wrap=True)
+    terminal.print_line(console, f"audit directory {where.path}")
 
     def show(trial: campaign.Trial) -> None:
         line = Text(f"{trial.verdict:<16} {trial.seconds:>4.0f} s  {' '.join(trial.settings)}")
         line.stylize(_COLOURS.get(trial.verdict, "yellow"), 0, 16)
-        console.print(line if trial.sound else line + Text(f"\n    {trial.text}"), soft_wrap=True)
+        terminal.print_line(console, line if trial.sound else line + Text(f"\n    {trial.text}"))
 
     with progress.busy(console, "importing Megatron-Bridge and choosing cells"):
         bridge.load()
@@ -177,15 +177,12 @@ def _print_findings(result: dict[str, Any]) -> None:
     for finding in result["findings"]:
         program = f"\n    torchrun --standalone {finding['script']}" if finding["script"] else ""
         known = f"\n    known: {finding['known']}" if finding["known"] else ""
-        console.print(
-            Text(f"{finding['verdict']}: {finding['text']}{known}\n    {finding['command']}{program}"), soft_wrap=True
+        terminal.print_line(
+            console, f"{finding['verdict']}: {finding['text']}{known}\n    {finding['command']}{program}"
         )
     count, faults = counted(len(result["trials"]), "audit"), counted(len(result["findings"]), "fault")
     tried = result["pairs"] - result["pending"]
-    console.print(
-        Text(f"{faults} in {count} of {tried} pairs; {result['directory']}/audits.html"),
-        soft_wrap=True,
-    )
+    terminal.print_line(console, f"{faults} in {count} of {tried} pairs; {result['directory']}/audits.html")
 
 
 def _end(result: dict[str, Any], as_json: bool) -> None:
@@ -202,15 +199,13 @@ def _print(result: dict[str, Any]) -> None:
     console.print(_table(result))
     line = Text(result["text"])
     line.stylize(f"bold {_COLOURS[result['verdict']]}", 0, len(result["verdict"]))
-    console.print(line, soft_wrap=True)
+    terminal.print_line(console, line)
     if result.get("known"):
-        console.print(Text(f"known: {result['known']}"), soft_wrap=True)
+        terminal.print_line(console, f"known: {result['known']}")
     if result["not_compared"]:
         count, name = counted(len(result["not_compared"]), "tensor"), result["not_compared"][0]
-        console.print(
-            Text(f"not compared: {count} that one of the two lacks, such as {name}", style="dim"), soft_wrap=True
-        )
-    console.print(Text(f"all tensors: {result['directory']}/audit.html", style="dim"), soft_wrap=True)
+        terminal.print_line(console, f"not compared: {count} that one of the two lacks, such as {name}", "dim")
+    terminal.print_line(console, f"all tensors: {result['directory']}/audit.html", "dim")
 
 
 def _table(result: dict[str, Any]) -> Table:

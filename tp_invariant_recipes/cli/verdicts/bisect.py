@@ -51,8 +51,8 @@ def bisect(
         raise typer.Exit(planned.exit_status)
     needed.check("tpi bisect", needed.TRAINING)
     console = terminal.console_of_its_own()
-    console.print(Text(f"recorded: {verdict_line(planned.first)}"), soft_wrap=True)
-    console.print(Text(f"training step {planned.step} again in {planned.directory.path}"), soft_wrap=True)
+    terminal.print_line(console, f"recorded: {verdict_line(planned.first)}")
+    terminal.print_line(console, f"training step {planned.step} again in {planned.directory.path}")
     watch = progress.headed(console, lambda label, _: Text(label, style="bold"), verbose=verbose)
     result = launch.execute(planned, watch)
     if as_json:
@@ -77,6 +77,6 @@ def _print(result: dict[str, Any]) -> None:
         lines.insert(1, result["referee"]["text"])
     traced = shlex.join(result["traced"])
     lines += [*result["remarks"], f"to look further: tpi compare {traced} --all, tpi report {traced}"]
-    console.print(Text(lines[0], style="bold"), soft_wrap=True)
+    terminal.print_line(console, lines[0], "bold")
     for line in lines[1:]:
-        console.print(Text(line), soft_wrap=True)
+        terminal.print_line(console, line)

@@ -49,7 +49,7 @@ def compare(
         if as_json:
             terminal.print_json(error_report(error), indent=2)
         else:
-            terminal.console(stderr=True).print(Text(f"not comparable: {error}"), soft_wrap=True)
+            terminal.print_line(terminal.console(stderr=True), f"not comparable: {error}")
         raise typer.Exit(UNREADABLE) from None
     if as_json:
         terminal.print_json(report(comparisons), indent=2)
@@ -78,14 +78,14 @@ def _print(comparisons: "tuple[Comparison, ...]", every: bool) -> None:
         line = Text(one_line(verdict_line(comparison)))
         line.stylize(f"bold {_COLOURS[comparison.exit_status]}", 0, len(comparison.verdict.value))
         prefix = f"{one_line(run_name(comparison.b))}: " if len(comparisons) > 1 else ""
-        console.print(Text(prefix) + line, soft_wrap=True)
+        terminal.print_line(console, Text(prefix) + line)
         _print_parameters(console, comparison, every)
         rows = header_rows(comparison)
         if rows:
             console.print(_table(comparison, rows))
         for sentence in remarks(comparison):
             if sentence not in printed:
-                console.print(Text(one_line(sentence), style="dim"), soft_wrap=True)
+                terminal.print_line(console, one_line(sentence), "dim")
             printed.add(sentence)
 
 
@@ -95,7 +95,7 @@ def _print_parameters(console: Console, comparison: "Comparison", every: bool) -
     line = parameter_line(comparison)
     if line is None:
         return
-    console.print(Text(line), soft_wrap=True)
+    terminal.print_line(console, line)
     if parameters_alike(comparison) and not every:
         return
     rows = parameter_rows(comparison)
@@ -108,7 +108,7 @@ def _print_parameters(console: Console, comparison: "Comparison", every: bool) -
     width = max(len(name) for name, *_ in table)
     console.print()
     for name, gradient, moments, weight, steps in table:
-        console.print(Text(f"{name:{width}}  {gradient:>13}  {moments:>12}  {weight:>11}  {steps:>5}"), soft_wrap=True)
+        terminal.print_line(console, f"{name:{width}}  {gradient:>13}  {moments:>12}  {weight:>11}  {steps:>5}")
     console.print()
     if len(shown) < len(rows):
         console.print(f"and {len(rows) - len(shown)} more (--all)")

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json, Overrides, argument, flag, option
 from tp_invariant_recipes.errors import ConfigError, refuse
@@ -117,7 +116,7 @@ def _score(source: Path, file: Path, overrides: list[str], where: Path, options:
         with progress.Items("scoring", "sequences", scoring.count, console) as bar:
             result |= workflow.execute(scoring, _shown(scoring, bar))
     speed = f", {result['tokens_per_second']:,} tokens/s" if result.get("tokens_per_second") else ""
-    console.print(Text(f"{scoring.out}: {scoring.count:,} sequences{speed}"), soft_wrap=True)
+    terminal.print_line(console, f"{scoring.out}: {scoring.count:,} sequences{speed}")
     return scoring, result
 
 

@@ -81,9 +81,7 @@ def _print(swept: "Swept") -> None:
             Text(one_line(row.words), style="" if row.state == COMPLETED else "yellow"),
         )
     console.print(table)
-    console.print(Text(one_line(swept.line)), soft_wrap=True)
+    terminal.print_line(console, one_line(swept.line))
     for sentence in swept.remarks:
-        console.print(Text(one_line(sentence), style="dim"), soft_wrap=True)
-    console.print(
-        Text(f"runs in {swept.directory}" + (f"; curves in {swept.page}" if swept.page else "")), soft_wrap=True
-    )
+        terminal.print_line(console, one_line(sentence), "dim")
+    terminal.print_line(console, f"runs in {swept.directory}" + (f"; curves in {swept.page}" if swept.page else ""))

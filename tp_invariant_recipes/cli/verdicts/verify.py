@@ -111,8 +111,8 @@ def _print(verdict: "MatrixVerdict") -> None:
     console.print(table)
     line = Text(one_line(verdict.line))
     line.stylize(f"bold {_COLOURS.get(verdict.verdict, 'yellow')}", 0, len(verdict.verdict))
-    console.print(line, soft_wrap=True)
+    terminal.print_line(console, line)
     for sentence in verdict.remarks:
-        console.print(Text(sentence, style="dim"), soft_wrap=True)
+        terminal.print_line(console, sentence, "dim")
     if verdict.advice:
-        console.print(Text(f"continue with: {verdict.advice}"), soft_wrap=True)
+        terminal.print_line(console, f"continue with: {verdict.advice}")
