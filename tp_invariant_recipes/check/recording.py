@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from tp_invariant_recipes.check.rule import Rule
+from tp_invariant_recipes.check.rule import Rule, value_of
 from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.settings import cuda_graphs
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -23,11 +23,6 @@ def steps(trace: str) -> range:
     return range(int(match[1]), int(match[2] or match[1]) + 1)
 
 
-def _digests(config: RunConfig) -> Problem | None:
-    every = config.ledger.digests
-    return None if every >= 0 else Problem(f"ledger.digests={every}", "must be 0 (never) or a number of steps")
-
-
 def _trace(config: RunConfig) -> Problem | None:
     trace = config.ledger.trace
     if trace is None:
@@ -37,11 +32,8 @@ def _trace(config: RunConfig) -> Problem | None:
     except ValueError as error:
         return Problem("", str(error))
     iters = config.train["train_iters"]
-    return (
-        None
-        if last <= iters
-        else Problem(f"ledger.trace={trace}", f"the run ends at step {iters}", "raise iters or trace less")
-    )
+    problem = Problem(f"ledger.trace={trace}", f"the run ends at step {iters}", "raise iters or trace less")
+    return problem if last > iters else None
 
 
 def _graphs(config: RunConfig) -> Problem | None:
@@ -53,18 +45,11 @@ def _graphs(config: RunConfig) -> Problem | None:
 
 def _dump(config: RunConfig) -> Problem | None:
     dump = config.ledger.dump
-    wrong = [name for name in dump if not _may_match(name)]
-    if wrong:
-        return Problem(
-            "ledger.dump",
-            f"{', '.join(wrong)}: a tensor is forward/MODULE/output, backward/MODULE/input, "
-            "gradients/PARAMETER, masters/PARAMETER or weights/PARAMETER, or a pattern with * or ?",
-        )
-    return (
-        Problem("ledger.dump", "at which steps? set ledger.trace=FIRST:LAST")
-        if dump and not config.ledger.trace
-        else None
-    )
+    if wrong := ", ".join(name for name in dump if not _may_match(name)):
+        forms = "forward/MODULE/output, backward/MODULE/input, gradients/PARAMETER, masters/PARAMETER or"
+        return Problem("ledger.dump", f"{wrong}: a tensor is {forms} weights/PARAMETER, or a pattern with * or ?")
+    undated = Problem("ledger.dump", "at which steps? set ledger.trace=FIRST:LAST")
+    return undated if dump and not config.ledger.trace else None
 
 
 def _may_match(pattern: str) -> bool:
@@ -81,14 +66,15 @@ def _undigested(test: Callable[[RunConfig], Any], text: str, solve: str) -> Rule
 
 
 RULES: tuple[Rule[RunConfig], ...] = (
-    *(Rule(test) for test in (_digests, _trace, _graphs, _dump)),
+    Rule(lambda t: t.ledger.digests < 0, "must be 0 (never) or a number of steps", head=value_of("ledger.digests")),
+    *map(Rule, (_trace, _graphs, _dump)),
     _undigested(
-        lambda t: bool(t.section("ddp").get("use_megatron_fsdp") or t.section("ddp").get("use_custom_fsdp")),
+        lambda t: t.at("ddp.use_megatron_fsdp") or t.at("ddp.use_custom_fsdp"),
         "digests: FSDP keeps gradients in buffers of its own",
         "ddp.use_megatron_fsdp=false",
     ),
     _undigested(
-        lambda t: bool(t.section("optimizer").get("optimizer_cpu_offload")),
+        lambda t: t.at("optimizer.optimizer_cpu_offload"),
         "digests: an optimizer on the CPU keeps master weights and moments there",
         "optimizer.optimizer_cpu_offload=false",
     ),
