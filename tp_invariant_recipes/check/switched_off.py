@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.numerics.megatron import families
-from tp_invariant_recipes.settings import cuda_graphs
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.values import value_text
 
@@ -69,12 +68,6 @@ FEATURES = (
         lambda t: t.model.get("position_embedding_type") == "yarn",
         "no positions are YaRN's",
         "model.position_embedding_type=yarn",
-    ),
-    Feature(
-        ("model.cuda_graph_modules", "model.cuda_graph_warmup_steps"),
-        lambda t: cuda_graphs.requested(t.model),
-        "nothing is captured",
-        "cuda_graph=te",
     ),
     Feature(
         ("model.moe_router_bias_",),

@@ -530,8 +530,8 @@ DATA_SHARDS = Family(
         "numerics.data_shards=0": "numerics.data_shards=0: must be a power of two",
         "dp=4 numerics.data_shards=2": "dp=4 does not divide numerics.data_shards=2",
         "gbs=24 numerics.data_shards=16": "…does not divide gbs=24; the largest that fits is numerics.data_shards=8",
-        "numerics.data_shards=4 validation.eval_global_batch_size=2": "numerics.data_shards=4 does not divide "
-        "validation.eval_global_batch_size=2; the largest that fits is numerics.data_shards=2",
+        "numerics.data_shards=4 validation.eval_iters=1 validation.eval_global_batch_size=2": "numerics.data_shards=4 "
+        "does not divide validation.eval_global_batch_size=2; the largest that fits is numerics.data_shards=2",
         "numerics=stock numerics.data_shards=4": "…numerics=stock has no data shards; leave it out",
         "ddp.overlap_param_gather=true": "…only a distributed optimizer gathers weights",
     },

@@ -34,7 +34,6 @@ IDLE = {
     "qwen3_toy validation.eval_global_batch_size=4": "nothing is validated, so nothing reads it; validation.eval_iters",
     "qwen3_toy model.rope_scaling_factor=4.0": "model.rope_scaling=true",
     "qwen3_toy model.yarn_beta_fast=16.0": "model.position_embedding_type=yarn",
-    "qwen3_toy model.cuda_graph_warmup_steps=5": "nothing is captured, so nothing reads it; cuda_graph=te",
     "qwen3_toy ledger.digests=0 ledger.state_digests=5": "nothing has digests, so nothing reads it; ledger.digests=1",
     "qwen3_toy ledger.experts=each": "the model has no experts",
     "qwen3_toy profiling.profile_step_start=3": "profiling.use_pytorch_profiler=true",
