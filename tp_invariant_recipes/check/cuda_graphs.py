@@ -23,13 +23,9 @@ from tp_invariant_recipes.settings.cuda_graphs import (
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 
-def _model(field: str) -> Callable[[RunConfig], Any]:
-    return lambda config: config.model.get(field)
-
-
-def _checked(section: str, field: str) -> Callable[[RunConfig], bool]:
+def _checked(path: str) -> Callable[[RunConfig], bool]:
     """Whether a check is on; it is on by default."""
-    return lambda config: config.section(section).get(field, True) is not False
+    return lambda config: config.at(path) is not False
 
 
 def _captures(config: RunConfig, *names: str) -> bool:
@@ -37,9 +33,9 @@ def _captures(config: RunConfig, *names: str) -> bool:
     return isinstance(modules, list) and any(name in modules for name in names)
 
 
-def _recomputes(config: RunConfig, module: str) -> bool:
+def _recomputes_experts(config: RunConfig) -> bool:
     model = config.model
-    return model.get("recompute_granularity") == "selective" and module in (model.get("recompute_modules") or ())
+    return model.get("recompute_granularity") == "selective" and "moe" in (model.get("recompute_modules") or ())
 
 
 def _uneven_attention(config: RunConfig) -> bool:
@@ -140,11 +136,11 @@ RULES: tuple[Rule[RunConfig], ...] = (
     _row((TE,), lambda t: t.model.get("recompute_granularity") == "full",
      "whole layers that are computed again can only be captured with the whole step",
      "model.recompute_granularity=null, or cuda_graph=full"),
-    _row((TE,), lambda t: _recomputes(t, "moe") and _captures(t, "moe_router"),
+    _row((TE,), lambda t: _recomputes_experts(t) and _captures(t, "moe_router"),
      "experts that are computed again cannot have a captured router",
      "leave moe out of model.recompute_modules, or moe_router and moe_preprocess out of "
      "model.cuda_graph_modules"),
-    _row((TE,), _model("cpu_offloading"),
+    _row((TE,), lambda t: t.model.get("cpu_offloading"),
      "activations that are moved to the host cannot be captured", "model.cpu_offloading=false"),
     _row((TE,), lambda t: t.model.get("overlap_moe_expert_parallel_comm") and _captures(t, "moe", "mlp"),
      "moe and mlp cannot be captured with overlapped expert communication",
@@ -158,9 +154,9 @@ RULES: tuple[Rule[RunConfig], ...] = (
     _row((FULL,), lambda t: has_experts(t.model) and not padded(t.model),
      "experts get another number of tokens at every step",
      "model.moe_expert_capacity_factor=1.0 model.moe_pad_expert_input_to_capacity=true"),
-    _row((FULL,), _checked("ddp", "check_for_nan_in_grad"),
+    _row((FULL,), _checked("ddp.check_for_nan_in_grad"),
      "a captured step cannot wait for a check of the gradients", "ddp.check_for_nan_in_grad=false"),
-    _row((FULL,), _checked("rerun_state_machine", "check_for_nan_in_loss"),
+    _row((FULL,), _checked("rerun_state_machine.check_for_nan_in_loss"),
      "a captured step cannot wait for a check of the loss", "rerun_state_machine.check_for_nan_in_loss=false"),
     _row((FULL,), lambda t: t.section("rerun_state_machine").get("check_for_spiky_loss"),
      "a captured step cannot wait for a check of the loss", "rerun_state_machine.check_for_spiky_loss=false"),

@@ -1,7 +1,6 @@
 """What guard= cannot guard: docs/guard.md describes it."""
 
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -27,21 +26,16 @@ def rank_distance(config: RunConfig) -> int:
 
 
 def _changed(config: RunConfig) -> list[Problem]:
-    values = {field.name: getattr(config.guard, field.name) for field in fields(GuardSettings) if field.name != "kind"}
     defaults = vars(GuardSettings())
     return [
         Problem(f"guard.{name}={value}", "guard=off computes nothing again", "guard=products")
-        for name, value in values.items()
-        if value != defaults[name]
+        for name, value in vars(config.guard).items()
+        if name != "kind" and value != defaults[name]
     ]
 
 
 def _one_shard(config: RunConfig) -> bool:
     return (config.numerics.data_shards or 1) <= config.parallel.data_parallel_size
-
-
-def _one_shard_while_reducing(config: RunConfig) -> bool:
-    return _one_shard(config) and bool(config.section("ddp").get("overlap_grad_reduce"))
 
 
 def _row(
@@ -56,9 +50,9 @@ RULES: tuple[Rule[RunConfig], ...] = (
     Rule(_changed, needs=lambda t: t.guard.kind == OFF),
     _row(lambda t: not t.numerics.covers(mode.GUARD),
      f"one wrong bit proves a fault only where all bits are promised; {mode.only(mode.GUARD)}", "guard=off"),
-    _row(lambda t: t.section("optimizer").get("optimizer", "adam") != "adam",
+    _row(lambda t: (t.at("optimizer.optimizer") or "adam") != "adam",
      "of optimizers only Adam is computed again", "optimizer.optimizer=adam"),
-    _row(lambda t: bool(t.section("optimizer").get("use_precision_aware_optimizer")),
+    _row(lambda t: t.at("optimizer.use_precision_aware_optimizer"),
      "state in other precisions is not computed again", "optimizer.use_precision_aware_optimizer=false"),
     _row(lambda t: t.guard.exclude and not t.cluster.shared_files,
      "the first node must read another's evidence", "guard.exclude=false, or cluster.shared_files=true"),
@@ -69,7 +63,7 @@ RULES: tuple[Rule[RunConfig], ...] = (
      "raise dp, lower ep, or guard=products"),
     _shadow(lambda t: cuda_graphs.requested(t.model),
      "a captured step takes no other replica's data", "cuda_graph=off, or guard=products"),
-    _shadow(_one_shard_while_reducing,
+    _shadow(lambda t: _one_shard(t) and t.at("ddp.overlap_grad_reduce"),
      "gradients are on their way before a rank's only data shard is complete",
      "ddp.overlap_grad_reduce=false, or numerics.data_shards of twice dp"),
     _shadow(lambda t: bool(t.model.get("virtual_pipeline_model_parallel_size")) and not _one_shard(t),

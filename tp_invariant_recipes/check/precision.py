@@ -1,5 +1,7 @@
 """What stock numerics need for products in FP8 or FP4; invariant/fp8.py says it of invariant numerics."""
 
+from collections.abc import Iterator
+
 from tp_invariant_recipes.check.rule import Rule
 from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.numerics.megatron import families
@@ -12,18 +14,11 @@ def _applies(config: RunConfig) -> bool:
     return low_precision.enabled(config) and not config.numerics.invariant
 
 
-def _uneven(config: RunConfig) -> list[Problem]:
-    if config.device.kind != "gpu":
-        return []
-    return [
-        Problem(
-            "",
-            f"FP8 and FP4 products have sides that are multiples of {MULTIPLE}, and {words} is {side:g}",
-            "change it, or precision=bf16",
-        )
-        for words, side in _sides(config).items()
-        if side % MULTIPLE
-    ]
+def _uneven(config: RunConfig) -> Iterator[Problem]:
+    must = f"FP8 and FP4 products have sides that are multiples of {MULTIPLE}"
+    for words, side in _sides(config).items() if config.device.kind == "gpu" else ():
+        if side % MULTIPLE:
+            yield Problem("", f"{must}, and {words} is {side:g}", "change it, or precision=bf16")
 
 
 def _sides(config: RunConfig) -> dict[str, float]:

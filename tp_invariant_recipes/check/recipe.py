@@ -20,11 +20,8 @@ def _without_layers(config: RunConfig) -> bool:
 
 
 def _device(config: RunConfig) -> Problem | None:
-    if not _without_layers(config):
-        return None
-    return Problem(
-        "", f"device=cpu has no layers for Bridge's {config.model['_target_'].rpartition('.')[2]}", "device=gpu"
-    )
+    text = f"device=cpu has no layers for Bridge's {config.model['_target_'].rpartition('.')[2]}"
+    return Problem("", text, "device=gpu") if _without_layers(config) else None
 
 
 def _objects(config: RunConfig) -> list[Problem]:

@@ -14,10 +14,9 @@ OFF = {
 
 
 def _twice(config: RunConfig) -> Problem | None:
-    if config.section("checkpoint").get("pretrained_checkpoint") is None:
-        return None
     both = f"weights={config.weights.folder} and checkpoint.pretrained_checkpoint"
-    return Problem("", f"{both} both say where weights come from", "leave out one")
+    problem = Problem("", f"{both} both say where weights come from", "leave out one")
+    return problem if config.at("checkpoint.pretrained_checkpoint") is not None else None
 
 
 def _initial(config: RunConfig) -> Problem | None:
@@ -31,18 +30,15 @@ def _fp8(config: RunConfig) -> Problem | None:
     precision = config.mixed_precision
     if not isinstance(precision, dict) or not (precision.get("fp8_param") or precision.get("fp8_param_gather")):
         return None
-    return Problem(
-        f"weights={config.weights.folder}",
-        "weights are not imported into fp8",
-        "mixed_precision.fp8_param_gather=false",
-    )
+    solve = "mixed_precision.fp8_param_gather=false"
+    return Problem(f"weights={config.weights.folder}", "weights are not imported into fp8", solve)
 
 
 def _off(config: RunConfig) -> list[Problem]:
     return [
         Problem(f"weights={config.weights.folder}", f"{path}=false", f"weights are imported before {why}")
         for path, why in OFF.items()
-        if config.section(path.partition(".")[0]).get(path.partition(".")[2])
+        if config.at(path)
     ]
 
 

@@ -85,11 +85,8 @@ def _compose(
             config = _adjusted(model, sound, composed)
             problems += lines(check(config))
             typed = [override.path for override in requested]
-            problems += lines(
-                problem
-                for rule in (relations.unpadded, switched_off.idle, functions.unknown)
-                for problem in rule(config, typed)
-            )
+            of_typed = (relations.unpadded, switched_off.idle, functions.unknown)
+            problems += lines(problem for rule in of_typed for problem in rule(config, typed))
             problems += also(config) if also else []
     if OR_STOCK in problems and not _stock_takes(model, sound, problems):
         problems.remove(OR_STOCK)

@@ -137,15 +137,8 @@ def validate(container: ConfigContainer, world_size: int, *, here: bool = True, 
             raise ConfigError(f"Megatron-Bridge refuses this configuration: {message}") from error
     now = _plain_values(container, before)
     replaced = [path for path, value in before.items() if not _stays(path, value, now.get(path, value))]
-    refuse(
-        [
-            *(
-                f"{path}={before[path]}: Megatron-Bridge sets {now[path]} in its place; leave it out"
-                for path in replaced
-            ),
-            *_changed_by_bridge(container),
-        ]
-    )
+    lines = [f"{path}={before[path]}: Megatron-Bridge sets {now[path]} in its place; leave it out" for path in replaced]
+    refuse([*lines, *_changed_by_bridge(container)])
 
 
 def _stays(path: str, value: str, new: str) -> bool:

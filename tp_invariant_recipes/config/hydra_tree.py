@@ -231,11 +231,6 @@ def _expert_groups(*, _root_: Any) -> int | None:
     return expert_groups.groups_of_run(RunConfig(sections))
 
 
-def _fused_rotation(*, _root_: Any) -> bool:
-    """Whether Megatron's fused rotary kernels suit the model: multi-latent attention has others."""
-    return not OmegaConf.select(_root_, "model.multi_latent_attention")
-
-
 def _fused_dropout(*, _root_: Any) -> bool:
     """Whether dropout is fused with biases: Megatron-Core's grouped experts add theirs by themselves."""
     return not (OmegaConf.select(_root_, "model.num_moe_experts") and OmegaConf.select(_root_, "model.add_bias_linear"))
@@ -267,7 +262,8 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
     "tpi.or": lambda value, otherwise: otherwise if value is None else value,
     "tpi.shards": _shards,
     "tpi.expert_groups": _expert_groups,
-    "tpi.fused_rotation": _fused_rotation,
+    # Megatron's fused rotary kernels do not suit multi-latent attention.
+    "tpi.fused_rotation": lambda *, _root_: not OmegaConf.select(_root_, "model.multi_latent_attention"),
     "tpi.fused_dropout": _fused_dropout,
 }
 NOT_READ = (

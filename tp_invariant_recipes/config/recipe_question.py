@@ -26,7 +26,6 @@ def hf_folder(overrides: Sequence[Override]) -> str | None:
         return None
     folder = Path(str(requested.parsed.value())).expanduser().absolute()
     if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"{requested.text}: {'no config.json there' if folder.is_dir() else 'there is no such folder'}"
-        )
+        why = "no config.json there" if folder.is_dir() else "there is no such folder"
+        raise ConfigError(f"{requested.text}: {why}")
     return str(folder)

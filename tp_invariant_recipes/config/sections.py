@@ -8,7 +8,7 @@ from typing import Any
 from tp_invariant_recipes.config import bounds, hydra_tree
 from tp_invariant_recipes.config.overrides import Override, cluster_files, quoted
 from tp_invariant_recipes.config.recipe_question import hf_folder, read_recipe
-from tp_invariant_recipes.errors import ConfigError, listed
+from tp_invariant_recipes.errors import ConfigError, listed, refuse
 from tp_invariant_recipes.settings import peft, schema
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
 from tp_invariant_recipes.settings.nearest import nearest
@@ -76,12 +76,9 @@ def _hydra(model: str, overrides: Sequence[Override], problems: list[str]) -> di
         raise ConfigError(listed(messages), messages) from error
     if sections.get(peft.SECTION, ()) is None:  # peft=none
         del sections[peft.SECTION]
-    messages = [
-        f"{name}: a file puts a value where fields belong, as in {name}.FIELD" for name in _not_sections(sections)
-    ]
-    if messages:
-        messages = [*problems, *messages]
-        raise ConfigError(listed(messages), messages)
+    why = "a file puts a value where fields belong, as in"
+    if messages := [f"{name}: {why} {name}.FIELD" for name in _not_sections(sections)]:
+        refuse([*problems, *messages])
     if recipe:
         _keep_recipes_fields(sections, model, overrides)
     return sections
@@ -203,6 +200,5 @@ def _lost_precision(model: str, overrides: Sequence[Override], problems: list[st
     if not isinstance(name, str):
         return {}
     hint = "name another recipe, or set mixed_precision=null and then every field that counts"
-    return {
-        o.path: f"{o.text}: mixed_precision={name} is a preset; setting one field discards it; {hint}" for o in fields
-    }
+    why = f"mixed_precision={name} is a preset; setting one field discards it; {hint}"
+    return {override.path: f"{override.text}: {why}" for override in fields}

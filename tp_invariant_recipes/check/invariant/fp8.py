@@ -209,17 +209,11 @@ def _cut(config: RunConfig, sums: dict[str, int], recipe: str) -> list[Problem]:
 
 def _tokens(config: RunConfig, multiple: int) -> list[Problem]:
     """Return the problem of a sequence that ends, in a context shard, between two multiples."""
-    contexts = config.numerics.context_shards or config.layout.cp
-    if config.shape.sequence % (multiple * contexts) == 0:
-        return []
+    contexts, length = config.numerics.context_shards or config.layout.cp, config.shape.sequence
     each = f" in each of {contexts} context shards" if contexts > 1 else ""
-    return [
-        Problem(
-            f"seq={config.shape.sequence}",
-            f"weight gradients in FP8 add {multiple} tokens at a time{each}",
-            f"the next is seq={_next(config.shape.sequence, multiple * contexts)}",
-        )
-    ]
+    text = f"weight gradients in FP8 add {multiple} tokens at a time{each}"
+    problem = Problem(f"seq={length}", text, f"the next is seq={_next(length, multiple * contexts)}")
+    return [problem] if length % (multiple * contexts) else []
 
 
 def _next(size: int, multiple: int) -> int:
