@@ -25,10 +25,16 @@ def outside_modes[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
 
 class LayerFunction(torch.autograd.Function):
-    """torch.autograd.Function for layers, whose `apply` takes the host a third less time outside functorch.
+    """torch.autograd.Function for layers, whose `forward` and `backward` run outside of function modes.
 
-    torch's looks at every argument for tensors that a transform of functorch has left behind. A training has none.
+    Its `apply` takes the host a third less time outside functorch: torch's looks at every argument for tensors that a
+    transform of functorch has left behind. A training has none.
     """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name in {"forward", "backward"} & vars(cls).keys():
+            setattr(cls, name, staticmethod(outside_modes(getattr(cls, name))))
 
     @classmethod
     def apply(cls, *args: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.function_modes import outside_modes
+from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.numerics.layers.experts.experts import Activation
 from tp_invariant_recipes.numerics.megatron.moe.moe_layer import InvariantSequentialMLP
 from tp_invariant_recipes.numerics.megatron.moe.router import InvariantTopKRouter
@@ -51,9 +51,8 @@ class PortableTopKRouter(InvariantTopKRouter):
         return probs, chosen
 
 
-class _Routing(torch.autograd.Function):
+class _Routing(LayerFunction):
     @staticmethod
-    @outside_modes
     def forward(ctx: Any, logits: Tensor, topk: int) -> tuple[Tensor, Tensor, Tensor]:
         probs, scores, chosen = route_tokens(logits, topk)
         ctx.save_for_backward(logits, chosen)
@@ -61,7 +60,6 @@ class _Routing(torch.autograd.Function):
         return probs, scores, chosen
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         logits, chosen = ctx.saved_tensors
         dprobs, dscores, _ = gradients

@@ -6,7 +6,7 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from tp_invariant_recipes.function_modes import outside_modes
+from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.numerics.megatron.local import InvariantDotProductAttention
 from tp_invariant_recipes.numerics.products import sampling
 from tp_invariant_recipes.portable import cached_pass
@@ -64,9 +64,8 @@ def _is_causal(mask: Tensor, length: int) -> bool:
     return mask.shape[-2:] == causal.shape and bool((mask.bool() == causal).all())
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(LayerFunction):
     @staticmethod
-    @outside_modes
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         attended = attention_forward(query, key, value, scale)
         ctx.save_for_backward(query, key, value, *attended)
@@ -74,7 +73,6 @@ class _Attention(torch.autograd.Function):
         return attended.out.reshape(*query.shape[:2], -1)
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, key, value, *attended = ctx.saved_tensors
         gradient = gradients[0].reshape(query.shape)
@@ -89,15 +87,13 @@ def mlp_forward(self: Any, hidden_states: Tensor, per_token_scale: Tensor | None
     return self.linear_fc2(_SwiGLU.apply(gate_and_up))
 
 
-class _SwiGLU(torch.autograd.Function):
+class _SwiGLU(LayerFunction):
     @staticmethod
-    @outside_modes
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         return ieee_swiglu.swiglu(_rows(x)).view(*x.shape[:-1], -1)
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return ieee_swiglu.swiglu_backward(_rows(gradients[0]), _rows(x))[0].view(x.shape)
@@ -121,15 +117,13 @@ def apply_rotary_pos_emb(
     return _Rotated.apply(t, cos, sin)
 
 
-class _Rotated(torch.autograd.Function):
+class _Rotated(LayerFunction):
     @staticmethod
-    @outside_modes
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         return ieee_rotary.rotate(x, cos, sin)
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return ieee_rotary.rotate(gradients[0], cos, sin, backward=True), None, None

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.function_modes import outside_modes
+from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.kernels.token_sum import token_sum
 from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
@@ -30,16 +30,14 @@ def row_bias(y: Tensor, bias: Tensor, mesh: VirtualMesh, sequence_parallel: bool
     return _RowBias.apply(y, bias, mesh, sequence_parallel)
 
 
-class _ColumnBias(torch.autograd.Function):
+class _ColumnBias(LayerFunction):
     @staticmethod
-    @outside_modes
     def forward(ctx: Any, y: Tensor, bias: Tensor, contexts: int) -> Tensor:
         ctx.save_for_backward(bias)
         ctx.contexts = contexts
         return y + bias
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
         (bias,) = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:
@@ -53,16 +51,14 @@ def _total(leaves: Tensor, out: Tensor, add: bool) -> None:
     out.add_(total) if add else out.copy_(total)
 
 
-class _RowBias(torch.autograd.Function):
+class _RowBias(LayerFunction):
     @staticmethod
-    @outside_modes
     def forward(ctx: Any, y: Tensor, bias: Tensor, mesh: VirtualMesh, sequence_parallel: bool) -> Tensor:
         ctx.save_for_backward(bias)
         ctx.mesh, ctx.sequence_parallel = mesh, sequence_parallel
         return y + bias
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         (bias,) = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tp_invariant_recipes.function_modes import outside_modes
+from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.kernels.cross_entropy import softmax_gradient, sum_of_exponentials
 from tp_invariant_recipes.kernels.folding_sum import folding_sum
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
@@ -102,9 +102,8 @@ def _picked(logits: Tensor, target: Tensor, highest: Tensor, mesh: VirtualMesh) 
     return picked
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(LayerFunction):
     @staticmethod
-    @outside_modes
     def forward(ctx: Any, logits: Tensor, target: Tensor, mesh: VirtualMesh, kernels: LossKernels) -> Tensor:
         highest = _highest(logits, mesh)
         picked = _picked(logits, target, highest, mesh)
@@ -115,7 +114,6 @@ class _CrossEntropy(torch.autograd.Function):
         return kernels.logarithm(total) - picked
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         logits, target, highest, total = ctx.saved_tensors
         index = target.flatten() - ctx.mesh.rank * logits.shape[-1]

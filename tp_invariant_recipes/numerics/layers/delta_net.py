@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tp_invariant_recipes.function_modes import LayerFunction, outside_modes
+from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.kernels.delta_rule import CHUNK, EPSILON, Heads, delta_rule_backward, delta_rule_forward
 from tp_invariant_recipes.kernels.folding_sum import folding_sum
 from tp_invariant_recipes.numerics.layers.mamba import by_shard, side_by_side
@@ -46,7 +46,6 @@ def _gated(x: Tensor, z: Tensor) -> Tensor:
 
 class _Rule(LayerFunction):
     @staticmethod
-    @outside_modes
     def forward(ctx: Any, sizes: Heads, *inputs: Tensor) -> Tensor:
         ctx.save_for_backward(*inputs)
         ctx.sizes = sizes
@@ -55,7 +54,6 @@ class _Rule(LayerFunction):
         return torch.stack([_of_shard(sizes, *shard) for shard in zip(*inputs, strict=True)])
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         inputs, by_shard = ctx.saved_tensors, []
         if inputs[0].is_cuda:

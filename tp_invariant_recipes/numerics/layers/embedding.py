@@ -25,10 +25,9 @@ first. It is added to main_grad once complete, before the lookups of the main mo
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from tp_invariant_recipes.function_modes import outside_modes
+from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.kernels.row_add import add_rows
 from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad, is_leaf, weight_gradient
 
@@ -47,9 +46,8 @@ def lookup(weight: Tensor, ids: Tensor, elsewhere: Tensor | None, contexts: int 
     return _Lookup.apply(weight, known, elsewhere, contexts, ahead)
 
 
-class _Lookup(torch.autograd.Function):
+class _Lookup(LayerFunction):
     @staticmethod
-    @outside_modes
     def forward(ctx: Any, weight: Tensor, ids: Tensor, elsewhere: Tensor | None, contexts: int, ahead: bool) -> Tensor:
         ctx.save_for_backward(weight, ids)
         ctx.contexts, ctx.ahead = contexts, ahead
@@ -58,7 +56,6 @@ class _Lookup(torch.autograd.Function):
         return weight[ids.clamp(min=0)].masked_fill_(elsewhere.unsqueeze(-1), 0.0)
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         weight, ids = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:

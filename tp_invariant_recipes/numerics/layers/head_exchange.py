@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tp_invariant_recipes.function_modes import outside_modes
+from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.numerics.sums import context_shards
 
 
@@ -43,17 +43,15 @@ class HeadExchange:
 Move = Callable[[Tensor, HeadExchange], Tensor]
 
 
-class _Exchanged(torch.autograd.Function):
+class _Exchanged(LayerFunction):
     """One of `_heads` and `_tokens`, whose gradient the other exchanges."""
 
     @staticmethod
-    @outside_modes
     def forward(ctx: Any, x: Tensor, exchange: HeadExchange, there: Move, back: Move) -> Tensor:
         ctx.exchange, ctx.back = exchange, back
         return there(x, exchange)
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.back(gradients[0], ctx.exchange), None, None, None
 

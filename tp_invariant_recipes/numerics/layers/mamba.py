@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.cpu_host.stand_ins import mamba as on_cpu
-from tp_invariant_recipes.function_modes import outside_modes
+from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.kernels.causal_conv import TAPS, causal_conv_backward, causal_conv_forward
 from tp_invariant_recipes.kernels.group_norm import group_norm_backward, group_norm_forward
 from tp_invariant_recipes.kernels.tree_add import tree_add
@@ -90,16 +90,14 @@ def repeatable() -> None:
                 kernel.cache.clear()
 
 
-class _CausalConv(torch.autograd.Function):
+class _CausalConv(LayerFunction):
     @staticmethod
-    @outside_modes
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, step: int) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         ctx.step = step
         return causal_conv_forward(x, weight, bias, step)
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x, weight, bias = ctx.saved_tensors
         dx, leaves = causal_conv_backward(gradients[0], x, weight, bias, ctx.step)
@@ -107,16 +105,14 @@ class _CausalConv(torch.autograd.Function):
         return dx, taps.transpose(1, 2).to(weight.dtype), sums.squeeze(1).to(bias.dtype), None
 
 
-class _GroupNorm(torch.autograd.Function):
+class _GroupNorm(LayerFunction):
     @staticmethod
-    @outside_modes
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y, scale = group_norm_forward(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
         return y
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
         dx, leaves = group_norm_backward(gradients[0], x, weight, scale)

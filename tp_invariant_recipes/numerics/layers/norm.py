@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.function_modes import LayerFunction, outside_modes
+from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.kernels.centred_rows import centred_rows
 from tp_invariant_recipes.kernels.rms_norm import rms_norm_backward, rms_norm_forward
 from tp_invariant_recipes.numerics.layers.bias import row_bias
@@ -88,13 +88,11 @@ class _CentredRows(LayerFunction):
     """[…, h] → fp32 of the same shape."""
 
     @staticmethod
-    @outside_modes
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.dtype = x.dtype
         return centred_rows(x.reshape(-1, x.shape[-1]), torch.float32).view(x.shape)
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (dc,) = gradients
         return centred_rows(dc.reshape(-1, dc.shape[-1]), ctx.dtype).view(dc.shape)
@@ -152,7 +150,6 @@ class Norm(NamedTuple):
 
 class _RMSNorm(LayerFunction):
     @staticmethod
-    @outside_modes
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, norm: Norm) -> Tensor:
         if norm.shards_of is NormShards.HEADS:  # keys are a view, which would keep queries and values too
             x = x.contiguous()
@@ -162,6 +159,5 @@ class _RMSNorm(LayerFunction):
         return y
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         return *ctx.norm.backward(*gradients, *ctx.saved_tensors, *ctx.needs_input_grad[:2]), None, None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.function_modes import outside_modes
+from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.numerics.sums.tree import tree_sum
 
 CONTEXTS = "context_gradients"  # attribute of a weight: gradients of the context shards after the first
@@ -61,15 +61,13 @@ def added_by_itself(weight: Tensor) -> Tensor:
     return _AddedByItself.apply(weight)
 
 
-class _AddedByItself(torch.autograd.Function):
+class _AddedByItself(LayerFunction):
     @staticmethod
-    @outside_modes
     def forward(ctx: Any, weight: Tensor) -> Tensor:
         ctx.save_for_backward(weight)
         return weight.view_as(weight)
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (weight,) = ctx.saved_tensors
         return weight_gradient(weight, lambda out, add: out.add_(gradients[0]) if add else out.copy_(gradients[0]))

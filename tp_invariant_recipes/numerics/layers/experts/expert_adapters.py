@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tp_invariant_recipes.function_modes import outside_modes
+from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.numerics.layers.experts.expert_placement import Owners
 from tp_invariant_recipes.numerics.layers.experts.experts import of_batches
 from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches
@@ -43,9 +43,8 @@ def adapter_linear(x: Tensor, weight: Tensor, batches: Batches, owners: Owners) 
     return _AdapterLinear.apply(x, weight, batches, owners)
 
 
-class _AdapterLinear(torch.autograd.Function):
+class _AdapterLinear(LayerFunction):
     @staticmethod
-    @outside_modes
     def forward(ctx: Any, x: Tensor, weight: Tensor, batches: Batches, owners: Owners) -> Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x, weight)
@@ -54,7 +53,6 @@ class _AdapterLinear(torch.autograd.Function):
         return PLAIN.multiply_groups(x, _each(weight, batches), out, batches.groups, forward=True)
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         batches, dy = ctx.batches, gradients[0].contiguous()

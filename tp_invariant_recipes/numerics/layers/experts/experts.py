@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.function_modes import outside_modes
+from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.kernels.folding_sum import folding_sum
 from tp_invariant_recipes.kernels.token_sum import token_sum
 from tp_invariant_recipes.kernels.tree_add import tree_add
@@ -104,18 +104,16 @@ def _adapted(y: Tensor, x: Tensor, batches: Batches, adapter: Adapter | None) ->
     return y if adapter is None else y + adapter(x, batches)
 
 
-class _GroupedBias(torch.autograd.Function):
+class _GroupedBias(LayerFunction):
     """y + bias · probs in fp32, rounded once; probs: None for 1. A bias' gradient is a tree over a batch's rows."""
 
     @staticmethod
-    @outside_modes
     def forward(ctx: Any, y: Tensor, probs: Tensor | None, batches: Batches, *biases: Tensor) -> Tensor:
         ctx.save_for_backward(*((probs,) if probs is not None else ()), *biases)
         ctx.weighted, ctx.batches = probs is not None, batches
         return (y.float() + _of_rows(batches, biases, probs)).to(y.dtype)
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         probs, biases = (ctx.saved_tensors[0], ctx.saved_tensors[1:]) if ctx.weighted else (None, ctx.saved_tensors)
         batches, dy, dp = ctx.batches, gradients[0].contiguous(), None
@@ -147,16 +145,14 @@ def _bias_gradients(dy: Tensor, biases: Weights, batches: Batches) -> list[Tenso
     return weight_gradients(add, biases, batches, dy.device)
 
 
-class _WeightedActivation(torch.autograd.Function):
+class _WeightedActivation(LayerFunction):
     @staticmethod
-    @outside_modes
     def forward(ctx: Any, x: Tensor, probs: Tensor, kind: Kind, activation: Activation) -> Tensor:
         ctx.save_for_backward(x, probs)
         ctx.kind, ctx.activation = kind, activation
         return activation.forward(x, probs, kind)
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, probs = ctx.saved_tensors
         return *ctx.activation.backward(gradients[0].contiguous(), x, probs, ctx.kind), None, None
@@ -167,9 +163,8 @@ def grouped_linear(x: Tensor, batches: Batches, weights: Weights, operands: Form
     return _GroupedLinear.apply(x, batches, operands.for_experts(*weights), *weights)
 
 
-class _GroupedLinear(torch.autograd.Function):
+class _GroupedLinear(LayerFunction):
     @staticmethod
-    @outside_modes
     def forward(ctx: Any, x: Tensor, batches: Batches, operands: Format, *weights: Tensor) -> Tensor:
         rows, kept = operands.from_input(x.contiguous(), groups=batches.groups)
         ctx.save_for_backward(*weights, *kept)
@@ -179,7 +174,6 @@ class _GroupedLinear(torch.autograd.Function):
         return operands.multiply_groups(rows, across, out, batches.groups, forward=True)
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         wants_dx, wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
         if any(wanted) and not all(wanted):

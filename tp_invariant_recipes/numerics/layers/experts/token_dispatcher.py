@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
-from tp_invariant_recipes.function_modes import outside_modes
+from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.kernels.products.grouped_product import Groups
 from tp_invariant_recipes.kernels.row_sum import row_sum
 from tp_invariant_recipes.numerics.layers.experts.expert_placement import Owners
@@ -173,43 +173,37 @@ def exchange(rows: Tensor, plan: Route, owners: Owners, *, home: bool) -> Tensor
     return rows if owners.group is None else _Exchange.apply(rows, plan, owners, home)
 
 
-class _ToSlots(torch.autograd.Function):
+class _ToSlots(LayerFunction):
     @staticmethod
-    @outside_modes
     def forward(ctx: Any, x: Tensor, probs: Tensor, plan: Route) -> tuple[Tensor, Tensor]:
         ctx.plan = plan
         return x[plan.token], probs.flatten()[plan.place]
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         plan, (dx, dp) = ctx.plan, gradients
         dprobs = dp.new_zeros(plan.map.shape) if not len(dp) else dp[plan.slot.clamp(min=0)].where(plan.map, 0.0)
         return row_sum(dx.contiguous(), plan.copies), dprobs, None
 
 
-class _FromSlots(torch.autograd.Function):
+class _FromSlots(LayerFunction):
     @staticmethod
-    @outside_modes
     def forward(ctx: Any, y: Tensor, plan: Route) -> Tensor:
         ctx.plan = plan
         return row_sum(y.contiguous(), plan.copies)
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0][ctx.plan.token], None
 
 
-class _Exchange(torch.autograd.Function):
+class _Exchange(LayerFunction):
     @staticmethod
-    @outside_modes
     def forward(ctx: Any, rows: Tensor, plan: Route, owners: Owners, home: bool) -> Tensor:
         ctx.plan, ctx.owners, ctx.home = plan, owners, home
         return _moved(rows, plan, owners, home)
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         return _moved(gradients[0], ctx.plan, ctx.owners, not ctx.home), None, None, None
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.function_modes import outside_modes
+from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.kernels.folding_sum import folding_sum
 from tp_invariant_recipes.kernels.token_sum import token_sum
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
@@ -25,9 +25,8 @@ def token_gate(out: Tensor, x: Tensor, weight: Tensor, mesh: VirtualMesh) -> Ten
     return _TokenGate.apply(out, x, weight, mesh)
 
 
-class _TokenGate(torch.autograd.Function):
+class _TokenGate(LayerFunction):
     @staticmethod
-    @outside_modes
     def forward(ctx: Any, out: Tensor, x: Tensor, weight: Tensor, mesh: VirtualMesh) -> Tensor:
         sums = folding_sum(x.float() * weight.float(), -1)
         # A CPU's exp is another one for the last numbers of a tensor, which fill no vector: chunks have one shape.
@@ -37,7 +36,6 @@ class _TokenGate(torch.autograd.Function):
         return (out.float() * score).to(out.dtype)
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         out, x, weight, score = ctx.saved_tensors
         dy = gradients[0].float()

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tp_invariant_recipes.function_modes import LayerFunction, outside_modes
+from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.numerics.layers.formats import Format
 from tp_invariant_recipes.numerics.layers.formats.plain import PLAIN
 from tp_invariant_recipes.numerics.products.operands import Parts
@@ -149,7 +149,6 @@ class _Parallel(LayerFunction):
     """A layer's two passes. layer: Column, Row or Unsplit."""
 
     @staticmethod
-    @outside_modes
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Column | Row) -> Tensor:
         y, kept = layer.forward(x, weight)
         ctx.save_for_backward(weight, *kept)
@@ -157,7 +156,6 @@ class _Parallel(LayerFunction):
         return y
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
         dx, dw = ctx.layer.backward(dy, weight, kept, *ctx.needs_input_grad[:2])

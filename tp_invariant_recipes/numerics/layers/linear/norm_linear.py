@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tp_invariant_recipes.function_modes import LayerFunction, outside_modes
+from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.numerics.layers.linear.linear import Column
 from tp_invariant_recipes.numerics.layers.norm import Norm, check_rows
 
@@ -27,7 +27,6 @@ def norm_column_parallel(
 
 class _NormColumnParallel(LayerFunction):
     @staticmethod
-    @outside_modes
     def forward(
         ctx: Any, x: Tensor, norm_weight: Tensor, weight: Tensor, eps: float, norm: Norm, layer: Column
     ) -> Tensor:
@@ -38,7 +37,6 @@ class _NormColumnParallel(LayerFunction):
         return y
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, norm_weight, scale, weight, *kept = ctx.saved_tensors
         wants_dx, wants_dg, wants_dw = ctx.needs_input_grad[:3]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.function_modes import outside_modes
+from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.numerics.products.product import product
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.peer_memory import PeerSum
@@ -31,9 +31,8 @@ def partial_linear(x: Tensor, weight: Tensor, mesh: VirtualMesh) -> Tensor:
     return _PartialLinear.apply(x, weight, mesh)
 
 
-class _PartialLinear(torch.autograd.Function):
+class _PartialLinear(LayerFunction):
     @staticmethod
-    @outside_modes
     def forward(ctx: Any, x: Tensor, weight: Tensor, mesh: VirtualMesh) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.mesh = mesh
@@ -42,7 +41,6 @@ class _PartialLinear(torch.autograd.Function):
         return product(rows, weight.t(), out, rows=mesh.local_chunks).view(*x.shape[:-1], -1)
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         mesh = ctx.mesh
@@ -85,9 +83,8 @@ def gathered_linear(x: Tensor, weight: Tensor, mesh: VirtualMesh, sequence_paral
     return _GatheredLinear.apply(x, weight, mesh, sequence_parallel)
 
 
-class _GatheredLinear(torch.autograd.Function):
+class _GatheredLinear(LayerFunction):
     @staticmethod
-    @outside_modes
     def forward(ctx: Any, x: Tensor, weight: Tensor, mesh: VirtualMesh, sequence_parallel: bool) -> Tensor:
         whole = all_gather(weight, mesh)
         ctx.save_for_backward(x, weight, whole)
@@ -98,7 +95,6 @@ class _GatheredLinear(torch.autograd.Function):
         return product(rows, whole.t(), out, rows=chunks).view(*x.shape[:-1], -1)
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight, whole = ctx.saved_tensors
         mesh, sequence_parallel = ctx.mesh, ctx.sequence_parallel

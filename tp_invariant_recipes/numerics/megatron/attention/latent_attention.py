@@ -29,7 +29,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.cpu_host.stand_ins.duplicated_linear import DuplicatedLinear
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.function_modes import outside_modes
+from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers.linear.partial_linear import partial_linear
 from tp_invariant_recipes.numerics.megatron.base import OnMesh
@@ -220,15 +220,13 @@ def spread_over_heads(key: Tensor, heads: int, mesh: VirtualMesh) -> Tensor:
     return _Spread.apply(key, heads, mesh)
 
 
-class _Spread(torch.autograd.Function):
+class _Spread(LayerFunction):
     @staticmethod
-    @outside_modes
     def forward(ctx: Any, key: Tensor, heads: int, mesh: VirtualMesh) -> Tensor:
         ctx.mesh = mesh
         return key.expand(-1, -1, heads, -1)
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         shards = gradients[0].unflatten(2, (ctx.mesh.local, -1)).float()
         first, *others = shards.unbind(3)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.cpu_host.vectors import VECTORS
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.function_modes import outside_modes
+from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.kernels.folding_sum import folding_sum
 from tp_invariant_recipes.kernels.token_sum import token_sum
 from tp_invariant_recipes.kernels.tree_add import tree_add
@@ -182,9 +182,8 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
         )
 
 
-class _Gating(torch.autograd.Function):
+class _Gating(LayerFunction):
     @staticmethod
-    @outside_modes
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, mesh: VirtualMesh, dtype: torch.dtype, product: Callable[..., Tensor]
     ) -> Tensor:
@@ -196,7 +195,6 @@ class _Gating(torch.autograd.Function):
         return logits.view(*x.shape[:-1], -1)
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         product = ctx.product
@@ -223,14 +221,13 @@ def _over_tokens(values: Tensor, mesh: VirtualMesh, context: VirtualMesh) -> Ten
     return tree_all_reduce(tree_all_reduce(sums, mesh, torch.float32).unsqueeze(0), context, torch.float32)
 
 
-class _ZLoss(torch.autograd.Function):
+class _ZLoss(LayerFunction):
     """factor · Σ z², z = log Σ exp(logits) of a token; of its gradient, 2 z · softmax, a row depends on that row alone.
 
     As of `_LoadBalance`, the first rank has the loss of the whole micro-batch.
     """
 
     @staticmethod
-    @outside_modes
     def forward(ctx: Any, logits: Tensor, factor: float, mesh: VirtualMesh, context: VirtualMesh) -> Tensor:
         wide = logits.float()
         top = wide.amax(1, keepdim=True)
@@ -242,7 +239,6 @@ class _ZLoss(torch.autograd.Function):
         return _over_tokens(z * z, mesh, context).sum() * (0.0 if mesh.rank or context.rank else factor)
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (slope,) = ctx.saved_tensors
         return (slope * (gradients[0] * ctx.factor)).to(ctx.dtype), None, None, None
@@ -254,11 +250,10 @@ def _log(x: Tensor) -> Tensor:
     return torch.log(torch.nn.functional.pad(x, (0, rest), value=1.0))[: len(x)]
 
 
-class _LoadBalance(torch.autograd.Function):
+class _LoadBalance(LayerFunction):
     """The first rank has the loss of the whole micro-batch and the others have 0, since Megatron logs their sum."""
 
     @staticmethod
-    @outside_modes
     def forward(
         ctx: Any, scores: Tensor, counts: Tensor, factor: float, mesh: VirtualMesh, context: VirtualMesh
     ) -> Tensor:
@@ -268,7 +263,6 @@ class _LoadBalance(torch.autograd.Function):
         return (total * counts).sum() * (0.0 if mesh.rank or context.rank else factor)
 
     @staticmethod
-    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         (counts,) = ctx.saved_tensors
         return (gradients[0] * ctx.factor * counts).expand(ctx.shape), None, None, None, None
