@@ -2,7 +2,6 @@
 
 import torch
 
-from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers.formats.plain import LIBRARY, Plain, Products
 from tp_invariant_recipes.numerics.modes.tree import Tree
 
@@ -30,4 +29,4 @@ class Toy(Tree):
         return "toy 1"
 
 
-MODE: mode.Mode = Toy()
+MODE = Toy()

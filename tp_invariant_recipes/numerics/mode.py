@@ -1,20 +1,18 @@
 """Which arithmetic a run computes with: one value a mode. Whatever depends on the mode asks this value.
 
 A mode is a file with a value `MODE` and a row of MODES; `conf/numerics/NAME.yaml` makes it an option of `numerics=`.
-The values import neither torch nor Megatron before a method is called, since the check of a configuration reads them.
+Its class derives from `Tree` of numerics/modes/tree.py, which says what a mode has. The values import neither torch nor
+Megatron before a method is called, since the check of a configuration reads them.
 `numerics=stock`, Bridge's own numerics, is no mode: `find` gives None.
 """
 
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, Protocol
-
-from tp_invariant_recipes.replacement import Replacement
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from tp_invariant_recipes.numerics.layers import cross_entropy, norm
-    from tp_invariant_recipes.numerics.layers.formats.plain import Plain
+    from tp_invariant_recipes.numerics.modes.tree import Tree as Mode
 
 # Name -> the module with the mode's value.
 MODES = {
@@ -43,61 +41,8 @@ FP64_NORM = "a gradient norm of plain fp64 sums"  # depends on the order of its 
 ALL_GRAPHS = frozenset({"te", "full"})  # options of cuda_graph=
 
 
-class Mode(Protocol):
-    """An arithmetic whose bits do not depend on the layout.
-
-    name:             the value of numerics.mode.
-    covers:           of EXPERTS … FP64_NORM, what it has invariant versions of; check/invariant/ refuses the rest.
-    graphs:           options of cuda_graph= that its layers were captured with.
-    any_machine:      whether every machine that computes it gives the same bits, not one architecture alone.
-    tries_products:   whether cuBLAS computes its products after a trial (products/defined.py), which takes memory.
-    gathers_operands: whether a rank holds whole operands of a split product.
-    layers:           stock class -> MODULE:CLASS of this package, where they differ from megatron/spec.py's table.
-    replacements:     rows beyond those of megatron/replacements.py.
-    """
-
-    name: str
-    covers: frozenset[str]
-    graphs: frozenset[str]
-    any_machine: bool
-    tries_products: bool
-    gathers_operands: bool
-    layers: Mapping[str, str]
-
-    def definition(self, device: str) -> str | None:
-        """Return the version of a product as a ledger's header names it (`product` in `device`); None: what a library
-        gives.
-
-        device: "cpu" or "gpu".
-        """
-        ...
-
-    def require_machine(self, gpu: int | None, *, fp8: bool = False) -> None:
-        """Raise RunError if the device computes other bits than the mode defines. gpu: its index; None: the CPU.
-
-        fp8: the run has products in FP8.
-        """
-        ...
-
-    def operands(self) -> "Plain":
-        """Return what the layers' products compute with, in bf16 or fp32 (numerics/layers/formats/)."""
-        ...
-
-    def norm(self) -> "norm.NormKernels":
-        """Forward and backward pass of RMSNorm."""
-        ...
-
-    def cross_entropy(self) -> "cross_entropy.LossKernels":
-        """Return sums and gradients over the vocabulary."""
-        ...
-
-    def replacements(self) -> tuple[Replacement, ...]:
-        """Rows of this mode alone."""
-        ...
-
-
 @cache
-def find(name: str) -> Mode | None:
+def find(name: str) -> "Mode | None":
     """Get the mode of a name; None for stock and for a name of no mode, which a ledger of another version may have."""
     return pkgutil.resolve_name(f"{MODES[name]}:MODE") if name in MODES else None
 
@@ -108,19 +53,19 @@ def definition(name: str, device: str) -> str | None:
     return mode.definition(device) if mode else None
 
 
-def every() -> tuple[Mode, ...]:
+def every() -> "tuple[Mode, ...]":
     """All modes, in the order of the table."""
     return tuple(mode for name in MODES if (mode := find(name)))
 
 
-def named_mode(name: str) -> Mode:
+def named_mode(name: str) -> "Mode":
     """Return the mode of a name that is known to be one."""
     mode = find(name)
     assert mode is not None, name
     return mode
 
 
-def mode_of(config: Any) -> Mode:
+def mode_of(config: Any) -> "Mode":
     """Return the mode of a Megatron configuration whose layers are invariant."""
     return named_mode(config.invariant_mode)
 
@@ -131,6 +76,6 @@ def only(feature: str) -> str:
     return f"{feature} {verb} covered by {' and '.join(named(lambda mode: feature in mode.covers))} only"
 
 
-def named(has: Callable[[Mode], Any]) -> list[str]:
+def named(has: Callable[["Mode"], Any]) -> list[str]:
     """Return the modes of which something holds, as a message has them: ["numerics=tree", "numerics=portable"]."""
     return [f"numerics={mode.name}" for mode in every() if has(mode)]

@@ -1,9 +1,12 @@
 """The section `numerics` of the configuration."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from tp_invariant_recipes.numerics.mode import DEFAULT, Mode, ModeName, find
+from tp_invariant_recipes.numerics.mode import DEFAULT, ModeName, find
+
+if TYPE_CHECKING:
+    from tp_invariant_recipes.numerics.mode import Mode
 
 PeerMemory = Literal["auto", "always", "never"]
 PEERS = (2, 4, 8)  # ranks of a group that may sum through each other's memory
@@ -36,7 +39,7 @@ class NumericsSettings:
     adjust: bool = True
 
     @property
-    def arithmetic(self) -> Mode | None:
+    def arithmetic(self) -> "Mode | None":
         """The mode's value; None: Bridge's own numerics (stock)."""
         return find(self.mode)
 

@@ -81,4 +81,4 @@ class Portable(Tree):
         return REPLACEMENTS
 
 
-MODE: mode.Mode = Portable()
+MODE = Portable()

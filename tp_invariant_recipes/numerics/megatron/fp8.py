@@ -35,7 +35,7 @@ def layers_of_stack(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def operands_of(layers: Fp8Layers, arithmetic: mode.Mode, group: Any) -> Format:
+def operands_of(layers: Fp8Layers, arithmetic: "mode.Mode", group: Any) -> Format:
     """Operands of layers in FP8. group: of the ranks that share a sequence; None: one rank has all."""
     if layers.recipe == "mxfp8":
         return Mxfp8.from_layers(layers, arithmetic.operands().products)

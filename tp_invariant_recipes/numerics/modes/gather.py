@@ -32,4 +32,4 @@ class Gather(Tree):
         return GATHERED
 
 
-MODE: mode.Mode = Gather()
+MODE = Gather()

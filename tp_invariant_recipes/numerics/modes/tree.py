@@ -20,7 +20,18 @@ ON_GPU = f"fixed tiles 1 (Triton {installed('triton')})"
 
 
 class Tree:
-    """Equal bits for every layout on one GPU architecture, and for every layout on one kind of CPU."""
+    """Equal bits for every layout on one GPU architecture, and for every layout on one kind of CPU.
+
+    Every mode derives from it: an arithmetic whose bits do not depend on the layout.
+
+    name:             the value of numerics.mode.
+    covers:           of mode.EXPERTS … FP64_NORM, what it has invariant versions of; check/invariant/ refuses the rest.
+    graphs:           options of cuda_graph= that its layers were captured with.
+    any_machine:      whether every machine that computes it gives the same bits, not one architecture alone.
+    tries_products:   whether cuBLAS computes its products after a trial (products/defined.py), which takes memory.
+    gathers_operands: whether a rank holds whole operands of a split product.
+    layers:           stock class -> MODULE:CLASS of this package, where they differ from megatron/spec.py's table.
+    """
 
     name: str = "tree"
     covers: frozenset[str] = frozenset(
@@ -51,37 +62,45 @@ class Tree:
     layers: Mapping[str, str] = MappingProxyType({})
 
     def definition(self, device: str) -> str | None:
-        """Named on a GPU only."""
+        """Return the version of a product as a ledger's header names it (`product` in `device`); None: a library's.
+
+        device: "cpu" or "gpu".
+        """
         return ON_GPU if device == "gpu" else None
 
     def require_machine(self, gpu: int | None, *, fp8: bool = False) -> None:
-        """Any machine will do whose fixed tiles walk k in order: the products are defined on the one at hand."""
+        """Raise RunError if the device computes other bits than the mode defines.
+
+        Any machine will do whose fixed tiles walk k in order: products are defined on the one at hand.
+
+        gpu: its index; None: the CPU. fp8: the run has products in FP8.
+        """
         if gpu is not None:
             from tp_invariant_recipes.numerics.products.order import require_order
 
             require_order(f"cuda:{gpu}")
 
     def operands(self) -> "Plain":
-        """numerics/layers/formats/plain.py."""
+        """Return what the layers' products compute with, in bf16 or fp32 (numerics/layers/formats/)."""
         from tp_invariant_recipes.numerics.layers.formats.plain import PLAIN
 
         return PLAIN
 
     def norm(self) -> "norm.NormKernels":
-        """kernels/rms_norm.py."""
+        """Forward and backward pass of RMSNorm."""
         from tp_invariant_recipes.numerics.layers import norm
 
         return norm.LIBRARY
 
     def cross_entropy(self) -> "cross_entropy.LossKernels":
-        """kernels/cross_entropy.py."""
+        """Return sums and gradients over the vocabulary."""
         from tp_invariant_recipes.numerics.layers import cross_entropy
 
         return cross_entropy.LIBRARY
 
     def replacements(self) -> tuple[Replacement, ...]:
-        """None of its own."""
+        """Rows beyond those of megatron/replacements.py."""
         return ()
 
 
-MODE: mode.Mode = Tree()
+MODE = Tree()
