@@ -187,7 +187,7 @@ KERNELS: dict[str, Callable[[_Now], None]] = {
     "norm": _norm,
     "norm of heads": _norm_of_heads,
     "activation": _activation,
-    "experts": _function("tp_invariant_recipes.numerics.layers.formats.plain", "rows_times"),
+    "experts": _function("tp_invariant_recipes.numerics.layers.formats.plain", "Plain.multiply_groups"),
     "adam": _after_the_update("master", "within"),
     "moment": _after_the_update("exp_avg", "within"),
     "all-gather": _after_the_update("weight", "within"),

@@ -101,11 +101,11 @@ def _one_product_of_all_shards() -> None:
     """Let a weight gradient be one product of all tokens that a rank has."""
     from tp_invariant_recipes.numerics.layers.formats import plain
 
-    def one_product(weight, grad, tokens, mesh, product, **shards):
-        first = lambda out, add: product(grad.t(), tokens, out, add=add, **shards)  # noqa: E731
+    def one_product(self, weight, grad, tokens, mesh, **shards):
+        first = lambda out, add: self.products.product(grad.t(), tokens, out, add=add, **shards)  # noqa: E731
         return plain.weight_gradient(weight, first, *[lambda out, add: None] * (mesh.contexts - 1))
 
-    plain.gradient_of_weight = one_product
+    plain.Plain.weight_gradient = one_product
 
 
 def _norms_of_all_shards() -> None:

@@ -159,11 +159,11 @@ def test_experts_are_rounded_as_their_batches():
     for which, (rows, columns, remaining) in enumerate(((0, 0, xr), (1, 1, g))):
         across = experts.of_batches(batches, [pair[rows] for pair in rounded])
         out = torch.empty(75, 64, dtype=torch.bfloat16)
-        plain.rows_times(remaining, across, out, groups, plain.LIBRARY.product, transposed=not columns)
+        plain.PLAIN.multiply_groups(remaining, across, out, groups, forward=not columns)
         assert same_bits(out, (y.detach(), inputs.grad)[which])
 
     def add(outs):
-        plain.add_products(gt, xt, outs, batches, plain.LIBRARY.product)
+        plain.PLAIN.add_gradients(gt, (xt,), outs, batches)
 
     expected = experts.weight_gradients(add, [w.detach() for w in weights], batches, x.device)
     assert all(same_bits(weight.grad, item) for weight, item in zip(weights, expected, strict=True))

@@ -157,20 +157,47 @@ class Plain:
 
     def weight_gradient(self, weight: Tensor, dy: Any, x: Any, mesh: VirtualMesh, **shards: Parts) -> Tensor:
         """dy^T @ x, both columns, of each context shard by itself. shards: the rows or columns of `product`."""
-        return gradient_of_weight(weight, dy, x, mesh, self.products.product, **shards)
+        parts = each_context(mesh, dy, x)
+        return weight_gradient(weight, *(partial(self._add_gradient, grad, tokens, shards) for grad, tokens in parts))
+
+    def _add_gradient(self, grad: Tensor, tokens: Tensor, shards: dict[str, Parts], out: Tensor, add: bool) -> Tensor:
+        return self.products.product(grad.t(), tokens, out, add=add, **shards)
 
     def multiply_groups(
         self, rows: Any, across: Sequence[Any], out: Tensor, groups: Groups, *, forward: bool
     ) -> Tensor:  # fmt: skip
         """Each group's rows times its operand of `across`, transposed in a forward pass. returns: `out`."""
-        return rows_times(rows, across, out, groups, self.products.product, transposed=forward)
+
+        def operand(group: int) -> Tensor:
+            return across[group].t() if forward else across[group]
+
+        if rows.is_cuda:
+            started = sampling.begin_one(groups.sizes, lambda n, at: (rows[at], operand(n), out[at]))
+            grouped_product(rows, across, out, groups, transposed=forward)
+            if started is not None:
+                started.end()
+            return out
+        for n, (of_group, part) in enumerate(zip(rows.split(groups.sizes), out.split(groups.sizes), strict=True)):
+            if len(of_group):
+                self.products.product(of_group, operand(n), part)
+        return out
 
     def add_gradients(self, dy: Any, kept: Sequence[Tensor], outs: list[Tensor], batches: "Batches") -> None:
         """Add to each fp32 tensor dy^T x of its batches, in order. dy: columns; kept: as of `from_input`.
 
         outs: one for each expert and buffer of gradients.
         """
-        add_products(dy, kept[0], outs, batches, self.products.product)
+        x, sizes = kept[0], batches.groups.sizes
+        if x.is_cuda:
+            started = sampling.begin_chain(sizes, batches.chain, dy, x, outs)
+            grouped_weight_gradient(dy, x, outs, batches.groups, batches.chain)
+            if started is not None:
+                started.end()
+            return
+        dy_parts, x_parts = dy.split(sizes), x.split(sizes)
+        for out, batch in batches.in_order(outs):
+            if sizes[batch]:
+                self.products.product(dy_parts[batch].t(), x_parts[batch], out, add=True)
 
 
 PLAIN = Plain()
@@ -206,57 +233,3 @@ def start_contraction(
 def sizes_of(segments: Parts, features: int) -> tuple[int, ...]:
     """Return the size of each segment of so many features."""
     return (features // segments,) * segments if isinstance(segments, int) else segments
-
-
-def gradient_of_weight(
-    weight: Tensor, grad: Tensor, tokens: Tensor, mesh: VirtualMesh, product: Callable[..., Tensor], **shards: Parts
-) -> Tensor:
-    """grad^T @ tokens, of each context shard by itself. shards: the rows or columns of `product`."""
-    parts = each_context(mesh, grad, tokens)
-    return weight_gradient(weight, *(partial(_added, product, dy.t(), x, shards) for dy, x in parts))
-
-
-def _added(
-    product: Callable[..., Tensor], a: Tensor, b: Tensor, shards: dict[str, Parts], out: Tensor, add: bool
-) -> Tensor:
-    return product(a, b, out, add=add, **shards)
-
-
-def rows_times(
-    x: Tensor, weights: Sequence[Tensor], out: Tensor, groups: Groups, product: Callable[..., Tensor], *,
-    transposed: bool,
-) -> Tensor:  # fmt: skip
-    """Each group's rows times its weight, or the weight transposed, into `out`. product: what computes on a CPU."""
-    if x.is_cuda:
-        started = sampling.begin_one(
-            groups.sizes, lambda n, rows: (x[rows], _transposed(weights[n], transposed), out[rows])
-        )
-        grouped_product(x, weights, out, groups, transposed=transposed)
-        if started is not None:
-            started.end()
-        return out
-    for rows, weight, part in zip(x.split(groups.sizes), weights, out.split(groups.sizes), strict=True):
-        if len(rows):
-            product(rows, _transposed(weight, transposed), part)
-    return out
-
-
-def _transposed(weight: Tensor, transposed: bool) -> Tensor:
-    return weight.t() if transposed else weight
-
-
-def add_products(
-    dy: Tensor, x: Tensor, outs: list[Tensor], batches: "Batches", product: Callable[..., Tensor]
-) -> None:  # fmt: skip
-    """Add to each fp32 tensor dy^T x of its batches, in order. outs: one for each expert and buffer of gradients."""
-    sizes = batches.groups.sizes
-    if x.is_cuda:
-        started = sampling.begin_chain(sizes, batches.chain, dy, x, outs)
-        grouped_weight_gradient(dy, x, outs, batches.groups, batches.chain)
-        if started is not None:
-            started.end()
-        return
-    dy_parts, x_parts = dy.split(sizes), x.split(sizes)
-    for out, batch in batches.in_order(outs):
-        if sizes[batch]:
-            product(dy_parts[batch].t(), x_parts[batch], out, add=True)
