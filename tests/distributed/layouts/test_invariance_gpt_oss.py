@@ -63,13 +63,13 @@ def test_every_part_counts(scenario, part):
 
 def _biases_of_all_ranks() -> None:
     from tp_invariant_recipes.numerics.layers.experts import experts
-    from tp_invariant_recipes.numerics.megatron.moe import moe_layer
+    from tp_invariant_recipes.numerics.megatron import base
 
     def mark(module):
         for weight in module.parameters():
             weight.allreduce = False
 
-    moe_layer.mark_separate = experts.mark_separate = mark
+    base.mark_separate = experts.mark_separate = mark
 
 
 def _unmarked_sinks() -> None:

@@ -101,9 +101,9 @@ def _plain_norm_gradients() -> None:
 
 
 def _one_segment() -> None:
-    from tp_invariant_recipes.numerics.megatron import local as local_layers
+    from tp_invariant_recipes.numerics.megatron import base
 
-    local_layers.segments_of = lambda config, tp_comm_buffer_name: 1
+    base.ColumnForward.segments = property(lambda layer: 1, lambda layer, value: None)
 
 
 def _head_norms_like_others() -> None:

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
-from tp_invariant_recipes.numerics.layers.experts.experts import ACTIVATION, Activation, activation_kind, expert_mlp
+from tp_invariant_recipes.numerics.layers.experts.experts import (
+    ACTIVATION,
+    Activation,
+    activation_kind,
+    expert_mlp,
+    mark_separate,
+)
 from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches
 from tp_invariant_recipes.numerics.layers.formats import Format
 from tp_invariant_recipes.numerics.layers.formats.plain import PLAIN
@@ -34,11 +40,6 @@ def _operands(name: str) -> Format:
 def _norm(name: str) -> NormKernels:
     """Return the norms of a mode, looked up once."""
     return mode.named_mode(name).norm()
-
-
-def segments_of(config: Any, tp_comm_buffer_name: str | None) -> int:
-    """Segments of a column-parallel weight; Megatron names the fused gate and up projection "fc1"."""
-    return 2 if tp_comm_buffer_name == "fc1" and config.gated_linear_unit else 1
 
 
 def sequence_shards(config: Any) -> NormShards:
@@ -91,6 +92,11 @@ class ColumnForward(WithProducts, OnMesh):
 
     segments: Parts
 
+    def __init__(self, *args: Any, tp_comm_buffer_name: str | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, tp_comm_buffer_name=tp_comm_buffer_name, **kwargs)  # type: ignore[call-arg]
+        # Megatron names the fused gate and up projection "fc1".
+        self.segments = 2 if tp_comm_buffer_name == "fc1" and self.config.gated_linear_unit else 1
+
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[s/t or s, b, k] → [s, b, n/t]."""
         sliced = self.config.sequence_parallel
@@ -131,6 +137,10 @@ class ExpertsForward(WithProducts):
 
     activation: Activation = ACTIVATION
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        mark_separate(self)  # type: ignore[arg-type]
+
     def experts(
         self,
         rows: Tensor,
@@ -153,17 +163,21 @@ def adapter_of(experts: Any, name: str) -> Any:
     return getattr(getattr(experts, name, None), "adapter", None)
 
 
-class NormForward(OnMesh):
+class OnMegatronsMesh(OnMesh):
+    """A layer that is told of no process group: its mesh has Megatron's tensor-parallel one."""
+
+    def mesh_group(self) -> Any:
+        """Megatron's own."""
+        from megatron.core.parallel_state import get_tensor_model_parallel_group
+
+        return get_tensor_model_parallel_group()
+
+
+class NormForward(OnMegatronsMesh):
     """Forward of a norm over the hidden size; rows are positions. With a `bias` it is a LayerNorm, else an RMSNorm."""
 
     weight: Tensor
     eps: float
-
-    def mesh_group(self) -> Any:
-        """Megatron's own: a norm is not told of any."""
-        from megatron.core.parallel_state import get_tensor_model_parallel_group
-
-        return get_tensor_model_parallel_group()
 
     def shards_of(self) -> NormShards:
         """How the rows of this rank make up the V shards."""

@@ -19,17 +19,12 @@ from tp_invariant_recipes.numerics.megatron.base import (
     HeadNormForward,
     NormForward,
     RowForward,
-    segments_of,
 )
 from tp_invariant_recipes.numerics.sums.context_shards import of_a_rank
 
 
 class InvariantColumnParallelLinear(ColumnForward, ColumnParallelLinear):
     """Column-parallel linear layer; on every device also Megatron's output layer."""
-
-    def __init__(self, *args: Any, tp_comm_buffer_name: str | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, tp_comm_buffer_name=tp_comm_buffer_name, **kwargs)
-        self.segments = segments_of(self.config, tp_comm_buffer_name)
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None

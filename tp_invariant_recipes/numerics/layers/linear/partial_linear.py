@@ -28,33 +28,7 @@ def partial_linear(x: Tensor, weight: Tensor, mesh: VirtualMesh) -> Tensor:
     The weight gradient is a tree over V chunks. Each rank adds its slice of the sum to `main_grad`, of which Megatron
     adds up all ranks': elsewhere they have zeros. Without `main_grad` it is returned so.
     """
-    return _PartialLinear.apply(x, weight, mesh)
-
-
-class _PartialLinear(LayerFunction):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, mesh: VirtualMesh) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.mesh = mesh
-        rows = x.reshape(-1, x.shape[-1])
-        out = rows.new_empty(len(rows), len(weight))
-        return product(rows, weight.t(), out, rows=mesh.local_chunks).view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        mesh = ctx.mesh
-        grad, rows = gradients[0].reshape(-1, len(weight)), x.reshape(-1, x.shape[-1])
-        wants_dx, wants_dw = ctx.needs_input_grad[:2]
-        reducing = _start_weight_gradient(grad, rows, mesh) if wants_dw else None
-        dx = None
-        if wants_dx:  # while the sums are on their way
-            dx = product(grad, weight, torch.empty_like(rows), rows=mesh.local_chunks).view(x.shape)
-        return (
-            dx,
-            None if reducing is None else add_slice(weight, reducing.finished(torch.float32).view(-1), mesh.rank),
-            None,
-        )
+    return _ChunkedLinear.apply(x, weight, mesh, False, False)
 
 
 def add_slice(weight: Tensor, mine: Tensor, rank: int) -> Tensor:
@@ -80,39 +54,42 @@ def gathered_linear(x: Tensor, weight: Tensor, mesh: VirtualMesh, sequence_paral
 
     The weight gradient is a tree over V chunks, of which each rank gets its rows; `main_grad` gets them unrounded.
     """
-    return _GatheredLinear.apply(x, weight, mesh, sequence_parallel)
+    return _ChunkedLinear.apply(x, weight, mesh, not sequence_parallel, True)
 
 
-class _GatheredLinear(LayerFunction):
+class _ChunkedLinear(LayerFunction):
+    """everywhere: x has all tokens. gathers: ranks hold rows of the weight, and get those of its gradient."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, mesh: VirtualMesh, sequence_parallel: bool) -> Tensor:
-        whole = all_gather(weight, mesh)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, mesh: VirtualMesh, everywhere: bool, gathers: bool) -> Tensor:
+        whole = all_gather(weight, mesh) if gathers else weight
         ctx.save_for_backward(x, weight, whole)
-        ctx.mesh, ctx.sequence_parallel = mesh, sequence_parallel
+        ctx.mesh, ctx.everywhere, ctx.gathers = mesh, everywhere, gathers
+        ctx.chunks = mesh.shards if everywhere else mesh.local_chunks
         rows = x.reshape(-1, x.shape[-1])
         out = rows.new_empty(len(rows), len(whole))
-        chunks = mesh.local if sequence_parallel else mesh.shards
-        return product(rows, whole.t(), out, rows=chunks).view(*x.shape[:-1], -1)
+        return product(rows, whole.t(), out, rows=ctx.chunks).view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight, whole = ctx.saved_tensors
-        mesh, sequence_parallel = ctx.mesh, ctx.sequence_parallel
-        grad, rows = gradients[0].reshape(-1, len(whole)), x.reshape(-1, x.shape[-1])
+        mesh = ctx.mesh
+        grad, rows = dy.reshape(-1, len(whole)), x.reshape(-1, x.shape[-1])
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
-        reducing = None
+        reducing = dx = dw = None
         if wants_dw:
-            parts, part = (1, 0) if sequence_parallel else (mesh.size, mesh.rank)
+            parts, part = (mesh.size, mesh.rank) if ctx.everywhere else (1, 0)
             reducing = _start_weight_gradient(grad.chunk(parts)[part], rows.chunk(parts)[part], mesh)
-        dx = None
         if wants_dx:  # while the sums are on their way
-            chunks = mesh.local if sequence_parallel else mesh.shards
-            dx = product(grad, whole, torch.empty_like(rows), rows=chunks).view(x.shape)
-        return dx, None if reducing is None else _kept_rows(weight, reducing), None, None
+            dx = product(grad, whole, torch.empty_like(rows), rows=ctx.chunks).view(x.shape)
+        if reducing is not None:
+            total = reducing.finished(torch.float32)
+            dw = _kept_rows(weight, total) if ctx.gathers else add_slice(weight, total.view(-1), mesh.rank)
+        return dx, dw, None, None, None
 
 
-def _kept_rows(weight: Any, reducing: Reducing | PeerSum) -> Tensor:
-    total = reducing.finished(torch.float32).view(weight.shape)
+def _kept_rows(weight: Any, total: Tensor) -> Tensor:
+    total = total.view(weight.shape)
     if getattr(weight, "main_grad", None) is None:
         return total.to(weight.dtype)
     weight.main_grad.add_(total)

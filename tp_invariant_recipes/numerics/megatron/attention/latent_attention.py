@@ -32,7 +32,7 @@ from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers.linear.partial_linear import partial_linear
-from tp_invariant_recipes.numerics.megatron.base import OnMesh
+from tp_invariant_recipes.numerics.megatron.base import OnMegatronsMesh, OnMesh
 from tp_invariant_recipes.numerics.megatron.local import InvariantDotProductAttention
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import tree_all_reduce
@@ -185,16 +185,10 @@ def _beyond(config: Any) -> list[str]:
 # --- Down-projections ---
 
 
-class DuplicatedForward(OnMesh):
+class DuplicatedForward(OnMegatronsMesh):
     """Forward of a layer that every rank holds whole."""
 
     weight: Any
-
-    def mesh_group(self) -> Any:
-        """Megatron's own: the layer is not told of any."""
-        from megatron.core.parallel_state import get_tensor_model_parallel_group
-
-        return get_tensor_model_parallel_group()
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """[s/t, b, k] → [s/t, b, n], and None as bias."""

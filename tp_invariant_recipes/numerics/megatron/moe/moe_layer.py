@@ -10,7 +10,6 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
-from tp_invariant_recipes.numerics.layers.experts.experts import mark_separate
 from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches, InvariantTokenDispatcher
 from tp_invariant_recipes.numerics.layers.experts.token_gate import token_gate
 from tp_invariant_recipes.numerics.megatron import spec
@@ -47,10 +46,6 @@ class InvariantMoELayer(MoELayer):
 
 class InvariantSequentialMLP(ExpertsForward, SequentialMLP):
     """Experts that are separate modules, as in Megatron without Transformer Engine."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        mark_separate(self)
 
     def forward(self, rows: Tensor, batches: Batches, probs: Tensor) -> tuple[Tensor, None]:
         """[r, h] → [r, h], and None as bias."""

@@ -21,7 +21,6 @@ from transformer_engine.pytorch.attention.dot_product_attention import dot_produ
 from transformer_engine.pytorch.utils import get_cudnn_version
 
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.numerics.layers.experts.experts import mark_separate
 from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches
 from tp_invariant_recipes.numerics.megatron.attention.core_attention import CoreAttention, Mask
 from tp_invariant_recipes.numerics.megatron.attention.latent_attention import DuplicatedForward
@@ -31,7 +30,6 @@ from tp_invariant_recipes.numerics.megatron.base import (
     HeadNormForward,
     NormForward,
     RowForward,
-    segments_of,
 )
 from tp_invariant_recipes.numerics.megatron.families.gemma import Gemma3Windows
 from tp_invariant_recipes.numerics.megatron.families.layers import AfterRow
@@ -39,10 +37,6 @@ from tp_invariant_recipes.numerics.megatron.families.layers import AfterRow
 
 class InvariantTELayerNormColumnParallelLinear(ColumnForward, TELayerNormColumnParallelLinear):
     """RMSNorm or LayerNorm, then column-parallel linear."""
-
-    def __init__(self, *args: Any, tp_comm_buffer_name: str | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, tp_comm_buffer_name=tp_comm_buffer_name, **kwargs)
-        self.segments = segments_of(self.config, tp_comm_buffer_name)
 
     def forward(self, x: Tensor) -> Any:
         """[s/t or s, b, k] → [s, b, n/t], and None as bias, since the layer has added it.
@@ -58,10 +52,6 @@ class InvariantTELayerNormColumnParallelLinear(ColumnForward, TELayerNormColumnP
 
 class InvariantTEColumnParallelLinear(ColumnForward, TEColumnParallelLinear):
     """Column-parallel linear."""
-
-    def __init__(self, *args: Any, tp_comm_buffer_name: str | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, tp_comm_buffer_name=tp_comm_buffer_name, **kwargs)
-        self.segments = segments_of(self.config, tp_comm_buffer_name)
 
     def forward(self, x: Tensor) -> Any:
         """[s/t or s, b, k] → [s, b, n/t], and None as bias, since the layer has added it."""
@@ -128,10 +118,6 @@ class InvariantTERowParallelLinearLayerNorm(AfterRow, InvariantTERowParallelLine
 
 class InvariantTEGroupedMLP(ExpertsForward, TEGroupedMLP):
     """Experts whose weights are in two Transformer Engine modules and whose products are our own."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        mark_separate(self)
 
     def forward(self, rows: Tensor, batches: Batches, probs: Tensor) -> tuple[Tensor, None]:
         """[r, h] → [r, h], and None as bias."""
