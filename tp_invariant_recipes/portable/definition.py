@@ -9,15 +9,12 @@ import hashlib
 import platform
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from tp_invariant_recipes.errors import RunError
-
-if TYPE_CHECKING:
-    from tp_invariant_recipes.portable import conformance
+from tp_invariant_recipes.portable import conformance, other_sums
 
 DEFINITION = 2
 # SHA-256 of the bits of exp, log, sigmoid, rsqrt and exp2 for the numbers of `samples`.
@@ -66,14 +63,10 @@ def differences(gpu: int | None) -> list[str]:
 
 def fp8_differences(gpu: int | None) -> list[str]:
     """As `differences`, of the recorded products in FP8."""
-    from tp_invariant_recipes.portable import conformance
-
     return _differences(conformance.read(conformance.FP8), gpu)
 
 
-def _bf16_rows() -> "conformance.Recording":
-    from tp_invariant_recipes.portable import conformance
-
+def _bf16_rows() -> conformance.Recording:
     recording = conformance.read()
     cases = tuple(
         replace(case, a=case.a[:ROWS], bits=case.bits[:ROWS])  # type: ignore[index]
@@ -85,21 +78,15 @@ def _bf16_rows() -> "conformance.Recording":
 
 def _known_sum(gpu: int | None) -> str:
     """Describe what the device computes instead, if it is known."""
-    from tp_invariant_recipes.portable import other_sums
-
     text = other_sums.name(_bf16_rows(), _product(gpu))
     return f" ({text})" if text else ""
 
 
-def _differences(recording: "conformance.Recording", gpu: int | None) -> list[str]:
-    from tp_invariant_recipes.portable import conformance
-
+def _differences(recording: conformance.Recording, gpu: int | None) -> list[str]:
     return [str(difference) for difference in conformance.differences(recording, _product(gpu))]
 
 
-def _product(gpu: int | None) -> "conformance.Product":
-    from tp_invariant_recipes.portable import conformance
-
+def _product(gpu: int | None) -> conformance.Product:
     return conformance.by_definition if gpu is None else conformance.on_gpu(gpu)
 
 

@@ -140,8 +140,8 @@ def test_mxfp8_has_the_bits_of_its_definition(kind, dtype):
     for name, form in (
         ("rows", lambda x, _: (mxfp8.along_rows(x, dtype),)),
         ("columns", lambda x, _: (mxfp8.along_columns(x, dtype),)),
-        ("both", lambda x, _: mxfp8.both(x, dtype)),
-        ("groups", lambda x, groups: mxfp8.both(x, dtype, groups)),
+        ("both", lambda x, _: mxfp8.sides(x, dtype)),
+        ("groups", lambda x, groups: mxfp8.sides(x, dtype, groups=groups)),
     ):
         results, expected = form(here, groups), form(x, there)
         assert all(same_bits(a.cpu(), b) for a, b in zip(results, expected, strict=True)), name
@@ -152,7 +152,7 @@ def test_mxfp8_has_the_bits_of_its_definition(kind, dtype):
 def test_mxfp8_of_other_blocks_is_seen():
     """The control."""
     x = operand("wide", rows=64, k=64)
-    rows, columns = (item.cpu() for item in mxfp8.both(x.cuda(), E4M3))
+    rows, columns = (item.cpu() for item in mxfp8.sides(x.cuda(), E4M3))
     assert not same_bits(rows, columns)
     assert not same_bits(rows, mxfp8.along_rows(x, E5M2))
 
@@ -173,7 +173,7 @@ def test_nothing_waits_for_the_gpu():
     x = _operand(_normal)
     quantize.of_tensor(x, E4M3, None)
     groups = Groups((100, ROWS - 100), torch.tensor((100, ROWS - 100)).cuda())
-    mxfp8.both(x, E4M3, Groups((100, ROWS - 100), groups.counts))  # compiled
+    mxfp8.sides(x, E4M3, groups=Groups((100, ROWS - 100), groups.counts))  # compiled
     torch.cuda.set_sync_debug_mode("error")
     try:
         quantize.transposed(quantize.of_tensor(x, E4M3, None))
@@ -182,6 +182,6 @@ def test_nothing_waits_for_the_gpu():
         quantize.along_both(x, E4M3)
         quantize.of_tensor_both_ways(x, E5M2, None)
         quantize.of_blocks_both_ways(x)
-        mxfp8.both(x, E4M3, groups)
+        mxfp8.sides(x, E4M3, groups=groups)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -103,7 +103,7 @@ def launches(rows):
     whole, counts, keys = fp32(rows, VOCABULARY), fake(rows, dtype=torch.int32), fake(rows, 3, dtype=torch.int64)
     draw.kept(whole, of_rows, fake(rows, 4, dtype=torch.float64))
     draw.race(whole, of_rows, counts, of_rows, keys, fake(rows, 2, dtype=torch.int32))
-    mxfp8.both(fake(rows // mxfp8.BLOCK * mxfp8.BLOCK, HIDDEN), E4M3)
+    mxfp8.sides(fake(rows // mxfp8.BLOCK * mxfp8.BLOCK, HIDDEN), E4M3)
 
 
 @pytest.fixture

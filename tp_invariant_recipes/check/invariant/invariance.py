@@ -25,13 +25,13 @@ from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.fields import catalogue
 from tp_invariant_recipes.fields.model import LAYERS_OFF
 from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.numerics.megatron import hybrid_spec
+from tp_invariant_recipes.numerics.megatron import hybrid_layers
 from tp_invariant_recipes.settings import low_precision, schema, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.schema import LEARNED
 
-HYBRID_SIGNS = {*hybrid_spec.LAYERS, hybrid_spec.SEPARATOR}
-*_OTHERS, _LAST = hybrid_spec.LAYERS
+HYBRID_SIGNS = {*hybrid_layers.LAYERS, hybrid_layers.SEPARATOR}
+*_OTHERS, _LAST = hybrid_layers.LAYERS
 
 *_FIRST, _LATEST = (path.rpartition(".")[2] for path in schema.PROVIDERS)
 

@@ -5,7 +5,7 @@ from functools import partial
 from tp_invariant_recipes.check.invariant.limit import has, lacks, limit_of, uncaptured, uncut
 from tp_invariant_recipes.fields.model import MULTI_TOKEN_OFF, MULTI_TOKEN_PATTERN
 from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.numerics.megatron import hybrid_spec
+from tp_invariant_recipes.numerics.megatron import hybrid_layers
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 FIELD = "mtp_num_layers"
@@ -35,8 +35,8 @@ LIMITS = (
         f"model.{PATTERN}='*E', or {WITHOUT}",
     ),
     _row(
-        lambda t: _hybrid(t) and set(t.model.get(PATTERN) or "") - {*hybrid_spec.LAYERS},
-        f"of hybrid layers only {' '.join(hybrid_spec.LAYERS)} have invariant versions",
+        lambda t: _hybrid(t) and set(t.model.get(PATTERN) or "") - {*hybrid_layers.LAYERS},
+        f"of hybrid layers only {' '.join(hybrid_layers.LAYERS)} have invariant versions",
         f"model.{PATTERN}",
     ),
     _row(

@@ -53,11 +53,6 @@ def along_columns(x: Tensor, dtype: torch.dtype, groups: Groups | None = None) -
     return sides(x, dtype, False, True, groups)[1]
 
 
-def both(x: Tensor, dtype: torch.dtype, groups: Groups | None = None) -> Pair:
-    """`along_rows` and `along_columns`, in one launch on a GPU."""
-    return sides(x, dtype, True, True, groups)
-
-
 def of_weights(weights: Sequence[Tensor], *, rows: bool) -> list[Tensor]:
     """Weights rounded to e4m3 along their k, or along their rows; in one launch on a GPU.
 
@@ -68,8 +63,8 @@ def of_weights(weights: Sequence[Tensor], *, rows: bool) -> list[Tensor]:
     return [(along_rows if rows else along_columns)(weight, E4M3) for weight in weights]
 
 
-def sides(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, groups: Groups | None = None) -> Pair:
-    """Return those of `both` that are asked for, x itself for another."""
+def sides(x: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = True, groups: Groups | None = None) -> Pair:
+    """`along_rows` and `along_columns`, those that are asked for, in one launch on a GPU; x itself for another."""
     _check(x, columns and groups is None)
     x = x.contiguous()
     out = torch.empty_like(x) if rows else x, torch.empty_like(x) if columns else x

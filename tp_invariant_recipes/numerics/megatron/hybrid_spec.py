@@ -3,16 +3,33 @@
 from dataclasses import replace
 from typing import Any
 
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.models.hybrid import hybrid_layer_specs
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import multi_token_prediction as ahead
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+
 from tp_invariant_recipes import saved_names
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.numerics.megatron import spec
+from tp_invariant_recipes.numerics.megatron.hybrid_layers import AHEAD, LAYERS, SEPARATOR
 from tp_invariant_recipes.replacement import resolve_own
-
-# A layer's sign in model.hybrid_layer_pattern -> its field in Megatron's specification.
-LAYERS = {"M": "mamba_layer", "*": "attention_layer", "-": "mlp_layer", "E": "moe_layer"}
-SEPARATOR = "|"  # separates pipeline stages
-AHEAD = "/"  # before the layers of each depth of multi-token prediction, which Bridge puts after the model's
 
 
 def local_hybrid_spec(config: Any) -> Any:
@@ -21,11 +38,6 @@ def local_hybrid_spec(config: Any) -> Any:
     It equals Megatron's stack with Transformer Engine, except that norms are separate modules. Checkpoints have the
     same names.
     """
-    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-    from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_layer import MoETransformerLayer
-
     layers = {
         "mamba_layer": _mamba_layer(),
         "attention_layer": _attention_layer(),
@@ -39,13 +51,6 @@ def local_hybrid_spec(config: Any) -> Any:
 
 
 def _mamba_layer() -> Any:
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
     mixer = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
     return ModuleSpec(
         module=MambaLayer,
@@ -59,15 +64,6 @@ def _mamba_layer() -> Any:
 
 
 def _attention_layer() -> Any:
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear, core_attention=DotProductAttention, linear_proj=RowParallelLinear
     )
@@ -86,13 +82,6 @@ def _attention_layer() -> Any:
 
 def _feed_forward_layer(module: type, experts: int | None = None, **names: Any) -> Any:
     """Return a layer with a dense feed-forward part, or with experts."""
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.models.backends import LocalSpecProvider
-    from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
-
     return ModuleSpec(
         module=module,
         submodules=TransformerLayerSubmodules(
@@ -106,11 +95,6 @@ def _feed_forward_layer(module: type, experts: int | None = None, **names: Any) 
 
 def _local_ahead() -> Any:
     """Multi-token prediction's norms and projection. Megatron builds its layers of the stack's own specification."""
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-    from megatron.core.transformer import multi_token_prediction as ahead
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
     norms = dict.fromkeys(("enorm", "hnorm", "layer_norm"), WrappedTorchNorm)
     parts = ahead.MultiTokenPredictionLayerSubmodules(**norms, eh_proj=ColumnParallelLinear, mtp_model_layer=None)
     layer = ModuleSpec(module=ahead.MultiTokenPredictionLayer, submodules=parts)
@@ -133,8 +117,6 @@ def invariant_hybrid_spec(config: Any) -> Any:
 
     Raises ConfigError for a layer that has no invariant version.
     """
-    from megatron.core.models.hybrid import hybrid_block, hybrid_layer_specs
-
     stock = local_hybrid_spec(config) if config.transformer_impl == "local" else hybrid_layer_specs.hybrid_stack_spec
     signs = set(config.hybrid_layer_pattern) - {SEPARATOR, AHEAD}
     if unknown := sorted(signs - set(LAYERS)):
@@ -148,4 +130,4 @@ def invariant_hybrid_spec(config: Any) -> Any:
     used = {name: spec.invariant(getattr(stock.submodules, name), fp8=in_fp8) for name in names}
     if config.mtp_num_layers:
         used["mtp_block_spec"] = spec.invariant(stock.submodules.mtp_block_spec)
-    return replace(stock, submodules=hybrid_block.HybridStackSubmodules(**used))
+    return replace(stock, submodules=HybridStackSubmodules(**used))

@@ -24,8 +24,6 @@ from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 # take twice a product's time on a GPU, and the host a third of the time of a launch through Transformer Engine.
 WORTH = 2**32
 
-__all__ = ["Quantized", "grouped_product", "grouped_weight_gradient", "nodes", "product"]
-
 
 def product(a: Quantized, b: Quantized, out: Tensor, *, add: bool = False) -> Tensor:
     """out = a @ b^T, the fp32 output of the definition rounded once to out's dtype; or out += it, one IEEE addition.

@@ -133,7 +133,7 @@ def test_operands_are_rounded_along_what_is_summed(results, column):
         return linear.row_parallel(x, weight, mesh, False)
 
     (w, wt), (xr, xt), (g, gt) = (
-        [side.view_as(item) for side in mxfp8.both(item.flatten(0, -2), kind)]
+        [side.view_as(item) for side in mxfp8.sides(item.flatten(0, -2), kind)]
         for item, kind in ((weight, E4M3), (x, E4M3), (dy, E5M2))
     )
     assert same_bits(_plain(form, w, xr, dy, 0), result[0])
@@ -154,8 +154,8 @@ def test_experts_are_rounded_as_their_batches():
     inputs = x.clone().requires_grad_()
     y = grouped_linear(inputs, batches, weights, EXPERTS)
     y.backward(dy)
-    (xr, xt), (g, gt) = mxfp8.both(x, E4M3, groups), mxfp8.both(dy, E4M3, groups)
-    rounded = [mxfp8.both(weight.detach(), E4M3) for weight in weights]
+    (xr, xt), (g, gt) = mxfp8.sides(x, E4M3, groups=groups), mxfp8.sides(dy, E4M3, groups=groups)
+    rounded = [mxfp8.sides(weight.detach(), E4M3) for weight in weights]
     for which, (rows, columns, remaining) in enumerate(((0, 0, xr), (1, 1, g))):
         across = experts.of_batches(batches, [pair[rows] for pair in rounded])
         out = torch.empty(75, 64, dtype=torch.bfloat16)

@@ -77,7 +77,7 @@ def test_codes_times_scales_are_numbers_of_bf16(dtype):
 @pytest.mark.parametrize("kind", ("normal", "wide", "small", "large", "ties", "ends"))
 def test_rounding_is_that_of_rational_numbers(kind, dtype):
     x = operand(kind, rows=32, k=32)
-    rows, columns = mxfp8.both(x, dtype)
+    rows, columns = mxfp8.sides(x, dtype)
     assert [_exact(block, dtype) for block in x.view(-1, 32).tolist()] == rows.view(-1, 32).tolist()
     assert [_exact(block, dtype) for block in x.t().tolist()] == columns.t().tolist()
     assert same_bits(rows.signbit(), x.signbit())
@@ -93,7 +93,7 @@ def test_a_cpu_has_the_bits_of_the_definition(monkeypatch, kind, dtype, sizes):
     x = operand(kind, rows=75 if groups else 64, k=160)
     expected = torch.empty_like(x), torch.empty_like(x)
     definition.by_torch(x, expected, dtype, True, True, groups)
-    assert all(map(same_bits, mxfp8.both(x, dtype, groups), expected))
+    assert all(map(same_bits, mxfp8.sides(x, dtype, groups=groups), expected))
 
 
 def test_scales_are_those_of_transformer_engine():
@@ -138,7 +138,7 @@ def test_groups_begin_anew():
 def test_other_blocks_are_another_result(monkeypatch):
     """Controls: scales of 64 numbers, of the other dimension, and of the other type."""
     x = operand("wide", rows=64, k=64)
-    rows, columns = mxfp8.both(x, E4M3)
+    rows, columns = mxfp8.sides(x, E4M3)
     assert not same_bits(rows, columns)
     assert not same_bits(rows, mxfp8.along_rows(x, E5M2))
     monkeypatch.setattr(definition, "BLOCK", 64)

@@ -13,15 +13,9 @@ def latent_block_spec(config: Any, vp_stage: int | None = None) -> Any:
     Its attention is in megatron/attention/latent_attention.py, of Transformer Engine's layers or of Megatron-Core's
     local ones.
     """
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
+    block = spec.block_of_both(config, vp_stage)
     local = config.transformer_impl == "local"
-    block = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=not local, normalization=config.normalization, vp_stage=vp_stage
-    )
-    layers = [_with_own_attention(layer, local=local) for layer in block.layer_specs]
-    return replace(block, layer_specs=layers, layer_norm=WrappedTorchNorm if local else block.layer_norm)
+    return replace(block, layer_specs=[_with_own_attention(layer, local=local) for layer in block.layer_specs])
 
 
 def invariant_latent_block_spec(config: Any, vp_stage: int | None = None) -> Any:
