@@ -4,8 +4,7 @@ Channels lie in n shards of one shape. A channel's outputs and gradients depend 
 on tiles of one shard, so neither depends on the number of shards. The sums over tokens, which give the gradients of
 weight and bias, are cut into L equal leaves; L depends only on the number of tokens.
 
-Rows are [s, b] flattened, so the previous token is b rows earlier. The torch functions add in another order, so CPU and
-GPU agree to rounding; each repeats its own results to the last bit. On a CPU each shard is computed separately: torch
+Rows are [s, b] flattened, so the previous token is b rows earlier. On a CPU each shard is computed separately: torch
 rounds exp differently in its vector code and in its code for the last numbers, which fill no vector.
 """
 

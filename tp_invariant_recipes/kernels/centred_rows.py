@@ -1,7 +1,6 @@
 """Rows less their mean: what LayerNorm does before an RMSNorm, and what its backward pass does last.
 
-A row's bits depend only on that row. The torch function adds in another order: CPU and GPU agree to rounding, each with
-itself to the last bit.
+A row's bits depend only on that row.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Sums and gradients of exponentials over the shards of a vocabulary.
 
-A shard's sum is made by the same program whatever shards lie beside it. The torch functions add in another order and
-hold few shards in fp32 at a time; CPU and GPU agree to rounding, each with itself to the last bit.
+A shard's sum is made by the same program whatever shards lie beside it. The torch functions hold few shards in fp32 at
+a time.
 """
 
 from collections.abc import Iterator

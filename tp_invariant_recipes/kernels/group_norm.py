@@ -2,8 +2,7 @@
 
 Groups lie in n shards of one shape. A group's outputs and gradients depend only on that group. The weight gradient is
 a sum over tokens, cut into L equal leaves; L depends only on the number of tokens and the width. A kernel is compiled
-for the groups of one shard, never for the number of shards. The torch functions add in another order, so CPU and GPU
-agree to rounding; each repeats its own results to the last bit.
+for the groups of one shard, never for the number of shards.
 """
 
 import torch

@@ -8,8 +8,7 @@ separate sums; L and the rows of a leaf depend on the size of a shard, never on 
     shards are groups of heads:       shard v holds heads v·H/n …, all tokens
 
 A kernel is compiled for shapes that no t changes (width, heads of a shard, rows of a leaf); counts and strides that t
-does change are not specialised on, so one binary serves every t. The torch functions add in another order: CPU and
-GPU agree to rounding, each with itself to the last bit.
+does change are not specialised on, so one binary serves every t.
 """
 
 from functools import cache

@@ -5,8 +5,7 @@
     Clamped:       y = g · σ(α · g) · (u + offset) · p for g = min(gate, limit), u = up within ±limit (GPT-OSS)
 
 The gradient of p is a sum over a row's features. A library may split that sum by the number of rows; here one program
-computes one row. The computation is in fp32 and rounds once. CPU and GPU agree to rounding; each repeats its own
-results to the last bit.
+computes one row. The computation is in fp32 and rounds once.
 """
 
 from typing import NamedTuple

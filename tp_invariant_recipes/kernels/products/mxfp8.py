@@ -44,13 +44,9 @@ def along_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     return sides(x, dtype, True, False)[0]
 
 
-def along_columns(x: Tensor, dtype: torch.dtype, groups: Groups | None = None) -> Tensor:
-    """x rounded in blocks of 32 along rows.
-
-    x:      [rows, k] bf16; k a multiple of 32, and without groups rows too.
-    groups: of rows: blocks begin anew with each, and the last one of a group may be shorter.
-    """
-    return sides(x, dtype, False, True, groups)[1]
+def along_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x rounded in blocks of 32 along rows. x: [rows, k] bf16, both multiples of 32."""
+    return sides(x, dtype, False, True)[1]
 
 
 def of_weights(weights: Sequence[Tensor], *, rows: bool) -> list[Tensor]:
@@ -64,7 +60,11 @@ def of_weights(weights: Sequence[Tensor], *, rows: bool) -> list[Tensor]:
 
 
 def sides(x: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = True, groups: Groups | None = None) -> Pair:
-    """`along_rows` and `along_columns`, those that are asked for, in one launch on a GPU; x itself for another."""
+    """`along_rows` and `along_columns`, those that are asked for, in one launch on a GPU; x itself for another.
+
+    groups: of rows, whose number then need not be a multiple of 32: along rows blocks begin anew with each group, and
+            its last one may be shorter.
+    """
     _check(x, columns and groups is None)
     x = x.contiguous()
     out = torch.empty_like(x) if rows else x, torch.empty_like(x) if columns else x

@@ -42,24 +42,12 @@ def _exact_norm(numerics: NumericsSettings) -> bool:
     return numerics.grad_norm == "exact"
 
 
-def _fp64_norm(numerics: NumericsSettings) -> bool:
-    return numerics.grad_norm == "fp64"
-
-
-def _rounds_clipping(numerics: NumericsSettings) -> bool:
-    return numerics.clip_rounding == "pow2"
-
-
 def _bridges_loop(numerics: NumericsSettings) -> bool:
     return numerics.data_shards is not None
 
 
 def _cuts_sequences(numerics: NumericsSettings) -> bool:
     return (numerics.context_shards or 1) > 1
-
-
-def _transformer_engine(numerics: NumericsSettings) -> bool:
-    return installed("transformer-engine") is not None
 
 
 _BY_NAME = "GPTModel builds its embedding and output layer by name"
@@ -126,7 +114,7 @@ ROWS = (
         for module in ("optimizer", "layer_wise_optimizer")
         for path, when in (
             ("numerics.sums.grad_norm:get_grad_norm_fp32", _exact_norm),
-            ("numerics.sums.grad_norm:fp64_grad_norm", _fp64_norm),
+            ("numerics.sums.grad_norm:fp64_grad_norm", lambda numerics: not _exact_norm(numerics)),
         )
     ),
     ReplacementRow(
@@ -302,13 +290,13 @@ ROWS = (
         "transformer_engine.pytorch.attention.dot_product_attention.utils:get_attention_backend",
         "numerics.megatron.te.wrappers:without_flash",
         "model.attention_backend=auto allows flash-attn, whose backward groups sums by the number of heads",
-        when=_transformer_engine,
+        when=lambda numerics: installed("transformer-engine") is not None,
     ),
     ReplacementRow(
         "megatron.core.optimizer.optimizer:clip_grad_by_total_norm_fp32",
         "numerics.sums.grad_norm:clip_by_powers_of_two",
         "numerics.clip_rounding=pow2: scaling by a power of two is exact",
-        when=_rounds_clipping,
+        when=lambda numerics: numerics.clip_rounding == "pow2",
     ),
 )
 

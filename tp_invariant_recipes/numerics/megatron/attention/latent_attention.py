@@ -62,25 +62,13 @@ class LatentAttention(MLASelfAttention):
         submodules: LatentSubmodules,
         layer_number: int,
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
-        cp_comm_type: str | None = None,
         pg_collection: Any = None,
-        pp_layer_offset: int | None = None,
-        name: str | None = None,
+        **more: Any,
     ) -> None:
-        if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        groups = ProcessGroupCollection.use_mpu_process_groups() if pg_collection is None else pg_collection
         # MLASelfAttention's own would choose other parts.
         MultiLatentAttention.__init__(
-            self,
-            config=config,
-            submodules=submodules,
-            layer_number=layer_number,
-            attn_mask_type=attn_mask_type,
-            attention_type="self",
-            cp_comm_type=cp_comm_type,
-            pg_collection=pg_collection,
-            pp_layer_offset=pp_layer_offset,
-            name=name,
+            self, config, submodules, layer_number, attn_mask_type, attention_type="self", pg_collection=groups, **more
         )
         hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.q_lora_rank
         if rank is None:

@@ -111,25 +111,15 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
             loss = loss * now.loss_share
         return self.attach_and_log_load_balancing_loss(logits, coefficient, loss, "z_loss", self.tp_cp_group)
 
-    def _apply_aux_loss(
-        self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False
-    ) -> Tensor:
+    def _apply_aux_loss(self, probs: Tensor, scores: Tensor, routing_map: Tensor, *_: Any, **__: Any) -> Tensor:
         return self._balanced(probs, scores, routing_map, self.shards_at_once, "aux_loss", "load_balancing_loss")
 
     def _apply_seq_aux_loss(
-        self,
-        probs: Tensor,
-        scores: Tensor,
-        routing_map: Tensor,
-        seq_length: int,
-        bsz: int,
-        with_padding_mask: bool = False,
+        self, probs: Tensor, scores: Tensor, routing_map: Tensor, seq_length: int, bsz: int, *_: Any, **__: Any
     ) -> Tensor:
         return self._balanced(probs, scores, routing_map, bsz, "seq_aux_loss", "seq_load_balancing_loss")
 
-    def _apply_global_aux_loss(
-        self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False
-    ) -> Tensor:
+    def _apply_global_aux_loss(self, probs: Tensor, scores: Tensor, routing_map: Tensor, *_: Any, **__: Any) -> Tensor:
         return self._balanced(
             probs, scores, routing_map, self.shards_at_once, "global_aux_loss", "global_load_balancing_loss"
         )
