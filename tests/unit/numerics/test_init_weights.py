@@ -77,15 +77,6 @@ def test_compiled_far_tails_have_the_same_bits(monkeypatch):
     assert same_bits(torch.tensor(numbers, dtype=torch.float64), init._ppnd16(odd // 2))
 
 
-def test_gate_and_up_are_two_segments():
-    full = whole_weight((24, 8))
-    for rank in range(2):
-        shape, ranges = init.place((12, 8), 0, rank, 2, segments=2)
-        assert shape == [24, 8]
-        local = normal(shape, ranges, seed=1, name="w", std=1.0)
-        assert same_bits(local, torch.cat((full[:12].chunk(2)[rank], full[12:].chunk(2)[rank])))
-
-
 def test_more_rows_change_none():
     assert same_bits(whole_weight((100, 6))[:37], whole_weight((37, 6)))  # a vocabulary padded differently
 
@@ -303,13 +294,6 @@ def test_all_pipelines_start_with_one_model(as_rank, stages, tied):
     )  # interleaved, or one after another
     assert as_one_rank.keys() == expected.keys()
     assert all(same_bits(as_one_rank[name], value) for name, value in expected.items())
-
-
-def test_the_last_stages_tied_copy_is_the_embedding(as_rank):
-    first, last = rank_model(1, range(2), tied=True), rank_model(1, range(2, 4), tied=True)
-    initialise([first], seed=5)
-    initialise([last], seed=5)
-    assert same_bits(first.embedding.word_embeddings.weight.detach(), last.output_layer.weight.detach())
 
 
 def test_values(as_rank):

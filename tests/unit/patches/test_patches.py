@@ -371,6 +371,7 @@ def test_an_autograd_function_without_the_flag_is_not_patched(installs, patch):
 @pytest.mark.parametrize("patch", registry.PATCHES, ids=lambda patch: patch.name)
 def test_rows_are_whole(patch):
     assert re.fullmatch(r"[a-z]+(-[a-z]+)+", patch.name)
+    assert [other.name for other in registry.PATCHES].count(patch.name) == 1
     assert patch.why
     assert patch.replacements
     if isinstance(patch.need, Versions):
@@ -388,11 +389,6 @@ def test_rows_are_whole(patch):
 def test_a_version_is_inside_of_both_bounds(version, inside):
     assert within(version, ">=2.12,<2.17") is inside
     assert within(version, "<2.17,>=2.12") is inside
-
-
-def test_names_are_unique():
-    names = [patch.name for patch in registry.PATCHES]
-    assert len(set(names)) == len(names)
 
 
 def core(tmp_path, monkeypatch, files: dict[str, str]) -> None:
