@@ -122,23 +122,6 @@ def test_what_is_cut_off_is_within_the_bound(seed, width):
     assert kept <= whole <= kept * (1 + Fraction(len(values), 2**60))
 
 
-@given(seed=seeds, count=st.integers(1, 2000), width=st.sampled_from((0, 5, 20)))
-@settings(max_examples=40, deadline=None)
-def test_the_norm_agrees_with_fsum_to_the_rounding_of_fp32(seed, count, width):
-    values = spread_values(seed, count, width)[0]
-    reference = math.sqrt(math.fsum(v * v for v in values.tolist()))
-    result = exact_grad_norm([values])
-    assert abs(result - reference) <= (0.5 + 1e-6) * math.ulp(reference) * 2.0**29
-
-
-@given(values=st.lists(finite, min_size=1, max_size=50))
-@settings(max_examples=200, deadline=None)
-def test_the_norm_is_within_an_ulp_of_fp64_at_all_magnitudes(values):
-    reference = torch.tensor(values, dtype=torch.float64).square().sum().sqrt()
-    assume(reference <= MAX)
-    assert abs(bits_of_float(exact_grad_norm([torch.tensor(values)])) - bits_of_float(reference.float().item())) <= 1
-
-
 @given(seed=seeds, width=st.sampled_from((0, 5, 20)))
 @settings(max_examples=20, deadline=None)
 def test_the_norm_of_many_is_within_an_ulp_of_fp64(seed, width):
@@ -186,12 +169,6 @@ def test_subnormals_count_even_where_the_cpu_flushes_them():
         assert exact_grad_norm([values]) == 10 * 2.0**-140
     finally:
         torch.set_flush_denormal(False)
-
-
-def test_elements_too_small_for_the_scale_are_cut_alike_everywhere():
-    flat = torch.cat((torch.ones(1), torch.full((1000,), 2.0**-50 * 1.7), torch.full((1000,), 2.0**-80)))
-    generator = torch.Generator().manual_seed(3)
-    assert {exact_grad_norm(random_pieces(flat, generator)) for _ in range(10)} == {exact_grad_norm([flat])} == {1.0}
 
 
 @given(seed=seeds, down=st.integers(0, 40))

@@ -15,6 +15,7 @@ from tp_invariant_recipes.portable.ieee import adam as ieee_adam
 from tp_invariant_recipes.portable.ieee import cross_entropy as ieee_cross_entropy
 from tp_invariant_recipes.portable.ieee import norm as ieee_norm
 from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
+from tp_invariant_recipes.portable.ieee import router as ieee_router
 from tp_invariant_recipes.portable.ieee import swiglu as ieee_swiglu
 from tp_invariant_recipes.portable.ieee.sums import power_of_two
 from tp_invariant_recipes.portable.one_source import SMALL
@@ -285,7 +286,11 @@ def everything():
     y, scale = ieee_norm.rms_norm_forward(x, weight, 1e-6)
     yield from (y, scale, *ieee_norm.rms_norm_backward(dy, x, weight, scale, 4, False))
     rows = sample("normal", 260, 384)
-    yield from (ieee_swiglu.swiglu(rows), ieee_swiglu.swiglu_backward(sample("normal", 260, 192, seed=1), rows)[0])
+    dy, p = sample("normal", 260, 192, seed=1), sample("normal", 260, seed=2)
+    yield from (ieee_swiglu.swiglu(rows), ieee_swiglu.swiglu_backward(dy, rows)[0])
+    yield from ieee_swiglu.swiglu_backward(dy, rows, p)
+    probs, scores, chosen = ieee_router.route_tokens(rows, 8)
+    yield from (scores, ieee_router.route_tokens_backward(probs, scores, rows, chosen))
     yield ieee_rotary.rotate(rows.view(65, 4, 12, 32), *ieee_rotary.tables(65, 32, 1e4))
     highest, index = rows.amax(-1), torch.zeros(260, dtype=torch.int64)
     total = ieee_cross_entropy.sum_of_exponentials(rows, highest, 4)
