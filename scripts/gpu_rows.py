@@ -8,7 +8,7 @@ from dataclasses import dataclass
 ON_TWO_NODES = "cluster.ranks_per_node=1"
 KILLED = -9
 # What a rank of qwen3_8b tp=4 computes, without collectives.
-ONE_RANK = (
+SINGLE_RANK = (
     "qwen3_8b tp=1 cuda_graph=full numerics.virtual_shards=2 model.num_attention_heads=8 model.num_query_groups=2 "
     "model.ffn_hidden_size=3072 model.vocab_size=37984"
 )
@@ -98,7 +98,7 @@ def verified(gpus: int, shows: str, model: str, degrees: str, more: str) -> Row:
     return Row(gpus, shows, (tuple(map(Command, trained + stock)), verdicts))
 
 
-def one_ledger(gpus: int, shows: str, what: str, *layouts: str) -> Row:
+def same_ledger(gpus: int, shows: str, what: str, *layouts: str) -> Row:
     """The layouts' runs are compared with the first one's."""
     trained = tuple(Command(f"train {what} {layout} run.dir={{}}/{n}") for n, layout in enumerate(layouts))
     names = " ".join(f"{{}}/{n}" for n in range(len(layouts)))
@@ -185,7 +185,7 @@ ROWS = {
         "iters=100",
     ),
     "published-4": verified(4, "the same models on four GPUs", "qwen3_8b", "2,4", "iters=100"),
-    "data-parallel": one_ledger(
+    "data-parallel": same_ledger(
         8,
         "one ledger however eight GPUs are shared out between tp and dp",
         "qwen3_8b gbs=8 iters=20 numerics.data_shards=4",
@@ -210,7 +210,7 @@ ROWS = {
         "tp=2 dp=1 ep=2",
     ),
     "score-4": scored(4),
-    "hybrid-4": one_ledger(
+    "hybrid-4": same_ledger(
         4,
         "one ledger for a hybrid model: Mamba-2, attention and experts",
         "nemotron3_nano_toy gbs=4 iters=10 numerics.virtual_shards=2 numerics.data_shards=4",
@@ -218,14 +218,14 @@ ROWS = {
         "dp=2 ep=2",
         "tp=2 dp=2 ep=4",
     ),
-    "nemotron-4": one_ledger(
+    "nemotron-4": same_ledger(
         4,
         "one ledger for 13 layers of Nemotron-3-Nano at full width",
         f"{NEMOTRON} gbs=4 iters=10 numerics.data_shards=4",
         "dp=4 ep=4",
         "tp=2 dp=2 ep=4",
     ),
-    "delta-nets-4": one_ledger(
+    "delta-nets-4": same_ledger(
         4,
         "one ledger for gated delta nets with experts",
         "qwen3_next_toy gbs=4 iters=10 numerics.data_shards=2",
@@ -233,7 +233,7 @@ ROWS = {
         "tp=2 ep=2",
         "tp=2 dp=2 ep=4",
     ),
-    "fp8-experts-4": one_ledger(
+    "fp8-experts-4": same_ledger(
         4,
         "FP8 with experts at full width: one ledger",
         "qwen3_30b_a3b model.num_layers=4 gbs=4 iters=10 seq=2048 precision=fp8_tensorwise numerics.data_shards=4",
@@ -242,28 +242,28 @@ ROWS = {
         "dp=4 ep=4",
     ),
     "published-losses-4": published_losses(4),
-    "experts-whole-4": one_ledger(
+    "experts-whole-4": same_ledger(
         4,
         "one ledger for a whole model with experts: OLMoE-1B-7B",
         "olmoe_1b_7b seq=2048 gbs=4 iters=10 numerics.data_shards=4",
         "dp=4 ep=4",
         "tp=4 ep=4",
     ),
-    "latent-whole-4": one_ledger(
+    "latent-whole-4": same_ledger(
         4,
         "one ledger for a whole model with latent attention and experts: Moonlight-16B-A3B",
         f"moonlight_16b_a3b seq=2048 gbs=4 iters=5 numerics.data_shards=4 {SMALL_MOMENTS}",
         "dp=4 ep=4",
         "tp=4 ep=4",
     ),
-    "experts-wide-4": one_ledger(
+    "experts-wide-4": same_ledger(
         4,
         "one ledger for six layers of Qwen3-30B-A3B",
         "qwen3_30b_a3b model.num_layers=6 seq=2048 gbs=4 iters=10 numerics.data_shards=2",
         "tp=2 ep=2",
         "tp=2 dp=2 ep=4",
     ),
-    "layouts-4": one_ledger(
+    "layouts-4": same_ledger(
         4,
         "one ledger for tp, dp, pp and cp, with and without CUDA graphs",
         "qwen3_0p6b gbs=4 iters=10 numerics.data_shards=4 numerics.context_shards=2",
@@ -277,14 +277,14 @@ ROWS = {
         "tp=2 pp=2",
         "tp=2 cp=2",
     ),
-    "data-parallel-4": one_ledger(
+    "data-parallel-4": same_ledger(
         4,
         "one ledger however four GPUs are shared out between tp and dp",
         "qwen3_8b gbs=8 iters=10 numerics.data_shards=2",
         "tp=4 dp=1",
         "tp=2 dp=2",
     ),
-    "experts-4": one_ledger(
+    "experts-4": same_ledger(
         4,
         "one ledger for experts over one to four GPUs",
         "qwen3_moe_toy seq=512 gbs=4 iters=10 numerics.data_shards=4",
@@ -293,7 +293,7 @@ ROWS = {
         "tp=2 dp=2 ep=4",
         "tp=1 dp=4 ep=4",
     ),
-    "fp8-layouts-4": one_ledger(
+    "fp8-layouts-4": same_ledger(
         4,
         "FP8 by blocks: one ledger for tp, dp, pp and cp",
         "qwen3_0p6b gbs=4 iters=10 precision=fp8_blockwise numerics.data_shards=2 numerics.context_shards=2",
@@ -303,7 +303,7 @@ ROWS = {
         "tp=2 dp=2",
         "tp=2 cp=2",
     ),
-    "portable-4": one_ledger(
+    "portable-4": same_ledger(
         4,
         "numerics=portable has one set of bits; anyone can check the certificate on a CPU",
         "qwen3_0p6b numerics=portable seq=512 iters=10",
@@ -321,7 +321,7 @@ ROWS = {
         ),
         f"compare {' '.join(f'{{}}/{n}-{choice}' for n in range(4) for choice in ('never', 'auto', 'always'))}",
     ),
-    "portable-experts-4": one_ledger(
+    "portable-experts-4": same_ledger(
         4,
         "numerics=portable with experts in MXFP8",
         "qwen3_moe_toy numerics=portable precision=mxfp8 seq=96 gbs=2 iters=4 numerics.data_shards=2",
@@ -345,7 +345,7 @@ ROWS = {
         "what tree and digests cost at TP 8",
         "bench qwen3_8b tp=8 --modes stock,tree,tree+digests --rounds 2 --steps 20 --dir {}/bench",
     ),
-    "experts": one_ledger(
+    "experts": same_ledger(
         8,
         "one ledger for experts over eight GPUs",
         "qwen3_30b_a3b gbs=4 iters=20 numerics.data_shards=4",
@@ -367,7 +367,7 @@ ROWS = {
         "replayed graphs of a hybrid model have the norms of eager steps",
         "audit nemotron3_nano tp=2 ep=8 dp=4 gbs=4 cuda_graph=te iters=5 --dir {}/audit",
     ),
-    "layouts-2": one_ledger(
+    "layouts-2": same_ledger(
         2,
         "one ledger for tp, dp, pp and cp on two GPUs",
         "qwen3_0p6b gbs=4 iters=10 numerics.data_shards=2 numerics.context_shards=2",
@@ -397,14 +397,14 @@ ROWS = {
         "dp=1 ep=1",
     ),
     "score-2": scored(2),
-    "fp8-experts-2": one_ledger(
+    "fp8-experts-2": same_ledger(
         2,
         "FP8 with experts at full width: one ledger",
         "qwen3_30b_a3b model.num_layers=2 gbs=2 iters=8 seq=2048 precision=fp8_tensorwise numerics.data_shards=2",
         "tp=2 ep=2",
         "dp=2 ep=2",
     ),
-    "fp8-layouts-2": one_ledger(
+    "fp8-layouts-2": same_ledger(
         2,
         "FP8 by blocks: one ledger for tp, dp, pp and cp",
         "qwen3_0p6b gbs=2 iters=10 precision=fp8_blockwise numerics.data_shards=2 numerics.context_shards=2",
@@ -414,7 +414,7 @@ ROWS = {
         "pp=2",
         "cp=2",
     ),
-    "delta-nets-2": one_ledger(
+    "delta-nets-2": same_ledger(
         2,
         "one ledger for gated delta nets with experts",
         "qwen3_next_toy gbs=2 iters=10 numerics.data_shards=2",
@@ -422,7 +422,7 @@ ROWS = {
         "tp=2 ep=2",
         "dp=2 ep=2",
     ),
-    "hybrid-2": one_ledger(
+    "hybrid-2": same_ledger(
         2,
         "one ledger for a hybrid model: Mamba-2, attention and experts",
         "nemotron3_nano_toy gbs=2 iters=10 numerics.virtual_shards=2 numerics.data_shards=2",
@@ -430,7 +430,7 @@ ROWS = {
         "tp=2 ep=2",
         "dp=2 ep=2",
     ),
-    "nemotron-2": one_ledger(
+    "nemotron-2": same_ledger(
         2,
         "one ledger for seven layers of Nemotron-3-Nano at full width",
         "nemotron3_nano model.hybrid_layer_pattern=MEMEM*E numerics.virtual_shards=2 gbs=2 iters=10 "
@@ -438,7 +438,7 @@ ROWS = {
         "dp=2 ep=2",
         "tp=2 ep=2",
     ),
-    "portable-experts-2": one_ledger(
+    "portable-experts-2": same_ledger(
         2,
         "numerics=portable with experts in MXFP8",
         "qwen3_moe_toy numerics=portable precision=mxfp8 seq=96 gbs=2 iters=4 numerics.data_shards=2",
@@ -464,7 +464,7 @@ ROWS = {
         ),
     ),
     # Sums over ranks of two machines: NCCL gets sockets alone.
-    "two-nodes": one_ledger(
+    "two-nodes": same_ledger(
         2,
         "one ledger on two nodes (needs root and iproute2)",
         "qwen3_toy iters=10",
@@ -482,7 +482,7 @@ ROWS = {
         1,
         "what a step in FP8 takes, stock and tree, against bf16",
         *(
-            f"bench {ONE_RANK} seq={seq} precision={name} --modes stock,tree --steps 8 --dir {{}}/{name}-{seq}"
+            f"bench {SINGLE_RANK} seq={seq} precision={name} --modes stock,tree --steps 8 --dir {{}}/{name}-{seq}"
             for seq in (8192, 2048)
             for name in ("fp8_tensorwise", "fp8_blockwise", "bf16")
         ),

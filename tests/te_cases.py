@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.distributed.numerics.module_runs import Parameters, put_together, set_weights
+from tests.distributed.numerics.module_runs import Parameters, joined_shards, set_weights
 from tests.distributed.ranks import joined
 from tests.operands import same_bits
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
@@ -157,7 +157,7 @@ def whole(ranks: Sequence[tuple], case: Case) -> dict[str, Tensor]:
     along = torch.cat(gathered) if case.sequence_parallel else gathered[0]
     features = joined(split, -1, segments)
     y, dx = (features, along) if case.mode != "row" else (along, features)
-    return {"output": y, "input gradient": dx, **put_together(gradients)}
+    return {"output": y, "input gradient": dx, **joined_shards(gradients)}
 
 
 def unequal(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:

@@ -13,7 +13,7 @@ def visible(text: str) -> str:
     return _CONTROL.sub(_escape, text)
 
 
-def one_line(text: str) -> str:
+def single_line(text: str) -> str:
     """Return the text on one line: newlines and tabs become escapes, too."""
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")
 

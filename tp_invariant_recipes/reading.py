@@ -37,16 +37,25 @@ _PROBLEMS = 3  # named in one message
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # an escaped surrogate: half a character, if the other half is missing
 
 
+# Fields whose key in files is an older word.
+KEYS = {"detector": "found_by", "omitted": "left_out", "separate_experts": "experts_apart"}
+
 T = TypeVar("T")
+
+
+def key_of(name: str) -> str:
+    """Return the key of a field in files."""
+    return KEYS.get(name, name.removesuffix("_"))
 
 
 class Record:
     """Base of the frozen dataclasses that `checked` makes from a mapping.
 
-    No value is converted to the type of its field, and unknown keys are ignored. A field `pass_` has the key `pass`.
+    No value is converted to the type of its field, and unknown keys are ignored. `key_of` names the key of a field:
+    `pass` of a field `pass_`.
     """
 
-    __pydantic_config__: ClassVar = {"strict": True, "alias_generator": lambda name: name.removesuffix("_")}
+    __pydantic_config__: ClassVar = {"strict": True, "alias_generator": key_of}
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
@@ -54,7 +63,7 @@ class Record:
 
     def as_json(self) -> dict[str, Any]:
         """Return the mapping that `checked` reads, in the order of the fields."""
-        return {name.removesuffix("_"): value for name, value in asdict(self).items()}  # type: ignore[call-overload]
+        return {key_of(name): value for name, value in asdict(self).items()}  # type: ignore[call-overload]
 
 
 class Bounds:

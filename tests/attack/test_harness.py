@@ -19,7 +19,7 @@ from tp_invariant_recipes.ledger import open as ledger_open
         (LedgerError("a\nerror: b"), "2 messages"),
     ),
 )
-def test_an_end_that_is_not_allowed_is_found(attack, run, monkeypatch, error, result):
+def test_an_end_that_is_not_allowed_is_detected(attack, run, monkeypatch, error, result):
     def plant(*_, **__):
         raise error
 
@@ -27,6 +27,6 @@ def test_an_end_that_is_not_allowed_is_found(attack, run, monkeypatch, error, re
     assert result in attack("compare", "run", "other", allowed=(2,))
 
 
-def test_a_command_that_waits_is_found(attack, run, monkeypatch):
+def test_a_command_that_waits_is_detected(attack, run, monkeypatch):
     monkeypatch.setattr(ledger_open, "beginning", lambda file: time.sleep(60))
     assert attack("compare", "run", "other", seconds=0.2) == "it hangs"

@@ -1,4 +1,4 @@
-"""Elementwise functions of portable/one_source.py on arrays of numpy, and folds of portable/ieee/sums.py.
+"""Elementwise functions of portable/shared_source.py on arrays of numpy, and folds of portable/ieee/sums.py.
 
 Every operation is rounded by itself. So this is the definition that the compilers' versions must agree with.
 """
@@ -10,7 +10,7 @@ import numpy as np
 
 from tests.definitions.tensor_core_sum import fma
 from tp_invariant_recipes.portable.ieee.sums import power_of_two
-from tp_invariant_recipes.portable.one_source import renamed
+from tp_invariant_recipes.portable.shared_source import renamed
 
 OWN = {
     "tl": SimpleNamespace(where=np.where, div_rn=lambda a, b: np.float32(a) / b, sqrt_rn=np.sqrt),

@@ -57,7 +57,7 @@ def tied_embedding_not_summed() -> None:
     _finalizing()._allreduce_word_embedding_grads = lambda *args, **more: None
 
 
-def experts_left_out_of_the_norm() -> None:
+def norm_without_experts() -> None:
     """NVIDIA/Megatron-LM#5916: the norm is that of the parameters that are no experts."""
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
@@ -136,7 +136,7 @@ def bias_added_tp_times() -> None:
     _then(RowParallelLinear, "forward", lambda _, out: (out[0], None if out[1] is None else out[1] * 2))
 
 
-def positions_off_by_one_on_a_rank() -> None:
+def positions_shifted_on_a_rank() -> None:
     """The second rank's rotary embedding starts at its position 1."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
@@ -187,7 +187,7 @@ def weights_of_another_seed() -> None:
     _wrapped(recording.AuditRecording, "on_train_start", make)
 
 
-def vocabulary_off_by_one() -> None:
+def vocabulary_shifted_by_a_row() -> None:
     """The first part of the vocabulary starts one word late."""
     from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 

@@ -90,7 +90,7 @@ def without(*targets: str) -> Callable[[], None]:
     return plant
 
 
-def one_product_a_rank() -> None:
+def product_per_rank() -> None:
     """Let a weight gradient of gathered matrices be one product, not one for each chunk of tokens."""
     from tp_invariant_recipes.numerics.layers.linear import partial_linear
 
@@ -101,7 +101,7 @@ def one_product_a_rank() -> None:
     partial_linear._start_weight_gradient = whole_product
 
 
-def one_kept_bit_less() -> None:
+def fewer_kept_bits() -> None:
     """Let a product of numerics=portable keep a bit less of each sum."""
     from tp_invariant_recipes.kernels.cpu import tensor_core_cpu
 

@@ -80,7 +80,7 @@ def test_a_resumed_run_has_the_same_bits(runs, step):
     assert json.loads((runs / f"from-{step}" / "run.json").read_text())["attempts"][1]["from_step"] == step
 
 
-def test_a_flipped_byte_is_found(runs):
+def test_a_flipped_byte_is_detected(runs):
     run = shutil.copytree(runs / "async", runs / "flipped")
     shard = max((run / "checkpoints" / "iter_0000008").glob("*.distcp"), key=lambda item: item.stat().st_size)
     with shard.open("r+b") as file:

@@ -58,7 +58,7 @@ def test_experts_are_sampled_too(tmp_path):
 
 
 @pytest.mark.parametrize("graphs", ("off", "te", "full"))
-def test_a_broken_tile_is_found_and_judged_by_a_cpu(tmp_path, graphs):
+def test_a_broken_tile_is_detected_and_judged_by_a_cpu(tmp_path, graphs):
     words = (*RUN, "iters=40", f"cuda_graph={graphs}", "guard=products", "run.dir=run")
     done = tpi(tmp_path, *words, module="tests.gpu.guard_planted")
     assert done.returncode == 2, done.stdout + done.stderr
@@ -66,7 +66,7 @@ def test_a_broken_tile_is_found_and_judged_by_a_cpu(tmp_path, graphs):
     assert "UUID GPU-" in done.stderr
     (file,) = (tmp_path / "run" / "guard").glob("*.evidence")
     result, _ = evidence.read(file)
-    assert (result.found_by, result.machine) == (evidence.PRODUCT, {})
+    assert (result.detector, result.machine) == (evidence.PRODUCT, {})
     judged = tpi(tmp_path, "check", str(file))
     assert judged.returncode == 1, judged.stderr
     assert "computed on this CPU" in judged.stdout

@@ -61,7 +61,7 @@ def test_nodes_are_hosts_of_their_own(cluster) -> None:
 
 
 @pytest.mark.release  # in `make test` a run loses a node: test_submitted_jobs.py
-def test_jobs_of_a_lost_node_start_again_elsewhere_and_its_processes_go_on_until_it_is_back(
+def test_jobs_of_a_lost_node_restart_elsewhere_and_its_processes_go_on_until_it_is_back(
     cluster, stay: Path, tmp_path: Path
 ) -> None:
     job = cluster.run("sbatch", "--parsable", "--output=/dev/null", stay)

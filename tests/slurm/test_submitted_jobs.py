@@ -60,9 +60,7 @@ def attempts(run: Path) -> list[dict]:
 
 
 @pytest.mark.release  # tests/distributed has lost nodes, requeues and elastic resumes without a cluster
-def test_a_run_that_is_queued_again_and_loses_a_node_has_the_ledger_of_one_that_is_not(
-    tpi, cluster, submit, whole
-) -> None:
+def test_a_run_that_is_requeued_and_loses_a_node_has_the_ledger_of_one_that_is_not(tpi, cluster, submit, whole) -> None:
     run = tpi.folder / "run"
     job = submit(*RUN, "run.dir=run", "cluster.ranks_per_node=1")
     follower = tpi.start("logs", "-f", job)
@@ -119,7 +117,7 @@ def test_a_job_goes_on_without_the_node_that_computes_wrong_bits(tpi, cluster, t
 
 
 @pytest.mark.release
-def test_a_job_goes_on_with_the_nodes_that_are_left(tpi, start_cluster, site) -> None:
+def test_a_job_goes_on_with_the_remaining_nodes(tpi, start_cluster, site) -> None:
     """Three nodes, of which a layout takes two; then one is left."""
     cluster, run = start_cluster(nodes=3), tpi.folder / "run"
     words = (*RUN, "dp=4", "gbs=4", "cluster.ranks_per_node=2", "run.dir=run", site)
@@ -161,7 +159,7 @@ def test_a_node_that_the_layout_cannot_use_waits_for_the_others(tpi, start_clust
 
 
 @pytest.mark.release
-def test_the_time_limit_saves_and_queues_again_and_cancel_ends_it(tpi, cluster, submit) -> None:
+def test_the_time_limit_saves_and_requeues_and_cancel_ends_it(tpi, cluster, submit) -> None:
     run = tpi.folder / "run"
     long = ("tp=1", "iters=300000", "save=0", "slurm.save_before=110")
     job = submit(*RUN, *long, "run.dir=run")
@@ -246,7 +244,7 @@ def test_a_job_that_keeps_failing_gives_up_and_says_why(tpi, cluster, submit) ->
 
 
 @pytest.mark.release  # in `make test`: tests/unit/multinode/test_rendezvous.py
-def test_nodes_that_share_no_files_bring_theirs_to_the_first(tpi, cluster, submit, shared) -> None:
+def test_nodes_that_share_no_files_send_their_files_to_the_first(tpi, cluster, submit, shared) -> None:
     private = cluster.folder / "private" / "run"
     run = ("qwen3_toy", "tp=2", "seq=32", "model.num_layers=1", "iters=20")
     (cluster.folder / "private").mkdir(exist_ok=True)
@@ -274,7 +272,7 @@ def test_a_run_inside_an_allocation(tpi, cluster, tmp_path: Path, python_on_node
     assert attempts(tpi.folder / "run")[0]["job"]["nodes"] == "n1"
 
 
-def test_what_slurm_would_refuse_is_said_before_anything_is_written(tpi, cluster, site) -> None:
+def test_what_slurm_would_refuse_is_reported_before_anything_is_written(tpi, cluster, site) -> None:
     refused = tpi(
         "submit", *RUN, "dp=8", "gbs=8", "numerics=stock", "slurm.partition=gpu", "slurm.time=soon", "run.dir=run", site
     )
@@ -292,7 +290,7 @@ def test_what_slurm_would_refuse_is_said_before_anything_is_written(tpi, cluster
 
 
 @pytest.mark.release  # in `make test` tests/unit/jobs/test_slurm_client.py: a program that answers as sbatch does
-def test_a_full_queue_a_controller_that_is_away_and_no_slurm_are_said(tpi, start_cluster, site) -> None:
+def test_a_full_queue_a_controller_that_is_away_and_no_slurm_are_reported(tpi, start_cluster, site) -> None:
     cluster = start_cluster(nodes=1, jobs=1)
     cluster.run("sbatch", "--hold", "--output=/dev/null", "--wrap=true")
     began = time.monotonic()

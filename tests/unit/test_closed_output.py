@@ -64,7 +64,7 @@ def test_a_command_whose_reader_has_gone_keeps_its_exit_status(ledgers, command,
     assert (b"missing" in ended[1]) if status == 2 else ended[1] == b""
 
 
-def test_a_closed_standard_output_is_no_file_of_ours(ledgers):
+def test_a_closed_standard_output_is_no_file_of_tpi(ledgers):
     assert tpi_process(ledgers, "compare", "a", "b", closed=True) == (1, b"")
 
 

@@ -12,7 +12,7 @@ from tests.unit.compare.ledgers import HEADER, PARAMETERS, record, trace
 from tests.unit.docs.markdown import ROOT
 from tests.unit.jobs.conftest import _state, slurm, submitted  # noqa: F401 -- fixtures
 from tests.unit.jobs.fake_slurm import now, row
-from tp_invariant_recipes.foreign_text import LONGEST, one_line, shortened, visible
+from tp_invariant_recipes.foreign_text import LONGEST, shortened, single_line, visible
 from tp_invariant_recipes.jobs import script
 from tp_invariant_recipes.launch import plan, ranks
 from tp_invariant_recipes.ledger.record import LedgerWriter
@@ -24,18 +24,18 @@ CONTROLS = ("\x1b", "\x07", "\x9b", "\x7f", "\u202e")
 
 
 @given(st.text(st.characters(codec=None)))
-def test_no_control_character_is_left_and_other_text_is(text):
+def test_no_control_character_remains_and_other_text_is(text):
     shown = visible(text)
     shown.encode()  # no lone surrogate
     assert not any(control in shown for control in CONTROLS)
     if text.isprintable():
         assert shown == text
-    assert "\n" not in one_line(text)
+    assert "\n" not in single_line(text)
 
 
 def test_a_control_character_shows_as_its_escape():
     assert visible("a\tb\n\x1b[1m\x7f\x9b\u202e\udc80") == "a\tb\n\\x1b[1m\\x7f\\x9b\\u202e\\udc80"
-    assert one_line("a\nb") == "a\\nb"
+    assert single_line("a\nb") == "a\\nb"
 
 
 def clean(ended) -> None:

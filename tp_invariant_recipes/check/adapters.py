@@ -53,7 +53,7 @@ def _draws_others(config: RunConfig, fields: Fields) -> bool:
     return lora.of_experts(config, fields) or not {*peft.targets(fields)} <= {*peft.TARGETS}
 
 
-def _shares_by_one(config: RunConfig, fields: Fields) -> bool:
+def _shares_adapter(config: RunConfig, fields: Fields) -> bool:
     """Whether experts that are not grouped would share an adapter."""
     grouped = config.numerics.invariant or config.model.get("moe_grouped_gemm")
     return not grouped and bool(fields.get("share_expert_adapters")) and lora.of_experts(config, fields)
@@ -81,7 +81,7 @@ RULES = (
         "numerics.initial_weights=megatron",
     ),
     _rule(
-        _shares_by_one,
+        _shares_adapter,
         "experts that are not grouped have an adapter each",
         f"{_SHARED}=false, or numerics=tree",
         f"{_SHARED}=true",

@@ -34,7 +34,7 @@ def _changed(config: RunConfig) -> list[Problem]:
     ]
 
 
-def _one_shard(config: RunConfig) -> bool:
+def _single_shard(config: RunConfig) -> bool:
     return (config.numerics.data_shards or 1) <= config.parallel.data_parallel_size
 
 
@@ -63,10 +63,10 @@ RULES: tuple[Rule[RunConfig], ...] = (
      "raise dp, lower ep, or guard=products"),
     _shadow(lambda t: cuda_graphs.requested(t.model),
      "a captured step takes no other replica's data", "cuda_graph=off, or guard=products"),
-    _shadow(lambda t: _one_shard(t) and t.at("ddp.overlap_grad_reduce"),
+    _shadow(lambda t: _single_shard(t) and t.at("ddp.overlap_grad_reduce"),
      "gradients are on their way before a rank's only data shard is complete",
      "ddp.overlap_grad_reduce=false, or numerics.data_shards of twice dp"),
-    _shadow(lambda t: bool(t.model.get("virtual_pipeline_model_parallel_size")) and not _one_shard(t),
+    _shadow(lambda t: bool(t.model.get("virtual_pipeline_model_parallel_size")) and not _single_shard(t),
      "interleaved stages take no part of a step", "numerics.data_shards of dp, or guard=products"),
     _shadow(lambda t: bool(t.ledger.trace),
      "a trace would see a data shard twice", "leave ledger.trace out, or guard=products"),

@@ -15,7 +15,7 @@ from typing import Any
 from tp_invariant_recipes.cli import init
 from tp_invariant_recipes.errors import RunError, reason
 from tp_invariant_recipes.files import write_atomically
-from tp_invariant_recipes.foreign_text import one_line
+from tp_invariant_recipes.foreign_text import single_line
 
 SHELL, LINE, TEXT = "_TPI_COMPLETE", "_TPI_LINE", "_TPI_TEXT"
 
@@ -44,7 +44,7 @@ def answer(root: Any) -> str:
         before = incomplete.removesuffix(text) if incomplete.endswith(text) else ""
         lines = [word.removeprefix(before) for word, _ in offers if word.startswith(before)]
     else:
-        lines = [f"{word}\t{one_line(about)}" for word, about in offers]
+        lines = [f"{word}\t{single_line(about)}" for word, about in offers]
     return "".join(f"{line}\n" for line in ("files" if files else "words", *lines))
 
 

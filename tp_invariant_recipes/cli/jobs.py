@@ -195,7 +195,7 @@ def _line(row: "JobState") -> Line:
         " → ".join(layout for layout, _ in groupby(row.layouts)),  # those that its tries have had in turn
         _steps(row),
         "" if row.loss is None else f"{row.loss:.4f}",
-        "" if row.seconds_left is None else _clock(row.seconds_left),
+        "" if row.seconds_remaining is None else _clock(row.seconds_remaining),
     )
     return Line(cells, _COLOURS[row.exit_status], row.note.splitlines()[0] if row.exit_status == 2 and row.note else "")
 

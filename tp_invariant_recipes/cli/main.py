@@ -31,7 +31,7 @@ from tp_invariant_recipes.cli import (
 from tp_invariant_recipes.cli.arguments import help_text
 from tp_invariant_recipes.cli.verdicts import audit, bisect, check, compare, conformance, score, sweep, verify
 from tp_invariant_recipes.errors import Interrupted, TpiError
-from tp_invariant_recipes.foreign_text import one_line, visible
+from tp_invariant_recipes.foreign_text import single_line, visible
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.settings.secrets import redacted
 from tp_invariant_recipes.start import bytecode, needed
@@ -174,12 +174,14 @@ def _key_hint(option: str) -> str | None:
         return None
     words = [part for word in sys.argv[1:] for part in (word.split("=", 1) if word.startswith("--") else [word])]
     value = "".join(words[words.index(option) + 1 :][:1]) if option in words else ""
-    return one_line(f"A key has no dashes: write {named[0] if '=' in named[0] else f'{named[0]}={value or "VALUE"}'}")
+    return single_line(
+        f"A key has no dashes: write {named[0] if '=' in named[0] else f'{named[0]}={value or "VALUE"}'}"
+    )
 
 
 def _fail_usage(error: Any) -> NoReturn:
     """Print a usage error as typer does, but with control characters as text."""
-    message = redacted(one_line(error.format_message()))
+    message = redacted(single_line(error.format_message()))
     option = getattr(error, "option_name", None) or ""
     if hint := HYDRA_OPTIONS.get(option) or _key_hint(option):
         message = f"{re.split(r' Did you mean| .Possible options', message)[0].rstrip('.')}. {hint}."

@@ -7,7 +7,7 @@ import typer
 
 from tp_invariant_recipes.cli.arguments import Json, flag, option
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.foreign_text import one_line
+from tp_invariant_recipes.foreign_text import single_line
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.settings import conf_files
 from tp_invariant_recipes.settings.nearest import nearest
@@ -68,7 +68,7 @@ def _print_list(rows: list[dict[str, Any]]) -> None:
     console = terminal.console()
     width = max(len(row["model"]) for row in rows)
     for row in rows:
-        line = one_line(f"{row['model']:{width}}  {_count(row['parameters']):>8}  {row['summary']}")
+        line = single_line(f"{row['model']:{width}}  {_count(row['parameters']):>8}  {row['summary']}")
         too_long = console.is_terminal and len(line) > console.width
         terminal.print_text(f"{line[: console.width - 1]}…" if too_long else line)
     terminal.print_text("\nMore of one: tpi models NAME. Train one: tpi train NAME tp=2")
@@ -91,7 +91,7 @@ def _details(row: dict[str, Any]) -> str:
         "trains on": "CPUs and GPUs" if row["cpu"] else "GPUs",
         "train it": f"tpi train {name} tp={row['tp'][-1]}",
     }
-    about = one_line(conf_files.description("model", name))
+    about = single_line(conf_files.description("model", name))
     return "\n".join([f"{name}: {about}", *(f"  {key:11}  {value}" for key, value in lines.items())])
 
 
@@ -113,5 +113,5 @@ def _recipes(family: str | None, *, as_json: bool) -> None:
         terminal.print_json(families if family is None else rows, indent=2)
         return
     for line in recipe_list.details(rows) if family else map(recipe_list.summary, families):
-        terminal.print_text(one_line(line))
+        terminal.print_text(single_line(line))
     terminal.print_text("\n".join(recipe_list.legend(rows)))

@@ -7,7 +7,7 @@ import typer
 
 from tp_invariant_recipes.cli.arguments import argument, flag, option
 from tp_invariant_recipes.cli.output import progress
-from tp_invariant_recipes.foreign_text import one_line, visible
+from tp_invariant_recipes.foreign_text import single_line, visible
 from tp_invariant_recipes.machine import terminal
 
 
@@ -41,10 +41,10 @@ def report(
         files.write(out, visible(page.page(gathered, parts, drawn)).encode())
         if image:
             drawings = [drawing for part in parts for drawing in part.drawings]
-            title = "\n".join(map(one_line, page.verdicts(gathered)))
+            title = "\n".join(map(single_line, page.verdicts(gathered)))
             files.write(image, render.png(drawings, title, slow.counting("drawing the image: figure")))
     for line in page.verdicts(gathered):
-        terminal.print_text(one_line(line))
+        terminal.print_text(single_line(line))
     for file in filter(None, (out, image)):
         terminal.print_text(f"wrote {file}")
     if open_:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from tp_invariant_recipes.cli.arguments import Json, argument, flag
 from tp_invariant_recipes.cli.output import lines
 from tp_invariant_recipes.cli.output.lines import Line
-from tp_invariant_recipes.foreign_text import one_line
+from tp_invariant_recipes.foreign_text import single_line
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.plural import counted
 
@@ -58,7 +58,7 @@ def runs(
         listed = [Line(_cells(row, names), _COLOURS.get(row.state, ""), _reason(row.why or "")) for row in shown]
         lines.show(_HEAD, listed, numeric=("step", "loss"), coloured="state")
     else:
-        terminal.print_text(f"no run below {one_line(str(where))}")
+        terminal.print_text(f"no run below {single_line(str(where))}")
     if hidden:
         to_person.print(f"hidden: {counted(hidden, 'run')} of {', '.join(overview.MAKERS)}; tpi runs --all lists them")
 

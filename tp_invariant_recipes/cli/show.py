@@ -12,7 +12,7 @@ import typer
 
 from tp_invariant_recipes.cli.arguments import Json, Overrides, flag, of_model, option, optional_model, with_model
 from tp_invariant_recipes.errors import ConfigError, listed
-from tp_invariant_recipes.foreign_text import one_line
+from tp_invariant_recipes.foreign_text import single_line
 from tp_invariant_recipes.machine import terminal
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ def _print_differences(changed: "list[Changed]", adjusted: Sequence[str]) -> Non
     for item in changed:
         mark = " " if item.comparable else "*"
         line = f"{item.key}: {_value(item.a)} -> {_value(item.b)}{reasons.get(item.key, '')}"
-        terminal.print_text(f"{mark} {one_line(line)}")
+        terminal.print_text(f"{mark} {single_line(line)}")
     if not changed:
         terminal.print_text("no key differs")
     if not all(item.comparable for item in changed):

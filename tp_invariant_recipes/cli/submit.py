@@ -156,9 +156,9 @@ def _plan_text(planned: "PlannedSubmission") -> str:
 def _remarks(planned: "PlannedSubmission") -> list[str]:
     """Return the jobs that it waits for, the combinations left out, what this host cannot check, and warnings."""
     waits = [f"waits until job {' and '.join(planned.after)} has ended well"] if planned.after else []
-    left_out = [f"left out: {combination.label}: {combination.why}" for combination in planned.left_out]
+    omitted = [f"left out: {combination.label}: {combination.why}" for combination in planned.omitted]
     warnings = [f"warning: {line}" for line in planned.warnings]
-    return [*waits, *left_out, *(f"not checked: {line}" for line in planned.unseen), *warnings]
+    return [*waits, *omitted, *(f"not checked: {line}" for line in planned.unseen), *warnings]
 
 
 def _confirmation(planned: "PlannedSubmission", submitted: dict[str, Any]) -> str:

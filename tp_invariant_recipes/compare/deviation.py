@@ -84,18 +84,18 @@ def judge(step: StepDumps) -> tuple[list[TensorDeviation], list[str]]:
     RunError: nothing can be compared.
     """
     spacing = _spacing(step.reference)
-    deviations, left_out = [], []
+    deviations, omitted = [], []
     for name in in_order(step.reference):
         try:
             deviations.append(_deviation(step, name, spacing))
         except (LedgerError, KeyError):
-            left_out.append(name)
+            omitted.append(name)
         if (choice := _choice(step, name)) is not None:
             deviations.append(choice)
-    left_out += [name for name in in_order(step.run) if name not in step.reference.parts]
+    omitted += [name for name in in_order(step.run) if name not in step.reference.parts]
     if not deviations:
         raise RunError("the run and its reference have no tensor in common")
-    return deviations, left_out
+    return deviations, omitted
 
 
 def in_order(dumps: Dumps) -> list[str]:

@@ -106,7 +106,7 @@ def _with(key: str) -> Callable[[RunConfig], dict[str, Any]]:
     return lambda t: {**(t.section("dataset").get("dataset_kwargs") or {}), key: True}
 
 
-def _computed_again(config: RunConfig) -> list[str]:
+def _recomputed(config: RunConfig) -> list[str]:
     """Return what is computed again of what a recipe names: not within a CPU's experts, nor in gated delta nets."""
     kept = {delta_net.RECOMPUTED} | ({"moe_act"} if config.device.kind == "cpu" else set())
     return [module for module in config.model.get("recompute_modules") or () if module not in kept]
@@ -293,8 +293,8 @@ ROWS: tuple[Adjustment, ...] = (
     _row(False, "activations stay where they are", "model.cpu_offloading model.fine_grained_activation_offloading"),
     _row(_padded_size, _PADDED, "model.vocab_size", lambda t, was: t.model.get("should_pad_vocab")),
     _row(False, _PADDED, "model.should_pad_vocab"),
-    _row(_computed_again, "the layers of this run keep it", "model.recompute_modules",
-         lambda t, was: bool(was) and _computed_again(t) != [*was]),
+    _row(_recomputed, "the layers of this run keep it", "model.recompute_modules",
+         lambda t, was: bool(was) and _recomputed(t) != [*was]),
     _row(_capturable, _GRAPHS, "model.cuda_graph_modules", _captures_others),
     _row("none", _GRAPHS, "model.cuda_graph_impl", _cannot_capture),
     _row(False, _CPU, "model.use_te_rng_tracker rng.te_rng_tracker", lambda t, was: was and t.device.kind == "cpu"),

@@ -10,7 +10,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from tp_invariant_recipes.foreign_text import one_line
+from tp_invariant_recipes.foreign_text import single_line
 from tp_invariant_recipes.machine import gpus, known_versions
 from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.runs.run_dir import free_bytes
@@ -54,13 +54,13 @@ class PatchFinding(Finding):
 class Needed:
     """A distribution that training imports, whether only training on GPUs does, and how to get it.
 
-    of_some: whether only some runs do.
+    conditional: whether only some runs do.
     """
 
     distribution: str
     gpu_only: bool
     advice: str
-    of_some: bool = False
+    conditional: bool = False
 
 
 # What `make gpu` expects of the machine (docs/install.md). The CUDA compiler is not among it: scripts/lock has one.
@@ -76,7 +76,7 @@ NEEDED = (
     Needed("megatron-core", False, CPU_LOCK),
     Needed("transformers", False, CPU_LOCK),
     Needed("nvidia-resiliency-ext", False, CPU_LOCK),
-    Needed("emerging-optimizers", False, f"optimizer.optimizer=muon; {CPU_LOCK}", of_some=True),
+    Needed("emerging-optimizers", False, f"optimizer.optimizer=muon; {CPU_LOCK}", conditional=True),
     Needed("transformer-engine", True, GPU_LOCK),
     Needed("causal-conv1d", True, f"Nemotron's Mamba layers; {GPU_LOCK}"),
     Needed("mamba-ssm", True, f"Nemotron's Mamba layers; {GPU_LOCK}"),
@@ -121,7 +121,7 @@ def examine() -> list[Finding]:
 def _package(needed: Needed, pin: str | None, *, has_gpu: bool) -> Finding:
     version = installed(needed.distribution)
     if version is None:
-        state = "optional" if needed.of_some or (needed.gpu_only and not has_gpu) else "missing"
+        state = "optional" if needed.conditional or (needed.gpu_only and not has_gpu) else "missing"
         return Finding(needed.distribution, None, state, needed.advice)
     if version.split("+")[0] == pin:
         return Finding(needed.distribution, version, "ok", "")
@@ -163,7 +163,7 @@ def _arithmetic(gpu_count: int) -> list[Finding]:
     except ImportError:
         return []
     except (AssertionError, RuntimeError) as error:  # a torch without CUDA, a driver too old, a GPU in use by others
-        return [Finding("arithmetic", None, "other", f"could not be checked: {one_line(str(error))}")]
+        return [Finding("arithmetic", None, "other", f"could not be checked: {single_line(str(error))}")]
     if wrong:
         return [Finding("arithmetic", f"GPU {', '.join(map(str, wrong))} adds in another way", "other", ARITHMETIC)]
     detail = f"as an H200 ({len(built_in.cases) + len(fp8.cases)} cases)"

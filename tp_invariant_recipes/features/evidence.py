@@ -48,11 +48,11 @@ class JudgedEvidence:
 def judge(file: Path) -> JudgedEvidence:
     """Compute again what the evidence holds. Raises LedgerError: it is none; RunError: not on this machine."""
     record, tensors = evidence.read(file)
-    if record.found_by not in (evidence.PRODUCT, evidence.OPTIMIZER):
+    if record.detector not in (evidence.PRODUCT, evidence.OPTIMIZER):
         return JudgedEvidence(record, Verdict.NOT_COMPARABLE, RECORDED, tensors)
     _check_machine(record)
     try:
-        wrong = _product(record, tensors) if record.found_by == evidence.PRODUCT else _update(record, tensors)
+        wrong = _product(record, tensors) if record.detector == evidence.PRODUCT else _update(record, tensors)
     except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, AssertionError) as error:
         raise RunError(f"{file}: the evidence cannot be computed again: {error!r}") from error
     how = "its definition, computed on this CPU" if not record.machine else "the same library, on this CPU"

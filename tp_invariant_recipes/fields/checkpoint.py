@@ -3,7 +3,7 @@
 from tp_invariant_recipes.fields.field import ANY, BOOL, BYTES, NULL, OFF, ON, TIME, only, row, section
 from tp_invariant_recipes.fields.ranges import COUNT, NICE, SIGNED
 
-_RULED = "another rule says which values, under any numerics"
+_OTHER_RULE = "another rule says which values, under any numerics"
 _UNREAD = "Megatron-Bridge does not read it"
 _RESUMED = "a run could not be resumed"
 _LOCAL = "--resume knows the checkpoints in run.dir only"
@@ -11,7 +11,7 @@ _EXPORT = "tpi export writes a Hugging Face checkpoint"
 
 CHECKPOINT = section(
     row(ANY, "save load ckpt_step pretrained_checkpoint load_optim load_rng finetune "
-        "dist_ckpt_optim_fully_reshardable", _RULED),
+        "dist_ckpt_optim_fully_reshardable", _OTHER_RULE),
     row(BOOL, "async_save", TIME),
     row(ANY, "save_interval exit_on_missing_checkpoint async_strategy use_persistent_ckpt_worker "
         "async_ckpt_io_priority async_write_results_mp_mode", TIME),

@@ -18,7 +18,7 @@ from tp_invariant_recipes.fields.field import (
 )
 from tp_invariant_recipes.fields.ranges import COUNT, SIGNED
 
-_RULED = "another rule says which values, under any numerics"
+_OTHER_RULE = "another rule says which values, under any numerics"
 _UNREAD = "Megatron-Bridge does not read it"
 _DIGEST = "a digest of the data says what is in it"
 _SEQUENCE = "it says what is in a sequence, whoever computes it"
@@ -35,7 +35,7 @@ DATASET = section(
     row(BOOL, "eod_mask_loss create_attention_mask add_extra_token_to_sequence "
         "drop_last_partial_validation_sequence allow_ambiguous_pad_tokens do_validation do_test", _SEQUENCE),
     row(ANY, "dataloader_type reset_attention_mask enable_offline_packing offline_packing_specs hf_dataset "
-        "hf_validation_dataset hf_test_dataset hf_output_root hf_validation_proportion hf_rewrite", _RULED),
+        "hf_validation_dataset hf_test_dataset hf_output_root hf_validation_proportion hf_rewrite", _OTHER_RULE),
     row(ANY, "path_to_cache", PLACE),
     row(NUMBER, "num_workers memmap_workers", BYTES),
     row(NUMBER, "num_dataset_builder_threads", BYTES, COUNT),

@@ -18,7 +18,7 @@ from tp_invariant_recipes.fields.ranges import COUNT
 
 _SWITCH = "sums inside a switch (NVLS, SHARP) have an order of their own"
 _FSDP = "FSDP reduces gradients in an order of its own"
-_IDLE = "it is read with a field that is off"
+_SWITCHED_OFF = "it is read with a field that is off"
 _OVERLAP = "overlapped collectives add in an order of their own"
 
 DIST = section(
@@ -53,5 +53,5 @@ COMM_OVERLAP = section(
         "overlap_grad_reduce overlap_param_gather overlap_param_gather_with_optimizer_step align_param_gather "
         "bucket_size defer_embedding_wgrad_compute wgrad_deferral_limit overlap_moe_expert_parallel_comm "
         "delay_wgrad_compute", _OVERLAP, adjust_to=None),
-    row(ANY, "tp_comm_bootstrap_backend data_parallel_size", _IDLE),
+    row(ANY, "tp_comm_bootstrap_backend data_parallel_size", _SWITCHED_OFF),
 )  # fmt: skip

@@ -3,16 +3,16 @@
 from tp_invariant_recipes.fields.field import ANY, BOOL, NULL, NUMBER, OFF, ON, READS, TIME, only, row, section
 from tp_invariant_recipes.fields.ranges import COUNT, POSITIVE
 
-_RULED = "another rule says which values, under any numerics"
+_OTHER_RULE = "another rule says which values, under any numerics"
 _UNREAD = "Megatron-Bridge does not read it"
 _STEP = "a step has gbs sequences in every layout"
 _RANKS = "all ranks must agree whether a step counts"
 
 TRAIN = section(
     row(NUMBER, "micro_batch_size global_batch_size train_iters", _STEP),
-    row(ANY, "rampup_batch_size step_batch_size_schedule iterations_to_skip skip_train", _RULED),
-    row(ANY, "train_samples", _RULED, COUNT),
-    row(ANY, "num_epochs", _RULED, POSITIVE),
+    row(ANY, "rampup_batch_size step_batch_size_schedule iterations_to_skip skip_train", _OTHER_RULE),
+    row(ANY, "train_samples", _OTHER_RULE, COUNT),
+    row(ANY, "num_epochs", _OTHER_RULE, POSITIVE),
     row(OFF, "decrease_batch_size_if_needed", _STEP),
     row(NULL, "eval_iters eval_interval", "it has moved to the section validation", adjust_to=None),
     row(ON, "check_optimizer_step_success", _RANKS, adjust_to=True),
@@ -30,7 +30,7 @@ TRAIN = section(
 VALIDATION = section(
     row(NUMBER, "eval_iters start_eval_at_iter", _STEP),
     row(NUMBER, "eval_interval eval_global_batch_size eval_micro_batch_size", _STEP, COUNT),
-    row(ANY, "skip_train", _RULED),
+    row(ANY, "skip_train", _OTHER_RULE),
     row(OFF, "full_validation multiple_validation_sets", "one set of sequences is validated"),
     row(NULL, "validation_set_names", _UNREAD),
     row(OFF, "test_mode", _UNREAD),

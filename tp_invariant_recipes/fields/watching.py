@@ -4,7 +4,7 @@ from tp_invariant_recipes.fields.field import ANY, NULL, OFF, ON, READS, BridgeF
 from tp_invariant_recipes.fields.ranges import COUNT, PORT, POSITIVE, SHARE
 
 _UNREAD = "Megatron-Bridge does not read it"
-_IDLE = "it is read with a field that is off"
+_SWITCHED_OFF = "it is read with a field that is off"
 _OF_TPI = "tpi starts and watches the ranks itself"
 
 LOGGER = section(
@@ -28,30 +28,30 @@ STRAGGLER = section(
 
 NVRX_STRAGGLER = section(
     row(OFF, "enabled", _OF_TPI),
-    row(ANY, "report_time_interval", _IDLE, POSITIVE),
-    row(ANY, "num_gpu_perf_scores_to_print profiling_interval", _IDLE, COUNT),
-    row(ANY, "gpu_relative_perf_threshold gpu_individual_perf_threshold", _IDLE, SHARE),
-    otherwise=BridgeField(ANY, _IDLE),
+    row(ANY, "report_time_interval", _SWITCHED_OFF, POSITIVE),
+    row(ANY, "num_gpu_perf_scores_to_print profiling_interval", _SWITCHED_OFF, COUNT),
+    row(ANY, "gpu_relative_perf_threshold gpu_individual_perf_threshold", _SWITCHED_OFF, SHARE),
+    otherwise=BridgeField(ANY, _SWITCHED_OFF),
 )  # fmt: skip
 
 FT = section(
     row(OFF, "enable_ft_package calc_ft_timeouts simulate_fault", _OF_TPI),
-    otherwise=BridgeField(ANY, _IDLE),
+    otherwise=BridgeField(ANY, _SWITCHED_OFF),
 )  # fmt: skip
 
 INPROCESS_RESTART = section(
     row(OFF, "enabled", _OF_TPI),
-    otherwise=BridgeField(ANY, _IDLE),
+    otherwise=BridgeField(ANY, _SWITCHED_OFF),
 )  # fmt: skip
 
 TENSOR_INSPECT = section(
     row(OFF, "enabled", "what it inspects it may compute otherwise"),
-    otherwise=BridgeField(ANY, _IDLE),
+    otherwise=BridgeField(ANY, _SWITCHED_OFF),
 )  # fmt: skip
 
 RERUN_STATE_MACHINE = section(
     row(only(0), "error_injection_rate", "an injected error is no result"),
-    row(ANY, "error_injection_type", _IDLE),
+    row(ANY, "error_injection_type", _SWITCHED_OFF),
     row(only("disabled"), "rerun_mode", "a step that is computed again would be recorded twice"),
     row(ANY, "check_for_nan_in_loss check_for_spiky_loss", READS),
     row(ANY, "spiky_loss_factor", READS, POSITIVE),

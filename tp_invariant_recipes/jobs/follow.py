@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.foreign_text import one_line, visible
+from tp_invariant_recipes.foreign_text import single_line, visible
 from tp_invariant_recipes.jobs import states
 from tp_invariant_recipes.jobs.registry import JUDGE, Submission
 from tp_invariant_recipes.jobs.states import JobState
@@ -128,7 +128,7 @@ class Tails:
         whole = data if last else data[: data.rfind(b"\n") + 1]
         self._positions[source.file] = (status.st_ino, position + len(whole))
         if whole and len(self.sources) > 1 and self._shown is not source:
-            heading = f"==> {one_line(source.label)} <==\n"
+            heading = f"==> {single_line(source.label)} <==\n"
             self.out.write(f"{'' if self._shown is None else chr(10)}{heading}".encode())
         if whole:
             self._shown = source

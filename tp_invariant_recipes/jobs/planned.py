@@ -13,7 +13,7 @@ from tp_invariant_recipes.errors import RunError, TpiError
 from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.jobs import registry, slurm_client
 from tp_invariant_recipes.runs.lock import locked, locked_empty
-from tp_invariant_recipes.runs.matrix_dir import LeftOut
+from tp_invariant_recipes.runs.matrix_dir import Omission
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings.allocation import Allocation
 
@@ -40,7 +40,7 @@ class PlannedSubmission:
     write:    writes the runs, before the scripts.
     after:    ids of the jobs that must have ended well before the first of these begins.
     unseen:   requirements of the nodes that this host cannot check, a line each.
-    left_out: combinations of a matrix that no run can have.
+    omitted: combinations of a matrix that no run can have.
     warnings: what may end a run early, although nothing refuses it.
     resumed:  whether the directory holds a run, with which the job goes on.
     completed: why there is nothing to submit: the run has all its steps; None: there is.
@@ -58,7 +58,7 @@ class PlannedSubmission:
     write: Callable[[], None]
     after: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
-    left_out: tuple[LeftOut, ...] = ()
+    omitted: tuple[Omission, ...] = ()
     warnings: tuple[str, ...] = ()
     resumed: bool = False
     completed: str | None = None
@@ -92,7 +92,7 @@ class PlannedSubmission:
             "memory": self.memory,
             "after": list(self.after),
             "cells": list(self.cells),
-            "left_out": [asdict(combination) for combination in self.left_out],
+            "left_out": [asdict(combination) for combination in self.omitted],
             "unseen": list(self.unseen),
             "warnings": list(self.warnings),
             "jobs": [

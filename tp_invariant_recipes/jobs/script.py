@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from tp_invariant_recipes.config.overrides import Override, cluster_files, texts
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.foreign_text import one_line
+from tp_invariant_recipes.foreign_text import single_line
 from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.settings.allocation import Allocation, ranks_per_node
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -130,7 +130,7 @@ def _render(template: str, **values: Any) -> str:
         "words": lambda values: " ".join(map(_quoted, values)),
         "s": _sbatch,
         "option": _option,
-        "comment": one_line,
+        "comment": single_line,
     }
     return environment.get_template(f"{template}.sbatch.j2").render(values)
 

@@ -29,7 +29,7 @@ class Queued:
     task:         of an array: one task such as "3", or several waiting ones, such as "0-4"; None: not an array.
     state:        SLURM's word: "PENDING", "RUNNING", "COMPLETED", …
     reason:       SLURM's reason why it waits or ended; "None" without one.
-    seconds_left: of its time limit; None: no limit, or it does not run.
+    seconds_remaining: of its time limit; None: no limit, or it does not run.
     nodes:        the nodes that it runs on or ran on last.
     """
 
@@ -38,7 +38,7 @@ class Queued:
     name: str
     state: str
     reason: str
-    seconds_left: int | None
+    seconds_remaining: int | None
     nodes: tuple[str, ...]
 
     @property

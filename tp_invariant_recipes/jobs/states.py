@@ -105,7 +105,7 @@ class JobState:
     layouts:      of each try so far, oldest first: "tp=2 dp=4" and so on, degrees of 1 left out.
     step, last_step: the last recorded step, and the last planned step; None: unknown.
     reason:       SLURM's reason why it is pending; None: no reason.
-    seconds_left: of this try's time limit.
+    seconds_remaining: of this try's time limit.
     """
 
     part: JobPart
@@ -118,7 +118,7 @@ class JobState:
     alive: bool | None = True
     end: End | None = None
     reason: str | None = None
-    seconds_left: int | None = None
+    seconds_remaining: int | None = None
     note: str | None = None
     layouts: tuple[str, ...] = ()
 
@@ -155,7 +155,7 @@ class JobState:
             "step": self.step,
             "of": self.last_step,
             "loss": self.loss,
-            "seconds_left": self.seconds_left,
+            "seconds_left": self.seconds_remaining,
             "nodes": list(self.nodes),
             "note": self.note,
         }
@@ -260,7 +260,7 @@ def _alive(part: JobPart, facts: dict[str, Any], queued: Queued, *, started: boo
     pending = queued.state == "PENDING"
     note = None if started or pending else _files_elsewhere(part, queued.nodes)
     reason = queued.reason if pending and queued.reason not in ("", "None") else None
-    return JobState(**facts, word=queued.state, reason=reason, seconds_left=queued.seconds_left, note=note)
+    return JobState(**facts, word=queued.state, reason=reason, seconds_remaining=queued.seconds_remaining, note=note)
 
 
 def _facts(part: JobPart, tried: Sequence[Attempt], nodes: Sequence[str]) -> dict[str, Any]:

@@ -187,7 +187,7 @@ def several(
         write=partial(_write_cells, verification),
         after=_ids(after),
         unseen=tuple(dict.fromkeys(line for config in configs.values() for line in lines(job_rules.unseen(config)))),
-        left_out=verification.matrix.left_out,
+        omitted=verification.matrix.omitted,
         warnings=_warnings({cell.label: configs[cell.name] for cell in verification.matrix.cells}),
     )
 

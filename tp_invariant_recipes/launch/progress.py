@@ -83,7 +83,7 @@ class Tail:
         seconds = sum(e.seconds for e in timed)
         return sum(e.tokens for e in timed) / seconds if seconds else 0.0
 
-    def seconds_left(self) -> float:
+    def seconds_remaining(self) -> float:
         """Until the last step, at the pace of the last ones."""
         timed = self.events[1:] or self.events
         return (self.steps - self.events[-1].step) * sum(e.seconds for e in timed) / len(timed)
@@ -137,7 +137,7 @@ class Lines:
             first = event.step - self.plan.start <= 3
             if first or event.step == self.plan.steps or time.monotonic() - self.printed > LINE_EVERY:
                 self.printed = time.monotonic()
-                remaining = time.strftime("%H:%M:%S", time.gmtime(self.tail.seconds_left()))
+                remaining = time.strftime("%H:%M:%S", time.gmtime(self.tail.seconds_remaining()))
                 step = f"step {event.step:>5}/{self.plan.steps}"
                 self.console.print(f"{step}  {_figures(event, self.tail)}  {remaining} left", highlight=False)
             if event.start:

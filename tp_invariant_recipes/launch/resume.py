@@ -248,7 +248,7 @@ def _check_layout(command: str, before: RunFile, plan: Plan, checkpoint: RunChec
     degrees, manifest = plan.layout.as_dict(), checkpoint.read_manifest()
     separate = resume_rules.experts_separate(plan.config.numerics.mode, plan.config.model, degrees)
     now = {"numerics": plan.config.section("numerics"), "layout": degrees}
-    saved = StateForm(manifest.optimizer_state, manifest.layout, manifest.experts_apart)
+    saved = StateForm(manifest.optimizer_state, manifest.layout, manifest.separate_experts)
     wanted = StateForm(resume_rules.optimizer_state(plan.config), degrees, separate)
     problems = resume_rules.unreadable_state(str(checkpoint.path), saved, wanted)
     if wrong := lines([*resume_rules.other_gradients(vars(before), now), *problems]):

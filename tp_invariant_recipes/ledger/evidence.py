@@ -42,7 +42,7 @@ class Suspect(Record):
 class Evidence(Record):
     """Wrong bits that a guard has found.
 
-    found_by: PRODUCT … SHADOW. step: counted from 1. where: the operation, in words.
+    detector: PRODUCT … SHADOW. step: counted from 1. where: the operation, in words.
     suspects: one rank, or all of which one is wrong. judge: what has told them apart, in words; None: nothing has.
     outputs, of_, bits: wrong outputs, of all that were compared, and wrong bits of them.
     trusted:  the last step whose checkpoint is trusted; 0: the start.
@@ -51,7 +51,7 @@ class Evidence(Record):
     """
 
     schema: Literal[1] = 1
-    found_by: str
+    detector: str
     step: Count
     where: str
     suspects: Listed[Suspect]

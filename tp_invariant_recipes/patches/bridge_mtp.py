@@ -54,7 +54,7 @@ UNMASKED = (
     "with model.mtp_num_layers every token counts in the losses of multi-token prediction, masked prompts and padding "
     "as well: Megatron-Bridge does not pass the loss mask to the model"
 )
-_KEPT: list[Any] = [None]  # the loss mask of the latest micro-batch
+_LATEST_MASK: list[Any] = [None]  # the loss mask of the latest micro-batch
 
 
 def keeping_the_mask(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,7 +62,7 @@ def keeping_the_mask(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def get_batch(*args: Any, **more: Any) -> Any:
         batch = original(*args, **more)
-        _KEPT[0] = batch[2]
+        _LATEST_MASK[0] = batch[2]
         return batch
 
     return get_batch
@@ -72,7 +72,7 @@ def with_the_mask(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace gpt_model.process_mtp_loss: without a mask it takes the micro-batch's."""
 
     def process_mtp_loss(*args: Any, loss_mask: Any = None, **more: Any) -> Any:
-        return original(*args, loss_mask=_KEPT[0] if loss_mask is None else loss_mask, **more)
+        return original(*args, loss_mask=_LATEST_MASK[0] if loss_mask is None else loss_mask, **more)
 
     return process_mtp_loss
 

@@ -26,7 +26,7 @@ def as_transformer_engine(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_gpt_layer_local_submodules
 
 
-def one_map_for_all() -> bool:
+def shared_key_map() -> bool:
     """Whether the installed function has one table of names, for dense layers without latent attention."""
     function = code.source("megatron.core", "models/gpt/gpt_layer_specs.py", "get_gpt_layer_local_submodules")
     return function.count("sharded_state_dict_keys_map") == 1
@@ -35,7 +35,7 @@ def one_map_for_all() -> bool:
 PATCH = Patch(
     name="core-local-names",
     package="megatron-core",
-    need=Looks(one_map_for_all, "get_gpt_layer_local_submodules() with one sharded_state_dict_keys_map"),
+    need=Looks(shared_key_map, "get_gpt_layer_local_submodules() with one sharded_state_dict_keys_map"),
     replaces={"megatron.core.models.gpt.gpt_layer_specs:get_gpt_layer_local_submodules": as_transformer_engine},
     why=WHY,
 )

@@ -97,11 +97,11 @@ def _running_mean() -> bool:
     )
 
 
-def _one_sequence_a_row() -> bool:
+def _sequence_per_row() -> bool:
     return "cu_seqlens" not in code.source("megatron.core", "transformer/moe/router.py", "__init__")
 
 
-def _one_loss_a_micro_batch() -> bool:
+def _loss_per_micro_batch() -> bool:
     return "routing_map=routing_map" in code.source("megatron.core", "transformer/moe/router.py", "__init__")
 
 
@@ -177,7 +177,7 @@ FAULTS = (
         "seq_aux_loss of packed rows",
         "Megatron-LM #6115",
         "seq_aux_loss takes a packed row for one sequence",
-        _one_sequence_a_row,
+        _sequence_per_row,
         lambda config: (
             _balances(config, "seq_aux_loss") and bool(config.section("dataset").get("enable_offline_packing"))
         ),
@@ -227,7 +227,7 @@ FAULTS = (
         "aux_loss of a micro-batch",
         "by definition",
         "aux_loss balances a micro-batch, so that another mbs is another loss",
-        _one_loss_a_micro_batch,
+        _loss_per_micro_batch,
         lambda config: _balances(config, "aux_loss", "global_aux_loss") and config.train["micro_batch_size"] > 1,
         r"router|mlp|decoder|embedding",
     ),

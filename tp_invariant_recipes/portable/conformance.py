@@ -115,7 +115,7 @@ def differences(recording: Recording, product: Product) -> list[Difference]:
     the units for fp32 keep a NaN's sign and payload, and the definition does not."""
     mismatches = []
     for case in recording.cases:
-        computed, recorded = outputs(case, product), _one_nan(case, case.bits)
+        computed, recorded = outputs(case, product), _canonical_nan(case, case.bits)
         where = np.argwhere(computed != recorded)
         if where.size:
             row, column = map(int, where[0])
@@ -126,7 +126,7 @@ def differences(recording: Recording, product: Product) -> list[Difference]:
 
 def outputs(case: Case, product: Product) -> NDArray[np.uint32]:
     """Bits of the fp32 output of `product` for a case's operands."""
-    return _one_nan(case, product(case.a, case.b).cpu().contiguous().numpy().view(np.uint32))
+    return _canonical_nan(case, product(case.a, case.b).cpu().contiguous().numpy().view(np.uint32))
 
 
 def by_definition(a: Operand, b: Operand) -> Tensor:
@@ -211,7 +211,7 @@ def _operand(bits: NDArray[Any], kind: str) -> Tensor:
     return torch.from_numpy(signed).view(DTYPES[kind])
 
 
-def _one_nan(case: Case, bits: NDArray[np.uint32]) -> NDArray[np.uint32]:
+def _canonical_nan(case: Case, bits: NDArray[np.uint32]) -> NDArray[np.uint32]:
     if not case.name.startswith("fp32/"):
         return bits  # a tensor core has one NaN
     return np.where(np.isnan(bits.view(np.float32)), np.uint32(NAN), bits)

@@ -289,7 +289,7 @@ _WORDS = {kind: label.capitalize() for kind, label in LABELS.items()}
 # (state, name of its colour, its word in the legend)
 _CELLS = (
     (CellState.IDENTICAL, "identical", "identical"),
-    (CellState.SOME_DIFFER, "some", "some differ"),
+    (CellState.PARTLY_DIFFERENT, "some", "some differ"),
     (CellState.DIFFERENT, "different", "different, no dump"),
     (CellState.NOT_COMPARED, "paper", "not recorded by both"),
 )
@@ -362,7 +362,7 @@ def _reading(heatmap: Map) -> str:
         words.append(
             "The stronger the colour, the larger the largest distance in ULP: of numbers, and of dumped tensors."
         )
-    if (np.isnan(heatmap.ulp) & (heatmap.states >= CellState.SOME_DIFFER)).any():
+    if (np.isnan(heatmap.ulp) & (heatmap.states >= CellState.PARTLY_DIFFERENT)).any():
         words.append("Digests do not show how far apart other tensors are; ledger.dump with ledger.trace records it.")
     return " ".join(words)
 

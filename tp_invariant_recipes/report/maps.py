@@ -22,7 +22,7 @@ class CellState(IntEnum):
 
     NOT_COMPARED = 0  # one of the runs has no such parameter
     IDENTICAL = 1
-    SOME_DIFFER = 2
+    PARTLY_DIFFERENT = 2
     DIFFERENT = 3  # all that were compared
 
 
@@ -144,7 +144,7 @@ def _numbers(comparison: Comparison, column_of: Mapping[int, int], width: int) -
 def _states(compared: np.ndarray, differing: np.ndarray) -> np.ndarray:
     states = np.full(compared.shape, CellState.NOT_COMPARED, dtype=np.uint8)
     states[compared > 0] = CellState.IDENTICAL
-    states[differing > 0] = CellState.SOME_DIFFER
+    states[differing > 0] = CellState.PARTLY_DIFFERENT
     states[(differing > 0) & (differing == compared)] = CellState.DIFFERENT
     return states
 

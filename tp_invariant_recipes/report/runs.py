@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tp_invariant_recipes.compare.compare import Comparison, compare_all
 from tp_invariant_recipes.errors import LedgerError
-from tp_invariant_recipes.foreign_text import one_line
+from tp_invariant_recipes.foreign_text import single_line
 from tp_invariant_recipes.ledger import run_files
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger, Progress, contents
@@ -147,7 +147,7 @@ def _names(ledgers: Iterable[Ledger]) -> list[str]:
         lengths = range(1, len(path.parts) + 1)
         distinct = (n for n in lengths if all(other.parts[-n:] != path.parts[-n:] for other in whole if other != path))
         ends[path] = "/".join(path.parts[-next(distinct, len(path.parts)) :])
-    return [one_line(ends[path]) for path in whole]
+    return [single_line(ends[path]) for path in whole]
 
 
 def _timings(file: Path) -> tuple[tuple[ProgressLine, ...], int]:

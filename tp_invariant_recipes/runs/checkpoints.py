@@ -40,7 +40,7 @@ class CheckpointManifest(Record):
 
     step:            completed when it was saved.
     optimizer_state: its form, one of config/resume_rules.py.
-    experts_apart:   whether experts have an optimizer of their own.
+    separate_experts:   whether experts have an optimizer of their own.
     files:           path in the checkpoint → the file.
     """
 
@@ -49,7 +49,7 @@ class CheckpointManifest(Record):
     identity_hash: str
     layout: Layout
     optimizer_state: str
-    experts_apart: bool
+    separate_experts: bool
     files: dict[str, CheckpointFile]
 
 
@@ -168,7 +168,7 @@ def write_manifest(
     layout: dict[str, Any],
     optimizer_state: str,
     *,
-    experts_apart: bool = False,
+    separate_experts: bool = False,
     known: Mapping[str, CheckpointFile] | None = None,
 ) -> None:
     """Describe every file of a checkpoint that has just been written, and mark it finished.
@@ -177,7 +177,7 @@ def write_manifest(
     The other arguments are as `CheckpointManifest` has them.
     """
     files = described(path, known)
-    manifest = CheckpointManifest(step, identity_hash, layout, optimizer_state, experts_apart, files)
+    manifest = CheckpointManifest(step, identity_hash, layout, optimizer_state, separate_experts, files)
     write_atomically(path / MANIFEST, json.dumps(manifest.as_json(), indent=1))
 
 

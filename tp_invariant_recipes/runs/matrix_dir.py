@@ -51,7 +51,7 @@ class Cell(Record):
 
 
 @dataclass(frozen=True)
-class LeftOut(Record):
+class Omission(Record):
     """A combination of values that no run can have, and why."""
 
     label: str
@@ -62,7 +62,7 @@ class LeftOut(Record):
 class Matrix(Record):
     """Runs to compare with the first of them or, where `against` is a path, with the ledger there.
 
-    overrides: as typed. left_out: combinations of the axes that are no cells.
+    overrides: as typed. omitted: combinations of the axes that are no cells.
     kind:      the command that made it; the runs of a sweep are different experiments, which are not compared.
     """
 
@@ -72,7 +72,7 @@ class Matrix(Record):
     axes: Listed[Axis]
     cells: Annotated[tuple[Cell, ...], Bounds(min_length=1, max_length=10_000, strict=False)]
     against: str | None
-    left_out: Listed[LeftOut] = ()
+    omitted: Listed[Omission] = ()
     kind: Literal["verify", "sweep"] = "verify"
 
     def described(self) -> dict[str, Any]:
@@ -81,11 +81,11 @@ class Matrix(Record):
             "model": self.model,
             "overrides": list(self.overrides),
             "axes": [{"key": axis.key, "values": list(axis.values)} for axis in self.axes],
-            "left_out": [cell.as_json() for cell in self.left_out],
+            "left_out": [cell.as_json() for cell in self.omitted],
         }
 
     def __str__(self) -> str:
-        without = f" (without {'; '.join(cell.label for cell in self.left_out)})" if self.left_out else ""
+        without = f" (without {'; '.join(cell.label for cell in self.omitted)})" if self.omitted else ""
         return (" × ".join(map(str, self.axes)) or self.cells[0].label) + without
 
 

@@ -98,8 +98,8 @@ class Estimate:
 
         Parts that some key changes in a way that the estimate does not follow are left out.
         """
-        left_out = {part for parts in self.unfollowed.values() for part in parts}
-        certain = {part: size for part, size in self.parts.items() if part not in left_out}
+        omitted = {part for parts in self.unfollowed.values() for part in parts}
+        certain = {part: size for part, size in self.parts.items() if part not in omitted}
         return sum(size * (1 if part in COUNTED else 1 - error) for part, size in certain.items())
 
 
@@ -218,11 +218,11 @@ def _states(
     )
     owned = dense // shards + experts // expert_shards
     optimizer = config.section("optimizer")
-    one_moment = sum(_held(matrices, at)) if muon.computes(optimizer) else 0
+    single_moment = sum(_held(matrices, at)) if muon.computes(optimizer) else 0
     return {
         WEIGHTS: standing,
         GRADIENTS: _gradient(config, half) * _summed(config, at, dense + lookups, experts),
-        OPTIMIZER: _of_optimizer(optimizer, half) * owned - FP32 * one_moment,
+        OPTIMIZER: _of_optimizer(optimizer, half) * owned - FP32 * single_moment,
     }
 
 

@@ -97,8 +97,8 @@ class Family:
     @property
     def keys(self) -> tuple[str, ...]:
         """The keys of FIELDS that count for it."""
-        left_out = DENSE_ONLY if self.experts else EXPERTS_ONLY
-        return tuple(key for key in FIELDS if key not in left_out)
+        omitted = DENSE_ONLY if self.experts else EXPERTS_ONLY
+        return tuple(key for key in FIELDS if key not in omitted)
 
     @property
     def fields(self) -> Mapping[str, tuple[str, Any]]:

@@ -278,8 +278,8 @@ def _class(section: str, part: Any) -> type:
 
 def _values(section: str, part: Any) -> dict[str, Any]:
     """Return the fields of a section, but those that say nothing."""
-    left_out = COPIES | UNREAD
-    fields = {name: value for name, value in recipe_fields.values(part) if f"{section}.{name}" not in left_out}
+    omitted = COPIES | UNREAD
+    fields = {name: value for name, value in recipe_fields.values(part) if f"{section}.{name}" not in omitted}
     values = {
         n: v
         for n, v in fields.items()

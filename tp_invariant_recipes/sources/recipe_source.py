@@ -339,7 +339,7 @@ def offline(hf_folder: str | None, requested: list[str]) -> Iterator[None]:
     requested: receives the name of each model whose configuration cannot be loaded.
     """
 
-    def one_try(load: Callable[..., Any]) -> Callable[..., Any]:
+    def without_retries(load: Callable[..., Any]) -> Callable[..., Any]:
         def loaded(path: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 return load(path, *args, **(kwargs | {"max_retries": 0}))
@@ -374,7 +374,7 @@ def offline(hf_folder: str | None, requested: list[str]) -> Iterator[None]:
     with applied(
         [
             Replacement(_OFFLINE, lambda _: True, why),
-            Replacement(_LOADER, one_try, why),
+            Replacement(_LOADER, without_retries, why),
             Replacement(_FOLDER, from_folder, why),
             Replacement(_CONFIG, of_transformers, why),
         ]

@@ -17,12 +17,12 @@ class ManifestWriter(Callback):
     """
 
     def __init__(
-        self, identity_hash: str, layout: dict[str, Any], optimizer_state: str, *, experts_apart: bool, first: bool
+        self, identity_hash: str, layout: dict[str, Any], optimizer_state: str, *, separate_experts: bool, first: bool
     ) -> None:
         self.identity_hash = identity_hash
         self.layout = layout
         self.optimizer_state = optimizer_state
-        self.experts_apart = experts_apart
+        self.separate_experts = separate_experts
         self.first = first
 
     def on_checkpoint_save(self, context: Any) -> None:
@@ -31,7 +31,7 @@ class ManifestWriter(Callback):
         known = written_hashes.of_all_ranks(path)
         if self.first:
             parts = self.identity_hash, self.layout, self.optimizer_state
-            write_manifest(path, step_of(path), *parts, experts_apart=self.experts_apart, known=known)
+            write_manifest(path, step_of(path), *parts, separate_experts=self.separate_experts, known=known)
 
 
 class IndexRecorder(Callback):

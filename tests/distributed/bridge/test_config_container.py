@@ -357,14 +357,14 @@ def test_a_mistake_is_one_line_that_names_the_field(override, says, capfd):
     assert "Error" not in capfd.readouterr().err
 
 
-def test_all_mistakes_are_said_at_once():
+def test_all_mistakes_are_reported_at_once():
     actual = problems("qwen3_toy", "tpp=2", "model.num_layer=3", "optimizer.clip_grad=x", "lr=y", "data=texxt", "pp=3")
     for beginning in ("tpp=2:", "lr=y:", "data=texxt:", "model.num_layer:", "optimizer.clip_grad=x:", "pp=3 does not"):
         assert sum(problem.startswith(beginning) for problem in actual) == 1, beginning
     assert len(actual) == 6
 
 
-def test_mistakes_in_conf_are_found_when_the_container_is_built():
+def test_mistakes_in_conf_are_detected_when_the_container_is_built():
     tree = compose("qwen3_toy").config.sections
     tree["optimizer"]["lrr"] = 1
     tree["ddp"]["overlap_grad_reduce"] = "sometimes"
@@ -487,7 +487,7 @@ def test_bridge_sets_the_variables_that_we_set(device, monkeypatch):
 
 
 @pytest.mark.parametrize("includes_eod, eod", ((True, 511), (False, 512)))
-def test_the_installed_null_tokenizer_has_the_eod_that_was_meant(includes_eod, eod):
+def test_the_installed_null_tokenizer_has_the_eod_that_was_intended(includes_eod, eod):
     from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 
     made = build("qwen3_toy", f"tokenizer.vocab_includes_eod={includes_eod}", device="cpu")
@@ -554,7 +554,7 @@ def test_there_are_examples():
 
 
 @pytest.mark.parametrize("words", examples(), ids=" ".join)
-def test_the_examples_in_the_help_are_right(words, tmp_path):
+def test_the_examples_in_the_help_are_correct(words, tmp_path):
     words = " ".join(words).replace("--trace ", "ledger.trace=").partition(" --key ")[0].split()
     model, *overrides = [word for word in words if not word.startswith("--")]
     if model == "weights=~/models/mine":

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from tests.distributed.numerics.module_runs import put_together, split_of
+from tests.distributed.numerics.module_runs import joined_shards, split_of
 from tests.distributed.ranks import megatron, on_ranks
 from tests.operands import same_bits
 from tp_invariant_recipes.errors import ConfigError
@@ -118,7 +118,7 @@ PROGRAMS = pytest.mark.parametrize(
 def test_a_plain_program_has_one_result(bridge, bf16, fields, steps):
     first, second = (on_ranks(t, V, switched, "1", program, bf16, fields, steps) for t in (1, 2))
     assert all(rank[0] == first[0][0] for rank in second)
-    a, b = (put_together([weights for _, weights in ranks]) for ranks in (first, second))
+    a, b = (joined_shards([weights for _, weights in ranks]) for ranks in (first, second))
     assert a.keys() == b.keys()
     assert [name for name in a if not same_bits(a[name], b[name])] == []
 
@@ -126,7 +126,7 @@ def test_a_plain_program_has_one_result(bridge, bf16, fields, steps):
 @PROGRAMS
 def test_without_the_switch_it_has_several(bridge, bf16, fields, steps):
     first, second = (on_ranks(t, V, switched, "0", program, bf16, fields, steps) for t in (1, 2))
-    a, b = (put_together([weights for _, weights in ranks]) for ranks in (first, second))
+    a, b = (joined_shards([weights for _, weights in ranks]) for ranks in (first, second))
     assert [name for name in a if not same_bits(a[name], b[name])]  # a loss is one number: a rounding may hide it
 
 
@@ -141,7 +141,7 @@ def _refused(mesh, fields, positions):
     return error.value.problems
 
 
-def test_all_that_is_not_covered_is_said_at_once(bridge):
+def test_all_that_is_not_covered_is_reported_at_once(bridge):
     fields = {
         "normalization": "L2Norm", "hidden_dropout": 0.1, "num_query_groups": 2, "ffn_hidden_size": 96,
         "cross_entropy_loss_fusion": True,

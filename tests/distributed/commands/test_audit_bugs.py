@@ -23,8 +23,8 @@ def release(*row: object) -> object:
 # Bug, configuration, kind and module of the first tensor that is beyond rounding, the shape of its error (None: any).
 BUGS = (
     (bugs.norm_gradients_not_summed, f"{TWO} tp=2", "gradients", "decoder.final_layernorm", SUM),
-    release(bugs.positions_off_by_one_on_a_rank, f"{TWO} tp=2", "forward", "rotary_pos_emb", "rows shifted by 1"),
-    release(bugs.experts_left_out_of_the_norm, f"{EXPERTS} tp=2 ep=2", "norm", "gradient norm", None),
+    release(bugs.positions_shifted_on_a_rank, f"{TWO} tp=2", "forward", "rotary_pos_emb", "rows shifted by 1"),
+    release(bugs.norm_without_experts, f"{EXPERTS} tp=2 ep=2", "norm", "gradient norm", None),
     release(bugs.router_gradients_not_summed, f"{EXPERTS} tp=2 ep=2", "gradients", f"{MLP}.router", SUM),
     release(
         bugs.tied_embedding_not_summed,
@@ -71,7 +71,7 @@ BUGS = (
         "decoder.final_layernorm",
         "constant ratio 1.5, right on ranks 0",
     ),
-    release(bugs.vocabulary_off_by_one, f"{TWO} tp=2", "forward", "embedding.word_embeddings", None),
+    release(bugs.vocabulary_shifted_by_a_row, f"{TWO} tp=2", "forward", "embedding.word_embeddings", None),
     release(bugs.outputs_averaged, f"{TWO} tp=2", "forward", f"{ATTENTION}.linear_proj", HALVED),
     release(bugs.outputs_not_summed, f"{TWO} tp=2 sp=false", "forward", f"{ATTENTION}.linear_proj", SUM),
     release(bugs.input_gradients_not_summed, f"{TWO} tp=2 sp=false", "backward", "output_layer", SUM),
@@ -86,7 +86,7 @@ BUGS = (
     ),
     release(bugs.loss_scaled_twice, f"{TWO} cp=2 numerics=tree", "backward", "output_layer", DOUBLED),
     release(
-        bugs.positions_off_by_one_on_a_rank,
+        bugs.positions_shifted_on_a_rank,
         f"{TWO} cp=2 numerics=tree",
         "forward",
         f"{ATTENTION}.core_attention",
@@ -146,7 +146,7 @@ QUIET = (
 
 
 @pytest.mark.parametrize("words", QUIET)
-def test_a_right_layout_is_within_rounding(tpi, words):
+def test_a_correct_layout_is_within_rounding(tpi, words):
     done = tpi("audit", *words.split(), "device=cpu", "--json", "--dir", "audit", status=0)
     result = json.loads(done.stdout)
     assert result["verdict"] == "within rounding"

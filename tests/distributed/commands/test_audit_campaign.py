@@ -99,7 +99,7 @@ def test_a_resumed_campaign_audits_what_is_pending(here, monkeypatch):
     assert second["pending"] == 0
 
 
-def test_a_fault_is_shrunk_while_another_audit_runs_and_found_once(here, monkeypatch):
+def test_a_fault_is_shrunk_while_another_audit_runs_and_detected_once(here, monkeypatch):
     result, answers = ran(here, monkeypatch, lambda cell: not {"tp=2", LOSS} <= cell)
     assert [finding["settings"] for finding in result["findings"]] == [("tp=2", LOSS)]
     assert len({*answers.started}) >= len(answers.started) - 1  # the one with fewer layers has the same cell
@@ -112,7 +112,7 @@ def test_the_first_fault_ends_a_campaign_on_request(here, monkeypatch):
     assert result["pending"]
 
 
-def test_what_bridge_refuses_is_not_tried_again(here, monkeypatch):
+def test_what_bridge_refuses_is_not_retried(here, monkeypatch):
     result, answers = ran(here, monkeypatch, lambda cell: None if "pp=2" in cell else True)
     assert len({*answers.started}) == len(answers.started)
     assert all("pp=2" not in trial["settings"] for trial in result["trials"])
@@ -147,7 +147,7 @@ FEW = ("optimizer.optimizer=adam", "optimizer.use_distributed_optimizer=false", 
 
 @pytest.mark.release
 @pytest.mark.parametrize("bug, model, needed", option_bugs.BUGS[:2], ids=lambda value: getattr(value, "__name__", None))
-def test_a_planted_fault_is_found_and_shrunk_to_what_it_needs(shared, bug, model, needed):
+def test_a_planted_fault_is_detected_and_shrunk_to_what_it_needs(shared, bug, model, needed):
     words = ("device=cpu", *FEW, "--all", "-x", "--dir", bug.__name__)
     shared("audit", model, *words, before=bug, status=1)
     [finding] = json.loads((shared.folder / bug.__name__ / "audits.json").read_text())["findings"]

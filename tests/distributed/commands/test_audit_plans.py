@@ -56,7 +56,7 @@ def test_a_reference_has_one_rank_however_a_key_is_spelled(a_gpu, words):
     assert (planned.audited.layout.world, planned.reference.layout.world) == (2, 1)
 
 
-def test_what_is_wrong_with_a_reference_is_said_and_no_other_is_taken(a_gpu):
+def test_what_is_wrong_with_a_reference_is_reported_and_no_other_is_taken(a_gpu):
     with pytest.raises(audit.ConfigError, match=r"the reference: sp=true needs tp > 1"):
         audit.new("qwen3_toy", ["tp=2", "cuda_graph=off"], reference=["sp=true"])
 

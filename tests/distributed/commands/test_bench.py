@@ -82,7 +82,7 @@ def test_the_directory_says_what_was_run(bench_json, shared):
         assert json.loads((folder / "run.json").read_text())["numerics"]["mode"] == mode
 
 
-def test_categories_sum_to_the_whole_and_traces_can_be_read_again(bench_json, shared):
+def test_categories_sum_to_the_whole_and_traces_can_be_reread(bench_json, shared):
     stock, tree = bench_json["profile"]["modes"]
     for mode in (stock, tree):
         kernels = profile.read(shared.folder / mode["trace"]).kernels

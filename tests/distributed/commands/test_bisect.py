@@ -162,7 +162,7 @@ def test_a_weight_gradient_is_named_with_its_module(tpi):
 
 
 @pytest.mark.release
-def test_what_there_is_nothing_to_train_again_for(tpi):
+def test_what_there_is_nothing_to_retrain_for(tpi):
     train(tpi, "a", "tp=1", "iters=1")
     train(tpi, "b", "tp=2", "iters=1")
     train(tpi, "seed", "tp=1", "iters=1", "seed=5")

@@ -90,7 +90,7 @@ def test_the_step_is_looked_for_where_digests_were_not_recorded_at_every_step(tp
 
 
 @pytest.mark.release
-def test_each_run_is_trained_again_in_its_own_environment(runs):
+def test_each_run_is_retrained_in_its_own_environment(runs):
     plant = gradient_of_fc1(step=2, tp=2)
 
     def ring():
@@ -185,7 +185,7 @@ def test_ctrl_c_stops_with_its_own_status(runs):
     assert [files(runs.folder / run) for run in ("tp1", "tp2")] == before
 
 
-def test_what_keeps_either_run_from_being_trained_again_is_one_message_and_nothing_is_written(runs, tpi):
+def test_what_keeps_either_run_from_being_retrained_is_one_message_and_nothing_is_written(runs, tpi):
     taken = runs("bisect", "tp1", "tp2", "--dir", "tp1")
     assert (taken.status, taken.stdout) == (2, "")
     assert "--dir tp1 is there and is not an empty directory" in taken.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.faults import one_kept_bit_less, unchecked
+from tests.distributed.faults import fewer_kept_bits, unchecked
 from tp_invariant_recipes.ledger import certificate
 
 pytestmark = pytest.mark.usefixtures("portable_loops")
@@ -107,7 +107,7 @@ def test_this_cpu_computes_two_steps_of_a_real_model(shared, file):
 def test_one_kept_bit_less_differs(shared):
     def plant():
         all_documents()
-        unchecked(one_kept_bit_less)()
+        unchecked(fewer_kept_bits)()
 
     (file,) = (file for file in OF_GPUS if case(file) == "qwen3_toy")
     done = verify(shared, file, "tp=1", "train.exit_interval=2", before=plant, name="less")

@@ -129,7 +129,7 @@ def stale(held: ParameterState) -> None:
     held.flat("read").copy_(held.flat("read").roll(1))
 
 
-def reduced_again(held: ParameterState) -> None:
+def reduced_twice(held: ParameterState) -> None:
     torch.distributed.all_reduce(held.flat("gradient"))
 
 
@@ -232,8 +232,8 @@ FAULTS = (
     Fault("bf16", READ, FC2, stale, ("clipped",)),
     Fault("bf16", CLIP, FC2, scaled("gradient", 1.0 + 2**-23), ("clipped", "grad_norm")),
     Fault("bf16", READ, FC2, scaled("read", -1.0), ("clipped",)),
-    Fault("dp", EARLY, FC1, reduced_again, ("gradients",), (0, 1)),
-    Fault("tp", EARLY, NORM, reduced_again, ("gradients",), (0, 1)),
+    Fault("dp", EARLY, FC1, reduced_twice, ("gradients",), (0, 1)),
+    Fault("tp", EARLY, NORM, reduced_twice, ("gradients",), (0, 1)),
     Fault("bf16", AFTER, FC2, scaled("weight", 0.0), ("copies",)),
 )
 

@@ -80,7 +80,7 @@ def test_a_shadow_step_finds_a_fault_of_its_step(tpi, kernel, always):
 
 @pytest.mark.release
 @pytest.mark.parametrize("layout", ("tp=2", "pp=2 gbs=4 model.num_layers=2", "gbs=8 numerics.data_shards=4 mbs=2"))
-def test_a_place_that_always_fails_is_found_in_other_layouts(tpi, layout):
+def test_a_place_that_always_fails_is_detected_in_other_layouts(tpi, layout):
     words = (*DENSE, "dp=2", "iters=2", *EVERY_STEP, *layout.split())
     message = guard_message(tpi, Planted("norm", always=True, rank=1), *words)
     assert re.search(r"\nrank 1 on .*\njudged by its own repetition at other places", message)
@@ -107,12 +107,12 @@ def test_a_third_replica_names_the_one_that_always_computes_wrong_bits(tpi):
 def test_a_shadow_step_sees_faults_of_its_own_step_alone(tpi):
     """A fault of step 2 is the control."""
 
-    class Both:
+    class TwoFaults:
         def plant(self) -> None:
             for step in (2, 3):
                 Planted("attention", step=step).plant()
 
-    message = guard_message(tpi, Both(), *DENSE, "dp=2", "iters=3", "guard=shadow", "guard.every=3")
+    message = guard_message(tpi, TwoFaults(), *DENSE, "dp=2", "iters=3", "guard=shadow", "guard.every=3")
     assert message.startswith("wrong bits at step 3: ")
     assert re.search(r"\nrank 1 on .*\njudged by its own repetition, ", message)
     assert "not comparable: nothing was computed again" in tpi("check", files(tpi)[0], status=2).stdout
@@ -300,7 +300,7 @@ def test_a_portable_product_is_judged_by_its_definition(tpi, portable_loops):
 
 
 @pytest.mark.release
-def test_a_referee_says_which_run_is_right(tpi, scenario):
+def test_a_referee_says_which_run_is_correct(tpi, scenario):
     """A fault that no guard was there to see: the run with it does not repeat itself."""
     sound = scenario(*SOUND)
     sound.ledger()

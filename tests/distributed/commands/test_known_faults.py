@@ -80,7 +80,7 @@ def test_an_audit_names_the_fault_of_its_tensor():
     assert faults.of_tensor(config, "gradients", "decoder.layers.0.self_attention.linear_proj") is None
 
 
-def test_where_a_patch_reaches_is_said_and_what_strikes_more_runs_comes_first():
+def test_where_a_patch_reaches_is_reported_and_what_strikes_more_runs_comes_first():
     words = "qwen3_toy cp=2 model.mtp_num_layers=1 dataset.eod_mask_loss=true"
     masked = faults.of_tensor(configured(words), "backward", "output_layer")
     assert masked is not None

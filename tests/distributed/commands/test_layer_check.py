@@ -5,7 +5,7 @@ import json
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.distributed.faults import one_kept_bit_less, unchecked
+from tests.distributed.faults import fewer_kept_bits, unchecked
 from tp_invariant_recipes.features.check import LINEAR, names_of
 
 pytestmark = pytest.mark.usefixtures("portable_loops")
@@ -28,7 +28,7 @@ def run(shared):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_a_layer_is_computed_again_with_the_same_bits(shared, run, module):
+def test_a_layer_is_recomputed_with_the_same_bits(shared, run, module):
     done = shared("check", "run", "--step", "2", "--module", module, status=0)
     lines = done.stdout.splitlines()
     names = names_of(module).results
@@ -38,7 +38,7 @@ def test_a_layer_is_computed_again_with_the_same_bits(shared, run, module):
 
 @pytest.mark.release
 @pytest.mark.parametrize("precision", ("fp8_tensorwise", "fp8_blockwise", "mxfp8"))
-def test_a_layer_in_fp8_is_computed_again_with_the_same_bits(shared, precision):
+def test_a_layer_in_fp8_is_recomputed_with_the_same_bits(shared, precision):
     fp8 = (f"precision={precision}", "seq=128", "model.kv_channels=32", "numerics.virtual_shards=2")
     shared("train", *SMALL, *fp8, "tp=2", *dump(*MODULES), f"run.dir={precision}", status=0)
     for module in MODULES:
@@ -55,7 +55,7 @@ def test_any_layout_will_do(shared, layout):
         assert shared("check", name, "--step", "2", "--module", module).status == 0
 
 
-def test_one_flipped_bit_is_found(shared, run):
+def test_one_flipped_bit_is_detected(shared, run):
     """Of the output, in the file of a rank; the JSON counts it."""
     file = next(
         file
@@ -89,8 +89,8 @@ def _metadata(file):
 
 
 @pytest.mark.release  # in `make test`: one flipped bit, and this fault against a certificate
-def test_a_run_with_one_kept_bit_less_is_found(shared):
-    shared("train", *SMALL, *dump(FC2), "run.dir=less", before=unchecked(one_kept_bit_less), status=0)
+def test_a_run_with_one_kept_bit_less_is_detected(shared):
+    shared("train", *SMALL, *dump(FC2), "run.dir=less", before=unchecked(fewer_kept_bits), status=0)
     done = shared("check", "less", "--step", "2", "--module", FC2, status=1)
     assert f"gradients/{FC2}.weight: different, " in done.stdout
 
@@ -114,7 +114,7 @@ def test_a_mistake_is_one_message(shared, run, arguments):
 
 
 @pytest.mark.release
-def test_only_portable_runs_can_be_computed_again(shared):
+def test_only_portable_runs_can_be_recomputed(shared):
     assert shared("train", *SMALL[:1], *SMALL[2:], "numerics=tree", "run.dir=tree").status == 0
     done = shared("check", "tree", "--step", "2", "--module", FC2, status=2)
     assert "a run of numerics=tree, whose bits no CPU can compute; numerics=portable states them" in done.stderr

@@ -160,7 +160,7 @@ def test_padding_without_a_mask_has_an_effect(folder, scored):
 
 
 @pytest.mark.release
-def test_portable_computes_sequences_together(shared, folder, scored, portable_loops):
+def test_portable_batches_sequences(shared, folder, scored, portable_loops):
     """In passes of any size, alone, and padded to another length: products that walk k in order have one result."""
     portable = "qwen3 s.jsonl numerics=portable --entropy"
     batched = scored(portable)

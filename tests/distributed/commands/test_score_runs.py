@@ -89,7 +89,7 @@ def test_a_run_has_the_scores_of_its_export(shared, folder):
     assert by_id((folder / "of-run").read_bytes()) != by_id((folder / "before").read_bytes())
 
 
-def one_sequence_a_window():
+def sequence_per_window():
     batches.MOST = 1
 
 
@@ -97,7 +97,7 @@ def one_sequence_a_window():
 def test_a_stopped_scoring_goes_on(shared, folder):
     """Killed after some lines, and half a line."""
     started = shared.start(
-        "score", "llama", "s.jsonl", "precision=fp32", "--entropy", "--out", "cut", before=one_sequence_a_window
+        "score", "llama", "s.jsonl", "precision=fp32", "--entropy", "--out", "cut", before=sequence_per_window
     )
     lines = folder / "cut.partial" / "scores.jsonl"
     started.until(lambda: lines.exists() and lines.read_bytes().count(b"\n") >= 2)
@@ -130,7 +130,7 @@ def against(shared, folder, *files, status=1, tolerance="1e-4"):
     return json.loads(shared("score", *words, status=status).stdout)
 
 
-def test_a_right_engine_is_within_and_faults_are_named(shared, folder):
+def test_a_correct_engine_is_within_and_faults_are_named(shared, folder):
     logits = logits_of(folder / "llama", rows())
     scores = drawn(logits)
     engine(folder, "right", scores)
@@ -237,14 +237,14 @@ FAULTS = (
 
 @pytest.mark.release
 @pytest.mark.parametrize("name, fault, words", FAULTS, ids=lambda item: getattr(item, "__name__", str(item)[:12]))
-def test_faults_are_found_in_hidden_states(shared, deep, name, fault, words):
+def test_faults_are_detected_in_hidden_states(shared, deep, name, fault, words):
     assert words in hidden(shared, name, dumped(deep, name, f"{fault.__name__}.safetensors", fault), 1)
 
 
 @pytest.mark.release
 @pytest.mark.parametrize("layout", ("tp=1", "tp=2 pp=3"))
 @pytest.mark.parametrize("name", DEEP)
-def test_right_hidden_states_are_within_rounding(shared, deep, name, layout):
+def test_correct_hidden_states_are_within_rounding(shared, deep, name, layout):
     message = hidden(shared, name, dumped(deep, name, "right.safetensors"), 0, *layout.split())
     assert "within rounding, all 3 layers" in message
     assert "experts" not in message

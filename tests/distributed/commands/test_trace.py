@@ -27,7 +27,7 @@ LAYOUTS = (
     pytest.param(f"tp=2 {RECOMPUTED}", marks=pytest.mark.release),
     pytest.param("tp=4 sp=false", marks=pytest.mark.release),
 )
-ONE_STEP = "iters=1 ledger.trace=1:1"
+SINGLE_STEP = "iters=1 ledger.trace=1:1"
 
 # Dumped in every run of `runs`: one of each kind of place.
 DUMPED = (
@@ -82,7 +82,7 @@ def runs(tree):
 
 
 @pytest.mark.release
-def test_a_module_that_runs_again_in_a_micro_batch_is_traced_once(scenario):
+def test_a_module_that_reruns_in_a_micro_batch_is_traced_once(scenario):
     traces = [scenario(AHEAD, layout).ledger()[0].trace for layout in ("tp=1", "tp=2", "pp=2")]
     assert traces[0] == traces[1] == traces[2]
     assert by_name(traces[0])["forward/embedding.word_embeddings/output"].digest
@@ -164,7 +164,7 @@ def test_a_trace_changes_no_bit_of_stock_numerics(scenario, layout):
 
 def test_stock_numerics_differ_from_the_first_sum_across_ranks_on(scenario):
     """From equal weights; what is before that sum matches, and after the backward pass's, too."""
-    first, second = (scenario(SMALL, STOCK, ONE_STEP, f"tp={tp}").ledger()[0] for tp in (1, 2))
+    first, second = (scenario(SMALL, STOCK, SINGLE_STEP, f"tp={tp}").ledger()[0] for tp in (1, 2))
     assert not second.diverged
     differs = [name for name, a in by_name(first.trace).items() if by_name(second.trace)[name] != a]
     assert differs[0] == "forward/decoder.layers.0.self_attention.linear_proj/output"
@@ -183,14 +183,14 @@ def test_stock_numerics_differ_from_the_first_sum_across_ranks_on(scenario):
 def test_data_parallel_ranks_and_micro_batches_are_one_batch(runs, tree, layout):
     """The forward and the backward pass of a sequence are those of one rank that computes it alone."""
     single = by_name(runs["one"].ledger()[0].trace)
-    other = tree(layout, ONE_STEP).ledger()
+    other = tree(layout, SINGLE_STEP).ledger()
     assert by_name(other[0].trace) == single
 
 
 @pytest.mark.release  # in `make test`: stock differs over tp, above
 def test_stock_gradients_have_a_factor(scenario):
     """The control: Megatron divides by the micro-batches of a rank."""
-    first, second = (by_name(scenario(SMALL, STOCK, ONE_STEP, f"dp={dp}").ledger()[0].trace) for dp in (1, 2))
+    first, second = (by_name(scenario(SMALL, STOCK, SINGLE_STEP, f"dp={dp}").ledger()[0].trace) for dp in (1, 2))
     assert list(first) == list(second)
     assert first["backward/output_layer/input"].shape == second["backward/output_layer/input"].shape
     assert first["backward/output_layer/input"] != second["backward/output_layer/input"]
@@ -237,7 +237,7 @@ def test_a_pattern_that_matches_nothing_ends_the_run_before_the_first_step(tpi):
 
 @pytest.mark.release
 def test_tokens_within_experts_have_no_place(scenario):
-    experts, traces = scenario(small("qwen3_moe_toy"), "gbs=2 numerics=stock", ONE_STEP), {}
+    experts, traces = scenario(small("qwen3_moe_toy"), "gbs=2 numerics=stock", SINGLE_STEP), {}
     for name, layout in (("one", "dp=2"), ("two", "dp=2 ep=2"), ("tp2", "tp=2")):
         step = experts(layout).ledger()[0]
         assert not step.diverged
@@ -252,7 +252,7 @@ def test_tokens_within_experts_have_no_place(scenario):
     assert list(traces["one"].values())[: router + 1] == list(traces["two"].values())[: router + 1]
 
 
-def _wrong_on_one_rank():
+def _wrong_on_single_rank():
     """A norm whose second rank adds a bit at step 2, where both should hold the same."""
     from tp_invariant_recipes.observe import trace
 
@@ -272,7 +272,7 @@ def _wrong_on_one_rank():
 @pytest.mark.release
 def test_replicas_that_disagree_are_named(tpi):
     arguments = (*SMALL.split(), "numerics=tree", "tp=2", "sp=false", "run.dir=run")
-    tpi("train", *arguments, before=_wrong_on_one_rank, status=0)
+    tpi("train", *arguments, before=_wrong_on_single_rank, status=0)
     first, second, _ = tpi.ledger("run")
     assert first.diverged == ()
     assert second.diverged[0] == ("forward", "decoder.layers.1.pre_mlp_layernorm/output", ((0,), (1,)))

@@ -44,7 +44,7 @@ def test_tree_numerics_are_identical_and_the_table_names_each_cell(tree, shared)
     assert result["rows"][1]["comparison"]["coverage"]["masters"]["both"] == 3
 
 
-def test_the_runs_can_be_judged_again_without_training(tree, shared):
+def test_the_runs_can_be_rejudged_without_training(tree, shared):
     before = (shared.folder / "tree" / "verify.json").read_bytes()
     judged = shared("verify", "--recheck", "tree")
     assert (judged.status, judged.stdout) == (0, tree.stdout)
@@ -159,7 +159,7 @@ def test_ctrl_c_in_the_last_cell_says_what_was_done_and_it_can_be_completed(tpi)
 
 
 @pytest.mark.release
-def test_after_the_first_failure_only_what_did_not_pass_is_trained_again(tpi):
+def test_after_the_first_failure_only_what_did_not_pass_is_retrained(tpi):
     """The control: with the fault in place the verdict is 2."""
     stopped = tpi("verify", *SMALL, "tp=1,2,4", "--dir", "m", "--exitfirst", before=_kill_a_rank_of_tp_2, status=2)
     assert "incomplete: tp=2 failed; tp=4 did not run" in stopped.stdout
@@ -187,14 +187,14 @@ def test_after_sigterm_no_further_cell_starts_and_another_launcher_can_run_them(
     assert tpi("verify", "--recheck", "m").status == 0
 
 
-def test_what_is_wrong_with_any_cell_is_said_before_anything_starts(tpi):
+def test_what_is_wrong_with_any_cell_is_reported_before_anything_starts(tpi):
     refused = tpi("verify", *SMALL, "tp=1,3", "model.recompute_granularity=nonsense", "--dir", "m")
     assert (refused.status, refused.stdout) == (2, "")
     assert "tp=3: tp=3 does not divide" in refused.stderr
     assert not (tpi.folder / "m").exists()
 
 
-def test_what_bridge_refuses_in_a_cell_is_said_before_anything_starts(tpi):
+def test_what_bridge_refuses_in_a_cell_is_reported_before_anything_starts(tpi):
     refused = tpi("verify", *SMALL, "tp=1,2", "model.recompute_granularity=full", "--dir", "m")
     assert (refused.status, refused.stdout) == (2, "")
     assert "Megatron-Bridge refuses this configuration" in refused.stderr

@@ -188,7 +188,7 @@ FILES = {
 
 
 @pytest.mark.release
-def test_files_that_do_not_fit_are_said_before_ranks_start(cli, mine, monkeypatch):
+def test_files_that_do_not_fit_are_reported_before_ranks_start(cli, mine, monkeypatch):
     monkeypatch.chdir(mine)
     for override, says in FILES.items():
         kept = [word for word in RECIPE if word.partition("=")[0] != override.partition("=")[0]]

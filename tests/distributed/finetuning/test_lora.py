@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import examples, hf_folders
-from tests.distributed.faults import one_product_a_rank
+from tests.distributed.faults import product_per_rank
 from tests.distributed.scenario import STOCK, Scenario, agree, unequal
 from tests.operands import same_bits
 from tests.recipe_files import TUNED
@@ -129,7 +129,7 @@ def _without(target: str) -> None:
 
 # What is left out. A gradient's last bits show in its digest.
 INGREDIENTS = {
-    "products of chunks": one_product_a_rank,
+    "products of chunks": product_per_rank,
     "sums of adapters": _bridges_adapters,
     "initial weights": _bridges_weights,
 }
@@ -144,9 +144,9 @@ def toy(shared):
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("left_out", INGREDIENTS)
-def test_each_ingredient_is_needed(toy, left_out):
-    first, second = (toy(at).planted(INGREDIENTS[left_out]).ledger() for at in ("tp=1", "tp=2"))
+@pytest.mark.parametrize("omitted", INGREDIENTS)
+def test_each_ingredient_is_needed(toy, omitted):
+    first, second = (toy(at).planted(INGREDIENTS[omitted]).ledger() for at in ("tp=1", "tp=2"))
     assert unequal(first, second)
 
 
@@ -167,7 +167,7 @@ def test_other_layouts_have_it_too(verified, adapted, shared, layout):
 
 @pytest.mark.release
 @pytest.mark.parametrize("targets", ("linear_qkv", "linear_proj,linear_fc1", "linear_fc2"))
-def test_some_layers_alone_can_be_adapted(adapted, targets):
+def test_selected_layers_alone_can_be_adapted(adapted, targets):
     chosen = adapted(f"iters=2 peft.target_modules=[{targets}] peft.lora_A_init_method=kaiming precision=fp32")
     first, second = (chosen(at).ledger() for at in ("tp=1", "tp=2"))
     assert unequal(first, second) == []
@@ -175,7 +175,7 @@ def test_some_layers_alone_can_be_adapted(adapted, targets):
 
 
 @pytest.mark.release
-def test_a_model_of_ours_has_adapters_too(tpi):
+def test_a_model_of_tpi_has_adapters_too(tpi):
     """With biases, tied embeddings on two stages, and the weights of a folder."""
     hf_folders.make(tpi.folder / "hf", hf_folders.model_section("qwen25_toy"))
     words = "qwen25_toy seq=64 gbs=2 iters=2 peft=lora peft.dim=8 weights=hf"
@@ -252,7 +252,7 @@ REFUSED = {
 
 
 @pytest.mark.release
-def test_what_is_not_covered_is_said_before_ranks_start(cli, base, monkeypatch):
+def test_what_is_not_covered_is_reported_before_ranks_start(cli, base, monkeypatch):
     monkeypatch.chdir(base)
     for words, says in REFUSED.items():
         model, *more = words.split()
@@ -264,7 +264,7 @@ def test_what_is_not_covered_is_said_before_ranks_start(cli, base, monkeypatch):
         assert not (base / "wrong").exists()
 
 
-def test_what_cannot_be_exported_is_said(verified, cli, base, monkeypatch):
+def test_what_cannot_be_exported_is_reported(verified, cli, base, monkeypatch):
     monkeypatch.chdir(base)
     for run, option, message in (("tree/tp1", "--masters", "whose base has no master weights"),
                               ("base", "--merge", "has no adapters to merge")):  # fmt: skip

@@ -121,12 +121,12 @@ def _without_segments() -> None:
 @pytest.mark.release
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    "model, words, left_out",
+    "model, words, omitted",
     (("deepseek_v3_toy", LATENT, _split_where_whole), ("nemotron3_nano_toy", MAMBA, _without_segments)),
 )
-def test_each_ingredient_is_needed(shared, model, words, left_out):
+def test_each_ingredient_is_needed(shared, model, words, omitted):
     adapted = _adapted(shared, model, f"{words} iters=1 peft.lora_B_init_method=normal")
-    first, second = (adapted(at).planted(left_out).ledger() for at in ("tp=1", "tp=2"))
+    first, second = (adapted(at).planted(omitted).ledger() for at in ("tp=1", "tp=2"))
     assert unequal(first, second)
 
 

@@ -100,7 +100,7 @@ def test_import_and_export_are_a_round_trip(shared, runs):
 
 
 @pytest.mark.release  # in `make test`: the round trip of an import and an export
-def test_what_is_exported_is_imported_again(shared, runs):
+def test_what_is_exported_is_reimported(shared, runs):
     """Of a run that has changed its weights; the control is the folder that it started from."""
     train(shared, "trained", "hf", "iters=2", "save=2", "tp=2")
     done = shared("export", "trained", "trained-out", "--step", "2", "--json", status=0)

@@ -12,7 +12,7 @@ from tp_invariant_recipes.numerics.precision import DEFINITION, MXFP8
 
 # Two shards whose parts of every sum are multiples of 128.
 SMALL = "qwen3_toy seq=128 gbs=2 iters=2 model.kv_channels=32 numerics.virtual_shards=2"
-ONE_LAYER = f"{SMALL} gbs=1 iters=1 model.num_layers=1"
+SINGLE_LAYER = f"{SMALL} gbs=1 iters=1 model.num_layers=1"
 CONTEXT = f"{SMALL} seq=256 numerics.context_shards=2"
 EXPERTS = (
     "qwen3_moe_toy seq=128 gbs=1 iters=2 numerics.virtual_shards=2 model.num_layers=2 model.hidden_size=128 "
@@ -45,11 +45,11 @@ TENSORWISE, BLOCKWISE, BY_32 = "precision=fp8_tensorwise", "precision=fp8_blockw
 NAMED = "mixed_precision=bf16_with_fp8_current_scaling_mixed"
 
 ROWS = {
-    f"{ONE_LAYER} {TENSORWISE}": ("tp=1", "tp=2"),
+    f"{SINGLE_LAYER} {TENSORWISE}": ("tp=1", "tp=2"),
 }
 # Sizes of 32 and tokens of 32; Mamba's dt too.
 BY_32_ROWS = {
-    f"{ONE_LAYER} {BY_32} seq=96": ("tp=1", "tp=2"),
+    f"{SINGLE_LAYER} {BY_32} seq=96": ("tp=1", "tp=2"),
     f"{SMALL} {BY_32} seq=32": ("tp=1", "tp=2 sp=false", "tp=2 pp=2", "mbs=2", f"tp=2 {RECOMPUTED}"),
     f"{SMALL} {BY_32} mixed_precision.fp8=hybrid gbs=4 numerics.data_shards=2": ("dp=1", "dp=2", "dp=2 tp=2"),
     f"{CONTEXT} {BY_32} seq=64": ("cp=1", "cp=2", "tp=2"),
@@ -58,8 +58,8 @@ BY_32_ROWS = {
     f"{HYBRID} {BY_32} model.hidden_size=96 model.mamba_num_heads=64 model.mamba_num_groups=4 model.kv_channels=32": (
         "tp=1", "tp=2 ep=2", "pp=2",
     ),
-    f"{ONE_LAYER} {BY_32} numerics=portable": ("tp=1", "tp=2"),
-    f"{ONE_LAYER} mixed_precision=bf16_with_mxfp8_mixed": ("tp=1", "tp=2"),
+    f"{SINGLE_LAYER} {BY_32} numerics=portable": ("tp=1", "tp=2"),
+    f"{SINGLE_LAYER} mixed_precision=bf16_with_mxfp8_mixed": ("tp=1", "tp=2"),
     f"{SMALL} {BY_32} model.num_layers=3 mixed_precision.first_last_layers_bf16=true "
     "mixed_precision.num_layers_at_start_in_bf16=1 mixed_precision.num_layers_at_end_in_bf16=1": ("tp=1", "pp=3"),
 }  # fmt: skip
@@ -90,10 +90,10 @@ LONGER = {
         "pp=2",
     ),
     f"{DELTA} {TENSORWISE}": ("tp=1", "tp=2 ep=2", "pp=2"),
-    f"{ONE_LAYER} {TENSORWISE} numerics=portable": ("tp=1", "tp=2"),
-    f"{ONE_LAYER} {BLOCKWISE} numerics=portable": ("tp=1", "tp=2"),
+    f"{SINGLE_LAYER} {TENSORWISE} numerics=portable": ("tp=1", "tp=2"),
+    f"{SINGLE_LAYER} {BLOCKWISE} numerics=portable": ("tp=1", "tp=2"),
     f"{SMALL} {NAMED} model.num_layers=4": ("tp=1", "tp=2", "pp=2"),
-    f"{ONE_LAYER} mixed_precision=bf16_with_fp8_subchannel_scaling_mixed": ("tp=1", "tp=2"),
+    f"{SINGLE_LAYER} mixed_precision=bf16_with_fp8_subchannel_scaling_mixed": ("tp=1", "tp=2"),
 }
 
 
@@ -115,7 +115,7 @@ def _scales_by_rank() -> None:
         setattr(quantize, name, lambda x, dtype, group, real=real: real(x, dtype, None))
 
 
-def _one_product_a_rank() -> None:
+def _product_per_rank() -> None:
     """Promotion moved: a rank's shards are one sum, which starts again at every rank's first number."""
     from dataclasses import replace
 
@@ -138,12 +138,12 @@ def _fast_accumulation() -> None:
     fp8.CHOICES["cpu"] = product
 
 
-WITHOUT = {"scales by rank": _scales_by_rank, "one product a rank": _one_product_a_rank}
+WITHOUT = {"scales by rank": _scales_by_rank, "one product a rank": _product_per_rank}
 
 
 @pytest.mark.parametrize("name", ("scales by rank", pytest.param("one product a rank", marks=pytest.mark.release)))
 def test_without_an_ingredient_layouts_differ(scenario, name):
-    fixed = scenario(f"{ONE_LAYER} {TENSORWISE}", "" if name == "scales by rank" else f"{FOUR_SHARDS} iters=2")
+    fixed = scenario(f"{SINGLE_LAYER} {TENSORWISE}", "" if name == "scales by rank" else f"{FOUR_SHARDS} iters=2")
     alone, two = fixed("tp=1"), fixed("tp=2").planted(WITHOUT[name])
     assert alone.header().initial == two.header().initial
     assert [step.gradients for step in alone.ledger()] != [step.gradients for step in two.ledger()]
@@ -165,7 +165,7 @@ def _the_other_dimension() -> None:
 @pytest.mark.release
 def test_without_an_ingredient_mxfp8_differs(scenario):
     """Tokens that a rank rounds by itself: tests/distributed/numerics/linear/test_mxfp8_linear.py."""
-    fixed = scenario(f"{ONE_LAYER} {BY_32}")
+    fixed = scenario(f"{SINGLE_LAYER} {BY_32}")
     single = fixed("tp=1").ledger()[0]
     results = [fixed("tp=1").planted(fault).ledger()[0] for fault in (_scales_of_64, _the_other_dimension)]
     results += [fixed("tp=1", text).ledger()[0] for text in ("mixed_precision.fp8=hybrid", "precision=bf16")]
@@ -182,7 +182,7 @@ def test_fast_accumulation_is_another_arithmetic(scenario):
 @pytest.mark.release
 def test_precisions_have_other_bits(scenario):
     """Also: the first and last layers of a recipe that keeps them in bf16 are in bf16, which is all of two."""
-    ledgers = [scenario(ONE_LAYER, p, "tp=1").ledger() for p in (TENSORWISE, BLOCKWISE, "precision=bf16")]
+    ledgers = [scenario(SINGLE_LAYER, p, "tp=1").ledger() for p in (TENSORWISE, BLOCKWISE, "precision=bf16")]
     assert len({str(ledger[0].gradients) for ledger in ledgers}) == 3
     named = scenario(f"{SMALL} {NAMED} iters=1 gbs=1").ledger()
     assert unequal(named, scenario(f"{SMALL} precision=bf16 iters=1 gbs=1").ledger()) == []

@@ -97,15 +97,15 @@ def _added_by_the_library() -> None:
     bucket_reduction.all_reduce = all_reduce
 
 
-def _one_product_of_all_shards() -> None:
+def _product_of_all_shards() -> None:
     """Let a weight gradient be one product of all tokens that a rank has."""
     from tp_invariant_recipes.numerics.layers.formats import plain
 
-    def one_product(self, weight, grad, tokens, mesh, **shards):
+    def single_product(self, weight, grad, tokens, mesh, **shards):
         first = lambda out, add: self.products.product(grad.t(), tokens, out, add=add, **shards)  # noqa: E731
         return plain.weight_gradient(weight, first, *[lambda out, add: None] * (mesh.contexts - 1))
 
-    plain.Plain.weight_gradient = one_product
+    plain.Plain.weight_gradient = single_product
 
 
 def _norms_of_all_shards() -> None:
@@ -155,7 +155,7 @@ def _heads_not_exchanged() -> None:
 # Each with a layout that has another ledger without it.
 INGREDIENTS = {
     "tree over context shards": (_added_by_the_library, "cp=2 dp=2"),
-    "products of a shard": (_one_product_of_all_shards, "cp=1"),
+    "products of a shard": (_product_of_all_shards, "cp=1"),
     "norms of a shard": (_norms_of_all_shards, "cp=1"),
     "tokens of a shard": (without("get_batch_on_this_cp_rank"), "cp=1"),
     "rotary positions": (_positions_as_they_lie, "cp=2"),
@@ -173,7 +173,7 @@ def test_each_ingredient_is_needed(scenario, ingredient):
     assert unequal(dense(layout).planted(plant).ledger(), dense(LAYOUTS[0]).ledger())
 
 
-def _tokens_of_an_expert_together() -> None:
+def _tokens_grouped_by_expert() -> None:
     """Let an owner have one product of an expert's tokens of all context shards."""
     from tp_invariant_recipes.numerics.layers.experts import token_dispatcher
 
@@ -181,9 +181,9 @@ def _tokens_of_an_expert_together() -> None:
 
 
 @pytest.mark.release
-def test_experts_need_their_context_shards_apart(scenario):
+def test_experts_need_separate_context_shards(scenario):
     alone = scenario(EXPERTS, FIXED)
-    assert unequal(alone.planted(_tokens_of_an_expert_together).ledger(), alone.ledger())
+    assert unequal(alone.planted(_tokens_grouped_by_expert).ledger(), alone.ledger())
 
 
 @pytest.mark.release

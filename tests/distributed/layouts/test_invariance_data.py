@@ -95,7 +95,7 @@ def _in_the_library() -> None:
     bucket_reduction.all_reduce = lambda partials, group, cp, copies=1: dist.all_reduce(partials[0], group=group)
 
 
-def _one_after_the_other() -> None:
+def _consecutive() -> None:
     """Let a rank add its shards in order, without a tree."""
     from tp_invariant_recipes.numerics.sums import data_shards
 
@@ -105,7 +105,7 @@ def _one_after_the_other() -> None:
     )
 
 
-def _rows_one_by_one() -> None:
+def _rows_in_turn() -> None:
     """Let the embedding add a sequence's rows one after the other to what the sequence before left."""
     from tp_invariant_recipes.numerics.layers import embedding
 
@@ -122,7 +122,7 @@ def _norms_too_late() -> None:
 # Each with a layout that shows it. The other layouts of a group do without: there the ingredient does nothing.
 INGREDIENTS = {
     "tree over ranks": (_in_the_library, "dp=4"),
-    "tree over the shards of a rank": (_one_after_the_other, "dp=1"),
+    "tree over the shards of a rank": (_consecutive, "dp=1"),
     "order of the data": (without("build_pretraining_data_loader"), "dp=2"),
     "norms before their bucket": (_norms_too_late, f"dp=4 {BUCKETS}"),
 }
@@ -204,7 +204,7 @@ def _fail_after_the_test() -> None:
 
 
 @pytest.mark.release
-def test_a_run_that_failed_after_its_last_step_evaluates_again(scenario, tpi):
+def test_a_run_that_failed_after_its_last_step_reevaluates(scenario, tpi):
     words = (*DENSE.split(), "iters=2", "gbs=2", "save=2", *VALIDATED.split())
     tpi("train", *words, "run.dir=failed", before=_fail_after_the_test, status=2)
     assert list(read(tpi.folder / "failed").steps[-1].evaluations) == ["validation/2:4", "final_validation/4:6"]
@@ -218,15 +218,14 @@ def test_the_sum_of_a_sequences_rows_is_needed(scenario, tied):
     """Sequences have tokens twice, in fp32: numbers of bf16 add exactly in any order."""
     twice = f"model.vocab_size=24 precision=fp32 model.share_embeddings_and_output_weights={tied}"
     dense = scenario(DENSE, FIXED, twice)
-    ranks, pairs, one_by_one = (
-        item.ledger() for item in (dense("dp=4"), dense("dp=1"), dense("dp=1").planted(_rows_one_by_one))
+    ranks, pairs, looped = (
+        item.ledger() for item in (dense("dp=4"), dense("dp=1"), dense("dp=1").planted(_rows_in_turn))
     )
     assert unequal(pairs, ranks) == []
     table = "embedding.word_embeddings.weight"
-    assert one_by_one[0].gradients[table] != ranks[0].gradients[table]
+    assert looped[0].gradients[table] != ranks[0].gradients[table]
     others = [
-        {name: gradient for name, gradient in item[0].gradients.items() if name != table}
-        for item in (one_by_one, ranks)
+        {name: gradient for name, gradient in item[0].gradients.items() if name != table} for item in (looped, ranks)
     ]
     assert others[0] == others[1]
 

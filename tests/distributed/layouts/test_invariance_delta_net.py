@@ -113,9 +113,9 @@ INGREDIENTS = {
 }
 
 
-@pytest.mark.parametrize("left_out", INGREDIENTS)
-def test_each_ingredient_is_needed(scenario, left_out):
-    fault, fixed, layouts = INGREDIENTS[left_out]
+@pytest.mark.parametrize("omitted", INGREDIENTS)
+def test_each_ingredient_is_needed(scenario, omitted):
+    fault, fixed, layouts = INGREDIENTS[omitted]
     model = scenario(MODEL, ALONE, fixed, "iters=1 model.moe_aux_loss_coeff=1.0")
     assert unequal(*(model(at).planted(fault).ledger() for at in layouts))
 

@@ -93,9 +93,9 @@ INGREDIENTS = {
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("left_out", INGREDIENTS)
-def test_each_ingredient_is_needed(scenario, left_out):
-    fault, differs = INGREDIENTS[left_out]
+@pytest.mark.parametrize("omitted", INGREDIENTS)
+def test_each_ingredient_is_needed(scenario, omitted):
+    fault, differs = INGREDIENTS[omitted]
     first, second = (scenario(MODEL, "gbs=1 iters=1", at).planted(fault).ledger() for at in ("tp=1", "tp=2"))
     assert first[0].loss == second[0].loss
     assert getattr(first[0], differs) != getattr(second[0], differs)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.distributed.faults import one_product_a_rank
+from tests.distributed.faults import product_per_rank
 from tests.distributed.scenario import agree, stock_differs, unequal
 from tests.distributed.small_models import small
 
@@ -51,14 +51,14 @@ def _heads_of_a_rank() -> None:
 
 # What is left out -> the parameters whose gradients then depend on tp first.
 INGREDIENTS = {
-    "products of chunks": one_product_a_rank,
+    "products of chunks": product_per_rank,
     "the tree of the shared key's gradient": _heads_of_a_rank,
 }
 
 
-@pytest.mark.parametrize("left_out", INGREDIENTS)
-def test_each_ingredient_is_needed(scenario, left_out):
+@pytest.mark.parametrize("omitted", INGREDIENTS)
+def test_each_ingredient_is_needed(scenario, omitted):
     deepseek = scenario(small("deepseek_v3_toy"), FIXED)
-    first, second = (deepseek(at).planted(INGREDIENTS[left_out]).ledger() for at in ("tp=1", "tp=2"))
+    first, second = (deepseek(at).planted(INGREDIENTS[omitted]).ledger() for at in ("tp=1", "tp=2"))
     assert first[0].loss == second[0].loss  # the first forward pass is as it was
     assert unequal(first, second)

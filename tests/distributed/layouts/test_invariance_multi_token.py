@@ -100,7 +100,7 @@ def test_stock_does_not(scenario, words):
     assert "different at step 1" in message
 
 
-def _in_one_sum() -> None:
+def _in_single_sum() -> None:
     from tp_invariant_recipes.numerics.megatron import local
 
     local.InvariantVocabParallelEmbedding.ahead = property(lambda self: False, lambda self, value: None)
@@ -113,7 +113,7 @@ def test_lookups_of_later_tokens_need_a_sum_of_their_own(scenario):
     In fp32: the few tokens of a row of the vocabulary add up exactly in bf16.
     """
     untied = scenario("qwen3_toy seq=32 gbs=4 model.share_embeddings_and_output_weights=false precision=fp32", AHEAD)
-    first, second = (untied(at).planted(_in_one_sum).ledger() for at in ("pp=1", "pp=2"))
+    first, second = (untied(at).planted(_in_single_sum).ledger() for at in ("pp=1", "pp=2"))
     assert first[0].loss == second[0].loss
     assert unequal(first, second)
 

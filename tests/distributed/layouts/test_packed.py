@@ -215,9 +215,9 @@ INGREDIENTS = {"order of backward passes": (_forwards, "gradients"), "loss of ea
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("left_out", INGREDIENTS)
-def test_each_ingredient_is_needed(row_by_row, shared, left_out):
-    fault, differs = INGREDIENTS[left_out]
+@pytest.mark.parametrize("omitted", INGREDIENTS)
+def test_each_ingredient_is_needed(row_by_row, shared, omitted):
+    fault, differs = INGREDIENTS[omitted]
     name = f"without-{differs}"
     shared("train", *PACKED, f"run.dir={name}", before=_planted(_in_order, fault), status=0)
     without, with_it = ([getattr(step, differs) for step in steps] for steps in (shared.ledger(name), row_by_row))
@@ -410,10 +410,10 @@ OF_EXPERTS = {
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("left_out", OF_EXPERTS)
-def test_each_ingredient_of_experts_is_needed(routed, shared, left_out):
-    fault, layout = OF_EXPERTS[left_out]
-    name = f"routed-without-{left_out.replace(' ', '-')}"
+@pytest.mark.parametrize("omitted", OF_EXPERTS)
+def test_each_ingredient_of_experts_is_needed(routed, shared, omitted):
+    fault, layout = OF_EXPERTS[omitted]
+    name = f"routed-without-{omitted.replace(' ', '-')}"
     shared("train", *ROUTED, *layout, f"run.dir={name}", before=fault)  # its log may fail at the end
     assert shared.ledger(name)[0].gradients != routed[0].gradients
 

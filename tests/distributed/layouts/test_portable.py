@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.faults import one_kept_bit_less, unchecked
+from tests.distributed.faults import fewer_kept_bits, unchecked
 from tests.distributed.scenario import agree, unequal
 from tests.distributed.small_models import small
 
@@ -102,7 +102,7 @@ def _name(plant) -> str:
 
 # In `make test` one changes a ledger, as the other does in test_certificates.py, and the other is refused.
 @pytest.mark.parametrize(
-    "arithmetic", (pytest.param(one_kept_bit_less, marks=pytest.mark.release), _steps_of_eight), ids=_name
+    "arithmetic", (pytest.param(fewer_kept_bits, marks=pytest.mark.release), _steps_of_eight), ids=_name
 )
 def test_other_products_have_another_ledger(scenario, arithmetic):
     single = scenario(SMALL, "tp=1")
@@ -110,7 +110,7 @@ def test_other_products_have_another_ledger(scenario, arithmetic):
 
 
 @pytest.mark.parametrize(
-    "arithmetic", (one_kept_bit_less, pytest.param(_steps_of_eight, marks=pytest.mark.release)), ids=_name
+    "arithmetic", (fewer_kept_bits, pytest.param(_steps_of_eight, marks=pytest.mark.release)), ids=_name
 )
 def test_a_machine_with_other_products_is_refused(tpi, arithmetic):
     refused = tpi("train", *SMALL.split(), "run.dir=refused", before=arithmetic, status=2)
@@ -118,7 +118,7 @@ def test_a_machine_with_other_products_is_refused(tpi, arithmetic):
     assert re.search(REFUSED, " ".join(refused.stderr.split()))
 
 
-def _copies_rounded_one_by_one() -> None:
+def _copies_rounded_in_turn() -> None:
     """A token's copies added in bf16, as Megatron's own dispatcher adds them."""
     import torch
 
@@ -162,14 +162,12 @@ def _copies_in_reverse_order() -> None:
 @pytest.mark.release
 def test_other_products_of_experts_have_another_ledger(scenario):
     single = scenario(EXPERTS, "tp=1")
-    assert single.planted(unchecked(one_kept_bit_less)).ledger()[0].gradients != single.ledger()[0].gradients
+    assert single.planted(unchecked(fewer_kept_bits)).ledger()[0].gradients != single.ledger()[0].gradients
 
 
 # A token's copies are of four experts, and its sum is changed.
 @pytest.mark.release
-@pytest.mark.parametrize(
-    "item, other", ((None, _copies_rounded_one_by_one), (_copies_in_order, _copies_in_reverse_order))
-)
+@pytest.mark.parametrize("item, other", ((None, _copies_rounded_in_turn), (_copies_in_order, _copies_in_reverse_order)))
 def test_the_sum_of_a_tokens_copies_and_its_order_are_part_of_the_bits(scenario, item, other):
     four = scenario(EXPERTS, "model.moe_router_topk=4")
     first, second = ((four.planted(plant) if plant else four).ledger() for plant in (item, other))

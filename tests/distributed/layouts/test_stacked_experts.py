@@ -9,7 +9,7 @@ STACKED = "iters=1 model.num_layers=1 ledger.experts=together"
 
 
 @pytest.mark.release
-def test_experts_together_have_one_digest_in_every_layout(scenario):
+def test_stacked_experts_have_one_digest_in_every_layout(scenario):
     runs = scenario(small("qwen3_moe_toy"), STACKED)
     agree(runs, ("tp=1", "tp=2 ep=2"))
     parameters = {parameter.name: parameter for parameter in runs("tp=1").header().parameters}
@@ -19,5 +19,5 @@ def test_experts_together_have_one_digest_in_every_layout(scenario):
 
 
 @pytest.mark.release
-def test_stock_experts_together_differ(scenario):
+def test_stacked_experts_of_stock_differ(scenario):
     stock_differs(scenario(small("qwen3_moe_toy"), STACKED), ("tp=1", "tp=2 ep=2"))

@@ -95,10 +95,10 @@ def whole(ranks: Sequence[tuple], sequence_parallel: bool) -> dict[str, Tensor]:
     for name, parts in (("output", ys), ("input gradient", dxs)):
         assert sequence_parallel or all(same_bits(part, parts[0]) for part in parts)
         results[name] = torch.cat(parts) if sequence_parallel else parts[0]
-    return results | put_together(gradients)
+    return results | joined_shards(gradients)
 
 
-def put_together(ranks: Sequence[dict[str, tuple[Tensor, Split]]]) -> dict[str, Tensor]:
+def joined_shards(ranks: Sequence[dict[str, tuple[Tensor, Split]]]) -> dict[str, Tensor]:
     """What ranks hold of named tensors → name → the whole. What several hold whole must be the same."""
     results = {}
     for name in sorted(set().union(*ranks)):

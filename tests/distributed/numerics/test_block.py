@@ -100,7 +100,7 @@ def _plain_norm_gradients() -> None:
     norm.reduce_weight_gradient = plain
 
 
-def _one_segment() -> None:
+def _single_segment() -> None:
     from tp_invariant_recipes.numerics.megatron import base
 
     base.ColumnForward.segments = property(lambda layer: 1, lambda layer, value: None)
@@ -119,7 +119,7 @@ AFTER_FC1 = {"output", "final_layernorm.weight", "layers.0.mlp.linear_fc1.weight
 INGREDIENTS = {
     "norm weight gradients": (_plain_norm_gradients, NORMS),
     "norms of queries and keys": (_head_norms_like_others, HEAD_NORMS),
-    "segments of gate and up": (_one_segment, NAMES - AFTER_FC1),
+    "segments of gate and up": (_single_segment, NAMES - AFTER_FC1),
 }
 
 

@@ -265,7 +265,7 @@ def test_no_more_is_held_in_fp32_than_fits(monkeypatch, limit, shards):
 
 
 @pytest.mark.parametrize("rows, width", ((4, 8), (2, 48), (128, 64), (5, 96)))
-def test_shards_taken_together_have_the_bits_that_each_has_alone(monkeypatch, rows, width):
+def test_batched_shards_have_the_bits_that_each_has_alone(monkeypatch, rows, width):
     logits, highest = torch.randn(rows, 8 * width) * 4, torch.randn(rows)
     joined = list(kernel._exponentials(logits, highest, 8))
     assert len(joined) == 1

@@ -105,7 +105,7 @@ def test_both_compute_the_same_but_for_rounding(results, main_grad):
     assert {name for name in NAMES if (actual[name] - stock[name]).norm() > 1e-5 * stock[name].norm()} == set()
 
 
-def _one_segment(net):
+def _single_segment(net):
     net.in_proj.segments = 1
 
 
@@ -117,7 +117,7 @@ def _norm_of_rows(net):
 
 # An ingredient left out -> what then depends on the degree, at least.
 INGREDIENTS = {
-    "segments of in_proj": (_one_segment, {"input gradient"}),
+    "segments of in_proj": (_single_segment, {"input gradient"}),
     "the norm's shards are heads": (_norm_of_rows, {"out_norm.weight"}),
 }
 

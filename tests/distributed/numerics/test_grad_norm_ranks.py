@@ -68,7 +68,7 @@ def dtensors(mesh: VirtualMesh) -> float:
     return get_grad_norm_fp32(grads, grad_stats_parallel_group=device_mesh["model"].get_group())
 
 
-def some_dtensors(mesh: VirtualMesh) -> float:
+def mixed_dtensors(mesh: VirtualMesh) -> float:
     device_mesh = DeviceMesh("cpu", [0, 1])
     return get_grad_norm_fp32([distribute_tensor(torch.ones(4), device_mesh, [Shard(0)]), torch.ones(2)])
 
@@ -105,7 +105,7 @@ def test_dtensors_are_summed_over_their_group_first():
 
 def test_dtensors_among_plain_tensors_are_refused():
     with pytest.raises(RuntimeError, match="cannot be summed"):
-        on_ranks(2, 2, some_dtensors)
+        on_ranks(2, 2, mixed_dtensors)
 
 
 @pytest.mark.parametrize("max_norm, factor", ((1.0, 0.125), (2.0, 0.25), (100.0, 1.0)))

@@ -74,11 +74,11 @@ class TestLayer(OnAllDegrees):
     crossing = frozenset(("output", "input gradient", "norm.weight"))
 
 
-def _one_segment(mixer):
+def _single_segment(mixer):
     mixer.in_proj.segments = 1
 
 
-def _one_shard_a_rank(mixer):
+def _shard_per_rank(mixer):
     from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
     group = mixer.pg_collection.tp
@@ -87,8 +87,8 @@ def _one_shard_a_rank(mixer):
 
 # An ingredient left out -> what then depends on the degree, at least.
 INGREDIENTS = {
-    "segments of in_proj": (_one_segment, {"input gradient", "norm.weight"}),
-    "shards on their own": (_one_shard_a_rank, {"mixer.A_log", "mixer.dt_bias"}),
+    "segments of in_proj": (_single_segment, {"input gradient", "norm.weight"}),
+    "shards on their own": (_shard_per_rank, {"mixer.A_log", "mixer.dt_bias"}),
 }
 
 

@@ -162,7 +162,7 @@ def test_several_parameters_and_one_used_twice(results, everywhere, main_grad):
     assert all(_same(first, other) for other in others)
 
 
-def test_the_gradients_are_right(results):
+def test_the_gradients_are_correct(results):
     x, dy = Model(_Alone, True).x.view(S, B, HEADS, N), Model(_Alone, True).dy.view(S, B, HEADS, N)
     weights = {n: w.detach().double().requires_grad_() for n, w in Model(_Alone, True).weights.items()}
     plain = torch.nn.functional.rms_norm

@@ -191,7 +191,7 @@ def test_what_only_a_forward_pass_shows_is_refused_there(modules):
         module(x)
 
 
-def test_a_linear_without_parallel_mode_that_v_does_not_divide_is_left_as_it_is(modules, monkeypatch):
+def test_a_linear_without_parallel_mode_that_v_does_not_divide_stays_unchanged(modules, monkeypatch):
     called = []
     for sizes, count in (((64, 62), 1), ((62, 64), 2), ((64, 64), 2)):
         module = modules.Linear(*sizes, bias=False)

@@ -66,7 +66,7 @@ def test_bisect(recipe, verified, shared):
 
 
 @pytest.mark.release
-def test_what_failed_is_trained_again(recipe, verified, shared):
+def test_what_failed_is_retrained(recipe, verified, shared):
     repeated = shared("verify", "--last-failed", "--dir", "stock", status=1)
     assert "different: tp=2" in repeated.stdout
 

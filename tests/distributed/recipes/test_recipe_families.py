@@ -224,7 +224,7 @@ AS_STOCK = (
     "model.use_transformer_engine_op_fuser=false model.moe_router_fusion=false model.use_te_rng_tracker=false "
     "rng.te_rng_tracker=false model.moe_mlp_glu_interleave_size=null model.moe_router_padding_for_quantization=false"
 )
-SET_RIGHT = (
+ADJUSTED = (
     "model.moe_paged_stash: true -> false: ",
     "model.moe_expert_rank_capacity_factor: 1.5 -> null: ",
     "mixed_precision.fp8_dot_product_attention: true -> false: ",
@@ -243,7 +243,7 @@ def test_a_benchmark_has_one_result_in_two_layouts_and_stock_has_not(shared):
     done = shared("verify", *words, "--dir", "benchmark", status=0)
     assert "identical: tp=1, 2 computed the same bits over 2 steps" in done.stdout
     adjusted = read(shared.folder / "benchmark" / "tp1").header.notes["adjusted"]
-    for line in SET_RIGHT:
+    for line in ADJUSTED:
         assert any(message.startswith(line) for message in adjusted), adjusted
     done = shared("verify", *words, *AS_STOCK.split(), "--dir", "benchmark-stock", status=1)
     assert "different: tp=2 computed other bits than tp=1" in done.stdout

@@ -237,7 +237,7 @@ def test_with_stock_numerics_it_has_not(mine, shared):
 
 
 @pytest.mark.parametrize("function", WRONG)
-def test_what_is_no_recipe_is_said_before_anything_starts(bridge, mine, function):
+def test_what_is_no_recipe_is_reported_before_anything_starts(bridge, mine, function):
     with pytest.raises(ConfigError) as caught:
         compose(f"recipe={mine}:{function}", device="cpu")
     assert WRONG[function] in str(caught.value)
@@ -255,7 +255,7 @@ def test_a_field_that_is_none_is_named_with_the_nearest(bridge, mine, numerics):
 
 
 @pytest.mark.release
-def test_what_costs_nothing_is_set_right_and_reported(bridge, mine):
+def test_what_costs_nothing_is_adjusted_and_reported(bridge, mine):
     config = compose(f"recipe={mine}:in_bf16", device="gpu").config
     usual = compose(f"recipe={mine}:small", device="gpu").config
     assert config.mixed_precision == "bf16_mixed"
@@ -343,7 +343,7 @@ def test_the_command_with_every_key_is_accepted(hugging_face, shared, family):
     shared(*command[1:], "--dry-run", status=0)
 
 
-def test_what_no_key_solves_is_said(mine, shared):
+def test_what_no_key_solves_is_reported(mine, shared):
     done = shared("show", "recipe=mine.py:peft", "--fix", status=2)
     assert "its peft is a DoRA" in done.stderr
     assert "--fix knows no key for this" in done.stderr

@@ -66,7 +66,7 @@ def refused(file, text):
 
 
 @pytest.mark.parametrize("statement, message", ENDS.items(), ids=ENDS)
-def test_what_ends_a_recipe_is_said_with_its_file_and_line(bridge, tmp_path, statement, message):
+def test_what_ends_a_recipe_is_reported_with_its_file_and_line(bridge, tmp_path, statement, message):
     file = tmp_path / "mine.py"
     on_import = refused(file, START + statement + DEFINED)
     assert on_import.startswith(f"recipe={file}:small: ")
@@ -76,7 +76,7 @@ def test_what_ends_a_recipe_is_said_with_its_file_and_line(bridge, tmp_path, sta
     assert when_called.endswith(wanted.format(file=file, line=5))
 
 
-def test_the_innermost_line_of_the_recipes_own_files_is_said(bridge, tmp_path):
+def test_the_innermost_line_of_the_recipes_own_files_is_reported(bridge, tmp_path):
     (tmp_path / "beside.py").write_text("import sys\nsys.exit(0)\n")
     assert refused(tmp_path / "mine.py", f"import beside\n{DEFINED}").endswith(
         f"SystemExit: 0 at {tmp_path / 'beside.py'}:2"
@@ -97,7 +97,7 @@ def test_a_command_ends_with_2(tpi, tmp_path, arguments):
     assert f"SystemExit: 0 at {tmp_path / 'mine.py'}:2" in done.stderr
 
 
-def test_what_a_provider_ends_in_a_rank_is_said_with_its_file_and_line(tpi, tmp_path):
+def test_what_a_provider_ends_in_a_rank_is_reported_with_its_file_and_line(tpi, tmp_path):
     """Only the ranks build the model, so they have imported the recipe, too."""
     file = tmp_path / "mine.py"
     file.write_text(MINE + LEAVING)

@@ -79,7 +79,7 @@ def test_keywords_are_overrides():
     assert recipes.tpi_qwen3_toy_pretrain_config(device="cpu").dist.distributed_backend == "gloo"
 
 
-def test_keywords_that_are_wrong_are_said_with_everything_else():
+def test_keywords_that_are_wrong_are_reported_with_everything_else():
     with pytest.raises(ConfigError) as error:
         recipes.tpi_qwen3_8b_pretrain_config("tp=4", tp=2, itres=5, seq=object(), numerics="tree")
     for part in (
@@ -97,7 +97,7 @@ def test_two_calls_share_nothing():
     assert second.model.num_layers == 2
 
 
-def test_mistakes_are_said_at_once():
+def test_mistakes_are_reported_at_once():
     with pytest.raises(ConfigError) as error:
         recipes.tpi_qwen3_8b_pretrain_config("tp=3", "itres=5", "optimizer.lrr=1")
     for part in ("tp=3 does not divide", "did you mean 'iters'?", "did you mean 'optimizer.lr'?"):
@@ -157,7 +157,7 @@ def test_bridges_runner_finds_them(bridges, tmp_path, monkeypatch, capsys):
         assert output.endswith(f" {bridge_helpers.__name__}\n")
 
 
-def test_without_a_runner_the_usage_is_said(monkeypatch):
+def test_without_a_runner_the_usage_is_reported(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["recipes"])
     with pytest.raises(SystemExit, match=r"usage: python -m tp_invariant_recipes\.recipes RUNNER\.py"):
         main()

@@ -48,7 +48,7 @@ def test_each_save_holds_the_state_of_its_own_step(both, tpi, step):
     assert steps(tpi.folder / "run") == steps(both.folder / "sync")
 
 
-def test_a_flipped_byte_is_found(both, tpi):
+def test_a_flipped_byte_is_detected(both, tpi):
     run = shutil.copytree(both.folder / "async", tpi.folder / "run")
     shard = run / "checkpoints" / "iter_0000004" / "__1_0.distcp"
     damaged = bytearray(shard.read_bytes())

@@ -10,7 +10,7 @@ RUN = ("train", *small("qwen3_moe_toy").split(), "iters=6", "save=2")
 
 @pytest.mark.release  # in `make test`: test_elastic.py, dense
 @pytest.mark.parametrize("distributed", ("true", "false"))
-def test_experts_go_on_with_one_rank_and_with_several_again(tpi, distributed):
+def test_experts_go_on_with_one_rank_and_with_several_afterwards(tpi, distributed):
     tpi(*RUN, "tp=2", "ep=2", f"optimizer.use_distributed_optimizer={distributed}", "run.dir=run", status=0)
     whole = steps(tpi.folder / "run")
     for start, layout in ((2, "tp=1 ep=1"), (4, "tp=2 ep=2")):

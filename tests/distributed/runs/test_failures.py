@@ -86,7 +86,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", folder], check=True)
 
 
-def test_a_full_disk_is_said_before_the_start(tpi, small_disk):
+def test_a_full_disk_is_reported_before_the_start(tpi, small_disk):
     (small_disk / "ballast").write_bytes(bytes(90 * 2**20))
     failed = tpi("train", "qwen3_toy", f"run.dir={small_disk}/run", status=2)
     assert "MiB free and this run writes at least" in failed.stderr
@@ -94,7 +94,7 @@ def test_a_full_disk_is_said_before_the_start(tpi, small_disk):
 
 
 @pytest.mark.release
-def test_a_disk_that_fills_up_is_said_at_the_end(tpi, small_disk):
+def test_a_disk_that_fills_up_is_reported_at_the_end(tpi, small_disk):
     process = tpi.start("train", "qwen3_toy", "iters=4000", "seq=64", "numerics=stock", f"run.dir={small_disk}/run")
     ledger = small_disk / "run" / "ledger.jsonl"
     process.until(lambda: ledger.exists() and ledger.read_bytes().count(b"\n") > 2)

@@ -60,7 +60,7 @@ def test_a_script_runs_through_the_runner(bridge):
     assert module.args == ["-m", "my.train"]
 
 
-def test_a_partial_of_bridges_pretrain_calls_ours(bridge):
+def test_a_partial_of_bridges_pretrain_calls_tpis(bridge):
     import nemo_run as run
     from megatron.bridge.training.pretrain import pretrain
 

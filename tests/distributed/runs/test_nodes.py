@@ -184,7 +184,7 @@ def test_ranks_that_hang_are_ended_when_another_node_fails(nodes):
 
 
 @pytest.mark.release
-def test_a_rank_that_hangs_on_another_node_is_named_and_the_job_is_queued_again(nodes):
+def test_a_rank_that_hangs_on_another_node_is_named_and_the_job_is_requeued(nodes):
     """Both nodes have a rank that says nothing more; the first one waits for the other."""
     faults = {"before": {1: at_step(4, wait_for_ever)}}
     statuses, message = nodes(*here(nodes), "slurm.tries=2", "run.hang_timeout=2", "save=0", **faults)
@@ -247,7 +247,7 @@ def test_tries_that_end_without_a_word_count_too(nodes):
 
 
 @pytest.mark.release
-def test_a_node_that_does_not_come_is_said(nodes):
+def test_a_node_that_does_not_come_is_reported(nodes):
     statuses, message = nodes(*here(nodes), "slurm.rendezvous_timeout=3", absent=(1,))
     assert statuses == {0: 2}
     assert "1 of the nodes localhost[0-1] did not come within 3 s; here: n0" in message
@@ -318,7 +318,7 @@ def test_a_run_that_cannot_be_gone_on_with_says_why_in_its_run_directory(finishe
 
 
 @pytest.mark.release
-def test_a_completed_run_that_slurm_starts_again_is_left_as_it_is(finished, nodes):
+def test_a_completed_run_that_slurm_restarts_stays_unchanged(finished, nodes):
     shutil.copytree(finished.tpi.folder / "run", nodes.tpi.folder / "run")
     nodes.job, nodes.restart = finished.job, 1
     (nodes.tpi.folder / "run" / "job.ended").unlink()  # as the job's script does

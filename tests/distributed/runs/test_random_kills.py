@@ -96,7 +96,7 @@ def _intact(run: Path) -> None:
 
 
 @pytest.mark.timeout(1200)
-def test_a_run_that_is_killed_again_and_again_ends_as_if_it_was_not(shared: Tpi, tpi: Tpi):
+def test_a_run_that_is_killed_repeatedly_ends_as_if_it_was_not(shared: Tpi, tpi: Tpi):
     chance = random.Random(SEED)
     print(f"seed {SEED}")
     shared(*RUN, status=0)

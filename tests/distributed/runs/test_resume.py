@@ -176,7 +176,7 @@ def _files(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 
 @pytest.mark.parametrize("command", (("train", "--resume", "run"), (*RUN, "run.dir=run", "--continue")), ids=" ".join)
-def test_a_completed_run_is_left_as_it_is(copied, command):
+def test_a_completed_run_stays_unchanged(copied, command):
     before = _files(copied.folder / "run")
     for options in ((), ("--dry-run",), ("--json",)):
         message = copied(*command, *options, status=0)
@@ -209,7 +209,7 @@ FROM_STEP_8 = ("train", "--resume", "run", "checkpoint.ckpt_step=8")
 
 @pytest.mark.release
 @pytest.mark.parametrize("damage", (_shuffle_otherwise, _tear))
-def test_a_damaged_index_is_built_again(copied, whole, damage):
+def test_a_damaged_index_is_rebuilt(copied, whole, damage):
     damage(copied.folder / "run")
     copied(*FROM_STEP_8, status=0)
     assert steps(copied.folder / "run") == steps(whole.folder / "whole")

@@ -135,7 +135,7 @@ def test_a_login_node_needs_no_transformer_engine(cli, slurm, here, more):
     assert os.environ == before  # sbatch gives the job what there is
 
 
-def test_where_bridge_cannot_be_imported_the_nodes_are_left_to_ask_it(cli, slurm, monkeypatch):
+def test_where_bridge_cannot_be_imported_the_nodes_ask_it(cli, slurm, monkeypatch):
     def load(*_):
         raise OSError("libcuda.so.1: no such file")
 
@@ -183,7 +183,7 @@ def test_a_mistake_is_one_message_and_leaves_nothing(cli, slurm, here, tmp_path,
     assert [*slurm.calls("sbatch"), *_registered(tmp_path)] == []
 
 
-def test_where_slurm_is_not_that_is_said_beside_what_else_is_wrong(cli, here, monkeypatch, tmp_path):
+def test_where_slurm_is_not_that_is_reported_beside_what_else_is_wrong(cli, here, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     ended = cli("submit", *RUN[:-1])
     assert ended.status == 2
@@ -279,7 +279,7 @@ def test_a_matrix_is_an_array_and_a_judge_that_waits_for_it(cli, slurm, here, tm
     assert [RunDir(path / name).read_run()["attempts"] for name in submission["cells"]] == [[], []]
 
 
-def test_without_its_judge_an_array_is_not_left_behind(cli, slurm, here):
+def test_without_its_judge_an_array_does_not_remain(cli, slurm, here):
     slurm.put("sbatch", "if [[ $* == *judge.sbatch ]]; then echo 'sbatch: error: no' >&2; exit 1; fi; echo 12")
     ended = cli("submit", *RUN, "tp=1,2", "--verify", "--dir", "v")
     assert (ended.status, ended.out) == (2, "")

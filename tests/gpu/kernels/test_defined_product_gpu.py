@@ -103,7 +103,7 @@ def pieces(a, b, there):
 
 @pytest.mark.parametrize("dtype", (BF16, FP32), ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_and_columns_apart_have_the_bits_that_they_have_together(kind, dtype):
+def test_separate_rows_and_columns_have_the_bits_of_the_whole(kind, dtype):
     """In the place of a slice and as copies; whatever computes each, it is that of fixed tiles."""
     a, b, there, add = operands(kind, dtype)
     batched = product(a, b, there.clone(), rows=8, add=add)

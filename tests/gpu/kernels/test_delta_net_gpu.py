@@ -22,7 +22,7 @@ def test_it_is_the_rule():
 
 
 @pytest.mark.parametrize("sizes, dtype", ((ODD, torch.float32), (LARGE, torch.bfloat16)), ids=("odd", "large"))
-def test_a_rank_with_some_shards_has_their_bits(sizes, dtype):
+def test_a_rank_with_a_part_of_the_shards_has_their_bits(sizes, dtype):
     inputs = [operand.cuda() for operand in operands(TOKENS, sizes, SHARDS)]
     whole = both(gated_delta_rule, inputs, dtype, sizes)
     for count in (1, 2, 4):

@@ -216,7 +216,7 @@ def test_a_product_whose_k_cublas_splits_is_that_of_fixed_tiles():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_and_columns_apart_have_the_bits_that_they_have_together(kind):
+def test_separate_rows_and_columns_have_the_bits_of_the_whole(kind):
     m, n = 1024, 1536
     a, b = drawn(kind, m, n, 2048, (E4M3, E4M3))
     for draw in DRAWS[:2]:

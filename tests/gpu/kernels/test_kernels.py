@@ -78,7 +78,7 @@ def test_norm_of_a_slice_is_the_slice_of_the_norm(dtype, tokens, heads, width, b
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_norm_is_right(dtype):
+def test_norm_is_correct(dtype):
     x, dy, weight = (
         normal_on_gpu(256, 1, 1000, dtype=dtype),
         normal_on_gpu(256, 1, 1000, dtype=dtype),

@@ -42,7 +42,7 @@ def _layouts(matrix):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_it_is_right_and_rounds_once(shape, dtype):
+def test_it_is_correct_and_rounds_once(shape, dtype):
     a, b = _operands(*shape, dtype)
     wide = _product(a, b)
     reference = a.double() @ b.double()

@@ -94,7 +94,7 @@ def test_blocks_of_128_by_128(kind):
 
 
 @pytest.mark.parametrize("blockwise", (False, True))
-def test_a_weight_is_quantized_again_into_its_memory(blockwise):
+def test_a_weight_is_requantized_into_its_memory(blockwise):
     """In steps, and in replays of a CUDA graph, which allocates nothing for it."""
     weights = [_operand(kind) for kind in KINDS]
     (rows, columns), repeated = quantize.of_weight(weights[0], blockwise, None)

@@ -78,10 +78,10 @@ def test_other_borders_have_other_bits(cut):
     assert same_bits(first, other)
     assert not same_bits(first, products.product(a, b, torch.empty_like(out)))
     if cut.pieces == 4:
-        one_by_one = torch.zeros_like(out)
+        looped = torch.zeros_like(out)
         for k in cut.slices(a.shape[1]):
-            products.product(a[:, k], b[k], one_by_one, add=True)
-        assert not same_bits(first, one_by_one)
+            products.product(a[:, k], b[k], looped, add=True)
+        assert not same_bits(first, looped)
 
 
 @pytest.mark.parametrize("shards, segments", ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1), (8, 2)))
@@ -94,7 +94,7 @@ def test_a_rank_has_the_same_sums(monkeypatch, shards, segments):
     sums = contraction.nodes(a, b, mesh, sizes, products.product)
     assert list(contraction._restarting_is_exact.values()) == [True] * len(contraction._restarting_is_exact)
     assert bool(contraction._restarting_is_exact) == (shards * segments > 1)
-    separate = contraction._one_by_one(a, b, mesh, sizes, products.product)
+    separate = contraction._looped(a, b, mesh, sizes, products.product)
     assert same_bits(products_sum(sums), products_sum(separate))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

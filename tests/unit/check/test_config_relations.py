@@ -146,7 +146,7 @@ def test_weights_to_begin_with_must_be_there(folders_here, path, why):
     assert not (folders_here / "runs").exists()
 
 
-def test_weights_in_the_home_folder_are_found(folders_here, monkeypatch):
+def test_weights_in_the_home_folder_are_located(folders_here, monkeypatch):
     monkeypatch.setenv("HOME", str(folders_here))
     asked = RunRequest("qwen3_toy", tuple(parse_all(["checkpoint.pretrained_checkpoint=~/some"])))
     planned = asked.plan(asked.composed("cpu"))

@@ -68,7 +68,7 @@ def test_this_environment_is_judged_where_nothing_else_is_named(monkeypatch, mac
     assert problems_of(f"cluster={'h100' if machine == 'x86_64' else 'gb300'}") == []
 
 
-def test_what_cannot_be_read_is_taken_as_right(tmp_path):
+def test_what_cannot_be_read_is_taken_as_correct(tmp_path):
     (tmp_path / "text").write_text("#!/bin/sh\n")
     for name in ("python3", "/nowhere/python", f"{tmp_path}/text", str(tmp_path)):
         assert problems_of("cluster=gb300", f"cluster.python={name}") == []

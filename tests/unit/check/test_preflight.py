@@ -154,7 +154,7 @@ def test_a_disk_too_small_for_a_checkpoint(machine_with, tmp_path):
     assert with_ - without == pytest.approx(weights * (2 + 4 + 4 + 4) / 2**20, abs=1)
 
 
-def test_everything_lacking_is_said_at_once(machine_with, tmp_path):
+def test_everything_lacking_is_reported_at_once(machine_with, tmp_path):
     machine_with([B300], installed=(), free=0)
     problems = preflight_problems(tmp_path, "nemotron3_nano", "tp=2", "cluster=h100", "save=1")
     assert [line.split()[0] for line in problems] == ["tp=2", "device=gpu", "this", "cluster=h100", f"{tmp_path}/run"]
@@ -176,7 +176,7 @@ def test_digests_of_many_experts_need_room(machine_with, tmp_path):
     preflight_check(tmp_path, *run, "ledger.digests=0")
 
 
-def test_a_patch_that_cannot_be_applied_is_said_with_all_else(machine_with, tmp_path):
+def test_a_patch_that_cannot_be_applied_is_reported_with_all_else(machine_with, tmp_path):
     machine_with()
     problems = preflight_problems(tmp_path, "qwen3_8b", "patches.off=[core-save]")
     assert problems[0].startswith("device=gpu, but this machine shows no GPU")

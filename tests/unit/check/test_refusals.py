@@ -108,7 +108,7 @@ def test_gather_has_neither_experts_nor_mamba():
     assert any("Mamba layers go through a sequence in order" in line for line in problems("nemotron3_nano_toy cp=2"))
 
 
-def test_all_that_is_beyond_is_said_at_once():
+def test_all_that_is_beyond_is_reported_at_once():
     rows = {words: says for words, says in refusals.INVARIANCE.refused.items() if not words.startswith("mixed_")}
     actual = problems("qwen3_toy numerics=tree dp=4 gbs=4", " ".join(rows))
     for words, says in rows.items():

@@ -9,7 +9,7 @@ from tp_invariant_recipes.config.overrides import parse
 from tp_invariant_recipes.errors import ConfigError, lines
 
 # What is typed beside a model, and what switches on the feature that reads it.
-IDLE = {
+UNREAD = {
     "qwen3_toy model.moe_router_topk=4": "the model has no experts, so nothing reads it; model.num_moe_experts=N",
     "qwen3_toy model.moe_shared_expert_intermediate_size=64": "the model has no experts",
     "qwen3_moe_toy model.num_moe_experts=null model.moe_ffn_hidden_size=64": "the model has no experts",
@@ -75,11 +75,11 @@ def idle(words: str) -> list[str]:
     return lines(switched_off.idle(config.with_fields(section, **{name: yaml.safe_load(value)}), [path]))
 
 
-@pytest.mark.parametrize("words", IDLE)
+@pytest.mark.parametrize("words", UNREAD)
 def test_a_setting_that_nothing_reads_is_refused(words):
     (problem,) = idle(words)
     assert problem.startswith(f"{words.split()[-1]}: ")
-    assert IDLE[words] in problem
+    assert UNREAD[words] in problem
 
 
 @pytest.mark.parametrize("words", READ)
@@ -88,7 +88,7 @@ def test_a_setting_that_is_read_is_not(words):
 
 
 def test_each_feature_has_a_row():
-    typed = [words.split()[-1] for words in IDLE]
+    typed = [words.split()[-1] for words in UNREAD]
     assert [f.fields for f in switched_off.FEATURES if not any(word.startswith(f.fields) for word in typed)] == []
 
 

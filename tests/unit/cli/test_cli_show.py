@@ -98,7 +98,7 @@ def test_the_details_of_one_model(cli):
     assert cli("models", "qwen3_8b", "--bridge").status == 2
 
 
-def test_a_users_own_model_is_listed_beside_ours(cli, tmp_path, hydra_itself):
+def test_a_users_own_model_is_listed_beside_tpis(cli, tmp_path, hydra_itself):
     mine = tmp_path / "config/tpi/model"
     mine.mkdir(parents=True)
     text = "# Mine: 3 layers.\n# Of my own.\ndefaults:\n  - qwen3_toy\nmodel:\n  num_layers: 3\n"
@@ -216,7 +216,7 @@ def test_doctor_names_what_is_missing_and_how_to_get_it(cli, machine_shown):
     assert "scripts/lock" in ended.out
 
 
-def test_a_version_nobody_has_tried_is_said_so_and_no_reason_to_fail(cli, machine_shown):
+def test_a_version_nobody_has_tried_is_reported_and_no_reason_to_fail(cli, machine_shown):
     machine_shown(versions={"megatron-core": "0.20.0", "torch": "2.11.0+cu130"})
     ended = cli("doctor", "--json")
     assert ended.status == 0
@@ -309,13 +309,13 @@ def test_show_the_configuration_of_a_run(cli, here, no_gpus):
     assert cli("show", "--from", "taken").status == 2
 
 
-NAME_ONE = "name one: a model (tpi models lists them), --from RUN, or --diff A B"
+MODEL_NEEDED = "name one: a model (tpi models lists them), --from RUN, or --diff A B"
 TWO = "--diff takes two: run directories, models, or a model with overrides in quotes"
 
 
 @pytest.mark.parametrize(
     "words, message",
-    (((), NAME_ONE), (("qwen3_toy", "--from", "run"), NAME_ONE), (("qwen3_toy", "--diff", "a", "b"), TWO)),
+    (((), MODEL_NEEDED), (("qwen3_toy", "--from", "run"), MODEL_NEEDED), (("qwen3_toy", "--diff", "a", "b"), TWO)),
     ids=("nothing", "model and run", "three to compare"),
 )
 def test_show_takes_one_thing(cli, words, message):

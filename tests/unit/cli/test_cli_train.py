@@ -75,7 +75,7 @@ def test_an_environment_that_would_change_the_bits_is_refused(cli, empty_here, m
     assert list(empty_here.iterdir()) == []
 
 
-def test_a_full_disk_is_said_before_anything_is_written(cli, empty_here, monkeypatch):
+def test_a_full_disk_is_reported_before_anything_is_written(cli, empty_here, monkeypatch):
     monkeypatch.setattr("tp_invariant_recipes.check.hosts.machine.free_bytes", lambda path: 1000)
     ended = cli("train", "qwen3_toy")
     assert ended.status == 2
@@ -119,8 +119,8 @@ def test_a_run_continues_with_the_whole_state_of_its_checkpoint(cli, empty_here)
                 compose("qwen3_toy", ["run.dir=run", "numerics=stock", "checkpoint.load_main_params_from_ckpt=true"])
             )
         )
-    left_out = ("finetune=true", "load_optim=false", "load_rng=false", "dist_ckpt_strictness=ignore_all")
-    keys = [f"checkpoint.{item}" for item in left_out]
+    omitted = ("finetune=true", "load_optim=false", "load_rng=false", "dist_ckpt_strictness=ignore_all")
+    keys = [f"checkpoint.{item}" for item in omitted]
     ended = cli("train", "--resume", "run", "iters=60", *keys)
     assert ended.status == 2
     assert all(f"- {key}: a run continues with the whole state of its checkpoint" in ended.err for key in keys)

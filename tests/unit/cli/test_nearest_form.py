@@ -26,7 +26,7 @@ FORMS = (
 
 
 @pytest.mark.parametrize("arguments, says", FORMS)
-def test_the_message_has_the_nearest_right_form(cli, here, no_gpus, arguments, says):
+def test_the_message_has_the_nearest_correct_form(cli, here, no_gpus, arguments, says):
     ended = cli("train", *arguments.split())
     assert (ended.status, ended.out) == (2, "")
     assert says in " ".join(ended.err.replace("\u2502", " ").split())

@@ -94,7 +94,7 @@ def test_the_lines_are_the_same_for_the_same_seed():
 
 
 @pytest.mark.parametrize("status, err", ((0, ""), (1, "error: a\n"), (2, "error: a\nerror: b\n"), (2, "error: \x1b")))
-def test_a_command_that_ends_otherwise_is_found(status, err):
+def test_a_command_that_ends_otherwise_is_detected(status, err):
     assert problem(status, "", err)
     assert problem(2, "", "Traceback (most recent call last):\nerror: a")
     assert not problem(2, "", "error: a\n")

@@ -66,8 +66,8 @@ def judged(tmp_path):
 
     def judge(*ranks: dict[str, list[TensorPart]], **more: float) -> dict[str, TensorDeviation]:
         write(tmp_path / "run", list(ranks), **more)
-        results, left_out = audit.judged(AuditedRun(tmp_path / "run"), reference, [1])
-        assert left_out == []
+        results, omitted = audit.judged(AuditedRun(tmp_path / "run"), reference, [1])
+        assert omitted == []
         return {result.name: result for result in results}
 
     return judge
@@ -126,7 +126,7 @@ def test_the_wrong_ranks_are_named(judged):
 
 
 @pytest.mark.parametrize("at_once", (1, 5 * COLUMNS, 2**17))
-def test_rows_that_are_read_some_at_a_time_are_those_of_the_whole(judged, tmp_path, monkeypatch, at_once):
+def test_rows_that_are_read_in_blocks_are_those_of_the_whole(judged, tmp_path, monkeypatch, at_once):
     """Of pieces in every other row and half of the columns, as tensor-parallel ranks have them."""
     monkeypatch.setattr(reported_norm, "CACHED", at_once)
     values = rounded(EXACT[WEIGHT], 99)
@@ -158,7 +158,7 @@ def test_rows_that_are_read_some_at_a_time_are_those_of_the_whole(judged, tmp_pa
     assert result.factor == pytest.approx(wrong, rel=1e-9)
 
 
-def test_a_norm_of_the_gradients_themselves_is_theirs(judged, tmp_path, monkeypatch):
+def test_a_norm_of_the_gradients_themselves_is_megatrons(judged, tmp_path, monkeypatch):
     monkeypatch.setattr(reported_norm, "CACHED", 5 * COLUMNS)
     judged(whole(EXACT))
     assert reported_norm.ratio(dumps.read_step(tmp_path / "run", 1)) == pytest.approx(1, rel=1e-6)
@@ -226,7 +226,7 @@ def test_a_norm_that_leaves_few_parameters_out_names_them(judged, tmp_path):
     small = {sinks.format(layer): table(20 + layer) * 3e-3 for layer in (0, 1)}
     everything, half = EXACT | small, ROWS // 2
     square = sum(float(values.double().square().sum()) for name, values in everything.items() if "gradients/" in name)
-    left_out = sum(float(values[half:].double().square().sum()) for values in small.values())
+    omitted = sum(float(values[half:].double().square().sum()) for values in small.values())
     ranks = [
         whole(EXACT) | {name: [TensorPart(values[at : at + half], at, 0)] for name, values in small.items()}
         for at in (0, half)
@@ -236,7 +236,7 @@ def test_a_norm_that_leaves_few_parameters_out_names_them(judged, tmp_path):
     reference = dumps.read_step(tmp_path / "right", 1)
     for name, norm, words in (
         ("whole", square, None),
-        ("left-out", square - left_out, "of decoder.layers.*.self_attention.core_attention.softmax_offset it counts"),
+        ("left-out", square - omitted, "of decoder.layers.*.self_attention.core_attention.softmax_offset it counts"),
     ):
         write(tmp_path / name, ranks, norm=math.sqrt(norm))
         far, why = reported_norm.distance(dumps.read_step(tmp_path / name, 1), reference)

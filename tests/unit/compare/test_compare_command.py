@@ -62,7 +62,7 @@ def test_a_table_shows_the_first_parameters_and_all_on_request(ledger_folder):
     assert "--all" not in everything
 
 
-def test_a_table_that_would_repeat_one_line_is_left_out(ledger_folder):
+def test_a_table_that_would_repeat_one_line_is_omitted(ledger_folder):
     write_ledger_of(grown(*(("weights", name, 2) for name in NAMES)))
     result = tpi_compare("a", "b").stdout
     assert "all 14 parameters differ: weights from step 2\n" in result
@@ -126,7 +126,7 @@ def lines_below(*arguments: str) -> list[str]:
     return tpi_compare("a", "b", *arguments).stdout.splitlines()[1:]
 
 
-def test_dumps_show_how_far_apart_the_values_are(traced_runs):
+def test_dumps_show_the_distance_of_values(traced_runs):
     dump("a", 1.0, 2.0, 3.0, 4.0)
     assert lines_below() == [NO_STATE, "To see how far apart the values are: tpi bisect a b"]
     dump("b", 1.0, 2.0, float(np.nextafter(np.float32(3.0), np.float32(4.0))), float("nan"))
@@ -157,7 +157,7 @@ def test_damaged_dumps_hide_no_difference(traced_runs):
     assert str(file) in comparison["first_difference"]["distance"]["error"]
 
 
-def test_dumps_of_other_shapes_are_said(traced_runs):
+def test_dumps_of_other_shapes_are_reported(traced_runs):
     dump("a", 1.0, 2.0, 3.0, 4.0)
     dump("b", 1.0, 2.0, 3.0, 4.0, shape=(4, 1))
     assert "no distance between float32 [2, 2] and float32 [4, 1]" in lines_below()[0]

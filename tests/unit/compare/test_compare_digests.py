@@ -26,7 +26,7 @@ from tp_invariant_recipes.compare.text import parameter_line, remarks, verdict_l
 from tp_invariant_recipes.ledger.digests import in_order
 
 
-def test_equal_digests_are_identical_and_said():
+def test_equal_digests_are_identical_and_reported():
     result = compare(A, ledger())
     assert (result.verdict, result.exit_status, result.first, result.parameters) == (Verdict.IDENTICAL, 0, None, ())
     assert verdict_line(result) == (
@@ -38,7 +38,7 @@ def test_equal_digests_are_identical_and_said():
 
 
 @given(st.sampled_from(NAMES), st.sampled_from(("gradients", "weights")), st.integers(1, STEPS), st.integers(0, 127))
-def test_one_bit_of_one_digest_is_found_and_named(name, kind, step, bit):
+def test_one_bit_of_one_digest_is_detected_and_named(name, kind, step, bit):
     digests = getattr(record(step), kind)
     other = f"{int(digests[name], 16) ^ 1 << bit:032x}"
     result = compare(A, ledger(at=step, **{kind: digests | {name: other}}))
@@ -257,7 +257,7 @@ def test_replicas_of_what_neither_run_lists_are_not_overlooked():
     assert compare(A, ledger(diverged=(("weights", "unknown", ((0,), (1,))),))).first.name == "weights/unknown"
 
 
-def test_replicas_beyond_the_common_steps_are_said():
+def test_replicas_beyond_the_common_steps_are_reported():
     result = compare(ledger("a", steps=3), ledger(at=5, diverged=(("weights", NAMES[0], ((0,), (1,))),)))
     assert result.verdict is Verdict.IDENTICAL
     assert remarks(result) == ("b: replicas disagree at step 5, which is not compared.", NO_STATE)

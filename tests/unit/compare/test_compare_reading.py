@@ -121,7 +121,7 @@ def test_a_line_that_stands_twice_is_still_out_of_order(tmp_path):
 
 
 @pytest.mark.parametrize("end", (b"", b'{"step": 5, "sam', b"\0\0\n"))
-def test_a_torn_end_is_left_out(tmp_path, end):
+def test_a_torn_end_is_omitted(tmp_path, end):
     file = written(tmp_path / "a")
     file.write_bytes(file.read_bytes() + end)
     result, whole = streamed(file), read(file)
@@ -139,7 +139,7 @@ def test_a_file_that_another_takes_the_place_of_or_that_is_cut_is_named(tmp_path
         replaced.steps[0]
 
 
-def test_steps_so_many_apart_are_kept_as_their_span():
+def test_steps_at_a_distance_are_kept_as_their_span():
     spans: list[range] = []
     steps = [1, *range(10, 101, 10), 105, 106, 107]
     for step in steps:

@@ -73,7 +73,7 @@ def test_initial_weights_that_one_run_lacks_are_not_comparable():
     assert compare(ledger("a", STARTED), without).verdict is Verdict.IDENTICAL
 
 
-def test_weights_that_are_not_recorded_are_said():
+def test_weights_that_are_not_recorded_are_reported():
     never = dict(digested=lambda step: step != 2)
     result = compare(
         ledger("a", **TRACED, **never), ledger("b", **TRACED, **never, **with_trace(3, f"forward/{FC2}/output"))
@@ -152,7 +152,7 @@ def test_an_input_without_a_digest_is_not_known_to_match():
     assert "Not compared: 1 traced tensor without a digest that two layouts share." in remarks(result)
 
 
-def test_another_dtype_or_shape_is_said():
+def test_another_dtype_or_shape_is_reported():
     changed = tuple(
         replace(e, dtype="float32", shape=(8, 2, 8), digest="0" * 32)
         if (e.direction, e.module, e.tensor) == ("forward", FC2, "output")

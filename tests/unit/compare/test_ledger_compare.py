@@ -45,7 +45,7 @@ def test_equal_runs_are_identical():
 
 
 @given(st.sampled_from(sorted(FLOATS)), st.data())
-def test_one_flipped_bit_is_found_and_named(name, data):
+def test_one_flipped_bit_is_detected_and_named(name, data):
     value = getattr(wide_step(3), name)
     other = flipped(value, data.draw(st.integers(0, int(value[1:3]) - 1)))
     result = compare(plain_ledger(), plain_ledger(name="b", **{name: other}))

@@ -43,7 +43,7 @@ def test_weights_that_are_drawn_are_named_with_their_key():
     assert not any("rounding in bf16" in sentence for sentence in stock_help(compared))
 
 
-def test_nothing_is_said_of_other_numerics_one_layout_or_equal_runs():
+def test_nothing_is_reported_of_other_numerics_one_layout_or_equal_runs():
     for left, right in (
         (run("a", 1, 6.0, mode="tree"), run("b", 2, 6.1, mode="tree")),
         (run("a", 2, 6.0), run("b", 2, 6.1)),

@@ -114,7 +114,7 @@ def _environment(config):
     return config.section("cluster").get("environment", {})
 
 
-def test_a_row_sets_its_field_right_and_says_so():
+def test_a_row_adjusts_its_field_and_says_so():
     for row, path in PATHS:
         config = _wrong(row, path)
         done, lines = adjust(config, (), _environment(config), None)
@@ -126,7 +126,7 @@ def test_a_row_sets_its_field_right_and_says_so():
         assert not [problem for problem in limits_of(done) if f" {path}=" in problem]
 
 
-def test_what_the_command_line_sets_is_left():
+def test_what_the_command_line_sets_is_kept():
     for row, path in PATHS:
         config = _wrong(row, path)
         for typed in (path, path.rpartition(".")[0]):
@@ -134,7 +134,7 @@ def test_what_the_command_line_sets_is_left():
             assert adjusted._at(done.sections, path.split(".")) == adjusted._at(config.sections, path.split(".")), path
 
 
-def test_a_run_that_is_covered_is_left_as_it_is():
+def test_a_run_that_is_covered_stays_unchanged():
     assert adjust(TREE, (), {}, None) == (TREE, [])
 
 
@@ -205,7 +205,7 @@ def test_what_no_graph_captures_runs_without(beside):
     assert adjust(config, (), {}, None)[0].model["cuda_graph_impl"] == "none"
 
 
-def test_what_a_recipe_leaves_to_bridges_default_is_set_right():
+def test_what_a_recipe_leaves_to_bridges_default_is_adjusted():
     examples = with_fields(TREE, dataset___target_=_SFT, dataset__dataset_kwargs=None, checkpoint__async_save=True)
     done, lines = adjust(examples, (), {}, None)
     assert done.section("dataset")["dataset_kwargs"] == {"pad_to_max_length": True}

@@ -58,7 +58,7 @@ def test_graphs_of_a_gpu_are_chosen_in_one_composition(compositions):
     assert len(compositions) == 1
 
 
-def test_graphs_are_composed_again_where_a_file_may_set_their_fields(compositions, tmp_path):
+def test_graphs_are_recomposed_where_a_file_may_set_their_fields(compositions, tmp_path):
     (tmp_path / "site.yaml").write_text(
         "# @package _global_\ndefaults:\n  - h100\nddp:\n  check_for_nan_in_grad: true\n"
     )
@@ -78,7 +78,7 @@ def test_a_file_that_builds_on_another_is_read_and_composed_once(compositions, t
     assert len(compositions) == 1
 
 
-def test_a_file_that_hides_what_its_nodes_have_is_composed_again_for_these(compositions, tmp_path):
+def test_a_file_that_hides_what_its_nodes_have_is_recomposed_for_these(compositions, tmp_path):
     hidden = "cluster:\n  gpus_per_node: ${validation.eval_iters}\n"
     (tmp_path / "site.yaml").write_text(f"# @package _global_\ndefaults:\n  - local\n{hidden}  ranks_per_node: 4\n")
     result = submit.train("qwen3_toy", [*JOB, f"cluster={tmp_path}/site.yaml"])

@@ -110,7 +110,7 @@ def test_a_refused_value_is_a_problem_of_the_configuration():
     assert problem.startswith("cluster.environment.NCCL_ALGO=NVLS: ")
 
 
-def test_variables_are_typed_as_they_are_meant():
+def test_variables_are_typed_as_intended():
     typed = {"A": "010", "B": "on", "C": "a=b,c", "D": "[1]", "E": "1e3", "F": "null_", "G": "it's", "H": ""}
     assert cluster(*(f"cluster.environment.{k}={v}" for k, v in typed.items()))["environment"] == typed
     assert cluster("cluster=h100", "cluster.environment.NCCL_DEBUG=INFO")["environment"].keys() == {
@@ -287,7 +287,7 @@ WRONG = (
 
 @anywhere
 @pytest.mark.parametrize("text, says", WRONG, ids=[repr(text) for text, _ in WRONG])
-def test_what_is_wrong_in_a_file_is_said_with_everything_else(site, text, says):
+def test_what_is_wrong_in_a_file_is_reported_with_everything_else(site, text, says):
     problems = gpu_problems(site(text), "tp=3", "seq=126", "lr=fast", device="cpu")
     for beginning in (*says, "tp=3 does not divide", "lr=fast: "):
         assert sum(problem.startswith(beginning) for problem in problems) == 1, beginning
@@ -359,7 +359,7 @@ def test_a_folder_is_no_file(tmp_path):
     assert gpu_problems(f"cluster={tmp_path}/") == [f"cluster={tmp_path}: Is a directory"]
 
 
-def test_a_file_is_found_from_where_one_is_and_from_home(tmp_path, monkeypatch):
+def test_a_file_is_located_from_where_one_is_and_from_home(tmp_path, monkeypatch):
     (tmp_path / "site.yaml").write_text("gpus_per_node: 4\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -367,7 +367,7 @@ def test_a_file_is_found_from_where_one_is_and_from_home(tmp_path, monkeypatch):
         assert cluster(f"cluster={path}")["gpus_per_node"] == 4
 
 
-def test_a_file_with_the_name_of_one_of_ours_may_build_on_it(tmp_path):
+def test_a_file_with_the_name_of_one_of_tpi_may_build_on_it(tmp_path):
     (tmp_path / "h100.yaml").write_text("defaults: [h100]\nranks_per_node: 4\n")
     assert cluster(f"cluster={tmp_path}/h100.yaml") == cluster("cluster=h100") | {"ranks_per_node": 4}
 
@@ -381,7 +381,7 @@ def test_whatever_file_is_typed_is_at_worst_a_configuration_error(text):
 # The user's tree
 
 
-def test_the_users_own_options_are_offered_beside_ours(own_clusters, cli):
+def test_the_users_own_options_are_offered_beside_tpis(own_clusters, cli):
     (own_clusters / "mysite.yaml").write_text(MINE)
     (own_clusters / "_base.yaml").write_text("")
     (own_clusters / ".#mysite.yaml").write_text("[")
@@ -404,7 +404,7 @@ def test_other_groups_are_taken_from_it_as_well(own_clusters):
         compose("mine", device="cpu")
 
 
-def test_without_a_tree_there_are_ours(monkeypatch, tmp_path):
+def test_without_a_tree_there_are_tpis(monkeypatch, tmp_path):
     assert conf_files.problems() == []
     with_none = conf_files.groups()
     conf_files.user_dir().mkdir(parents=True)
@@ -427,7 +427,7 @@ PASSED_OVER = (
 
 
 @pytest.mark.parametrize("path, says", PASSED_OVER)
-def test_a_file_that_would_be_passed_over_is_said_so(path, says):
+def test_a_file_that_would_be_passed_over_is_reported(path, says):
     file = conf_files.user_dir() / path
     file.parent.mkdir(parents=True)
     file.write_text("gpus_per_node: 3\n")

@@ -100,7 +100,7 @@ def test_a_value_has_the_type_of_its_field_however_it_is_spelt(override, path, v
     assert (type(result), result) == (type(value), value)
 
 
-def test_spelling_does_not_tell_runs_apart():
+def test_spelling_does_not_distinguish_runs():
     a, b = (identity(compose("qwen3_toy", [o]).config, None) for o in ("optimizer.lr=1", "lr=1.0"))
     assert a == b
     assert repr(a) == repr(b)
@@ -173,7 +173,7 @@ def test_these_models_have_fewer_shards_on_a_cpu(model):
         compose(model, ["numerics.virtual_shards=8"], device="cpu")
 
 
-def test_the_device_is_the_one_asked_for_else_the_one_found():
+def test_the_device_is_the_one_asked_for_else_the_one_detected():
     assert compose("qwen3_toy", device="gpu").config.section("dist")["distributed_backend"] == "nccl"
     assert compose("qwen3_toy", device="cpu").config.section("dist")["distributed_backend"] == "gloo"
     assert compose("qwen3_toy", ["device=cpu"], device="gpu").config.device.kind == "cpu"
@@ -316,7 +316,7 @@ def test_an_unknown_model_is_named_with_the_nearest():
     assert listed_problems(model="gpt") == ["unknown model 'gpt'; tpi models lists all"]
 
 
-def test_all_mistakes_are_said_at_once():
+def test_all_mistakes_are_reported_at_once():
     overrides = [
         "tpp=2",
         "lr=fast",

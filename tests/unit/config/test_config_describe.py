@@ -118,7 +118,7 @@ def test_a_row_says_what_the_file_says(models_by_name):
     assert all(row["summary"] for row in models_by_name.values())
 
 
-def test_dimensions_left_to_megatron_are_counted_as_it_derives_them():
+def test_dimensions_that_megatron_derives_are_counted():
     model = compose("qwen3_8b").config.model
     unset = model | {"num_query_groups": None, "ffn_hidden_size": None, "kv_channels": None}
     spelt = model | {"num_query_groups": 32, "ffn_hidden_size": 4 * 4096, "kv_channels": 128}

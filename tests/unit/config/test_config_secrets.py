@@ -58,7 +58,7 @@ def test_all_are_listed_at_once():
     assert [problem.split()[0] for problem in problems] == ["mpp=2:", "run.dir:", "data.json_key:"]
 
 
-def test_a_name_put_together_calls_no_other_resolver():
+def test_a_name_joined_calls_no_other_resolver():
     (problem,) = safe_problems("data.json_key=oc.env", "run.dir=${${data.json_key}:TPI_TEST_SECRET}")
     assert problem.startswith("run.dir: ")
     assert "cluster.forward" in problem
@@ -131,7 +131,7 @@ def test_references_to_other_keys_and_our_own_functions_are_resolved():
     assert tree["model"]["sequence_parallel"] is True
 
 
-def test_the_resolvers_of_a_program_are_its_own_again():
+def test_the_resolvers_of_a_program_are_its_own_afterwards():
     from omegaconf import OmegaConf
 
     OmegaConf.register_new_resolver("tests.mine", lambda: 1, replace=True)

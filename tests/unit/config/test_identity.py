@@ -89,7 +89,7 @@ def test_an_unset_decay_is_as_long_as_the_run():
 
 
 # All that conf/ sets in the sections of the identity and that is left out of it.
-LEFT_OUT = {
+OMITTED = {
     *(f"model.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context")),
     "model.batch_p2p_comm",
     "model.overlap_p2p_comm",
@@ -145,18 +145,16 @@ def fields_of(tree: dict) -> dict:
     return {f"{name}.{field}": value for name, section in sections.items() for field, value in section.items()}
 
 
-def test_what_is_left_out_is_what_this_list_says():
+def test_what_is_omitted_is_what_this_list_says():
     trees = [compose(model, device=device).config.sections for model in MODELS for device in ("cpu", "gpu")]
-    assert {
-        key for tree in trees for key in fields_of(tree).keys() - identity(RunConfig(tree), None).keys()
-    } == LEFT_OUT
+    assert {key for tree in trees for key in fields_of(tree).keys() - identity(RunConfig(tree), None).keys()} == OMITTED
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_other_field_counts(model):
     tree = compose(model, device="gpu").config.sections
     before = identity(RunConfig(tree), None)
-    for key in fields_of(tree).keys() - LEFT_OUT:
+    for key in fields_of(tree).keys() - OMITTED:
         section, field = key.split(".")
         changed = tree | {section: tree[section] | {field: "another"}}
         after = identity(RunConfig(changed), None)
@@ -173,7 +171,7 @@ FILL = st.text(string.ascii_lowercase + "_", max_size=12)
 
 
 @st.composite
-def left_out(draw) -> str:
+def omitted(draw) -> str:
     """A key that a pattern of the table describes."""
     parts = draw(st.sampled_from(table.PATTERNS)).split("*")
     return "".join(part + (draw(FILL) if n < len(parts) - 1 else "") for n, part in enumerate(parts))
@@ -183,7 +181,7 @@ VALUES = st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.li
 
 
 @settings(max_examples=300)
-@given(key=left_out(), value=VALUES)
+@given(key=omitted(), value=VALUES)
 @example(key="model._target_", value="")  # no provider is no family's
 def test_no_key_of_the_table_changes_the_identity(key, value):
     section, field = key.split(".")
@@ -192,7 +190,7 @@ def test_no_key_of_the_table_changes_the_identity(key, value):
     assert identity(RunConfig(tree), None) == identity(RunConfig(TREE), None)
 
 
-@given(key=left_out(), value=VALUES)
+@given(key=omitted(), value=VALUES)
 def test_the_same_name_in_a_section_the_table_does_not_speak_of_does(key, value):
     field = key.split(".")[1]
     tree = copy.deepcopy(TREE)

@@ -43,7 +43,7 @@ class FirstId(CountedIn):
     eod = 0
 
 
-class OneTooMany(CountedOnTop):
+class CountedTwice(CountedOnTop):
     """The right eod, but one id more than there are."""
 
     @property
@@ -69,7 +69,7 @@ def test_the_number_handed_to_megatron(convention, includes_eod, given_to_it):
     assert megatron_vocab_size(512, includes_eod=includes_eod, tokenizer=convention) == given_to_it
 
 
-@pytest.mark.parametrize("convention", (FirstId, OneTooMany))
+@pytest.mark.parametrize("convention", (FirstId, CountedTwice))
 def test_a_class_of_neither_convention_is_refused(convention):
     with pytest.raises(ConfigError, match=r"tokenizer\.vocab_includes_eod has no meaning here"):
         megatron_vocab_size(512, includes_eod=True, tokenizer=convention)

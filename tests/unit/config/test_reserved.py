@@ -52,7 +52,7 @@ def test_a_reserved_key_is_refused_in_every_spelling(command, field):
         assert sound == []
 
 
-def test_other_keys_are_left():
+def test_other_keys_stay():
     given = [parse(text) for text in ("tp=2", "launcher.nodes=2", "numerics.initial_weights=invariant", "no override")]
     for command in reserved.RESERVED:
         assert reserved.check(command, given) == ([], given)

@@ -133,7 +133,7 @@ def test_hugging_face_folder(tmp_path, hf_folder):
     assert read_back(prepare(text, tmp_path / "bytes").prefix)[0][-1] == EOD
 
 
-def test_only_the_files_that_make_tokens_tell_tokenizers_apart(tmp_path, hf_folder):
+def test_only_the_files_that_make_tokens_distinguish_tokenizers(tmp_path, hf_folder):
     same, other = tmp_path / "same", tmp_path / "other"
     for folder in (same, other):
         shutil.copytree(hf_folder, folder)
@@ -239,7 +239,7 @@ def test_all_problems_at_once_and_good_parts_are_kept(tmp_path, monkeypatch):
     assert len(written) == 3  # all but a.txt
 
 
-def test_unreadable_paths_are_listed_together(tmp_path):
+def test_unreadable_paths_are_listed_in_one_message(tmp_path):
     folder = write_texts(tmp_path / "in", a__txt="good")
     for name in ("b.txt", "c.md"):
         (folder / name).symlink_to(tmp_path / "gone")

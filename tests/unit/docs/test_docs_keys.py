@@ -35,7 +35,7 @@ def keys_named(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
-def test_a_key_of_ours_exists(document):
+def test_a_key_of_tpi_exists(document):
     messages = [row[0] for header, rows in document.tables if header[0] == "message" for row in rows]  # of mistakes
     assert keys_named(code(document)) - keys_named("\n".join(messages)) - {*KEYS, *OWN_KEYS} == set()
 
@@ -46,7 +46,7 @@ def test_a_key_that_does_not_exist_is_seen():
 
 
 @pytest.mark.parametrize("key", (*KEYS, *OWN_KEYS))
-def test_a_key_of_ours_is_documented(key):
+def test_a_key_of_tpi_is_documented(key):
     message = rf"{key.partition('.')[0]}=" if key in CHOSEN else rf"(?<![\w.]){re.escape(key)}(?!\w)"
     assert re.search(message, EVERYTHING)
 

@@ -18,7 +18,7 @@ def test_the_page_has_the_tables_of_the_dataclasses():
     assert SCRIPT["page"](PAGE) == PAGE
 
 
-def test_another_table_is_found():
+def test_another_table_is_detected():
     assert SCRIPT["page"](PAGE.replace("| `tokens` |", "| `token` |")) == PAGE != PAGE.replace("`tokens`", "`token`")
 
 
@@ -26,7 +26,7 @@ def test_every_key_of_a_step_has_a_row():
     assert set(json.loads(encode_step(RECORD, HEADER))) <= set(SCRIPT["fields"](type(RECORD)))
 
 
-def test_a_field_without_a_meaning_is_found():
+def test_a_field_without_a_meaning_is_detected():
     class Undescribed(type(RECORD)):
         """A record.
 

@@ -44,7 +44,7 @@ def test_each_pair_is_in_a_cell_and_no_cell_has_two_settings_of_an_axis():
         assert covering.changes_layout(cell)
 
 
-def test_a_cell_that_no_run_may_have_is_not_tried_and_its_pair_is_left_out():
+def test_a_cell_that_no_run_may_have_is_not_tried_and_its_pair_is_omitted():
     refused = {frozenset(("sinks", "muon")), frozenset(("tp=2", "eval"))}
     _, cells = covered(lambda cell: not any(pair <= cell for pair in refused))
     assert not any(pair <= cell for cell in cells for pair in refused)

@@ -119,7 +119,7 @@ def test_a_step_that_waits_for_the_host_is_told_from_one_that_waits_for_ranks(ke
     assert result.limit == limit
 
 
-def test_on_a_cpu_nothing_is_said_of_what_limits():
+def test_on_a_cpu_nothing_is_reported_of_what_limits():
     result = profile.step([span(STEP, 0, 100, "user_annotation"), span("aten::mm", 0, 50)])
     assert (result.waiting, result.limit) == (None, None)
 

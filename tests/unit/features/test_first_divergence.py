@@ -282,7 +282,7 @@ def test_a_run_has_its_own_environment_but_the_machines(monkeypatch):
     assert dict(os.environ) == before
 
 
-def test_a_run_that_was_resumed_in_another_way_is_said():
+def test_a_run_that_was_resumed_in_another_way_is_reported():
     resumed = [{"after_step": 2, "changed": {"layout.tp": 2}}]
     run = traced_ledger()
     changed = replace(run, header=replace(run.header, notes={"resumed": resumed}))

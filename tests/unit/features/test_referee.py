@@ -17,7 +17,7 @@ def judged(repeats, identical=(), module=MODULE, operation=OPERATION, step=3, mo
     return check.referee(NAMES, repeats, module, operation, step, lambda names, since: NAMES)
 
 
-def test_of_two_runs_the_one_that_repeats_its_bits_is_right():
+def test_of_two_runs_the_one_that_repeats_its_bits_is_correct():
     result = judged((False, True))
     assert result["right"] == ["b"]
     assert result["text"] == "referee: tuesday is right: it repeats its bits here, and monday does not"

@@ -54,11 +54,11 @@ def last_token(rows):
     return [row | {"token_ids": row["token_ids"][-1:], "logprobs": row["logprobs"][-1:]} for row in rows]
 
 
-def one_value(rows):
+def single_value(rows):
     return [row | {"logprobs": [None] * (LENGTH - 1) + row["logprobs"][-1:]} for row in rows]
 
 
-def one_more(rows):
+def additional(rows):
     return [*rows, rows[0] | {"id": "t"}]
 
 
@@ -66,13 +66,13 @@ def one_more(rows):
 PARTIAL = (
     (first_only, "6", "; not compared, of 30 scored tokens: 4 sequences that the file lacks"),
     (last_token, "5", "; not compared, of 30 scored tokens: 25 tokens without a value"),
-    (one_value, "5", "; not compared, of 30 scored tokens: 25 tokens without a value"),
+    (single_value, "5", "; not compared, of 30 scored tokens: 25 tokens without a value"),
     (
         lambda rows: first_only(last_token(rows)),
         "1",
         "; not compared, of 30 scored tokens: 4 sequences that the file lacks and 5 tokens without a value",
     ),
-    (one_more, "all 30", "; 1 row of sequences that were not scored"),
+    (additional, "all 30", "; 1 row of sequences that were not scored"),
 )
 
 

@@ -74,11 +74,11 @@ def test_every_combination_is_a_run_whatever_its_identity_and_length(here):
     assert [cell.steps for cell in planned_sweep("iters=3,4").matrix.cells] == [3, 4]
 
 
-def test_an_impossible_combination_is_left_out_and_named(here):
+def test_an_impossible_combination_is_omitted_and_named(here):
     result = planned_sweep("tp=1,2", "sp=true,false", "seed=1,2")
     assert len(result.matrix.cells) == 6
-    assert [item.label for item in result.matrix.left_out] == ["tp=1 sp=true seed=1", "tp=1 sp=true seed=2"]
-    assert all(item.why.startswith("sp=true needs tp > 1") for item in result.matrix.left_out)
+    assert [item.label for item in result.matrix.omitted] == ["tp=1 sp=true seed=1", "tp=1 sp=true seed=2"]
+    assert all(item.why.startswith("sp=true needs tp > 1") for item in result.matrix.omitted)
 
 
 def test_finished_runs_are_listed_and_shown_on_one_page(cli):
@@ -143,7 +143,7 @@ ELSEWHERE = (
 
 
 @pytest.mark.parametrize("words, says", ELSEWHERE, ids=[" ".join(words) for words, _ in ELSEWHERE])
-def test_the_ways_of_hydra_lead_to_ours(cli, monkeypatch, words, says):
+def test_the_ways_of_hydra_lead_to_tpis(cli, monkeypatch, words, says):
     monkeypatch.setenv("COLUMNS", "200")
     ended = cli("train", "qwen3_toy", *words)
     assert ended.status == 2

@@ -15,6 +15,6 @@ def test_one_fault_is_that_of_a_tensor_in_any_layer_and_the_same_known_one():
     assert not WRONG.same_fault(replace(WRONG, verdict=workflow.WITHIN))
 
 
-def test_cells_without_a_fault_are_not_audited_again():
+def test_cells_without_a_fault_are_not_reaudited():
     verdicts = (workflow.WITHIN, workflow.NOT_DECIDED, workflow.BEYOND, FAILED)
     assert [replace(WRONG, verdict=verdict).covers for verdict in verdicts] == [True, True, False, False]

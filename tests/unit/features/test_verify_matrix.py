@@ -162,10 +162,10 @@ def test_the_matrix_is_read_back_as_it_was_written(here):
     assert MatrixDir(result.directory.path).read_matrix() == result.matrix
 
 
-def test_an_impossible_combination_is_left_out_and_named(here):
+def test_an_impossible_combination_is_omitted_and_named(here):
     result = planned_matrix("tp=1,2", "sp=true,false", "iters=3")
     assert [cell.label for cell in result.matrix.cells] == ["tp=1 sp=false", "tp=2 sp=true", "tp=2 sp=false"]
-    assert [(item.label, item.why) for item in result.matrix.left_out] == [
+    assert [(item.label, item.why) for item in result.matrix.omitted] == [
         ("tp=1 sp=true", "sp=true needs tp > 1; leave sp out or set tp")
     ]
     assert str(result.matrix) == "tp=1, 2 × sp=true, false (without tp=1 sp=true)"
@@ -415,7 +415,7 @@ def _overridden(*overrides):
     return plant
 
 
-def _true_for_one(where):
+def _true_for_first(where):
     run_cell(where, 4)
     raw = json.loads(where.matrix.read_text())
     raw["cells"][2]["layout"] |= {"pp": True}
@@ -438,7 +438,7 @@ FAULTS = {
         "is not a run directory: run.json:",
         "tp=4 failed",
     ),
-    "true for 1": (_true_for_one, "failed: its ledger is of another run than planned: layout", "tp=4 failed"),
+    "true for 1": (_true_for_first, "failed: its ledger is of another run than planned: layout", "tp=4 failed"),
     "not run": (lambda where: None, "not run: its run directory has no ledger", "tp=4 did not run"),
     "short": (_short, "failed: its ledger ends at step 2 of 3", "tp=4 failed"),
     "torn": (_torn, "failed: its ledger ends at step 2 of 3; the last line is torn", "tp=4 failed"),
@@ -483,7 +483,7 @@ def test_where_the_first_cell_failed_the_others_are_compared_with_the_second(her
     assert "tp=2, tp=4 computed the same bits" in judged.line
 
 
-def test_where_all_failed_nothing_is_said_to_be_equal(here):
+def test_where_all_failed_nothing_is_reported_as_equal(here):
     judged = judge(a_matrix(here / "m", 1, 2).path)
     assert (judged.exit_status, judged.line) == (2, "incomplete: tp=1, tp=2 did not run")
 
@@ -522,7 +522,7 @@ def test_what_differs_from_another_ledger_is_compared_since_a_file_cannot_be_bis
     assert judged.advice == f"tpi compare other.jsonl {where.path}/tp1"
 
 
-def test_a_shorter_ledger_to_compare_with_is_said_to_be_shorter(here):
+def test_a_shorter_ledger_to_compare_with_is_reported_as_shorter(here):
     write_ledger(here / "other.jsonl", cell_header(8), 2)
     where = a_matrix(here / "m", 1, against=str(here / "other.jsonl"))
     run_cell(where, 1)
@@ -549,7 +549,7 @@ def test_a_ledger_of_another_experiment_is_not_comparable(here):
     assert judged.line.startswith("not comparable: model.num_layers is not set and 2, rng.seed is 7 and 1234")
 
 
-def test_a_ledger_that_moved_can_be_named_again(here):
+def test_a_ledger_that_moved_can_be_renamed(here):
     where = a_matrix(here / "m", 1, against=str(here / "gone.jsonl"))
     run_cell(where, 1)
     with pytest.raises(LedgerError, match=r"gone\.jsonl does not exist; name it again: --against FILE"):

@@ -62,7 +62,7 @@ def test_a_run_whose_directory_is_gone_still_has_a_state(cli, slurm, submitted):
     assert (result["state"], result["step"], result["note"]) == ("RUNNING", None, f"{made.directory} is gone")
 
 
-def test_files_that_stay_on_the_nodes_are_said_to(cli, slurm, submitted):
+def test_files_that_stay_on_the_nodes_are_reported_as_such(cli, slurm, submitted):
     submitted("a", shared=False)
     slurm.scene(row("12", "RUNNING", nodes="n1,n2"))
     slurm.scene()

@@ -17,7 +17,7 @@ def test_the_registry_gives_ids_their_directories_in_order(tmp_path):
     assert registry.registry() == tmp_path / "state" / "tpi" / "jobs.jsonl"
 
 
-def test_the_registry_lies_in_the_home_where_nothing_else_is_said(tmp_path, monkeypatch):
+def test_the_registry_lies_in_the_home_where_nothing_else_is_reported(tmp_path, monkeypatch):
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     registry.remember(tmp_path / "a", ["12"])
@@ -56,13 +56,13 @@ def test_submissions_at_the_same_time_do_not_mix(tmp_path):
     assert registry.registered().owners == {str(n): tmp_path / str(n - n % 2) for n in range(800)}
 
 
-def test_a_registry_that_cannot_be_written_is_said(tmp_path):
+def test_a_registry_that_cannot_be_written_is_reported(tmp_path):
     registry.registry().mkdir(parents=True)
     with pytest.raises(RunError, match=r"cannot write .*jobs\.jsonl: Is a directory"):
         registry.remember(tmp_path, ["12"])
 
 
-def test_a_registry_that_cannot_be_read_is_said(cli):
+def test_a_registry_that_cannot_be_read_is_reported(cli):
     registry.registry().mkdir(parents=True)
     ended = cli("jobs")
     assert (ended.status, ended.err) == (2, f"error: cannot read {registry.registry()}: Is a directory\n")
@@ -72,7 +72,7 @@ def test_a_registry_that_cannot_be_read_is_said(cli):
 
 
 @pytest.mark.parametrize("name", ("12", "a", "runs/a", "./runs/a/", "~/a"))
-def test_a_job_is_found_by_its_id_its_name_and_its_directory(submitted, tmp_path, monkeypatch, name):
+def test_a_job_is_located_by_its_id_its_name_and_its_directory(submitted, tmp_path, monkeypatch, name):
     monkeypatch.setenv("HOME", str(tmp_path / "runs"))
     made = submitted("a")
     submitted("b", "14")
@@ -133,7 +133,7 @@ def test_an_unknown_job_is_named_with_near_ones(submitted, tmp_path, name, says)
     assert str(refused.value).startswith(says)
 
 
-def test_all_that_is_unknown_is_said_at_once(submitted):
+def test_all_that_is_unknown_is_reported_at_once(submitted):
     submitted("a")
     with pytest.raises(RunError) as refused:
         registry.find(["99", "a", "b"])

@@ -86,7 +86,7 @@ def test_a_job_that_is_forgotten_is_absent(command):
 
 
 @pytest.mark.parametrize("state", ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED", "REQUEUE_HOLD"))
-def test_a_job_that_can_run_again_is_not_over(state):
+def test_a_job_that_can_rerun_is_not_over(state):
     assert not Queued("7", None, "x", state, "None", None, ()).over
 
 
@@ -238,7 +238,7 @@ def test_words_that_are_not_in_the_table_are_shown_as_they_are(command, script):
 
 
 @pytest.mark.usefixtures("command")
-def test_where_slurm_is_not_installed_that_is_said(script):
+def test_where_slurm_is_not_installed_that_is_reported(script):
     for call in (
         lambda: slurm_client.sbatch(script, []),
         slurm_client.queue,

@@ -280,7 +280,7 @@ def test_a_directory_that_sbatch_cannot_be_told_is_refused(path):
         submit.train("qwen3_toy", [*THROWAWAY, "slurm.time=5", f"run.dir={path}"], how=DRY)
 
 
-def test_the_templates_are_found_in_a_wheel(monkeypatch, tmp_path):
+def test_the_templates_are_located_in_a_wheel(monkeypatch, tmp_path):
     monkeypatch.setattr(script, "_PACKAGE", tmp_path / "package")
     assert script.templates() == tmp_path / "slurm"
     (tmp_path / "package" / "slurm").mkdir(parents=True)
@@ -339,7 +339,7 @@ ENDS = (
 
 
 @pytest.mark.parametrize("srun, status, requeued", ENDS, ids=[srun for srun, *_ in ENDS])
-def test_a_job_ends_as_the_first_node_said(run_script, play, tmp_path, srun, status, requeued):
+def test_a_job_ends_as_the_first_node_reported(run_script, play, tmp_path, srun, status, requeued):
     assert play(run_script, f"cd run; {srun}").returncode == status
     assert ("scontrol\nrequeue\n12\n" in (tmp_path / "said").read_text()) == requeued
 
@@ -351,7 +351,7 @@ def test_the_word_of_an_earlier_try_does_not_count(run_script, play, tmp_path, w
     assert "scontrol" not in (tmp_path / "said").read_text()
 
 
-def test_a_job_that_cannot_be_queued_again_says_how_to_go_on(run_script, play, tmp_path):
+def test_a_job_that_cannot_be_requeued_says_how_to_go_on(run_script, play, tmp_path):
     ended = play(run_script, "echo requeue >run/job.ended", scontrol="exit 1")
     assert ended.returncode == 1
     assert f"sbatch {tmp_path}/run/job.sbatch" in ended.stderr
@@ -444,7 +444,7 @@ def test_a_dry_run_as_json_has_the_plan_and_the_scripts(cli, monkeypatch):
     assert "not checked: cluster.container=/lustre9/a.sqsh" in plain.err
 
 
-def test_a_dry_run_of_a_matrix_writes_nothing_and_names_what_is_left_out(cli, monkeypatch, tmp_path):
+def test_a_dry_run_of_a_matrix_writes_nothing_and_names_what_is_omitted(cli, monkeypatch, tmp_path):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     Path("a.txt").write_text("words " * 100)
@@ -469,7 +469,7 @@ def test_each_task_of_an_array_trains_its_own_cell(array_script, play, tmp_path)
     assert {"tp=1", "tp=2"} & set(output) == set()
 
 
-def test_a_task_of_an_array_is_queued_again_alone(array_script, play, tmp_path):
+def test_a_task_of_an_array_is_requeued_alone(array_script, play, tmp_path):
     assert play(array_script, "echo requeue >v/tp1/job.ended", **_task(0)).returncode == 0
     assert "scontrol\nrequeue\n11_0\n" in (tmp_path / "said").read_text()
     ended = play(array_script, "echo requeue >v/tp1/job.ended", scontrol="exit 1", **_task(0))

@@ -73,7 +73,7 @@ def test_the_state_of_a_job(cli, slurm, submitted, queued, attempt, accounts, ex
     assert "--jobs=12" in slurm.calls("squeue")[0]
 
 
-def test_a_script_that_was_handed_in_again_is_followed_by_its_new_id(cli, slurm, submitted):
+def test_a_script_that_was_resubmitted_is_followed_by_its_new_id(cli, slurm, submitted):
     made = submitted()
     now(made.attempt(outcome="stopped"))
     now(made.attempt(job={"id": "57", "restart": 0, "nodes": "n1"}))
@@ -114,7 +114,7 @@ def test_the_tasks_of_an_array_have_rows_of_their_own(cli, slurm, submitted, row
     assert [result["run"] for result in results] == ["v/tp1", "v/tp2", "v/tp4", "v"]
 
 
-def test_tasks_that_were_cancelled_together_have_one_account(cli, slurm, submitted):
+def test_tasks_that_were_cancelled_at_once_have_one_account(cli, slurm, submitted):
     submitted("v", cells=("tp1", "tp2", "tp4"))
     slurm.scene()
     slurm.accounts("12_0|COMPLETED|0:0", "12_[1-2]|CANCELLED by 0|0:0", "13|CANCELLED by 0|0:0")

@@ -50,7 +50,7 @@ def test_wait_does_not_take_the_word_of_an_earlier_try_for_the_last(cli, slurm, 
     assert cli("wait", "a").out == "12 a: completed\n"
 
 
-def test_wait_goes_on_when_a_job_that_has_ended_is_started_again(slurm, submitted, monkeypatch):
+def test_wait_goes_on_when_a_job_that_has_ended_is_restarted(slurm, submitted, monkeypatch):
     made = submitted()
     clock = [0.0]
     monkeypatch.setattr(follow.time, "monotonic", lambda: clock[0])

@@ -156,7 +156,7 @@ class _Views(dict):
         return [buffer[: kind[0]] for buffer in self.memory]
 
 
-def norms_are_right_and_slices_of_each_other():
+def norms_are_correct_and_slices_of_each_other():
     cases = ((32, 1, 96, False), (16, 8, 24, True), (16, 8, 64, True), (8, 1, 5000, False))
     for tokens, heads, width, by_heads in cases:
         shards = 4
@@ -180,7 +180,7 @@ def norms_are_right_and_slices_of_each_other():
                 assert same_bits(whole, torch.cat(pieces, along)), (tokens, heads, width, degree)
 
 
-def rows_lose_their_mean_one_by_one():
+def rows_lose_their_own_mean():
     for width in (96, 100, 5000):
         memory = torch.randn(1 + 70 * width)
         for x in (memory[:-1].view(70, width), memory[1:].view(70, width)):  # and where no 16 bytes begin
@@ -191,7 +191,7 @@ def rows_lose_their_mean_one_by_one():
             assert same_bits(alone, y[42:47].contiguous()), width
 
 
-def token_sums_are_right_and_slices_of_each_other():
+def token_sums_are_correct_and_slices_of_each_other():
     values = torch.randn(24, 320)  # leaves of several tokens, two blocks of features
     whole, chunks = token_sum._token_sum_triton(values, 1), token_sum._token_sum_triton(values, 4)
     torch.testing.assert_close(whole.sum(1), values.sum(0, keepdim=True))
@@ -254,7 +254,7 @@ def digests_find_copies_that_do_not_follow():
     assert torch.equal(out, torch.stack([digest._lanes_numpy(piece) for piece in pieces]))
 
 
-def experts_products_are_right_whoever_lies_beside():
+def experts_products_are_correct_whoever_lies_beside():
     sizes, n, k = (70, 0, 1, 130), 72, 80
     memory = torch.randn(2 * len(sizes), n, k)
     weights = [memory[i] for i in (5, 0, 3, 6)]
@@ -320,7 +320,7 @@ def rows_are_added_as_their_twin_adds_them():
         assert not same_bits(*results), (features, most)
 
 
-def activations_are_right_row_by_row():
+def activations_are_correct_row_by_row():
     clamped = weighted_activation.Clamped(1.702, 0.7, 1.0), weighted_activation.Clamped(1.0, float("inf"), 0.5)
     for kind, width in (("swiglu", 400), ("squared_relu", 200), *((kind, 400) for kind in clamped)):
         x, p, dy = torch.randn(11, width), torch.rand(11), torch.randn(11, 200)
@@ -336,7 +336,7 @@ def activations_are_right_row_by_row():
             assert all(same_bits(a, b[single]) for a, b in zip(alone, both[0], strict=True))
 
 
-def swiglu_is_right_number_by_number():
+def swiglu_is_correct_number_by_number():
     x, dy = torch.randn(3, 2 * 1100), torch.randn(3, 1100)
     wide = x.double().requires_grad_()
     gate, up = wide.chunk(2, -1)
@@ -361,7 +361,7 @@ def gradient_norms_have_the_bits_of_plain_torch():
         assert torch.equal(limbs, grad_norm.square_limbs(grads, largest)), grads
 
 
-def fixed_tile_products_are_right():
+def fixed_tile_products_are_correct():
     """The interpreter cannot multiply bf16, so the tile of bf16 multiplies fp32 here."""
     tiles = fixed_tile_product.TILES
     for tile in list(tiles.values()):
@@ -385,7 +385,7 @@ def _convolved(x, dy, weight, bias):
     return (y, *causal_conv._backward_triton(dy, x, weight, bias, STEP))
 
 
-def mambas_convolution_is_right_and_slices_of_each_other():
+def mambas_convolution_is_correct_and_slices_of_each_other():
     causal_conv.CHANNELS = 16  # several blocks of them
     x, dy, weight, bias = inputs = tuple(tensor[:2] for tensor in conv_inputs())
     whole = _convolved(*inputs)
@@ -403,7 +403,7 @@ def _normed(x, dy, weight):
     return (y, scale, *group_norm._backward_triton(dy, x, weight, scale))
 
 
-def mambas_norm_is_right_and_slices_of_each_other():
+def mambas_norm_is_correct_and_slices_of_each_other():
     group_norm.TILE = 512  # several tiles a leaf, several leaves
     x, dy, weight = norm_inputs()
     whole = _normed(x, dy, weight)
@@ -421,7 +421,7 @@ def _alike(results, twin, *case):
     assert all(same_bits(first, other) for first, other in zip(results, twin, strict=True)), case
 
 
-def the_gated_delta_rule_is_right_shard_by_shard():
+def the_gated_delta_rule_is_correct_shard_by_shard():
     """In the second chunk there are eight tokens; two heads share a group, whose features are fewer than a tile's."""
     sizes = delta_rule.Heads(groups=1, heads=2, key=20, value=12)
     inputs = test_delta_rule.operands(delta_rule.CHUNK + 8, sizes, shards=2, batch=1)
@@ -624,7 +624,7 @@ def mxfp8_has_the_bits_of_its_twin():
     for starts in ((8, 0, 96), (1, 100, 37)):  # rows of 320 bytes; those of the second are in no order
         weights = [memory[start : start + 64] for start in starts]
         for rows in (True, False):
-            result = mxfp8._by_one_launch(weights, rows)
+            result = mxfp8._in_single_launch(weights, rows)
             assert all(map(same_bits, result, mxfp8.of_weights(weights, rows=rows))), (starts, rows)
 
 

@@ -129,7 +129,7 @@ def test_signs_alone_show():
         assert lanes_of_all(values) != lanes_of_all(torch.where(key, -values, values))
 
 
-def test_memory_is_read_anew_and_the_largest_found():
+def test_memory_is_read_anew_and_the_largest_detected():
     values = random_bits(4, 4).nan_to_num(0, 1, 1)
     taken = Lanes([TensorPart(values, 0, 0)], magnitude=True)
     before = taken().clone()

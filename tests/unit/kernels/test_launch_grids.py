@@ -140,7 +140,7 @@ def test_every_kernel_is_launched(grids):
     }
 
 
-def test_what_cannot_be_launched_is_said_with_the_key():
+def test_what_cannot_be_launched_is_reported_with_the_key():
     key = torch.empty(1, 8192, 8, 16, dtype=torch.bfloat16, device="meta")
     with pytest.raises(RunError, match=r"_ieee_attention_sum_of_heads: 65536 programs along y.*train.micro_batch_size"):
         ieee_attention_triton.SUM_OF_HEADS.launch((1, 65536), (key, key, key, key), (1, 8192, 0.1), ())

@@ -7,7 +7,7 @@ from tests.operands import same_bits
 from tp_invariant_recipes.kernels.row_add import add_rows
 
 
-def added_one_by_one(rows, at, out):
+def added_in_turn(rows, at, out):
     out = out.clone()
     for row, number in zip(rows, at.tolist(), strict=True):
         if number >= 0:
@@ -40,10 +40,10 @@ def test_a_second_batch_at_once_is_one_addition():
 def test_many(dtype, at_once):
     torch.manual_seed(0)
     rows, at, out = torch.randn(300, 33).to(dtype), torch.randint(-3, 40, (300,)), torch.randn(50, 33)
-    one_by_one = added_one_by_one(rows, at, out)
-    combined = out + added_one_by_one(rows, at, torch.zeros_like(out))
-    assert not same_bits(one_by_one, combined)
-    expected = combined if at_once else one_by_one
+    looped = added_in_turn(rows, at, out)
+    combined = out + added_in_turn(rows, at, torch.zeros_like(out))
+    assert not same_bits(looped, combined)
+    expected = combined if at_once else looped
     add_rows(rows, at, out, at_once)
     assert same_bits(out, expected)
     add_rows(rows[:0], at[:0], out, at_once)

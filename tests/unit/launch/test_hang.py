@@ -162,7 +162,7 @@ class _EnoughSeenError(Exception):
 
 
 @TOO_SLOW
-def test_without_a_limit_nothing_is_said(launched, tmp_path):
+def test_without_a_limit_nothing_is_reported(launched, tmp_path):
     """The same rank, for longer than the limit of the tests above."""
     began = time.monotonic()
 

@@ -47,7 +47,7 @@ def test_a_torn_line_is_passed_over_with_what_follows_on_it(progress_file):
     assert tail.strange is None
 
 
-def test_a_line_of_another_kind_is_said_once(progress_file):
+def test_a_line_of_another_kind_is_reported_once(progress_file):
     tail = Tail(progress_file, 9)
     progress_file.write_text(progress_line(tokens="8") + progress_line(step=2) + progress_line(loss=[]))
     assert new_steps(tail) == [2]
@@ -56,11 +56,11 @@ def test_a_line_of_another_kind_is_said_once(progress_file):
     )
 
 
-def test_pace_and_time_left_are_those_of_the_steps_after_the_first(progress_file):
+def test_pace_and_remaining_time_are_those_of_the_steps_after_the_first(progress_file):
     tail = Tail(progress_file, 9)
     progress_file.write_text(progress_line(seconds=40.0) + progress_line(step=2) + progress_line(step=3, seconds=1.5))
     assert new_steps(tail) == [1, 2, 3]
-    assert (tail.tokens_per_second(), tail.seconds_left()) == (16 / 2.0, 6 * 1.0)
+    assert (tail.tokens_per_second(), tail.seconds_remaining()) == (16 / 2.0, 6 * 1.0)
 
 
 @pytest.mark.parametrize("kind", (Bar, Lines))
@@ -94,11 +94,11 @@ def test_the_pace_is_that_of_the_last_steps_without_the_first(progress_file):
     progress_file.write_text(progress_line(step=2, seconds=10.0) + progress_line(step=3) + progress_line(step=4))
     assert new_steps(tail) == [2, 3, 4]
     assert tail.tokens_per_second() == 16.0
-    assert tail.seconds_left() == 5 * 0.5
+    assert tail.seconds_remaining() == 5 * 0.5
 
 
 def test_one_step_is_all_there_is(progress_file):
     tail = Tail(progress_file, 3)
     progress_file.write_text(progress_line(step=1, seconds=2.0))
     tail.new()
-    assert (tail.tokens_per_second(), tail.seconds_left()) == (4.0, 4.0)
+    assert (tail.tokens_per_second(), tail.seconds_remaining()) == (4.0, 4.0)

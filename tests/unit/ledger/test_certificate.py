@@ -243,7 +243,7 @@ def test_the_summary_cannot_lie(certificate_bytes):
     assert "more than a manifest does" in why_not_opened(sealed_archive(forged))
 
 
-def test_a_reordered_ledger_with_a_right_manifest_is_refused(certificate_bytes):
+def test_a_reordered_ledger_with_a_valid_manifest_is_refused(certificate_bytes):
     forged = members(certificate_bytes)
     first, *steps = forged["ledger.jsonl"].splitlines(keepends=True)
     forged["ledger.jsonl"] = b"".join([first, *reversed(steps)])
@@ -263,7 +263,7 @@ def test_of_a_torn_or_unfinished_run_the_whole_steps_are_certified(tmp_path):
     assert certificate.summary_words(result.summary).endswith("2 of 5 steps, gradients of 2 steps, weights of 2 steps")
 
 
-def test_files_that_do_not_belong_together_are_not_certified(run_to_certify, tmp_path):
+def test_files_that_do_not_match_are_not_certified(run_to_certify, tmp_path):
     other = run_directory(tmp_path / "other", header=replace(HEADER, identity={"rng.seed": 1}))
     shutil.copy(other / "ledger.jsonl", run_to_certify / "ledger.jsonl")
     with pytest.raises(LedgerError, match="of different runs"):
@@ -312,7 +312,7 @@ def test_the_command_packs_and_checks(cli, run_to_certify, monkeypatch):
     assert cli("compare", "run", "run.tpicert").status == 0
 
 
-def test_an_unfinished_run_is_said_to_be_so(cli, tmp_path, monkeypatch):
+def test_an_unfinished_run_is_reported(cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_directory(tmp_path / "run", steps=2, planned=5)
     assert "the run has 2 of 5 steps: it was not finished" in cli("certify", "run").out

@@ -81,7 +81,7 @@ def test_of_replicas_that_disagree_the_lowest_rank_counts(tmp_path):
     assert read_step(tmp_path, 1).read(NAME).bits.tobytes() == example_tensor(torch.float32).numpy().tobytes()
 
 
-def test_what_is_not_there_is_said(tmp_path):
+def test_what_is_not_there_is_reported(tmp_path):
     with pytest.raises(LedgerError, match=r"no dumps of step 3.*ledger\.trace=3:3"):
         read_step(tmp_path, 3)
     write_dump(tmp_path, example_tensor())

@@ -29,7 +29,7 @@ from tp_invariant_recipes.data import prepared, sequences
 from tp_invariant_recipes.data.examples import read_examples
 from tp_invariant_recipes.errors import LedgerError, RunError, TpiError
 from tp_invariant_recipes.features import check
-from tp_invariant_recipes.features import evidence as evidence_again
+from tp_invariant_recipes.features import evidence as evidence_judge
 from tp_invariant_recipes.features.rollouts import lines as rollout_lines
 from tp_invariant_recipes.features.rollouts import prompts
 from tp_invariant_recipes.features.rollouts import requests as rollout_requests
@@ -435,12 +435,12 @@ def example(folder: Path, data: bytes) -> None:
 
 
 EVIDENCE = Evidence(
-    found_by=evidence.PRODUCT, step=1, where="w", suspects=(Suspect(0, "n", "a CPU"),), judge=None, outputs=1, of_=6,
+    detector=evidence.PRODUCT, step=1, where="w", suspects=(Suspect(0, "n", "a CPU"),), judge=None, outputs=1, of_=6,
     bits=1, trusted=0, numerics="tree", machine={"threads": "1"},
     details={"kind": "library", "segments": [2, 2], "shards": 2},
 )  # fmt: skip
 GROUP = {"lr": 0.1, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.0}
-UPDATED = replace(EVIDENCE, found_by=evidence.OPTIMIZER, details={"group": GROUP, "updates": 1.0})
+UPDATED = replace(EVIDENCE, detector=evidence.OPTIMIZER, details={"group": GROUP, "updates": 1.0})
 
 
 def evidence_of(tensors: dict[str, list[int]]) -> Callable[[Path, bytes], None]:
@@ -448,7 +448,7 @@ def evidence_of(tensors: dict[str, list[int]]) -> Callable[[Path, bytes], None]:
         """Forged metadata of tensors that are sound."""
         held = {name: np.ones(shape, np.float32) for name, shape in tensors.items()}
         (folder / "x.evidence").write_bytes(save(held, {"evidence": data.decode(errors="replace")}))
-        str(evidence_again.judge(folder / "x.evidence").text()).encode()
+        str(evidence_judge.judge(folder / "x.evidence").text()).encode()
 
     return read
 
@@ -600,9 +600,9 @@ def test_evidence_of_no_product_is_refused_at_once(change, tmp_path):
 
 def test_the_sound_evidence_is_judged_and_what_holds_nothing_to_compute_is_not(tmp_path):
     evidence_of(OF_PRODUCT)(tmp_path, as_json(EVIDENCE.as_json()))
-    assert evidence_again.judge(tmp_path / "x.evidence").exit_status == 1  # 4, and not 1
-    evidence_of(OF_PRODUCT)(tmp_path, as_json(replace(EVIDENCE, found_by=evidence.REPLICAS).as_json()))
-    result = evidence_again.judge(tmp_path / "x.evidence")
+    assert evidence_judge.judge(tmp_path / "x.evidence").exit_status == 1  # 4, and not 1
+    evidence_of(OF_PRODUCT)(tmp_path, as_json(replace(EVIDENCE, detector=evidence.REPLICAS).as_json()))
+    result = evidence_judge.judge(tmp_path / "x.evidence")
     assert result.exit_status == 2
     assert "not comparable: nothing was computed again" in result.text()
 

@@ -160,7 +160,7 @@ def test_damage_is_refused_and_named_by_line(damage, line, words):
 
 
 @given(st.permutations(range(5)))
-def test_only_the_right_order_is_read(order):
+def test_only_the_correct_order_is_read(order):
     header, *steps = ledger_lines()
     data = b"".join([header, *(steps[index] for index in order)])
     if list(order) == sorted(order):

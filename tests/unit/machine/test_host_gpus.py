@@ -93,7 +93,7 @@ def test_no_driver_no_gpus(driver, monkeypatch):
     assert gpus.visible() == []
 
 
-def test_the_driver_is_left_even_when_it_fails(driver):
+def test_the_driver_is_exited_even_when_it_fails(driver):
     driver.count = 5  # one more than it can describe
     with pytest.raises(IndexError):
         gpus.visible()

@@ -54,7 +54,7 @@ def test_a_place_is_what_srun_says():
 @pytest.mark.parametrize(
     "listed, first", (("n[03-05,7]", "n03"), ("m1,n[2-3]", "m1"), ("gpu-a[7],b1", "gpu-a7"), ("alone", "alone"))
 )
-def test_the_first_node_is_found_by_its_name(names_joined, listed, first):
+def test_the_first_node_is_located_by_its_name(names_joined, listed, first):
     names_joined[first] = "10.9.9.9"
     assert rendezvous.node_info(STEP | {"SLURM_STEP_NODELIST": listed}).address == "10.9.9.9"
 
@@ -182,7 +182,7 @@ def first():
     return joined
 
 
-def test_values_are_read_together_once_all_are_there(first):
+def test_values_are_read_at_once_when_all_are_there(first):
     keys = ["alive/1", "alive/2"]
     first.set("alive/2", 7)
     assert first.get_all(keys) is None

@@ -86,8 +86,10 @@ def _by_size(a, b):
     return _in_order(a, b) if b.numel() < 10_000 else _in_order(a.flip(-1), b.flip(-2))
 
 
-@pytest.mark.parametrize("library, in_one_call", ((_in_order, True), (_by_size, False)), ids=("of one order", "of two"))
-def test_layers_are_multiplied_in_one_call_where_a_library_keeps_the_bits(monkeypatch, library, in_one_call):
+@pytest.mark.parametrize(
+    "library, in_single_call", ((_in_order, True), (_by_size, False)), ids=("of one order", "of two")
+)
+def test_layers_are_multiplied_in_one_call_where_a_library_keeps_the_bits(monkeypatch, library, in_single_call):
     """Else this would be right and as slow as before. Which of these a library is depends on the processor."""
     shapes = []
 
@@ -114,8 +116,8 @@ def test_layers_are_multiplied_in_one_call_where_a_library_keeps_the_bits(monkey
         call()  # tries
         shapes.clear()
         assert same_bits(call(), expected)
-        assert len(shapes) == (1 if in_one_call else SHARDS)
-    assert list(cpu._batched_is_exact.values()) == [in_one_call] * 2
+        assert len(shapes) == (1 if in_single_call else SHARDS)
+    assert list(cpu._batched_is_exact.values()) == [in_single_call] * 2
 
 
 def _in_another_order(a, b):

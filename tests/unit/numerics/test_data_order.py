@@ -33,7 +33,7 @@ def test_a_resumed_run_goes_on_where_it_was():
     assert _of_rank(1, 2, consumed=BATCH) == _of_rank(1, 2)[BATCH // 2 :]
 
 
-def test_validation_begins_again_after_its_last_whole_step():
+def test_validation_restarts_after_its_last_whole_step():
     for passes in (0, 1, 3):
         used = passes * BATCH * STEPS + BATCH
         sampler = ConsecutiveSampler(BATCH * STEPS + 3, used, 2, 1, 2, batch=BATCH, cyclic=True)

@@ -246,7 +246,7 @@ def test_the_signatures_are_those_of_megatron():
 NUMERICS = NumericsSettings(virtual_shards=8, clip_rounding="pow2")
 
 
-def test_every_module_that_imported_megatrons_function_gets_ours():
+def test_every_module_that_imported_megatrons_function_gets_tpis():
     from tp_invariant_recipes.numerics.megatron.replacements import replacements
     from tp_invariant_recipes.replacement import applied
 

@@ -147,6 +147,6 @@ def test_what_a_layout_cannot_have_is_refused(words):
     assert REFUSED[words] in str(refusal.value)
 
 
-def test_a_dense_model_is_refused_some():
+def test_a_dense_model_is_refused_several_fields():
     with pytest.raises(ConfigError, match="the model has no experts; leave it out"):
         _config("qwen3_toy", "numerics.expert_groups=1")

@@ -289,11 +289,11 @@ def test_all_degrees_start_with_one_model(as_rank, t, gated, tied):
 @pytest.mark.parametrize("tied", (True, False))
 def test_all_pipelines_start_with_one_model(as_rank, stages, tied):
     expected = initialised([rank_model(1, tied=tied)])
-    as_one_rank = initialised(
+    as_single_rank = initialised(
         [rank_model(1, layers, tied=tied) for layers in stages]
     )  # interleaved, or one after another
-    assert as_one_rank.keys() == expected.keys()
-    assert all(same_bits(as_one_rank[name], value) for name, value in expected.items())
+    assert as_single_rank.keys() == expected.keys()
+    assert all(same_bits(as_single_rank[name], value) for name, value in expected.items())
 
 
 def test_values(as_rank):

@@ -7,7 +7,7 @@ from tp_invariant_recipes.numerics.precision import DEFINITION, MXFP8
 from tp_invariant_recipes.settings import low_precision
 
 IN_BF16 = "MXFP8's numbers are multiplied in bf16 on any GPU, and rounding takes time beside that"
-KEPT = "weights are kept in bf16 and quantized once a step, as with fp8_param_gather=false"
+BF16_WEIGHTS = "weights are kept in bf16 and quantized once a step, as with fp8_param_gather=false"
 # Words -> whether tensor cores multiply FP8, the name of the definition, what the run says.
 ROWS = {
     "precision=bf16": (False, None, None),
@@ -16,12 +16,12 @@ ROWS = {
     "mixed_precision=bf16_with_mxfp8_mixed": (
         False,
         MXFP8,
-        f"mixed_precision=bf16_with_mxfp8_mixed: {IN_BF16}; {KEPT.replace('once a step', 'in every pass')}",
+        f"mixed_precision=bf16_with_mxfp8_mixed: {IN_BF16}; {BF16_WEIGHTS.replace('once a step', 'in every pass')}",
     ),
     "mixed_precision=bf16_with_fp8_current_scaling_mixed": (
         True,
         DEFINITION,
-        f"mixed_precision=bf16_with_fp8_current_scaling_mixed: {KEPT}",
+        f"mixed_precision=bf16_with_fp8_current_scaling_mixed: {BF16_WEIGHTS}",
     ),
     "precision=mxfp8 numerics=stock device=gpu": (True, None, None),
 }

@@ -29,7 +29,7 @@ def slices(tensors, degree):
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_a_rank_with_some_shards_has_their_bits(dtype):
+def test_a_rank_with_a_part_of_the_shards_has_their_bits(dtype):
     x, dy, weight, bias = conv_inputs(dtype)
     whole = (causal_conv.causal_conv_forward(x, weight, bias, STEP),
              *causal_conv.causal_conv_backward(dy, x, weight, bias, STEP))  # fmt: skip

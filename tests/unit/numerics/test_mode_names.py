@@ -22,7 +22,7 @@ def compared(tree: ast.AST) -> list[int]:
     return sorted(results)
 
 
-def test_a_comparison_is_found():
+def test_a_comparison_is_detected():
     source = 'if mode == "portable" or mode in ("tree", "gather"):\n    pass\nTABLE = {"stock": 1}\n'
     assert compared(ast.parse(source)) == [1, 1, 1, 3]
 

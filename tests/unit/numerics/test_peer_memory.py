@@ -104,7 +104,7 @@ def test_a_rank_follows_its_configuration(monkeypatch):
         ("always", (2, 2), None),
     ),
 )
-def test_gpus_that_others_use_are_left_to_nccl(choose, monkeypatch, choice, counts, problem):
+def test_gpus_that_others_use_are_given_to_nccl(choose, monkeypatch, choice, counts, problem):
     choose(choice)
 
     def gathered(every, here, group):
@@ -127,7 +127,7 @@ def test_gpus_that_others_use_are_left_to_nccl(choose, monkeypatch, choice, coun
         ("always", (90.0, 64.0, 80.0), False),
     ),
 )
-def test_barriers_that_take_time_slices_are_left_to_nccl(choose, monkeypatch, choice, times, slow):
+def test_barriers_that_take_time_slices_are_given_to_nccl(choose, monkeypatch, choice, times, slow):
     choose(choice)
     taken = iter(times)
     monkeypatch.setattr(

@@ -65,7 +65,7 @@ def test_both_sums_must_be_those_of_the_whole():
 
 @pytest.mark.parametrize("count", (2, 3, 4, 5, 64))
 @pytest.mark.parametrize("difference", (1, 2**32, 2**63, -1))
-def test_any_one_replica_that_differs_is_found(count, difference):
+def test_any_one_replica_that_differs_is_detected(count, difference):
     keys = union.keys_of(["part"])
     factors = np.array([coefficients(keys, np.array([count]), np.array([n]))[0] for n in range(count)], dtype=np.uint64)
     assert (factors.sum(0, dtype=np.uint64) == 0).all()

@@ -139,8 +139,8 @@ def test_a_tensor_of_another_shape_has_no_place(kind):
         reduce_scatter_embeddings=True, weight=SimpleNamespace(partition_sizes=list(SECTIONS)), gather_output=False
     )
     x = torch.zeros(shape)
-    one_less = x.narrow(batch, 1, B - 1), x.narrow(sequence, 1, S - 1), x.unsqueeze(0)
-    for wrong in one_less:
+    lower_degree = x.narrow(batch, 1, B - 1), x.narrow(sequence, 1, S - 1), x.unsqueeze(0)
+    for wrong in lower_degree:
         assert lie(wrong.flatten(0, 1) if kind == "experts" else wrong, module, 0, site) is None
     if kind not in ("tokens", "sliced"):
         assert lie(x[..., 1:] if x.dim() == 3 else x[:, :, 1:], module, 0, site) is None
@@ -197,7 +197,7 @@ def made(name, *bases):
     return type(name, bases or (object,), {})()
 
 
-def test_a_row_is_found_by_class_and_name():
+def test_a_row_is_located_by_class_and_name():
     column = type("ColumnParallelLinear", (), {})
     actual = made("InvariantColumnParallelLinear", column)
     assert row_of(actual, "decoder.layers.0.mlp.linear_fc1").outputs != row_of(actual, "output_layer").outputs

@@ -251,7 +251,7 @@ def test_off(installs, patch):
     assert patch.verdict(off=True).state == "off"
 
 
-def test_unknown_names_are_said_with_the_known_ones():
+def test_unknown_names_are_reported_with_the_known_ones():
     names = [patch.name for patch in registry.PATCHES]
     tree = {"device": {"kind": "cpu"}, "model": {}, "patches": {"off": ["te-grouped", names[0], "nothing"]}}
     with pytest.raises(ConfigError) as error, registry.applied(RunConfig(tree)):
@@ -305,7 +305,7 @@ def test_nor_where_there_is_a_placeholder(installs, patch, monkeypatch):
 
 
 @pytest.mark.parametrize("error", ("OSError('libcuda.so.1')", "ImportError('transformer_engine_torch')"))
-def test_a_package_that_cannot_be_imported_is_left_alone(installs, patch, error):
+def test_a_package_that_cannot_be_imported_stays_unchanged(installs, patch, error):
     installs("2.12.0", start=f"raise {error}")
     assert patch.verdict().state == "applies"
     with registry.applied(RunConfig(GRAPHS)) as names:
@@ -410,7 +410,7 @@ MANAGER = "def get_write_results_queue(mode=None):\n    return Manager()\n"
         ("", False),
     ),
 )
-def test_a_manager_for_every_save_is_found_in_the_code(tmp_path, monkeypatch, source, needed):
+def test_a_manager_for_every_save_is_detected_in_the_code(tmp_path, monkeypatch, source, needed):
     core(tmp_path, monkeypatch, {WRITER: source})
     assert core_save.PATCH.verdict().state == ("applies" if needed else "not needed")
 
@@ -423,7 +423,7 @@ def test_a_manager_for_every_save_is_found_in_the_code(tmp_path, monkeypatch, so
         (("datasets/helpers.cpp",), False),
     ),
 )
-def test_compiled_helpers_without_a_makefile_are_found_in_the_folder(tmp_path, monkeypatch, files, needed):
+def test_compiled_helpers_without_a_makefile_are_located_in_the_folder(tmp_path, monkeypatch, files, needed):
     core(tmp_path, monkeypatch, dict.fromkeys(files, ""))
     assert bridge_helpers.PATCH.verdict().state == ("applies" if needed else "not needed")
 

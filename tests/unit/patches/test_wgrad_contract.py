@@ -156,7 +156,7 @@ def test_each_cell_after_the_patch(mode, single, wrapper, dummies):
 
 @pytest.mark.parametrize("biases", ("", "each", "one"))
 @pytest.mark.parametrize("single", (False, True))
-def test_biases_are_left_where_they_are(single, biases):
+def test_biases_keep_their_place(single, biases):
     mode = WgradMode(accumulates=True)
     made = weights(mode, single=single)
     op = operation(mode, made, biases)
@@ -169,7 +169,7 @@ def test_biases_are_left_where_they_are(single, biases):
     assert te_grouped_wgrad.settled_parameters(op, returned, lambda weight, gradient: True) == wanted
 
 
-def test_frozen_weights_are_left_alone():
+def test_frozen_weights_stay_unchanged():
     mode = WgradMode(accumulates=True, flagged=True)
     op, ctx = operation(mode, weights(mode)), SimpleNamespace(weight_requires_grad=False)
     nothing = [None] * GROUPS

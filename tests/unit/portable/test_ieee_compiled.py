@@ -20,7 +20,7 @@ from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
 from tp_invariant_recipes.portable.ieee import router as ieee_router
 from tp_invariant_recipes.portable.ieee import samples as ieee_samples
 from tp_invariant_recipes.portable.ieee import swiglu as ieee_swiglu
-from tp_invariant_recipes.portable.one_source import UNFUSED
+from tp_invariant_recipes.portable.shared_source import UNFUSED
 
 ATTENTION = {"size": "i32", "batch": "i32", "scale": "fp32"}
 HEADS = {"HEADS": 16, "GROUPS": 8, "WIDTH": 128}

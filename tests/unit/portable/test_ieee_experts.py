@@ -9,7 +9,7 @@ import torch
 
 from tests.definitions.elementwise import folded, numpy_version
 from tests.operands import KINDS, same_bits, sample
-from tests.unit.portable.test_ieee_kernels import in_lanes, one_after_the_other, rounded, wide
+from tests.unit.portable.test_ieee_kernels import in_lanes, in_sequence, rounded, wide
 from tp_invariant_recipes.portable.ieee import router as ieee_router
 from tp_invariant_recipes.portable.ieee import swiglu as ieee_swiglu
 
@@ -76,13 +76,13 @@ def test_of_equal_logits_the_lower_number_is_chosen():
 def test_router_controls():
     logits = tied("normal", 40, 128, torch.float32)
     probs, scores, chosen = ieee_router.route_tokens(logits, 8)
-    p, s = softmaxes(logits, chosen.numpy(), one_after_the_other)
+    p, s = softmaxes(logits, chosen.numpy(), in_sequence)
     assert not same_bits(scores, torch.from_numpy(s))
     assert not same_bits(scores, torch.softmax(logits, -1))
     p, s = softmaxes(logits, chosen.numpy())
     dp, ds = sample("wide", 40, 128, seed=1), sample("wide", 40, 128, seed=2)
     result = ieee_router.route_tokens_backward(dp, ds, logits, chosen)
-    assert not same_bits(result, slopes(p, dp.numpy(), s, ds.numpy(), torch.float32, one_after_the_other))
+    assert not same_bits(result, slopes(p, dp.numpy(), s, ds.numpy(), torch.float32, in_sequence))
     last = chosen.flip(-1)
     assert not same_bits(probs, rounded(softmaxes(logits, last.numpy())[0], torch.float32))
 
@@ -121,7 +121,7 @@ def test_expert_controls():
     _, up, _, s, weight = activation(x, p)
     assert not same_bits(ieee_swiglu.swiglu(x, p), rounded(s * (up * weight), torch.float32))
     _, dp = ieee_swiglu.swiglu_backward(dy, x, p)
-    assert not same_bits(dp, rounded(one_after_the_other(dy.numpy() * (s * up)), torch.float32))
+    assert not same_bits(dp, rounded(in_sequence(dy.numpy() * (s * up)), torch.float32))
 
 
 def test_an_expert_without_tokens():

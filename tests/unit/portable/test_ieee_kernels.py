@@ -18,7 +18,7 @@ from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
 from tp_invariant_recipes.portable.ieee import router as ieee_router
 from tp_invariant_recipes.portable.ieee import swiglu as ieee_swiglu
 from tp_invariant_recipes.portable.ieee.sums import power_of_two
-from tp_invariant_recipes.portable.one_source import SMALL
+from tp_invariant_recipes.portable.shared_source import SMALL
 
 DTYPES = (torch.bfloat16, torch.float32)
 UNIT = np.float32(1)
@@ -52,7 +52,7 @@ def in_lanes(rows, lanes):
     return folded(total)
 
 
-def one_after_the_other(rows):
+def in_sequence(rows):
     total = np.zeros(rows.shape[:-1], np.float32)
     for i in range(rows.shape[-1]):
         total = total + rows[..., i]
@@ -106,7 +106,7 @@ def test_norm(tokens, heads, width, shards, by_heads, dtype, kind):
 def test_norm_controls():
     x, dy, weight = sample("wide", 24, 1, 96), sample("wide", 24, 1, 96, seed=1), sample("normal", 96, seed=2)
     y, scale = ieee_norm.rms_norm_forward(x, weight, 1e-6)
-    assert not same_bits(y, norm_forward(wide(x), wide(weight), 1e-6, torch.float32, one_after_the_other)[0])
+    assert not same_bits(y, norm_forward(wide(x), wide(weight), 1e-6, torch.float32, in_sequence)[0])
     dx, _ = ieee_norm.rms_norm_backward(dy, x, weight, scale, 4, False)
     fused = norm_backward(wide(dy), wide(x), wide(weight), scale.numpy(), 4, False, torch.float32,
                           lambda normal, along, dnormal: fma(-normal, along, dnormal))  # fmt: skip
@@ -213,7 +213,7 @@ def test_cross_entropy_control():
     highest = logits.amax(-1)
     result = ieee_cross_entropy.sum_of_exponentials(logits, highest, 4)
     difference = wide(logits) - highest.numpy()[:, None]
-    in_order = one_after_the_other(numpy_version("exp")(difference).reshape(6, 4, 250))
+    in_order = in_sequence(numpy_version("exp")(difference).reshape(6, 4, 250))
     assert not same_bits(result, rounded(np.ascontiguousarray(in_order.T), torch.float32))
     other_lanes = in_lanes(numpy_version("exp")(difference).reshape(6, 4, 250), 64)
     assert not same_bits(result, rounded(np.ascontiguousarray(other_lanes.T), torch.float32))
@@ -316,7 +316,7 @@ def test_threads_do_not_change_a_bit():
 @pytest.mark.parametrize(
     "loop, source",
     (
-        *((ieee_swiglu._forward_loop, f"portable/{name}.py") for name in ("one_source", "ieee/math")),
+        *((ieee_swiglu._forward_loop, f"portable/{name}.py") for name in ("shared_source", "ieee/math")),
         *((ieee_swiglu._forward_loop, f"kernels/{name}.py") for name in ("products/tensor_core_sum", "cpu/numba_fma")),
         *((tensor_core_cpu._add_bf16, f"kernels/{name}.py") for name in ("products/tensor_core_sum", "cpu/numba_fma")),
     ),

@@ -14,11 +14,11 @@ from tests.definitions.elementwise import numpy_version
 from tests.definitions.tensor_core_sum import fma
 from tests.operands import EVERY_BF16, SPECIAL, any_bits
 from tp_invariant_recipes.kernels.cpu import numba_fma
-from tp_invariant_recipes.portable import one_source
+from tp_invariant_recipes.portable import shared_source
 from tp_invariant_recipes.portable.ieee import math as ieee_math
 from tp_invariant_recipes.portable.ieee import rotary as ieee_rotary
 from tp_invariant_recipes.portable.ieee.sums import power_of_two
-from tp_invariant_recipes.portable.one_source import numba_version
+from tp_invariant_recipes.portable.shared_source import numba_version
 
 NAN = 0x7FFFFFFF
 EXACT = {
@@ -99,7 +99,7 @@ def test_the_error_is_below_one_ulp(name, points):
 
 
 def test_another_constant_has_a_larger_error(monkeypatch):
-    monkeypatch.setattr(ieee_math, "E4", one_source.constant(0.041667))
+    monkeypatch.setattr(ieee_math, "E4", shared_source.constant(0.041667))
     elementwise.version.cache_clear()
     try:
         x = numbers("exp", 4000)
@@ -203,7 +203,7 @@ def test_two_functions_of_one_name_are_refused():
         return x
 
     with pytest.raises(ValueError, match="two elementwise functions are called exp"):
-        one_source.elementwise(exp)
+        shared_source.elementwise(exp)
 
 
 # function, its constant; a number whose result has other bits if the constant is an ULP nearer to zero, and the result;
@@ -240,7 +240,7 @@ def test_each_constant_is_the_stated_one(monkeypatch, name, coefficient, less, o
     stated = np.float32(getattr(ieee_math, coefficient).value)
     for step, number, result in ((-1, x[:1], of_less), (1, x[1:], of_more)):  # the control
         other = (stated.view(np.int32) + np.int32(step)).view(np.float32)
-        monkeypatch.setattr(ieee_math, coefficient, one_source.constant(float(other)))
+        monkeypatch.setattr(ieee_math, coefficient, shared_source.constant(float(other)))
         monkeypatch.setattr(elementwise, "version", cache(elementwise.version.__wrapped__))
         assert bits_of_array(numpy_version(name)(number)).tolist() != [result]
 

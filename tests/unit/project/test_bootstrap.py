@@ -231,13 +231,13 @@ def test_a_killed_install_begins_anew(machine):
     uv = machine.uv("bin/uv")
     uv.write_text(uv.read_text().replace('case "$*" in', 'case "$*" in\n"pip sync"*) kill -KILL $PPID ;;'))
     assert machine.bootstrap().returncode != 0
-    left_over = machine.venv / "half-a-package"
-    left_over.touch()
+    leftover = machine.venv / "half-a-package"
+    leftover.touch()
     machine.uv("bin/uv")
     machine.calls()
     assert machine.bootstrap().returncode == 0
     assert len(venvs(machine.calls())) == 1
-    assert not left_over.exists()
+    assert not leftover.exists()
 
 
 def test_a_moved_checkout_begins_anew(installed):

@@ -133,8 +133,8 @@ def check_rows(results: list[list]) -> None:
     for (words, status, says), (code, out, err) in zip(rows, results, strict=True):
         status = 1 if "--diff" in words else status
         text = err if status == 2 else out
-        one_sentence = status != 2 or len(err.splitlines()) == 1
-        if code != status or says not in text or "Traceback" in err or "defect" in err or not one_sentence:
+        single_sentence = status != 2 or len(err.splitlines()) == 1
+        if code != status or says not in text or "Traceback" in err or "defect" in err or not single_sentence:
             wrong.append((words, code, out[-500:], err[-500:]))
     assert not wrong, "\n".join(map(str, wrong))
 

@@ -91,7 +91,7 @@ def refused_phrases(phrases: tuple[Phrase, ...], texts: Iterator[tuple[str, str]
 
 
 @pytest.mark.parametrize("phrase", (*PHRASES, *DOCSTRINGS), ids=lambda phrase: phrase.refused)
-def test_a_phrase_is_found_and_its_better_version_is_not(phrase):
+def test_a_phrase_is_detected_and_its_better_version_is_not(phrase):
     assert refused_phrases((phrase,), iter([("here", phrase.refused)]))
     assert not refused_phrases((phrase,), iter([("here", phrase.better)]))
 

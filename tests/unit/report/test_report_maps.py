@@ -123,7 +123,7 @@ def test_one_difference_among_many_steps_is_seen(steps, data):
     (column,) = (n for n, (first, last) in enumerate(result.columns) if first <= step <= last)
     expected = np.full((2, len(result.columns)), CellState.IDENTICAL)
     alone = result.columns[column][0] == result.columns[column][1]
-    expected[1, column] = CellState.DIFFERENT if alone else CellState.SOME_DIFFER
+    expected[1, column] = CellState.DIFFERENT if alone else CellState.PARTLY_DIFFERENT
     assert (result.states == expected).all()
 
 
@@ -137,12 +137,12 @@ def test_one_difference_among_thousands_of_parameters_is_seen(layers, experts):
     assert sorted(name for row in result.rows for name in row.parameters) == sorted(names)
     (row,) = (n for n, row in enumerate(result.rows) if culprit in row.parameters)
     expected = np.full((len(result.rows), 2), CellState.IDENTICAL)
-    expected[row, 1] = CellState.SOME_DIFFER
+    expected[row, 1] = CellState.PARTLY_DIFFERENT
     assert (result.states == expected).all()
     assert in_words(result).startswith(f"1 of {2 * len(names):,} digests of gradients differ. They belong to 1 of ")
 
 
-def test_steps_at_which_one_run_alone_has_digests_are_left_out():
+def test_steps_at_which_one_run_alone_has_digests_are_omitted():
     result = map_of(ledger_with_digests(12, every=2), ledger_with_digests(12, every=3))
     assert result.columns == ((6, 6), (12, 12))
     assert (result.steps_compared, result.steps_alone) == (2, 6)
@@ -155,7 +155,7 @@ def test_a_parameter_that_one_run_lacks_is_not_compared():
     assert (result.states[-1] == CellState.NOT_COMPARED).all()
 
 
-def test_dumps_say_how_far_apart():
+def test_dumps_say_the_distance():
     distance = Distance(4, 2, 7, 0.5, 0, (0,))
     measured = (Measured(2, f"gradients/{LAYERS[1]}", distance), Measured(2, f"weights/{LAYERS[0]}", distance))
     result = map_of(

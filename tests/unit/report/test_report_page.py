@@ -179,7 +179,7 @@ def test_an_unfinished_torn_run_is_shown_with_a_remark(tmp_path):
     assert "unfinished: the ledger has 6 of 20 steps; the last line of the ledger is torn" in read.text
 
 
-def test_dumps_say_how_far_apart_tensors_are(differing_runs):
+def test_dumps_say_the_distance_of_tensors(differing_runs):
     name = f"gradients/{NAMES[1]}"
     for run, last in zip(differing_runs, (0x3F800000, 0x3F800009), strict=True):
         bits = np.array([[0x3F800000] * 7 + [last]], dtype=np.uint32)

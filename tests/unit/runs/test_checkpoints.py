@@ -61,7 +61,7 @@ def test_a_manifest_says_what_was_written(tmp_path):
     assert select(tmp_path) == RunCheckpoint(path, 7)
 
 
-def test_a_manifest_written_again_is_the_same(tmp_path):
+def test_a_manifest_rewritten_is_the_same(tmp_path):
     path = save(tmp_path, 7)
     before = (path / MANIFEST).read_bytes()
     write_manifest(path, 7, "hash", LAYOUT, "distributed")
@@ -163,7 +163,7 @@ CONTENTS = st.dictionaries(st.text("abc", min_size=1, max_size=3), st.binary(min
 
 @settings(max_examples=50)
 @given(files=CONTENTS, data=st.data())
-def test_any_damage_to_any_file_is_found(files, data):
+def test_any_damage_to_any_file_is_located(files, data):
     damaged = data.draw(st.dictionaries(st.sampled_from(sorted(files)), st.sampled_from(sorted(DAMAGE))))
     with tempfile.TemporaryDirectory() as folder:
         path = save(Path(folder), 1, files)
@@ -210,7 +210,7 @@ def test_what_lies_beyond_the_start_is_set_aside(tmp_path):
     assert set_aside(tmp_path, after=10) == []
 
 
-def test_what_is_set_aside_again_does_not_replace_the_first(tmp_path):
+def test_what_is_set_aside_twice_does_not_replace_the_first(tmp_path):
     for content in (b"first", b"second", b"third"):
         save(tmp_path, 20, {"file": content})
         set_aside(tmp_path, after=0)

@@ -17,7 +17,7 @@ from tp_invariant_recipes.runs.guard_files import Untrusted
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 EVIDENCE = Evidence(
-    found_by=evidence.PRODUCT,
+    detector=evidence.PRODUCT,
     step=12,
     where="forward pass of decoder.layers.0.mlp.linear_fc2",
     suspects=(Suspect(1, "n2", "a GPU", "GPU-5", "1654"),),

@@ -244,7 +244,7 @@ def test_an_earlier_try_that_still_runs_is_asked_to_leave(locked_run, monkeypatc
         assert json.loads(locked_run.lock.read_text())["pid"] == os.getpid()
 
 
-def test_an_earlier_try_that_does_not_leave_is_left_alone(locked_run, other, monkeypatch):
+def test_an_earlier_try_that_does_not_leave_stays_unchanged(locked_run, other, monkeypatch):
     holder = json.loads(locked_run.lock.read_text()) | {"job": "77", "restart": 0}
     locked_run.lock.write_text(json.dumps(holder))
     monkeypatch.setenv("SLURM_JOB_ID", "77")

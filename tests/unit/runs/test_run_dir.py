@@ -65,7 +65,7 @@ def test_a_directory_that_holds_something_is_refused(empty_folder, content):
 BEGUN = ("write.lock", "config.yaml", "environment.json", ".versions.json.12.new")  # of a launcher killed as it began
 
 
-def test_what_a_killed_launcher_left_before_it_began_is_in_nobodys_way(empty_folder):
+def test_what_a_killed_launcher_wrote_before_it_began_is_in_nobodys_way(empty_folder):
     target = empty_folder / "run"
     target.mkdir()
     for name in BEGUN:
@@ -170,7 +170,7 @@ def test_a_file_is_whole_or_not_there(empty_folder, monkeypatch, file):
     assert path.read_text() == before
 
 
-def test_a_full_disk_is_said_with_what_is_free_and_what_to_change(empty_folder, monkeypatch):
+def test_a_full_disk_is_reported_with_what_is_free_and_what_to_change(empty_folder, monkeypatch):
     usage = namedtuple("usage", "total used free")(10 * 2**20, 9 * 2**20, 2**20)
     monkeypatch.setattr(run_dir.shutil, "disk_usage", lambda path: usage)
     monkeypatch.setattr(os, "fsync", lambda d: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space")))
@@ -202,7 +202,7 @@ def test_free_space_is_that_of_the_disk_where_a_directory_would_be(empty_folder,
 
 
 @pytest.mark.parametrize("content", (None, "{", "[1", "\x00"), ids=("missing", "cut", "cut list", "garbage"))
-def test_what_is_no_run_directory_is_said_so(empty_folder, content):
+def test_what_is_no_run_directory_is_reported(empty_folder, content):
     run = RunDir(empty_folder)
     for path, read in ((run.config, run.read_config), (run.run, run.read_run)):
         if content is not None:

@@ -238,7 +238,7 @@ def test_mounts(tmp_path: Path):
     assert mounted(f"{tmp_path}/no:/a", shared=False) == []
 
 
-def test_what_this_host_lacks_is_left_to_the_nodes_and_named():
+def test_what_this_host_lacks_is_given_to_the_nodes_and_named():
     there = {"cluster__container": "/lustre9/a.sqsh", "cluster__python": "p", "cluster__mounts": ["/usr/no:/a"]}
     (refused,) = job_problems(**there)
     assert refused.startswith("cluster.mounts: /usr/no:/a: ")
@@ -261,7 +261,7 @@ def test_an_image_that_is_there(tmp_path: Path):
     assert job_problems(cluster__container=f"{tmp_path}/a.sqsh", cluster__python="python3") == []
 
 
-def test_everything_is_said_at_once():
+def test_everything_is_reported_at_once():
     problems = job_problems(
         3,
         5,

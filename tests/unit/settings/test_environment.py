@@ -106,7 +106,7 @@ def test_what_numerics_depend_on_is_recorded_whatever_its_prefix():
     assert recorded(values | {"HOME": "/root"}) == dict(sorted(values.items()))
 
 
-def test_a_variable_of_the_other_device_is_left_alone():
+def test_a_variable_of_the_other_device_stays_unchanged():
     assert "OMP_NUM_THREADS" not in settings("gpu", {"OMP_NUM_THREADS": "64"})
     assert "NVIDIA_TF32_OVERRIDE" not in settings("cpu", {"NVIDIA_TF32_OVERRIDE": "1"})
 

@@ -143,7 +143,7 @@ def submitted(cli, *overrides: str):
     return cli("submit", "qwen3_8b", *overrides, "slurm.time=60", "--verify", "--dry-run")
 
 
-def test_a_cell_that_does_not_fit_is_left_out_with_its_figures(cli, no_gpus, here):
+def test_a_cell_that_does_not_fit_is_omitted_with_its_figures(cli, no_gpus, here):
     ended = submitted(cli, "tp=1,4,8", "cluster=h100")
     assert ended.status == 0, ended.err
     assert (

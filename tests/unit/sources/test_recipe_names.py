@@ -35,7 +35,7 @@ def problems_of(recipe, *overrides):
 
 
 @pytest.mark.parametrize("source, function, words", WRONG, ids=[words[:30] for *_, words in WRONG])
-def test_a_mistake_in_a_file_is_said_at_once_with_the_others(tmp_path, source, function, words):
+def test_a_mistake_in_a_file_is_reported_at_once_with_the_others(tmp_path, source, function, words):
     file = tmp_path / "mine.py"
     file.write_text(source)
     problems = problems_of(f"{file}:{function}", "tpp=2")
@@ -44,7 +44,7 @@ def test_a_mistake_in_a_file_is_said_at_once_with_the_others(tmp_path, source, f
 
 
 @pytest.mark.parametrize("source", VALID)
-def test_every_way_to_give_a_name_is_left_to_the_import(tmp_path, source):
+def test_every_way_to_give_a_name_is_given_to_the_import(tmp_path, source):
     (tmp_path / "mine.py").write_text(source)
     recipe_source._possible(f"recipe={tmp_path}/mine.py:small")
 

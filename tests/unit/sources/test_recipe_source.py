@@ -59,7 +59,7 @@ def no_megatron(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("recipe, words", WRONG, ids=[recipe for recipe, _ in WRONG])
-def test_what_names_nothing_is_said_without_bridge(recipe_file, monkeypatch, no_megatron, recipe, words):
+def test_what_names_nothing_is_reported_without_bridge(recipe_file, monkeypatch, no_megatron, recipe, words):
     monkeypatch.setattr(recipe_source.needed, "there", lambda module: True)
     monkeypatch.setattr(recipe_source.bridge, "load", lambda: pytest.fail("imported Bridge"))
     with pytest.raises(ConfigError, match="recipe=") as caught:
@@ -67,7 +67,7 @@ def test_what_names_nothing_is_said_without_bridge(recipe_file, monkeypatch, no_
     assert words in str(caught.value)
 
 
-def test_other_problems_are_said_in_the_same_message(recipe_file):
+def test_other_problems_are_reported_in_the_same_message(recipe_file):
     with pytest.raises(ConfigError) as caught:
         compose("recipe=none.py:small", ["tpp=2", "recipe.name=x"])
     assert len(caught.value.problems) == 3

@@ -63,7 +63,7 @@ def test_the_digest_has_names_types_shapes_and_bits(tmp_path, change):
     assert weights.read(hf_folders.make(tmp_path / "after", TOY, change=change)).digest() != before
 
 
-def test_a_file_that_is_written_again_is_read_again(tmp_path):
+def test_a_file_that_is_rewritten_is_reread(tmp_path):
     folder = hf_folders.make(tmp_path / "a", TOY)
     before = weights.read(folder).digest()
     (folder / "model.safetensors").write_bytes(hf_folders.file(hf_folders.tensors(TOY, seed=2)))
@@ -161,7 +161,7 @@ def test_a_tied_output_layer_may_be_stored_twice(tmp_path):
     assert _problems(hf_folders.make(tmp_path / "a", TOY, change=twice)) == ""
 
 
-def test_all_that_is_wrong_is_said_at_once(tmp_path):
+def test_all_that_is_wrong_is_reported_at_once(tmp_path):
     def change(config, tensors):
         _layers(config, tensors)
         _vocabulary(config, tensors)
@@ -317,7 +317,7 @@ def test_the_tokenizer_is_that_of_the_folder():
     assert compose("qwen3_toy", asked).config.data.tokenizer == "b"
 
 
-def test_the_identity_has_weights_only_where_a_run_has_some():
+def test_the_identity_has_weights_only_where_a_run_has_them():
     config = compose("qwen3_toy", ["weights=a"]).config
     assert identity(config, None, "0" * 64)["weights.digest"] == "0" * 64
     assert identity(config, None) == identity(compose("qwen3_toy").config, None)

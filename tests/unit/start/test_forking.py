@@ -114,7 +114,7 @@ def test_what_the_launcher_sets_later_does_not_count(monkeypatch):
     assert forking.can_fork(before, probe=yes)
 
 
-def test_a_driver_that_something_else_has_started_is_found_by_trying():
+def test_a_driver_that_something_else_has_started_is_detected_by_trying():
     """torch knows nothing of it. There is no GPU in a unit test, so the forked process fails as such a one does."""
     if torch.cuda.is_available():
         pytest.skip("a GPU is here: tests/gpu looks at it")

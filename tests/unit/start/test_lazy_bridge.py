@@ -143,7 +143,7 @@ def _importing_before(module, watch):
     return after
 
 
-def test_an_import_that_fails_says_so_and_can_be_tried_again(put, tmp_path):
+def test_an_import_that_fails_says_so_and_can_be_retried(put, tmp_path):
     (tmp_path / "zoo" / "dog.py").write_text("raise RuntimeError('no dog')\n")
     waiting = put()
     import zoo

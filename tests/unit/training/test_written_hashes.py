@@ -45,7 +45,7 @@ def test_a_file_that_is_not_only_appended_to_has_no_hash(tmp_path):
     assert (tmp_path / "file").read_bytes() == b"othermore"
 
 
-def test_items_of_one_file_share_a_hash_and_a_file_written_again_has_a_new_one(tmp_path):
+def test_items_of_one_file_share_a_hash_and_a_file_rewritten_has_a_new_one(tmp_path):
     def write_item(stream: io.IOBase, data: bytes) -> None:
         stream.write(data)
 

@@ -10,17 +10,17 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 CAPPED = (None, "auto", "local")  # backends of attention
 
 
-def _is_one(config: RunConfig) -> bool:
+def _has_own_layers(config: RunConfig) -> bool:
     return families.family_of(config.model) is not None
 
 
 def _row(wrong: Test, text: str, solve: str = "") -> Rule[RunConfig]:
     """Of a run of such a family. text: after its name."""
-    return limit_of(_is_one, wrong, f"a family with layers of its own {text}", solve)
+    return limit_of(_has_own_layers, wrong, f"a family with layers of its own {text}", solve)
 
 
 LIMITS = (
-    limit_of(_is_one, lacks(mode.FAMILIES), mode.only(mode.FAMILIES), "numerics=tree"),
+    limit_of(_has_own_layers, lacks(mode.FAMILIES), mode.only(mode.FAMILIES), "numerics=tree"),
     _row(*uncut("has")),
     _row(low_precision.enabled, "has no version in FP8", "precision=bf16"),
     _row(*uncaptured("has")),

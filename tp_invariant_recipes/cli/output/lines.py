@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from tp_invariant_recipes.foreign_text import one_line
+from tp_invariant_recipes.foreign_text import single_line
 from tp_invariant_recipes.machine import terminal
 
 
@@ -23,7 +23,7 @@ class Line:
 
 def show(head: Sequence[str], lines: Sequence[Line], *, numeric: Collection[str], coloured: str) -> None:
     """Print them below their head. numeric: columns of numbers, flush right. coloured: the column that has a colour."""
-    rows = [tuple(map(one_line, line.cells)) for line in lines]
+    rows = [tuple(map(single_line, line.cells)) for line in lines]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     form = "  ".join(f"{{:{'>' if name in numeric else '<'}{width}}}" for name, width in zip(head, widths, strict=True))
     at = head.index(coloured)
@@ -32,5 +32,5 @@ def show(head: Sequence[str], lines: Sequence[Line], *, numeric: Collection[str]
     for line, row in zip(lines, rows, strict=True):
         whole, end = form.format(*row).rstrip(), start + len(row[at])
         text.append(whole[:start]).append(whole[start:end], style=line.colour).append(whole[end:])
-        text.append(f"  {one_line(line.why)}\n" if line.why else "\n", style="dim")
+        text.append(f"  {single_line(line.why)}\n" if line.why else "\n", style="dim")
     terminal.console(soft_wrap=True).print(text, end="")

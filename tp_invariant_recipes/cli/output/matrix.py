@@ -7,7 +7,7 @@ from rich import box
 from rich.table import Column, Table
 from rich.text import Text
 
-from tp_invariant_recipes.foreign_text import one_line
+from tp_invariant_recipes.foreign_text import single_line
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.plural import counted
 
@@ -35,7 +35,7 @@ def cells(row: "CellResult", style: str = "") -> list[Text]:
     They are Text, because a name may contain characters that rich reads as markup.
     """
     steps = str(row.steps) if row.steps == row.planned else f"{row.steps} of {row.planned}"
-    return [Text(one_line(row.label), style=style), Text(str(row.ranks)), Text(steps), Text(row.last_loss)]
+    return [Text(single_line(row.label), style=style), Text(str(row.ranks)), Text(steps), Text(row.last_loss)]
 
 
 def train_matrix[T: "MatrixVerdict | Swept"](
@@ -57,7 +57,7 @@ def train_matrix[T: "MatrixVerdict | Swept"](
         return planned
     with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
         verify.check(planned)
-    for combination in planned.matrix.left_out:
+    for combination in planned.matrix.omitted:
         terminal.print_line(console, f"left out: {combination.label}: {combination.why}")
     for cell in planned.cells:
         if tight := room.warning(planned.plans[cell.name].config, here=True):

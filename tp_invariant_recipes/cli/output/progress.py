@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from tp_invariant_recipes.foreign_text import one_line
+from tp_invariant_recipes.foreign_text import single_line
 
 PATIENCE = 2.0  # seconds before the first report
 ON_A_TERMINAL, ELSEWHERE = 0.5, 10.0  # seconds between two reports
@@ -27,7 +27,7 @@ class SlowProgress:
     def reading(self, file: Path) -> ProgressFn:
         """Return a function that reports the bytes read of a file. It takes their number and the file's size."""
         return lambda done, total: self._report(
-            lambda: f"reading {one_line(str(file))}: {done / total:.0%} of {total / 2**20:,.0f} MiB"
+            lambda: f"reading {single_line(str(file))}: {done / total:.0%} of {total / 2**20:,.0f} MiB"
         )
 
     def counting(self, what: str) -> ProgressFn:

@@ -11,7 +11,7 @@ from rich.text import Text
 from tp_invariant_recipes.cli.arguments import argument, flag
 from tp_invariant_recipes.cli.output import progress
 from tp_invariant_recipes.errors import LedgerError
-from tp_invariant_recipes.foreign_text import one_line
+from tp_invariant_recipes.foreign_text import single_line
 from tp_invariant_recipes.machine import terminal
 
 if TYPE_CHECKING:
@@ -75,9 +75,9 @@ def _print(comparisons: "tuple[Comparison, ...]", every: bool) -> None:
     console = terminal.console()
     printed = set()
     for comparison in comparisons:
-        line = Text(one_line(verdict_line(comparison)))
+        line = Text(single_line(verdict_line(comparison)))
         line.stylize(f"bold {_COLOURS[comparison.exit_status]}", 0, len(comparison.verdict.value))
-        prefix = f"{one_line(run_name(comparison.b))}: " if len(comparisons) > 1 else ""
+        prefix = f"{single_line(run_name(comparison.b))}: " if len(comparisons) > 1 else ""
         terminal.print_line(console, Text(prefix) + line)
         _print_parameters(console, comparison, every)
         rows = header_rows(comparison)
@@ -85,7 +85,7 @@ def _print(comparisons: "tuple[Comparison, ...]", every: bool) -> None:
             console.print(_table(comparison, rows))
         for sentence in remarks(comparison):
             if sentence not in printed:
-                terminal.print_line(console, one_line(sentence), "dim")
+                terminal.print_line(console, single_line(sentence), "dim")
             printed.add(sentence)
 
 
@@ -104,7 +104,7 @@ def _print_parameters(console: Console, comparison: "Comparison", every: bool) -
     table = [("parameter", "gradient from", "moments from", "weight from", "steps")]
     for row in shown:
         gradient, moments, weight = ("" if n is None else str(n) for n in (row.gradient, row.moments, row.weight))
-        table.append((one_line(row.name), gradient, moments, weight, str(row.steps)))
+        table.append((single_line(row.name), gradient, moments, weight, str(row.steps)))
     width = max(len(name) for name, *_ in table)
     console.print()
     for name, gradient, moments, weight, steps in table:
@@ -120,7 +120,7 @@ def _table(comparison: "Comparison", rows: tuple[tuple[str, str, str], ...]) -> 
 
     table = Table("header")
     for run in (comparison.a, comparison.b):
-        table.add_column(Text(one_line(run_name(run))))
+        table.add_column(Text(single_line(run_name(run))))
     for row in rows:
-        table.add_row(*(Text(one_line(cell), overflow="fold") for cell in row))
+        table.add_row(*(Text(single_line(cell), overflow="fold") for cell in row))
     return table

@@ -18,7 +18,7 @@ from tp_invariant_recipes.cli.arguments import (
 )
 from tp_invariant_recipes.cli.output import matrix
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.foreign_text import one_line
+from tp_invariant_recipes.foreign_text import single_line
 from tp_invariant_recipes.machine import terminal
 
 if TYPE_CHECKING:
@@ -78,10 +78,10 @@ def _print(swept: "Swept") -> None:
         table.add_row(
             *matrix.cells(row, "bold" if row is swept.lowest else ""),
             Text("" if norm is None else f"{norm:.6g}"),
-            Text(one_line(row.words), style="" if row.state == COMPLETED else "yellow"),
+            Text(single_line(row.words), style="" if row.state == COMPLETED else "yellow"),
         )
     console.print(table)
-    terminal.print_line(console, one_line(swept.line))
+    terminal.print_line(console, single_line(swept.line))
     for sentence in swept.remarks:
-        terminal.print_line(console, one_line(sentence), "dim")
+        terminal.print_line(console, single_line(sentence), "dim")
     terminal.print_line(console, f"runs in {swept.directory}" + (f"; curves in {swept.page}" if swept.page else ""))

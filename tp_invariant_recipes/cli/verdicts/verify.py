@@ -19,7 +19,7 @@ from tp_invariant_recipes.cli.arguments import (
 )
 from tp_invariant_recipes.cli.output import matrix
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.foreign_text import one_line
+from tp_invariant_recipes.foreign_text import single_line
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.start import needed
 
@@ -107,9 +107,9 @@ def _print(verdict: "MatrixVerdict") -> None:
     console = terminal.console()
     table = matrix.table("cell", last="verdict")
     for row in verdict.rows:
-        table.add_row(*matrix.cells(row), Text(one_line(row.words), style=_COLOURS.get(row.state, "yellow")))
+        table.add_row(*matrix.cells(row), Text(single_line(row.words), style=_COLOURS.get(row.state, "yellow")))
     console.print(table)
-    line = Text(one_line(verdict.line))
+    line = Text(single_line(verdict.line))
     line.stylize(f"bold {_COLOURS.get(verdict.verdict, 'yellow')}", 0, len(verdict.verdict))
     terminal.print_line(console, line)
     for sentence in verdict.remarks:

@@ -18,7 +18,7 @@ from tp_invariant_recipes.replacement import Replacement
 _ATTENTION = "megatron.core.transformer.dot_product_attention:DotProductAttention"
 
 
-def _built_for_one(original: Callable[..., None]) -> Callable[..., None]:
+def _built_for_single_rank(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, config: Any, *args: Any, **more: Any) -> None:
         if not _stock(config):
             return original(self, config, *args, **more)
@@ -60,6 +60,6 @@ def rows(length: int, shards: int) -> list[Tensor]:
 
 _WHY = "stock context parallelism is otherwise Transformer Engine's, and no audit on a CPU would see its losses"
 REPLACEMENTS = (
-    Replacement(f"{_ATTENTION}.__init__", _built_for_one, _WHY),
+    Replacement(f"{_ATTENTION}.__init__", _built_for_single_rank, _WHY),
     Replacement(f"{_ATTENTION}.forward", _over_all_ranks, _WHY),
 )

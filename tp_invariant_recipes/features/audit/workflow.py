@@ -214,7 +214,7 @@ def execute(
     begun = time.monotonic()
     with locked_empty(audit.directory):
         runs = [_train(audit, AUDITED, audit.audited, watch), _trained_reference(audit, watch, references)]
-        deviations, left_out = judged(runs[0], runs[1], audit.steps)
+        deviations, omitted = judged(runs[0], runs[1], audit.steps)
         described = {
             "model": audit.audited.composed.model,
             "overrides": _shown(audit.audited.composed),
@@ -230,7 +230,7 @@ def execute(
         described["known"] = str(fault) if fault else None
         more = f"seq={4 * audit.audited.config.shape.sequence}"
         muon = audit.audited.config.section("optimizer").get("optimizer") == "muon"
-        result = report(audit.directory, deviations, left_out, described, BLIND if muon else 1.0, more, page=page)
+        result = report(audit.directory, deviations, omitted, described, BLIND if muon else 1.0, more, page=page)
         if not (result["exit_status"] or keep):
             for run in runs:
                 shutil.rmtree(run.path, ignore_errors=True)
@@ -275,8 +275,8 @@ def recorded(run: Path, reference: Path, directory: Path | None = None) -> dict[
         raise LedgerError(f"{run} and {reference} have no step in common that both recorded")
     where = AuditDir(choose_for_several(directory, "audit-recorded"))
     with locked_empty(where):
-        deviations, left_out = judged(runs[0], runs[1], steps)
-        return report(where, deviations, left_out, {"recorded": [str(audited_run.path) for audited_run in runs]})
+        deviations, omitted = judged(runs[0], runs[1], steps)
+        return report(where, deviations, omitted, {"recorded": [str(audited_run.path) for audited_run in runs]})
 
 
 def judged(run: AuditedRun, reference: AuditedRun, steps: Sequence[int]) -> tuple[list[TensorDeviation], list[str]]:
@@ -287,19 +287,19 @@ def judged(run: AuditedRun, reference: AuditedRun, steps: Sequence[int]) -> tupl
             f"{reference.path} has no dithered repetition, which shows what rounding does: record(dither=1)"
         )
     deviations: list[TensorDeviation] = []
-    left_out: dict[str, None] = {}
+    omitted: dict[str, None] = {}
     for step in steps:
         read = [dumps.read_step(path, step) for path in (run.path, reference.path, *dithered)]
         of_step, missing = deviation.judge(StepDumps(step, read[0], read[1], tuple(read[2:])))
         deviations += of_step
-        left_out |= dict.fromkeys(missing)
-    return deviations, list(left_out)
+        omitted |= dict.fromkeys(missing)
+    return deviations, list(omitted)
 
 
 def report(
     where: AuditDir,
     deviations: Sequence[TensorDeviation],
-    left_out: Sequence[str],
+    omitted: Sequence[str],
     described: dict[str, Any],
     limit: float = 1.0,
     more: str = "",
@@ -318,7 +318,7 @@ def report(
         "schema": 2,
         "exit_status": 1 if first else 2 if blind else 0,
         "verdict": BEYOND if first else NOT_DECIDED if blind else WITHIN,
-        "text": _text(deviations, first, left_out, blind, more),
+        "text": _text(deviations, first, omitted, blind, more),
         "sees": {kind: tensor.sees for kind, tensor in spots.items()},
         "known": None,
         "directory": str(where.path),
@@ -331,7 +331,7 @@ def report(
         "first": _finite(first) if first else None,
         "modules": [_module(name, tensors) for name, tensors in deviation.by_module(deviations).items()],
         "tensors": [_finite(tensor) for tensor in deviations],
-        "not_compared": list(left_out),
+        "not_compared": list(omitted),
     }
     where.write(where.result, result)
     if page:
@@ -471,7 +471,7 @@ def _shown(composed: Composed) -> list[str]:
 def _text(
     deviations: Sequence[TensorDeviation],
     first: TensorDeviation | None,
-    left_out: Sequence[str],
+    omitted: Sequence[str],
     blind: TensorDeviation | None = None,
     more: str = "",
 ) -> str:
@@ -487,7 +487,7 @@ def _text(
         return (
             f"{WITHIN}: {counted(len(deviations), 'tensor')} of {over}; the furthest is {largest.factor:.2g} × "
             f"rounding, {largest.name}; {_seen(deviations)}"
-            + (f"; {counted(len(left_out), 'tensor')} not compared" if left_out else "")
+            + (f"; {counted(len(omitted), 'tensor')} not compared" if omitted else "")
         )
     what = _named(first)
     if first.name.endswith("/auxiliary"):

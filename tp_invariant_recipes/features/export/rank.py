@@ -73,7 +73,7 @@ class Export:
             stack.enter_context(cpu.megatron_core() if self.adapters is None else cpu.installed())
             stack.enter_context(registry.applied(unused=auto_bridge.unused(self.folder)))
             stack.enter_context(torch.no_grad())
-            stack.enter_context(_world_of_one())
+            stack.enter_context(_single_rank_world())
             if self.adapters is None:
                 self._write(self._chunks())
             else:
@@ -125,7 +125,7 @@ class Export:
 
 
 @contextmanager
-def _world_of_one() -> Iterator[None]:
+def _single_rank_world() -> Iterator[None]:
     """In the block, this process is the only rank of Megatron's groups."""
     from megatron.core import parallel_state
 

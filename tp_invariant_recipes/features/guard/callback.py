@@ -160,7 +160,7 @@ class Guard(AroundOptimizerStep):
         if self._step > self._start:
             self._replicas.compare(self._step, range(TURNS))
         assert self._judge is not None
-        self._end_together(_surest(self._judge.wait()))
+        self._end_all_ranks(_surest(self._judge.wait()))
 
     def _raise_finding(self) -> None:
         """Wait once, where this rank cannot tell which of several is wrong, for one that can and ends the run."""
@@ -186,7 +186,7 @@ class Guard(AroundOptimizerStep):
         first = narrowed(first, recompute(side_by_side=False), group, "its own repetition, which has other bits")
         self._products.hand_over(self._step)
         assert self._judge is not None
-        self._end_together(_surest([finding for finding in self._judge.wait() if finding.found_by in PROOFS]))
+        self._end_all_ranks(_surest([finding for finding in self._judge.wait() if finding.detector in PROOFS]))
         suspicion = earliest(first)
         assert suspicion is not None
         if len(suspicion.ranks) > 1:
@@ -196,9 +196,9 @@ class Guard(AroundOptimizerStep):
             except RuntimeError as error:  # such as too little memory; others may wait for this rank, and end with it
                 raise self._fault(suspicion.wrong_bits(self._step)) from error
             suspicion = earliest(narrowed(first, moved, group, ELSEWHERE)) or suspicion
-        self._end_together(suspicion.wrong_bits(self._step) if self.rank == 0 else None)
+        self._end_all_ranks(suspicion.wrong_bits(self._step) if self.rank == 0 else None)
 
-    def _end_together(self, finding: WrongBits | None) -> None:
+    def _end_all_ranks(self, finding: WrongBits | None) -> None:
         """Raise HardwareFault on all ranks, with one message, if any has a finding."""
         ranked_message = None if finding is None else (len(finding.ranks), str(self._fault(finding)))
         if messages := [message for message in gathered(ranked_message) if message]:

@@ -22,12 +22,12 @@ from tp_invariant_recipes.runs.run_dir import RunDir
 
 @dataclass(frozen=True)
 class WrongBits:
-    """Wrong bits. found_by … details: as of `Evidence`; ranks: the suspects.
+    """Wrong bits. detector … details: as of `Evidence`; ranks: the suspects.
 
     difference: of outputs; None: digests differ. portable: whether any machine can compute it again.
     """
 
-    found_by: str
+    detector: str
     step: int
     where: str
     ranks: tuple[int, ...]
@@ -74,7 +74,7 @@ class Reporter:
         unlike = finding.difference or UnlikeBits(0, 0, 0)
         file = guard_files.evidence_file(self.run_dir, finding.step, self.rank)
         written = Evidence(
-            found_by=finding.found_by,
+            detector=finding.detector,
             step=finding.step,
             where=finding.where,
             suspects=tuple(self.everyone[rank] for rank in finding.ranks),

@@ -8,7 +8,7 @@ from markupsafe import Markup
 from matplotlib.figure import FigureBase
 from matplotlib.ticker import FuncFormatter
 
-from tp_invariant_recipes.foreign_text import one_line
+from tp_invariant_recipes.foreign_text import single_line
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.report.figures import Drawing, axes_grid
 from tp_invariant_recipes.report.palette import LINES
@@ -41,7 +41,7 @@ def _file(number: int, report: dict[str, Any]) -> dict[str, Any]:
         ("largest |d|", f"{summary['largest']:.3g}"),
         ("ratio outside [0.8, 1.25]", f"{summary['outside']:,} ({summary['outside_share']:.2%})"),
     )
-    texts = {name: [row | {"text": one_line(row["text"])} for row in report[name]] for name in ("worst", "by_token")}
+    texts = {name: [row | {"text": single_line(row["text"])} for row in report[name]] for name in ("worst", "by_token")}
     return report | texts | {"figures": figures, "figure": Markup(svg(drawing)), "note": drawing.note}
 
 

@@ -35,7 +35,7 @@ def _callbacks(run_dir: RunDir, rank_info: rank.RankInfo, run: RunFile, config: 
 
     parts = run.identity_hash, run.layout, optimizer_state(config)
     separate = experts_separate(config.numerics.mode, config.model, run.layout)
-    manifest: list = [ManifestWriter(*parts, experts_apart=separate, first=rank_info.rank == 0)]
+    manifest: list = [ManifestWriter(*parts, separate_experts=separate, first=rank_info.rank == 0)]
     builds_index = (rank_info.rank if config.cluster.shared_files else rank_info.local_rank) == 0
     if builds_index and (folder := sft.index_folder(config)):
         manifest.append(IndexRecorder(folder))

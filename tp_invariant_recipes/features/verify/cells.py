@@ -19,7 +19,7 @@ from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.schema import EXPERT_GROUPS, SHARDS, Header, identity_differences
 from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.numerics.mode import STOCK
-from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, LeftOut, MatrixDir
+from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, MatrixDir, Omission
 from tp_invariant_recipes.settings import expert_groups
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -62,7 +62,7 @@ class Problems:
 
 def compose_cells(
     model: str, axes: Sequence[Axis], choices: Sequence[Choice], problems: list[str], here: bool
-) -> tuple[dict[str, Composed], tuple[LeftOut, ...]]:
+) -> tuple[dict[str, Composed], tuple[Omission, ...]]:
     """Compose each cell, by its label; the combinations that are impossible are left out. here: as in `Plan`.
 
     Raises ConfigError that lists `problems` and the problems of all cells, also where a value fits no combination: that
@@ -76,7 +76,7 @@ def compose_cells(
         and all(set(axis.values) == {values[n] for values in remaining} for n, axis in enumerate(axes))
     ):
         labels = [choice.label for choice in choices if choice.label not in composed]
-        return composed, tuple(LeftOut(label, cell_problems.why(label)) for label in labels)
+        return composed, tuple(Omission(label, cell_problems.why(label)) for label in labels)
     problems = [*problems, *cell_problems.lines()]
     refuse(problems)
     return composed, ()
@@ -171,7 +171,7 @@ def named(choice: Choice, composed: Composed) -> Choice:
 
 def that_fit(
     model: str, requested: Sequence[Override], choices: Sequence[Choice], composed: dict[str, Composed], here: bool
-) -> tuple[tuple[Choice, ...], tuple[LeftOut, ...]]:
+) -> tuple[tuple[Choice, ...], tuple[Omission, ...]]:
     """Return the cells whose memory suffices, and those left out. here: as for `room.room`.
 
     requested: the overrides as typed. composed: the choices by label.
@@ -183,14 +183,14 @@ def that_fit(
         if (problems := room.problems(composed[choice.label].config, here=here))
     }
     kept, least = tuple(choice for choice in choices if choice.label not in large), min(2, len(choices))
-    left_out = tuple(LeftOut(label, problem.partition(":\n")[0]) for label, problem in large.items())
+    omitted = tuple(Omission(label, problem.partition(":\n")[0]) for label, problem in large.items())
     if len(kept) >= least:
-        return kept, left_out
+        return kept, omitted
     command = _command_that_fits(model, requested, choices, least, here)
     if command is None:
         problems = [f"{label}: {problem}" for label, problem in large.items()]
     else:
-        problems = [f"{cell.label}: {cell.why}" for cell in left_out]
+        problems = [f"{cell.label}: {cell.why}" for cell in omitted]
         problems.append(f"{len(kept)} of {len(choices)} cells fit; this command works: {command}")
     raise ConfigError("\n".join(problems), problems)
 

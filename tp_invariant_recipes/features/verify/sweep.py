@@ -75,8 +75,8 @@ class Swept:
     @property
     def remarks(self) -> tuple[str, ...]:
         """Facts beside the table, one sentence each."""
-        left_out = [f"Left out: {cell.label}: {cell.why}." for cell in self.matrix.left_out]
-        return (*left_out, *([f"No page: {self.no_page}."] if self.no_page else []))
+        omitted = [f"Left out: {cell.label}: {cell.why}." for cell in self.matrix.omitted]
+        return (*omitted, *([f"No page: {self.no_page}."] if self.no_page else []))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the contents of `sweep.json`; documented in docs/sweep.md."""
@@ -104,13 +104,13 @@ def new(
     axes, choices = matrix.spread(sound, problems)
     if not axes and not problems:
         problems.append(f"no key has several values: lr=1e-3,3e-4 gives two runs; one run is tpi train {model} …")
-    composed, left_out = compose_cells(model, axes, choices, problems, how.here)
+    composed, omitted = compose_cells(model, axes, choices, problems, how.here)
     choices = tuple(choice for choice in choices if choice.label in composed)
     where = MatrixDir(choose_for_several(directory, f"sweep-{model}"))
     plans = plan_cells(choices, list(composed.values()), where, how)
     refuse(environments(plans) if how.here else [])
     cells = tuple(cell_of(choice, plans[choice.name]) for choice in choices)
-    return Verification(where, Matrix(model, texts(requested), axes, cells, None, left_out, "sweep"), plans)
+    return Verification(where, Matrix(model, texts(requested), axes, cells, None, omitted, "sweep"), plans)
 
 
 def execute(planned: Verification, watch: Watch) -> Swept:

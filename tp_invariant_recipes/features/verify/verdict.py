@@ -264,7 +264,7 @@ def _judged(directory: Path, matrix: Matrix, rows: tuple[CellResult, ...], exitf
 
 
 def _facts(matrix: Matrix, rows: tuple[CellResult, ...], compared: list[CellResult]) -> tuple[str, ...]:
-    return (*(f"Left out: {cell.label}: {cell.why}." for cell in matrix.left_out), *_remarks(rows, compared))
+    return (*(f"Left out: {cell.label}: {cell.why}." for cell in matrix.omitted), *_remarks(rows, compared))
 
 
 def _verdict(

@@ -89,7 +89,7 @@ def new(
             "or a ledger to compare it with: --against FILE"
         )
     choices = with_enough_shards(choices, reference)
-    composed, left_out = compose_cells(model, axes, choices, problems, how.here)
+    composed, omitted = compose_cells(model, axes, choices, problems, how.here)
     before = [choice for choice in choices if choice.label in composed]
     kept = with_equal_shards(before, composed, reference)
     changed, cell_problems = compose_each(model, [choice for choice in kept if choice not in before], how.here)
@@ -98,7 +98,7 @@ def new(
     kept, too_large = that_fit(model, requested, kept, composed, how.here)
     choices = tuple(named(choice, composed[choice.label]) for choice in kept)
     composed = {choice.label: composed[choice.label] for choice in kept}
-    left_out += too_large
+    omitted += too_large
     where = MatrixDir(choose_for_several(directory, f"verify-{model}"))
     plans = plan_cells(choices, list(composed.values()), where, how)
     problems = [*lengths(plans), *identities(axes, choices, plans), *environments(plans)]
@@ -107,7 +107,7 @@ def new(
     refuse(problems)
     cells = tuple(cell_of(choice, plans[choice.name]) for choice in choices)
     path = None if against is None else str(against.expanduser().absolute())
-    return Verification(where, Matrix(model, texts(requested), axes, cells, path, left_out), plans)
+    return Verification(where, Matrix(model, texts(requested), axes, cells, path, omitted), plans)
 
 
 def plan_rerun(
@@ -133,7 +133,7 @@ def plan_rerun(
     anew = frozenset(cell.name for cell in cells if states[where.cell(cell.name).path] != STOPPED)
     for cell in cells:
         with cell_problems.recording(cell.label):
-            plans[cell.name] = _planned_again(requested, cell, where, how, device if cell.name in anew else None)
+            plans[cell.name] = _replanned(requested, cell, where, how, device if cell.name in anew else None)
     cell_problems.raise_any()
     refuse(environments(plans))
     return Verification(where, requested, plans, anew, rerun=True)
@@ -147,7 +147,7 @@ def _device(where: MatrixDir, requested: Matrix) -> str:
     return plan.detect_device()
 
 
-def _planned_again(requested: Matrix, cell: Cell, where: MatrixDir, how: Planning, device: str | None) -> Plan:
+def _replanned(requested: Matrix, cell: Cell, where: MatrixDir, how: Planning, device: str | None) -> Plan:
     """Return the plan of a cell that begins anew; device None: that goes on.
 
     Raises ConfigError: it would be another run.

@@ -27,7 +27,7 @@ LEAST_FAST = -100  # the exponent of top down to which fp32 and its scales reach
 MOST_FAST = LEAST_FAST + 127
 BIAS = 127
 MOST = 2**31 - 2**26 - 66  # a sum of terms to which any accumulator can be added, and the total rounded, in 32 bits
-ONE_VECTOR = 16  # fp32 numbers of AVX-512
+VECTOR = 16  # fp32 numbers of AVX-512
 TOWARD_ZERO = 11  # how AVX-512 is told to convert
 
 _FP32, _INT32, _INT16, _INT8 = (
@@ -208,15 +208,15 @@ def _step(
     with builder.if_else(builder.icmp_unsigned("!=", builder.or_(low, large), nothing), likely=False) as (slow, none):
         with slow:
             small = _mask(builder, builder.icmp_signed("<", field, _all(LEAST_FAST + BIAS << 23)))
-            left_out = builder.or_(builder.and_(low, small), large)
-            lanes = builder.bitcast(left_out, ir.VectorType(ir.IntType(1), LANES))
+            omitted = builder.or_(builder.and_(low, small), large)
+            lanes = builder.bitcast(omitted, ir.VectorType(ir.IntType(1), LANES))
             builder.store(builder.select(lanes, before, after), place, align=4)
             with_slow = builder.block
         with none:
             builder.store(after, place, align=4)
             with_none = builder.block
     result = builder.phi(ir.IntType(LANES))
-    result.add_incoming(left_out, with_slow)
+    result.add_incoming(omitted, with_slow)
     result.add_incoming(nothing, with_none)
     return result
 
@@ -232,12 +232,12 @@ def _cut(builder: Any, total: Any) -> Any:
 
 def _cut_at_once(builder: Any, total: Any) -> Any:
     """As `_cut`, in one instruction of AVX-512."""
-    whole, integers = (ir.VectorType(kind, ONE_VECTOR) for kind in (ir.FloatType(), ir.IntType(32)))
-    name = f"llvm.x86.avx512.sitofp.round.v{ONE_VECTOR}f32.v{ONE_VECTOR}i32"
+    whole, integers = (ir.VectorType(kind, VECTOR) for kind in (ir.FloatType(), ir.IntType(32)))
+    name = f"llvm.x86.avx512.sitofp.round.v{VECTOR}f32.v{VECTOR}i32"
     convert = _declared(builder, name, whole, integers, ir.IntType(32))
     parts = []
-    for first in range(0, LANES, ONE_VECTOR):
-        part = builder.shuffle_vector(total, total, _numbers(range(first, first + ONE_VECTOR)))
+    for first in range(0, LANES, VECTOR):
+        part = builder.shuffle_vector(total, total, _numbers(range(first, first + VECTOR)))
         parts.append(builder.call(convert, [part, ir.IntType(32)(TOWARD_ZERO)]))
     while len(parts) > 1:
         places = _numbers(range(2 * parts[0].type.count))

@@ -55,7 +55,7 @@ def of_weights(weights: Sequence[Tensor], *, rows: bool) -> list[Tensor]:
     weights: of one shape, contiguous, their rows and k multiples of 32, anywhere in memory.
     """
     if weights[0].is_cuda:
-        return [*_by_one_launch(weights, rows)]
+        return [*_in_single_launch(weights, rows)]
     return [(along_rows if rows else along_columns)(weight, E4M3) for weight in weights]
 
 
@@ -108,7 +108,7 @@ def _by_triton(x: Tensor, out: Pair, dtype: torch.dtype, rows: bool, columns: bo
     )  # fmt: skip
 
 
-def _by_one_launch(weights: Sequence[Tensor], rows: bool) -> Tensor:
+def _in_single_launch(weights: Sequence[Tensor], rows: bool) -> Tensor:
     """[weights, n, k]: `of_weights`."""
     first = weights[0]
     _check(first, True)

@@ -114,17 +114,17 @@ def attention_of_each(
     def in_one_launch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return attention(core, query, key, value, mask, shards, sinks)
 
-    def one_by_one(*operands: Tensor) -> Tensor:
+    def looped(*operands: Tensor) -> Tensor:
         return torch.cat(
             [in_one_launch(*parts) for parts in zip(*(operand.split(1, 1) for operand in operands), strict=True)], 1
         )
 
     def trial() -> bool:
         tried_on = (made[:3] for made, _ in trial_operands(query, key, value))
-        return all(same((one_by_one(*trial_inputs),), (in_one_launch(*trial_inputs),)) for trial_inputs in tried_on)
+        return all(same((looped(*trial_inputs),), (in_one_launch(*trial_inputs),)) for trial_inputs in tried_on)
 
     case = ("of each", shards, query.shape, key.shape, value.shape, query.dtype, core.kind(mask), settings())
-    return (in_one_launch if tried(_batched_is_exact, case, query, trial) else one_by_one)(query, key, value)
+    return (in_one_launch if tried(_batched_is_exact, case, query, trial) else looped)(query, key, value)
 
 
 def _batched(core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, shards: int, *sinks: Tensor) -> Tensor:

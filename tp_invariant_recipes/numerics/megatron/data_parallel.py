@@ -182,13 +182,13 @@ def divided_by_all_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
 
         ranks = parallel_state.get_data_parallel_world_size()
         # A load-balancing loss is that of all ranks' tokens too: not to be multiplied by cp.
-        rest, more = (rest[0], rest[1] and 1, *rest[2:]) if len(rest) > 1 else rest, _of_one_rank(more)
+        rest, more = (rest[0], rest[1] and 1, *rest[2:]) if len(rest) > 1 else rest, _of_single_rank(more)
         return original(model, output, loss_func, config, vp_stage, collect, num * ranks, *rest, **more)
 
     return forward_step_calc_loss
 
 
-def _of_one_rank(more: dict[str, Any]) -> dict[str, Any]:
+def _of_single_rank(more: dict[str, Any]) -> dict[str, Any]:
     return more | {"cp_group_size": 1} if more.get("cp_group_size") else more
 
 

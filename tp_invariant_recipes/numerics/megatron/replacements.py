@@ -231,7 +231,7 @@ ROWS = (
     *(
         ReplacementRow(
             f"megatron.core.models.{model}.forward",
-            "numerics.megatron.attention.packed:one_by_one",
+            "numerics.megatron.attention.packed:looped",
             "weight gradients would be products over whatever a sequence is packed with",
         )
         for model in ("gpt.gpt_model:GPTModel", "hybrid.hybrid_model:HybridModel")

@@ -54,10 +54,10 @@ def nodes(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Segments, product: 
     nodes_at_once = how(a, b, mesh.local, segments)
     if nodes_at_once is not None and (taking := sampling.begin(a, b, nodes_at_once[0], False, segments)) is not None:
         taking.end(nodes_at_once, mesh.local)
-    return nodes_at_once if nodes_at_once is not None else _one_by_one(a, b, mesh, segments, product)
+    return nodes_at_once if nodes_at_once is not None else _looped(a, b, mesh, segments, product)
 
 
-def _one_by_one(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Segments, product: Callable[..., Tensor]) -> Tensor:
+def _looped(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Segments, product: Callable[..., Tensor]) -> Tensor:
     # A term of several segments is a sum itself and needs a place of its own.
     width = 1 if len(segments) > 1 else min(2, mesh.local)
     nodes = _empty(mesh.local // width, a, b)

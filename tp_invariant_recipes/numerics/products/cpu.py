@@ -65,8 +65,8 @@ def partials(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Te
     return summed
 
 
-def is_exact(batched: Form, one_by_one: Form, a: Tensor, b: Tensor, *kind: Any) -> bool:
-    """Whether `batched` has the bits of `one_by_one` for operands that lie in memory as these do.
+def is_exact(batched: Form, looped: Form, a: Tensor, b: Tensor, *kind: Any) -> bool:
+    """Whether `batched` has the bits of `looped` for operands that lie in memory as these do.
 
     kind: what else tells apart products of such operands.
     """
@@ -77,17 +77,17 @@ def is_exact(batched: Form, one_by_one: Form, a: Tensor, b: Tensor, *kind: Any) 
     exact = _batched_is_exact.get(key)
     if exact is None:
         exact = a.shape[:-1].numel() * b.shape[-1] >= LEAST
-        exact = exact and all(same_bits(batched(x, y), one_by_one(x, y)) for x, y in _trials(a, b))
+        exact = exact and all(same_bits(batched(x, y), looped(x, y)) for x, y in _trials(a, b))
         _batched_is_exact[key] = exact
     return exact
 
 
 def _batch(a: Tensor, b: Tensor) -> Tensor:
     """[n, m, k] @ [n, k, p] → [n, m, p]."""
-    return (torch.bmm if is_exact(torch.bmm, _one_by_one, a, b) else _one_by_one)(a, b)
+    return (torch.bmm if is_exact(torch.bmm, _looped, a, b) else _looped)(a, b)
 
 
-def _one_by_one(a: Tensor, b: Tensor) -> Tensor:
+def _looped(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack([torch.mm(without_gaps(x), without_gaps(y)) for x, y in zip(a, b, strict=True)])
 
 

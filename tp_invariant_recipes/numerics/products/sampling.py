@@ -162,7 +162,9 @@ def begin(a: Tensor, b: Tensor, out: Tensor, add: bool, segments: Sequence[int] 
     return _Started(DEFINED, a.detach(), b.detach(), out.detach(), add, tuple(segments or (a.shape[1],)))
 
 
-def begin_one(sizes: Sequence[int], product: Callable[[int, slice], tuple[Tensor, Tensor, Tensor]]) -> _Started | None:
+def begin_group(
+    sizes: Sequence[int], product: Callable[[int, slice], tuple[Tensor, Tensor, Tensor]]
+) -> _Started | None:
     """One of several products in a launch, if the launch is chosen. sizes: rows of each; product: a, b and out of one.
 
     Operands without rows have no product.

@@ -24,10 +24,10 @@ from tp_invariant_recipes.portable.ieee.attention import _of_powers_of_two, forw
 from tp_invariant_recipes.portable.ieee.attention_triton import LANES, LEAST, Tiles, _products, exponential
 from tp_invariant_recipes.portable.ieee.math import ONE_FP32, ZERO
 from tp_invariant_recipes.portable.ieee.sums import fold_columns, power_of_two
-from tp_invariant_recipes.portable.one_source import SMALL, UNFUSED, as_array
+from tp_invariant_recipes.portable.shared_source import SMALL, UNFUSED, as_array
 
 # Scores of a tile: of a span of one row, as in decoding, and of longer ones. None of it changes a bit.
-ONE_ROW, ROWS = Tiles(16, LANES, 4, 3), Tiles(64, LANES, 4, 2)
+SINGLE_ROW, ROWS = Tiles(16, LANES, 4, 3), Tiles(64, LANES, 4, 2)
 
 
 class Spans(NamedTuple):
@@ -51,7 +51,7 @@ def rows_of_tile(heads: int, longest: int) -> int:
 
 def _tile(heads: int, longest: int) -> Tiles:
     """Return a tile that has the heads of a group side by side."""
-    tile = ONE_ROW if longest == 1 else ROWS
+    tile = SINGLE_ROW if longest == 1 else ROWS
     return tile._replace(queries=max(tile.queries, power_of_two(heads)))
 
 

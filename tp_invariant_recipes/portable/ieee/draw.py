@@ -27,7 +27,7 @@ from torch import Tensor
 from tp_invariant_recipes.kernels.cpu.numba_loop import OPTIONS, cpu_loop
 from tp_invariant_recipes.kernels.launch import Kernel
 from tp_invariant_recipes.portable.ieee.math import HALF, ONE_FP32, ZERO, exp, fp32_of_small, log
-from tp_invariant_recipes.portable.one_source import UNFUSED, bits_of, constant, elementwise, fill, numba_version
+from tp_invariant_recipes.portable.shared_source import UNFUSED, bits_of, constant, elementwise, fill, numba_version
 
 DEFINITION = 1  # of the tokens that are drawn
 QUARTER, GROUP = tl.constexpr(1024), tl.constexpr(4096)  # tokens of one word of a block, and of all four

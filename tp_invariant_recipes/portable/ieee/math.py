@@ -21,7 +21,7 @@ rsqrt   sqrt(1 / x), in this order: the root halves the error of the quotient. V
 
 import triton.language as tl
 
-from tp_invariant_recipes.portable.one_source import at_least, bits_of, constant, elementwise, fma, fp32_of
+from tp_invariant_recipes.portable.shared_source import at_least, bits_of, constant, elementwise, fma, fp32_of
 
 NAN_BITS, BF16_NAN = constant(0x7FFFFFFF), constant(0x7FFF)
 QUIET_NAN = constant(0x7FC00000)

@@ -26,7 +26,14 @@ from tp_invariant_recipes.kernels.launch import Kernel
 from tp_invariant_recipes.portable.ieee.math import rsqrt
 from tp_invariant_recipes.portable.ieee.storage import load_fp32, store_rounded, stored, widened
 from tp_invariant_recipes.portable.ieee.sums import fold_columns, fold_rows, numba_fold, numba_fold_rows, power_of_two
-from tp_invariant_recipes.portable.one_source import UNFUSED, as_array, as_stored, by_rows, elementwise, numba_version
+from tp_invariant_recipes.portable.shared_source import (
+    UNFUSED,
+    as_array,
+    as_stored,
+    by_rows,
+    elementwise,
+    numba_version,
+)
 
 TILE = 4096  # numbers that are added side by side
 

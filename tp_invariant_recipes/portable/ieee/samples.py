@@ -10,7 +10,7 @@ from torch import Tensor
 from tp_invariant_recipes.kernels.cpu.numba_loop import cpu_loop
 from tp_invariant_recipes.kernels.launch import Kernel
 from tp_invariant_recipes.portable.ieee.math import canonical, exp, exp2, log, rsqrt, sigmoid
-from tp_invariant_recipes.portable.one_source import UNFUSED, as_array, numba_version
+from tp_invariant_recipes.portable.shared_source import UNFUSED, as_array, numba_version
 
 BLOCK = 512
 

@@ -2,7 +2,7 @@
 
 A GPU rounds to bf16 in one instruction, whose NaN is 7fff. In Triton's interpreter, which has another NaN, and in numba
 integer arithmetic gives the same bits.
-`one_source.as_array` and `one_source.as_stored` make the int16 view.
+`shared_source.as_array` and `shared_source.as_stored` make the int16 view.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from numba import types
 from numba.extending import overload
 
 from tp_invariant_recipes.portable.ieee.math import bf16_bits, canonical, fp32_of_bf16
-from tp_invariant_recipes.portable.one_source import INTERPRETED, numba_version
+from tp_invariant_recipes.portable.shared_source import INTERPRETED, numba_version
 
 _from_bf16, _to_bf16, _canonical = (numba_version(name) for name in ("fp32_of_bf16", "bf16_bits", "canonical"))
 

@@ -36,7 +36,7 @@ def _owners(**changes):
 
 
 @pytest.mark.parametrize("drop", (False, True), ids=("dropless", "dropped"))
-class TestOneRank:
+class TestSingleRank:
     def test_slots_lie_by_expert_then_token(self, token_dispatcher, drop):
         routing_map = _map(drop)
         plan = token_dispatcher.route(routing_map, TOPK, _owners())

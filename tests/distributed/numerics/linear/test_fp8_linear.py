@@ -115,7 +115,7 @@ def test_row_parallel_has_one_result(results, case):
 
 @pytest.mark.parametrize("t", DEGREES[1:])
 def test_a_scale_of_a_rank_is_another_result(results, t):
-    for left_out, expected in (
+    for omitted, expected in (
         (
             _row_whole([r["scale by rank"] for r in results[t]], True),
             _row_whole([r["row"][False, True] for r in results[t]], True),
@@ -125,8 +125,8 @@ def test_a_scale_of_a_rank_is_another_result(results, t):
             _column_whole([r["column"][False, 1, True] for r in results[t]], 1, True),
         ),
     ):
-        assert not same_bits(left_out[0], expected[0])
-        assert not same_bits(left_out[1], expected[1])
+        assert not same_bits(omitted[0], expected[0])
+        assert not same_bits(omitted[1], expected[1])
 
 
 def _whole(mesh=None, scaling=None):
@@ -171,7 +171,7 @@ def test_two_sequences_at_once_would_share_a_scale():
 @pytest.mark.parametrize("blockwise", (False, True), ids=("tensorwise", "blockwise"))
 def test_a_scale_of_a_micro_batch_is_another_result(monkeypatch, blockwise):
     """By blocks the outputs are those of a sequence alone: a token shares its scales with no other."""
-    monkeypatch.setattr(fp8_format, "require_one_sequence", lambda x: None)
+    monkeypatch.setattr(fp8_format, "require_single_sequence", lambda x: None)
     x, weight, _ = _tensors()
 
     def first(x):

@@ -17,7 +17,7 @@ EPS, SHARDS, S, B, K, N = 1e-6, 8, 16, 2, 64, 48
 WANTED = ((True, True, True), (True, False, False), (False, True, False), (False, False, True))
 
 
-def in_one_call(x, gain, weight, mesh, segments, slices, shards_of):
+def in_single_call(x, gain, weight, mesh, segments, slices, shards_of):
     layer = linear.Column(mesh, segments, slices and mesh.size > 1)
     return norm_linear.norm_column_parallel(x, gain, weight, EPS, Norm(mesh, shards_of), layer)
 
@@ -26,7 +26,7 @@ def separate(x, gain, weight, mesh, segments, slices, shards_of):
     return linear.column_parallel(rms_norm(x, gain, EPS, mesh, shards_of), weight, mesh, segments, slices)
 
 
-def in_one_segment(x, gain, weight, mesh, segments, slices, shards_of):
+def in_single_segment(x, gain, weight, mesh, segments, slices, shards_of):
     return separate(x, gain, weight, mesh, 1, slices, shards_of)
 
 
@@ -54,7 +54,7 @@ def step(mesh, form, dtype, slices, in_buffers, wanted):
 
 
 def steps(mesh, *cases):
-    return [[step(mesh, form, *case) for form in (in_one_call, separate, in_one_segment)] for case in cases]
+    return [[step(mesh, form, *case) for form in (in_single_call, separate, in_single_segment)] for case in cases]
 
 
 def equal(a, b):

@@ -87,7 +87,7 @@ def test_what_is_not_covered_is_one_message_that_ends_with_stock(model, override
     assert message.count("or numerics=stock") == 1
 
 
-def test_several_limits_are_listed_and_the_way_out_is_said_once():
+def test_several_limits_are_listed_and_the_way_out_is_reported_once():
     assert refused("cuda_graph=full", "pp=2", "model.delay_wgrad_compute=true").splitlines() == [
         "2 problems in this configuration:",
         "  - numerics=tree: stages wait for each other where a captured step cannot; pp=1, or with numerics=tree "

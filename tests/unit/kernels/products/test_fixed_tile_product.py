@@ -34,7 +34,7 @@ def fixed_product(a, b, dtype=torch.float32):
 @pytest.mark.parametrize("out", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", RAGGED, ids=str)
-def test_it_is_right_and_rounds_once(shape, dtype, out):
+def test_it_is_correct_and_rounds_once(shape, dtype, out):
     a, b = operands(*shape, dtype)
     wide = fixed_product(a, b)
     torch.testing.assert_close(wide.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-5)

@@ -23,14 +23,14 @@ from tp_invariant_recipes.numerics.sums.tree import tree_sum
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
-def one_product(a, b):
+def single_product(a, b):
     return torch.from_numpy(fp8_product(a, b))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_output_is_rounded_once_and_added_in_fp32(kind):
     a, b = operands(kind, 9, 130, 384, (E5M2, E4M3))
-    total, there = one_product(a, b), torch.randn(9, 130)
+    total, there = single_product(a, b), torch.randn(9, 130)
     assert same_bits(fp8.product(a, b, torch.empty(9, 130)), total)
     assert same_bits(fp8.product(a, b, torch.empty(130, 9, dtype=BF16).t()), total.bfloat16())
     assert same_bits(fp8.product(a, b, there.clone(), add=True), there + total)
@@ -54,7 +54,7 @@ def test_a_sum_over_shards_is_the_tree_whatever_the_number_of_ranks(kind, segmen
     for number, segment in enumerate(segments):
         for shard in range(shards):
             piece = before + shard * segment // shards, segment // shards
-            single = one_product(a.along_k(*piece), b.along_k(*piece))
+            single = single_product(a.along_k(*piece), b.along_k(*piece))
             terms[shard] = single if number == 0 else terms[shard] + single
         before += segment
     whole = tree_sum(terms, FP32)
@@ -71,7 +71,7 @@ def test_a_sum_over_shards_is_the_tree_whatever_the_number_of_ranks(kind, segmen
         nodes = fp8.nodes(*mine, VirtualMesh(shards, 2, rank), halves)
         results.append(tree_sum(nodes, FP32))
     assert same_bits(results[0] + results[1], whole)
-    assert not same_bits(one_product(a, b), whole)  # the control: one product over all of k
+    assert not same_bits(single_product(a, b), whole)  # the control: one product over all of k
 
 
 def _of_k(x, k):
@@ -93,7 +93,7 @@ def test_experts_are_products_of_their_rows(kind):
     start = 0
     for size, weight, scale in zip(sizes, weights, scales, strict=True):
         rows = (Quantized(x.data, scale) if kind == "tensor" else x).of_rows(start, size)
-        assert same_bits(out[start : start + size], one_product(rows, weight).bfloat16())
+        assert same_bits(out[start : start + size], single_product(rows, weight).bfloat16())
         start += size
 
 
@@ -110,7 +110,7 @@ def test_weight_gradients_of_experts_are_added_partial_by_partial(kind):
         expected = there[g]
         if size:
             mine = [Quantized(item.data, item.scale[g]) if kind == "tensor" else item for item in (dy, x)]
-            expected = expected + one_product(*(item.along_k(start, size) for item in mine))
+            expected = expected + single_product(*(item.along_k(start, size) for item in mine))
         assert same_bits(outs[g], expected)
         start += size
 
@@ -236,17 +236,17 @@ def test_normal_operands_hide_what_the_trial_reveals():
     first, other = (torch.from_numpy(product(a, b)).bfloat16() for product in (fp8_product, split_k))
     assert same_bits(first, other)
     within(a, b, torch.Generator().manual_seed(0))
-    assert (one_product(a, b).abs().max() < 2.0**-4).all()
+    assert (single_product(a, b).abs().max() < 2.0**-4).all()
 
 
 @pytest.mark.parametrize(
-    "left_out, k, what", ((0, 128, "12 bits"), (1, 1024, "k from its end"), (2, 1024, "scales in another order"))
+    "omitted, k, what", ((0, 128, "12 bits"), (1, 1024, "k from its end"), (2, 1024, "scales in another order"))
 )
-def test_each_draw_reveals_what_the_others_hide(monkeypatch, left_out, k, what):
+def test_each_draw_reveals_what_the_others_hide(monkeypatch, omitted, k, what):
     a, b = operands("tensor", 16, 16, k, TYPES[0])
     compared = by(OTHER[what][0]), by(fp8_product), a, b, torch.empty(16, 16, dtype=BF16), False
     assert not fp8_cublas.agree(*compared)
-    monkeypatch.setattr(fp8_cublas, "DRAWS", tuple(draw for draw in DRAWS if draw is not DRAWS[left_out]))
+    monkeypatch.setattr(fp8_cublas, "DRAWS", tuple(draw for draw in DRAWS if draw is not DRAWS[omitted]))
     assert fp8_cublas.agree(*compared)
 
 

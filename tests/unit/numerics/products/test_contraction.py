@@ -108,7 +108,7 @@ def test_several_at_once_have_the_bits_of_one_by_one(kernel_stand_in, shards, se
     assert [shards for shards, _, _ in launches] == cuts
     assert [to for _, to, _ in launches] == [nodes[place].data_ptr() for place in places]
     assert [add for _, _, add in launches] == [place in places[:n] for n, place in enumerate(places)]
-    separate = contraction._one_by_one(a, b, mesh, sizes, exact_product)
+    separate = contraction._looped(a, b, mesh, sizes, exact_product)
     assert same_bits(folded_nodes(nodes), folded_nodes(separate))
     exact = a.double() @ b.double()
     torch.testing.assert_close(folded_nodes(nodes).double(), exact, rtol=1e-4, atol=1e-4)
@@ -192,7 +192,7 @@ def test_a_wrong_kernel_is_refused_and_changes_nothing(kernel_stand_in, wrong):
     nodes = contraction.nodes(a, b, mesh, sizes, exact_product)
     assert launches
     assert list(contraction._restarting_is_exact.values()) == [False]
-    assert same_bits(nodes, contraction._one_by_one(a, b, mesh, sizes, exact_product))
+    assert same_bits(nodes, contraction._looped(a, b, mesh, sizes, exact_product))
     # The control: without the trial, the same kernel gives other bits.
     contraction._restarting_is_exact = dict.fromkeys(contraction._restarting_is_exact, True)
     assert not same_bits(folded_nodes(contraction.nodes(a, b, mesh, sizes, exact_product)), folded_nodes(nodes))
@@ -240,7 +240,7 @@ def test_a_batch_has_the_bits_of_one_by_one(batch_stand_in, shards, segments):
     launches.clear()
     repeated = contraction.nodes(a, b, mesh, sizes, exact_product)
     assert launches == [(shards, 24, PIECE, 20, n > 0) for n in range(segments)] * (shards > 1)
-    separate = contraction._one_by_one(a, b, mesh, sizes, exact_product)
+    separate = contraction._looped(a, b, mesh, sizes, exact_product)
     assert same_bits(nodes, repeated)
     assert same_bits(folded_nodes(nodes), folded_nodes(separate))
 
@@ -254,7 +254,7 @@ def test_a_batch_reads_operands_where_they_lie(batch_stand_in):
     mesh, sizes = VirtualMesh(4, 1, 0), (32, 96)
     nodes = contraction.nodes(wide_a[1:129, 3:27].t(), wide_b[2:22, 4:132].t(), mesh, sizes, exact_product)
     assert list(contraction._batch_is_exact.values()) == [True]
-    assert same_bits(folded_nodes(nodes), folded_nodes(contraction._one_by_one(a, b, mesh, sizes, exact_product)))
+    assert same_bits(folded_nodes(nodes), folded_nodes(contraction._looped(a, b, mesh, sizes, exact_product)))
 
 
 def backwards(a, b, out, add):
@@ -267,13 +267,13 @@ def in_halves(a, b, out, add):
     exact_batch(a[:, :, :half], b[:, :half], out, True)
 
 
-def one_term_in_halves(a, b, out, add):
+def term_in_halves(a, b, out, add):
     exact_batch(a, b, out, add)
     if not add:
         in_halves(a[2:3], b[2:3], out[2:3], add)
 
 
-@pytest.mark.parametrize("wrong", (backwards, in_halves, one_term_in_halves), ids=lambda f: f.__name__)
+@pytest.mark.parametrize("wrong", (backwards, in_halves, term_in_halves), ids=lambda f: f.__name__)
 @pytest.mark.parametrize("segments", (1, 2))
 def test_a_wrong_batch_is_refused_and_changes_nothing(batch_stand_in, wrong, segments):
     launches = batch_stand_in(wrong)
@@ -282,7 +282,7 @@ def test_a_wrong_batch_is_refused_and_changes_nothing(batch_stand_in, wrong, seg
     nodes = contraction.nodes(a, b, mesh, sizes, exact_product)
     assert launches
     assert list(contraction._batch_is_exact.values()) == [False]
-    assert same_bits(nodes, contraction._one_by_one(a, b, mesh, sizes, exact_product))
+    assert same_bits(nodes, contraction._looped(a, b, mesh, sizes, exact_product))
     # The control: without the trial, the same batch gives other bits.
     contraction._batch_is_exact = dict.fromkeys(contraction._batch_is_exact, True)
     assert not same_bits(folded_nodes(contraction.nodes(a, b, mesh, sizes, exact_product)), folded_nodes(nodes))

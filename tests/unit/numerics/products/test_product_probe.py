@@ -237,7 +237,7 @@ def test_each_layout_is_tried_by_itself(library, layout, number):
     assert defined._matches_definition(*plain, False)
 
 
-def test_settings_of_torch_tell_products_apart():
+def test_settings_of_torch_distinguish_products():
     before = cublas_product.settings()
     matmul = torch.backends.cuda.matmul
     allowed = matmul.allow_bf16_reduced_precision_reduction
@@ -250,7 +250,7 @@ def test_settings_of_torch_tell_products_apart():
 
 
 @pytest.mark.parametrize("owner", (torch.backends.cuda.matmul, torch.backends), ids=("of the product", "of all"))
-def test_the_precision_of_fp32_products_tells_them_apart(owner):
+def test_the_precision_of_fp32_products_distinguishes_them(owner):
     """Set by torch's newer setting, after which the getters of the older ones raise."""
     before, seen = owner.fp32_precision, set()
     try:
@@ -264,7 +264,7 @@ def test_the_precision_of_fp32_products_tells_them_apart(owner):
     assert len(seen) == 2
 
 
-def test_the_older_setting_of_fp32_products_tells_them_apart():
+def test_the_older_setting_of_fp32_products_distinguishes_them():
     before, seen = torch.backends.cuda.matmul.fp32_precision, set()
     try:
         for value in ("highest", "high"):

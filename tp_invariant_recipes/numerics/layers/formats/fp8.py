@@ -32,7 +32,7 @@ from tp_invariant_recipes.kernels.products.quantize import of_groups
 from tp_invariant_recipes.kernels.products.quantized import BLOCK, E4M3, E5M2, Quantized
 from tp_invariant_recipes.numerics.layers.formats import fp8_weights
 from tp_invariant_recipes.numerics.layers.formats.fp8_weights import Fp8Weight
-from tp_invariant_recipes.numerics.layers.formats.plain import Reduced, require_one_sequence, sizes_of
+from tp_invariant_recipes.numerics.layers.formats.plain import Reduced, require_single_sequence, sizes_of
 from tp_invariant_recipes.numerics.precision import Fp8Layers
 from tp_invariant_recipes.numerics.products import fp8, quantize
 from tp_invariant_recipes.numerics.products.operands import Parts
@@ -64,7 +64,7 @@ class Fp8:
 
     def for_layer(self, x: Tensor, *weights: Tensor) -> Self:
         """As Plain's."""
-        require_one_sequence(x)
+        require_single_sequence(x)
         return self._with(weights, self.group)
 
     def for_experts(self, *weights: Tensor) -> Self:

@@ -27,7 +27,7 @@ from torch import Tensor
 from tp_invariant_recipes.kernels.products import mxfp8
 from tp_invariant_recipes.kernels.products.grouped_product import Groups
 from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2
-from tp_invariant_recipes.numerics.layers.formats.plain import Plain, Products, require_one_sequence
+from tp_invariant_recipes.numerics.layers.formats.plain import Plain, Products, require_single_sequence
 from tp_invariant_recipes.numerics.precision import Fp8Layers
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import all_gather
@@ -47,7 +47,7 @@ class Mxfp8(Plain):
 
     def for_layer(self, x: Tensor, *weights: Tensor) -> Self:
         """As Plain's."""
-        require_one_sequence(x)
+        require_single_sequence(x)
         return self.for_experts(*weights)
 
     def for_experts(self, *weights: Tensor) -> Self:

@@ -172,7 +172,7 @@ class Plain:
             return across[group].t() if forward else across[group]
 
         if rows.is_cuda:
-            started = sampling.begin_one(groups.sizes, lambda n, at: (rows[at], operand(n), out[at]))
+            started = sampling.begin_group(groups.sizes, lambda n, at: (rows[at], operand(n), out[at]))
             grouped_product(rows, across, out, groups, transposed=forward)
             if started is not None:
                 started.end()
@@ -203,7 +203,7 @@ class Plain:
 PLAIN = Plain()
 
 
-def require_one_sequence(x: Tensor) -> None:
+def require_single_sequence(x: Tensor) -> None:
     """Raise NotImplementedError unless x, [s, b, k], is of one sequence: several would share scales."""
     if x.shape[1] != 1:
         raise NotImplementedError(f"{x.shape[1]} sequences at once: their scales are a sequence's own; mbs=1")

@@ -54,7 +54,7 @@ def sequences_of(packed: Any, shards: int) -> Sequences:
     return sequences
 
 
-def one_by_one(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def looped(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a replacement for the forward of Megatron's GPTModel and HybridModel.
 
     Outputs: [tokens/t, 1, h] of a stage, [1, tokens] of the last one with labels, [1, tokens, n] without.

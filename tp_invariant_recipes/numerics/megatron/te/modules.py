@@ -114,7 +114,7 @@ def built_problems(kind: str, given: dict[str, Any], defaults: Signature, shards
 def _argument_problems(given: dict[str, Any], defaults: Signature) -> Iterator[str]:
     for name, value in given.items():
         rule = ONLY.get(name)
-        if rule is not None and not _one_of(value, rule.values):
+        if rule is not None and not _is_allowed(value, rule.values):
             yield f"{name}={value}: {rule.why}; {name}={rule.values[0]}"
         elif rule is None and name not in ANY and value is not (default := defaults.parameters[name].default):
             yield f"{name}={value}: the invariant numerics do not know this argument; {name}={default}"
@@ -141,7 +141,7 @@ def _words(values: tuple[Any, ...]) -> str:
     return " or ".join(map(str, values))
 
 
-def _one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
+def _is_allowed(value: Any, allowed: tuple[Any, ...]) -> bool:
     """Whether it is one of them; 0 is not False here, and a tensor is equal to nothing."""
     return any(value is known or (type(value) is type(known) and value == known) for known in allowed)
 

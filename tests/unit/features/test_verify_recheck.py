@@ -80,7 +80,7 @@ def test_it_ends_with_the_first_that_fails_and_says_incomplete(monkeypatch):
     assert verdict.advice == "tpi verify --last-failed --dir m"
 
 
-def test_what_has_not_passed_is_planned_again_and_the_rest_is_kept(monkeypatch):
+def test_what_has_not_passed_is_replanned_and_the_rest_is_kept(monkeypatch):
     trains(monkeypatch, tp2=OTHER, tp4="stopped")
     verified()
     kept = Path("m/tp1/ledger.jsonl").stat().st_mtime_ns
@@ -146,5 +146,5 @@ def test_it_takes_its_runs_from_a_directory(cli, words):
     assert "--last-failed takes its runs from a directory of tpi verify" in ended.err
 
 
-def test_a_recheck_trains_nothing_that_could_be_left_out(cli):
+def test_a_recheck_trains_nothing_that_could_be_omitted(cli):
     assert "leave MODEL, overrides, --dir and --exitfirst out" in cli("verify", "--recheck", "m", "-x").err
