@@ -7,7 +7,7 @@ It also writes `submission.json`, the full description, to its run directory.
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,7 +28,7 @@ TRAIN, CELL, CELLS, JUDGE = "train", "cell", "cells", "judge"
 
 @dataclass(frozen=True)
 class SubmittedJob(Record):
-    """A SLURM job. role: a key of `_ROLES`."""
+    """A SLURM job."""
 
     id: str
     role: Literal["train", "cells", "judge"]
@@ -273,7 +273,7 @@ def _read(directory: Path, known: Registered) -> Submission:
         contents = checked(SubmissionFile, parse_json(read_limited(file, LARGEST)))
         if contents.schema != SCHEMA:
             raise ValueError(f"its schema is {contents.schema}, and this version reads {SCHEMA}")
-        parts = [part for job in contents.jobs for part in _ROLES[job.role](directory, job.id, contents.cells)]
+        parts = [part for job in contents.jobs for part in _parts(job, directory, contents.cells)]
         if not parts:
             raise ValueError("it names no job: tpi submit has not got as far")
     except (OSError, ValueError) as error:
@@ -283,23 +283,16 @@ def _read(directory: Path, known: Registered) -> Submission:
     return Submission(directory, tuple(parts))
 
 
-def _train(directory: Path, job: str, cells: Sequence[str]) -> list[JobPart]:
+def _parts(job: SubmittedJob, directory: Path, cells: Sequence[str]) -> list[JobPart]:
+    """Return the parts of a job in submission.json."""
     run = RunDir(directory)
-    ids = [attempt.job.id for attempt in attempts(run) if attempt.job]
+    if job.role == CELLS:
+        return [JobPart(job.id, str(n), CELL, RunDir(directory / cell), directory) for n, cell in enumerate(cells)]
+    if job.role == JUDGE:
+        return [JobPart(job.id, None, JUDGE, run, directory)]
     # The user may have passed the script to sbatch again; then the newest of those jobs counts.
-    return [JobPart(next((i for i in reversed(ids) if i), job), None, TRAIN, run, directory)]
-
-
-def _cells(directory: Path, job: str, cells: Sequence[str]) -> list[JobPart]:
-    return [JobPart(job, str(n), CELL, RunDir(directory / name), directory) for n, name in enumerate(cells)]
-
-
-def _judge(directory: Path, job: str, cells: Sequence[str]) -> list[JobPart]:
-    return [JobPart(job, None, JUDGE, RunDir(directory), directory)]
-
-
-# The role of a job in submission.json -> its parts.
-_ROLES: dict[str, Callable[[Path, str, Sequence[str]], list[JobPart]]] = {TRAIN: _train, CELLS: _cells, JUDGE: _judge}
+    ids = [attempt.job.id for attempt in attempts(run) if attempt.job and attempt.job.id]
+    return [JobPart(ids[-1] if ids else job.id, None, TRAIN, run, directory)]
 
 
 def attempts(run: RunDir) -> tuple[Attempt, ...]:
