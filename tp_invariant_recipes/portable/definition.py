@@ -77,7 +77,6 @@ def _bf16_rows() -> conformance.Recording:
 
 
 def _known_sum(gpu: int | None) -> str:
-    """Describe what the device computes instead, if it is known."""
     text = other_sums.name(_bf16_rows(), _product(gpu))
     return f" ({text})" if text else ""
 

@@ -78,13 +78,13 @@ def product(a: Quantized, b: Quantized) -> Tensor:
 
 
 def _rows(a: Quantized) -> Fp8Rows:
-    split = _side_by_side(_split_rows, a.data, 1, ())
-    scales = a.scale if a.blocks == "1x128" else torch.ones(split[-1].shape)
-    return Fp8Rows(*split, scales.contiguous().numpy())
+    values, exponents, special = _split(a.data, 1)
+    scales = a.scale if a.blocks == "1x128" else torch.ones(special.shape)
+    return Fp8Rows(values.squeeze(2), exponents.squeeze(2), special, scales.contiguous().numpy())
 
 
 def _panels(b: Quantized) -> Fp8Panels:
-    split = _side_by_side(_split_panels, b.data, WIDE, (WIDE,))
+    split = _split(b.data, WIDE)
     count, blocks = split[-1].shape
     scales = torch.ones(count * WIDE, blocks)
     if b.blocks == "1x128":
@@ -95,45 +95,37 @@ def _panels(b: Quantized) -> Fp8Panels:
     return Fp8Panels(*split, panels.contiguous().numpy())
 
 
-def _side_by_side(loop: Any, data: Tensor, height: int, width: tuple[int, ...]) -> tuple[Any, Any, Any]:
-    """Split an operand on the rank's processors, `height` rows at a time. Return its values and exponents, k padded to
-    a multiple of STEP by zeros, and whether blocks have a number that is not finite.
+def _split(data: Tensor, width: int) -> tuple[Any, Any, Any]:
+    """Split an operand on the rank's processors into panels of `width` rows, the last one filled up with zeros.
+
+    returns: values and exponents, [panels, k, width], k padded to a multiple of STEP by zeros; whether blocks have a
+             number that is not finite, [panels, k / PROMOTED].
     """
     numbers, tables = data.detach().contiguous().view(torch.uint8).numpy(), _tables(data.dtype)
-    k, count = data.shape[1], -(-len(data) // height)
-    padded = count, -(-k // STEP) * STEP, *width
+    k, count = data.shape[1], -(-len(data) // width)
+    padded = count, -(-k // STEP) * STEP, width
     special = np.zeros((count, -(-k // PROMOTED)), np.bool_)
     out = np.zeros(padded, np.float32), np.full(padded, NO_EXPONENT, np.int8), special
 
     def split(first: int, last: int) -> None:
-        loop(numbers[first * height : last * height], *tables, *(array[first:last] for array in out))
+        _split_loop(numbers[first * width : last * width], *tables, *(array[first:last] for array in out))
 
     by_parts(split, count, pays=numbers.size > FEW)
     return out
 
 
 def _tables(dtype: torch.dtype) -> tuple[NDArray[np.float32], NDArray[np.int8]]:
-    """Value and exponent of every FP8 number."""
     values = torch.arange(256, dtype=torch.uint8).view(dtype).float().numpy()
     exponents = np.maximum(np.frexp(np.where(np.isfinite(values), values, 1))[1] - 1, LEAST[dtype])
     return values, np.where(values == 0, NO_EXPONENT, exponents).astype(np.int8)
 
 
 @cpu_loop
-def _split_rows(numbers: Any, value: Any, exponent: Any, values: Any, exponents: Any, special: Any) -> None:
-    """[m, k] bytes → `Fp8Rows` without scales."""
-    for i in range(numbers.shape[0]):
-        for t in range(numbers.shape[1]):
-            values[i, t] = value[numbers[i, t]]
-            exponents[i, t] = exponent[numbers[i, t]]
-            special[i, t // PROMOTED] |= not np.isfinite(values[i, t])
-
-
-@cpu_loop
-def _split_panels(numbers: Any, value: Any, exponent: Any, values: Any, exponents: Any, special: Any) -> None:
-    """[n, k] bytes → `Fp8Panels` without scales; zeros stay where n is no multiple of WIDE."""
+def _split_loop(numbers: Any, value: Any, exponent: Any, values: Any, exponents: Any, special: Any) -> None:
+    """[n, k] bytes → as `_split` returns it."""
+    width = values.shape[2]
     for j in range(numbers.shape[0]):
-        panel, column = j // WIDE, j % WIDE
+        panel, column = j // width, j % width
         for t in range(numbers.shape[1]):
             values[panel, t, column] = value[numbers[j, t]]
             exponents[panel, t, column] = exponent[numbers[j, t]]

@@ -163,7 +163,6 @@ def _size(builder: Any, x: Any) -> Any:
 
 
 def _declared(builder: Any, name: str, returned: Any, *taken: Any) -> Any:
-    """Return a function of LLVM's own."""
     return builder.module.globals.get(name) or ir.Function(builder.module, ir.FunctionType(returned, taken), name)
 
 

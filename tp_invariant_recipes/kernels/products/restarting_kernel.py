@@ -26,7 +26,6 @@ UNSCALED, OF_TENSORS, OF_BLOCKS = gl.constexpr(0), gl.constexpr(1), gl.constexpr
 
 @gluon.jit
 def _place(tile, m_tiles, n_tiles, GROUP: gl.constexpr):
-    """Row and column of a tile among the tiles of `out`."""
     of_group = GROUP * n_tiles
     start = tile // of_group * GROUP
     height = gl.minimum(m_tiles - start, GROUP)

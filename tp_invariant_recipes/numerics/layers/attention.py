@@ -236,7 +236,6 @@ class _Checked(torch.autograd.Function):
 
 
 def _compare(core: Core, inputs: Any, shards: int, first: Any, second: Any, names: tuple[str, ...]) -> None:
-    """Raise RunError where the bits differ."""
     different = [name for name, x, y in zip(names, first, second, strict=True) if not same((x,), (y,))]
     if different:
         raise RunError(

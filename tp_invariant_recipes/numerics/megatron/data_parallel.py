@@ -219,7 +219,6 @@ def tree_over_ranks(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _reduce(group: Any, force_all_reduce: bool | None) -> None:
-    """Complete the gradients of a group of buckets and add them over ranks."""
     _complete(group)
     config, ranks = group.ddp_config, getattr(group, "context_ranks", (1, 1))
     if config.check_for_nan_in_grad or config.check_for_large_grads:

@@ -54,7 +54,6 @@ class Fp8Mixin(WithProducts):
 
     @cached_property
     def _fp8(self) -> Format:
-        """Looked up once, when the layer first runs."""
         from megatron.core.parallel_state import get_tensor_and_context_parallel_group
 
         group = get_tensor_and_context_parallel_group()

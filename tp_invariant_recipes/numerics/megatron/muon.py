@@ -68,7 +68,6 @@ def _owns_copies(chunks: Iterable[Any], processes: Any) -> bool:
 
 
 def _gather(optimizer: Any, chunks: Iterable[Any], group: Any) -> None:
-    """Have Megatron's Muon orthogonalise whole matrices."""
     orthogonalize = optimizer.orthogonalize
     optimizer.tp_mode = BLOCKWISE  # it gathers nothing: what it gets is all there is
     cuts: dict[int, MatrixCut | None] = {}

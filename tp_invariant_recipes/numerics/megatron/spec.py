@@ -172,5 +172,4 @@ def _invariant_class(layer: type, field: str, own: Mapping[str, str], *, fp8: bo
 
 @cache
 def _in_fp8(layer: type) -> type:
-    """Return a class of layers with operands in FP8."""
     return type(f"{FP8_PREFIX}{layer.__name__}", (resolve_own(FP8_MIXIN), layer), {"__module__": layer.__module__})

@@ -174,7 +174,6 @@ def _compute(a: Any, b: Any, out: Tensor, cut: Any, *, add: bool) -> None:
 
 
 def _forms(cut: Any) -> tuple[cublas.Product, cublas.Product]:
-    """Return the sum over a cut by one launch, and by fixed tiles."""
     from tp_invariant_recipes.kernels.products import restarting_product as kernel
 
     return (

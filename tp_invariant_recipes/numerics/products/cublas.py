@@ -117,41 +117,45 @@ def agree(
     parts: of the summed dimension, each a sum that cancels.
     False, too, where cuBLAS does not take the operands' layout.
     """
-    generator = torch.Generator(a.device).manual_seed(0)
-    x, y, out_first, other = (like(tensor, 16) for tensor in (a, b, out, out))
-    for _ in range(TRIALS):
+
+    def draw(x: Tensor, y: Tensor, generator: torch.Generator) -> None:
         for part in parts:
             cancelling(x[:, part], y[part], generator)
-        residue(out_first, generator)
-        if not agree_here(first, defined, x, y, out_first, other, add, LAYOUT_NOT_TAKEN):
-            return False
-    return True
+
+    return agree_on(first, defined, like(a, 16), like(b, 16), out, add, [draw] * TRIALS, LAYOUT_NOT_TAKEN)
 
 
-def agree_here(
-    first: Callable[..., object],
-    defined: Callable[..., object],
+def agree_on(
+    first: Product,
+    defined: Product,
     a: Any,
     b: Any,
-    out_first: Tensor,
-    other: Tensor,
+    out: Tensor,
     add: bool,
+    draws: Sequence[Callable[[Any, Any, torch.Generator], None]],
     not_taken: Sequence[str],
-) -> bool:  # fmt: skip
-    """Whether two products have the same bits on these operands; False, too, where the first does not take them.
+) -> bool:
+    """Whether two products have the same bits on all draws; False, too, where the first does not take the operands.
 
-    out_first, other: what the first and the second fill; both begin as `out_first`.
+    a, b:      memory, which each draw fills. out: what the products' outputs lie like; it stays.
     not_taken: words of errors that say so.
     """
-    other.copy_(out_first)
-    try:
-        first(a, b, out_first, add)
-    except RuntimeError as error:
-        if not any(words in str(error) for words in not_taken):
-            raise
-        return False
-    defined(a, b, other, add)
-    return same_bits(out_first, other)
+    generator = torch.Generator(out.device).manual_seed(0)
+    out_first, other = like(out, 16), like(out, 16)
+    for draw in draws:
+        draw(a, b, generator)
+        residue(out_first, generator)
+        other.copy_(out_first)
+        try:
+            first(a, b, out_first, add)
+        except RuntimeError as error:
+            if not any(words in str(error) for words in not_taken):
+                raise
+            return False
+        defined(a, b, other, add)
+        if not same_bits(out_first, other):
+            return False
+    return True
 
 
 def checked(first: Product, defined: Product, a: Any, b: Any, out: Tensor, add: bool, what: str) -> Tensor:

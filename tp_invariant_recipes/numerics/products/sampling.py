@@ -132,8 +132,6 @@ def paused() -> Iterator[None]:
 
 
 class _Started:
-    """A chosen product before it computes."""
-
     chained = False
 
     def __init__(self, kind: str, a: Tensor, b: Tensor, out: Tensor, add: bool, segments: tuple[int, ...]) -> None:

@@ -77,7 +77,6 @@ def all_reduce(partials: Sequence[Tensor], group: Any, cp: int = 1, copies: int 
 
 
 def _add_here(partials: Sequence[Tensor]) -> None:
-    """Add a lone rank's context shards."""
     sums = list(partials)
     while len(sums) > 1:
         for total, addend in zip(sums[::2], sums[1::2], strict=True):

@@ -133,7 +133,6 @@ class ShardCounter:
 
 
 def _exchange(first: Tensor, other: Tensor) -> None:
-    """Exchange what two tensors of one shape hold, piece by piece."""
     for a, b in zip(first.view(-1).split(PIECE), other.view(-1).split(PIECE), strict=True):
         kept = a.clone()
         a.copy_(b)

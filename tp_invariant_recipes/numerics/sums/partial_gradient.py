@@ -81,7 +81,6 @@ def forget() -> None:
 @torch.no_grad()
 @outside_modes
 def _finish(backward: int) -> None:
-    """Add up what waits."""
     waiting = _waiting.pop(backward, [])
     for kind in sorted({w.kind for w in waiting}):
         _add_up([w for w in waiting if w.kind == kind])

@@ -67,7 +67,6 @@ class _AdapterLinear(LayerFunction):
 
 
 def _each(weight: Tensor, batches: Batches) -> list[Tensor]:
-    """Return the weight of each batch."""
     if weight.dim() == 2:
         return [weight] * len(batches.groups.sizes)
     return of_batches(batches, weight.unbind(0))

@@ -137,7 +137,6 @@ def block(config: Any, vp_stage: int | None = None) -> Any:
 
 
 def _with_net(layer: Any) -> Any:
-    """Return a local layer with a gated delta net in attention's place."""
     net = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear)
     names = layer.submodules.sharded_state_dict_keys_map | saved_names.DELTA_NET
     attention = ModuleSpec(module=GatedDeltaNet, submodules=net)

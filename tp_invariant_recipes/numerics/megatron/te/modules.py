@@ -121,7 +121,6 @@ def _argument_problems(given: dict[str, Any], defaults: Signature) -> Iterator[s
 
 
 def _split_problems(kind: str, given: dict[str, Any], shards: int) -> Iterator[str]:
-    """Yield what of a module's split over ranks is not covered."""
     mode, tp = given["parallel_mode"], given["tp_size"]
     if given["tp_group"] is not None:
         tp = given["tp_group"].size()
@@ -147,7 +146,6 @@ def _is_allowed(value: Any, allowed: tuple[Any, ...]) -> bool:
 
 
 def _split_sizes(given: dict[str, Any]) -> list[int]:
-    """Rows of each parameter of the whole weight."""
     split, rows = given["parameters_split"], given["out_features"]
     if not split:
         return [rows]
@@ -171,8 +169,6 @@ def _fp8() -> bool:
 
 
 def _checked(kind: str, shards: int, refuse: Refuse) -> Callable[[Any], Any]:
-    """Return a replacement of `__init__`."""
-
     def make(original: Any) -> Any:
         parameters = signature(original)
 
@@ -208,8 +204,6 @@ def _refused(target: str, own: str | None, refuse: Refuse) -> Callable[[Any], An
 
 
 def _forward(kind: str, shards: int, refuse: Refuse) -> Callable[[Any], Any]:
-    """Return a replacement of `forward`."""
-
     def make(original: Any) -> Any:
         parameters = signature(original)
 
@@ -264,7 +258,6 @@ def _normal(module: Any, x: Tensor, mesh: VirtualMesh) -> Tensor:
 
 
 def _segments(weights: list[Tensor]) -> Parts:
-    """Return the parts of the weight that are each split on their own."""
     if len(weights) > 1:
         return tuple(weight.shape[0] for weight in weights)
     return getattr(weights[0], "partition_stride", 1)
@@ -278,7 +271,6 @@ def _bias(module: Any) -> Tensor | None:
 
 
 def _run_problems(module: Any, given: dict[str, Any], weights: list[Tensor], shards: int) -> list[str]:
-    """List what of a forward pass is not covered."""
     x = given["inp"]
     problems = []
     if _fp8() or given.get("fp8_output") or given.get("fp8_grad"):
@@ -295,7 +287,6 @@ def _run_problems(module: Any, given: dict[str, Any], weights: list[Tensor], sha
 
 
 def _gradient_problems(module: Any, given: dict[str, Any], weights: list[Tensor]) -> Iterator[str]:
-    """Yield what is not covered of how weight gradients are added up."""
     if given.get("is_first_microbatch") and module.fuse_wgrad_accumulation:
         yield "is_first_microbatch=True: weight gradients are added; zero main_grad, and leave it out"
     if any(getattr(weight, "overwrite_main_grad", False) for weight in weights):
