@@ -28,7 +28,7 @@ class Tree:
     covers:           of mode.EXPERTS … FP64_NORM, what it has invariant versions of; check/invariant/ refuses the rest.
     graphs:           options of cuda_graph= that its layers were captured with.
     any_machine:      whether every machine that computes it gives the same bits, not one architecture alone.
-    tries_products:   whether cuBLAS computes its products after a trial (products/defined.py), which takes memory.
+    tries_products:   whether cuBLAS computes after a trial (numerics/products/defined.py), at a cost in memory.
     gathers_operands: whether a rank holds whole operands of a split product.
     layers:           stock class -> MODULE:CLASS of this package, where they differ from megatron/spec.py's table.
     """
