@@ -54,11 +54,7 @@ def products(header: Header) -> tuple[tuple[int, str], ...]:
 
 
 def changed_products(before: Header, version: str | None, step: int) -> str | None:
-    """Return what a tree run on a GPU must be told that goes on after `step` with another definition of a product, if
-    any.
-
-    before: of its ledger. version: of the definition now.
-    """
+    """Return what to tell a tree run on a GPU that goes on with another definition of a product; None: nothing."""
     earlier = [name for start, name in products(before) if start <= step]
     if not earlier or version is None or earlier[-1] == version:
         return None
@@ -93,10 +89,7 @@ def _words(spans: tuple[tuple[int, str], ...]) -> str:
 
 
 def changed_processor(before: Header, now: str, step: int) -> str | None:
-    """Return what a run on a CPU must be told that goes on after `step` with other instructions, if any.
-
-    before: of its ledger. now: as of `processor.capability`.
-    """
+    """Return what to tell a run on a CPU that goes on after `step` with other instructions, `now`; None: nothing."""
     earlier = [before.device.get(CAPABILITY)]
     for entry in before.notes.get("resumed", ()):
         if entry["after_step"] < step:

@@ -136,10 +136,7 @@ def compare(a: Ledger, b: Ledger, *, repetition: bool = False) -> Comparison:
 def compare_all(
     a: Ledger, others: Sequence[Ledger], *, repetition: bool = False, progress: Progress | None = None
 ) -> tuple[Comparison, ...]:
-    """Compare each of `others` with `a`, in one pass over all of them; otherwise as `compare`.
-
-    progress: told (steps read, steps of the longest ledger) now and then.
-    """
+    """As `compare`, in one pass over all `others`. progress: told (steps read, steps of the longest) now and then."""
     refused = [identity_differences(a.header, b.header) for b in others]
     tallies = [
         Tally(
@@ -163,7 +160,6 @@ def compare_all(
 
 
 def _modules(header: Header) -> tuple[Any, ...]:
-    """Return what decides which modules a model is made of."""
     return header.numerics, header.versions, {**header.device, CAPABILITY: None}
 
 
@@ -200,10 +196,7 @@ def _comparison(a: Ledger, b: Ledger, refused: tuple[HeaderDifference, ...], tal
 
 
 def _model_differences(a: Header, b: Header) -> tuple[ValueDifference, ...]:
-    """Return the parameters that differ between the runs.
-
-    A run that lists none made no digests; then the result is empty.
-    """
+    """Return the parameters that differ; none where a run lists none, because it made no digests."""
     if not a.parameters or not b.parameters:
         return ()
     left, right = ({p.name: _described(p) for p in header.parameters} for header in (a, b))

@@ -149,7 +149,6 @@ def _deviation(step: StepDumps, name: str, spacing: float) -> TensorDeviation:
 
 
 def _loss_share(step: StepDumps) -> float:
-    """Return the reference's share of the loss over the run's."""
     return float(step.reference.values(LOSS_SHARE)[0, 0] / step.run.values(LOSS_SHARE)[0, 0])
 
 
@@ -209,8 +208,7 @@ def factor_of(pieces: Sequence[PieceError], least: float) -> float:
 
 @dataclass(frozen=True)
 class _Distances:
-    """Of a whole tensor. size: RMS of the reference's. noise: the mean square of what rounding moves. errors: a piece
-    each."""
+    """Of a whole tensor. size: RMS of the reference. noise: mean square of what rounding moves. errors: by piece."""
 
     elements: int
     size: float
@@ -254,7 +252,6 @@ def _overlap(part: DumpedPart, length: int, rows: slice) -> tuple[slice, slice]:
 
 
 def _by_rank(errors: Sequence[PieceError], least: float) -> dict[int, float]:
-    """Rank -> the factor of all its pieces."""
     ranks = dict.fromkeys(error.rank for error in errors)
     return {rank: factor_of([error for error in errors if error.rank == rank], least) for rank in ranks}
 

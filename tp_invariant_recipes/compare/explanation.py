@@ -91,10 +91,7 @@ InputsMatch = tuple[bool | None, str]  # whether the inputs matched (None: unkno
 
 
 def explain(scene: Scene) -> InputsMatch:
-    """Whether the inputs of a first difference matched (None: unknown), and a clause that explains it.
-
-    Everything before it in the order of execution matches or was not recorded.
-    """
+    """Explain a first difference, before which all matches or was not recorded."""
     difference = scene.difference
     return _EXPLAINED[difference.kind if difference.kind in _EXPLAINED else difference.name](scene)
 

@@ -51,10 +51,7 @@ def magnitude_line(comparison: Comparison) -> str | None:
 
 
 def magnitude_report(comparison: Comparison) -> dict[str, Any] | None:
-    """Return the distance as JSON: the fields of `dumps.Distance`, or `error`.
-
-    None: there are no dumps of the tensor.
-    """
+    """Return the distance as JSON: the fields of `dumps.Distance`, or `error`; None: there are no dumps."""
     try:
         distance = magnitude(comparison)
     except LedgerError as error:

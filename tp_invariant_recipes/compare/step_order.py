@@ -161,9 +161,7 @@ def differing(a: StepRecord, b: StepRecord, kind: str, parameters: Sequence[str]
 
 
 def parameter_of(kind: str, name: str) -> str:
-    """Return the parameter of a digest: "exp_avg/PARAMETER" is a name among moments, and all others are the
-    parameter's.
-    """
+    """Return the parameter of a digest, which among moments is named "exp_avg/PARAMETER"."""
     return name.partition("/")[2] if kind == "moments" else name
 
 
@@ -181,10 +179,7 @@ def tensors(record: StepRecord, kind: str, parameters: Sequence[str]) -> dict[st
 
 
 def traced(trace: Sequence[Traced], direction: str) -> dict[str, Traced]:
-    """Return the trace of one direction by name; a module's second call has " #2" after the name.
-
-    No name has a space, so no first call has the name of a second.
-    """
+    """Return the trace of one direction by name; of a module's second call " #2" follows the module."""
     seen: Counter[str] = Counter()
     entries = {}
     for entry in trace:

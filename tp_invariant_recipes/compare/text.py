@@ -47,9 +47,7 @@ def verdict_line(comparison: Comparison) -> str:
 
 
 def compared_values(comparison: Comparison) -> str:
-    """Return the compared values, such as "loss, gradient norm, learning rate and gradients and weights of 27
-    parameters".
-    """
+    """Return what was compared, such as "loss, gradient norm and gradients and weights of 27 parameters"."""
     there = (field for field in FIELDS if field.is_float and comparison.coverage[field.name].both)
     items = [f"{field.label}{_at(comparison, field.name)}" for field in there]
     kinds: dict[str, list[str]] = {}

@@ -99,11 +99,7 @@ def _is_open(key: str) -> bool:
 
 
 def fixed(model: str, overrides: Sequence[str], device: str) -> tuple[list[str], list[str], list[str]]:
-    """Return the overrides with the keys that solve what this run is refused for; what no key solves; what it is
-    refused for.
-
-    device: as for `compose`.
-    """
+    """Return the overrides with keys that solve what the run is refused for; what none solves; all problems."""
     given, why = [*overrides], _problems(model, overrides, device)
     unsolved = why
     for _ in range(ROUNDS):
@@ -166,9 +162,7 @@ def reason(problem: str) -> str:
 
 
 def families(recipe_rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of each family in one: how many recipes in each of STATES, and why, with counts, most frequent
-    first.
-    """
+    """Return a row a family: how many recipes are in each of STATES, and why, with counts."""
     grouped: dict[str, list[dict[str, Any]]] = {}
     for row in recipe_rows:
         grouped.setdefault(row["family"], []).append(row)

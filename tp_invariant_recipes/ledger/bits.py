@@ -33,10 +33,7 @@ _DROPPED = 52 - 23  # fraction bits of f64 that f32 lacks
 
 
 def float_bits(value: float, width: int) -> str:
-    """Write `value` as text of `width` bits (32 or 64).
-
-    It never rounds. ValueError: the width is neither, or no number of that width equals `value`.
-    """
+    """Write `value` as text of 32 or 64 bits. ValueError: no number of that width equals it, so it would be rounded."""
     if width not in _FORMATS:
         raise ValueError(f"a float has 32 or 64 bits, not {width}")
     value = float(value)
@@ -47,10 +44,7 @@ def float_bits(value: float, width: int) -> str:
 
 
 def bits_float(text: str) -> float:
-    """Read the number back. It keeps the payload of an f32 NaN, so `float_bits` returns the same text.
-
-    ValueError: `text` is not "f32:" and 8, or "f64:" and 16, lower-case hexadecimal digits.
-    """
+    """Read the number back, also the payload of an f32 NaN. ValueError: `text` is not as `float_bits` writes it."""
     if not isinstance(text, str):  # which need not be hashable
         _parse(text)
     return _float_of(text)
@@ -67,11 +61,7 @@ def _float_of(text: str) -> float:
 
 
 def ulp_distance(a: str, b: str) -> int | None:
-    """Return the number of steps between neighbouring representable numbers from `a` to `b`.
-
-    Both zeros count, so the distance is 0 only for equal bits. None: one is a NaN, or the widths differ.
-    ValueError: `a` or `b` is not such a text.
-    """
+    """Return the steps between neighbouring numbers from `a` to `b`; -0.0 is not 0.0. None: a NaN, or other widths."""
     (fmt, pattern_a), (fmt_b, pattern_b) = _parse(a), _parse(b)
     if fmt != fmt_b or _is_nan(fmt, pattern_a) or _is_nan(fmt, pattern_b):
         return None
@@ -109,7 +99,6 @@ def _parse(text: str) -> tuple[_Format, int]:
 
 
 def _narrow(value: float, pattern: int) -> int:
-    """Convert the f64 `pattern` of `value` to the f32 pattern of the same number. ValueError: there is none."""
     f32, f64 = _FORMATS[32], _FORMATS[64]
     if math.isnan(value):
         sign, fraction = pattern & f64.sign, pattern & ~(f64.sign | f64.infinity)

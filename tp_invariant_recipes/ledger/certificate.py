@@ -126,7 +126,6 @@ _TYPES: dict[str, tuple[Callable[[bytes], Any], Any]] = {
 
 
 def _most(name: str) -> int:
-    """Return the most bytes that a member may have."""
     if name.endswith(".jsonl"):
         return LARGEST
     return run_files.LARGEST_CONFIG if name == "config.yaml" else run_files.LARGEST

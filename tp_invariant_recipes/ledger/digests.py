@@ -98,9 +98,7 @@ def start_lanes(dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def stacked_name(name: str) -> str:
-    """Return the name of the stack that a tensor of an expert is a slice of: "….experts.*.linear_fc2.weight"; others'
-    own.
-    """
+    """Return the stack that an expert's tensor belongs to: "….experts.*.linear_fc2.weight"; others' own name."""
     return _EXPERT.sub(r"\g<before>.*.\g<after>", name)
 
 
@@ -118,10 +116,7 @@ def stack_digest(sums: bytes) -> str:
 
 
 def stacked(parameters: Sequence["Parameter"]) -> tuple["Parameter", ...]:
-    """Return the parameters with those of all experts as one: a shape with the number of experts before it.
-
-    ValueError: experts of one layer are not alike.
-    """
+    """Return the parameters with all experts as one, [experts, …]. ValueError: experts of a layer are not alike."""
     merged = []
     for name, places in stacks([parameter.name for parameter in parameters]).items():
         experts = [parameters[at] for at in places]
@@ -150,7 +145,6 @@ def summaries(names: tuple[str, ...], texts: Sequence[str]) -> tuple[str, dict[s
 
 @functools.lru_cache(maxsize=256)  # the same names at every step
 def _summarized(names: tuple[str, ...]) -> tuple[list[int], list[tuple[str, list[int]]]]:
-    """Return the places of the names in sorted order: of all, and of each group."""
     order = sorted(range(len(names)), key=names.__getitem__)
     members: dict[str, list[int]] = {group_of(name): [] for name in names}
     for n in order:

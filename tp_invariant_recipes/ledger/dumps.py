@@ -146,10 +146,7 @@ class Dumps:
         return _values(whole.bits, whole.dtype)
 
     def read(self, name: str) -> Dumped:
-        """One tensor, assembled from the ranks' pieces. If replicas disagree, the lowest rank's piece counts.
-
-        LedgerError: it was not dumped, pieces are missing, or a file cannot be read.
-        """
+        """Assemble a tensor from the ranks' pieces; the lowest rank's counts. LedgerError: it is not whole."""
         if name not in self.parts:
             raise LedgerError(f"{self.folder} has no {name}; it has {', '.join(self.names) or 'none'}")
         whole: dict[tuple[str, tuple[int, ...]], list[tuple[DumpedPart, np.ndarray]]] = {}
@@ -245,7 +242,6 @@ def _rank(bits: np.ndarray) -> np.ndarray:
 
 
 def _values(bits: np.ndarray, dtype: str) -> np.ndarray:
-    """Return the values in float64, exactly."""
     if dtype == "bool":
         return bits.astype(np.float64)
     if dtype == "bfloat16":  # the upper half of a float32
@@ -279,10 +275,7 @@ def _opened(file: Path) -> Any:
 
 
 def _described(file: Path) -> tuple[int, dict[str, DumpedPart]]:
-    """Return the number of ranks that wrote files, and the pieces in this file.
-
-    LedgerError: it is unreadable or no dump.
-    """
+    """Return how many ranks wrote files, and the pieces in this one. LedgerError: it is unreadable or no dump."""
     from safetensors import SafetensorError
 
     try:
@@ -303,10 +296,7 @@ def _described(file: Path) -> tuple[int, dict[str, DumpedPart]]:
 
 
 def _part(key: str, text: str, kind: str, size: Sequence[int]) -> DumpedPart:
-    """Return a piece's description. kind, size: dtype and shape of its bits in the file.
-
-    ValueError: it is none of them.
-    """
+    """Return a piece's description. kind, size: dtype and shape of its bits. ValueError: it is none."""
     if not _KEY.fullmatch(key):
         raise ValueError("its metadata describes a tensor that has no number")
     part = checked(DumpedPart, parse_json(text.encode()))

@@ -63,10 +63,7 @@ def decode_header(line: bytes) -> Header:
 
 
 def encode_step(record: StepRecord, header: Header) -> bytes:
-    """Return the line of a step, with its newline; equal records give equal bytes.
-
-    ValueError: its digests do not match the header's parameters.
-    """
+    """Return the line of a step; equal records give equal bytes. ValueError: digests of other parameters."""
     raw: dict[str, Any] = {name: getattr(record, name) for name in (*COUNTS, *FLOATS, "skipped")}
     raw |= {name: described(raw[name]) for name in FLOATS}
     for kind in DIGESTED:

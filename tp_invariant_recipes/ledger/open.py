@@ -40,10 +40,7 @@ def streamed(path: str | os.PathLike, *, progress: Progress | None = None) -> Le
 
 
 def beginning(file: Path, size: int = 200) -> bytes | None:
-    """Return the first bytes of a regular file. None: it is a pipe or a device, of which nothing can be read twice.
-
-    LedgerError: it does not exist or cannot be read.
-    """
+    """Return the first bytes of a regular file; None: of a pipe nothing can be read twice. LedgerError: it is gone."""
     try:
         if file.exists() and not file.is_file():
             return None

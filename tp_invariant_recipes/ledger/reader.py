@@ -47,10 +47,7 @@ def ledger_file(path: str | os.PathLike) -> Path:
 
 
 def contents(file: Path, limit: int = LARGEST) -> bytes:
-    """Return the bytes of a ledger or a certificate, or of another file with its limit.
-
-    LedgerError: it does not exist, cannot be read or has more than `limit` bytes.
-    """
+    """Return the bytes of a file. LedgerError: it does not exist, cannot be read or has more than `limit` bytes."""
     try:
         return read_limited(file, limit)
     except FileNotFoundError:
@@ -62,10 +59,7 @@ def contents(file: Path, limit: int = LARGEST) -> bytes:
 
 
 def parse(file: Path, data: bytes, *, progress: Progress | None = None) -> Ledger:
-    """Check the bytes of a ledger; `file` names it in errors. LedgerError: as `open.read`.
-
-    progress: told (bytes decoded, bytes in all) now and then.
-    """
+    """Check the bytes of a ledger; `file` names it in errors, as of `open.read`. progress: told (bytes, all bytes)."""
     *lines, rest = data.split(b"\n")  # `rest` follows the last newline: it is empty, or a torn line
     if not lines:
         raise no_header(file, empty=not rest)

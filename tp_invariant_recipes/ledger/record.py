@@ -163,9 +163,7 @@ def resume(path: str | os.PathLike, header: Header, step: int) -> LedgerWriter:
 
 
 def _continued(old: Header, new: Header, step: int) -> Header:
-    """Return the header of a ledger with steps of `old` up to `step` and of `new` afterwards; a note records the
-    change.
-    """
+    """Return the header of a ledger with steps of `old` up to `step` and then of `new`; a note says what changed."""
     if step == 0:
         return new
     notes = dict(old.notes)

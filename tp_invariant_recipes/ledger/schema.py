@@ -230,10 +230,7 @@ class HeaderDifference:
 
 
 def identity_differences(a: Header, b: Header) -> tuple[HeaderDifference, ...]:
-    """Return the fields that make two runs incomparable.
-
-    Equal identity hashes have none. Otherwise there are some, but for shards where one run has none.
-    """
+    """Return the fields that make two runs incomparable. A run without shards is comparable with any."""
     differences = _differences(a.identity, b.identity, prefix="")
     if all(any(key in header.identity for key in SHARDS) for header in (a, b)):
         return differences
@@ -261,10 +258,7 @@ def _check_identity(identity: Mapping[str, Any]) -> None:
 
 
 def canonical(value: object) -> str:
-    """Return the canonical JSON text of a value: sorted keys, no spaces, ASCII.
-
-    ValueError or TypeError: it is not JSON.
-    """
+    """Return the canonical JSON: sorted keys, no spaces, ASCII. ValueError or TypeError: it is not JSON."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 

@@ -121,11 +121,7 @@ def opened(file: Path, progress: Progress | None = None) -> Ledger:
 
 
 def abreast(ledgers: Sequence[Ledger]) -> Iterator[tuple[StepRecord | None, ...]]:
-    """Yield the steps of several ledgers, one step of all at a time; None: that ledger has ended.
-
-    Equal lines of ledgers with equal parameters are decoded once, and are the same record.
-    LedgerError: as `StepsInFile`.
-    """
+    """Yield step n of all ledgers at once; None: one has ended. Equal lines of equal parameters are one record."""
     parameters = [ledger.header.parameters for ledger in ledgers]
     alike = [parameters.index(listed) for listed in parameters]  # the first ledger with the same parameters
     sources: list[Iterator[Any]] = [

@@ -33,10 +33,7 @@ class LastStep(NamedTuple):
 
 
 def last_step(file: Path) -> LastStep:
-    """Return the last step of a ledger's file. A torn last line does not count.
-
-    OSError: it cannot be read. ValueError: it is not a ledger, or its last line is not a step.
-    """
+    """Return the last whole step of a ledger's file. OSError: it cannot be read. ValueError: it is not a ledger."""
     with open_file(file) as stream:
         if not _START.match(stream.read(256)):
             raise ValueError("not a ledger, or only part of its header" if os.path.getsize(file) else "empty file")
@@ -64,10 +61,7 @@ def last_step(file: Path) -> LastStep:
 
 
 def _newline_before(stream: BinaryIO, end: int) -> int | None:
-    """Return the position of the last newline before `end`.
-
-    ValueError: the line after it is longer than a line may be.
-    """
+    """Return the position of the last newline before `end`. ValueError: the line after it is too long."""
     position = end
     while position > 0:
         if end - position > LONGEST_LINE:

@@ -208,10 +208,7 @@ def _orders_given(rendezvous: Rendezvous, planned: Plan) -> Iterator[None]:
 
 
 def _wait_for_arrivals(rendezvous: Rendezvous, patience: float) -> str | None:
-    """Return the address at which the other nodes reached this one; None: there are no others.
-
-    Raises RunError when a node does not arrive, ConfigError when one cannot take part.
-    """
+    """Return the address at which others reached this node; None: there are none. TpiError: one cannot take part."""
     node = rendezvous.node
     arrived = _wait_for_others(rendezvous, "arrived", patience, stoppable=True)
     missing = node.count - 1 - len(arrived)
@@ -285,10 +282,7 @@ def _run_other_node(rendezvous: Rendezvous, task: NodeTask) -> Over:
 
 
 def _plan_as_ordered(rendezvous: Rendezvous, task: NodeTask, locks: ExitStack) -> tuple[Plan, bool]:
-    """Plan from the step in "orders" and set "arrived". Raises _RunOver when this node cannot take part.
-
-    Returns the plan, and whether this node shares the run directory with the first.
-    """
+    """Plan from "orders" and set "arrived"; return also whether files are shared. _RunOver: it cannot take part."""
     orders: Orders = _wait_for_first_node(rendezvous, "orders", stoppable=True)
     node = rendezvous.node
     problems: list[str] = []

@@ -71,10 +71,7 @@ def node_task(
     watch: Callable[[Plan], AbstractContextManager[Callable[[], None]]],
     remark: Callable[[str], None],
 ) -> NodeTask:
-    """Return the task of each node. nodes: how many there are. watch, remark: as in NodeTask.
-
-    Raises ConfigError.
-    """
+    """Return the task of each of `nodes` nodes. watch, remark: as in NodeTask. Raises ConfigError."""
     request, composed = _with_node_dp(request, request.composed(), nodes)
     config = _checked_config(composed)
     where = request.resume or config.run.dir
@@ -111,7 +108,6 @@ def _with_node_dp(request: RunRequest, composed: Composed, nodes: int) -> tuple[
 
 
 def _checked_config(composed: Composed) -> RunConfig:
-    """Return the composed configuration. Raises ConfigError when it does not fit the cluster's nodes."""
     problems = lines(misfits(composed.config))
     refuse(problems)
     return composed.config

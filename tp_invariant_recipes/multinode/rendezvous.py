@@ -127,10 +127,7 @@ class NodeInfo:
 
 
 def node_info(environment: Mapping[str, str]) -> NodeInfo | None:
-    """Return this process's node, from the variables that srun sets; None outside of a step.
-
-    Raises RunError when the step has more than one task on a node.
-    """
+    """Return this process's node from srun's variables; None outside of a step. RunError: several tasks a node."""
     if "SLURM_STEP_ID" not in environment:
         return None
     names = environment["SLURM_STEP_NODELIST"]
@@ -158,9 +155,7 @@ def _first(names: str) -> str:
 
 
 def _address(name: str, launcher: str) -> str:
-    """Return the first node's address: its name's or, where names are not known, the address of the host that srun ran
-    on.
-    """
+    """Return the first node's address; where names are not known, that of the host that srun ran on."""
     try:
         return socket.gethostbyname(name)
     except OSError:
@@ -168,10 +163,7 @@ def _address(name: str, launcher: str) -> str:
 
 
 def parse(key: str, data: bytes) -> Any:
-    """Return the value of a key.
-
-    RunError: no node sets such a value; any process that reaches the port can set keys.
-    """
+    """Return the value of a key. RunError: no node sets it; any process that reaches the port can set keys."""
     try:
         if len(data) > LARGEST:
             raise ValueError(f"more than {LARGEST} bytes")
@@ -224,10 +216,7 @@ class Rendezvous:
         return None if data is None else parse(key, data)
 
     def get_all(self, keys: list[str]) -> list[Any] | None:
-        """Return the values of keys, in one request however many they are; None: not all are set.
-
-        RunError: as `get`.
-        """
+        """Return the values of keys in one request; None: not all are set. RunError: as `get`."""
         there = self._ask(lambda: self.store.multi_get(keys) if self.store.check(keys) else None) if keys else []
         return None if there is None else [parse(key, data) for key, data in zip(keys, there, strict=True)]
 

@@ -12,10 +12,7 @@ WAIT = 60  # seconds that srun gives the other nodes when one has ended
 
 
 def arguments(config: RunConfig, needed: Sequence[Path] = ()) -> list[str]:
-    """srun's arguments before `tpi`: the run's nodes, one task on each, in the cluster's container if any.
-
-    needed: as for `container`.
-    """
+    """srun's arguments before `tpi`: nodes, one task on each, the cluster's container with paths `needed` there."""
     allocated = allocation.from_config(config)
     if elastic.span(config):  # all nodes that the job has got this time
         options = ["--ntasks-per-node=1", f"--wait={WAIT}"]

@@ -43,10 +43,7 @@ def pretrain(config: Any, forward_step_func: Callable[..., Any], callbacks: Any 
 
 
 def main(words: Sequence[str]) -> int:
-    """Run a script of Python whose calls of Bridge's pretrain() are the one above.
-
-    words: [-m] SCRIPT ARGUMENTS…. returns: the exit status.
-    """
+    """Run [-m] SCRIPT ARGUMENTS…, whose pretrain() is the one above, and return the exit status."""
     module = words[:1] == ["-m"]
     rest = list(words[1:] if module else words)
     if not rest:
@@ -83,10 +80,7 @@ def _holds(module: Any, original: Callable[..., Any]) -> bool:
 
 @contextmanager
 def _environment() -> Iterator[Callable[..., None]]:
-    """Bridge with the switch on, its patches applied, and on a machine without GPUs a CPU in their place.
-
-    yields: Bridge's pretrain().
-    """
+    """Switch Bridge on, patched, on a CPU where there is no GPU. Yields Bridge's pretrain()."""
     from tp_invariant_recipes.cpu_host import cpu
     from tp_invariant_recipes.machine import gpus
     from tp_invariant_recipes.start import bridge
@@ -146,10 +140,7 @@ _NUMERICS = {"mode": "tree", "grad_norm": "exact", "clip_rounding": "none", "ini
 
 
 def described(config: Any, world: int) -> RunFile:
-    """Return what `run.json` holds of a ConfigContainer that trains on `world` ranks, before Bridge fills it in.
-
-    Paths of data stand for the data, which has no digest here.
-    """
+    """Return `run.json` of a ConfigContainer on `world` ranks; paths of data stand for data without a digest."""
     from tp_invariant_recipes.config import identity as identities
     from tp_invariant_recipes.ledger.record import Header
     from tp_invariant_recipes.ledger.schema import SHARDS as COUNTS
@@ -190,9 +181,7 @@ def described(config: Any, world: int) -> RunFile:
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    """Return a ConfigContainer as JSON has it: of an object that is no text the name of its class, of infinity its
-    name.
-    """
+    """Return a ConfigContainer as JSON has it; an object that is no text as the name of its class."""
     text = json.dumps(config.to_dict(), default=lambda value: type(value).__qualname__)
     return json.loads(text, parse_constant=str)
 

@@ -182,8 +182,6 @@ class _Call(NamedTuple):
 
 
 class _HookedModule:
-    """A module, and its two hooks."""
-
     def __init__(self, hooks: ModuleHooks, stage: _Stage, name: str, row: ModuleRow | None) -> None:
         self.hooks, self.stage, self.name, self.row = hooks, stage, name, row
         ends = row is None or not row.stages

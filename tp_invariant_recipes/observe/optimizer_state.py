@@ -82,10 +82,7 @@ class OptimizerState:
         return {slot.owner: slot.stored(slot.updated) for slot in self.slots if slot.master}
 
     def gradients(self, otherwise: dict[Tensor, FlatSlice]) -> dict[Tensor, FlatSlice]:
-        """Parameter → the gradient that the step has read. otherwise: of those that it has not.
-
-        A layer-wise optimizer reads and clips those of its own parameters alone.
-        """
+        """Parameter → the gradient that the step read; of those that a layer-wise optimizer does not: otherwise."""
         gradients = {slot.owner: otherwise[slot.owner] for slot in self.slots if slot.owner in otherwise}
         return gradients | {slot.owner: slot.stored(slot.gradient) for slot in self.slots if slot.gradient is not None}
 

@@ -66,9 +66,7 @@ class Shards:
         return [_held(part, part.owner) for part in self.parts]
 
     def gradients(self, optimizer: Any) -> list[TensorPart]:
-        """Return what this rank's optimizer will see of the gradients: with a distributed optimizer, its own part of
-        them.
-        """
+        """Return what this rank's optimizer sees of the gradients; a distributed one has its own part of them."""
         return self.held(self.stored_gradients(optimizer))
 
     def stored_gradients(self, optimizer: Any) -> dict[Tensor, FlatSlice]:

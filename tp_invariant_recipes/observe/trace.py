@@ -148,7 +148,6 @@ def merged(everyone: Sequence[Sequence[Seen]]) -> tuple[tuple[Traced, ...], Dive
 
 
 def _digest(lanes: list[list[int]], dtype: str, shape: tuple[int, ...]) -> str:
-    """Return the digest of a tensor. lanes: of its parts."""
     return tensor_digest([sum(lane) for lane in zip(*lanes, strict=True)], dtype, shape)
 
 

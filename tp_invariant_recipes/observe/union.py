@@ -22,10 +22,7 @@ def keys_of(texts: Sequence[str]) -> np.ndarray:
 
 
 def keys_of_all(keys: np.ndarray, device: torch.device) -> np.ndarray:
-    """Return the keys of all ranks: int64 [ranks, most keys of a rank], filled with 0.
-
-    A collective of the whole world.
-    """
+    """Return the keys of all ranks: int64 [ranks, most keys of a rank], filled with 0. A collective of the world."""
     width = torch.tensor([len(keys)], device=device)
     dist.all_reduce(width, op=dist.ReduceOp.MAX)
     padded = torch.zeros(max(1, int(width.item())), dtype=torch.int64, device=device)

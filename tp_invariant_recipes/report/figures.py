@@ -213,16 +213,12 @@ def axes_grid(
     top: float = 0.32,
     **more: Any,
 ) -> GridSpec:
-    """Return a grid of axes with margins in inches.
-
-    The rounding of matplotlib's constrained layout is not reproducible.
-    """
+    """Return a grid of axes with margins in inches: matplotlib's constrained layout rounds irreproducibly."""
     place = {"left": left / WIDTH, "right": 1 - 0.15 / WIDTH, "top": 1 - top / height, "bottom": 0.55 / height}
     return figure.add_gridspec(rows, columns, **place, **more)
 
 
 def _lines(axes: Axes, title: str, unit: str, curves: list[Curve], numbers: list[int] | None = None) -> None:
-    """Curves over steps. numbers: the runs' numbers, which choose the style of their lines."""
     axes.set_title(title)
     axes.set_xlabel("step")
     axes.set_ylabel(unit)

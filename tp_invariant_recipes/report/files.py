@@ -8,10 +8,7 @@ from tp_invariant_recipes.files import write_atomically
 
 
 def check(files: Mapping[str, Path | None], force: bool = False) -> None:
-    """Refuse to overwrite files. RunError: lists every file that exists or has two options.
-
-    files: option -> its file, if it has one. force: allow overwriting existing files.
-    """
+    """RunError: lists every file that exists, without `force`, or has two options. files: option -> its file."""
     wanted = [(option, file) for option, file in files.items() if file]
     problems = [
         f"{file} exists already: give another file by {option}, or overwrite it by --force"

@@ -120,9 +120,7 @@ def _differing(
 
 
 def _steps(comparison: Comparison, kind: str) -> tuple[list[int], int]:
-    """Return the compared steps at which both runs have digests of `kind`, and the number of steps at which only one
-    has.
-    """
+    """Return the compared steps at which both runs have digests of `kind`, and at how many only one has."""
     pairs = list(zip(comparison.a.steps, comparison.b.steps, strict=False))[: comparison.steps_compared]
     sides = {a.step: sum(getattr(record, kind) is not None for record in (a, b)) for a, b in pairs}
     return [step for step, has in sides.items() if has == 2], list(sides.values()).count(1)
@@ -191,10 +189,7 @@ class Measured:
 
 
 def measure(comparison: Comparison) -> tuple[Measured, ...]:
-    """All tensors that both runs dumped at a compared step, by step and name.
-
-    LedgerError: dumps are damaged, or their shapes differ.
-    """
+    """Measure the tensors that both dumped at a compared step. LedgerError: dumps are damaged, or shapes differ."""
     folders = [ledger.run_directory for ledger in (comparison.a, comparison.b)]
     left, right = (set(dumps.steps(folder)) if folder else set[int]() for folder in folders)
     tensors = []

@@ -118,9 +118,7 @@ def gather(
 
 
 def bisected(*runs: Run) -> Bisected | None:
-    """Return the newest answer of `tpi bisect` about two runs or about its own, beside or around them; None: there is
-    none.
-    """
+    """Return the newest answer of `tpi bisect` about these runs, beside or around them; None: there is none."""
     folders = {run.ledger.run_directory.resolve() for run in runs if run.ledger.run_directory}
     around = {above for folder in folders for above in folder.parents[:2]}
     files = {file for above in around for file in (*above.glob(BISECT), *above.glob(f"*/{BISECT}"))}

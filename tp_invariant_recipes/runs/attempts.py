@@ -48,10 +48,7 @@ def end(run_dir: RunDir, outcome: str, why: str | None = None, *, requeued: bool
 
 
 def completed(run_dir: RunDir) -> bytes:
-    """Return what `run.json` will hold once the last attempt, which is at its last step, has ended well.
-
-    Raises RunError.
-    """
+    """Return what `run.json` will hold once the last attempt has ended well. Raises RunError."""
     return text_of(run_dir.run, _ended(run_dir, "completed", None, requeued=False)).encode()
 
 
@@ -61,7 +58,6 @@ def _ended(run_dir: RunDir, outcome: str, why: str | None, *, requeued: bool) ->
 
 
 def _with_attempts(run_dir: RunDir, attempts: Sequence[Attempt]) -> dict[str, Any]:
-    """Return what `run.json` holds, with these attempts."""
     return run_dir.read_run() | {"attempts": [attempt.as_json() for attempt in attempts]}
 
 
@@ -76,10 +72,7 @@ def refused(run_dir: RunDir, why: str, job: AttemptJob | None) -> None:
 
 
 def consecutive_failures(attempts: Sequence[Attempt], start: int) -> int:
-    """How many of the latest attempts, back to one that did not, began at step `start` and failed.
-
-    An attempt that was stopped by a signal has not failed.
-    """
+    """How many of the latest attempts began at step `start` and failed; one that a signal stopped has not."""
     count = 0
     for attempt in reversed(attempts):
         if attempt.from_step != start or attempt.outcome in ("completed", "stopped"):

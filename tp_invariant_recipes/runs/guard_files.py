@@ -48,10 +48,7 @@ def distrust(run_dir: RunDir, rank: int, untrusted: Untrusted) -> None:
 
 
 def unsettled(run_dir: RunDir) -> Untrusted | None:
-    """Return what the ranks have noted since the last `settle`, together; None: nothing.
-
-    Raises CheckpointError: it cannot be read.
-    """
+    """Return what ranks have noted since the last `settle`, together; None: nothing. CheckpointError: it is damaged."""
     try:
         notes = [checked(Untrusted, parse_json(read_limited(file, MIB))) for file in _noted(run_dir)]
     except (OSError, ValueError) as error:
@@ -63,10 +60,7 @@ def unsettled(run_dir: RunDir) -> Untrusted | None:
 
 
 def settle(run_dir: RunDir) -> Untrusted | None:
-    """Move the checkpoints aside that a fault has made untrusted, and return what was noted.
-
-    Raises CheckpointError: it cannot be read.
-    """
+    """Set untrusted checkpoints aside, and return what was noted. CheckpointError: it cannot be read."""
     untrusted = unsettled(run_dir)
     if untrusted is not None and run_dir.checkpoints.is_dir():
         checkpoints.set_aside(run_dir.checkpoints, after=untrusted.trusted)

@@ -26,10 +26,7 @@ class IndexManifest(Record):
 
 
 def remove_unrecorded(cache: Path) -> list[str]:
-    """Remove the files that the manifest does not list, or lists with another digest; Megatron builds them again.
-
-    Returns their paths in the cache. Raises RunError: the manifest cannot be read.
-    """
+    """Remove files that the manifest lacks or contradicts, which Megatron builds again, and return them. RunError."""
     recorded = _read(cache)
     wrong = [name for name, file in described(cache).items() if recorded.get(name) != file]
     for name in wrong:

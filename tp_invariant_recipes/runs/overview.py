@@ -99,10 +99,7 @@ class RunRow:
 
 
 def rows(folder: Path) -> list[RunRow]:
-    """All runs below a folder, or the folder's own; those whose last attempt began first come first.
-
-    Raises RunError when there is no such folder.
-    """
+    """All runs below a folder, or its own, by when their last attempt began. RunError: there is no such folder."""
     if not folder.is_dir():
         raise RunError(f"{folder}: there is no such folder")
     own = functools.cache(_of_a_command)
@@ -111,7 +108,6 @@ def rows(folder: Path) -> list[RunRow]:
 
 
 def _of_a_command(folder: Path) -> bool:
-    """Whether a command of `MAKERS` made the runs in this folder."""
     return MatrixDir(folder).matrix.exists()
 
 
@@ -201,7 +197,6 @@ def _goes_on(run: RunRow, iters: int | None) -> bool:
 
 
 def _damage(run_dir: RunDir, error: RunError) -> str:
-    """Why `run.json` cannot be read."""
     try:
         if not run_dir.run.is_file():
             return "run.json is not a file" if run_dir.run.exists() else "run.json is missing"
@@ -241,6 +236,5 @@ def _directories(folder: Path) -> Iterator[Path | tuple[Path, str]]:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """Return the folders in a folder. Raises OSError."""
     with os.scandir(folder) as entries:
         return [folder / entry.name for entry in entries if entry.is_dir()]

@@ -114,7 +114,6 @@ class RunDir:
             raise RunError(cannot_write(file, error)) from error
 
     def _read(self, file: Path, parse: Callable[[bytes], Any], kind: Any = Any, limit: int = run_files.LARGEST) -> Any:
-        """Return a file of this type. Raises RunError, which names the file and the field."""
         try:
             return checked(kind, parse(read_limited(file, limit)))
         except (OSError, ValueError) as error:
@@ -167,10 +166,7 @@ def check_free(requested: str | Path, key: str = "run.dir=", taken: str = TAKEN)
 
 
 def choose(requested: str | None, name: str) -> RunDir:
-    """Return the directory of a new run: as requested, or `runs/NAME-DATE-TIME`.
-
-    Raises RunError when the requested one already holds something: a run is never overwritten.
-    """
+    """Return the directory of a new run: as requested, or `runs/NAME-DATE-TIME`. RunError: it holds something."""
     if requested is not None:
         return RunDir(check_free(requested))
     name = name.partition("recipe=")[0] + name.partition("recipe=")[2].rpartition(":")[2] if "recipe=" in name else name
@@ -180,10 +176,7 @@ def choose(requested: str | None, name: str) -> RunDir:
 
 
 def choose_for_several(requested: Path | None, name: str) -> Path:
-    """Return the directory of a command that makes several runs: `--dir` as requested, or `runs/NAME-DATE-TIME`.
-
-    Raises RunError when the requested one exists and is not an empty directory.
-    """
+    """Return the directory of several runs: --dir, or `runs/NAME-DATE-TIME`. RunError: it is not an empty directory."""
     if requested is None:
         return choose(None, name).path
     return check_free(

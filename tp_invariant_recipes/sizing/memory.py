@@ -94,10 +94,7 @@ class Estimate:
         return self.ranks * self.rank + self.shared
 
     def least(self, error: float) -> float:
-        """Bytes that the rank needs even if all that is not counted exactly is estimated too high by this part of it.
-
-        Parts that some key changes in a way that the estimate does not follow are left out.
-        """
+        """Bytes that the rank needs even if all that is estimated, and followed, is this part of it too high."""
         omitted = {part for parts in self.unfollowed.values() for part in parts}
         certain = {part: size for part, size in self.parts.items() if part not in omitted}
         return sum(size * (1 if part in COUNTED else 1 - error) for part, size in certain.items())
@@ -128,7 +125,6 @@ def _set(config: RunConfig, key: str) -> bool:
 
 
 def _stage(config: RunConfig, at: Layout, stage: int) -> dict[str, int]:
-    """Bytes of a rank of one pipeline stage, by part."""
     held = _layers(config, at, stage)
     weights, matrices = (_sum(config, held, count) for count in (size.weights, size.matrices))
     last = stage == at.pp - 1
@@ -172,7 +168,6 @@ def _tied(config: RunConfig, at: Layout) -> bool:
 
 
 def _sum(config: RunConfig, held: Counter[str], counted: Callable[[ModelShape, str], Weights]) -> Weights:
-    """Return what `counted` counts of all parts of some layers."""
     parts = (counted(config.shape, part) * count for layer, count in held.items() for part in layer)
     return sum(parts, Weights())
 
@@ -287,7 +282,6 @@ def _sharded(config: RunConfig) -> bool:
 
 
 def _gradient(config: RunConfig, half: int) -> int:
-    """Bytes of a gradient in Megatron's buffer."""
     precision = config.mixed_precision
     if isinstance(precision, str):  # Bridge's recipes of this name decide, not the section ddp
         return half if precision.startswith("fp16") else FP32

@@ -10,10 +10,7 @@ GRADIENT, UPDATE = 4, 4  # bytes of a parameter's
 
 
 def recorded(config: RunConfig, steps: int, *, weights: bool) -> int:
-    """Bytes of a recording of some steps. Every replica records what it holds.
-
-    weights: whether it has those before the first step.
-    """
+    """Bytes of a recording, by every replica, of some steps, and of the `weights` before the first."""
     element, at = activations.element(config), config.layout
     tokens = config.train["global_batch_size"] * config.shape.sequence
     layers = sum(size.layers(config.shape).values())

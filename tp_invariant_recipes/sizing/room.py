@@ -26,10 +26,7 @@ class Room:
 
 
 def room(config: RunConfig, *, here: bool) -> Room | None:
-    """Return the memory of the run's GPUs or node. None: not known.
-
-    here: whether its ranks will run on this machine.
-    """
+    """Return the memory of the run's GPUs or node; None: not known. here: whether ranks run on this machine."""
     if config.device.kind == "gpu":
         visible = gpus.visible() if here else []
         if visible:
@@ -41,11 +38,7 @@ def room(config: RunConfig, *, here: bool) -> Room | None:
 
 
 def problems(config: RunConfig, *, here: bool) -> list[str]:
-    """Return the reason why the run cannot fit, with the figures and the overrides that lower them; empty if it may
-    fit.
-
-    here: as for `room`.
-    """
+    """Return why the run cannot fit, with the overrides that lower the figures; empty: it may. here: as of `room`."""
     there = room(config, here=here) if config.device.check_memory else None
     if there is None:
         return []

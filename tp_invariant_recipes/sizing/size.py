@@ -199,7 +199,6 @@ def norm(model: ModelShape) -> int:
 
 
 def _head_norms(model: ModelShape, w: Widths) -> int:
-    """Parameters of the norms of queries and keys."""
     if not model.head_norms:
         return 0
     return w.query + w.key if families.family_of(model.fields) == families.OF_ALL_HEADS else 2 * w.query // model.heads
@@ -212,10 +211,7 @@ def norms(model: ModelShape) -> int:
 
 
 def adapters(model: ModelShape, part: str, dim: int, targets: Collection[str], *, shared: bool = True) -> Weights:
-    """Return the parameters of the adapters of one part of a layer. targets: the linear layers that have one.
-
-    shared: the experts of a layer share theirs.
-    """
+    """Return the parameters of a part's adapters on the layers `targets`. shared: experts of a layer share theirs."""
     w = widths(model)
     if part == EXPERTS:
         each, beside = (
@@ -262,10 +258,7 @@ def positions(model: ModelShape) -> Weights:
 
 
 def ahead(model: ModelShape, counted: Callable[[ModelShape, str], Weights] = weights) -> Weights:
-    """Return the parameters of multi-token prediction: of each depth its layers, a projection and three norms.
-
-    counted: what counts; `matrices`: those.
-    """
+    """Return the parameters of multi-token prediction, or its matrices: by depth layers, a projection, three norms."""
     depths, hidden = model.depths, model.hidden
     if not depths:
         return Weights()

@@ -87,10 +87,7 @@ class Heartbeats:
             time.sleep(POLL)
 
     def begin(self, index: int) -> None:
-        """Have this process be the rank at this place: from here on it answers WRITE_FRAMES and gives signs.
-
-        Its standard error is the rank's log.
-        """
+        """Make this process the rank at this place: it gives signs, and answers WRITE_FRAMES on standard error."""
         global _mine  # noqa: PLW0603  one of a process
         faulthandler.register(WRITE_FRAMES, file=2, all_threads=True)
         self._memory[index * self.FIELDS + 3] = threading.main_thread().ident or 0
@@ -109,7 +106,6 @@ def sign(phase: Phase, step: int | None = None) -> None:
 
 
 def _signs(phase: Phase) -> Callable[[Any, Any], None]:
-    """Return a callback's method that gives a sign."""
     return lambda self, context: sign(phase)
 
 

@@ -233,8 +233,6 @@ def _track_resources_here() -> None:
 
 
 class _Tee:
-    """A text stream that writes to two."""
-
     def __init__(self, first: TextIO, second: TextIO) -> None:
         self._first, self._second = first, second
 

@@ -110,10 +110,7 @@ REPLACEMENTS = (
 
 
 def finalized() -> Path:
-    """Return the folder of the checkpoint whose files all ranks have written last.
-
-    A save beside the steps ends later ones.
-    """
+    """Return the folder of the checkpoint that all ranks have written last; saves beside the steps end later."""
     return _finalized[0]
 
 

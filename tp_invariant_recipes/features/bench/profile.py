@@ -123,10 +123,7 @@ def _kernel_times(times: Iterable[tuple[str, float]], steps: int) -> tuple[Kerne
 
 
 def step(events: Iterable[dict[str, Any]]) -> Trace:
-    """Return the mean step of a trace's events. Only what starts inside a marked step counts.
-
-    Raises ValueError when no step is marked.
-    """
+    """Return the mean step of a trace, of what starts inside marked steps. Raises ValueError: no step is marked."""
     steps, inside = _marked_steps([e for e in events if e.get("ph") == "X"])
     counted = [e for e in inside if e.get("cat") in ON_GPU]
     times = [(e["name"], e["dur"]) for e in counted]

@@ -72,10 +72,7 @@ def new(
     directory: Path | None,
     how: Planning = TO_TRAIN,
 ) -> Bench:
-    """Plan a benchmark. It writes nothing. Raises a TpiError that lists the problems of all modes.
-
-    traced: whether a traced pass of each mode follows the rounds.
-    """
+    """Plan a benchmark; nothing is written. Raises a TpiError that lists the problems of all modes."""
     decided, sound = reserved.check("bench", parse_all(overrides))
     problems = [*_count_problems(rounds, warmup, steps), *_modes_problems(modes), *decided]
     length = min(max(warmup + steps, 1), LARGEST)
@@ -111,11 +108,7 @@ def _composed_alike(
 
 
 def execute(bench: Bench, watch: Callable[[], None]) -> dict[str, Any]:
-    """Write the directory, train every pass, and return the contents of `bench.json`. Raises RunError; Interrupted
-    by Ctrl-C.
-
-    watch: called while the ranks live, to show progress.
-    """
+    """Write the directory, train every pass, and return what `bench.json` holds. Raises RunError, Interrupted."""
     with locked_empty(bench.directory):
         job = replace(bench.first, run_dir=bench.directory)
         stopped = f"the benchmark was stopped before its end; the steps it took: {bench.directory.figures(0)}"
@@ -220,7 +213,6 @@ def _composed(
 
 
 def _named(mode: str) -> tuple[str, set[str]]:
-    """Return the numerics that a mode of --modes has, and what is added to it."""
     extras: set[str] = set()
     while extra := next((suffix for suffix in (DIGESTS, GUARD) if mode.endswith(suffix)), None):
         mode = mode.removesuffix(extra)
@@ -241,7 +233,6 @@ def _device(first: Plan) -> dict[str, Any]:
 
 
 def _modes(bench: Bench) -> list[dict[str, Any]]:
-    """One entry per mode, with its rounds and its costs relative to the first mode."""
     ranks = [bench.directory.read_figures(rank) for rank in range(bench.first.layout.world)]
     measured: dict[str, list[dict[str, Any]]] = {mode: [] for mode in bench.plans}
     for number, bench_pass in enumerate(bench.passes):
@@ -252,7 +243,6 @@ def _modes(bench: Bench) -> list[dict[str, Any]]:
 
 
 def _round(ranks: list[list[Figures]], number: int) -> dict[str, Any]:
-    """Return the figures of one pass over all ranks."""
     lines = [[line for line in rank if line.pass_ == number and line.counts] for rank in ranks]
     steps = zip(*([line.seconds for line in rank] for rank in lines), strict=True)
     milliseconds = [1000 * max(step) for step in steps]  # a step takes as long as its slowest rank

@@ -47,9 +47,7 @@ def _traced_inputs(placed: Comparison, step: int, module: str, directions: Itera
 
 
 def module_of(placed: Comparison) -> str | None:
-    """Return the module at which the runs first differ; for a parameter's gradient or weight, the module traced with
-    it.
-    """
+    """Return the module at which the runs first differ; of a parameter's tensor, the module traced with it."""
     first = placed.first
     if first is None or _kind(first) not in DUMPED:
         return None

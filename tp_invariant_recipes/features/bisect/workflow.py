@@ -109,10 +109,7 @@ def plans(
 
 
 def execute(bisection: Bisection, watch: Watch) -> dict[str, Any]:
-    """Train, compare, and return the contents of `bisect.json`. Raises a TpiError when a run cannot be trained again.
-
-    watch: as for `tpi verify`.
-    """
+    """Train, compare, and return what `bisect.json` holds. watch: as for `tpi verify`. Raises a TpiError."""
     try:
         equal_until, both = _planned(bisection)
         with locked_empty(bisection.directory):
@@ -187,8 +184,6 @@ def _rerun(ledger: Ledger, run_dir: RunDir, steps: tuple[int, int], equal_until:
 
 @contextmanager
 def _environment(recorded: dict[str, str]) -> Iterator[None]:
-    """Set the recorded environment variables of a run, except MACHINE_VARIABLES."""
-
     def of_a_run(variables: Mapping[str, str]) -> dict[str, str]:
         return {k: v for k, v in variables.items() if not any(fnmatchcase(k, pattern) for pattern in MACHINE_VARIABLES)}
 
@@ -204,10 +199,7 @@ def _environment(recorded: dict[str, str]) -> Iterator[None]:
 
 
 def _last_equal(originals: Sequence[Ledger], step: int) -> int:
-    """Return the last step before `step` after which both runs recorded weights, and equal ones; 0: the start.
-
-    An equal loss or norm does not prove equal weights.
-    """
+    """Return the last step before `step` after which both recorded equal weights (a loss proves none); 0: the start."""
     pairs = zip(*(ledger.steps[: step - 1] for ledger in originals), strict=True)
     digests = ((a.step, ((a.masters, b.masters), (a.weights, b.weights))) for a, b in pairs)
     return max((number for number, both in digests if any(None not in pair for pair in both)), default=0)
@@ -231,7 +223,6 @@ def _start(original: RunDir, ledger: Ledger, last: int) -> checkpoints.RunCheckp
 
 
 def _lines(ledger: Ledger, steps: int) -> bytes:
-    """Return the header and the first `steps` steps of a ledger, unchanged."""
     if not steps:
         return b""
     return b"".join(line + b"\n" for line in contents(ledger.path).split(b"\n")[: steps + 1])

@@ -85,7 +85,6 @@ class Export:
         return {name for name, _ in family.tensors(family.sizes(self.model))}
 
     def _chunks(self) -> list[Any]:
-        """Return the model with the weights of the checkpoint."""
         chunks = _model(self.model, torch.float32 if self.masters else _dtype(self.checkpoint))
         load_weights(chunks, self.checkpoint, _masters(self.checkpoint) if self.masters else "")
         return chunks
@@ -126,7 +125,6 @@ class Export:
 
 @contextmanager
 def _single_rank_world() -> Iterator[None]:
-    """In the block, this process is the only rank of Megatron's groups."""
     from megatron.core import parallel_state
 
     dist.init_process_group("gloo", world_size=1, rank=0)
@@ -145,7 +143,6 @@ def _metadata(checkpoint: Path) -> dict[str, Any]:
 
 
 def _dtype(checkpoint: Path) -> torch.dtype:
-    """Return the type of a checkpoint's weights."""
     return _metadata(checkpoint)["embedding.word_embeddings.weight"].properties.dtype
 
 
@@ -161,7 +158,6 @@ def _base_dtype(adapters: Adapters) -> torch.dtype:
 
 
 def _masters(checkpoint: Path) -> str:
-    """Return the prefix of a checkpoint's master weights."""
     there = _metadata(checkpoint)
     return next((prefix for prefix in MASTERS if any(name.startswith(prefix) for name in there)), MASTERS[0])
 
@@ -209,10 +205,7 @@ def _model(model: dict[str, Any], dtype: torch.dtype) -> list[Any]:
 
 
 def of_all_experts(value: Any) -> Any:
-    """Return an expert's adapter as the checkpoint has it that all experts share: without the dimension of experts.
-
-    value: a ShardedTensor, or the factory of several, of Megatron-Core.
-    """
+    """Return an expert's adapter, a ShardedTensor or a factory, without the dimension of experts: all share it."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     if isinstance(value, ShardedTensor):
@@ -279,10 +272,7 @@ def is_weight(name: str) -> bool:
 
 
 def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], wanted: set[str]) -> None:
-    """Write tensors as they come, in files of about SHARD bytes, and an index if there are several.
-
-    Raises RunError: they are not those wanted.
-    """
+    """Write tensors as they come, in files of about SHARD bytes, with an index. RunError: they are not those wanted."""
     held: dict[str, Tensor] = {}
     index: dict[str, int] = {}  # tensor -> number of its file
     written: list[Path] = []

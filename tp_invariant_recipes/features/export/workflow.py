@@ -117,10 +117,7 @@ def checkpoint_of(run_dir: RunDir, identity_hash: str, step: int | None) -> RunC
 
 
 def _describe(folder: Path, config: RunConfig, family: hf_models.Family, *, masters: bool) -> tuple[str, ...]:
-    """Write config.json, and copy the tokenizer of the folder that the run has started from, if it is still there.
-
-    Returns the names of the files that were copied.
-    """
+    """Write config.json, copy the tokenizer of the folder that the run started from, and return the files copied."""
     source = config.weights.folder
     dtype = "float32" if masters or config.mixed_precision is None else "bfloat16"
     written = hf_models.config_of(family, config.model, dtype)
@@ -138,7 +135,6 @@ def _describe(folder: Path, config: RunConfig, family: hf_models.Family, *, mast
 
 
 def _same_model(folder: Path, model: dict[str, Any]) -> bool:
-    """Return whether a folder is still one of this model."""
     try:
         return not hf_models.problems(model, weights.read(folder))
     except ConfigError:
@@ -157,10 +153,7 @@ def _check_norms(config: RunConfig) -> None:
 
 
 def _adapters(config: RunConfig, identity: Mapping[str, Any], *, merge: bool) -> "Adapters":
-    """Return the adapters of a run, and where the weights are that they adapt.
-
-    Raises a TpiError: they are not there.
-    """
+    """Return the adapters of a run, and where the weights are that they adapt. Raises a TpiError: they are gone."""
     _check_norms(config)
     from tp_invariant_recipes.features.export.rank import Adapters
 

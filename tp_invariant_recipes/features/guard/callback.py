@@ -147,7 +147,6 @@ class Guard(AroundOptimizerStep):
         return min(self._good, step - 1) if self._shadows else max(0, step - 1 - self.settings.every)
 
     def _due(self) -> Shadow | None:
-        """Return what runs the passes of a shadow step; None: the step is none."""
         return self._shadow if self._in_full(self._step) else None
 
     def _in_full(self, step: int) -> bool:
@@ -206,5 +205,4 @@ class Guard(AroundOptimizerStep):
 
 
 def _surest(findings: Sequence[WrongBits]) -> WrongBits | None:
-    """Return the first with the fewest suspects."""
     return min(findings, key=lambda finding: len(finding.ranks), default=None)

@@ -63,8 +63,7 @@ def machine() -> dict[str, str]:
 
 
 class Reporter:
-    """Writes what this rank has found. everyone: all ranks. trusted: the last step whose checkpoint is, for a fault at
-    a step."""
+    """Writes what this rank has found. everyone: all ranks."""
 
     def __init__(self, run_dir: RunDir, rank: int, everyone: list[Suspect], numerics: NumericsSettings) -> None:
         self.run_dir, self.rank, self.everyone, self.numerics = run_dir, rank, everyone, numerics

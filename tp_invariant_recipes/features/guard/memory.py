@@ -47,10 +47,7 @@ class NamedLanes:
 
 
 class Replicas:
-    """The parameters of this rank, and the groups of ranks that hold the same.
-
-    names: parameter → name, in one order on all replicas.
-    """
+    """The parameters of this rank, and the groups of ranks that hold the same. names: in one order on all replicas."""
 
     def __init__(self, names: dict[Tensor, str], judge: Judge) -> None:
         self.judge, self._lanes = judge, NamedLanes()
@@ -64,10 +61,7 @@ class Replicas:
         ]
 
     def compare(self, step: int, turns: range | None = None) -> None:
-        """Have the digests of the step's turn compared with those of the other replicas. A collective of each group.
-
-        turns: others than the step's own.
-        """
+        """Compare the digests of the step's turn, or of `turns`, with other replicas'. A collective of each group."""
         for turn in turns or range(step % TURNS, step % TURNS + 1):
             for number, (group, named) in enumerate(self._groups):
                 if named[turn::TURNS] and group.size() > 1:
@@ -122,7 +116,6 @@ class Memory:
             self._taken = step, named, lanes, lanes()
 
     def _lanes_of(self, turn: int | None, *, weights: bool) -> tuple[list[str], Lanes]:
-        """Names and lanes of a turn's tensors; of all, for None."""
         named = [
             (f"{kind} of {self.names.get(slot.owner, 'a parameter')}", values)
             for slot in (self.state.slots if turn is None else self.state.slots[turn::TURNS])

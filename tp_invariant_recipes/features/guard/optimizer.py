@@ -44,8 +44,7 @@ class Update:
         return repeated(self.wrapped, self.group, self.inputs, self.updates)
 
     def unlike(self, recomputed: dict[str, Tensor] | None = None) -> UnlikeBits | None:
-        """How the results differ from others; None given: from those that the host computes. What lies on a GPU is
-        fetched."""
+        """How the results differ from others, on the host; None given: from those that the host computes."""
         self.inputs, self.results = _on_host(self.inputs), _on_host(self.results)
         computed = _on_host(self.recompute() if recomputed is None else recomputed)
         differences = (difference(self.results[name], computed[name]) for name in self.results)

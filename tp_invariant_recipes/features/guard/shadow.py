@@ -120,7 +120,6 @@ class Shadow:
         return result
 
     def _pairs(self, own: list[Event], shadow: list[Event], group: Any) -> list[ReplicaPair]:
-        """Pair the two ranks that have computed each replica's data shard."""
         size = group.size()
         every = gathered([hash_of(own), hash_of(shadow)], group)
         unlike = [n for n in range(size) if every[n][0] != every[(n - self.rank_distance) % size][1]]
@@ -172,9 +171,7 @@ def _joined(own: list[Any], shadow: list[Any]) -> list[Any]:
 
 
 def _taken(kwargs: dict[str, Any], count: int) -> tuple[list[Any], dict[str, Any]]:
-    """Return the first micro-batches of each model chunk's iterator, and the arguments with iterators that still have
-    them.
-    """
+    """Return the first micro-batches of each chunk's iterator, and arguments whose iterators still have them."""
     data = kwargs["data_iterator"]
     iterators = data if isinstance(data, list) else [data]
     taken = [None if iterator is None else [next(iterator) for _ in range(count)] for iterator in iterators]
@@ -186,14 +183,12 @@ def _taken(kwargs: dict[str, Any], count: int) -> tuple[list[Any], dict[str, Any
 
 
 def _ahead(taken: list[Any], rest: Any) -> Iterator[Any]:
-    """Yield an iterator of which some has been taken already."""
     yield from taken
     while True:
         yield next(rest)
 
 
 def _tensors(batch: dict[str, Any]) -> list[str]:
-    """Return the names of a batch's tensors, in the order in which they are sent."""
     return [key for key in sorted(batch) if batch[key] is not None]
 
 
@@ -224,7 +219,6 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _buffers(model: list[Any]) -> list[Tensor]:
-    """Return the buffers of a model's modules."""
     return [buffer for chunk in model for buffer in unwrapped(chunk).buffers()]
 
 

@@ -117,10 +117,7 @@ def first_unlike(own: list[Event], other: list[Event]) -> tuple[str, int] | None
 
 
 def added(own: list[Event], other: list[Event], both: list[Event]) -> list[Event]:
-    """Return the events of two data shards side by side, by the events of each.
-
-    A tensor may belong to no data shard.
-    """
+    """Return the events of two data shards side by side. A tensor may belong to no data shard."""
     events = []
     for (name, a), (_, b), (_, seen) in zip(own, other, both, strict=False):
         total = tuple((x + y + 2**63) % 2**64 - 2**63 for x, y in zip(a, b, strict=True))

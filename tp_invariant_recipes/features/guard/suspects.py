@@ -59,10 +59,7 @@ def of_replicas(pairs: Iterable[ReplicaPair], group: Sequence[int], stage: int) 
 def narrowed(
     suspicion: Suspicion | None, repeated: Iterable[ReplicaPair], group: Sequence[int], judge: str
 ) -> Suspicion | None:
-    """Return the ranks that do not repeat their own bits, if there are any.
-
-    judge: what has told one from the others.
-    """
+    """Return the ranks that do not repeat their own bits, if any. judge: what has told one from the others."""
     unsteady = tuple(sorted(group[pair.own] for pair in repeated if pair.first is not None))
     if suspicion is None or not unsteady:
         return suspicion

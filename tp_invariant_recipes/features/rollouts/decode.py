@@ -129,10 +129,7 @@ class CachedPasses:
         self._seen: dict[tuple[int, bool], Inputs] = {}  # what graphs read
 
     def __call__(self, spans: Sequence[Span]) -> Tensor:
-        """Compute the spans, and draw a token for each that predicts one, in order. No spans: a pass of fillers.
-
-        returns: what `drawn` reads; until then a GPU may still compute.
-        """
+        """Draw a token for each span that predicts one, in order, as `drawn` reads it. No spans: a pass of fillers."""
         inputs = self._inputs(spans)
         longest = max((span.count for span in spans), default=1)
         limited = any(span.sequence.request.sampling.limited for span in spans)

@@ -224,7 +224,6 @@ def _wrong_sizes(**sizes: int) -> list[str]:
 
 
 def _uncovered(chunks: list[Any]) -> list[str]:
-    """Return what these modules have that the engine does not cover."""
     config, pp = chunks[0].config, max(len(chunks), chunks[0].config.pipeline_model_parallel_size)
     numerics = getattr(config, "invariant_mode", None) or mode.STOCK
     ahead = getattr(chunks[0], "mtp_process", False)

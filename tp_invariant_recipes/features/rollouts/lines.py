@@ -65,10 +65,7 @@ def line(prompt: Sequence[int], completion: Completion, decode: Callable[[list[i
 
 
 def places(folder: Path) -> dict[Place, tuple[Path, int, int]]:
-    """Where the completions of a folder are: file, first byte and bytes. What follows a file's last line is cut off.
-
-    Raises RunError: a line is none of these.
-    """
+    """Where the completions are: file, first byte, bytes. A torn last line is cut off. RunError: a line is none."""
     where: dict[Place, tuple[Path, int, int]] = {}
     for part in sorted(folder.glob(PARTS)):
         lines.complete(part)

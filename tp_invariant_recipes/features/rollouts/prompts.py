@@ -41,10 +41,7 @@ def settled(values: Iterable[tuple[str, Any]], base: Sampling) -> Sampling:
 
 
 def end_tokens(folder: Path | None, tokenizer: Codec | None, vocabulary: int) -> tuple[int, ...]:
-    """Find the tokens that end a text: of generation_config.json or config.json, else the tokenizer's.
-
-    folder: of Hugging Face; None: a run's checkpoint.
-    """
+    """Find the tokens that end a text in a folder of Hugging Face; None, or where it names none: the tokenizer's."""
     for name in ("generation_config.json", "config.json") if folder else ():
         file = Path(str(folder)) / name
         try:
@@ -96,7 +93,6 @@ def parse(line: bytes, number: int, tokenizer: Codec | None, sampling: Sampling)
 
 
 def _tokens(key: str, value: Any, tokenizer: Codec | None) -> list[int]:
-    """Return the token ids of a prompt. Raises ValueError."""
     if key == "messages":
         if tokenizer is None:
             raise ValueError("messages need a tokenizer with a chat template: --tokenizer FOLDER")

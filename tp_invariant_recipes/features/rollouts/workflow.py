@@ -122,7 +122,6 @@ def _longest(learned: int | None, cache: int | None) -> int:
 
 
 def _sampling(typed: Sequence[Override]) -> tuple[Sampling, list[str]]:
-    """Return what was typed, and what is wrong with it."""
     problems = [f"{word.text}: one value, not a sweep" for word in typed if word.sweep or word.parsed is None]
     if not problems:
         try:

@@ -26,10 +26,7 @@ class Batch:
 
 
 def padded(length: int, multiple: int) -> int:
-    """Return the tokens that a sequence of this length is computed with.
-
-    multiple: what must divide it, a power of two.
-    """
+    """Return the tokens that a sequence is computed with. multiple: what must divide it, a power of two."""
     step = max(LEAST, multiple, (1 << (length - 1).bit_length()) // (2 * STEPS))
     return -(-length // step) * step
 
@@ -73,5 +70,4 @@ def _divided(places: list[int], most: int) -> Iterator[list[int]]:
 
 
 def _power(most: int) -> int:
-    """Return the largest power of two that is not greater."""
     return 1 << (most.bit_length() - 1)

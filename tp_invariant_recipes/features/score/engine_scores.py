@@ -150,10 +150,7 @@ def _nemo(row: Mapping[str, Any]) -> Spans:
 
 
 def _mask(mask: Any, tokens: Any, first: int = 0) -> list[int]:
-    """Return the unchanged mask; without one all tokens from `first` on.
-
-    ValueError: it is not 0 or 1 for each token.
-    """
+    """Return the mask, without one all tokens from `first` on. ValueError: it is not 0 or 1 for each token."""
     if mask is None:
         return [int(n >= first) for n in range(len(tokens))]
     if not isinstance(mask, list) or len(mask) != len(tokens) or any(bit not in (0, 1) for bit in mask):

@@ -113,7 +113,6 @@ def _number(name: str) -> int:
 
 
 def _unlike(file: Path, key: str, values: np.ndarray, reference: dict[str, np.ndarray]) -> Iterator[str]:
-    """Yield the problems of a tensor of the file."""
     expected = reference.get(f"0/{key}")
     if expected is None:
         yield f"{file}: the model has no {key}"

@@ -135,7 +135,6 @@ def model_of(
 
 
 def _misplaced(source: Path, folder: Path, step: int | None) -> list[str]:
-    """List what is wrong with where the weights are. folder: the source, absolute."""
     if RunDir(source).run.exists():
         return []
     if (folder / weights.CONFIG).is_file():

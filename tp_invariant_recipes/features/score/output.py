@@ -27,10 +27,7 @@ def partial(out: Path) -> RunDir:
 
 
 def finished(out: Path, what: str, serves: Callable[[Any], bool]) -> bool:
-    """Whether OUT is there and serves, given its identity. Raises RunError: it holds others, or was changed since.
-
-    what: its lines, in words.
-    """
+    """Whether OUT serves, given its identity. RunError: it holds others, or was changed. what: its lines, in words."""
     if not out.exists():
         return False
     before = read_json(meta(out))

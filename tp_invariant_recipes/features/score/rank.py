@@ -164,11 +164,7 @@ class Forward:
         self.head = Head(inner, config.numerics.arithmetic, wanted, table, alone=self.alone) if self.last else None
 
     def window(self, window: Sequence[sequences.Sequence], tokens: int) -> list[np.ndarray]:
-        """Return the values of the scored tokens of each sequence, [columns, scored] fp64; on rank 0, elsewhere
-        nothing.
-
-        tokens: of a pass.
-        """
+        """Return the values of each sequence's scored tokens, [columns, scored] fp64, on rank 0. tokens: of a pass."""
         state = self.state
         size, rank = state.get_data_parallel_world_size(), state.get_data_parallel_rank()
         lengths = [len(sequence.tokens) for sequence in window]
@@ -204,7 +200,6 @@ class Forward:
         return self.head(hidden, targets[:, held], places), None
 
     def _held(self, length: int) -> Tensor:
-        """Return the positions that this rank has, on the host."""
         from tp_invariant_recipes.numerics.sums.context_shards import positions
 
         ranks, rank = self.state.get_context_parallel_world_size(), self.state.get_context_parallel_rank()
@@ -213,9 +208,7 @@ class Forward:
     def _gathered(
         self, window: Sequence[sequences.Sequence], passes: Sequence[Batch], outputs: list[Tensor]
     ) -> list[np.ndarray]:
-        """Keep outputs of passes, [columns, b, s/cp], on the last stage. Ranks of a tensor-parallel group have equal
-        ones; those of a context-parallel group have other positions.
-        """
+        """Gather [columns, b, s/cp] of passes from the last stage, of one rank of tp, of all positions of cp."""
         mine: list[tuple[int, np.ndarray, np.ndarray]] = []
         if self.last and self.state.get_tensor_model_parallel_rank() == 0:
             for batch, output in zip(passes, outputs, strict=True):

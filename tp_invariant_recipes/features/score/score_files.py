@@ -57,5 +57,4 @@ def _is_sequence(line: bytes) -> None:
 
 
 def _is_rollout(line: bytes) -> None:
-    """Raise ValueError: it is no row of an engine."""
     engine_scores.parse(parse_object(line, constants=True), 1)

@@ -57,10 +57,7 @@ class VocabularyRows:
 
 
 def compare(scores: Path, file: Path) -> dict[str, int | float]:
-    """Count the entries whose bits differ, and the tokens that have some, of the last tokens of each sequence in both.
-
-    Raises ConfigError: a file beside them does not fit.
-    """
+    """Count entries whose bits differ, and tokens with some, of what both files have. ConfigError: they do not fit."""
     own, other = _spans(scores), _spans(file)
     tables = [_table(path, spans) for path, spans in ((scores, own), (file, other))]
     if tables[0].shape[1] != tables[1].shape[1]:

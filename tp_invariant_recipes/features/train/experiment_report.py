@@ -167,10 +167,7 @@ SENDERS: dict[str, tuple[str, Callable[[Any, Sent], None]]] = {
 
 @contextmanager
 def offline(config: RunConfig, run_dir: RunDir) -> Iterator[None]:
-    """Keep what `logging=comet` logs in the run directory where no key of Comet is set.
-
-    Bridge makes comet_ml.Experiment alone, which ends without a key.
-    """
+    """Keep what `logging=comet` logs in the run directory where no key is set: Bridge's Experiment ends without."""
     if config.logging.kind != "comet" or "COMET_API_KEY" in os.environ:
         yield
         return

@@ -66,10 +66,7 @@ def check_checkpoint(planned: Plan, node: int = 0, nodes: int = 1) -> None:
 
 
 def validate(planned: Plan) -> None:
-    """Build the run's ConfigContainer and let Bridge validate it. Raises ConfigError.
-
-    Imports Bridge, 10 to 20 s, unless the same recipe has passed before.
-    """
+    """Let Bridge validate the run's ConfigContainer (10 to 20 s, unless the recipe has passed). Raises ConfigError."""
     model, config = planned.composed.model, planned.config
     typed = tuple(sorted({override.path for override in planned.composed.overrides}))
     if planned.here:

@@ -93,11 +93,7 @@ def compose_each(model: str, choices: Sequence[Choice], here: bool) -> tuple[dic
 
 
 def with_enough_shards(choices: Sequence[Choice], reference: Ledger | None) -> tuple[Choice, ...]:
-    """Return the choices, with the reference's V, or as many virtual shards as the largest tp * cp, if the default has
-    fewer.
-
-    A value that the user gives stays.
-    """
+    """Return the choices with the reference's V, else one for the largest tp * cp; never in place of a given V."""
     key = "numerics.virtual_shards"
     wanted = reference.header.numerics.get("virtual_shards") if reference else None
     if wanted is None:
@@ -161,10 +157,7 @@ def _shards(choices: Sequence[Choice], configs: Mapping[str, RunConfig], key: st
 
 
 def named(choice: Choice, composed: Composed) -> Choice:
-    """Return the choice with a name.
-
-    If no key has several values, the only cell is named by its tensor-parallel degree.
-    """
+    """Return the choice with a name: the only cell, which no key tells from others, has its tp's."""
     tp = composed.config.layout.tp
     return choice if choice.name else replace(choice, name=f"tp{tp}", label=f"tp={tp}")
 
@@ -218,7 +211,6 @@ def _command_that_fits(
 
 
 def _changed_command(requested: Sequence[Override], key: str, values: str) -> str:
-    """Return this process's command with other values of a key."""
     typed = given(requested, parse(f"{key}=1").path)
     words = [f"{key}={values}" if typed and word == typed.text else word for word in sys.argv[1:]]
     return shlex.join(["tpi", *words, *([] if typed else [f"{key}={values}"])])

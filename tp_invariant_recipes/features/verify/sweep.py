@@ -95,10 +95,7 @@ class Swept:
 def new(
     model: str, overrides: Sequence[str | Override], *, directory: Path | None, how: Planning = TO_TRAIN
 ) -> Verification:
-    """Plan all runs. It writes only the data cache. Raises a TpiError that lists the problems of all.
-
-    The keys may be any; the values of one make other experiments or not.
-    """
+    """Plan all runs, whatever the keys. It writes only the data cache. TpiError: lists the problems of all."""
     requested = parse_all(overrides)
     problems, sound = reserved.check("sweep", requested)
     axes, choices = matrix.spread(sound, problems)

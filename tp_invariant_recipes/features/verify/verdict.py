@@ -177,7 +177,6 @@ def examine(where: MatrixDir, cell: Cell) -> CellResult:
 
 
 def _ended(where: MatrixDir, cell: Cell, ledger: Ledger | None) -> tuple[str, str | None]:
-    """State and reason of a cell that did not run to its end."""
     run = where.cell(cell.name)
     at = f"at step {len(ledger.steps) if ledger else 0} of {cell.steps}"
     so_far = attempts.read_attempts(run)
@@ -274,7 +273,6 @@ def _verdict(
     different: CellResult | None,
     reference: CellResult,
 ) -> tuple[str, str]:
-    """Return the verdict on all rows, and its sentence."""
     if faulty or not compared:
         return INCOMPLETE, _incomplete(faulty, compared, different, reference)
     if any(row.state == Verdict.NOT_COMPARABLE.value for row in compared):

@@ -148,10 +148,7 @@ def _device(where: MatrixDir, requested: Matrix) -> str:
 
 
 def _replanned(requested: Matrix, cell: Cell, where: MatrixDir, how: Planning, device: str | None) -> Plan:
-    """Return the plan of a cell that begins anew; device None: that goes on.
-
-    Raises ConfigError: it would be another run.
-    """
+    """Return the plan of a cell that begins anew; device None: goes on. ConfigError: it would be another run."""
     run = where.cell(cell.name)
     if device is None:
         request = RunRequest(None, (), run.path)
@@ -216,7 +213,6 @@ def train_cells(verification: Verification, watch: Watch, *, exitfirst: bool = F
 
 
 def _passes(verification: Verification, cell: Cell) -> bool:
-    """Return whether a cell that has ended is the reference or identical with it."""
     where = verification.directory
     rows = verdict_on(where.path, _against_path(verification.matrix)).rows
     return next(row.state for row in rows if row.run == where.cell(cell.name).path) in PASSED
@@ -252,10 +248,7 @@ def _train(cell: Cell, planned: Plan, watch: Watch) -> Ended | None:
 
 @contextmanager
 def _interruptible() -> Iterator[Stop]:
-    """Treat SIGTERM between two trainings as Ctrl-C. During a training the launcher of its ranks handles both.
-
-    Yields the count of the SIGTERMs between trainings.
-    """
+    """Treat SIGTERM between two trainings as Ctrl-C, and count it; during one its launcher handles both."""
     stop = Stop()
 
     def interrupt(*_: Any) -> None:

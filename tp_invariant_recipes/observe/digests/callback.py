@@ -172,10 +172,7 @@ class Digests(AroundOptimizerStep):
         self._report()
 
     def close(self) -> None:
-        """Report what there is, after a failure: without waiting for other ranks, which may be gone.
-
-        A step whose digests the ranks have not put together is reported without.
-        """
+        """After a failure report what there is, without waiting for ranks that may be gone: a step without digests."""
         if self._merging and self._merging.done.query():
             self._report(alone=True)
         if self._merging is None and (self._ended is not None or self._unmerged):
@@ -232,7 +229,6 @@ class Digests(AroundOptimizerStep):
             raise RunError(text)
 
     def _now(self, sums: Sequence[Sums]) -> Recorded:
-        """Return the digests of what is in memory, before training."""
         return read_digests(self._merged([kind_sums.started() for kind_sums in sums]), texts=self._told)
 
     def _moments_now(self) -> Sums:
@@ -254,7 +250,6 @@ class Digests(AroundOptimizerStep):
             self._unmerged, self._taken = [*self._taken, *(kind_sums.started() for kind_sums in after)], []
 
     def _merge(self) -> None:
-        """Put together what all ranks have of what has been started."""
         taken, self._unmerged = self._unmerged, []
         if taken:
             self._merging = self._merged(taken)

@@ -90,10 +90,7 @@ def split(merged: Any) -> tuple[Any, Any]:
 
 
 def read_digests(merging: Merging, *, texts: bool = True, alone: bool = False) -> Recorded:
-    """Return the digests, once the GPU has them. texts: make them; replicas are compared without.
-
-    alone: do not ask the other ranks which of them disagree.
-    """
+    """Return the digests, once the GPU has them. texts: make them. alone: do not ask other ranks which disagree."""
     merging.done.synchronize()
     lanes, checks = split(merging.merged.numpy())
     recorded: dict[str, dict[str, str] | None] = {}
@@ -105,11 +102,7 @@ def read_digests(merging: Merging, *, texts: bool = True, alone: bool = False) -
 
 
 def _diverged(merging: Merging, checks: np.ndarray, alone: bool) -> Diverged:
-    """Return the tensors of which replicas disagree, or that do not follow from master weights, and which ranks hold
-    what.
-
-    checks: of every tensor, int64 [tensors, CHECKS]. alone: do not ask the others.
-    """
+    """Return the tensors whose ranks disagree, and the ranks. checks: [tensors, CHECKS]. alone: ask no other rank."""
     if not checks.any():
         return ()
     unequal, unlike = (checks[:, :LANES] != 0).any(axis=1), checks[:, LANES] > 0

@@ -78,10 +78,7 @@ class Sums:
         self._starts = np.array(starts, dtype=np.uint64).reshape(-1, LANES)
 
     def _extents(self, device: torch.device) -> Tensor:
-        """Of every tensor, the sums that tell whether the ranks have all of it: int64 [tensors, EXTENT].
-
-        A collective of the whole world.
-        """
+        """Sum what tells whether ranks have all of each tensor: [tensors, EXTENT]. A collective of the world."""
         sums = torch.zeros((len(self.names), EXTENT), dtype=torch.int64)
         for tensor, place, first in zip(self.tensor, self.places, self.first, strict=True):
             if first:
@@ -114,7 +111,6 @@ class Sums:
 
     @functools.cached_property
     def _written(self) -> list[str]:
-        """The names of the digests that the ledger has, in order."""
         names = self.names if self._recorded is None else [name for name in self.names if name in self._recorded]
         return list(dict.fromkeys(map(stacked_name, names))) if self.stacked else names
 
