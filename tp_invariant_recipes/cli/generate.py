@@ -45,11 +45,11 @@ def generate(
     """
     needed.check("tpi generate", needed.TRAINING)
     from tp_invariant_recipes.features.rollouts import workflow
-    from tp_invariant_recipes.features.score import output, score_files
+    from tp_invariant_recipes.features.score import output
     from tp_invariant_recipes.launch import progress
 
     where = out or Path(f"{file.name.removesuffix('.jsonl')}.rollouts.jsonl")
-    score_files.check_written([where])
+    output.check_written([where])
     output.check_unchanged(where.expanduser())
     console = terminal.console_of_its_own()
     engine = {"sequences": batch, "chunk": chunk, "tokens": cache, "graphs": graphs}

@@ -65,7 +65,7 @@ def _check_machine(record: Evidence) -> None:
         return
     import torch
 
-    from tp_invariant_recipes.features.guard.fault import machine
+    from tp_invariant_recipes.features.guard.judge import machine
 
     if any(suspect.uuid for suspect in record.suspects):
         raise RunError("a library on a GPU has computed these bits, and only its own repetition could tell")

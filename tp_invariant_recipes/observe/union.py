@@ -1,17 +1,37 @@
-"""What all ranks have together, without a Python object of every rank on every rank.
+"""What all ranks have together: Python objects, and texts and numbers without an object of every rank on every rank.
 
-Ranks exchange keys, 8 bytes an entry, and the first rank that has an entry gives its text. So what arrives grows with
-what there is in the model, and only the keys grow with the number of ranks.
+For the latter, ranks exchange keys, 8 bytes an entry, and the first rank that has an entry gives its text. So what
+arrives grows with what there is in the model, and only the keys grow with the number of ranks.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
+
+# As StepRecord has it: a kind of digest, "copies", "forward" or "backward"; the tensor; ranks by what they hold of it.
+Diverged = tuple[tuple[str, str, tuple[tuple[int, ...], ...]], ...]
+
+
+def gathered(value: Any, group: Any = None) -> list[Any]:
+    """Return what every rank has, in the order of ranks. A collective of a group; None: of the whole world."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
+def by_value(held: Mapping[int, Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Rank → lanes, as groups of ranks that hold the same."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, lanes in held.items():
+        groups.setdefault(tuple(lanes), []).append(rank)
+    return tuple(map(tuple, groups.values()))
+
 
 _RANKS = 1 << 10  # whose keys are looked through at once
 

@@ -148,12 +148,12 @@ def pretrain(config: RunConfig, callbacks: list, forward_step: Callable | None =
         callbacks = [*callbacks, optimizer_step]
         adapt(stack, config)
         if config.device.kind != "cpu":
-            from tp_invariant_recipes.training.deterministic_overhead import DeterministicOverhead
+            from tp_invariant_recipes.training.callbacks import DeterministicOverhead
 
             callbacks = [*callbacks, DeterministicOverhead()]
             count_kernels()
         if config.model.get("cuda_graph_impl") == FULL:
-            from tp_invariant_recipes.training.finite import Finite
+            from tp_invariant_recipes.training.callbacks import Finite
 
             callbacks = [*callbacks, Finite()]
         callbacks = [heartbeat.First(partial(hang_timeout.takes_long, config)), *callbacks, heartbeat.Last()]

@@ -120,7 +120,7 @@ def test_a_shadow_step_sees_faults_of_its_own_step_alone(tpi):
 
 def test_a_rank_that_cannot_tell_waits_once_for_one_that_can(bridge):
     from tp_invariant_recipes.features.guard.callback import Guard
-    from tp_invariant_recipes.features.guard.fault import WrongBits
+    from tp_invariant_recipes.features.guard.judge import WrongBits
 
     result: list[WrongBits] = []
     guard = object.__new__(Guard)

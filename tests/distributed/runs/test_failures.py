@@ -59,13 +59,13 @@ def _disconnect_long_before_the_end() -> None:
 
 
 def _fail_on_rank_0() -> None:
-    from tp_invariant_recipes.training import manifest_writer
+    from tp_invariant_recipes.training import callbacks
 
     def fail(*_args, **_kwargs):
         _disconnect_long_before_the_end()
         raise RuntimeError("planted")
 
-    manifest_writer.write_manifest = fail
+    callbacks.write_manifest = fail
 
 
 def test_the_rank_that_failed_first_is_named_with_its_reason(tpi):

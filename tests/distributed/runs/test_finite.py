@@ -12,7 +12,7 @@ NAN, INFINITY = float("nan"), float("inf")
 
 
 def ended(norm, skipped=False):
-    from tp_invariant_recipes.training.finite import Finite
+    from tp_invariant_recipes.training.callbacks import Finite
 
     state = SimpleNamespace(train_state=SimpleNamespace(step=3))
     Finite().on_train_step_end(SimpleNamespace(grad_norm=norm, skipped_iter=skipped, state=state))

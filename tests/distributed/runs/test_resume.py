@@ -74,11 +74,11 @@ KILLS = {
         4,
     ),
     "after Bridge's marker, before the manifest": (
-        _when_saving_step(8, "tp_invariant_recipes.training.manifest_writer", "write_manifest"),
+        _when_saving_step(8, "tp_invariant_recipes.training.callbacks", "write_manifest"),
         4,
     ),
     "during the first save of all": (
-        _when_saving_step(4, "tp_invariant_recipes.training.manifest_writer", "write_manifest"),
+        _when_saving_step(4, "tp_invariant_recipes.training.callbacks", "write_manifest"),
         0,
     ),
 }

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tp_invariant_recipes.features.score import number_format
+from tp_invariant_recipes.features.score import hidden_workflow
 
 
 @pytest.fixture
@@ -15,13 +15,13 @@ def states():
     return x
 
 
-@pytest.mark.parametrize("name", number_format.FORMATS)
+@pytest.mark.parametrize("name", hidden_workflow.FORMATS)
 def test_a_format_is_named_also_with_noise_of_other_operations(states, name):
-    rounded = number_format.FORMATS[name](states)
+    rounded = hidden_workflow.FORMATS[name](states)
     noise = torch.randn(states.shape, generator=torch.Generator().manual_seed(2)) * (rounded - states).std() / 3
-    assert number_format.format_of((rounded + noise).numpy(), states.numpy()) == name
+    assert hidden_workflow.format_of((rounded + noise).numpy(), states.numpy()) == name
 
 
 @pytest.mark.parametrize("wrong", (lambda x: 1.01 * x, lambda x: np.roll(x, 1, 0), lambda x: x))
 def test_another_error_has_no_format(states, wrong):
-    assert number_format.format_of(wrong(states.numpy()), states.numpy()) is None
+    assert hidden_workflow.format_of(wrong(states.numpy()), states.numpy()) is None

@@ -58,11 +58,11 @@ def score(
     """
     needed.check("tpi score", needed.TRAINING)
     _check_options(against or [], page, tolerance, vocab=vocab)
-    from tp_invariant_recipes.features.score import output, score_files
+    from tp_invariant_recipes.features.score import output
 
     file, words = _sequences(file, list(overrides or []), against or [])
     where = out or Path(f"{file.name.removesuffix('.jsonl')}.scores.jsonl")
-    score_files.check(file, against or (), hidden, [where, *([page] if page else [])])
+    output.check(file, against or (), hidden, [where, *([page] if page else [])])
     output.check_unchanged(where.expanduser())  # before Bridge is imported
     from tp_invariant_recipes.features.score import workflow
 

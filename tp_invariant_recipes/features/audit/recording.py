@@ -26,13 +26,13 @@ from tp_invariant_recipes.ledger.dumps import GRADIENT_NORM, LOSS_SHARE
 from tp_invariant_recipes.observe.digests.sums import dtype_name
 from tp_invariant_recipes.observe.dithering import Dither
 from tp_invariant_recipes.observe.dump_writer import DumpWriter
-from tp_invariant_recipes.observe.gathering import gathered
 from tp_invariant_recipes.observe.module_hooks import ModuleHooks, tensor_names
 from tp_invariant_recipes.observe.optimizer_state import OptimizerState
 from tp_invariant_recipes.observe.optimizer_step import AroundOptimizerStep
 from tp_invariant_recipes.observe.placement import Site
 from tp_invariant_recipes.observe.shards import Shards, unwrapped
 from tp_invariant_recipes.observe.trace import site_of
+from tp_invariant_recipes.observe.union import gathered
 
 
 class AuditRecording(AroundOptimizerStep):

@@ -39,8 +39,8 @@ from tp_invariant_recipes.runs.run_dir import choose_for_several, free_bytes
 from tp_invariant_recipes.settings import cuda_graphs, peft
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing import room
+from tp_invariant_recipes.sizing.activations import recorded as recorded_bytes
 from tp_invariant_recipes.sizing.memory import GIB
-from tp_invariant_recipes.sizing.recording import recorded as recorded_bytes
 
 AUDITED, REFERENCE = "audited", "reference"  # the two trainings
 DITHERED = 3  # repetitions of the reference

@@ -21,21 +21,27 @@ from megatron.core import parallel_state
 
 from tp_invariant_recipes.check.guard import SHADOW, rank_distance
 from tp_invariant_recipes.errors import HardwareFault
-from tp_invariant_recipes.features.guard.fault import Reporter, WrongBits, described
-from tp_invariant_recipes.features.guard.judge import Judge
+from tp_invariant_recipes.features.guard.judge import Judge, Reporter, WrongBits, described
 from tp_invariant_recipes.features.guard.memory import TURNS, Memory, Replicas
 from tp_invariant_recipes.features.guard.optimizer import Adam
 from tp_invariant_recipes.features.guard.products import SampledProducts
-from tp_invariant_recipes.features.guard.shadow import Recompute, Shadow, replacement
-from tp_invariant_recipes.features.guard.suspects import ReplicaPair, earliest, narrowed, of_replicas
+from tp_invariant_recipes.features.guard.shadow import (
+    Recompute,
+    ReplicaPair,
+    Shadow,
+    earliest,
+    narrowed,
+    of_replicas,
+    replacement,
+)
 from tp_invariant_recipes.ledger import evidence
 from tp_invariant_recipes.numerics.products import sampling
 from tp_invariant_recipes.numerics.products.judge import require_definition
-from tp_invariant_recipes.observe.gathering import gathered
 from tp_invariant_recipes.observe.optimizer_state import OptimizerState
 from tp_invariant_recipes.observe.optimizer_step import AroundOptimizerStep
 from tp_invariant_recipes.observe.shards import Shards, gather_weights
 from tp_invariant_recipes.observe.trace import site_of
+from tp_invariant_recipes.observe.union import gathered
 from tp_invariant_recipes.replacement import Replacement
 from tp_invariant_recipes.runs import guard_files
 from tp_invariant_recipes.runs.run_dir import RunDir

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from tp_invariant_recipes.features.guard.fault import WrongBits
-from tp_invariant_recipes.features.guard.judge import Judge
+from tp_invariant_recipes.features.guard.judge import Judge, WrongBits
 from tp_invariant_recipes.kernels.digest import Lanes
 from tp_invariant_recipes.kernels.tensor_part import TensorPart
 from tp_invariant_recipes.ledger import evidence

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.features.guard.fault import WrongBits
-from tp_invariant_recipes.features.guard.judge import Judge
+from tp_invariant_recipes.features.guard.judge import Judge, WrongBits
 from tp_invariant_recipes.ledger import evidence
 from tp_invariant_recipes.numerics.products import sampling
 from tp_invariant_recipes.numerics.products.judge import difference, expected

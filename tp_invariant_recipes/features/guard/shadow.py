@@ -13,7 +13,7 @@ fails at one place of a launch does repeat them. So each rank computes both data
 micro-batch of both: what does not depend on the layout must have the same bits in other places of a launch.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +23,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from tp_invariant_recipes.features.guard.judge import WrongBits
 from tp_invariant_recipes.features.guard.shard_recording import (
+    BACKWARD,
+    FORWARD,
     BatchedSite,
     Event,
     ShardRecording,
@@ -31,14 +34,14 @@ from tp_invariant_recipes.features.guard.shard_recording import (
     first_unlike,
     hash_of,
 )
-from tp_invariant_recipes.features.guard.suspects import ReplicaPair
+from tp_invariant_recipes.ledger import evidence
 from tp_invariant_recipes.numerics.megatron import data_parallel
 from tp_invariant_recipes.numerics.megatron.moe.router import InvariantTopKRouter
-from tp_invariant_recipes.observe.gathering import gathered
 from tp_invariant_recipes.observe.shards import unwrapped
+from tp_invariant_recipes.observe.union import gathered
 from tp_invariant_recipes.replacement import Replacement, applied
 
-Recompute = Callable[..., list[ReplicaPair]]
+Recompute = Callable[..., list["ReplicaPair"]]
 
 WHY = "a guard repeats a data shard of another replica before the step's own passes"
 LOSS = "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss"
@@ -82,7 +85,7 @@ class Shadow:
     names: dict[Tensor, str]
     state: Any
     site: Any
-    judged: Callable[[list[ReplicaPair], Recompute], None]
+    judged: Callable[[list["ReplicaPair"], Recompute], None]
 
     def step(self, run: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """Run a step's passes, and judge them. run: Megatron's forward and backward pass; kwargs: its arguments."""
@@ -101,7 +104,7 @@ class Shadow:
         first, second = own.events(), shadow.events()
         pairs = self._pairs(first, second, group)
 
-        def recompute(*, side_by_side: bool) -> list[ReplicaPair]:
+        def recompute(*, side_by_side: bool) -> list["ReplicaPair"]:
             """Compute this rank's data shard and the shadow again, and compare with what it computed before."""
             if side_by_side:
                 depth, sites = max(pair.depth for pair in pairs) + 1, BatchedSite.from_sites(self.site, there)
@@ -119,7 +122,7 @@ class Shadow:
         self.judged(pairs, recompute)
         return result
 
-    def _pairs(self, own: list[Event], shadow: list[Event], group: Any) -> list[ReplicaPair]:
+    def _pairs(self, own: list[Event], shadow: list[Event], group: Any) -> list["ReplicaPair"]:
         size = group.size()
         every = gathered([hash_of(own), hash_of(shadow)], group)
         unlike = [n for n in range(size) if every[n][0] != every[(n - self.rank_distance) % size][1]]
@@ -270,3 +273,72 @@ def _zero(model: list[Any]) -> None:
     """Megatron's zero_grad_buffer would also have it reduce the gradients of the next backward pass."""
     for gradient in (gradient for chunk in model for gradient in data_parallel.gradients(chunk)):
         gradient.zero_()
+
+
+@dataclass(frozen=True)
+class ReplicaPair:
+    """Two replicas that have computed the same data shard, by their places in the data-parallel group, and the first
+    operation that differs; None: none does. depth: its place in the order of execution."""
+
+    own: int
+    shadow: int
+    first: str | None
+    depth: int = 0
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """Replicas that differ. order: of the first operation, among those of all ranks: what others have received of a
+    wrong rank differs later. ranks: one of which is wrong. judge: as of `Evidence`; None: nothing has told them apart.
+    """
+
+    order: tuple[int, int, int]
+    where: str
+    ranks: tuple[int, ...]
+    judge: str | None
+    pairs: tuple[dict[str, Any], ...]
+
+    def wrong_bits(self, step: int) -> WrongBits:
+        """To be reported."""
+        details = {"pairs": list(self.pairs)}
+        return WrongBits(evidence.SHADOW, step, self.where, self.ranks, judge=self.judge, details=details)
+
+
+def of_replicas(pairs: Iterable[ReplicaPair], group: Sequence[int], stage: int) -> Suspicion | None:
+    """Suspect replicas of this rank; None: they agree. group: their ranks. stage: of the pipeline."""
+    unlike = [pair for pair in pairs if pair.first is not None]
+    if not unlike:
+        return None
+    first = min(unlike, key=lambda pair: pair.depth)
+    passes = [str(first.first).startswith(which) for which in (FORWARD, BACKWARD)]
+    order = (0, stage) if passes[0] else (1, -stage) if passes[1] else (2, 0)
+    places = [n for pair in unlike for n in (pair.own, pair.shadow)]
+    most = max(map(places.count, places))
+    chosen = {n for n in places if places.count(n) == most}  # of three replicas, one is in two pairs
+    judge = "a third replica" if len(chosen) == 1 else None
+    ranks = tuple(sorted(group[n] for n in (chosen if judge else set(places))))
+    shown = tuple({"own": group[p.own], "shadow": group[p.shadow], "first": p.first} for p in unlike)
+    return Suspicion((*order, first.depth), str(first.first), ranks, judge, shown)
+
+
+def narrowed(
+    suspicion: Suspicion | None, repeated: Iterable[ReplicaPair], group: Sequence[int], judge: str
+) -> Suspicion | None:
+    """Return the ranks that do not repeat their own bits, if any. judge: what has told one from the others."""
+    unsteady = tuple(sorted(group[pair.own] for pair in repeated if pair.first is not None))
+    if suspicion is None or not unsteady:
+        return suspicion
+    return replace(suspicion, ranks=unsteady, judge=judge if len(unsteady) == 1 else None)
+
+
+def earliest(suspicion: Suspicion | None) -> Suspicion | None:
+    """Return the first of all ranks' suspicions in the order of execution. A collective."""
+    return first_of(gathered(suspicion))
+
+
+def first_of(every: Iterable[Suspicion | None]) -> Suspicion | None:
+    """Return the first in the order of execution; of several there, one of them that suspects the ranks of all."""
+    suspicions = [suspicion for suspicion in every if suspicion is not None]
+    first = [suspicion for suspicion in suspicions if suspicion.order == min(each.order for each in suspicions)]
+    ranks = tuple(sorted({rank for suspicion in first for rank in suspicion.ranks}))
+    return replace(first[0], ranks=ranks, judge=first[0].judge if ranks == first[0].ranks else None) if first else None

@@ -1,21 +1,27 @@
 """`tpi score --hidden`: an engine's hidden states beside the reference's, layer by layer.
 
 The first layer that leaves rounding, in the units of compare/deviation.py: a row is a token, and the least error is
-FLOOR · spacing · RMS of the reference.
+FLOOR · spacing · RMS of the reference. Its error has the shape of the number format that an engine computed in where it
+is what this format does to the reference:
+
+    e = engine - reference        f = format(reference) - reference        the shape is one if e · f >= 0.7 |e| |f|
+
+FP8 is E4M3: by tensor with one scale, by block with a scale for each 128 features of a token.
 """
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from tp_invariant_recipes.compare.deviation import FLOOR, MARGIN, SPACING, PieceError, factor_of
 from tp_invariant_recipes.compare.error_shape import rms
 from tp_invariant_recipes.errors import ConfigError, RunError, reason, refuse
-from tp_invariant_recipes.features.score.number_format import format_of
 from tp_invariant_recipes.features.score.workflow import Scoring
 from tp_invariant_recipes.features.train import workflow as train
 from tp_invariant_recipes.launch import local
@@ -137,3 +143,44 @@ def _read(file: Path) -> tuple[dict[str, np.ndarray], str | int | None]:
     whole = {n: t.float() if t.is_floating_point() else t.to(torch.int64) for n, t in tensors.items()}
     name = metadata.get("id")
     return {n: t.numpy() for n, t in whole.items()}, int(name) if name and name.isdecimal() else name
+
+
+BLOCK = 128  # features
+ALIKE = 0.7
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+
+def _bf16(x: Tensor) -> Tensor:
+    return x.bfloat16().float()
+
+
+def _by_tensor(x: Tensor) -> Tensor:
+    scale = x.abs().amax().clamp(min=1e-30) / _LARGEST
+    return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def _by_block(x: Tensor) -> Tensor:
+    blocks = torch.nn.functional.pad(x, (0, -x.shape[1] % BLOCK)).view(len(x), -1, BLOCK)
+    scale = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30) / _LARGEST
+    return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).view(len(x), -1)[:, : x.shape[1]]
+
+
+FORMATS: dict[str, Callable[[Tensor], Tensor]] = {
+    "FP8 by tensor": _by_tensor,
+    "FP8 by block": _by_block,
+    "bf16": _bf16,
+}
+
+
+def format_of(engine: np.ndarray, reference: np.ndarray) -> str | None:
+    """Return the format whose error the engine's is most like, [tokens, features] of a layer; None: it is like none."""
+    exact = torch.from_numpy(np.ascontiguousarray(reference, np.float32))
+    error = torch.from_numpy(np.ascontiguousarray(engine, np.float32)) - exact
+    likeness = {name: _cosine(error, rounded(exact) - exact) for name, rounded in FORMATS.items()}
+    nearest = max(likeness, key=lambda name: likeness[name])
+    return nearest if likeness[nearest] >= ALIKE else None
+
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    size = float(a.double().norm() * b.double().norm())
+    return float((a.double() * b.double()).sum()) / size if size else 0.0

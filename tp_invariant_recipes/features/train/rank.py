@@ -31,7 +31,7 @@ def train(
 def _callbacks(run_dir: RunDir, rank_info: rank.RankInfo, run: RunFile, config: RunConfig) -> list:
     from tp_invariant_recipes.config.resume_rules import experts_separate, optimizer_state
     from tp_invariant_recipes.features.train.experiment_report import ExperimentReport
-    from tp_invariant_recipes.training.manifest_writer import IndexRecorder, ManifestWriter
+    from tp_invariant_recipes.training.callbacks import IndexRecorder, ManifestWriter
 
     parts = run.identity_hash, run.layout, optimizer_state(config)
     separate = experts_separate(config.numerics.mode, config.model, run.layout)

@@ -13,8 +13,7 @@ from tp_invariant_recipes.kernels.digest import LANES
 from tp_invariant_recipes.kernels.tensor_part import TablePlace
 from tp_invariant_recipes.ledger.schema import COPIES
 from tp_invariant_recipes.observe.digests.sums import Sums
-from tp_invariant_recipes.observe.gathering import Diverged, by_value, gathered
-from tp_invariant_recipes.observe.union import summed
+from tp_invariant_recipes.observe.union import Diverged, by_value, gathered, summed
 
 CHECKS = LANES + 1  # of a tensor: the sums that compare replicas, and elements whose copy is unlike; mostly 0
 

@@ -1,12 +1,15 @@
-"""The callbacks that write manifests: of each finished checkpoint, and of the index of the data."""
+"""The callbacks of every training: manifests of checkpoints and of the data's index, and checks of a captured step."""
 
+import math
 from pathlib import Path
 from typing import Any
 
-from megatron.bridge.training.callbacks import Callback
+from megatron.bridge.training.callbacks import Callback, CallbackContext
 
+from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.runs import index_cache
 from tp_invariant_recipes.runs.checkpoints import step_of, write_manifest
+from tp_invariant_recipes.start.deterministic_overhead import deterministic_mode_without_its_extras
 from tp_invariant_recipes.training import written_hashes
 
 
@@ -51,3 +54,25 @@ class IndexRecorder(Callback):
     def on_train_start(self, context: Any) -> None:
         """All files are there."""
         index_cache.record(self.cache)
+
+
+class Finite(Callback):
+    """After the recorder, so that the ledger has the step."""
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        """Raise RunError. A step that the optimizer has skipped changed nothing."""
+        if context.grad_norm is None or context.skipped_iter or math.isfinite(norm := float(context.grad_norm)):
+            return
+        raise RunError(
+            f"the gradient norm of step {context.state.train_state.step + 1} is {norm}; cuda_graph=off stops at the "
+            "first gradient that is no number, and tpi bisect finds the operation"
+        )
+
+
+class DeterministicOverhead(Callback):
+    """Takes the two costs away (start/deterministic_overhead.py). Last of the callbacks: it changes the environment,
+    which the recorder reads first."""
+
+    def on_train_start(self, context: CallbackContext) -> None:
+        """Before the first step."""
+        deterministic_mode_without_its_extras()
