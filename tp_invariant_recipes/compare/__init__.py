@@ -1,1 +1,1 @@
-"""Compares ledgers, logs or lists of norms, and explains the first difference. Imports neither torch nor Megatron."""
+"""Compares ledgers and recordings, and explains the first difference. Imports neither torch nor Megatron."""

@@ -6,6 +6,7 @@ for one definition of a product; versions of tpi have others on GPUs (numerics/m
 
 from collections.abc import Sequence
 
+from tp_invariant_recipes.ledger.layouts import Span, spans, spans_in_words
 from tp_invariant_recipes.ledger.schema import CAPABILITY, Header
 from tp_invariant_recipes.numerics import mode
 
@@ -40,17 +41,12 @@ def across_machines(a: Header, b: Header, different: bool) -> str | None:
     return f"{machines}, with the equal bits that numerics=portable promises."
 
 
-def products(header: Header) -> tuple[tuple[int, str], ...]:
+def products(header: Header) -> list[Span]:
     """(first step, definition of a product from there on) of a run of numerics=tree on a GPU; empty: any other run."""
     first = header.device.get(_PRODUCT)
     if first is None or not mode.definition(str(header.numerics.get("mode")), "gpu"):
-        return ()
-    spans = [(1, first)]
-    for entry in header.notes.get("resumed", ()):
-        now = str(entry["changed"].get(f"device.{_PRODUCT}", first))
-        if now != spans[-1][1]:
-            spans.append((entry["after_step"] + 1, now))
-    return tuple(spans)
+        return []
+    return spans(header, lambda changed: str(changed.get(f"device.{_PRODUCT}", first)))
 
 
 def changed_products(before: Header, version: str | None, step: int) -> str | None:
@@ -77,15 +73,8 @@ def other_products(a: Header, b: Header, step: int | None) -> str | None:
         return None
     remark = "these bits are equal all the same" if step is None else "this difference is no defect"
     since = "" if parted == 1 else f" from step {parted} on"
-    return (
-        f"Products have other definitions{since} ({_words(left)}; {_words(right)}): equal bits are not promised, and "
-        f"{remark}."
-    )
-
-
-def _words(spans: tuple[tuple[int, str], ...]) -> str:
-    (_, first), *later = spans
-    return ", ".join([first, *(f"from step {start} on {name}" for start, name in later)])
+    both = f"{spans_in_words(left)}; {spans_in_words(right)}"
+    return f"Products have other definitions{since} ({both}): equal bits are not promised, and {remark}."
 
 
 def changed_processor(before: Header, now: str, step: int) -> str | None:

@@ -203,14 +203,8 @@ def _model_differences(a: Header, b: Header) -> tuple[ValueDifference, ...]:
     differences = []
     for name in in_order(left | right):
         if name not in left or name not in right:
-            differences.append(
-                ValueDifference(
-                    MODEL,
-                    MODEL,
-                    name,
-                    *(", ".join(run[name]) if name in run else None for run in (left, right)),
-                )
-            )
+            whole = (", ".join(run[name]) if name in run else None for run in (left, right))
+            differences.append(ValueDifference(MODEL, MODEL, name, *whole))
         else:
             pairs = zip(left[name], right[name], strict=True)
             differences += [

@@ -11,8 +11,8 @@ from tp_invariant_recipes.compare.magnitude import DUMPED, magnitude_line
 from tp_invariant_recipes.compare.step_order import FIELD, FIELDS, INITIAL, parameter_of
 from tp_invariant_recipes.compare.stock_help import stock_help
 from tp_invariant_recipes.compare.tally import LISTED, Coverage, ParameterDifference
-from tp_invariant_recipes.ledger.layouts import changes
-from tp_invariant_recipes.ledger.reader import Ledger, same_file
+from tp_invariant_recipes.ledger.layouts import changes, spans_in_words
+from tp_invariant_recipes.ledger.reader import same_file
 from tp_invariant_recipes.ledger.schema import DIGESTED, EVALUATED, FLOATS, SHARDS
 from tp_invariant_recipes.plural import counted
 
@@ -70,7 +70,8 @@ def remarks(comparison: Comparison) -> tuple[str, ...]:
         for ledger in (a, b)
         if ledger.torn
     ]
-    sentences += [f"{run_name(ledger)}: {_layouts(ledger)}." for ledger in (a, b) if changes(ledger.header)]
+    layouts = [(ledger, changes(ledger.header)) for ledger in (a, b)]
+    sentences += [f"{run_name(ledger)}: {spans_in_words(changed)}." for ledger, changed in layouts if changed]
     if same_file(a.path, b.path):
         sentences.append("Both are the same file, so this proves nothing.")
     distance = magnitude_line(comparison)
@@ -93,11 +94,6 @@ def machine_remark(comparison: Comparison) -> list[str]:
     step = comparison.first.step if comparison.first else None
     remark = across_machines(a, b, comparison.verdict is Verdict.DIFFERENT) or other_products(a, b, step)
     return [remark] if remark else []
-
-
-def _layouts(ledger: Ledger) -> str:
-    first, *later = changes(ledger.header)
-    return ", ".join([first[1], *(f"from step {step} on {words}" for step, words in later)])
 
 
 def _undigested(comparison: Comparison) -> list[str]:

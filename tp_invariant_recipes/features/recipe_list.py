@@ -17,16 +17,9 @@ STATES = (COVERED, WITH, REFUSED, ABSENT)
 
 # Part of a message -> the override that solves it. Recipes leave these settings to the run: the folder of examples,
 # their tokenizer, the weights that LoRA adapts, the model's sizes. So they leave dp, the number of GPUs.
+_SIZES = {"vocab_size": 131072, "num_layers": 2, "hidden_size": 256, "num_attention_heads": 8}
 PLACEHOLDERS = {
-    **{
-        f"model.{name}=0: ": f"model.{name}={size}"
-        for name, size in {
-            "vocab_size": 131072,
-            "num_layers": 2,
-            "hidden_size": 256,
-            "num_attention_heads": 8,
-        }.items()
-    },
+    **{f"model.{name}=0: ": f"model.{name}={size}" for name, size in _SIZES.items()},
     "tokenizer.vocab_size=0: ": "tokenizer.vocab_size=131072",
     "dataset.dataset_root=FOLDER": "dataset.dataset_root=examples",
     "tokenizer.tokenizer_model=FOLDER": "tokenizer.tokenizer_model=tokenizer",
@@ -184,9 +177,8 @@ def summary(family_row: dict[str, Any]) -> str:
 
 def most_frequent(family_row: dict[str, Any]) -> str:
     """Return the most frequent reason of a row of `families`; empty: it has none."""
-    return min(family_row["why"].items(), key=lambda count: (-count[1], count[0]), default=("", 0))[0].partition(
-        ", and "
-    )[0]
+    why, _ = min(family_row["why"].items(), key=lambda count: (-count[1], count[0]), default=("", 0))
+    return why.partition(", and ")[0]
 
 
 def details(recipe_rows: Iterable[dict[str, Any]]) -> Iterator[str]:
@@ -202,12 +194,10 @@ def legend(recipe_rows: Sequence[dict[str, Any]]) -> list[str]:
     names = sum(len(row["names"]) for row in recipe_rows)
     counts = Counter(row[DEFAULT] for row in recipe_rows)
     absent = next((NEEDED.search(why) for row in recipe_rows if row[DEFAULT] == ABSENT for why in row["why"]), None)
-    return [
+    lines = [
         f"{len(recipe_rows)} recipes of {names} names: {', '.join(f'{counts[state]} {state}' for state in STATES)}",
         f"{COVERED}: as the recipe is, but for folders, vocabulary and dp; {WITH}: with the keys of --family NAME",
-        *(
-            [f"{ABSENT}: hf download NAME config.json, as for {absent[1]}, or recipe.hf_folder=FOLDER"]
-            if absent
-            else []
-        ),
     ]
+    if absent:
+        lines.append(f"{ABSENT}: hf download NAME config.json, as for {absent[1]}, or recipe.hf_folder=FOLDER")
+    return lines

@@ -19,11 +19,10 @@ from typing import Any
 
 from tp_invariant_recipes.errors import LedgerError, reason
 from tp_invariant_recipes.ledger import run_files, stream
-from tp_invariant_recipes.ledger.lines import load
 from tp_invariant_recipes.ledger.reader import CERTIFICATE_START, FILE_NAME, Ledger, contents, parse
 from tp_invariant_recipes.ledger.schema import DIGESTED, canonical
 from tp_invariant_recipes.plural import counted
-from tp_invariant_recipes.reading import MIB, Record, checked, parse_yaml
+from tp_invariant_recipes.reading import MIB, Record, checked, parse_object, parse_yaml
 
 SCHEMA = 1
 KIND = "tpi-certificate"
@@ -85,7 +84,8 @@ def certify(run: Path, of_run: bytes | None = None) -> bytes:
 
 def pack(members: dict[str, bytes], kind: str, summary: dict[str, Any]) -> bytes:
     """Pack members with their manifest, and seal the archive. Raises LedgerError: a member is too large."""
-    return _sealed(_archive({MANIFEST: _manifest(members, kind, summary)} | members))
+    body = _archive({MANIFEST: _manifest(members, kind, summary)} | members)[:-_SEAL_SIZE]
+    return body + _seal(body)
 
 
 def unpack(file: Path, data: bytes, names: Sequence[str], kind: str) -> tuple[dict[str, bytes], CertificateManifest]:
@@ -118,9 +118,9 @@ def open_certificate(file: Path, data: bytes) -> Certificate:
 
 # Member -> how it is read, and its type.
 _TYPES: dict[str, tuple[Callable[[bytes], Any], Any]] = {
-    "run.json": (load, run_files.CertifiedRun),
-    "versions.json": (load, run_files.Versions),
-    "environment.json": (load, run_files.Environment),
+    "run.json": (parse_object, run_files.CertifiedRun),
+    "versions.json": (parse_object, run_files.Versions),
+    "environment.json": (parse_object, run_files.Environment),
     "config.yaml": (parse_yaml, run_files.Config),
 }
 
@@ -140,21 +140,19 @@ def _summary(source: Path, members: dict[str, bytes], ledger: Ledger) -> dict[st
             typed[name] = checked(kind, read(members[name]))
     except ValueError as error:
         raise LedgerError(f"{source}: not the files of a run: {name}: {reason(error)}") from error
-    run, planned = typed["run.json"], typed["config.yaml"].train.train_iters
-    model, identity_hash = run.model, run.identity_hash
-    header = ledger.header
-    if identity_hash != header.identity_hash:
+    run, header = typed["run.json"], ledger.header
+    if run.identity_hash != header.identity_hash:
         raise LedgerError(f"{source}: {FILE_NAME} and run.json are of different runs: their identities differ")
     last = ledger.steps[-1] if ledger.steps else None
     digested = {kind: sum(getattr(step, kind) is not None for step in ledger.steps) for kind in DIGESTED}
     return {
-        "model": model,
+        "model": run.model,
         "layout": header.layout,
         "numerics": header.numerics,
         "device": header.device,
-        "identity_hash": identity_hash,
+        "identity_hash": run.identity_hash,
         "steps": len(ledger.steps),
-        "of": planned,
+        "of": typed["config.yaml"].train.train_iters,
         "loss": last.loss if last else None,
         "parameters": len(header.parameters),
         "digests": {kind: count for kind, count in digested.items() if count},  # steps that have them
@@ -173,7 +171,7 @@ def _member(data: bytes) -> dict[str, Any]:
 def _checked(members: dict[str, bytes], names: Sequence[str], kind: str) -> CertificateManifest:
     """Return the manifest. ValueError: it is invalid, or describes other members."""
     data = members[MANIFEST]
-    manifest = checked(CertificateManifest, load(data))
+    manifest = checked(CertificateManifest, parse_object(data))
     if manifest.kind != kind or manifest.schema != SCHEMA:
         raise ValueError(f"its manifest is not of schema {SCHEMA}, which this version reads")
     for name in names:
@@ -201,11 +199,6 @@ def _archive(members: dict[str, bytes]) -> bytes:
             if entry.file_size > max(_SMALL, _FACTOR * entry.compress_size):
                 raise LedgerError(f"{entry.filename} compresses to less than a {_FACTOR}th, as no ledger of a run does")
     return stream.getvalue()
-
-
-def _sealed(archive: bytes) -> bytes:
-    body = archive[:-_SEAL_SIZE]
-    return body + _seal(body)
 
 
 def _seal(body: bytes) -> bytes:

@@ -1,12 +1,13 @@
-"""The layouts that a run has had, by its ledger's header, in words."""
+"""The layouts that a run has had, and what else its resumes changed, by its ledger's header."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tp_invariant_recipes.ledger.schema import Header
 
-_FIELD = "layout."
+_LAYOUT = "layout."
+Span = tuple[int, str]  # the first step, and what holds from there on
 _DEGREES = ("tp", "pp", "cp", "dp", "ep", "etp")
 
 
@@ -21,14 +22,28 @@ def ranks(degrees: Mapping[str, Any]) -> int:
     return math.prod(int(degrees.get(name, 1)) for name in ("tp", "pp", "cp", "dp"))
 
 
-def changes(header: Header) -> list[tuple[int, str]]:
-    """(first step, layout from there on) wherever the degrees changed; empty: they never did."""
-    layouts = [(1, words(header.layout))]
-    for entry in header.notes.get("resumed", ()):
-        changed = {
-            name.removeprefix(_FIELD): value for name, value in entry["changed"].items() if name.startswith(_FIELD)
-        }
-        later = words(header.layout | changed)
-        if later != layouts[-1][1]:
-            layouts.append((entry["after_step"] + 1, later))
+def changes(header: Header) -> list[Span]:
+    """Return the layouts; empty: the degrees never changed."""
+
+    def layout(changed: Mapping[str, Any]) -> str:
+        own = {name.removeprefix(_LAYOUT): value for name, value in changed.items() if name.startswith(_LAYOUT)}
+        return words(header.layout | own)
+
+    layouts = spans(header, layout)
     return layouts if len(layouts) > 1 else []
+
+
+def spans(header: Header, value: Callable[[Mapping[str, Any]], str]) -> list[Span]:
+    """(first step, value from there on) of what resumes have changed. value: of the fields that then differ."""
+    values = [(1, value({}))]
+    for entry in header.notes.get("resumed", ()):
+        later = value(entry["changed"])
+        if later != values[-1][1]:
+            values.append((entry["after_step"] + 1, later))
+    return values
+
+
+def spans_in_words(values: Sequence[Span]) -> str:
+    """Such as "tp=2, from step 5 on tp=4"."""
+    (_, first), *later = values
+    return ", ".join([first, *(f"from step {step} on {value}" for step, value in later)])

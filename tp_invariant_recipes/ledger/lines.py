@@ -45,7 +45,7 @@ def encode_header(header: Header) -> bytes:
 def decode_header(line: bytes) -> Header:
     """Read a first line. ValueError: it is not a ledger's, its schema is unknown, or it was altered."""
     try:
-        raw = load(line)
+        raw = parse_object(line)
     except ValueError:
         raw = {}
     if raw.get("kind") != KIND:
@@ -80,7 +80,7 @@ def encode_step(record: StepRecord, header: Header) -> bytes:
 
 def decode_step(line: bytes, header: Header) -> StepRecord:
     """Read the line of a step, ignoring keys that this version does not know. ValueError: the line is invalid."""
-    raw = load(line)
+    raw = parse_object(line)
     record: dict[str, Any] = {name: _required(raw, name) for name in (*COUNTS, *FLOATS, "skipped")}
     for name in FLOATS:
         if record[name] is not None:
@@ -201,11 +201,6 @@ def _counts(raw: object, wrong: str) -> tuple[int, ...]:
     if not isinstance(raw, list) or not all(type(count) is int and 0 <= count <= MOST for count in raw):
         raise ValueError(wrong)
     return tuple(raw)
-
-
-def load(line: bytes) -> dict:
-    """Read one line as a JSON object. ValueError: it is not an object, or not JSON (`reading.parse_object`)."""
-    return parse_object(line)
 
 
 def _decode_float(name: str, raw: object) -> str:

@@ -3,10 +3,17 @@
 import os
 from pathlib import Path
 
-from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger import stream
 from tp_invariant_recipes.ledger.certificate import open_certificate
-from tp_invariant_recipes.ledger.reader import CERTIFICATE_START, Ledger, Progress, contents, ledger_file, parse
+from tp_invariant_recipes.ledger.reader import (
+    CERTIFICATE_START,
+    Ledger,
+    Progress,
+    contents,
+    ledger_file,
+    parse,
+    reading,
+)
 from tp_invariant_recipes.reading import open_file
 
 
@@ -41,12 +48,8 @@ def streamed(path: str | os.PathLike, *, progress: Progress | None = None) -> Le
 
 def beginning(file: Path, size: int = 200) -> bytes | None:
     """Return the first bytes of a regular file; None: of a pipe nothing can be read twice. LedgerError: it is gone."""
-    try:
+    with reading(file):
         if file.exists() and not file.is_file():
             return None
         with open_file(file) as opened:
             return opened.read(size)
-    except FileNotFoundError:
-        raise LedgerError(f"{file} does not exist") from None
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        raise LedgerError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from error

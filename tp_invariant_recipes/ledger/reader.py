@@ -1,14 +1,15 @@
 """Read and check the file `ledger.jsonl` of a run directory."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tp_invariant_recipes.errors import LedgerError, reason
-from tp_invariant_recipes.ledger.lines import decode_header, decode_step, load
+from tp_invariant_recipes.ledger.lines import decode_header, decode_step
 from tp_invariant_recipes.ledger.schema import Header, StepRecord
-from tp_invariant_recipes.reading import read_limited
+from tp_invariant_recipes.reading import parse_object, read_limited
 
 FILE_NAME = "ledger.jsonl"
 LARGEST = 16 << 30  # bytes: 10,000 steps of 22,000 parameters
@@ -48,13 +49,18 @@ def ledger_file(path: str | os.PathLike) -> Path:
 
 def contents(file: Path, limit: int = LARGEST) -> bytes:
     """Return the bytes of a file. LedgerError: it does not exist, cannot be read or has more than `limit` bytes."""
-    try:
+    with reading(file):
         return read_limited(file, limit)
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Read a file in the block, which raises LedgerError in place of OSError and ValueError."""
+    try:
+        yield
     except FileNotFoundError:
         raise LedgerError(f"{file} does not exist") from None
-    except OSError as error:
-        raise LedgerError(f"cannot read {file}: {error.strerror}") from error
-    except ValueError as error:
+    except (OSError, ValueError) as error:  # ValueError: it is too large, or its name has a zero byte
         raise LedgerError(f"cannot read {file}: {reason(error)}") from error
 
 
@@ -90,7 +96,7 @@ def no_header(file: Path, *, empty: bool) -> LedgerError:
 def is_whole(line: bytes) -> bool:
     """Whether a last line is one; a node that lost power may leave zeros."""
     try:
-        load(line)
+        parse_object(line)
     except ValueError:
         return False
     return True

@@ -13,7 +13,6 @@ from typing import Any
 from tp_invariant_recipes.errors import LedgerError, reason
 from tp_invariant_recipes.ledger import certificate
 from tp_invariant_recipes.ledger.certificate import LARGEST, MANIFEST
-from tp_invariant_recipes.ledger.lines import load
 from tp_invariant_recipes.ledger.reader import contents
 from tp_invariant_recipes.ledger.run_files import LARGEST as LARGEST_META
 from tp_invariant_recipes.ledger.schema import canonical
@@ -40,7 +39,7 @@ def certify(file: Path) -> bytes:
     if not meta.is_file():
         raise LedgerError(f"{file} is not a run directory, nor a file of tpi generate: there is no {meta.name}")
     try:
-        identity = load(contents(meta, LARGEST_META))
+        identity = parse_object(contents(meta, LARGEST_META))
         written = identity.pop(WRITTEN)["sha256"]
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise LedgerError(f"{meta}: not of tpi generate: {reason(error)}") from error
@@ -73,7 +72,7 @@ def check(file: Path) -> RolloutCertificate:
 def _summary(file: Path, members: dict[str, bytes]) -> dict[str, Any]:
     """Summarise for people. Raises LedgerError: the members are no rollouts, or do not belong together."""
     try:
-        identity = load(members[IDENTITY])
+        identity = parse_object(members[IDENTITY])
         rows = [parse_object(line, most=TOKENS) for line in members[LINES].splitlines()]
         summary = {
             "weights": identity["weights"],

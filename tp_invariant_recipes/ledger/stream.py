@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, overload
 
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger.lines import decode_header
-from tp_invariant_recipes.ledger.reader import LARGEST, Ledger, Progress, is_whole, next_step, no_header
+from tp_invariant_recipes.ledger.reader import LARGEST, Ledger, Progress, is_whole, next_step, no_header, reading
 from tp_invariant_recipes.ledger.schema import Header, StepRecord
 from tp_invariant_recipes.reading import LONGEST_LINE, MIB, open_file
 
@@ -66,10 +66,8 @@ class StepsInFile(Sequence[StepRecord]):
             raise LedgerError(f"{self.file} line {step + 1}: {error}") from error
 
     def _open(self) -> BinaryIO:
-        try:
+        with reading(self.file):
             stream = open_file(self.file)
-        except OSError as error:
-            raise LedgerError(f"cannot read {self.file}: {error.strerror}") from error
         if _inode(stream) != self.inode:
             stream.close()
             raise self._changed()
@@ -77,12 +75,10 @@ class StepsInFile(Sequence[StepRecord]):
 
     def _line(self, stream: BinaryIO, step: int) -> bytes:
         start, end = self.ends[step - 1], self.ends[step]
-        try:
+        with reading(self.file):
             if stream.tell() != start:
                 stream.seek(start)
             line = stream.read(end - start)
-        except OSError as error:
-            raise LedgerError(f"cannot read {self.file}: {error.strerror}") from error
         if len(line) != end - start or not line.endswith(b"\n"):
             raise self._changed()
         return line[:-1]
@@ -98,25 +94,22 @@ def opened(file: Path, progress: Progress | None = None) -> Ledger:
     LedgerError: the file cannot be read, its header is invalid, or a line has more than LONGEST_LINE bytes. An invalid
     step is an error when its turn comes.
     """
-    try:
-        with open_file(file) as stream:
-            ends, total = _ends(file, stream, progress)
-            if not ends:
-                raise no_header(file, empty=total == 0)
-            stream.seek(0)
-            try:
-                header = decode_header(stream.read(ends[0])[:-1])
-            except ValueError as error:
-                raise LedgerError(f"{file} line 1: {error}") from error
-            torn = total > ends[-1]
-            if not torn and len(ends) > 1:
-                stream.seek(ends[-2])
-                if not is_whole(stream.read(ends[-1] - ends[-2])[:-1]):
-                    torn = True
-                    ends.pop()
-            inode = _inode(stream)
-    except OSError as error:
-        raise LedgerError(f"cannot read {file}: {error.strerror}") from error
+    with reading(file), open_file(file) as stream:
+        ends, total = _ends(file, stream, progress)
+        if not ends:
+            raise no_header(file, empty=total == 0)
+        stream.seek(0)
+        try:
+            header = decode_header(stream.read(ends[0])[:-1])
+        except ValueError as error:
+            raise LedgerError(f"{file} line 1: {error}") from error
+        torn = total > ends[-1]
+        if not torn and len(ends) > 1:
+            stream.seek(ends[-2])
+            if not is_whole(stream.read(ends[-1] - ends[-2])[:-1]):
+                torn = True
+                ends.pop()
+        inode = _inode(stream)
     return Ledger(header, StepsInFile(file, header, ends, inode), file, torn)
 
 

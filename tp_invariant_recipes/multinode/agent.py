@@ -282,7 +282,7 @@ def _run_other_node(rendezvous: Rendezvous, task: NodeTask) -> Over:
 
 
 def _plan_as_ordered(rendezvous: Rendezvous, task: NodeTask, locks: ExitStack) -> tuple[Plan, bool]:
-    """Plan from "orders" and set "arrived"; return also whether files are shared. _RunOver: it cannot take part."""
+    """Plan from "orders" and set "arrived"; return also whether files are shared. Raises _RunOver."""
     orders: Orders = _wait_for_first_node(rendezvous, "orders", stoppable=True)
     node = rendezvous.node
     problems: list[str] = []
@@ -406,11 +406,7 @@ def _wait_for_first_node(
     while (value := rendezvous.get(key)) is None:
         if rendezvous.has("over"):
             raise _RunOver
-        if stoppable and rendezvous.stop.signals:
-            raise Stopped
-        if tick:
-            tick()
-        time.sleep(POLL)
+        _pause(rendezvous, tick, stoppable=stoppable)
     return value
 
 
@@ -437,8 +433,12 @@ def _wait_for_others(
             return values
         if deadline is not None and time.monotonic() > deadline:
             return [value for node_key in keys if (value := rendezvous.get(node_key)) is not None]
-        if stoppable and rendezvous.stop.signals:
-            raise Stopped
-        if tick:
-            tick()
-        time.sleep(POLL)
+        _pause(rendezvous, tick, stoppable=stoppable)
+
+
+def _pause(rendezvous: Rendezvous, tick: Callable[[], None] | None, *, stoppable: bool) -> None:
+    if stoppable and rendezvous.stop.signals:
+        raise Stopped
+    if tick:
+        tick()
+    time.sleep(POLL)

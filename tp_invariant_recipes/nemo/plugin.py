@@ -9,7 +9,7 @@ a ledger. Everything else of the task stays. docs/nemo-run.md says more.
 from dataclasses import dataclass
 from typing import Any
 
-from tp_invariant_recipes.errors import ConfigError, RunError, listed
+from tp_invariant_recipes.errors import RunError, refuse
 from tp_invariant_recipes.nemo import task as wrapped
 from tp_invariant_recipes.start import needed
 
@@ -35,9 +35,7 @@ class InvariantPlugin(nemo_run.Plugin):
     def setup(self, task: Any, executor: Any) -> None:
         """Change the task and the variables of its executor. Raises ConfigError listing all that it cannot cover."""
         variables = wrapped.variables(self.ledger, self.virtual_shards)
-        problems = [*_problems(task), *_contradicting(variables, task, executor)]
-        if problems:
-            raise ConfigError(listed(problems), problems)
+        refuse([*_problems(task), *_contradicting(variables, task, executor)])
         executor.env_vars.update(variables)
         if isinstance(task, nemo_run.Script):
             task.args = [*(["-m"] if task.m else []), task.path, *task.args]

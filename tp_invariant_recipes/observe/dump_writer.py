@@ -5,11 +5,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.kernels.tensor_part import TensorPart
 from tp_invariant_recipes.ledger.dumps import RANKS, DumpedPart, file_of
-from tp_invariant_recipes.runs.run_dir import cannot_write
+from tp_invariant_recipes.runs.run_dir import writing
 
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -39,9 +38,7 @@ class DumpWriter:
         from safetensors.numpy import save
 
         file = file_of(self.run, step, self.rank)
-        try:
+        with writing(file):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, save(self._bits, metadata=self._parts))
-        except OSError as error:
-            raise RunError(cannot_write(file, error)) from error
         self._bits, self._parts = {}, {RANKS: str(self.ranks)}

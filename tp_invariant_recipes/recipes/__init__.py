@@ -20,7 +20,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tp_invariant_recipes.errors import ConfigError, listed
+from tp_invariant_recipes.errors import ConfigError, refuse
 
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
@@ -66,8 +66,7 @@ def recipe(model: str, *overrides: str, device: str = "gpu", **keys: Any) -> Con
         config = compose(model, others, device=device, numerics=mode.STOCK).config
     except ConfigError as error:
         problems += error.problems
-    if problems:
-        raise ConfigError(listed(problems), problems)
+    refuse(problems)
     return container.build(config)
 
 

@@ -203,12 +203,14 @@ def _table(run: Run, first: Run, comparison: Comparison) -> PageTable:
         (row.name, *map(_number, (row.gradient, row.moments, row.weight, row.steps)))
         for row in parameter_rows(comparison)
     ]
+    columns = "gradient differs from step", "moments differ from step", "weight differs from step", "at steps"
+    caption = f"{run.label} against {first.label}, in the order of their first difference"
+    return _shortened(caption, ("parameter", *columns), rows)
+
+
+def _shortened(caption: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> PageTable:
     more = f"; the first {_ROWS} of {len(rows):,}" if len(rows) > _ROWS else ""
-    return PageTable(
-        f"{run.label} against {first.label}, in the order of their first difference{more}",
-        ("parameter", "gradient differs from step", "moments differ from step", "weight differs from step", "at steps"),
-        tuple(rows[:_ROWS]),
-    )
+    return PageTable(f"{caption}{more}", columns, tuple(rows[:_ROWS]))
 
 
 def _number(count: int | None) -> str:
@@ -238,9 +240,5 @@ def _distances(run: Run, first: Run, measured: tuple[Measured, ...]) -> PageTabl
         )
         for tensor in measured
     ]
-    more = f"; the first {_ROWS} of {len(rows):,}" if len(rows) > _ROWS else ""
-    return PageTable(
-        f"{run.label} against {first.label}, tensors that both dumped{more}",
-        ("tensor", "step", "elements that differ", "largest distance, ULP", "largest difference", "with a NaN"),
-        tuple(rows[:_ROWS]),
-    )
+    columns = "tensor", "step", "elements that differ", "largest distance, ULP", "largest difference", "with a NaN"
+    return _shortened(f"{run.label} against {first.label}, tensors that both dumped", columns, rows)

@@ -4,7 +4,8 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -72,11 +73,6 @@ class RunDir:
         """Why a rank failed, as it reports itself."""
         return self.logs / f"rank-{rank}.error.json"
 
-    @overload
-    def read_config(self) -> dict[str, Any]: ...
-    @overload
-    def read_config[T](self, kind: type[T]) -> T: ...
-
     def read_config(self, kind: Any = dict[str, Any]) -> Any:
         """Return the composed tree, as this type. Raises RunError when this is not a run directory."""
         return self._read(self.config, parse_yaml, kind, run_files.LARGEST_CONFIG)
@@ -107,11 +103,9 @@ class RunDir:
 
     def write_text(self, file: Path, text: str) -> None:
         """Write a file of text, whole or not at all. Raises RunError when it cannot be written."""
-        try:
+        with writing(file):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, text)
-        except OSError as error:
-            raise RunError(cannot_write(file, error)) from error
 
     def _read(self, file: Path, parse: Callable[[bytes], Any], kind: Any = Any, limit: int = run_files.LARGEST) -> Any:
         try:
@@ -127,6 +121,15 @@ def text_of(file: Path, data: Any) -> str:
     import yaml  # here only: completion of jobs reads no YAML
 
     return yaml.safe_dump(data, sort_keys=False)
+
+
+@contextmanager
+def writing(file: Path, elsewhere: str = "run.dir=PATH") -> Iterator[None]:
+    """Write a file in the block, which raises RunError in place of OSError. elsewhere: as of `cannot_write`."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(cannot_write(file, error, elsewhere)) from error
 
 
 def cannot_write(file: Path, error: OSError, elsewhere: str = "run.dir=PATH") -> str:

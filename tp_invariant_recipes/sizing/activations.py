@@ -15,18 +15,8 @@ from tp_invariant_recipes.sizing.size import Widths
 FP32 = 4
 
 # Rows of `kept`. A word of `model.recompute_modules` drops the row of its name.
-INPUT, NORM, ATTENTION, CORE, MLP, EXPERTS, ACTIVATION, SHARED, MAMBA, DELTA_NET = (
-    "input",
-    "layernorm",
-    "attention",
-    "core_attn",
-    "mlp",
-    "moe",
-    "moe_act",
-    "shared_experts",
-    "mamba",
-    "delta_net",
-)
+INPUT, NORM, ATTENTION, CORE, MLP = "input", "layernorm", "attention", "core_attn", "mlp"
+EXPERTS, ACTIVATION, SHARED, MAMBA, DELTA_NET = "moe", "moe_act", "shared_experts", "mamba", "delta_net"
 # What else a word drops: recomputing all of the experts' part recomputes these, too.
 ALSO_DROPS = {EXPERTS: (ACTIVATION, SHARED)}
 

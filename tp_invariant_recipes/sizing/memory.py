@@ -19,18 +19,9 @@ from tp_invariant_recipes.sizing.size import Weights
 
 MIB, GIB = 2**20, 2**30
 
-WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOSS, FIRST_STEP, LIBRARIES = (
-    "weights",
-    "gradients",
-    "optimizer",
-    "activations",
-    "loss",
-    "first step",
-    "libraries",
-)
-
-# Parts that are numbers of parameters times bytes.
-COUNTED = (WEIGHTS, GRADIENTS, OPTIMIZER)
+# Parts that are numbers of parameters times bytes, and the others.
+COUNTED = WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
+ACTIVATIONS, LOSS, FIRST_STEP, LIBRARIES = "activations", "loss", "first step", "libraries"
 
 # cuBLAS's workspace and Transformer Engine's, 32 MiB each, and what torch's allocator loses to rounding: it does not
 # split the last MiB off a block, and a step of Qwen3-8B keeps some 400.

@@ -74,22 +74,21 @@ class Widths:
 
 def widths(model: ModelShape) -> Widths:
     """Return the widths of a model section."""
-    heads, channels, groups = model.heads, model.head_width, model.groups
-    of_heads = [heads * channels, groups * channels, groups * channels, heads * channels, 0, 0, 0]
-    if model.latent:
-        shared, values = model.turned_key, heads * model.value_width
-        query = heads * (model.key_width + shared)
-        of_heads = [query, query, values, values, model.query_latent, model.key_latent, shared]
-    query, key, value, core, q_latent, kv_latent, shared_key = of_heads
+    heads, latent = model.heads, model.latent
+    query = core = heads * model.head_width
+    key = value = model.groups * model.head_width
+    if latent:
+        query = key = heads * (model.key_width + model.turned_key)
+        value = core = heads * model.value_width
     delta_key, delta_value, delta_heads = families.delta_widths(model.fields)
     return Widths(
         query=query,
         key=key,
         value=value,
         core=core,
-        q_latent=q_latent,
-        kv_latent=kv_latent,
-        shared_key=shared_key,
+        q_latent=model.query_latent if latent else 0,
+        kv_latent=model.key_latent if latent else 0,
+        shared_key=model.turned_key if latent else 0,
         inner=model.mamba_heads * model.mamba_width,
         states=2 * model.mamba_groups * model.mamba_state,
         gate=query if model.fields.get(delta_net.ATTENTION_GATE) else 0,

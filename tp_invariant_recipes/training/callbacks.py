@@ -1,6 +1,7 @@
 """The callbacks of every training: manifests of checkpoints and of the data's index, and checks of a captured step."""
 
 import math
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,18 @@ from tp_invariant_recipes.start.deterministic_overhead import deterministic_mode
 from tp_invariant_recipes.training import written_hashes
 
 
+@dataclass(eq=False)
 class ManifestWriter(Callback):
     """Writes the manifest of each checkpoint as it is finished. For every rank.
 
     Each has hashed the files that it has written; the first rank collects the hashes and writes.
     """
 
-    def __init__(
-        self, identity_hash: str, layout: dict[str, Any], optimizer_state: str, *, separate_experts: bool, first: bool
-    ) -> None:
-        self.identity_hash = identity_hash
-        self.layout = layout
-        self.optimizer_state = optimizer_state
-        self.separate_experts = separate_experts
-        self.first = first
+    identity_hash: str
+    layout: dict[str, Any]
+    optimizer_state: str
+    separate_experts: bool = field(kw_only=True)
+    first: bool = field(kw_only=True)
 
     def on_checkpoint_save(self, context: Any) -> None:
         """Bridge calls this on every rank once all have written; with `checkpoint.async_save` some steps later."""

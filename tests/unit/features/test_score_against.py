@@ -146,8 +146,8 @@ CHANGED = (
 @pytest.mark.parametrize("change", CHANGED)
 def test_a_changed_out_is_not_taken_for_ones_own(scores, change):
     identity = {"schema": 1, "sequences": {"count": 5}}
-    scoring = score.Scoring(None, None, scores, scores, None, score.Options(), identity, 0)
-    scoring.meta.write_text(json.dumps(identity | {output.WRITTEN: output.described(scores)}))
+    scoring = score.Scoring(None, None, scores, None, identity, scores, score.Options(), 0)
+    output.meta(scores).write_text(json.dumps(identity | {output.WRITTEN: output.described(scores)}))
     assert score.finished(scoring)
     output.check_unchanged(scores)
     scores.write_bytes(change(scores.read_bytes()))

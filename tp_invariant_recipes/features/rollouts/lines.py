@@ -21,7 +21,7 @@ from tp_invariant_recipes.errors import RunError, reason
 from tp_invariant_recipes.features.rollouts.requests import Completion, Request
 from tp_invariant_recipes.features.score import lines
 from tp_invariant_recipes.reading import TOKENS, parse_object, read_lines
-from tp_invariant_recipes.runs.run_dir import cannot_write
+from tp_invariant_recipes.runs.run_dir import writing
 
 PARTS = "part-*.jsonl"
 COLUMNS = ("logprobs", "ranks")
@@ -38,11 +38,9 @@ def writer(
 
     def append(completion: Completion) -> None:
         data = line(prompt[completion.request], completion, decode)
-        try:
+        with writing(file, "--out FILE"):
             if stream.write(data) != len(data):  # `places` cuts off the rest
                 raise RunError(f"cannot write {file}: the disk is full, or a limit of its size is reached")
-        except OSError as error:
-            raise RunError(cannot_write(file, error, "--out FILE")) from error
 
     return append
 
@@ -82,15 +80,12 @@ def places(folder: Path) -> dict[Place, tuple[Path, int, int]]:
 
 def join(file: Path, requests: Sequence[Request], where: dict[Place, tuple[Path, int, int]]) -> None:
     """Write the lines of all completions, in the order of the requests, to the disk. Raises RunError."""
-    try:
-        with file.open("wb") as whole:
-            for request in requests:
-                for sample in range(request.sampling.num_return_sequences):
-                    part, at, size = where[request.id, sample]
-                    with part.open("rb") as stream:
-                        stream.seek(at)
-                        whole.write(stream.read(size))
-            whole.flush()
-            os.fsync(whole.fileno())
-    except OSError as error:
-        raise RunError(cannot_write(file, error, "--out FILE")) from error
+    with writing(file, "--out FILE"), file.open("wb") as whole:
+        for request in requests:
+            for sample in range(request.sampling.num_return_sequences):
+                part, at, size = where[request.id, sample]
+                with part.open("rb") as stream:
+                    stream.seek(at)
+                    whole.write(stream.read(size))
+        whole.flush()
+        os.fsync(whole.fileno())

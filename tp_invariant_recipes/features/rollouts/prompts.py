@@ -18,7 +18,7 @@ from typing import Any
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.data.sequences import Codec
 from tp_invariant_recipes.data.tokenizer import BYTE_EOD
-from tp_invariant_recipes.errors import ConfigError, TpiError, listed, reason
+from tp_invariant_recipes.errors import ConfigError, TpiError, reason, refuse
 from tp_invariant_recipes.features.rollouts.requests import SHOWN, Request, Sampling
 from tp_invariant_recipes.reading import TOKENS, parse_json, parse_object, read_lines
 from tp_invariant_recipes.settings.nearest import nearest
@@ -72,9 +72,7 @@ def read(file: Path, tokenizer: Codec | None, sampling: Sampling) -> list[Reques
                 break
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: {reason(error)}") from error
-    if problems or not requests:
-        problems = problems or [f"{file}: no requests in it"]
-        raise ConfigError(listed(problems), problems)
+    refuse(problems or ([] if requests else [f"{file}: no requests in it"]))
     return requests
 
 
@@ -83,8 +81,7 @@ def parse(line: bytes, number: int, tokenizer: Codec | None, sampling: Sampling)
     row = parse_object(line, constants=True, most=TOKENS)
     name = str(sequences.check_id(row.get("id", number)))
     if unknown := [f"{key}: no such key{nearest(key, KEYS)}" for key in row if key not in KEYS]:
-        unknown.append(f"a line's keys are {', '.join(KEYS)}; tpi does not read what is in metadata")
-        raise ConfigError(listed(unknown), unknown)
+        refuse([*unknown, f"a line's keys are {', '.join(KEYS)}; tpi does not read what is in metadata"])
     given = [(key, value) for key, value in row.items() if key in NAMES]
     prompts = [key for key in PROMPTS if key in row]
     if len(prompts) != 1:

@@ -22,14 +22,11 @@ from tp_invariant_recipes.features.rollouts import lines, prompts, requests
 from tp_invariant_recipes.features.rollouts.cache import BLOCK
 from tp_invariant_recipes.features.rollouts.requests import Request, Sampling
 from tp_invariant_recipes.features.score import output
-from tp_invariant_recipes.features.score.model import model_of
+from tp_invariant_recipes.features.score.model import FileJob, model_of
 from tp_invariant_recipes.features.train import workflow as train
-from tp_invariant_recipes.launch import local
-from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.portable.ieee import draw
 from tp_invariant_recipes.portable.ieee.rotary import LARGEST_ANGLE
 from tp_invariant_recipes.runs.lock import locked
-from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings.nearest import nearest
 
 MODE = "portable"  # the numerics of a folder
@@ -49,24 +46,11 @@ class RolloutOptions:
 
 
 @dataclass(frozen=True)
-class Generation:
-    """Rollouts, ready to start.
+class Generation(FileJob):
+    """Rollouts, ready to start."""
 
-    identity: what decides the lines of `out`, of which the layout is no part. checkpoint: None: a folder has weights.
-    """
-
-    plan: Plan
-    checkpoint: Path | None
-    out: Path
-    tokenizer: str | None
     options: RolloutOptions
-    identity: dict[str, Any]
     requests: list[Request]
-
-    @property
-    def partial(self) -> RunDir:
-        """Where it is written until it is whole."""
-        return output.partial(self.out)
 
     @cached_property
     def count(self) -> int:
@@ -104,8 +88,7 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
         "digests": options.digests,
         "draws": draw.DEFINITION,
     }
-    plan = loaded.plan(out)
-    return Generation(plan, loaded.checkpoint, out, where, options, identity, read)
+    return Generation(loaded.plan(out), loaded.checkpoint, out, where, identity, options, read)
 
 
 def _misspelt(words: Sequence[Override]) -> dict[str, str]:
@@ -202,21 +185,18 @@ def execute(
             engine = generation.options.engine | {"digests": generation.options.digests}
             config, checkpoint = generation.plan.config, generation.checkpoint
             do = Generate(config, checkpoint, remaining, folder, generation.tokenizer, engine)
-            try:
-                outcome = local.run(generation.plan, tick, rank_fn=do)
-            except KeyboardInterrupt:
-                outcome = local.Outcome.STOPPED
+            whole = generation.completes(tick, do)
             where = lines.places(folder)
-            if outcome is not local.Outcome.COMPLETED:
+            if not whole:
                 raise Interrupted(
                     f"stopped: {len(where)} of {generation.count} completions are written; --resume continues"
                 )
             tick()
         if len(where) != generation.count:
             raise RunError(f"{folder} has {len(where)} of {generation.count} completions; --resume continues")
-        whole = folder / "rollouts.jsonl"
-        lines.join(whole, generation.requests, where)
-        output.publish(whole, generation.out, generation.identity)
+        file = folder / "rollouts.jsonl"
+        lines.join(file, generation.requests, where)
+        output.publish(file, generation.out, generation.identity)
     shutil.rmtree(folder, ignore_errors=True)
     speed = progress.speed
     return {

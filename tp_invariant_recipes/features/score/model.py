@@ -17,8 +17,9 @@ from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.errors import ConfigError, TpiError, lines, refuse
 from tp_invariant_recipes.features.export.workflow import checkpoint_of
 from tp_invariant_recipes.features.score import output
-from tp_invariant_recipes.launch import plan
+from tp_invariant_recipes.launch import local, plan
 from tp_invariant_recipes.launch.plan import Plan
+from tp_invariant_recipes.launch.ranks import RankFn
 from tp_invariant_recipes.launch.resume import overrides_to_repeat
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.numerics import mode
@@ -82,6 +83,32 @@ class Model:
         """Plan ranks that write what becomes the file `out`."""
         variables = environment.settings(self.config.device.kind, os.environ, self.config.cluster.environment)
         return Plan(self.composed, self.config, self.config.layout, output.partial(out), {}, variables)
+
+
+@dataclass(frozen=True)
+class FileJob:
+    """What writes a file of lines, ready to start.
+
+    identity: what decides the lines of `out`, of which the layout is no part. checkpoint: None: a folder has weights.
+    """
+
+    plan: Plan
+    checkpoint: Path | None
+    out: Path
+    tokenizer: str | None
+    identity: dict[str, Any]
+
+    @property
+    def partial(self) -> RunDir:
+        """Where it is written until it is whole."""
+        return output.partial(self.out)
+
+    def completes(self, tick: Callable[[], None], rank_fn: RankFn) -> bool:
+        """Run the ranks, and return whether they came to their end; Ctrl-C is none."""
+        try:
+            return local.run(self.plan, tick, rank_fn=rank_fn) is local.Outcome.COMPLETED
+        except KeyboardInterrupt:
+            return False
 
 
 def model_of(

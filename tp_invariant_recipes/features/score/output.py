@@ -18,7 +18,7 @@ from tp_invariant_recipes.ledger.rollout_certificate import WRITTEN
 from tp_invariant_recipes.ledger.run_files import LARGEST
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.reading import MIB, open_file, parse_json, parse_object, read_limited
-from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
+from tp_invariant_recipes.runs.run_dir import RunDir, writing
 
 
 def meta(out: Path) -> Path:
@@ -69,10 +69,8 @@ def claim(file: Path, identity: dict[str, Any], what: str) -> None:
     """Write the identity of what OUT.partial will have, a file there. Raises RunError: it has others already."""
     if read_json(file) not in (None, identity):
         raise RunError(f"{file.parent} holds a part of other {what}: choose another --out FILE, or remove it")
-    try:
+    with writing(file, "--out FILE"):
         write_atomically(file, json.dumps(identity, indent=2) + "\n")
-    except OSError as error:
-        raise RunError(cannot_write(file, error, "--out FILE")) from error
 
 
 def publish(whole: Path, out: Path, identity: dict[str, Any]) -> None:

@@ -15,14 +15,11 @@ from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError
 from tp_invariant_recipes.features.score import output, vocabulary
-from tp_invariant_recipes.features.score.model import model_of
+from tp_invariant_recipes.features.score.model import FileJob, model_of
 from tp_invariant_recipes.features.score.output import read_json
 from tp_invariant_recipes.features.train import workflow as train
-from tp_invariant_recipes.launch import local
-from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.runs.lock import locked
-from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 # Option -> the name of what sums over the vocabulary give.
@@ -59,31 +56,12 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Scoring:
-    """A scoring, ready to start.
+class Scoring(FileJob):
+    """A scoring, ready to start. scored: tokens of the file that are."""
 
-    identity: what decides the lines of `out`, of which the layout is no part. checkpoint: None: a folder has weights.
-    scored:   tokens of the file that are.
-    """
-
-    plan: Plan
-    checkpoint: Path | None
     file: Path
-    out: Path
-    tokenizer: str | None
     options: Options
-    identity: dict[str, Any]
     scored: int
-
-    @property
-    def meta(self) -> Path:
-        """Return what was scored, beside the scores."""
-        return output.meta(self.out)
-
-    @property
-    def partial(self) -> RunDir:
-        """Where it is written until it is whole."""
-        return output.partial(self.out)
 
     @property
     def lines(self) -> Path:
@@ -127,7 +105,7 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
     }
     if "layout" in identity:
         identity["layout"] |= {"tokens": options.tokens}
-    return Scoring(loaded.plan(out), loaded.checkpoint, file, out, tokenizer, options, identity, read.scored)
+    return Scoring(loaded.plan(out), loaded.checkpoint, out, tokenizer, identity, file, options, read.scored)
 
 
 def of_rollouts(file: Path) -> tuple[str, bool]:
@@ -148,7 +126,7 @@ def finished(scoring: Scoring) -> bool:
 
 def has_entropies(scoring: Scoring) -> bool:
     """Return whether OUT, which is there, has entropies."""
-    return bool(read_json(scoring.meta)["columns"]["entropies"])
+    return bool(read_json(output.meta(scoring.out))["columns"]["entropies"])
 
 
 def _serves(there: Any, identity: dict[str, Any], wanted: set[str]) -> bool:
@@ -185,11 +163,7 @@ def execute(scoring: Scoring, tick: Callable[[], None]) -> dict[str, Any]:
         speed = None
         if done < scoring.count:
             scoring.lines.with_name(lines.TIMES).unlink(missing_ok=True)
-            try:
-                outcome = local.run(scoring.plan, tick, rank_fn=do)
-            except KeyboardInterrupt:
-                outcome = local.Outcome.STOPPED
-            if outcome is not local.Outcome.COMPLETED:
+            if not scoring.completes(tick, do):
                 done = lines.complete(scoring.lines)
                 raise Interrupted(
                     f"stopped: {done} of {scoring.count} sequences are scored, and the same command goes on"

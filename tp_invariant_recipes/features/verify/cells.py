@@ -11,7 +11,7 @@ from tp_invariant_recipes.check.hosts.inputs import input_problems
 from tp_invariant_recipes.check.invariant.shards import DEFAULT_SHARDS
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, changed, given, parse, texts
-from tp_invariant_recipes.errors import OR_STOCK, ConfigError, listed, refuse
+from tp_invariant_recipes.errors import OR_STOCK, ConfigError, refuse
 from tp_invariant_recipes.features.verify.matrix import Choice
 from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.launch.plan import Plan, Planning
@@ -56,8 +56,7 @@ class Problems:
 
     def raise_any(self) -> None:
         """Raise ConfigError if there is a problem."""
-        if self.labels:
-            raise ConfigError(listed(self.lines()), self.lines())
+        refuse(self.lines())
 
 
 def compose_cells(
@@ -77,8 +76,7 @@ def compose_cells(
     ):
         labels = [choice.label for choice in choices if choice.label not in composed]
         return composed, tuple(Omission(label, cell_problems.why(label)) for label in labels)
-    problems = [*problems, *cell_problems.lines()]
-    refuse(problems)
+    refuse([*problems, *cell_problems.lines()])
     return composed, ()
 
 

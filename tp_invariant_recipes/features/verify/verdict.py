@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.compare.compare import Comparison, Verdict, compare
+from tp_invariant_recipes.compare import compare
+from tp_invariant_recipes.compare.compare import Comparison, Verdict
 from tp_invariant_recipes.compare.comparison_json import report
 from tp_invariant_recipes.compare.explanation import run_name
 from tp_invariant_recipes.compare.stock_help import stock_help
@@ -33,12 +34,7 @@ NOT_RUN = "not run"
 
 PASSED = (REFERENCE, Verdict.IDENTICAL.value)
 INCOMPLETE = "incomplete"  # the whole matrix: a cell failed, was stopped or did not run
-EXIT_STATUS = {
-    Verdict.IDENTICAL.value: 0,
-    Verdict.DIFFERENT.value: 1,
-    Verdict.NOT_COMPARABLE.value: 2,
-    INCOMPLETE: 2,
-}
+EXIT_STATUS = {verdict.value: status for verdict, status in compare.EXIT_STATUS.items()} | {INCOMPLETE: 2}
 
 
 @dataclass(frozen=True)
@@ -242,7 +238,7 @@ def _reference(path: Path) -> CellResult:
 def _compared(row: CellResult, reference: CellResult) -> CellResult:
     if row is reference or row.why is not None or row.ledger is None or reference.ledger is None:
         return row
-    comparison = compare(reference.ledger, row.ledger)
+    comparison = compare.compare(reference.ledger, row.ledger)
     return replace(row, state=comparison.verdict.value, comparison=comparison)
 
 
@@ -255,15 +251,11 @@ def _judged(directory: Path, matrix: Matrix, rows: tuple[CellResult, ...], exitf
     verdict, line = _verdict(matrix, compared, faulty, different, reference)
     retry = shlex.join(["tpi", "verify", "--last-failed", "--dir", os.fspath(directory)])
     advice = _next_command(reference, different) if different else retry if faulty else None
-    facts = _facts(matrix, rows, compared)
+    facts = (*(f"Left out: {cell.label}: {cell.why}." for cell in matrix.omitted), *_remarks(rows, compared))
     if not_run:
         labels = ", ".join(row.label for row in not_run)
         facts = (*facts, f"--exitfirst: {labels} did not run; {retry} trains the rest.")
     return MatrixVerdict(directory, matrix, rows, verdict, line, facts, advice)
-
-
-def _facts(matrix: Matrix, rows: tuple[CellResult, ...], compared: list[CellResult]) -> tuple[str, ...]:
-    return (*(f"Left out: {cell.label}: {cell.why}." for cell in matrix.omitted), *_remarks(rows, compared))
 
 
 def _verdict(
