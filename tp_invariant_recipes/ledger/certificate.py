@@ -84,8 +84,7 @@ def certify(run: Path, of_run: bytes | None = None) -> bytes:
 
 def pack(members: dict[str, bytes], kind: str, summary: dict[str, Any]) -> bytes:
     """Pack members with their manifest, and seal the archive. Raises LedgerError: a member is too large."""
-    body = _archive({MANIFEST: _manifest(members, kind, summary)} | members)[:-_SEAL_SIZE]
-    return body + _seal(body)
+    return _sealed(_archive({MANIFEST: _manifest(members, kind, summary)} | members))
 
 
 def unpack(file: Path, data: bytes, names: Sequence[str], kind: str) -> tuple[dict[str, bytes], CertificateManifest]:
@@ -199,6 +198,11 @@ def _archive(members: dict[str, bytes]) -> bytes:
             if entry.file_size > max(_SMALL, _FACTOR * entry.compress_size):
                 raise LedgerError(f"{entry.filename} compresses to less than a {_FACTOR}th, as no ledger of a run does")
     return stream.getvalue()
+
+
+def _sealed(archive: bytes) -> bytes:
+    body = archive[:-_SEAL_SIZE]
+    return body + _seal(body)
 
 
 def _seal(body: bytes) -> bytes:
