@@ -64,10 +64,9 @@ class FirstDifference:
 
 @dataclass(frozen=True)
 class Unmatched:
-    """What only one run recorded, so that the runs are not comparable unless another value differs.
+    """What only one run recorded, which makes runs incomparable unless another value differs.
 
-    name: as of `FirstDifference`, or a kind; "initial": the weights before the first step. step: the first; 0: before.
-    run:  that has it.
+    name: of `FirstDifference`, a kind, or "initial". step: the first; 0: before. run: that has it.
     """
 
     name: str

@@ -192,12 +192,7 @@ class PieceError:
 
 
 def factor_of(pieces: Sequence[PieceError], least: float) -> float:
-    """Return the factor of pieces together, or of one of their rows.
-
-    least: RMS that is no error, whatever rounding moves.
-
-    Rows that are too short do not count by themselves.
-    """
+    """Return the factor of pieces together, or of one of their rows of FEWEST_COLUMNS. least: RMS that is no error."""
     elements = max(1, sum(piece.elements for piece in pieces))
     error, noise = (
         math.sqrt(sum(getattr(piece, sums).sum() for piece in pieces) / elements) for sums in ("squares", "noise")

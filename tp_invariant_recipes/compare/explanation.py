@@ -36,10 +36,9 @@ Pair = tuple[StepRecord, StepRecord]
 
 @dataclass(frozen=True)
 class Scene:
-    """The place of the first difference.
+    """The place of the first difference. order: the parameters in forward order.
 
-    records: the records of both runs, of this step and the one before it; empty before the first step.
-    order:   the parameters in forward order.
+    records: both runs' of this step and the one before it; empty before the first step.
     """
 
     difference: ValueDifference

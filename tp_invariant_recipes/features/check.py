@@ -54,10 +54,9 @@ class Checked:
 
 
 class Names(NamedTuple):
-    """The tensors of a module that a check reads.
+    """The tensors of a module that a check reads. weight: after the step before.
 
     operands: the input, and the gradient of the output. results: the output, the gradients of input and weight.
-    weight:   after the step before.
     """
 
     operands: tuple[str, str]
@@ -75,8 +74,7 @@ def names_of(module: str) -> Names:
 def check(run: Path, step: int, module: str) -> list[Checked]:
     """Compare output and gradients of a linear layer with those that a CPU computes.
 
-    raises RunError: the run is not of numerics=portable, or the module is not covered. LedgerError: a tensor was not
-    dumped.
+    RunError: numerics or module are not covered. LedgerError: a tensor was not dumped.
     """
     kind, segments = require_linear(module, step)
     config = RunDir(run).read_run_config()

@@ -36,10 +36,9 @@ _RANKS = re.compile(r"etp \* ep \* pp = (\d+) does not divide the (\d+) ranks")
 
 
 def groups(of_family: str | None = None) -> list[tuple[str, ...]]:
-    """Return the recipes of the installed Bridge, and of its benchmarks, each with all of its names. Imports Bridge.
+    """Return the recipes of the installed Bridge and its benchmarks, each with all names, the shortest first.
 
-    Names of one function are one recipe, and so are names that differ by the number of GPUs alone. The shortest comes
-    first. of_family: as `recipe_source.family` has it; None: of all.
+    Names of one function, or with another number of GPUs, are one recipe. of_family: None: of all.
     """
     recipes: dict[tuple[str, str], list[str]] = {}
     for name in (*recipe_source.installed_names(), *recipe_source.benchmark_names()):

@@ -62,12 +62,9 @@ class Certificate:
 
 
 def certify(run: Path, of_run: bytes | None = None) -> bytes:
-    """Return the certificate of a run; the same run gives the same bytes every time.
+    """Return the certificate of a run's whole lines; the same run gives the same bytes. of_run: None: its `run.json`.
 
-    of_run: what stands for its `run.json`; None: that file does.
-
-    If the ledger was cut short or is still growing, the certificate has its whole lines and states their number of
-    steps. LedgerError: a file of the run directory is missing or unreadable, or the files do not belong together.
+    LedgerError: a file of the run directory is missing or unreadable, or the files do not belong together.
     """
     if not run.is_dir():
         raise LedgerError(f"{run} is not a run directory: a certificate holds its configuration too")

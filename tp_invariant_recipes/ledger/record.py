@@ -59,10 +59,9 @@ class LedgerWriter:
         return self
 
     def append(self, record: StepRecord) -> None:
-        """Append the line of the next step in one write, so that a killed run leaves whole lines.
+        """Append the line of the next step in one write. ValueError: it is another step.
 
-        ValueError: the record does not belong to the step after the last. RunError: the line could not be written (a
-        full disk). The writer then accepts no further line, since half of this one may be in the file.
+        RunError: it could not be written (a full disk). Half of it may be there, so the writer accepts no more.
         """
         if record.step != self.last_step + 1:
             raise ValueError(f"{self.path}: step {record.step} cannot follow step {self.last_step}")

@@ -21,13 +21,10 @@ from tp_invariant_recipes.reading import LONGEST_LINE, MIB, open_file
 
 @dataclass(frozen=True)
 class StepsInFile(Sequence[StepRecord]):
-    """The steps of a ledger's file. It holds the places of the lines, and no step.
+    """The steps of a ledger's file. It holds the places of the lines, and no step; a line is checked when decoded.
 
-    A line is checked whenever it is decoded. LedgerError, naming file and line: it is invalid, or the file is no longer
-    the one that was opened.
-
-    ends:  the place after each line's newline, the header's first.
-    inode: device and number of the file that was opened.
+    ends: the place after each line's newline, the header's first. inode: device and number of the file.
+    LedgerError, naming file and line: it is invalid, or the file is no longer the one that was opened.
     """
 
     file: Path
@@ -88,11 +85,9 @@ class StepsInFile(Sequence[StepRecord]):
 
 
 def opened(file: Path, progress: Progress | None = None) -> Ledger:
-    """Return the ledger in a regular file, whose steps stay there.
+    """Return the ledger in a regular file, whose steps stay there and are checked in their turn.
 
-    progress: told (bytes looked through, bytes in all) now and then.
-    LedgerError: the file cannot be read, its header is invalid, or a line has more than LONGEST_LINE bytes. An invalid
-    step is an error when its turn comes.
+    progress: told (bytes looked through, bytes in all). LedgerError: the file, its header or a line's length is bad.
     """
     with reading(file), open_file(file) as stream:
         ends, total = _ends(file, stream, progress)

@@ -418,10 +418,9 @@ def _wait_for_others(
     tick: Callable[[], None] | None = None,
     stoppable: bool = False,
 ) -> list[Any]:
-    """Wait until each other node has set its key, up to `patience` seconds; None: as long as `tick` raises nothing.
+    """Wait until each other node that joined has set its key; return the values. Raises Stopped.
 
-    Nodes that never joined are not waited for, but for "joined" and "arrived". Returns the values that were set. Raises
-    Stopped when a signal comes.
+    patience: seconds; None: as long as `tick` raises nothing.
     """
     deadline = None if patience is None else time.monotonic() + patience
     numbers: Iterable[int] = range(1, rendezvous.node.count)

@@ -22,12 +22,10 @@ def arguments(config: RunConfig, needed: Sequence[Path] = ()) -> list[str]:
 
 
 def container(config: RunConfig, needed: Sequence[Path]) -> list[str]:
-    """Return the words that put a step into the cluster's container: options of pyxis, or the command apptainer.
+    """Return the words that put a step into the cluster's container, if any. needed: paths to mount beside its mounts.
 
-    None without.
-
-    needed: paths to mount beside the cluster's mounts. Sources: pyxis's README, `srun --help` with it; Apptainer's
-    `apptainer exec --help` and its pages on bind paths and GPU support. Apptainer hands the host's environment on.
+    Sources: pyxis's README, `srun --help` with it; Apptainer's `apptainer exec --help` and its pages on bind paths and
+    GPU support. Apptainer hands the host's environment on.
     """
     cluster = config.cluster
     if not cluster.container:

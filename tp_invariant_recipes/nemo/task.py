@@ -35,8 +35,7 @@ def variables(ledger: str, shards: int) -> dict[str, str]:
 def pretrain(config: Any, forward_step_func: Callable[..., Any], callbacks: Any = None) -> None:
     """Bridge's pretrain() of a ConfigContainer, with invariant numerics and a ledger in the folder TPI_LEDGER.
 
-    Arguments as Bridge's. Raises ConfigError listing what `numerics=tree` does not cover, RunError where the folder
-    holds another run.
+    ConfigError: lists what `numerics=tree` does not cover. RunError: the folder holds another run.
     """
     with _environment() as original:
         _pretrain_recorded(original, config, forward_step_func, callbacks)

@@ -102,10 +102,9 @@ def gather(
     reading: Callable[[Path], Progress] | None = None,
     comparing: Progress | None = None,
 ) -> Report:
-    """Read run directories, ledgers or certificates, and compare them, if asked to.
+    """Read 1 to 26 run directories, ledgers or certificates, and compare them, if asked to. LedgerError.
 
     reading: makes of a path what is told how far it is read. comparing: as `progress` of `compare_all`.
-    LedgerError: the number of paths is not 1 to 26, or one cannot be read.
     """
     if not 1 <= len(paths) <= len(_LETTERS):
         raise LedgerError(f"a report covers 1 to {len(_LETTERS)} runs, not {len(paths)}: tpi report RUN…")

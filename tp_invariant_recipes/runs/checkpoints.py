@@ -173,8 +173,7 @@ def write_manifest(
 ) -> None:
     """Describe every file of a checkpoint that has just been written, and mark it finished.
 
-    known: path in the checkpoint → file, of those whose bytes were hashed as they were written. The others are read.
-    The other arguments are as `CheckpointManifest` has them.
+    known: path → file, of those hashed as they were written. Other arguments are as `CheckpointManifest` has them.
     """
     files = described(path, known)
     manifest = CheckpointManifest(step, identity_hash, layout, optimizer_state, separate_experts, files)

@@ -146,10 +146,9 @@ def free_bytes(path: Path) -> int:
 
 
 def check_free(requested: str | Path, key: str = "run.dir=", taken: str = TAKEN) -> Path:
-    """Return the path of a directory in which a command may begin. It writes nothing and needs no configuration.
+    """Return a directory in which a command may begin. RunError: it holds something, or cannot be written.
 
-    key: what names the directory, for messages. taken: why one that holds something is none; {0}: its path.
-    Raises RunError: it holds something, or cannot be written.
+    key: names the directory in messages. taken: why one that holds something is none; {0}: its path.
     """
     path = Path(requested).expanduser()
     try:

@@ -129,37 +129,50 @@ def weights(model: ModelShape, part: str) -> Weights:
 
 def matrices(model: ModelShape, part: str) -> Weights:
     """Return the matrices of one part of a layer, which Muon updates."""
-    w = widths(model)
-    if part == ATTENTION and model.latent:
-        heads = model.heads
-        up_query = (w.q_latent or model.hidden) * w.query
-        up = w.kv_latent * (w.key - heads * w.shared_key + w.value)
-        out = w.core * model.hidden
-        down = model.hidden * (w.q_latent + w.kv_latent + w.shared_key)
-        return Weights(split=up_query + up + out, whole=down, largest=max(up_query, up, out))
-    if part == ATTENTION:
-        qkv, out = model.hidden * (w.query + w.gate + 2 * w.key), w.query * model.hidden
-        return Weights(split=qkv + out, largest=max(qkv, out))
-    if part == DELTA_NET:
-        rows = model.hidden * 2 * (w.delta_key + w.delta_value + w.delta_heads)
-        return Weights(split=rows + model.hidden * w.delta_value, largest=rows)
-    if part == MLP:
-        both = model.gates * model.hidden * model.ffn
-        return Weights(split=both + model.hidden * model.ffn, largest=both)
     if part == EXPERTS:
-        count, shared = model.experts, model.hidden * model.shared_width
-        latent_size = model.expert_latent
-        each = (model.gates + 1) * (latent_size or model.hidden) * model.expert_width
+        shared, latent = model.hidden * model.shared_width, model.expert_latent
+        gate = bool(model.shared_width and model.fields.get(delta_net.EXPERT_GATE))
         return Weights(
             split=(model.gates + 1) * shared,
-            # the router, the projections to latents, the gate of shared experts
-            whole=model.hidden
-            * (count + 2 * latent_size + bool(model.shared_width and model.fields.get(delta_net.EXPERT_GATE))),
-            experts=count * each,
+            whole=model.hidden * (model.experts + 2 * latent + gate),  # router, projections to latents, shared gate
+            experts=model.experts * (model.gates + 1) * (latent or model.hidden) * model.expert_width,
             largest=model.gates * shared,
         )
-    rows = model.hidden * (2 * w.inner + w.states + model.mamba_heads)
-    return Weights(split=rows + model.hidden * w.inner, largest=rows)
+    split, whole = [], 0
+    for name, (inputs, outputs) in _linear_layers(model, part).items():
+        if name.endswith("_down_proj"):  # every rank of tp makes the latents
+            whole += inputs * outputs
+        else:
+            split.append(inputs * outputs)
+    return Weights(split=sum(split), whole=whole, largest=max(split))
+
+
+def _linear_layers(model: ModelShape, part: str) -> dict[str, tuple[int, int]]:
+    """Name of each linear layer of a part but EXPERTS -> its features in and out."""
+    w, hidden = widths(model), model.hidden
+    if part == MLP:
+        return _feed_forward(model, model.ffn)
+    if part == DELTA_NET:
+        rows = 2 * (w.delta_key + w.delta_value + w.delta_heads)
+        return {"delta_in_proj": (hidden, rows), "delta_out_proj": (w.delta_value, hidden)}
+    if part != ATTENTION:
+        rows = 2 * w.inner + w.states + model.mamba_heads
+        return {"in_proj": (hidden, rows), "out_proj": (w.inner, hidden)}
+    if not model.latent:
+        return {"linear_qkv": (hidden, w.query + w.gate + 2 * w.key), "linear_proj": (w.core, hidden)}
+    query = {"linear_q_proj": (hidden, w.query)}
+    if w.q_latent:
+        query = {"linear_q_down_proj": (hidden, w.q_latent), "linear_q_up_proj": (w.q_latent, w.query)}
+    return {
+        **query,
+        "linear_kv_down_proj": (hidden, w.kv_latent + w.shared_key),
+        "linear_kv_up_proj": (w.kv_latent, w.key - model.heads * w.shared_key + w.value),
+        "linear_proj": (w.core, hidden),
+    }
+
+
+def _feed_forward(model: ModelShape, ffn: int) -> dict[str, tuple[int, int]]:
+    return {"linear_fc1": (model.hidden, model.gates * ffn), "linear_fc2": (ffn, model.hidden)}
 
 
 def _others(model: ModelShape, part: str) -> Weights:
@@ -211,37 +224,15 @@ def norms(model: ModelShape) -> int:
 
 def adapters(model: ModelShape, part: str, dim: int, targets: Collection[str], *, shared: bool = True) -> Weights:
     """Return the parameters of a part's adapters on the layers `targets`. shared: experts of a layer share theirs."""
-    w = widths(model)
-    if part == EXPERTS:
-        each, beside = (
-            dim * sum(size for name, size in _feed_forward(model, width).items() if name in targets)
-            for width in (model.expert_width, model.shared_width)
-        )
-        beside = beside if model.shared_width else 0
-        return Weights(split=beside, whole=each) if shared else Weights(beside, experts=model.experts * each)
-    shapes = {
-        ATTENTION: {"linear_qkv": model.hidden + w.query + 2 * w.key, "linear_proj": w.core + model.hidden},
-        MLP: _feed_forward(model, model.ffn),
-        MAMBA: {
-            "in_proj": model.hidden + 2 * w.inner + w.states + model.mamba_heads,
-            "out_proj": w.inner + model.hidden,
-        },
-    }
-    if model.latent:
-        up = w.key - model.heads * w.shared_key + w.value
-        shapes[ATTENTION] = {
-            "linear_q_proj": 0 if w.q_latent else model.hidden + w.query,
-            "linear_q_down_proj": model.hidden + w.q_latent if w.q_latent else 0,
-            "linear_q_up_proj": w.q_latent + w.query if w.q_latent else 0,
-            "linear_kv_down_proj": model.hidden + w.kv_latent + w.shared_key,
-            "linear_kv_up_proj": w.kv_latent + up,
-            "linear_proj": w.core + model.hidden,
-        }
-    return Weights(split=dim * sum(size for name, size in shapes.get(part, {}).items() if name in targets))
 
+    def adapted(layers: dict[str, tuple[int, int]]) -> int:
+        return dim * sum(sum(features) for name, features in layers.items() if name in targets)
 
-def _feed_forward(model: ModelShape, ffn: int) -> dict[str, int]:
-    return {"linear_fc1": model.hidden + model.gates * ffn, "linear_fc2": ffn + model.hidden}
+    if part != EXPERTS:
+        return Weights(split=adapted(_linear_layers(model, part)))
+    each = adapted(_feed_forward(model, model.expert_width))
+    beside = adapted(_feed_forward(model, model.shared_width)) if model.shared_width else 0
+    return Weights(split=beside, whole=each) if shared else Weights(beside, experts=model.experts * each)
 
 
 def embedding(model: ModelShape) -> Weights:

@@ -30,11 +30,7 @@ from tp_invariant_recipes.training.heartbeat import Phase
 
 @dataclass(frozen=True)
 class RankInfo:
-    """One rank: its number, and where all ranks meet.
-
-    ports: one a process group that the ranks form in turn, each of a TCP store: a store keeps the keys of an earlier
-    group.
-    """
+    """One rank: its number, and where all ranks meet. ports: of a TCP store for each process group in turn."""
 
     rank: int
     local_rank: int

@@ -46,8 +46,7 @@ INVARIANT = (
 class Bench:
     """A benchmark, ready to start.
 
-    plans:  mode -> its run. The first mode is the reference of the others.
-    passes: the trainings, in order.
+    plans: mode -> its run; the first is the others' reference. passes: the trainings, in order.
     """
 
     directory: BenchDir

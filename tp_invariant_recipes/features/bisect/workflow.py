@@ -41,10 +41,9 @@ MACHINE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "NCCL_SOC
 
 @dataclass(frozen=True)
 class Rerun:
-    """A run to be trained again up to a step.
+    """A run to be trained again up to a step. environment: of its training.
 
-    copied:      the lines of its ledger that the new ledger starts with.
-    environment: the environment variables of its training.
+    copied: the lines of its ledger that the new ledger starts with.
     """
 
     original: Ledger
@@ -67,9 +66,7 @@ class Bisection:
 def new(a: Path, b: Path, directory: Path | None, *, referee: bool = False) -> Bisection | Comparison:
     """Compare two run directories. Returns the comparison if there is nothing to train again.
 
-    referee: whether to say which run is right.
-
-    Raises LedgerError or RunError: one is not a run directory, the experiments differ, or `directory` is not empty.
+    referee: whether to say which run is right. Raises LedgerError or RunError: a path or `directory` is not usable.
     """
     ledgers = [read(path) for path in (a, b)]
     if lacking := [ledger.path for ledger in ledgers if not _can_be_trained(ledger)]:
@@ -206,12 +203,7 @@ def _last_equal(originals: Sequence[Ledger], step: int) -> int:
 
 
 def _start(original: RunDir, ledger: Ledger, last: int) -> checkpoints.RunCheckpoint | None:
-    """Return the last complete checkpoint up to step `last`.
-
-    None: there is none, or the ledger cannot continue from it.
-
-    Raises CheckpointError: it is damaged.
-    """
+    """Return the last complete checkpoint up to step `last`; None: from the start. Raises CheckpointError."""
     if not ledger.header.parameters:  # a ledger has digests from its start, and these lines have none
         return None
     own = ledger.header.identity_hash

@@ -128,8 +128,6 @@ class Completion:
 def finish_reason(tokens: Sequence[int], sampling: Sampling, decode: Callable[[list[int]], str] | None) -> str | None:
     """Why a completion ends with the last of these tokens; None: it continues.
 
-    tokens: all of the completion so far, at least one. decode: token ids to text, which stop strings need.
-
     A stop string counts where it ends in the text of the last tokens, as many as the longest one has bytes, and one.
     """
     if tokens[-1] in sampling.eos_token_id:
@@ -144,10 +142,9 @@ def finish_reason(tokens: Sequence[int], sampling: Sampling, decode: Callable[[l
 
 
 def check(requests: Sequence[Request], vocabulary: int, longest: int | None, *, text: bool) -> None:
-    """ConfigError that lists what no engine can complete.
+    """ConfigError that lists what no engine can complete. vocabulary: ids of the model. text: there is a tokenizer.
 
-    vocabulary: ids of the model. longest: tokens of a prompt with its completion; None: any number.
-    text: whether there is a tokenizer.
+    longest: tokens of a prompt with its completion; None: any number.
     """
     listed: list[str] = []
     ids: set[str] = set()

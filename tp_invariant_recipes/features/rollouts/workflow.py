@@ -159,8 +159,7 @@ def execute(
 ) -> dict[str, Any]:
     """Complete what is not completed yet. Returns how many completions and tokens, and in what time.
 
-    resume: whether OUT.partial may have completions. show: called about ten times a second with the number of
-    completions and the speed, in words. Raises a TpiError; Interrupted: Ctrl-C.
+    resume: OUT.partial may have some. show: told the completions and the speed. Raises a TpiError; Interrupted: Ctrl-C.
     """
     from tp_invariant_recipes.features.rollouts.rank import Generate
 

@@ -33,9 +33,7 @@ LAYERS, ROUTER = "layers.", "router."
 
 
 def judge(scoring: Scoring, file: Path) -> dict[str, Any]:
-    """Return a row for each layer, the verdict in words, and the exit status: 1: one is beyond rounding.
-
-    Raises a TpiError.
+    """Return a row for each layer, the verdict in words, and the exit status 1 where one is beyond. Raises a TpiError.
 
     file: safetensors with layers.N [tokens, h], the residual stream after decoder layer N, and router.N [tokens, topk],
     the numbers of its experts; of the first sequence, or of the one that its metadata name: {"id": …}.
@@ -63,10 +61,9 @@ def judge(scoring: Scoring, file: Path) -> dict[str, Any]:
 
 
 def compared(engine: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray], dtype: str) -> list[dict[str, Any]]:
-    """Return a row for each layer that both have, in order.
+    """Return a row for each layer that both have, in order. reference: as features/score/hidden.py writes it.
 
-    engine: layers.N [tokens, h], router.N [tokens, topk] expert numbers. reference: as features/score/hidden.py
-    writes it. dtype: of the model's activations, of which a number's spacing follows.
+    engine: layers.N [tokens, h], router.N [tokens, topk] expert numbers. dtype: of the model's activations.
     """
     rows = []
     repetitions = sorted({name.partition("/")[0] for name in reference} - {"0"})

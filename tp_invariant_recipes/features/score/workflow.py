@@ -29,10 +29,9 @@ DEFAULT_TOKENS = 16384  # of a forward pass, where sequences share one
 
 @dataclass(frozen=True)
 class Options:
-    """step: of a run's checkpoint; None: the newest. tokenizer: None: the folder's. tokens: of a forward pass.
+    """step, tokenizer: None: the newest, the folder's. tokens: of a forward pass.
 
-    entropies: whether OUT must have them. vocabulary: all log-probabilities, in a file beside OUT. against: whether it
-    is compared with an engine's.
+    entropies: OUT must have them. vocabulary: all log-probabilities, beside OUT. against: OUT is compared.
     """
 
     step: int | None = None

@@ -28,11 +28,9 @@ from tp_invariant_recipes.start.quiet import quiet
 
 @contextmanager
 def locked_run(request: RunRequest, composed: Composed) -> Iterator[Lock | None]:
-    """Hold the lock of the run to continue while it is planned and trained.
+    """Hold the lock of the run to continue while it is planned and trained. Raises RunError: another process has it.
 
     None: a new run, which `execute` locks, or a completed one, in which nothing is written.
-
-    Raises RunError when another process holds it.
     """
     where = request.resume or (composed.config.run.dir if request.continues else None)
     run_dir = RunDir(Path(where).expanduser()) if where else None
@@ -108,13 +106,9 @@ def as_json(planned: Plan) -> dict[str, Any]:
 def execute(
     planned: Plan, watch: Callable[[], None], stop: Stop | None = None, *, rank_fn: RankFn | None = None
 ) -> local.Outcome:
-    """Write the run directory and train.
+    """Write the run directory and train. RunError: another process trains there, a rank dies or hangs, steps lack.
 
-    Raises RunError when another process trains there, a rank dies or hangs, or the run ends before its last step.
-
-    watch: called while the ranks live, to show progress.
-    stop:  as for `local.run`; without it Ctrl-C is raised.
-    rank_fn: what each rank does; None: a training.
+    watch: called while the ranks live. stop: of `local.run`; None: Ctrl-C is raised. rank_fn: None: a training.
     """
     from tp_invariant_recipes.features.train import rank as train
 
@@ -162,10 +156,9 @@ def check_completed(planned: Plan, outcome: local.Outcome) -> local.Outcome:
 
 
 def summary(planned: Plan, outcome: local.Outcome) -> dict[str, Any]:
-    """Return the summary of a run: its directory, its outcome, the figures of its last step.
+    """Return a run's directory, outcome, figures of its last step, and places (`places.as_json`).
 
     diverged: the first step at which replicas of a tensor did not hold the same bits; None: they always did.
-    ledger, tensorboard, wandb, wandb_sync, next: as `places.as_json` has them.
     """
     run_dir = planned.run_dir
     steps = read(run_dir.ledger).steps if run_dir.ledger.exists() else ()

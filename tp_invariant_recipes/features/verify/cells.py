@@ -62,10 +62,9 @@ class Problems:
 def compose_cells(
     model: str, axes: Sequence[Axis], choices: Sequence[Choice], problems: list[str], here: bool
 ) -> tuple[dict[str, Composed], tuple[Omission, ...]]:
-    """Compose each cell, by its label; the combinations that are impossible are left out. here: as in `Plan`.
+    """Compose each cell, by its label; impossible combinations are left out. here: as in `Plan`.
 
-    Raises ConfigError that lists `problems` and the problems of all cells, also where a value fits no combination: that
-    is a mistake, and no matter of combining.
+    ConfigError: `problems`, and those of all cells where a value fits no combination, which is a mistake.
     """
     composed, cell_problems = compose_each(model, choices, here)
     remaining = [choice.values for choice in choices if choice.label in composed]
@@ -120,11 +119,9 @@ def _is_stock(choice: Choice) -> bool:
 def with_equal_shards(
     choices: Sequence[Choice], composed: dict[str, Composed], reference: Ledger | None
 ) -> tuple[Choice, ...]:
-    """Return the choices, with the shards in which cells would differ: the reference's, else those of the largest dp or
-    cp.
+    """Return the choices with the shards in which cells would differ: the reference's, else the largest.
 
-    Of expert groups it is the number that suits every cell. A value that the user gives stays, and so do cells of stock
-    numerics, which have none.
+    Expert groups suit every cell. What the user gives stays, and so do cells of stock numerics, which have none.
     """
     configs = {label: cell.config for label, cell in composed.items()}
     for key in SHARDS:
@@ -163,10 +160,9 @@ def named(choice: Choice, composed: Composed) -> Choice:
 def that_fit(
     model: str, requested: Sequence[Override], choices: Sequence[Choice], composed: dict[str, Composed], here: bool
 ) -> tuple[tuple[Choice, ...], tuple[Omission, ...]]:
-    """Return the cells whose memory suffices, and those left out. here: as for `room.room`.
+    """Return the cells whose memory suffices, and those left out. requested: as typed. here: as for `room.room`.
 
-    requested: the overrides as typed. composed: the choices by label.
-    Raises ConfigError if no two of several cells fit, or the only one does not; it has a command that works.
+    ConfigError, with a command that works: no two of several cells fit, or the only one does not.
     """
     large = {
         choice.label: problems[0]

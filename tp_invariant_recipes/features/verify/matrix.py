@@ -36,10 +36,9 @@ class Choice:
 
 
 def spread(overrides: Sequence[Override], problems: list[str]) -> tuple[tuple[Axis, ...], tuple[Choice, ...]]:
-    """Return the keys with several values, and every combination of their values: the last key changes fastest.
+    """Return the keys with several values, and every combination: the last key changes fastest.
 
-    What is wrong with their values is added to `problems`, and that override left out; whatever
-    else is wrong is left for `compose` to find.
+    An override with wrong values is left out, and `problems` says why; all else is left for `compose`.
     """
     places: dict[int, Axis] = {}
     kept: list[Override | None] = list(overrides)

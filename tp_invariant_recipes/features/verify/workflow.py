@@ -113,12 +113,9 @@ def new(
 def plan_rerun(
     directory: Path, *, against: Path | None = None, how: Planning = TO_TRAIN
 ) -> Verification | MatrixVerdict:
-    """Plan the cells of an earlier verify that did not pass: failed, stopped, not run, or with other bits.
+    """Plan the cells of an earlier verify that did not pass; the verdict where all have. against: as for `judge`.
 
-    A stopped cell goes on from its checkpoint, the others begin anew. Returns the verdict where all cells have passed.
-    Raises a TpiError: `directory` is not of `tpi verify`, or a cell would be another run now than planned.
-
-    against: as for `judge`.
+    A stopped cell goes on from its checkpoint, others begin anew. TpiError: one would be another run than planned.
     """
     where = MatrixDir(directory)
     requested = where.read_matrix()
@@ -183,8 +180,7 @@ def check(verification: Verification) -> None:
 def execute(verification: Verification, watch: Watch, *, exitfirst: bool = False) -> MatrixVerdict:
     """Write the directory, train the cells one after the other, and judge them. Raises RunError.
 
-    If a cell fails, the others still run, unless `exitfirst`, which ends with the first cell that fails or differs.
-    SIGTERM or Ctrl-C ends all. watch: takes a cell's label and plan, and shows its progress.
+    exitfirst: end with the first cell that fails or differs. watch: takes a cell's label and plan, shows its progress.
     """
     where = verification.directory
     with (locked if verification.rerun else locked_empty)(where):
