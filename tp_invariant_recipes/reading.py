@@ -25,6 +25,8 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, ClassVar, TypeVar, overload
 
+from tp_invariant_recipes.plural import few
+
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
@@ -211,9 +213,8 @@ def checked(kind: Any, value: Any) -> Any:
         return _adapter(kind).validate_python(value)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False, include_context=False)
-        named = [_words(_place(problem["loc"]), problem["type"], problem["msg"]) for problem in problems[:_PROBLEMS]]
-        more = f"; and {len(problems) - _PROBLEMS} more" if len(problems) > _PROBLEMS else ""
-        raise ValueError("; ".join(named) + more) from None
+        named = [_words(_place(problem["loc"]), problem["type"], problem["msg"]) for problem in problems]
+        raise ValueError(few(named, _PROBLEMS, "; ")) from None
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from tp_invariant_recipes.compare.explanation import LABELS
 from tp_invariant_recipes.ledger.digests import in_order
 from tp_invariant_recipes.ledger.schema import COPIES, StepRecord
+from tp_invariant_recipes.plural import few
 
 _NAMED = 5  # tensors in one message
 _KINDS = ("masters", "weights", "moments")
@@ -20,10 +21,9 @@ def problem(line: StepRecord, loaded: StepRecord) -> str | None:
     wrong += [f"{'weights' if kind == COPIES else kind}/{name} (on some ranks)" for kind, name, _ in loaded.diverged]
     if not wrong:
         return None
-    more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
     return (
-        f"the state loaded for step {line.step} is not the one that the ledger has of it: {', '.join(wrong[:_NAMED])}"
-        f"{more} differ. Training has not gone on, and the ledger is unchanged. Resume from another checkpoint with "
+        f"the state loaded for step {line.step} is not the one that the ledger has of it: {few(wrong, _NAMED)}"
+        " differ. Training has not gone on, and the ledger is unchanged. Resume from another checkpoint with "
         "checkpoint.ckpt_step=STEP, or begin anew in another run.dir"
     )
 

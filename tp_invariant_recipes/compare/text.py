@@ -14,7 +14,7 @@ from tp_invariant_recipes.compare.tally import LISTED, Coverage, ParameterDiffer
 from tp_invariant_recipes.ledger.layouts import changes, spans_in_words
 from tp_invariant_recipes.ledger.reader import same_file
 from tp_invariant_recipes.ledger.schema import DIGESTED, EVALUATED, FLOATS, SHARDS
-from tp_invariant_recipes.plural import counted
+from tp_invariant_recipes.plural import counted, few
 
 _OF_STATE = ("clipped", "moments")  # which only every `ledger.state_digests`th step has
 _FIELDS_IN_LINE = 3  # the table below the line has the other fields
@@ -268,8 +268,7 @@ def _not_comparable(comparison: Comparison) -> str:
     if not rows:
         empty = " and ".join(run_name(run) for run in (comparison.a, comparison.b) if not run.steps)
         return f": no common step, none recorded in {empty}"
-    more = f" and {len(rows) - _FIELDS_IN_LINE} more" if len(rows) > _FIELDS_IN_LINE else ""
-    text = ": " + ", ".join(f"{name} is {a} and {b}" for name, a, b in rows[:_FIELDS_IN_LINE]) + more
+    text = ": " + few([f"{name} is {a} and {b}" for name, a, b in rows], _FIELDS_IN_LINE)
     numbers = [(name, max(int(a), int(b))) for name, a, b in rows if name in SHARDS and a.isdigit() and b.isdigit()]
     return text + "".join(f"; train both with {name}={most}" for name, most in numbers)
 

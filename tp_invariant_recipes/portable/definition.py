@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.plural import few
 from tp_invariant_recipes.portable import conformance, other_sums
 
 DEFINITION = 2
@@ -37,20 +38,15 @@ def require_conformance(gpu: int | None = None, *, fp8: bool = False) -> None:
     if different:
         raise RunError(
             f"numerics=portable: {named(gpu)} computes other bits than the definition{_known_sum(gpu)}, so the run's "
-            f"ledger would hold for such machines only: {_summary(different)}; or numerics=tree"
+            f"ledger would hold for such machines only: {few(different, NAMED, '; ')}; or numerics=tree"
         )
     different = fp8_differences(gpu) if fp8 else []
     if different:
         raise RunError(
             f"numerics=portable: {named(gpu)} adds FP8 products otherwise (Blackwell is expected to), so the run's "
-            f"ledger would hold for such machines only: {_summary(different)}; precision=bf16 or precision=mxfp8, or "
-            "numerics=tree"
+            f"ledger would hold for such machines only: {few(different, NAMED, '; ')}; "
+            "precision=bf16 or precision=mxfp8, or numerics=tree"
         )
-
-
-def _summary(different: list[str]) -> str:
-    more = f"; and {len(different) - NAMED} more" if len(different) > NAMED else ""
-    return f"{'; '.join(different[:NAMED])}{more}"
 
 
 def differences(gpu: int | None) -> list[str]:

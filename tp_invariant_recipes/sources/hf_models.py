@@ -12,13 +12,14 @@ from typing import Any
 
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.numerics.megatron import families
+from tp_invariant_recipes.plural import few
 from tp_invariant_recipes.settings.values import value_text
 from tp_invariant_recipes.sources import hf_families
 from tp_invariant_recipes.sources.hf_family import EMBEDDING, OUTPUT, Family
 from tp_invariant_recipes.sources.hf_glm import GLM_45, dense_first
 from tp_invariant_recipes.sources.hf_gpt_oss import GPT_OSS
 from tp_invariant_recipes.sources.hf_qwen3_next import QWEN3_NEXT
-from tp_invariant_recipes.sources.weights import Checkpoint, abbreviated
+from tp_invariant_recipes.sources.weights import SHOWN, Checkpoint
 from tp_invariant_recipes.start import lazy_imports
 
 PLAIN = (
@@ -191,13 +192,13 @@ def _tensors(checkpoint: Checkpoint, wanted: dict[str, tuple[int, ...]], spare: 
         if checkpoint.bits(OUTPUT) != checkpoint.bits(EMBEDDING):
             yield f"{OUTPUT} and {EMBEDDING} differ, and its config.json ties them"
     if missing:
-        yield f"there is no tensor {abbreviated(missing)}"
+        yield f"there is no tensor {few(missing, SHOWN)}"
     if more:
-        yield f"no place in the model for the tensor {abbreviated(more)}"
+        yield f"no place in the model for the tensor {few(more, SHOWN)}"
     shapes = [name for name in wanted if name in there and there[name].shape != wanted[name]]
     if shapes:
         each = [f"{name} {list(there[name].shape)} instead of {list(wanted[name])}" for name in shapes]
-        yield f"the shape of {abbreviated(each)}"
+        yield f"the shape of {few(each, SHOWN)}"
 
 
 def _config(folder: Path) -> Any:

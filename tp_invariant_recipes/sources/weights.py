@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from tp_invariant_recipes.errors import ConfigError, listed, reason
+from tp_invariant_recipes.plural import few
 from tp_invariant_recipes.reading import MIB, open_file, parse_json, read_limited
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
@@ -124,7 +125,7 @@ def _files(folder: Path, problems: list[str]) -> list[Path]:
     names = sorted(set(index.values()))
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        problems.append(f"{INDEX} names {abbreviated(missing)}, and there is no such file")
+        problems.append(f"{INDEX} names {few(missing, SHOWN)}, and there is no such file")
     return [folder / name for name in names if name not in missing]
 
 
@@ -134,7 +135,7 @@ def _indexed(folder: Path, tensors: dict[str, Stored]) -> list[str]:
     if index is None:
         return []
     wrong = [n for n in sorted({*index, *tensors}) if n not in tensors or tensors[n].file.name != index.get(n)]
-    return [f"{INDEX} and the files disagree on where {abbreviated(wrong)} is"] if wrong else []
+    return [f"{INDEX} and the files disagree on where {few(wrong, SHOWN)} is"] if wrong else []
 
 
 def _header(file: Path, problems: list[str]) -> dict[str, Stored]:
@@ -182,12 +183,6 @@ def _offsets(name: str, entry: Any) -> tuple[int, int]:
 
 def _sizes(numbers: Any) -> TypeGuard[list[int]]:
     return isinstance(numbers, list) and all(type(n) is int and 0 <= n < 2**63 for n in numbers)
-
-
-def abbreviated(names: list[str]) -> str:
-    """Return the first of them, and how many more there are."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{', '.join(names[:SHOWN])}{more}"
 
 
 def _stamp(file: Path) -> tuple[str, int, int]:

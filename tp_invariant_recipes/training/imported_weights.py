@@ -18,6 +18,7 @@ from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron.spec import FP8_PREFIX, SUBSTITUTES
 from tp_invariant_recipes.observe.optimizer_state import OptimizerState
+from tp_invariant_recipes.plural import few
 from tp_invariant_recipes.sources import auto_bridge
 from tp_invariant_recipes.sources.weights import WIDER_THAN_BF16, read
 
@@ -58,10 +59,7 @@ class ImportedWeights(Callback):
             if not torch.isfinite(parameter).all()
         ]
         if wrong:
-            more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-            raise RunError(
-                f"weights={self.folder}: Megatron-Bridge set no finite values of {', '.join(wrong[:SHOWN])}{more}"
-            )
+            raise RunError(f"weights={self.folder}: Megatron-Bridge set no finite values of {few(wrong, SHOWN)}")
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Give the master weights the bits that the weights have no room for."""

@@ -19,6 +19,7 @@ from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.schema import EXPERT_GROUPS, SHARDS, Header, identity_differences
 from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.numerics.mode import STOCK
+from tp_invariant_recipes.plural import few
 from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, MatrixDir, Omission
 from tp_invariant_recipes.settings import expert_groups
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
@@ -266,10 +267,10 @@ def identities(axes: Sequence[Axis], choices: Sequence[Choice], plans: dict[str,
         beside = [c for c in choices if [n for n, v in enumerate(c.values) if v != first.values[n]] == [number]]
         fields = dict.fromkeys(key for c in beside for key in _changed(plans[first.name], plans[c.name]))
         if fields:
-            problems.append(f"{axis.key}={','.join(axis.values)} makes different runs: {_few(list(fields))}")
+            problems.append(f"{axis.key}={','.join(axis.values)} makes different runs: {_differ(list(fields))}")
     others = [c for c in choices if not problems and _changed(plans[first.name], plans[c.name])]
     problems += [
-        f"{first.label} and {c.label} are different runs: {_few(_changed(plans[first.name], plans[c.name]))}"
+        f"{first.label} and {c.label} are different runs: {_differ(_changed(plans[first.name], plans[c.name]))}"
         for c in others
     ]
     return [
@@ -285,6 +286,5 @@ def _changed(a: Plan, b: Plan) -> list[str]:
     ]
 
 
-def _few(fields: list[str]) -> str:
-    shown = ", ".join(fields[:3]) + (f" and {len(fields) - 3} more" if len(fields) > 3 else "")
-    return f"{shown} {'differs' if len(fields) == 1 else 'differ'}"
+def _differ(fields: list[str]) -> str:
+    return f"{few(fields, 3)} {'differs' if len(fields) == 1 else 'differ'}"
