@@ -50,7 +50,7 @@ def products(header: Header) -> list[Span]:
 
 
 def changed_products(before: Header, version: str | None, step: int) -> str | None:
-    """Return what to tell a tree run on a GPU that goes on with another definition of a product; None: nothing."""
+    """Return what to tell a tree run on a GPU that resumes with another definition of a product; None: nothing."""
     earlier = [name for start, name in products(before) if start <= step]
     if not earlier or version is None or earlier[-1] == version:
         return None

@@ -55,7 +55,7 @@ def contents(file: Path, limit: int = LARGEST) -> bytes:
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Read a file in the block, which raises LedgerError in place of OSError and ValueError."""
+    """Read a file in the block, which raises LedgerError for an OSError or ValueError."""
     try:
         yield
     except FileNotFoundError:

@@ -155,7 +155,7 @@ def _first(names: str) -> str:
 
 
 def _address(name: str, launcher: str) -> str:
-    """Return the first node's address; where names are not known, that of the host that srun ran on."""
+    """Return the first node's address; where names are not known, the address of the host that srun ran on."""
     try:
         return socket.gethostbyname(name)
     except OSError:

@@ -57,6 +57,9 @@ class Omission(Record):
     label: str
     why: str
 
+    def __str__(self) -> str:
+        return f"{self.label}: {self.why}"
+
 
 @dataclass(frozen=True)
 class Matrix(Record):

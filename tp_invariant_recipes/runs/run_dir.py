@@ -125,7 +125,7 @@ def text_of(file: Path, data: Any) -> str:
 
 @contextmanager
 def writing(file: Path, elsewhere: str = "run.dir=PATH") -> Iterator[None]:
-    """Write a file in the block, which raises RunError in place of OSError. elsewhere: as of `cannot_write`."""
+    """Write a file in the block, which raises RunError for an OSError. elsewhere: as of `cannot_write`."""
     try:
         yield
     except OSError as error:

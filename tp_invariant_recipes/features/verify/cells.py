@@ -91,7 +91,7 @@ def compose_each(model: str, choices: Sequence[Choice], here: bool) -> tuple[dic
 
 
 def with_enough_shards(choices: Sequence[Choice], reference: Ledger | None) -> tuple[Choice, ...]:
-    """Return the choices with the reference's V, else one for the largest tp * cp; never in place of a given V."""
+    """Return the choices with the reference's V, else one for the largest tp * cp. A given V stays."""
     key = "numerics.virtual_shards"
     wanted = reference.header.numerics.get("virtual_shards") if reference else None
     if wanted is None:
@@ -178,7 +178,7 @@ def that_fit(
     if command is None:
         problems = [f"{label}: {problem}" for label, problem in large.items()]
     else:
-        problems = [f"{cell.label}: {cell.why}" for cell in omitted]
+        problems = list(map(str, omitted))
         problems.append(f"{len(kept)} of {len(choices)} cells fit; this command works: {command}")
     raise ConfigError("\n".join(problems), problems)
 

@@ -75,7 +75,7 @@ class Swept:
     @property
     def remarks(self) -> tuple[str, ...]:
         """Facts beside the table, one sentence each."""
-        omitted = [f"Left out: {cell.label}: {cell.why}." for cell in self.matrix.omitted]
+        omitted = map("Left out: {}.".format, self.matrix.omitted)
         return (*omitted, *([f"No page: {self.no_page}."] if self.no_page else []))
 
     def as_dict(self) -> dict[str, Any]:

@@ -251,7 +251,7 @@ def _judged(directory: Path, matrix: Matrix, rows: tuple[CellResult, ...], exitf
     verdict, line = _verdict(matrix, compared, faulty, different, reference)
     retry = shlex.join(["tpi", "verify", "--last-failed", "--dir", os.fspath(directory)])
     advice = _next_command(reference, different) if different else retry if faulty else None
-    facts = (*(f"Left out: {cell.label}: {cell.why}." for cell in matrix.omitted), *_remarks(rows, compared))
+    facts = (*map("Left out: {}.".format, matrix.omitted), *_remarks(rows, compared))
     if not_run:
         labels = ", ".join(row.label for row in not_run)
         facts = (*facts, f"--exitfirst: {labels} did not run; {retry} trains the rest.")
