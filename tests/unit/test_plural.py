@@ -6,13 +6,20 @@ from pathlib import Path
 import pytest
 
 import tp_invariant_recipes
-from tp_invariant_recipes.plural import counted
+from tp_invariant_recipes.plural import counted, few
 
 
 @pytest.mark.parametrize("count, words", ((0, "0 steps"), (1, "1 step"), (2, "2 steps")))
 def test_one_is_singular(count, words):
     assert counted(count, "step") == words
     assert counted(10_000, "step", ",") == "10,000 steps"
+
+
+@pytest.mark.parametrize(
+    "most, separator, words", ((3, ", ", "a, b, c"), (2, ", ", "a, b and 1 more"), (1, "; ", "a; and 2 more"))
+)
+def test_a_long_list_is_cut(most, separator, words):
+    assert few(["a", "b", "c"], most, separator) == words
 
 
 def test_nothing_else_makes_a_plural_of_a_number():
