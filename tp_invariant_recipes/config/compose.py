@@ -80,11 +80,12 @@ def _compose(
         if option is not None and not any(o.path == group for o in sound)
     ]
     if known:
-        composed = RunConfig(checked_sections(model, sound, problems))
+        sections, accepted = checked_sections(model, sound, problems)
+        composed = RunConfig(sections)
         with _covered(model, problems):
             config = _adjusted(model, sound, composed)
             problems += lines(check(config))
-            typed = [override.path for override in requested]
+            typed = [override.path for override in accepted]
             of_typed = (relations.unpadded, switched_off.idle, functions.unknown)
             problems += lines(problem for rule in of_typed for problem in rule(config, typed))
             problems += also(config) if also else []
@@ -102,7 +103,8 @@ def _stock_takes(model: str, sound: Sequence[Override], problems: Collection[str
     others = [override for override in sound if override.path.partition(".")[0] != "numerics"]
     wrong: list[str] = []
     with suppress(ConfigError):  # which has its problems in `wrong` already
-        wrong += lines(check(RunConfig(checked_sections(model, [*others, parse(f"numerics={STOCK}")], wrong))))
+        sections, _ = checked_sections(model, [*others, parse(f"numerics={STOCK}")], wrong)
+        wrong += lines(check(RunConfig(sections)))
     return not {*wrong} - {*problems}
 
 
@@ -151,7 +153,8 @@ def _captured(
     others = [override for override in sound if override.path != graph_choice.GROUP]
     if not (recipe_source.is_recipe(model) or graph_choice.files_may_set_graphs(sound)):
         return graph_choice.captured(composed, option, {path for override in others for path in _types(override)})
-    return RunConfig(checked_sections(model, [*others, parse(f"{graph_choice.GROUP}={option}")], problems))
+    sections, _ = checked_sections(model, [*others, parse(f"{graph_choice.GROUP}={option}")], problems)
+    return RunConfig(sections)
 
 
 def _adjusted(model: str, sound: Sequence[Override], config: RunConfig) -> RunConfig:

@@ -26,8 +26,10 @@ RECIPES_OWN = ("precision", "data", "logging", "cuda_graph", "peft")
 UNQUOTED = "expected text; in a file, write it in quotes"
 
 
-def checked_sections(model: str, sound: Sequence[Override], problems: list[str]) -> dict[str, Any]:
-    """Return the sections of those overrides whose numbers and types fit.
+def checked_sections(
+    model: str, sound: Sequence[Override], problems: list[str]
+) -> tuple[dict[str, Any], Sequence[Override]]:
+    """Return the sections of those overrides whose numbers and types fit, and these overrides.
 
     What is wrong with others is added to `problems`.
 
@@ -46,7 +48,7 @@ def checked_sections(model: str, sound: Sequence[Override], problems: list[str])
         else:
             _as_by_default(sections, wrong)
             by_default |= wrong.keys()
-    return sections
+    return sections, sound
 
 
 def _misfits(

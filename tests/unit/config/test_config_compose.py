@@ -295,6 +295,7 @@ MISTAKES = (
     (["run.dri=x"], "run.dri: no such field of RunSettings; did you mean 'run.dir'?"),
     (["numerics.mode=magic"], "numerics.mode=magic: expected one of 'stock'"),
     (["data.json_key=null"], "data.json_key=None: expected str, such as text"),
+    (["ledger.state_digests=x", "ledger.digests=0"], "ledger.state_digests=x: expected int, such as 4"),
     (["data=text"], "data=text needs data.path=FILE_OR_FOLDER"),
     (["data.path=x"], "data.path is set but data=mock ignores it; add data=text"),
     (["tp=3", "seq=126"], "tp=3 does not divide model.num_attention_heads=8"),

@@ -71,8 +71,8 @@ def test_a_cpu_has_none():
 @pytest.mark.parametrize("option", graph_choice.OPTIONS)
 def test_a_chosen_kind_is_as_if_it_were_named(model, override, option):
     """Hydra composes a named option, and not one that tpi chooses."""
-    auto = checked_sections(model, parse_all([override, "device=gpu", "cuda_graph=auto"]), [])
-    named = checked_sections(model, parse_all([override, "device=gpu", f"cuda_graph={option}"]), [])
+    auto, _ = checked_sections(model, parse_all([override, "device=gpu", "cuda_graph=auto"]), [])
+    named, _ = checked_sections(model, parse_all([override, "device=gpu", f"cuda_graph={option}"]), [])
     typed = {path.path for path in parse_all([override])}
     assert graph_choice.captured(RunConfig(auto), option, typed).sections == named
     assert auto != named
