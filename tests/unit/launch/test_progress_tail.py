@@ -63,12 +63,15 @@ def test_pace_and_remaining_time_are_those_of_the_steps_after_the_first(progress
     assert (tail.tokens_per_second(), tail.seconds_remaining()) == (16 / 2.0, 6 * 1.0)
 
 
+@pytest.fixture
+def plan(tmp_path: Path) -> SimpleNamespace:
+    layout = SimpleNamespace(world=2)
+    return SimpleNamespace(run_dir=RunDir(tmp_path), steps=9, start=0, device="cpu", layout=layout)
+
+
 @pytest.mark.parametrize("kind", (Bar, Lines))
-def test_a_watcher_says_so(progress_file, kind):
+def test_a_watcher_says_so(plan, progress_file, kind):
     output = io.StringIO()
-    plan = SimpleNamespace(
-        run_dir=RunDir(progress_file.parent), steps=9, start=0, device="cpu", layout=SimpleNamespace(world=2)
-    )
     with kind(plan, Console(file=output, width=300)) as watch:
         for text in (progress_line(), "[1]\n", progress_line(step=2), "{}\n"):
             with progress_file.open("a") as stream:
@@ -79,22 +82,12 @@ def test_a_watcher_says_so(progress_file, kind):
 
 
 @pytest.mark.parametrize("kind", (Bar, Lines))
-def test_the_first_step_says_where_the_seconds_went(tmp_path, progress_file, kind):
+def test_the_first_step_says_where_the_seconds_went(plan, progress_file, kind):
     output = io.StringIO()
-    layout = SimpleNamespace(world=2)
-    plan = SimpleNamespace(run_dir=RunDir(tmp_path), steps=3, start=0, layout=layout, device="cpu")
     with kind(plan, Console(file=output, width=200)) as tick:
         progress_file.write_text(progress_line(start={"imports": 4.7, "step": 0.6}) + progress_line(step=2))
         tick()
     assert output.getvalue().count("first step after 5.3 s: imports 4.7, step 0.6") == 1
-
-
-def test_the_pace_is_that_of_the_last_steps_without_the_first(progress_file):
-    tail = Tail(progress_file, 9)
-    progress_file.write_text(progress_line(step=2, seconds=10.0) + progress_line(step=3) + progress_line(step=4))
-    assert new_steps(tail) == [2, 3, 4]
-    assert tail.tokens_per_second() == 16.0
-    assert tail.seconds_remaining() == 5 * 0.5
 
 
 def test_one_step_is_all_there_is(progress_file):
