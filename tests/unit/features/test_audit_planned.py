@@ -74,10 +74,23 @@ def test_a_reference_is_the_simplest_of_what_the_configuration_has():
     assert audit_reference.overrides(compose("qwen3_toy", ["numerics=stock"]).config, []) == []
 
 
-@pytest.mark.parametrize("word, shards", (("dp=2", "numerics.data_shards=2"), ("cp=2", "numerics.context_shards=2")))
-def test_a_reference_of_invariant_numerics_has_their_definition(word, shards):
-    config = compose("qwen3_toy", ["numerics=tree", word, "gbs=4"]).config
-    assert shards in audit_reference.overrides(config, [])
-    assert shards not in audit_reference.overrides(config, parse_all([shards.replace("2", "1")]))
-    stock = compose("qwen3_toy", ["numerics=stock", word, "gbs=4"]).config
-    assert shards not in audit_reference.overrides(stock, [])
+DEFINITIONS = (
+    ("qwen3_toy", "dp=2", "numerics.data_shards=2"),
+    ("qwen3_toy", "cp=2", "numerics.context_shards=2"),
+    ("qwen3_moe_toy", "dp=2", "numerics.expert_groups=2"),
+    ("qwen3_moe_toy", "cp=2", "numerics.expert_groups=2"),
+)
+
+
+@pytest.mark.parametrize("model, word, count", DEFINITIONS)
+def test_a_reference_of_invariant_numerics_has_their_definition(model, word, count):
+    config = compose(model, ["numerics=tree", word, "gbs=4"]).config
+    words = audit_reference.overrides(config, [])
+    assert count in words
+    assert count not in audit_reference.overrides(config, parse_all([count.replace("2", "1")]))
+    name = count.partition("=")[0].partition(".")[2]
+    defined = compose(model, ["numerics=tree", "gbs=4", *words]).config
+    assert getattr(defined.numerics, name) == getattr(config.numerics, name)
+    assert compose(model, ["numerics=tree", "gbs=4"]).config.numerics != defined.numerics
+    stock = compose(model, ["numerics=stock", word, "gbs=4"]).config
+    assert count not in audit_reference.overrides(stock, [])

@@ -45,8 +45,8 @@ def overrides(config: RunConfig, own: list[Override], degree: int = 1) -> list[s
             continue
         text = "null" if value is None else str(value).lower()
         needed.append("cuda_graph=off" if name == "cuda_graph_impl" else f"{path}={text}")
-    degrees = {"data_shards": config.layout.dp, "context_shards": config.layout.cp} if config.numerics.invariant else {}
-    for name, number in degrees.items():  # which choose the definition where nothing else does
+    counts = {"data_shards": config.layout.dp, "context_shards": config.layout.cp, "expert_groups": 1}
+    for name, number in counts.items() if config.numerics.invariant else ():  # they choose the definition
         shards = getattr(config.numerics, name) or number
         if shards > 1 and given(own, f"numerics.{name}") is None:
             needed.append(f"numerics.{name}={shards}")
