@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("bridge", "here")
 def begun(here, *overrides: str) -> campaign.Campaign:
     """A campaign of a dense model, before its first audit."""
     where, state = campaign.new("qwen3_toy", ["device=cpu", *overrides], here / "audits")
-    where.path.mkdir()
+    where.path.mkdir(parents=True)
     campaign._write_texts(where.texts)
     return campaign.Campaign(where, state, lambda trial: None, scripts=False)
 
@@ -39,11 +39,32 @@ def test_a_cell_is_configured_as_hydra_composes_it(here, monkeypatch):
     assert cells.configured(frozenset(("mbs=2",))).sections != composed.sections
 
 
+def test_the_first_setting_that_numerics_allow_is_tried_and_a_refusal_has_its_reason(here, monkeypatch):
+    names = ("evaluation", "packing")
+    monkeypatch.setattr(options, "OPTIONS", {name: options.OPTIONS[name] for name in names})
+    first, second = options.OPTIONS["evaluation"]
+    stock, tree = (begun(here / numerics, f"numerics={numerics}")._cells for numerics in ("stock", "tree"))
+    assert (stock.axes[-2:], tree.axes[-2:]) == ([[first], []], [[second], []])
+    assert stock.refused.keys() == {*options.OPTIONS["packing"]}
+    assert all("no such field of GPTDatasetConfig" in stock.refused[setting] for setting in options.OPTIONS["packing"])
+
+
+PATTERNS = (("MEM*EME", "ME*ME*"), ("M*M*", None), ("MEME|*EME", None), ("ME*" * 9, "ME*ME*"))
+
+
+@pytest.mark.parametrize("pattern, cut", PATTERNS)
+def test_a_hybrid_model_is_cut_to_two_stages_that_have_all_kinds_of_layers(pattern, cut):
+    model = {"hybrid_layer_pattern": pattern}
+    assert options.sizes(model, set()) == ([f"model.hybrid_layer_pattern={cut}"] if cut else [])
+    assert options.sizes(model, {"model.hybrid_layer_pattern"}) == []
+
+
 class Answers:
     """Stands for the processes of audits: they end in the order of their start. judged: a cell -> whether it is right;
     None: Bridge refuses it."""
 
-    def __init__(self, judged) -> None:
+    def __init__(self, judged, known=None) -> None:
+        self.known = known
         self.judged, self.keys, self.most, self.started, self.settings = judged, [], 0, [], {}
 
     def __call__(self, stop):
@@ -63,7 +84,10 @@ class Answers:
         if (sound := self.judged(cell)) is None:
             return job, (None, {})
         verdict = workflow.WITHIN if sound else workflow.BEYOND
-        return job, (Trial(self.settings[job], verdict, "text", None if sound else "gradients x", 1.0), {})
+        trial = Trial(
+            self.settings[job], verdict, "text", None if sound else "gradients x", 1.0, None if sound else self.known
+        )
+        return job, (trial, {})
 
     def end(self) -> None:
         self.keys.clear()
@@ -72,9 +96,9 @@ class Answers:
 LOSS = "model.calculate_per_token_loss=true"
 
 
-def ran(here, monkeypatch, judged, concurrency=2, **more):
+def ran(here, monkeypatch, judged, concurrency=2, known=None, **more):
     monkeypatch.setattr(options, "OPTIONS", {"loss": options.OPTIONS["loss"]})
-    audits, answers = begun(here), Answers(judged)
+    audits, answers = begun(here), Answers(judged, known)
     monkeypatch.setattr(campaign, "SideBySide", answers)
     monkeypatch.setattr(campaign, "concurrency", lambda device: concurrency)
     monkeypatch.setattr(audits, "_prepare", lambda: None)
@@ -106,10 +130,11 @@ def test_a_fault_is_shrunk_while_another_audit_runs_and_detected_once(here, monk
     assert (result["pending"], result["exit_status"]) == (0, 1)
 
 
-def test_the_first_fault_ends_a_campaign_on_request(here, monkeypatch):
-    result, _ = ran(here, monkeypatch, lambda cell: LOSS not in cell, exitfirst=True)
-    assert len(result["findings"]) == 1
-    assert result["pending"]
+@pytest.mark.parametrize("known", (None, "a known fault"))
+def test_the_first_fault_that_is_not_known_ends_a_campaign_on_request(here, monkeypatch, known):
+    result, _ = ran(here, monkeypatch, lambda cell: LOSS not in cell, known=known, exitfirst=True)
+    assert bool(result["pending"]) == (known is None)
+    assert all(finding["known"] == known for finding in result["findings"])
 
 
 def test_what_bridge_refuses_is_not_retried(here, monkeypatch):

@@ -56,7 +56,7 @@ def audit(
     script: Annotated[
         bool, flag("With --all: write a torchrun script of the layer alone for each fault that has one.", "--script")
     ] = False,
-    exitfirst: Annotated[bool, flag("With --all: end with the first fault.", "--exitfirst", "-x")] = False,
+    exitfirst: Annotated[bool, flag("With --all: end with the first fault that is not known.", "--exitfirst", "-x")] = False,
     keep: Annotated[bool, flag("Keep the run directories even within rounding.", "--keep")] = False,
     directory: Annotated[Path | None, directory_option("audit-MODEL-tpN-DATE-TIME")] = None,
     as_json: Json = False,
@@ -180,6 +180,8 @@ def _print_findings(result: dict[str, Any]) -> None:
         terminal.print_line(
             console, f"{finding['verdict']}: {finding['text']}{known}\n    {finding['command']}{program}"
         )
+    for setting, reason in result["refused"].items():
+        console.print(Text(f"not tried: {setting}: {reason}"), soft_wrap=True)
     count, faults = counted(len(result["trials"]), "audit"), counted(len(result["findings"]), "fault")
     tried = result["pairs"] - result["pending"]
     terminal.print_line(console, f"{faults} in {count} of {tried} pairs; {result['directory']}/audits.html")

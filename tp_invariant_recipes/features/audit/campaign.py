@@ -85,7 +85,10 @@ class Campaign:
         self._covering = Covering(self._cells.axes, len(options.LAYOUTS), self._allowed, self._ranks_of)
 
     def run(self, *, exitfirst: bool = False) -> dict[str, Any]:
-        """Audit all cells, some at a time; return what `audits.json` holds. Interrupted: Ctrl-C, SIGTERM."""
+        """Audit all cells, some at a time; return what `audits.json` holds. Interrupted: Ctrl-C, SIGTERM.
+
+        exitfirst: end with the first fault that is not known.
+        """
         begun = time.monotonic()
         self._prepare()
         for trial in self.state.trials:  # of an earlier start
@@ -94,7 +97,7 @@ class Campaign:
         with ranks.stopping() as stop:
             self._running = SideBySide(stop)
             try:
-                while not (exitfirst and self.state.findings) and self._step():
+                while not (exitfirst and any(fault.known is None for fault in self.state.findings)) and self._step():
                     pass
             finally:
                 self._running.end()
@@ -278,6 +281,7 @@ class Campaign:
             "pairs": self._covering.total,
             "pending": len(self._covering.pending),
             "seconds": seconds,
+            "refused": self._cells.refused,
             "trials": [asdict(trial) for trial in state.trials],
             "findings": [asdict(finding) for finding in state.findings],
         }
@@ -313,7 +317,7 @@ def execute(
     exitfirst: bool = False,
     scripts: bool = False,
 ) -> dict[str, Any]:
-    """Run a campaign to its end, or to the first fault. Interrupted: Ctrl-C; what it has done is kept for --resume."""
+    """Run a campaign to its end, or to the first new fault. Interrupted: Ctrl-C; what it has done is kept for --resume."""
     with (locked if resume else locked_empty)(where):
         _write_texts(where.texts)
         try:

@@ -21,16 +21,17 @@ class Cells:
     overrides: that every run gets. texts: the folder that stands for options.TEXTS.
     base:      the model in the sizes that are tried. sizes: the overrides that cut it.
     axes:      settings that the model may have in some layout, a row an axis; those that change it not at all are left
-               out.
+               out. refused: the others, with the reason.
     """
 
     def __init__(self, model: str, overrides: Sequence[str], texts: Path, device: str) -> None:
         self._model, self._overrides, self._texts, self._device = model, overrides, texts, device
         self._changes: dict[str, Sections] = {}
+        self.refused: dict[str, str] = {}
         self.base, self.sizes = self._cut()
         named = {**options.LAYOUTS, **options.OPTIONS}
         absent = () if self.base.shape.experts else options.OF_EXPERTS
-        self.axes = [[] if name in absent else self._possible(axis) for name, axis in named.items()]
+        self.axes = [[] if name in absent else self._possible(name, axis) for name, axis in named.items()]
         self._order = [setting for axis in self.axes for setting in axis]
 
     def settings(self, cell: Cell) -> tuple[str, ...]:
@@ -78,8 +79,8 @@ class Cells:
         words = [word.replace(options.TEXTS, str(self._texts)) for word in setting.split()]
         return [word for word in words if not (word.startswith("seq=") and self._typed("model.seq_length"))]
 
-    def _possible(self, axis: Sequence[str]) -> list[str]:
-        usable, before = [], {"": self.base}
+    def _possible(self, name: str, axis: Sequence[str]) -> list[str]:
+        usable, before, refused = [], {"": self.base}, {}
         for setting in axis:
             words = self._split(setting)
             if any(self._typed(override.path) for override in parse_all(words) if override.path):
@@ -89,12 +90,17 @@ class Cells:
                 try:
                     before[layout] = before.get(layout) or self.composed(sizes)
                     config = self.composed([*sizes, *words])
-                except ConfigError:
+                except ConfigError as error:
+                    refused.setdefault(setting, error.problems[0])
                     continue
+                refused.pop(setting, None)
                 if changes := _changes(before[layout], config):
                     usable.append(setting)
                     self._changes[setting] = changes
                 break
+            if usable and name in options.FIRST_ALLOWED:
+                return usable
+        self.refused |= refused
         return usable
 
 

@@ -16,13 +16,16 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
 }
 # Axes of models with experts; the others have these fields and no use of them.
 OF_EXPERTS = ("experts", "balance", "router")
+# Axes of which a model tries the first setting that it may have.
+FIRST_ALLOWED = ("ahead", "biases", "evaluation")
+_EVALUATED = "validation.eval_iters=2 validation.eval_interval=1"
 _BALANCED = "model.moe_aux_loss_coeff=0.1 model.moe_router_load_balancing_type="
 OPTIONS: Mapping[str, tuple[str, ...]] = {
     "loss": ("model.calculate_per_token_loss=true",),
     "masks": (f"data=text data.path={TEXTS} data.tokenizer=byte dataset.eod_mask_loss=true dataset.split='90,5,5'",),
-    "ahead": ("model.mtp_num_layers=1",),
+    "ahead": ("model.mtp_num_layers=1 model.mtp_hybrid_override_pattern='*E'", "model.mtp_num_layers=1"),
     "sinks": ("model.softmax_type=learnable",),
-    "biases": ("model.add_bias_linear=true model.add_qkv_bias=true",),
+    "biases": ("model.add_bias_linear=true model.add_qkv_bias=true", "model.add_qkv_bias=true"),
     "embedding": (
         "model.share_embeddings_and_output_weights=true",
         "model.share_embeddings_and_output_weights=false",
@@ -35,11 +38,8 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
         "optimizer.optimizer=muon optimizer.use_distributed_optimizer=false optimizer.muon_tp_mode=blockwise seq=128",
     ),
     "recompute": ("model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1",),
-    # Without the last two another mbs or dp evaluates other sequences (patches/faults.py).
-    "evaluation": (
-        "validation.eval_iters=2 validation.eval_interval=1 validation.eval_micro_batch_size=1 "
-        "dataset.data_sharding=false",
-    ),
+    # Without the last two another mbs or dp evaluates other sequences under stock (patches/faults.py).
+    "evaluation": (f"{_EVALUATED} validation.eval_micro_batch_size=1 dataset.data_sharding=false", _EVALUATED),
     "adapters": ("peft=lora peft.dim=8",),
     "packing": ("dataset.enable_offline_packing=true", "dataset.enable_offline_packing=false"),
 }
@@ -69,4 +69,8 @@ def sizes(model: Mapping[str, Any], typed: set[str]) -> list[str]:
         cut["num_layers"] = 2
         if isinstance(dense := model.get("moe_layer_freq"), list):
             cut["moe_layer_freq"] = f"[{dense[0]},{dense[-1]}]"
+    pattern = model.get("hybrid_layer_pattern") or ""
+    kinds = "".join(dict.fromkeys(pattern))
+    if 2 * len(kinds) < len(pattern) and not {*"|/"} & {*kinds} and "model.hybrid_layer_pattern" not in typed:
+        cut["hybrid_layer_pattern"] = 2 * kinds  # each stage of pp=2 has all
     return [f"model.{name}={value}" for name, value in cut.items()]

@@ -48,6 +48,7 @@ def campaign(result: dict[str, Any]) -> str:
         facts="; ".join((facts, " ".join((*result["overrides"], *result["sizes"])))),
         findings=findings,
         trials=result["trials"],
+        refused=result["refused"],
     )
 
 
