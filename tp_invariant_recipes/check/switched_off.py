@@ -32,6 +32,7 @@ def _optimizer(config: RunConfig) -> str:
 FEATURES = (
     Feature(("model.moe_",), lambda t: t.shape.experts, "the model has no experts", "model.num_moe_experts=N"),
     Feature(("model.mtp_",), lambda t: t.shape.depths, "it predicts one token", "model.mtp_num_layers=N"),
+    Feature(("model.mtp_hybrid_",), lambda t: t.shape.hybrid, "it has no pattern of layers", "MODEL nemotron3_nano"),
     Feature(
         ("model.linear_",),
         lambda t: families.delta_sizes(t.model),
