@@ -24,7 +24,7 @@ VALID = (
     "runs . --json",
     "bisect run other --dir parts",
     "bench qwen3_toy --modes stock,tree --rounds 1 --steps 2 --dir b",
-    "audit qwen3_toy cuda_graph=te --steps 2 --dir c",
+    "audit qwen3_toy cuda_graph=te iters=2 --dir c",
     "submit qwen3_8b tp=4 cluster=h100 slurm.time=5 --dry-run",
     "submit qwen3_8b tp=2,4 cluster=h100 slurm.time=5 --verify --dry-run",
     "show qwen3_8b tp=4 optimizer.lr=1e-3",

@@ -40,8 +40,8 @@ def test_steps_are_those_asked_for_and_enough_to_replay_one(a_gpu):
     for asked in (("iters=7",), ("train.train_iters=7",)):
         assert audit.new("qwen3_toy", ["cuda_graph=full", *asked]).steps == range(5, 8)
     assert audit.new("qwen3_toy", ["cuda_graph=te", "model.cuda_graph_warmup_steps=1"]).steps == range(3, 4)
-    with pytest.raises(audit.ConfigError, match="replayed from step 5 on, and there are 3; --steps 5"):
-        audit.new("qwen3_toy", ["cuda_graph=te"], steps=3)
+    with pytest.raises(audit.ConfigError, match="replayed from step 5 on, and there are 3; iters=5"):
+        audit.new("qwen3_toy", ["cuda_graph=te", "iters=3"])
 
 
 def test_weights_that_are_gathered_late_take_a_second_step(a_gpu):

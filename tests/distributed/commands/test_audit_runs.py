@@ -19,7 +19,7 @@ def audit_result(shared, directory: str) -> dict:
 
 @pytest.mark.release
 def test_the_same_arithmetic_is_equal_and_leaves_two_files(shared):
-    repeated = ("--against", "model.recompute_granularity=selective", "--steps", "2")
+    repeated = ("--against", "model.recompute_granularity=selective", "iters=2")
     done = shared("audit", *SMALL, *repeated, "--dir", "same", status=0)
     assert re.search("within rounding: .* of steps 1 to 2", done.stdout)
     remaining = ["audit.html", "audit.json", "index-cache", "write.lock"]
@@ -63,7 +63,7 @@ def test_a_training_that_fails_is_no_answer(shared):
 @pytest.mark.release
 @pytest.mark.parametrize("number, status", ((signal.SIGINT, 130), (signal.SIGTERM, 2)))
 def test_a_stopped_audit_says_so(tpi, number, status):
-    process = tpi.start("audit", *SMALL, "tp=2", "--steps", "400", "--dir", "stopped")
+    process = tpi.start("audit", *SMALL, "tp=2", "iters=400", "--dir", "stopped")
     ledger = tpi.folder / "stopped/audited/ledger.jsonl"
     process.until(lambda: ledger.exists() and ledger.read_bytes().count(b"\n") > 2)
     ranks = ranks_of(process.pid)

@@ -331,7 +331,7 @@ def option_values(rng: random.Random) -> Iterator[Words]:
         "bench qwen3_toy --modes {}",
     )
     rows += (
-        "audit qwen3_toy --steps {}",
+        "audit qwen3_toy --reference {}",
         "audit qwen3_toy --against {}",
         "train qwen3_toy --trace {}",
         "train qwen3_toy --launcher {}",

@@ -45,9 +45,6 @@ def audit(
         tuple[Path, Path] | None,
         option("RUN REFERENCE", "Judge two recordings of tp_invariant_recipes.audit.record()."),
     ] = None,
-    steps: Annotated[
-        int | None, option(None, "Steps of each training; default as many as are needed. The same as iters=N.")
-    ] = None,
     every: Annotated[
         bool,
         flag("Audit every layout and option that the model allows, in cells that cover each pair once.", "--all"),
@@ -56,7 +53,7 @@ def audit(
     script: Annotated[
         bool, flag("With --all: write a torchrun script of the layer alone for each fault that has one.", "--script")
     ] = False,
-    exitfirst: Annotated[bool, flag("With --all: end with the first fault that is not known.", "--exitfirst", "-x")] = False,
+    exitfirst: Annotated[bool, flag("With --all: end with the first new fault.", "--exitfirst", "-x")] = False,
     keep: Annotated[bool, flag("Keep the run directories even within rounding.", "--keep")] = False,
     directory: Annotated[Path | None, directory_option("audit-MODEL-tpN-DATE-TIME")] = None,
     as_json: Json = False,
@@ -89,7 +86,7 @@ def audit(
         _end(launch.recorded(*recorded, directory), as_json)
     if model is None:
         raise ConfigError("missing MODEL: a model of tpi models, recipe=FILE.py:FUNCTION, or --recorded RUN REFERENCE")
-    _audit(model, list(overrides or []), reference or (), against or (), steps, directory, keep=keep, as_json=as_json)
+    _audit(model, list(overrides or []), reference or (), against or (), directory, keep=keep, as_json=as_json)
 
 
 def _audit(
@@ -97,7 +94,6 @@ def _audit(
     overrides: list[str],
     reference: Sequence[str],
     against: Sequence[str],
-    steps: int | None,
     directory: Path | None,
     *,
     keep: bool,
@@ -115,7 +111,6 @@ def _audit(
             overrides,
             reference=reference,
             against=against,
-            steps=steps,
             directory=directory,
             how=how,
         )

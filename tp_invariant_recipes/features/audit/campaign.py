@@ -26,7 +26,7 @@ from tp_invariant_recipes.features.audit.side_by_side import SideBySide, concurr
 from tp_invariant_recipes.features.audit.trial import Trial, audited
 from tp_invariant_recipes.launch import plan, ranks
 from tp_invariant_recipes.patches import faults
-from tp_invariant_recipes.reading import Listed, Record, checked
+from tp_invariant_recipes.reading import checked
 from tp_invariant_recipes.runs.audit_dir import AuditedRun, CampaignDir
 from tp_invariant_recipes.runs.lock import locked, locked_empty
 from tp_invariant_recipes.runs.run_dir import choose_for_several
@@ -36,25 +36,24 @@ Job = tuple[Cell, tuple[str, ...]]  # a cell, and sizes smaller than the campaig
 
 
 @dataclass(frozen=True)
-class ShrunkFault(Record):
+class ShrunkFault:
     """A fault, shrunk.
 
-    command: the smallest that shows it. option: its settings in one line. module: the first beyond rounding.
-    size:    RMS of the module's error, relative to the reference. reference: RMS of the reference's value.
-    ranks:   those that are wrong, of all. script: the file of a program that shows it; None: there is none.
+    settings: of its cell. trial: the smallest audit that shows it. command: of that audit.
+    script:   the file of a program that shows it; None: there is none.
     """
 
-    settings: Listed[str]
-    verdict: str
-    text: str
+    settings: tuple[str, ...]
+    trial: Trial
     command: str
-    known: str | None
-    option: str
-    module: str | None
-    size: float | None
-    reference: float | None
-    ranks: str | None
-    script: str | None = None
+    script: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what `audits.json` holds of it."""
+        trial = asdict(self.trial)
+        shown = {name: trial[name] for name in ("verdict", "text", "known", "size", "reference", "ranks")}
+        words = {"option": " ".join(self.settings), "module": self.trial.first}
+        return {"settings": self.settings, "command": self.command, **words, **shown, "script": self.script}
 
 
 @dataclass
@@ -97,8 +96,9 @@ class Campaign:
         with ranks.stopping() as stop:
             self._running = SideBySide(stop)
             try:
-                while not (exitfirst and any(fault.known is None for fault in self.state.findings)) and self._step():
-                    pass
+                while self._step():
+                    if exitfirst and any(finding.trial.known is None for finding in self.state.findings):
+                        break
             finally:
                 self._running.end()
         return self._write(round(time.monotonic() - begun, 1))
@@ -157,7 +157,7 @@ class Campaign:
         config = self._cells.configured(cell)
         if config.layout.world > RANKS or check(config):
             return False
-        named = {finding.known for finding in self.state.findings}
+        named = {finding.trial.known for finding in self.state.findings}
         return not any(str(fault) in named for fault in faults.known(config))
 
     # --- audits ---
@@ -235,23 +235,8 @@ class Campaign:
         command = shlex.join(
             ["tpi", "audit", self.state.model, *self.state.overrides, *sizes, *self._cells.words(cell)]
         )
-        settings = self._cells.settings(cell)
         program = self._script(sizes, cell, smallest)
-        self.state.findings.append(
-            ShrunkFault(
-                settings,
-                smallest.verdict,
-                smallest.text,
-                command,
-                smallest.known,
-                option=" ".join(settings),
-                module=smallest.first,
-                size=smallest.size,
-                reference=smallest.reference,
-                ranks=smallest.ranks,
-                script=program,
-            )
-        )
+        self.state.findings.append(ShrunkFault(self._cells.settings(cell), smallest, command, program))
         self._covering.cover(cell)
         self._write()
 
@@ -270,7 +255,7 @@ class Campaign:
     def _write(self, seconds: float | None = None) -> dict[str, Any]:
         state = self.state
         undecided = any(trial.verdict == workflow.NOT_DECIDED for trial in state.trials)
-        beyond = [finding for finding in state.findings if finding.verdict == workflow.BEYOND]
+        beyond = [finding for finding in state.findings if finding.trial.verdict == workflow.BEYOND]
         result = {
             "schema": 1,
             "model": state.model,
@@ -283,7 +268,7 @@ class Campaign:
             "seconds": seconds,
             "refused": self._cells.refused,
             "trials": [asdict(trial) for trial in state.trials],
-            "findings": [asdict(finding) for finding in state.findings],
+            "findings": [finding.as_dict() for finding in state.findings],
         }
         self.where.write(self.where.result, result)
         self.where.write_text(self.where.page, audit_page.campaign(result))
@@ -317,7 +302,7 @@ def execute(
     exitfirst: bool = False,
     scripts: bool = False,
 ) -> dict[str, Any]:
-    """Run a campaign to its end, or to the first new fault. Interrupted: Ctrl-C; what it has done is kept for --resume."""
+    """Run a campaign to its end. Interrupted: Ctrl-C; what it has done is kept for --resume."""
     with (locked if resume else locked_empty)(where):
         _write_texts(where.texts)
         try:

@@ -80,7 +80,8 @@ class Cells:
         return [word for word in words if not (word.startswith("seq=") and self._typed("model.seq_length"))]
 
     def _possible(self, name: str, axis: Sequence[str]) -> list[str]:
-        usable, before, refused = [], {"": self.base}, {}
+        usable, before = [], {"": self.base}
+        refused: dict[str, str] = {}
         for setting in axis:
             words = self._split(setting)
             if any(self._typed(override.path) for override in parse_all(words) if override.path):

@@ -19,7 +19,6 @@ from tp_invariant_recipes.check.invariant import lora
 from tp_invariant_recipes.compare import deviation
 from tp_invariant_recipes.compare.deviation import StepDumps, TensorDeviation
 from tp_invariant_recipes.config import reserved
-from tp_invariant_recipes.config.bounds import LARGEST
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, changed, given, parse_all, texts
 from tp_invariant_recipes.errors import ConfigError, Interrupted, LedgerError, RunError, TpiError, listed
@@ -105,7 +104,6 @@ def new(
     *,
     reference: Sequence[str] = (),
     against: Sequence[str] = (),
-    steps: int | None = None,
     directory: Path | None = None,
     how: Planning = TO_TRAIN,
 ) -> Audit:
@@ -113,18 +111,16 @@ def new(
 
     reference: more overrides of the reference, after those in audit_reference.py.
     against:   overrides of the audited run alone; the reference is the model as given.
-    steps:     of each training; None: the value of `iters`, or as many as the configuration needs.
     """
     requested, of_reference, differing = parse_all(overrides), parse_all(reference), parse_all(against)
     problems, sound = reserved.check("audit", requested)
     problems += _pair_problems(of_reference, differing)
-    length_given = given(requested, "train.train_iters") is not None
-    problems += _steps_problems(length_given, steps)
     common: list[str | Override] = [*DEFAULTS, *default_numerics(sound), *sound, "save=0"]
     audited = _composed(model, changed(common, differing), problems)
     if problems or audited is None:
         raise ConfigError(listed(problems), problems)
-    wanted = audited.config.train["train_iters"] if length_given else steps or _steps(audited.config)
+    typed = given(requested, "train.train_iters") is not None
+    wanted = audited.config.train["train_iters"] if typed else _steps(audited.config)
     length = f"iters={wanted}"
     audited = _composed(model, [*changed(common, differing), length], problems)
     first = _first(audited.config, wanted, problems) if audited else 1
@@ -225,12 +221,7 @@ def execute(
             "bytes": sum(file.stat().st_size for run in runs for file in run.path.rglob("*.safetensors")),
             "seconds": round(time.monotonic() - begun, 1),
         }
-        first = next((tensor for tensor in deviations if tensor.beyond), None)
-        fault = faults.of_tensor(audit.audited.config, first.kind, first.module) if first else None
-        described["known"] = str(fault) if fault else None
-        more = f"seq={4 * audit.audited.config.shape.sequence}"
-        muon = audit.audited.config.section("optimizer").get("optimizer") == "muon"
-        result = report(audit.directory, deviations, omitted, described, BLIND if muon else 1.0, more, page=page)
+        result = report(audit.directory, deviations, omitted, described, audit.audited.config, page=page)
         if not (result["exit_status"] or keep):
             for run in runs:
                 shutil.rmtree(run.path, ignore_errors=True)
@@ -301,26 +292,28 @@ def report(
     deviations: Sequence[TensorDeviation],
     omitted: Sequence[str],
     described: dict[str, Any],
-    limit: float = 1.0,
-    more: str = "",
+    config: RunConfig | None = None,
     *,
     page: bool = True,
 ) -> dict[str, Any]:
     """Write `audit.json` and `audit.html`, and return what the first holds.
 
-    limit: an error of a tensor that is so large, relative to it, must be seen; else nothing is decided. more: the
-    overrides of a run with more tokens.
+    config: of the audited run; None: of a program with a loop of its own.
     """
+    muon = config is not None and config.section("optimizer").get("optimizer") == "muon"
+    limit = BLIND if muon else 1.0  # an error so large, relative to its tensor, must be seen; else nothing is decided
     first = next((tensor for tensor in deviations if tensor.beyond), None)
     spots = deviation.blind_spots(deviations)
     blind = next((tensor for tensor in spots.values() if tensor.factor and (tensor.sees or 0.0) > limit), None)
+    fault = faults.of_tensor(config, first.kind, first.module) if config and first else None
+    more = f"; more tokens round less{f': seq={4 * config.shape.sequence}' if config else ''}"
     result = {
         "schema": 2,
         "exit_status": 1 if first else 2 if blind else 0,
         "verdict": BEYOND if first else NOT_DECIDED if blind else WITHIN,
-        "text": _text(deviations, first, omitted, blind, more),
+        "text": _text(deviations, first, omitted) if first or not blind else f"{_blind(blind)}{more}",
         "sees": {kind: tensor.sees for kind, tensor in spots.items()},
-        "known": None,
+        "known": str(fault) if fault else None,
         "directory": str(where.path),
         **described,
         "host": os.uname().nodename,
@@ -351,16 +344,6 @@ def _write_page(where: AuditDir, result: dict[str, Any], deviations: Sequence[Te
 # --- Planning ---
 
 
-def _steps_problems(length_given: bool, steps: int | None) -> list[str]:
-    if steps is None:
-        return []
-    if length_given:
-        return [f"--steps {steps} and iters say the same; leave one out"]
-    if steps > LARGEST:
-        return [f"--steps {steps}: must be at most {LARGEST}"]
-    return [f"--steps {steps}: must be at least 1"] if steps < 1 else []
-
-
 def _warmup(config: RunConfig) -> int:
     return config.model.get("cuda_graph_warmup_steps", 3)  # Core's default
 
@@ -380,7 +363,7 @@ def _first(config: RunConfig, steps: int, problems: list[str]) -> int:
     if steps < warmup + 2:
         problems.append(
             f"graphs are captured after {counted(warmup, 'step')} and replayed from step {warmup + 2} on, and there "
-            f"are {steps}; --steps {warmup + 2}"
+            f"are {steps}; iters={warmup + 2}"
         )
     return warmup + 2
 
@@ -468,19 +451,12 @@ def _shown(composed: Composed) -> list[str]:
     return [text for text in texts(composed.overrides) if text not in (*DEFAULTS, *NUMERICS.values())]
 
 
-def _text(
-    deviations: Sequence[TensorDeviation],
-    first: TensorDeviation | None,
-    omitted: Sequence[str],
-    blind: TensorDeviation | None = None,
-    more: str = "",
-) -> str:
+def _blind(tensor: TensorDeviation) -> str:
+    return f"{NOT_DECIDED}: rounding hides errors of {tensor.name} up to {tensor.sees:.0%}, and nothing else is wrong"
+
+
+def _text(deviations: Sequence[TensorDeviation], first: TensorDeviation | None, omitted: Sequence[str]) -> str:
     steps = sorted({tensor.step for tensor in deviations})
-    if first is None and blind is not None:
-        return (
-            f"{NOT_DECIDED}: rounding hides errors of {blind.name} up to {blind.sees:.0%}, and nothing else is wrong; "
-            f"more tokens round less{f': {more}' if more else ''}"
-        )
     if first is None:
         largest = max(deviations, key=lambda tensor: tensor.factor)
         over = f"steps {steps[0]} to {steps[-1]}" if steps[1:] else f"step {steps[0]}"
