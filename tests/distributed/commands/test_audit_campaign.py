@@ -49,6 +49,15 @@ def test_the_first_setting_that_numerics_allow_is_tried_and_a_refusal_has_its_re
     assert all("no such field of GPTDatasetConfig" in stock.refused[setting] for setting in options.OPTIONS["packing"])
 
 
+def test_fp8_adds_more_tokens_at_a_time_than_the_shortest_sequence_has(here, monkeypatch):
+    monkeypatch.setattr(options, "OPTIONS", {})
+    sizes = [
+        begun(here / precision, "numerics=tree", f"precision={precision}")._cells.sizes
+        for precision in ("bf16", "fp8_tensorwise")
+    ]
+    assert [{"seq=32", "seq=128"} & {*of_precision} for of_precision in sizes] == [{"seq=32"}, {"seq=128"}]
+
+
 PATTERNS = (("MEM*EME", "ME*ME*"), ("M*M*", None), ("MEME|*EME", None), ("ME*" * 9, "ME*ME*"))
 
 

@@ -61,11 +61,11 @@ class Cells:
     def _cut(self) -> tuple[RunConfig, list[str]]:
         typed = parse_all(self._overrides)
         fields = {override.path for override in typed}
-        batch = [text for text in options.BATCH if parse_all([text])[0].path not in fields]
+        batches = [[text for text in batch if parse_all([text])[0].path not in fields] for batch in options.BATCHES]
         words = [*workflow.default_numerics(typed), *self._overrides]
         whole = compose(self._model, words, device=self._device)
         sizes = options.sizes(whole.config.model, {path for path in fields if path})
-        for cut in ([*sizes, *batch], batch):
+        for cut in (*([*sizes, *batch] for batch in batches), *batches):
             try:
                 return self.composed([*cut]), cut
             except ConfigError as error:

@@ -55,7 +55,7 @@ _LARGEST = {
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 32),
     "vocab_size": 512,
 }
-BATCH = ("seq=32", "gbs=4")
+BATCHES = (("seq=32", "gbs=4"), ("seq=128", "gbs=4"))  # the first that a model may have
 
 
 def sizes(model: Mapping[str, Any], typed: set[str]) -> list[str]:
