@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
 import tp_invariant_recipes
-from tests import composing
 from tests.forks import Tpi, freeze
 from tests.warm import warm
 from tp_invariant_recipes.machine import gpus
@@ -54,7 +53,7 @@ def _environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compose once (composing.py), also what test modules compose when they are collected.
+    """Save what repeats in each test.
 
     Hypothesis reads the constants of all modules that are loaded, and tries them: that takes 6 s of each worker, and
     examples would follow the order of files. Collections of garbage, as often as Python has them, take a twentieth.
@@ -62,15 +61,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("hypothesis_profile", None) == "same-examples":
         providers._get_local_constants = lambda: providers._local_constants
     gc.set_threshold(50_000, 20, 20)
-    for (holder, name), (_, once) in composing.STANDINS.items():
-        setattr(holder, name, once)
-
-
-@pytest.fixture
-def hydra_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a test of composing again: Hydra reads the files each time."""
-    for (holder, name), (own, _) in composing.STANDINS.items():
-        monkeypatch.setattr(holder, name, own)
 
 
 @pytest.hookimpl(wrapper=True)

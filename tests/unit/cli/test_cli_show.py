@@ -98,7 +98,7 @@ def test_the_details_of_one_model(cli):
     assert cli("models", "qwen3_8b", "--bridge").status == 2
 
 
-def test_a_users_own_model_is_listed_beside_tpis(cli, tmp_path, hydra_itself):
+def test_a_users_own_model_is_listed_beside_tpis(cli, tmp_path):
     mine = tmp_path / "config/tpi/model"
     mine.mkdir(parents=True)
     text = "# Mine: 3 layers.\n# Of my own.\ndefaults:\n  - qwen3_toy\nmodel:\n  num_layers: 3\n"

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.check.refusals import problems_of
+from tp_invariant_recipes.config import hydra_tree
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.launch import plan
@@ -255,13 +256,23 @@ def test_the_last_of_several_counts(site):
     assert cluster(site("gpus_per_node: 2\n", "other"), mine) == cluster(mine)
 
 
-def test_composing_leaves_nothing_behind(site, hydra_itself):
+def test_composing_leaves_nothing_behind(site):
     before = cluster("cluster=h100")
     mine = cluster(site(MINE))
+    hydra_tree._merged.cache_clear()
     assert cluster("cluster=h100") == before
     assert cluster(site(MINE)) == mine
     with initialize_config_dir(str(conf_files.conf_dir()), version_base="1.3"), pytest.raises(HydraException):
         hydra.compose("config", overrides=["cluster=mysite"])
+
+
+def test_a_changed_file_is_read_anew_and_an_equal_one_is_not(site, monkeypatch):
+    nodes = [cluster(site(f"gpus_per_node: {count}\n"))["gpus_per_node"] for count in (2, 4)]
+    assert nodes == [2, 4]
+    monkeypatch.setattr(hydra_tree, "compose", None)  # Hydra merges no files
+    assert cluster(site("gpus_per_node: 4\n"), "cluster.ranks_per_node=2")["ranks_per_node"] == 2
+    with pytest.raises(TypeError):
+        cluster(site("gpus_per_node: 3\n"))
 
 
 # What a file holds, and what is said of it beside what is wrong with the command line.

@@ -118,7 +118,7 @@ def test_the_overrides_are_kept_as_typed():
     assert composed.model == "qwen3_toy"
 
 
-def test_compositions_do_not_touch_each_other(hydra_itself):
+def test_compositions_do_not_touch_each_other():
     changed = compose("qwen3_toy").config.sections
     changed["model"]["num_layers"] = 99
     assert compose("qwen3_toy").config.model["num_layers"] == 2
@@ -371,7 +371,7 @@ def test_a_default_that_does_not_fit_ends_composing(monkeypatch):
         compose("qwen3_toy")
 
 
-def test_plugins_of_hydra_that_others_install_are_neither_imported_nor_lost(hydra_itself, monkeypatch, tmp_path):
+def test_plugins_of_hydra_that_others_install_are_neither_imported_nor_lost(monkeypatch, tmp_path):
     from hydra.core.plugins import Plugins
     from hydra.core.singleton import Singleton
 
@@ -383,6 +383,7 @@ def test_plugins_of_hydra_that_others_install_are_neither_imported_nor_lost(hydr
     expected = object()
     monkeypatch.setitem(Singleton._instances, Plugins, expected)
     hydra_tree._hydras_plugins.cache_clear()
+    hydra_tree._merged.cache_clear()
     compose("qwen3_toy", device="cpu")
     assert Singleton._instances[Plugins] is expected
     monkeypatch.delitem(Singleton._instances, Plugins)
