@@ -129,8 +129,12 @@ PRELOADED = (
     "training",
 )
 
-# Models that many tests train: their files are read before the worker is forked.
-FREQUENT = ("qwen3_toy", "qwen3_moe_toy")
+# What many tests train: its files are merged before the worker is forked.
+FREQUENT = (
+    *(("qwen3_toy", *words) for words in ((), ("numerics=stock",), ("numerics=tree",), ("numerics=portable",))),
+    *(("qwen3_toy", "numerics=stock", more) for more in ("data=text", "launcher=slurm")),
+    *(("qwen3_moe_toy", *words) for words in ((), ("numerics=stock",))),
+)
 
 # Of Megatron's mock data: the index of its own 100,000 documents takes a short run a third of its time, and 40 MB.
 MOCK_DOCUMENTS = 1000
@@ -183,7 +187,7 @@ def bridge() -> None:
     os.environ.update(environment.settings("cpu", {}))
     from hydra.core.plugins import Plugins
 
-    from tp_invariant_recipes.config.compose import compose
+    from tp_invariant_recipes.config import hydra_tree
     from tp_invariant_recipes.machine import versions
     from tp_invariant_recipes.start import bridge
 
@@ -200,8 +204,8 @@ def bridge() -> None:
     for name in LATE:
         import_module(name)
     Plugins.instance()  # Hydra looks for its plugins once a process
-    for model in FREQUENT:
-        compose(model, ["tp=2", "seq=32"], device="cpu")
+    for model, *words in FREQUENT:
+        hydra_tree.composed([f"model={model}", "device=cpu", *words], None)
 
     MockGPTLowLevelDataset.size = MOCK_DOCUMENTS
     warm()

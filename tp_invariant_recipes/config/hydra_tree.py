@@ -11,8 +11,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import hydra.conf
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -20,6 +22,7 @@ from hydra.core.override_parser.types import Override as HydrasOverride
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.basecontainer import BaseContainer
@@ -46,16 +49,46 @@ _COUNTS = (
     *(f"model.{name}_parallel_size" for name in ("tensor_model", "context", "expert_model")),
 )
 
+# A user's files with what they hold.
+Texts = tuple[tuple[Path, bytes], ...]
+
 _folders: ContextVar[tuple[Path, ...]] = ContextVar("folders", default=())
 
 
-class _OtherTrees(SearchPathPlugin):
-    """Where Hydra looks after `conf/`.
+class _ParsedOnce(FileConfigSource):
+    """Files that a process parses once: those of tpi and of Hydra itself, of which a tree needs two dozen."""
+
+    @staticmethod
+    def scheme() -> str:
+        """Return how paths of these files begin."""
+        return "tpi"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Return a copy of a parsed file."""
+        file = Path(self.path, self._normalize_file_name(config_path))
+        written = file.stat() if file.exists() else None
+        key = file, written and written.st_mtime_ns, written and written.st_size
+        if key not in _PARSED:
+            _PARSED[key] = pickle.dumps(super().load_config(config_path))
+        result: ConfigResult = pickle.loads(_PARSED[key])
+        return result
+
+
+# File, when it was written, its size -> pickled result of parsing it.
+_PARSED: dict[tuple[Path, int | None, int | None], bytes] = {}
+
+
+class _SearchPath(SearchPathPlugin):
+    """Where Hydra looks: its own files, `conf/`, the user's.
 
     Not `hydra.searchpath`: that warns of every other plugin's storage that is not set up, such as multistorageclient's.
     """
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        folders = {"hydra": Path(hydra.conf.__file__).parent, "main": conf_files.conf_dir()}
+        for element in search_path.get_path():
+            if element.provider in folders:
+                element.path = f"{_ParsedOnce.scheme()}://{folders[element.provider]}"
         for folder in _folders.get():
             search_path.append("tpi", f"file://{folder}")
 
@@ -63,7 +96,8 @@ class _OtherTrees(SearchPathPlugin):
 def composed(arguments: Sequence[str], cluster: Path | None, model: str | None = None) -> dict[str, Any]:
     """Return the tree that Hydra makes of `arguments`, interpolations resolved.
 
-    The cells of a matrix differ in values alone: Hydra merges the files of the same options once a process.
+    A process keeps the trees that it has made, and what Hydra merged of the same files: cells of a matrix differ in
+    values alone.
 
     arguments: options of groups, and values as `++PATH=VALUE`.
     cluster:   the file that `cluster=` GIVEN stands for; it is read as if it lay in `conf/cluster/`.
@@ -71,16 +105,8 @@ def composed(arguments: Sequence[str], cluster: Path | None, model: str | None =
     Raises ConfigError in the words of what failed, naming the file.
     """
     try:
-        parsed = OverridesParser.create().parse_overrides([*arguments])
-        values = [value for value in parsed if value.is_force_add() and not value.package]
-        options = tuple(str(option.input_line) for option in parsed if option not in values)
-        tree = pickle.loads(_merged(options, cluster, model, conf_files.conf_dir(), _users_files(cluster)))
-        for value in values:
-            _set(tree, value)
-        refuse([*_calls("", OmegaConf.to_container(tree, resolve=False))])
-        with _resolvers():
-            resolved: Any = OmegaConf.to_container(tree, resolve=True)
-            return resolved
+        tree: Any = pickle.loads(_resolved(tuple(arguments), cluster, model, conf_files.conf_dir(), _texts(cluster)))
+        return tree
     except (HydraException, OmegaConfBaseException) as error:
         problems = [*_unreadable(), _first_line(error).replace(f"cluster/{GIVEN}", str(cluster))]
         raise ConfigError("\n".join(problems), problems) from error
@@ -91,7 +117,7 @@ def composed(arguments: Sequence[str], cluster: Path | None, model: str | None =
         raise ConfigError(f"{error.filename}: {error.strerror or error}") from error
 
 
-def _users_files(cluster: Path | None) -> tuple[tuple[Path, bytes], ...]:
+def _texts(cluster: Path | None) -> Texts:
     """Return the user's own files with what they hold. Raises OSError; ConfigError: one is too large."""
     return tuple((file, _limited(file)) for file in (*_own_files(), *([cluster] if cluster else [])))
 
@@ -101,17 +127,26 @@ def _own_files() -> list[Path]:
 
 
 @cache
-def _merged(
-    options: tuple[str, ...], cluster: Path | None, model: str | None, conf: Path, files: tuple[tuple[Path, bytes], ...]
-) -> bytes:
-    """Return what Hydra merges of the options' files, pickled: a copy by OmegaConf takes eight times as long.
+def _resolved(arguments: tuple[str, ...], cluster: Path | None, model: str | None, conf: Path, texts: Texts) -> bytes:
+    """Return the pickled tree. conf, texts: the folder of tpi's files, and the user's files."""
+    parsed = OverridesParser.create().parse_overrides([*arguments])
+    values = [value for value in parsed if value.is_force_add() and not value.package]
+    options = sorted((option for option in parsed if option not in values), key=lambda option: option.key_or_group)
+    tree = pickle.loads(_merged(tuple(str(option.input_line) for option in options), cluster, model, conf, texts))
+    for value in values:
+        _set(tree, value)
+    refuse([*_calls("", OmegaConf.to_container(tree, resolve=False))])
+    with _resolvers():
+        return pickle.dumps(OmegaConf.to_container(tree, resolve=True))
 
-    conf, files: the folder of tpi's files, and those of the user with what they hold.
-    """
+
+@cache
+def _merged(options: tuple[str, ...], cluster: Path | None, model: str | None, conf: Path, texts: Texts) -> bytes:
+    """Return what Hydra merges of the options' files, pickled: a copy by OmegaConf takes eight times as long."""
     GlobalHydra.instance().clear()
     with (
         _own_plugins(),
-        _trees(cluster, model, [file for file, _ in files]),
+        _trees(cluster, model, [file for file, _ in texts]),
         initialize_config_dir(str(conf), version_base="1.3"),
         _resolvers(),
     ):
@@ -152,7 +187,8 @@ def _hydras_plugins() -> Any:
 
     with applied([Replacement("hydra.core.plugins:Plugins._scan_all_plugins", lambda _: staticmethod(hydras), WHY)]):
         plugins = type.__call__(Plugins)  # a call of the class would make this one everybody's
-    plugins.register(_OtherTrees)
+    plugins.register(_ParsedOnce)
+    plugins.register(_SearchPath)
     return plugins
 
 

@@ -49,7 +49,7 @@ def requests() -> list[Request]:
     prompts += [prompts[3], (*prompts[3][:40], 5, 6)]
     drawn = {"do_sample": True, "temperature": 0.5, "num_return_sequences": 2}
     return [
-        Request(f"r{n}", tokens, Sampling(max_new_tokens=6 + (not n), **(drawn | {"seed": n} if n % 2 else {})))
+        Request(f"r{n}", tokens, Sampling(max_new_tokens=4 + (not n), **(drawn | {"seed": n} if n % 2 else {})))
         for n, tokens in enumerate(prompts)
     ]
 

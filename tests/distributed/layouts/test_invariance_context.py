@@ -18,7 +18,7 @@ GATHER = f"{DISTRIBUTED} {BUCKETS} ddp.overlap_param_gather=true optimizer.overl
 UNTIED = "model.share_embeddings_and_output_weights=false"
 
 # Layouts that have one ledger; the first is one rank.
-LAYOUTS = ("", f"dp=2 cp=2 {GATHER}")
+LAYOUTS = ("", f"cp=2 {GATHER}")
 LONGER = (
     "",
     "cp=2",
@@ -30,6 +30,7 @@ LONGER = (
     "tp=4 cp=2",
     "tp=2 cp=2 sp=false",
     f"dp=2 cp=2 {BUCKETS}",
+    f"dp=2 cp=2 {GATHER}",
     f"tp=2 dp=4 {GATHER}",
     "pp=2 cp=2",
     f"pp=2 cp=2 dp=2 {GATHER}",

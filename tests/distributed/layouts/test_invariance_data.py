@@ -23,13 +23,14 @@ GATHER = f"{DISTRIBUTED} {BUCKETS} ddp.overlap_param_gather=true optimizer.overl
 ALONE = "mbs=4"
 VALIDATED = "validation.eval_iters=1 validation.eval_interval=1"
 FIXED = f"iters=2 gbs=4 numerics.data_shards=4 {VALIDATED}"
-LAYOUT = f"dp=4 {GATHER}"
+LAYOUT = f"dp=2 {GATHER}"
 LONGER = {
     "dense": (
         "",
         "mbs=2",
         "dp=2",
         "dp=4",
+        f"dp=4 {GATHER}",
         "dp=4 pp=2",
         f"tp=2 sp=false dp=2 mbs=2 {BUCKETS}",
         f"dp=2 pp=2 mbs=2 {GATHER}",
@@ -81,7 +82,7 @@ def test_one_ledger_for_sixteen_ranks(scenario):
     agree(scenario(DENSE, fixed), layouts)
 
 
-@pytest.mark.parametrize("layout", ("dp=4", pytest.param("mbs=4", marks=pytest.mark.release)))
+@pytest.mark.parametrize("layout", ("dp=2", *(pytest.param(at, marks=pytest.mark.release) for at in ("dp=4", "mbs=4"))))
 def test_stock_does_not(scenario, layout):
     stock_differs(scenario(DENSE, "iters=2 gbs=4"), ("", layout))
 

@@ -259,6 +259,7 @@ def test_the_last_of_several_counts(site):
 def test_composing_leaves_nothing_behind(site):
     before = cluster("cluster=h100")
     mine = cluster(site(MINE))
+    hydra_tree._resolved.cache_clear()
     hydra_tree._merged.cache_clear()
     assert cluster("cluster=h100") == before
     assert cluster(site(MINE)) == mine

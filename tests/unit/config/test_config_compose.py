@@ -383,6 +383,7 @@ def test_plugins_of_hydra_that_others_install_are_neither_imported_nor_lost(monk
     expected = object()
     monkeypatch.setitem(Singleton._instances, Plugins, expected)
     hydra_tree._hydras_plugins.cache_clear()
+    hydra_tree._resolved.cache_clear()
     hydra_tree._merged.cache_clear()
     compose("qwen3_toy", device="cpu")
     assert Singleton._instances[Plugins] is expected

@@ -11,9 +11,10 @@ import pytest
 
 from tests.unit.kernels import interpreted
 
-# The interpreter takes seconds for each of these; SwiGLU and the gated delta rule stand for them in `make test`.
+# The interpreter takes seconds for each of these; SwiGLU stands for them in `make test`.
 LONG = {
     "mambas_convolution_is_correct_and_slices_of_each_other",
+    "the_gated_delta_rule_is_correct_shard_by_shard",
     "samples_of_a_gated_delta_net_are_computed_as_if_alone",
     "portable_norms_have_the_bits_of_their_twin",
     "portable_rotary_has_the_bits_of_its_twin",
