@@ -1,4 +1,4 @@
-"""What stands for Megatron's compiled functions; tests/gpu/kernels/test_fused.py has the bits of the compiled ones."""
+"""What stands for Megatron's compiled functions; the compiled ones: tests/gpu/kernels/test_fused_gpu.py."""
 
 from unittest.mock import Mock
 
