@@ -5,7 +5,7 @@ import json
 import pytest
 
 
-@pytest.mark.release  # in `make test`: unit/features/test_sweep.py
+@pytest.mark.release  # in `make test`: unit/features/verify/test_sweep.py
 def test_every_run_is_trained_and_they_are_listed(tpi):
     done = tpi("sweep", "qwen3_toy", "seq=64", "iters=2", "seed=1,2", "numerics=tree", "--dir", "s", status=0)
     assert "1 of 2: seed=1 on 1 cpu rank, 2 steps" in done.stderr

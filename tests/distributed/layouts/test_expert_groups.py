@@ -1,6 +1,6 @@
 """One ledger for experts over ep, dp, tp, pp, cp and mbs with 1, 2 and 4 expert groups, end to end.
 
-Which terms each layout adds in which order: tests/unit/numerics/test_group_order.py.
+Which terms each layout adds in which order: tests/unit/numerics/sums/test_group_order.py.
 """
 
 import pytest

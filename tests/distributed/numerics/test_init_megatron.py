@@ -5,7 +5,7 @@ import math
 from torch import nn
 
 from tests.distributed.ranks import on_ranks
-from tests.unit.numerics.test_init_weights import ALL, HIDDEN, QKV, VOCAB, initialised
+from tests.unit.numerics.megatron.test_init_weights import ALL, HIDDEN, QKV, VOCAB, initialised
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 BIASES = (

@@ -94,6 +94,6 @@ def test_elements_beyond_two_to_the_31st_have_their_place():
 
 
 def test_tiles_walk_k_in_order():
-    """tests/unit/numerics/test_product_order.py shows that the check sees other orders."""
+    """tests/unit/numerics/products/test_product_order.py shows that the check sees other orders."""
     order.require_order.cache_clear()
     order.require_order("cuda:0")

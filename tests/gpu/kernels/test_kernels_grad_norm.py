@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.operands import same_bits
-from tests.unit.numerics.test_grad_norm import kernel_cases, spread_values
+from tests.unit.numerics.sums.test_grad_norm import kernel_cases, spread_values
 from tp_invariant_recipes.kernels import grad_norm as kernels
 from tp_invariant_recipes.numerics.megatron import init
 from tp_invariant_recipes.numerics.sums.grad_norm import exact_grad_norm

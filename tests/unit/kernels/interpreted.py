@@ -27,8 +27,8 @@ from tests.operands import KINDS, same_bits, sample
 from tests.unit.kernels import fp8_interpreted, test_delta_rule
 from tests.unit.kernels.products import test_mxfp8
 from tests.unit.kernels.products.test_fixed_tile_product import RAGGED, layouts, operands
-from tests.unit.numerics.test_grad_norm import kernel_cases
-from tests.unit.numerics.test_mamba_kernels import STEP, conv_inputs, norm_inputs, slices
+from tests.unit.numerics.layers.test_mamba_kernels import STEP, conv_inputs, norm_inputs, slices
+from tests.unit.numerics.sums.test_grad_norm import kernel_cases
 from tests.unit.portable import attention_interpreted, test_draw
 from tp_invariant_recipes.kernels import (
     causal_conv,

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.unit.features.test_rollout_requests import completion
+from tests.unit.features.rollouts.test_rollout_requests import completion
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.features.rollouts import lines
 from tp_invariant_recipes.features.score import output
