@@ -16,8 +16,8 @@ NUMBERS = {"BELOW_ONE", "ONE_BITS", "ONE_FP32", "in_one_launch"}  # names that h
 # What one name of the field has replaced: TensorPart, and names that said less than they hold.
 REPLACED = {
     "APART", "Asked", "Both", "GlobalSlice", "Held", "IDLE", "InFp8", "KEPT", "LATER", "Lie", "OURS", "OfTE", "Part",
-    "Piece", "Placed", "RULED", "Said", "Seat", "StoredRange", "Story", "drop_ours", "hear", "in_vain", "nothing_else",
-    "senses", "together_is_right",
+    "Parts", "Piece", "Placed", "RULED", "Said", "Seat", "StoredRange", "Story", "drop_ours", "hear", "in_vain",
+    "nothing_else", "senses", "together_is_right",
 }  # fmt: skip
 # A line or a sentence "name: …" or "name, name: …", and what such a line explains other than parameters.
 ENTRY = re.compile(r"(?:^|(?<=\. ))([a-z_]\w*(?:, [a-z_]\w*)*):(?=\s)", re.MULTILINE)

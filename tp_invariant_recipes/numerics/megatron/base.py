@@ -25,7 +25,7 @@ from tp_invariant_recipes.numerics.layers.formats.plain import PLAIN
 from tp_invariant_recipes.numerics.layers.linear import linear
 from tp_invariant_recipes.numerics.layers.linear.norm_linear import norm_column_parallel
 from tp_invariant_recipes.numerics.layers.norm import Norm, NormKernels, NormShards, layer_norm, rms_norm
-from tp_invariant_recipes.numerics.products.operands import Parts
+from tp_invariant_recipes.numerics.products.operands import Split
 from tp_invariant_recipes.numerics.sums.context_shards import of_a_rank
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
@@ -90,7 +90,7 @@ def _normal(layer: OnMesh, x: Tensor, weight: Tensor, bias: Tensor | None, eps: 
 class ColumnForward(WithProducts, OnMesh):
     """Forward of a column-parallel layer, which has config, weight, bias, segments and a group."""
 
-    segments: Parts
+    segments: Split
 
     def __init__(self, *args: Any, tp_comm_buffer_name: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, tp_comm_buffer_name=tp_comm_buffer_name, **kwargs)  # type: ignore[call-arg]

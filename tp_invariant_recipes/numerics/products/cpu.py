@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.numerics.products import sampling
-from tp_invariant_recipes.numerics.products.operands import Parts, like, parts_of, same_bits, without_gaps
+from tp_invariant_recipes.numerics.products.operands import Split, like, parts_of, same_bits, without_gaps
 
 LEAST = 256  # numbers of a result; trials of a smaller one would say little about how it is summed
 TRIALS = 4
@@ -28,7 +28,7 @@ _batched_is_exact: dict[tuple[Any, ...], bool] = {}
 Form = Callable[[Tensor, Tensor], Tensor]
 
 
-def product(a: Tensor, b: Tensor, rows: Parts, columns: Parts) -> Tensor:
+def product(a: Tensor, b: Tensor, rows: Split, columns: Split) -> Tensor:
     """Compute a @ b in fp32; arguments as of numerics/products/product.py.
 
     returns: [m, n] fp32, fp64 for operands of fp64.

@@ -17,7 +17,7 @@ from torch import Tensor
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.numerics.products import cublas, sampling
 from tp_invariant_recipes.numerics.products.cublas import Product
-from tp_invariant_recipes.numerics.products.operands import Parts
+from tp_invariant_recipes.numerics.products.operands import Split
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ CUBLAS = Backend("cuBLAS", cublas.launch)
 _cublas_is_exact: dict[tuple[Any, ...], bool] = {}
 
 
-def product(a: Tensor, b: Tensor, out: Tensor, *, rows: Parts = 1, columns: Parts = 1, add: bool = False) -> Tensor:
+def product(a: Tensor, b: Tensor, out: Tensor, *, rows: Split = 1, columns: Split = 1, add: bool = False) -> Tensor:
     """Return the product of numerics=portable: out = a @ b, rounded once to out's dtype; or out += a @ b, an addition
     in fp32.
 

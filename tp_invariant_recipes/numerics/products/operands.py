@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element -> integers of as many
-Parts = int | tuple[int, ...]  # a number of equal parts, or the size of each
+Split = int | tuple[int, ...]  # a number of equal parts, or the size of each
 
 
-def parts_of(matrix: Tensor, parts: Parts, dim: int) -> Sequence[Tensor]:
+def parts_of(matrix: Tensor, parts: Split, dim: int) -> Sequence[Tensor]:
     """Return views of the parts, in order."""
     return matrix.chunk(parts, dim) if isinstance(parts, int) else matrix.split(parts, dim)
 

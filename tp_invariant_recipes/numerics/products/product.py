@@ -8,10 +8,10 @@ product of its own by definition, on shapes that no t changes (numerics/products
 from torch import Tensor
 
 from tp_invariant_recipes.numerics.products import cpu, defined, sampling
-from tp_invariant_recipes.numerics.products.operands import Parts
+from tp_invariant_recipes.numerics.products.operands import Split
 
 
-def product(a: Tensor, b: Tensor, out: Tensor, *, rows: Parts = 1, columns: Parts = 1, add: bool = False) -> Tensor:
+def product(a: Tensor, b: Tensor, out: Tensor, *, rows: Split = 1, columns: Split = 1, add: bool = False) -> Tensor:
     """out = a @ b, or out += a @ b: fp32 accumulation, rounded once to out's dtype; what is added to is fp32.
 
     a:             [m, k] bf16 or fp32; b: [k, n], of a's dtype; either may be a slice or transposed.

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.numerics.products.cublas import capturing
-from tp_invariant_recipes.numerics.products.operands import Parts, every_part, parts_of, without_gaps
+from tp_invariant_recipes.numerics.products.operands import Split, every_part, parts_of, without_gaps
 
 T = TypeVar("T")
 
@@ -191,7 +191,7 @@ def begin_chain(
     return started
 
 
-def begin_library(a: Tensor, b: Tensor, out: Tensor, rows: Parts, columns: Parts, add: bool) -> "_Shards | None":
+def begin_library(a: Tensor, b: Tensor, out: Tensor, rows: Split, columns: Split, add: bool) -> "_Shards | None":
     """Return a library's product a @ b → out of shards. None: it is not chosen; of a chosen one a shard is drawn."""
     if _sampler is None or not (a.shape[0] and b.shape[1] and _sampler.wants(a)):
         return None

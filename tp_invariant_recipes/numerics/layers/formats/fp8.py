@@ -35,7 +35,7 @@ from tp_invariant_recipes.numerics.layers.formats.fp8_weights import Fp8Weight
 from tp_invariant_recipes.numerics.layers.formats.plain import Reduced, require_single_sequence, sizes_of
 from tp_invariant_recipes.numerics.precision import Fp8Layers
 from tp_invariant_recipes.numerics.products import fp8, quantize
-from tp_invariant_recipes.numerics.products.operands import Parts
+from tp_invariant_recipes.numerics.products.operands import Split
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import Moving, all_gather, start_all_gather, start_reduce_scatter
 from tp_invariant_recipes.numerics.sums.weight_gradient import weight_gradient
@@ -121,20 +121,20 @@ class Fp8:
         return [weight.rows if forward else weight.of_backward() for weight in self.weights]
 
     def multiply(
-        self, rows: Any, across: Any, out: Tensor, mesh: VirtualMesh, columns: Parts, *, forward: bool
+        self, rows: Any, across: Any, out: Tensor, mesh: VirtualMesh, columns: Split, *, forward: bool
     ) -> None:
         """As Plain's, all in one product."""
         fp8.product(rows, across, out)
 
     def start_contraction(
-        self, rows: Any, across: Any, mesh: VirtualMesh, segments: Parts, *, forward: bool, scatters: bool,
+        self, rows: Any, across: Any, mesh: VirtualMesh, segments: Split, *, forward: bool, scatters: bool,
         dtype: torch.dtype,
     ) -> Reduced:  # fmt: skip
         """As Plain's."""
         nodes = fp8.nodes(rows, across, mesh, sizes_of(segments, rows.data.shape[1]), dtype)
         return Reduced(start_reduce_scatter(nodes, mesh), mesh, scatters)
 
-    def weight_gradient(self, weight: Tensor, dy: Any, x: Any, mesh: VirtualMesh, **shards: Parts) -> Tensor:
+    def weight_gradient(self, weight: Tensor, dy: Any, x: Any, mesh: VirtualMesh, **shards: Split) -> Tensor:
         """As Plain's. dy: [n, tokens]; x: [k, tokens]."""
         size = dy.data.shape[1] // mesh.contexts
         starts = range(0, dy.data.shape[1], size)

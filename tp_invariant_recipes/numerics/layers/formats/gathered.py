@@ -25,12 +25,12 @@ from torch import Tensor
 from tp_invariant_recipes.kernels.products.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.numerics.layers.formats.plain import Contraction, Plain, Products, sizes_of
 from tp_invariant_recipes.numerics.products import cpu
-from tp_invariant_recipes.numerics.products.operands import Parts
+from tp_invariant_recipes.numerics.products.operands import Split
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import Moving, start_all_gather, start_all_to_all
 
 
-def _fixed_tiles(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False, **_shards: Parts) -> Tensor:
+def _fixed_tiles(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False, **_shards: Split) -> Tensor:
     return fixed_tile_product(a, b, out, add=add)
 
 
@@ -38,7 +38,7 @@ class Gathered(Plain):
     """Plain operands, whole on every rank that multiplies them."""
 
     def start_contraction(
-        self, rows: Any, across: Any, mesh: VirtualMesh, segments: Parts, *, forward: bool, scatters: bool,
+        self, rows: Any, across: Any, mesh: VirtualMesh, segments: Split, *, forward: bool, scatters: bool,
         dtype: torch.dtype,
     ) -> Contraction:  # fmt: skip
         """As Plain's; with `scatters` this rank gets all features of its tokens, otherwise of all."""

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.kernels.products.grouped_product import Groups, grouped_product, grouped_weight_gradient
 from tp_invariant_recipes.numerics.products import contraction, cpu, sampling
-from tp_invariant_recipes.numerics.products.operands import Parts
+from tp_invariant_recipes.numerics.products.operands import Split
 from tp_invariant_recipes.numerics.products.product import product
 from tp_invariant_recipes.numerics.sums.context_shards import each_context
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
@@ -134,7 +134,7 @@ class Plain:
         return weights
 
     def multiply(
-        self, rows: Any, across: Any, out: Tensor, mesh: VirtualMesh, columns: Parts, *, forward: bool
+        self, rows: Any, across: Any, out: Tensor, mesh: VirtualMesh, columns: Split, *, forward: bool
     ) -> None:
         """out = rows @ across, transposed in a forward pass; of each context shard by itself.
 
@@ -145,7 +145,7 @@ class Plain:
             self.products.product(x, across, y, columns=columns)
 
     def start_contraction(
-        self, rows: Any, across: Any, mesh: VirtualMesh, segments: Parts, *, forward: bool, scatters: bool,
+        self, rows: Any, across: Any, mesh: VirtualMesh, segments: Split, *, forward: bool, scatters: bool,
         dtype: torch.dtype,
     ) -> Contraction:  # fmt: skip
         """Start `multiply` with the summed dimension divided among the ranks.
@@ -155,12 +155,12 @@ class Plain:
         summed = start_contraction(rows, across.t() if forward else across, mesh, segments, self.products, forward)
         return Reduced(summed, mesh, scatters)
 
-    def weight_gradient(self, weight: Tensor, dy: Any, x: Any, mesh: VirtualMesh, **shards: Parts) -> Tensor:
+    def weight_gradient(self, weight: Tensor, dy: Any, x: Any, mesh: VirtualMesh, **shards: Split) -> Tensor:
         """dy^T @ x, both columns, of each context shard by itself. shards: the rows or columns of `product`."""
         parts = each_context(mesh, dy, x)
         return weight_gradient(weight, *(partial(self._add_gradient, grad, tokens, shards) for grad, tokens in parts))
 
-    def _add_gradient(self, grad: Tensor, tokens: Tensor, shards: dict[str, Parts], out: Tensor, add: bool) -> Tensor:
+    def _add_gradient(self, grad: Tensor, tokens: Tensor, shards: dict[str, Split], out: Tensor, add: bool) -> Tensor:
         return self.products.product(grad.t(), tokens, out, add=add, **shards)
 
     def multiply_groups(
@@ -210,7 +210,7 @@ def require_single_sequence(x: Tensor) -> None:
 
 
 def start_contraction(
-    a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Parts, products: Products, by_slices: bool = False
+    a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Split, products: Products, by_slices: bool = False
 ) -> Reducing | PeerSum:
     """Start a @ b with the summed dimension divided among the ranks.
 
@@ -230,6 +230,6 @@ def start_contraction(
     return started
 
 
-def sizes_of(segments: Parts, features: int) -> tuple[int, ...]:
+def sizes_of(segments: Split, features: int) -> tuple[int, ...]:
     """Return the size of each segment of so many features."""
     return (features // segments,) * segments if isinstance(segments, int) else segments

@@ -23,12 +23,12 @@ from torch import Tensor
 from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.numerics.layers.formats import Format
 from tp_invariant_recipes.numerics.layers.formats.plain import PLAIN
-from tp_invariant_recipes.numerics.products.operands import Parts
+from tp_invariant_recipes.numerics.products.operands import Split
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 
 def column_parallel(
-    x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: Parts, sequence_parallel: bool, operands: Format = PLAIN
+    x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: Split, sequence_parallel: bool, operands: Format = PLAIN
 ) -> Tensor:
     """x @ weight^T for a weight split along its output features.
 
@@ -53,7 +53,7 @@ def row_parallel(
     return _Parallel.apply(x, weight, Row(mesh, sequence_parallel and mesh.size > 1, operands.for_layer(x, weight)))
 
 
-def unsplit(x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: Parts) -> Tensor:
+def unsplit(x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: Split) -> Tensor:
     """x @ weight^T on one rank, for both: the output of `row_parallel` and the gradients of `column_parallel`.
 
     x: [..., k]; weight: [n, k]; mesh: of one rank; segments: as of `column_parallel`. returns: [..., n] of x's dtype.
@@ -68,7 +68,7 @@ class Column(NamedTuple):
     """
 
     mesh: VirtualMesh
-    segments: Parts
+    segments: Split
     gathers: bool = False
     operands: Format = PLAIN
 
@@ -162,7 +162,7 @@ class _Parallel(LayerFunction):
         return None if dx is None else dx.view(ctx.shape), dw, None
 
 
-def shards_of(segments: Parts, mesh: VirtualMesh) -> Parts:
+def shards_of(segments: Split, mesh: VirtualMesh) -> Split:
     """Return the shards of all segments, as `product` takes them."""
     if isinstance(segments, int):
         return segments * mesh.local

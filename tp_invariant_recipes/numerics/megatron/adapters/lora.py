@@ -33,7 +33,7 @@ from tp_invariant_recipes.numerics.megatron.adapters.adapted_layers import ROW_P
 from tp_invariant_recipes.numerics.megatron.attention.latent_attention import DuplicatedLinear
 from tp_invariant_recipes.numerics.megatron.base import OnMesh
 from tp_invariant_recipes.numerics.megatron.mamba_init import uniform
-from tp_invariant_recipes.numerics.products.operands import Parts
+from tp_invariant_recipes.numerics.products.operands import Split
 from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.replacement import Replacement
 
@@ -77,7 +77,7 @@ def _linear_adapter(*args: Any, is_expert: bool = False, **kwargs: Any) -> Any:
     return kind(*args, is_expert=is_expert, **kwargs)
 
 
-def _segments(rows: Any, base: str, config: Any) -> Parts:
+def _segments(rows: Any, base: str, config: Any) -> Split:
     """Return the parts of a layer's rows, each split over the ranks: their number, or their sizes on a rank."""
     gated = base.endswith(_GATED) and config.gated_linear_unit
     return tuple(getattr(rows, SIZES, ())) or (2 if gated else 1)

@@ -30,7 +30,7 @@ from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
 from tp_invariant_recipes.numerics.layers.linear import linear
 from tp_invariant_recipes.numerics.layers.norm import NormShards, layer_norm, rms_norm
 from tp_invariant_recipes.numerics.megatron.base import ColumnForward, RowForward
-from tp_invariant_recipes.numerics.products.operands import Parts
+from tp_invariant_recipes.numerics.products.operands import Split
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.replacement import Replacement
 
@@ -235,7 +235,7 @@ def _computed(module: Any, kind: str, x: Tensor, weights: list[Tensor], shards: 
     return (y, normal) if kind == NORM_LINEAR and module.return_layernorm_output else y
 
 
-def _product(module: Any, kind: str, x: Tensor, weight: Tensor, segments: Parts, mesh: VirtualMesh) -> Tensor:
+def _product(module: Any, kind: str, x: Tensor, weight: Tensor, segments: Split, mesh: VirtualMesh) -> Tensor:
     """x @ weight^T, and the module's bias."""
     bias, sliced = _bias(module), module.sequence_parallel
     if module.parallel_mode == "row":
@@ -257,7 +257,7 @@ def _normal(module: Any, x: Tensor, mesh: VirtualMesh) -> Tensor:
     return rms_norm(x, module.layer_norm_weight, module.eps, mesh, rows)
 
 
-def _segments(weights: list[Tensor]) -> Parts:
+def _segments(weights: list[Tensor]) -> Split:
     if len(weights) > 1:
         return tuple(weight.shape[0] for weight in weights)
     return getattr(weights[0], "partition_stride", 1)
