@@ -25,6 +25,13 @@ def gathered(value: Any, group: Any = None) -> list[Any]:
     return everyone
 
 
+def gathered_by_first(value: Any) -> list[Any]:
+    """On the first rank, what every rank has, in the order of ranks; elsewhere nothing. A collective of the world."""
+    everyone: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
+    dist.gather_object(value, everyone or None)
+    return everyone
+
+
 def by_value(held: Mapping[int, Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     """Rank → lanes, as groups of ranks that hold the same."""
     groups: dict[tuple[int, ...], list[int]] = {}

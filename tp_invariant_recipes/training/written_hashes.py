@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 import xxhash
 
+from tp_invariant_recipes.observe.union import gathered_by_first
 from tp_invariant_recipes.replacement import Replacement
 from tp_invariant_recipes.runs.checkpoints import CheckpointFile
 
@@ -121,7 +121,5 @@ def of_all_ranks(folder: Path) -> dict[str, CheckpointFile]:
     """
     mine = [path for path in _hashes if Path(path).is_relative_to(folder)]
     local_files = {str(Path(path).relative_to(folder)): _hashes.pop(path) for path in mine}
-    first = dist.get_rank() == 0
-    everyone: list[Any] | None = [None] * dist.get_world_size() if first else None
-    dist.gather_object(local_files, everyone)
-    return {name: CheckpointFile(**file) for files in everyone or () for name, file in files.items()}
+    everyone = gathered_by_first(local_files)
+    return {name: CheckpointFile(**file) for files in everyone for name, file in files.items()}

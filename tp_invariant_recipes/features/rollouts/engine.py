@@ -21,6 +21,7 @@ from tp_invariant_recipes.features.rollouts.requests import Completion, Request,
 from tp_invariant_recipes.features.rollouts.schedule import SampleState, Schedule
 from tp_invariant_recipes.machine import memory
 from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.observe.union import gathered
 from tp_invariant_recipes.portable.ieee.draw import request_key
 from tp_invariant_recipes.portable.ieee.rotary import LARGEST_ANGLE
 from tp_invariant_recipes.portable.ieee.sums import power_of_two
@@ -97,8 +98,7 @@ class Engine:
         told = finished if state.get_tensor_model_parallel_rank() == 0 else None
         completions = self._run(passes, sequences, told)
         if ranks > 1:
-            parts: list[Any] = [None] * ranks
-            dist.all_gather_object(parts, completions, group=state.get_data_parallel_group())
+            parts = gathered(completions, state.get_data_parallel_group())
             completions = [completion for part in parts for completion in part]
         order = {request.id: number for number, request in enumerate(requests)}
         return sorted(completions, key=lambda completion: (order[completion.request], completion.sample))

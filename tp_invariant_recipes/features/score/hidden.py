@@ -13,6 +13,7 @@ from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.features.score.batches import Batch, padded
 from tp_invariant_recipes.features.score.rank import Forward, Score
 from tp_invariant_recipes.observe.placement import class_names
+from tp_invariant_recipes.observe.union import gathered_by_first
 
 DITHERED = 2  # repetitions
 
@@ -43,9 +44,7 @@ class Hidden(Score):
             if dither:
                 dither.unhook()
             outputs |= {name: values[: len(sequence.tokens)] for name, values in hooks.outputs.items()}
-        parts: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
-        dist.gather_object(outputs, parts or None, dst=0)
-        if parts:
+        if parts := gathered_by_first(outputs):
             whole = {name: values for part in reversed(parts) for name, values in part.items()}
             np.savez(self.out, **whole)
 

@@ -22,6 +22,7 @@ from tp_invariant_recipes.features.score.batches import Batch
 from tp_invariant_recipes.features.score.head import Head, Wanted
 from tp_invariant_recipes.features.score.vocabulary import VocabularyRows
 from tp_invariant_recipes.numerics.megatron import families
+from tp_invariant_recipes.observe.union import gathered_by_first
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import low_precision
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -216,8 +217,7 @@ class Forward:
                 for n, place in enumerate(batch.places):
                     scored = (held + 1 >= window[place].first) & (held + 1 < len(window[place].tokens))
                     mine.append((place, held[scored], values[:, n, scored]))
-        parts: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
-        dist.gather_object(mine, parts or None, dst=0)
+        parts = gathered_by_first(mine)
         scores = (
             [np.full((self.columns, len(sequence.tokens) - sequence.first), np.nan) for sequence in window]
             if parts
