@@ -159,7 +159,7 @@ def split_rows(bits: Any) -> Any:
     part = np.zeros((BLOCK, steps * STEP), np.uint16)
     for i in range(m):
         if i % BLOCK == 0:
-            _copy(bits, i, min(BLOCK, m - i), 0, k, part)
+            _copy(bits, i, min(BLOCK, m - i), np.int64(0), k, part)
         source, word, exponent = part[i % BLOCK], words[i], exponents[i]
         for t in range(steps * STEP):
             word[t] = np.uint32(source[t]) << np.uint32(16)
@@ -186,7 +186,7 @@ def split_panels(bits: Any) -> Any:
     most = np.empty(WIDE, np.int8)
     for panel in range(panels):
         most[:] = NO_EXPONENT
-        _split_panel(bits, 0, k, panel * WIDE, most, values[panel], exponents[panel], highest[panel])
+        _split_panel(bits, np.int64(0), k, panel * WIDE, most, values[panel], exponents[panel], highest[panel])
     return values, exponents, highest
 
 
@@ -210,7 +210,9 @@ def _split_panel(
         for t in range(STEP):
             for j in range(0, WIDE, LANES):
                 split(part, at + t, j, values, exponents, start + t, top)  # type: ignore[call-arg]
-        highest[start // STEP] = top.max()
+        highest[start // STEP] = NO_EXPONENT
+        for power in top:  # numba takes a second to compile top.max()
+            highest[start // STEP] = max(highest[start // STEP], power)
         if least != NO_EXPONENT:
             continue
         least = np.int8(NOT_FINITE)
@@ -249,7 +251,9 @@ def _add_bf16(
             padded = (k + STEP - 1) // STEP * STEP
             _split_panel(b, at, k, panel * WIDE, most, values, exponents, highest)
             operand = values[:padded], exponents[:padded], highest[: padded // STEP]
-            add_steps(total, 0, a[begin:end], ea[begin:end], ha[begin:end], at, *operand, (0, 0, 0, 0, width), kept)
+            zero = np.int64(0)
+            lanes = zero, zero, zero, zero, width
+            add_steps(total, zero, a[begin:end], ea[begin:end], ha[begin:end], at, *operand, lanes, kept)
         for i in range(end - begin):
             row = out[shard, begin + i, panel * WIDE : panel * WIDE + width]
             for j in range(width):

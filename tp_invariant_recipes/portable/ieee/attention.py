@@ -158,7 +158,8 @@ def _products(rows: Any, panel: Any, first: Any, last: Any, kept: Any, out: Any)
     """out[j, i] = product of row j < last and query first + i; anything where the key comes after the query."""
     (a, ea, ha), (b, eb, hb) = rows, panel
     out[:last] = np.float32(0)
-    add_steps(out[:last], 0, a[:last], ea[:last], ha[:last], 0, b, eb, hb, (1, 0, -first, 0, last - first), kept)
+    lanes = np.int64(1), np.int64(0), -first, np.int64(0), last - first
+    add_steps(out[:last], np.int64(0), a[:last], ea[:last], ha[:last], np.int64(0), b, eb, hb, lanes, kept)
 
 
 @cpu_loop
@@ -169,7 +170,8 @@ def _over_keys(rows: Any, words: Any, first: Any, last: Any, kept: Any, out: Any
     """
     (a, ea, ha), (b, eb, hb) = rows, _panel(words)
     out[:] = np.float32(0)
-    add_steps(out, 0, a, ea, ha, 0, b, eb, hb, (0, 1, -first, 0, last - first), kept)
+    lanes = np.int64(0), np.int64(1), -first, np.int64(0), last - first
+    add_steps(out, np.int64(0), a, ea, ha, np.int64(0), b, eb, hb, lanes, kept)
 
 
 @cpu_loop
@@ -177,7 +179,8 @@ def _over_queries(rows: Any, words: Any, first: Any, kept: Any, out: Any) -> Non
     """out[c, j] = sum over queries i of rows[c, first + i] words[i, j], zeros where the key j comes after i."""
     (a, ea, ha), (b, eb, hb) = rows, _panel(words)
     out[:] = np.float32(0)
-    add_steps(out, 0, a, ea, ha, first, b, eb, hb, (0, 0, 0, 1, STEP), kept)
+    lanes = np.int64(0), np.int64(0), np.int64(0), np.int64(1), np.int64(STEP)
+    add_steps(out, np.int64(0), a, ea, ha, first, b, eb, hb, lanes, kept)
 
 
 @cpu_loop
@@ -240,6 +243,14 @@ def _along(do: Any, o: Any, out: Any) -> None:
 
 
 @cpu_loop
+def _add(part: Any, total: Any) -> None:
+    """total += part, [d, WIDE]. As a sum of arrays numba would compile the message of an error, for seconds."""
+    for c in range(len(total)):
+        for i in range(WIDE):
+            total[c, i] += part[c, i]
+
+
+@cpu_loop
 def _backward(
     q: Any, keys: Any, values: Any, keys_t: Any, do: Any, do_t: Any, o: Any, top: Any, inverse: Any, dq: Any, dk: Any,
     dv: Any, scale: Any, scale_of_gradients: Any, kept: Any,
@@ -287,9 +298,9 @@ def _backward(
             for panel in range(panels):
                 start = panel * WIDE
                 _over_queries(x, all_gradients[panel, start:], start, kept, sums)
-                total_k[panel] += sums  # of the first head 0 + x: sums are never -0
+                _add(sums, total_k[panel])  # of the first head 0 + x: sums are never -0
                 _over_queries(y, all_ps[panel, start:], start, kept, sums)
-                total_v[panel] += sums
+                _add(sums, total_v[panel])
         for j in range(s):
             for c in range(d):
                 dk[unit, c, j] = np.uint16(_bf16(total_k[j // WIDE, c, j % WIDE] * scale_of_gradients))
