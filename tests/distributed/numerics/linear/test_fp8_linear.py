@@ -238,7 +238,7 @@ def test_a_weight_has_one_memory(monkeypatch, blockwise):
     weight = torch.randn(N, K).bfloat16().requires_grad_()
     places = set()
     for evaluates, captures in ((False, False), (True, False), (False, True), (False, False)):
-        monkeypatch.setattr(fp8_weights, "_capturing", lambda weight, captures=captures: captures)
+        monkeypatch.setattr(fp8_weights.cublas, "capturing", lambda weight, captures=captures: captures)
         fp8_weights.changed()
         with torch.no_grad():
             weight.copy_(torch.randn(N, K))
@@ -256,8 +256,8 @@ def test_a_weight_has_one_memory(monkeypatch, blockwise):
 def test_every_replay_of_a_graph_quantizes_and_nothing_else_reads_that(monkeypatch, made):
     weight = torch.randn(N, K).bfloat16().requires_grad_()
     fp8_weights.quantized(weight, False, None)
-    monkeypatch.setattr(fp8_weights, "_capturing", lambda weight: True)
+    monkeypatch.setattr(fp8_weights.cublas, "capturing", lambda weight: True)
     captured = [fp8_weights.quantized(weight, False, None) for _ in range(2)]
-    monkeypatch.setattr(fp8_weights, "_capturing", lambda weight: False)
+    monkeypatch.setattr(fp8_weights.cublas, "capturing", lambda weight: False)
     assert fp8_weights.quantized(weight, False, None) not in captured
     assert len(made) == 4

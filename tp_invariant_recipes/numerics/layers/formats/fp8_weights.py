@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.function_modes import outside_modes
-from tp_invariant_recipes.numerics.products import quantize
+from tp_invariant_recipes.numerics.products import cublas, quantize
 
 ATTRIBUTE = "fp8"  # attribute of a weight
 
@@ -57,7 +57,7 @@ def quantized(weight: Tensor, blockwise: bool, group: Any) -> Fp8Weight:
     group: of the ranks that hold the others of its shards; None: none do.
     """
     kept: Fp8Weight | None = getattr(weight, ATTRIBUTE, None)
-    capturing = _capturing(weight)
+    capturing = cublas.capturing(weight)
     if kept is not None and kept.step == _steps[0] and torch.is_grad_enabled() and not capturing:
         return kept
     step = None if capturing else _steps[0]
@@ -70,7 +70,3 @@ def quantized(weight: Tensor, blockwise: bool, group: Any) -> Fp8Weight:
         kept.in_memory[0] = step
     setattr(weight, ATTRIBUTE, kept)
     return kept
-
-
-def _capturing(weight: Tensor) -> bool:
-    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
