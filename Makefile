@@ -15,10 +15,10 @@ help: ## Show this list
 demo: bootstrap ## Train a toy model on this machine at tp=1 and tp=2, stock and invariant, and compare bit by bit
 	@PATH="$(abspath $(BIN)):$$PATH" scripts/demo
 
-test: bootstrap ## What CI runs: lint, types, all tests but those marked release; types are checked beside the tests
-	@$(MAKE) --no-print-directory -j2 types short-tests
+test: bootstrap ## What CI runs: lint and types, beside them all tests but those marked release
+	@$(MAKE) --no-print-directory -j2 short-tests lint types
 
-short-tests: lint slurm-installed
+short-tests: slurm-installed
 	$(BIN)/pytest -n $(JOBS) -m "not release" --hypothesis-profile=same-examples
 
 test-all: lint types slurm-installed ## The same with every test: before a release, and when docs/testing.md says so
