@@ -56,22 +56,28 @@ def _wrong(override: Override, groups: Groups) -> Iterator[Problem]:
         yield Problem(text, "fields cannot be deleted", f"set {key}=null")
     if override.sweep or parsed.is_delete():
         return
-    if (file := override.given_file) is not None:
-        try:
-            hydra_tree.read(file)
-        except ConfigError as error:
-            yield Problem("", f"cluster={error}")
-    elif override.group and key == "model":
-        option = override.value
-        yield Problem(f"model={option}", f"the model is the first argument: tpi train {option} …")
-    elif override.group and (option := override.value) not in groups[key]:
-        yield Problem(f"{key}={option}", f"unknown {key} '{option}'{nearest(option, groups[key])}")
-    elif not override.group and not any(key in (short.name, short.path) for short in SHORT_KEYS.values()):
+    if override.group:
+        yield from _wrong_option(override, groups)
+    elif not any(key in (short.name, short.path) for short in SHORT_KEYS.values()):
         yield from _wrong_key(override, groups)
     try:
         _converted(override)
     except WrongType as error:
         yield Problem(text, str(error))
+
+
+def _wrong_option(override: Override, groups: Groups) -> Iterator[Problem]:
+    """Yield why a group has no such option, or why the cluster's file cannot be read."""
+    key, option = override.key, override.value
+    if override.given_file is not None:
+        try:
+            hydra_tree.read(override.given_file)
+        except ConfigError as error:
+            yield Problem("", f"cluster={error}")
+    elif key == "model":
+        yield Problem(f"model={option}", f"the model is the first argument: tpi train {option} …")
+    elif option not in groups[key]:
+        yield Problem(f"{key}={option}", f"unknown {key} '{option}'{nearest(option, groups[key])}")
 
 
 def _wrong_key(override: Override, groups: Groups) -> Iterator[Problem]:
