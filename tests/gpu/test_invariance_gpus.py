@@ -104,15 +104,19 @@ GROUPS = {
     ),
     "graphs-experts": (
         EXPERTS.replace("iters=4", "iters=8"),
-        ("tp=1", "tp=1 cuda_graph=te", "tp=2 ep=2 cuda_graph=te"),
+        tuple(f"{layout} cuda_graph={kind}" for layout in ("tp=1", "tp=2 ep=2") for kind in ("off", "te", "full")),
+    ),
+    "graphs-experts-data": (
+        EXPERTS.replace("iters=4", "iters=8") + " numerics.data_shards=4 model.moe_expert_capacity_factor=1.0",
+        ("dp=1", *(f"dp=2 ep=2 cuda_graph={kind}" for kind in ("off", "te", "full"))),
     ),
     "graphs-hybrid": (
         "nemotron3_nano_toy iters=8 gbs=2 seq=128",
-        ("tp=1", "tp=1 cuda_graph=te", "tp=2 ep=2 cuda_graph=te"),
+        ("tp=1", "tp=1 cuda_graph=te", "tp=2 ep=2 cuda_graph=te", "tp=2 ep=2 cuda_graph=full"),
     ),
     "latent": (
         "moonlight_toy iters=8 gbs=2",
-        ("tp=1", "tp=2", "tp=2 ep=2", "pp=2", "tp=1 cuda_graph=te"),
+        ("tp=1", "tp=2", "tp=2 ep=2", "pp=2", "tp=1 cuda_graph=te", "tp=2 ep=2 cuda_graph=full"),
     ),
     "latent-v3": ("deepseek_v3_toy iters=4 gbs=2", ("tp=1", "tp=2 ep=2", "tp=4 ep=4")),
     "muon": (

@@ -151,7 +151,7 @@ RULES: tuple[Rule[RunConfig], ...] = (
      "moe_preprocess is captured with moe_router only", "add it to model.cuda_graph_modules"),
     _row((FULL,), lambda t: t.model.get("cuda_graph_modules"),
      "the whole step is captured, so there are no modules to choose", "model.cuda_graph_modules=[]"),
-    _row((FULL,), lambda t: has_experts(t.model) and not padded(t.model),
+    _row((FULL,), lambda t: has_experts(t.model) and not t.numerics.invariant and not padded(t.model),
      "experts get another number of tokens at every step",
      "model.moe_expert_capacity_factor=1.0 model.moe_pad_expert_input_to_capacity=true"),
     _row((FULL,), _checked("ddp.check_for_nan_in_grad"),

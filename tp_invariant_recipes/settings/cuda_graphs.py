@@ -1,10 +1,12 @@
 """CUDA graphs of a model: kinds, and one row a module that can be captured. check/cuda_graphs.py has their rules."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tp_invariant_recipes.settings.model_shape import ModelShape
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 Model = Mapping[str, Any]
 
@@ -41,6 +43,18 @@ def graphed_modules(model: Model, invariant: bool) -> list[str]:
 def padded(model: Model) -> bool:
     """Whether every expert gets the same number of tokens at every step, so that its products can be replayed."""
     return model.get("moe_expert_capacity_factor") is not None and bool(model.get("moe_pad_expert_input_to_capacity"))
+
+
+def rows_of_experts(config: RunConfig) -> float:
+    """Return how many times the rows of evenly spread tokens experts have in a graph of a whole invariant step.
+
+    There are as many as any choice of experts needs (numerics/layers/experts/token_dispatcher.py).
+    """
+    experts, topk = config.shape.experts, config.model.get("moe_router_topk") or 2
+    if config.model.get("cuda_graph_impl") != FULL or not config.numerics.invariant or experts <= 1:
+        return 1.0
+    owners = max(config.layout.tp, config.layout.ep)
+    return min(owners * min(topk, experts // owners) / topk, config.model.get("moe_expert_capacity_factor") or math.inf)
 
 
 def _layers(model: Model, kind: str) -> bool:

@@ -4,9 +4,10 @@ As Megatron's own formula does (megatron.bridge.training.utils.theoretical_memor
 products of a layer. `SAFE` covers what a mode, a backend or the precision keeps beside them.
 """
 
+import math
 from dataclasses import dataclass
 
-from tp_invariant_recipes.settings import low_precision
+from tp_invariant_recipes.settings import cuda_graphs, low_precision
 from tp_invariant_recipes.settings.model_shape import ModelShape
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing import size
@@ -78,7 +79,7 @@ def micro_batch(config: RunConfig) -> MicroBatch:
         tp=at.tp,
         etp=at.etp,
         heads=model["num_attention_heads"] // at.tp,
-        rows=of_rank * (model.get("moe_router_topk") or 2) * at.etp,
+        rows=math.ceil(of_rank * (model.get("moe_router_topk") or 2) * at.etp * cuda_graphs.rows_of_experts(config)),
         norms=size.norms(config.shape),
         factor=SAFE_ROUNDED if rounds else SAFE_PLAIN if local else SAFE,
         shape=config.shape,

@@ -14,7 +14,7 @@ from tp_invariant_recipes.config.overrides import parse
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.settings import environment, layout
 
-TREE = compose("qwen3_moe_toy", device="gpu").config
+TREE = compose("qwen3_moe_toy", ["cuda_graph=te"], device="gpu").config
 WRONG = (True, False, "flex", "flash", "p2p", "optim_grads_params", "bfloat16", 2, "file")
 _SFT = "megatron.bridge.data.builders.gpt_sft.GPTSFTDatasetConfig"
 _PACKED = {"dataset___target_": _SFT, "dataset__enable_offline_packing": True}
@@ -33,6 +33,7 @@ BESIDE = {
     "model.overlap_p2p_comm": {"model__virtual_pipeline_model_parallel_size": 2},
     "model.vocab_size": {"model__should_pad_vocab": True, "model__vocab_size": 1000},
     "model.cuda_graph_modules": {"model__cuda_graph_impl": "transformer_engine"},
+    "model.cuda_graph_impl": {"model__pipeline_model_parallel_size": 2},
     "model.use_te_rng_tracker": {"device__kind": "cpu"},
     "rng.te_rng_tracker": {"device__kind": "cpu"},
     "optimizer.use_precision_aware_optimizer": {"optimizer__use_distributed_optimizer": False},

@@ -20,16 +20,23 @@ CHOSEN = {
     "qwen3_0p6b numerics.context_shards=2": (FULL, "full"),
     "qwen3_8b tp=2 pp=2": (TE, "te"),
     "qwen3_8b tp=2 pp=2 numerics=stock": (TE, "te"),
-    "qwen3_moe_toy": (TE, "te"),
+    "qwen3_moe_toy": (FULL, "full"),
+    "qwen3_moe_toy dp=2 ep=2 gbs=2": (FULL, "full"),
+    "qwen3_moe_toy dp=4 ep=4 gbs=4": (TE, "te"),
+    "qwen3_moe_toy dp=4 ep=4 gbs=4 model.moe_expert_capacity_factor=1.0": (FULL, "full"),
+    "qwen3_moe_toy guard=products": (TE, "te"),
     "qwen3_moe_toy numerics=stock": (TE, "te"),
     "nemotron3_nano_toy": (TE, "te"),
+    "moonlight_toy": (TE, "te"),
+    "qwen3_moe_toy tp=2 ep=2": (TE, "te"),
+    "qwen3_moe_toy cp=2 seq=256": (OFF, "off: numerics=tree: a captured layer gets a mask"),
     "qwen3_0p6b ddp.check_for_nan_in_grad=true": (TE, "te"),
     "qwen3_moe_toy numerics=portable": (OFF, "off: numerics=portable: its layers have been captured with the whole"),
     "qwen3_0p6b numerics=gather": (OFF, "off: numerics=gather: its layers have not been captured"),
     "qwen3_0p6b ledger.trace=1:2": (OFF, "off: ledger.trace: a replayed CUDA graph calls no module"),
     "qwen3_0p6b iters=6": (FULL, "full"),
     "qwen3_0p6b iters=5": (OFF, "off: 5 steps are fewer than the 6"),
-    "qwen3_moe_toy iters=9": (OFF, "off: 9 steps are fewer than the 10"),
+    "qwen3_moe_toy iters=9 dp=4 ep=4 gbs=4": (OFF, "off: 9 steps are fewer than the 10"),
     "qwen3_toy numerics=stock precision=fp8_tensorwise": (OFF, "off: tpi captures products in FP8 or FP4 when asked"),
     "qwen3_toy model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1": (
         OFF,
@@ -81,14 +88,14 @@ def test_a_chosen_kind_is_as_if_it_were_named(model, override, option):
 @pytest.mark.parametrize(
     "model, modes, chosen",
     (
-        ("qwen3_0p6b", ("stock", "tree"), "full"),
-        ("qwen3_moe_toy", ("stock", "tree"), "te"),
-        ("qwen3_moe_toy", ("stock", "tree", "portable"), "off"),
+        ("qwen3_0p6b", ("stock", "tree"), ("full", "full")),
+        ("qwen3_moe_toy", ("stock", "tree"), ("te", "full")),
+        ("qwen3_moe_toy", ("stock", "tree", "portable"), ("off", "off", "off")),
     ),
 )
-def test_all_modes_of_a_benchmark_have_the_same(model, modes, chosen):
-    composed = [compose(model, [f"numerics={mode}"], device="gpu") for mode in modes]
-    assert bench._graphs_of_all(composed) == f"cuda_graph={chosen}"
+def test_each_mode_of_a_benchmark_has_its_own_or_none_has_any(model, modes, chosen):
+    composed = {mode: compose(model, [f"numerics={mode}"], device="gpu") for mode in modes}
+    assert bench._graphs(composed) == dict(zip(modes, chosen, strict=True))
 
 
 def test_a_recipe_decides_unless_auto_is_named():

@@ -6,8 +6,10 @@ before a capture; a product that a capture meets first is one of fixed tiles, at
 
 import os
 
+from tp_invariant_recipes.check import guard
 from tp_invariant_recipes.check.invariant.limit import Test, limit_of
 from tp_invariant_recipes.check.rule import Rule
+from tp_invariant_recipes.settings import low_precision
 from tp_invariant_recipes.settings.cuda_graphs import FULL, IMPLEMENTATIONS, NOT_INVARIANT, TE
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -46,8 +48,8 @@ LIMITS = (
     _row(
         (TE,),
         lambda t: {*NOT_INVARIANT} & {*(t.model.get("cuda_graph_modules") or ())},
-        f"{' and '.join(NOT_INVARIANT)} wait for numbers of tokens from the GPU",
-        "leave them out of model.cuda_graph_modules, or cuda_graph=off",
+        f"{' and '.join(NOT_INVARIANT)} have been captured with the whole step only",
+        "leave them out of model.cuda_graph_modules, or cuda_graph=full",
     ),
     _row(
         (FULL,),
@@ -57,9 +59,21 @@ LIMITS = (
     ),
     _row(
         (FULL,),
-        lambda t: t.shape.experts > 1,
-        "experts wait for numbers of tokens from the GPU where a captured step cannot",
-        "cuda_graph=off, or with numerics=tree cuda_graph=te",
+        lambda t: t.shape.experts > 1 and _captured_with(t) == {IMPLEMENTATIONS[FULL]},
+        "experts have not been captured",
+        "cuda_graph=off, or numerics=tree",
+    ),
+    _row(
+        (FULL,),
+        lambda t: t.shape.experts > 1 and t.guard.kind == guard.PRODUCTS,
+        "guard=products samples no product of experts in a graph of the whole step",
+        "cuda_graph=te, or guard=off",
+    ),
+    _row(
+        (FULL,),
+        lambda t: t.shape.experts > 1 and (low_precision.enabled(t) or t.model.get("add_bias_linear")),
+        "experts in FP8 or with biases wait for numbers of tokens from the GPU where a captured step cannot",
+        "cuda_graph=te, or off",
     ),
     _row(
         (FULL, TE),

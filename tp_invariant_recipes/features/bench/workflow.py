@@ -4,7 +4,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -13,7 +13,7 @@ from typing import Any
 from tp_invariant_recipes.config import graph_choice, reserved
 from tp_invariant_recipes.config.bounds import LARGEST
 from tp_invariant_recipes.config.compose import Composed, compose
-from tp_invariant_recipes.config.overrides import Override, given, parse, parse_all, texts
+from tp_invariant_recipes.config.overrides import Override, given, parse_all, texts
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, Interrupted, RunError, refuse
 from tp_invariant_recipes.features.bench import profile, rank
 from tp_invariant_recipes.features.bench.profile import Trace
@@ -97,13 +97,14 @@ def _count_problems(rounds: int, warmup: int, steps: int) -> list[str]:
 def _composed_alike(
     model: str, overrides: Sequence[Override], modes: Sequence[str], length: int, problems: list[str]
 ) -> dict[str, Composed]:
-    """Return the runs of all modes, of so many steps, with the CUDA graphs that they would all have in a long run."""
+    """Return the runs of all modes, of so many steps, with the CUDA graphs that each would have in a long run."""
     long = max(length, *graph_choice.LEAST_STEPS.values())
     composed = _composed(model, [*overrides, f"iters={long}", "save=0"], modes, problems)
+    graphs: Mapping[str, str] = {}
     if any(run.graphs is not None and run.config.device.kind == "gpu" for run in composed.values()):
         others = (override for override in overrides if override.path != graph_choice.GROUP)
-        overrides = [*others, parse(_graphs_of_all(composed.values()))]
-    return _composed(model, [*overrides, f"iters={length}", "save=0"], modes, problems)
+        overrides, graphs = [*others], _graphs(composed)
+    return _composed(model, [*overrides, f"iters={length}", "save=0"], modes, problems, graphs)
 
 
 def execute(bench: Bench, watch: Callable[[], None]) -> dict[str, Any]:
@@ -180,23 +181,30 @@ def _modes_problems(modes: Sequence[str]) -> list[str]:
     return [f"--modes: {mode} is named twice" for mode in dict.fromkeys(modes) if modes.count(mode) > 1]
 
 
-def _graphs_of_all(composed: Iterable[Composed]) -> str:
-    """Get the CUDA graphs that cuda_graph=auto has chosen for long runs of every mode: off where the choices differ."""
-    chosen = {run.graphs for run in composed}
-    option = str(chosen.pop()) if len(chosen) == 1 else graph_choice.OFF
-    return f"{graph_choice.GROUP}={option.partition(':')[0]}"
+def _graphs(composed: Mapping[str, Composed]) -> dict[str, str]:
+    """Get the option of cuda_graph that each mode has chosen; off for all where one has chosen it."""
+    chosen = {mode: str(run.graphs).partition(":")[0] for mode, run in composed.items()}
+    return dict.fromkeys(chosen, graph_choice.OFF) if graph_choice.OFF in chosen.values() else chosen
 
 
 def _composed(
-    model: str, overrides: Sequence[str | Override], modes: Sequence[str], problems: list[str]
+    model: str,
+    overrides: Sequence[str | Override],
+    modes: Sequence[str],
+    problems: list[str],
+    graphs: Mapping[str, str] | None = None,
 ) -> dict[str, Composed]:
-    """Compose each mode. Raises ConfigError that lists `problems` and the problems of all modes, each once."""
+    """Compose each mode. Raises ConfigError that lists `problems` and the problems of all modes, each once.
+
+    graphs: the option of cuda_graph of each mode; None: as the overrides say.
+    """
     device = plan.detect_device()
     composed: dict[str, Composed] = {}
     for mode in modes:
         try:
             numerics, extras = _named(mode)
             recorded = [f"ledger.digests={int(DIGESTS in extras)}"]
+            recorded += [f"{graph_choice.GROUP}={graphs[mode]}"] if graphs else []
             read = [
                 override for override in parse_all(overrides) if numerics != STOCK or override.path not in INVARIANT
             ]

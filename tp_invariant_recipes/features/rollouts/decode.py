@@ -121,7 +121,7 @@ class CachedPasses:
         whole = VECTORS // math.gcd(experts, VECTORS) if experts and self.device.type == "cpu" else 1
         self.multiple = config.virtual_shards * whole
         self.heads = config.num_attention_heads // config.num_query_groups
-        # No CUDA graph captures Gloo, nor an exchange of experts' tokens, whose sizes the host must know.
+        # No CUDA graph captures Gloo; an exchange of experts' tokens has been captured in training only.
         groups = model.pg_collection
         captured = self.device.type == "cuda" and dist.get_backend(groups.tp) == dist.Backend.NCCL
         self.graphs = graphs and captured and (not experts or groups.tp.size() == groups.ep.size() == 1)

@@ -179,8 +179,10 @@ def begin_chain(
     sizes: Sequence[int], chain: Sequence[int], dy: Tensor, x: Tensor, outs: Sequence[Tensor]
 ) -> _Started | None:
     """Return an output of `grouped_weight_gradient` (grouped_product.py), if the launch is chosen. sizes: of groups."""
+    if _sampler is None or not sizes:
+        return None
     links = [[n * len(chain) + link for link in chain if sizes[n * len(chain) + link]] for n in range(len(outs))]
-    if _sampler is None or not any(links) or not _sampler.wants(x):
+    if not any(links) or not _sampler.wants(x):
         return None
     number = _sampler.draw.choice([n for n, link in enumerate(links) if link])
     starts = [0, *accumulate(sizes)]

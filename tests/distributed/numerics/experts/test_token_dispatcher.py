@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.operands import same_bits
+from tp_invariant_recipes.numerics.layers.experts.expert_placement import Owners
 
 
 @pytest.fixture
@@ -30,8 +31,6 @@ def _map(drop: bool):
 
 
 def _owners(**changes):
-    from tp_invariant_recipes.numerics.layers.experts.expert_placement import Owners
-
     return Owners(**({"experts": EXPERTS, "size": 1, "ep": 1} | changes))
 
 
@@ -69,6 +68,74 @@ class TestSingleRank:
         for mine, expected in zip(results, (x.grad, probs.grad), strict=True):
             torch.testing.assert_close(mine, expected)
         assert not results[1][~routing_map].any()
+
+
+class TestInAGraph:
+    """The host knows no number of slots. The rows of a batch are the same, and no sum reads others."""
+
+    @pytest.fixture
+    def captured(self, token_dispatcher, monkeypatch):
+        return lambda now=True: monkeypatch.setattr(token_dispatcher, "_in_a_graph", lambda _: now)
+
+    @pytest.mark.parametrize("capacity", (None, 6), ids=("dropless", "capacity"))
+    def test_one_rank(self, token_dispatcher, captured, capacity):
+        results, routing_map = [], _map(capacity is not None)
+        x, probs = torch.rand(TOKENS, WIDTH, requires_grad=True), torch.rand(TOKENS, EXPERTS, requires_grad=True)
+        for now in (False, True):
+            captured(now)
+            plan = token_dispatcher.route(routing_map, TOPK, _owners(), capacity)
+            rows, weights = token_dispatcher.to_slots(x, probs, plan)
+            of_any = min(TOPK * TOKENS, EXPERTS * (capacity or TOKENS))
+            assert (plan.batches.groups.total, len(rows)) == ((of_any,) * 2 if now else (0, int(routing_map.sum())))
+            y = token_dispatcher.from_slots((rows * weights.unsqueeze(1)).requires_grad_(), plan)
+            of_inputs = torch.autograd.grad((y * y.detach()).sum(), (x, probs))
+            results.append((rows[: int(routing_map.sum())], y, plan.batches.groups.counts, *of_inputs))
+        assert all(same_bits(*pair) for pair in zip(*results, strict=True))
+
+    @pytest.mark.parametrize("capacity", (None, TOKENS), ids=("dropless", "capacity"))
+    @pytest.mark.parametrize("ep, sources, parts", ((4, 1, 1), (2, 2, 1), (4, 4, 1), (4, 8, 2)), ids=str)
+    def test_four_ranks(self, token_dispatcher, captured, monkeypatch, ep, sources, parts, capacity):
+        experts, size, tokens = 8, 4, TOKENS + 1
+        torch.manual_seed(0)
+        maps = [
+            torch.zeros(tokens, experts).scatter(1, torch.rand(tokens, experts).topk(2)[1], 1).bool()
+            for _ in range(size)
+        ]
+        maps[0][:TOKENS] = torch.arange(experts) < 2  # as many of a rank's tokens as one owner takes
+        maps[0][TOKENS] = torch.arange(experts) >= experts - 2
+        owners = [Owners(experts, size, ep, rank, sources, "group", parts) for rank in range(size)]
+        counts = [
+            each.by_owner(routed.t()).view(experts, parts, -1).sum(2).flatten()
+            for each, routed in zip(owners, maps, strict=True)
+        ]
+        monkeypatch.setattr(
+            token_dispatcher.dist, "all_gather_into_tensor", lambda out, own, group: out.copy_(torch.cat(counts))
+        )
+        x = [torch.randn(tokens, WIDTH) for _ in range(size)]
+
+        def moved(now):
+            """Of each owner: the rows of its batches; and what comes home to each rank's tokens from these rows."""
+            captured(now)
+            plans = [
+                token_dispatcher.route(routed, 2, owner, capacity) for routed, owner in zip(maps, owners, strict=True)
+            ]
+            slots = [
+                token_dispatcher.to_slots(each, routed.float(), plan)[0]
+                for each, routed, plan in zip(x, maps, plans, strict=True)
+            ]
+            sent = [part.split(plan.send) for part, plan in zip(slots, plans, strict=True)]
+            arrived = [torch.cat([parts[rank] for parts in sent])[plan.sorted] for rank, plan in enumerate(plans)]
+            back = [each[plan.arrived].split(plan.receive) for each, plan in zip(arrived, plans, strict=True)]
+            home = [torch.cat([parts[rank] for parts in back]) for rank in range(size)]
+            assert all(same_bits(*pair) for pair in zip(home, slots, strict=True))
+            ends = [plan.batches.groups.ends for plan in plans]
+            batches = [each[: end[-1]].tensor_split(end[:-1]) for each, end in zip(arrived, ends, strict=True)]
+            sums = [token_dispatcher.from_slots(each, plan) for each, plan in zip(home, plans, strict=True)]
+            return [part for each in batches for part in each] + sums
+
+        pairs = [*zip(moved(False), moved(True), strict=True)]
+        assert len(pairs) == experts * sources + size
+        assert all(same_bits(*pair) for pair in pairs)
 
 
 def test_batches_of_two_sources(token_dispatcher):

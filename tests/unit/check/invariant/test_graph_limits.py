@@ -5,6 +5,7 @@ import torch
 
 from tests.rules import limits_of
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.numerics.products import cublas, defined
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -14,6 +15,8 @@ COVERED = (
     "qwen3_toy cuda_graph=full cp=2",
     "qwen3_toy cuda_graph=te pp=2",
     "qwen3_moe_toy cuda_graph=te tp=2 ep=2",
+    "qwen3_moe_toy cuda_graph=full dp=2 ep=2 gbs=2",
+    "qwen3_moe_toy cuda_graph=full cp=2 seq=256",
     "nemotron3_nano_toy cuda_graph=te tp=2",
     "moonlight_toy cuda_graph=te",
     "qwen3_toy cuda_graph=full numerics=portable",
@@ -31,13 +34,20 @@ def test_what_was_captured_is_allowed(words):
     assert composed(words)["model"]["cuda_graph_impl"] != "none"
 
 
-def test_a_step_with_experts_is_not_captured_whole():
-    """Where they are padded, as Megatron-Bridge's own graphs need them."""
-    tree = composed("qwen3_moe_toy")
-    padded = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
-    model = tree["model"] | padded | {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []}
-    (problem,) = limits_of(RunConfig(tree | {"model": model}))
-    assert problem.startswith("numerics=tree: experts wait for numbers of tokens from the GPU")
+REFUSED = {
+    "numerics=portable": "numerics=portable: experts have not been captured",
+    "numerics=tree pp=2": "numerics=tree: stages wait for each other",
+    "numerics=tree guard=products": "numerics=tree: guard=products samples no product of experts",
+    "numerics=tree precision=fp8_tensorwise": "numerics=tree: experts in FP8 or with biases wait",
+    "numerics=tree model.add_bias_linear=true": "numerics=tree: experts in FP8 or with biases wait",
+    "numerics=stock": "experts get another number of tokens at every step; model.moe_expert_capacity_factor=1.0",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_step_with_experts_is_not_captured_whole(words):
+    with pytest.raises(ConfigError, match=REFUSED[words]):
+        composed(f"qwen3_moe_toy cuda_graph=full {words}")
 
 
 def test_the_invariant_dispatcher_is_not_captured():

@@ -4,6 +4,10 @@ On a rank, a copy of a token for an expert is a *slot*. Slots are sorted by owne
 receives the slots of all ranks in rank order, which is the order of the sequence, and sorts them by expert. So in every
 layout it has the same tokens of an expert, from the whole micro-batch, in the same order.
 
+A CUDA graph cannot wait for the numbers of slots: there each rank has as many for every other as any choice needs, and
+the last of them are empty. So are the last rows of an owner. An empty one has the numbers of some token, or none; no
+sum and no product reads it.
+
 The sums over a token's copies, forward and backward, are in the order of the experts' numbers.
 """
 
@@ -13,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import get_capacity
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
@@ -20,6 +25,8 @@ from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.kernels.products.grouped_product import Groups
 from tp_invariant_recipes.kernels.row_sum import row_sum
 from tp_invariant_recipes.numerics.layers.experts.expert_placement import Owners
+from tp_invariant_recipes.numerics.sums.context_shards import of_a_rank
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ class Route:
 
     map:      [n, E] bool, the experts of each token; slot: [n, E] int64, the slot of its copy where map is true.
     copies:   [n, topk] int64, a token's slots by expert, -1 for none.
-    token:    [m] int64, the token of each slot; place: [m] int64, its index in the flattened map.
+    token:    [m] int64, the token of each slot; place: [m] int64, its index in the flattened map; any of an empty one.
     send:     number of slots for each rank; receive: number of rows from each; empty if this rank is alone.
     sorted:   [r] int64, the received rows in the order of the batches; arrived: [r], the inverse.
     """
@@ -87,12 +94,10 @@ class Route:
 
 
 @torch.no_grad()
-def route(routing_map: Tensor, topk: int, owners: Owners) -> Route:
-    """Plan the routes of a micro-batch. routing_map: [n, E] bool. It costs one collective of counts and one wait.
+def route(routing_map: Tensor, topk: int, owners: Owners, capacity: int | None = None) -> Route:
+    """Plan the routes of a micro-batch. It costs one collective of counts and, outside of a CUDA graph, one wait.
 
-    A CUDA graph cannot wait: there each token must have topk experts, all on this rank.
-    A binary search over cumulative counts finds the entries. torch's deterministic scatter would sort, and would add
-    all entries without a destination at one index, one after the other.
+    routing_map: [n, E] bool, topk experts of each token at most. capacity: tokens that an expert takes of a rank's.
     """
     n, experts = routing_map.shape
     by_owner = owners.by_owner(routing_map.t())
@@ -102,34 +107,66 @@ def route(routing_map: Tensor, topk: int, owners: Owners) -> Route:
         everyone = counts.new_empty(owners.size * counts.numel())
         dist.all_gather_into_tensor(everyone, counts.view(-1), group=owners.group)
     everyone = everyone.view(owners.size, owners.size, owners.each, owners.parts)
-    captured = routing_map.is_cuda and torch.cuda.is_current_stream_capturing()
-    if captured and owners.group is not None:
-        raise NotImplementedError("no CUDA graph captures the exchange of tokens, whose sizes the host has to know")
+    captured = _in_a_graph(routing_map)
     known: list[list[list[list[int]]]] = [] if captured else everyone.tolist()  # [from][to][expert][part]
-    slots = [[sum(map(sum, to)) for to in row] for row in known] or [[n * topk]]  # [from][to]
+    slots = [[sum(map(sum, to)) for to in row] for row in known]  # [from][to]
+    if captured:
+        most = min(n * min(topk, owners.each), owners.each * (n if capacity is None else capacity))
+        slots = [[most] * owners.size] * owners.size
 
-    before = by_owner.flatten().cumsum(0)
-    at = torch.searchsorted(before, _first(sum(slots[owners.rank]), before))
+    at, slot = _slots(by_owner, slots[owners.rank], captured)
     number = owners.by_owner(torch.arange(experts, device=at.device))
     token, place = at % n, at % n * experts + number[at // n]
-    slot = owners.by_number((before - 1).view(experts, n)).t().contiguous()
-    if captured:
-        slot = slot.clamp(max=n * topk - 1)  # of NaN a router may choose more experts
+    slot = owners.by_number(slot.view(experts, n)).t().contiguous()
     nth = routing_map.cumsum(1)
     expert = torch.searchsorted(nth, _first(topk, nth).expand(n, topk).contiguous())  # E: a token with fewer
     copies = slot.gather(1, expert.clamp(max=experts - 1)).where(expert < experts, -1)
 
     mine = everyone[:, owners.rank]  # [from, expert, part]
     per_source = mine.transpose(0, 1).reshape(owners.each, owners.sources, -1).sum(2).flatten()
-    sizes = _sizes(known, owners)
-    batches = Batches(Groups(sizes, per_source, n * topk * captured), owners.first_local, owners.sources, owners.chain)
+    total = sum(row[owners.rank] for row in slots)
+    groups = Groups(_sizes(known, owners), per_source, total * captured)
+    batches = Batches(groups, owners.first_local, owners.sources, owners.chain)
     send, receive = [], []
     arriving = arrived = None
     if owners.group is not None:
         send, receive = slots[owners.rank], [row[owners.rank] for row in slots]
-        rows = mine.sum(2)
-        arriving, arrived = _regrouped(rows, sum(sizes)), _regrouped(rows.t(), sum(sizes))
+        rows = _with_empty(mine.sum(2), most) if captured else mine.sum(2)
+        arriving, arrived = _regrouped(rows, total), _regrouped(rows.t(), total)
     return Route(routing_map, slot, copies, token, place, send, receive, arriving, arrived, batches)
+
+
+def _in_a_graph(routing_map: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, whose replays have other numbers of slots."""
+    return routing_map.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _slots(by_owner: Tensor, sizes: list[int], captured: bool) -> tuple[Tensor, Tensor]:
+    """Get the entry of each slot, [m] int64, and the slot of each entry, [E · n] int64.
+
+    by_owner: [E, n] bool, whose entries are numbered row by row. sizes: slots for each rank; in a CUDA graph the last
+    of them are empty: they have any entry.
+    A binary search over cumulative counts finds the entries. torch's deterministic scatter would sort, and would add
+    all entries without a destination at one index, one after the other.
+    """
+    before = by_owner.flatten().cumsum(0)
+    nth = _first(sum(sizes), before)
+    if not captured:
+        return torch.searchsorted(before, nth), before - 1
+    ends = before.view(len(sizes), -1)[:, -1:]
+    shift = torch.arange(len(sizes), device=ends.device).unsqueeze(1) * sizes[0] - ends.roll(1, 0)
+    shift[0] = 0
+    at = torch.searchsorted(before, (nth.view(len(sizes), -1) - shift).flatten())
+    slot = (before - 1).view(len(sizes), -1) + shift
+    # Of NaN a router may choose more experts.
+    return at.clamp(max=len(before) - 1), slot.flatten().clamp(max=len(nth) - 1)
+
+
+def _with_empty(counts: Tensor, most: int) -> Tensor:
+    """Add the empty rows as an expert after the last. counts: [from, expert]; most: rows from each rank."""
+    ends = counts.cumsum(1).clamp(max=most)
+    ends = torch.nn.functional.pad(ends, (0, 1), value=most)
+    return ends.diff(prepend=torch.zeros_like(ends[:, :1]))
 
 
 def _sizes(known: list[list[list[list[int]]]], owners: Owners) -> tuple[int, ...]:
@@ -222,11 +259,17 @@ class InvariantTokenDispatcher(MoETokenDispatcher):
     def __init__(self, config: Any, pg_collection: Any) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.owners = Owners.from_config(config, pg_collection.tp, pg_collection.ep)
+        self.chunks = VirtualMesh.from_group(config.virtual_shards, pg_collection.tp, of_a_rank(config)).local_chunks
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """[s/t, b, h], [n, E], [n, E] → slots."""
         self.shape = tokens.shape
-        self.plan = route(routing_map, self.config.moe_router_topk, self.owners)
+        topk, factor, capacity = self.config.moe_router_topk, self.config.moe_expert_capacity_factor, None
+        if factor is not None:  # the router drops tokens of a chunk; of whole sequences, or of several side by side
+            chunks = self.chunks * tokens.shape[1]
+            each = len(routing_map) // chunks
+            capacity = chunks * min(each, get_capacity(each * topk, routing_map.shape[1], factor))
+        self.plan = route(routing_map, topk, self.owners, capacity)
         return to_slots(tokens.reshape(-1, self.shape[-1]), probs, self.plan)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
