@@ -40,13 +40,14 @@ def test_a_cell_is_configured_as_hydra_composes_it(here, monkeypatch):
 
 
 def test_the_first_setting_that_numerics_allow_is_tried_and_a_refusal_has_its_reason(here, monkeypatch):
-    names = ("evaluation", "packing")
+    names = ("evaluation", "adapters")
     monkeypatch.setattr(options, "OPTIONS", {name: options.OPTIONS[name] for name in names})
     first, second = options.OPTIONS["evaluation"]
     stock, tree = (begun(here / numerics, f"numerics={numerics}")._cells for numerics in ("stock", "tree"))
     assert (stock.axes[-2:], tree.axes[-2:]) == ([[first], []], [[second], []])
-    assert stock.refused.keys() == {*options.OPTIONS["packing"]}
-    assert all("no such field of GPTDatasetConfig" in stock.refused[setting] for setting in options.OPTIONS["packing"])
+    [adapters] = options.OPTIONS["adapters"]
+    assert stock.refused.keys() == {adapters}
+    assert "LoRA adapts weights that are there: weights=FOLDER" in stock.refused[adapters]
 
 
 def test_fp8_adds_more_tokens_at_a_time_than_the_shortest_sequence_has(here, monkeypatch):
@@ -73,7 +74,7 @@ class Answers:
     None: Bridge refuses it."""
 
     def __init__(self, judged, known=None) -> None:
-        self.known = known
+        self.known, self.references = known, []
         self.judged, self.keys, self.most, self.started, self.settings = judged, [], 0, [], {}
 
     def __call__(self, stop):
@@ -85,6 +86,7 @@ class Answers:
     def start(self, job, call) -> None:
         self.keys.append(job)
         self.settings[job] = call.args[2]
+        self.references.append({*call.args[4]})
         self.started.append(job[0])
         self.most = max(self.most, len(self.keys))
 
@@ -96,7 +98,7 @@ class Answers:
         trial = Trial(
             self.settings[job], verdict, "text", None if sound else "gradients x", 1.0, None if sound else self.known
         )
-        return job, (trial, {})
+        return job, (trial, {str(len(self.references) - 1): None})
 
     def end(self) -> None:
         self.keys.clear()
@@ -121,15 +123,62 @@ def test_audits_run_two_at_a_time_and_no_pair_stays(here, monkeypatch):
     assert (result["pending"], result["exit_status"]) == (0, 0)
 
 
-def test_a_resumed_campaign_audits_what_is_pending(here, monkeypatch):
-    first, answers = ran(here, monkeypatch, lambda cell: True)
+def resumed(here, monkeypatch, trials, judged, **more):
+    """A campaign with the trials of an earlier start."""
     monkeypatch.setattr(campaign, "choose_for_several", lambda directory, name: here / "resumed")
-    trials = [Trial(**trial) for trial in first["trials"][:-1]]
     original = campaign.State
     monkeypatch.setattr(campaign, "State", lambda model, overrides: original(model, overrides, trials))
-    second, other = ran(here, monkeypatch, lambda cell: True)
+    return ran(here, monkeypatch, judged, **more)
+
+
+def test_a_resumed_campaign_audits_what_is_pending(here, monkeypatch):
+    first, answers = ran(here, monkeypatch, lambda cell: True)
+    trials = campaign.resumed(here / "audits")[1].trials
+    assert trials == [Trial(**trial) for trial in first["trials"]]
+    second, other = resumed(here, monkeypatch, trials[:-1], lambda cell: True)
     assert other.started == answers.started[-1:]
     assert second["pending"] == 0
+
+
+def test_a_resumed_campaign_covers_what_a_cell_covered_that_it_would_not_choose(here, monkeypatch):
+    every = Trial(("tp=2", "pp=2", "dp=2", "cp=2", "mbs=2", LOSS), workflow.WITHIN, "text", None, 1.0)
+    result, answers = resumed(here, monkeypatch, [every], lambda cell: True)
+    assert all("tp=2 sp=false" in cell for cell in answers.started)
+    assert result["pending"] == 0
+
+
+def test_a_resumed_campaign_has_the_faults_of_the_first_and_repeats_no_audit(here, monkeypatch):
+    def judged(cell):
+        return not {"tp=2", LOSS} <= cell and not {"pp=2", "mbs=2"} <= cell
+
+    first, _ = ran(here, monkeypatch, judged, concurrency=4)
+    trials = campaign.resumed(here / "audits")[1].trials
+    audited = {trial.settings for trial in trials}
+    second, other = resumed(here, monkeypatch, trials, judged, concurrency=1)
+    assert not {*other.settings.values()} & audited
+    assert [finding["settings"] for finding in second["findings"]] == [
+        finding["settings"] for finding in first["findings"]
+    ]
+    assert len(first["findings"]) == 2
+
+
+def test_later_audits_know_the_references_of_earlier_ones(here, monkeypatch):
+    _, answers = ran(here, monkeypatch, lambda cell: True, concurrency=1)
+    assert answers.references == [{str(earlier) for earlier in range(n)} for n in range(len(answers.started))]
+
+
+def test_an_equal_reference_is_trained_once(monkeypatch):
+    trained, key = [], ["a"]
+    monkeypatch.setattr(workflow, "_train", lambda *args: trained.append(args) or len(trained))
+    monkeypatch.setattr(workflow, "reference_key", lambda audit: key[0])
+    references = {}
+    audit = SimpleNamespace(reference=None)
+    assert [workflow._trained_reference(audit, None, references) for _ in range(2)] == [1, 1]
+    key[0] = "b"
+    assert workflow._trained_reference(audit, None, references) == 2
+    key[0] = None
+    assert [workflow._trained_reference(audit, None, references) for _ in range(2)] == [3, 4]
+    assert references == {"a": 1, "b": 2}
 
 
 def test_a_fault_is_shrunk_while_another_audit_runs_and_detected_once(here, monkeypatch):

@@ -30,7 +30,8 @@ class Cells:
         self.refused: dict[str, str] = {}
         self.base, self.sizes = self._cut()
         named = {**options.LAYOUTS, **options.OPTIONS}
-        absent = () if self.base.shape.experts else options.OF_EXPERTS
+        examples = "dataset_root" in self.base.section("dataset")
+        absent = {*(() if self.base.shape.experts else options.OF_EXPERTS), *(() if examples else options.OF_EXAMPLES)}
         self.axes = [[] if name in absent else self._possible(name, axis) for name, axis in named.items()]
         self._order = [setting for axis in self.axes for setting in axis]
 

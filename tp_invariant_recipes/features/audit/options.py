@@ -19,6 +19,7 @@ OF_EXPERTS = ("experts", "balance", "router")
 # Axes of which a model tries the first setting that it may have.
 FIRST_ALLOWED = ("ahead", "biases", "evaluation")
 _EVALUATED = "validation.eval_iters=2 validation.eval_interval=1"
+OF_EXAMPLES = ("packing",)  # of fine-tuning data
 _BALANCED = "model.moe_aux_loss_coeff=0.1 model.moe_router_load_balancing_type="
 OPTIONS: Mapping[str, tuple[str, ...]] = {
     "loss": ("model.calculate_per_token_loss=true",),

@@ -17,7 +17,7 @@ from tp_invariant_recipes.reading import Listed, Record
 from tp_invariant_recipes.runs.audit_dir import AuditedRun
 
 FAILED = "failed"
-_NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)")  # of a layer or an expert
+_NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)|(?<=rank )[0-9]+")  # of a layer or an expert, or of a rank that failed
 
 
 @dataclass(frozen=True)

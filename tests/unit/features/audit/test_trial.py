@@ -18,3 +18,9 @@ def test_one_fault_is_that_of_a_tensor_in_any_layer_and_the_same_known_one():
 def test_cells_without_a_fault_are_not_reaudited():
     verdicts = (workflow.WITHIN, workflow.NOT_DECIDED, workflow.BEYOND, FAILED)
     assert [replace(WRONG, verdict=verdict).covers for verdict in verdicts] == [True, True, False, False]
+
+
+def test_any_rank_may_be_the_first_to_fail():
+    failed = replace(WRONG, verdict=FAILED, first=None, text="rank 0 failed: RuntimeError: x\nits log: a")
+    assert failed.same_fault(replace(failed, text="rank 1 failed: RuntimeError: x\nits log: b"))
+    assert not failed.same_fault(replace(failed, text="rank 0 failed: RuntimeError: y"))
