@@ -19,7 +19,7 @@ MOE = (
     *("model.num_query_groups=8", "model.kv_channels=16", "model.vocab_size=512"),
 )
 FOLDERS = {
-    "qwen3": ("qwen3_toy", "BF16", ("model.num_layers=1",)),
+    "qwen3": ("qwen3_toy", "BF16", ("model.num_layers=2",)),
     "llama": ("llama32_toy", "F32", ("model.num_layers=1",)),
     "moe": ("qwen3_moe_toy", "F32", MOE),
 }
@@ -177,7 +177,7 @@ REFUSED = (
     ("qwen3 s.jsonl cuda_graph=te", "run without CUDA graphs"),
     ("qwen3 s.jsonl --step 3", "--step 3: qwen3 is a Hugging Face folder"),
     ("qwen3 s.jsonl tp=3", "tp=3 does not divide"),
-    ("qwen3 s.jsonl model.num_layers=3", "num_hidden_layers is 1"),
+    ("qwen3 s.jsonl model.num_layers=3", "num_hidden_layers is 2"),
     ("nowhere s.jsonl", "no such folder"),
     ("qwen3 nothing.jsonl", "No such file"),
     ("qwen3 tp=2", "name a file of SEQUENCES, or one of tpi generate with --against FILE"),

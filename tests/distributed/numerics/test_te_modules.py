@@ -209,7 +209,11 @@ def test_megatron_cores_wrappers_are_checked_as_parts_of_their_model(modules):
     """They come with options that the rules of a GPTModel cover."""
     from tp_invariant_recipes.numerics.megatron.base import ColumnForward
 
-    class Wrapper(ColumnForward, modules.Linear):
+    class TELinear(modules.Linear):
+        def __init__(self, *args, tp_comm_buffer_name, **kwargs):
+            super().__init__(*args, **kwargs)
+
+    class Wrapper(ColumnForward, TELinear):
         config = SimpleNamespace()
 
     Wrapper(64, 64, parallel_mode="column", return_bias=True)

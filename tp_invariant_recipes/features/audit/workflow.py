@@ -300,18 +300,12 @@ def report(
 
     config: of the audited run; None: of a program with a loop of its own.
     """
-    muon = config is not None and config.section("optimizer").get("optimizer") == "muon"
-    limit = BLIND if muon else 1.0  # an error so large, relative to its tensor, must be seen; else nothing is decided
     first = next((tensor for tensor in deviations if tensor.beyond), None)
     spots = deviation.blind_spots(deviations)
-    blind = next((tensor for tensor in spots.values() if tensor.factor and (tensor.sees or 0.0) > limit), None)
     fault = faults.of_tensor(config, first.kind, first.module) if config and first else None
-    more = f"; more tokens round less{f': seq={4 * config.shape.sequence}' if config else ''}"
     result = {
         "schema": 2,
-        "exit_status": 1 if first else 2 if blind else 0,
-        "verdict": BEYOND if first else NOT_DECIDED if blind else WITHIN,
-        "text": _text(deviations, first, omitted) if first or not blind else f"{_blind(blind)}{more}",
+        **_verdict(deviations, first, _undecided(spots, config), omitted, config),
         "sees": {kind: tensor.sees for kind, tensor in spots.items()},
         "known": str(fault) if fault else None,
         "directory": str(where.path),
@@ -330,6 +324,28 @@ def report(
     if page:
         _write_page(where, result, deviations)
     return result
+
+
+def _undecided(spots: dict[str, TensorDeviation], config: RunConfig | None) -> TensorDeviation | None:
+    """Return a tensor whose rounding hides an error so large, relative to it, that nothing is decided."""
+    muon = config is not None and config.section("optimizer").get("optimizer") == "muon"
+    limit = BLIND if muon else 1.0
+    return next((tensor for tensor in spots.values() if tensor.factor and (tensor.sees or 0.0) > limit), None)
+
+
+def _verdict(
+    deviations: Sequence[TensorDeviation],
+    first: TensorDeviation | None,
+    blind: TensorDeviation | None,
+    omitted: Sequence[str],
+    config: RunConfig | None,
+) -> dict[str, Any]:
+    """`exit_status`, `verdict` and `text` of a result."""
+    if first or blind is None:
+        status, verdict = (1, BEYOND) if first else (0, WITHIN)
+        return {"exit_status": status, "verdict": verdict, "text": _text(deviations, first, omitted)}
+    more = f"; more tokens round less{f': seq={4 * config.shape.sequence}' if config else ''}"
+    return {"exit_status": 2, "verdict": NOT_DECIDED, "text": f"{_blind(blind)}{more}"}
 
 
 def _write_page(where: AuditDir, result: dict[str, Any], deviations: Sequence[TensorDeviation]) -> None:

@@ -63,7 +63,7 @@ def _everything(mesh):
     result = {case: _column(mesh, *case) for case in CASES} | {sp: _row(mesh, sp) for sp in (False, True)}
     of_rank, start = mxfp8.along_columns, plain.start_all_gather
     if mesh.size == 4:  # the control: a rank rounds its tokens before they are gathered
-        alone = lambda x: of_rank(x, E4M3, Groups((len(x),), torch.tensor([len(x)])))  # noqa: E731
+        alone = lambda x: mxfp8.sides(x, E4M3, rows=False, groups=Groups((len(x),), torch.tensor([len(x)])))[1]  # noqa: E731
         plain.start_all_gather = lambda x, mesh: start(alone(x), mesh)
         mxfp8.along_columns = lambda x, dtype: x if len(x) == S else of_rank(x, dtype)  # the weight has fewer rows
         result["rounded by rank"] = _column(mesh, 1, True)
