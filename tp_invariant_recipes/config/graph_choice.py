@@ -20,8 +20,6 @@ GROUP, AUTO, OFF = "cuda_graph", "auto", "off"
 LEAST_STEPS = {"full": 6, "te": 10}
 OPTIONS = tuple(LEAST_STEPS)
 
-MOST_ROWS = 2.0  # of experts, in a graph of the whole step, as compared with evenly spread tokens
-
 # In the file of an option: what can be captured of this model.
 _GRAPHED_MODULES = "${tpi.graphed_modules:}"
 # Parts of the names of all fields that the options set.
@@ -56,8 +54,6 @@ def beyond(config: RunConfig, option: str) -> list[str]:
     config: the run with the graphs of `option`. The second is about stock, where `tree` has no graph of a whole step.
     """
     short = _too_short(config, LEAST_STEPS[option])
-    if (rows := cuda_graphs.rows_of_experts(config)) > MOST_ROWS:
-        short.append(f"experts would compute {rows:g} times the rows of evenly spread tokens, more than {MOST_ROWS:g}")
     if config.shape.experts > 1 and config.model.get("cuda_graph_impl") == FULL and _uncompared(config):
         short.append("of such a run with experts tpi captures the whole step when asked")
     if config.numerics.invariant or config.model.get("cuda_graph_impl") != FULL:
@@ -91,7 +87,7 @@ def files_may_set_graphs(overrides: Sequence[Override]) -> bool:
 
 def _uncompared(config: RunConfig) -> bool:
     """Whether no graph of a whole step has been compared with eager runs of such a model with experts."""
-    cuts = config.layout.tp > 1 or (config.numerics.context_shards or 1) > 1
+    cuts = config.layout.tp > 1 or config.layout.ep != 2 or (config.numerics.context_shards or 1) > 1
     return bool(cuts or config.shape.pattern or config.model.get("multi_latent_attention"))
 
 

@@ -20,10 +20,10 @@ CHOSEN = {
     "qwen3_0p6b numerics.context_shards=2": (FULL, "full"),
     "qwen3_8b tp=2 pp=2": (TE, "te"),
     "qwen3_8b tp=2 pp=2 numerics=stock": (TE, "te"),
-    "qwen3_moe_toy": (FULL, "full"),
+    "qwen3_moe_toy": (TE, "te"),
     "qwen3_moe_toy dp=2 ep=2 gbs=2": (FULL, "full"),
     "qwen3_moe_toy dp=4 ep=4 gbs=4": (TE, "te"),
-    "qwen3_moe_toy dp=4 ep=4 gbs=4 model.moe_expert_capacity_factor=1.0": (FULL, "full"),
+    "qwen3_moe_toy dp=4 ep=4 gbs=4 model.moe_expert_capacity_factor=1.0": (TE, "te"),
     "qwen3_moe_toy guard=products": (TE, "te"),
     "qwen3_moe_toy numerics=stock": (TE, "te"),
     "nemotron3_nano_toy": (TE, "te"),
@@ -86,15 +86,16 @@ def test_a_chosen_kind_is_as_if_it_were_named(model, override, option):
 
 
 @pytest.mark.parametrize(
-    "model, modes, chosen",
+    "words, modes, chosen",
     (
         ("qwen3_0p6b", ("stock", "tree"), ("full", "full")),
-        ("qwen3_moe_toy", ("stock", "tree"), ("te", "full")),
+        ("qwen3_moe_toy dp=2 ep=2 gbs=2", ("stock", "tree"), ("te", "full")),
         ("qwen3_moe_toy", ("stock", "tree", "portable"), ("off", "off", "off")),
     ),
 )
-def test_each_mode_of_a_benchmark_has_its_own_or_none_has_any(model, modes, chosen):
-    composed = {mode: compose(model, [f"numerics={mode}"], device="gpu") for mode in modes}
+def test_each_mode_of_a_benchmark_has_its_own_or_none_has_any(words, modes, chosen):
+    model, *overrides = words.split()
+    composed = {mode: compose(model, [f"numerics={mode}", *overrides], device="gpu") for mode in modes}
     assert bench._graphs(composed) == dict(zip(modes, chosen, strict=True))
 
 
