@@ -32,8 +32,9 @@ class Fault:
     effect:   what goes wrong, and when.
     live:     whether the installed code has it, by its source.
     meets:    whether a run with this configuration reaches it.
-    tensors:  pattern of "KIND MODULE" of an audit's first tensor beyond rounding.
+    tensors:  pattern of the name of an audit's first tensor beyond rounding.
     patch:    what mends it; None: nothing here does. limit: where it does, in words; empty: everywhere.
+    shows:    whether a run that meets it differs from an audit's reference, which may meet it, too.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Fault:
     tensors: str
     patch: Patch | None = None
     limit: str = ""
+    shows: Callable[["RunConfig"], bool] = lambda config: True
 
     def strikes(self, config: "RunConfig") -> bool:
         """Whether a run of stock numerics meets the fault, and no patch mends it."""
@@ -62,9 +64,14 @@ def known(config: "RunConfig") -> list[Fault]:
     return [fault for fault in FAULTS if fault.strikes(config)]
 
 
-def of_tensor(config: "RunConfig", kind: str, module: str) -> Fault | None:
-    """Return the known fault that has made this tensor wrong; None: none is known."""
-    return next((fault for fault in known(config) if re.search(fault.tensors, f"{kind} {module}")), None)
+def shown(config: "RunConfig") -> list[Fault]:
+    """Return the faults that an audit of a run may show."""
+    return [fault for fault in known(config) if fault.shows(config)]
+
+
+def of_tensor(config: "RunConfig", name: str) -> Fault | None:
+    """Return the known fault that has made this tensor of an audit wrong; None: none is known."""
+    return next((fault for fault in shown(config) if re.search(fault.tensors, name)), None)
 
 
 def _balances(config: "RunConfig", *kinds: str) -> bool:
@@ -105,6 +112,9 @@ def _loss_per_micro_batch() -> bool:
     return "routing_map=routing_map" in code.source("megatron.core", "transformer/moe/router.py", "__init__")
 
 
+_LOSSES = r"^(backward|gradients)/(output_layer|mtp)\b"  # a loss of another size: its gradient begins there
+_BALANCE = r"^backward/.*router/auxiliary$|^(gradients|updates)/.*\brouter\."  # z-loss strikes a router's input
+
 FAULTS = (
     Fault(
         "norm of sinks",
@@ -112,7 +122,7 @@ FAULTS = (
         "the clipping norm has the sinks of one tensor-parallel rank alone",
         core_sinks.not_marked,
         core_sinks.learnable,
-        "^norm ",
+        "^norm/",
         core_sinks.PATCH,
     ),
     Fault(
@@ -121,7 +131,7 @@ FAULTS = (
         "without sequence parallelism each tensor-parallel rank keeps its own gradient of out_norm",
         core_delta_net.not_summed,
         core_delta_net.delta_nets,
-        r"out_norm",
+        r"^(gradients|updates)/.*\bout_norm\b",
         core_delta_net.PATCH,
     ),
     Fault(
@@ -132,7 +142,7 @@ FAULTS = (
         lambda config: bool(
             config.shape.experts and config.shape.biased and config.layout.sp and config.layout.etp == 1
         ),
-        r"experts.*linear_fc2|^norm ",
+        r"^(gradients|updates)/.*experts.*linear_fc2\.bias|^norm/",
         core_expert_bias.TWICE_PATCH,
     ),
     Fault(
@@ -141,7 +151,7 @@ FAULTS = (
         "losses of multi-token prediction are divided by the tokens of one context-parallel rank",
         core_mtp.of_a_rank,
         lambda config: bool(config.shape.depths and config.layout.cp > 1),
-        r"output_layer|mtp|decoder|embedding",
+        _LOSSES,
         core_mtp.PATCH,
     ),
     Fault(
@@ -150,7 +160,7 @@ FAULTS = (
         "a masked loss is divided by the tokens of one context-parallel rank, without model.calculate_per_token_loss",
         _unequal_parts,
         lambda config: config.layout.cp > 1 and _masked(config) and not config.model.get("calculate_per_token_loss"),
-        r"output_layer|mtp|decoder|embedding",
+        _LOSSES,
     ),
     Fault(
         "mask of multi-token prediction",
@@ -158,7 +168,7 @@ FAULTS = (
         "masked tokens count in the losses of multi-token prediction",
         bridge_mtp.without_a_mask,
         lambda config: bool(config.shape.depths) and _masked(config),
-        r"output_layer|mtp|decoder|embedding",  # where the reference is patched
+        _LOSSES,  # where the reference is patched
         bridge_mtp.MASK_PATCH,
         " at cp=1",
     ),
@@ -171,7 +181,8 @@ FAULTS = (
             _balances(config, "global_aux_loss")
             and (config.layout.dp > 1 or config.train["global_batch_size"] > config.train["micro_batch_size"])
         ),
-        r"router|mlp|decoder|embedding",
+        _BALANCE,
+        shows=lambda config: config.layout.dp > 1 or config.train["micro_batch_size"] > 1,
     ),
     Fault(
         "seq_aux_loss of packed rows",
@@ -181,7 +192,8 @@ FAULTS = (
         lambda config: (
             _balances(config, "seq_aux_loss") and bool(config.section("dataset").get("enable_offline_packing"))
         ),
-        r"router",
+        _BALANCE,
+        shows=lambda config: False,  # it takes the same in every layout
     ),
     Fault(
         "masked losses of a micro-batch",
@@ -193,7 +205,7 @@ FAULTS = (
             and _masked(config)
             and not config.model.get("calculate_per_token_loss")
         ),
-        r"output_layer|mtp|decoder|embedding",
+        _LOSSES,
     ),
     Fault(
         "sequences of an evaluation",
@@ -209,7 +221,7 @@ FAULTS = (
                 or (config.section("validation").get("eval_micro_batch_size") or config.train["micro_batch_size"]) > 1
             )
         ),
-        "^reports evaluation",
+        "^reports/evaluation",
     ),
     Fault(
         "blocks of Muon",
@@ -221,7 +233,7 @@ FAULTS = (
             and config.section("optimizer").get("muon_tp_mode") == "blockwise"
             and config.layout.tp > 1
         ),
-        "^updates ",
+        r"^updates/(?!.*(embedding|output_layer|router|norm|bias))",  # of matrices that tp splits
     ),
     Fault(
         "aux_loss of a micro-batch",
@@ -229,6 +241,6 @@ FAULTS = (
         "aux_loss balances a micro-batch, so that another mbs is another loss",
         _loss_per_micro_batch,
         lambda config: _balances(config, "aux_loss", "global_aux_loss") and config.train["micro_batch_size"] > 1,
-        r"router|mlp|decoder|embedding",
+        _BALANCE,
     ),
 )

@@ -71,19 +71,40 @@ def test_invariant_numerics_meet_none_and_each_patch_is_in_the_registry():
     assert {fault.patch.name for fault in faults.FAULTS if fault.patch} <= {patch.name for patch in registry.PATCHES}
 
 
-def test_an_audit_names_the_fault_of_its_tensor():
-    config = configured(f"{EXPERTS} model.add_bias_linear=true patches.off=[core-expert-bias-sum]")
-    fault = faults.of_tensor(config, "gradients", "decoder.layers.0.mlp.experts.7.linear_fc2")
-    assert fault is not None
-    assert fault.name == "biases of experts"
-    assert "patch core-expert-bias-sum mends it" in str(fault)
-    assert faults.of_tensor(config, "gradients", "decoder.layers.0.self_attention.linear_proj") is None
+OUTPUT, ROUTER = "backward/output_layer/output", "backward/decoder.layers.1.mlp.router"
+GLOBAL = "qwen3_moe_toy gbs=4 model.moe_router_load_balancing_type=global_aux_loss"
+MASKED = "qwen3_toy cp=2 model.mtp_num_layers=1 dataset.eod_mask_loss=true"
+BIASES = f"{EXPERTS} model.add_bias_linear=true patches.off=[core-expert-bias-sum]"
+BLOCKWISE = ROWS[-1][1]
+# A run, the name of its first tensor beyond rounding, the fault that it shows.
+SHOWN = (
+    (BIASES, "gradients/decoder.layers.0.mlp.experts.7.linear_fc2.bias", "biases of experts"),
+    (BIASES, "gradients/decoder.layers.0.mlp.experts.7.linear_fc2.weight", None),
+    (BIASES, "gradients/decoder.layers.0.self_attention.linear_proj.bias", None),
+    (f"{GLOBAL} dp=2", f"{ROUTER}/auxiliary", "global_aux_loss"),
+    (f"{GLOBAL} mbs=2", f"{ROUTER}/auxiliary", "global_aux_loss"),
+    (f"{GLOBAL} dp=2", "updates/decoder.layers.1.mlp.router.weight", "global_aux_loss"),
+    (f"{GLOBAL} dp=2 model.moe_z_loss_coeff=0.1", f"{ROUTER}/input", None),  # z-loss
+    (f"{GLOBAL} tp=2", f"{ROUTER}/auxiliary", None),  # the reference has the same micro-batches
+    (f"{GLOBAL} dp=2", "forward/decoder.layers.1.mlp/output", None),
+    (f"{EXPERTS} mbs=2", f"{ROUTER}/auxiliary", "aux_loss of a micro-batch"),
+    (f"{EXPERTS} mbs=2", f"{ROUTER}/input", None),
+    (MASKED, OUTPUT, "masked losses over cp"),
+    (f"{MASKED} model.calculate_per_token_loss=true", OUTPUT, "mask of multi-token prediction"),
+    (MASKED, "forward/output_layer/output", None),  # a tied weight
+    (MASKED, "gradients/decoder.final_layernorm.weight", None),  # not summed
+    (BLOCKWISE, "updates/decoder.layers.0.self_attention.linear_proj.weight", "blocks of Muon"),
+    (BLOCKWISE, "updates/embedding.word_embeddings.weight", None),  # which Adam updates
+)
 
 
-def test_where_a_patch_reaches_is_reported_and_what_strikes_more_runs_comes_first():
-    words = "qwen3_toy cp=2 model.mtp_num_layers=1 dataset.eod_mask_loss=true"
-    masked = faults.of_tensor(configured(words), "backward", "output_layer")
-    assert masked is not None
-    assert masked.name == "masked losses over cp"
-    ahead = faults.of_tensor(configured(f"{words} model.calculate_per_token_loss=true"), "backward", "output_layer")
+@pytest.mark.parametrize("words, tensor, name", SHOWN)
+def test_an_audit_names_the_fault_of_its_tensor_alone(words, tensor, name):
+    fault = faults.of_tensor(configured(words), tensor)
+    assert (fault.name if fault else None) == name
+
+
+def test_where_a_patch_reaches_is_reported():
+    assert "patch core-expert-bias-sum mends it)" in str(faults.of_tensor(configured(BIASES), SHOWN[0][1]))
+    ahead = faults.of_tensor(configured(f"{MASKED} model.calculate_per_token_loss=true"), OUTPUT)
     assert "patch bridge-mtp-mask mends it at cp=1" in str(ahead)

@@ -158,7 +158,7 @@ class Campaign:
         if config.layout.world > RANKS or check(config):
             return False
         named = {finding.trial.known for finding in self.state.findings}
-        return not any(str(fault) in named for fault in faults.known(config))
+        return not any(str(fault) in named for fault in faults.shown(config))
 
     # --- audits ---
 
@@ -212,7 +212,7 @@ class Campaign:
         """Whether a known fault strikes a run with these settings."""
         if not (self._covering.changes_layout(cell) and self._allowed(cell)):
             return False
-        return any(str(fault) == known for fault in faults.known(self._cells.configured(cell)))
+        return any(str(fault) == known for fault in faults.shown(self._cells.configured(cell)))
 
     def _fails_alike(self, cell: Cell, trial: Trial) -> bool:
         if not (self._covering.changes_layout(cell) and self._allowed(cell)):

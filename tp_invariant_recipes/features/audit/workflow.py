@@ -302,7 +302,7 @@ def report(
     """
     first = next((tensor for tensor in deviations if tensor.beyond), None)
     spots = deviation.blind_spots(deviations)
-    fault = faults.of_tensor(config, first.kind, first.module) if config and first else None
+    fault = faults.of_tensor(config, first.name) if config and first else None
     result = {
         "schema": 2,
         **_verdict(deviations, first, _undecided(spots, config), omitted, config),
