@@ -7,7 +7,7 @@ placeholder for Transformer Engine where it is not installed (`transformer_engin
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
@@ -99,6 +99,15 @@ def _set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     torch.set_rng_state(state)
 
 
+def _computed_again(original: Callable) -> Callable:
+    @wraps(original)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with CudaMeansCpu():
+            return original(*args, **kwargs)
+
+    return called
+
+
 def _splits_as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Turn the all-to-all's split sizes into arrays; Megatron does so only when it copies them from a GPU."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -116,6 +125,7 @@ def _cuda(name: str, make: Callable[[Any], Any], why: str) -> Replacement:
 _NO_DEVICE = "there is no CUDA driver to ask"
 _NO_STREAM = "the CPU runs in program order: streams, events and synchronisation have nothing to do"
 _RNG = "Megatron's RNG tracker forks the CUDA generator; here it forks the CPU's"
+_AGAIN = "torch runs a backward pass outside of the modes of its caller, and a recomputed layer may make masks there"
 _LOCAL_NORM = "megatron.core.transformer.torch_norm:WrappedTorchNorm"
 _NO_TE = "the fused CUDA kernels of Transformer Engine or Apex may be installed but cannot run"
 
@@ -153,6 +163,12 @@ TORCH = (
 
 MEGATRON = (
     Replacement("megatron.core.tensor_parallel.random:_set_cuda_rng_state", _instead(_set_rng_state), _RNG),
+    Replacement(
+        "megatron.core.tensor_parallel.random:CheckpointFunction.backward",
+        lambda original: staticmethod(_computed_again(original)),
+        _AGAIN,
+    ),
+    Replacement("megatron.core.tensor_parallel.random:CheckpointWithoutOutput._recompute", _computed_again, _AGAIN),
     *torch_norm.REPLACEMENTS,
     Replacement(
         "megatron.core.transformer.transformer_block:LayerNormImpl",

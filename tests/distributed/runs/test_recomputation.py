@@ -1,0 +1,40 @@
+"""What a layer asks of CUDA while it is computed again in the backward pass, the CPU serves, too."""
+
+import pytest
+import torch
+
+from tp_invariant_recipes.cpu_host import cpu
+
+pytestmark = pytest.mark.usefixtures("bridge")
+
+
+def _masked(x):
+    return x * torch.triu(torch.ones(4, 4, device="cuda"))  # as Megatron's causal masks
+
+
+def _whole(x):
+    from megatron.core.tensor_parallel.random import checkpoint
+
+    return checkpoint(_masked, False, x).exp()
+
+
+def _without_output(x):
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+    layer = CheckpointWithoutOutput()
+    out = layer.checkpoint(_masked, x)
+    after = out.exp()
+    layer.discard_output_and_register_recompute(after)
+    return after
+
+
+@pytest.mark.parametrize("recomputed", (_whole, _without_output))
+def test_a_recomputed_layer_has_the_gradients_of_one_that_kept_its_activations(recomputed):
+    gradients = []
+    with cpu.installed():
+        for layer in (lambda x: _masked(x).exp(), recomputed):
+            x = torch.arange(16.0).view(4, 4).div(16).requires_grad_()
+            torch.autograd.backward(layer(x), grad_tensors=torch.ones(4, 4))
+            gradients.append(x.grad)
+    assert torch.equal(*gradients)
+    assert gradients[0].triu(1).any()
