@@ -99,7 +99,7 @@ def _set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     torch.set_rng_state(state)
 
 
-def _computed_again(original: Callable) -> Callable:
+def _within_modes(original: Callable) -> Callable:
     @wraps(original)
     def called(*args: Any, **kwargs: Any) -> Any:
         with CudaMeansCpu():
@@ -125,7 +125,7 @@ def _cuda(name: str, make: Callable[[Any], Any], why: str) -> Replacement:
 _NO_DEVICE = "there is no CUDA driver to ask"
 _NO_STREAM = "the CPU runs in program order: streams, events and synchronisation have nothing to do"
 _RNG = "Megatron's RNG tracker forks the CUDA generator; here it forks the CPU's"
-_AGAIN = "torch runs a backward pass outside of the modes of its caller, and a recomputed layer may make masks there"
+_BACKWARD = "torch runs a backward pass outside of the modes of its caller, and a recomputed layer may make masks there"
 _LOCAL_NORM = "megatron.core.transformer.torch_norm:WrappedTorchNorm"
 _NO_TE = "the fused CUDA kernels of Transformer Engine or Apex may be installed but cannot run"
 
@@ -165,10 +165,10 @@ MEGATRON = (
     Replacement("megatron.core.tensor_parallel.random:_set_cuda_rng_state", _instead(_set_rng_state), _RNG),
     Replacement(
         "megatron.core.tensor_parallel.random:CheckpointFunction.backward",
-        lambda original: staticmethod(_computed_again(original)),
-        _AGAIN,
+        lambda original: staticmethod(_within_modes(original)),
+        _BACKWARD,
     ),
-    Replacement("megatron.core.tensor_parallel.random:CheckpointWithoutOutput._recompute", _computed_again, _AGAIN),
+    Replacement("megatron.core.tensor_parallel.random:CheckpointWithoutOutput._recompute", _within_modes, _BACKWARD),
     *torch_norm.REPLACEMENTS,
     Replacement(
         "megatron.core.transformer.transformer_block:LayerNormImpl",
