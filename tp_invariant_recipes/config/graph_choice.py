@@ -88,7 +88,7 @@ def files_may_set_graphs(overrides: Sequence[Override]) -> bool:
 def _uncompared(config: RunConfig) -> bool:
     """Whether no graph of a whole step has been compared with eager runs of such a model with experts."""
     cuts = config.layout.tp > 1 or config.layout.ep != 2 or (config.numerics.context_shards or 1) > 1
-    return bool(cuts or config.shape.pattern or config.model.get("multi_latent_attention"))
+    return bool(cuts or config.shape.pattern or config.shape.latent)
 
 
 def _too_short(config: RunConfig, least: int) -> list[str]:

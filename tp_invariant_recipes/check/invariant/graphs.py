@@ -71,7 +71,7 @@ LIMITS = (
     ),
     _row(
         (FULL,),
-        lambda t: t.shape.experts > 1 and (low_precision.enabled(t) or t.model.get("add_bias_linear")),
+        lambda t: t.shape.experts > 1 and (low_precision.enabled(t) or t.shape.biased),
         "experts in FP8 or with biases wait for numbers of tokens from the GPU where a captured step cannot",
         "cuda_graph=te, or off",
     ),
