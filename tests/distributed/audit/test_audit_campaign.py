@@ -10,14 +10,15 @@ from tests.distributed import option_bugs
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.features.audit import campaign, options, workflow
 from tp_invariant_recipes.features.audit.trial import Trial
+from tp_invariant_recipes.patches import faults
 from tp_invariant_recipes.runs.audit_dir import AuditedRun
 
 pytestmark = pytest.mark.usefixtures("bridge", "here")
 
 
-def begun(here, *overrides: str) -> campaign.Campaign:
-    """A campaign of a dense model, before its first audit."""
-    where, state = campaign.new("qwen3_toy", ["device=cpu", *overrides], here / "audits")
+def begun(here, *overrides: str, model: str = "qwen3_toy") -> campaign.Campaign:
+    """A campaign before its first audit."""
+    where, state = campaign.new(model, ["device=cpu", *overrides], here / "audits")
     where.path.mkdir(parents=True)
     campaign._write_texts(where.texts)
     return campaign.Campaign(where, state, lambda trial: None, scripts=False)
@@ -193,6 +194,21 @@ def test_the_first_fault_that_is_not_known_ends_a_campaign_on_request(here, monk
     result, _ = ran(here, monkeypatch, lambda cell: LOSS not in cell, known=known, exitfirst=True)
     assert bool(result["pending"]) == (known is None)
     assert all(finding["known"] == known for finding in result["findings"])
+
+
+def test_a_known_fault_excludes_the_cells_that_show_it_alone(here, monkeypatch):
+    balance = options.OPTIONS["balance"][-1]
+    monkeypatch.setattr(options, "OPTIONS", {"balance": (balance,)})
+    audits = begun(here, model="qwen3_moe_toy")
+    cells = [frozenset((layout, balance)) for layout in ("tp=2", "dp=2")]
+    assert [audits._allowed(cell) for cell in cells] == [True, True]
+    [fault] = faults.shown(audits._cells.configured(cells[1]))
+    trial = Trial(("mbs=2", balance), workflow.BEYOND, "text", "backward x", 1.0, str(fault))
+    audits.state.findings.append(campaign.ShrunkFault(("mbs=2", balance), trial, "tpi audit", None))
+    assert [audits._allowed(cell) for cell in cells] == [True, False]
+    assert [audits._meets(cell, str(fault)) for cell in cells] == [False, False]
+    audits.state.findings.clear()
+    assert [audits._meets(cell, str(fault)) for cell in cells] == [False, True]
 
 
 def test_what_bridge_refuses_is_not_retried(here, monkeypatch):

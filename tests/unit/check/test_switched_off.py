@@ -64,6 +64,8 @@ READ = (
     "qwen3_toy profiling.use_pytorch_profiler=true profiling.profile_step_start=3",
     "qwen3_toy scheduler.lr_decay_style=WSD scheduler.lr_wsd_decay_iters=5",
     "qwen3_toy optimizer.optimizer=sgd optimizer.sgd_momentum=0.8",
+    "qwen3_toy numerics=stock optimizer.optimizer=muon optimizer.use_distributed_optimizer=false "
+    "optimizer.muon_momentum=0.8",
     "qwen3_toy optimizer.muon_momentum=0.9",  # a row of invariant numerics says what it may be
     "qwen3_toy checkpoint.async_strategy=mcore checkpoint.async_save=true checkpoint.async_strategy=mcore",
 )
