@@ -258,7 +258,7 @@ def test_parts_of_models_have_the_bits_of_their_scores(shared, folder):
     report = json.loads(shared("score", "parts", "tp=2", "--against", "parts.out", "--json", status=0).stdout)
     result = report["files"][0]
     assert result["differing"] == result["digests"]["differing"] == 0
-    assert result["scored"] == 2 * 10 * len(LENGTHS)
+    assert result["scored"] == 2 * 5 * len(LENGTHS)
     for n, other in enumerate(("model.rotary_percent=1.0", "numerics=stock")):
         out = ("--against", "parts.out", "--out", f"parts.{n}", "--json")
         changed = shared("score", "parts", other, *out, status=1)

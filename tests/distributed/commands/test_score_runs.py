@@ -267,6 +267,7 @@ def exporting():
         from megatron.bridge.models.conversion.param_mapping import AutoMapping
 
         AutoMapping.register_module_type("InvariantDuplicatedLinear", "replicated")
+        auto_bridge.PACKAGES["deepseek_v3"] = "deepseek"  # tpi exports no such folder
         with _our_layers_known():
             tensors = auto_bridge.from_config(Path("latent")).export_hf_weights([model], cpu=True, show_progress=False)
             save_file({n: t.contiguous() for n, t in tensors}, "latent/model.safetensors", metadata={"format": "pt"})
