@@ -49,9 +49,9 @@ def why_eager(config: RunConfig) -> str | None:
 
 
 def beyond(config: RunConfig, option: str) -> list[str]:
-    """Why graphs that a run allows are not chosen: a capture does not pay, or Megatron waits within a step.
+    """Why graphs that a run allows are not chosen: a capture does not pay or was not compared, or Megatron waits.
 
-    config: the run with the graphs of `option`. The second is about stock, where `tree` has no graph of a whole step.
+    config: the run with the graphs of `option`. The last is about stock, where `tree` has no graph of a whole step.
     """
     short = _too_short(config, LEAST_STEPS[option])
     if config.shape.experts > 1 and config.model.get("cuda_graph_impl") == FULL and _uncompared(config):

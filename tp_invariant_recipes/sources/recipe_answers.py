@@ -22,8 +22,8 @@ from typing import Any
 from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.settings import conf_files
-from tp_invariant_recipes.settings.tables import kept
 from tp_invariant_recipes.sources import recipe_source
+from tp_invariant_recipes.start import kept
 
 FOLDER = "recipes"  # in the user's cache
 MOST = 50  # answers there

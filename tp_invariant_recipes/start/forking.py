@@ -15,11 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
-from tp_invariant_recipes.files import write_atomically
-from tp_invariant_recipes.start import parent
-from tp_invariant_recipes.start.cache import cache_dir
+from tp_invariant_recipes.start import kept, parent
 
 DRIVER = Path("/proc/driver/nvidia/version")
+PROOF = "fork-uses-gpu"  # name of the state in the user's cache
 OF_LIBRARIES = ("CUDA", "NV", "NCCL", "TORCH", "TRITON", "PYTHON", "TPI_", "LD_")  # in names of variables
 LIMIT = 60.0  # seconds that the forked process gets to use a GPU
 # Set after the import: the first two by the launcher, and a rank reads them by itself (training/rank.py), as Gloo does;
@@ -53,16 +52,16 @@ def can_fork(imported_with: Mapping[str, str] | None, *, probe: Callable[[], boo
 
 def _kept_or_tried(probe: Callable[[], bool]) -> bool:
     """Return what a process in this state has shown on this machine, or the probe shows now."""
-    file, state = cache_dir() / "fork-uses-gpu", ""
-    with suppress(OSError):
+    try:
         state = _state()
-        if file.read_text(encoding="utf-8") == state:
+    except OSError:
+        return probe()
+    with suppress(OSError, ValueError):
+        if kept.find(PROOF) == state:
             return True
     can = probe()
-    if can and state:
-        with suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(file, state)
+    if can:
+        kept.keep(PROOF, state)
     return can
 
 
@@ -72,8 +71,7 @@ def _state() -> str:
     variables = sorted(item for item in os.environ.items() if any(word in item[0] for word in OF_LIBRARIES))
     modules = [vars(module).get("__file__") for module in [*sys.modules.values()] if isinstance(module, ModuleType)]
     sources = (file for file in modules if file and "-packages/" not in file)  # such as a recipe
-    paths = map(Path, {*sources, *sys.path})  # an installation changes the time of a folder
-    times = [(str(path), path.stat().st_mtime_ns) for path in sorted(paths) if path.exists()]
+    times = kept.stamp(map(Path, {*sources, *sys.path}))  # an installation changes the time of a folder
     digest.update(repr((variables, sorted(sys.modules), times)).encode(errors="surrogateescape"))
     return digest.hexdigest()
 

@@ -46,5 +46,5 @@ def stamp(sources: Iterable[Path]) -> str:
         state = None
         with suppress(OSError):  # a link that leads nowhere
             state = path.stat()
-        digest.update(f"\n{path} {state and (state.st_size, state.st_mtime_ns)}".encode())
+        digest.update(f"\n{path} {state and (state.st_size, state.st_mtime_ns)}".encode(errors="surrogateescape"))
     return digest.hexdigest()

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tp_invariant_recipes.settings import conf_files
-from tp_invariant_recipes.settings.tables import kept
+from tp_invariant_recipes.start import kept
 
 ROWS = {"rows": [1, "two", None]}
 
