@@ -18,8 +18,6 @@ pytestmark = pytest.mark.usefixtures("portable_loops")
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "tests" / "certificates").glob("*.tpicert"))
-OF_GPUS = [file for file in FILES if "-nvidia-" in file.stem]
-SHORT = ("qwen3_toy",)  # the case that `make test` begins
 # Two steps of a real model, of seq=128. 7 minutes on two busy cores, most of it in one process.
 LARGE = sorted((ROOT / "tests" / "certificates" / "large").glob("*.tpicert"))
 STEPS = 20
@@ -60,17 +58,14 @@ def verify(shared, file, *overrides, before=all_documents, name):
     return shared("verify", *arguments, before=before)
 
 
-def test_every_case_has_a_certificate():
+def test_every_case_has_a_small_certificate_with_all_digests_of_enough_steps():
     assert {case(file) for file in FILES} == set(MAKE.CASES)
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_certificate_has_all_digests_of_enough_steps_and_is_small(file):
-    result = certificate.check(file)
-    assert result.summary["steps"] == result.summary["of"] >= STEPS
-    assert result.summary["digests"] == dict.fromkeys(KINDS, STEPS)
-    assert result.summary["numerics"]["mode"] == "portable"
-    assert file.stat().st_size < LARGEST
+    for file in FILES:
+        result = certificate.check(file)
+        assert result.summary["steps"] == result.summary["of"] >= STEPS, file
+        assert result.summary["digests"] == dict.fromkeys(KINDS, STEPS), file
+        assert result.summary["numerics"]["mode"] == "portable", file
+        assert file.stat().st_size < LARGEST, file
 
 
 @pytest.mark.release
@@ -81,14 +76,16 @@ def test_this_cpu_computes_the_certificates_bits(shared, file):
     assert f"identical: tp=1, 2 computed the same bits as {file.name} over {STEPS} steps" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "file",
-    [pytest.param(file, marks=[pytest.mark.release] * (case(file) not in SHORT)) for file in OF_GPUS],
-    ids=[file.stem for file in OF_GPUS],
-)
-def test_the_first_steps_of_a_gpus_certificate(shared, file):
-    """In `make test`: two steps of what a GPU computed; the others, and all steps, before a release."""
-    done = verify(shared, file, "tp=2", "train.exit_interval=2", name=f"first-{file.stem}")
+def of_a_gpu():
+    """The certificate whose first steps are computed in `make test`."""
+    (file,) = (file for file in FILES if "-nvidia-" in file.stem and case(file) == "qwen3_toy")
+    return file
+
+
+def test_the_first_steps_of_a_gpus_certificate(shared):
+    """Two steps of what a GPU computed; all steps of all certificates before a release."""
+    file = of_a_gpu()
+    done = verify(shared, file, "tp=2", "train.exit_interval=2", name="first")
     assert done.status == 0, done.stdout + done.stderr
     assert f"identical: tp=2 computed the same bits as {file.name} over 2 of {STEPS} steps" in done.stdout
 
@@ -109,7 +106,7 @@ def test_one_kept_bit_less_differs(shared):
         all_documents()
         unchecked(fewer_kept_bits)()
 
-    (file,) = (file for file in OF_GPUS if case(file) == "qwen3_toy")
-    done = verify(shared, file, "tp=1", "train.exit_interval=2", before=plant, name="less")
+    file = of_a_gpu()
+    done = verify(shared, file, "tp=1", "train.exit_interval=1", before=plant, name="less")
     assert done.status == 1, done.stdout + done.stderr
     assert f"different: tp=1 computed other bits than {file.name} at step 1" in done.stdout
