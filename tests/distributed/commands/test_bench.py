@@ -16,7 +16,7 @@ from tp_invariant_recipes.features.bench.workflow import _mode, _round
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.runs.bench_dir import BenchDir, Pass
 
-SMALL = ("qwen3_toy", "tp=2", "seq=32", "gbs=2", "device=cpu", "model.num_layers=1")
+SMALL = ("qwen3_toy", "tp=2", "seq=32", "gbs=1", "device=cpu", "model.num_layers=1")
 TURNS = ["stock", "tree", "stock", "tree"]
 
 
@@ -48,7 +48,7 @@ def test_modes_took_turns_in_the_same_ranks(bench_json, shared):
         assert [(line["pass"], line["mode"], line["step"], line["counts"]) for line in timed] == [
             (number, mode, step, step > 1) for number, mode in enumerate(TURNS) for step in (1, 2)
         ]
-        assert all(line["seconds"] > 0 and line["tokens"] == 64 for line in lines)
+        assert all(line["seconds"] > 0 and line["tokens"] == 32 for line in lines)
     logs = sorted(f.name for f in (shared.folder / "bench" / "logs").iterdir())
     assert logs == ["bridge.log", "rank-0.log", "rank-1.log"]
 
@@ -60,7 +60,7 @@ def test_figures_and_ratios_of_every_mode(bench_json):
         assert all(len(item["step_ms"]) == 1 for item in mode["rounds"])
         step = mode["step_ms"]
         assert 0 < step["min"] <= step["median"] <= step["max"]
-        assert mode["tokens_per_second"] == pytest.approx(64 * 1000 / step["median"])
+        assert mode["tokens_per_second"] == pytest.approx(32 * 1000 / step["median"])
         assert mode["peak_gib"] is None  # a CPU's memory is not counted
     assert stock["time_ratio"] is None
     rounds = [b["median_ms"] / a["median_ms"] for a, b in zip(stock["rounds"], tree["rounds"], strict=True)]

@@ -1,76 +1,60 @@
-"""`tpi bisect` names module, pass and step of a planted fault: additions in another order, in one layer and step."""
+"""`tpi bisect` trains runs again as they were, and names module, pass and step of a planted fault."""
 
 import json
+import os
+import shutil
+import signal
+from contextlib import contextmanager
 
 import pytest
 
+from tests.distributed.faults import lives, ranks_of
+
 # In fp32, since bf16 would round most of what another order changes away.
-SMALL = ("qwen3_toy", "seq=32", "gbs=1", "numerics=tree", "precision=fp32")
-FC2 = "decoder.layers.1.mlp.linear_fc2"
-QKV = "decoder.layers.0.self_attention.linear_qkv"
+SMALL = ("qwen3_toy", "model.num_layers=1", "seq=32", "gbs=1", "numerics=tree", "precision=fp32")
+FC1, FC2 = (f"decoder.layers.0.mlp.linear_fc{n}" for n in (1, 2))
 
 
 def train(tpi, run, *overrides, before=None):
     tpi("train", *SMALL, *overrides, f"run.dir={run}", before=before, status=0)
 
 
-def _at(step, module, act):
-    """Call act(module, on) as step `step` of training begins (on=True) and ends, on every rank."""
+def _wrong_order(step, name, tp):
+    """At a step of this degree, add the ranks' partial products of the module's weight one after the other."""
 
     def plant():
-        from tp_invariant_recipes.observe.digests.callback import Digests
-        from tp_invariant_recipes.observe.shards import unwrapped
-
-        def around(name, now, on):
-            original = getattr(Digests, name)
-
-            def callback(self, context):
-                if now(context.state.train_state.step) == step:
-                    act(dict(unwrapped(context.model[0]).named_modules())[module], on)
-                original(self, context)
-
-            setattr(Digests, name, callback)
-
-        around("on_train_step_start", lambda done: done + 1, True)
-        around("on_train_step_end", lambda done: done + 1, False)
-
-    return plant
-
-
-def _wrong_order(faulty):
-    """Add the ranks' partial products of the module's weight one after the other, where faulty(config) says so."""
-
-    def act(module, on):
         import torch.distributed as dist
 
         from tp_invariant_recipes.numerics.layers.formats import plain
         from tp_invariant_recipes.numerics.sums import tree
+        from tp_invariant_recipes.observe.digests.callback import Digests
+        from tp_invariant_recipes.observe.shards import unwrapped
 
-        if not faulty(module.config):
-            return
-        if not on:
-            plain.start_contraction = module.original
-            return
+        begin, contraction, sound = Digests.on_train_step_start, plain.start_contraction, plain.start_reduce_scatter
 
         def in_rank_order(partials, mesh):
             node = tree.tree_sum(partials)
             dist.all_reduce(node, group=mesh.group)
             return tree.Reducing(tree.Moving(node.chunk(mesh.size)[mesh.rank].unsqueeze(0)))
 
-        original = module.original = plain.start_contraction
+        def on_train_step_start(self, context):
+            module = dict(unwrapped(context.model[0]).named_modules())[name]
 
-        def start(a, b, *others):
-            sound = plain.start_reduce_scatter
-            if b.data_ptr() == module.weight.data_ptr():
-                plain.start_reduce_scatter = in_rank_order
-            try:
-                return original(a, b, *others)
-            finally:
-                plain.start_reduce_scatter = sound
+            def start(a, b, *others):
+                if b.data_ptr() == module.weight.data_ptr():
+                    plain.start_reduce_scatter = in_rank_order
+                try:
+                    return contraction(a, b, *others)
+                finally:
+                    plain.start_reduce_scatter = sound
 
-        plain.start_contraction = start
+            faulty = (context.state.train_state.step + 1, module.config.tensor_model_parallel_size) == (step, tp)
+            plain.start_contraction = start if faulty else contraction
+            begin(self, context)
 
-    return act
+        Digests.on_train_step_start = on_train_step_start
+
+    return plant
 
 
 def files(folder):
@@ -80,7 +64,7 @@ def files(folder):
 @pytest.mark.release
 def test_a_forward_product_added_in_another_order_across_tp(tpi):
     """tp=1 against tp=4, from the checkpoint before; the runs stay as they are."""
-    plant = _at(3, FC2, _wrong_order(lambda config: config.tensor_model_parallel_size == 4))
+    plant = _wrong_order(3, FC2, tp=4)
     for tp in (1, 4):
         train(tpi, f"tp{tp}", f"tp={tp}", "iters=4", "save=2", before=plant)
     compared = tpi("compare", "tp1", "tp4", status=1)
@@ -102,62 +86,7 @@ def test_a_forward_product_added_in_another_order_across_tp(tpi):
     assert result["same_place"] is True
     traced = tpi("compare", "bisect/traced-a", "bisect/traced-b")
     assert f"step 3: forward of {FC2}: output differs" in traced.stdout
-
-
-@pytest.mark.release  # in `make test`: the forward product, and the weight gradient
-def test_a_backward_product_added_in_another_order_within_one_tp(tpi):
-    """tp=4 with and without sequence parallelism, from the start."""
-    plant = _at(2, QKV, _wrong_order(lambda config: config.sequence_parallel))
-    for sp in ("true", "false"):
-        train(tpi, f"sp-{sp}", "tp=4", f"sp={sp}", "iters=3", before=plant)
-    completed = tpi("bisect", "sp-true", "sp-false", "--dir", "bisect", "--json", before=plant, status=1)
-    result = json.loads(completed.stdout)
-    first = result["placed"]["first_difference"]
-    assert (first["step"], first["phase"], first["name"]) == (2, "backward", f"backward/{QKV}/output")
-    assert first["inputs_matched"] is True
-    assert result["dumped"] == [f"backward/{QKV}/output", f"backward/{QKV}/input"]
-    assert result["distance"]["max_ulp"] > 0
-    assert "traced-a: sp-true from step 0" in completed.stderr
-
-    # What it trained again, from the start and traced, are runs as any other: compare alone names it.
-    for side, sp in (("a", "true"), ("b", "false")):
-        run = json.loads((tpi.folder / f"bisect/traced-{side}/run.json").read_text())
-        assert f"sp={sp}" in run["overrides"]
-    assert f"different at step 2: backward of {QKV}" in tpi("compare", "bisect/traced-a", "bisect/traced-b").stdout
-
-
-def _flipped(module, on):
-    """The last bit of one element of each rank's weight gradient, at tp=2, once gradients are reduced over ranks."""
-    import torch
-
-    config = module.config
-    if config.tensor_model_parallel_size != 2:
-        return
-    if not on:
-        config.finalize_model_grads_func = module.original
-        return
-    original = module.original = config.finalize_model_grads_func
-
-    def finalize(*args, **kwargs):
-        original(*args, **kwargs)
-        module.weight.main_grad.view(torch.int32)[0, 0] ^= 1
-
-    config.finalize_model_grads_func = finalize
-
-
-FC1 = "decoder.layers.1.mlp.linear_fc1"
-
-
-@pytest.mark.release
-def test_a_weight_gradient_is_named_with_its_module(tpi):
-    plant = _at(2, FC1, _flipped)
-    for tp in (1, 2):
-        train(tpi, f"tp{tp}", f"tp={tp}", "iters=2", before=plant)
-    completed = tpi("bisect", "tp1", "tp2", "--dir", "bisect", before=plant, status=1)
-    assert f"different at step 2: gradient of {FC1}.weight differs, the inputs of {FC1}" in completed.stdout
-    assert "and the gradient that arrives at it matched" in completed.stdout
-    assert f"gradients/{FC1}.weight: 2 of 65536 elements differ, by at most 1 ULP" in completed.stdout
-    repeated = tpi("bisect", "tp1", "tp2", "--dir", "bisect", status=2)
+    repeated = tpi("bisect", "tp1", "tp4", "--dir", "bisect", status=2)
     assert "--dir bisect is there and is not an empty directory" in repeated.stderr
 
 
@@ -177,4 +106,163 @@ def test_what_there_is_nothing_to_retrain_for(tpi):
     assert "copy.jsonl: to train a step again takes the run directory" in copied.stderr
     begun = tpi("bisect", "a", "drawn", "--dir", "bisect", status=1)
     assert "initial weight of embedding.word_embeddings.weight differs" in begun.stdout
+    assert not (tpi.folder / "bisect").exists()
+
+
+def gradient_of_fc1(step, tp):
+    """Another sign of the weight gradient of FC1, which no norm shows, at one step of one tensor-parallel degree."""
+
+    def plant():
+        from tp_invariant_recipes.features.train import rank as train
+
+        original = train.recording
+
+        def recording(*args):
+            from tp_invariant_recipes.observe.optimizer_step import AroundOptimizerStep
+            from tp_invariant_recipes.observe.shards import unwrapped
+
+            class Fault(AroundOptimizerStep):
+                """Comes last of the callbacks, so that it changes the gradient before its digest is taken."""
+
+                def on_train_start(self, context):
+                    self.context = context
+
+                @contextmanager
+                def around_optimizer_step(self):
+                    config = self.context.state.cfg.model
+                    now = self.context.state.train_state.step + 1
+                    if (now, config.tensor_model_parallel_size) == (step, tp):
+                        model = unwrapped(self.context.model[0])
+                        model.decoder.layers[0].mlp.linear_fc1.weight.main_grad.neg_()
+                    yield
+
+            return [*original(*args), Fault()]
+
+        train.recording = recording
+
+    return plant
+
+
+@pytest.fixture(scope="module")
+def runs(shared):
+    """Folders "tp1" and "tp2": two steps, of which the second has the fault at tp=2. No test changes them."""
+    for tp in (1, 2):
+        train(shared, f"tp{tp}", f"tp={tp}", "iters=2", before=gradient_of_fc1(step=2, tp=2))
+    return shared
+
+
+# What both runs record, the step of the fault, and the step from which they are trained again first.
+SPARSE = (
+    ("ledger.digests=2 save=2", 3, 2),
+    ("ledger.digests=3 save=4", 2, 0),
+    ("ledger.digests=0", 2, 0),
+)
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("recorded, step, start", SPARSE)
+def test_the_step_is_looked_for_where_digests_were_not_recorded_at_every_step(tpi, recorded, step, start):
+    """The loss shows it a step later; a checkpoint from after it would make an innocent module look guilty."""
+    plant = gradient_of_fc1(step=step, tp=2)
+    for tp in (1, 2):
+        train(tpi, f"tp{tp}", f"tp={tp}", "iters=5", *recorded.split(), before=plant)
+    assert f"different at step {step + 1}: loss" in tpi("compare", "tp1", "tp2").stdout
+    completed = tpi("bisect", "tp1", "tp2", "--dir", "bisect", before=plant, status=1)
+    assert f"different at step {step}: gradient of {FC1}.weight differs, the inputs of {FC1} and" in completed.stdout
+    assert f"the operation: the weight gradient of {FC1}: " in completed.stdout
+    assert f"equal: forward/{FC1}/input, backward/{FC1}/input" in completed.stdout
+    assert f"known to agree up to step {start}" in completed.stdout
+    assert f"traced-a: tp1 from step {start}\n" in completed.stderr
+    result = json.loads((tpi.folder / "bisect/bisect.json").read_text())
+    assert (result["step"], result["module"], result["repeats"]) == (step, FC1, [True, True])
+    assert result["traced"] == [f"bisect/traced-step-{step}-{side}" for side in "ab"]
+
+
+@pytest.mark.release  # in `make test`: the other repetitions of this file
+def test_text_that_is_read_several_times_keeps_its_order(tpi):
+    """Megatron shuffles as many passes through the text as the whole run needs, all together."""
+    words = tpi.folder / "words"
+    words.mkdir()
+    for n in range(5):  # the run goes through it almost three times, its first two steps not once
+        (words / f"{n}.txt").write_text(f"It was the best of times number {n}. " * (1 + n))
+    plant = gradient_of_fc1(step=2, tp=2)
+    for tp in (1, 2):
+        train(tpi, f"tp{tp}", f"tp={tp}", "iters=6", "gbs=4", "data=text", f"data.path={words}", before=plant)
+    completed = tpi("bisect", "tp1", "tp2", "--dir", "bisect", before=plant, status=1)
+    assert "does not repeat" not in completed.stdout
+    assert f"different at step 2: gradient of {FC1}.weight" in completed.stdout
+
+
+@pytest.mark.release
+def test_what_fails_after_the_step_does_not_matter(runs):
+    """A run that diverges at a step may well fail at the next."""
+    plant = gradient_of_fc1(step=2, tp=2)
+
+    def failing():
+        from tp_invariant_recipes.observe.recorder import Recorder
+
+        plant()
+        start = Recorder.on_train_step_start
+
+        def fail(self, context):
+            if context.state.train_state.step == 2:
+                raise RuntimeError("planted")
+            start(self, context)
+
+        Recorder.on_train_step_start = fail
+
+    for tp in (1, 2):
+        train(runs, f"longer{tp}", f"tp={tp}", "iters=3", before=plant)
+    result = runs("bisect", "longer1", "longer2", "--dir", "failing", before=failing, status=1)
+    assert f"different at step 2: gradient of {FC1}.weight" in result.stdout
+    assert "failing/traced-a failed after step 2: rank 0 failed: RuntimeError: planted" in result.stdout
+
+
+def test_the_operation_is_named_from_runs_as_they_were(runs):
+    result = runs("bisect", "tp1", "tp2", "--dir", "named", before=gradient_of_fc1(step=2, tp=2), status=1)
+    assert f"different at step 2: gradient of {FC1}.weight differs, the inputs of {FC1} and" in result.stdout
+    assert f"the operation: the weight gradient of {FC1}: " in result.stdout
+    assert "does not repeat" not in result.stdout
+
+
+@pytest.mark.release
+def test_the_answer_about_a_run_that_does_not_repeat_itself_comes_first(runs):
+    actual = runs("bisect", "tp1", "tp2", "--dir", "sound", status=1)
+    first, second = actual.stdout.splitlines()[:2]
+    assert first.startswith("tp2 does not repeat itself here: different at step 2: gradient of ")
+    assert second == "trained again, the two do not differ: their difference is not reproducible here"
+    assert "tp1 does not repeat itself" not in actual.stdout
+    result = json.loads((runs.folder / "sound/bisect.json").read_text())
+    assert (result["repeats"], result["module"], result["operation"]) == ([True, False], None, None)
+
+
+@pytest.mark.release
+def test_ctrl_c_stops_with_its_own_status(runs):
+    before = [files(runs.folder / run) for run in ("tp1", "tp2")]
+    process = runs.start("bisect", "tp1", "tp2", "--dir", "stopped", before=gradient_of_fc1(step=2, tp=2))
+    process.until(lambda: any(runs.folder.glob("stopped/*/ledger.jsonl")))
+    ranks = ranks_of(process.pid)
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait() == 130
+    assert not any(map(lives, ranks))
+    assert "error: stopped; what was trained: stopped" in process.stderr
+    assert "Traceback" not in process.stderr
+    assert not (runs.folder / "stopped/bisect.json").exists()
+    assert [files(runs.folder / run) for run in ("tp1", "tp2")] == before
+
+
+def test_what_keeps_either_run_from_being_retrained_is_one_message_and_nothing_is_written(runs, tpi):
+    taken = runs("bisect", "tp1", "tp2", "--dir", "tp1")
+    assert (taken.status, taken.stdout) == (2, "")
+    assert "--dir tp1 is there and is not an empty directory" in taken.stderr
+    for run in ("tp1", "tp2"):
+        shutil.copytree(runs.folder / run, tpi.folder / run)
+        file = tpi.folder / run / "run.json"
+        was = json.loads(file.read_text())
+        file.write_text(json.dumps(was | {"overrides": [*was["overrides"], "lr=1" if run == "tp1" else "nonsense=1"]}))
+    refused = tpi("bisect", "tp1", "tp2", "--dir", "bisect", before=gradient_of_fc1(step=2, tp=2))
+    assert (refused.status, refused.stdout) == (2, "")
+    assert "tp1 cannot be repeated: it would be another run now." in refused.stderr
+    assert "optimizer.lr was 0.003 and is 1.0 now" in refused.stderr
+    assert "nonsense=1: unknown key 'nonsense'" in refused.stderr
     assert not (tpi.folder / "bisect").exists()

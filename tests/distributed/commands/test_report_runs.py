@@ -1,53 +1,26 @@
 """Reports of real runs: `tpi report`, and the figures that go to Weights & Biases, on which no run depends."""
 
-from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from tests.forks import freeze
+from tp_invariant_recipes.features.train.experiment_report import ExperimentReport
 from tp_invariant_recipes.ledger.certificate import check
 from tp_invariant_recipes.ledger.digests import summaries
 from tp_invariant_recipes.ledger.open import read
+from tp_invariant_recipes.runs.run_dir import RunDir
 
 RUN = ("train", "qwen3_toy", "model.num_layers=1", "seq=32", "gbs=1", "iters=2", "numerics=stock")
 
 
-def content(file) -> bytes:
-    return Path(file).read_bytes()
-
-
-class Logger:
-    """What the callback uses of the module wandb, keeping what it is given."""
-
-    def __init__(self) -> None:
-        self.logged: dict = {}
-        self.steps: list[int] = []
-        self.files: list[tuple[str, bytes]] = []
-        self.artifacts: list[tuple[str, str]] = []
-        self.run = SimpleNamespace(summary={})
-
-    def Image(self, image, caption):
-        return image.size, caption
-
-    def Table(self, columns, data):
-        return columns, data
-
-    def Artifact(self, name, type):
-        return SimpleNamespace(
-            name=name, type=type, add_file=lambda file, name: self.files.append((name, content(file)))
-        )
-
-    def log_artifact(self, artifact):
-        self.artifacts.append((artifact.name, artifact.type))
-
-    def log(self, sent, step):
-        self.logged |= sent
-        self.steps.append(step)
-
-
-def _context(logger, step=2):
-    return SimpleNamespace(state=SimpleNamespace(wandb_logger=logger, train_state=SimpleNamespace(step=step)))
+def sent(run, steps):
+    """What the callback gives the module wandb at the end of step 2, as calls of a mock."""
+    logger = mock.Mock(**{"Image.side_effect": lambda image, caption: (image.size, caption)}, run=mock.Mock(summary={}))
+    state = SimpleNamespace(wandb_logger=logger, train_state=SimpleNamespace(step=2))
+    ExperimentReport(RunDir(run), steps).on_train_end(SimpleNamespace(state=state))
+    return logger
 
 
 KINDS = ("clipped", "gradients", "masters", "moments")  # of digests that a run in bf16 has
@@ -96,24 +69,20 @@ def test_figures_reach_an_offline_run(tpi):
 
 @pytest.mark.release
 def test_figures_tables_and_summary_are_those_of_the_ledger(run, shared):
-    from tp_invariant_recipes.features.train.experiment_report import ExperimentReport
-    from tp_invariant_recipes.runs.run_dir import RunDir
-
-    logger = Logger()
-    ExperimentReport(RunDir(run), 2).on_train_end(_context(logger))
-    ledger = read(run)
-    assert logger.steps == [2]
-    assert set(logger.logged) == {f"ledger/{name}" for name in ("training", "cost", *KINDS)}
-    (width, height), caption = logger.logged["ledger/training"]
+    logger, ledger = sent(run, 2), read(run)
+    logged = {name: value for call in logger.log.call_args_list for name, value in call.args[0].items()}
+    assert {call.kwargs["step"] for call in logger.log.call_args_list} == {2}
+    assert set(logged) == {f"ledger/{name}" for name in ("training", "cost", *KINDS)}
+    (width, height), caption = logged["ledger/training"]
     assert width == 1188
     assert height > 500
     assert caption == "Loss, gradient norm and learning rate"
-    columns, groups = logger.logged["ledger/masters"]
-    assert columns == ["group", "digest"]
-    assert [group for group, _ in groups][:2] == ["embedding.word_embeddings", "decoder.layers.0"]
-    assert shared("certify", "run", "--out", "sent.cert").status == 0
-    assert logger.files == [("run.tpicert", content(shared.folder / "sent.cert"))]
-    assert logger.artifacts == [("run.tpicert", "certificate")]
+    tables = [call.kwargs for call in logger.Table.call_args_list]
+    assert [table["columns"] for table in tables] == [["group", "digest"]] * len(KINDS)
+    assert [group for group, _ in tables[0]["data"]][:2] == ["embedding.word_embeddings", "decoder.layers.0"]
+    shared("certify", "run", "--out", "sent.cert", status=0)
+    logger.Artifact.assert_called_once_with("run.tpicert", type="certificate")
+    logger.log_artifact.assert_called_once_with(logger.Artifact.return_value)
     last = {kind: getattr(ledger.steps[-1], kind) for kind in KINDS}
     assert logger.run.summary == {
         "ledger/identity_hash": ledger.header.identity_hash,
@@ -127,10 +96,8 @@ def test_figures_tables_and_summary_are_those_of_the_ledger(run, shared):
 
 
 def test_without_a_logger_nothing_is_read(tmp_path):
-    from tp_invariant_recipes.features.train.experiment_report import ExperimentReport
-    from tp_invariant_recipes.runs.run_dir import RunDir
-
-    ExperimentReport(RunDir(tmp_path / "none"), 2).on_train_end(_context(None))
+    state = SimpleNamespace(wandb_logger=None, train_state=SimpleNamespace(step=2))
+    ExperimentReport(RunDir(tmp_path / "none"), 2).on_train_end(SimpleNamespace(state=state))
 
 
 @pytest.mark.release
@@ -153,10 +120,6 @@ def test_what_goes_wrong_is_a_warning_in_the_log_of_the_rank(tpi):
 
 @pytest.mark.release
 def test_a_run_before_its_last_step_has_no_certificate(run):
-    from tp_invariant_recipes.features.train.experiment_report import ExperimentReport
-    from tp_invariant_recipes.runs.run_dir import RunDir
-
-    logger = Logger()
-    ExperimentReport(RunDir(run), 3).on_train_end(_context(logger))
-    assert logger.steps == [2]
-    assert (logger.files, logger.artifacts) == ([], [])
+    logger = sent(run, 3)
+    assert logger.log.called
+    assert not logger.Artifact.called
