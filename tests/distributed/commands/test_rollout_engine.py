@@ -1,4 +1,4 @@
-"""The engine of rollouts: one outcome for every layout, batch, order, chunk and block, with the bits of `tpi score`.
+"""The engine of rollouts: one outcome for every batch, order, chunk and block, with the bits of `tpi score`.
 
 A rank loads a model once and runs all variants on it.
 """
@@ -99,15 +99,13 @@ def plain(completions) -> list:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a rank does; rank 0 writes what all variants gave."""
+    """What the rank does; it writes what all variants gave."""
 
     config: object
     variants: tuple[str, ...]
     out: Path
 
     def __call__(self, run_dir, rank_info) -> None:
-        import torch.distributed as dist
-
         from tp_invariant_recipes.features.rollouts.engine import Engine
         from tp_invariant_recipes.features.score.rank import leave, loaded_model
         from tp_invariant_recipes.start import bridge
@@ -115,11 +113,12 @@ class Trial:
         bridge.load()
         with ExitStack() as stack, torch.no_grad():
             model = loaded_model(stack, self.config, None)
-            defined = self._drawn_from_whole_passes(model) if dist.get_world_size() == 1 else None
-            result, before = {"defined": defined}, self._state(model)
+            result, before = {"defined": self._drawn_from_whole_passes(model)}, self._state(model)
+            engines = {}
             for name in self.variants:
                 options, order = VARIANTS[name]
                 engine, ended = Engine(model, **options), []
+                engines[name] = engine
                 completions = engine.generate(requests()[::order], ended.append)
                 assert [(c.request, c.sample) for c in completions] == [
                     (r.id, n) for r in requests()[::order] for n in range(r.sampling.num_return_sequences)
@@ -129,26 +128,19 @@ class Trial:
                 result[f"{name}: ended"] = len(ended)
             assert self._state(model) == before
             result["refit"], result["new"] = self._refitted(engine, model)
-            kept = slice(3 if self.variants == SHORT else None)
-            longer, engine = (
-                [replace(request, tokens=request.tokens * 3) for request in requests()[kept]],
-                Engine(model),
-            )
-            engine.generate(requests())
-            result["longer"], result["longer alone"] = (
-                plain(each.generate(longer)) for each in (engine, Engine(model))
-            )
-            engine, fewer = Engine(model), longer[-1:]  # blocks enough are there, but no table has so many of them
-            engine.generate(requests())
-            result["fewer"], result["fewer alone"] = (plain(each.generate(fewer)) for each in (engine, Engine(model)))
+            longer = [replace(request, tokens=request.tokens * 3) for request in requests()]
+            if self.variants == SHORT:
+                longer = longer[3:]
             with recomputing(model):
-                result["in a training that recomputes"] = plain(Engine(model).generate(requests()))
+                primed = Engine(model)
+                result["in a training that recomputes"] = plain(primed.generate(requests()))
+            # Blocks enough are there for the last of them, but no table has so many.
+            for name, engine, more in (("longer", primed, longer), ("fewer", engines["first"], longer[-1:])):
+                result[name], result[f"{name} alone"] = (plain(each.generate(more)) for each in (engine, Engine(model)))
             with library_attention():
                 result["library"] = plain(Engine(model).generate(requests()))
             result["score"] = self._scores(model, result["first"])
-            if dist.get_rank() == 0:
-                self.out.write_text(json.dumps(result))
-            dist.barrier()
+            self.out.write_text(json.dumps(result))
             leave()
 
     def _refitted(self, engine, model) -> tuple[list, list]:
@@ -208,12 +200,12 @@ class Trial:
         return [[values[0].tolist(), values[1].tolist()] for values in scores]
 
 
-def run(model: str, words: tuple[str, ...], variants: tuple[str, ...], out: str) -> None:
-    """In the folder of the tests: launch the ranks of a layout, and end this process."""
+def run(model: str, variants: tuple[str, ...], out: str) -> None:
+    """In the folder of the tests: launch a rank, and end this process."""
     scoring = score.new(
         Path(model),
         Path("s.jsonl"),
-        ["device=cpu", "numerics=portable", *words],
+        ["device=cpu", "numerics=portable"],
         Path(f"{out}.scores"),
         score.Options(),
     )
@@ -222,25 +214,7 @@ def run(model: str, words: tuple[str, ...], variants: tuple[str, ...], out: str)
     sys.exit(outcome is not local.Outcome.COMPLETED)
 
 
-@pytest.fixture(scope="module")
-def outcomes(shared):
-    """What a model and a layout gave, by variant."""
-    for name, (model, overrides) in FOLDERS.items():
-        hf_folders.make(shared.folder / name, hf_folders.model_section(model, *overrides))
-    (shared.folder / "s.jsonl").write_text('{"id": "a", "tokens": [1, 2]}\n')
-    known = {}
-
-    def outcome(model: str, *words: str, variants: tuple[str, ...] = ("first",)):
-        key = model, words, variants
-        if key not in known:
-            out = f"{len(known)}.json"
-            shared("generate", before=partial(run, model, words, variants, out), status=0)
-            known[key] = json.loads((shared.folder / out).read_text())
-        return known[key]
-
-    return outcome
-
-
+# Layouts: test_rollouts.py.
 WHOLE = {"dense": SHORT, "all of dense": tuple(VARIANTS), "all of experts": tuple(VARIANTS)}
 
 
@@ -248,8 +222,16 @@ WHOLE = {"dense": SHORT, "all of dense": tuple(VARIANTS), "all of experts": tupl
     scope="module",
     params=[name if name == "dense" else pytest.param(name, marks=pytest.mark.release) for name in WHOLE],
 )
-def whole(request, outcomes):
-    return outcomes(request.param.split()[-1], variants=WHOLE[request.param])
+def whole(request, shared):
+    """What a model gave, by variant."""
+    name = request.param.split()[-1]
+    folder, out = shared.folder / name, f"{request.param}.json"
+    if not folder.exists():
+        model, overrides = FOLDERS[name]
+        hf_folders.make(folder, hf_folders.model_section(model, *overrides))
+    (shared.folder / "s.jsonl").write_text('{"id": "a", "tokens": [1, 2]}\n')
+    shared("generate", before=partial(run, name, WHOLE[request.param], out), status=0)
+    return json.loads((shared.folder / out).read_text())
 
 
 def test_batches_orders_chunks_blocks_and_preemption_change_nothing(whole):
@@ -288,16 +270,3 @@ def test_a_library_s_attention_has_others(whole):
 
 def test_changed_weights_are_seen(whole):
     assert whole["refit"] == whole["new"] != whole["first"]
-
-
-DENSE_LAYOUTS = (("tp=2",), ("tp=2", "sp=false"), ("tp=4",), ("dp=2",), ("tp=2", "dp=2"))
-EXPERT_LAYOUTS = (("tp=2",), ("tp=2", "ep=2"), ("dp=2", "ep=2"), ("tp=2", "dp=2", "ep=4"))
-LAYOUTS = [("dense", words) for words in DENSE_LAYOUTS] + [("experts", words) for words in EXPERT_LAYOUTS]
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("model, words", LAYOUTS, ids=str)
-def test_layouts_change_nothing(outcomes, model, words):
-    result, expected = outcomes(model, *words), outcomes(model, variants=tuple(VARIANTS))
-    assert result["first"] == expected["first"]
-    assert result["score"] == expected["score"]

@@ -3,19 +3,17 @@
 import json
 import os
 import random
-import resource
 import signal
 
 import pytest
 
 from tests import hf_folders
 from tests.distributed.commands.test_score import FOLDERS, write
-from tp_invariant_recipes.features.rollouts import lines
 
 pytestmark = pytest.mark.usefixtures("modelopt")
 
-DRAWS = "max_tokens=5 do_sample=true top_k=0 n=2 seed=3"
-GREEDY = "qwen3 p.jsonl max_tokens=12"
+DRAWS = "max_tokens=3 do_sample=true top_k=0 n=2 seed=3"
+GREEDY = "qwen3 p.jsonl max_tokens=6"
 LENGTHS = (3, 17, 70, 5)
 
 
@@ -29,7 +27,6 @@ def folder(shared):
     for name, (model, dtype, overrides) in (FOLDERS | {"qwen25": ("qwen25_toy", "BF16", ())}).items():
         hf_folders.make(shared.folder / name, hf_folders.model_section(model, *overrides), dtype=dtype)
     write(shared.folder / "p.jsonl", prompts())
-    write(shared.folder / "turned.jsonl", reversed(prompts()))
     return shared.folder
 
 
@@ -51,17 +48,16 @@ def generated(shared, folder):
 def test_layouts_batches_and_chunks_have_one_file(generated):
     """And preemption: of a cache for two sequences. The control is greedy tokens."""
     whole = generated(f"qwen3 p.jsonl {DRAWS} --digest")
-    assert generated(f"qwen3 p.jsonl {DRAWS} --digest tp=2 --batch 2 --chunk 7 --cache 192") == whole
+    assert generated(f"qwen3 p.jsonl {DRAWS} --digest tp=2 --batch 2 --chunk 30 --cache 192") == whole
     assert len(whole.splitlines()) == 2 * len(LENGTHS)
     drawn, greedy = ([json.loads(line) for line in data.splitlines()] for data in (whole, generated(GREEDY)))
-    tokens = {row["request"]: row["token_ids"][:5] for row in greedy}
+    tokens = {row["request"]: row["token_ids"][:3] for row in greedy}
     assert all(row["token_ids"] != tokens[row["request"]] for row in drawn)
 
 
 MORE = (
-    ("qwen3", "--batch 1"), ("qwen3", "--batch 8 --chunk 1"), ("qwen3", "dp=2"), ("qwen3", "tp=4 sp=false"),
-    ("qwen3", "--no-graphs dp=2 tp=2"), ("moe", "ep=2 dp=2"), ("moe", "tp=2"),
-    ("moe", "tp=2 ep=2 --batch 3 --chunk 20"),
+    ("qwen3", "--batch 8 --chunk 1"), ("qwen3", "tp=4 sp=false"), ("qwen3", "--no-graphs dp=2 tp=2"),
+    ("moe", "ep=2 dp=2"), ("moe", "tp=2 ep=2 --batch 3 --chunk 20"),
 )  # fmt: skip
 
 
@@ -69,13 +65,6 @@ MORE = (
 @pytest.mark.parametrize("model, words", MORE)
 def test_more_layouts_have_one_file(generated, model, words):
     assert generated(f"{model} p.jsonl {DRAWS} --digest {words}") == generated(f"{model} p.jsonl {DRAWS} --digest")
-
-
-@pytest.mark.release
-def test_the_order_of_requests_has_no_effect(generated):
-    turned = generated(f"qwen3 turned.jsonl {DRAWS} --digest").splitlines()
-    assert sorted(turned) == sorted(generated(f"qwen3 p.jsonl {DRAWS} --digest").splitlines())
-    assert turned[0] != sorted(turned)[0]
 
 
 # Tied embeddings and scaled rotary positions; biases of queries, keys and values.
@@ -120,7 +109,7 @@ def test_greedy_tokens_are_those_of_transformers(folder, generated):
 
     greedy = agreeing(GREEDY)
     assert all(greedy)
-    assert len(greedy) > 12 * len(LENGTHS) * 3 // 4
+    assert len(greedy) > 6 * len(LENGTHS) * 3 // 4
     assert not all(agreeing(f"qwen3 p.jsonl {DRAWS} --digest"))
 
 
@@ -165,66 +154,36 @@ def test_a_stopped_generation_resumes(shared, folder, generated, number, status)
     assert not part.parent.exists()
 
 
-def fills_up_at_the_third_line():
-    """The limit of a file's size stands for a full disk."""
-    written: list[bytes] = []
-
-    def line(*arguments) -> bytes:
-        written.append(original(*arguments))
-        if len(written) == 3:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            size = len(written[0]) + len(written[1]) + 10
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-        return written[-1]
-
-    original, lines.line = lines.line, line
-
-
-@pytest.mark.release
-def test_a_full_disk_loses_nothing(shared, folder, generated):
-    words = ("qwen3", "p.jsonl", *DRAWS.split(), "--digest", "--out", "full")
-    done = shared("generate", *words, before=fills_up_at_the_third_line, status=2)
-    assert "cannot write" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert (folder / "full.partial" / "part-0.jsonl").read_bytes().count(b"\n") == 2
-    shared("generate", *words, "--resume", status=0)
-    assert (folder / "full").read_bytes() == generated(f"qwen3 p.jsonl {DRAWS} --digest")
-
-
+# Lines, values and configurations: tests/unit/features/rollouts.
 REFUSED = (
-    ("qwen3 p.jsonl numerics=tree", "numerics=portable"),
-    ("qwen3 p.jsonl pp=2", "pp=1"),
-    ("qwen3 p.jsonl precision=fp8_tensorwise", "precision=bf16"),
-    ("qwen3 p.jsonl iters=3", "iters=3: tpi generate trains nothing and does not read it"),
-    ("qwen3 p.jsonl max_token=3", "max_token=3: no such key; did you mean 'max_tokens'?"),
-    ("qwen3 p.jsonl temperature=0.5", "has no effect without draws; do_sample=true"),
-    ("qwen3 p.jsonl do_sample=true n=1,2", "one value, not a sweep"),
-    ("qwen3 p.jsonl do_sample=true n=2 num_return_sequences=3", "num_return_sequences is there twice"),
-    ("qwen3 p.jsonl max_tokens=0", "max_new_tokens=0: must be a whole number"),
-    ("qwen3 p.jsonl max_tokens=100000000", "are more than the"),
-    ("qwen3 p.jsonl --cache 64", "request p2: 70 tokens and max_new_tokens=20 are more than the 64"),
-    ("qwen3 p.jsonl stop=x", "stop_strings need a tokenizer"),
-    ("qwen3 p.jsonl eos_token_id=512", "eos_token_id 512 is outside the model's vocabulary of 512"),
-    ("qwen3 unknown.jsonl", "request b: token 512 is outside the model's vocabulary of 512"),
-    ("qwen3 empty.jsonl", "request a: an empty prompt"),
-    ("qwen3 twice.jsonl", "request a: its id is there twice"),
-    ("qwen3 none.jsonl", "no such file"),
-    ("nowhere p.jsonl", "no such folder"),
-    ("nowhere p.jsonl temperature=0.5", "nowhere: no such folder"),
-    ("nowhere p.jsonl temperature=0.5", "has no effect without draws"),
-    ("nowhere none.jsonl", "none.jsonl: no such file"),
-    ("qwen3 p.jsonl --out nowhere/x", "is no folder"),
+    ("qwen3 p.jsonl numerics=tree pp=2", ("numerics=portable", "pp=1")),
+    (
+        "nowhere none.jsonl iters=3 max_token=3 n=1,2",
+        (
+            "nowhere: no such folder",
+            "none.jsonl: no such file",
+            "iters=3: tpi generate trains nothing and does not read it",
+            "max_token=3: no such key; did you mean 'max_tokens'?",
+            "n=1,2: one value, not a sweep",
+        ),
+    ),
+    ("nowhere p.jsonl temperature=0.5", ("nowhere: no such folder", "has no effect without draws; do_sample=true")),
+    ("qwen3 p.jsonl max_tokens=100000000", ("are more than the",)),
+    ("qwen3 p.jsonl --cache 64", ("request p2: 70 tokens and max_new_tokens=20 are more than the 64",)),
+    (
+        "qwen3 unknown.jsonl stop=x",
+        ("request b: token 512 is outside the model's vocabulary of 512", "stop_strings need a tokenizer"),
+    ),
+    ("qwen3 p.jsonl --out nowhere/x", ("is no folder",)),
 )
 
 
 @pytest.mark.parametrize("words, why", REFUSED)
 def test_mistakes_are_one_message(shared, folder, words, why):
     write(folder / "unknown.jsonl", [{"id": "a", "tokens": [5]}, {"id": "b", "tokens": [512]}])
-    write(folder / "empty.jsonl", [{"id": "a", "tokens": []}])
-    write(folder / "twice.jsonl", [{"id": "a", "tokens": [5]}, {"id": "a", "tokens": [6]}])
     out = () if "--out" in words else ("--out", "never")
     done = shared("generate", *words.split(), *out, status=2)
-    assert why in done.stderr.replace("\n", " ")
+    assert [part for part in why if part not in done.stderr.replace("\n", " ")] == []
     assert "Traceback" not in done.stderr
     assert not (folder / "never.partial").exists()
 
@@ -258,7 +217,7 @@ def test_parts_of_models_have_the_bits_of_their_scores(shared, folder):
     report = json.loads(shared("score", "parts", "tp=2", "--against", "parts.out", "--json", status=0).stdout)
     result = report["files"][0]
     assert result["differing"] == result["digests"]["differing"] == 0
-    assert result["scored"] == 2 * 5 * len(LENGTHS)
+    assert result["scored"] == 2 * 3 * len(LENGTHS)
     for n, other in enumerate(("model.rotary_percent=1.0", "numerics=stock")):
         out = ("--against", "parts.out", "--out", f"parts.{n}", "--json")
         changed = shared("score", "parts", other, *out, status=1)
