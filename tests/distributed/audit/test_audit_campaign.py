@@ -1,7 +1,10 @@
 """`tpi audit --all`: what a refusal leaves, what a cell becomes, which references are equal, and in which order."""
 
 import json
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from tests.distributed import option_bugs
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.features.audit import campaign, options, workflow
+from tp_invariant_recipes.features.audit.cells import Cells
 from tp_invariant_recipes.features.audit.trial import Trial
 from tp_invariant_recipes.patches import faults
 from tp_invariant_recipes.runs.audit_dir import AuditedRun
@@ -31,10 +35,11 @@ def test_a_refusal_leaves_no_directory(here):
     assert not where.path.exists()
 
 
-def test_a_cell_is_configured_as_hydra_composes_it(here, monkeypatch):
-    monkeypatch.setattr(options, "OPTIONS", {"loss": options.OPTIONS["loss"]})
-    audits = begun(here)
-    cells, cell = audits._cells, frozenset(("tp=2 sp=false", "mbs=2", "model.calculate_per_token_loss=true"))
+def test_a_cell_is_configured_as_hydra_composes_it():
+    cells, cell = (
+        cells_of_layouts_and_losses(),
+        frozenset(("tp=2 sp=false", "mbs=2", "model.calculate_per_token_loss=true")),
+    )
     composed = cells.composed([*cells.sizes, *cells.words(cell)])
     assert cells.configured(cell).sections == composed.sections
     assert cells.configured(frozenset(("mbs=2",))).sections != composed.sections
@@ -43,6 +48,7 @@ def test_a_cell_is_configured_as_hydra_composes_it(here, monkeypatch):
 def test_the_first_setting_that_numerics_allow_is_tried_and_a_refusal_has_its_reason(here, monkeypatch):
     names = ("evaluation", "adapters")
     monkeypatch.setattr(options, "OPTIONS", {name: options.OPTIONS[name] for name in names})
+    monkeypatch.setattr(options, "LAYOUTS", {})
     first, second = options.OPTIONS["evaluation"]
     stock, tree = (begun(here / numerics, f"numerics={numerics}")._cells for numerics in ("stock", "tree"))
     assert (stock.axes[-2:], tree.axes[-2:]) == ([[first], []], [[second], []])
@@ -53,6 +59,7 @@ def test_the_first_setting_that_numerics_allow_is_tried_and_a_refusal_has_its_re
 
 def test_fp8_adds_more_tokens_at_a_time_than_the_shortest_sequence_has(here, monkeypatch):
     monkeypatch.setattr(options, "OPTIONS", {})
+    monkeypatch.setattr(options, "LAYOUTS", {})
     sizes = [
         begun(here / precision, "numerics=tree", f"precision={precision}")._cells.sizes
         for precision in ("bf16", "fp8_tensorwise")
@@ -108,8 +115,15 @@ class Answers:
 LOSS = "model.calculate_per_token_loss=true"
 
 
+@cache
+def cells_of_layouts_and_losses() -> Cells:
+    """Composed once: no campaign changes them."""
+    with mock.patch.object(options, "OPTIONS", {"loss": (LOSS,)}):
+        return Cells("qwen3_toy", ["device=cpu"], Path("texts"), "cpu")
+
+
 def ran(here, monkeypatch, judged, concurrency=2, known=None, **more):
-    monkeypatch.setattr(options, "OPTIONS", {"loss": options.OPTIONS["loss"]})
+    monkeypatch.setattr(campaign, "Cells", lambda *_: cells_of_layouts_and_losses())
     audits, answers = begun(here), Answers(judged, known)
     monkeypatch.setattr(campaign, "SideBySide", answers)
     monkeypatch.setattr(campaign, "concurrency", lambda device: concurrency)

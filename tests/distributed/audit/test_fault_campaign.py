@@ -1,5 +1,7 @@
 """Faults that change bits of weights, master weights, moments or gradients: each is caught at its step, and named.
 
+In `make test`: tests/distributed/commands/test_digests.py, a replica that diverges.
+
 A row is a fault at step STEP: where in the step it happens, on which ranks, and what it does to the optimizer's
 tensors of one parameter. Each is trained and compared with a sound run of the same configuration, beside which stands
 a control: a fault that restores every bit before anything reads it.
@@ -18,6 +20,7 @@ from tp_invariant_recipes.compare.compare import Verdict, compare
 from tp_invariant_recipes.compare.text import verdict_line
 from tp_invariant_recipes.ledger.open import read
 
+pytestmark = pytest.mark.release
 STEP = 2
 STEPS = ("seq=32", "iters=3", "gbs=2", "ledger.state_digests=1")
 TINY = ("model.num_layers=1", "model.vocab_size=512")
@@ -91,10 +94,6 @@ def swap(kind: str) -> Change:
     return change
 
 
-def scaled(kind: str, factor: float) -> Change:
-    return lambda held: held.flat(kind).mul_(factor)
-
-
 def group(**values: Any) -> Change:
     """Other hyperparameters of the optimizer at this step."""
 
@@ -108,29 +107,6 @@ def group(**values: Any) -> Change:
 def untouched(held: ParameterState) -> None:
     """The optimizer passes over the parameter."""
     held.slot.updated.grad = None
-
-
-def counted_twice(held: ParameterState) -> None:
-    held.slot.wrapped.state[held.slot.updated]["step"] += 1
-
-
-def from_its_copy(held: ParameterState) -> None:
-    """The master weight made anew from the model's weight, as a checkpoint without an optimizer would."""
-    held.flat("master").copy_(held.flat("weight"))
-
-
-def exchanged(held: ParameterState) -> None:
-    state = held.slot.wrapped.state[held.slot.updated]
-    state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"]
-
-
-def stale(held: ParameterState) -> None:
-    """The gradient of an earlier micro-batch, from a buffer that was not refilled."""
-    held.flat("read").copy_(held.flat("read").roll(1))
-
-
-def reduced_twice(held: ParameterState) -> None:
-    torch.distributed.all_reduce(held.flat("gradient"))
 
 
 def nothing(held: ParameterState) -> None:
@@ -206,35 +182,15 @@ FAULTS = (
     # A zero that loses its sign.
     Fault("bf16", AFTER, EMBEDDING, flip("exp_avg", 31), ("moments",)),
     # Elements in other places.
-    *(
-        Fault("bf16", where, FC1, swap(kind), (expected,))
-        for where, kind, expected in (
-            (EARLY, "gradient", "gradients"),
-            (READ, "read", "clipped"),
-            (AFTER, "master", "masters"),
-            (AFTER, "exp_avg", "moments"),
-            (AFTER, "exp_avg_sq", "moments"),
-            (AFTER, "weight", "copies"),
-        )
-    ),
+    Fault("bf16", EARLY, FC1, swap("gradient"), ("gradients",)),
+    Fault("bf16", AFTER, FC1, swap("master"), ("masters",)),
+    Fault("bf16", AFTER, FC1, swap("weight"), ("copies",)),
     # What goes wrong in software.
     Fault("tp", READ, QKV, group(lr=1.1e-3), ("masters",), (1,)),
-    Fault("tp", READ, QKV, group(weight_decay=0.5), ("masters",), (1,)),
     Fault("tp", READ, QKV, group(betas=(0.8, 0.95)), ("moments",), (1,)),
-    Fault("tp", READ, QKV, group(eps=1e-7), ("masters",), (1,)),
     Fault("distributed", READ, QKV, group(lr=1.1e-3), ("masters",), (1,)),
     Fault("bf16", READ, FC2, untouched, ("moments",)),
     Fault("fp32", READ, FC2, untouched, ("moments",)),
-    Fault("bf16", AFTER, FC2, counted_twice, ("moments",)),
-    Fault("bf16", AFTER, FC2, from_its_copy, ("masters",)),
-    Fault("bf16", AFTER, FC2, exchanged, ("moments",)),
-    Fault("bf16", AFTER, FC2, scaled("exp_avg", 0.0), ("moments",)),
-    Fault("bf16", READ, FC2, stale, ("clipped",)),
-    Fault("bf16", CLIP, FC2, scaled("gradient", 1.0 + 2**-23), ("clipped", "grad_norm")),
-    Fault("bf16", READ, FC2, scaled("read", -1.0), ("clipped",)),
-    Fault("dp", EARLY, FC1, reduced_twice, ("gradients",), (0, 1)),
-    Fault("tp", EARLY, NORM, reduced_twice, ("gradients",), (0, 1)),
-    Fault("bf16", AFTER, FC2, scaled("weight", 0.0), ("copies",)),
 )
 
 
@@ -307,7 +263,6 @@ def compared(scenario, fault):
     return compare(read(sound.run), read(faulty.run))
 
 
-@pytest.mark.release
 @pytest.mark.parametrize("fault", FAULTS, ids=_name)
 def test_a_fault_is_caught_at_its_step(scenario, fault):
     result = compared(scenario, fault)
@@ -317,12 +272,7 @@ def test_a_fault_is_caught_at_its_step(scenario, fault):
     )
 
 
-@pytest.mark.release
 @pytest.mark.parametrize("run", RUNS)
 def test_a_control_is_identical(scenario, run):
     result = compared(scenario, Fault(run, EARLY, "", nothing, ()))
     assert result.verdict is Verdict.IDENTICAL, verdict_line(result)
-
-
-def test_there_are_sixty_faults():
-    assert len(FAULTS) >= 60
