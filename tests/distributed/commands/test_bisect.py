@@ -109,8 +109,17 @@ def test_what_there_is_nothing_to_retrain_for(tpi):
     assert not (tpi.folder / "bisect").exists()
 
 
-def gradient_of_fc1(step, tp):
-    """Another sign of the weight gradient of FC1, which no norm shows, at one step of one tensor-parallel degree."""
+# Two runs that compute the same bits, each in one rank, which is the cheapest. The second has faults.
+PAIR = {"plain": "tp=1", "recomputed": "model.recompute_granularity=selective"}
+
+
+def train_pair(tpi, *overrides, before):
+    for run, override in PAIR.items():
+        train(tpi, run, override, *overrides, before=before)
+
+
+def gradient_of_fc1(step):
+    """Another sign of the weight gradient of FC1, which no norm shows, at one step of a run with recomputation."""
 
     def plant():
         from tp_invariant_recipes.features.train import rank as train
@@ -129,9 +138,8 @@ def gradient_of_fc1(step, tp):
 
                 @contextmanager
                 def around_optimizer_step(self):
-                    config = self.context.state.cfg.model
                     now = self.context.state.train_state.step + 1
-                    if (now, config.tensor_model_parallel_size) == (step, tp):
+                    if (now, self.context.state.cfg.model.recompute_granularity) == (step, "selective"):
                         model = unwrapped(self.context.model[0])
                         model.decoder.layers[0].mlp.linear_fc1.weight.main_grad.neg_()
                     yield
@@ -145,9 +153,8 @@ def gradient_of_fc1(step, tp):
 
 @pytest.fixture(scope="module")
 def runs(shared):
-    """Folders "tp1" and "tp2": two steps, of which the second has the fault at tp=2. No test changes them."""
-    for tp in (1, 2):
-        train(shared, f"tp{tp}", f"tp={tp}", "iters=2", before=gradient_of_fc1(step=2, tp=2))
+    """Both: two steps, of which the second has the fault. No test changes them."""
+    train_pair(shared, "iters=2", before=gradient_of_fc1(step=2))
     return shared
 
 
@@ -163,16 +170,15 @@ SPARSE = (
 @pytest.mark.parametrize("recorded, step, start", SPARSE)
 def test_the_step_is_looked_for_where_digests_were_not_recorded_at_every_step(tpi, recorded, step, start):
     """The loss shows it a step later; a checkpoint from after it would make an innocent module look guilty."""
-    plant = gradient_of_fc1(step=step, tp=2)
-    for tp in (1, 2):
-        train(tpi, f"tp{tp}", f"tp={tp}", "iters=5", *recorded.split(), before=plant)
-    assert f"different at step {step + 1}: loss" in tpi("compare", "tp1", "tp2").stdout
-    completed = tpi("bisect", "tp1", "tp2", "--dir", "bisect", before=plant, status=1)
+    plant = gradient_of_fc1(step=step)
+    train_pair(tpi, "iters=5", *recorded.split(), before=plant)
+    assert f"different at step {step + 1}: loss" in tpi("compare", *PAIR).stdout
+    completed = tpi("bisect", *PAIR, "--dir", "bisect", before=plant, status=1)
     assert f"different at step {step}: gradient of {FC1}.weight differs, the inputs of {FC1} and" in completed.stdout
     assert f"the operation: the weight gradient of {FC1}: " in completed.stdout
     assert f"equal: forward/{FC1}/input, backward/{FC1}/input" in completed.stdout
     assert f"known to agree up to step {start}" in completed.stdout
-    assert f"traced-a: tp1 from step {start}\n" in completed.stderr
+    assert f"traced-a: plain from step {start}\n" in completed.stderr
     result = json.loads((tpi.folder / "bisect/bisect.json").read_text())
     assert (result["step"], result["module"], result["repeats"]) == (step, FC1, [True, True])
     assert result["traced"] == [f"bisect/traced-step-{step}-{side}" for side in "ab"]
@@ -185,18 +191,17 @@ def test_text_that_is_read_several_times_keeps_its_order(tpi):
     words.mkdir()
     for n in range(5):  # the run goes through it almost three times, its first two steps not once
         (words / f"{n}.txt").write_text(f"It was the best of times number {n}. " * (1 + n))
-    plant = gradient_of_fc1(step=2, tp=2)
-    for tp in (1, 2):
-        train(tpi, f"tp{tp}", f"tp={tp}", "iters=6", "gbs=4", "data=text", f"data.path={words}", before=plant)
-    completed = tpi("bisect", "tp1", "tp2", "--dir", "bisect", before=plant, status=1)
+    plant = gradient_of_fc1(step=2)
+    train_pair(tpi, "iters=6", "gbs=4", "data=text", f"data.path={words}", before=plant)
+    completed = tpi("bisect", *PAIR, "--dir", "bisect", before=plant, status=1)
     assert "does not repeat" not in completed.stdout
     assert f"different at step 2: gradient of {FC1}.weight" in completed.stdout
 
 
 @pytest.mark.release
-def test_what_fails_after_the_step_does_not_matter(runs):
+def test_what_fails_after_the_step_does_not_matter(tpi):
     """A run that diverges at a step may well fail at the next."""
-    plant = gradient_of_fc1(step=2, tp=2)
+    plant = gradient_of_fc1(step=2)
 
     def failing():
         from tp_invariant_recipes.observe.recorder import Recorder
@@ -211,15 +216,14 @@ def test_what_fails_after_the_step_does_not_matter(runs):
 
         Recorder.on_train_step_start = fail
 
-    for tp in (1, 2):
-        train(runs, f"longer{tp}", f"tp={tp}", "iters=3", before=plant)
-    result = runs("bisect", "longer1", "longer2", "--dir", "failing", before=failing, status=1)
+    train_pair(tpi, "iters=3", before=plant)
+    result = tpi("bisect", *PAIR, "--dir", "failing", before=failing, status=1)
     assert f"different at step 2: gradient of {FC1}.weight" in result.stdout
     assert "failing/traced-a failed after step 2: rank 0 failed: RuntimeError: planted" in result.stdout
 
 
 def test_the_operation_is_named_from_runs_as_they_were(runs):
-    result = runs("bisect", "tp1", "tp2", "--dir", "named", before=gradient_of_fc1(step=2, tp=2), status=1)
+    result = runs("bisect", *PAIR, "--dir", "named", before=gradient_of_fc1(step=2), status=1)
     assert f"different at step 2: gradient of {FC1}.weight differs, the inputs of {FC1} and" in result.stdout
     assert f"the operation: the weight gradient of {FC1}: " in result.stdout
     assert "does not repeat" not in result.stdout
@@ -227,19 +231,19 @@ def test_the_operation_is_named_from_runs_as_they_were(runs):
 
 @pytest.mark.release
 def test_the_answer_about_a_run_that_does_not_repeat_itself_comes_first(runs):
-    actual = runs("bisect", "tp1", "tp2", "--dir", "sound", status=1)
+    actual = runs("bisect", *PAIR, "--dir", "sound", status=1)
     first, second = actual.stdout.splitlines()[:2]
-    assert first.startswith("tp2 does not repeat itself here: different at step 2: gradient of ")
+    assert first.startswith("recomputed does not repeat itself here: different at step 2: gradient of ")
     assert second == "trained again, the two do not differ: their difference is not reproducible here"
-    assert "tp1 does not repeat itself" not in actual.stdout
+    assert "plain does not repeat itself" not in actual.stdout
     result = json.loads((runs.folder / "sound/bisect.json").read_text())
     assert (result["repeats"], result["module"], result["operation"]) == ([True, False], None, None)
 
 
 @pytest.mark.release
 def test_ctrl_c_stops_with_its_own_status(runs):
-    before = [files(runs.folder / run) for run in ("tp1", "tp2")]
-    process = runs.start("bisect", "tp1", "tp2", "--dir", "stopped", before=gradient_of_fc1(step=2, tp=2))
+    before = [files(runs.folder / run) for run in PAIR]
+    process = runs.start("bisect", *PAIR, "--dir", "stopped", before=gradient_of_fc1(step=2))
     process.until(lambda: any(runs.folder.glob("stopped/*/ledger.jsonl")))
     ranks = ranks_of(process.pid)
     os.kill(process.pid, signal.SIGINT)
@@ -248,21 +252,23 @@ def test_ctrl_c_stops_with_its_own_status(runs):
     assert "error: stopped; what was trained: stopped" in process.stderr
     assert "Traceback" not in process.stderr
     assert not (runs.folder / "stopped/bisect.json").exists()
-    assert [files(runs.folder / run) for run in ("tp1", "tp2")] == before
+    assert [files(runs.folder / run) for run in PAIR] == before
 
 
 def test_what_keeps_either_run_from_being_retrained_is_one_message_and_nothing_is_written(runs, tpi):
-    taken = runs("bisect", "tp1", "tp2", "--dir", "tp1")
+    taken = runs("bisect", *PAIR, "--dir", "plain")
     assert (taken.status, taken.stdout) == (2, "")
-    assert "--dir tp1 is there and is not an empty directory" in taken.stderr
-    for run in ("tp1", "tp2"):
+    assert "--dir plain is there and is not an empty directory" in taken.stderr
+    for run in PAIR:
         shutil.copytree(runs.folder / run, tpi.folder / run)
         file = tpi.folder / run / "run.json"
         was = json.loads(file.read_text())
-        file.write_text(json.dumps(was | {"overrides": [*was["overrides"], "lr=1" if run == "tp1" else "nonsense=1"]}))
-    refused = tpi("bisect", "tp1", "tp2", "--dir", "bisect", before=gradient_of_fc1(step=2, tp=2))
+        file.write_text(
+            json.dumps(was | {"overrides": [*was["overrides"], "lr=1" if run == "plain" else "nonsense=1"]})
+        )
+    refused = tpi("bisect", *PAIR, "--dir", "bisect", before=gradient_of_fc1(step=2))
     assert (refused.status, refused.stdout) == (2, "")
-    assert "tp1 cannot be repeated: it would be another run now." in refused.stderr
+    assert "plain cannot be repeated: it would be another run now." in refused.stderr
     assert "optimizer.lr was 0.003 and is 1.0 now" in refused.stderr
     assert "nonsense=1: unknown key 'nonsense'" in refused.stderr
     assert not (tpi.folder / "bisect").exists()

@@ -56,10 +56,9 @@ def test_a_broken_product_ends_the_run_with_one_message_and_evidence(tpi, scenar
     assert (run.checkpoints / "set-aside" / f"iter_{last + 1:07d}").is_dir()
     assert guard_files.unsettled(run) is None
     (file,) = files(tpi)
-    checked = json.loads(tpi("check", file, "--json", status=1).stdout)
-    assert "different: the recorded bits are wrong" in json.dumps(checked)
-    described = checked["evidence"]
-    assert (described["step"], described["trusted"], described["suspects"][0]["rank"]) == (step, last, 0)
+    assert "different: the recorded bits are wrong" in tpi("check", file, status=1).stdout
+    recorded, _ = evidence.read(file)
+    assert (recorded.step, recorded.trusted, recorded.suspects[0].rank) == (step, last, 0)
     tpi("train", "--resume", "run", status=0)
     assert unequal(list(read(tpi.folder / "run").steps), scenario(*SOUND).ledger()) == []
 
@@ -171,10 +170,10 @@ QUIET = (
 
 def test_a_guard_of_two_replicas_changes_no_bit_and_finds_nothing(scenario):
     single = scenario(*SOUND)
-    guarded = single("dp=2", *EVERY_STEP)
-    assert unequal(guarded.ledger(), single.ledger()) == []
+    guarded = single("dp=2", *EVERY_STEP, "train.exit_interval=2")
+    assert unequal(guarded.ledger(), single.ledger()[:2]) == []
     assert guarded.header().identity_hash == single.header().identity_hash
-    assert checks(guarded.run) > 30
+    assert checks(guarded.run) > 15
 
 
 @pytest.mark.release

@@ -81,7 +81,7 @@ def test_a_module_that_reruns_in_a_micro_batch_is_traced_once(scenario):
     assert by_name(traces[0])["forward/embedding.word_embeddings/output"].digest
 
 
-def assert_one_trace(first, other):
+def assert_equal_traces(first, other):
     for a, b in zip(first.ledger(), other.ledger(), strict=True):
         assert b.trace == a.trace
         assert (b.gradients, b.weights) == (a.gradients, a.weights)
@@ -90,7 +90,7 @@ def assert_one_trace(first, other):
 
 
 def test_another_layout_with_recomputation_has_one_trace_with_all_digests(runs):
-    assert_one_trace(runs["one"], runs["two"])
+    assert_equal_traces(runs["one"], runs["two"])
     assert "tensors of the trace" in runs["one"].compared(runs["two"], status=0).stdout
     trace = by_name(runs["one"].ledger()[0].trace)
     assert [name for name, traced in trace.items() if traced.digest is None] == []
@@ -102,7 +102,7 @@ def test_another_layout_with_recomputation_has_one_trace_with_all_digests(runs):
 @pytest.mark.release
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_trace_for_all_layouts(runs, tree, layout):
-    assert_one_trace(runs["one"], tree(layout))
+    assert_equal_traces(runs["one"], tree(layout))
 
 
 def test_a_header_names_the_attention_backend_that_runs(runs):
