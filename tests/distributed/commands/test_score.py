@@ -50,6 +50,7 @@ def folder(shared):
     for name, (model, dtype, overrides) in FOLDERS.items():
         hf_folders.make(shared.folder / name, hf_folders.model_section(model, *overrides), dtype=dtype)
     write(shared.folder / "s.jsonl", rows())
+    write(shared.folder / "few.jsonl", rows()[:3])
     return shared.folder
 
 
@@ -75,7 +76,7 @@ def by_id(scores: bytes):
 
 
 def test_tp_has_no_effect(scored):
-    assert scored("qwen3 s.jsonl tp=2 --ranks --entropy") == scored("qwen3 s.jsonl --ranks --entropy")
+    assert scored("qwen3 few.jsonl tp=2 --ranks --entropy") == scored("qwen3 few.jsonl --ranks --entropy")
 
 
 LAYOUTS = ("pp=2", "dp=2", "tp=2 sp=false", "tp=8", "dp=2 tp=2")
@@ -88,7 +89,7 @@ def test_layouts_have_one_file(scored, layout):
 
 
 def test_stock_layouts_do_not(scored):
-    stock = "qwen3 s.jsonl numerics=stock"
+    stock = "qwen3 few.jsonl numerics=stock"
     assert by_id(scored(f"{stock} tp=2")) != by_id(scored(stock))
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,7 +14,7 @@ from tp_invariant_recipes.ledger.digests import tensor_digest
 from tp_invariant_recipes.ledger.dumps import distance, read_step, steps
 from tp_invariant_recipes.observe.placement import Site
 
-SMALL = "qwen3_toy seq=32 gbs=2 iters=2 numerics=stock ledger.trace=1:2"
+SMALL = "qwen3_toy seq=32 gbs=2 iters=2 numerics=stock ledger.trace=2:2"
 
 # Each must have the trace of tp=1, every bit of it, as `runs` must. Sequence parallelism is on where tp > 1 unless said
 # otherwise.
@@ -86,13 +85,13 @@ def assert_equal_traces(first, other):
         assert b.trace == a.trace
         assert (b.gradients, b.weights) == (a.gradients, a.weights)
         assert not b.diverged
-    assert [step.trace is not None for step in other.ledger()] == [True, True]
+    assert [step.trace is not None for step in other.ledger()] == [False, True]
 
 
 def test_another_layout_with_recomputation_has_one_trace_with_all_digests(runs):
     assert_equal_traces(runs["one"], runs["two"])
     assert "tensors of the trace" in runs["one"].compared(runs["two"], status=0).stdout
-    trace = by_name(runs["one"].ledger()[0].trace)
+    trace = by_name(runs["one"].ledger()[1].trace)
     assert [name for name, traced in trace.items() if traced.digest is None] == []
     assert len(trace) > 120
     assert trace["forward/decoder.layers.1.mlp.linear_fc1/output"].shape == (32, 2, 512)
@@ -110,7 +109,7 @@ def test_a_header_names_the_attention_backend_that_runs(runs):
 
 
 def test_a_trace_is_in_the_order_of_execution(runs):
-    names = list(by_name(runs["two"].ledger()[0].trace))
+    names = list(by_name(runs["two"].ledger()[1].trace))
     layer = "decoder.layers.1"
     expected = (
         "forward/embedding/output",
@@ -136,7 +135,7 @@ def test_a_trace_is_in_the_order_of_execution(runs):
 
 def test_a_module_sends_its_own_gradient_not_the_sum(runs):
     """The residual connection reads the same tensor as the norm does."""
-    trace = by_name(runs["one"].ledger()[0].trace)
+    trace = by_name(runs["one"].ledger()[1].trace)
     norm, layer, before = (
         trace[f"backward/decoder.layers.{name}"].digest for name in ("1.input_layernorm/output", "1/output", "0/input")
     )
@@ -170,11 +169,10 @@ def test_stock_numerics_differ_from_the_first_sum_across_ranks_on(scenario):
 
 @pytest.mark.release
 @pytest.mark.parametrize("layout", ("dp=2 tp=2 numerics.data_shards=2", "mbs=2"))
-def test_data_parallel_ranks_and_micro_batches_are_one_batch(runs, tree, layout):
+def test_data_parallel_ranks_and_micro_batches_are_one_batch(tree, layout):
     """The forward and the backward pass of a sequence are those of one rank that computes it alone."""
-    single = by_name(runs["one"].ledger()[0].trace)
-    other = tree(layout, SINGLE_STEP).ledger()
-    assert by_name(other[0].trace) == single
+    single, other = (tree(words, SINGLE_STEP).ledger()[0].trace for words in ("", layout))
+    assert by_name(other) == by_name(single)
 
 
 @pytest.mark.release  # in `make test`: stock differs over tp, above
@@ -188,29 +186,19 @@ def test_stock_gradients_have_a_factor(scenario):
 
 def test_digests_are_those_of_the_dumped_tensors(runs):
     for run in runs.values():
-        ledger = run.ledger()
-        assert steps(run.run) == [1, 2]
-        for step in (1, 2):
-            dumps = read_step(run.run, step)
-            assert set(dumps.names) == set(DUMPED)
-            trace = by_name(ledger[step - 1].trace)
-            for name in dumps.names:
-                whole = dumps.read(name)
-                bits = torch.from_numpy(whole.bits.view(whole.bits.dtype.str.replace("u", "i")))
-                total = lanes([TensorPart(bits, 0, 0)])[0].tolist()
-                assert (whole.dtype, whole.shape) == (trace[name].dtype, trace[name].shape)
-                assert tensor_digest(total, whole.dtype, whole.shape) == trace[name].digest
-
-
-def test_dumps_of_two_layouts_are_equal(runs):
-    for run in runs.values():
-        run.ledger()
+        assert steps(run.run) == [2]
+        dumps, trace = read_step(run.run, 2), by_name(run.ledger()[1].trace)
+        assert set(dumps.names) == set(DUMPED)
+        for name in dumps.names:
+            whole = dumps.read(name)
+            bits = torch.from_numpy(whole.bits.view(whole.bits.dtype.str.replace("u", "i")))
+            total = lanes([TensorPart(bits, 0, 0)])[0].tolist()
+            assert (whole.dtype, whole.shape) == (trace[name].dtype, trace[name].shape)
+            assert tensor_digest(total, whole.dtype, whole.shape) == trace[name].digest
     first, second = (read_step(run.run, 2) for run in runs.values())
     for name in DUMPED:
         assert distance(first.read(name), second.read(name)).differing == 0
-    tokens = first.read("forward/embedding.word_embeddings/input").bits
-    assert 0 < tokens.max() < 512
-    assert not np.array_equal(read_step(runs["one"].run, 1).read(DUMPED[0]).bits, tokens)
+    assert 0 < first.read("forward/embedding.word_embeddings/input").bits.max() < 512
 
 
 @pytest.mark.release
@@ -314,4 +302,4 @@ def test_hooks_are_gone_after_the_traced_steps(tpi):
         trace.Tracing.on_train_step_end = end
 
     tpi("train", *SMALL.split(), "iters=3", "run.dir=run", before=look, status=0)
-    assert [step.trace is not None for step in tpi.ledger("run")] == [True, True, False]
+    assert [step.trace is not None for step in tpi.ledger("run")] == [False, True, False]
