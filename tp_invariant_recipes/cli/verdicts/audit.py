@@ -1,8 +1,8 @@
 """`tpi audit`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich import box
@@ -83,7 +83,7 @@ def audit(
     if recorded is not None:
         if given := [*([model] if model else []), *(overrides or []), *changed]:
             raise ConfigError(f"--recorded judges what is there and trains nothing; leave out {' '.join(given)}")
-        _end(launch.recorded(*recorded, directory), as_json)
+        _end(launch.recorded(*recorded, directory), as_json, _print)
     if model is None:
         raise ConfigError("missing MODEL: a model of tpi models, recipe=FILE.py:FUNCTION, or --recorded RUN REFERENCE")
     _audit(model, list(overrides or []), reference or (), against or (), directory, keep=keep, as_json=as_json)
@@ -124,7 +124,7 @@ def _audit(
     watch = progress.headed(
         console, lambda name, run: Text(name, style="bold") + Text(f", {counted(run.steps, 'step')}")
     )
-    _end(launch.execute(planned, watch, keep=keep), as_json)
+    _end(launch.execute(planned, watch, keep=keep), as_json, _print)
 
 
 def _all(
@@ -160,11 +160,7 @@ def _all(
     with progress.busy(console, "importing Megatron-Bridge and choosing cells"):
         bridge.load()
     result = campaign.execute(where, state, show, resume=resume is not None, exitfirst=exitfirst, scripts=scripts)
-    if as_json:
-        terminal.print_json(result)
-    else:
-        _print_findings(result)
-    raise typer.Exit(result["exit_status"])
+    _end(result, as_json, _print_findings)
 
 
 def _print_findings(result: dict[str, Any]) -> None:
@@ -182,12 +178,12 @@ def _print_findings(result: dict[str, Any]) -> None:
     terminal.print_line(console, f"{faults} in {count} of {tried} pairs; {result['directory']}/audits.html")
 
 
-def _end(result: dict[str, Any], as_json: bool) -> None:
+def _end(result: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]], None]) -> NoReturn:
     """Print what was found, and end with its status."""
     if as_json:
         terminal.print_json(result)
     else:
-        _print(result)
+        show(result)
     raise typer.Exit(result["exit_status"])
 
 

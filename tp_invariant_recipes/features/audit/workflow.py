@@ -140,7 +140,13 @@ def new(
         plan.resolve_beside(run, where.training(name), where.index_cache, how)
         for name, run in ((AUDITED, audited), (REFERENCE, made))
     )
-    return _fitting(Audit(where, own, runs, references, first))
+    audit = Audit(where, own, runs, references, first)
+    if (free := free_bytes(where.path)) < audit.disk:
+        raise ConfigError(
+            f"this audit records about {audit.disk / GIB:.1f} GiB, and the disk of {where.path} has "
+            f"{free / GIB:.1f} GiB free; --dir PATH on another disk, or a smaller seq, gbs or model.num_layers"
+        )
+    return audit
 
 
 def _pair_problems(of_reference: Sequence[Override], differing: Sequence[Override]) -> list[str]:
@@ -161,17 +167,6 @@ def _own_reference(model: str, config: RunConfig) -> list[str]:
         f"{model} is its own reference: it has one rank, no CUDA graphs, overlap or fusions; audit another "
         "layout (tp=2), cuda_graph=te, or a pair of trainings: --against KEY=VALUE"
     ]
-
-
-def _fitting(audit: Audit) -> Audit:
-    """Return an audit whose recordings the disk can hold. Raises ConfigError: it cannot."""
-    where = audit.directory
-    if (free := free_bytes(where.path)) < audit.disk:
-        raise ConfigError(
-            f"this audit records about {audit.disk / GIB:.1f} GiB, and the disk of {where.path} has "
-            f"{free / GIB:.1f} GiB free; --dir PATH on another disk, or a smaller seq, gbs or model.num_layers"
-        )
-    return audit
 
 
 def default_numerics(overrides: Sequence[Override]) -> list[str]:

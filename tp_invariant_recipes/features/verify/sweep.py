@@ -158,14 +158,4 @@ def _page(where: MatrixDir, rows: Sequence[CellResult]) -> tuple[Path | None, st
 
 def _row(row: CellResult) -> dict[str, Any]:
     last = row.ledger.steps[-1] if row.steps and row.ledger else None
-    return {
-        "label": row.label,
-        "run": str(row.run),
-        "ranks": row.ranks,
-        "steps": row.steps,
-        "of": row.planned,
-        "loss": described(last.loss) if last else None,
-        "grad_norm": described(last.grad_norm) if last else None,
-        "state": row.state,
-        "why": row.why,
-    }
+    return row.as_dict() | {"grad_norm": described(last.grad_norm) if last else None}

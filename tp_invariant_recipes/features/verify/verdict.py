@@ -71,6 +71,19 @@ class CellResult:
         """The last step's loss for people."""
         return "" if self.loss is None else str(readable(self.loss))
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return what every row of `verify.json` and `sweep.json` has."""
+        return {
+            "label": self.label,
+            "run": str(self.run),
+            "ranks": self.ranks,
+            "steps": self.steps,
+            "of": self.planned,
+            "loss": described(self.loss),
+            "state": self.state,
+            "why": self.why,
+        }
+
     @property
     def words(self) -> str:
         """Its state in one line."""
@@ -368,16 +381,5 @@ def _next_command(reference: CellResult, different: CellResult) -> str:
 
 
 def _row(row: CellResult) -> dict[str, Any]:
-    comparison = row.comparison
-    return {
-        "label": row.label,
-        "run": str(row.run),
-        "ranks": row.ranks,
-        "steps": row.steps,
-        "of": row.planned,
-        "loss": described(row.loss),
-        "state": row.state,
-        "text": row.words,
-        "why": row.why,
-        "comparison": None if comparison is None else report((comparison,))["comparisons"][0],
-    }
+    comparison = None if row.comparison is None else report((row.comparison,))["comparisons"][0]
+    return row.as_dict() | {"text": row.words, "comparison": comparison}
