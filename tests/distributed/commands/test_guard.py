@@ -97,15 +97,15 @@ def test_a_third_replica_names_the_one_that_always_computes_wrong_bits(tpi):
 
 
 def test_a_shadow_step_sees_faults_of_its_own_step_alone(tpi):
-    """A fault of step 1 is the control."""
+    """A fault of step 2 is the control: in step 1 attention would not repeat its bits when it is tried."""
 
     class TwoFaults:
         def plant(self) -> None:
-            for step in (1, 2):
+            for step in (2, 3):
                 Planted("attention", step=step).plant()
 
-    message = guard_message(tpi, TwoFaults(), *DENSE, "dp=2", "iters=2", "guard=shadow", "guard.every=2")
-    assert message.startswith("wrong bits at step 2: ")
+    message = guard_message(tpi, TwoFaults(), *DENSE, "dp=2", "iters=3", "guard=shadow", "guard.every=3")
+    assert message.startswith("wrong bits at step 3: ")
     assert re.search(r"\nrank 1 on .*\njudged by its own repetition, ", message)
     assert "not comparable: nothing was computed again" in tpi("check", files(tpi)[0], status=2).stdout
 
