@@ -113,6 +113,8 @@ REFUSED = (
     (b'"\\uDfff"', "half"),
     (b"[" + b"[],[1]," * 3 + b"1]", "more than 6 values"),
     (b"[[[[[[[]]]]]]]", "more than 6 values"),
+    (b"NaN", "not JSON"),
+    (b"\xff", "utf-8"),
 )
 
 

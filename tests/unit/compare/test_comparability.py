@@ -1,5 +1,6 @@
 """What tpi compare says of runs on different architectures, and of runs whose products have other definitions."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,41 +21,12 @@ from tp_invariant_recipes.numerics.modes.tree import ON_GPU
 
 CPU = {"name": "cpu", "compute_capability": "0.0", "machine": "x86_64", "attention": "portable 1"}
 ARM = CPU | {"machine": "aarch64"}
+SENTENCES = Path(__file__).parent / "sentences"
 H200 = {"name": "NVIDIA H200", "compute_capability": "9.0", "attention": "portable 1"}
 
 
 def header_of_mode(mode, device):
     return Header(identity={"rng.seed": 1}, numerics={"mode": mode}, device=device)
-
-
-@pytest.mark.parametrize("other", (ARM, H200), ids=("arm", "gpu"))
-def test_portable_promises_equal_bits(other):
-    message = across_machines(header_of_mode("portable", CPU), header_of_mode("portable", other), True)
-    assert "numerics=portable promises equal bits there" in message
-    assert "defect" in message
-    assert "with the equal bits" in across_machines(
-        header_of_mode("portable", CPU), header_of_mode("portable", other), False
-    )
-
-
-@pytest.mark.parametrize("modes", (("tree", "tree"), ("portable", "tree"), ("stock", "stock")))
-def test_other_modes_do_not(modes):
-    message = across_machines(header_of_mode(modes[0], CPU), header_of_mode(modes[1], H200), True)
-    assert "cpu x86_64; NVIDIA H200 9.0" in message
-    assert "equal bits are not promised there, and this difference is no defect" in message
-    assert message.endswith("numerics=portable promises them.")
-
-
-def test_neither_do_two_versions_of_the_definition():
-    message = across_machines(
-        header_of_mode("portable", CPU), header_of_mode("portable", ARM | {"attention": "portable 2"}), True
-    )
-    assert message.endswith("(portable 1; portable 2): not promised.")
-
-
-@pytest.mark.parametrize("mode", ("portable", "tree"))
-def test_one_architecture_needs_no_word(mode):
-    assert across_machines(header_of_mode(mode, CPU), header_of_mode(mode, CPU | {"attention": "local"}), True) is None
 
 
 # --- instructions of a CPU ---
@@ -65,22 +37,27 @@ AVX2, AMX = (
 )
 
 
-@pytest.mark.parametrize("mode", ("tree", "stock"))
-def test_two_processors_of_one_architecture_are_two(mode):
-    a, b = header_of_mode(mode, AVX2), header_of_mode(mode, AMX)
-    message = across_machines(a, b, True)
-    assert (
-        "cpu x86_64 torch AVX2, oneDNN AVX2, MKL GenuineIntel; cpu x86_64 torch AVX512, oneDNN AVX512_CORE_AMX"
-        in message
-    )
-    assert "equal bits are not promised there, and this difference is no defect" in message
-    assert across_machines(a, a, True) is None
-    assert across_machines(a, header_of_mode(mode, CPU), True) is None  # of a release that did not record it
+# Two runs' machines.
+MACHINES = {
+    "one": (CPU, CPU),
+    "arm": (CPU, ARM),
+    "a GPU": (CPU, H200),
+    "another version of attention": (CPU, ARM | {"attention": "portable 2"}),
+    "the same instructions": (AVX2, AVX2),
+    "other instructions": (AVX2, AMX),
+    "instructions that a release did not record": (AVX2, CPU),
+}
+MODES = (("portable", "portable"), ("tree", "tree"), ("portable", "tree"), ("stock", "stock"))
 
 
-def test_portable_promises_equal_bits_on_two_processors():
-    message = across_machines(header_of_mode("portable", AVX2), header_of_mode("portable", AMX), True)
-    assert "numerics=portable promises equal bits there" in message
+def test_only_portable_promises_equal_bits_on_two_machines(data_regression):
+    sentences = {}
+    for (title, devices), modes, differs in itertools.product(MACHINES.items(), MODES, (True, False)):
+        a, b = map(header_of_mode, modes, devices)
+        sentences[f"{title}, {' and '.join(modes)}, bits {'differ' if differs else 'agree'}"] = across_machines(
+            a, b, differs
+        )
+    data_regression.check(sentences, fullpath=SENTENCES / "machines.yml")
 
 
 def test_a_run_that_goes_on_with_other_instructions_is_told(tmp_path):
@@ -127,7 +104,6 @@ OF_LAST_YEAR = header_of_mode("tree", H200_ATTENTION | {"product": "fixed tiles 
 OF_TODAY = replace(OF_LAST_YEAR, device=OF_LAST_YEAR.device | {"product": ON_GPU})
 # One that began with last year's products and has today's from step 4 on.
 OF_BOTH = replace(OF_LAST_YEAR, notes={"resumed": [{"after_step": 3, "changed": {"device.product": ON_GPU}}]})
-WORDS = f"fixed tiles 0; {ON_GPU}"
 
 
 def test_only_tree_on_a_gpu_has_a_version_of_products():
@@ -137,36 +113,28 @@ def test_only_tree_on_a_gpu_has_a_version_of_products():
     assert {key for key, version in results.items() if version} == {("tree", "gpu")}
 
 
-def test_a_difference_of_two_definitions_is_not_promised_to_be_none():
-    message = other_products(OF_LAST_YEAR, OF_TODAY, 1)
-    assert (
-        message
-        == f"Products have other definitions ({WORDS}): equal bits are not promised, and this difference is no defect."
-    )
-    assert "these bits are equal all the same" in other_products(OF_TODAY, OF_LAST_YEAR, None)
+# Two runs, of which the first has another definition of products, or the second has, from its start or a later step on.
+DEFINITIONS = {
+    "last year's and today's": (OF_LAST_YEAR, OF_TODAY),
+    "today's and last year's": (OF_TODAY, OF_LAST_YEAR),
+    "last year's": (OF_LAST_YEAR, OF_LAST_YEAR),
+    "both": (OF_BOTH, OF_BOTH),
+    "last year's and both": (OF_LAST_YEAR, OF_BOTH),
+    **{
+        f"{mode} {device['name']}": (header_of_mode(mode, device), header_of_mode(mode, device | {"product": ON_GPU}))
+        for mode, device in (("portable", H200), ("stock", H200), ("tree", CPU))
+    },
+}
 
 
-@pytest.mark.parametrize("result", (OF_LAST_YEAR, OF_TODAY, OF_BOTH), ids=("last-year", "today", "both"))
-def test_one_definition_needs_no_word(result):
-    """The control: there a difference is one."""
-    assert other_products(result, result, 5) is None
-
-
-@pytest.mark.parametrize("mode, device", (("portable", H200), ("stock", H200), ("tree", CPU)))
-def test_other_runs_need_none(mode, device):
-    assert other_products(header_of_mode(mode, device), header_of_mode(mode, device | {"product": ON_GPU}), 1) is None
-
-
-def test_initial_weights_do_not_come_from_products():
-    assert other_products(OF_LAST_YEAR, OF_TODAY, 0) is None
-
-
-@pytest.mark.parametrize("step, excused", ((3, False), (4, True), (None, True)))
-def test_a_run_that_went_on_has_both(step, excused):
-    message = other_products(OF_LAST_YEAR, OF_BOTH, step)
-    assert (message is not None) == excused
-    if message:
-        assert f"from step 4 on (fixed tiles 0; fixed tiles 0, from step 4 on {ON_GPU})" in message
+def test_a_difference_of_two_definitions_is_not_promised_to_be_none(data_regression):
+    """Initial weights, those before step 1, do not come from products."""
+    sentences = {}
+    for (title, headers), step in itertools.product(DEFINITIONS.items(), (0, 1, 3, 4, None)):
+        sentence = other_products(*headers, step)
+        where = "equal" if step is None else f"first difference at step {step}"
+        sentences[f"{title}, {where}"] = sentence and sentence.replace(ON_GPU, "TODAY'S")
+    data_regression.check(sentences, fullpath=SENTENCES / "products.yml")
 
 
 def test_compare_and_verify_say_so():

@@ -176,13 +176,3 @@ def test_a_torn_line_hides_no_difference_before_it(ledger_folder):
     assert result.exit_code == 1
     assert "; 1 of 4 steps differ; b ends at step 4\n" in result.stdout
     assert "b: the last line is torn" in result.stdout
-
-
-def test_reordered_lines_are_refused(ledger_folder):
-    write_ledger_of(ledger("b"))
-    lines = Path("b/ledger.jsonl").read_bytes().splitlines(keepends=True)
-    lines[2], lines[3] = lines[3], lines[2]
-    Path("b/ledger.jsonl").write_bytes(b"".join(lines))
-    result = tpi_compare("a", "b")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "b/ledger.jsonl line 3: step 3 where step 2 belongs" in result.stderr

@@ -83,17 +83,6 @@ def test_equal_lines_are_one_record_and_others_are_not_taken_for_them(tmp_path):
     assert (b.steps[-1], b.steps[1:3], len(b.steps)) == (b.steps[3], read(tmp_path / "b").steps[1:3], 4)
 
 
-@pytest.mark.parametrize(
-    "changes", ({}, {"loss": "f32:40c80001"}, {"diverged": (("gradients", "output_layer.weight", ((0,), (1,))),)})
-)
-def test_the_comparison_is_that_of_ledgers_in_memory(tmp_path, changes):
-    files = written(tmp_path / "a", **changes), written(tmp_path / "b", diverged=changes.get("diverged", ()))
-    at_once = compare(*map(streamed, files))
-    separate = compare(*map(read, files))
-    assert report([at_once]) == report([separate])
-    assert at_once.exit_status == (1 if changes else 0)
-
-
 def test_the_end_of_the_longer_ledger_is_read_too(tmp_path):
     a, b = written(tmp_path / "a", steps=2), written(tmp_path / "b", diverged=(("gradients", "x", ((0,), (1,))),))
     comparison = compare(streamed(a), streamed(b))

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tp_invariant_recipes.compare.compare import Verdict, compare
 from tp_invariant_recipes.errors import LedgerError
@@ -134,16 +132,6 @@ def test_every_changed_byte_is_seen(certificate_bytes):
                 open_certificate(Path("a.tpicert"), bytes(changed))
 
 
-@given(st.data())
-def test_any_other_bytes_are_refused(certificate_bytes, data):
-    start = data.draw(st.integers(0, len(certificate_bytes)))
-    end = data.draw(st.integers(start, len(certificate_bytes)))
-    other = data.draw(st.binary(max_size=end - start + 4))
-    changed = certificate_bytes[:start] + other + certificate_bytes[end:]
-    if changed != certificate_bytes:
-        why_not_opened(changed)
-
-
 def test_cut_short_or_lengthened(certificate_bytes):
     for changed in (
         b"",
@@ -161,11 +149,6 @@ def test_a_forged_seal_does_not_hide_a_changed_member(certificate_bytes):
         forged = members(certificate_bytes)
         forged[name] += b"\n"
         assert f"{name} was altered" in why_not_opened(sealed_archive(forged))
-
-
-def test_a_forged_manifest_has_another_hash(run_to_certify, certificate_bytes):
-    (run_to_certify / "versions.json").write_text('{"torch": "2.12.0"}')
-    assert check_bytes(certify(run_to_certify)).hash != check_bytes(certificate_bytes).hash
 
 
 def check_bytes(data: bytes) -> certificate.Certificate:

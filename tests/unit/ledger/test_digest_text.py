@@ -1,11 +1,8 @@
 """Digests as text: what they depend on, groups, and the order of parameters."""
 
 import itertools
-import re
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tp_invariant_recipes.ledger.digests import (
     Parameter,
@@ -131,22 +128,3 @@ def test_a_stack_has_its_experts_as_first_dimension_and_they_must_be_alike():
     ]
     with pytest.raises(ValueError, match=r"experts\.\*\.fc: its experts have other shapes or dtypes: ledger.experts=e"):
         stacked([Parameter(name, (n,), "float32", "bfloat16") for n, name in enumerate(NAMES[:2])])
-
-
-WORDS = st.sampled_from(
-    ("decoder", "layers", "mtp", "router", "linear_fc1", "a", "", "0", "7", "07", "10", "x2", "x10")
-)
-
-
-@given(st.lists(st.lists(WORDS, max_size=6).map(".".join)))
-def test_names_of_one_place_are_in_order_of_their_numbers(names):
-    """Text by text, and number by number."""
-
-    def words(name):
-        split = re.split(r"([0-9]+)", name)
-        return [(0, int(word), "") if n % 2 else (1, 0, word) for n, word in enumerate(split)]
-
-    alike = [
-        f"other.{name}.weight" for name in names if "layers" not in name and "router" not in name and "fc" not in name
-    ]
-    assert in_order(alike) == sorted(alike, key=words)

@@ -5,10 +5,7 @@ The table of mutations is the same for every kind of file, and every value of a 
 
 import copy
 import hashlib
-import io
 import json
-import os
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -17,10 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors.numpy import save
 
+from tests.unit.ledger.test_certificate import sealed_archive
 from tests.unit.ledger.test_ledger_digests import HEADER, RECORD
 from tp_invariant_recipes.compare.compare import compare
 from tp_invariant_recipes.compare.comparison_json import report
@@ -50,7 +46,7 @@ from tp_invariant_recipes.ledger.schema import canonical
 from tp_invariant_recipes.multinode import agent, rendezvous
 from tp_invariant_recipes.multinode.forwarding import Receiver
 from tp_invariant_recipes.numerics.settings import NumericsSettings
-from tp_invariant_recipes.reading import DEPTH, checked, parse_json, parse_yaml, read_limited
+from tp_invariant_recipes.reading import parse_json
 from tp_invariant_recipes.report import runs as report_runs
 from tp_invariant_recipes.runs import attempts, checkpoints
 from tp_invariant_recipes.runs.bench_dir import BenchDir
@@ -93,11 +89,14 @@ def places(value: Any, path: tuple = ()) -> Iterator[tuple]:
         yield from places(inner, (*path, key))
 
 
-def forged(value: Any) -> Iterator[tuple[str, bytes]]:
-    """What was done, and the text: every value mutated or left out, every key renamed, and the text cut in places."""
+def forged(value: Any, every: int = 1) -> Iterator[tuple[str, bytes]]:
+    """What was done, and the text: every value mutated or left out, every key renamed, and the text cut in places.
+
+    every: each value has that part of the mutations, and the values after it have the others.
+    """
     whole = as_json(value)
-    for path in places(value):
-        for name, mutation in MUTATIONS.items():
+    for number, path in enumerate(places(value)):
+        for name, mutation in list(MUTATIONS.items())[number % every :: every]:
             yield (
                 f"{path} is {name}",
                 as_json(changed_at(value, path, lambda inner, key, to=mutation: inner.__setitem__(key, to))),
@@ -130,7 +129,7 @@ def rename(inner: dict, key: str) -> None:
 
 
 def as_json(value: Any) -> bytes:
-    return json.dumps(value).replace(f'"{DEEP}"', "[" * 50_000 + "]" * 50_000, 1).encode()
+    return json.dumps(value).replace(f'"{DEEP}"', "[" * 5_000 + "]" * 5_000, 1).encode()
 
 
 NOTES = {"resumed": [{"after_step": 1, "changed": {"layout.tp": 2}}]}
@@ -508,69 +507,21 @@ def refused_with(read: Callable[[Path, bytes], None], folder: Path, data: bytes,
     return None
 
 
+@pytest.mark.parametrize("every", (5, pytest.param(1, marks=pytest.mark.release)), ids=("a fifth", "all"))
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_forged_file_is_read_or_refused_with_one_message(kind, tmp_path):
+def test_a_forged_file_is_read_or_refused_with_one_message(kind, every, tmp_path):
     read, _ = KINDS[kind]
     whole = valid(kind, tmp_path)
     if kind != "manifest":  # its files are not there
         read(tmp_path, as_json(whole))
     refused = tried = 0
-    for what, data in forged(whole):
+    for what, data in forged(whole, every):
         tried += 1
         message = refused_with(read, tmp_path, data, f"{kind}: {what}")
         refused += message is not None
         assert kind in ("manifest", "request") or message is None or len(message.splitlines()) == 1, (what, message)
-    assert tried > (60 if isinstance(whole, dict) else 20)
+    assert tried > (50 if isinstance(whole, dict) else 20)
     assert refused or kind in TOLERANT
-
-
-ANYTHING = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**80), 2**80)
-    | st.sampled_from((0, 1, -1, 2**31, 2**62, 2**63, 10**400, 1e39, 1e308))
-    | st.floats()
-    | st.text(max_size=4)
-    | st.sampled_from(("/", "..", "a/b", "x#2", "inf", "0", "\x1b[0m", "~", "1e400", "s", "float32", "library")),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
-    max_leaves=6,
-)
-OPERATIONS = ("replace", "remove", "repeat", "grow", "wrap")
-
-
-def mutated(value: Any, path: tuple, operation: str, other: Any) -> Any:
-    def change(inner: Any, key: Any) -> None:
-        if operation == "remove":
-            inner.pop(key)
-        elif operation == "repeat" and isinstance(inner, list):
-            inner.insert(key, inner[key])
-        elif operation == "grow" and isinstance(inner, dict):
-            inner[str(other)] = inner[key]
-        else:
-            inner[key] = [inner[key]] if operation == "wrap" else other
-
-    return changed_at(value, path, change)
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_random_change_is_a_defect(kind, tmp_path):
-    """Up to three changes at once, which a table of single ones does not have."""
-    read, _ = KINDS[kind]
-    whole = valid(kind, tmp_path)
-
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(st.data())
-    def attacked(data):
-        value = whole
-        for _ in range(data.draw(st.integers(1, 3))):
-            if not (there := list(places(value))):
-                break
-            path, operation = data.draw(st.sampled_from(there)), data.draw(st.sampled_from(OPERATIONS))
-            value = mutated(value, path, operation, data.draw(ANYTHING))
-        refused_with(read, tmp_path, as_json(value), f"{kind}: {value!r:.2000}")
-
-    attacked()
 
 
 NESTED = b"[" * 200_000 + b"]" * 200_000
@@ -643,20 +594,11 @@ def test_a_matrix_that_compares_a_run_with_itself_is_refused(change, words, tmp_
     assert words in str(caught.value)
 
 
-def archive_of(files: dict[str, bytes]) -> bytes:
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-        for name, data in files.items():
-            archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
-        archive.comment = bytes(certificate._SEAL_SIZE)
-    return certificate._sealed(stream.getvalue())
-
-
 CONFIG = b"train: {train_iters: 1}\n"
 MEMBERS = {"ledger.jsonl": HEAD + STEP, "config.yaml": CONFIG, "run.json": as_json(RUN), "versions.json": b"{}"}
 MEMBERS |= {"environment.json": b"{}"}
 CONFIGS = (
-    b"[" * 100_000,
+    b"[" * 1_500,
     b"train: {train_iters: '1'}",
     b"train: [1]",
     b"- train",
@@ -679,32 +621,18 @@ def test_a_certificate_with_a_forged_configuration_is_refused(config):
     members = MEMBERS | {"config.yaml": config}
     manifest = certificate._manifest(members, certificate.KIND, {})
     with pytest.raises(LedgerError) as caught:
-        certificate.open_certificate(Path("a.tpicert"), archive_of({certificate.MANIFEST: manifest} | members))
+        certificate.open_certificate(Path("a.tpicert"), sealed_archive({certificate.MANIFEST: manifest} | members))
     assert str(caught.value).startswith("a.tpicert: not the files of a run: config.yaml: ")
 
 
-@pytest.mark.parametrize("name", ("ledger.jsonl", "run.json"))
+@pytest.mark.parametrize("name", ("ledger.jsonl", pytest.param("run.json", marks=pytest.mark.release)))
 def test_a_certificate_that_would_swell_is_refused_before_it_is_decompressed(name, monkeypatch):
     members = {certificate.MANIFEST: b"{}"} | MEMBERS | {name: b" " * (65 << 20)}
-    data = archive_of(members)
+    data = sealed_archive(members)
     assert len(data) < 1 << 20
     monkeypatch.setattr(certificate, "_content", lambda *_: pytest.fail("decompressed"))
     with pytest.raises(LedgerError, match=f"{name} claims 68157440 bytes, too many"):
         certificate.open_certificate(Path("a.tpicert"), data)
-
-
-def test_a_file_is_not_read_beyond_its_limit(tmp_path):
-    file = tmp_path / "file"
-    file.write_bytes(b"12345")
-    assert read_limited(file, 5) == b"12345"
-    with pytest.raises(ValueError, match="more than 4 bytes"):
-        read_limited(file, 4)
-    reading, writing = os.pipe()  # its size is 0
-    os.write(writing, b"x" * 101)
-    os.close(writing)
-    with pytest.raises(ValueError, match="more than 100 bytes"):
-        read_limited(Path(f"/dev/fd/{reading}"), 100)
-    os.close(reading)
 
 
 LONG = b"[" + b"{}," * 1_000_000 + b"{}]"
@@ -744,14 +672,3 @@ def test_a_line_of_a_ledger_has_a_longest_length(tmp_path, monkeypatch):
     monkeypatch.setattr(tail, "_BLOCK", 4)
     with pytest.raises(ValueError, match="a line of more than 10 bytes"):
         tail.last_step(file)
-
-
-def test_the_limits_of_json_and_yaml():
-    parse_json(b"[" * DEPTH + b"]" * DEPTH)
-    for data in (b"[" * (DEPTH + 1) + b"]" * (DEPTH + 1), b'{"a": 1, "a": 1}', b"NaN", b'"\\ud800"', b"\xff"):
-        with pytest.raises(ValueError):
-            parse_json(data)
-    assert parse_json(b'"\\ud83d\\ude00"') == "😀"
-    assert parse_yaml(b"a: &x [1]\nb: *x\n") == {"a": [1], "b": [1]}
-    with pytest.raises(ValueError, match="Input should be a valid integer"):
-        checked(int, "1")

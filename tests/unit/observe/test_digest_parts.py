@@ -40,7 +40,6 @@ def whole(places, shape) -> bool:
     return inside and is_whole(sums.tolist(), shape[0] * shape[1])
 
 
-@settings(max_examples=50)
 @given(cut_tables(), st.data())
 def test_parts_are_the_whole_of_a_tensor_exactly_if_each_element_is_held_once(table, data):
     shape, places = table

@@ -77,13 +77,6 @@ def test_after_the_training_the_optimizer_has_its_own_step(training, seen):
     assert seen == [("step", (), {})]
 
 
-def test_without_subscribers_nothing_is_wrapped(seam, seen):
-    optimizer, steps = Optimizer(seen), seam.OptimizerStep([object()])
-    steps.on_train_start(SimpleNamespace(optimizer=optimizer))
-    assert "step" not in vars(optimizer)
-    steps.restore()
-
-
 def test_what_a_subscriber_raises_keeps_the_step_from_happening(seam, seen):
     class Refuses(seam.AroundOptimizerStep):
         def around_optimizer_step(self):

@@ -106,7 +106,7 @@ LAYOUTS = st.tuples(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=12)
 @given(layout=LAYOUTS, seed=st.integers(0, 9))
 def test_parts_have_the_digest_of_the_whole(kind, layout, seed):
     lie, shape = KINDS[kind][:2]
@@ -174,23 +174,6 @@ def test_a_constant_counts_once():
     first, second = (placement.constant(x, None, m, site) for m in (0, 1))
     assert covers(first.places, (S, 1, 1, 3))
     assert second.parts == ()
-
-
-@pytest.mark.parametrize(
-    "places, whole",
-    (
-        (((0, 1, 2, 0, 3),), True),
-        (((0, 2, 1, 0, 3), (1, 2, 1, 0, 3)), True),
-        (((0, 1, 2, 0, 1), (0, 1, 2, 1, 2)), True),
-        (((0, 1, 2, 0, 2),), False),
-        (((0, 1, 1, 0, 3),), False),
-        (((0, 1, 2, 0, 3), (1, 1, 1, 2, 1)), False),
-        (((0, 1, 2, 0, 2), (0, 1, 1, 2, 1), (0, 1, 1, 2, 1)), False),
-        ((), False),
-    ),
-)
-def test_what_covers_a_table(places, whole):
-    assert covers([placement.TablePlace(*place) for place in places], (2, 3)) is whole
 
 
 def made(name, *bases):

@@ -12,7 +12,6 @@ LORA = ("qwen3_moe_toy", "tp=2", "peft=lora", "checkpoint.pretrained_checkpoint=
 
 # Arguments of `tpi audit` on a machine without a GPU, and what must stand in the message.
 MISTAKES = (
-    (["qwen3_toi", "--against", "tp=2"], ["unknown model 'qwen3_toi'; did you mean 'qwen3_toy'?"]),
     (["qwen3_toy"], ["qwen3_toy is its own reference", "--against KEY=VALUE"]),
     (["qwen3_toy", "tp=2", "model.hidden_dropout=0.1"], ["dropout draws other numbers in every layout"]),
     (["qwen3_toy", "tp=2", "--reference", "dp=2", "--against", "pp=2"], ["--reference and --against"]),
@@ -77,7 +76,6 @@ DEFINITIONS = (
     ("qwen3_toy", "dp=2", "numerics.data_shards=2"),
     ("qwen3_toy", "cp=2", "numerics.context_shards=2"),
     ("qwen3_moe_toy", "dp=2", "numerics.expert_groups=2"),
-    ("qwen3_moe_toy", "cp=2", "numerics.expert_groups=2"),
 )
 
 

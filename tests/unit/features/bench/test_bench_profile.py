@@ -51,9 +51,8 @@ NAMES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name, category", NAMES, ids=[name[:40] for name, _ in NAMES])
-def test_names_fall_into_categories(name, category):
-    assert profile.category(name) == category
+def test_names_fall_into_categories():
+    assert {name: profile.category(name) for name, _ in NAMES} == dict(NAMES)
 
 
 def span(name: str, start: float, end: float, cat: str = "cpu_op", thread: int = 1) -> dict:
@@ -142,7 +141,7 @@ def test_a_trace_without_steps_is_refused(tmp_path):
 
 
 @st.composite
-def nested(draw, start: int = 0, end: int = 4096, depth: int = 0) -> list[dict]:
+def nested(draw, start: int = 0, end: int = 64, depth: int = 0) -> list[dict]:
     """Operators that lie inside each other or side by side."""
     cuts = sorted(draw(st.sets(st.integers(start, end), max_size=4 if depth < 3 else 0)))
     results = []

@@ -1,6 +1,7 @@
 """Of two traced runs that part: which module and operation it is said to be, and what is written out of it."""
 
 import os
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ MODULES = (NORM, FC1, "output_layer")
 # The norm's weight is saved as that of a fused layer; `bias` is of no module that is traced.
 NAMES = (f"{FC1}.layer_norm_weight", f"{FC1}.weight", "bias", "output_layer.weight")
 EQUAL, OTHER = "0" * 32, "1" * 32
+LATER_RATE = "f64:3f33a92a30553262"
 
 
 def entries() -> list[tuple[str, str, str]]:
@@ -62,80 +64,52 @@ def parted(other: str | None = None, **changes) -> Comparison:
     return compare(traced_ledger(), traced_ledger(other, **changes))
 
 
-# The first difference -> its module, the operation, and what is written out beside it.
-PLACES = {
-    f"forward/{FC1}/output": (FC1, f"the forward pass of {FC1}", [f"forward/{FC1}/input"]),
-    f"forward/{FC1}/input": (FC1, None, []),
-    f"backward/{FC1}/output": (FC1, f"the gradient that {FC1} sends to its input", [f"backward/{FC1}/input"]),
-    f"gradients/{FC1}.weight": (
-        FC1,
-        f"the weight gradient of {FC1}: its product, or the sum over micro-batches and data-parallel ranks",
-        [f"forward/{FC1}/input", f"backward/{FC1}/input"],
-    ),
-    f"gradients/{FC1}.layer_norm_weight": (
-        NORM,
-        f"the weight gradient of {NORM}: its product, or the sum over micro-batches and data-parallel ranks",
-        [f"forward/{NORM}/input", f"backward/{NORM}/input"],
-    ),
-    "gradients/bias": (None, None, []),
-    f"weights/{FC1}.weight": (FC1, "the update of the optimizer", [f"gradients/{FC1}.weight"]),
-}
-
-
-@pytest.mark.parametrize("name", PLACES)
-def test_a_tensor_has_a_module_an_operation_and_what_it_was_computed_from(name):
-    placed = parted(name)
-    assert placed.first is not None
-    assert (placed.first.step, placed.first.name) == (2, name)
-    module, words, beside = PLACES[name]
-    assert (module_of(placed), operation(placed)) == (module, words)
-    assert list(worth_dumping(placed)) == [name, *beside]
-
-
-FIELDS = {
-    "loss": ("f32:40c80001", "the loss itself"),
-    "grad_norm": ("f32:3fa00001", "the sum of the gradient norm"),
-    "learning_rate": ("f64:3f33a92a30553262", None),
-}
-
-
-@pytest.mark.parametrize("field", FIELDS)
-def test_a_number_has_an_operation_and_nothing_to_write_out(field):
-    bits, words = FIELDS[field]
-    placed = parted(**{field: bits})
-    assert (operation(placed), module_of(placed), worth_dumping(placed)) == (words, None, ())
-
-
 RANKS = ((0,), (1,))
 
-# The tensor whose replicas disagree -> its module and the operation.
-REPLICAS = {
-    f"{kind}/{name}": PLACES[f"{kind}/{name}"][:2]
-    for kind, name in (
-        ("forward", f"{FC1}/output"),
-        ("backward", f"{FC1}/output"),
-        ("gradients", f"{FC1}.weight"),
-        ("gradients", "bias"),
-        ("weights", f"{FC1}.weight"),
-    )
-}
+
+def unknown_input(name: str) -> Ledger:
+    """A run that differs in an output, and whose input has no digest: a run cannot dump what has no place."""
+    b = traced_ledger(name)
+    trace = tuple(replace(t, digest=None) if t.name == f"forward/{FC1}/input" else t for t in b.steps[1].trace)
+    return replace(b, steps=(b.steps[0], replace(b.steps[1], trace=trace)))
 
 
-@pytest.mark.parametrize("name", REPLICAS)
-def test_replicas_that_disagree_have_the_operation_of_their_tensor_and_nothing_to_write_out(name):
-    kind, _, tensor = name.partition("/")
-    # The optimizer then gives each replica another weight: the gradient comes first in the order of execution.
-    later = () if kind == "weights" else (("weights", f"{FC1}.weight", RANKS),)
-    placed = parted(diverged=(*later, (kind, tensor, RANKS)))
-    assert placed.first is not None
-    assert (placed.first.kind, placed.first.name) == ("replicas", name)
-    assert ((module_of(placed), operation(placed)), worth_dumping(placed)) == (REPLICAS[name], ())
+def called_twice(digest: str) -> Ledger:
+    """Dumps have names of modules alone, so that a later call is not dumped."""
+    run = traced_ledger()
+    trace = run.steps[1].trace
+    call = [t for t in trace if (t.direction, t.module) == ("forward", FC1)]
+    call[-1] = replace(call[-1], digest=digest)
+    return replace(run, steps=(run.steps[0], replace(run.steps[1], trace=(*trace, *call))))
 
 
-def test_equal_runs_and_replicas_of_an_unknown_tensor_have_nothing_to_name():
-    for placed in (parted(), parted(diverged=(("weights", "unknown", RANKS),))):
-        assert (operation(placed), worth_dumping(placed)) == (None, ())
-    assert module_of(parted()) is None
+def divergences() -> Iterator[tuple[str, Comparison]]:
+    yield "none", parted()
+    outputs = (f"forward/{FC1}/output", f"backward/{FC1}/output")
+    weights = (f"gradients/{FC1}.weight", "gradients/bias", f"weights/{FC1}.weight")
+    for name in (*outputs, f"forward/{FC1}/input", *weights, f"gradients/{FC1}.layer_norm_weight"):
+        yield name, parted(name)
+    for field, bits in (("loss", "f32:40c80001"), ("grad_norm", "f32:3fa00001"), ("learning_rate", LATER_RATE)):
+        yield field, parted(**{field: bits})
+    for name in (*outputs, *weights):
+        kind, _, tensor = name.partition("/")
+        # The optimizer then gives each replica another weight: the gradient comes first in the order of execution.
+        later = () if kind == "weights" else (("weights", f"{FC1}.weight", RANKS),)
+        yield f"replicas of {name}", parted(diverged=(*later, (kind, tensor, RANKS)))
+    yield "replicas of an unknown tensor", parted(diverged=(("weights", "unknown", RANKS),))
+    yield "an input without a digest", compare(traced_ledger(), unknown_input(outputs[0]))
+    yield "an input without a digest in the first run", compare(unknown_input(outputs[0]), traced_ledger())
+    yield "a later call", compare(called_twice(EQUAL), called_twice(OTHER))
+
+
+def test_a_divergence_has_a_module_an_operation_and_what_it_was_computed_from(data_regression):
+    """As divergences.yml has them; `--regen-all` writes it anew."""
+    results = {}
+    for title, comparison in divergences():
+        first = comparison.first and f"{comparison.first.kind} {comparison.first.name}"
+        names = {"module": module_of(comparison), "operation": operation(comparison)}
+        results[title] = {"first": first, **names, "dumped": list(worth_dumping(comparison))}
+    data_regression.check(results, fullpath=Path(__file__).parent / "divergences.yml")
 
 
 UPDATED = ("weights", f"{FC1}.weight", RANKS)
@@ -187,18 +161,6 @@ def test_bisect_names_the_update_that_made_replicas_disagree(tmp_path, monkeypat
     assert ("does not repeat itself here" in result["text"]) is not repeats
     assert f"replicas of weights {FC1}.weight disagree: ranks 0" in result["text"]
     assert (result["module"], result["operation"]) == (FC1, "the update of the optimizer")
-
-
-def test_an_input_without_a_digest_is_not_written_out():
-    """A run that is to dump what has no place ends with an error."""
-    name = f"forward/{FC1}/output"
-    b = traced_ledger(name)
-    trace = tuple(replace(t, digest=None) if (t.direction, t.module, t.tensor) == ("forward", FC1, "input") else t
-                  for t in b.steps[1].trace)  # fmt: skip
-    b = replace(b, steps=(b.steps[0], replace(b.steps[1], trace=trace)))
-    for placed in (compare(traced_ledger(), b), compare(b, traced_ledger())):
-        assert worth_dumping(placed) == (name,)
-        assert operation(placed) is None
 
 
 def write_dump(run: Path, last: int, names: tuple[str, str]) -> None:
@@ -290,18 +252,3 @@ def test_a_run_that_was_resumed_in_another_way_is_reported():
     assert bisect._other_layouts([run, changed]) == [
         "run went on after step 2 with other layout.tp: it is trained again as it was last"
     ]
-
-
-def test_a_later_call_of_a_module_is_not_written_out():
-    """Dumps have names of modules alone."""
-
-    def twice(ledger: Ledger, digest: str) -> Ledger:
-        trace = ledger.steps[1].trace
-        call = [t for t in trace if (t.direction, t.module) == ("forward", FC1)]
-        call[-1] = replace(call[-1], digest=digest)
-        return replace(ledger, steps=(ledger.steps[0], replace(ledger.steps[1], trace=(*trace, *call))))
-
-    placed = compare(twice(traced_ledger(), EQUAL), twice(traced_ledger(), OTHER))
-    assert placed.first is not None
-    assert placed.first.name == f"forward/{FC1} #2/output"
-    assert worth_dumping(placed) == ()
