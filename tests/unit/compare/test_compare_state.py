@@ -63,9 +63,9 @@ def test_a_run_that_repeats_itself_does_so_where_weights_do_not_follow():
 def test_moments_that_both_runs_have_at_every_step_are_counted():
     """The line of a difference, or of a verdict, may count them."""
     b = ledger_with_state()
-    some = {name: digest for name, digest in A.steps[4].moments.items() if name != f"step/{FC1}"}
-    b = replace(b, steps=(*b.steps[:4], replace(b.steps[4], moments=some)))
-    assert compare(A, b).tensors["moments"] == some.keys()
+    moments = {name: digest for name, digest in A.steps[4].moments.items() if name != f"step/{FC1}"}
+    b = replace(b, steps=(*b.steps[:4], replace(b.steps[4], moments=moments)))
+    assert compare(A, b).tensors["moments"] == moments.keys()
 
 
 @pytest.mark.parametrize("ranks", ([], [[]], [[0], []]))

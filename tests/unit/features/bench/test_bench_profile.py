@@ -4,7 +4,7 @@ import gzip
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tp_invariant_recipes.cli import bench
@@ -150,6 +150,7 @@ def nested(draw, start: int = 0, end: int = 64, depth: int = 0) -> list[dict]:
     return results
 
 
+@settings(max_examples=10)
 @given(nested())
 def test_own_times_sum_to_the_time_that_any_operator_runs(operators):
     result = profile.step([span(STEP, 0, 5000, "user_annotation"), *operators])
@@ -160,6 +161,7 @@ def test_own_times_sum_to_the_time_that_any_operator_runs(operators):
     assert sum(k.launches for k in result.kernels) == len(operators)
 
 
+@settings(max_examples=10)
 @given(st.lists(st.tuples(st.integers(0, 900), st.integers(0, 100)), max_size=9))
 def test_nothing_runs_while_no_stream_runs_a_kernel(runs):
     result = profile.step(
@@ -182,6 +184,7 @@ KERNELS = st.lists(
 )
 
 
+@settings(max_examples=10)
 @given(KERNELS)
 def test_categories_sum_to_the_whole(kernels):
     sums = profile.by_category(kernels)
@@ -190,6 +193,7 @@ def test_categories_sum_to_the_whole(kernels):
     assert set(sums) == {k.category for k in kernels}
 
 
+@settings(max_examples=10)
 @given(KERNELS, KERNELS)
 def test_the_difference_is_what_must_be_added_to_the_first(first, other):
     more = profile.difference(first, other)

@@ -3,7 +3,7 @@
 from statistics import StatisticsError
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tp_invariant_recipes.features.bench.workflow import _ratio, _round, spread
@@ -29,6 +29,7 @@ def spread_of(median, least, most):
     return {"median": median, "min": least, "max": most}
 
 
+@settings(max_examples=10)
 @given(STEPS, st.randoms())
 def test_a_spread_holds_its_median_and_forgets_the_order(values, random):
     result = spread(values)
@@ -45,6 +46,7 @@ def test_a_spread_of_nothing_is_refused():
         spread([])
 
 
+@settings(max_examples=10)
 @given(
     st.integers(1, 10).flatmap(lambda n: st.lists(st.lists(SECONDS, min_size=n, max_size=n), min_size=1, max_size=8))
 )
@@ -62,11 +64,13 @@ def test_ranks_that_took_different_numbers_of_steps_are_refused():
         slowest([[1.0, 2.0], [1.0]])
 
 
+@settings(max_examples=10)
 @given(STEPS, st.sampled_from([0.25, 0.5, 1.0, 2.0, 4.0]))
 def test_a_mode_that_is_always_slower_by_one_factor_has_that_ratio_without_spread(rounds, factor):
     assert ratio(rounds, [factor * item for item in rounds]) == spread_of(factor, factor, factor)
 
 
+@settings(max_examples=10)
 @given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=9), st.data())
 def test_a_round_in_which_the_whole_machine_was_slower_changes_no_ratio(rounds, data):
     first, other = zip(*rounds, strict=True)

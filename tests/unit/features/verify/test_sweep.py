@@ -92,20 +92,15 @@ def test_finished_runs_are_listed_and_shown_on_one_page(cli):
     assert page.count("optimizer.lr") == 1
 
 
-def test_a_run_that_is_not_finished_is_named_and_counts(cli):
-    where = finished(*LOSSES[:2])
-    where.cell("lr-0.02").ledger.unlink()
+def test_a_run_that_is_not_finished_or_has_the_ledger_of_another_is_named_and_counts():
+    where = finished(*LOSSES[:3])
+    where.cell("lr-0.02").ledger.replace(where.cell("lr-0.03").ledger)
     swept = sweep.results(where.path)
     assert (swept.verdict, swept.exit_status) == ("incomplete", 2)
-    assert swept.line == "incomplete: 1 of 2 runs reached their last step"
-    assert [(row.label, row.state) for row in swept.rows] == [("lr=0.01", "completed"), ("lr=0.02", "not run")]
+    assert swept.line == "incomplete: 1 of 3 runs reached their last step"
+    states = [("lr=0.01", "completed"), ("lr=0.02", "not run"), ("lr=0.03", "failed")]
+    assert [(row.label, row.state) for row in swept.rows] == states
     assert where.read_result().exit_status == 2
-
-
-def test_a_ledger_of_another_run_does_not_count():
-    where = finished(*LOSSES[:2])
-    where.cell("lr-0.01").ledger.replace(where.cell("lr-0.02").ledger)
-    assert [row.state for row in sweep.results(where.path).rows] == ["not run", "failed"]
 
 
 def test_without_a_step_there_is_no_page():

@@ -150,12 +150,6 @@ def test_each_cell_is_a_run_of_its_own_and_nothing_is_written_yet(here):
     assert sorted(here.rglob("*")) == before
 
 
-def test_the_matrix_is_read_back_as_it_was_written(here):
-    result = planned_matrix("tp=1,2", "sp=false", "numerics=tree")
-    result.directory.write_matrix(result.matrix)
-    assert MatrixDir(result.directory.path).read_matrix() == result.matrix
-
-
 def test_an_impossible_combination_is_omitted_and_named(here):
     result = planned_matrix("tp=1,2", "sp=true,false", "iters=3")
     assert [cell.label for cell in result.matrix.cells] == ["tp=1 sp=false", "tp=2 sp=true", "tp=2 sp=false"]
