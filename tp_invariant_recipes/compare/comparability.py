@@ -21,11 +21,11 @@ def across_machines(a: Header, b: Header, different: bool) -> str | None:
     different: whether a compared bit differs.
     """
     recorded = all(CAPABILITY in header.device for header in (a, b))
-    left, right = (_architecture(header, FIELDS if recorded else FIELDS[:-1]) for header in (a, b))
+    in_a, in_b = (_architecture(header, FIELDS if recorded else FIELDS[:-1]) for header in (a, b))
     modes = {str(header.numerics.get("mode")) for header in (a, b)}
-    if left == right:
+    if in_a == in_b:
         return None
-    machines = f"The runs were made on different architectures ({left}; {right})"
+    machines = f"The runs were made on different architectures ({in_a}; {in_b})"
     if not all(map(all_machines, (a, b))):
         named = " and ".join(f"numerics={name}" for name in sorted(modes))
         remark = "this difference is no defect" if different else "these bits are equal all the same"
@@ -65,15 +65,15 @@ def other_products(a: Header, b: Header, step: int | None) -> str | None:
 
     step: of the first difference; None: no compared bit differs. A difference before the definitions part is one.
     """
-    left, right = products(a), products(b)
-    if not left or not right or left == right:
+    in_a, in_b = products(a), products(b)
+    if not in_a or not in_b or in_a == in_b:
         return None
-    parted = min(start for start, _ in {*left} ^ {*right})
+    parted = min(start for start, _ in {*in_a} ^ {*in_b})
     if step is not None and step < parted:
         return None
     remark = "these bits are equal all the same" if step is None else "this difference is no defect"
     since = "" if parted == 1 else f" from step {parted} on"
-    both = f"{spans_in_words(left)}; {spans_in_words(right)}"
+    both = f"{spans_in_words(in_a)}; {spans_in_words(in_b)}"
     return f"Products have other definitions{since} ({both}): equal bits are not promised, and {remark}."
 
 

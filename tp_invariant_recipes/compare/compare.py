@@ -150,9 +150,9 @@ def compare_all(
     # Readers check that steps count from 1 without gaps, so the common steps are a common prefix.
     read = [a, *(others[n] for n in comparable)] if comparable else []
     total = max((len(ledger.steps) for ledger in read), default=0)
-    for step, (left, *rights) in enumerate(abreast(read), start=1):
-        for n, right in zip(comparable, rights, strict=True):
-            tallies[n].add(left, right)
+    for step, (first, *records) in enumerate(abreast(read), start=1):
+        for n, other in zip(comparable, records, strict=True):
+            tallies[n].add(first, other)
         if progress and step % PROGRESS_EVERY == 0:
             progress(step, total)
     return tuple(itertools.starmap(partial(_comparison, a), zip(others, refused, tallies, strict=True)))
@@ -198,14 +198,14 @@ def _model_differences(a: Header, b: Header) -> tuple[ValueDifference, ...]:
     """Return the parameters that differ; none where a run lists none, because it made no digests."""
     if not a.parameters or not b.parameters:
         return ()
-    left, right = ({p.name: _described(p) for p in header.parameters} for header in (a, b))
+    in_a, in_b = ({p.name: _described(p) for p in header.parameters} for header in (a, b))
     differences = []
-    for name in in_order(left | right):
-        if name not in left or name not in right:
-            whole = (", ".join(run[name]) if name in run else None for run in (left, right))
+    for name in in_order(in_a | in_b):
+        if name not in in_a or name not in in_b:
+            whole = (", ".join(run[name]) if name in run else None for run in (in_a, in_b))
             differences.append(ValueDifference(MODEL, MODEL, name, *whole))
         else:
-            pairs = zip(left[name], right[name], strict=True)
+            pairs = zip(in_a[name], in_b[name], strict=True)
             differences += [
                 ValueDifference(MODEL, MODEL, name, value, other) for value, other in pairs if value != other
             ]
@@ -213,9 +213,9 @@ def _model_differences(a: Header, b: Header) -> tuple[ValueDifference, ...]:
 
 
 def _initial_differences(a: Header, b: Header) -> tuple[ValueDifference, ...]:
-    left, right = a.initial or {}, b.initial or {}
-    common = in_order(left.keys() & right.keys())
-    return tuple(ValueDifference(INITIAL, INITIAL, n, left[n], right[n]) for n in common if left[n] != right[n])
+    in_a, in_b = a.initial or {}, b.initial or {}
+    common = in_order(in_a.keys() & in_b.keys())
+    return tuple(ValueDifference(INITIAL, INITIAL, n, in_a[n], in_b[n]) for n in common if in_a[n] != in_b[n])
 
 
 def _unmatched(a: Ledger, b: Ledger, tally: Tally) -> tuple[Unmatched, ...]:
@@ -223,7 +223,7 @@ def _unmatched(a: Ledger, b: Ledger, tally: Tally) -> tuple[Unmatched, ...]:
     before = []
     if (a.header.initial is None) != (b.header.initial is None) and a.header.parameters and b.header.parameters:
         before = [Unmatched(INITIAL, 0, b if a.header.initial is None else a)]
-    partial = (Unmatched(name, step, a if left else b) for (name, left), step in tally.unmatched.items())
+    partial = (Unmatched(name, step, a if in_a else b) for (name, in_a), step in tally.unmatched.items())
     return (*before, *partial)
 
 

@@ -53,8 +53,8 @@ class Scene:
 
         step: None: the scene's step; 0: before the first step, when only weights and their master weights exist.
         """
-        left, right = self.tensors(kind, self.step if step is None else step)
-        return {name: (digest(left[name]), digest(right[name])) for name in left if name in right}
+        in_a, in_b = self.tensors(kind, self.step if step is None else step)
+        return {name: (digest(in_a[name]), digest(in_b[name])) for name in in_a if name in in_b}
 
     def tensors(self, kind: str, step: int) -> tuple[Mapping[str, Traced | str], Mapping[str, Traced | str]]:
         """Name -> entry of the trace, or digest, of either run; step 0: as for `pairs`."""
@@ -63,8 +63,8 @@ class Scene:
             return tensors(record, kind, self.order), tensors(other, kind, self.order)
         # Master weights are made of the initial weights.
         initial = (run.header.initial or {} for run in (self.a, self.b))
-        left, right = ({f"{kind}/{name}": text for name, text in texts.items()} for texts in initial)
-        return left, right
+        in_a, in_b = ({f"{kind}/{name}": text for name, text in texts.items()} for texts in initial)
+        return in_a, in_b
 
     def matched(self, kind: str, step: int | None = None) -> list[str]:
         """Names of the tensors with equal digests."""

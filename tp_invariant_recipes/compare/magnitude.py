@@ -26,10 +26,10 @@ def magnitude(comparison: Comparison) -> "Distance | None":
 
     if not all(first.step in dumps.steps(run) for run in runs if run):
         return None
-    left, right = (dumps.read_step(run, first.step) for run in runs if run)
-    if not (first.name in left.parts and first.name in right.parts):
+    in_a, in_b = (dumps.read_step(run, first.step) for run in runs if run)
+    if not (first.name in in_a.parts and first.name in in_b.parts):
         return None
-    return dumps.distance(left.read(first.name), right.read(first.name))
+    return dumps.distance(in_a.read(first.name), in_b.read(first.name))
 
 
 def magnitude_line(comparison: Comparison) -> str | None:

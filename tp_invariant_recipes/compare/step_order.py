@@ -105,9 +105,9 @@ def differences(
     for part in SEQUENCE:
         if isinstance(part, Field):
             # Floats are compared as text: a NaN equals itself, and the two zeros differ.
-            left, right = getattr(a, part.name), getattr(b, part.name)
-            if left != right and not _alone(part, a, b):
-                yield ValueDifference(part.phase, FIELD, part.name, left, right)
+            in_a, in_b = getattr(a, part.name), getattr(b, part.name)
+            if in_a != in_b and not _alone(part, a, b):
+                yield ValueDifference(part.phase, FIELD, part.name, in_a, in_b)
         elif a.diverged or b.diverged or _unlike(getattr(a, part.record), getattr(b, part.record)):
             yield from _tensors(part, a, b, parameters, repetition)
 
@@ -119,14 +119,14 @@ def unmatched(a: StepRecord, b: StepRecord) -> Iterator[tuple[str, bool]]:
     """
     yield from ((field.name, getattr(b, field.name) is None) for field in FIELDS if _alone(field, a, b))
     for kind in DIGESTED:
-        left, right = getattr(a, kind), getattr(b, kind)
-        if left is not None and right is not None:
-            if left.keys() != right.keys():
-                yield from ((f"{kind}/{name}", name in left) for name in sorted(left.keys() ^ right.keys()))
-        elif left is not right:
-            lacking = a if left is None else b
+        in_a, in_b = getattr(a, kind), getattr(b, kind)
+        if in_a is not None and in_b is not None:
+            if in_a.keys() != in_b.keys():
+                yield from ((f"{kind}/{name}", name in in_a) for name in sorted(in_a.keys() ^ in_b.keys()))
+        elif in_a is not in_b:
+            lacking = a if in_a is None else b
             if any(all(getattr(lacking, field) is not None for field in kinds) for kinds in BESIDE.get(kind, ())):
-                yield kind, right is None
+                yield kind, in_b is None
 
 
 def untraced(a: StepRecord, b: StepRecord, placed: bool) -> Iterator[tuple[str, bool]]:
@@ -137,12 +137,12 @@ def untraced(a: StepRecord, b: StepRecord, placed: bool) -> Iterator[tuple[str, 
     if a.trace is None or b.trace is None or a.trace == b.trace:
         return
     for direction in ("forward", "backward"):
-        left, right = traced(a.trace, direction), traced(b.trace, direction)
-        for name in left | right:
-            if name not in left or name not in right:
-                yield name, name in left
-            elif placed and (left[name].digest is None) != (right[name].digest is None):
-                yield name, right[name].digest is None
+        in_a, in_b = traced(a.trace, direction), traced(b.trace, direction)
+        for name in in_a | in_b:
+            if name not in in_a or name not in in_b:
+                yield name, name in in_a
+            elif placed and (in_a[name].digest is None) != (in_b[name].digest is None):
+                yield name, in_b[name].digest is None
 
 
 def _alone(field: Field, a: StepRecord, b: StepRecord) -> bool:
@@ -152,10 +152,10 @@ def _alone(field: Field, a: StepRecord, b: StepRecord) -> bool:
 
 def differing(a: StepRecord, b: StepRecord, kind: str, parameters: Sequence[str]) -> list[str]:
     """Return the names of parameters whose tensors of a kind differ, in the order of execution; there may be many."""
-    left, right = getattr(a, kind), getattr(b, kind)
-    if not _unlike(left, right):
+    in_a, in_b = getattr(a, kind), getattr(b, kind)
+    if not _unlike(in_a, in_b):
         return []
-    wrong = {parameter_of(kind, name) for name in left if _unlike(left[name], right.get(name))}
+    wrong = {parameter_of(kind, name) for name in in_a if _unlike(in_a[name], in_b.get(name))}
     order = reversed(parameters) if kind in BACKWARD else parameters
     return [name for name in order if name in wrong]
 
@@ -210,17 +210,17 @@ def _otherwise_unlike(a: Traced | str | None, b: Traced | str | None) -> bool:
 def _tensors(
     part: Tensors, a: StepRecord, b: StepRecord, parameters: Sequence[str], repetition: bool
 ) -> Iterator[ValueDifference]:
-    left, right = (tensors(record, part.kind, parameters) for record in (a, b))
+    in_a, in_b = (tensors(record, part.kind, parameters) for record in (a, b))
     disagreeing = [_diverged(record, part.kind) for record in (a, b)]
     # Ranks compare the replicas of tensors that they digest, and of no others.
     compared = all(getattr(record, part.record) is not None for record in (a, b))
     # No ledger of ours has a diverged parameter that neither run lists, but such a parameter must be reported.
-    for name in dict.fromkeys([*left, *right, *disagreeing[0], *disagreeing[1]]):
+    for name in dict.fromkeys([*in_a, *in_b, *disagreeing[0], *disagreeing[1]]):
         value, other = (ranks.get(name) for ranks in disagreeing)
         if (compared and value != other) if repetition else (value or other):
             yield ValueDifference(part.phase, COPIES if part.kind == COPIES else REPLICAS, name, value, other)
-        value, other = digest(left.get(name)), digest(right.get(name))
-        if _unlike(value, other) or _otherwise_unlike(left.get(name), right.get(name)):
+        value, other = digest(in_a.get(name)), digest(in_b.get(name))
+        if _unlike(value, other) or _otherwise_unlike(in_a.get(name), in_b.get(name)):
             yield ValueDifference(part.phase, part.kind, name, value, other)
 
 

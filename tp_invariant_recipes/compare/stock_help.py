@@ -74,8 +74,8 @@ def _size(comparison: Comparison) -> str | None:
 def _relative_distance(a: str | None, b: str | None) -> float | None:
     if a is None or b is None:
         return None
-    left, right = bits_float(a), bits_float(b)
-    return abs(left - right) / abs(left) if left and math.isfinite(left) and math.isfinite(right) else None
+    in_a, in_b = bits_float(a), bits_float(b)
+    return abs(in_a - in_b) / abs(in_a) if in_a and math.isfinite(in_a) and math.isfinite(in_b) else None
 
 
 def _command(comparison: Comparison) -> str:

@@ -65,7 +65,7 @@ class Tally:
     around:      the records of both runs of that step and the one before it, by step.
     listed:      name of COVERED -> the first LISTED steps at which both runs have it.
     tensors:     kind of digest -> those that were compared at every step at which both runs have the kind.
-    unmatched:   name of what only one run has, and whether that is the left one -> the first such step.
+    unmatched:   name of what only one run has, and whether that is the first -> the first such step.
     digested:    of either run, whether it has a digest at any step, compared or not.
     later:       of either run, the first step at which replicas disagree and the other run has ended; None: none.
     """
@@ -91,24 +91,24 @@ class Tally:
         self._counts = {name: [0, 0, 0] for name in COVERED}
         self._traced: tuple[set[str], ...] = (set(), set(), set(), set())
 
-    def add(self, left: StepRecord | None, right: StepRecord | None) -> None:
+    def add(self, a: StepRecord | None, b: StepRecord | None) -> None:
         """Compare the next step of both runs; None: that run has ended."""
-        for side, record in enumerate((left, right)):
+        for side, record in enumerate((a, b)):
             if record is not None and not self.digested[side]:
                 self.digested[side] = any(getattr(record, kind) is not None for kind in DIGESTED)
-        if left is None or right is None:
-            self._add_alone(left, right)
+        if a is None or b is None:
+            self._add_alone(a, b)
             return
         self.compared += 1
-        self.skipped += left.skipped and right.skipped
+        self.skipped += a.skipped and b.skipped
         if self.first is None:
-            self.around = {step: pair for step, pair in self.around.items() if step == left.step - 1}
-            self.around[left.step] = (left, right)
-        if left is not right or left.diverged:  # otherwise lines of the same bytes
-            self._differences(left, right)
-        self._cover(left, right)
-        self._cover_evaluations(left, right)
-        self._cover_trace(left, right)
+            self.around = {step: pair for step, pair in self.around.items() if step == a.step - 1}
+            self.around[a.step] = (a, b)
+        if a is not b or a.diverged:  # otherwise lines of the same bytes
+            self._differences(a, b)
+        self._cover(a, b)
+        self._cover_evaluations(a, b)
+        self._cover_trace(a, b)
 
     def _add_alone(self, *records: StepRecord | None) -> None:
         """Note a step that one run makes after the other's end."""
@@ -116,22 +116,22 @@ class Tally:
             if record is not None and record.diverged and self.later[side] is None:
                 self.later[side] = record.step
 
-    def _differences(self, left: StepRecord, right: StepRecord) -> None:
-        difference = next(differences(left, right, self.order, repetition=self._repetition), None)
+    def _differences(self, a: StepRecord, b: StepRecord) -> None:
+        difference = next(differences(a, b, self.order, repetition=self._repetition), None)
         if difference is not None:
             self.differing += 1
             if self.first is None:
-                self.first = left.step, difference
+                self.first = a.step, difference
         for kind in DIGESTED:
-            for name in differing(left, right, kind, self.order):
-                _extend(self._parameters.setdefault((name, kind), []), left.step)
-        alone = [*unmatched(left, right), *(untraced(left, right, self._places) if self._modules else ())]
+            for name in differing(a, b, kind, self.order):
+                _extend(self._parameters.setdefault((name, kind), []), a.step)
+        alone = [*unmatched(a, b), *(untraced(a, b, self._places) if self._modules else ())]
         for unmatched_name in alone:
-            self.unmatched.setdefault(unmatched_name, left.step)
+            self.unmatched.setdefault(unmatched_name, a.step)
 
-    def _cover(self, left: StepRecord, right: StepRecord) -> None:
+    def _cover(self, a: StepRecord, b: StepRecord) -> None:
         for name in RECORDS:
-            there = getattr(left, name), getattr(right, name)
+            there = getattr(a, name), getattr(b, name)
             here, other = (value is not None for value in there)
             if here and other:
                 self._counts[name][0] += 1
@@ -140,24 +140,24 @@ class Tally:
                     if not known == there[0].keys() == there[1].keys():
                         known &= there[0].keys() & there[1].keys()
                 if len(self.listed[name]) < LISTED:
-                    self.listed[name].append(left.step)
+                    self.listed[name].append(a.step)
             elif here or other:
                 self._counts[name][1 if here else 2] += 1
 
-    def _cover_evaluations(self, left: StepRecord, right: StepRecord) -> None:
-        for data in EVALUATED if left.evaluations or right.evaluations else ():
-            first, second = (tensors(record, data, ()).keys() for record in (left, right))
+    def _cover_evaluations(self, a: StepRecord, b: StepRecord) -> None:
+        for data in EVALUATED if a.evaluations or b.evaluations else ():
+            first, second = (tensors(record, data, ()).keys() for record in (a, b))
             for n, names in enumerate((first & second, first - second, second - first)):
                 self._counts[data][n] += bool(names)
             if first & second and len(self.listed[data]) < LISTED:
-                self.listed[data].append(left.step)
+                self.listed[data].append(a.step)
 
-    def _cover_trace(self, left: StepRecord, right: StepRecord) -> None:
-        if left.trace is None or right.trace is None:
+    def _cover_trace(self, a: StepRecord, b: StepRecord) -> None:
+        if a.trace is None or b.trace is None:
             return
         compared, only_a, only_b, undigested = self._traced
         for direction in ("forward", "backward"):
-            entries, other = traced(left.trace, direction), traced(right.trace, direction)
+            entries, other = traced(a.trace, direction), traced(b.trace, direction)
             only_a |= entries.keys() - other.keys()
             only_b |= other.keys() - entries.keys()
             for name in entries.keys() & other.keys():

@@ -230,8 +230,8 @@ def parameters_alike(comparison: Comparison) -> bool:
 
 
 def _listed_by_both(comparison: Comparison) -> set[str]:
-    left, right = ({p.name for p in ledger.header.parameters} for ledger in (comparison.a, comparison.b))
-    return left & right
+    in_a, in_b = ({p.name for p in ledger.header.parameters} for ledger in (comparison.a, comparison.b))
+    return in_a & in_b
 
 
 def header_rows(comparison: Comparison) -> tuple[tuple[str, str, str], ...]:

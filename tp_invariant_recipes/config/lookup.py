@@ -44,9 +44,9 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Changed]:
     keys = dict.fromkeys((*flats[0], *flats[1]))
     pairs = ((key, *(values.get(key, NOT_SET) for values in flats)) for key in keys)
     return [
-        Changed(key, left, right, not any(key == prefix or prefix.startswith(f"{key}.") for prefix in kept))
-        for key, left, right in pairs
-        if (left, type(left)) != (right, type(right))
+        Changed(key, in_a, in_b, not any(key == prefix or prefix.startswith(f"{key}.") for prefix in kept))
+        for key, in_a, in_b in pairs
+        if (in_a, type(in_a)) != (in_b, type(in_b))
     ]
 
 

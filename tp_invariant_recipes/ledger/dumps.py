@@ -203,21 +203,21 @@ def distance(a: Dumped, b: Dumped) -> Distance:
     """Return the distance between two tensors. LedgerError: their dtypes or shapes differ."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         raise LedgerError(f"no distance between {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}")
-    left, right = a.bits.reshape(-1), b.bits.reshape(-1)
-    where = np.flatnonzero(left != right)
+    in_a, in_b = a.bits.reshape(-1), b.bits.reshape(-1)
+    where = np.flatnonzero(in_a != in_b)
     if not len(where):
-        return Distance(left.size, 0, None, None, 0, None)
+        return Distance(in_a.size, 0, None, None, 0, None)
     first = tuple(int(i) for i in np.unravel_index(where[0], a.shape))
-    left, right = left[where], right[where]
-    number = ~(_is_nan(left, a.dtype) | _is_nan(right, a.dtype))
+    in_a, in_b = in_a[where], in_b[where]
+    number = ~(_is_nan(in_a, a.dtype) | _is_nan(in_b, a.dtype))
     nans = int(len(where) - number.sum())
-    left, right = left[number], right[number]
-    if a.dtype not in _FRACTIONS or not len(left):
+    in_a, in_b = in_a[number], in_b[number]
+    if a.dtype not in _FRACTIONS or not len(in_a):
         return Distance(a.bits.size, len(where), None, None, nans, first)
-    ranks = _rank(left), _rank(right)
+    ranks = _rank(in_a), _rank(in_b)
     ulp = int((np.maximum(*ranks) - np.minimum(*ranks)).max())
     with np.errstate(over="ignore"):
-        largest = float(np.abs(_values(left, a.dtype) - _values(right, a.dtype)).max())
+        largest = float(np.abs(_values(in_a, a.dtype) - _values(in_b, a.dtype)).max())
     return Distance(a.bits.size, len(where), ulp, largest, nans, first)
 
 

@@ -246,7 +246,7 @@ def informative_differences(a: Header, b: Header) -> tuple[HeaderDifference, ...
 def _differences(a: dict, b: dict, prefix: str) -> tuple[HeaderDifference, ...]:
     # Compare text, as the hash does: in Python 1, 1.0 and True are equal.
     pairs = ((key, *(canonical(part[key]) if key in part else None for part in (a, b))) for key in sorted(a | b))
-    return tuple(HeaderDifference(prefix + key, left, right) for key, left, right in pairs if left != right)
+    return tuple(HeaderDifference(prefix + key, in_a, in_b) for key, in_a, in_b in pairs if in_a != in_b)
 
 
 def _check_identity(identity: Mapping[str, Any]) -> None:

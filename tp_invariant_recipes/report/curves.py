@@ -62,6 +62,6 @@ def distances(a: Ledger, b: Ledger, field: str) -> list[tuple[int, float | None]
         for record, other in zip(a.steps, b.steps, strict=False)
     )
     return [
-        (step, 0 if left == right else None if left is None or right is None else ulp_distance(left, right))
-        for step, left, right in pairs
+        (step, 0 if in_a == in_b else None if in_a is None or in_b is None else ulp_distance(in_a, in_b))
+        for step, in_a, in_b in pairs
     ]

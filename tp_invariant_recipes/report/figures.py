@@ -209,12 +209,12 @@ def axes_grid(
     height: float,
     rows: int = 1,
     columns: int = 1,
-    left: float = 0.85,
+    margin: float = 0.85,
     top: float = 0.32,
     **more: Any,
 ) -> GridSpec:
     """Return a grid of axes with margins in inches: matplotlib's constrained layout rounds irreproducibly."""
-    place = {"left": left / WIDTH, "right": 1 - 0.15 / WIDTH, "top": 1 - top / height, "bottom": 0.55 / height}
+    place = {"left": margin / WIDTH, "right": 1 - 0.15 / WIDTH, "top": 1 - top / height, "bottom": 0.55 / height}
     return figure.add_gridspec(rows, columns, **place, **more)
 
 
@@ -303,8 +303,8 @@ def parameters(report: Report, n: int, heatmap: Map) -> Drawing:
     labels = [_short(row.label, _LABEL) for row in heatmap.rows]
 
     def draw(figure: FigureBase) -> None:
-        left = 0.3 + max(TextPath((0, 0), label, size=_SMALL).get_extents().width for label in labels) / 72
-        axes = figure.add_subplot(axes_grid(figure, height, left=left, top=top)[0])
+        margin = 0.3 + max(TextPath((0, 0), label, size=_SMALL).get_extents().width for label in labels) / 72
+        axes = figure.add_subplot(axes_grid(figure, height, margin=margin, top=top)[0])
         _cells(axes, heatmap)
         axes.set_yticks(range(len(labels)), labels, fontsize=_SMALL)
         axes.set_title(f"{_WORDS[heatmap.kind]}: {_short(run.label, 40)} against {_short(first.label, 40)}")
@@ -368,8 +368,8 @@ def _cells(axes: Axes, heatmap: Map) -> None:
     # Rectangles, unlike an image, follow the page from light to dark. One path per state keeps the page small.
     for cells, colour, _ in itertools.chain(*_classes(heatmap)):
         corners = [
-            [(left - 0.5, top - 0.5), (right - 0.5, top - 0.5), (right - 0.5, bottom - 0.5), (left - 0.5, bottom - 0.5)]
-            for left, top, right, bottom in rectangles(cells)
+            [(x0 - 0.5, y0 - 0.5), (x1 - 0.5, y0 - 0.5), (x1 - 0.5, y1 - 0.5), (x0 - 0.5, y1 - 0.5)]
+            for x0, y0, x1, y1 in rectangles(cells)
         ]
         if corners:
             outline = Path.make_compound_path(*(Path([*four, four[0]], closed=True) for four in corners))
@@ -394,11 +394,11 @@ def _cells(axes: Axes, heatmap: Map) -> None:
 
 
 def rectangles(marked: np.ndarray) -> list[tuple[int, int, int, int]]:
-    """Cover the true cells of [rows, columns] with rectangles: (left, top, right, bottom), the last two exclusive."""
+    """Cover the true cells of [rows, columns] with rectangles: (x0, y0, x1, y1), the last two exclusive."""
     covered, open_ = [], dict[tuple[int, int], int]()  # columns from, to -> the row where they began
     for row in range(len(marked) + 1):
         edges = np.flatnonzero(np.diff([False, *marked[row], False])) if row < len(marked) else np.empty(0, np.int64)
-        here = {(int(left), int(right)) for left, right in zip(edges[::2], edges[1::2], strict=True)}
+        here = {(int(start), int(end)) for start, end in zip(edges[::2], edges[1::2], strict=True)}
         for ended in [columns for columns in open_ if columns not in here]:
             covered.append((ended[0], open_.pop(ended), ended[1], row))
         open_ |= {columns: row for columns in sorted(here) if columns not in open_}

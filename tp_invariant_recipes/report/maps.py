@@ -191,9 +191,9 @@ class Measured:
 def measure(comparison: Comparison) -> tuple[Measured, ...]:
     """Measure the tensors that both dumped at a compared step. LedgerError: dumps are damaged, or shapes differ."""
     folders = [ledger.run_directory for ledger in (comparison.a, comparison.b)]
-    left, right = (set(dumps.steps(folder)) if folder else set[int]() for folder in folders)
+    in_a, in_b = (set(dumps.steps(folder)) if folder else set[int]() for folder in folders)
     tensors = []
-    for step in sorted(left & right):
+    for step in sorted(in_a & in_b):
         if step > comparison.steps_compared:
             break
         a, b = (dumps.read_step(folder, step) for folder in folders if folder)

@@ -56,10 +56,10 @@ def test_steps_are_read_once_in_order_and_not_kept(monkeypatch, tmp_path, decode
     ]
     seen, kept = [], []
 
-    def noted(self: tally.Tally, left: StepRecord, right: StepRecord) -> None:
-        seen.append((left.step, right.step))
+    def noted(self: tally.Tally, a: StepRecord, b: StepRecord) -> None:
+        seen.append((a.step, b.step))
         kept.append(in_memory(decoded))
-        add(self, left, right)
+        add(self, a, b)
 
     add = tally.Tally.add
     monkeypatch.setattr(tally.Tally, "add", noted)

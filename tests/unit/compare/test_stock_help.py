@@ -44,10 +44,10 @@ def test_weights_that_are_drawn_are_named_with_their_key():
 
 
 def test_nothing_is_reported_of_other_numerics_one_layout_or_equal_runs():
-    for left, right in (
+    for a, b in (
         (run("a", 1, 6.0, mode="tree"), run("b", 2, 6.1, mode="tree")),
         (run("a", 2, 6.0), run("b", 2, 6.1)),
         (run("a", 1, 6.0), run("b", 2, 6.0)),
     ):
-        assert stock_help(compare(left, right)) == ()
+        assert stock_help(compare(a, b)) == ()
     assert weights_drawn(compare(run("a", 1, 6.0, mode="tree"), run("b", 2, 6.1, mode="tree"))) is None

@@ -65,8 +65,8 @@ def test_parts_add_up_to_the_whole(rows, columns, cuts, dtype, seed):
         sorted({0, size, *(cut for cut in key if cut < size)}) for size, key in zip((rows, columns), cuts, strict=True)
     ]
     pieces = [
-        TensorPart(values[top:bottom, left:right], top, left)
-        for (top, bottom), (left, right) in itertools.product(*(itertools.pairwise(edges) for edges in at))
+        TensorPart(values[top:bottom, start:end], top, start)
+        for (top, bottom), (start, end) in itertools.product(*(itertools.pairwise(edges) for edges in at))
     ]
     assert lanes(pieces).sum(0).tolist() == lanes_of_all(values)
 

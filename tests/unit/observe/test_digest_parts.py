@@ -28,9 +28,9 @@ def cut_tables(draw):
     step = draw(st.sampled_from([n for n in (1, 2, 3) if rows % n == 0]))
     cuts = sorted({0, columns, draw(st.integers(0, columns))})
     return (rows, columns), [
-        TablePlace(first, step, rows // step, left, right - left)
+        TablePlace(first, step, rows // step, start, end - start)
         for first in range(step)
-        for left, right in itertools.pairwise(cuts)
+        for start, end in itertools.pairwise(cuts)
     ]
 
 
@@ -58,8 +58,12 @@ def test_a_number_and_a_row_are_tables(shape, place):
 
 def test_both_sums_must_be_those_of_the_whole():
     """Either alone is equal for other parts once in 2^61 times."""
-    right, other = extent(TablePlace(0, 1, 1, 0, 6), 6), extent(TablePlace(0, 1, 1, 1, 6), 6)
-    assert [is_whole(sums, 6) for sums in (right, right[:2] + other[2:], other[:2] + right[2:])] == [True, False, False]
+    sums, others = extent(TablePlace(0, 1, 1, 0, 6), 6), extent(TablePlace(0, 1, 1, 1, 6), 6)
+    assert [is_whole(tried, 6) for tried in (sums, sums[:2] + others[2:], others[:2] + sums[2:])] == [
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("count", (2, 3, 4, 5, 64))

@@ -45,17 +45,15 @@ def identifiers(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
 def vague(tree: ast.AST) -> list[str]:
     """Identifiers that are or contain a word of the list, and names that were replaced.
 
-    `left` and `right` in one module are the sides of a comparison. A field `of_` has the key `of` of a file; `of`
-    within a name is a preposition (`layout_of`). The name of a test is a sentence, which may count.
+    A field `of_` has the key `of` of a file; `of` within a name is a preposition (`layout_of`). The name of a test is a
+    sentence, which may count.
     """
-    bound = list(identifiers(tree))
-    sides = {"left", "right"} if {name for _, name in bound} >= {"left", "right"} else set()
     lines = []
-    for node, name in bound:
+    for node, name in identifiers(tree):
         words = {part.lower() for part in PART.findall(name)}
         if len(words) > 1:
             words -= {"of", "one"} if name.startswith("test_") or name in NUMBERS else {"of"}
-        if (words & (WORDS - sides) and name != "of_") or name.lstrip("_") in REPLACED:
+        if (words & WORDS and name != "of_") or name.lstrip("_") in REPLACED:
             lines.append(f"{node.lineno}: {name}")
     return lines
 
@@ -96,6 +94,7 @@ def missing(tree: ast.AST, classes: dict[str, ast.ClassDef]) -> list[str]:
         "OURS = ()",
         "for one in range(3): pass",
         "[left for left, _ in pairs]",
+        "for name, right in pairs: pass",
         "def f(*, theirs): ...",
         "def of(config): ...",
         "for name, of in pairs: pass",
@@ -123,9 +122,9 @@ def test_a_word_of_the_list_is_seen_wherever_it_is_bound(planted):
     assert len(vague(ast.parse(planted))) == 1
 
 
-def test_uses_strings_sides_and_numbers_are_no_such_identifiers():
+def test_uses_strings_and_numbers_are_no_such_identifiers():
     assert vague(ast.parse("x = one.found('said')\noffset, of_, layout_of = 1, 2, 3\nf(right=x)")) == []
-    assert vague(ast.parse("left, right = pair\nleft_row = ONE_FP32 = 1")) == []
+    assert vague(ast.parse("in_a, in_b = pair\nONE_FP32 = 1")) == []
     assert vague(ast.parse("def test_one_rank(): ...\nbone, someone, bright = 1, 2, 3")) == []
 
 

@@ -216,6 +216,6 @@ def test_distances_differ_in_brightness_alone_and_their_text_is_readable(screen)
 @given(arrays.arrays(np.bool_, st.tuples(st.integers(1, 9), st.integers(1, 9))))
 def test_rectangles_cover_every_cell_once(marked):
     covered = np.zeros(marked.shape, dtype=int)
-    for left, top, right, bottom in rectangles(marked):
-        covered[top:bottom, left:right] += 1
+    for x0, y0, x1, y1 in rectangles(marked):
+        covered[y0:y1, x0:x1] += 1
     assert (covered == marked).all()

@@ -136,9 +136,9 @@ def test_the_numbers_are_normal():
     assert abs(x.var() - 1) < 4 * math.sqrt(2 / n)
     assert abs((x**3).mean()) < 4 * math.sqrt(15 / n)
     assert abs((x**4).mean() - 3) < 4 * math.sqrt(96 / n)
-    for left, right in ((x[:, 1:], x[:, :-1]), (x[1:], x[:-1]), (x[:, 2:], x[:, :-2]), (x[:, ::2], x[:, 1::2])):
-        assert abs((left * right).mean()) < 4 / math.sqrt(left.numel())
-        assert abs((left**2 * right**2).mean() - 1) < 4 * math.sqrt(8 / left.numel())
+    for a, b in ((x[:, 1:], x[:, :-1]), (x[1:], x[:-1]), (x[:, 2:], x[:, :-2]), (x[:, ::2], x[:, 1::2])):
+        assert abs((a * b).mean()) < 4 / math.sqrt(a.numel())
+        assert abs((a**2 * b**2).mean() - 1) < 4 * math.sqrt(8 / a.numel())
     # Kolmogorov-Smirnov, the 1 % limit
     probability = torch.special.ndtr(x.flatten().sort()[0])
     steps = torch.arange(n + 1, dtype=torch.float64) / n

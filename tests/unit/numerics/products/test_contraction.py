@@ -52,8 +52,8 @@ def folded_nodes(nodes):
 
 
 def exact_batch(a, b, out, add):
-    for left, right, term in zip(a, b, out, strict=True):
-        fixed_tile_product(left, right, term, add=add)
+    for first, other, term in zip(a, b, out, strict=True):
+        fixed_tile_product(first, other, term, add=add)
 
 
 @pytest.fixture

@@ -113,7 +113,7 @@ def test_nodes_of_a_tree_are_sums_of_neighbours(nodes, shards):
         defined.compute(a[:, second], b[second], term, True)
         terms.append(term)
     while len(terms) > nodes:
-        terms = [left + right for left, right in zip(terms[::2], terms[1::2], strict=True)]
+        terms = [first + second for first, second in zip(terms[::2], terms[1::2], strict=True)]
     sample = Sample(DEFINED, a, b, None, torch.stack(terms), shards, segments, Where(0, 0, False))
     assert judge.difference(sample.out, judge.expected(sample)) is None
     if nodes > 1:  # the control: other neighbours
