@@ -11,6 +11,7 @@ from tp_invariant_recipes.launch import ranks
 from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, RankFn, Stop
 from tp_invariant_recipes.launch.stacks import size_of
 from tp_invariant_recipes.runs import lock
+from tp_invariant_recipes.settings import low_precision
 from tp_invariant_recipes.start import bridge
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ def run(
 
     os.environ.update(plan.environment)
     bridge.load()  # where a recipe was composed from the cache, nothing has imported it
+    if plan.device == "cpu" and (arithmetic := plan.config.numerics.arithmetic) is not None:
+        arithmetic.require_machine(None, fp8=low_precision.adds_fp8(plan.config))  # forked ranks know the answer
     stores = [store() for _ in range(process_groups)]
     ports = tuple(store.port for store in stores)
     prepare_environment("lo")
