@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from tests.warm import begin, shared_trials
+
 
 @dataclass
 class Process:
@@ -75,6 +77,8 @@ class Tpi:
         out, err = (self.folder / f".{self.count}.{name}" for name in ("out", "err"))
         sys.stdout.flush()
         sys.stderr.flush()
+        for trials in shared_trials():
+            trials.refresh()
         pid = os.fork()
         if pid == 0:
             _become(self.folder, [str(a) for a in arguments], out, err, before)
@@ -94,6 +98,7 @@ def _become(folder: Path, arguments: list[str], out: Path, err: Path, before: Ca
         end_with_parent()  # a test that fails may leave one that waits for ever
         os.chdir(folder)
         os.environ |= {"XDG_CACHE_HOME": str(folder / ".cache"), "XDG_STATE_HOME": str(folder / ".state")}
+        begin(planted=before is not None)
         if before:
             before()
         main()

@@ -8,6 +8,7 @@ import pytest
 
 from tests.distributed.scenario import Scenario
 from tests.forks import Tpi, freeze
+from tests.warm import load_portable
 from tp_invariant_recipes.settings import environment
 from tp_invariant_recipes.start import bridge
 
@@ -63,10 +64,12 @@ def portable_loops(bridge: None, tmp_path_factory: pytest.TempPathFactory) -> No
     """The loops of numerics=portable as one rank compiles them, which takes it 30 s in a new checkout.
 
     numba keeps them beside their source. Without this every rank of the first runs would compile all of them, and so
-    would those of another worker.
+    would those of another worker. Forks inherit them loaded.
     """
     tpi = Tpi(tmp_path_factory.mktemp("portable"))
     with (tmp_path_factory.getbasetemp().parent / "portable-loops").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         done = tpi("train", "qwen3_toy", "numerics=portable", "seq=64", "gbs=1", "iters=1", "model.num_layers=1")
     assert done.status == 0, done.stderr
+    load_portable()
+    freeze()
