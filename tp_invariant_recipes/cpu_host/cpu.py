@@ -113,6 +113,12 @@ def _splits_as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = 
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+def _fill_storage(emptied: torch.Tensor, recomputed: torch.Tensor) -> None:
+    """Give the storage of an emptied tensor, whatever views it has, the bytes of another one of its size."""
+    values = recomputed.untyped_storage()
+    emptied.untyped_storage().resize_(values.nbytes()).copy_(values)
+
+
 def _from(path: str) -> Callable[[Any], Any]:
     """Return what MODULE:NAME names, looked up when it is installed."""
     return lambda original: resolve_name(path)
@@ -169,6 +175,11 @@ MEGATRON = (
         _BACKWARD,
     ),
     Replacement("megatron.core.tensor_parallel.random:CheckpointWithoutOutput._recompute", _within_modes, _BACKWARD),
+    Replacement(
+        "megatron.core.tensor_parallel.random:_get_share_storage",
+        _always(_fill_storage),
+        "Megatron saves a copy by a C++ extension, which a CPU would compile for a minute in the first backward pass",
+    ),
     *torch_norm.REPLACEMENTS,
     Replacement(
         "megatron.core.transformer.transformer_block:LayerNormImpl",
