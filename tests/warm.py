@@ -27,12 +27,16 @@ def _enabled_for(self: logging.Logger, level: int) -> bool:
 
 def warm() -> None:
     """After Bridge's import."""
+    import typer
+
+    from tp_invariant_recipes.cli.main import app
     from tp_invariant_recipes.ledger.run_files import Attempted, RunFile
     from tp_invariant_recipes.numerics.megatron import init
     from tp_invariant_recipes.reading import _adapter
     from tp_invariant_recipes.runs.index_cache import IndexManifest
     from tp_invariant_recipes.runs.lock import Holder
 
+    typer.main.get_command(app)
     init.rule_of("")  # compiles the patterns of all rules
     for kind in (Attempted, Holder, IndexManifest, RunFile):
         _adapter(kind)
