@@ -229,20 +229,6 @@ def test_a_sweep_is_an_array_whose_last_job_lists_the_runs(tpi, cluster, submit)
     assert result["text"] in log
 
 
-@pytest.mark.release  # in `make test`: tests/distributed/runs/test_nodes.py: gives up after its tries
-def test_a_job_that_keeps_failing_gives_up_and_says_why(tpi, cluster, submit) -> None:
-    run = tpi.folder / "run"
-    arguments = ("qwen3_toy", "seq=32", "model.num_layers=1", "iters=20", "run.dir=run", "slurm.tries=2")
-    job = submit(*arguments, "cluster.environment.GLOO_SOCKET_IFNAME=absent0")
-    cluster.until(lambda: cluster.job(job)["Restarts"] == "1", within=400)
-    cluster.release(job)
-    waited = tpi("wait", job, status=2)
-    assert "(try 2 of 2 from step 0; no more)" in waited.stdout + waited.stderr
-    assert "absent0" in waited.stdout + waited.stderr
-    assert [a["outcome"] for a in attempts(run)] == ["failed", "failed"]
-    cluster.until(lambda: cluster.state(job) == "FAILED")
-
-
 @pytest.mark.release  # in `make test`: tests/unit/multinode/test_rendezvous.py
 def test_nodes_that_share_no_files_send_their_files_to_the_first(tpi, cluster, submit, shared) -> None:
     private = cluster.folder / "private" / "run"
@@ -273,19 +259,9 @@ def test_a_run_inside_an_allocation(tpi, cluster, tmp_path: Path, python_on_node
 
 
 def test_what_slurm_would_refuse_is_reported_before_anything_is_written(tpi, cluster, site) -> None:
-    refused = tpi(
-        "submit", *RUN, "dp=8", "gbs=8", "numerics=stock", "slurm.partition=gpu", "slurm.time=soon", "run.dir=run", site
-    )
-    assert refused.status == 2
-    assert "slurm.partition=gpu: there is no gpu" in refused.stderr
-    assert "cpu (default), short" in refused.stderr
-    assert "slurm.time" in refused.stderr
-    refused = tpi(
-        "submit", *RUN, "dp=8", "gbs=8", "numerics=stock", "slurm.partition=short", "slurm.time=2", "run.dir=run", site
-    )
-    assert refused.status == 2
-    assert "partition short allows 0:01:00" in refused.stderr
-    assert "8 nodes with 2 cpu ranks each are needed, and partition short has 3" in refused.stderr
+    refused = tpi("submit", *RUN, "slurm.partition=gpu", "slurm.time=soon", "run.dir=run", site, status=2)
+    for words in ("slurm.partition=gpu: there is no gpu", "cpu (default), short", "slurm.time"):
+        assert words in refused.stderr
     assert not (tpi.folder / "run").exists()
 
 
