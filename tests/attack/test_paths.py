@@ -79,7 +79,7 @@ def paths(run: Path) -> None:
     Path("a.txt").write_text("a text")
 
 
-SAMPLE = ("compare {} run", "report run --out {}", "train qwen3_toy --cluster-file {} --dry-run", "logs {}")
+SAMPLE = ("compare {} run", "train qwen3_toy --cluster-file {} --dry-run", "logs {}")
 
 
 @pytest.mark.parametrize("command", (*SAMPLE, *(release(command) for command in COMMANDS if command not in SAMPLE)))
