@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 
 DENSE = "qwen3_toy seq=32 model.num_layers=1"
+# A run of two ranks with two checkpoints, to be killed, stopped and continued (tests/distributed/runs).
+SAVED = ("qwen3_toy", "model.num_layers=1", "tp=2", "seq=32", "gbs=1", "numerics=stock", "iters=4", "save=2")
 # What is added to a model: whole layers computed again; another optimizer.
 RECOMPUTED = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
 MUON = "optimizer.optimizer=muon optimizer.muon_tp_mode=duplicated"

@@ -1,6 +1,5 @@
 """Tasks of NeMo-Run that the plugin changes: what it makes of a task, and ledgers of its local executor."""
 
-import json
 import os
 import subprocess
 import sys
@@ -9,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.ranks import on_ranks
 from tests.ledgers import steps
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.ledger.certificate import certify
+from tp_invariant_recipes.ledger.open import read
 
 pytestmark = pytest.mark.usefixtures("families")
 
@@ -95,31 +95,6 @@ def test_what_the_plugin_cannot_cover_is_refused(bridge):
             _plugin(**({"ledger": "/l"} | settings)).setup(run.Script("a.py", entrypoint="python"), _local())
 
 
-def _in_the_task(mesh, script, folder):
-    """As `python -m tp_invariant_recipes.nemo SCRIPT tp=N` in a rank of torchrun. returns: the exit status."""
-    from tp_invariant_recipes.nemo import task
-
-    os.environ |= {"RANK": str(mesh.rank), "WORLD_SIZE": str(mesh.size), **task.variables(str(folder), 8)}
-    os.chdir(script.parent)
-    sys.modules.pop("tp_invariant_recipes.invariant", None)  # a test may have imported it, switched off
-    return task.main([str(script), f"tp={mesh.size}"])
-
-
-@pytest.mark.release
-def test_a_task_writes_one_ledger_whatever_its_layout(bridge, script, tmp_path):
-    from tp_invariant_recipes.ledger import certificate
-    from tp_invariant_recipes.ledger.open import read
-
-    for ranks in (1, 2):
-        assert on_ranks(ranks, 8, _in_the_task, script, tmp_path / f"tp{ranks}") == [0] * ranks
-    first, second = (read(tmp_path / f"tp{ranks}") for ranks in (1, 2))
-    assert [step.step for step in first.steps] == [1, 2]
-    assert steps(tmp_path / "tp1") == steps(tmp_path / "tp2")
-    assert first.header.identity == second.header.identity
-    assert (first.header.layout["tp"], second.header.layout["tp"]) == (1, 2)
-    assert certificate.certify(tmp_path / "tp2")
-
-
 # As in docs/nemo-run.md. NeMo-Run reads its environment as it is imported, so it has a process of its own.
 EXPERIMENT = """
     import sys
@@ -153,5 +128,9 @@ def test_the_local_executor_of_nemo_run(script, tmp_path):
         done = subprocess.run(words, env=os.environ | there, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         assert (tmp_path / f"tp{ranks}").exists(), done.stdout + done.stderr
-    assert [json.loads(line)["step"] for line in steps(tmp_path / "tp1")] == [1, 2]
+    first, second = (read(tmp_path / f"tp{ranks}") for ranks in "12")
+    assert [step.step for step in first.steps] == [1, 2]
     assert steps(tmp_path / "tp1") == steps(tmp_path / "tp2")
+    assert first.header.identity == second.header.identity
+    assert (first.header.layout["tp"], second.header.layout["tp"]) == (1, 2)
+    assert certify(tmp_path / "tp2")

@@ -8,17 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.faults import at_step, reached, wait_for_sigterm
+from tests.distributed.small_models import SAVED
 from tests.ledgers import agree, steps
 
-RUN = ("train", "qwen3_toy", "iters=6", "save=2", "seq=32", "gbs=2", "model.num_layers=1", "numerics=stock")
+RUN = ("train", *SAVED)
 CONCURRENT = 10  # commands that resume one run at once
-
-
-@pytest.fixture(scope="module")
-def whole(shared):
-    """The undisturbed run."""
-    shared(*RUN, "run.dir=whole", status=0)
-    return steps(shared.folder / "whole")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -65,7 +59,7 @@ def test_a_second_launcher_is_refused_before_it_writes_anything(whole, tpi):
     assert tpi("compare", "run", "run").status == 0  # readers need no lock
     (tpi.folder / "go").touch()
     assert first.wait() == 0, first.stderr
-    assert steps(run) == whole
+    assert steps(run) == steps(whole)
     assert (run / "write.lock").read_bytes() == b""
 
 
@@ -99,7 +93,7 @@ def _slow_to_check() -> None:
 def test_of_many_concurrent_resumes_one_trains(whole, tpi):
     killed = tpi.start(*RUN, "run.dir=run", before=at_step(4, lambda _: _kill_launcher()))
     assert killed.wait() == -signal.SIGKILL
-    hold = at_step(5, wait_for_the_others)
+    hold = at_step(4, wait_for_the_others)
     everyone = [tpi.start("train", "--resume", "run", before=hold) for _ in range(CONCURRENT)]
     while sum(process.poll() is None for process in everyone) > 1:
         time.sleep(0.05)
@@ -111,7 +105,7 @@ def test_of_many_concurrent_resumes_one_trains(whole, tpi):
     (tpi.folder / "go").touch()
     assert single.wait() == 0, single.stderr
     assert f"run was being trained by pid {killed.pid} on " in single.stderr
-    assert steps(tpi.folder / "run") == whole
+    assert steps(tpi.folder / "run") == steps(whole)
 
 
 def _kill_launcher() -> None:
@@ -119,35 +113,14 @@ def _kill_launcher() -> None:
     signal.pause()
 
 
-def _leave(context) -> None:
-    raise SystemExit(0)
-
-
 def _an_hour_passes(context) -> None:
     context.state.start_time -= 3600
 
 
-# How ranks end early with status 0: the fault, a key, and what is said.
-EARLY = {
-    "a rank leaves": (_leave, "train.exit_signal_handler=true", "rank 0 failed: SystemExit: 0"),
-    "its time is over": (
-        _an_hour_passes,
-        "train.exit_duration_in_mins=1",
-        "the ranks ended at step 4 of 6, and nothing had failed",
-    ),
-}
-
-
-SHORT = "its time is over"  # stands for all in `make test`
-
-
-@pytest.mark.parametrize(
-    "cause", tuple(pytest.param(item, marks=() if item == SHORT else pytest.mark.release) for item in EARLY)
-)
-def test_a_run_that_ends_early_is_not_completed(tpi, cause):
-    fault, key, message = EARLY[cause]
-    ended = tpi(*RUN, key, "run.dir=run", before=at_step(4, fault), status=2)
-    assert message in ended.stderr
+def test_a_run_that_ends_early_is_not_completed(tpi):
+    limited = (*RUN, "tp=1", "save=0", "train.exit_duration_in_mins=1", "run.dir=run")
+    ended = tpi(*limited, before=at_step(3, _an_hour_passes), status=2)
+    assert "the ranks ended at step 3 of 4, and nothing had failed" in ended.stderr
     assert _outcome(tpi) == "failed"
 
 
@@ -155,13 +128,13 @@ def test_a_run_that_ends_early_is_not_completed(tpi, cause):
 def test_a_signal_that_only_a_rank_gets_does_not_complete_the_run(whole, tpi):
     process = tpi.start(*RUN, "save=0", "run.dir=run", before=at_step(3, _term_oneself))
     assert process.wait() == 2
-    assert "the ranks ended at step 3 of 6, and nothing had failed; Bridge's log says why: " in process.stderr
+    assert "the ranks ended at step 3 of 4, and nothing had failed; Bridge's log says why: " in process.stderr
     assert "completed" not in process.stderr
     assert _outcome(tpi) == "failed"
     for _ in range(2):  # the second finds nothing left to train
         resumed = tpi("train", "--resume", "run", "save=2", status=0)
-        assert "completed at step 6 of 6" in resumed.stderr
-        assert agree(steps(tpi.folder / "run"), whole)
+        assert "completed at step 4 of 4" in resumed.stderr
+        assert agree(steps(tpi.folder / "run"), steps(whole))
 
 
 def _term_oneself(context) -> None:
@@ -174,7 +147,7 @@ def test_a_run_with_an_exit_interval_is_completed_there_with_its_last_step(whole
     """Bridge leaves without a word to callbacks."""
     done = tpi(*RUN, "save=0", "train.exit_interval=3", "run.dir=run", status=0)
     assert "completed at step 3 of 3" in done.stderr
-    assert agree(steps(tpi.folder / "run"), whole[:3])
+    assert agree(steps(tpi.folder / "run"), steps(whole)[:3])
 
 
 def _outcome(tpi) -> str:

@@ -9,23 +9,28 @@ import sys
 import time
 from multiprocessing import resource_tracker
 
-from tests.distributed.faults import at_step, reached, wait_for_sigterm
-from tests.distributed.runs.test_resume import TOY
+from tests.distributed.faults import at_step, wait_for_sigterm
+from tests.distributed.small_models import SAVED
 from tests.ledgers import steps
 from tp_invariant_recipes.runs import checkpoints
 
-RUN = ("train", *TOY, "tp=1", "iters=4", "run.dir=run")
+RUN = ("train", *SAVED, "tp=1", "save=0", "run.dir=run")
 
 
 class _Interrupted(io.FileIO):
-    """A log that two SIGTERMs interrupt: the launcher passes its own on while a line is written."""
+    """A log that signals interrupt while a line is written.
+
+    A terminal that hangs up sends SIGHUP to every process, often twice; the launcher passes SIGTERM on.
+    """
 
     context = None
 
     def write(self, data):
         if self.context is not None:
             context, self.context = self.context, None
-            os.kill(os.getppid(), signal.SIGTERM)
+            for _ in range(2):
+                os.kill(os.getppid(), signal.SIGHUP)
+                os.kill(os.getpid(), signal.SIGHUP)
             os.kill(os.getpid(), signal.SIGTERM)
             wait_for_sigterm(context)
         return super().write(data)
@@ -38,27 +43,13 @@ def _print_and_be_stopped(context):
     print("a line")
 
 
-def _saved_and_stopped(tpi, process, step):
-    assert process.wait() == 0, process.stderr
+def test_a_terminal_that_hangs_up_within_a_print_stops_and_saves(tpi):
+    """Bridge's handler prints, which Python refuses inside another print."""
+    tpi(*RUN, before=at_step(2, _print_and_be_stopped), status=0)
     run = json.loads((tpi.folder / "run" / "run.json").read_text())
     assert run["attempts"][-1]["outcome"] == "stopped"
-    assert [saved.step for saved in checkpoints.finished(tpi.folder / "run" / "checkpoints")] == [step]
-    assert len(steps(tpi.folder / "run")) == step
-
-
-def test_signals_within_a_print_stop_and_save(tpi):
-    """Bridge's handler prints, which Python refuses inside another print."""
-    process = tpi.start(*RUN, before=at_step(2, _print_and_be_stopped))
-    _saved_and_stopped(tpi, process, 2)
-
-
-def test_a_terminal_that_hangs_up_stops_and_saves(tpi):
-    """It sends SIGHUP to every process, often twice."""
-    process = tpi.start(*RUN, before=at_step(2, wait_for_sigterm))
-    process.until(reached(tpi.folder, 2))
-    for number in (signal.SIGHUP, signal.SIGHUP):
-        os.kill(process.pid, number)
-    _saved_and_stopped(tpi, process, 2)
+    assert [saved.step for saved in checkpoints.finished(tpi.folder / "run" / "checkpoints")] == [2]
+    assert len(steps(tpi.folder / "run")) == 2
 
 
 def _die_with_a_semaphore(context):
