@@ -1,13 +1,9 @@
 """Which checkpoints can be trusted: finished, whole, unaltered; and the rest is out of the way."""
 
-import json
 import os
-import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tp_invariant_recipes.errors import CheckpointError
 from tp_invariant_recipes.runs.checkpoints import (
@@ -59,17 +55,10 @@ def test_a_manifest_says_what_was_written(tmp_path):
     assert {name: entry.bytes for name, entry in manifest.files.items()} == {n: len(c) for n, c in FILES.items()}
     assert sorted(p.name for p in path.iterdir() if p.is_file()) == sorted([MANIFEST, "__0_0.distcp", "__1_0.distcp"])
     assert select(tmp_path) == RunCheckpoint(path, 7)
-
-
-def test_a_manifest_rewritten_is_the_same(tmp_path):
-    path = save(tmp_path, 7)
-    before = (path / MANIFEST).read_bytes()
+    text = (path / MANIFEST).read_text()
+    assert text.count("\n") > 5  # people read it
     write_manifest(path, 7, "hash", LAYOUT, "distributed")
-    assert (path / MANIFEST).read_bytes() == before
-
-
-def test_names_are_megatrons(tmp_path):
-    assert iteration_dir(tmp_path, 12).name == "iter_0000012"
+    assert (path / MANIFEST).read_text() == text
 
 
 def test_the_newest_finished_one_is_chosen_or_the_one_asked_for(tmp_path):
@@ -79,17 +68,12 @@ def test_the_newest_finished_one_is_chosen_or_the_one_asked_for(tmp_path):
     (tmp_path / "iter_0000300").write_text("a file")
     (tmp_path / "iter_400").mkdir()
     assert [c.step for c in finished(tmp_path)] == [3, 20, 100]
+    assert paths[20].name == "iter_0000020"  # as Megatron's
     assert select(tmp_path) == RunCheckpoint(paths[100], 100)
     assert select(tmp_path, 20) == RunCheckpoint(paths[20], 20)
     assert select(tmp_path, within=99) == RunCheckpoint(paths[20], 20)
     assert select(tmp_path, within=2) is None
-
-
-def test_where_nothing_was_saved_there_is_none(tmp_path):
     assert select(tmp_path / "nowhere") is None
-    assert select(tmp_path) is None
-    save(tmp_path, 5, manifest=False)
-    assert select(tmp_path) is None
 
 
 def test_a_step_that_was_never_finished_is_refused_with_those_that_were(tmp_path):
@@ -112,6 +96,8 @@ def test_each_damaged_file_is_named(tmp_path):
         "__1_0.distcp has 15 bytes instead of 17",
         "run_config/run.yaml has changed since it was written",
     ]
+    save(tmp_path, 4)
+    assert select(tmp_path, 4).step == 4
 
 
 def test_nodes_read_all_files_between_them_and_each_its_part(tmp_path):
@@ -146,38 +132,6 @@ def test_a_file_that_was_hashed_as_it_was_written_is_not_read_back(tmp_path):
     assert selection_problems(tmp_path) == ["__0_0.distcp has changed since it was written"]
 
 
-def test_only_the_one_to_be_used_has_to_be_whole(tmp_path):
-    save(tmp_path, 5)
-    (save(tmp_path, 10) / "__0_0.distcp").unlink()
-    assert selection_problems(tmp_path) == ["__0_0.distcp is missing"]
-    assert select(tmp_path, 5).step == 5
-
-
-DAMAGE = {
-    "is missing": lambda content, at: None,
-    "bytes instead of": lambda content, at: content[:at],
-    "has changed since": lambda content, at: content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :],
-}
-CONTENTS = st.dictionaries(st.text("abc", min_size=1, max_size=3), st.binary(min_size=1, max_size=64), min_size=1)
-
-
-@settings(max_examples=50)
-@given(files=CONTENTS, data=st.data())
-def test_any_damage_to_any_file_is_located(files, data):
-    damaged = data.draw(st.dictionaries(st.sampled_from(sorted(files)), st.sampled_from(sorted(DAMAGE))))
-    with tempfile.TemporaryDirectory() as folder:
-        path = save(Path(folder), 1, files)
-        for name, kind in damaged.items():
-            content = DAMAGE[kind](files[name], data.draw(st.integers(0, len(files[name]) - 1)))
-            (path / name).unlink() if content is None else (path / name).write_bytes(content)
-        if not damaged:
-            assert select(Path(folder)).step == 1
-            return
-        problems = selection_problems(Path(folder))
-        assert [line.split()[0] for line in problems] == sorted(damaged)
-        assert all(damaged[line.split()[0]] in line for line in problems)
-
-
 @pytest.mark.parametrize(
     "text, says",
     (("", "cannot be read"), ('{"files": {', "cannot be read"), ("[]", "lists no files"), ("{}", "lists no files")),
@@ -207,7 +161,7 @@ def test_what_lies_beyond_the_start_is_set_aside(tmp_path):
     assert [c.step for c in finished(tmp_path)] == [10]
     assert (aside / "iter_0000020" / "__0_0.distcp").read_bytes() == FILES["__0_0.distcp"]
     assert (tmp_path / "latest_checkpointed_iteration.txt").exists()
-    assert set_aside(tmp_path, after=10) == []
+    assert set_aside(tmp_path, after=10) == set_aside(tmp_path / "nowhere", after=0) == []
 
 
 def test_what_is_set_aside_twice_does_not_replace_the_first(tmp_path):
@@ -216,16 +170,3 @@ def test_what_is_set_aside_twice_does_not_replace_the_first(tmp_path):
         set_aside(tmp_path, after=0)
     kept = {path.parent.name: path.read_bytes() for path in (tmp_path / ASIDE).rglob("file")}
     assert kept == {"iter_0000020": b"first", "iter_0000020-2": b"second", "iter_0000020-3": b"third"}
-
-
-def test_there_may_be_nothing_to_set_aside(tmp_path):
-    assert set_aside(tmp_path / "nowhere", after=0) == []
-    save(tmp_path, 10)
-    assert set_aside(tmp_path, after=10) == []
-    assert not (tmp_path / ASIDE).exists()
-
-
-def test_a_manifest_is_json_that_people_can_read(tmp_path):
-    text = (save(tmp_path, 5) / MANIFEST).read_text()
-    assert json.loads(text)["step"] == 5
-    assert text.count("\n") > 5

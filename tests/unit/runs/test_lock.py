@@ -6,10 +6,10 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Iterator
 from importlib import import_module
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,15 +20,7 @@ from tp_invariant_recipes.runs import lock
 from tp_invariant_recipes.runs.lock import LockLost, locked, locked_empty
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from tp_invariant_recipes.runs.lock import locked
-from tp_invariant_recipes.runs.run_dir import RunDir
-with locked(RunDir(Path(sys.argv[1]))):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
+FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture
@@ -43,16 +35,39 @@ def _impatient(monkeypatch):
     monkeypatch.setattr(lock, "POLL", 0.01)
 
 
+def _hold(run: RunDir, parent) -> None:
+    """Take the lock, and tell `parent` when it is held, and why it is lost."""
+    try:
+        with locked(run):
+            parent.send("held")
+            while True:
+                lock.check()
+                time.sleep(0.01)
+    except LockLost as error:
+        parent.send(str(error))
+
+
 @pytest.fixture
-def other(locked_run):
+def messages() -> Iterator[tuple[Connection, Connection]]:
+    """What `other` says comes out of the first."""
+    first, second = FORK.Pipe()
+    with first, second:
+        yield first, second
+
+
+@pytest.fixture
+def other(locked_run, messages):
     """Another process that holds the lock."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, locked_run.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "held\n"
+    process = FORK.Process(target=_hold, args=(locked_run, messages[1]))
+    process.start()
+    assert messages[0].recv() == "held"
     yield process
+    _kill(process)
+
+
+def _kill(process) -> None:
     process.kill()
-    process.communicate()
+    process.join()
 
 
 def write_holder(run: RunDir, **changes) -> dict:
@@ -109,8 +124,7 @@ def test_an_error_in_the_block_releases_it_too(locked_run):
 
 
 def test_the_lock_of_a_killed_process_is_taken_over_with_a_remark(locked_run, other):
-    other.kill()
-    other.wait()
+    _kill(other)
     with locked(locked_run) as held:
         assert f"by pid {other.pid} on " in held.remark
         assert held.remark.endswith("which has ended without a word: taken over")
@@ -141,8 +155,7 @@ def test_a_rank_that_outlives_its_launcher_keeps_the_lock(locked_run, method):
     # The launcher has gone, and has not released anything.
     write_holder(locked_run, started=1)
     assert refusal(locked_run).endswith("; it has ended, but ranks of it still run")
-    rank.kill()
-    rank.join()
+    _kill(rank)
     with locked(locked_run) as held:
         assert held.remark
 
@@ -156,8 +169,7 @@ def test_a_process_that_inherited_nothing_does_not(locked_run):
         assert ready.wait(20)
     with locked(locked_run):
         pass
-    rank.kill()
-    rank.join()
+    _kill(rank)
 
 
 def test_a_lock_that_names_nobody_yet_is_waited_for(locked_run, monkeypatch):
@@ -224,23 +236,20 @@ def test_a_later_try_of_the_same_job_takes_over_at_once(locked_run, monkeypatch)
     assert "(SLURM job 78)" in refusal(locked_run)
 
 
-def test_an_earlier_try_that_still_runs_is_asked_to_leave(locked_run, monkeypatch):
+@pytest.fixture
+def of_a_job(monkeypatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setattr(lock, "HEARTBEAT", 0.05)
+
+
+@pytest.mark.usefixtures("of_a_job")
+def test_an_earlier_try_that_still_runs_is_asked_to_leave(locked_run, other, messages, monkeypatch):
     """SLURM took its node for dead."""
     monkeypatch.setattr(lock, "LEAVING", 30.0)
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
-    code = HOLD.replace(
-        "sys.stdin.read()", "import tp_invariant_recipes.runs.lock as l\n    while True: l.check(); time.sleep(.01)"
-    )
-    code = "import tp_invariant_recipes.runs.lock as l; l.HEARTBEAT = 0.05\n" + code
-    first = subprocess.Popen(
-        [sys.executable, "-c", code, locked_run.path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert first.stdout.readline() == "held\n"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     with locked(locked_run) as held:
-        _, message = first.communicate()
-        assert f"LockLost: {locked_run.path} was taken over by pid {os.getpid()} on " in message
-        assert f"pid {first.pid} on" in held.remark
+        assert messages[0].recv().startswith(f"{locked_run.path} was taken over by pid {os.getpid()} on ")
+        assert f"pid {other.pid} on" in held.remark
         assert json.loads(locked_run.lock.read_text())["pid"] == os.getpid()
 
 
@@ -266,8 +275,7 @@ def no_locks(monkeypatch):
 
 def test_without_locks_of_the_file_system_the_process_decides(locked_run, other, no_locks):
     assert f"by pid {other.pid} on " in refusal(locked_run)
-    other.kill()
-    other.wait()
+    _kill(other)
     with locked(locked_run):
         assert "by pid " in refusal_of_another(locked_run)
 
@@ -340,8 +348,7 @@ def test_commands_that_make_several_runs_take_the_lock_of_their_directory(locked
     with pytest.raises(RunError, match=f"is being trained by pid {other.pid} on "):
         execute(planned, *EXECUTED[module])
     assert [file.name for file in locked_run.path.iterdir()] == ["write.lock"]
-    other.kill()
-    other.wait()
+    _kill(other)
     with pytest.raises(AttributeError):  # it goes on, and misses the rest of its plan
         execute(planned, *EXECUTED[module])
 
