@@ -1,5 +1,6 @@
 """Hugging Face checkpoints of toy models, written by hand: config.json, and tensors of random values."""
 
+import functools
 import json
 import zlib
 from collections.abc import Callable, Mapping
@@ -23,8 +24,13 @@ def tensors(model: Mapping[str, Any], seed: int = 0, dtype: str = "BF16") -> Ten
     """Values of about 0.02, other ones for each name and seed, all of whose bits are random."""
     family = hf_models.family_of(model)
     assert isinstance(family, hf_models.Family), family
+    return dict(_values(tuple(family.tensors(family.sizes(model))), seed, dtype))
+
+
+@functools.lru_cache(8)
+def _values(shapes: tuple[tuple[str, tuple[int, ...]], ...], seed: int, dtype: str) -> Tensors:
     results = {}
-    for name, shape in family.tensors(family.sizes(model)):
+    for name, shape in shapes:
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
         values = rng.normal(1.0 if name.endswith("norm.weight") else 0.0, 0.02, shape).astype(np.float32)
         bits = values.view(np.uint32)
