@@ -10,7 +10,7 @@ from tp_invariant_recipes.sources import hf_family, hf_models, weights
 
 pytestmark = pytest.mark.usefixtures("modelopt")
 
-SHORT = ("seq=64", "gbs=2")
+SHORT = ("seq=32", "gbs=1")
 FROZEN = ("lr=0", "optimizer.min_lr=0", "scheduler.lr_decay_iters=9")  # the step changes no weight
 
 # Class of transformers -> what its configuration has beside sizes.
@@ -63,16 +63,16 @@ def runs(shared):
     made(shared, "hf")
     made(shared, "copy", files=2)
     made(shared, "other", seed=1)
-    train(shared, "tp1", "hf", "iters=2", "save=1", *FROZEN)
-    train(shared, "tp2-pp2", "copy", "iters=2", "save=1", "tp=2", "pp=2", *FROZEN)
+    train(shared, "tp1", "hf", "iters=1", "save=1", *FROZEN)
+    train(shared, "tp2", "copy", "iters=1", "save=1", "tp=2", *FROZEN)
     train(shared, "of-other", "other", "iters=1", *FROZEN)
     shutil.rmtree(shared.folder / "copy")
     return shared.folder
 
 
 def test_every_layout_starts_from_the_same_bits(shared, runs):
-    assert shared.ledger("tp1") == shared.ledger("tp2-pp2")
-    shared("compare", "tp1", "tp2-pp2", status=0)
+    assert shared.ledger("tp1") == shared.ledger("tp2")
+    shared("compare", "tp1", "tp2", status=0)
 
 
 def test_other_weights_compute_other_bits(shared, runs):
@@ -80,9 +80,6 @@ def test_other_weights_compute_other_bits(shared, runs):
     first, other = shared.ledger("tp1")[0], shared.ledger("of-other")[0]
     assert first.loss != other.loss
     assert not {*first.masters.values()} & {*other.masters.values()}
-
-
-def test_runs_of_other_weights_are_not_comparable(shared, runs):
     compared = shared("compare", "tp1", "of-other", status=2)
     assert "weights.digest" in compared.stdout + compared.stderr
 
@@ -142,8 +139,8 @@ def test_an_export_that_fails_leaves_nothing(shared, runs):
 @pytest.mark.release
 def test_a_resume_takes_the_checkpoint_and_not_the_folder(shared, runs):
     assert not (runs / "copy").exists()
-    shared("train", "--resume", "tp2-pp2", "iters=3", status=0)
-    assert [step.step for step in shared.ledger("tp2-pp2")] == [1, 2, 3]
+    shared("train", "--resume", "tp2", "iters=2", status=0)
+    assert [step.step for step in shared.ledger("tp2")] == [1, 2]
 
 
 def test_a_resume_with_other_weights_is_refused(shared, runs):
@@ -201,11 +198,8 @@ def test_the_tensors_are_those_of_transformers(bridge, tmp_path, name):
     assert {tensor: item.shape for tensor, item in result.tensors.items()} == wanted
 
 
-_DISTRIBUTED = "dp=2 optimizer.use_distributed_optimizer=true"
-
-
 @pytest.mark.release
-@pytest.mark.parametrize("layout", ("tp=2", pytest.param(_DISTRIBUTED, marks=pytest.mark.release)))
+@pytest.mark.parametrize("layout", ("tp=2", "dp=2 gbs=2 optimizer.use_distributed_optimizer=true"))
 def test_master_weights_have_the_bits_of_fp32(shared, layout):
     """Weights in fp32, a run in bf16: its master weights are those of the folder, its weights are rounded."""
     name = layout.partition(" ")[0]
@@ -253,52 +247,3 @@ def layer(name):
     from megatron.core import tensor_parallel
 
     return getattr(tensor_parallel, name)
-
-
-# Model, overrides of all its runs, layouts.
-_EXPERTS = "model.num_layers=2 model.hidden_size=128 model.num_attention_heads=8 model.num_query_groups=8 "
-_EXPERTS += "model.kv_channels=16 model.moe_ffn_hidden_size=256 model.ffn_hidden_size=256 model.vocab_size=512"
-ROWS = {
-    ("llama32_toy", ""): ("tp=1", "tp=2", "dp=2"),
-    ("qwen25_toy", ""): ("tp=1", "tp=4"),
-    ("qwen3_toy", "model.share_embeddings_and_output_weights=false"): ("tp=1", "pp=2", "tp=2 pp=2"),
-    ("qwen3_toy", "precision=fp32"): ("tp=1", "tp=2"),
-    ("qwen3_toy", "precision=mxfp8"): ("tp=1", "tp=2"),
-    ("qwen3_moe_toy", f"{_EXPERTS} numerics.expert_groups=2"): ("tp=1", "ep=2 dp=2 tp=2", "tp=2 pp=2"),
-}
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("row", ROWS, ids=" ".join)
-def test_every_model_in_every_layout(tpi, row):
-    model, fixed = row
-    shape = [word for word in fixed.split() if word.startswith("model.")]
-    dtype = "F32" if "precision=fp32" in fixed else "BF16"
-    made(tpi, "hf", model, *shape, dtype=dtype)
-    ledgers = []
-    for number, layout in enumerate(ROWS[row]):
-        same = ("iters=1", "save=1", "gbs=4", "numerics.data_shards=2", *FROZEN, *fixed.split(), *layout.split())
-        train(tpi, f"run-{number}", "hf", *same, model=model)
-        ledgers.append(tpi.ledger(f"run-{number}"))
-        tpi("export", f"run-{number}", f"out-{number}", status=0)
-        assert bits(tpi.folder / f"out-{number}") == bits(tpi.folder / "hf"), layout
-    assert all(ledger == ledgers[0] for ledger in ledgers), ROWS[row]
-
-
-GPT_OSS = ["model.window_size=[7,0]", "model.hidden_size=64", "model.moe_ffn_hidden_size=128", "model.kv_channels=16"]
-
-
-@pytest.mark.release
-def test_gpt_oss_goes_in_and_out(shared):
-    """Sinks, experts of one tensor a layer, gate and up row by row: the same bits in two layouts, and back."""
-    sizes = (*GPT_OSS, "model.vocab_size=512")
-    made(shared, "oss", "gpt_oss_toy", *sizes)
-    made(shared, "oss-other", "gpt_oss_toy", *sizes, seed=1)
-    words = ("iters=1", "save=1", *FROZEN, *sizes)
-    train(shared, "oss-tp1", "oss", *words, model="gpt_oss_toy")
-    train(shared, "oss-tp2", "oss", *words, "tp=2", "ep=2", model="gpt_oss_toy")
-    train(shared, "oss-of-other", "oss-other", *words, model="gpt_oss_toy")
-    assert shared.ledger("oss-tp1") == shared.ledger("oss-tp2")
-    assert shared.ledger("oss-tp1")[0].loss != shared.ledger("oss-of-other")[0].loss
-    shared("export", "oss-tp2", "oss-out", status=0)
-    assert bits(shared.folder / "oss-out") == bits(shared.folder / "oss")
