@@ -205,30 +205,6 @@ def test_a_matrix_is_judged_by_a_job_whose_exit_status_is_the_verdict(tpi, clust
     assert "as tree" in json.loads((tpi.folder / "there" / "verify.json").read_text())["text"]
 
 
-@pytest.mark.release  # in `make test`: tests/distributed/commands/test_sweep_runs.py, and SLURM takes the scripts below
-def test_a_sweep_is_an_array_whose_last_job_lists_the_runs(tpi, cluster, submit) -> None:
-    swept = ("qwen3_toy", "seed=1,2", "seq=32", "model.num_layers=1", "iters=3", "--sweep", "--dir", "rates")
-    job = submit(*swept)
-    tpi("wait", job, status=0)
-    array, lister = json.loads((tpi.folder / "rates" / "submission.json").read_text())["jobs"]
-    assert (array["id"], array["role"], lister["role"]) == (job, "cells", "judge")
-    assert [cluster.state(f"{job}_{task}") for task in range(2)] == ["COMPLETED"] * 2
-    result = json.loads((tpi.folder / "rates" / "sweep.json").read_text())
-    assert [(row["label"], row["steps"], row["state"]) for row in result["rows"]] == [
-        (f"seed={seed}", 3, "completed") for seed in (1, 2)
-    ]
-    first, second = (row["loss"]["bits"] for row in result["rows"])
-    assert first != second
-    assert "2 runs side by side" in (tpi.folder / "rates" / "report.html").read_text()
-    shown = tpi("sweep", "--results", "rates", status=0)
-    for row in result["rows"]:
-        assert re.search(rf"{row['label']} +1 +3 +{row['loss']['value']:.8g}", shown.stdout), shown.stdout
-    assert result["text"] in shown.stdout
-    # The job's own log has the same table.
-    log = (tpi.folder / "rates" / "logs" / f"job-{lister['id']}.log").read_text()
-    assert result["text"] in log
-
-
 @pytest.mark.release  # in `make test`: tests/unit/multinode/test_rendezvous.py
 def test_nodes_that_share_no_files_send_their_files_to_the_first(tpi, cluster, submit, shared) -> None:
     private = cluster.folder / "private" / "run"

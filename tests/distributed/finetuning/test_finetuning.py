@@ -61,9 +61,12 @@ def tuned(mine, shared):
 
 
 @pytest.mark.release
-def test_tuning_has_one_result_in_every_layout(tuned):
+def test_tuning_has_one_result_in_every_layout(tuned, shared):
     assert tuned.status == 0, tuned.stdout + tuned.stderr
     assert "identical: tp=1, 2 computed the same bits over 2 steps" in tuned.stdout
+    identity = read(shared.folder / "tree" / "tp1").header.identity
+    assert identity["data.digest"]
+    assert not {"dataset.dataset_root", "tokenizer.tokenizer_model"} & identity.keys()
 
 
 @pytest.mark.release
@@ -75,10 +78,12 @@ def test_tuning_lowers_the_loss(mine, shared):
 
 
 @pytest.mark.release
-def test_neither_ranks_nor_micro_batches_change_what_a_masked_token_counts(tuned, shared):
-    """Each rank has other examples, of other numbers of tokens."""
-    shared("train", *RECIPE, *SHORT, "dp=2", "mbs=2", "run.dir=dp2", status=0)
-    shared("compare", "tree/tp1", "dp2", status=0)
+@pytest.mark.parametrize("layout", ("dp=2 mbs=2", "pp=2", "tp=2 pp=2"))
+def test_no_layout_changes_what_a_masked_token_counts(tuned, shared, layout):
+    """Data-parallel ranks have examples of other numbers of tokens; the loss mask counts on the last stage alone."""
+    run = layout.replace(" ", "-")
+    shared("train", *RECIPE, *SHORT, *layout.split(), f"run.dir={run}", status=0)
+    shared("compare", "tree/tp1", run, status=0)
 
 
 @pytest.mark.release
@@ -169,12 +174,12 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("line", LINES)
-def test_a_broken_line_is_named(mine, tmp_path, line):
-    folder = examples(tmp_path / "broken", *map(example, range(8)), line)
-    with pytest.raises(ConfigError, match="line 9") as caught:
-        read_examples(folder, ["training.jsonl"], f"{mine}/tokenizer", ("input", "output"), chat=False)
-    assert LINES[line] in str(caught.value)
+def test_a_broken_line_is_named(mine, tmp_path):
+    for number, (line, says) in enumerate(LINES.items()):
+        folder = examples(tmp_path / str(number), *map(example, range(8)), line)
+        with pytest.raises(ConfigError, match="line 9") as caught:
+            read_examples(folder, ["training.jsonl"], f"{mine}/tokenizer", ("input", "output"), chat=False)
+        assert says in str(caught.value)
 
 
 # Overrides of a command whose examples or tokenizer cannot be used, and its message.
@@ -218,20 +223,6 @@ def test_conversations_need_a_template(mine, tmp_path):
         read_examples(folder, ["training.jsonl"], f"{mine}/tokenizer", (), chat=True)
     with pytest.raises(ConfigError, match="no conversation under any of messages"):
         read_examples(mine / "examples", ["training.jsonl"], f"{mine}/tokenizer", (), chat=True)
-
-
-@pytest.mark.release
-def test_the_identity_has_the_examples_and_not_their_folder(tuned, shared):
-    identity = read(shared.folder / "tree" / "tp1").header.identity
-    assert identity["data.digest"]
-    assert not {"dataset.dataset_root", "tokenizer.tokenizer_model"} & identity.keys()
-
-
-@pytest.mark.release
-def test_tuning_in_pipeline_stages(mine, shared):
-    """The loss mask counts on the last stage alone."""
-    layouts = ("tp=1,2", "pp=1,2", "iters=3", "numerics.data_shards=2")
-    shared("verify", *RECIPE, *layouts, "--dir", "stages", status=0)
 
 
 @pytest.mark.release

@@ -11,7 +11,7 @@ import torch
 
 from tests import examples, hf_folders
 from tests.distributed.faults import product_per_rank
-from tests.distributed.scenario import STOCK, Scenario, agree, unequal
+from tests.distributed.scenario import STOCK, Scenario, agree, stock_differs, unequal
 from tests.operands import same_bits
 from tests.recipe_files import TUNED
 from tp_invariant_recipes.ledger.bits import bits_float
@@ -39,7 +39,7 @@ DATA = "dataset.dataset_root=examples tokenizer.tokenizer_model=tokenizer"
 BASE = "checkpoint.pretrained_checkpoint=base/checkpoints"
 ADAPTED = f"recipe=mine.py:adapted {DATA} {BASE}"
 SHARDS = "iters=2 gbs=4 numerics.data_shards=2"
-TOY = "qwen3_toy seq=32 gbs=1 iters=1"
+TOY = "qwen3_toy model.num_layers=1 seq=32 gbs=1"
 
 
 def train(tpi, run, *words):
@@ -70,18 +70,35 @@ def verified(base, shared):
     return shared("verify", *ADAPTED.split(), "tp=1,2", *SHARDS.split(), "--dir", "tree")
 
 
-def test_adapters_have_one_result_in_every_layout(verified):
+@pytest.fixture(scope="module")
+def toy(shared):
+    """Trainings of adapters on a model of ours. Its data is generated: each token counts."""
+    train(shared, "toy", TOY, "iters=1 save=1 ledger.digests=0")
+    start = "checkpoint.pretrained_checkpoint=toy/checkpoints"
+    return Scenario(shared, shared.folder / "runs")(TOY, "iters=2 peft=lora peft.dim=8", start)
+
+
+def test_adapters_have_one_result_in_every_layout(toy):
+    agree(toy, ("tp=1", "tp=2"))
+
+
+def test_with_stock_numerics_they_have_not(toy):
+    stock_differs(toy("iters=1"), ("tp=1", "tp=2"))
+
+
+@pytest.mark.release
+def test_so_they_have_of_examples(verified):
     assert verified.status == 0, verified.stdout + verified.stderr
     assert "identical: tp=1, 2 computed the same bits over 2 steps" in verified.stdout
     assert "master weights of 16 parameters" in verified.stdout
 
 
-def test_only_adapters_are_trained(verified, shared):
-    first, *_, last = shared.ledger("tree/tp1")
+def test_only_adapters_are_trained(toy):
+    first, *_, last = toy("tp=1").ledger()
     assert {name.rpartition(".adapter.")[2] for name in first.gradients} == {"linear_in.weight", "linear_out.weight"}
     assert first.gradients.keys() == first.masters.keys()
     assert first.weights == last.weights  # the base, which has no master weights
-    assert len(first.weights) == len(read(shared.folder / "tree" / "tp1").header.initial) - len(first.gradients)
+    assert len(first.weights) == len(toy("tp=1").header().initial) - len(first.gradients)
 
 
 @pytest.mark.release
@@ -90,7 +107,8 @@ def test_adapters_lower_the_loss(adapted):
     assert results[-1] < 0.8 * results[0], results
 
 
-def test_with_stock_numerics_they_have_not(base, shared):
+@pytest.mark.release
+def test_with_stock_numerics_they_have_not_of_examples(base, shared):
     done = shared("verify", *ADAPTED.split(), "tp=1,2", *STOCK.split(), "iters=1", "gbs=1", "--dir", "stock", status=1)
     assert "different: tp=2 computed other bits than tp=1 at step 1" in done.stdout
     first, other = (read(shared.folder / "stock" / at).header.initial for at in ("tp1", "tp2"))
@@ -133,14 +151,6 @@ INGREDIENTS = {
     "sums of adapters": _bridges_adapters,
     "initial weights": _bridges_weights,
 }
-
-
-@pytest.fixture(scope="module")
-def toy(shared):
-    """Trainings of adapters on a model of ours. Its data is generated: each token counts."""
-    train(shared, "toy", TOY, "save=1 ledger.digests=0")
-    start = "checkpoint.pretrained_checkpoint=toy/checkpoints"
-    return Scenario(shared, shared.folder / "runs")(TOY, "peft=lora peft.dim=8", start)
 
 
 @pytest.mark.release
@@ -224,7 +234,7 @@ def test_a_trace_has_the_tensors_of_adapters(toy):
 def test_a_recipe_of_bridge(base, toy, shared):
     config = {
         "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 128, "intermediate_size": 256,
-        "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 16, "vocab_size": 512,
+        "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 16, "vocab_size": 512,
         "max_position_embeddings": 1024, "hidden_act": "silu", "tie_word_embeddings": True,
     }  # fmt: skip
     (shared.folder / "hf").mkdir()
@@ -264,14 +274,15 @@ def test_what_is_not_covered_is_reported_before_ranks_start(cli, base, monkeypat
         assert not (base / "wrong").exists()
 
 
-def test_what_cannot_be_exported_is_reported(verified, cli, base, monkeypatch):
-    monkeypatch.chdir(base)
-    for run, option, message in (("tree/tp1", "--masters", "whose base has no master weights"),
-                              ("base", "--merge", "has no adapters to merge")):  # fmt: skip
+def test_what_cannot_be_exported_is_reported(toy, cli, shared, monkeypatch):
+    monkeypatch.chdir(shared.folder)
+    toy("tp=1").ledger()
+    for run, option, message in ((toy("tp=1").run, "--masters", "whose base has no master weights"),
+                              ("toy", "--merge", "has no adapters to merge")):  # fmt: skip
         ended = cli("export", run, "exported", option)
         assert ended.status == 2
         assert message in ended.err
-    assert not (base / "exported").exists()
+    assert not (shared.folder / "exported").exists()
 
 
 # --- Exports ---
