@@ -184,8 +184,14 @@ def parse_yaml(data: bytes) -> Any:
     """Return a YAML value of plain types. ValueError: as `parse_json`, or aliases make it endless or huge."""
     import yaml
 
+    loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
     try:
-        value = yaml.safe_load(data)  # not libyaml's loader, which a deep nesting crashes
+        depth = 0
+        for event in yaml.parse(data, Loader=loader):  # libyaml's constructor would crash where nesting is deep
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEPTH:
+                raise ValueError("nested too deeply")
+        value = yaml.load(data, Loader=loader)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except yaml.YAMLError as error:
