@@ -159,6 +159,7 @@ def pretrain(config: RunConfig, callbacks: list, forward_step: Callable | None =
             *replacements.replacements(config.numerics),
             FAILURE_TIME,
             SILENT_HANDLER,
+            MLFLOW_RUN,
             *written_hashes.REPLACEMENTS,
         ]
         if peft.adapts(config):
@@ -200,6 +201,13 @@ SILENT_HANDLER = Replacement(
     "megatron.bridge.training.utils.sig_utils:print_rank_0",
     lambda original: lambda message: None,
     "a handler that prints fails where it interrupts a print, and the checkpoint is lost",
+)
+
+# What a signal stops would otherwise import MLflow, for seconds, to ask whether it has a run.
+MLFLOW_RUN = Replacement(
+    "megatron.bridge.training.train:end_active_mlflow_run",
+    lambda original: lambda status: original(status) if "mlflow" in sys.modules else None,
+    "a scheduler may kill ranks that take seconds longer to end, and where nothing has imported MLflow it has no run",
 )
 
 
