@@ -22,10 +22,11 @@ TEXT = ("model.num_layers=1", "seq=64", "gbs=1", "lr=1e-2", f"scheduler.lr_decay
 @pytest.fixture(scope="module")
 def runs(shared, text):
     """A training at tp=1, of whose standard error there is `runs.said`, and the first steps of it at tp=2, twice."""
-    words = ("train", "qwen3_toy", *TEXT, "data=text", f"data.path={text}")
-    long = shared(*words, f"iters={STEPS}", "logging=tensorboard", "ledger.digests=0", "run.dir=tp1", status=0)
+    words = (*TEXT, "data=text", f"data.path={text}")
     for name, iters in (("tp2", 3), ("tp2-again", 2)):
-        shared(*words, "tp=2", f"iters={iters}", f"run.dir={name}", status=0)
+        shared("train", "qwen3_toy", "tp=2", *words, f"iters={iters}", f"run.dir={name}", status=0)
+    more = (f"iters={STEPS}", "logging=tensorboard", "ledger.digests=0", "run.dir=tp1")
+    long = shared("train", "qwen3_toy", *words, *more, status=0)
     shared.said = long.stderr.splitlines()
     return shared
 
@@ -109,7 +110,7 @@ def test_tensorboard_gets_bridges_curves(runs):
     assert runs.said[-3:] == [
         "ledger: tp1/ledger.jsonl",
         "curves: tensorboard --logdir tp1/tensorboard",
-        "next: tpi compare tp1 RUN_B   tpi report tp1",
+        "next: tpi compare tp1 tp2-again   tpi report tp1 tp2-again",
     ]
 
 
