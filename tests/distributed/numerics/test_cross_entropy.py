@@ -15,12 +15,8 @@ from tp_invariant_recipes.kernels import cross_entropy as kernel
 from tp_invariant_recipes.numerics.layers.cross_entropy import vocab_parallel_cross_entropy
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
-SIZES = (1, 2, 4, 8)
+SIZES = (1, 2, 4)
 DTYPES = (torch.float32, torch.bfloat16)
-
-
-def degrees(shards: int) -> list[int]:
-    return [t for t in SIZES if t <= shards]
 
 
 def inputs(dtype: torch.dtype, shape: tuple[int, int, int], seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,9 +25,9 @@ def inputs(dtype: torch.dtype, shape: tuple[int, int, int], seed: int = 0) -> tu
     return (torch.randn(shape) * 4).to(dtype), torch.randint(shape[2], shape[:2]), torch.randn(shape[:2])
 
 
-def step(mesh, logits, target, gradient) -> tuple[Tensor, Tensor]:
+def step(mesh, logits, target, gradient, memory=torch.contiguous_format) -> tuple[Tensor, Tensor]:
     """Loss and dlogits of one rank."""
-    logits = logits.chunk(mesh.size, -1)[mesh.rank].clone(memory_format=torch.contiguous_format).requires_grad_()
+    logits = logits.chunk(mesh.size, -1)[mesh.rank].clone(memory_format=memory).requires_grad_()
     before = logits.detach().clone()
     loss = vocab_parallel_cross_entropy(logits, target, mesh)
     loss.backward(gradient)
@@ -50,11 +46,6 @@ def plain_step(mesh, logits, target, gradient) -> tuple[Tensor, Tensor]:
     dist.all_reduce(picked)
     dist.all_reduce(total)
     return total.log() - picked, (logits.exp() / total.unsqueeze(-1) - hot.float()) * gradient.unsqueeze(-1)
-
-
-def everywhere(size, shards, tensors, function=step) -> tuple[Tensor, Tensor]:
-    """Loss, the same on all ranks, and dlogits put together."""
-    return joined(on_ranks(size, shards, function, *tensors))
 
 
 def joined(ranks) -> tuple[Tensor, Tensor]:
@@ -104,35 +95,42 @@ def plain(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return inputs(dtype, (8, 2, 1016))
 
 
+def small_losses(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """They show the last bits of the sum."""
+    logits, _, gradient = plain(dtype)
+    return logits, logits.argmax(-1), gradient
+
+
 # (operands, dtype, V): all of them on one set of ranks, since a fork costs more than what it computes.
 CASES = (
     *((make, dtype, shards) for make in (plain, special) for dtype in DTYPES for shards in (4, 8)),
-    *((zeros, dtype, 8) for dtype in DTYPES),
+    *((make, dtype, 8) for make in (zeros, small_losses) for dtype in DTYPES),
     (outside, torch.float32, 8),
 )
 
 
 def every_case(mesh) -> dict[tuple, tuple[Tensor, Tensor]]:
-    return {
-        case: step(VirtualMesh(case[2], mesh.size, mesh.rank, mesh.group), *case[0](case[1]))
-        for case in CASES
-        if mesh.size <= case[2]
-    }
+    """And by Megatron's way, and with operands that lie in memory as [b, s, vocab]."""
+    meshes = {shards: VirtualMesh(shards, mesh.size, mesh.rank, mesh.group) for shards in (4, 8)}
+    results = {case: step(meshes[case[2]], *case[0](case[1])) for case in CASES}
+    results |= {(plain_step, dtype): plain_step(mesh, *small_losses(dtype)) for dtype in DTYPES}
+    logits, target, gradient = plain(DTYPES[1])
+    logits, target = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (logits, target))
+    strided = step(meshes[8], logits, target, gradient, torch.preserve_format)
+    return results | {"strided": tuple(x.contiguous() for x in strided)}
 
 
 @pytest.fixture(scope="module")
 def results():
     """Case -> the loss and dlogits of the whole, of every degree."""
     ranks = [on_ranks(size, size, every_case) for size in SIZES]
-    return {case: [joined([rank[case] for rank in actual]) for actual in ranks if case in actual[0]] for case in CASES}
+    return {case: [joined([rank[case] for rank in actual]) for actual in ranks] for case in ranks[0][0]}
 
 
 @pytest.mark.parametrize("shards", (4, 8))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_result_for_all_degrees(results, dtype, shards):
-    result = results[plain, dtype, shards]
-    assert len(result) == len(degrees(shards))
-    assert_same(result)
+    assert_same(results[plain, dtype, shards])
 
 
 @pytest.mark.release  # in `make test`: the shapes of the other tests of this file
@@ -145,54 +143,41 @@ def test_one_result_for_all_degrees(results, dtype, shards):
 )
 def test_one_result_for_all_shapes(shape, shards, dtype, seed):
     tensors = inputs(dtype, (*shape[:2], shards * shape[2]), seed)
-    assert_same(everywhere(t, shards, tensors) for t in degrees(shards))
+    assert_same(joined(on_ranks(size, shards, step, *tensors)) for size in (*SIZES, 8) if size <= shards)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_megatrons_way_depends_on_the_degree(dtype):
-    logits, _, gradient = inputs(dtype, (8, 2, 1016))
-    tensors = logits, logits.argmax(-1), gradient  # small losses, which show the last bits of the sum
-    (loss1, dlogits1), (loss4, dlogits4) = (everywhere(t, 8, tensors, plain_step) for t in (1, 4))
+def test_megatrons_way_depends_on_the_degree(results, dtype):
+    assert_same(results[small_losses, dtype, 8])
+    (loss1, dlogits1), _, (loss4, dlogits4) = results[plain_step, dtype]
     assert not same_bits(loss1, loss4)
     assert not same_bits(dlogits1, dlogits4)
     torch.testing.assert_close(loss1, loss4)
     torch.testing.assert_close(dlogits1, dlogits4)
 
 
-def rows_alone(mesh, dtype, vocabulary) -> list[int]:
-    """The n in 1..17 whose n rows differ from the same rows among 40."""
-    logits, target, gradient = inputs(dtype, (40, 1, vocabulary))
-    loss, dlogits = step(mesh, logits, target, gradient)
-    wrong = []
-    for n in range(1, 18):
-        rows = slice(3, 3 + n)
-        loss_alone, dlogits_alone = step(mesh, logits[rows], target[rows], gradient[rows])
-        if not (same_bits(loss_alone, loss[rows]) and same_bits(dlogits_alone, dlogits[rows])):
-            wrong.append(n)
-    return wrong
-
-
 @pytest.mark.parametrize("width", (1, 31, 64, 97, 1000, 1025))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_does_not_depend_on_the_others(dtype, width):
-    assert on_ranks(1, 4, rows_alone, dtype, 4 * width) == [[]]
-
-
-def reference(mesh, logits, target, gradient) -> tuple[Tensor, Tensor]:
-    logits = logits.double().requires_grad_()
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
-    loss.backward(gradient.double().flatten())
-    return loss.detach().view(target.shape), logits.grad
+    mesh = VirtualMesh(4, 1, 0)
+    logits, target, gradient = inputs(dtype, (40, 1, 4 * width))
+    loss, dlogits = step(mesh, logits, target, gradient)
+    for n in (*range(1, 10), 16, 17):
+        rows = slice(3, 3 + n)
+        assert_same([(loss[rows], dlogits[rows]), step(mesh, logits[rows], target[rows], gradient[rows])])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_accuracy(dtype):
-    tensors = inputs(dtype, (8, 2, 1016))
-    (exact_loss, exact_dlogits), (loss, dlogits) = on_ranks(1, 1, reference, *tensors)[0], everywhere(4, 8, tensors)
+def test_accuracy(results, dtype):
+    logits, target, gradient = plain(dtype)
+    wide = logits.double().requires_grad_()
+    exact = torch.nn.functional.cross_entropy(wide.flatten(0, 1), target.flatten(), reduction="none")
+    exact.backward(gradient.double().flatten())
+    loss, dlogits = results[plain, dtype, 8][-1]
     assert (loss.dtype, dlogits.dtype) == (torch.float32, dtype)
-    torch.testing.assert_close(loss.double(), exact_loss, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(loss.double().flatten(), exact.detach(), rtol=1e-6, atol=1e-6)
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
-    torch.testing.assert_close(dlogits.double(), exact_dlogits, rtol=tolerance, atol=1e-7)
+    torch.testing.assert_close(dlogits.double(), wide.grad, rtol=tolerance, atol=1e-7)
 
 
 @pytest.mark.parametrize("shards", (4, 8))
@@ -223,18 +208,8 @@ def test_a_target_outside_the_vocabulary_picks_nothing(results):
     torch.testing.assert_close(result[0][1][:2], softmax[:2])
 
 
-def transposed(mesh, logits, target, gradient) -> tuple[Tensor, Tensor]:
-    """`step` on logits that lie in memory as [b, s, vocab]."""
-    logits = logits.transpose(0, 1).contiguous().transpose(0, 1)
-    mine = logits.chunk(mesh.size, -1)[mesh.rank].detach().requires_grad_()
-    loss = vocab_parallel_cross_entropy(mine, target.t().contiguous().t(), mesh)
-    loss.backward(gradient)
-    return loss.detach().contiguous(), mine.grad.contiguous()
-
-
-def test_the_order_in_memory_changes_nothing():
-    tensors = inputs(torch.bfloat16, (3, 5, 80))
-    assert_same([everywhere(1, 8, tensors), *(everywhere(t, 8, tensors, transposed) for t in (1, 4))])
+def test_the_order_in_memory_changes_nothing(results):
+    assert_same([results[plain, torch.bfloat16, 8][0], *results["strided"]])
 
 
 def largest(mesh, logits, target, gradient) -> int:
@@ -261,7 +236,7 @@ def test_no_more_is_held_in_fp32_than_fits(monkeypatch, limit, shards):
     tensors = inputs(torch.bfloat16, (4, 2, 512))
     alone = 4 * 2 * 512 // 8
     monkeypatch.setattr(kernel, "NUMBERS_AT_ONCE", limit * alone)
-    assert on_ranks(1, 8, largest, *tensors) == [shards * alone]
+    assert largest(VirtualMesh(8, 1, 0), *tensors) == shards * alone
 
 
 @pytest.mark.parametrize("rows, width", ((4, 8), (2, 48), (128, 64), (5, 96)))

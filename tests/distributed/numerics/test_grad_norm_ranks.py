@@ -73,34 +73,43 @@ def mixed_dtensors(mesh: VirtualMesh) -> float:
     return get_grad_norm_fp32([distribute_tensor(torch.ones(4), device_mesh, [Shard(0)]), torch.ones(2)])
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dim", (0, 1))
-def test_all_ranks_of_all_sizes_have_one_norm(size, dim):
-    assert on_ranks(size, 4, exact, dim) == [exact_grad_norm(gradients())] * size
+SPECIAL = (math.nan, math.inf, -math.inf, 0.0, 1e30)
+
+
+def everything(mesh: VirtualMesh) -> dict:
+    """All on one set of ranks, since a fork costs more than what it computes."""
+    results = {
+        "as rows and as columns": [exact(mesh, dim) for dim in (0, 1)],
+        "in place of Megatron's function": [megatron(mesh), megatron_world(mesh)],
+        "of floats": floats(mesh),
+        "of the first rank": [str(first_rank_only(mesh, value)) for value in SPECIAL],
+    }
+    if mesh.size == 4:
+        results |= {"groups one after the other": [grid(mesh, 2)], "DTensors over their group": [dtensors(mesh)]}
+    return results
+
+
+@pytest.fixture(scope="module")
+def results():
+    """Degree → what each rank computed."""
+    return {size: on_ranks(size, 4, everything) for size in SIZES}
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("function", (megatron, megatron_world))
-def test_in_place_of_megatrons_function(size, function):
-    assert on_ranks(size, 4, function) == [exact_grad_norm(gradients())] * size
+def test_all_ranks_of_all_sizes_have_one_norm(results, size):
+    whole = exact_grad_norm(gradients())
+    for rank in results[size]:
+        norms = {what: values for what, values in rank.items() if what not in ("of floats", "of the first rank")}
+        assert norms == {what: [whole] * len(values) for what, values in norms.items()}
 
 
-def test_a_sum_of_floats_has_several():
-    assert len({norm for size in SIZES for norm in on_ranks(size, 4, floats)}) > 1
+def test_a_sum_of_floats_has_several(results):
+    assert len({rank["of floats"] for ranks in results.values() for rank in ranks}) > 1
 
 
-@pytest.mark.parametrize("value", (math.nan, math.inf, -math.inf, 0.0, 1e30))
-def test_ranks_without_gradients_know_too(value):
-    whole = exact_grad_norm([*gradients(), torch.tensor([value])])
-    assert [str(norm) for norm in on_ranks(4, 4, first_rank_only, value)] == [str(whole)] * 4
-
-
-def test_groups_one_after_the_other():
-    assert on_ranks(4, 4, grid, 2) == [exact_grad_norm(gradients())] * 4
-
-
-def test_dtensors_are_summed_over_their_group_first():
-    assert on_ranks(4, 4, dtensors) == [exact_grad_norm(gradients())] * 4
+def test_ranks_without_gradients_know_too(results):
+    wholes = [str(exact_grad_norm([*gradients(), torch.tensor([value])])) for value in SPECIAL]
+    assert [rank["of the first rank"] for rank in results[4]] == [wholes] * 4
 
 
 def test_dtensors_among_plain_tensors_are_refused():

@@ -32,17 +32,21 @@ def _by_the_library(mesh):
     return mine
 
 
-@pytest.mark.parametrize("size", (2, 4))
-def test_the_sum_is_that_of_one_rank(size):
-    (alone,) = on_ranks(1, 1, _by_tree)
-    for whole in on_ranks(size, size, _by_tree):
-        assert same_bits(whole, alone)
+def _everything(mesh):
+    return _by_tree(mesh), _by_the_library(mesh), _router_statistics(mesh)
+
+
+@pytest.fixture(scope="module")
+def results(bridge):
+    """Degree → what each of its ranks computed: sums by tree and by the library, and a router's statistics."""
+    return {size: [*zip(*on_ranks(size, size, _everything), strict=True)] for size in (1, 2, 4)}
+
+
+def test_the_sum_is_that_of_one_rank(results):
+    (alone,), (by_the_library,), _ = results[1]
+    assert all(same_bits(whole, alone) for size in (2, 4) for whole in results[size][0])
     assert torch.allclose(alone, _values().sum(0), rtol=1e-4)
-
-
-def test_the_library_has_another():
-    (alone,) = on_ranks(1, 1, _by_the_library)
-    assert not same_bits(on_ranks(4, 4, _by_the_library)[0], alone)
+    assert not same_bits(results[4][1][0], by_the_library)
 
 
 def _router_statistics(mesh):
@@ -67,12 +71,12 @@ def _router_statistics(mesh):
         return result
 
 
-def test_router_statistics_have_one_sum(bridge):
-    ((alone, second),) = on_ranks(1, 1, _router_statistics)
+def test_router_statistics_have_one_sum(results):
+    ((alone, second),) = results[1][2]
     assert same_bits(alone, second)
     assert torch.allclose(alone, torch.tensor([1.0, 0.0, 1.0]) * _values().sum(0)[1:4], rtol=1e-3)
     for size in (2, 4):
-        first, *others = on_ranks(size, size, _router_statistics)
+        first, *others = results[size][2]
         assert same_bits(first[0], alone)
         assert not any(other[0].count_nonzero() for other in others)
 

@@ -61,15 +61,15 @@ def _of_size(size, mesh, ep, config):
     return result
 
 
-@pytest.mark.parametrize("ranks, ep", ((2, 2), (4, 2), (4, 4)))
-def test_every_layout_scales_before_it_adds_and_adds_by_one_tree(bridge, ranks, ep):
-    separate, grouped = (on_ranks(ranks, ranks, _reduced, degree)[0] for degree in (1, ep))
+def test_every_layout_scales_before_it_adds_and_adds_by_one_tree(bridge):
+    ranks = 4
+    separate, *grouped = (on_ranks(ranks, ranks, _reduced, ep)[0] for ep in (1, 2, 4))
     for size in SIZES:
         sums = [source / ranks for source in _sources(size, ranks)]
         while len(sums) > 1:
             sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
         assert same_bits(separate[size], sums[0]), size
-        assert same_bits(grouped[size], separate[size]), size
+        assert all(same_bits(other[size], separate[size]) for other in grouped), size
 
 
 @pytest.mark.parametrize("size", ("subnormal", "large"))

@@ -47,46 +47,46 @@ def test_counts_are_exact(bridge, invariant):
     assert (counted == seen) is invariant
 
 
-def _losses(mesh, invariant, cp):
-    """What this rank adds to each logged loss, and to the gradient of its tokens from the losses alone."""
+def _losses(mesh, cp):
+    """What this rank adds to each logged loss, and to the gradient of its tokens from the losses alone; and stock's."""
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
     degrees = {"context_parallel_size": cp, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1}
     tp = mesh.size // cp
     with megatron(mesh, tensor_model_parallel_size=tp, **degrees):
-        router = _router(
-            invariant, SHARDS, context_shards=2, context_parallel_size=cp, tensor_model_parallel_size=tp,
-            sequence_parallel=tp > 1, moe_z_loss_coeff=0.1, moe_aux_loss_coeff=0.1,
-            moe_router_load_balancing_type="aux_loss",
-        )  # fmt: skip
-        router.set_layer_number(1)
-        router.weight.data = terms(EXPERTS, HIDDEN, seed=1) / 64
         rank = parallel_state.get_context_parallel_rank() * tp + parallel_state.get_tensor_model_parallel_rank()
-        x = terms(SEQUENCE, BATCH, HIDDEN).chunk(mesh.size)[rank].clone().requires_grad_()
-        probs, _ = router(x)
-        probs.backward(torch.zeros_like(probs))
-        logged = {name: metric.values.clone() for name, metric in get_moe_metrics_tracker().metrics.items()}
-        return rank, logged, x.grad
+        results = []
+        for invariant in (True, False):
+            router = _router(
+                invariant, SHARDS, context_shards=2, context_parallel_size=cp, tensor_model_parallel_size=tp,
+                sequence_parallel=tp > 1, moe_z_loss_coeff=0.1, moe_aux_loss_coeff=0.1,
+                moe_router_load_balancing_type="aux_loss",
+            )  # fmt: skip
+            router.set_layer_number(1)
+            router.weight.data = terms(EXPERTS, HIDDEN, seed=1) / 64
+            x = terms(SEQUENCE, BATCH, HIDDEN).chunk(mesh.size)[rank].clone().requires_grad_()
+            probs, _ = router(x)
+            probs.backward(torch.zeros_like(probs))
+            tracker = get_moe_metrics_tracker()
+            results.append(({name: metric.values.clone() for name, metric in tracker.metrics.items()}, x.grad))
+            tracker.clear()
+        return rank, results
 
 
-def _whole(size, invariant, cp):
-    """The sum of what ranks log, as Megatron adds it, and the gradients of all tokens."""
-    ranks = sorted(on_ranks(size, SHARDS, _losses, invariant, cp), key=lambda result: result[0])
-    logged = {name: sum(logged[name] for _, logged, _ in ranks) for name in ("z_loss", "load_balancing_loss")}
-    return logged | {"gradient": torch.cat([gradient for *_, gradient in ranks])}
-
-
-LAYOUTS = ((2, 1), (2, 2), (4, 2))  # ranks, cp
+def _whole(size, cp):
+    """The sum of what ranks log, as Megatron adds it, and the gradients of all tokens; and stock's."""
+    ranks = sorted(on_ranks(size, SHARDS, _losses, cp), key=lambda result: result[0])
+    for of_ranks in zip(*(results for _, results in ranks), strict=True):
+        logged = {name: sum(logged[name] for logged, _ in of_ranks) for name in ("z_loss", "load_balancing_loss")}
+        yield logged | {"gradient": torch.cat([gradient for _, gradient in of_ranks])}
 
 
 def test_losses_are_the_same_for_every_tp_and_cp(bridge):
     """Stock's have the same but for rounding, and not in one layout's bits."""
-    single, stock = _whole(1, True, 1), _whole(1, False, 1)
+    (single, stock), *others = (tuple(_whole(size, cp)) for size, cp in ((1, 1), (2, 1), (4, 2)))
     for name in single:
         torch.testing.assert_close(single[name], stock[name], rtol=1e-4, atol=1e-7)
-    for layout in LAYOUTS:
-        other = _whole(layout[0], True, layout[1])
-        assert [name for name in single if not same_bits(single[name], other[name])] == [], layout
-    other = _whole(4, False, 2)
-    assert not same_bits(stock["z_loss"], other["z_loss"])
+    for other, of_stock in others:
+        assert [name for name in single if not same_bits(single[name], other[name])] == []
+    assert not same_bits(stock["z_loss"], of_stock["z_loss"])

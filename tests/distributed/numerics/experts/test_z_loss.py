@@ -1,5 +1,6 @@
 """The router's z-loss: one value and one gradient for every tp, those of Megatron's formula."""
 
+import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import z_loss_func
 
@@ -28,27 +29,28 @@ def stock(mesh):
     return torch.stack([z_loss_func(sliced(_logits(seed), 0, mesh), COEFFICIENT / mesh.size) for seed in range(8)])
 
 
-def _whole(size):
-    results = on_ranks(size, SHARDS, tree_loss)
-    return sum(loss for loss, _ in results), torch.cat([gradient for _, gradient in results])
+def _everything(mesh):
+    return *tree_loss(mesh), stock(mesh)
 
 
-def test_value_and_gradient_are_the_same_for_every_tp():
-    loss, gradient = _whole(1)
+@pytest.fixture(scope="module")
+def results():
+    """Degree → what the ranks log, the gradient of the whole, what stock's ranks log."""
+    return {size: [*zip(*on_ranks(size, SHARDS, _everything), strict=True)] for size in (1, 2, 4)}
+
+
+def test_value_and_gradient_are_the_same_for_every_tp(results):
+    (loss,), (gradient,), (logged,) = results[1]
     for size in (2, 4):
-        other = _whole(size)
-        assert same_bits(other[0], loss)
-        assert same_bits(other[1], gradient)
-    assert all(value == 0 for value, _ in on_ranks(2, SHARDS, tree_loss)[1:])
+        (first, *others), gradients, _ = results[size]
+        assert same_bits(first, loss)
+        assert not any(others)
+        assert same_bits(torch.cat(gradients), gradient)
+    assert not same_bits(sum(results[4][2]), logged)  # the control
 
 
-def test_stock_logs_another_value():
-    (single,), several = on_ranks(1, SHARDS, stock), on_ranks(4, SHARDS, stock)
-    assert not same_bits(sum(several), single)
-
-
-def test_they_are_those_of_megatrons_formula():
-    loss, gradient = _whole(1)
+def test_they_are_those_of_megatrons_formula(results):
+    (loss,), (gradient,), _ = results[1]
     x = _logits().double().requires_grad_()
     expected = z_loss_func(x, COEFFICIENT)
     expected.backward(torch.tensor(2.0, dtype=torch.float64))
