@@ -3,6 +3,9 @@
 Normal, widely scaled, cancelling and special numbers.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 
@@ -48,3 +51,14 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let torch, and the loops that follow it, compute in so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -78,7 +78,7 @@ def pairs_differing(kind):
     return results
 
 
-def experts_differing(kind, sizes=(3, 0, 130, 7), n=140, k=256):
+def experts_differing(kind, sizes=(3, 0, 66, 7), n=70, k=256):
     """Forward products and weight gradients of experts, against those of a CPU."""
     as_a_gpu()
     groups, result = Groups(sizes, torch.tensor(sizes)), []
@@ -90,20 +90,19 @@ def experts_differing(kind, sizes=(3, 0, 130, 7), n=140, k=256):
     for place in (5, 0, 3, 6):
         _, weight = operands(kind, 1, n, k, (E4M3, E4M3), seed=place)
         weights.append(Quantized(memory[place], weight.scale, weight.blocks))
-    for dtype in (torch.float32, torch.bfloat16):
-        out, expected = torch.full((2, sum(sizes), n), 7.0, dtype=dtype)
-        fp8.grouped_product(x, weights, expected, groups)
-        fp8_tiles.grouped_product(x, weights, out, groups)
-        if not same_bits(out, expected):
-            result.append(dtype)
+    out, expected = torch.full((2, sum(sizes), n), 7.0, dtype=torch.bfloat16)
+    fp8.grouped_product(x, weights, expected, groups)
+    fp8_tiles.grouped_product(x, weights, out, groups)
+    if not same_bits(out, expected):
+        result.append("forward product")
     if kind == "128x128":
         return result
-    sizes = sizes if kind == "tensor" else (128, 0, 256, 128)
+    sizes = sizes if kind == "tensor" else (128, 0, 128, 128)
     groups = Groups(sizes, torch.tensor(sizes))
-    dy, x = operands(kind, 9, 133, sum(sizes), (E5M2, E4M3))
+    dy, x = operands(kind, 9, 33, sum(sizes), (E5M2, E4M3))
     if kind == "tensor":
         dy, x = Quantized(dy.data, per_group), Quantized(x.data, torch.rand(len(sizes)) + 0.5)
-    outs = torch.randn(len(sizes), 9, 133)
+    outs = torch.randn(len(sizes), 9, 33)
     for chain in ((0,), (1, 0)):
         chained, correct = ([out.clone() for out in outs[:: len(chain)]] for _ in range(2))
         fp8.grouped_weight_gradient(dy, x, correct, groups, chain)
@@ -117,7 +116,7 @@ def all_differing():
     """All of the above that is short, as `interpreted.py` runs it: what differs."""
     results = []
     for kind, types in zip(KINDS, TYPES, strict=True):
-        if differing(KEPT_BITS, kind, types, 5, 130, 384):
+        if differing(KEPT_BITS, kind, types, 5, 130, 256):
             results.append((kind, types))
         if pairs_differing(kind) or experts_differing(kind):
             results.append(kind)

@@ -1,10 +1,8 @@
 """Kernels that Triton's interpreter cannot run are at least compiled, for Hopper and Blackwell, without a GPU."""
 
 import pytest
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
+from tests.unit.kernels.compiled import ptx
 from tp_invariant_recipes.kernels import cross_entropy, delta_rule
 from tp_invariant_recipes.kernels.launch import Kernel
 from tp_invariant_recipes.kernels.products import mxfp8
@@ -30,10 +28,8 @@ def test_it_compiles(kernel, architecture):
     tensors, numbers, constants = KERNELS[kernel]
     names = kernel.kernel.arg_names
     assert names == [*sorted(tensors, key=names.index), *numbers, *constants], "tensors, numbers, constants"
-    types = tensors | dict.fromkeys(numbers, "i32") | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(kernel.kernel, types, {(names.index(name),): value for name, value in constants.items()})
-    binary = triton.compile(source, GPUTarget("cuda", architecture, 32), {"num_warps": 8})
-    assert "ex2" in binary.asm["ptx"]  # the exponential
+    code = ptx(kernel.kernel, tensors | dict.fromkeys(numbers, "i32"), constants, architecture, num_warps=8)
+    assert "ex2" in code  # the exponential
 
 
 @pytest.mark.parametrize("architecture", (90, pytest.param(100, marks=pytest.mark.release)))
@@ -44,18 +40,12 @@ def test_rounding_to_mxfp8_keeps_subnormal_numbers(architecture, groups, separat
     names = kernel.arg_names
     constants = dict(zip(names[7:], (groups, separate, True, True, *mxfp8.TYPES[mxfp8.E4M3], 4), strict=True))
     types = dict.fromkeys(names[:3], "*bf16") | dict.fromkeys(names[3:5], "*i64") | dict.fromkeys(names[5:7], "i32")
-    source = ASTSource(
-        kernel,
-        types | dict.fromkeys(constants, "constexpr"),
-        {(names.index(name),): value for name, value in constants.items()},
-        {(n,): [["tt.divisibility", 16]] for n in range(5)},
-    )
-    ptx = triton.compile(source, GPUTarget("cuda", architecture, 32), mxfp8.KERNEL.options).asm["ptx"]
-    assert "mul.rn.f32" in ptx
-    assert "ftz" not in ptx
-    assert "ld.global.v4.b32" in ptx
-    assert "st.global.v4.b32" in ptx
-    assert "st.global.b16" not in ptx
+    code = ptx(kernel, types, constants, architecture, multiples_of_16=names[:5], **mxfp8.KERNEL.options)
+    assert "mul.rn.f32" in code
+    assert "ftz" not in code
+    assert "ld.global.v4.b32" in code
+    assert "st.global.v4.b32" in code
+    assert "st.global.b16" not in code
 
 
 DELTA_RULE = [kernel for kernel in vars(delta_rule).values() if isinstance(kernel, Kernel)]
@@ -77,9 +67,8 @@ def test_products_of_the_gated_delta_rule_are_fp32(kernel):
     names = kernel.kernel.arg_names
     sizes = (*delta_rule._constants(delta_rule.Heads(1, 2, 20, 12)), delta_rule.PASSED[0])
     constants = dict(zip(filter(str.isupper, names), sizes, strict=False))
-    types = dict.fromkeys(names, "*fp32") | dict.fromkeys(constants, "constexpr") | {"size": "i32", "batch": "i32"}
+    types = dict.fromkeys(names, "*fp32") | {"size": "i32", "batch": "i32"}
     types |= {name: "*bf16" for name in ("x", "y", "dx") if name in names}
-    source = ASTSource(kernel.kernel, types, {(names.index(name),): value for name, value in constants.items()})
-    ptx = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "num_stages": 2}).asm["ptx"]
-    assert "tf32" not in ptx
-    assert "ftz" not in ptx
+    code = ptx(kernel.kernel, types, constants, num_warps=4, num_stages=2)
+    assert "tf32" not in code
+    assert "ftz" not in code

@@ -5,6 +5,8 @@ accumulator it is given: what an H200's `tl.dot` was seen to do (tests/data). Th
 its conversion to bf16 cuts: both are replaced by what a GPU's instructions do.
 """
 
+from unittest.mock import patch
+
 import numpy as np
 import torch
 import triton.language as tl
@@ -15,9 +17,8 @@ from tests.definitions.tensor_core_sum import fma
 from tests.operands import same_bits, sample
 from tests.unit.portable import test_cached_attention
 from tp_invariant_recipes.kernels.cpu import tensor_core_cpu
-from tp_invariant_recipes.portable.ieee import attention_triton as ieee_attention_triton
 from tp_invariant_recipes.portable.ieee import cached_attention
-from tp_invariant_recipes.portable.ieee.attention import _of_powers_of_two, attention_backward, attention_forward
+from tp_invariant_recipes.portable.ieee.attention import attention_backward, attention_forward
 
 ROUND = numpy_version("bf16_bits")
 KINDS = ("normal", "wide", "cancelling", "special", "tiny", "zeros", "opposite")
@@ -88,28 +89,30 @@ def cached_rows_are_their_twins(kept, size, chunks, heads, groups, d):
     interpret_as_a_gpu(kept)
     sequences = test_cached_attention.operands(heads, groups, d)
     most = cached_attention.rows_of_tile(heads // groups, max(chunks))
-    query, keys, values, spans, _ = test_cached_attention.laid_out(sequences, size, chunks, longest=most)
-    twin = cached_attention.cached_attention(query, keys, values, spans, 0.25)
-    result = torch.full_like(twin, 7)
-    cached_attention.cached_triton(query, keys, values, result, spans, _of_powers_of_two(0.25))
+    operands = *test_cached_attention.laid_out(sequences, size, chunks, longest=most)[:4], 0.25
     key, slots = torch.randn(5, groups, d).bfloat16(), torch.tensor([3, 9, 0, 30, 2])
-    stored, expected = torch.zeros(2, 2, *keys.shape).bfloat16()
-    cached_attention.store_triton(key, -key, *stored, slots)
-    cached_attention.store_keys(key, -key, *expected, slots)
+    results = []
+    for on_gpu in (False, True):
+        stored = torch.zeros(2, *operands[1].shape).bfloat16()
+        with patch.object(torch.Tensor, "is_cuda", on_gpu):
+            cached_attention.store_keys(key, -key, *stored, slots)
+            results.append((stored, cached_attention.cached_attention(*operands)))
+    (stored, result), (expected, twin) = results
     assert same_bits(stored, expected)
     return same_bits(result, twin)
 
 
 def differing_from_twin(kept, s, b, h, g, d, kind):
     """The names of the tensors with other bits."""
-    query, key, value, gradient = finite_operands(s, b, h, g, d, kind)
+    gradient, *operands = (tensors := finite_operands(s, b, h, g, d, kind))[3], *tensors[:3]
     scale = float(np.float32(d**-0.5))
-    attended = attention_forward(query, key, value, scale)
-    twins = (*attended, *attention_backward(gradient, query, key, value, attended, scale))
-    assert all(x.isfinite().all() for x in twins)
-    results = tuple(torch.full_like(twin, 7) for twin in twins)
+    attended = attention_forward(*operands, scale)
     interpret_as_a_gpu(kept)
-    c = _of_powers_of_two(scale)
-    ieee_attention_triton.forward_triton(query, key, value, *results[:3], c)
-    ieee_attention_triton.backward_triton(gradient, query, key, value, *twins[:3], *results[3:], c, scale)
-    return [name for name, x, y in zip(NAMES, results, twins, strict=True) if not same_bits(x, y)]
+    results = []
+    for on_gpu in (False, True):
+        with patch.object(torch.Tensor, "is_cuda", on_gpu):
+            grads = attention_backward(gradient, *operands, attended, scale)
+            results.append((*attention_forward(*operands, scale), *grads))
+    twins, others = results
+    assert all(x.isfinite().all() for x in twins)
+    return [name for name, x, y in zip(NAMES, twins, others, strict=True) if not same_bits(x, y)]

@@ -1,9 +1,9 @@
 """`tpi conformance`: a GPU that adds in another way, and files that are no recordings."""
 
-import functools
 import json
 import platform
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,33 +13,25 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from tests.definitions.fp8_sum import fp8_product
-from tests.definitions.tensor_core_sum import bf16_product
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.features import doctor
+from tp_invariant_recipes.kernels.cpu import tensor_core_cpu
 from tp_invariant_recipes.kernels.products.quantized import BLOCK, Quantized
 from tp_invariant_recipes.machine.gpus import Gpu
-from tp_invariant_recipes.portable import conformance, definition
+from tp_invariant_recipes.portable import conformance, definition, other_sums
 from tp_invariant_recipes.portable.mode import MODE
 
 by_definition = conformance.by_definition
 CASES = len(conformance.built_in().cases)
 
 
-@functools.cache
-def other_bits_of(**arithmetic):
-    """A GPU that computes fp32 as ours and bf16 in another way. It computes a product once: numpy takes a second."""
-    known = {}
+def with_bf16(product):
+    """A GPU that multiplies bf16 in this way."""
+    return lambda a, b: (by_definition if isinstance(a, Quantized) or a.dtype == torch.float32 else product)(a, b)
 
-    def product(a, b):
-        if isinstance(a, Quantized) or a.dtype == torch.float32:
-            return by_definition(a, b)
-        words = [x.contiguous().view(torch.int16).numpy().view(np.uint16) for x in (a, b)]
-        operands = tuple((x.shape, x.tobytes()) for x in words)
-        if operands not in known:
-            known[operands] = torch.from_numpy(bf16_product(*words, **arithmetic).view(np.float32))
-        return known[operands].clone()
 
-    return product
+of_24_bits = with_bf16(partial(tensor_core_cpu.product, kept=24))
+of_ampere = with_bf16(other_sums.ampere)  # which test_recorded_words.py compares with such cards
 
 
 def other_fp8(a, b):
@@ -65,10 +57,10 @@ def test_the_definition_conforms():
     assert conformance.differences(built_in, conformance.by_definition) == []
 
 
-@pytest.mark.parametrize("arithmetic", ({"kept": 24}, {"step": 8}), ids=str)
-def test_a_gpu_that_adds_in_another_way_differs(arithmetic):
+@pytest.mark.parametrize("product", (of_24_bits, of_ampere), ids=("24 bits", "ampere"))
+def test_a_gpu_that_adds_in_another_way_differs(product):
     wide = conformance.Recording("", tuple(c for c in conformance.read().cases if c.name.endswith("512_wide")))
-    (difference,) = conformance.differences(wide, other_bits_of(**arithmetic))
+    (difference,) = conformance.differences(wide, product)
     assert f"bf16/512_wide: {difference.count} of 1024 outputs differ" in str(difference)
     assert difference.recorded != difference.computed
 
@@ -161,19 +153,18 @@ def test_without_a_gpu_it_checks_the_cpu(monkeypatch, cli):
     done = cli("conformance")
     assert done.status == 0
     assert re.match(rf"this CPU \(\w+\) adds as an H200 does: all bits of {CASES} cases are equal", done.out)
-    monkeypatch.setattr(conformance, "by_definition", other_bits_of(kept=24))
+    monkeypatch.setattr(conformance, "by_definition", of_24_bits)
     done = cli("conformance")
     assert done.status == 1
     assert re.match(rf"this CPU \(\w+\) adds in another way: \d+ of {CASES} cases differ\n  bf16/512_wide: ", done.out)
 
 
-@pytest.mark.parametrize("kept, status", ((None, 0), (24, 1)))
-def test_a_recording_of_a_cpu_is_written_and_checked(monkeypatch, cli, tmp_path, kept, status):
+@pytest.mark.parametrize("product, status", ((by_definition, 0), (of_24_bits, 1)), ids=("same", "24 bits"))
+def test_a_recording_of_a_cpu_is_written_and_checked(monkeypatch, cli, tmp_path, product, status):
     monkeypatch.setattr("tp_invariant_recipes.machine.gpus.visible", list)
     file = tmp_path / "here.safetensors"
     with monkeypatch.context() as patched:
-        if kept is not None:
-            patched.setattr(conformance, "by_definition", other_bits_of(kept=kept))
+        patched.setattr(conformance, "by_definition", product)
         done = cli("conformance", "--record", str(file))
     assert done.status == status
     assert f"here.safetensors: {CASES} cases of a CPU, {platform.machine()}" in done.out
@@ -184,7 +175,7 @@ def test_a_recording_of_a_cpu_is_written_and_checked(monkeypatch, cli, tmp_path,
 
 def test_a_recording_of_a_gpu_is_written_and_checked(a_gpu, cli, tmp_path):
     """A B300 that adds in another way: its owner sends the file, and it says so everywhere."""
-    a_gpu(other_bits_of(kept=24))
+    a_gpu(of_24_bits)
     file = tmp_path / "b300.safetensors"
     done = cli("conformance", "--record", str(file))
     assert done.status == 1
@@ -221,7 +212,7 @@ def test_doctor_and_conformance_pass_a_gpu_that_conforms(a_gpu, cli):
 
 
 def test_doctor_and_conformance_name_a_gpu_that_adds_in_another_way(a_gpu, cli):
-    a_gpu(other_bits_of(kept=24))
+    a_gpu(of_24_bits)
     row = arithmetic_row()
     assert (row.state, row.present) == ("other", "GPU 0 adds in another way")
     done = cli("conformance")
@@ -257,7 +248,7 @@ def test_a_run_on_a_gpu_that_conforms_starts(gpu_0):
 
 
 def test_a_run_on_a_gpu_that_adds_in_another_way_is_refused(gpu_0):
-    gpu_0(other_bits_of(kept=24))
+    gpu_0(of_24_bits)
     with pytest.raises(RunError) as refused:
         definition.require_conformance(0)
     message = str(refused.value)
@@ -271,7 +262,7 @@ AMPERE = "it keeps 24 bits and adds 8 products at once, as Ampere and Ada cards 
 
 
 def test_a_run_on_an_ampere_card_is_refused_with_what_it_computes(gpu_0):
-    gpu_0(other_bits_of(kept=24, step=8))
+    gpu_0(of_ampere)
     with pytest.raises(RunError, match=re.escape(f"other bits than the definition ({AMPERE}), so the run's ledger")):
         definition.require_conformance(0)
 
@@ -280,7 +271,7 @@ def test_a_file_of_an_ampere_card_is_named(tmp_path, cli):
     file = tmp_path / "a100.safetensors"
     metadata = {"gpu": "NVIDIA A100", "capability": "8.0", "torch": torch.__version__}
     short = conformance.Recording("", tuple(c for c in conformance.read().cases if "64_" in c.name or "/sub" in c.name))
-    conformance.write(file, short, other_bits_of(kept=24, step=8), metadata)
+    conformance.write(file, short, of_ampere, metadata)
     done = cli("conformance", "--check", str(file))
     assert (done.status, done.out.splitlines()[0].endswith(f"cases differ; {AMPERE}")) == (1, True)
 

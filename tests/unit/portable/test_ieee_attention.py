@@ -8,7 +8,7 @@ import torch
 
 from tests.definitions.elementwise import folded, numpy_version
 from tests.definitions.tensor_core_sum import bf16_product
-from tests.operands import same_bits
+from tests.operands import same_bits, threads
 from tp_invariant_recipes.kernels.cpu import tensor_core_cpu
 from tp_invariant_recipes.portable.ieee.attention import attention_backward, attention_forward
 from tp_invariant_recipes.portable.ieee.attention_triton import LANES
@@ -168,12 +168,8 @@ def test_neither_heads_beside_nor_threads_change_a_bit():
     whole = outcome(slice(None), slice(None))
     halves = zip(outcome(slice(0, 2), slice(0, 1)), outcome(slice(2, 4), slice(1, 2)), strict=True)
     assert all(same_bits(x, torch.cat(parts, 2)) for x, parts in zip(whole, halves, strict=True))
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
+    with threads(3):
         assert all(same_bits(x, y) for x, y in zip(whole, outcome(slice(None), slice(None)), strict=True))
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("kept", (20, 24))

@@ -7,10 +7,8 @@ import functools
 import re
 
 import pytest
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
+from tests.unit.kernels.compiled import ptx
 from tp_invariant_recipes.portable.ieee import adam as ieee_adam
 from tp_invariant_recipes.portable.ieee import attention_triton as ieee_attention_triton
 from tp_invariant_recipes.portable.ieee import cross_entropy as ieee_cross_entropy
@@ -123,17 +121,10 @@ ROUNDED |= {f"{name}.rn.f32x2" for name in ("add", "sub", "mul")}  # Blackwell: 
 def ptx_of(kernel, architecture, **options):
     """The kernel's PTX."""
     types, constants = KERNELS[kernel]
-    names = kernel.kernel.arg_names
-    assert names == [*types, *constants]
-    source = ASTSource(
-        kernel.kernel,
-        types | dict.fromkeys(constants, "constexpr"),
-        {(names.index(name),): value for name, value in constants.items()},
-    )
+    assert kernel.kernel.arg_names == [*types, *constants]
     tiles = TILES[kernel][128]._asdict() if kernel in TILES else {"warps": 4, "stages": 3}
     warps = {f"num_{name}": tiles[name] for name in ("warps", "stages")}
-    binary = triton.compile(source, GPUTarget("cuda", architecture, 32), warps | options)
-    return binary.asm["ptx"]
+    return ptx(kernel.kernel, types, constants, architecture, **warps, **options)
 
 
 def float_operations(kernel, architecture, options):

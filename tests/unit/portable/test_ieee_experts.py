@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.definitions.elementwise import folded, numpy_version
+from tests.definitions.tensor_core_sum import fma
 from tests.operands import KINDS, same_bits, sample
 from tests.unit.portable.test_ieee_kernels import in_lanes, in_sequence, rounded, wide
 from tp_invariant_recipes.portable.ieee import router as ieee_router
@@ -94,32 +95,38 @@ def test_a_tokens_route_does_not_depend_on_its_neighbours():
         assert torch.equal(alone, all_of_them[7:9])
 
 
-def activation(x, p):
+def activation(x):
+    """up, the sigmoid of gate, and gate times that."""
     gate, up = np.split(wide(x), 2, -1)
     c = numpy_version("sigmoid")(gate)
-    s = gate * c
-    return gate, up, c, s, wide(p)[:, None]
+    return up, c, gate * c
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", (333, 1500))
-def test_expert(width, dtype, kind):
+def test_swiglu_of_an_expert_and_of_a_dense_layer(width, dtype, kind):
     x, dy = sample(kind, 9, 2 * width, dtype=dtype), sample(kind, 9, width, dtype=dtype, seed=1)
     p = sample("normal", 9, dtype=dtype, seed=2).abs()
-    _, up, c, s, weight = activation(x, p)
+    up, c, s = activation(x)
+    weight = wide(p)[:, None]
+    assert same_bits(ieee_swiglu.swiglu(x), rounded(s * up, dtype))
     assert same_bits(ieee_swiglu.swiglu(x, p), rounded((s * up) * weight, dtype))
     dx, dp = ieee_swiglu.swiglu_backward(dy, x, p)
-    weighted = wide(dy) * weight
-    expected = np.concatenate([(weighted * up) * (c + s * (UNIT - c)), weighted * s], -1)
-    assert same_bits(dx, rounded(expected, dtype))
+    for result, dy_of_unit in ((ieee_swiglu.swiglu_backward(dy, x)[0], wide(dy)), (dx, wide(dy) * weight)):
+        expected = np.concatenate([(dy_of_unit * up) * (c + s * (UNIT - c)), dy_of_unit * s], -1)
+        assert same_bits(result, rounded(expected, dtype))
     assert same_bits(dp, rounded(in_lanes(wide(dy) * (s * up), min(1024, 1 << (width - 1).bit_length())), dtype))
 
 
-def test_expert_controls():
+def test_swiglu_controls():
     x, dy, p = sample("normal", 9, 2 * 333), sample("normal", 9, 333, seed=1), sample("normal", 9, seed=2).abs()
-    _, up, _, s, weight = activation(x, p)
-    assert not same_bits(ieee_swiglu.swiglu(x, p), rounded(s * (up * weight), torch.float32))
+    up, c, s = activation(x)
+    gate = wide(x)[:, :333]
+    assert not same_bits(ieee_swiglu.swiglu(x, p), rounded(s * (up * wide(p)[:, None]), torch.float32))
+    assert not same_bits(ieee_swiglu.swiglu(x), rounded((gate / (UNIT + np.exp(-gate))) * up, torch.float32))
+    dgate = ieee_swiglu.swiglu_backward(dy, x)[0][:, :333].contiguous()
+    assert not same_bits(dgate, rounded((wide(dy) * up) * fma(s, UNIT - c, c), torch.float32))
     _, dp = ieee_swiglu.swiglu_backward(dy, x, p)
     assert not same_bits(dp, rounded(in_sequence(dy.numpy() * (s * up)), torch.float32))
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.definitions.elementwise import folded, numpy_version
 from tests.definitions.tensor_core_sum import fma
-from tests.operands import KINDS, same_bits, sample
+from tests.operands import KINDS, same_bits, sample, threads
 from tp_invariant_recipes.kernels.cpu import numba_loop, tensor_core_cpu
 from tp_invariant_recipes.portable.ieee import adam as ieee_adam
 from tp_invariant_recipes.portable.ieee import cross_entropy as ieee_cross_entropy
@@ -121,34 +121,6 @@ def test_shards_of_a_norm_do_not_depend_on_their_neighbours():
         parts = zip(dy.chunk(4, dim), x.chunk(4, dim), scale.chunk(4, dim), strict=True)
         alone = [ieee_norm.rms_norm_backward(a, b, weight, c.contiguous(), 1, by_heads)[1] for a, b, c in parts]
         assert same_bits(whole, torch.cat(alone))
-
-
-# --- SwiGLU ---
-
-
-def sigmoid_parts(gate):
-    c = numpy_version("sigmoid")(gate)
-    return c, gate * c
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_swiglu(dtype, kind):
-    x, dy = sample(kind, 9, 2 * 333, dtype=dtype), sample(kind, 9, 333, dtype=dtype, seed=1)
-    gate, up = np.split(wide(x), 2, -1)
-    c, s = sigmoid_parts(gate)
-    assert same_bits(ieee_swiglu.swiglu(x), rounded(s * up, dtype))
-    slopes = (wide(dy) * up) * (c + s * (UNIT - c)), wide(dy) * s
-    assert same_bits(ieee_swiglu.swiglu_backward(dy, x)[0], rounded(np.concatenate(slopes, -1), dtype))
-
-
-def test_swiglu_controls():
-    x, dy = sample("normal", 9, 2 * 333), sample("normal", 9, 333, seed=1)
-    gate, up = np.split(wide(x), 2, -1)
-    c, s = sigmoid_parts(gate)
-    dgate = ieee_swiglu.swiglu_backward(dy, x)[0][:, :333].contiguous()
-    assert not same_bits(dgate, rounded((wide(dy) * up) * fma(s, UNIT - c, c), torch.float32))
-    assert not same_bits(ieee_swiglu.swiglu(x), rounded((gate / (UNIT + np.exp(-gate))) * up, torch.float32))
 
 
 # --- rotary positions ---
@@ -302,13 +274,10 @@ def everything():
 
 def test_threads_do_not_change_a_bit():
     assert SMALL < 260 * 192
-    before, result = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
+    result = []
+    for count in (1, 2, 3):
+        with threads(count):
             result.append(list(everything()))
-    finally:
-        torch.set_num_threads(before)
     for first, *others in zip(*result, strict=True):
         assert all(same_bits(first, other) for other in others)
 

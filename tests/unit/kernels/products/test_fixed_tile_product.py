@@ -4,11 +4,9 @@ import re
 
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from tests.operands import same_bits
+from tests.unit.kernels.compiled import ptx
 from tp_invariant_recipes.kernels.products.fixed_tile_product import GROUP, TILES, _product, fixed_tile_product
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -111,16 +109,10 @@ def arithmetic(dtype: torch.dtype, ones: tuple[str, ...], multiples: bool, archi
     fixed |= dict.fromkeys(ones, 1)
     names = _product.arg_names
     types = dict.fromkeys(names, "i32") | dict.fromkeys(("a", "b"), "*bf16" if dtype == torch.bfloat16 else "*fp32")
-    types |= {"out": "*fp32"} | dict.fromkeys(fixed, "constexpr")
-    free = [(n,) for n, name in enumerate(names) if name not in fixed]
-    source = ASTSource(
-        _product,
-        types,
-        {(names.index(name),): value for name, value in fixed.items()},
-        {place: [["tt.divisibility", 16]] for place in free} if multiples else {},
-    )
     options = {"num_warps": tile["num_warps"], "num_stages": tile["num_stages"]}
-    return ARITHMETIC.findall(triton.compile(source, GPUTarget("cuda", architecture, 32), options).asm["ptx"])
+    if multiples:
+        options["multiples_of_16"] = [name for name in names if name not in fixed]
+    return ARITHMETIC.findall(ptx(_product, types | {"out": "*fp32"}, fixed, architecture, **options))
 
 
 # Compiling the binaries of a row takes 5 s.

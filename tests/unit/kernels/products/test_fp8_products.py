@@ -1,7 +1,6 @@
 """FP8 products of shards, tokens and experts on a CPU, their refusals, and the trial that lets cuBLAS compute them."""
 
 import re
-from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import torch
 from tests.definitions.fp8_sum import fp8_product
 from tests.fp8_operands import KINDS, TYPES, operands
 from tests.operands import same_bits
-from tests.unit.kernels.products.test_fp8_sum import from_the_end, no_fma, wrong_scale_order
+from tests.unit.kernels.products import test_fp8_sum
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.kernels.cpu.tensor_core_cpu import rounded
 from tp_invariant_recipes.kernels.products.grouped_product import Groups
@@ -188,17 +187,7 @@ def split_k(a, b):
         return fp8_product(*first) + fp8_product(*second)
 
 
-OTHER = {
-    "12 bits": (partial(fp8_product, kept=12), KINDS),
-    "14 bits": (partial(fp8_product, kept=14), KINDS),
-    "a new accumulator every 64": (partial(fp8_product, promoted=64), ("tensor",)),
-    "a new accumulator every 256": (partial(fp8_product, promoted=256), ("tensor",)),
-    "fast accumulation": (partial(fp8_product, promoted=1 << 20), ("tensor",)),
-    "scales in another order": (wrong_scale_order, KINDS),
-    "a product and a sum for an FMA": (no_fma, ("1x128", "128x128")),
-    "k from its end": (from_the_end, KINDS),
-    "k split": (split_k, KINDS),
-}
+OTHER = test_fp8_sum.OTHER | {"k split": (split_k, KINDS)}
 
 
 @pytest.mark.parametrize("form", ((FP32, False), (BF16, False), (FP32, True)), ids=("fp32", "bf16", "added"))

@@ -64,19 +64,14 @@ def exactly(a, b, c, kept):
 
 @pytest.mark.parametrize("card", RECORDED)
 def test_the_definition_gives_every_word_of_hopper_and_blackwell(card):
+    """And other sums do not."""
     a, b, c, d = words(card)
     assert (defined(a, b, c, 25, 16) == d).all()
     assert (each(tensor_core_cpu.product, *behind(a, b, c)) == d).all()
     assert (exactly(a, b, c, 25) == d).all()
-
-
-@pytest.mark.parametrize("card", RECORDED)
-@pytest.mark.parametrize("kept, step", ((24, 16), (26, 16), (25, 8)))
-def test_other_sums_do_not(card, kept, step):
-    a, b, c, d = words(card)
-    assert (defined(a, b, c, kept, step) != d).sum() >= 50
-    if step == 16:
-        assert (exactly(a, b, c, kept) != d).sum() >= 50
+    for kept, step in ((24, 16), (26, 16), (25, 8)):
+        assert (defined(a, b, c, kept, step) != d).sum() >= 50
+    assert (exactly(a, b, c, 24) != d).sum() >= 50
 
 
 @pytest.mark.parametrize("card", AMPERE)

@@ -6,21 +6,18 @@ In FP8 Hopper is compared, and Blackwell differs.
 
 import importlib
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
-from tests.definitions import fp8_sum, tensor_core_sum
+from tests.definitions import fp8_sum
 from tests.definitions.tensor_core_sum import STEP, bf16_product
 from tests.operands import EVERY_BF16, KINDS, sample
 from tp_invariant_recipes.kernels.cpu import fp8_cpu, tensor_core_cpu
 from tp_invariant_recipes.kernels.products.quantized import BLOCK, E4M3, E5M2, Quantized
 
-DATA = Path(__file__).parents[3] / "data" / "tensor_core_h200.npz"
-RECORDED = ("64_cancel", "512_wide", "512_cancel")
 # The class of each model, the architecture, the instruction and its m and n.
 MODELS = {
     "Hopper mma": ("MMA", "Hopper", "m16n8k16.f32.bf16.bf16.f32", 16, 8),
@@ -77,37 +74,13 @@ def test_the_definition_is_their_model(sim, model, kind):
     assert (emulated(a, b) == modelled(sim, MODELS[model], a, b)).all()
 
 
-@pytest.mark.parametrize("top", (-153, -134, -132))
-def test_another_least_top_is_not_their_model(sim, monkeypatch, top):
-    operands = bf16_operands("smallest")
-    words = [x.view(torch.int16).numpy().view(np.uint16) for x in operands]
-    result = modelled(sim, MODELS["Hopper wgmma"], *operands)
-    assert (bf16_product(*words) == result).all()
-    monkeypatch.setattr(tensor_core_sum, "LEAST_TOP", top)
-    assert (bf16_product(*words) != result).any()
-
-
-@pytest.mark.parametrize(
-    "kind", ("normal", *(pytest.param(kind, marks=pytest.mark.release) for kind in ("wide", "cancelling")))
-)
-def test_their_ampere_differs(sim, kind):
-    a, b = bf16_operands(kind)
-    assert (emulated(a, b) != modelled(sim, AMPERE, a, b)).any()
-
-
 def test_their_ampere_is_our_sum_of_24_bits_in_steps_of_8(sim):
+    """And so another sum."""
     a, b = bf16_operands("wide")
     words = [x.view(torch.int16).numpy().view(np.uint16) for x in (a, b)]
-    assert (bf16_product(*words, kept=24, step=8) == modelled(sim, AMPERE, a, b)).all()
-
-
-@pytest.mark.parametrize("case", RECORDED)
-def test_their_blackwell_gives_what_an_h200_gave(sim, case):
-    data = np.load(DATA)
-    a, b = (torch.from_numpy(data[f"{part}_{case}"].astype(np.int16)).view(torch.bfloat16) for part in "ab")
-    columns = slice(0, 8)
-    result = modelled(sim, MODELS["Blackwell tcgen05"], a, b[:, columns].contiguous())
-    assert (result == data[f"c_{case}_mmawg"][:, columns]).all()
+    ampere = modelled(sim, AMPERE, a, b)
+    assert (bf16_product(*words, kept=24, step=8) == ampere).all()
+    assert (emulated(a, b) != ampere).any()
 
 
 # --- FP8 ---
@@ -134,7 +107,7 @@ def fp8_operands(kind, types):
 
 @pytest.mark.parametrize("types", (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")), ids=str)
 @pytest.mark.parametrize("kind", ("any", "one", "subnormal", "special"))
-def test_a_block_of_fp8_is_four_of_their_instructions(sim, monkeypatch, kind, types):
+def test_a_block_of_fp8_is_four_of_their_instructions(sim, kind, types):
     a, b = fp8_operands(kind, [FP8_TYPES[name] for name in types])
     step, out = sim.WGMMA("Hopper", f"m64n8k32.f32.{types[0]}.{types[1]}"), torch.zeros(64, 8)
     for k in range(0, BLOCK, fp8_sum.STEP):
@@ -143,10 +116,6 @@ def test_a_block_of_fp8_is_four_of_their_instructions(sim, monkeypatch, kind, ty
     operands = Quantized(a, single), Quantized(b, single)
     assert (fp8_cpu.product(*operands).numpy().view(np.uint32) == result).all()
     assert (fp8_sum.fp8_product(*operands).view(np.uint32) == result).all()
-    if kind == "subnormal":  # no other kind shows which exponent they have
-        for change in (-1, 1):
-            monkeypatch.setattr(fp8_sum, "LEAST", {E4M3: -6 + change, E5M2: -14 + change})
-            assert (fp8_sum.fp8_product(*operands).view(np.uint32) != result).any()
 
 
 def test_their_blackwell_adds_fp8_otherwise(sim):

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from tests.definitions import tensor_core_sum
 from tests.definitions.tensor_core_sum import INFINITY, NAN, bf16_product, fp32_product
-from tests.operands import same_bits
+from tests.operands import same_bits, threads
 from tp_invariant_recipes.kernels.cpu import numba_loop, tensor_core_cpu, tensor_core_vector
 from tp_invariant_recipes.portable import conformance
 
@@ -48,7 +48,7 @@ def canonical(bits):
 
 
 @pytest.mark.parametrize("case", PLAIN)
-def test_the_definition_gives_the_bits_of_an_h200(case):
+def test_the_definition_and_the_compiled_sum_give_the_bits_of_an_h200(case):
     a, b = NUMBERS[f"a_{case}"], NUMBERS[f"b_{case}"]
     rows = slice(0, 8) if a.shape[1] > 512 else slice(None)  # the definition keeps every term in memory
     actual = bf16_product(a[rows], b)
@@ -56,18 +56,21 @@ def test_the_definition_gives_the_bits_of_an_h200(case):
     assert len(recorded) >= 2
     for name in recorded:
         assert (actual == NUMBERS[name][rows]).all(), name
+    assert (result_bits(tensor_core_cpu.product(bf16(a), bf16(b))) == NUMBERS[f"c_{case}_mmawg"]).all()
 
 
 @pytest.mark.parametrize("case", BF16_EDGES)
-def test_the_definition_gives_the_bits_of_an_h200_at_the_edges(case):
+def test_both_give_the_bits_of_an_h200_at_the_edges(case):
     a, b, expected = edge("bf16", case)
     assert (bf16_product(a, b) == expected).all()
+    assert (result_bits(tensor_core_cpu.product(bf16(a), bf16(b))) == expected).all()
 
 
 @pytest.mark.parametrize("case", FP32_EDGES)
 def test_a_product_of_fp32_is_a_chain_of_fma(case):
     a, b, expected = edge("fp32", case)
     assert (fp32_product(a.view(np.float32), b.view(np.float32)) == canonical(expected)).all()
+    assert (result_bits(tensor_core_cpu.product(fp32(a), fp32(b))) == canonical(expected)).all()
 
 
 def test_the_recorded_edges_are_edges():
@@ -132,28 +135,10 @@ def test_a_multiplication_and_an_addition_are_no_fma():
     assert (total.view(np.uint32) != expected).any()
 
 
-@pytest.mark.parametrize("case", PLAIN)
-def test_the_compiled_sum_gives_the_bits_of_an_h200(case):
-    actual = result_bits(tensor_core_cpu.product(bf16(NUMBERS[f"a_{case}"]), bf16(NUMBERS[f"b_{case}"])))
-    assert (actual == NUMBERS[f"c_{case}_mmawg"]).all()
-
-
-@pytest.mark.parametrize("case", BF16_EDGES)
-def test_the_compiled_sum_gives_the_bits_of_an_h200_at_the_edges(case):
-    a, b, expected = edge("bf16", case)
-    assert (result_bits(tensor_core_cpu.product(bf16(a), bf16(b))) == expected).all()
-
-
-@pytest.mark.parametrize("case", FP32_EDGES)
-def test_the_compiled_fma_gives_the_bits_of_an_h200(case):
-    a, b, expected = edge("fp32", case)
-    assert (result_bits(tensor_core_cpu.product(fp32(a), fp32(b))) == canonical(expected)).all()
-
-
-@pytest.mark.parametrize("shape", ((1, 1, 1), (3, 5, 7), (64, 33, 129), (2, 0, 3), (130, 160, 96)), ids=str)
-@pytest.mark.parametrize("scale", (0, 12, 60), ids=lambda scale: f"2^{scale}")
-def test_the_compiled_sum_is_the_definition(shape, scale):
-    m, k, n = shape
+@pytest.mark.parametrize(
+    "m, k, n, scale", ((1, 1, 1, 0), (3, 5, 7, 12), (64, 33, 129, 60), (2, 0, 3, 0), (130, 160, 96, 12))
+)
+def test_the_compiled_sum_is_the_definition(m, k, n, scale):
     generator = torch.Generator().manual_seed(k)
 
     def drawn(*size):
@@ -246,15 +231,24 @@ def test_neither_strides_nor_neighbours_nor_threads_change_a_bit(dtype):
     a, b = torch.randn(130, 200, generator=generator).to(dtype), torch.randn(200, 196, generator=generator).to(dtype)
     whole = tensor_core_cpu.product(a, b)
     assert tensor_core_cpu.SMALL < 130 * 200 * 196
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
+    for count in (1, 3):
+        with threads(count):
             assert same_bits(tensor_core_cpu.product(a, b), whole)
-    finally:
-        torch.set_num_threads(before)
     assert same_bits(tensor_core_cpu.product(a.t().contiguous().t(), b.t().contiguous().t()), whole)
     assert same_bits(tensor_core_cpu.product(a[7:9], b[:, 5:6]), whole[7:9, 5:6].contiguous())
+
+
+@pytest.mark.parametrize("special", (torch.inf, -torch.inf, torch.nan))
+@pytest.mark.parametrize("left", (True, False))
+def test_a_special_number_meets_a_step_of_zeros_only(special, left):
+    """No number of the step's other operand tells how large the product is."""
+    a, b = torch.zeros(3, 32), torch.zeros(32, 70)
+    a[:, 16:], b[16:] = 1, 1  # after it, steps that are ordinary
+    (a[1] if left else b[:, 66])[3] = special
+    a, b = a.bfloat16(), b.bfloat16()
+    result = result_bits(tensor_core_cpu.product(a, b))
+    assert (result == bf16_product(*map(tensor_core_cpu.bits_of, (a, b)))).all()
+    assert (result == NAN).sum() == (70 if left else 3)
 
 
 def test_a_nan_and_an_infinity_reach_their_row_and_column_only():
