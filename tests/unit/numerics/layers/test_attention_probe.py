@@ -11,10 +11,10 @@ from itertools import pairwise
 import pytest
 import torch
 
+from tests.operands import threads
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.numerics.layers import attention as attentions
 from tp_invariant_recipes.numerics.layers.attention import TENSORS, Operands, attention
-from tp_invariant_recipes.numerics.products import cublas
 from tp_invariant_recipes.numerics.products.probe import cancelling_attention, cancelling_scores
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -100,10 +100,8 @@ class Core(attentions.Core):
 @pytest.fixture(autouse=True)
 def _undecided(monkeypatch):
     monkeypatch.setattr(attentions, "_batched_is_exact", {})
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # products this small only wait for other threads
-    yield
-    torch.set_num_threads(threads)
+    with threads(1):  # products this small only wait for other threads
+        yield
 
 
 def probe_operands(dtype, seed=0, length=48, fill=None):
@@ -159,14 +157,6 @@ def test_an_honest_backend_is_launched_once(dtype, shards):
     core.launches = 0
     attention(core, *held, None, shards)
     assert core.launches == 1
-
-
-def test_a_capture_computes_as_defined_what_was_not_tried_before(monkeypatch):
-    core, made = Core(), probe_operands(torch.float32)
-    monkeypatch.setattr(cublas, "capturing", lambda operand: True)
-    attention(core, *made[:3], None, SHARDS)
-    assert core.launches == SHARDS
-    assert attentions._batched_is_exact == {}
 
 
 @pytest.mark.parametrize("lie", LIES)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tp_invariant_recipes.numerics.megatron.data_order import ConsecutiveSampler
+from tp_invariant_recipes.numerics.megatron.data_order import ConsecutiveBatchSampler, ConsecutiveSampler
 
 BATCH, STEPS = 8, 2
 
@@ -51,3 +51,17 @@ def test_what_does_not_fit_is_an_error():
         _of_rank(0, 3)
     with pytest.raises(ValueError, match="no sequences are left: 8 of 8 are used"):
         _of_rank(0, 1, consumed=8, total=8)
+
+
+EXAMPLES = [[5, 3, 1, 0], [2, 7, 6, 4]]  # of two steps
+
+
+@pytest.mark.parametrize("ranks", (1, 2, 4))
+def test_ranks_have_consecutive_examples_of_each_step(ranks):
+    of_ranks = [list(ConsecutiveBatchSampler(EXAMPLES, rank, ranks)) for rank in range(ranks)]
+    assert [[n for part in parts for n in part] for parts in zip(*of_ranks, strict=True)] == EXAMPLES
+
+
+def test_ranks_that_do_not_divide_a_step_are_an_error():
+    with pytest.raises(ValueError, match="3 ranks do not divide the 4 examples"):
+        list(ConsecutiveBatchSampler(EXAMPLES, 0, 3))

@@ -4,6 +4,7 @@ The kernel itself runs on GPUs only (tests/gpu/kernels/test_restarting_product.p
 for it.
 """
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -184,52 +185,6 @@ def at_another_border(a, b, out, cut, add):
 WRONG = (without_borders, added_in_turn, at_another_border)
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=lambda f: f.__name__)
-def test_a_wrong_kernel_is_refused_and_changes_nothing(kernel_stand_in, wrong):
-    a, b, sizes = segmented_operands(4, 1)
-    mesh = VirtualMesh(4, 1, 0, graphs=True)
-    launches = kernel_stand_in(wrong)
-    nodes = contraction.nodes(a, b, mesh, sizes, exact_product)
-    assert launches
-    assert list(contraction._restarting_is_exact.values()) == [False]
-    assert same_bits(nodes, contraction._looped(a, b, mesh, sizes, exact_product))
-    # The control: without the trial, the same kernel gives other bits.
-    contraction._restarting_is_exact = dict.fromkeys(contraction._restarting_is_exact, True)
-    assert not same_bits(folded_nodes(contraction.nodes(a, b, mesh, sizes, exact_product)), folded_nodes(nodes))
-
-
-def test_a_capture_tries_nothing(kernel_stand_in, monkeypatch):
-    launches = kernel_stand_in(kernel.in_order)
-    a, b, sizes = segmented_operands(2, 1)
-    mesh, capturing = VirtualMesh(2, 1, 0, graphs=True), True
-    monkeypatch.setattr(cublas, "capturing", lambda operand: capturing)
-    contraction.nodes(a, b, mesh, sizes, exact_product)
-    assert launches == []
-    assert contraction._restarting_is_exact == {}
-    capturing = False
-    contraction.nodes(a, b, mesh, sizes, exact_product)
-    capturing = True
-    launches.clear()
-    contraction.nodes(a, b, mesh, sizes, exact_product)
-    assert len(launches) == 1
-
-
-def test_live_operands_are_checked_on_request(kernel_stand_in, monkeypatch):
-    def wrong_with_large_numbers(a, b, out, cut, add):
-        (without_borders if a.abs().max() > 100 else kernel.in_order)(a, b, out, cut, add)
-
-    kernel_stand_in(wrong_with_large_numbers)
-    a, b, sizes = segmented_operands(8, 1)
-    mesh = VirtualMesh(8, 1, 0, graphs=True)
-    monkeypatch.setattr(cublas, "checking", lambda: True)
-    contraction.nodes(a, b, mesh, sizes, exact_product)
-    message = r"TPI_CHECK_PRODUCTS=1: the sum of 4 products \[24, 128\] @ \[128, 20\] in one launch has other bits"
-    with pytest.raises(RunError, match=message):
-        contraction.nodes(a * 1000, b, mesh, sizes, exact_product)
-    monkeypatch.setattr(cublas, "checking", lambda: False)
-    contraction.nodes(a * 1000, b, mesh, sizes, exact_product)  # the control: nobody asks
-
-
 @pytest.mark.parametrize("shards, segments", LAUNCHES)
 def test_a_batch_has_the_bits_of_one_by_one(batch_stand_in, shards, segments):
     launches = batch_stand_in(exact_batch)
@@ -273,18 +228,23 @@ def term_in_halves(a, b, out, add):
         in_halves(a[2:3], b[2:3], out[2:3], add)
 
 
-@pytest.mark.parametrize("wrong", (backwards, in_halves, term_in_halves), ids=lambda f: f.__name__)
-@pytest.mark.parametrize("segments", (1, 2))
-def test_a_wrong_batch_is_refused_and_changes_nothing(batch_stand_in, wrong, segments):
-    launches = batch_stand_in(wrong)
+@pytest.mark.parametrize(
+    "wrong, segments",
+    (*((wrong, 1) for wrong in WRONG), *itertools.product((backwards, in_halves, term_in_halves), (1, 2))),
+)
+def test_a_wrong_sum_is_refused_and_changes_nothing(kernel_stand_in, batch_stand_in, monkeypatch, wrong, segments):
+    """Of the kernel, and of a batch."""
+    kernels = wrong in WRONG
     a, b, sizes = segmented_operands(4, segments)
-    mesh = VirtualMesh(4, 1, 0)
+    mesh = VirtualMesh(4, 1, 0, graphs=kernels)
+    launches = (kernel_stand_in if kernels else batch_stand_in)(wrong)
     nodes = contraction.nodes(a, b, mesh, sizes, exact_product)
+    known = "_restarting_is_exact" if kernels else "_batch_is_exact"
     assert launches
-    assert list(contraction._batch_is_exact.values()) == [False]
+    assert list(getattr(contraction, known).values()) == [False]
     assert same_bits(nodes, contraction._looped(a, b, mesh, sizes, exact_product))
-    # The control: without the trial, the same batch gives other bits.
-    contraction._batch_is_exact = dict.fromkeys(contraction._batch_is_exact, True)
+    # The control: without the trial, the same one gives other bits.
+    monkeypatch.setattr(contraction, known, dict.fromkeys(getattr(contraction, known), True))
     assert not same_bits(folded_nodes(contraction.nodes(a, b, mesh, sizes, exact_product)), folded_nodes(nodes))
 
 
@@ -297,16 +257,24 @@ def test_a_large_batch_goes_one_by_one(batch_stand_in, monkeypatch):
         assert bool(launches) == batches
 
 
-def test_a_batch_of_live_operands_is_checked_on_request(batch_stand_in, monkeypatch):
-    def wrong_with_large_numbers(a, b, out, add):
-        (backwards if a.abs().max() > 100 else exact_batch)(a, b, out, add)
+@pytest.mark.parametrize("kernels", (True, False), ids=("kernel", "batch"))
+def test_live_operands_are_checked_on_request(kernel_stand_in, batch_stand_in, monkeypatch, kernels):
+    wrong, right = (without_borders, kernel.in_order) if kernels else (backwards, exact_batch)
 
-    batch_stand_in(wrong_with_large_numbers)
+    def wrong_with_large_numbers(a, *rest):
+        (wrong if a.abs().max() > 100 else right)(a, *rest)
+
+    (kernel_stand_in if kernels else batch_stand_in)(wrong_with_large_numbers)
     a, b, sizes = segmented_operands(8, 1)
-    mesh = VirtualMesh(8, 1, 0)
+    mesh = VirtualMesh(8, 1, 0, graphs=kernels)
     monkeypatch.setattr(cublas, "checking", lambda: True)
     contraction.nodes(a, b, mesh, sizes, exact_product)
-    with pytest.raises(RunError, match=r"8 products of \[24, 128\] @ \[128, 20\] as a batch have other bits"):
+    message = (
+        r"TPI_CHECK_PRODUCTS=1: the sum of 4 products \[24, 128\] @ \[128, 20\] in one launch has other bits"
+        if kernels
+        else r"8 products of \[24, 128\] @ \[128, 20\] as a batch have other bits"
+    )
+    with pytest.raises(RunError, match=message):
         contraction.nodes(a * 1000, b, mesh, sizes, exact_product)
     monkeypatch.setattr(cublas, "checking", lambda: False)
     contraction.nodes(a * 1000, b, mesh, sizes, exact_product)  # the control: nobody asks

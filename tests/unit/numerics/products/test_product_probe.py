@@ -237,30 +237,25 @@ def test_each_layout_is_tried_by_itself(library, layout, number):
     assert defined._matches_definition(*plain, False)
 
 
-def test_settings_of_torch_distinguish_products():
-    before = cublas_product.settings()
-    matmul = torch.backends.cuda.matmul
-    allowed = matmul.allow_bf16_reduced_precision_reduction
+@pytest.mark.parametrize(
+    "owner, setting, values",
+    (
+        (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", (True, False)),
+        (torch.backends.cuda.matmul, "fp32_precision", ("ieee", "tf32")),  # torch's newer setting, after which the
+        (torch.backends, "fp32_precision", ("ieee", "tf32")),  # getters of the older ones raise
+    ),
+)
+def test_settings_of_torch_distinguish_products(owner, setting, values):
+    before, seen = getattr(owner, setting), set()
     try:
-        matmul.allow_bf16_reduced_precision_reduction = not allowed
-        assert cublas_product.settings() != before
-    finally:
-        matmul.allow_bf16_reduced_precision_reduction = allowed
-    assert cublas_product.settings() == before
-
-
-@pytest.mark.parametrize("owner", (torch.backends.cuda.matmul, torch.backends), ids=("of the product", "of all"))
-def test_the_precision_of_fp32_products_distinguishes_them(owner):
-    """Set by torch's newer setting, after which the getters of the older ones raise."""
-    before, seen = owner.fp32_precision, set()
-    try:
-        for value in ("ieee", "tf32"):
-            owner.fp32_precision = value
+        for value in values:
+            setattr(owner, setting, value)
             seen.add(cublas_product.settings())
-        with pytest.raises(RuntimeError):
-            torch.get_float32_matmul_precision()
+        if setting == "fp32_precision":
+            with pytest.raises(RuntimeError):
+                torch.get_float32_matmul_precision()
     finally:
-        owner.fp32_precision = before
+        setattr(owner, setting, before)
     assert len(seen) == 2
 
 
