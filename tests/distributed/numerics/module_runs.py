@@ -176,6 +176,18 @@ class OnAllDegrees:
         assert inaccurate(results[size, (True, dtype, sequence_parallel, main_grad)], stock, exact) == {}
 
 
+def differing_without(plant: Callable[[], None], layer_run: Callable[..., tuple], shards: int) -> set[str]:
+    """The tensors that depend on the degree where `plant` has left an ingredient out on every rank."""
+
+    def trained(mesh: VirtualMesh) -> tuple:
+        with megatron(mesh):
+            plant()
+            return layer_run(mesh, True, torch.float32, mesh.size > 1, True)
+
+    first, second = (whole(on_ranks(size, shards, trained), size > 1) for size in (1, 2))
+    return {name for name in first if not same_bits(first[name], second[name])}
+
+
 def inaccurate(result: dict[str, Tensor], stock: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, tuple]:
     """The tensors that are clearly further from an fp64 reference than stock's are: name → their error, stock's.
 

@@ -8,11 +8,11 @@ from tests.distributed.numerics.module_runs import (
     OnAllDegrees,
     OnDegrees,
     computed_in,
+    differing_without,
     inaccurate,
     run,
     set_weights,
     split_of,
-    whole,
 )
 from tests.distributed.ranks import megatron, on_ranks
 from tests.operands import same_bits
@@ -123,16 +123,10 @@ INGREDIENTS = {
 }
 
 
-def _without(mesh, ingredient):
-    with megatron(mesh):
-        INGREDIENTS[ingredient][0]()
-        return _run(mesh, True, torch.float32, mesh.size > 1, True)
-
-
 @pytest.mark.parametrize("ingredient", INGREDIENTS)
 def test_each_ingredient_is_needed(bridge, ingredient):
-    first, second = (whole(on_ranks(t, SHARDS, _without, ingredient), t > 1) for t in (1, 2))
-    assert {name for name in NAMES if not same_bits(first[name], second[name])} == INGREDIENTS[ingredient][1]
+    plant, shown = INGREDIENTS[ingredient]
+    assert differing_without(plant, _run, SHARDS) == shown
 
 
 def _embedded(mesh):

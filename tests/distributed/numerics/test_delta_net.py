@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 
-from tests.distributed.numerics.module_runs import DTYPES, run, set_weights, split_of, whole
+from tests.distributed.numerics.module_runs import DTYPES, differing_without, run, set_weights, split_of, whole
 from tests.distributed.ranks import megatron, on_ranks
 from tests.operands import same_bits
 from tp_invariant_recipes.errors import ConfigError
@@ -19,7 +19,7 @@ NAMES = {"output", "input gradient", "conv1d.weight", "A_log", "dt_bias", "out_n
 NAMES |= {"in_proj.weight", "out_proj.weight"}
 
 
-def _config(size, dtype, **settings):
+def _config(size, dtype, sequence_parallel, **settings):
     from megatron.core.transformer import TransformerConfig
 
     config = TransformerConfig(
@@ -28,7 +28,7 @@ def _config(size, dtype, **settings):
         linear_value_head_dim=12, linear_num_key_heads=4, linear_num_value_heads=8, layernorm_zero_centered_gamma=True,
         gated_linear_unit=True, activation_func=torch.nn.functional.silu, bias_activation_fusion=False,
         hidden_dropout=0.0, attention_dropout=0.0, bf16=dtype == torch.bfloat16, params_dtype=dtype,
-        tensor_model_parallel_size=size, sequence_parallel=size > 1, bias_dropout_fusion=False,
+        tensor_model_parallel_size=size, sequence_parallel=sequence_parallel, bias_dropout_fusion=False,
         persist_layer_norm=False, transformer_impl="local", **settings,
     )  # fmt: skip
     config.invariant_mode, config.virtual_shards = "tree", SHARDS
@@ -51,19 +51,19 @@ def _layer(config, invariant):
     return layer
 
 
-def _run(mesh, kind, dtype, main_grad):
-    layer = _layer(_config(mesh.size, dtype), kind)
+def _run(mesh, kind, dtype, sequence_parallel, main_grad):
+    layer = _layer(_config(mesh.size, dtype, sequence_parallel), kind)
     parameters = {name: (parameter, split_of(parameter)) for name, parameter in layer.named_parameters()}
     set_weights(parameters, mesh, 0.1, dtype)
     return run(
         layer, parameters, mesh, (SEQUENCE, BATCH, HIDDEN), lambda model, x: model(x, None)[0],
-        dtype=dtype, sequence_parallel=mesh.size > 1, main_grad=main_grad,
+        dtype=dtype, sequence_parallel=sequence_parallel, main_grad=main_grad,
     )  # fmt: skip
 
 
 def _every(mesh):
     with megatron(mesh):
-        return {case: _run(mesh, *case) for case in CASES}
+        return {case: _run(mesh, *case[:2], mesh.size > 1, case[2]) for case in CASES}
 
 
 @pytest.fixture(scope="module")
@@ -81,28 +81,25 @@ def results(bridge):
 @pytest.mark.parametrize("size", (2, pytest.param(4, marks=pytest.mark.release)))
 @pytest.mark.parametrize("main_grad", (False, True))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-class TestLayer:
-    def test_one_result_for_all_degrees(self, results, dtype, main_grad, size):
-        first, other = (results(t)[True, dtype, main_grad] for t in (1, size))
-        assert first.keys() == other.keys() == NAMES
-        assert [name for name in NAMES if not same_bits(first[name], other[name])] == []
-
-    def test_stock_layers_have_several(self, results, dtype, main_grad, size):
-        first, other = (results(t)[False, dtype, main_grad] for t in (1, size))
-        assert not same_bits(first["output"], other["output"])
-        assert not same_bits(first["input gradient"], other["input gradient"])
-
-
-def test_chunks_are_those_of_megatron(bridge):
-    from megatron.core.ssm.gated_delta_net import torch_chunk_gated_delta_rule as stock
-
-    assert inspect.signature(stock).parameters["chunk_size"].default == CHUNK
+def test_one_result_for_all_degrees_and_stock_has_several(results, dtype, main_grad, size):
+    first, other = (results(t)[True, dtype, main_grad] for t in (1, size))
+    assert first.keys() == other.keys() == NAMES
+    assert [name for name in NAMES if not same_bits(first[name], other[name])] == []
+    first, other = (results(t)[False, dtype, main_grad] for t in (1, size))
+    assert not same_bits(first["output"], other["output"])
+    assert not same_bits(first["input gradient"], other["input gradient"])
 
 
 @pytest.mark.parametrize("main_grad", (False, True))
 def test_both_compute_the_same_but_for_rounding(results, main_grad):
     actual, stock = (results(1)[kind, torch.float32, main_grad] for kind in (True, False))
     assert {name for name in NAMES if (actual[name] - stock[name]).norm() > 1e-5 * stock[name].norm()} == set()
+
+
+def test_chunks_are_those_of_megatron(bridge):
+    from megatron.core.ssm.gated_delta_net import torch_chunk_gated_delta_rule as stock
+
+    assert inspect.signature(stock).parameters["chunk_size"].default == CHUNK
 
 
 def _single_segment(net):
@@ -122,27 +119,25 @@ INGREDIENTS = {
 }
 
 
-def _without(mesh, ingredient):
-    from tp_invariant_recipes.numerics.megatron.families import delta_net
-
-    def built(self, *args, original=delta_net.InvariantGatedDeltaNet.__init__, **kwargs):
-        original(self, *args, **kwargs)
-        INGREDIENTS[ingredient][0](self)
-
-    delta_net.InvariantGatedDeltaNet.__init__ = built
-    with megatron(mesh):
-        return _run(mesh, True, torch.float32, True)
-
-
 @pytest.mark.parametrize("ingredient", INGREDIENTS)
 def test_each_ingredient_is_needed(bridge, ingredient):
-    first, second = (whole(on_ranks(t, SHARDS, _without, ingredient), t > 1) for t in (1, 2))
-    assert {name for name in NAMES if not same_bits(first[name], second[name])} >= INGREDIENTS[ingredient][1]
+    leave_out, shown = INGREDIENTS[ingredient]
+
+    def plant():
+        from tp_invariant_recipes.numerics.megatron.families import delta_net
+
+        def built(self, *args, original=delta_net.InvariantGatedDeltaNet.__init__, **kwargs):
+            original(self, *args, **kwargs)
+            leave_out(self)
+
+        delta_net.InvariantGatedDeltaNet.__init__ = built
+
+    assert differing_without(plant, _run, SHARDS) >= shown
 
 
 def _refusal(mesh):
     with megatron(mesh):
-        config = _config(1, torch.float32, linear_conv_kernel_dim=3)
+        config = _config(1, torch.float32, False, linear_conv_kernel_dim=3)
         config.invariant_mode, config.virtual_shards = "gather", 8
         with pytest.raises(ConfigError) as error:
             _layer(config, True)

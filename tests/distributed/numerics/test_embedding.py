@@ -11,7 +11,7 @@ from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.replacement import applied
 
 NUMERICS = NumericsSettings(virtual_shards=4)
-SHARDS, DEGREES = 4, (1, 2, 4)
+SHARDS, DEGREES = 4, (1, 4)
 VOCABULARY, HIDDEN, SEQUENCE, BATCH, MICRO_BATCHES = 16, 24, 32, 2, 3
 
 
@@ -107,15 +107,13 @@ def _by_definition(dtype, tied):
     return lookups + output
 
 
-@pytest.mark.parametrize("size, sequence_parallel", ((1, False), (2, False), (2, True), (4, False), (4, True)))
+@pytest.mark.parametrize("size, sequence_parallel", ((1, False), (4, False), (4, True)))
 @pytest.mark.parametrize("dtype, tied", CASES)
-class TestTheGradient:
-    def test_it_is_that_of_the_definition(self, results, size, sequence_parallel, dtype, tied):
-        assert same_bits(results[size][True, sequence_parallel, dtype, tied], _by_definition(dtype, tied))
-
-    def test_that_of_megatron_is_not(self, results, size, sequence_parallel, dtype, tied):
-        """It adds a micro-batch in the weight's dtype first, and micro-batches in turns with the output layer."""
-        stock, expected = results[size][False, sequence_parallel, dtype, tied], _by_definition(dtype, tied)
-        assert not same_bits(stock, expected)
-        error = (stock - expected).norm() / expected.norm()
-        assert error < 1e-6 if dtype == torch.float32 else 1e-4 < error < 1e-1
+def test_the_gradient_is_that_of_the_definition_and_megatrons_is_not(results, size, sequence_parallel, dtype, tied):
+    """Megatron adds a micro-batch in the weight's dtype first, and micro-batches in turns with the output layer."""
+    expected = _by_definition(dtype, tied)
+    assert same_bits(results[size][True, sequence_parallel, dtype, tied], expected)
+    stock = results[size][False, sequence_parallel, dtype, tied]
+    assert not same_bits(stock, expected)
+    error = (stock - expected).norm() / expected.norm()
+    assert error < 1e-6 if dtype == torch.float32 else 1e-4 < error < 1e-1

@@ -17,8 +17,8 @@ from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 EPS = 1e-6
 WHOLE, SLICE, HEADS = NormShards
-SIZES = (1, 2, 4, 8)
-FEW = (1, 4)  # of eight shards: rank and shard have several of each other
+SIZES = (1, 2, 4)
+SHARDS = 8  # more than ranks: rank and shard have several of each other
 DTYPES = (torch.float32, torch.bfloat16)
 ALONE = VirtualMesh(1, 1, 0)
 
@@ -53,31 +53,20 @@ def plain_step(mesh, shards_of, x, weight, dy) -> tuple[Tensor, Tensor, Tensor]:
     return y.detach(), x.grad, weight.grad if mesh.rank == 0 else torch.zeros_like(weight.grad)
 
 
-def steps(mesh, function, cases) -> list[tuple[Tensor, Tensor, Tensor]]:
-    return [function(mesh, *case) for case in cases]
+def joined(case, ranks) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, dx and weight gradient of all ranks put together."""
+    if case[0] is WHOLE:
+        assert all(same_bits(a, b) for rank in ranks for a, b in zip(rank, ranks[0], strict=True))
+        return ranks[0]
+    y, dx, dw = zip(*ranks, strict=True)
+    assert not any(other.count_nonzero() for other in dw[1:])
+    dim = 2 if case[0] is HEADS else 0
+    return torch.cat(y, dim), torch.cat(dx, dim), torch.stack(dw).sum(0)
 
 
-def everywhere(size, shards, cases, function=step) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """For each case, output, dx and weight gradient of all ranks put together."""
-    joined = []
-    for (shards_of, *_), *ranks in zip(cases, *on_ranks(size, shards, steps, function, cases), strict=True):
-        if shards_of is WHOLE:
-            assert all(same_bits(a, b) for rank in ranks for a, b in zip(rank, ranks[0], strict=True))
-            joined.append(ranks[0])
-        else:
-            y, dx, dw = zip(*ranks, strict=True)
-            assert not any(other.count_nonzero() for other in dw[1:])
-            dim = 2 if shards_of is HEADS else 0
-            joined.append((torch.cat(y, dim), torch.cat(dx, dim), torch.stack(dw).sum(0)))
-    return joined
-
-
-def assert_same(first, *others) -> None:
-    """Each a list of (output, dx, weight gradient)."""
-    for other in others:
-        for case, (a_case, b_case) in enumerate(zip(first, other, strict=True)):
-            for name, a, b in zip(("output", "dx", "weight gradient"), a_case, b_case, strict=True):
-                assert same_bits(a, b), f"{name} of case {case}"
+def unequal(first, other) -> list[str]:
+    names = "output", "dx", "weight gradient"
+    return [name for name, a, b in zip(names, first, other, strict=True) if not same_bits(a, b)]
 
 
 def all_kinds(dtype, chunk, batch, shards, width, seed=0) -> list[tuple]:
@@ -86,14 +75,71 @@ def all_kinds(dtype, chunk, batch, shards, width, seed=0) -> list[tuple]:
     return [(WHOLE, *rows), (SLICE, *rows), (HEADS, *inputs(dtype, (3, batch, shards * chunk, width), seed))]
 
 
-@pytest.mark.parametrize("shards", (4, 8))
+def special(dtype) -> list[tuple]:
+    """NaN, infinities and large numbers in all operands."""
+    cases = all_kinds(dtype, 2, 2, SHARDS, 97)
+    for _, x, weight, dy in cases:
+        for row, value in enumerate((math.nan, math.inf, -math.inf, 1e30)):
+            x.view(-1, 97)[4 * row, 7 * row] = value
+            dy.view(-1, 97)[4 * row + 1, 9 * row] = value
+        weight[5] = math.inf
+    return cases
+
+
+def zeros(dtype) -> list[tuple]:
+    """Gradients of negative zeros."""
+    shapes = ((WHOLE, (8, 1, 4)), (SLICE, (8, 1, 4)), (HEADS, (2, 1, 8, 4)))
+    return [
+        (kind, *(torch.full(s, v, dtype=dtype) for s, v in ((shape, 1), ((4,), 1), (shape, -0.0))))
+        for kind, shape in shapes
+    ]
+
+
+def plain(dtype) -> list[tuple]:
+    return all_kinds(dtype, 4, 2, SHARDS, 97)
+
+
+MAKERS = (plain, special, zeros)
+
+
+def everything(mesh) -> dict:
+    """All on one set of ranks, since a fork costs more than what it computes."""
+    results = {(make, dtype): [step(mesh, *case) for case in make(dtype)] for make in MAKERS for dtype in DTYPES}
+    batches = {dtype: [micro_batches(mesh, *case, 3) for case in all_kinds(dtype, 2, 3, 8, 33)] for dtype in DTYPES}
+    return results | {"Megatron's": [plain_step(mesh, *case) for case in plain(torch.float32)[1:]], "batches": batches}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Degree → what each of its ranks computed."""
+    return {size: on_ranks(size, SHARDS, everything) for size in SIZES}
+
+
+@pytest.fixture(scope="module")
+def results(ranks):
+    """(make, dtype) → for each degree, for each case, output, dx and weight gradient of the whole."""
+    return {
+        (make, dtype): [
+            [joined(case, [rank[make, dtype][n] for rank in ranks[size]]) for n, case in enumerate(make(dtype))]
+            for size in SIZES
+        ]
+        for make in MAKERS
+        for dtype in DTYPES
+    }
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_one_result_for_all_degrees(dtype, shards):
-    cases = all_kinds(dtype, 4, 2, shards, 97)
-    results = [everywhere(t, shards, cases) for t in SIZES if t <= shards]
-    assert_same(*results)
-    for whole, sliced, _ in results:  # sequence parallelism changes nothing
-        assert_same([whole], [sliced])
+@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+def test_one_result_for_all_degrees(results, make, dtype):
+    first, *others = results[make, dtype]
+    assert [unequal(a, b) for other in others for a, b in zip(first, other, strict=True)] == [[]] * 6
+    assert make is not plain or unequal(first[0], first[1]) == []  # sequence parallelism changes nothing
+    for y, dx, dw in first:
+        if make is special:
+            assert dw.isnan().all()
+            assert 0 < y.isnan().sum() < y.numel() / 2
+            assert dx.isnan().any()
+        assert make is not zeros or not dw.signbit().any()
 
 
 @pytest.mark.release  # in `make test`: the shapes of the other tests of this file
@@ -108,80 +154,43 @@ def test_one_result_for_all_degrees(dtype, shards):
 )
 def test_one_result_for_all_shapes(chunk, batch, width, shards, dtype, seed):
     cases = all_kinds(dtype, chunk, batch, shards, width, seed)
-    assert_same(*(everywhere(t, shards, cases) for t in SIZES if t <= shards))
+    every = [
+        on_ranks(t, shards, lambda mesh: [step(mesh, *case) for case in cases]) for t in (*SIZES, 8) if t <= shards
+    ]
+    for n, case in enumerate(cases):
+        first, *others = (joined(case, [rank[n] for rank in of_size]) for of_size in every)
+        assert [unequal(first, other) for other in others] == [[]] * len(others)
 
 
-def test_the_plain_weight_gradient_depends_on_the_degree():
-    cases = all_kinds(torch.float32, 4, 2, 8, 97)[1:]
-    for item, four in zip(*(everywhere(t, 8, cases, plain_step) for t in (1, 4)), strict=True):
-        assert same_bits(item[0], four[0])
-        assert same_bits(item[1], four[1])
-        assert not same_bits(item[2], four[2])
-        torch.testing.assert_close(item[2], four[2])
-
-
-def rows_alone(mesh, dtype, width) -> list[str]:
-    """Which of the first n rows, n in 1..17, differ from the same rows among 40."""
-    x, weight, dy = inputs(dtype, (40, 1, width))
-    y, dx, _ = step(ALONE, WHOLE, x, weight, dy)
-    wrong = []
-    for n in range(1, 18):
-        for start in (0, 3):
-            rows = slice(start, start + n)
-            y_alone, dx_alone, _ = step(ALONE, WHOLE, x[rows], weight, dy[rows])
-            if not (same_bits(y_alone, y[rows]) and same_bits(dx_alone, dx[rows])):
-                wrong.append(f"{n} from {start}")
-    return wrong
+def test_the_plain_weight_gradient_depends_on_the_degree(ranks):
+    for n, case in enumerate(plain(torch.float32)[1:]):
+        single, four = (joined(case, [rank["Megatron's"][n] for rank in ranks[size]]) for size in (1, 4))
+        assert unequal(single, four) == ["weight gradient"]
+        torch.testing.assert_close(single[2], four[2])
 
 
 @pytest.mark.parametrize("width", (1, 31, 64, 97, 1000, 1025))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_does_not_depend_on_the_others(dtype, width):
-    assert on_ranks(1, 1, rows_alone, dtype, width) == [[]]
-
-
-def reference(mesh, shards_of, x, weight, dy) -> tuple[Tensor, Tensor, Tensor]:
-    x, weight = x.double().requires_grad_(), weight.double().requires_grad_()
-    y = torch.nn.functional.rms_norm(x, x.shape[-1:], weight, EPS)
-    y.backward(dy.double())
-    return y.detach(), x.grad, weight.grad
+    x, weight, dy = inputs(dtype, (40, 1, width))
+    y, dx, _ = step(ALONE, WHOLE, x, weight, dy)
+    for n in (*range(1, 10), 16, 17):
+        for start in (0, 3):
+            rows = slice(start, start + n)
+            y_alone, dx_alone, _ = step(ALONE, WHOLE, x[rows], weight, dy[rows])
+            assert same_bits(y_alone, y[rows])
+            assert same_bits(dx_alone, dx[rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_accuracy(dtype):
-    cases = all_kinds(dtype, 4, 2, 8, 97)
-    (expected,) = on_ranks(1, 1, steps, reference, cases)
+def test_accuracy(results, dtype):
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 8e-3}[dtype]
-    for actual, exact in zip(everywhere(4, 8, cases), expected, strict=True):
-        for a, b in zip(actual, exact, strict=True):
+    for actual, (_, *operands) in zip(results[plain, dtype][-1], plain(dtype), strict=True):
+        x, weight, dy = (operand.double().requires_grad_() for operand in operands)
+        y = torch.nn.functional.rms_norm(x, x.shape[-1:], weight, EPS)
+        for a, b in zip(actual, (y, *torch.autograd.grad(y, (x, weight), dy)), strict=True):
             assert a.dtype == dtype
             torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nan_and_infinity_are_the_same_everywhere(dtype):
-    cases = all_kinds(dtype, 2, 2, 8, 97)
-    for _, x, weight, dy in cases:
-        for row, value in enumerate((math.nan, math.inf, -math.inf, 1e30)):
-            x.view(-1, 97)[4 * row, 7 * row] = value
-            dy.view(-1, 97)[4 * row + 1, 9 * row] = value
-        weight[5] = math.inf
-    results = [everywhere(t, 8, cases) for t in FEW]
-    assert_same(*results)
-    for y, dx, dw in results[0]:
-        assert dw.isnan().all()
-        assert 0 < y.isnan().sum() < y.numel() / 2
-        assert dx.isnan().any()
-
-
-def test_negative_zero_weight_gradient_is_the_same_everywhere():
-    cases = [
-        (kind, torch.ones(shape), torch.ones(4), torch.full(shape, -0.0))
-        for kind, shape in ((WHOLE, (8, 1, 4)), (SLICE, (8, 1, 4)), (HEADS, (2, 1, 8, 4)))
-    ]
-    results = [everywhere(t, 8, cases) for t in FEW]
-    assert_same(*results)
-    assert not any(dw.signbit().any() for _, _, dw in results[0])
 
 
 def micro_batches(mesh, shards_of, x, weight, dy, batches) -> tuple[Tensor, Tensor, bool, Tensor]:
@@ -200,17 +209,16 @@ def micro_batches(mesh, shards_of, x, weight, dy, batches) -> tuple[Tensor, Tens
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_micro_batches_are_added_in_main_grad(dtype):
-    cases = [(*case, 3) for case in all_kinds(dtype, 2, 3, 8, 33)]
+def test_micro_batches_are_added_in_main_grad(ranks, dtype):
     totals = []
-    for t in FEW:
-        ranks = on_ranks(t, 8, steps, micro_batches, cases)
-        for main_grad, grad, flag, added in (case for rank in ranks for case in rank):
+    for size in SIZES:
+        of_size = [rank["batches"][dtype] for rank in ranks[size]]
+        for main_grad, grad, flag, added in (case for rank in of_size for case in rank):
             assert same_bits(main_grad, added)
             assert flag
             assert grad.dtype == dtype
-        whole, *divided = ([main_grad for main_grad, *_ in case] for case in zip(*ranks, strict=True))
-        totals.append([whole[0], *(torch.stack(case).sum(0) for case in divided)])
+        of_all, *divided = ([main_grad for main_grad, *_ in case] for case in zip(*of_size, strict=True))
+        totals.append([of_all[0], *(torch.stack(case).sum(0) for case in divided)])
     for others in totals[1:]:
         assert all(same_bits(a, b) for a, b in zip(totals[0], others, strict=True))
 

@@ -1,4 +1,4 @@
-"""Linear layers in FP8: one result for every tensor-parallel degree, and another one without any of the ingredients."""
+"""Linear layers in FP8: without any of the ingredients another result (test_linear.py has that of all degrees)."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,19 @@ import pytest
 import torch
 
 from tests.definitions.fp8_sum import fp8_product
-from tests.distributed.ranks import joined, on_ranks, sliced
+from tests.distributed.numerics.linear.linear_runs import (
+    ALONE,
+    FORMATS,
+    SHARDS,
+    K,
+    Layer,
+    N,
+    run,
+    tensors,
+    unequal,
+    whole,
+)
+from tests.distributed.ranks import on_ranks
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels.products import quantize as definition
 from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2
@@ -19,127 +31,36 @@ from tp_invariant_recipes.numerics.products import fp8, quantize
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import tree_sum
 
-SHARDS = 4
-DEGREES = (1, 2, 4)
-S, K, N = 128, 128, 4 * 128
+S = FORMATS["fp8"].tokens
+ROW, COLUMN = Layer(False, sequence_parallel=True), Layer(True, sequence_parallel=True)
 
 
-def _tensors(segments=1):
-    """Shards of unlike magnitudes: every rank alone would choose another scale."""
-    generator = torch.Generator().manual_seed(3)
-    grow = torch.exp2(torch.arange(SHARDS).repeat_interleave(N // SHARDS).float()).repeat(segments)
-    x = torch.randn(S, 1, K, generator=generator) * torch.exp2(torch.arange(S) // 32)[:, None, None]
-    weight = torch.randn(segments * N, K, generator=generator) * grow[:, None]
-    dy = torch.randn(S, 1, segments * N, generator=generator) * grow
-    return x.bfloat16(), weight.bfloat16(), dy.bfloat16()
-
-
-def _column(mesh, scaling, segments, sequence_parallel):
-    x, weight, dy = _tensors(segments)
-    local = sliced(weight, 0, mesh, segments).requires_grad_()
-    local.main_grad = torch.ones(local.shape)
-    inputs = (x.chunk(mesh.size)[mesh.rank] if sequence_parallel else x).clone().requires_grad_()
-    y = linear.column_parallel(inputs, local, mesh, segments, sequence_parallel, scaling)
-    y.backward(sliced(dy, 2, mesh, segments))
-    return y.detach(), inputs.grad, local.main_grad
-
-
-def _row(mesh, scaling, sequence_parallel):
-    dy, weight, x = _tensors()
-    local = sliced(weight.t().contiguous(), 1, mesh).requires_grad_()
-    local.main_grad = torch.ones(local.shape)
-    inputs = sliced(x, 2, mesh).requires_grad_()
-    y = linear.row_parallel(inputs, local, mesh, sequence_parallel, scaling)
-    y.backward(dy.chunk(mesh.size)[mesh.rank] if sequence_parallel else dy)
-    return y.detach(), inputs.grad, local.main_grad
-
-
-CASES = [(blockwise, segments, sp) for blockwise in (False, True) for segments in (1, 2) for sp in (False, True)]
-ROWS = [(blockwise, sp) for blockwise in (False, True) for sp in (False, True)]
-
-
-def _everything(mesh):
-    scalings = [Fp8(blockwise, E5M2, mesh.group) for blockwise in (False, True)]
-    alone = Fp8(False, E5M2, None)
-    results = {
-        "column": {case: _column(mesh, scalings[case[0]], *case[1:]) for case in CASES},
-        "row": {case: _row(mesh, scalings[case[0]], case[1]) for case in ROWS},
-        "scale by rank": _row(mesh, alone, True),
-    }
+def _scales_of_ranks(mesh):
+    """With scales of all ranks, and of this rank alone: of a row-parallel input, of a column-parallel weight."""
+    results = [run(mesh, "fp8", ROW), run(mesh, "fp8", ROW, Fp8(False, E5M2, None)), run(mesh, "fp8", COLUMN)]
     quantized = fp8_weights.quantized
     fp8_weights.quantized = lambda weight, blockwise, group: quantized(weight, blockwise, None)
-    results["weight scale by rank"] = _column(mesh, scalings[0], 1, True)
-    fp8_weights.quantized = quantized
-    return results
+    return [*results, run(mesh, "fp8", COLUMN)]
 
 
-@pytest.fixture(scope="module")
-def results():
-    """Degree -> what each of its ranks computed."""
-    fp8_product_is_compiled()
-    return {t: on_ranks(t, SHARDS, _everything) for t in DEGREES}
+def test_a_scale_of_a_rank_is_another_result():
+    run(ALONE, "fp8", ROW)  # compiled here, once, and not in every fork
+    *rows, column, other = zip(*on_ranks(2, SHARDS, _scales_of_ranks), strict=True)
+    for layer, pair in ((ROW, rows), (COLUMN, (column, other))):
+        assert {"output", "input gradient"} <= {*unequal(*(whole(ranks, layer) for ranks in pair))}
 
 
-def fp8_product_is_compiled():
-    """Here, once, and not in every fork."""
-    _row(VirtualMesh(SHARDS, 1, 0), Fp8(False, E5M2), False)
-    _row(VirtualMesh(SHARDS, 1, 0), Fp8(True, E5M2), False)
-
-
-def _column_whole(ranks, segments, sequence_parallel):
-    ys, dxs, dws = zip(*ranks, strict=True)
-    dx = torch.cat(dxs) if sequence_parallel else dxs[0]
-    assert sequence_parallel or all(same_bits(dx, other) for other in dxs)
-    return joined(ys, 2, segments), dx, joined(dws, 0, segments)
-
-
-def _row_whole(ranks, sequence_parallel):
-    ys, dxs, dws = zip(*ranks, strict=True)
-    return torch.cat(ys) if sequence_parallel else ys[0], torch.cat(dxs, 2), torch.cat(dws, 1)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_column_parallel_has_one_result(results, case):
-    first, *others = (_column_whole([r["column"][case] for r in results[t]], *case[1:]) for t in DEGREES)
-    reference = _column_whole([r["column"][(case[0], case[1], True)] for r in results[1]], *case[1:2], True)
-    for other in (*others, reference):
-        assert all(map(same_bits, first, other))
-
-
-@pytest.mark.parametrize("case", ROWS, ids=str)
-def test_row_parallel_has_one_result(results, case):
-    first, *others = (_row_whole([r["row"][case] for r in results[t]], case[1]) for t in DEGREES)
-    for other in others:
-        assert all(map(same_bits, first, other))
-
-
-@pytest.mark.parametrize("t", DEGREES[1:])
-def test_a_scale_of_a_rank_is_another_result(results, t):
-    for omitted, expected in (
-        (
-            _row_whole([r["scale by rank"] for r in results[t]], True),
-            _row_whole([r["row"][False, True] for r in results[t]], True),
-        ),
-        (
-            _column_whole([r["weight scale by rank"] for r in results[t]], 1, True),
-            _column_whole([r["column"][False, 1, True] for r in results[t]], 1, True),
-        ),
-    ):
-        assert not same_bits(omitted[0], expected[0])
-        assert not same_bits(omitted[1], expected[1])
-
-
-def _whole(mesh=None, scaling=None):
-    return _row(mesh or VirtualMesh(SHARDS, 1, 0), scaling or Fp8(False, E5M2), False)
+def _whole(mesh=ALONE, scaling=None):
+    return run(mesh, "fp8", Layer(False), scaling)
 
 
 def test_sums_that_restart_elsewhere_are_another_result():
     """Promotion moved: one product over all of k in place of one for each shard. bf16 would hide most of it."""
-    _, weight, x = _tensors()
-    a, b = (quantize.of_tensor(item, E4M3, None) for item in (x.flatten(0, 1), weight.t()))
-    shards, whole = (tree_sum(fp8.nodes(a, b, VirtualMesh(v, 1, 0), (N,))) for v in (SHARDS, 1))
-    assert not same_bits(shards, whole)
-    torch.testing.assert_close(shards, whole, rtol=1e-5, atol=1e-3)  # not another sum
+    x, weight, *_ = tensors(FORMATS["fp8"], ROW)
+    a, b = (quantize.of_tensor(item, E4M3, None) for item in (x.flatten(0, 1), weight))
+    by_shard, at_once = (tree_sum(fp8.nodes(a, b, VirtualMesh(v, 1, 0), (N,))) for v in (SHARDS, 1))
+    assert not same_bits(by_shard, at_once)
+    assert (by_shard - at_once).norm() < 1e-4 * at_once.norm()  # not another sum
 
 
 @pytest.mark.parametrize("promoted", (64, 10**6), ids=("earlier", "never, as fast accumulation"))
@@ -162,20 +83,20 @@ def test_gradients_have_the_type_of_the_recipe():
 
 
 def test_two_sequences_at_once_would_share_a_scale():
-    x, weight, _ = _tensors()
+    x, weight, *_ = tensors(FORMATS["fp8"], COLUMN)
     both = torch.cat((x, x * 16), 1)
     with pytest.raises(NotImplementedError, match="2 sequences at once"):
-        linear.column_parallel(both, weight, VirtualMesh(SHARDS, 1, 0), 1, False, Fp8(False, E5M2))
+        linear.column_parallel(both, weight, ALONE, 1, False, Fp8(False, E5M2))
 
 
 @pytest.mark.parametrize("blockwise", (False, True), ids=("tensorwise", "blockwise"))
 def test_a_scale_of_a_micro_batch_is_another_result(monkeypatch, blockwise):
     """By blocks the outputs are those of a sequence alone: a token shares its scales with no other."""
     monkeypatch.setattr(fp8_format, "require_single_sequence", lambda x: None)
-    x, weight, _ = _tensors()
+    x, weight, *_ = tensors(FORMATS["fp8"], COLUMN)
 
     def first(x):
-        y = linear.column_parallel(x, weight, VirtualMesh(SHARDS, 1, 0), 1, False, Fp8(blockwise, E5M2))
+        y = linear.column_parallel(x, weight, ALONE, 1, False, Fp8(blockwise, E5M2))
         return y[:, 0]
 
     louder = x * 1.5  # not by a power of two, which would change exponents alone
@@ -224,10 +145,10 @@ def test_a_step_begins_where_megatron_zeroes_its_gradients(made):
 
 
 def test_layers_quantize_a_weight_once_a_step(made):
-    x, weight, dy = _tensors()
+    x, weight, _, dy = tensors(FORMATS["fp8"], COLUMN)
     weight.requires_grad_()
     for _ in range(3):
-        y = linear.column_parallel(x, weight, VirtualMesh(SHARDS, 1, 0), 1, False, Fp8(False, E5M2))
+        y = linear.column_parallel(x, weight, ALONE, 1, False, Fp8(False, E5M2))
         y.backward(dy)
     assert made.count(weight.shape) == 1
 

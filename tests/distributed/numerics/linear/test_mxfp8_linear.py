@@ -1,9 +1,21 @@
-"""Linear layers in MXFP8: one result for every tensor-parallel degree, that of bf16 layers on rounded operands."""
+"""Linear layers in MXFP8 have the result of bf16 layers on rounded operands; test_linear.py has all degrees."""
 
 import pytest
 import torch
 
-from tests.distributed.ranks import joined, on_ranks, sliced
+from tests.distributed.numerics.linear.linear_runs import (
+    ALONE,
+    FORMATS,
+    SHARDS,
+    K,
+    Layer,
+    N,
+    run,
+    tensors,
+    unequal,
+    whole,
+)
+from tests.distributed.ranks import on_ranks
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels.products import mxfp8
 from tp_invariant_recipes.kernels.products.grouped_product import Groups
@@ -14,97 +26,26 @@ from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batche
 from tp_invariant_recipes.numerics.layers.formats import plain
 from tp_invariant_recipes.numerics.layers.formats.mxfp8 import Mxfp8
 from tp_invariant_recipes.numerics.layers.linear import linear
-from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
-SHARDS, DEGREES = 4, (1, 2, 4)
-S, K, N = 64, 64, 4 * 32  # a rank of four has half a block of tokens
+S = FORMATS["mxfp8"].tokens
 LAYERS = Mxfp8(plain.LIBRARY, E5M2)
 EXPERTS = Mxfp8(plain.LIBRARY, E4M3)
+COLUMN = Layer(True, sequence_parallel=True)
 
 
-def _tensors(segments=1):
-    """Of many magnitudes: a scale, a power of two, changes only what is 2^15 below the largest of its block."""
-    generator = torch.Generator().manual_seed(3)
-
-    sizes = ((S, K), (segments * N, K), (S, segments * N))
-    x, weight, dy = (_wide(*size, generator) for size in sizes)
-    return x[:, None], weight, dy[:, None]
-
-
-def _wide(rows, columns, generator):
-    grow = torch.exp2(torch.randint(-9, 9, (rows, columns), generator=generator))
-    return (torch.randn(rows, columns, generator=generator) * grow).bfloat16()
-
-
-def _column(mesh, segments, sequence_parallel):
-    x, weight, dy = _tensors(segments)
-    local = sliced(weight, 0, mesh, segments).requires_grad_()
-    local.main_grad = torch.ones(local.shape)
-    inputs = (x.chunk(mesh.size)[mesh.rank] if sequence_parallel else x).clone().requires_grad_()
-    y = linear.column_parallel(inputs, local, mesh, segments, sequence_parallel, LAYERS)
-    y.backward(sliced(dy, 2, mesh, segments))
-    return y.detach(), inputs.grad, local.main_grad
-
-
-def _row(mesh, sequence_parallel):
-    dy, weight, x = _tensors()
-    local = sliced(weight.t().contiguous(), 1, mesh).requires_grad_()
-    local.main_grad = torch.ones(local.shape)
-    inputs = sliced(x, 2, mesh).requires_grad_()
-    y = linear.row_parallel(inputs, local, mesh, sequence_parallel, LAYERS)
-    y.backward(dy.chunk(mesh.size)[mesh.rank] if sequence_parallel else dy)
-    return y.detach(), inputs.grad, local.main_grad
-
-
-CASES = [(segments, sp) for segments in (1, 2) for sp in (False, True)]
-
-
-def _everything(mesh):
-    result = {case: _column(mesh, *case) for case in CASES} | {sp: _row(mesh, sp) for sp in (False, True)}
+def _rounded_by_rank(mesh):
+    """What a rank computes; and where it rounds its tokens before they are gathered."""
+    result = run(mesh, "mxfp8", COLUMN)
     of_rank, start = mxfp8.along_columns, plain.start_all_gather
-    if mesh.size == 4:  # the control: a rank rounds its tokens before they are gathered
-        alone = lambda x: mxfp8.sides(x, E4M3, rows=False, groups=Groups((len(x),), torch.tensor([len(x)])))[1]  # noqa: E731
-        plain.start_all_gather = lambda x, mesh: start(alone(x), mesh)
-        mxfp8.along_columns = lambda x, dtype: x if len(x) == S else of_rank(x, dtype)  # the weight has fewer rows
-        result["rounded by rank"] = _column(mesh, 1, True)
-        mxfp8.along_columns, plain.start_all_gather = of_rank, start
-    return result
+    alone = lambda x: mxfp8.sides(x, E4M3, rows=False, groups=Groups((len(x),), torch.tensor([len(x)])))[1]  # noqa: E731
+    plain.start_all_gather = lambda x, mesh: start(alone(x), mesh)
+    mxfp8.along_columns = lambda x, dtype: x if len(x) == S else of_rank(x, dtype)  # the weight has more rows
+    return result, run(mesh, "mxfp8", COLUMN)
 
 
-@pytest.fixture(scope="module")
-def results():
-    """Degree -> what each of its ranks computed."""
-    return {t: on_ranks(t, SHARDS, _everything) for t in DEGREES}
-
-
-def _column_whole(ranks, segments, sequence_parallel):
-    ys, dxs, dws = zip(*ranks, strict=True)
-    return joined(ys, 2, segments), torch.cat(dxs) if sequence_parallel else dxs[0], joined(dws, 0, segments)
-
-
-def _row_whole(ranks, sequence_parallel):
-    ys, dxs, dws = zip(*ranks, strict=True)
-    return torch.cat(ys) if sequence_parallel else ys[0], torch.cat(dxs, 2), torch.cat(dws, 1)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_column_parallel_has_one_result(results, case):
-    first, *others = (_column_whole([r[case] for r in results[t]], *case) for t in DEGREES)
-    assert all(same_bits(a, b) for other in others for a, b in zip(first, other, strict=True))
-
-
-@pytest.mark.parametrize("sp", (False, True))
-def test_row_parallel_has_one_result(results, sp):
-    first, *others = (_row_whole([r[sp] for r in results[t]], sp) for t in DEGREES)
-    assert all(same_bits(a, b) for other in others for a, b in zip(first, other, strict=True))
-
-
-def test_tokens_rounded_by_rank_are_another_result(results):
-    y, dx, dw = _column_whole([r["rounded by rank"] for r in results[4]], 1, True)
-    expected = _column_whole([r[1, True] for r in results[4]], 1, True)
-    assert same_bits(y, expected[0])
-    assert same_bits(dx, expected[1])
-    assert not same_bits(dw, expected[2])
+def test_tokens_rounded_by_rank_are_another_result():
+    expected, other = (whole(ranks, COLUMN) for ranks in zip(*on_ranks(4, SHARDS, _rounded_by_rank), strict=True))
+    assert unequal(expected, other) == ["weight gradient"]
 
 
 def _plain(form, weight, x, dy, which):
@@ -117,20 +58,16 @@ def _plain(form, weight, x, dy, which):
 
 
 @pytest.mark.parametrize("column", (True, False))
-def test_operands_are_rounded_along_what_is_summed(results, column):
+def test_operands_are_rounded_along_what_is_summed(column):
     """And left as they are, or rounded along the other dimension, they give other bits."""
-    mesh = VirtualMesh(SHARDS, 1, 0)
-    if column:
-        x, weight, dy = _tensors()
-        result = results[1][0][1, False]
-    else:
-        dy, weight, x = _tensors()
-        weight, result = weight.t().contiguous(), results[1][0][False]
+    x, weight, _, dy = tensors(FORMATS["mxfp8"], Layer(column))
 
-    def form(x, weight):
+    def form(x, weight, *operands):
         if column:
-            return linear.column_parallel(x, weight, mesh, 1, False)
-        return linear.row_parallel(x, weight, mesh, False)
+            return linear.column_parallel(x, weight, ALONE, 1, False, *operands)
+        return linear.row_parallel(x, weight, ALONE, False, *operands)
+
+    result = [_plain(lambda x, weight: form(x, weight, LAYERS), weight, x, dy, which) for which in range(3)]
 
     (w, wt), (xr, xt), (g, gt) = (
         [side.view_as(item) for side in mxfp8.sides(item.flatten(0, -2), kind)]
@@ -149,7 +86,8 @@ def test_experts_are_rounded_as_their_batches():
     groups = Groups(sizes, torch.tensor(sizes))
     batches = Batches(groups, 0, 2)
     generator = torch.Generator().manual_seed(1)
-    x, dy = (_wide(75, 64, generator) for _ in range(2))
+    grow = torch.exp2(torch.randint(-9, 9, (75, 64), generator=generator))
+    x, dy = ((torch.randn(75, 64, generator=generator) * grow).bfloat16() for _ in range(2))
     weights = [torch.randn(64, 64, generator=generator).bfloat16().requires_grad_() for _ in range(2)]
     inputs = x.clone().requires_grad_()
     y = grouped_linear(inputs, batches, weights, EXPERTS)
@@ -171,9 +109,9 @@ def test_experts_are_rounded_as_their_batches():
 
 def _linear(form, x, weight, sequence_parallel=False):
     if form == "column":
-        return linear.column_parallel(x[:, None], weight, VirtualMesh(SHARDS, 1, 0), 1, sequence_parallel, LAYERS)
+        return linear.column_parallel(x[:, None], weight, ALONE, 1, sequence_parallel, LAYERS)
     if form == "row":
-        return linear.row_parallel(x[:, None], weight, VirtualMesh(SHARDS, 1, 0), sequence_parallel, LAYERS)
+        return linear.row_parallel(x[:, None], weight, ALONE, sequence_parallel, LAYERS)
     sizes = (len(x),)
     return grouped_linear(x, Batches(Groups(sizes, torch.tensor(sizes)), 0, 1), [weight], EXPERTS)
 
@@ -226,6 +164,6 @@ def test_weights_are_rounded_as_they_are_now():
 
 
 def test_two_sequences_at_once_would_share_scales():
-    x, weight, _ = _tensors()
+    x, weight, *_ = tensors(FORMATS["mxfp8"], COLUMN)
     with pytest.raises(NotImplementedError, match="2 sequences at once"):
-        linear.column_parallel(torch.cat((x, x), 1), weight, VirtualMesh(SHARDS, 1, 0), 1, False, LAYERS)
+        linear.column_parallel(torch.cat((x, x), 1), weight, ALONE, 1, False, LAYERS)

@@ -1,0 +1,120 @@
+"""Column- and row-parallel layers with their biases in every format of operands, and what ranks hold put together."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.distributed.ranks import joined, sliced
+from tests.operands import same_bits
+from tp_invariant_recipes.kernels.products.quantized import E5M2
+from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
+from tp_invariant_recipes.numerics.layers.formats import plain
+from tp_invariant_recipes.numerics.layers.formats.fp8 import Fp8
+from tp_invariant_recipes.numerics.layers.formats.gathered import GATHERED
+from tp_invariant_recipes.numerics.layers.formats.mxfp8 import Mxfp8
+from tp_invariant_recipes.numerics.layers.linear import linear
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+
+Same = Callable[[Tensor, Tensor], bool]
+SHARDS, DEGREES = 4, (1, 2, 4)
+K, N = 128, SHARDS * 128
+ALONE = VirtualMesh(SHARDS, 1, 0)
+
+
+class Format(NamedTuple):
+    """The operands on the ranks of a mesh, and their number of tokens."""
+
+    operands: Callable[[VirtualMesh], object]
+    dtype: torch.dtype = torch.bfloat16
+    tokens: int = 128
+
+
+FORMATS = {
+    "tree": Format(lambda mesh: plain.PLAIN),
+    "tree, fp32": Format(lambda mesh: plain.PLAIN, torch.float32),
+    "gather": Format(lambda mesh: GATHERED),
+    "gather, fp32": Format(lambda mesh: GATHERED, torch.float32),
+    "fp8": Format(lambda mesh: Fp8(False, E5M2, mesh.group)),
+    "fp8 in blocks": Format(lambda mesh: Fp8(True, E5M2, mesh.group)),
+    "mxfp8": Format(lambda mesh: Mxfp8(plain.LIBRARY, E5M2), tokens=64),  # a rank of four has half a block
+}
+
+
+class Layer(NamedTuple):
+    """column, or else row: its input is the other's output. main_grad: added to Megatron's buffers."""
+
+    column: bool
+    segments: int = 1
+    sequence_parallel: bool = False
+    main_grad: bool = True
+
+
+def tensors(form: Format, layer: Layer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, weight, bias, dy of many magnitudes. Shards of features differ: a rank alone would choose another scale."""
+    generator = torch.Generator().manual_seed(3)
+    few, many = K, N * layer.segments
+
+    def wide(rows: int, columns: int) -> Tensor:
+        grow = torch.exp2(torch.randint(-9, 9, (rows, columns), generator=generator))
+        return torch.randn(rows, columns, generator=generator) * grow
+
+    grow = torch.exp2(torch.arange(SHARDS).repeat_interleave(N // SHARDS).float()).repeat(layer.segments)
+    x, dy = wide(form.tokens, few)[:, None], (wide(form.tokens, many) * grow)[:, None]
+    weight = wide(many, few) * grow[:, None]
+    if not layer.column:
+        x, weight, dy = dy, weight.t().contiguous(), x
+    bias = torch.randn(weight.shape[0], generator=generator)
+    return x.to(form.dtype), weight.to(form.dtype), bias.to(form.dtype), dy.to(form.dtype)
+
+
+def run(mesh: VirtualMesh, name: str, layer: Layer, operands: object = None) -> tuple[Tensor, ...]:
+    """`trained` in this format."""
+    form = FORMATS[name]
+    return trained(mesh, layer, tensors(form, layer), operands or form.operands(mesh))
+
+
+def trained(mesh: VirtualMesh, layer: Layer, values: tuple[Tensor, ...], operands: object) -> tuple[Tensor, ...]:
+    """A rank's output, and its gradients of input, weight and bias. values: the whole x, weight, bias, dy."""
+    x, weight, bias, dy = values
+    column, segments, slices, main_grad = layer
+    if column:
+        x = x.chunk(mesh.size)[mesh.rank] if slices else x
+        weight, bias, dy = (sliced(part, dim, mesh, segments) for part, dim in ((weight, 0), (bias, 0), (dy, 2)))
+    else:
+        x, weight = sliced(x, 2, mesh), sliced(weight, 1, mesh)
+        dy = dy.chunk(mesh.size)[mesh.rank] if slices else dy
+    x, weight, bias = (leaf.clone().requires_grad_() for leaf in (x, weight, bias))
+    if main_grad:
+        weight.main_grad, bias.main_grad = torch.ones(weight.shape), torch.ones(bias.shape)
+    if column:
+        y = column_bias(linear.column_parallel(x, weight, mesh, segments, slices, operands), bias)
+    else:
+        y = row_bias(linear.row_parallel(x, weight, mesh, slices, operands), bias, mesh, slices)
+    y.backward(dy)
+    return y.detach(), x.grad, *(leaf.main_grad if main_grad else leaf.grad for leaf in (weight, bias))
+
+
+def whole(ranks: Sequence[tuple], layer: Layer, same: Same = same_bits) -> tuple[Tensor, ...]:
+    """What the ranks have, put together. same: compares what every rank has whole."""
+
+    def shared(parts: tuple[Tensor, ...]) -> Tensor:
+        assert all(same(part, parts[0]) for part in parts)
+        return parts[0]
+
+    y, dx, dw, db = zip(*ranks, strict=True)
+    if layer.column:
+        dx = torch.cat(dx) if layer.sequence_parallel else shared(dx)
+        return joined(y, 2, layer.segments), dx, joined(dw, 0, layer.segments), joined(db, 0, layer.segments)
+    if not layer.sequence_parallel:
+        return shared(y), joined(dx, 2), joined(dw, 1), shared(db)
+    # Megatron adds the gradients of a bias up: one rank has the sum.
+    assert not any((other - float(layer.main_grad)).count_nonzero() for other in db[1:])
+    return torch.cat(y), joined(dx, 2), joined(dw, 1), db[0]
+
+
+def unequal(first: tuple, other: tuple, same: Same = same_bits) -> list[str]:
+    """The names of what `whole` returns that have other bits."""
+    names = "output", "input gradient", "weight gradient", "bias gradient"
+    return [name for name, a, b in zip(names, first, other, strict=True) if not same(a, b)]
