@@ -260,7 +260,7 @@ def digests_find_copies_that_do_not_follow():
 
 
 def experts_products_are_correct_whoever_lies_beside():
-    sizes, n, k = (70, 0, 1, 130), 72, 80
+    sizes, n, k = (130, 0, 1, 7), 72, 80
     memory = torch.randn(2 * len(sizes), n, k)
     weights = [memory[i] for i in (5, 0, 3, 6)]
     x, dy = torch.randn(sum(sizes), k), torch.randn(sum(sizes), n)
@@ -354,7 +354,7 @@ def swiglu_is_correct_number_by_number():
 
 def gradient_norms_have_the_bits_of_plain_torch():
     grad_norm.CHUNK = 6 * grad_norm.SQUARES_BLOCK  # four blocks at once, and two alone
-    for grads in kernel_cases():
+    for grads in kernel_cases(grad_norm.CHUNK + 100):
         table = grad_norm._table(grad_norm._spans(grads), torch.device("cpu"))
         largest, limbs = torch.zeros((), dtype=torch.int64), torch.zeros(grad_norm.LIMBS, dtype=torch.int64)
         grad_norm.launch_largest(table, largest)
@@ -499,15 +499,7 @@ def portable_adam_has_the_bits_of_its_twin():
 
 
 def portable_routers_have_the_bits_of_their_twin():
-    _routers(("normal", torch.bfloat16, (8, 2)), ("wide", torch.float32, (100, 8)))
-
-
-def portable_routers_of_more_kinds_have_the_bits_of_their_twin():
-    _routers(*product(("normal", "wide"), DTYPES, ((8, 2), (100, 8))))
-
-
-def _routers(*cases):
-    for kind, dtype, (experts, topk) in cases:
+    for kind, dtype, (experts, topk) in (("normal", torch.bfloat16, (8, 2)), ("wide", torch.float32, (100, 8))):
         logits = sample(kind, 5, experts, dtype=dtype)
         logits[0], logits[1, ::2] = 1.5, 0.25
         dp, ds = sample(kind, 5, experts, dtype=dtype, seed=1), sample(kind, 5, experts, seed=2)
@@ -516,15 +508,7 @@ def _routers(*cases):
 
 
 def portable_experts_have_the_bits_of_their_twin():
-    _experts(("wide", torch.bfloat16, 70), ("special", torch.float32, 1100))
-
-
-def portable_experts_of_more_kinds_have_the_bits_of_their_twin():
-    _experts(*product(FEW, DTYPES, (70, 1100)))
-
-
-def _experts(*cases):
-    for kind, dtype, width in cases:
+    for kind, dtype, width in (("wide", torch.bfloat16, 70), ("special", torch.float32, 1100)):
         x, dy = sample(kind, 3, 2 * width, dtype=dtype), sample(kind, 3, width, dtype=dtype, seed=1)
         p = sample("normal", 3, dtype=dtype, seed=2)
         _alike(ieee_swiglu.swiglu, x, p)

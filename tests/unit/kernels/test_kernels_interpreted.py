@@ -22,8 +22,6 @@ LONG = {
     "portable_adam_has_the_bits_of_its_twin",
     "portable_attention_of_more_shapes_has_the_bits_of_its_twin",
     "portable_routers_have_the_bits_of_their_twin",
-    "portable_routers_of_more_kinds_have_the_bits_of_their_twin",
-    "portable_experts_of_more_kinds_have_the_bits_of_their_twin",
     "portable_draws_have_the_bits_of_their_twin",
     "portable_attention_to_cached_keys_has_the_bits_of_its_twin",
 }

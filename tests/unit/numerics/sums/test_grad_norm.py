@@ -114,14 +114,6 @@ def test_the_norm_is_the_nearest_fp32_to_its_definition(values):
     assert nearest(exact_grad_norm([torch.tensor(values)]), square)
 
 
-@given(seed=seeds, width=st.sampled_from((3, 8, 16, 40)))
-@settings(max_examples=30, deadline=None)
-def test_what_is_cut_off_is_within_the_bound(seed, width):
-    values = spread_values(seed, 500, width)[0].tolist()
-    whole, kept = sum(Fraction(v) ** 2 for v in values), counted(values)
-    assert kept <= whole <= kept * (1 + Fraction(len(values), 2**60))
-
-
 @given(seed=seeds, width=st.sampled_from((0, 5, 20)))
 @settings(max_examples=20, deadline=None)
 def test_the_norm_of_many_is_within_an_ulp_of_fp64(seed, width):
@@ -202,10 +194,10 @@ def test_other_types_are_refused():
         exact_grad_norm([torch.ones(2, dtype=torch.float64)])
 
 
-def kernel_cases() -> list[list[Tensor]]:
-    """Lists of fp32 gradients that kernel and plain torch must agree on; also for tests/gpu."""
+def kernel_cases(numbers: int = 70001) -> list[list[Tensor]]:
+    """Lists of fp32 gradients, most of so many numbers, that kernel and plain torch must agree on."""
     special = (0.0, -0.0, TINY, -TINY, 2.0**-126, MAX, -MAX, math.inf, -math.inf, math.nan)
-    wide, narrow = spread_values(0, 3 * kernels.CHUNK + 5, 40)[0], spread_values(1, 70001, 0)[0]
+    wide, narrow = spread_values(0, 3 * kernels.CHUNK + 5, 40)[0], spread_values(1, numbers, 0)[0]
     return [
         [wide],
         [narrow, wide],
