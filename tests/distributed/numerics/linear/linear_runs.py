@@ -28,7 +28,7 @@ class Format(NamedTuple):
 
     operands: Callable[[VirtualMesh], object]
     dtype: torch.dtype = torch.bfloat16
-    tokens: int = 128
+    tokens: int = 32
 
 
 FORMATS = {
@@ -36,8 +36,8 @@ FORMATS = {
     "tree, fp32": Format(lambda mesh: plain.PLAIN, torch.float32),
     "gather": Format(lambda mesh: GATHERED),
     "gather, fp32": Format(lambda mesh: GATHERED, torch.float32),
-    "fp8": Format(lambda mesh: Fp8(False, E5M2, mesh.group)),
-    "fp8 in blocks": Format(lambda mesh: Fp8(True, E5M2, mesh.group)),
+    "fp8": Format(lambda mesh: Fp8(False, E5M2, mesh.group), tokens=128),
+    "fp8 in blocks": Format(lambda mesh: Fp8(True, E5M2, mesh.group), tokens=128),
     "mxfp8": Format(lambda mesh: Mxfp8(plain.LIBRARY, E5M2), tokens=64),  # a rank of four has half a block
 }
 

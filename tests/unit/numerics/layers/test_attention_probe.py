@@ -6,7 +6,6 @@ Engine's.
 
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from tp_invariant_recipes.numerics.products.probe import cancelling_attention, c
 
 DTYPES = (torch.bfloat16, torch.float32)
 SHARDS, HEADS, GROUPS, WIDTH = 4, 8, 4, 16
-DEGREES = (1, 2, 4)
+DEGREES = (1, 4)
 DRAWS = 3
 OVER_KEYS, OVER_QUERIES = (partial(cancelling_attention, late=late) for late in (True, False))
 # Whose sums a backend cuts -> the tensor that shows it, and the operands that cancel in these sums.
@@ -133,7 +132,7 @@ def other_bits(a, b):
 def test_one_result_for_every_tp(dtype, lie):
     made = probe_operands(dtype, fill=LIES.get(lie, ("", OVER_KEYS))[1])
     results = [by_ranks(Core(lie), made, degree) for degree in DEGREES]
-    assert all(other_bits(first, other) == set() for first, other in pairwise(results))
+    assert other_bits(*results) == set()
 
 
 @pytest.mark.parametrize("lie", LIES)
@@ -142,7 +141,7 @@ def test_one_launch_of_a_backend_that_lies_depends_on_tp(dtype, lie):
     """The control: the same operands, without the trial."""
     shows, fill = LIES[lie]
     made = probe_operands(dtype, fill=fill)
-    single, _, four = (by_ranks(Core(lie), made, degree, attentions._batched) for degree in DEGREES)
+    single, four = (by_ranks(Core(lie), made, degree, attentions._batched) for degree in DEGREES)
     # The gradients of queries and keys contain the output's rounding.
     assert shows in other_bits(single, four)
 

@@ -28,6 +28,7 @@ TINY = 2.0**-149
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 seeds = st.integers(0, 2**32)
+EXAMPLES = 2 * settings.default.max_examples
 
 
 def fp32_of_bits(bits: int) -> float:
@@ -99,14 +100,14 @@ def test_chunks_do_not_show(monkeypatch):
 
 
 @given(values=st.lists(st.integers(-(2**24), 2**24), min_size=1, max_size=30), exponent=st.integers(-140, 90))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 def test_the_norm_is_the_nearest_fp32_to_the_exact_one(values, exponent):
     floats = torch.tensor([math.ldexp(v, exponent) for v in values], dtype=torch.float64).float()
     assert nearest(exact_grad_norm([floats]), sum(Fraction(v) ** 2 for v in floats.tolist()))
 
 
 @given(values=st.lists(finite, min_size=1, max_size=50))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 def test_the_norm_is_the_nearest_fp32_to_its_definition(values):
     values = torch.tensor(values).tolist()
     square = counted(values)
@@ -288,7 +289,7 @@ norms = st.floats(min_value=1e-30, max_value=MAX)
 
 
 @given(max_norm=st.one_of(norms, st.integers(1, 100)), total_norm=norms)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 def test_megatron_gets_a_coefficient_that_is_a_power_of_two(max_norm, total_norm):
     calls = []
     clip = clip_by_powers_of_two(lambda *arguments: calls.append(arguments))
