@@ -3,11 +3,10 @@
 scripts/make-certificates makes them, on any machine. They have losses, norms and all digests of 20 steps.
 """
 
+import runpy
 import shutil
-import sys
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,18 +24,7 @@ LARGEST = 512 * 1024  # bytes, so that the repository stays small
 KINDS = ("clipped", "gradients", "masters", "moments")
 
 
-def script():
-    loader = SourceFileLoader("make_certificates", str(ROOT / "scripts" / "make-certificates"))
-    module = module_from_spec(spec_from_loader("make_certificates", loader))
-    sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
-    try:
-        loader.exec_module(module)
-    finally:
-        sys.dont_write_bytecode = before
-    return module
-
-
-MAKE = script()
+MAKE = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "make-certificates")))
 
 
 def case(file):

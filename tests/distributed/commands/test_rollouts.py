@@ -13,7 +13,8 @@ from tests.distributed.commands.test_score import FOLDERS, write
 pytestmark = pytest.mark.usefixtures("modelopt")
 
 DRAWS = "max_tokens=3 do_sample=true top_k=0 n=2 seed=3"
-GREEDY = "qwen3 p.jsonl max_tokens=6"
+DRAWN = {"do_sample": True, "top_k": 0, "n": 2, "seed": 3, "max_tokens": 3}
+BOTH = "qwen3 both.jsonl max_tokens=6 --digest"  # drawn tokens, and greedy ones
 LENGTHS = (3, 17, 70, 5)
 
 
@@ -27,6 +28,8 @@ def folder(shared):
     for name, (model, dtype, overrides) in (FOLDERS | {"qwen25": ("qwen25_toy", "BF16", ())}).items():
         hf_folders.make(shared.folder / name, hf_folders.model_section(model, *overrides), dtype=dtype)
     write(shared.folder / "p.jsonl", prompts())
+    greedy = [row | {"id": row["id"].replace("p", "g")} for row in prompts()]
+    write(shared.folder / "both.jsonl", [*(row | DRAWN for row in prompts()), *greedy])
     return shared.folder
 
 
@@ -47,12 +50,17 @@ def generated(shared, folder):
 
 def test_layouts_batches_and_chunks_have_one_file(generated):
     """And preemption: of a cache for two sequences. The control is greedy tokens."""
-    whole = generated(f"qwen3 p.jsonl {DRAWS} --digest")
-    assert generated(f"qwen3 p.jsonl {DRAWS} --digest tp=2 --batch 2 --chunk 30 --cache 192") == whole
-    assert len(whole.splitlines()) == 2 * len(LENGTHS)
-    drawn, greedy = ([json.loads(line) for line in data.splitlines()] for data in (whole, generated(GREEDY)))
-    tokens = {row["request"]: row["token_ids"][:3] for row in greedy}
+    whole = generated(BOTH)
+    assert generated(f"{BOTH} tp=2 --batch 2 --chunk 30 --cache 192") == whole
+    drawn, greedy = rows_of(whole)
+    assert (len(drawn), len(greedy)) == (2 * len(LENGTHS), len(LENGTHS))
+    tokens = {row["request"].replace("g", "p"): row["token_ids"][:3] for row in greedy}
     assert all(row["token_ids"] != tokens[row["request"]] for row in drawn)
+
+
+def rows_of(both: bytes):
+    rows = [json.loads(line) for line in both.splitlines()]
+    return [[row for row in rows if row["request"].startswith(letter)] for letter in "pg"]
 
 
 MORE = (
@@ -97,9 +105,9 @@ def test_greedy_tokens_are_those_of_transformers(folder, generated):
 
     model = AutoModelForCausalLM.from_pretrained(folder / "qwen3", dtype=torch.float32, attn_implementation="eager")
 
-    def agreeing(words: str) -> list[bool]:
+    def agreeing(rows) -> list[bool]:
         agree = []
-        for row in map(json.loads, generated(words).splitlines()):
+        for row in rows:
             ids = torch.tensor([row["prompt_token_ids"] + row["token_ids"]])
             with torch.no_grad():
                 top = model(ids).logits[0, len(row["prompt_token_ids"]) - 1 : -1].topk(2)
@@ -107,10 +115,10 @@ def test_greedy_tokens_are_those_of_transformers(folder, generated):
             agree += (top.indices[:, 0] == torch.tensor(row["token_ids"]))[untied].tolist()
         return agree
 
-    greedy = agreeing(GREEDY)
+    drawn, greedy = map(agreeing, rows_of(generated(BOTH)))
     assert all(greedy)
     assert len(greedy) > 6 * len(LENGTHS) * 3 // 4
-    assert not all(agreeing(f"qwen3 p.jsonl {DRAWS} --digest"))
+    assert not all(drawn)
 
 
 @pytest.mark.release
