@@ -191,8 +191,6 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def bridge() -> None:
     """Megatron-Bridge, imported once for all the forks of this worker."""
     os.environ.update(environment.settings("cpu", {}))
-    from hydra.core.plugins import Plugins
-
     from tp_invariant_recipes.config import hydra_tree
     from tp_invariant_recipes.machine import versions
     from tp_invariant_recipes.start import bridge
@@ -209,7 +207,6 @@ def bridge() -> None:
                 import_module(".".join((tp_invariant_recipes.__name__, *file.relative_to(root).with_suffix("").parts)))
     for name in LATE:
         import_module(name)
-    Plugins.instance()  # Hydra looks for its plugins once a process
     for model, *words in FREQUENT:
         hydra_tree.composed([f"model={model}", "device=cpu", *words], None)
 

@@ -1,6 +1,7 @@
 """No configured value may hold a secret, since what is configured is written down. None is shown, only its key."""
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from tp_invariant_recipes.check.rule import Rule
@@ -8,11 +9,13 @@ from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.secrets import holds, named, redacted
 
+_shown = cache(redacted)  # of names of fields, which are the same in each configuration
+
 
 def _held(sections: Any, path: str) -> Iterator[Problem]:
     if isinstance(sections, dict):
         for name, value in sections.items():
-            inner = f"{path}.{redacted(str(name))}".removeprefix(".")
+            inner = f"{path}.{_shown(str(name))}".removeprefix(".")
             if path == "cluster.environment" and named(str(name)):
                 continue  # check/environment.py refuses it
             if path.endswith("_tags") and named(str(name)):

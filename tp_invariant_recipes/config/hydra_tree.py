@@ -5,26 +5,23 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import hydra.conf
 import yaml
-from hydra import compose, initialize_config_dir
+from hydra import version
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.global_hydra import GlobalHydra
+from hydra._internal.core_plugins.structured_config_source import StructuredConfigSource
+from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override as HydrasOverride
-from hydra.core.plugins import Plugins
-from hydra.core.singleton import Singleton
 from hydra.errors import HydraException
-from hydra.plugins.config_source import ConfigResult
-from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from omegaconf import DictConfig, OmegaConf, grammar_parser
 from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationType
 
@@ -41,7 +38,6 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 # The option that stands for a cluster's file, wherever it lies, and for the layer of a recipe. No file of a tree has
 # this name.
 GIVEN = "_given_file"
-WHY = "plugins of other packages would be imported, and warn of what they lack"
 
 # What expert groups follow.
 _COUNTS = (
@@ -52,16 +48,9 @@ _COUNTS = (
 # A user's files with what they hold.
 Texts = tuple[tuple[Path, bytes], ...]
 
-_folders: ContextVar[tuple[Path, ...]] = ContextVar("folders", default=())
-
 
 class _ParsedOnce(FileConfigSource):
-    """Files that a process parses once: those of tpi and of Hydra itself, of which a tree needs two dozen."""
-
-    @staticmethod
-    def scheme() -> str:
-        """Return how paths of these files begin."""
-        return "tpi"
+    """tpi's own files, which a process parses once."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Return a copy of a parsed file."""
@@ -78,19 +67,15 @@ class _ParsedOnce(FileConfigSource):
 _PARSED: dict[tuple[Path, int | None, int | None], bytes] = {}
 
 
-class _SearchPath(SearchPathPlugin):
-    """Where Hydra looks: its own files, `conf/`, the user's.
+class _Files(ConfigRepository):
+    """Where Hydra looks: `conf/`, then folders of the user's; not in its own tree, of a program's logs and jobs."""
 
-    Not `hydra.searchpath`: that warns of every other plugin's storage that is not set up, such as multistorageclient's.
-    """
+    def __init__(self, conf: Path, folders: Iterable[Path]) -> None:
+        self.sources = [_ParsedOnce("main", str(conf)), *(FileConfigSource("tpi", str(folder)) for folder in folders)]
 
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        folders = {"hydra": Path(hydra.conf.__file__).parent, "main": conf_files.conf_dir()}
-        for element in search_path.get_path():
-            if element.provider in folders:
-                element.path = f"{_ParsedOnce.scheme()}://{folders[element.provider]}"
-        for folder in _folders.get():
-            search_path.append("tpi", f"file://{folder}")
+    def get_schema_source(self) -> ConfigSource:
+        """Return the store of dataclasses that Hydra asks for a schema of each file."""
+        return StructuredConfigSource("schema", "structured://")
 
 
 def composed(arguments: Sequence[str], cluster: Path | None, model: str | None = None) -> dict[str, Any]:
@@ -142,15 +127,21 @@ def _resolved(arguments: tuple[str, ...], cluster: Path | None, model: str | Non
 
 @cache
 def _merged(options: tuple[str, ...], cluster: Path | None, model: str | None, conf: Path, texts: Texts) -> bytes:
-    """Return what Hydra merges of the options' files, pickled: a copy by OmegaConf takes eight times as long."""
-    GlobalHydra.instance().clear()
-    with (
-        _own_plugins(),
-        _trees(cluster, model, [file for file, _ in texts]),
-        initialize_config_dir(str(conf), version_base="1.3"),
-        _resolvers(),
-    ):
-        return pickle.dumps(compose("config", overrides=[*options]))
+    """Return what Hydra merges of the options' files, pickled: a copy by OmegaConf takes eight times as long.
+
+    Its parts are called by themselves: as a whole, it merges twice as many files, of a program's logs and jobs, and
+    imports plugins of other packages, which warn of what they lack.
+    """
+    version.setbase("1.3")
+    with _folders(cluster, model, [file for file, _ in texts]) as folders, _resolvers():
+        files = CachingConfigRepository(_Files(conf, folders))
+        overrides = OverridesParser.create().parse_overrides([*options])
+        chosen = create_defaults_list(files, "config", overrides, prepend_hydra=False, skip_missing=False)
+        loader = ConfigLoaderImpl(ConfigSearchPathImpl())
+        tree = loader._compose_config_from_defaults_list(chosen.defaults, files)
+        OmegaConf.set_struct(tree, True)
+        loader._apply_overrides_to_config(chosen.config_overrides, tree)
+        return pickle.dumps(tree)
 
 
 def _set(tree: DictConfig, value: HydrasOverride) -> None:
@@ -159,37 +150,6 @@ def _set(tree: DictConfig, value: HydrasOverride) -> None:
         OmegaConf.update(tree, value.key_or_group, value.value(), merge=True, force_add=True)
     except OmegaConfBaseException as error:
         raise HydraException(f"Error merging override {value.input_line}") from error
-
-
-@contextmanager
-def _own_plugins() -> Iterator[None]:
-    """In the block, Hydra has its own plugins and ours. Others decide nothing here, and importing them takes 0.3 s.
-
-    A program that uses Hydra itself has all of its plugins again afterwards.
-    """
-    instances = Singleton._instances
-    before = instances.get(Plugins)
-    instances[Plugins] = _hydras_plugins()
-    try:
-        yield
-    finally:
-        del instances[Plugins]
-        if before is not None:
-            instances[Plugins] = before
-
-
-@cache
-def _hydras_plugins() -> Any:
-    scan = Plugins._scan_all_plugins
-
-    def hydras(modules: Sequence[ModuleType]) -> Any:
-        return scan([module for module in modules if module.__name__.startswith("hydra.")])
-
-    with applied([Replacement("hydra.core.plugins:Plugins._scan_all_plugins", lambda _: staticmethod(hydras), WHY)]):
-        plugins = type.__call__(Plugins)  # a call of the class would make this one everybody's
-    plugins.register(_ParsedOnce)
-    plugins.register(_SearchPath)
-    return plugins
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -263,16 +223,25 @@ def _option(group: str, option: str) -> Path:
 
 @contextmanager
 def _resolvers() -> Iterator[None]:
-    """In the block, OmegaConf has the resolvers of RESOLVERS and no other, under whatever name one is called."""
+    """In the block, OmegaConf has the resolvers of RESOLVERS and no other, under whatever name one is called.
+
+    It parses each interpolation once a process: that is most of what resolving a tree takes.
+    """
     before = dict(BaseContainer._resolvers)
     BaseContainer._resolvers.clear()
     try:
         for name, function in RESOLVERS.items():
             OmegaConf.register_new_resolver(name, function)
-        yield
+        with applied(
+            [Replacement("omegaconf.base:parse", lambda _: _parsed, "each composition parses the same texts")]
+        ):
+            yield
     finally:
         BaseContainer._resolvers.clear()
         BaseContainer._resolvers.update(before)
+
+
+_parsed = cache(grammar_parser.parse)
 
 
 def _calls(path: str, value: Any) -> Iterator[str]:
@@ -359,8 +328,8 @@ _CALL = re.compile(r"(?<!\\)\$\{\s*([A-Za-z_][\w.]*)\s*:")
 
 
 @contextmanager
-def _trees(cluster: Path | None, model: str | None, files: Iterable[Path]) -> Iterator[None]:
-    """Let Hydra see the user's files, the file as an option of the group `cluster`, and the text as one of `model`."""
+def _folders(cluster: Path | None, model: str | None, files: Iterable[Path]) -> Iterator[list[Path]]:
+    """Give the folders of the user's files, of the file as an option of `cluster`, and of the text as a `model`."""
     with ExitStack() as stack:
         folders = [conf_files.user_dir()] if conf_files.user_dir().is_dir() else []
         for file in files:
@@ -373,8 +342,7 @@ def _trees(cluster: Path | None, model: str | None, files: Iterable[Path]) -> It
         if model:
             (folders[-1] / "model").mkdir()
             (folders[-1] / "model" / f"{GIVEN}.yaml").write_text(model, encoding="utf-8")
-        stack.callback(_folders.reset, _folders.set(tuple(folders)))
-        yield
+        yield folders
 
 
 def _unreadable() -> list[str]:
