@@ -32,7 +32,7 @@ class Family:
     typed:    whether refused settings are overrides that Hydra composes. If not, they replace single fields of the
               tree of `run`, which takes a tenth of the time, and no other field follows them.
     beside:   refused settings -> how the problems begin that they have under any numerics, beside the one of the row.
-    takes:    other options of numerics, with which the same settings have no problem but those of `beside`.
+    or_stock: whether the message offers numerics=stock, which meets no other problem.
     """
 
     run: str
@@ -42,11 +42,16 @@ class Family:
     taken_fields: Sequence[str] = ()
     typed: bool = False
     beside: dict[str, str | tuple[str, ...]] = field(default_factory=dict)
-    takes: Sequence[str] = ()
+    or_stock: bool = False
 
 
 def problems(run: str, changes: str = "") -> list[str]:
     """What is wrong with a run when single fields of its tree are changed, OR_STOCK left out. On a CPU by default."""
+    return [problem for problem in message(run, changes) if problem != OR_STOCK]
+
+
+def message(run: str, changes: str = "") -> list[str]:
+    """The same with OR_STOCK."""
     model, *overrides = run.split()
     own = hydra_tree.composed
 
@@ -65,7 +70,7 @@ def problems(run: str, changes: str = "") -> list[str]:
         try:
             compose(model, overrides, device="cpu")
         except ConfigError as error:
-            return [problem for problem in error.problems if problem != OR_STOCK]
+            return list(error.problems)
     return []
 
 
@@ -255,7 +260,7 @@ INVARIANCE = Family(
     beside={
         "model.gtp_weight_remat_size=2": "digests: weights spread over more ranks",
     },
-    takes=("stock",),
+    or_stock=True,
 )
 
 # Of every section one field that depends on the layout, that nothing reads, or that tpi was not shown with.
@@ -291,7 +296,7 @@ SECTIONS = Family(
         "comm_overlap.tp_comm_overlap=true": "comm_overlap.tp_comm_overlap=true: overlapped collectives",
     },
     begins=TREE,
-    takes=("stock",),
+    or_stock=True,
     taken_fields=(
         "tokenizer.use_tokenizer_vocab_size=false",
         "model.perform_initialization=true",
@@ -328,7 +333,7 @@ EXPERTS = Family(
         "model.num_moe_experts=12 model.expert_model_parallel_size=8": "ep=8 does not divide model.num_moe_experts=12",
         "model.num_moe_experts=1 model.seq_length=64": "model.moe_router_topk=2 is more than model.num_moe_experts=1",
     },
-    takes=("stock",),
+    or_stock=True,
 )
 
 _WHOLE_LAYERS = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers"
@@ -389,7 +394,7 @@ LATENT = Family(
     beside={
         "model.num_query_groups=16": "model.num_attention_heads=8 is not a multiple of model.num_query_groups=16",
     },
-    takes=("stock",),
+    or_stock=True,
 )
 
 DELTA_NET = Family(
@@ -403,7 +408,7 @@ DELTA_NET = Family(
     },
     begins=TREE,
     taken=("tp=2 ep=2", "tp=2 pp=2 gbs=4 mbs=2"),
-    takes=("stock",),
+    or_stock=True,
 )
 
 DELTA_NET_TYPED = Family(
@@ -445,7 +450,7 @@ LORA = Family(
     },
     begins=TREE,
     beside={"model.cuda_graph_impl=full_iteration": "cuda_graph=full: CUDA graphs need a GPU"},
-    takes=("stock",),
+    or_stock=True,
 )
 
 LORA_SETTINGS = Family(
@@ -517,7 +522,7 @@ MAMBA = Family(
         },
     },
     beside={f"model.{field}=9": "model.mamba_num_heads=" for field in ("mamba_num_groups", "mamba_num_heads")},
-    takes=("stock",),
+    or_stock=True,
     taken_fields=("model.hybrid_layer_pattern='M*-EM'", "model.mamba_num_groups=8"),
 )
 

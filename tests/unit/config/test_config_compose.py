@@ -124,36 +124,40 @@ def test_compositions_do_not_touch_each_other():
     assert compose("qwen3_toy").config.model["num_layers"] == 2
 
 
-GPU_ONLY = ("cuda_graph", "precision")  # some of their options
 FP8 = {"fp8_tensorwise": "tensorwise", "fp8_blockwise": "blockwise", "mxfp8": "mxfp8"}
 PRECISIONS = {"bf16": "bf16_mixed", "fp32": None, **FP8}
 GRAPHS = {"auto": "full_iteration", "off": "none", "te": "transformer_engine", "full": "full_iteration"}
-GROUPS = [(group, option) for group, options in conf_files.groups().items() for option in options if group != "model"]
+NEEDS = {
+    "data=text": ["data.path=x"],
+    "peft=lora": ["checkpoint.pretrained_checkpoint=x"],
+    "guard=shadow": ["dp=2", "gbs=2"],
+    **{f"cuda_graph={option}": ["device=gpu", "numerics=stock"] for option in GRAPHS},
+    **{f"precision={option}": ["device=gpu", "numerics=stock"] for option in PRECISIONS},
+}
+OPTIONS = {group: options for group, options in conf_files.groups().items() if group != "model"}
+# One option of each of these groups in a composition: the others' options need another device or numerics.
+BESIDE = ("cluster", "data", "launcher", "logging")
+TOGETHER = [
+    [f"{group}={OPTIONS[group][n % len(OPTIONS[group])]}" for group in BESIDE]
+    for n in range(max(len(OPTIONS[group]) for group in BESIDE))
+]
+ALONE = [[f"{group}={option}"] for group in OPTIONS.keys() - {*BESIDE} for option in OPTIONS[group]]
 
 
-@pytest.mark.parametrize("group, option", GROUPS, ids="=".join)
-def test_every_option_of_every_group_can_be_chosen_and_says_so(group, option):
-    needs = (
-        ["data.path=x"]
-        if (group, option) == ("data", "text")
-        else ["checkpoint.pretrained_checkpoint=x"]
-        if (group, option) == ("peft", "lora")
-        else ["device=gpu", "numerics=stock"]
-        if group in GPU_ONLY
-        else ["dp=2", "gbs=2"]
-        if (group, option) == ("guard", "shadow")
-        else []
-    )
-    tree = compose("qwen3_toy", [f"{group}={option}", *needs]).config.sections
-    if group == "precision":
-        result = tree["mixed_precision"]
-        assert (result["fp8_recipe"] if isinstance(result, dict) else result) == PRECISIONS[option]
-    elif group == "cuda_graph":
-        assert tree["model"]["cuda_graph_impl"] == GRAPHS[option]
-    elif group == "peft":
-        assert ("peft" in tree) == (option == "lora")
-    else:
-        assert tree[group][{"numerics": "mode", "cluster": "name"}.get(group, "kind")] == option
+@pytest.mark.parametrize("chosen", sorted([*TOGETHER, *ALONE]), ids=" ".join)
+def test_every_option_of_every_group_can_be_chosen_and_says_so(chosen):
+    needs = [more for option in chosen for more in NEEDS.get(option, [])]
+    tree = compose("qwen3_toy", [*chosen, *needs]).config.sections
+    for group, option in (option.split("=") for option in chosen):
+        if group == "precision":
+            result = tree["mixed_precision"]
+            assert (result["fp8_recipe"] if isinstance(result, dict) else result) == PRECISIONS[option]
+        elif group == "cuda_graph":
+            assert tree["model"]["cuda_graph_impl"] == GRAPHS[option]
+        elif group == "peft":
+            assert ("peft" in tree) == (option == "lora")
+        else:
+            assert tree[group][{"numerics": "mode", "cluster": "name"}.get(group, "kind")] == option
 
 
 @pytest.mark.parametrize("model", sparing(MODELS))
@@ -162,6 +166,9 @@ def test_every_model_composes_for_both_devices(model, device):
     tree = compose(model, device=device).config.sections
     assert tree["device"]["kind"] == device
     assert set(OWN_SECTIONS) - {"recipe"} == set(OWN_SECTIONS) & set(tree)  # a section of recipes alone
+    assert tree["tokenizer"]["vocab_size"] == tree["model"]["vocab_size"]
+    weight = tree["optimizer"]["weight_decay"]
+    assert tree["scheduler"]["start_weight_decay"] == tree["scheduler"]["end_weight_decay"] == weight
 
 
 # Of these a CPU's vectors divide fewer shards than a GPU's default: 10944 = 2 * 32 * 171 and 2880 = 2 * 32 * 45.
@@ -241,14 +248,6 @@ FOLLOWS = (
 @pytest.mark.parametrize("override, path, value", FOLLOWS)
 def test_fields_that_follow_others(override, path, value):
     assert at(compose("qwen3_toy", [override]).config.sections, path) == value
-
-
-@pytest.mark.parametrize("model", sparing(MODELS))
-def test_the_tokenizer_has_the_models_vocabulary_and_the_decay_its_weight(model):
-    tree = compose(model).config.sections
-    assert tree["tokenizer"]["vocab_size"] == tree["model"]["vocab_size"]
-    weight = tree["optimizer"]["weight_decay"]
-    assert tree["scheduler"]["start_weight_decay"] == tree["scheduler"]["end_weight_decay"] == weight
 
 
 AS_TYPED = ("~/books", "/a=b/c", "/a (b)/c", "/a,b", "a b", "/x/[1]{2}", "it's", 'say "hi"', "C:\\x", "#1", "ünï/文")
