@@ -1,5 +1,7 @@
 """A setting of a feature that is off would change nothing: it is refused with what switches the feature on."""
 
+from functools import cache
+
 import pytest
 import yaml
 
@@ -7,6 +9,7 @@ from tp_invariant_recipes.check import switched_off
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse
 from tp_invariant_recipes.errors import ConfigError, lines
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 # What is typed beside a model, and what switches on the feature that reads it.
 UNREAD = {
@@ -71,11 +74,16 @@ READ = (
 )
 
 
+@cache
+def composed(model: str, *overrides: str) -> RunConfig:
+    return compose(model, overrides, device="cpu").config
+
+
 def idle(words: str) -> list[str]:
     """What is said of the last of the words. Bridge alone knows the types of some."""
     model, *overrides, last = words.split()
     path, value = parse(last).path, parse(last).value
-    config = compose(model, overrides, device="cpu").config
+    config = composed(model, *overrides)
     section, _, name = path.partition(".")
     return lines(switched_off.idle(config.with_fields(section, **{name: yaml.safe_load(value)}), [path]))
 

@@ -14,14 +14,15 @@ def test_every_count_has_a_bound():
     assert set(bounds.SHORT) == set(COUNTS)
 
 
-@pytest.mark.parametrize("key", COUNTS)
 @pytest.mark.timeout(20)
-def test_a_count_beyond_its_bound_is_refused_by_its_name(key):
-    limit = bounds.SHORT[key]
-    assert problems_of(f"{key}={limit + 1}") == [f"{key}={limit + 1}: must be at most {limit}"]
+def test_a_count_beyond_its_bound_is_refused_by_its_name():
+    beyond = [f"{key}={limit + 1}" for key, limit in bounds.SHORT.items()]
+    says = {f"{key}={limit + 1}: must be at most {limit}" for key, limit in bounds.SHORT.items()}
+    assert {problem for problem in problems_of(*beyond) if "must be at most" in problem} == says
     tree = compose("qwen3_toy", (), device="cpu").config.sections
-    section, _, name = SHORT_KEYS[key].path.partition(".")
-    tree[section][name] = limit
+    for key, limit in bounds.SHORT.items():
+        section, _, name = SHORT_KEYS[key].path.partition(".")
+        tree[section][name] = limit
     assert bounds.wrong(tree) == {}
 
 

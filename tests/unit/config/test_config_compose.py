@@ -295,13 +295,7 @@ MISTAKES = (
     (["numerics.mode=magic"], "numerics.mode=magic: expected one of 'stock'"),
     (["data.json_key=null"], "data.json_key=None: expected str, such as text"),
     (["ledger.state_digests=x", "ledger.digests=0"], "ledger.state_digests=x: expected int, such as 4"),
-    (["data=text"], "data=text needs data.path=FILE_OR_FOLDER"),
-    (["data.path=x"], "data.path is set but data=mock ignores it; add data=text"),
     (["tp=3", "seq=126"], "tp=3 does not divide model.num_attention_heads=8"),
-    (["tp=16"], "tp=16 does not divide model.num_attention_heads=8"),
-    (["ep=2"], "ep=2: this model has no experts"),
-    (["gbs=3", "mbs=2"], "gbs=3 is not a multiple of mbs * dp = 2 * 1; the next that is: gbs=4"),
-    (["sp=true"], "sp=true needs tp > 1; leave sp out or set tp"),
 )
 
 

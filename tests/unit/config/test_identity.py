@@ -2,6 +2,7 @@
 
 import copy
 import string
+from functools import cache
 
 import pytest
 from hypothesis import example, given, settings
@@ -15,6 +16,7 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 MODELS = ("qwen3_8b", "qwen3_moe_toy", "nemotron3_nano_toy", "glm45_toy", "qwen3_next_toy")
 
 
+@cache
 def identity_of(model: str, *overrides: str, device: str = "gpu") -> dict:
     return identity(compose(model, overrides, device=device).config, None)
 

@@ -6,7 +6,6 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import changed, latest, parse_all, texts
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.features.verify import workflow as verify
-from tp_invariant_recipes.settings import environment
 
 REFUSED = {
     "logging=wandb project=y logger.wandb_project=x": "beside logging.project=y; project=x sets both",
@@ -55,12 +54,6 @@ def test_experts_that_are_not_grouped_share_no_adapter(tmp_path):
     with pytest.raises(ConfigError, match=says):
         compose("qwen3_moe_toy", [*words, "peft.share_expert_adapters=true"], device="cpu")
     compose("qwen3_moe_toy", [*words, "peft.share_expert_adapters=false"], device="cpu")
-
-
-def test_no_kernel_of_a_cpu_reads_the_switch_of_flash_attention():
-    (problem,) = environment.flash_problems("cpu", True, {"NVTE_FLASH_ATTN": "1"})
-    assert str(problem) == "NVTE_FLASH_ATTN=1 in the environment: nothing reads it with device=cpu; unset it"
-    assert environment.flash_problems("cpu", True, {"NVTE_FLASH_ATTN": "0"}) == []
 
 
 def test_a_resumed_run_may_spell_a_key_in_another_way():
