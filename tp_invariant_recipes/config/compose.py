@@ -117,7 +117,7 @@ def _is_known(model: str, overrides: Sequence[Override], problems: list[str]) ->
             problems += error.problems
             return False
         return True
-    models = conf_files.groups()["model"]
+    models = conf_files.options("model")
     if model in models:
         return True
     first = f"; the model comes first: MODEL {model}" if "=" in model else nearest(model, models)

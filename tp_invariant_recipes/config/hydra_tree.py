@@ -21,6 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override as HydrasOverride
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, grammar_parser
 from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationType
@@ -114,7 +115,7 @@ def _own_files() -> list[Path]:
 @cache
 def _resolved(arguments: tuple[str, ...], cluster: Path | None, model: str | None, conf: Path, texts: Texts) -> bytes:
     """Return the pickled tree. conf, texts: the folder of tpi's files, and the user's files."""
-    parsed = OverridesParser.create().parse_overrides([*arguments])
+    parsed = [_override(argument) for argument in arguments]
     values = [value for value in parsed if value.is_force_add() and not value.package]
     options = sorted((option for option in parsed if option not in values), key=lambda option: option.key_or_group)
     tree = pickle.loads(_merged(tuple(str(option.input_line) for option in options), cluster, model, conf, texts))
@@ -123,6 +124,13 @@ def _resolved(arguments: tuple[str, ...], cluster: Path | None, model: str | Non
     refuse([*_calls("", OmegaConf.to_container(tree, resolve=False))])
     with _resolvers():
         return pickle.dumps(OmegaConf.to_container(tree, resolve=True))
+
+
+@cache
+def _override(text: str) -> HydrasOverride:
+    """Return an override as Hydra's grammar has it, which takes milliseconds."""
+    (parsed,) = OverridesParser.create().parse_overrides([text])
+    return parsed
 
 
 @cache
@@ -136,8 +144,9 @@ def _merged(options: tuple[str, ...], cluster: Path | None, model: str | None, c
     with _folders(cluster, model, [file for file, _ in texts]) as folders, _resolvers():
         files = CachingConfigRepository(_Files(conf, folders))
         overrides = OverridesParser.create().parse_overrides([*options])
-        chosen = create_defaults_list(files, "config", overrides, prepend_hydra=False, skip_missing=False)
         loader = ConfigLoaderImpl(ConfigSearchPathImpl())
+        loader.validate_sweep_overrides_legal(overrides, RunMode.RUN, from_shell=False)
+        chosen = create_defaults_list(files, "config", overrides, prepend_hydra=False, skip_missing=False)
         tree = loader._compose_config_from_defaults_list(chosen.defaults, files)
         OmegaConf.set_struct(tree, True)
         loader._apply_overrides_to_config(chosen.config_overrides, tree)

@@ -81,7 +81,7 @@ def parse(text: str | Override) -> Override:
     key = key.lstrip("+")
     parsed, wrong = None, None
     try:
-        parsed = _parser().parse_override(_as_typed(text))
+        parsed = _parsed(_as_typed(text))
     except HydraException as error:
         wrong = str(error).splitlines()[0]
     except ValueError:  # Python reads no number of more than 4300 digits
@@ -145,6 +145,12 @@ def cluster_files(overrides: Iterable[Override]) -> list[Path]:
     """Return the file that describes the cluster of these overrides, where it is not one of ours."""
     chosen = [override for override in overrides if override.path == "cluster"]
     return [file] if chosen and (file := chosen[-1].file) else []
+
+
+@functools.cache
+def _parsed(text: str) -> HydrasOverride:
+    """Return an override as Hydra's grammar has it, which takes milliseconds."""
+    return _parser().parse_override(text)
 
 
 @functools.cache

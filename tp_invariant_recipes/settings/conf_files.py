@@ -30,9 +30,12 @@ def sources() -> list[Path]:
 
 def groups() -> dict[str, tuple[str, ...]]:
     """Every Hydra group and its options, e.g. {"numerics": ("stock",)}; names starting with _ are only bases."""
-    return {
-        group: tuple(sorted((*_options(conf_dir(), group), *_options(user_dir(), group)))) for group in group_names()
-    }
+    return {group: options(group) for group in group_names()}
+
+
+def options(group: str) -> tuple[str, ...]:
+    """Return the options of a group."""
+    return tuple(sorted((*_options(conf_dir(), group), *_options(user_dir(), group))))
 
 
 def group_names() -> list[str]:

@@ -39,6 +39,8 @@ def convert(value: Any, hint: Any) -> Any:
     Names become what they name: an Enum member, a torch.dtype, a function by its dotted path.
     Raises WrongType.
     """
+    if type(value) is hint and hint in (bool, int, float, str):
+        return value
     from pydantic import ValidationError  # here and below: completion in a shell describes types and checks none
     from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 

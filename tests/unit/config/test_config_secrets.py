@@ -109,7 +109,7 @@ def test_no_command_shows_or_writes_it(cli, tmp_path, command):
     assert ended.status == 2
     assert "is not resolved" in ended.err
     assert SECRET not in ended.out + ended.err
-    assert not [f for f in tmp_path.rglob("*") if f.is_file()]
+    assert not [f for f in tmp_path.rglob("*") if f.is_file() and f.suffix != ".pyc"]  # of packages imported first
 
 
 def test_a_forged_run_with_one_is_not_resumed(tmp_path):
