@@ -5,8 +5,13 @@ from collections.abc import Mapping
 DENSE = "qwen3_toy seq=32 model.num_layers=1"
 # A run of two ranks with two checkpoints, to be killed, stopped and continued (tests/distributed/runs).
 SAVED = ("qwen3_toy", "model.num_layers=1", "tp=2", "seq=32", "gbs=1", "numerics=stock", "iters=4", "save=2")
+SHORTEST = "qwen3_toy seq=16 gbs=2 iters=1 model.num_layers=1 numerics.data_shards=1"  # of tests of several modes
 # What is added to a model: whole layers computed again; another optimizer.
 RECOMPUTED = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
+# What distributes weights and optimizer states, with several buckets of gradients a rank; and all that overlaps.
+DISTRIBUTED = "optimizer.use_distributed_optimizer=true"
+BUCKETS = "ddp.overlap_grad_reduce=true ddp.bucket_size=20000"
+GATHER = f"{DISTRIBUTED} {BUCKETS} ddp.overlap_param_gather=true optimizer.overlap_param_gather=true"
 MUON = "optimizer.optimizer=muon optimizer.muon_tp_mode=duplicated"
 
 _EXPERTS = {

@@ -17,7 +17,7 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError, TpiError
 
 ALL = [*pairs()]
-FEW = ALL[::61]  # of `make test`
+FEW = ALL[::181]  # of `make test`
 GROUPS = [(row, later) for axis, later in combinations(AXES, 2) for row in AXES[axis]]
 KEY = re.compile(r"[a-z_]+(\.[a-z_]+)*=|leave |unset |model\.[a-z_]+|MODEL |needs ")
 

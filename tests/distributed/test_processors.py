@@ -21,7 +21,6 @@ VARIABLES = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILI
 
 TESTS = (
     "tests/distributed/numerics",
-    "tests/distributed/layouts/test_muon.py",
     *(
         f"tests/unit/{folder}/test_{name}.py"
         for folder, names in {

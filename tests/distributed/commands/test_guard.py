@@ -11,7 +11,7 @@ import pytest
 
 from tests.distributed.guard_faults import Planted
 from tests.distributed.guard_trials import DENSE, EXPERTS
-from tests.distributed.layouts.test_invariance_delta_net import MODEL as NEXT
+from tests.distributed.layouts.families import NEXT
 from tests.distributed.scenario import unequal
 from tests.distributed.small_models import RECOMPUTED, small
 from tp_invariant_recipes.errors import HardwareFault

@@ -9,6 +9,9 @@ from tests.distributed.scenario import STOCK, agree, stock_differs, unequal
 from tests.distributed.small_models import small
 from tests.ledgers import steps
 
+# In `make test`: numerics/experts/test_expert_sources.py.
+pytestmark = [pytest.mark.release, pytest.mark.timeout(2400)]
+
 MOE = small("qwen3_moe_toy")
 BUCKETS = "ddp.overlap_grad_reduce=true ddp.bucket_size=20000 optimizer.use_distributed_optimizer=true"
 FIXED = "iters=2 gbs=8 numerics.data_shards=4"
@@ -26,16 +29,12 @@ CONTEXTS = {
 }
 
 
-@pytest.mark.release
-@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("more", ("", "model.moe_router_load_balancing_type=global_aux_loss"))
 def test_one_ledger_for_all_layouts(scenario, groups, more):
     agree(scenario(MOE, FIXED, more, f"numerics.expert_groups={groups}"), GROUPS[groups])
 
 
-@pytest.mark.release
-@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("groups", CONTEXTS)
 def test_one_ledger_with_context_shards(scenario, groups):
     agree(scenario(MOE, CUT, f"numerics.expert_groups={groups}"), CONTEXTS[groups])
@@ -58,24 +57,32 @@ KINDS = {
 }
 
 
-@pytest.mark.release
-@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_ledger_for_kinds_of_experts(scenario, kind):
     agree(scenario(KINDS[kind], FIXED, "numerics.expert_groups=1"), ("dp=1", "dp=2 ep=2", "dp=4 ep=4"))
 
 
-@pytest.mark.release
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_experts_need_the_order_too(scenario, kind):
     owners = scenario(KINDS[kind], "iters=1 gbs=4 numerics.data_shards=4 numerics.expert_groups=1")("dp=2 ep=2")
     assert "step 1: gradients" in unequal(owners.planted(_backwards).ledger(), owners.ledger())
 
 
-@pytest.mark.release
-def test_stock_does_not(scenario):
-    stock_differs(scenario(MOE, "iters=1 gbs=4"), ("dp=2", "dp=2 ep=2"))
+STACKED = "iters=1 model.num_layers=1 ledger.experts=together"
+
+
+@pytest.mark.parametrize("words, layouts", (("gbs=4", ("dp=2", "dp=2 ep=2")), (STACKED, ("tp=1", "tp=2 ep=2"))))
+def test_stock_does_not(scenario, words, layouts):
+    stock_differs(scenario(MOE, "iters=1", words), layouts)
+
+
+def test_stacked_experts_have_one_digest_in_every_layout(scenario):
+    runs = scenario(MOE, STACKED)
+    agree(runs, ("tp=1", "tp=2 ep=2"))
+    parameters = {parameter.name: parameter for parameter in runs("tp=1").header().parameters}
+    assert parameters["decoder.layers.0.mlp.experts.*.linear_fc2.weight"].shape[0] == 8
+    assert not [name for name in parameters if ".experts.0." in name]
+    assert set(parameters) >= {"decoder.layers.0.mlp.router.weight", "embedding.word_embeddings.weight"}
 
 
 def _backwards() -> None:
@@ -85,7 +92,6 @@ def _backwards() -> None:
     expert_groups.reversed_bits = lambda count: [*range(count)][::-1]
 
 
-@pytest.mark.release  # in `make test`: numerics/experts/test_expert_sources.py
 def test_the_order_of_sources_is_needed(scenario):
     moe = scenario(MOE, "iters=1 gbs=4 numerics.data_shards=4")
     first, two = moe("dp=1"), moe("dp=2 ep=2")
@@ -93,7 +99,6 @@ def test_the_order_of_sources_is_needed(scenario):
     assert "step 1: gradients" in unequal(two.planted(_backwards).ledger(), first.ledger())
 
 
-@pytest.mark.release
 @pytest.mark.parametrize(
     "first, then", (("dp=4 ep=4", "dp=2 ep=2"), ("dp=1 ep=1", "dp=2 ep=2"), ("dp=2 ep=2", "ep=1 dp=1"))
 )
@@ -104,7 +109,6 @@ def test_a_run_goes_on_with_another_ep(tpi, first, then):
     assert steps(tpi.folder / "run") == whole
 
 
-@pytest.mark.release
 def test_more_places_than_groups_are_refused_at_a_resume(tpi):
     tpi("train", *f"{MOE} {FIXED} save=1 dp=2 ep=2".split(), "run.dir=run", status=0)
     refused = tpi("train", "--resume", "run", "ep=1", "checkpoint.ckpt_step=1", status=2)
@@ -113,7 +117,6 @@ def test_more_places_than_groups_are_refused_at_a_resume(tpi):
     )
 
 
-@pytest.mark.release
 @pytest.mark.parametrize("layout", ("dp=2 tp=2 ep=2 gbs=8 numerics.data_shards=4", "dp=4 ep=2 gbs=8"))
 def test_a_guards_shadow_steps_follow_the_order(scenario, layout):
     guarded = scenario(MOE, "iters=2", layout)
@@ -121,7 +124,6 @@ def test_a_guards_shadow_steps_follow_the_order(scenario, layout):
     assert unequal(guarded("guard=shadow guard.every=1").ledger(), plain.ledger()) == []
 
 
-@pytest.mark.release
 def test_runs_of_other_groups_are_not_compared(scenario):
     moe = scenario(MOE, "iters=1 gbs=4 dp=2 ep=2")
     message = moe("numerics.expert_groups=1").compared(moe("numerics.expert_groups=2"), status=2)

@@ -1,7 +1,7 @@
 """One ledger for every dp, micro-batch size and placement of experts at a fixed number of data shards, end to end.
 
-The rows of LONGER are chosen so that each pair of values (tp, dp, mbs, distributed optimizer, overlap, ep)
-that fits on few ranks occurs in some row of some model. `stock` is the control, from equal weights.
+The rows of LAYOUTS are chosen so that each pair of values (tp, dp, mbs, distributed optimizer, overlap, ep) that fits
+on few ranks occurs in some row of some model. In `make test`: test_invariance.py, with the control.
 """
 
 import shutil
@@ -9,22 +9,18 @@ import shutil
 import pytest
 
 from tests.distributed.faults import without
-from tests.distributed.scenario import STOCK, agree, stock_differs, unequal
-from tests.distributed.small_models import DENSE, small
+from tests.distributed.scenario import STOCK, agree, unequal
+from tests.distributed.small_models import BUCKETS, DENSE, DISTRIBUTED, GATHER, small
 from tp_invariant_recipes.ledger.open import read
+
+pytestmark = [pytest.mark.release, pytest.mark.timeout(2400)]
 
 MODELS = {"dense": DENSE, "experts": small("qwen3_moe_toy"), "hybrid": small("nemotron3_nano_toy")}
 
-DISTRIBUTED = "optimizer.use_distributed_optimizer=true"  # weights and optimizer state of their own on every rank
-BUCKETS = "ddp.overlap_grad_reduce=true ddp.bucket_size=20000"  # several buckets a rank
-GATHER = f"{DISTRIBUTED} {BUCKETS} ddp.overlap_param_gather=true optimizer.overlap_param_gather=true"
-
-# The layout that has the ledger of ALONE: all shards on one rank.
-ALONE = "mbs=4"
+ALONE = "mbs=4"  # all shards on one rank
 VALIDATED = "validation.eval_iters=1 validation.eval_interval=1"
 FIXED = f"iters=2 gbs=4 numerics.data_shards=4 {VALIDATED}"
-LAYOUT = f"dp=2 {GATHER}"
-LONGER = {
+LAYOUTS = {
     "dense": (
         "",
         "mbs=2",
@@ -62,29 +58,15 @@ LONGER = {
 MANY = ("iters=2 gbs=16 numerics.data_shards=16", ("mbs=8", "dp=8", f"dp=16 {GATHER}", "dp=2 mbs=4"))
 
 
-@pytest.mark.timeout(1200)
-def test_one_ledger_for_all_layouts(scenario):
-    agree(scenario(DENSE, FIXED), (ALONE, LAYOUT))
-
-
-@pytest.mark.release
-@pytest.mark.timeout(2400)
-@pytest.mark.parametrize("model", LONGER)
+@pytest.mark.parametrize("model", LAYOUTS)
 def test_one_ledger_for_more_layouts(scenario, model):
     stages = "model.num_layers=2" if model == "dense" else ""
-    agree(scenario(MODELS[model], f"iters=3 gbs=8 numerics.data_shards=4 {VALIDATED}", stages), LONGER[model])
+    agree(scenario(MODELS[model], f"iters=3 gbs=8 numerics.data_shards=4 {VALIDATED}", stages), LAYOUTS[model])
 
 
-@pytest.mark.release
-@pytest.mark.timeout(2400)
 def test_one_ledger_for_sixteen_ranks(scenario):
     fixed, layouts = MANY
     agree(scenario(DENSE, fixed), layouts)
-
-
-@pytest.mark.parametrize("layout", ("dp=2", *(pytest.param(at, marks=pytest.mark.release) for at in ("dp=4", "mbs=4"))))
-def test_stock_does_not(scenario, layout):
-    stock_differs(scenario(DENSE, "iters=2 gbs=4"), ("", layout))
 
 
 def _in_the_library() -> None:
@@ -113,43 +95,18 @@ def _rows_in_turn() -> None:
     embedding.is_leaf = lambda weight: False
 
 
-def _norms_too_late() -> None:
-    """Reduce a bucket without what its norms wait for, which is added at the end of the backward pass."""
-    from tp_invariant_recipes.numerics.megatron import data_parallel
-
-    data_parallel.partial_gradient.finish_all = lambda: None
-
-
 # Each with a layout that shows it. The other layouts of a group do without: there the ingredient does nothing.
 INGREDIENTS = {
     "tree over ranks": (_in_the_library, "dp=4"),
     "tree over the shards of a rank": (_consecutive, "dp=1"),
-    "order of the data": (without("build_pretraining_data_loader"), "dp=2"),
-    "norms before their bucket": (_norms_too_late, f"dp=4 {BUCKETS}"),
 }
 
 
-SHORT = ("tree over the shards of a rank", "order of the data")  # stock is the control of the tree over ranks
-
-
-@pytest.mark.release
-@pytest.mark.parametrize(
-    "ingredient",
-    [pytest.param(name, marks=[pytest.mark.release] * (name not in SHORT)) for name in INGREDIENTS],
-)
+@pytest.mark.parametrize("ingredient", INGREDIENTS)
 def test_each_ingredient_is_needed(scenario, ingredient):
     plant, layout = INGREDIENTS[ingredient]
     dense = scenario(DENSE, FIXED)
     assert unequal(dense(layout).planted(plant).ledger(), dense(ALONE).ledger())
-
-
-def test_validation_is_recorded_and_leaves_training_as_it_is(scenario):
-    """Losses of step 1 and 2, and the last two, whose training is that of a run without validation."""
-    validated = scenario(DENSE, FIXED, ALONE)
-    results = [list(step.evaluations) for step in validated.ledger()]
-    assert results == [["validation/0:4"], ["validation/4:8", "final_validation/8:12", "test/0:4"]]
-    unvalidated = scenario(DENSE, FIXED, ALONE, "validation.eval_iters=0 validation.eval_interval=null")
-    assert unequal(unvalidated.ledger(), validated.ledger()) == ["step 1: evaluations", "step 2: evaluations"]
 
 
 def _in_bridges_order() -> None:
@@ -162,7 +119,6 @@ def _in_bridges_order() -> None:
     )
 
 
-@pytest.mark.release
 @pytest.mark.parametrize("plant", (_in_bridges_order, without("eval:get_forward_backward_func")))
 def test_each_ingredient_of_validation_is_needed(scenario, plant):
     """And nothing else shows it. Sums of 16 sequences, in several evaluations: a few may round alike."""
@@ -173,7 +129,6 @@ def test_each_ingredient_of_validation_is_needed(scenario, plant):
     assert all(name.endswith(": evaluations") for name in results)
 
 
-@pytest.mark.release
 def test_stock_validates_on_other_sequences(scenario):
     """The control: two sequences of a step are added in one order, so training agrees, but validation does not."""
     stock = scenario(DENSE, STOCK, "iters=1 gbs=2", VALIDATED)
@@ -182,8 +137,6 @@ def test_stock_validates_on_other_sequences(scenario):
     assert "different at step 1: validation loss (validation/0:2) f32:" in compared.stdout
 
 
-@pytest.mark.release
-@pytest.mark.timeout(1200)
 def test_a_resumed_run_validates_where_it_was(scenario, tpi):
     """In another layout, and longer than planned: the loss after its first end is not of the longer run."""
     fixed = scenario(DENSE, "gbs=4 numerics.data_shards=2 save=2 scheduler.lr_decay_iters=6", VALIDATED)
@@ -204,7 +157,6 @@ def _fail_after_the_test() -> None:
     Recorder.on_test_end = failing
 
 
-@pytest.mark.release
 def test_a_run_that_failed_after_its_last_step_reevaluates(scenario, tpi):
     words = (*DENSE.split(), "iters=2", "gbs=2", "save=2", *VALIDATED.split())
     tpi("train", *words, "run.dir=failed", before=_fail_after_the_test, status=2)
@@ -213,7 +165,6 @@ def test_a_run_that_failed_after_its_last_step_reevaluates(scenario, tpi):
     assert unequal(read(tpi.folder / "failed").steps, scenario(*words).ledger()) == []
 
 
-@pytest.mark.release
 @pytest.mark.parametrize("tied", ("true", "false"))
 def test_the_sum_of_a_sequences_rows_is_needed(scenario, tied):
     """Sequences have tokens twice, in fp32: numbers of bf16 add exactly in any order."""
@@ -231,7 +182,6 @@ def test_the_sum_of_a_sequences_rows_is_needed(scenario, tied):
     assert others[0] == others[1]
 
 
-@pytest.mark.release
 def test_the_tree_of_losses_is_needed(scenario):
     """Bridge's own sums differ in the last bit, at some steps."""
     dense = scenario(DENSE, "iters=8 gbs=8 numerics.data_shards=4")
@@ -239,12 +189,14 @@ def test_the_tree_of_losses_is_needed(scenario):
     single.compared(several, status=1)
 
 
-@pytest.mark.release
-def test_verify_takes_the_largest_dp(scenario, tpi):
+@pytest.mark.parametrize("axis, shards, gbs", (("dp", "data_shards", 4), ("cp", "context_shards", 2)))
+def test_verify_takes_the_largest_degree(scenario, tpi, axis, shards, gbs):
     """And without it, two runs with a rank for each shard are not comparable, which names the key."""
-    tpi("verify", *DENSE.split(), "iters=1", "gbs=4", "dp=1,2", "--dir", "cells", status=0)
-    assert {read(tpi.folder / "cells" / cell).header.numerics["data_shards"] for cell in ("dp1", "dp2")} == {2}
-    single = scenario(DENSE, "iters=1 gbs=4 dp=1")
+    words = f"qwen3_toy seq=64 model.num_layers=1 iters=1 gbs={gbs}"
+    tpi("verify", *words.split(), f"{axis}=1,2", "--dir", "cells", status=0)
+    cells = [tpi.folder / "cells" / f"{axis}{degree}" for degree in (1, 2)]
+    assert [read(cell).header.numerics[shards] for cell in cells] == [2, 2]
+    single = scenario(words, f"{axis}=1")
     single.ledger()
-    compared = tpi("compare", single.run, "cells/dp1", status=2)
-    assert "numerics.data_shards is 1 and 2; train both with numerics.data_shards=2" in compared.stdout
+    compared = tpi("compare", single.run, cells[0], status=2)
+    assert f"numerics.{shards} is 1 and 2; train both with numerics.{shards}=2" in compared.stdout

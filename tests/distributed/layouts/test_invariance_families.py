@@ -1,135 +1,136 @@
-"""Families with layers of their own under `numerics=tree`: OLMoE, EXAONE 4, Gemma 2, Gemma 3."""
+"""Every family of models under `numerics=tree`: one ledger for all layouts, the model that Bridge has, its controls."""
+
+import json
 
 import pytest
 
+from tests.distributed.layouts.families import (
+    AHEAD,
+    GPT,
+    MODELS,
+    NEXT,
+    NEXT_ALONE,
+    PARTS,
+    ROWS,
+    STOCK_ROWS,
+)
+from tests.distributed.layouts.family_faults import INGREDIENTS, unshifted_backward
+from tests.distributed.runs.test_checkpoints_interchange import _tensors as tensors_of
 from tests.distributed.scenario import STOCK, agree, stock_differs, unequal
+from tests.distributed.small_models import RECOMPUTED
+from tests.operands import same_bits
 from tp_invariant_recipes.ledger.bits import bits_float
 
-pytestmark = pytest.mark.usefixtures("families")
-
-DENSE = (
-    "seq=64 model.num_layers=2 model.hidden_size=64 model.ffn_hidden_size=256 model.kv_channels=16 model.vocab_size=512"
-)
-MODELS = {
-    "exaone4": f"exaone4_toy {DENSE}",
-    "gemma2": f"gemma2_toy {DENSE} model.window_size=[7,0]",
-    "gemma3": f"gemma3_toy {DENSE} model.window_size=8",
-    "olmoe": f"olmoe_toy {DENSE} model.moe_ffn_hidden_size=64",
-}
-SHORT = "gbs=1 iters=2"
-SHARDS = "gbs=4 numerics.data_shards=4 iters=2"
-
-# Family, what is held fixed, the layouts that must agree.
-ROWS = (
-    pytest.param("exaone4", f"{SHORT} model.num_layers=1", ("tp=1", "tp=2"), marks=pytest.mark.release),
-    pytest.param("exaone4", SHORT, ("tp=1", "tp=2 sp=false", "tp=2 pp=2"), marks=pytest.mark.release),
-    pytest.param("exaone4", SHARDS, ("dp=1", "dp=2 mbs=2", "pp=2 dp=2"), marks=pytest.mark.release),
-    pytest.param("exaone4", f"{SHORT} precision=fp32", ("tp=1", "tp=4"), marks=pytest.mark.release),
-    pytest.param("gemma2", SHORT, ("tp=1", "tp=2 pp=2", "tp=4 sp=false"), marks=pytest.mark.release),
-    pytest.param("gemma2", SHARDS, ("dp=1", "dp=2 mbs=2", "pp=2 dp=2"), marks=pytest.mark.release),
-    pytest.param("gemma3", SHORT, ("tp=1", "tp=2 pp=2", "tp=4 sp=false"), marks=pytest.mark.release),
-    pytest.param("gemma3", SHARDS, ("dp=1", "dp=2 mbs=2", "pp=2 dp=2"), marks=pytest.mark.release),
-    pytest.param("olmoe", SHORT, ("tp=1", "tp=4 ep=2", "tp=2 pp=2"), marks=pytest.mark.release),
-    pytest.param("olmoe", SHARDS, ("dp=1", "dp=2 ep=2 mbs=2", "tp=2 dp=2 ep=2"), marks=pytest.mark.release),
-)
+pytestmark = [pytest.mark.release, pytest.mark.timeout(1200), pytest.mark.usefixtures("families")]
 
 
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("family, fixed, layouts", ROWS)
-def test_one_ledger_for_all_layouts(scenario, family, fixed, layouts):
-    agree(scenario(MODELS[family], fixed), layouts)
+@pytest.mark.parametrize("model, fixed, layouts", ROWS)
+def test_one_ledger_for_all_layouts(scenario, model, fixed, layouts):
+    agree(scenario(MODELS[model], "iters=2", fixed), layouts)
 
 
-# Family -> two layouts that stock numerics has; Bridge's OLMoE has none with tp.
-STOCK_LAYOUTS = dict.fromkeys(MODELS, ("tp=1", "tp=2")) | {"olmoe": ("gbs=2 dp=1", "gbs=2 dp=2 ep=2")}
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("family", MODELS)
-def test_stock_does_not(scenario, family):
-    message = stock_differs(scenario(MODELS[family], "gbs=1 iters=1"), STOCK_LAYOUTS[family])
+@pytest.mark.parametrize("model, fixed, layouts", STOCK_ROWS)
+def test_stock_does_not(scenario, model, fixed, layouts):
+    message = stock_differs(scenario(MODELS[model], "iters=1", fixed), layouts)
     assert "different at step 1" in message
 
 
-@pytest.mark.release
-@pytest.mark.parametrize("family", MODELS)
-def test_the_model_is_bridges(scenario, family):
+@pytest.mark.parametrize("model, fixed, other", PARTS)
+def test_every_part_counts(scenario, model, fixed, other):
+    first = scenario(MODELS[model], "iters=1", fixed)
+    assert first.ledger()[0].gradients != first(other).ledger()[0].gradients
+
+
+@pytest.mark.parametrize("omitted", INGREDIENTS)
+def test_each_ingredient_is_needed(scenario, omitted):
+    row = INGREDIENTS[omitted]
+    planted = scenario(MODELS[row.model], "iters=1", row.fixed)
+    first, second = (planted(at).planted(row.fault).ledger()[0] for at in row.layouts)
+    assert not row.forward or first.loss == second.loss
+    assert first.gradients != second.gradients
+
+
+IN_FP32 = "gbs=1 iters=1 tp=1 precision=fp32"
+
+
+@pytest.mark.parametrize("model", ("exaone4", "gemma2", "gemma3", "gpt", "next", "olmoe"))
+def test_the_model_is_bridges(scenario, model):
     """The invariant layers compute what Bridge's compute, to rounding: losses of step 1 and its gradient norms."""
-    model = scenario(MODELS[family], "gbs=1 iters=1 tp=1 precision=fp32")
-    (tree,), (stock,) = model.ledger(), model(STOCK).ledger()
+    alone = scenario(MODELS[model], IN_FP32)
+    (tree,), (stock,) = alone.ledger(), alone(STOCK).ledger()
     assert bits_float(tree.loss) == pytest.approx(bits_float(stock.loss), rel=1e-5)
     assert bits_float(tree.grad_norm) == pytest.approx(bits_float(stock.grad_norm), rel=1e-4)
+    assert bits_float(tree.grad_norm) > 0.0
     assert tree.gradients.keys() == stock.gradients.keys()
 
 
-# Family, override -> what is another model with it.
-PARTS = (
-    ("gemma2", "model.attn_logit_softcapping=0.05"),
-    ("gemma2", "model.final_logit_softcapping=0.5"),
-    ("gemma2", "model.window_size=[63,0]"),
-    ("gemma2", "model.query_pre_attn_scalar=64"),
-    ("gemma3", "model.window_size=64"),
-    ("gemma3", "model.rotary_base=[500,1000000]"),
-    ("gemma3", "model.interleaved_attn_pattern=[5,1]"),
-)
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("family, other", PARTS)
-def test_every_part_counts(scenario, family, other):
-    model = scenario(MODELS[family], "gbs=1 iters=1 tp=1")
-    assert model.ledger()[0].gradients != model(other).ledger()[0].gradients
-
-
-def _unshifted_backward() -> None:
-    from tp_invariant_recipes.numerics.layers import norm
-
-    original = norm.Norm.backward
-
-    def backward(self, *args):
-        return original(self._replace(centred=False), *args)
-
-    norm.Norm.backward = backward
-
-
-@pytest.mark.release
 def test_stock_sees_a_norm_whose_backward_pass_forgets_the_one(scenario):
     """What `test_the_model_is_bridges` tells apart."""
-    wrong = scenario(MODELS["gemma2"], "gbs=1 iters=1 tp=1 precision=fp32").planted(_unshifted_backward).ledger()[0]
-    unbroken = scenario(MODELS["gemma2"], "gbs=1 iters=1 tp=1 precision=fp32").ledger()[0]
-    assert wrong.loss == unbroken.loss
-    assert bits_float(wrong.grad_norm) != pytest.approx(bits_float(unbroken.grad_norm), rel=1e-4)
+    unbroken = scenario(MODELS["gemma2"], IN_FP32)
+    (wrong,), (right,) = unbroken.planted(unshifted_backward).ledger(), unbroken.ledger()
+    assert wrong.loss == right.loss
+    assert bits_float(wrong.grad_norm) != pytest.approx(bits_float(right.grad_norm), rel=1e-4)
 
 
-def _norm_of_own_heads() -> None:
-    from tp_invariant_recipes.numerics.megatron import local
-    from tp_invariant_recipes.numerics.megatron.families import layers
-
-    def forward(self, x):
-        own = self.weight.view(-1, x.shape[-1])[: x.shape[2]].flatten()
-        return local.InvariantRMSNorm.forward(self, x.flatten(2).repeat(1, 1, len(self.weight) // len(own))).view(
-            *x.shape[:2], -1, x.shape[-1]
-        )[:, :, : x.shape[2]]
-
-    layers.NormOfAllHeads.forward = forward
+def test_without_the_patch_stock_does_not_train_biased_experts(tpi):
+    words = (*MODELS["gpt_oss"].split(), "gbs=1", "iters=1", "numerics=stock")
+    ended = tpi("train", *words, "patches.off=[core-expert-bias]", "run.dir=off", status=2)
+    assert "is a view and is being modified inplace" in ended.stderr
+    tpi("train", *words, "run.dir=on", status=0)
 
 
-@pytest.mark.release
-def test_olmoes_norm_is_of_all_heads(scenario):
-    model = scenario(MODELS["olmoe"], "gbs=1 iters=1").planted(_norm_of_own_heads)
-    assert unequal(model("tp=1").ledger(), model("tp=2").ledger())
+def test_padded_sequences_are_scored_and_longer_ones_refused(tpi):
+    """Scoring pads to more tokens than there are learned positions."""
+    tpi("train", *GPT.split(), "gbs=1", "iters=1", "save=1", "run.dir=run", status=0)
+    for name, length in (("fits", 32), ("longer", 33)):
+        rows = [{"tokens": [*range(count)]} for count in (5, length)]
+        (tpi.folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    for tp in (1, 2):
+        tpi("score", "run", "fits.jsonl", f"tp={tp}", "--out", f"tp{tp}.scores", status=0)
+    first, second = ((tpi.folder / f"tp{tp}.scores").read_bytes() for tp in (1, 2))
+    assert first == second
+    output = tpi("score", "run", "longer.jsonl", "--out", "longer.scores", status=2).stderr
+    assert "a sequence has 33 tokens, and the model has learned 32 positions; leave longer ones out" in output
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    (
-        ("cp=2 numerics.context_shards=2", "a family with layers of its own has no version with context shards"),
-        ("numerics=portable", "families with own layers are covered by numerics=tree only"),
-        ("precision=fp8_tensorwise", "a family with layers of its own has no version in FP8"),
-        ("model.attention_backend=unfused", "soft-capped attention is computed by Megatron's own products"),
-    ),
-)
-def test_what_is_refused(cli, words, message):
-    ended = cli("train", *MODELS["gemma2"].split(), "device=cpu", "--dry-run", *words.split())
-    assert ended.status == 2
-    assert message in ended.err
+def test_the_order_of_layers_counts(scenario):
+    """The dense layer is where `model.moe_layer_freq` has it, under stock numerics too."""
+    model = scenario(MODELS["glm"], "gbs=1 iters=1")
+    names, stock = (
+        {name for name in item.ledger()[0].gradients if name.startswith("decoder.layers.")}
+        for item in (model, model(STOCK, "tp=1"))
+    )
+    assert "decoder.layers.0.mlp.linear_fc1.weight" in names
+    assert "decoder.layers.1.mlp.router.weight" in names
+    assert stock == names
+
+
+def test_the_loss_of_a_batch_counts_the_sequences_before(scenario):
+    """With one sequence it is that of a sequence; the second one's gradients know of the first one."""
+    first, second = (scenario(NEXT, NEXT_ALONE, f"gbs={gbs} iters=1 model.moe_aux_loss_coeff=1.0") for gbs in (1, 2))
+    of_each = "model.moe_router_load_balancing_type=seq_aux_loss"
+    assert first.ledger()[0].gradients == first(of_each).ledger()[0].gradients
+    assert second.ledger()[0].gradients != second(of_each).ledger()[0].gradients
+
+
+def test_checkpoints_of_delta_nets_go_to_stock_and_back(tpi):
+    """Under the same names; stock at tp=2 continues with the weights that tree has saved at tp=1."""
+    words = ("train", *f"{NEXT} gbs=1 iters=1 save=1".split())
+    tpi(*words, "run.dir=tree", status=0)
+    still = ("optimizer.lr=0", "optimizer.min_lr=0", "tp=2", "checkpoint.pretrained_checkpoint=tree/checkpoints")
+    tpi(*words, "numerics=stock", *still, "run.dir=stock", status=0)
+    tree, stock = (tensors_of(tpi.folder / run / "checkpoints" / "iter_0000001") for run in ("tree", "stock"))
+    assert tree.keys() == stock.keys()
+    weights = [name for name in tree if not name.startswith("optimizer")]
+    assert {f"decoder.layers.0.self_attention.in_proj.weight.{part}" for part in ("query", "z", "alpha")} < {*weights}
+    assert [name for name in weights if not same_bits(tree[name], stock[name])] == []
+
+
+def test_a_run_that_recomputes_layers_ahead_resumes(scenario, tpi):
+    words = (
+        f"qwen3_toy seq=32 model.num_layers=1 {AHEAD} iters=2 {RECOMPUTED} scheduler.lr_decay_iters=4 "
+        "ledger.state_digests=1"
+    )
+    tpi("train", *words.split(), "tp=2", "save=2", "run.dir=run", status=0)
+    tpi("train", "--resume", "run", "iters=4", status=0)
+    assert unequal(tpi.ledger("run"), scenario(words, "iters=4").ledger()) == []

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.distributed.scenario import unequal
+from tests.distributed.small_models import SHORTEST
 from tests.operands import same_bits
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers.linear import linear
@@ -16,7 +17,6 @@ from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.settings import schema
 
 SEGMENTS = 2
-DENSE = "qwen3_toy seq=16 gbs=2 iters=1 model.num_layers=1 numerics.data_shards=1"
 
 
 def test_every_mode_is_a_value_of_its_key():
@@ -66,10 +66,10 @@ def test_a_layer_multiplies_as_its_mode_does(name):
 
 def test_a_row_makes_a_mode_that_trains_in_every_layout(scenario):
     """Stock, whose bits change with tp, is test_invariance.py's control."""
-    toy = scenario(DENSE, "numerics.mode=toy").planted(_with_toy)
+    toy = scenario(SHORTEST, "numerics.mode=toy").planted(_with_toy)
     single = toy("tp=1").ledger()
     assert unequal(toy("tp=2").ledger(), single) == []
-    assert unequal(scenario(DENSE, "tp=1").ledger(), single)
+    assert unequal(scenario(SHORTEST, "tp=1").ledger(), single)
 
 
 def test_what_a_new_mode_does_not_cover_is_refused_by_its_name(tpi):

@@ -6,6 +6,8 @@ from tests.distributed.faults import without
 from tests.distributed.scenario import agree, stock_differs, unequal
 from tests.distributed.small_models import DENSE, small
 
+pytestmark = [pytest.mark.release, pytest.mark.timeout(1200)]
+
 MUON = "optimizer.optimizer=muon optimizer.muon_tp_mode=duplicated ledger.state_digests=1"
 LAYER_WISE = "optimizer.use_layer_wise_distributed_optimizer=true"
 SHARED = "gbs=4 numerics.data_shards=2"
@@ -13,35 +15,26 @@ EXPERTS = "numerics.virtual_shards=4"
 
 # Model, what is held fixed, the layouts that must agree, with digests of all gradients, momenta and weights.
 ROWS = (
-    pytest.param(DENSE, "iters=2 gbs=1", ("tp=1", "tp=2"), marks=pytest.mark.release),
-    pytest.param(DENSE, f"iters=2 {SHARED}", ("dp=1", "dp=2", f"dp=2 {LAYER_WISE}"), marks=pytest.mark.release),
-    pytest.param(
+    (DENSE, "iters=2 gbs=1", ("tp=1", "tp=2")),
+    (DENSE, f"iters=2 {SHARED}", ("dp=1", "dp=2", f"dp=2 {LAYER_WISE}")),
+    (
         DENSE,
         f"iters=2 {SHARED} model.num_layers=2 optimizer.muon_nesterov=true",
         ("tp=1", "pp=2", f"dp=2 tp=2 {LAYER_WISE}", "tp=4 sp=false"),
-        marks=pytest.mark.release,
     ),
-    pytest.param(DENSE, "iters=2 gbs=1 precision=fp32", ("tp=1", "tp=2"), marks=pytest.mark.release),
-    pytest.param(DENSE, "iters=2 gbs=1 numerics=gather", ("tp=1", "tp=2"), marks=pytest.mark.release),
-    pytest.param(
-        small("qwen3_moe_toy"),
-        f"iters=2 {SHARED} {EXPERTS}",
-        ("tp=1", "tp=2 ep=2", f"dp=2 ep=2 {LAYER_WISE}", f"dp=2 tp=2 {LAYER_WISE}"),
-        marks=pytest.mark.release,
+    (DENSE, "iters=2 gbs=1 precision=fp32", ("tp=1", "tp=2")),
+    (DENSE, "iters=2 gbs=1 numerics=gather", ("tp=1", "tp=2")),
+    *(
+        (small(model), f"iters=2 {SHARED} {EXPERTS}", ("tp=1", *layouts, f"dp=2 ep=2 {LAYER_WISE}"))
+        for model, *layouts in (
+            ("qwen3_moe_toy", "tp=2 ep=2", f"dp=2 tp=2 {LAYER_WISE}"),
+            ("deepseek_v3_toy", "tp=2 ep=2"),
+        )
     ),
-    pytest.param(
-        small("deepseek_v3_toy"),
-        f"iters=2 {SHARED} {EXPERTS}",
-        ("tp=1", "tp=2 ep=2", f"dp=2 ep=2 {LAYER_WISE}"),
-        marks=pytest.mark.release,
-    ),
-    pytest.param(
-        small("nemotron3_nano_toy"), f"iters=2 {EXPERTS}", ("tp=1", "tp=2 ep=2", "pp=2"), marks=pytest.mark.release
-    ),
+    (small("nemotron3_nano_toy"), f"iters=2 {EXPERTS}", ("tp=1", "tp=2 ep=2", "pp=2")),
 )
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("model, fixed, layouts", ROWS)
 def test_one_ledger_for_all_layouts(scenario, model, fixed, layouts):
     agree(scenario(model, MUON, fixed), layouts)
@@ -56,7 +49,6 @@ def _differs_in_masters_alone(run, reference):
     assert first.masters != second.masters
 
 
-@pytest.mark.release
 def test_the_order_of_rows_is_needed(scenario):
     """Megatron's own way to gather, with all else as it is: rows come as ranks have them."""
     # By default Megatron lets a processor with AMX round operands to bf16, and the order hides under that rounding.
@@ -65,13 +57,11 @@ def test_the_order_of_rows_is_needed(scenario):
     _differs_in_masters_alone(muon("tp=1"), muon("tp=2"))
 
 
-@pytest.mark.release
 @pytest.mark.parametrize("mode", ("blockwise", "duplicated", "distributed"))
 def test_stock_does_not(scenario, mode):
     stock_differs(scenario(DENSE, MUON, f"iters=1 gbs=1 optimizer.muon_tp_mode={mode}"), ("tp=1", "tp=2"))
 
 
-@pytest.mark.release
 def test_muon_of_whole_matrices_is_megatrons_own_at_tp_1(scenario):
     muon = scenario(DENSE, MUON, "iters=2 gbs=1 tp=1")
     assert unequal(muon.ledger(), muon.planted(without("_create_emerging_optimizer")).ledger()) == []
@@ -92,8 +82,6 @@ RESUMED = (
 )
 
 
-@pytest.mark.release
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("model, first, then, says", RESUMED)
 def test_a_checkpoint_goes_on_in_another_layout(tpi, model, first, then, says):
     words = (*f"{model} {MUON} {SHARED} numerics.virtual_shards=4 iters=4 save=2".split(),)

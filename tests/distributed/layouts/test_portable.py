@@ -8,49 +8,46 @@ import pytest
 
 from tests.distributed.faults import fewer_kept_bits, unchecked
 from tests.distributed.scenario import agree, unequal
-from tests.distributed.small_models import small
+from tests.distributed.small_models import BUCKETS, DISTRIBUTED, GATHER, SHORTEST, small
 
 pytestmark = pytest.mark.usefixtures("portable_loops")
 
 SMALL = "qwen3_toy numerics=portable seq=32 gbs=2 iters=2"
-SHORTEST = "numerics=portable seq=32 gbs=1 iters=1"
+PORTABLE = f"{SHORTEST} numerics=portable"
 EXPERTS = small("qwen3_moe_toy").replace("qwen3_moe_toy", "qwen3_moe_toy numerics=portable") + " iters=2"
 REFUSED = (
     r"numerics=portable: this CPU \(\w+\) computes other bits than the definition, .*: bf16/\w+: \d+ of \d+ outputs "
     r"differ, the first at \[\d+, \d+\]: recorded 0x\w{8}, computed 0x\w{8}; .*or numerics=tree"
 )
-SPREAD = "optimizer.use_distributed_optimizer=true ddp.overlap_grad_reduce=true ddp.bucket_size=20000"
-PREFETCHED = "ddp.overlap_param_gather=true optimizer.overlap_param_gather=true"
 
-# Model and what is held fixed, the layouts that must agree, and those that a release adds.
-ROWS = (
-    (SMALL, ("tp=1", "tp=2"), ("tp=4 sp=false", "tp=1 pp=2")),
-    (f"{SMALL} numerics.data_shards=2 model.num_layers=1", (), ("dp=1", f"dp=2 {SPREAD} {PREFETCHED}")),
+# Model and what is held fixed, the layouts that must agree.
+LONGER = (
+    (SMALL, ("tp=1", "tp=4 sp=false", "tp=1 pp=2")),
     (
         f"{SMALL} gbs=4 numerics.data_shards=4 model.num_layers=1",
-        (),
-        ("dp=1", f"dp=4 {SPREAD} {PREFETCHED}", "dp=2", f"tp=2 dp=2 {SPREAD}", "mbs=2"),
+        ("dp=1", f"dp=4 {GATHER}", "dp=2", f"tp=2 dp=2 {DISTRIBUTED} {BUCKETS}", "mbs=2"),
     ),
-    (EXPERTS, (), ("tp=1", "tp=2 ep=2", "tp=1 pp=2", "tp=4")),
-    (f"llama32_toy {SHORTEST}", (), ("tp=1", "tp=2")),  # scaled positions
-    (f"qwen25_toy {SHORTEST}", (), ("tp=1", "tp=2")),  # biases of queries, keys and values
+    (EXPERTS, ("tp=1", "tp=2 ep=2", "tp=1 pp=2", "tp=4")),
+    *((f"{model} numerics=portable seq=32 gbs=1 iters=1", ("tp=1", "tp=2")) for model in ("llama32_toy", "qwen25_toy")),
 )
 
 
-@pytest.mark.parametrize("fixed, layouts", [row[:2] for row in ROWS if row[1]])
-def test_one_ledger_for_all_layouts(scenario, fixed, layouts):
-    agree(scenario(fixed), layouts)
+def test_one_ledger_for_all_layouts(scenario):
+    """And tree has another one."""
+    agree(scenario(PORTABLE), ("tp=1", "tp=2"))
+    tree, portable = (scenario(words, "tp=1").ledger() for words in (SHORTEST, PORTABLE))
+    assert tree[0].gradients != portable[0].gradients
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("fixed, layouts", [(fixed, (*few[:1], *more)) for fixed, few, more in ROWS if more])
+@pytest.mark.parametrize("fixed, layouts", LONGER)
 def test_one_ledger_for_more_layouts(scenario, fixed, layouts):
     agree(scenario(fixed), layouts)
 
 
 @pytest.mark.release
 def test_the_optimizers_state_goes_on_in_another_layout(shared, scenario):
-    more = f"gbs=4 numerics.data_shards=2 iters=4 ledger.state_digests=1 {SPREAD.split(maxsplit=1)[0]}"
+    more = f"gbs=4 numerics.data_shards=2 iters=4 ledger.state_digests=1 {DISTRIBUTED}"
     saved = shared("train", *SMALL.split(), *more.split(), "dp=2", "save=2", "train.exit_interval=2", "run.dir=resumed")
     assert saved.status == 0, saved.stderr
     shared("train", "--resume", "resumed", "dp=1", "tp=2", "train.exit_interval=null", status=0)
@@ -75,11 +72,6 @@ def test_scaled_frequencies_are_those_of_megatron(bridge):
     assert not (kept | divided).all()
 
 
-def test_tree_has_another_one(scenario):
-    tree, portable = (scenario(SMALL, more).ledger() for more in ("tp=1 numerics=tree", "tp=1"))
-    assert tree[0].gradients != portable[0].gradients
-
-
 def _steps_of_eight() -> None:
     """Zeros change no step: with eight between every eight numbers, a step of 16 adds eight products."""
     import torch
@@ -96,24 +88,16 @@ def _steps_of_eight() -> None:
     tensor_core_cpu.product = lambda a, b, **kept: original(spread(a, 1), spread(b, 0), **kept)
 
 
-def _name(plant) -> str:
-    return plant.__name__
-
-
-# In `make test` one changes a ledger, as the other does in test_certificates.py, and the other is refused.
-@pytest.mark.parametrize(
-    "arithmetic", (pytest.param(fewer_kept_bits, marks=pytest.mark.release), _steps_of_eight), ids=_name
-)
+@pytest.mark.release  # in `make test`: test_certificates.py
+@pytest.mark.parametrize("arithmetic", (fewer_kept_bits, _steps_of_eight))
 def test_other_products_have_another_ledger(scenario, arithmetic):
-    single = scenario(SMALL, "tp=1")
+    single = scenario(PORTABLE, "tp=1")
     assert single.planted(unchecked(arithmetic)).ledger()[0].gradients != single.ledger()[0].gradients
 
 
-@pytest.mark.parametrize(
-    "arithmetic", (fewer_kept_bits, pytest.param(_steps_of_eight, marks=pytest.mark.release)), ids=_name
-)
+@pytest.mark.parametrize("arithmetic", (fewer_kept_bits, pytest.param(_steps_of_eight, marks=pytest.mark.release)))
 def test_a_machine_with_other_products_is_refused(tpi, arithmetic):
-    refused = tpi("train", *SMALL.split(), "run.dir=refused", before=arithmetic, status=2)
+    refused = tpi("train", *PORTABLE.split(), "run.dir=refused", before=arithmetic, status=2)
     assert refused.stderr.count(") computes other bits than the definition") == 1
     assert re.search(REFUSED, " ".join(refused.stderr.split()))
 

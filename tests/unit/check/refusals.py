@@ -336,6 +336,13 @@ EXPERTS = Family(
     or_stock=True,
 )
 
+LATENT_EXPERTS = Family(
+    "qwen3_moe_toy model.moe_latent_size=32",
+    {"precision=fp8_tensorwise": "experts of latents have no invariant version in FP8; precision=bf16"},
+    begins=TREE,
+    typed=True,
+)
+
 _WHOLE_LAYERS = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers"
 
 AHEAD = Family(
@@ -350,6 +357,16 @@ AHEAD = Family(
     },
     begins=TREE,
     taken=("tp=2 pp=2 gbs=4", "model.mtp_num_layers=2", f"{_WHOLE_LAYERS}=1"),
+)
+
+AHEAD_TYPED = Family(
+    "qwen3_toy model.mtp_num_layers=1",
+    {
+        "numerics=gather": "numerics=gather: multi-token prediction is covered by numerics=tree only",
+        "pp=2": "Megatron-Core cannot save a tied embedding beside multi-token prediction; pp=1, or",
+    },
+    taken=("pp=2 gbs=4 model.share_embeddings_and_output_weights=false",),
+    typed=True,
 )
 
 _HYBRID_AHEAD = "model.mtp_num_layers=2 model.mtp_hybrid_override_pattern=*E"
@@ -373,6 +390,38 @@ SINKS = Family(
     {"model.attention_backend=fused": "…no deterministic fused attention with sinks; model.attention_backend=auto"},
     begins=TREE,
     taken=("tp=2", "model.num_layers=4"),
+)
+
+SINKS_TYPED = Family(
+    "gpt_oss_toy model.position_embedding_type=rope",
+    {"cp=2 numerics.context_shards=2": "attention sinks have no version with context shards"},
+    begins=TREE,
+    typed=True,
+)
+
+OWN_LAYERS = Family(
+    "gemma2_toy",
+    {
+        "numerics.context_shards=2": f"{TREE}a family with layers of its own has no version with context shards; cp=1",
+        "precision=fp8_tensorwise": f"{TREE}a family with layers of its own has no version in FP8; precision=bf16",
+        "numerics=portable": f"{PORTABLE}families with own layers are covered by numerics=tree only; numerics=tree",
+    },
+    taken=("tp=2 sp=false",),
+    beside={
+        "numerics=portable": tuple(
+            f"{PORTABLE}{words}" for words in ("windows of", "of activations only SwiGLU", "zero-centred norm weights")
+        )
+    },
+    typed=True,
+)
+
+YARN = Family(
+    "qwen3_toy model.position_embedding_type=yarn model.yarn_rotary_scaling_factor=32.0 "
+    "model.yarn_original_max_position_embeddings=16 model.yarn_beta_fast=32.0 model.yarn_beta_slow=1.0 "
+    "model.yarn_correction_range_round_to_int=false",
+    {"numerics.context_shards=2": "YaRN has no version with context shards; cp=1"},
+    begins=TREE,
+    typed=True,
 )
 
 LATENT = Family(
