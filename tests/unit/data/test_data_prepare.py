@@ -66,7 +66,7 @@ def test_folder_in_sorted_order_and_only_files_that_count(tmp_path):
 
 
 texts = st.text(st.characters(codec="utf-8"), max_size=12)
-lines = st.lists(st.one_of(st.none(), texts), max_size=8)
+lines = st.lists(st.one_of(st.none(), texts), max_size=4)
 
 
 @settings(max_examples=12)

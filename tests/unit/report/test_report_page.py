@@ -294,7 +294,9 @@ def test_what_comes_from_ledgers_is_escaped(tmp_path):
         write_run(tmp_path / name, notes={"note": HOSTILE}, names=("decoder.layers.0.x", HOSTILE), differs_from=differs)
         for name, differs in (("<i>a", None), ("<script>b", 3))
     ]
-    html = html_of(*runs)
+    report = gather(runs)
+    drawn = [part for part in page.sections(report) if part.name in ("training", "gradients", "parameters")]
+    html = page.page(report, tuple(drawn))
     read = Reader(html)
     assert not {"script", "i", "b"} & {tag for tag, _ in read.tags}
     assert HOSTILE in read.text.replace("\\", "")
