@@ -55,43 +55,23 @@ print(json.dumps(seen))
 """
 
 
-@pytest.fixture(scope="module")
-def seen():
-    """What two processes see: the packages wait, and they are imported at the start."""
-
-    def run(eager):
-        environment = {**os.environ, EAGER: eager}
-        program = [sys.executable, "-c", PROGRAM]
-        done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
-
-    return run("0"), run("1")
+def _printed(program, *arguments, eager="0"):
+    """The last lines of what a program prints, in a process of its own."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    done = subprocess.run(command, env={**os.environ, EAGER: eager}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 @pytest.mark.release
-def test_everything_waits_until_somebody_asks(seen):
-    waits, eager = seen
+def test_what_waits_until_somebody_asks_is_what_is_imported_at_the_start():
+    waits, eager = (json.loads(_printed(PROGRAM, eager=eager)[-1]) for eager in ("0", "1"))
     assert waits["at the start"] == waits["then"] == sorted(next(iter(later.modules)) for later in DEFERRED)
     assert waits["in the end"] == eager["at the start"] == []
-
-
-@pytest.mark.release
-@pytest.mark.parametrize(
-    "what",
-    ("without ModelOpt", "registered at transformers", "supported", "registered", "recipes", "names", "kinds",
-     "room for data"),
-)  # fmt: skip
-def test_what_waited_is_what_is_imported_at_the_start(seen, what):
-    waits, eager = seen
-    assert waits[what] == eager[what]
     assert waits["room for data"] is True  # Bridge's own check, set before the package was imported
-
-
-@pytest.mark.release
-def test_no_module_is_lacking(seen):
-    waits, eager = seen
     assert set(eager["modules"]) <= set(waits["modules"])
+    for name in eager.keys() - {"at the start", "then", "in the end", "modules"}:
+        assert waits[name] == eager[name], name
 
 
 @pytest.mark.parametrize("later", DEFERRED, ids=lambda later: next(iter(later.modules)))
@@ -106,8 +86,7 @@ def test_the_rows_are_about_the_installed_versions(later):
 def test_bridge_can_be_imported_after_transformers():
     """As `weights=FOLDER` does it; where Transformer Engine is missing, its placeholder must be there by then."""
     program = "import transformers\nfrom tp_invariant_recipes.start import bridge\nbridge.load()\nprint('imported')"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout == "imported\n", done.stderr
+    assert _printed(program) == ["imported"]
 
 
 CONVERTER = """
@@ -133,10 +112,7 @@ print(json.dumps([left, sorted(packages)]))
 @pytest.mark.release
 def test_a_folders_family_is_imported_alone(tmp_path):
     """One after the other, those of tpi; Bridge has fifty more packages."""
-    program = [sys.executable, "-c", CONVERTER, str(tmp_path)]
-    done = subprocess.run(program, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    converters, packages = json.loads(done.stdout.splitlines()[-1])
+    converters, packages = json.loads(_printed(CONVERTER, tmp_path)[-1])
     assert len(set(converters)) == len(hf_models.FAMILIES)
     assert not {"bailing", "kimi", "stepfun", "qwen_vl", "mamba"} & {*packages}
 
@@ -164,9 +140,6 @@ print(trace_wrapped.__module__)
 def test_an_export_imports_no_training_no_compiler_and_no_other_family(tmp_path):
     """Half of its time; torch's compiler can be imported afterwards as ever."""
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}))
-    program = [sys.executable, "-c", EXPORT, str(tmp_path)]
-    done = subprocess.run(program, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    compiler, converter, training, module = done.stdout.splitlines()[-4:]
+    compiler, converter, training, module = _printed(EXPORT, tmp_path)[-4:]
     assert (compiler, converter, training) == ("False", "Qwen3Bridge", "False False")
     assert module == "torch._dynamo._trace_wrapped_higher_order_op"

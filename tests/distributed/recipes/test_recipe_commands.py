@@ -98,14 +98,9 @@ def test_text_stands_for_the_data_of_a_recipe(recipe, shared, text):
     assert read(shared.folder / "text").header.identity["data.digest"]
 
 
-def test_the_script_of_a_job_names_the_file_by_its_whole_path(recipe, shared):
-    nodes = ("cluster.name=site", "cluster.gpus_per_node=0", "cluster.ranks_per_node=4", "slurm.time=5")
-    done = shared("submit", "recipe=mine.py:small", *nodes, "tp=2", "run.dir=job", "--dry-run", status=0)
-    assert f"train {recipe} \\\n" in done.stdout
-
-
-def test_the_container_of_a_job_has_the_folder_of_the_file(recipe, shared):
+def test_a_job_has_the_file_by_its_whole_path(recipe, shared):
     nodes = ("cluster.name=site", "cluster.gpus_per_node=0", "cluster.ranks_per_node=4", "slurm.time=5")
     image = ("cluster.container=images.example#site", "cluster.python=python3")
-    done = shared("submit", "recipe=mine.py:small", *nodes, *image, "run.dir=job", "--dry-run", status=0)
+    done = shared("submit", "recipe=mine.py:small", *nodes, *image, "tp=2", "run.dir=job", "--dry-run", status=0)
+    assert f"train {recipe} \\\n" in done.stdout
     assert f",{shared.folder}:{shared.folder}" in done.stdout

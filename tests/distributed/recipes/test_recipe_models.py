@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.recipes.families import DENSE, FAMILIES, SHORT, folder
 from tests.recipe_files import MODEL
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.identity import identity
@@ -41,22 +42,10 @@ def small():
     return cfg
 
 
-def dropout():
-    cfg = small()
-    del cfg.model.__dict__["hidden_dropout"]  # the default of the class, 0.1
-    return cfg
-
-
-def learned():
-    cfg = small()
-    cfg.model.position_embedding_type = "learned_absolute"  # the default of the class
-    cfg.model.mtp_num_layers = 1
-    return cfg
-
-
 def layers():
     cfg = small()
     cfg.model.transformer_layer_spec = lambda config: None
+    del cfg.model.__dict__["hidden_dropout"]  # the default of the class, 0.1
     return cfg
 
 
@@ -118,45 +107,13 @@ constant = 3
 
 # What is said of each function that is no recipe for tpi.
 WRONG = {
-    "raises": "the recipe raises ValueError: no such thing",
     "other": "a recipe returns a ConfigContainer, and this one returns builtins.dict",
     "needs": "a recipe is called without arguments, and this function needs size",
     "constant": "constant is no function but int",
-    "smal": "has no such function; did you mean 'small'?",
     "peft": "its peft is a DoRA, and tpi trains with LoRA only",
-    "layers": "numerics=tree: the recipe sets model.transformer_layer_spec to an object",
-    "dropout": "numerics=tree: dropout draws other numbers in every layout",
-    "learned": "numerics=tree: learned positions are covered for GPT models",
 }
-
-SIZES = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "vocab_size": 512,
-    "max_position_embeddings": 1024,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-}
-_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "tie_word_embeddings": False}
-SHORT = (
-    "seq=64 gbs=2 iters=2 scheduler.lr_warmup_iters=0 dataset.num_workers=0 validation.eval_iters=0 "
-    "validation.eval_interval=null"
-)
-# A family: the recipe of Bridge, what its config.json has beside sizes, and the overrides that tree asks for.
-FAMILIES = {
-    "llama": ("llama32_1b_pretrain_config", {}, ""),
-    "qwen2": ("qwen25_500m_pretrain_config", {}, ""),
-    "qwen3": ("qwen3_600m_pretrain_config", {"head_dim": 16}, ""),
-    "qwen3_moe": (
-        "qwen3_30b_a3b_pretrain_config",
-        {"head_dim": 16} | _EXPERTS,
-        "precision=bf16 ep=1 scheduler.lr_decay_iters=null",
-    ),
-}
-_CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
+OBJECT = "numerics=tree: the recipe sets model.transformer_layer_spec to an object"
+DEFAULT = "numerics=tree: dropout draws other numbers in every layout"
 
 
 @pytest.fixture(scope="module")
@@ -166,19 +123,15 @@ def mine(shared):
 
 
 @pytest.fixture(scope="module")
-def hugging_face(shared):
-    """A folder for each family with a config.json cut small."""
-    for family, (_, own, _) in FAMILIES.items():
-        folder = shared.folder / "hf" / family
-        folder.mkdir(parents=True)
-        of_class = {"model_type": family, "architectures": [f"{_CLASSES[family]}ForCausalLM"]}
-        (folder / "config.json").write_text(json.dumps(SIZES | of_class | own))
-    return shared.folder / "hf"
+def of_family(shared):
+    """A family's recipe with its config.json, and what a short run of it is given."""
 
+    def of(family):
+        recipe, _, more = FAMILIES[family]
+        place = folder(shared.folder / "hf", family)
+        return [f"recipe={recipe}", f"recipe.hf_folder={place}", *SHORT.split(), *more.split()]
 
-def of_family(family, folder):
-    recipe, _, more = FAMILIES[family]
-    return [f"recipe={recipe}", f"recipe.hf_folder={folder / family}", *SHORT.split(), *more.split()]
+    return of
 
 
 def test_the_table_names_the_recipes_of_bridge(bridge):
@@ -205,14 +158,21 @@ def test_the_page_says_what_tree_says_of_them(tmp_path):
     assert done.returncode == 0, "scripts/recipe-table"
 
 
-def test_a_users_recipe_has_one_result_in_every_layout(mine, shared):
-    done = shared("verify", "recipe=mine.py:small", "tp=1,2", "numerics=tree", "--dir", "tree", status=0)
-    assert "identical: tp=1, 2 computed the same bits over 2 steps" in done.stdout
-    run = json.loads((shared.folder / "tree" / "tp1" / "run.json").read_text())
+ADJUSTED = "ddp.average_in_collective: true -> false: each rank divides its gradient by dp before the sum"
+
+
+def test_a_run_of_a_users_recipe_records_it(mine, shared):
+    shared("train", "recipe=mine.py:small", "iters=1", "model.num_layers=1", "run.dir=recorded", status=0)
+    run = json.loads((shared.folder / "recorded" / "run.json").read_text())
     assert run["model"] == f"recipe={mine}:small"
-    line = "ddp.average_in_collective: true -> false: each rank divides its gradient by dp before the sum"
-    assert line in read(shared.folder / "tree" / "tp1").header.notes["adjusted"]
+    assert ADJUSTED in read(shared.folder / "recorded").header.notes["adjusted"]
     assert run["identity"]["ddp.grad_reduce_in_fp32"] is True
+
+
+@pytest.mark.release  # in `make test`: layouts/test_packed.py, whose recipes are a user's
+def test_a_users_recipe_has_one_result_in_every_layout(mine, shared):
+    done = shared("verify", "recipe=mine.py:small", "tp=1,2", "--dir", "tree", status=0)
+    assert "identical: tp=1, 2 computed the same bits over 2 steps" in done.stdout
 
 
 @pytest.mark.release
@@ -243,7 +203,16 @@ def test_what_is_no_recipe_is_reported_before_anything_starts(bridge, mine, func
     assert WRONG[function] in str(caught.value)
 
 
-@pytest.mark.parametrize("numerics", ("tree", "stock"))
+def test_what_a_recipe_sets_beside_fields_is_reported_too(bridge, mine):
+    """An object, and the default of a class."""
+    with pytest.raises(ConfigError) as caught:
+        compose(f"recipe={mine}:layers", device="cpu")
+    assert all(any(says in problem for problem in caught.value.problems) for says in (OBJECT, DEFAULT))
+    tree = compose(f"recipe={mine}:layers", device="gpu", numerics="stock").config.sections
+    assert tree["recipe"]["kept"] == ["model.transformer_layer_spec"]
+
+
+@pytest.mark.parametrize("numerics", ("tree", pytest.param("stock", marks=pytest.mark.release)))
 def test_a_field_that_is_none_is_named_with_the_nearest(bridge, mine, numerics):
     with pytest.raises(ConfigError) as caught:
         compose(f"recipe={mine}:unknown", device="cpu", numerics=numerics)
@@ -277,18 +246,13 @@ def test_what_costs_nothing_is_adjusted_and_reported(bridge, mine):
     assert stock.section("ddp")["grad_reduce_in_fp32"] is False
 
 
-def test_an_object_is_kept_for_stock_numerics(bridge, mine):
-    tree = compose(f"recipe={mine}:layers", device="gpu", numerics="stock").config.sections
-    assert tree["recipe"]["kept"] == ["model.transformer_layer_spec"]
-
-
 def test_what_bridges_recipes_set_beside_their_fields(bridge, mine):
     """An attribute that nothing reads, a zero for no validation, an object that an override or tpi replaces."""
     with pytest.raises(ConfigError, match=r"model\.attention_backend to an object, .*; model\.attention_backend=auto"):
         compose(f"recipe={mine}:habits", ["numerics.adjust=false"], device="cpu")
-    tree = compose(f"recipe={mine}:habits", ["model.attention_backend=auto"], device="cpu").config.sections
+    tree = compose(f"recipe={mine}:habits", device="cpu").config.sections
     assert tree["recipe"]["kept"] == []
-    assert tree["model"] == compose(f"recipe={mine}:habits", device="cpu").config.model
+    assert tree["model"]["attention_backend"] == "auto"
     assert tree["validation"]["eval_interval"] is None
     assert "max_lr" not in tree["scheduler"]
     fields = schema.fields(schema.bridge_class(schema.BRIDGE_SECTIONS["scheduler"]))
@@ -310,6 +274,7 @@ def test_the_vocabulary_of_a_recipes_tokenizer_has_one_size_in_every_layout(brid
 def test_a_command_ends_with_one_message(mine, shared):
     done = shared("train", "recipe=mine.py:raises")
     assert (done.status, done.stdout) == (2, "")
+    assert "the recipe raises ValueError: no such thing" in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.count("\n") == 1
 
@@ -317,10 +282,7 @@ def test_a_command_ends_with_one_message(mine, shared):
 def test_what_the_run_changes_of_a_recipe(mine, shared):
     done = shared("show", "recipe=mine.py:small", "tp=2", "--diff", status=1)
     assert "  model.tensor_model_parallel_size: 1 -> 2\n" in done.stdout
-    assert (
-        "  ddp.average_in_collective: true -> false: each rank divides its gradient by dp before the sum\n"
-        in done.stdout
-    )
+    assert f"  {ADJUSTED}\n" in done.stdout
     assert "optimizer.lr" not in done.stdout
 
 
@@ -330,17 +292,17 @@ MOST_KEYS = "qwen3_moe"  # stands for all in `make test`
 
 
 @pytest.mark.parametrize(
-    "family",
-    tuple(pytest.param(family, marks=() if family == MOST_KEYS else pytest.mark.release) for family in FAMILIES),
+    "family", [pytest.param(name, marks=[] if name == MOST_KEYS else pytest.mark.release) for name in DENSE]
 )
-def test_the_command_with_every_key_is_accepted(hugging_face, shared, family):
+def test_the_command_with_every_key_is_accepted(of_family, shared, family):
     """It is refused without these keys. The pages count the recipes of these families as covered, mostly with keys."""
-    recipe, folder, *_ = of_family(family, hugging_face)
+    recipe, folder, *_ = of_family(family)
     given = [recipe, folder, *GIVEN.split(), *(["ep=1"] if family == "qwen3_moe" else []), "numerics.adjust=false"]
-    shared("train", *given, "--dry-run", status=2)
+    with pytest.raises(ConfigError):
+        compose(given[0], given[1:], device="cpu")
     command = shlex.split(shared("show", *given, "--fix", status=0).stdout)
     assert command[: 2 + len(given)] == ["tpi", "train", *given]
-    shared(*command[1:], "--dry-run", status=0)
+    compose(command[2], command[3:], device="cpu")
 
 
 def test_what_no_key_solves_is_reported(mine, shared):
@@ -349,9 +311,11 @@ def test_what_no_key_solves_is_reported(mine, shared):
     assert "--fix knows no key for this" in done.stderr
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_recipe_of_each_family_composes(bridge, hugging_face, family):
-    recipe, *overrides = of_family(family, hugging_face)
+@pytest.mark.parametrize(
+    "family", ("llama", *(pytest.param(family, marks=pytest.mark.release) for family in DENSE if family != "llama"))
+)
+def test_a_recipe_of_each_family_composes(bridge, of_family, family):
+    recipe, *overrides = of_family(family)
     tree = compose(recipe, [*overrides, "tp=2"], device="cpu").config.sections
     assert tree["model"]["hidden_size"] == 128
     assert tree["dataset"]["seq_length"] == 64
@@ -367,6 +331,6 @@ def test_without_the_configuration_it_says_what_to_fetch(bridge, tmp_path, monke
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_recipe_of_each_family_has_one_result(hugging_face, shared, family):
-    shared("verify", *of_family(family, hugging_face), "tp=1,2", "--dir", family, status=0)
+@pytest.mark.parametrize("family", DENSE)
+def test_a_recipe_of_each_family_has_one_result(of_family, shared, family):
+    shared("verify", *of_family(family), "tp=1,2", "--dir", family, status=0)

@@ -26,6 +26,7 @@ ENDS = {
     "raise ValueError('no')": "ValueError: no at {file}:{line}",
     "os.kill(os.getpid(), 9)": "the recipe's process was killed by SIGKILL",
 }
+OTHERS = ("sys.exit(3)", "raise BaseException('no')")  # end as another one does
 DEFINED = "\n\ndef small():\n    pass\n"  # a file without the function is refused before it runs
 START = "import os\nimport string\nimport sys\n"
 IN_FUNCTION = START + "def small():\n    {}\n"
@@ -65,7 +66,11 @@ def refused(file, text):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("statement, message", ENDS.items(), ids=ENDS)
+@pytest.mark.parametrize(
+    "statement, message",
+    [pytest.param(*end, marks=[pytest.mark.release] * (end[0] in OTHERS)) for end in ENDS.items()],
+    ids=ENDS,
+)
 def test_what_ends_a_recipe_is_reported_with_its_file_and_line(bridge, tmp_path, statement, message):
     file = tmp_path / "mine.py"
     on_import = refused(file, START + statement + DEFINED)
@@ -90,7 +95,13 @@ def test_a_module_is_named_as_a_file_is(bridge, tmp_path, monkeypatch):
         compose("recipe=my_module:small", device="cpu")
 
 
-@pytest.mark.parametrize("arguments", (("verify", "tp=1,2"), ("train", "tp=1"), ("sweep", "lr=1e-3,2e-3")))
+@pytest.mark.parametrize(
+    "arguments",
+    (
+        ("verify", "tp=1,2"),
+        *(pytest.param(words, marks=pytest.mark.release) for words in (("train", "tp=1"), ("sweep", "lr=1e-3,2e-3"))),
+    ),
+)
 def test_a_command_ends_with_2(tpi, tmp_path, arguments):
     (tmp_path / "mine.py").write_text(f"import sys\nsys.exit(0)\n{DEFINED}")
     done = tpi(arguments[0], "recipe=mine.py:small", *arguments[1:], status=2)
