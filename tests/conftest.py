@@ -18,7 +18,7 @@ from hypothesis.internal.conjecture import providers
 
 import tp_invariant_recipes
 from tests.forks import Tpi, freeze
-from tests.warm import warm
+from tests.warm import share_trials, warm
 from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.settings import environment
 from tp_invariant_recipes.start.quiet import VERBOSE
@@ -153,6 +153,13 @@ class Ended:
 
 # Else Typer makes all commands anew for each `cli` or `tpi`: 30 ms of 40.
 typer.main.get_command = functools.cache(typer.main.get_command)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _trials(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What a run tries of the machine, no later one tries."""
+    own = tmp_path_factory.getbasetemp()
+    share_trials(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
 
 
 @pytest.fixture

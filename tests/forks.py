@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from tests.warm import begin, shared_trials
+from tests.warm import begin, trials
 
 
 @dataclass
@@ -77,8 +77,8 @@ class Tpi:
         out, err = (self.folder / f".{self.count}.{name}" for name in ("out", "err"))
         sys.stdout.flush()
         sys.stderr.flush()
-        for trials in shared_trials():
-            trials.refresh()
+        for known in trials:
+            known.refresh()
         pid = os.fork()
         if pid == 0:
             _become(self.folder, [str(a) for a in arguments], out, err, before)

@@ -4,13 +4,12 @@ Half of what a short run computes.
 """
 
 import contextlib
-import fcntl
-import functools
 import io
 import logging
 import os
 import pickle
 import sys
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -27,18 +26,16 @@ def _enabled_for(self: logging.Logger, level: int) -> bool:
 
 def warm() -> None:
     """After Bridge's import."""
-    import typer
-
-    from tp_invariant_recipes.cli.main import app
-    from tp_invariant_recipes.ledger.run_files import Attempted, RunFile
+    from tp_invariant_recipes.ledger import tail
+    from tp_invariant_recipes.ledger.record import Header
+    from tp_invariant_recipes.ledger.run_files import Attempted, ProgressLine, RunFile
     from tp_invariant_recipes.numerics.megatron import init
     from tp_invariant_recipes.reading import _adapter
     from tp_invariant_recipes.runs.index_cache import IndexManifest
     from tp_invariant_recipes.runs.lock import Holder
 
-    typer.main.get_command(app)
     init.rule_of("")  # compiles the patterns of all rules
-    for kind in (Attempted, Holder, IndexManifest, RunFile):
+    for kind in (Attempted, Header, Holder, IndexManifest, ProgressLine, RunFile, tail._Step):
         _adapter(kind)
     logging.Logger.isEnabledFor = _enabled_for
     logging.Manager._clear_cache = lambda self: None
@@ -48,11 +45,8 @@ def warm() -> None:
 
 def _plan() -> None:
     """`tpi train --dry-run`, in this process."""
-    import typer.main
-
     from tp_invariant_recipes.cli.main import main
 
-    typer.main.get_command = functools.cache(typer.main.get_command)  # of an application: 40 ms
     for words in PLANNED:
         with (
             mock.patch.dict(os.environ),
@@ -103,14 +97,14 @@ class Trials(dict[Any, bool]):
     of a worker are one machine with one set of libraries, so that ranks of the next run need not try the same again.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, file: Path) -> None:
+        """file: of the workers of a session."""
         super().__init__()
-        self.file = os.memfd_create(name)
-        fcntl.fcntl(self.file, fcntl.F_SETFL, os.O_APPEND)
+        self.file = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         self.read = 0
 
     def refresh(self) -> None:
-        """Take what forks have added."""
+        """Take what forks have added, those of other workers too."""
         stream = io.BytesIO(os.pread(self.file, 1 << 24, self.read))
         with contextlib.suppress(EOFError, pickle.UnpicklingError):  # the end, or a fork writes just now
             while True:
@@ -127,10 +121,12 @@ class Trials(dict[Any, bool]):
         os.write(self.file, pickle.dumps(((_threads(), kind), exact)))
 
 
-@functools.cache
-def shared_trials() -> tuple[Trials, Trials]:
-    """Of products and of attention."""
-    return Trials("products"), Trials("attention")
+trials: list[Trials] = []  # of products and of attention
+
+
+def share_trials(folder: Path) -> None:
+    """Have forks of this process try nothing that another has tried. folder: of all workers of the session."""
+    trials[:] = Trials(folder / "trials-products"), Trials(folder / "trials-attention")
 
 
 def begin(*, planted: bool) -> None:
@@ -146,8 +142,8 @@ def begin(*, planted: bool) -> None:
     init.COMPILED = 0
     if planted:
         definition.require_conformance.cache_clear()
-    else:
-        cpu._batched_is_exact, attention._batched_is_exact = shared_trials()
+    elif trials:
+        cpu._batched_is_exact, attention._batched_is_exact = trials
 
 
 def _threads() -> int:

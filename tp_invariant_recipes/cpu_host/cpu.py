@@ -30,15 +30,13 @@ class CudaMeansCpu(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Rewrite the device of `func`'s arguments, then call it."""
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         if "device" in kwargs:
-            kwargs["device"] = _on_cpu(kwargs["device"])
-        kwargs.pop("pin_memory", None)
-        return _REWRITES.get(getattr(func, "__name__", ""), _call)(func, args, kwargs)
-
-
-def _call(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    return func(*args, **kwargs)
+            kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}
+        if "pin_memory" in kwargs:
+            kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+        rewrite = _REWRITES.get(getattr(func, "__name__", ""))
+        return func(*args, **kwargs) if rewrite is None else rewrite(func, args, kwargs)
 
 
 def _keep_tensor(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
