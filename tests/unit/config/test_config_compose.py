@@ -137,14 +137,14 @@ NEEDS = {
 OPTIONS = {group: options for group, options in conf_files.groups().items() if group != "model"}
 # One option of each of these groups in a composition: the others' options need another device or numerics.
 BESIDE = ("cluster", "data", "launcher", "logging")
-TOGETHER = [
+OPTION_SETS = [
     [f"{group}={OPTIONS[group][n % len(OPTIONS[group])]}" for group in BESIDE]
     for n in range(max(len(OPTIONS[group]) for group in BESIDE))
 ]
 ALONE = [[f"{group}={option}"] for group in OPTIONS.keys() - {*BESIDE} for option in OPTIONS[group]]
 
 
-@pytest.mark.parametrize("chosen", sorted([*TOGETHER, *ALONE]), ids=" ".join)
+@pytest.mark.parametrize("chosen", sorted([*OPTION_SETS, *ALONE]), ids=" ".join)
 def test_every_option_of_every_group_can_be_chosen_and_says_so(chosen):
     needs = [more for option in chosen for more in NEEDS.get(option, [])]
     tree = compose("qwen3_toy", [*chosen, *needs]).config.sections
