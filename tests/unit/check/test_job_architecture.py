@@ -46,9 +46,18 @@ def interpreter(tmp_path: Path, machine: str) -> list[str]:
     return [f"cluster.python={elf(tmp_path / 'python', machine)}"]
 
 
-@pytest.mark.parametrize("made", (image, folder, interpreter))
-@pytest.mark.parametrize("cluster, machine", (("h100", "x86_64"), ("gb300", "aarch64"), ("gh200", "aarch64")))
-def test_what_runs_a_job_is_for_its_nodes(tmp_path, made, cluster, machine):
+CLUSTERS = {"h100": "x86_64", "gb300": "aarch64", "gh200": "aarch64"}
+
+
+@pytest.mark.parametrize(
+    "cluster, machine, made",
+    (
+        pytest.param(*nodes, made, marks=() if n == m else pytest.mark.release)
+        for n, nodes in enumerate(CLUSTERS.items())
+        for m, made in enumerate((image, folder, interpreter))
+    ),
+)
+def test_what_runs_a_job_is_for_its_nodes(tmp_path, cluster, machine, made):
     (other,) = set(MACHINES) - {machine}
     assert problems_of(f"cluster={cluster}", *made(tmp_path, machine)) == []
     (problem,) = problems_of(f"cluster={cluster}", *made(tmp_path, other))

@@ -28,12 +28,6 @@ def test_the_field_alone_does_not_make_another_provider_have_it():
     assert problem.startswith("numerics=tree: multi-latent attention is covered for MLAModelProvider")
 
 
-@pytest.mark.parametrize("groups", (1, 2, 16))
-def test_keys_and_values_are_of_every_head(groups):
-    problems = limits_of(with_fields(TREE, model__num_query_groups=groups))
-    assert any(problem.startswith("numerics=tree: multi-latent attention has keys and") for problem in problems)
-
-
 def test_the_weights_of_its_projections():
     """DeepSeek-V3's: two down-projections whole on every rank, two up-projections and the output divided."""
     result = weights(compose("deepseek_v3", device="gpu").config.shape, ATTENTION)
