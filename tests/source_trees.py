@@ -2,6 +2,7 @@
 
 import ast
 import gc
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -11,22 +12,34 @@ PACKAGE = PROJECT / "tp_invariant_recipes"
 
 @cache
 def trees() -> dict[Path, ast.Module]:
-    """A file, from the package on → its tree, which nobody changes.
-
-    Collections would visit a million nodes again and again, which takes as long as parsing.
-    """
-    gc.disable()
-    parsed = {file.relative_to(PACKAGE): ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
-    gc.freeze()
-    gc.enable()
-    return parsed
+    """A file, from the package on → its tree, which nobody changes."""
+    return _parsed(PACKAGE, PACKAGE.rglob("*.py"))
 
 
 @cache
 def other_trees() -> dict[Path, ast.Module]:
     """As `trees`, of tests, scripts and examples: a file, from the project on."""
-    files = sorted(file for folder in ("tests", "scripts", "examples") for file in (PROJECT / folder).rglob("*"))
-    return {file.relative_to(PROJECT): ast.parse(file.read_text()) for file in files if _is_python(file)}
+    return _parsed(PROJECT, python_files("tests", "scripts", "examples"))
+
+
+@cache
+def nodes() -> dict[Path, list[ast.AST]]:
+    """A file of the package → all nodes of its tree in the order of ast.walk, which would take a second each time."""
+    return {file: [*ast.walk(tree)] for file, tree in trees().items()}
+
+
+def python_files(*folders: str) -> Iterator[Path]:
+    """Python's files in these folders of the project, scripts included."""
+    return filter(_is_python, (file for folder in folders for file in (PROJECT / folder).rglob("*")))
+
+
+def _parsed(root: Path, files: Iterable[Path]) -> dict[Path, ast.Module]:
+    """Collections would visit a million nodes again and again, which takes as long as parsing."""
+    gc.disable()
+    parsed = {file.relative_to(root): ast.parse(file.read_text()) for file in sorted(files)}
+    gc.freeze()
+    gc.enable()
+    return parsed
 
 
 def _is_python(file: Path) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.source_trees import PROJECT, nodes
+
 HOLE = "\0"  # where a value stands
 WORDS = re.compile(r"\b[a-z]{2,}(?:[ ,;:']+[a-z]{2,}){2,}")  # three words of a sentence, one after the other
 CLAUSE = re.compile(r"[:;,.](?= |\0|$)| \(|\0")
@@ -32,20 +34,18 @@ class Template:
         return sum(letter.isalpha() for letter in self.text)
 
 
-def of_python(source: str) -> Iterable[str]:
+def of_python(nodes: list[ast.AST]) -> Iterable[str]:
     """Constants, with holes for str.format, and f-strings; no docstrings."""
-    tree = ast.parse(source)
-    skipped = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
-    skipped |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    skipped = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
+    skipped |= {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         if isinstance(node, ast.JoinedStr):
             yield "".join(part.value if isinstance(part, ast.Constant) else HOLE for part in node.values)
             # A hole may hold texts of its own: f"{'a' if b else 'c'}".
             for part in node.values:
-                if isinstance(part, ast.FormattedValue) and any(
-                    isinstance(inner, ast.Constant) for inner in ast.walk(part.value)
-                ):
-                    yield from of_python(ast.unparse(part.value))
+                inner = [*ast.walk(part.value)] if isinstance(part, ast.FormattedValue) else []
+                if any(isinstance(node, ast.Constant) for node in inner):
+                    yield from of_python(inner)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
             yield re.sub(r"\{\w*\}", HOLE, node.value)
 
@@ -56,17 +56,16 @@ def of_bash(source: str) -> Iterable[str]:
         yield re.sub(r"\{\{.*?\}\}|\$\{[^}]*\}|\$\([^)]*\)|\$\w+", HOLE, text)
 
 
-def templates(root: Path) -> list[Template]:
+@functools.cache
+def templates() -> list[Template]:
     """Every text of the package, of the scripts and of the job templates that has enough letters of its own."""
     texts: set[str] = set()
-    for file in sorted((root / "tp_invariant_recipes").rglob("*.py")):
-        texts.update(of_python(file.read_text()))
-    for file in sorted((root / "slurm").glob("*.j2")):
-        texts.update(of_bash(file.read_text()))
-    for file in sorted((root / "scripts").iterdir()):
-        if file.is_file():
-            is_python = file.read_text().startswith("#!/usr/bin/env python") or file.suffix == ".py"
-            texts.update(of_python(file.read_text()) if is_python else of_bash(file.read_text()))
+    for inner in nodes().values():
+        texts.update(of_python(inner))
+    for file in [*(PROJECT / "slurm").glob("*.j2"), *filter(Path.is_file, (PROJECT / "scripts").iterdir())]:
+        source = file.read_text()
+        is_python = source.startswith("#!/usr/bin/env python") or file.suffix == ".py"
+        texts.update(of_python([*ast.walk(ast.parse(source))]) if is_python else of_bash(source))
     results = (Template(text) for text in texts)
     return [template for template in results if template.letters >= LETTERS]
 

