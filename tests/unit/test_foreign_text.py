@@ -2,14 +2,15 @@
 
 import ast
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.source_trees import nodes
 from tests.unit.compare.ledgers import HEADER, PARAMETERS, record, trace
-from tests.unit.docs.markdown import ROOT
 from tests.unit.jobs.conftest import _state, slurm, submitted  # noqa: F401 -- fixtures
 from tests.unit.jobs.fake_slurm import now, row
 from tp_invariant_recipes.foreign_text import LONGEST, shortened, single_line, visible
@@ -18,7 +19,7 @@ from tp_invariant_recipes.launch import plan, ranks
 from tp_invariant_recipes.ledger.record import LedgerWriter
 from tp_invariant_recipes.runs.run_dir import RunDir
 
-DIGEST, OTHER = "0" * 32, "1" * 32  # digests
+DIGEST = "0" * 32
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\x7f"
 CONTROLS = ("\x1b", "\x07", "\x9b", "\x7f", "\u202e")
 
@@ -69,69 +70,56 @@ def with_evil_module(digest: str) -> dict:
     return {"trace": tuple(replace(item, module=item.module + EVIL, digest=digest) for item in trace(2))}
 
 
-def weighed(digest: str) -> dict:
-    return {"weights": record(2).weights | {EVIL: digest}}
-
-
-OWNED = replace(HEADER, parameters=(*PARAMETERS, replace(PARAMETERS[0], name=EVIL)))
-DIVERGED = {"diverged": (("weights", PARAMETERS[0].name + EVIL, ((0,), (1,))),)}
-# What is planted -> the other run's name, header and changes at step 2; header and changes of the first.
-PLANTED = {
-    "a key of the identity": ("b", replace(HEADER, identity={"rng.seed": 1234, f"x{EVIL}": 1}), {}, HEADER, {}),
-    "a value of the identity": ("b", replace(HEADER, identity={"rng.seed": EVIL}), {}, HEADER, {}),
-    "a key of the layout": ("b", replace(HEADER, layout={f"tp{EVIL}": 1}), {}, HEADER, {}),
-    "a value of the layout": ("b", replace(HEADER, layout={"tp": EVIL}), {}, HEADER, {}),
-    "a version": ("b", replace(HEADER, versions={"torch": EVIL}), {}, HEADER, {}),
-    "a note": ("b", replace(HEADER, notes={EVIL: EVIL}), {}, HEADER, {}),
-    "a parameter": ("b", OWNED, weighed(DIGEST), OWNED, weighed(OTHER)),
-    "a trace": ("b", HEADER, with_evil_module(DIGEST), HEADER, with_evil_module(OTHER)),
-    "diverged": ("b", HEADER, DIVERGED, HEADER, {}),
-    "a label": (f"b{EVIL}", HEADER, {"loss": "f32:3f800000"}, HEADER, {}),
+# What no ledger may hold: reading it is an error, which shows nothing of it either. Header, and changes at step 2.
+REFUSED = {
+    "a value of the layout": (replace(HEADER, layout={"tp": EVIL}), {}),
+    "a parameter": (
+        replace(HEADER, parameters=(*PARAMETERS, replace(PARAMETERS[0], name=EVIL))),
+        {"weights": record(2).weights | {EVIL: DIGEST}},
+    ),
+    "a trace": (HEADER, with_evil_module(DIGEST)),
+    "diverged": (HEADER, {"diverged": (("weights", PARAMETERS[0].name + EVIL, ((0,), (1,))),)}),
 }
 
 
-# What no ledger may hold: reading it is an error, which shows nothing of it either.
-REFUSED = ("a value of the layout", "a parameter", "a trace", "diverged")
+def test_names_with_control_characters_are_refused(cli, runs_folder):
+    for n, (header, changes) in enumerate(REFUSED.values()):
+        write_run_of(runs_folder, f"b{n}", header, **changes)
+        commands = [
+            ("compare", "a", f"b{n}"),
+            ("compare", "a", f"b{n}", "--json"),
+            ("report", "a", f"b{n}", "--no-png"),
+        ]
+        for command in commands[: 1 if n else 3]:
+            ended = cli(*command)
+            assert ended.status == 2
+            assert "ledger.jsonl line" in ended.out + ended.err
+            assert not any(control in ended.out + ended.err for control in CONTROLS)
 
 
-@pytest.mark.parametrize("where", REFUSED)
-def test_names_with_control_characters_are_refused(cli, tmp_path, monkeypatch, where):
-    name, header, changes, first, of_first = PLANTED[where]
-    monkeypatch.chdir(tmp_path)
-    write_run_of(tmp_path, "a", first, **of_first)
-    write_run_of(tmp_path, name, header, **changes)
-    for command in (("compare", "a", name), ("compare", "a", name, "--json"), ("report", "a", name, "--no-png")):
-        ended = cli(*command)
-        assert ended.status == 2
-        assert "ledger.jsonl line" in ended.out + ended.err
-        assert not any(control in ended.out + ended.err for control in CONTROLS)
+# A label, and keys and values of what a ledger notes.
+LABEL = f"b{EVIL}"
+PLANTED = (
+    {"identity": {"rng.seed": 1234, f"x{EVIL}": 1}},
+    {"identity": {"rng.seed": EVIL}},
+    {"layout": {f"tp{EVIL}": 1}, "versions": {"torch": EVIL}, "notes": {EVIL: EVIL}},
+)
 
 
-READ = [where for where in PLANTED if where not in REFUSED]
-
-
-@pytest.mark.parametrize("where", READ)
-def test_compare_shows_no_control_character_of_a_ledger(cli, tmp_path, monkeypatch, where):
-    name, header, changes, first, of_first = PLANTED[where]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "400")
-    write_run_of(tmp_path, "a", first, **of_first)
-    write_run_of(tmp_path, name, header, **changes)
-    clean(cli("compare", "a", name, "a"))
-    as_json = cli("compare", "a", name, "--json")
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: ",".join(planted))
+def test_compare_shows_no_control_character_of_a_ledger(cli, runs_folder, planted):
+    write_run_of(runs_folder, LABEL, replace(HEADER, **planted), loss="f32:3f800000")
+    clean(cli("compare", "a", LABEL, "a"))
+    as_json = cli("compare", "a", LABEL, "--json")
     clean(as_json)
     json.loads(as_json.out)
 
 
 def test_a_page_shows_what_was_planted_as_text_and_no_control_character(cli, runs_folder):
-    """One page of all runs: drawing one takes a second."""
-    runs = []
-    for n, where in enumerate(READ):
-        name, header, changes, first, of_first = PLANTED[where]
-        assert (first, of_first) == (HEADER, {})  # as run a
-        runs.append(f"{n}{name}")
-        write_run_of(runs_folder, runs[-1], header, **changes)
-    reported = cli("report", "a", *runs, "--out", "page.html", "--no-png")
+    """One page: drawing one takes a second."""
+    everything = PLANTED[0] | PLANTED[2]
+    write_run_of(runs_folder, LABEL, replace(HEADER, **everything))
+    reported = cli("report", "a", LABEL, "--out", "page.html", "--no-png")
     assert reported.status == 0, reported.err
     page = (runs_folder / "page.html").read_text()
     for text in (reported.out, reported.err, page):
@@ -202,22 +190,18 @@ JOB = ("name", "nodes", "gres", "cpus", "whole", "time", "directory", "log")
 SLURM = ("account", "partition", "qos", "options", "setup")
 
 
-@pytest.mark.parametrize(
-    "file", sorted((ROOT / "tp_invariant_recipes" / "cli").rglob("*.py")), ids=lambda file: file.stem
-)
-def test_commands_print_through_one_module(file):
+def test_commands_print_through_one_module():
     """machine/terminal.py, which makes text visible; logs write to its stream what jobs/follow.py has made visible."""
-    assert other_prints(file.read_text()) == set()
+    results = {file: other_prints(inner) for file, inner in nodes().items() if file.parts[0] == "cli"}
+    assert {file: calls for file, calls in results.items() if calls} == {}
+    another = ast.walk(ast.parse("print(1)\ntyper.echo(2)\nConsole().print(3)"))
+    assert other_prints(another) == {"print", "typer.echo", "Console"}
 
 
-def other_prints(source: str) -> set[str]:
+def other_prints(nodes: Iterable[ast.AST]) -> set[str]:
     """Calls that print in another way."""
-    calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)}
+    calls = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
     return calls & {"print", "Console", "typer.echo", "typer.secho", "click.echo", "sys.stdout.write"}
-
-
-def test_another_way_is_seen():
-    assert other_prints("print(1)\ntyper.echo(2)\nConsole().print(3)") == {"print", "typer.echo", "Console"}
 
 
 def test_a_shortened_message_keeps_what_comes_on_later_lines():

@@ -1,6 +1,5 @@
 """Attributes are replaced for a block and are back afterwards, however the block ends."""
 
-import os
 import sys
 from types import ModuleType
 
@@ -72,20 +71,11 @@ def test_replaced_inside_and_back_outside(module, target):
     assert state(module) == before
 
 
-@pytest.mark.parametrize("error", (ValueError, KeyboardInterrupt, SystemExit))
-def test_back_when_the_block_raises(module, error):
+def test_back_when_the_block_raises(module):
     before = state(module)
-    with pytest.raises(error), applied(map(instead, TARGETS[2:] + INHERITED)):
-        raise error
+    with pytest.raises(KeyboardInterrupt), applied(map(instead, TARGETS[2:] + INHERITED)):
+        raise KeyboardInterrupt
     assert state(module) == before
-
-
-def test_static_methods_are_still_static_afterwards(module):
-    with applied([instead("Thing.static"), instead("Thing.klass"), instead("Thing.computed")]):
-        pass
-    assert module.Thing().static() == "static"
-    assert module.Thing().klass() == "Thing"
-    assert module.Thing().computed == "computed"
 
 
 def test_what_is_made_gets_the_original(module):
@@ -93,13 +83,6 @@ def test_what_is_made_gets_the_original(module):
     with applied([wrapped, wrapped]):
         assert module.function() == "[[function]]"
     assert module.function() == "function"
-
-
-def test_later_changes_of_a_base_class_are_seen_after_a_block(module, monkeypatch):
-    with applied([instead("Thing.inherited")]):
-        pass
-    monkeypatch.setattr(Base, "inherited", "changed")
-    assert module.Thing.inherited == "changed"
 
 
 def test_restored_in_reverse(module):
@@ -137,12 +120,6 @@ def test_a_replacement_that_cannot_be_made_undoes_those_before_it(module):
     with pytest.raises(ZeroDivisionError), applied([instead("function"), broken]):
         pytest.fail("the block must not run")
     assert state(module) == before
-
-
-def test_a_real_package():
-    with applied([Replacement("os.path:join", lambda original: lambda *parts: "+".join(parts), "")]):
-        assert os.path.join("a", "b") == "a+b"
-    assert os.path.join("a", "b") == "a/b"
 
 
 @given(st.lists(st.sampled_from(TARGETS[2:] + INHERITED)), st.booleans())

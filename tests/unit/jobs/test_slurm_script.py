@@ -8,7 +8,9 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -73,6 +75,7 @@ KINDS: dict[str, tuple[str, tuple[str, ...], str | None, int]] = {
 }  # fmt: skip
 
 
+@cache
 def _scripts(model: str, overrides: tuple[str, ...], directory: str | None) -> tuple[str, ...]:
     """The scripts that `tpi submit` prints: one of a run, two of a verify."""
     if directory is None:
@@ -105,66 +108,52 @@ def test_the_command_prints_the_expected_script(cli, monkeypatch):
     assert (ended.status, ended.out) == (0, _expected("train"))
 
 
-# Model -> a layout, GPUs of each node, and the first line. A part of a node, a whole one, and several with experts:
-# nothing else of a model is in its script.
-MODELS = {
-    "qwen3_0p6b": (("dp=8", "gbs=8", "numerics=stock"), 8, "1 node with 8 gpu ranks"),
-    "qwen3_moe_toy": (("tp=2", "dp=2", "ep=2", "gbs=2"), 4, "1 node with 4 gpu ranks"),
-    "qwen3_30b_a3b": (
-        ("tp=4", "dp=4", "ep=8", "gbs=16", "numerics=stock", "save=500"),
-        8,
-        "2 nodes with 8 gpu ranks each",
-    ),
-}
+# A layout of experts that takes a part of a node: nothing else of a model is in its script.
+MOE_TOY = ("tp=2", "dp=2", "ep=2", "gbs=2")
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_the_script_of_a_model_differs_by_its_layout_alone(monkeypatch, model):
-    monkeypatch.chdir("/")
-    layout, gpus, about = MODELS[model]
-    run = f"/runs/h100-{model}"
-    (text,) = _scripts(model, (*layout, "cluster=h100", *IN_PYTHON3, f"run.dir={run}"), None)
-    nodes = int(about[0])
-    actual = {
-        f"# {model}: {about}", f"#SBATCH --job-name=tpi-h100-{model}", f"#SBATCH --nodes={nodes}",
-        f"#SBATCH --gres=gpu:{gpus}", *(("#SBATCH --exclusive", "#SBATCH --mem=0") if gpus == 8 else ()),
-        f"#SBATCH --output={run}/logs/job-%j.log", f"run={run}",
+def _of_the_model(model: str, layout: tuple[str, ...], nodes: int, about: str, gpus: tuple[str, ...]) -> set[str]:
+    """The lines of a script that name its model or its layout."""
+    return {
+        f"# {model}: {about}", f"#SBATCH --job-name=tpi-h100-{model}", f"#SBATCH --nodes={nodes}", *gpus,
+        f"#SBATCH --output=/runs/h100-{model}/logs/job-%j.log", f"run=/runs/h100-{model}",
         f"srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --wait=60 \\",
         f"    python3 -m tp_invariant_recipes train {model} \\", *(f"    {word} \\" for word in layout),
     }  # fmt: skip
-    results, golden = text.splitlines(), _expected("train").splitlines()
-    assert actual <= set(results)
-    assert [line for line in results if line not in actual] == [line for line in golden if line not in _OF_THE_8B]
 
 
-_OF_THE_8B = {
-    "# qwen3_8b: 2 nodes with 8 gpu ranks each", "#SBATCH --job-name=tpi-h100-qwen3_8b", "#SBATCH --nodes=2",
-    "#SBATCH --gres=gpu:8", "#SBATCH --exclusive", "#SBATCH --mem=0",
-    "#SBATCH --output=/runs/h100-qwen3_8b/logs/job-%j.log", "run=/runs/h100-qwen3_8b",
-    "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --wait=60 \\",
-    "    python3 -m tp_invariant_recipes train qwen3_8b \\", *(f"    {word} \\" for word in TWO_NODES),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("cluster", ("h200", "b300"))
-def test_the_script_of_another_cluster_differs_by_its_name_alone(monkeypatch, cluster):
+def test_the_script_of_a_model_differs_by_its_layout_alone(monkeypatch):
     monkeypatch.chdir("/")
-    (text,) = _scripts("qwen3_8b", _on(cluster), None)
-    assert text == _expected("train").replace("h100", cluster)
-    assert f"    cluster={cluster} \\\n" in text
+    (text,) = _scripts(
+        "qwen3_moe_toy", (*MOE_TOY, "cluster=h100", *IN_PYTHON3, "run.dir=/runs/h100-qwen3_moe_toy"), None
+    )
+    of_toy = _of_the_model("qwen3_moe_toy", MOE_TOY, 1, "1 node with 4 gpu ranks", ("#SBATCH --gres=gpu:4",))
+    whole = ("#SBATCH --gres=gpu:8", "#SBATCH --exclusive", "#SBATCH --mem=0")
+    of_8b = _of_the_model("qwen3_8b", TWO_NODES, 2, "2 nodes with 8 gpu ranks each", whole)
+    results, golden = text.splitlines(), _expected("train").splitlines()
+    assert of_toy <= set(results)
+    assert [line for line in results if line not in of_toy] == [line for line in golden if line not in of_8b]
 
 
-def _shellcheck(text: str) -> str:
-    ended = subprocess.run([SHELLCHECK, "--norc", "-"], input=text, text=True, capture_output=True)
+def test_the_script_of_another_cluster_differs_by_its_name_alone(monkeypatch):
+    monkeypatch.chdir("/")
+    (text,) = _scripts("qwen3_8b", _on("b300"), None)
+    assert text == _expected("train").replace("h100", "b300")
+    assert "    cluster=b300 \\\n" in text
+
+
+def _shellcheck(*texts: str) -> str:
+    """What shellcheck says of these scripts; one start of it for all."""
+    with TemporaryDirectory() as folder:
+        files = [Path(folder) / f"{n}.sh" for n in range(len(texts))]
+        for file, text in zip(files, texts, strict=True):
+            file.write_text(text)
+        ended = subprocess.run([SHELLCHECK, "--norc", *files], text=True, capture_output=True)
     return ended.stdout + ended.stderr
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_shellcheck_finds_nothing_in_the_expected(kind):
-    assert _shellcheck(_expected(kind)) == ""
-
-
-def test_shellcheck_would_find_something():
+def test_shellcheck_has_nothing_to_say_of_the_expected():
+    assert _shellcheck(*map(_expected, KINDS)) == ""
     assert "SC2086" in _shellcheck("#!/bin/bash\nrm $1\n")
 
 
@@ -236,15 +225,10 @@ ENDS = (
 
 @pytest.mark.parametrize("srun, status, requeued", ENDS, ids=[srun for srun, *_ in ENDS])
 def test_a_job_ends_as_the_first_node_reported(run_script, play, tmp_path, srun, status, requeued):
+    """The word of an earlier try does not count."""
+    (tmp_path / "run" / "job.ended").write_text("requeue\n" if status == 137 else "completed\n")
     assert play(run_script, f"cd run; {srun}").returncode == status
     assert ("scontrol\nrequeue\n12\n" in (tmp_path / "said").read_text()) == requeued
-
-
-@pytest.mark.parametrize("word", ("completed", "requeue"))
-def test_the_word_of_an_earlier_try_does_not_count(run_script, play, tmp_path, word):
-    (tmp_path / "run" / "job.ended").write_text(f"{word}\n")
-    assert play(run_script, "exit 7").returncode == 7
-    assert "scontrol" not in (tmp_path / "said").read_text()
 
 
 def test_a_job_that_cannot_be_requeued_says_how_to_go_on(run_script, play, tmp_path):
@@ -281,18 +265,18 @@ ENDING = (
 
 def _set_up(*lines: str) -> str:
     listed = ",".join(f'"{line}"' for line in lines)
-    asked = [*THROWAWAY, "slurm.time=5", "run.dir=/runs/a", f"slurm.setup=[{listed}]"]
-    return submit.train("qwen3_toy", asked, how=DRY).scripts[0].text
+    (text,) = _scripts("qwen3_toy", (*THROWAWAY, "slurm.time=5", "run.dir=/runs/a", f"slurm.setup=[{listed}]"), None)
+    return text
 
 
-@pytest.mark.parametrize("line, says", ENDING, ids=[line for line, _ in ENDING])
-def test_a_line_of_setup_that_fails_ends_the_job_before_it_trains(play, tmp_path, line, says):
-    text = _set_up("true", line)
-    assert _shellcheck(text) == ""
-    ended = play(text, "")
-    assert ended.returncode == 2
-    assert says in ended.stderr
-    assert not (tmp_path / "said").exists()
+def test_a_line_of_setup_that_fails_ends_the_job_before_it_trains(play, tmp_path):
+    texts = [_set_up("true", line) for line, _ in ENDING]
+    assert _shellcheck(*texts) == ""
+    for text, (_, says) in zip(texts, ENDING, strict=True):
+        ended = play(text, "")
+        assert ended.returncode == 2
+        assert says in ended.stderr
+        assert not (tmp_path / "said").exists()
 
 
 def test_setup_is_there_for_srun(play, tmp_path):
@@ -310,7 +294,7 @@ def test_a_sweep_is_an_array_and_a_job_that_lists_its_runs():
     assert "#SBATCH --array=0-3" in array
     assert f"    {sys.executable} -m tp_invariant_recipes sweep --results /runs/s\n" in judge
     assert all("eval 'module load a'" in text for text in (array, judge))
-    assert _shellcheck(judge) == _shellcheck(array) == ""
+    assert _shellcheck(judge, array) == ""
 
 
 def test_a_job_that_waits_for_others_says_so_to_sbatch_and_not_in_its_script():

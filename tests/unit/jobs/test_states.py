@@ -5,7 +5,6 @@ import json
 import pytest
 
 from tests.unit.jobs.fake_slurm import now, row
-from tp_invariant_recipes.jobs import states
 
 # States: what squeue, run.json and sacct say -> word, exit status (None: not ended), and words of the note.
 
@@ -120,11 +119,3 @@ def test_tasks_that_were_cancelled_at_once_have_one_account(cli, slurm, submitte
     slurm.accounts("12_0|COMPLETED|0:0", "12_[1-2]|CANCELLED by 0|0:0", "13|CANCELLED by 0|0:0")
     results = json.loads(cli("jobs", "v", "--json").out)["jobs"]
     assert [result["state"] for result in results] == ["COMPLETED", "CANCELLED", "CANCELLED", "CANCELLED"]
-
-
-@pytest.mark.parametrize(
-    "listed, task, holds",
-    (("[0,2-4%2]", 3, True), ("[0,2-4%2]", 1, False), ("7", 7, True), ("0,2,...", 5, True), ("0-4", 5, False)),
-)
-def test_a_list_of_tasks_holds_a_task(listed, task, holds):
-    assert states._holds(listed, task) is holds

@@ -20,8 +20,8 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.training.heartbeat import First, Heartbeats, Last, Phase, Sign, sign
 from tp_invariant_recipes.training.rank import RankInfo
 
-SHORT = Limits(step=1.0, long_step=60.0, alone=60.0)
-TOO_SLOW = pytest.mark.timeout(60)
+SHORT = Limits(step=0.4, long_step=60.0, alone=60.0)
+pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture
@@ -47,10 +47,6 @@ def sleep_for_ever() -> None:
         time.sleep(60)
 
 
-def stop_oneself() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def wait_in_a_collective() -> None:
     """As a rank does whose partner never comes."""
     import torch.distributed as dist
@@ -65,22 +61,12 @@ def deaf_rank() -> None:
     sleep_for_ever()
 
 
-def slow() -> None:
-    """Steps that take longer than the limit together, and a checkpoint that does so alone."""
-    for step in (4, 5, 6):
-        sign(Phase.STEP, step)
-        time.sleep(0.35)
-        sign(Phase.BETWEEN)
-    time.sleep(1.2)
-
-
-def failure(launched, *functions) -> str:
+def failure(launched, *functions, **settings) -> str:
     with pytest.raises(ranks.RankFailed) as error:
-        launched(*functions)
+        launched(*functions, **settings)
     return str(error.value)
 
 
-@TOO_SLOW
 def test_the_rank_that_sleeps_is_named_and_not_the_one_that_waits_for_it(launched, tmp_path):
     message = failure(launched, wait_in_a_collective, sleep_for_ever)
     lines = message.splitlines()
@@ -92,46 +78,25 @@ def test_the_rank_that_sleeps_is_named_and_not_the_one_that_waits_for_it(launche
     assert "in sleep_for_ever" in (tmp_path / "run" / "logs" / "rank-1.log").read_text()
 
 
-@TOO_SLOW
-def test_a_stopped_rank_cannot_say_where_it_stands(launched):
-    message = failure(launched, wait_in_a_collective, stop_oneself)
-    assert "rank 1 hangs: it has not ended step 4" in message
-    assert "  rank 1 in step 4, stopped by a signal (SIGSTOP), so it cannot say where" in message
-
-
-@TOO_SLOW
-def test_a_rank_that_is_stopped_between_two_steps_is_named(launched):
+def test_a_rank_that_is_stopped_between_two_steps_is_named(launched, monkeypatch):
     """As right after its last line of the ledger, or after a manifest: no step is late then."""
 
     def stop_after_a_step() -> None:
         sign(Phase.BETWEEN)
-        stop_oneself()
+        os.kill(os.getpid(), signal.SIGSTOP)
 
-    with pytest.raises(ranks.RankFailed) as error:
-        launched(wait_in_a_collective, stop_after_a_step, limits=Limits(60.0, 60.0, 60.0, stopped=1.0))
-    assert str(error.value).startswith("rank 1 hangs: it has ended step 4 and has not begun another for ")
-    assert "  rank 1 after step 4, stopped by a signal (SIGSTOP), so it cannot say where" in str(error.value)
-
-
-@TOO_SLOW
-def test_a_rank_that_does_not_answer_is_named(launched, monkeypatch):
     monkeypatch.setattr(stacks, "ANSWER", 0.5)
-    message = failure(launched, wait_in_a_collective, deaf_rank)
-    assert "  rank 1 in step 4, it does not say where" in message
+    limits = Limits(60.0, 60.0, 60.0, stopped=0.4)
+    message = failure(launched, wait_in_a_collective, stop_after_a_step, deaf_rank, limits=limits)
+    assert message.startswith("rank 1 hangs: it has ended step 4 and has not begun another for ")
+    assert "  rank 1 after step 4, stopped by a signal (SIGSTOP), so it cannot say where" in message
+    assert "  rank 2 in step 4, it does not say where" in message
 
 
-@TOO_SLOW
-def test_where_all_wait_no_one_is_blamed(launched):
-    message = failure(launched, wait_in_a_collective, wait_in_a_collective)
-    assert message.startswith("all ranks hang: ranks 0 and 1, each waits: they have not ended step 4 for ")
-
-
-@TOO_SLOW
-@pytest.mark.parametrize("others", ((), (sleep_for_ever,)), ids=("alone", "with others"))
-def test_a_rank_that_dies_without_a_word_has_failed(launched, monkeypatch, others):
+def test_a_rank_that_dies_without_a_word_has_failed(launched, monkeypatch):
     """Its status says that all is well, and those that wait for it would wait for ever."""
     monkeypatch.setattr(ranks, "GRACE", 0.2)
-    assert "rank 0 ended with status 0 without a word" in failure(launched, lambda: os._exit(0), *others)
+    assert "rank 0 ended with status 0 without a word" in failure(launched, lambda: os._exit(0), sleep_for_ever)
 
 
 def exits(module):
@@ -141,50 +106,48 @@ def exits(module):
     return names["leave"]
 
 
-@TOO_SLOW
-@pytest.mark.parametrize("leave", (lambda: None, exits("megatron.bridge.training.train")), ids=("returns", "exits"))
-def test_a_rank_that_is_done_has_not(launched, leave):
-    assert launched(leave, leave) is ranks.Outcome.COMPLETED
+def test_a_rank_that_returns_or_that_megatron_ends_has_not(launched):
+    assert launched(lambda: None, exits("megatron.bridge.training.train")) is ranks.Outcome.COMPLETED
+    assert "failed: SystemExit: 0" in failure(launched, exits("my_recipe"))
 
 
-def test_only_megatron_may_end_the_program_in_a_rank(launched):
-    leave = exits("my_recipe")
-    assert "failed: SystemExit: 0" in failure(launched, leave, leave)
-
-
-@TOO_SLOW
 def test_a_slow_run_goes_on(launched):
-    assert launched(slow, slow) is ranks.Outcome.COMPLETED
+    """Steps that take longer than the limit together, and a checkpoint that does so alone."""
+
+    def slow() -> None:
+        for step in (4, 5, 6):
+            sign(Phase.STEP, step)
+            time.sleep(0.25)
+            sign(Phase.BETWEEN)
+        time.sleep(0.7)
+
+    assert launched(slow, limits=Limits(step=0.6, long_step=60.0, alone=60.0)) is ranks.Outcome.COMPLETED
 
 
 class _EnoughSeenError(Exception):
     pass
 
 
-@TOO_SLOW
-def test_without_a_limit_nothing_is_reported(launched, tmp_path):
-    """The same rank, for longer than the limit of the tests above."""
+def after(seconds: float, error: type[Exception]) -> Callable[[], None]:
     began = time.monotonic()
 
     def tick() -> None:
-        if time.monotonic() - began > 1.6:
-            raise _EnoughSeenError
+        if time.monotonic() - began > seconds:
+            raise error
 
+    return tick
+
+
+def test_without_a_limit_nothing_is_reported(launched, tmp_path):
+    """The same rank, for longer than the limit of the tests above."""
     with pytest.raises(_EnoughSeenError):
-        launched(sleep_for_ever, limits=None, tick=tick)
+        launched(sleep_for_ever, limits=None, tick=after(0.8, _EnoughSeenError))
     assert (tmp_path / "run" / "logs" / "rank-0.log").read_text() == ""
 
 
-@TOO_SLOW
 def test_ranks_say_where_they_stand_when_those_of_another_machine_hang(launched):
-    began = time.monotonic()
-
-    def tick() -> None:
-        if time.monotonic() - began > 0.5:
-            raise ranks.PeersHang
-
     with pytest.raises(ranks.RankFailed) as error:
-        launched(wait_in_a_collective, limits=None, tick=tick)
+        launched(wait_in_a_collective, limits=None, tick=after(0.4, ranks.PeersHang))
     assert [(rank_state.rank, rank_state.standing) for rank_state in error.value.rank_states] == [(0, "waits")]
 
 
@@ -279,16 +242,11 @@ def test_a_rank_that_was_stopped_is_overdue_after_a_minute_in_any_phase(monkeypa
     assert clock.pass_(8, state="T")
 
 
-@pytest.mark.parametrize("state", ("S", "D", "t"))
-def test_a_rank_that_was_not_stopped_keeps_the_limit_of_its_phase(monkeypatch, memory, state):
-    clock = clock_of(monkeypatch, memory, AUTO)
+@pytest.mark.parametrize("limits, state", ((AUTO, "D"), (AUTO, "t"), (None, "T")))
+def test_a_rank_that_was_not_stopped_keeps_the_limit_of_its_phase(monkeypatch, memory, limits, state):
+    clock = clock_of(monkeypatch, memory, limits)
     memory.give(Phase.BETWEEN, 1)
     assert not clock.pass_(1799, state=state)
-
-
-def test_a_stopped_rank_has_no_limit_where_there_is_none(monkeypatch, memory):
-    clock = clock_of(monkeypatch, memory, None)
-    assert not clock.pass_(4000, state="T")
 
 
 def test_one_rank_behind_is_enough(monkeypatch, memory):
@@ -316,44 +274,37 @@ def test_the_limit_stays_below_that_of_collectives_where_it_can(longest, limit):
     assert AUTO.of_step(longest) == limit
 
 
-def config(*overrides: str):
-    return compose("qwen3_toy", overrides, device="cpu").config
+def config(*overrides: str, **sections: dict) -> RunConfig:
+    tree = compose("qwen3_toy", ["cuda_graph=off", *overrides], device="gpu").config.sections
+    return RunConfig(tree | {name: tree.get(name, {}) | values for name, values in sections.items()})
 
 
 def test_the_key():
-    assert limits(config()) == Limits(None, 540.0, 1800.0)
-    assert limits(config("run.hang_timeout=auto")) == limits(config())
+    assert limits(config()) == limits(config("run.hang_timeout=auto")) == Limits(None, 540.0, 1800.0)
     assert limits(config("run.hang_timeout=30")) == Limits(30, 540.0, 1800.0, 30)
     assert limits(config("run.hang_timeout=2000")) == Limits(2000, 2000, 2000, 2000)
     assert limits(config("run.hang_timeout=off")) is None
-    patient = config()
-    patient = RunConfig({**patient.sections, "dist": {"distributed_timeout_minutes": 60}})
-    assert limits(patient) == Limits(None, 3240.0, 3240.0)
+    assert limits(config(dist={"distributed_timeout_minutes": 60})) == Limits(None, 3240.0, 3240.0)
 
 
-@pytest.mark.parametrize("value", ("0", "-1", "never", "1.5", "null", "true"))
-def test_a_value_that_is_none_of_the_key(value):
-    with pytest.raises(
-        ConfigError, match=rf"run\.hang_timeout={value}".replace("null", "None").replace("true", "True")
+def test_a_value_that_is_none_of_the_key():
+    for value, shown in (("0", "0"), ("never", "never"), ("1.5", "1.5"), ("null", "None"), ("true", "True")):
+        with pytest.raises(ConfigError, match=rf"run\.hang_timeout={shown}"):
+            config(f"run.hang_timeout={value}")
+
+
+def test_steps_that_take_long():
+    def graphs(warmup: int) -> dict:
+        return {"cuda_graph_impl": "local", "cuda_graph_warmup_steps": warmup}
+
+    for settings, start, long in (
+        (config(), 0, {1, 2}),
+        (config(), 7, {8, 9}),
+        (config("ledger.trace=5:6"), 0, {1, 2, 5, 6}),
+        (config(model=graphs(4)), 0, {1, 2, 4, 5, 6}),
+        (config(model=graphs(1_000_000)), 0, {1, 2}),
     ):
-        config(f"run.hang_timeout={value}")
-
-
-@pytest.mark.parametrize(
-    "overrides, model, start, long",
-    (
-        ((), {}, 0, {1, 2}),
-        ((), {}, 7, {8, 9}),
-        (("ledger.trace=5:6",), {}, 0, {1, 2, 5, 6}),
-        ((), {"cuda_graph_impl": "local", "cuda_graph_warmup_steps": 4}, 0, {1, 2, 4, 5, 6}),
-        ((), {"cuda_graph_impl": "local", "cuda_graph_warmup_steps": 1_000_000}, 0, {1, 2}),
-    ),
-    ids=str,
-)
-def test_steps_that_take_long(overrides, model, start, long):
-    tree = compose("qwen3_toy", ["cuda_graph=off", *overrides], device="gpu").config.sections
-    tree["model"] |= model
-    assert {step for step in range(start + 1, 12) if takes_long(RunConfig(tree), step, start)} == long
+        assert {step for step in range(start + 1, 12) if takes_long(settings, step, start)} == long
 
 
 def stand(rank: int, count: int, standing: str, place: str = "in step 4") -> RankState:
@@ -373,9 +324,13 @@ def test_a_stopped_rank_is_to_blame_wherever_it_was():
 
 
 def test_of_those_that_are_equally_far_it_is_the_one_that_does_not_wait():
-    assert [
-        suspect.rank for suspect in suspects([stand(0, 9, "waits"), stand(1, 9, "busy"), stand(2, 9, "silent")])
-    ] == [1, 2]
+    rank_states = [stand(0, 9, "waits"), stand(1, 9, "busy"), stand(2, 9, "silent")]
+    assert [suspect.rank for suspect in suspects(rank_states)] == [1, 2]
+
+
+def test_where_all_wait_no_one_is_blamed():
+    words = "all ranks hang: ranks 0 and 1, each waits: they have not ended step 4 for 90 s"
+    assert message([stand(0, 9, "waits"), stand(1, 9, "waits")]).splitlines()[0] == words
 
 
 def test_the_message_of_many_ranks_is_short():
@@ -442,13 +397,3 @@ def test_a_sign_takes_no_time_of_a_step():
     First(lambda step, start: False).on_train_step_start(context)  # in no rank: nothing happens
     Last().on_train_step_end(context)
     assert heartbeats[0].count == 2
-
-
-def test_the_time_that_the_launcher_itself_was_stopped_does_not_count(monkeypatch, memory):
-    """As by Ctrl-Z: the ranks were stopped as well."""
-    clock = clock_of(monkeypatch, memory, AUTO)
-    memory.give(Phase.STEP, 1)
-    assert not clock.pass_(10)
-    clock.now += 100_000
-    assert not clock.pass_(10)
-    assert clock.pass_(100_000, step=1.0)

@@ -82,7 +82,7 @@ def test_a_second_try_overwrites_nothing(fake, tmp_path):
 def test_commands_of_a_stage_share_the_gpus(rows_script, monkeypatch, tmp_path):
     """Four commands of one GPU run at the same time on four; one that needs all waits for them."""
     tpi, times = tmp_path / "tpi", tmp_path / "times"
-    tpi.write_text(f'#!/bin/sh\necho "begin $CUDA_VISIBLE_DEVICES" >> {times}\nsleep 0.5\necho end >> {times}\n')
+    tpi.write_text(f'#!/bin/sh\necho "begin $CUDA_VISIBLE_DEVICES" >> {times}\nsleep 0.2\necho end >> {times}\n')
     tpi.chmod(0o755)
     monkeypatch.setattr(rows_script, "TPI", [str(tpi)])
     stage = tuple(rows_script.Command(f"train m{n} tp={tp}") for n, tp in enumerate((1, 1, 1, 1, 4)))
@@ -120,14 +120,14 @@ def test_a_command_is_killed_at_its_step(rows_script, monkeypatch, tmp_path, ste
     tpi = tmp_path / "tpi"
     tpi.write_text(
         "#!/bin/sh\nfor word; do case $word in run.dir=*) dir=${word#run.dir=};; esac; done\nmkdir -p $dir\n"
-        f"for step in $(seq 0 {steps}); do echo $step >> $dir/ledger.jsonl; sleep 0.03; done\n"
+        f"for step in $(seq 0 {steps}); do echo $step >> $dir/ledger.jsonl; sleep 0.01; done\n"
     )
     tpi.chmod(0o755)
     monkeypatch.setattr(rows_script, "TPI", [str(tpi)])
     command = rows_script.Command(f"train m run.dir={tmp_path}/run", rows_script.KILLED, kill_at=15)
     assert rows_script.execute(command, command.words.split(), ["0"], tmp_path / "log") == status
     recorded = rows_script.recorded_steps(command.words.split())
-    time.sleep(1)  # as long as all steps take
+    time.sleep(0.4)  # as long as all steps take
     assert rows_script.recorded_steps(command.words.split()) == recorded
     assert (recorded >= 15) is (status == rows_script.KILLED)
 

@@ -25,24 +25,18 @@ def never() -> bool:
     raise AssertionError("the probe takes seconds, and the answer is known")
 
 
-def cuda_has_started(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_initialized", yes)
+# CUDA has started; this is a fork of such a process; a library would read another variable.
+REASONS = {
+    "started": lambda monkeypatch: monkeypatch.setattr(torch.cuda, "is_initialized", yes),
+    "fork": lambda monkeypatch: monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", yes),
+    "variable": lambda monkeypatch: monkeypatch.setenv("NVTE_FLASH_ATTN", "0"),
+}
 
 
-def this_is_a_fork_of_such_a_process(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", yes)
-
-
-def a_library_would_read_another_variable(monkeypatch):
-    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
-
-
-@pytest.mark.parametrize(
-    "why", (cuda_has_started, this_is_a_fork_of_such_a_process, a_library_would_read_another_variable)
-)
+@pytest.mark.parametrize("why", REASONS)
 def test_otherwise_ranks_are_spawned(monkeypatch, why):
     before = dict(os.environ)
-    why(monkeypatch)
+    REASONS[why](monkeypatch)
     assert not forking.can_fork(before, probe=never)
 
 
@@ -58,29 +52,14 @@ def driver(monkeypatch, tmp_path):
     return forking.DRIVER
 
 
-def another_driver(monkeypatch, driver):
-    driver.write_text("2")
-
-
-def another_variable(monkeypatch, driver):
-    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
-
-
-def another_module(monkeypatch, driver):
-    monkeypatch.setitem(sys.modules, "starts_cuda", ModuleType("starts_cuda"))
-
-
-def another_installation(monkeypatch, driver):
-    (driver.parent / "packages").mkdir()
-    monkeypatch.syspath_prepend(str(driver.parent / "packages"))
-
-
-def another_recipe(monkeypatch, driver):
-    (driver.parent / "recipe.py").write_text("x = 2")
-
-
-def no_driver(monkeypatch, driver):
-    driver.unlink()
+CHANGES = {
+    "another driver": lambda monkeypatch, driver: driver.write_text("2"),
+    "no driver": lambda monkeypatch, driver: driver.unlink(),
+    "another variable": lambda monkeypatch, driver: monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER"),
+    "another module": lambda monkeypatch, driver: monkeypatch.setitem(sys.modules, "starts", ModuleType("starts")),
+    "another installation": lambda monkeypatch, driver: monkeypatch.syspath_prepend(str(driver.parent)),
+    "another recipe": lambda monkeypatch, driver: (driver.parent / "recipe.py").write_text("x = 2"),
+}
 
 
 def test_a_success_is_kept(driver):
@@ -88,13 +67,10 @@ def test_a_success_is_kept(driver):
     assert forking.can_fork(dict(os.environ), probe=never)
 
 
-@pytest.mark.parametrize(
-    "change",
-    (another_driver, another_variable, another_module, another_recipe, another_installation, no_driver),
-)
+@pytest.mark.parametrize("change", CHANGES)
 def test_after_a_change_it_is_tried(monkeypatch, driver, change):
     assert forking.can_fork(dict(os.environ), probe=yes)
-    change(monkeypatch, driver)
+    CHANGES[change](monkeypatch, driver)
     assert not forking.can_fork(dict(os.environ), probe=lambda: False)
 
 
