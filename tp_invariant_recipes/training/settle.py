@@ -9,8 +9,11 @@ from tp_invariant_recipes.numerics.sums import peer_memory, weight_gradient
 
 def settle() -> None:
     """Free the memory of a training for the next: models hold themselves in cycles, and Bridge stops the collector."""
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
     weight_gradient.forget_stand_ins()
     peer_memory.forget()
+    destroy_moe_metrics_tracker()  # it has as many layers as the first model
     _forget_probabilities()
     _forget_graphs()
     gc.collect()

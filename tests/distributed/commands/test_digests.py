@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.distributed.small_models import DENSE
+from tests.distributed.small_models import DENSE, small
 from tp_invariant_recipes.kernels.digest import lanes
 from tp_invariant_recipes.kernels.tensor_part import TensorPart
 from tp_invariant_recipes.ledger.bits import bits_float
@@ -201,18 +201,35 @@ def test_nothing_runs_between_a_step_and_the_next_batch(trained, tmp_path):
         ]
 
 
-@pytest.mark.release
-def test_a_step_whose_forward_python_does_not_see_has_the_same_digests(trained):
-    """As with a CUDA graph of the whole step: the kernels start before the update."""
+def test_a_graph_of_the_whole_step_has_the_same_digests(scenario):
+    """A replay calls no hook of a forward, and the routers of experts update their biases before the optimizer's step.
+    Kernels that start after that, as without the callback's knowledge of the graph, have the next step's biases.
+    """
 
-    def plant():
-        from tp_invariant_recipes.observe.digests.callback import Digests
+    def replayed(*, known):
+        def plant():
+            from tp_invariant_recipes.observe.digests.callback import Digests
 
-        Digests._on_forward = lambda *_: None
+            original, Digests._on_forward = Digests.on_train_start, lambda *_: None
 
-    layout = f"{STAGES} iters=3 ledger.state_digests=2"
-    seen, unseen = trained(layout), trained(layout, before=plant)
-    assert seen.steps == unseen.steps
+            def on_train_start(self, context):
+                original(self, context)
+                self._whole_steps = known
+
+            Digests.on_train_start = on_train_start
+
+        return read_ledger(run.planted(plant))
+
+    def read_ledger(planted):
+        planted.ledger()
+        return read(planted.run)
+
+    run = scenario(small("moonlight_toy"), "gbs=1 iters=3 ledger.state_digests=2")
+    seen = read_ledger(run)
+    assert seen.steps == replayed(known=True).steps
+    late = differing(seen, replayed(known=False), "weights")
+    assert late[1] and late[2] and not late[3]
+    assert all(name.endswith("expert_bias") for name in late[1])
 
 
 @pytest.mark.release

@@ -59,6 +59,8 @@ main()
 
 @pytest.mark.parametrize("mode, imported", (("tree", False), ("portable", False), ("stock", True)))
 def test_no_rank_imports_the_compiler_for_its_first_step(tmp_path, mode, imported):
-    words = ("train", "qwen3_toy", "iters=1", f"numerics={mode}", f"run.dir={tmp_path}/run")
-    subprocess.run([sys.executable, "-c", RUN, *words], check=True, timeout=120)
-    assert f"COMPILER {imported}" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    """The second start, which does not call Bridge's recipe: that imports the compiler, and ranks are forked."""
+    for run in ("first", "second"):
+        words = ("train", "qwen3_toy", "iters=1", f"numerics={mode}", f"run.dir={tmp_path}/{run}")
+        subprocess.run([sys.executable, "-c", RUN, *words], check=True, timeout=120)
+    assert f"COMPILER {imported}" in (tmp_path / "second" / "logs" / "rank-0.log").read_text()

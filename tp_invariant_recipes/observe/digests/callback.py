@@ -14,11 +14,12 @@ So between steps, where the host waits for the GPU several times (Bridge's loggi
 runs; and in the forward pass the GPU catches up with a host that does not wait. The all-reduce is not in the forward
 pass, which pipeline stages reach one after the other, but before the next update, which all ranks reach in one order.
 
-Nothing changes these tensors in between: the optimizer alone does, later, in the same stream as the kernels. Where
-weights are still being gathered (overlap_param_gather), `gather_weights` waits for them: a collective of data-parallel
-ranks, which reach their forward passes in one order. A forward in another stream, or one that a CUDA graph captures,
-starts nothing; the kernels then start before the next update. Evaluation is between steps,
-where no forward is waited for.
+Nothing changes these tensors in between: the optimizer does later, in the same stream as the kernels, and so do the
+routers of experts, which update their biases when the backward pass ends. Where weights are still being gathered
+(overlap_param_gather), `gather_weights` waits for them: a collective of data-parallel ranks, which reach their forward
+passes in one order. One CUDA graph of the whole step replays the routers' update too, and calls no hook: there the
+kernels start before the step. A forward in another stream, or one that a graph of a layer captures, starts nothing.
+Evaluation is between steps, where no forward is waited for.
 
 A weight in bf16 is its master weight rounded. The kernel of the master weights checks that, so that such weights need
 no digest. Where a rank has only a range of a master weight, the ranks' copies of the whole weight are compared as well.
@@ -44,6 +45,7 @@ from tp_invariant_recipes.observe.optimizer_state import STEP, OptimizerState
 from tp_invariant_recipes.observe.optimizer_step import AroundOptimizerStep
 from tp_invariant_recipes.observe.shards import Shards, gather_weights
 from tp_invariant_recipes.observe.union import union
+from tp_invariant_recipes.settings.cuda_graphs import FULL
 
 
 class Digests(AroundOptimizerStep):
@@ -87,6 +89,7 @@ class Digests(AroundOptimizerStep):
         magnitude = alone and all(part.values.dtype in WITH_MAGNITUDE for part in gradients)
         masters, weights = self._optimizer.masters(), self._shards.weights()
         self._device = weights[0].values.device
+        self._whole_steps = context.state.cfg.model.cuda_graph_impl == FULL
         every_weight = Sums("weights", weights, self._device)
         every_weight.stacked = stacked = self._stacked(every_weight.names)
         self._gradients = Sums("gradients", gradients, self._device, magnitude=magnitude, stacked=stacked)
@@ -138,6 +141,8 @@ class Digests(AroundOptimizerStep):
             self._start()
             self._merge()
             self._report()
+        elif step is not None and self._whole_steps:
+            self._start()  # a graph of the step calls no hook, and updates experts' biases before the optimizer's step
         elif step is not None:
             if self._is_state_due(step) and not self._moments.known:
                 self._moments_now()  # asks all ranks, which a forward pass must not
