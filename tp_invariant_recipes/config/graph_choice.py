@@ -10,6 +10,7 @@ from tp_invariant_recipes.check.invariant import graphs
 from tp_invariant_recipes.config import hydra_tree, lookup
 from tp_invariant_recipes.config.overrides import Override, cluster_files, given
 from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.settings import conf_files, cuda_graphs, low_precision, peft
 from tp_invariant_recipes.settings.cuda_graphs import FULL
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -22,6 +23,10 @@ OPTIONS = tuple(LEAST_STEPS)
 
 # In the file of an option: what can be captured of this model.
 _GRAPHED_MODULES = "${tpi.graphed_modules:}"
+# (tp, ep) at which graphs of a whole step of experts were compared with eager runs (docs/audit.md): beside attention,
+# and beside Mamba or latent attention.
+_COMPARED = {(1, 1), (1, 2), (1, 4), (2, 2)}
+_COMPARED_MIXED = {(1, 2)}
 # Parts of the names of all fields that the options set.
 _FIELDS_OF_GRAPHS = ("cuda_graph", "te_rng_tracker", "check_for_nan_in")
 
@@ -87,8 +92,10 @@ def files_may_set_graphs(overrides: Sequence[Override]) -> bool:
 
 def _uncompared(config: RunConfig) -> bool:
     """Whether no graph of a whole step has been compared with eager runs of such a model with experts."""
-    cuts = config.layout.tp > 1 or config.layout.ep != 2 or (config.numerics.context_shards or 1) > 1
-    return bool(cuts or config.shape.pattern or config.shape.latent)
+    shape, layout = config.shape, config.layout
+    if families.delta_sizes(config.model) or (config.numerics.context_shards or 1) > 1:
+        return True
+    return (layout.tp, layout.ep) not in (_COMPARED_MIXED if shape.pattern or shape.latent else _COMPARED)
 
 
 def _too_short(config: RunConfig, least: int) -> list[str]:

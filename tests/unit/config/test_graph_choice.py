@@ -20,15 +20,18 @@ CHOSEN = {
     "qwen3_0p6b numerics.context_shards=2": (FULL, "full"),
     "qwen3_8b tp=2 pp=2": (TE, "te"),
     "qwen3_8b tp=2 pp=2 numerics=stock": (TE, "te"),
-    "qwen3_moe_toy": (TE, "te"),
+    "qwen3_moe_toy": (FULL, "full"),
     "qwen3_moe_toy dp=2 ep=2 gbs=2": (FULL, "full"),
-    "qwen3_moe_toy dp=4 ep=4 gbs=4": (TE, "te"),
-    "qwen3_moe_toy dp=4 ep=4 gbs=4 model.moe_expert_capacity_factor=1.0": (TE, "te"),
+    "qwen3_moe_toy dp=4 ep=4 gbs=4": (FULL, "full"),
+    "qwen3_moe_toy dp=4 ep=4 gbs=4 model.moe_expert_capacity_factor=1.0": (FULL, "full"),
+    "qwen3_moe_toy tp=2 ep=4 dp=2 gbs=2": (TE, "te"),
+    "nemotron3_nano_toy dp=2 ep=2 gbs=2": (FULL, "full"),
+    "moonlight_toy dp=2 ep=2 gbs=2": (FULL, "full"),
     "qwen3_moe_toy guard=products": (TE, "te"),
     "qwen3_moe_toy numerics=stock": (TE, "te"),
     "nemotron3_nano_toy": (TE, "te"),
     "moonlight_toy": (TE, "te"),
-    "qwen3_moe_toy tp=2 ep=2": (TE, "te"),
+    "qwen3_moe_toy tp=2 ep=2": (FULL, "full"),
     "qwen3_moe_toy cp=2 seq=256": (OFF, "off: numerics=tree: a captured layer gets a mask"),
     "qwen3_0p6b ddp.check_for_nan_in_grad=true": (TE, "te"),
     "qwen3_moe_toy numerics=portable": (OFF, "off: numerics=portable: its layers have been captured with the whole"),
@@ -36,7 +39,7 @@ CHOSEN = {
     "qwen3_0p6b ledger.trace=1:2": (OFF, "off: ledger.trace: a replayed CUDA graph calls no module"),
     "qwen3_0p6b iters=6": (FULL, "full"),
     "qwen3_0p6b iters=5": (OFF, "off: 5 steps are fewer than the 6"),
-    "qwen3_moe_toy iters=9 dp=4 ep=4 gbs=4": (OFF, "off: 9 steps are fewer than the 10"),
+    "qwen3_moe_toy iters=9 tp=2 ep=4 dp=2 gbs=2": (OFF, "off: 9 steps are fewer than the 10"),
     "qwen3_toy numerics=stock precision=fp8_tensorwise": (OFF, "off: tpi captures products in FP8 or FP4 when asked"),
     "qwen3_toy model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1": (
         OFF,
@@ -106,6 +109,14 @@ def test_each_mode_of_a_benchmark_has_its_own_or_none_has_any(words, modes, chos
     model, *overrides = words.split()
     composed = {mode: compose(model, [f"numerics={mode}", *overrides], device="gpu") for mode in modes}
     assert bench._graphs(composed) == dict(zip(modes, chosen, strict=True))
+
+
+def test_experts_beside_a_gated_delta_net_are_captured_whole_when_asked():
+    attention = compose("qwen3_moe_toy", ["dp=2", "ep=2", "gbs=2"], device="gpu").config
+    delta_net = attention.with_fields("model", experimental_attention_variant="gated_delta_net")
+    assert graph_choice.beyond(attention, "full") == []
+    (why,) = graph_choice.beyond(delta_net, "full")
+    assert why == "of such a run with experts tpi captures the whole step when asked"
 
 
 def test_a_recipe_decides_unless_auto_is_named():
