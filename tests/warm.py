@@ -68,10 +68,10 @@ def _load_initial_weights() -> None:
 
 def load_portable() -> None:
     """What a rank of numerics=portable reads from the disk and computes as it starts: more than its steps take."""
-    from tp_invariant_recipes.portable import definition
+    from tp_invariant_recipes.portable.mode import MODE
 
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1000"):  # without threads, which no fork inherits
-        definition.require_conformance(None)
+        MODE.require_machine(None)
         _load_loops()
 
 
