@@ -1,4 +1,7 @@
-"""Where a rank's part of a parameter lies, by Megatron's own descriptions: all ranks' parts cover it exactly once."""
+"""Where a rank's part of a parameter lies, by Megatron's own descriptions.
+
+That all ranks' parts of a model's layers cover them exactly once, ledgers of layouts show, whose digests agree.
+"""
 
 import dataclasses
 import math
@@ -29,24 +32,6 @@ class Model(torch.nn.Module):
         return {name: self.describe(name, parameter) for name, parameter in self.named_parameters()}
 
 
-def held_lanes(models):
-    """Name → shape and lanes, summed over models: each is one rank's."""
-    sums = {}
-    for model in models:
-        for part in Shards([model]).weights():
-            lane = lanes([part])[0]
-            shape, before, places = sums.get(part.name, (part.shape, 0, []))
-            sums[part.name] = (shape, before + lane, [*places, part.place])
-    assert all(covers(places, shape) for shape, _, places in sums.values())
-    return {name: (shape, lane.tolist()) for name, (shape, lane, _) in sums.items()}
-
-
-def table(tensor):
-    return lanes([TensorPart(tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.view(1, -1), 0, 0)])[
-        0
-    ].tolist()
-
-
 @given(
     t=st.sampled_from((1, 2, 4)),
     dim=st.integers(0, 1),
@@ -54,71 +39,28 @@ def table(tensor):
     shape=st.tuples(st.integers(1, 3), st.integers(1, 3)),
     middle=st.integers(0, 3),
 )
-def test_column_and_row_parallel_tensors_with_prepended_axes(t, dim, axes, shape, middle):
+def test_parts_of_a_tensor_of_several_dimensions_cover_it(t, dim, axes, shape, middle):
     """middle: size of a dimension between the first and the last (Mamba's convolution); 0: there is none."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     sizes = (shape[0] * 4, *((middle,) if middle else ()), shape[1] * 4)
-    last = len(sizes) - 1
     full = torch.randn(sizes)
-    along = last if dim else 0
+    along = (len(sizes) - 1) * dim
     prepended = [(axis, 2, 5) for axis in range(axes)]
 
-    def rank(r):
-        part = full.chunk(t, along)[r].contiguous()
-
+    def held_by(r, part):
         def describe(name, data):
-            return ShardedTensor.from_rank_offsets(
-                "decoder.layers.w", data, *prepended, (along + axes, r, t), prepend_axis_num=axes
-            )
+            place = (along + axes, r, t)
+            return ShardedTensor.from_rank_offsets("decoder.layers.w", data, *prepended, place, prepend_axis_num=axes)
 
-        return Model({"w": part}, describe)
+        (weight,) = Shards([Model({"w": part.contiguous()}, describe)]).weights()
+        return weight
 
-    name = whole_name("decoder.layers.w", (2,) * axes)
-    assert held_lanes(map(rank, range(t))) == {name: (sizes, table(full))}
-
-
-@given(t=st.sampled_from((1, 2, 4)), rows=st.integers(1, 3), columns=st.integers(1, 5))
-def test_gated_projections(t, rows, columns):
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-    from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
-
-    gate, up = torch.randn(2, rows * 4, columns)
-
-    def rank(r):
-        part = torch.cat([gate.chunk(t)[r], up.chunk(t)[r]])
-
-        def describe(name, data):
-            sharded = ShardedTensor.from_rank_offsets("fc1", data, (0, r, t))
-            return apply_swiglu_sharded_factory(sharded, ())
-
-        return Model({"w": part}, describe)
-
-    full = torch.cat([gate, up])
-    assert held_lanes(map(rank, range(t))) == {"fc1": (tuple(full.shape), table(full))}
-
-
-@given(
-    t=st.sampled_from((1, 2, 4)), sizes=st.lists(st.integers(1, 3), min_size=2, max_size=5), columns=st.integers(1, 5)
-)
-def test_mamba_sections(t, sizes, columns):
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-    from megatron.core.ssm.mamba_mixer import _split_tensor_factory
-
-    sections = [torch.randn(size * 4, columns) for size in sizes]
-    names = [f"s{n}" for n in range(len(sections))]
-
-    def rank(r):
-        parts = [section.chunk(t)[r] for section in sections]
-
-        def describe(name, data):
-            sharded = ShardedTensor.from_rank_offsets("in_proj", data, (0, r, t))
-            return _split_tensor_factory(sharded, [len(part) for part in parts], names, 0)
-
-        return Model({"w": torch.cat(parts)}, describe)
-
-    wanted = {f"in_proj.{name}": (tuple(s.shape), table(s)) for name, s in zip(names, sections, strict=True)}
-    assert held_lanes(map(rank, range(t))) == wanted
+    held = [held_by(r, part) for r, part in enumerate(full.chunk(t, along))]
+    assert {weight.name for weight in held} == {whole_name("decoder.layers.w", (2,) * axes)}
+    assert covers([weight.place for weight in held], sizes)
+    whole = lanes([TensorPart(full.reshape(-1, sizes[-1]), 0, 0)])[0]
+    assert torch.equal(sum(lanes([weight])[0] for weight in held), whole)
 
 
 def test_a_tied_weight_counts_once():
