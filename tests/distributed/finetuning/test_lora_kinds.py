@@ -179,11 +179,11 @@ COUNTS = (
 def test_what_is_set_counts(shared, model, words, first, other):
     """Bits change, so that nothing of it is left out of what has the same bits in every layout."""
     adapted = _adapted(shared, model, f"{words} iters=1")
-    (one_way,), (another,) = (adapted(words, "tp=1").ledger() for words in (first, other))
-    assert one_way.gradients.keys() == another.gradients.keys()
-    changed = {name for name, digest in one_way.gradients.items() if another.gradients[name] != digest}
+    (first_step,), (other_step,) = (adapted(words, "tp=1").ledger() for words in (first, other))
+    assert first_step.gradients.keys() == other_step.gradients.keys()
+    changed = {name for name, digest in first_step.gradients.items() if other_step.gradients[name] != digest}
     assert changed
-    assert changed >= {name for name in one_way.gradients if name.startswith("mtp.")}
+    assert changed >= {name for name in first_step.gradients if name.startswith("mtp.")}
 
 
 ELSEWHERE = (

@@ -67,9 +67,9 @@ def test_the_model_is_bridges(scenario, model):
 def test_stock_sees_a_norm_whose_backward_pass_forgets_the_one(scenario):
     """What `test_the_model_is_bridges` tells apart."""
     unbroken = scenario(MODELS["gemma2"], IN_FP32)
-    (wrong,), (right,) = unbroken.planted(unshifted_backward).ledger(), unbroken.ledger()
-    assert wrong.loss == right.loss
-    assert bits_float(wrong.grad_norm) != pytest.approx(bits_float(right.grad_norm), rel=1e-4)
+    (wrong,), (sound,) = unbroken.planted(unshifted_backward).ledger(), unbroken.ledger()
+    assert wrong.loss == sound.loss
+    assert bits_float(wrong.grad_norm) != pytest.approx(bits_float(sound.grad_norm), rel=1e-4)
 
 
 def test_without_the_patch_stock_does_not_train_biased_experts(tpi):

@@ -127,12 +127,12 @@ def files(tmp_path_factory):
 def run(files, scenario):
     """The scenario of a recipe: `run("short", "gbs=4")`. examples: their folder."""
 
-    def of(function, *words, examples="examples"):
+    def packed(function, *words, examples="examples"):
         recipe = f"recipe={files}/mine.py:{function}"
         data = f"dataset.dataset_root={files}/{examples} tokenizer.tokenizer_model={files}/tokenizer"
         return scenario(recipe, data, *words)
 
-    return of
+    return packed
 
 
 def _in_order() -> None:

@@ -126,12 +126,12 @@ def mine(shared):
 def of_family(shared):
     """A family's recipe with its config.json, and what a short run of it is given."""
 
-    def of(family):
+    def words(family):
         recipe, _, more = FAMILIES[family]
         place = folder(shared.folder / "hf", family)
         return [f"recipe={recipe}", f"recipe.hf_folder={place}", *SHORT.split(), *more.split()]
 
-    return of
+    return words
 
 
 def test_the_table_names_the_recipes_of_bridge(bridge):

@@ -21,13 +21,13 @@ TEXT = ("model.num_layers=1", "seq=64", "gbs=1", "lr=1e-2", f"scheduler.lr_decay
 
 @pytest.fixture(scope="module")
 def runs(shared, text):
-    """A training at tp=1, of whose standard error there is `runs.said`, and the first steps of it at tp=2, twice."""
+    """A training at tp=1, of whose standard error there is `runs.lines`, and the first steps of it at tp=2, twice."""
     words = (*TEXT, "data=text", f"data.path={text}")
     for name, iters in (("tp2", 3), ("tp2-again", 2)):
         shared("train", "qwen3_toy", "tp=2", *words, f"iters={iters}", f"run.dir={name}", status=0)
     more = (f"iters={STEPS}", "logging=tensorboard", "ledger.digests=0", "run.dir=tp1")
     long = shared("train", "qwen3_toy", *words, *more, status=0)
-    shared.said = long.stderr.splitlines()
+    shared.lines = long.stderr.splitlines()
     return shared
 
 
@@ -105,9 +105,9 @@ def test_json_says_how_a_run_ended(tpi):
 
 def test_tensorboard_gets_bridges_curves(runs):
     assert any((runs.folder / "tp1" / "tensorboard").glob("events.out.tfevents.*"))
-    assert runs.said[0] == "importing Megatron-Bridge and checking the configuration …"
-    assert runs.said[3] == "starting 1 cpu rank …"
-    assert runs.said[-3:] == [
+    assert runs.lines[0] == "importing Megatron-Bridge and checking the configuration …"
+    assert runs.lines[3] == "starting 1 cpu rank …"
+    assert runs.lines[-3:] == [
         "ledger: tp1/ledger.jsonl",
         "curves: tensorboard --logdir tp1/tensorboard",
         "next: tpi compare tp1 tp2-again   tpi report tp1 tp2-again",

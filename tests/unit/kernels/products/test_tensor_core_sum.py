@@ -239,16 +239,16 @@ def test_neither_strides_nor_neighbours_nor_threads_change_a_bit(dtype):
 
 
 @pytest.mark.parametrize("special", (torch.inf, -torch.inf, torch.nan))
-@pytest.mark.parametrize("left", (True, False))
-def test_a_special_number_meets_a_step_of_zeros_only(special, left):
+@pytest.mark.parametrize("in_a", (True, False))
+def test_a_special_number_meets_a_step_of_zeros_only(special, in_a):
     """No number of the step's other operand tells how large the product is."""
     a, b = torch.zeros(3, 32), torch.zeros(32, 70)
     a[:, 16:], b[16:] = 1, 1  # after it, steps that are ordinary
-    (a[1] if left else b[:, 66])[3] = special
+    (a[1] if in_a else b[:, 66])[3] = special
     a, b = a.bfloat16(), b.bfloat16()
     result = result_bits(tensor_core_cpu.product(a, b))
     assert (result == bf16_product(*map(tensor_core_cpu.bits_of, (a, b)))).all()
-    assert (result == NAN).sum() == (70 if left else 3)
+    assert (result == NAN).sum() == (70 if in_a else 3)
 
 
 def test_a_nan_and_an_infinity_reach_their_row_and_column_only():

@@ -259,10 +259,10 @@ def test_a_large_batch_goes_one_by_one(batch_stand_in, monkeypatch):
 
 @pytest.mark.parametrize("kernels", (True, False), ids=("kernel", "batch"))
 def test_live_operands_are_checked_on_request(kernel_stand_in, batch_stand_in, monkeypatch, kernels):
-    wrong, right = (without_borders, kernel.in_order) if kernels else (backwards, exact_batch)
+    wrong, sound = (without_borders, kernel.in_order) if kernels else (backwards, exact_batch)
 
     def wrong_with_large_numbers(a, *rest):
-        (wrong if a.abs().max() > 100 else right)(a, *rest)
+        (wrong if a.abs().max() > 100 else sound)(a, *rest)
 
     (kernel_stand_in if kernels else batch_stand_in)(wrong_with_large_numbers)
     a, b, sizes = segmented_operands(8, 1)
