@@ -1,11 +1,13 @@
 """`numerics=tree` and `gather`: one ledger for tp, pp, dp and cp, end to end. `stock` is the control."""
 
 import pytest
+import torch
 
 from tests.distributed.faults import without
 from tests.distributed.scenario import agree, stock_differs, unequal
 from tests.distributed.small_models import GATHER, RECOMPUTED, SHORTEST
 from tests.rules import allow
+from tp_invariant_recipes.ledger.bits import bits_float
 
 UNTIED = "model.share_embeddings_and_output_weights=false"
 FOUR = "model.num_layers=4"
@@ -55,6 +57,33 @@ def test_one_ledger_for_all_layouts(scenario):
         if VALIDATED not in layout:
             assert unequal(dense(layout).ledger(), validated) == ["step 1: evaluations", "step 2: evaluations"], layout
     assert "product" not in dense(ALONE, VALIDATED).header().device  # the definition on a CPU has no name
+
+
+def _turned_positions():
+    """Give tokens the positions of a sequence that nobody cut."""
+    from tp_invariant_recipes.numerics.megatron.attention import context_parallel
+
+    context_parallel._positions = lambda length, *_: torch.arange(length)
+
+
+def _tokens_as_they_lie():
+    """Give attention its tokens shard by shard."""
+    from tp_invariant_recipes.numerics.layers import head_exchange
+
+    head_exchange._places = head_exchange._positions = lambda length, *_: torch.arange(length)
+
+
+def test_context_shards_compute_what_a_whole_sequence_does(scenario):
+    """But for rounding, which fp32 keeps small. What is wrong at every cp alike leaves the ledgers of layouts equal."""
+    run = scenario("qwen3_toy seq=32 gbs=1 iters=1 precision=fp32 model.num_layers=1 cp=1")
+    cut = run("numerics.context_shards=2")
+    whole, *others = (
+        each.ledger()[0] for each in (run, cut, *map(cut.planted, (_turned_positions, _tokens_as_they_lie)))
+    )
+    losses = [bits_float(step.loss) / bits_float(whole.loss) - 1 for step in others]
+    norms = [bits_float(step.grad_norm) / bits_float(whole.grad_norm) - 1 for step in others]
+    assert [abs(value) < 1e-6 for value in losses] == [True, False, False], losses
+    assert [abs(value) < 1e-5 for value in norms] == [True, False, False], norms
 
 
 @pytest.mark.parametrize("layout", STOCK_LAYOUTS)

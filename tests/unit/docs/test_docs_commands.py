@@ -29,6 +29,7 @@ FOREIGN = {
     "--device",  # scripts/make-certificates
     "--imports",  # scripts/measure-starts
     "--list",  # scripts/gpu
+    "--regen-all",  # pytest-regressions
     "--repeat",
     "--tp",
     # sbatch's and srun's
