@@ -17,7 +17,6 @@ from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.core_plugins.structured_config_source import StructuredConfigSource
 from hydra._internal.defaults_list import create_defaults_list
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override as HydrasOverride
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
@@ -27,7 +26,7 @@ from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationType
 
 from tp_invariant_recipes.check.invariant import shards
-from tp_invariant_recipes.config.overrides import Override, given
+from tp_invariant_recipes.config.overrides import Override, by_hydra, given
 from tp_invariant_recipes.errors import ConfigError, refuse
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron import families
@@ -115,7 +114,7 @@ def _own_files() -> list[Path]:
 @cache
 def _resolved(arguments: tuple[str, ...], cluster: Path | None, model: str | None, conf: Path, texts: Texts) -> bytes:
     """Return the pickled tree. conf, texts: the folder of tpi's files, and the user's files."""
-    parsed = [_override(argument) for argument in arguments]
+    parsed = [by_hydra(argument) for argument in arguments]
     values = [value for value in parsed if value.is_force_add() and not value.package]
     options = sorted((option for option in parsed if option not in values), key=lambda option: option.key_or_group)
     tree = pickle.loads(_merged(tuple(str(option.input_line) for option in options), cluster, model, conf, texts))
@@ -124,13 +123,6 @@ def _resolved(arguments: tuple[str, ...], cluster: Path | None, model: str | Non
     refuse([*_calls("", OmegaConf.to_container(tree, resolve=False))])
     with _resolvers():
         return pickle.dumps(OmegaConf.to_container(tree, resolve=True))
-
-
-@cache
-def _override(text: str) -> HydrasOverride:
-    """Return an override as Hydra's grammar has it, which takes milliseconds."""
-    (parsed,) = OverridesParser.create().parse_overrides([text])
-    return parsed
 
 
 @cache
@@ -143,7 +135,7 @@ def _merged(options: tuple[str, ...], cluster: Path | None, model: str | None, c
     version.setbase("1.3")
     with _folders(cluster, model, [file for file, _ in texts]) as folders, _resolvers():
         files = CachingConfigRepository(_Files(conf, folders))
-        overrides = OverridesParser.create().parse_overrides([*options])
+        overrides = [by_hydra(option) for option in options]
         loader = ConfigLoaderImpl(ConfigSearchPathImpl())
         loader.validate_sweep_overrides_legal(overrides, RunMode.RUN, from_shell=False)
         chosen = create_defaults_list(files, "config", overrides, prepend_hydra=False, skip_missing=False)

@@ -81,7 +81,7 @@ def parse(text: str | Override) -> Override:
     key = key.lstrip("+")
     parsed, wrong = None, None
     try:
-        parsed = _parsed(_as_typed(text))
+        parsed = by_hydra(_as_typed(text))
     except HydraException as error:
         wrong = str(error).splitlines()[0]
     except ValueError:  # Python reads no number of more than 4300 digits
@@ -148,8 +148,8 @@ def cluster_files(overrides: Iterable[Override]) -> list[Path]:
 
 
 @functools.cache
-def _parsed(text: str) -> HydrasOverride:
-    """Return an override as Hydra's grammar has it, which takes milliseconds."""
+def by_hydra(text: str) -> HydrasOverride:
+    """Return an override as Hydra's grammar has it, which takes milliseconds. Raises HydraException and ValueError."""
     return _parser().parse_override(text)
 
 
