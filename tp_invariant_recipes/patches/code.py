@@ -8,6 +8,7 @@ prints the fingerprint to add to a row of the table.
 import ast
 import hashlib
 import sys
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +34,25 @@ def source(package: str, file: str, function: str) -> str:
     place = top / file if top else None
     text = place.read_text(encoding="utf-8") if place and place.is_file() else ""
     return text.partition(f"def {function}")[2].partition("\ndef ")[0]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of an installed function: its text has one text and lacks another one; "": any.
+
+    file, function, package: as of `source`.
+    """
+
+    file: str
+    function: str
+    has: str = ""
+    lacks: str = ""
+    package: str = "megatron.core"
+
+    def __call__(self) -> bool:
+        """Whether the function is there and has this form."""
+        text = source(self.package, self.file, self.function)
+        return bool(text) and self.has in text and not (self.lacks and self.lacks in text)
 
 
 def fingerprint(file: Path, function: str) -> str | None:

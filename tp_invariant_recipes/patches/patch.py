@@ -81,7 +81,7 @@ class Versions:
 class Looks:
     """The need of a patch that code of a certain form requires, whatever its version.
 
-    needed:   inspects the files and decides.
+    needed:   inspects the files and decides; mostly a `code.Form`.
     versions: the same condition in words.
     """
 
@@ -98,11 +98,6 @@ class Looks:
         return PatchVerdict("not needed", f"{package} {version} does not need it; needed by {self.versions}")
 
 
-def always(config: RunConfig | None) -> bool:
-    """`Patch.concerns` of a patch that every run needs."""
-    return True
-
-
 @dataclass(frozen=True)
 class Patch:
     """One fix.
@@ -113,8 +108,8 @@ class Patch:
     replaces: target -> what makes its replacement, in order of application.
     why:      the defect without it.
     upstream: address of the upstream fix or of its discussion; None: neither is known.
-    concerns: whether a run with this configuration (None: unknown) reaches the code. If not, the patch is neither
-              applied nor a reason to refuse the run.
+    reached:  whether a run reaches the code; None: every run does.
+    loads:    whether the package can be imported, where that is not sure.
     """
 
     name: str
@@ -123,12 +118,21 @@ class Patch:
     replaces: Mapping[str, Callable[..., Any]]
     why: str
     upstream: str | None = None
-    concerns: Callable[[RunConfig | None], bool] = always
+    reached: Callable[[RunConfig], Any] | None = None
+    loads: Callable[[], bool] = lambda: True
 
     @property
     def replacements(self) -> tuple[Replacement, ...]:
         """The rows to apply."""
         return tuple(Replacement(target, make, self.why) for target, make in self.replaces.items())
+
+    def concerns(self, config: RunConfig | None) -> bool:
+        """Whether a run (None: an unknown one, which counts) reaches the code.
+
+        If not, the patch is neither applied nor a reason to refuse the run.
+        """
+        reached = config is None or self.reached is None or self.reached(config)
+        return bool(reached) and self.loads()
 
     def verdict(self, off: bool = False) -> PatchVerdict:
         """Return the patch's verdict on this machine. off: the user has switched the patch off."""

@@ -8,22 +8,7 @@ from typing import TYPE_CHECKING
 
 from tp_invariant_recipes import replacement
 from tp_invariant_recipes.errors import ConfigError, Problem, lines
-from tp_invariant_recipes.patches import (
-    bridge_cpu_weights,
-    bridge_helpers,
-    bridge_local_names,
-    bridge_mtp,
-    core_delta_net,
-    core_empty_optimizer,
-    core_expert_bias,
-    core_local_names,
-    core_mtp,
-    core_save,
-    core_sgd,
-    core_sinks,
-    te_grouped_linear,
-    te_grouped_wgrad,
-)
+from tp_invariant_recipes.patches import bridge, core_checkpoints, core_gradients, te_grouped_linear, te_grouped_wgrad
 from tp_invariant_recipes.patches.patch import Patch, PatchVerdict
 from tp_invariant_recipes.start import lazy_imports
 
@@ -31,20 +16,9 @@ if TYPE_CHECKING:
     from tp_invariant_recipes.settings.run_config import RunConfig
 
 PATCHES: tuple[Patch, ...] = (
-    core_save.PATCH,
-    core_empty_optimizer.PATCH,
-    core_sgd.PATCH,
-    core_expert_bias.PATCH,
-    core_expert_bias.TWICE_PATCH,
-    core_sinks.PATCH,
-    core_delta_net.PATCH,
-    core_mtp.PATCH,
-    bridge_mtp.MASK_PATCH,
-    core_local_names.PATCH,
-    bridge_helpers.PATCH,
-    bridge_mtp.PATCH,
-    bridge_cpu_weights.PATCH,
-    bridge_local_names.PATCH,
+    *core_checkpoints.PATCHES,
+    *core_gradients.PATCHES,
+    *bridge.PATCHES,
     te_grouped_linear.PATCH,
     *te_grouped_wgrad.PATCHES,
 )

@@ -17,14 +17,10 @@ from functools import wraps
 from typing import Any
 
 from tp_invariant_recipes.patches.patch import Function, Patch, Versions
-from tp_invariant_recipes.patches.transformer_engine import MODULE, PACKAGE, for_runs
+from tp_invariant_recipes.patches.transformer_engine import MODULE, PACKAGE, loads, on_gpus
 
 FILE = "pytorch/module/grouped_linear.py"
 ARGUMENTS, FLAG = "non_tensor_args", "skip_fp8_weight_update"
-WHY = (
-    "a replayed CUDA graph keeps the is_first_microbatch of its capture: every micro-batch overwrites the gradient of "
-    "the experts' weights, or their FP8 copies are never updated"
-)
 
 
 def flag() -> Any:
@@ -105,7 +101,9 @@ PATCH = Patch(
         f"{MODULE}.pytorch.module.grouped_linear:GroupedLinear.forward": never_first,
         f"{MODULE}.pytorch.module.grouped_linear:_GroupedLinear.forward": with_flag,
     },
-    why=WHY,
+    why="a replayed CUDA graph keeps the is_first_microbatch of its capture: every micro-batch overwrites the gradient "
+    "of the experts' weights, or their FP8 copies are never updated",
     upstream="https://github.com/NVIDIA/TransformerEngine/issues/3051",
-    concerns=for_runs(lambda model: model.get("cuda_graph_impl") not in (None, "none")),
+    reached=on_gpus(lambda model: model.get("cuda_graph_impl") not in (None, "none")),
+    loads=loads,
 )

@@ -17,7 +17,7 @@ from functools import wraps
 from typing import Any
 
 from tp_invariant_recipes.patches.patch import Function, Patch, Versions
-from tp_invariant_recipes.patches.transformer_engine import MODULE, PACKAGE, for_runs
+from tp_invariant_recipes.patches.transformer_engine import MODULE, PACKAGE, loads, on_gpus
 
 DISCUSSED = "https://github.com/NVIDIA/TransformerEngine/pull/2871"
 
@@ -122,15 +122,7 @@ def settled_parameters(op: Any, returned: Sequence[Any], accumulates: Callable[[
     return [*returned[:start], *settled_ones, *returned[start + len(weights) :]]
 
 
-DELAYED_WHY = (
-    "with delayed weight gradients and no accumulation, autograd takes a buffer before it is written as the gradient "
-    "and passes it to hooks"
-)
-OP_WHY = (
-    "with delayed weight gradients autograd gets None for a gradient in main_grad, which Megatron refuses when it "
-    "overlaps the reduction of gradients; with overwrite_main_grad the layer returns main_grad itself, which doubles it"
-)
-MLP_WHY = "the layer returns main_grad itself as the gradient of the experts' weights, which adds it to itself: doubled"
+_FUSED_OPERATIONS = on_gpus(lambda model: model.get("use_transformer_engine_op_fuser"))
 
 PATCHES = (
     Patch(
@@ -156,13 +148,13 @@ PATCHES = (
             ),
         ),
         replaces={f"{MODULE}.pytorch.module.grouped_linear:_GroupedLinear.backward": nothing_when_delayed},
-        why=DELAYED_WHY,
+        why="with delayed weight gradients and no accumulation, autograd takes a buffer before it is written as the "
+        "gradient and passes it to hooks",
         upstream=DISCUSSED,
-        concerns=for_runs(
-            lambda model: bool(
-                model.get("delay_wgrad_compute") or model.get("overlap_dispatch_backward_with_experts_wgrad")
-            )
+        reached=on_gpus(
+            lambda model: model.get("delay_wgrad_compute") or model.get("overlap_dispatch_backward_with_experts_wgrad")
         ),
+        loads=loads,
     ),
     Patch(
         name="te-grouped-op-wgrad",
@@ -179,9 +171,12 @@ PATCHES = (
             ),
         ),
         replaces={f"{MODULE}.pytorch.ops.basic.grouped_linear:GroupedLinear.fuser_backward": settled_op},
-        why=OP_WHY,
+        why="with delayed weight gradients autograd gets None for a gradient in main_grad, which Megatron refuses when "
+        "it overlaps the reduction of gradients; with overwrite_main_grad the layer returns main_grad itself, which "
+        "doubles it",
         upstream=DISCUSSED,
-        concerns=for_runs(lambda model: bool(model.get("use_transformer_engine_op_fuser"))),
+        reached=_FUSED_OPERATIONS,
+        loads=loads,
     ),
     Patch(
         name="te-grouped-mlp-wgrad",
@@ -198,8 +193,10 @@ PATCHES = (
             ),
         ),
         replaces={f"{MODULE}.pytorch.ops.fused.backward_grouped_mlp:_compute_grad_params": settled_mlp},
-        why=MLP_WHY,
+        why="the layer returns main_grad itself as the gradient of the experts' weights, which adds it to itself: "
+        "doubled",
         upstream=DISCUSSED,
-        concerns=for_runs(lambda model: bool(model.get("use_transformer_engine_op_fuser"))),
+        reached=_FUSED_OPERATIONS,
+        loads=loads,
     ),
 )

@@ -13,15 +13,9 @@ PACKAGE = "transformer-engine"
 MODULE = "transformer_engine"
 
 
-def for_runs(wants: Callable[[dict[str, Any]], bool]) -> Callable[[RunConfig | None], bool]:
-    """`Patch.concerns` of a fix for runs on a GPU whose `model` section makes `wants` true."""
-
-    def concerns(config: RunConfig | None) -> bool:
-        if config is not None and not (config.device.kind == "gpu" and wants(config.model)):
-            return False
-        return loads()
-
-    return concerns
+def on_gpus(wants: Callable[[dict[str, Any]], Any]) -> Callable[[RunConfig], bool]:
+    """`Patch.reached` of runs on a GPU whose `model` section makes `wants` true."""
+    return lambda config: config.device.kind == "gpu" and bool(wants(config.model))
 
 
 def loads() -> bool:

@@ -12,7 +12,7 @@ from tp_invariant_recipes import recipes
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.cpu_host import cpu
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.patches import bridge_helpers, registry
+from tp_invariant_recipes.patches import bridge, registry
 from tp_invariant_recipes.recipes import named, recipe
 from tp_invariant_recipes.recipes.__main__ import main, publish
 from tp_invariant_recipes.settings import conf_files
@@ -142,8 +142,8 @@ def test_bridges_runner_finds_them(bridges, tmp_path, monkeypatch, capsys):
     runpy.run_module(recipes.__name__, run_name="__main__")
     output = capsys.readouterr().out
     assert output.startswith(f"## __main__ ['--recipe', '{name}'] 36 ")
-    if bridge_helpers.PATCH.verdict().state == "applies":
-        assert output.endswith(f" {bridge_helpers.__name__}\n")
+    if bridge.HELPERS.verdict().state == "applies":
+        assert output.endswith(f" {bridge.__name__}\n")
 
 
 def test_without_a_runner_the_usage_is_reported(monkeypatch):

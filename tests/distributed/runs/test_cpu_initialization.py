@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.distributed.small_models import DENSE
-from tp_invariant_recipes.patches.bridge_cpu_weights import PATCH, drawn_on_the_cpu
+from tp_invariant_recipes.patches.bridge import CPU_WEIGHTS, drawn_on_the_cpu
 
 # The learning rate is zero, so that the master weights after the step are those before it.
 DRAWN = f"{DENSE} numerics=stock numerics.initial_weights=megatron lr=0 optimizer.min_lr=0 iters=1"
@@ -25,7 +25,7 @@ def test_weights_of_the_cpu_follow_no_layout(scenario):
 
 @pytest.mark.release
 def test_without_the_patch_the_field_is_forgotten(scenario):
-    off = scenario(DRAWN, ON_THE_CPU, f"patches.off=[{PATCH.name}]")
+    off = scenario(DRAWN, ON_THE_CPU, f"patches.off=[{CPU_WEIGHTS.name}]")
     assert masters(off("tp=1")) != masters(off("tp=2"))
     assert masters(off("tp=1")) == masters(scenario(DRAWN)("tp=1"))
 
@@ -41,7 +41,7 @@ def test_the_field_holds_while_a_model_is_built(wanted):
 
     provider = SimpleNamespace(use_cpu_initialization=wanted)
     provider.provide = lambda: built.append(provider.use_cpu_initialization)
-    (replace,) = PATCH.replaces.values()
+    (replace,) = CPU_WEIGHTS.replaces.values()
     assert replace is drawn_on_the_cpu
     replace(get_model)(provider)
     assert (built, provider.use_cpu_initialization) == ([wanted], wanted)

@@ -22,16 +22,8 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.launch import stacks
 from tp_invariant_recipes.machine import versions
-from tp_invariant_recipes.patches import (
-    bridge_helpers,
-    code,
-    core_local_names,
-    core_save,
-    core_sgd,
-    registry,
-    te_grouped_linear,
-)
-from tp_invariant_recipes.patches.patch import Function, Patch, Versions, always, within
+from tp_invariant_recipes.patches import bridge, code, core_checkpoints, registry, te_grouped_linear
+from tp_invariant_recipes.patches.patch import Function, Patch, Versions, within
 from tp_invariant_recipes.patches.te_grouped_linear import place_of_flag
 from tp_invariant_recipes.replacement import applied
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -236,7 +228,7 @@ def test_what_a_process_never_uses_is_neither_imported_nor_replaced(installs, pa
 )
 def test_a_patch_is_for_the_runs_that_reach_its_code(sections, names):
     config = RunConfig({"device": {"kind": "cpu"}, "model": {}, "optimizer": {"optimizer": "adam"}} | sections)
-    conditional = [patch for patch in registry.PATCHES if patch.concerns is not always]
+    conditional = [patch for patch in registry.PATCHES if patch.reached is not None]
     assert {patch.name for patch in conditional if patch.concerns(config)} == names
 
 
@@ -274,7 +266,7 @@ def test_local_layers_save_norms_as_transformer_engine_does(experts, latent):
     from megatron.core.models.gpt import gpt_layer_specs
 
     before = gpt_layer_specs.get_gpt_layer_local_submodules
-    with replacement.applied(core_local_names.PATCH.replacements):
+    with replacement.applied(core_checkpoints.PATCHES[-1].replacements):
         changed = gpt_layer_specs.get_gpt_layer_local_submodules
         layer = changed(num_experts=experts, multi_latent_attention=latent, normalization="RMSNorm")
     names = layer.sharded_state_dict_keys_map
@@ -403,7 +395,7 @@ MANAGER = "def get_write_results_queue(mode=None):\n    return Manager()\n"
 )
 def test_a_manager_for_every_save_is_detected_in_the_code(tmp_path, monkeypatch, source, needed):
     core(tmp_path, monkeypatch, {WRITER: source})
-    assert core_save.PATCH.verdict().state == ("applies" if needed else "not needed")
+    assert core_checkpoints.SAVE.verdict().state == ("applies" if needed else "not needed")
 
 
 @pytest.mark.parametrize(
@@ -416,13 +408,13 @@ def test_a_manager_for_every_save_is_detected_in_the_code(tmp_path, monkeypatch,
 )
 def test_compiled_helpers_without_a_makefile_are_located_in_the_folder(tmp_path, monkeypatch, files, needed):
     core(tmp_path, monkeypatch, dict.fromkeys(files, ""))
-    assert bridge_helpers.PATCH.verdict().state == ("applies" if needed else "not needed")
+    assert bridge.HELPERS.verdict().state == ("applies" if needed else "not needed")
 
 
 def test_neither_is_needed_without_megatron(monkeypatch):
     monkeypatch.setattr(code, "folder", lambda package: None)
-    assert not core_save.manager_for_every_save()
-    assert not bridge_helpers.helpers_without_makefile()
+    for patch in (core_checkpoints.SAVE, bridge.HELPERS):
+        assert patch.verdict().state == "not needed"
 
 
 @pytest.fixture
@@ -433,7 +425,7 @@ def own_queue(monkeypatch):
     for parent, _, child in (name.rpartition("."),):
         monkeypatch.setitem(sys.modules, parent, SimpleNamespace(**{child: module}))
     monkeypatch.setitem(sys.modules, name, module)
-    return core_save.queue_in_this_process(lambda: None)
+    return core_checkpoints.queue_in_this_process(lambda: None)
 
 
 def test_a_save_within_the_process_starts_no_manager(own_queue):
@@ -471,5 +463,5 @@ def test_the_manager_of_a_killed_rank_ends(own_queue):
 def test_the_state_of_sgd_is_its_momentum_and_nothing_of_other_optimizers(kind, options, buffers):
     weights = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))]
     optimizer = getattr(torch.optim, kind)(weights, lr=0.1, **options)
-    core_sgd.momentum(optimizer)
+    core_checkpoints.momentum(optimizer)
     assert [state.keys() for state in optimizer.state.values()] == [{"momentum_buffer"}] * buffers
