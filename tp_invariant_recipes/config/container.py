@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from tp_invariant_recipes.check.invariant import experts
-from tp_invariant_recipes.config.null_tokenizer import megatron_vocab_size
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, listed, refuse
 from tp_invariant_recipes.fields import catalogue
 from tp_invariant_recipes.fields.field import as_text
@@ -247,6 +246,7 @@ def _packed(parts: dict[str, Any], config: RunConfig) -> None:
 
 
 def _null_tokenizer(tokenizer: dict[str, Any]) -> None:
+    """Give Megatron-Core's NullTokenizer the size that counts the end-of-document id, its last one."""
     includes_eod = tokenizer.pop("vocab_includes_eod")
-    if tokenizer["tokenizer_type"] == "NullTokenizer":
-        tokenizer["vocab_size"] = megatron_vocab_size(tokenizer["vocab_size"], includes_eod=includes_eod)
+    if tokenizer["tokenizer_type"] == "NullTokenizer" and not includes_eod:
+        tokenizer["vocab_size"] += 1

@@ -16,9 +16,7 @@ LOGGER = section(
     otherwise=BridgeField(ANY, READS),
 )  # fmt: skip
 
-PROFILING = section(
-    otherwise=BridgeField(ANY, READS),
-)  # fmt: skip
+PROFILING = section(otherwise=BridgeField(ANY, READS))
 
 STRAGGLER = section(
     row(ANY, "straggler_ctrlr_port", READS, PORT),

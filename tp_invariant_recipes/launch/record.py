@@ -3,7 +3,6 @@
 import os
 from typing import Any
 
-from tp_invariant_recipes.config.null_tokenizer import eod_id
 from tp_invariant_recipes.config.overrides import texts
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.launch.plan import Plan, attempts_so_far
@@ -58,5 +57,5 @@ def _notes(config: RunConfig) -> dict[str, Any]:
     return notes | {
         "tokenizer.vocab_includes_eod": includes,
         "tokenizer.vocab_size": size,
-        "tokenizer.eod": eod if eod is not None else eod_id(size, includes_eod=includes),
+        "tokenizer.eod": eod if eod is not None else size - includes,
     }
