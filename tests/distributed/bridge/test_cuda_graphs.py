@@ -206,6 +206,7 @@ def test_fp8_is_a_whole_class_of_which_fields_can_be_set():
         ("qwen3_moe_toy", {"model.moe_ffn_hidden_size": 776}, "model.moe_ffn_hidden_size / etp is 776"),
         ("nemotron3_nano", {"model.tensor_model_parallel_size": 8}, "the width of Mamba's in_proj / tp is 1288"),
         ("qwen3_toy", {"model.num_attention_heads": 9, "model.kv_channels": 24}, "keys and values / tp is 600"),
+        ("qwen3_next_toy", {"model.tensor_model_parallel_size": 4}, "a gated delta net's in_proj / tp is 392"),
     ),
 )
 def test_fp8_products_have_sides_that_can_be_multiplied(model, fields, says):

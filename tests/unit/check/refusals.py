@@ -168,6 +168,11 @@ RELATIONS = Family(
         "logger.tensorboard_dir=x logging.kind=tensorboard": "logger.tensorboard_dir=x",
         "logger.wandb_exp_name=x logging.kind=wandb": "logger.wandb_exp_name=x",
         f"device.kind=cpu model.normalization=LayerNorm {CENTRED}=true": f"{CENTRED}=true: torch's LayerNorm has none",
+        **{
+            f"optimizer.optimizer=sgd {section}.use_distributed_optimizer=true": "optimizer.optimizer=sgd: "
+            "Megatron-Core's distributed optimizer has no SGD; optimizer.use_distributed_optimizer=false"
+            for section in ("optimizer", "ddp")
+        },
     },
     taken=(
         "model.num_attention_heads=16",
@@ -178,6 +183,57 @@ RELATIONS = Family(
         "model.num_attention_heads=6 model.num_query_groups=6 model.kv_channels=16",
         "logger.tensorboard_dir=x",
     ),
+)
+
+EACH = "model.num_layers=2 layers need a 0 or a 1 each"
+_NETS = "model.experimental_attention_variant=gated_delta_net model.linear_attention_freq"
+_WINDOW = "must be the tokens before and after, each at least 0, or -1 for all; model.window_size=[N,0]"
+EACH_LAYER = Family(
+    "qwen3_toy numerics=stock",
+    {
+        "model.no_rope_freq=[1]": f"model.no_rope_freq=[1]: {EACH}",
+        "model.no_rope_freq=[2,0]": f"model.no_rope_freq=[2, 0]: {EACH}",
+        "model.no_rope_freq=2 model.position_embedding_type=learned_absolute": "model.no_rope_freq: "
+        "model.position_embedding_type=learned_absolute has no rotary positions; leave it unset",
+        "model.no_rope_freq=2 model.multi_latent_attention=true": "model.no_rope_freq: multi-latent attention turns",
+        "model.num_moe_experts=8 model.moe_layer_freq=[0,1,1]": f"model.moe_layer_freq=[0, 1, 1]: {EACH}",
+        "model.num_moe_experts=8 model.moe_layer_freq=0": "model.moe_layer_freq=0: must be at least 1",
+        **{f"model.window_size=[{ends}]": f"…: {_WINDOW}" for ends in ("16,-5", "16", "-2,0")},
+        "model.window_size=[8,0] model.window_attn_skip_freq=0": "model.window_attn_skip_freq=0: must be at least 1",
+        f"{_NETS}=[1]": f"model.linear_attention_freq=[1]: {EACH}",
+        f"{_NETS}=[0,1] model.mtp_num_layers=1": "model.mtp_num_layers=1: multi-token prediction repeats the last",
+        f"{_NETS}=4 model.mtp_num_layers=1": "model.mtp_num_layers=1: multi-token prediction repeats the last",
+    },
+    taken_fields=(
+        "model.no_rope_freq=[0,1]",
+        "model.no_rope_freq=0",
+        "model.moe_layer_freq=[0,1,1]",  # it has no experts
+        f"{_NETS}=[1,0] model.mtp_num_layers=1",
+    ),
+)
+
+_POSITIONS = [f"model.position_embedding_type={kind}" for kind in ("none", "yarn", "learned_absolute")]
+GEMMA3 = Family(
+    "gemma3_toy numerics=stock",
+    own_words("Gemma 3 has rotary positions of two bases; model.position_embedding_type=rope", " ".join(_POSITIONS)),
+)
+GEMMA2 = Family("gemma2_toy numerics=stock", {}, taken_fields=_POSITIONS)
+
+_BIASES = "model.add_bias_linear=true"
+SHARED_EXPERTS, SHARED_EXPERTS_OF_MAMBA = (
+    Family(
+        f"{model} numerics=stock",
+        own_words("Megatron-Core's shared experts have no biases; model.add_bias_linear=false", _BIASES),
+    )
+    for model in ("glm45_toy", "nemotron3_nano_toy")
+)
+GROUPED_EXPERTS = Family(
+    "qwen3_moe_toy numerics=stock device=gpu cuda_graph=off",
+    {
+        f"{_BIASES} model.bias_dropout_fusion=true": f"{_BIASES}: Megatron-Core adds the bias of grouped experts by "
+        "itself; model.bias_dropout_fusion=false"
+    },
+    taken_fields=(f"{_BIASES} model.bias_dropout_fusion=false",),
 )
 
 # What Megatron-Bridge would ignore, or fail by after the start.
@@ -216,6 +272,43 @@ NUMBERS_OF_EXPERTS = Family(
         "model.num_moe_experts=0": "model.num_moe_experts=0: must be at least 1",
     },
     taken=("model.moe_router_topk=8",),
+)
+
+# Settings that would change nothing.
+WITHOUT_EFFECT = Family(
+    "qwen3_toy",
+    {
+        "logging=wandb project=y logger.wandb_project=x": "…beside logging.project=y; project=x sets both",
+        "logging=mlflow logger.mlflow_experiment=x": "…logging.project=tp-invariant-recipes; project=x sets both",
+        "tp=2 model.tensor_model_parallel_size=4": "…set the same field, model.tensor_model_parallel_size; leave one",
+        "dp=2 gbs=2 parallel.data_parallel_size=1": "…set the same field, parallel.data_parallel_size; leave one out",
+        "numerics=tree numerics.mode=stock": "…set the same field, numerics.mode; leave one out",
+        "numerics=stock model.make_vocab_size_divisible_by=384": "…pads no vocabulary whose size is set; "
+        "model.vocab_size=768",
+        "numerics=stock model.vocab_size=500 tokenizer.vocab_size=500 model.should_pad_vocab=true": "…_size=512",
+        "tp=2 numerics=stock model.vocab_size=501 tokenizer.vocab_size=501": "…or model.vocab_size=502",
+        "pp=2 gbs=2 model.virtual_pipeline_model_parallel_size=1": "…one virtual stage a rank is not interleaved",
+        "numerics=stock checkpoint.save_optim=false": "…a run could not be resumed; checkpoint.save_optim=true",
+        "numerics=stock checkpoint.save_rng=false": "…a run could not be resumed; checkpoint.save_rng=true",
+        "numerics=stock optimizer.optimizer_cpu_offload=true ledger.digests=0": "…the optimizer is on the CPU already",
+        "numerics=stock optimizer.optimizer_cpu_offload=true device=gpu": "digests: an optimizer on the CPU keeps "
+        "master weights and moments there",
+        # Of services that nothing chooses.
+        "project=ours": "project=ours: is for logging=wandb, mlflow, comet",
+        "logging=tensorboard name=a": "name=a: is for logging=wandb, mlflow, comet",
+        "logger.wandb_project=ours": "logger.wandb_project: without logging=wandb nothing reads it",
+        "logging=mlflow logger.comet_project=a": "logger.comet_project: without logging=comet",
+        "logging=comet logger.comet_experiment_name=a": "logger.comet_experiment_name=a: the run has the name",
+    },
+    taken=(
+        "logging=wandb project=y",
+        "logging=wandb logger.wandb_project=y project=y",
+        "tp=2 model.tensor_model_parallel_size=2",
+        "tp=2 tp=4",
+        "numerics=stock model.make_vocab_size_divisible_by=128",
+        "numerics=stock optimizer.optimizer_cpu_offload=true device=gpu ledger.digests=0",
+    ),
+    typed=True,
 )
 
 INVARIANCE = Family(
@@ -261,6 +354,21 @@ INVARIANCE = Family(
         "model.gtp_weight_remat_size=2": "digests: weights spread over more ranks",
     },
     or_stock=True,
+)
+
+_LAYER_NORM = "model.normalization=LayerNorm model.qk_layernorm=false"
+_LEARNED = "model.position_embedding_type=learned_absolute"
+_DEPTH = "model.mtp_num_layers=1 model.share_embeddings_and_output_weights=false"
+
+GPT = Family(
+    "qwen3_toy numerics=tree",
+    {
+        "model.normalization=LayerNorm": "of norms of queries and keys only RMSNorm is covered",
+        f"{_LAYER_NORM} {_DEPTH}": "LayerNorm is covered for GPT models without multi-token prediction",
+        f"{_LEARNED} {_DEPTH}": "learned positions are covered for GPT models of numerics=tree",
+    },
+    begins=TREE,
+    taken_fields=(_LAYER_NORM, _LEARNED),
 )
 
 # Of every section one field that depends on the layout, that nothing reads, or that tpi was not shown with.
@@ -415,6 +523,12 @@ OWN_LAYERS = Family(
     typed=True,
 )
 
+SOFT_CAPPED = Family(
+    "gemma2_toy numerics=tree",
+    {"model.attention_backend=unfused": "soft-capped attention is computed by Megatron's own products"},
+    begins=TREE,
+)
+
 YARN = Family(
     "qwen3_toy model.position_embedding_type=yarn model.yarn_rotary_scaling_factor=32.0 "
     "model.yarn_original_max_position_embeddings=16 model.yarn_beta_fast=32.0 model.yarn_beta_slow=1.0 "
@@ -463,10 +577,16 @@ DELTA_NET = Family(
 DELTA_NET_TYPED = Family(
     "qwen3_next_toy model.mtp_num_layers=null",
     {
-        "tp=2 sp=false model.num_moe_experts=null": "gated delta nets under tensor parallelism need sequence",
-        "numerics.context_shards=2": "gated delta nets and gates have no version with context shards",
+        "tp=2 sp=false model.num_moe_experts=null": f"{TREE}gated delta nets under tensor parallelism need sequence",
+        "numerics.context_shards=2": f"{TREE}gated delta nets and gates have no version with context shards",
+        "cuda_graph=te device=gpu": f"{TREE}global_aux_loss counts sequences where a captured layer cannot",
+        _LAYER_NORM: f"{TREE}LayerNorm is covered for GPT models without multi-token prediction or layers of their own",
+        f"{_LEARNED} model.qk_layernorm=false": f"{TREE}learned positions are covered for GPT models",
+        "precision=fp8_blockwise device=gpu": "the width of gated delta nets' alpha (model.linear_num_value_heads) is",
+        "seq=8 model.kv_channels=10 model.num_moe_experts=32 numerics.virtual_shards=8": "model.attention_output_gate="
+        "true: on a CPU seq * model.num_attention_heads * model.kv_channels",
     },
-    begins=TREE,
+    taken=("precision=fp8_tensorwise device=gpu",),
     typed=True,
 )
 
@@ -552,8 +672,37 @@ GRAPHS = Family(
         "cuda_graph=full cluster.environment.TPI_CHECK_PRODUCTS=1": "…TPI_CHECK_PRODUCTS=1 compares products",
     },
     begins="numerics=",
-    taken=("cuda_graph=full cp=2", "cuda_graph=te pp=2", "cuda_graph=full numerics=portable"),
+    taken=(
+        "cuda_graph=full tp=2 dp=2 gbs=4",
+        "cuda_graph=full cp=2",
+        "cuda_graph=te pp=2",
+        "cuda_graph=full numerics=portable",
+    ),
     typed=True,
+)
+
+GRAPHS_OF_EXPERTS = Family(
+    "qwen3_moe_toy device=gpu cuda_graph=full",
+    {
+        "numerics=portable": f"{PORTABLE}experts have not been captured",
+        "pp=2": f"{TREE}stages wait for each other",
+        "guard=products": f"{TREE}guard=products samples no product of experts",
+        "precision=fp8_tensorwise": f"{TREE}experts in FP8 or with biases wait",
+        "model.add_bias_linear=true": f"{TREE}experts in FP8 or with biases wait",
+        "numerics=stock": "cuda_graph=full: experts get another number of tokens at every step; "
+        "model.moe_expert_capacity_factor=1.0",
+    },
+    taken=("dp=2 ep=2 gbs=2", "cp=2 seq=256", "cuda_graph=te tp=2 ep=2"),
+    typed=True,
+)
+
+UNGROUPED_EXPERTS = Family(
+    "qwen3_moe_toy numerics=stock peft=lora checkpoint.pretrained_checkpoint=base",
+    {
+        "peft.share_expert_adapters=true": "peft.share_expert_adapters=true: experts that are not grouped have an "
+        "adapter each"
+    },
+    taken_fields=("peft.share_expert_adapters=false",),
 )
 
 SHARDS_OF_TWO = "; the largest that fits is numerics.virtual_shards=1"
@@ -701,6 +850,7 @@ PORTABLE_FIELDS = Family(
         "model.activation_func=torch.nn.functional.gelu": "of activations only SwiGLU has a portable version",
         "model.gated_linear_unit=false": "of activations only SwiGLU has a portable version",
         "model.attention_backend=unfused": "it has an attention of its own; model.attention_backend=auto",
+        _LAYER_NORM: "LayerNorm is covered by numerics=tree only; model.normalization=RMSNorm",
     },
     begins=PORTABLE,
 )
@@ -788,6 +938,7 @@ RECORDING = Family(
         "ledger.digests=-1": "ledger.digests=-1: must be 0 (never) or a number of steps",
         "ledger.state_digests=-1": "ledger.state_digests=-1: must be at least 0",
         "ledger.trace=99:101": "…the run ends at step 50; raise iters or trace less",
+        "ledger.trace='50:51'": "…the run ends at step 50; raise iters or trace less",
         "ledger.dump=[weights/x]": "…at which steps? set ledger.trace=FIRST:LAST",
         "ledger.dump=[weights/x,loss,forward/x] ledger.trace='1:1'": "…ledger.dump: loss, forward/x:",
         "ledger.dump=[weight/*,loss*,w?ights/x,forward*] ledger.trace='1:1'": "…ledger.dump: weight/*, loss*:",

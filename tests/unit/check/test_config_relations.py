@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.rules import table_problems
-from tests.trees import with_fields
-from tp_invariant_recipes.check import relations
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.data.prepared import PreparedData
@@ -25,83 +22,10 @@ def test_all_are_listed_at_once():
     assert len(refused.value.problems) >= 4
 
 
-EACH = "model.num_layers=2 layers need a 0 or a 1 each"
-_NETS = {"experimental_attention_variant": "gated_delta_net"}
-# Fields of a model of two layers, what is said.
-PATTERNS = (
-    ({"no_rope_freq": [1]}, f"model.no_rope_freq=[1]: {EACH}"),
-    ({"no_rope_freq": [2, 0]}, f"model.no_rope_freq=[2, 0]: {EACH}"),
-    (
-        {"no_rope_freq": 2, "position_embedding_type": "learned_absolute"},
-        "model.no_rope_freq: model.position_embedding_type=learned_absolute has no rotary positions; leave it unset",
-    ),
-    ({"no_rope_freq": 2, "multi_latent_attention": True}, "model.no_rope_freq: multi-latent attention turns"),
-    ({"num_moe_experts": 8, "moe_layer_freq": [0, 1, 1]}, f"model.moe_layer_freq=[0, 1, 1]: {EACH}"),
-    ({"num_moe_experts": 8, "moe_layer_freq": 0}, "model.moe_layer_freq=0: must be at least 1"),
-    ({"window_size": [16, -5]}, "model.window_size=[16, -5]: must be the tokens before and after"),
-    ({"window_size": [16]}, "model.window_size=[16]: must be the tokens before and after"),
-    ({"window_size": [-2, 0]}, "model.window_size=[-2, 0]: must be the tokens before and after"),
-    ({"window_size": [8, 0], "window_attn_skip_freq": 0}, "model.window_attn_skip_freq=0: must be at least 1"),
-    ({**_NETS, "linear_attention_freq": [1]}, f"model.linear_attention_freq=[1]: {EACH}"),
-    ({**_NETS, "linear_attention_freq": [0, 1], "mtp_num_layers": 1}, "model.mtp_num_layers=1: multi-token prediction"),
-    ({**_NETS, "linear_attention_freq": 4, "mtp_num_layers": 1}, "model.mtp_num_layers=1: multi-token prediction"),
-    ({"no_rope_freq": [0, 1]}, None),
-    ({"no_rope_freq": 0}, None),
-    ({"moe_layer_freq": [0, 1, 1]}, None),  # it has no experts
-    ({**_NETS, "linear_attention_freq": [1, 0], "mtp_num_layers": 1}, None),
-)
-
-
-@pytest.mark.parametrize("fields, says", PATTERNS)
-def test_a_pattern_says_something_of_each_layer(fields, says):
-    changed = {f"model__{name}": value for name, value in fields.items()}
-    problems = table_problems(relations, with_fields(compose("qwen3_toy", device="cpu").config, **changed))
-    assert [line.startswith(str(says)) for line in problems] == [True] * (says is not None)
-
-
-@pytest.mark.parametrize("positions", ("none", "yarn", "learned_absolute"))
-def test_gemma_3_has_rotary_positions_alone(positions):
-    """Its attention asserted in a rank. Gemma 2 reads what Megatron-Core makes."""
-    fields = {"model__position_embedding_type": positions}
-    (message,) = table_problems(relations, with_fields(compose("gemma3_toy", device="cpu").config, **fields))
-    assert message == (
-        f"model.position_embedding_type={positions}: Gemma 3 has rotary positions of two bases; "
-        "model.position_embedding_type=rope"
-    )
-    assert table_problems(relations, with_fields(compose("gemma2_toy", device="cpu").config, **fields)) == []
-
-
-@pytest.mark.parametrize("model", ("glm45_toy", "nemotron3_nano_toy"))
-@pytest.mark.parametrize("numerics", ("tree", "stock"))
-def test_shared_experts_have_no_biases(model, numerics):
-    config = compose(model, [f"numerics={numerics}"], device="cpu").config
-    assert table_problems(relations, config) == []
-    assert table_problems(relations, with_fields(config, model__add_bias_linear=True)) == [
-        "model.add_bias_linear=true: Megatron-Core's shared experts have no biases; model.add_bias_linear=false"
-    ]
-
-
-@pytest.mark.parametrize("fused, refused", ((True, True), (False, False)))
-def test_the_bias_of_grouped_experts_is_not_fused_with_dropout(fused, refused):
-    config = compose("qwen3_moe_toy", ["numerics=stock"], device="gpu").config
-    fields = {"model__add_bias_linear": True, "model__bias_dropout_fusion": fused}
-    problems = table_problems(relations, with_fields(config, **fields))
-    assert [problem.rpartition("; ")[2] for problem in problems] == ["model.bias_dropout_fusion=false"] * refused
-
-
 @pytest.mark.parametrize("model, fused", (("gpt_oss_toy", False), ("qwen3_moe_toy", True), ("qwen3_toy", True)))
 def test_dropout_is_fused_by_default_but_for_biases_of_experts(model, fused):
     """GPT-OSS's layers of Transformer Engine asserted in a rank."""
     assert compose(model, [], device="gpu").config.model["bias_dropout_fusion"] is fused
-
-
-@pytest.mark.parametrize("section", ("optimizer", "ddp"))
-def test_a_distributed_optimizer_has_no_sgd(section):
-    fields = {"optimizer__optimizer": "sgd", f"{section}__use_distributed_optimizer": True}
-    (message,) = table_problems(relations, with_fields(compose("qwen3_toy", device="cpu").config, **fields))
-    assert message.startswith(
-        "optimizer.optimizer=sgd: Megatron-Core's distributed optimizer has no SGD; optimizer.use_"
-    )
 
 
 def test_a_number_of_a_file_is_refused_beside_one_that_is_typed(tmp_path):

@@ -89,21 +89,6 @@ def test_a_secret_is_refused_without_its_value(override, says):
     assert "hunter2" not in problem
 
 
-@pytest.mark.parametrize(
-    "words, says",
-    (
-        (("project=ours",), "project=ours: is for logging=wandb, mlflow, comet"),
-        (("logging=tensorboard", "name=a"), "name=a: is for logging=wandb, mlflow, comet"),
-        (("logger.wandb_project=ours",), "logger.wandb_project: without logging=wandb nothing reads it"),
-        (("logging=mlflow", "logger.comet_project=a"), "logger.comet_project: without logging=comet"),
-        (("logging=comet", "logger.comet_experiment_name=a"), "logger.comet_experiment_name=a: the run has the name"),
-    ),
-)
-def test_what_no_service_would_read_is_refused(words, says):
-    (problem,) = problems_of(*words)
-    assert problem.startswith(says)
-
-
 def test_the_end_of_a_run_names_commands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = RunDir(places.Path("runs/a b"))
