@@ -15,7 +15,7 @@ from tp_invariant_recipes.config import hydra_tree
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError
-from tp_invariant_recipes.fields.model import EXPERTS_OFF, LATENT_OFF, LAYERS_OFF, MULTI_TOKEN_OFF
+from tp_invariant_recipes.fields.model import EXPERTS_HOW, EXPERTS_OFF, LATENT_OFF, LAYERS_OFF, MULTI_TOKEN_OFF
 
 ANYWHERE = "…"
 
@@ -432,9 +432,21 @@ EXPERTS = Family(
         "model.moe_router_load_balancing_type=[aux_loss]": "other sums stand in the router",
         "model.moe_router_dtype=fp64": "only model.moe_router_dtype=fp32 or null",
         "model.moe_token_dispatcher_type=flex": "the flex dispatcher",
-        **each(paths_in("model", EXPERTS_OFF), "1", "{} is not covered", moe_input_jitter_eps="0.5"),
+        **each(paths_in("model", EXPERTS_HOW), "1", "{0} is not covered; {0}=false"),
+        **each(
+            paths_in("model", [name for name in EXPERTS_OFF if name not in EXPERTS_HOW]),
+            "1",
+            "{} is not covered; leave it unset",
+            moe_input_jitter_eps="0.5",
+        ),
     },
     begins=TREE,
+    taken_fields=(
+        " ".join(f"model.{name}=false" for name in EXPERTS_HOW),
+        "model.moe_layer_freq=2",
+        "model.moe_layer_freq=[0,1,1,1]",
+        "model.moe_shared_expert_intermediate_size=128",
+    ),
     beside={
         "model.expert_tensor_parallel_size=2": "etp * ep * pp = 2 does not divide the 1 ranks",
         "model.expert_model_parallel_size=3": "ep=3 does not divide model.num_moe_experts=8",
@@ -649,6 +661,25 @@ LORA_TARGETS = Family(
     taken_fields=("peft.target_modules=[linear_qkv]", "peft.dim=6 peft.target_modules=[linear_proj]"),
 )
 
+LORA_OF_EXPERTS = Family(
+    "qwen3_moe_toy tp=4 numerics=stock peft=lora checkpoint.pretrained_checkpoint=base",
+    {
+        "peft.dim=6 peft.target_modules=[linear_fc2]": "tp=4 does not divide peft.dim=6, whose rows the ranks share; "
+        "peft.dim=8"
+    },
+)
+
+_DOWN = "peft.target_modules=[linear_q_down_proj,linear_q_up_proj,linear_kv_down_proj,linear_kv_up_proj,linear_proj]"
+LORA_OF_LATENTS = Family(
+    "deepseek_v3_toy tp=4 numerics=stock model.moe_router_bias_update_rate=0 peft=lora "
+    "checkpoint.pretrained_checkpoint=base",
+    {
+        f"{_DOWN} model.qk_pos_emb_head_dim=30": "tp=4 does not divide the 542 rows of an adapter of "
+        "linear_kv_down_proj; leave it out of peft.target_modules"
+    },
+    taken_fields=(_DOWN,),
+)
+
 LORA_IN_OTHER_MODES = Family(
     "qwen3_toy peft=lora checkpoint.pretrained_checkpoint=base numerics=tree",
     {
@@ -700,7 +731,8 @@ UNGROUPED_EXPERTS = Family(
     "qwen3_moe_toy numerics=stock peft=lora checkpoint.pretrained_checkpoint=base",
     {
         "peft.share_expert_adapters=true": "peft.share_expert_adapters=true: experts that are not grouped have an "
-        "adapter each"
+        "adapter each",
+        "numerics.initial_weights=invariant": "numerics.initial_weights=invariant draws adapters of linear_qkv",
     },
     taken_fields=("peft.share_expert_adapters=false",),
 )
@@ -722,6 +754,32 @@ MAMBA = Family(
     beside={f"model.{field}=9": "model.mamba_num_heads=" for field in ("mamba_num_groups", "mamba_num_heads")},
     or_stock=True,
     taken_fields=("model.hybrid_layer_pattern='M*-EM'", "model.mamba_num_groups=8"),
+)
+
+VIRTUAL_SHARDS = Family(
+    "qwen3_toy numerics=tree",
+    {
+        **{
+            f"numerics.virtual_shards={count}": f"numerics.virtual_shards={shown}: must be a power of two"
+            for count, shown in (("null", None), *((n, n) for n in (0, -2, 3, 6, 12)))
+        },
+        "model.ffn_hidden_size=192": "model.ffn_hidden_size=192: on a CPU it must be a multiple of 256; "
+        "numerics.virtual_shards=2 fits",
+        "model.ffn_hidden_size=40": "model.ffn_hidden_size=40: on a CPU it must be a multiple of 256",
+    },
+    taken_fields=(
+        "model.ffn_hidden_size=192 device.kind=gpu",
+        "model.ffn_hidden_size=192 numerics.virtual_shards=2",
+    ),
+    or_stock=True,
+)
+
+SHARDS_OF_SHARED_EXPERTS = Family(
+    "qwen3_moe_toy numerics=tree",
+    {
+        "model.moe_shared_expert_intermediate_size=64": "model.moe_shared_expert_intermediate_size=64: on a CPU it "
+        "must be a multiple of 128; numerics.virtual_shards=2 fits"
+    },
 )
 
 DATA_SHARDS = Family(
@@ -864,6 +922,10 @@ PORTABLE_EXPERTS = Family(
         "model.moe_router_load_balancing_type=seq_aux_loss": "…of balancing losses only aux_loss has a portable "
         "version",
         **{
+            f"model.moe_layer_freq={which}": "dense layers beside layers of experts have no portable version"
+            for which in ("2", "[0,1,1,1]")
+        },
+        **{
             f"model.{field}": f"…experts with model.{field.partition('=')[0]} have no portable version"
             for field in (
                 "moe_shared_expert_intermediate_size=64",
@@ -882,6 +944,7 @@ PORTABLE_EXPERTS = Family(
     begins=PORTABLE,
     beside={"model.moe_shared_expert_intermediate_size=64": "model.moe_shared_expert_intermediate_size=64: on a CPU"},
     taken=("tp=1", "tp=2", "tp=2 ep=2", "pp=2"),
+    taken_fields=("model.moe_layer_freq=[1,1,1,1]", "model.moe_layer_freq=1"),
 )
 
 BY_128 = "numerics.virtual_shards=2 cuts sums between multiples of 128"

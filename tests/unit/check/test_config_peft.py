@@ -4,7 +4,6 @@ import pytest
 
 from tests.rules import limits_of, table_problems
 from tests.trees import with_fields
-from tp_invariant_recipes.check import adapters as adapter_rules
 from tp_invariant_recipes.check import layout as layout_rules
 from tp_invariant_recipes.config import identity
 from tp_invariant_recipes.config.compose import compose
@@ -18,7 +17,6 @@ TREE = compose("qwen3_toy", [*BASE, "numerics=tree"], device="cpu").config
 MAMBA = ("nemotron3_nano_toy", ("linear_qkv", "linear_proj", "in_proj", "out_proj"))
 _LATENTS = ("linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj")
 LATENT = ("deepseek_v3_toy", _LATENTS)
-EXPERTS_TREE = compose("qwen3_moe_toy", [*BASE, "numerics=stock"], device="cpu").config
 
 
 @pytest.mark.parametrize("device", ("cpu", "gpu"))
@@ -42,22 +40,6 @@ def test_other_layers_are_covered(model, targets):
         assert [why for why in limits_of(run) if "adapter" in why] == []
     refused = limits_of(_adapting(model, *targets, peft__experts_shared_outer_loras=True))
     assert len([why for why in refused if "peft.experts_shared_outer_loras=false" in why]) == 1
-
-
-def test_ranks_share_the_rows_of_an_adapter_of_experts():
-    at = {"model__tensor_model_parallel_size": 4, "peft__dim": 6}
-    assert table_problems(adapter_rules, _adapting("qwen3_moe_toy", "linear_fc2", **at)) == [
-        "tp=4 does not divide peft.dim=6, whose rows the ranks share; peft.dim=8"
-    ]
-
-
-def test_ranks_share_the_rows_of_an_adapter_of_a_latent():
-    at = {"model__tensor_model_parallel_size": 4, "model__sequence_parallel": True}
-    assert table_problems(adapter_rules, _adapting(LATENT[0], *LATENT[1], **at)) == []
-    problems = table_problems(adapter_rules, _adapting(LATENT[0], *LATENT[1], model__qk_pos_emb_head_dim=30, **at))
-    assert problems == [
-        "tp=4 does not divide the 542 rows of an adapter of linear_kv_down_proj; leave it out of peft.target_modules"
-    ]
 
 
 @pytest.mark.parametrize(
@@ -89,13 +71,6 @@ def test_the_parameters_of_adapters_of_mamba_and_latents():
     assert adapters(ModelShape(latent), ATTENTION, 8, peft.TARGETS).total == 8 * (
         queries + keys + heads * value + hidden
     )
-
-
-def test_stock_weights_of_other_adapters_are_megatrons():
-    says = "numerics.initial_weights=invariant draws adapters of linear_qkv"
-    drawn = with_fields(EXPERTS_TREE, numerics__initial_weights="invariant")
-    assert table_problems(adapter_rules, EXPERTS_TREE) == []
-    assert [problem[: len(says)] for problem in table_problems(adapter_rules, drawn)] == [says]
 
 
 def test_without_the_section_all_weights_are_trained():

@@ -65,14 +65,17 @@ def test_a_value_that_does_as_well_is_kept(device, variable):
 
 
 @pytest.mark.parametrize("device, variable", ROWS, ids=IDS)
-def test_any_other_value_is_refused_by_name(device, variable):
+@pytest.mark.parametrize("of_cluster", (False, True))
+def test_any_other_value_is_refused_by_name(device, variable, of_cluster):
+    prefix, how = ("cluster.environment.", "leave it out") if of_cluster else ("", "unset it")
+    harmless = next((item for item in (variable.value, *variable.accepted) if item is not None), None)
+    remedy = how if harmless is None else f"{how} or set {prefix}{variable.name}={harmless}"
     for value in ("", "wrong", "NVLS", f"{variable.value} "):
-        with pytest.raises(ConfigError) as error:
-            settings(device, {variable.name: value})
-        (line,) = str(error.value).splitlines()
-        assert line.startswith(f"{variable.name}={value} in the environment: {variable.why}; unset it")
-        harmless = next((item for item in (variable.value, *variable.accepted) if item is not None), None)
-        assert line.endswith("; unset it" if harmless is None else f" or set {variable.name}={harmless}")
+        wrong, right = {variable.name: value}, {} if variable.value is None else {variable.name: variable.value}
+        with pytest.raises(ConfigError) as error:  # of no effect beside a right value of the shell, and yet wrong
+            settings(device, *((right, wrong) if of_cluster else (wrong, right)))
+        place = "" if of_cluster else " in the environment"
+        assert str(error.value) == f"{prefix}{variable.name}={value}{place}: {variable.why}; {remedy}"
 
 
 @pytest.mark.parametrize("device", DEFAULTS)

@@ -6,14 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.rules import limits_of
-from tests.trees import with_fields
 from tp_invariant_recipes.check.invariant import shards
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.fields.model import EXPERTS_HOW
 from tp_invariant_recipes.settings.run_config import RunConfig
-
-TREE = compose("qwen3_moe_toy", ["numerics=tree"], device="cpu").config
 
 
 # Without ep: test_v_of_the_models_is_the_same_in_every_layout. Toys are trained: tests/distributed/layouts.
@@ -21,21 +16,6 @@ TREE = compose("qwen3_moe_toy", ["numerics=tree"], device="cpu").config
 @pytest.mark.parametrize("layout", (("tp=2", "ep=2"), ("tp=1", "dp=2", "ep=2", "gbs=2")))
 def test_the_recipes_are_covered(model, layout):
     assert compose(model, ["numerics=tree", *layout], device="gpu").config.numerics.mode == "tree"
-
-
-def test_what_says_how_experts_are_computed_has_a_value_that_is_covered():
-    for field in EXPERTS_HOW:
-        (problem,) = limits_of(with_fields(TREE, **{f"model__{field}": True}))
-        assert problem.endswith(f"; model.{field}=false")
-        assert limits_of(with_fields(TREE, **{f"model__{field}": False})) == []
-
-
-def test_shared_experts_on_a_cpu_are_whole_vectors():
-    """As every width that is divided among ranks and followed by an activation."""
-    (problem,) = limits_of(with_fields(TREE, model__moe_shared_expert_intermediate_size=64))
-    says = "model.moe_shared_expert_intermediate_size=64: on a CPU it must be a multiple of 128"
-    assert problem == f"{says}; numerics.virtual_shards=2 fits"
-    assert limits_of(with_fields(TREE, model__moe_shared_expert_intermediate_size=128)) == []
 
 
 @given(

@@ -24,13 +24,6 @@ def test_composing_says_it_beside_the_rest():
     assert "numerics.virtual_shards=3: must be a power of two" in str(error.value)
 
 
-@pytest.mark.parametrize("shards", (None, 0, -2, 3, 6, 12, "8"))
-def test_the_number_of_shards_is_a_power_of_two(shards):
-    assert limits_of(with_fields(TREE, numerics__virtual_shards=shards)) == [
-        f"numerics.virtual_shards={shards}: must be a power of two"
-    ]
-
-
 NUMBERS = st.sampled_from((4, 6, 8, 12, 16, 24, 48))
 DIMENSIONS = st.fixed_dictionaries({f"model__{name}": NUMBERS for name in shards.SHARDED})
 
@@ -53,16 +46,6 @@ def test_shards_divide_the_model_and_ranks_divide_shards(dimensions, shards, tp)
         assert result == [
             f"tp={tp} does not divide numerics.virtual_shards={shards}; raise numerics.virtual_shards or change tp"
         ]
-
-
-def test_a_cpu_wants_whole_vectors():
-    says = "model.ffn_hidden_size=192: on a CPU it must be a multiple of 256; numerics.virtual_shards=2 fits"
-    assert limits_of(with_fields(TREE, model__ffn_hidden_size=192)) == [says]
-    assert limits_of(with_fields(TREE, model__ffn_hidden_size=192, device__kind="gpu")) == []
-    fits = with_fields(TREE, model__ffn_hidden_size=192, numerics__virtual_shards=2)
-    assert limits_of(fits) == []
-    (problem,) = limits_of(with_fields(TREE, model__ffn_hidden_size=40))
-    assert problem.endswith("must be a multiple of 256")
 
 
 def test_invariant_numerics_are_the_default_and_stock_is_asked_for():

@@ -33,13 +33,3 @@ def test_the_weights_of_its_projections():
     result = weights(compose("deepseek_v3", device="gpu").config.shape, ATTENTION)
     assert result.whole == 7168 * (1536 + 512 + 64) + 7168 + 1536 + 512
     assert result.split == 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168
-
-
-@pytest.mark.parametrize("frequency, mixed", ((2, True), ([0, 1, 1, 1], True), ([1, 1, 1, 1], False), (1, False)))
-def test_dense_layers_beside_experts_are_covered_by_tree_alone(frequency, mixed):
-    given = compose("qwen3_moe_toy", device="cpu").config
-    assert limits_of(with_fields(given, model__moe_layer_freq=frequency)) == []
-    portable = with_fields(given, model__moe_layer_freq=frequency, numerics__mode="portable")
-    says = "numerics=portable: dense layers beside layers of experts"
-    assert any(problem.startswith(says) for problem in limits_of(portable)) == mixed
-    assert limits_of(with_fields(TREE, model__moe_layer_freq=[0, 1, 1, 1])) == []
