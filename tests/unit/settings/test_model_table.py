@@ -16,7 +16,7 @@ def test_the_table_has_every_model_and_its_sentence(models_table):
         assert len(row["summary"]) <= 50, "with its name and parameters it is a line of 80 columns"
 
 
-@pytest.mark.parametrize("name", ("qwen3_toy", "deepseek_v3", "nemotron3_nano_toy", "gemma3_1b", "gpt_oss_20b"))
+@pytest.mark.parametrize("name", ("qwen3_moe_toy", "deepseek_v3", "nemotron3_nano_toy", "gemma3_1b", "gpt_oss_20b"))
 def test_a_row_is_what_the_model_composes_to(models_table, name):
     assert describe.model(name) in models_table
 
