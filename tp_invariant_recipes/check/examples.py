@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from tp_invariant_recipes.check.rule import Rule
+from tp_invariant_recipes.check.rule import Rule, value_of
 from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.settings import sft
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -19,11 +19,11 @@ def _row(
 
 
 def _downloads(config: RunConfig) -> list[str]:
-    return [f"dataset.{name}" for name in sft.DOWNLOADS if sft.field(config, name) not in (None, False)]
+    return [f"dataset.{name}" for name in sft.DOWNLOADS if config.at(f"dataset.{name}") not in (None, False)]
 
 
 def _index(config: RunConfig) -> Any:
-    return (sft.field(config, "dataset_kwargs") or {}).get(sft.INDEX)
+    return (config.at("dataset.dataset_kwargs") or {}).get(sft.INDEX)
 
 
 def _packing(config: RunConfig) -> Problem | None:
@@ -64,20 +64,20 @@ RULES = (
         head=lambda t: ", ".join(_downloads(t)),
     ),
     _row(
-        lambda t: not _downloads(t) and sft.field(t, "dataset_root") is None,
+        lambda t: not _downloads(t) and t.at("dataset.dataset_root") is None,
         f"a recipe for fine-tuning needs dataset.dataset_root=FOLDER, which has {sft.TRAINING}: an example a line",
     ),
     _row(_packing),
     _row(
-        lambda t: sft.field(t, "dataloader_type") != "batch",
+        lambda t: t.at("dataset.dataloader_type") != "batch",
         "it does not go through the examples again",
         "dataset.dataloader_type=batch",
-        head=lambda t: f"dataset.dataloader_type={sft.field(t, 'dataloader_type')}",
+        head=value_of("dataset.dataloader_type"),
     ),
     _row(_tokenizer),
     _row(_index, "the index goes to run.dir", "set run.dir=PATH", head=lambda t: f"{_INDEX}={_index(t)}"),
     _row(
-        lambda t: t.at("validation.eval_iters") and sft.field(t, "do_validation") is False,
+        lambda t: t.at("validation.eval_iters") and t.at("dataset.do_validation") is False,
         "validation.eval_iters without examples to validate",
         "dataset.do_validation=true, or validation.eval_iters=0",
     ),

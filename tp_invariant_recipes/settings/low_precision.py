@@ -42,15 +42,8 @@ def enabled(config: RunConfig) -> bool:
     return any((precision or {}).get(word) or model.get(word) for word in WORDS)
 
 
-def fields(config: RunConfig) -> dict[str, Any]:
-    """Return the fields of Bridge's MixedPrecisionConfig that the run sets; of a named recipe those of FP8, if it is
-    known.
-    """
-    return named(config.mixed_precision)
-
-
-def named(precision: Any) -> dict[str, Any]:
-    """`fields` of a section mixed_precision."""
+def fields(precision: Any) -> dict[str, Any]:
+    """Return the fields that a section mixed_precision sets; of a recipe of Bridge's those of FP8, if it is known."""
     if isinstance(precision, str):
         return NAMED.get(precision.replace("-", "_"), {})
     return precision or {}
@@ -58,7 +51,7 @@ def named(precision: Any) -> dict[str, Any]:
 
 def fp8_layers(config: RunConfig) -> Fp8Layers | None:
     """Return the FP8 products of a run with invariant numerics; None: it has none, or others than these have."""
-    values = fields(config)
+    values = fields(config.mixed_precision)
     recipe, kind = values.get("fp8_recipe", "tensorwise"), values.get("fp8")
     if not config.numerics.invariant or recipe not in RECIPES or kind not in ("hybrid", "e4m3"):
         return None

@@ -1,18 +1,23 @@
 """Sizes of a model and kinds of its layers, typed: each field of Bridge's provider that says one is read here alone."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 
 class Size:
-    """A row of a shape's table: a number of a section `model`; 0 where it says none. needed: every model has it."""
+    """A row of a shape's table: a number of a section `model`.
 
-    def __init__(self, name: str, *, needed: bool = False) -> None:
-        self.name, self.needed = name, needed
+    otherwise: the number where it says none, a function of the shape; None: every model says it.
+    """
+
+    def __init__(self, name: str, otherwise: "Callable[[ModelShape], int] | None" = lambda shape: 0) -> None:
+        self.name, self.otherwise = name, otherwise
 
     def __get__(self, shape: "ModelShape", owner: type) -> int:
-        return shape.fields[self.name] if self.needed else shape.fields.get(self.name) or 0
+        if self.otherwise is None:
+            return shape.fields[self.name]
+        return shape.fields.get(self.name) or self.otherwise(shape)
 
 
 class Flag:
@@ -35,10 +40,13 @@ class ModelShape:
 
     fields: Mapping[str, Any]
 
-    sequence = Size("seq_length", needed=True)  # tokens of a sequence
-    vocabulary = Size("vocab_size", needed=True)  # tokens that the embedding has rows for
-    hidden = Size("hidden_size", needed=True)  # features of a token between layers
-    heads = Size("num_attention_heads", needed=True)  # attention's heads of queries
+    sequence = Size("seq_length", otherwise=None)  # tokens of a sequence
+    vocabulary = Size("vocab_size", otherwise=None)  # tokens that the embedding has rows for
+    hidden = Size("hidden_size", otherwise=None)  # features of a token between layers
+    heads = Size("num_attention_heads", otherwise=None)  # attention's heads of queries
+    groups = Size("num_query_groups", lambda shape: shape.heads)  # attention's heads of keys and values
+    head_width = Size("kv_channels", lambda shape: shape.hidden // shape.heads)  # features of a head
+    ffn = Size("ffn_hidden_size", lambda shape: 4 * shape.hidden)  # features inside a dense feed-forward part
     layers = Size("num_layers")  # of a GPT model; a hybrid model has its pattern
     depths = Size("mtp_num_layers")  # of multi-token prediction
     gated = Flag("gated_linear_unit")  # whether a feed-forward part has a gate
@@ -47,6 +55,7 @@ class ModelShape:
     tied = Flag("share_embeddings_and_output_weights")  # whether the output layer has the embedding's weight
 
     experts = Size("num_moe_experts")  # of a layer
+    expert_width = Size("moe_ffn_hidden_size", lambda shape: shape.ffn)  # features inside an expert
     shared_width = Size("moe_shared_expert_intermediate_size")  # features inside the shared experts
     expert_latent = Size("moe_latent_size")  # features that experts see, if not the hidden ones
 
@@ -73,21 +82,6 @@ class ModelShape:
         return self.fields.get("hybrid_layer_pattern") or ""
 
     @property
-    def groups(self) -> int:
-        """Attention's heads of keys and values."""
-        return self.fields.get("num_query_groups") or self.heads
-
-    @property
-    def head_width(self) -> int:
-        """Features of a head."""
-        return self.fields.get("kv_channels") or self.hidden // self.heads
-
-    @property
-    def ffn(self) -> int:
-        """Features inside a dense feed-forward part."""
-        return self.fields.get("ffn_hidden_size") or 4 * self.hidden
-
-    @property
     def gates(self) -> int:
         """Matrices that a feed-forward part has before its activation."""
         return 2 if self.gated else 1
@@ -96,8 +90,3 @@ class ModelShape:
     def expert_layers(self) -> int | list[int]:
         """Which layers have experts: every nth, or a 0 or a 1 for each layer."""
         return self.fields.get("moe_layer_freq") or 1
-
-    @property
-    def expert_width(self) -> int:
-        """Features inside an expert."""
-        return self.fields.get("moe_ffn_hidden_size") or self.ffn

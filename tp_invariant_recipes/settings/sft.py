@@ -74,8 +74,3 @@ def index_folder(config: RunConfig) -> Path | None:
     dataset = config.section("dataset")
     folder = (dataset.get("dataset_kwargs") or {}).get(INDEX) if is_sft(dataset) else dataset.get("path_to_cache")
     return Path(folder) if folder else None
-
-
-def field(config: RunConfig, name: str) -> Any:
-    """Return a field of the section `dataset`; None where it is not set."""
-    return config.section("dataset").get(name)

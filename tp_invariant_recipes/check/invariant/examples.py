@@ -11,7 +11,7 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 
 
 def _options(config: RunConfig) -> Mapping[str, Any]:
-    return sft.field(config, "dataset_kwargs") or {}
+    return config.at("dataset.dataset_kwargs") or {}
 
 
 _row = partial(limit_of, lambda t: sft.is_sft(t.section("dataset")))

@@ -45,8 +45,12 @@ def _named(config: RunConfig, *words: str) -> bool:
     return any(word in name for word in words)
 
 
+def _fields(config: RunConfig) -> dict[str, Any]:
+    return low_precision.fields(config.mixed_precision)
+
+
 def _sets(*names: str) -> Test:
-    return lambda t: any(low_precision.fields(t).get(name) or t.model.get(name) for name in names)
+    return lambda t: any(_fields(t).get(name) or t.model.get(name) for name in names)
 
 
 LIMITS = (
@@ -80,11 +84,11 @@ LIMITS = (
         "mixed_precision.fp8_dot_product_attention=false, mixed_precision.fp8_multi_head_attention=false",
     ),
     _fp8(
-        lambda t: low_precision.fields(t).get("fp8_wgrad") is False,
+        lambda t: _fields(t).get("fp8_wgrad") is False,
         "weight gradients are in FP8, too", "mixed_precision.fp8_wgrad=true",
     ),
     _fp8(
-        lambda t: low_precision.fields(t).get("fp16") or not low_precision.fields(t).get("bf16", True),
+        lambda t: _fields(t).get("fp16") or not _fields(t).get("bf16", True),
         "what is not in FP8 is in bf16", "mixed_precision.bf16=true",
     ),
 )  # fmt: skip
@@ -151,7 +155,7 @@ def most_shards(model: dict[str, Any], precision: Any) -> int:
     Blockwise Mamba's dt does not count: `borders` says what to do about it.
     precision: the section mixed_precision.
     """
-    recipe = low_precision.named(precision).get("fp8_recipe")
+    recipe = low_precision.fields(precision).get("fp8_recipe")
     common = math.gcd(*summed(ModelShape(model), blocks=recipe == MXFP8).values())
     parts = common // UNITS.get(recipe or "", UNITS["tensorwise"])[0]
     return max(1, parts & -parts)
