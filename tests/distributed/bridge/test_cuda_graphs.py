@@ -176,22 +176,6 @@ def test_all_that_is_wrong_is_one_message():
     assert len(refused("qwen3_toy", "cuda_graph=te", "seq=0.5", *overrides)) == 5
 
 
-def test_a_cpu_has_neither_graphs_nor_stock_fp8():
-    stock = ("numerics=stock", "cuda_graph=te", "precision=fp8_tensorwise")
-    assert refused("qwen3_toy", *stock, device="cpu") == [
-        "cuda_graph=te: CUDA graphs need a GPU; device=gpu, or cuda_graph=off",
-        "FP8 and FP4 products need Transformer Engine on a GPU; precision=bf16, or device=gpu",
-    ]
-
-
-def test_gather_has_no_fp8():
-    fp8, way_out = refused("qwen3_toy", "numerics=gather", "precision=fp8_tensorwise")
-    assert fp8 == "numerics=gather: FP8 is covered by numerics=tree and numerics=portable only"
-    named = refused("qwen3_toy", "numerics=gather", "mixed_precision=bf16_with_fp8_current_scaling_mixed")
-    assert named == [fp8, way_out]
-    assert way_out == "or numerics=stock"
-
-
 def test_fp8_is_a_whole_class_of_which_fields_can_be_set():
     result = composed("nemotron3_nano_toy", "precision=fp8_tensorwise", "mixed_precision.fp8_wgrad=false")
     fields = ("bf16", "fp8", "fp8_recipe", "fp8_wgrad")

@@ -971,6 +971,7 @@ IN_FP8 = Family(
         "mixed_precision.fp8_wgrad=false": "…mixed_precision.fp8_wgrad=true",
         "mixed_precision.bf16=false": "…mixed_precision.bf16=true",
         "numerics=gather": "numerics=gather: FP8 is covered by numerics=tree and numerics=portable only",
+        "numerics=stock": "FP8 and FP4 products need Transformer Engine on a GPU; precision=bf16, or device=gpu",
         "precision=fp8_blockwise numerics.virtual_shards=2": f"{BY_128}: FP8 products add 128 numbers at a time (the",
         "precision=fp8_blockwise numerics.virtual_shards=2 model.kv_channels=32 model.ffn_hidden_size=384": BY_128,
         "precision=fp8_blockwise model.hidden_size=192": "model.hidden_size is 192: FP8 products add 128 numbers at a "

@@ -210,12 +210,6 @@ def test_a_job_that_can_be_submitted(fields):
     assert job_problems(**fields) == []
 
 
-@pytest.mark.parametrize("name", WRITTEN)
-def test_what_the_job_says_itself_is_no_option(name):
-    (problem,) = job_problems(slurm__options=[f"{name}=1"])
-    assert problem == f"slurm.options: {name}=1: the job says {name} itself; {WRITTEN[name]}"
-
-
 @pytest.mark.parametrize("name", ("WANDB_API_KEY", "HF_TOKEN"))
 def test_what_is_forwarded_must_be_set_and_is_not_shown(name):
     assert job_problems(cluster__forward=[name], environ={name: "hunter2"}) == []
@@ -250,10 +244,13 @@ def test_what_this_host_lacks_is_given_to_the_nodes_and_named():
     assert job_rules.unseen(job(**there, cluster__shared_files=False)) == []
 
 
-@pytest.mark.parametrize("name", STEPPED)
-def test_what_the_step_says_itself_is_no_option_of_srun(name):
-    (problem,) = job_problems(cluster__srun_options=[f"{name}=1"])
-    assert problem == f"cluster.srun_options: {name}=1: the step says {name} itself; {STEPPED[name]}"
+@pytest.mark.parametrize(
+    "key, what, names", (("slurm.options", "job", WRITTEN), ("cluster.srun_options", "step", STEPPED))
+)
+def test_what_the_job_or_its_step_says_itself_is_no_option(key, what, names):
+    for name, instead in names.items():
+        (problem,) = job_problems(**{key.replace(".", "__"): [f"{name}=1"]})
+        assert problem == f"{key}: {name}=1: the {what} says {name} itself; {instead}"
 
 
 def test_an_image_that_is_there(tmp_path: Path):
