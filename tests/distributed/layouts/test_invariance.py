@@ -19,7 +19,7 @@ IN_A_BATCH = "model.overlap_p2p_comm=false model.batch_p2p_comm=true"
 MASK = "dataset.create_attention_mask=true"  # Megatron's default; nobody reads it
 
 # All layouts of `make test` have the ledger of one run: a step of four sequences, four layers for interleaved stages.
-DENSE = f"qwen3_toy seq=32 gbs=4 {FOUR} numerics.virtual_shards=4"
+DENSE = f"qwen3_toy seq=32 gbs=4 {FOUR} numerics.virtual_shards=4 model.add_qkv_bias=true"
 SHARDS = "iters=2 numerics.data_shards=4 numerics.context_shards=2"
 VALIDATED = "validation.eval_iters=1 validation.eval_interval=1"
 ALONE = "mbs=4"

@@ -13,7 +13,7 @@ from tp_invariant_recipes.numerics.layers.norm import NormShards, rms_norm
 from tp_invariant_recipes.numerics.sums import partial_gradient
 
 SHARDS, DEGREES = 8, (1, 2, 4)
-S, B, N = 16, 2, 24
+S, B, N = 1024, 2, 24  # of few tokens, chunks of any number have one sum
 HEADS = 8
 
 

@@ -39,6 +39,13 @@ class _Interrupted(io.FileIO):
 
 
 def _print_and_be_stopped(context):
+    import yaml
+    from megatron.bridge.training import train
+
+    assert yaml.SafeDumper is yaml.CSafeDumper  # a save writes the configuration
+    sys.modules.pop("mlflow", None)
+    train.end_active_mlflow_run("KILLED")
+    assert "mlflow" not in sys.modules
     raw = _Interrupted(1, "w", closefd=False)
     sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), line_buffering=True)
     raw.context = context
