@@ -132,14 +132,20 @@ def _with_graphs(model: str, sound: Sequence[Override], composed: RunConfig, eag
     """
     why = graph_choice.why_eager(eager)
     if why is None:
+        refused: list[str] = []
+        unwanted: list[str] = []
         for option in graph_choice.OPTIONS:
             wrong: list[str] = []
             with suppress(ConfigError):  # which has its problems in `wrong` already
                 config = _adjusted(model, sound, _captured(model, sound, composed, option, wrong))
-                wrong += [*lines(check(config)), *graph_choice.beyond(config, option)]
-                if not wrong:
+                wrong += lines(check(config))
+                beyond = graph_choice.beyond(config, option)
+                if not wrong and not beyond:
                     return config, option
-            why = next(iter(wrong), f"cuda_graph={option} cannot be composed")
+                unwanted += beyond
+            refused += wrong
+        # What solves a later problem may name an option that was refused before.
+        why = next(iter([*refused, *reversed(unwanted)]), "no kind can be composed")
     return eager, f"{graph_choice.OFF}: {why}"
 
 

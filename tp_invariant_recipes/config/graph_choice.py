@@ -34,7 +34,7 @@ _FIELDS_OF_GRAPHS = ("cuda_graph", "te_rng_tracker", "check_for_nan_in")
 EAGER: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
     (lambda config: config.device.kind != "gpu", "graphs need a GPU"),
     (low_precision.enabled, "tpi captures products in FP8 or FP4 when asked; tpi audit compares them with eager ones"),
-    (peft.adapts, "tpi captures adapters when asked"),
+    (lambda config: peft.adapts(config) and not config.numerics.invariant, "tpi captures adapters when asked"),
     (lambda config: config.guard.kind == guard.SHADOW, "a captured step takes no other replica's data"),
     (lambda config: config.model.get("recompute_granularity") is not None, "tpi captures recomputation when asked"),
 )
