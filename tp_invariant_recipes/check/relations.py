@@ -8,18 +8,9 @@ from tp_invariant_recipes.check.rule import Rule, value_of
 from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.settings import peft
+from tp_invariant_recipes.settings.logging_services import SERVICES
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.values import value_text
-
-# Services that keep the curves of many runs.
-EXPERIMENTS = ("wandb", "mlflow", "comet")
-# The field of each that logging.project is.
-_PROJECTS = {"wandb": "wandb_project", "mlflow": "mlflow_experiment", "comet": "comet_project"}
-# What Bridge takes for a wish to log there, whatever `logging=` says.
-_LOGGER_FIELDS = (
-    *("wandb_project", "mlflow_experiment", "mlflow_run_name", "mlflow_tracking_uri", "mlflow_tags"),
-    *("mlflow_description", "comet_project", "comet_experiment_name", "comet_workspace", "comet_tags"),
-)
 
 # Kernels of GPUs read rows of 16 bytes, 8 numbers in bf16.
 WIDTH = 8
@@ -42,15 +33,18 @@ REPLACED = {
     "train.train_samples": _STEPS,
     "train.num_epochs": _STEPS,
 }
-_NAMED = "the run has the name of run.dir", "set name=NAME"
+
+
+def _named(kind: str) -> tuple[Callable[[RunConfig], bool], tuple[str, str]]:
+    return lambda t: t.logging.kind == kind, ("the run has the name of run.dir", "set name=NAME")
+
+
 # The same, of some runs. Path -> of which, and what to do instead.
 REPLACED_IN: dict[str, tuple[Callable[[RunConfig], bool], tuple[str, str]]] = {
     "dataset.blend": (lambda t: t.data.kind == "text", ("data=text reads data.path", "leave it out")),
     "logger.tensorboard_dir": (lambda t: t.logging.kind != "none", ("curves go to run.dir", "leave it out")),
     "logger.wandb_save_dir": (lambda t: t.logging.kind == "wandb", ("logging=wandb writes to run.dir", "leave it out")),
-    "logger.wandb_exp_name": (lambda t: t.logging.kind == "wandb", _NAMED),
-    "logger.mlflow_run_name": (lambda t: t.logging.kind == "mlflow", _NAMED),
-    "logger.comet_experiment_name": (lambda t: t.logging.kind == "comet", _NAMED),
+    **{f"logger.{service.run_name}": _named(kind) for kind, service in SERVICES.items()},
 }
 
 
@@ -65,19 +59,19 @@ def _replaced(config: RunConfig) -> list[Problem]:
 def _loggers(config: RunConfig) -> Iterator[Problem]:
     """Yield settings of services that `logging=` has not chosen, and secrets, whose values are not shown."""
     kind, project = config.logging.kind, config.logging.project
-    for service in EXPERIMENTS:
-        for name in sorted(name for name in _LOGGER_FIELDS if name.startswith(f"{service}_")):
-            if kind != service and config.at(f"logger.{name}") not in (None, [], {}):
-                yield Problem(f"logger.{name}", f"without logging={service} nothing reads it", "leave it out")
-    if kind in EXPERIMENTS:
-        field = f"logger.{_PROJECTS[kind]}"
+    for other, service in SERVICES.items():
+        for name in service.signs:
+            if kind != other and config.at(f"logger.{name}") not in (None, [], {}):
+                yield Problem(f"logger.{name}", f"without logging={other} nothing reads it", "leave it out")
+    if kind in SERVICES:
+        field = f"logger.{SERVICES[kind].project}"
         if (given := config.at(field)) != project:
             yield Problem("", f"{field}={given} beside logging.project={project}", f"project={given} sets both")
     else:
         named = {"project": project, "name": config.logging.name}
         for key, value in named.items():
             if value is not None:
-                yield Problem(f"{key}={value}", f"is for logging={', '.join(EXPERIMENTS)}")
+                yield Problem(f"{key}={value}", f"is for logging={', '.join(SERVICES)}")
 
 
 def _sizes(config: RunConfig) -> Problem | None:

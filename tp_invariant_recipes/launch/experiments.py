@@ -2,8 +2,8 @@
 
 import os
 
-from tp_invariant_recipes.check.hosts.logging_services import SERVICES
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.settings.logging_services import SERVICES
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 

@@ -3,15 +3,15 @@
 import pytest
 
 from tests.unit.check.refusals import problems_of
-from tp_invariant_recipes.check.hosts.logging_services import SERVICES, missing_package
-from tp_invariant_recipes.check.relations import EXPERIMENTS
+from tp_invariant_recipes.check.hosts.machine import RULES, PendingRun
+from tp_invariant_recipes.check.rule import broken_rules
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.launch import experiments
 from tp_invariant_recipes.runs import places
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.settings.logging_services import SERVICES
 from tp_invariant_recipes.start import needed
 
-PROJECT = {"wandb": "wandb_project", "mlflow": "mlflow_experiment", "comet": "comet_project"}
 VARIABLES = ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE", "COMET_API_KEY")
 
 
@@ -27,13 +27,13 @@ def filled(tmp_path, *words: str) -> tuple[dict, dict[str, str]]:
     return composed.config.section("logger") | fields, experiments.variables(composed.config)
 
 
-@pytest.mark.parametrize("kind", EXPERIMENTS)
+@pytest.mark.parametrize("kind", SERVICES)
 def test_project_and_name_go_where_bridge_reads_them(tmp_path, kind):
-    run_name = SERVICES[kind].run_name
+    project, run_name = SERVICES[kind].project, SERVICES[kind].run_name
     logger, _ = filled(tmp_path, f"logging={kind}")
-    assert (logger[PROJECT[kind]], logger[run_name]) == ("tp-invariant-recipes", "run")
+    assert (logger[project], logger[run_name]) == ("tp-invariant-recipes", "run")
     logger, _ = filled(tmp_path, f"logging={kind}", "project=ours", "name=first")
-    assert (logger[PROJECT[kind]], logger[run_name]) == ("ours", "first")
+    assert (logger[project], logger[run_name]) == ("ours", "first")
 
 
 def test_without_a_server_all_stays_in_the_run_directory(tmp_path, monkeypatch):
@@ -51,15 +51,14 @@ def test_without_a_server_all_stays_in_the_run_directory(tmp_path, monkeypatch):
     assert filled(tmp_path, "logging=wandb")[1] == {}
 
 
-@pytest.mark.parametrize("kind", EXPERIMENTS)
+@pytest.mark.parametrize("kind", SERVICES)
 def test_a_missing_package_is_one_sentence(monkeypatch, kind):
     config = compose("qwen3_toy", [f"logging={kind}"], device="cpu").config
-    assert missing_package(config) is None
+    assert broken_rules(PendingRun(config), RULES) == []
     monkeypatch.setattr(needed, "there", lambda module: module != SERVICES[kind].module)
-    problem = str(missing_package(config))
+    (problem,) = map(str, broken_rules(PendingRun(config), RULES))
     assert problem.startswith(f"logging={kind} needs {needed.DISTRIBUTIONS[SERVICES[kind].module]}, which")
     assert f"pip install 'tp-invariant-recipes[{SERVICES[kind].extra}]'" in problem
-    assert missing_package(compose("qwen3_toy", device="cpu").config) is None
 
 
 def test_a_command_ends_with_that_sentence(cli, tmp_path, monkeypatch, no_gpus):

@@ -381,6 +381,13 @@ def core(tmp_path, monkeypatch, files: dict[str, str]) -> None:
     monkeypatch.setattr(code, "folder", lambda package: tmp_path)
 
 
+@pytest.mark.parametrize("body, fits", (("a = 1", True), ("a = b", False), ("b = 1", False)))
+def test_a_form_has_a_text_and_lacks_another(tmp_path, monkeypatch, body, fits):
+    core(tmp_path, monkeypatch, {"file.py": f"def function():\n    {body}\ndef other():\n    a = b\n"})
+    assert code.Form("file.py", "function", has="a", lacks="b")() is fits
+    assert not code.Form("file.py", "absent", lacks="b")()
+
+
 WRITER = "dist_checkpointing/strategies/filesystem_async.py"
 MANAGER = "def get_write_results_queue(mode=None):\n    return Manager()\n"
 

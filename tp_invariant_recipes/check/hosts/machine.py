@@ -9,7 +9,6 @@ from typing import Any
 
 from tp_invariant_recipes.check.hosts import inputs
 from tp_invariant_recipes.check.hosts.inputs import Reading
-from tp_invariant_recipes.check.hosts.logging_services import missing_package
 from tp_invariant_recipes.check.rule import Rule, broken_rules
 from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.ledger.digests import MANY
@@ -20,9 +19,11 @@ from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.runs.run_dir import RunDir, free_bytes
 from tp_invariant_recipes.settings import allocation, environment
+from tp_invariant_recipes.settings.logging_services import SERVICES
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing import room
 from tp_invariant_recipes.sizing.size import parameters
+from tp_invariant_recipes.start import needed
 
 _FLA = "flash-linear-attention"  # tpi installs it nowhere
 _FUSED = "model.gradient_accumulation_fusion"
@@ -68,6 +69,15 @@ def _optimizer(config: RunConfig) -> Problem | None:
         return None
     how = f"make, or pip install {package} in a container (tpi doctor)"
     return Problem("", f"optimizer.optimizer={name} needs {package}, which is not installed: {how}")
+
+
+def _logging(config: RunConfig) -> Problem | None:
+    service = SERVICES.get(config.logging.kind)
+    if service is None or needed.there(service.module):
+        return None
+    package = f"logging={config.logging.kind} needs {needed.DISTRIBUTIONS[service.module]}"
+    how = f"pip install 'tp-invariant-recipes[{service.extra}]' (docs/logging.md)"
+    return Problem("", f"{package}, which is not installed here: {how}")
 
 
 def _apex(config: RunConfig) -> bool:
@@ -165,7 +175,7 @@ LAYERS = (
 )
 RULES: tuple[Rule[PendingRun], ...] = (
     *LAYERS,
-    _here(missing_package),
+    _here(_logging),
     Rule(_memory),
     *inputs.RULES,
     Rule(_disk),
