@@ -232,11 +232,11 @@ def _print_key(sections: Mapping[str, Any], key: str, *, as_json: bool) -> None:
 
 def _brief(config: Any, rank: int) -> str:
     """Return the short keys and groups of a run, and its memory."""
-    from tp_invariant_recipes.config import lookup
+    from tp_invariant_recipes.config.identity import flat
     from tp_invariant_recipes.config.overrides import DECIDED_BY
     from tp_invariant_recipes.settings.keys import SHORT_KEYS
 
-    values = lookup.flat(config.sections)
+    values = flat(config.sections)
     keys = {name: values[key.path] for name, key in SHORT_KEYS.items() if values.get(key.path) is not None}
     groups = {group: values.get(f"{group}.{field}") for group, field in DECIDED_BY.items()}
     precision = config.mixed_precision

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from tp_invariant_recipes.check import functions, relations, switched_off
 from tp_invariant_recipes.check.configuration import check
-from tp_invariant_recipes.config import adjusted, graph_choice, hydra_tree, lookup
+from tp_invariant_recipes.config import adjusted, graph_choice, hydra_tree
+from tp_invariant_recipes.config.identity import flat
 from tp_invariant_recipes.config.override_rules import sound_overrides
 from tp_invariant_recipes.config.overrides import Override, of_two_keys, parse, parse_all
 from tp_invariant_recipes.config.recipe_question import question, read_recipe
@@ -182,7 +183,7 @@ def _types(override: Override) -> tuple[str, ...]:
         return ("numerics.mode",)
     if not (override.group and override.path in RECIPES_OWN):
         return (override.path,)
-    return (override.path, *lookup.flat(hydra_tree.written(override.path, override.value)))
+    return (override.path, *flat(hydra_tree.written(override.path, override.value)))
 
 
 @contextmanager

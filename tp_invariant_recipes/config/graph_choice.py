@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from tp_invariant_recipes.check import guard
 from tp_invariant_recipes.check.invariant import graphs
-from tp_invariant_recipes.config import hydra_tree, lookup
+from tp_invariant_recipes.config import hydra_tree
+from tp_invariant_recipes.config.identity import flat
 from tp_invariant_recipes.config.overrides import Override, cluster_files, given
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron import families
@@ -73,7 +74,7 @@ def captured(config: RunConfig, option: str, typed: Collection[str]) -> RunConfi
     config: as composed with `cuda_graph=auto`. It is what Hydra composes with the option, where no file of the groups
     after this one sets the same fields: `files_may_set_graphs` says whether one may.
     """
-    for path, value in lookup.flat(hydra_tree.written(GROUP, option)).items():
+    for path, value in flat(hydra_tree.written(GROUP, option)).items():
         section, _, name = path.partition(".")
         if value == _GRAPHED_MODULES:
             value = cuda_graphs.graphed_modules(config.model, config.numerics.invariant)

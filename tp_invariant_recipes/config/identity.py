@@ -70,7 +70,7 @@ def of_sections(sections: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of the identity that sections of Bridge make."""
     fields = {name: sections.get(name) for name in SECTIONS}
     fields |= {name: sections[name] for name in OPTIONAL if sections.get(name) is not None}
-    return {k: v for name, part in fields.items() for k, v in _flat(name, part).items() if not _excluded(k)}
+    return {key: value for key, value in flat(fields).items() if value != {} and not _excluded(key)}
 
 
 def _excluded(key: str) -> bool:
@@ -78,7 +78,10 @@ def _excluded(key: str) -> bool:
     return listed or not catalogue.changes_bits(key)
 
 
-def _flat(prefix: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {prefix: value}
-    return {k: v for name, inner in value.items() for k, v in _flat(f"{prefix}.{name}", inner).items()}
+def flat(sections: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value of everything that is no mapping, or an empty one."""
+    fields: dict[str, Any] = {}
+    for name, value in sections.items():
+        inner = isinstance(value, Mapping) and value
+        fields |= flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+    return fields

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tp_invariant_recipes.config.identity import identity
+from tp_invariant_recipes.config.identity import flat, identity
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
 from tp_invariant_recipes.settings.nearest import nearest
@@ -48,12 +48,3 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Changed]:
         for key, in_a, in_b in pairs
         if (in_a, type(in_a)) != (in_b, type(in_b))
     ]
-
-
-def flat(sections: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value of everything that is no mapping, or an empty one."""
-    fields: dict[str, Any] = {}
-    for name, value in sections.items():
-        inner = isinstance(value, Mapping) and value
-        fields |= flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
-    return fields

@@ -414,6 +414,7 @@ SECTIONS = Family(
         "dataset.num_workers=2 dataset.pin_memory=false dataset.mmap_bin_files=false",
         "profiling.use_pytorch_profiler=true straggler.log_straggler=true logger.log_params_norm=true",
         "nvrx_straggler.enabled=false ft.enable_ft_package=false inprocess_restart.enabled=false",
+        "comm_overlap.tp_comm_overlap=false",  # of many of Bridge's recipes
     ),
 )
 

@@ -192,6 +192,7 @@ def test_flash_attn_by_the_environment(machine_with, tmp_path, monkeypatch):
     preflight_check(tmp_path, "qwen3_0p6b", "numerics=stock")
     (problem,) = preflight_problems(tmp_path, "qwen3_toy", "numerics=tree", device="cpu")
     assert problem == "NVTE_FLASH_ATTN=1 in the environment: nothing reads it with device=cpu; unset it"
-    (problem,) = preflight_problems(tmp_path, "qwen3_0p6b", "numerics=tree")
-    assert problem.startswith("NVTE_FLASH_ATTN=1 in the environment: flash-attn's backward")
-    assert problem.endswith("unset it or set NVTE_FLASH_ATTN=0, or numerics=stock")
+    for mode in ("tree", "gather"):
+        (problem,) = preflight_problems(tmp_path, "qwen3_0p6b", f"numerics={mode}")
+        assert problem.startswith("NVTE_FLASH_ATTN=1 in the environment: flash-attn's backward")
+        assert problem.endswith("unset it or set NVTE_FLASH_ATTN=0, or numerics=stock")

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.models import degree
-from tests.rules import limits_of, table_problems
+from tests.rules import limits_of
 from tests.trees import with_fields
 from tp_invariant_recipes.check.invariant import invariance
 from tp_invariant_recipes.check.rule import broken_rules
@@ -16,7 +15,7 @@ from tp_invariant_recipes.fields import catalogue
 from tp_invariant_recipes.fields import field as rows
 from tp_invariant_recipes.fields.catalogue import SECTIONS, adjustable, changes_bits, field_at
 from tp_invariant_recipes.fields.field import ANY, BOOL, NONE, NOT_SET, NUMBER, THRESHOLD, UNKNOWN
-from tp_invariant_recipes.settings import conf_files, schema
+from tp_invariant_recipes.settings import schema
 from tp_invariant_recipes.settings.tables import field_table
 
 ROWS = [
@@ -77,34 +76,6 @@ def test_a_dtype_is_the_one_of_its_name():
     for value in ("float16", "uint8", torch.float16):
         (line,) = refused("optimizer", {"exp_avg_dtype": value})
         assert line.endswith("; optimizer.exp_avg_dtype=float32 or bfloat16")
-
-
-# What a user may try, and the end of the one line about it.
-TRIED = (
-    ("optimizer", "optimizer", "soap", "optimizer.optimizer=adam or sgd or muon"),
-    ("optimizer", "optimizer_cpu_offload", True, "optimizer.optimizer_cpu_offload=false"),
-    ("optimizer", "exp_avg_sq_dtype", "uint8", "optimizer.exp_avg_sq_dtype=float32 or bfloat16"),
-    ("optimizer", "soap_precondition_frequency", 2, "optimizer.soap_precondition_frequency=1"),
-    ("ddp", "average_in_collective", True, "ddp.average_in_collective=false"),
-    ("ddp", "grad_reduce_in_fp32", False, "ddp.grad_reduce_in_fp32=true"),
-    ("ddp", "nccl_ub", True, "ddp.nccl_ub=false"),
-    ("ddp", "use_megatron_fsdp", True, "ddp.use_megatron_fsdp=false"),
-    ("ddp", "fp8_param_gather", True, "ddp.fp8_param_gather=false"),
-    ("ddp", "align_param_gather", True, "ddp.align_param_gather=false"),
-    ("ddp", "a_field_of_a_later_release", 1, "leave ddp.a_field_of_a_later_release unset"),
-    ("optimizer", "a_field_of_a_later_release", None, "leave optimizer.a_field_of_a_later_release unset"),
-)
-
-
-@pytest.mark.parametrize("mode", ("tree", "gather"))
-def test_all_that_is_not_allowed_is_one_list(mode):
-    fields = {f"{section}__{field}": value for section, field, value, _ in TRIED}
-    problems = table_problems(invariance, with_fields(TREE, numerics__mode=mode, **fields))
-    assert len(problems) == len(TRIED) + 1
-    assert problems[-1] == "or numerics=stock"
-    for _, _, _, ends in TRIED:
-        assert [p for p in problems if p.startswith(f"numerics={mode}: ") and p.endswith(ends)], ends
-    assert table_problems(invariance, with_fields(TREE, numerics__mode="stock", **fields)) == []
 
 
 def test_what_a_recipe_is_adjusted_to_is_allowed():
@@ -172,18 +143,3 @@ def test_a_field_without_bits_only_reads_or_moves_or_waits():
     for key in ("optimizer.lr", "train.global_batch_size", "train.a_field_of_a_later_release", "model.hidden_size"):
         assert changes_bits(key)
     assert changes_bits("dataset.dataset_kwargs.pad_to_max_length")
-
-
-@pytest.mark.release  # in `make test`: each model of test_config_compose.py composes, which asks the same lists
-@pytest.mark.parametrize("model", conf_files.groups()["model"])
-@pytest.mark.parametrize("device", ("cpu", "gpu"))
-def test_every_run_of_conf_is_allowed(model, device):
-    tree = compose(model, [f"numerics.virtual_shards={degree(model)}"], device=device).config
-    assert [line for section in SECTIONS for line in refused(section, tree.section(section))] == []
-
-
-def test_overlapped_collectives_have_a_sectionof_their_own():
-    (problem,) = limits_of(TREE.with_fields("comm_overlap", tp_comm_overlap=True))
-    assert problem.endswith("; comm_overlap.tp_comm_overlap=false")
-    # Of a section that many of Bridge's recipes have. What it then overlaps by itself is of data-parallel ranks.
-    assert limits_of(TREE.with_fields("comm_overlap", tp_comm_overlap=False)) == []

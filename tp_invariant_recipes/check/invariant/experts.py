@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from tp_invariant_recipes.check.invariant.limit import has, lacks, limit_of, uncaptured, uncut
+from tp_invariant_recipes.check.invariant.limit import has, lacks, limit_of, name_of, uncaptured, uncut
 from tp_invariant_recipes.cpu_host.vectors import VECTORS
 from tp_invariant_recipes.fields.model import EXPERTS_HOW, EXPERTS_OFF
 from tp_invariant_recipes.numerics import mode
@@ -39,14 +39,9 @@ def mixed(config: RunConfig) -> bool:
 
 
 def _of_experts(config: RunConfig) -> str | None:
-    """Return the activation's name in numerics/layers/experts/experts.py.
-
-    `activation_func` is a name, in a plain program a function.
-    """
-    function = config.model.get("activation_func")
-    name = function if isinstance(function, str) else getattr(function, "__name__", "")
+    """Return the activation's name in numerics/layers/experts/experts.py."""
     kinds = {("silu", True): "swiglu", ("quick_gelu", True): "swiglu", ("squared_relu", False): "squared_relu"}
-    return kinds.get((name.rpartition(".")[2], config.shape.gated))
+    return kinds.get((name_of(config.model.get("activation_func")), config.shape.gated))
 
 
 # Settings that a model with experts must not have, and the reason.

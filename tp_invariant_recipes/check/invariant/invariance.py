@@ -1,7 +1,6 @@
 """The limits of the invariant numerics."""
 
 from functools import partial
-from typing import Any
 
 from tp_invariant_recipes.check.invariant import (
     delta_net,
@@ -19,7 +18,7 @@ from tp_invariant_recipes.check.invariant import (
     portable,
     shards,
 )
-from tp_invariant_recipes.check.invariant.limit import cuts_sequences, has, lacks, limit, limit_of, uncut
+from tp_invariant_recipes.check.invariant.limit import cuts_sequences, has, lacks, limit, limit_of, name_of, uncut
 from tp_invariant_recipes.check.rule import Rule
 from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.fields import catalogue
@@ -136,7 +135,7 @@ LIMITS = (
         "weights spread over more ranks are not covered", "model.gtp_weight_remat_size=1",
     ),
     limit(
-        lambda t: _name(t.model.get("attention_backend") or "auto") not in ATTENTION_BACKENDS,
+        lambda t: name_of(t.model.get("attention_backend") or "auto") not in ATTENTION_BACKENDS,
         f"of attention only {', '.join(ATTENTION_BACKENDS[:-1])} and {ATTENTION_BACKENDS[-1]} are covered",
         "model.attention_backend=auto",
     ),
@@ -146,7 +145,7 @@ LIMITS = (
     ),
     _sinks(*uncut("attention sinks have")),
     limit(  # as seen on an H100: TE 2.20 and cuDNN 9.19 have none that is deterministic
-        lambda t: t.model.get("softmax_type") == "learnable" and _name(t.model.get("attention_backend")) == "fused",
+        lambda t: t.model.get("softmax_type") == "learnable" and name_of(t.model.get("attention_backend")) == "fused",
         "Transformer Engine has no deterministic fused attention with sinks", "model.attention_backend=auto",
     ),
     _sinks(
@@ -168,11 +167,6 @@ LIMITS = (
         "the fused cross entropy would bypass the invariant one", "model.cross_entropy_loss_fusion=false",
     ),
 )  # fmt: skip
-
-
-def _name(value: Any) -> str:
-    """Of a backend: as text in a tree, an enumeration in Megatron's configuration."""
-    return getattr(value, "name", value)
 
 
 def _unknown(config: RunConfig) -> list[Problem]:

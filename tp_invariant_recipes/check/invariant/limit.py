@@ -42,6 +42,12 @@ def has(field: str) -> Test:
     return lambda t: t.model.get(field)
 
 
+def name_of(value: Any) -> str:
+    """Return the last part of the name of a function or an enumeration: text in a tree, the object elsewhere."""
+    text = value if isinstance(value, str) else getattr(value, "__name__", getattr(value, "name", ""))
+    return str(text).rpartition(".")[2]
+
+
 def uncut(what: str) -> tuple[Test, str, str]:
     """Of what takes whole sequences. what: with its verb, such as "LoRA has"."""
     return cuts_sequences, f"{what} no version with context shards", "cp=1, and leave numerics.context_shards out"

@@ -1,9 +1,8 @@
 """The limits of numerics=portable: what is not stated to the last bit, beyond what no invariant mode covers."""
 
 from functools import partial
-from typing import Any
 
-from tp_invariant_recipes.check.invariant.limit import cuts_sequences, has, limit_of
+from tp_invariant_recipes.check.invariant.limit import cuts_sequences, has, limit_of, name_of
 from tp_invariant_recipes.numerics.megatron.spec import layers_alike
 from tp_invariant_recipes.settings import low_precision
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -14,12 +13,6 @@ ATTENTION_BACKENDS = ("auto", "local")
 
 def _is_portable(config: RunConfig) -> bool:
     return config.numerics.arithmetic is not None and config.numerics.arithmetic.any_machine
-
-
-def _name(value: Any) -> str:
-    """Of a function or an enumeration: as text in a tree, the object elsewhere."""
-    text = value if isinstance(value, str) else getattr(value, "__name__", getattr(value, "name", ""))
-    return str(text).rpartition(".")[2]
 
 
 _row = partial(limit_of, _is_portable)
@@ -76,7 +69,7 @@ LIMITS = (
     ),
     _row(cuts_sequences, "cp has no portable version", "cp=1, and leave numerics.context_shards out"),
     _row(
-        lambda t: _name(t.model.get("activation_func")) != "silu" or not t.shape.gated,
+        lambda t: name_of(t.model.get("activation_func")) != "silu" or not t.shape.gated,
         "of activations only SwiGLU has a portable version",
         "model.activation_func=torch.nn.functional.silu, model.gated_linear_unit=true",
     ),
@@ -91,7 +84,7 @@ LIMITS = (
         "model.position_embedding_type=rope, model.rotary_interleaved=false",
     ),
     _row(
-        lambda t: _name(t.model.get("attention_backend") or "auto") not in ATTENTION_BACKENDS,
+        lambda t: name_of(t.model.get("attention_backend") or "auto") not in ATTENTION_BACKENDS,
         "it has an attention of its own", "model.attention_backend=auto",
     ),
     _row(
