@@ -1,10 +1,11 @@
 """Core attention by shards of heads on this GPU: one result for every tp, and what a launch for all shards computes.
 
+With sinks, windows and both too.
+
 Run with -s for a table of the backends: for every shape and tp, the tensors whose bits one launch of all heads of a
 rank changes against one launch for each shard.
 """
 
-import time
 from importlib.util import find_spec
 from itertools import pairwise
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import torch
 from tests.gpu.operands import normal_on_gpu
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.numerics.layers import attention as attentions
-from tp_invariant_recipes.numerics.layers.attention import TENSORS, Operands, attention, outcome, same
+from tp_invariant_recipes.numerics.layers.attention import GRADIENTS, TENSORS, Operands, outcome, same
 from tp_invariant_recipes.numerics.megatron import replacements
 from tp_invariant_recipes.numerics.megatron.attention.core_attention import backend_in_force
 from tp_invariant_recipes.numerics.products.probe import cancelling_attention
@@ -32,7 +33,13 @@ SHARDS = 8
 NUMERICS = NumericsSettings(virtual_shards=SHARDS)
 DEGREES = (1, 2, 4, 8)
 # Heads, query groups, width of a head.
-MODELS = {"qwen3_toy": (8, 8, 16), "qwen3_0p6b": (16, 8, 128), "qwen3_8b": (32, 8, 128)}
+SIZES = {"qwen3_toy": (8, 8, 16), "qwen3_0p6b": (16, 8, 128), "qwen3_8b": (32, 8, 128), "gpt_oss": (64, 8, 64)}
+MODELS = [model for model in SIZES if model != "gpt_oss"]  # whose attention has no other kind
+KINDS = {
+    "sinks": {"softmax_type": "learnable"},
+    "window": {"window_size": (127, 0)},
+    "both": {"softmax_type": "learnable", "window_size": (127, 0)},
+}
 SWITCHES = {"flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "NVTE_UNFUSED_ATTN"}
 BACKENDS = (
     "fused",
@@ -49,9 +56,9 @@ def _fresh(monkeypatch):
 
 @pytest.fixture
 def core(monkeypatch):
-    """(backend, model, degree) → Megatron's module of one rank of tp=degree, invariant."""
+    """(backend, model, degree, fields of a kind) → Megatron's module of one rank of tp=degree, invariant."""
 
-    def make(backend: str, model: str, degree: int):
+    def make(backend: str, model: str, degree: int, **kind):
         from megatron.core.transformer import TransformerConfig
         from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
@@ -60,15 +67,14 @@ def core(monkeypatch):
         for name, variable in SWITCHES.items():
             monkeypatch.setenv(variable, str(int(name == backend)))
         _select_anew()
-        heads, groups, width = MODELS[model]
+        heads, groups, width = SIZES[model]
         config = TransformerConfig(
             num_layers=1, hidden_size=1024, num_attention_heads=heads // degree, num_query_groups=groups // degree,
             kv_channels=width, attention_dropout=0.0, bf16=True, params_dtype=torch.bfloat16,
-            attention_backend=AttnBackend[backend], deterministic_mode=True,
+            attention_backend=AttnBackend[backend], deterministic_mode=True, **kind,
         )  # fmt: skip
-        module = InvariantTEDotProductAttention(
-            config, 1, AttnMaskType.causal, "self", pg_collection=SimpleNamespace(tp=None, cp=None)
-        )
+        alone = SimpleNamespace(tp=None, cp=None)
+        module = InvariantTEDotProductAttention(config, 1, AttnMaskType.causal, "self", pg_collection=alone).cuda()
         # A rank of tp=degree, with nobody to talk to: attention has no sum across ranks.
         module.mesh = VirtualMesh(SHARDS // degree, 1, 0)
         return module
@@ -91,7 +97,7 @@ def mask():
 
 def operands(model, length, values):
     """Query, key, value and the output's gradient, of all heads."""
-    heads, groups, width = MODELS[model]
+    heads, groups, width = SIZES[model]
     made = [normal_on_gpu(length, 1, n, width, dtype=torch.bfloat16) for n in (heads, groups, groups, heads)]
     if values == "cancelling":
         cancelling_attention(*made, torch.Generator("cuda").manual_seed(1), late=True)
@@ -111,30 +117,58 @@ def of_rank(made, degree, rank):
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("backend", ("fused", "unfused"))
 def test_one_result_for_every_tp(core, backend, model, length, values):
-    """Output and gradients of all heads, with the ranks' slices put together, and what each rank decided."""
-    made = operands(model, length, values)
+    _assert_one_result(lambda degree: core(backend, model, degree), backend, operands(model, length, values))
+
+
+@pytest.mark.parametrize("length", (512, 2048))
+@pytest.mark.parametrize(
+    "backend, kind",
+    # Transformer Engine 2.20 has no deterministic fused attention with sinks (check/invariant/invariance.py).
+    (("fused", "window"), *(("unfused", kind) for kind in KINDS)),
+)
+def test_sinks_and_windows_have_one_result_for_every_tp(core, backend, kind, length):
+    made, sinks = operands("gpt_oss", length, "normal"), torch.randn(64, device="cuda")
+    _assert_one_result(lambda degree: core(backend, "gpt_oss", degree, **KINDS[kind]), backend, made, sinks)
+
+
+def _assert_one_result(make, backend, made, sinks=None):
+    """Output and gradients of all heads and sinks, with the ranks' slices put together; prints what ranks decided."""
     results = {}
     for degree in DEGREES:
-        module = core(backend, model, degree)
-        ranks = [_live(module, of_rank(made, degree, rank)) for rank in range(degree)]
-        results[degree] = [
-            torch.cat(parts, dim) for parts, dim in zip(zip(*ranks, strict=True), (-1, 2, 2, 2), strict=True)
-        ]
+        module, ranks = make(degree), []
+        for rank in range(degree):
+            for weight in module._sinks():
+                weight.data.copy_(sinks.chunk(degree)[rank].view_as(weight))
+            ranks.append(_live(module, of_rank(made, degree, rank)))
+        dims = (-1, 2, 2, 2, *(0 for _ in module._sinks()))
+        results[degree] = [torch.cat(parts, dim) for parts, dim in zip(zip(*ranks, strict=True), dims, strict=True)]
         assert module.backend().split()[0] == backend
     decided = [(case[0], exact) for case, exact in attentions._batched_is_exact.items()]
-    print(f"\n{backend} {model} {length} tokens, {values}: {decided} (shards, one launch)")
+    print(f"\n{backend}, {len(made[0])} tokens: {decided} (shards, one launch)")
+    names = ("output", *GRADIENTS)[: len(dims)]
     for first, other in pairwise(DEGREES):
         differ = [
-            name for name, a, b in zip(TENSORS, results[first], results[other], strict=True) if not same((a,), (b,))
+            name for name, a, b in zip(names, results[first], results[other], strict=True) if not same((a,), (b,))
         ]
         assert not differ, (first, other)
 
 
 def _live(module, slices):
     query, key, value, gradient = slices
-    leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-    out = module(*leaves, *mask())
-    return out.detach(), *torch.autograd.grad(out, leaves, gradient.reshape(out.shape))
+    inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+    out = module(*inputs, *mask())
+    return out.detach(), *torch.autograd.grad(out, [*inputs, *module._sinks()], gradient.reshape(out.shape))
+
+
+def test_sinks_count(core):
+    """The control: a launch reads the sinks that it is given."""
+    module, made = core("unfused", "gpt_oss", 1, **KINDS["sinks"]), operands("gpt_oss", 256, "normal")
+    (weight,) = module._sinks()
+    results = []
+    for score in (0.0, 4.0):
+        weight.data.fill_(score)
+        results.append(_live(module, made)[:1])
+    assert not same(*results)
 
 
 @pytest.mark.parametrize("values", ("normal", "wide", "cancelling"))
@@ -242,21 +276,3 @@ def test_the_ledger_names_what_runs(core, backend):
     _live(module, of_rank(operands("qwen3_8b", 2048, "normal"), 4, 0))
     assert named == module.backend()
     assert named.split()[0] == backend
-
-
-def test_host_time_of_a_decided_call(core):
-    """Printed, not judged: microseconds of the host that the wrapper adds to a launch."""
-    module = core("fused", "qwen3_0p6b", 1)
-    made = operands("qwen3_0p6b", 2048, "normal")[:3]
-    for name, call in (
-        ("invariant", lambda: attention(module, *made, mask(), SHARDS)),
-        ("plain", lambda: module.launch(*made, mask())),
-    ):
-        call()
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for _ in range(200):
-            call()
-        spent = (time.perf_counter() - started) / 200 * 1e6
-        torch.cuda.synchronize()
-        print(f"\n{name}: {spent:.1f} µs")

@@ -1,14 +1,11 @@
 """Kernels on one GPU: what a rank with all shards computes is what ranks with some of them compute, bit for bit."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from tests.gpu.operands import normal_on_gpu
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels import causal_conv, cross_entropy, rms_norm, row_add, row_sum, token_sum, tree_add
-from tp_invariant_recipes.kernels.products.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.numerics.products import defined
 from tp_invariant_recipes.numerics.products.product import product
 from tp_invariant_recipes.portable.ieee import attention_triton as ieee_attention_triton
@@ -166,30 +163,6 @@ SHAPES = (
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("degree", (1, 2, 4))
-def test_product_of_slices_is_that_of_copies(monkeypatch, shape, degree, dtype):
-    """Slices of operands and outputs that hold 4/degree shards; adding in place."""
-    monkeypatch.setattr(defined, "_cublas_is_exact", {})
-    tokens, k, n = shape
-    held = 4 // degree
-    x, w = normal_on_gpu(tokens, held * k, dtype=dtype), normal_on_gpu(n, held * k, dtype=dtype)
-    y = torch.zeros(tokens, held * n, dtype=dtype, device="cuda")
-    first, second = slice(0, k), slice((held - 1) * k, held * k)
-    plain = fixed_tile_product(x[:, second].clone(), w[:, second].clone().t(), torch.empty_like(y[:, -n:]))
-    assert same_bits(product(x[:, second], w[:, second].t(), y[:, -n:]), plain)
-    node = torch.empty(tokens, n, device="cuda")
-    a, b = (torch.empty_like(node) for _ in range(2))
-    for columns, out in ((first, a), (second, b)):
-        product(x[:, columns].contiguous(), w[:, columns].contiguous().t(), out)
-    product(x[:, first], w[:, first].t(), node)
-    product(x[:, second], w[:, second].t(), node, add=True)
-    assert same_bits(node, a + b)
-    decided = dict(defined._cublas_is_exact)
-    print(sum(decided.values()), "of", len(decided), "kinds of product by cuBLAS")
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_trial_takes_cublas(monkeypatch, dtype):
     """For shards of a model, without gaps and not added to anything: a trial that always refuses fails here."""
     monkeypatch.setattr(defined, "_cublas_is_exact", {})
@@ -202,28 +175,6 @@ def test_the_trial_takes_cublas(monkeypatch, dtype):
     assert len(decided) == len(SHAPES) * (1 if dtype == torch.float32 else 2)
     assert any(decided.values())
     assert dtype == torch.float32 or all(decided.values())
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_trial_refuses_another_order(monkeypatch, dtype):
-    """A trial that always agrees fails here: the library adds two halves of k."""
-    monkeypatch.setattr(defined, "_cublas_is_exact", {})
-    whole = defined.CUBLAS.compute
-
-    def in_halves(a, b, out, add):
-        half = a.shape[1] // 2
-        whole(a[:, half:].contiguous(), b[half:].contiguous(), out, add)
-        return whole(a[:, :half].contiguous(), b[:half].contiguous(), out, True)
-
-    monkeypatch.setattr(defined, "CUBLAS", replace(defined.CUBLAS, compute=in_halves))
-    x, w, out = (
-        normal_on_gpu(128, 512, dtype=dtype),
-        normal_on_gpu(96, 512, dtype=dtype),
-        torch.empty(128, 96, device="cuda"),
-    )
-    product(x, w.t(), out)
-    assert set(defined._cublas_is_exact.values()) == {False}
-    assert same_bits(out, fixed_tile_product(x, w.t(), torch.empty_like(out)))
 
 
 @pytest.mark.parametrize("rows", (70_000, 300_000))

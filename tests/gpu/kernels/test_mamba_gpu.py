@@ -9,10 +9,8 @@ from tests.distributed.ranks import joined
 from tests.operands import same_bits
 from tp_invariant_recipes.cpu_host.stand_ins import mamba as twin
 from tp_invariant_recipes.kernels import causal_conv, group_norm
-from tp_invariant_recipes.kernels.products.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.numerics.layers import mamba
 from tp_invariant_recipes.numerics.megatron.init import place
-from tp_invariant_recipes.numerics.products.product import product
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 pytestmark = pytest.mark.gpu
@@ -70,23 +68,6 @@ def test_norm_of_a_slice_is_the_slice_of_it(dtype, rows, groups, width):
     for a, b in zip(result[:3], expected[:3], strict=True):
         _near(a, b, 1e-5 if dtype == torch.float32 else 1e-2)
     _near(result[3].sum(1), expected[3].sum(1), 1e-4)
-
-
-# Rows of one shard of Nemotron-3-Nano's z, x, B, C and dt, V = 8.
-IN_PROJ = (512, 512, 128, 128, 8)
-
-
-@pytest.mark.parametrize("held", (1, 2, 8))
-def test_products_of_segments_of_unlike_sizes_are_those_of_their_shards(held):
-    """in_proj, forward and weight gradient, of a rank with `held` shards."""
-    tokens, k = 2048, 2688
-    sizes = tuple(size for size in IN_PROJ for _ in range(held))
-    x, weight = _random(tokens, k, dtype=torch.bfloat16), _random(sum(sizes), k, dtype=torch.bfloat16, seed=1)
-    y = product(x, weight.t(), x.new_empty(tokens, sum(sizes)), columns=sizes)
-    dw = product(y.t(), x, torch.zeros(weight.shape, device="cuda"), rows=sizes, add=True)
-    for part, mine, rows in zip(y.split(sizes, 1), dw.split(sizes), weight.split(sizes), strict=True):
-        assert same_bits(part.contiguous(), fixed_tile_product(x, rows.clone().t(), torch.empty_like(part)))
-        assert same_bits(mine, fixed_tile_product(part.clone().t(), x, torch.zeros_like(mine), add=True))
 
 
 # --- the mixer, without its projections ---
