@@ -24,6 +24,7 @@ import torch
 
 from tests.forks import Process, Tpi, end_with_parent
 from tp_invariant_recipes.launch import local, ranks
+from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.settings import environment
 from tp_invariant_recipes.start import bridge
@@ -47,6 +48,17 @@ WITH_GLOO = (
     "ddp.overlap_param_gather=false",
     "optimizer.overlap_param_gather=false",
 )
+# A small model with experts, of sizes that all kernels take; iters and gbs are to be added.
+EXPERTS = (
+    "qwen3_moe_toy seq=128 model.num_layers=2 model.hidden_size=256 model.num_attention_heads=8 "
+    "model.num_query_groups=8 model.kv_channels=32 model.ffn_hidden_size=256 model.moe_ffn_hidden_size=128 "
+    "model.vocab_size=512"
+)
+
+
+def folder_of(name: str) -> str:
+    """The run directory's name for the name of a run in a test."""
+    return name.replace(" ", "-").replace("=", "")
 
 
 @dataclass(frozen=True)
@@ -124,6 +136,11 @@ class Trained:
             pytest.skip(f"needs more than {torch.cuda.device_count()} GPUs")
         assert self.ended[name] is None, self.ended[name]
         return self.folder / name
+
+    def ledger(self, name: str) -> tuple:
+        """The header and the steps of a training that a test names so."""
+        ledger = read(self(folder_of(name)))
+        return ledger.header, list(ledger.steps)
 
 
 def marks() -> list[pytest.MarkDecorator]:

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from tests.gpu.commands import steps, tpi
 from tp_invariant_recipes.runs import checkpoints
 
 pytestmark = pytest.mark.gpu
@@ -26,15 +27,6 @@ RUN = (
     "model.num_layers=8",
 )
 ASYNC = ("checkpoint.async_save=true", "checkpoint.async_strategy=mcore", "checkpoint.fully_parallel_save=true")
-
-
-def tpi(folder, *arguments: str) -> subprocess.CompletedProcess:
-    words = [sys.executable, "-m", "tp_invariant_recipes", *arguments]
-    return subprocess.run(words, cwd=folder, capture_output=True, text=True)
-
-
-def ledger(run) -> list[bytes]:
-    return (run / "ledger.jsonl").read_bytes().split(b"\n")[1:]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +47,7 @@ def runs(tmp_path_factory):
 
 
 def test_the_ledger_is_that_of_the_synchronous_run(runs):
-    assert ledger(runs / "async") == ledger(runs / "sync")
+    assert steps(runs, "async") == steps(runs, "sync")
 
 
 def test_every_save_is_finished_and_hashed_where_it_was_written(runs):
@@ -76,7 +68,7 @@ def test_a_resumed_run_has_the_same_bits(runs, step):
     shutil.copytree(runs / "async", runs / f"from-{step}")
     done = tpi(runs, "train", "--resume", f"from-{step}", f"checkpoint.ckpt_step={step}")
     assert done.returncode == 0, done.stderr
-    assert ledger(runs / f"from-{step}") == ledger(runs / "sync")
+    assert steps(runs, f"from-{step}") == steps(runs, "sync")
     assert json.loads((runs / f"from-{step}" / "run.json").read_text())["attempts"][1]["from_step"] == step
 
 
@@ -110,7 +102,7 @@ def test_a_killed_run_leaves_no_writer_and_no_manifest_of_an_unfinished_save(run
     assert 8 not in [item.step for item in checkpoints.finished(runs / "killed" / "checkpoints")]
     done = tpi(runs, "train", "--resume", "killed")
     assert done.returncode == 0, done.stderr
-    assert ledger(runs / "killed") == ledger(runs / "sync")
+    assert steps(runs, "killed") == steps(runs, "sync")
 
 
 def _processes_with(mark: str) -> list[str]:

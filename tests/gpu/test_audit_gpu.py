@@ -2,18 +2,14 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.gpu.commands import tpi
 from tp_invariant_recipes.patches import te_grouped_linear
 
 pytestmark = pytest.mark.gpu
 
-ROOT = Path(__file__).parents[2]
 TOY = ("qwen3_toy", "gbs=4", "seq=128")
 NEMOTRON = (
     "nemotron3_nano_toy",
@@ -30,13 +26,7 @@ WITHOUT_THE_FIX = f"patches.off=[{te_grouped_linear.PATCH.name}]"
 
 def audit(folder, *arguments: str) -> tuple[int, dict, str]:
     """Exit status, what was found (nothing if it is 2), and what was said."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tp_invariant_recipes", "audit", *arguments, "--dir", "audit", "--json"],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-    )
+    done = tpi(folder, "audit", *arguments, "--dir", "audit", "--json")
     return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
 
 

@@ -5,7 +5,7 @@ Two ranks share a GPU, by Gloo, where there is one (side_by_side.py).
 
 import pytest
 
-from tests.distributed.scenario import unequal
+from tests.distributed.scenario import STOCK, unequal
 from tests.gpu.side_by_side import Run, Trained, gpus_for, marks
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.open import read
@@ -35,12 +35,11 @@ GRAPHS = {
     "full": f"{_NEXT} model.num_moe_experts=null model.moe_ffn_hidden_size=null "
     "model.moe_shared_expert_intermediate_size=null",
 }
-STOCK = "tp=1 numerics=stock numerics.initial_weights=invariant numerics.virtual_shards=null"
 
 
 def _control(family):
     """Stock; of gated delta nets other shards, which are other sums: stock needs a package that tpi lacks."""
-    return "tp=1 numerics.virtual_shards=2" if family == "qwen3_next" else STOCK
+    return f"tp=1 {'numerics.virtual_shards=2' if family == 'qwen3_next' else STOCK}"
 
 
 def _run(family, layout):

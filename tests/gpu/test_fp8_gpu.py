@@ -9,35 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.scenario import unequal
-from tests.gpu.side_by_side import Run, Trained, gpus_for, marks
+from tests.distributed.layouts import test_fp8
+from tests.distributed.scenario import STOCK, unequal
+from tests.gpu import side_by_side
+from tests.gpu.side_by_side import Run, Trained, folder_of, gpus_for, marks
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.numerics.precision import DEFINITION, MXFP8
 
 pytestmark = marks()
 
-TOY = "qwen3_toy seq=128 gbs=2 iters=8 model.kv_channels=32 numerics.virtual_shards=2"
-EXPERTS = (
-    "qwen3_moe_toy iters=4 gbs=2 seq=128 model.num_layers=2 model.hidden_size=256 model.num_attention_heads=8 "
-    "model.num_query_groups=8 model.kv_channels=32 model.ffn_hidden_size=256 model.moe_ffn_hidden_size=128 "
-    "model.vocab_size=512 numerics.virtual_shards=2"
-)
-LATENT = (
-    "deepseek_v3_toy seq=128 gbs=1 iters=4 numerics.virtual_shards=2 model.num_layers=2 model.moe_layer_freq=[0,1] "
-    "model.hidden_size=128 model.num_attention_heads=8 model.q_lora_rank=128 model.kv_lora_rank=128 "
-    "model.qk_head_dim=32 model.qk_pos_emb_head_dim=32 model.v_head_dim=32 model.vocab_size=512 "
-    "model.ffn_hidden_size=256 model.moe_ffn_hidden_size=128 model.moe_shared_expert_intermediate_size=256 "
-    "model.num_moe_experts=8"
-)
-# Sides in steps of 16, and of dt 2 numbers a shard.
-HYBRID = (
-    "nemotron3_nano_toy seq=128 gbs=1 iters=4 numerics.virtual_shards=2 model.hybrid_layer_pattern=ME*EM- "
-    "model.hidden_size=208 model.num_attention_heads=4 model.num_query_groups=2 model.kv_channels=16 "
-    "model.vocab_size=512 model.ffn_hidden_size=192 model.moe_ffn_hidden_size=96 model.num_moe_experts=8 "
-    "model.moe_shared_expert_intermediate_size=192 model.mamba_num_heads=4 model.mamba_num_groups=2 "
-    "model.mamba_head_dim=64 model.mamba_state_dim=16"
-)
-STOCK = "numerics=stock numerics.initial_weights=invariant numerics.virtual_shards=null"
+TOY = f"{test_fp8.SMALL} iters=8"
+EXPERTS = f"{side_by_side.EXPERTS} iters=4 gbs=2 numerics.virtual_shards=2"
+LATENT = f"{test_fp8.LATENT} iters=4"
+HYBRID = f"{test_fp8.HYBRID} iters=4 model.hidden_size=208 model.mamba_head_dim=64"
 # What is held fixed -> layouts that must agree.
 GROUPS = {
     "tensorwise": (
@@ -84,10 +68,6 @@ CONTROLS = ("tensorwise", "blockwise")
 STOCK_LAYOUTS = ("tp=1", "tp=2" if torch.cuda.device_count() > 1 else "mbs=2")
 
 
-def _folder(name):
-    return name.replace(" ", "-").replace("=", "")
-
-
 def all_runs():
     """Every run of this file."""
     words = {
@@ -100,7 +80,7 @@ def all_runs():
     }
     words["bf16 tp=1"] = f"{TOY} precision=bf16 tp=1"
     words["real"] = REAL
-    return [Run(_folder(name), text, gpus_for(text)) for name, text in words.items()]
+    return [Run(folder_of(name), text, gpus_for(text)) for name, text in words.items()]
 
 
 @pytest.fixture(scope="module")
@@ -108,28 +88,21 @@ def trained(tmp_path_factory):
     return Trained.where_they_fit(tmp_path_factory.mktemp("fp8"), all_runs())
 
 
-def _ledger(trained, name):
-    ledger = read(trained(_folder(name)))
-    return ledger.header, list(ledger.steps)
-
-
 @pytest.mark.parametrize(
     "group, layout", [(group, layout) for group, (_, layouts) in GROUPS.items() for layout in layouts[1:]]
 )
 def test_one_ledger_for_all_layouts(trained, group, layout):
-    (header, steps), (other, its) = (
-        _ledger(trained, f"{group} {layouts}") for layouts in (GROUPS[group][1][0], layout)
-    )
+    (header, steps), (other, its) = (trained.ledger(f"{group} {layouts}") for layouts in (GROUPS[group][1][0], layout))
     assert header.initial
     assert header.initial == other.initial
     assert header.device["fp8"] == other.device["fp8"] == (MXFP8 if "mxfp8" in group else DEFINITION)
-    assert len(steps) == int(re.search(r"iters=(\d+)", GROUPS[group][0])[1])
+    assert len(steps) == int(re.findall(r"iters=(\d+)", GROUPS[group][0])[-1])
     assert unequal(steps, its) == []
 
 
 @pytest.mark.parametrize("group", CONTROLS)
 def test_stock_fp8_has_several(trained, group):
-    (header, steps), (other, its) = (_ledger(trained, f"stock {group} {layouts}") for layouts in STOCK_LAYOUTS)
+    (header, steps), (other, its) = (trained.ledger(f"stock {group} {layouts}") for layouts in STOCK_LAYOUTS)
     assert header.initial
     assert header.initial == other.initial
     assert steps[0].gradients != its[0].gradients
@@ -137,11 +110,11 @@ def test_stock_fp8_has_several(trained, group):
 
 def test_precisions_differ(trained):
     kinds = ("bf16", "tensorwise", "blockwise", "mxfp8")
-    assert len({str(_ledger(trained, f"{kind} tp=1")[1][0].gradients) for kind in kinds}) == 4
+    assert len({str(trained.ledger(f"{kind} tp=1")[1][0].gradients) for kind in kinds}) == 4
 
 
 def test_a_real_model_has_the_bits_of_its_certificates(trained):
-    header, steps = _ledger(trained, "real")
+    header, steps = trained.ledger("real")
     assert CERTIFIED
     for file in CERTIFIED:
         certified = read(file)

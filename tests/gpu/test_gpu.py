@@ -1,23 +1,12 @@
 """On one GPU: a run repeats and resumes bit for bit. `scripts/gpu` covers larger models and more GPUs."""
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.gpu.commands import steps, tpi
 
 pytestmark = pytest.mark.gpu
 
 RUN = ("train", "qwen3_toy", "iters=12", "save=6", "numerics=stock")
-
-
-def tpi(folder, *arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "tp_invariant_recipes", *arguments], cwd=folder, capture_output=True, text=True
-    )
-
-
-def steps(folder, run: str) -> list[bytes]:
-    return (folder / run / "ledger.jsonl").read_bytes().split(b"\n")[1:]
 
 
 @pytest.fixture(scope="module")

@@ -1,31 +1,16 @@
 """A guard on a GPU: quiet where nothing is wrong, also in graphs; a planted fault is found and judged by the CPU."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+from tests.gpu.commands import steps, tpi
 from tp_invariant_recipes.features.guard.judge import Judge
 from tp_invariant_recipes.ledger import evidence
 from tp_invariant_recipes.numerics.products import defined, judge, sampling
 
 pytestmark = pytest.mark.gpu
 
-ROOT = Path(__file__).parents[2]
 RUN = ("train", "qwen3_toy", "gbs=4", "iters=12")
-
-
-def tpi(folder, *arguments: str, module: str = "tp_invariant_recipes") -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": ":".join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    words = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
-
-
-def steps(folder, run: str) -> list[bytes]:
-    return (folder / run / "ledger.jsonl").read_bytes().split(b"\n")[1:]
 
 
 @pytest.fixture(scope="module")

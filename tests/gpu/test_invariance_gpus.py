@@ -9,10 +9,10 @@ import re
 import pytest
 import torch
 
-from tests.distributed.scenario import unequal
-from tests.gpu.side_by_side import Run, Trained, gpus_for
+from tests.distributed.scenario import STOCK, unequal
+from tests.gpu.side_by_side import EXPERTS as SMALL_EXPERTS
+from tests.gpu.side_by_side import Run, Trained, folder_of, gpus_for
 from tp_invariant_recipes.ledger.bits import bits_float
-from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.numerics.mode import definition
 
 GPUS = torch.cuda.device_count()
@@ -24,11 +24,7 @@ pytestmark = [
 
 TOY = "qwen3_toy mbs=2 gbs=8"
 FOUR = "iters=4 save=2"
-EXPERTS = (
-    "qwen3_moe_toy iters=4 gbs=4 seq=128 model.num_layers=2 model.hidden_size=256 model.num_attention_heads=8 "
-    "model.num_query_groups=8 model.kv_channels=32 model.ffn_hidden_size=256 model.moe_ffn_hidden_size=128 "
-    "model.vocab_size=512"
-)
+EXPERTS = f"{SMALL_EXPERTS} iters=4 gbs=4"
 RECOMPUTE = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
 BIASES = "model.add_bias_linear=true model.add_qkv_bias=true"
 INTERLEAVED = "model.virtual_pipeline_model_parallel_size=2"
@@ -153,7 +149,6 @@ GROUPS = {
 # Groups that begin with the weights of a run that saves.
 BEGIN = {"adapters": "dense tp=1", "adapters-data": "dense tp=1"}
 # The control: a group, and a layout that has other bits than tp=1 with stock numerics, from equal weights.
-STOCK = "numerics=stock numerics.initial_weights=invariant numerics.virtual_shards=null"
 CONTROLS = (("dense", "tp=2"), ("dense", "pp=2"), ("dense", "dp=2"), ("experts", "tp=2 ep=2"), ("adapters", "tp=2"))
 # A run that saves at its second step, and the layout in which another goes on from there.
 RESUMED = {"dense tp=2": "tp=1", "dense tp=1": "tp=2", "dense pp=2": "tp=2 pp=1", "dense tp=2 pp=2": "tp=1 pp=1"}
@@ -175,25 +170,21 @@ def all_runs():
     }
     results = []
     for name, (source, group) in words.items():
-        after = (_folder(BEGIN[group]),) if group in BEGIN else ()
+        after = (folder_of(BEGIN[group]),) if group in BEGIN else ()
         results.append(_run(name, source, after=after))
     for saved, layout in RESUMED.items():
         going_on = f"{layout} checkpoint.ckpt_step=2"
-        results.append(_run(f"{saved} to {layout}", going_on, after=(_folder(saved),), resumes=_folder(saved)))
+        results.append(_run(f"{saved} to {layout}", going_on, after=(folder_of(saved),), resumes=folder_of(saved)))
     for saved in READ:
         for numerics in ("stock", "tree"):
-            start = f"checkpoint.pretrained_checkpoint={_folder(saved)}/checkpoints"
+            start = f"checkpoint.pretrained_checkpoint={folder_of(saved)}/checkpoints"
             reading = f"{TOY} iters=1 numerics={numerics} {start}"
-            results.append(_run(f"{saved} read by {numerics}", reading, after=(_folder(saved),)))
+            results.append(_run(f"{saved} read by {numerics}", reading, after=(folder_of(saved),)))
     return results
 
 
 def _run(name, words, **fields):
-    return Run(_folder(name), words, gpus_for(words), **fields)
-
-
-def _folder(name):
-    return name.replace(" ", "-").replace("=", "")
+    return Run(folder_of(name), words, gpus_for(words), **fields)
 
 
 @pytest.fixture(scope="module")
@@ -201,18 +192,11 @@ def trained(tmp_path_factory):
     return Trained.where_they_fit(tmp_path_factory.mktemp("runs"), all_runs())
 
 
-def _ledger(trained, name):
-    ledger = read(trained(_folder(name)))
-    return ledger.header, list(ledger.steps)
-
-
 @pytest.mark.parametrize(
     "group, layout", [(group, layout) for group, (_, layouts) in GROUPS.items() for layout in layouts[1:]]
 )
 def test_one_ledger_for_all_layouts(trained, group, layout):
-    (header, steps), (other, its) = (
-        _ledger(trained, f"{group} {layouts}") for layouts in (GROUPS[group][1][0], layout)
-    )
+    (header, steps), (other, its) = (trained.ledger(f"{group} {layouts}") for layouts in (GROUPS[group][1][0], layout))
     assert header.initial
     assert header.device.get("product") == definition(header.numerics["mode"], "gpu")
     assert header.initial == other.initial
@@ -222,9 +206,9 @@ def test_one_ledger_for_all_layouts(trained, group, layout):
 
 @pytest.mark.parametrize("group, layout", CONTROLS)
 def test_stock_has_several(trained, group, layout):
-    (header, steps), (other, its) = (_ledger(trained, f"stock {group} {layouts}") for layouts in ("tp=1", layout))
+    (header, steps), (other, its) = (trained.ledger(f"stock {group} {layouts}") for layouts in ("tp=1", layout))
     assert header.initial
-    assert header.initial == other.initial == _ledger(trained, f"{group} tp=1")[0].initial
+    assert header.initial == other.initial == trained.ledger(f"{group} tp=1")[0].initial
     assert steps[0].gradients != its[0].gradients
     assert steps[-1].masters
     assert steps[-1].masters != its[-1].masters
@@ -234,15 +218,15 @@ def test_stock_has_several(trained, group, layout):
 def test_a_run_goes_on_in_another_layout(trained, saved):
     """With its optimizer's state: the steps after the checkpoint are those of the run that was never interrupted."""
     resumed = f"{saved} to {RESUMED[saved]}"
-    steps = _ledger(trained, resumed)[1]
-    assert (trained.folder / _folder(resumed) / "ledger.replaced-1.jsonl").exists()
-    assert unequal(steps, _ledger(trained, "dense tp=1")[1]) == []
+    steps = trained.ledger(resumed)[1]
+    assert (trained.folder / folder_of(resumed) / "ledger.replaced-1.jsonl").exists()
+    assert unequal(steps, trained.ledger("dense tp=1")[1]) == []
 
 
 @pytest.mark.parametrize("saved", READ)
 def test_checkpoints_move_both_ways(trained, saved):
     """Weights saved under one numerics are read under the other: the first loss hardly moves."""
     names = (f"{saved} read by stock", f"{saved} read by tree", "dense tp=1")
-    stock, tree, drawn = (bits_float(_ledger(trained, name)[1][0].loss) for name in names)
+    stock, tree, drawn = (bits_float(trained.ledger(name)[1][0].loss) for name in names)
     assert stock == pytest.approx(tree, rel=1e-3)
     assert stock != pytest.approx(drawn, rel=1e-3)  # the loss of weights that were not read

@@ -4,14 +4,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.gpu.test_guard_gpu import steps, tpi
+from tests.gpu.commands import ROOT, environment, steps, tpi
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
@@ -24,8 +22,7 @@ def ranks(count: int, case: str) -> list:
         pytest.skip(f"needs {count} GPUs")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "--master-port"]
     command += [str(20000 + os.getpid() % 20000), "-m", "tests.gpu.peer_ranks", case]
-    environment = os.environ | {"PYTHONPATH": ":".join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -5,17 +5,14 @@ import random
 
 import pytest
 
-from tests.gpu.side_by_side import Run, Trained, gpus_for, marks
+from tests.gpu.side_by_side import EXPERTS, Run, Trained, gpus_for, marks
 
 pytestmark = marks()
 
 SMALL = "iters=2 gbs=2 save=2 seq=128 model.kv_channels=32 numerics.virtual_shards=2"
 TRAINED = {
     "dense": f"qwen3_toy {SMALL}",
-    "experts": (
-        f"qwen3_moe_toy {SMALL} model.num_layers=2 model.hidden_size=256 model.num_attention_heads=8 "
-        "model.num_query_groups=8 model.ffn_hidden_size=256 model.moe_ffn_hidden_size=128 model.vocab_size=512"
-    ),
+    "experts": f"{EXPERTS} {SMALL}",
 }
 LENGTHS = (40, 64, 64, 64, 130, 200, 200, 7, 64, 130)
 # Name -> words after the run and the sequences.
