@@ -161,23 +161,16 @@ def _after_the_update(kind: str, when: str) -> Callable[[_Now], None]:
 
 def _defined(now: _Now) -> None:
     """Spoil what the backend of numerics=portable computes, before a sample is taken of it."""
-    import dataclasses
-
     from tp_invariant_recipes.numerics.products import defined
 
-    choose = defined.CHOICES["cpu"]
+    by_numba = defined.by_numba
 
-    def chosen(a, b, out, add):
-        backend = choose(a, b, out, add)
+    def compute(a, b, out, add):
+        by_numba(a, b, out, add)
+        whole = out.contiguous()
+        out.copy_(now.spoil(whole))
 
-        def compute(a, b, out, add):
-            backend.compute(a, b, out, add)
-            whole = out.contiguous()
-            out.copy_(now.spoil(whole))
-
-        return dataclasses.replace(backend, compute=compute)
-
-    defined.CHOICES["cpu"] = chosen
+    defined.by_numba = compute
 
 
 KERNELS: dict[str, Callable[[_Now], None]] = {

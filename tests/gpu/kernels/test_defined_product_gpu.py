@@ -7,7 +7,7 @@ from tests.operands import same_bits
 from tp_invariant_recipes.kernels.products.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.kernels.products.grouped_product import Groups, grouped_product
 from tp_invariant_recipes.numerics.products import cublas, defined
-from tp_invariant_recipes.numerics.products.defined import FIXED_TILES, Backend
+from tp_invariant_recipes.numerics.products.defined import by_fixed_tiles
 from tp_invariant_recipes.numerics.products.probe import cancelling
 from tp_invariant_recipes.numerics.products.product import product
 from tp_invariant_recipes.portable import conformance
@@ -26,7 +26,7 @@ def by_grouped_tiles(a, b, out, add):
     grouped_product(a.contiguous(), [b.contiguous()], out, rows, transposed=False)
 
 
-TILES = (FIXED_TILES, Backend("grouped tiles", by_grouped_tiles))
+TILES = (by_fixed_tiles, by_grouped_tiles)
 
 
 @pytest.fixture(autouse=True)
@@ -36,14 +36,14 @@ def _nothing_is_decided(monkeypatch):
 
 def whole(way, a, b):
     out = torch.empty(a.shape[0], b.shape[1], device="cuda")
-    way.compute(a, b, out, False)
+    way(a, b, out, False)
     return out
 
 
-@pytest.mark.parametrize("way", TILES, ids=lambda way: way.name)
+@pytest.mark.parametrize("way", TILES, ids=lambda way: way.__name__)
 def test_it_gives_what_is_recorded(way):
-    recorded = tuple(case for case in CASES if case.a.dtype == BF16 or way is FIXED_TILES)
-    assert {case.a.dtype for case in recorded} == ({BF16, FP32} if way is FIXED_TILES else {BF16})
+    recorded = tuple(case for case in CASES if case.a.dtype == BF16 or way is by_fixed_tiles)
+    assert {case.a.dtype for case in recorded} == ({BF16, FP32} if way is by_fixed_tiles else {BF16})
     result = conformance.differences(conformance.Recording("", recorded), lambda a, b: whole(way, a.cuda(), b.cuda()))
     assert result == []
 
@@ -63,8 +63,8 @@ def test_a_product_whose_k_cublas_splits_is_that_of_fixed_tiles(dtype, m, k, n):
     a, b = split_operands(dtype, m, k, n)
     result = product(a, b, torch.empty(m, n, device="cuda"))
     assert list(defined._cublas_is_exact.values()) == [False]
-    assert same_bits(result, whole(FIXED_TILES, a, b))
-    assert not same_bits(result, whole(defined.CUBLAS, a, b))  # the control
+    assert same_bits(result, whole(by_fixed_tiles, a, b))
+    assert not same_bits(result, whole(cublas.launch, a, b))  # the control
 
 
 # --- shards together and apart ---
@@ -141,7 +141,7 @@ def test_a_product_that_a_capture_meets_first_is_that_of_fixed_tiles(warm):
     a, b = split_operands(*((BF16, 64, 32768, 64) if warm else (FP32, 63, 1023, 65)))
     out = torch.zeros(a.shape[0], b.shape[1], device="cuda")
     if warm:
-        whole(FIXED_TILES, a, b)
+        whole(by_fixed_tiles, a, b)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         product(a, b, out)
@@ -149,5 +149,5 @@ def test_a_product_that_a_capture_meets_first_is_that_of_fixed_tiles(warm):
     assert not out.any()
     graph.replay()
     torch.cuda.synchronize()
-    assert same_bits(out, whole(FIXED_TILES, a, b))
-    assert not same_bits(out, whole(defined.CUBLAS, a, b))  # the control
+    assert same_bits(out, whole(by_fixed_tiles, a, b))
+    assert not same_bits(out, whole(cublas.launch, a, b))  # the control

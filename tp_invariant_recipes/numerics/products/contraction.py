@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.numerics.products import cublas, fp8_cublas, sampling
-from tp_invariant_recipes.numerics.products.defined import FIXED_TILES
+from tp_invariant_recipes.numerics.products.defined import by_fixed_tiles
 from tp_invariant_recipes.numerics.products.operands import every_part
 from tp_invariant_recipes.numerics.sums.context_shards import each_context
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
@@ -116,7 +116,7 @@ def _batch(segments: Segments, a: Tensor, b: Tensor, terms: Tensor, _add: bool) 
 def _terms(segments: Segments, a: Tensor, b: Tensor, terms: Tensor, _add: bool) -> None:
     """As `_batch`, by fixed tiles, one by one."""
     for n, part in enumerate(_parts(segments, terms.shape[0])):
-        FIXED_TILES.compute(a[:, part], b[part], terms[n % terms.shape[0]], n >= terms.shape[0])
+        by_fixed_tiles(a[:, part], b[part], terms[n % terms.shape[0]], n >= terms.shape[0])
 
 
 def _parts(segments: Segments, shards: int) -> list[slice]:

@@ -8,30 +8,18 @@ numerics=portable has these products everywhere. numerics=tree has them on GPUs,
 it does not ask whether a GPU adds as a Hopper does: there fixed tiles are the definition, on the GPU at hand.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.numerics.products import cublas, sampling
 from tp_invariant_recipes.numerics.products.cublas import Product
 from tp_invariant_recipes.numerics.products.operands import Split
 
 
-@dataclass(frozen=True)
-class Backend:
-    """What computes the defined product on a device; docs/arithmetic.md says why it is believed to.
-
-    compute: fills or adds to `out`, bf16 or fp32.
-    """
-
-    name: str
-    compute: Product
-
-
-def _by_numba(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
+def by_numba(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
+    """Compute a product on a CPU."""
     from tp_invariant_recipes.kernels.cpu import tensor_core_cpu  # loads numba
 
     if add and out.dtype == torch.float32:
@@ -41,14 +29,12 @@ def _by_numba(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
         out.copy_(total.add_(out) if add else total)
 
 
-def _by_fixed_tiles(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
+def by_fixed_tiles(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
+    """Compute a product on a GPU, for any layout."""
     from tp_invariant_recipes.kernels.products.fixed_tile_product import fixed_tile_product
 
     fixed_tile_product(a, b, out, add=add)
 
-
-NUMBA, FIXED_TILES = Backend("numba", _by_numba), Backend("fixed tiles", _by_fixed_tiles)
-CUBLAS = Backend("cuBLAS", cublas.launch)
 
 # kind of product -> whether cuBLAS had the bits of fixed tiles.
 _cublas_is_exact: dict[tuple[Any, ...], bool] = {}
@@ -62,7 +48,7 @@ def product(a: Tensor, b: Tensor, out: Tensor, *, rows: Split = 1, columns: Spli
     out:           [m, n] bf16 or fp32, with any strides.
     rows, columns: shards of m or n, which change nothing: a row's and a column's result is its own.
     returns:       out.
-    raises TypeError: other dtypes; ConfigError: a device without a backend.
+    raises TypeError: other dtypes.
     """
     if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16:
         raise TypeError(f"numerics=portable multiplies bf16 numbers, not {a.dtype} and {b.dtype}")
@@ -70,42 +56,36 @@ def product(a: Tensor, b: Tensor, out: Tensor, *, rows: Split = 1, columns: Spli
 
 
 def compute(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
-    """out = a @ b or out += a @ b by a backend, all of which give the same bits.
+    """out = a @ b or out += a @ b by what is chosen for it, all of which give the same bits.
 
     a, b:    [m, k] and [k, n], on a GPU both bf16 or both fp32, on a CPU bf16, with any strides.
     out:     [m, n] bf16 or fp32, with any strides.
     returns: out.
-    raises TypeError: other dtypes; ConfigError: a device without a backend; RunError: TPI_CHECK_PRODUCTS=1, and
-    cuBLAS has other bits.
+    raises TypeError: other dtypes; RunError: TPI_CHECK_PRODUCTS=1, and cuBLAS has other bits.
     """
-    if a.device.type not in CHOICES:
-        raise ConfigError(f"nothing computes the defined product on {a.device.type}; device=cpu, or gpu")
-    way = CHOICES[a.device.type](a, b, out, add)
-    if way is CUBLAS and cublas.checking():
+    way = chosen(a, b, out, add)
+    if way is cublas.launch and cublas.checking():
         return _checked(a, b, out, add)
     taking = sampling.begin(a, b, out, add)
-    way.compute(a, b, out, add)
+    way(a, b, out, add)
     if taking is not None:
         taking.end()
     return out
 
 
-def _on_cpu(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Backend:
-    return NUMBA
+def chosen(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Product:
+    """Return what computes the product on its device; docs/arithmetic.md says why all are believed to agree."""
+    return by_numba if a.is_cpu else _on_gpu(a, b, out, add)
 
 
-def _on_gpu(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Backend:
-    return CUBLAS if _matches_definition(a, b, out, add) else FIXED_TILES
-
-
-CHOICES = {"cpu": _on_cpu, "cuda": _on_gpu}  # what torch calls a device -> what chooses a way
+def _on_gpu(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Product:
+    return cublas.launch if _matches_definition(a, b, out, add) else by_fixed_tiles
 
 
 def _matches_definition(a: Tensor, b: Tensor, out: Tensor, add: bool) -> bool:
     """Whether cuBLAS may compute it. While a CUDA graph is captured: only a kind that was tried before."""
     kind = cublas.kind(a, b, out, add)
-    forms = CUBLAS.compute, FIXED_TILES.compute
-    return cublas.tried(_cublas_is_exact, kind, a, lambda: cublas.agree(*forms, a, b, out, add))
+    return cublas.tried(_cublas_is_exact, kind, a, lambda: cublas.agree(cublas.launch, by_fixed_tiles, a, b, out, add))
 
 
 def _checked(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
@@ -114,7 +94,7 @@ def _checked(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
         f"a product {[*a.shape]} @ {[*b.shape]} by cuBLAS has other bits than by fixed tiles ({a.dtype} to "
         f"{out.dtype}, add={add}): the trial of products/cublas.py did not see it"
     )
-    return cublas.checked(CUBLAS.compute, FIXED_TILES.compute, a, b, out, add, what)
+    return cublas.checked(cublas.launch, by_fixed_tiles, a, b, out, add, what)
 
 
 def partials(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Tensor:

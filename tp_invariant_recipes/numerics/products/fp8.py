@@ -11,7 +11,6 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.kernels.products.fp8_sum import kind
 from tp_invariant_recipes.kernels.products.grouped_product import Groups
 from tp_invariant_recipes.kernels.products.quantized import BLOCK, Quantized
@@ -31,19 +30,17 @@ def product(a: Quantized, b: Quantized, out: Tensor, *, add: bool = False) -> Te
     a, b:    [m, k] and [n, k]: tensor by tensor, 1x128 by 1x128 or 1x128 by 128x128; at most one of them e5m2.
     out:     [m, n] fp32 or bf16, with any strides; fp32 where `add`.
     returns: out.
-    raises TypeError: other blocks or dtypes; ValueError: other shapes; ConfigError: a device without a backend;
-    RunError: TPI_CHECK_PRODUCTS=1, and cuBLAS has other bits.
+    raises TypeError: other blocks or dtypes; ValueError: other shapes; RunError: TPI_CHECK_PRODUCTS=1, and cuBLAS has
+    other bits.
     """
     kind(a, b)
     _check(a, b, out, add)
-    device = out.device.type
-    if device not in CHOICES:
-        raise ConfigError(f"nothing computes an FP8 product on {device}; device=cpu, or gpu")
-    CHOICES[device](a, b, out, add)
+    (on_cpu if out.is_cpu else _on_gpu)(a, b, out, add)
     return out
 
 
-def _on_cpu(a: Quantized, b: Quantized, out: Tensor, add: bool) -> None:
+def on_cpu(a: Quantized, b: Quantized, out: Tensor, add: bool) -> None:
+    """Compute a product on a CPU."""
     from tp_invariant_recipes.kernels.cpu import fp8_cpu, tensor_core_cpu  # load numba
 
     total = fp8_cpu.product(a, b)
@@ -66,9 +63,6 @@ def _on_gpu(a: Quantized, b: Quantized, out: Tensor, add: bool) -> None:
         cublas.checked(fp8_cublas.launch, fp8_tiles.product, a, b, out, add, what)
     else:
         fp8_cublas.launch(a, b, out, add)
-
-
-CHOICES = {"cpu": _on_cpu, "cuda": _on_gpu}  # what torch calls a device -> what computes a product there
 
 
 def nodes(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.numerics.products.defined import FIXED_TILES
+from tp_invariant_recipes.numerics.products.defined import by_fixed_tiles
 from tp_invariant_recipes.numerics.products.operands import WORDS, every_part, without_gaps
 from tp_invariant_recipes.numerics.products.probe import cancelling
 from tp_invariant_recipes.numerics.products.sampling import DEFINED, REPEATED, Sample
@@ -60,7 +60,7 @@ def require_definition(device: torch.device) -> None:
         a, b = (torch.empty(shape, dtype=dtype, device=device) for shape in ((16, 512), (512, 16)))
         cancelling(a, b, generator)
         out = torch.empty(16, 16, device=device)
-        FIXED_TILES.compute(a, b, out, False)
+        by_fixed_tiles(a, b, out, False)
         if difference(out.cpu(), _defined(a.cpu(), b.cpu())) is not None:
             raise RunError(
                 f"guard: fixed tiles of {dtype} on this GPU have other bits than the definition of docs/arithmetic.md, "

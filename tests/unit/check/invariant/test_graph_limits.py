@@ -39,12 +39,12 @@ def test_a_capture_tries_nothing_and_remembers_nothing(monkeypatch):
     capturing = True
     monkeypatch.setattr(cublas, "capturing", lambda operand: capturing)
     operands = torch.zeros(16, 32), torch.zeros(32, 8), torch.zeros(16, 8)
-    assert defined.CHOICES["cuda"](*operands, False) is defined.FIXED_TILES
+    assert defined._on_gpu(*operands, False) is defined.by_fixed_tiles
     assert trials == []
     assert defined._cublas_is_exact == {}
     capturing = False
-    assert defined.CHOICES["cuda"](*operands, False) is defined.CUBLAS
+    assert defined._on_gpu(*operands, False) is cublas.launch
     assert len(trials) == 1
     capturing = True
-    assert defined.CHOICES["cuda"](*operands, False) is defined.CUBLAS
+    assert defined._on_gpu(*operands, False) is cublas.launch
     assert len(trials) == 1

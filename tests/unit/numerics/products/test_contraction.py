@@ -355,7 +355,7 @@ def test_operands_that_it_takes(monkeypatch):
 
 
 def fp8_by_definition(a, b, out, add):
-    fp8.CHOICES["cpu"](a, b, out, add)
+    fp8.on_cpu(a, b, out, add)
 
 
 @pytest.fixture

@@ -3,13 +3,11 @@
 It runs on a CPU here, with libraries made for it; tests/gpu/kernels/test_product_probe_gpu.py asks cuBLAS.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from tests.operands import same_bits
-from tp_invariant_recipes.errors import ConfigError, RunError
+from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.products.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.numerics.products import cublas as cublas_product
 from tp_invariant_recipes.numerics.products import defined
@@ -70,11 +68,10 @@ def library(monkeypatch):
 
             return run
 
-        for name, compute in (("CUBLAS", cublas), ("FIXED_TILES", defined.FIXED_TILES.compute)):
-            way = getattr(defined, name)
-            monkeypatch.setattr(defined, name, replace(way, compute=noting(way.name, compute)))
+        monkeypatch.setattr(cublas_product, "launch", noting("cuBLAS", cublas))
+        monkeypatch.setattr(defined, "by_fixed_tiles", noting("fixed tiles", defined.by_fixed_tiles))
         monkeypatch.setattr(defined, "_cublas_is_exact", {})
-        monkeypatch.setitem(defined.CHOICES, "cpu", defined._on_gpu)
+        monkeypatch.setattr(defined, "chosen", defined._on_gpu)
         return ran
 
     return use
@@ -156,11 +153,6 @@ def test_what_computes_a_product(library, monkeypatch, cublas, way, dtype, add):
     capturing = True
     assert same_bits(defined.compute(a, b, out.clone(), add), expected)
     assert ran[-1] == way
-
-
-def test_nothing_computes_it_on_another_device():
-    with pytest.raises(ConfigError, match="nothing computes the defined product on meta"):
-        defined.compute(*(tensor.to("meta") for tensor in empty_operands((4, 4, 4), torch.float32)), False)
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float64), ids=str)
