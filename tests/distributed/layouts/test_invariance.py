@@ -63,14 +63,14 @@ def _turned_positions():
     """Give tokens the positions of a sequence that nobody cut."""
     from tp_invariant_recipes.numerics.megatron.attention import context_parallel
 
-    context_parallel._positions = lambda length, *_: torch.arange(length)
+    context_parallel._held = lambda length, *_: torch.arange(length)
 
 
 def _tokens_as_they_lie():
     """Give attention its tokens shard by shard."""
     from tp_invariant_recipes.numerics.layers import head_exchange
 
-    head_exchange._places = head_exchange._positions = lambda length, *_: torch.arange(length)
+    head_exchange._heads = head_exchange._tokens = lambda x, exchange: x.clone()
 
 
 def test_context_shards_compute_what_a_whole_sequence_does(scenario):
@@ -120,10 +120,14 @@ def test_two_interleaved_stages_in_a_batch_take_each_others_messages(scenario):
     assert "loss" in compared.stdout.splitlines()[0]
 
 
-def _stock_weights() -> None:
+def _weights_of_a_rank() -> None:
+    """Draw each rank's weights from a seed of its own, as stock Megatron does."""
+    from megatron.core import parallel_state
+
     from tp_invariant_recipes.numerics.megatron import init
 
-    init.initialise = lambda chunks, *, seed: chunks
+    draw = init.initialise
+    init.initialise = lambda chunks, *, seed: draw(chunks, seed=seed + parallel_state.get_tensor_model_parallel_rank())
 
 
 def _adding_in_rank_order() -> None:
@@ -147,7 +151,7 @@ INGREDIENTS = {
     "cross entropy": (without("vocab_parallel_cross_entropy"), "tp=2"),
     "output layer": (without("ColumnParallelLinear"), "tp=2"),
     "gradient norm": (without("get_grad_norm_fp32", "ChainedOptimizer.get_grad_norm"), "tp=2"),
-    "initial weights": (_stock_weights, "tp=2"),
+    "initial weights": (_weights_of_a_rank, "tp=2"),
     "tree order across ranks": (_adding_in_rank_order, "tp=4 sp=false"),
 }
 

@@ -3,14 +3,13 @@
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.kernels.token_sum import token_sum
-from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.partial_gradient import reduce_weight_gradient
+from tp_invariant_recipes.numerics.sums.tree import tree_sum
 from tp_invariant_recipes.numerics.sums.weight_gradient import weight_gradient
 
 
@@ -47,7 +46,7 @@ class _ColumnBias(LayerFunction):
 
 
 def _total(leaves: Tensor, out: Tensor, add: bool) -> None:
-    total = tree_add(leaves, torch.empty_like(out))
+    total = tree_sum(leaves, out.dtype)
     out.add_(total) if add else out.copy_(total)
 
 

@@ -64,7 +64,7 @@ def _heads(x: Tensor, exchange: HeadExchange) -> Tensor:
 
 
 def _tokens(x: Tensor, exchange: HeadExchange) -> Tensor:
-    held = x[_positions(x.shape[0], exchange.shards, x.device)]
+    held = x[context_shards.positions(x.shape[0], exchange.shards, device=x.device)]
     arrived = _moved(held.unflatten(0, (exchange.cp, -1)), exchange)
     return arrived.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
@@ -80,11 +80,6 @@ def _moved(parts: Tensor, exchange: HeadExchange) -> Tensor:
 
 
 @cache
-def _positions(length: int, shards: int, device: torch.device) -> Tensor:
-    return context_shards.positions(length, shards).to(device)
-
-
-@cache
 def _places(length: int, shards: int, device: torch.device) -> Tensor:
-    """Return the inverse: where each position of the sequence is held."""
+    """Return where each position of the sequence is held."""
     return context_shards.positions(length, shards).argsort().to(device)

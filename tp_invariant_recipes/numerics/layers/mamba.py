@@ -19,7 +19,7 @@ from tp_invariant_recipes.cpu_host.stand_ins import mamba as on_cpu
 from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.kernels.causal_conv import TAPS, causal_conv_backward, causal_conv_forward
 from tp_invariant_recipes.kernels.group_norm import group_norm_backward, group_norm_forward
-from tp_invariant_recipes.kernels.tree_add import tree_add
+from tp_invariant_recipes.numerics.sums.tree import tree_sums
 
 SCAN = "mamba_ssm.ops.triton.ssd_combined"
 # The modules with the kernels of mamba_ssm's scan.
@@ -101,7 +101,7 @@ class _CausalConv(LayerFunction):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x, weight, bias = ctx.saved_tensors
         dx, leaves = causal_conv_backward(gradients[0], x, weight, bias, ctx.step)
-        taps, sums = _added(leaves).split((TAPS, 1), 1)
+        taps, sums = tree_sums(leaves).split((TAPS, 1), 1)
         return dx, taps.transpose(1, 2).to(weight.dtype), sums.squeeze(1).to(bias.dtype), None
 
 
@@ -116,9 +116,4 @@ class _GroupNorm(LayerFunction):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
         dx, leaves = group_norm_backward(gradients[0], x, weight, scale)
-        return dx, _added(leaves).to(weight.dtype), None
-
-
-def _added(leaves: Tensor) -> Tensor:
-    """[n, L, …] → [n, …], each shard's leaves in tree order."""
-    return tree_add(leaves, leaves.new_empty(leaves.shape[0], *leaves.shape[2:]), leaves.shape[0])
+        return dx, tree_sums(leaves).to(weight.dtype), None

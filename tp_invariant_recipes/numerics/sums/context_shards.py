@@ -11,6 +11,7 @@ a subtree; what is computed token by token is computed on the tokens of one shar
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,16 +24,18 @@ def of_a_rank(config: Any) -> int:
     return getattr(config, "context_shards", cp) // cp
 
 
-def positions(length: int, shards: int, ranks: int = 1, rank: int = 0) -> Tensor:
+@lru_cache(maxsize=32)  # a CUDA graph cannot hold a copy from the host
+def positions(length: int, shards: int, ranks: int = 1, rank: int = 0, device: torch.device | str = "cpu") -> Tensor:
     """Return the positions of a rank's tokens in the sequence, in the order in which it holds them.
 
-    length: of the sequence, a multiple of 2C. shards: C. ranks: cp, which divides C. returns: [length/cp] int64.
+    length: of the sequence, a multiple of 2C. shards: C. ranks: cp, which divides C. returns: [length/cp] int64,
+    for callers to leave as it is.
     """
     if length % (2 * shards):
         raise ValueError(f"{shards} context shards of two chunks each do not divide {length} positions")
     chunks = torch.arange(length).view(2 * shards, -1)
     pairs = torch.stack((chunks[:shards], chunks.flip(0)[:shards]), 1)
-    return pairs.view(ranks, -1)[rank]
+    return pairs.view(ranks, -1)[rank].to(device)
 
 
 def each_context(mesh: Any, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.function_modes import outside_modes
-from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.sums.tree import all_gather, tree_sum
+from tp_invariant_recipes.numerics.sums.tree import all_gather, tree_sum, tree_sums
 from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad, gradients_of
 
 
@@ -51,7 +50,7 @@ def reduce_weight_gradient(
     it is made and returned at once. Either is a collective.
     """
     if getattr(weight, "main_grad", None) is None:
-        total = tree_sum(_total(_sums([leaves]), mesh, everywhere, by_heads))
+        total = tree_sum(_total(tree_sums(leaves.contiguous()), mesh, everywhere, by_heads))
         if mesh.rank and not everywhere:
             total = torch.zeros_like(total)
         # + 0.0: where Megatron adds the other ranks' zeros, -0.0 becomes 0.0; so it must at t = 1.
@@ -90,7 +89,7 @@ def _add_up(alike: list[_Waiting]) -> None:
     """One tree for the parameters whose leaves have one shape, then one all-gather for all, which are of one kind."""
     everywhere, by_heads, *_ = alike[0].kind
     mesh, groups = alike[0].mesh, _by_count(alike)
-    sums = torch.cat([_sums([alike[place].leaves for place in group]) for group in groups], 1)
+    sums = torch.cat([tree_sums(torch.cat([alike[place].leaves for place in group], 2)) for group in groups], 1)
     totals = _total(sums, mesh, everywhere, by_heads)
     if mesh.rank and not everywhere:
         return
@@ -122,25 +121,14 @@ def _rounds(waiting: list[_Waiting]) -> list[list[int]]:
     return rounds
 
 
-def _sums(leaves: list[Tensor]) -> Tensor:
-    """[n, L, size] each → [n, all sizes side by side]: of each shard, the tree sum of its leaves."""
-    joined = torch.cat(leaves, 2)
-    return tree_add(joined, joined.new_empty(joined.shape[0], joined.shape[2]), joined.shape[0])
-
-
 def _total(sums: Tensor, mesh: VirtualMesh, everywhere: bool, by_heads: bool) -> Tensor:
     """[k, size] of this rank's k chunks → [n, size]: the sum of all ranks' chunks, of each context shard."""
     n = mesh.contexts
     if everywhere or mesh.size == 1:
-        return _folded(sums, n)
+        return tree_sums(sums.unflatten(0, (n, -1)))
     # A rank's chunks of the tokens are whole context shards or a part of one; of heads it has a part of each shard.
-    nodes = _folded(sums, n if by_heads else max(1, n // mesh.size))
+    nodes = tree_sums(sums.unflatten(0, (n if by_heads else max(1, n // mesh.size), -1)))
     gathered = all_gather(nodes, mesh)
     if by_heads and n > 1:
         gathered = gathered.view(mesh.size, n, -1).transpose(0, 1).contiguous()
-    return _folded(gathered.view(-1, sums.shape[1]), n)
-
-
-def _folded(nodes: Tensor, groups: int) -> Tensor:
-    """Add m neighbours as a tree: [groups · m, size] → [groups, size]."""
-    return tree_add(nodes, nodes.new_empty(groups, nodes.shape[1]), groups)
+    return tree_sums(gathered.view(n, -1, sums.shape[1]))

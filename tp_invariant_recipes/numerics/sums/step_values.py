@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.token_sum import token_sum
-from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.sums import packed_rows
 from tp_invariant_recipes.numerics.sums.expert_groups import visited
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.sums.tree import tree_all_reduce
+from tp_invariant_recipes.numerics.sums.tree import tree_all_reduce, tree_sums
 
 Rows = dict[int, dict[int, Tensor]]  # micro-batch or packed row -> sequence of the row, else 0 -> value
 
@@ -30,8 +29,7 @@ def summed(values: Tensor, data: VirtualMesh, context: VirtualMesh | None = None
     data:    D shards on dp ranks. context: C shards on cp ranks.
     returns: [n] fp32 on the first rank, and zeros on the others: Megatron's sum over ranks then adds nothing inexactly.
     """
-    leaves = token_sum(values.flatten(1), data.local).contiguous()
-    shards = tree_add(leaves, leaves.new_empty(data.local, values[0].numel()), data.local)
+    shards = tree_sums(token_sum(values.flatten(1), data.local))
     total = tree_all_reduce(shards, data, torch.float32)
     if context is not None:
         total = tree_all_reduce(total.view(values.shape[1:]), context, torch.float32)
@@ -85,11 +83,8 @@ def _summed(losses: Sequence[dict[str, Tensor]], shards: int, contexts: int) -> 
 def _of_sequences(values: list[Tensor], shards: int) -> Tensor:
     """[sequences, n] of each micro-batch of a rank → [shards, n]: the sums of its data shards, whatever was packed."""
     each = len(values) // shards
-    sums = []
-    for first in range(0, len(values), each):
-        leaves = token_sum(torch.cat(values[first : first + each]), 1)
-        sums.append(tree_add(leaves, leaves.new_empty(1, leaves.shape[2]), 1))
-    return torch.cat(sums)
+    parts = [torch.cat(values[first : first + each]) for first in range(0, len(values), each)]
+    return torch.cat([tree_sums(token_sum(part, 1)) for part in parts])
 
 
 def separate_metrics(original: Callable[..., None]) -> Callable[..., None]:

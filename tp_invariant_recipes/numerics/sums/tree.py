@@ -57,6 +57,12 @@ def tree_sum(partials: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return tree_add(partials, torch.empty(*partials.shape[1:], dtype=dtype, device=partials.device))
 
 
+def tree_sums(partials: Tensor) -> Tensor:
+    """Add each group's partials in tree order: [groups, R, …] fp32, contiguous, R a power of two → [groups, …]."""
+    groups, _, *shape = partials.shape
+    return tree_add(partials, partials.new_empty(groups, *shape), groups)
+
+
 def tree_all_reduce(partials: Tensor, mesh: VirtualMesh, dtype: torch.dtype) -> Tensor:
     """Sum the V partials of all ranks in tree order, on every rank. For small tensors: t nodes are gathered.
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.kernels.folding_sum import folding_sum
 from tp_invariant_recipes.kernels.token_sum import token_sum
-from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.kernels.weighted_activation import (
     Clamped,
     Kind,
@@ -140,7 +139,7 @@ def _bias_gradients(dy: Tensor, biases: Weights, batches: Batches) -> list[Tenso
     def add(outs: list[Tensor]) -> None:
         for out, batch in batches.in_order(outs):
             if len(rows[batch]):
-                out.add_(tree_add(token_sum(rows[batch], 1), dy.new_empty(1, dy.shape[1]), 1)[0])
+                out.add_(tree_sum(token_sum(rows[batch], 1)[0]))
 
     return weight_gradients(add, biases, batches, dy.device)
 

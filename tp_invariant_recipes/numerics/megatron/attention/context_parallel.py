@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.token_sum import token_sum
-from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.sums import context_shards
+from tp_invariant_recipes.numerics.sums.tree import tree_sums
 
 
 def batch_of_a_rank(original: Callable[..., Any], shards: int) -> Callable[..., Any]:
@@ -68,15 +68,9 @@ def loss_of_a_rank(original: Callable[..., Any], shards: int) -> Callable[..., A
 def _of_each_shard(losses: Tensor, mask: Tensor, n: int) -> Tensor:
     """[b, s/cp] and the same → [n, 2] fp32: the sum of losses and the tokens of each of n context shards."""
     pairs = torch.stack((losses * mask, mask), -1).transpose(0, 1).flatten(0, 1)
-    leaves = token_sum(pairs, n).contiguous()
-    return tree_add(leaves, leaves.new_empty(n, 2), n)
+    return tree_sums(token_sum(pairs, n))
 
 
 def _held(length: int, shards: int, group: Any, like: Tensor) -> Tensor:
     size, rank = (1, 0) if group is None else (group.size(), group.rank())
-    return _positions(length, shards, size, rank, like.device)
-
-
-@lru_cache(maxsize=32)  # a CUDA graph cannot hold a copy from the host
-def _positions(length: int, shards: int, ranks: int, rank: int, device: torch.device) -> Tensor:
-    return context_shards.positions(length, shards, ranks, rank).to(device)
+    return context_shards.positions(length, shards, size, rank, like.device)

@@ -19,7 +19,6 @@ from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.function_modes import LayerFunction
 from tp_invariant_recipes.kernels.folding_sum import folding_sum
 from tp_invariant_recipes.kernels.token_sum import token_sum
-from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.layers.bias import row_bias
 from tp_invariant_recipes.numerics.megatron.base import OnMesh
 from tp_invariant_recipes.numerics.products.product import product
@@ -27,7 +26,7 @@ from tp_invariant_recipes.numerics.sums import packed_rows
 from tp_invariant_recipes.numerics.sums.expert_groups import visited
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.partial_gradient import reduce_weight_gradient
-from tp_invariant_recipes.numerics.sums.tree import tree_all_reduce
+from tp_invariant_recipes.numerics.sums.tree import tree_all_reduce, tree_sums
 
 DTYPES = {None: None, "fp32": torch.float32}
 
@@ -206,8 +205,7 @@ class _Gating(LayerFunction):
 
 def _over_tokens(values: Tensor, mesh: VirtualMesh, context: VirtualMesh) -> Tensor:
     """[tokens of this rank, n] → [n] fp32, the tree sum over the micro-batch's tokens."""
-    leaves = token_sum(values, mesh.local_chunks).contiguous()
-    sums = tree_add(leaves, leaves.new_empty(mesh.local_chunks, values.shape[1]), mesh.local_chunks)
+    sums = tree_sums(token_sum(values, mesh.local_chunks))
     return tree_all_reduce(tree_all_reduce(sums, mesh, torch.float32).unsqueeze(0), context, torch.float32)
 
 
