@@ -268,3 +268,28 @@ def gradients_not_averaged() -> None:
 
     Group.start_grad_sync = lambda self, *args, **more: None
     Group.finish_grad_sync = lambda self, *args, **more: None
+
+
+def softmax_over_own_words() -> None:
+    """The loss sums the exponentials of a rank's own words."""
+    from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
+
+    def make(original):
+        return staticmethod(
+            lambda logits, predicted, total: original(logits, predicted, logits.sum(-1) if _many() else total)
+        )
+
+    _wrapped(VocabParallelCrossEntropy, "calculate_cross_entropy_loss", make)
+
+
+def sinks_of_another_head() -> None:
+    """Each head has the sink of its neighbour."""
+    from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
+
+    def make(original):
+        def forward(self, scores, mask, offset=None):
+            return original(self, scores, mask, offset.roll(1) if offset is not None and _many() else offset)
+
+        return forward
+
+    _wrapped(FusedScaleMaskSoftmax, "forward", make)

@@ -9,7 +9,7 @@ import itertools
 import random
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,14 +43,14 @@ class Outcome:
     repeated: bool = False
 
 
-def drawn(kernel: str, number: int, *, always: bool, step: int = 2) -> Planted:
+def drawn(kernel: str, number: int, *, always: bool) -> Planted:
     """A fault of this kernel: which launch, element and bit a trial has follows from its number."""
     draw = random.Random(f"{kernel} {always} {number}")
     # Bits that bf16 keeps, or that the optimizer's fp32 has.
     bit = draw.randrange(16, 30) if kernel in ("product", "contraction") else draw.randrange(0, 14)
     width = 4096 if kernel in ("adam", "moment") else 1
     launch = 0 if always else draw.randrange(2)
-    step = step if kernel != NO_FAULT else 10**6
+    step = 2 if kernel != NO_FAULT else 10**6
     return Planted(
         kernel if kernel != NO_FAULT else "product", always, step, 1, launch, draw.randrange(1024), bit, width
     )
@@ -112,86 +112,64 @@ def table(title: str, rows: Sequence[tuple[str, Callable[[int], Outcome]]], tria
     return lines
 
 
-def model_of(kernel: str) -> tuple[str, ...]:
-    """A model that has the kernel."""
-    return EXPERTS if kernel == "experts" else DENSE
+Trial = Callable[[Tpi, Planted, tuple[str, ...]], Outcome]
 
 
-def shadow_rows(tpi: Tpi) -> list[tuple[str, Callable[[int], Outcome]]]:
-    """Faults in a shadow step, step 2."""
-
-    def trial(kernel: str, always: bool) -> Callable[[int], Outcome]:
-        return lambda n: guarded(tpi, drawn(kernel, n, always=always), *model_of(kernel), "iters=3", *SHADOW)
-
-    return [
-        (f"{kernel}, {'always' if always else 'once'}", trial(kernel, always))
-        for kernel in PASSES
-        for always in (False, True)
-    ]
+def with_guard(steps: int, *words: str) -> Trial:
+    """Train so many steps with a guard."""
+    return lambda tpi, fault, model: guarded(tpi, fault, *model, f"iters={steps}", *words)
 
 
-def product_rows(tpi: Tpi) -> list[tuple[str, Callable[[int], Outcome]]]:
-    """A permanent fault, noticed by samples within 60 steps."""
-
-    def trial(kernel: str) -> Callable[[int], Outcome]:
-        return lambda n: guarded(tpi, drawn(kernel, n, always=True), *model_of(kernel), "iters=60", *PRODUCTS)
-
-    return [
-        (f"{kernel}, always", trial(kernel)) for kernel in ("product", "contraction", "attention", "adam", "moment")
-    ]
+def with_rerun_machine(mode: str) -> Trial:
+    """Train Megatron's own layers, of which the invariant numerics have none, with its rerun machine."""
+    return lambda tpi, fault, model: rerun_machine(
+        tpi, replace(fault, kernel=f"stock {fault.kernel}"), mode, *model, "iters=5"
+    )
 
 
-def state_rows(tpi: Tpi) -> list[tuple[str, Callable[[int], Outcome]]]:
-    """What lies in memory, noticed within 60 steps."""
-
-    def trial(kernel: str) -> Callable[[int], Outcome]:
-        return lambda n: guarded(tpi, drawn(kernel, n, always=True), *DENSE, "iters=60", *PRODUCTS)
-
-    return [(f"{kernel}, always", trial(kernel)) for kernel in ("all-gather", "memory")]
-
-
-def late_rows(tpi: Tpi) -> list[tuple[str, Callable[[int], Outcome]]]:
-    """What no shadow step repeats, wrong once in step 2, which is one."""
-
-    def trial(kernel: str) -> Callable[[int], Outcome]:
-        return lambda n: guarded(tpi, drawn(kernel, n, always=False), *DENSE, "iters=5", *SHADOW)
-
-    return [(f"{kernel}, once", trial(kernel)) for kernel in ("adam", "moment", "all-gather", "memory")]
-
-
-def rerun_rows(tpi: Tpi) -> list[tuple[str, Callable[[int], Outcome]]]:
-    """Megatron's machine on such faults of its own layers: the invariant numerics refuse it."""
-
-    def trial(kernel: str, always: bool, mode: str) -> Callable[[int], Outcome]:
-        def run(n: int) -> Outcome:
-            fault = drawn(kernel, n, always=always)
-            fault = replace(fault, kernel=f"stock {fault.kernel}")
-            return rerun_machine(tpi, fault, mode, *DENSE, "iters=5")
-
-        return run
-
-    return [
-        (f"{kernel}, {'always' if always else 'once'}, {mode}", trial(kernel, always, mode))
-        for kernel in (NO_FAULT, "product", "attention", "norm", "activation")
-        for always in (False, True)
-        for mode in ("validate_results", "report_determinism_stats")
-    ]
-
-
-TABLES: dict[str, tuple[str, Callable[[Tpi], list[tuple[str, Callable[[int], Outcome]]]]]] = {
-    "shadow": ("Shadow steps: one wrong bit in step 2, which is one", shadow_rows),
-    "products": ("Samples, 4 products a step: one wrong bit at every launch from step 2 on", product_rows),
-    "state": ("Weights and the optimizer's state: one wrong bit in each step from step 2 on", state_rows),
-    "late": ("Shadow steps: one wrong bit of the optimizer's step or in memory, in step 2", late_rows),
-    "rerun": ("Megatron's rerun machine, on the faults of the first table", rerun_rows),
+ONCE, ALWAYS = (False,), (True,)
+# Title, kernels, whether a fault comes once or always, and what is trained, by its name in a row.
+TABLES: dict[str, tuple[str, tuple[str, ...], tuple[bool, ...], dict[str, Trial]]] = {
+    "shadow": (
+        "Shadow steps: one wrong bit in step 2, which is one",
+        *(PASSES, ONCE + ALWAYS, {"": with_guard(3, *SHADOW)}),
+    ),
+    "products": (
+        "Samples, 4 products a step: one wrong bit at every launch from step 2 on",
+        *(("product", "contraction", "attention", "adam", "moment"), ALWAYS, {"": with_guard(60, *PRODUCTS)}),
+    ),
+    "state": (
+        "Weights and the optimizer's state: one wrong bit in each step from step 2 on",
+        *(("all-gather", "memory"), ALWAYS, {"": with_guard(60, *PRODUCTS)}),
+    ),
+    "late": (
+        "Shadow steps: one wrong bit of the optimizer's step or in memory, in step 2",
+        *(("adam", "moment", "all-gather", "memory"), ONCE, {"": with_guard(5, *SHADOW)}),
+    ),
+    "rerun": (
+        "Megatron's rerun machine, on the faults of the first table",
+        *((NO_FAULT, "product", "attention", "norm", "activation"), ONCE + ALWAYS),
+        {f", {mode}": with_rerun_machine(mode) for mode in ("validate_results", "report_determinism_stats")},
+    ),
 }
+
+
+def rows_of(name: str, tpi: Tpi) -> Iterator[tuple[str, Callable[[int], Outcome]]]:
+    """Yield the rows of a table: a label, and what the trial of a number does."""
+    _, kernels, kinds, trained = TABLES[name]
+    for kernel, always, (words, train) in itertools.product(kernels, kinds, trained.items()):
+        model = EXPERTS if kernel == "experts" else DENSE
+
+        def trial(number: int, kernel=kernel, always=always, train=train, model=model) -> Outcome:
+            return train(tpi, drawn(kernel, number, always=always), model)
+
+        yield f"{kernel}, {'always' if always else 'once'}{words}", trial
 
 
 def main(name: str, trials: int, folder: Path, row: str = "") -> None:
     """One table, in a process that has imported Bridge and is forked for every run."""
     folder.mkdir(parents=True, exist_ok=True)
-    title, rows = TABLES[name]
-    table(title, [item for item in rows(Tpi(folder)) if item[0].startswith(row)], trials)
+    table(TABLES[name][0], [item for item in rows_of(name, Tpi(folder)) if item[0].startswith(row)], trials)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from tests.distributed import option_bugs
+from tests.distributed import audit_bugs
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.features.audit import campaign, options, workflow
 from tp_invariant_recipes.features.audit.cells import Cells
@@ -258,12 +258,15 @@ def test_references_are_equal_if_configuration_steps_and_choices_are(here, monke
 FEW = ("optimizer.optimizer=adam", "optimizer.use_distributed_optimizer=false", "validation.eval_iters=0")
 
 
+# A bug, and the setting without which it does not strike.
+NEEDED = ((audit_bugs.softmax_over_own_words, "tp=2"), (audit_bugs.sinks_of_another_head, "softmax_type"))
+
+
 @pytest.mark.release
-@pytest.mark.parametrize("bug, model, needed", option_bugs.BUGS[:2], ids=lambda value: getattr(value, "__name__", None))
-def test_a_planted_fault_is_detected_and_shrunk_to_what_it_needs(shared, bug, model, needed):
+@pytest.mark.parametrize("bug, needed", NEEDED)
+def test_a_planted_fault_is_detected_and_shrunk_to_what_it_needs(shared, bug, needed):
     words = ("device=cpu", *FEW, "--all", "-x", "--dir", bug.__name__)
-    shared("audit", model, *words, before=bug, status=1)
+    shared("audit", "qwen3_toy", *words, before=bug, status=1)
     [finding] = json.loads((shared.folder / bug.__name__ / "audits.json").read_text())["findings"]
-    settings = " ".join(finding["settings"])
-    assert all(word in settings for word in needed)
+    assert needed in " ".join(finding["settings"])
     assert len(finding["settings"]) <= 2
