@@ -23,35 +23,6 @@ def empty_here(tmp_path, monkeypatch):
     assert not (tmp_path / "cache").exists()
 
 
-# Arguments of `tpi train`, and what must stand in the message.
-MISTAKES = (
-    (["qwen3_toi"], ["unknown model 'qwen3_toi'; did you mean 'qwen3_toy'?"]),
-    (["qwen3_toy", "tpp=2"], ["tpp=2: unknown key 'tpp'; did you mean 'tp'?"]),
-    (["qwen3_toy", "tp=3", "gbs=3", "mbs=2", "lr=x"], ["4 problems", "tp=3 does", "seq=128 is", "gbs=3 is", "lr=x: "]),
-    (["qwen3_toy", "device=gpu"], ["device=gpu, but this machine shows no GPU", "Transformer Engine"]),
-    (["qwen3_toy", "data=text"], ["data=text needs data.path=FILE_OR_FOLDER"]),
-    (["qwen3_toy", "data=text", "data.path=no/such"], ["error: data.path=no/such: "]),
-    (["qwen3_toy", "run.dir=taken"], ["run.dir=taken is not empty: continue it (--resume taken)"]),
-    ([], ["name a model to train (tpi models lists them), or a run to continue: --resume RUN"]),
-    (["--resume", "nowhere"], ["nowhere is not a run directory: run.json"]),
-    (["--resume", "nowhere", "iters=3"], ["nowhere is not a run directory: run.json"]),
-)
-
-
-@pytest.mark.parametrize("arguments, says", MISTAKES, ids=[" ".join(a) for a, _ in MISTAKES])
-def test_a_mistake_is_one_screen_and_leaves_nothing(cli, empty_here, arguments, says):
-    (empty_here / "taken").mkdir()
-    (empty_here / "taken" / "file").touch()
-    ended = cli("train", *arguments)
-    assert (ended.status, ended.out) == (2, "")
-    assert ended.err.startswith("error: ")
-    assert "Traceback" not in ended.err
-    assert len(ended.err.splitlines()) < 24
-    for part in says:
-        assert part in ended.err
-    assert sorted(p.name for p in empty_here.rglob("*")) == ["file", "taken"]
-
-
 @pytest.mark.parametrize("options", ((), ("--dry-run",), ("--continue",)))
 def test_where_a_run_cannot_be_written_nothing_is_composed(cli, empty_here, monkeypatch, options):
     """A recipe would be imported for that, and Megatron-Bridge with it."""

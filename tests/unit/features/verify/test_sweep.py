@@ -38,30 +38,6 @@ def finished(*losses: str, steps: int = 2) -> MatrixDir:
     return result.directory
 
 
-# Arguments of `tpi sweep`, and what must stand in the message.
-MISTAKES = (
-    ([], "name a model to train (tpi models lists them), or a sweep to list: --results DIR"),
-    (["qwen3_toy", "lr=1e-3"], "no key has several values: lr=1e-3,3e-4 gives two runs"),
-    (["qwen3_toy", "lr=1e-3,x"], "lr=x: lr=x: "),
-    (["qwen3_toy", "lr=1,2", "run.dir=x"], "run.dir=x: every run has a directory of its own in one directory; --dir"),
-    (["qwen3_toy", "lr=1,2", "launcher=slurm"], "launcher=slurm: the runs are trained here"),
-    (["qwen3_toy", "seed=range(1,200)"], "more than 100 cells"),
-    (["qwen3_toy", "tp=1,3", "lr=1,2"], "tp=3 lr=1; tp=3 lr=2: tp=3 does not divide"),
-    (["qwen3_toy", "--results", "taken"], "leave MODEL, overrides and --dir out"),
-    (["--results", "taken"], "taken is not a directory of tpi sweep: matrix.json"),
-)
-
-
-@pytest.mark.parametrize("arguments, says", MISTAKES, ids=[" ".join(a) or "nothing" for a, _ in MISTAKES])
-def test_a_mistake_is_one_message_and_leaves_nothing(cli, here, arguments, says):
-    before = sorted(here.rglob("*"))
-    ended = cli("sweep", *arguments)
-    assert (ended.status, ended.out) == (2, "")
-    assert says in ended.err
-    assert "Traceback" not in ended.err
-    assert sorted(here.rglob("*")) == before
-
-
 def test_every_combination_is_a_run_whatever_its_identity_and_length(here):
     result = planned_sweep("lr=1e-3,3e-4", "seed=1,2", "iters=3")
     assert [cell.label for cell in result.matrix.cells] == [

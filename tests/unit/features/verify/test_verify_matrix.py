@@ -76,56 +76,6 @@ def test_one_value_is_no_axis(text):
     assert spread_cells(text) == ([("", "", (text,))], [])
 
 
-# Arguments of `tpi verify`, and what must stand in the message.
-MISTAKES = (
-    ([], ["name a model to verify"]),
-    (["qwen3_toy", "tp=2"], ["one cell has nothing to be compared with", "as in tp=1,2,4", "--against FILE"]),
-    (["qwen3_toy", "tp=1,2", "--dir", "taken"], ["--dir taken is there and is not an empty directory"]),
-    (["qwen3_toy", "tp=1,2,1"], ["tp=1,2,1: 1 is given twice"]),
-    (["qwen3_toy", "tp=1,2", "tp=4"], ["tp has several values and is given twice"]),
-    (
-        ["qwen3_toy", "tp=1,2", "model.tensor_model_parallel_size=4"],
-        ["tp has several values and is given twice"],
-    ),
-    (["qwen3_toy", "tp=range(3,1)"], ["tp=range(3,1): gives no value"]),
-    (["qwen3_toy", "tp=range(1,9,0)"], ["tp=range(1,9,0): ", "list the values, as in tp=1,2,4"]),
-    (["qwen3_toy", "lr=interval(0,1)"], ["lr=interval(0,1): ", "list the values"]),
-    (["qwen3_toy", "tp=range(1,100000000)"], ["more than 100 cells"]),
-    (["qwen3_toy", "tp=range(1,13)", "pp=range(1,13)"], ["tp=range(1,13) pp=range(1,13): more than 100 cells"]),
-    (["qwen3_toy", "tp=1,2", "seed=1,2"], ["seed=1,2 makes different runs: ", "rng.seed", "not comparable"]),
-    (["qwen3_toy", "iters=3,4"], ["cells of 3 and 4 steps: a matrix has one length", "iters=3,4 makes different runs"]),
-    (["qwen3_toy", "device=cpu,gpu"], ["device=gpu: device=gpu, but this machine shows no GPU"]),
-    (["qwen3_toy", "tp=1", "--against", "none"], ["--against: none does not exist"]),
-    (["qwen3_toy", "tp=1", "--against", "taken/file"], ["--against: taken/file line 1: empty file"]),
-    (["--recheck", "taken"], ["taken is not a directory of tpi verify: matrix.json"]),
-    (["--recheck", "taken", "--dir", "x"], ["leave MODEL, overrides, --dir and --exitfirst out"]),
-    (["qwen3_toy", "--recheck", "taken"], ["leave MODEL, overrides, --dir and --exitfirst out"]),
-    (
-        ["qwen3_toy", "tp=1,3,5", "seed=1,2", "gbs=3", "mbs=2", "foo=3", "run.dir=x", "pp=2,2"],
-        [
-            "run.dir=x: every cell has a run directory of its own",
-            "--dir PATH",
-            "pp=2,2: 2 is given twice",
-            "foo=3: unknown key 'foo'",
-            "  - gbs=3 is not a multiple",
-            "tp=3 seed=1; tp=3 seed=2: tp=3 does not divide",
-            "tp=5 seed=1; tp=5 seed=2: tp=5 does not divide",
-        ],
-    ),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("arguments, says", MISTAKES, ids=[" ".join(a) or "nothing" for a, _ in MISTAKES])
-def test_a_mistake_is_one_screen_and_leaves_nothing(cli, here, arguments, says):
-    ended = cli("verify", *arguments)
-    assert (ended.status, ended.out) == (2, "")
-    assert ended.err.startswith("error: ")
-    assert "Traceback" not in ended.err
-    for part in says:
-        assert ended.err.count(part) == 1, ended.err
-    assert sorted(p.name for p in here.rglob("*")) == ["file", "taken"]
-
-
 def planned_matrix(*overrides: str, against: Path | None = None) -> verify.Verification:
     return verify.new("qwen3_toy", overrides, against=against, directory=None)
 

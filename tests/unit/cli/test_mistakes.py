@@ -1,0 +1,141 @@
+"""Mistakes in commands that train: each is one message before Bridge would be imported, and leaves nothing."""
+
+import pytest
+
+LORA = ("qwen3_moe_toy", "tp=2", "peft=lora", "checkpoint.pretrained_checkpoint=nowhere")
+
+# Arguments of a command on a machine without a GPU, and what must stand in the message, each once.
+TRAIN = (
+    (["qwen3_toi"], ["unknown model 'qwen3_toi'; did you mean 'qwen3_toy'?"]),
+    (["qwen3_toy", "tpp=2"], ["tpp=2: unknown key 'tpp'; did you mean 'tp'?"]),
+    (["qwen3_toy", "tp=3", "gbs=3", "mbs=2", "lr=x"], ["4 problems", "tp=3 does", "seq=128 is", "gbs=3 is", "lr=x: "]),
+    (["qwen3_toy", "device=gpu"], ["device=gpu, but this machine shows no GPU", "Transformer Engine"]),
+    (["qwen3_toy", "data=text"], ["data=text needs data.path=FILE_OR_FOLDER"]),
+    (["qwen3_toy", "data=text", "data.path=no/such"], ["error: data.path=no/such: "]),
+    (["qwen3_toy", "run.dir=taken"], ["run.dir=taken is not empty: continue it (--resume taken)"]),
+    ([], ["name a model to train (tpi models lists them), or a run to continue: --resume RUN"]),
+    (["--resume", "nowhere"], ["nowhere is not a run directory: run.json"]),
+    (["--resume", "nowhere", "iters=3"], ["nowhere is not a run directory: run.json"]),
+)  # fmt: skip
+BENCH = (
+    (["qwen3_toi"], ["unknown model 'qwen3_toi'; did you mean 'qwen3_toy'?"]),
+    (["qwen3_toy", "--modes", "stock,tre"], ["numerics=tre: unknown numerics 'tre'; did you mean 'tree'?"]),
+    (["qwen3_toy", "--modes", "stock,tree,stock"], ["--modes: stock is named twice"]),
+    (["qwen3_toy", "--modes", ","], ["--modes: name at least one, as in --modes stock,tree"]),
+    (["qwen3_toy", "numerics=tree"], ["numerics=tree: a benchmark sets the mode itself; --modes stock,tree"]),
+    (["qwen3_toy", "++train.train_iters=3"], ["++train.train_iters=3: a benchmark counts its own steps; --warmup N"]),
+    (["qwen3_toy", "run.dir=x"], ["run.dir=x: a benchmark has its own directory; --dir PATH"]),
+    (["qwen3_toy", "--modes", "tree,tree+digest"], ["numerics=tree+digest"]),
+    (["qwen3_toy", f"--rounds={30 * '9'}"], [f"--rounds {30 * '9'}: must be at most 10000"]),
+    (["qwen3_toy", "ledger.digests=0"], ["a mode says whether it records digests; --modes tree,tree+digests"]),
+    (["qwen3_toy", "ledger.trace=1:1"], ["a benchmark traces no modules"]),
+    (["qwen3_toy", "--dir", "taken"], ["--dir taken is there and is not an empty directory"]),
+    (["qwen3_toy", "--dir", "taken/file"], ["--dir taken/file is a file"]),
+    (["qwen3_toy", "device=gpu", "--modes", "stock"], ["device=gpu, but this machine shows no GPU"]),
+    (["qwen3_toy", "numerics.virtual_shards=3"], ["numerics.virtual_shards=3: must be a power of two"]),
+    (
+        ["qwen3_toy", "gbs=3", "mbs=2", "numerics.virtual_shards=3", "iters=3", "save=2", "--rounds=0", "--steps=-1"],
+        [
+            "6 problems in this configuration",
+            "--rounds 0: must be at least 1",
+            "--steps -1: must be at least 1",
+            "iters=3: a benchmark counts",
+            "save=2: a benchmark saves no checkpoints",
+            "gbs=3 is not a multiple",
+            "numerics.virtual_shards=3: must be",
+        ],
+    ),
+)  # fmt: skip
+AUDIT = (
+    (["qwen3_toy"], ["qwen3_toy is its own reference", "--against KEY=VALUE"]),
+    (["qwen3_toy", "tp=2", "model.hidden_dropout=0.1"], ["dropout draws other numbers in every layout"]),
+    (["qwen3_toy", "tp=2", "--reference", "dp=2", "--against", "pp=2"], ["--reference and --against"]),
+    (["qwen3_toy", "tp=2", "--reference", "iters=2"], ["--reference iters=2: both train for as long"]),
+    (["qwen3_moe_toy", "tp=2", "etp=2"], ["etp=2: every layout would begin with other experts; etp=1"]),
+    (
+        [*LORA, "numerics.initial_weights=megatron"],
+        [
+            "adapters of experts begin with other weights",
+            "peft.target_modules=[linear_qkv,linear_proj], or numerics=tree",
+        ],
+    ),
+    ([*LORA, "numerics=tree"], ["error: checkpoint.pretrained_checkpoint=nowhere: "]),
+    (["--recorded", "a", "b", "tp=2"], ["trains nothing; leave out tp=2"]),
+    (["--recorded", "a", "b"], ["a and b have no step in common"]),
+    ([], ["missing MODEL"]),
+    (["qwen3_toy", "--against", "tp=3"], ["tp=3 does not divide"]),
+    (["qwen3_toy", "--against", "iters=3"], ["--against iters=3: both train for as long"]),
+    (["qwen3_toy", "--against", "run.dir=x"], ["run.dir=x: an audit has its own directory; --dir PATH"]),
+    (["qwen3_toy", "--dir", "taken", "--against", "tp=2"], ["--dir taken is there and is not an empty directory"]),
+    (
+        ["qwen3_toy", "save=2", "gbs=3", "mbs=2", "ledger.trace=1:1"],
+        [
+            "3 problems",
+            "save=2: an audit saves no checkpoints",
+            "an audit records every module itself",
+            "gbs=3 is not a multiple",
+        ],
+    ),
+)  # fmt: skip
+VERIFY = (
+    ([], ["name a model to verify"]),
+    (["qwen3_toy", "tp=2"], ["one cell has nothing to be compared with", "as in tp=1,2,4", "--against FILE"]),
+    (["qwen3_toy", "tp=1,2", "--dir", "taken"], ["--dir taken is there and is not an empty directory"]),
+    (["qwen3_toy", "tp=1,2,1"], ["tp=1,2,1: 1 is given twice"]),
+    (["qwen3_toy", "tp=1,2", "tp=4"], ["tp has several values and is given twice"]),
+    (
+        ["qwen3_toy", "tp=1,2", "model.tensor_model_parallel_size=4"],
+        ["tp has several values and is given twice"],
+    ),
+    (["qwen3_toy", "tp=range(3,1)"], ["tp=range(3,1): gives no value"]),
+    (["qwen3_toy", "tp=range(1,9,0)"], ["tp=range(1,9,0): ", "list the values, as in tp=1,2,4"]),
+    (["qwen3_toy", "lr=interval(0,1)"], ["lr=interval(0,1): ", "list the values"]),
+    (["qwen3_toy", "tp=range(1,100000000)"], ["more than 100 cells"]),
+    (["qwen3_toy", "tp=range(1,13)", "pp=range(1,13)"], ["tp=range(1,13) pp=range(1,13): more than 100 cells"]),
+    (["qwen3_toy", "tp=1,2", "seed=1,2"], ["seed=1,2 makes different runs: ", "rng.seed", "not comparable"]),
+    (["qwen3_toy", "iters=3,4"], ["cells of 3 and 4 steps: a matrix has one length", "iters=3,4 makes different runs"]),
+    (["qwen3_toy", "device=cpu,gpu"], ["device=gpu: device=gpu, but this machine shows no GPU"]),
+    (["qwen3_toy", "tp=1", "--against", "none"], ["--against: none does not exist"]),
+    (["qwen3_toy", "tp=1", "--against", "taken/file"], ["--against: taken/file line 1: empty file"]),
+    (["--recheck", "taken"], ["taken is not a directory of tpi verify: matrix.json"]),
+    (["--recheck", "taken", "--dir", "x"], ["leave MODEL, overrides, --dir and --exitfirst out"]),
+    (["qwen3_toy", "--recheck", "taken"], ["leave MODEL, overrides, --dir and --exitfirst out"]),
+    (
+        ["qwen3_toy", "tp=1,3,5", "seed=1,2", "gbs=3", "mbs=2", "foo=3", "run.dir=x", "pp=2,2"],
+        [
+            "run.dir=x: every cell has a run directory of its own",
+            "--dir PATH",
+            "pp=2,2: 2 is given twice",
+            "foo=3: unknown key 'foo'",
+            "  - gbs=3 is not a multiple",
+            "tp=3 seed=1; tp=3 seed=2: tp=3 does not divide",
+            "tp=5 seed=1; tp=5 seed=2: tp=5 does not divide",
+        ],
+    ),
+)  # fmt: skip
+SWEEP = (
+    ([], ["name a model to train (tpi models lists them), or a sweep to list: --results DIR"]),
+    (["qwen3_toy", "lr=1e-3"], ["no key has several values: lr=1e-3,3e-4 gives two runs"]),
+    (["qwen3_toy", "lr=1e-3,x"], ["lr=x: lr=x: "]),
+    (["qwen3_toy", "lr=1,2", "run.dir=x"], ["run.dir=x: every run has a directory of its own in one directory; --dir"]),
+    (["qwen3_toy", "lr=1,2", "launcher=slurm"], ["launcher=slurm: the runs are trained here"]),
+    (["qwen3_toy", "seed=range(1,200)"], ["more than 100 cells"]),
+    (["qwen3_toy", "tp=1,3", "lr=1,2"], ["tp=3 lr=1; tp=3 lr=2: tp=3 does not divide"]),
+    (["qwen3_toy", "--results", "taken"], ["leave MODEL, overrides and --dir out"]),
+    (["--results", "taken"], ["taken is not a directory of tpi sweep: matrix.json"]),
+)  # fmt: skip
+COMMANDS = {"train": TRAIN, "bench": BENCH, "audit": AUDIT, "verify": VERIFY, "sweep": SWEEP}
+ROWS = [(command, *row) for command, rows in COMMANDS.items() for row in rows]
+
+
+@pytest.mark.usefixtures("no_gpus")
+@pytest.mark.parametrize("command, arguments, says", ROWS, ids=[" ".join((c, *words)) for c, words, _ in ROWS])
+def test_a_mistake_is_one_screen_and_leaves_nothing(cli, here, command, arguments, says):
+    ended = cli(command, *arguments)
+    assert (ended.status, ended.out) == (2, "")
+    assert ended.err.startswith("error: ")
+    assert "Traceback" not in ended.err
+    assert len(ended.err.splitlines()) < 24
+    assert {part: ended.err.count(part) for part in says} == dict.fromkeys(says, 1)
+    assert sorted(p.name for p in here.rglob("*")) == ["file", "taken"]
+    assert not (here.parent / "cache" / "tpi" / "data").exists()
