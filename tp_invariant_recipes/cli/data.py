@@ -1,14 +1,13 @@
 """`tpi data`: make the datasets that `tpi train data=text` reads."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tp_invariant_recipes.cli.arguments import flag, help_text, option
+from tp_invariant_recipes.cli.arguments import Json, help_text, option
+from tp_invariant_recipes.cli.output import progress
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.start import needed
@@ -33,7 +32,7 @@ def prepare(
         str, option(None, "'byte' (ids are UTF-8 bytes, eod is 256), or a local folder with a Hugging Face tokenizer.")
     ] = "byte",
     json_key: Annotated[str, option(None, "The key of the text in a JSONL line.")] = "text",
-    as_json: Annotated[bool, flag("Print the result as JSON.", "--json")] = False,
+    as_json: Json = False,
 ) -> None:
     """Turn SOURCE into an indexed dataset of Megatron.
 
@@ -49,8 +48,8 @@ def prepare(
     from tp_invariant_recipes.data.source import source_name
 
     prefix = output or Path("data", source_name(source))
-    with _progress_bar(f"preparing {prefix}") as progress:
-        prepared = prepare_data(source, prefix, tokenizer=tokenizer, json_key=json_key, progress=progress)
+    with progress.slow_progress(terminal.console(stderr=True)) as slow:
+        prepared = prepare_data(source, prefix, tokenizer=tokenizer, json_key=json_key, progress=slow.reading(source))
     if as_json:
         terminal.print_json(asdict(prepared) | {"prefix": str(prepared.prefix)})
         return
@@ -62,18 +61,3 @@ def prepare(
 
 
 data_app.command("prepare", help=help_text(prepare))(prepare)
-
-
-@contextmanager
-def _progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Return a bar on standard error where that is a terminal, else None. Pulses until the bytes are counted."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = terminal.console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

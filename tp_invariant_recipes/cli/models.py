@@ -1,11 +1,11 @@
 """`tpi models`."""
 
-import time
 from typing import Annotated, Any
 
 import typer
 
 from tp_invariant_recipes.cli.arguments import Json, flag, option
+from tp_invariant_recipes.cli.output import progress
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import single_line
 from tp_invariant_recipes.machine import terminal
@@ -102,12 +102,12 @@ def _recipes(family: str | None, *, as_json: bool) -> None:
     needed.check("tpi models --bridge", needed.TRAINING)
     console = terminal.console_of_its_own()
     console.print("importing Megatron-Bridge …")
-    rows, told = [], time.monotonic()
-    for done, total, row in recipe_list.rows(family):
-        rows.append(row)
-        if time.monotonic() - told > 10:
-            told = time.monotonic()
-            console.print(f"{done} of {total} recipes")
+    rows = []
+    with progress.slow_progress(console) as slow:
+        count = slow.counting("composing: recipe")
+        for done, total, row in recipe_list.rows(family):
+            rows.append(row)
+            count(done, total)
     families = recipe_list.families(rows)
     if as_json:
         terminal.print_json(families if family is None else rows, indent=2)

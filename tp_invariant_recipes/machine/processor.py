@@ -28,12 +28,17 @@ def capability() -> str:
     """Such as "torch AVX2, oneDNN AVX2, MKL AuthenticAMD". Two machines with equal texts use equal instructions."""
     import torch
 
-    lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines())
-    facts = {key.strip(): value.strip() for key, _, value in lines}
+    facts = cpu_info()
     vendor = facts.get("vendor_id") or facts.get("CPU implementer", "unknown")
     highest = os.environ.get("MKL_ENABLE_INSTRUCTIONS")
     mkl = vendor + (f" up to {highest}" if highest else "")
     return f"torch {torch.backends.cpu.get_cpu_capability()}, oneDNN {onednn(facts, os.environ)}, MKL {mkl}"
+
+
+def cpu_info() -> dict[str, str]:
+    """Return what /proc/cpuinfo says of the first processor."""
+    lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines())
+    return {key.strip(): value.strip() for key, _, value in lines}
 
 
 def onednn(facts: Mapping[str, str], environment: Mapping[str, str]) -> str:

@@ -58,7 +58,6 @@ class Drawing:
     name:   for links. alt: description for screen readers. note: explanation of the axes and colours.
     height: inches.
     draw:   draws on a figure or on part of one.
-    panels: how many equally wide columns of axes; a narrow page shows one below the other.
     """
 
     name: str
@@ -67,7 +66,6 @@ class Drawing:
     note: str
     height: float
     draw: Callable[[FigureBase], None]
-    panels: int = 1
 
 
 @contextmanager
@@ -114,7 +112,6 @@ def training(report: Report) -> Drawing:
         _blocks(line for lines in shown.values() for line in lines),
         _CURVES,
         draw,
-        panels=2,
     )
 
 
@@ -145,7 +142,6 @@ def distance(report: Report) -> Drawing | None:
         "0 means equal bits. " + _blocks(line for lines in shown.values() for line in lines),
         _DISTANCES,
         draw,
-        panels=2,
     )
 
 
@@ -190,7 +186,6 @@ def cost(report: Report) -> Drawing | None:
         ("" if unit == "GiB" else "Runs on a CPU record no memory. ") + _blocks([*times, *beside]),
         _COSTS,
         draw,
-        panels=2,
     )
 
 

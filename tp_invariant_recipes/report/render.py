@@ -62,21 +62,10 @@ def png(drawings: Sequence[Drawing], title: str = "", progress: Progress | None 
 
 def _element(document: str, drawing: Drawing) -> str:
     """Turn matplotlib's document into an element of a page, without preamble, addresses and duplicate ids."""
-    start, body = document[document.index("<svg") :].split(">", 1)
-    box = start[start.index("viewBox=") :].split('"')[1]
+    head, body = document[document.index("<svg") :].split(">", 1)
+    box = head[head.index("viewBox=") :].split('"')[1]
     body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", body, flags=re.DOTALL)
     body = re.sub(r'<g id="[^"]*"', "<g", body).replace("xlink:href", "href")
     body = re.sub(r"\n\s*", "\n", body)
-    whole = (
-        f'<svg viewBox="{box}" role="img" aria-labelledby="{drawing.name}-alt"><g id="{drawing.name}-drawing">{body}'
-    )
-    whole = whole.strip().removesuffix("</svg>") + "</g></svg>"
-    if drawing.panels == 1:
-        return whole
-    # A narrow page shows each panel by itself instead of the whole drawing.
-    x, y, width, height = map(float, box.split())
-    part = width / drawing.panels
-    views = [f"{x + n * part:g} {y:g} {part:g} {height:g}" for n in range(drawing.panels)]
-    used = f'<use href="#{drawing.name}-drawing"/>'
-    panels = "".join(f'<svg class="panel" viewBox="{view}" aria-hidden="true">{used}</svg>' for view in views)
-    return f'<div class="whole">{whole}</div>{panels}'
+    start = f'<svg viewBox="{box}" role="img" aria-labelledby="{drawing.name}-alt">'
+    return f"{start}{body.strip()}"

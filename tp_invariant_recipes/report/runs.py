@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tp_invariant_recipes.compare.compare import Comparison, compare_all
-from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.errors import LedgerError, RunError
 from tp_invariant_recipes.foreign_text import single_line
-from tp_invariant_recipes.ledger import run_files
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger, Progress, contents
-from tp_invariant_recipes.ledger.run_files import ProgressLine
+from tp_invariant_recipes.ledger.run_files import LARGEST, ProgressLine
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.reading import Listed, Record, checked, parse_json, parse_object, read_limited
+from tp_invariant_recipes.runs.attempts import read_attempts
+from tp_invariant_recipes.runs.run_dir import RunDir
 
-PROGRESS = "progress.jsonl"
-RUN = "run.json"
 BISECT = "bisect.json"
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -59,7 +58,7 @@ class Run:
         if diverged:
             sentences.append(f"replicas disagree, first at step {diverged[0]}")
         if self.unread:
-            sentences.append(f"incomplete lines of {PROGRESS}, left out: {self.unread}")
+            sentences.append(f"incomplete lines of progress.jsonl, left out: {self.unread}")
         return tuple(sentences)
 
 
@@ -123,7 +122,7 @@ def bisected(*runs: Run) -> Bisected | None:
     files = {file for above in around for file in (*above.glob(BISECT), *above.glob(f"*/{BISECT}"))}
     for file in sorted(files, key=os.path.getmtime, reverse=True):
         with suppress(OSError, ValueError):
-            answer = checked(Bisected, parse_object(read_limited(file, run_files.LARGEST)))
+            answer = checked(Bisected, parse_object(read_limited(file, LARGEST)))
             own = len(folders) == len(runs) and all(folder.parent == file.parent for folder in folders)
             if own or folders == {Path(run).resolve() for run in answer.runs}:
                 return answer
@@ -132,9 +131,13 @@ def bisected(*runs: Run) -> Bisected | None:
 
 def _run(letter: str, name: str, ledger: Ledger) -> Run:
     # A ledger of another name (a replaced one, a certificate) has the files of another run beside it, or none.
-    folder = ledger.run_directory
-    timings, unread = _timings(folder / PROGRESS) if folder else ((), 0)
-    return Run(letter, name, ledger, timings, _planned(folder / RUN) if folder else None, unread)
+    if ledger.run_directory is None:
+        return Run(letter, name, ledger, (), None, 0)
+    run_dir, planned = RunDir(ledger.run_directory), None
+    with suppress(RunError):
+        planned = next((attempt.to_step for attempt in reversed(read_attempts(run_dir))), None)
+    timings, unread = _timings(run_dir.progress)
+    return Run(letter, name, ledger, timings, planned, unread)
 
 
 def _names(ledgers: Iterable[Ledger]) -> list[str]:
@@ -158,14 +161,3 @@ def _timings(file: Path) -> tuple[tuple[ProgressLine, ...], int]:
         else:
             timings[step.step] = step
     return tuple(timings[step] for step in sorted(timings)), unread
-
-
-def _planned(file: Path) -> int | None:
-    """Return the last step that the last attempt planned. None: unknown."""
-    if not file.exists():
-        return None
-    try:
-        attempts = checked(run_files.Attempted, parse_json(contents(file, run_files.LARGEST))).attempts
-    except ValueError:
-        return None
-    return attempts[-1].to_step if attempts else None

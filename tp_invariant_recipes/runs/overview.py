@@ -3,10 +3,9 @@
 A directory that is damaged is a row with the reason. Thousands of runs take seconds.
 """
 
-import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -102,21 +101,15 @@ def rows(folder: Path) -> list[RunRow]:
     """All runs below a folder, or its own, by when their last attempt began. RunError: there is no such folder."""
     if not folder.is_dir():
         raise RunError(f"{folder}: there is no such folder")
-    own = functools.cache(_of_a_command)
-    listed = [row(run, own) for run in _directories(folder)]
-    return sorted(listed, key=lambda row: (row.when, str(row.run)))
+    return sorted(map(row, _directories(folder)), key=lambda row: (row.when, str(row.run)))
 
 
-def _of_a_command(folder: Path) -> bool:
-    return MatrixDir(folder).matrix.exists()
-
-
-def row(run: Path | tuple[Path, str], of_a_command: Callable[[Path], bool] = _of_a_command) -> RunRow:
+def row(run: Path | tuple[Path, str]) -> RunRow:
     """Return the row of a run directory, or of a folder that cannot be looked into, with the reason."""
     if isinstance(run, tuple):
         return RunRow(run[0], DAMAGED, run[1])
     run_dir = RunDir(run)
-    own = of_a_command(run.parent)
+    own = MatrixDir(run.parent).matrix.exists()
     try:
         record = run_dir.read_run(ListedRun)
     except RunError as error:

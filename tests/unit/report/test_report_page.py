@@ -11,7 +11,6 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from PIL import Image
 from safetensors.numpy import save_file
 
@@ -21,7 +20,7 @@ from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger import dumps, reader
 from tp_invariant_recipes.ledger.digests import Parameter
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
-from tp_invariant_recipes.report import curves, figures, page
+from tp_invariant_recipes.report import curves, page
 from tp_invariant_recipes.report.figures import settings
 from tp_invariant_recipes.report.palette import COLOURS
 from tp_invariant_recipes.report.render import png, svg
@@ -402,45 +401,6 @@ def test_a_page_that_cannot_be_written_leaves_nothing(cli, tmp_path):
     assert done.status == 2
     assert "cannot write" in done.err
     assert {file.name for file in tmp_path.iterdir()} == {"tp1", "file"}
-
-
-# --- a narrow page --------------------------------------------------------------------------------------------
-
-
-def test_figures_of_several_panels_stack_on_a_narrow_page(html):
-    """Below 700 px the panels of a figure stand in place of the whole, one below the other, and cover all of it."""
-    narrow = html[html.index("@media screen and (max-width: 700px)") :].partition("\n}\n")[0]
-    assert "figure .panel { display: block; min-width: 0; }" in narrow
-    assert re.search(r"figure \.whole \{[^}]*clip-path", narrow)
-    assert "figure .panel { display: none; }" in html
-    result = r'<div class="whole"><svg viewBox="(.*?)".*?</svg></div>((?:<svg class="panel".*?</svg>)+)'
-    stacked = re.findall(result, html, re.DOTALL)
-    assert len(stacked) == 3  # curves, distances, costs
-    for box, panels in stacked:
-        whole = [float(number) for number in box.split()]
-        parts = [[float(n) for n in view.split()] for view in re.findall(r'class="panel" viewBox="(.*?)"', panels)]
-        assert [part[0] for part in parts] == [0, whole[2] / 2]
-        assert [part[2:] for part in parts] == [[whole[2] / 2, whole[3]]] * 2
-
-
-@pytest.mark.parametrize("count, memory", ((1, 0), (2, 1 << 30), (7, 1 << 30)), ids=("1-cpu", "2-gpu", "7-gpu"))
-def test_no_panel_of_a_narrow_page_has_a_gap(tmp_path, count, memory):
-    """A panel is half of a figure: axes with curves fill it, unless a legend of many runs needs the room."""
-    runs = [write_run(tmp_path / f"run{n}", steps=2) for n in range(count)]
-    for run in runs:
-        lines = [
-            json.loads(line) | {"peak_memory": memory} for line in (run / "progress.jsonl").read_text().splitlines()
-        ]
-        (run / "progress.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    report = gather(runs)
-    for drawing in (figures.training(report), figures.cost(report)):
-        figure = Figure(figsize=(figures.WIDTH, drawing.height))
-        with settings():
-            drawing.draw(figure)
-        filled = [axes.get_position() for axes in figure.axes if axes.lines]
-        for number in (0, 0.5):
-            bottom = min(box.y0 for box in filled if number <= box.x0 < number + 0.5)
-            assert (bottom < 0.2) or (count > 6 and drawing.name == "training" and number)
 
 
 def test_whatever_scrolls_has_a_shadow_where_it_goes_on(html):

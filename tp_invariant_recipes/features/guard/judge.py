@@ -13,7 +13,6 @@ import platform
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +23,7 @@ from tp_invariant_recipes.errors import HardwareFault
 from tp_invariant_recipes.ledger import evidence
 from tp_invariant_recipes.ledger.evidence import Evidence, Suspect
 from tp_invariant_recipes.machine import gpus
+from tp_invariant_recipes.machine.processor import cpu_info
 from tp_invariant_recipes.numerics.products.judge import UnlikeBits
 from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.runs import checkpoints, guard_files
@@ -61,10 +61,7 @@ def described(rank: int) -> Suspect:
 
 def processor() -> str:
     """Return the name of this machine's processor."""
-    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as stream:
-        names = [line.partition(":")[2].strip() for line in stream if line.startswith("model name")]
-        return next(iter(names), platform.machine())
-    return platform.machine()
+    return cpu_info().get("model name", platform.machine())
 
 
 def machine() -> dict[str, str]:

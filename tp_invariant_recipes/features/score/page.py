@@ -77,7 +77,7 @@ def differences(report: dict[str, Any], number: int = 0) -> Drawing:
         f"{words} A point is a token; of many, some evenly chosen ones and the largest. Differences below {_LEAST:g}, "
         "also of equal bits, lie at the bottom."
     )
-    return Drawing(f"differences-{number}", "Differences of log-probabilities", words, note, _HEIGHT, draw, panels=2)
+    return Drawing(f"differences-{number}", "Differences of log-probabilities", words, note, _HEIGHT, draw)
 
 
 def _steps(axes: Any, bins: Sequence[dict[str, Any]]) -> None:
