@@ -1,13 +1,13 @@
 """Command lines that are wrong, made by a script: the same ones for the same seed.
 
-One function a class of mistakes. Each yields words after `tpi`; every line is wrong in the folder that the fixture of
-`test_wrong_commands.py` makes.
+A class of mistakes is a function that returns words after `tpi`, or a table of texts. Every line is wrong in the folder
+that the fixture of `test_wrong_commands.py` makes.
 """
 
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from tp_invariant_recipes.config import bounds
 from tp_invariant_recipes.settings import conf_files
@@ -40,10 +40,9 @@ COMMANDS = "train compare verify certify report bisect bench audit submit jobs l
 def lines(count: int, seed: int) -> list[Words]:
     """So many different command lines, as many of each class as of any other."""
     rng = random.Random(seed)
-    sources = itertools.cycle([forever(rng) for forever in CLASSES])
     results: dict[tuple[str, ...], None] = {}
-    for made in sources:
-        results.setdefault(tuple(next(made)))
+    for make in itertools.cycle((*CLASSES, *map(_of_texts, TEXTS))):
+        results.setdefault(tuple(make(rng)))
         if len(results) == count:
             return [list(words) for words in results]
     raise AssertionError
@@ -70,65 +69,46 @@ def _composing(rng: random.Random, *overrides: str) -> Words:
     return [*rng.choice(ALONE), *overrides]
 
 
-def commands(rng: random.Random) -> Iterator[Words]:
+def _of_texts(texts: tuple[str, ...]) -> Callable[[random.Random], Words]:
+    return lambda rng: _composing(rng, rng.choice(texts), *rng.choice(([], ["iters=3"], ["seed=5"])))
+
+
+def commands(rng: random.Random) -> Words:
     known = COMMANDS.split()
-    while True:
-        yield [_typo(rng, rng.choice(known), known.__contains__), "qwen3_toy"]
+    return [_typo(rng, rng.choice(known), known.__contains__), "qwen3_toy"]
 
 
-def option_typos(rng: random.Random) -> Iterator[Words]:
+def option_typos(rng: random.Random) -> Words:
     known = ("--json", "--trace", "--resume", "--continue", "--launcher", "--verbose", "--dir", "--steps", "--help")
     taken = {*known, "--seq"}
-    while True:
-        option = _typo(rng, rng.choice(known)[2:], lambda made: f"--{made}" in taken or not made.strip("-"))
-        yield _composing(rng, f"--{option}", rng.choice(("1", "runs/a", "x")))
+    option = _typo(rng, rng.choice(known)[2:], lambda made: f"--{made}" in taken or not made.strip("-"))
+    return _composing(rng, f"--{option}", rng.choice(("1", "runs/a", "x")))
 
 
-def keys(rng: random.Random) -> Iterator[Words]:
+def keys(rng: random.Random) -> Words:
     known = [*SHORT_KEYS, *conf_files.group_names(), *PLAIN, *SECTIONS]
     taken = {*known, *(f"+{key}" for key in known), "run", "numerics", "data", "device", "ledger", "cluster", "slurm"}
-    while True:
-        key = _typo(rng, rng.choice([*SHORT_KEYS, *SECTIONS, *rng.sample([*PLAIN], 20)]), taken.__contains__)
-        yield _composing(rng, f"{key}={rng.choice(('1', '2', 'true', 'x'))}")
+    key = _typo(rng, rng.choice([*SHORT_KEYS, *SECTIONS, *rng.sample([*PLAIN], 20)]), taken.__contains__)
+    return _composing(rng, f"{key}={rng.choice(('1', '2', 'true', 'x'))}")
 
 
-def field_typos(rng: random.Random) -> Iterator[Words]:
-    while True:
-        section = rng.choice(COMMON)
-        known = SECTIONS[section]
-        name = _typo(rng, rng.choice([*known]), lambda made, known=known: made in known or made[0] == "_")
-        yield _composing(rng, f"{section}.{name}=1")
+def field_typos(rng: random.Random) -> Words:
+    section = rng.choice(COMMON)
+    known = SECTIONS[section]
+    name = _typo(rng, rng.choice([*known]), lambda made: made in known or made[0] == "_")
+    return _composing(rng, f"{section}.{name}=1")
 
 
-def models(rng: random.Random) -> Iterator[Words]:
+def models(rng: random.Random) -> Words:
     known = conf_files.groups()["model"]
-    while True:
-        command = rng.choice(("train", "show", "submit", "verify", "bench"))
-        yield [command, _typo(rng, rng.choice(known), known.__contains__), "tp=2"]
+    command = rng.choice(("train", "show", "submit", "verify", "bench"))
+    return [command, _typo(rng, rng.choice(known), known.__contains__), "tp=2"]
 
 
-def choices(rng: random.Random) -> Iterator[Words]:
+def choices(rng: random.Random) -> Words:
     groups = {name: known for name, known in conf_files.groups().items() if name != "model"}
-    while True:
-        group = rng.choice([*groups])
-        option = _typo(rng, rng.choice(groups[group]), groups[group].__contains__)
-        yield _composing(rng, f"{group}={option}")
-
-
-def types(rng: random.Random) -> Iterator[Words]:
-    wrong = {
-        "int": ("abc", "1.5", "[1,2]", "{a:1}", "true", "'x y'", "1e-3"),
-        "float": ("abc", "[0.1]", "{a:1}", "true", "1,5.5", "0.1.2"),
-        "bool": ("maybe", "2", "[true]", "3.5", "{a:true}"),
-        "str": ("[a]", "{a:b}"),
-    }
-    while True:
-        section = rng.choice(COMMON)
-        key = rng.choice([path for path in PLAIN if path.startswith(f"{section}.")])
-        allowed = PLAIN[key] or []
-        kinds = [kind for kind in allowed if kind in wrong]
-        if len(kinds) == 1 and len(set(allowed) - {"null"}) == 1 and key not in DECIDED:
-            yield _composing(rng, f"{key}={rng.choice(wrong[kinds[0]])}")
+    group = rng.choice([*groups])
+    return _composing(rng, f"{group}={_typo(rng, rng.choice(groups[group]), groups[group].__contains__)}")
 
 
 # tpi takes the text of these as typed.
@@ -141,35 +121,51 @@ DECIDED = (
 )
 
 
-def ranges(rng: random.Random) -> Iterator[Words]:
+WRONG_TYPES = {
+    "int": ("abc", "1.5", "[1,2]", "{a:1}", "true", "'x y'", "1e-3"),
+    "float": ("abc", "[0.1]", "{a:1}", "true", "1,5.5", "0.1.2"),
+    "bool": ("maybe", "2", "[true]", "3.5", "{a:true}"),
+    "str": ("[a]", "{a:b}"),
+}
+# Field of a section that every run has -> its only type.
+TYPED = {
+    key: kind
+    for key, allowed in PLAIN.items()
+    for kind in WRONG_TYPES
+    if {*(allowed or ())} - {"null"} == {kind} and key not in DECIDED and key.partition(".")[0] in COMMON
+}
+
+
+def types(rng: random.Random) -> Words:
+    key = rng.choice([*TYPED])
+    return _composing(rng, f"{key}={rng.choice(WRONG_TYPES[TYPED[key]])}")
+
+
+def ranges(rng: random.Random) -> Words:
     numbers = [
         key for key, types in PLAIN.items() if {"int", "float"} & {*(types or ())} and "bool" not in (types or ())
     ]
     values = (-1, -5, 0, 1, 2, 70000, -(2**40), 2**70)
     while True:
         key, value = rng.choice(numbers), rng.choice(values)
-        if key.partition(".")[0] in COMMON and bounds.wrong({key.partition(".")[0]: {key.partition(".")[2]: value}}):
-            yield _composing(rng, f"{key}={value}")
+        section, _, name = key.partition(".")
+        if section in COMMON and bounds.wrong({section: {name: value}}):
+            return _composing(rng, f"{key}={value}")
 
 
-def short_numbers(rng: random.Random) -> Iterator[Words]:
-    values = (
-        "-1", "nan", "inf", "-inf", "1e400", "99999999999999999999999999", "1.5", "abc", "[1]", "true", "null",
-        "0x",
-    )  # fmt: skip
-    while True:
-        key = rng.choice([key.name for key in SHORT_KEYS.values() if key.type is int])
-        yield _composing(rng, f"{key}={rng.choice(values)}")
+def short_numbers(rng: random.Random) -> Words:
+    values = ("-1", "nan", "inf", "-inf", "1e400", "9" * 26, "1.5", "abc", "[1]", "true", "null", "0x")
+    key = rng.choice([key.name for key in SHORT_KEYS.values() if key.type is int])
+    return _composing(rng, f"{key}={rng.choice(values)}")
 
 
-def infinities(rng: random.Random) -> Iterator[Words]:
+def infinities(rng: random.Random) -> Words:
     floats = [key for key, types in PLAIN.items() if types and "float" in types and key not in bounds.INFINITE]
-    while True:
-        key = rng.choice(["lr", *(key for key in floats if key.partition(".")[0] in COMMON)])
-        yield _composing(rng, f"{key}={rng.choice(('nan', 'inf', '-inf', '1e400', '-1e999'))}")
+    key = rng.choice(["lr", *(key for key in floats if key.partition(".")[0] in COMMON)])
+    return _composing(rng, f"{key}={rng.choice(('nan', 'inf', '-inf', '1e400', '-1e999'))}")
 
 
-def relations(rng: random.Random) -> Iterator[Words]:
+def relations(rng: random.Random) -> Words:
     toy, moe = ["qwen3_toy"], ["qwen3_moe_toy"]
     rows = (
         *([*toy, f"model.num_attention_heads={n}"] for n in (3, 5, 6, 7, 12)),
@@ -194,155 +190,126 @@ def relations(rng: random.Random) -> Iterator[Words]:
         [*toy, "validation.eval_interval=5"],
         [*toy, "numerics.virtual_shards=3"],
     )
-    while True:
-        yield ["train", *rng.choice(rows), *rng.choice(([], ["seed=7"], ["iters=50"], ["--json"]))]
+    return ["train", *rng.choice(rows), *rng.choice(([], ["seed=7"], ["iters=50"], ["--json"]))]
 
 
-def contradictions(rng: random.Random) -> Iterator[Words]:
-    rows = (
-        "train qwen3_toy --trace 1:2 ledger.trace=2:3",
-        "train qwen3_toy ledger.trace=1:1 --trace 1:2",
-        "train qwen3_toy --launcher slurm launcher=local",
-        "train qwen3_toy --launcher local launcher.kind=slurm",
-        "train qwen3_toy --cluster-file site.yaml cluster=h100",
-        "submit qwen3_toy --cluster-file site.yaml cluster=h200 slurm.time=5 --dry-run",
-        "submit qwen3_toy --against a.txt slurm.time=5",
-        "submit qwen3_toy --dir b slurm.time=5 --dry-run",
-        "submit qwen3_toy launcher=local slurm.time=5 --dry-run",
-        "train qwen3_toy --resume a --continue",
-        "train qwen3_toy --continue",
-        "train --resume a run.dir=b",
-        "train qwen3_toy checkpoint.ckpt_step=5",
-        "train qwen3_toy checkpoint.load=a",
-        "train qwen3_toy checkpoint.save=a",
-        "train qwen3_toy mixed_precision.fp8=e4m3",
-        "verify qwen3_toy tp=1,2 run.dir=x",
-        "verify qwen3_toy tp=2",
-        "bench qwen3_toy iters=5",
-        "bench qwen3_toy --modes stock,nothing",
-        "audit qwen3_toy --against tp=2 ledger.trace=1:2",
-        "train",
-        "train tp=2",
-        "show",
-        "models qwen3_toyy",
-        "doctor now",
-        "compare a.txt",
-        "cancel",
-    )
-    while True:
-        yield rng.choice(rows).split() + rng.choice(([], ["--json"], ["-v"], ["--nothing"], ["seed=4x"], [""]))
+CONTRADICTIONS = (
+    "train qwen3_toy --trace 1:2 ledger.trace=2:3",
+    "train qwen3_toy ledger.trace=1:1 --trace 1:2",
+    "train qwen3_toy --launcher slurm launcher=local",
+    "train qwen3_toy --launcher local launcher.kind=slurm",
+    "train qwen3_toy --cluster-file site.yaml cluster=h100",
+    "submit qwen3_toy --cluster-file site.yaml cluster=h200 slurm.time=5 --dry-run",
+    "submit qwen3_toy --against a.txt slurm.time=5",
+    "submit qwen3_toy --dir b slurm.time=5 --dry-run",
+    "submit qwen3_toy launcher=local slurm.time=5 --dry-run",
+    "train qwen3_toy --resume a --continue",
+    "train qwen3_toy --continue",
+    "train --resume a run.dir=b",
+    "train qwen3_toy checkpoint.ckpt_step=5",
+    "train qwen3_toy checkpoint.load=a",
+    "train qwen3_toy checkpoint.save=a",
+    "train qwen3_toy mixed_precision.fp8=e4m3",
+    "verify qwen3_toy tp=1,2 run.dir=x",
+    "verify qwen3_toy tp=2",
+    "bench qwen3_toy iters=5",
+    "bench qwen3_toy --modes stock,nothing",
+    "audit qwen3_toy --against tp=2 ledger.trace=1:2",
+    "train",
+    "train tp=2",
+    "train qwen3_toy tp=1,2",
+    "train qwen3_toy tp=range(1,4)",
+    "train qwen3_toy seed=choice(1,2)",
+    "show",
+    "models qwen3_toyy",
+    "doctor now",
+    "compare a.txt",
+    "cancel",
+)
 
 
-def missing(rng: random.Random) -> Iterator[Words]:
-    rows = (
-        "compare {0} {1}",
-        "compare a.txt {0}",
-        "certify {0}",
-        "report {0}",
-        "bisect {0} {1}",
-        "train --resume {0}",
-        "train --resume a.txt",
-        "train qwen3_toy cluster={0}.yaml",
-        "train qwen3_toy --cluster-file {0}",
-        "train qwen3_toy data=text data.path={0}",
-        "train qwen3_toy checkpoint.pretrained_checkpoint={0}",
-        "train qwen3_toy checkpoint.pretrained_checkpoint=a.txt",
-        "train qwen3_toy checkpoint.pretrained_checkpoint=.",
-        "verify qwen3_toy tp=1,2 --against {0}",
-        "submit qwen3_toy cluster={0}/site.yml slurm.time=5 --dry-run",
-        "data prepare {0}",
-        "logs {0}",
-    )
-    while True:
-        names = [rng.choice(("none", "no/such", "ä", "n o", "-x/..", "runs", "*.jsonl", "~nobody/x")) for _ in "ab"]
-        yield [word.format(*names) for word in rng.choice(rows).split()]
+def contradictions(rng: random.Random) -> Words:
+    more = rng.choice(([], ["--json"], ["-v"], ["--nothing"], ["seed=4x"], [""]))
+    return rng.choice(CONTRADICTIONS).split() + more
 
 
-def unicode(rng: random.Random) -> Iterator[Words]:
-    rows = (
-        "ｔｐ=2", "tp=２", "tр=2", "tp\u200b=2", "\u202etp=2", "tp=2\u00a0", "tp＝2", "🎉=1", "seed=٣", "tp=½", "е=1",
-    )  # fmt: skip
-    rows += ("model.num_layers=二", "tp=\udcff", "\udcfe=1", "tp=2\u2028pp=2", "ﬁeld=1", "tp=−2", "lr=1e−3", "lr=1，5")
-    while True:
-        yield _composing(rng, rng.choice(rows), *rng.choice(([], ["iters=3"], ["seed=5"])))
+MISSING = (
+    "compare {0} {1}",
+    "compare a.txt {0}",
+    "certify {0}",
+    "report {0}",
+    "bisect {0} {1}",
+    "train --resume {0}",
+    "train --resume a.txt",
+    "train qwen3_toy cluster={0}.yaml",
+    "train qwen3_toy --cluster-file {0}",
+    "train qwen3_toy data=text data.path={0}",
+    "train qwen3_toy checkpoint.pretrained_checkpoint={0}",
+    "train qwen3_toy checkpoint.pretrained_checkpoint=a.txt",
+    "train qwen3_toy checkpoint.pretrained_checkpoint=.",
+    "verify qwen3_toy tp=1,2 --against {0}",
+    "submit qwen3_toy cluster={0}/site.yml slurm.time=5 --dry-run",
+    "data prepare {0}",
+    "logs {0}",
+)
 
 
-def controls(rng: random.Random) -> Iterator[Words]:
-    codes = ("\x1b[31m", "\x1b]0;owned\x07", "\x07", "\r", "\x9b31m", "\x7f", "\b\b\b")
-    rows = ("tp={}", "{}=2", "model.{}=2", "--{}", "numerics={}", "--trace={}", "--launcher={}", "cluster={}.yaml")
-    while True:
-        code = rng.choice(codes)
-        yield _composing(rng, rng.choice(rows).format(code))
-        yield [f"{code}train"]
-        yield ["compare", f"{code}a", "b"]
+def missing(rng: random.Random) -> Words:
+    names = [rng.choice(("none", "no/such", "ä", "n o", "-x/..", "runs", "*.jsonl", "~nobody/x")) for _ in "ab"]
+    return [word.format(*names) for word in rng.choice(MISSING).split()]
 
 
-def empty(rng: random.Random) -> Iterator[Words]:
-    rows = (
-        "", "=", "=2", "tp=", "tp", " ", "\t", "tp= =2", "==", "lr=", "model.=1", ".num_layers=1", "model=",
-        "numerics=",
-    )  # fmt: skip
-    rows += ("model..num_layers=2", "data=", "model.num_layers=", "seed=", "+", "++", "++=1", "mixed_precision.=x")
-    while True:
-        yield _composing(rng, rng.choice(rows), *rng.choice(([], ["iters=3"], [""])))
+def controls(rng: random.Random) -> Words:
+    code = rng.choice(("\x1b[31m", "\x1b]0;owned\x07", "\x07", "\r", "\x9b31m", "\x7f", "\b\b\b"))
+    words = ["tp={}", "{}=2", "model.{}=2", "--{}", "numerics={}", "--trace={}", "--launcher={}", "cluster={}.yaml"]
+    composing = _composing(rng, rng.choice(words).format(code))
+    return rng.choice((composing, [f"{code}train"], ["compare", f"{code}a", "b"]))
 
 
-def quoting(rng: random.Random) -> Iterator[Words]:
-    rows = (
-        "tp=2 pp=2", "'tp=2'", '"tp=2"', "tp='2", 'tp="2', "tp=[1,", "tp={a", "tp=(2)", "tp=2)", "tp=${", "tp=${x",
-        "tp=$(2)",
-    )  # fmt: skip
-    rows += (
-        "tp=`2`", "tp=\\2", "tp=%2", "tp=2'", "'tp'=2", "tp='", 'tp="', "model.num_layers='2", "tp={}", "tp=[]",
-        "tp=2\n",
-    )  # fmt: skip
-    while True:
-        yield _composing(rng, rng.choice(rows), *rng.choice(([], ["iters=3"], ["seed=5"])))
-
-
-def shell(rng: random.Random) -> Iterator[Words]:
-    rows = (
-        "|", "&&", ">", ">log", "2>&1", ";", "tp=2;", "tp=2,", "#", "# tp=2", "\\", "*", "~", "~tp", "-", "$HOME",
-        "!", "tp", "..",
-    )  # fmt: skip
-    rows += (
-        "tp=2&", "tp:2", "tp==2", "tp->2", "--tp=2", "-tp=2", "tp+=2", "tp=1,2", "tp=range(1,4)",
-        "seed=choice(1,2)", "~lr",
-    )  # fmt: skip
-    while True:
-        yield _composing(rng, "iters=3", rng.choice(rows), *rng.choice(([], ["grep"], ["seed=5"])))
-
-
-def interpolations(rng: random.Random) -> Iterator[Words]:
+def interpolations(rng: random.Random) -> Words:
     texts = (
-        "oc.env:HOME", "oc.env:NOT_SET", "oc.env:A,b", "now:%Y", "hydra:runtime.cwd", "oc.decode:1",
-        "nothing.there", "x:1", ".",
-    )  # fmt: skip
-    while True:
-        key = rng.choice(("run.dir", "data.json_key", "cluster.environment.A", "tp", "lr", "logger.wandb_project"))
-        yield _composing(rng, f"{key}=${{{rng.choice(texts)}}}")
+        *("oc.env:HOME", "oc.env:NOT_SET", "oc.env:A,b", "now:%Y", "hydra:runtime.cwd", "oc.decode:1"),
+        *("nothing.there", "x:1", "."),
+    )
+    key = rng.choice(("run.dir", "data.json_key", "cluster.environment.A", "tp", "lr", "logger.wandb_project"))
+    return _composing(rng, f"{key}=${{{rng.choice(texts)}}}")
 
 
-def option_values(rng: random.Random) -> Iterator[Words]:
-    rows = (
-        "bench qwen3_toy --steps {}",
-        "bench qwen3_toy --warmup {}",
-        "bench qwen3_toy --rounds {}",
-        "bench qwen3_toy --modes {}",
-    )
-    rows += (
-        "audit qwen3_toy --reference {}",
-        "audit qwen3_toy --against {}",
-        "train qwen3_toy --trace {}",
-        "train qwen3_toy --launcher {}",
-    )
-    rows += ("verify qwen3_toy tp=1,2 --against {}", "train qwen3_toy --cluster-file {}", "train --resume {}")
+WITH_VALUES = (
+    *(f"bench qwen3_toy --{option} {{}}" for option in ("steps", "warmup", "rounds", "modes")),
+    *("audit qwen3_toy --reference {}", "audit qwen3_toy --against {}", "verify qwen3_toy tp=1,2 --against {}"),
+    *(f"train qwen3_toy --{option} {{}}" for option in ("trace", "launcher", "cluster-file")),
+    "train --resume {}",
+)
+
+
+def option_values(rng: random.Random) -> Words:
     values = ("x", "-1", "1.5", "none", "1:0", "3:", "[1]", "tree+", ",", "9" * 30, "=")
-    while True:
-        yield rng.choice(rows).format(rng.choice(values)).split()
+    return rng.choice(WITH_VALUES).format(rng.choice(values)).split()
 
 
 CLASSES = (
     commands, option_typos, keys, field_typos, models, choices, types, ranges, short_numbers, infinities,
-    relations, contradictions, missing, unicode, controls, empty, quoting, shell, interpolations, option_values,
+    relations, contradictions, missing, controls, interpolations, option_values,
+)  # fmt: skip
+# Texts in the place of an override: characters that are none of tpi's, empty ones, quotes, and words of a shell.
+TEXTS = (
+    (
+        "ｔｐ=2", "tp=２", "tр=2", "tp\u200b=2", "\u202etp=2", "tp=2\u00a0", "tp＝2", "🎉=1", "seed=٣", "tp=½", "е=1",
+        "model.num_layers=二", "tp=\udcff", "\udcfe=1", "tp=2\u2028pp=2", "ﬁeld=1", "tp=−2", "lr=1e−3", "lr=1，5",
+    ),
+    (
+        "", "=", "=2", "tp=", "tp", " ", "\t", "tp= =2", "==", "lr=", "model.=1", ".num_layers=1", "model=",
+        "numerics=", "model..num_layers=2", "data=", "model.num_layers=", "seed=", "+", "++", "++=1", 
+        "mixed_precision.=x",
+    ),
+    (
+        "tp=2 pp=2", "'tp=2'", '"tp=2"', "tp='2", 'tp="2', "tp=[1,", "tp={a", "tp=(2)", "tp=2)", "tp=${", "tp=${x",
+        "tp=$(2)", "tp=`2`", "tp=\\2", "tp=%2", "tp=2'", "'tp'=2", "tp='", 'tp="', "model.num_layers='2", "tp={}",
+        "tp=[]", "tp=2\n",
+    ),
+    (
+        "|", "&&", ">", ">log", "2>&1", ";", "tp=2;", "tp=2,", "#", "# tp=2", "\\", "*", "~", "~tp", "-", "$HOME",
+        "!", "tp", "..", "tp=2&", "tp:2", "tp==2", "tp->2", "--tp=2", "-tp=2", "tp+=2", "~lr",
+    ),
 )  # fmt: skip

@@ -1,15 +1,15 @@
 """`tpi audit`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-import typer
 from rich import box
 from rich.table import Column, Table
 from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json, Overrides, directory_option, flag, option, optional_model
+from tp_invariant_recipes.cli.output import verdict
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.plural import counted
@@ -83,7 +83,7 @@ def audit(
     if recorded is not None:
         if given := [*([model] if model else []), *(overrides or []), *changed]:
             raise ConfigError(f"--recorded judges what is there and trains nothing; leave out {' '.join(given)}")
-        _end(launch.recorded(*recorded, directory), as_json, _print)
+        _end(launch.recorded(*recorded, directory), as_json=as_json)
     if model is None:
         raise ConfigError("missing MODEL: a model of tpi models, recipe=FILE.py:FUNCTION, or --recorded RUN REFERENCE")
     _audit(model, list(overrides or []), reference or (), against or (), directory, keep=keep, as_json=as_json)
@@ -124,7 +124,11 @@ def _audit(
     watch = progress.headed(
         console, lambda name, run: Text(name, style="bold") + Text(f", {counted(run.steps, 'step')}")
     )
-    _end(launch.execute(planned, watch, keep=keep), as_json, _print)
+    _end(launch.execute(planned, watch, keep=keep), as_json=as_json)
+
+
+def _end(result: dict[str, Any], *, as_json: bool) -> NoReturn:
+    verdict.end(result, result["exit_status"], lambda: _print(result), as_json=as_json)
 
 
 def _all(
@@ -160,7 +164,7 @@ def _all(
     with progress.busy(console, "importing Megatron-Bridge and choosing cells"):
         bridge.load()
     result = campaign.execute(where, state, show, resume=resume is not None, exitfirst=exitfirst, scripts=scripts)
-    _end(result, as_json, _print_findings)
+    verdict.end(result, result["exit_status"], lambda: _print_findings(result), as_json=as_json)
 
 
 def _print_findings(result: dict[str, Any]) -> None:
@@ -176,15 +180,6 @@ def _print_findings(result: dict[str, Any]) -> None:
     count, faults = counted(len(result["trials"]), "audit"), counted(len(result["findings"]), "fault")
     tried = result["pairs"] - result["pending"]
     terminal.print_line(console, f"{faults} in {count} of {tried} pairs; {result['directory']}/audits.html")
-
-
-def _end(result: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]], None]) -> NoReturn:
-    """Print what was found, and end with its status."""
-    if as_json:
-        terminal.print_json(result)
-    else:
-        show(result)
-    raise typer.Exit(result["exit_status"])
 
 
 def _print(result: dict[str, Any]) -> None:

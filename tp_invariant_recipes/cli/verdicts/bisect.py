@@ -4,10 +4,10 @@ import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json, Verbose, argument, directory_option, flag
+from tp_invariant_recipes.cli.output import verdict
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.start import needed
 
@@ -43,23 +43,16 @@ def bisect(
 
     planned = launch.new(run_a.expanduser(), run_b.expanduser(), directory, referee=referee)
     if isinstance(planned, Comparison):
-        if as_json:
-            terminal.print_json({"recorded": comparison_json(planned)})
-        else:
-            why = weights_drawn(planned) or "there is no step to train again"
-            terminal.print_text(f"{verdict_line(planned)}\n{why}")
-        raise typer.Exit(planned.exit_status)
+        text = f"{verdict_line(planned)}\n{weights_drawn(planned) or 'there is no step to train again'}"
+        recorded = {"recorded": comparison_json(planned)}
+        verdict.end(recorded, planned.exit_status, lambda: terminal.print_text(text), as_json=as_json)
     needed.check("tpi bisect", needed.TRAINING)
     console = terminal.console_of_its_own()
     terminal.print_line(console, f"recorded: {verdict_line(planned.first)}")
     terminal.print_line(console, f"training step {planned.step} again in {planned.directory.path}")
     watch = progress.headed(console, lambda label, _: Text(label, style="bold"), verbose=verbose)
     result = launch.execute(planned, watch)
-    if as_json:
-        terminal.print_json(result)
-    else:
-        _print(result)
-    raise typer.Exit(result["exit_status"])
+    verdict.end(result, result["exit_status"], lambda: _print(result), as_json=as_json)
 
 
 def _print(result: dict[str, Any]) -> None:

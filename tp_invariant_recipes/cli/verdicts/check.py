@@ -4,9 +4,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from tp_invariant_recipes.cli.arguments import Json, argument, option
+from tp_invariant_recipes.cli.output import verdict
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.start import needed
@@ -45,30 +44,21 @@ def check(
 
     checked = recompute.check(what, step, module)
     status = recompute.exit_status(checked)
-    if as_json:
-        tensors = [
-            {"name": tensor.name, "identical": tensor.identical, **asdict(tensor.distance)} for tensor in checked
-        ]
-        terminal.print_json({"exit_status": status, "tensors": tensors})
-    else:
-        for tensor in checked:
-            terminal.print_text(str(tensor))
-        verdict = "different" if status else "identical"
-        terminal.print_text(f"{verdict}: step {step} of {module}, computed again on this CPU")
-    raise typer.Exit(status)
+    tensors = [{"name": tensor.name, "identical": tensor.identical, **asdict(tensor.distance)} for tensor in checked]
+    word = "different" if status else "identical"
+    text = "\n".join([*map(str, checked), f"{word}: step {step} of {module}, computed again on this CPU"])
+    result = {"exit_status": status, "tensors": tensors}
+    verdict.end(result, status, lambda: terminal.print_text(text), as_json=as_json)
 
 
 def _check_evidence(file: Path, *, as_json: bool) -> None:
     from tp_invariant_recipes.features import evidence
 
     judgement = evidence.judge(file)
-    if as_json:
-        held = [
-            {"name": name, "dtype": str(tensor.dtype), "shape": [*tensor.shape]}
-            for name, tensor in judgement.tensors.items()
-        ]
-        described = judgement.evidence.as_json() | {"tensors": held}
-        terminal.print_json({"exit_status": judgement.exit_status, "how": judgement.how, "evidence": described})
-    else:
-        terminal.print_text(judgement.text())
-    raise typer.Exit(judgement.exit_status)
+    held = [
+        {"name": name, "dtype": str(tensor.dtype), "shape": [*tensor.shape]}
+        for name, tensor in judgement.tensors.items()
+    ]
+    described, status = judgement.evidence.as_json() | {"tensors": held}, judgement.exit_status
+    result = {"exit_status": status, "how": judgement.how, "evidence": described}
+    verdict.end(result, status, lambda: terminal.print_text(judgement.text()), as_json=as_json)

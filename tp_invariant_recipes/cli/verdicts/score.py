@@ -4,9 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from tp_invariant_recipes.cli.arguments import Json, Overrides, argument, flag, option
+from tp_invariant_recipes.cli.output import verdict
 from tp_invariant_recipes.errors import ConfigError, refuse
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.start import needed
@@ -74,12 +73,8 @@ def score(
     if hidden is not None:
         layers = _hidden(scoring, hidden)
         result |= {"hidden": layers, "exit_status": max(result["exit_status"], layers["exit_status"])}
-    if as_json:
-        terminal.print_json(result)
-    else:
-        for line in [text for key in ("text", "hidden") if (text := result.get(key))]:
-            terminal.print_text(line["text"] if isinstance(line, dict) else line)
-    raise typer.Exit(result["exit_status"])
+    texts = "".join(f"{part['text']}\n" for part in (result, result.get("hidden", {})) if part.get("text"))
+    verdict.end(result, result["exit_status"], lambda: terminal.print_text(texts, end=""), as_json=as_json)
 
 
 def _check_options(against: list[Path], page: Path | None, tolerance: float, *, vocab: bool) -> None:

@@ -4,7 +4,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import (
@@ -16,7 +15,7 @@ from tp_invariant_recipes.cli.arguments import (
     optional_model,
     with_model,
 )
-from tp_invariant_recipes.cli.output import matrix
+from tp_invariant_recipes.cli.output import matrix, verdict
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import single_line
 from tp_invariant_recipes.machine import terminal
@@ -61,11 +60,7 @@ def sweep(
         named, arguments = with_model(model, list(overrides or []))
         plan = partial(launch.new, named, arguments, directory=directory)
         swept = matrix.train_matrix(plan, launch.execute, verbose=verbose)
-    if as_json:
-        terminal.print_json(swept.as_dict())
-    else:
-        _print(swept)
-    raise typer.Exit(swept.exit_status)
+    verdict.end(swept.as_dict(), swept.exit_status, lambda: _print(swept), as_json=as_json)
 
 
 def _print(swept: "Swept") -> None:

@@ -4,7 +4,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import (
@@ -18,6 +17,7 @@ from tp_invariant_recipes.cli.arguments import (
     with_model,
 )
 from tp_invariant_recipes.cli.output import matrix
+from tp_invariant_recipes.cli.output.verdict import end
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import single_line
 from tp_invariant_recipes.machine import terminal
@@ -76,7 +76,7 @@ def verify(
 
         where = latest(Path("runs")) if directory is None else directory.expanduser()
         execute = partial(launch.execute, exitfirst=exitfirst)
-        verdict = matrix.train_matrix(partial(launch.plan_rerun, where, against=against), execute, verbose=verbose)
+        judged = matrix.train_matrix(partial(launch.plan_rerun, where, against=against), execute, verbose=verbose)
     elif recheck is not None:
         if model is not None or overrides or directory is not None or exitfirst:
             raise ConfigError(
@@ -84,7 +84,7 @@ def verify(
             )
         from tp_invariant_recipes.features.verify.verdict import judge as judge_directory
 
-        verdict = judge_directory(recheck.expanduser(), against)
+        judged = judge_directory(recheck.expanduser(), against)
     elif model is None:
         raise ConfigError(
             "name a model to verify (tpi models lists them), or a directory to compare again: --recheck DIR"
@@ -95,12 +95,8 @@ def verify(
 
         named, arguments = with_model(model, list(overrides or []))
         plan = partial(launch.new, named, arguments, against=against, directory=directory)
-        verdict = matrix.train_matrix(plan, partial(launch.execute, exitfirst=exitfirst), verbose=verbose)
-    if as_json:
-        terminal.print_json(verdict.as_dict())
-    else:
-        _print(verdict)
-    raise typer.Exit(verdict.exit_status)
+        judged = matrix.train_matrix(plan, partial(launch.execute, exitfirst=exitfirst), verbose=verbose)
+    end(judged.as_dict(), judged.exit_status, lambda: _print(judged), as_json=as_json)
 
 
 def _print(verdict: "MatrixVerdict") -> None:
