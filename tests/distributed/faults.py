@@ -59,6 +59,25 @@ def lives(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
+def stop(process: Any, when: Callable[[], bool], number: int, status: int) -> list[int]:
+    """Send a signal to a `tpi` when it comes to something; return its ranks, of which none is left.
+
+    status: how it must end.
+    """
+    process.until(when)
+    ranks = ranks_of(process.pid)
+    os.kill(process.pid, number)
+    assert process.wait() == status
+    assert not any(map(lives, ranks))
+    assert "Traceback" not in process.stderr
+    return ranks
+
+
+def has_lines(file: Path, most: int) -> Callable[[], bool]:
+    """Whether a file has more than so many lines."""
+    return lambda: file.exists() and file.read_bytes().count(b"\n") > most
+
+
 def fail(context: Any) -> None:
     """Fail for a reason of one's own."""
     raise ValueError("planted")

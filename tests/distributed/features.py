@@ -22,24 +22,14 @@ SIZES = {
     for words in (EXPERTS, LATENT, f"{HYBRID} {_MXFP8}", small("moonlight_toy"))
 }
 
+FAMILIES = (
+    *("qwen3_moe", "qwen25", "llama32", "olmoe", "deepseek_v3", "moonlight", "nemotron3_nano"),
+    *("gemma2", "gemma3", "gpt_oss", "qwen3_next", "glm45", "exaone4"),
+)
 AXES: dict[str, tuple[str, ...]] = {
     "numerics": ("numerics=stock", "numerics=portable", "numerics=gather"),
     "precision": ("precision=fp32", "precision=fp8_tensorwise", "precision=fp8_blockwise", "precision=mxfp8"),
-    "family": (
-        "MODEL=qwen3_moe_toy",
-        "MODEL=qwen25_toy",
-        "MODEL=llama32_toy",
-        "MODEL=olmoe_toy",
-        "MODEL=deepseek_v3_toy",
-        "MODEL=moonlight_toy",
-        "MODEL=nemotron3_nano_toy",
-        "MODEL=gemma2_toy",
-        "MODEL=gemma3_toy",
-        "MODEL=gpt_oss_toy",
-        "MODEL=qwen3_next_toy",
-        "MODEL=glm45_toy",
-        "MODEL=exaone4_toy",
-    ),
+    "family": tuple(f"MODEL={name}_toy" for name in FAMILIES),
     "weights": ("weights={weights}", "weights={weights} peft=lora peft.dim=8"),
     "optimizer": (
         "optimizer.optimizer=sgd",

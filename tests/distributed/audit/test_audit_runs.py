@@ -1,13 +1,12 @@
 """`tpi audit`, end to end on CPU ranks: what it leaves, pairs of trainings, recordings, and what ends it."""
 
 import json
-import os
 import re
 import signal
 
 import pytest
 
-from tests.distributed.faults import lives, ranks_of
+from tests.distributed.faults import has_lines, stop
 from tp_invariant_recipes.features.audit.campaign import _write_texts
 
 pytestmark = pytest.mark.release  # in `make test`: test_audit_bugs.py
@@ -55,11 +54,7 @@ def test_a_training_that_fails_is_no_answer(shared):
 def test_a_stopped_audit_says_so(tpi, number, status):
     process = tpi.start("audit", *SMALL, "tp=2", "iters=400", "--dir", "stopped")
     ledger = tpi.folder / "stopped/audited/ledger.jsonl"
-    process.until(lambda: ledger.exists() and ledger.read_bytes().count(b"\n") > 2)
-    ranks = ranks_of(process.pid)
-    os.kill(process.pid, number)
-    assert process.wait() == status
-    assert not any(map(lives, ranks))
+    stop(process, has_lines(ledger, 2), number, status)
     assert "the audit was stopped before its end, in the training audited: stopped/audited" in process.stderr
     attempt = json.loads((tpi.folder / "stopped/audited/run.json").read_text())["attempts"][-1]
     assert attempt["outcome"] == "stopped"

@@ -3,13 +3,12 @@
 import json
 import os
 import signal
-import subprocess
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.distributed.faults import lives, ranks_of
+from tests.distributed.faults import has_lines, ranks_of, stop
 from tp_invariant_recipes.cli.bench import _figures
 from tp_invariant_recipes.features.bench import profile
 from tp_invariant_recipes.features.bench.workflow import _mode, _round
@@ -112,9 +111,8 @@ def test_one_mode_alone_prints_json_and_a_killed_rank_is_named(tpi):
 
     process = tpi.start("bench", *SMALL, "--modes", "stock", "--steps", "400", "--dir", "killed")
     figures = tpi.folder / "killed" / "bench" / "rank-0.jsonl"
-    process.until(lambda: figures.exists() and figures.read_bytes().count(b"\n") > 2)
-    children = subprocess.run(["ps", "--ppid", str(process.pid), "-o", "pid="], capture_output=True, text=True)
-    os.kill(max(map(int, children.stdout.split())), signal.SIGKILL)
+    process.until(has_lines(figures, 2))
+    os.kill(ranks_of(process.pid)[-1], signal.SIGKILL)
     assert process.wait() == 2
     assert "rank 1 was killed by SIGKILL" in process.stderr
     assert "killed/logs/rank-1.log" in process.stderr
@@ -127,11 +125,7 @@ def test_one_mode_alone_prints_json_and_a_killed_rank_is_named(tpi):
 def test_a_stopped_benchmark_says_so(tpi, number, status):
     process = tpi.start("bench", *SMALL, "--modes", "stock", "--steps", "400", "--dir", "stopped")
     figures = tpi.folder / "stopped" / "bench" / "rank-0.jsonl"
-    process.until(lambda: figures.exists() and figures.read_bytes().count(b"\n") > 2)
-    ranks = ranks_of(process.pid)
-    os.kill(process.pid, number)
-    assert process.wait() == status
-    assert not any(map(lives, ranks))
+    stop(process, has_lines(figures, 2), number, status)
     assert "the benchmark was stopped before its end" in process.stderr
 
 

@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 
-from tests.distributed.faults import at_step, lives, ranks_of, reached, wait_for_sigterm
+from tests.distributed.faults import at_step, reached, stop, wait_for_sigterm
 from tp_invariant_recipes.features.train import rank as train
 
 SMALL = ("qwen3_toy", "model.num_layers=1", "seq=32", "gbs=1", "iters=2")
@@ -65,16 +65,6 @@ def test_other_initial_weights_are_named_with_the_key_that_makes_them_equal(shar
     assert "continue with: tpi compare drawn/tp1 drawn/tp2" in done.stdout
 
 
-@pytest.mark.release  # in `make test`: test_certificates.py, with its control
-def test_a_run_agrees_with_a_certificate_of_another(tree, shared):
-    shared("certify", "tree/tp1", "--out", "tree.tpicert", status=0)
-    done = shared("verify", *SMALL, "tp=2", "numerics=tree", "--against", "tree.tpicert", "--dir", "against", "--json")
-    assert done.status == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert [(row["ranks"], row["state"]) for row in result["rows"]] == [(1, "reference"), (2, "identical")]
-    assert "identical: tp=2 computed the same bits as " in result["text"]
-
-
 _train = train.train
 
 
@@ -94,13 +84,8 @@ LONGER = (*SMALL, "numerics=tree", "iters=6", "tp=1,2", "--dir", "m")
 def _stop_in(tpi, tp: int, number: signal.Signals, status: int):
     """Verify, and send a signal while the cell of this tp trains; no rank is left."""
     process = tpi.start("verify", *LONGER, before=at_step(3, wait_for_sigterm, world=tp))
-    process.until(reached(tpi.folder, 3))
-    ranks = ranks_of(process.pid)
-    os.kill(process.pid, number)
-    assert process.wait() == status
+    ranks = stop(process, reached(tpi.folder, 3), number, status)
     assert len(ranks) >= tp  # those of the cell before may wait for another run
-    assert not any(map(lives, ranks))
-    assert "Traceback" not in process.stderr
     return process.stdout
 
 

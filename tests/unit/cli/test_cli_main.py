@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import ledgers
 from tp_invariant_recipes import __version__, errors
 from tp_invariant_recipes.launch import plan
-from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
+from tp_invariant_recipes.ledger.record import Header
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.TpiError)]
 KINDS.remove(errors.Interrupted)
@@ -92,9 +93,7 @@ for command in sys.argv[1:]:
 
 def test_only_what_needs_torch_imports_it(tmp_path):
     for name in "ab":
-        with LedgerWriter(tmp_path / name).create(Header(identity={"rng.seed": 1})) as ledger:
-            step = dict(step=1, samples=1, tokens=1, loss="f32:40c80000", grad_norm="f32:3fa00000")
-            ledger.append(StepRecord(**step, learning_rate="f64:3f33a92a30553261"))
+        ledgers.write(tmp_path / name, Header(identity={"rng.seed": 1}), [ledgers.record(1)])
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM, *COMMANDS], cwd=tmp_path, capture_output=True, text=True, check=True
     )

@@ -184,7 +184,6 @@ def relations(rng: random.Random) -> Words:
         [*toy, "data=text"],
         [*toy, "ep=2"],
         [*toy, "sp=true"],
-        [*toy, "cp=2", "numerics=stock"],
         [*toy, "cp=3"],
         [*toy, "ledger.trace=2:60"],
         [*toy, "validation.eval_interval=5"],

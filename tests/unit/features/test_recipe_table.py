@@ -8,35 +8,18 @@ import pytest
 from tp_invariant_recipes.features import recipe_list
 from tp_invariant_recipes.sources import recipe_source
 
+
+def a_row(names: str, family: str, state: str, *why: str, **more) -> dict:
+    listed = names.split()
+    row = {"recipe": listed[0], "names": listed, "family": family, "tree": state, "why": [*why], "keys": [], "open": []}
+    return row | more
+
+
 ROWS = [
-    {"recipe": "a", "family": "one", "tree": "covered", "why": [], "keys": [], "open": ["dp=4"], "names": ["a"]},
-    {
-        "recipe": "b",
-        "family": "one",
-        "tree": "refused",
-        "why": ["recipe=b: it fine-tunes with LoRA: the …; c"],
-        "keys": [],
-        "open": [],
-        "names": ["b"],
-    },
-    {
-        "recipe": "c",
-        "family": "two",
-        "tree": "not here",
-        "why": [f"recipe=c: {recipe_source.NEEDS} a/C-3, which …"],
-        "keys": [],
-        "open": [],
-        "names": ["c"],
-    },
-    {
-        "recipe": "d",
-        "family": "one",
-        "tree": "covered with",
-        "why": ["x; a.b=1"],
-        "keys": ["a.b=1"],
-        "open": [],
-        "names": ["d", "e"],
-    },
+    a_row("a", "one", "covered", open=["dp=4"]),
+    a_row("b", "one", "refused", "recipe=b: it fine-tunes with LoRA: the …; c"),
+    a_row("c", "two", "not here", f"recipe=c: {recipe_source.NEEDS} a/C-3, which …"),
+    a_row("d e", "one", "covered with", "x; a.b=1", keys=["a.b=1"]),
 ]
 REASONS = {
     "numerics=tree: FP8 and FP4 scales depend on how a tensor is cut; precision=bf16": "FP8 and FP4 scales depend on "

@@ -190,7 +190,6 @@ def run_json(folder: Path, data: bytes) -> None:
     run = RunDir(folder)
     run.run.write_bytes(data)
     registry.attempts(run)
-    report_runs._planned(run.run)
     for attempt in attempts.read_attempts(run):
         str(attempt.outcome), attempt.job and attempt.job.id
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from tests.ledgers import record
 from tp_invariant_recipes.compare.compare import compare
 from tp_invariant_recipes.ledger.bits import float_bits
 from tp_invariant_recipes.ledger.digests import Parameter
@@ -34,12 +35,12 @@ def ledger_with_digests(steps: int, names=LAYERS, differing=(), every: int = 1, 
     )
     different = set(differing)
 
-    def record(step: int) -> StepRecord:
+    def recorded_step(step: int) -> StepRecord:
         digests = {name: OTHER if (step, name) in different else EQUAL for name in names} if step % every == 0 else None
-        loss = losses[step - 1] if losses else "f32:40c80000"
-        return StepRecord(step, step, 8, loss, "f32:3f800000", "f64:3f33a92a30553261", loss is None, digests)
+        loss = {"loss": losses[step - 1], "skipped": losses[step - 1] is None} if losses else {}
+        return record(step, gradients=digests, **loss)
 
-    return Ledger(header, tuple(map(record, range(1, steps + 1))), Path("run/ledger.jsonl"), torn=False)
+    return Ledger(header, tuple(map(recorded_step, range(1, steps + 1))), Path("run/ledger.jsonl"), torn=False)
 
 
 def map_of(a: Ledger, b: Ledger, **more):

@@ -14,12 +14,13 @@ import pytest
 from PIL import Image
 from safetensors.numpy import save_file
 
+from tests import ledgers
 from tp_invariant_recipes.cli.output import progress
 from tp_invariant_recipes.compare import compare
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger import dumps, reader
 from tp_invariant_recipes.ledger.digests import Parameter
-from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
+from tp_invariant_recipes.ledger.record import Header
 from tp_invariant_recipes.report import curves, page
 from tp_invariant_recipes.report.figures import settings
 from tp_invariant_recipes.report.palette import COLOURS
@@ -37,23 +38,14 @@ def write_run(
     folder.mkdir(parents=True)
     parameters = tuple(Parameter(name, (2, 4), "float32", "bfloat16") for name in names)
     start = {"identity": {"rng.seed": 1234}, "layout": {"tp": 1}, "parameters": parameters}
-    with LedgerWriter(folder).create(Header(**start | header)) as writer:
-        for step in range(1, steps + 1):
-            other = differs_from is not None and step >= differs_from
-            digests = dict.fromkeys(names, f"{step:032x}") if step % every == 0 else None
-            changed = digests | {names[-1]: "f" * 32} if digests and other else digests
-            writer.append(
-                StepRecord(
-                    step=step,
-                    samples=step,
-                    tokens=64,
-                    loss=f"f32:40{'c9' if other else 'c8'}{step:04x}",
-                    grad_norm="f32:3f800000",
-                    learning_rate="f64:3f33a92a30553261",
-                    gradients=changed,
-                    weights=changed,
-                )
-            )
+    records = []
+    for step in range(1, steps + 1):
+        other = differs_from is not None and step >= differs_from
+        digests = dict.fromkeys(names, f"{step:032x}") if step % every == 0 else None
+        changed = digests | {names[-1]: "f" * 32} if digests and other else digests
+        loss = f"f32:40{'c9' if other else 'c8'}{step:04x}"
+        records.append(ledgers.record(step, loss=loss, gradients=changed, weights=changed))
+    ledgers.write(folder, Header(**start | header), records)
     whole = {"loss": 6.0, "seconds": 0.5, "tokens": 64}
     lines = [whole | {"step": n, "peak_memory": n << 30} for n in range(1, steps + 1)]
     (folder / "progress.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -4,7 +4,7 @@ import errno
 import json
 import math
 import os
-from collections import namedtuple
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -47,7 +47,7 @@ def test_the_directory_asked_for_is_taken_if_it_holds_nothing(empty_folder):
     assert tree_of_files(empty_folder) == ["empty"]  # choosing makes nothing
 
 
-@pytest.mark.parametrize("content", ("file", ".hidden", "folder/"))
+@pytest.mark.parametrize("content", ("file", ".hidden", "folder/", "config.yaml"))  # of a run only beside its lock
 def test_a_directory_that_holds_something_is_refused(empty_folder, content):
     target = empty_folder / "run" / content
     target.parent.mkdir()
@@ -66,13 +66,6 @@ def test_what_a_killed_launcher_wrote_before_it_began_is_in_nobodys_way(empty_fo
         (target / name).touch()
         assert choose("run", "name").path == RunDir(target.relative_to(empty_folder)).path
     (target / "run.json").touch()
-    with pytest.raises(RunError, match="is not empty"):
-        choose("run", "name")
-
-
-def test_files_of_such_names_without_a_lock_are_somebodys(empty_folder):
-    (empty_folder / "run").mkdir()
-    (empty_folder / "run" / "config.yaml").touch()
     with pytest.raises(RunError, match="is not empty"):
         choose("run", "name")
 
@@ -106,7 +99,7 @@ def test_the_home_folder_may_be_a_tilde(empty_folder, monkeypatch):
 
 def test_every_file_has_a_place_of_its_own(empty_folder):
     run = RunDir(empty_folder)
-    places = [getattr(run, name) for name, value in vars(RunDir).items() if isinstance(value, property)]
+    places = [getattr(run, name) for name, value in vars(RunDir).items() if isinstance(value, run_dir.File)]
     places += [run.rank_log(0), run.rank_log(1), run.failure(0), run.failure(1)]
     assert len({str(place) for place in places}) == len(places)
     assert all(empty_folder in place.parents for place in places)
@@ -146,8 +139,7 @@ def test_a_file_is_whole_or_not_there(empty_folder, monkeypatch, file):
 
 
 def test_a_full_disk_is_reported_with_what_is_free_and_what_to_change(empty_folder, monkeypatch):
-    usage = namedtuple("usage", "total used free")(10 * 2**20, 9 * 2**20, 2**20)
-    monkeypatch.setattr(run_dir.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(run_dir.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
     monkeypatch.setattr(os, "fsync", lambda d: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space")))
     with pytest.raises(RunError) as error:
         RunDir(empty_folder).write(RunDir(empty_folder).run, {})
@@ -165,14 +157,8 @@ def test_a_place_that_cannot_be_written_is_named(empty_folder):
 
 def test_free_space_is_that_of_the_disk_where_a_directory_would_be(empty_folder, monkeypatch):
     asked = []
-
-    def disk_usage(path):
-        asked.append(path)
-        return namedtuple("usage", "free")(123)
-
-    monkeypatch.setattr(run_dir.shutil, "disk_usage", disk_usage)
-    assert free_bytes(empty_folder / "not" / "yet") == 123
-    assert free_bytes(run_dir.Path("not/yet")) == 123
+    monkeypatch.setattr(run_dir.shutil, "disk_usage", lambda path: asked.append(path) or SimpleNamespace(free=123))
+    assert free_bytes(empty_folder / "not" / "yet") == free_bytes(run_dir.Path("not/yet")) == 123
     assert asked == [empty_folder, empty_folder]
 
 

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from tests import ledgers
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.launch import plan, record
 from tp_invariant_recipes.launch.request import RunRequest
 from tp_invariant_recipes.ledger import tail
-from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
+from tp_invariant_recipes.ledger.record import Header
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.runs import attempts, overview, places
 from tp_invariant_recipes.runs.lock import locked
@@ -59,9 +60,8 @@ def a_run(name: str, *overrides: str, steps: int = 3, outcome: str | None = "com
     run = json.loads((path / "run.json").read_text())
     run["attempts"][0] |= {"outcome": outcome, "time": f"2026-01-01T00:{minute:02}:00+0000"}
     (path / "run.json").write_text(json.dumps(run))
-    with LedgerWriter(path).create(Header(identity=planned.identity, layout=planned.layout.as_dict())) as ledger:
-        for step, loss in enumerate(LOSSES[:steps], 1):
-            ledger.append(StepRecord(step, step, 1, loss, "f32:3fa00000", "f64:3f33a92a30553261"))
+    header = Header(identity=planned.identity, layout=planned.layout.as_dict())
+    ledgers.write(path, header, (ledgers.record(n, loss=loss) for n, loss in enumerate(LOSSES[:steps], 1)))
     return path
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tests.ledgers import record
 from tp_invariant_recipes.compare.compare import Comparison, Verdict, compare
 from tp_invariant_recipes.compare.magnitude import magnitude
 from tp_invariant_recipes.features.bisect import workflow as bisect
@@ -18,7 +19,7 @@ from tp_invariant_recipes.features.bisect.first_divergence import distances, mod
 from tp_invariant_recipes.ledger import dumps
 from tp_invariant_recipes.ledger.digests import Parameter, Traced
 from tp_invariant_recipes.ledger.reader import Ledger
-from tp_invariant_recipes.ledger.record import Header, StepRecord
+from tp_invariant_recipes.ledger.record import Header
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 FC1 = "decoder.layers.0.mlp.linear_fc1"
@@ -48,10 +49,7 @@ def traced_ledger(other: str | None = None, **changes) -> Ledger:
             recorded: {n: OTHER if last and (kind, name) == (recorded, n) else EQUAL for n in NAMES}
             for recorded in ("gradients", "weights")
         }
-        record = StepRecord(
-            step, 4 * step, 8, "f32:40c80000", "f32:3fa00000", "f64:3f33a92a30553261", trace=trace, **digests
-        )
-        records.append(replace(record, **changes) if last else record)
+        records.append(record(step, **dict(trace=trace, **digests) | (changes if last else {})))
     header = Header(
         identity={"rng.seed": 1},
         parameters=tuple(Parameter(name, (2, 3), "float32", "float32") for name in NAMES),

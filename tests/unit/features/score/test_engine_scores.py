@@ -29,6 +29,10 @@ def vllm(**more):
     return {"request_id": "r1", "prompt_token_ids": [3, 4], "prompt_logprobs": prompt, "outputs": [output], **more}
 
 
+MESSAGES = [{"role": "user", "token_ids": [3, 4]},
+            {"role": "assistant", "token_ids": [5], "generation_logprobs": [-0.5]}]  # fmt: skip
+INPUT = {"input_token_logprobs": [[None, 3, None], [-1.0, 4, None]], "output_token_logprobs": [[-0.5, 5]]}
+TOOL = {"responses": [5, 6, 7, 0], "attention_mask": [0, 1, 1, 1, 1, 0], "response_mask": [1, 0, 1, 0]}
 # A row -> id, tokens, log-probabilities.
 READ = {
     "vllm": (vllm(), ("r1", [3, 4, 5], [None, -1.0, -0.5])),
@@ -37,68 +41,29 @@ READ = {
         {"text": " c", "meta_info": {"id": "x", "output_token_logprobs": [[-0.5, 5, " c"], [-0.25, 6, None]]}},
         (None, [5, 6], [-0.5, -0.25]),
     ),
-    "sglang with its input": (
-        {
-            "id": 3,
-            "meta_info": {
-                "input_token_logprobs": [[None, 3, None], [-1.0, 4, None]],
-                "output_token_logprobs": [[-0.5, 5]],
-            },
-        },
-        (3, [3, 4, 5], [None, -1.0, -0.5]),
-    ),
+    "sglang with its input": ({"id": 3, "meta_info": INPUT}, (3, [3, 4, 5], [None, -1.0, -0.5])),
     "verl": (
-        {
-            "prompts": [0, 3],
-            "responses": [5, 6, 0],
-            "response_mask": [1, 1, 0],
-            "rollout_log_probs": [-0.5, -0.25, 0.0],
-        },
+        {"responses": [5, 6, 0], "response_mask": [1, 1, 0], "rollout_log_probs": [-0.5, -0.25, 0.0], "prompts": [0]},
         (None, [5, 6], [-0.5, -0.25]),
     ),
     "verl with a tool's tokens": (
-        {
-            "responses": [5, 6, 7, 0],
-            "response_mask": [1, 0, 1, 0],
-            "attention_mask": [0, 1, 1, 1, 1, 0],
-            "old_log_probs": [-0.5, 0.0, -0.25, 0.0],
-        },
+        TOOL | {"old_log_probs": [-0.5, 0.0, -0.25, 0.0]},
         (None, [5, 6, 7], [-0.5, None, -0.25]),
     ),
     "verl that ends with a tool's tokens": (
-        {
-            "responses": [5, 6, 7, 0],
-            "response_mask": [1, 0, 0, 0],
-            "attention_mask": [1, 1, 1, 1, 0],
-            "old_log_probs": [-0.5, 0.0, 0.0, 0.0],
-        },
+        TOOL | {"response_mask": [1, 0, 0, 0], "old_log_probs": [-0.5, 0.0, 0.0, 0.0]},
         (None, [5, 6, 7], [-0.5, None, None]),
     ),
     "nemo-rl": (
-        {
-            "input_ids": [3, 4, 5, 0],
-            "input_lengths": 3,
-            "token_mask": [0, 0, 1, 0],
-            "generation_logprobs": [0, 0, -0.5, 0],
-        },
+        {"input_ids": [3, 4, 5, 0], "input_lengths": 3, "token_mask": [0, 0, 1, 0],
+         "generation_logprobs": [0, 0, -0.5, 0]},
         (None, [3, 4, 5], [None, None, -0.5]),
     ),
-    "nemo-rl trainer's": (
-        {"input_ids": [3, 4], "prev_logprobs": [0.0, -1.0]},
-        (None, [3, 4], [None, -1.0]),
-    ),
-    "nemo-rl messages": (
-        {
-            "message_log": [
-                {"role": "user", "token_ids": [3, 4]},
-                {"role": "assistant", "token_ids": [5], "generation_logprobs": [-0.5]},
-            ]
-        },
-        (None, [3, 4, 5], [None, None, -0.5]),
-    ),
+    "nemo-rl trainer's": ({"input_ids": [3, 4], "prev_logprobs": [0.0, -1.0]}, (None, [3, 4], [None, -1.0])),
+    "nemo-rl messages": ({"message_log": MESSAGES}, (None, [3, 4, 5], [None, None, -0.5])),
     "plain without a probability": ({"token_ids": [5], "logprobs": [-float("inf")]}, (None, [5], [-10_000.0])),
     "plain": ({"id": "a", "token_ids": [5, 6], "logprobs": [None, -1.5]}, ("a", [5, 6], [None, -1.5])),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", READ)
@@ -192,13 +157,10 @@ def moved(item, size):
     return item["reference"] + np.random.default_rng(1).normal(0, 1, 2 * LENGTH) * size
 
 
+SHIFTED = "off by one: at a token's place stands the log-probability"
 NAMED = {
-    "off by one: at a token's place stands the log-probability of the previous token": lambda item: np.roll(
-        item["reference"], 1
-    ),
-    "off by one: at a token's place stands the log-probability of the next token": lambda item: np.roll(
-        item["reference"], -1
-    ),
+    f"{SHIFTED} of the previous token": lambda item: np.roll(item["reference"], 1),
+    f"{SHIFTED} of the next token": lambda item: np.roll(item["reference"], -1),
     "a temperature of about 0.9": lambda item: item["of"](0.9),
     "a temperature of about 1.19": lambda item: item["of"](1.2),
     "differences grow with the position": lambda item: moved(item, item["position"] / 100),
@@ -215,7 +177,7 @@ def test_faults_are_named_and_nothing_else(name):
 
 def test_tokens_with_others_between_them_are_no_neighbours():
     """As of a file that has a value for each second token: no value is that of the next one."""
-    shifted = columns(NAMED["off by one: at a token's place stands the log-probability of the next token"])
+    shifted = columns(NAMED[f"{SHIFTED} of the next token"])
     wider = dataclasses.replace(shifted, position=2 * shifted.position)
     assert not any("off by one" in suspect for suspect in score_difference.suspects(wider))
 

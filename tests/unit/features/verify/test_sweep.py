@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests import ledgers
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.features.verify import sweep
 from tp_invariant_recipes.features.verify import workflow as verify
 from tp_invariant_recipes.features.verify.verdict import judge
 from tp_invariant_recipes.launch import record
-from tp_invariant_recipes.ledger.record import LedgerWriter, StepRecord
 from tp_invariant_recipes.runs.matrix_dir import MatrixDir
 
 pytestmark = pytest.mark.usefixtures("here", "no_gpus")
@@ -32,9 +32,8 @@ def finished(*losses: str, steps: int = 2) -> MatrixDir:
         run = result.plans[cell.name]
         head = verify.Header(identity=run.identity, layout=cell.layout, numerics=cell.numerics)
         record.write(run, attempt=False)
-        with LedgerWriter(result.directory.cell(cell.name).ledger).create(head) as writer:
-            for step in range(1, steps + 1):
-                writer.append(StepRecord(step, step, 64, loss, "f32:3fa00000", "f64:3f33a92a30553261"))
+        records = (ledgers.record(step, loss=loss) for step in range(1, steps + 1))
+        ledgers.write(result.directory.cell(cell.name).ledger, head, records)
     return result.directory
 
 

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.ledgers import record, write
 from tp_invariant_recipes.config.overrides import parse_all, texts
 from tp_invariant_recipes.errors import LedgerError, RunError
 from tp_invariant_recipes.features.verify import matrix
 from tp_invariant_recipes.features.verify import workflow as verify
 from tp_invariant_recipes.features.verify.verdict import judge
 from tp_invariant_recipes.ledger.digests import Parameter
-from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
+from tp_invariant_recipes.ledger.record import Header, StepRecord
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, Matrix, MatrixDir
 
@@ -158,11 +159,8 @@ HEADER = Header(
 
 
 def cell_step(step: int, *, digests: bool = True, **changes) -> StepRecord:
-    values = dict(samples=4 * step, tokens=256, loss="f32:40c80000", grad_norm="f32:3fa00000")
-    values |= dict(learning_rate="f64:3f33a92a30553261")
-    if digests:
-        values |= {kind: {p.name: f"{step:032x}" for p in PARAMETERS} for kind in ("gradients", "weights")}
-    return StepRecord(**{"step": step, **values, **changes})
+    kinds = ("gradients", "weights") if digests else ()
+    return record(step, **{kind: {p.name: f"{step:032x}" for p in PARAMETERS} for kind in kinds} | changes)
 
 
 def write_ledger(file: Path, header: Header, steps: int, **changes) -> None:
@@ -170,9 +168,7 @@ def write_ledger(file: Path, header: Header, steps: int, **changes) -> None:
     at = changes.pop("at", 2)
     digests = changes.pop("digests", True) and bool(header.parameters)
     file.parent.mkdir(parents=True, exist_ok=True)
-    with LedgerWriter(file).create(header) as writer:
-        for step in range(1, steps + 1):
-            writer.append(cell_step(step, digests=digests, **(changes if step == at else {})))
+    write(file, header, (cell_step(n, digests=digests, **(changes if n == at else {})) for n in range(1, steps + 1)))
 
 
 def cell_layout(tp: int) -> dict:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tests import ledgers
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.features.verify import workflow as verify
 from tp_invariant_recipes.features.verify.verdict import MatrixVerdict, judge
 from tp_invariant_recipes.launch import local, record
-from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
+from tp_invariant_recipes.ledger.record import Header
 from tp_invariant_recipes.runs import attempts, matrix_dir
 from tp_invariant_recipes.runs.run_dir import RunDir
 
@@ -34,10 +35,8 @@ def trains(monkeypatch, **ends) -> list[str]:
             identity=planned.identity, layout=planned.layout.as_dict(), numerics=planned.config.section("numerics")
         )
         if not planned.run_dir.ledger.exists():
-            with LedgerWriter(planned.run_dir.path).create(header) as ledger:
-                for step in range(1, steps + 1):
-                    loss = end if end in (SAME, OTHER) else SAME
-                    ledger.append(StepRecord(step, step, 1, loss, SAME, "f64:3f33a92a30553261"))
+            loss = OTHER if end == OTHER else SAME
+            ledgers.write(planned.run_dir.path, header, (ledgers.record(n + 1, loss=loss) for n in range(steps)))
         attempts.end(planned.run_dir, end if end in ("failed", "stopped") else "completed", "planted")
         return {"failed": None, "stopped": local.Outcome.STOPPED}.get(end, local.Outcome.COMPLETED)
 
