@@ -3,8 +3,8 @@
 import os
 
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.settings.logging_services import SERVICES
 from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.settings.tables.logging_services import SERVICES
 
 
 def logger_fields(config: RunConfig, run_dir: RunDir) -> dict[str, str]:

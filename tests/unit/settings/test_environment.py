@@ -70,9 +70,9 @@ def test_any_other_value_is_refused_by_name(device, variable, of_cluster):
     harmless = next((item for item in (variable.value, *variable.accepted) if item is not None), None)
     remedy = how if harmless is None else f"{how} or set {prefix}{variable.name}={harmless}"
     for value in ("", "wrong", "NVLS", ":16:8", f"{variable.value} "):
-        wrong, right = {variable.name: value}, {} if variable.value is None else {variable.name: variable.value}
-        with pytest.raises(ConfigError) as error:  # of no effect beside a right value of the shell, and yet wrong
-            settings(device, *((right, wrong) if of_cluster else (wrong, right)))
+        wrong, valid = {variable.name: value}, {} if variable.value is None else {variable.name: variable.value}
+        with pytest.raises(ConfigError) as error:  # of no effect beside a valid value of the shell, and yet wrong
+            settings(device, *((valid, wrong) if of_cluster else (wrong, valid)))
         place = "" if of_cluster else " in the environment"
         assert str(error.value) == f"{prefix}{variable.name}={value}{place}: {variable.why}; {remedy}"
 

@@ -19,8 +19,8 @@ from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.runs.run_dir import RunDir, free_bytes
 from tp_invariant_recipes.settings import allocation, environment
-from tp_invariant_recipes.settings.logging_services import SERVICES
 from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.settings.tables.logging_services import SERVICES
 from tp_invariant_recipes.sizing import room
 from tp_invariant_recipes.sizing.size import parameters
 from tp_invariant_recipes.start import needed
