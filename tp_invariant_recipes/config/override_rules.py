@@ -48,7 +48,7 @@ def _wrong(override: Override, groups: Groups) -> Iterator[Problem]:
     text, key, parsed = override.text, override.key, override.parsed
     if parsed is None:
         shown = text if len(text) <= 200 else f"{text[:30]}…"
-        yield Problem("", f"'{shown}' is not KEY=VALUE: {override.wrong}")
+        yield Problem("", f"'{shown}' is not KEY=VALUE" + (f": {override.wrong}" if "=" in text else ""))
         return
     if override.sweep:
         yield Problem(text, f"one run takes one value for {key}", "for several runs: tpi sweep, tpi verify")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.errors import RunError, reason
 from tp_invariant_recipes.ledger.run_files import LARGEST
 from tp_invariant_recipes.reading import Bounds, Hash, Layout, Listed, Record, checked, parse_json, read_limited
 from tp_invariant_recipes.runs.run_dir import File, RunDir
@@ -120,7 +120,9 @@ class MatrixDir(RunDir):
                 raise ValueError(f"tpi {matrix.kind} has made it")
             self._distinct(matrix.cells)
         except (OSError, ValueError) as error:
-            raise RunError(f"{self.path} is not a directory of tpi {kind}: {self.matrix.name}: {error}") from error
+            raise RunError(
+                f"{self.path} is not a directory of tpi {kind}: {self.matrix.name}: {reason(error)}"
+            ) from error
         return matrix
 
     def read_result(self) -> MatrixResult:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
-from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.errors import RunError, reason
 from tp_invariant_recipes.files import DISK_FULL, UNFINISHED, write_atomically
 from tp_invariant_recipes.ledger import run_files
 from tp_invariant_recipes.reading import Record, checked, parse_json, parse_yaml, read_limited
@@ -111,7 +111,7 @@ class RunDir:
         try:
             return checked(kind, parse(read_limited(file, limit)))
         except (OSError, ValueError) as error:
-            raise RunError(f"{self.path} is not a run directory: {file.name}: {error}") from error
+            raise RunError(f"{self.path} is not a run directory: {file.name}: {reason(error)}") from error
 
 
 def text_of(file: Path, data: Any) -> str:

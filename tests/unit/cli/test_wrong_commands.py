@@ -50,6 +50,8 @@ def problem(status: int, out: str, err: str) -> str | None:
     """What is wrong with how a command ended."""
     if "Traceback" in err or "defect of tpi" in err:
         return "a traceback"
+    if "[Errno" in out + err:
+        return "a number of an error"
     messages = len(MESSAGE.findall(err)) + len(IN_JSON.findall(out))
     if (status, messages) != (2, 1):
         return f"status {status}, {messages} messages"

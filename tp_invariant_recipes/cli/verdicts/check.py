@@ -36,6 +36,8 @@ def check(
         raise ConfigError(f"{what} is a file, of which a guard's evidence says what to compute: leave out {options[0]}")
     if what.is_file():
         _check_evidence(what, as_json=as_json)
+    if not what.exists():
+        raise ConfigError(f"{what}: there is no such file and no such run")
     if step is None or module is None:
         raise ConfigError(
             f"{what}: which layer? --step N --module MODULE; without them tpi check takes a guard's evidence"
