@@ -14,8 +14,9 @@ TRAIN = (
     (["qwen3_toy", "data=text", "data.path=no/such"], ["error: data.path=no/such: "]),
     (["qwen3_toy", "run.dir=taken"], ["run.dir=taken is not empty: continue it (--resume taken)"]),
     ([], ["name a model to train (tpi models lists them), or a run to continue: --resume RUN"]),
-    (["--resume", "nowhere"], ["nowhere is not a run directory: run.json"]),
-    (["--resume", "nowhere", "iters=3"], ["nowhere is not a run directory: run.json"]),
+    (["tp=2", "qwen3_toy"], ["the model comes first: MODEL tp=2", "'qwen3_toy' is not KEY=VALUE\n"]),
+    (["--resume", "nowhere"], ["nowhere is not a run directory: run.json: No such file"]),
+    (["--resume", "nowhere", "iters=3"], ["nowhere is not a run directory: run.json: No such file"]),
 )  # fmt: skip
 BENCH = (
     (["qwen3_toi"], ["unknown model 'qwen3_toi'; did you mean 'qwen3_toy'?"]),
