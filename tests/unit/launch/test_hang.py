@@ -288,7 +288,14 @@ def test_the_key():
 
 
 def test_a_value_that_is_none_of_the_key():
-    for value, shown in (("0", "0"), ("never", "never"), ("1.5", "1.5"), ("null", "None"), ("true", "True")):
+    for value, shown in (
+        ("0", "0"),
+        ("-1", "-1"),
+        ("never", "never"),
+        ("1.5", "1.5"),
+        ("null", "None"),
+        ("true", "True"),
+    ):
         with pytest.raises(ConfigError, match=rf"run\.hang_timeout={shown}"):
             config(f"run.hang_timeout={value}")
 
