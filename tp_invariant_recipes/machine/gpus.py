@@ -57,22 +57,21 @@ def _describe(pynvml: ModuleType, handle: Any) -> Gpu:
 
 def processes(uuid: str) -> int:
     """Return how many processes compute on a GPU; 0: the driver does not tell, as in some containers."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return len(pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByUUID(uuid.encode())))
-    except Exception:  # no driver library, no permission, or a part of a GPU
-        return 0
+    return len(_query("nvmlDeviceGetComputeRunningProcesses", uuid) or ())
 
 
 def serial(uuid: str | None) -> str | None:
-    """Return the serial number of a GPU; None: the driver does not tell."""
+    """Return the serial number of a GPU; None: the driver does not tell, or the board has no number."""
+    number = _query("nvmlDeviceGetSerial", str(uuid))
+    return number.decode() if isinstance(number, bytes) else number
+
+
+def _query(function: str, uuid: str) -> Any:
+    """Call a function of pynvml with a GPU's handle. None: no driver library, no permission, or a part of a GPU."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        number = pynvml.nvmlDeviceGetSerial(pynvml.nvmlDeviceGetHandleByUUID(str(uuid).encode()))
-        return number.decode() if isinstance(number, bytes) else str(number)
-    except Exception:  # no driver library, no permission, or a board without a number
+        return getattr(pynvml, function)(pynvml.nvmlDeviceGetHandleByUUID(uuid.encode()))
+    except Exception:
         return None

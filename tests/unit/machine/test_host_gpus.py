@@ -40,6 +40,15 @@ class Driver(ModuleType):
     def nvmlDeviceGetMemoryInfo(self, handle):
         return SimpleNamespace(total=(handle + 1) * 2**30)
 
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        return (b"GPU-1a", b"GPU-2b").index(uuid)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle):
+        return ["a process"] * (handle + 2)
+
+    def nvmlDeviceGetSerial(self, handle):
+        return (b"1654", "1655")[handle]
+
 
 @pytest.fixture
 def driver(monkeypatch):
@@ -98,3 +107,10 @@ def test_the_driver_is_exited_even_when_it_fails(driver):
     with pytest.raises(IndexError):
         gpus.visible()
     assert driver.open == 0
+
+
+def test_processes_and_serial_of_a_gpu_by_its_uuid(driver):
+    assert [(gpus.processes(uuid), gpus.serial(uuid)) for uuid in ("GPU-1a", "GPU-2b")] == [(2, "1654"), (3, "1655")]
+    assert (gpus.processes("MIG-1"), gpus.serial(None)) == (0, None)
+    driver.broken = "init"
+    assert (gpus.processes("GPU-1a"), gpus.serial("GPU-1a")) == (0, None)
