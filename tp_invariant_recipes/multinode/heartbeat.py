@@ -62,8 +62,8 @@ class Heartbeat:
                 self._note(number, sign)
 
     def _note(self, number: int, sign: Any) -> None:
-        last, seen = self.signs.get(number, (None, time.monotonic()))
-        self.signs[number] = (sign, seen if sign == last and number in self.signs else time.monotonic())
+        if number not in self.signs or self.signs[number][0] != sign:
+            self.signs[number] = (sign, time.monotonic())
         if time.monotonic() - self.signs[number][1] > LOST:
             arrived = self.rendezvous.get(f"arrived/{number}")
             name = arrived.name if arrived else f"node {number}"

@@ -33,7 +33,9 @@ def folder() -> Path:
 
 def packages_without_bytecode() -> list[str]:
     """Those of PACKAGES that are installed without bytecode, where Python will not write it. Imports none of them."""
-    return [name for name in PACKAGES if (file := _bytecode(name)) and not (file.exists() or _will_be_written(file))]
+    files = {name: file for name in PACKAGES if (file := _bytecode(name))}
+    writes = not sys.dont_write_bytecode
+    return [name for name, file in files.items() if not (file.exists() or (writes and _writable(file)))]
 
 
 def _bytecode(package: str) -> Path | None:
@@ -47,10 +49,6 @@ def _bytecode(package: str) -> Path | None:
     if spec is None or spec.origin is None or not spec.has_location or not spec.origin.endswith(".py"):
         return None
     return Path(cache_from_source(spec.origin))
-
-
-def _will_be_written(file: Path) -> bool:
-    return not sys.dont_write_bytecode and _writable(file)
 
 
 def _writable(path: Path) -> bool:
