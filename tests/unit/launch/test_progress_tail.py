@@ -58,8 +58,11 @@ def test_a_line_of_another_kind_is_reported_once(progress_file):
 
 def test_pace_and_remaining_time_are_those_of_the_steps_after_the_first(progress_file):
     tail = Tail(progress_file, 9)
+    progress_file.write_text(progress_line(seconds=40.0))
+    assert new_steps(tail) == [1]
+    assert (tail.tokens_per_second(), tail.seconds_remaining()) == (8 / 40.0, 8 * 40.0)  # there is no other step
     progress_file.write_text(progress_line(seconds=40.0) + progress_line(step=2) + progress_line(step=3, seconds=1.5))
-    assert new_steps(tail) == [1, 2, 3]
+    assert new_steps(tail) == [2, 3]
     assert (tail.tokens_per_second(), tail.seconds_remaining()) == (16 / 2.0, 6 * 1.0)
 
 
@@ -88,10 +91,3 @@ def test_the_first_step_says_where_the_seconds_went(plan, progress_file, kind):
         progress_file.write_text(progress_line(start={"imports": 4.7, "step": 0.6}) + progress_line(step=2))
         tick()
     assert output.getvalue().count("first step after 5.3 s: imports 4.7, step 0.6") == 1
-
-
-def test_one_step_is_all_there_is(progress_file):
-    tail = Tail(progress_file, 3)
-    progress_file.write_text(progress_line(step=1, seconds=2.0))
-    tail.new()
-    assert (tail.tokens_per_second(), tail.seconds_remaining()) == (4.0, 4.0)

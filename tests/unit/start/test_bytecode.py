@@ -31,8 +31,10 @@ def test_bytecode_that_will_be_written_is_not_missing(own_package):
     assert doctor._bytecode().state == "ok"
 
 
-def test_bytecode_that_python_may_not_write(own_package, monkeypatch):
+@pytest.mark.parametrize("prefix", (None, "cache"))
+def test_bytecode_that_python_may_not_write(own_package, tmp_path, monkeypatch, prefix):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(sys, "pycache_prefix", prefix and str(tmp_path / prefix))
     assert bytecode.packages_without_bytecode() == [own_package.parent.name]
     py_compile.compile(str(own_package))
     assert bytecode.packages_without_bytecode() == []
@@ -43,14 +45,6 @@ def test_bytecode_in_a_folder_that_is_read_only(own_package, monkeypatch):
     monkeypatch.setattr(os, "access", lambda folder, mode: asked.append(folder) or False)
     assert bytecode.packages_without_bytecode() == [own_package.parent.name]
     assert asked == [own_package.parent]
-
-
-def test_a_folder_for_all_bytecode_counts(own_package, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "cache"))
-    assert bytecode.packages_without_bytecode() == [own_package.parent.name]
-    py_compile.compile(str(own_package))
-    assert bytecode.packages_without_bytecode() == []
 
 
 def test_it_is_kept_in_a_folder_of_tpi(own_package, monkeypatch):

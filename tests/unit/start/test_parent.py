@@ -26,6 +26,13 @@ def _starter(function, pipe):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _assert_closed(pipe):
+    """What ended processes had open is closed."""
+    assert pipe.poll(10)
+    with pytest.raises(EOFError):
+        pipe.recv()
+
+
 @pytest.mark.parametrize("function", (parent.end_with_starter, parent.serve_starter))
 def test_a_process_whose_starter_is_dead_ends_at_once(function):
     context = multiprocessing.get_context("fork")
@@ -34,9 +41,7 @@ def test_a_process_whose_starter_is_dead_ends_at_once(function):
     starter.start()
     expected.close()
     starter.join()
-    assert actual.poll(10)
-    with pytest.raises(EOFError):  # what it has open is closed: it has ended
-        actual.recv()
+    _assert_closed(actual)
 
 
 def test_the_writer_of_checkpoints_asks_for_that_first(monkeypatch):
@@ -91,6 +96,4 @@ def test_a_probe_of_the_gpu_ends_with_its_launcher():
     actual.recv()
     launcher.kill()
     launcher.join()
-    assert actual.poll(10)
-    with pytest.raises(EOFError):
-        actual.recv()
+    _assert_closed(actual)
