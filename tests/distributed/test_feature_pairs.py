@@ -23,11 +23,13 @@ KEY = re.compile(r"[a-z_]+(\.[a-z_]+)*=|leave |unset |model\.[a-z_]+|MODEL |need
 
 
 def folder_of(pair: Pair, home: Path) -> str:
-    """A checkpoint of the pair's model; a family that has none is refused by its name."""
+    """A checkpoint of the pair's model; of another's where its family has none, which is refused by its name."""
     folder = home / pair.model
     if pair.needs_weights and not folder.exists():
-        with contextlib.suppress(AssertionError, TpiError, KeyError):
+        try:
             hf_folders.make(folder, hf_folders.model_section(pair.model, *pair.sizes))
+        except (AssertionError, TpiError, KeyError):
+            hf_folders.make(folder, hf_folders.model_section("qwen3_toy"))
     return str(folder)
 
 

@@ -202,7 +202,8 @@ PARTS = (
                 *("model.glu_linear_offset=0.0", "model.window_size=null"),
             ),
             "next": (
-                "model.experimental_attention_variant=null model.linear_attention_freq=null",
+                "model.experimental_attention_variant=null model.linear_attention_freq=null"
+                " model.linear_key_head_dim=null model.linear_value_head_dim=null",
                 *("model.attention_output_gate=false", "model.moe_shared_expert_gate=false"),
             ),
         }.items()

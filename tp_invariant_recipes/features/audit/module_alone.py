@@ -18,11 +18,26 @@ from unittest.mock import MagicMock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import layers, random
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 SETTINGS = json.loads(r"""{"config": {}, "ranks": 1, "module": "", "tokens": 32, "sequences": 2}""")
 CLOSE = 1e-3  # relative RMS that fp32 never reaches here
 
-if not torch.cuda.is_available():  # Megatron asks for a CUDA device
+
+def without_cuda():
+    """Replace what Megatron takes of CUDA, for ranks on a CPU."""
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *args: None
     torch.nn.Module.cuda = torch.Tensor.cuda = lambda self, *args, **more: self
@@ -30,23 +45,8 @@ if not torch.cuda.is_available():  # Megatron asks for a CUDA device
     torch.cuda.stream = torch.cuda.current_stream = MagicMock()
     torch.cuda.manual_seed = torch.manual_seed
     torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda *args, **more: torch.get_rng_state()
-
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.distributed import (  # noqa: E402
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.models.gpt import gpt_layer_specs  # noqa: E402
-from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
-from megatron.core.tensor_parallel import layers, random  # noqa: E402
-from megatron.core.transformer import TransformerConfig  # noqa: E402
-from megatron.core.transformer.moe import token_dispatcher  # noqa: E402
-from megatron.core.transformer.spec_utils import build_module  # noqa: E402
-from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
-
-if not torch.cuda.is_available():  # Gloo takes the sizes of an exchange as numbers
     random._set_cuda_rng_state = lambda state, *args, **more: torch.set_rng_state(state)
+    # Gloo takes the sizes of an exchange as numbers.
     token_dispatcher.maybe_move_tensor_to_cpu = lambda x, as_numpy=False, **more: (
         x.numpy() if x is not None and as_numpy else x
     )
@@ -137,6 +137,8 @@ def run(world, rank):
 
 def main():
     """Compare this rank's part with the reference's."""
+    if not torch.cuda.is_available():
+        without_cuda()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     results = run(world, rank)
