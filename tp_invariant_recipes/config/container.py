@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
@@ -52,12 +55,32 @@ INVARIANT_SPECS = {
 
 # What Megatron-Core refuses where Transformer Engine is not installed, although the nodes may have it: these fields,
 NEED_TE = ("apply_rope_fusion", "moe_permute_fusion")
-# and all that asks for its version.
+# all that asks for its version, and what looks at its optimizer.
 NEWEST_TE = Replacement(
     "megatron.core.utils:_te_version",
     lambda _: Version("999"),
     "a login node without Transformer Engine would refuse whatever needs some version of it",
 )
+
+
+class _FusedAdam:
+    """Arguments for which Megatron-Core's OptimizerConfig searches Transformer Engine's optimizer."""
+
+    def __init__(
+        self, master_weight_dtype: Any, exp_avg_dtype: Any, exp_avg_sq_dtype: Any, use_decoupled_grad: Any
+    ) -> None: ...
+
+
+@contextmanager
+def _as_on_a_node_with_te() -> Iterator[None]:
+    optimizers = ModuleType("transformer_engine.pytorch.optimizers")
+    optimizers.FusedAdam = _FusedAdam  # type: ignore[attr-defined]
+    sys.modules[optimizers.__name__] = optimizers
+    try:
+        with applied([NEWEST_TE]):
+            yield
+    finally:
+        del sys.modules[optimizers.__name__]
 
 
 def build(config: RunConfig) -> ConfigContainer:
@@ -127,7 +150,7 @@ def validate(container: ConfigContainer, world_size: int, *, here: bool = True, 
         setattr(container.model, field, False)
     variables = {"WORLD_SIZE": str(world_size), "RANK": "0"}
     before = _plain_values(container, typed)
-    with patch.dict(os.environ, variables), applied([NEWEST_TE] if elsewhere else []):
+    with patch.dict(os.environ, variables), _as_on_a_node_with_te() if elsewhere else nullcontext():
         try:
             runtime_config_update(container)
         except (AssertionError, ValueError, NotImplementedError, RuntimeError) as error:

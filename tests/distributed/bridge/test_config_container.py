@@ -378,6 +378,7 @@ def test_validation_is_for_the_ranks_asked_for_and_leaves_the_environment(monkey
     "overrides, says",
     (
         (("qwen3_30b_a3b",), "fus"),
+        (("qwen3_0p6b", "numerics=stock", "optimizer.use_precision_aware_optimizer=true"), "FusedAdam"),
         (
             (
                 "qwen3_30b_a3b",
