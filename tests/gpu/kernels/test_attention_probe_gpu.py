@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.gpu.operands import normal_on_gpu
+from tests.gpu.kernels.operands import normal_on_gpu
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.numerics.layers import attention as attentions
 from tp_invariant_recipes.numerics.layers.attention import GRADIENTS, TENSORS, Operands, outcome, same
@@ -117,7 +117,7 @@ def of_rank(made, degree, rank):
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("backend", ("fused", "unfused"))
 def test_one_result_for_every_tp(core, backend, model, length, values):
-    _assert_one_result(lambda degree: core(backend, model, degree), backend, operands(model, length, values))
+    _assert_all_degrees_agree(lambda degree: core(backend, model, degree), backend, operands(model, length, values))
 
 
 @pytest.mark.parametrize("length", (512, 2048))
@@ -128,10 +128,10 @@ def test_one_result_for_every_tp(core, backend, model, length, values):
 )
 def test_sinks_and_windows_have_one_result_for_every_tp(core, backend, kind, length):
     made, sinks = operands("gpt_oss", length, "normal"), torch.randn(64, device="cuda")
-    _assert_one_result(lambda degree: core(backend, "gpt_oss", degree, **KINDS[kind]), backend, made, sinks)
+    _assert_all_degrees_agree(lambda degree: core(backend, "gpt_oss", degree, **KINDS[kind]), backend, made, sinks)
 
 
-def _assert_one_result(make, backend, made, sinks=None):
+def _assert_all_degrees_agree(make, backend, made, sinks=None):
     """Output and gradients of all heads and sinks, with the ranks' slices put together; prints what ranks decided."""
     results = {}
     for degree in DEGREES:

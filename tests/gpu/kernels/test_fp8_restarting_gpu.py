@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.fp8_operands import operands
+from tests.gpu.kernels.operands import beside_another_stream
 from tests.gpu.kernels.test_fp8_product_gpu import drawn, on_gpu
 from tests.gpu.kernels.test_restarting_product import CUTS, pytestmark  # noqa: F401 -- the marks hold here too
-from tests.gpu.operands import beside_another_stream
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels.products import restarting_product as kernel
 from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.gpu.operands import normal_on_gpu
+from tests.gpu.kernels.operands import normal_on_gpu
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels import causal_conv, cross_entropy, rms_norm, row_add, row_sum, token_sum, tree_add
 from tp_invariant_recipes.numerics.products import defined

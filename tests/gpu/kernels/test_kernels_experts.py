@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.gpu.operands import normal_on_gpu
+from tests.gpu.kernels.operands import normal_on_gpu
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels.products.grouped_product import Groups, grouped_product, grouped_weight_gradient
 from tp_invariant_recipes.kernels.row_sum import _row_sum_torch, row_sum

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.gpu.operands import normal_on_gpu
+from tests.gpu.kernels.operands import normal_on_gpu
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels.products.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.numerics.products import order

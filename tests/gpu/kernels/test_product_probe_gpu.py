@@ -6,7 +6,7 @@ Run with -s to see the decisions: products of cuBLAS, of all kinds of product; f
 import pytest
 import torch
 
-from tests.gpu.operands import normal_on_gpu
+from tests.gpu.kernels.operands import normal_on_gpu
 from tp_invariant_recipes.numerics.layers.linear.linear import column_parallel, row_parallel
 from tp_invariant_recipes.numerics.products import cublas, defined
 from tp_invariant_recipes.numerics.products.probe import cancelling

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from tests.gpu.operands import beside_another_stream, normal_on_gpu
+from tests.gpu.kernels.operands import beside_another_stream, normal_on_gpu
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels.products import restarting_product as kernel
 from tp_invariant_recipes.kernels.products.restarting_product import Cut
