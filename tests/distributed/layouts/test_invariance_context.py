@@ -1,5 +1,7 @@
 """One ledger for every cp at a fixed number of context shards. In `make test`: test_invariance.py, with the control."""
 
+import dataclasses
+
 import pytest
 
 from tests.distributed.scenario import agree, unequal
@@ -114,9 +116,12 @@ def test_each_ingredient_is_needed(scenario, ingredient):
 
 def _tokens_grouped_by_expert() -> None:
     """Let an owner have one product of an expert's tokens of all context shards."""
-    from tp_invariant_recipes.numerics.layers.experts import token_dispatcher
+    from tp_invariant_recipes.numerics.layers.experts.expert_placement import Owners
 
-    token_dispatcher.of_a_rank = lambda config: 1
+    placed = Owners.from_config.__func__
+    Owners.from_config = classmethod(
+        lambda cls, *given: dataclasses.replace(placed(cls, *given), sources=1, parts=1, chain=(0,))
+    )
 
 
 def test_experts_need_separate_context_shards(scenario):

@@ -110,7 +110,7 @@ def _fifo(path: Path) -> None:
 # What is done to a run directory, and the reason that its row has.
 DAMAGE = {
     "run.json is missing": lambda run: (run / "run.json").unlink(),
-    "run.json: Expecting": lambda run: (run / "run.json").write_text("{"),
+    "run.json: not JSON": lambda run: (run / "run.json").write_text("{"),
     "run.json: identity_hash is missing": lambda run: (run / "run.json").write_text('{"model": "", "attempts": []}'),
     "run.json is not a file": lambda run: _fifo(run / "run.json"),
     "ledger.jsonl: empty file": lambda run: (run / "ledger.jsonl").write_text(""),
