@@ -91,6 +91,8 @@ def _check_options(against: list[Path], page: Path | None, tolerance: float, *, 
 
 def _sequences(file: Path | None, words: list[str], against: list[Path]) -> tuple[Path, list[str]]:
     """Return the file to score, by default the one to compare with, and the overrides. Raises ConfigError."""
+    if file is not None and file.expanduser().is_dir():
+        raise ConfigError(f"{file}: a folder, where a file of SEQUENCES comes: tpi score RUN SEQUENCES")
     if file is not None and ("=" not in str(file) or file.exists()):
         return file, words
     if len(against) != 1:

@@ -211,3 +211,9 @@ def test_of_two_files_the_worse_decides_the_status(scores, order):
     other = [row | {"logprobs": [x - 0.5 for x in row["logprobs"]]} for row in engine_rows()]
     assert judged(scores, *(engine_rows(), other)[::order])["exit_status"] == 1
     assert judged(scores, engine_rows(), engine_rows())["exit_status"] == 0
+
+
+def test_a_folder_in_the_place_of_sequences_is_refused(cli, tmp_path):
+    ended = cli("score", "sequences.jsonl", str(tmp_path))
+    assert ended.status == 2
+    assert ended.err == f"error: {tmp_path}: a folder, where a file of SEQUENCES comes: tpi score RUN SEQUENCES\n"
