@@ -22,7 +22,7 @@ def report(
     """Write a page and an image that compare runs with the first.
 
     The HTML page is one file that loads nothing else. It shows verdicts, headers side by side, curves, distances in
-    ULP, maps of the gradients and weights that differ, times and memory. The PNG holds its figures. Runs may be
+    ULP, the parameters that differ, times and memory. The PNG holds its figures. Runs may be
     unfinished. Exit status: 0 written, whatever the verdict; 2 a run cannot be read or a file not be written.
 
     \b

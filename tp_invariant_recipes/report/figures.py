@@ -11,25 +11,19 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import FigureBase
 from matplotlib.gridspec import GridSpec
-from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch, PathPatch
-from matplotlib.path import Path
-from matplotlib.textpath import TextPath
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from tp_invariant_recipes.compare.explanation import LABELS
 from tp_invariant_recipes.ledger.run_files import ProgressLine
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.report.curves import Curve, curve, distances, recorded
-from tp_invariant_recipes.report.maps import CellState, Map
 from tp_invariant_recipes.report.palette import LIGHT, LINES, STYLES
 from tp_invariant_recipes.report.runs import Report, Run
 
 WIDTH = 10.8  # inches, of every figure
 _CURVES, _DISTANCES, _COSTS = 5.6, 3.4, 3.2  # inches of height
 _IN_AXES = 6  # at most so many runs have their legend among the curves
-_FEW = 60  # at most so many points get marks, and so many columns get separating lines
+_FEW = 60  # at most so many points get marks
 _GIB = 2**30
 
 _SETTINGS: Any = {
@@ -199,17 +193,9 @@ def _costs(runs: list[Sequence[ProgressLine]]) -> tuple[list[Curve], list[Curve]
     return times, speeds, "Tokens per second", "tokens/s"
 
 
-def axes_grid(
-    figure: FigureBase,
-    height: float,
-    rows: int = 1,
-    columns: int = 1,
-    margin: float = 0.85,
-    top: float = 0.32,
-    **more: Any,
-) -> GridSpec:
+def axes_grid(figure: FigureBase, height: float, rows: int = 1, columns: int = 1, **more: Any) -> GridSpec:
     """Return a grid of axes with margins in inches: matplotlib's constrained layout rounds irreproducibly."""
-    place = {"left": margin / WIDTH, "right": 1 - 0.15 / WIDTH, "top": 1 - top / height, "bottom": 0.55 / height}
+    place = {"left": 0.85 / WIDTH, "right": 1 - 0.15 / WIDTH, "top": 1 - 0.32 / height, "bottom": 0.55 / height}
     return figure.add_gridspec(rows, columns, **place, **more)
 
 
@@ -240,7 +226,8 @@ def _handle(n: int, run: Run) -> Line2D:
     return Line2D([], [], label=_short(run.label), **_look(n))
 
 
-def _short(text: str, length: int = 44) -> str:
+def _short(text: str) -> str:
+    length = 44
     return text if len(text) <= length else f"{text[: length // 2]}…{text[-length // 2 :]}"
 
 
@@ -270,131 +257,3 @@ def _blocks(curves: Iterable[Curve]) -> str:
     if missing:
         words.append(f"Gaps are values that are not finite numbers: {missing}.")
     return " ".join(words)
-
-
-# --- maps ---------------------------------------------------------------------------------------------------
-
-_SMALL = 7.5  # points: font size of a row's label
-_LABEL = 62  # characters of a row's label
-_WORDS = {kind: label.capitalize() for kind, label in LABELS.items()}
-# (state, name of its colour, its word in the legend)
-_CELLS = (
-    (CellState.IDENTICAL, "identical", "identical"),
-    (CellState.PARTLY_DIFFERENT, "some", "some differ"),
-    (CellState.DIFFERENT, "different", "different, no dump"),
-    (CellState.NOT_COMPARED, "paper", "not recorded by both"),
-)
-# (largest distance in ULP of a cell, its word in the legend); class n has the colour "ulp-n".
-_ULP = ((1, "1 ULP"), (100, "≤ 100"), (1e4, "≤ 10⁴"), (1e6, "≤ 10⁶"), (1e8, "≤ 10⁸"), (np.inf, "> 10⁸ ULP"))
-_WRITTEN = 16, 240  # at most so many columns, and cells, of a map that shows the distances as text, too
-
-
-def parameters(report: Report, n: int, heatmap: Map) -> Drawing:
-    """Return the step × parameter map of run number `n` against the first."""
-    run, first = report.runs[n], report.runs[0]
-    measured = not np.isnan(heatmap.ulp).all()
-    top = 0.82 if measured else 0.62
-    height = top + 0.58 + 0.185 * len(heatmap.rows)
-    labels = [_short(row.label, _LABEL) for row in heatmap.rows]
-
-    def draw(figure: FigureBase) -> None:
-        margin = 0.3 + max(TextPath((0, 0), label, size=_SMALL).get_extents().width for label in labels) / 72
-        axes = figure.add_subplot(axes_grid(figure, height, margin=margin, top=top)[0])
-        _cells(axes, heatmap)
-        axes.set_yticks(range(len(labels)), labels, fontsize=_SMALL)
-        axes.set_title(f"{_WORDS[heatmap.kind]}: {_short(run.label, 40)} against {_short(first.label, 40)}")
-        of_states, of_distances = _classes(heatmap)
-        shown = [row for row in of_states if row[0].any()], of_distances if measured else []
-        for line, classes in enumerate(shown):
-            handles = [Patch(facecolor=LIGHT[colour], edgecolor=LIGHT["faint"], lw=0.5) for _, colour, _ in classes]
-            above = 1 + (0.24 + 0.2 * line) / (height - top - 0.55)
-            where: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, above), "borderaxespad": 0}
-            figure.add_artist(Legend(axes, handles, [label for *_, label in classes], ncols=len(_ULP), **where))
-
-    return Drawing(
-        f"{heatmap.kind}-{run.letter}",
-        f"{_WORDS[heatmap.kind]} of {run.label} against {first.label}",
-        in_words(heatmap),
-        _reading(heatmap),
-        height,
-        draw,
-    )
-
-
-def in_words(heatmap: Map) -> str:
-    """Return a sentence with the counts that a map shows."""
-    if not heatmap.differing:
-        return f"All {heatmap.compared:,} digests of {LABELS[heatmap.kind]} that both runs recorded are identical."
-    return (
-        f"{heatmap.differing:,} of {heatmap.compared:,} digests of {LABELS[heatmap.kind]} differ. They belong to "
-        f"{heatmap.parameters_differing:,} of {counted(heatmap.parameters_compared, 'parameter', ',')} and "
-        f"{heatmap.steps_differing:,} of {counted(heatmap.steps_compared, 'step', ',')}, first step {heatmap.first:,}."
-    )
-
-
-def _classes(heatmap: Map) -> tuple[list[tuple[np.ndarray, str, str]], list[tuple[np.ndarray, str, str]]]:
-    """(cells, name of their colour, word in the legend): of the states without a distance, and of the distances."""
-    unknown, limits = np.isnan(heatmap.ulp), [0, *(limit for limit, _ in _ULP)]
-    of_states = [((heatmap.states == state) & unknown, colour, label) for state, colour, label in _CELLS]
-    return of_states, [
-        ((heatmap.ulp > limits[n]) & (heatmap.ulp <= limit), f"ulp-{n}", label) for n, (limit, label) in enumerate(_ULP)
-    ]
-
-
-def _reading(heatmap: Map) -> str:
-    words = ["Rows are in the order of a forward pass; columns are the steps at which both runs recorded digests."]
-    if heatmap.steps_alone:
-        words.append(f"The map leaves out {heatmap.steps_alone:,} steps at which only one run has digests.")
-    if any(len(row.parameters) > 1 for row in heatmap.rows):
-        words.append("A row is a group of parameters; the number in brackets counts them.")
-    if heatmap.block > 1:
-        words.append(f"A column covers up to {heatmap.block} such steps.")
-    if not np.isnan(heatmap.ulp).all():
-        words.append(
-            "The stronger the colour, the larger the largest distance in ULP: of numbers, and of dumped tensors."
-        )
-    if (np.isnan(heatmap.ulp) & (heatmap.states >= CellState.PARTLY_DIFFERENT)).any():
-        words.append("Digests do not show how far apart other tensors are; ledger.dump with ledger.trace records it.")
-    return " ".join(words)
-
-
-def _cells(axes: Axes, heatmap: Map) -> None:
-    height, width = heatmap.states.shape
-    # Rectangles, unlike an image, follow the page from light to dark. One path per state keeps the page small.
-    for cells, colour, _ in itertools.chain(*_classes(heatmap)):
-        corners = [
-            [(x0 - 0.5, y0 - 0.5), (x1 - 0.5, y0 - 0.5), (x1 - 0.5, y1 - 0.5), (x0 - 0.5, y1 - 0.5)]
-            for x0, y0, x1, y1 in rectangles(cells)
-        ]
-        if corners:
-            outline = Path.make_compound_path(*(Path([*four, four[0]], closed=True) for four in corners))
-            axes.add_patch(PathPatch(outline, facecolor=LIGHT[colour], linewidth=0))
-    axes.set_xlim(-0.5, width - 0.5)
-    axes.set_ylim(height - 0.5, -0.5)
-    ticks = range(0, width, -(-width // 12))
-    axes.set_xticks(ticks, [f"{heatmap.columns[tick][0]:,}" for tick in ticks])
-    axes.set_xlabel("step" if heatmap.block == 1 else "first step of the column")
-    axes.tick_params(length=2)
-    axes.grid(False)
-    axes.hlines(np.arange(0.5, height - 1), -0.5, width - 0.5, color=LIGHT["paper"], linewidth=1)
-    if width <= _FEW:
-        axes.vlines(np.arange(0.5, width - 1), -0.5, height - 0.5, color=LIGHT["paper"], linewidth=1)
-    for side in axes.spines.values():
-        side.set_visible(True)
-    if width <= _WRITTEN[0] and heatmap.ulp.size <= _WRITTEN[1]:
-        for row, column in np.argwhere(np.isfinite(heatmap.ulp)):
-            colour = LIGHT["ink" if heatmap.ulp[row, column] <= _ULP[2][0] else "paper"]
-            text = _power(heatmap.ulp[row, column], 0)
-            axes.text(column, row, text, color=colour, fontsize=6.5, ha="center", va="center_baseline")
-
-
-def rectangles(marked: np.ndarray) -> list[tuple[int, int, int, int]]:
-    """Cover the true cells of [rows, columns] with rectangles: (x0, y0, x1, y1), the last two exclusive."""
-    covered, open_ = [], dict[tuple[int, int], int]()  # columns from, to -> the row where they began
-    for row in range(len(marked) + 1):
-        edges = np.flatnonzero(np.diff([False, *marked[row], False])) if row < len(marked) else np.empty(0, np.int64)
-        here = {(int(start), int(end)) for start, end in zip(edges[::2], edges[1::2], strict=True)}
-        for ended in [columns for columns in open_ if columns not in here]:
-            covered.append((ended[0], open_.pop(ended), ended[1], row))
-        open_ |= {columns: row for columns in sorted(here) if columns not in open_}
-    return covered

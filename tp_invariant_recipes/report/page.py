@@ -9,16 +9,16 @@ from markupsafe import Markup
 
 from tp_invariant_recipes import __version__
 from tp_invariant_recipes.compare.compare import Comparison
-from tp_invariant_recipes.compare.explanation import LABELS
 from tp_invariant_recipes.compare.text import parameter_rows, remarks, verdict_line
 from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.ledger import dumps
 from tp_invariant_recipes.ledger.bits import readable
+from tp_invariant_recipes.ledger.dumps import Distance
 from tp_invariant_recipes.ledger.reader import Progress
-from tp_invariant_recipes.ledger.schema import DIGESTED, IDENTITY, INFORMATIVE, canonical
+from tp_invariant_recipes.ledger.schema import IDENTITY, INFORMATIVE, canonical
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.report import figures
 from tp_invariant_recipes.report.figures import Drawing
-from tp_invariant_recipes.report.maps import Measured, largest, measure, parameter_map
 from tp_invariant_recipes.report.render import html, svg
 from tp_invariant_recipes.report.runs import Report, Run, bisected
 
@@ -69,10 +69,7 @@ def verdicts(report: Report) -> list[str]:
 def sections(report: Report) -> tuple[Section, ...]:
     """Return the sections after the runs and headers."""
     measured = [_measured(comparison) for comparison in report.comparisons]
-    steps = [step for run in report.runs for step in run.ledger.steps]
-    kinds = [kind for kind in DIGESTED if any(getattr(step, kind) for step in steps)] or ["gradients", "weights"]
     parts = [Section("training", "Curves", drawings=(figures.training(report),)), *_distance(report)]
-    parts += [section for kind in kinds for section in _map(report, kind, measured)]
     parts += [*_parameters(report), *_dumps(report, measured)]
     if (cost := figures.cost(report)) is not None:
         parts.append(Section("cost", "Time and memory", drawings=(cost,)))
@@ -171,25 +168,27 @@ def _distance(report: Report) -> Iterable[Section]:
         yield Section("apart", "Distance", sentences=(words,))
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A tensor of both runs' dumps. name: such as "gradients/decoder.layers.3.mlp.linear_fc1.weight"."""
+
+    step: int
+    name: str
+    distance: Distance
+
+
 def _measured(comparison: Comparison) -> tuple[Measured, ...] | str:
-    """Distances between the tensors that both runs dumped, or the reason why the dumps cannot be compared."""
+    """Measure the tensors that both runs dumped at a compared step, or say why the dumps cannot be compared."""
+    folders = [ledger.run_directory for ledger in (comparison.a, comparison.b)]
+    in_a, in_b = (set(dumps.steps(folder)) if folder else set[int]() for folder in folders)
+    tensors = []
     try:
-        return measure(comparison)
+        for step in sorted(step for step in in_a & in_b if step <= comparison.steps_compared):
+            a, b = (dumps.read_step(folder, step) for folder in folders if folder)
+            tensors += [Measured(step, n, dumps.distance(a.read(n), b.read(n))) for n in a.names if n in b.parts]
     except LedgerError as error:
         return f"The dumps cannot be compared: {error}"
-
-
-def _map(report: Report, kind: str, measured: list[tuple[Measured, ...] | str]) -> Iterable[Section]:
-    sentences, drawings = [], []
-    for n, (run, comparison) in enumerate(report.pairs, 1):
-        dumped = measured[n - 1]
-        heatmap = parameter_map(comparison, kind, {} if isinstance(dumped, str) else largest(dumped, kind))
-        if heatmap is not None:
-            drawings.append(figures.parameters(report, n, heatmap))
-        elif comparison.steps_compared:
-            sentences.append(f"{run.label}: at no step did both runs record digests of {LABELS[kind]}.")
-    if sentences or drawings:
-        yield Section(kind, LABELS[kind].capitalize(), tuple(sentences), tuple(drawings))
+    return tuple(tensors)
 
 
 def _parameters(report: Report) -> Iterable[Section]:

@@ -17,16 +17,6 @@ COLOURS = {
     "line-3": ("#aa3377", "#e58abf"),
     "line-4": ("#56b4e8", "#9cd3f2"),
     "line-5": ("#b8860b", "#e8c547"),
-    "identical": ("#a6cee3", "#35627c"),
-    "some": ("#cc79a7", "#b0638f"),
-    "different": ("#7a1f4b", "#ee8fbd"),
-    # Distances: brightness alone orders them, away from the paper's. Text is ink on the first three, else paper.
-    "ulp-0": ("#fdeab0", "#3d2509"),
-    "ulp-1": ("#fccb66", "#593509"),
-    "ulp-2": ("#f39b35", "#7d490a"),
-    "ulp-3": ("#bb4f0a", "#d98324"),
-    "ulp-4": ("#8f3606", "#f3b25c"),
-    "ulp-5": ("#5e2003", "#ffe2a6"),
 }
 LIGHT = {name: light for name, (light, _) in COLOURS.items()}
 LINES = tuple(LIGHT[name] for name in COLOURS if name.startswith("line-"))
