@@ -46,7 +46,6 @@ COMMANDS = (
     "verify qwen3_toy tp=1,2 --against {}",
     "verify qwen3_toy tp=1,2 --dir {}",
     "verify --recheck {}",
-    "sweep --results {}",
     "bench qwen3_toy --dir {}",
     "submit qwen3_toy cluster=h100 slurm.time=5 run.dir={} --dry-run",
     "submit --resume {} --dry-run",

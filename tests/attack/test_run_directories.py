@@ -28,7 +28,6 @@ COMMANDS = (
     "check run --step 1",
     "export run out --step 3",
     "submit --resume run --dry-run",
-    "sweep --results run",
     "verify --recheck run",
 )
 FILES = ("config.yaml", "run.json", "environment.json", "versions.json", "ledger.jsonl", "progress.jsonl", "write.lock")

@@ -137,7 +137,7 @@ def _model(command: str, words: list[str], incomplete: str) -> tuple[bool, list[
 def _override(command: str, words: list[str], incomplete: str) -> tuple[bool, list[tuple[str, str]]]:
     from tp_invariant_recipes.config import completion
 
-    several = command in ("verify", "sweep") or bool({"--verify", "--sweep"} & {*words})
+    several = command == "verify" or "--verify" in words
     return completion.takes_file(incomplete), completion.overrides(incomplete, several=several)
 
 

@@ -29,7 +29,7 @@ from tp_invariant_recipes.cli import (
     train,
 )
 from tp_invariant_recipes.cli.arguments import help_text
-from tp_invariant_recipes.cli.verdicts import audit, bisect, check, compare, conformance, score, sweep, verify
+from tp_invariant_recipes.cli.verdicts import audit, bisect, check, compare, conformance, score, verify
 from tp_invariant_recipes.errors import Interrupted, TpiError
 from tp_invariant_recipes.foreign_text import single_line, visible
 from tp_invariant_recipes.machine import terminal
@@ -50,7 +50,6 @@ COMMANDS = (
     ("train", train.train),
     ("compare", compare.compare),
     ("verify", verify.verify),
-    ("sweep", sweep.sweep),
     ("certify", certify.certify),
     ("check", check.check),
     ("export", export.export),
@@ -158,7 +157,7 @@ def _fail_defect() -> NoReturn:
 HYDRA_OPTIONS = {
     **dict.fromkeys(
         ("-m", "--multirun"),
-        "For several runs: tpi sweep MODEL lr=1e-3,3e-4, or tpi verify MODEL tp=1,2 to compare bits",
+        "To compare the bits of several layouts: tpi verify MODEL tp=1,2",
     ),
     **dict.fromkeys(("-c", "--cfg", "--info"), "For the configuration: tpi show MODEL KEY=VALUE"),
 }

@@ -32,7 +32,7 @@ def runs(
     failed; killed (it recorded no exit status); not started (submitted); damaged, with the reason. Exit status: 0,
     whatever the states; 2 there is no such folder.
 
-    Runs that verify, sweep, bench, bisect and audit made for themselves are hidden without --all, unless FOLDER is
+    Runs that verify, bench, bisect and audit made for themselves are hidden without --all, unless FOLDER is
     the directory of such a command.
 
     \b

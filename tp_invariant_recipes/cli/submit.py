@@ -38,18 +38,15 @@ def submit(
         bool,
         flag("Train several layouts, as tpi verify does: one job for each, and one job that compares.", "--verify"),
     ] = False,
-    sweep: Annotated[
-        bool, flag("Train several runs, as tpi sweep does: a job for each, and one that lists them.", "--sweep")
-    ] = False,
     against: Annotated[
         Path | None, option("FILE", "With --verify: compare all runs with this certificate, run directory or ledger.")
     ] = None,
     directory: Annotated[
-        Path | None, option("DIR", "With --verify and --sweep: where to write; default runs/verify-MODEL-….", "--dir")
+        Path | None, option("DIR", "With --verify: where to write; default runs/verify-MODEL-….", "--dir")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Submit a run to SLURM, or several: --verify, --sweep.
+    """Submit a run to SLURM, or several: --verify.
 
     Before it writes anything, tpi checks everything that it can check here, and Megatron-Bridge validates the
     configuration. The run directory then holds the configuration and the script (job.sbatch). Standard output has only
@@ -60,7 +57,6 @@ def submit(
     tpi submit qwen3_8b tp=8 save=500 cluster=h100 slurm.time=4:00:00
     tpi submit qwen3_8b tp=4 cluster=h200 slurm.time=60 --dry-run
     tpi submit qwen3_8b tp=2,4,8 cluster=h200 slurm.time=60 --verify
-    tpi submit qwen3_8b tp=8 lr=1e-3,3e-4 cluster=h100 slurm.time=60 --sweep
     tpi submit --resume runs/a slurm.time=8:00:00 --after 12
     tpi wait $(tpi submit qwen3_toy --cluster-file site.yaml slurm.time=10)
     """
@@ -74,8 +70,7 @@ def submit(
     requested = with_cluster_file(requested, cluster_file)
     to_person = terminal.console_of_its_own()
     with progress.preparing(to_person, here=False, dry=dry_run) as how:
-        kind = {"--resume": resume is not None, "--verify": verify, "--sweep": sweep}
-        planned = _planned(kind, model, requested, resume, against, directory, after or [], how)
+        planned = _planned(model, requested, resume, verify, against, directory, after or [], how)
     console = terminal.console(stderr=True, soft_wrap=True, markup=False)
     if planned.completed:
         console.print(planned.completed)
@@ -96,32 +91,30 @@ def submit(
 
 
 def _planned(
-    kind: dict[str, bool],
     model: str | None,
     requested: list[str],
     resume: Path | None,
+    verify: bool,
     against: Path | None,
     directory: Path | None,
     after: list[str],
     how: "Planning",
 ) -> "PlannedSubmission":
-    """Plan the submission. kind: whether each of these options is given. Raises a TpiError."""
+    """Plan the submission. Raises a TpiError."""
     from tp_invariant_recipes.jobs import submit as launch
 
-    given = [option for option, it_is in kind.items() if it_is]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} are different kinds of submission: give one")
-    if against is not None and not kind["--verify"]:
+    if resume is not None and verify:
+        raise ConfigError("--resume and --verify are different kinds of submission: give one")
+    if against is not None and not verify:
         raise ConfigError("--against belongs to --verify")
-    if directory is not None and not (kind["--verify"] or kind["--sweep"]):
-        raise ConfigError("--dir belongs to --verify and --sweep; the directory of a single run is run.dir=PATH")
+    if directory is not None and not verify:
+        raise ConfigError("--dir belongs to --verify; the directory of a single run is run.dir=PATH")
     if resume is not None:
         return launch.resume(resume, requested, after=after, how=how)
     if model is None:
         raise ConfigError("name a model to train (tpi models lists them), or a run to continue: --resume RUN")
-    if kind["--verify"] or kind["--sweep"]:
-        command = "verify" if kind["--verify"] else "sweep"
-        return launch.several(command, model, requested, directory=directory, against=against, after=after, how=how)
+    if verify:
+        return launch.several(model, requested, directory=directory, against=against, after=after, how=how)
     return launch.train(model, requested, after=after, how=how)
 
 
@@ -163,8 +156,7 @@ def _remarks(planned: "PlannedSubmission") -> list[str]:
 
 def _confirmation(planned: "PlannedSubmission", submitted: dict[str, Any]) -> str:
     first, *others = (job["id"] for job in submitted["jobs"])
-    does = "compares" if planned.kind == "verify" else "lists them"
-    judged = f"; job {others[0]} {does} when all have ended" if others else ""
+    judged = f"; job {others[0]} compares when all have ended" if others else ""
     return "\n".join(
         [
             f"job {first}: {planned.about}{judged}",

@@ -51,7 +51,7 @@ def _wrong(override: Override, groups: Groups) -> Iterator[Problem]:
         yield Problem("", f"'{shown}' is not KEY=VALUE" + (f": {override.wrong}" if "=" in text else ""))
         return
     if override.sweep:
-        yield Problem(text, f"one run takes one value for {key}", "for several runs: tpi sweep, tpi verify")
+        yield Problem(text, f"one run takes one value for {key}", "for several layouts: tpi verify")
     if parsed.is_delete():
         yield Problem(text, "fields cannot be deleted", f"set {key}=null")
     if override.sweep or parsed.is_delete():

@@ -26,10 +26,6 @@ RESERVED: dict[str, dict[str, tuple[str, str]]] = {
             "in jobs of their own: tpi submit --verify",
         ),
     },
-    "sweep": {
-        "run.dir": ("every run has a directory of its own in one directory", "--dir PATH"),
-        "launcher.kind": ("the runs are trained here, one after the other", "in jobs of their own: tpi submit --sweep"),
-    },
     "audit": {
         "checkpoint.save_interval": ("an audit saves no checkpoints", _OUT),
         "launcher.kind": ("an audit runs on this machine", _OUT),

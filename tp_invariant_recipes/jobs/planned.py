@@ -31,10 +31,10 @@ class JobScript:
 class PlannedSubmission:
     """A submission before it is made.
 
-    kind:     "train", "verify" or "sweep".
+    kind:     "train" or "verify".
     about:    a few words about the nodes and ranks that it needs. allocated: the same as numbers.
     memory:   a line about the fullest rank of its largest run.
-    cells:    of a verify or sweep, by name, in the order of the array's tasks; empty for a single run.
+    cells:    of a verify, by name, in the order of the array's tasks; empty for a single run.
     scripts:  in the order of submission; the second waits for the end of the first.
     validate: lets Bridge validate the runs. Raises ConfigError.
     write:    writes the runs, before the scripts.

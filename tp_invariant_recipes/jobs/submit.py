@@ -16,7 +16,6 @@ from tp_invariant_recipes.config.overrides import Override, changed, cluster_fil
 from tp_invariant_recipes.errors import ConfigError, RunError, lines, listed, refuse
 from tp_invariant_recipes.features.train.workflow import check as train_check
 from tp_invariant_recipes.features.verify import matrix
-from tp_invariant_recipes.features.verify import sweep as sweeping
 from tp_invariant_recipes.features.verify import workflow as verify
 from tp_invariant_recipes.jobs import registry, script, slurm_client, states
 from tp_invariant_recipes.jobs.planned import JobScript, PlannedSubmission
@@ -138,12 +137,7 @@ def _job_run(composed: Composed, where: RunDir) -> Composed:
     return replace(composed, overrides=(*_run_overrides(composed), parse(f"run.dir={where.path}"), parse(IN_A_JOB)))
 
 
-# Command of several runs -> the command of the job that summarizes them when all have ended.
-SUMMARY_COMMANDS = {"verify": ("verify", "--recheck"), "sweep": ("sweep", "--results")}
-
-
 def several(
-    kind: str,
     model: str,
     overrides: Sequence[str],
     *,
@@ -152,20 +146,18 @@ def several(
     after: Sequence[str] = (),
     how: Planning = TO_SUBMIT,
 ) -> PlannedSubmission:
-    """Plan the jobs of a verify or sweep: an array of the runs, and one job that judges or lists them.
+    """Plan the jobs of a verify: an array of the runs, and one job that judges them.
 
-    kind: a key of SUMMARY_COMMANDS. directory, against: as for `verify.new`; a sweep takes no `against`. after, how:
-    as for `train`. Raises as `train` does.
+    directory, against: as for `verify.new`. after, how: as for `train`. Raises as `train` does.
     """
-    plan_cells = partial(verify.new, against=against) if kind == "verify" else sweeping.new
     problems, sound = reserved.check("submit", parse_all(overrides))
-    problems += _array_problems(kind, sound)
+    problems += _array_problems(sound)
     refuse(problems)
-    path = choose_for_several(directory, f"{kind}-{model}").absolute()
+    path = choose_for_several(directory, f"verify-{model}").absolute()
 
     def on(device: str) -> verify.Verification:
         requested = sound if given(sound, "device.kind") else [parse(f"device={device}"), *sound]
-        return plan_cells(model, requested, directory=path, how=how)
+        return verify.new(model, requested, against=against, directory=path, how=how)
 
     verification = plan.for_nodes(on, lambda verification: next(iter(verification.plans.values())).config, sound)
     configs = {name: planned.composed.config for name, planned in verification.plans.items()}
@@ -175,14 +167,14 @@ def several(
     fullest = max(configs.values(), key=lambda config: estimate(config).rank)
     about = f"{model}: an array of {len(configs)} cells, {allocated} at most"
     return PlannedSubmission(
-        kind=kind,
+        kind="verify",
         model=model,
         about=about,
         allocated=allocated,
         memory=room.summary(fullest, here=False),
         directory=verification.directory,
         cells=tuple(configs),
-        scripts=_array_scripts(kind, model, verification, allocated, about, cluster_files(sound)),
+        scripts=_array_scripts(model, verification, allocated, about, cluster_files(sound)),
         validate=partial(verify.check, verification),
         write=partial(_write_cells, verification),
         after=_ids(after),
@@ -192,12 +184,12 @@ def several(
     )
 
 
-def _array_problems(kind: str, overrides: Sequence[Override]) -> list[str]:
+def _array_problems(overrides: Sequence[Override]) -> list[str]:
     """Axes of the matrix that one array of jobs cannot have."""
     axes, _ = matrix.spread(overrides, [])
     return [
-        f"{axis}: the cells are one array of jobs, which has one {axis.key}; submit one {kind} for each"
-        + (", and compare them with --against" if kind == "verify" else "")
+        f"{axis}: the cells are one array of jobs, which has one {axis.key}; submit one verify for each, "
+        "and compare them with --against"
         for axis in axes
         if axis.key.partition(".")[0] in ARRAY_SECTIONS
     ]
@@ -214,9 +206,9 @@ def _cells_problems(config: RunConfig) -> list[str]:
 
 
 def _array_scripts(
-    kind: str, model: str, verification: verify.Verification, allocated: Allocation, about: str, files: Sequence[Path]
+    model: str, verification: verify.Verification, allocated: Allocation, about: str, files: Sequence[Path]
 ) -> tuple[JobScript, JobScript]:
-    """Return the script of the array, and the one of the job that judges or lists the cells.
+    """Return the script of the array, and the one of the job that judges the cells.
 
     files: the cluster's own.
     """
@@ -232,7 +224,7 @@ def _array_scripts(
     judge = replace(
         job,
         name=f"{name}-judge",
-        about=f"{model}: {'compares' if kind == 'verify' else 'lists'} the cells",
+        about=f"{model}: compares the cells",
         nodes=1,
         gres=None,
         cpus=None,
@@ -242,7 +234,7 @@ def _array_scripts(
         log=_log(config, where, "job-%j.log"),
     )
     reference = [] if verification.matrix.against is None else [Path(verification.matrix.against)]
-    judge_script = script.judge(judge, config, SUMMARY_COMMANDS[kind], path, [path, *reference])
+    judge_script = script.judge(judge, config, ("verify", "--recheck"), path, [path, *reference])
     return (
         JobScript(registry.CELLS, where.script, script.array(job, config, model, steps, path)),
         JobScript(registry.JUDGE, path / "judge.sbatch", judge_script),

@@ -50,16 +50,12 @@ def headline(report: Report) -> str:
     """Return the title of the page."""
     if len(report.runs) == 1:
         return f"Run {report.runs[0].name}"
-    if not report.comparisons:
-        return f"{len(report.runs)} runs side by side"
     others = ", ".join(run.name for run in report.runs[1:])
     return f"{report.runs[0].name} compared with {others}"
 
 
 def verdicts(report: Report) -> list[str]:
-    """One line for every run after the first; one for all that are not compared."""
-    if not report.comparisons and len(report.runs) > 1:
-        return [f"{len(report.runs)} runs; their bits are not compared."]
+    """One line for every run after the first; one for a run alone."""
     if not report.comparisons:
         ledger = report.runs[0].ledger
         return [f"One run of {counted(len(ledger.steps), 'step', ',')}; nothing to compare it with."]

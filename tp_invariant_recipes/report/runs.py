@@ -83,7 +83,7 @@ class Bisected(Record):
 
 @dataclass(frozen=True)
 class Report:
-    """Runs, and the comparison of each later run with the first; none where they are shown side by side alone."""
+    """Runs, and the comparison of each later run with the first."""
 
     runs: tuple[Run, ...]
     comparisons: tuple[Comparison, ...]
@@ -91,17 +91,16 @@ class Report:
     @property
     def pairs(self) -> tuple[tuple[Run, Comparison], ...]:
         """Every run after the first, with its comparison."""
-        return tuple(zip(self.runs[1:], self.comparisons, strict=bool(self.comparisons)))
+        return tuple(zip(self.runs[1:], self.comparisons, strict=True))
 
 
 def gather(
     paths: Sequence[str | os.PathLike],
     *,
-    compared: bool = True,
     reading: Callable[[Path], Progress] | None = None,
     comparing: Progress | None = None,
 ) -> Report:
-    """Read 1 to 26 run directories, ledgers or certificates, and compare them, if asked to. LedgerError.
+    """Read 1 to 26 run directories, ledgers or certificates, and compare them. LedgerError.
 
     reading: makes of a path what is told how far it is read. comparing: as `progress` of `compare_all`.
     """
@@ -111,7 +110,7 @@ def gather(
     first, *others = ledgers
     return Report(
         tuple(map(_run, _LETTERS, _names(ledgers), ledgers)),
-        compare_all(first, others, progress=comparing) if compared else (),
+        compare_all(first, others, progress=comparing),
     )
 
 

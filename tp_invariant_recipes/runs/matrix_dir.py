@@ -1,4 +1,4 @@
-"""The files of a directory of `tpi verify` or `tpi sweep`: the cells, a run directory for each, and the result."""
+"""The files of a directory of `tpi verify`: the cells, a run directory for each, and the result."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ Positive = Annotated[int, Bounds(ge=1, lt=2**31)]
 
 @dataclass(frozen=True)
 class MatrixResult(Record):
-    """`verify.json` or `sweep.json`, as far as another command reads it."""
+    """`verify.json`, as far as another command reads it."""
 
     verdict: str
     exit_status: Literal[0, 1, 2]
@@ -66,7 +66,7 @@ class Matrix(Record):
     """Runs to compare with the first of them or, where `against` is a path, with the ledger there.
 
     overrides: as typed. omitted: combinations of the axes that are no cells.
-    kind:      the command that made it; the runs of a sweep are different experiments, which are not compared.
+    kind:      the command that made it; an earlier version had one more.
     """
 
     schema: int = field(default=SCHEMA, kw_only=True)
@@ -98,8 +98,6 @@ class MatrixDir(RunDir):
 
     matrix = File("matrix.json")  # the cells, written before anything starts
     result = File("verify.json")  # what the comparison found
-    sweep = File("sweep.json")  # how the runs of a sweep ended
-    page = File("report.html")  # the runs of a sweep side by side
 
     def cell(self, name: str) -> RunDir:
         """Return the run directory of a cell."""
@@ -109,29 +107,28 @@ class MatrixDir(RunDir):
         """Write the matrix. Raises RunError."""
         self.write(self.matrix, matrix.as_json())
 
-    def read_matrix(self, kind: Literal["verify", "sweep"] = "verify") -> Matrix:
-        """Return the matrix. Raises RunError when this is not a directory of `tpi KIND`, or two cells are one run."""
+    def read_matrix(self) -> Matrix:
+        """Return the matrix. Raises RunError when this is not a directory of `tpi verify`, or two cells are one run."""
         try:
             raw = parse_json(read_limited(self.matrix, LARGEST))
             if isinstance(raw, dict) and raw.get("schema") != SCHEMA:
                 raise ValueError(f"this version reads schema {SCHEMA}")
             matrix = checked(Matrix, raw)
-            if matrix.kind != kind:
+            if matrix.kind != "verify":
                 raise ValueError(f"tpi {matrix.kind} has made it")
             self._distinct(matrix.cells)
         except (OSError, ValueError) as error:
             raise RunError(
-                f"{self.path} is not a directory of tpi {kind}: {self.matrix.name}: {reason(error)}"
+                f"{self.path} is not a directory of tpi verify: {self.matrix.name}: {reason(error)}"
             ) from error
         return matrix
 
     def read_result(self) -> MatrixResult:
-        """Return the verdict, or how a sweep ended. Raises RunError when there is none."""
-        file = self.sweep if self.sweep.exists() else self.result
+        """Return the verdict. Raises RunError when there is none."""
         try:
-            return checked(MatrixResult, parse_json(read_limited(file, LARGEST)))
+            return checked(MatrixResult, parse_json(read_limited(self.result, LARGEST)))
         except (OSError, ValueError) as error:
-            raise RunError(f"{file}: {error}") from error
+            raise RunError(f"{self.result}: {error}") from error
 
     def _distinct(self, cells: Sequence[Cell]) -> None:
         """ValueError: two cells are one run, which would be compared with itself."""

@@ -30,7 +30,7 @@ WAITING = "not started"  # submitted
 DAMAGED = "damaged"
 
 # Commands that make runs for themselves, each in a folder of their directory.
-MAKERS = ("verify", "sweep", "bench", "bisect", "audit")
+MAKERS = ("verify", "bench", "bisect", "audit")
 
 RESUMABLE = (STOPPED, FAILED, KILLED)
 _OF_A_RUN = {file.name for file in (RunDir(Path()).run, RunDir(Path()).config, RunDir(Path()).ledger)}

@@ -87,12 +87,6 @@ def test_audit(recipe, shared):
 
 
 @pytest.mark.release
-def test_sweep(recipe, shared):
-    shared("sweep", "recipe=mine.py:small", "lr=1e-3,2e-3", "--dir", "sweep", status=0)
-    assert {json.loads(run.read_text())["model"] for run in shared.folder.glob("sweep/*/run.json")} == {recipe}
-
-
-@pytest.mark.release
 def test_text_stands_for_the_data_of_a_recipe(recipe, shared, text):
     shared("train", "recipe=mine.py:small", "data=text", f"data.path={text}", "run.dir=text", status=0)
     assert read(shared.folder / "text").header.identity["data.digest"]

@@ -30,11 +30,11 @@ WRONG = (
 )
 
 
-@pytest.mark.parametrize("command", ("train", "verify", "sweep"))
+@pytest.mark.parametrize("command", ("train", "verify"))
 @pytest.mark.parametrize("overrides, says", WRONG)
 def test_settings_and_files_that_are_wrong_come_in_one_list(cli, here, no_gpus, command, overrides, says):
     (here / "taken" / "a.txt").write_text("text")
-    several = {"train": [], "verify": ["mbs=1,2", "gbs=2"], "sweep": ["seed=1,2"]}[command]
+    several = {"train": [], "verify": ["mbs=1,2", "gbs=2"]}[command]
     ended = cli(command, "qwen3_toy", "device=cpu", *overrides.split(), *several)
     assert (ended.status, ended.out) == (2, "")
     for say in says:

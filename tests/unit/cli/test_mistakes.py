@@ -1,5 +1,7 @@
 """Mistakes in commands that train: each is one message before Bridge would be imported, and leaves nothing."""
 
+import json
+
 import pytest
 
 LORA = ("qwen3_moe_toy", "tp=2", "peft=lora", "checkpoint.pretrained_checkpoint=nowhere")
@@ -114,18 +116,7 @@ VERIFY = (
         ],
     ),
 )  # fmt: skip
-SWEEP = (
-    ([], ["name a model to train (tpi models lists them), or a sweep to list: --results DIR"]),
-    (["qwen3_toy", "lr=1e-3"], ["no key has several values: lr=1e-3,3e-4 gives two runs"]),
-    (["qwen3_toy", "lr=1e-3,x"], ["lr=x: lr=x: "]),
-    (["qwen3_toy", "lr=1,2", "run.dir=x"], ["run.dir=x: every run has a directory of its own in one directory; --dir"]),
-    (["qwen3_toy", "lr=1,2", "launcher=slurm"], ["launcher=slurm: the runs are trained here"]),
-    (["qwen3_toy", "seed=range(1,200)"], ["more than 100 cells"]),
-    (["qwen3_toy", "tp=1,3", "lr=1,2"], ["tp=3 lr=1; tp=3 lr=2: tp=3 does not divide"]),
-    (["qwen3_toy", "--results", "taken"], ["leave MODEL, overrides and --dir out"]),
-    (["--results", "taken"], ["taken is not a directory of tpi sweep: matrix.json"]),
-)  # fmt: skip
-COMMANDS = {"train": TRAIN, "bench": BENCH, "audit": AUDIT, "verify": VERIFY, "sweep": SWEEP}
+COMMANDS = {"train": TRAIN, "bench": BENCH, "audit": AUDIT, "verify": VERIFY}
 ROWS = [(command, *row) for command, rows in COMMANDS.items() for row in rows]
 
 
@@ -140,3 +131,28 @@ def test_a_mistake_is_one_screen_and_leaves_nothing(cli, here, command, argument
     assert {part: ended.err.count(part) for part in says} == dict.fromkeys(says, 1)
     assert sorted(p.name for p in here.rglob("*")) == ["file", "taken"]
     assert not (here.parent / "cache" / "tpi" / "data").exists()
+
+
+# Words after `tpi train qwen3_toy`, and where the message points.
+ELSEWHERE = (
+    (["tp=1,2"], "for several layouts: tpi verify"),
+    (["-m", "lr=1,2"], "tpi verify MODEL tp=1,2"),
+    (["--multirun", "tp=1,2"], "tpi verify MODEL tp=1,2"),
+    (["--cfg", "job"], "tpi show MODEL KEY=VALUE"),
+    (["-c", "job"], "tpi show MODEL KEY=VALUE"),
+)
+
+
+@pytest.mark.parametrize("words, says", ELSEWHERE, ids=[" ".join(words) for words, _ in ELSEWHERE])
+def test_the_ways_of_hydra_lead_to_tpis(cli, here, monkeypatch, words, says):
+    monkeypatch.setenv("COLUMNS", "200")
+    ended = cli("train", "qwen3_toy", *words)
+    assert ended.status == 2
+    assert says in ended.err
+
+
+@pytest.mark.parametrize("trace", ("3", "3:3"))
+def test_one_traced_step_needs_no_quotes(cli, here, trace):
+    shown = json.loads(cli("show", "qwen3_toy", f"ledger.trace={trace}", "--json").out)
+    assert shown["configuration"]["ledger"]["trace"] == trace
+    assert "ledger.trace=4:3" in cli("show", "qwen3_toy", "ledger.trace=4:3").err

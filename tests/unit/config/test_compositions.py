@@ -90,7 +90,7 @@ def test_a_matrix_composes_each_cell_once(compositions):
     verify.new("qwen3_toy", ["tp=1,2,4"], against=None, directory=None)
     assert len(compositions) == 3
     compositions.clear()
-    submit.several("verify", "qwen3_toy", ["tp=1,2,4", "slurm.time=5", *CPUS], directory=None)
+    submit.several("qwen3_toy", ["tp=1,2,4", "slurm.time=5", *CPUS], directory=None)
     assert len(compositions) == 3
 
 

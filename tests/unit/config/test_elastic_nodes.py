@@ -74,7 +74,7 @@ def test_the_script_asks_for_a_range_and_starts_on_what_there_is(tmp_path):
 def test_a_matrix_has_no_range(tmp_path):
     words = [*NODES[:4], "tp=1,2", "cluster.ranks_per_node=2", "slurm.nodes=1-1"]
     with pytest.raises(ConfigError, match="each cell has a layout of its own; leave it out"):
-        submit.several("verify", "qwen3_toy", words, directory=tmp_path / "v", how=DRY)
+        submit.several("qwen3_toy", words, directory=tmp_path / "v", how=DRY)
 
 
 def test_the_step_has_srun_options_whether_or_not_the_number_of_nodes_varies():

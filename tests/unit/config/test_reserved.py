@@ -14,7 +14,6 @@ VALUES = {"numerics.mode": "stock", "launcher.kind": "local", "ledger.trace": "1
 COMMANDS = {
     "submit": ("submit", "qwen3_toy", "--dry-run"),
     "verify": ("verify", "qwen3_toy", "tp=1,2"),
-    "sweep": ("sweep", "qwen3_toy", "seed=1,2"),
     "audit": ("audit", "qwen3_toy", "--against", "tp=2"),
     "bench": ("bench", "qwen3_toy"),
 }
@@ -22,7 +21,6 @@ FIELDS = {
     "submit": "launcher.kind",
     "submit --resume": "run.dir launcher.kind checkpoint.ckpt_step",
     "verify": "run.dir launcher.kind",
-    "sweep": "run.dir launcher.kind",
     "audit": "checkpoint.save_interval launcher.kind run.dir ledger.trace ledger.dump",
     "bench": "numerics.mode train.train_iters checkpoint.save_interval launcher.kind run.dir ledger.digests"
     " ledger.trace ledger.dump",

@@ -98,7 +98,7 @@ def composable() -> list[tuple[str, str, bool]]:
         # Two configurations of any kind; a recipe, of which only Bridge knows what it is.
         if given.get("diff") or str(given.get("model")).startswith("recipe="):
             continue
-        if command in ("train", "show", "submit", "verify", "sweep", "bench", "audit"):
+        if command in ("train", "show", "submit", "verify", "bench", "audit"):
             words = [*(given.get("overrides") or ())]
             if command == "audit":  # of stock numerics unless told otherwise
                 words = ["numerics=stock", *words, *(given["against"] or ())]

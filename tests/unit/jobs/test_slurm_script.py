@@ -81,7 +81,7 @@ def _scripts(model: str, overrides: tuple[str, ...], directory: str | None) -> t
     if directory is None:
         result = submit.train(model, list(overrides), how=DRY)
     else:
-        result = submit.several("verify", model, list(overrides), directory=Path(directory), how=DRY)
+        result = submit.several(model, list(overrides), directory=Path(directory), how=DRY)
     return tuple(script.text for script in result.scripts)
 
 
@@ -284,17 +284,6 @@ def test_setup_is_there_for_srun(play, tmp_path):
     (tmp_path / "run").mkdir()
     assert play(text, f'echo "$ASKED" >{tmp_path}/asked; echo completed >run/job.ended').returncode == 0
     assert (tmp_path / "asked").read_text() == "a  b\n"
-
-
-def test_a_sweep_is_an_array_and_a_job_that_lists_its_runs():
-    asked = ["lr=1e-3,3e-4", "seed=1,2", *THROWAWAY, "slurm.time=5", 'slurm.setup=["module load a"]']
-    result = submit.several("sweep", "qwen3_toy", asked, directory=Path("/runs/s"), how=DRY)
-    array, judge = (script.text for script in result.scripts)
-    assert result.cells == ("lr-0.001-seed1", "lr-0.001-seed2", "lr-0.0003-seed1", "lr-0.0003-seed2")
-    assert "#SBATCH --array=0-3" in array
-    assert f"    {sys.executable} -m tp_invariant_recipes sweep --results /runs/s\n" in judge
-    assert all("eval 'module load a'" in text for text in (array, judge))
-    assert _shellcheck(judge, array) == ""
 
 
 def test_a_job_that_waits_for_others_says_so_to_sbatch_and_not_in_its_script():

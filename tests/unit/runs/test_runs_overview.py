@@ -212,9 +212,9 @@ def test_runs_that_commands_made_for_themselves_are_hidden_unless_asked_for(cli)
     assert sorted(names("--all")) == sorted(["a", "verify-of-mine", *cells, "cells/tp2", "cells/tp4"])
     assert sorted(names("runs/cells")) == ["cells/tp2", "cells/tp4"]
     assert names("runs/bisect-1") == names("runs/bisect-1/x") == ["bisect-1/x"]
-    assert cli("runs").err == "hidden: 7 runs of verify, sweep, bench, bisect, audit; tpi runs --all lists them\n"
+    assert cli("runs").err == "hidden: 6 runs of verify, bench, bisect, audit; tpi runs --all lists them\n"
     result = json.loads(cli("runs", "--json").out)
-    assert (len(result["runs"]), result["hidden"]) == (2, 7)
+    assert (len(result["runs"]), result["hidden"]) == (2, 6)
     assert json.loads(cli("runs", "--json", "--all").out)["hidden"] == 0
     shutil.rmtree("runs/a")
     shutil.rmtree("runs/verify-of-mine")

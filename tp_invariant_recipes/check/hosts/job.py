@@ -291,7 +291,7 @@ WRITTEN = _BOTH | {
     "--nodes": f"slurm.nodes=FEWEST-MOST; {_HOW_MANY}",
     "--job-name": "it is the last part of run.dir",
     "--open-mode": _WHERE_LOGS_LIE,
-    "--array": "tpi submit --verify and --sweep make arrays",
+    "--array": "tpi submit --verify makes arrays",
     "--dependency": "tpi submit --after JOB waits for a job",
     "--kill-on-invalid-dep": "tpi submit --after JOB waits for a job",
     "--parsable": "tpi submit prints the job's id alone",

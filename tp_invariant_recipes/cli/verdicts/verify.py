@@ -1,9 +1,12 @@
 """`tpi verify`."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from rich import box
+from rich.table import Column, Table
 from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import (
@@ -16,15 +19,17 @@ from tp_invariant_recipes.cli.arguments import (
     optional_model,
     with_model,
 )
-from tp_invariant_recipes.cli.output import matrix
 from tp_invariant_recipes.cli.output.verdict import end
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import single_line
 from tp_invariant_recipes.machine import terminal
+from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.start import needed
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.features.verify.verdict import MatrixVerdict
+    from tp_invariant_recipes.features.verify.workflow import Verification
+    from tp_invariant_recipes.launch.plan import Plan
 
 _COLOURS = {"identical": "green", "different": "red", "reference": "dim"}
 
@@ -75,8 +80,8 @@ def verify(
         from tp_invariant_recipes.runs.matrix_dir import latest
 
         where = latest(Path("runs")) if directory is None else directory.expanduser()
-        execute = partial(launch.execute, exitfirst=exitfirst)
-        judged = matrix.train_matrix(partial(launch.plan_rerun, where, against=against), execute, verbose=verbose)
+        rerun = partial(launch.plan_rerun, where, against=against)
+        judged = _train(rerun, exitfirst=exitfirst, verbose=verbose)
     elif recheck is not None:
         if model is not None or overrides or directory is not None or exitfirst:
             raise ConfigError(
@@ -95,15 +100,55 @@ def verify(
 
         named, arguments = with_model(model, list(overrides or []))
         plan = partial(launch.new, named, arguments, against=against, directory=directory)
-        judged = matrix.train_matrix(plan, partial(launch.execute, exitfirst=exitfirst), verbose=verbose)
+        judged = _train(plan, exitfirst=exitfirst, verbose=verbose)
     end(judged.as_dict(), judged.exit_status, lambda: _print(judged), as_json=as_json)
+
+
+def _train(plan: "Callable[..., Verification | MatrixVerdict]", *, exitfirst: bool, verbose: bool) -> "MatrixVerdict":
+    """Plan and check the runs, name those left out, train and judge them. Raises a TpiError.
+
+    plan: takes `how`. It returns the verdict instead where all runs of an earlier verify have passed.
+    """
+    from tp_invariant_recipes.features.verify import workflow
+    from tp_invariant_recipes.launch import progress
+    from tp_invariant_recipes.sizing import room
+
+    console = terminal.console_of_its_own()
+    with progress.preparing(console) as how:
+        planned = plan(how=how)
+    if not isinstance(planned, workflow.Verification):
+        terminal.print_line(console, f"every run in {planned.directory} has passed; nothing is trained again")
+        return planned
+    with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
+        workflow.check(planned)
+    for combination in planned.matrix.omitted:
+        terminal.print_line(console, f"left out: {combination.label}: {combination.why}")
+    for cell in planned.cells:
+        if tight := room.warning(planned.plans[cell.name].config, here=True):
+            terminal.print_line(console, f"warning: {cell.label}: {tight}", "yellow")
+    runs = len(planned.plans)
+    terminal.print_line(console, f"{counted(runs, 'run')} in {planned.directory.path}")
+    labels = [cell.label for cell in planned.cells]
+
+    def heading(label: str, run: "Plan") -> Text:
+        ranks = counted(run.layout.world, f"{run.device} rank")
+        number = f"{labels.index(label) + 1} of {len(labels)}"
+        return Text(f"{number}: {label}", style="bold") + Text(f" on {ranks}, {counted(run.steps, 'step')}")
+
+    return workflow.execute(planned, progress.headed(console, heading, verbose=verbose), exitfirst=exitfirst)
 
 
 def _print(verdict: "MatrixVerdict") -> None:
     console = terminal.console()
-    table = matrix.table("cell", last="verdict")
+    numbers = [Column(title, justify="right", no_wrap=True) for title in ("ranks", "steps", "last loss")]
+    first, last = (Column(title, overflow="fold") for title in ("cell", "verdict"))
+    table = Table(first, *numbers, last, box=box.SIMPLE_HEAD, collapse_padding=True)
     for row in verdict.rows:
-        table.add_row(*matrix.cells(row), Text(single_line(row.words), style=_COLOURS.get(row.state, "yellow")))
+        steps = str(row.steps) if row.steps == row.planned else f"{row.steps} of {row.planned}"
+        table.add_row(  # Text, because a name may contain characters that rich reads as markup
+            *map(Text, (single_line(row.label), str(row.ranks), steps, row.last_loss)),
+            Text(single_line(row.words), style=_COLOURS.get(row.state, "yellow")),
+        )
     console.print(table)
     line = Text(single_line(verdict.line))
     line.stylize(f"bold {_COLOURS.get(verdict.verdict, 'yellow')}", 0, len(verdict.verdict))

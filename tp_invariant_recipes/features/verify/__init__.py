@@ -1,1 +1,1 @@
-"""tpi verify and tpi sweep: runs of a matrix of settings, judged."""
+"""tpi verify: runs of a matrix of settings, judged."""

@@ -273,10 +273,7 @@ def identities(axes: Sequence[Axis], choices: Sequence[Choice], plans: dict[str,
         f"{first.label} and {c.label} are different runs: {_differ(_changed(plans[first.name], plans[c.name]))}"
         for c in others
     ]
-    return [
-        f"{problem}; their ledgers are not comparable; to train each, without comparing bits: tpi sweep"
-        for problem in problems
-    ]
+    return [f"{problem}; their ledgers are not comparable; train each with tpi train" for problem in problems]
 
 
 def _changed(a: Plan, b: Plan) -> list[str]:

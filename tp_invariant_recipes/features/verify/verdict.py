@@ -72,7 +72,7 @@ class CellResult:
         return "" if self.loss is None else str(readable(self.loss))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what every row of `verify.json` and `sweep.json` has."""
+        """Return what every row of `verify.json` has."""
         return {
             "label": self.label,
             "run": str(self.run),

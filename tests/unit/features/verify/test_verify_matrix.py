@@ -356,7 +356,10 @@ def test_a_ledger_that_moved_can_be_renamed(here):
 
 def test_a_damaged_matrix_is_an_error(here):
     where = a_matrix(here / "m", 1, 2)
-    for text in ("{", "[]", "{}", where.matrix.read_text().replace('"schema": 1', '"schema": 2')):
+    written = where.matrix.read_text()
+    another = written.replace('"schema": 1', '"schema": 2'), written.replace('"kind": "verify"', '"kind": "sweep"')
+    assert written not in another
+    for text in ("{", "[]", "{}", *another):
         where.matrix.write_text(text)
         with pytest.raises(RunError, match=r"not a directory of tpi verify: matrix\.json"):
             judge(where.path)
