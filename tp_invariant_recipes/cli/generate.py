@@ -49,7 +49,7 @@ def generate(
     from tp_invariant_recipes.launch import progress
 
     where = out or Path(f"{file.name.removesuffix('.jsonl')}.rollouts.jsonl")
-    output.check_written([where])
+    output.check_written(where)
     output.check_unchanged(where.expanduser())
     console = terminal.console_of_its_own()
     engine = {"sequences": batch, "chunk": chunk, "tokens": cache, "graphs": graphs}

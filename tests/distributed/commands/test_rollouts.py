@@ -84,18 +84,18 @@ def test_scores_at_another_layout_have_the_same_bits(shared, folder, generated, 
     out = f"{model}-scored.rollouts"
     shared("generate", model, "p.jsonl", *DRAWS.split(), "--digest", "--out", out, status=0)
     result = shared("score", model, "tp=2", "--against", out, "--json", status=0)
-    report = json.loads(result.stdout)["files"][0]
+    report = json.loads(result.stdout)
     count = sum(len(json.loads(line)["token_ids"]) for line in (folder / out).read_bytes().splitlines())
     assert report["summary"]["tokens"] == report["scored"] == report["digests"]["compared"] == count
     assert report["summary"]["largest"] == report["differing"] == report["digests"]["differing"] == 0
     tree = shared("score", model, "numerics=tree", "--against", out, "--out", f"{model}-tree", "--json", status=1)
-    assert json.loads(tree.stdout)["files"][0]["differing"] > count // 2
+    assert json.loads(tree.stdout)["differing"] > count // 2
     rows = [json.loads(line) for line in (folder / out).read_bytes().splitlines()]
     for row in rows:
         row["prompt_token_ids"][0] ^= 1
     write(folder / f"{model}-changed", rows)
     changed = shared("score", model, f"{model}-changed", "numerics=portable", "--against", out, "--json", status=1)
-    assert json.loads(changed.stdout)["files"][0]["differing"] > count // 2
+    assert json.loads(changed.stdout)["differing"] > count // 2
 
 
 def test_greedy_tokens_are_those_of_transformers(folder, generated):
@@ -222,14 +222,13 @@ def test_parts_of_models_have_the_bits_of_their_scores(shared, folder):
     words = ("qwen3_toy", "numerics=portable", "seq=32", "gbs=2", "iters=1", "save=1", "model.kv_channels=32")
     shared("train", *words, *PARTS, "tp=2", "run.dir=parts", status=0)
     shared("generate", "parts", "p.jsonl", *DRAWS.split(), "--digest", "--out", "parts.out", status=0)
-    report = json.loads(shared("score", "parts", "tp=2", "--against", "parts.out", "--json", status=0).stdout)
-    result = report["files"][0]
+    result = json.loads(shared("score", "parts", "tp=2", "--against", "parts.out", "--json", status=0).stdout)
     assert result["differing"] == result["digests"]["differing"] == 0
     assert result["scored"] == 2 * 3 * len(LENGTHS)
     for n, other in enumerate(("model.rotary_percent=1.0", "numerics=stock")):
         out = ("--against", "parts.out", "--out", f"parts.{n}", "--json")
         changed = shared("score", "parts", other, *out, status=1)
-        assert json.loads(changed.stdout)["files"][0]["differing"] > 0
+        assert json.loads(changed.stdout)["differing"] > 0
 
 
 def test_a_dry_run_writes_nothing(shared, folder):

@@ -1,4 +1,4 @@
-"""`tpi score` of a run's checkpoint, after a stop, and beside transformers: hidden states and more families."""
+"""`tpi score` of a run's checkpoint, after a stop, and beside transformers: more families."""
 
 import os
 import signal
@@ -55,83 +55,6 @@ def test_a_stopped_scoring_goes_on(shared, folder):
     shared("score", "llama", "s.jsonl", "precision=fp32", "--entropy", "--out", "cut", status=0)
     assert (folder / "cut").read_bytes() == (folder / "llama.scores").read_bytes()
     assert not lines.parent.exists()
-
-
-# --- Hidden states ---
-
-DEEP = {
-    "bias": ("qwen25_toy", ("model.num_layers=3",)),
-    "experts": ("qwen3_moe_toy", (*FOLDERS["moe"][2][1:], "model.num_layers=3")),
-}
-
-
-def without_bias(model):
-    model.model.layers[1].self_attn.v_proj.bias.zero_()
-
-
-def wrong_router(model):
-    model.model.layers[2].mlp.gate.weight.mul_(-1)
-
-
-def dumped(folder, name, file, fault=None):
-    """Hidden states of transformers for the first sequence, and the experts of its routers."""
-    import torch
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32, attn_implementation="eager")
-    results = {}
-    with torch.no_grad():
-        if fault:
-            fault(model)
-        for n, layer in enumerate(model.model.layers):
-            layer.register_forward_hook(
-                lambda _, args, out, n=n: results.update({f"layers.{n}": (out[0] if isinstance(out, tuple) else out)})
-            )
-            if name == "experts":
-                layer.mlp.gate.register_forward_hook(
-                    lambda _, args, out, n=n: results.update(
-                        {f"router.{n}": (out[0] if isinstance(out, tuple) else out).view(-1, 8).topk(2).indices}
-                    )
-                )
-        model(torch.tensor([rows()[3]["tokens"]]))
-    whole = {k: v.reshape(-1, v.shape[-1]).contiguous().clone() for k, v in results.items()}
-    save_file(whole, folder / file, metadata={"id": "s3"})
-    return file
-
-
-@pytest.fixture(scope="module")
-def deep(folder):
-    for name, (model, overrides) in DEEP.items():
-        hf_folders.make(folder / name, hf_folders.model_section(model, *overrides), dtype="F32")
-    return folder
-
-
-def hidden(shared, name, file, status, *words):
-    done = shared(
-        "score", name, "s.jsonl", "precision=fp32", "--out", f"{name}.deep", "--hidden", file, *words, status=status
-    )
-    return done.stdout
-
-
-# Folder, fault -> what is said of it.
-FAULTS = (
-    ("bias", without_bias, "layer 1 is the first beyond rounding"),
-    ("experts", wrong_router, "go to other experts from layer 2 on"),
-)
-
-
-@pytest.mark.parametrize("name, fault, words", FAULTS, ids=lambda item: getattr(item, "__name__", str(item)[:12]))
-def test_faults_are_detected_in_hidden_states(shared, deep, name, fault, words):
-    assert words in hidden(shared, name, dumped(deep, name, f"{fault.__name__}.safetensors", fault), 1)
-
-
-@pytest.mark.parametrize("layout", ("tp=1", "tp=2 pp=3"))
-@pytest.mark.parametrize("name", DEEP)
-def test_correct_hidden_states_are_within_rounding(shared, deep, name, layout):
-    message = hidden(shared, name, dumped(deep, name, "right.safetensors"), 0, *layout.split())
-    assert "within rounding, all 3 layers" in message
-    assert "experts" not in message
 
 
 # --- Multi-latent attention ---

@@ -389,7 +389,7 @@ def engine_row(folder: Path, data: bytes) -> None:
     scores, file = folder / "scores.jsonl", folder / "engine.jsonl"
     scores.write_text(json.dumps(SCORED) + "\n")
     file.write_bytes(data + b"\n")
-    json.dumps(score_against.judge(scores, [file], 0.0, str), allow_nan=False).encode()
+    json.dumps(score_against.judge(scores, file, 0.0, str), allow_nan=False).encode()
 
 
 def sequence(folder: Path, data: bytes) -> None:

@@ -88,18 +88,14 @@ def test_score_names_every_file_that_is_unfit_before_it_reads_weights(cli, tmp_p
     monkeypatch.setattr(score, "new", lambda *_: pytest.fail("the weights were read"))
     for name, text in (("bad.jsonl", "x"), ("talk.jsonl", json.dumps({"messages": []}))):
         (tmp_path / name).write_text(text)
-    against = ["--against", tmp_path / "bad.jsonl", "--against", tmp_path / "none.jsonl"]
-    files = ["--hidden", tmp_path / "h", "--page", tmp_path, "--out", tmp_path / "no" / "out"]
-    ended = cli("score", *map(str, [tmp_path, tmp_path / "talk.jsonl", *against, *files]))
+    files = ["--against", tmp_path / "bad.jsonl", "--out", tmp_path / "no" / "out"]
+    ended = cli("score", *map(str, [tmp_path, tmp_path / "talk.jsonl", *files]))
     assert (ended.status, ended.out) == (2, "")
     text = " ".join(ended.err.split())
     for words in (
         "talk.jsonl: its first line: none of tokens, text, prompt with response; its keys: 'messages'; apply your chat",
         "bad.jsonl: its first line: not JSON",
-        "none.jsonl: No such file or directory",
-        "h: there is no such file",
         "no is no folder",
-        "that is a folder; name a file",
     ):
         assert words in text
     assert "[Errno" not in text

@@ -22,14 +22,8 @@ def score(
         Path | None, option("FILE", "Where to write; default SEQUENCES with .scores.jsonl at its end.")
     ] = None,
     step: Annotated[int | None, option("N", "The run's checkpoint of this step; default: the newest.", min=0)] = None,
-    against: Annotated[
-        list[Path] | None, option("FILE", "JSONL that an engine returned; twice: also which of both is nearer.")
-    ] = None,
+    against: Annotated[Path | None, option("FILE", "JSONL that an engine returned, or tpi generate.")] = None,
     tolerance: Annotated[float, option("X", "With --against: the largest difference that is none.", min=0.0)] = 0.0,
-    page: Annotated[Path | None, option("FILE.html", "With --against: the page; default beside the scores.")] = None,
-    hidden: Annotated[
-        Path | None, option("FILE", "Hidden states of an engine, safetensors: layers.N of the first sequence.")
-    ] = None,
     ranks: Annotated[bool, flag("Write each token's place among all, by probability.", "--ranks")] = False,
     entropy: Annotated[bool, flag("Write the entropy of each prediction.", "--entropy")] = False,
     digest: Annotated[bool, flag("Write a digest of the whole vocabulary for each token.", "--digest")] = False,
@@ -45,9 +39,9 @@ def score(
 
     They depend on weights and tokens alone: the same bytes for every tp, pp, cp, dp, ep, batch, order and padding, and
     with numerics=portable on every machine.
-    --against compares what an engine returned (vLLM, SGLang, verl, NeMo-RL) and names what its differences look like;
-    --hidden names the first layer that is beyond rounding. After Ctrl-C the same command goes on. Exit status: 0
-    written, and equal or within the tolerance; 1 beyond it; 2 a mistake.
+    --against compares what an engine returned (vLLM, SGLang, verl, NeMo-RL) and names what its differences look like.
+    After Ctrl-C the same command goes on. Exit status: 0 written, and equal or within the tolerance; 1 beyond it; 2 a
+    mistake.
 
     \b
     tpi score runs/qwen3_8b-tp4-… sequences.jsonl tp=4
@@ -56,12 +50,12 @@ def score(
     tpi score ~/models/mine --against rollouts.jsonl tp=2        # of tpi generate
     """
     needed.check("tpi score", needed.TRAINING)
-    _check_options(against or [], page, tolerance, vocab=vocab)
+    _check_options(against, tolerance, vocab=vocab)
     from tp_invariant_recipes.features.score import output
 
-    file, words = _sequences(file, list(overrides or []), against or [])
+    file, words = _sequences(file, list(overrides or []), against)
     where = out or Path(f"{file.name.removesuffix('.jsonl')}.scores.jsonl")
-    output.check(file, against or (), hidden, [where, *([page] if page else [])])
+    output.check(file, against, where)
     output.check_unchanged(where.expanduser())  # before Bridge is imported
     from tp_invariant_recipes.features.score import workflow
 
@@ -69,35 +63,30 @@ def score(
     options = workflow.Options(step, tokenizer, batch_tokens, ranks, entropy, digests, vocab, bool(against))
     scoring, result = _score(source, file, words, where, options)
     if against:
-        result |= _against(scoring, against, tolerance, page or where.with_suffix(".html"))
-    if hidden is not None:
-        layers = _hidden(scoring, hidden)
-        result |= {"hidden": layers, "exit_status": max(result["exit_status"], layers["exit_status"])}
-    texts = "".join(f"{part['text']}\n" for part in (result, result.get("hidden", {})) if part.get("text"))
-    verdict.end(result, result["exit_status"], lambda: terminal.print_text(texts, end=""), as_json=as_json)
+        result |= _against(scoring, against, tolerance)
+    text = f"{result['text']}\n" if against else ""
+    verdict.end(result, result["exit_status"], lambda: terminal.print_text(text, end=""), as_json=as_json)
 
 
-def _check_options(against: list[Path], page: Path | None, tolerance: float, *, vocab: bool) -> None:
-    """Raise ConfigError: options of a comparison without one, or of more than two files, or without a vocabulary."""
-    if not against and (page is not None or tolerance):
-        raise ConfigError("--page and --tolerance go with --against FILE")
-    if len(against) > 2:
-        raise ConfigError("--against: one file or two")
+def _check_options(against: Path | None, tolerance: float, *, vocab: bool) -> None:
+    """Raise ConfigError: options of a comparison without one, or without a vocabulary."""
+    if against is None and tolerance:
+        raise ConfigError("--tolerance goes with --against FILE")
     if vocab:
         from tp_invariant_recipes.features.score import vocabulary
 
         refuse(vocabulary.check(against))
 
 
-def _sequences(file: Path | None, words: list[str], against: list[Path]) -> tuple[Path, list[str]]:
+def _sequences(file: Path | None, words: list[str], against: Path | None) -> tuple[Path, list[str]]:
     """Return the file to score, by default the one to compare with, and the overrides. Raises ConfigError."""
     if file is not None and file.expanduser().is_dir():
         raise ConfigError(f"{file}: a folder, where a file of SEQUENCES comes: tpi score RUN SEQUENCES")
     if file is not None and ("=" not in str(file) or file.exists()):
         return file, words
-    if len(against) != 1:
+    if against is None:
         raise ConfigError("name a file of SEQUENCES, or one of tpi generate with --against FILE")
-    return against[0], [*([str(file)] if file else []), *words]
+    return against, [*([str(file)] if file else []), *words]
 
 
 def _score(source: Path, file: Path, overrides: list[str], where: Path, options: Any) -> tuple[Any, dict[str, Any]]:
@@ -117,31 +106,17 @@ def _score(source: Path, file: Path, overrides: list[str], where: Path, options:
     return scoring, result
 
 
-def _hidden(scoring: Any, hidden: Path) -> dict[str, Any]:
-    """Judge an engine's hidden states."""
-    from tp_invariant_recipes.features.score import hidden_workflow
-    from tp_invariant_recipes.launch import progress
-
-    with progress.busy(terminal.console_of_its_own(), "computing the hidden states"):
-        return hidden_workflow.judge(scoring, hidden)
-
-
-def _against(scoring: Any, against: list[Path], tolerance: float, page: Path) -> dict[str, Any]:
+def _against(scoring: Any, against: Path, tolerance: float) -> dict[str, Any]:
     from tp_invariant_recipes.data import sequences
     from tp_invariant_recipes.features.score import against as score_against
-    from tp_invariant_recipes.features.score import page as score_page
     from tp_invariant_recipes.features.score import workflow
-    from tp_invariant_recipes.report import files
 
     decode = sequences.tokenizer(scoring.tokenizer).decode if scoring.tokenizer else None
     result = score_against.judge(scoring.out, against, tolerance, decode, entries=scoring.options.vocabulary)
-    files.write(page, score_page.page(result).encode())
-    points = [{name: value for name, value in file.items() if name != "points"} for file in result["files"]]
-    unseen = (
-        "" if workflow.has_entropies(scoring) else f"\nno temperature is looked for: {scoring.out} has no entropies; "
-    )
-    more = f"{unseen}--entropy with another --out FILE" if unseen else ""
-    return result | {"files": points, "page": str(page), "text": f"{result['text']}{more}\npage: {page}"}
+    if workflow.has_entropies(scoring):
+        return result
+    unseen = f"no temperature is looked for: {scoring.out} has no entropies; --entropy with another --out FILE"
+    return result | {"text": f"{result['text']}\n{unseen}"}
 
 
 def _shown(scoring: Any, bar: Any) -> Callable[[], None]:

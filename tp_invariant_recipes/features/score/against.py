@@ -1,4 +1,4 @@
-"""`tpi score --against`: an engine's log-probabilities beside the scores, as figures, JSON and a page."""
+"""`tpi score --against`: an engine's log-probabilities beside the scores, as figures and JSON."""
 
 from collections.abc import Callable, Iterator
 from itertools import chain, zip_longest
@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.features.score import difference as score_difference
-from tp_invariant_recipes.features.score import engine_scores, vocabulary
+from tp_invariant_recipes.features.score import difference, engine_scores, vocabulary
 from tp_invariant_recipes.features.score.difference import Columns
 from tp_invariant_recipes.features.score.engine_scores import Rollout
 from tp_invariant_recipes.plural import counted
@@ -19,34 +18,22 @@ CONTEXT = 8  # tokens before one that is shown in its text
 
 
 def judge(
-    scores: Path,
-    against: list[Path],
-    tolerance: float,
-    decode: Callable[[list[int]], str] | None,
-    *,
-    entries: bool = False,
+    scores: Path, file: Path, tolerance: float, decode: Callable[[list[int]], str] | None, *, entries: bool = False
 ) -> dict[str, Any]:
-    """Return the report of one or two files: figures of each and, of two, which is nearer. Raises ConfigError.
+    """Return the report of a file: its figures, and the verdict in words. Raises ConfigError.
 
     tolerance: the largest |d| that is no difference. decode: token ids to text; None: there is no tokenizer. entries:
     whether all of the vocabulary are compared.
     """
-    both = [_compared(scores, file, decode, entries=entries) for file in against]
-    reports = [report for report, _ in both]
-    result = {
-        "schema": 1,
-        "exit_status": int(any(_beyond(report, tolerance) for report in reports)),
+    report = _compared(scores, file, decode, entries=entries)
+    return {
+        "schema": 2,
+        "exit_status": int(_beyond(report, tolerance)),
         "tolerance": tolerance,
         "scores": str(scores),
+        **report,
+        "text": "\n".join((_sentence(report, tolerance), *report["suspects"])),
     }
-    alike = len({columns.places for _, columns in both}) == 1
-    nearer = score_difference.nearer(reports[0]["summary"], reports[1]["summary"]) if reports[1:] and alike else None
-    text = "\n".join(line for report in reports for line in (_sentence(report, tolerance), *report["suspects"]))
-    if nearer is not None:
-        text += f"\n{against[nearer]} is nearer to the reference"
-    elif not alike:
-        text += "\nwhich is nearer is not known: the files have values of other tokens"
-    return {**result, "text": text, "nearer": nearer, "files": reports}
 
 
 def _beyond(report: dict[str, Any], tolerance: float) -> bool:
@@ -56,9 +43,7 @@ def _beyond(report: dict[str, Any], tolerance: float) -> bool:
     return bool(max(report["summary"]["largest"], entries["largest"]) > tolerance or by_bits)
 
 
-def _compared(
-    scores: Path, file: Path, decode: Callable[[list[int]], str] | None, *, entries: bool
-) -> tuple[dict[str, Any], Columns]:
+def _compared(scores: Path, file: Path, decode: Callable[[list[int]], str] | None, *, entries: bool) -> dict[str, Any]:
     parts: list[Columns] = []
     ids: list[str | int] = []
     absent = scored = given = others = differing = 0
@@ -80,7 +65,7 @@ def _compared(
     if not any(len(part.token) for part in parts):
         raise ConfigError(f"{file} has no log-probability of a token that was scored")
     columns = Columns.joined(parts)
-    rows = score_difference.names(ids, score_difference.worst(columns))
+    rows = difference.names(ids, difference.worst(columns))
     report = {
         "file": str(file),
         "sequences": len(ids) - absent,
@@ -91,16 +76,13 @@ def _compared(
         "differing": differing,
         "digests": digests,
         "vocabulary": vocabulary.compare(scores, file) if entries else None,
-        "summary": score_difference.summary(columns),
-        "suspects": score_difference.suspects(columns),
-        "by_position": score_difference.by_position(columns),
-        "by_token": [
-            row | {"text": decode([row["token"]]) if decode else ""} for row in score_difference.by_token(columns)
-        ],
+        "summary": difference.summary(columns),
+        "suspects": difference.suspects(columns),
+        "by_position": difference.by_position(columns),
+        "by_token": [row | {"text": decode([row["token"]]) if decode else ""} for row in difference.by_token(columns)],
         "worst": [row | {"text": text} for row, text in zip(rows, _texts(scores, rows, decode), strict=True)],
-        "points": _points(columns),
     }
-    return report | {"not_compared": _uncompared(report)}, columns
+    return report | {"not_compared": _uncompared(report)}
 
 
 def _pairs(scores: Path, file: Path) -> Iterator[tuple[dict[str, Any] | None, Rollout | None]]:
@@ -167,14 +149,6 @@ def _bits(values: np.ndarray) -> np.ndarray:
     return values.astype(np.float32).view(np.uint32)
 
 
-def _points(columns: Columns, most: int = 4000) -> list[tuple[int, float]]:
-    """(position, d) of tokens evenly spread over all, with the largest differences; for the figure."""
-    d = columns.difference
-    even = np.linspace(0, len(d) - 1, min(len(d), most)).astype(int)
-    chosen = np.union1d(even, np.argsort(-np.abs(d))[:200])
-    return [(int(columns.position[n]), float(d[n])) for n in chosen]
-
-
 def _texts(scores: Path, rows: list[dict[str, Any]], decode: Callable[[list[int]], str] | None) -> list[str]:
     """Return the text that ends with the token of each row; without a tokenizer nothing."""
     if decode is None:
@@ -196,7 +170,7 @@ def _sentence(report: dict[str, Any], tolerance: float) -> str:
         equal = f"equal: {report['file']}: {all_}{figures['tokens']:,} log-probabilities"
         return f"{equal}, {report['differing']:,} differences by bits{_of_digests(report)}{report['not_compared']}"
     verdict = "beyond" if figures["largest"] > tolerance else "within"
-    ratio = f"[{score_difference.LOW:g}, {score_difference.HIGH:g}]"
+    ratio = f"[{difference.LOW:g}, {difference.HIGH:g}]"
     return (
         f"{verdict} {tolerance:g}: {report['file']}: mean KL {figures['k3']:.3g} (k3; k1 {figures['k1']:.3g}), largest "
         f"difference {figures['largest']:.3g}, 99.9 % below {figures['p999']:.3g}; {figures['outside']:,} of "

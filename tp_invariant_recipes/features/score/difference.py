@@ -6,7 +6,6 @@ d = engine - reference, of a token that the engine drew. Mean KL of engine and r
     k1 = d        k3 = exp(-d) - 1 + d        ratio = exp(-d), the reference's probability over the engine's
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -36,11 +35,6 @@ class Columns:
     def joined(cls, parts: Sequence["Columns"]) -> "Columns":
         """Return the tokens of all, one part after the other."""
         return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
-
-    @property
-    def places(self) -> bytes:
-        """Identify the tokens that are compared: equal bytes, equal tokens of equal sequences."""
-        return self.sequence.tobytes() + self.position.tobytes()
 
     @property
     def difference(self) -> np.ndarray:
@@ -104,7 +98,7 @@ def suspects(columns: Columns) -> list[str]:
         return likely
     return [*_growing(columns)] or [
         f"the mean difference is {size:.3g}, at all positions alike: other weights, a missing bias, exchanged experts "
-        "or another formula of a layer; --hidden FILE finds the first layer"
+        "or another formula of a layer"
     ]
 
 
@@ -146,13 +140,6 @@ def _growing(columns: Columns) -> Iterator[str]:
             f"differences grow with the position, {times} to the last: another rotary base or "
             "scaling, or a fault of the cache"
         )
-
-
-def nearer(first: dict[str, Any], second: dict[str, Any]) -> int | None:
-    """Tell which of two summaries is nearer to the reference: 0, 1; None: neither."""
-    if math.isclose(first["mean"], second["mean"]):
-        return None
-    return int(second["mean"] < first["mean"])
 
 
 def names(ids: Sequence[str | int], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ Before anything is loaded, `check` looks at all files of a command: whether they
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,16 +88,14 @@ def read_json(file: Path) -> Any:
         raise RunError(f"{file}: {reason(error)}") from error
 
 
-def check(file: Path, against: Sequence[Path], hidden: Path | None, written: Sequence[Path]) -> None:
+def check(file: Path, against: Path | None, out: Path) -> None:
     """Raise ConfigError that lists every file that cannot be read, or written, or is of another format."""
-    refuse([f"{name}: {why}" for name, why in _unfit(file, against, hidden, written)])
+    refuse([f"{name}: {why}" for name, why in (*_unfit(file, against), *_unwritable(out))])
 
 
-def _unfit(
-    file: Path, against: Sequence[Path], hidden: Path | None, written: Sequence[Path]
-) -> Iterator[tuple[Path, str]]:
-    """Yield the problems of each file, the first line of those that are read included."""
-    for read, parse in ((file, _is_sequence), *((rollouts, _is_rollout) for rollouts in against)):
+def _unfit(file: Path, against: Path | None) -> Iterator[tuple[Path, str]]:
+    """Yield the problems of each file that is read, its first line included."""
+    for read, parse in ((file, _is_sequence), *([(against, _is_rollout)] if against else [])):
         read = read.expanduser()
         try:
             with open_file(read) as stream:
@@ -110,23 +108,19 @@ def _unfit(
             yield read, reason(error)
         except ValueError as error:
             yield read, f"its first line: {reason(error)}"
-    if hidden is not None and not hidden.expanduser().is_file():
-        yield hidden, "there is no such file"
-    yield from _unwritable(written)
 
 
-def check_written(written: Sequence[Path]) -> None:
-    """Raise ConfigError that lists every file that cannot be written."""
-    refuse([f"{name}: {why}" for name, why in _unwritable(written)])
+def check_written(out: Path) -> None:
+    """Raise ConfigError: the file cannot be written."""
+    refuse([f"{name}: {why}" for name, why in _unwritable(out)])
 
 
-def _unwritable(written: Sequence[Path]) -> Iterator[tuple[Path, str]]:
-    for target in written:
-        folder = target.expanduser().absolute().parent
-        if target.expanduser().is_dir():
-            yield target, "that is a folder; name a file"
-        elif not (folder.is_dir() and os.access(folder, os.W_OK)):
-            yield target, f"{folder} {'cannot be written' if folder.is_dir() else 'is no folder'}"
+def _unwritable(out: Path) -> Iterator[tuple[Path, str]]:
+    folder = out.expanduser().absolute().parent
+    if out.expanduser().is_dir():
+        yield out, "that is a folder; name a file"
+    elif not (folder.is_dir() and os.access(folder, os.W_OK)):
+        yield out, f"{folder} {'cannot be written' if folder.is_dir() else 'is no folder'}"
 
 
 def _is_sequence(line: bytes) -> None:

@@ -5,7 +5,7 @@ A digest tells that two rows differ. How many entries differ only the entries te
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +82,13 @@ def compare(scores: Path, file: Path) -> dict[str, int | float]:
     return {**count, "largest": largest}
 
 
-def check(files: Iterable[Path]) -> list[str]:
-    """Problems of files to compare with, which must have one beside them."""
-    lacking = [file for file in files if not beside(file.expanduser()).is_file()]
+def check(file: Path | None) -> list[str]:
+    """Problems of a file to compare with, which must have one beside it; None: nothing is compared."""
+    if file is None or beside(file.expanduser()).is_file():
+        return []
     return [
         f"--vocab: {file} has no {beside(file).name}, which tpi score --vocab writes, or an engine: float32 [tokens, "
         "entries]"
-        for file in lacking
     ]
 
 

@@ -80,7 +80,7 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path, table, monkeypatch):
         vocabulary.compare(actual, written(tmp_path / "b.jsonl", table[:7]))
     with pytest.raises(ConfigError, match="9 entries a token"):
         vocabulary.compare(actual, written(tmp_path / "b.jsonl", np.ascontiguousarray(table[:, :9])))
-    assert "which tpi score --vocab writes" in vocabulary.check([actual, tmp_path / "c.jsonl"])[0]
+    assert "which tpi score --vocab writes" in vocabulary.check(tmp_path / "c.jsonl")[0]
     monkeypatch.setattr(vocabulary, "free_bytes", lambda path: 100)
     with pytest.raises(ConfigError, match="score fewer sequences"):
         vocabulary.create(tmp_path / "new.npy", 8, 10)
