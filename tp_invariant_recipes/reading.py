@@ -11,7 +11,7 @@ A file's format is one frozen dataclass, a `Record`: `checked` reads it, and `as
 A file of a run directory, a certificate or a matrix may be damaged or forged. Whoever reads one catches OSError and
 ValueError and nothing else, and raises its own TpiError that names the file; the message of a ValueError is one line.
 
-pydantic and yaml are imported where they are used: a shell waits for completion, which uses neither.
+pydantic and yaml are imported where they are used: `tpi --help` and completion use neither.
 """
 
 import errno

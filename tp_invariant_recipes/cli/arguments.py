@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and their help. cli/completion.py completes them by their metavars."""
+"""Arguments that several commands share, and their help."""
 
 import inspect
 import os

@@ -14,7 +14,6 @@ from tp_invariant_recipes import __version__
 from tp_invariant_recipes.cli import (
     bench,
     certify,
-    completion,
     data,
     doctor,
     export,
@@ -44,7 +43,6 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    add_completion=False,  # typer's scripts split words at "="; cli/completion.py has ours
 )
 COMMANDS = (
     ("train", train.train),
@@ -79,29 +77,16 @@ app.add_typer(data.data_app, name="data")
 @app.callback(invoke_without_command=True)
 def _root(
     version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True),
-    install_completion: bool = typer.Option(
-        False, "--install-completion", help="Install completion for the shell that $SHELL names: bash, zsh or fish."
-    ),
-    show_completion: bool = typer.Option(False, "--show-completion", help="Print the script that completes."),
 ) -> None:
     if version:
         terminal.print_text(f"tpi {__version__}")
-    elif install_completion:
-        terminal.print_text(completion.install())
-    elif show_completion:
-        terminal.print_text(completion.script(), end="")
-    else:
-        return
-    raise typer.Exit
+        raise typer.Exit
 
 
 def main() -> None:
     """Entry point: run a command; print a mistake on one screen and exit with status 2."""
     terminal.install()
     bytecode.keep()  # of what commands import from here on
-    if completion.requested():
-        terminal.print_text(completion.answer(typer.main.get_command(app)), end="")
-        sys.exit(0)
     try:
         status = app(standalone_mode=False)
     except Interrupted as error:

@@ -160,10 +160,7 @@ def registered() -> Registered:
 
 
 def _entry(line: Any) -> tuple[str, Path]:
-    """Return a job's id and directory. ValueError.
-
-    Not by `reading.checked`: completion would wait for pydantic's import.
-    """
+    """Return a job's id and directory. ValueError."""
     job, directory = (line.get("job"), line.get("directory")) if isinstance(line, dict) else (None, None)
     if not isinstance(job, str) or not isinstance(directory, str):
         raise ValueError("no line of the registry")
@@ -208,15 +205,6 @@ def of_cell(submission: Submission, cell: str) -> Submission:
         hint = nearest(cell, cells) if cells else "; it is no tpi submit --verify"
         raise RunError(f"{submission.name} has no cell {cell}{hint}")
     return replace(submission, parts=parts)
-
-
-def completions(incomplete: str) -> list[tuple[str, str]]:
-    """Ids and names with this beginning, newest first, each with its description; only of existing run directories."""
-    known = registered()
-    there = [directory for directory in reversed(known.directories) if directory.is_dir()]
-    ids = [(job, owner.name) for directory in there for job, owner in known.owners.items() if owner == directory]
-    names = [(directory.name, str(directory)) for directory in there]
-    return [pair for pair in (*ids, *names) if pair[0].startswith(incomplete)]
 
 
 def _named_submission(name: str, known: Registered) -> Submission:

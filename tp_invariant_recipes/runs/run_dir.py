@@ -118,7 +118,7 @@ def text_of(file: Path, data: Any) -> str:
     """Return what `RunDir.write` writes there."""
     if file.suffix == ".json":
         return json.dumps(data, indent=2) + "\n"
-    import yaml  # here only: completion of jobs reads no YAML
+    import yaml  # here only: most commands write no YAML
 
     return yaml.safe_dump(data, sort_keys=False)
 

@@ -41,7 +41,7 @@ def convert(value: Any, hint: Any) -> Any:
     """
     if type(value) is hint and hint in (bool, int, float, str):
         return value
-    from pydantic import ValidationError  # here and below: completion in a shell describes types and checks none
+    from pydantic import ValidationError  # here and below: `tpi --help` checks no types
     from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
     if isinstance(value, str):

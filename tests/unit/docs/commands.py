@@ -22,7 +22,7 @@ def options() -> set[str]:
     """Every option of every command."""
     parameters = [parameter for command in (ROOT_COMMAND, *names().values()) for parameter in command.params]
     results = {word for parameter in parameters for word in (*parameter.opts, *parameter.secondary_opts)}
-    return {word for word in results if word.startswith("-")} | {"--help", "--install-completion", "--show-completion"}
+    return {word for word in results if word.startswith("-")} | {"--help"}
 
 
 def parsed(line: str) -> tuple[str, dict[str, Any]]:
@@ -32,4 +32,6 @@ def parsed(line: str) -> tuple[str, dict[str, Any]]:
     while hasattr(command, "commands") and not words[0].startswith("-"):
         name = f"{name} {words[0]}".strip()
         command = command.commands[words.pop(0)]
+    if not name:  # an option of tpi alone: typer's completion would write into the home directory at once
+        return name, dict.fromkeys(words)
     return name, command.make_context(f"tpi {name}", words).params

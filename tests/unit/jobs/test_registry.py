@@ -1,6 +1,5 @@
 """Which jobs there are, and which one is meant."""
 
-import os
 import threading
 
 import pytest
@@ -152,12 +151,3 @@ def test_a_broken_submission_is_an_error_that_names_the_file(submitted, text):
     RunDir(made.directory).submission.write_text(text)
     with pytest.raises(RunError, match=r"runs/a/submission\.json cannot be read"):
         registry.find(["runs/a"])
-
-
-def test_completion_offers_ids_and_names_of_what_is_there(submitted):
-    submitted("a1")
-    submitted("a2", "14")
-    gone = submitted("a3", "16")
-    os.rename(gone.directory, gone.directory.with_name("elsewhere"))
-    assert registry.completions("1") == [("14", "a2"), ("12", "a1")]
-    assert [name for name, _ in registry.completions("a")] == ["a2", "a1"]

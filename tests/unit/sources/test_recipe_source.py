@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tp_invariant_recipes.config import completion
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.runs.run_dir import choose
@@ -94,13 +93,6 @@ def test_a_run_is_named_after_the_function(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert choose(None, "verify-recipe=/a/mine.py:small-tp2").path.name.startswith("verify-small-tp2-")
     assert choose(None, "recipe=qwen3_8b_pretrain_config").path.name.startswith("qwen3_8b_pretrain_config-")
-
-
-def test_completion_takes_names_from_the_table(monkeypatch):
-    monkeypatch.setattr(recipe_source.bridge, "load", lambda: pytest.fail("imported Bridge"))
-    offered = [word for word, _ in completion.models("recipe=llama32_1b_pre")]
-    assert offered[0] == "recipe=llama32_1b_pretrain_1gpu_h100_bf16_config"
-    assert [word for word, _ in completion.models("rec")] == ["recipe="]
 
 
 @dataclass
