@@ -70,7 +70,6 @@ WORK = (
     (["certify", "--check", "a.tpicert"], "certificate hash"),
     (["runs"], "runs/a"),
     (["jobs"], "none in the queue"),
-    (["init", "lora"], "wrote my_lora/examples/training.jsonl, my_lora/recipe.py"),
     (["submit", "qwen3_toy", "device=cpu", "cluster.ranks_per_node=1", "slurm.time=5", "--dry-run"], "#SBATCH"),
 )
 # What needs a package, and the one sentence that it says.

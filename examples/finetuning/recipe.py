@@ -1,8 +1,8 @@
 """Two recipes: `base` trains all weights, and `adapted` trains LoRA adapters of them, on the examples beside this file.
 
-    tpi train recipe=my_lora/recipe.py:base tp=2 --dry-run     # check everything, also each example
-    tpi train recipe=my_lora/recipe.py:base tp=2 save=10 run.dir=my_lora/base
-    tpi verify recipe=my_lora/recipe.py:adapted tp=1,2         # do both layouts compute the same bits?
+    tpi train recipe=examples/finetuning/recipe.py:base tp=2 --dry-run         # check everything, also each example
+    tpi train recipe=examples/finetuning/recipe.py:base tp=2 save=1 run.dir=base
+    tpi verify recipe=examples/finetuning/recipe.py:adapted tp=1,2 checkpoint.pretrained_checkpoint=base/checkpoints
 
 A line of examples/training.jsonl is one example. tokenizer/ is a Hugging Face tokenizer of bytes; take your model's.
 """
@@ -44,7 +44,6 @@ def base():
 
 def adapted():
     cfg = on_examples(_peft_common())
-    cfg.checkpoint.pretrained_checkpoint = str(FOLDER / "base" / "checkpoints")  # the weights to adapt
     cfg.peft = LoRA(dim=8, alpha=16)
     return cfg
 

@@ -1,7 +1,7 @@
 """Recipes for tpi: functions without arguments that return Megatron-Bridge's ConfigContainer.
 
-    tpi train recipe=my_recipes.py:small tp=2 --dry-run     # check everything, write nothing
-    tpi verify recipe=my_recipes.py:small tp=1,2            # do both layouts compute the same bits?
+    tpi train recipe=examples/recipe.py:small tp=2 --dry-run     # check everything, write nothing
+    tpi verify recipe=examples/recipe.py:small tp=1,2            # do both layouts compute the same bits?
 
 The command line overrides every field: iters=20 lr=1e-4 model.num_layers=4.
 """
