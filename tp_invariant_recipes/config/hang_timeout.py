@@ -48,12 +48,13 @@ def limits(config: RunConfig) -> Limits | None:
     requested, dist = config.run.hang_timeout, config.section("dist")
     if requested == "off":
         return None
-    seconds = requested if isinstance(requested, int) else 0
+    if isinstance(requested, int):
+        return Limits(requested, requested, requested, requested)
     of_collectives = dist.get("distributed_timeout_seconds_after_init") or 60 * dist.get(
         "distributed_timeout_minutes", 10
     )
-    long_step = max(OF_COLLECTIVES * of_collectives, LEAST, seconds)
-    return Limits(seconds or None, long_step, max(ALONE, long_step), seconds or STOPPED)
+    long_step = max(OF_COLLECTIVES * of_collectives, LEAST)
+    return Limits(None, long_step, max(ALONE, long_step))
 
 
 def takes_long(config: RunConfig, step: int, start: int) -> bool:

@@ -216,7 +216,7 @@ def hanging(rank_states: Sequence[RankState], run_dir: RunDir) -> RankFailed:
     lines = [
         message(rank_states),
         f"the frames of all threads are at the end of each rank's log: {run_dir.rank_log(first)}",
-        "run.hang_timeout=SECONDS gives a step more time; off: there is no limit",
+        "run.hang_timeout=SECONDS gives each step, load and save more time; off: there is no limit",
     ]
     return RankFailed("\n".join(lines), time.time(), rank_states=rank_states)
 

@@ -1,9 +1,12 @@
 """One rank of a run: open its log, set its environment, build its configuration, run Bridge's pretrain()."""
 
+import faulthandler
 import json
+import multiprocessing.util
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +16,7 @@ from functools import partial
 from importlib import import_module
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from tp_invariant_recipes.errors import TpiError
 from tp_invariant_recipes.ledger.run_files import Reason
@@ -27,6 +30,9 @@ from tp_invariant_recipes.start import parent
 from tp_invariant_recipes.start.start_clock import CLOCK, count_kernels
 from tp_invariant_recipes.training import heartbeat
 from tp_invariant_recipes.training.heartbeat import Phase
+
+# Seconds that a failed rank may clean up, and that a finished one may wait for threads and processes that it has left.
+LAST_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -73,23 +79,70 @@ def main(
     locks:       the launcher's, of directories (runs/lock.py): the rank holds them too, until it ends.
     On failure the process ends with status 1 and leaves the reason in `RunDir.failure(rank)` for the launcher.
     """
+    global _mine  # noqa: PLW0603  one of a process
     run_dir, rank_info = RunDir(Path(run)), rank_infos[index]
     _die_with_launcher()
     heartbeats.wait_for_all()
     os.environ.update(rank_info.environment())
     _threads()
+    _mine = run_dir, rank_info.rank
     try:
         with _logged(run_dir, rank_info):
             heartbeats.begin(index)
             rank_fn(run_dir, rank_info)
     except BaseException as error:
         if not _megatron_leaves(error):
-            _write_failure(run_dir, rank_info.rank, error)
-            sys.stdout.flush()
-            sys.stderr.flush()
+            fail(error)
+            _flush()
             # Not sys.exit: threads that wait for other ranks could keep a failed one alive.
             os._exit(1)
     heartbeat.sign(Phase.DONE)
+    _end()
+
+
+_mine: tuple[RunDir, int] | None = (
+    None  # the run and the number of this process, while it is a rank that has not failed
+)
+
+
+def fail(error: BaseException | None) -> None:
+    """Write down why this rank fails, and end the process `LAST_SECONDS` later, wherever it is then.
+
+    Called where an error first passes, since what cleans up after it may wait for ranks that wait for this one, or for
+    a GPU that never answers. Later calls do nothing, nor does one in a process that the launcher has not started.
+    """
+    global _mine
+    if error is None or _mine is None or _megatron_leaves(error):
+        return
+    mine, _mine = _mine, None
+    faulthandler.dump_traceback_later(LAST_SECONDS, exit=True, file=2)  # a thread of C: it needs nothing of Python
+    _write_failure(*mine, error)
+
+
+def _end() -> NoReturn:
+    """End this process as multiprocessing would, but give threads and processes that it has left LAST_SECONDS."""
+
+    def ordinary() -> None:
+        multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+        threading._shutdown()  # type: ignore[attr-defined]
+
+    ending = threading.Thread(target=ordinary, daemon=True)
+    ending.start()
+    ending.join(LAST_SECONDS)
+    if ending.is_alive():
+        left = [thread.name for thread in threading.enumerate() if not thread.daemon]
+        left += [child.name for child in multiprocessing.active_children()]
+        print(f"{', '.join(left)}: alive {LAST_SECONDS:.0f} s after the end of this rank, and killed")
+    for child in multiprocessing.active_children():
+        child.kill()
+    _flush()
+    os._exit(0)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # of a full disk
+            stream.flush()
 
 
 def _megatron_leaves(error: BaseException) -> bool:
@@ -104,6 +157,9 @@ def closing(callbacks: list) -> Iterator[None]:
     """At the end of the block, and of a failed one, close the callbacks that can be closed."""
     try:
         yield
+    except BaseException as error:
+        fail(error)
+        raise
     finally:
         for callback in callbacks:
             getattr(callback, "close", lambda: None)()
@@ -158,7 +214,7 @@ def pretrain(config: RunConfig, callbacks: list, forward_step: Callable | None =
         rows = [row for callback in callbacks for row in getattr(callback, "replacements", tuple)()]
         rows += [
             *replacements.replacements(config.numerics),
-            FAILURE_TIME,
+            FAILING_FIRST,
             SILENT_HANDLER,
             MLFLOW_RUN,
             YAML_WRITER,
@@ -182,20 +238,18 @@ def pretrain(config: RunConfig, callbacks: list, forward_step: Callable | None =
         bridge_pretrain(built, forward_step or gpt_step.forward_step, callbacks=callbacks)
 
 
-def _record_failure_time(original: Callable[..., None]) -> Callable[..., None]:
+def _failing_first(original: Callable[..., None]) -> Callable[..., None]:
     def cleanup(*args: Any, **kwargs: Any) -> None:
-        error = sys.exc_info()[1]  # Bridge calls this while it handles the error
-        if error is not None:
-            error.failed_at = time.time()  # type: ignore[attr-defined]
+        fail(sys.exc_info()[1])  # Bridge calls this while it handles the error
         original(*args, **kwargs)
 
     return cleanup
 
 
-FAILURE_TIME = Replacement(
+FAILING_FIRST = Replacement(
     "megatron.bridge.training.pretrain:_cleanup_after_pretrain_failure",
-    _record_failure_time,
-    "it disconnects the other ranks, which may then note their failure before this rank does",
+    _failing_first,
+    "it disconnects the other ranks, which may then note their failure before this rank does, and it may never return",
 )
 
 # Its one caller is the handler of SIGTERM. Bridge's loop logs later that it stops.
@@ -282,13 +336,20 @@ def _errno(error: BaseException | None) -> int | None:
     return error.errno if error else None
 
 
+def _text(error: BaseException) -> str:
+    try:
+        return str(error) or repr(error)
+    except Exception as second:
+        return f"its text cannot be made: str() of it raises {type(second).__name__}"
+
+
 def _write_failure(run_dir: RunDir, rank: int, error: BaseException) -> None:
     with suppress(OSError):  # of a full disk, where the reason may still fit
         traceback.print_exception(error)
-    text = f"{str(error) or repr(error)}{recipe_source.place(error)}"
+    text = f"{_text(error)}{recipe_source.place(error)}"
     reason = Reason(
         rank=rank,
-        time=getattr(error, "failed_at", time.time()),
+        time=time.time(),
         kind=type(error).__name__,
         message=text.encode(errors="replace").decode(),  # half a character is no text
         user_error=isinstance(error, TpiError),

@@ -169,7 +169,7 @@ def test_ranks_that_hang_are_ended_when_another_node_fails(nodes):
 def test_a_rank_that_hangs_on_another_node_is_named_and_the_job_is_requeued(nodes):
     """Both nodes have a rank that says nothing more; the first one waits for the other."""
     faults = {"before": {1: at_step(4, wait_for_ever)}}
-    statuses, message = nodes(*here(nodes), "slurm.tries=2", "run.hang_timeout=2", "save=0", **faults)
+    statuses, message = nodes(*here(nodes), "slurm.tries=2", "run.hang_timeout=30", "save=0", **faults)
     assert statuses == {0: 2, 1: 2}
     assert "error: rank 1 hangs: it has not ended step 4 for " in message
     assert "rank 1 (on n1) in step 4, at tests/distributed/faults.py" in message

@@ -1,8 +1,10 @@
 """Ranks that hang, die without a word, or are only slow: real processes under the launcher, that train nothing."""
 
+import multiprocessing
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ from tp_invariant_recipes.launch import ranks, stacks
 from tp_invariant_recipes.launch.hang import HangWatch, RankState, message, suspects
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.training import rank
 from tp_invariant_recipes.training.heartbeat import First, Heartbeats, Last, Phase, Sign, sign
 from tp_invariant_recipes.training.rank import RankInfo
 
@@ -109,6 +112,76 @@ def exits(module):
 def test_a_rank_that_returns_or_that_megatron_ends_has_not(launched):
     assert launched(lambda: None, exits("megatron.bridge.training.train")) is ranks.Outcome.COMPLETED
     assert "failed: SystemExit: 0" in failure(launched, exits("my_recipe"))
+
+
+class _NoTextError(Exception):
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+
+def _blocked_cleanup() -> None:
+    """As Bridge's, which aborts process groups that wait for a GPU."""
+    try:
+        raise MemoryError("the true reason")
+    except MemoryError:
+        rank.FAILING_FIRST.make(sleep_for_ever)()
+
+
+def _blocked_close() -> None:
+    with rank.closing([SimpleNamespace(close=sleep_for_ever)]):
+        raise ValueError("the true reason")
+
+
+def _second_error() -> None:
+    """A clean-up that fails of what came before: the first error is the reason."""
+    with pytest.raises(ValueError), rank.closing([]):
+        raise ValueError("the true reason")
+    raise RuntimeError("of the clean-up")
+
+
+def _no_text() -> None:
+    raise _NoTextError
+
+
+def _left_thread() -> None:
+    threading.Thread(target=sleep_for_ever).start()
+
+
+def _left_process() -> None:
+    multiprocessing.get_context("fork").Process(target=sleep_for_ever, name="left").start()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "function, said",
+    (
+        (_blocked_cleanup, "rank 0 failed: MemoryError: the true reason"),
+        (_blocked_close, "rank 0 failed: ValueError: the true reason"),
+        (_second_error, "rank 0 failed: ValueError: the true reason"),
+        (_no_text, "rank 0 failed: _NoTextError: its text cannot be made: str() of it raises KeyError"),
+    ),
+)
+def test_a_rank_says_why_it_fails_before_anything_cleans_up(launched, monkeypatch, function, said):
+    monkeypatch.setattr(rank, "LAST_SECONDS", 0.3)
+    monkeypatch.setattr(ranks, "GRACE", 0.2)
+    assert failure(launched, function, wait_in_a_collective, limits=None).startswith(said)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("function", (_left_thread, _left_process))
+def test_a_rank_that_is_done_ends_whatever_it_has_left(launched, monkeypatch, tmp_path, function):
+    monkeypatch.setattr(rank, "LAST_SECONDS", 0.3)
+    assert launched(function, limits=None) is ranks.Outcome.COMPLETED
+    assert "alive 0 s after the end of this rank, and killed" in (tmp_path / "run/logs/rank-0.log").read_text()
+
+
+def test_what_a_rank_has_left_gets_time_to_end(launched, tmp_path):
+    def write_later() -> None:
+        time.sleep(0.3)
+        (tmp_path / "late").touch()
+
+    assert launched(lambda: threading.Thread(target=write_later).start()) is ranks.Outcome.COMPLETED
+    assert (tmp_path / "late").exists()
 
 
 def test_a_slow_run_goes_on(launched):
@@ -281,7 +354,7 @@ def config(*overrides: str, **sections: dict) -> RunConfig:
 
 def test_the_key():
     assert limits(config()) == limits(config("run.hang_timeout=auto")) == Limits(None, 540.0, 1800.0)
-    assert limits(config("run.hang_timeout=30")) == Limits(30, 540.0, 1800.0, 30)
+    assert limits(config("run.hang_timeout=30")) == Limits(30, 30, 30, 30)
     assert limits(config("run.hang_timeout=2000")) == Limits(2000, 2000, 2000, 2000)
     assert limits(config("run.hang_timeout=off")) is None
     assert limits(config(dist={"distributed_timeout_minutes": 60})) == Limits(None, 3240.0, 3240.0)
@@ -393,8 +466,6 @@ def test_half_an_answer_is_none():
 
 def test_a_sign_takes_no_time_of_a_step():
     """Three numbers in memory. Under 20 µs by far: what counts here is that there is no system call."""
-    import multiprocessing
-
     heartbeats = Heartbeats(1, multiprocessing.get_context("fork"))
     context = SimpleNamespace(state=SimpleNamespace(train_state=SimpleNamespace(step=3)))
     assert heartbeats[0] == Sign(0, Phase.STARTING, 0, 0)
