@@ -1,14 +1,12 @@
 """`tpi train`."""
 
 import os
-import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
-from rich.markup import escape
 
 from tp_invariant_recipes.cli.arguments import (
     ClusterFile,
@@ -22,9 +20,9 @@ from tp_invariant_recipes.cli.arguments import (
     with_model,
     with_option,
 )
+from tp_invariant_recipes.cli.output.verdict import finish
 from tp_invariant_recipes.errors import ConfigError, RunError
 from tp_invariant_recipes.machine import terminal
-from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.start import needed
 
 LAST = Path("last")  # of --resume
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
 
     from tp_invariant_recipes.config.compose import Composed
     from tp_invariant_recipes.config.overrides import Override
+    from tp_invariant_recipes.features.train.result import TrainResult
     from tp_invariant_recipes.launch.plan import Plan
     from tp_invariant_recipes.launch.request import RunRequest
 
@@ -110,19 +109,16 @@ def train(
         request.check_new_dir()
     if dry_run:
         _dry_run(request, console, as_json=as_json)
-        return
     if request.launcher == "slurm" and as_json:
         raise ConfigError("--json is for runs of this process; with launcher=slurm, run.dir/run.json says how it ended")
     if request.launcher == "slurm":
         _train_on_nodes(request, console, verbose=verbose)
         return
-    summary, interrupted = _train_here(request, console, verbose=verbose)
-    if as_json:
-        terminal.print_json(summary)
-    else:
-        terminal.print_line(console, _end_text(summary))
-    if interrupted:
-        raise typer.Exit(130)
+    result = _train_here(request, console, verbose=verbose)
+    if not as_json:  # beside the progress: standard output stays empty
+        terminal.print_all(console, result.lines())
+        raise typer.Exit(result.exit_status)
+    finish(result, as_json=True)
 
 
 def _latest(requested: "tuple[Override, ...]", console: "Console") -> Path:
@@ -140,27 +136,25 @@ def _latest(requested: "tuple[Override, ...]", console: "Console") -> Path:
     return latest.run
 
 
-def _dry_run(request: "RunRequest", console: "Console", *, as_json: bool) -> None:
+def _dry_run(request: "RunRequest", console: "Console", *, as_json: bool) -> NoReturn:
     """Plan and check a run, write nothing, and print what would start."""
-    from tp_invariant_recipes.features.train import workflow as launch
+    from tp_invariant_recipes.features.train.result import PlanResult, memory_lines
 
     composed = request.composed()
     try:
         planned = _planned(request, composed, console, dry=True)
     except ConfigError:  # this machine lacks something: a login node has no GPUs
         if not as_json:
-            terminal.print_text("\n".join(_memory_lines(composed)))
+            terminal.print_all(terminal.console(), memory_lines(composed))
         raise
     _validate(planned, console)
-    if as_json:
-        terminal.print_json(launch.as_json(planned))
-    else:
-        terminal.console(soft_wrap=True).print(_plan_text(planned))
+    finish(PlanResult(planned), as_json=as_json)
 
 
-def _train_here(request: "RunRequest", console: "Console", *, verbose: bool) -> tuple[dict[str, Any], bool]:
-    """Train on this machine. Returns the summary, and whether Ctrl-C stopped the run."""
+def _train_here(request: "RunRequest", console: "Console", *, verbose: bool) -> "TrainResult":
+    """Train on this machine."""
     from tp_invariant_recipes.features.train import workflow as launch
+    from tp_invariant_recipes.features.train.result import TrainResult, start_lines
     from tp_invariant_recipes.launch import progress, ranks
 
     composed = request.composed()
@@ -169,12 +163,12 @@ def _train_here(request: "RunRequest", console: "Console", *, verbose: bool) -> 
             terminal.print_line(console, lock.remark)
         planned = _planned(request, composed, console)
         _validate(planned, console)
-        console.print(_start_text(planned), soft_wrap=True)
+        terminal.print_all(console, start_lines(planned))
         if planned.completed:
-            return launch.summary(planned, ranks.Outcome.COMPLETED), False
+            return TrainResult.of_run(planned, ranks.Outcome.COMPLETED)
         with ranks.stopping() as stop, progress.watcher(planned, console, verbose=verbose) as watch:
             outcome = launch.execute(planned, watch, stop)
-        return launch.summary(planned, outcome), stop.interrupted
+        return TrainResult.of_run(planned, outcome, interrupted=stop.interrupted)
 
 
 def _planned(request: "RunRequest", composed: "Composed", console: "Console", *, dry: bool = False) -> "Plan":
@@ -201,6 +195,7 @@ def _validate(planned: "Plan", console: "Console") -> None:
 
 def _train_on_nodes(request: "RunRequest", console: "Console", *, verbose: bool) -> None:
     """Run this node's part of the run. Outside of a step, replace this process by srun, which starts all nodes."""
+    from tp_invariant_recipes.features.train.result import start_lines
     from tp_invariant_recipes.launch import progress, ranks
     from tp_invariant_recipes.multinode import agent, allocation_run, rendezvous
     from tp_invariant_recipes.runs import places
@@ -211,7 +206,7 @@ def _train_on_nodes(request: "RunRequest", console: "Console", *, verbose: bool)
 
     @contextmanager
     def watch(planned: "Plan") -> Iterator[Callable[[], None]]:
-        console.print(_start_text(planned), soft_wrap=True)
+        terminal.print_all(console, start_lines(planned))
         with progress.watcher(planned, console, verbose=verbose) as tick:
             yield tick
 
@@ -231,73 +226,3 @@ def _train_on_nodes(request: "RunRequest", console: "Console", *, verbose: bool)
             remark(line)
     if stop.interrupted:
         raise typer.Exit(130)
-
-
-def _start_text(planned: "Plan") -> str:
-    from tp_invariant_recipes.launch import resume
-    from tp_invariant_recipes.patches import faults
-    from tp_invariant_recipes.settings import low_precision
-
-    if planned.completed:
-        return escape(resume.completed_text(planned))
-    ranks = counted(planned.layout.world, f"{planned.device} rank")
-    save = planned.config.section("checkpoint")["save_interval"]
-    every = "step" if save == 1 else f"{save} steps"
-    kept = f"every {every} and on SIGTERM" if save else "on SIGTERM only (save=N: every N steps)"
-    resumed = f", from step {planned.start}" if planned.start else ""
-    lines = planned.config.recipe.adjusted
-    adjusted = f"adjusted, numerics.adjust=false refuses it:\n{'\n'.join(f'  {line}' for line in lines)}\n"
-    known = "; ".join(str(fault) for fault in faults.known(planned.config))
-    warned = f"[yellow]warning: known faults of Megatron: {escape(known)}[/]\n" if known else ""
-    chosen = planned.composed.graphs if planned.device == "gpu" else None
-    graphs = f"CUDA graphs {escape(chosen)} (cuda_graph=auto)\n" if chosen else ""
-    other = low_precision.remark(planned.config)
-    fp8 = f"{escape(other)}\n" if other else ""
-    return (
-        f"[bold]{planned.composed.model}[/] on {ranks}, "
-        f"{counted(planned.steps, 'step')}{resumed}, numerics={planned.config.numerics.mode}\n"
-        f"{graphs}{fp8}{warned}{escape(adjusted) if lines else ''}"
-        f"run directory {escape(str(planned.run_dir.path))}; checkpoints {kept}"
-        + (f"\n{escape(planned.remark)}" if planned.remark else "")
-    )
-
-
-def _memory_lines(composed: "Composed") -> list[str]:
-    from tp_invariant_recipes.sizing import memory
-    from tp_invariant_recipes.sizing.room import table
-
-    lines = table(memory.estimate(composed.config))
-    return ["memory of the fullest rank, about:", *(f"  {line}" for line in lines)]
-
-
-def _plan_text(planned: "Plan") -> str:
-    if planned.completed:
-        return _start_text(planned)
-    prepared = ["its text would be prepared first"] if planned.data_missing else []
-    return "\n".join(
-        [
-            _start_text(planned),
-            *prepared,
-            *_memory_lines(planned.composed),
-            "every check passed, those of Megatron-Bridge as well; nothing is written",
-        ]
-    )
-
-
-def _end_text(summary: dict) -> str:
-    from tp_invariant_recipes.runs import places
-
-    figures = (
-        "" if summary["loss"] is None else f": loss {summary['loss']:.4f}, gradient norm {summary['grad_norm']:.4f}"
-    )
-    lines = [f"{summary['outcome']} at step {summary['steps']} of {summary['of']}{figures}"]
-    if summary["diverged"] is not None:
-        ledger = Path(summary["run"]) / "ledger.jsonl"
-        lines.append(
-            f"warning: replicas of a tensor disagree at step {summary['diverged']}, or weights are not their master "
-            "weights rounded: ranks have diverged; "
-            f'which tensors and ranks, {ledger} says there under "diverged"'
-        )
-    if summary["outcome"] == "stopped":
-        lines.append(f"continue with: {shlex.join(['tpi', 'train', '--resume', summary['run']])}")
-    return "\n".join([*lines, *places.lines(summary)])

@@ -4,10 +4,10 @@ The run has dumped the module's input, the gradient that arrives at its output, 
 made of them. numerics=portable states every bit of that, so a CPU can tell whether a GPU computed it.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, override
 
 from tp_invariant_recipes.compare.compare import EXIT_STATUS, Verdict
 from tp_invariant_recipes.errors import LedgerError, RunError, TpiError
@@ -15,6 +15,7 @@ from tp_invariant_recipes.ledger import dumps
 from tp_invariant_recipes.ledger.dumps import Distance, Dumped
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.plural import counted
+from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import low_precision
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -53,6 +54,39 @@ class Checked:
         return f"{self.name}: different, {differing}{largest}, the first at {distance.first}"
 
 
+@dataclass(frozen=True)
+class CheckResult(Result):
+    """The results of a module at a step, computed again."""
+
+    step: int
+    module: str
+    tensors: tuple[Checked, ...]
+
+    @property
+    @override
+    def exit_status(self) -> int:
+        return EXIT_STATUS[Verdict.IDENTICAL if all(tensor.identical for tensor in self.tensors) else Verdict.DIFFERENT]
+
+    @override
+    def lines(self) -> Iterator[str]:
+        yield from map(str, self.tensors)
+        word = "different" if self.exit_status else "identical"
+        yield f"{word}: step {self.step} of {self.module}, computed again on this CPU"
+
+    @override
+    def as_json(self) -> dict[str, Any]:
+        tensors = [{"name": t.name, "identical": t.identical, **asdict(t.distance)} for t in self.tensors]
+        return {"exit_status": self.exit_status, "tensors": tensors}
+
+
+@dataclass(frozen=True)
+class Refereed:
+    """Which of two runs is right: "a", "b", both, or none, since it is not known or neither is."""
+
+    right: tuple[str, ...]
+    text: str
+
+
 class Names(NamedTuple):
     """The tensors of a module that a check reads. weight: after the step before.
 
@@ -71,7 +105,7 @@ def names_of(module: str) -> Names:
     return Names((f"{forward}/input", f"{backward}/input"), results, f"weights/{weight}")
 
 
-def check(run: Path, step: int, module: str) -> list[Checked]:
+def check(run: Path, step: int, module: str) -> CheckResult:
     """Compare output and gradients of a linear layer with those that a CPU computes.
 
     RunError: numerics or module are not covered. LedgerError: a tensor was not dumped.
@@ -86,10 +120,11 @@ def check(run: Path, step: int, module: str) -> list[Checked]:
     names = names_of(module)
     dumped = _dumped(run, step, names)
     results = _computed(dumped, names, kind, segments, numerics, _operands(config, module))
-    return [
+    tensors = (
         Checked(name, dumps.distance(dumped[name], _as_dumped(result, dumped[name])))
         for name, result in zip(names.results, results, strict=True)
-    ]
+    )
+    return CheckResult(step, module, tuple(tensors))
 
 
 def _operands(config: RunConfig, module: str) -> "Format":
@@ -100,11 +135,6 @@ def _operands(config: RunConfig, module: str) -> "Format":
 
         return operands_of(layers, arithmetic, None)
     return arithmetic.operands()
-
-
-def exit_status(checks: list[Checked]) -> int:
-    """Of a comparison."""
-    return EXIT_STATUS[Verdict.IDENTICAL if all(tensor.identical for tensor in checks) else Verdict.DIFFERENT]
 
 
 def require_linear(module: str, step: int) -> tuple[str, int]:
@@ -191,8 +221,8 @@ def referee(
     operation: str | None,
     step: int,
     train: Callable[[tuple[str, ...], int], Sequence[Path]],
-) -> dict[str, Any]:
-    """Tell which of two runs is right, as `bisect.json` has it: right ("a", "b"; empty: not known, or neither), text.
+) -> Refereed:
+    """Tell which of two runs is right.
 
     names:   of both runs. repeats: whether each computed its recorded bits again: the first judge.
     module, operation: where the runs first differ; None: not known. Where both runs repeat, a CPU computes it.
@@ -209,9 +239,7 @@ def referee(
             wanted = names_of(module)
             require_linear(module, step)
             dumped = train((*wanted.operands, *wanted.results, wanted.weight), step - 1)
-            correct = [
-                n for n, run in enumerate(dumped) if all(tensor.identical for tensor in check(run, step, module))
-            ]
+            correct = [n for n, run in enumerate(dumped) if not check(run, step, module).exit_status]
         except TpiError as error:
             text = f"it cannot tell: {error}"
         else:
@@ -219,4 +247,4 @@ def referee(
             if len(correct) == 1:
                 who = f"{names[correct[0]]} is right, and {names[1 - correct[0]]} is wrong"
             text = f"{who}, by the definition of {module}, computed on this CPU"
-    return {"right": ["ab"[n] for n in correct], "text": f"referee: {text}"}
+    return Refereed(tuple("ab"[n] for n in correct), f"referee: {text}")

@@ -1,9 +1,9 @@
 """Judge the evidence of a guard on this machine, for `tpi check EVIDENCE` (docs/guard.md)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, override
 
 from tp_invariant_recipes.compare.compare import EXIT_STATUS, Verdict
 from tp_invariant_recipes.errors import RunError
@@ -11,13 +11,14 @@ from tp_invariant_recipes.ledger import evidence
 from tp_invariant_recipes.ledger.evidence import Evidence
 from tp_invariant_recipes.numerics.mode import find
 from tp_invariant_recipes.reading import Bounds, checked
+from tp_invariant_recipes.result import Result
 
 MOST_THREADS = 4096
 RECORDED = "the file holds digests or a repetition, and nothing that could be computed again here"
 
 
 @dataclass(frozen=True)
-class JudgedEvidence:
+class JudgedEvidence(Result):
     """The evidence, and what this machine says of it.
 
     verdict: DIFFERENT: the recorded results are wrong; IDENTICAL: they are what this machine computes;
@@ -31,18 +32,24 @@ class JudgedEvidence:
     tensors: Mapping[str, Any]
 
     @property
+    @override
     def exit_status(self) -> int:
-        """Of a comparison."""
         return EXIT_STATUS[self.verdict]
 
-    def text(self) -> str:
-        """For people."""
+    @override
+    def lines(self) -> Iterator[str]:
         texts = {
             Verdict.DIFFERENT: "different: the recorded bits are wrong",
             Verdict.IDENTICAL: "identical: the recorded bits are right, so that the host that judged them is not",
             Verdict.NOT_COMPARABLE: "not comparable: nothing was computed again",
         }
-        return f"{self.evidence.text()}\n{texts[self.verdict]} ({self.how})"
+        yield from (self.evidence.text(), f"{texts[self.verdict]} ({self.how})")
+
+    @override
+    def as_json(self) -> dict[str, Any]:
+        held = [{"name": n, "dtype": str(t.dtype), "shape": [*t.shape]} for n, t in self.tensors.items()]
+        evidence = self.evidence.as_json() | {"tensors": held}
+        return {"exit_status": self.exit_status, "how": self.how, "evidence": evidence}
 
 
 def judge(file: Path) -> JudgedEvidence:

@@ -106,6 +106,22 @@ def print_line(to: Console, line: str | Text, style: str = "") -> None:
     to.print(line if isinstance(line, Text) else Text(line, style=style), soft_wrap=True)
 
 
+def print_all(to: Console, lines: Iterable[str | Text | Table]) -> None:
+    """Print lines and tables in turn."""
+    for line in lines:
+        if isinstance(line, Table):
+            to.print(line)
+        else:
+            print_line(to, line)
+
+
+def rendered(lines: Iterable[str | Text | Table]) -> str:
+    """Return what `print_all` writes to a file."""
+    file = io.StringIO()
+    print_all(_Console(file=file, highlight=False), lines)
+    return file.getvalue()
+
+
 def print_text(text: str = "", end: str = "\n") -> None:
     """Print plain text, as one write."""
     sys.stdout.write(visible(text) + end)

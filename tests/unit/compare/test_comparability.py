@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.compare.ledgers import ledger
-from tp_invariant_recipes.cli.train import _start_text
 from tp_invariant_recipes.compare.comparability import across_machines, changed_processor, other_products
 from tp_invariant_recipes.compare.compare import compare
 from tp_invariant_recipes.compare.text import remarks
+from tp_invariant_recipes.features.train.result import start_lines
 from tp_invariant_recipes.features.verify import verdict
 from tp_invariant_recipes.launch import resume as launch_resume
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, resume
@@ -174,7 +174,5 @@ def test_a_run_with_another_definition_goes_on_and_is_told(tmp_path):
     assert launch_resume._changed_arithmetic(planned("gpu"), 4) is None
     assert launch_resume._changed_arithmetic(planned("gpu"), 3) == message
     shown = vars(planned("gpu")) | {"layout": SimpleNamespace(world=1), "steps": 5, "start": 3, "completed": False}
-    opening = _start_text(
-        SimpleNamespace(**shown, composed=SimpleNamespace(model="qwen3_toy", graphs=None), remark=message)
-    )
-    assert opening.endswith(f"\n{message}")
+    plan = SimpleNamespace(**shown, composed=SimpleNamespace(model="qwen3_toy", graphs=None), remark=message)
+    assert [*start_lines(plan)][-1] == message

@@ -28,7 +28,7 @@ def test_bisect_trains_nothing_for_them(monkeypatch):
     monkeypatch.setattr(
         bisect, "read", {"a": evaluated("a", EVERY_SECOND), "b": evaluated("b", {2: {"validation/0:8": OTHER}})}.get
     )
-    assert bisect.new("a", "b", None).first.phase == "evaluation"
+    assert bisect.new("a", "b", None).recorded.first.phase == "evaluation"
 
 
 def test_no_two_names_mean_the_same_sequences():

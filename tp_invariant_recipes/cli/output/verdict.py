@@ -1,4 +1,4 @@
-"""The end of a command that judges: its result, for people or for programs, and its exit status."""
+"""The end of a command: its result, for people or for programs, and its exit status."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -6,6 +6,16 @@ from typing import Any, NoReturn
 import typer
 
 from tp_invariant_recipes.machine import terminal
+from tp_invariant_recipes.result import Result
+
+
+def finish(result: Result, *, as_json: bool, indent: int | None = None) -> NoReturn:
+    """Print a result and end with its status. Every result derives from `tp_invariant_recipes.result.Result`."""
+    if as_json:
+        terminal.print_json(result.as_json(), indent)
+    else:
+        terminal.print_all(terminal.console(), result.lines())
+    raise typer.Exit(result.exit_status)
 
 
 def end(result: Any, status: int, show: Callable[[], None], *, as_json: bool) -> NoReturn:

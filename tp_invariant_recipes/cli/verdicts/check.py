@@ -1,13 +1,11 @@
 """`tpi check`."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 from tp_invariant_recipes.cli.arguments import Json, argument, option
-from tp_invariant_recipes.cli.output import verdict
+from tp_invariant_recipes.cli.output.verdict import finish
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.start import needed
 
 
@@ -35,7 +33,9 @@ def check(
     if what.is_file() and options:
         raise ConfigError(f"{what} is a file, of which a guard's evidence says what to compute: leave out {options[0]}")
     if what.is_file():
-        _check_evidence(what, as_json=as_json)
+        from tp_invariant_recipes.features import evidence
+
+        finish(evidence.judge(what), as_json=as_json)
     if not what.exists():
         raise ConfigError(f"{what}: there is no such file and no such run")
     if step is None or module is None:
@@ -44,23 +44,4 @@ def check(
         )
     from tp_invariant_recipes.features import check as recompute
 
-    checked = recompute.check(what, step, module)
-    status = recompute.exit_status(checked)
-    tensors = [{"name": tensor.name, "identical": tensor.identical, **asdict(tensor.distance)} for tensor in checked]
-    word = "different" if status else "identical"
-    text = "\n".join([*map(str, checked), f"{word}: step {step} of {module}, computed again on this CPU"])
-    result = {"exit_status": status, "tensors": tensors}
-    verdict.end(result, status, lambda: terminal.print_text(text), as_json=as_json)
-
-
-def _check_evidence(file: Path, *, as_json: bool) -> None:
-    from tp_invariant_recipes.features import evidence
-
-    judgement = evidence.judge(file)
-    held = [
-        {"name": name, "dtype": str(tensor.dtype), "shape": [*tensor.shape]}
-        for name, tensor in judgement.tensors.items()
-    ]
-    described, status = judgement.evidence.as_json() | {"tensors": held}, judgement.exit_status
-    result = {"exit_status": status, "how": judgement.how, "evidence": described}
-    verdict.end(result, status, lambda: terminal.print_text(judgement.text()), as_json=as_json)
+    finish(recompute.check(what, step, module), as_json=as_json)

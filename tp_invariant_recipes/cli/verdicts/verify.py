@@ -5,8 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from rich import box
-from rich.table import Column, Table
 from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import (
@@ -19,9 +17,8 @@ from tp_invariant_recipes.cli.arguments import (
     optional_model,
     with_model,
 )
-from tp_invariant_recipes.cli.output.verdict import end
+from tp_invariant_recipes.cli.output.verdict import finish
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.foreign_text import single_line
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.start import needed
@@ -30,8 +27,6 @@ if TYPE_CHECKING:
     from tp_invariant_recipes.features.verify.verdict import MatrixVerdict
     from tp_invariant_recipes.features.verify.workflow import Verification
     from tp_invariant_recipes.launch.plan import Plan
-
-_COLOURS = {"identical": "green", "different": "red", "reference": "dim"}
 
 
 def verify(
@@ -101,7 +96,7 @@ def verify(
         named, arguments = with_model(model, list(overrides or []))
         plan = partial(launch.new, named, arguments, against=against, directory=directory)
         judged = _train(plan, exitfirst=exitfirst, verbose=verbose)
-    end(judged.as_dict(), judged.exit_status, lambda: _print(judged), as_json=as_json)
+    finish(judged, as_json=as_json)
 
 
 def _train(plan: "Callable[..., Verification | MatrixVerdict]", *, exitfirst: bool, verbose: bool) -> "MatrixVerdict":
@@ -136,24 +131,3 @@ def _train(plan: "Callable[..., Verification | MatrixVerdict]", *, exitfirst: bo
         return Text(f"{number}: {label}", style="bold") + Text(f" on {ranks}, {counted(run.steps, 'step')}")
 
     return workflow.execute(planned, progress.headed(console, heading, verbose=verbose), exitfirst=exitfirst)
-
-
-def _print(verdict: "MatrixVerdict") -> None:
-    console = terminal.console()
-    numbers = [Column(title, justify="right", no_wrap=True) for title in ("ranks", "steps", "last loss")]
-    first, last = (Column(title, overflow="fold") for title in ("cell", "verdict"))
-    table = Table(first, *numbers, last, box=box.SIMPLE_HEAD, collapse_padding=True)
-    for row in verdict.rows:
-        steps = str(row.steps) if row.steps == row.planned else f"{row.steps} of {row.planned}"
-        table.add_row(  # Text, because a name may contain characters that rich reads as markup
-            *map(Text, (single_line(row.label), str(row.ranks), steps, row.last_loss)),
-            Text(single_line(row.words), style=_COLOURS.get(row.state, "yellow")),
-        )
-    console.print(table)
-    line = Text(single_line(verdict.line))
-    line.stylize(f"bold {_COLOURS.get(verdict.verdict, 'yellow')}", 0, len(verdict.verdict))
-    terminal.print_line(console, line)
-    for sentence in verdict.remarks:
-        terminal.print_line(console, sentence, "dim")
-    if verdict.advice:
-        terminal.print_line(console, f"continue with: {verdict.advice}")

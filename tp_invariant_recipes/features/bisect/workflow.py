@@ -11,16 +11,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from tp_invariant_recipes.compare.compare import Comparison, Verdict, compare
-from tp_invariant_recipes.compare.comparison_json import comparison_json, exit_status
 from tp_invariant_recipes.compare.explanation import run_name
 from tp_invariant_recipes.compare.magnitude import magnitude_line, magnitude_report
+from tp_invariant_recipes.compare.stock_help import weights_drawn
 from tp_invariant_recipes.compare.text import verdict_line
 from tp_invariant_recipes.errors import ConfigError, Interrupted, LedgerError, RunError, TpiError
 from tp_invariant_recipes.features import check
 from tp_invariant_recipes.features.bisect.first_divergence import distances, module_of, operation, worth_dumping
+from tp_invariant_recipes.features.bisect.result import BisectResult, NothingToTrain
 from tp_invariant_recipes.features.train import workflow as train
 from tp_invariant_recipes.launch import local, resume
 from tp_invariant_recipes.launch.local import Watch
@@ -33,7 +33,6 @@ from tp_invariant_recipes.runs.lock import locked_empty
 from tp_invariant_recipes.runs.run_dir import RunDir, choose_for_several
 from tp_invariant_recipes.settings import environment
 
-SCHEMA = 1
 SIDES = ("a", "b")
 # The variables of a run's recorded environment that belong to the machine; they keep this machine's values.
 MACHINE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "*_DIR")
@@ -63,8 +62,8 @@ class Bisection:
     referee: bool = False
 
 
-def new(a: Path, b: Path, directory: Path | None, *, referee: bool = False) -> Bisection | Comparison:
-    """Compare two run directories. Returns the comparison if there is nothing to train again.
+def new(a: Path, b: Path, directory: Path | None, *, referee: bool = False) -> Bisection | NothingToTrain:
+    """Compare two run directories.
 
     referee: whether to say which run is right. Raises LedgerError or RunError: a path or `directory` is not usable.
     """
@@ -77,7 +76,7 @@ def new(a: Path, b: Path, directory: Path | None, *, referee: bool = False) -> B
         raise LedgerError(verdict_line(comparison))
     first = comparison.first
     if first is None or first.step == 0 or first.phase in ("data", "evaluation"):  # no step shows these
-        return comparison
+        return NothingToTrain(comparison, weights_drawn(comparison) or "there is no step to train again")
     where = RunDir(choose_for_several(directory, "bisect"))
     remarks = (*_other_versions(comparison), *_other_layouts(ledgers))
     return Bisection(comparison, where, first.step, remarks, referee)
@@ -105,15 +104,15 @@ def plans(
     return made
 
 
-def execute(bisection: Bisection, watch: Watch) -> dict[str, Any]:
-    """Train, compare, and return what `bisect.json` holds. watch: as for `tpi verify`. Raises a TpiError."""
+def execute(bisection: Bisection, watch: Watch) -> BisectResult:
+    """Train, compare, and write `bisect.json`. watch: as for `tpi verify`. Raises a TpiError."""
     try:
         equal_until, both = _planned(bisection)
         with locked_empty(bisection.directory):
             result = _bisected(bisection, watch, equal_until, both)
             if bisection.referee:
-                result["referee"] = _refereed(bisection, watch, equal_until, result)
-            bisection.directory.write(bisection.directory.path / "bisect.json", result)
+                result = _refereed(bisection, watch, equal_until, result)
+            bisection.directory.write(bisection.directory.path / "bisect.json", result.as_json())
     except KeyboardInterrupt:
         raise Interrupted(_stopped(bisection.directory.path)) from None
     return result
@@ -129,7 +128,7 @@ def _planned(bisection: Bisection) -> tuple[int, list[Rerun]]:
     return equal_until, both
 
 
-def _bisected(bisection: Bisection, watch: Watch, equal_until: int, both: list[Rerun]) -> dict[str, Any]:
+def _bisected(bisection: Bisection, watch: Watch, equal_until: int, both: list[Rerun]) -> BisectResult:
     originals = (bisection.first.a, bisection.first.b)
     remarks = list(bisection.remarks)
     step = bisection.step
@@ -152,16 +151,16 @@ def _bisected(bisection: Bisection, watch: Watch, equal_until: int, both: list[R
     return _result(bisection, step, both, repeats, placed, dumped, dump, remarks)
 
 
-def _refereed(bisection: Bisection, watch: Watch, equal_until: int, result: dict[str, Any]) -> dict[str, Any]:
+def _refereed(bisection: Bisection, watch: Watch, equal_until: int, result: BisectResult) -> BisectResult:
     """Ask the referee. It may train both runs once more, with dumps of a module's operands and results."""
-    step, before = result["step"], min(equal_until, result["step"] - 2)
+    before, remarks = min(equal_until, result.step - 2), [*result.remarks]
 
     def train_dumped(names: tuple[str, ...], since: int) -> list[Path]:
-        both = plans(bisection, "refereed", step, before, names, since)
-        return [_train(rerun, step, watch, result["remarks"]).path.parent for rerun in both]
+        both = plans(bisection, "refereed", result.step, before, names, since)
+        return [_train(rerun, result.step, watch, remarks).path.parent for rerun in both]
 
-    repeats, module, operation = (result[name] for name in ("repeats", "module", "operation"))
-    return check.referee(result["runs"], repeats, module, operation, step, train_dumped)
+    judged = check.referee(result.runs, result.repeats, result.module, result.operation, result.step, train_dumped)
+    return replace(result, referee=judged, remarks=tuple(remarks))
 
 
 def _rerun(ledger: Ledger, run_dir: RunDir, steps: tuple[int, int], equal_until: int, dump: tuple[str, ...]) -> Rerun:
@@ -255,33 +254,31 @@ def _result(
     dumped: Comparison | None,
     dump: tuple[str, ...],
     remarks: list[str],
-) -> dict[str, Any]:
+) -> BisectResult:
     first = placed.first
     same = dumped is None or first is None or (dumped.first is not None and dumped.first.name == first.name)
     if not same and dumped is not None:
         remarks = [*remarks, f"trained once more for the values, they part elsewhere: {verdict_line(dumped)}"]
-    return {
-        "schema": SCHEMA,
-        "exit_status": exit_status([bisection.first]),
-        "directory": str(bisection.directory.path),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "runs": [run_name(ledger) for ledger in (bisection.first.a, bisection.first.b)],
-        "step": step,
-        "from_steps": [rerun.plan.start for rerun in both],
-        "traced": [str(rerun.plan.run_dir.path) for rerun in both],
-        "recorded": comparison_json(bisection.first),
-        "repeats": [repeated.verdict is Verdict.IDENTICAL for repeated in repeats],
-        "text": _text(repeats, placed),
-        "placed": comparison_json(placed),
-        "module": module_of(placed),
-        "operation": operation(placed),
-        "dumped": list(dump),
-        "magnitude": None if dumped is None or not same else magnitude_line(dumped),
-        "distance": None if dumped is None or not same else magnitude_report(dumped),
-        "distances": {} if dumped is None else distances(dumped, step, dump),
-        "same_place": same,
-        "remarks": remarks,
-    }
+    return BisectResult(
+        directory=str(bisection.directory.path),
+        time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        runs=tuple(run_name(ledger) for ledger in (bisection.first.a, bisection.first.b)),
+        step=step,
+        from_steps=tuple(rerun.plan.start for rerun in both),
+        traced=tuple(str(rerun.plan.run_dir.path) for rerun in both),
+        recorded=bisection.first,
+        repeats=tuple(repeated.verdict is Verdict.IDENTICAL for repeated in repeats),
+        words=_text(repeats, placed),
+        placed=placed,
+        module=module_of(placed),
+        operation=operation(placed),
+        dumped=dump,
+        magnitude=None if dumped is None or not same else magnitude_line(dumped),
+        distance=None if dumped is None or not same else magnitude_report(dumped),
+        distances={} if dumped is None else distances(dumped, step, dump),
+        same_place=same,
+        remarks=tuple(remarks),
+    )
 
 
 def _text(repeats: Sequence[Comparison], placed: Comparison) -> str:

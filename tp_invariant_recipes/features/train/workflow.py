@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from tp_invariant_recipes.config import container
 from tp_invariant_recipes.config.compose import Composed
@@ -14,14 +13,11 @@ from tp_invariant_recipes.launch import local, record, resume
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import RankFn, Stop
 from tp_invariant_recipes.launch.request import RunRequest
-from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.open import read
-from tp_invariant_recipes.runs import attempts, checkpoints, guard_files, places
+from tp_invariant_recipes.runs import attempts, checkpoints, guard_files
 from tp_invariant_recipes.runs.checkpoints import RunCheckpoint, iteration_dir
 from tp_invariant_recipes.runs.lock import Lock, LockLost, locked
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.sizing import room
-from tp_invariant_recipes.sizing.memory import estimate
 from tp_invariant_recipes.sources import recipe_answers, recipe_layer, recipe_process, recipe_source
 from tp_invariant_recipes.start.quiet import quiet
 
@@ -87,22 +83,6 @@ def validate(planned: Plan) -> None:
     recipe_process.run(model, lambda: recipe_answers.answer(built, *question))
 
 
-def as_json(planned: Plan) -> dict[str, Any]:
-    """Return a plan for machines. memory: as `launch.room.as_dict` has it."""
-    return {
-        "model": planned.composed.model,
-        "run": str(planned.run_dir.path),
-        "device": planned.device,
-        "layout": planned.layout.as_dict(),
-        "ranks": planned.layout.world,
-        "numerics": planned.config.numerics.mode,
-        "start": planned.start,
-        "of": planned.steps,
-        "data_missing": planned.data_missing,
-        "memory": room.as_dict(estimate(planned.composed.config)),
-    }
-
-
 def execute(
     planned: Plan, watch: Callable[[], None], stop: Stop | None = None, *, rank_fn: RankFn | None = None
 ) -> local.Outcome:
@@ -153,25 +133,3 @@ def check_completed(planned: Plan, outcome: local.Outcome) -> local.Outcome:
         f"the ranks ended at step {reached} of {planned.steps}, and nothing had failed{reason}\n"
         f"continue with: tpi train --resume {run_dir.path}"
     )
-
-
-def summary(planned: Plan, outcome: local.Outcome) -> dict[str, Any]:
-    """Return a run's directory, outcome, figures of its last step, and places (`places.as_json`).
-
-    diverged: the first step at which replicas of a tensor did not hold the same bits; None: they always did.
-    """
-    run_dir = planned.run_dir
-    steps = read(run_dir.ledger).steps if run_dir.ledger.exists() else ()
-    last = steps[-1] if steps else None
-    saved = checkpoints.finished(run_dir.checkpoints)
-    return {
-        "run": str(run_dir.path),
-        "outcome": outcome.value,
-        "steps": last.step if last else 0,
-        "of": planned.steps,
-        "loss": bits_float(last.loss) if last and last.loss else None,
-        "grad_norm": bits_float(last.grad_norm) if last and last.grad_norm else None,
-        "checkpoint": str(saved[-1].path) if saved else None,
-        "diverged": next((step.step for step in steps if step.diverged), None),
-        **places.as_json(run_dir),
-    }

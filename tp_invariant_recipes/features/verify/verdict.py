@@ -2,9 +2,14 @@
 
 import os
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, override
+
+from rich import box
+from rich.table import Column, Table
+from rich.text import Text
 
 from tp_invariant_recipes.compare import compare
 from tp_invariant_recipes.compare.compare import Comparison, Verdict
@@ -13,6 +18,7 @@ from tp_invariant_recipes.compare.explanation import run_name
 from tp_invariant_recipes.compare.stock_help import stock_help
 from tp_invariant_recipes.compare.text import compared_values, machine_remark, remarks, verdict_line
 from tp_invariant_recipes.errors import LedgerError, RunError
+from tp_invariant_recipes.foreign_text import single_line
 from tp_invariant_recipes.ledger.bits import described, readable
 from tp_invariant_recipes.ledger.layouts import ranks
 from tp_invariant_recipes.ledger.open import read
@@ -20,6 +26,7 @@ from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.ledger.schema import canonical
 from tp_invariant_recipes.plural import counted
+from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.runs import attempts
 from tp_invariant_recipes.runs.matrix_dir import Cell, Matrix, MatrixDir
 from tp_invariant_recipes.runs.run_dir import RunDir
@@ -34,6 +41,7 @@ NOT_RUN = "not run"
 
 PASSED = (REFERENCE, Verdict.IDENTICAL.value)
 INCOMPLETE = "incomplete"  # the whole matrix: a cell failed, was stopped or did not run
+_COLOURS = {Verdict.IDENTICAL.value: "green", Verdict.DIFFERENT.value: "red", REFERENCE: "dim"}
 EXIT_STATUS = {verdict.value: status for verdict, status in compare.EXIT_STATUS.items()} | {INCOMPLETE: 2}
 
 
@@ -102,7 +110,7 @@ class CellResult:
 
 
 @dataclass(frozen=True)
-class MatrixVerdict:
+class MatrixVerdict(Result):
     """The verdict on a matrix.
 
     verdict: "identical", "different", "not comparable" or "incomplete".
@@ -121,11 +129,13 @@ class MatrixVerdict:
     interrupted: bool = False
 
     @property
+    @override
     def exit_status(self) -> int:
         """0 identical, 1 different, 2 otherwise; after Ctrl-C 130, whatever the verdict on what was done."""
         return 130 if self.interrupted else EXIT_STATUS[self.verdict]
 
-    def as_dict(self) -> dict[str, Any]:
+    @override
+    def as_json(self) -> dict[str, Any]:
         """Everything as JSON; documented in docs/verify.md."""
         return {
             "schema": SCHEMA,
@@ -140,6 +150,25 @@ class MatrixVerdict:
             "rows": [_row(row) for row in self.rows],
         }
 
+    @override
+    def lines(self) -> Iterator[Text | Table | str]:
+        numbers = [Column(title, justify="right", no_wrap=True) for title in ("ranks", "steps", "last loss")]
+        first, last = (Column(title, overflow="fold") for title in ("cell", "verdict"))
+        table = Table(first, *numbers, last, box=box.SIMPLE_HEAD, collapse_padding=True)
+        for row in self.rows:
+            steps = str(row.steps) if row.steps == row.planned else f"{row.steps} of {row.planned}"
+            table.add_row(  # Text, because a name may contain characters that rich reads as markup
+                *map(Text, (single_line(row.label), str(row.ranks), steps, row.last_loss)),
+                Text(single_line(row.words), style=_COLOURS.get(row.state, "yellow")),
+            )
+        yield table
+        line = Text(single_line(self.line))
+        line.stylize(f"bold {_COLOURS.get(self.verdict, 'yellow')}", 0, len(self.verdict))
+        yield line
+        yield from (Text(sentence, style="dim") for sentence in self.remarks)
+        if self.advice:
+            yield f"continue with: {self.advice}"
+
 
 def judge(directory: Path, against: Path | None = None, *, exitfirst: bool = False) -> MatrixVerdict:
     """Compare the cells in a directory of `tpi verify` with the first complete one, or with the ledger of --against.
@@ -149,7 +178,7 @@ def judge(directory: Path, against: Path | None = None, *, exitfirst: bool = Fal
     ledger to compare with cannot be read.
     """
     verdict = verdict_on(directory, against, exitfirst=exitfirst)
-    MatrixDir(directory).write(MatrixDir(directory).result, verdict.as_dict())
+    MatrixDir(directory).write(MatrixDir(directory).result, verdict.as_json())
     return verdict
 
 

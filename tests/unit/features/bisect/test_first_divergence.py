@@ -1,5 +1,6 @@
 """Of two traced runs that part: which module and operation it is said to be, and what is written out of it."""
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -155,10 +156,12 @@ def test_bisect_names_the_update_that_made_replicas_disagree(tmp_path, monkeypat
     monkeypatch.setattr(bisect, "_train", lambda repeated, *_: repeated.ledger)
     actual.directory.path.mkdir()
     result = bisect.execute(actual, lambda *_: nullcontext())
-    assert (result["step"], result["repeats"]) == (2, [True, repeats])
-    assert ("does not repeat itself here" in result["text"]) is not repeats
-    assert f"replicas of weights {FC1}.weight disagree: ranks 0" in result["text"]
-    assert (result["module"], result["operation"]) == (FC1, "the update of the optimizer")
+    assert (result.step, result.repeats) == (2, (True, repeats))
+    assert ("does not repeat itself here" in result.words) is not repeats
+    assert f"replicas of weights {FC1}.weight disagree: ranks 0" in result.words
+    written = json.loads((actual.directory.path / "bisect.json").read_text())
+    assert (written["text"], written["placed"]["verdict"]) == (result.words, "different")
+    assert (result.module, result.operation) == (FC1, "the update of the optimizer")
 
 
 def write_dump(run: Path, last: int, names: tuple[str, str]) -> None:

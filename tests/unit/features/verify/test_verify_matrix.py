@@ -113,7 +113,7 @@ def test_an_impossible_combination_is_omitted_and_named(here):
     assert result.directory.read_matrix() == result.matrix
     judged = judge(result.directory.path)
     assert judged.remarks[0] == "Left out: tp=1 sp=true: sp=true needs tp > 1; leave sp out or set tp."
-    assert judged.as_dict()["left_out"][0]["label"] == "tp=1 sp=true"
+    assert judged.as_json()["left_out"][0]["label"] == "tp=1 sp=true"
 
 
 def test_a_value_that_fits_no_combination_is_a_mistake(cli):
@@ -333,7 +333,7 @@ def test_a_verdict_says_what_is_expected(here, group, data_regression):
     sentences = {}
     for title, where in group(here / "judged"):
         judged = judge(where.path)
-        assert json.loads(where.result.read_text()) == judged.as_dict()
+        assert json.loads(where.result.read_text()) == judged.as_json()
         assert group is not faults or judged.exit_status == 2
         rows = [f"{row.label} on {row.ranks}: {row.words}" for row in judged.rows]
         verdict = {"line": judged.line, "exit_status": judged.exit_status, "rows": rows, "next": judged.advice}
@@ -351,7 +351,7 @@ def test_a_ledger_that_moved_can_be_renamed(here):
     judged = judge(where.path, here / "moved.jsonl")
     assert judged.exit_status == 0
     assert "the same bits as moved.jsonl over 3 steps" in judged.line
-    assert judged.as_dict()["against"] == str(here / "moved.jsonl")
+    assert judged.as_json()["against"] == str(here / "moved.jsonl")
 
 
 def test_a_damaged_matrix_is_an_error(here):

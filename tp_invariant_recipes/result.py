@@ -1,0 +1,31 @@
+"""What a command found, as a value: the command line prints it, and a program reads it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from tp_invariant_recipes.machine import terminal
+
+
+class Result(ABC):
+    """The base of every result: an exit status, lines for people and an object for programs."""
+
+    @property
+    @abstractmethod
+    def exit_status(self) -> int:
+        """0: identical, or done. 1: different. 2: no judgement is possible. 130: Ctrl-C ended it."""
+
+    @abstractmethod
+    def lines(self) -> Iterable[str | Text | Table]:
+        """Return what the command prints, in order. A string is one line, which is never folded."""
+
+    @abstractmethod
+    def as_json(self) -> dict[str, Any]:
+        """Return the object that `--json` prints."""
+
+    def text(self) -> str:
+        """Return what the command prints where its output is a file."""
+        return terminal.rendered(self.lines())
