@@ -18,7 +18,6 @@ from tp_invariant_recipes.data.examples import Examples
 from tp_invariant_recipes.data.prepare import ensure_prepared, find_prepared
 from tp_invariant_recipes.data.prepared import PreparedData
 from tp_invariant_recipes.errors import ConfigError, lines, refuse
-from tp_invariant_recipes.launch import experiments
 from tp_invariant_recipes.ledger.schema import Header
 from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.runs import attempts
@@ -26,6 +25,7 @@ from tp_invariant_recipes.runs.run_dir import RunDir, choose
 from tp_invariant_recipes.settings import environment, sft
 from tp_invariant_recipes.settings.run_config import Layout, RunConfig
 from tp_invariant_recipes.settings.sections import DataSettings
+from tp_invariant_recipes.settings.tables.logging_services import SERVICES
 from tp_invariant_recipes.sources import weights
 from tp_invariant_recipes.start.cache import cache_dir
 
@@ -156,7 +156,7 @@ def resolve(composed: Composed, run_dir: RunDir, how: Planning = TO_TRAIN, *, im
         _check_vocabulary(str(config.data.path), data, config)
     elif data is not None:
         config = _with_data(config, data)
-    config = config.with_fields("logger", **experiments.logger_fields(config, run_dir))
+    config = config.with_fields("logger", **logger_fields(config, run_dir))
     known = data if isinstance(data, PreparedData) else examples
     digest = known.digest if known else None
     return Plan(
@@ -165,11 +165,39 @@ def resolve(composed: Composed, run_dir: RunDir, how: Planning = TO_TRAIN, *, im
         config.layout,
         run_dir,
         identity(config, digest, imported),
-        variables | experiments.variables(config),
+        variables | logger_variables(config),
         here=how.here,
         data_missing=isinstance(data, int),
         attempts=so_far,
     )
+
+
+def logger_fields(config: RunConfig, run_dir: RunDir) -> dict[str, str]:
+    """Return fields of the section `logger`: where the curves of a run go."""
+    kind = config.logging.kind
+    if kind == "none":
+        return {}
+    fields = {"tensorboard_dir": str(run_dir.tensorboard)}  # Bridge logs nowhere without a writer of TensorBoard
+    if kind in SERVICES:
+        fields[SERVICES[kind].run_name] = config.logging.name or run_dir.path.name
+    if kind == "wandb":
+        fields["wandb_save_dir"] = str(run_dir.path)
+    if kind == "mlflow":
+        uri = config.section("logger").get("mlflow_tracking_uri")
+        if not (uri or "MLFLOW_TRACKING_URI" in os.environ):
+            fields["mlflow_tracking_uri"] = str(run_dir.mlflow)
+    return fields
+
+
+def logger_variables(config: RunConfig) -> dict[str, str]:
+    """Return the environment variables of the ranks' logger."""
+    kind = config.logging.kind
+    if kind == "wandb" and "WANDB_API_KEY" not in os.environ:
+        return {"WANDB_MODE": os.environ.get("WANDB_MODE", "offline")}
+    if kind == "mlflow":
+        # MLflow 3.17 requires this variable. A database in a file, its default, is unsafe on a network file system.
+        return {"MLFLOW_ALLOW_FILE_STORE": os.environ.get("MLFLOW_ALLOW_FILE_STORE", "true")}
+    return {}
 
 
 def resolve_beside(composed: Composed, run_dir: RunDir, index_cache: Path, how: Planning) -> Plan:

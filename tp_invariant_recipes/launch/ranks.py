@@ -41,6 +41,7 @@ GRACE = 5.0  # seconds that the other ranks get to say why they failed, after th
 PATIENCE = 20.0  # seconds that ranks get to answer a request to stop before they have made a step
 POLL = 0.1  # seconds between looks at the ranks, at most: the end of one is seen at once
 FULL = 64 * 1024  # bytes: a disk with less free is what stopped the ranks
+REQUEUE = signal.SIGUSR1, signal.SIGUSR2  # that a job is about to end: ours, and submitit's
 TAIL = 12  # lines of a dead rank's log to show
 
 # What a rank does. A function at the top level of a module, since GPU ranks are spawned.
@@ -88,7 +89,7 @@ class Stop:
     """The signals that came, and what they ask for.
 
     requests:    SIGTERM, SIGHUP or Ctrl-C: once to save and stop, twice to stop now.
-    requeue:     SIGUSR1: save and stop, but only to go on in another job; never more than that.
+    requeue:     SIGUSR1 or SIGUSR2: save and stop, but only to go on in another job; never more than that.
     interrupted: whether one of the requests was Ctrl-C.
     """
 
@@ -103,20 +104,20 @@ class Stop:
 
     @property
     def resumable(self) -> bool:
-        """Whether the run is to be resumed in another job: only SIGUSR1 came."""
+        """Whether the run is to be resumed in another job: only SIGUSR1 or SIGUSR2 came."""
         return self.requeue and not self.requests
 
 
 @contextmanager
 def stopping() -> Iterator[Stop]:
-    """SIGTERM, SIGHUP, Ctrl-C and SIGUSR1 are noted instead of raised, so that ranks can save.
+    """SIGTERM, SIGHUP, Ctrl-C, SIGUSR1 and SIGUSR2 are noted instead of raised, so that ranks can save.
 
     SIGHUP stays ignored under nohup. A terminal that closes sends it more than once, so it asks once.
     """
     stop = Stop()
 
     def note(number: int, _: Any) -> None:
-        if number == signal.SIGUSR1:
+        if number in REQUEUE:
             stop.requeue = True
         elif number == signal.SIGHUP:
             stop.requests = max(stop.requests, 1)
@@ -124,7 +125,7 @@ def stopping() -> Iterator[Stop]:
             stop.requests += 1
             stop.interrupted |= number == signal.SIGINT
 
-    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+    numbers = [signal.SIGTERM, signal.SIGINT, *REQUEUE]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, note) for number in numbers}

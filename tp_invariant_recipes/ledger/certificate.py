@@ -61,8 +61,8 @@ class Certificate:
     ledger: Ledger
 
 
-def certify(run: Path, of_run: bytes | None = None) -> bytes:
-    """Return the certificate of a run's whole lines; the same run gives the same bytes. of_run: None: its `run.json`.
+def certify(run: Path) -> bytes:
+    """Return the certificate of a run's whole lines; the same run gives the same bytes.
 
     LedgerError: a file of the run directory is missing or unreadable, or the files do not belong together.
     """
@@ -71,7 +71,6 @@ def certify(run: Path, of_run: bytes | None = None) -> bytes:
     if (run / FILE_NAME).is_file():
         stream.opened(run / FILE_NAME)  # a line that is too long is refused before it is in memory
     members = {name: contents(run / name, _most(name)) for name in MEMBERS}
-    members["run.json"] = members["run.json"] if of_run is None else of_run
     file = run / FILE_NAME
     ledger = parse(file, members[FILE_NAME])
     lines = members[FILE_NAME].split(b"\n")[: 1 + len(ledger.steps)]

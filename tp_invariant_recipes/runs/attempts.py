@@ -12,7 +12,7 @@ from typing import Any
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.files import DISK_FULL
 from tp_invariant_recipes.ledger.run_files import Attempt, Attempted, AttemptJob, Config
-from tp_invariant_recipes.runs.run_dir import RunDir, text_of
+from tp_invariant_recipes.runs.run_dir import RunDir
 
 
 def read_attempts(run_dir: RunDir) -> tuple[Attempt, ...]:
@@ -45,11 +45,6 @@ def end(run_dir: RunDir, outcome: str, why: str | None = None, *, requeued: bool
             with suppress(OSError):
                 run_dir.disk_full.touch()
         raise
-
-
-def completed(run_dir: RunDir) -> bytes:
-    """Return what `run.json` will hold once the last attempt has ended well. Raises RunError."""
-    return text_of(run_dir.run, _ended(run_dir, "completed", None, requeued=False)).encode()
 
 
 def _ended(run_dir: RunDir, outcome: str, why: str | None, *, requeued: bool) -> dict[str, Any]:

@@ -24,7 +24,8 @@ def as_json(run_dir: RunDir) -> dict[str, Any]:
         "ledger": _there(run_dir.ledger),
         "tensorboard": _there(run_dir.tensorboard),
         "wandb": _there(folder),
-        "wandb_sync": _upload(["wandb", "sync"], folder, OFFLINE),
+        # The attempts at a run are one run of wandb.
+        "wandb_sync": _upload(["wandb", "sync", "--append"], folder, OFFLINE),
         "mlflow": _there(run_dir.mlflow),
         # MLflow shows a store of files only where this variable says so.
         "mlflow_ui": f"MLFLOW_ALLOW_FILE_STORE=true {shlex.join(shows)}" if run_dir.mlflow.exists() else None,

@@ -48,6 +48,7 @@ class RunDir:
     tensorboard = File("tensorboard")  # TensorBoard's event files
     mlflow = File("mlflow")  # the store of `logging=mlflow` without a server
     comet = File("comet")  # archives of `logging=comet` without a key, one for each attempt
+    tracking = File("tracking.json")  # service -> id of the run there that all attempts log to
     index_cache = File("index-cache")  # sample indices that Megatron builds for a dataset
     lock = File("write.lock")  # who writes here now (runs/lock.py)
     disk_full = File("disk.full")  # empty, as it must fit on a full disk: run.json lacks the last attempt's end
@@ -92,6 +93,10 @@ class RunDir:
     def read_run(self, kind: Any = dict[str, Any]) -> Any:
         """Return what `run.json` holds, as this type. Raises RunError when this is not a run directory."""
         return self._read(self.run, parse_json, kind)
+
+    def tracked(self) -> dict[str, str]:
+        """Return what `tracking.json` holds; empty: nothing has been logged. Raises RunError: it is damaged."""
+        return self._read(self.tracking, parse_json, dict[str, str]) if self.tracking.exists() else {}
 
     def read_environment(self) -> dict[str, str]:
         """Return the variables that numerics depend on. Raises RunError when this is not a run directory."""

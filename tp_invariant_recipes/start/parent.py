@@ -28,5 +28,5 @@ def end_with_starter() -> None:
 def serve_starter() -> None:
     """End with the parent alone: SLURM and terminals send signals to all processes, and the parent needs this one."""
     end_with_starter()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

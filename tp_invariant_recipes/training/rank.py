@@ -91,7 +91,7 @@ def main(
             heartbeats.begin(index)
             rank_fn(run_dir, rank_info)
     except BaseException as error:
-        if not _megatron_leaves(error):
+        if not _bridge_leaves(error):
             fail(error)
             _flush()
             # Not sys.exit: threads that wait for other ranks could keep a failed one alive.
@@ -112,7 +112,7 @@ def fail(error: BaseException | None) -> None:
     a GPU that never answers. Later calls do nothing, nor does one in a process that the launcher has not started.
     """
     global _mine
-    if error is None or _mine is None or _megatron_leaves(error):
+    if error is None or _mine is None or _bridge_leaves(error):
         return
     mine, _mine = _mine, None
     faulthandler.dump_traceback_later(LAST_SECONDS, exit=True, file=2)  # a thread of C: it needs nothing of Python
@@ -145,11 +145,28 @@ def _flush() -> None:
             stream.flush()
 
 
-def _megatron_leaves(error: BaseException) -> bool:
-    """Return whether Megatron itself has ended the program with status 0, as Bridge does after saving on SIGTERM."""
-    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
-    name = str(innermost.f_globals.get("__name__"))
-    return isinstance(error, SystemExit) and not error.code and name.startswith("megatron.")
+_leaving = False  # whether Bridge has decided to leave its loop, which it does by sys.exit(0)
+
+
+def _bridge_leaves(error: BaseException) -> bool:
+    return _leaving and isinstance(error, SystemExit) and not error.code
+
+
+def leaving(callbacks: list) -> Replacement:
+    """Return the row that notes that Bridge leaves, and calls the `on_leave` of callbacks with its state."""
+
+    def noted(original: Callable[..., bool]) -> Callable[..., bool]:
+        def decide(state: Any, *args: Any, **kwargs: Any) -> bool:
+            global _leaving
+            if _leaving := original(state, *args, **kwargs):
+                for callback in callbacks:
+                    getattr(callback, "on_leave", lambda state: None)(state)
+            return _leaving
+
+        return decide
+
+    why = "loggers wrap sys.exit, so that a traceback does not tell Bridge's from a user's"
+    return Replacement("megatron.bridge.training.train:checkpoint_and_decide_exit", noted, why)
 
 
 @contextmanager
@@ -216,6 +233,7 @@ def pretrain(config: RunConfig, callbacks: list, forward_step: Callable | None =
             *replacements.replacements(config.numerics),
             FAILING_FIRST,
             SILENT_HANDLER,
+            leaving(callbacks),
             MLFLOW_RUN,
             YAML_WRITER,
             *written_hashes.REPLACEMENTS,
@@ -259,11 +277,10 @@ SILENT_HANDLER = Replacement(
     "a handler that prints fails where it interrupts a print, and the checkpoint is lost",
 )
 
-# What a signal stops would otherwise import MLflow, for seconds, to ask whether it has a run.
 MLFLOW_RUN = Replacement(
     "megatron.bridge.training.train:end_active_mlflow_run",
-    lambda original: lambda status: original(status) if "mlflow" in sys.modules else None,
-    "a scheduler may kill ranks that take seconds longer to end, and where nothing has imported MLflow it has no run",
+    lambda original: lambda status: None,
+    "it imports MLflow, for seconds that a scheduler may not grant; `experiments.Verdict` ends its run after the rest",
 )
 
 YAML_WRITER = Replacement(
@@ -275,10 +292,10 @@ YAML_WRITER = Replacement(
 
 def _die_with_launcher() -> None:
     """Die when the launcher dies, even by SIGKILL. Ignore what is for the launcher: Ctrl-C and SIGHUP, which a terminal
-    sends to every process, and SIGUSR1, which SLURM sends to every process of a job's step.
+    sends to every process, and SIGUSR1 and SIGUSR2, which SLURM sends to every process of a job's step.
     """
     parent.end_with_starter()
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until Bridge takes it over to save first
 

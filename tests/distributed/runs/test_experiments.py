@@ -1,55 +1,103 @@
-"""Runs that log to MLflow and to Comet, without a server and without a key, and their certificates there."""
+"""Runs that log to Weights & Biases, MLflow and Comet, without a server and a key: their stops, their resumes."""
 
 import json
+import signal
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 
-from tp_invariant_recipes.ledger.certificate import check
+from tests.distributed.faults import at_step, reached, stop, wait_for_sigterm
+from tests.forks import freeze
+from tp_invariant_recipes.ledger.digests import summaries
 from tp_invariant_recipes.ledger.open import read
+from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.training import experiments
 
-RUN = ("train", "qwen3_toy", "seq=64", "gbs=2", "iters=2", "numerics=stock")
+RUN = ("train", "qwen3_toy", "model.num_layers=1", "seq=32", "gbs=2", "numerics=stock", "save=2", "run.dir=run")
+SERVICES = ("wandb", "mlflow", pytest.param("comet", marks=pytest.mark.release))
 
 
-@pytest.fixture
-def no_servers(monkeypatch):
-    for name in ("MLFLOW_TRACKING_URI", "COMET_API_KEY"):
+@pytest.fixture(autouse=True)
+def _no_servers(monkeypatch):
+    for name in ("MLFLOW_TRACKING_URI", "COMET_API_KEY", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.release
-def test_mlflow_keeps_curves_figures_and_the_certificate_in_files(tpi, no_servers):
-    done = tpi(*RUN, "tp=2", "logging=mlflow", "project=ours", "name=first", "run.dir=run", status=0)
-    assert "MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri run/mlflow\n" in done.stderr
-    assert "warning: the" not in (tpi.folder / "run/logs/rank-1.log").read_text()
-    (experiment,) = (p.parent for p in (tpi.folder / "run/mlflow").glob("*/meta.yaml") if "name: ours" in p.read_text())
-    (kept,) = (path for path in experiment.iterdir() if path.is_dir() and (path / "tags").exists())
-    assert "status: 3\n" in (kept / "meta.yaml").read_text()  # FINISHED
-    assert (kept / "tags/mlflow.runName").read_text() == "first"
-    losses = [line.split() for line in (kept / "metrics/lm loss").read_text().splitlines()]
-    assert [int(step) for _, _, step in losses] == [1, 2]
+@pytest.fixture(scope="module")
+def wandb(bridge):
+    """Imported once here, and not in every fork."""
+    import wandb  # noqa: F401
+
+    freeze()
+
+
+def ids(run) -> list[str]:
+    """The runs that a service has, one for each attempt where it keeps attempts offline."""
+    if (run / "comet").exists():
+        return [
+            json.loads(zipfile.ZipFile(file).read("experiment.json"))["offline_id"]
+            for file in (run / "comet").glob("*.zip")
+        ]
+    return [folder.name.rpartition("-")[2] for folder in (run / "wandb").glob("offline-run-*")] or [
+        file.parent.parent.name for file in (run / "mlflow").glob("*/*/tags/mlflow.runName")
+    ]
+
+
+@pytest.mark.usefixtures("wandb")
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_run_that_is_to_leave_stops_and_its_resume_is_the_same_run_of_the_service(tpi, service):
+    run = tpi.folder / "run"
+    stopped = tpi(*RUN, "iters=4", "train.exit_interval=2", f"logging={service}", "name=first", status=0)
+    assert "error" not in stopped.stderr
+    tracked = json.loads((run / "tracking.json").read_text())
+    done = tpi("train", "--resume", "run", status=0)
+    assert json.loads((run / "tracking.json").read_text()) == tracked
+    assert {*ids(run)} == {*tracked.values()}
+    assert len(tpi.ledger("run")) == 4
+    assert "warning: the verdict" not in (run / "logs/rank-0.log").read_text()
+    if service == "mlflow":
+        assert "mlflow ui --backend-store-uri run/mlflow\n" in done.stderr
+        (kept,) = (run / "mlflow").glob(f"*/{tracked[service]}")
+        losses = [line.split() for line in (kept / "metrics/lm loss").read_text().splitlines()]
+        assert [int(step) for _, _, step in losses] == [1, 2, 3, 4]
+        assert "status: 3\n" in (kept / "meta.yaml").read_text()  # FINISHED
+        assert (kept / "tags/tpi/outcome").read_text() == "completed"
+
+
+@pytest.mark.usefixtures("wandb")
+@pytest.mark.parametrize(
+    "number", (signal.SIGTERM, signal.SIGUSR2, pytest.param(signal.SIGINT, marks=pytest.mark.release))
+)
+def test_a_signal_stops_a_run_that_logs(tpi, number):
+    process = tpi.start(*RUN, "iters=4", "save=0", "logging=wandb", before=at_step(2, wait_for_sigterm))
+    stop(process, reached(tpi.folder, 2), number, 130 if number == signal.SIGINT else 0)
+
+
+class Module:
+    """A logger of wandb, as Bridge hands it out."""
+
+    run = SimpleNamespace(id="r1", summary={})
+
+
+def sent(run, step: int, service: str, logger) -> tuple[str, dict]:
+    """How a run ends that Bridge leaves at this step, and what its service has of it."""
+    config = SimpleNamespace(logging=SimpleNamespace(kind=service), train={"train_iters": 2})
+    verdict = experiments.Verdict(RunDir(run), config)
+    state = SimpleNamespace(**{f"{service}_logger": logger}, train_state=SimpleNamespace(step=step))
+    verdict.on_train_start(SimpleNamespace(state=state))
+    verdict.on_leave(state)
+    return verdict.outcome
+
+
+def test_the_verdict_has_the_digests_of_the_ledger(tpi, capsys):
+    tpi(*RUN, "iters=2", status=0)
     ledger = read(tpi.folder / "run")
-    assert (kept / "tags/ledger.identity_hash").read_text() == ledger.header.identity_hash
-    sent = sorted(path.name for path in (kept / "artifacts/ledger").iterdir())
-    assert sent == ["clipped.tsv", "cost.png", "gradients.tsv", "masters.tsv", "moments.tsv", "training.png"]
-    assert tpi("certify", "run", "--out", "run.tpicert").status == 0
-    certificate = kept / "artifacts/certificate/run.tpicert"
-    assert certificate.read_bytes() == (tpi.folder / "run.tpicert").read_bytes()
-    assert (kept / "tags/ledger.certificate_hash").read_text() == check(certificate).hash
-
-
-@pytest.mark.release
-def test_comet_without_a_key_keeps_an_archive(tpi, no_servers):
-    done = tpi(*RUN, "logging=comet", "project=ours", "run.dir=run", status=0)
-    (kept,) = (tpi.folder / "run/comet").glob("*.zip")
-    assert f"comet upload run/comet/{kept.name}\n" in done.stderr
-    assert "warning: the" not in (tpi.folder / "run/logs/rank-0.log").read_text()
-    with zipfile.ZipFile(kept) as archive:
-        message = json.loads(archive.read("experiment.json"))
-        messages = archive.read("messages.json").decode()
-        files = [archive.read(name) for name in archive.namelist()]
-    assert message["project_name"] == "ours"
-    assert '"lm loss"' in messages
-    assert read(tpi.folder / "run").header.identity_hash in messages
-    assert tpi("certify", "run", "--out", "run.tpicert").status == 0
-    assert (tpi.folder / "run.tpicert").read_bytes() in files
+    assert sent(tpi.folder / "run", 2, "wandb", Module) == "completed"
+    assert Module.run.summary["tpi/identity_hash"] == ledger.header.identity_hash
+    digests = ledger.steps[-1].gradients
+    assert Module.run.summary["tpi/gradients_digest"] == summaries(tuple(digests), tuple(digests.values()))[0]
+    assert RunDir(tpi.folder / "run").tracked() == {"wandb": "r1"}
+    Module.run.summary = None  # a service that fails
+    assert sent(tpi.folder / "run", 1, "wandb", Module) == "stopped"
+    assert "warning: the verdict of the run did not reach wandb" in capsys.readouterr().err

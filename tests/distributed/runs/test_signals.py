@@ -12,9 +12,7 @@ from multiprocessing import resource_tracker
 from tests.distributed.faults import at_step, wait_for_sigterm
 from tests.distributed.small_models import SAVED
 from tests.ledgers import steps
-from tp_invariant_recipes.replacement import applied
 from tp_invariant_recipes.runs import checkpoints
-from tp_invariant_recipes.training import rank
 
 RUN = ("train", *SAVED, "tp=1", "save=0", "run.dir=run")
 
@@ -59,21 +57,6 @@ def test_a_terminal_that_hangs_up_within_a_print_stops_and_saves(tpi):
     assert run["attempts"][-1]["outcome"] == "stopped"
     assert [saved.step for saved in checkpoints.finished(tpi.folder / "run" / "checkpoints")] == [2]
     assert len(steps(tpi.folder / "run")) == 2
-
-
-def test_a_signal_makes_no_rank_import_mlflow(bridge, monkeypatch):
-    """Bridge imports it to ask whether it has a run: 3 s of a rank that has seconds to save."""
-    from megatron.bridge.training import train
-
-    ended = []
-    monkeypatch.setattr(train, "end_active_mlflow_run", ended.append)
-    monkeypatch.delitem(sys.modules, "mlflow", raising=False)
-    with applied([rank.MLFLOW_RUN]):
-        train.end_active_mlflow_run("KILLED")
-        assert ended == []
-        monkeypatch.setitem(sys.modules, "mlflow", None)
-        train.end_active_mlflow_run("KILLED")
-        assert ended == ["KILLED"]
 
 
 def _die_with_a_semaphore(context):

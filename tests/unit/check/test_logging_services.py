@@ -6,7 +6,7 @@ from tests.unit.check.refusals import problems_of
 from tp_invariant_recipes.check.hosts.machine import RULES, PendingRun
 from tp_invariant_recipes.check.rule import broken_rules
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.launch import experiments
+from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.runs import places
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings.tables.logging_services import SERVICES
@@ -23,8 +23,8 @@ def _no_servers(monkeypatch):
 
 def filled(tmp_path, *words: str) -> tuple[dict, dict[str, str]]:
     composed = compose("qwen3_toy", words, device="cpu")
-    fields = experiments.logger_fields(composed.config, RunDir(tmp_path / "run"))
-    return composed.config.section("logger") | fields, experiments.variables(composed.config)
+    fields = plan.logger_fields(composed.config, RunDir(tmp_path / "run"))
+    return composed.config.section("logger") | fields, plan.logger_variables(composed.config)
 
 
 @pytest.mark.parametrize("kind", SERVICES)

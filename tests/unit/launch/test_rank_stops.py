@@ -85,6 +85,13 @@ def test_a_hangup_asks_once_to_save_and_stop(monkeypatch):
         assert stop.requests == 2
 
 
+@pytest.mark.parametrize("number", (signal.SIGUSR1, signal.SIGUSR2))  # SLURM's as we ask for it; submitit's
+def test_the_signal_of_a_job_that_ends_asks_to_go_on_elsewhere(number):
+    with ranks.stopping() as stop:
+        os.kill(os.getpid(), number)
+    assert (stop.signals, stop.resumable) == (1, True)
+
+
 def test_nohup_stays_in_force():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

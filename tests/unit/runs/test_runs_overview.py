@@ -346,11 +346,11 @@ def test_the_end_of_a_run_says_where_things_are():
     assert places.lines(result) == [
         "ledger: runs/a b/ledger.jsonl",
         "curves: tensorboard --logdir 'runs/a b/tensorboard'",
-        "wandb sync 'runs/a b/wandb/offline-run-1-x'",
+        "wandb sync --append 'runs/a b/wandb/offline-run-1-x'",
         "next: tpi compare 'runs/a b' runs/newer   tpi report 'runs/a b' runs/newer",
     ]
     (run / "wandb" / "offline-run-2-x").mkdir()
-    assert places.as_json(RunDir(run))["wandb_sync"] == "wandb sync 'runs/a b/wandb'/offline-run-*"
+    assert places.as_json(RunDir(run))["wandb_sync"] == "wandb sync --append 'runs/a b/wandb'/offline-run-*"
     shutil.rmtree(run / "wandb")
     (run / "wandb" / "run-1-x").mkdir(parents=True)
     assert places.as_json(RunDir(run))["wandb_sync"] is None

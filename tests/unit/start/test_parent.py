@@ -64,7 +64,7 @@ def test_a_process_that_serves_ignores_what_is_for_its_starter():
 
     def serve():
         parent.serve_starter()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
             os.kill(os.getpid(), number)
         expected.send("lives")
 

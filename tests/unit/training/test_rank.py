@@ -87,7 +87,7 @@ def test_the_reason_of_a_rank_says_disk_full_though_its_log_has_no_room(monkeypa
     assert str(ranks._failure(run, {0: 1})).startswith("disk full: ") is full
 
 
-@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1))
+@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2))
 def test_a_rank_ignores_what_is_for_its_launcher(number):
     context = multiprocessing.get_context("fork")
 

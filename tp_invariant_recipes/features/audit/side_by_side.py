@@ -91,7 +91,7 @@ def _answer(there: Connection, call: Callable[[], Any]) -> None:
     """Call, and send what it returns and the text of a defect."""
     parent.end_with_starter()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the starter passes a stop on
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
     answer: tuple[Any, str | None]
     try:

@@ -9,7 +9,7 @@ from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import sft
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.start import bridge
-from tp_invariant_recipes.training import rank
+from tp_invariant_recipes.training import experiments, rank
 
 
 def train(
@@ -21,16 +21,13 @@ def train(
     """
     config, run = run_dir.read_run_config(), run_dir.read_run(RunFile)
     bridge.load()
-    from tp_invariant_recipes.features.train import experiment_report
-
     composed = [*callbacks, *_callbacks(run_dir, rank_info, run, config)]
-    with rank.closing(composed), experiment_report.offline(config, run_dir):
+    with rank.closing(composed), experiments.continued(config, run_dir):
         rank.pretrain(config, composed, forward_step)
 
 
 def _callbacks(run_dir: RunDir, rank_info: rank.RankInfo, run: RunFile, config: RunConfig) -> list:
     from tp_invariant_recipes.config.resume_rules import experts_separate, optimizer_state
-    from tp_invariant_recipes.features.train.experiment_report import ExperimentReport
     from tp_invariant_recipes.training.callbacks import IndexRecorder, ManifestWriter
 
     parts = run.identity_hash, run.layout, optimizer_state(config)
@@ -40,9 +37,9 @@ def _callbacks(run_dir: RunDir, rank_info: rank.RankInfo, run: RunFile, config: 
     if builds_index and (folder := sft.index_folder(config)):
         manifest.append(IndexRecorder(folder))
     last = rank_info.rank == rank_info.world_size - 1
-    figures = [ExperimentReport(run_dir, config.train["train_iters"])] if last else []
+    verdict = [experiments.Verdict(run_dir, config)] if last else []
     recorded = recording(run_dir, rank_info, run, config.ledger)
-    return [*recorded, *guarding(run_dir, rank_info, config), *manifest, *figures]
+    return [*recorded, *guarding(run_dir, rank_info, config), *manifest, *verdict]
 
 
 def guarding(run_dir: RunDir, rank_info: rank.RankInfo, config: RunConfig) -> list:
