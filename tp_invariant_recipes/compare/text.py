@@ -9,11 +9,11 @@ from tp_invariant_recipes.compare.compare import Comparison, Verdict
 from tp_invariant_recipes.compare.explanation import LABELS, run_name
 from tp_invariant_recipes.compare.magnitude import DUMPED, magnitude_line
 from tp_invariant_recipes.compare.step_order import FIELD, FIELDS, INITIAL, parameter_of
-from tp_invariant_recipes.compare.stock_help import stock_help
 from tp_invariant_recipes.compare.tally import LISTED, Coverage, ParameterDifference
 from tp_invariant_recipes.ledger.layouts import changes, spans_in_words
 from tp_invariant_recipes.ledger.reader import same_file
 from tp_invariant_recipes.ledger.schema import DIGESTED, EVALUATED, FLOATS, SHARDS
+from tp_invariant_recipes.numerics.mode import STOCK
 from tp_invariant_recipes.plural import counted, few
 
 _OF_STATE = ("clipped", "moments")  # which only every `ledger.state_digests`th step has
@@ -83,9 +83,16 @@ def remarks(comparison: Comparison) -> tuple[str, ...]:
         sentences += [*machine_remark(comparison), *_later_replicas(comparison)]
         sentences += [*_undigested(comparison), *_untraced(comparison), *_partly_evaluated(comparison)]
         sentences += _next_command(comparison, dumped=distance is not None)
-    if advice := stock_help(comparison):
-        sentences.append(f"help: {' '.join(advice)}")
-    return tuple(sentences)
+    return (*sentences, *stock_remark(comparison))
+
+
+def stock_remark(comparison: Comparison) -> list[str]:
+    """Name the page about stock numerics, of which two layouts seldom agree; nothing for other runs."""
+    headers = comparison.a.header, comparison.b.header
+    stock = all(header.numerics.get("mode") == STOCK for header in headers)
+    if comparison.verdict is not Verdict.DIFFERENT or not stock or headers[0].layout == headers[1].layout:
+        return []
+    return ["help: numerics=stock adds in another order in every layout; docs/audit.md tells rounding from a fault."]
 
 
 def machine_remark(comparison: Comparison) -> list[str]:

@@ -18,10 +18,9 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class NothingToTrain(Result):
-    """A comparison that leaves no step to train again. advice: what one can do instead."""
+    """A comparison that leaves no step to train again."""
 
     recorded: Comparison
-    advice: str
 
     @property
     @override
@@ -30,7 +29,7 @@ class NothingToTrain(Result):
 
     @override
     def lines(self) -> Iterator[str]:
-        yield from (verdict_line(self.recorded), self.advice)
+        yield from (verdict_line(self.recorded), "there is no step to train again")
 
     @override
     def as_json(self) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from tp_invariant_recipes.compare.compare import Comparison, Verdict, compare
 from tp_invariant_recipes.compare.explanation import run_name
 from tp_invariant_recipes.compare.magnitude import magnitude_line, magnitude_report
-from tp_invariant_recipes.compare.stock_help import weights_drawn
 from tp_invariant_recipes.compare.text import verdict_line
 from tp_invariant_recipes.errors import ConfigError, Interrupted, LedgerError, RunError, TpiError
 from tp_invariant_recipes.features import check
@@ -76,7 +75,7 @@ def new(a: Path, b: Path, directory: Path | None, *, referee: bool = False) -> B
         raise LedgerError(verdict_line(comparison))
     first = comparison.first
     if first is None or first.step == 0 or first.phase in ("data", "evaluation"):  # no step shows these
-        return NothingToTrain(comparison, weights_drawn(comparison) or "there is no step to train again")
+        return NothingToTrain(comparison)
     where = RunDir(choose_for_several(directory, "bisect"))
     remarks = (*_other_versions(comparison), *_other_layouts(ledgers))
     return Bisection(comparison, where, first.step, remarks, referee)

@@ -15,8 +15,7 @@ from tp_invariant_recipes.compare import compare
 from tp_invariant_recipes.compare.compare import Comparison, Verdict
 from tp_invariant_recipes.compare.comparison_json import report
 from tp_invariant_recipes.compare.explanation import run_name
-from tp_invariant_recipes.compare.stock_help import stock_help
-from tp_invariant_recipes.compare.text import compared_values, machine_remark, remarks, verdict_line
+from tp_invariant_recipes.compare.text import compared_values, machine_remark, remarks, stock_remark, verdict_line
 from tp_invariant_recipes.errors import LedgerError, RunError
 from tp_invariant_recipes.foreign_text import single_line
 from tp_invariant_recipes.ledger.bits import described, readable
@@ -395,9 +394,8 @@ def _comparison_remarks(comparisons: list[Comparison]) -> list[str]:
     sentences = [sentence for comparison in comparisons if not comparison.first for sentence in remarks(comparison)]
     sentences = [*dict.fromkeys(sentences)]
     sentences += dict.fromkeys(sentence for comparison in different for sentence in machine_remark(comparison))
-    if advice := next(filter(None, map(stock_help, different)), ()):
-        sentences.append(f"help: {' '.join(advice)}")
-    elif any(comparison.initial for comparison in different):
+    sentences += dict.fromkeys(sentence for comparison in different for sentence in stock_remark(comparison))
+    if any(comparison.initial for comparison in different):
         sentences.append("numerics.initial_weights=invariant starts all of them from the same weights.")
     return sentences
 
