@@ -14,6 +14,7 @@ ValueError and nothing else, and raises its own TpiError that names the file; th
 pydantic and yaml are imported where they are used: `tpi --help` and completion use neither.
 """
 
+import codecs
 import errno
 import functools
 import json
@@ -22,6 +23,7 @@ import re
 import stat
 from collections.abc import Iterator
 from dataclasses import asdict, is_dataclass
+from gzip import GzipFile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, ClassVar, TypeVar, overload
 
@@ -147,10 +149,15 @@ def read_lines(file: Path) -> Iterator[tuple[int, bytes]]:
     ValueError: a line is too long.
     """
     with open_file(file) as stream:
-        for number, line in enumerate(iter(lambda: stream.readline(LONGEST_LINE + 1), b""), 1):
-            if len(line) > LONGEST_LINE:
-                raise ValueError(f"line {number} has more than {LONGEST_LINE} bytes")
-            yield number, line
+        yield from lines_of(stream)
+
+
+def lines_of(stream: BinaryIO | GzipFile) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a stream as `read_lines` does."""
+    for number, line in enumerate(iter(lambda: stream.readline(LONGEST_LINE + 1), b""), 1):
+        if len(line) > LONGEST_LINE:
+            raise ValueError(f"line {number} has more than {LONGEST_LINE} bytes")
+        yield number, line
 
 
 def parse_object(data: bytes, *, constants: bool = False, most: int = NODES) -> dict[str, Any]:
@@ -168,6 +175,8 @@ def parse_json(data: bytes, *, constants: bool = False, most: int = NODES) -> An
 
     constants: whether NaN and Infinity are allowed, which JSON lacks and Python writes.
     """
+    if data.startswith(codecs.BOM_UTF8):
+        raise ValueError("it begins with a byte order mark; save the file as UTF-8 without one")
     if len(data) > most and sum(data.count(mark) for mark in b",[{") > most:
         raise ValueError(f"more than {most} values")
     try:

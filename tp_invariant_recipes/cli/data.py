@@ -1,6 +1,5 @@
 """`tpi data`: make the datasets that `tpi train data=text` reads."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,6 @@ from tp_invariant_recipes.cli.arguments import Json, help_text, option
 from tp_invariant_recipes.cli.output import progress
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.plural import counted
-from tp_invariant_recipes.start import needed
 
 data_app = typer.Typer(help="Turn text into the indexed datasets that Megatron trains on.", no_args_is_help=True)
 
@@ -26,7 +24,7 @@ def prepare(
         typer.Argument(help="A file or a folder: text (one document a file) or JSONL (one document a line), also .gz."),
     ],
     output: Annotated[
-        Path | None, option("PREFIX", "Write PREFIX.bin, .idx and .json; default data/ and the name of SOURCE.")
+        Path | None, option("PREFIX", "Write PREFIX.bin and .idx; default data/ and the name of SOURCE.")
     ] = None,
     tokenizer: Annotated[
         str, option(None, "'byte' (ids are UTF-8 bytes, eod is 256), or a local folder with a Hugging Face tokenizer.")
@@ -36,28 +34,29 @@ def prepare(
 ) -> None:
     """Turn SOURCE into an indexed dataset of Megatron.
 
-    If an earlier call was interrupted, the command continues where that one stopped.
+    The command reads a folder's JSONL files alone, where it has any, and says which files it leaves out. It writes the
+    dataset whole or not at all. For more than 10 GB use Megatron's preprocess_data, whose result tpi takes.
 
     \b
     tpi data prepare ~/books
     tpi data prepare pages.jsonl.gz --output data/pages --json-key body
     """
-    needed.check("tpi data prepare", ("megatron.core", "torch"))
-    # Imported here so that `tpi --help` does not wait for numpy.
-    from tp_invariant_recipes.data.prepare import prepare as prepare_data
-    from tp_invariant_recipes.data.source import source_name
+    from tp_invariant_recipes.data import text  # numpy
 
-    prefix = output or Path("data", source_name(source))
-    with progress.slow_progress(terminal.console(stderr=True)) as slow:
-        prepared = prepare_data(source, prefix, tokenizer=tokenizer, json_key=json_key, progress=slow.reading(source))
+    corpus = text.select(source)
+    console = terminal.console(stderr=True)
+    terminal.print_line(console, f"reading {corpus}")
+    with progress.slow_progress(console) as slow:
+        prefix = output or Path("data", text.plain_name(source))
+        made = text.prepare(source, prefix, tokenizer, json_key, slow.reading(source))
     if as_json:
-        terminal.print_json(asdict(prepared) | {"prefix": str(prepared.prefix)})
+        left_out = {"left_out": [*corpus.left]}
+        terminal.print_json({"prefix": str(prefix), "tokenizer": tokenizer} | made.as_json() | left_out)
         return
-    terminal.print_text(
-        f"{prepared.prefix}: {counted(prepared.documents, 'document')}, {counted(prepared.tokens, 'token')}"
-    )
-    terminal.print_text(f"tokenizer {prepared.tokenizer}, vocabulary {prepared.vocab_size} with eod {prepared.eod}")
-    terminal.print_text(f"digest {prepared.digest}")
+    terminal.print_text(f"{prefix}: {counted(made.documents, 'document')}, {counted(made.tokens, 'token')}")
+    terminal.print_text(f"digest {made.digest}")
+    named = "" if tokenizer == "byte" else f" data.tokenizer={tokenizer}"
+    terminal.print_text(f"train on it: tpi train MODEL data=text data.path={prefix}{named}")
 
 
 data_app.command("prepare", help=help_text(prepare))(prepare)

@@ -1,10 +1,7 @@
-"""From text to the indexed datasets that Megatron trains on.
+"""What a run reads: text, examples for fine-tuning, sequences to score.
 
-source.py     select the files, digest them, cut them into parts
-documents.py  the documents of a part and the problems in them
-tokenizer.py  bytes of a document -> token ids
-files.py      atomic files: whole or absent, also after SIGKILL or on a full disk
-prepared.py   the files of a finished dataset; load and check them
-parts.py      write the missing parts, merge them
-prepare.py    the whole procedure: scan, write, merge, publish
+text.py       files of text -> Megatron's indexed datasets
+tokenizer.py  documents -> token ids
+examples.py   JSONL for fine-tuning, checked before ranks start
+sequences.py  JSONL to score
 """

@@ -43,14 +43,14 @@ class Identity:
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """vocab_size: includes eod. encode: UTF-8 documents -> one integer array a document, eod at its end.
+    """vocab_size: includes eod. encode: documents -> one integer array a document, eod at its end.
 
     has_template: whether it turns conversations into text.
     """
 
     vocab_size: int
     eod: int
-    encode: "Callable[[Iterable[bytes]], Iterator[np.ndarray]]"
+    encode: "Callable[[Iterable[str]], Iterator[np.ndarray]]"
     has_template: bool = False
 
 
@@ -106,24 +106,20 @@ def of_folder(folder: Path) -> Any:
         raise DataError(f"tokenizer {folder}: cannot load it: {error}") from error
 
 
-def _encode_bytes(documents: Iterable[bytes]) -> "Iterator[np.ndarray]":
+def _encode_bytes(documents: Iterable[str]) -> "Iterator[np.ndarray]":
     import numpy as np
 
     for document in documents:
-        ids = np.empty(len(document) + 1, dtype=np.uint16)
-        ids[:-1] = np.frombuffer(document, dtype=np.uint8)
-        ids[-1] = BYTE_EOD
-        yield ids
+        yield np.append(np.frombuffer(document.encode(), dtype=np.uint8).astype(np.uint16), np.uint16(BYTE_EOD))
 
 
-def _encode_hf(tokenizer: Any, vocab_size: int, eod: int, documents: Iterable[bytes]) -> "Iterator[np.ndarray]":
+def _encode_hf(tokenizer: Any, vocab_size: int, eod: int, documents: Iterable[str]) -> "Iterator[np.ndarray]":
     """Raise DataError for an id outside the vocabulary, which the index's type would turn into another token."""
     import numpy as np
 
     for batch in batched(documents, BATCH):
-        texts = [document.decode() for document in batch]
         # verbose=False: documents longer than the model's context are expected here.
-        for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
+        for ids in tokenizer([*batch], add_special_tokens=False, verbose=False)["input_ids"]:
             array = np.array([*ids, eod], dtype=np.int64)
             if array.max() >= vocab_size:
                 raise DataError(f"the tokenizer made token {array.max()}, but its vocabulary has {vocab_size}")

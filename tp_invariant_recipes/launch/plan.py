@@ -15,8 +15,7 @@ from tp_invariant_recipes.config.compose import Composed
 from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.config.overrides import Override, given
 from tp_invariant_recipes.data.examples import Examples
-from tp_invariant_recipes.data.prepare import ensure_prepared, find_prepared
-from tp_invariant_recipes.data.prepared import PreparedData
+from tp_invariant_recipes.data.text import PreparedData, find_prepared
 from tp_invariant_recipes.errors import ConfigError, lines, refuse
 from tp_invariant_recipes.ledger.schema import Header
 from tp_invariant_recipes.machine import gpus
@@ -59,6 +58,7 @@ class Plan:
     data_missing: whether text has yet to be prepared; such a plan is for `tpi train --dry-run` alone.
     attempts:    recorded attempts when this was planned; None: there was no run.
     remark:      a sentence about resuming the run for the user; None: nothing.
+    text:        the files of text that it trains on, and those left out.
     """
 
     composed: Composed
@@ -73,6 +73,7 @@ class Plan:
     data_missing: bool = False
     attempts: int | None = None
     remark: str | None = None
+    text: str = ""
 
     @property
     def steps(self) -> int:
@@ -152,12 +153,10 @@ def resolve(composed: Composed, run_dir: RunDir, how: Planning = TO_TRAIN, *, im
     config = config.with_fields("run", dir=str(run_dir.path))
     config = config.with_fields("checkpoint", save=str(run_dir.checkpoints))
     config = sft.with_index(config, run_dir.index_cache)
-    if isinstance(data, int):
-        _check_vocabulary(str(config.data.path), data, config)
-    elif data is not None:
+    if data is not None:
         config = _with_data(config, data)
     config = config.with_fields("logger", **logger_fields(config, run_dir))
-    known = data if isinstance(data, PreparedData) else examples
+    known = data or examples
     digest = known.digest if known else None
     return Plan(
         composed,
@@ -167,8 +166,9 @@ def resolve(composed: Composed, run_dir: RunDir, how: Planning = TO_TRAIN, *, im
         identity(config, digest, imported),
         variables | logger_variables(config),
         here=how.here,
-        data_missing=isinstance(data, int),
+        data_missing=data is not None and not data.documents,
         attempts=so_far,
+        text=data.source if data else "",
     )
 
 
@@ -212,18 +212,14 @@ def attempts_so_far(run_dir: RunDir) -> int | None:
     return len(attempts.read_attempts(run_dir)) if run_dir.run.exists() else None
 
 
-def _prepare(data: DataSettings, how: Planning) -> PreparedData | int | None:
-    """Return the run's data; None: generated.
-
-    Of a dry planning the size of the vocabulary if the data is not yet prepared.
-    """
+def _prepare(data: DataSettings, how: Planning) -> PreparedData | None:
+    """Return the run's data, of a dry planning perhaps not yet prepared; None: generated."""
     if data.kind != "text" or data.path is None or data.tokenizer is None:
         return None
     cache = Path(data.cache or cache_dir() / "data").expanduser()
     path, tokenizer = Path(data.path).expanduser(), str(Path(data.tokenizer).expanduser())
-    if how.dry:
-        return find_prepared(path, cache, tokenizer=tokenizer, json_key=data.json_key)
-    return ensure_prepared(path, cache, tokenizer=tokenizer, json_key=data.json_key, progress=how.progress)
+    progress = how.progress or (lambda done, total: None)
+    return find_prepared(path, cache, tokenizer, data.json_key, progress, make=not how.dry)
 
 
 def _with_examples(config: RunConfig) -> tuple[RunConfig, Examples | None]:
@@ -237,17 +233,15 @@ def _with_examples(config: RunConfig) -> tuple[RunConfig, Examples | None]:
     return config, examples
 
 
-def _check_vocabulary(where: str, size: int, config: RunConfig) -> None:
-    if size > config.shape.vocabulary:
-        raise ConfigError(
-            f"{where} holds {size} token ids but model.vocab_size={config.shape.vocabulary}; "
-            f"use data.tokenizer=byte (257 ids) or raise model.vocab_size"
-        )
-
-
 def _with_data(config: RunConfig, data: PreparedData) -> RunConfig:
     """Return the configuration with prepared data, and with the ids of the data for the NullTokenizer."""
-    _check_vocabulary(str(data.prefix), data.vocab_size, config)
+    if data.vocab_size > config.shape.vocabulary:
+        raise ConfigError(
+            f"{config.data.path} holds {data.vocab_size} token ids but model.vocab_size={config.shape.vocabulary}; "
+            f"use data.tokenizer=byte (257 ids) or raise model.vocab_size"
+        )
+    if not data.documents:
+        return config
     shares = relations.shares_of_text(config)
     ends = [round(end * data.documents) for end in itertools.accumulate(shares, initial=0.0)]  # as Megatron rounds them
     if any(share and ends[n] == ends[n + 1] for n, share in enumerate(shares)):  # it would look for its tokens for ever

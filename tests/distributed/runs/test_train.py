@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tp_invariant_recipes.data.prepare import prepare
+from tp_invariant_recipes.data.text import prepare
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.start.forking import can_fork

@@ -10,7 +10,7 @@ import pytest
 
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
-from tp_invariant_recipes.data.prepared import PreparedData
+from tp_invariant_recipes.data.text import PreparedData
 from tp_invariant_recipes.errors import ConfigError, TpiError
 from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.launch.request import RunRequest
@@ -119,6 +119,6 @@ def test_an_option_and_an_override_that_agree(cli, folders_here):
 def test_a_part_of_the_text_without_a_document_is_refused(split, documents, wrong):
     """Megatron goes through its documents until it has enough tokens."""
     config = compose("qwen3_toy", ["data=text", "data.path=a.txt", f"dataset.split='{split}'"], device="cpu").config
-    data = PreparedData(Path("text"), "byte", vocab_size=257, eod=256, documents=documents, tokens=99, digest="0")
+    data = PreparedData(Path("text"), vocab_size=257, eod=256, documents=documents, tokens=99, digest="0")
     with pytest.raises(ConfigError, match="has a part without a document: text has 1") if wrong else nullcontext():
         plan._with_data(config, data)

@@ -49,15 +49,6 @@ def test_weights_of_another_size_stand_in_the_same_list(cli, here, no_gpus):
         assert name in ended.err
 
 
-def test_a_prepared_dataset_keeps_its_tokenizer(cli, here, no_gpus):
-    """So the one that the settings name need not be there."""
-    (here / "taken" / "a.txt").write_text("words and " * 2000)
-    assert cli("data", "prepare", "taken/a.txt", "--output", "prepared").status == 0
-    ended = cli("train", "qwen3_toy", "data=text", "data.path=prepared", "data.tokenizer=none", "tp=3", "device=cpu")
-    assert "tp=3 does not divide" in ended.err
-    assert "data.tokenizer" not in ended.err
-
-
 def test_a_run_that_goes_on_needs_no_weights(here):
     """Its checkpoint has them; a new run with the same command does not begin."""
     request = RunRequest(

@@ -1,22 +1,18 @@
-"""Text becomes an indexed dataset whose documents are the text's bytes and eod, however it was cut."""
+"""Text becomes an indexed dataset whose documents are the text's bytes and eod, whole or not at all."""
 
 import gzip
 import json
+import os
 import shutil
-import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from tests.unit.data.indexed_data import SUFFIXES, cheap_garbage_collection, count_parts, files_of  # noqa: F401
 from tp_invariant_recipes.cli.data import data_app
-from tp_invariant_recipes.data import source
-from tp_invariant_recipes.data.prepare import ensure_prepared, find_prepared, prepare
-from tp_invariant_recipes.data.prepared import is_prepared, load
+from tp_invariant_recipes.data import text
+from tp_invariant_recipes.data.text import find_prepared, prepare, read_index, select
 from tp_invariant_recipes.errors import DataError
 
 EOD = 256
@@ -44,70 +40,51 @@ def write_texts(folder: Path, **files: str | bytes) -> Path:
     return folder
 
 
-def test_folder_in_sorted_order_and_only_files_that_count(tmp_path):
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_folder_of_text_in_sorted_order(tmp_path):
     folder = write_texts(
-        tmp_path / "in",
-        b__txt="zwei\r\n",
-        a___z__md="# eins é",
-        c__py="",
-        d__png=b"\x89PNG",
-        e__ndjson='{"text": "drei"}\n\n{"text": ""}\n{"text": "vier"}',
-        _hidden="no",
+        tmp_path / "in", b__txt="zwei\r\n", a___z__md="# eins é", c__py="", d__png=b"\x89PNG", __hidden="no"
     )
-    write_texts(folder, **{"__git___x__txt": "hidden"})
-    (folder / "f.txt.gz").write_bytes(gzip.compress(b"gepackt"))
+    write_texts(folder, __git___x__txt="hidden", f__txt__gz=gzip.compress(b"gepackt"), package__json="{}")
     made = prepare(folder, tmp_path / "out" / "my.set")
-    want = ids("# eins é".encode(), b"zwei\r\n", b"drei", b"vier", b"gepackt")
-    assert read_back(made.prefix) == want
-    assert (made.documents, made.tokens) == (5, sum(map(len, want)))
-    assert (made.tokenizer, made.vocab_size, made.eod) == ("byte", 257, EOD)
-    assert load(made.prefix, verify=True) == made
-    assert sorted(p.name for p in made.prefix.parent.iterdir()) == ["my.set.bin", "my.set.idx", "my.set.json"]
+    want = ids("# eins é".encode(), b"zwei\r\n", b"gepackt")
+    assert read_back(tmp_path / "out" / "my.set") == want
+    assert (made.documents, made.tokens, made.largest) == (3, sum(map(len, want)), EOD)
+    assert {*files_of(tmp_path / "out")} == {"my.set.bin", "my.set.idx"}
+    assert select(folder).left == ("d.png", "package.json")
 
 
-texts = st.text(st.characters(codec="utf-8"), max_size=12)
-lines = st.lists(st.one_of(st.none(), texts), max_size=4)
+def test_the_bytes_are_those_of_megatrons_builder(tmp_path):
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    prepare(write_texts(tmp_path / "in", a__txt="abc", b__txt="de"), tmp_path / "ours")
+    builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=DType.optimal_dtype(257))
+    for document in ids(b"abc", b"de"):
+        builder.add_document(np.array(document), [len(document)])
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    made = files_of(tmp_path)
+    assert (made["ours.bin"], made["ours.idx"]) == (made["theirs.bin"], made["theirs.idx"])
 
 
-@settings(max_examples=12)
-@given(lines_a=lines, lines_b=lines, text=texts, part_bytes=st.integers(1, 90), ascii_only=st.booleans())
-def test_any_cut_gives_the_same_documents_and_files(lines_a, lines_b, text, part_bytes, ascii_only):
-    want = ids(*(t.encode() for t in (*lines_a, text, *lines_b) if t))
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name, "in")
-        as_lines = [
-            "".join(json.dumps({"text": t}, ensure_ascii=ascii_only) + "\n" if t is not None else " \r\n" for t in x)
-            for x in (lines_a, lines_b)
-        ]
-        write_texts(folder, a__jsonl=as_lines[0], b__txt=text, c__jsonl=as_lines[1])
-        if not want:
-            with pytest.raises(DataError, match="every document is empty"):
-                prepare(folder, Path(name, "cut"), part_bytes=part_bytes)
-            assert not list(Path(name).glob("cut*"))
-            return
-        cut = prepare(folder, Path(name, "cut"), part_bytes=part_bytes)
-        assert read_back(cut.prefix) == want
-        whole = prepare(folder, Path(name, "whole"))
-        assert files_of(cut.prefix) == files_of(whole.prefix)
-        assert cut.digest == whole.digest
+def test_of_a_folder_with_jsonl_nothing_else_is_read_and_the_rest_is_listed(tmp_path):
+    folder = write_texts(
+        tmp_path / "in", README__md="no", a__ndjson='{"text": "drei"}\n\n{"text": ""}\n{"text": "vier"}'
+    )
+    write_texts(folder, b__jsonl__gz=gzip.compress(b'{"text": "\xc3\xa9"}'))
+    prepare(folder, tmp_path / "out")
+    assert read_back(tmp_path / "out") == ids(b"drei", b"vier", "é".encode())
+    assert str(select(folder)) == f"{folder}: 2 files, 0.0 MiB; left out: README.md"
 
 
-def test_large_gz_jsonl_is_cut_and_read_in_one_sweep(tmp_path, monkeypatch):
-    documents = [f"document {i}" for i in range(200)]
-    path = tmp_path / "x.jsonl.gz"
-    path.write_bytes(gzip.compress("".join(json.dumps({"t": d}) + "\n" for d in documents).encode()))
-    opened = []
-    monkeypatch.setattr(source.gzip, "open", lambda p: opened.append(p) or gzip.GzipFile(p))
-    made = prepare(path, tmp_path / "out", json_key="t", part_bytes=300)
-    assert read_back(made.prefix) == ids(*(d.encode() for d in documents))
-    assert len(opened) == 2  # the scan, and one pass over all parts
-
-
-def test_progress_counts_bytes_of_text(tmp_path):
-    folder = write_texts(tmp_path / "in", a__txt="12345", b__txt="123")
-    seen = []
-    prepare(folder, tmp_path / "out", part_bytes=1, progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(0, 8), (5, 8), (8, 8)]
+@pytest.mark.parametrize("name", ("b.json", "b.json.gz", "b.jsonl.zst", "b.parquet", "b.jsonl.xz", "deep/b.jsonl.bz2"))
+def test_a_part_of_a_corpus_that_tpi_cannot_read_is_refused(tmp_path, name):
+    folder = write_texts(tmp_path / "in", a__jsonl='{"text": "a"}')
+    write_texts(folder, **{name.replace("/", "___").replace(".", "__"): "{}"})
+    with pytest.raises(DataError, match=f"cannot read {name}: make them JSONL"):
+        find_prepared(folder, tmp_path / "cache", make=False)
 
 
 @pytest.fixture
@@ -122,15 +99,10 @@ def hf_folder(tmp_path):
     return folder
 
 
-def test_hugging_face_folder(tmp_path, hf_folder):
-    text = write_texts(tmp_path / "in", a__txt="ein haus", b__txt="haus anders ein")
-    made = prepare(text, tmp_path / "out", tokenizer=str(hf_folder))
-    assert read_back(made.prefix) == [[1, 2, 3], [2, 0, 1, 3]]
-    assert (made.tokenizer, made.vocab_size, made.eod, made.tokens) == ("hf:words", 4, 3, 7)
-    assert str(tmp_path) not in (tmp_path / "out.json").read_text()
-    with pytest.raises(DataError, match="made from another tokenizer"):
-        prepare(text, tmp_path / "out")
-    assert read_back(prepare(text, tmp_path / "bytes").prefix)[0][-1] == EOD
+def _edit(path: Path, change) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
 
 
 def test_only_the_files_that_make_tokens_distinguish_tokenizers(tmp_path, hf_folder):
@@ -139,11 +111,12 @@ def test_only_the_files_that_make_tokens_distinguish_tokenizers(tmp_path, hf_fol
         shutil.copytree(hf_folder, folder)
     (same / "model.safetensors").write_bytes(b"weights")
     _edit(other / "tokenizer.json", lambda c: c["model"]["vocab"].update(ein=2, haus=1))
-    text = write_texts(tmp_path / "in", a__txt="ein haus")
-    made = prepare(text, tmp_path / "out", tokenizer=str(hf_folder))
-    assert prepare(text, tmp_path / "out", tokenizer=str(same)) == made
-    with pytest.raises(DataError, match="made from another tokenizer"):
-        prepare(text, tmp_path / "out", tokenizer=str(other))
+    folder, cache = write_texts(tmp_path / "in", a__txt="ein haus", b__txt="haus anders ein"), tmp_path / "cache"
+    made = [find_prepared(folder, cache, str(path), make=True) for path in (hf_folder, same, other)]
+    assert made[0] == made[1]
+    assert read_back(made[0].prefix) == [[1, 2, 3], [2, 0, 1, 3]]
+    assert read_back(made[2].prefix) == [[2, 1, 3], [1, 0, 2, 3]]
+    assert (made[0].vocab_size, made[0].eod) == (4, 3)
 
 
 @pytest.mark.parametrize(
@@ -158,39 +131,29 @@ def test_only_the_files_that_make_tokens_distinguish_tokenizers(tmp_path, hf_fol
     ),
 )  # fmt: skip
 def test_bad_hugging_face_folder(tmp_path, hf_folder, mend, message):
-    text = write_texts(tmp_path / "in", a__txt="ein haus")
+    folder = write_texts(tmp_path / "in", a__txt="ein haus")
     mend(hf_folder)
     with pytest.raises(DataError, match=message):
-        prepare(text, tmp_path / "out", tokenizer=str(hf_folder))
-    assert not list(tmp_path.glob("out*"))
-
-
-def _edit(path: Path, change) -> None:
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
+        prepare(folder, tmp_path / "out", tokenizer=str(hf_folder))
+    assert not list(tmp_path.glob("*out*"))
 
 
 BAD = {
-    "missing": ({}, "in: No such file"),
-    "nothing that counts": ({"a__png": b"x"}, "no file to read; known suffixes are .txt"),
-    "empty": ({"a__txt": "", "b__jsonl": '\n{"text": ""}\n'}, "every document is empty"),
-    "not UTF-8": ({"a__txt": b"ab\xffc"}, "a.txt: not UTF-8 at byte 2"),
-    "cut-off UTF-8": ({"a__txt": "é".encode()[:1]}, "a.txt: not UTF-8 at byte 0"),
-    "not UTF-8 in a line": (
-        {"a__jsonl": b'{"text": "a"}\n{"text": "\xff"}'},
-        "line 2: not UTF-8 at byte 24 of the file",
-    ),
+    "missing": ({}, "No such file"),
+    "nothing that counts": ({"a__png": b"x"}, "no file to read; known suffixes are .jsonl"),
+    "only JSON": ({"a__json": b"{}"}, "cannot read a.json"),
+    "empty": ({"a__txt": "", "b__txt": ""}, "2 files, every document is empty"),
+    "empty lines": ({"b__jsonl": '\n{"text": ""}\n'}, "every document is empty"),
+    "not UTF-8": ({"a__txt": b"ab\xffc"}, "a.txt: not UTF-8, from byte 3 on"),
+    "not UTF-8 in a line": ({"a__jsonl": b'{"text": "a"}\n{"text": "\xff"}'}, "line 2: not UTF-8, from byte 11 on"),
     "not JSON": ({"a__jsonl": '{"text": "a"}\n\n{"text'}, "a.jsonl, line 3: not JSON"),
-    "too deep": ({"a__jsonl": "[" * 100000}, "line 1: not JSON"),
-    "huge number": ({"a__jsonl": '{"text": ' + "1" * 5000 + "}"}, "line 1: not JSON"),
-    "no object": ({"a__jsonl": "[1]"}, "line 1: an array instead of an object"),
-    "no key": (
-        {"a__jsonl": '{"body": "a"}'},
-        "line 1: no key 'text' (--json-key, data.json_key); this line has 'body'",
-    ),
-    "no string": ({"a__jsonl": '{"text": null}'}, "'text' holds null instead of a string"),
-    "half a character": ({"a__jsonl": '{"text": "a\\ud800"}'}, "unpaired surrogate"),
+    "too deep": ({"a__jsonl": "[" * 100000}, "line 1: nested too deeply"),
+    "huge number": ({"a__jsonl": '{"text": ' + "1" * 5000 + "}"}, "line 1: "),
+    "no object": ({"a__jsonl": "[1]"}, "line 1: not an object in braces"),
+    "no key": ({"a__jsonl": '{"body": "a"}'}, "line 1: no key 'text' (--json-key, data.json_key); its keys: 'body'"),
+    "no string": ({"a__jsonl": '{"text": null}'}, "'text' holds no text"),
+    "half a character": ({"a__jsonl": '{"text": "a\\ud800"}'}, "lone surrogate"),
+    "byte order mark": ({"a__jsonl": b'\xef\xbb\xbf{"text": "a"}'}, "line 1: it begins with a byte order mark"),
     "no gzip": ({"a__txt__gz": "plain"}, "a.txt.gz: Not a gzipped file"),
     "cut-off gzip": ({"a__txt__gz": gzip.compress(b"abc" * 99)[:-9]}, "a.txt.gz: Compressed file ended"),
     "damaged gzip": ({"a__txt__gz": gzip.compress(b"abc" * 99)[:10] + b"\xff" * 40}, "a.txt.gz: Error -3"),
@@ -203,179 +166,139 @@ def test_bad_input_is_one_clear_error_and_leaves_nothing(tmp_path, name):
     with pytest.raises(DataError) as caught:
         prepare(write_texts(tmp_path / "in", **files), tmp_path / "out")
     assert message in str(caught.value)
-    assert not list(tmp_path.glob("out*"))
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_all_problems_at_once_with_file_and_line(tmp_path):
+    folder = write_texts(tmp_path / "in", a__jsonl='{"text": "good"}\n{}\n[]\n', b__jsonl="x")
+    (folder / "c.jsonl").mkdir()
+    with pytest.raises(DataError) as caught:
+        prepare(folder, tmp_path / "out")
+    listed = [line.split(":")[0].rpartition("/")[2] for line in str(caught.value).splitlines()[1:]]
+    assert listed == ["a.jsonl, line 2", "a.jsonl, line 3", "b.jsonl, line 1"]
+    for name in ("d.jsonl", "e.jsonl"):
+        (folder / name).symlink_to(tmp_path / "gone")
+    with pytest.raises(DataError, match=r"d.jsonl: No such file(?s:.*)e.jsonl: No such file"):
+        prepare(folder, tmp_path / "out")
 
 
 def test_too_long_documents(tmp_path, monkeypatch):
-    monkeypatch.setattr(source, "MAX_DOCUMENT_BYTES", 30)
-    folder = write_texts(tmp_path / "in", a__txt="x" * 31, b__jsonl=json.dumps({"text": "x" * 60}), c__txt="x" * 30)
-    with pytest.raises(DataError) as caught:
-        prepare(folder, tmp_path / "out", part_bytes=8)
-    assert "a.txt: a document of more than 30" in str(caught.value)
-    assert "b.jsonl: a document of more than 30" in str(caught.value)
-    assert "c.txt" not in str(caught.value)
-
-
-def test_all_problems_at_once_and_good_parts_are_kept(tmp_path, monkeypatch):
-    folder = write_texts(tmp_path / "in", a__txt="good", b__txt=b"\xff", c__jsonl="{}\n[]\n", d__txt="good too")
-    with pytest.raises(DataError) as caught:
-        prepare(folder, tmp_path / "out", part_bytes=1)
-    listed = str(caught.value).splitlines()[1:]
-    assert [line.split(":")[0].rpartition("/")[2] for line in listed] == [
-        "b.txt",
-        "c.jsonl, line 1",
-        "c.jsonl, line 2",
-    ]
-    write_texts(folder, b__txt="mended", c__jsonl='{"text": "c"}')
-    written = count_parts(monkeypatch)
-    made = prepare(folder, tmp_path / "out", part_bytes=1)
-    assert read_back(made.prefix) == ids(b"good", b"mended", b"c", b"good too")
-    assert len(written) == 3  # all but a.txt
-
-
-def test_unreadable_paths_are_listed_in_one_message(tmp_path):
-    folder = write_texts(tmp_path / "in", a__txt="good")
-    for name in ("b.txt", "c.md"):
-        (folder / name).symlink_to(tmp_path / "gone")
-    with pytest.raises(DataError) as caught:
-        prepare(folder, tmp_path / "out")
-    assert "b.txt: No such file" in str(caught.value)
-    assert "c.md: No such file" in str(caught.value)
+    monkeypatch.setattr(text, "LARGEST_DOCUMENT", 30)
+    with pytest.raises(DataError, match=r"a.txt: a document of more than 30"):
+        prepare(write_texts(tmp_path / "in", a__txt="x" * 31, c__txt="x" * 30), tmp_path / "out")
 
 
 def test_input_that_changes_meanwhile(tmp_path):
     folder = write_texts(tmp_path / "in", a__txt="one", b__txt="two")
-    with pytest.raises(DataError, match=r"b.txt changed while"):
-        prepare(folder, tmp_path / "out", part_bytes=1, progress=lambda done, total: write_texts(folder, b__txt="2!!"))
-    assert not (tmp_path / "out.idx").exists()
+    change = lambda done, total: done and write_texts(folder, b__txt="2!!")  # noqa: E731
+    with pytest.raises(DataError, match=r"it changed meanwhile"):
+        prepare(folder, tmp_path / "out", progress=change)
+    assert not list(tmp_path.glob("*out*"))
 
 
-def test_finished_data_is_returned_and_other_data_never_overwritten(tmp_path, monkeypatch):
-    folder = write_texts(tmp_path / "in", a__jsonl='{"text": "a", "b": "c"}')
-    made = prepare(folder, tmp_path / "out")
-    before = files_of(made.prefix)
-    written = count_parts(monkeypatch)
-    assert prepare(folder, tmp_path / "out") == made
-    assert not written
-    with pytest.raises(DataError, match="made from another --json-key"):
-        prepare(folder, tmp_path / "out", json_key="b")
-    write_texts(folder, a__jsonl='{"text": "other"}')
-    with pytest.raises(DataError, match=r"made from other text.*--output"):
-        prepare(folder, tmp_path / "out")
-    assert files_of(made.prefix) == before
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_foreign_files_are_never_overwritten(tmp_path, suffix):
+def test_the_same_data_is_written_again_and_other_data_is_never_overwritten(tmp_path):
     folder = write_texts(tmp_path / "in", a__txt="a")
-    (tmp_path / f"out{suffix}").write_text("mine")
-    with pytest.raises(DataError, match="in the way"):
-        prepare(folder, tmp_path / "out")
-    assert (tmp_path / f"out{suffix}").read_text() == "mine"
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_load_finds_damage(tmp_path):
-    prefix = prepare(write_texts(tmp_path / "in", a__txt="abc"), tmp_path / "out").prefix
-    (tmp_path / "out.bin").write_bytes(b"\0" * 8)
-    load(prefix)  # the size is right
-    with pytest.raises(DataError, match="changed after it was prepared"):
-        load(prefix, verify=True)
-    (tmp_path / "out.bin").write_bytes(b"\0" * 6)
-    with pytest.raises(DataError, match="6 bytes instead of 8"):
-        load(prefix)
-    metadata = json.loads((tmp_path / "out.json").read_text())
-    for text, message in (
-        ("{", "cannot read"),
-        ("[]", "schema version None"),
-        (json.dumps(metadata | {"schema_version": 99}), "schema version 99"),
-        (
-            json.dumps(metadata | {"tokens": "many"}),
-            r"is not what tpi writes \(tokens: Input should be a valid integer\)",
-        ),
-    ):
-        (tmp_path / "out.json").write_text(text)
-        with pytest.raises(DataError, match=message):
-            load(prefix)
-    assert is_prepared(prefix)
-    (tmp_path / "out.json").unlink()
-    with pytest.raises(DataError, match=r"out.json missing"):
-        load(prefix)
-    assert not is_prepared(prefix)
-
-
-@pytest.mark.parametrize("name", ("out", "out.idx", "out.bin"))
-def test_ensure_prepared_takes_a_prefix(tmp_path, name):
-    made = prepare(write_texts(tmp_path / "in", a__txt="abc"), tmp_path / "out")
-    assert ensure_prepared(tmp_path / name, tmp_path / "cache") == made
-    assert is_prepared(tmp_path / name)
-    assert not (tmp_path / "cache").exists()
-
-
-def test_ensure_prepared_caches_text_by_content_tokenizer_and_key(tmp_path, hf_folder):
-    folder = write_texts(tmp_path / "in", a__txt="ein haus")
-    cache = tmp_path / "cache"
-    first = ensure_prepared(folder, cache)
-    assert first.prefix.parent == cache
-    assert first.prefix.name.startswith("in-")
-    assert ensure_prepared(folder, cache) == first
-    words = ensure_prepared(folder, cache, tokenizer=str(hf_folder))
+    made, before = prepare(folder, tmp_path / "out"), files_of(tmp_path)
+    assert prepare(folder, tmp_path / "out") == made
+    (tmp_path / "out.idx").unlink()  # a kill between the two renames
+    assert prepare(folder, tmp_path / "out") == made
     write_texts(folder, a__txt="other")
-    other = ensure_prepared(folder, cache)
+    with pytest.raises(DataError, match=r"out.bin, .*out.idx: other data is in the way.*--output"):
+        prepare(folder, tmp_path / "out")
+    assert files_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("step", (1, 2))
+def test_an_error_of_the_disk_leaves_no_dataset(tmp_path, monkeypatch, step):
+    real, calls = os.replace, iter(range(10))
+
+    def replace(*names):
+        if next(calls) == step:
+            raise OSError(28, "No space left on device")
+        real(*names)
+
+    folder = write_texts(tmp_path / "in", a__txt="a")
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(DataError, match=r"cannot write .*out: No space left"):
+        prepare(folder, tmp_path / "out")
+    assert not (tmp_path / "out.idx").exists()
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_a_dataset_of_megatron_needs_nothing_but_its_two_files(tmp_path, hf_folder):
+    prepare(write_texts(tmp_path / "in", a__txt="abc"), tmp_path / "out")
+    found = [find_prepared(tmp_path / name, tmp_path / "cache", make=False) for name in ("out", "out.bin", "out.idx")]
+    assert found[0] == found[1] == found[2]
+    assert (found[0].documents, found[0].tokens, found[0].source) == (1, 4, "")
+    with pytest.raises(DataError, match=r"out.bin holds token 256, and data.tokenizer=.*words has 4 ids"):
+        find_prepared(tmp_path / "out", tmp_path / "cache", str(hf_folder), make=False)
+    (tmp_path / "out.bin").write_bytes(np.array([1, 2, 3, 4], "u2"))
+    assert find_prepared(tmp_path / "out", tmp_path / "cache", make=False).digest != found[0].digest
+
+
+DAMAGE = {
+    "a shorter .bin": (lambda b, i: (b[:-2], i), "tells of 4 tokens, and the .bin has 6 bytes"),
+    "no index": (lambda b, i: (b, b"x" * 50), "no index of token ids"),
+    "a cut index": (lambda b, i: (b, i[:30]), "no index of token ids"),
+    "numbers of floats": (lambda b, i: (b, i[:17] + b"\x06" + i[18:]), "no index of token ids"),
+    "2**60 sequences": (lambda b, i: (b, i[:18] + (2**60).to_bytes(8, "little") + i[26:]), "no index of token ids"),
+    "nothing": (lambda b, i: (b"", i[:18] + bytes(16)), "0 tokens, and the .bin has 0 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_datasets(tmp_path, name):
+    damage, message = DAMAGE[name]
+    prepare(write_texts(tmp_path / "in", a__txt="abc"), tmp_path / "out")
+    binary, index = damage((tmp_path / "out.bin").read_bytes(), (tmp_path / "out.idx").read_bytes())
+    (tmp_path / "out.bin").write_bytes(binary)
+    (tmp_path / "out.idx").write_bytes(index)
+    with pytest.raises(DataError, match=message):
+        read_index(tmp_path / "out")
+
+
+def test_text_is_kept_by_content_tokenizer_and_key_and_foreseeing_writes_nothing(tmp_path):
+    cache = tmp_path / "cache"
     lines = write_texts(tmp_path / "lines", a__jsonl='{"text": "one", "body": "two"}\n')
-    by_key = [ensure_prepared(lines, cache, json_key=key) for key in ("text", "body")]
-    assert [read_back(made.prefix) for made in by_key] == [ids(b"one"), ids(b"two")]
-    assert len({made.prefix for made in (first, words, other, *by_key)}) == 5
+    planned = find_prepared(lines, cache, make=False)
+    assert (planned.documents, planned.digest, planned.vocab_size, cache.exists()) == (0, None, EOD + 1, False)
+    made = [find_prepared(lines, cache, "byte", key, make=True) for key in ("text", "body")]
+    assert [read_back(data.prefix) for data in made] == [ids(b"one"), ids(b"two")]
+    assert find_prepared(lines, cache, make=False) == made[0]
+    with pytest.raises(DataError, match="no file or folder of text and no dataset"):
+        find_prepared(tmp_path / "nowhere", cache, make=False)
+    (tmp_path / "half.idx").touch()
+    with pytest.raises(DataError, match=r"half.bin is missing"):
+        find_prepared(tmp_path / "half", cache, make=False)
 
 
-def test_foreseeing_writes_nothing_and_finds_what_is_there(tmp_path):
-    folder, cache = write_texts(tmp_path / "text", a__txt="one"), tmp_path / "cache"
-    before = sorted(tmp_path.rglob("*"))
-    assert find_prepared(folder, cache) == EOD + 1
-    with pytest.raises(DataError, match="no file or folder of text"):
-        find_prepared(tmp_path / "nowhere", cache)
-    assert sorted(tmp_path.rglob("*")) == before
-    made = ensure_prepared(folder, cache)
-    assert find_prepared(folder, cache) == find_prepared(made.prefix, cache) == made
+def test_the_digest_of_a_large_dataset_is_read_once(tmp_path, monkeypatch):
+    prepare(write_texts(tmp_path / "in", a__txt="abc"), tmp_path / "out")
+    first = read_index(tmp_path / "out", tmp_path / "cache")
+    monkeypatch.setattr(text, "_digest", None)
+    assert read_index(tmp_path / "out", tmp_path / "cache") == first
+    os.utime(tmp_path / "out.bin", ns=(1, 1))
+    with pytest.raises(TypeError):
+        read_index(tmp_path / "out", tmp_path / "cache")
 
 
-def test_ensure_prepared_with_dataset_beside_its_folder(tmp_path):
+def test_tokenizer_must_be_byte_or_a_folder_and_an_output_needs_a_name(tmp_path):
     folder = write_texts(tmp_path / "in", a__txt="abc")
-    made = prepare(folder, folder)
-    assert ensure_prepared(folder, tmp_path / "cache") == made
-    write_texts(folder, a__txt="newer text")
-    with pytest.raises(DataError, match=r"made from other text.*in.idx to use it"):
-        ensure_prepared(folder, tmp_path / "cache")
-    assert ensure_prepared(tmp_path / "in.idx", tmp_path / "cache") == made
-
-
-def test_tokenizer_must_be_byte_or_a_folder(tmp_path):
     with pytest.raises(DataError, match="tpi downloads nothing"):
-        prepare(write_texts(tmp_path / "in", a__txt="abc"), tmp_path / "out", tokenizer="Qwen/Qwen3-8B")
-
-
-def test_output_needs_a_name(tmp_path):
+        prepare(folder, tmp_path / "out", tokenizer="Qwen/Qwen3-8B")
     with pytest.raises(DataError, match="needs a name"):
-        prepare(write_texts(tmp_path / "in", a__txt="abc"), Path("."))
+        prepare(folder, Path("."))
 
 
-def test_command_prints_and_lets_errors_through(tmp_path, monkeypatch):
+def test_command_says_what_it_reads_before_it_reads(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write_texts(tmp_path, corpus__jsonl='{"body": "abc"}')
-    run = CliRunner().invoke
-    shown = run(data_app, ["prepare", "corpus.jsonl", "--json-key", "body", "--json"])
+    write_texts(tmp_path / "in", corpus__jsonl='{"body": "abc"}', notes__md="")
+    shown = CliRunner().invoke(data_app, ["prepare", "in", "--json-key", "body", "--json"])
     assert shown.exit_code == 0, shown.output
-    assert json.loads(shown.stdout) == {
-        "prefix": "data/corpus", "tokenizer": "byte", "vocab_size": 257, "eod": 256,
-        "documents": 1, "tokens": 4, "digest": load(Path("data/corpus")).digest,
-    }  # fmt: skip
-    repeated = run(data_app, ["prepare", "corpus.jsonl", "--json-key", "body"])
-    assert "data/corpus: 1 document, 4 tokens" in repeated.stdout
-    assert isinstance(run(data_app, ["prepare", "corpus.jsonl", "--output", "x"]).exception, DataError)
-
-
-def test_index_type_is_megatrons_choice(tmp_path):
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    made = prepare(write_texts(tmp_path / "in", a__txt="abc"), tmp_path / "out")
-    assert IndexedDataset(str(made.prefix))[0].dtype == np.uint16
+    assert shown.stderr.splitlines()[0] == "reading in: 1 file, 0.0 MiB; left out: notes.md"
+    want = {"prefix": "data/in", "tokenizer": "byte", "left_out": ["notes.md"]}
+    assert json.loads(shown.stdout) == want | read_index(Path("data/in")).as_json()
+    repeated = CliRunner().invoke(data_app, ["prepare", "in", "--json-key", "body"])
+    assert "data/in: 1 document, 4 tokens" in repeated.stdout
+    assert "tpi train MODEL data=text data.path=data/in" in repeated.stdout
+    assert isinstance(CliRunner().invoke(data_app, ["prepare", "in"]).exception, DataError)

@@ -22,7 +22,7 @@ from tests.unit.ledger.test_ledger_digests import HEADER, RECORD
 from tp_invariant_recipes.compare.compare import compare
 from tp_invariant_recipes.compare.comparison_json import report
 from tp_invariant_recipes.compare.text import remarks, verdict_line
-from tp_invariant_recipes.data import prepared, sequences
+from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.data.examples import read_examples
 from tp_invariant_recipes.errors import LedgerError, RunError, TpiError
 from tp_invariant_recipes.features import check
@@ -279,23 +279,6 @@ def dumped(folder: Path, data: bytes) -> None:
 
 
 DIGEST = "0" * 64
-PREPARED = {
-    "schema_version": 1,
-    "tokenizer": "byte",
-    **dict.fromkeys(("tokenizer_sha256", "bin_sha256", "idx_sha256"), DIGEST),
-    **dict.fromkeys(("vocab_size", "eod", "documents", "tokens", "bin_bytes", "idx_bytes"), 0),
-    "source": {"name": "a", "json_key": "", "sha256": DIGEST, "files": []},
-}
-
-
-def prepared_json(folder: Path, data: bytes) -> None:
-    for suffix in (".bin", ".idx"):
-        (folder / f"p{suffix}").touch()
-    (folder / "p.json").write_bytes(data)
-    result = prepared.load(folder / "p")
-    f"{result.tokenizer} {result.vocab_size + 1} {result.tokens + 1}".encode()
-
-
 STAND = {"rank": 1, "count": 9, "place": "in step 4", "late": "has not ended step 4", "seconds": 1.5}
 STAND |= {"standing": "busy", "at": ["there"], "node": "n1"}
 MESSAGES: dict[str, Any] = {
@@ -469,7 +452,6 @@ KINDS: dict[str, tuple[Callable[[Path, bytes], None], Any]] = {
     "passes.json": (passes_json, [{"mode": "tree", "round": 1, "warmup": 1, "steps": 3, "profile": False}]),
     "rank-N.jsonl": (figures_jsonl, FIGURES),
     "dump's metadata": (dumped, PART),
-    "prepared data": (prepared_json, PREPARED),
     "forwarded bytes": (forwarded, {"file": "progress.jsonl", "position": 0}),
     **{f"rendezvous {key}": (message_of(key), value) for key, value in MESSAGES.items()},
     "manifest": (manifest, MANIFEST),

@@ -82,7 +82,6 @@ NEED = (
     (["audit", "qwen3_toy", "--against", "pp=2"], "tpi audit needs megatron-bridge"),
     (["export", "runs/a", "out"], "tpi export needs megatron-bridge"),
     (["conformance"], "tpi conformance needs torch, which is not installed here: make bootstrap"),
-    (["data", "prepare", "text.txt"], "tpi data prepare needs megatron-core and torch"),
     # Only Bridge knows what this field takes.
     (["show", "qwen3_toy", "model.attention_backend=unfused"], "tpi show needs megatron-bridge"),
 )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tp_invariant_recipes.check.rule import Rule, broken_rules
-from tp_invariant_recipes.data import prepare
+from tp_invariant_recipes.data import text
 from tp_invariant_recipes.data.examples import Examples, read_examples
 from tp_invariant_recipes.errors import ConfigError, Problem, lines, listed
 from tp_invariant_recipes.machine.versions import installed
@@ -66,7 +66,7 @@ def _text(config: RunConfig) -> None:
     """Raise ConfigError: there is no such text or tokenizer."""
     data = config.data
     if data.kind == "text" and data.path is not None and data.tokenizer is not None:
-        wrong = prepare.problems(Path(data.path).expanduser(), str(Path(data.tokenizer).expanduser()))
+        wrong = text.problems(Path(data.path).expanduser(), str(Path(data.tokenizer).expanduser()))
         if wrong:
             raise ConfigError("\n".join(wrong), wrong)
 

@@ -82,6 +82,8 @@ def start_lines(plan: Plan) -> Iterator[str | Text]:
     save = plan.config.section("checkpoint")["save_interval"]
     every = "step" if save == 1 else f"{save} steps"
     saved = f"every {every} and on SIGTERM" if save else "on SIGTERM only (save=N: every N steps)"
+    if plan.text:
+        yield f"text {plan.text}"
     yield f"run directory {plan.run_dir.path}; checkpoints {saved}"
     if plan.remark:
         yield plan.remark
