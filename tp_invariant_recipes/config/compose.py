@@ -17,6 +17,7 @@ from tp_invariant_recipes.numerics.mode import STOCK
 from tp_invariant_recipes.settings import conf_files
 from tp_invariant_recipes.settings.nearest import nearest
 from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.sizing import room
 from tp_invariant_recipes.sources import recipe_answers, recipe_process, recipe_source
 
 
@@ -142,11 +143,13 @@ def _with_graphs(model: str, sound: Sequence[Override], composed: RunConfig, eag
                 wrong += lines(check(config))
                 beyond = graph_choice.beyond(config, option)
                 if not wrong and not beyond:
-                    return config, option
+                    if (need := room.tight(config, here=True)) is None:
+                        return config, option
+                    why = why or f"memory is tight: with graphs this run needs {need}"
                 unwanted += beyond
             refused += wrong
         # What solves a later problem may name an option that was refused before.
-        why = next(iter([*refused, *reversed(unwanted)]), "no kind can be composed")
+        why = why or next(iter([*refused, *reversed(unwanted)]), "no kind can be composed")
     return eager, f"{graph_choice.OFF}: {why}"
 
 

@@ -61,7 +61,8 @@ class LedgerWriter:
     def append(self, record: StepRecord) -> None:
         """Append the line of the next step in one write. ValueError: it is another step.
 
-        RunError: it could not be written (a full disk). Half of it may be there, so the writer accepts no more.
+        RunError: it could not be written (a full disk), or the file is gone. Half of it may be there, so the writer
+        accepts no more.
         """
         if record.step != self.last_step + 1:
             raise ValueError(f"{self.path}: step {record.step} cannot follow step {self.last_step}")
@@ -109,6 +110,11 @@ class LedgerWriter:
         if written != len(line):
             self.close()
             raise RunError(f"cannot write {self.path}: only part of a line fitted; is the disk full?")
+        if not (self.path.exists() and os.path.samestat(os.fstat(self._descriptor), self.path.stat())):
+            self.close()
+            raise RunError(
+                f"{self.path} was deleted, moved or replaced while this run writes it, so its lines are lost"
+            )
 
 
 def resume(path: str | os.PathLike, header: Header, step: int) -> LedgerWriter:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tp_invariant_recipes.settings import allocation, expert_groups, layout, low_precision, muon, peft
+from tp_invariant_recipes.settings import allocation, cuda_graphs, expert_groups, layout, low_precision, muon, peft
 from tp_invariant_recipes.settings.model_shape import ModelShape
 from tp_invariant_recipes.settings.run_config import Layout, RunConfig
 from tp_invariant_recipes.sizing import activations, size
@@ -22,10 +22,13 @@ MIB, GIB = 2**20, 2**30
 # Parts that are numbers of parameters times bytes, and the others.
 COUNTED = WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 ACTIVATIONS, LOSS, FIRST_STEP, LIBRARIES = "activations", "loss", "first step", "libraries"
+GRAPHS = "CUDA graphs"
 
 # cuBLAS's workspace and Transformer Engine's, 32 MiB each, and what torch's allocator loses to rounding: it does not
 # split the last MiB off a block, and a step of Qwen3-8B keeps some 400.
 WORKSPACES = 350 * MIB
+# A capture's own: cuBLAS's and Transformer Engine's workspaces again, 0.06 GiB of Qwen3-0.6B at 4096 tokens (H100).
+CAPTURED = 64 * MIB
 # What torch's allocator does not count: CUDA's context, NCCL's buffers, cuDNN's plans. Assumed, not measured.
 OUTSIDE = 1536 * MIB
 # Of a rank on a CPU beside its tensors, and of all ranks together: they are forked from a process that has imported
@@ -77,7 +80,7 @@ class Estimate:
     @property
     def allocated(self) -> int:
         """Bytes that torch's allocator counts after the first step: `torch.cuda.max_memory_allocated` of a step."""
-        return self.rank - self.outside - self.parts[FIRST_STEP]
+        return self.rank - self.outside - self.parts[FIRST_STEP] - self.parts[GRAPHS]
 
     @property
     def node(self) -> int:
@@ -149,7 +152,9 @@ def _stage(config: RunConfig, at: Layout, stage: int) -> dict[str, int]:
         kept += 2 * row + config.shape.depths * depth  # 2: the final norm's input and output
     standing = int(kept * _in_flight(config, at, stage))
     working = _working(config, at, batch, held, weights.largest // at.tp, last=last)
-    working[LOSS] = max(working[LOSS], _of_step(config, at, trained, matrices.largest) - standing)
+    step = _of_step(config, at, trained, matrices.largest)
+    working[LOSS] = max(working[LOSS], step - standing)
+    working[GRAPHS] = _of_graphs(config, batch, held, step, _in_flight(config, at, stage))
     return {**_states(config, at, weights, trained, lookups, matrices), ACTIVATIONS: standing, **working}
 
 
@@ -236,6 +241,21 @@ def _of_sums(config: RunConfig, at: Layout, held: int) -> int:
     shards = config.numerics.context_shards or at.cp
     whole = max(1, shards // at.cp) * held
     return FP32 * (min(2 * PIECE, whole) + 2 * min(PIECE, whole) // (1 if shards > 1 else at.dp))
+
+
+def _of_graphs(config: RunConfig, batch: MicroBatch, held: Counter[str], step: int, in_flight: float) -> int:
+    """Bytes that graphs keep beside: their pools hold activations and working memory, which nothing else may use.
+
+    So what follows the last backward pass, `step` bytes, needs memory of its own. Transformer Engine's graphs of each
+    layer and micro-batch have their own backward pass, inputs and gradients of outputs.
+    """
+    if not cuda_graphs.requested(config.model):
+        return 0
+    if config.model["cuda_graph_impl"] == cuda_graphs.FULL:
+        return CAPTURED + step
+    row = batch.slice * config.shape.hidden * batch.element
+    backward = max(_backward(config, batch, layer) for layer in held)
+    return CAPTURED + step + int(backward + 2 * row * held.total() * in_flight)
 
 
 def _held(weights: Weights, at: Layout) -> tuple[int, int]:

@@ -64,6 +64,14 @@ def warning(config: RunConfig, *, here: bool) -> str | None:
     return f"memory is tight: this run needs {_need_and_room(need, there)}; lower it: {', '.join(_ways(config, need))}"
 
 
+def tight(config: RunConfig, *, here: bool) -> str | None:
+    """Return need and room of a run on GPUs that needs nearly all of their memory; None: it does not, or not known."""
+    there = room(config, here=here) if config.device.check_memory else None
+    if there is None or (need := memory.estimate(config)).rank <= NEAR * there.size:
+        return None
+    return _need_and_room(need, there)
+
+
 def _too_large(need: Estimate, there: Room) -> bool:
     least = need.least(ERROR)
     return (need.ranks * least + need.shared * (1 - ERROR) if there.whole else least) > there.size

@@ -7,7 +7,9 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.config.sections import checked_sections
 from tp_invariant_recipes.features.bench import workflow as bench
+from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.sizing.memory import GIB
 
 FULL, TE, OFF = "full_iteration", "transformer_engine", "none"
 
@@ -65,6 +67,24 @@ def test_the_first_kind_that_a_run_allows_is_chosen(command):
     composed = compose(model, overrides, device="gpu")
     assert composed.config.model["cuda_graph_impl"] == implementation
     assert composed.graphs == message or composed.graphs.startswith(message)
+
+
+@pytest.mark.parametrize(
+    "command, gib, message",
+    (
+        ("qwen3_8b tp=2", 79.6, "off: memory is tight: with graphs this run needs about 8"),
+        ("qwen3_8b tp=2 device.check_memory=false", 79.6, "full"),
+        ("qwen3_8b tp=2", 139.8, "full"),
+        ("qwen3_8b tp=2 pp=2", 40, "off: memory is tight: with graphs this run needs about 4"),
+        ("qwen3_0p6b", None, "full"),
+    ),
+)
+def test_where_memory_is_tight_nothing_is_captured(monkeypatch, command, gib, message):
+    """As seen on two H100s: three steps, and then a capture without memory."""
+    gpu = [gpus.Gpu("GPU", (9, 0), int(gib * GIB))] if gib else []
+    monkeypatch.setattr(gpus, "visible", lambda: gpu)
+    model, *overrides = command.split()
+    assert compose(model, overrides, device="gpu").graphs.startswith(message)
 
 
 def test_a_cpu_has_none():

@@ -249,6 +249,28 @@ def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
         writer.append(numbered_step(1))
 
 
+def _deleted(file: Path) -> None:
+    file.unlink()
+
+
+def _replaced(file: Path) -> None:
+    _deleted(file)
+    file.write_bytes(b"")
+
+
+def _folder_moved(file: Path) -> None:
+    file.parent.rename(file.parent.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize("change", (_deleted, _replaced, _folder_moved))
+def test_a_ledger_that_goes_while_it_is_written_is_noticed_at_the_next_line(tmp_path, change):
+    (tmp_path / "run").mkdir()
+    writer = LedgerWriter(tmp_path / "run").create(HEADER)
+    change(writer.path)
+    with pytest.raises(RunError, match=r"ledger.jsonl was deleted, moved or replaced while this run writes it"):
+        writer.append(numbered_step(1))
+
+
 def test_half_a_line_ends_the_writing(tmp_path, monkeypatch):
     real = os.write
     writer = LedgerWriter(tmp_path).create(HEADER)
