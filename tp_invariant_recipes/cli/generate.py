@@ -1,11 +1,12 @@
 """`tpi generate`."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from tp_invariant_recipes.cli.arguments import Json, Overrides, argument, flag, option
+from tp_invariant_recipes.cli.output import verdict
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.start import needed
 
@@ -41,32 +42,11 @@ def generate(
     \b
     tpi generate ~/models/mine prompts.jsonl do_sample=true top_k=0 n=8 tp=2
     tpi generate runs/qwen3_8b-tp4-… prompts.jsonl --out rollouts.jsonl --resume
-    tpi score runs/qwen3_8b-tp4-… --against rollouts.jsonl numerics=portable tp=4
+    tpi score runs/qwen3_8b-tp4-… --against rollouts.jsonl tp=4
     """
     needed.check("tpi generate", needed.TRAINING)
     from tp_invariant_recipes.features.rollouts import workflow
-    from tp_invariant_recipes.features.score import output
-    from tp_invariant_recipes.launch import progress
 
-    where = out or Path(f"{file.name.removesuffix('.jsonl')}.rollouts.jsonl")
-    output.check_written(where)
-    output.check_unchanged(where.expanduser())
-    console = terminal.console_of_its_own()
     engine = {"sequences": batch, "chunk": chunk, "tokens": cache, "graphs": graphs}
-    options = workflow.RolloutOptions(step, tokenizer, digest, engine)
-    with progress.busy(console, "reading weights and prompts"):
-        generation = workflow.new(source, file, list(overrides or []), where, options)
-    counts = f"{generation.count:,} completions of {len(generation.requests):,} prompts"
-    result: dict[str, Any] = {"rollouts": str(generation.out), "completions": generation.count}
-    written = workflow.finished(generation)
-    if dry_run:
-        state = "are there" if written else "would be written"
-        terminal.print_line(console, f"{generation.out}: {counts} {state}")
-    elif not written:
-        with progress.Items("generating", "completions", generation.count, console) as bar:
-            result |= workflow.execute(generation, resume=resume, show=bar.show)
-    if not dry_run:
-        speed = f", {result['tokens_per_second']:,} tokens/s" if result.get("tokens_per_second") else ""
-        terminal.print_line(console, f"{generation.out}: {counts}{speed}")
-    if as_json:
-        terminal.print_json(result)
+    request = workflow.GenerateRequest(source, file, [*(overrides or [])], out, step, tokenizer, digest, resume, engine)
+    verdict.finish(workflow.generate(request, terminal.console_of_its_own(), dry_run=dry_run), as_json=as_json)

@@ -4,6 +4,8 @@
     {"tokens": […], "cu_seqlens": [0, 5, 9]}  sequences packed into one row, as Megatron's PackedSeqParams
     {"text": "…"}                             tokenized, with the special tokens that the tokenizer adds
     {"prompt": …, "response": …}              texts or token ids; only the response's tokens are scored
+    {"messages": [{"role": …}, …]}            a conversation, by the tokenizer's chat template
+    {"messages": […], "response": …}          the same with the start of an answer, as `tpi generate` begins it
     {"prompt_token_ids": …, "token_ids": …}   a line of `tpi generate`: only what was generated is scored
 
 "prompt_length": N beside tokens leaves the first N tokens unscored; "id" names a sequence, else its line does.
@@ -20,7 +22,7 @@ from tp_invariant_recipes.data.tokenizer import BYTE, identify, of_folder
 from tp_invariant_recipes.errors import ConfigError, listed, reason
 from tp_invariant_recipes.reading import TOKENS, parse_object, read_lines
 
-TALK = {"messages", "conversation", "conversations"}  # keys of conversations, which a chat template makes text
+TALK = {"conversation", "conversations"}  # keys of conversations in another form than a chat template reads
 SHOWN = 5  # problems that one message lists
 Encode = Callable[[str, bool], list[int]]  # a text, and whether special tokens are added to it
 
@@ -48,12 +50,20 @@ class Surveyed:
 
 
 class Codec(NamedTuple):
-    """A tokenizer's functions, its digest, and transformers' tokenizer; None: bytes have none."""
+    """A tokenizer's functions, its digest, and transformers' tokenizer; None: bytes have none.
+
+    template: messages, and whether an answer begins after them, to text; None: there is no chat template.
+    """
 
     encode: Encode
     decode: Callable[[list[int]], str]
     digest: str
-    loaded: Any
+    loaded: Any = None
+    template: Callable[[Any, bool], str] | None = None
+
+
+# Takes whatever some tokenizer might take.
+ANY = Codec(lambda text, _: [0] * (len(text) + 1), lambda _: "", "", None, lambda *_: " ")
 
 
 def tokenizer(where: str) -> Codec:
@@ -61,16 +71,19 @@ def tokenizer(where: str) -> Codec:
     identity = identify(where)
     if identity.folder is None:
         text_of = lambda ids: bytes(i % 256 for i in ids).decode(errors="replace")  # noqa: E731
-        return Codec(lambda text, _: [*text.encode()], text_of, BYTE, None)
+        return Codec(lambda text, _: [*text.encode()], text_of, BYTE)
     loaded = of_folder(identity.folder)
 
     def encode(text: str, special: bool) -> list[int]:
         return loaded(text, add_special_tokens=special, verbose=False)["input_ids"]
 
-    return Codec(encode, loaded.decode, identity.sha256, loaded)
+    def template(messages: Any, answer: bool) -> str:
+        return loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)
+
+    return Codec(encode, loaded.decode, identity.sha256, loaded, template if loaded.chat_template else None)
 
 
-def survey(file: Path, vocabulary: int, encode: Encode | None) -> Surveyed:
+def survey(file: Path, vocabulary: int, codec: Codec | None) -> Surveyed:
     """Read and check the whole file. Raises ConfigError that lists lines and what is wrong with them."""
     digest, count, longest, scored = hashlib.sha256(), 0, 0, 0
     problems: list[str] = []
@@ -78,7 +91,7 @@ def survey(file: Path, vocabulary: int, encode: Encode | None) -> Surveyed:
         for number, line in _lines(file):
             digest.update(line)
             try:
-                for sequence in parse(line, number, vocabulary, encode):
+                for sequence in parse(line, number, vocabulary, codec):
                     count, longest = count + 1, max(longest, len(sequence.tokens))
                     scored += len(sequence.tokens) - sequence.first
             except ValueError as error:
@@ -93,39 +106,47 @@ def survey(file: Path, vocabulary: int, encode: Encode | None) -> Surveyed:
     return Surveyed(digest.hexdigest(), count, longest, scored)
 
 
-def sequences(file: Path, vocabulary: int, encode: Encode | None) -> Iterator[Sequence]:
+def sequences(file: Path, vocabulary: int, codec: Codec | None) -> Iterator[Sequence]:
     """Yield the sequences of a file that `survey` has passed."""
     for number, line in _lines(file):
-        yield from parse(line, number, vocabulary, encode)
+        yield from parse(line, number, vocabulary, codec)
 
 
-def parse(line: bytes, number: int, vocabulary: int, encode: Encode | None) -> list[Sequence]:
+def parse(line: bytes, number: int, vocabulary: int, codec: Codec | None) -> list[Sequence]:
     """Return the sequences of a line; several where they are packed. Raises ValueError.
 
-    number: the line's, from 1 on. vocabulary: ids of the model. encode: None: there is no tokenizer.
+    number: the line's, from 1 on. vocabulary: ids of the model. codec: None: there is no tokenizer.
     """
     row = parse_object(line, constants=True, most=TOKENS)
-    name = check_id(row.get("id", number))
-    if "prompt" in row and "response" in row:
-        prompt = ids(row["prompt"], "prompt", encode, special=True)
-        sequences = [Sequence(name, prompt + ids(row["response"], "response", encode), max(1, len(prompt)))]
-    elif "prompt_token_ids" in row and "token_ids" in row:
-        prompt = ids(row["prompt_token_ids"], "prompt_token_ids", None)
-        sequences = [Sequence(name, prompt + ids(row["token_ids"], "token_ids", None), max(1, len(prompt)))]
-    elif "text" in row:
-        sequences = [Sequence(name, ids(row["text"], "text", encode, special=True), 1)]
-    elif "tokens" in row:
-        sequences = _of_tokens(row, name)
-    else:
-        keys = ", ".join(map(repr, row)) or "none"
-        talk = "; apply your chat template to a conversation: its text, or prompt and response" if TALK & {*row} else ""
-        raise ValueError(f"none of tokens, text, prompt with response; its keys: {keys}{talk}")
+    sequences = _of_row(row, check_id(row.get("id", number)), codec)
     for sequence in sequences:
         if sequence.first >= len(sequence.tokens):
             raise ValueError("no token to score: a sequence has at least two, and one after its prompt")
         if max(sequence.tokens) >= vocabulary or min(sequence.tokens) < 0:
             raise ValueError(outside(sequence.tokens, vocabulary))
     return sequences
+
+
+def _of_row(row: dict[str, Any], name: str | int, codec: Codec | None) -> list[Sequence]:
+    encode = codec.encode if codec else None
+    if "messages" in row and "response" not in row:
+        return [Sequence(name, conversation(codec, row["messages"], answer=False), 1)]
+    if "messages" in row:
+        prompt = conversation(codec, row["messages"], answer=True)
+        return [Sequence(name, prompt + ids(row["response"], "response", encode), max(1, len(prompt)))]
+    if "prompt" in row and "response" in row:
+        prompt = ids(row["prompt"], "prompt", encode, special=True)
+        return [Sequence(name, prompt + ids(row["response"], "response", encode), max(1, len(prompt)))]
+    if "prompt_token_ids" in row and "token_ids" in row:
+        prompt = ids(row["prompt_token_ids"], "prompt_token_ids", None)
+        return [Sequence(name, prompt + ids(row["token_ids"], "token_ids", None), max(1, len(prompt)))]
+    if "text" in row:
+        return [Sequence(name, ids(row["text"], "text", encode, special=True), 1)]
+    if "tokens" in row:
+        return _of_tokens(row, name)
+    keys = ", ".join(map(repr, row)) or "none"
+    talk = "; a conversation is messages: [{role, content}, …]" if TALK & {*row} else ""
+    raise ValueError(f"none of tokens, text, messages, prompt with response; its keys: {keys}{talk}")
 
 
 def outside(tokens: Iterable[int], vocabulary: int) -> str:
@@ -161,6 +182,19 @@ def ids(value: Any, key: str, encode: Encode | None, *, special: bool = False) -
     if encode is None:
         raise ValueError(f"{key} is text, and there is no tokenizer: --tokenizer FOLDER, or byte")
     return encode(value, special)
+
+
+def conversation(codec: Codec | None, messages: Any, *, answer: bool) -> list[int]:
+    """Token ids of messages, and of the start of an answer. ValueError: there is no template, or it refuses them."""
+    if codec is None:
+        raise ValueError("messages need a tokenizer with a chat template: --tokenizer FOLDER")
+    if codec.template is None:
+        raise ValueError("messages need a tokenizer with a chat template; write text as prompt")
+    try:
+        text = codec.template(messages, answer)
+    except Exception as error:  # of the template's language, jinja2, or of what the template reads
+        raise ValueError(f"messages: the chat template refuses them: {reason(error)}") from error
+    return codec.encode(text, False)
 
 
 def check_id(name: Any) -> str | int:

@@ -106,8 +106,8 @@ class Trial:
     out: Path
 
     def __call__(self, run_dir, rank_info) -> None:
+        from tp_invariant_recipes.features.inference.rank import leave, loaded_model
         from tp_invariant_recipes.features.rollouts.engine import Engine
-        from tp_invariant_recipes.features.score.rank import leave, loaded_model
         from tp_invariant_recipes.start import bridge
 
         bridge.load()
@@ -202,13 +202,8 @@ class Trial:
 
 def run(model: str, variants: tuple[str, ...], out: str) -> None:
     """In the folder of the tests: launch a rank, and end this process."""
-    scoring = score.new(
-        Path(model),
-        Path("s.jsonl"),
-        ["device=cpu", "numerics=portable"],
-        Path(f"{out}.scores"),
-        score.Options(),
-    )
+    words, file = ["device=cpu", "numerics=portable"], Path("s.jsonl")
+    scoring = score.plan(score.ScoreRequest(Path(model), file, words, Path(f"{out}.scores")), file)
     scoring.plan.run_dir.logs.mkdir(parents=True)
     outcome = local.run(scoring.plan, lambda: None, rank_fn=Trial(scoring.plan.config, variants, Path(out).absolute()))
     sys.exit(outcome is not local.Outcome.COMPLETED)

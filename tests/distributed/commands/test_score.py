@@ -11,8 +11,8 @@ import pytest
 
 from tests import hf_folders
 from tp_invariant_recipes.config.overrides import parse_all
-from tp_invariant_recipes.features.score import batches
-from tp_invariant_recipes.features.score import model as score_model
+from tp_invariant_recipes.features.inference import batches
+from tp_invariant_recipes.features.inference import model as score_model
 
 pytestmark = pytest.mark.usefixtures("modelopt")
 
@@ -269,7 +269,7 @@ REFUSED = (
     ("qwen3 s.jsonl model.num_layers=3", ("num_hidden_layers is 2",)),
     ("qwen3 nothing.jsonl", ("No such file",)),
     ("qwen3 tp=2", ("name a file of SEQUENCES, or one of tpi generate with --against FILE",)),
-    ("qwen3 s.jsonl --tolerance 0.1", ("--tolerance goes with --against",)),
+    ("qwen3 s.jsonl --tolerance 0.1", ("--tolerance and --partial go with --against",)),
 )
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests import hf_folders
 from tests.distributed.commands.test_score import FOLDERS, by_id, drawn, farthest, logits_of, logprobs, rows, write
 from tests.distributed.small_models import small
-from tp_invariant_recipes.features.score import batches
+from tp_invariant_recipes.features.inference import batches
 
 pytestmark = [pytest.mark.usefixtures("modelopt"), pytest.mark.release]
 

@@ -6,15 +6,25 @@ import pytest
 
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.features.score import batches
+from tp_invariant_recipes.features.inference import batches
 
 
 def encode(text, special):
     return [1] * special + [*text.encode()]
 
 
-def parsed(row, encode=encode):
-    return [(item.id, item.tokens, item.first) for item in sequences.parse(json.dumps(row).encode(), 7, 256, encode)]
+def template(messages, answer):
+    return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>" * answer
+
+
+CODEC = sequences.Codec(encode, str, "", None, template)
+
+
+def parsed(row, codec=CODEC):
+    return [(item.id, item.tokens, item.first) for item in sequences.parse(json.dumps(row).encode(), 7, 256, codec)]
+
+
+TALK = [{"role": "user", "content": "a"}]
 
 
 # A row -> id, tokens, first scored position.
@@ -26,6 +36,8 @@ READ = (
     ({"text": "ab"}, [(7, [1, 97, 98], 1)]),
     ({"prompt": "a", "response": "bc"}, [(7, [1, 97, 98, 99], 2)]),
     ({"prompt": [], "response": [5, 6]}, [(7, [5, 6], 1)]),
+    ({"messages": TALK}, [(7, [*b"<user>a"], 1)]),
+    ({"messages": TALK, "response": "b"}, [(7, [*b"<user>a<assistant>b"], 18)]),
 )
 
 
@@ -43,7 +55,9 @@ WRONG = (
     ({"tokens": [5, 6], "attention_mask": [1]}, "attention_mask has another length"),
     ({"tokens": [5, 6], "cu_seqlens": [1, 2]}, "cu_seqlens must rise from 0"),
     ({"id": 1.5, "tokens": [5, 6]}, "id must be text or a whole number"),
-    ({"token": [5, 6]}, "none of tokens, text, prompt with response; its keys: 'token'"),
+    ({"token": [5, 6]}, "none of tokens, text, messages, prompt with response; its keys: 'token'"),
+    ({"messages": [{"role": "user"}]}, "messages: the chat template refuses them: 'content'"),
+    ({"conversations": TALK}, "a conversation is messages: "),
     ([5, 6], "not an object"),
 )
 
@@ -57,6 +71,8 @@ def test_rows_that_are_refused(row, why):
 def test_text_needs_a_tokenizer():
     with pytest.raises(ValueError, match="--tokenizer FOLDER"):
         parsed({"text": "ab"}, None)
+    with pytest.raises(ValueError, match="messages need a tokenizer with a chat template"):
+        parsed({"messages": TALK}, None)
 
 
 def test_a_survey_lists_lines(tmp_path):

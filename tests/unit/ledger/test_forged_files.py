@@ -372,14 +372,13 @@ def engine_row(folder: Path, data: bytes) -> None:
     scores, file = folder / "scores.jsonl", folder / "engine.jsonl"
     scores.write_text(json.dumps(SCORED) + "\n")
     file.write_bytes(data + b"\n")
-    json.dumps(score_against.judge(scores, file, 0.0, str), allow_nan=False).encode()
+    json.dumps(score_against.compare(scores, file, 0.0, str).as_json(), allow_nan=False).encode()
 
 
 def sequence(folder: Path, data: bytes) -> None:
     (folder / "s.jsonl").write_bytes(data + b"\n")
-    encode = lambda text, _: [*text.encode()]  # noqa: E731
-    sequences.survey(folder / "s.jsonl", 300, encode)
-    for sequence in sequences.sequences(folder / "s.jsonl", 300, encode):
+    sequences.survey(folder / "s.jsonl", 300, sequences.tokenizer("byte"))
+    for sequence in sequences.sequences(folder / "s.jsonl", 300, sequences.tokenizer("byte")):
         json.dumps([sequence.id, sequence.tokens, sequence.first])
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from tests.unit.features.rollouts.test_rollout_requests import completion
 from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.features.inference import output
 from tp_invariant_recipes.features.rollouts import lines
-from tp_invariant_recipes.features.score import output
 from tp_invariant_recipes.ledger import certificate, rollout_certificate
 
 IDENTITY = {

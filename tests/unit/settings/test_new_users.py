@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.data import examples, sequences
+from tp_invariant_recipes.data import examples
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.features.score import workflow as score
 from tp_invariant_recipes.settings import conf_files, schema
@@ -85,15 +85,15 @@ def test_another_name_is_no_dtype_and_an_example_follows(text):
 
 
 def test_score_names_every_file_that_is_unfit_before_it_reads_weights(cli, tmp_path, monkeypatch):
-    monkeypatch.setattr(score, "new", lambda *_: pytest.fail("the weights were read"))
-    for name, text in (("bad.jsonl", "x"), ("talk.jsonl", json.dumps({"messages": []}))):
+    monkeypatch.setattr(score, "plan", lambda *_: pytest.fail("the weights were read"))
+    for name, text in (("bad.jsonl", "x"), ("talk.jsonl", json.dumps({"conversations": []}))):
         (tmp_path / name).write_text(text)
     files = ["--against", tmp_path / "bad.jsonl", "--out", tmp_path / "no" / "out"]
     ended = cli("score", *map(str, [tmp_path, tmp_path / "talk.jsonl", *files]))
     assert (ended.status, ended.out) == (2, "")
     text = " ".join(ended.err.split())
     for words in (
-        "talk.jsonl: its first line: none of tokens, text, prompt with response; its keys: 'messages'; apply your chat",
+        "talk.jsonl: its first line: none of tokens, text, messages, prompt with response; its keys: 'conversations'",
         "bad.jsonl: its first line: not JSON",
         "no is no folder",
     ):
@@ -124,8 +124,6 @@ def test_a_conversation_without_preprocessing_names_the_setting(tmp_path):
     (tmp_path / "training.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n")
     with pytest.raises(ConfigError, match=r"cfg\.dataset\.preprocessing = ChatSFTPreprocessingConfig"):
         examples.read_examples(tmp_path, ["training.jsonl"], None, ("input", "output"), chat=False)
-    with pytest.raises(ValueError, match="chat template"):
-        sequences.parse(b'{"messages": []}', 1, 10, None)
 
 
 def test_a_dry_run_that_a_machine_cannot_start_prints_the_memory(cli, no_gpus):

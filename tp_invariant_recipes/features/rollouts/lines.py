@@ -4,7 +4,7 @@
      "logprobs": [-1.25, -0.5], "bits": ["bfa00000", "bf000000"], "ranks": [2, 1], "sum": -1.75,
      "finish_reason": "stop", "text": "…", "digests": ["9f2c…", "03b1…"]}
 
-Numbers are as `features/score/lines.py` writes them. text: with a tokenizer. digests: with --digest.
+Numbers are as `features/inference/output.py` writes them. text: with a tokenizer. digests: with --digest.
 
 While completions are computed, each data-parallel rank appends them to a file of its own as they end.
 """
@@ -18,8 +18,8 @@ import numpy as np
 
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.errors import RunError, reason
+from tp_invariant_recipes.features.inference import output
 from tp_invariant_recipes.features.rollouts.requests import Completion, Request
-from tp_invariant_recipes.features.score import lines
 from tp_invariant_recipes.reading import TOKENS, parse_object, read_lines
 from tp_invariant_recipes.runs.run_dir import writing
 
@@ -53,7 +53,7 @@ def line(prompt: Sequence[int], completion: Completion, decode: Callable[[list[i
     start = {
         "id": name, "request": completion.request, "sample": completion.sample, "prompt_token_ids": [*prompt],
     }  # fmt: skip
-    scored = lines.line(sequences.Sequence(name, tokens, 0), values, COLUMNS, start)
+    scored = output.line(sequences.Sequence(name, tokens, 0), values, COLUMNS, start)
     end: dict[str, object] = {"finish_reason": completion.finish_reason}
     if decode is not None:
         end["text"] = decode(tokens)
@@ -66,7 +66,7 @@ def places(folder: Path) -> dict[Place, tuple[Path, int, int]]:
     """Where the completions are: file, first byte, bytes. A torn last line is cut off. RunError: a line is none."""
     where: dict[Place, tuple[Path, int, int]] = {}
     for part in sorted(folder.glob(PARTS)):
-        lines.complete(part)
+        output.complete(part)
         at = 0
         try:
             for _, data in read_lines(part):

@@ -91,23 +91,10 @@ def parse(line: bytes, number: int, tokenizer: Codec | None, sampling: Sampling)
 
 def _tokens(key: str, value: Any, tokenizer: Codec | None) -> list[int]:
     if key == "messages":
-        if tokenizer is None:
-            raise ValueError("messages need a tokenizer with a chat template: --tokenizer FOLDER")
-        return _conversation(tokenizer, value)
+        return sequences.conversation(tokenizer, value, answer=True)
     if key == "tokens" and isinstance(value, str):
         raise ValueError("tokens must be a list of token ids; text is a prompt")
     return sequences.ids(value, key, tokenizer.encode if tokenizer and key == "prompt" else None, special=True)
-
-
-def _conversation(tokenizer: Codec, messages: Any) -> list[int]:
-    """Token ids of messages and the start of an answer. Raises ValueError: there is no template, or it refuses."""
-    if getattr(tokenizer.loaded, "chat_template", None) is None:
-        raise ValueError("messages need a tokenizer with a chat template; write text as prompt")
-    try:
-        text = tokenizer.loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # of the template's language, jinja2, or of what the template reads
-        raise ValueError(f"messages: the chat template refuses them: {reason(error)}") from error
-    return tokenizer.encode(text, False)
 
 
 def digest(requests: list[Request]) -> str:

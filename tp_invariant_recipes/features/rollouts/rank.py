@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.data import sequences
+from tp_invariant_recipes.features.inference.rank import loaded_for_inference
 from tp_invariant_recipes.features.rollouts import lines
 from tp_invariant_recipes.features.rollouts.requests import Request
-from tp_invariant_recipes.features.score.rank import scoring_model
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -33,7 +33,7 @@ class Generate:
         from megatron.core import parallel_state as state
 
         decode = sequences.tokenizer(self.tokenizer).decode if self.tokenizer else None
-        with scoring_model(self.config, self.checkpoint) as model:
+        with loaded_for_inference(self.config, self.checkpoint) as model:
             # Not sooner: the launcher imports this module, and Megatron is imported quietly, by start/bridge.py.
             from tp_invariant_recipes.features.rollouts.engine import Engine
 

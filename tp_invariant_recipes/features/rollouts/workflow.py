@@ -8,24 +8,29 @@ decides them OUT.meta.json.
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from tp_invariant_recipes.check import rollouts as check
 from tp_invariant_recipes.config.overrides import Override, parse_all
 from tp_invariant_recipes.data import sequences
-from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError
+from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, refuse
+from tp_invariant_recipes.features.inference import output
+from tp_invariant_recipes.features.inference.model import FileJob, model_of
 from tp_invariant_recipes.features.rollouts import lines, prompts, requests
 from tp_invariant_recipes.features.rollouts.cache import BLOCK
 from tp_invariant_recipes.features.rollouts.requests import Request, Sampling
-from tp_invariant_recipes.features.score import output
-from tp_invariant_recipes.features.score.model import FileJob, model_of
 from tp_invariant_recipes.features.train import workflow as train
+from tp_invariant_recipes.launch import progress
+from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.portable.ieee import draw
 from tp_invariant_recipes.portable.ieee.rotary import LARGEST_ANGLE
+from tp_invariant_recipes.result import Result
 from tp_invariant_recipes.runs.lock import locked
 from tp_invariant_recipes.settings.nearest import nearest
 
@@ -33,23 +38,30 @@ MODE = "portable"  # the numerics of a folder
 
 
 @dataclass(frozen=True)
-class RolloutOptions:
-    """step: of a run's checkpoint; None: the newest. tokenizer: None: the folder's. digests: of every token.
+class GenerateRequest:
+    """What to complete, and with what.
 
-    engine: keywords of `Engine`, which change no bit.
+    source: a run directory or a Hugging Face folder. prompts: a file. overrides: as typed, fields of `Sampling` too.
+    out: None: named after the prompts. step, tokenizer: None: the newest, the folder's. digests: of every token.
+    resume: OUT.partial may have some completions. engine: keywords of `Engine`, which change no bit.
     """
 
+    source: Path
+    prompts: Path
+    overrides: Sequence[str] = ()
+    out: Path | None = None
     step: int | None = None
     tokenizer: str | None = None
     digests: bool = False
-    engine: dict[str, Any] = field(default_factory=dict)
+    resume: bool = False
+    engine: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Generation(FileJob):
     """Rollouts, ready to start."""
 
-    options: RolloutOptions
+    request: GenerateRequest
     requests: list[Request]
 
     @cached_property
@@ -58,12 +70,63 @@ class Generation(FileJob):
         return sum(request.sampling.num_return_sequences for request in self.requests)
 
 
-def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: RolloutOptions) -> Generation:
-    """Plan rollouts. Nothing is written. Raises a TpiError that lists what is wrong.
+@dataclass(frozen=True)
+class GenerateResult(Result):
+    """What `generate` did. completions: of all prompts. tokens, seconds: made now; None: all were there, or a dry run.
 
-    source: a run directory or a Hugging Face folder. file: of requests. overrides: as typed, fields of `Sampling` too.
+    speed: tokens a second; None: not measured.
     """
-    words = parse_all(overrides)
+
+    rollouts: Path
+    completions: int
+    tokens: int | None = None
+    seconds: float | None = None
+    speed: int | None = None
+
+    @property
+    def exit_status(self) -> int:
+        """0: written."""
+        return 0
+
+    def lines(self) -> list[str]:
+        """Return nothing: the file is the result."""
+        return []
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the result for programs."""
+        done = {"tokens": self.tokens, "seconds": self.seconds, "tokens_per_second": self.speed}
+        made = {name: value for name, value in done.items() if self.tokens is not None}
+        return {"rollouts": str(self.rollouts), "completions": self.completions} | made
+
+
+def generate(request: GenerateRequest, console: Console, *, dry_run: bool = False) -> GenerateResult:
+    """Complete what is not completed yet; in a dry run only check it. Raises a TpiError; Interrupted: Ctrl-C.
+
+    console: for progress, and the line that says what was written.
+    """
+    out = request.out or Path(f"{request.prompts.name.removesuffix('.jsonl')}.rollouts.jsonl")
+    refuse(output.check_written(out))
+    output.check_unchanged(out.expanduser())
+    with progress.busy(console, "reading weights and prompts"):
+        job = plan(request, out)
+    counts = f"{job.count:,} completions of {len(job.requests):,} prompts"
+    result = GenerateResult(job.out, job.count)
+    written = finished(job)
+    if dry_run:
+        terminal.print_line(console, f"{job.out}: {counts} {'are there' if written else 'would be written'}")
+        return result
+    if not written:
+        with progress.Items("generating", "completions", job.count, console) as bar:
+            result = execute(job, bar.show)
+    speed = f", {result.speed:,} tokens/s" if result.speed else ""
+    terminal.print_line(console, f"{job.out}: {counts}{speed}")
+    return result
+
+
+def plan(request: GenerateRequest, out: Path) -> Generation:
+    """Plan rollouts. Nothing is written. Raises a TpiError that lists what is wrong."""
+    source, file = request.source, request.prompts
+    words = parse_all(request.overrides)
     typed = [word for word in words if word.key in prompts.NAMES]
     sampling, problems = _sampling(typed)
     file, out = file.expanduser().absolute(), out.expanduser().absolute()
@@ -72,23 +135,23 @@ def new(source: Path, file: Path, overrides: Sequence[str], out: Path, options: 
     misspelt = _misspelt(words)
     problems += [f"{text}: no such key{hint}" for text, hint in misspelt.items()]
     rest = [word for word in words if word not in typed and word.text not in misspelt]
-    loaded = model_of(source, rest, options.step, "tpi generate", check.problems, problems, MODE)
-    where = options.tokenizer or loaded.tokenizer
+    loaded = model_of(source, rest, request.step, "tpi generate", check.problems, problems, MODE)
+    where = request.tokenizer or loaded.tokenizer
     tokenizer = sequences.tokenizer(where) if where else None
     vocabulary = loaded.config.shape.vocabulary
     if not any(prompts.SHORT_NAMES.get(word.key, word.key) == "eos_token_id" for word in typed):
         folder = None if loaded.checkpoint else source.expanduser()
         sampling = replace(sampling, eos_token_id=prompts.end_tokens(folder, tokenizer, vocabulary))
     read = prompts.read(file, tokenizer, sampling)
-    requests.check(read, vocabulary, _longest(loaded.longest, options.engine.get("tokens")), text=bool(tokenizer))
+    requests.check(read, vocabulary, _longest(loaded.longest, request.engine.get("tokens")), text=bool(tokenizer))
     identity = loaded.identity | {
         "requests": {"sha256": prompts.digest(read), "count": len(read)},
         "tokenizer": tokenizer.digest if tokenizer else None,
         "sampling": json.loads(json.dumps(asdict(sampling))),
-        "digests": options.digests,
+        "digests": request.digests,
         "draws": draw.DEFINITION,
     }
-    return Generation(loaded.plan(out), loaded.checkpoint, out, where, identity, options, read)
+    return Generation(loaded.plan(out), loaded.checkpoint, out, where, identity, request, read)
 
 
 def _misspelt(words: Sequence[Override]) -> dict[str, str]:
@@ -154,13 +217,8 @@ class Progress:
         return self.tokens / self.seconds if self.seconds else None
 
 
-def execute(
-    generation: Generation, *, resume: bool, show: Callable[[int, str], None] = lambda *_: None
-) -> dict[str, Any]:
-    """Complete what is not completed yet. Returns how many completions and tokens, and in what time.
-
-    resume: OUT.partial may have some. show: told the completions and the speed. Raises a TpiError; Interrupted: Ctrl-C.
-    """
+def execute(generation: Generation, show: Callable[[int, str], None] = lambda *_: None) -> GenerateResult:
+    """Complete what is not completed yet. show: told the completions and the speed. Raises as `generate`."""
     from tp_invariant_recipes.features.rollouts.rank import Generate
 
     train.validate(generation.plan)
@@ -168,20 +226,20 @@ def execute(
     with locked(generation.partial):
         output.claim(folder / "rollouts.json", generation.identity, "rollouts")
         where = lines.places(folder)
-        if where and not resume:
+        if where and not generation.request.resume:
             raise RunError(f"{folder} has {len(where)} of {generation.count} completions: --resume, or remove it")
         remaining = [request for request in generation.requests if not _is_done(request, where)]
         before = generation.count - sum(request.sampling.num_return_sequences for request in remaining)
         generation.partial.logs.mkdir(exist_ok=True)
-        progress = Progress(folder)
+        written = Progress(folder)
 
         def tick() -> None:
-            progress()
-            speed = f"{progress.speed:,.0f} tokens/s" if progress.speed else ""
-            show(before + progress.completions, speed)
+            written()
+            speed = f"{written.speed:,.0f} tokens/s" if written.speed else ""
+            show(before + written.completions, speed)
 
         if remaining:
-            engine = generation.options.engine | {"digests": generation.options.digests}
+            engine = {**generation.request.engine, "digests": generation.request.digests}
             config, checkpoint = generation.plan.config, generation.checkpoint
             do = Generate(config, checkpoint, remaining, folder, generation.tokenizer, engine)
             whole = generation.completes(tick, do)
@@ -197,13 +255,8 @@ def execute(
         lines.join(file, generation.requests, where)
         output.publish(file, generation.out, generation.identity)
     shutil.rmtree(folder, ignore_errors=True)
-    speed = progress.speed
-    return {
-        "completions": progress.completions,
-        "tokens": progress.tokens,
-        "seconds": round(progress.seconds, 2),
-        "tokens_per_second": speed and round(speed),
-    }
+    speed = round(written.speed) if written.speed else None
+    return GenerateResult(generation.out, generation.count, written.tokens, round(written.seconds, 2), speed)
 
 
 def _is_done(request: Request, where: dict[lines.Place, Any]) -> bool:

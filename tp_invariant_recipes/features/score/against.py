@@ -1,6 +1,7 @@
 """`tpi score --against`: an engine's log-probabilities beside the scores, as figures and JSON."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.features.inference import output
 from tp_invariant_recipes.features.score import difference, engine_scores, vocabulary
 from tp_invariant_recipes.features.score.difference import Columns
 from tp_invariant_recipes.features.score.engine_scores import Rollout
@@ -17,33 +19,118 @@ from tp_invariant_recipes.reading import TOKENS, parse_object, read_lines
 CONTEXT = 8  # tokens before one that is shown in its text
 
 
-def judge(
-    scores: Path, file: Path, tolerance: float, decode: Callable[[list[int]], str] | None, *, entries: bool = False
-) -> dict[str, Any]:
-    """Return the report of a file: its figures, and the verdict in words. Raises ConfigError.
+@dataclass(frozen=True, kw_only=True)
+class EngineDifference:
+    """A file of an engine beside scores.
 
-    tolerance: the largest |d| that is no difference. decode: token ids to text; None: there is no tokenizer. entries:
-    whether all of the vocabulary are compared.
+    tolerance:      the largest |d| that is no difference. partial: whether a part of the tokens is enough.
+    numerics:       of the scores and of the file; None: not known.
+    sequences:      that are compared. not_in_file, not_in_scores: those that one of both lacks.
+    scored, without_value: tokens of the scores, and those among them of which a sequence of the file has no value.
+    differing:      log-probabilities that differ by bits. digests: of tokens, compared and differing.
+    vocabulary:     as of `vocabulary.compare`; None: not compared. entropies: whether the scores have them.
+    summary, suspects, by_position, by_token, worst: as of features/score/difference.py; the last two with their text.
     """
-    report = _compared(scores, file, decode, entries=entries)
-    return {
-        "schema": 2,
-        "exit_status": int(_beyond(report, tolerance)),
-        "tolerance": tolerance,
-        "scores": str(scores),
-        **report,
-        "text": "\n".join((_sentence(report, tolerance), *report["suspects"])),
-    }
+
+    scores: str
+    file: str
+    tolerance: float
+    partial: bool
+    numerics: tuple[str | None, str | None]
+    sequences: int
+    not_in_file: int
+    not_in_scores: int
+    scored: int
+    without_value: int
+    differing: int
+    digests: dict[str, int]
+    vocabulary: dict[str, int | float] | None
+    entropies: bool
+    summary: dict[str, Any]
+    suspects: list[str]
+    by_position: list[dict[str, Any]]
+    by_token: list[dict[str, Any]]
+    worst: list[dict[str, Any]]
+
+    @property
+    def beyond(self) -> bool:
+        """Whether the file differs by more than the tolerance; without one, also by the bits of the vocabulary."""
+        entries = self.vocabulary or {"largest": 0.0, "differing": 0}
+        by_bits = not self.tolerance and (self.digests["differing"] or entries["differing"])
+        return bool(max(self.summary["largest"], entries["largest"]) > self.tolerance or by_bits)
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether something was not compared."""
+        return bool(self.not_in_file or self.without_value or self.not_in_scores)
+
+    @property
+    def exit_status(self) -> int:
+        """1: beyond the tolerance. 2: not beyond it, as far as it was compared."""
+        return 1 if self.beyond else 2 if self.incomplete and not self.partial else 0
+
+    def lines(self) -> list[str]:
+        """Return the numerics, the verdict, and what the differences look like, a line each."""
+        own, engine = self.numerics
+        modes = []
+        if engine is not None:
+            same = f"numerics: {own}, as in {self.file}"
+            other = f"numerics: {own} here, {engine} in {self.file}, which has other bits; numerics={engine} compares"
+            modes = [same if own == engine else other]
+        unseen = f"no temperature is looked for: {self.scores} has no entropies; --entropy with another --out FILE"
+        end = [unseen] if self.summary["largest"] and not self.entropies else []
+        if self.exit_status == 2:
+            end.append("only a part was compared: exit status 2; --partial accepts it")
+        return [*modes, self._verdict(), *self.suspects, *end]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the comparison for programs."""
+        return {"schema": 2, **asdict(self), "not_compared": self._not_compared(), "text": "\n".join(self.lines())}
+
+    def _verdict(self) -> str:
+        figures, ratio = self.summary, f"[{difference.LOW:g}, {difference.HIGH:g}]"
+        part, rest = " in part" if self.incomplete else "", f"{self._of_vocabulary()}{self._not_compared()}"
+        if figures["largest"] == 0:
+            every = "all " if self.scored == figures["tokens"] else ""
+            count = f"{every}{figures['tokens']:,} log-probabilities"
+            return f"equal{part}: {self.file}: {count}, {self.differing:,} differences by bits{rest}"
+        verdict = "beyond" if figures["largest"] > self.tolerance else f"within{part}"
+        return (
+            f"{verdict} {self.tolerance:g}: {self.file}: mean KL {figures['k3']:.3g} (k3; k1 {figures['k1']:.3g}), "
+            f"largest difference {figures['largest']:.3g}, 99.9 % below {figures['p999']:.3g}; "
+            f"{figures['outside']:,} of {figures['tokens']:,} tokens leave the ratio {ratio}{rest}"
+        )
+
+    def _of_vocabulary(self) -> str:
+        if self.vocabulary:
+            return vocabulary.text(self.vocabulary)
+        compared, differing = self.digests["compared"], self.digests["differing"]
+        return f"; of the whole vocabulary, digests of {differing:,} of {compared:,} tokens differ" if compared else ""
+
+    def _not_compared(self) -> str:
+        """Return the end of the verdict: what was scored and not compared; empty: nothing."""
+        parts = [f"{counted(self.not_in_file, 'sequence', ',')} that the file lacks"] if self.not_in_file else []
+        if self.without_value:
+            parts.append(f"{counted(self.without_value, 'token', ',')} without a value")
+        text = f"; not compared, of {self.scored:,} scored tokens: {' and '.join(parts)}" if parts else ""
+        if self.not_in_scores:
+            text += f"; {counted(self.not_in_scores, 'row', ',')} of sequences that were not scored"
+        return text
 
 
-def _beyond(report: dict[str, Any], tolerance: float) -> bool:
-    """Whether a file differs by more than the tolerance; without one, also by the bits of the vocabulary."""
-    entries = report["vocabulary"] or {"largest": 0.0, "differing": 0}
-    by_bits = not tolerance and (report["digests"]["differing"] or entries["differing"])
-    return bool(max(report["summary"]["largest"], entries["largest"]) > tolerance or by_bits)
+def compare(
+    scores: Path,
+    file: Path,
+    tolerance: float = 0.0,
+    decode: Callable[[list[int]], str] | None = None,
+    *,
+    partial: bool = False,
+    entries: bool = False,
+) -> EngineDifference:
+    """Compare a file with the scores. Raises ConfigError.
 
-
-def _compared(scores: Path, file: Path, decode: Callable[[list[int]], str] | None, *, entries: bool) -> dict[str, Any]:
+    decode: token ids to text; None: there is no tokenizer. entries: whether all of the vocabulary are compared.
+    """
     parts: list[Columns] = []
     ids: list[str | int] = []
     absent = scored = given = others = differing = 0
@@ -66,23 +153,27 @@ def _compared(scores: Path, file: Path, decode: Callable[[list[int]], str] | Non
         raise ConfigError(f"{file} has no log-probability of a token that was scored")
     columns = Columns.joined(parts)
     rows = difference.names(ids, difference.worst(columns))
-    report = {
-        "file": str(file),
-        "sequences": len(ids) - absent,
-        "not_in_file": absent,
-        "not_in_scores": others,
-        "scored": scored,
-        "without_value": given - len(columns.token),
-        "differing": differing,
-        "digests": digests,
-        "vocabulary": vocabulary.compare(scores, file) if entries else None,
-        "summary": difference.summary(columns),
-        "suspects": difference.suspects(columns),
-        "by_position": difference.by_position(columns),
-        "by_token": [row | {"text": decode([row["token"]]) if decode else ""} for row in difference.by_token(columns)],
-        "worst": [row | {"text": text} for row, text in zip(rows, _texts(scores, rows, decode), strict=True)],
-    }
-    return report | {"not_compared": _uncompared(report)}
+    return EngineDifference(
+        scores=str(scores),
+        file=str(file),
+        tolerance=tolerance,
+        partial=partial,
+        numerics=(output.numerics_of(scores), output.numerics_of(file)),
+        sequences=len(ids) - absent,
+        not_in_file=absent,
+        not_in_scores=others,
+        scored=scored,
+        without_value=given - len(columns.token),
+        differing=differing,
+        digests=digests,
+        vocabulary=vocabulary.compare(scores, file) if entries else None,
+        entropies=bool(np.isfinite(columns.entropy).all()),
+        summary=difference.summary(columns),
+        suspects=difference.suspects(columns),
+        by_position=difference.by_position(columns),
+        by_token=[row | {"text": decode([row["token"]]) if decode else ""} for row in difference.by_token(columns)],
+        worst=[row | {"text": text} for row, text in zip(rows, _texts(scores, rows, decode), strict=True)],
+    )
 
 
 def _pairs(scores: Path, file: Path) -> Iterator[tuple[dict[str, Any] | None, Rollout | None]]:
@@ -161,38 +252,3 @@ def _texts(scores: Path, rows: list[dict[str, Any]], decode: Callable[[list[int]
         end = row["position"] - score["first"] + 1
         texts.append(decode(score["token_ids"][max(0, end - CONTEXT) : end]))
     return texts
-
-
-def _sentence(report: dict[str, Any], tolerance: float) -> str:
-    figures = report["summary"]
-    if figures["largest"] == 0:
-        all_ = "all " if report["scored"] == figures["tokens"] else ""
-        equal = f"equal: {report['file']}: {all_}{figures['tokens']:,} log-probabilities"
-        return f"{equal}, {report['differing']:,} differences by bits{_of_digests(report)}{report['not_compared']}"
-    verdict = "beyond" if figures["largest"] > tolerance else "within"
-    ratio = f"[{difference.LOW:g}, {difference.HIGH:g}]"
-    return (
-        f"{verdict} {tolerance:g}: {report['file']}: mean KL {figures['k3']:.3g} (k3; k1 {figures['k1']:.3g}), largest "
-        f"difference {figures['largest']:.3g}, 99.9 % below {figures['p999']:.3g}; {figures['outside']:,} of "
-        f"{figures['tokens']:,} tokens leave the ratio {ratio}{_of_digests(report)}{report['not_compared']}"
-    )
-
-
-def _of_digests(report: dict[str, Any]) -> str:
-    digests = report["digests"]
-    if report["vocabulary"]:
-        return vocabulary.text(report["vocabulary"])
-    if not digests["compared"]:
-        return ""
-    return f"; of the whole vocabulary, digests of {digests['differing']:,} of {digests['compared']:,} tokens differ"
-
-
-def _uncompared(report: dict[str, Any]) -> str:
-    """Return the end of a sentence: what was scored and not compared; empty: nothing."""
-    parts = [f"{counted(report['not_in_file'], 'sequence', ',')} that the file lacks"] if report["not_in_file"] else []
-    if report["without_value"]:
-        parts.append(f"{counted(report['without_value'], 'token', ',')} without a value")
-    text = f"; not compared, of {report['scored']:,} scored tokens: {' and '.join(parts)}" if parts else ""
-    if report["not_in_scores"]:
-        text += f"; {counted(report['not_in_scores'], 'row', ',')} of sequences that were not scored"
-    return text

@@ -1,6 +1,6 @@
 """Log-probabilities that an engine or trainer returned, as JSONL: one object a sequence, in the fields of its program.
 
-    tpi score   id, token_ids, logprobs                                            data of features/score/lines.py
+    tpi score   id, token_ids, logprobs                                            features/inference/output.py
     vLLM        prompt_token_ids, prompt_logprobs, outputs[0].token_ids, .logprobs  vllm.outputs, vllm.logprobs:
                 a list of {token id: {"logprob": …}} or of numbers; the first of a prompt is null; n = 1
     SGLang      meta_info.input_token_logprobs, .output_token_logprobs             docs, native API ("return_logprob"):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tp_invariant_recipes.features.score.lines import DIGEST
+from tp_invariant_recipes.features.inference.output import DIGEST
 from tp_invariant_recipes.features.score.vocabulary import VocabularyRows
 from tp_invariant_recipes.kernels.digest import row_digest
 from tp_invariant_recipes.numerics.layers import cross_entropy

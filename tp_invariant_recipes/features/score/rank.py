@@ -1,9 +1,10 @@
 """A rank of `tpi score`: the model with a checkpoint's weights, forward passes, and rank 0 writes the lines."""
 
+import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
@@ -17,8 +18,10 @@ from torch import Tensor
 from tp_invariant_recipes.check.invariant import fp8
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.features.score import batches, lines, vocabulary
-from tp_invariant_recipes.features.score.batches import Batch
+from tp_invariant_recipes.features.inference import batches, output
+from tp_invariant_recipes.features.inference.batches import Batch
+from tp_invariant_recipes.features.inference.rank import loaded_for_inference
+from tp_invariant_recipes.features.score import vocabulary
 from tp_invariant_recipes.features.score.head import Head, Wanted
 from tp_invariant_recipes.features.score.vocabulary import VocabularyRows
 from tp_invariant_recipes.numerics.megatron import families
@@ -26,14 +29,11 @@ from tp_invariant_recipes.observe.union import gathered_by_first
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import low_precision
 from tp_invariant_recipes.settings.run_config import RunConfig
-from tp_invariant_recipes.sources import recipe_layer
-from tp_invariant_recipes.start import bridge
-from tp_invariant_recipes.start.deterministic_overhead import deterministic_mode_without_its_extras
 from tp_invariant_recipes.training import heartbeat
 from tp_invariant_recipes.training.heartbeat import Phase
-from tp_invariant_recipes.training.rank import adapt
 
 CONTEXTS = 2  # chunks of a context shard
+TIMES = "times.jsonl"  # beside the lines
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class Score:
 
     def __call__(self, run_dir: RunDir, rank_info: Any) -> None:
         """Raise RunError: a log-probability is no number."""
-        with scoring_model(self.config, self.checkpoint) as model:
+        with loaded_for_inference(self.config, self.checkpoint) as model:
             table = VocabularyRows(vocabulary.beside(self.out)) if self.wanted.vocabulary else None
             forward = Forward(model, self.config, self.wanted, table)
-            self.score(model, forward, sequences.tokenizer(self.tokenizer).encode if self.tokenizer else None)
+            self.score(model, forward, sequences.tokenizer(self.tokenizer) if self.tokenizer else None)
 
-    def score(self, model: Any, forward: "Forward", encode: sequences.Encode | None) -> None:
+    def score(self, model: Any, forward: "Forward", codec: sequences.Codec | None) -> None:
         """Score what is left of the file. Rank 0 writes a window while the ranks compute the next."""
-        remaining = sequences.sequences(self.file, self.config.shape.vocabulary, encode)
+        remaining = sequences.sequences(self.file, self.config.shape.vocabulary, codec)
         row = sum(len(sequence.tokens) - sequence.first for sequence in islice(remaining, self.done))
         with ThreadPoolExecutor(1) as pool:
             writing: Future[None] | None = None
@@ -78,61 +78,9 @@ class Score:
                 if writing is not None:
                     writing.result()
                 if dist.get_rank() == 0:
-                    writing = pool.submit(lines.append, self.out, window, scores, self.wanted.columns, computed)
+                    writing = pool.submit(append, self.out, window, scores, self.wanted.columns, computed)
             if writing is not None:
                 writing.result()
-
-
-@contextmanager
-def scoring_model(config: RunConfig, checkpoint: Path | None) -> Iterator[Any]:
-    """Set up this rank and yield its model; after the block, when all ranks are there, end the process groups."""
-    bridge.load()
-    heartbeat.sign(Phase.SETTING_UP)
-    recipe_layer.enter(config.recipe)
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        yield loaded_model(stack, config, checkpoint)
-        dist.barrier()
-        leave()
-
-
-def loaded_model(stack: ExitStack, config: RunConfig, checkpoint: Path | None) -> Any:
-    """Megatron's model on this rank, with weights. What it replaces ends with `stack`.
-
-    checkpoint: of a run; None: `config.weights.folder` has the weights.
-    """
-    from tp_invariant_recipes.config import container
-    from tp_invariant_recipes.features.export.rank import load_weights
-    from tp_invariant_recipes.numerics.megatron import replacements
-    from tp_invariant_recipes.replacement import applied
-
-    adapt(stack, config)
-    stack.enter_context(applied(replacements.replacements(config.numerics)))
-    from megatron.bridge.training.config import runtime_config_update
-    from megatron.bridge.training.setup import initialize_megatron  # as cpu_host/cpu.py has it
-
-    # Its own generators are the faster way to weights that are replaced.
-    built = container.build(config.with_fields("numerics", initial_weights="megatron"))
-    if checkpoint is None:
-        from tp_invariant_recipes.training.imported_weights import ImportedWeights
-
-        built.model.register_pre_wrap_hook(ImportedWeights(Path(str(config.weights.folder))).load)
-    runtime_config_update(built)
-    initialize_megatron(cfg=built)
-    if config.device.kind != "cpu":
-        deterministic_mode_without_its_extras()
-    chunks = built.model.provide_distributed_model(wrap_with_ddp=False)
-    if checkpoint is not None:
-        load_weights(chunks, checkpoint, "")
-    return chunks[0]
-
-
-def leave() -> None:
-    """End the process groups."""
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 class Forward:
@@ -258,3 +206,29 @@ def _tensors(batch: Batch, window: Sequence[sequences.Sequence]) -> tuple[Tensor
         tokens[n, : len(sequence.tokens)] = sequence.tokens
         targets[n, sequence.first - 1 : len(sequence.tokens) - 1] = sequence.tokens[sequence.first :]
     return torch.from_numpy(tokens), torch.from_numpy(targets)
+
+
+def append(
+    file: Path,
+    window: Sequence[sequences.Sequence],
+    scores: Sequence[np.ndarray],
+    columns: Sequence[str],
+    computed: tuple[int, float],
+) -> None:
+    """Write the lines of a window and wait until they are on the disk; then what it took, beside them.
+
+    scores: [columns, scored] fp64 of each. computed: tokens, and seconds of their forward passes.
+    """
+    with file.open("ab") as stream:
+        for sequence, values in zip(window, scores, strict=True):
+            stream.write(output.line(sequence, values, columns))
+        stream.flush()
+        os.fsync(stream.fileno())
+    with file.with_name(TIMES).open("a") as stream:
+        stream.write(f"{json.dumps(computed)}\n")
+
+
+def tokens_per_second(file: Path) -> float | None:
+    """Measure forward passes without the first window, which compiles and tries products; None: there was no other."""
+    times = [json.loads(line) for line in file.with_name(TIMES).read_text().splitlines()][1:]
+    return sum(tokens for tokens, _ in times) / sum(seconds for _, seconds in times) if times else None

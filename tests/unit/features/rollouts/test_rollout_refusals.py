@@ -9,9 +9,9 @@ from tp_invariant_recipes.check import rollouts
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.features.inference.model import _composed
 from tp_invariant_recipes.features.rollouts import decode, engine
 from tp_invariant_recipes.features.rollouts.requests import Request, Sampling
-from tp_invariant_recipes.features.score.model import _composed
 from tp_invariant_recipes.numerics.products import sampling
 
 CONFIGURATIONS = (

@@ -1,6 +1,7 @@
 """`tpi score --against` says what it did not compare and refuses what it cannot assign; a changed OUT is refused."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,8 @@ from typer.testing import CliRunner
 from tp_invariant_recipes.cli.main import app
 from tp_invariant_recipes.data.sequences import Sequence
 from tp_invariant_recipes.errors import ConfigError, RunError
+from tp_invariant_recipes.features.inference import output
 from tp_invariant_recipes.features.score import against as score_against
-from tp_invariant_recipes.features.score import lines, output
 from tp_invariant_recipes.features.score import workflow as score
 
 IDS, LENGTH = [f"s{n}" for n in range(5)], 6
@@ -22,7 +23,7 @@ TOKENS = [list(range(n, n + LENGTH)) for n in range(len(IDS))]
 @pytest.fixture
 def scores(tmp_path) -> Path:
     rows = [
-        lines.line(Sequence(name, [0, *tokens], 1), values[None].astype(np.float64), ("logprobs",))
+        output.line(Sequence(name, [0, *tokens], 1), values[None].astype(np.float64), ("logprobs",))
         for name, tokens, values in zip(IDS, TOKENS, VALUES, strict=True)
     ]
     (tmp_path / "out.jsonl").write_bytes(b"".join(rows))
@@ -37,10 +38,11 @@ def engine_rows() -> list[dict]:
     ]
 
 
-def judged(scores: Path, rows) -> dict:
+def judged(scores: Path, rows, **options) -> dict:
     file = scores.with_name("engine.jsonl")
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return score_against.judge(scores, file, 0.0, None)
+    result = score_against.compare(scores, file, **options)
+    return result.as_json() | {"exit_status": result.exit_status}
 
 
 def first_only(rows):
@@ -77,12 +79,19 @@ PARTIAL = (
 def test_a_verdict_says_what_was_not_compared(scores, change, count, end):
     result = judged(scores, change(engine_rows()))
     text = f"{count} log-probabilities, 0 differences by bits{end}"
-    assert result["text"] == f"equal: {scores.with_name('engine.jsonl')}: {text}"
+    assert result["text"].splitlines() == [
+        f"equal in part: {scores.with_name('engine.jsonl')}: {text}",
+        "only a part was compared: exit status 2; --partial accepts it",
+    ]
+    assert result["exit_status"] == 2
+    accepted = judged(scores, change(engine_rows()), partial=True)
+    assert (accepted["exit_status"], len(accepted["text"].splitlines())) == (0, 1)
 
 
 def test_a_whole_file_is_compared_whole(scores):
     result = judged(scores, engine_rows())
     assert result["text"].endswith(": all 30 log-probabilities, 0 differences by bits")
+    assert result["exit_status"] == 0
     assert [result[key] for key in ("scored", "not_in_file", "without_value", "not_in_scores")] == [*(30, 0, 0, 0)]
 
 
@@ -128,7 +137,7 @@ CHANGED = (
 @pytest.mark.parametrize("change", CHANGED)
 def test_a_changed_out_is_not_taken_for_ones_own(scores, change):
     identity = {"schema": 1, "sequences": {"count": 5}}
-    scoring = score.Scoring(None, None, scores, None, identity, scores, score.Options(), 0)
+    scoring = score.Scoring(None, None, scores, None, identity, scores, score.ScoreRequest(scores), 0)
     output.meta(scores).write_text(json.dumps(identity | {output.WRITTEN: output.described(scores)}))
     assert score.finished(scoring)
     output.check_unchanged(scores)
@@ -142,7 +151,7 @@ def test_a_changed_out_is_refused_before_anything_is_loaded(scores, tmp_path, mo
     output.meta(scores).write_text(json.dumps({"schema": 1, output.WRITTEN: output.described(scores)}))
     scores.write_bytes(CHANGED[0](scores.read_bytes()))
     (tmp_path / "sequences.jsonl").write_text('{"tokens": [1, 2]}\n')
-    monkeypatch.setattr(score, "new", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(score, "plan", lambda *_: pytest.fail("weights were read"))
     ended = CliRunner().invoke(app, ["score", str(tmp_path), str(tmp_path / "sequences.jsonl"), "--out", str(scores)])
     assert "was changed since tpi wrote it" in str(ended.exception)
 
@@ -154,7 +163,7 @@ DIGESTS = [[n, 2**32 - 1 - k] for n in range(len(IDS)) for k in range(LENGTH)]
 def with_digests(tmp_path) -> Path:
     halves = np.array(DIGESTS, np.float64).reshape(len(IDS), LENGTH, 2)
     rows = [
-        lines.line(Sequence(name, [0, *tokens], 1), np.stack([values, *half.T]), HALVES)
+        output.line(Sequence(name, [0, *tokens], 1), np.stack([values, *half.T]), HALVES)
         for name, tokens, values, half in zip(IDS, TOKENS, VALUES.astype(np.float64), halves, strict=True)
     ]
     (tmp_path / "out.jsonl").write_bytes(b"".join(rows))
@@ -176,6 +185,51 @@ def test_digests_of_the_vocabulary_are_compared(tmp_path):
     assert changed["digests"] == {"compared": 30, "differing": 1}
     assert changed["exit_status"] == 1  # another token's probability, where the drawn one's is equal
     assert judged(scores, engine_rows())["digests"] == {"compared": 0, "differing": 0}
+
+
+def test_the_verdict_begins_with_the_numerics(scores):
+    rollouts = scores.with_name("engine.jsonl")
+    assert "numerics: " not in judged(scores, engine_rows())["text"]  # the control: nobody knows an engine's
+    for file, mode, kind in ((scores, "tree", "sequences"), (rollouts, "portable", "requests")):
+        output.meta(file).write_text(json.dumps({"schema": 1, kind: {}, "numerics": {"mode": mode}}))
+    first, verdict = judged(scores, engine_rows())["text"].splitlines()
+    assert first.startswith("numerics: tree here, portable in ")
+    assert verdict.startswith("equal: ")
+    assert output.numerics_of(rollouts, "requests") == "portable"
+    assert output.numerics_of(scores, "requests") is None  # scores claim no bits of a trainer
+    output.meta(rollouts).write_text('{"schema": 1, "requests": {}, "numerics": {"mode": "rm -rf"}}')
+    assert output.numerics_of(rollouts) is None
+
+
+# Words that are typed -> what is asked for: a run that was trained in tree generates in portable.
+TYPED = (((), "numerics=portable"), (("numerics=tree",), "numerics=tree"))
+
+
+@pytest.mark.parametrize("typed, expected", TYPED)
+def test_scores_have_the_numerics_of_the_rollouts_unless_typed(scores, monkeypatch, typed, expected):
+    class Planned(Exception):
+        pass
+
+    def model_of(source, words, *rest):
+        raise Planned(*(word.text for word in words))
+
+    rollouts = scores.with_name("rollouts.jsonl")
+    rollouts.write_text("{}\n")
+    output.meta(rollouts).write_text('{"requests": {}, "numerics": {"mode": "portable"}}')
+    monkeypatch.setattr(score, "model_of", model_of)
+    for file in (rollouts, scores):  # also where other sequences are compared with them
+        with pytest.raises(Planned) as asked:
+            score.plan(score.ScoreRequest(scores, file, typed, scores, against=rollouts), file)
+        assert asked.value.args == (expected,)
+
+
+def test_a_huge_file_without_lines_is_refused_unread(tmp_path):
+    file = tmp_path / "weights.bin"
+    file.touch()
+    os.truncate(file, 1 << 40)  # sparse
+    for request in (score.ScoreRequest(tmp_path, file), score.ScoreRequest(tmp_path, against=file)):
+        with pytest.raises(ConfigError, match="line 1 has more than 67108864 bytes"):
+            score._checked(request)
 
 
 def test_a_bit_is_a_difference(scores):

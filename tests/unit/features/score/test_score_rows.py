@@ -4,7 +4,7 @@ import pytest
 
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
-from tp_invariant_recipes.features.score import model as score_model
+from tp_invariant_recipes.features.inference import model as score_model
 from tp_invariant_recipes.features.score.rank import depends_on_rows
 
 CASES = (

@@ -16,7 +16,7 @@ from tp_invariant_recipes.config.overrides import Override, given, latest, parse
 from tp_invariant_recipes.data import sequences
 from tp_invariant_recipes.errors import ConfigError, TpiError, lines, refuse
 from tp_invariant_recipes.features.export.workflow import checkpoint_of
-from tp_invariant_recipes.features.score import output
+from tp_invariant_recipes.features.inference import output
 from tp_invariant_recipes.launch import local, plan
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import RankFn

@@ -1,0 +1,1 @@
+"""What scores and rollouts share: the model of a source, its ranks, and files that grow."""
