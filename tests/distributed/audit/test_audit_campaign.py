@@ -13,7 +13,7 @@ from tests.distributed import audit_bugs
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.features.audit import campaign, options, workflow
 from tp_invariant_recipes.features.audit.cells import Cells
-from tp_invariant_recipes.features.audit.trial import Trial
+from tp_invariant_recipes.features.audit.result import BEYOND, WITHIN, ShrunkFault, Trial
 from tp_invariant_recipes.patches import faults
 from tp_invariant_recipes.runs.audit_dir import AuditedRun
 
@@ -102,7 +102,7 @@ class Answers:
         cell, _ = job = self.keys.pop(0)
         if (sound := self.judged(cell)) is None:
             return job, (None, {})
-        verdict = workflow.WITHIN if sound else workflow.BEYOND
+        verdict = WITHIN if sound else BEYOND
         trial = Trial(
             self.settings[job], verdict, "text", None if sound else "gradients x", 1.0, None if sound else self.known
         )
@@ -134,8 +134,8 @@ def ran(here, monkeypatch, judged, concurrency=2, known=None, **more):
 def test_audits_run_two_at_a_time_and_no_pair_stays(here, monkeypatch):
     result, answers = ran(here, monkeypatch, lambda cell: True)
     assert answers.most == 2
-    assert len({*answers.started}) == len(answers.started) == len(result["trials"])
-    assert (result["pending"], result["exit_status"]) == (0, 0)
+    assert len({*answers.started}) == len(answers.started) == len(result.trials)
+    assert (result.pending, result.exit_status) == (0, 0)
 
 
 def resumed(here, monkeypatch, trials, judged, **more):
@@ -149,17 +149,17 @@ def resumed(here, monkeypatch, trials, judged, **more):
 def test_a_resumed_campaign_audits_what_is_pending(here, monkeypatch):
     first, answers = ran(here, monkeypatch, lambda cell: True)
     trials = campaign.resumed(here / "audits")[1].trials
-    assert trials == [Trial(**trial) for trial in first["trials"]]
+    assert trials == [*first.trials]
     second, other = resumed(here, monkeypatch, trials[:-1], lambda cell: True)
     assert other.started == answers.started[-1:]
-    assert second["pending"] == 0
+    assert second.pending == 0
 
 
 def test_a_resumed_campaign_covers_what_a_cell_covered_that_it_would_not_choose(here, monkeypatch):
-    every = Trial(("tp=2", "pp=2", "dp=2", "cp=2", "mbs=2", LOSS), workflow.WITHIN, "text", None, 1.0)
+    every = Trial(("tp=2", "pp=2", "dp=2", "cp=2", "mbs=2", LOSS), WITHIN, "text", None, 1.0)
     result, answers = resumed(here, monkeypatch, [every], lambda cell: True)
     assert all("tp=2 sp=false" in cell for cell in answers.started)
-    assert result["pending"] == 0
+    assert result.pending == 0
 
 
 def test_a_resumed_campaign_has_the_faults_of_the_first_and_repeats_no_audit(here, monkeypatch):
@@ -171,10 +171,8 @@ def test_a_resumed_campaign_has_the_faults_of_the_first_and_repeats_no_audit(her
     audited = {trial.settings for trial in trials}
     second, other = resumed(here, monkeypatch, trials, judged, concurrency=1)
     assert not {*other.settings.values()} & audited
-    assert [finding["settings"] for finding in second["findings"]] == [
-        finding["settings"] for finding in first["findings"]
-    ]
-    assert len(first["findings"]) == 2
+    assert [finding.settings for finding in second.findings] == [finding.settings for finding in first.findings]
+    assert len(first.findings) == 2
 
 
 def test_later_audits_know_the_references_of_earlier_ones(here, monkeypatch):
@@ -198,16 +196,16 @@ def test_an_equal_reference_is_trained_once(monkeypatch):
 
 def test_a_fault_is_shrunk_while_another_audit_runs_and_detected_once(here, monkeypatch):
     result, answers = ran(here, monkeypatch, lambda cell: not {"tp=2", LOSS} <= cell)
-    assert [finding["settings"] for finding in result["findings"]] == [("tp=2", LOSS)]
+    assert [finding.settings for finding in result.findings] == [("tp=2", LOSS)]
     assert len({*answers.started}) >= len(answers.started) - 1  # the one with fewer layers has the same cell
-    assert (result["pending"], result["exit_status"]) == (0, 1)
+    assert (result.pending, result.exit_status) == (0, 1)
 
 
 @pytest.mark.parametrize("known", (None, "a known fault"))
 def test_the_first_fault_that_is_not_known_ends_a_campaign_on_request(here, monkeypatch, known):
     result, _ = ran(here, monkeypatch, lambda cell: LOSS not in cell, known=known, exitfirst=True)
-    assert bool(result["pending"]) == (known is None)
-    assert all(finding["known"] == known for finding in result["findings"])
+    assert bool(result.pending) == (known is None)
+    assert all(finding.trial.known == known for finding in result.findings)
 
 
 def test_a_known_fault_excludes_the_cells_that_show_it_alone(here, monkeypatch):
@@ -217,8 +215,8 @@ def test_a_known_fault_excludes_the_cells_that_show_it_alone(here, monkeypatch):
     cells = [frozenset((layout, balance)) for layout in ("tp=2", "dp=2")]
     assert [audits._allowed(cell) for cell in cells] == [True, True]
     [fault] = faults.shown(audits._cells.configured(cells[1]))
-    trial = Trial(("mbs=2", balance), workflow.BEYOND, "text", "backward x", 1.0, str(fault))
-    audits.state.findings.append(campaign.ShrunkFault(("mbs=2", balance), trial, "tpi audit", None))
+    trial = Trial(("mbs=2", balance), BEYOND, "text", "backward x", 1.0, str(fault))
+    audits.state.findings.append(ShrunkFault(("mbs=2", balance), trial, "tpi audit", None))
     assert [audits._allowed(cell) for cell in cells] == [True, False]
     assert [audits._meets(cell, str(fault)) for cell in cells] == [False, False]
     audits.state.findings.clear()
@@ -228,8 +226,8 @@ def test_a_known_fault_excludes_the_cells_that_show_it_alone(here, monkeypatch):
 def test_what_bridge_refuses_is_not_retried(here, monkeypatch):
     result, answers = ran(here, monkeypatch, lambda cell: None if "pp=2" in cell else True)
     assert len({*answers.started}) == len(answers.started)
-    assert all("pp=2" not in trial["settings"] for trial in result["trials"])
-    assert (result["pending"], result["exit_status"]) == (0, 0)
+    assert all("pp=2" not in trial.settings for trial in result.trials)
+    assert (result.pending, result.exit_status) == (0, 0)
 
 
 @pytest.mark.parametrize("experts", (None, 8))

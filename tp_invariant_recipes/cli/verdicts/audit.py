@@ -2,31 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated
 
-from rich import box
-from rich.table import Column, Table
 from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json, Overrides, directory_option, flag, option, optional_model
-from tp_invariant_recipes.cli.output import verdict
+from tp_invariant_recipes.cli.output.verdict import finish
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.start import bridge, needed
-
-_COLOURS = {"within rounding": "green", "beyond rounding": "red", "not decided": "yellow"}
-# Kind of tensor -> its column.
-_KINDS = {
-    "weights": "initial",
-    "forward": "output",
-    "backward": "to input",
-    "gradients": "gradient",
-    "norm": "norm",
-    "updates": "update",
-    "reports": "report",
-}
-_ROWS = 40  # of the table on a terminal; the page has all
 
 
 def audit(
@@ -83,7 +68,7 @@ def audit(
     if recorded is not None:
         if given := [*([model] if model else []), *(overrides or []), *changed]:
             raise ConfigError(f"--recorded judges what is there and trains nothing; leave out {' '.join(given)}")
-        _end(launch.recorded(*recorded, directory), as_json=as_json)
+        finish(launch.recorded(*recorded, directory), as_json=as_json)
     if model is None:
         raise ConfigError("missing MODEL: a model of tpi models, recipe=FILE.py:FUNCTION, or --recorded RUN REFERENCE")
     _audit(model, list(overrides or []), reference or (), against or (), directory, keep=keep, as_json=as_json)
@@ -124,11 +109,7 @@ def _audit(
     watch = progress.headed(
         console, lambda name, run: Text(name, style="bold") + Text(f", {counted(run.steps, 'step')}")
     )
-    _end(launch.execute(planned, watch, keep=keep), as_json=as_json)
-
-
-def _end(result: dict[str, Any], *, as_json: bool) -> NoReturn:
-    verdict.end(result, result["exit_status"], lambda: _print(result), as_json=as_json)
+    finish(launch.execute(planned, watch, keep=keep), as_json=as_json)
 
 
 def _all(
@@ -143,6 +124,7 @@ def _all(
 ) -> None:
     """Run a campaign, print every verdict as it comes, and end with the status."""
     from tp_invariant_recipes.features.audit import campaign
+    from tp_invariant_recipes.features.audit.result import Trial, coloured
     from tp_invariant_recipes.launch import progress
 
     if (model is None) == (resume is None):
@@ -156,69 +138,11 @@ def _all(
         where, state = campaign.new(model, overrides, directory)
     terminal.print_line(console, f"audit directory {where.path}")
 
-    def show(trial: campaign.Trial) -> None:
-        line = Text(f"{trial.verdict:<16} {trial.seconds:>4.0f} s  {' '.join(trial.settings)}")
-        line.stylize(_COLOURS.get(trial.verdict, "yellow"), 0, 16)
+    def show(trial: Trial) -> None:
+        line = coloured(f"{trial.verdict:<16} {trial.seconds:>4.0f} s  {' '.join(trial.settings)}", trial.verdict)
         terminal.print_line(console, line if trial.sound else line + Text(f"\n    {trial.text}"))
 
     with progress.busy(console, "importing Megatron-Bridge and choosing cells"):
         bridge.load()
     result = campaign.execute(where, state, show, resume=resume is not None, exitfirst=exitfirst, scripts=scripts)
-    verdict.end(result, result["exit_status"], lambda: _print_findings(result), as_json=as_json)
-
-
-def _print_findings(result: dict[str, Any]) -> None:
-    console = terminal.console()
-    for finding in result["findings"]:
-        program = f"\n    torchrun --standalone {finding['script']}" if finding["script"] else ""
-        known = f"\n    known: {finding['known']}" if finding["known"] else ""
-        terminal.print_line(
-            console, f"{finding['verdict']}: {finding['text']}{known}\n    {finding['command']}{program}"
-        )
-    for setting, reason in result["refused"].items():
-        console.print(Text(f"not tried: {setting}: {reason}"), soft_wrap=True)
-    count, faults = counted(len(result["trials"]), "audit"), counted(len(result["findings"]), "fault")
-    tried = result["pairs"] - result["pending"]
-    terminal.print_line(console, f"{faults} in {count} of {tried} pairs; {result['directory']}/audits.html")
-
-
-def _print(result: dict[str, Any]) -> None:
-    console = terminal.console()
-    console.print(_table(result))
-    line = Text(result["text"])
-    line.stylize(f"bold {_COLOURS[result['verdict']]}", 0, len(result["verdict"]))
-    terminal.print_line(console, line)
-    if result.get("known"):
-        terminal.print_line(console, f"known: {result['known']}")
-    if result["not_compared"]:
-        count, name = counted(len(result["not_compared"]), "tensor"), result["not_compared"][0]
-        terminal.print_line(console, f"not compared: {count} that one of the two lacks, such as {name}", "dim")
-    terminal.print_line(console, f"all tensors: {result['directory']}/audit.html", "dim")
-
-
-def _table(result: dict[str, Any]) -> Table:
-    """Return the modules that are beyond rounding, then the furthest of the others."""
-    modules = sorted(result["modules"], key=lambda row: (not row["beyond"], -_furthest(row)))[:_ROWS]
-    kinds = [kind for kind in _KINDS if any(kind in row for row in modules)]
-    table = Table(
-        Column("module", overflow="fold"),
-        *(Column(_KINDS[kind], justify="right", no_wrap=True) for kind in kinds),
-        box=box.SIMPLE_HEAD,
-        collapse_padding=True,
-        pad_edge=False,
-        caption=f"error / what rounding moves there; beyond {result['margin']:g} it is none",
-        caption_justify="left",
-    )
-    order = [row["module"] for row in result["modules"]]
-    for row in sorted(modules, key=lambda row: order.index(row["module"])):
-        cells = [_cell(row[kind], kind in row["beyond"]) if kind in row else Text("") for kind in kinds]
-        table.add_row(row["module"].removeprefix("decoder."), *cells)
-    return table
-
-
-def _furthest(row: dict[str, Any]) -> float:
-    return max((float("inf") if row[kind] is None else row[kind] for kind in _KINDS if kind in row), default=0.0)
-
-
-def _cell(factor: float | None, beyond: bool) -> Text:
-    return Text("∞" if factor is None else f"{factor:.2g}", style="red" if beyond else "")
+    finish(result, as_json=as_json)

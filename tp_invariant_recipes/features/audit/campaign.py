@@ -7,12 +7,11 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from tp_invariant_recipes.check.configuration import check
 from tp_invariant_recipes.config import reserved
@@ -22,8 +21,9 @@ from tp_invariant_recipes.features.audit import options, rank, script, workflow
 from tp_invariant_recipes.features.audit import page as audit_page
 from tp_invariant_recipes.features.audit.cells import Cells
 from tp_invariant_recipes.features.audit.pairwise import Cell, Covering, shrunk
+from tp_invariant_recipes.features.audit.result import BEYOND, CampaignResult, ShrunkFault, Trial
 from tp_invariant_recipes.features.audit.side_by_side import SideBySide, concurrency
-from tp_invariant_recipes.features.audit.trial import Trial, audited
+from tp_invariant_recipes.features.audit.trial import audited
 from tp_invariant_recipes.launch import plan, ranks
 from tp_invariant_recipes.patches import faults
 from tp_invariant_recipes.reading import checked
@@ -33,27 +33,6 @@ from tp_invariant_recipes.runs.run_dir import choose_for_several
 
 RANKS = 4  # at most, of a cell
 Job = tuple[Cell, tuple[str, ...]]  # a cell, and sizes smaller than the campaign's
-
-
-@dataclass(frozen=True)
-class ShrunkFault:
-    """A fault, shrunk.
-
-    settings: of its cell. trial: the smallest audit that shows it. command: of that audit.
-    script:   the file of a program that shows it; None: there is none.
-    """
-
-    settings: tuple[str, ...]
-    trial: Trial
-    command: str
-    script: str | None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return what `audits.json` holds of it."""
-        trial = asdict(self.trial)
-        shown = {name: trial[name] for name in ("verdict", "text", "known", "size", "reference", "ranks")}
-        words = {"option": " ".join(self.settings), "module": self.trial.first}
-        return {"settings": self.settings, "command": self.command, **words, **shown, "script": self.script}
 
 
 @dataclass
@@ -83,8 +62,8 @@ class Campaign:
         self._cells = Cells(state.model, state.overrides, where.texts, self._device)
         self._covering = Covering(self._cells.axes, len(options.LAYOUTS), self._allowed, self._ranks_of)
 
-    def run(self, *, exitfirst: bool = False) -> dict[str, Any]:
-        """Audit all cells, some at a time; return what `audits.json` holds. Interrupted: Ctrl-C, SIGTERM.
+    def run(self, *, exitfirst: bool = False) -> CampaignResult:
+        """Audit all cells, some at a time. Interrupted: Ctrl-C, SIGTERM.
 
         exitfirst: end with the first fault that is not known.
         """
@@ -242,7 +221,7 @@ class Campaign:
 
     def _script(self, sizes: Sequence[str], cell: Cell, trial: Trial) -> str | None:
         """Write the program of a fault, if it is wanted and a layer has the fault; return its path."""
-        if not self._scripts or trial.verdict != workflow.BEYOND:
+        if not self._scripts or trial.verdict != BEYOND:
             return None
         small = self._cells.composed([*sizes, *self._cells.words(cell)])
         program = script.text(small, [*cell], trial.first)
@@ -252,25 +231,20 @@ class Campaign:
         self.where.write_text(file, program)
         return str(file)
 
-    def _write(self, seconds: float | None = None) -> dict[str, Any]:
-        state = self.state
-        undecided = any(trial.verdict == workflow.NOT_DECIDED for trial in state.trials)
-        beyond = [finding for finding in state.findings if finding.trial.verdict == workflow.BEYOND]
-        result = {
-            "schema": 1,
-            "model": state.model,
-            "overrides": state.overrides,
-            "sizes": self._cells.sizes,
-            "exit_status": 1 if beyond else 2 if state.findings or undecided else 0,
-            "directory": str(self.where.path),
-            "pairs": self._covering.total,
-            "pending": len(self._covering.pending),
-            "seconds": seconds,
-            "refused": self._cells.refused,
-            "trials": [asdict(trial) for trial in state.trials],
-            "findings": [finding.as_dict() for finding in state.findings],
-        }
-        self.where.write(self.where.result, result)
+    def _write(self, seconds: float | None = None) -> CampaignResult:
+        result = CampaignResult(
+            directory=self.where.path,
+            model=self.state.model,
+            overrides=tuple(self.state.overrides),
+            sizes=tuple(self._cells.sizes),
+            pairs=self._covering.total,
+            pending=len(self._covering.pending),
+            seconds=seconds,
+            refused=self._cells.refused,
+            trials=tuple(self.state.trials),
+            findings=tuple(self.state.findings),
+        )
+        self.where.write(self.where.result, result.as_json())
         self.where.write_text(self.where.page, audit_page.campaign(result))
         return result
 
@@ -301,7 +275,7 @@ def execute(
     resume: bool,
     exitfirst: bool = False,
     scripts: bool = False,
-) -> dict[str, Any]:
+) -> CampaignResult:
     """Run a campaign to its end. Interrupted: Ctrl-C; what it has done is kept for --resume."""
     with (locked if resume else locked_empty)(where):
         _write_texts(where.texts)

@@ -7,7 +7,8 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.figure import FigureBase
 
-from tp_invariant_recipes.compare.deviation import KINDS, TensorDeviation
+from tp_invariant_recipes.compare.deviation import KINDS, MARGIN, TensorDeviation
+from tp_invariant_recipes.features.audit.result import AuditResult, CampaignResult
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.report.figures import Drawing
 from tp_invariant_recipes.report.palette import LINES
@@ -17,38 +18,38 @@ _HEIGHT = 3.6  # inches
 _LEAST, _MOST = 1e-2, 1e9  # factors beyond these lie on the edge
 
 
-def page(result: dict[str, Any], deviations: Sequence[TensorDeviation]) -> str:
-    """Return the HTML. result: the contents of `audit.json`."""
-    drawing = factors(deviations, result["margin"])
+def page(result: AuditResult) -> str:
+    """Return the HTML of one audit."""
+    drawing = factors(result.deviations, MARGIN)
     names = ("model", "overrides", "reference", "recorded", "device", "bytes", "seconds")
-    facts = "; ".join(f"{name}: {_words(result[name])}" for name in names if result.get(name))
+    facts = "; ".join(f"{name}: {_words(result.facts[name])}" for name in names if result.facts.get(name))
     return html(
         "audit.html.j2",
-        title=result["text"],
+        title=result.words,
         facts=facts,
         figure=Markup(svg(drawing)),
         note=drawing.note,
-        rows=deviations,
-        not_compared=result["not_compared"],
+        rows=result.deviations,
+        not_compared=result.omitted,
     )
 
 
-def campaign(result: dict[str, Any]) -> str:
-    """Return the HTML of `tpi audit --all`. result: the contents of `audits.json`."""
+def campaign(result: CampaignResult) -> str:
+    """Return the HTML of `tpi audit --all`."""
     shown = ("option", "module", "size", "reference", "ranks")
     findings = [
         finding | {"described": [(name, finding[name]) for name in shown if finding.get(name) is not None]}
-        for finding in result["findings"]
+        for finding in (fault.as_json() for fault in result.findings)
     ]
-    tried = result["pairs"] - result["pending"]
-    facts = f"{tried} of {counted(result['pairs'], 'pair')} of settings, {counted(len(result['trials']), 'audit')}"
+    tried = result.pairs - result.pending
+    facts = f"{tried} of {counted(result.pairs, 'pair')} of settings, {counted(len(result.trials), 'audit')}"
     return html(
         "audits.html.j2",
-        title=f"{result['model']}: {counted(len(findings), 'fault')}",
-        facts="; ".join((facts, " ".join((*result["overrides"], *result["sizes"])))),
+        title=f"{result.model}: {counted(len(findings), 'fault')}",
+        facts="; ".join((facts, " ".join((*result.overrides, *result.sizes)))),
         findings=findings,
-        trials=result["trials"],
-        refused=result["refused"],
+        trials=result.trials,
+        refused=result.refused,
     )
 
 

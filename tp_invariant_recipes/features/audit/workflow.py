@@ -9,9 +9,9 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,15 @@ from tp_invariant_recipes.config.overrides import Override, changed, given, pars
 from tp_invariant_recipes.errors import ConfigError, Interrupted, LedgerError, RunError, TpiError, listed
 from tp_invariant_recipes.features.audit import rank
 from tp_invariant_recipes.features.audit import reference as audit_reference
+from tp_invariant_recipes.features.audit.result import (
+    BEYOND,
+    DITHERED,
+    NOT_DECIDED,
+    WITHIN,
+    AuditResult,
+    blind_line,
+    verdict_line,
+)
 from tp_invariant_recipes.launch import local, plan, record
 from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning
@@ -42,9 +51,7 @@ from tp_invariant_recipes.sizing.activations import recorded as recorded_bytes
 from tp_invariant_recipes.sizing.memory import GIB
 
 AUDITED, REFERENCE = "audited", "reference"  # the two trainings
-DITHERED = 3  # repetitions of the reference
 DEGREES = (1, 2, 4, 8)  # of references, the first that fits
-WITHIN, BEYOND, NOT_DECIDED = "within rounding", "beyond rounding", "not decided"
 BLIND = 0.5  # Muon's matrices by blocks are that wrong; Adam's first updates are signs, which rounding turns
 
 # An audit compares values, so it records digests only on request.
@@ -195,8 +202,8 @@ def execute(
     keep: bool = False,
     references: MutableMapping[str, AuditedRun] | None = None,
     page: bool = True,
-) -> dict[str, Any]:
-    """Train both, judge, and return the contents of `audit.json`. Raises RunError.
+) -> AuditResult:
+    """Train both, and judge. Raises RunError.
 
     keep: keep the run directories even if nothing is beyond rounding.
     references: trained by other audits, by `reference_key`. An equal one is not trained again; one that is trained
@@ -217,7 +224,7 @@ def execute(
             "seconds": round(time.monotonic() - begun, 1),
         }
         result = report(audit.directory, deviations, omitted, described, audit.audited.config, page=page)
-        if not (result["exit_status"] or keep):
+        if not (result.exit_status or keep):
             for run in runs:
                 shutil.rmtree(run.path, ignore_errors=True)
         return result
@@ -250,8 +257,8 @@ def reference_key(audit: Audit) -> str | None:
     return hashlib.sha256(b"".join((described.encode(), *choices))).hexdigest()
 
 
-def recorded(run: Path, reference: Path, directory: Path | None = None) -> dict[str, Any]:
-    """Judge two recordings of `tp_invariant_recipes.audit.record`; return the contents of `audit.json`.
+def recorded(run: Path, reference: Path, directory: Path | None = None) -> AuditResult:
+    """Judge two recordings of `tp_invariant_recipes.audit.record`.
 
     LedgerError: one is no recording, or the reference has no dithered repetitions.
     """
@@ -286,38 +293,34 @@ def report(
     where: AuditDir,
     deviations: Sequence[TensorDeviation],
     omitted: Sequence[str],
-    described: dict[str, Any],
+    facts: Mapping[str, Any],
     config: RunConfig | None = None,
     *,
     page: bool = True,
-) -> dict[str, Any]:
-    """Write `audit.json` and `audit.html`, and return what the first holds.
+) -> AuditResult:
+    """Judge, and write `audit.json` and `audit.html`.
 
-    config: of the audited run; None: of a program with a loop of its own.
+    facts: of the trainings or recordings. config: of the audited run; None: of a program with a loop of its own.
     """
     first = next((tensor for tensor in deviations if tensor.beyond), None)
     spots = deviation.blind_spots(deviations)
+    blind = _undecided(spots, config)
+    if first or blind is None:
+        verdict, words = BEYOND if first else WITHIN, verdict_line(deviations, first, omitted)
+    else:
+        more = f": seq={4 * config.shape.sequence}" if config else ""
+        verdict, words = NOT_DECIDED, f"{blind_line(blind)}; more tokens round less{more}"
     fault = faults.of_tensor(config, first.name) if config and first else None
-    result = {
-        "schema": 2,
-        **_verdict(deviations, first, _undecided(spots, config), omitted, config),
-        "sees": {kind: tensor.sees for kind, tensor in spots.items()},
-        "known": str(fault) if fault else None,
-        "directory": str(where.path),
-        **described,
+    run = {
         "host": os.uname().nodename,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": shlex.join(["tpi", *sys.argv[1:]]),
-        "margin": deviation.MARGIN,
-        "dithered": DITHERED,
-        "first": _finite(first) if first else None,
-        "modules": [_module(name, tensors) for name, tensors in deviation.by_module(deviations).items()],
-        "tensors": [_finite(tensor) for tensor in deviations],
-        "not_compared": list(omitted),
     }
-    where.write(where.result, result)
+    known = str(fault) if fault else None
+    result = AuditResult(where.path, verdict, words, tuple(deviations), tuple(omitted), spots, known, facts, run)
+    where.write(where.result, result.as_json())
     if page:
-        _write_page(where, result, deviations)
+        _write_page(where, result)
     return result
 
 
@@ -328,28 +331,13 @@ def _undecided(spots: dict[str, TensorDeviation], config: RunConfig | None) -> T
     return next((tensor for tensor in spots.values() if tensor.factor and (tensor.sees or 0.0) > limit), None)
 
 
-def _verdict(
-    deviations: Sequence[TensorDeviation],
-    first: TensorDeviation | None,
-    blind: TensorDeviation | None,
-    omitted: Sequence[str],
-    config: RunConfig | None,
-) -> dict[str, Any]:
-    """`exit_status`, `verdict` and `text` of a result."""
-    if first or blind is None:
-        status, verdict = (1, BEYOND) if first else (0, WITHIN)
-        return {"exit_status": status, "verdict": verdict, "text": _text(deviations, first, omitted)}
-    more = f"; more tokens round less{f': seq={4 * config.shape.sequence}' if config else ''}"
-    return {"exit_status": 2, "verdict": NOT_DECIDED, "text": f"{_blind(blind)}{more}"}
-
-
-def _write_page(where: AuditDir, result: dict[str, Any], deviations: Sequence[TensorDeviation]) -> None:
+def _write_page(where: AuditDir, result: AuditResult) -> None:
     for name in ("matplotlib", "matplotlib.font_manager"):  # Megatron has lowered the level of all
         logging.getLogger(name).setLevel(logging.WARNING)
     from tp_invariant_recipes.features.audit import page as audit_page
     from tp_invariant_recipes.report import files
 
-    files.write(where.page, audit_page.page(result, deviations).encode())
+    files.write(where.page, audit_page.page(result).encode())
 
 
 # --- Planning ---
@@ -455,79 +443,5 @@ def _train(audit: Audit, name: str, planned: Plan, watch: Watch) -> AuditedRun:
     return run
 
 
-# --- Results ---
-
-
 def _shown(composed: Composed) -> list[str]:
     return [text for text in texts(composed.overrides) if text not in (*DEFAULTS, *NUMERICS.values())]
-
-
-def _blind(tensor: TensorDeviation) -> str:
-    return f"{NOT_DECIDED}: rounding hides errors of {tensor.name} up to {tensor.sees:.0%}, and nothing else is wrong"
-
-
-def _text(deviations: Sequence[TensorDeviation], first: TensorDeviation | None, omitted: Sequence[str]) -> str:
-    steps = sorted({tensor.step for tensor in deviations})
-    if first is None:
-        largest = max(deviations, key=lambda tensor: tensor.factor)
-        over = f"steps {steps[0]} to {steps[-1]}" if steps[1:] else f"step {steps[0]}"
-        return (
-            f"{WITHIN}: {counted(len(deviations), 'tensor')} of {over}; the furthest is {largest.factor:.2g} × "
-            f"rounding, {largest.name}; {_seen(deviations)}"
-            + (f"; {counted(len(omitted), 'tensor')} not compared" if omitted else "")
-        )
-    what = _named(first)
-    if first.name.endswith("/auxiliary"):
-        what = f"the gradient of the auxiliary losses in {first.module}"
-    far = f"is {first.factor:.3g} × rounding" if first.factor < float("inf") else "differs where rounding moves nothing"
-    parts = [f"{what} {far} at step {first.step}"]
-    if first.ranks and len(first.ranks) < first.all_ranks:
-        parts.append(f"on ranks {', '.join(map(str, first.ranks))} of {first.all_ranks}")
-    if first.shape:
-        parts.append(first.shape)
-    return f"{BEYOND}: {', '.join(parts)}"
-
-
-def _seen(deviations: Sequence[TensorDeviation]) -> str:
-    """Return the errors that the audit would have seen."""
-    spots = deviation.blind_spots(deviations)
-    words = {"forward": "outputs", "backward": "gradients inside", "gradients": "gradients", "updates": "updates"}
-    sizes = [f"{spots[kind].sees:.1%} in {name}" for kind, name in words.items() if kind in spots]
-    return f"an error of {', '.join(sizes)} would have been seen" if sizes else "too few elements to see errors in"
-
-
-def _named(tensor: TensorDeviation) -> str:
-    """Return the tensor in words: "the bias gradient of decoder.layers.0.mlp.linear_fc2 [64]"."""
-    if tensor.kind not in _FLOW:
-        return f"the {tensor.module}"
-    words, parameter = _FLOW[tensor.kind], tensor.name.rpartition(".")[2]
-    if tensor.kind in ("weights", "gradients", "updates") and parameter != "weight":
-        words = words.replace("weight", parameter) if "weight" in words else f"{words} of the {parameter}"
-    return f"{words} of {tensor.module} {[*tensor.dims]}"
-
-
-_FLOW = {
-    "weights": "the initial weight",
-    "forward": "the output",
-    "backward": "the input gradient",
-    "gradients": "the weight gradient",
-    "updates": "the update",
-}
-
-
-def _finite(tensor: TensorDeviation) -> dict[str, Any]:
-    """Without infinities, which JSON lacks: a factor is None then."""
-    fields = {"of" if name == "all_ranks" else name: value for name, value in asdict(tensor).items()}
-    return fields | {"factor": tensor.factor if tensor.factor < float("inf") else None, "beyond": tensor.beyond}
-
-
-def _module(name: str, tensors: Sequence[TensorDeviation]) -> dict[str, Any]:
-    """Return a row of the table: the largest factor of each kind that the module has; None: infinite."""
-    worst: dict[str, float] = {}
-    for tensor in tensors:
-        worst[tensor.kind] = max(worst.get(tensor.kind, 0.0), tensor.factor)
-    return {
-        "module": name,
-        **{kind: None if factor == float("inf") else factor for kind, factor in worst.items()},
-        "beyond": sorted({tensor.kind for tensor in tensors if tensor.beyond}, key=deviation.KINDS.index),
-    }

@@ -2,21 +2,20 @@
 
 from dataclasses import replace
 
-from tp_invariant_recipes.features.audit import workflow
-from tp_invariant_recipes.features.audit.trial import FAILED, Trial
+from tp_invariant_recipes.features.audit.result import BEYOND, FAILED, NOT_DECIDED, WITHIN, Trial
 
-WRONG = Trial(("tp=2",), workflow.BEYOND, "text", "gradients decoder.layers.1.mlp.experts.7.linear_fc2", 1.0)
+WRONG = Trial(("tp=2",), BEYOND, "text", "gradients decoder.layers.1.mlp.experts.7.linear_fc2", 1.0)
 
 
 def test_one_fault_is_that_of_a_tensor_in_any_layer_and_the_same_known_one():
     assert WRONG.same_fault(replace(WRONG, first="gradients decoder.layers.0.mlp.experts.3.linear_fc2", text="other"))
     assert not WRONG.same_fault(replace(WRONG, first="gradients decoder.layers.1.mlp.experts.7.linear_fc1"))
     assert not WRONG.same_fault(replace(WRONG, known="another fault of the same tensor"))
-    assert not WRONG.same_fault(replace(WRONG, verdict=workflow.WITHIN))
+    assert not WRONG.same_fault(replace(WRONG, verdict=WITHIN))
 
 
 def test_cells_without_a_fault_are_not_reaudited():
-    verdicts = (workflow.WITHIN, workflow.NOT_DECIDED, workflow.BEYOND, FAILED)
+    verdicts = (WITHIN, NOT_DECIDED, BEYOND, FAILED)
     assert [replace(WRONG, verdict=verdict).covers for verdict in verdicts] == [True, True, False, False]
 
 
