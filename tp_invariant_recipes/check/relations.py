@@ -1,5 +1,6 @@
 """Settings that must fit each other in any layout; and those that tpi decides itself."""
 
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -171,6 +172,19 @@ def shares_of_text(config: RunConfig) -> list[float]:
     """Get the shares of training, validation and tests, as Megatron reads dataset.split; it takes missing ones as 0."""
     parts = [float(part) for part in re.findall(r"\d*\.?\d+", config.at("dataset.split") or "")]
     return [part / (sum(parts) or 1) for part in parts]
+
+
+def empty_part(config: RunConfig, data: str, documents: int) -> Problem | None:
+    """Return what is wrong with dataset.split: Megatron would look for the tokens of a part without documents for ever.
+
+    data: its name. documents: of it; Megatron rounds their shares.
+    """
+    shares = shares_of_text(config)
+    ends = [round(end * documents) for end in itertools.accumulate(shares, initial=0.0)]
+    if not any(share and ends[n] == ends[n + 1] for n, share in enumerate(shares)):
+        return None
+    text = f"has a part without a document: {data} has {documents} in all"
+    return Problem(f"dataset.split={config.at('dataset.split')}", text, "set other shares, or add documents")
 
 
 def _validation(config: RunConfig) -> Problem | None:

@@ -229,8 +229,6 @@ def read_index(prefix: Path, cache: Path | None = None, progress: Progress = _si
 
     Raises DataError.
     """
-    import numpy as np
-
     files, kept = [beside(prefix, suffix) for suffix in SUFFIXES], None
     try:
         if cache:
@@ -238,24 +236,39 @@ def read_index(prefix: Path, cache: Path | None = None, progress: Progress = _si
             kept = cache / f"index-{hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]}.json"
             with suppress(OSError, ValueError):
                 return checked(Index, parse_json(read_limited(kept, MIB)))
-        with open_file(files[1]) as stream:
-            magic, version, code, sequences, _ = HEADER.unpack(stream.read(HEADER.size).ljust(HEADER.size))
-            lengths = np.frombuffer(stream.read(4 * min(sequences, files[1].stat().st_size)), "<i4")
-        if (magic, version) != (MAGIC, 1) or code not in TYPES or len(lengths) != sequences:
-            raise ValueError("the .idx is no index of token ids")
-        tokens, size = int(lengths.sum(dtype=np.int64)), files[0].stat().st_size
-        if tokens * np.dtype(TYPES[code]).itemsize != size or not size:
-            raise ValueError(f"the .idx tells of {tokens} tokens, and the .bin has {size} bytes")
-        digest, largest = _digest(files[0], TYPES[code], progress)
+        documents, tokens, kind = count(prefix)
+        digest, largest = _digest(files[0], kind, progress)
         both = hashlib.sha256(f"{digest} {_digest(files[1])[0]}".encode()).hexdigest()
-    except (OSError, ValueError) as error:
-        raise DataError(f"{prefix}.bin and .idx are no dataset of Megatron: {reason(error)}") from error
-    index = Index(sequences, tokens, largest, both)
+    except OSError as error:
+        raise DataError(f"{prefix}: {reason(error)}") from error
+    index = Index(documents, tokens, largest, both)
     if kept:
         with suppress(OSError):  # a cache that cannot be written
             kept.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(kept, json.dumps(index.as_json()))
     return index
+
+
+def count(prefix: Path) -> tuple[int, int, str]:
+    """Return the documents and tokens of a dataset, and numpy's name of the ids' type; reads the .idx alone.
+
+    Raises DataError.
+    """
+    import numpy as np
+
+    binary, index = (beside(prefix, suffix) for suffix in SUFFIXES)
+    try:
+        with open_file(index) as stream:
+            magic, version, code, sequences, _ = HEADER.unpack(stream.read(HEADER.size).ljust(HEADER.size))
+            lengths = np.frombuffer(stream.read(4 * min(sequences, index.stat().st_size)), "<i4")
+        if (magic, version) != (MAGIC, 1) or code not in TYPES or len(lengths) != sequences:
+            raise ValueError("the .idx is no index of token ids")
+        tokens, size = int(lengths.sum(dtype=np.int64)), binary.stat().st_size
+        if tokens * np.dtype(TYPES[code]).itemsize != size or not size:
+            raise ValueError(f"the .idx tells of {tokens} tokens, and the .bin has {size} bytes")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{prefix}.bin and .idx are no dataset of Megatron: {reason(error)}") from error
+    return sequences, tokens, TYPES[code]
 
 
 def _find(path: Path) -> Corpus | None:

@@ -1,6 +1,6 @@
 """A run before its ranks start: its resolved configuration, its directory and its identity."""
 
-import itertools
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from tp_invariant_recipes.config.compose import Composed
 from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.config.overrides import Override, given
 from tp_invariant_recipes.data.examples import Examples
-from tp_invariant_recipes.data.text import PreparedData, find_prepared
+from tp_invariant_recipes.data.text import PreparedData, beside, find_prepared, read_index
 from tp_invariant_recipes.errors import ConfigError, lines, refuse
 from tp_invariant_recipes.ledger.schema import Header
 from tp_invariant_recipes.machine import gpus
@@ -157,7 +157,7 @@ def resolve(composed: Composed, run_dir: RunDir, how: Planning = TO_TRAIN, *, im
         config = _with_data(config, data)
     config = config.with_fields("logger", **logger_fields(config, run_dir))
     known = data or examples
-    digest = known.digest if known else None
+    digest = known.digest if known else _digest_of_named(config, how)
     return Plan(
         composed,
         config,
@@ -233,6 +233,19 @@ def _with_examples(config: RunConfig) -> tuple[RunConfig, Examples | None]:
     return config, examples
 
 
+def _digest_of_named(config: RunConfig, how: Planning) -> str | None:
+    """Return the digest of the indexed datasets that a recipe names; None: there are none. Raises a TpiError."""
+    digests = []
+    for prefix in inputs.named_data(config):
+        if how.here or beside(prefix, ".idx").exists():
+            index = read_index(prefix, cache_dir() / "data", how.progress or (lambda done, total: None))
+            if index.largest >= config.shape.vocabulary:
+                size = f"model.vocab_size={config.shape.vocabulary}"
+                raise ConfigError(f"dataset.blend: {prefix}.bin holds token {index.largest}, and {size}")
+            digests.append(index.digest)
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest() if len(digests) > 1 else next(iter(digests), None)
+
+
 def _with_data(config: RunConfig, data: PreparedData) -> RunConfig:
     """Return the configuration with prepared data, and with the ids of the data for the NullTokenizer."""
     if data.vocab_size > config.shape.vocabulary:
@@ -242,13 +255,7 @@ def _with_data(config: RunConfig, data: PreparedData) -> RunConfig:
         )
     if not data.documents:
         return config
-    shares = relations.shares_of_text(config)
-    ends = [round(end * data.documents) for end in itertools.accumulate(shares, initial=0.0)]  # as Megatron rounds them
-    if any(share and ends[n] == ends[n + 1] for n, share in enumerate(shares)):  # it would look for its tokens for ever
-        raise ConfigError(
-            f"dataset.split={config.section('dataset')['split']} has a part without a document: {data.prefix} has "
-            f"{data.documents} in all; set other shares, or prepare more documents"
-        )
+    refuse(lines(filter(None, [relations.empty_part(config, str(data.prefix), data.documents)])))
     eod = {} if data.eod == data.vocab_size - 1 else {"null_tokenizer_eod_id": data.eod}
     config = config.with_fields("dataset", blend=[[str(data.prefix.absolute())], None])
     return config.with_fields("tokenizer", vocab_size=data.vocab_size, vocab_includes_eod=True, **eod)

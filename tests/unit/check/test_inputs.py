@@ -1,10 +1,17 @@
 """Files that a run names and that are not there stand in one list with the settings that are wrong."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from tests import hf_folders
+from tp_invariant_recipes.check.hosts.inputs import input_problems
+from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
+from tp_invariant_recipes.data.text import prepare, read_index
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.launch.request import RunRequest
 
 # Overrides of `tpi train qwen3_toy`, and every problem of them.
@@ -68,3 +75,53 @@ def test_files_of_a_job_are_listed_with_its_settings(cli, here, no_gpus):
     assert "tp=3 does not divide" in ended.err
     assert "data.path=none: no file or folder of text" in ended.err
     assert "data.path" not in cli("submit", *arguments, "--dry-run").err
+
+
+NAMED = {
+    "one document of two parts": (
+        {"blend": [["one"], None]},
+        "99,1,0",
+        "without a document: one has 1 in all",
+    ),
+    "in a blend": (
+        {"blend": [["nine", "one"], [0.5, 0.5]]},
+        "90,10",
+        "without a document: one has 1 in all",
+    ),
+    "data_path with weights": ({"data_path": "0.5 nine 0.5 one"}, "90,10", "without a document: one has 1 in all"),
+    "missing": ({"blend": [["none"], None]}, "1", "none.bin and .idx are no dataset of Megatron: No such file"),
+    "of a part": ({"blend_per_split": [[["one"], None], [["none"], None], None]}, None, "none.bin and .idx are no"),
+    "cut": ({"blend": [["cut"], None]}, "1", "the .idx tells of 4 tokens, and the .bin has 2 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_indexed_datasets_of_a_recipe_are_looked_at_before_the_start(tmp_path, monkeypatch, name):
+    """Megatron's ranks look for the tokens of an empty part for ever."""
+    monkeypatch.chdir(tmp_path)
+    for number, prefix in ((1, "one"), (9, "nine"), (1, "cut")):
+        Path(f"{prefix}.jsonl").write_text('{"text": "abc"}\n' * number)
+        prepare(Path(f"{prefix}.jsonl"), Path(prefix))
+    Path("cut.bin").write_bytes(b"ab")
+    dataset, split, message = NAMED[name]
+    config = compose("qwen3_toy", [], device="cpu").config.with_fields("data", kind="recipe")
+    control = config.with_fields("dataset", blend=[["nine", "one"], None], split="1")
+    assert input_problems(control) == []
+    wrong = input_problems(config.with_fields("dataset", **dataset, split=split))
+    assert len(wrong) == 1
+    assert message in wrong[0]
+
+
+def test_the_indexed_datasets_of_a_recipe_are_part_of_a_runs_identity(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "a.txt").write_text("abc")
+    prepare(tmp_path / "a.txt", tmp_path / "a")
+    config = compose("qwen3_toy", [], device="cpu").config.with_fields("data", kind="recipe")
+    config = config.with_fields("dataset", blend=[[str(tmp_path / "a")], None], split="1")
+    first = plan._digest_of_named(config, plan.TO_TRAIN)
+    assert first == read_index(tmp_path / "a").digest
+    (tmp_path / "a.bin").write_bytes(np.array([1, 2, 3, 4], "u2"))
+    assert plan._digest_of_named(config, plan.TO_TRAIN) != first
+    (tmp_path / "a.bin").write_bytes(np.array([1, 2, 3, 60000], "u2"))
+    with pytest.raises(ConfigError, match=r"a.bin holds token 60000, and model.vocab_size="):
+        plan._digest_of_named(config, plan.TO_TRAIN)

@@ -4,10 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tp_invariant_recipes.check import relations
 from tp_invariant_recipes.check.rule import Rule, broken_rules
 from tp_invariant_recipes.data import text
 from tp_invariant_recipes.data.examples import Examples, read_examples
-from tp_invariant_recipes.errors import ConfigError, Problem, lines, listed
+from tp_invariant_recipes.errors import ConfigError, DataError, Problem, lines, listed
 from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.settings import peft, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -71,6 +72,41 @@ def _text(config: RunConfig) -> None:
             raise ConfigError("\n".join(wrong), wrong)
 
 
+def named_data(config: RunConfig) -> list[Path]:
+    """Return the prefixes of the indexed datasets that a recipe names, on file systems."""
+    dataset = config.section("dataset")
+    if config.data.kind != "recipe" or sft.is_sft(dataset):
+        return []
+    paths = dataset.get("data_path") or []
+    named = paths.split() if isinstance(paths, str) else [*paths]  # perhaps with weights between them
+    for blend in dataset.get("blend_per_split") or [dataset.get("blend")]:
+        named += blend[0] if blend else []
+    return [Path(path) for path in dict.fromkeys(map(str, named)) if "://" not in path and not _is_weight(path)]
+
+
+def _is_weight(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _named(reading: Reading) -> list[Problem]:
+    """Megatron reads an index in the ranks, which wait for ever for the tokens of an empty part."""
+    problems: list[Problem | None] = []
+    for prefix in named_data(reading.config):
+        if not reading.here and not text.beside(prefix, ".idx").exists():
+            continue
+        try:
+            documents, _, _ = text.count(prefix)
+        except DataError as error:
+            problems.append(Problem("dataset.blend", str(error)))
+        else:
+            problems.append(relations.empty_part(reading.config, str(prefix), documents))
+    return [problem for problem in problems if problem]
+
+
 def examples(config: RunConfig) -> Examples | None:
     """Return the examples that a run fine-tunes on, read and checked; None: it does not. Raises ConfigError."""
     dataset, tokenizer = config.section("dataset"), config.section("tokenizer").get("tokenizer_model")
@@ -105,6 +141,7 @@ RULES = (
     Rule(_checkpoint),
     Rule(_raised(check_weights), needs=lambda reading: not reading.imported),
     Rule(_raised(_text)),
+    Rule(_named),
     Rule(_raised(examples)),
 )
 
