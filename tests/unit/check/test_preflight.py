@@ -1,5 +1,7 @@
 """What this machine must have for a run: everything it lacks in one message, before anything is written."""
 
+import errno
+import os
 import re
 
 import pytest
@@ -196,3 +198,44 @@ def test_flash_attn_by_the_environment(machine_with, tmp_path, monkeypatch):
         (problem,) = preflight_problems(tmp_path, "qwen3_0p6b", f"numerics={mode}")
         assert problem.startswith("NVTE_FLASH_ATTN=1 in the environment: flash-attn's backward")
         assert problem.endswith("unset it or set NVTE_FLASH_ATTN=0, or numerics=stock")
+
+
+INTERFACES = (  # variable, a value, whether the machine has it
+    ("GLOO_SOCKET_IFNAME", "ib0", False),
+    ("GLOO_SOCKET_IFNAME", "lo", True),
+    ("GLOO_SOCKET_IFNAME", "lo,ib0", False),
+    ("GLOO_SOCKET_IFNAME", "eth", False),
+    ("NCCL_SOCKET_IFNAME", "eth", True),
+    ("NCCL_SOCKET_IFNAME", "=eth", False),
+    ("NCCL_SOCKET_IFNAME", "=eth0", True),
+    ("NCCL_SOCKET_IFNAME", "^docker", True),
+    ("NCCL_SOCKET_IFNAME", "ib,mlx", False),
+)
+
+
+@pytest.mark.parametrize("variable, value, present", INTERFACES)
+def test_a_network_interface_that_is_not_here(machine_with, tmp_path, monkeypatch, variable, value, present):
+    machine_with([H200])
+    monkeypatch.setattr(machine.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    monkeypatch.setenv(variable, value)
+    if present:
+        preflight_check(tmp_path, "qwen3_0p6b")
+    else:
+        (problem,) = preflight_problems(tmp_path, "qwen3_0p6b")
+        assert problem.startswith(
+            f"{variable}={value}: this machine has no such network interface, but eth0, lo; unset"
+        )
+
+
+def test_a_machine_without_loopback(machine_with, tmp_path, monkeypatch):
+    """A sandbox without a network: torch would try to reach its store for minutes."""
+    machine_with()
+
+    def unreachable(*_, **__):
+        raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+
+    monkeypatch.setattr(machine.socket, "create_connection", unreachable)
+    (problem,) = preflight_problems(tmp_path, "qwen3_toy", device="cpu")
+    assert problem.startswith(
+        "ranks meet at 127.0.0.1, which no process of this machine reaches: Network is unreachable"
+    )

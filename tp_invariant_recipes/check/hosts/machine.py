@@ -1,6 +1,7 @@
 """Checks, before anything is written, that this machine has what a run needs."""
 
 import os
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -113,6 +114,32 @@ def _gpus(config: RunConfig) -> Iterator[Problem]:
         yield Problem("", f"cluster={cluster.name} is of other GPUs than this machine's {', '.join(sorted(wrong))}")
 
 
+def _interfaces(config: RunConfig) -> Iterator[Problem]:
+    """Gloo takes a list of names; NCCL one of prefixes, of names behind "=", or of what to leave out behind "^"."""
+    variables = {**config.cluster.environment, **os.environ}
+    present = sorted(name for _, name in socket.if_nameindex())
+    for variable in ("GLOO_SOCKET_IFNAME", *(["NCCL_SOCKET_IFNAME"] if config.device.kind == "gpu" else [])):
+        value = variables.get(variable, "")
+        names = [name.partition(":")[0] for name in value.removeprefix("=").split(",") if name]
+        if variable.startswith("GLOO") or value.startswith("="):
+            wrong = not {*names} <= {*present}
+        else:
+            wrong = bool(names) and value[0] != "^" and not any(name.startswith(tuple(names)) for name in present)
+        if wrong:
+            text = f"this machine has no such network interface, but {', '.join(present)}"
+            yield Problem(f"{variable}={value}", text, f"unset {variable}, or name one of these")
+
+
+def _loopback(config: RunConfig) -> Problem | None:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5).close()
+    except OSError as error:
+        text = f"ranks meet at 127.0.0.1, which no process of this machine reaches: {error.strerror or error}"
+        return Problem("", text, "switch the interface lo on (ip link set lo up)")
+    return None
+
+
 def _ledger_bytes(config: RunConfig) -> int:
     """Return the approximate size of the digests of all steps."""
     every, state = config.ledger.digests, config.ledger.state_digests
@@ -170,6 +197,8 @@ LAYERS = (
         f"{_FUSED}=false",
         f"{_FUSED}=true",
     ),
+    _here(_interfaces),
+    _here(_loopback),
     _here(registry.problems),
     _here(_flash),
 )

@@ -1,5 +1,6 @@
 """What `tpi train` would do, and what it did."""
 
+import math
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -95,12 +96,17 @@ def memory_lines(composed: Composed) -> Iterator[str]:
     yield from (f"  {line}" for line in room.table(estimate(composed.config)))
 
 
+def _finite(bits: str | None) -> bool:
+    return bits is None or math.isfinite(bits_float(bits))
+
+
 @dataclass(frozen=True)
 class TrainResult(Result):
     """A run that ended well, or was stopped.
 
     loss, grad_norm: of the last step; None: there is none. of: how many steps were planned.
     checkpoint: the newest that is finished. interrupted: whether Ctrl-C stopped the run.
+    not_finite: the steps whose loss or gradient norm is NaN or infinite.
     diverged:   the first step at which replicas of a tensor did not hold the same bits; None: they always did.
     """
 
@@ -111,6 +117,7 @@ class TrainResult(Result):
     loss: float | None
     grad_norm: float | None
     checkpoint: Path | None
+    not_finite: tuple[int, ...]
     diverged: int | None
     places: dict[str, Any]
     interrupted: bool = False
@@ -130,6 +137,7 @@ class TrainResult(Result):
             loss=bits_float(last.loss) if last and last.loss else None,
             grad_norm=bits_float(last.grad_norm) if last and last.grad_norm else None,
             checkpoint=saved[-1].path if saved else None,
+            not_finite=tuple(step.step for step in steps if not all(map(_finite, (step.loss, step.grad_norm)))),
             diverged=next((step.step for step in steps if step.diverged), None),
             places=places.as_json(run_dir),
             interrupted=interrupted,
@@ -144,6 +152,12 @@ class TrainResult(Result):
     def lines(self) -> Iterator[str]:
         figures = "" if self.loss is None else f": loss {self.loss:.4f}, gradient norm {self.grad_norm:.4f}"
         yield f"{self.outcome.value} at step {self.steps} of {self.of}{figures}"
+        if self.not_finite:
+            yield (
+                f"warning: the loss or gradient norm is NaN or infinite at {counted(len(self.not_finite), 'step')}, "
+                f"first at step {self.not_finite[0]}: ddp.check_for_nan_in_grad=true ends a run at such a gradient, "
+                "and tpi bisect finds the operation"
+            )
         if self.diverged is not None:
             yield (
                 f"warning: replicas of a tensor disagree at step {self.diverged}, or weights are not their master "
@@ -164,6 +178,7 @@ class TrainResult(Result):
             "loss": self.loss,
             "grad_norm": self.grad_norm,
             "checkpoint": str(self.checkpoint) if self.checkpoint else None,
+            "not_finite": self.not_finite,
             "diverged": self.diverged,
             **self.places,
         }

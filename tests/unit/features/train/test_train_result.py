@@ -1,0 +1,39 @@
+"""What `tpi train` says at its end."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests.ledgers import record, write
+from tp_invariant_recipes.features.train.result import TrainResult
+from tp_invariant_recipes.launch.local import Outcome
+from tp_invariant_recipes.ledger.record import Header
+from tp_invariant_recipes.runs.run_dir import RunDir
+
+NAN, INFINITE = "f32:7fc00000", "f32:7f800000"
+
+
+@pytest.mark.parametrize(
+    "changes, steps, said",
+    (
+        ({}, (), None),
+        (
+            {2: {"loss": NAN}, 3: {"grad_norm": INFINITE}},
+            (2, 3),
+            "2 steps",
+        ),
+        ({3: {"loss": None, "grad_norm": None, "skipped": True}}, (), None),
+        (
+            {1: {"grad_norm": NAN}},
+            (1,),
+            "1 step",
+        ),
+    ),
+)
+def test_losses_that_are_no_numbers_are_a_warning(tmp_path, changes, steps, said):
+    write(tmp_path, Header(identity={"model": "toy"}), [record(step, **changes.get(step, {})) for step in (1, 2, 3)])
+    ended = TrainResult.of_run(SimpleNamespace(run_dir=RunDir(tmp_path), steps=3), Outcome.COMPLETED)
+    assert ended.not_finite == steps
+    warnings = [line for line in ended.lines() if "is NaN or infinite" in line]
+    assert len(warnings) == bool(said)
+    assert all(f"at {said}, first at step {steps[0]}:" in line for line in warnings)
