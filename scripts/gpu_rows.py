@@ -333,7 +333,7 @@ ROWS = {
         4,
         "what tree and portable cost at TP 4 with CUDA graphs",
         *(
-            f"bench qwen3_8b tp=4 cuda_graph=full seq={seq} --modes stock,tree,portable --profile --dir {{}}/{seq}"
+            f"bench qwen3_8b tp=4 cuda_graph=full seq={seq} --modes stock,tree,portable --dir {{}}/{seq}"
             for seq in (2048, 8192)
         ),
     ),
@@ -449,7 +449,7 @@ ROWS = {
     "bench-2": measured(
         2,
         "what tree costs at TP 2 with CUDA graphs",
-        *(f"bench qwen3_8b tp=2 cuda_graph=full --profile seq={seq} --dir {{}}/{seq}" for seq in (2048, 8192)),
+        *(f"bench qwen3_8b tp=2 cuda_graph=full seq={seq} --dir {{}}/{seq}" for seq in (2048, 8192)),
     ),
     "fp8-2": Row(
         2,

@@ -132,7 +132,7 @@ def graphs():
 
 
 def after_another_training():
-    """Give back the memory, and form the groups once more, as `tpi bench` does."""
+    """Give back the memory, and form the groups once more, as `tpi audit` does."""
     x = partials(1)
     expected = by_nccl(x, torch.bfloat16)
     for _ in range(3):

@@ -15,7 +15,6 @@ from tp_invariant_recipes.launch.plan import Plan, Planning
 from tp_invariant_recipes.ledger.run_files import ProgressLine
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.reading import Record, checked, parse_json
-from tp_invariant_recipes.runs.bench_dir import BenchDir, Figures, Pass
 from tp_invariant_recipes.start import start_clock
 
 if TYPE_CHECKING:
@@ -160,44 +159,6 @@ class Echo(Lines):
             self.position += len(text)
             self.console.out(text.decode(errors="replace"), end="", highlight=False)
         super().__call__()
-
-
-class Passes(Progress):
-    """The running pass of a benchmark, and the completed steps of all passes. Use as `Bar`."""
-
-    def __init__(self, bench_dir: BenchDir, passes: tuple[Pass, ...], console: Console) -> None:
-        self.passes = passes
-        self.rounds = max(pass_.round for pass_ in passes)
-        self.current: int | None = None
-        total = sum(pass_.steps for pass_ in passes)
-        self.tail = Tail(bench_dir.figures(0), total, Figures)
-        super().__init__(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed:.0f}/{task.total:.0f} steps"),
-            console=console,
-            refresh_per_second=4,
-            disable=not console.is_terminal,
-            transient=True,
-            **PLAIN,
-        )
-        self.task = self.add_task("starting", total=total)
-
-    def __call__(self) -> None:
-        """Show the steps since the last call."""
-        for event in self.tail.new():
-            self._show(event)
-        self.tail.report_strange(self.console)
-
-    def _show(self, event: Figures) -> None:
-        words = self._words(self.passes[event.pass_])
-        if event.pass_ != self.current and not self.console.is_terminal:
-            self.console.print(words)
-        self.current = event.pass_
-        self.update(self.task, description=words, advance=1)
-
-    def _words(self, pass_: Pass) -> str:
-        return f"profile, {pass_.mode}" if pass_.profile else f"round {pass_.round} of {self.rounds}, {pass_.mode}"
 
 
 class Items(Progress):

@@ -97,6 +97,8 @@ class ProgressLine(Record):
     loss, grad_norm: null: the step was skipped.
     seconds:         of the step. time: its end, in seconds since 1970.
     peak_memory:     the most bytes allocated on the last rank's GPU so far; 0: not measured, as on a CPU.
+    peak_reserved:   likewise, of those that PyTorch holds.
+    flops:           of the steps before this one, by Megatron's count of the model's operations.
     start:           of the first step of an attempt: what the seconds until its end went to, part by part.
     """
 
@@ -107,6 +109,8 @@ class ProgressLine(Record):
     tokens: Count
     seconds: float
     peak_memory: Count = 0
+    peak_reserved: Count = 0
+    flops: float = 0.0
     time: float | None = None
     start: dict[str, float] = field(default_factory=dict)
 

@@ -124,6 +124,8 @@ class Recorder(Callback):
             tokens=record.tokens,
             seconds=time.monotonic() - self.started,
             peak_memory=torch.cuda.max_memory_allocated(),
+            peak_reserved=torch.cuda.max_memory_reserved(),
+            flops=float(state.floating_point_operations_so_far),
             time=time.time(),
             start=start,
         )

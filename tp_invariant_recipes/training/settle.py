@@ -1,4 +1,4 @@
-"""Free the memory of one training of a process for the next, which `tpi bench` has."""
+"""Free the memory of one training of a process for the next, which `tpi audit` has."""
 
 import gc
 

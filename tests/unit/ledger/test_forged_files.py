@@ -50,7 +50,6 @@ from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.reading import parse_json
 from tp_invariant_recipes.report import runs as report_runs
 from tp_invariant_recipes.runs import attempts, checkpoints
-from tp_invariant_recipes.runs.bench_dir import BenchDir
 from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, Matrix, MatrixDir
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.sources import weights
@@ -245,22 +244,6 @@ def reason(folder: Path, data: bytes) -> None:
     str(failure).encode()
 
 
-def passes_json(folder: Path, data: bytes) -> None:
-    bench = BenchDir(folder)
-    bench.passes.parent.mkdir(exist_ok=True)
-    bench.passes.write_bytes(data)
-    for pass_ in bench.read_passes():
-        pass_.steps - pass_.warmup + pass_.round, f"{pass_.mode} {pass_.profile}".encode()
-
-
-def figures_jsonl(folder: Path, data: bytes) -> None:
-    bench = BenchDir(folder)
-    bench.passes.parent.mkdir(exist_ok=True)
-    bench.figures(0).write_bytes(data + b"\n")
-    for line in bench.read_figures(0):
-        line.seconds / 2, line.peak_bytes / 2, line.pass_ + 1, line.mode.encode()
-
-
 PART = {"name": "weights/w", "dtype": "float32", "shape": [2, 3], "row": 0, "step": 1, "column": 0}
 
 
@@ -330,9 +313,6 @@ def forwarded(folder: Path, data: bytes) -> None:
         assert set(folder.rglob("*")) == before
         raise
 
-
-FIGURES = {"pass": 0, "mode": "tree", "round": 1, "profile": False, "step": 1, "counts": True, "seconds": 0.5}
-FIGURES |= {"tokens": 8, "memory": "allocated", "peak_bytes": 0}
 
 MANIFEST = {"schema": 1, "step": 1, "identity_hash": "x", "layout": {}, "optimizer_state": "x", "experts_apart": False}
 MANIFEST |= {"files": {"a": {"bytes": 1, "xxh3_128": "x"}}}
@@ -448,8 +428,6 @@ KINDS: dict[str, tuple[Callable[[Path, bytes], None], Any]] = {
     "submission.json": (submission_json, {"schema": 1, "jobs": [{"id": "1", "role": "cells"}], "cells": ["a", "b"]}),
     "progress.jsonl": (progress_jsonl, {"step": 1, "loss": 1.5, "seconds": 0.5, "tokens": 8, "peak_memory": 0}),
     "rank-N.error.json": (reason, REASON),
-    "passes.json": (passes_json, [{"mode": "tree", "round": 1, "warmup": 1, "steps": 3, "profile": False}]),
-    "rank-N.jsonl": (figures_jsonl, FIGURES),
     "dump's metadata": (dumped, PART),
     "forwarded bytes": (forwarded, {"file": "progress.jsonl", "position": 0}),
     **{f"rendezvous {key}": (message_of(key), value) for key, value in MESSAGES.items()},

@@ -1,4 +1,4 @@
-"""What one pass of a benchmark leaves behind does not stay beside the next pass's model."""
+"""What one pass of an audit leaves behind does not stay beside the next pass's model."""
 
 import gc
 import weakref

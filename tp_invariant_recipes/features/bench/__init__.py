@@ -1,1 +1,0 @@
-"""tpi bench: time and memory of a step, against stock."""
