@@ -2,6 +2,7 @@
 
     NVTE_TP_INVARIANT_MODE=1 TPI_SHARDS=8 torchrun … pretrain_gpt.py …   # which imports this before it builds the model
 
+TPI_NUMERICS=portable gives the bits of any machine instead of numerics=tree, and what rollouts.Engine decodes.
 From then on, in this process, every GPTModel of Megatron-Core is built of invariant layers and starts from weights that
 no layout changes. Linear and LayerNormLinear of Transformer Engine that a program builds itself are invariant, too,
 from the weights that it gives them. What is not covered is refused when it is built. With the variable unset or "0"
@@ -30,53 +31,59 @@ from tp_invariant_recipes.replacement import Replacement, apply
 from tp_invariant_recipes.settings import environment
 from tp_invariant_recipes.settings.run_config import RunConfig
 
-SWITCH, SHARDS = "NVTE_TP_INVARIANT_MODE", "TPI_SHARDS"
-MODE = "tree"
+SWITCH, SHARDS, NUMERICS = "NVTE_TP_INVARIANT_MODE", "TPI_SHARDS", "TPI_NUMERICS"
+MODES = ("tree", "portable")
 POSITIONS = ("rope", "none")
+ROTARY = ("rotary_base", "rope_scaling", "rope_scaling_factor")  # arguments of GPTModel
 
 
-def switched_on(variables: dict[str, str]) -> int | None:
-    """V if the switch is on, None if it is off. Raises ConfigError for what is neither."""
-    value, shards = variables.get(SWITCH, "0"), variables.get(SHARDS, "8")
+def switched_on(variables: dict[str, str]) -> NumericsSettings | None:
+    """Return the numerics if the switch is on, None if it is off. Raises ConfigError for what is neither."""
+    value, shards, mode = variables.get(SWITCH, "0"), variables.get(SHARDS, "8"), variables.get(NUMERICS, MODES[0])
     if value not in ("0", "1"):
-        raise ConfigError(f"{SWITCH}={value}: 1 makes Megatron-Core invariant (numerics=tree), 0 leaves it alone")
+        raise ConfigError(f"{SWITCH}={value}: 1 makes Megatron-Core invariant, 0 leaves it alone")
     if value == "0":
         return None
     if not shards.isdecimal() or int(shards).bit_count() != 1:
         raise ConfigError(f"{SHARDS}={shards}: must be a power of two")
-    return int(shards)
+    if mode not in MODES:
+        raise ConfigError(f"{NUMERICS}={mode}: must be {' or '.join(MODES)}")
+    return NumericsSettings(mode, int(shards))
 
 
-def install(shards: int) -> None:
-    """Make this process's Megatron-Core invariant with V = `shards`, for good."""
+def install(numerics: NumericsSettings) -> None:
+    """Make this process's Megatron-Core invariant, for good."""
     import torch
     from megatron.core.transformer import TransformerConfig
 
     from tp_invariant_recipes.numerics.megatron import replacements
     from tp_invariant_recipes.numerics.megatron.te import modules as te_modules
 
+    shards = numerics.virtual_shards
+    assert shards is not None, "the switch has a V"
     variables = _variables()  # before anything is changed
     # What the layers read. A recipe sets both on its own configuration; a plain one has these.
-    TransformerConfig.virtual_shards, TransformerConfig.invariant_mode = shards, MODE
+    TransformerConfig.virtual_shards, TransformerConfig.invariant_mode = shards, numerics.mode
     os.environ.update(variables)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     modules = te_modules.replacements(shards, _refuse) if installed("transformer-engine") is not None else ()
     of_core = (
         row
-        for row in replacements.replacements(NumericsSettings(MODE, shards))
+        for row in replacements.replacements(numerics)
         if not row.target.startswith("megatron.bridge.")  # a program without Bridge need not have it
     )
     # They come last: what Megatron-Core imports by name must be its own when it is imported here.
-    apply((*_rows(shards), *modules, *of_core))
+    apply((*_rows(numerics), *modules, *of_core))
     if os.environ.get("RANK", "0") == "0":
-        print(f"tp_invariant_recipes: {SWITCH}=1: numerics={MODE}, {SHARDS}={shards}", file=sys.stderr, flush=True)
+        words = f"numerics={numerics.mode}, {SHARDS}={shards}"
+        print(f"tp_invariant_recipes: {SWITCH}=1: {words}", file=sys.stderr, flush=True)
 
 
-def _rows(shards: int) -> tuple[Replacement, ...]:
+def _rows(numerics: NumericsSettings) -> tuple[Replacement, ...]:
     return (
         Replacement(
             "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
-            lambda original: _checked_and_initialised(original, shards),
+            lambda original: _checked_and_initialised(original, numerics),
             "Megatron draws other weights for every layout",
         ),
         Replacement(
@@ -86,12 +93,12 @@ def _rows(shards: int) -> tuple[Replacement, ...]:
         ),
         Replacement(
             "megatron.core.transformer.transformer_block:_get_block_submodules",
-            _invariant_layers,
+            lambda original: _invariant_layers(original, numerics),
             "every layer specification passes here, wherever a program has it from",
         ),
         Replacement(
             "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
-            lambda original: _checked_ddp(original, shards),
+            lambda original: _checked_ddp(original, numerics),
             "some ways to reduce gradients are not covered",
         ),
         Replacement(
@@ -123,19 +130,31 @@ def _variables() -> dict[str, str]:
     return variables
 
 
+def _gpu() -> int | None:
+    import torch
+
+    return torch.cuda.current_device() if _device() == "gpu" else None
+
+
 def _device() -> str:
     return "gpu" if gpus.visible() else "cpu"
 
 
-def _checked_and_initialised(original: Callable[..., None], shards: int) -> Callable[..., None]:
+def _checked_and_initialised(original: Callable[..., None], numerics: NumericsSettings) -> Callable[..., None]:
     @wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         call = signature(original).bind(self, *args, **kwargs)
         call.apply_defaults()
         config, positions = call.arguments["config"], call.arguments["position_embedding_type"]
-        problems = _problems(config, shards, vocab_size=call.arguments["vocab_size"])
+        if (arithmetic := numerics.arithmetic) is not None:
+            arithmetic.require_machine(_gpu())  # once a process
+        problems = _problems(config, numerics, vocab_size=call.arguments["vocab_size"])
+        for name in ROTARY:  # fields of Bridge's providers, which numerics=portable reads
+            setattr(config, name, call.arguments[name])
         if positions not in POSITIONS:
             problems.append(f"position_embedding_type={positions}: only {' and '.join(POSITIONS)} are covered")
+        if numerics.mode != MODES[0] and call.arguments["seq_len_interpolation_factor"]:
+            problems.append("positions that are interpolated have no portable version; leave it unset")
         if not call.arguments["parallel_output"]:
             problems.append("logits that are gathered have no invariant version; parallel_output=True")
         _refuse(problems)
@@ -163,24 +182,24 @@ def _only_subclasses_of(target: str, refusal: str) -> Callable[[Callable[..., No
     return wrapper
 
 
-def _invariant_layers(original: Callable[..., Any]) -> Callable[..., Any]:
+def _invariant_layers(original: Callable[..., Any], numerics: NumericsSettings) -> Callable[..., Any]:
     @wraps(original)
     def submodules(*args: Any, **kwargs: Any) -> Any:
         from tp_invariant_recipes.numerics.megatron import spec
 
-        return spec.invariant(original(*args, **kwargs))
+        return spec.invariant(original(*args, **kwargs), own=numerics.arithmetic.layers if numerics.arithmetic else {})
 
     return submodules
 
 
-def _checked_ddp(original: Callable[..., None], shards: int) -> Callable[..., None]:
+def _checked_ddp(original: Callable[..., None], numerics: NumericsSettings) -> Callable[..., None]:
     @wraps(original)
     def __init__(self: Any, config: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
         import torch
 
         ddp = catalogue.values_of(ddp_config)
         ddp["grad_reduce_in_fp32"] |= config.params_dtype == torch.float32
-        _refuse(_problems(config, shards, ddp=ddp))
+        _refuse(_problems(config, numerics, ddp=ddp))
         original(self, config, ddp_config, *args, **kwargs)
 
     return __init__
@@ -197,11 +216,13 @@ def _checked_optimizer(original: Callable[..., None]) -> Callable[..., None]:
 
 def _plain(line: str) -> str:
     """Return a problem as a program of its own has it: without the sections of our configuration."""
-    line = re.sub(r"\b(model|ddp|optimizer)\.(?=\w)", "", line.removeprefix(f"numerics={MODE}: "))
+    line = re.sub(r"^numerics=\w+: |\b(model|ddp|optimizer)\.(?=\w)", "", line)
     return line.replace("numerics.virtual_shards", SHARDS)
 
 
-def _problems(config: Any, shards: int, vocab_size: int | None = None, ddp: dict[str, Any] | None = None) -> list[str]:
+def _problems(
+    config: Any, numerics: NumericsSettings, vocab_size: int | None = None, ddp: dict[str, Any] | None = None
+) -> list[str]:
     """Return what a recipe would be refused for, told of a TransformerConfig.
 
     The length of the sequences is not known here: any is as good as one that every rule takes. A norm whose weight
@@ -209,6 +230,7 @@ def _problems(config: Any, shards: int, vocab_size: int | None = None, ddp: dict
     """
     from megatron.core import parallel_state
 
+    shards = numerics.virtual_shards or 1
     model = {name: value for name, value in _relevant_fields(config).items() if name != "hybrid_layer_pattern"} | {
         "vocab_size": vocab_size or shards,
         "seq_length": shards * VECTORS,
@@ -218,7 +240,8 @@ def _problems(config: Any, shards: int, vocab_size: int | None = None, ddp: dict
         "disable_bf16_reduced_precision_matmul": not _adds_in_bf16(),
     }
     sections = {
-        "numerics": asdict(NumericsSettings(MODE, shards)),
+        "numerics": asdict(numerics),
+        "mixed_precision": "bf16_mixed" if config.bf16 else None,
         "model": model,
         "parallel": {"data_parallel_size": parallel_state.get_data_parallel_world_size()},
         "ddp": ddp or {},
@@ -266,5 +289,5 @@ def _common_seed() -> int:
     return seed[0]
 
 
-if (_shards := switched_on(dict(os.environ))) is not None:
-    install(_shards)
+if (_numerics := switched_on(dict(os.environ))) is not None:
+    install(_numerics)

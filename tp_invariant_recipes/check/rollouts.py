@@ -14,7 +14,7 @@ def uncovered(numerics: str, pp: int, *, fp8: bool, ahead: bool) -> list[str]:
     scales = "FP8 scales a tensor by all tokens of a pass, so rows depend on each other"
     layers = "layers of multi-token prediction have no cache"
     problems = (
-        (inexact, Problem(f"numerics={numerics}", cached, "numerics=portable")),
+        (inexact, Problem(f"numerics={numerics}", cached, "numerics=portable, with the switch TPI_NUMERICS=portable")),
         (pp > 1, Problem(f"pp={pp}", "a rank of rollouts computes all layers", "pp=1, and a larger tp")),
         (fp8, Problem("precision", scales, "precision=bf16")),
         (ahead, Problem("model.mtp_num_layers", layers, "model.mtp_num_layers=null")),

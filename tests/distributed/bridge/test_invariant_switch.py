@@ -12,6 +12,7 @@ from tests.distributed.ranks import megatron, on_ranks
 from tests.operands import same_bits
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.invariant import _variables, switched_on
+from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.settings.environment import settings
 
 V, SEQUENCE, BATCH, VOCABULARY = 4, 16, 2, 64
@@ -94,7 +95,9 @@ def program(mesh, bf16, fields, steps):
 
 
 def switched(mesh, value, function, *arguments):
-    os.environ |= {"NVTE_TP_INVARIANT_MODE": value, "TPI_SHARDS": str(V)}
+    mode = "portable" if value == "portable" else "tree"
+    switch = {"NVTE_TP_INVARIANT_MODE": "0" if value == "0" else "1", "TPI_SHARDS": str(V), "TPI_NUMERICS": mode}
+    os.environ |= switch
     sys.modules.pop("tp_invariant_recipes.invariant")  # this module has imported it, switched off
     with megatron(mesh, expert_tensor_parallel_size=1):
         import tp_invariant_recipes.invariant  # noqa: F401
@@ -123,6 +126,42 @@ def test_a_plain_program_has_one_result_and_without_the_switch_several(bridge, b
     else:
         assert different == []
         assert all(rank[0] == first[0][0] for rank in second)
+
+
+PORTABLE = {"kv_channels": 32, "num_query_groups": 4, "transformer_impl": "local"}
+
+
+def rollouts(mesh):
+    """Completions of an engine, and of their tokens the log-probabilities of a forward pass that the trainer makes."""
+    from megatron.core.transformer.module import Float16Module
+
+    from tp_invariant_recipes.rollouts import Engine, Request, Sampling
+
+    settings = config(mesh, bf16=True, params_dtype=torch.bfloat16, **PORTABLE)
+    torch.manual_seed(1)
+    gpt = Float16Module(settings, model(settings)).eval()
+    with torch.no_grad():
+        (drawn,) = Engine(gpt).generate([Request("a", (5, 6, 7), Sampling(max_new_tokens=8, do_sample=True, seed=1))])
+        tokens = torch.tensor([[5, 6, 7, *drawn.tokens] + [0] * (SEQUENCE - 11)])
+        losses = gpt(tokens, torch.arange(SEQUENCE)[None], None, labels=tokens.roll(-1, 1))
+    return drawn.tokens, drawn.log_probabilities, (0.0 - losses[0, 2:10].float()).tolist()
+
+
+@pytest.mark.usefixtures("portable_loops")
+def test_under_the_portable_switch_rollouts_have_the_bits_of_the_trainer(bridge):
+    """At any layout; under tree the engine says what to set."""
+    ranks = [*on_ranks(1, V, switched, "portable", rollouts), *on_ranks(2, V, switched, "portable", rollouts)]
+    assert all(rank == ranks[0] for rank in ranks)
+    assert list(ranks[0][1]) == ranks[0][2]
+    with pytest.raises(RuntimeError, match=r"numerics=tree: a cached row .*TPI_NUMERICS=portable"):
+        on_ranks(1, V, switched, "1", rollouts)
+
+
+@pytest.mark.release
+@pytest.mark.usefixtures("portable_loops")
+def test_under_the_portable_switch_a_training_has_one_result(bridge):
+    first, second = (on_ranks(t, V, switched, "portable", program, True, PORTABLE, {}) for t in (1, 2))
+    assert all(rank[0] == first[0][0] for rank in second)
 
 
 # Fields of DistributedDataParallelConfig and OptimizerConfig that are not covered, and the value that is.
@@ -268,15 +307,24 @@ def test_variables_are_checked_and_those_that_cuda_started_without_are_refused(m
 
 
 @pytest.mark.parametrize(
-    "variables, shards",
-    (({}, None), ({"NVTE_TP_INVARIANT_MODE": "0", "TPI_SHARDS": "x"}, None), ({"NVTE_TP_INVARIANT_MODE": "1"}, 8)),
+    "variables, numerics",
+    (
+        ({}, None),
+        ({"NVTE_TP_INVARIANT_MODE": "0", "TPI_SHARDS": "x"}, None),
+        ({"NVTE_TP_INVARIANT_MODE": "1"}, NumericsSettings("tree", 8)),
+    ),
 )
-def test_what_the_variables_mean(variables, shards):
-    assert switched_on(variables) == shards
+def test_what_the_variables_mean(variables, numerics):
+    assert switched_on(variables) == numerics
 
 
 @pytest.mark.parametrize(
-    "variables", ({"NVTE_TP_INVARIANT_MODE": "on"}, {"NVTE_TP_INVARIANT_MODE": "1", "TPI_SHARDS": "6"})
+    "variables",
+    (
+        {"NVTE_TP_INVARIANT_MODE": "on"},
+        {"NVTE_TP_INVARIANT_MODE": "1", "TPI_SHARDS": "6"},
+        {"NVTE_TP_INVARIANT_MODE": "1", "TPI_NUMERICS": "gather"},
+    ),
 )
 def test_what_they_cannot_mean(variables):
     with pytest.raises(ConfigError):

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from tp_invariant_recipes import invariant
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.settings.environment import VARIABLES, recorded, settings
 
 DEFAULTS = {
@@ -139,4 +140,4 @@ def test_the_switch_of_other_programs_refuses_flash_attn(monkeypatch):
     with pytest.raises(
         ConfigError, match=r"NVTE_TP_INVARIANT_MODE=1 does not cover this:\n  - NVTE_FLASH_ATTN=1 in the"
     ):
-        invariant.install(8)
+        invariant.install(NumericsSettings("tree", 8))
