@@ -8,6 +8,7 @@ from tests.distributed.scenario import agree, stock_differs, unequal
 from tests.distributed.small_models import GATHER, RECOMPUTED, SHORTEST
 from tests.rules import allow
 from tp_invariant_recipes.ledger.bits import bits_float
+from tp_invariant_recipes.ledger.schema import DIGESTED
 
 UNTIED = "model.share_embeddings_and_output_weights=false"
 FOUR = "model.num_layers=4"
@@ -57,6 +58,15 @@ def test_one_ledger_for_all_layouts(scenario):
         if VALIDATED not in layout:
             assert unequal(dense(layout).ledger(), validated) == ["step 1: evaluations", "step 2: evaluations"], layout
     assert "product" not in dense(ALONE, VALIDATED).header().device  # the definition on a CPU has no name
+
+
+def test_how_often_digests_are_taken_changes_nothing_else(scenario):
+    """Also the norm of a step without them, after one that was told the largest gradient by their kernel."""
+    run = scenario(SHORTEST, "iters=3 ledger.state_digests=0")
+    every, each_other, none = (run(f"ledger.digests={often}").ledger() for often in (1, 2, 0))
+    for other in (each_other, none):
+        assert {where.split(": ")[1] for where in unequal(other, every)} <= {*DIGESTED}
+    assert unequal(each_other[1:2], every[1:2]) == []
 
 
 def _turned_positions():

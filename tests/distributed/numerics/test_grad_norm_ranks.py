@@ -9,7 +9,13 @@ from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
 from tests.distributed.ranks import on_ranks
-from tp_invariant_recipes.numerics.sums.grad_norm import clip_by_powers_of_two, exact_grad_norm, get_grad_norm_fp32
+from tp_invariant_recipes.kernels.grad_norm import largest
+from tp_invariant_recipes.numerics.sums.grad_norm import (
+    clip_by_powers_of_two,
+    exact_grad_norm,
+    get_grad_norm_fp32,
+    largest_known,
+)
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 SIZES = (1, 2, 4)
@@ -73,6 +79,13 @@ def mixed_dtensors(mesh: VirtualMesh) -> float:
     return get_grad_norm_fp32([distribute_tensor(torch.ones(4), device_mesh, [Shard(0)]), torch.ones(2)])
 
 
+def with_the_largest_known(mesh: VirtualMesh) -> list[float]:
+    """Of the gradients, and then of others, whose largest is another one."""
+    with largest_known(largest(shards(mesh, 0))):
+        first = megatron(mesh)
+    return [first, *(get_grad_norm_fp32([grad * by for grad in shards(mesh, 0)]) / by for by in (2.0**10, 2.0**-20))]
+
+
 SPECIAL = (math.nan, math.inf, -math.inf, 0.0, 1e30)
 
 
@@ -81,6 +94,7 @@ def everything(mesh: VirtualMesh) -> dict:
     results = {
         "as rows and as columns": [exact(mesh, dim) for dim in (0, 1)],
         "in place of Megatron's function": [megatron(mesh), megatron_world(mesh)],
+        "while the largest is known, and then": with_the_largest_known(mesh),
         "of floats": floats(mesh),
         "of the first rank": [str(first_rank_only(mesh, value)) for value in SPECIAL],
     }

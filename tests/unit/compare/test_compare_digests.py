@@ -101,6 +101,8 @@ def test_other_initial_weights_come_before_any_step(names):
     more = f", and of {len(names) - 1} more parameters" if len(names) > 1 else ""
     assert verdict_line(result) == f"different: initial weight of {first} differs{more}; 1 of 5 steps differ"
     assert comparison_json(result)["initial"] == [name for name in NAMES if name in names]
+    alone = compare(STARTED_A, ledger("b", other))  # where all steps are equal
+    assert (alone.verdict, alone.exit_status, alone.first.kind) == (Verdict.DIFFERENT, 1, "initial")
 
 
 def test_parameters_are_in_the_order_in_which_they_first_differ():

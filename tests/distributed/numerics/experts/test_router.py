@@ -90,3 +90,43 @@ def test_losses_are_the_same_for_every_tp_and_cp(bridge):
     for other, _ in others:
         assert [name for name in single if not same_bits(single[name], other[name])] == []
     assert not same_bits(stock["z_loss"], others[-1][1]["z_loss"])
+
+
+def _global_losses(mesh):
+    """(sequence, loss, tokens of each expert) of the four micro-batches of three steps; and each token's shares."""
+    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator as forget
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    from tp_invariant_recipes.numerics.sums import expert_groups
+
+    with megatron(mesh, expert_model_parallel_size=1, expert_tensor_parallel_size=1):
+        init_num_microbatches_calculator(0, None, 4, 1, 1)
+        router = _router(moe_aux_loss_coeff=0.1, moe_router_load_balancing_type="global_aux_loss")
+        router.config.data_shards = 2
+        router.set_layer_number(1)
+        xs, tracker, found = terms(4, SEQUENCE, HIDDEN).unsqueeze(2), get_moe_metrics_tracker(), []
+        for order in ((0, 1, 2, 3), (0, 2, 1, 3), (0, 1, 2, 3)):  # of a step, sequences 2n and 2n + 1 of a shard
+            expert_groups.enter(order)
+            for sequence in order:
+                map_ = router(xs[sequence])[1]
+                (metric,) = tracker.metrics.values()
+                found.append((sequence, metric.values.sum().item(), map_.sum(0)))
+                tracker.clear()
+            router.reset_global_aux_loss_tracker()
+        forget()
+        logits = [torch.softmax(router.gating(x).float().view(-1, EXPERTS), 1).double() for x in xs]
+        return [found[n : n + 4] for n in (0, 4, 8)], logits
+
+
+def test_the_loss_of_a_global_batch_counts_the_data_shard_so_far(bridge):
+    """From nothing in each step, in any order of the shards: the mean of its sequences' tokens by an expert's share."""
+    ((steps, shares),) = on_ranks(1, 1, _global_losses)
+    for step in steps:
+        tokens = {sequence: counts for sequence, _, counts in step}
+        for sequence, loss, _ in step:
+            seen = [tokens[n] for n in (sequence // 2 * 2, sequence) if n <= sequence]
+            mean = torch.stack(seen).double().mean(0)
+            factor = EXPERTS / (2 * SEQUENCE**2)  # Megatron logs it without its coefficient
+            assert loss == pytest.approx((shares[sequence].sum(0) * mean).sum().item() * factor, rel=1e-5), sequence
+    assert [loss for _, loss, _ in steps[0]] == [loss for _, loss, _ in steps[2]]

@@ -1,6 +1,7 @@
 """FP8 products of shards, tokens and experts on a CPU, their refusals, and the trial that lets cuBLAS compute them."""
 
 import re
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -96,21 +97,21 @@ def test_experts_are_products_of_their_rows(kind):
 
 
 @pytest.mark.parametrize("kind", ("tensor", "1x128"))
-def test_weight_gradients_of_experts_are_added_partial_by_partial(kind):
-    sizes = (128, 0, 256) if kind == "1x128" else (5, 0, 130)
+@pytest.mark.parametrize("chain", ((0,), (0, 1), (1, 0)))
+def test_weight_gradients_of_experts_are_added_partial_by_partial_in_order(kind, chain):
+    sizes = (128, 128, 0, 256) if kind == "1x128" else (5, 40, 0, 130)
     dy, x = operands(kind, 9, 33, sum(sizes), (E5M2, E4M3))
     if kind == "tensor":
-        dy, x = (Quantized(item.data, torch.rand(3) + 0.5) for item in (dy, x))
-    there = torch.randn(3, 9, 33)
-    outs, start = [item.clone() for item in there], 0
-    fp8.grouped_weight_gradient(dy, x, outs, Groups(sizes, torch.tensor(sizes)))
-    for g, size in enumerate(sizes):
-        expected = there[g]
-        if size:
-            mine = [Quantized(item.data, item.scale[g]) if kind == "tensor" else item for item in (dy, x)]
-            expected = expected + single_product(*(item.along_k(start, size) for item in mine))
-        assert same_bits(outs[g], expected)
-        start += size
+        dy, x = (Quantized(item.data, torch.rand(4) + 0.5) for item in (dy, x))
+    there = torch.randn(4 // len(chain), 9, 33)
+    outs, starts = [item.clone() for item in there], [0, *accumulate(sizes)]
+    fp8.grouped_weight_gradient(dy, x, outs, Groups(sizes, torch.tensor(sizes)), chain)
+    for i, expected in enumerate(there):
+        for g in (i * len(chain) + link for link in chain):
+            if sizes[g]:
+                mine = [Quantized(item.data, item.scale[g]) if kind == "tensor" else item for item in (dy, x)]
+                expected = expected + single_product(*(item.along_k(starts[g], sizes[g]) for item in mine))
+        assert same_bits(outs[i], expected)
 
 
 # --- refusals ---

@@ -1,0 +1,61 @@
+"""Gradients of experts: in the order of their sources, in every format. Products of adapters, against autograd."""
+
+import pytest
+import torch
+
+from tests.operands import same_bits
+from tp_invariant_recipes.kernels.products.grouped_product import Groups
+from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2
+from tp_invariant_recipes.numerics.layers.experts.expert_adapters import adapter_linear
+from tp_invariant_recipes.numerics.layers.experts.expert_placement import Owners
+from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches
+from tp_invariant_recipes.numerics.layers.formats.fp8 import Fp8
+from tp_invariant_recipes.numerics.layers.formats.mxfp8 import Mxfp8
+from tp_invariant_recipes.numerics.layers.formats.plain import LIBRARY, PLAIN
+
+SIZES = (3, 0, 5, 2, 1, 4)  # tokens of six experts
+
+
+@pytest.mark.parametrize("shape", ((8, 4), (6, 8, 4)), ids=("shared", "each"))
+def test_gradients_are_those_of_autograd(shape):
+    batches = Batches(Groups(SIZES, torch.tensor(SIZES)), 0, 1)
+    draw = torch.Generator().manual_seed(0)
+    x, dy, weight = (torch.randn(size, generator=draw) for size in ((sum(SIZES), 4), (sum(SIZES), 8), shape))
+    results, plain = ([item.clone().requires_grad_() for item in (x, weight)] for _ in range(2))
+    y = adapter_linear(*results, batches, Owners(6, 1, 1))
+    each = plain[1].unbind(0) if weight.dim() == 3 else [plain[1]] * 6
+    wanted = torch.cat([rows @ w.t() for rows, w in zip(plain[0].split(SIZES), each, strict=True)])
+    y.backward(dy)
+    wanted.backward(dy)
+    torch.testing.assert_close(y, wanted)
+    for first, other in zip(results, plain, strict=True):
+        torch.testing.assert_close(first.grad, other.grad)
+
+
+@pytest.mark.parametrize("size, ep", ((4, 1), (4, 2), (4, 4)))
+def test_nodes_are_in_the_order_of_experts(size, ep):
+    owners = Owners(8, size, ep)
+    by_owner = owners.by_owner(torch.arange(8)).view(size, -1)
+    assert owners.in_order(by_owner).flatten().tolist() == [*range(8)]
+
+
+FORMATS = {"plain": PLAIN, "tensorwise": Fp8(False, E5M2), "blockwise": Fp8(True, E5M2), "mxfp8": Mxfp8(LIBRARY, E4M3)}
+
+
+@pytest.mark.parametrize("chain", ((0, 1), (1, 0)))
+@pytest.mark.parametrize("operands", FORMATS.values(), ids=FORMATS)
+def test_a_buffer_adds_its_sources_in_the_order_of_the_chain(operands, chain):
+    sizes = (40, 3, 32, 64)  # two experts of two sources
+    groups, draw = Groups(sizes, torch.tensor(sizes)), torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(sum(sizes), 128, generator=draw).bfloat16() for _ in range(2))
+    (_, kept), (_, columns) = operands.from_input(x, groups=groups), operands.from_gradient(dy, None, 0, 1, groups)
+    separate, before = torch.zeros(4, 128, 128), torch.randn(2, 128, 128, generator=draw)
+    operands.add_gradients(columns, kept, [*separate], Batches(groups, 0, 2))
+    outs = before.clone()
+    operands.add_gradients(columns, kept, [*outs], Batches(groups, 0, 2, chain))
+    forward, backward = (
+        [out + of[a] + of[b] for out, of in zip(before, separate.view(2, 2, 128, 128), strict=True)]
+        for a, b in (chain, chain[::-1])
+    )
+    assert same_bits(outs, torch.stack(forward))
+    assert not same_bits(outs, torch.stack(backward))
