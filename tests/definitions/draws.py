@@ -40,7 +40,8 @@ def kept(row, sampling):
     """The tokens that top-k and top-p leave, in order."""
     tokens = ordered(row)
     if sampling.top_k > 0:
-        tokens = tokens[: sampling.top_k]
+        least = row[tokens[: sampling.top_k][-1]]
+        tokens = [token for token in tokens if row[token] >= least]
     if sampling.top_p < 1:
         masses = [int(Fraction(float(w)) * 2**40) for w in weights(row, sampling.temperature)]
         need = ceil(float(sum(masses[token] for token in tokens)) * sampling.top_p)

@@ -4,7 +4,6 @@ A row costs no part of the result: the model, the data and the optimizer stay wh
 these fields right and says so; `false` refuses them. A field that the command line sets is refused in any case.
 """
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -142,10 +141,7 @@ def _packs(key: str, wrong: Callable[[RunConfig, Mapping[str, Any]], Any]) -> Ca
 
 
 def _shared_padding(config: RunConfig) -> int:
-    """Return the next multiple of what a recipe pads packed sequences to that fits; 8 where nothing says what does."""
-    multiple = (sft.packing(config) or {}).get("pad_seq_to_mult") or 1
-    padding = math.lcm(multiple, *(packed.divisors(config) or (8,)))
-    return padding if padding > 1 else 2
+    return packed.fitting(config, (sft.packing(config) or {}).get("pad_seq_to_mult") or 1)
 
 
 def _largest_cp(config: RunConfig) -> int:

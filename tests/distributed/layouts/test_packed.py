@@ -314,9 +314,9 @@ def test_packed_rows_need_a_group_for_each_data_shard(run, tpi):
 
 # What is wrong with the settings of a run, before anything is read.
 SETTINGS = {
-    "packed dataset.offline_packing_specs.pad_seq_to_mult=1": "pad_seq_to_mult=8, or another multiple",
-    "packed numerics.virtual_shards=4 dataset.offline_packing_specs.pad_seq_to_mult=6": "pad_seq_to_mult=8, or another",
-    f"packed precision=fp8_tensorwise {LONG} dataset.offline_packing_specs.pad_seq_to_mult=64": "in FP8 of 128",
+    "packed dataset.offline_packing_specs.pad_seq_to_mult=1": "pad_seq_to_mult=1: virtual shards",
+    "packed numerics.virtual_shards=4 dataset.offline_packing_specs.pad_seq_to_mult=6": "pad_seq_to_mult=12",
+    f"packed precision=fp8_tensorwise {LONG} dataset.offline_packing_specs.pad_seq_to_mult=64": "pad_seq_to_mult=128",
     "packed seq=128": "packed_sequence_size=64: a row has model.seq_length=128 tokens; "
     "dataset.offline_packing_specs.packed_sequence_size=128 or seq=64",
     "packed numerics=gather": "packed sequences are covered by numerics=tree only",

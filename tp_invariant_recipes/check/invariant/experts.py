@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from tp_invariant_recipes.check.invariant.limit import has, lacks, limit_of, name_of, uncaptured, uncut
+from tp_invariant_recipes.check.invariant.limit import has, lacks, limit_of, name_of, naming, uncaptured, uncut
 from tp_invariant_recipes.cpu_host.vectors import VECTORS
 from tp_invariant_recipes.fields.model import EXPERTS_HOW, EXPERTS_OFF
 from tp_invariant_recipes.numerics import mode
@@ -65,15 +65,21 @@ LIMITS = (
     _of_latents(has("add_bias_linear"), "experts of latents are covered without biases", "model.add_bias_linear=false"),
     _of_latents(*uncaptured("experts of latents have")),
     _of_latents(low_precision.enabled, "experts of latents have no invariant version in FP8", "precision=bf16"),
-    _row(
-        lambda t: _of_experts(t) is None,
-        "of the experts' activations only SwiGLU, quick GELU with a gate and squared ReLU are covered",
-        "model.activation_func=torch.nn.functional.silu",
+    naming(
+        "model.activation_func",
+        _row(
+            lambda t: _of_experts(t) is None,
+            "of the experts' activations only SwiGLU, quick GELU with a gate and squared ReLU are covered",
+            "model.activation_func=torch.nn.functional.silu",
+        ),
     ),
-    _row(
-        lambda t: t.model.get("moe_router_load_balancing_type", "aux_loss") not in BALANCING,
-        "other sums stand in the router",
-        f"model.moe_router_load_balancing_type one of {', '.join(BALANCING)}",
+    naming(
+        "model.moe_router_load_balancing_type",
+        _row(
+            lambda t: t.model.get("moe_router_load_balancing_type", "aux_loss") not in BALANCING,
+            "that loss of the router has no invariant version",
+            f"model.moe_router_load_balancing_type one of {', '.join(BALANCING)}",
+        ),
     ),
     _row(
         lambda t: t.model.get("moe_router_load_balancing_type") == GLOBAL and sft.packing(t) is not None,

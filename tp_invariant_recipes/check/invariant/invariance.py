@@ -18,7 +18,16 @@ from tp_invariant_recipes.check.invariant import (
     portable,
     shards,
 )
-from tp_invariant_recipes.check.invariant.limit import cuts_sequences, has, lacks, limit, limit_of, name_of, uncut
+from tp_invariant_recipes.check.invariant.limit import (
+    cuts_sequences,
+    has,
+    lacks,
+    limit,
+    limit_of,
+    name_of,
+    naming,
+    uncut,
+)
 from tp_invariant_recipes.check.rule import Rule
 from tp_invariant_recipes.errors import Problem
 from tp_invariant_recipes.fields import catalogue
@@ -29,6 +38,7 @@ from tp_invariant_recipes.settings import low_precision, schema, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.schema import LEARNED
 
+PRECISIONS = ("bf16", "fp32", "fp8_tensorwise", "fp8_blockwise", "mxfp8")
 HYBRID_SIGNS = {*hybrid_layers.LAYERS, hybrid_layers.SEPARATOR}
 *_OTHERS, _LAST = hybrid_layers.LAYERS
 
@@ -97,10 +107,10 @@ LIMITS = (
         lambda t: t.shape.hybrid,
         *uncut("Mamba layers go through a sequence in order, and have"),
     ),
-    limit(
+    naming("model.cp_comm_type", limit(
         lambda t: t.model.get("cp_comm_type") not in (None, "a2a"),
         "of context parallelism only the exchange of heads keeps attention whole", "model.cp_comm_type=a2a",
-    ),
+    )),
     limit(has("should_pad_vocab"), "Megatron pads the vocabulary to a multiple of tp",
         "model.should_pad_vocab=false"),
     limit(
@@ -115,10 +125,10 @@ LIMITS = (
         ),
         "which sequences a rank computes depends on dp", "dataset.dataloader_type=single",
     ),
-    limit(
+    naming("model.position_embedding_type", limit(
         lambda t: t.model.get("position_embedding_type", "rope") not in ("rope", "yarn", "none", LEARNED),
         "of positions rotary and learned ones are covered", f"model.position_embedding_type=rope, yarn or {LEARNED}",
-    ),
+    )),
     limit(
         lambda t: t.model.get("position_embedding_type") == LEARNED
         and (not t.numerics.covers(mode.LEARNED) or norms.other_layers(t)),
@@ -126,23 +136,23 @@ LIMITS = (
         "prediction or layers of their own", "model.position_embedding_type=rope",
     ),
     limit_of(lambda t: t.model.get("position_embedding_type") == "yarn", *uncut("YaRN has")),
-    limit(
+    naming("mixed_precision", limit(
         lambda t: t.mixed_precision not in (None, "bf16_mixed") and not low_precision.enabled(t),
-        "of Bridge's precisions only bf16_mixed is covered", "precision=bf16 or precision=fp32",
-    ),
+        "that precision has no invariant version", f"precision={', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}",
+    )),
     limit(
         lambda t: (t.model.get("gtp_weight_remat_size") or 1) > 1,
         "weights spread over more ranks are not covered", "model.gtp_weight_remat_size=1",
     ),
-    limit(
+    naming("model.attention_backend", limit(
         lambda t: name_of(t.model.get("attention_backend") or "auto") not in ATTENTION_BACKENDS,
         f"of attention only {', '.join(ATTENTION_BACKENDS[:-1])} and {ATTENTION_BACKENDS[-1]} are covered",
         "model.attention_backend=auto",
-    ),
-    limit(
+    )),
+    naming("model.softmax_type", limit(
         lambda t: t.model.get("softmax_type", "vanilla") not in ("vanilla", "learnable"),
         "of attention sinks only those of each head are covered", "model.softmax_type=learnable or vanilla",
-    ),
+    )),
     _sinks(*uncut("attention sinks have")),
     limit(  # as seen on an H100: TE 2.20 and cuDNN 9.19 have none that is deterministic
         lambda t: t.model.get("softmax_type") == "learnable" and name_of(t.model.get("attention_backend")) == "fused",

@@ -1,9 +1,11 @@
 """Limits of the invariant numerics: a rule that is broken is beyond what they cover, and numerics=stock avoids it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tp_invariant_recipes.check.rule import Rule
+from tp_invariant_recipes.fields.field import as_text
 from tp_invariant_recipes.settings import cuda_graphs
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -25,6 +27,18 @@ def limit_of(needs: Test, test: Test, text: str, solve: str = "") -> Rule[RunCon
         head=lambda t: f"numerics={t.numerics.mode}",
         stock=True,
     )
+
+
+def naming(path: str, rule: Rule[RunConfig]) -> Rule[RunConfig]:
+    """Return a limit of the values of one field whose problem begins with the field and its value."""
+
+    def head(config: RunConfig) -> str:
+        value: Any = config.sections
+        for name in path.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return f"numerics={config.numerics.mode}: {path}={value if isinstance(value, str) else as_text(value)}"
+
+    return replace(rule, head=head)
 
 
 def lacks(feature: str) -> Test:

@@ -1,5 +1,6 @@
 """What the invariant numerics cover of packed sequences (numerics/megatron/attention/packed.py)."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -7,10 +8,13 @@ from tp_invariant_recipes.check.invariant import fp8
 from tp_invariant_recipes.check.invariant.limit import lacks, limit
 from tp_invariant_recipes.check.rule import Rule
 from tp_invariant_recipes.cpu_host.vectors import VECTORS
+from tp_invariant_recipes.errors import Problem
+from tp_invariant_recipes.fields.field import as_text
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.settings import cuda_graphs, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
 
+PADDED = "dataset.offline_packing_specs.pad_seq_to_mult"
 WITHOUT = "dataset.enable_offline_packing=false"
 
 
@@ -32,6 +36,20 @@ def uneven(config: RunConfig, specs: Mapping[str, Any]) -> bool:
     return multiple < 2 or any(multiple % divisor for divisor in divisors(config))
 
 
+def fitting(config: RunConfig, multiple: int) -> int:
+    """Return the next multiple of what packed sequences are padded to that fits; 8 where nothing says what does."""
+    return max(2, math.lcm(multiple, *(divisors(config) or (8,))))
+
+
+def _uneven_padding(config: RunConfig) -> Problem | None:
+    specs = sft.packing(config)
+    if specs is None or not uneven(config, specs):
+        return None
+    multiple = specs.get("pad_seq_to_mult")
+    text = "virtual shards, and blocks in low precision, divide each packed sequence, and its padding is told apart"
+    return Problem(f"{PADDED}={as_text(multiple)}", text, f"{PADDED}={fitting(config, multiple or 1)}")
+
+
 def _routed(config: RunConfig, specs: Mapping[str, Any]) -> int:
     """Return the number of router logits for a virtual shard of the shortest sequence; 0 without experts."""
     each = specs["pad_seq_to_mult"] // (config.numerics.virtual_shards or 1)
@@ -40,12 +58,7 @@ def _routed(config: RunConfig, specs: Mapping[str, Any]) -> int:
 
 LIMITS = (
     _row(lambda t, _: lacks(mode.PACKED)(t), mode.only(mode.PACKED), WITHOUT),
-    _row(
-        uneven,
-        "virtual shards divide each packed sequence, and its padding is told apart",
-        "dataset.offline_packing_specs.pad_seq_to_mult=8, or another multiple of "
-        f"numerics.virtual_shards, in FP8 of {fp8.BLOCK}, in MXFP8 of {fp8.UNITS[fp8.MXFP8][1]}",
-    ),
+    limit(_uneven_padding),
     _row(
         lambda t, specs: specs.get("pad_cu_seqlens") or cuda_graphs.requested(t.model),
         "the number of sequences differs from row to row, and a captured step has one",

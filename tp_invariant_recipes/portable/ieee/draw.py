@@ -2,7 +2,7 @@
 
     order    of tokens: by log-probability, the greatest first, then by token id
     weight   exp((log-probability - highest) / temperature), fp32; 1 of the first token
-    top-k    the first k tokens
+    top-k    the first k tokens, and all that are as probable as the k-th
     top-p    of these, the first ones that have at least p of their mass, which is the weight in whole units of 2^-40;
              sums of whole numbers have no order. p times the mass is one fp64 product
     race     every token waits for a time that is exponentially distributed: -log(1 - v), v = (word + 1/2) / 2^32; the
@@ -29,7 +29,7 @@ from tp_invariant_recipes.kernels.launch import Kernel
 from tp_invariant_recipes.portable.ieee.math import HALF, ONE_FP32, ZERO, exp, fp32_of_small, log
 from tp_invariant_recipes.portable.shared_source import UNFUSED, bits_of, constant, elementwise, fill, numba_version
 
-DEFINITION = 1  # of the tokens that are drawn
+DEFINITION = 2  # of the tokens that are drawn
 QUARTER, GROUP = tl.constexpr(1024), tl.constexpr(4096)  # tokens of one word of a block, and of all four
 BLOCK = 4096  # tokens of a program that computes weights
 PROGRAMS = 264  # of a race, at least: two for each SM of an H100
@@ -71,13 +71,14 @@ def kept(scores: Tensor, highest: Tensor, numbers: Tensor) -> Tensor:
     size, (do_sample, temperature, top_k, top_p) = scores.shape[1], numbers.unsqueeze(2).unbind(1)
     bits = (scores + 0.0).view(torch.int32)
     order, tokens = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).sort(descending=True, stable=True)
-    count = torch.where((do_sample > 0) & (top_k > 0), top_k.clamp(max=size), size)
+    count = torch.where((do_sample > 0) & (top_k > 0), top_k.clamp(max=size), size).long()
+    count = (order >= order.gather(1, count - 1)).sum(1, keepdim=True)
     weights = torch.empty_like(scores)
     fill(weights_triton, _weights_loop, (scores, highest, temperature.float().flatten(), weights), work=scores.numel())
     mass = (weights.double() * UNIT).long().gather(1, tokens)
     reached = torch.where(torch.arange(size, device=scores.device) < count, mass, 0).cumsum(1)
     missing = (reached < (reached[:, -1:] * top_p).ceil().long()).sum(1, keepdim=True)
-    last = torch.where((do_sample > 0) & (top_p < 1), missing, count.long() - 1).clamp(max=size - 1)
+    last = torch.where((do_sample > 0) & (top_p < 1), missing, count - 1).clamp(max=size - 1)
     return torch.cat([order.gather(1, last), tokens.gather(1, last).int()], 1)
 
 
