@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Gpu:
-    """name: from the driver; capability: (major, minor); memory: bytes."""
+    """A GPU, or a slice of one (MIG). name: from the driver; capability: (major, minor); memory: bytes."""
 
     name: str
     capability: tuple[int, int]
@@ -26,33 +27,45 @@ def visible() -> list[Gpu]:
     except Exception:  # no module, no driver library, no permission: all mean that no GPU can be used
         return []
     try:
-        gpus = [_describe(pynvml, pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(pynvml.nvmlDeviceGetCount())]
+        devices = [_parts(pynvml, pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(pynvml.nvmlDeviceGetCount())]
     finally:
         pynvml.nvmlShutdown()
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return gpus if chosen is None else _chosen(gpus, chosen)
+    return [next(iter(parts.values())) for parts in devices] if chosen is None else _chosen(devices, chosen)
 
 
-def _chosen(gpus: list[Gpu], names: str) -> list[Gpu]:
-    """Read CUDA_VISIBLE_DEVICES as CUDA does: the first invalid entry, such as -1, ends the list."""
+def _chosen(devices: list[dict[str, Gpu]], names: str) -> list[Gpu]:
+    """Read CUDA_VISIBLE_DEVICES as CUDA does: the first invalid entry, such as -1, ends the list.
+
+    An entry is a number, a UUID, or a beginning of a UUID that only one device has.
+    """
     chosen: list[Gpu] = []
-    for name in names.split(","):
-        if name.strip().isdigit() and int(name) < len(gpus):
-            chosen.append(gpus[int(name)])
-        elif name.strip().startswith(("GPU-", "MIG-")) and len(chosen) < len(gpus):
-            chosen.append(gpus[len(chosen)])  # only the number of GPUs matters, not their identity
+    for name in map(str.strip, names.split(",")):
+        found = [gpu for parts in devices for uuid, gpu in parts.items() if uuid.startswith(name)]
+        if name.isdigit() and int(name) < len(devices):
+            chosen.append(next(iter(devices[int(name)].values())))
+        elif name.startswith(("GPU-", "MIG-")) and len(found) == 1:
+            chosen += found
         else:
             break
     return chosen
 
 
-def _describe(pynvml: ModuleType, handle: Any) -> Gpu:
-    name = pynvml.nvmlDeviceGetName(handle)
-    return Gpu(
-        name=name.decode() if isinstance(name, bytes) else name,
-        capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
-        memory=pynvml.nvmlDeviceGetMemoryInfo(handle).total,
-    )
+def _parts(pynvml: ModuleType, handle: Any) -> dict[str, Gpu]:
+    """Return what CUDA may use of a GPU, by UUID: first the whole, which in MIG mode stands for the first slice."""
+    name, capability = _text(pynvml.nvmlDeviceGetName(handle)), pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    slices = []
+    with suppress(pynvml.NVMLError):  # no MIG mode, or no more slices
+        for number in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            slices.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number))
+    return {
+        _text(pynvml.nvmlDeviceGetUUID(named)): Gpu(name, tuple(capability), pynvml.nvmlDeviceGetMemoryInfo(part).total)
+        for named, part in [(handle, [*slices, handle][0]), *zip(slices, slices, strict=True)]
+    }
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
 
 
 def processes(uuid: str) -> int:
@@ -63,7 +76,7 @@ def processes(uuid: str) -> int:
 def serial(uuid: str | None) -> str | None:
     """Return the serial number of a GPU; None: the driver does not tell, or the board has no number."""
     number = _query("nvmlDeviceGetSerial", str(uuid))
-    return number.decode() if isinstance(number, bytes) else number
+    return None if number is None else _text(number)
 
 
 def _query(function: str, uuid: str) -> Any:

@@ -10,8 +10,15 @@ from tp_invariant_recipes.machine import gpus
 NAMES = ("A", "B", "C", "D")
 
 
+UUIDS = ("GPU-1a", "GPU-2b", "GPU-2c", "GPU-3d")
+SLICES = {"MIG-1": 10 << 30, "MIG-2": 20 << 30}  # of D where it is in MIG mode -> bytes
+
+
 class Driver(ModuleType):
     """pynvml on a machine with four GPUs, A to D."""
+
+    NVMLError = KeyError
+    divided = False  # D
 
     def __init__(self, count: int = 4, broken: str = ""):
         super().__init__("pynvml")
@@ -38,10 +45,19 @@ class Driver(ModuleType):
         return [9, handle]
 
     def nvmlDeviceGetMemoryInfo(self, handle):
-        return SimpleNamespace(total=(handle + 1) * 2**30)
+        return SimpleNamespace(total=SLICES.get(handle) or (handle + 1) * 2**30)
+
+    def nvmlDeviceGetUUID(self, handle):
+        return handle if handle in SLICES else UUIDS[handle].encode() if handle % 2 else UUIDS[handle]
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle):
+        return {3: 7}[handle] if self.divided else {}[handle]  # KeyError: GPUs without the mode
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle, number):
+        return dict(enumerate(SLICES))[number]
 
     def nvmlDeviceGetHandleByUUID(self, uuid):
-        return (b"GPU-1a", b"GPU-2b").index(uuid)
+        return UUIDS[:2].index(uuid.decode())
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle):
         return ["a process"] * (handle + 2)
@@ -86,13 +102,28 @@ def test_those_that_the_environment_leaves(driver, monkeypatch, chosen, names):
     assert "".join(g.name for g in gpus.visible()) == names
 
 
-@pytest.mark.parametrize(
-    "chosen, count",
-    (("GPU-1a", 1), ("GPU-1a,GPU-2b", 2), ("MIG-1,MIG-2,MIG-3", 3), ("GPU-1,GPU-2,GPU-3,GPU-4,GPU-5", 4)),
+# CUDA_VISIBLE_DEVICES -> memory in GiB of what CUDA would show where D is in MIG mode.
+NAMED = (
+    (None, [1, 2, 3, 10]),
+    ("3,0", [10, 1]),
+    ("GPU-2c", [3]),
+    ("GPU-2c, GPU-1", [3, 1]),
+    ("MIG-2", [20]),
+    ("MIG-2,0", [20, 1]),
+    ("GPU-2", []),  # of two
+    ("GPU-3d,GPU-1a", [10, 1]),
+    ("GPU-1a,MIG-7,GPU-2b", [1]),
 )
-def test_as_many_as_are_named_by_their_uuid(driver, monkeypatch, chosen, count):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    assert len(gpus.visible()) == count
+
+
+@pytest.mark.parametrize("chosen, memory", NAMED, ids=[str(chosen) for chosen, _ in NAMED])
+def test_uuids_name_gpus_and_slices_with_their_own_memory(driver, monkeypatch, chosen, memory):
+    driver.divided = True
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    found = gpus.visible()
+    assert [gpu.memory // 2**30 for gpu in found] == memory
+    assert [gpu.capability for gpu in found] == [(9, 3 if size > 4 else size - 1) for size in memory]
 
 
 def test_no_driver_no_gpus(driver, monkeypatch):
