@@ -101,3 +101,20 @@ def test_statistics_of_sequences_are_kept_by_their_numbers():
         step_values.keep(rows, torch.tensor(value))
     packed_rows.enter(None)
     assert [value.item() for value in step_values.of_rows(rows)] == [1.75]
+
+
+def test_losses_of_depths_begin_anew_each_step(bridge, monkeypatch):
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper as Megatrons
+
+    from tp_invariant_recipes.numerics.megatron import multi_token
+
+    monkeypatch.setattr(multi_token, "data_mesh", lambda shards: VirtualMesh(shards, 1, 0))
+    monkeypatch.setattr(Megatrons, "tracker", {})
+    save, reduce = multi_token.separate_losses(lambda *_: None), multi_token.losses_summed(lambda: None, SHARDS)
+    expected = summed(_values(), VirtualMesh(SHARDS, 1, 0))[:2]
+    for _ in range(2):
+        for values in _values():
+            for depth in (1, 0):
+                save(values[depth], None, None, depth)
+        reduce()
+        assert same_bits(Megatrons.tracker["loss_values"], expected)

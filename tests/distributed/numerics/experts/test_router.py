@@ -93,7 +93,9 @@ def test_losses_are_the_same_for_every_tp_and_cp(bridge):
 
 
 def _global_losses(mesh):
-    """(sequence, loss, tokens of each expert) of the four micro-batches of three steps; and each token's shares."""
+    """(sequence, loss, tokens of each expert) of the four micro-batches of three steps; each token's shares; and the
+    loss of two shards beside each other.
+    """
     from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator as forget
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
@@ -114,14 +116,20 @@ def _global_losses(mesh):
                 found.append((sequence, metric.values.sum().item(), map_.sum(0)))
                 tracker.clear()
             router.reset_global_aux_loss_tracker()
+        router(xs[0])
+        vars(router).update(router.of_other_shards(2))
+        tracker.clear()
+        router(torch.cat((xs[0], xs[2]), 1))  # the first sequences of both shards
+        (metric,) = tracker.metrics.values()
+        beside = metric.values.sum().item()
         forget()
         logits = [torch.softmax(router.gating(x).float().view(-1, EXPERTS), 1).double() for x in xs]
-        return [found[n : n + 4] for n in (0, 4, 8)], logits
+        return [found[n : n + 4] for n in (0, 4, 8)], logits, beside
 
 
 def test_the_loss_of_a_global_batch_counts_the_data_shard_so_far(bridge):
     """From nothing in each step, in any order of the shards: the mean of its sequences' tokens by an expert's share."""
-    ((steps, shares),) = on_ranks(1, 1, _global_losses)
+    ((steps, shares, beside),) = on_ranks(1, 1, _global_losses)
     for step in steps:
         tokens = {sequence: counts for sequence, _, counts in step}
         for sequence, loss, _ in step:
@@ -130,3 +138,5 @@ def test_the_loss_of_a_global_batch_counts_the_data_shard_so_far(bridge):
             factor = EXPERTS / (2 * SEQUENCE**2)  # Megatron logs it without its coefficient
             assert loss == pytest.approx((shares[sequence].sum(0) * mean).sum().item() * factor, rel=1e-5), sequence
     assert [loss for _, loss, _ in steps[0]] == [loss for _, loss, _ in steps[2]]
+    alone = {sequence: loss for sequence, loss, _ in steps[0]}
+    assert beside == pytest.approx((alone[0] + alone[2]) / 2, rel=1e-6)  # a guard's pass counts from nothing

@@ -3,24 +3,33 @@
 import pytest
 import torch
 
+from tests.distributed.ranks import on_ranks
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels.products.grouped_product import Groups
 from tp_invariant_recipes.kernels.products.quantized import E4M3, E5M2
+from tp_invariant_recipes.kernels.token_sum import token_sum
+from tp_invariant_recipes.numerics.layers.experts import experts
 from tp_invariant_recipes.numerics.layers.experts.expert_adapters import adapter_linear
 from tp_invariant_recipes.numerics.layers.experts.expert_placement import Owners
 from tp_invariant_recipes.numerics.layers.experts.token_dispatcher import Batches
 from tp_invariant_recipes.numerics.layers.formats.fp8 import Fp8
 from tp_invariant_recipes.numerics.layers.formats.mxfp8 import Mxfp8
 from tp_invariant_recipes.numerics.layers.formats.plain import LIBRARY, PLAIN
+from tp_invariant_recipes.numerics.sums.tree import tree_sum
 
 SIZES = (3, 0, 5, 2, 1, 4)  # tokens of six experts
+
+
+def drawn(sizes, *shapes):
+    """x [r, 4] and dy [r, 8], and more of such shapes."""
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=draw) for shape in ((sum(sizes), 4), (sum(sizes), 8), *shapes)]
 
 
 @pytest.mark.parametrize("shape", ((8, 4), (6, 8, 4)), ids=("shared", "each"))
 def test_gradients_are_those_of_autograd(shape):
     batches = Batches(Groups(SIZES, torch.tensor(SIZES)), 0, 1)
-    draw = torch.Generator().manual_seed(0)
-    x, dy, weight = (torch.randn(size, generator=draw) for size in ((sum(SIZES), 4), (sum(SIZES), 8), shape))
+    x, dy, weight = drawn(SIZES, shape)
     results, plain = ([item.clone().requires_grad_() for item in (x, weight)] for _ in range(2))
     y = adapter_linear(*results, batches, Owners(6, 1, 1))
     each = plain[1].unbind(0) if weight.dim() == 3 else [plain[1]] * 6
@@ -30,6 +39,21 @@ def test_gradients_are_those_of_autograd(shape):
     torch.testing.assert_close(y, wanted)
     for first, other in zip(results, plain, strict=True):
         torch.testing.assert_close(first.grad, other.grad)
+
+
+def _of_owner(mesh):
+    """The gradient of a shared adapter on one of two owners, of three experts each with tokens of both ranks."""
+    x, dy, weight = drawn(SIZES + SIZES, (8, 4))
+    batches = Batches(Groups(SIZES, torch.tensor(SIZES)), 0, 2, (0, 1))
+    owners = Owners(6, 2, 2, mesh.rank, 2, mesh.group, 1, (0, 1))
+    weight.requires_grad_()
+    adapter_linear(x.chunk(2)[mesh.rank], weight, batches, owners).backward(dy.chunk(2)[mesh.rank])
+    return weight.grad
+
+
+def test_the_gradient_of_a_shared_adapter_is_a_sum_over_owners_and_sources():
+    x, dy = drawn(SIZES + SIZES)
+    torch.testing.assert_close(sum(on_ranks(2, 2, _of_owner)), dy.t() @ x)
 
 
 @pytest.mark.parametrize("size, ep", ((4, 1), (4, 2), (4, 4)))
@@ -59,3 +83,14 @@ def test_a_buffer_adds_its_sources_in_the_order_of_the_chain(operands, chain):
     )
     assert same_bits(outs, torch.stack(forward))
     assert not same_bits(outs, torch.stack(backward))
+
+
+def test_biases_too():
+    sizes, chain = (3, 1, 2, 4), (0, 2, 1, 3)  # of one expert, from four sources
+    batches, draw = Batches(Groups(sizes, torch.tensor(sizes)), 0, 4, chain), torch.Generator().manual_seed(1)
+    dy, bias = torch.randn(10, 32, generator=draw), torch.zeros(32, requires_grad=True)
+    experts._GroupedBias.apply(torch.zeros(10, 32), None, batches, bias).backward(dy)
+    separate = [tree_sum(token_sum(rows, 1)[0]) for rows in dy.split(sizes)]
+    in_order, by_source = (sum(separate[n] for n in order) for order in (chain, range(4)))
+    assert same_bits(bias.grad, in_order)
+    assert not same_bits(bias.grad, by_source)

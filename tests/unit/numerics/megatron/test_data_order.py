@@ -1,8 +1,11 @@
 """Which sequences a data-parallel rank computes, and in which order."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from tp_invariant_recipes.numerics.megatron.data_order import ConsecutiveBatchSampler, ConsecutiveSampler
+from tp_invariant_recipes.numerics.megatron.data_order import ConsecutiveBatchSampler, ConsecutiveSampler, in_turns
+from tp_invariant_recipes.numerics.sums import expert_groups
 
 BATCH, STEPS = 8, 2
 
@@ -65,3 +68,24 @@ def test_ranks_have_consecutive_examples_of_each_step(ranks):
 def test_ranks_that_do_not_divide_a_step_are_an_error():
     with pytest.raises(ValueError, match="3 ranks do not divide the 4 examples"):
         list(ConsecutiveBatchSampler(EXAMPLES, 0, 3))
+
+
+@pytest.mark.parametrize("fails", (False, True))
+def test_a_step_in_turns_ends_with_its_passes(monkeypatch, bridge, fails):
+    """What is evaluated after it comes in its own order; losses have that of the data."""
+    visits = (0, 2, 1, 3)
+    monkeypatch.setattr(expert_groups, "visits_of", lambda config: visits)
+
+    def run(*, data_iterator, model):
+        batches = [next(data_iterator) for _ in visits]
+        assert [expert_groups.visited(number) for number in range(4)] == [*visits]
+        return batches if not fails else 1 / 0
+
+    step = in_turns(lambda: run)()
+    model = [SimpleNamespace(config=object())]
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            step(data_iterator=iter("abcd"), model=model)
+    else:
+        assert step(data_iterator=iter("abcd"), model=model) == [*"abcd"]
+    assert [expert_groups.visited(number) for number in range(4)] == [0, 1, 2, 3]

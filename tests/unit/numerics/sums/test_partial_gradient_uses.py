@@ -1,5 +1,6 @@
 """Gradients of a weight that several sequences of a packed row use in one backward pass."""
 
+import pytest
 import torch
 
 from tp_invariant_recipes.numerics.sums import partial_gradient
@@ -38,3 +39,19 @@ def test_no_addition_names_a_buffer_twice(monkeypatch):
     _summed((1.0, 1), (2.0, 1), (3.0, 1))
     assert len(lists) == 3
     assert all(len(set(item)) == len(item) for item in lists)
+
+
+def test_what_a_failed_pass_has_left_is_added_to_no_other(bridge):
+    from tp_invariant_recipes.numerics.megatron.data_parallel import ending_a_micro_batch
+
+    weight = torch.nn.Parameter(torch.zeros(3))
+    weight.main_grad = torch.zeros(3)
+
+    def failing():
+        partial_gradient._waiting[7] = [_waiting(weight, 1.0, 1)]
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        ending_a_micro_batch(failing)()
+    partial_gradient.finish_all()
+    assert not weight.main_grad.any()
