@@ -1,6 +1,7 @@
 """All ranks of a run on this machine."""
 
 import os
+import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -85,11 +86,17 @@ def _stepped(progress: Path) -> Callable[[], bool]:
     return lambda: size_of(progress) != before
 
 
-def store() -> Any:
-    """Where ranks meet. Held by this process, as torchrun's agent does, so that the port is ours from the start."""
+def store(*, nodes: int = 1) -> Any:
+    """Where ranks meet. Held by this process, as torchrun's agent does, so that the port is ours from the start.
+
+    nodes: with more than one it listens on all interfaces. A TCPStore would always do so.
+    """
     from torch.distributed import TCPStore
 
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    here = "127.0.0.1"
+    listening = socket.create_server(("" if nodes > 1 else here, 0))
+    port = listening.getsockname()[1]
+    return TCPStore(here, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def prepare_environment(interface: str | None) -> None:

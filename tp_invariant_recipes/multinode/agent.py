@@ -224,7 +224,7 @@ def _wait_for_arrivals(rendezvous: Rendezvous, patience: float) -> str | None:
 
 
 def _train(rendezvous: Rendezvous, task: NodeTask, planned: Plan, reached: str | None) -> Outcome:
-    store = local.store()
+    store = local.store(nodes=rendezvous.node.count)
     heartbeat = Heartbeat(rendezvous, planned, Receiver(rendezvous, planned.run_dir))
     through = interface(reached) if reached else "lo"
 

@@ -31,6 +31,7 @@ _CPU = ("cpu",)
 _WORKSPACE = "cuBLAS chooses its algorithm by the workspace that it has"
 _EMULATED = "cuBLAS would compute products from parts of their operands"
 _NVLS = "in-switch reduction (NVLS) adds in an order of its own"
+_ALGORITHM = f"{_NVLS}, and NCCL gathers by no other algorithm than Ring on every machine: a rank would fail"
 _MARGIN = "the number of multiprocessors decides how Transformer Engine splits its sums"
 _ATTENTION = "each implementation of attention has its own order of sums; choose one by model.attention_backend"
 _KERNEL = "another kernel adds in an order of its own"
@@ -65,7 +66,7 @@ VARIABLES = (
     Variable("TRITON_F32_DEFAULT", None, _GPU, "it decides how Triton's products round their fp32 inputs"),
     Variable("TRITON_DEFAULT_FP_FUSION", None, _GPU, "Triton would round products before it adds them", ("1",)),
     # Bridge's deterministic mode requires it on a CPU, too.
-    Variable("NCCL_ALGO", "^NVLS", ("cpu", "gpu"), _NVLS, ("Ring", "Tree", "CollnetDirect", "CollnetChain")),
+    Variable("NCCL_ALGO", "^NVLS", ("cpu", "gpu"), _ALGORITHM, ("Ring",)),
     Variable("NCCL_NVLS_ENABLE", "0", _GPU, _NVLS),
     Variable("MAMBA_DETERMINISTIC", "1", _GPU, "mamba_ssm times its kernels in every process, and adds atomically"),
     Variable("CUDA_DEVICE_MAX_CONNECTIONS", "1", _GPU, "Megatron orders collectives by launch order", ("8", "32")),

@@ -70,7 +70,7 @@ def test_any_other_value_is_refused_by_name(device, variable, of_cluster):
     prefix, how = ("cluster.environment.", "leave it out") if of_cluster else ("", "unset it")
     harmless = next((item for item in (variable.value, *variable.accepted) if item is not None), None)
     remedy = how if harmless is None else f"{how} or set {prefix}{variable.name}={harmless}"
-    for value in ("", "wrong", "NVLS", ":16:8", f"{variable.value} "):
+    for value in ("", "wrong", "NVLS", "Tree", "CollnetDirect", ":16:8", f"{variable.value} "):
         wrong, valid = {variable.name: value}, {} if variable.value is None else {variable.name: variable.value}
         with pytest.raises(ConfigError) as error:  # of no effect beside a valid value of the shell, and yet wrong
             settings(device, *((valid, wrong) if of_cluster else (wrong, valid)))
