@@ -27,6 +27,7 @@ PHASES: dict[Phase, _Words] = {
     Phase.STARTING: ("before its start", "has not started", "alone"),
     Phase.LOADING: ("while it loads Megatron-Bridge", "has not loaded Megatron-Bridge and the model", "alone"),
     Phase.SETTING_UP: ("in its set-up", "has not set up process groups, model and checkpoint", "alone"),
+    Phase.JOINING: ("in its set-up", "has not joined the process groups", "long_step"),
     Phase.OPENING_DATA: ("while it opens the data", "has not opened its data", "alone"),
     Phase.READY: ("before its first step", "has not begun step {1}", "alone"),
     Phase.STEP: ("in step {0}", "has not ended step {0}", "step"),

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 FORK = "TPI_FORK_GPU_RANKS"  # environment variable
 GRACE = 5.0  # seconds that the other ranks get to say why they failed, after the first has
-PATIENCE = 20.0  # seconds that ranks get to answer a request to stop before they have made a step
+PATIENCE = 3.0  # seconds that ranks get to answer a request to stop before they have made a step
 POLL = 0.1  # seconds between looks at the ranks, at most: the end of one is seen at once
 FULL = 64 * 1024  # bytes: a disk with less free is what stopped the ranks
 REQUEUE = signal.SIGUSR1, signal.SIGUSR2  # that a job is about to end: ours, and submitit's

@@ -32,6 +32,7 @@ class Phase(IntEnum):
     EVALUATING = 8
     ENDING = 9
     DONE = 10
+    JOINING = 11  # a part of SETTING_UP: the process groups, in which ranks wait for each other
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,8 @@ def fail(error: BaseException | None) -> None:
     if error is None or _mine is None or _bridge_leaves(error):
         return
     mine, _mine = _mine, None
-    faulthandler.dump_traceback_later(LAST_SECONDS, exit=True, file=2)  # a thread of C: it needs nothing of Python
+    with suppress(RuntimeError, MemoryError):  # where no thread can be started
+        faulthandler.dump_traceback_later(LAST_SECONDS, exit=True, file=2)  # a thread of C: it needs nothing of Python
     _write_failure(*mine, error)
 
 
@@ -127,8 +128,9 @@ def _end() -> NoReturn:
         threading._shutdown()  # type: ignore[attr-defined]
 
     ending = threading.Thread(target=ordinary, daemon=True)
-    ending.start()
-    ending.join(LAST_SECONDS)
+    with suppress(RuntimeError):  # where no thread can be started
+        ending.start()
+        ending.join(LAST_SECONDS)
     if ending.is_alive():
         left = [thread.name for thread in threading.enumerate() if not thread.daemon]
         left += [child.name for child in multiprocessing.active_children()]
@@ -232,6 +234,7 @@ def pretrain(config: RunConfig, callbacks: list, forward_step: Callable | None =
         rows += [
             *replacements.replacements(config.numerics),
             FAILING_FIRST,
+            JOINING,
             SILENT_HANDLER,
             leaving(callbacks),
             MLFLOW_RUN,
@@ -268,6 +271,23 @@ FAILING_FIRST = Replacement(
     "megatron.bridge.training.pretrain:_cleanup_after_pretrain_failure",
     _failing_first,
     "it disconnects the other ranks, which may then note their failure before this rank does, and it may never return",
+)
+
+
+def _joining(original: Callable[..., Any]) -> Callable[..., Any]:
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        heartbeat.sign(Phase.JOINING)
+        groups = original(*args, **kwargs)
+        heartbeat.sign(Phase.SETTING_UP)
+        return groups
+
+    return initialize
+
+
+JOINING = Replacement(
+    "megatron.bridge.training.initialize:_initialize_distributed",
+    _joining,
+    "where memory is short, ranks wait for each other there without an end; a set-up may take half an hour, this not",
 )
 
 # Its one caller is the handler of SIGTERM. Bridge's loop logs later that it stops.

@@ -143,6 +143,16 @@ def _no_text() -> None:
     raise _NoTextError
 
 
+def _no_thread() -> None:
+    """As under `ulimit -v`."""
+
+    def dump_traceback_later(*_, **__) -> None:
+        raise RuntimeError("unable to start watchdog thread")
+
+    rank.faulthandler.dump_traceback_later = dump_traceback_later  # of this process alone, which ends
+    raise ValueError("the true reason")
+
+
 def _left_thread() -> None:
     threading.Thread(target=sleep_for_ever).start()
 
@@ -158,6 +168,7 @@ def _left_process() -> None:
         (_blocked_cleanup, "rank 0 failed: MemoryError: the true reason"),
         (_blocked_close, "rank 0 failed: ValueError: the true reason"),
         (_second_error, "rank 0 failed: ValueError: the true reason"),
+        (_no_thread, "rank 0 failed: ValueError: the true reason"),
         (_no_text, "rank 0 failed: _NoTextError: its text cannot be made: str() of it raises KeyError"),
     ),
 )
@@ -320,6 +331,13 @@ def test_a_rank_that_was_not_stopped_keeps_the_limit_of_its_phase(monkeypatch, m
     clock = clock_of(monkeypatch, memory, limits)
     memory.give(Phase.BETWEEN, 1)
     assert not clock.pass_(1799, state=state)
+
+
+def test_process_groups_take_no_half_an_hour_and_the_set_up_around_them_may(monkeypatch, memory):
+    monkeypatch.setattr(rank.heartbeat, "sign", lambda phase: memory.give(phase, 0))
+    clock = clock_of(monkeypatch, memory, AUTO)
+    assert rank.JOINING.make(lambda: clock.pass_(539) or clock.pass_(3))()
+    assert not clock.pass_(1799)
 
 
 def test_one_rank_behind_is_enough(monkeypatch, memory):
