@@ -29,6 +29,14 @@ def _show_output(verbose: bool) -> bool:
     return verbose
 
 
+def _trust(given: bool) -> bool:
+    if given:
+        from tp_invariant_recipes.launch import trust
+
+        trust.trust_all()
+    return given
+
+
 def argument(metavar: str, help: str, *, show_default: bool = False) -> Any:
     """Return a word of a command."""
     return typer.Argument(metavar=metavar, help=help, show_default=show_default)
@@ -75,6 +83,12 @@ Overrides = Annotated[
 Verbose = Annotated[
     bool, typer.Option("-v", "--verbose", help="Show the output of Megatron and the libraries.", callback=_show_output)
 ]
+TrustRecipe = Annotated[
+    bool,
+    typer.Option(
+        "--trust-recipe", help="Run the code that a folder of another user names, such as its recipe.", callback=_trust
+    ),
+]
 Json = Annotated[bool, flag("Print JSON to standard output.", "--json")]
 
 ClusterFile = Annotated[
@@ -115,6 +129,13 @@ def with_model[M: str | None](model: M, arguments: list[str]) -> tuple[M | str, 
     name, sizes = hf_models.model_of(weights.read(folder))
     terminal.console(stderr=True).print(f"{folder}: tpi {name} {' '.join(sizes)}", markup=False, soft_wrap=True)
     return name, [*texts(changed([*sizes, f"weights={folder}"], arguments))]
+
+
+def resumed_words(model: str | None, arguments: list[str]) -> tuple[str | None, list[str]]:
+    """Return the model and the overrides beside --resume: typer gives the first word to MODEL, also an override."""
+    if model is None or "=" not in model or model.startswith("recipe="):
+        return model, arguments
+    return None, [model, *arguments]
 
 
 def with_cluster_file(arguments: list[str], file: Path | None) -> list[str]:

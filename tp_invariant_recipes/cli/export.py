@@ -4,7 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-from tp_invariant_recipes.cli.arguments import Json, argument, flag, option
+from tp_invariant_recipes.cli.arguments import Json, TrustRecipe, argument, flag, option
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.start import needed
@@ -20,6 +20,7 @@ def export(
     merge: Annotated[
         bool, flag("Of a run with adapters: write the weights with the adapters added.", "--merge")
     ] = False,
+    _trusted: TrustRecipe = False,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint of a run as a Hugging Face folder.

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tp_invariant_recipes.cli.arguments import Json, Overrides, argument, flag, option
+from tp_invariant_recipes.cli.arguments import Json, Overrides, TrustRecipe, argument, flag, option
 from tp_invariant_recipes.cli.output import verdict
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.start import needed
@@ -29,6 +29,7 @@ def generate(
     ] = None,
     graphs: Annotated[bool, typer.Option("--graphs/--no-graphs", help="Decode in CUDA graphs, on a GPU.")] = True,
     dry_run: Annotated[bool, flag("Check everything and write nothing.", "--dry-run")] = False,
+    _trusted: TrustRecipe = False,
     as_json: Json = False,
 ) -> None:
     """Sample completions with the trainer's own bits.

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tp_invariant_recipes.cli.arguments import Json, Overrides, flag, of_model, option, optional_model, with_model
+from tp_invariant_recipes.cli.arguments import (
+    Json,
+    Overrides,
+    TrustRecipe,
+    flag,
+    of_model,
+    option,
+    optional_model,
+    with_model,
+)
 from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.foreign_text import single_line
 from tp_invariant_recipes.machine import terminal
@@ -44,6 +53,7 @@ def show(
     everything: Annotated[
         bool, flag("Print every key, the memory part by part, and the overrides for Megatron-Bridge.", "--all")
     ] = False,
+    _trusted: TrustRecipe = False,
     as_json: Json = False,
 ) -> None:
     """Print what a run would be: layout, batch, numerics, memory.

@@ -7,9 +7,11 @@ from tp_invariant_recipes.cli.arguments import (
     ClusterFile,
     Json,
     Overrides,
+    TrustRecipe,
     flag,
     option,
     optional_model,
+    resumed_words,
     with_cluster_file,
     with_model,
 )
@@ -44,6 +46,7 @@ def submit(
     directory: Annotated[
         Path | None, option("DIR", "With --verify: where to write; default runs/verify-MODEL-….", "--dir")
     ] = None,
+    _trusted: TrustRecipe = False,
     as_json: Json = False,
 ) -> None:
     """Submit a run to SLURM, or several: --verify.
@@ -63,9 +66,8 @@ def submit(
     from tp_invariant_recipes.launch import progress
 
     requested = list(overrides or [])
-    if resume is not None and model is not None:  # typer gives the first word to MODEL
-        requested.insert(0, model)
-        model = None
+    if resume is not None:
+        model, requested = resumed_words(model, requested)
     model, requested = with_model(model, requested)
     requested = with_cluster_file(requested, cluster_file)
     to_person = terminal.console_of_its_own()
@@ -110,7 +112,7 @@ def _planned(
     if directory is not None and not verify:
         raise ConfigError("--dir belongs to --verify; the directory of a single run is run.dir=PATH")
     if resume is not None:
-        return launch.resume(resume, requested, after=after, how=how)
+        return launch.resume(resume, requested, model=model, after=after, how=how)
     if model is None:
         raise ConfigError("name a model to train (tpi models lists them), or a run to continue: --resume RUN")
     if verify:

@@ -12,10 +12,12 @@ from tp_invariant_recipes.cli.arguments import (
     ClusterFile,
     Json,
     Overrides,
+    TrustRecipe,
     Verbose,
     flag,
     option,
     optional_model,
+    resumed_words,
     with_cluster_file,
     with_model,
     with_option,
@@ -63,6 +65,7 @@ def train(
         bool, flag("Check everything, print the plan and its memory, and write nothing.", "--dry-run")
     ] = False,
     verbose: Verbose = False,
+    _trusted: TrustRecipe = False,
     as_json: Json = False,
 ) -> None:
     """Train a model and record the exact bits of every step.
@@ -90,9 +93,8 @@ def train(
     from tp_invariant_recipes.launch.request import RunRequest
 
     arguments = list(overrides or [])
-    if resume is not None and model is not None and "=" in model:  # typer gives the first word to MODEL
-        arguments.insert(0, model)
-        model = None
+    if resume is not None:
+        model, arguments = resumed_words(model, arguments)
     needed.check("tpi train", needed.TRAINING)
     model, arguments = with_model(model, arguments)
     arguments = with_option(arguments, "--trace", "ledger.trace", trace)

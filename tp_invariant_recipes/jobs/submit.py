@@ -21,10 +21,10 @@ from tp_invariant_recipes.jobs import registry, script, slurm_client, states
 from tp_invariant_recipes.jobs.planned import JobScript, PlannedSubmission
 from tp_invariant_recipes.jobs.script import CellStep
 from tp_invariant_recipes.jobs.slurm_client import Partition
-from tp_invariant_recipes.launch import plan, record
+from tp_invariant_recipes.launch import plan, record, trust
 from tp_invariant_recipes.launch.plan import TO_SUBMIT, Planning
 from tp_invariant_recipes.launch.request import RunRequest
-from tp_invariant_recipes.launch.resume import completed_text, overrides_to_repeat, resume_run
+from tp_invariant_recipes.launch.resume import completed_text, overrides_to_repeat, resume_run, resumes_model
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.runs.run_dir import RunDir, choose, choose_for_several
@@ -68,17 +68,22 @@ def train(
 
 
 def resume(
-    run: Path, overrides: Sequence[str], *, after: Sequence[str] = (), how: Planning = TO_SUBMIT
+    run: Path,
+    overrides: Sequence[str],
+    *,
+    model: str | None = None,
+    after: Sequence[str] = (),
+    how: Planning = TO_SUBMIT,
 ) -> PlannedSubmission:
     """Plan a job that continues a run, wherever it began. Raises a TpiError that lists all problems.
 
-    overrides: the changes, as for `tpi train --resume`. after, how: as for `train`.
+    overrides, model: the changes, and the run's own recipe, as for `tpi train --resume`. after, how: as for `train`.
     """
     where = RunDir(run.expanduser().absolute())
     before = where.read_run(RunFile)
     problems, sound = reserved.check("submit --resume", parse_all(overrides))
-    model = before.model
-    composed = _composed(model, changed(overrides_to_repeat(before), sound), problems)
+    recorded = overrides_to_repeat(where, before, sound, typed_model=resumes_model(run, model, before))
+    composed = _composed(before.model, changed(recorded, sound), problems)
     composed, configs = _layouts(composed, problems)
     _check_fit(configs, problems, dry=how.dry)
     if not how.dry:
@@ -364,6 +369,6 @@ def _check_no_live_job(where: RunDir) -> None:
 
 
 def _write_cells(verification: verify.Verification) -> None:
-    verification.directory.write_matrix(verification.matrix)
+    verification.directory.write_matrix(trust.sealed_matrix(verification.matrix))
     for planned in verification.plans.values():
         record.write(planned, attempt=False)

@@ -5,6 +5,7 @@ from typing import Any
 
 from tp_invariant_recipes.config.overrides import texts
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.launch import trust
 from tp_invariant_recipes.launch.plan import Plan, attempts_so_far
 from tp_invariant_recipes.ledger.run_files import AttemptJob, RunFile
 from tp_invariant_recipes.machine.versions import versions
@@ -29,9 +30,12 @@ def write(plan: Plan, *, attempt: bool = True, job: AttemptJob | None = None) ->
     if attempt:
         run_dir.disk_full.unlink(missing_ok=True)
         so_far = (*so_far, attempts.started(plan.start, plan.steps, job, plan.layout.as_dict()))
+    model, overrides = plan.composed.model, tuple(texts(plan.composed.overrides))
+    before = trust.sealed(run_dir) if job else (None, "")
+    run_dir.write(run_dir.config, plan.config.sections)
     run = RunFile(
-        model=plan.composed.model,
-        overrides=tuple(texts(plan.composed.overrides)),
+        model=model,
+        overrides=overrides,
         device=plan.device,
         layout=plan.layout.as_dict(),
         numerics=plan.config.section("numerics"),
@@ -39,8 +43,8 @@ def write(plan: Plan, *, attempt: bool = True, job: AttemptJob | None = None) ->
         identity_hash=plan.identity_hash,
         notes=_notes(plan.config),
         attempts=so_far,
+        seal=trust.seal_run(model, overrides, run_dir.config, before),
     )
-    run_dir.write(run_dir.config, plan.config.sections)
     run_dir.write(run_dir.environment, environment.recorded(os.environ | plan.environment))
     run_dir.write(run_dir.versions, versions())
     run_dir.write(run_dir.run, run.as_json())

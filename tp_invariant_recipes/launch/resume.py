@@ -15,6 +15,7 @@ from tp_invariant_recipes.config.identity import WEIGHTS_DIGEST
 from tp_invariant_recipes.config.overrides import DECIDED_BY, Override, given, latest, parse, parse_all
 from tp_invariant_recipes.config.resume_rules import StateForm
 from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError, lines, listed
+from tp_invariant_recipes.launch import trust
 from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning, resolve
 from tp_invariant_recipes.launch.ranks import Outcome
 from tp_invariant_recipes.ledger.open import read, streamed
@@ -74,6 +75,7 @@ def rerun(
     Raises a TpiError: this machine cannot carry it, or it would be another run.
     """
     before = RunDir(run).read_run(RunFile)
+    trust.require_run(RunDir(run), before, NOT_REPEATED)
     # The length stays: how often Megatron goes through the text, and in which order, depends on it. Bridge leaves
     # without a word to callbacks, so the ledger has the digests of a step only if another one follows.
     shorter = f"train.exit_interval={last_step + 1}"
@@ -90,10 +92,17 @@ def rerun(
 def compose_resumed(run: Path, model: str | None, overrides: Sequence[Override]) -> Composed:
     """Compose a run with its recorded overrides and these. Raises ConfigError, RunError."""
     before = RunDir(run).read_run(RunFile)
-    if model not in (None, before.model):
-        raise ConfigError(f"--resume {run} is a run of {before.model}, not of {model}")
+    typed = [*OF_AN_ATTEMPT, *(override.path for override in overrides)]
+    trust.require_run(RunDir(run), before, typed, typed_model=resumes_model(run, model, before))
     kept = parse_all(resume_rules.kept(before.numerics))  # another layout has other defaults
     return _compose_as(before, [*_recorded(before, OF_AN_ATTEMPT), *kept, *overrides])
+
+
+def resumes_model(run: Path, model: str | None, before: RunFile) -> bool:
+    """Whether the command line names the model of the run to resume. Raises ConfigError where it names another one."""
+    if model not in (None, before.model):
+        raise ConfigError(f"--resume {run} is a run of {before.model}, not of {model}")
+    return model is not None
 
 
 def with_recorded_numerics(composed: Composed) -> Composed:
@@ -113,8 +122,15 @@ def _compose_as(before: RunFile, overrides: Sequence[Override]) -> Composed:
     return compose(before.model, latest(overrides), device=before.device, numerics=before.numerics["mode"])
 
 
-def overrides_to_repeat(before: RunFile) -> list[Override]:
-    """Return the overrides that repeat a run elsewhere, including its device and numerics. before: its `run.json`."""
+def overrides_to_repeat(
+    run_dir: RunDir, before: RunFile, typed: Sequence[Override], *, typed_model: bool = False
+) -> list[Override]:
+    """Return the overrides that repeat a run elsewhere, including its device and numerics.
+
+    before: its `run.json`. typed, typed_model: as for `trust.require_run`, which raises ConfigError.
+    """
+    without = [*NOT_REPEATED, *(override.path for override in typed)]
+    trust.require_run(run_dir, before, without, typed_model=typed_model)
     repeated = _recorded(before, NOT_REPEATED)
     decided = {"device": before.device, "numerics": before.numerics["mode"]}
     missing = {

@@ -55,7 +55,7 @@ class Attempted(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RunFile(Record):
-    """`run.json`."""
+    """`run.json`. seal: shows who wrote it (runs/seal.py); empty: it shows nothing."""
 
     model: str
     overrides: Listed[str]
@@ -66,6 +66,7 @@ class RunFile(Record):
     identity_hash: Hash
     notes: dict[str, Any] = field(default_factory=dict)
     attempts: Listed[Attempt]
+    seal: str = ""
 
 
 @dataclass(frozen=True)

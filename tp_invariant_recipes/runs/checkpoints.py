@@ -63,28 +63,29 @@ class RunCheckpoint:
     def read_manifest(self) -> CheckpointManifest:
         """Return what was written. Raises CheckpointError when the manifest cannot be read."""
         try:
-            manifest = parse_json(read_limited(self.path / MANIFEST, LARGEST))
-            if isinstance(manifest, dict) and isinstance(manifest.get("files"), dict):
-                return checked(CheckpointManifest, manifest)
+            manifest = checked(CheckpointManifest, parse_json(read_limited(self.path / MANIFEST, LARGEST)))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path}: its manifest cannot be read: {error}") from error
-        raise CheckpointError(f"{self.path}: its manifest lists no files")
+        if outside := [name for name in manifest.files if name.startswith("/") or ".." in Path(name).parts]:
+            raise CheckpointError(f"{self.path}: its manifest names a file outside of it: {outside[0]}")
+        return manifest
 
     def verify(self, *, hashes: bool = True, node: int = 0, nodes: int = 1) -> None:
-        """Look at every file. Raises CheckpointError naming each that is missing, short or altered.
+        """Look at every file. Raises CheckpointError naming each that is missing, altered or not in the manifest.
 
         hashes: also read the files and compare their hashes: all of them or, where several nodes read at once, every
                 `nodes`th in order of size, from number `node` on.
         """
         files = self.read_manifest().files
-        wrong = {name: text for name, file in files.items() if (text := _size_problem(self.path / name, file))}
+        wrong = dict.fromkeys(_paths(self.path).keys() - files, "is not in its manifest")
+        wrong |= {name: text for name, file in files.items() if (text := _size_problem(self.path / name, file))}
         ordered = sorted(files, key=lambda name: (-files[name].bytes, name))
         read = [name for name in ordered[node::nodes] if hashes and name not in wrong]
         for name, digest in zip(read, _digests([self.path / name for name in read]), strict=True):
             if digest != files[name].xxh3_128:
                 wrong[name] = "has changed since it was written"
         if wrong:
-            listed = "\n".join(f"  - {name} {wrong[name]}" for name in files if name in wrong)
+            listed = "\n".join(f"  - {name} {wrong[name]}" for name in sorted(wrong))
             hint = "resume from an earlier one with checkpoint.ckpt_step=STEP"
             raise CheckpointError(f"checkpoint {self.path} is damaged:\n{listed}\n{hint}")
 
@@ -182,12 +183,16 @@ def write_manifest(
 
 def described(folder: Path, known: Mapping[str, CheckpointFile] | None = None) -> dict[str, CheckpointFile]:
     """Path in the folder → the file, of all files below it but its manifest. known: as for `write_manifest`."""
-    paths = {str(f.relative_to(folder)): f for f in sorted(folder.rglob("*")) if f.is_file() and f.name != MANIFEST}
+    paths = _paths(folder)
     files = {name: file for name, file in (known or {}).items() if name in paths}
     unknown = [name for name in paths if name not in files]
     digests = _digests([paths[name] for name in unknown])
     files |= {n: CheckpointFile(paths[n].stat().st_size, text) for n, text in zip(unknown, digests, strict=True)}
     return {name: files[name] for name in paths}
+
+
+def _paths(folder: Path) -> dict[str, Path]:
+    return {str(f.relative_to(folder)): f for f in sorted(folder.rglob("*")) if f.is_file() and f.name != MANIFEST}
 
 
 def _iterations(checkpoints: Path) -> list[tuple[Path, int]]:

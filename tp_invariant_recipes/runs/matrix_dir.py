@@ -67,6 +67,7 @@ class Matrix(Record):
 
     overrides: as typed. omitted: combinations of the axes that are no cells.
     kind:      the command that made it; an earlier version had one more.
+    seal:      shows who wrote it (runs/seal.py); empty: it shows nothing.
     """
 
     schema: int = field(default=SCHEMA, kw_only=True)
@@ -77,6 +78,7 @@ class Matrix(Record):
     against: str | None
     omitted: Listed[Omission] = ()
     kind: Literal["verify", "sweep"] = "verify"
+    seal: str = ""
 
     def described(self) -> dict[str, Any]:
         """Return what results say of it, as JSON."""

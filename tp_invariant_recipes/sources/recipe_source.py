@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -383,6 +384,41 @@ def offline(hf_folder: str | None, requested: list[str]) -> Iterator[None]:
 
 
 def digest(model: str) -> str | None:
-    """Return the SHA-256 of the file that defines the recipe; None: it has none. Raises ConfigError."""
-    file = inspect.getsourcefile(inspect.unwrap(find(model)))
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
+    """Return the SHA-256 of the file that `recipe=…` names; None: there is none. Raises ConfigError as `parse`."""
+    file = file_of(model)
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file else None
+
+
+def known_digest(model: str) -> str | None:
+    """As `digest`; None, too, where the model is no recipe, or its file cannot be read."""
+    try:
+        return digest(model) if is_recipe(model) else None
+    except (ConfigError, OSError):
+        return None
+
+
+def is_users(model: str) -> bool:
+    """Whether a model is a recipe that is none of Bridge's, or of a form that nobody knows."""
+    try:
+        module = parse(model).module if is_recipe(model) else BRIDGE
+    except ConfigError:
+        return True
+    return module is None or not f"{module}.".startswith((f"{BRIDGE}.", f"{BENCHMARKS}."))
+
+
+def file_of(model: str) -> Path | None:
+    """Return the file that `recipe=…` names, without importing anything; None: Python's path has no such module.
+
+    Raises ConfigError as `parse`.
+    """
+    source = parse(model)
+    if source.module is None:
+        return source.file
+    folders, name = None, ""
+    for part in source.module.split("."):
+        name = f"{name}.{part}".removeprefix(".")
+        spec = PathFinder.find_spec(name, folders)
+        if spec is None:
+            return None
+        folders = spec.submodule_search_locations
+    return Path(spec.origin) if spec and spec.origin else None

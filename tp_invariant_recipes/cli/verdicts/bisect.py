@@ -5,7 +5,7 @@ from typing import Annotated
 
 from rich.text import Text
 
-from tp_invariant_recipes.cli.arguments import Json, Verbose, argument, directory_option, flag
+from tp_invariant_recipes.cli.arguments import Json, TrustRecipe, Verbose, argument, directory_option, flag
 from tp_invariant_recipes.cli.output.verdict import finish
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.result import Result
@@ -18,6 +18,7 @@ def bisect(
     directory: Annotated[Path | None, directory_option("bisect-DATE-TIME")] = None,
     referee: Annotated[bool, flag("Also say which run is right.", "--referee")] = False,
     verbose: Verbose = False,
+    _trusted: TrustRecipe = False,
     as_json: Json = False,
 ) -> None:
     """Find the operation at which two runs first differ.

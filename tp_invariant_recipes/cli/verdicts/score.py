@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-from tp_invariant_recipes.cli.arguments import Json, Overrides, argument, flag, option
+from tp_invariant_recipes.cli.arguments import Json, Overrides, TrustRecipe, argument, flag, option
 from tp_invariant_recipes.cli.output import verdict
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.start import needed
@@ -32,6 +32,7 @@ def score(
     ] = False,
     tokenizer: Annotated[str | None, option("FOLDER", "For text: a Hugging Face tokenizer, or byte.")] = None,
     batch_tokens: Annotated[int, option("N", "Tokens of a forward pass; they change no bit.")] = 16384,
+    _trusted: TrustRecipe = False,
     as_json: Json = False,
 ) -> None:
     """Write log-probabilities that no layout and no batch changes.

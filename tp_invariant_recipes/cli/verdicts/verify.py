@@ -10,6 +10,7 @@ from rich.text import Text
 from tp_invariant_recipes.cli.arguments import (
     Json,
     Overrides,
+    TrustRecipe,
     Verbose,
     directory_option,
     flag,
@@ -51,6 +52,7 @@ def verify(
         Path | None, option("DIR", "Train nothing; compare the runs in this directory of an earlier verify.")
     ] = None,
     verbose: Verbose = False,
+    _trusted: TrustRecipe = False,
     as_json: Json = False,
 ) -> None:
     """Train a model in several layouts and compare their bits.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tp_invariant_recipes.config.identity import WEIGHTS_DIGEST
 from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError
 from tp_invariant_recipes.files import whole_folder
-from tp_invariant_recipes.launch import local, ranks
+from tp_invariant_recipes.launch import local, ranks, trust
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.numerics.megatron.adapters.adapted_layers import ROW_PARALLEL
@@ -63,6 +63,7 @@ def export(run: Path, folder: Path, step: int | None = None, *, masters: bool = 
         raise ConfigError(f"{folder} is there and is no empty folder: nothing is overwritten, choose another")
     run_dir = RunDir(run)
     before = run_dir.read_run(RunFile)
+    trust.require_config(run_dir, before)
     config = run_dir.read_run_config()
     _check_adapters(run, config, masters=masters, merge=merge)
     family = hf_models.family_of(config.model)

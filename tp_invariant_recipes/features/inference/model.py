@@ -201,7 +201,7 @@ def _of_run(source: Path, requested: Sequence[Override], step: int | None) -> tu
     invariant = mode.find(before.numerics["mode"]) is not None and not (asked and asked.value == mode.STOCK)
     kept = [
         override
-        for override in overrides_to_repeat(before)
+        for override in overrides_to_repeat(run_dir, before, requested)
         if is_repeated(override) and (invariant or not override.field.startswith("numerics."))
     ]
     shards = ("virtual_shards", "context_shards") if invariant else ()

@@ -28,7 +28,7 @@ from tp_invariant_recipes.features.verify.cells import (
 )
 from tp_invariant_recipes.features.verify.matrix import Choice
 from tp_invariant_recipes.features.verify.verdict import PASSED, STOPPED, MatrixVerdict, judge, verdict_on
-from tp_invariant_recipes.launch import plan
+from tp_invariant_recipes.launch import plan, trust
 from tp_invariant_recipes.launch.local import Outcome as Ended
 from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning
@@ -119,6 +119,7 @@ def plan_rerun(
     """
     where = MatrixDir(directory)
     requested = where.read_matrix()
+    trust.require_matrix(directory, requested)
     if against is not None:
         requested = replace(requested, against=str(against.expanduser().absolute()))
     verdict = judge(directory, _against_path(requested))
@@ -194,7 +195,7 @@ def train_cells(verification: Verification, watch: Watch, *, exitfirst: bool = F
     where = verification.directory
     with _interruptible() as stop:
         if not verification.rerun:
-            where.write_matrix(verification.matrix)
+            where.write_matrix(trust.sealed_matrix(verification.matrix))
         try:
             for cell in verification.cells:
                 if cell.name in verification.anew:
