@@ -59,7 +59,7 @@ def attempts(run: Path) -> list[dict]:
     return json.loads((run / "run.json").read_text())["attempts"]
 
 
-@pytest.mark.release  # tests/distributed has lost nodes, requeues and elastic resumes without a cluster
+@pytest.mark.release  # tests/distributed has lost nodes, requeues and resumes without a cluster
 def test_a_run_that_is_requeued_and_loses_a_node_has_the_ledger_of_one_that_is_not(tpi, cluster, submit, whole) -> None:
     run = tpi.folder / "run"
     job = submit(*RUN, "run.dir=run", "cluster.ranks_per_node=1")
@@ -117,48 +117,6 @@ def test_a_job_goes_on_without_the_node_that_computes_wrong_bits(tpi, cluster, t
 
 
 @pytest.mark.release
-def test_a_job_goes_on_with_the_remaining_nodes(tpi, start_cluster, site) -> None:
-    """Three nodes, of which a layout takes two; then one is left."""
-    cluster, run = start_cluster(nodes=3), tpi.folder / "run"
-    words = (*RUN, "dp=4", "gbs=4", "cluster.ranks_per_node=2", "run.dir=run", site)
-    refused = tpi("submit", *words, "slurm.nodes=1-4", status=2)
-    assert "4 nodes with 2 cpu ranks each are needed, and partition cpu has 3" in refused.stderr
-    words = (*RUN, "dp=2", "gbs=4", "cluster.ranks_per_node=2", "run.dir=run", site)
-    tpi("train", *RUN, "gbs=4", "numerics.data_shards=2", "run.dir=alone", status=0)
-    done = tpi("submit", *words, "slurm.nodes=1-2", status=0)
-    job = done.stdout.strip()
-    cluster.until(lambda: len(steps(run)) > 12, within=400)
-    for node in ("n3", "n2"):
-        cluster.do("fail", node)
-    cluster.until(lambda: cluster.job(job)["Restarts"] == "1", within=120)
-    before = len(steps(run))
-    assert before < 100
-    cluster.release(job)
-    tpi("wait", job, status=0)
-    assert [a["job"]["nodes"] for a in attempts(run)] == ["n[1-2]", "n1"]
-    assert [a["layout"]["dp"] for a in attempts(run)] == [2, 1]
-    assert agree(steps(run), steps(tpi.folder / "alone"))
-    header = json.loads((run / "ledger.jsonl").read_text().splitlines()[0])
-    (resumed,) = header["notes"]["resumed"]
-    assert (resumed["after_step"], resumed["changed"]["layout.dp"]) == (attempts(run)[1]["from_step"], 1)
-    (listed,) = json.loads(tpi("jobs", "run", "--json").stdout)["jobs"]
-    assert listed["layouts"] == ["tp=2 dp=2", "tp=2"]
-
-
-@pytest.mark.release
-def test_a_node_that_the_layout_cannot_use_waits_for_the_others(tpi, start_cluster, site) -> None:
-    start_cluster(nodes=3)
-    run = tpi.folder / "run"
-    words = ("train", *RUN, "iters=10", "dp=4", "gbs=4", "numerics=stock", "slurm.nodes=1-4", "run.dir=run", site)
-    salloc = ["salloc", "--nodes=3", sys.executable, "-m", "tp_invariant_recipes", *words, "--launcher=slurm"]
-    ended = subprocess.run(salloc, cwd=tpi.folder, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    (attempt,) = attempts(run)
-    assert (attempt["job"]["nodes"], attempt["layout"]["dp"]) == ("n[1-3]", 2)
-    assert len(steps(run)) == 10
-
-
-@pytest.mark.release
 def test_the_time_limit_saves_and_requeues_and_cancel_ends_it(tpi, cluster, submit) -> None:
     run = tpi.folder / "run"
     long = ("tp=1", "iters=300000", "save=0", "slurm.save_before=110")
@@ -203,23 +161,6 @@ def test_a_matrix_is_judged_by_a_job_whose_exit_status_is_the_verdict(tpi, clust
     there = submit(*single, "numerics=tree", "--dir", "there")
     assert tpi("wait", there).status == 0
     assert "as tree" in json.loads((tpi.folder / "there" / "verify.json").read_text())["text"]
-
-
-@pytest.mark.release  # in `make test`: tests/unit/multinode/test_rendezvous.py
-def test_nodes_that_share_no_files_send_their_files_to_the_first(tpi, cluster, submit, shared) -> None:
-    private = cluster.folder / "private" / "run"
-    run = ("qwen3_toy", "tp=2", "seq=32", "model.num_layers=1", "iters=20")
-    (cluster.folder / "private").mkdir(exist_ok=True)
-    job = submit(*run, f"run.dir={private}", "cluster.ranks_per_node=1", "cluster.shared_files=false")
-    tpi("wait", job, status=0)
-
-    def on(node: str, *command: str) -> str:
-        return cluster.run("srun", "-w", node, *command)
-
-    shared("train", *run, "run.dir=alone", status=0)
-    assert on("n1", "tail", "-n+2", f"{private}/ledger.jsonl").encode().split(b"\n") == steps(shared.folder / "alone")
-    assert on("n1", "ls", f"{private}/logs").split() == ["bridge.log", "rank-0.log", "rank-1.log"]
-    assert on("n2", "ls", f"{private}/logs").split() == ["bridge.log", "rank-1.log"]
 
 
 @pytest.mark.parametrize("interpreter", ("fork", pytest.param("python", marks=pytest.mark.release)))

@@ -54,8 +54,6 @@ RULES: tuple[Rule[RunConfig], ...] = (
      "of optimizers only Adam is computed again", "optimizer.optimizer=adam"),
     _row(lambda t: t.at("optimizer.use_precision_aware_optimizer"),
      "state in other precisions is not computed again", "optimizer.use_precision_aware_optimizer=false"),
-    _row(lambda t: t.guard.exclude and not t.cluster.shared_files,
-     "the first node must read another's evidence", "guard.exclude=false, or cluster.shared_files=true"),
     _shadow(lambda t: t.parallel.data_parallel_size == 1,
      "dp=1 has no other replica to repeat a data shard", "guard=products, or dp=2"),
     _shadow(lambda t: 1 < t.parallel.data_parallel_size < 2 * rank_distance(t),

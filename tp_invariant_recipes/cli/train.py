@@ -216,7 +216,7 @@ def _train_on_nodes(request: "RunRequest", console: "Console", *, verbose: bool)
         terminal.print_line(console, line)
 
     with ranks.stopping() as stop:  # from here on: SLURM may ask to stop while Bridge is imported
-        task = allocation_run.node_task(request, place.count, watch, remark)
+        task = allocation_run.node_task(request, watch, remark)
         result = agent.run(place, task, stop)
     if result.outcome is None and place.first:
         raise RunError(result.why or "the run failed")

@@ -65,7 +65,7 @@ def training(config: RunConfig, allocated: Allocation, *, name: str, about: str,
     return Job(
         name=name,
         about=about,
-        nodes=slurm.nodes or allocated.nodes,
+        nodes=allocated.nodes,
         gres=f"{kind}:{allocated.gpus}" if allocated.gpus else None,
         cpus=None if allocated.gpus else allocated.ranks,  # on a CPU one thread a rank computes
         # By default SLURM would give a node's only task one processor, and memory in proportion.

@@ -245,7 +245,7 @@ def _state(part: JobPart, status: SlurmStatus) -> JobState:
     last = tried[-1] if tried else None
     facts = _facts(part, tried, queued.nodes if queued else ())
     if queued is not None and not queued.over:
-        return _alive(part, facts, queued, started=last is not None)
+        return _alive(facts, queued)
     word = queued.state if queued else accounted.state if accounted else None
     if word not in slurm_client.OVER:
         word = None  # SLURM writes the accounts some time after the end
@@ -255,12 +255,10 @@ def _state(part: JobPart, status: SlurmStatus) -> JobState:
     return JobState(**facts, word=ended.word, alive=False, end=ended, note=ended.note)
 
 
-def _alive(part: JobPart, facts: dict[str, Any], queued: Queued, *, started: bool) -> JobState:
-    """Return the state of a job in SLURM's queue. started: whether one of its attempts has begun."""
-    pending = queued.state == "PENDING"
-    note = None if started or pending else _files_elsewhere(part, queued.nodes)
-    reason = queued.reason if pending and queued.reason not in ("", "None") else None
-    return JobState(**facts, word=queued.state, reason=reason, seconds_remaining=queued.seconds_remaining, note=note)
+def _alive(facts: dict[str, Any], queued: Queued) -> JobState:
+    """Return the state of a job in SLURM's queue."""
+    reason = queued.reason if queued.state == "PENDING" and queued.reason not in ("", "None") else None
+    return JobState(**facts, word=queued.state, reason=reason, seconds_remaining=queued.seconds_remaining)
 
 
 def _facts(part: JobPart, tried: Sequence[Attempt], nodes: Sequence[str]) -> dict[str, Any]:
@@ -281,10 +279,8 @@ def _facts(part: JobPart, tried: Sequence[Attempt], nodes: Sequence[str]) -> dic
 def _ended(part: JobPart, word: str | None, last: Attempt | None) -> End:
     """Return the end of a run whose job SLURM no longer knows. word: SLURM's; last: the last attempt by a job."""
     if last is None or last.outcome is None:
-        elsewhere = None if last else _files_elsewhere(part)
-        silent = "it recorded no exit status" if last else "it recorded no start"
-        text = elsewhere or _with_log(part, silent)
-        settled = elsewhere is not None or word not in (None, *_ENDED_BY_SCRIPT)
+        text = _with_log(part, "it recorded no exit status" if last else "it recorded no start")
+        settled = word not in (None, *_ENDED_BY_SCRIPT)
         return End(
             word or UNKNOWN, 0 if word == "COMPLETED" else 2, settled, text if part.current else f"{_ID_REUSED}; {text}"
         )
@@ -307,18 +303,6 @@ def _judged(part: JobPart, word: str | None) -> End:
 
 def _with_log(part: JobPart, words: str) -> str:
     return f"{words}; its log: {part.log}" if part.log.exists() else f"{words}, and no log"
-
-
-def _files_elsewhere(part: JobPart, nodes: Sequence[str] = ()) -> str | None:
-    """Return the place of a job's files if the job does not write them here; None: it does."""
-    try:
-        shared = part.run.read_run_config().cluster.shared_files
-    except RunError:
-        return None
-    where = nodes[0] if nodes else "the first of its nodes"
-    if shared:
-        return None
-    return f"its steps and losses are in {part.run.path} on {where}, its log in /tmp there (cluster.shared_files=false)"
 
 
 def _last_step(file: Path) -> tuple[int | None, float | None]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from tp_invariant_recipes.check.hosts import job as job_rules
 from tp_invariant_recipes.check.hosts.inputs import input_problems
 from tp_invariant_recipes.check.hosts.job import PendingJob
-from tp_invariant_recipes.config import elastic, reserved
+from tp_invariant_recipes.config import reserved
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, changed, cluster_files, given, parse, parse_all
 from tp_invariant_recipes.errors import ConfigError, RunError, lines, listed, refuse
@@ -40,7 +40,6 @@ IN_A_JOB = "launcher=slurm"
 ARRAY_SECTIONS = ("cluster", "slurm")
 
 JUDGE_TIME = "30:00"  # time limit of the comparison, or the cells' time limit if that is shorter
-ON_THE_NODE = Path("/tmp")  # folder of the logs if nodes do not share the run directory
 
 
 def train(
@@ -54,8 +53,7 @@ def train(
     problems, sound = reserved.check("submit", parse_all(overrides))
     RunRequest(model, tuple(sound)).check_new_dir()
     composed = _composed(model, sound, problems, also=None if how.dry else partial(input_problems, here=False))
-    composed, configs = _layouts(composed, problems)
-    _check_fit(configs, problems, dry=how.dry)
+    _check_fit([composed.config], problems, dry=how.dry)
     path = choose(composed.config.run.dir, f"{model}-tp{composed.config.layout.tp}").path
     where = RunDir(path.absolute())
     submission = _single(composed, where, after)
@@ -84,8 +82,7 @@ def resume(
     problems, sound = reserved.check("submit --resume", parse_all(overrides))
     recorded = overrides_to_repeat(where, before, sound, typed_model=resumes_model(run, model, before))
     composed = _composed(before.model, changed(recorded, sound), problems)
-    composed, configs = _layouts(composed, problems)
-    _check_fit(configs, problems, dry=how.dry)
+    _check_fit([composed.config], problems, dry=how.dry)
     if not how.dry:
         _check_no_live_job(where)
     submission = _single(composed, where, after)
@@ -95,25 +92,12 @@ def resume(
     return replace(submission, about=about, validate=partial(train_check, planned), resumed=True, completed=done)
 
 
-def _layouts(composed: Composed, problems: list[str]) -> tuple[Composed, list[RunConfig]]:
-    """Get the run with the settings that every try keeps, and its configurations on the most nodes and the fewest."""
-    configs = [composed.config]
-    if wrong := lines(elastic.problems(composed.config)):
-        problems += wrong
-    elif nodes := elastic.span(composed.config):
-        composed = replace(composed, overrides=(*composed.overrides, *elastic.kept(composed.config)))
-        fewest = elastic.data_parallel(composed.config, nodes[0])
-        assert fewest is not None  # elastic.problems names those that are too few
-        configs.append(elastic.with_dp(composed.config, fewest))
-    return composed, configs
-
-
 def _single(composed: Composed, where: RunDir, after: Sequence[str]) -> PlannedSubmission:
     """Return the job of one run; nothing validates or writes it yet."""
     config, model = composed.config, composed.model
     allocated = allocation.from_config(config)
-    about = f"{model}: {allocated}" + (", or as many of them as there are" if config.slurm.nodes else "")
-    log = _log(config, where, "job-%j.log")
+    about = f"{model}: {allocated}"
+    log = script.log_in(where.logs, "job-%j.log")
     job = script.training(config, allocated, name=f"tpi-{where.path.name}", about=about, log=log)
     text = script.train(job, config, model, _run_overrides(composed), where.path)
     return PlannedSubmission(
@@ -166,7 +150,7 @@ def several(
 
     verification = plan.for_nodes(on, lambda verification: next(iter(verification.plans.values())).config, sound)
     configs = {name: planned.composed.config for name, planned in verification.plans.items()}
-    _check_fit(list(configs.values()), _cells_problems(next(iter(configs.values()))), dry=how.dry)
+    _check_fit(list(configs.values()), [], dry=how.dry)
     cells = [allocation.from_config(config) for config in configs.values()]
     allocated = Allocation(max(c.nodes for c in cells), max(c.ranks for c in cells), max(c.gpus for c in cells))
     fullest = max(configs.values(), key=lambda config: estimate(config).rank)
@@ -200,16 +184,6 @@ def _array_problems(overrides: Sequence[Override]) -> list[str]:
     ]
 
 
-def _cells_problems(config: RunConfig) -> list[str]:
-    """Return settings of a job, the same of all cells, that an array and its judge cannot have."""
-    problems = []
-    if config.slurm.nodes is not None:
-        problems.append(f"slurm.nodes={config.slurm.nodes}: each cell has a layout of its own; leave it out")
-    if not config.cluster.shared_files:
-        problems.append("cluster.shared_files=false: the job that compares the cells would not see their ledgers")
-    return problems
-
-
 def _array_scripts(
     model: str, verification: verify.Verification, allocated: Allocation, about: str, files: Sequence[Path]
 ) -> tuple[JobScript, JobScript]:
@@ -220,7 +194,7 @@ def _array_scripts(
     configs = {name: planned.composed.config for name, planned in verification.plans.items()}
     config, where = next(iter(configs.values())), verification.directory
     path, name = where.path, f"tpi-{where.path.name}"
-    job = script.training(config, allocated, name=name, about=about, log=_log(config, where, "job-%A_%a.log"))
+    job = script.training(config, allocated, name=name, about=about, log=script.log_in(where.logs, "job-%A_%a.log"))
     steps = [
         CellStep(cell.name, ("srun", *srun_command.arguments(configs[cell.name], [path, *files])), cell.overrides)
         for cell in verification.matrix.cells
@@ -236,7 +210,7 @@ def _array_scripts(
         whole=False,
         time=job.time if shorter else JUDGE_TIME,
         save_before=None,
-        log=_log(config, where, "job-%j.log"),
+        log=script.log_in(where.logs, "job-%j.log"),
     )
     reference = [] if verification.matrix.against is None else [Path(verification.matrix.against)]
     judge_script = script.judge(judge, config, ("verify", "--recheck"), path, [path, *reference])
@@ -333,13 +307,6 @@ def _too_many(config: RunConfig, chosen: Sequence[Partition], names: str) -> str
     if allocated.nodes <= most:
         return None
     return f"{allocated} are needed, and partition {names} has {most}; lower tp, pp, cp or dp"
-
-
-def _log(config: RunConfig, where: RunDir, name: str) -> str:
-    """Return the job's output: among the logs of the run; on the first node if the nodes do not share these."""
-    if config.cluster.shared_files:
-        return script.log_in(where.logs, name)
-    return script.log_in(ON_THE_NODE, f"tpi-%u-{name}")
 
 
 def _ids(names: Sequence[str]) -> tuple[str, ...]:

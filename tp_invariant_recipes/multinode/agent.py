@@ -31,7 +31,6 @@ from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, Stop
 from tp_invariant_recipes.ledger.run_files import AttemptJob
 from tp_invariant_recipes.machine.network import address_towards, interface
 from tp_invariant_recipes.machine.versions import versions
-from tp_invariant_recipes.multinode.forwarding import Receiver, Sender
 from tp_invariant_recipes.multinode.heartbeat import Heartbeat, PeerFailed
 from tp_invariant_recipes.multinode.rendezvous import (
     FAILED,
@@ -48,7 +47,7 @@ from tp_invariant_recipes.multinode.rendezvous import (
 from tp_invariant_recipes.runs import attempts, checkpoints, guard_files
 from tp_invariant_recipes.runs.lock import LockLost, locked
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.settings import allocation, sft
+from tp_invariant_recipes.settings import allocation
 
 START_TIMEOUT = 600.0  # seconds that the first node may take to start its ranks once all nodes have arrived
 END_TIMEOUT = 10.0  # seconds for the other nodes to report their end after a failure, and to leave after "over"
@@ -59,7 +58,6 @@ class NodeTask:
     """The command that every node runs.
 
     run_dir:     of the run.
-    nodes:       how many the run uses; spare nodes wait for its end.
     environment: variables to set before torch is imported.
     plan:        plans the run; on the other nodes with `start`, the step that the first has chosen.
     rendezvous_timeout: seconds to wait for the others.
@@ -69,7 +67,6 @@ class NodeTask:
     """
 
     run_dir: RunDir
-    nodes: int
     environment: dict[str, str]
     plan: Callable[..., Plan]
     rendezvous_timeout: int
@@ -90,20 +87,9 @@ def run(node: NodeInfo, task: NodeTask, stop: Stop) -> Over:
     from tp_invariant_recipes.start import bridge
 
     os.environ.update(task.environment)
-    if node.number >= task.nodes:
-        return _run_spare_node(Rendezvous(node, stop, task.rendezvous_timeout))
-    node = replace(node, count=min(node.count, task.nodes))
     bridge.load()  # now, while the other nodes do the same
     rendezvous = Rendezvous(node, stop, task.rendezvous_timeout)
     return _run_first_node(rendezvous, task) if node.first else _run_other_node(rendezvous, task)
-
-
-def _run_spare_node(rendezvous: Rendezvous) -> Over:
-    """Wait for the end of a run that does without this node: srun would end the others if this one left."""
-    try:
-        return _wait_for_first_node(rendezvous, "over")
-    except (RunError, _RunOver):  # the first node does not wait for this one
-        return Over("stopped")
 
 
 # The first node
@@ -131,7 +117,7 @@ def _plan_and_train(rendezvous: Rendezvous, task: NodeTask) -> Over:
     run_dir, node = task.run_dir, rendezvous.node
     job = AttemptJob(node.job, node.restart, node.names)
     try:
-        planned = _without_shared_files(task.plan())
+        planned = task.plan()
         _check_node_count(planned, node)
     except TpiError as error:
         with suppress(TpiError):  # where there is no run directory yet, the reason is in the job's log only
@@ -225,7 +211,7 @@ def _wait_for_arrivals(rendezvous: Rendezvous, patience: float) -> str | None:
 
 def _train(rendezvous: Rendezvous, task: NodeTask, planned: Plan, reached: str | None) -> Outcome:
     store = local.store(nodes=rendezvous.node.count)
-    heartbeat = Heartbeat(rendezvous, planned, Receiver(rendezvous, planned.run_dir))
+    heartbeat = Heartbeat(rendezvous)
     through = interface(reached) if reached else "lo"
 
     with task.watch(planned) as heartbeat.show:
@@ -233,7 +219,6 @@ def _train(rendezvous: Rendezvous, task: NodeTask, planned: Plan, reached: str |
             rendezvous, planned, "127.0.0.1", store.port, through, heartbeat, lambda: rendezvous.set("next", store.port)
         )
         _wait_for_others(rendezvous, "ended", None, tick=heartbeat)
-        heartbeat.look()  # the others' last files
         heartbeat.show()
     return train.check_completed(planned, outcome)
 
@@ -259,44 +244,36 @@ def _first_cause(rendezvous: Rendezvous, run_dir: RunDir, error: Exception) -> R
 
 
 def _run_other_node(rendezvous: Rendezvous, task: NodeTask) -> Over:
-    """Hold the lock of its own run directory if it shares none with the first node."""
-    with ExitStack() as locks:
-        rendezvous.set(f"joined/{rendezvous.node.number}")
-        try:
-            planned, shared = _plan_as_ordered(rendezvous, task, locks)
-            # One blocking wait, no polling: the first node forks its ranks now, and its store's thread must have no
-            # work.
-            port = rendezvous.wait("next", START_TIMEOUT)
-            if port is None:
-                raise _RunOver
-            if not shared:
-                record.write(planned, job=AttemptJob(rendezvous.node.job))
-            heartbeat = Heartbeat(rendezvous, planned, None if shared else Sender(rendezvous, planned.run_dir))
-            address = rendezvous.node.address
-            _run_ranks(rendezvous, planned, address, port, interface(address_towards(address)), heartbeat)
-            over = _wait_for_first_node(rendezvous, "over", tick=heartbeat)
-        except (_RunOver, Stopped, PeerFailed, RankFailed):
-            over = _wait_for_first_node(rendezvous, "over")
-        rendezvous.set(f"left/{rendezvous.node.number}")
-        return over
+    rendezvous.set(f"joined/{rendezvous.node.number}")
+    try:
+        planned = _plan_as_ordered(rendezvous, task)
+        # One blocking wait, no polling: the first node forks its ranks now, and its store's thread must have no work.
+        port = rendezvous.wait("next", START_TIMEOUT)
+        if port is None:
+            raise _RunOver
+        heartbeat = Heartbeat(rendezvous)
+        address = rendezvous.node.address
+        _run_ranks(rendezvous, planned, address, port, interface(address_towards(address)), heartbeat)
+        over = _wait_for_first_node(rendezvous, "over", tick=heartbeat)
+    except (_RunOver, Stopped, PeerFailed, RankFailed):
+        over = _wait_for_first_node(rendezvous, "over")
+    rendezvous.set(f"left/{rendezvous.node.number}")
+    return over
 
 
-def _plan_as_ordered(rendezvous: Rendezvous, task: NodeTask, locks: ExitStack) -> tuple[Plan, bool]:
-    """Plan from "orders" and set "arrived"; return also whether files are shared. Raises _RunOver."""
+def _plan_as_ordered(rendezvous: Rendezvous, task: NodeTask) -> Plan:
+    """Plan from "orders" and set "arrived". Raises _RunOver."""
     orders: Orders = _wait_for_first_node(rendezvous, "orders", stoppable=True)
     node = rendezvous.node
     problems: list[str] = []
     try:
-        planned = _without_shared_files(task.plan(start=orders.start))
+        planned = task.plan(start=orders.start)
         token = planned.run_dir.token
-        shared = token.exists() and token.read_text(encoding="utf-8") == orders.token
-        if not shared and planned.config.cluster.shared_files:
+        if not token.exists() or token.read_text(encoding="utf-8") != orders.token:
             problems.append(
                 f"{node.name} does not see the files of {planned.run_dir.path} that the first of {node.names} wrote: "
-                f"set run.dir to a directory that all nodes share, or cluster.shared_files=false"
+                f"set run.dir to a directory that all nodes share"
             )
-        elif not shared:
-            locks.enter_context(locked(planned.run_dir))
         problems += _differences(orders.agreed, _must_agree(planned), node)
         train.validate(planned)
         train.check_checkpoint(planned, node.number, node.count)
@@ -305,7 +282,7 @@ def _plan_as_ordered(rendezvous: Rendezvous, task: NodeTask, locks: ExitStack) -
     rendezvous.set(f"arrived/{node.number}", Arrived(node.name, tuple(problems), node.address))
     if problems:
         raise _RunOver
-    return planned, shared
+    return planned
 
 
 def _must_agree(planned: Plan) -> Agreed:
@@ -332,21 +309,6 @@ def _check_node_count(planned: Plan, node: NodeInfo) -> None:
             f"this run takes {allocated}, and srun started it on "
             f"{node.count}: srun --nodes={allocated.nodes}, or change cluster.ranks_per_node or the layout"
         )
-
-
-def _without_shared_files(planned: Plan) -> Plan:
-    """Where nodes share no files, write no checkpoints, and let each rank build the dataset's indices itself.
-
-    A checkpoint whose files lie on several disks can never be read again. Megatron's first rank writes the indices for
-    all other ranks to read, unless the path of their cache is empty but not None: then each rank makes its own
-    (megatron/core/datasets/gpt_dataset.py, `not path_to_cache or …`).
-    """
-    if planned.config.cluster.shared_files:
-        return planned
-    # Of examples each node writes its own.
-    index = {} if sft.is_sft(planned.config.section("dataset")) else {"path_to_cache": ""}
-    config = planned.config.with_fields("checkpoint", save=None).with_fields("dataset", **index)
-    return replace(planned, config=config)
 
 
 def _run_ranks(
@@ -388,8 +350,6 @@ def _run_ranks(
         _set_failing(rendezvous, hang=bool(rank_states))
         raise
     finally:
-        if heartbeat.files:
-            heartbeat.files()
         rendezvous.set(f"ended/{node.number}")
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from tp_invariant_recipes.check.hosts.job import misfits
-from tp_invariant_recipes.config import elastic
 from tp_invariant_recipes.config.compose import Composed
 from tp_invariant_recipes.config.overrides import cluster_files, parse
 from tp_invariant_recipes.errors import ConfigError, RunError, lines, refuse
@@ -39,7 +38,6 @@ def exec_srun(request: RunRequest) -> NoReturn:
         request = replace(request, overrides=(parse(f"device={device}"), *request.overrides))
     config = _checked_config(composed)
     given = int(os.environ["SLURM_JOB_NUM_NODES"])
-    config = _with_node_dp(request, composed, given)[1].config
     if (allocated := allocation.from_config(config)).nodes > given:
         raise ConfigError(
             f"this run takes {allocated}, and the allocation has {given}: "
@@ -67,19 +65,17 @@ def exec_srun(request: RunRequest) -> NoReturn:
 
 def node_task(
     request: RunRequest,
-    nodes: int,
     watch: Callable[[Plan], AbstractContextManager[Callable[[], None]]],
     remark: Callable[[str], None],
 ) -> NodeTask:
-    """Return the task of each of `nodes` nodes. watch, remark: as in NodeTask. Raises ConfigError."""
-    request, composed = _with_node_dp(request, request.composed(), nodes)
+    """Return the task of each node. watch, remark: as in NodeTask. Raises ConfigError."""
+    composed = request.composed()
     config = _checked_config(composed)
     where = request.resume or config.run.dir
     if where is None:
         raise ConfigError("launcher=slurm: each node would choose a run directory of its own; set run.dir=PATH")
     return NodeTask(
         run_dir=RunDir(Path(where).expanduser()),
-        nodes=allocation.from_config(config).nodes if config.slurm.nodes else nodes,
         environment=environment.settings(config.device.kind, os.environ, config.cluster.environment),
         plan=partial(request.plan, composed),
         rendezvous_timeout=config.slurm.rendezvous_timeout,
@@ -87,24 +83,6 @@ def node_task(
         watch=watch,
         remark=remark,
     )
-
-
-def _with_node_dp(request: RunRequest, composed: Composed, nodes: int) -> tuple[RunRequest, Composed]:
-    """Return the request with the dp for this number of nodes, where slurm.nodes is a range. Raises ConfigError."""
-    try:
-        requested = elastic.span(composed.config)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    if requested is None:
-        return request, composed
-    dp = elastic.data_parallel(composed.config, nodes)
-    if dp is None:
-        raise ConfigError(f"slurm.nodes={composed.config.slurm.nodes}: {nodes} nodes are too few for this layout")
-    if dp == composed.config.parallel.data_parallel_size:
-        return request, composed
-    changed = (*elastic.kept(composed.config), parse(f"dp={dp}"))
-    request = replace(request, overrides=(*request.overrides, *changed))
-    return request, request.composed()
 
 
 def _checked_config(composed: Composed) -> RunConfig:

@@ -1,13 +1,11 @@
-"""While its ranks train, a node sends heartbeats, notices failures of other nodes and forwards files."""
+"""While its ranks train, a node sends heartbeats and notices failures of other nodes."""
 
 import time
 from collections.abc import Callable
 from typing import Any
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import PeersHang
-from tp_invariant_recipes.multinode.forwarding import Receiver, Sender
 from tp_invariant_recipes.multinode.rendezvous import Rendezvous
 from tp_invariant_recipes.runs import lock
 
@@ -26,9 +24,8 @@ class PeerHangs(PeerFailed, PeersHang):
 class Heartbeat:
     """Call it often while ranks live, and until all nodes have ended."""
 
-    def __init__(self, rendezvous: Rendezvous, planned: Plan, files: Sender | Receiver | None) -> None:
-        """files: forwards files from node to node; None: all nodes share them."""
-        self.rendezvous, self.run_dir, self.files = rendezvous, planned.run_dir, files
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self.rendezvous = rendezvous
         self.show: Callable[[], None] = lambda: None
         self.rounds = 0
         self.looked = 0.0
@@ -49,8 +46,6 @@ class Heartbeat:
         node = self.rendezvous.node
         self.rounds += 1
         self.rendezvous.set(f"alive/{node.number}", self.rounds)
-        if self.files:
-            self.files()
         if (failing := self.rendezvous.get("failing")) is not None:
             raise PeerHangs if failing else PeerFailed
         lock.check()

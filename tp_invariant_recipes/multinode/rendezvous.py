@@ -227,22 +227,6 @@ class Rendezvous:
         self._ask(lambda: self.store.wait([key], timedelta(seconds=patience)))
         return parse(key, self._ask(lambda: self.store.get(key)))
 
-    def send(self, key: str, data: bytes) -> None:
-        """Store bytes for one node to take."""
-        self._ask(lambda: self.store.set(key, data))  # type: ignore[arg-type] # takes bytes, too
-
-    def take(self, key: str) -> bytes | None:
-        """Return a key's bytes and delete the key; None: it is not set."""
-
-        def taken() -> bytes | None:
-            if not self.store.check([key]):
-                return None
-            data = self.store.get(key)
-            self.store.delete_key(key)
-            return data
-
-        return self._ask(taken)
-
     def _ask(self, request: Callable[[], Any]) -> Any:
         try:
             return request()

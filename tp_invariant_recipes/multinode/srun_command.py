@@ -4,7 +4,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tp_invariant_recipes.config import elastic
 from tp_invariant_recipes.settings import allocation
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -13,11 +12,8 @@ WAIT = 60  # seconds that srun gives the other nodes when one has ended
 
 def arguments(config: RunConfig, needed: Sequence[Path] = ()) -> list[str]:
     """srun's arguments before `tpi`: nodes, one task on each, the cluster's container with paths `needed` there."""
-    allocated = allocation.from_config(config)
-    if elastic.span(config):  # all nodes that the job has got this time
-        options = ["--ntasks-per-node=1", f"--wait={WAIT}"]
-    else:
-        options = [f"--nodes={allocated.nodes}", f"--ntasks={allocated.nodes}", "--ntasks-per-node=1", f"--wait={WAIT}"]
+    nodes = allocation.from_config(config).nodes
+    options = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", f"--wait={WAIT}"]
     return [*options, *config.cluster.srun_options, *container(config, needed)]
 
 
@@ -31,7 +27,7 @@ def container(config: RunConfig, needed: Sequence[Path]) -> list[str]:
     if not cluster.container:
         return []
     paths = [*needed, *_recipe_folders(config)]
-    mounts = [*cluster.mounts, *(f"{path}:{path}" for path in paths if cluster.shared_files)]
+    mounts = [*cluster.mounts, *(f"{path}:{path}" for path in paths)]
     if cluster.container_runtime == "apptainer":
         gpus = ["--nv"] if config.device.kind == "gpu" else []
         binds = [f"--bind={mount}" for mount in mounts]

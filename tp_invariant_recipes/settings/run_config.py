@@ -1,7 +1,7 @@
 """The configuration of a run: our own sections typed (`config.slurm.time`), its layout, its shape, and mappings."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -41,14 +41,16 @@ class RunConfig(OwnSections):
     """What a run is made of. Every field has been checked.
 
     sections: section -> fields, as Hydra composes them and `config.yaml` holds them. A section or field of ours that
-              it lacks has its default.
+              it lacks has its default; a field that only another version of tpi has is no error.
     """
 
     sections: Mapping[str, Any]
 
     def __post_init__(self) -> None:
         for name, cls in OWN_SECTIONS.items():
-            object.__setattr__(self, name, cls(**self.section(name)))
+            ours = {field.name for field in fields(cls)}
+            known = {key: value for key, value in self.section(name).items() if key in ours}
+            object.__setattr__(self, name, cls(**known))
 
     def section(self, name: str) -> dict[str, Any]:
         """Return the fields of a section; empty where the run does not have it."""

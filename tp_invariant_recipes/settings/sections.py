@@ -131,7 +131,6 @@ class ClusterSettings:
     container_runtime:  what runs it: NVIDIA's pyxis, a part of srun, or the command apptainer on the nodes.
     mounts:             what the container sees: "SOURCE:TARGET" or "SOURCE:TARGET:ro".
     python:             the interpreter that runs `tpi` on the nodes (in the container); None: the one that submits.
-    shared_files:       whether all nodes see the same run.dir.
     srun_options:       more of srun's options, as typed: ["--container-writable", "--mpi=pmix"].
     """
 
@@ -148,7 +147,6 @@ class ClusterSettings:
     container_runtime: Literal["pyxis", "apptainer"] = "pyxis"
     mounts: list[str] = field(default_factory=list)
     python: str | None = None
-    shared_files: bool = True
     srun_options: list[str] = field(default_factory=list)
 
 
@@ -160,8 +158,6 @@ class SlurmSettings:
     save_before: seconds before the time limit at which the run saves and asks to be queued again.
     tries:       how often in a row a job may start from the same step without reaching another checkpoint.
     rendezvous_timeout: seconds that nodes wait for each other.
-    nodes:       the fewest and the most nodes, "2-4": each try takes what there is, and dp follows; None: the layout
-                 decides.
     exclusive:   whole nodes, also where fewer ranks would do.
     options:     more of sbatch's options, as typed: ["--reservation=maintenance"].
     setup:       lines of bash that a job runs before anything else: ["module load cuda/13"]. A line that fails ends it.
@@ -174,7 +170,6 @@ class SlurmSettings:
     save_before: int = 120
     tries: int = 3
     rendezvous_timeout: int = 600
-    nodes: str | None = None
     exclusive: bool = False
     options: list[str] = field(default_factory=list)
     setup: list[str] = field(default_factory=list)
@@ -258,7 +253,6 @@ AS_TYPED = (
     "slurm.partition",
     "slurm.qos",
     "slurm.time",
-    "slurm.nodes",
 )
 
 # Keys of ours inside a section of Bridge's: path -> type.

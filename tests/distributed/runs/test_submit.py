@@ -172,7 +172,6 @@ MISTAKES = (
     ([*RUN, "tp=1,2"], ["one run takes one value for tp"]),
     ([*RUN, "--verify"], ["one cell has nothing to be compared with"]),
     ([*RUN, "tp=1,2", "slurm.tries=5,6", "--verify"], ["slurm.tries=5, 6: the cells are one array"]),
-    ([*RUN, "tp=1,2", "cluster.shared_files=false", "--verify"], ["would not see their ledgers"]),
     ([*RUN, "tp=1,8", "slurm.partition=short", "--verify"], ["partition short allows"]),
     ([*RUN, "tp=1,2", "run.dir=x", "--verify"], ["--dir PATH"]),
 )

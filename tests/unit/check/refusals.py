@@ -1038,7 +1038,6 @@ GUARD = Family(
         "dp=1": "guard=shadow: dp=1 has no other replica to repeat a data shard; guard=products, or dp=2",
         "ledger.trace='1:1'": "guard=shadow: a trace would see a data shard twice; leave ledger.trace out",
         "ddp.overlap_grad_reduce=true": "guard=shadow: gradients are on their way before a rank's only data shard",
-        "guard.exclude=true cluster.shared_files=false": "guard=shadow: the first node must read another's evidence",
         "numerics=stock": "guard=shadow: one wrong bit proves a fault only where all bits are promised; a guard is "
         "covered by numerics=tree and numerics=portable only; guard=off",
         "numerics=gather": "guard=shadow: one wrong bit proves",

@@ -96,7 +96,7 @@ def test_a_matrix_composes_each_cell_once(compositions):
 
 def test_a_node_composes_once(compositions, tmp_path):
     asked = request("tp=2", *CPUS, f"run.dir={tmp_path}/run", continues=True)
-    task = allocation_run.node_task(asked, 1, watch=None, remark=None)
+    task = allocation_run.node_task(asked, watch=None, remark=None)
     task.plan()
     task.plan(start=0)
     assert len(compositions) == 1

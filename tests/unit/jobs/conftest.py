@@ -42,9 +42,7 @@ def no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def submitted(tmp_path: Path) -> Callable[..., Made]:
     """`submitted("a")` is a submitted run of that name, job 12; with cells a verify, 12 the array and 13 its judge."""
 
-    def make(
-        name: str = "a", job: str = "12", cells: Iterable[str] = (), *, known: bool = True, shared: bool = True
-    ) -> Made:
+    def make(name: str = "a", job: str = "12", cells: Iterable[str] = (), *, known: bool = True) -> Made:
         directory = tmp_path / "runs" / name
         directory.mkdir(parents=True)
         judge = [{"id": str(int(job) + 1), "role": "judge"}] if cells else []
@@ -60,7 +58,6 @@ def submitted(tmp_path: Path) -> Callable[..., Made]:
         RunDir(directory).submission.write_text(json.dumps(facts | ({"cells": [*cells]} if cells else {})))
         for run in (directory, *(directory / cell for cell in cells)):
             run.mkdir(exist_ok=True)
-            RunDir(run).config.write_text(f"cluster: {{shared_files: {str(shared).lower()}}}\n")
             RunDir(run).run.write_text('{"attempts": []}')
         if known:
             registry.remember(directory, [job, *(item["id"] for item in judge)])

@@ -62,17 +62,6 @@ def test_a_run_whose_directory_is_gone_still_has_a_state(cli, slurm, submitted):
     assert (result["state"], result["step"], result["note"]) == ("RUNNING", None, f"{made.directory} is gone")
 
 
-def test_files_that_stay_on_the_nodes_are_reported_as_such(cli, slurm, submitted):
-    submitted("a", shared=False)
-    slurm.scene(row("12", "RUNNING", nodes="n1,n2"))
-    slurm.scene()
-    slurm.accounts("12|COMPLETED|0:0")
-    words = "its steps and losses are in {} on {}, its log in /tmp there (cluster.shared_files=false)"
-    running, over = (json.loads(cli("jobs", "12", "--json").out)["jobs"][0] for _ in range(2))
-    assert (running["step"], running["note"]) == (None, words.format(running["directory"], "n1"))
-    assert (over["exit_status"], over["note"]) == (0, words.format(over["directory"], "the first of its nodes"))
-
-
 @pytest.mark.parametrize("names", ((), ("a", "b")), ids=("listed", "named"))
 def test_without_the_controller_run_directories_speak(cli, slurm, submitted, names):
     now(submitted("a").attempt(outcome="completed"))

@@ -46,9 +46,6 @@ KINDS: dict[str, tuple[str, tuple[str, ...], str | None, int]] = {
     "train": ("qwen3_8b", _on("h100"), None, 0),
     "train-cpu": ("qwen3_toy", ("tp=2", *THROWAWAY, *IN_PYTHON3, "run.dir=/runs/cpu"), None, 0),
     "train-container": ("qwen3_8b", (*_on("h100"), *IMAGE), None, 0),
-    "train-elsewhere": (
-        "qwen3_toy", (*THROWAWAY, *IN_PYTHON3, "cluster.shared_files=false", "run.dir=/runs/a"), None, 0
-    ),
     "array": ("qwen3_toy", ("tp=1,2,8", *THROWAWAY, *IN_PYTHON3), "/runs/v", 0),
     "judge": ("qwen3_toy", ("tp=1,2,8", *THROWAWAY, *IN_PYTHON3), "/runs/v", 1),
     "hostile": (

@@ -45,7 +45,6 @@ from tp_invariant_recipes.ledger.reader import parse
 from tp_invariant_recipes.ledger.record import Header
 from tp_invariant_recipes.ledger.schema import canonical
 from tp_invariant_recipes.multinode import agent, rendezvous
-from tp_invariant_recipes.multinode.forwarding import Receiver
 from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.reading import parse_json
 from tp_invariant_recipes.report import runs as report_runs
@@ -304,16 +303,6 @@ def message_of(key: str) -> Callable[[Path, bytes], None]:
 NODE = rendezvous.NodeInfo("1", 0, 1, 2, "n1", "n[0-1]", "127.0.0.1")
 
 
-def forwarded(folder: Path, data: bytes) -> None:
-    """The head of what another node sends, before the bytes."""
-    before = set(folder.rglob("*"))
-    try:
-        Receiver(None, RunDir(folder))._write(data.replace(b"\n", b" ") + b"\nline\n")
-    except RunError:
-        assert set(folder.rglob("*")) == before
-        raise
-
-
 MANIFEST = {"schema": 1, "step": 1, "identity_hash": "x", "layout": {}, "optimizer_state": "x", "experts_apart": False}
 MANIFEST |= {"files": {"a": {"bytes": 1, "xxh3_128": "x"}}}
 
@@ -429,7 +418,6 @@ KINDS: dict[str, tuple[Callable[[Path, bytes], None], Any]] = {
     "progress.jsonl": (progress_jsonl, {"step": 1, "loss": 1.5, "seconds": 0.5, "tokens": 8, "peak_memory": 0}),
     "rank-N.error.json": (reason, REASON),
     "dump's metadata": (dumped, PART),
-    "forwarded bytes": (forwarded, {"file": "progress.jsonl", "position": 0}),
     **{f"rendezvous {key}": (message_of(key), value) for key, value in MESSAGES.items()},
     "manifest": (manifest, MANIFEST),
     **{f"row of {program}": (engine_row, row) for program, row in ROWS.items()},

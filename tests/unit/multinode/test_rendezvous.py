@@ -1,9 +1,7 @@
-"""What a node takes from SLURM's variables, which tries count, and what it lets another node write."""
+"""What a node takes from SLURM's variables, and which tries count."""
 
-import json
 import socket
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -12,10 +10,8 @@ from tp_invariant_recipes.launch.ranks import Stop
 from tp_invariant_recipes.ledger.run_files import Attempt
 from tp_invariant_recipes.machine.network import address_towards, interface
 from tp_invariant_recipes.multinode import heartbeat, rendezvous
-from tp_invariant_recipes.multinode.forwarding import Receiver, Sender
 from tp_invariant_recipes.multinode.rendezvous import NodeInfo
 from tp_invariant_recipes.runs.attempts import consecutive_failures
-from tp_invariant_recipes.runs.run_dir import RunDir
 
 STEP = {
     "SLURM_JOB_ID": "41",
@@ -101,69 +97,6 @@ def test_a_request_to_stop_wins_over_one_to_go_on_elsewhere(stop, signals, resum
     assert (stop.signals, stop.resumable) == (signals, resumable)
 
 
-class Board:
-    """A rendezvous of two nodes in this process."""
-
-    def __init__(self, number: int, words: dict[str, bytes]) -> None:
-        self.words = words
-        self.node = rendezvous.node_info(STEP | {"SLURM_PROCID": str(number)})
-
-    def send(self, key: str, data: bytes) -> None:
-        self.words[key] = data
-
-    def take(self, key: str) -> bytes | None:
-        return self.words.pop(key, None)
-
-
-@pytest.fixture
-def two(tmp_path):
-    words: dict[str, bytes] = {}
-    there, here = RunDir(tmp_path / "there"), RunDir(tmp_path / "here")
-    for run_dir in (there, here):
-        run_dir.logs.mkdir(parents=True)
-    return words, there, here, Receiver(Board(0, words), here)
-
-
-def test_what_is_appended_on_one_node_is_appended_on_the_first(two, monkeypatch):
-    monkeypatch.setattr("tp_invariant_recipes.multinode.forwarding.CHUNK", 5)
-    words, there, here, receive = two
-    there.progress.write_text("an earlier try\n")
-    here.progress.write_text("an earlier try\n")
-    send = Sender(Board(1, words), there)
-    for text in ("one\n", "two and more\n"):
-        for file in (there.ledger, there.progress, there.rank_log(3)):
-            with file.open("a") as stream:
-                stream.write(text)
-        send()
-        receive()
-    assert here.ledger.read_text() == here.rank_log(3).read_text() == "one\ntwo and more\n"
-    assert here.progress.read_text() == "an earlier try\none\ntwo and more\n"
-    assert words == {}
-
-
-def test_the_ledger_of_an_earlier_try_is_kept_beside(two):
-    words, there, here, receive = two
-    for run_dir in (there, here):
-        run_dir.ledger.write_text("old\n")
-    send = Sender(Board(1, words), there)
-    assert not there.ledger.exists()
-    there.ledger.write_text("new\n")
-    send()
-    receive()
-    for run_dir in (there, here):
-        assert run_dir.ledger.read_text() == "new\n"
-        assert (run_dir.path / "ledger.replaced-1.jsonl").read_text() == "old\n"
-
-
-@pytest.mark.parametrize("file", ("../outside", "/etc/passwd", "logs/../run.json", "run.json", "logs/rank-0.log\n"))
-def test_nothing_else_is_written_for_another_node(two, file):
-    words, _, here, receive = two
-    words["bytes/1/0"] = json.dumps({"file": file, "position": 0}).encode() + b"\nevil"
-    with pytest.raises(RunError, match="sends"):
-        receive()
-    assert list(here.path.iterdir()) == [here.logs]
-
-
 def test_the_interface_of_an_address():
     assert interface("127.0.0.1") == "lo"
     assert interface("192.0.2.77") is None
@@ -189,7 +122,7 @@ def test_values_are_read_at_once_when_all_are_there(first):
     first.set("alive/1", 3)
     assert first.get_all(keys) == [3, 7]
     assert first.get_all([]) == []
-    first.send("alive/1", b"{}")
+    first.store.set("alive/1", "{}")
     with pytest.raises(RunError, match="sets alive/1 to what no node of it sets"):
         first.get_all(keys)
 
@@ -197,7 +130,7 @@ def test_values_are_read_at_once_when_all_are_there(first):
 @pytest.mark.parametrize("beating", (True, False))
 def test_a_node_that_falls_silent_is_named_and_one_that_beats_is_not(first, monkeypatch, beating):
     monkeypatch.setattr(heartbeat, "LOST", 0.05)
-    look = heartbeat.Heartbeat(first, SimpleNamespace(run_dir=None), None).look
+    look = heartbeat.Heartbeat(first).look
     first.set("arrived/2", rendezvous.Arrived("n2", (), "127.0.0.1"))
 
     def looks() -> None:

@@ -110,7 +110,6 @@ MISFITS = (
         {"cluster__srun_options": ["--container-writable"], "cluster__container_runtime": "apptainer"},
         "cluster.srun_options: --container-writable is of pyxis, and cluster.container_runtime=apptainer",
     ),
-    ({"cluster__shared_files": False, "checkpoint__save_interval": 5}, "save=5 with cluster.shared_files=false: a ch"),
 )
 
 
@@ -194,13 +193,11 @@ VALID = (
     {"cluster__python": "python3"},
     {"cluster__python": "/no/venv/bin/python"},
     {"cluster__container": "docker://images.example#nvidia/nemo:25.09", "cluster__python": "python3"},
-    {"cluster__container": "/no/such.sqsh", "cluster__python": "python3", "cluster__shared_files": False},
     {"cluster__container": "/no/such.sqsh", "cluster__python": "python3", "cluster__mounts": ["/scratch9:/a"]},
     {"cluster__container": "/a/b.sif", "cluster__python": "python3", "cluster__container_runtime": "apptainer"},
     {"cluster__container": "docker://a", "cluster__python": "python3", "cluster__container_runtime": "apptainer"},
     {"cluster__srun_options": ["--mpi=pmix", "--container-writable", "--nodelist=n1"]},
     {"slurm__setup": ["module load cuda/13", "export A='b c'; source x"]},
-    {"cluster__shared_files": False},
     {"checkpoint__save_interval": 5},
 )  # fmt: skip
 
@@ -219,8 +216,8 @@ def test_what_is_forwarded_must_be_set_and_is_not_shown(name):
 def test_mounts(tmp_path: Path):
     image = {"cluster__container": "image", "cluster__python": "python3"}
 
-    def mounted(*mounts: str, shared: bool = True) -> list[str]:
-        return job_problems(**image, cluster__mounts=list(mounts), cluster__shared_files=shared)
+    def mounted(*mounts: str) -> list[str]:
+        return job_problems(**image, cluster__mounts=list(mounts))
 
     assert mounted(f"{tmp_path}:/data", f"{tmp_path}:{tmp_path}:ro", f"{tmp_path}:/x:x-create=dir+rw") == []
     wrong = ("/a", "a:/b", f"{tmp_path}:b", f"{tmp_path}:/a,/b:/c", f"{tmp_path}:/a b", "$HOME:/b", "~:/b", ":/a", "")
@@ -229,7 +226,6 @@ def test_mounts(tmp_path: Path):
     assert mounted(f"{tmp_path}/no:/a") == [
         f"cluster.mounts: {tmp_path}/no:/a: {tmp_path}/no does not exist, and this host has {tmp_path}"
     ]
-    assert mounted(f"{tmp_path}/no:/a", shared=False) == []
 
 
 def test_what_this_host_lacks_is_given_to_the_nodes_and_named():
@@ -241,7 +237,6 @@ def test_what_this_host_lacks_is_given_to_the_nodes_and_named():
         "cluster.container=/lustre9/a.sqsh: /lustre9/a.sqsh is not on this host; the nodes must have it",
         "cluster.mounts: /usr/no:/a: /usr/no is not on this host; the nodes must have it",
     ]
-    assert job_rules.unseen(job(**there, cluster__shared_files=False)) == []
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,6 @@ def test_a_submission_prints_what_may_end_it_early(cli, no_gpus, here):
     quiet = "warning: save=0"
     assert quiet not in cli(*tight, "slurm.time=4:00:00", "save=10").err
     assert quiet not in cli(*tight, "slurm.time=1:00:00").err
-    assert quiet not in cli(*tight, "slurm.time=4:00:00", "cluster.shared_files=false").err
     assert len(json.loads(cli(*tight, "slurm.time=4:00:00", "--json").out)["warnings"]) == 2
 
 

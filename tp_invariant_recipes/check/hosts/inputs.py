@@ -37,7 +37,7 @@ def _checkpoint(reading: Reading) -> list[Problem]:
     """Bridge begins with new weights where it finds no checkpoint."""
     config = reading.config
     folder = config.section("checkpoint").get("pretrained_checkpoint")
-    if folder is None or not (reading.here or (config.cluster.shared_files and config.cluster.container is None)):
+    if folder is None or not (reading.here or config.cluster.container is None):
         return []
     path = Path(folder).expanduser()
     adapted = peft.adapts(config)  # whose base Bridge reads in its own format only

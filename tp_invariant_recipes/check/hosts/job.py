@@ -34,7 +34,7 @@ def check_job(job: PendingJob) -> list[Problem]:
 
 def warnings(config: RunConfig) -> list[Problem]:
     """Return what may cost a job its work, although it can be submitted. `check_job` has refused none."""
-    if config.section("checkpoint")["save_interval"] or not config.cluster.shared_files:
+    if config.section("checkpoint")["save_interval"]:
         return []
     if parse_time(config.slurm.time or "0") <= LONG:
         return []
@@ -50,8 +50,6 @@ def unseen(config: RunConfig) -> list[Problem]:
 def _needed(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield the image, and the sources of mounts, that are missing here: the key and its value, and the path."""
     cluster = config.cluster
-    if not cluster.shared_files:  # then this host never has what nodes have
-        return
     image = cluster.container
     if image and image.startswith("/") and not os.path.exists(image):
         yield f"cluster.container={image}", image
@@ -112,14 +110,6 @@ def _fills(world: int, most: int) -> bool:
     return world <= most or world % most == 0
 
 
-def _nothing_to_go_on_with(config: RunConfig) -> Iterator[Problem]:
-    save = config.section("checkpoint")["save_interval"]
-    if save and not config.cluster.shared_files:
-        unreadable = "a checkpoint in parts on several nodes' disks cannot be read again"
-        solve = "save=0, or run.dir on files that all nodes share and cluster.shared_files=true"
-        yield Problem("", f"save={save} with cluster.shared_files=false: {unreadable}", solve)
-
-
 def _srun_options(config: RunConfig) -> Iterator[Problem]:
     yield from _unfit_options("cluster.srun_options", config.cluster.srun_options, "step", STEPPED)
     if config.cluster.container_runtime == "apptainer":
@@ -150,7 +140,7 @@ FITTING: tuple[Rule[RunConfig], ...] = (
         "must be at least 1",
         head=value_of("cluster.gpu_memory"),
     ),
-    *map(Rule, (_more_ranks_than_gpus, _part_of_a_node, _nothing_to_go_on_with, _srun_options)),
+    *map(Rule, (_more_ranks_than_gpus, _part_of_a_node, _srun_options)),
 )
 
 
@@ -268,7 +258,7 @@ _WHAT_RANKS_SEE = "cluster.environment and cluster.forward"
 
 # Options that both the job's script and its step have or that would undo what they rely on -> what to set instead.
 _BOTH = {
-    **dict.fromkeys(("--ntasks", "--ntasks-per-node"), _HOW_MANY),
+    **dict.fromkeys(("--nodes", "--ntasks", "--ntasks-per-node"), _HOW_MANY),
     **dict.fromkeys(("--gres", "--gpus", "--gpus-per-node", "--gpus-per-task"), _WHICH_GPUS),
     **dict.fromkeys(("--output", "--error"), _WHERE_LOGS_LIE),
     **dict.fromkeys(("--export", "--export-file"), _WHAT_RANKS_SEE),
@@ -288,7 +278,6 @@ WRITTEN = _BOTH | {
     "--exclusive": "slurm.exclusive=true",
     "--requeue": "slurm.tries",
     "--no-requeue": "slurm.tries=1",
-    "--nodes": f"slurm.nodes=FEWEST-MOST; {_HOW_MANY}",
     "--job-name": "it is the last part of run.dir",
     "--open-mode": _WHERE_LOGS_LIE,
     "--array": "tpi submit --verify makes arrays",
@@ -300,7 +289,6 @@ WRITTEN = _BOTH | {
 
 # The others of srun.
 STEPPED = _BOTH | {
-    "--nodes": _HOW_MANY,
     **dict.fromkeys(("--wait", "--kill-on-bad-exit", "--no-kill"), "srun ends a step when one of its nodes has ended"),
     **dict.fromkeys(("--gpu-bind", "--cpu-bind"), "all ranks of a node share its one task"),
     "--multi-prog": "one program runs on all nodes",

@@ -33,8 +33,7 @@ def _callbacks(run_dir: RunDir, rank_info: rank.RankInfo, run: RunFile, config: 
     parts = run.identity_hash, run.layout, optimizer_state(config)
     separate = experts_separate(config.numerics.mode, config.model, run.layout)
     manifest: list = [ManifestWriter(*parts, separate_experts=separate, first=rank_info.rank == 0)]
-    builds_index = (rank_info.rank if config.cluster.shared_files else rank_info.local_rank) == 0
-    if builds_index and (folder := sft.index_folder(config)):
+    if rank_info.rank == 0 and (folder := sft.index_folder(config)):
         manifest.append(IndexRecorder(folder))
     last = rank_info.rank == rank_info.world_size - 1
     verdict = [experiments.Verdict(run_dir, config)] if last else []
