@@ -219,6 +219,7 @@ def _train(rendezvous: Rendezvous, task: NodeTask, planned: Plan, reached: str |
             rendezvous, planned, "127.0.0.1", store.port, through, heartbeat, lambda: rendezvous.set("next", store.port)
         )
         _wait_for_others(rendezvous, "ended", None, tick=heartbeat)
+        heartbeat.look()  # another node may have failed just before it ended
         heartbeat.show()
     return train.check_completed(planned, outcome)
 
