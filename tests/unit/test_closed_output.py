@@ -78,12 +78,17 @@ def test_what_is_written_after_the_reader_has_gone_is_dropped_and_what_others_wr
     stream.close()
 
 
-def test_another_error_of_a_write_is_an_error():
-    with open("/dev/full", "w") as full:
-        stream = terminal._stream(full.fileno(), line_buffering=True)
-        with pytest.raises(OSError, match="No space left"):
-            stream.write("one\n")
-        os.dup2(broken_pipe(), full.fileno())  # or closing the stream would fail as well
+@pytest.mark.parametrize("stream, status", ((1, 2), (2, 1)))
+def test_output_to_a_full_disk_is_one_message_and_never_120(ledgers, stream, status):
+    """Standard error decides nothing: it has no result."""
+    command = [sys.executable, "-m", "tp_invariant_recipes", "compare", "a", "b"]
+    pipes = {1: subprocess.PIPE, 2: subprocess.PIPE}
+    with open("/dev/full", "wb") as full:
+        pipes[stream] = full
+        ended = subprocess.run(command, cwd=ledgers, stdout=pipes[1], stderr=pipes[2], text=True)
+    assert ended.returncode == status
+    if stream == 1:
+        assert ended.stderr == "error: the disk is full: standard output: No space left on device\n"
 
 
 def test_a_table_that_a_program_reads_has_no_box_and_whole_rows(capsys):

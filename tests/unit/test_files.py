@@ -6,10 +6,12 @@ import re
 import signal
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import tp_invariant_recipes
+from tp_invariant_recipes import files
 from tp_invariant_recipes.files import sync_folder, write_atomically
 
 OLD, NEW = b"old", b"new"
@@ -98,7 +100,7 @@ def test_a_file_system_that_cannot_sync_folders_is_no_reason_to_fail(tmp_path, m
 
 
 def test_no_other_module_writes_beside_a_file_and_renames():
-    """But data/files.py, which publishes a pair of files in order, and checkpoints.py, which moves folders aside.
+    """But checkpoints.py, which moves folders aside.
 
     export/rank.py names shards once their number is known. inference/output.py publishes lines that were appended,
     and score/vocabulary.py what lies beside them.
@@ -108,9 +110,19 @@ def test_no_other_module_writes_beside_a_file_and_renames():
     results = {str(path.relative_to(package)) for path in package.rglob("*.py") if renames.search(path.read_text())}
     assert results == {
         "files.py",
-        "data/files.py",
         "runs/checkpoints.py",
         "features/export/rank.py",
         "features/inference/output.py",
         "features/score/vocabulary.py",
     }
+
+
+def test_a_disk_without_inodes_or_quota_is_not_called_short_of_bytes(tmp_path, monkeypatch):
+    where = tmp_path / "not" / "yet"
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20 if path == tmp_path else 0))
+    assert files.shortage(where) == f"1.0 MiB are free for {where}"
+    assert files.shortage(where, errno.EDQUOT) == f"the quota of {where} is used up"
+    monkeypatch.setattr(files.os, "statvfs", lambda path: SimpleNamespace(f_files=9, f_favail=0))
+    assert files.shortage(where) == f"no inodes are left for {where} (df -i)"
+    monkeypatch.setattr(files.os, "statvfs", lambda path: SimpleNamespace(f_files=0, f_favail=0))  # Btrfs counts none
+    assert not files.no_inodes(where)

@@ -6,6 +6,7 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -28,7 +29,8 @@ from tp_invariant_recipes.cli import (
 )
 from tp_invariant_recipes.cli.arguments import help_text
 from tp_invariant_recipes.cli.verdicts import audit, bisect, check, compare, conformance, score, verify
-from tp_invariant_recipes.errors import Interrupted, TpiError
+from tp_invariant_recipes.errors import Interrupted, TpiError, reason
+from tp_invariant_recipes.files import DISK_FULL, TOO_MANY_FILES, errno_of, shortage, too_many_files
 from tp_invariant_recipes.foreign_text import single_line, visible
 from tp_invariant_recipes.machine import terminal
 from tp_invariant_recipes.settings.secrets import redacted
@@ -87,6 +89,7 @@ def main() -> None:
     bytecode.keep()  # of what commands import from here on
     try:
         status = app(standalone_mode=False)
+        sys.stdout.flush()  # a full disk is an error of this command, and not of Python's end
     except Interrupted as error:
         _fail(str(error), 130)
     except KeyboardInterrupt:
@@ -103,13 +106,17 @@ def main() -> None:
 
 def _mistake(error: Exception) -> str | None:
     """Return the message of an error that users can mend; None: it is a defect."""
+    if isinstance(error, TpiError):
+        return str(error)
+    if (number := errno_of(error)) in DISK_FULL:
+        file = getattr(error, "filename", None)
+        lacks = f"{file}: {shortage(Path(file).parent, number)}" if file else reason(error)
+        return f"the disk is full: {lacks}"
+    if number in TOO_MANY_FILES:
+        return too_many_files()
     match error:
-        case TpiError():
-            return str(error)
         case ModuleNotFoundError() if (missing := needed.missing(error)) is not None:
             return needed.message(_command(sys.argv[1:]), [missing])
-        case OSError(errno=errno.ENOSPC):
-            return f"the disk is full: {error.filename or error}"
         case OSError(filename=path) if path is not None and error.errno in OF_A_PATH:
             return f"cannot use {path}: {error.strerror}"
         case RuntimeError() if str(error).startswith(OF_PATHLIB):

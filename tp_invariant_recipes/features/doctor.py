@@ -10,10 +10,10 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+from tp_invariant_recipes.files import free_bytes
 from tp_invariant_recipes.foreign_text import single_line
 from tp_invariant_recipes.machine import gpus, known_versions
 from tp_invariant_recipes.machine.versions import installed
-from tp_invariant_recipes.runs.run_dir import free_bytes
 from tp_invariant_recipes.settings import conf_files
 from tp_invariant_recipes.start import bytecode
 

@@ -9,7 +9,7 @@ TPI_FORK_GPU_RANKS=0, they are spawned.
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from tp_invariant_recipes.config.hang_timeout import Limits
 from tp_invariant_recipes.errors import HardwareFault, RunError
-from tp_invariant_recipes.files import DISK_FULL
+from tp_invariant_recipes.files import DISK_FULL, TOO_MANY_FILES, free_bytes, no_inodes, shortage, too_many_files
 from tp_invariant_recipes.foreign_text import first_line
 from tp_invariant_recipes.launch import stacks
 from tp_invariant_recipes.launch.hang import HangWatch, RankState, message, suspects
 from tp_invariant_recipes.ledger.run_files import LARGEST, Reason
 from tp_invariant_recipes.reading import checked, parse_json, read_limited
 from tp_invariant_recipes.runs import lock
-from tp_invariant_recipes.runs.run_dir import RunDir, free_bytes
+from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.start import bridge
 from tp_invariant_recipes.start.forking import can_fork
 from tp_invariant_recipes.start.start_clock import CLOCK
@@ -277,12 +277,8 @@ def _failure(run_dir: RunDir, dead: dict[int, int]) -> RankFailed:
     silent = [r for r in dead if r not in reasons]
     first = silent[0] if silent else min(reasons, key=lambda r: reasons[r].time)
     cause = 0.0 if silent else reasons[first].time
-    if free_bytes(run_dir.path) < FULL or any(r.errno in DISK_FULL for r in reasons.values()):
-        message = (
-            f"disk full: {free_bytes(run_dir.path) / 2**20:.1f} MiB are free for {run_dir.path}, and the run stopped. "
-            f"Free some or set run.dir=PATH on another disk"
-        )
-        return RankFailed(message, cause)
+    if (lacks := _lacking(run_dir, {r.errno for r in reasons.values()})) is not None:
+        return RankFailed(lacks, cause)
     log = run_dir.rank_log(first)
     if first in reasons and reasons[first].user_error:
         if reasons[first].kind == HardwareFault.__name__:  # which names the ranks itself
@@ -295,6 +291,15 @@ def _failure(run_dir: RunDir, dead: dict[int, int]) -> RankFailed:
     )
     lines = [f"rank {first} {how}", f"its log: {log}", *(_tail(log) if first in silent else [])]
     return RankFailed("\n".join(lines), cause)
+
+
+def _lacking(run_dir: RunDir, numbers: Collection[int | None]) -> str | None:
+    """Return what the machine has run out of; None: nothing. numbers: of the OSErrors that ended ranks."""
+    full = next((number for number in numbers if number in DISK_FULL), None)
+    if full or free_bytes(run_dir.path) < FULL or no_inodes(run_dir.path):
+        lacks = shortage(run_dir.path, full)
+        return f"disk full: {lacks}, and the run stopped. Free some or set run.dir=PATH on another disk"
+    return too_many_files() if {*numbers} & {*TOO_MANY_FILES} else None
 
 
 def _exit_text(code: int) -> str:

@@ -24,7 +24,7 @@ PIPED = 10_000  # characters of a line of a table that no terminal shows
 
 
 class _Surviving(io.FileIO):
-    """A descriptor to write to. Once its reader has gone, it leads to /dev/null."""
+    """A descriptor to write to. Once its reader has gone, or its disk is full, it leads to /dev/null."""
 
     gone = False
 
@@ -32,12 +32,13 @@ class _Surviving(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            if not self._reader_gone(error):
-                raise
-            self.gone = True
+            gone = self._reader_gone(error)
+            self.gone |= gone
             sink = os.open(os.devnull, os.O_WRONLY)
             os.dup2(sink, self.fileno(), os.get_inheritable(self.fileno()))  # also for what libraries in C++ write
             os.close(sink)
+            if self.fileno() == 1 and not gone:  # once: Python would raise it again at its end, with its own status
+                raise OSError(error.errno, f"standard output: {error.strerror}") from None
             return memoryview(data).nbytes
 
     def _reader_gone(self, error: OSError) -> bool:

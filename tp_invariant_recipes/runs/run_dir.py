@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from tp_invariant_recipes.errors import RunError, reason
-from tp_invariant_recipes.files import DISK_FULL, UNFINISHED, write_atomically
+from tp_invariant_recipes.files import DISK_FULL, UNFINISHED, shortage, write_atomically
 from tp_invariant_recipes.ledger import run_files
 from tp_invariant_recipes.reading import Record, checked, parse_json, parse_yaml, read_limited
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -141,13 +140,7 @@ def cannot_write(file: Path, error: OSError, elsewhere: str = "run.dir=PATH") ->
     """Why a file could not be written; for a full disk, how much is free and what to change: `elsewhere`."""
     if error.errno not in DISK_FULL:
         return f"cannot write {file}: {error.strerror or error}"
-    return f"cannot write {file}: the disk is full ({free_bytes(file.parent) / 2**20:.1f} MiB free); set {elsewhere}"
-
-
-def free_bytes(path: Path) -> int:
-    """Bytes free on the disk that holds `path` or would hold it."""
-    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
-    return shutil.disk_usage(existing).free
+    return f"cannot write {file}: the disk is full: {shortage(file.parent, error.errno)}; set {elsewhere}"
 
 
 def check_free(requested: str | Path, key: str = "run.dir=", taken: str = TAKEN) -> Path:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from tp_invariant_recipes.errors import TpiError
+from tp_invariant_recipes.files import errno_of
 from tp_invariant_recipes.ledger.run_files import Reason
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.runs.run_dir import RunDir
@@ -366,13 +367,6 @@ def _logged(run_dir: RunDir, rank_info: RankInfo) -> Iterator[None]:
         yield
 
 
-def _errno(error: BaseException | None) -> int | None:
-    """Return the number of the OSError that this is, or that caused it: writers of checkpoints wrap a full disk's."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return error.errno if error else None
-
-
 def _text(error: BaseException) -> str:
     try:
         return str(error) or repr(error)
@@ -390,7 +384,7 @@ def _write_failure(run_dir: RunDir, rank: int, error: BaseException) -> None:
         kind=type(error).__name__,
         message=text.encode(errors="replace").decode(),  # half a character is no text
         user_error=isinstance(error, TpiError),
-        errno=_errno(error),
+        errno=errno_of(error),
     )
     try:
         run_dir.failure(rank).write_text(json.dumps(reason.as_json()), encoding="utf-8")

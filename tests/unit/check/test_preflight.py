@@ -150,6 +150,20 @@ def test_a_disk_that_is_too_small(machine_with, tmp_path):
     assert 1 < needed(tmp_path, machine_with, "qwen3_toy", device="cpu") < 100
 
 
+def test_the_index_of_short_sequences_is_counted(machine_with, tmp_path):
+    """64 MiB did not suffice: 6.4 million samples have 12 bytes each."""
+    assert 80 < needed(tmp_path, machine_with, "qwen3_toy", "seq=32", device="cpu") < 90
+
+
+def test_a_disk_without_inodes_is_refused(machine_with, tmp_path, monkeypatch):
+    machine_with([H200], free=2**40)
+    monkeypatch.setattr(machine, "no_inodes", lambda path: True)
+    monkeypatch.setattr(machine, "shortage", lambda path: "no inodes are left")
+    assert preflight_problems(tmp_path, "qwen3_toy", device="cpu") == [
+        "no inodes are left; remove files, or set run.dir=PATH on another disk"
+    ]
+
+
 def test_a_disk_too_small_for_a_checkpoint(machine_with, tmp_path):
     without, with_ = (needed(tmp_path, machine_with, "qwen3_8b", *save) for save in ((), ("save=10",)))
     weights = 8_190_735_360  # of Qwen3-8B; each in bf16, and in fp32 itself and its first and second moment

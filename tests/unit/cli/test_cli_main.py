@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests import ledgers
-from tp_invariant_recipes import __version__, errors
+from tp_invariant_recipes import __version__, errors, files
 from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.ledger.record import Header
 
@@ -154,13 +154,30 @@ def test_the_module_is_the_command():
     assert (ended.returncode, ended.stdout) == (0, f"tpi {__version__}\n")
 
 
+def wrapped(error: OSError) -> RuntimeError:
+    outer = RuntimeError("a reader failed")
+    outer.__cause__ = error
+    return outer
+
+
 # What planning raises, and the status and the message of the command.
 ERRORS = (
     (OSError(errno.ENAMETOOLONG, "File name too long", "n" * 300), 2, f"cannot use {'n' * 300}: File name too long"),
     (PermissionError(errno.EACCES, "Permission denied", "a/b"), 2, "cannot use a/b: Permission denied"),
     (RuntimeError("Could not determine home directory."), 2, "cannot use a path: Could not determine home directory."),
     (RuntimeError("Symlink loop from 'a'"), 2, "cannot use a path: Symlink loop from 'a'"),
-    (OSError(errno.ENOSPC, "No space left on device", "runs/a"), 2, "the disk is full: runs/a"),
+    (
+        OSError("Not enough free space to write 8 bytes after offset 0"),
+        2,
+        "the disk is full: Not enough free space to write 8 bytes after offset 0",
+    ),  # numpy's, which has no number
+    (
+        OSError(errno.EDQUOT, "Disk quota exceeded", "runs/a"),
+        2,
+        "the disk is full: runs/a: the quota of runs is used up",
+    ),
+    (wrapped(OSError(errno.EMFILE, "Too many open files")), 2, files.too_many_files()),
+    (OSError(errno.ENFILE, "Too many open files in system", "a"), 2, files.too_many_files()),
     (errors.Interrupted("stopped; what was trained: runs/a"), 130, "stopped; what was trained: runs/a"),
 )
 

@@ -74,8 +74,16 @@ def _wrapped(code: int) -> RuntimeError:
     return error
 
 
-@pytest.mark.parametrize("code, full", ((errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EIO, False)))
-def test_the_reason_of_a_rank_says_disk_full_though_its_log_has_no_room(monkeypatch, tmp_path, code, full):
+@pytest.mark.parametrize(
+    "code, says",
+    (
+        (errno.ENOSPC, "disk full: "),
+        (errno.EDQUOT, "disk full: the quota"),
+        (errno.EIO, "rank 0 failed: "),
+        (errno.EMFILE, "too many files are open"),
+    ),
+)
+def test_the_reason_of_a_rank_says_disk_full_though_its_log_has_no_room(monkeypatch, tmp_path, code, says):
     run = RunDir(tmp_path)
     run.logs.mkdir()
     with open("/dev/full", "w", buffering=1) as log:
@@ -84,7 +92,7 @@ def test_the_reason_of_a_rank_says_disk_full_though_its_log_has_no_room(monkeypa
         with suppress(OSError):
             log.close()
     assert json.loads(run.failure(0).read_text())["errno"] == code
-    assert str(ranks._failure(run, {0: 1})).startswith("disk full: ") is full
+    assert str(ranks._failure(run, {0: 1})).startswith(says)
 
 
 @pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2))

@@ -12,13 +12,14 @@ from tp_invariant_recipes.check.hosts import inputs
 from tp_invariant_recipes.check.hosts.inputs import Reading
 from tp_invariant_recipes.check.rule import Rule, broken_rules
 from tp_invariant_recipes.errors import Problem
+from tp_invariant_recipes.files import free_bytes, no_inodes, shortage
 from tp_invariant_recipes.ledger.digests import MANY
 from tp_invariant_recipes.machine import gpus
 from tp_invariant_recipes.machine.versions import installed
 from tp_invariant_recipes.numerics.megatron import families
 from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.plural import counted
-from tp_invariant_recipes.runs.run_dir import RunDir, free_bytes
+from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import allocation, environment
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.tables.logging_services import SERVICES
@@ -36,9 +37,10 @@ SMALL_FILES = 8 * 2**20
 DIGEST_BYTES = 36
 TENSORS_OF_LAYER, TENSORS_OF_EXPERT = 8, 2
 
-# Megatron's mock dataset indexes all its tokens, 100,000 documents of up to 4096, two 4-byte numbers a sample.
+# Megatron's mock dataset indexes all its tokens, 100,000 documents of up to 4096. A sample has three 4-byte numbers:
+# the document that it begins in, the offset there, and its place in a shuffled order.
 MOCK_TOKENS = 100_000 * 4096 // 2
-INDEX_BYTES_PER_SAMPLE = 8
+INDEX_BYTES_PER_SAMPLE = 12
 
 # A checkpoint holds each parameter in the training dtype and three fp32 copies: master weight, both moments.
 CHECKPOINT_BYTES_PER_PARAMETER = 2 + 3 * 4
@@ -160,6 +162,8 @@ def _disk(start: PendingRun) -> Problem | None:
     config, run_dir = start.config, start.run_dir
     if run_dir is None:
         return None
+    if no_inodes(run_dir.path):
+        return Problem("", shortage(run_dir.path), "remove files, or set run.dir=PATH on another disk")
     free, saves = free_bytes(run_dir.path), config.section("checkpoint")["save_interval"]
     samples = config.train["train_iters"] * config.train["global_batch_size"]  # that Megatron will index
     if config.data.kind == "mock":

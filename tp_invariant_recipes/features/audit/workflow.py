@@ -33,6 +33,7 @@ from tp_invariant_recipes.features.audit.result import (
     blind_line,
     verdict_line,
 )
+from tp_invariant_recipes.files import free_bytes
 from tp_invariant_recipes.launch import local, plan, record
 from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.launch.plan import TO_TRAIN, Plan, Planning
@@ -43,7 +44,7 @@ from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.runs import attempts
 from tp_invariant_recipes.runs.audit_dir import AuditDir, AuditedRun, AuditTask
 from tp_invariant_recipes.runs.lock import LockLost, locked, locked_empty
-from tp_invariant_recipes.runs.run_dir import choose_for_several, free_bytes
+from tp_invariant_recipes.runs.run_dir import choose_for_several
 from tp_invariant_recipes.settings import cuda_graphs, peft
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing import room

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError, reason
 from tp_invariant_recipes.features.score import engine_scores
-from tp_invariant_recipes.runs.run_dir import free_bytes
+from tp_invariant_recipes.files import free_bytes
 from tp_invariant_recipes.sizing.memory import GIB
 
 ROWS = 256  # that are compared at a time
