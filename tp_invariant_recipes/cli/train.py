@@ -192,7 +192,9 @@ def _validate(planned: "Plan", console: "Console") -> None:
     if tight := room.warning(planned.config, here=planned.here):
         terminal.print_line(console, f"warning: {tight}", "yellow")
     with progress.busy(console, "importing Megatron-Bridge and checking the configuration"):
-        launch.check(planned)
+        remark = launch.check(planned)
+    if remark:
+        terminal.print_line(console, f"warning: {remark}", "yellow")
 
 
 def _train_on_nodes(request: "RunRequest", console: "Console", *, verbose: bool) -> None:

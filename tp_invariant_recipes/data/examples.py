@@ -2,21 +2,30 @@
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tp_invariant_recipes.data.tokenizer import FOLDER, identify, open_tokenizer
 from tp_invariant_recipes.errors import ConfigError, DataError, listed, reason
+from tp_invariant_recipes.plural import few
 from tp_invariant_recipes.reading import parse_object, read_lines
-from tp_invariant_recipes.settings.sft import VALIDATION
+from tp_invariant_recipes.settings.sft import TRAINING, VALIDATION
 
 # Problems that a message lists; a file that is no JSONL has one a line.
 SHOWN = 5
+# Examples that are made tokens before the start: some ten seconds.
+TRIED = 5000
 # The keys under which Bridge looks for a conversation (megatron/bridge/data/sft_processing.py).
 CONVERSATIONS = ("messages", "conversation", "conversations")
 
 
+NO_MARKS = (
+    "the chat template of tokenizer.tokenizer_model does not mark answers; put {% generation %} and "
+    "{% endgeneration %} around them, or dataset.preprocessing.loss_mode=full"
+)
 FOR_CONVERSATIONS = (
     "; for conversations: cfg.dataset.preprocessing = ChatSFTPreprocessingConfig() in the recipe, and a tokenizer with "
     "a chat template (docs/finetuning.md)"
@@ -129,9 +138,75 @@ def _wrong(line: bytes, columns: Sequence[str], chat: bool) -> Iterator[str]:
         yield "an empty line" if not line.strip() else reason(error)
         return
     keys = ", ".join(map(repr, example)) or "none"
-    if chat and not any(isinstance(example.get(key), list) and example[key] for key in CONVERSATIONS):
-        yield f"no conversation under any of {', '.join(CONVERSATIONS)}; its keys: {keys}"
+    if chat:
+        turns = next((example[key] for key in CONVERSATIONS if example.get(key) is not None), None)
+        if isinstance(turns, list) and turns:
+            yield from (f"turn {number} {why}" for number, turn in enumerate(turns, 1) if (why := _wrong_turn(turn)))
+        else:
+            yield f"no conversation under any of {', '.join(CONVERSATIONS)}; its keys: {keys}"
     for column in columns:
         if not isinstance(example.get(column), str):
             hint = FOR_CONVERSATIONS if any(key in example for key in CONVERSATIONS) else ""
             yield f"{column!r} holds no text" if column in example else f"no key {column!r}; its keys: {keys}{hint}"
+
+
+def _wrong_turn(turn: Any) -> str:
+    """Return what keeps a value from being a turn of a conversation; "": nothing."""
+    if not isinstance(turn, dict):
+        return "is no object with role and content"
+    role, content = ("role", "content") if {"role", "content"} <= {*turn} else ("from", "value")
+    if not {role, content} <= {*turn}:
+        return f"has no role and content (or from and value); its keys: {', '.join(map(repr, turn)) or 'none'}"
+    if not isinstance(turn[role], str) or not turn[role]:
+        return f"has a {role} that is no text"
+    if not isinstance(turn[content], str) and not (turn[content] is None and turn.get("tool_calls")):
+        parts = turn[content] if isinstance(turn[content], list) else [None]
+        if not all(isinstance(part, str) or (isinstance(part, dict) and part.get("type") == "text") for part in parts):
+            return f"has a {content} that is no text"
+    return ""
+
+
+def try_tokens(dataset: Any, tokenizer: Any) -> str:
+    """Let Bridge make tokens of the first examples, as ranks will.
+
+    dataset, tokenizer: of Bridge's configuration. Returns what the user should know, "" if nothing. Raises ConfigError:
+    Bridge cannot read an example, or no token of them counts, which is a loss of NaN.
+    """
+    from megatron.bridge.data.datasets.utils import _chat_preprocess
+    from megatron.bridge.data.sft_processing import ChatSFTPreprocessingConfig, tokenize_prompt_completion_example
+    from megatron.bridge.data.token_utils import extract_skipped_token_ids
+    from megatron.bridge.training.tokenizers.tokenizer import build_tokenizer
+
+    how, seq = dataset.preprocessing, dataset.seq_length
+    if how is None:  # a template of Bridge's older recipes, which ends with the end of a document, and that counts
+        return ""
+    file, opened = Path(dataset.dataset_root) / TRAINING, build_tokenizer(tokenizer)
+    tools = (dataset.dataset_kwargs or {}).get("tool_schemas")
+    problems: dict[str, str] = {}
+    empty, number = [], 0
+    for number, line in itertools.islice(read_lines(file), TRIED):
+        example = parse_object(line, constants=True)
+        try:
+            if isinstance(how, ChatSFTPreprocessingConfig):
+                mask = _chat_preprocess(example, opened, tools, loss_mode=how.loss_mode)["loss_mask"]
+            else:
+                skipped = extract_skipped_token_ids(opened)
+                mask = tokenize_prompt_completion_example(
+                    example, opened, how, max_length=seq, skipped_tokens=skipped
+                ).loss_mask
+        except Exception as error:  # a chat template may raise anything
+            why = NO_MARKS if "{% generation %}" in str(error) else reason(error)
+            problems.setdefault(why, f"{file}, line {number}: {why}")
+            if len(problems) == SHOWN:
+                break
+        else:
+            if not mask[1 : seq + 1].any():  # the first token is no label, and longer examples are cut
+                empty.append(number)
+    if problems:
+        raise ConfigError(listed([*problems.values()]), [*problems.values()])
+    first = f"the first {number}" if number == TRIED else f"{number}"
+    counting = f"{len(empty)} of {first} examples have no token that counts"
+    why = f"no answer within seq={seq}, or none that dataset.preprocessing.loss_mode={how.loss_mode} takes"
+    if len(empty) == number:
+        raise ConfigError(f"{file}: {counting} ({why}); raise seq and dataset.seq_length, or mend the examples")
+    return f"{file}: {counting} ({why}): lines {few([*map(str, empty)], SHOWN)}" if empty else ""

@@ -18,10 +18,12 @@ BYTE = "byte"
 BYTE_EOD = 256
 FOLDER = "a local folder with a Hugging Face tokenizer"
 
-# The files of a Hugging Face folder that decide the ids of a text; model weights beside them do not matter.
+# The files of a Hugging Face folder that decide the ids of a text or of a conversation, and those that others of its
+# kinds of tokenizers have; model weights beside them do not matter.
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("config.json", "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken"),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "config.json", "vocab*", "merges.txt"),
+    *("*.model", "*.tiktoken", "*.spm", "*.bpe", "tekken.json", "normalizer.json", "dict.txt", "bpe.codes"),
+    *("chat_template*", "additional_chat_templates/*"),
 )
 
 # Documents in one call of a Hugging Face tokenizer, which processes them in parallel.
@@ -64,7 +66,7 @@ def identify(tokenizer: str, choices: str = f"{BYTE!r} or {FOLDER}") -> Identity
             f"tokenizer {tokenizer}: no such folder. Give {choices}; tpi downloads nothing "
             "(save one with AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER))"
         )
-    files = sorted({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)})
+    files = tokenizer_files(folder)
     if not any(path.name != "config.json" for path in files):
         raise DataError(
             f"tokenizer {tokenizer}: no tokenizer files in this folder (tokenizer.json or the like). Give {choices}"
@@ -77,6 +79,11 @@ def identify(tokenizer: str, choices: str = f"{BYTE!r} or {FOLDER}") -> Identity
         except OSError as error:
             raise DataError(f"tokenizer {tokenizer}: cannot read {path}: {error.strerror}") from error
     return Identity(f"hf:{folder.resolve().name}", digest.hexdigest(), folder)
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Return the files of a tokenizer in a folder of Hugging Face."""
+    return sorted({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()})
 
 
 @functools.lru_cache(maxsize=1)  # a large vocabulary takes a second

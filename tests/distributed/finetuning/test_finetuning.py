@@ -1,6 +1,7 @@
 """Fine-tuning on examples: a user's recipe of Bridge's defaults for it, with a loss mask, trained on the CPU."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from tests.examples import example, write
 from tests.recipe_files import TUNED
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.data.examples import read_examples
+from tp_invariant_recipes.data.examples import read_examples, try_tokens
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.open import read
@@ -260,3 +261,44 @@ def test_tuning_goes_on_through_a_second_epoch(mine, shared):
     for _ in range(2):
         shared("train", "--resume", "parts", status=0)
     assert shared("compare", "whole", "parts").status == 0
+
+
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content + ' ' }}{% endif %}{% endfor %}"
+)
+STRICT = "{% for m in messages %}{{ raise_exception('roles must alternate') if m.role == 'system' }}{% endfor %}"
+ASKED = {"role": "user", "content": "1 + 1 ="}
+TRIED = {
+    "no marks": ("{{ messages[0].content }}", [[ASKED]], "line 1: the chat template .* does not mark answers"),
+    "a template that raises": (STRICT, [[{**ASKED, "role": "system"}]], "line 1: roles must alternate"),
+    "no answer": (MARKED, [[ASKED]] * 2, "2 of 2 examples have no token that counts"),
+    "an empty answer": (MARKED, [[ASKED, {"role": "assistant", "content": ""}]], "1 of 1 examples have no token"),
+    "beyond seq": (MARKED, [[{**ASKED, "content": "1 " * 40}, {"role": "assistant", "content": "2"}]], "within seq=32"),
+}
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_examples_without_a_token_that_counts_are_found_before_the_start(bridge, tmp_path, name):
+    from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
+    from megatron.bridge.data.sft_processing import ChatSFTPreprocessingConfig
+    from megatron.bridge.training.tokenizers.config import TokenizerConfig
+
+    write(tmp_path)
+    template, conversations, message = TRIED[name]
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text(template)
+    how = ChatSFTPreprocessingConfig()
+    dataset = GPTSFTDatasetConfig(dataset_root=str(tmp_path / "examples"), seq_length=32, preprocessing=how)
+    tokenizer = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "tokenizer"))
+
+    def tried(rows: list) -> str:
+        file = tmp_path / "examples" / "training.jsonl"
+        file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+        return try_tokens(dataset, tokenizer)
+
+    with pytest.raises(ConfigError, match=message):
+        tried(conversations)
+    if template is MARKED:
+        good = [ASKED, {"role": "assistant", "content": "2"}]
+        assert tried([good]) == ""
+        assert re.search("1 of 3 examples have no token that counts .*: lines 2", tried([good, conversations[0], good]))

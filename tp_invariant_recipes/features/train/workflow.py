@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tp_invariant_recipes.config import container
 from tp_invariant_recipes.config.compose import Composed
+from tp_invariant_recipes.data.examples import try_tokens
 from tp_invariant_recipes.errors import RunError, TpiError
 from tp_invariant_recipes.launch import local, record, resume
 from tp_invariant_recipes.launch.plan import Plan
@@ -18,6 +19,7 @@ from tp_invariant_recipes.runs import attempts, checkpoints, guard_files
 from tp_invariant_recipes.runs.checkpoints import RunCheckpoint, iteration_dir
 from tp_invariant_recipes.runs.lock import Lock, LockLost, locked
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.settings import sft
 from tp_invariant_recipes.sources import recipe_answers, recipe_layer, recipe_process, recipe_source
 from tp_invariant_recipes.start.quiet import quiet
 
@@ -42,10 +44,13 @@ def _is_completed(run_dir: RunDir, composed: Composed) -> bool:
     return step is None and resume.completed_steps(run_dir) == composed.config.train["train_iters"]
 
 
-def check(planned: Plan) -> None:
-    """Check what can be checked before anything is written. Raises ConfigError, CheckpointError."""
+def check(planned: Plan) -> str:
+    """Check what can be checked before anything is written. Raises ConfigError, CheckpointError.
+
+    Returns what the user should know of the run's examples, "" if nothing.
+    """
     check_checkpoint(planned)
-    validate(planned)
+    return validate(planned, examples=sft.is_sft(planned.config.section("dataset")))
 
 
 def check_checkpoint(planned: Plan, node: int = 0, nodes: int = 1) -> None:
@@ -59,28 +64,32 @@ def check_checkpoint(planned: Plan, node: int = 0, nodes: int = 1) -> None:
         RunCheckpoint(path, planned.start).verify(node=node, nodes=nodes)
 
 
-def validate(planned: Plan) -> None:
-    """Let Bridge validate the run's ConfigContainer (10 to 20 s, unless the recipe has passed). Raises ConfigError."""
+def validate(planned: Plan, *, examples: bool = False) -> str:
+    """Let Bridge validate the run's ConfigContainer (10 to 20 s, unless the recipe has passed). Raises ConfigError.
+
+    examples: let Bridge make tokens of the examples, too. Returns what the user should know of them.
+    """
     model, config = planned.composed.model, planned.config
     typed = tuple(sorted({override.path for override in planned.composed.overrides}))
     if planned.here:
         os.environ.update(planned.environment)
 
-    def built() -> bool:
+    def built() -> str:
         with quiet():
             recipe_layer.enter(config.recipe)
-            container.validate(container.build(config), planned.layout.world, here=planned.here, typed=typed)
-        return True
+            bridges = container.build(config)
+            container.validate(bridges, planned.layout.world, here=planned.here, typed=typed)
+            return try_tokens(bridges.dataset, bridges.tokenizer) if examples else ""
 
     if not recipe_source.is_recipe(model):
-        built()
-        return
+        return built()
     run = planned.run_dir.path
     sections = json.dumps(config.sections, default=str).replace(str(run), "run.dir" if not run.exists() else str(run))
-    question = ("check", model, sections, planned.layout.world, planned.here, typed)
+    data = planned.identity["data.digest"] if examples else None
+    question = ("check", model, sections, planned.layout.world, planned.here, typed, data)
     if recipe_process.forks():
         recipe_answers.prepare(model, *question, hf_folder=config.recipe.hf_folder)
-    recipe_process.run(model, lambda: recipe_answers.answer(built, *question))
+    return recipe_process.run(model, lambda: recipe_answers.answer(built, *question))
 
 
 def execute(
