@@ -17,12 +17,6 @@ def trees() -> dict[Path, ast.Module]:
 
 
 @cache
-def other_trees() -> dict[Path, ast.Module]:
-    """As `trees`, of tests, scripts and examples: a file, from the project on."""
-    return _parsed(PROJECT, python_files("tests", "scripts", "examples"))
-
-
-@cache
 def nodes() -> dict[Path, list[ast.AST]]:
     """A file of the package → all nodes of its tree in the order of ast.walk, which would take a second each time."""
     return {file: [*ast.walk(tree)] for file, tree in trees().items()}
