@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.distributed.ranks import on_ranks
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.digest import lanes
 from tp_invariant_recipes.kernels.tensor_part import TensorPart
@@ -105,3 +106,33 @@ def test_gradients_are_read_where_megatron_keeps_them():
     before = Shards([model]).memory()
     model.w.main_grad = model.w.main_grad.clone()
     assert Shards([model]).memory() != before
+
+
+def _diverged(mesh):
+    """Of two replicas of a master weight: none wrong, one's value and copy, one's copy alone."""
+    from tp_invariant_recipes.cpu_host import cpu
+    from tp_invariant_recipes.observe.digests.merge import Merge, Merging, read_digests
+    from tp_invariant_recipes.observe.digests.sums import Sums
+
+    device = torch.device("cpu")
+    values = torch.arange(12.0).view(3, 4)
+    copy = values.bfloat16()
+    with cpu.installed():
+        sums = Sums("masters", [TensorPart(values, 0, 0, 1, copy, "weight", (3, 4))], device)
+        merge, results = Merge([sums], device), []
+        for wrong in ((), (values, copy), (copy,)):
+            for tensor in wrong if mesh.rank == 1 else ():
+                tensor[1, 1] += 1
+            started = sums.started()
+            merging = Merging(
+                merge.sums, merge.tensor, started.lanes, started.unlike, *merge(started.lanes, started.unlike)
+            )
+            results.append(read_digests(merging).diverged)
+    return results
+
+
+def test_replicas_and_copies_that_differ_name_their_ranks():
+    none, values, copies = on_ranks(2, 2, _diverged)[0]
+    assert none == ()
+    assert values == (("masters", "weight", ((0,), (1,))),)
+    assert copies == (*values, ("copies", "weight", ((1,),)))

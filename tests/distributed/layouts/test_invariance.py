@@ -67,6 +67,7 @@ def test_how_often_digests_are_taken_changes_nothing_else(scenario):
     for other in (each_other, none):
         assert {where.split(": ")[1] for where in unequal(other, every)} <= {*DIGESTED}
     assert unequal(each_other[1:2], every[1:2]) == []
+    assert {name.partition("/")[0] for name in every[-1].moments} == {"exp_avg", "exp_avg_sq", "step"}
 
 
 def _turned_positions():

@@ -47,6 +47,13 @@ def test_a_message_is_not_taken_for_markup_nor_cut(failing):
     assert failing(errors.ConfigError(message)).err == f"error: {message}\n"
 
 
+@pytest.mark.parametrize("name", ("nowhere", "tp_invariant_recipes.nowhere", "torch.nowhere", "megatron.core.nowhere"))
+def test_a_module_that_is_missing_from_an_installed_package_is_a_defect(failing, name):
+    """A package that is not installed is a mistake to mend (.ci/plain)."""
+    ended = failing(ModuleNotFoundError(f"No module named {name!r}", name=name))
+    assert (ended.status, "this is a defect of tpi" in ended.err) == (2, True)
+
+
 def test_a_defect_is_a_traceback_and_status_2_because_1_means_different(failing):
     ended = failing(ZeroDivisionError("no such luck"))
     assert ended.status == 2

@@ -71,7 +71,7 @@ def test_ranks_that_do_not_divide_a_step_are_an_error():
 
 
 @pytest.mark.parametrize("fails", (False, True))
-def test_a_step_in_turns_ends_with_its_passes(monkeypatch, bridge, fails):
+def test_a_step_in_turns_ends_with_its_passes(monkeypatch, fails):
     """What is evaluated after it comes in its own order; losses have that of the data."""
     visits = (0, 2, 1, 3)
     monkeypatch.setattr(expert_groups, "visits_of", lambda config: visits)

@@ -41,7 +41,7 @@ def test_no_addition_names_a_buffer_twice(monkeypatch):
     assert all(len(set(item)) == len(item) for item in lists)
 
 
-def test_what_a_failed_pass_has_left_is_added_to_no_other(bridge):
+def test_what_a_failed_pass_has_left_is_added_to_no_other():
     from tp_invariant_recipes.numerics.megatron.data_parallel import ending_a_micro_batch
 
     weight = torch.nn.Parameter(torch.zeros(3))
