@@ -75,7 +75,7 @@ def _certify(run: Path, out: Path | None) -> "Certificate | RolloutCertificate":
     try:
         if not file.exists():
             write_atomically(file, data)
-        elif not (file.is_file() and file.read_bytes() == data):
+        elif not (file.is_file() and file.stat().st_size == len(data) and file.read_bytes() == data):
             raise LedgerError(f"{file} is there and is something else; --out FILE chooses another")
     except OSError as error:
         raise LedgerError(f"cannot write {file}: {error.strerror or error}; --out FILE chooses another") from error

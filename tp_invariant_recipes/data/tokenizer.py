@@ -75,7 +75,7 @@ def identify(tokenizer: str, choices: str = f"{BYTE!r} or {FOLDER}") -> Identity
     for path in files:
         try:
             with open_file(path) as stream:
-                digest.update(f"{path.name} {hashlib.sha256(stream.read()).hexdigest()}\n".encode())
+                digest.update(f"{path.name} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
         except OSError as error:
             raise DataError(f"tokenizer {tokenizer}: cannot read {path}: {error.strerror}") from error
     return Identity(f"hf:{folder.resolve().name}", digest.hexdigest(), folder)

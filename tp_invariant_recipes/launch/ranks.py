@@ -43,6 +43,7 @@ POLL = 0.1  # seconds between looks at the ranks, at most: the end of one is see
 FULL = 64 * 1024  # bytes: a disk with less free is what stopped the ranks
 REQUEUE = signal.SIGUSR1, signal.SIGUSR2  # that a job is about to end: ours, and submitit's
 TAIL = 12  # lines of a dead rank's log to show
+LAST = 1 << 16  # bytes of it in which they are looked for
 
 # What a rank does. A function at the top level of a module, since GPU ranks are spawned.
 RankFn = Callable[[RunDir, "RankInfo"], None]
@@ -320,5 +321,7 @@ def _reason(file: Path) -> Reason | None:
 def _tail(log: Path) -> list[str]:
     if not log.exists():
         return []
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
+    with log.open("rb") as stream:
+        stream.seek(max(0, log.stat().st_size - LAST))
+        lines = stream.read(LAST).decode(errors="replace").splitlines()[-TAIL:]
     return ["its last lines:", *(f"  {line[:160]}" for line in lines)]

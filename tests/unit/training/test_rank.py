@@ -95,6 +95,15 @@ def test_the_reason_of_a_rank_says_disk_full_though_its_log_has_no_room(monkeypa
     assert str(ranks._failure(run, {0: 1})).startswith(says)
 
 
+def test_of_a_huge_log_the_last_lines_are_read(tmp_path):
+    log = tmp_path / "rank-0.log"
+    log.touch()
+    os.truncate(log, 1 << 40)
+    with log.open("ab") as stream:
+        stream.write(b"\nthe last\n")
+    assert ranks._tail(log)[-1] == "  the last"
+
+
 @pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2))
 def test_a_rank_ignores_what_is_for_its_launcher(number):
     context = multiprocessing.get_context("fork")

@@ -20,7 +20,7 @@ from tp_invariant_recipes.data.sequences import Codec
 from tp_invariant_recipes.data.tokenizer import BYTE_EOD
 from tp_invariant_recipes.errors import ConfigError, TpiError, reason, refuse
 from tp_invariant_recipes.features.rollouts.requests import SHOWN, Request, Sampling
-from tp_invariant_recipes.reading import TOKENS, parse_json, parse_object, read_lines
+from tp_invariant_recipes.reading import MIB, TOKENS, parse_json, parse_object, read_limited, read_lines
 from tp_invariant_recipes.settings.nearest import nearest
 
 SHORT_NAMES = {"max_tokens": "max_new_tokens", "n": "num_return_sequences", "stop": "stop_strings"}
@@ -45,7 +45,7 @@ def end_tokens(folder: Path | None, tokenizer: Codec | None, vocabulary: int) ->
     for name in ("generation_config.json", "config.json") if folder else ():
         file = Path(str(folder)) / name
         try:
-            value = parse_json(file.read_bytes()).get("eos_token_id") if file.is_file() else None
+            value = parse_json(read_limited(file, MIB)).get("eos_token_id") if file.is_file() else None
             ids = Sampling(eos_token_id=value).eos_token_id if value is not None else ()
         except (OSError, ValueError, TypeError, AttributeError, TpiError) as error:
             raise ConfigError(f"{file}: {reason(error)}; eos_token_id=… says which tokens end a text") from error

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import resource
 import signal
 import sys
@@ -137,6 +138,13 @@ def read(folder, rows, tokenizer=None, sampling=DRAWS):
     file = folder / "prompts.jsonl"
     file.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
     return prompts.read(file, tokenizer and sequences.tokenizer(str(tokenizer)), sampling)
+
+
+def test_a_huge_configuration_is_refused_unread(tmp_path):
+    (tmp_path / "generation_config.json").touch()
+    os.truncate(tmp_path / "generation_config.json", 1 << 40)
+    with pytest.raises(ConfigError, match="more than 1048576 bytes"):
+        prompts.end_tokens(tmp_path, None, 100)
 
 
 def test_prompts_are_text_ids_and_conversations(tmp_path, talking):
