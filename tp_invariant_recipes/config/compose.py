@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from tp_invariant_recipes.check import functions, relations, switched_off
 from tp_invariant_recipes.check.configuration import check
@@ -14,6 +15,7 @@ from tp_invariant_recipes.config.recipe_question import question, read_recipe
 from tp_invariant_recipes.config.sections import RECIPES_OWN, checked_sections
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, lines, refuse
 from tp_invariant_recipes.numerics.mode import STOCK
+from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import conf_files
 from tp_invariant_recipes.settings.nearest import nearest
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -123,8 +125,19 @@ def _is_known(model: str, overrides: Sequence[Override], problems: list[str]) ->
     if model in models:
         return True
     first = f"; the model comes first: MODEL {model}" if "=" in model else nearest(model, models)
-    problems.append(f"unknown model '{model}'{first or '; tpi models lists all'}")
+    problems.append(_folder(model) or f"unknown model '{model}'{first or '; tpi models lists all'}")
     return False
+
+
+def _folder(model: str) -> str | None:
+    """Say what takes a folder that was typed as a model; None: it is no run and has no weights."""
+    if RunDir(model).run.is_file():
+        return (
+            f"{model} is a run, not a model: tpi report {model} shows it, tpi train --resume {model} continues it, "
+            f"tpi show --from {model} prints its configuration"
+        )
+    weights = f"{model} is a folder of weights, not a model: type weights={model} in the model's place"
+    return weights if (Path(model) / "config.json").is_file() else None
 
 
 def _with_graphs(model: str, sound: Sequence[Override], composed: RunConfig, eager: RunConfig) -> tuple[RunConfig, str]:

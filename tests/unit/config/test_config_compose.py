@@ -310,6 +310,17 @@ def test_an_unknown_model_is_named_with_the_nearest():
     assert listed_problems(model="gpt") == ["unknown model 'gpt'; tpi models lists all"]
 
 
+def test_a_folder_in_the_models_place_is_called_what_it_is(tmp_path):
+    (unknown,) = listed_problems(model=str(tmp_path))
+    assert unknown.startswith("unknown model '")
+    (tmp_path / "config.json").touch()
+    (weights,) = listed_problems(model=str(tmp_path))
+    assert f"a folder of weights, not a model: type weights={tmp_path}" in weights
+    (tmp_path / "run.json").touch()
+    (run,) = listed_problems(model=str(tmp_path))
+    assert all(words in run for words in ("is a run, not a model", f"tpi report {tmp_path}", f"--resume {tmp_path}"))
+
+
 def test_all_mistakes_are_reported_at_once():
     overrides = [
         "tpp=2",
