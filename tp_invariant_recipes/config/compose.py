@@ -131,7 +131,7 @@ def _is_known(model: str, overrides: Sequence[Override], problems: list[str]) ->
 
 def _folder(model: str) -> str | None:
     """Say what takes a folder that was typed as a model; None: it is no run and has no weights."""
-    if RunDir(model).run.is_file():
+    if RunDir(Path(model)).run.is_file():
         return (
             f"{model} is a run, not a model: tpi report {model} shows it, tpi train --resume {model} continues it, "
             f"tpi show --from {model} prints its configuration"
