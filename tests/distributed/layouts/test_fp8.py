@@ -40,7 +40,6 @@ DELTA = (
     "model.num_query_groups=4 model.kv_channels=32 model.vocab_size=512 model.moe_ffn_hidden_size=128 "
     "model.moe_shared_expert_intermediate_size=128 model.linear_num_key_heads=4 model.linear_num_value_heads=8"
 )
-FOUR_SHARDS = "numerics.virtual_shards=4 model.kv_channels=64 model.ffn_hidden_size=512"  # two of each rank of tp=2
 TENSORWISE, BLOCKWISE, BY_32 = "precision=fp8_tensorwise", "precision=fp8_blockwise", "precision=mxfp8"
 NAMED = "mixed_precision=bf16_with_fp8_current_scaling_mixed"
 
@@ -102,35 +101,6 @@ def test_one_ledger_for_all_layouts(scenario, fixed, layouts):
     agree(scenario(fixed), layouts)
     named = MXFP8 if "mxfp8" in fixed else DEFINITION
     assert scenario(fixed, layouts[0]).header().device["fp8"] == named
-
-
-def _scales_by_rank() -> None:
-    from tp_invariant_recipes.numerics.products import quantize
-
-    for name in ("of_tensor", "of_tensor_both_ways"):
-        real = getattr(quantize, name)
-        setattr(quantize, name, lambda x, dtype, group, real=real: real(x, dtype, None))
-
-
-def _product_per_rank() -> None:
-    """Promotion moved: a rank's shards are one sum, which starts again at every rank's first number."""
-    from dataclasses import replace
-
-    from tp_invariant_recipes.numerics.products import fp8
-
-    nodes = fp8.nodes
-    fp8.nodes = lambda a, b, mesh, segments, *dtype: nodes(a, b, replace(mesh, shards=mesh.size), segments, *dtype)
-
-
-WITHOUT = {"scales by rank": _scales_by_rank, "one product a rank": _product_per_rank}
-
-
-@pytest.mark.parametrize("name", ("scales by rank", pytest.param("one product a rank", marks=pytest.mark.release)))
-def test_without_an_ingredient_layouts_differ(scenario, name):
-    fixed = scenario(f"{SINGLE_LAYER} {TENSORWISE}", "" if name == "scales by rank" else f"{FOUR_SHARDS} iters=2")
-    alone, two = fixed("tp=1"), fixed("tp=2").planted(WITHOUT[name])
-    assert alone.header().initial == two.header().initial
-    assert [step.gradients for step in alone.ledger()] != [step.gradients for step in two.ledger()]
 
 
 @pytest.mark.release

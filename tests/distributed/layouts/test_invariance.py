@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from tests.distributed.faults import without
 from tests.distributed.scenario import agree, stock_differs, unequal
 from tests.distributed.small_models import GATHER, RECOMPUTED, SHORTEST
 from tests.rules import allow
@@ -129,49 +128,3 @@ def test_two_interleaved_stages_in_a_batch_take_each_others_messages(scenario):
     single = scenario("qwen3_toy seq=32 iters=1 gbs=4", FOUR)
     compared = single.compared(single(f"pp=2 {INTERLEAVED} {IN_A_BATCH}").planted(_without_the_rule), status=1)
     assert "loss" in compared.stdout.splitlines()[0]
-
-
-def _weights_of_a_rank() -> None:
-    """Draw each rank's weights from a seed of its own, as stock Megatron does."""
-    from megatron.core import parallel_state
-
-    from tp_invariant_recipes.numerics.megatron import init
-
-    draw = init.initialise
-    init.initialise = lambda chunks, *, seed: draw(chunks, seed=seed + parallel_state.get_tensor_model_parallel_rank())
-
-
-def _adding_in_rank_order() -> None:
-    import torch.distributed as dist
-
-    from tp_invariant_recipes.numerics.layers.formats import plain
-    from tp_invariant_recipes.numerics.sums import tree
-
-    def start(partials, mesh):
-        node = tree.tree_sum(partials)
-        if mesh.size > 1:
-            dist.all_reduce(node, group=mesh.group)
-        return tree.Reducing(tree.Moving(node.chunk(mesh.size)[mesh.rank].unsqueeze(0)))
-
-    plain.start_reduce_scatter = start
-
-
-# Each with the layout that shows it: two ranks add in one order only. What changes the last bits of a gradient and no
-# more shows in a ledger after many steps; numerics/test_block.py looks at the gradients themselves.
-INGREDIENTS = {
-    "cross entropy": (without("vocab_parallel_cross_entropy"), "tp=2"),
-    "output layer": (without("ColumnParallelLinear"), "tp=2"),
-    "gradient norm": (without("get_grad_norm_fp32", "ChainedOptimizer.get_grad_norm"), "tp=2"),
-    "initial weights": (_weights_of_a_rank, "tp=2"),
-    "tree order across ranks": (_adding_in_rank_order, "tp=4 sp=false"),
-}
-
-
-@pytest.mark.release  # in `make test`: tests of their sums in numerics/
-@pytest.mark.parametrize("ingredient", INGREDIENTS)
-def test_each_ingredient_is_needed(scenario, ingredient):
-    plant, layout = INGREDIENTS[ingredient]
-    single, several = (
-        scenario("qwen3_toy seq=64 gbs=2 iters=2 model.num_layers=1", at).planted(plant) for at in ("tp=1", layout)
-    )
-    single.compared(several, status=1)

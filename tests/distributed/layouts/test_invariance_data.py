@@ -8,7 +8,6 @@ import shutil
 
 import pytest
 
-from tests.distributed.faults import without
 from tests.distributed.scenario import STOCK, agree, unequal
 from tests.distributed.small_models import BUCKETS, DENSE, DISTRIBUTED, GATHER, small
 from tp_invariant_recipes.ledger.open import read
@@ -17,9 +16,7 @@ pytestmark = [pytest.mark.release, pytest.mark.timeout(2400)]
 
 MODELS = {"dense": DENSE, "experts": small("qwen3_moe_toy"), "hybrid": small("nemotron3_nano_toy")}
 
-ALONE = "mbs=4"  # all shards on one rank
 VALIDATED = "validation.eval_iters=1 validation.eval_interval=1"
-FIXED = f"iters=2 gbs=4 numerics.data_shards=4 {VALIDATED}"
 LAYOUTS = {
     "dense": (
         "",
@@ -69,66 +66,6 @@ def test_one_ledger_for_sixteen_ranks(scenario):
     agree(scenario(DENSE, fixed), layouts)
 
 
-def _in_the_library() -> None:
-    """Let the collectives add."""
-    import torch.distributed as dist
-
-    from tp_invariant_recipes.numerics.sums import bucket_reduction
-
-    bucket_reduction.all_reduce = lambda partials, group, cp, copies=1: dist.all_reduce(partials[0], group=group)
-
-
-def _consecutive() -> None:
-    """Let a rank add its shards in order, without a tree."""
-    from tp_invariant_recipes.numerics.sums import data_shards
-
-    original = data_shards.ShardCounter.__init__
-    data_shards.ShardCounter.__init__ = lambda self, shards, each, gradients, **options: original(
-        self, 1, shards * each, gradients
-    )
-
-
-def _rows_in_turn() -> None:
-    """Let the embedding add a sequence's rows one after the other to what the sequence before left."""
-    from tp_invariant_recipes.numerics.layers import embedding
-
-    embedding.is_leaf = lambda weight: False
-
-
-# Each with a layout that shows it. The other layouts of a group do without: there the ingredient does nothing.
-INGREDIENTS = {
-    "tree over ranks": (_in_the_library, "dp=4"),
-    "tree over the shards of a rank": (_consecutive, "dp=1"),
-}
-
-
-@pytest.mark.parametrize("ingredient", INGREDIENTS)
-def test_each_ingredient_is_needed(scenario, ingredient):
-    plant, layout = INGREDIENTS[ingredient]
-    dense = scenario(DENSE, FIXED)
-    assert unequal(dense(layout).planted(plant).ledger(), dense(ALONE).ledger())
-
-
-def _in_bridges_order() -> None:
-    """Let Bridge draw validation's sequences, in an order that depends on dp."""
-    from tp_invariant_recipes.numerics.megatron import data_order
-
-    rows = data_order.Replacement
-    data_order.Replacement = lambda target, *gradient: rows(
-        target, *gradient if "Random" not in target else (lambda item: item, "")
-    )
-
-
-@pytest.mark.parametrize("plant", (_in_bridges_order, without("eval:get_forward_backward_func")))
-def test_each_ingredient_of_validation_is_needed(scenario, plant):
-    """And nothing else shows it. Sums of 16 sequences, in several evaluations: a few may round alike."""
-    dense = scenario(DENSE, "iters=4 gbs=16 numerics.data_shards=16", VALIDATED)
-    single, several = (dense(at).planted(plant).ledger() for at in ("dp=1", "dp=4"))
-    results = unequal(single, several)
-    assert results
-    assert all(name.endswith(": evaluations") for name in results)
-
-
 def test_stock_validates_on_other_sequences(scenario):
     """The control: two sequences of a step are added in one order, so training agrees, but validation does not."""
     stock = scenario(DENSE, STOCK, "iters=1 gbs=2", VALIDATED)
@@ -163,30 +100,6 @@ def test_a_run_that_failed_after_its_last_step_reevaluates(scenario, tpi):
     assert list(read(tpi.folder / "failed").steps[-1].evaluations) == ["validation/2:4", "final_validation/4:6"]
     tpi("train", "--resume", "failed", status=0)
     assert unequal(read(tpi.folder / "failed").steps, scenario(*words).ledger()) == []
-
-
-@pytest.mark.parametrize("tied", ("true", "false"))
-def test_the_sum_of_a_sequences_rows_is_needed(scenario, tied):
-    """Sequences have tokens twice, in fp32: numbers of bf16 add exactly in any order."""
-    twice = f"model.vocab_size=24 precision=fp32 model.share_embeddings_and_output_weights={tied}"
-    dense = scenario(DENSE, FIXED, twice)
-    ranks, pairs, looped = (
-        item.ledger() for item in (dense("dp=4"), dense("dp=1"), dense("dp=1").planted(_rows_in_turn))
-    )
-    assert unequal(pairs, ranks) == []
-    table = "embedding.word_embeddings.weight"
-    assert looped[0].gradients[table] != ranks[0].gradients[table]
-    others = [
-        {name: gradient for name, gradient in item[0].gradients.items() if name != table} for item in (looped, ranks)
-    ]
-    assert others[0] == others[1]
-
-
-def test_the_tree_of_losses_is_needed(scenario):
-    """Bridge's own sums differ in the last bit, at some steps."""
-    dense = scenario(DENSE, "iters=8 gbs=8 numerics.data_shards=4")
-    single, several = (dense(at).planted(without("get_forward_backward_func")) for at in ("dp=1", "dp=4"))
-    single.compared(several, status=1)
 
 
 @pytest.mark.parametrize("axis, shards, gbs", (("dp", "data_shards", 4), ("cp", "context_shards", 2)))

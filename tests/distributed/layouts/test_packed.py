@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import small_models
-from tests.distributed.faults import without
 from tests.distributed.finetuning.test_finetuning import not_refused
 from tests.distributed.scenario import unequal
 from tests.examples import EXAMPLES, example, write
@@ -210,38 +209,6 @@ def test_packing_changes_no_bit_of_learned_positions(run, files):
         }
 
 
-def _forwards() -> None:
-    """Let sequences be computed in their order, and so their gradients in the other."""
-    from tp_invariant_recipes.numerics.megatron.attention import packed
-
-    passes = packed._passes
-    packed._passes = lambda *of_row: passes(*of_row)[::-1]
-
-
-def _summed_by_autograd() -> None:
-    from tp_invariant_recipes.numerics.megatron.families import mamba
-
-    mamba.added_by_itself = lambda weight: weight
-
-
-# What is left out -> what then depends on packing, of which recipes and with which words. Of learned positions, whose
-# gradients have another shape, it is their norm.
-OF_PACKING = {
-    "order of backward passes": (_forwards, "gradients", "packed", "alone", ""),
-    "own sums of positions": (without("LanguageModelEmbedding.__init__"), "grad_norm", "packed", "alone", GPT),
-    "Mamba's gradients by sequences": (_summed_by_autograd, "gradients", "hybrid_packed", "hybrid_alone", ""),
-}
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("omitted", OF_PACKING)
-def test_each_ingredient_is_needed(run, files, omitted):
-    fault, differs, packed, alone, words = OF_PACKING[omitted]
-    first, second = _both(run, files, packed, alone, words, fault=fault)
-    assert first[0].loss == second[0].loss
-    assert [getattr(step, differs) for step in first] != [getattr(step, differs) for step in second]
-
-
 # A recipe whose rows have several numbers of sequences of several lengths, what is held fixed, layouts that must agree.
 ROWS = (
     ("short", SHORT, ("tp=1", "tp=2", "pp=2", "dp=2", "dp=4")),
@@ -293,23 +260,6 @@ def test_adapters_have_one_ledger(run):
     adapted = run("adapted", f"checkpoint.pretrained_checkpoint={saved.run}/checkpoints", SHORT)
     first, *others = (adapted(layout).ledger() for layout in ("tp=1", "tp=2", "dp=2"))
     assert [unequal(other, first) for other in others] == [[], []]
-
-
-def _with_few_groups() -> None:
-    """Allow fewer groups of experts than data shards."""
-    from tp_invariant_recipes.settings import expert_groups
-
-    expert_groups.adds_several_times = lambda config: None
-
-
-@pytest.mark.release
-def test_packed_rows_need_a_group_for_each_data_shard(run, tpi):
-    """The control of a refusal (check/invariant/shards.py): without it, layouts have other bits."""
-    few = run("experts_short", EXPERTS, "numerics.expert_groups=1")
-    refused = tpi("train", *few.words, status=2)
-    assert "a backward pass adds to an expert's gradient several times" in refused.stderr
-    first, second = (few(layout).planted(_with_few_groups).ledger() for layout in ("dp=1", "dp=2 ep=2"))
-    assert first[0].gradients != second[0].gradients
 
 
 # What is wrong with the settings of a run, before anything is read.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.faults import fewer_kept_bits, unchecked
+from tests.distributed.faults import fewer_kept_bits
 from tests.distributed.scenario import agree, unequal
 from tests.distributed.small_models import BUCKETS, DISTRIBUTED, GATHER, SHORTEST, small
 
@@ -88,74 +88,11 @@ def _steps_of_eight() -> None:
     tensor_core_cpu.product = lambda a, b, **kept: original(spread(a, 1), spread(b, 0), **kept)
 
 
-@pytest.mark.release  # in `make test`: test_certificates.py
-@pytest.mark.parametrize("arithmetic", (fewer_kept_bits, _steps_of_eight))
-def test_other_products_have_another_ledger(scenario, arithmetic):
-    single = scenario(PORTABLE, "tp=1")
-    assert single.planted(unchecked(arithmetic)).ledger()[0].gradients != single.ledger()[0].gradients
-
-
 @pytest.mark.parametrize("arithmetic", (fewer_kept_bits, pytest.param(_steps_of_eight, marks=pytest.mark.release)))
 def test_a_machine_with_other_products_is_refused(tpi, arithmetic):
     refused = tpi("train", *PORTABLE.split(), "run.dir=refused", before=arithmetic, status=2)
     assert refused.stderr.count(") computes other bits than the definition") == 1
     assert re.search(REFUSED, " ".join(refused.stderr.split()))
-
-
-def _copies_rounded_in_turn() -> None:
-    """A token's copies added in bf16, as Megatron's own dispatcher adds them."""
-    import torch
-
-    from tp_invariant_recipes.numerics.layers.experts import token_dispatcher
-
-    def row_sum(rows, at):
-        total = rows.new_zeros(len(at), rows.shape[1])
-        for column in at.unbind(1):
-            total = total + rows[column.clamp(min=0)].where((column >= 0).unsqueeze(1), torch.zeros_like(rows[:1]))
-        return total
-
-    token_dispatcher.row_sum = row_sum
-
-
-def _beside_large_copies(reverse: bool) -> None:
-    """Two more copies of each token, of large numbers that cancel: fp32 holds the sum of four bf16 numbers of like size
-    whatever the order, so the order of plain copies shows in few trainings."""
-    import torch
-
-    from tp_invariant_recipes.numerics.layers.experts import token_dispatcher
-
-    original = token_dispatcher.row_sum
-
-    def row_sum(rows, at):
-        large = rows.new_full((1, rows.shape[1]), 2.0**18)
-        more, less = (torch.full_like(at[:, :1], len(rows) + n) for n in (0, 1))
-        at = torch.cat([at[:, :1], more, at[:, 1:2], less, at[:, 2:]], 1)
-        return original(torch.cat([rows, large, -large]), (at.flip(1) if reverse else at).contiguous())
-
-    token_dispatcher.row_sum = row_sum
-
-
-def _copies_in_order() -> None:
-    _beside_large_copies(reverse=False)
-
-
-def _copies_in_reverse_order() -> None:
-    _beside_large_copies(reverse=True)
-
-
-@pytest.mark.release
-def test_other_products_of_experts_have_another_ledger(scenario):
-    single = scenario(EXPERTS, "tp=1")
-    assert single.planted(unchecked(fewer_kept_bits)).ledger()[0].gradients != single.ledger()[0].gradients
-
-
-# A token's copies are of four experts, and its sum is changed.
-@pytest.mark.release
-@pytest.mark.parametrize("item, other", ((None, _copies_rounded_in_turn), (_copies_in_order, _copies_in_reverse_order)))
-def test_the_sum_of_a_tokens_copies_and_its_order_are_part_of_the_bits(scenario, item, other):
-    four = scenario(EXPERTS, "model.moe_router_topk=4")
-    first, second = ((four.planted(plant) if plant else four).ledger() for plant in (item, other))
-    assert first[0].gradients != second[0].gradients
 
 
 # torch's operations on floating-point numbers that have one result on every machine: they move or convert bytes, or

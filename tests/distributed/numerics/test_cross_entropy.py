@@ -5,8 +5,6 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.distributed.ranks import on_ranks
@@ -131,19 +129,6 @@ def results():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_result_for_all_degrees(results, dtype, shards):
     assert_same(results[plain, dtype, shards])
-
-
-@pytest.mark.release  # in `make test`: the shapes of the other tests of this file
-@settings(max_examples=8, deadline=None, derandomize=True)
-@given(
-    shape=st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 40)),
-    shards=st.sampled_from((4, 8)),
-    dtype=st.sampled_from(DTYPES),
-    seed=st.integers(0, 1000),
-)
-def test_one_result_for_all_shapes(shape, shards, dtype, seed):
-    tensors = inputs(dtype, (*shape[:2], shards * shape[2]), seed)
-    assert_same(joined(on_ranks(size, shards, step, *tensors)) for size in (*SIZES, 8) if size <= shards)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

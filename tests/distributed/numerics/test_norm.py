@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -140,26 +140,6 @@ def test_one_result_for_all_degrees(results, make, dtype):
             assert 0 < y.isnan().sum() < y.numel() / 2
             assert dx.isnan().any()
         assert make is not zeros or not dw.signbit().any()
-
-
-@pytest.mark.release  # in `make test`: the shapes of the other tests of this file
-@settings(max_examples=8, deadline=None, derandomize=True)
-@given(
-    chunk=st.integers(1, 5),
-    batch=st.integers(1, 3),
-    width=st.integers(1, 70),
-    shards=st.sampled_from((4, 8)),
-    dtype=st.sampled_from(DTYPES),
-    seed=st.integers(0, 1000),
-)
-def test_one_result_for_all_shapes(chunk, batch, width, shards, dtype, seed):
-    cases = all_kinds(dtype, chunk, batch, shards, width, seed)
-    every = [
-        on_ranks(t, shards, lambda mesh: [step(mesh, *case) for case in cases]) for t in (*SIZES, 8) if t <= shards
-    ]
-    for n, case in enumerate(cases):
-        first, *others = (joined(case, [rank[n] for rank in of_size]) for of_size in every)
-        assert [unequal(first, other) for other in others] == [[]] * len(others)
 
 
 def test_the_plain_weight_gradient_depends_on_the_degree(ranks):
