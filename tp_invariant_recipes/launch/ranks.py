@@ -10,10 +10,9 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -176,12 +175,24 @@ def run(
         started()
     heartbeats.release_ranks()
     hangs = HangWatch(heartbeats, [info.rank for info in rank_infos], limits)
-    look = partial(_look, processes, hangs, tick, run_dir, [run_dir.rank_log(info.rank) for info in rank_infos])
+    logs = [run_dir.rank_log(info.rank) for info in rank_infos]
 
     def failed(n: int) -> bool:
         """Whether a rank has ended before it was done: with a status, or without a word."""
         code = processes[n].exitcode
         return code is not None and (code != 0 or heartbeats[n].phase is not Phase.DONE)
+
+    def look() -> None:
+        """Call `tick`, and raise RankFailed where a rank hangs, or its peers on other nodes do.
+
+        After a failure the others hang because of it, and get GRACE.
+        """
+        with suppress(PeersHang):
+            tick()
+            states = [stacks.state(p.pid) if p.is_alive() else "" for p in processes]
+            if not hangs.overdue(states) or any(map(failed, range(len(processes)))):
+                return
+        raise hanging(hangs.rank_states(processes, logs), run_dir)
 
     try:
         ended_here = _watch(processes, stop, look, stepped, failed)
@@ -192,17 +203,6 @@ def run(
     if dead and not (stop.signals and all(code == -signal.SIGTERM for code in dead.values())):
         raise _failure(run_dir, dead)
     return Outcome.STOPPED if stop.signals else Outcome.COMPLETED
-
-
-def _look(processes: list[Any], hangs: HangWatch, tick: Callable[[], None], run_dir: RunDir, logs: list[Path]) -> None:
-    """Call `tick`, and raise RankFailed where a rank hangs, or its peers on other nodes do."""
-    try:
-        tick()
-        if not hangs.overdue([stacks.state(p.pid) if p.is_alive() else "" for p in processes]):
-            return
-    except PeersHang:
-        pass
-    raise hanging(hangs.rank_states(processes, logs), run_dir)
 
 
 def start_method(device: str) -> str:

@@ -3,6 +3,7 @@
 The first node decides from which step the run starts, whether all nodes would compute the same, and whether the job is
 queued again. The keys of the rendezvous, in the order in which nodes set them:
 
+    open       the first node, as it opens the rendezvous
     joined/N   node N, as it joins (all but the first)
     orders     the first node: the step to start from, and what must be equal on all nodes
     arrived/N  node N: it has planned the same run, or why it cannot
@@ -15,10 +16,9 @@ queued again. The keys of the rendezvous, in the order in which nodes set them:
 """
 
 import os
-import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,16 +31,17 @@ from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, Stop
 from tp_invariant_recipes.ledger.run_files import AttemptJob
 from tp_invariant_recipes.machine.network import address_towards, interface
 from tp_invariant_recipes.machine.versions import versions
-from tp_invariant_recipes.multinode.heartbeat import Heartbeat, PeerFailed
 from tp_invariant_recipes.multinode.rendezvous import (
     FAILED,
     POLL,
     Agreed,
     Arrived,
     Failed,
+    Heartbeat,
     NodeInfo,
     Orders,
     Over,
+    PeerFailed,
     Rendezvous,
     Stopped,
 )
@@ -88,7 +89,7 @@ def run(node: NodeInfo, task: NodeTask, stop: Stop) -> Over:
 
     os.environ.update(task.environment)
     bridge.load()  # now, while the other nodes do the same
-    rendezvous = Rendezvous(node, stop, task.rendezvous_timeout)
+    rendezvous = Rendezvous(node, task.run_dir.path, stop, task.rendezvous_timeout)
     return _run_first_node(rendezvous, task) if node.first else _run_other_node(rendezvous, task)
 
 
@@ -98,6 +99,7 @@ def run(node: NodeInfo, task: NodeTask, stop: Stop) -> Over:
 def _run_first_node(rendezvous: Rendezvous, task: NodeTask) -> Over:
     """Hold the run directory's lock for all nodes, until they have left."""
     with ExitStack() as stack:
+        stack.callback(rendezvous.close)
         try:
             lock = stack.enter_context(locked(task.run_dir, nodes=rendezvous.node.count))
             if lock.remark:
@@ -151,9 +153,9 @@ def _attempt(rendezvous: Rendezvous, task: NodeTask, planned: Plan, number: int)
         )
     train.validate(planned)
     try:
-        with _orders_given(rendezvous, planned):
-            train.check_checkpoint(planned, rendezvous.node.number, rendezvous.node.count)  # while the others do
-            reached = _wait_for_arrivals(rendezvous, task.rendezvous_timeout)
+        rendezvous.set("orders", Orders(planned.start, _must_agree(planned)))
+        train.check_checkpoint(planned, rendezvous.node.number, rendezvous.node.count)  # while the others do
+        reached = _wait_for_arrivals(rendezvous, task.rendezvous_timeout)
         if planned.run_dir.checkpoints.exists():
             checkpoints.set_aside(planned.run_dir.checkpoints, after=planned.start)
         guard_files.settle(planned.run_dir)
@@ -179,18 +181,6 @@ def _excluded(planned: Plan, cause: RankFailed) -> bool:
     before = file.read_text(encoding="utf-8").split() if file.exists() else []
     planned.run_dir.write_text(file, "".join(f"{host}\n" for host in dict.fromkeys([*before, *noted.hosts])))
     return True
-
-
-@contextmanager
-def _orders_given(rendezvous: Rendezvous, planned: Plan) -> Iterator[None]:
-    """Set "orders". Inside the block a token file in the run directory tells the other nodes whether they share it."""
-    word, run_dir = secrets.token_hex(8), planned.run_dir
-    run_dir.write_text(run_dir.token, word)
-    rendezvous.set("orders", Orders(planned.start, word, _must_agree(planned)))
-    try:
-        yield
-    finally:
-        run_dir.token.unlink(missing_ok=True)
 
 
 def _wait_for_arrivals(rendezvous: Rendezvous, patience: float) -> str | None:
@@ -269,12 +259,6 @@ def _plan_as_ordered(rendezvous: Rendezvous, task: NodeTask) -> Plan:
     problems: list[str] = []
     try:
         planned = task.plan(start=orders.start)
-        token = planned.run_dir.token
-        if not token.exists() or token.read_text(encoding="utf-8") != orders.token:
-            problems.append(
-                f"{node.name} does not see the files of {planned.run_dir.path} that the first of {node.names} wrote: "
-                f"set run.dir to a directory that all nodes share"
-            )
         problems += _differences(orders.agreed, _must_agree(planned), node)
         train.validate(planned)
         train.check_checkpoint(planned, node.number, node.count)

@@ -53,8 +53,6 @@ class RunDir:
     disk_full = File("disk.full")  # empty, as it must fit on a full disk: run.json lacks the last attempt's end
     script = File("job.sbatch")  # the sbatch script of the run's job
     submission = File("submission.json")  # command, time and job ids of `tpi submit`
-    # Nodes of a job read it to find out whether they share this directory; removed once all have arrived.
-    token = File(".job.token")
     excluded = File("job.excluded")  # for the job's script: nodes that it is queued again without, one a line
     ended = File("job.ended")  # for the job's script: how the last attempt ended (`Over.word`)
 
@@ -62,7 +60,8 @@ class RunDir:
         """Whether a command may begin here: nothing is there, or what one left that was killed before `run.json`."""
         there = {file.name for file in self.path.iterdir()} if self.path.exists() else set()
         before_run = {file.name for file in (self.lock, self.config, self.environment, self.versions)}
-        started = {name for name in there if name in before_run or (name.startswith(".") and name.endswith(UNFINISHED))}
+        hidden = (UNFINISHED, ".secret")  # the latter: of the nodes of a job (multinode/rendezvous.py)
+        started = {name for name in there if name in before_run or (name.startswith(".") and name.endswith(hidden))}
         return not there or (self.lock.name in there and there == started)
 
     def rank_log(self, rank: int) -> Path:

@@ -153,6 +153,15 @@ def _no_thread() -> None:
     raise ValueError("the true reason")
 
 
+def _fails() -> None:
+    raise ValueError("the true reason")
+
+
+def test_ranks_that_hang_because_another_has_failed_are_no_reason(launched, monkeypatch):
+    monkeypatch.setattr(ranks, "GRACE", 1.0)  # longer than a step may take
+    assert failure(launched, _fails, sleep_for_ever).startswith("rank 0 failed: ValueError: the true reason")
+
+
 def _left_thread() -> None:
     threading.Thread(target=sleep_for_ever).start()
 

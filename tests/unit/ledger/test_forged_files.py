@@ -264,7 +264,7 @@ DIGEST = "0" * 64
 STAND = {"rank": 1, "count": 9, "place": "in step 4", "late": "has not ended step 4", "seconds": 1.5}
 STAND |= {"standing": "busy", "at": ["there"], "node": "n1"}
 MESSAGES: dict[str, Any] = {
-    "orders": {"start": 0, "token": "x", "agreed": {"identity": {"a": 1}, "environment": {"A": "1"}, "versions": {}}},
+    "orders": {"start": 0, "agreed": {"identity": {"a": 1}, "environment": {"A": "1"}, "versions": {}}},
     "arrived/1": {"name": "n1", "problems": ["p"], "reached": "10.0.0.1"},
     "next": 1,
     "failed/1": {

@@ -1,7 +1,11 @@
 """What a node takes from SLURM's variables, and which tries count."""
 
+import os
 import socket
+import stat
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -9,9 +13,10 @@ from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.launch.ranks import Stop
 from tp_invariant_recipes.ledger.run_files import Attempt
 from tp_invariant_recipes.machine.network import address_towards, interface
-from tp_invariant_recipes.multinode import heartbeat, rendezvous
+from tp_invariant_recipes.multinode import rendezvous
 from tp_invariant_recipes.multinode.rendezvous import NodeInfo
 from tp_invariant_recipes.runs.attempts import consecutive_failures
+from tp_invariant_recipes.runs.run_dir import RunDir
 
 STEP = {
     "SLURM_JOB_ID": "41",
@@ -103,16 +108,55 @@ def test_the_interface_of_an_address():
     assert address_towards("127.0.0.1") == "127.0.0.1"
 
 
-@pytest.fixture
-def first():
-    """The rendezvous of three nodes, as the first of them has joined it."""
-    from torch.distributed import DistError, TCPStore
+FIRST = NodeInfo(str(os.getpid()), 0, 0, 3, "n0", "n[0-2]", "127.0.0.1")
+SECOND = replace(FIRST, number=1, name="n1")
 
-    joined = object.__new__(rendezvous.Rendezvous)
-    joined.node = NodeInfo("1", 0, 0, 3, "n0", "n[0-2]", "127.0.0.1")
-    joined.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    joined._lost = DistError
-    return joined
+
+@pytest.fixture
+def first(tmp_path):
+    """The rendezvous of three nodes, as the first of them has joined it."""
+    joined = rendezvous.Rendezvous(FIRST, tmp_path / "run", Stop(), 5)
+    yield joined
+    joined.close()
+    assert not list((tmp_path / "run").iterdir())
+
+
+def secret(tmp_path) -> Path:
+    (file,) = (tmp_path / "run").iterdir()
+    return file
+
+
+def test_nodes_of_the_user_join_by_a_secret_that_no_other_can_read(first, tmp_path):
+    assert stat.S_IMODE(secret(tmp_path).stat().st_mode) == 0o600
+    RunDir(tmp_path / "run").lock.touch()  # whose holder begins there
+    assert RunDir(tmp_path / "run").is_empty()
+    RunDir(tmp_path / "run").lock.unlink()
+    second = rendezvous.Rendezvous(SECOND, tmp_path / "run", Stop(), 5)
+    second.set("alive/1", 3)
+    assert first.get("alive/1") == 3
+    first.set("next", 77)
+    assert second.wait("next", 5) == 77
+
+
+def _other_secret(file: Path) -> None:
+    file.unlink()
+    file.touch(0o600)
+    file.write_bytes(bytes(rendezvous.MAC))
+
+
+@pytest.mark.parametrize("change", (_other_secret, Path.unlink, lambda file: file.chmod(0o644)))
+def test_a_node_without_the_secret_or_with_one_that_others_know_does_not_join(first, tmp_path, change):
+    change(secret(tmp_path))
+    with pytest.raises(RunError, match=r"n1 does not see in .*/run what the first of n\[0-2\] wrote: set run.dir to"):
+        rendezvous.Rendezvous(SECOND, tmp_path / "run", Stop(), 0.3)
+
+
+def test_what_a_stranger_sets_or_takes_from_another_key_is_refused(first):
+    first.set("alive/1", 3)
+    for data in (b"3", b"", bytes(rendezvous.MAC) + b"3", first.store.get("alive/1")):
+        first.store.set("alive/2", data)
+        with pytest.raises(RunError, match="a process that is no node of this job sets alive/2 at its rendezvous"):
+            first.get("alive/2")
 
 
 def test_values_are_read_at_once_when_all_are_there(first):
@@ -122,15 +166,15 @@ def test_values_are_read_at_once_when_all_are_there(first):
     first.set("alive/1", 3)
     assert first.get_all(keys) == [3, 7]
     assert first.get_all([]) == []
-    first.store.set("alive/1", "{}")
+    first.set("alive/1", {})
     with pytest.raises(RunError, match="sets alive/1 to what no node of it sets"):
         first.get_all(keys)
 
 
 @pytest.mark.parametrize("beating", (True, False))
 def test_a_node_that_falls_silent_is_named_and_one_that_beats_is_not(first, monkeypatch, beating):
-    monkeypatch.setattr(heartbeat, "LOST", 0.05)
-    look = heartbeat.Heartbeat(first).look
+    monkeypatch.setattr(rendezvous, "LOST", 0.05)
+    look = rendezvous.Heartbeat(first).look
     first.set("arrived/2", rendezvous.Arrived("n2", (), "127.0.0.1"))
 
     def looks() -> None:
