@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from markupsafe import Markup
 
 from tp_invariant_recipes import __version__
@@ -12,7 +11,6 @@ from tp_invariant_recipes.compare.compare import Comparison
 from tp_invariant_recipes.compare.text import parameter_rows, remarks, verdict_line
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger import dumps
-from tp_invariant_recipes.ledger.bits import readable
 from tp_invariant_recipes.ledger.dumps import Distance
 from tp_invariant_recipes.ledger.reader import Progress
 from tp_invariant_recipes.ledger.schema import IDENTITY, INFORMATIVE, canonical
@@ -78,9 +76,8 @@ def page(report: Report, parts: tuple[Section, ...], progress: Progress | None =
         "page.html.j2",
         title=headline(report),
         verdicts=_boxes(report),
-        runs=[_summary(run) for run in report.runs],
-        memory=any(timing.peak_memory for run in report.runs for timing in run.timings),
-        remarks=any(run.remarks for run in report.runs),
+        runs=[run.label for run in report.runs],
+        facts=_facts(report),
         headers=_headers(report),
         sections=list(_rendered(parts, progress)),
         version=__version__,
@@ -118,21 +115,11 @@ def _boxes(report: Report) -> list[dict[str, Any]]:
     return [*answers, *verdicts_]
 
 
-def _summary(run: Run) -> dict[str, Any]:
-    losses = [step.loss for step in run.ledger.steps if step.loss is not None]
-    seconds = float(np.median([timing.seconds for timing in run.timings])) if run.timings else None
-    tokens = run.timings[-1].tokens if run.timings else 0
-    peak = max((timing.peak_memory for timing in run.timings), default=0)
-    return {
-        "label": run.label,
-        "steps": f"{len(run.ledger.steps):,}",
-        "loss": str(readable(losses[-1])) if losses else "none",
-        "seconds": f"{seconds:.3g} s" if seconds is not None else "",
-        "speed": f"{tokens / seconds:,.0f}" if seconds else "",
-        "memory": f"{peak / 2**30:.2f} GiB" if peak else "",
-        "identity": run.ledger.header.identity_hash,
-        "remarks": run.remarks,
-    }
+def _facts(report: Report) -> list[dict[str, Any]]:
+    """Return the facts of all runs side by side, as rows of the table of runs."""
+    each = [run.facts for run in report.runs]
+    names = dict.fromkeys(name for facts in each for name in facts)
+    return [{"field": name, "cells": [facts.get(name, "") for facts in each]} for name in names]
 
 
 def _headers(report: Report) -> dict[str, list[dict[str, Any]]]:

@@ -12,7 +12,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from tp_invariant_recipes.ledger.reader import Progress
-from tp_invariant_recipes.report.figures import WIDTH, Drawing, settings
+from tp_invariant_recipes.report.figures import WIDTH, Drawing, label_logarithms, settings
 from tp_invariant_recipes.report.palette import LIGHT, named, style_sheet
 
 _DPI = 110
@@ -37,6 +37,7 @@ def svg(drawing: Drawing) -> str:
         warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
         figure = Figure(figsize=(WIDTH, drawing.height), facecolor="none")
         drawing.draw(figure)
+        label_logarithms(figure)
         stream = io.StringIO()
         FigureCanvasSVG(figure).print_svg(stream, metadata={"Date": None})
     return named(_element(stream.getvalue(), drawing))
@@ -53,6 +54,7 @@ def png(drawings: Sequence[Drawing], title: str = "", progress: Progress | None 
         for done, (part, drawing) in enumerate(zip(parts, drawings, strict=True), start=1):
             part.set_facecolor("none")
             drawing.draw(part)
+            label_logarithms(part)
             if progress:
                 progress(done, len(drawings))
         stream = io.BytesIO()

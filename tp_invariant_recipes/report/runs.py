@@ -4,17 +4,20 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+
+import numpy as np
 
 from tp_invariant_recipes.compare.compare import Comparison, compare_all
 from tp_invariant_recipes.errors import LedgerError, RunError
 from tp_invariant_recipes.foreign_text import single_line
+from tp_invariant_recipes.ledger.bits import readable
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger, Progress, contents
-from tp_invariant_recipes.ledger.run_files import LARGEST, ProgressLine
+from tp_invariant_recipes.ledger.run_files import LARGEST, Attempt, ProgressLine
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.reading import Listed, Record, checked, parse_json, parse_object, read_limited
-from tp_invariant_recipes.runs.attempts import read_attempts
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 BISECT = "bisect.json"
@@ -27,7 +30,7 @@ class Run:
 
     letter:  "A" is the run that the others are compared with.
     name:    the shortest end of its path that no other run shares.
-    planned: the planned last step of the run's last attempt; None: unknown.
+    file:    `run.json`; None: there is none, or it cannot be read.
     unread:  number of incomplete lines in `progress.jsonl`; a killed run leaves one.
     """
 
@@ -35,7 +38,7 @@ class Run:
     name: str
     ledger: Ledger
     timings: tuple[ProgressLine, ...]
-    planned: int | None
+    file: "StartedRun | None"
     unread: int
 
     @property
@@ -47,8 +50,9 @@ class Run:
     def remarks(self) -> tuple[str, ...]:
         """Facts about this run that a reader needs before judging a figure; one sentence each."""
         steps, sentences = len(self.ledger.steps), []
-        if self.planned is not None and steps < self.planned:
-            sentences.append(f"unfinished: the ledger has {steps} of {counted(self.planned, 'step')}")
+        planned = self.file.attempts[-1].to_step if self.file and self.file.attempts else None
+        if planned is not None and steps < planned:
+            sentences.append(f"unfinished: the ledger has {steps} of {counted(planned, 'step')}")
         if self.ledger.torn:
             sentences.append("the last line of the ledger is torn: the run was killed, or is writing it now")
         skipped = sum(step.skipped for step in self.ledger.steps)
@@ -60,6 +64,50 @@ class Run:
         if self.unread:
             sentences.append(f"incomplete lines of progress.jsonl, left out: {self.unread}")
         return tuple(sentences)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What a reader asks first: name -> text; what is not known is left out."""
+        header, losses = self.ledger.header, [step.loss for step in self.ledger.steps if step.loss is not None]
+        attempts = self.file.attempts if self.file else ()
+        seconds = float(np.median([timing.seconds for timing in self.timings])) if self.timings else 0.0
+        peak = max((timing.peak_memory for timing in self.timings), default=0)
+        source = [word for word in (self.file.overrides if self.file else ()) if word.startswith("data.path=")]
+        layout = " ".join(f"{name}={degree}" for name, degree in header.layout.items() if degree not in (1, False))
+        hosts = dict.fromkeys(attempt.host for attempt in attempts if attempt.host)
+        end = f"{attempts[-1].outcome or 'not recorded'}: {attempts[-1].why or ''}".strip(": ") if attempts else ""
+        facts = {
+            "model": self.file.model if self.file else "",
+            "data": " ".join([str(header.identity.get("data.kind") or ""), *source]).strip(),
+            "numerics": str(header.numerics.get("mode", "")),
+            "layout": layout or "one rank",
+            "machine": ", ".join(filter(None, (header.device.get("name"), *hosts))),
+            "begun": attempts[0].time.replace("T", " ") if attempts else "",
+            "starts": str(len(attempts)) if len(attempts) > 1 else "",
+            "time of all steps": _duration(sum(timing.seconds for timing in self.timings)) if self.timings else "",
+            "end": end,
+            "steps": f"{len(self.ledger.steps):,}",
+            "last loss": str(readable(losses[-1])) if losses else "none",
+            "median step": f"{seconds:.3g} s" if seconds else "",
+            "tokens/s": f"{self.timings[-1].tokens / seconds:,.0f}" if seconds else "",
+            "peak memory": f"{peak / 2**30:.2f} GiB" if peak else "",
+            "identity": header.identity_hash[:12],
+            "remarks": "; ".join(self.remarks),
+        }
+        return {name: single_line(text) for name, text in facts.items() if text}
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartedRun(Record):
+    """`run.json`, as far as a page shows it."""
+
+    model: str = ""
+    overrides: Listed[str] = ()
+    attempts: Listed[Attempt] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,11 +180,11 @@ def _run(letter: str, name: str, ledger: Ledger) -> Run:
     # A ledger of another name (a replaced one, a certificate) has the files of another run beside it, or none.
     if ledger.run_directory is None:
         return Run(letter, name, ledger, (), None, 0)
-    run_dir, planned = RunDir(ledger.run_directory), None
+    run_dir, file = RunDir(ledger.run_directory), None
     with suppress(RunError):
-        planned = next((attempt.to_step for attempt in reversed(read_attempts(run_dir))), None)
+        file = run_dir.read_run(StartedRun)
     timings, unread = _timings(run_dir.progress)
-    return Run(letter, name, ledger, timings, planned, unread)
+    return Run(letter, name, ledger, timings, file, unread)
 
 
 def _names(ledgers: Iterable[Ledger]) -> list[str]:

@@ -21,10 +21,11 @@ from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger import dumps, reader
 from tp_invariant_recipes.ledger.digests import Parameter
 from tp_invariant_recipes.ledger.record import Header
+from tp_invariant_recipes.ledger.run_files import Attempt, RunFile
 from tp_invariant_recipes.report import curves, page
-from tp_invariant_recipes.report.figures import settings
+from tp_invariant_recipes.report.figures import Drawing, settings
 from tp_invariant_recipes.report.palette import COLOURS
-from tp_invariant_recipes.report.render import png
+from tp_invariant_recipes.report.render import png, svg
 from tp_invariant_recipes.report.runs import gather
 
 NAMES = ("embedding.word_embeddings.weight", "decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.1.$x$<b>.weight")
@@ -117,6 +118,44 @@ def test_a_different_pair(html):
     assert "A tp1: the median step took 0.5 s." in read.text
     assert "6.00 GiB" in read.text
     assert "Each point stands for" not in read.text
+
+
+def test_the_first_table_says_what_was_trained_where_and_how_it_ended(tmp_path):
+    run = write_run(tmp_path / "tp1", device={"name": "NVIDIA H200"}, numerics={"mode": "tree"}, layout={"tp": 2})
+    attempt = {
+        "host": "node7",
+        "time": "2026-01-02T03:04:05+0000",
+        "to_step": 6,
+        "outcome": "failed",
+        "why": "a reason",
+    }
+    file = RunFile(
+        model="qwen3_8b", overrides=("lr=1", "data.path=/text"), device="gpu", layout={}, identity={},
+        identity_hash="0" * 64, attempts=(Attempt(**attempt), Attempt(**attempt | {"host": "node8"})),
+    )  # fmt: skip
+    (run / "run.json").write_text(json.dumps(file.as_json()))
+    (read,) = gather([run]).runs
+    facts = {
+        "model": "qwen3_8b", "data": "data.path=/text", "numerics": "tree", "layout": "tp=2",
+        "machine": "NVIDIA H200, node7, node8", "begun": "2026-01-02 03:04:05+0000", "starts": "2",
+        "time of all steps": "3 s", "end": "failed: a reason", "steps": "6", "peak memory": "6.00 GiB",
+    }  # fmt: skip
+    assert facts.items() <= read.facts.items()
+    html = page.page(gather([run]), ())
+    assert html.index("node8") < html.index("<details>") < html.index("rng.seed")  # fields are folded, and come later
+    (run / "run.json").write_text("{}")
+    assert "model" not in gather([run]).runs[0].facts
+
+
+def test_a_logarithmic_axis_is_labelled_by_numbers():
+    def draw(figure):
+        axes = figure.add_subplot(111)
+        axes.plot([1, 2, 3], [1e-2, 1e3, 1e9])
+        axes.set_yscale("log")
+
+    drawn = svg(Drawing("log", "title", "alt", "note", 3.0, draw))
+    assert "$" not in drawn
+    assert ">1e+06</text>" in drawn
 
 
 def reports(folder: Path) -> Iterator[tuple[str, tuple[Path, ...]]]:
